@@ -1,0 +1,26 @@
+"""The Metal front end off a Mac: .metal text through clang, to the simulator on the CPU and to PTX for NVIDIA GPUs."""
+
+from .build import entry_name, has_prebuilt_ptx, metallib, ptx, signature, simulator_library, translate, variants
+from .compiler import compiler_problem
+from .errors import CompileError
+from .rewrite import Argument, Variant
+from .sources import files, flatten, register_source, source
+
+__all__ = [
+    "Argument",
+    "CompileError",
+    "Variant",
+    "compiler_problem",
+    "entry_name",
+    "files",
+    "flatten",
+    "has_prebuilt_ptx",
+    "metallib",
+    "ptx",
+    "register_source",
+    "signature",
+    "simulator_library",
+    "source",
+    "translate",
+    "variants",
+]

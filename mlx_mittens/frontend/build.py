@@ -1,0 +1,309 @@
+"""From a .metal file to its variants, to a library for the simulator, and to PTX."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+from . import cache, compiler, sources
+from .errors import CompileError
+from .rewrite import Argument, Kernel, RewriteError, Translation, Variant, rewrite
+
+_FOLDER = Path(__file__).resolve().parent
+INCLUDE = _FOLDER / "include"
+
+
+def _abi_folder() -> Path:
+    """Where simulator/abi.h is: installed beside our headers, in a source tree beside the simulator."""
+    for folder in (INCLUDE, _FOLDER.parent.parent / "csrc", sources.metal_folder().parent / "csrc"):
+        if (folder / "simulator" / "abi.h").is_file():
+            return folder
+    raise FileNotFoundError("mlx_mittens finds no simulator/abi.h: reinstall the package")
+
+
+@functools.cache
+def _library_text() -> str:
+    """All of our standard library and of this package: part of the key of what is compiled with it."""
+    abi = _abi_folder() / "simulator" / "abi.h"  # in a source tree it is elsewhere than in an installed package
+    own = {path for path in [*INCLUDE.rglob("*"), *_FOLDER.glob("*.py")] if path.is_file()} - {abi}
+    return "\n".join(path.read_text() for path in [*sorted(own), abi])
+
+
+@functools.cache
+def _mlx_include() -> list[Path]:
+    """The folder of MLX's own headers, where the wheel that is installed has it."""
+    spec = importlib.util.find_spec("mlx")
+    folders = [Path(place) / "include" for place in (spec.submodule_search_locations if spec else None) or ()]
+    return [folder for folder in folders if (folder / "mlx").is_dir()]
+
+
+def _clean(log: str) -> str:
+    """The compiler's log without what only our own machinery means, and with paths as they stand in an #include."""
+    lines = [line for line in log.splitlines() if not line.startswith("In file included from")]
+    text = "\n".join(lines)
+    for folder in [INCLUDE, *_mlx_include()]:
+        text = text.replace(f"{folder}/", "")
+    return text
+
+
+Constants = dict[int, str]
+
+
+def _constant_texts(constants: dict[int, object] | None) -> Constants:
+    texts = {}
+    for index, value in (constants or {}).items():
+        texts[int(index)] = str(value).lower() if isinstance(value, bool) else str(value)
+    return texts
+
+
+@functools.lru_cache(maxsize=256)
+def _translate(file: str, flat: str, constants: tuple[tuple[int, str], ...]) -> Translation:
+    found = compiler.find_compiler()
+    done = found.run(compiler.preprocess_flags([INCLUDE, *_mlx_include()]), flat)
+    if done.returncode:
+        raise CompileError(file, None, _clean(done.stderr))
+    text = done.stdout
+    for folder in _mlx_include():
+        text = text.replace(f'"{folder}/', '"')
+    try:
+        return rewrite(text, dict(constants))
+    except RewriteError as error:
+        raise CompileError(file, None, str(error)) from None
+
+
+def translate(file: str, constants: dict[int, object] | None = None) -> Translation:
+    """A .metal file as clang is to compile it, and the kernels in it."""
+    return _translate(file, sources.flatten(file), tuple(sorted(_constant_texts(constants).items())))
+
+
+def variants(file: str) -> list[Variant]:
+    """Every kernel that a host can ask the file for."""
+    return translate(file).variants
+
+
+def _find(file: str, kernel: str, translation: Translation) -> tuple[Variant, Kernel]:
+    for variant in translation.variants:
+        if variant.name == kernel:
+            if variant.function not in translation.kernels:
+                raise CompileError(file, kernel, f"error: it instantiates {variant.function}, which is not a kernel")
+            return variant, translation.kernels[variant.function]
+    raise KeyError(f"{file} has no kernel {kernel!r}; it has {', '.join(v.name for v in translation.variants)}")
+
+
+def signature(file: str, kernel: str) -> list[Argument]:
+    """The parameters of a kernel, in order."""
+    return _find(file, kernel, translate(file))[1].arguments
+
+
+def _call(variant: Variant, kernel: Kernel, place: str, threadgroup_place: str) -> str:
+    """The call of a kernel's function; the places say how buffer {index} and threadgroup memory {index} are reached."""
+    arguments = [f"&{variant.expression}"]
+    for position, argument in enumerate(kernel.arguments):
+        if argument.kind == "buffer":
+            arguments.append(place.format(position=position, index=argument.index))
+        elif argument.kind == "threadgroup":
+            arguments.append(threadgroup_place.format(index=argument.index))
+        else:
+            arguments.append(f"::mittens::Position{{::mittens::attribute::{argument.kind}()}}")
+    file, line = variant.site
+    return f'#line {line} "{file}"\n  ::mittens::invoke({", ".join(arguments)});\n'
+
+
+def _max_threads(variant: Variant, kernel: Kernel, number: int) -> tuple[str, str]:
+    """A declaration, and an expression for the most threads of a threadgroup, which may depend on the template."""
+    if kernel.max_threads is None:
+        return "", "1024"
+    if kernel.template is None:
+        return "", f"({kernel.max_threads})"
+    declaration = f"template <{kernel.template}> struct mittens_limit_{number} {{ enum {{ threads = {kernel.max_threads} }}; }};\n"
+    return declaration, f"unsigned(mittens_limit_{number}<{variant.template_args}>::threads)"
+
+
+def _prelude(translation: Translation) -> str:
+    """The library and the text; none of its functions is seen from elsewhere, so that what is not used goes."""
+    return (
+        '#include "metal/stdlib.h"\n'
+        "#pragma clang attribute push(__attribute__((internal_linkage)), apply_to = function)\n"
+        f"{translation.text}\n#pragma clang attribute pop\n"
+    )
+
+
+def _simulator_text(translation: Translation, file: str) -> str:
+    """The translation, an entry for each variant, and the table of them."""
+    parts = [_prelude(translation)]
+    table = []
+    for number, variant in enumerate(translation.variants):
+        kernel = _find(file, variant.name, translation)[1]
+        places = "::mittens::argument(buffers, {index})", "::mittens::argument(threadgroup_buffers, {index})"
+        declaration, limit = _max_threads(variant, kernel, number)
+        parts.append(
+            f"{declaration}static void mittens_entry_{number}(void* const* buffers, void* const* threadgroup_buffers) {{\n"
+            f"{_call(variant, kernel, *places)}}}\n"
+        )
+        rows = [
+            f'{{"{a.name}", {a.index}, {"true" if a.kind == "threadgroup" else "false"}}}'
+            for a in kernel.arguments
+            if a.index is not None
+        ]
+        parts.append(f"static const mittens::abi::Argument mittens_arguments_{number}[] = {{{', '.join(rows)}}};\n")
+        table.append(
+            f'  {{"{variant.name}", mittens_entry_{number}, mittens_arguments_{number}, {len(rows)}, {limit}}},\n'
+        )
+    parts.append('#include "metal/cpu_library.h"\n')
+    parts.append(f"static const mittens::abi::Kernel mittens_kernels[] = {{\n{''.join(table)}}};\n")
+    parts.append(f"MITTENS_LIBRARY(mittens_kernels, {len(table)})\n")
+    return "".join(parts)
+
+
+def simulator_library(file: str, watch: bool = True, constants: dict[int, object] | None = None) -> str:
+    """A shared object that holds all variants of a .metal file, for the simulator.
+
+    Args:
+        file: One of `files()`, or a registered source.
+        watch: Whether the memory watcher is to see its accesses.
+        constants: Values of function constants, by index.
+
+    Returns:
+        The path of a file in the cache.
+
+    Raises:
+        CompileError: If the file does not compile.
+    """
+    found = compiler.find_compiler()
+    flags = compiler.cpu_flags(watch)
+    texts = _constant_texts(constants)
+    name = cache.key(
+        sources.flatten(file), _library_text(), repr(sorted(texts.items())), found.identity, " ".join(flags), _processor()
+    )
+
+    def make(path: Path) -> None:
+        translation = translate(file, constants)
+        if not translation.variants:
+            raise CompileError(file, None, "error: the file has no kernel")
+        compiled = path.with_suffix(".o")
+        try:
+            flags_here = [*flags, f"-I{INCLUDE}", f"-I{_abi_folder()}", "-o", str(compiled)]
+            done = found.run(flags_here, _simulator_text(translation, file))
+            if done.returncode:
+                raise CompileError(file, None, _clean(done.stderr))
+            linked = subprocess.run([*found.linker, str(compiled), "-o", str(path)], capture_output=True, text=True)
+            if linked.returncode:
+                raise RuntimeError(f"linking {file} for the simulator failed:\n{linked.stderr}")
+        finally:
+            compiled.unlink(missing_ok=True)
+
+    return str(cache.cached(f"{Path(file).stem}-{name}.so", make))
+
+
+def entry_name(kernel: str) -> str:
+    """The name of a kernel's entry in its PTX."""
+    return re.sub(r"\W", "_", kernel)
+
+
+def _ptx_text(translation: Translation, file: str, name: str, bytes_sizes: dict[int, int]) -> str:
+    variant, kernel = _find(file, name, translation)
+    pointer = f"decltype(&{variant.expression})"
+    parameters = []
+    for position, argument in enumerate(kernel.arguments):
+        if argument.kind == "buffer":
+            size = bytes_sizes.get(argument.index)
+            type_text = f"::mittens::Bytes<{size}>" if size else f"::mittens::parameter_t<{position}, {pointer}>"
+            parameters.append((argument.index, f"{type_text} p{position}"))
+    declared = ", ".join(text for _, text in sorted(parameters))
+    declaration, limit = _max_threads(variant, kernel, 0)
+    call = _call(variant, kernel, "::mittens::address_of(p{position})", "::mittens::dynamic_threadgroup_memory()")
+    return (
+        f"{_prelude(translation)}{declaration}"
+        f'extern "C" __attribute__((used)) int mittens_max_threads = {limit};\n'
+        f'extern "C" __attribute__((nvptx_kernel)) void mittens_entry({declared}) __asm__("{entry_name(name)}");\n'
+        f'extern "C" __attribute__((nvptx_kernel)) void mittens_entry({declared}) {{\n'
+        f"{call}}}\n"
+    )
+
+
+_MAX_THREADS = re.compile(r"^.*\bmittens_max_threads\b = (\d+);\n", re.M)
+
+
+def _with_limit(text: str) -> str:
+    """The registers of a kernel depend on how many threads it may be launched with: say it, in PTX's own words."""
+    limit = _MAX_THREADS.search(text)
+    text = _MAX_THREADS.sub("", text)
+    return re.sub(r"(\.entry [^{]*?\))\s*\n\{", rf"\1\n.maxntid {limit[1] if limit else 1024}, 1, 1\n{{", text)
+
+
+def ptx(
+    file: str,
+    kernel: str,
+    bytes_sizes: dict[int, int] | None = None,
+    arch: str = "sm_80",
+    constants: dict[int, object] | None = None,
+) -> str:
+    """The PTX of one variant, with one entry, `entry_name(kernel)`.
+
+    Its parameters are the kernel's buffers in the order of their indices: a 64-bit address for a pointer, the value itself
+    for a reference.
+
+    Args:
+        file: One of `files()`, or a registered source.
+        kernel: The name of a variant.
+        bytes_sizes: Buffers whose contents are handed over in place of their address, and how many bytes they are.
+        arch: The oldest GPU that it is to run on.
+        constants: Values of function constants, by index.
+
+    Raises:
+        CompileError: If the kernel does not compile.
+        KeyError: If the file has no such kernel.
+    """
+    prebuilt = _FOLDER.parent / "ptx" / arch / f"{entry_name(kernel)}.ptx"
+    flat = sources.flatten(file)
+    sizes = bytes_sizes or {}
+    if not sizes and not constants and prebuilt.is_file():
+        text = prebuilt.read_text()
+        if text.startswith(f"// {prebuilt_key(flat)}\n"):
+            return text
+    found = compiler.find_compiler()
+    flags = compiler.ptx_flags(arch)
+    texts = _constant_texts(constants)
+    name = cache.key(
+        flat, kernel, repr(sorted(sizes.items())), _library_text(), repr(sorted(texts.items())), found.identity, " ".join(flags)
+    )
+
+    def make(path: Path) -> None:
+        translation = translate(file, constants)
+        done = found.run([*flags, f"-I{INCLUDE}", "-o", "-"], _ptx_text(translation, file, kernel, sizes))
+        if done.returncode:
+            raise CompileError(file, kernel, _clean(done.stderr))
+        path.write_text(_with_limit(done.stdout))
+
+    return cache.cached(f"{entry_name(kernel)[:80]}-{name}.ptx", make).read_text()
+
+
+def has_prebuilt_ptx() -> bool:
+    """Whether the package was built with the PTX of its kernels, so that an NVIDIA GPU needs no compiler here."""
+    return any((_FOLDER.parent / "ptx").glob("*/*.ptx"))
+
+
+def prebuilt_key(flat: str) -> str:
+    """What a prebuilt PTX file says of the text that it was made of, so that an edited kernel does not run old PTX."""
+    return cache.key(flat, _library_text())
+
+
+@functools.cache
+def _processor() -> str:
+    """What this machine's processor can do: libraries are compiled for it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        import platform
+
+        return platform.platform()
+    return "".join(sorted({line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))}))
+
+
+def metallib() -> str:
+    """The path of the Metal library that was built ahead of time, or an empty string."""
+    path = sources.metal_folder() / "mlx_mittens.metallib"
+    return str(path) if path.is_file() else ""

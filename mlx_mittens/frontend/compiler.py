@@ -1,0 +1,122 @@
+"""Finding clang and calling it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+OLDEST_CLANG = 19
+
+_COMMON = ["-x", "c++", "-std=c++20", "-nostdinc", "-ffreestanding", "-fno-exceptions", "-fno-rtti", "-w"]
+_PREPROCESS = ["-E", "-undef", "-D__METAL_VERSION__=310", "-D__METAL__", "-D__METAL_MACOS__", "-D__HAVE_BFLOAT__"]
+_CPU = [
+    *("-c", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-omit-frame-pointer"),
+    # Half and bfloat round after every operation, as they do on a GPU.
+    *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
+    # An operation between threads stays in one place, so that all of them come by there.
+    *("-Xclang", "-fconvergent-functions"),
+    *("-mllvm", "-tail-dup-placement=false", "-mllvm", "-disable-tail-duplicate", "-mllvm", "-enable-tail-merge=false"),
+    # An access stays what the kernel wrote, with its line; and a loop without end stays one.
+    *("-fno-vectorize", "-fno-slp-vectorize", "-fno-finite-loops", "-gline-tables-only", "-gdwarf-4"),
+    *("-fno-optimize-sibling-calls", "-mllvm", "-disable-vector-combine"),
+]
+_STEPS = ["-fsanitize-coverage=bb,no-prune,trace-pc-guard"]
+_WATCHED = ["-fsanitize-coverage=bb,no-prune,trace-pc-guard,trace-loads,trace-stores", "-DMITTENS_WATCHED"]
+_PTX = [
+    *("-S", "-O3", "-target", "nvptx64-nvidia-cuda", "-ffp-contract=fast", "-fno-math-errno"),
+    # Metal's compiler leaves no calls in a kernel; a call would put its arguments into local memory.
+    *("-mllvm", "-inline-threshold=1000000"),
+]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A clang, and the linker that goes with it."""
+
+    clang: tuple[str, ...]
+    linker: tuple[str, ...]
+    identity: str  # changes with the version; part of every cache key
+
+    def run(self, arguments: list[str], text: str) -> subprocess.CompletedProcess[str]:
+        """Calls clang with a text on its standard input."""
+        return subprocess.run([*self.clang, *arguments, "-"], input=text, capture_output=True, text=True)
+
+
+def preprocess_flags(include: list[Path]) -> list[str]:
+    return [*_COMMON, *_PREPROCESS, *(f"-I{path}" for path in include)]
+
+
+def cpu_flags(watch: bool) -> list[str]:
+    # What is compiled is run on this machine alone, so it may use all its instructions.
+    tune = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    return [*_COMMON, *_CPU, tune, *(_WATCHED if watch else _STEPS)]
+
+
+def ptx_flags(arch: str) -> list[str]:
+    return [*_COMMON, *_PTX, f"-march={arch}"]
+
+
+def _version(command: tuple[str, ...]) -> tuple[int, str] | None:
+    try:
+        text = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"clang version (\d+)[^\n]*", text)
+    return (int(found[1]), found[0]) if found else None
+
+
+def _ziglang() -> Path | None:
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or spec.origin is None:
+        return None
+    program = Path(spec.origin).parent / ("zig.exe" if sys.platform == "win32" else "zig")
+    return program if program.is_file() else None
+
+
+@functools.cache
+def _find() -> Compiler | str:
+    chosen = os.environ.get("MLX_MITTENS_CLANG")
+    for program in [chosen] if chosen else [shutil.which("clang++")]:
+        if not program:
+            continue
+        version = _version((program,))
+        if version and (version[0] >= OLDEST_CLANG or chosen):
+            linker = (program, "-shared", "-nostdlib", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []))
+            return Compiler((program,), linker, version[1])
+        if chosen:
+            return f"MLX_MITTENS_CLANG is {chosen!r}, which is not a clang++ that runs"
+    zig = _ziglang()
+    if zig is not None:
+        version = _version((str(zig), "clang"))
+        if version:
+            linker = (str(zig), "ld.lld", "-shared")
+            if sys.platform == "darwin":
+                linker = (str(zig), "cc", "-shared", "-nostdlib", "-undefined", "dynamic_lookup")
+            return Compiler((str(zig), "clang"), linker, version[1])
+    return f"no clang++ of version {OLDEST_CLANG} or later: pip install ziglang, or set MLX_MITTENS_CLANG"
+
+
+def find_compiler() -> Compiler:
+    """The clang to use: $MLX_MITTENS_CLANG, else clang++ if it is recent enough, else the one in the ziglang package.
+
+    Raises:
+        RuntimeError: If there is none, with what to install.
+    """
+    found = _find()
+    if isinstance(found, str):
+        raise RuntimeError(f"mlx_mittens cannot compile kernels here: {found}")
+    return found
+
+
+def compiler_problem() -> str:
+    """What keeps kernels from being compiled here, or an empty string."""
+    found = _find()
+    return found if isinstance(found, str) else ""

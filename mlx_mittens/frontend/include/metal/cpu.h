@@ -1,0 +1,158 @@
+// The CPU target: every operation between threads is a call into the simulator.
+#pragma once
+
+#include "metal/lanes.h"
+#include "simulator/abi.h"
+
+// Neither traced by the watcher nor moved by the optimiser to where other lanes do not follow.
+#define MITTENS_RUNTIME __attribute__((noinline, nodebug, convergent, nomerge, no_sanitize("coverage")))
+#define MITTENS_CALLER __builtin_return_address(0)
+
+namespace mittens {
+
+using abi::Memory;
+using abi::Scope;
+using abi::Site;
+using enum abi::Memory;
+using enum abi::Scope;
+
+inline abi::Runtime* runtime;
+
+constexpr Site here(const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) {
+  return {file, line};
+}
+
+namespace attribute {
+
+MITTENS_INLINE uint3 triple(const unsigned (&values)[3]) {
+  return uint3{values[0], values[1], values[2]};
+}
+#define MITTENS_ATTRIBUTE(name, value)           \
+  MITTENS_RUNTIME inline auto name() {           \
+    const abi::Thread& thread = *runtime->thread; \
+    return value;                                \
+  }
+MITTENS_ATTRIBUTE(thread_position_in_grid, triple(thread.position_in_grid))
+MITTENS_ATTRIBUTE(thread_position_in_threadgroup, triple(thread.position_in_threadgroup))
+MITTENS_ATTRIBUTE(threadgroup_position_in_grid, triple(thread.threadgroup))
+MITTENS_ATTRIBUTE(dispatch_threads_per_threadgroup, triple(thread.dispatch_threads_per_threadgroup))
+MITTENS_ATTRIBUTE(threads_per_threadgroup, triple(thread.threads_per_threadgroup))
+MITTENS_ATTRIBUTE(threadgroups_per_grid, triple(thread.threadgroups))
+MITTENS_ATTRIBUTE(threads_per_grid, triple(thread.threads_per_grid))
+MITTENS_ATTRIBUTE(thread_index_in_threadgroup, thread.index)
+MITTENS_ATTRIBUTE(thread_index_in_simdgroup, thread.lane)
+MITTENS_ATTRIBUTE(simdgroup_index_in_threadgroup, thread.simdgroup)
+MITTENS_ATTRIBUTE(simdgroups_per_threadgroup, thread.simdgroups)
+MITTENS_ATTRIBUTE(thread_index_in_quadgroup, thread.index % abi::quad_width)
+MITTENS_ATTRIBUTE(quadgroup_index_in_threadgroup, thread.index / abi::quad_width)
+MITTENS_ATTRIBUTE(quadgroups_per_threadgroup, thread.quadgroups)
+MITTENS_ATTRIBUTE(threads_per_simdgroup, abi::simd_width)
+MITTENS_ATTRIBUTE(thread_execution_width, abi::simd_width)
+#undef MITTENS_ATTRIBUTE
+
+}  // namespace attribute
+
+MITTENS_INLINE unsigned lane() {
+  return attribute::thread_index_in_simdgroup();
+}
+
+// What the lanes of `scope` hold, once all of them are here.
+__attribute__((always_inline)) inline const abi::Lanes& meet(Scope scope, const char* name, Site site, const void* caller,
+                                                             const void* value, unsigned bytes,
+                                                             abi::Combine combine = nullptr, bool matrix = false) {
+  return runtime->exchange(scope, {name, site, caller, matrix}, value, bytes, combine);
+}
+
+template <typename T>
+__attribute__((always_inline)) inline T value_of(const abi::Lanes::Value& value) {
+  T result;
+  __builtin_memcpy(&result, value.bytes, sizeof(T));
+  return result;
+}
+
+template <typename T>
+MITTENS_RUNTIME T shuffle(Scope scope, const char* name, Site site, T value, unsigned source) {
+  static_assert(sizeof(T) <= sizeof(abi::Lanes::Value));
+  const unsigned width = scope == quad_scope ? abi::quad_width : abi::simd_width;
+  return value_of<T>(meet(scope, name, site, MITTENS_CALLER, &value, sizeof(T)).value[source % width]);
+}
+
+// All lanes in the order of a butterfly, which is how the NVIDIA target adds too.
+template <typename T, typename F>
+__attribute__((no_sanitize("coverage"))) void combine_lanes(abi::Lanes& lanes) {
+  T values[abi::simd_width];
+  for (unsigned i = 0; i < lanes.count; ++i) {
+    values[i] = value_of<T>(lanes.value[i]);
+  }
+  for (unsigned step = abi::simd_width / 2; step > 0; step /= 2) {
+    for (unsigned i = 0; i < step && i + step < lanes.count; ++i) {
+      values[i] = F::apply(values[i], values[i + step]);
+    }
+  }
+  __builtin_memcpy(lanes.result.bytes, &values[0], sizeof(T));
+}
+
+template <typename F, typename T>
+MITTENS_RUNTIME T reduce(Scope scope, const char* name, Site site, T value) {
+  static_assert(sizeof(T) <= sizeof(abi::Lanes::Value));
+  return value_of<T>(meet(scope, name, site, MITTENS_CALLER, &value, sizeof(T), combine_lanes<T, F>).result);
+}
+
+template <typename F, typename T>
+MITTENS_RUNTIME T prefix(Scope scope, const char* name, Site site, T value, T first, bool inclusive) {
+  const abi::Lanes& lanes = meet(scope, name, site, MITTENS_CALLER, &value, sizeof(T));
+  const unsigned end = (scope == quad_scope ? lane() % abi::quad_width : lane()) + (inclusive ? 1 : 0);
+  T result = first;
+  for (unsigned i = 0; i < end; ++i) {
+    result = F::apply(result, value_of<T>(lanes.value[i]));
+  }
+  return result;
+}
+
+MITTENS_RUNTIME inline unsigned ballot(Scope scope, const char* name, Site site, bool value) {
+  const abi::Lanes& lanes = meet(scope, name, site, MITTENS_CALLER, &value, sizeof(value));
+  unsigned mask = 0;
+  for (unsigned i = 0; i < lanes.count; ++i) {
+    mask |= unsigned(value_of<bool>(lanes.value[i])) << i;
+  }
+  return mask;
+}
+
+MITTENS_RUNTIME inline void barrier(Scope scope, const char* name, Site site, unsigned memory) {
+  runtime->barrier(scope, {name, site, MITTENS_CALLER, false}, memory);
+}
+
+// One 8x8 product: each lane brings two elements of a and of b, and leaves with two of a * b + c (see lane_of).
+MITTENS_RUNTIME inline float2 matrix_multiply(Site site, float2 a, float2 b, float2 c, unsigned row, unsigned column) {
+  const float4 both = {a.x, a.y, b.x, b.y};
+  const abi::Lanes& lanes =
+      meet(simdgroup_scope, "simdgroup_multiply_accumulate", site, MITTENS_CALLER, &both, 16, nullptr, true);
+  for (unsigned k = 0; k < 8; ++k) {
+    const float4 left = value_of<float4>(lanes.value[lane_of(row, k)]);
+    const float4 right = value_of<float4>(lanes.value[lane_of(k, column)]);
+    const float factor = k % 2 ? left.y : left.x;
+    c.x += factor * right.z;
+    c.y += factor * right.w;
+  }
+  return c;
+}
+
+MITTENS_RUNTIME inline void* threadgroup_memory_of(const void* key, const char* name, unsigned long bytes, Site site) {
+  return runtime->threadgroup_array(key, name, bytes, site);
+}
+template <typename T>
+MITTENS_INLINE MITTENS_THREADGROUP T& threadgroup_array(const void* key, const char* name, Site site) {
+  return *(MITTENS_THREADGROUP T*)threadgroup_memory_of(key, name, sizeof(T), site);
+}
+
+// Other threads see an atomic operation as one: the simulator never switches threads within it.
+MITTENS_RUNTIME inline void announce_atomic(const volatile void* address, unsigned long bytes, bool reads,
+                                            const void* caller) {
+  runtime->atomic(address, bytes, reads, caller);
+}
+
+}  // namespace mittens
+
+#define MITTENS_THREADGROUP_ARRAY(name, ...)  \
+  static char name##_key;                     \
+  auto& name = ::mittens::threadgroup_array<__VA_ARGS__>(&name##_key, #name, ::mittens::here())

@@ -1,0 +1,110 @@
+// From a launch's buffers to a kernel's parameters, by the types that the compiler deduces from the kernel itself.
+#pragma once
+
+namespace mittens {
+
+// Anything in memory: for a pointer parameter its address, for a reference what stands there.
+struct Address {
+  void* address;
+  template <typename P>
+  MITTENS_INLINE P as() const {
+    if constexpr (__is_pointer(P)) {
+      return (P)address;
+    } else {
+      return *(__remove_reference_t(P)*)address;
+    }
+  }
+};
+
+// A position or an index, in the type and the number of dimensions that the kernel asks for.
+template <typename V>
+struct Position {
+  V value;
+  template <typename P>
+  MITTENS_INLINE P as() const {
+    if constexpr (!Vector<V>::is_vector) {
+      return P(value);
+    } else if constexpr (!Vector<P>::is_vector) {
+      return P(value[0]);
+    } else {
+      P result;
+      for (int i = 0; i < Vector<P>::size; ++i) {
+        result[i] = Element<P>(value[i]);
+      }
+      return result;
+    }
+  }
+};
+template <typename V>
+Position(V) -> Position<V>;
+
+template <typename... P, typename... A>
+MITTENS_INLINE void invoke(void (*kernel)(P...), A... arguments) {
+  kernel(arguments.template as<P>()...);
+}
+
+template <typename Piece, typename T>
+MITTENS_INLINE Piece* piece_of(T* pointer) {
+  return (Piece*)pointer;
+}
+template <typename Piece, typename T>
+MITTENS_INLINE MITTENS_DEVICE Piece* piece_of(MITTENS_DEVICE T* pointer) {
+  return (MITTENS_DEVICE Piece*)pointer;
+}
+template <typename Piece, typename T>
+MITTENS_INLINE MITTENS_THREADGROUP Piece* piece_of(MITTENS_THREADGROUP T* pointer) {
+  return (MITTENS_THREADGROUP Piece*)pointer;
+}
+
+// A copy from one address space to another, for which a struct has no operator; in pieces as large as it is aligned.
+template <typename To, typename From>
+MITTENS_INLINE void assign(To* to, From* from) {
+  using Value = metal::remove_cv_t<metal::remove_addrspace_t<From>>;
+  constexpr size_t step = alignof(Value) < 16 ? alignof(Value) : 16;
+  using Piece = metal::conditional_t<
+      step == 1, uchar,
+      metal::conditional_t<step == 2, ushort,
+                           metal::conditional_t<step == 4, uint, metal::conditional_t<step == 8, uint2, uint4>>>>;
+  for (size_t i = 0; i < sizeof(Value) / step; ++i) {
+    piece_of<Piece>(to)[i] = piece_of<Piece>(from)[i];
+  }
+}
+
+#ifndef __NVPTX__
+MITTENS_RUNTIME inline Address argument(void* const* buffers, unsigned index) {
+  return {buffers[index]};
+}
+#else
+// The type of an entry's parameter: a pointer as it is, what a reference refers to by value.
+template <unsigned index, typename K>
+struct Parameter;
+template <unsigned index, typename... P>
+struct Parameter<index, void (*)(P...)> {
+  using Own = __type_pack_element<index, P...>;
+  using type = metal::conditional_t<__is_pointer(Own), Own, metal::remove_cv_t<metal::remove_addrspace_t<metal::remove_reference_t<Own>>>>;
+};
+template <unsigned index, typename K>
+using parameter_t = typename Parameter<index, K>::type;
+
+// A pointer's contents, where the launch hands over the bytes themselves.
+template <unsigned size>
+struct alignas(16) Bytes {
+  char data[size];
+};
+
+template <typename T>
+MITTENS_INLINE Address address_of(const T& parameter) {
+  if constexpr (__is_pointer(T)) {
+    return {(void*)parameter};
+  } else {
+    return {(void*)&parameter};
+  }
+}
+
+extern "C" MITTENS_THREADGROUP char mittens_dynamic_threadgroup_memory[];
+MITTENS_INLINE Address dynamic_threadgroup_memory() {
+  return {(void*)mittens_dynamic_threadgroup_memory};
+}
+#endif
+
+}  // namespace mittens

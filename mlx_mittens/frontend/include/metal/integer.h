@@ -1,0 +1,84 @@
+// Integer functions.
+#pragma once
+
+namespace metal {
+
+template <typename T>
+MITTENS_INLINE T popcount(T x) {
+  return mittens::map<T>([](auto x) { return decltype(x)(__builtin_popcountg(make_unsigned_t<decltype(x)>(x))); }, x);
+}
+template <typename T>
+MITTENS_INLINE T clz(T x) {
+  return mittens::map<T>(
+      [](auto x) { return decltype(x)(__builtin_clzg(make_unsigned_t<decltype(x)>(x), int(sizeof(x) * 8))); }, x);
+}
+template <typename T>
+MITTENS_INLINE T ctz(T x) {
+  return mittens::map<T>(
+      [](auto x) { return decltype(x)(__builtin_ctzg(make_unsigned_t<decltype(x)>(x), int(sizeof(x) * 8))); }, x);
+}
+template <typename T>
+MITTENS_INLINE T reverse_bits(T x) {
+  return mittens::map<T>(
+      [](auto x) {
+        using U = make_unsigned_t<decltype(x)>;
+        U from = U(x), to = 0;
+        for (unsigned i = 0; i < sizeof(x) * 8; ++i) {
+          to = U(to << 1 | (from & 1));
+          from = U(from >> 1);
+        }
+        return decltype(x)(to);
+      },
+      x);
+}
+template <typename T>
+MITTENS_INLINE T rotate(T x, T by) {
+  return mittens::map<T>(
+      [](auto x, auto by) {
+        using U = make_unsigned_t<decltype(x)>;
+        constexpr unsigned bits = sizeof(x) * 8;
+        const unsigned n = unsigned(by) % bits;
+        return decltype(x)(n ? U(U(x) << n | U(x) >> (bits - n)) : U(x));
+      },
+      x, by);
+}
+template <typename T>
+MITTENS_INLINE T mulhi(T x, T y) {
+  return mittens::map<T>(
+      [](auto x, auto y) {
+        if constexpr (sizeof(x) == 8) {
+          using Wide = conditional_t<is_signed_v<decltype(x)>, __int128, unsigned __int128>;
+          return decltype(x)(Wide(x) * Wide(y) >> 64);
+        } else {
+          return decltype(x)(long(x) * long(y) >> (sizeof(x) * 8));
+        }
+      },
+      x, y);
+}
+template <typename T>
+MITTENS_INLINE T mad24(T x, T y, T z) {
+  return x * y + z;
+}
+template <typename T>
+MITTENS_INLINE T mul24(T x, T y) {
+  return x * y;
+}
+template <typename T>
+MITTENS_INLINE T absdiff(T x, T y) {
+  return mittens::map<T>([](auto x, auto y) { return decltype(x)(x < y ? y - x : x - y); }, x, y);
+}
+template <typename T>
+MITTENS_INLINE T extract_bits(T x, uint offset, uint bits) {
+  if (bits == 0) {
+    return T(0);
+  }
+  const uint rest = sizeof(T) * 8 - bits;
+  return T(T(x << (rest - offset)) >> rest);
+}
+template <typename T>
+MITTENS_INLINE T insert_bits(T base, T insert, uint offset, uint bits) {
+  const T mask = T((bits == sizeof(T) * 8 ? ~T(0) : T((T(1) << bits) - 1)) << offset);
+  return T((base & ~mask) | (T(insert << offset) & mask));
+}
+
+}  // namespace metal

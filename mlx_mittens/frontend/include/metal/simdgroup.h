@@ -1,0 +1,242 @@
+// Operations of a simdgroup, of a quad, and barriers. Each target brings shuffle, reduce, prefix, ballot and barrier.
+#pragma once
+
+namespace mittens {
+
+struct Sum {
+  static constexpr bool has_redux = true;
+  template <typename T>
+  MITTENS_INLINE static T apply(T a, T b) {
+    return a + b;
+  }
+#ifdef __NVPTX__
+  MITTENS_INLINE static int redux(int value) {
+    return __nvvm_redux_sync_add(value, all_lanes);
+  }
+#endif
+};
+struct Product {
+  static constexpr bool has_redux = false;
+  template <typename T>
+  MITTENS_INLINE static T apply(T a, T b) {
+    return a * b;
+  }
+#ifdef __NVPTX__
+  MITTENS_INLINE static int redux(int value) {
+    return value;
+  }
+#endif
+};
+struct Minimum {
+  static constexpr bool has_redux = true;
+  template <typename T>
+  MITTENS_INLINE static T apply(T a, T b) {
+    return metal::min(a, b);
+  }
+#ifdef __NVPTX__
+  MITTENS_INLINE static int redux(int value) {
+    return __nvvm_redux_sync_min(value, all_lanes);
+  }
+  MITTENS_INLINE static uint redux(uint value) {
+    return __nvvm_redux_sync_umin(value, all_lanes);
+  }
+#endif
+};
+struct Maximum {
+  static constexpr bool has_redux = true;
+  template <typename T>
+  MITTENS_INLINE static T apply(T a, T b) {
+    return metal::max(a, b);
+  }
+#ifdef __NVPTX__
+  MITTENS_INLINE static int redux(int value) {
+    return __nvvm_redux_sync_max(value, all_lanes);
+  }
+  MITTENS_INLINE static uint redux(uint value) {
+    return __nvvm_redux_sync_umax(value, all_lanes);
+  }
+#endif
+};
+struct And {
+  static constexpr bool has_redux = true;
+  template <typename T>
+  MITTENS_INLINE static T apply(T a, T b) {
+    return a & b;
+  }
+#ifdef __NVPTX__
+  MITTENS_INLINE static int redux(int value) {
+    return __nvvm_redux_sync_and(value, all_lanes);
+  }
+#endif
+};
+struct Or {
+  static constexpr bool has_redux = true;
+  template <typename T>
+  MITTENS_INLINE static T apply(T a, T b) {
+    return a | b;
+  }
+#ifdef __NVPTX__
+  MITTENS_INLINE static int redux(int value) {
+    return __nvvm_redux_sync_or(value, all_lanes);
+  }
+#endif
+};
+struct Xor {
+  static constexpr bool has_redux = true;
+  template <typename T>
+  MITTENS_INLINE static T apply(T a, T b) {
+    return a ^ b;
+  }
+#ifdef __NVPTX__
+  MITTENS_INLINE static int redux(int value) {
+    return __nvvm_redux_sync_xor(value, all_lanes);
+  }
+#endif
+};
+
+}  // namespace mittens
+
+namespace metal {
+
+enum class mem_flags : unsigned {
+  mem_none = mittens::no_memory,
+  mem_device = mittens::device_memory,
+  mem_threadgroup = mittens::threadgroup_memory,
+  mem_device_and_threadgroup = mittens::device_memory | mittens::threadgroup_memory,
+  mem_texture = 4,
+  mem_threadgroup_imageblock = 8,
+};
+constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+  return mem_flags(unsigned(a) | unsigned(b));
+}
+
+MITTENS_INLINE void threadgroup_barrier(mem_flags flags, mittens::Site site = mittens::here()) {
+  mittens::barrier(mittens::threadgroup_scope, "threadgroup_barrier", site, unsigned(flags));
+}
+MITTENS_INLINE void simdgroup_barrier(mem_flags flags, mittens::Site site = mittens::here()) {
+  mittens::barrier(mittens::simdgroup_scope, "simdgroup_barrier", site, unsigned(flags));
+}
+
+// Which lanes answered yes.
+class simd_vote {
+ public:
+  using vote_t = ulong;
+  simd_vote() = default;
+  explicit constexpr simd_vote(vote_t vote) : vote_(vote) {}
+  explicit constexpr operator vote_t() const {
+    return vote_;
+  }
+  bool all() const {
+    return vote_ == 0xffffffff;
+  }
+  bool any() const {
+    return vote_ != 0;
+  }
+
+ private:
+  vote_t vote_ = 0;
+};
+using quad_vote = simd_vote;
+
+#define MITTENS_LANE_OPERATIONS(group, scope, width)                                                               \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_shuffle(T data, ushort lane, mittens::Site site = mittens::here()) {                    \
+    return mittens::shuffle(scope, #group "_shuffle", site, data, lane);                                           \
+  }                                                                                                                \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_broadcast(T data, ushort lane, mittens::Site site = mittens::here()) {                  \
+    return mittens::shuffle(scope, #group "_broadcast", site, data, lane);                                         \
+  }                                                                                                                \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_broadcast_first(T data, mittens::Site site = mittens::here()) {                         \
+    return mittens::shuffle(scope, #group "_broadcast_first", site, data, 0);                                      \
+  }                                                                                                                \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_shuffle_xor(T data, ushort mask, mittens::Site site = mittens::here()) {                \
+    return mittens::shuffle(scope, #group "_shuffle_xor", site, data, (mittens::lane() ^ mask) % width);           \
+  }                                                                                                                \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_shuffle_up(T data, ushort delta, mittens::Site site = mittens::here()) {                \
+    const uint lane = mittens::lane() % width;                                                                     \
+    return mittens::shuffle(scope, #group "_shuffle_up", site, data, lane >= delta ? lane - delta : lane);         \
+  }                                                                                                                \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_shuffle_down(T data, ushort delta, mittens::Site site = mittens::here()) {              \
+    const uint lane = mittens::lane() % width;                                                                     \
+    return mittens::shuffle(scope, #group "_shuffle_down", site, data, lane + delta < width ? lane + delta : lane); \
+  }                                                                                                                \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_shuffle_rotate_up(T data, ushort delta, mittens::Site site = mittens::here()) {         \
+    return mittens::shuffle(scope, #group "_shuffle_rotate_up", site, data, (mittens::lane() - delta) % width);    \
+  }                                                                                                                \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_shuffle_rotate_down(T data, ushort delta, mittens::Site site = mittens::here()) {       \
+    return mittens::shuffle(scope, #group "_shuffle_rotate_down", site, data, (mittens::lane() + delta) % width);  \
+  }                                                                                                                \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_shuffle_and_fill_up(T data, T filling, ushort delta, ushort modulo = width,             \
+                                               mittens::Site site = mittens::here()) {                             \
+    const uint lane = mittens::lane() % width;                                                                     \
+    const uint start = lane - lane % modulo;                                                                       \
+    const uint at = lane - start;                                                                                  \
+    const T moved = mittens::shuffle(scope, #group "_shuffle_and_fill_up", site, data, lane - delta);              \
+    const T filled = mittens::shuffle(scope, #group "_shuffle_and_fill_up", site, filling,                         \
+                                      start + (at + modulo - delta) % modulo);                                     \
+    return at >= delta ? moved : filled;                                                                           \
+  }                                                                                                                \
+  template <typename T>                                                                                            \
+  MITTENS_INLINE T group##_shuffle_and_fill_down(T data, T filling, ushort delta, ushort modulo = width,           \
+                                                 mittens::Site site = mittens::here()) {                           \
+    const uint lane = mittens::lane() % width;                                                                     \
+    const uint start = lane - lane % modulo;                                                                       \
+    const uint at = lane - start;                                                                                  \
+    const T moved = mittens::shuffle(scope, #group "_shuffle_and_fill_down", site, data, lane + delta);            \
+    const T filled = mittens::shuffle(scope, #group "_shuffle_and_fill_down", site, filling,                       \
+                                      start + (at + delta) % modulo);                                              \
+    return at + delta < modulo ? moved : filled;                                                                   \
+  }                                                                                                                \
+  MITTENS_REDUCTION(group, scope, sum, Sum)                                                                        \
+  MITTENS_REDUCTION(group, scope, product, Product)                                                                \
+  MITTENS_REDUCTION(group, scope, min, Minimum)                                                                    \
+  MITTENS_REDUCTION(group, scope, max, Maximum)                                                                    \
+  MITTENS_REDUCTION(group, scope, and, And)                                                                        \
+  MITTENS_REDUCTION(group, scope, or, Or)                                                                          \
+  MITTENS_REDUCTION(group, scope, xor, Xor)                                                                        \
+  MITTENS_PREFIX(group, scope, sum, Sum, 0)                                                                        \
+  MITTENS_PREFIX(group, scope, product, Product, 1)                                                                \
+  MITTENS_INLINE group##_vote group##_ballot(bool value, mittens::Site site = mittens::here()) {                   \
+    return group##_vote(mittens::ballot(scope, #group "_ballot", site, value));                                    \
+  }                                                                                                                \
+  MITTENS_INLINE group##_vote group##_active_threads_mask(mittens::Site site = mittens::here()) {                  \
+    return group##_vote(mittens::ballot(scope, #group "_active_threads_mask", site, true));                        \
+  }                                                                                                                \
+  MITTENS_INLINE bool group##_any(bool value, mittens::Site site = mittens::here()) {                              \
+    return mittens::ballot(scope, #group "_any", site, value) != 0;                                                \
+  }                                                                                                                \
+  MITTENS_INLINE bool group##_all(bool value, mittens::Site site = mittens::here()) {                              \
+    return mittens::ballot(scope, #group "_all", site, !value) == 0;                                               \
+  }                                                                                                                \
+  MITTENS_INLINE bool group##_is_first() {                                                                         \
+    return mittens::lane() % width == 0;                                                                           \
+  }
+#define MITTENS_REDUCTION(group, scope, name, F)                                         \
+  template <typename T>                                                                  \
+  MITTENS_INLINE T group##_##name(T data, mittens::Site site = mittens::here()) {        \
+    return mittens::reduce<mittens::F>(scope, #group "_" #name, site, data);             \
+  }
+#define MITTENS_PREFIX(group, scope, name, F, neutral)                                                                \
+  template <typename T>                                                                                               \
+  MITTENS_INLINE T group##_prefix_inclusive_##name(T data, mittens::Site site = mittens::here()) {                    \
+    return mittens::prefix<mittens::F>(scope, #group "_prefix_inclusive_" #name, site, data, T(neutral), true);       \
+  }                                                                                                                   \
+  template <typename T>                                                                                               \
+  MITTENS_INLINE T group##_prefix_exclusive_##name(T data, mittens::Site site = mittens::here()) {                    \
+    return mittens::prefix<mittens::F>(scope, #group "_prefix_exclusive_" #name, site, data, T(neutral), false);      \
+  }
+MITTENS_LANE_OPERATIONS(simd, mittens::simdgroup_scope, 32)
+MITTENS_LANE_OPERATIONS(quad, mittens::quad_scope, 4)
+#undef MITTENS_LANE_OPERATIONS
+#undef MITTENS_REDUCTION
+#undef MITTENS_PREFIX
+
+}  // namespace metal

@@ -1,0 +1,17 @@
+// The Metal standard library, as the front end compiles kernels with it: included before the rewritten text.
+#pragma once
+
+#include "metal/types.h"
+#include "metal/traits.h"
+#ifdef __NVPTX__
+#include "metal/nvptx.h"
+#else
+#include "metal/cpu.h"
+#endif
+#include "metal/math.h"
+#include "metal/integer.h"
+#include "metal/simdgroup.h"
+#include "metal/simdgroup_matrix.h"
+#include "metal/atomic.h"
+#include "metal/entry.h"
+#include "metal/keywords.h"

@@ -1,0 +1,165 @@
+// Address spaces, scalars and vectors.
+#pragma once
+
+// On both targets 1 is device memory and 3 threadgroup memory. `constant` keeps a space of its own on the CPU, where
+// nothing but its name is checked; on NVIDIA it would be the bank of compile-time constants, so it is generic there.
+#define MITTENS_DEVICE __attribute__((address_space(1)))
+#define MITTENS_THREADGROUP __attribute__((address_space(3)))
+#ifdef __NVPTX__
+#define MITTENS_CONSTANT
+#else
+#define MITTENS_CONSTANT __attribute__((address_space(4)))
+#endif
+// Without debug information, so that what is inlined counts as the kernel's line that called it.
+#define MITTENS_INLINE inline __attribute__((always_inline, nodebug))
+
+using int8_t = signed char;
+using int16_t = short;
+using int32_t = int;
+using int64_t = long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long;
+using uchar = unsigned char;
+using ushort = unsigned short;
+using uint = unsigned int;
+using ulong = unsigned long;
+using size_t = unsigned long;
+using ptrdiff_t = long;
+using intptr_t = long;
+using uintptr_t = unsigned long;
+using half = _Float16;
+using bfloat = __bf16;
+
+namespace metal {
+
+template <typename T, int N>
+using vec = T __attribute__((ext_vector_type(N)));
+
+}  // namespace metal
+
+#define MITTENS_VECTORS(type)                               \
+  using type##2 = type __attribute__((ext_vector_type(2))); \
+  using type##3 = type __attribute__((ext_vector_type(3))); \
+  using type##4 = type __attribute__((ext_vector_type(4)));
+MITTENS_VECTORS(bool)
+MITTENS_VECTORS(char)
+MITTENS_VECTORS(uchar)
+MITTENS_VECTORS(short)
+MITTENS_VECTORS(ushort)
+MITTENS_VECTORS(int)
+MITTENS_VECTORS(uint)
+MITTENS_VECTORS(long)
+MITTENS_VECTORS(ulong)
+MITTENS_VECTORS(half)
+MITTENS_VECTORS(bfloat)
+MITTENS_VECTORS(float)
+#undef MITTENS_VECTORS
+
+// Packed vectors are aligned as their elements.
+#define MITTENS_PACKED(type)                                                                           \
+  using packed_##type##2 = type __attribute__((ext_vector_type(2), aligned(__alignof__(type))));       \
+  using packed_##type##4 = type __attribute__((ext_vector_type(4), aligned(__alignof__(type))));       \
+  struct packed_##type##3 {                                                                            \
+    type x, y, z;                                                                                      \
+  };
+MITTENS_PACKED(char)
+MITTENS_PACKED(uchar)
+MITTENS_PACKED(short)
+MITTENS_PACKED(ushort)
+MITTENS_PACKED(int)
+MITTENS_PACKED(uint)
+MITTENS_PACKED(half)
+MITTENS_PACKED(bfloat)
+MITTENS_PACKED(float)
+#undef MITTENS_PACKED
+
+namespace mittens {
+
+// The element type and the size of a vector; a scalar is its own element, once.
+template <typename T>
+struct Vector {
+  using Element = T;
+  static constexpr int size = 1;
+  static constexpr bool is_vector = false;
+};
+template <typename T, int N>
+struct Vector<T __attribute__((ext_vector_type(N)))> {
+  using Element = T;
+  static constexpr int size = N;
+  static constexpr bool is_vector = true;
+};
+template <typename T>
+struct Vector<const T> : Vector<T> {};
+template <typename T>
+using Element = typename Vector<T>::Element;
+
+// Elements one by one are not for constant expressions: clang's evaluator does not survive them.
+template <typename V, typename A>
+MITTENS_INLINE void append(V& vector, int& at, A part) {
+  if constexpr (Vector<A>::is_vector) {
+    for (int i = 0; i < Vector<A>::size; ++i) {
+      vector[at++] = static_cast<Element<V>>(part[i]);
+    }
+  } else {
+    vector[at++] = static_cast<Element<V>>(part);
+  }
+}
+template <typename V, typename... A>
+MITTENS_INLINE V concatenate(A... parts) {
+  V vector;
+  int at = 0;
+  (append(vector, at, parts), ...);
+  return vector;
+}
+
+// Metal's constructors, which clang's vectors lack: float4(x), float4(half4), float4(a, b, c, d), float4(xy, z, w).
+template <typename V, typename... A>
+MITTENS_INLINE constexpr V construct(A... a) {
+  if constexpr (sizeof...(A) == 0) {
+    return V(Element<V>(0));
+  } else if constexpr (sizeof...(A) > 1) {
+    static_assert((0 + ... + Vector<A>::size) == Vector<V>::size, "a vector is made from too few or too many elements");
+    if constexpr ((false || ... || Vector<A>::is_vector)) {
+      return concatenate<V>(a...);
+    } else {
+      return V{static_cast<Element<V>>(a)...};
+    }
+  } else if constexpr ((false || ... || Vector<A>::is_vector)) {
+    static_assert((0 + ... + Vector<A>::size) == Vector<V>::size, "a vector is made from one of another size");
+    return (__builtin_convertvector(a, V), ...);
+  } else {
+    return (V(static_cast<Element<V>>(a)), ...);
+  }
+}
+
+template <typename V, typename F, typename... A>
+MITTENS_INLINE V map_elements(F f, A... a) {
+  V result;
+  for (int i = 0; i < Vector<V>::size; ++i) {
+    result[i] = f(Element<A>(a[i])...);
+  }
+  return result;
+}
+// f of the elements of vectors, or of scalars.
+template <typename V, typename F, typename... A>
+MITTENS_INLINE constexpr V map(F f, A... a) {
+  if constexpr (Vector<V>::is_vector) {
+    return map_elements<V>(f, a...);
+  } else {
+    return f(a...);
+  }
+}
+
+}  // namespace mittens
+
+template <typename To, typename From>
+MITTENS_INLINE constexpr To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type changes the size");
+  return __builtin_bit_cast(To, from);
+}
+
+namespace metal {
+using ::as_type;
+}

@@ -1,0 +1,34 @@
+"""Compiles every kernel to PTX, for a package whose users need no compiler: `python -m frontend.prebuild FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import build, sources
+
+ARCH = "sm_80"
+
+
+def prebuild(folder: Path) -> int:
+    """Writes the PTX of all variants of all files where `ptx` looks for it; returns how many."""
+    target = folder / ARCH
+    target.mkdir(parents=True, exist_ok=True)
+    for stale in target.glob("*.ptx"):
+        stale.unlink()
+
+    def write(item: tuple[str, str]) -> None:
+        file, kernel = item
+        text = f"// {build.prebuilt_key(sources.flatten(file))}\n{build.ptx(file, kernel, arch=ARCH)}"
+        (target / f"{build.entry_name(kernel)}.ptx").write_text(text)
+
+    kernels = [(file, variant.name) for file in sources.files() for variant in build.variants(file)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(write, kernels))
+    return len(kernels)
+
+
+if __name__ == "__main__":
+    print(f"{prebuild(Path(sys.argv[1]))} kernels compiled to PTX for {ARCH} and later")

@@ -1,0 +1,529 @@
+"""From Metal's dialect to what clang takes as C++, and what kernels a text holds.
+
+The text has been through the preprocessor, so macros are out of the way and line markers say where each line is from.
+Words that are types or address spaces in Metal need no rewriting: the standard library defines them. What is left:
+
+- attributes (``[[...]]``) go; those of kernels, parameters, instantiations and function constants are read;
+- explicit instantiations of kernels go, and become variants;
+- ``threadgroup float x[32];`` becomes a call of the target's MITTENS_THREADGROUP_ARRAY;
+- arrays as parameters (``constant int strides[2]``) become pointers;
+- function constants get their values;
+- ``1.0`` is a float, ``1.0h`` and ``1.0bf`` become ``half(1.0f)`` and ``bfloat(1.0f)``;
+- ``vec<T, 4>(a, b, c, d)`` becomes ``mittens::construct<vec<T, 4>>(a, b, c, d)``;
+- member functions in the address spaces of device, constant and threadgroup memory go, which clang does not know;
+- ``*(device A*)p = *q`` between address spaces becomes ``mittens::assign``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_TOKEN = re.compile(
+    r"""^\#[^\n]*$|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[A-Za-z_]\w*|\.?\d(?:[eEpP][+-]|[\w.])*|::|->|[^\s\w]""", re.M
+)
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*$")
+_FLOAT_LITERAL = re.compile(
+    r"((?:\d+\.\d*|\.\d+|\d+(?=[eE]|[hHbB]))(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+)(h|H|bf|BF)?$"
+)
+_SPACES = ("device", "constant", "threadgroup", "thread")
+_OPEN = {"(": ")", "[": "]", "{": "}"}
+_CLOSE = {close: open for open, close in _OPEN.items()}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter of a kernel."""
+
+    name: str
+    kind: str  # "buffer", "threadgroup", or the name of a thread attribute
+    index: int | None  # of a buffer or of threadgroup memory
+    type: str
+
+    @property
+    def by_reference(self) -> bool:
+        return self.type.rstrip().endswith("&")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One instantiation of a kernel, under the name by which a host asks for it."""
+
+    name: str
+    function: str
+    template_args: str | None
+    site: tuple[str, int]  # the file and the line where it is instantiated
+
+    @property
+    def expression(self) -> str:
+        return self.function if self.template_args is None else f"{self.function}<{self.template_args}>"
+
+
+@dataclass
+class Kernel:
+    """A kernel function or function template."""
+
+    name: str
+    template: str | None  # its template parameters, as written
+    arguments: list[Argument]
+    max_threads: str | None  # an expression of the template parameters
+    site: tuple[str, int]
+
+
+@dataclass
+class Translation:
+    """A text for clang, and the kernels in it."""
+
+    text: str
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    variants: list[Variant] = field(default_factory=list)
+    function_constants: dict[str, tuple[int, str]] = field(default_factory=dict)  # name: index, type
+
+
+class RewriteError(Exception):
+    """What is wrong with a text, as a compiler says it: file, line, error."""
+
+
+class _Rewriter:
+    def __init__(self, text: str, constants: dict[int, str]):
+        self.text = text
+        self.constants = constants
+        matches = [m for m in _TOKEN.finditer(text) if not m[0].startswith("#")]
+        self.tokens = [m[0] for m in matches]
+        self.spans = [m.span() for m in matches]
+        self.edits: list[tuple[int, int, str]] = []
+        self.dropped = [False] * len(self.tokens)
+        self.in_attribute = [False] * len(self.tokens)
+        self.result = Translation("")
+        self.lines = LineMap(text)
+        self.partner = self._match_brackets()
+
+    def _match_brackets(self) -> list[int]:
+        partner, stack = [-1] * len(self.tokens), []
+        for i, token in enumerate(self.tokens):
+            if token in _OPEN:
+                stack.append(i)
+            elif token in _CLOSE:
+                if not stack or self.tokens[stack[-1]] != _CLOSE[token]:
+                    raise self.error(f"error: {token!r} closes nothing", i)
+                partner[i] = stack.pop()
+                partner[partner[i]] = i
+        if stack:
+            raise self.error(f"error: {self.tokens[stack[-1]]!r} is never closed", stack[-1])
+        return partner
+
+    def error(self, message: str, i: int) -> RewriteError:
+        file, line = self.lines.at(self.spans[i][0])
+        return RewriteError(f"{file}:{line}: {message}")
+
+    # Tokens first..last-1, as text and as edits of it.
+
+    def source(self, first: int, last: int) -> str:
+        """The text of live tokens, on one line."""
+        parts, end = [], None
+        for i in range(first, last):
+            if not self.dropped[i]:
+                parts += [" " if end is not None and end < self.spans[i][0] else "", self.tokens[i]]
+                end = self.spans[i][1]
+        return "".join(parts)
+
+    def replace(self, first: int, last: int, new: str) -> None:
+        """Puts new text in place of tokens; the lines stay as many as they were."""
+        begin, end = self.spans[first][0], self.spans[last - 1][1]
+        old = self.text[begin:end]
+        kept = "\n".join([""] + [line if line.startswith("#") else "" for line in old.split("\n")[1:]])
+        self.edits.append((begin, end, new + kept))
+        self.dropped[first:last] = [True] * (last - first)
+
+    def token(self, i: int) -> str:
+        return self.tokens[i] if 0 <= i < len(self.tokens) else ""
+
+    def after_template_arguments(self, i: int) -> int:
+        """The token after the template argument list that opens at i, or i if none does."""
+        if self.token(i) != "<":
+            return i
+        depth, j = 0, i
+        while j < len(self.tokens):
+            token = self.tokens[j]
+            if token in _OPEN:
+                j = self.partner[j]
+            elif token == "<":
+                depth += 1
+            elif token == ">":
+                depth -= 1
+                if depth == 0:
+                    return j + 1
+            elif token in ";{}":
+                break
+            j += 1
+        return i
+
+    def commas(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """The parts between the top-level commas of first..last-1."""
+        start, i, depth = first, first, 0
+        while i < last:
+            token = self.tokens[i]
+            if token in _OPEN:
+                i = self.partner[i]
+            elif token == "<":
+                depth += 1
+            elif token == ">":
+                depth -= 1
+            elif token == "," and depth <= 0:
+                yield start, i
+                start = i + 1
+            i += 1
+        if start < last:
+            yield start, last
+
+    def run(self) -> Translation:
+        self._attributes()
+        self._member_functions()
+        i = 0
+        while i < len(self.tokens):
+            if not self.dropped[i]:
+                i = self._statement(i) or i
+            i += 1
+        self.result.text = self._apply()
+        instantiated = {variant.function for variant in self.result.variants}
+        for kernel in self.result.kernels.values():
+            if kernel.template is None and kernel.name not in instantiated:
+                self.result.variants.append(Variant(kernel.name, kernel.name, None, kernel.site))
+        return self.result
+
+    def _apply(self) -> str:
+        parts, done = [], 0
+        for begin, end, new in sorted(self.edits, key=lambda edit: (edit[0], -edit[1])):
+            if begin >= done:  # else within what a larger edit replaced
+                parts += [self.text[done:begin], new]
+                done = end
+        return "".join(parts) + self.text[done:]
+
+    # Attributes: cut out first, kept by the token that follows them.
+
+    def _attributes(self) -> None:
+        self.attributes: dict[int, list[tuple[str, str]]] = {}  # by the first token: names and their arguments
+        i = 0
+        while i < len(self.tokens):
+            if self.tokens[i] == "[" and self.token(i + 1) == "[" and self.partner[i] == self.partner[i + 1] + 1:
+                end = self.partner[i] + 1
+                found = []
+                for first, last in self.commas(i + 2, end - 2):
+                    inner = self.source(first + 2, last - 1) if self.token(first + 1) == "(" else ""
+                    found.append((self.tokens[first], inner))
+                self.attributes[i] = found
+                self.replace(i, end, "")
+                self.in_attribute[i:end] = [True] * (end - i)
+                i = end
+            else:
+                i += 1
+
+    def attributes_between(self, first: int, last: int) -> dict[str, str]:
+        return dict(a for i in range(first, last) for a in self.attributes.get(i, ()))
+
+    # Member functions: `void f() const device { ... }`.
+
+    def _member_functions(self) -> None:
+        for i, token in enumerate(self.tokens):
+            if token not in _SPACES or self.dropped[i]:
+                continue
+            before = i - 1
+            while self.token(before) in ("const", "volatile", "noexcept"):
+                before -= 1
+            after = i + 1
+            while self.token(after) in ("const", "volatile", "noexcept"):
+                after += 1
+            follows = self.token(after)
+            if self.token(before) != ")" or follows not in ("{", ":", ";", "=", "->"):
+                continue
+            if token == "thread":
+                self.replace(i, i + 1, "")
+            else:
+                self.replace(self._member_start(before), self._member_end(after), "")
+
+    def _member_start(self, closing: int) -> int:
+        i = self.partner[closing] - 1
+        while i >= 0:
+            if self.tokens[i] in (";", "{"):
+                break
+            if self.tokens[i] == "}" or (self.tokens[i] == ":" and self.token(i - 1) in ("public", "private", "protected")):
+                break
+            i = self.partner[i] if self.tokens[i] in ")]" else i
+            i -= 1
+        return i + 1
+
+    def _member_end(self, i: int) -> int:
+        if self.tokens[i] == ":":  # initialisers, each a name and a pair of brackets
+            i += 1
+            while True:
+                while self.token(i) not in "({":
+                    i = max(i + 1, self.after_template_arguments(i))
+                i = self.partner[i] + 1
+                if self.token(i) != ",":
+                    break
+                i += 1
+        while self.token(i) not in (";", "{"):
+            i += 1
+        end = i + 1 if self.tokens[i] == ";" else self.partner[i] + 1
+        return end + 1 if self.token(end) == ";" else end
+
+    # Everything else, at the token where it starts. Returns the last token that it consumed.
+
+    def _statement(self, i: int) -> int | None:
+        token = self.tokens[i]
+        if token == "template" and i + 1 in self.attributes:
+            return self._instantiation(i)
+        if token == "void" and self._is_kernel(i):
+            return self._kernel(i)
+        if token == "kernel" and self.token(i + 1) == "void":
+            self.replace(i, i + 1, "")
+            return self._kernel(i + 1)
+        if token == "threadgroup" and self.token(i - 1) in (";", "{", "}", ")", ":"):
+            return self._threadgroup_array(i)
+        if token == "constant" and self.token(i - 1) in (";", "}", "", "static"):
+            return self._function_constant(i)
+        if token in _SPACES and self.token(i - 1) in ("(", ",", "const"):
+            return self._array_parameter(i)
+        if token == "is_function_constant_defined":
+            return self._function_constant_test(i)
+        if token == "vec" and self.token(i + 1) == "<":
+            return self._vector_constructor(i)
+        if token[0].isdigit() or token[0] == ".":
+            return self._number(i)
+        if token == "*" and self.token(i - 1) in (";", "{", "}", ")"):
+            return self._assignment(i)
+        return None
+
+    def _attributes_before(self, i: int) -> dict[str, str]:
+        """The attributes of the declaration whose type is token i."""
+        found: dict[str, str] = {}
+        i -= 1
+        while self.token(i) in ("inline", "static") or (i >= 0 and self.in_attribute[i]):
+            found.update(self.attributes.get(i, ()))
+            i -= 1
+        return found
+
+    def _is_kernel(self, i: int) -> bool:
+        return "kernel" in self._attributes_before(i)
+
+    def _instantiation(self, i: int) -> int | None:
+        end = i
+        while self.token(end) != ";":
+            end = self.partner[end] + 1 if self.tokens[end] in _OPEN else end + 1
+            if end >= len(self.tokens):
+                raise self.error("error: an instantiation without an end", i)
+        attributes = self.attributes_between(i, end)
+        if "host_name" not in attributes and "kernel" not in attributes:
+            return None
+        j = i + 1
+        while self.dropped[j] or self.tokens[j] in ("kernel", "void"):
+            j += 1
+        if self.tokens[j] == "decltype":
+            j = self.partner[j + 1] + 1
+        first = j
+        while self.token(j) not in ("<", "(", ";"):
+            j += 1
+        function = "".join(self.tokens[first:j])
+        after = self.after_template_arguments(j)
+        arguments = self.source(j + 1, after - 1) if after > j else None
+        # Names are put together from pieces: "a" "b".
+        name = "".join(re.findall(r'"([^"]*)"', attributes.get("host_name", f'"{function}"')))
+        self.result.variants.append(Variant(name, function, arguments, self.lines.at(self.spans[i][0])))
+        self.replace(i, end + 1, "")
+        return end
+
+    def _kernel(self, i: int) -> int | None:
+        name, opening = self.token(i + 1), i + 2
+        if self.token(opening) != "(":
+            return None
+        closing = self.partner[opening]
+        attributes = self._attributes_before(i)
+        attributes.update(self.attributes_between(closing, closing + 2))
+        kernel = Kernel(
+            name,
+            self._template_before(i),
+            self._arguments(opening + 1, closing),
+            attributes.get("max_total_threads_per_threadgroup"),
+            self.lines.at(self.spans[i][0]),
+        )
+        self.result.kernels[name] = kernel
+        return closing
+
+    def _template_before(self, i: int) -> str | None:
+        i -= 1
+        while self.token(i) in ("inline", "static") or (i >= 0 and self.in_attribute[i]):
+            i -= 1
+        if self.token(i) != ">":
+            return None
+        end, depth = i, 0
+        while i >= 0:
+            depth += {">": 1, "<": -1}.get(self.tokens[i], 0)
+            if depth == 0:
+                return self.source(i + 1, end) if self.token(i - 1) == "template" else None
+            i -= 1
+        return None
+
+    def _arguments(self, first: int, last: int) -> list[Argument]:
+        arguments, used = [], set()
+        parts = list(self.commas(first, last))
+        for start, end in parts:
+            attributes = self.attributes_between(start, end)
+            if "buffer" in attributes:
+                used.add(int(attributes["buffer"]))
+        for start, end in parts:
+            attributes = self.attributes_between(start, end)
+            live = [j for j in range(start, end) if not self.dropped[j]]
+            array = next((j for j in live if self.tokens[j] == "["), None)
+            at = (live.index(array) if array is not None else len(live)) - 1
+            name = self.tokens[live[at]]
+            kind_of = " ".join(self.tokens[j] for j in live[:at])
+            index = None
+            if "buffer" in attributes:
+                kind, index = "buffer", int(attributes["buffer"])
+            elif "threadgroup" in attributes:
+                kind, index = "threadgroup", int(attributes["threadgroup"])
+            else:
+                kind = next((a for a in attributes if a != "function_constant"), None)
+            if kind is None:
+                if not re.search(r"[*&]\s*(const|restrict|__restrict)?$", kind_of):
+                    raise self.error(f"error: argument {name!r} of a kernel has no attribute", start)
+                index = next(k for k in range(len(used) + 1) if k not in used)
+                used.add(index)
+                kind = "buffer"
+            arguments.append(Argument(name, kind, index, kind_of))
+        return arguments
+
+    def _declarators(self, i: int) -> tuple[str, list[tuple[str, str]], int] | None:
+        """A type and its variables, `name` and `[extents]`, from token i to the semicolon; None if it has pointers."""
+        j = i
+        while self.token(j) in ("const", "volatile", "typename"):
+            j += 1
+        while _IDENTIFIER.match(self.token(j)):
+            j = self.after_template_arguments(j + 1)
+            if self.token(j) != "::":
+                break
+            j += 1
+        if self.token(j) == "const":
+            j += 1
+        type_text = self.source(i, j)
+        variables = []
+        while _IDENTIFIER.match(self.token(j)):
+            name, k = self.tokens[j], j + 1
+            while self.token(k) == "[":
+                k = self.partner[k] + 1
+            variables.append((name, self.source(j + 1, k)))
+            if self.token(k) == ";":
+                return type_text, variables, k
+            if self.token(k) != ",":
+                return None
+            j = k + 1
+        return None
+
+    def _threadgroup_array(self, i: int) -> int | None:
+        found = self._declarators(i + 1)
+        if found is None:
+            return None
+        type_text, variables, end = found
+        calls = [f"MITTENS_THREADGROUP_ARRAY({name}, {type_text} {extents})" for name, extents in variables]
+        self.replace(i, end, "; ".join(calls))
+        return end
+
+    def _array_parameter(self, i: int) -> int | None:
+        """``constant const int64_t strides[2]``: the type of such a parameter is a pointer."""
+        j = i + 1
+        while _IDENTIFIER.match(self.token(j)):
+            j = self.after_template_arguments(j + 1)
+        if self.token(j) != "[" or self.token(self.partner[j] + 1) not in (",", ")"):
+            return None
+        name = self.tokens[j - 1]
+        self.replace(j - 1, self.partner[j] + 1, f"* {name}")
+        return j
+
+    def _function_constant(self, i: int) -> int | None:
+        j = i + 1
+        while self.token(j) not in (";", "=", "(", "{", "") or (j < len(self.tokens) and self.in_attribute[j]):
+            j += 1
+        attributes = self.attributes_between(i, j)
+        if "function_constant" not in attributes:
+            return None
+        live = [k for k in range(i + 1, j) if not self.dropped[k]]
+        name = self.tokens[live[-1]]
+        type_text = " ".join(self.tokens[k] for k in live[:-1] if self.tokens[k] != "const")
+        index = int(attributes["function_constant"])
+        self.result.function_constants[name] = (index, type_text)
+        value = self.constants.get(index)
+        value = f"{type_text}({value})" if value is not None else f"{type_text}()"
+        self.replace(i, j, f"static constexpr {type_text} {name} = {value}")
+        return j
+
+    def _function_constant_test(self, i: int) -> int | None:
+        name = self.token(i + 2)
+        if name not in self.result.function_constants:
+            return None
+        index, _ = self.result.function_constants[name]
+        self.replace(i, i + 4, "true" if index in self.constants else "false")
+        return i + 3
+
+    def _vector_constructor(self, i: int) -> int | None:
+        end = self.after_template_arguments(i + 1)
+        first = i
+        while self.token(first - 1) == "::":
+            first -= 2 if _IDENTIFIER.match(self.token(first - 2)) else 1
+        if self.token(end) != "(" or end == i + 1 or self.token(first - 1) == "operator":
+            return None
+        self.edits.append((self.spans[first][0], self.spans[first][0], "::mittens::construct<"))
+        self.edits.append((self.spans[end - 1][1], self.spans[end - 1][1], ">"))
+        return i
+
+    def _number(self, i: int) -> int:
+        literal = _FLOAT_LITERAL.match(self.tokens[i])
+        if literal:
+            type_text = {None: None, "h": "half", "b": "bfloat"}[literal[2] and literal[2][0].lower()]
+            value = literal[1] + "f"
+            self.edits.append((*self.spans[i], f"{type_text}({value})" if type_text else value))
+        return i
+
+    def _assignment(self, i: int) -> int | None:
+        """``*((threadgroup A*)(x)) = *((const device A*)(y));``: structs cross address spaces by a function."""
+        equals = i + 1
+        while self.token(equals) not in ("=", ";", ""):
+            equals = self.partner[equals] + 1 if self.tokens[equals] in _OPEN else equals + 1
+        if self.token(equals) != "=" or self.token(equals + 1) != "*" or self.token(equals - 1) != ")":
+            return None
+        end = equals + 1
+        while self.token(end) not in (";", ""):
+            end = self.partner[end] + 1 if self.tokens[end] in _OPEN else end + 1
+        if not any(self.tokens[k] in _SPACES for k in range(i, end)):
+            return None
+        self.edits.append((self.spans[i][0], self.spans[i][1], "::mittens::assign("))
+        self.edits.append((self.spans[equals][0], self.spans[equals + 1][1], ","))
+        self.edits.append((self.spans[end][0], self.spans[end][0], ")"))
+        return i
+
+
+def rewrite(text: str, constants: dict[int, str]) -> Translation:
+    """Rewrites preprocessed Metal for clang.
+
+    Args:
+        text: What the preprocessor made of a .metal file, line markers included.
+        constants: Values of function constants by index, as they are written in C++.
+    """
+    return _Rewriter(text, constants).run()
+
+
+class LineMap:
+    """Where positions in preprocessed text are from, by its line markers."""
+
+    _MARKER = re.compile(r'^#(?:line)? (\d+) "([^"\n]*)"[^\n]*\n', re.M)
+
+    def __init__(self, text: str):
+        self._text = text
+        self._marks = [(0, "", 1), *((m.end(), m[2], int(m[1])) for m in self._MARKER.finditer(text))]
+        self._starts = [start for start, _, _ in self._marks]
+
+    def at(self, position: int) -> tuple[str, int]:
+        """The file and the line of a position."""
+        start, file, line = self._marks[bisect.bisect_right(self._starts, position) - 1]
+        return file, line + self._text.count("\n", start, position)

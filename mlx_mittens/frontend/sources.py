@@ -1,0 +1,81 @@
+"""Where .metal text comes from: the package's own files, and sources registered by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .errors import CompileError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*$', re.M)
+_PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.M)
+
+_registered: dict[str, str] = {}
+
+
+def metal_folder() -> Path:
+    """The folder of our kernels: beside the installed package, or in the source tree that it was built from."""
+    for folder in (_PACKAGE / "metal", _PACKAGE.parent / "metal"):
+        if any(folder.glob("*.metal")):
+            return folder
+    raise FileNotFoundError("mlx_mittens finds no folder of .metal files: reinstall the package")
+
+
+def files() -> list[str]:
+    """Our .metal files, by name."""
+    return sorted(path.name for path in metal_folder().glob("*.metal"))
+
+
+def register_source(name: str, text: str) -> None:
+    """Makes a text known as a .metal file of this name, for as long as the process lives.
+
+    It may include our own headers ("mittens/...") and those of MLX ("mlx/backend/metal/kernels/...").
+    """
+    _registered[name] = text
+
+
+def source(file: str) -> str:
+    """The text of a .metal file or registered source."""
+    if file in _registered:
+        return _registered[file]
+    path = metal_folder() / file
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no kernel file {file!r}: neither in {path.parent} nor registered")
+    return path.read_text(encoding="utf-8")
+
+
+def flatten(file: str) -> str:
+    """One text with our own headers inlined, each once, for Metal's run-time compiler, which resolves none.
+
+    ``#line`` directives say where every line came from. Headers that are not ours stay included.
+
+    Raises:
+        CompileError: If a header is missing or the text is not ASCII, which Metal's compiler would not take.
+    """
+    included: set[Path] = set()
+    folder = metal_folder()
+
+    def inline(name: str, text: str, at: Path) -> str:
+        if not text.isascii():
+            line = next(i for i, line in enumerate(text.splitlines(), 1) if not line.isascii())
+            raise CompileError(file, None, f"{name}:{line}: error: a .metal file is ASCII")
+        text = _PRAGMA_ONCE.sub("", text)
+        parts, done = [f'#line 1 "{name}"\n'], 0
+        for match in _INCLUDE.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            header = next((p for p in (at / match[1], folder / match[1]) if p.is_file()), None)
+            parts.append(text[done : match.start()])
+            done = match.end()
+            if header is None:
+                if not match[1].startswith("mlx/"):
+                    raise CompileError(file, None, f'{name}:{line}: error: there is no header "{match[1]}"')
+                parts.append(match[0].strip())
+            elif header.resolve() not in included:
+                included.add(header.resolve())
+                parts.append(inline(match[1], header.read_text(encoding="utf-8"), header.parent).rstrip("\n"))
+                parts.append(f'\n#line {line + 1} "{name}"')
+        parts.append(text[done:])
+        return "".join(parts)
+
+    return inline(file, source(file), folder)
