@@ -1,0 +1,92 @@
+// What the simulator and a kernel library compiled for it know of each other. Compiled on both sides, so it includes
+// nothing. The library calls the simulator through one table of functions; it is linked against nothing else.
+#pragma once
+
+namespace mittens::abi {
+
+constexpr unsigned version = 1;
+
+constexpr unsigned simd_width = 32;
+constexpr unsigned quad_width = 4;
+
+// Where in the .metal file a barrier, a simd operation or a threadgroup array stands.
+struct Site {
+  const char* file;
+  unsigned line;
+};
+
+// The thread that runs now, as Metal's attributes name it.
+struct Thread {
+  unsigned position_in_threadgroup[3];
+  unsigned position_in_grid[3];
+  unsigned threadgroup[3];
+  unsigned threads_per_threadgroup[3];  // fewer at the edge of a grid that threadgroups do not divide
+  unsigned dispatch_threads_per_threadgroup[3];
+  unsigned threadgroups[3];
+  unsigned threads_per_grid[3];
+  unsigned index;     // in its threadgroup
+  unsigned lane;      // in its simdgroup
+  unsigned simdgroup;
+  unsigned simdgroups;
+  unsigned quadgroups;
+};
+
+// What the lanes of a simdgroup (or of a quad) hand each other in one operation. Lanes that do not exist hold 0xff bytes.
+struct Lanes {
+  struct alignas(16) Value {
+    unsigned char bytes[16];
+  };
+  Value value[simd_width];
+  Value result;  // of `combine`, which the last lane to arrive calls once for all
+  unsigned count;
+};
+using Combine = void (*)(Lanes& lanes);
+
+enum Scope : unsigned { quad_scope, simdgroup_scope, threadgroup_scope };
+enum Memory : unsigned { no_memory = 0, device_memory = 1, threadgroup_memory = 2 };
+
+struct Operation {
+  const char* name;  // "simd_sum": lanes that meet must be at the same operation
+  Site site;
+  const void* caller;  // the return address: tells apart operations of one line
+  bool matrix;         // a product of simdgroup matrices, which is counted by itself
+};
+
+struct Runtime {
+  Thread* thread;
+  long long steps;  // left before the launch counts as endless
+
+  const Lanes& (*exchange)(Scope scope, const Operation& operation, const void* value, unsigned bytes, Combine combine);
+  void (*barrier)(Scope scope, const Operation& operation, unsigned memory);
+  void* (*threadgroup_array)(const void* key, const char* name, unsigned long bytes, Site site);
+  void (*atomic)(const volatile void* address, unsigned long bytes, bool reads, const void* caller);
+  void (*load)(const void* address, unsigned long bytes, const void* caller);
+  void (*store)(const void* address, unsigned long bytes, const void* caller);
+  void (*out_of_steps)();
+};
+
+struct Argument {
+  const char* name;
+  unsigned index;       // the buffer index, or the threadgroup index
+  bool threadgroup;
+};
+
+struct Kernel {
+  const char* name;
+  void (*entry)(void* const* buffers, void* const* threadgroup_buffers);
+  const Argument* arguments;
+  unsigned argument_count;
+  unsigned max_threads;  // of a threadgroup
+};
+
+struct Library {
+  unsigned version;
+  bool watched;  // compiled with a callback before every access
+  const Kernel* kernels;
+  unsigned kernel_count;
+};
+
+// Every library exports this one function as mittens_library; it hands over the table and takes what it calls.
+using Open = const Library* (*)(Runtime* runtime);
+
+}  // namespace mittens::abi

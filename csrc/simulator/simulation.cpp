@@ -1,0 +1,466 @@
+#include "simulator/simulation.h"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+
+#include "simulator/runtime.h"
+
+namespace mittens::simulator {
+
+namespace {
+
+constexpr unsigned kMaxThreads = Stacks::kCount;
+constexpr size_t kMaxThreadgroupBytes = 32 * 1024;
+constexpr size_t kBufferSlots = 40;  // the arena's others are for threadgroup memory
+
+Simulation* current = nullptr;
+
+std::string plural(size_t count, const char* noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
+uint64_t product(const uint32_t (&size)[3]) {
+  return uint64_t{size[0]} * size[1] * size[2];
+}
+
+}  // namespace
+
+std::string text_of(const abi::Site& site) {
+  return std::string(site.file) + ":" + std::to_string(site.line);
+}
+
+std::string text_of(const unsigned (&position)[3]) {
+  return "(" + std::to_string(position[0]) + ", " + std::to_string(position[1]) + ", " + std::to_string(position[2]) + ")";
+}
+
+abi::Runtime* runtime() {
+  static abi::Runtime table{
+      .thread = nullptr,
+      .steps = 0,
+      .exchange = [](abi::Scope scope, const abi::Operation& operation, const void* value, unsigned bytes,
+                     abi::Combine combine) -> const abi::Lanes& {
+        return current->exchange(scope, operation, value, bytes, combine);
+      },
+      .barrier = [](abi::Scope scope, const abi::Operation& operation,
+                    unsigned memory) { current->barrier(scope, operation, memory); },
+      .threadgroup_array = [](const void* key, const char* name, unsigned long bytes,
+                              abi::Site site) { return current->threadgroup_array(key, name, bytes, site); },
+      .atomic = [](const volatile void* address, unsigned long bytes, bool reads,
+                   const void* caller) { current->watcher.atomic(address, bytes, reads, caller); },
+      .load = [](const void* address, unsigned long bytes,
+                 const void* caller) { current->watcher.load(address, bytes, caller); },
+      .store = [](const void* address, unsigned long bytes,
+                  const void* caller) { current->watcher.store(address, bytes, caller); },
+      .out_of_steps = [] { current->out_of_steps(); },
+  };
+  return &table;
+}
+
+Simulation::Simulation(Arena& arena, Stacks& stacks, Library& library, const Dispatch& dispatch, const Options& options)
+    : watcher(*this, library, stacks, counts_),
+      arena_(arena),
+      stacks_(stacks),
+      kernel_(*library.find(dispatch.kernel)),
+      dispatch_(dispatch),
+      options_(options),
+      generator_(options.seed) {
+  watcher.start(options.watch && library.watched());
+}
+
+void Simulation::bind_buffers() {
+  unsigned highest = 0;
+  for (unsigned i = 0; i < kernel_.argument_count; ++i) {
+    if (!kernel_.arguments[i].threadgroup) {
+      highest = std::max(highest, kernel_.arguments[i].index + 1);
+    }
+  }
+  buffers_.assign(std::max<size_t>(highest, dispatch_.buffers.size()), nullptr);
+  threadgroup_buffers_.assign(kernel_.argument_count + 1, nullptr);
+  if (dispatch_.buffers.size() > kBufferSlots) {
+    throw std::invalid_argument("[simulator] " + dispatch_.kernel + " was given " +
+                                plural(dispatch_.buffers.size(), "buffer") + "; at most " +
+                                std::to_string(kBufferSlots) + " are possible");
+  }
+  for (size_t i = 0; i < dispatch_.buffers.size(); ++i) {
+    const Buffer& buffer = dispatch_.buffers[i];
+    if (!buffer.data && buffer.bytes > 0) {
+      continue;
+    }
+    Region region{.space = Region::device, .name = buffer.name, .bytes = buffer.bytes};
+    region.writable = buffer.role == Buffer::output || buffer.role == Buffer::inout;
+    region.initialised = buffer.role != Buffer::output;
+    region.complete = buffer.role == Buffer::output && options_.complete;
+    for (unsigned a = 0; a < kernel_.argument_count && region.name.empty(); ++a) {
+      if (!kernel_.arguments[a].threadgroup && kernel_.arguments[a].index == i) {
+        region.name = kernel_.arguments[a].name;
+      }
+    }
+    char* memory = arena_.place(i, buffer.bytes, buffer.offset);
+    if (region.initialised) {
+      std::memcpy(memory, buffer.data, buffer.bytes);
+    } else {
+      std::memset(memory, 0xff, buffer.bytes);  // NaN in every type of float
+    }
+    region.begin = reinterpret_cast<uintptr_t>(memory);
+    buffers_[i] = memory;
+    watcher.add(i, std::move(region));
+  }
+  for (unsigned a = 0; a < kernel_.argument_count; ++a) {
+    const abi::Argument& argument = kernel_.arguments[a];
+    if (argument.threadgroup && argument.index < threadgroup_buffers_.size()) {
+      threadgroup_buffers_[argument.index] =
+          threadgroup_array(&argument, argument.name, dispatch_.threadgroup_bytes, {"the launch", 0});
+    }
+  }
+}
+
+Counts Simulation::run() {
+  const uint64_t threads = product(dispatch_.threads);
+  const unsigned limit = std::min(kMaxThreads, kernel_.max_threads);
+  if (threads == 0 || threads > limit) {
+    throw Fault("[" + dispatch_.kernel + "] a threadgroup of " + std::to_string(threads) + " threads, where 1 to " +
+                std::to_string(limit) + " are possible");
+  }
+  fibers_.resize(threads);
+  ready_.resize(threads + 1);
+  quads_.resize((threads + abi::quad_width - 1) / abi::quad_width);
+  simdgroups_.resize((threads + abi::simd_width - 1) / abi::simd_width);
+  order_.resize(threads);
+  current = this;
+  bind_buffers();
+
+  std::vector<uint64_t> groups(product(dispatch_.threadgroups));
+  std::iota(groups.begin(), groups.end(), 0);
+  if (options_.seed) {
+    std::shuffle(groups.begin(), groups.end(), generator_);
+  }
+  const uint64_t row = dispatch_.threadgroups[0];
+  const uint64_t plane = row * dispatch_.threadgroups[1];
+  for (const uint64_t group : groups) {
+    const auto x = static_cast<uint32_t>(group % row);
+    const auto y = static_cast<uint32_t>(group % plane / row);
+    const auto z = static_cast<uint32_t>(group / plane);
+    run_threadgroup({x, y, z});
+  }
+  watcher.finish();
+  for (size_t i = 0; i < dispatch_.buffers.size(); ++i) {
+    const Buffer& buffer = dispatch_.buffers[i];
+    if (buffers_[i] && (buffer.role == Buffer::output || buffer.role == Buffer::inout)) {
+      std::memcpy(buffer.data, buffers_[i], buffer.bytes);
+    }
+  }
+  return counts_;
+}
+
+void Simulation::start_threads(const uint32_t (&position)[3]) {
+  abi::Thread thread{};
+  unsigned size[3];
+  for (int d = 0; d < 3; ++d) {
+    const uint64_t start = uint64_t{position[d]} * dispatch_.threads[d];
+    const uint64_t grid = dispatch_.grid[d] ? dispatch_.grid[d] : uint64_t{dispatch_.threadgroups[d]} * dispatch_.threads[d];
+    size[d] = static_cast<unsigned>(std::min<uint64_t>(dispatch_.threads[d], grid - start));
+    thread.threadgroup[d] = position[d];
+    thread.threads_per_threadgroup[d] = size[d];
+    thread.dispatch_threads_per_threadgroup[d] = dispatch_.threads[d];
+    thread.threadgroups[d] = dispatch_.threadgroups[d];
+    thread.threads_per_grid[d] = static_cast<unsigned>(grid);
+  }
+  const unsigned count = size[0] * size[1] * size[2];
+  thread.simdgroups = (count + abi::simd_width - 1) / abi::simd_width;
+  thread.quadgroups = (count + abi::quad_width - 1) / abi::quad_width;
+  fibers_.resize(count);
+  for (unsigned i = 0; i < count; ++i) {
+    const unsigned at[3] = {i % size[0], i / size[0] % size[1], i / (size[0] * size[1])};
+    for (int d = 0; d < 3; ++d) {
+      thread.position_in_threadgroup[d] = at[d];
+      thread.position_in_grid[d] = position[d] * dispatch_.threads[d] + at[d];
+    }
+    thread.index = i;
+    thread.lane = i % abi::simd_width;
+    thread.simdgroup = i / abi::simd_width;
+    Fiber& fiber = fibers_[i];
+    fiber.thread = thread;
+    fiber.state = Fiber::ready;
+    fiber.context = stacks_.prepare(i, [] { current->run_thread(); });
+  }
+  counts_.threads += count;
+
+  const auto start_meetings = [count](std::vector<Meeting>& meetings, unsigned width) {
+    for (unsigned i = 0; i * width < count; ++i) {
+      Meeting& meeting = meetings[i];
+      meeting.first = i * width;
+      meeting.count = std::min(width, count - meeting.first);
+      meeting.arrived = 0;
+      meeting.parity = 0;
+      if (meeting.count < abi::simd_width) {
+        std::memset(meeting.lanes, 0xff, sizeof(meeting.lanes));
+      }
+      meeting.lanes[0].count = meeting.lanes[1].count = meeting.count;
+    }
+  };
+  start_meetings(quads_, abi::quad_width);
+  start_meetings(simdgroups_, abi::simd_width);
+  threadgroup_.first = 0;
+  threadgroup_.count = count;
+  threadgroup_.arrived = 0;
+
+  order_.resize(count);
+  std::iota(order_.begin(), order_.end(), 0);
+  if (options_.seed) {
+    std::shuffle(order_.begin(), order_.end(), generator_);
+  }
+  ready_head_ = 0;
+  ready_count_ = count;
+  std::copy(order_.begin(), order_.end(), ready_.begin());
+}
+
+void Simulation::run_threadgroup(const uint32_t (&position)[3]) {
+  start_threads(position);
+  ++threadgroup_serial_;
+  for (const size_t region : dynamic_regions_) {
+    std::memset(reinterpret_cast<void*>(watcher.region(region).begin), 0xff, watcher.region(region).bytes);
+  }
+  watcher.start_threadgroup(position);
+  runtime()->steps = static_cast<long long>(options_.step_limit);
+  finished_ = 0;
+  do {
+    running_ = next_ready();
+    mittens_switch(&main_context_, running_->context);
+  } while (!fault_ && options_.early_exits && release_barrier_without_finished());
+  if (!fault_ && finished_ < fibers_.size()) {
+    fault_ = explain_deadlock();
+  }
+  if (fault_) {
+    throw Fault(*fault_);
+  }
+}
+
+void Simulation::run_thread() {
+  kernel_.entry(buffers_.data(), threadgroup_buffers_.data());
+  running_->state = Fiber::finished;
+  ++finished_;
+  resume_next();
+}
+
+void Simulation::resume_next() {
+  Fiber* leaving = running_;
+  if (ready_count_ == 0) {
+    mittens_switch(&leaving->context, main_context_);
+    return;
+  }
+  running_ = next_ready();
+  mittens_switch(&leaving->context, running_->context);
+}
+
+Fiber* Simulation::next_ready() {
+  Fiber* next = &fibers_[ready_[ready_head_]];
+  ready_head_ = ready_head_ + 1 == ready_.size() ? 0 : ready_head_ + 1;
+  --ready_count_;
+  runtime()->thread = &next->thread;
+  return next;
+}
+
+void Simulation::release(const Meeting& meeting, unsigned but) {
+  // With a seed, sometimes before those who wait already, so that some threads run far ahead of others.
+  const bool in_front = options_.seed && generator_() % 2;
+  const auto make_ready = [&](unsigned index) {
+    if (fibers_[index].state == Fiber::finished) {
+      return;
+    }
+    fibers_[index].state = Fiber::ready;
+    if (in_front) {
+      ready_head_ = ready_head_ == 0 ? ready_.size() - 1 : ready_head_ - 1;
+      ready_[ready_head_] = index;
+    } else {
+      const size_t at = ready_head_ + ready_count_;
+      ready_[at < ready_.size() ? at : at - ready_.size()] = index;
+    }
+    ++ready_count_;
+  };
+  if (!options_.seed) {
+    for (unsigned index = meeting.first; index < meeting.first + meeting.count; ++index) {
+      if (index != but) {
+        make_ready(index);
+      }
+    }
+    return;
+  }
+  const unsigned turn = meeting.count > 1 ? static_cast<unsigned>(generator_() % meeting.count) : 0;
+  const bool whole = meeting.count == order_.size();
+  for (unsigned i = 0; i < meeting.count; ++i) {
+    const unsigned at = (i + turn) % meeting.count;
+    const unsigned index = whole ? order_[at] : meeting.first + at;
+    if (index != but) {
+      make_ready(index);
+    }
+  }
+}
+
+Meeting& Simulation::meeting_of(abi::Scope scope, const abi::Thread& thread) {
+  return scope == abi::threadgroup_scope ? threadgroup_
+         : scope == abi::simdgroup_scope ? simdgroups_[thread.simdgroup]
+                                         : quads_[thread.index / abi::quad_width];
+}
+
+void Simulation::arrive(Meeting& meeting, abi::Scope scope, const abi::Operation& operation, abi::Combine combine) {
+  const unsigned index = running_->thread.index;
+  if (meeting.arrived == 0) {
+    meeting.operation = operation;
+  } else if (meeting.operation.caller != operation.caller || meeting.operation.name != operation.name) {
+    for (unsigned other = meeting.first; other < meeting.first + meeting.count; ++other) {
+      const Fiber& fiber = fibers_[other];
+      if (fiber.state == Fiber::waiting && fiber.scope == scope) {
+        fail("divergence: " + name_of(*running_) + " is at " + operation.name + ", " + text_of(operation.site) +
+             ", while " + name_of(fiber) + " waits at " + fiber.operation.name + ", " +
+             text_of(fiber.operation.site));
+      }
+    }
+  }
+  if (++meeting.arrived < meeting.count) {
+    running_->state = Fiber::waiting;
+    running_->scope = scope;
+    running_->operation = operation;
+    resume_next();
+    return;
+  }
+  meeting.arrived = 0;
+  if (combine) {
+    combine(meeting.lanes[meeting.parity]);
+  }
+  meeting.parity ^= 1;
+  release(meeting, index);
+}
+
+const abi::Lanes& Simulation::exchange(abi::Scope scope, const abi::Operation& operation, const void* value,
+                                       unsigned bytes, abi::Combine combine) {
+  const abi::Thread& thread = running_->thread;
+  Meeting& meeting = meeting_of(scope, thread);
+  abi::Lanes& lanes = meeting.lanes[meeting.parity];
+  std::memcpy(lanes.value[thread.index - meeting.first].bytes, value, bytes);
+  if (meeting.arrived + 1 == meeting.count) {
+    ++(operation.matrix ? counts_.matrix_operations : counts_.simd_operations);
+  }
+  arrive(meeting, scope, operation, combine);
+  return lanes;
+}
+
+void Simulation::barrier(abi::Scope scope, const abi::Operation& operation, unsigned memory) {
+  const abi::Thread& thread = running_->thread;
+  Meeting& meeting = meeting_of(scope, thread);
+  if (meeting.arrived + 1 == meeting.count) {
+    ++(scope == abi::threadgroup_scope ? counts_.threadgroup_barriers : counts_.simdgroup_barriers);
+    watcher.barrier(scope, thread.simdgroup, memory);
+  }
+  arrive(meeting, scope, operation, nullptr);
+}
+
+void* Simulation::threadgroup_array(const void* key, const char* name, unsigned long bytes, abi::Site site) {
+  for (auto& array : arrays_) {
+    if (array.key == key) {
+      const Region& region = watcher.region(array.region);
+      if (array.threadgroup != threadgroup_serial_) {
+        array.threadgroup = threadgroup_serial_;
+        std::memset(reinterpret_cast<void*>(region.begin), 0xff, region.bytes);
+      }
+      return reinterpret_cast<void*>(region.begin);
+    }
+  }
+  threadgroup_bytes_ += (bytes + 15) / 16 * 16;
+  counts_.threadgroup_bytes = std::max<uint64_t>(counts_.threadgroup_bytes, threadgroup_bytes_);
+  if (threadgroup_bytes_ > kMaxThreadgroupBytes) {
+    const std::string what = "threadgroup memory is " + std::to_string(threadgroup_bytes_) + " bytes with \"" + name +
+                             "\" (" + plural(bytes, "byte") + ", " + text_of(site) + "); a threadgroup has " +
+                             std::to_string(kMaxThreadgroupBytes);
+    if (running_) {
+      fail(what);
+    }
+    throw Fault("[" + dispatch_.kernel + "] " + what);
+  }
+  const size_t slot = kBufferSlots + arrays_.size();
+  if (slot >= Arena::kSlots) {
+    fail("more than " + std::to_string(Arena::kSlots - kBufferSlots) + " threadgroup arrays");
+  }
+  char* memory = arena_.place(slot, bytes);
+  std::memset(memory, 0xff, bytes);
+  watcher.add(slot, {.space = Region::threadgroup,
+                     .name = name,
+                     .begin = reinterpret_cast<uintptr_t>(memory),
+                     .bytes = bytes,
+                     .writable = true});
+  arrays_.push_back({key, slot, threadgroup_serial_});
+  if (!running_) {
+    dynamic_regions_.push_back(slot);
+  }
+  return memory;
+}
+
+void Simulation::fail(const std::string& what) {
+  fault_ = "[" + dispatch_.kernel + "] " + what;
+  mittens_switch(&abandoned_, main_context_);
+  std::abort();  // nothing switches back to an abandoned fiber
+}
+
+void Simulation::out_of_steps() {
+  fail("no end after " + std::to_string(options_.step_limit) + " steps (step_limit) of one threadgroup; " +
+       name_of(*running_) + " was running");
+}
+
+std::string Simulation::name_of(const Fiber& fiber) const {
+  return "thread " + text_of(fiber.thread.position_in_threadgroup) + " of threadgroup " +
+         text_of(fiber.thread.threadgroup);
+}
+
+bool Simulation::release_barrier_without_finished() {
+  if (threadgroup_.arrived == 0 || threadgroup_.arrived + finished_ < fibers_.size()) {
+    return false;
+  }
+  threadgroup_.arrived = 0;
+  release(threadgroup_, threadgroup_.count);
+  return true;
+}
+
+// Nothing can run any more: someone waits for a thread that never comes.
+std::string Simulation::explain_deadlock() {
+  for (const Fiber& fiber : fibers_) {
+    if (fiber.state != Fiber::waiting) {
+      continue;
+    }
+    const Meeting& meeting = meeting_of(fiber.scope, fiber.thread);
+    const unsigned missing = meeting.count - meeting.arrived;
+    for (unsigned i = meeting.first; i < meeting.first + meeting.count; ++i) {
+      const Fiber& other = fibers_[i];
+      if (other.state == Fiber::waiting && other.scope == fiber.scope) {
+        continue;
+      }
+      return "[" + dispatch_.kernel + "] divergence: " + fiber.operation.name + ", " + text_of(fiber.operation.site) +
+             ", is missed by " + std::to_string(missing) + " of " + plural(meeting.count, "thread") + ": " +
+             name_of(fiber) + " waits there, but " + name_of(other) +
+             (other.state == Fiber::finished
+                  ? " has returned"
+                  : std::string(" waits at ") + other.operation.name + ", " + text_of(other.operation.site));
+    }
+  }
+  return "[" + dispatch_.kernel + "] deadlock";
+}
+
+Counts run(Library& library, const Dispatch& dispatch, const Options& options) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  static Arena arena;
+  static Stacks stacks;
+  if (!library.find(dispatch.kernel)) {
+    throw std::invalid_argument("[simulator] " + library.path() + " has no kernel \"" + dispatch.kernel + "\"");
+  }
+  Simulation simulation(arena, stacks, library, dispatch, options);
+  struct Trim {
+    ~Trim() {
+      current = nullptr;
+      arena.trim();
+    }
+  } trim;
+  return simulation.run();
+}
+
+}  // namespace mittens::simulator

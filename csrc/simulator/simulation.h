@@ -1,0 +1,115 @@
+// One launch in the simulator: its fibers, where they meet, and the memory that they see.
+#pragma once
+
+#include <optional>
+#include <random>
+
+#include "simulator/arena.h"
+#include "simulator/fiber.h"
+#include "simulator/simulator.h"
+#include "simulator/watcher.h"
+
+namespace mittens::simulator {
+
+struct Fiber {
+  enum State { ready, waiting, finished };
+
+  void* context;
+  abi::Thread thread;
+  State state;
+  abi::Scope scope;          // of the operation that it waits in
+  abi::Operation operation;  // the same
+};
+
+// Where the threads of one quad, simdgroup or threadgroup wait for each other.
+struct Meeting {
+  abi::Lanes lanes[2];  // of this operation, and of the last one, which not every lane may have read yet
+  unsigned parity;
+  unsigned first;  // thread
+  unsigned count;
+  unsigned arrived;
+  abi::Operation operation;
+};
+
+class Simulation {
+ public:
+  Simulation(Arena& arena, Stacks& stacks, Library& library, const Dispatch& dispatch, const Options& options);
+
+  Counts run();
+
+  // What a running kernel calls; each may switch to other threads.
+  const abi::Lanes& exchange(abi::Scope scope, const abi::Operation& operation, const void* value, unsigned bytes,
+                             abi::Combine combine);
+  void barrier(abi::Scope scope, const abi::Operation& operation, unsigned memory);
+  void* threadgroup_array(const void* key, const char* name, unsigned long bytes, abi::Site site);
+  void run_thread();
+  [[noreturn]] void out_of_steps();
+
+  // Ends the launch with a Fault, from within a fiber: what it has on its stack is left there.
+  [[noreturn]] void fail(const std::string& what);
+
+  const Arena& arena() const {
+    return arena_;
+  }
+  const std::string& kernel_name() const {
+    return dispatch_.kernel;
+  }
+  std::string running_name() const {
+    return name_of(*running_);
+  }
+
+  Watcher watcher;
+
+ private:
+  struct ThreadgroupArray {
+    const void* key;
+    size_t region;
+    uint64_t threadgroup;  // the last that used it
+  };
+
+  void bind_buffers();
+  void run_threadgroup(const uint32_t (&position)[3]);
+  void start_threads(const uint32_t (&position)[3]);
+  void release(const Meeting& meeting, unsigned but);
+  void resume_next();
+  Fiber* next_ready();
+  void arrive(Meeting& meeting, abi::Scope scope, const abi::Operation& operation, abi::Combine combine);
+  Meeting& meeting_of(abi::Scope scope, const abi::Thread& thread);
+  bool release_barrier_without_finished();
+  std::string explain_deadlock();
+  std::string name_of(const Fiber& fiber) const;
+
+  Arena& arena_;
+  Stacks& stacks_;
+  const abi::Kernel& kernel_;
+  const Dispatch& dispatch_;
+  const Options options_;
+  std::mt19937_64 generator_;
+  Counts counts_;
+
+  std::vector<void*> buffers_;
+  std::vector<void*> threadgroup_buffers_;
+  std::vector<size_t> dynamic_regions_;
+  std::vector<ThreadgroupArray> arrays_;
+  size_t threadgroup_bytes_ = 0;
+  uint64_t threadgroup_serial_ = 0;
+
+  std::vector<Fiber> fibers_;
+  std::vector<Meeting> quads_;
+  std::vector<Meeting> simdgroups_;
+  Meeting threadgroup_;
+  std::vector<unsigned> order_;  // in which the threads of a scope are made ready
+  std::vector<unsigned> ready_;  // a ring
+  size_t ready_head_ = 0;
+  size_t ready_count_ = 0;
+  size_t finished_ = 0;
+  Fiber* running_ = nullptr;
+  void* main_context_ = nullptr;
+  void* abandoned_ = nullptr;
+  std::optional<std::string> fault_;
+};
+
+std::string text_of(const abi::Site& site);
+std::string text_of(const unsigned (&position)[3]);
+
+}  // namespace mittens::simulator

@@ -1,0 +1,101 @@
+// Running a Metal kernel, compiled for the CPU, over a whole grid: every Metal thread is a fiber, and what goes wrong on
+// the way is a Fault. Plain C++: neither MLX nor Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "simulator/abi.h"
+
+namespace mittens::simulator {
+
+struct Buffer {
+  enum Role { input, output, constant, inout };
+
+  std::string name;  // for messages; the kernel's own name for the argument where this is empty
+  void* data;
+  size_t bytes;
+  Role role;
+  size_t offset = 0;  // from the start of the GPU's buffer, which says how `data` would be aligned there
+};
+
+struct Dispatch {
+  std::string kernel;
+  std::vector<Buffer> buffers;  // by buffer index
+  uint32_t threadgroups[3];
+  uint32_t threads[3];  // of one threadgroup
+  uint32_t threadgroup_bytes = 0;
+  uint32_t grid[3] = {0, 0, 0};  // in threads, where the last threadgroups are to be cut short; else 0
+};
+
+struct Options {
+  uint64_t seed = 0;                    // shuffles threads and threadgroups; 0 leaves them in order
+  uint64_t step_limit = 1'000'000'000;  // branches that one threadgroup may take
+  bool watch = true;                    // needs a library that was compiled to be watched
+  bool early_exits = false;             // whether threads that have returned count as arrived at a threadgroup's barrier
+  bool complete = true;                 // whether the watcher demands that every byte of an output is written
+};
+
+// What a kernel did that a GPU would not forgive. The message names kernel, thread, threadgroup, and line.
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Counts {
+  uint64_t threads = 0;
+  uint64_t threadgroup_barriers = 0;  // each counted once for the threads that meet there
+  uint64_t simdgroup_barriers = 0;
+  uint64_t simd_operations = 0;
+  uint64_t matrix_operations = 0;
+  uint64_t threadgroup_bytes = 0;  // the most that one threadgroup had
+  uint64_t device_bytes_loaded = 0;
+  uint64_t device_bytes_stored = 0;
+  uint64_t threadgroup_bytes_loaded = 0;
+  uint64_t threadgroup_bytes_stored = 0;
+};
+
+// A shared object that the front end made of one .metal file.
+class Library {
+ public:
+  static std::shared_ptr<Library> open(const std::string& path);
+  ~Library();
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  const abi::Kernel* find(const std::string& name) const;  // nullptr if there is none
+  std::vector<std::string> kernels() const;
+  bool watched() const {
+    return table_->watched;
+  }
+  const std::string& path() const {
+    return path_;
+  }
+  bool contains(uintptr_t address) const {
+    return address >= image_begin_ && address < image_end_;
+  }
+  bool has_extent() const {
+    return image_end_ != 0;
+  }
+  uintptr_t base() const {
+    return base_;
+  }
+
+ private:
+  Library() = default;
+
+  std::string path_;
+  void* handle_ = nullptr;
+  const abi::Library* table_ = nullptr;
+  uintptr_t base_ = 0;
+  uintptr_t image_begin_ = 0;
+  uintptr_t image_end_ = 0;
+};
+
+// Runs the dispatch; the outputs are written only if there was no fault. One at a time: a second caller waits.
+Counts run(Library& library, const Dispatch& dispatch, const Options& options = {});
+
+}  // namespace mittens::simulator

@@ -1,0 +1,292 @@
+#include "simulator/watcher.h"
+
+#include <algorithm>
+
+#include "simulator/runtime.h"
+#include "simulator/simulation.h"
+
+namespace mittens::simulator {
+
+namespace {
+
+// In place of a thread, in a cell: several lanes of one simdgroup, threads of several simdgroups, threads of several
+// threadgroups, atomic operations.
+constexpr unsigned kSimdgroup = 1024;
+constexpr unsigned kSeveral = 2044;
+constexpr unsigned kSeveralThreadgroups = 2045;
+constexpr unsigned kAtomicAccess = 2046;
+constexpr uint32_t kLastSimdEpoch = (1u << 21) - 1;
+
+}  // namespace
+
+Watcher::Watcher(Simulation& simulation, const Library& library, const Stacks& stacks, Counts& counts)
+    : simulation_(simulation), library_(library), stacks_(stacks), counts_(counts) {}
+
+void Watcher::add(size_t slot, Region region) {
+  if (watching_ && region.writable) {
+    region.cells.resize((region.bytes + 3) / 4);
+  }
+  regions_[slot] = std::move(region);
+}
+
+void Watcher::start_threadgroup(const uint32_t (&position)[3]) {
+  for (Clock& clock : clocks_) {
+    clock.threadgroup_start = ++clock.epoch;
+    std::fill(std::begin(clock.simd_epochs), std::end(clock.simd_epochs), 0);
+  }
+  if (watching_) {
+    abi::Thread thread{};
+    std::copy(std::begin(position), std::end(position), thread.threadgroup);
+    threadgroups_.emplace_back(clocks_[0].epoch, thread);
+  }
+}
+
+void Watcher::barrier(abi::Scope scope, unsigned simdgroup, unsigned memory) {
+  for (unsigned i = 0; i < 2; ++i) {
+    if (!(memory & (i == 0 ? abi::device_memory : abi::threadgroup_memory))) {
+      continue;
+    }
+    Clock& clock = clocks_[i];
+    if (scope == abi::threadgroup_scope) {
+      ++clock.epoch;
+      std::fill(std::begin(clock.simd_epochs), std::end(clock.simd_epochs), 0);
+    } else {
+      clock.simd_epochs[simdgroup] = std::min(clock.simd_epochs[simdgroup] + 1, kLastSimdEpoch);
+    }
+  }
+}
+
+void Watcher::load(const void* address, size_t bytes, const void* caller) {
+  const Access access{kLoad, true, bytes, caller};
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  if (Region* region = region_of(at, access)) {
+    (region->space == Region::device ? counts_.device_bytes_loaded : counts_.threadgroup_bytes_loaded) += bytes;
+    if (!region->cells.empty()) {
+      check_cells(*region, at - region->begin, access);
+    }
+  }
+}
+
+void Watcher::store(const void* address, size_t bytes, const void* caller) {
+  const Access access{kStore, false, bytes, caller};
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  if (Region* region = region_of(at, access)) {
+    if (!region->writable) {
+      fail(text_of(access) + place_of(*region, at - region->begin) + ", which is an input");
+    }
+    (region->space == Region::device ? counts_.device_bytes_stored : counts_.threadgroup_bytes_stored) += bytes;
+    check_cells(*region, at - region->begin, access);
+  }
+}
+
+void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, const void* caller) {
+  const Access access{kAtomic, reads, bytes, caller};
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  if (Region* region = region_of(at, access)) {
+    if (!region->cells.empty()) {
+      check_cells(*region, at - region->begin, access);
+    }
+  }
+}
+
+Region* Watcher::region_of(uintptr_t address, const Access& access) {
+  if (!watching_) {
+    return nullptr;
+  }
+  if (!simulation_.arena().contains(address)) {
+    return outside_of_regions(address, access);
+  }
+  Region& region = regions_[simulation_.arena().slot_of(address)];
+  const size_t offset = address - region.begin;
+  if (offset >= region.bytes || access.bytes > region.bytes - offset) {
+    if (region.space == Region::unused) {
+      fail(text_of(access) + "outside of every buffer");
+    }
+    const auto signed_offset = static_cast<int64_t>(offset);
+    fail(text_of(access) + "at byte " + std::to_string(signed_offset) + " of " +
+         (region.space == Region::device ? "buffer \"" : "threadgroup array \"") + region.name + "\", which has " +
+         std::to_string(region.bytes) + " bytes: out of bounds");
+  }
+  const bool vector = access.bytes == 2 || access.bytes == 4 || access.bytes == 8 || access.bytes == 16;
+  if (vector && (address & (access.bytes - 1))) {
+    fail(text_of(access) + place_of(region, offset) + ": misaligned");
+  }
+  return &region;
+}
+
+// What lies elsewhere: private memory on the fibers' stacks, constants of the library; anything else is astray.
+Region* Watcher::outside_of_regions(uintptr_t address, const Access& access) {
+  const bool known = stacks_.contains(address) || (access.kind == kLoad && library_.contains(address));
+  if (!known && library_.has_extent()) {
+    fail(text_of(access) + (address < 4096 ? "through a null pointer: of a buffer that the launch did not bind?"
+                                           : "outside of every buffer"));
+  }
+  return nullptr;
+}
+
+void Watcher::refine(Region& region, unsigned granule_bits) {
+  const unsigned times = 1u << (region.granule_bits - granule_bits);
+  std::vector<Cell> finer;
+  finer.reserve(region.cells.size() * times);
+  for (const Cell& cell : region.cells) {
+    finer.insert(finer.end(), times, cell);
+  }
+  finer.resize(((region.bytes - 1) >> granule_bits) + 1);
+  region.cells = std::move(finer);
+  region.granule_bits = granule_bits;
+}
+
+void Watcher::check_cells(Region& region, size_t offset, const Access& access) {
+  while (region.granule_bits > 0 && ((offset | access.bytes) & ((size_t{1} << region.granule_bits) - 1))) {
+    refine(region, region.granule_bits - 1);
+  }
+  const size_t last = (offset + access.bytes - 1) >> region.granule_bits;
+  for (size_t i = offset >> region.granule_bits; i <= last; ++i) {
+    const size_t at = i << region.granule_bits;
+    if (access.reads) {
+      on_load(region, region.cells[i], at, access);
+    }
+    if (access.kind != kLoad) {
+      on_store(region, region.cells[i], at, access);
+    }
+  }
+}
+
+Stamp Watcher::stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const void* caller) const {
+  return {clock.epoch, who, clock.simd_epochs[thread.simdgroup],
+          static_cast<uint32_t>(reinterpret_cast<uintptr_t>(caller) - library_.base())};
+}
+
+// Whether what the stamp says is before whatever this thread does now.
+bool Watcher::in_order(const Stamp& earlier, const Region& region, const Clock& clock, const abi::Thread& thread) const {
+  if (earlier.epoch < clock.threadgroup_start) {
+    return region.space == Region::threadgroup;
+  }
+  if (earlier.who == kSeveralThreadgroups) {
+    return false;
+  }
+  if (earlier.epoch < clock.epoch || earlier.who == thread.index) {
+    return true;
+  }
+  const bool same_simdgroup = earlier.who < kSimdgroup ? earlier.who / abi::simd_width == thread.simdgroup
+                                                       : earlier.who == kSimdgroup + thread.simdgroup;
+  return same_simdgroup && earlier.simd_epoch < clock.simd_epochs[thread.simdgroup];
+}
+
+void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& access) {
+  const Clock& clock = clock_of(region);
+  const abi::Thread& thread = *runtime()->thread;
+  const Stamp& write = cell.write;
+  const bool stale = region.space == Region::threadgroup && write.epoch < clock.threadgroup_start;
+  if (write.epoch == 0 || stale) {
+    if (!region.initialised) {
+      fail(text_of(access) + place_of(region, offset) + ", which nothing has written: uninitialised");
+    }
+  } else if (!in_order(write, region, clock, thread) && !(access.kind == kAtomic && write.who == kAtomicAccess)) {
+    race(region, offset, access, write, "written");
+  }
+  if (access.kind == kAtomic) {
+    return;
+  }
+  Stamp& read = cell.read;
+  unsigned who = thread.index;
+  if (read.epoch != 0 && read.epoch < clock.threadgroup_start && region.space == Region::device) {
+    who = kSeveralThreadgroups;
+  } else if (read.epoch == clock.epoch && read.who != thread.index) {
+    if (read.who == kSeveralThreadgroups || read.who == kSeveral) {
+      who = read.who;
+    } else {
+      const bool same_simdgroup = read.who < kSimdgroup ? read.who / abi::simd_width == thread.simdgroup
+                                                        : read.who == kSimdgroup + thread.simdgroup;
+      who = same_simdgroup ? kSimdgroup + thread.simdgroup : kSeveral;
+    }
+  } else if (read.who == kSeveralThreadgroups && read.epoch >= clock.threadgroup_start) {
+    who = kSeveralThreadgroups;
+  }
+  read = stamp(who, clock, thread, access.caller);
+}
+
+void Watcher::on_store(Region& region, Cell& cell, size_t offset, const Access& access) {
+  const Clock& clock = clock_of(region);
+  const abi::Thread& thread = *runtime()->thread;
+  if (cell.write.epoch != 0 && !in_order(cell.write, region, clock, thread) &&
+      !(access.kind == kAtomic && cell.write.who == kAtomicAccess)) {
+    race(region, offset, access, cell.write, "written");
+  }
+  if (cell.read.epoch != 0 && !in_order(cell.read, region, clock, thread)) {
+    race(region, offset, access, cell.read, "read");
+  }
+  cell.write = stamp(access.kind == kAtomic ? kAtomicAccess : thread.index, clock, thread, access.caller);
+  cell.read = {};
+}
+
+void Watcher::finish() {
+  if (!watching_) {
+    return;
+  }
+  for (const Region& region : regions_) {
+    if (!region.complete) {
+      continue;
+    }
+    const auto unwritten = [](const Cell& cell) { return cell.write.epoch == 0; };
+    const auto first = std::find_if(region.cells.begin(), region.cells.end(), unwritten);
+    if (first != region.cells.end()) {
+      const auto count = static_cast<size_t>(std::count_if(first, region.cells.end(), unwritten));
+      throw Fault("[" + simulation_.kernel_name() + "] buffer \"" + region.name + "\" was not written at byte " +
+                  std::to_string((first - region.cells.begin()) << region.granule_bits) + " (" +
+                  std::to_string(count << region.granule_bits) + " of its " + std::to_string(region.bytes) +
+                  " bytes never were)");
+    }
+  }
+}
+
+std::string Watcher::where(uint32_t relative) const {
+  if (!lines_) {
+    lines_ = std::make_unique<Lines>(library_.path());
+  }
+  const std::string line = lines_->at(relative - 1);  // the address is that of the instruction after
+  return line.empty() ? "" : " (" + line + ")";
+}
+
+std::string Watcher::where(const void* caller) const {
+  return where(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(caller) - library_.base()));
+}
+
+std::string Watcher::text_of(const Access& access) const {
+  const char* verb = access.kind == kLoad ? " reads " : access.kind == kStore ? " writes " : " atomically accesses ";
+  return simulation_.running_name() + verb + std::to_string(access.bytes) + (access.bytes == 1 ? " byte" : " bytes") +
+         where(access.caller) + " ";
+}
+
+std::string Watcher::place_of(const Region& region, size_t offset) const {
+  return "at byte " + std::to_string(offset) + (region.space == Region::device ? " of buffer \"" : " of threadgroup array \"") +
+         region.name + "\"";
+}
+
+void Watcher::fail(const std::string& what) {
+  simulation_.fail(what);
+}
+
+void Watcher::race(const Region& region, size_t offset, const Access& access, const Stamp& other, const char* did) {
+  const Clock& clock = clock_of(region);
+  std::string by;
+  if (other.who < kSimdgroup) {
+    by = "thread " + std::to_string(other.who);
+  } else if (other.who < kSeveral) {
+    by = "several lanes of simdgroup " + std::to_string(other.who - kSimdgroup);
+  } else {
+    by = other.who == kSeveral               ? "several threads"
+         : other.who == kSeveralThreadgroups ? "threads of several threadgroups"
+                                             : "an atomic operation";
+  }
+  const bool elsewhere = region.space == Region::device && other.epoch < clock.threadgroup_start;
+  if (elsewhere && other.who != kSeveralThreadgroups) {
+    auto after = std::upper_bound(threadgroups_.begin(), threadgroups_.end(), other.epoch,
+                                  [](uint32_t epoch, const auto& threadgroup) { return epoch < threadgroup.first; });
+    by += " of threadgroup " + simulator::text_of((after - 1)->second.threadgroup);
+  }
+  fail(text_of(access) + place_of(region, offset) + ", " + did + " by " + by + where(other.caller) +
+       (elsewhere ? " in the same launch: a race between threadgroups" : " with no barrier between: a race"));
+}
+
+}  // namespace mittens::simulator

@@ -1,0 +1,121 @@
+// The memory watcher: what the kernel's buffers and threadgroup arrays are, and every access to them, before it happens.
+//
+// Each granule of memory that a kernel may write (4 bytes, or fewer once smaller elements are seen) has a cell that says
+// who last wrote it and who last read it, and when. Two accesses by different threads, one of them a write, are in order
+// if a barrier lies between: a threadgroup barrier raises the epoch of the memory that it names, a simdgroup barrier the
+// epoch of its simdgroup. Across threadgroups nothing is in order.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "simulator/arena.h"
+#include "simulator/fiber.h"
+#include "simulator/lines.h"
+#include "simulator/simulator.h"
+
+namespace mittens::simulator {
+
+class Simulation;
+
+// When and by whom: an epoch of the memory (0 is never), a thread and its simdgroup's epoch, and from where in the code.
+struct Stamp {
+  uint32_t epoch;
+  uint32_t who : 11;
+  uint32_t simd_epoch : 21;
+  uint32_t caller;  // relative to the library
+};
+
+struct Cell {
+  Stamp write;
+  Stamp read;
+};
+
+// One buffer or threadgroup array, in one slot of the arena.
+struct Region {
+  enum Space : uint8_t { unused, device, threadgroup };
+
+  Space space = unused;
+  std::string name;
+  uintptr_t begin = 0;
+  size_t bytes = 0;
+  bool writable = false;
+  bool initialised = false;  // before the launch
+  bool complete = false;     // every byte is to be written by the launch
+  unsigned granule_bits = 2;
+  std::vector<Cell> cells = {};  // none where nothing may be written
+};
+
+class Watcher {
+ public:
+  Watcher(Simulation& simulation, const Library& library, const Stacks& stacks, Counts& counts);
+
+  void start(bool watching) {
+    watching_ = watching;
+  }
+  void start_threadgroup(const uint32_t (&position)[3]);
+  // After the last threadgroup: what should have been written and was not.
+  void finish();
+
+  void add(size_t slot, Region region);
+  const Region& region(size_t slot) const {
+    return regions_[slot];
+  }
+
+  void load(const void* address, size_t bytes, const void* caller);
+  void store(const void* address, size_t bytes, const void* caller);
+  void atomic(const volatile void* address, size_t bytes, bool reads, const void* caller);
+  void barrier(abi::Scope scope, unsigned simdgroup, unsigned memory);
+
+ private:
+  enum Kind { kLoad, kStore, kAtomic };
+
+  // The epochs of one kind of memory.
+  struct Clock {
+    uint32_t epoch = 0;
+    uint32_t threadgroup_start = 0;  // the epoch in which the running threadgroup began
+    uint32_t simd_epochs[abi::simd_width] = {};
+  };
+
+  struct Access {
+    Kind kind;
+    bool reads;
+    size_t bytes;
+    const void* caller;
+  };
+
+  Region* region_of(uintptr_t address, const Access& access);
+  Region* outside_of_regions(uintptr_t address, const Access& access);
+  void check_cells(Region& region, size_t offset, const Access& access);
+  void on_load(Region& region, Cell& cell, size_t offset, const Access& access);
+  void on_store(Region& region, Cell& cell, size_t offset, const Access& access);
+  bool in_order(const Stamp& earlier, const Region& region, const Clock& clock, const abi::Thread& thread) const;
+  void refine(Region& region, unsigned granule_bits);
+  Clock& clock_of(const Region& region) {
+    return clocks_[region.space == Region::threadgroup];
+  }
+  Stamp stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const void* caller) const;
+
+  std::string where(const void* caller) const;
+  std::string where(uint32_t relative) const;
+  std::string text_of(const Access& access) const;
+  std::string place_of(const Region& region, size_t offset) const;
+  std::string who_did(const Stamp& stamp, const char* what, const Region& region) const;
+  [[noreturn]] void fail(const std::string& what);
+  [[noreturn]] void race(const Region& region, size_t offset, const Access& access, const Stamp& other, const char* did);
+
+  Simulation& simulation_;
+  const Library& library_;
+  const Stacks& stacks_;
+  Counts& counts_;
+  bool watching_ = false;
+  Clock clocks_[2];  // of device memory, of threadgroup memory
+  std::vector<std::pair<uint32_t, abi::Thread>> threadgroups_;  // the device epoch in which each began, and where it is
+  Region regions_[Arena::kSlots];
+  mutable std::unique_ptr<Lines> lines_;
+};
+
+}  // namespace mittens::simulator
