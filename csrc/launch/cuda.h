@@ -1,0 +1,19 @@
+// Running Metal kernels on an NVIDIA GPU: clang's PTX of them, through the CUDA driver, on MLX's own stream.
+#pragma once
+
+#include "launch/launch.h"
+
+namespace mittens::cuda {
+
+// Whether the MLX that is loaded is a CUDA build.
+bool available();
+
+// What is missing for kernels to run, for people; empty when nothing is.
+std::string missing();
+
+// Holds an array until what was given to the stream so far is done.
+void keep_until_done(const mx::array& array, mx::Stream stream);
+
+void run(const Launch& launch, mx::Stream stream);
+
+}  // namespace mittens::cuda

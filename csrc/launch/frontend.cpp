@@ -1,0 +1,61 @@
+#include "launch/frontend.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "ops/registry.h"
+
+namespace nb = nanobind;
+
+namespace mittens::frontend {
+
+namespace {
+
+constexpr const char* kModule = "mlx_mittens.frontend";
+
+template <typename... Arguments>
+std::string call(const char* function, const Arguments&... arguments) {
+  nb::gil_scoped_acquire gil;
+  nb::module_ module = nb::module_::import_(kModule);
+  try {
+    return nb::cast<std::string>(nb::str(module.attr(function)(arguments...)));
+  } catch (nb::python_error& error) {
+    const std::string message = nb::cast<std::string>(nb::str(error.value()));
+    if (error.matches(module.attr("CompileError"))) {
+      throw CompileError(message);
+    }
+    throw std::runtime_error(message);
+  }
+}
+
+void bind(nb::module_&) {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const CompileError& error) {
+      PyErr_SetString(nb::module_::import_(kModule).attr("CompileError").ptr(), error.what());
+    }
+  });
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+std::string ptx(const std::string& file, const std::string& kernel) {
+  return call("ptx", file, kernel);
+}
+
+std::string simulator_library(const std::string& file) {
+  return call("simulator_library", file);
+}
+
+std::string metal_source(const std::string& file) {
+  return call("flatten", file);
+}
+
+std::string metallib() {
+  return call("metallib");
+}
+
+}  // namespace mittens::frontend

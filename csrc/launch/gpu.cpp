@@ -1,0 +1,20 @@
+#include <stdexcept>
+
+#include "launch/cuda.h"
+#include "launch/launch.h"
+#include "launch/metal.h"
+
+namespace mittens {
+
+void run_on_gpu(const Launch& launch, mx::Stream stream) {
+  if (metal::built()) {
+    metal::run(launch, stream);
+    return;
+  }
+  if (const std::string missing = cuda::missing(); !missing.empty()) {
+    throw std::runtime_error("[mlx_mittens] kernel " + launch.kernel + " cannot run on the GPU: " + missing);
+  }
+  cuda::run(launch, stream);
+}
+
+}  // namespace mittens

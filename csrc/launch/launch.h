@@ -1,0 +1,78 @@
+// A Launch says everything that a GPU needs to run one kernel once. Ops build it; an executor runs it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <variant>
+#include <vector>
+
+#include "mlx/array.h"
+#include "mlx/stream.h"
+
+namespace mittens {
+
+namespace mx = mlx::core;
+
+struct Size3 {
+  uint32_t x = 1;
+  uint32_t y = 1;
+  uint32_t z = 1;
+};
+
+// One argument of a kernel; its place in Launch::arguments is its Metal buffer index.
+struct Input {
+  mx::array array;
+  // What the kernel may read: these bytes, from so far off the array's first element. Row contiguous arrays: all of it.
+  int64_t offset = 0;
+  size_t bytes = 0;
+};
+struct Output {
+  mx::array array;
+};
+struct Bytes {
+  std::vector<std::byte> data;
+};
+using Argument = std::variant<Input, Output, Bytes>;
+
+struct Launch {
+  std::string file;    // the .metal file that holds the kernel: "rms_norm.metal"
+  std::string kernel;  // the host name of one instantiation in it: "rms_norm_simd_float16"
+  std::vector<Argument> arguments;
+  Size3 threadgroups;
+  Size3 threads;                      // per threadgroup
+  uint32_t threadgroup_bytes = 0;     // of a [[threadgroup(0)]] argument, if the kernel has one
+
+  Launch& input(const mx::array& array) {
+    return input(array, 0, array.nbytes());
+  }
+  Launch& input(const mx::array& array, int64_t offset, size_t bytes) {
+    arguments.emplace_back(Input{array, offset, bytes});
+    return *this;
+  }
+  Launch& output(const mx::array& array) {
+    arguments.emplace_back(Output{array});
+    return *this;
+  }
+  // A plain struct, handed over by value: `constant Params& params` in the kernel.
+  template <typename Params>
+  Launch& params(const Params& params) {
+    static_assert(std::is_trivially_copyable_v<Params>);
+    std::vector<std::byte> data(sizeof(Params));
+    std::memcpy(data.data(), &params, sizeof(Params));
+    arguments.emplace_back(Bytes{std::move(data)});
+    return *this;
+  }
+};
+
+// Runs a launch on the stream's GPU: Metal on a Mac, CUDA under MLX's CUDA build. Throws where there is neither.
+void run_on_gpu(const Launch& launch, mx::Stream stream);
+
+// Runs launches, in order, through the simulator on the CPU; what the stream was given before is waited for.
+void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream);
+
+// Whether ops on the CPU go through the simulator instead of their native code.
+bool simulator_enabled();
+
+}  // namespace mittens

@@ -1,0 +1,13 @@
+// Memory on the device of a stream: for the outputs of a primitive, and for what it needs on the way.
+#pragma once
+
+#include "launch/launch.h"
+
+namespace mittens {
+
+void allocate_output(mx::array& output, mx::Stream stream);
+
+// Holds an array until what was given to the stream so far is done.
+void keep_until_done(const mx::array& array, mx::Stream stream);
+
+}  // namespace mittens

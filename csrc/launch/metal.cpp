@@ -1,0 +1,109 @@
+#include "launch/metal.h"
+
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#ifdef _METAL_
+#include "launch/frontend.h"
+#include "launch/visitor.h"
+#include "mlx/backend/metal/device.h"
+#endif
+
+namespace mittens::metal {
+
+#ifdef _METAL_
+
+namespace {
+
+bool jit_forced() {
+  const char* value = std::getenv("MLX_MITTENS_JIT");
+  return value && std::string(value) == "1";
+}
+
+// The metallib that was built ahead holds every file; without it each file is compiled from one flattened string. MLX
+// caches a library by name, so the name of compiled text carries a hash of it.
+MTL::Library* library_of(mx::metal::Device& device, const std::string& file) {
+  static std::mutex mutex;
+  static std::map<std::string, MTL::Library*> libraries;
+  {
+    std::lock_guard lock(mutex);
+    if (auto found = libraries.find(file); found != libraries.end()) {
+      return found->second;
+    }
+  }
+  const std::string metallib = jit_forced() ? "" : frontend::metallib();
+  MTL::Library* library;
+  if (!metallib.empty()) {
+    library = device.get_library("mlx_mittens", metallib);
+  } else {
+    const std::string source = frontend::metal_source(file);
+    const std::string name = "mlx_mittens_" + file + "_" + std::to_string(std::hash<std::string>{}(source));
+    library = device.get_library(name, [&source] { return source; });
+  }
+  std::lock_guard lock(mutex);
+  return libraries.emplace(file, library).first->second;
+}
+
+MTL::Size dimensions(const Size3& size) {
+  return MTL::Size(size.x, size.y, size.z);
+}
+
+}  // namespace
+
+bool built() {
+  return true;
+}
+
+void keep_until_done(const mx::array& array, mx::Stream stream) {
+  mx::metal::get_command_encoder(stream).add_temporary(array);
+}
+
+void run(const Launch& launch, mx::Stream stream) {
+  auto& device = mx::metal::device(stream.device);
+  MTL::ComputePipelineState* pipeline = device.get_kernel(launch.kernel, library_of(device, launch.file));
+  const size_t threads = size_t(launch.threads.x) * launch.threads.y * launch.threads.z;
+  if (threads > pipeline->maxTotalThreadsPerThreadgroup()) {
+    throw std::runtime_error("kernel " + launch.kernel + " is launched with " + std::to_string(threads) +
+                             " threads a threadgroup, this GPU runs it with at most " +
+                             std::to_string(pipeline->maxTotalThreadsPerThreadgroup()));
+  }
+  auto& encoder = mx::metal::get_command_encoder(stream);
+  encoder.set_compute_pipeline_state(pipeline);
+  for (size_t i = 0; i < launch.arguments.size(); ++i) {
+    const int index = static_cast<int>(i);
+    std::visit(Visitor{
+                   [&](const Input& input) { encoder.set_input_array(input.array, index, input.offset); },
+                   [&](const Output& output) {
+                     mx::array array = output.array;
+                     encoder.set_output_array(array, index);
+                   },
+                   [&](const Bytes& bytes) {
+                     encoder.set_bytes(bytes.data.data(), static_cast<int>(bytes.data.size()), index);
+                   },
+               },
+               launch.arguments[i]);
+  }
+  if (launch.threadgroup_bytes) {
+    encoder.set_threadgroup_memory_length(launch.threadgroup_bytes, 0);
+  }
+  encoder.dispatch_threadgroups(dimensions(launch.threadgroups), dimensions(launch.threads));
+}
+
+#else
+
+bool built() {
+  return false;
+}
+
+void keep_until_done(const mx::array&, mx::Stream) {}
+
+void run(const Launch& launch, mx::Stream) {
+  throw std::runtime_error("kernel " + launch.kernel + ": this build of mlx_mittens has no Metal");
+}
+
+#endif
+
+}  // namespace mittens::metal

@@ -1,0 +1,40 @@
+// What every primitive of ours shares: where it runs, and derivatives composed from mx where it brings none of its own.
+#pragma once
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "launch/launch.h"
+#include "mlx/primitives.h"
+
+namespace mittens {
+
+using Arrays = std::vector<mx::array>;
+
+class KernelPrimitive : public mx::Primitive {
+ public:
+  using mx::Primitive::Primitive;
+
+  // GPU: allocate the outputs and run the launches. CPU: native code, or the same launches in the simulator.
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) final;
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) final;
+
+  // Transformations of the composition below, unless a primitive overrides them.
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays& outputs)
+      override;
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override;
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override;
+
+ protected:
+  // Gives every output its memory; by default fresh, a primitive may take over a donated input's instead.
+  virtual void allocate(const Arrays& inputs, Arrays& outputs);
+  // The kernels that compute the outputs. Never called when every output is empty.
+  virtual std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) = 0;
+  // The work on the CPU, as a task that may run later on the stream's thread: it holds raw pointers, no arrays.
+  virtual std::function<void()> native(const Arrays& inputs, Arrays& outputs) = 0;
+  // The same mathematics in mx operations, for derivatives of any order and for vmap.
+  virtual Arrays composed(const Arrays& inputs) = 0;
+};
+
+}  // namespace mittens
