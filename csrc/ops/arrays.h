@@ -1,0 +1,18 @@
+// Small things that the primitives do with arrays.
+#pragma once
+
+#include "launch/memory.h"
+#include "ops/contiguous.h"
+
+namespace mittens {
+
+// The output gets the memory of a donor of its shape and dtype that nobody else needs, else memory of its own.
+inline void take_or_allocate(mx::array& output, const mx::array& donor, mx::Stream stream) {
+  if (donor.is_donatable() && donor.flags().row_contiguous && donor.data_size() == output.size()) {
+    output.copy_shared_buffer(donor);
+  } else {
+    allocate_output(output, stream);
+  }
+}
+
+}  // namespace mittens

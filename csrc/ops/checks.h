@@ -1,0 +1,70 @@
+// Bad arguments, said so that a person can act on it: the op, the argument, what came, what was expected.
+#pragma once
+
+#include <cmath>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "mlx/array.h"
+#include "mlx/utils.h"
+
+namespace mittens {
+
+namespace mx = mlx::core;
+
+// An array of a dtype that an op does not take. Python sees a TypeError that is a ValueError too, as MLX raises.
+class DtypeError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+namespace checks {
+
+template <typename Error = std::invalid_argument, typename... Parts>
+[[noreturn]] void fail(const char* op, const Parts&... parts) {
+  std::ostringstream message;
+  message << "[" << op << "] ";
+  (message << ... << parts);
+  throw Error(message.str());
+}
+
+inline void has_axis(const char* op, const char* name, const mx::array& array) {
+  if (array.ndim() == 0) {
+    fail(op, name, " has no dimensions: expected at least one, the last of which is normalized");
+  }
+}
+
+// One value for each column of x.
+inline void per_column(const char* op, const char* name, const mx::array& array, const mx::array& x) {
+  if (array.ndim() != 1) {
+    fail(op, name, " has shape ", array.shape(), ": expected one dimension with ", x.shape(-1), " elements");
+  }
+  if (array.shape(0) != x.shape(-1)) {
+    fail(op, name, " has ", array.size(), " elements, x has ", x.shape(-1), " columns: expected one ", name,
+         " per column");
+  }
+}
+
+inline void same_shape(const char* op, const char* name, const mx::array& array, const mx::array& x) {
+  if (array.shape() != x.shape()) {
+    fail(op, name, " has shape ", array.shape(), ", x has shape ", x.shape(), ": expected the same shape");
+  }
+}
+
+inline void epsilon(const char* op, float eps) {
+  if (!std::isfinite(eps) || eps < 0) {
+    fail(op, "eps is ", eps, ": expected a finite number that is not negative");
+  }
+}
+
+// dtype is the one that the arguments promote to.
+inline void floating(const char* op, const char* name, mx::Dtype given, mx::Dtype dtype) {
+  if (!mx::issubdtype(dtype, mx::floating)) {
+    fail<DtypeError>(op, name, " has dtype ", given, ": expected float32, float16 or bfloat16");
+  }
+}
+
+}  // namespace checks
+
+}  // namespace mittens

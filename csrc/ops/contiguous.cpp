@@ -1,0 +1,106 @@
+#include "ops/contiguous.h"
+
+#include <algorithm>
+
+#include "cpu/copy.h"
+#include "launch/memory.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/ops.h"
+#include "params/copy.h"
+
+namespace mittens {
+
+namespace {
+
+constexpr uint32_t kThreads = 256;
+
+// A view with neighbouring dimensions merged where the strides allow it, and none of size 1; at least one dimension.
+struct View {
+  std::vector<int32_t> shape;
+  std::vector<int64_t> strides;
+};
+
+View merged(const mx::array& array) {
+  View view;
+  for (int d = 0; d < static_cast<int>(array.ndim()); ++d) {
+    const int32_t size = array.shape(d);
+    const int64_t stride = array.strides(d);
+    if (size == 1) {
+      continue;
+    }
+    if (!view.shape.empty() && view.strides.back() == stride * size) {
+      view.shape.back() *= size;
+      view.strides.back() = stride;
+    } else {
+      view.shape.push_back(size);
+      view.strides.push_back(stride);
+    }
+  }
+  if (view.shape.empty()) {
+    view = {{1}, {1}};
+  }
+  return view;
+}
+
+Launch copy_launch(const mx::array& source, const mx::array& target) {
+  const View view = merged(source);
+  const size_t outer = view.shape.size() - 1;
+  CopyParams params{};
+  int64_t lowest = 0, highest = 0;  // elements that the view reaches, from its first
+  for (size_t d = 0; d <= outer; ++d) {
+    const int64_t reach = view.strides[d] * (view.shape[d] - 1);
+    (reach < 0 ? lowest : highest) += reach;
+    if (d < outer) {
+      params.shape[d] = view.shape[d];
+      params.strides[d] = view.strides[d];
+    }
+  }
+  params.column_stride = view.strides[outer];
+  params.start = -lowest;
+  params.dims = static_cast<uint32_t>(outer);
+  params.columns = view.shape[outer];
+  params.chunks = (params.columns + kThreads - 1) / kThreads;
+
+  const int64_t item = source.itemsize();
+  Launch launch;
+  launch.file = "copy.metal";
+  launch.kernel = "copy_strided_" + std::to_string(item);
+  launch.threadgroups = {static_cast<uint32_t>(source.size() / params.columns * params.chunks), 1, 1};
+  launch.threads = {std::min(kThreads, (params.columns + 31) / 32 * 32), 1, 1};
+  launch.input(source, lowest * item, (highest - lowest + 1) * item).output(target).params(params);
+  return launch;
+}
+
+mx::array gathered(const mx::array& source, mx::Stream stream) {
+  mx::array target(source.shape(), source.dtype(), nullptr, {});
+  allocate_output(target, stream);
+  keep_until_done(target, stream);
+  if (stream.device == mx::Device::gpu) {
+    run_on_gpu(copy_launch(source, target), stream);
+  } else if (simulator_enabled()) {
+    run_in_simulator({copy_launch(source, target)}, stream);
+  } else {
+    mx::cpu::get_command_encoder(stream).dispatch(
+        [from = source.data<void>(), to = target.data<void>(), item = source.itemsize(), view = merged(source)] {
+          cpu::copy_strided(from, to, item, view.shape.data(), view.strides.data(), view.shape.size());
+        });
+  }
+  return target;
+}
+
+}  // namespace
+
+mx::array gatherable(const mx::array& array, mx::Stream stream) {
+  return array.ndim() > kCopyDims + 1 ? mx::contiguous(array, false, stream) : array;
+}
+
+Arrays row_contiguous(const Arrays& inputs, mx::Stream stream) {
+  Arrays ready;
+  for (const auto& input : inputs) {
+    const bool as_is = input.flags().row_contiguous || input.size() == 0;
+    ready.push_back(as_is ? input : gathered(input, stream));
+  }
+  return ready;
+}
+
+}  // namespace mittens

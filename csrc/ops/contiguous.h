@@ -1,0 +1,15 @@
+// Kernels read rows: what is not row contiguous is gathered first, by a kernel of ours, when the op is evaluated. mx's own
+// contiguous() would be one more node in every graph, and copies each slice of a larger array.
+#pragma once
+
+#include "ops/primitive.h"
+
+namespace mittens {
+
+// The array as copy_strided can gather it: of too many dimensions it goes through mx's contiguous().
+mx::array gatherable(const mx::array& array, mx::Stream stream);
+
+// The inputs of an evaluation, row contiguous. Copies are made on the stream and live until what reads them is done.
+Arrays row_contiguous(const Arrays& inputs, mx::Stream stream);
+
+}  // namespace mittens

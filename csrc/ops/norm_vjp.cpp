@@ -1,0 +1,294 @@
+#include "ops/norm_vjp.h"
+
+#include <numeric>
+
+#include "cpu/layer_norm.h"
+#include "cpu/rms_norm.h"
+#include "mlx/ops.h"
+#include "ops/arrays.h"
+#include "ops/native.h"
+#include "ops/row_plan.h"
+#include "params/norm_vjp.h"
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* file = "norm_vjp.metal";
+
+enum class NormVjpKernel { simd, block, columns };
+
+struct NormVjpVariant {
+  uint32_t most_packs;  // of a row
+  bool centred;         // layer_norm holds twice the sums in registers
+  NormVjpKernel kernel;
+  const char* name;
+  uint32_t packs;  // a thread holds at once
+};
+
+constexpr NormVjpVariant variants[] = {
+    {32, false, NormVjpKernel::simd, "simd1", 1},
+    {64, false, NormVjpKernel::simd, "simd2", 2},
+    {256, false, NormVjpKernel::block, "block1", 1},
+    {1024, false, NormVjpKernel::block, "block2", 2},
+    {2048, false, NormVjpKernel::block, "block4", 4},
+    {any, false, NormVjpKernel::columns, "columns", 1},
+
+    {32, true, NormVjpKernel::simd, "simd1", 1},
+    {64, true, NormVjpKernel::simd, "simd2", 2},
+    {256, true, NormVjpKernel::block, "block1", 1},
+    {1024, true, NormVjpKernel::block, "block2", 2},
+    {any, true, NormVjpKernel::columns, "columns", 1},
+};
+
+constexpr uint32_t simdgroup = 32;
+constexpr uint32_t simdgroups = 8;           // in a threadgroup of the simd and column kernels
+constexpr uint32_t most_blocks = 512;        // that leave partial sums for the parameters' gradients
+constexpr uint32_t few_blocks = 128;         // below this, sharing rows out counts for more than the partial sums' traffic
+constexpr uint32_t rows_per_block = 16;      // above it
+constexpr uint32_t statistics_packs = 2048;  // of a row, for a threadgroup of the statistics kernel
+
+// Depends on the shape only, so that the order of the sums does.
+struct NormVjpPlan {
+  const NormVjpVariant* variant;
+  uint32_t rows;
+  uint32_t columns;
+  uint32_t threads;
+  uint32_t blocks;
+  uint32_t splits;
+  uint32_t packs_per_split;
+};
+
+NormVjpPlan plan_of(const mx::array& x, const NormVjpOptions& options) {
+  NormVjpPlan plan{};
+  plan.columns = x.shape(-1);
+  plan.rows = plan.columns == 0 ? 0 : static_cast<uint32_t>(x.size() / plan.columns);
+  const uint32_t packs = ceil_div(plan.columns, 16 / x.itemsize());
+  for (const auto& variant : variants) {
+    if (variant.centred == options.centred && packs <= variant.most_packs) {
+      plan.variant = &variant;
+      break;
+    }
+  }
+  const bool sums = options.weight_gradient || options.bias_gradient;
+  uint32_t turns = plan.rows;
+  plan.threads = simdgroup * simdgroups;
+  if (plan.variant->kernel == NormVjpKernel::simd) {
+    turns = ceil_div(plan.rows, simdgroups);
+  } else if (plan.variant->kernel == NormVjpKernel::block) {
+    plan.threads = ceil_div(ceil_div(packs, plan.variant->packs), simdgroup) * simdgroup;
+  }
+  plan.blocks = sums ? std::min(turns, std::clamp(turns / rows_per_block, few_blocks, most_blocks)) : turns;
+  const uint32_t splits = ceil_div(packs, statistics_packs);
+  plan.packs_per_split = ceil_div(packs, std::max(splits, 1u));
+  plan.splits = ceil_div(packs, std::max(plan.packs_per_split, 1u));
+  return plan;
+}
+
+class NormVjp : public KernelPrimitive {
+ public:
+  NormVjp(mx::Stream stream, NormVjpOptions options, bool has_weight, bool has_dsum)
+      : KernelPrimitive(stream), options_(options), has_weight_(has_weight), has_dsum_(has_dsum) {}
+
+  const char* name() const override {
+    return options_.centred ? "LayerNormVjp" : "RmsNormVjp";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& vjp = static_cast<const NormVjp&>(other);
+    return options_ == vjp.options_ && has_weight_ == vjp.has_weight_ && has_dsum_ == vjp.has_dsum_;
+  }
+
+  // dx, dweight, dbias; then workspaces: the statistics and coefficients of long rows, the partial sums of the blocks.
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    const mx::array& x = inputs[0];
+    const NormVjpPlan plan = plan_of(x, options_);
+    const int rows = plan.rows;
+    const int columns = plan.columns;
+    const bool long_rows = plan.variant->kernel == NormVjpKernel::columns;
+    const int sums = partial_sums();
+    return {
+        x.shape(),
+        {options_.weight_gradient ? columns : 0},
+        {options_.bias_gradient ? columns : 0},
+        long_rows ? mx::Shape{rows, static_cast<int>(plan.splits), 5} : mx::Shape{0},
+        long_rows ? mx::Shape{rows, 4} : mx::Shape{0},
+        sums > 0 ? mx::Shape{sums, static_cast<int>(plan.blocks), columns} : mx::Shape{0},
+    };
+  }
+
+  static std::vector<mx::Dtype> output_dtypes(mx::Dtype dtype) {
+    return {dtype, dtype, dtype, mx::float32, mx::float32, mx::float32};
+  }
+
+ protected:
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const NormVjpPlan plan = plan_of(x, options_);
+    const NormVjpParams params = params_of(inputs, outputs, plan);
+    const std::string op = options_.centred ? "layer_norm_vjp" : "rms_norm_vjp";
+
+    std::vector<Launch> launches;
+    auto add = [&](const std::string& kernel, uint32_t threadgroups, uint32_t threads) -> Launch& {
+      Launch& launch = launches.emplace_back();
+      launch.file = file;
+      launch.kernel = kernel;
+      launch.threadgroups = {threadgroups, 1, 1};
+      launch.threads = {threads, 1, 1};
+      return launch;
+    };
+    const bool sums = params.partial_sums > 0;
+    // x stands in for what the kernels are told to leave alone: each argument needs a buffer.
+    const mx::array& weight = has_weight_ ? inputs[1] : x;
+    const mx::array& added = has_dsum_ ? *dsum(inputs) : x;
+
+    const std::string kernel = kernel_name(op, plan.variant->name, x.dtype());
+    if (plan.variant->kernel == NormVjpKernel::columns) {
+      add(kernel_name(op, "statistics", x.dtype()), plan.rows * plan.splits, plan.threads)
+          .input(x).input(weight).input(dy(inputs)).output(outputs[3]).params(params);
+      add(op + "_coefficients", ceil_div(plan.rows, simdgroups), plan.threads)
+          .input(outputs[3]).output(outputs[4]).params(params);
+      const uint32_t group_columns = plan.threads * (16 / x.itemsize());
+      Launch& launch = add(kernel, plan.blocks * ceil_div(plan.columns, group_columns), plan.threads);
+      launch.input(x).input(weight).input(dy(inputs)).input(added).input(outputs[4]).output(outputs[0]);
+      output_or(launch, sums, outputs[5], x);
+      launch.params(params);
+    } else {
+      Launch& launch = add(kernel, plan.blocks, plan.threads);
+      launch.input(x).input(weight).input(dy(inputs)).input(added).output(outputs[0]);
+      output_or(launch, sums, outputs[5], x);
+      launch.params(params);
+    }
+    if (sums) {
+      const uint32_t gradients = options_.weight_gradient + options_.bias_gradient;
+      Launch& launch = add(kernel_name("norm_vjp", "column_sum", x.dtype()),
+                           gradients * ceil_div(plan.columns, simdgroup), simdgroup * simdgroups);
+      launch.input(outputs[5]);
+      output_or(launch, options_.weight_gradient, outputs[1], x);
+      output_or(launch, options_.bias_gradient, outputs[2], x);
+      launch.params(ColumnSumParams{plan.blocks, plan.columns, options_.weight_gradient ? 0u : 1u});
+    }
+    return launches;
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x_array = inputs[0];
+    const size_t columns = x_array.shape(-1);
+    const size_t rows = x_array.size() / columns;
+    return [type = native_type(x_array.dtype()), rows, columns, options = options_, x = data_of(x_array),
+            weight = has_weight_ ? data_of(inputs[1]) : nullptr, dy = data_of(this->dy(inputs)),
+            dsum = has_dsum_ ? data_of(*this->dsum(inputs)) : nullptr, dx = data_of(outputs[0]),
+            dweight = options_.weight_gradient ? data_of(outputs[1]) : nullptr,
+            dbias = options_.bias_gradient ? data_of(outputs[2]) : nullptr] {
+      if (options.centred) {
+        cpu::layer_norm_vjp(type, x, weight, dy, dx, dweight, dbias, rows, columns, options.eps);
+      } else {
+        cpu::rms_norm_vjp(type, x, weight, dy, dsum, dx, dweight, rows, columns, options.eps);
+      }
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::Stream s = stream();
+    const mx::Dtype dtype = inputs[0].dtype();
+    auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, s); };
+    auto row_mean = [&](const mx::array& a) { return mx::mean(a, -1, true, s); };
+    mx::array x = wide(inputs[0]);
+    if (options_.centred) {
+      x = mx::subtract(x, row_mean(x), s);
+    }
+    const mx::array gradient = wide(dy(inputs));
+    const mx::array g = has_weight_ ? mx::multiply(gradient, wide(inputs[1]), s) : gradient;
+    const mx::array n = mx::rsqrt(mx::add(row_mean(mx::square(x, s)), mx::array(options_.eps), s), s);
+    const mx::array normed = mx::multiply(x, n, s);
+    mx::array dx = mx::subtract(g, mx::multiply(normed, row_mean(mx::multiply(g, normed, s)), s), s);
+    if (options_.centred) {
+      dx = mx::subtract(dx, row_mean(g), s);
+    }
+    dx = mx::multiply(dx, n, s);
+    if (has_dsum_) {
+      dx = mx::add(dx, wide(*dsum(inputs)), s);
+    }
+    std::vector<int> rows(x.ndim() - 1);
+    std::iota(rows.begin(), rows.end(), 0);
+    auto column_sum = [&](bool wanted, const mx::array& a) {
+      return wanted ? mx::astype(mx::sum(a, rows, false, s), dtype, s) : mx::zeros({0}, dtype, s);
+    };
+    Arrays outputs = {
+        mx::astype(dx, dtype, s),
+        column_sum(options_.weight_gradient, mx::multiply(gradient, normed, s)),
+        column_sum(options_.bias_gradient, gradient),
+    };
+    const auto shapes = output_shapes(inputs);
+    for (size_t i = outputs.size(); i < shapes.size(); ++i) {
+      outputs.push_back(mx::zeros(shapes[i], mx::float32, s));
+    }
+    return outputs;
+  }
+
+ private:
+  static void output_or(Launch& launch, bool wanted, const mx::array& output, const mx::array& stand_in) {
+    if (wanted) {
+      launch.output(output);
+    } else {
+      launch.input(stand_in);
+    }
+  }
+
+  // Inputs are x, weight if there is one, dy, dsum if there is one.
+  const mx::array& dy(const Arrays& inputs) const {
+    return inputs[has_weight_ ? 2 : 1];
+  }
+  const mx::array* dsum(const Arrays& inputs) const {
+    return has_dsum_ ? &inputs[has_weight_ ? 3 : 2] : nullptr;
+  }
+
+  int partial_sums() const {
+    return options_.bias_gradient ? 2 : options_.weight_gradient ? 1 : 0;
+  }
+
+  NormVjpParams params_of(const Arrays& inputs, const Arrays& outputs, const NormVjpPlan& plan) const {
+    NormVjpParams params{};
+    params.row = {plan.rows, plan.columns, plan.splits, plan.packs_per_split};
+    params.blocks = plan.blocks;
+    params.aligned = plan.columns % (16 / inputs[0].itemsize()) == 0 && phase_of(outputs[0]) == 0;
+    for (const auto& input : inputs) {
+      params.aligned = params.aligned && phase_of(input) == 0;
+    }
+    params.has_weight = has_weight_;
+    params.has_dsum = has_dsum_;
+    params.partial_sums = partial_sums();
+    params.eps = options_.eps;
+    return params;
+  }
+
+  NormVjpOptions options_;
+  bool has_weight_;
+  bool has_dsum_;
+};
+
+}  // namespace
+
+NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>& weight, const mx::array& dy,
+                             const std::optional<mx::array>& dsum, NormVjpOptions options, mx::Stream stream) {
+  if (x.size() == 0) {
+    auto zeros = [&](bool wanted) {
+      return mx::zeros({wanted ? x.shape(-1) : 0}, x.dtype(), stream);
+    };
+    return {mx::zeros_like(x, stream), zeros(options.weight_gradient), zeros(options.bias_gradient)};
+  }
+  Arrays inputs = {gatherable(x, stream)};
+  if (weight) {
+    inputs.push_back(gatherable(*weight, stream));
+  }
+  inputs.push_back(gatherable(dy, stream));
+  if (dsum) {
+    inputs.push_back(gatherable(*dsum, stream));
+  }
+  auto primitive = std::make_shared<NormVjp>(stream, options, weight.has_value(), dsum.has_value());
+  const Arrays outputs = mx::array::make_arrays(primitive->output_shapes(inputs), NormVjp::output_dtypes(x.dtype()),
+                                                primitive, inputs);
+  return {outputs[0], outputs[1], outputs[2]};
+}
+
+}  // namespace mittens

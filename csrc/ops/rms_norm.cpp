@@ -1,0 +1,138 @@
+#include <optional>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/variant.h>
+
+#include "cpu/rms_norm.h"
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "ops/arrays.h"
+#include "ops/checks.h"
+#include "ops/fallback.h"
+#include "ops/native.h"
+#include "ops/norm_vjp.h"
+#include "ops/norms.h"
+#include "ops/registry.h"
+#include "ops/row_primitive.h"
+#include "params/rms_norm.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "rms_norm";
+constexpr const char* file = "rms_norm.metal";
+
+// x [.., columns] and weight [columns], if there is one -> y.
+class RmsNorm : public RowPrimitive {
+ public:
+  RmsNorm(mx::Stream stream, const mx::array& x, float eps) : RowPrimitive(stream, {1, 1, 1}, x), eps_(eps) {}
+
+  const char* name() const override {
+    return "MittensRmsNorm";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& norm = static_cast<const RmsNorm&>(other);
+    return eps_ == norm.eps_ && has_workspace() == norm.has_workspace();
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
+    const auto weight = optional_input(primals, 1);
+    const NormGradients gradients = norm_gradients(primals[0], weight, cotangents[0], std::nullopt,
+                                                   {.centred = false,
+                                                    .eps = eps_,
+                                                    .weight_gradient = argnums.back() == 1,
+                                                    .bias_gradient = false},
+                                                   stream());
+    Arrays selected;
+    for (int argument : argnums) {
+      selected.push_back(argument == 0 ? gradients.x : gradients.weight);
+    }
+    return selected;
+  }
+
+ protected:
+  std::shared_ptr<RowPrimitive> like(const mx::array& x) override {
+    return std::make_shared<RmsNorm>(stream(), x, eps_);
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const bool has_weight = inputs.size() > 1;
+    const mx::array& weight = has_weight ? inputs[1] : x;  // x stands in: each argument needs a buffer
+    const RowPlan plan = this->plan(x);
+    const RmsNormParams params{plan.params, phase_of(x), phase_of(weight), phase_of(outputs[0]), has_weight, eps_};
+    auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
+
+    if (plan.kernel == RowKernel::split) {
+      return {
+          launch("split_sums").input(x).output(outputs[1]).params(params),
+          launch("split_write").input(x).input(weight).input(outputs[1]).output(outputs[0]).params(params),
+      };
+    }
+    return {launch(plan.variant).input(x).input(weight).output(outputs[0]).params(params)};
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const size_t columns = inputs[0].shape(-1);
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]),
+            weight = inputs.size() > 1 ? data_of(inputs[1]) : nullptr, y = data_of(outputs[0]),
+            rows = inputs[0].size() / columns, columns,
+            eps = eps_] { cpu::rms_norm(type, x, weight, y, rows, columns, eps); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    return with_workspace({compose_rms_norm(inputs[0], optional_input(inputs, 1), eps_, stream())});
+  }
+
+ private:
+  float eps_;
+};
+
+}  // namespace
+
+mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice where) {
+  checks::has_axis(op, "x", x);
+  if (weight) {
+    checks::per_column(op, "weight", *weight, x);
+  }
+  checks::epsilon(op, eps);
+  const mx::Dtype dtype = weight ? mx::result_type(x, *weight) : x.dtype();
+  checks::floating(op, "x", x.dtype(), dtype);
+  const mx::Stream stream = mx::to_stream(where);
+  if (!has_kernels(dtype)) {
+    send_to_mx(op, "float64");
+    return mx::fast::rms_norm(x, weight, eps, stream);
+  }
+
+  Arrays inputs = {gatherable(mx::astype(x, dtype, stream), stream)};
+  if (weight) {
+    inputs.push_back(gatherable(mx::astype(*weight, dtype, stream), stream));
+  }
+  return RowPrimitive::outputs_of(std::make_shared<RmsNorm>(stream, inputs[0], eps), inputs)[0];
+}
+
+mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::Stream s) {
+  const mx::array wide = mx::astype(x, mx::float32, s);
+  const mx::array square = mx::mean(mx::square(wide, s), -1, true, s);
+  const mx::array n = mx::rsqrt(mx::add(square, mx::array(eps), s), s);
+  const mx::array y = mx::astype(mx::multiply(wide, n, s), x.dtype(), s);
+  return weight ? mx::multiply(y, *weight, s) : y;
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  module.def(op, &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,82 @@
+// Which row kernel serves a shape, and its grid. The thresholds are the table below; a pack is 16 bytes of a row.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "launch/launch.h"
+#include "params/rows.h"
+
+namespace mittens {
+
+enum class RowKernel { simd, block, looped, split };
+
+struct RowVariant {
+  uint32_t most_packs;  // of a row
+  uint32_t most_rows;
+  RowKernel kernel;
+  const char* name;
+  uint32_t lanes;    // threads that share a row: exactly (simd), at most (others)
+  uint32_t packs;    // a thread holds at once
+  uint32_t rows;     // a lane holds at once
+};
+
+inline constexpr uint32_t any = std::numeric_limits<uint32_t>::max();
+
+// The first that fits is taken. Short rows: the fewest lanes that hold a row. Middle rows: where rows are few, one pack a
+// thread for the least latency; where they are many, several packs a thread, so that fewer simdgroups meet at the barrier
+// and more rows are in flight. Long rows: a threadgroup each where that fills the GPU, else several.
+inline constexpr RowVariant row_variants[] = {
+    {8, any, RowKernel::simd, "simd8", 8, 1, 2},
+    {16, any, RowKernel::simd, "simd16", 16, 1, 2},
+    {32, any, RowKernel::simd, "simd32", 32, 1, 2},
+    {64, any, RowKernel::simd, "simd32x2", 32, 2, 1},
+    {128, 64, RowKernel::block, "block1", 128, 1, 1},
+    {128, any, RowKernel::simd, "simd32x4", 32, 4, 1},
+    {512, 64, RowKernel::block, "block1", 512, 1, 1},
+    {256, any, RowKernel::block, "block2", 512, 2, 1},
+    {1024, 64, RowKernel::block, "block2", 512, 2, 1},
+    {2048, any, RowKernel::block, "block4", 512, 4, 1},
+    {4096, any, RowKernel::looped, "looped", 512, 4, 1},
+    {any, 256, RowKernel::split, "split", 256, 4, 1},
+    {any, any, RowKernel::looped, "looped", 512, 4, 1},
+};
+
+struct RowPlan {
+  RowKernel kernel;
+  const char* variant;
+  RowParams params;
+  uint32_t threads;  // per threadgroup
+  uint32_t threadgroups;
+};
+
+// For the rows of x. Rows are split only where there is a workspace for it.
+RowPlan plan_rows(const mx::array& x, bool may_split);
+
+// Whether a primitive on x should bring a workspace: a second output, which costs MLX the donation of x to the first.
+inline bool wants_workspace(const mx::array& x) {
+  return plan_rows(x, true).kernel == RowKernel::split;
+}
+
+// What the threadgroups of split rows leave for each other, in float32: `each` numbers a threadgroup; empty for other
+// plans, which come up where a compiled function meets another shape.
+mx::Shape workspace_shape(const mx::array& x, int each);
+
+// A launch of "<op>_<variant>_<dtype>" on the plan's grid; its arguments are still to be given.
+Launch row_launch(const std::string& file, const std::string& op, const std::string& variant, const RowPlan& plan,
+                  mx::Dtype dtype);
+
+std::string kernel_name(const std::string& op, const std::string& variant, mx::Dtype dtype);
+
+// Elements between the last 16-byte boundary and the array's start.
+inline uint32_t phase_of(const mx::array& array) {
+  return static_cast<uint32_t>(array.offset() % 16 / array.itemsize());
+}
+
+inline uint32_t ceil_div(uint32_t a, uint32_t b) {
+  return a / b + (a % b != 0);
+}
+
+}  // namespace mittens

@@ -1,0 +1,233 @@
+#include <numeric>
+#include <variant>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "cpu/softmax.h"
+#include "mlx/ops.h"
+#include "ops/arrays.h"
+#include "ops/checks.h"
+#include "ops/fallback.h"
+#include "ops/native.h"
+#include "ops/registry.h"
+#include "ops/row_primitive.h"
+#include "params/softmax.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "softmax";
+
+// y [.., columns] = softmax of x along the last axis.
+class Softmax : public RowPrimitive {
+ public:
+  Softmax(mx::Stream stream, const mx::array& x) : RowPrimitive(stream, {1, 1, 2}, x) {}
+
+  const char* name() const override {
+    return "MittensSoftmax";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return has_workspace() == static_cast<const Softmax&>(other).has_workspace();
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override;
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override;
+
+ protected:
+  std::shared_ptr<RowPrimitive> like(const mx::array& x) override {
+    return std::make_shared<Softmax>(stream(), x);
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const RowPlan plan = this->plan(x);
+    const SoftmaxParams params{plan.params, phase_of(x), phase_of(outputs[0])};
+    auto launch = [&](const char* variant) { return row_launch("softmax.metal", "softmax", variant, plan, x.dtype()); };
+
+    if (plan.kernel == RowKernel::split) {
+      return {
+          launch("split_sums").input(x).output(outputs[1]).params(params),
+          launch("split_write").input(x).input(outputs[1]).output(outputs[0]).params(params),
+      };
+    }
+    return {launch(plan.variant).input(x).output(outputs[0]).params(params)};
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const size_t columns = inputs[0].shape(-1);
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), y = data_of(outputs[0]),
+            rows = inputs[0].size() / columns, columns] { cpu::softmax(type, x, y, rows, columns); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    return with_workspace({mx::softmax(inputs[0], -1, true, stream())});
+  }
+};
+
+// dx = y * (dy - sum(y * dy)), all [.., columns]. The Jacobian is symmetric: it serves vjp and jvp.
+class SoftmaxVjp : public RowPrimitive {
+ public:
+  SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, {2, 1, 1}, y) {}
+
+  static mx::array apply(const mx::array& y, const mx::array& dy, mx::Stream stream) {
+    const Arrays inputs = {gatherable(y, stream), gatherable(dy, stream)};
+    return outputs_of(std::make_shared<SoftmaxVjp>(stream, y), inputs)[0];
+  }
+
+  const char* name() const override {
+    return "MittensSoftmaxVjp";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return has_workspace() == static_cast<const SoftmaxVjp&>(other).has_workspace();
+  }
+
+ protected:
+  std::shared_ptr<RowPrimitive> like(const mx::array& y) override {
+    return std::make_shared<SoftmaxVjp>(stream(), y);
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& y = inputs[0];
+    const mx::array& dy = inputs[1];
+    const RowPlan plan = this->plan(y);
+    const SoftmaxVjpParams params{plan.params, phase_of(y), phase_of(dy), phase_of(outputs[0])};
+    auto launch = [&](const char* variant) {
+      return row_launch("softmax_vjp.metal", "softmax_vjp", variant, plan, y.dtype());
+    };
+
+    if (plan.kernel == RowKernel::split) {
+      return {
+          launch("split_sums").input(y).input(dy).output(outputs[1]).params(params),
+          launch("split_write").input(y).input(dy).input(outputs[1]).output(outputs[0]).params(params),
+      };
+    }
+    return {launch(plan.variant).input(y).input(dy).output(outputs[0]).params(params)};
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const size_t columns = inputs[0].shape(-1);
+    return [type = native_type(inputs[0].dtype()), y = data_of(inputs[0]), dy = data_of(inputs[1]),
+            dx = data_of(outputs[0]), rows = inputs[0].size() / columns,
+            columns] { cpu::softmax_vjp(type, y, dy, dx, rows, columns); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::Stream s = stream();
+    const mx::array y = mx::astype(inputs[0], mx::float32, s);
+    const mx::array dy = mx::astype(inputs[1], mx::float32, s);
+    const mx::array dot = mx::sum(mx::multiply(y, dy, s), -1, true, s);
+    const mx::array dx = mx::multiply(y, mx::subtract(dy, dot, s), s);
+    return with_workspace({mx::astype(dx, inputs[0].dtype(), s)});
+  }
+};
+
+Arrays Softmax::vjp(const Arrays&, const Arrays& cotangents, const std::vector<int>&, const Arrays& outputs) {
+  return {SoftmaxVjp::apply(outputs[0], cotangents[0], stream())};
+}
+
+Arrays Softmax::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>&) {
+  const mx::array y = outputs_of(like(primals[0]), primals)[0];
+  return with_workspace({SoftmaxVjp::apply(y, tangents[0], stream())});
+}
+
+using Axis = std::variant<std::monostate, int, std::vector<int>>;
+
+std::vector<int> named_axes(const Axis& axis, const mx::array& a) {
+  if (const int* single = std::get_if<int>(&axis)) {
+    return {*single};
+  }
+  if (const auto* several = std::get_if<std::vector<int>>(&axis)) {
+    return *several;
+  }
+  std::vector<int> all(a.ndim());
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+// Counted from the front and sorted.
+std::vector<int> checked_axes(std::vector<int> axes, const mx::array& a) {
+  const int dimensions = a.ndim();
+  for (int& axis : axes) {
+    if (axis < -dimensions || axis >= dimensions) {
+      checks::fail(op, "axis ", axis, " is out of range for an array with ", dimensions, " dimensions");
+    }
+    axis += axis < 0 ? dimensions : 0;
+  }
+  std::sort(axes.begin(), axes.end());
+  if (const auto twice = std::adjacent_find(axes.begin(), axes.end()); twice != axes.end()) {
+    checks::fail(op, "axis ", *twice, " is named twice: expected each axis once");
+  }
+  return axes;
+}
+
+// Along the last axis of a row contiguous array.
+mx::array softmax_rows(const mx::array& a, mx::Stream stream) {
+  const Arrays inputs = {gatherable(a, stream)};
+  return RowPrimitive::outputs_of(std::make_shared<Softmax>(stream, inputs[0]), inputs)[0];
+}
+
+// Along any axes: they are moved to the end, made one, and moved back.
+mx::array softmax_axes(const mx::array& a, const std::vector<int>& axes, mx::Stream stream) {
+  std::vector<int> order;
+  mx::Shape rows_shape;
+  for (int i = 0; i < static_cast<int>(a.ndim()); ++i) {
+    if (!std::binary_search(axes.begin(), axes.end(), i)) {
+      order.push_back(i);
+      rows_shape.push_back(a.shape(i));
+    }
+  }
+  int columns = 1;
+  for (int i : axes) {
+    order.push_back(i);
+    columns *= a.shape(i);
+  }
+  rows_shape.push_back(columns);
+  const mx::array moved = mx::transpose(a, order, stream);
+  const mx::array y = softmax_rows(mx::reshape(moved, rows_shape, stream), stream);
+  std::vector<int> back(order.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    back[order[i]] = i;
+  }
+  return mx::transpose(mx::reshape(y, moved.shape(), stream), back, stream);
+}
+
+mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
+  const std::vector<int> named = named_axes(axis, a);
+  const std::vector<int> axes = checked_axes(named, a);
+  if (a.size() == 0) {
+    return a;
+  }
+  const mx::Stream stream = mx::to_stream(where);
+  const bool last_only = axes.size() == 1 && axes[0] == static_cast<int>(a.ndim()) - 1;
+  const bool floating = mx::issubdtype(a.dtype(), mx::floating);
+  const bool integer = !floating && !mx::issubdtype(a.dtype(), mx::complexfloating);
+  // mx makes integers float32 along the last axis; along others it rounds the result back to integers.
+  const mx::Dtype dtype = integer ? mx::float32 : a.dtype();
+  if (!has_kernels(dtype) || (integer && !last_only)) {
+    std::ostringstream reason;
+    reason << a.dtype() << (last_only ? "" : " along other axes than the last");
+    send_to_mx(op, reason.str());
+    return mx::softmax(a, named, precise, stream);
+  }
+  const mx::array x = mx::astype(a, dtype, stream);
+  return last_only ? softmax_rows(x, stream) : softmax_axes(x, axes, stream);
+}
+
+void bind(nb::module_& module) {
+  module.def(op, &softmax, "a"_a, "axis"_a = nb::none(), nb::kw_only(), "precise"_a = false, "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

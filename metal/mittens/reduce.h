@@ -1,0 +1,72 @@
+// Reductions over the lanes that share a row and over a threadgroup. Every thread gets the result.
+#pragma once
+
+#include <metal_stdlib>
+
+using namespace metal;
+
+namespace mittens {
+
+// A simdgroup holds 32 / L rows, each in L neighbouring lanes. All 32 lanes take part.
+template <int L>
+inline float lanes_sum(float v) {
+  if constexpr (L == 32) {
+    return simd_sum(v);
+  } else {
+#pragma unroll
+    for (ushort mask = L / 2; mask > 0; mask /= 2) {
+      v += simd_shuffle_xor(v, mask);
+    }
+    return v;
+  }
+}
+
+template <int L>
+inline float lanes_max(float v) {
+  if constexpr (L == 32) {
+    return simd_max(v);
+  } else {
+#pragma unroll
+    for (ushort mask = L / 2; mask > 0; mask /= 2) {
+      v = max(v, simd_shuffle_xor(v, mask));
+    }
+    return v;
+  }
+}
+
+// Where a thread stands in its threadgroup, as the reductions need it.
+struct Place {
+  uint lane;
+  uint simdgroup;
+  uint simdgroups;
+};
+
+// One barrier: each simdgroup leaves its sum in scratch[32], then every simdgroup adds them in the same order.
+// A scratch may serve again only after another barrier.
+inline float threadgroup_sum(float v, threadgroup float* scratch, Place place) {
+  v = simd_sum(v);
+  if (place.lane == 0) {
+    scratch[place.simdgroup] = v;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return simd_sum(place.lane < place.simdgroups ? scratch[place.lane] : 0.0f);
+}
+
+// Three sums for the barrier of one; scratch[96].
+inline float3 threadgroup_sum3(float3 v, threadgroup float* scratch, Place place) {
+  const float x = simd_sum(v.x);
+  const float y = simd_sum(v.y);
+  const float z = simd_sum(v.z);
+  if (place.lane == 0) {
+    scratch[place.simdgroup] = x;
+    scratch[32 + place.simdgroup] = y;
+    scratch[64 + place.simdgroup] = z;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const bool filled = place.lane < place.simdgroups;
+  return float3(
+      simd_sum(filled ? scratch[place.lane] : 0.0f), simd_sum(filled ? scratch[32 + place.lane] : 0.0f),
+      simd_sum(filled ? scratch[64 + place.lane] : 0.0f));
+}
+
+}  // namespace mittens

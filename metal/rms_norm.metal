@@ -1,0 +1,213 @@
+// Root mean square norm over the last axis:
+//
+//   y[r, c] = T(x[r, c] * n[r]) * weight[c],   n[r] = 1 / sqrt(mean_c(x[r, c]^2) + eps)
+//
+// x, y [rows, columns], weight [columns] or absent; sums in float32. y may be x.
+//
+// The host chooses by the length of a row (csrc/ops/row_plan.h):
+//   simd    L lanes a row, 32 / L * R rows a simdgroup, no barrier; the row stays in registers
+//   block   one threadgroup a row, the row in registers: one read, one barrier
+//   looped  one threadgroup a row, which is read twice
+//   split   several threadgroups a row: split_sums leaves a partial sum of each in sums, split_write adds them up
+#include <metal_stdlib>
+
+#include "mittens/instantiate.h"
+#include "mittens/reduce.h"
+#include "mittens/rms.h"
+#include "params/rms_norm.h"
+
+using namespace metal;
+using namespace mittens;
+
+template <typename T, int L, int N, int R>
+[[kernel, max_total_threads_per_threadgroup(256)]] void rms_norm_simd(
+    const device T* x [[buffer(0)]],       // [rows, columns]
+    const device T* weight [[buffer(1)]],  // [columns]
+    device T* y [[buffer(2)]],             // [rows, columns]
+    constant RmsNormParams& params [[buffer(3)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const uint columns = params.row.columns;
+  const uint first_row = (group * simdgroups + simdgroup) * (32 / L * R) + lane / L;
+  const uint t = lane % L;
+
+  RowSpan spans[R];
+  RowPart<T, N> parts[R];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint row = first_row + r * (32 / L);
+    spans[r] = row_span<T>(params.x_phase + row * columns, row < params.row.rows ? columns : 0);
+    const device T* x_row = x + size_t(row) * columns;
+    load_packs(x_row, spans[r], true, t, L, spans[r].packs, uint4(0), parts[r]);
+    parts[r].edge = load_edge(x_row, spans[r], t, 0);
+  }
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint row = first_row + r * (32 / L);
+    const float n = inverse_rms(lanes_sum<L>(square_sum(parts[r])), columns, params.eps);
+    normalize_part(
+        parts[r], n, weight, params.has_weight, params.weight_phase, spans[r], t, t, L, spans[r].packs);
+    device T* y_row = y + size_t(row) * columns;
+    const bool aligned = packs_aligned<T>(params.y_phase + row * columns, spans[r]);
+    store_packs(y_row, spans[r], aligned, t, L, spans[r].packs, parts[r]);
+    store_edge(y_row, spans[r], t, float(parts[r].edge));
+  }
+}
+
+template <typename T, int N>
+[[kernel, max_total_threads_per_threadgroup(512)]] void rms_norm_block(
+    const device T* x [[buffer(0)]],       // [rows, columns]
+    const device T* weight [[buffer(1)]],  // [columns]
+    device T* y [[buffer(2)]],             // [rows, columns]
+    constant RmsNormParams& params [[buffer(3)]],
+    uint row [[threadgroup_position_in_grid]],
+    uint t [[thread_position_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float scratch[32];
+  const uint columns = params.row.columns;
+  const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
+  const device T* x_row = x + size_t(row) * columns;
+
+  RowPart<T, N> part;
+  load_packs(x_row, span, true, t, threads, span.packs, uint4(0), part);
+  part.edge = load_edge(x_row, span, t, 0);
+  const float sum = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
+  normalize_part(
+      part, inverse_rms(sum, columns, params.eps), weight, params.has_weight, params.weight_phase, span, t, t, threads,
+      span.packs);
+  device T* y_row = y + size_t(row) * columns;
+  store_packs(y_row, span, packs_aligned<T>(params.y_phase + row * columns, span), t, threads, span.packs, part);
+  store_edge(y_row, span, t, float(part.edge));
+}
+
+// Sum of squares of the packs begin .. end, and of this thread's edge element if the caller takes the edges.
+template <typename T, int N>
+inline float range_square_sum(
+    const device T* x_row, RowSpan span, uint begin, uint end, bool edges, uint t, uint threads) {
+  RowPart<T, N> part;
+  part.edge = edges ? load_edge(x_row, span, t, 0) : T(0);
+  float sum = float(part.edge) * float(part.edge);
+  part.edge = T(0);
+  for (uint first = begin + t; first < end; first += N * threads) {
+    load_packs(x_row, span, true, first, threads, end, uint4(0), part);
+    sum += square_sum(part);
+  }
+  return sum;
+}
+
+template <typename T, int N>
+inline void range_normalize(
+    const device T* x_row, const device T* weight, device T* y_row, constant RmsNormParams& params, bool y_aligned,
+    RowSpan span, uint begin, uint end, bool edges, float n, uint t, uint threads) {
+  // The edge element goes with the first batch, which may hold no pack.
+  RowPart<T, N> part;
+  part.edge = edges ? load_edge(x_row, span, t, 0) : T(0);
+  for (uint first = begin + t; first == begin + t || first < end; first += N * threads) {
+    load_packs(x_row, span, true, first, threads, end, uint4(0), part);
+    normalize_part(part, n, weight, params.has_weight, params.weight_phase, span, t, first, threads, end);
+    store_packs(y_row, span, y_aligned, first, threads, end, part);
+    if (edges) {
+      store_edge(y_row, span, t, float(part.edge));
+    }
+    edges = false;
+  }
+}
+
+template <typename T, int N>
+[[kernel, max_total_threads_per_threadgroup(512)]] void rms_norm_looped(
+    const device T* x [[buffer(0)]],       // [rows, columns]
+    const device T* weight [[buffer(1)]],  // [columns]
+    device T* y [[buffer(2)]],             // [rows, columns]
+    constant RmsNormParams& params [[buffer(3)]],
+    uint row [[threadgroup_position_in_grid]],
+    uint t [[thread_position_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float scratch[32];
+  const uint columns = params.row.columns;
+  const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
+  const size_t start = size_t(row) * columns;
+
+  const float sum = threadgroup_sum(
+      range_square_sum<T, N>(x + start, span, 0, span.packs, true, t, threads), scratch,
+      Place{lane, simdgroup, simdgroups});
+  const float n = inverse_rms(sum, columns, params.eps);
+  range_normalize<T, N>(
+      x + start, weight, y + start, params, packs_aligned<T>(params.y_phase + row * columns, span), span, 0,
+      span.packs, true, n, t, threads);
+}
+
+template <typename T, int N>
+[[kernel, max_total_threads_per_threadgroup(256)]] void rms_norm_split_sums(
+    const device T* x [[buffer(0)]],    // [rows, columns]
+    device float* sums [[buffer(1)]],   // [rows, splits]
+    constant RmsNormParams& params [[buffer(2)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint t [[thread_position_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float scratch[32];
+  const uint columns = params.row.columns;
+  const uint row = group / params.row.splits;
+  const uint split = group % params.row.splits;
+  const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
+  const uint begin = split * params.row.packs_per_split;
+  const uint end = min(begin + params.row.packs_per_split, span.packs);
+
+  const float sum = threadgroup_sum(
+      range_square_sum<T, N>(x + size_t(row) * columns, span, begin, end, split == 0, t, threads), scratch,
+      Place{lane, simdgroup, simdgroups});
+  if (t == 0) {
+    sums[group] = sum;
+  }
+}
+
+template <typename T, int N>
+[[kernel, max_total_threads_per_threadgroup(256)]] void rms_norm_split_write(
+    const device T* x [[buffer(0)]],         // [rows, columns]
+    const device T* weight [[buffer(1)]],    // [columns]
+    const device float* sums [[buffer(2)]],  // [rows, splits]
+    device T* y [[buffer(3)]],               // [rows, columns]
+    constant RmsNormParams& params [[buffer(4)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint t [[thread_position_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const uint columns = params.row.columns;
+  const uint row = group / params.row.splits;
+  const uint split = group % params.row.splits;
+  const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
+  const uint begin = split * params.row.packs_per_split;
+  const uint end = min(begin + params.row.packs_per_split, span.packs);
+  const size_t start = size_t(row) * columns;
+
+  float sum = 0;
+  for (uint i = lane; i < params.row.splits; i += 32) {
+    sum += sums[row * params.row.splits + i];
+  }
+  const float n = inverse_rms(simd_sum(sum), columns, params.eps);
+  range_normalize<T, N>(
+      x + start, weight, y + start, params, packs_aligned<T>(params.y_phase + row * columns, span), span, begin, end,
+      split == 0, n, t, threads);
+}
+
+instantiate_types("rms_norm_simd8", rms_norm_simd, 8, 1, 2)
+instantiate_types("rms_norm_simd16", rms_norm_simd, 16, 1, 2)
+instantiate_types("rms_norm_simd32", rms_norm_simd, 32, 1, 2)
+instantiate_types("rms_norm_simd32x2", rms_norm_simd, 32, 2, 1)
+instantiate_types("rms_norm_simd32x4", rms_norm_simd, 32, 4, 1)
+instantiate_types("rms_norm_block1", rms_norm_block, 1)
+instantiate_types("rms_norm_block2", rms_norm_block, 2)
+instantiate_types("rms_norm_block4", rms_norm_block, 4)
+instantiate_types("rms_norm_looped", rms_norm_looped, 4)
+instantiate_types("rms_norm_split_sums", rms_norm_split_sums, 4)
+instantiate_types("rms_norm_split_write", rms_norm_split_write, 4)
