@@ -1,0 +1,68 @@
+#include "cpu/dispatch.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string_view>
+
+namespace mittens::cpu {
+
+namespace {
+
+struct Isa {
+  const char* name;
+  bool supported;
+};
+
+// In the order of MITTENS_VERSIONS.
+const std::vector<Isa>& isas() {
+#if defined(__x86_64__)
+  static const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  static const std::vector<Isa> all = {{"baseline", true}, {"avx2", avx2}, {"avx512", avx512}};
+#elif defined(__aarch64__)
+  static const std::vector<Isa> all = {{"neon", true}};
+#else
+  static const std::vector<Isa> all = {{"baseline", true}};
+#endif
+  return all;
+}
+
+int choose() {
+  const char* wanted = std::getenv("MLX_MITTENS_CPU");
+  const bool any = !wanted || !*wanted;
+  for (int i = static_cast<int>(isas().size()) - 1; i >= 0; --i) {
+    if (isas()[i].supported && (any || std::string_view(wanted) == isas()[i].name)) {
+      return i;
+    }
+  }
+  std::string message = std::string("[mlx_mittens] MLX_MITTENS_CPU is '") + wanted + "', this machine runs";
+  for (const std::string& name : isa_names()) {
+    message += " '" + name + "'";
+  }
+  throw std::invalid_argument(message + ".");
+}
+
+}  // namespace
+
+int isa_index() {
+  static const int index = choose();
+  return index;
+}
+
+const char* isa_name() {
+  return isas()[isa_index()].name;
+}
+
+std::vector<std::string> isa_names() {
+  std::vector<std::string> names;
+  for (const Isa& isa : isas()) {
+    if (isa.supported) {
+      names.emplace_back(isa.name);
+    }
+  }
+  return names;
+}
+
+}  // namespace mittens::cpu
