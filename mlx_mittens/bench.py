@@ -1,0 +1,449 @@
+"""Benchmark: each op beside its mx twin, over the layer shapes of real models.
+
+What is timed: ours and the twin take turns in one run, over inputs that rotate through more memory than the caches
+hold. The medians of all turns are reported, and their spread. Results are checked against float64 in the same run. On a
+CPU a time is that of a call with its ``mx.eval``; on a GPU, that of one of many independent launches handed over
+together, at least 10 ms of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import cases, machine, strict
+
+# Memory that the inputs of a case rotate through, and how many copies of a small case's inputs at most.
+_GPU_BYTES = 256 << 20
+_CPU_BYTES = (64 << 20, 512 << 20)
+_GPU_SETS = 16384
+_CPU_SETS = 4096
+
+# mx keeps 32 MB of freed memory on a CPU by default; a larger output would time the system's page faults, in both.
+_CPU_KEPT_BYTES = 1 << 30
+
+_SHORTEST_SAMPLE = {"cpu": 0.5e-3, "gpu": 10e-3}
+_LARGEST_BATCH_BYTES = 1 << 30
+
+# The share of the copy bandwidth that we hold ourselves to.
+FLOOR = {"cpu": 0.6, "gpu": 0.8}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result: a case, in one type, ours beside mx."""
+
+    op: str
+    case: str
+    dtype: str
+    device: str
+    executor: str
+    mittens_ms: float
+    mx_ms: float
+    speedup: float
+    gb_s: float
+    error: float
+    mx_error: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row, the scatter of its times (half the interquartile range, relative), and whether its results are right."""
+
+    row: Row
+    spread: float
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long one row may be measured, and how often at least and at most."""
+
+    seconds: float
+    fewest: int
+    most: int
+
+
+FULL = Budget(seconds=0.7, fewest=5, most=101)
+QUICK = Budget(seconds=0.35, fewest=3, most=51)
+
+
+class UsageError(Exception):
+    """Arguments that cannot be served, with a message for people."""
+
+
+def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[cases.Op, cases.Case, str]]:
+    """What a run measures, in order."""
+    return [
+        (op, case, dtype)
+        for op in cases.OPS
+        if op.name in names
+        for case in op.cases
+        if (case.quick or not quick) and (device == "gpu" or not case.gpu_only)
+        for dtype in cases.DTYPES
+    ]
+
+
+def _copies(a: mx.array | None, count: int) -> list[mx.array | None]:
+    """An array's values in ``count`` places of memory."""
+    if a is None:
+        return [None] * count
+    pool = mx.contiguous(mx.broadcast_to(a[None], (count, *a.shape)))
+    return [part.reshape(a.shape) for part in mx.split(pool, count)]
+
+
+def _rotation(arrays: Sequence[mx.array | None], device: str) -> list[list[mx.array | None]]:
+    """Copies of a set of inputs, together larger than the caches."""
+    size = sum(a.nbytes for a in arrays if a is not None)
+    if device == "gpu":
+        wanted, limit = _GPU_BYTES, _GPU_SETS
+    else:
+        wanted, limit = min(max(4 * machine.cache_bytes(), _CPU_BYTES[0]), _CPU_BYTES[1]), _CPU_SETS
+    count = min(max(2, math.ceil(wanted / max(size, 1))), limit)
+    sets = [list(group) for group in zip(*(_copies(a, count) for a in arrays))]
+    mx.eval([a for group in sets for a in group if a is not None])
+    return sets
+
+
+def _sampler(build: Callable[[list], list[mx.array]], sets: list, first: int, device: str) -> Callable[[int], float]:
+    """Returns a function that times ``count`` calls and gives the seconds of one, going on where it last stopped."""
+    position = first
+
+    def inputs(count: int) -> Iterator[list]:
+        nonlocal position
+        for _ in range(count):
+            yield sets[position % len(sets)]
+            position += 1
+
+    def cpu(count: int) -> float:
+        start = time.perf_counter()
+        for group in inputs(count):
+            mx.eval(build(group))
+        return (time.perf_counter() - start) / count
+
+    def gpu(count: int) -> float:
+        batch = min(256, max(1, _LARGEST_BATCH_BYTES // max(1, 2 * sum(a.nbytes for a in sets[0] if a is not None))))
+        graphs = [build(group) for group in inputs(count)]
+        batches = [sum(graphs[i : i + batch], []) for i in range(0, count, batch)]
+        del graphs
+        mx.synchronize()
+        start = time.perf_counter()
+        while batches:
+            mx.async_eval(batches.pop())  # dropped at once, so that outputs do not pile up
+        mx.synchronize()
+        return (time.perf_counter() - start) / count
+
+    return gpu if device == "gpu" else cpu
+
+
+def _turns(samplers: dict[str, Callable[[int], float]], device: str, budget: Budget) -> dict[str, list[float]]:
+    """Lets the contenders take turns until the budget is spent; seconds of each turn."""
+    counts = {}
+    for name, sample in samplers.items():
+        sample(1)
+        seconds, count = sample(1), 1
+        while seconds * count < _SHORTEST_SAMPLE[device] and count < 1 << 16:
+            count = max(2 * count, math.ceil(_SHORTEST_SAMPLE[device] / max(seconds, 1e-9)))
+            seconds = sample(count)
+        counts[name] = count
+    times: dict[str, list[float]] = {name: [] for name in samplers}
+    order = list(samplers)
+    end = time.perf_counter() + budget.seconds
+    for turn in range(budget.most):
+        for name in order if turn % 2 == 0 else reversed(order):
+            times[name].append(samplers[name](counts[name]))
+        if turn + 1 >= budget.fewest and time.perf_counter() > end:
+            break
+    return times
+
+
+def _scatter(times: Sequence[float]) -> float:
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / 2 / middle
+
+
+def measure(
+    op: cases.Op, case: cases.Case, dtype: str, device: str, budget: Budget, rng: np.random.Generator
+) -> Outcome:
+    """Checks and times one case."""
+    arrays = op.draw(rng, case, cases.DTYPES[dtype])
+    cotangents = op.cotangents(rng, case, cases.DTYPES[dtype]) if case.vjp else []
+    check = cases.check(op, case, arrays, cotangents)
+
+    sets = _rotation([*arrays, *cotangents], device)
+    contenders = {"mittens": op.ours, "mx": op.twin}
+    samplers = {}
+    for i, (name, function) in enumerate(contenders.items()):
+        # Each starts in a part of the rotation of its own: none finds in the cache what another has just read.
+        build = lambda group, function=function: cases.run(
+            op, function, case, group[: len(arrays)], group[len(arrays) :]
+        )
+        samplers[name] = _sampler(build, sets, i * len(sets) // len(contenders), device)
+    times = _turns(samplers, device, budget)
+
+    median = {name: statistics.median(values) for name, values in times.items()}
+    row = Row(
+        op=op.name,
+        case=case.name,
+        dtype=dtype,
+        device=device,
+        executor=machine.executor(),
+        mittens_ms=median["mittens"] * 1e3,
+        mx_ms=median["mx"] * 1e3,
+        speedup=median["mx"] / median["mittens"],
+        gb_s=op.bytes_moved(case, cases.DTYPES[dtype]) / median["mittens"] / 1e9,
+        error=check.error,
+        mx_error=check.twin_error,
+    )
+    return Outcome(row, max(map(_scatter, times.values())), check.passed, check.detail)
+
+
+_COLUMNS = ("op", "case", "dtype", "mittens ms", "mx ms", "speedup", "+-", "GB/s", "error", "mx error")
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    row = outcome.row
+    return [
+        row.op,
+        row.case,
+        row.dtype,
+        f"{row.mittens_ms:.4g}",
+        f"{row.mx_ms:.4g}",
+        f"{row.speedup:.2f}x",
+        f"{outcome.spread:.0%}",
+        f"{row.gb_s:.3g}",
+        f"{row.error:.1e}" + ("" if outcome.passed else " WRONG"),
+        f"{row.mx_error:.1e}",
+    ]
+
+
+class _PlainReport:
+    """Progress and table as plain text."""
+
+    @contextlib.contextmanager
+    def progress(self, total: int) -> Iterator[Callable[[str], None]]:
+        done = 0
+
+        def step(text: str) -> None:
+            nonlocal done
+            done += 1
+            print(f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
+
+        yield step
+
+    def table(self, outcomes: Sequence[Outcome]) -> None:
+        lines = [list(_COLUMNS)] + [_cells(outcome) for outcome in outcomes]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        for line in lines:
+            text = [cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+            print("  ".join(text).rstrip())
+
+    def say(self, text: str) -> None:
+        print(text)
+
+
+class _RichReport:
+    """Progress bar and table by rich."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        narrow = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+        self._console = Console(width=140 if narrow else None, highlight=False)
+
+    @contextlib.contextmanager
+    def progress(self, total: int) -> Iterator[Callable[[str], None]]:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda text: bar.update(task, advance=1, description=text)
+
+    def table(self, outcomes: Sequence[Outcome]) -> None:
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, name in enumerate(_COLUMNS):
+            table.add_column(
+                name, justify="left" if i < 3 else "right", overflow="fold" if i == 1 else "ellipsis", no_wrap=i != 1
+            )
+        for before, outcome in zip([None, *outcomes], outcomes):
+            if before and before.row.op != outcome.row.op:
+                table.add_section()
+            style = "bold red" if not outcome.passed else "yellow" if outcome.row.speedup < 1 else None
+            table.add_row(*_cells(outcome), style=style)
+        self._console.print(table)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _report() -> _PlainReport | _RichReport:
+    try:
+        return _RichReport()
+    except ImportError:
+        return _PlainReport()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinity and NaN: they become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def as_json(info: dict[str, Any], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The result as the JSON file holds it."""
+    rows = [{key: _finite(value) for key, value in asdict(outcome.row).items()} for outcome in outcomes]
+    return {"machine": info, "rows": rows}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to a parser."""
+    parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
+    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="draw speedup and bandwidth to FILE.png or FILE.svg")
+
+
+def _names(text: str | None) -> list[str]:
+    known = [op.name for op in cases.OPS]
+    names = known if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise UsageError(f"--ops: {', '.join(unknown) or 'no op'} given; the ops are {', '.join(known)}")
+    return names
+
+
+def writable(option: str, path: str | None) -> None:
+    """Refuses, before any work is done, a file that cannot be written.
+
+    Raises:
+        UsageError: The folder is not there or cannot be written to, or the path is a folder.
+    """
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise UsageError(f"{option}: the folder {folder} does not exist")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UsageError(f"{option}: cannot write {path}")
+
+
+def _check_plot(path: str | None) -> None:
+    if path is None:
+        return
+    if not path.endswith((".png", ".svg")):
+        raise UsageError(f"--plot: {path} ends with neither .png nor .svg")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError('--plot needs matplotlib: pip install "mlx-mittens[bench]"') from None
+
+
+def select_device(name: str | None) -> None:
+    """Makes ``cpu`` or ``gpu`` mx's default device.
+
+    Raises:
+        UsageError: mx has no such device here.
+    """
+    if name is None:
+        return
+    device = mx.gpu if name == "gpu" else mx.cpu
+    if not mx.is_available(device):
+        raise UsageError(f"--device {name}: this mx has no such device; a GPU takes a Mac or mlx[cuda13]")
+    mx.set_default_device(device)
+
+
+@contextlib.contextmanager
+def _kept_memory(device: str) -> Iterator[None]:
+    if device == "gpu":
+        yield
+        return
+    before = mx.set_cache_limit(_CPU_KEPT_BYTES)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(before)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the benchmark.
+
+    Returns:
+        int: 0, or 1 if a result was wrong.
+
+    Raises:
+        UsageError: The arguments cannot be served.
+    """
+    names = _names(arguments.ops)
+    _check_plot(arguments.plot)
+    writable("--plot", arguments.plot)
+    writable("--json", arguments.json)
+    select_device(arguments.device)
+    device = machine.device()
+    todo = plan(names, device, arguments.quick)
+    info = machine.describe()
+    report = _report()
+    report.say(_headline(info))
+
+    seed = int.from_bytes(os.urandom(4), "little")
+    rng = np.random.default_rng(seed)
+    info["seed"] = seed
+    outcomes = []
+    with report.progress(len(todo)) as step, strict(), _kept_memory(device):
+        for op, case, dtype in todo:
+            outcomes.append(measure(op, case, dtype, device, QUICK if arguments.quick else FULL, rng))
+            step(f"{op.name} {case.name} {dtype}")
+            mx.clear_cache()
+    info["copy_gb_s"] = max(info["copy_gb_s"], machine.copy_gb_s())  # the machine may have been busy at first
+
+    report.table(outcomes)
+    wrong = [outcome for outcome in outcomes if not outcome.passed]
+    for outcome in wrong:
+        report.say(f"WRONG {outcome.row.op} {outcome.row.case} {outcome.row.dtype}: {outcome.detail} (seed {seed})")
+    report.say(_summary(outcomes, info))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(as_json(info, outcomes), file, indent=1)
+            file.write("\n")
+    if arguments.plot:
+        from .plot import draw
+
+        draw(info, [outcome.row for outcome in outcomes], arguments.plot)
+    return 1 if wrong else 0
+
+
+def _headline(info: dict[str, Any]) -> str:
+    name = info["gpu"] if info["device"] == "gpu" else f"{info['processor']}, {info['cores']} cores"
+    versions = info["versions"]
+    return (
+        f"{name}; copy {info['copy_gb_s']:.3g} GB/s; executor {info['executor']}; "
+        f"mlx-mittens {versions['mlx_mittens']}, mlx {versions['mlx']}"
+    )
+
+
+def _summary(outcomes: Sequence[Outcome], info: dict[str, Any]) -> str:
+    speedups = [outcome.row.speedup for outcome in outcomes]
+    slowest = min(outcomes, key=lambda outcome: outcome.row.speedup).row
+    wrong = sum(not outcome.passed for outcome in outcomes)
+    return (
+        f"{len(outcomes)} rows, {wrong} wrong; geometric mean {statistics.geometric_mean(speedups):.2f}x mx, "
+        f"least {slowest.speedup:.2f}x ({slowest.op} {slowest.case} {slowest.dtype}). "
+        f"GB/s counts each input read once and each result written once; a copy reaches {info['copy_gb_s']:.3g}."
+    )

@@ -1,0 +1,92 @@
+"""The ops and their gradients in float64 numpy: what every executor is checked against.
+
+Inputs are arrays of any float type and are widened first; nothing is rounded on the way, so a result's distance from
+these is its whole error. Gradients follow the formulas written by hand, not an automatic derivation of the forward
+code. Each ``*_vjp`` takes the op's arguments, then the cotangents of its outputs, and returns one gradient for each
+array argument (``None`` for an absent one). With ``magnitude=True`` it gives, instead, how large the terms are whose
+sum a gradient is: where they cancel, that and not the gradient's own size is what an error has to be measured by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Axis = int | Sequence[int] | None
+
+
+def _widen(a) -> np.ndarray | None:
+    return None if a is None else np.asarray(a, dtype=np.float64)
+
+
+def _over_rows(a: np.ndarray) -> np.ndarray:
+    """Sums over all axes but the last: the gradient of what was broadcast over rows."""
+    return a.reshape(-1, a.shape[-1]).sum(axis=0) if a.size else np.zeros(a.shape[-1])
+
+
+def _mean(a: np.ndarray) -> np.ndarray:
+    return a.sum(axis=-1, keepdims=True) / max(a.shape[-1], 1)
+
+
+def _sum(*terms: np.ndarray, magnitude: bool) -> np.ndarray:
+    return sum(np.abs(term) for term in terms) if magnitude else sum(terms)
+
+
+def rms_norm(x, weight, eps: float) -> np.ndarray:
+    x, weight = _widen(x), _widen(weight)
+    y = x / np.sqrt(_mean(x * x) + eps)
+    return y if weight is None else y * weight
+
+
+def rms_norm_vjp(x, weight, dy, eps: float, magnitude: bool = False):
+    x, weight, dy = _widen(x), _widen(weight), _widen(dy)
+    n = 1 / np.sqrt(_mean(x * x) + eps)
+    g = dy if weight is None else dy * weight
+    dx = _sum(n * g, -x * n**3 * _mean(g * x), magnitude=magnitude)
+    return dx, None if weight is None else _over_rows(dy * x * n)
+
+
+def layer_norm(x, weight, bias, eps: float) -> np.ndarray:
+    x, weight, bias = _widen(x), _widen(weight), _widen(bias)
+    centred = x - _mean(x)
+    y = centred / np.sqrt(_mean(centred * centred) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def layer_norm_vjp(x, weight, bias, dy, eps: float, magnitude: bool = False):
+    x, weight, dy = _widen(x), _widen(weight), _widen(dy)
+    centred = x - _mean(x)
+    n = 1 / np.sqrt(_mean(centred * centred) + eps)
+    y = centred * n
+    g = dy if weight is None else dy * weight
+    dx = n * _sum(g, -_mean(g), -y * _mean(g * y), magnitude=magnitude)
+    return dx, None if weight is None else _over_rows(dy * y), None if bias is None else _over_rows(dy)
+
+
+def softmax(a, axis: Axis = None) -> np.ndarray:
+    a = _widen(a)
+    if a.size == 0:
+        return a.copy()
+    axis = tuple(axis) if isinstance(axis, Sequence) else axis
+    e = np.exp(a - a.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+def softmax_vjp(a, dy, axis: Axis = None, magnitude: bool = False):
+    dy = _widen(dy)
+    y = softmax(a, axis)
+    axis = tuple(axis) if isinstance(axis, Sequence) else axis
+    return (y * _sum(dy, -(y * dy).sum(axis=axis, keepdims=True), magnitude=magnitude),)
+
+
+def add_rms_norm(x, residual, weight, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    total = _widen(x) + _widen(residual)
+    return rms_norm(total, weight, eps), total
+
+
+def add_rms_norm_vjp(x, residual, weight, dnormed, dtotal, eps: float, magnitude: bool = False):
+    dx, dweight = rms_norm_vjp(_widen(x) + _widen(residual), weight, dnormed, eps, magnitude)
+    dx = _sum(dx, _widen(dtotal), magnitude=magnitude)
+    return dx, dx, dweight
