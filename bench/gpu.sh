@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# On a machine with an NVIDIA GPU and mlx_mittens installed under mlx[cuda13]: every case against its float64 reference,
+# the times beside mx, and the kernels under compute-sanitizer. Usage: bench/gpu.sh FOLDER, which receives the results.
+set -uo pipefail
+folder=${1:?usage: bench/gpu.sh FOLDER}
+cd /
+status=0
+step() {
+  echo "== $1"
+  timeout "$2" "${@:3}" > "$folder/$1.txt" 2>&1 || { status=$?; echo "   exit status $status"; }
+  tail -n "${lines:-12}" "$folder/$1.txt"
+}
+step doctor 200 python3 -m mlx_mittens doctor --json "$folder/doctor.json"
+lines=200 step bench 400 python3 -m mlx_mittens bench --device gpu --json "$folder/bench.json"
+for tool in memcheck racecheck; do
+  # MLX frees its own memory at exit in its own way: what matters is what the kernels touch.
+  lines=6 step $tool 300 compute-sanitizer --tool $tool --error-exitcode 1 python3 -m mlx_mittens doctor
+done
+exit $status

@@ -1,0 +1,73 @@
+"""Fresh random inputs for every run, and every op test on every executor that is here."""
+
+import os
+import zlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_mittens as mm
+from mlx_mittens import cases
+
+SEED = "MLX_MITTENS_TEST_SEED"
+
+# GPU tests run where mx has a GPU; the simulator and the native code run everywhere.
+EXECUTORS = ["native", "simulator"] + ["gpu"] * mx.is_available(mx.gpu)
+
+
+def pytest_configure(config):
+    # In the environment, so that the workers of pytest-xdist draw the same numbers.
+    os.environ.setdefault(SEED, str(int.from_bytes(os.urandom(4), "little")))
+
+
+def pytest_report_header(config):
+    return f"random seed: {SEED}={os.environ[SEED]}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        report.sections.append(("random inputs", f"repeat with {SEED}={os.environ[SEED]}"))
+    return report
+
+
+@pytest.fixture
+def rng(request):
+    """A generator of this test's own, from the run's seed and the test's name."""
+    return np.random.default_rng([int(os.environ[SEED]), zlib.crc32(request.node.nodeid.encode())])
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """No test passes because mx did the work."""
+    with mm.strict():
+        yield
+
+
+@pytest.fixture(params=EXECUTORS)
+def executor(request, rng):
+    """Runs a test on each executor in turn; the simulator in a thread order drawn anew."""
+    before = mx.default_device()
+    mx.set_default_device(mx.gpu if request.param == "gpu" else mx.cpu)
+    try:
+        if request.param == "simulator":
+            with mm.simulator.enabled(seed=int(rng.integers(1, 2**31))):
+                yield request.param
+        else:
+            yield request.param
+    finally:
+        mx.set_default_device(before)
+
+
+@pytest.fixture(params=cases.OPS, ids=lambda op: op.name)
+def op(request):
+    """Each op of the table."""
+    return request.param
+
+
+@pytest.fixture(params=cases.DTYPES.values(), ids=cases.DTYPES)
+def dtype(request):
+    """Each element type."""
+    return request.param

@@ -1,0 +1,80 @@
+// A stand-in for metal-cpp on Linux: the names that MLX's metal/device.h uses, over a device that records instead of
+// running. Against the real header the same sources are compiled and linked by tests/test_macos_host.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace NS {
+
+using UInteger = std::size_t;
+
+template <typename T>
+class SharedPtr {
+ public:
+  T* get() const {
+    return pointer_;
+  }
+
+ private:
+  T* pointer_ = nullptr;
+};
+
+class AutoreleasePool;
+
+}  // namespace NS
+
+namespace MTL {
+
+struct Size {
+  Size(NS::UInteger width, NS::UInteger height, NS::UInteger depth) : width(width), height(height), depth(depth) {}
+  NS::UInteger width, height, depth;
+};
+
+enum class DataType {};
+
+class Allocation;
+class Buffer;
+class CommandBuffer;
+class CommandQueue;
+class Device;
+class Fence;
+class Function;
+class LinkedFunctions;
+class Resource;
+class ResidencySet;
+
+struct Library {
+  std::string source;
+};
+
+struct ComputePipelineState {
+  std::string kernel;
+  Library* library;
+  NS::UInteger maxTotalThreadsPerThreadgroup() const {
+    return 1024;
+  }
+};
+
+// What setBytes was given, by buffer index.
+struct ComputeCommandEncoder {
+  ComputePipelineState* pipeline = nullptr;
+  NS::UInteger threadgroup_bytes = 0;
+  std::vector<std::pair<NS::UInteger, std::vector<std::byte>>> bytes;
+
+  void setComputePipelineState(ComputePipelineState* state) {
+    pipeline = state;
+  }
+  void setBytes(const void* data, NS::UInteger length, NS::UInteger index) {
+    const auto* begin = static_cast<const std::byte*>(data);
+    bytes.emplace_back(index, std::vector<std::byte>(begin, begin + length));
+  }
+  void setThreadgroupMemoryLength(NS::UInteger length, NS::UInteger) {
+    threadgroup_bytes = length;
+  }
+};
+
+}  // namespace MTL

@@ -1,0 +1,150 @@
+"""The benchmark command, on budgets too small to measure anything."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from mlx_mittens import bench, cases, machine
+from mlx_mittens.__main__ import main
+
+KEYS = ["op", "case", "dtype", "device", "executor", "mittens_ms", "mx_ms", "speedup", "gb_s", "error", "mx_error"]
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    """Few samples of the smallest cases, over little memory; the default device is put back."""
+    monkeypatch.setattr(bench, "QUICK", bench.Budget(seconds=0, fewest=2, most=2))
+    monkeypatch.setattr(bench, "_CPU_BYTES", (1 << 16, 1 << 16))
+    monkeypatch.setattr(bench, "_GPU_BYTES", 1 << 16)
+    monkeypatch.setattr(bench, "_SHORTEST_SAMPLE", {"cpu": 0, "gpu": 0})
+    monkeypatch.setattr(machine, "copy_gb_s", lambda: 10.0)
+    small = lambda op: tuple(replace(case, shape=(2, 64)) for case in op.cases)
+    monkeypatch.setattr(cases, "OPS", tuple(replace(op, cases=small(op)) for op in cases.OPS))
+    before = mx.default_device()
+    yield
+    mx.set_default_device(before)
+
+
+def test_json(tmp_path, capsys):
+    file = tmp_path / "result.json"
+    assert main(["bench", "--quick", "--device", "cpu", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert set(result) == {"machine", "rows"}
+    assert {row["op"] for row in result["rows"]} == {op.name for op in cases.OPS}
+    assert {row["dtype"] for row in result["rows"]} == set(cases.DTYPES)
+    for row in result["rows"]:
+        assert list(row) == KEYS
+        assert row["device"] == "cpu" and row["executor"] == "native"
+        assert row["mittens_ms"] > 0 and row["gb_s"] > 0
+        assert math.isclose(row["speedup"], row["mx_ms"] / row["mittens_ms"])
+        assert 0 <= row["error"] < 0.05 and 0 <= row["mx_error"] < 0.05
+    assert result["machine"]["processor"] and result["machine"]["copy_gb_s"] == 10.0
+    assert {"mlx", "mlx_mittens", "python"} <= set(result["machine"]["versions"])
+    text = capsys.readouterr().out
+    assert "speedup" in text and "GB/s" in text and "0 wrong" in text
+
+
+@pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_plot(tmp_path, suffix, start):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"plot.{suffix}"
+    assert main(["bench", "--quick", "--ops", "rms_norm,softmax", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(start)
+
+
+def test_without_rich(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"] + ["rich", "rich.console"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["bench", "--quick", "--ops", "softmax"]) == 0
+    captured = capsys.readouterr()
+    assert "softmax" in captured.out and "speedup" in captured.out
+    assert "[1/" in captured.err
+
+
+def test_wrong_results_fail(monkeypatch, capsys, tmp_path):
+    op = cases.get("rms_norm")
+    nan = replace(op, ours=lambda x, weight, eps: mx.fast.rms_norm(x, weight, eps) * math.nan)
+    monkeypatch.setattr(cases, "OPS", (nan,))
+    file = tmp_path / "wrong.json"
+    assert main(["bench", "--quick", "--ops", "rms_norm", "--json", str(file)]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    assert json.loads(file.read_text())["rows"][0]["error"] is None, "infinity is not JSON"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--ops", "rmsnorm"], ["rmsnorm", "rms_norm, layer_norm, softmax, add_rms_norm"]),
+        (["--ops", ","], ["--ops", "rms_norm"]),
+        (["--json", "no/such/folder/x.json"], ["--json", "does not exist"]),
+        (["--json", "."], ["--json", "cannot write"]),
+        (["--plot", "x.pdf"], ["--plot", ".png", ".svg"]),
+        (["--plot", "no/such/folder/x.png"], ["--plot", "does not exist"]),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, words, capsys):
+    assert main(["bench", "--quick", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("mlx-mittens bench: ") and all(word in message for word in words)
+
+
+@pytest.mark.skipif(mx.is_available(mx.gpu), reason="there is a GPU")
+def test_no_gpu(capsys):
+    assert main(["bench", "--device", "gpu"]) == 2
+    assert "no such device" in capsys.readouterr().err
+
+
+def test_no_matplotlib(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--plot", "x.png"]) == 2
+    assert "mlx-mittens[bench]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["bnech"], ["bench", "--device", "tpu"], ["bench", "--frobnicate"]], ids=str)
+def test_usage(arguments):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+
+
+def test_plan():
+    names = [op.name for op in cases.OPS]
+    quick, full, gpu = (bench.plan(names, *more) for more in (("cpu", True), ("cpu", False), ("gpu", False)))
+    assert len(quick) < len(full) < len(gpu)
+    assert {op.name for op, _, _ in bench.plan(["softmax"], "cpu", True)} == {"softmax"}
+    assert any(case.gpu_only for _, case, _ in gpu) and not any(case.gpu_only for _, case, _ in full)
+
+
+def test_inputs_rotate_through_memory(monkeypatch):
+    monkeypatch.setattr(bench, "_CPU_BYTES", (1 << 20, 1 << 20))
+    x, weight = mx.ones((4, 64)), mx.ones((64,))
+    sets = bench._rotation([x, None, weight], "cpu")
+    assert len(sets) * (x.nbytes + weight.nbytes) >= 1 << 20
+    assert all(group[1] is None and group[0].shape == (4, 64) and group[2].shape == (64,) for group in sets)
+    assert mx.array_equal(sets[-1][0], x).item()
+
+
+def test_contenders_take_turns():
+    order = []
+    samplers = {name: lambda count, name=name: order.append(name) or 1.0 for name in ("mittens", "mx")}
+    times = bench._turns(samplers, "cpu", bench.Budget(seconds=0, fewest=3, most=3))
+    assert [len(values) for values in times.values()] == [3, 3]
+    assert order[-6:] == ["mittens", "mx", "mx", "mittens", "mittens", "mx"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_samplers_make_each_call_once(device):
+    """The GPU's way of measuring hands many launches over together; it runs on any device."""
+    x = mx.ones((4, 64))
+    built = []
+    build = lambda group: built.append(group) or [group[0] * 2]
+    sample = bench._sampler(build, [[x], [x + 1], [x + 2]], 1, device)
+    assert sample(300) > 0 and len(built) == 300
+    assert mx.array_equal(built[0][0], x + 1).item() and mx.array_equal(built[299][0], x).item()
+    sample(1)
+    assert mx.array_equal(built[300][0], x + 1).item(), "it goes on where it stopped"

@@ -1,0 +1,51 @@
+"""What only layer_norm promises."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support import assert_right
+
+import mlx_mittens as mm
+from mlx_mittens import cases
+from mlx_mittens.cases import Case
+
+OP = cases.get("layer_norm")
+
+
+def test_hand_worked(executor):
+    y = mm.layer_norm(mx.array([[1.0, 3.0]]), mx.array([2.0, 2.0]), mx.array([0.5, 0.0]), 0.0)
+    np.testing.assert_allclose(np.array(y), [[-1.5, 2.0]], rtol=1e-6)
+
+
+def test_vector(dtype, executor, rng):
+    case = Case("vector", (333,))
+    assert_right(OP, case, OP.draw(rng, case, dtype))
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-3, 10.0, 1])
+def test_eps(dtype, executor, rng, eps):
+    case = Case("eps", (4, 96), {"eps": eps})
+    assert_right(OP, case, OP.draw(rng, case, dtype))
+
+
+@pytest.mark.parametrize("columns", [64, 1000, 4099, 10000])
+def test_mean_far_from_zero(executor, rng, columns):
+    """The variance comes from centred values: E[x^2] - E[x]^2 would be far off here."""
+    case = Case("offset", (3, columns))
+    x, weight, bias = OP.draw(rng, case, mx.float32)
+    x = mx.array((rng.standard_normal(case.shape) + 1000).astype(np.float32))
+    exact = cases.expected(OP, case, [x, weight, bias])[0]
+    assert cases.error(mm.layer_norm(x, weight, bias, 1e-5), exact) < 5e-3
+
+
+def test_constant_rows_give_the_bias(dtype, executor, rng):
+    x = mx.full((3, 256), 4.0, dtype)
+    bias = mx.array(rng.standard_normal(256).astype(np.float32)).astype(dtype)
+    assert mx.array_equal(mm.layer_norm(x, None, bias, 1e-5), mx.broadcast_to(bias, x.shape)).item()
+
+
+def test_one_column_gives_the_bias(dtype, executor):
+    y = mm.layer_norm(
+        mx.array([[7.0], [-2.0]]).astype(dtype), mx.ones((1,), dtype), mx.array([0.25]).astype(dtype), 1e-5
+    )
+    assert y.tolist() == [[0.25], [0.25]]

@@ -1,0 +1,396 @@
+"""What every op of the table promises, whatever it computes."""
+
+import itertools
+import math
+import threading
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import EXECUTORS
+from support import absences, as_list, assert_near, assert_right, assert_same_bits
+
+from mlx_mittens import cases
+from mlx_mittens.cases import Case
+
+SMALL = Case("small", (6, 40))
+
+# test_variants.py runs all of the table's shapes in the simulator.
+unsimulated = pytest.mark.parametrize("executor", [name for name in EXECUTORS if name != "simulator"], indirect=True)
+
+
+@unsimulated
+def test_values_and_gradients(op, dtype, executor, rng):
+    for case in op.checks():
+        assert_right(op, case, op.draw(rng, case, dtype), op.cotangents(rng, case, dtype) if case.vjp else ())
+
+
+@unsimulated
+def test_longest_rows(op, dtype, executor, rng):
+    for shape, vjp in itertools.product([(1, 262144), (3, 262144)], [False, True]):
+        case = Case("long", shape, vjp=vjp)
+        assert_right(op, case, op.draw(rng, case, dtype), op.cotangents(rng, case, dtype) if vjp else ())
+
+
+@unsimulated
+def test_many_rows(op, dtype, executor, rng):
+    for shape, vjp in itertools.product([(20011, 1), (5003, 24), (4099, 129), (257, 16400)], [False, True]):
+        case = Case("many", shape, vjp=vjp)
+        assert_right(op, case, op.draw(rng, case, dtype), op.cotangents(rng, case, dtype) if vjp else ())
+
+
+def test_absent_weight_and_bias(op, dtype, executor, rng):
+    for case in (
+        Case("absent", (3, 65)),
+        Case("absent", (2, 2051)),
+        Case("absent", (3, 65), vjp=True),
+        Case("absent", (2, 2051), vjp=True),
+    ):
+        for arrays in absences(op, op.draw(rng, case, dtype)):
+            assert_right(op, case, arrays, op.cotangents(rng, case, dtype) if case.vjp else ())
+
+
+def test_promotion(op, executor, rng):
+    for case in (SMALL, replace(SMALL, vjp=True)):
+        for dtypes in itertools.product(cases.DTYPES.values(), repeat=len(op.parameters)):
+            if len(set(dtypes)) == 1:
+                continue
+            arrays = [a.astype(dtype) for a, dtype in zip(op.draw(rng, case, mx.float32), dtypes)]
+            outputs = cases.call(op.ours, arrays, op.arguments(case))
+            twins = cases.call(op.twin, arrays, op.arguments(case))
+            assert [a.dtype for a in outputs] == [a.dtype for a in twins], dtypes
+            if not case.vjp:
+                assert_right(op, case, arrays)
+                continue
+            cotangents = op.cotangents(rng, case, outputs[0].dtype)
+            gradients = cases.gradients(op.ours, arrays, cotangents, op.arguments(case))
+            assert [a.dtype for a in gradients] == list(dtypes)
+            exact = cases.expected(op, case, arrays, cotangents)
+            # Gradients are computed in the promoted type or better and end in the argument's own.
+            twins = cases.gradients(op.twin, arrays, cotangents, op.arguments(case))
+            coarsest = max(dtypes, key=cases.EPSILON.get)
+            for name, a, b, c in zip(op.parameters, gradients, twins, exact, strict=True):
+                assert cases.error(a, c) <= cases.tolerance(coarsest, cases.error(b, c), vjp=True), (name, dtypes)
+
+
+# Each makes an array of the given shape that is not laid out row after row.
+VIEWS = {
+    "transposed": lambda a: mx.contiguous(mx.swapaxes(a, 0, -1)).swapaxes(0, -1),
+    "every second column": lambda a: mx.repeat(a, 2, axis=-1)[..., ::2],
+    "every second row": lambda a: mx.repeat(a, 2, axis=0)[::2],
+    "columns of a wider array": lambda a: mx.concatenate([a[..., :3], a, a[..., :2]], axis=-1)[..., 3:-2],
+    "rows of a taller array": lambda a: mx.concatenate([a[:1], a, a[:1]], axis=0)[1:-1],
+    "backwards": lambda a: mx.contiguous(a[..., ::-1])[..., ::-1],
+    "broadcast rows": lambda a: mx.broadcast_to(a[:1], a.shape),
+    "broadcast columns": lambda a: mx.broadcast_to(a[..., :1], a.shape),
+    "odd offset": lambda a: mx.concatenate([a.reshape(-1)[:1], a.reshape(-1)])[1:].reshape(a.shape),
+}
+
+
+# Where a row starts between two 16-byte boundaries its sum is taken in another order.
+READ_IN_PLACE = ("rows of a taller array", "odd offset")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(op, dtype, executor, rng, view):
+    for shape, vjp in itertools.product([(6, 40), (3, 5, 129)], [False, True]):
+        case = Case(view, shape, vjp=vjp)
+        rows = lambda a: VIEWS[view](a) if a.ndim > 1 else a
+        arrays = [rows(a) for a in op.draw(rng, case, dtype)]
+        cotangents = [rows(a) for a in op.cotangents(rng, case, dtype)] if vjp else []
+        flat = [
+            [mx.array(np.array(a.astype(mx.float32))).astype(dtype) for a in group] for group in (arrays, cotangents)
+        ]
+        mx.eval(arrays, cotangents, flat)
+        assert_right(op, case, arrays, cotangents)
+        if view in READ_IN_PLACE:
+            continue
+        seen = cases.run(op, op.ours, case, arrays, cotangents)
+        plain = cases.run(op, op.ours, case, *flat)
+        for a, b in zip(seen, plain, strict=True):
+            assert_same_bits(a, b, f"{op.name} {case.name}")
+
+
+def test_views_of_many_dimensions(op, dtype, executor, rng):
+    case = Case("many dimensions", (2, 3, 1, 2, 2, 2, 3, 2, 5, 9))
+    arrays = op.draw(rng, case, dtype)
+    shuffled = [a if a.ndim == 1 else mx.contiguous(a.transpose()).transpose() for a in arrays]
+    assert_right(op, case, shuffled)
+    pairs = zip(cases.run(op, op.ours, case, shuffled), cases.run(op, op.ours, case, arrays), strict=True)
+    for a, b in pairs:
+        assert_same_bits(a, b, op.name)
+
+
+def test_strided_weight_and_bias(op, dtype, executor, rng):
+    arrays = op.draw(rng, SMALL, dtype)
+    for view in ("every second column", "columns of a wider array", "backwards", "broadcast columns"):
+        views = [VIEWS[view](a) if a.ndim == 1 else a for a in arrays]
+        flat = [mx.array(np.array(a.astype(mx.float32))).astype(dtype) for a in views]
+        pairs = zip(cases.run(op, op.ours, SMALL, views), cases.run(op, op.ours, SMALL, flat), strict=True)
+        for a, b in pairs:
+            assert_same_bits(a, b, f"{op.name} {view}")
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3), (0, 0)], ids=str)
+def test_empty(op, dtype, executor, rng, shape):
+    case = Case("empty", shape)
+    arrays = op.draw(rng, case, dtype)
+    outputs = cases.run(op, op.ours, case, arrays)
+    assert [a.shape for a in outputs] == [shape] * op.outputs
+    assert all(a.dtype == dtype for a in outputs)
+    gradients = cases.run(op, op.ours, replace(case, vjp=True), arrays, op.cotangents(rng, case, dtype))
+    assert [a.shape for a in gradients] == op.shapes(case)
+    for a in gradients:
+        assert not np.any(cases.widen(a)), "a sum over no rows is zero"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("columns", [5, 1000, 4099])
+def test_special_values_stay_in_their_row(op, dtype, executor, rng, value, columns):
+    case = Case("special", (4, columns))
+    arrays = op.draw(rng, case, dtype)
+    clean = cases.run(op, op.ours, case, arrays)
+    arrays[0][2, columns // 2] = value
+    assert_right(op, case, arrays)
+    for a, b in zip(cases.run(op, op.ours, case, arrays), clean, strict=True):
+        for row in (0, 1, 3):
+            assert_same_bits(a[row], b[row], f"row {row}")
+
+
+def test_rows_of_infinities(op, dtype, executor, rng):
+    for fill in (-math.inf, math.inf, math.nan, 0.0):
+        case = Case("filled", (3, 70))
+        arrays = op.draw(rng, case, dtype)
+        arrays[0][1] = fill
+        assert_right(op, case, arrays)
+
+
+def test_largest_values(op, dtype, executor, rng):
+    """Squares and sums overflow float16, not float32."""
+    case = Case("large", (3, 513))
+    arrays = op.draw(rng, case, mx.float32)
+    largest = 1e15 if dtype != mx.float16 else 6e4 / op.outputs
+    arrays[0] = largest * mx.array(rng.uniform(-1, 1, size=case.shape).astype(np.float32))
+    assert_right(op, case, [a.astype(dtype) for a in arrays])
+
+
+def test_jvp(op, executor, rng):
+    case = Case("jvp", (3, 37))
+    arrays, tangents = op.draw(rng, case, mx.float32), [a / 4 for a in op.draw(rng, case, mx.float32)]
+    options = op.arguments(case)
+    ours, twins = (mx.jvp(lambda *a, f=f: cases.call(f, a, options), arrays, tangents)[1] for f in (op.ours, op.twin))
+    x, t, h = [cases.widen(a) for a in arrays], [cases.widen(a) for a in tangents], 1e-6
+    ahead, behind = (op.reference(*[a + s * b for a, b in zip(x, t)], **options) for s in (h, -h))
+    if op.outputs == 1:
+        ahead, behind = [ahead], [behind]
+    for a, b, c, d in zip(ours, twins, ahead, behind, strict=True):
+        assert_near(a, (c - d) / (2 * h), "jvp against float64")
+        assert_near(a, b, "jvp against mx")
+
+
+def test_jvp_of_some_arguments(op, executor, rng):
+    case = Case("jvp", (2, 24))
+    arrays = op.draw(rng, case, mx.float32)
+    for i in range(len(arrays)):
+        tangent = mx.array(rng.standard_normal(arrays[i].shape).astype(np.float32))
+        results = []
+        for f in (op.ours, op.twin):
+            one = lambda a, f=f: cases.call(f, [*arrays[:i], a, *arrays[i + 1 :]], op.arguments(case))
+            results.append(mx.jvp(one, [arrays[i]], [tangent])[1])
+        for a, b in zip(*results, strict=True):
+            assert_near(a, b, f"jvp of {op.parameters[i][0]}")
+
+
+def test_gradient_of_some_arguments(op, executor, rng):
+    case = Case("grad", (3, 50))
+    arrays = op.draw(rng, case, mx.float32)
+    for some in itertools.chain.from_iterable(
+        itertools.combinations(range(len(arrays)), n) for n in range(1, len(arrays) + 1)
+    ):
+        results = []
+        for f in (op.ours, op.twin):
+            loss = lambda *a, f=f: sum((y * y.sin()).sum() for y in cases.call(f, a, op.arguments(case)))
+            results.append(as_list(mx.grad(loss, argnums=some)(*arrays)))
+        for i, a, b in zip(some, *results, strict=True):
+            assert_near(a, b, f"gradient of {op.parameters[i][0]}")
+
+
+def test_gradient_of_one_output(executor, rng):
+    op = cases.get("add_rms_norm")
+    arrays = op.draw(rng, SMALL, mx.float32)
+    for output in (0, 1):
+        results = [
+            mx.grad(lambda *a, f=f: (cases.call(f, a, op.arguments(SMALL))[output] ** 2).sum(), argnums=(0, 1, 2))(
+                *arrays
+            )
+            for f in (op.ours, op.twin)
+        ]
+        for a, b in zip(*results, strict=True):
+            assert_near(a, b, f"gradient of output {output}")
+
+
+def test_second_derivatives(op, executor, rng):
+    case = Case("second", (3, 20))
+    arrays = op.draw(rng, case, mx.float32)
+    argnums = tuple(range(len(arrays)))
+    results = []
+    for f in (op.ours, op.twin):
+        loss = lambda *a, f=f: sum((y**3).sum() for y in cases.call(f, a, op.arguments(case)))
+        size = lambda *a, loss=loss: sum((g * g).sum() for g in as_list(mx.grad(loss, argnums=argnums)(*a)))
+        results.append(as_list(mx.grad(size, argnums=argnums)(*arrays)))
+    for (name, _), a, b in zip(op.parameters, *results, strict=True):
+        assert_near(a, b, f"second derivative of {name}", 1e-3)
+
+
+def test_vmap(op, executor, rng):
+    case = Case("vmap", (4, 24))
+    batch = 3
+    drawn = [op.draw(rng, case, mx.float32) for _ in range(batch)]
+    for axes in itertools.product([None, 0, 1], repeat=len(op.parameters)):
+        if axes == (None,) * len(axes):
+            continue
+        arrays = [
+            drawn[0][i] if axis is None else mx.stack([one[i] for one in drawn], axis=axis)
+            for i, axis in enumerate(axes)
+        ]
+        mapped = mx.vmap(lambda *a: tuple(cases.call(op.ours, a, op.arguments(case))), in_axes=axes)(*arrays)
+        for k in range(batch):
+            single = [drawn[0][i] if axis is None else drawn[k][i] for i, axis in enumerate(axes)]
+            for a, b in zip(mapped, cases.call(op.ours, single, op.arguments(case)), strict=True):
+                assert_near(a[k], b, f"vmap over {axes}", 1e-5)
+
+
+def test_vmap_of_gradients(op, executor, rng):
+    case = Case("vmap", (4, 24))
+    stacked = [mx.stack(group) for group in zip(*(op.draw(rng, case, mx.float32) for _ in range(3)))]
+    argnums = tuple(range(len(stacked)))
+    results = []
+    for f in (op.ours, op.twin):
+        loss = lambda *a, f=f: sum((y**2).sum() for y in cases.call(f, a, op.arguments(case)))
+        results.append(as_list(mx.vmap(mx.grad(loss, argnums=argnums))(*stacked)))
+    for a, b in zip(*results, strict=True):
+        assert_near(a, b, "vmap of grad")
+
+
+@pytest.mark.parametrize("shapeless", [False, True])
+def test_compile(op, dtype, executor, rng, shapeless):
+    options = op.arguments(SMALL)
+    plain = lambda *a: [y + 1 for y in cases.call(op.ours, [a[0] * 2, *a[1:]], options)]
+    compiled = mx.compile(plain, shapeless=shapeless)
+    for shape in ((6, 40), (9, 40), (6, 40), (3, 77)):
+        arrays = op.draw(rng, Case("compile", shape), dtype)
+        for a, b in zip(compiled(*arrays), plain(*arrays), strict=True):
+            assert a.shape == shape and a.dtype == dtype
+            assert_near(a, b, f"compiled, {shape}", cases.EPSILON[dtype])
+
+
+def test_compiled_gradients(op, executor, rng):
+    loss = lambda *a: sum((y * y).sum() for y in cases.call(op.ours, a, op.arguments(SMALL)))
+    gradient = lambda *a: as_list(mx.grad(loss, argnums=tuple(range(len(a))))(*a))
+    compiled = mx.compile(gradient)
+    for shape in ((6, 40), (5, 72)):
+        arrays = op.draw(rng, Case("compile", shape), mx.float32)
+        for a, b in zip(compiled(*arrays), gradient(*arrays), strict=True):
+            assert_near(a, b, f"compiled gradient, {shape}")
+
+
+def test_gradients_are_the_same_from_run_to_run(op, dtype, executor, rng):
+    for shape in ((700, 24), (19, 1111)) if executor == "simulator" else ((20000, 24), (601, 1111), (3, 50000)):
+        case = Case("again", shape, vjp=True)
+        arrays, cotangents = op.draw(rng, case, dtype), op.cotangents(rng, case, dtype)
+        first = cases.run(op, op.ours, case, arrays, cotangents)
+        for _ in range(3):
+            for a, b in zip(cases.run(op, op.ours, case, arrays, cotangents), first, strict=True):
+                assert_same_bits(a, b, f"{op.name} {case.name}")
+
+
+def test_streams(op, executor, rng):
+    device = mx.default_device()
+    streams = [mx.new_stream(device) for _ in range(3)]
+    arrays = op.draw(rng, SMALL, mx.float32)
+    options = op.arguments(SMALL)
+    serial, parallel = [list(arrays)], [list(arrays)]
+    for i in range(9):
+        serial.append([cases.call(op.ours, serial[-1], options)[0], *arrays[1:]])
+        parallel.append([cases.call(op.ours, parallel[-1], {**options, "stream": streams[i % 3]})[0], *arrays[1:]])
+    assert_same_bits(parallel[-1][0], serial[-1][0], "across streams")
+    for where in (device, device.type, streams[0]):
+        for a, b in zip(
+            cases.call(op.ours, arrays, {**options, "stream": where}), cases.call(op.ours, arrays, options)
+        ):
+            assert_same_bits(a, b, f"on {where}")
+
+
+def test_threads(op, executor, rng):
+    shapes = [(6, 40), (1, 8192), (64, 128), (3, 1001)]
+    work = [(case, op.draw(rng, case, mx.float16)) for case in (Case("thread", shape) for shape in shapes)]
+    right = [cases.run(op, op.ours, case, arrays) for case, arrays in work]
+    mx.eval(right, [arrays for _, arrays in work])
+    device = mx.default_device()
+    failures = []
+
+    def repeat(i):
+        try:
+            case, arrays = work[i % len(work)]
+            with mx.stream(mx.new_stream(device)):
+                for _ in range(5):
+                    for a, b in zip(cases.run(op, op.ours, case, arrays), right[i % len(work)], strict=True):
+                        assert_same_bits(a, b, f"thread {i}")
+        except BaseException as exception:
+            failures.append(exception)
+
+    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def test_nothing_runs_before_it_is_asked_for(op, executor, rng):
+    case = Case("lazy", (64, 512))
+    arrays = op.draw(rng, case, mx.float32)
+    mx.eval(arrays)
+    before = mx.get_active_memory()
+    outputs = cases.run(op, op.ours, case, arrays)
+    gradients = cases.run(op, op.ours, replace(case, vjp=True), arrays, outputs)
+    assert mx.get_active_memory() - before < arrays[0].nbytes
+    mx.eval(outputs, gradients)
+    assert mx.get_active_memory() - before >= arrays[0].nbytes
+
+
+def test_inputs_outlive_the_op(op, dtype, executor, rng):
+    """An output may take over the memory of an input that nobody else holds, and of no other."""
+    case = Case("donated", (6, 256))
+    arrays = op.draw(rng, case, dtype)
+    values = [cases.widen(a) for a in arrays]
+    right = cases.run(op, op.ours, case, arrays)
+    mx.eval(right)
+
+    fresh = [a + 0 for a in arrays]  # held here and read again below
+    kept = [a * 2 for a in fresh]
+    outputs = cases.run(op, op.ours, case, fresh)
+    mx.eval(outputs, kept)
+    for a, b, value in zip(fresh, kept, values):
+        np.testing.assert_array_equal(cases.widen(a), value)
+        np.testing.assert_array_equal(cases.widen(b), cases.widen(mx.array(value.astype(np.float32)).astype(dtype) * 2))
+
+    donated = cases.run(op, op.ours, case, [a + 0 for a in arrays])
+    part = cases.run(op, op.ours, case, [(mx.concatenate([a, a]) + 0)[: len(a)] for a in arrays])
+    mx.eval(donated, part)
+    for a, b, c, d in zip(donated, part, outputs, right, strict=True):
+        for other in (a, b, c):
+            assert_same_bits(other, d, "whatever became of the inputs")
+
+
+def test_one_array_as_two_arguments(executor, rng):
+    op = cases.get("add_rms_norm")
+    x, _, weight = op.draw(rng, SMALL, mx.float32)
+    for a, b in zip(op.ours(x, x, weight, 1e-5), op.twin(x, x, weight, 1e-5), strict=True):
+        assert_near(a, b, "x + x", 1e-6)
+    y = x + 0
+    normed, total = op.ours(y, y, weight, 1e-5)
+    del y
+    assert_near(total, x + x, "x + x", 1e-6)
+    assert_near(normed, op.twin(x, x, weight, 1e-5)[0], "norm of x + x", 1e-6)

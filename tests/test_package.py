@@ -1,0 +1,114 @@
+"""The package as a package: what is installed, and what it says where the environment does not fit."""
+
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import mlx.core as mx
+import mlx_mittens as mm
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run_python(code: str, folder: pathlib.Path, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *options, "-c", code], cwd=folder, capture_output=True, text=True)
+
+
+def installed_files() -> pathlib.Path:
+    return pathlib.Path(mm._ext.__file__).parent
+
+
+def test_types_and_stub_are_installed():
+    assert (installed_files() / "_ext.pyi").read_text().count("def rms_norm") == 1
+    assert (pathlib.Path(mm.__file__).parent / "py.typed").exists()
+
+
+def test_source_tree_without_a_build_says_how_to_build(tmp_path):
+    shutil.copytree(ROOT / "mlx_mittens", tmp_path / "mlx_mittens", ignore=shutil.ignore_patterns("_ext*", "__pycache__"))
+    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
+    # Without site there is no hook of an editable install; MLX is found all the same.
+    packages = pathlib.Path(mx.__file__).parents[2 if mx.__file__.endswith("__init__.py") else 1]
+    result = run_python(f"import sys; sys.path.append({str(packages)!r}); import mlx_mittens", tmp_path, "-S")
+    assert result.returncode != 0
+    assert "source folder" in result.stderr and 'pip install -e ".[cpu]"' in result.stderr
+
+
+def test_another_mlx_version_is_named_before_the_extension_loads():
+    code = (
+        "import importlib.metadata as m; real = m.version;"
+        "m.version = lambda name: '0.99.0' if name == 'mlx' else real(name);"
+        "import mlx_mittens"
+    )
+    result = run_python(code, pathlib.Path("/"))
+    assert result.returncode != 0
+    assert "installed is mlx 0.99.0" in result.stderr and f"mlx=={importlib.metadata.version('mlx')}" in result.stderr
+
+
+def test_another_nanobind_tag_is_an_import_error():
+    class Foreign:
+        def __call__(self):
+            pass
+
+    extension = type("extension", (), {"simulator_enabled": Foreign()})
+    with pytest.raises(ImportError, match="nanobind"):
+        mm._guard.check_tag(extension, mx)
+
+
+def guard_on(tmp_path: pathlib.Path, tag: int) -> subprocess.CompletedProcess:
+    """Runs the configure-time guard in an environment whose nanobind carries another tag."""
+    package = tmp_path / "nanobind"
+    (package / "src").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "src" / "nb_internals.h").write_text(f"#  define NB_INTERNALS_VERSION {tag}\n")
+    metadata = tmp_path / "nanobind-9.9.9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nanobind\nVersion: 9.9.9\n")
+    return subprocess.run(
+        [sys.executable, ROOT / "cmake" / "guard.py"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def tag_of_mlx() -> int:
+    library = pathlib.Path(mx.__file__)
+    return int(re.search(rb"nanobind_[A-Za-z0-9_+]*_v(\d+)\x00", library.read_bytes())[1])
+
+
+def test_configure_guard_names_both_tags(tmp_path):
+    result = guard_on(tmp_path, tag_of_mlx() + 1)
+    assert result.returncode != 0
+    assert f"v{tag_of_mlx()}" in result.stderr and f"v{tag_of_mlx() + 1}" in result.stderr and "pip install" in result.stderr
+
+
+def test_configure_guard_accepts_the_same_tag(tmp_path):
+    result = guard_on(tmp_path, tag_of_mlx())
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.strip().split(";")) == 3
+
+
+@pytest.mark.skipif(mx.is_available(mx.gpu), reason="this machine has a GPU")
+def test_gpu_stream_without_a_gpu_says_what_is_missing():
+    x = mx.ones((2, 4))
+    with pytest.raises((ValueError, RuntimeError), match="cuda13"):
+        mx.eval(mm.rms_norm(x, None, 1e-5, stream=mx.gpu))
+
+
+def test_executors_say_what_runs_here():
+    found = mm.executors()
+    assert set(found) == {"metal", "cuda", "simulator", "native"}
+    assert found["native"].startswith("ready") and found["simulator"] == "ready"
+    if not mx.is_available(mx.gpu):
+        assert "cuda13" in found["cuda"]
+
+
+def test_console_script_runs_the_module():
+    scripts = importlib.metadata.entry_points(group="console_scripts")
+    assert next(iter(scripts.select(name="mlx-mittens"))).value == "mlx_mittens.__main__:main"

@@ -1,0 +1,49 @@
+"""Every variant of every kernel is reached by the ops' own launches, right in three thread orders."""
+
+import mlx.core as mx
+import pytest
+from support import absences
+
+import mlx_mittens as mm
+from mlx_mittens import _ext, cases, frontend
+
+# Thread orders; 0 is the natural one.
+SEEDS = (0, 1, 2)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+def simulate(op, dtype, seed, rng):
+    """Simulates the table's shapes, outputs and gradients, with and without weights; yields how each case went."""
+    for case in op.checks():
+        drawn = op.draw(rng, case, dtype)
+        cotangents = op.cotangents(rng, case, dtype) if case.vjp else []
+        for arrays in absences(op, drawn):
+            with mm.simulator.enabled(seed=seed):
+                yield case, cases.check(op, case, arrays, cotangents)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_launch_is_right(op, dtype, seed, rng):
+    for case, check in simulate(op, dtype, seed, rng):
+        assert check.passed, f"{op.name} {case.name}: {check.detail}"
+
+
+def unreached() -> set[str]:
+    declared = {f"{file}:{variant.name}" for file in frontend.files() for variant in frontend.variants(file)}
+    return declared - set(_ext.launched_kernels())
+
+
+def test_no_variant_is_left_out(rng):
+    if unreached():  # as they are where the tests above ran in another process
+        for op in cases.OPS:
+            for dtype in cases.DTYPES.values():
+                for _ in simulate(op, dtype, 0, rng):
+                    pass
+    assert unreached() == set(), "give the op a shape that reaches them, in cases.py"
