@@ -1,4 +1,4 @@
-"""How the simulator runs a grid: threads, barriers, thread orders, and what it says of kernels that never come to an end."""
+"""How the simulator runs a grid: threads, barriers, thread orders; and what it says of kernels that never end."""
 
 import threading
 import time
@@ -317,7 +317,8 @@ def test_no_divergence(divergence_files, name):
 
 def test_kernels_that_lean_on_early_exits():
     """As MLX's gemv does: on a GPU the lanes that have returned do not hold up the others of their simdgroup."""
-    file = register(kernel("  out[i] = 2;\n  if (lane != 0) { return; }\n  threadgroup_barrier(mem_flags::mem_none);", OUT))
+    body = "  out[i] = 2;\n  if (lane != 0) { return; }\n  threadgroup_barrier(mem_flags::mem_none);"
+    file = register(kernel(body, OUT))
     out = np.zeros(64, np.int32)
     assert "missed" in fault(file, "test", [out], 1, 64)
     run(file, "test", [out], 1, 64, early_exits=True)
@@ -336,7 +337,8 @@ def test_kernels_that_lean_on_early_exits():
 )
 def test_endless_loops(body, watch):
     start = time.monotonic()
-    message = fault(register(kernel(body, OUT)), "test", [np.zeros(64, np.int32)], 1, 64, watch=watch, step_limit=1_000_000)
+    file, out = register(kernel(body, OUT)), np.zeros(64, np.int32)
+    message = fault(file, "test", [out], 1, 64, watch=watch, step_limit=1_000_000)
     assert "1000000 steps (step_limit)" in message
     assert time.monotonic() - start < 20
 
@@ -350,8 +352,8 @@ def test_launches_that_no_gpu_takes():
     file = register(
         "[[kernel, max_total_threads_per_threadgroup(64)]] void few(device int* out [[buffer(0)]],\n"
         "    uint i [[thread_position_in_threadgroup]]) { out[i] = 1; }\n"
-        "template <int n> [[kernel, max_total_threads_per_threadgroup(n * 32)]] void some(device int* out [[buffer(0)]],\n"
-        "    uint i [[thread_position_in_threadgroup]]) { out[i] = 1; }\n"
+        "template <int n> [[kernel, max_total_threads_per_threadgroup(n * 32)]] void some(\n"
+        "    device int* out [[buffer(0)]], uint i [[thread_position_in_threadgroup]]) { out[i] = 1; }\n"
         'template [[host_name("some_2")]] [[kernel]] decltype(some<2>) some<2>;\n'
         + kernel("  threadgroup float big[8200];\n  big[i] = 1;\n  out[i] = int(big[i]);", OUT, "large")
         + kernel("  out[i] = 1;", OUT, "plain")
@@ -411,7 +413,8 @@ constant float used = is_function_constant_defined(scale) ? scale : 10.0;
 
 
 def test_threads_of_the_host_take_turns(rng):
-    file = register(kernel("  out[i] = simd_sum(in[i]);", "const device int* in [[buffer(0)]], device int* out [[buffer(1)]]"))
+    arguments = "const device int* in [[buffer(0)]], device int* out [[buffer(1)]]"
+    file = register(kernel("  out[i] = simd_sum(in[i]);", arguments))
     x = rng.integers(0, 99, (8, 32)).astype(np.int32)
     y = np.zeros_like(x)
     workers = [threading.Thread(target=run, args=(file, "test", [x[k], y[k]])) for k in range(8)]

@@ -31,7 +31,7 @@ struct Thread {
   unsigned quadgroups;
 };
 
-// What the lanes of a simdgroup (or of a quad) hand each other in one operation. Lanes that do not exist hold 0xff bytes.
+// What the lanes of a simdgroup (or of a quad) hand each other in one operation. Lanes that do not exist hold 0xff.
 struct Lanes {
   struct alignas(16) Value {
     unsigned char bytes[16];

@@ -12,7 +12,8 @@ Arena::Arena() : page_(static_cast<size_t>(sysconf(_SC_PAGESIZE))) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* memory = mmap(nullptr, kSlots << kSlotBits, PROT_NONE, flags, -1, 0);
   if (memory == MAP_FAILED) {
-    throw std::runtime_error("the simulator needs 4 TiB of address space (not of memory), which this process may not have");
+    throw std::runtime_error(
+        "the simulator needs 4 TiB of address space (not of memory), which this process may not have");
   }
   begin_ = reinterpret_cast<uintptr_t>(memory);
 }

@@ -1,5 +1,6 @@
-// The memory that kernels see: every buffer and every threadgroup array lies in the middle of a slot of 64 GiB of address
-// space of its own, so that an index that runs out of one, a 32-bit one that wraps too, is never taken for another's.
+// The memory that kernels see: every buffer and every threadgroup array lies in the middle of a slot of 64 GiB of
+// address space of its own, so that an index that runs out of one, a 32-bit one that wraps too, is never taken for
+// another's.
 #pragma once
 
 #include <array>

@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "ops/registry.h"
-#include "simulator/simulator.h"
+#include "simulator/binding.h"
 
 namespace nb = nanobind;
 
@@ -66,6 +66,8 @@ class Held {
   Py_buffer view_;
 };
 
+}  // namespace
+
 nb::dict dict_of(const Counts& counts) {
   nb::dict result;
   result["threads"] = counts.threads;
@@ -78,12 +80,19 @@ nb::dict dict_of(const Counts& counts) {
   result["device_bytes_stored"] = counts.device_bytes_stored;
   result["threadgroup_bytes_loaded"] = counts.threadgroup_bytes_loaded;
   result["threadgroup_bytes_stored"] = counts.threadgroup_bytes_stored;
+  result["device_accesses"] = counts.device_accesses;
+  result["device_lines"] = counts.device_lines;
+  result["device_lines_fewest"] = counts.device_lines_fewest;
+  result["threadgroup_accesses"] = counts.threadgroup_accesses;
+  result["bank_conflicts"] = counts.bank_conflicts;
   return result;
 }
 
+namespace {
+
 nb::dict simulate(const std::string& path, const std::string& kernel, nb::list arguments, Triple threadgroups,
                   Triple threads, uint32_t threadgroup_bytes, uint64_t seed, bool watch, std::optional<Triple> grid,
-                  uint64_t step_limit, bool complete, bool early_exits) {
+                  uint64_t step_limit, bool complete, bool early_exits, bool count) {
   const auto library = library_at(path);
   Dispatch dispatch{.kernel = kernel,
                     .buffers = {},
@@ -110,7 +119,13 @@ nb::dict simulate(const std::string& path, const std::string& kernel, nb::list a
   Counts counts;
   {
     nb::gil_scoped_release release;
-    counts = run(*library, dispatch, {.seed = seed, .step_limit = step_limit, .watch = watch, .early_exits = early_exits, .complete = complete});
+    counts = run(*library, dispatch,
+                 {.seed = seed,
+                  .step_limit = step_limit,
+                  .watch = watch,
+                  .early_exits = early_exits,
+                  .count = count,
+                  .complete = complete});
   }
   return dict_of(counts);
 }
@@ -121,6 +136,7 @@ void bind(nb::module_& module) {
              nb::arg("threadgroups"), nb::arg("threads"), nb::arg("threadgroup_bytes") = 0, nb::arg("seed") = 0,
              nb::arg("watch") = true, nb::arg("grid") = nb::none(), nb::arg("step_limit") = Options{}.step_limit,
              nb::arg("complete") = true, nb::arg("early_exits") = false,
+             nb::arg("count") = false,
              "Runs a kernel of a library that frontend.simulator_library made.\n\n"
              "arguments: a list of (name, role, buffer) or (name, role, buffer, offset) by buffer index; the role is\n"
              "input, output, constant or inout, the buffer anything contiguous with the buffer protocol, or None.\n"

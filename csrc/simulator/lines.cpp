@@ -160,7 +160,9 @@ void Lines::read_unit(const char* begin, const char* end) {
 
   Reader code(program, end);
   Row row{0, 1, 1, false};
-  const auto emit = [&] { rows_.push_back({row.address, static_cast<uint32_t>(first_file + row.file - 1), row.line, false}); };
+  const auto emit = [&] {
+    rows_.push_back({row.address, static_cast<uint32_t>(first_file + row.file - 1), row.line, false});
+  };
   while (!code.done()) {
     const unsigned opcode = code.number<uint8_t>();
     if (opcode >= first_special) {

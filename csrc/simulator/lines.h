@@ -1,4 +1,4 @@
-// From addresses in a compiled library back to lines of the .metal files, by the line table that the compiler left in it.
+// From addresses in a compiled library back to lines of the .metal files, by the compiler's line table in it.
 #pragma once
 
 #include <cstdint>

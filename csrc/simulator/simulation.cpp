@@ -32,7 +32,8 @@ std::string text_of(const abi::Site& site) {
 }
 
 std::string text_of(const unsigned (&position)[3]) {
-  return "(" + std::to_string(position[0]) + ", " + std::to_string(position[1]) + ", " + std::to_string(position[2]) + ")";
+  return "(" + std::to_string(position[0]) + ", " + std::to_string(position[1]) + ", " + std::to_string(position[2]) +
+         ")";
 }
 
 abi::Runtime* runtime() {
@@ -66,7 +67,7 @@ Simulation::Simulation(Arena& arena, Stacks& stacks, Library& library, const Dis
       dispatch_(dispatch),
       options_(options),
       generator_(options.seed) {
-  watcher.start(options.watch && library.watched());
+  watcher.start(options.watch && library.watched(), options.count);
 }
 
 void Simulation::bind_buffers() {
@@ -159,7 +160,8 @@ void Simulation::start_threads(const uint32_t (&position)[3]) {
   unsigned size[3];
   for (int d = 0; d < 3; ++d) {
     const uint64_t start = uint64_t{position[d]} * dispatch_.threads[d];
-    const uint64_t grid = dispatch_.grid[d] ? dispatch_.grid[d] : uint64_t{dispatch_.threadgroups[d]} * dispatch_.threads[d];
+    const uint64_t whole = uint64_t{dispatch_.threadgroups[d]} * dispatch_.threads[d];
+    const uint64_t grid = dispatch_.grid[d] ? dispatch_.grid[d] : whole;
     size[d] = static_cast<unsigned>(std::min<uint64_t>(dispatch_.threads[d], grid - start));
     thread.threadgroup[d] = position[d];
     thread.threads_per_threadgroup[d] = size[d];
@@ -235,6 +237,7 @@ void Simulation::run_threadgroup(const uint32_t (&position)[3]) {
   if (fault_) {
     throw Fault(*fault_);
   }
+  watcher.finish_threadgroup();
 }
 
 void Simulation::run_thread() {
@@ -367,10 +370,10 @@ void* Simulation::threadgroup_array(const void* key, const char* name, unsigned 
       return reinterpret_cast<void*>(region.begin);
     }
   }
-  threadgroup_bytes_ += (bytes + 15) / 16 * 16;
-  counts_.threadgroup_bytes = std::max<uint64_t>(counts_.threadgroup_bytes, threadgroup_bytes_);
-  if (threadgroup_bytes_ > kMaxThreadgroupBytes) {
-    const std::string what = "threadgroup memory is " + std::to_string(threadgroup_bytes_) + " bytes with \"" + name +
+  const size_t end = threadgroup_bytes_ + (bytes + 15) / 16 * 16;
+  counts_.threadgroup_bytes = std::max<uint64_t>(counts_.threadgroup_bytes, end);
+  if (end > kMaxThreadgroupBytes) {
+    const std::string what = "threadgroup memory is " + std::to_string(end) + " bytes with \"" + name +
                              "\" (" + plural(bytes, "byte") + ", " + text_of(site) + "); a threadgroup has " +
                              std::to_string(kMaxThreadgroupBytes);
     if (running_) {
@@ -388,7 +391,9 @@ void* Simulation::threadgroup_array(const void* key, const char* name, unsigned 
                      .name = name,
                      .begin = reinterpret_cast<uintptr_t>(memory),
                      .bytes = bytes,
-                     .writable = true});
+                     .writable = true,
+                     .packed = threadgroup_bytes_});
+  threadgroup_bytes_ = end;
   arrays_.push_back({key, slot, threadgroup_serial_});
   if (!running_) {
     dynamic_regions_.push_back(slot);

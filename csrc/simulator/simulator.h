@@ -1,5 +1,5 @@
-// Running a Metal kernel, compiled for the CPU, over a whole grid: every Metal thread is a fiber, and what goes wrong on
-// the way is a Fault. Plain C++: neither MLX nor Python.
+// Running a Metal kernel, compiled for the CPU, over a whole grid: every Metal thread is a fiber, and what goes wrong
+// on the way is a Fault. Plain C++: neither MLX nor Python.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,8 @@ struct Options {
   uint64_t seed = 0;                    // shuffles threads and threadgroups; 0 leaves them in order
   uint64_t step_limit = 1'000'000'000;  // branches that one threadgroup may take
   bool watch = true;                    // needs a library that was compiled to be watched
-  bool early_exits = false;             // whether threads that have returned count as arrived at a threadgroup's barrier
+  bool early_exits = false;             // whether threads that have returned count as arrived at threadgroup barriers
+  bool count = false;                   // whether accesses are gathered by simdgroup, for the last five of Counts
   bool complete = true;                 // whether the watcher demands that every byte of an output is written
 };
 
@@ -56,6 +57,11 @@ struct Counts {
   uint64_t device_bytes_stored = 0;
   uint64_t threadgroup_bytes_loaded = 0;
   uint64_t threadgroup_bytes_stored = 0;
+  uint64_t device_accesses = 0;      // of simdgroups
+  uint64_t device_lines = 0;         // of 128 bytes that they touched, each counted once an access
+  uint64_t device_lines_fewest = 0;  // that could hold what they touched
+  uint64_t threadgroup_accesses = 0;
+  uint64_t bank_conflicts = 0;  // rounds beyond the fewest in which 32 banks of 4 bytes can give what was asked for
 };
 
 // A shared object that the front end made of one .metal file.

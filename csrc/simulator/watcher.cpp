@@ -60,7 +60,7 @@ void Watcher::load(const void* address, size_t bytes, const void* caller) {
   const Access access{kLoad, true, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
   if (Region* region = region_of(at, access)) {
-    (region->space == Region::device ? counts_.device_bytes_loaded : counts_.threadgroup_bytes_loaded) += bytes;
+    count(*region, at - region->begin, access);
     if (!region->cells.empty()) {
       check_cells(*region, at - region->begin, access);
     }
@@ -74,7 +74,7 @@ void Watcher::store(const void* address, size_t bytes, const void* caller) {
     if (!region->writable) {
       fail(text_of(access) + place_of(*region, at - region->begin) + ", which is an input");
     }
-    (region->space == Region::device ? counts_.device_bytes_stored : counts_.threadgroup_bytes_stored) += bytes;
+    count(*region, at - region->begin, access);
     check_cells(*region, at - region->begin, access);
   }
 }
@@ -86,6 +86,19 @@ void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, con
     if (!region->cells.empty()) {
       check_cells(*region, at - region->begin, access);
     }
+  }
+}
+
+void Watcher::count(const Region& region, size_t offset, const Access& access) {
+  const bool device = region.space == Region::device;
+  if (access.kind == kLoad) {
+    (device ? counts_.device_bytes_loaded : counts_.threadgroup_bytes_loaded) += access.bytes;
+  } else {
+    (device ? counts_.device_bytes_stored : counts_.threadgroup_bytes_stored) += access.bytes;
+  }
+  if (traffic_) {
+    traffic_->access(device, (device ? region.begin : region.packed) + offset, access.bytes, access.caller,
+                     *runtime()->thread);
   }
 }
 
@@ -158,7 +171,8 @@ Stamp Watcher::stamp(unsigned who, const Clock& clock, const abi::Thread& thread
 }
 
 // Whether what the stamp says is before whatever this thread does now.
-bool Watcher::in_order(const Stamp& earlier, const Region& region, const Clock& clock, const abi::Thread& thread) const {
+bool Watcher::in_order(const Stamp& earlier, const Region& region, const Clock& clock,
+                       const abi::Thread& thread) const {
   if (earlier.epoch < clock.threadgroup_start) {
     return region.space == Region::threadgroup;
   }
@@ -259,8 +273,8 @@ std::string Watcher::text_of(const Access& access) const {
 }
 
 std::string Watcher::place_of(const Region& region, size_t offset) const {
-  return "at byte " + std::to_string(offset) + (region.space == Region::device ? " of buffer \"" : " of threadgroup array \"") +
-         region.name + "\"";
+  const char* space = region.space == Region::device ? " of buffer \"" : " of threadgroup array \"";
+  return "at byte " + std::to_string(offset) + space + region.name + "\"";
 }
 
 void Watcher::fail(const std::string& what) {

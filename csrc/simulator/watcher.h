@@ -1,9 +1,9 @@
-// The memory watcher: what the kernel's buffers and threadgroup arrays are, and every access to them, before it happens.
+// The memory watcher: the kernel's buffers and threadgroup arrays, and every access to them, before it happens.
 //
-// Each granule of memory that a kernel may write (4 bytes, or fewer once smaller elements are seen) has a cell that says
-// who last wrote it and who last read it, and when. Two accesses by different threads, one of them a write, are in order
-// if a barrier lies between: a threadgroup barrier raises the epoch of the memory that it names, a simdgroup barrier the
-// epoch of its simdgroup. Across threadgroups nothing is in order.
+// Each granule of memory that a kernel may write (4 bytes, or fewer once smaller elements are seen) has a cell that
+// says who last wrote it and who last read it, and when. Two accesses by different threads, one of them a write, are in
+// order if a barrier lies between: a threadgroup barrier raises the epoch of the memory that it names, a simdgroup
+// barrier the epoch of its simdgroup. Across threadgroups nothing is in order.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,13 @@
 #include "simulator/fiber.h"
 #include "simulator/lines.h"
 #include "simulator/simulator.h"
+#include "simulator/traffic.h"
 
 namespace mittens::simulator {
 
 class Simulation;
 
-// When and by whom: an epoch of the memory (0 is never), a thread and its simdgroup's epoch, and from where in the code.
+// When and by whom: an epoch of the memory (0 is never), a thread and its simdgroup's epoch; and where in the code.
 struct Stamp {
   uint32_t epoch;
   uint32_t who : 11;
@@ -45,6 +46,7 @@ struct Region {
   bool writable = false;
   bool initialised = false;  // before the launch
   bool complete = false;     // every byte is to be written by the launch
+  size_t packed = 0;         // of a threadgroup array: where it lies among the others, one after the other
   unsigned granule_bits = 2;
   std::vector<Cell> cells = {};  // none where nothing may be written
 };
@@ -53,10 +55,18 @@ class Watcher {
  public:
   Watcher(Simulation& simulation, const Library& library, const Stacks& stacks, Counts& counts);
 
-  void start(bool watching) {
+  void start(bool watching, bool counting) {
     watching_ = watching;
+    if (counting) {
+      traffic_ = std::make_unique<Traffic>(counts_);
+    }
   }
   void start_threadgroup(const uint32_t (&position)[3]);
+  void finish_threadgroup() {
+    if (traffic_) {
+      traffic_->finish_threadgroup();
+    }
+  }
   // After the last threadgroup: what should have been written and was not.
   void finish();
 
@@ -89,6 +99,7 @@ class Watcher {
 
   Region* region_of(uintptr_t address, const Access& access);
   Region* outside_of_regions(uintptr_t address, const Access& access);
+  void count(const Region& region, size_t offset, const Access& access);
   void check_cells(Region& region, size_t offset, const Access& access);
   void on_load(Region& region, Cell& cell, size_t offset, const Access& access);
   void on_store(Region& region, Cell& cell, size_t offset, const Access& access);
@@ -105,7 +116,8 @@ class Watcher {
   std::string place_of(const Region& region, size_t offset) const;
   std::string who_did(const Stamp& stamp, const char* what, const Region& region) const;
   [[noreturn]] void fail(const std::string& what);
-  [[noreturn]] void race(const Region& region, size_t offset, const Access& access, const Stamp& other, const char* did);
+  [[noreturn]] void race(const Region& region, size_t offset, const Access& access, const Stamp& other,
+                         const char* did);
 
   Simulation& simulation_;
   const Library& library_;
@@ -115,6 +127,7 @@ class Watcher {
   Clock clocks_[2];  // of device memory, of threadgroup memory
   std::vector<std::pair<uint32_t, abi::Thread>> threadgroups_;  // the device epoch in which each began, and where it is
   Region regions_[Arena::kSlots];
+  std::unique_ptr<Traffic> traffic_;
   mutable std::unique_ptr<Lines> lines_;
 };
 

@@ -1,0 +1,13 @@
+// What the simulator's bindings share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "simulator/simulator.h"
+
+namespace mittens::simulator {
+
+// The counts by name, for Python.
+nanobind::dict dict_of(const Counts& counts);
+
+}  // namespace mittens::simulator

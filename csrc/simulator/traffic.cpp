@@ -1,0 +1,77 @@
+#include "simulator/traffic.h"
+
+#include <algorithm>
+
+namespace mittens::simulator {
+
+namespace {
+
+constexpr unsigned kLineBytes = 128;
+constexpr unsigned kBanks = 32;
+constexpr unsigned kBankBytes = 4;
+
+void make_distinct(std::vector<uint64_t>& values) {
+  std::sort(values.begin(), values.end());
+  values.erase(std::unique(values.begin(), values.end()), values.end());
+}
+
+// The units of `size` bytes that accesses of `bytes` bytes touch.
+std::vector<uint64_t> units(const std::vector<uint64_t>& at, unsigned bytes, unsigned size) {
+  std::vector<uint64_t> touched;
+  for (const uint64_t first : at) {
+    for (uint64_t unit = first / size; unit <= (first + bytes - 1) / size; ++unit) {
+      touched.push_back(unit);
+    }
+  }
+  make_distinct(touched);
+  return touched;
+}
+
+}  // namespace
+
+void Traffic::access(bool device, uint64_t at, size_t bytes, const void* caller, const abi::Thread& thread) {
+  // Instructions of one library are less than 2^32 bytes apart; threads and simdgroups are at most 1024 and 32.
+  const uint64_t instruction = reinterpret_cast<uintptr_t>(caller) << 32 >> 22;
+  const uint32_t time = times_[instruction | thread.index]++;
+  const uint64_t key = (instruction >> 5 | thread.simdgroup) ^ uint64_t{time} * 0x9e3779b97f4a7c15;
+  Together& together = together_[key];
+  together.device = device;
+  together.bytes = static_cast<unsigned>(bytes);
+  together.at.push_back(at);
+  if (together.at.size() == abi::simd_width) {
+    count(together);
+    together_.erase(key);
+  }
+}
+
+void Traffic::finish_threadgroup() {
+  for (auto& [key, together] : together_) {
+    count(together);
+  }
+  together_.clear();
+  times_.clear();
+}
+
+void Traffic::count(Together& together) {
+  make_distinct(together.at);
+  together.device ? count_lines(together) : count_conflicts(together);
+}
+
+void Traffic::count_lines(Together& together) {
+  ++counts_.device_accesses;
+  counts_.device_lines += units(together.at, together.bytes, kLineBytes).size();
+  counts_.device_lines_fewest += (together.at.size() * together.bytes + kLineBytes - 1) / kLineBytes;
+}
+
+// A bank gives one word at a time; several lanes may share it.
+void Traffic::count_conflicts(Together& together) {
+  ++counts_.threadgroup_accesses;
+  const auto words = units(together.at, together.bytes, kBankBytes);
+  unsigned by_bank[kBanks] = {};
+  for (const uint64_t word : words) {
+    ++by_bank[word % kBanks];
+  }
+  counts_.bank_conflicts += *std::max_element(by_bank, by_bank + kBanks) - (words.size() + kBanks - 1) / kBanks;
+}
+
+}  // namespace mittens::simulator

@@ -1,0 +1,39 @@
+// How well the lanes of a simdgroup share what the memory moves for them. An access of a simdgroup is the n-th time
+// that each of its lanes comes by one instruction.
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "simulator/abi.h"
+#include "simulator/simulator.h"
+
+namespace mittens::simulator {
+
+class Traffic {
+ public:
+  explicit Traffic(Counts& counts) : counts_(counts) {}
+
+  // `at` is an address in device memory, or a distance from the start of the threadgroup's memory.
+  void access(bool device, uint64_t at, size_t bytes, const void* caller, const abi::Thread& thread);
+  // Whatever lanes are still to come by will not come.
+  void finish_threadgroup();
+
+ private:
+  struct Together {
+    bool device;
+    unsigned bytes;
+    std::vector<uint64_t> at;  // of each lane that came by
+  };
+
+  void count(Together& together);
+  void count_lines(Together& together);
+  void count_conflicts(Together& together);
+
+  Counts& counts_;
+  std::unordered_map<uint64_t, uint32_t> times_;     // by instruction and thread
+  std::unordered_map<uint64_t, Together> together_;  // by instruction, time and simdgroup
+};
+
+}  // namespace mittens::simulator
