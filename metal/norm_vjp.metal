@@ -270,9 +270,7 @@ template <typename T, int N, bool Centred>
   ColumnPart<N> w;
   ColumnPart<N> x_part;
   ColumnPart<N> dy_part;
-  // Many weights are read again where they are needed: they would not fit into the registers.
-  const ColumnMap weight_map = ColumnMap{map.aligned, t, threads, 0, params.has_weight ? columns : 0};
-  load_part(weight, weight_map, w);
+  load_part(weight, ColumnMap{map.aligned, t, threads, 0, params.has_weight ? columns : 0}, w);
   Shares<T, N> shares;
   clear(shares);
   uint turn = 0;
@@ -280,9 +278,6 @@ template <typename T, int N, bool Centred>
     const size_t start = size_t(row) * columns;
     load_part(x + start, map, x_part);
     load_part(dy + start, map, dy_part);
-    if (N > 2) {
-      load_part(weight, weight_map, w);
-    }
     float mean = 0;
     if (Centred) {
       mean = threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], place) / float(columns);
@@ -290,9 +285,6 @@ template <typename T, int N, bool Centred>
     const float3 own = part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, mean, map);
     const float3 sums = threadgroup_sum3(own, scratch[turn], place);
     const Coefficients c = row_coefficients<Centred>(mean, sums.x, sums.y, sums.z, columns, params.eps);
-    if (N > 2) {
-      load_part(weight, weight_map, w);
-    }
     write_row<T, N, Centred>(x_part, dy_part, w, dsum + start, dx + start, params, c, map, shares);
     turn = 1 - turn;
   }
@@ -525,7 +517,7 @@ instantiate_types("rms_norm_vjp_simd1", norm_vjp_simd, 1, false)
 instantiate_types("rms_norm_vjp_simd2", norm_vjp_simd, 2, false)
 instantiate_types("rms_norm_vjp_block1", norm_vjp_block, 1, false)
 instantiate_types("rms_norm_vjp_block2", norm_vjp_block, 2, false)
-instantiate_types("rms_norm_vjp_block4", norm_vjp_block, 4, false)
+instantiate_kernel("rms_norm_vjp_block4_float32", norm_vjp_block, float, 4, false)
 instantiate_types("rms_norm_vjp_statistics", norm_vjp_statistics, 2, false)
 instantiate_kernel("rms_norm_vjp_coefficients", norm_vjp_coefficients, false)
 instantiate_types("rms_norm_vjp_columns", norm_vjp_columns, 1, false)
@@ -533,6 +525,7 @@ instantiate_types("layer_norm_vjp_simd1", norm_vjp_simd, 1, true)
 instantiate_types("layer_norm_vjp_simd2", norm_vjp_simd, 2, true)
 instantiate_types("layer_norm_vjp_block1", norm_vjp_block, 1, true)
 instantiate_types("layer_norm_vjp_block2", norm_vjp_block, 2, true)
+instantiate_kernel("layer_norm_vjp_block4_float32", norm_vjp_block, float, 4, true)
 instantiate_types("layer_norm_vjp_statistics", norm_vjp_statistics, 2, true)
 instantiate_kernel("layer_norm_vjp_coefficients", norm_vjp_coefficients, true)
 instantiate_types("layer_norm_vjp_columns", norm_vjp_columns, 1, true)

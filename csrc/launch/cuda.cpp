@@ -10,7 +10,8 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <tuple>
+#include <unordered_map>
+#include <utility>
 
 #include "launch/frontend.h"
 #include "launch/visitor.h"
@@ -120,23 +121,60 @@ std::string entry_name(std::string kernel) {
   return kernel;
 }
 
-// Loaded once per context and kept for the life of the process, as MLX keeps its own modules.
-CUfunc_st* function_of(const Launch& launch) {
-  using Key = std::tuple<void*, std::string, std::string>;
-  static std::mutex mutex;
-  static std::map<Key, CUfunc_st*> functions;
-  const Driver& driver = Driver::get();
-  const Key key{driver.current_context(), launch.file, launch.kernel};
-  {
-    std::lock_guard lock(mutex);
-    if (auto found = functions.find(key); found != functions.end()) {
-      return found->second;
+// The constants whose bytes take the place of their address among the parameters.
+std::map<uint32_t, size_t> sizes_by_value(const Launch& launch) {
+  std::map<uint32_t, size_t> sizes;
+  for (size_t i = 0; i < launch.arguments.size(); ++i) {
+    if (const auto* bytes = std::get_if<Bytes>(&launch.arguments[i]); bytes && bytes->by_pointer) {
+      sizes[i] = bytes->data.size();
     }
   }
-  // Not under the lock: the front end takes the GIL, which a thread that waits for the lock may hold.
-  CUfunc_st* function = driver.load(frontend::ptx(launch.file, launch.kernel), entry_name(launch.kernel));
-  std::lock_guard lock(mutex);
-  return functions.emplace(key, function).first->second;
+  return sizes;
+}
+
+// What tells one loaded kernel from another: its name, and what kernels that are not ours are specialised by.
+std::string identity(const Launch& launch, const std::map<uint32_t, size_t>& sizes) {
+  std::string key = launch.kernel + " of " + launch.file;
+  for (const auto& [index, size] : sizes) {
+    key += " bytes " + std::to_string(index) + "=" + std::to_string(size);
+  }
+  for (const auto& [index, value] : launch.function_constants) {
+    key += " constant " + std::to_string(index) + "=" + value;
+  }
+  return key;
+}
+
+// Loaded once per context and kept for the life of the process, as MLX keeps its own modules. Each thread remembers what
+// it found, since this is on the path of every launch.
+CUfunc_st* function_of(const Launch& launch) {
+  using Functions = std::unordered_map<std::string, CUfunc_st*>;
+  static std::mutex mutex;
+  static std::unordered_map<void*, Functions> loaded;
+  static thread_local std::unordered_map<std::string, std::pair<void*, CUfunc_st*>> known;
+
+  const Driver& driver = Driver::get();
+  void* context = driver.current_context();
+  const auto sizes = sizes_by_value(launch);
+  const std::string key = identity(launch, sizes);
+  auto& [known_context, function] = known[key];
+  if (function && known_context == context) {
+    return function;
+  }
+  known_context = context;
+  {
+    std::lock_guard lock(mutex);
+    function = loaded[context][key];
+  }
+  if (!function) {
+    // Not under the lock: the front end takes the GIL, which a thread that waits for the lock may hold.
+    CUfunc_st* fresh = driver.load(frontend::ptx(launch.file, launch.kernel, sizes, launch.function_constants),
+                                   entry_name(launch.kernel));
+    std::lock_guard lock(mutex);
+    CUfunc_st*& first = loaded[context][key];  // of several threads, the first one's is kept
+    first = first ? first : fresh;
+    function = first;
+  }
+  return function;
 }
 
 // What an array's buffer points to in MLX's CUDA build.
@@ -178,21 +216,28 @@ void keep_until_done(const mx::array& array, mx::Stream stream) {
 void run(const Launch& launch, mx::Stream stream) {
   CUfunc_st* function = function_of(launch);
   auto& encoder = mx::cu::get_command_encoder(stream);
+  static std::array<std::byte, 4096> nothing{};  // as long as all parameters of a kernel may be
   std::vector<void*> addresses(launch.arguments.size());
-  std::vector<void*> arguments(launch.arguments.size());
+  std::vector<void*> arguments;
   for (size_t i = 0; i < launch.arguments.size(); ++i) {
-    arguments[i] = &addresses[i];
     std::visit(
         Visitor{
             [&](const Input& input) {
               encoder.set_input_array(input.array);
               addresses[i] = static_cast<char*>(address(input.array)) + input.offset;
+              arguments.push_back(&addresses[i]);
             },
             [&](const Output& output) {
               encoder.set_output_array(output.array);
               addresses[i] = address(output.array);
+              arguments.push_back(&addresses[i]);
             },
-            [&](const Bytes& bytes) { arguments[i] = const_cast<std::byte*>(bytes.data.data()); },
+            [&](const Bytes& bytes) { arguments.push_back(const_cast<std::byte*>(bytes.data.data())); },
+            [&](const Absent& absent) {
+              if (absent.declared) {
+                arguments.push_back(nothing.data());
+              }
+            },
         },
         launch.arguments[i]);
   }

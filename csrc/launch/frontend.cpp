@@ -1,11 +1,13 @@
 #include "launch/frontend.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 
 #include "ops/registry.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace mittens::frontend {
 
@@ -42,12 +44,15 @@ const Register registered(bind);
 
 }  // namespace
 
-std::string ptx(const std::string& file, const std::string& kernel) {
-  return call("ptx", file, kernel);
+std::string ptx(const std::string& file, const std::string& kernel, const std::map<uint32_t, size_t>& bytes_sizes,
+                const Constants& constants) {
+  nb::gil_scoped_acquire gil;  // for the named arguments, which become Python's before the call
+  return call("ptx", file, kernel, "bytes_sizes"_a = bytes_sizes, "constants"_a = constants);
 }
 
-std::string simulator_library(const std::string& file) {
-  return call("simulator_library", file);
+std::string simulator_library(const std::string& file, bool watch, const Constants& constants) {
+  nb::gil_scoped_acquire gil;
+  return call("simulator_library", file, "watch"_a = watch, "constants"_a = constants);
 }
 
 std::string metal_source(const std::string& file) {

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -33,8 +35,13 @@ struct Output {
 };
 struct Bytes {
   std::vector<std::byte> data;
+  bool by_pointer = false;  // the kernel's parameter is `constant T*`, not `constant T&`
 };
-using Argument = std::variant<Input, Output, Bytes>;
+// An index that nothing was bound to.
+struct Absent {
+  bool declared = false;  // whether the kernel has a parameter there
+};
+using Argument = std::variant<Input, Output, Bytes, Absent>;
 
 struct Launch {
   std::string file;    // the .metal file that holds the kernel: "rms_norm.metal"
@@ -43,28 +50,39 @@ struct Launch {
   Size3 threadgroups;
   Size3 threads;                      // per threadgroup
   uint32_t threadgroup_bytes = 0;     // of a [[threadgroup(0)]] argument, if the kernel has one
+  std::map<uint32_t, std::string> function_constants;  // by index, as C++ writes them; our own kernels have none
 
-  Launch& input(const mx::array& array) {
+  // Each adds the next argument. They return an rvalue, so that a launch that was built is moved, not copied, into place:
+  // this is on the path of every call.
+  Launch&& input(const mx::array& array) {
     return input(array, 0, array.nbytes());
   }
-  Launch& input(const mx::array& array, int64_t offset, size_t bytes) {
+  Launch&& input(const mx::array& array, int64_t offset, size_t bytes) {
     arguments.emplace_back(Input{array, offset, bytes});
-    return *this;
+    return std::move(*this);
   }
-  Launch& output(const mx::array& array) {
+  Launch&& output(const mx::array& array) {
     arguments.emplace_back(Output{array});
-    return *this;
+    return std::move(*this);
   }
   // A plain struct, handed over by value: `constant Params& params` in the kernel.
   template <typename Params>
-  Launch& params(const Params& params) {
+  Launch&& params(const Params& params) {
     static_assert(std::is_trivially_copyable_v<Params>);
     std::vector<std::byte> data(sizeof(Params));
     std::memcpy(data.data(), &params, sizeof(Params));
     arguments.emplace_back(Bytes{std::move(data)});
-    return *this;
+    return std::move(*this);
   }
 };
+
+template <typename... Launches>
+std::vector<Launch> in_order(Launches&&... launches) {
+  std::vector<Launch> all;
+  all.reserve(sizeof...(launches));
+  (all.push_back(std::move(launches)), ...);
+  return all;
+}
 
 // Runs a launch on the stream's GPU: Metal on a Mac, CUDA under MLX's CUDA build. Throws where there is neither.
 void run_on_gpu(const Launch& launch, mx::Stream stream);

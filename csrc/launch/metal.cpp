@@ -83,6 +83,7 @@ void run(const Launch& launch, mx::Stream stream) {
                    [&](const Bytes& bytes) {
                      encoder.set_bytes(bytes.data.data(), static_cast<int>(bytes.data.size()), index);
                    },
+                   [](const Absent&) {},
                },
                launch.arguments[i]);
   }

@@ -1,4 +1,8 @@
 // Running launches through the simulator: the .metal text, compiled for the CPU, on the arrays' own memory.
+#include "launch/simulator.h"
+
+#include <dlfcn.h>
+
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -13,7 +17,7 @@
 #include "launch/visitor.h"
 #include "mlx/scheduler.h"
 #include "ops/registry.h"
-#include "simulator/simulator.h"
+#include "simulator/binding.h"
 
 namespace nb = nanobind;
 
@@ -21,11 +25,28 @@ namespace mittens {
 
 namespace {
 
+// A launch that ran, and what it did.
+struct Run {
+  std::string file;
+  std::string kernel;
+  std::array<uint32_t, 3> threadgroups;
+  std::array<uint32_t, 3> threads;
+  simulator::Counts counts;
+};
+
+// Host code that makes the dispatch of a launch, in place of dispatch_of: in tests the macOS code over a recording device
+// (tests/macos/recorder.cpp). The owner keeps what the dispatch points to.
+using Host = void (*)(const Launch& launch, mx::Stream stream, std::string& file, simulator::Dispatch& dispatch,
+                      std::shared_ptr<void>& owner);
+
 struct State {
   std::mutex mutex;
   bool enabled;
   simulator::Options options{};
   std::set<std::string> launched;  // "file:kernel"
+  bool recording = false;
+  std::vector<Run> runs;
+  Host host = nullptr;
 
   State() {
     const char* value = std::getenv("MLX_MITTENS_SIMULATOR");
@@ -39,10 +60,9 @@ State& state() {
   return *instance;
 }
 
-std::shared_ptr<simulator::Library> library_of(const std::string& file) {
+std::shared_ptr<simulator::Library> library_at(const std::string& path) {
   static std::mutex mutex;
   static std::map<std::string, std::shared_ptr<simulator::Library>> by_path;
-  const std::string path = frontend::simulator_library(file);
   std::lock_guard lock(mutex);
   auto& library = by_path[path];
   if (!library) {
@@ -72,31 +92,55 @@ simulator::Dispatch dispatch_of(const Launch& launch) {
               return simulator::Buffer{"", const_cast<std::byte*>(bytes.data.data()), bytes.data.size(),
                                        simulator::Buffer::constant};
             },
+            [](const Absent&) { return simulator::Buffer{"", nullptr, 1, simulator::Buffer::constant}; },
         },
         argument));
   }
   return dispatch;
 }
 
+Host current_host() {
+  std::lock_guard lock(state().mutex);
+  return state().host;
+}
+
+void set_host(const std::string& path) {
+  Host host = nullptr;
+  if (!path.empty()) {
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    host = library ? reinterpret_cast<Host>(dlsym(library, "mittens_record")) : nullptr;
+    if (!host) {
+      throw std::invalid_argument(dlerror());
+    }
+  }
+  std::lock_guard lock(state().mutex);
+  state().host = host;
+}
+
 void bind(nb::module_& module) {
+  module.def("simulator_host", &set_host, nb::arg("path"),
+             "Takes the dispatches of launches from the host code in a shared object; with an empty path no more.");
   module.def("simulator_enabled", &simulator_enabled, "Whether ops on the CPU go through the simulator.");
   module.def(
       "simulator_configure",
-      [](bool enabled, uint64_t seed, bool watch) {
+      [](bool enabled, uint64_t seed, bool watch, uint64_t step_limit) {
         std::lock_guard lock(state().mutex);
         state().enabled = enabled;
         state().options.seed = seed;
         state().options.watch = watch;
+        state().options.step_limit = step_limit;
       },
       nb::arg("enabled"), nb::arg("seed") = 0, nb::arg("watch") = true,
+      nb::arg("step_limit") = simulator::Options{}.step_limit,
       "Sends ops on the CPU through the simulator or through their native code; the seed shuffles the threads.");
   module.def(
       "simulator_state",
       [] {
         std::lock_guard lock(state().mutex);
-        return nb::make_tuple(state().enabled, state().options.seed, state().options.watch);
+        const auto& options = state().options;
+        return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit);
       },
-      "The three settings that simulator_configure takes.");
+      "The settings that simulator_configure takes.");
   module.def(
       "launched_kernels",
       [] {
@@ -104,6 +148,28 @@ void bind(nb::module_& module) {
         return state().launched;
       },
       "The kernels that the simulator has run in this process, as \"file:kernel\".");
+  module.def(
+      "simulator_record",
+      [](bool recording) {
+        std::vector<Run> runs;
+        {
+          std::lock_guard lock(state().mutex);
+          state().recording = recording;
+          runs.swap(state().runs);
+        }
+        nb::list result;
+        for (const auto& run : runs) {
+          nb::dict entry;
+          entry["file"] = run.file;
+          entry["kernel"] = run.kernel;
+          entry["threadgroups"] = nb::make_tuple(run.threadgroups[0], run.threadgroups[1], run.threadgroups[2]);
+          entry["threads"] = nb::make_tuple(run.threads[0], run.threads[1], run.threads[2]);
+          entry["counts"] = simulator::dict_of(run.counts);
+          result.append(entry);
+        }
+        return result;
+      },
+      nb::arg("recording"), "Begins or ends to keep what every launch did; returns what was kept so far.");
 }
 
 const Register registered(bind);
@@ -115,19 +181,45 @@ bool simulator_enabled() {
   return state().enabled;
 }
 
+simulator::Options simulator_options() {
+  std::lock_guard lock(state().mutex);
+  simulator::Options options = state().options;
+  options.count = state().recording;
+  return options;
+}
+
+void simulate(const std::string& file, const std::string& library, const simulator::Dispatch& dispatch,
+              const simulator::Options& options) {
+  const auto counts = simulator::run(*library_at(library), dispatch, options);
+  std::lock_guard lock(state().mutex);
+  state().launched.insert(file + ":" + dispatch.kernel);
+  if (state().recording) {
+    const auto& groups = dispatch.threadgroups;
+    const auto& threads = dispatch.threads;
+    state().runs.push_back({.file = file,
+                            .kernel = dispatch.kernel,
+                            .threadgroups = {groups[0], groups[1], groups[2]},
+                            .threads = {threads[0], threads[1], threads[2]},
+                            .counts = counts});
+  }
+}
+
 void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream) {
   // The inputs may still be on their way on the stream's thread; the simulator runs here, so that a fault is an
   // exception of this call.
   mx::synchronize(stream);
-  simulator::Options options;
-  {
-    std::lock_guard lock(state().mutex);
-    options = state().options;
-  }
+  const auto options = simulator_options();
+  const Host host = current_host();
   for (const auto& launch : launches) {
-    simulator::run(*library_of(launch.file), dispatch_of(launch), options);
-    std::lock_guard lock(state().mutex);
-    state().launched.insert(launch.file + ":" + launch.kernel);
+    std::string file = launch.file;
+    simulator::Dispatch dispatch;
+    std::shared_ptr<void> owner;
+    if (host) {
+      host(launch, stream, file, dispatch, owner);
+    } else {
+      dispatch = dispatch_of(launch);
+    }
+    simulate(file, frontend::simulator_library(file, options.watch, launch.function_constants), dispatch, options);
   }
 }
 

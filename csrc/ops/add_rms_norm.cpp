@@ -78,12 +78,11 @@ class AddRmsNorm : public RowPrimitive {
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
 
     if (plan.kernel == RowKernel::split) {
-      return {
+      return in_order(
           launch("split_sums").input(x).input(residual).output(sum).output(outputs[2]).params(params),
-          launch("split_write").input(sum).input(weight).input(outputs[2]).output(y).params(params),
-      };
+          launch("split_write").input(sum).input(weight).input(outputs[2]).output(y).params(params));
     }
-    return {launch(plan.variant).input(x).input(residual).input(weight).output(y).output(sum).params(params)};
+    return in_order(launch(plan.variant).input(x).input(residual).input(weight).output(y).output(sum).params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -113,10 +112,10 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
   }
   checks::epsilon(op, eps);
   const mx::Dtype sum_dtype = mx::result_type(x, residual);
-  checks::floating(op, "x + residual", sum_dtype, sum_dtype);
+  checks::floating(op, sum_dtype, {{"x", x}, {"residual", residual}});
   const mx::Dtype dtype = weight ? mx::promote_types(sum_dtype, weight->dtype()) : sum_dtype;
-  checks::floating(op, "weight", weight ? weight->dtype() : dtype, dtype);
-  const mx::Stream stream = mx::to_stream(where);
+  checks::floating(op, dtype, {{"weight", weight}});
+  const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
     send_to_mx(op, "float64");
     const mx::array sum = mx::add(x, residual, stream);

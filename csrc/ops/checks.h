@@ -2,9 +2,12 @@
 #pragma once
 
 #include <cmath>
+#include <initializer_list>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "mlx/array.h"
 #include "mlx/utils.h"
@@ -58,10 +61,27 @@ inline void epsilon(const char* op, float eps) {
   }
 }
 
-// dtype is the one that the arguments promote to.
-inline void floating(const char* op, const char* name, mx::Dtype given, mx::Dtype dtype) {
-  if (!mx::issubdtype(dtype, mx::floating)) {
-    fail<DtypeError>(op, name, " has dtype ", given, ": expected float32, float16 or bfloat16");
+// dtype is what the arguments promote to; where it is not floating, the argument that makes it so is named.
+inline void floating(const char* op, mx::Dtype dtype,
+                     std::initializer_list<std::pair<const char*, std::optional<mx::array>>> arguments) {
+  if (mx::issubdtype(dtype, mx::floating)) {
+    return;
+  }
+  for (const auto& [name, array] : arguments) {
+    if (array && array->dtype() == dtype) {
+      fail<DtypeError>(op, name, " has dtype ", dtype, ": expected float32, float16 or bfloat16");
+    }
+  }
+  fail<DtypeError>(op, arguments.begin()->first, " has a dtype that makes ", dtype,
+                   " of the result: expected float32, float16 or bfloat16");
+}
+
+// Where the op is to run.
+inline mx::Stream stream(const char* op, mx::StreamOrDevice where) {
+  try {
+    return mx::to_stream(where);
+  } catch (const std::invalid_argument& error) {
+    fail(op, "stream: ", error.what(), " For an NVIDIA GPU: pip install \"mlx[cuda13]==", MITTENS_MLX_VERSION, "\"");
   }
 }
 

@@ -94,13 +94,15 @@ mx::array gatherable(const mx::array& array, mx::Stream stream) {
   return array.ndim() > kCopyDims + 1 ? mx::contiguous(array, false, stream) : array;
 }
 
-Arrays row_contiguous(const Arrays& inputs, mx::Stream stream) {
-  Arrays ready;
-  for (const auto& input : inputs) {
-    const bool as_is = input.flags().row_contiguous || input.size() == 0;
-    ready.push_back(as_is ? input : gathered(input, stream));
+const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies) {
+  const auto as_is = [](const mx::array& input) { return input.flags().row_contiguous || input.size() == 0; };
+  if (std::all_of(inputs.begin(), inputs.end(), as_is)) {
+    return inputs;
   }
-  return ready;
+  for (const auto& input : inputs) {
+    copies.push_back(as_is(input) ? input : gathered(input, stream));
+  }
+  return copies;
 }
 
 }  // namespace mittens

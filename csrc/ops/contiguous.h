@@ -9,7 +9,8 @@ namespace mittens {
 // The array as copy_strided can gather it: of too many dimensions it goes through mx's contiguous().
 mx::array gatherable(const mx::array& array, mx::Stream stream);
 
-// The inputs of an evaluation, row contiguous. Copies are made on the stream and live until what reads them is done.
-Arrays row_contiguous(const Arrays& inputs, mx::Stream stream);
+// The inputs of an evaluation, row contiguous: themselves where they are, else `copies`, which are made on the stream and
+// live until what reads them is done.
+const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies);
 
 }  // namespace mittens

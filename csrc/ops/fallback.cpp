@@ -22,7 +22,8 @@ std::atomic<bool>& strict() {
 
 void bind(nb::module_& module) {
   module.def("strict", [] { return strict().load(); }, "Whether handing over to mx is an error.");
-  module.def("set_strict", [](bool value) { strict() = value; }, nb::arg("value"), "Makes handing over to mx an error.");
+  module.def("set_strict", [](bool value) { strict() = value; }, nb::arg("value"),
+             "Whether handing over to mx is to be an error.");
 }
 
 const Register registered(bind);

@@ -1,5 +1,5 @@
-// The one rule for what our kernels do not cover: mx computes it, unless strict mode asks for an error instead, so that no
-// benchmark or test takes mx for ours.
+// The one rule for what our kernels do not cover: mx computes it, unless strict mode asks for an error instead, so that
+// no benchmark or test takes mx for ours.
 #pragma once
 
 #include <string>

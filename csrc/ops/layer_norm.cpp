@@ -77,12 +77,11 @@ class LayerNorm : public RowPrimitive {
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
 
     if (plan.kernel == RowKernel::split) {
-      return {
+      return in_order(
           launch("split_sums").input(x).output(outputs[1]).params(params),
-          launch("split_write").input(x).input(weight).input(bias).input(outputs[1]).output(outputs[0]).params(params),
-      };
+          launch("split_write").input(x).input(weight).input(bias).input(outputs[1]).output(outputs[0]).params(params));
     }
-    return {launch(plan.variant).input(x).input(weight).input(bias).output(outputs[0]).params(params)};
+    return in_order(launch(plan.variant).input(x).input(weight).input(bias).output(outputs[0]).params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -138,8 +137,8 @@ mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& weight,
   checks::epsilon(op, eps);
   // As in mx, a bias widens the result only beside a weight.
   const mx::Dtype dtype = !weight ? x.dtype() : bias ? mx::result_type(x, *weight, *bias) : mx::result_type(x, *weight);
-  checks::floating(op, "x", x.dtype(), dtype);
-  const mx::Stream stream = mx::to_stream(where);
+  checks::floating(op, dtype, {{"x", x}, {"weight", weight}, {"bias", bias}});
+  const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
     send_to_mx(op, "float64");
     return mx::fast::layer_norm(x, weight, bias, eps, stream);

@@ -19,33 +19,25 @@ constexpr const char* file = "norm_vjp.metal";
 enum class NormVjpKernel { simd, block, columns };
 
 struct NormVjpVariant {
-  uint32_t most_packs;  // of a row
-  bool centred;         // layer_norm holds twice the sums in registers
+  uint32_t most_packs;      // of a row
+  uint32_t least_itemsize;  // a pack of small elements takes more registers: its sums are float32
   NormVjpKernel kernel;
   const char* name;
   uint32_t packs;  // a thread holds at once
 };
 
+// The first that fits is taken; past what registers hold of a row, the three kernels that read it twice.
 constexpr NormVjpVariant variants[] = {
-    {32, false, NormVjpKernel::simd, "simd1", 1},
-    {64, false, NormVjpKernel::simd, "simd2", 2},
-    {256, false, NormVjpKernel::block, "block1", 1},
-    {1024, false, NormVjpKernel::block, "block2", 2},
-    {2048, false, NormVjpKernel::block, "block4", 4},
-    {any, false, NormVjpKernel::columns, "columns", 1},
-
-    {32, true, NormVjpKernel::simd, "simd1", 1},
-    {64, true, NormVjpKernel::simd, "simd2", 2},
-    {256, true, NormVjpKernel::block, "block1", 1},
-    {1024, true, NormVjpKernel::block, "block2", 2},
-    {any, true, NormVjpKernel::columns, "columns", 1},
+    {32, 2, NormVjpKernel::simd, "simd1", 1},     {64, 2, NormVjpKernel::simd, "simd2", 2},
+    {256, 2, NormVjpKernel::block, "block1", 1},  {1024, 2, NormVjpKernel::block, "block2", 2},
+    {2048, 4, NormVjpKernel::block, "block4", 4}, {no_limit, 2, NormVjpKernel::columns, "columns", 1},
 };
 
 constexpr uint32_t simdgroup = 32;
 constexpr uint32_t simdgroups = 8;           // in a threadgroup of the simd and column kernels
-constexpr uint32_t most_blocks = 512;        // that leave partial sums for the parameters' gradients
-constexpr uint32_t few_blocks = 128;         // below this, sharing rows out counts for more than the partial sums' traffic
-constexpr uint32_t rows_per_block = 16;      // above it
+constexpr uint32_t most_blocks = 512;        // of rows, each of which leaves its share of the parameters' gradients
+constexpr uint32_t few_blocks = 128;         // fewer would leave a GPU idle for the sake of less to add up
+constexpr uint32_t rows_per_block = 16;      // between the two
 constexpr uint32_t statistics_packs = 2048;  // of a row, for a threadgroup of the statistics kernel
 
 // Depends on the shape only, so that the order of the sums does.
@@ -65,7 +57,7 @@ NormVjpPlan plan_of(const mx::array& x, const NormVjpOptions& options) {
   plan.rows = plan.columns == 0 ? 0 : static_cast<uint32_t>(x.size() / plan.columns);
   const uint32_t packs = ceil_div(plan.columns, 16 / x.itemsize());
   for (const auto& variant : variants) {
-    if (variant.centred == options.centred && packs <= variant.most_packs) {
+    if (packs <= variant.most_packs && x.itemsize() >= variant.least_itemsize) {
       plan.variant = &variant;
       break;
     }

@@ -29,7 +29,8 @@ void KernelPrimitive::eval_gpu(const Arrays& inputs, Arrays& outputs) {
   if (all_empty(outputs)) {
     return;
   }
-  for (const auto& launch : launches(row_contiguous(inputs, stream()), outputs)) {
+  Arrays copies;
+  for (const auto& launch : launches(row_contiguous(inputs, stream(), copies), outputs)) {
     run_on_gpu(launch, stream());
   }
 }
@@ -39,7 +40,8 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
   if (all_empty(outputs)) {
     return;
   }
-  const Arrays ready = row_contiguous(inputs, stream());
+  Arrays copies;
+  const Arrays& ready = row_contiguous(inputs, stream(), copies);
   if (simulator_enabled()) {
     run_in_simulator(launches(ready, outputs), stream());
   } else {

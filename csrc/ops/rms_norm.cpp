@@ -70,12 +70,11 @@ class RmsNorm : public RowPrimitive {
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
 
     if (plan.kernel == RowKernel::split) {
-      return {
+      return in_order(
           launch("split_sums").input(x).output(outputs[1]).params(params),
-          launch("split_write").input(x).input(weight).input(outputs[1]).output(outputs[0]).params(params),
-      };
+          launch("split_write").input(x).input(weight).input(outputs[1]).output(outputs[0]).params(params));
     }
-    return {launch(plan.variant).input(x).input(weight).output(outputs[0]).params(params)};
+    return in_order(launch(plan.variant).input(x).input(weight).output(outputs[0]).params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -103,8 +102,8 @@ mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, f
   }
   checks::epsilon(op, eps);
   const mx::Dtype dtype = weight ? mx::result_type(x, *weight) : x.dtype();
-  checks::floating(op, "x", x.dtype(), dtype);
-  const mx::Stream stream = mx::to_stream(where);
+  checks::floating(op, dtype, {{"x", x}, {"weight", weight}});
+  const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
     send_to_mx(op, "float64");
     return mx::fast::rms_norm(x, weight, eps, stream);

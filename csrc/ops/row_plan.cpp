@@ -1,6 +1,5 @@
 #include "ops/row_plan.h"
 
-#include <sstream>
 #include <stdexcept>
 
 #include "mlx/utils.h"
@@ -79,15 +78,15 @@ mx::Shape workspace_shape(const mx::array& x, int each) {
 }
 
 std::string kernel_name(const std::string& op, const std::string& variant, mx::Dtype dtype) {
-  std::ostringstream name;
-  name << op << '_' << variant << '_' << dtype;
-  return name.str();
+  const char* type = dtype == mx::float32 ? "_float32" : dtype == mx::float16 ? "_float16" : "_bfloat16";
+  return op + '_' + variant + type;
 }
 
 Launch row_launch(const std::string& file, const std::string& op, const std::string& variant, const RowPlan& plan,
                   mx::Dtype dtype) {
   Launch launch;
   launch.file = file;
+  launch.arguments.reserve(6);
   launch.kernel = kernel_name(op, variant, dtype);
   launch.threadgroups = {plan.threadgroups, 1, 1};
   launch.threads = {plan.threads, 1, 1};

@@ -23,25 +23,27 @@ struct RowVariant {
   uint32_t rows;     // a lane holds at once
 };
 
-inline constexpr uint32_t any = std::numeric_limits<uint32_t>::max();
+inline constexpr uint32_t no_limit = std::numeric_limits<uint32_t>::max();
 
-// The first that fits is taken. Short rows: the fewest lanes that hold a row. Middle rows: where rows are few, one pack a
-// thread for the least latency; where they are many, several packs a thread, so that fewer simdgroups meet at the barrier
-// and more rows are in flight. Long rows: a threadgroup each where that fills the GPU, else several.
+// The first that fits is taken. Short rows: the fewest lanes that hold a row, no barriers. Middle rows: where rows are
+// few, one pack a thread for the least latency; where they are many, several packs a thread, so that more loads are in
+// flight and fewer simdgroups meet at the barrier. Long rows, past what the registers of 512 threads hold: a
+// threadgroup each where there are enough of them to fill a GPU or too little in one to share, else several.
 inline constexpr RowVariant row_variants[] = {
-    {8, any, RowKernel::simd, "simd8", 8, 1, 2},
-    {16, any, RowKernel::simd, "simd16", 16, 1, 2},
-    {32, any, RowKernel::simd, "simd32", 32, 1, 2},
-    {64, any, RowKernel::simd, "simd32x2", 32, 2, 1},
-    {128, 64, RowKernel::block, "block1", 128, 1, 1},
-    {128, any, RowKernel::simd, "simd32x4", 32, 4, 1},
+    {8, no_limit, RowKernel::simd, "simd8", 8, 1, 2},
+    {16, no_limit, RowKernel::simd, "simd16", 16, 1, 2},
+    {32, no_limit, RowKernel::simd, "simd32", 32, 1, 2},
+    {64, no_limit, RowKernel::simd, "simd32x2", 32, 2, 1},
+    {128, 512, RowKernel::block, "block1", 128, 1, 1},
+    {128, no_limit, RowKernel::simd, "simd32x4", 32, 4, 1},
     {512, 64, RowKernel::block, "block1", 512, 1, 1},
-    {256, any, RowKernel::block, "block2", 512, 2, 1},
+    {256, no_limit, RowKernel::block, "block2", 512, 2, 1},
     {1024, 64, RowKernel::block, "block2", 512, 2, 1},
-    {2048, any, RowKernel::block, "block4", 512, 4, 1},
-    {4096, any, RowKernel::looped, "looped", 512, 4, 1},
-    {any, 256, RowKernel::split, "split", 256, 4, 1},
-    {any, any, RowKernel::looped, "looped", 512, 4, 1},
+    {2048, no_limit, RowKernel::block, "block4", 512, 4, 1},
+    {4096, 8, RowKernel::split, "split", 256, 4, 1},
+    {4096, no_limit, RowKernel::looped, "looped", 512, 4, 1},
+    {no_limit, 256, RowKernel::split, "split", 256, 4, 1},
+    {no_limit, no_limit, RowKernel::looped, "looped", 512, 4, 1},
 };
 
 struct RowPlan {

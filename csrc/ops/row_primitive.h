@@ -21,7 +21,7 @@ class RowPrimitive : public KernelPrimitive {
   RowPrimitive(mx::Stream stream, Layout layout, const mx::array& x)
       : KernelPrimitive(stream), layout_(layout), has_workspace_(wants_workspace(x)) {}
 
-  // The lazy outputs of a primitive on row contiguous inputs.
+  // The lazy outputs of a primitive.
   static Arrays outputs_of(const std::shared_ptr<RowPrimitive>& primitive, const Arrays& inputs);
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override;

@@ -53,12 +53,11 @@ class Softmax : public RowPrimitive {
     auto launch = [&](const char* variant) { return row_launch("softmax.metal", "softmax", variant, plan, x.dtype()); };
 
     if (plan.kernel == RowKernel::split) {
-      return {
+      return in_order(
           launch("split_sums").input(x).output(outputs[1]).params(params),
-          launch("split_write").input(x).input(outputs[1]).output(outputs[0]).params(params),
-      };
+          launch("split_write").input(x).input(outputs[1]).output(outputs[0]).params(params));
     }
-    return {launch(plan.variant).input(x).output(outputs[0]).params(params)};
+    return in_order(launch(plan.variant).input(x).output(outputs[0]).params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -105,12 +104,11 @@ class SoftmaxVjp : public RowPrimitive {
     };
 
     if (plan.kernel == RowKernel::split) {
-      return {
+      return in_order(
           launch("split_sums").input(y).input(dy).output(outputs[1]).params(params),
-          launch("split_write").input(y).input(dy).input(outputs[1]).output(outputs[0]).params(params),
-      };
+          launch("split_write").input(y).input(dy).input(outputs[1]).output(outputs[0]).params(params));
     }
-    return {launch(plan.variant).input(y).input(dy).output(outputs[0]).params(params)};
+    return in_order(launch(plan.variant).input(y).input(dy).output(outputs[0]).params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -206,7 +204,7 @@ mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::Stream
   if (a.size() == 0) {
     return a;
   }
-  const mx::Stream stream = mx::to_stream(where);
+  const mx::Stream stream = checks::stream(op, where);
   const bool last_only = axes.size() == 1 && axes[0] == static_cast<int>(a.ndim()) - 1;
   const bool floating = mx::issubdtype(a.dtype(), mx::floating);
   const bool integer = !floating && !mx::issubdtype(a.dtype(), mx::complexfloating);

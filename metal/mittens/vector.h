@@ -74,7 +74,7 @@ inline uint4 pack_of(float v) {
   return pack<T>(values);
 }
 
-// The pack at p; `aligned` says that p is on a 16-byte boundary and must be the same for the whole simdgroup to be fast.
+// The pack at p; `aligned` says that p is on a 16-byte boundary, and is fast where it is the same for all lanes.
 template <typename T>
 inline uint4 load_pack(const device T* p, bool aligned) {
   if (aligned) {

@@ -7,7 +7,8 @@
 
 namespace mittens {
 
-constexpr int kCopyDims = 8;
+// An enumerator: Metal takes no variable outside of a function that is not in constant memory.
+enum { kCopyDims = 8 };
 
 struct CopyParams {
   int64_t strides[kCopyDims];  // of the outer dimensions, in elements

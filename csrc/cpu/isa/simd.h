@@ -194,7 +194,13 @@ MITTENS_INLINE Halves join(Half a, Half b) {
 template <int bits>
 MITTENS_INLINE UInt round_above(Float v) {
   const UInt u = (UInt)v;
-  return u + ((u >> bits & 1) + ((1u << (bits - 1)) - 1));
+  const UInt below = u + ((1u << (bits - 1)) - 1);
+#if defined(__AVX512F__)
+  const __mmask16 odd = _mm512_test_epi32_mask((__m512i)u, _mm512_set1_epi32(1 << bits));
+  return (UInt)_mm512_mask_add_epi32((__m512i)below, odd, (__m512i)below, _mm512_set1_epi32(1));
+#else
+  return below + (u >> bits & 1);
+#endif
 }
 
 template <int bits>
@@ -313,7 +319,18 @@ MITTENS_INLINE Float fma(Float x, float y, float z) {
 
 // Where one is NaN, the second.
 MITTENS_INLINE Float maximum(Float x, Float y) {
+#if defined(__AVX512F__)
+  return (Float)_mm512_maskz_max_ps(0xffff, (__m512)x, (__m512)y);
+#else
   return x > y ? x : y;
+#endif
+}
+MITTENS_INLINE Float minimum(Float x, Float y) {
+#if defined(__AVX512F__)
+  return (Float)_mm512_maskz_min_ps(0xffff, (__m512)x, (__m512)y);
+#else
+  return x < y ? x : y;
+#endif
 }
 
 // The nearest whole number, for |x| < 2^22; infinity may give NaN.
@@ -342,8 +359,7 @@ MITTENS_INLINE Float scale(Float p, Float n) {
 
 // e^x within 1 ulp, subnormal results included; NaN stays NaN.
 MITTENS_INLINE Float exp(Float x) {
-  x = maximum(Float{} - 104.0f, x);  // beyond it 0, and above 89 infinity
-  x = x > 89.0f ? Float{} + 89.0f : x;
+  x = minimum(Float{} + 89.0f, maximum(Float{} - 104.0f, x));  // beyond them infinity and 0
   const Float n = nearest(x * 0x1.715476p0f);
   Float r = fma(n, Float{} - 0x1.62e4p-1f, x);  // x - n log(2), log(2) in two parts; |r| <= log(2) / 2
   r = fma(n, Float{} - 0x1.7f7d1cp-20f, r);
@@ -385,21 +401,30 @@ MITTENS_INLINE Floats exp_below(Floats x, float shift) {
     return {exp(x.a - shift), exp(x.b - shift)};
   } else {
     constexpr float log2_e = 0x1.715476p0f;
-    return {fast_exp2(fma(x.a, log2_e, -shift * log2_e)), fast_exp2(fma(x.b, log2_e, -shift * log2_e))};
+    // Not as one fma: shift * log2_e may be infinite where x - shift is not.
+    return {fast_exp2((x.a - shift) * log2_e), fast_exp2((x.b - shift) * log2_e)};
   }
 }
 
 // One value from all elements, by halves.
 template <typename Combine>
 MITTENS_INLINE float reduce(Float v, const Combine& combine) {
-  float lanes[width];
-  __builtin_memcpy(lanes, &v, sizeof(v));
-  for (size_t half = width / 2; half; half /= 2) {
-    for (size_t i = 0; i < half; ++i) {
-      lanes[i] = combine(lanes[i], lanes[i + half]);
-    }
-  }
-  return lanes[0];
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+  __m256 halves[2];
+  __builtin_memcpy(halves, &v, sizeof(v));
+  const __m256 half = combine(halves[0], halves[1]);
+  const __m128 quarter = combine(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+  const __m128 quarter = combine(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+#else
+  const __m128 quarter = (__m128)v;
+#endif
+  const __m128 pair = combine(quarter, _mm_movehl_ps(quarter, quarter));
+  return combine(pair[0], pair[1]);
+#else
+  return combine(combine(v[0], v[2]), combine(v[1], v[3]));
+#endif
 }
 
 // ---- loops ----
@@ -410,7 +435,7 @@ struct Sums {
   MITTENS_INLINE void add(int k, Floats x) { v[k] = v[k] + x; }
   MITTENS_INLINE void add_product(int k, Floats x, Floats y) { v[k] = fma(x, y, v[k]); }
   MITTENS_INLINE float total() const {
-    return reduce((v[0].a + v[0].b) + (v[1].a + v[1].b), [](float x, float y) MITTENS_INLINED { return x + y; });
+    return reduce((v[0].a + v[0].b) + (v[1].a + v[1].b), [](auto x, auto y) MITTENS_INLINED { return x + y; });
   }
 };
 
@@ -418,9 +443,8 @@ struct Maxima {
   Floats v[2] = {{Float{} - infinity, Float{} - infinity}, {Float{} - infinity, Float{} - infinity}};
   MITTENS_INLINE void add(int k, Floats x) { v[k] = maximum(x, v[k]); }
   MITTENS_INLINE float total() const {
-    return reduce(maximum(maximum(v[0].a, v[0].b), maximum(v[1].a, v[1].b)), [](float x, float y) MITTENS_INLINED {
-      return x > y ? x : y;
-    });
+    const Floats all = maximum(v[0], v[1]);
+    return reduce(maximum(all.a, all.b), [](auto x, auto y) MITTENS_INLINED { return x > y ? x : y; });
   }
 };
 

@@ -1,0 +1,190 @@
+// Kernels of mx.fast.metal_kernel, in the simulator: MLX writes their text, we give them their arguments as MLX does.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "launch/memory.h"
+#include "launch/simulator.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
+#include "mlx/transforms.h"
+#include "ops/registry.h"
+
+namespace nb = nanobind;
+namespace mx = mlx::core;
+
+namespace mittens {
+
+namespace {
+
+using Arrays = std::vector<mx::array>;
+using simulator::Buffer;
+
+struct UserLaunch {
+  std::string file;     // for the record
+  std::string library;  // the path of what the front end made of it
+  std::string kernel;
+  std::array<uint32_t, 3> grid;  // in threads
+  std::array<uint32_t, 3> threadgroup;
+  std::vector<std::tuple<bool, bool, bool>> infos;  // whether an input's shape, strides, ndim are arguments
+  std::vector<std::string> initial;                 // an element of each output, or none
+  bool by_rows;                                     // inputs that are not row contiguous are copied
+  simulator::Options options;
+};
+
+// What a kernel is given of an input: its bytes from the first element to the end of the last.
+struct View {
+  const char* data;
+  size_t bytes;
+  size_t offset;
+  mx::Strides strides;
+  std::vector<char> copy;
+};
+
+View as_it_lies(const mx::array& array) {
+  int64_t last = 0;
+  for (int d = 0; d < static_cast<int>(array.ndim()); ++d) {
+    last += (array.shape(d) - 1) * array.strides(d);
+  }
+  const size_t bytes = array.size() == 0 ? 0 : (last + 1) * array.itemsize();
+  return {array.data<char>(), bytes, static_cast<size_t>(array.offset()), array.strides(), {}};
+}
+
+View copied_by_rows(const mx::array& array) {
+  View view{nullptr, array.nbytes(), 0, array.strides(), std::vector<char>(array.nbytes())};
+  const int ndim = static_cast<int>(array.ndim());
+  const size_t item = array.itemsize();
+  for (size_t element = 0; element < array.size(); ++element) {
+    int64_t from = 0;
+    size_t rest = element;
+    for (int d = ndim - 1; d >= 0; --d) {
+      from += static_cast<int64_t>(rest % array.shape(d)) * array.strides(d);
+      rest /= array.shape(d);
+    }
+    std::memcpy(view.copy.data() + element * item, array.data<char>() + from * static_cast<int64_t>(item), item);
+  }
+  int64_t stride = 1;
+  for (int d = ndim - 1; d >= 0; --d) {
+    view.strides[d] = stride;
+    stride *= array.shape(d);
+  }
+  view.data = view.copy.data();
+  return view;
+}
+
+// A buffer starts at its first element, so a view that runs backwards is copied although MLX would not.
+View view_of(const mx::array& array, bool by_rows) {
+  const bool backwards =
+      std::any_of(array.strides().begin(), array.strides().end(), [](int64_t stride) { return stride < 0; });
+  const bool copy = array.size() > 0 && (backwards || (by_rows && !array.flags().row_contiguous));
+  return copy ? copied_by_rows(array) : as_it_lies(array);
+}
+
+void fill(mx::array& output, const std::string& element) {
+  for (size_t at = 0; at < output.nbytes(); at += element.size()) {
+    std::memcpy(output.data<char>() + at, element.data(), element.size());
+  }
+}
+
+class UserKernel : public mx::Primitive {
+ public:
+  UserKernel(mx::Stream stream, UserLaunch launch) : mx::Primitive(stream), launch_(std::move(launch)) {}
+
+  const char* name() const override {
+    return "SimulatedMetalKernel";
+  }
+
+  void eval_gpu(const Arrays&, Arrays&) override {
+    throw std::runtime_error("[metal_kernel] the simulator runs on the CPU");
+  }
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::synchronize(stream());  // the inputs may still be on their way
+    simulator::Dispatch dispatch{.kernel = launch_.kernel, .buffers = {}, .threadgroups = {}, .threads = {}};
+    std::vector<View> views;
+    std::vector<int> dimensions;
+    for (const auto& input : inputs) {
+      views.push_back(view_of(input, launch_.by_rows));
+      dimensions.push_back(static_cast<int>(input.ndim()));
+    }
+    const auto by_value = [&](const auto* data, size_t count) {
+      dispatch.buffers.push_back({"", const_cast<void*>(static_cast<const void*>(data)), count * sizeof(*data),
+                                  Buffer::constant});
+    };
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      dispatch.buffers.push_back(
+          {"", const_cast<char*>(views[i].data), views[i].bytes, Buffer::input, views[i].offset});
+      const auto [shape, strides, ndim] = launch_.infos[i];
+      if (shape && dimensions[i] > 0) {
+        by_value(inputs[i].shape().data(), dimensions[i]);
+      }
+      if (strides && dimensions[i] > 0) {
+        by_value(views[i].strides.data(), dimensions[i]);
+      }
+      if (ndim && dimensions[i] > 0) {
+        by_value(&dimensions[i], 1);
+      }
+    }
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      mx::array& output = outputs[i];
+      allocate_output(output, stream());
+      if (!launch_.initial.empty()) {
+        fill(output, launch_.initial[i]);
+      }
+      dispatch.buffers.push_back({"", output.data<char>(), output.nbytes(),
+                                  launch_.initial.empty() ? Buffer::output : Buffer::inout});
+    }
+    for (int d = 0; d < 3; ++d) {
+      dispatch.grid[d] = launch_.grid[d];
+      dispatch.threads[d] = std::min(launch_.threadgroup[d], launch_.grid[d]);
+      dispatch.threadgroups[d] = (launch_.grid[d] + dispatch.threads[d] - 1) / dispatch.threads[d];
+    }
+    simulate(launch_.file, launch_.library, dispatch, launch_.options);
+  }
+
+ private:
+  UserLaunch launch_;
+};
+
+using Triple = std::array<uint32_t, 3>;
+
+Arrays user_kernel(Arrays inputs, const std::vector<std::vector<int>>& shapes, const std::vector<mx::Dtype>& dtypes,
+                   const std::string& file, const std::string& library, const std::string& kernel, Triple grid,
+                   Triple threadgroup, std::vector<std::tuple<bool, bool, bool>> infos,
+                   const std::vector<nb::bytes>& initial, bool by_rows) {
+  std::vector<std::string> elements;
+  for (const auto& element : initial) {
+    elements.emplace_back(element.c_str(), element.size());
+  }
+  std::vector<mx::Shape> output_shapes;
+  for (const auto& shape : shapes) {
+    output_shapes.emplace_back(shape.begin(), shape.end());
+  }
+  const UserLaunch launch{file,  library, kernel, grid, threadgroup, std::move(infos), std::move(elements), by_rows,
+                          simulator_options()};
+  const auto primitive = std::make_shared<UserKernel>(mx::default_stream(mx::Device::cpu), launch);
+  return mx::array::make_arrays(std::move(output_shapes), dtypes, primitive, inputs);
+}
+
+void bind(nb::module_& module) {
+  module.def("user_kernel", &user_kernel, nb::arg("inputs"), nb::arg("output_shapes"), nb::arg("output_dtypes"),
+             nb::kw_only(), nb::arg("file"), nb::arg("library"), nb::arg("kernel"), nb::arg("grid"),
+             nb::arg("threadgroup"), nb::arg("infos"), nb::arg("initial"), nb::arg("by_rows"),
+             "The outputs of a kernel of mx.fast.metal_kernel, which runs in the simulator when they are evaluated.");
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens
