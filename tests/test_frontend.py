@@ -1,4 +1,4 @@
-"""The Metal front end: what it takes, what it makes of it for the CPU and as PTX, and what it says of what it refuses."""
+"""The Metal front end: what it takes, what it makes of it for both targets, what it says of what it refuses."""
 
 import re
 import subprocess
@@ -27,7 +27,8 @@ def test_our_files(file):
     for variant in variants:
         assert re.fullmatch(r"[a-z0-9_]+", variant.name)
         signature = frontend.signature(file, variant.name)
-        assert [a.index for a in signature if a.kind == "buffer"] == list(range(sum(a.kind == "buffer" for a in signature)))
+        indices = [a.index for a in signature if a.kind == "buffer"]
+        assert indices == list(range(len(indices)))
         assert signature[-1].kind != "buffer"
     assert Path(frontend.simulator_library(file)).is_file()
 
@@ -317,7 +318,8 @@ def test_instantiations():
 [[kernel]] void fill(device float* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
   out[i] = float(T(n + 0.5)) + flag;
 }
-#define instantiate(name, type) template [[host_name("fill_" name "_3")]] [[kernel]] decltype(fill<type, 3>) fill<type, 3>;
+#define instantiate(name, type) \\
+  template [[host_name("fill_" name "_3")]] [[kernel]] decltype(fill<type, 3>) fill<type, 3>;
 instantiate("float", float)
 instantiate("int", int)
 template [[host_name("fill flagged")]] [[kernel]] void fill<float, 1, true>(device float*, uint);
@@ -328,8 +330,8 @@ kernel void old_style(device float* out [[buffer(0)]], uint i [[thread_index_in_
     variants = {variant.name: variant for variant in frontend.variants(file)}
     assert set(variants) == {"fill_float_3", "fill_int_3", "fill flagged", "plain", "old_style"}
     assert variants["fill_int_3"].function == "fill" and variants["plain"].template_args is None
-    assert [outputs(text, name)[0] for name in variants] == [{"fill_float_3": 3.5, "fill_int_3": 3, "fill flagged": 2.5,
-                                                            "plain": 9, "old_style": 8}[name] for name in variants]  # fmt: skip
+    expected = {"fill_float_3": 3.5, "fill_int_3": 3, "fill flagged": 2.5, "plain": 9, "old_style": 8}
+    assert {name: outputs(text, name)[0] for name in variants} == expected
     assert frontend.entry_name("fill flagged") == "fill_flagged"
 
 
@@ -360,9 +362,18 @@ template [[host_name("test_half")]] [[kernel]] decltype(test<half>) test<half>;
 REFUSED = {
     "unknown_name": ("  out[i] = missing;", r":4:12: error: use of undeclared identifier 'missing'"),
     "device_to_thread": ("  float* p = out;\n  out[i] = *p;", r":4:10: error: .*'float \*' with .*'device float \*'"),
-    "device_to_threadgroup": ("  threadgroup float* p = out;", r"error: .*'threadgroup float \*' with .*'device float \*'"),
-    "threadgroup_to_device": ("  threadgroup float a[4];\n  device float* p = a;\n  out[i] = *p;", r":5:17: error: .*'device float \*' with .*'threadgroup"),
-    "constant_to_device": ("  device float* p = table;\n  out[i] = *p;", r"error: .*'device float \*' with .*'constant float"),
+    "device_to_threadgroup": (
+        "  threadgroup float* p = out;",
+        r"error: .*'threadgroup float \*' with .*'device float \*'",
+    ),
+    "threadgroup_to_device": (
+        "  threadgroup float a[4];\n  device float* p = a;\n  out[i] = *p;",
+        r":5:17: error: .*'device float \*' with .*'threadgroup",
+    ),
+    "constant_to_device": (
+        "  device float* p = table;\n  out[i] = *p;",
+        r"error: .*'device float \*' with .*'constant float",
+    ),
     "write_to_const": ("  in[i] = 1;", r"error: .*read-only|error: .*const"),
     "missing_semicolon": ("  out[i] = 1\n  out[i] = 2;", r":4:13: error: expected ';'"),
     "open_bracket": ("  out[i = 1;", r"error"),
@@ -371,7 +382,10 @@ REFUSED = {
     "as_type_of_another_size": ("  out[i] = as_type<float>(half(1));", r"error: .*as_type changes the size"),
     "bitwise_and_of_floats": ("  out[i] = in[i] & in[i];", r":4:\d+: error: invalid operands"),
     "wrong_argument_count": ("  out[i] = simd_sum(in[i], in[i], in[i]);", r":4:\d+: error: no matching function"),
-    "matrix_of_another_shape": ("  simdgroup_matrix<float, 4, 4> m;\n  out[i] = m.thread_elements()[0];", r"error: .*simdgroup_matrix is 8x8"),
+    "matrix_of_another_shape": (
+        "  simdgroup_matrix<float, 4, 4> m;\n  out[i] = m.thread_elements()[0];",
+        r"error: .*simdgroup_matrix is 8x8",
+    ),
     "standard_library": ("  out[i] = std::max(1.0f, 2.0f);", r":4:\d+: error: use of undeclared identifier 'std'"),
     "exceptions": ("  throw 1;", r":4:\d+: error: .*exceptions"),
 }  # fmt: skip
@@ -380,7 +394,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     body, message = REFUSED[name]
-    text = f"constant float table[1] = {{1}};[[kernel]] void broken({IN_OUT}, uint i [[thread_index_in_threadgroup]]) {{\n{body}\n}}\n"
+    head = f"constant float table[1] = {{1}}; [[kernel]] void broken({IN_OUT}, uint i [[thread_index_in_threadgroup]])"
+    text = f"{head} {{\n{body}\n}}\n"
     file = register(text)
     with pytest.raises(CompileError) as caught:
         frontend.simulator_library(file)
@@ -394,10 +409,23 @@ def test_refused(name):
         ('#include "missing.h"\n', r':3: error: there is no header "missing\.h"'),
         ("// caf\u00e9\n", r":3: error: a \.metal file is ASCII"),
         ("#if\n#endif\n", r":3:\d+: error: expected value in expression"),
-        ("[[kernel]] void test(device float* out [[buffer(0)]], uint i) {}\n", r":3: error: argument 'i' of a kernel has no attribute"),
-        ("[[kernel]] void test(device float* out [[buffer(0)]], uint i [[thread_index]]) {}\n", r"error: .*thread_index"),
-        ('template <typename T> [[kernel]] void f(device T* o [[buffer(0)]]) {}\n\ntemplate [[host_name("a")]] [[kernel]] decltype(f<flot>) f<flot>;\n', r":5:\d+: error: .*flot"),
-        ('void f() {}\ntemplate [[host_name("a")]] [[kernel]] decltype(f<float>) f<float>;\n', r"error: it instantiates f, which is not a kernel"),
+        (
+            "[[kernel]] void test(device float* out [[buffer(0)]], uint i) {}\n",
+            r":3: error: argument 'i' of a kernel has no attribute",
+        ),
+        (
+            "[[kernel]] void test(device float* out [[buffer(0)]], uint i [[thread_index]]) {}\n",
+            r"error: .*thread_index",
+        ),
+        (
+            "template <typename T> [[kernel]] void f(device T* o [[buffer(0)]]) {}\n\n"
+            'template [[host_name("a")]] [[kernel]] decltype(f<flot>) f<flot>;\n',
+            r":5:\d+: error: .*flot",
+        ),
+        (
+            'void f() {}\ntemplate [[host_name("a")]] [[kernel]] decltype(f<float>) f<float>;\n',
+            r"error: it instantiates f, which is not a kernel",
+        ),
         ("float f(float x) { return x; }\n", r"error: the file has no kernel"),
         ("[[kernel]] void test(device float* out [[buffer(0)]]) { out[0] = 1; }}\n", r":3: error: '}' closes nothing"),
     ],
@@ -503,8 +531,8 @@ def ptx_file():
     return register(
         """struct Params { int rows; float scale; long stride; };
 template <typename V>
-[[kernel]] void copy(const device V* in [[buffer(0)]], device V* out [[buffer(1)]], constant Params& params [[buffer(2)]],
-    uint i [[thread_position_in_grid]]) {
+[[kernel]] void copy(const device V* in [[buffer(0)]], device V* out [[buffer(1)]],
+    constant Params& params [[buffer(2)]], uint i [[thread_position_in_grid]]) {
   out[i] = in[i + params.stride];
 }
 template [[host_name("copy_float4")]] [[kernel]] decltype(copy<float4>) copy<float4>;
@@ -589,7 +617,7 @@ def test_prebuilt(tmp_path, monkeypatch):
     from mlx_mittens.frontend import build, prebuild
 
     monkeypatch.setattr(sources, "files", lambda: ["softmax.metal"])
-    prebuild.main(str(tmp_path / "ptx"))
+    prebuild.prebuild(tmp_path / "ptx")
     names = {build.entry_name(v.name) for v in frontend.variants("softmax.metal")}
     assert {path.stem for path in (tmp_path / "ptx" / prebuild.ARCH).iterdir()} == names
     some = tmp_path / "ptx" / prebuild.ARCH / f"{sorted(names)[0]}.ptx"

@@ -25,11 +25,11 @@ def _abi_folder() -> Path:
 
 
 @functools.cache
-def _library_text() -> str:
-    """All of our standard library and of this package: part of the key of what is compiled with it."""
+def _library_key() -> str:
+    """Of all of our standard library and of this package: part of the key of what is compiled with it."""
     abi = _abi_folder() / "simulator" / "abi.h"  # in a source tree it is elsewhere than in an installed package
     own = {path for path in [*INCLUDE.rglob("*"), *_FOLDER.glob("*.py")] if path.is_file()} - {abi}
-    return "\n".join(path.read_text() for path in [*sorted(own), abi])
+    return cache.key(*(path.read_text() for path in [*sorted(own), abi]))
 
 
 @functools.cache
@@ -41,12 +41,14 @@ def _mlx_include() -> list[Path]:
 
 
 def _clean(log: str) -> str:
-    """The compiler's log without what only our own machinery means, and with paths as they stand in an #include."""
+    """The compiler's log in Metal's words, with paths as they stand in an #include, and without our own machinery."""
     lines = [line for line in log.splitlines() if not line.startswith("In file included from")]
     text = "\n".join(lines)
     for folder in [INCLUDE, *_mlx_include()]:
         text = text.replace(f"{folder}/", "")
-    return text
+    for space, number in (("device", 1), ("threadgroup", 3), ("constant", 0)):
+        text = text.replace(f"__attribute__((address_space({number})))", space)
+    return re.sub(r"([\w:]+) __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"vec<\1, \2>", text)
 
 
 Constants = dict[int, str]
@@ -118,8 +120,9 @@ def _max_threads(variant: Variant, kernel: Kernel, number: int) -> tuple[str, st
         return "", "1024"
     if kernel.template is None:
         return "", f"({kernel.max_threads})"
-    declaration = f"template <{kernel.template}> struct mittens_limit_{number} {{ enum {{ threads = {kernel.max_threads} }}; }};\n"
-    return declaration, f"unsigned(mittens_limit_{number}<{variant.template_args}>::threads)"
+    name = f"mittens_limit_{number}"
+    declaration = f"template <{kernel.template}> struct {name} {{ enum {{ threads = {kernel.max_threads} }}; }};\n"
+    return declaration, f"unsigned({name}<{variant.template_args}>::threads)"
 
 
 def _prelude(translation: Translation) -> str:
@@ -140,7 +143,8 @@ def _simulator_text(translation: Translation, file: str) -> str:
         places = "::mittens::argument(buffers, {index})", "::mittens::argument(threadgroup_buffers, {index})"
         declaration, limit = _max_threads(variant, kernel, number)
         parts.append(
-            f"{declaration}static void mittens_entry_{number}(void* const* buffers, void* const* threadgroup_buffers) {{\n"
+            f"{declaration}"
+            f"static void mittens_entry_{number}(void* const* buffers, void* const* threadgroup_buffers) {{\n"
             f"{_call(variant, kernel, *places)}}}\n"
         )
         rows = [
@@ -175,9 +179,8 @@ def simulator_library(file: str, watch: bool = True, constants: dict[int, object
     found = compiler.find_compiler()
     flags = compiler.cpu_flags(watch)
     texts = _constant_texts(constants)
-    name = cache.key(
-        sources.flatten(file), _library_text(), repr(sorted(texts.items())), found.identity, " ".join(flags), _processor()
-    )
+    what = [sources.flatten(file), repr(sorted(texts.items()))]
+    name = cache.key(*what, _library_key(), found.identity, " ".join(flags), _processor())
 
     def make(path: Path) -> None:
         translation = translate(file, constants)
@@ -243,8 +246,8 @@ def ptx(
 ) -> str:
     """The PTX of one variant, with one entry, `entry_name(kernel)`.
 
-    Its parameters are the kernel's buffers in the order of their indices: a 64-bit address for a pointer, the value itself
-    for a reference.
+    Its parameters are the kernel's buffers in the order of their indices: a 64-bit address for a pointer, the value
+    itself for a reference.
 
     Args:
         file: One of `files()`, or a registered source.
@@ -267,9 +270,8 @@ def ptx(
     found = compiler.find_compiler()
     flags = compiler.ptx_flags(arch)
     texts = _constant_texts(constants)
-    name = cache.key(
-        flat, kernel, repr(sorted(sizes.items())), _library_text(), repr(sorted(texts.items())), found.identity, " ".join(flags)
-    )
+    what = [flat, kernel, repr(sorted(sizes.items())), repr(sorted(texts.items()))]
+    name = cache.key(*what, _library_key(), found.identity, " ".join(flags))
 
     def make(path: Path) -> None:
         translation = translate(file, constants)
@@ -288,7 +290,7 @@ def has_prebuilt_ptx() -> bool:
 
 def prebuilt_key(flat: str) -> str:
     """What a prebuilt PTX file says of the text that it was made of, so that an edited kernel does not run old PTX."""
-    return cache.key(flat, _library_text())
+    return cache.key(flat, _library_key())
 
 
 @functools.cache

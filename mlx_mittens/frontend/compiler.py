@@ -30,6 +30,7 @@ _CPU = [
 ]
 _STEPS = ["-fsanitize-coverage=bb,no-prune,trace-pc-guard"]
 _WATCHED = ["-fsanitize-coverage=bb,no-prune,trace-pc-guard,trace-loads,trace-stores", "-DMITTENS_WATCHED"]
+_LINK = ["-shared", "-nostdlib", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 _PTX = [
     *("-S", "-O3", "-target", "nvptx64-nvidia-cuda", "-ffp-contract=fast", "-fno-math-errno"),
     # Metal's compiler leaves no calls in a kernel; a call would put its arguments into local memory.
@@ -89,8 +90,7 @@ def _find() -> Compiler | str:
             continue
         version = _version((program,))
         if version and (version[0] >= OLDEST_CLANG or chosen):
-            linker = (program, "-shared", "-nostdlib", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []))
-            return Compiler((program,), linker, version[1])
+            return Compiler((program,), (program, *_LINK), version[1])
         if chosen:
             return f"MLX_MITTENS_CLANG is {chosen!r}, which is not a clang++ that runs"
     zig = _ziglang()
@@ -99,7 +99,7 @@ def _find() -> Compiler | str:
         if version:
             linker = (str(zig), "ld.lld", "-shared")
             if sys.platform == "darwin":
-                linker = (str(zig), "cc", "-shared", "-nostdlib", "-undefined", "dynamic_lookup")
+                linker = (str(zig), "cc", *_LINK)
             return Compiler((str(zig), "clang"), linker, version[1])
     return f"no clang++ of version {OLDEST_CLANG} or later: pip install ziglang, or set MLX_MITTENS_CLANG"
 

@@ -22,7 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _TOKEN = re.compile(
-    r"""^\#[^\n]*$|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[A-Za-z_]\w*|\.?\d(?:[eEpP][+-]|[\w.])*|::|->|[^\s\w]""", re.M
+    r"""^\#[^\n]*$|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'"""
+    r"""|[A-Za-z_]\w*|\.?\d(?:[eEpP][+-]|[\w.])*|::|->|[^\s\w]""",
+    re.M,
 )
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*$")
 _FLOAT_LITERAL = re.compile(
@@ -248,7 +250,9 @@ class _Rewriter:
         while i >= 0:
             if self.tokens[i] in (";", "{"):
                 break
-            if self.tokens[i] == "}" or (self.tokens[i] == ":" and self.token(i - 1) in ("public", "private", "protected")):
+            if self.tokens[i] == "}":
+                break
+            if self.tokens[i] == ":" and self.token(i - 1) in ("public", "private", "protected"):
                 break
             i = self.partner[i] if self.tokens[i] in ")]" else i
             i -= 1

@@ -53,8 +53,32 @@ def flatten(file: str) -> str:
     Raises:
         CompileError: If a header is missing or the text is not ASCII, which Metal's compiler would not take.
     """
-    included: set[Path] = set()
+    text, stamps = _flattened.get(file, (None, None))
+    if text is None or any(_stamp(name, path) != stamp for name, path, stamp in stamps):
+        text, stamps = _flatten(file)
+        _flattened[file] = text, stamps
+    return text
+
+
+# What was flattened, and of each text in it whether it has changed since.
+_flattened: dict[str, tuple[str, list[tuple[str, Path | None, object]]]] = {}
+
+
+def _stamp(name: str, path: Path | None) -> object:
+    if path is None:
+        return _registered.get(name)
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_mtime_ns, status.st_size, name in _registered)
+
+
+def _flatten(file: str) -> tuple[str, list[tuple[str, Path | None, object]]]:
     folder = metal_folder()
+    first = None if file in _registered else folder / file
+    stamps = [(file, first, _stamp(file, first))]
+    included: set[Path] = set()
 
     def inline(name: str, text: str, at: Path) -> str:
         if not text.isascii():
@@ -73,9 +97,10 @@ def flatten(file: str) -> str:
                 parts.append(match[0].strip())
             elif header.resolve() not in included:
                 included.add(header.resolve())
+                stamps.append((match[1], header, _stamp(match[1], header)))
                 parts.append(inline(match[1], header.read_text(encoding="utf-8"), header.parent).rstrip("\n"))
                 parts.append(f'\n#line {line + 1} "{name}"')
         parts.append(text[done:])
         return "".join(parts)
 
-    return inline(file, source(file), folder)
+    return inline(file, source(file), folder), stamps

@@ -34,52 +34,55 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
 #else
 #define MITTENS_ATOMIC MITTENS_RUNTIME
 #endif
-#define MITTENS_FETCH(space, name, builtin)                                                             \
-  template <typename T, typename U>                                                                     \
-  MITTENS_ATOMIC T atomic_fetch_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) { \
-    mittens::announce_atomic((const volatile void*)object, sizeof(T), true, MITTENS_CALLER);                                  \
-    return __atomic_fetch_##builtin(&object->value, T(operand), __ATOMIC_RELAXED);                      \
+#define MITTENS_ANNOUNCE(reads)                                                                                        \
+  mittens::announce_atomic((const volatile void*)object, sizeof(T), reads, MITTENS_CALLER)
+#define MITTENS_FETCH(space, name, builtin)                                                                            \
+  template <typename T, typename U>                                                                                    \
+  MITTENS_ATOMIC T atomic_fetch_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) {         \
+    MITTENS_ANNOUNCE(true);                                                                                            \
+    return __atomic_fetch_##builtin(&object->value, T(operand), __ATOMIC_RELAXED);                                     \
   }
-#define MITTENS_ATOMICS(space)                                                                                        \
-  template <typename T>                                                                                               \
-  MITTENS_ATOMIC T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {                       \
-    mittens::announce_atomic((const volatile void*)object, sizeof(T), true, MITTENS_CALLER);                                          \
-    return as_type<T>(__atomic_load_n((const volatile space mittens::Bits<T>*)object, __ATOMIC_RELAXED));             \
-  }                                                                                                                   \
-  template <typename T, typename U>                                                                                   \
-  MITTENS_ATOMIC void atomic_store_explicit(volatile space atomic<T>* object, U desired, memory_order) {              \
-    mittens::announce_atomic((const volatile void*)object, sizeof(T), false, MITTENS_CALLER);                                         \
-    __atomic_store_n((volatile space mittens::Bits<T>*)object, as_type<mittens::Bits<T>>(T(desired)),                 \
-                     __ATOMIC_RELAXED);                                                                               \
-  }                                                                                                                   \
-  template <typename T, typename U>                                                                                   \
-  MITTENS_ATOMIC T atomic_exchange_explicit(volatile space atomic<T>* object, U desired, memory_order) {              \
-    mittens::announce_atomic((const volatile void*)object, sizeof(T), true, MITTENS_CALLER);                                          \
-    return as_type<T>(__atomic_exchange_n((volatile space mittens::Bits<T>*)object,                                   \
-                                          as_type<mittens::Bits<T>>(T(desired)), __ATOMIC_RELAXED));                  \
-  }                                                                                                                   \
-  template <typename T, typename U>                                                                                   \
-  MITTENS_ATOMIC bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>* object, T* expected, U desired, \
-                                                            memory_order, memory_order) {                             \
-    mittens::announce_atomic((const volatile void*)object, sizeof(T), true, MITTENS_CALLER);                                          \
-    mittens::Bits<T> seen = as_type<mittens::Bits<T>>(*expected);                                                     \
-    const bool same = __atomic_compare_exchange_n((volatile space mittens::Bits<T>*)object, &seen,                    \
-                                                  as_type<mittens::Bits<T>>(T(desired)), true, __ATOMIC_RELAXED,      \
-                                                  __ATOMIC_RELAXED);                                                  \
-    *expected = as_type<T>(seen);                                                                                     \
-    return same;                                                                                                      \
-  }                                                                                                                   \
-  MITTENS_FETCH(space, add, add)                                                                        \
-  MITTENS_FETCH(space, sub, sub)                                                                        \
-  MITTENS_FETCH(space, min, min)                                                                        \
-  MITTENS_FETCH(space, max, max)                                                                        \
-  MITTENS_FETCH(space, and, and)                                                                        \
-  MITTENS_FETCH(space, or, or)                                                                          \
+#define MITTENS_ATOMICS(space)                                                                                         \
+  template <typename T>                                                                                                \
+  MITTENS_ATOMIC T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {                        \
+    MITTENS_ANNOUNCE(true);                                                                                            \
+    return as_type<T>(__atomic_load_n((const volatile space mittens::Bits<T>*)object, __ATOMIC_RELAXED));              \
+  }                                                                                                                    \
+  template <typename T, typename U>                                                                                    \
+  MITTENS_ATOMIC void atomic_store_explicit(volatile space atomic<T>* object, U desired, memory_order) {               \
+    MITTENS_ANNOUNCE(false);                                                                                           \
+    __atomic_store_n((volatile space mittens::Bits<T>*)object, as_type<mittens::Bits<T>>(T(desired)),                  \
+                     __ATOMIC_RELAXED);                                                                                \
+  }                                                                                                                    \
+  template <typename T, typename U>                                                                                    \
+  MITTENS_ATOMIC T atomic_exchange_explicit(volatile space atomic<T>* object, U desired, memory_order) {               \
+    MITTENS_ANNOUNCE(true);                                                                                            \
+    return as_type<T>(__atomic_exchange_n((volatile space mittens::Bits<T>*)object,                                    \
+                                          as_type<mittens::Bits<T>>(T(desired)), __ATOMIC_RELAXED));                   \
+  }                                                                                                                    \
+  template <typename T, typename U>                                                                                    \
+  MITTENS_ATOMIC bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>* object, T* expected, U desired,  \
+                                                            memory_order, memory_order) {                              \
+    MITTENS_ANNOUNCE(true);                                                                                            \
+    mittens::Bits<T> seen = as_type<mittens::Bits<T>>(*expected);                                                      \
+    const bool same = __atomic_compare_exchange_n((volatile space mittens::Bits<T>*)object, &seen,                     \
+                                                  as_type<mittens::Bits<T>>(T(desired)), true, __ATOMIC_RELAXED,       \
+                                                  __ATOMIC_RELAXED);                                                   \
+    *expected = as_type<T>(seen);                                                                                      \
+    return same;                                                                                                       \
+  }                                                                                                                    \
+  MITTENS_FETCH(space, add, add)                                                                                       \
+  MITTENS_FETCH(space, sub, sub)                                                                                       \
+  MITTENS_FETCH(space, min, min)                                                                                       \
+  MITTENS_FETCH(space, max, max)                                                                                       \
+  MITTENS_FETCH(space, and, and)                                                                                       \
+  MITTENS_FETCH(space, or, or)                                                                                         \
   MITTENS_FETCH(space, xor, xor)
 MITTENS_ATOMICS(MITTENS_DEVICE)
 MITTENS_ATOMICS(MITTENS_THREADGROUP)
 #undef MITTENS_ATOMICS
 #undef MITTENS_FETCH
+#undef MITTENS_ANNOUNCE
 #undef MITTENS_ATOMIC
 
 }  // namespace metal

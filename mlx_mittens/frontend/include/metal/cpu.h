@@ -57,14 +57,13 @@ MITTENS_INLINE unsigned lane() {
 }
 
 // What the lanes of `scope` hold, once all of them are here.
-__attribute__((always_inline)) inline const abi::Lanes& meet(Scope scope, const char* name, Site site, const void* caller,
-                                                             const void* value, unsigned bytes,
-                                                             abi::Combine combine = nullptr, bool matrix = false) {
+MITTENS_INLINE const abi::Lanes& meet(Scope scope, const char* name, Site site, const void* caller, const void* value,
+                                      unsigned bytes, abi::Combine combine = nullptr, bool matrix = false) {
   return runtime->exchange(scope, {name, site, caller, matrix}, value, bytes, combine);
 }
 
 template <typename T>
-__attribute__((always_inline)) inline T value_of(const abi::Lanes::Value& value) {
+MITTENS_INLINE T value_of(const abi::Lanes::Value& value) {
   T result;
   __builtin_memcpy(&result, value.bytes, sizeof(T));
   return result;

@@ -81,7 +81,7 @@ struct Parameter;
 template <unsigned index, typename... P>
 struct Parameter<index, void (*)(P...)> {
   using Own = __type_pack_element<index, P...>;
-  using type = metal::conditional_t<__is_pointer(Own), Own, metal::remove_cv_t<metal::remove_addrspace_t<metal::remove_reference_t<Own>>>>;
+  using type = metal::conditional_t<__is_pointer(Own), Own, metal::decay_t<Own>>;
 };
 template <unsigned index, typename K>
 using parameter_t = typename Parameter<index, K>::type;

@@ -20,15 +20,16 @@ using Truth = metal::conditional_t<Vector<T>::is_vector, bool __attribute__((ext
 
 namespace metal {
 
-#define MITTENS_UNARY(name, exact)                                                              \
-  template <typename T, typename = mittens::FloatOnly<T>>                                       \
-  MITTENS_INLINE T name(T x) {                                                                  \
-    return mittens::map<T>([](auto x) { return decltype(x)(mittens::math::exact(float(x))); }, x); \
+#define MITTENS_UNARY(name, exact)                                                                  \
+  template <typename T, typename = mittens::FloatOnly<T>>                                           \
+  MITTENS_INLINE T name(T x) {                                                                      \
+    return mittens::map<T>([](auto x) { return decltype(x)(mittens::math::exact(float(x))); }, x);  \
   }
-#define MITTENS_BINARY(name, exact)                                                                             \
-  template <typename T, typename = mittens::FloatOnly<T>>                                                       \
-  MITTENS_INLINE constexpr T name(T x, T y) {                                                                             \
-    return mittens::map<T>([](auto x, auto y) { return decltype(x)(mittens::math::exact(float(x), float(y))); }, x, y); \
+#define MITTENS_BINARY(name, exact)                                                                 \
+  template <typename T, typename = mittens::FloatOnly<T>>                                           \
+  MITTENS_INLINE constexpr T name(T x, T y) {                                                       \
+    return mittens::map<T>(                                                                         \
+        [](auto x, auto y) { return decltype(x)(mittens::math::exact(float(x), float(y))); }, x, y); \
   }
 
 // The functions whose fast forms differ are written for each namespace; the others stand once and are shared.
@@ -158,8 +159,12 @@ MITTENS_INLINE T smoothstep(T low, T high, T x) {
 }
 template <typename T, typename = mittens::FloatOnly<T>>
 MITTENS_INLINE T sign(T x) {
-  return mittens::map<T>([](auto x) { return x > 0 ? decltype(x)(1) : x < 0 ? decltype(x)(-1) : x == x ? x : decltype(x)(0); },
-                         x);
+  return mittens::map<T>(
+      [](auto x) {
+        using S = decltype(x);
+        return x > 0 ? S(1) : x < 0 ? S(-1) : x == x ? x : S(0);
+      },
+      x);
 }
 template <typename T, typename = mittens::FloatOnly<T>>
 MITTENS_INLINE T fract(T x) {

@@ -7,6 +7,8 @@ namespace mittens::math {
 
 constexpr float log2_e = 1.44269504088896340736f;
 constexpr float log2_e_rest = 1.92596299112661e-8f;  // log2(e) - log2_e
+constexpr float log2_10 = 3.32192809488736234787f;
+constexpr float log2_10_rest = 7.0595369e-8f;  // log2(10) - log2_10
 constexpr float ln_2 = 0.693147180559945309417f;
 
 MITTENS_INLINE float fabs(float x) {
@@ -74,11 +76,15 @@ MITTENS_INLINE float exact_exp2(float x) {
   const float whole = rint(limited);
   return x != x ? x : exp2_of(whole, limited - whole);
 }
-MITTENS_INLINE float exact_exp(float x) {
+// e^x * 2^shift.
+MITTENS_INLINE float exp_scaled(float x, float shift) {
   const float limited = fmax(fmin(x, 130.0f), -130.0f);
   const float whole = rint(limited * log2_e);
   const float part = __builtin_fmaf(limited, log2_e_rest, __builtin_fmaf(limited, log2_e, -whole));
-  return x != x ? x : exp2_of(whole, part);
+  return x != x ? x : exp2_of(whole + shift, part);
+}
+MITTENS_INLINE float exact_exp(float x) {
+  return exp_scaled(x, 0.0f);
 }
 MITTENS_INLINE float fast_exp2(float x) {
   return __nvvm_ex2_approx_ftz_f(x);
@@ -120,29 +126,34 @@ MITTENS_INLINE float fast_log10(float x) {
   return fast_log2(x) * 0.301029995663981195214f;
 }
 MITTENS_INLINE float exact_exp10(float x) {
-  const float whole = rint(x * 3.32192809488736234787f);
-  const float part = __builtin_fmaf(x, 3.32192809488736234787f, -whole);
-  return exp2_of(fmax(fmin(whole, 200.0f), -200.0f), part);
+  const float limited = fmax(fmin(x, 60.0f), -60.0f);
+  const float whole = rint(limited * log2_10);
+  const float part = __builtin_fmaf(limited, log2_10_rest, __builtin_fmaf(limited, log2_10, -whole));
+  return x != x ? x : exp2_of(whole, part);
 }
 MITTENS_INLINE float fast_exp10(float x) {
-  return fast_exp2(x * 3.32192809488736234787f);
+  return fast_exp2(x * log2_10);
 }
 
 MITTENS_INLINE float exact_pow(float x, float y) {
   const float magnitude = exact_exp2(y * exact_log2(fabs(x)));
   const bool whole = y == trunc(y);
   const bool odd = whole && fabs(y) < 16777216.0f && (int(y) & 1);
-  return y == 0.0f || x == 1.0f ? 1.0f : x < 0.0f && !whole ? __builtin_nanf("") : odd ? copysign(magnitude, x) : magnitude;
+  if (y == 0.0f || x == 1.0f) {
+    return 1.0f;
+  }
+  return x < 0.0f && !whole ? __builtin_nanf("") : odd ? copysign(magnitude, x) : magnitude;
 }
 MITTENS_INLINE float fast_pow(float x, float y) {
   return fast_exp2(y * fast_log2(x));
 }
 
-// The nearest multiple of pi/2 is taken off in two parts; good to about 10^5.
+// The nearest multiple of pi/2 is taken off in three parts; good to about 10^4.
 MITTENS_INLINE float off_quarters(float x, int& quarter) {
   const float whole = rint(x * 0.636619772367581343f);
   quarter = int(whole);
-  return __builtin_fmaf(whole, 4.37113883e-8f, __builtin_fmaf(whole, -1.57079637f, x));
+  const float rest = __builtin_fmaf(whole, 4.37113883e-8f, __builtin_fmaf(whole, -1.57079637f, x));
+  return __builtin_fmaf(whole, 1.71512451e-15f, rest);
 }
 MITTENS_INLINE float sine_near_zero(float x) {
   const float z = x * x;
@@ -177,38 +188,49 @@ MITTENS_INLINE float fast_tan(float x) {
   return fast_sin(x) / fast_cos(x);
 }
 
-// (e^2x - 1) / (e^2x + 1); its series near 0, where the difference cancels.
+// 1 + x rounds; what was lost is made good by the quotient.
+MITTENS_INLINE float log1p(float x) {
+  const float sum = 1.0f + x;
+  return sum == 1.0f || sum == __builtin_inff() ? x : exact_log(sum) * (x / (sum - 1.0f));
+}
+
+// x + x^3 p(x^2), p least in its relative error where it is used.
+template <typename... C>
+MITTENS_INLINE float odd_series(float x, C... coefficients) {
+  const float z = x * x;
+  const float c[] = {coefficients...};
+  float sum = 0.0f;
+  for (int i = sizeof...(C) - 1; i >= 0; --i) {
+    sum = __builtin_fmaf(sum, z, c[i]);
+  }
+  return __builtin_fmaf(x * z, sum, x);
+}
+
+// 1 - 2 / (e^2x + 1), which cancels near 0.
 MITTENS_INLINE float exact_tanh(float x) {
   const float a = fabs(x);
-  const float z = x * x;
-  const float small = x + x * z * (-0.333332819f + z * (0.133214056f + z * (-0.0526912487f + z * 0.0165043678f)));
-  const float large = 1.0f - 2.0f / (exact_exp(2.0f * a) + 1.0f);
-  return a < 0.55f ? small : copysign(large, x);
+  const float near =
+      odd_series(x, -0.333333327f, 0.133332937f, -0.0539596501f, 0.021782825f, -0.00841395525f, 0.00239581985f);
+  const float far = 1.0f - 2.0f / (exact_exp(2.0f * a) + 1.0f);
+  return a < 0.55f ? near : copysign(far, x);
 }
 MITTENS_INLINE float fast_tanh(float x) {
   return exact_tanh(x);
 }
 MITTENS_INLINE float sinh(float x) {
   const float a = fabs(x);
-  const float z = x * x;
-  const float small = x + x * z * (1.0f / 6 + z * (1.0f / 120 + z * (1.0f / 5040)));
-  const float e = exact_exp(a);
-  return a < 0.5f ? small : copysign(0.5f * e - 0.5f / e, x);
+  const float near = odd_series(x, 0.166666665f, 0.00833335006f, 0.000198361597f, 2.81695137e-06f);
+  const float e = exp_scaled(a, -1.0f);  // e^a / 2, which is finite for as long as the result is
+  return a < 1.0f ? near : copysign(e - 0.25f / e, x);
 }
 MITTENS_INLINE float cosh(float x) {
-  const float e = exact_exp(fabs(x));
-  return 0.5f * e + 0.5f / e;
-}
-MITTENS_INLINE float atan_to_one(float x) {
-  const float z = x * x;
-  return x + x * z *
-                 (-0.333331466f +
-                  z * (0.199937075f + z * (-0.142102316f + z * (0.106590636f + z * (-0.0756163523f +
-                                                                              z * (0.0436734334f + z * (-0.0163945779f + z * 0.00290188054f)))))));
+  const float e = exp_scaled(fabs(x), -1.0f);
+  return e + 0.25f / e;
 }
 MITTENS_INLINE float atan(float x) {
   const float a = fabs(x);
-  const float near = atan_to_one(a > 1.0f ? 1.0f / a : a);
+  const float near = odd_series(a > 1.0f ? 1.0f / a : a, -0.333332991f, 0.199985482f, -0.142642408f, 0.109521811f,
+                                -0.0840343663f, 0.0579573592f, -0.0311776126f, 0.0109144808f, -0.00179359385f);
   return copysign(a > 1.0f ? 1.57079632679489661923f - near : near, x);
 }
 MITTENS_INLINE float atan2(float y, float x) {
@@ -224,13 +246,16 @@ MITTENS_INLINE float acos(float x) {
 }
 MITTENS_INLINE float asinh(float x) {
   const float a = fabs(x);
-  return copysign(exact_log(a + exact_sqrt(a * a + 1.0f)), x);
+  const float near = log1p(a + a * a / (1.0f + exact_sqrt(a * a + 1.0f)));
+  return copysign(a < 1e9f ? near : exact_log(a) + ln_2, x);
 }
 MITTENS_INLINE float acosh(float x) {
-  return exact_log(x + exact_sqrt((x - 1.0f) * (x + 1.0f)));
+  const float over = x - 1.0f;
+  return x < 1e9f ? log1p(over + exact_sqrt(2.0f * over + over * over)) : exact_log(x) + ln_2;
 }
 MITTENS_INLINE float atanh(float x) {
-  return 0.5f * exact_log((1.0f + x) / (1.0f - x));
+  const float a = fabs(x);
+  return copysign(0.5f * log1p(2.0f * a / (1.0f - a)), x);
 }
 MITTENS_INLINE float fmod(float x, float y) {
   return x - y * trunc(x / y);

@@ -69,7 +69,6 @@ template <typename T>
 struct remove_addrspace<MITTENS_THREADGROUP const T> {
   using type = const T;
 };
-#ifndef __NVPTX__
 template <typename T>
 struct remove_addrspace<MITTENS_CONSTANT T> {
   using type = T;
@@ -78,7 +77,6 @@ template <typename T>
 struct remove_addrspace<MITTENS_CONSTANT const T> {
   using type = const T;
 };
-#endif
 template <typename T>
 struct remove_pointer {
   using type = __remove_pointer(T);

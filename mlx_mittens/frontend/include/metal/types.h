@@ -1,15 +1,11 @@
 // Address spaces, scalars and vectors.
 #pragma once
 
-// On both targets 1 is device memory and 3 threadgroup memory. `constant` keeps a space of its own on the CPU, where
-// nothing but its name is checked; on NVIDIA it would be the bank of compile-time constants, so it is generic there.
+// To the generators of code, 1 is device memory (NVIDIA's global) and 3 threadgroup memory (its shared). `constant` is
+// a generic pointer to them, since it may be anywhere, and yet a type of its own to the compiler.
 #define MITTENS_DEVICE __attribute__((address_space(1)))
 #define MITTENS_THREADGROUP __attribute__((address_space(3)))
-#ifdef __NVPTX__
-#define MITTENS_CONSTANT
-#else
-#define MITTENS_CONSTANT __attribute__((address_space(4)))
-#endif
+#define MITTENS_CONSTANT __attribute__((address_space(0)))
 // Without debug information, so that what is inlined counts as the kernel's line that called it.
 #define MITTENS_INLINE inline __attribute__((always_inline, nodebug))
 
