@@ -23,9 +23,15 @@ struct Recording {
 
 thread_local Recording* recording = nullptr;
 
+// A Metal buffer reaches as far as its memory does; of row contiguous arrays no more than the elements is meant.
+size_t reach(const mlx::core::array& array, int64_t offset) {
+  return array.flags().row_contiguous ? array.nbytes() - offset : array.buffer_size() - (array.offset() + offset);
+}
+
 void keep(const mlx::core::array& array, int index, int64_t offset, Buffer::Role role) {
   char* data = const_cast<char*>(array.data<char>()) + offset;
-  if (!recording->arrays.emplace(index, Buffer{"", data, array.nbytes() - offset, role}).second) {
+  const Buffer buffer{"", data, reach(array, offset), role, static_cast<size_t>(array.offset() + offset)};
+  if (!recording->arrays.emplace(index, buffer).second) {
     throw std::runtime_error("buffer " + std::to_string(index) + " is set twice");
   }
 }
@@ -74,6 +80,9 @@ void CommandEncoder::set_input_array(const array& input, int index, int64_t offs
 void CommandEncoder::set_output_array(array& output, int index, int64_t offset) {
   keep(output, index, offset, Buffer::output);
 }
+
+// Launches run as they are recorded, while their caller still holds the arrays.
+void CommandEncoder::add_temporary(array) {}
 
 void CommandEncoder::dispatch_threadgroups(MTL::Size threadgroups, MTL::Size threads) {
   recording->threadgroups = threadgroups;
