@@ -1,4 +1,4 @@
-"""The command line: ``mlx-mittens bench`` and ``mlx-mittens doctor``."""
+"""The command line: ``mlx-mittens bench``, ``check``, ``doctor`` and ``simulate``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, bench, doctor
+from . import __version__, bench, check, doctor, simulate
 
 _COMMANDS = {
     "bench": (bench, "time each op beside its mx twin and check both against float64"),
+    "check": (check, "say what a Mac's compiler would refuse in a .metal file"),
     "doctor": (doctor, "say what is installed and check every case on this machine"),
+    "simulate": (simulate, "run a case of an op in the simulator and count what its kernels do"),
 }
 
 

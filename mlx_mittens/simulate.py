@@ -1,0 +1,139 @@
+"""Simulate: one case of an op through its Metal kernels on the CPU, and what each launch did."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import _ext, cases, frontend, peer, simulator, strict
+from .bench import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", metavar="OP", help=f"one of {', '.join(op.name for op in cases.OPS)}")
+    parser.add_argument("case", metavar="CASE", help='a case, by words of its name: "8B decode", 512x4096')
+    parser.add_argument("--dtype", choices=cases.DTYPES, default="float16")
+    parser.add_argument("--seed", type=int, default=0, help="order in which threads run; 0 is the natural one")
+    parser.add_argument("--peer", choices=("metal",), help="then MLX's own Metal kernel, for its counts")
+    parser.add_argument("--no-watch", action="store_true", help="do not check accesses: faster, and fewer counts")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulates the case and prints its counts; 0 if it is right and without a fault, else 1."""
+    if frontend.compiler_problem():
+        raise UsageError(frontend.compiler_problem())
+    op = _op(arguments.op)
+    case = _case(op, arguments.case)
+    dtype = cases.DTYPES[arguments.dtype]
+    try:
+        check, launches = simulate(op, case, dtype, arguments.seed, not arguments.no_watch)
+    except simulator.Fault as fault:
+        print(f"{op.name}, {case.name}, {arguments.dtype}: FAULT\n{fault}")
+        return 1
+    number = f"{len(launches)} launch" + "es" * (len(launches) != 1)
+    print(f"{op.name}, {case.name}, {arguments.dtype}: {number}, error {check.error:.1e} (mx {check.twin_error:.1e})")
+    for launch in launches:
+        print(f"\n{launch['file']}: {launch['kernel']}")
+        for name, value in _lines(launch, watched=not arguments.no_watch):
+            print(f"  {name:<42} {value:>16}")
+    moved = sum(launch["counts"][f"device_bytes_{way}"] for launch in launches for way in ("loaded", "stored"))
+    fewest = op.bytes_moved(case, dtype)
+    if moved:
+        print(f"\n{moved:,} bytes of device memory moved; {moved / fewest:.2f} times the fewest, {fewest:,}")
+    if arguments.peer and op.name in peer.PEERS and not case.vjp:
+        for launch in _peer_launches(op, case, dtype, arguments.seed, not arguments.no_watch):
+            print(f"\n{launch['file']}: {launch['kernel']}")
+            for name, value in _lines(launch):
+                print(f"  {name:<42} {value:>16}")
+    elif arguments.peer:
+        print(f"\nMLX has no Metal kernel of its own to show for {op.name}, {case.name}")
+    if not check.passed:
+        print(f"WRONG: {check.detail}")
+    return 0 if check.passed else 1
+
+
+def simulate(
+    op: cases.Op, case: cases.Case, dtype: mx.Dtype, seed: int = 0, watch: bool = True
+) -> tuple[cases.Check, list[dict[str, Any]]]:
+    """Runs a case in the simulator.
+
+    Returns:
+        How right it was, and for each launch its file, kernel, threadgroups, threads and counts.
+
+    Raises:
+        Fault: If the simulator found one.
+    """
+    rng = np.random.default_rng(seed)
+    arrays = op.draw(rng, case, dtype)
+    cotangents = op.cotangents(rng, case, dtype) if case.vjp else []
+    with mx.stream(mx.cpu), strict():
+        with simulator.enabled(seed=seed, watch=watch):
+            _ext.simulator_record(True)
+            try:
+                ours = cases.run(op, op.ours, case, arrays, cotangents)
+                mx.eval(ours)
+            finally:
+                launches = _ext.simulator_record(False)
+        twin = cases.run(op, op.twin, case, arrays, cotangents)
+        mx.eval(twin)
+    exact = cases.expected(op, case, arrays, cotangents)
+    return cases.compare(op, case, ours, twin, exact, arrays), launches
+
+
+def _peer_launches(op: cases.Op, case: cases.Case, dtype: mx.Dtype, seed: int, watch: bool) -> list[dict[str, Any]]:
+    """What MLX's own Metal kernels do for a case, on the inputs that ours get."""
+    arrays = op.draw(np.random.default_rng(seed), case, dtype)
+    with mx.stream(mx.cpu), simulator.enabled(seed=seed, watch=watch):
+        _ext.simulator_record(True)
+        try:
+            mx.eval(peer.PEERS[op.name](*arrays, **op.arguments(case)))
+        finally:
+            launches = _ext.simulator_record(False)
+    return launches
+
+
+def _op(name: str) -> cases.Op:
+    for op in cases.OPS:
+        if op.name == name:
+            return op
+    raise UsageError(f"there is no op {name}; the ops are {', '.join(op.name for op in cases.OPS)}")
+
+
+def _case(op: cases.Op, words: str) -> cases.Case:
+    """The case whose name has all these words; whole words go before parts of them, then short names before long."""
+    known = [*op.cases, *op.tests]
+    asked = words.lower().split()
+
+    def like(case: cases.Case) -> bool:
+        name = case.name.lower()
+        return all(word in name for word in asked)
+
+    found = [case for case in known if like(case)]
+    if not found:
+        names = "\n  ".join(dict.fromkeys(case.name for case in known))
+        raise UsageError(f"{op.name} has no case {words!r}; it has\n  {names}")
+    return min(found, key=lambda case: (not set(asked) <= set(case.name.lower().split()), len(case.name)))
+
+
+_OF_ACCESSES = ("loaded", "stored", "accesses", "lines", "conflicts")
+
+
+def _lines(launch: dict[str, Any], watched: bool) -> list[tuple[str, str]]:
+    """Counts by their names, in words; those of accesses only where they were watched."""
+    counts = launch["counts"]
+    size = [" x ".join(str(n) for n in launch[key] if n > 1) or "1" for key in ("threadgroups", "threads")]
+    lines = [("threadgroups", size[0]), ("threads of a threadgroup", size[1])]
+    for name, value in counts.items():
+        if not watched and any(word in name for word in _OF_ACCESSES):
+            continue
+        if name == "threadgroup_bytes":
+            lines.append(("bytes of threadgroup memory", f"{value:,}"))
+        else:
+            lines.append((name.replace("_", " "), f"{value:,}"))
+    if counts.get("device_lines_fewest"):
+        times = counts["device_lines"] / counts["device_lines_fewest"]
+        lines.append(("device lines, of the fewest", f"{times:.2f} times"))
+    return lines

@@ -1,0 +1,99 @@
+"""The commands check and simulate."""
+
+import pytest
+
+from mlx_mittens import cases, frontend, simulate
+from mlx_mittens.__main__ import main
+from mlx_mittens.frontend.sources import metal_folder
+
+SOUND = """#include <metal_stdlib>
+using namespace metal;
+kernel void twice(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  x[i] = 2 * x[i];
+}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "mine.metal"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_check_passes_a_sound_file(file, capsys):
+    path = file(SOUND)
+    assert main(["check", path]) == 0
+    assert capsys.readouterr().out == f"{path}: 1 kernel, nothing that a Mac's compiler would refuse\n"
+
+
+def test_check_says_what_is_wrong_by_line(file, capsys):
+    path = file(SOUND.replace("x[i] = 2 * x[i];", "double y = x[i];\n  static int n = 0;\n  x[i] = unknown;"))
+    assert main(["check", path]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        f"{path}:4: Metal has no double",
+        f"{path}:5: 'twice' has a static variable",
+        f"{path}:6: use of undeclared identifier 'unknown'",
+    ]
+
+
+def test_check_goes_on_to_the_next_file(file, capsys):
+    broken = file(SOUND.replace("float*", "float* double"))
+    ours = metal_folder() / "softmax.metal"
+    assert main(["check", broken, str(ours)]) == 1
+    out = capsys.readouterr().out
+    assert f"{broken}:3: " in out and f"{ours}: " in out
+
+
+def test_check_without_a_file(capsys, tmp_path):
+    assert main(["check", str(tmp_path / "none.metal")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_check_without_a_compiler(file, monkeypatch, capsys):
+    monkeypatch.setattr(frontend, "compiler_problem", lambda: "no clang++ here")
+    assert main(["check", file(SOUND)]) == 2
+    assert "no clang++ here" in capsys.readouterr().err
+
+
+def test_simulate_prints_what_every_launch_did(capsys):
+    assert main(["simulate", "rms_norm", "7x500", "--dtype", "float32", "--seed", "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("rms_norm, test 7x500, float32: 1 launch, error ")
+    assert "rms_norm.metal: rms_norm_" in text
+    for words in ("threads of a threadgroup", "threadgroup barriers", "simd operations", "device bytes loaded", "lines, of the fewest"):
+        assert words in text
+    assert "bytes of device memory moved" in text
+
+
+def test_simulate_counts_what_the_kernel_has_to_move():
+    (op,) = (op for op in cases.OPS if op.name == "softmax")
+    check, launches = simulate.simulate(op, cases.Case("test", (4, 1024)), cases.DTYPES["float32"])
+    assert check.passed and len(launches) == 1
+    counts = launches[0]["counts"]
+    assert counts["device_bytes_stored"] == 4 * 1024 * 4
+    assert counts["device_bytes_loaded"] >= 4 * 1024 * 4
+    assert counts["device_lines"] == counts["device_lines_fewest"] >= 2 * 4 * 1024 * 4 // 128
+    assert counts["threads"] == 32 * (counts["threads"] // 32) > 0
+
+
+def test_simulate_shows_every_launch_of_a_gradient(capsys):
+    assert main(["simulate", "layer_norm", "130x1030 vjp", "--dtype", "float32"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("threads of a threadgroup") == int(text.split(": ")[1].split(" launch")[0]) > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_op", "3x7"], "no op no_such_op; the ops are rms_norm"),
+        (["rms_norm", "no such case"], "no case 'no such case'; it has\n  Llama-3.2-1B decode 1x2048"),
+    ],
+)
+def test_simulate_says_what_there_is(arguments, message, capsys):
+    assert main(["simulate", *arguments]) == 2
+    assert message in capsys.readouterr().err
