@@ -2,8 +2,8 @@
 
 What is timed: ours and the twin take turns in one run, over inputs that rotate through more memory than the caches
 hold. The medians of all turns are reported, and their spread. Results are checked against float64 in the same run. On a
-CPU a time is that of a call with its ``mx.eval``; on a GPU, that of one of many independent launches handed over
-together, at least 10 ms of them.
+CPU a time is that of a call with its ``mx.eval``; on a GPU, that of one of many launches handed over together, at least
+10 ms of them: small cases each on the result of the one before, large ones on inputs of their own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import cases, machine, strict
+from . import cases, machine, peer, strict
 
 # Memory that the inputs of a case rotate through, and how many copies of a small case's inputs at most.
 _GPU_BYTES = 256 << 20
+_GPU_CHAINED_BYTES = 16 << 20
+_OWN_BUFFER_BYTES = 64 << 20  # smaller inputs are views of one buffer: thousands of buffers would take long to make
 _CPU_BYTES = (64 << 20, 512 << 20)
 _GPU_SETS = 16384
 _CPU_SETS = 4096
@@ -56,6 +58,7 @@ class Row:
     gb_s: float
     error: float
     mx_error: float
+    peer_ms: float | None = None  # of MLX's own Metal kernel, where it was asked for and there is one
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ def _copies(a: mx.array | None, count: int) -> list[mx.array | None]:
     """An array's values in ``count`` places of memory."""
     if a is None:
         return [None] * count
+    if a.nbytes >= _OWN_BUFFER_BYTES:
+        return [a + mx.zeros((), a.dtype) for _ in range(count)]
     pool = mx.contiguous(mx.broadcast_to(a[None], (count, *a.shape)))
     return [part.reshape(a.shape) for part in mx.split(pool, count)]
 
@@ -119,7 +124,11 @@ def _rotation(arrays: Sequence[mx.array | None], device: str) -> list[list[mx.ar
 
 
 def _sampler(build: Callable[[list], list[mx.array]], sets: list, first: int, device: str) -> Callable[[int], float]:
-    """Returns a function that times ``count`` calls and gives the seconds of one, going on where it last stopped."""
+    """Returns a function that times ``count`` calls and gives the seconds of one, going on where it last stopped.
+
+    Small cases on a GPU run as a chain, each call on the result of the one before, as the layers of a model do: MLX runs
+    independent launches side by side, which hides what a single one takes.
+    """
     position = first
 
     def inputs(count: int) -> Iterator[list]:
@@ -134,6 +143,16 @@ def _sampler(build: Callable[[list], list[mx.array]], sets: list, first: int, de
             mx.eval(build(group))
         return (time.perf_counter() - start) / count
 
+    def gpu_chain(count: int) -> float:
+        state = None
+        for group in inputs(count):
+            state = build(group if state is None else [state, *group[1:]])[0]
+        mx.synchronize()
+        start = time.perf_counter()
+        mx.eval(state)
+        mx.synchronize()
+        return (time.perf_counter() - start) / count
+
     def gpu(count: int) -> float:
         batch = min(256, max(1, _LARGEST_BATCH_BYTES // max(1, 2 * sum(a.nbytes for a in sets[0] if a is not None))))
         graphs = [build(group) for group in inputs(count)]
@@ -146,7 +165,9 @@ def _sampler(build: Callable[[list], list[mx.array]], sets: list, first: int, de
         mx.synchronize()
         return (time.perf_counter() - start) / count
 
-    return gpu if device == "gpu" else cpu
+    if device == "cpu":
+        return cpu
+    return gpu_chain if sum(a.nbytes for a in sets[0] if a is not None) <= _GPU_CHAINED_BYTES else gpu
 
 
 def _turns(samplers: dict[str, Callable[[int], float]], device: str, budget: Budget) -> dict[str, list[float]]:
@@ -176,15 +197,23 @@ def _scatter(times: Sequence[float]) -> float:
 
 
 def measure(
-    op: cases.Op, case: cases.Case, dtype: str, device: str, budget: Budget, rng: np.random.Generator
+    op: cases.Op,
+    case: cases.Case,
+    dtype: str,
+    device: str,
+    budget: Budget,
+    rng: np.random.Generator,
+    with_peer: bool = False,
 ) -> Outcome:
-    """Checks and times one case."""
+    """Checks and times one case; ``with_peer`` also runs MLX's own Metal kernel beside them."""
     arrays = op.draw(rng, case, cases.DTYPES[dtype])
     cotangents = op.cotangents(rng, case, cases.DTYPES[dtype]) if case.vjp else []
     check = cases.check(op, case, arrays, cotangents)
 
     sets = _rotation([*arrays, *cotangents], device)
     contenders = {"mittens": op.ours, "mx": op.twin}
+    if with_peer and op.name in peer.PEERS and not case.vjp:
+        contenders["peer"] = peer.PEERS[op.name]
     samplers = {}
     for i, (name, function) in enumerate(contenders.items()):
         # Each starts in a part of the rotation of its own: none finds in the cache what another has just read.
@@ -207,6 +236,7 @@ def measure(
         gb_s=op.bytes_moved(case, cases.DTYPES[dtype]) / median["mittens"] / 1e9,
         error=check.error,
         mx_error=check.twin_error,
+        peer_ms=median["peer"] * 1e3 if "peer" in median else None,
     )
     return Outcome(row, max(map(_scatter, times.values())), check.passed, check.detail)
 
@@ -214,9 +244,13 @@ def measure(
 _COLUMNS = ("op", "case", "dtype", "mittens ms", "mx ms", "speedup", "+-", "GB/s", "error", "mx error")
 
 
-def _cells(outcome: Outcome) -> list[str]:
+def _columns(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    return (*_COLUMNS, "peer ms") if any(outcome.row.peer_ms for outcome in outcomes) else _COLUMNS
+
+
+def _cells(outcome: Outcome, columns: Sequence[str]) -> list[str]:
     row = outcome.row
-    return [
+    cells = [
         row.op,
         row.case,
         row.dtype,
@@ -227,7 +261,9 @@ def _cells(outcome: Outcome) -> list[str]:
         f"{row.gb_s:.3g}",
         f"{row.error:.1e}" + ("" if outcome.passed else " WRONG"),
         f"{row.mx_error:.1e}",
+        f"{row.peer_ms:.4g}" if row.peer_ms else "",
     ]
+    return cells[: len(columns)]
 
 
 class _PlainReport:
@@ -245,7 +281,8 @@ class _PlainReport:
         yield step
 
     def table(self, outcomes: Sequence[Outcome]) -> None:
-        lines = [list(_COLUMNS)] + [_cells(outcome) for outcome in outcomes]
+        columns = _columns(outcomes)
+        lines = [list(columns)] + [_cells(outcome, columns) for outcome in outcomes]
         widths = [max(map(len, column)) for column in zip(*lines)]
         for line in lines:
             text = [cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
@@ -279,7 +316,8 @@ class _RichReport:
         from rich.table import Table
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for i, name in enumerate(_COLUMNS):
+        columns = _columns(outcomes)
+        for i, name in enumerate(columns):
             table.add_column(
                 name, justify="left" if i < 3 else "right", overflow="fold" if i == 1 else "ellipsis", no_wrap=i != 1
             )
@@ -287,7 +325,7 @@ class _RichReport:
             if before and before.row.op != outcome.row.op:
                 table.add_section()
             style = "bold red" if not outcome.passed else "yellow" if outcome.row.speedup < 1 else None
-            table.add_row(*_cells(outcome), style=style)
+            table.add_row(*_cells(outcome, columns), style=style)
         self._console.print(table)
 
     def say(self, text: str) -> None:
@@ -306,9 +344,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def as_json(info: dict[str, Any], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def as_json(info: dict[str, Any], outcomes: Sequence[Outcome], with_peer: bool = False) -> dict[str, Any]:
     """The result as the JSON file holds it."""
     rows = [{key: _finite(value) for key, value in asdict(outcome.row).items()} for outcome in outcomes]
+    if not with_peer:
+        for row in rows:
+            del row["peer_ms"]
     return {"machine": info, "rows": rows}
 
 
@@ -317,6 +358,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
+    parser.add_argument("--peer", choices=("metal",), help="beside ours, MLX's own Metal kernels, compiled the same way")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw speedup and bandwidth to FILE.png or FILE.svg")
 
@@ -370,6 +412,14 @@ def select_device(name: str | None) -> None:
     mx.set_default_device(device)
 
 
+def _check_peer(name: str | None, executor: str) -> None:
+    if name is None or executor == "cuda":
+        return
+    if executor == "metal":
+        raise UsageError("--peer metal: on a Mac mx runs its Metal kernels itself: that is the column mx ms")
+    raise UsageError("--peer metal: times need an NVIDIA GPU (mlx[cuda13]); for counts: mlx-mittens simulate OP CASE --peer metal")
+
+
 @contextlib.contextmanager
 def _kept_memory(device: str) -> Iterator[None]:
     if device == "gpu":
@@ -397,6 +447,7 @@ def run(arguments: argparse.Namespace) -> int:
     writable("--json", arguments.json)
     select_device(arguments.device)
     device = machine.device()
+    _check_peer(arguments.peer, machine.executor())
     todo = plan(names, device, arguments.quick)
     info = machine.describe()
     report = _report()
@@ -408,7 +459,8 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes = []
     with report.progress(len(todo)) as step, strict(), _kept_memory(device):
         for op, case, dtype in todo:
-            outcomes.append(measure(op, case, dtype, device, QUICK if arguments.quick else FULL, rng))
+            budget = QUICK if arguments.quick else FULL
+            outcomes.append(measure(op, case, dtype, device, budget, rng, arguments.peer is not None))
             step(f"{op.name} {case.name} {dtype}")
             mx.clear_cache()
     info["copy_gb_s"] = max(info["copy_gb_s"], machine.copy_gb_s())  # the machine may have been busy at first
@@ -420,7 +472,7 @@ def run(arguments: argparse.Namespace) -> int:
     report.say(_summary(outcomes, info))
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump(as_json(info, outcomes), file, indent=1)
+            json.dump(as_json(info, outcomes, arguments.peer is not None), file, indent=1)
             file.write("\n")
     if arguments.plot:
         from .plot import draw

@@ -20,6 +20,10 @@ from .bench import select_device, writable
 # Larger cases repeat the same kernels; on a CPU the wait is not worth it.
 _LARGEST_ON_CPU = 2**23
 
+# Up to here mx's error, which bounds ours, is taken on the CPU, on a GPU too: under MLX 0.32.4's CUDA build the gradient of
+# mx.fast.layer_norm reads out of bounds for odd columns (9x255 in float32) and takes the process down.
+_LARGEST_TWIN_ON_CPU = 2**20
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -46,7 +50,8 @@ def examine(op: cases.Op, case: cases.Case, dtype: str, rng: np.random.Generator
     try:
         arrays = op.draw(rng, case, cases.DTYPES[dtype])
         cotangents = op.cotangents(rng, case, cases.DTYPES[dtype]) if case.vjp else []
-        check = cases.check(op, case, arrays, cotangents)
+        twin_device = mx.Device(mx.cpu) if math.prod(case.shape) <= _LARGEST_TWIN_ON_CPU else None
+        check = cases.check(op, case, arrays, cotangents, twin_device)
     except Exception as exception:  # a kernel that does not compile or launch is what a doctor is there to find
         return Finding(op.name, case.name, dtype, False, None, None, f"{type(exception).__name__}: {exception}")
     finite = [value if math.isfinite(value) else None for value in (check.error, check.twin_error)]

@@ -29,7 +29,8 @@ def hasty(monkeypatch):
     mx.set_default_device(before)
 
 
-def test_json(tmp_path, capsys):
+def test_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     file = tmp_path / "result.json"
     assert main(["bench", "--quick", "--device", "cpu", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
@@ -138,8 +139,9 @@ def test_contenders_take_turns():
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_samplers_make_each_call_once(device):
+def test_samplers_make_each_call_once(device, monkeypatch):
     """The GPU's way of measuring hands many launches over together; it runs on any device."""
+    monkeypatch.setattr(bench, "_GPU_CHAINED_BYTES", 0)
     x = mx.ones((4, 64))
     built = []
     build = lambda group: built.append(group) or [group[0] * 2]
@@ -148,3 +150,12 @@ def test_samplers_make_each_call_once(device):
     assert mx.array_equal(built[0][0], x + 1).item() and mx.array_equal(built[299][0], x).item()
     sample(1)
     assert mx.array_equal(built[300][0], x + 1).item(), "it goes on where it stopped"
+
+
+def test_small_cases_on_a_gpu_are_a_chain():
+    x, weight = mx.ones((4, 64)), mx.array(2.0)
+    built = []
+    build = lambda group: built.append(group) or [group[0] * group[1]]
+    sample = bench._sampler(build, [[x, weight], [x, weight + 1]], 0, "gpu")
+    assert sample(4) > 0 and len(built) == 4
+    assert built[3][0].max().item() == built[3][0].min().item() == 2 * 3 * 2, "each call takes the last one's result"

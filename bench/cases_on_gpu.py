@@ -1,0 +1,27 @@
+"""Runs the test shapes of every op once on the GPU, ours alone and with views: what compute-sanitizer is to look at."""
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mittens import cases, strict
+
+
+def main() -> None:
+    rng = np.random.default_rng()
+    count = 0
+    with strict():
+        for op in cases.OPS:
+            for case in op.checks():
+                for dtype in cases.DTYPES.values():
+                    arrays = op.draw(rng, case, dtype)
+                    cotangents = op.cotangents(rng, case, dtype) if case.vjp else []
+                    strided = [mx.repeat(a, 2, axis=-1)[..., ::2] if a is not None else None for a in arrays]
+                    for group in (arrays, strided):
+                        mx.eval(cases.run(op, op.ours, case, group, cotangents))
+                        count += 1
+    mx.synchronize()
+    print(f"{count} runs on {mx.default_device()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The peer: MLX's own Metal kernels, out of the installed mlx wheel, beside ours.
+
+Each function takes what the op takes and launches MLX's kernel for it with MLX's own geometry: on a CUDA GPU by the same
+compiler as ours, on a CPU in the simulator. A new op's peer is one function and one row in `PEERS`.
+
+Where MLX's choice depends on the Apple GPU at hand, it is made as for a Max ("s"), and a kernel that may have as many
+threads as the hardware allows has 1024.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from . import frontend
+from .launch import Output, float32, int32, int64, launch
+
+_KERNELS = "mlx/backend/metal/kernels"
+_HEADERS = {
+    "softmax": ("utils.h", "softmax.h"),
+    "gemv": ("utils.h", "gemv.h"),
+    "quantized": ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h"),
+    "sdpa_vector": ("utils.h", "sdpa_vector.h"),
+    "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
+}
+_TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
+_SIMD = 32
+_MOST_THREADS = 1024
+
+Stream = mx.Stream | mx.Device | None
+
+
+@functools.cache
+def instance(family: str, function: str, *template: object) -> tuple[str, str]:
+    """Registers one instantiation of a kernel of MLX's.
+
+    Args:
+        family: A key of the table of headers: ``softmax``, ``gemv``, ``quantized``, ``sdpa_vector``, ``steel_attention``.
+        function: The kernel.
+        template: Its template arguments.
+
+    Returns:
+        tuple[str, str]: The source's name and the kernel's, as `launch` and `mlx_mittens.frontend` take them.
+    """
+    arguments = [str(a).lower() if isinstance(a, bool) else str(a) for a in template]
+    kernel = "_".join([function, *arguments])
+    file = f"mlx/{kernel}.metal"
+    includes = "".join(f'#include "{_KERNELS}/{header}"\n' for header in _HEADERS[family])
+    frontend.register_source(file, f'{includes}instantiate_kernel("{kernel}", {function}, {", ".join(arguments)})\n')
+    return file, kernel
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def softmax(a: mx.array, axis: int = -1, precise: bool = True, *, stream: Stream = None) -> mx.array:
+    """``mx.softmax`` along the last axis: one threadgroup a row, which is read twice from 4097 columns on."""
+    if axis not in (-1, a.ndim - 1):
+        raise ValueError(f"[peer.softmax] axis is {axis}: expected the last one")
+    columns, reads = a.shape[-1], 4
+    looped = columns > 4096
+    accumulator = ["float"] if precise and a.dtype != mx.float32 else []
+    kernel = instance("softmax", "softmax_looped" if looped else "softmax_single_row", _TYPES[a.dtype], *accumulator)
+    threads = _MOST_THREADS if looped else _SIMD * _ceil(_ceil(columns, reads), _SIMD)
+    arguments = {0: a, 1: Output(a.shape, a.dtype), 2: int32(columns)}
+    return launch(*kernel, arguments, [a.size // columns], [threads], stream=stream)[0]
+
+
+def gemv(x: mx.array, w: mx.array, *, transpose: bool = True, stream: Stream = None) -> mx.array:
+    """``x @ w.T`` (or ``x @ w``) for a vector x [K] and a row contiguous matrix w [N, K] (or [K, N])."""
+    rows, columns = w.shape
+    outputs, inputs = (rows, columns) if transpose else (columns, rows)
+    tm = tn = 4
+    if transpose:
+        bm, bn, sm, sn = (8 if outputs >= 4096 else 4), 1, 1, 32
+        if inputs <= 64:
+            bm, sm, sn = 1, 8, 4
+        elif inputs >= 16 * outputs:
+            bm, bn = 1, 8
+        tm = 1 if outputs < tm else tm
+        a_threadgroup = bm * sm * tm
+    else:
+        sm, sn = (4, 8) if inputs >= 8192 and outputs >= 2048 else (8, 4)
+        bm, bn = 1, 16 if outputs >= 2048 else 4 if outputs >= 512 else 2
+        tn = 1 if outputs < tn else tn
+        a_threadgroup = bn * sn * tn
+    function = "gemv" if transpose else "gemv_t"
+    kernel = instance("gemv", function, _TYPES[x.dtype], bm, bn, sm, sn, tm, tn, False, False)
+    arguments = {
+        **{0: w, 1: x, 3: Output([outputs], x.dtype)},
+        **{4: int32(inputs), 5: int32(outputs), 6: int32(columns)},
+        **{9: int32(1), 10: int32(1), 11: int64(0), 12: int64(0)},
+    }
+    return launch(*kernel, arguments, [_ceil(outputs, a_threadgroup)], [_SIMD, bn, bm], stream=stream)[0]
+
+
+def quantized_matmul(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    transpose: bool = True,
+    group_size: int = 64,
+    bits: int = 4,
+    *,
+    stream: Stream = None,
+) -> mx.array:
+    """``mx.quantized_matmul`` with affine weights [N, K] and few rows of x [M, K]: the kernels for vectors."""
+    if not transpose:
+        raise ValueError("[peer.quantized_matmul] transpose is False: expected True")
+    m, k, n = math.prod(x.shape[:-1]), x.shape[-1], w.shape[0]
+    pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
+    rows = 8
+    fast = n % rows == 0 and k % (pack * (1 if bits == 2 else 2) * _SIMD) == 0
+    kernel = instance("quantized", "affine_qmv_fast" if fast else "affine_qmv", _TYPES[x.dtype], group_size, bits, False)
+    arguments = {
+        **dict(enumerate((w, scales, biases, x))),
+        **{4: Output([*x.shape[:-1], n], x.dtype), 5: int32(k), 6: int32(n)},
+    }
+    return launch(*kernel, arguments, [m, _ceil(n, rows), 1], [_SIMD, 2, 1], stream=stream)[0]
+
+
+def scaled_dot_product_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | None = None, stream: Stream = None
+) -> mx.array:
+    """``mx.fast.scaled_dot_product_attention`` without array masks: q [B, H, Tq, D], k and v [B, KV, T, D]."""
+    if mask is not None and not isinstance(mask, str):
+        raise ValueError("[peer.scaled_dot_product_attention] mask is an array: expected None or 'causal'")
+    if q.shape[2] > 8:
+        return _full_attention(q, k, v, scale, mask == "causal", stream)
+    causal = mask == "causal" and q.shape[2] > 1
+    if k.shape[2] >= 1024:
+        return _attention_in_two_passes(q, k, v, scale, causal, stream)
+    return _vector_attention(q, k, v, scale, causal, stream)
+
+
+def _strides(k: mx.array, v: mx.array) -> list[bytes]:
+    """Strides of a head and of a key or value."""
+    return [int64(stride) for a in (k, v) for stride in (a.shape[2] * a.shape[3], a.shape[3])]
+
+
+def _vector_attention(q, k, v, scale, causal, stream):
+    kernel = instance("sdpa_vector", "sdpa_vector", _TYPES[q.dtype], q.shape[3], v.shape[3])
+    output = Output([*q.shape[:3], v.shape[3]], q.dtype)
+    values = [q, k, v, output, int32(q.shape[1] // k.shape[1]), int32(k.shape[2]), *_strides(k, v), float32(scale)]
+    groups = [q.shape[0] * q.shape[1], q.shape[2]]
+    constants = {20: False, 21: False, 22: causal, 23: False, 24: False, 25: False, 26: 0}
+    return launch(*kernel, dict(enumerate(values)), groups, [1024], constants=constants, stream=stream)[0]
+
+
+def _blocks(keys: int, simdgroups: int) -> int:
+    """Into how many parts MLX splits the keys on a Max."""
+    if keys <= 1024 or simdgroups <= 4:
+        return 64
+    return 128 if keys <= 8192 else 256 if keys <= 32768 else 512 if keys <= 65536 else 1024
+
+
+def _attention_in_two_passes(q, k, v, scale, causal, stream):
+    batch, heads, length, _ = q.shape
+    group, keys, type_text = heads // k.shape[1], k.shape[2], _TYPES[q.dtype]
+    dims = q.shape[3], v.shape[3]
+    blocks = _blocks(keys, group * length)
+    grouped = length == 1 and group == 8 and dims in ((64, 64), (128, 128)) and keys >= 8192
+    if grouped:
+        first = instance("sdpa_vector", "sdpa_vector_2pass_1_gqa", type_text, *dims, 8, 8 if dims[0] == 64 else 4)
+    else:
+        first = instance("sdpa_vector", "sdpa_vector_2pass_1", type_text, *dims)
+    sums = Output([batch, heads, length, blocks], mx.float32)
+    partials = Output([*sums.shape, dims[1]], q.dtype)
+    arguments = dict(enumerate([q, k, v, partials, sums, sums]))
+    arguments |= dict(enumerate([int32(keys), *_strides(k, v), float32(scale)], 7))
+    groups = [k.shape[1], batch, blocks]
+    constants = {20: False, 21: False, 22: causal, 23: False, 24: False, 25: False, 26: blocks}
+    parts = launch(*first, arguments, groups, [_SIMD, group, length], constants=constants, stream=stream)
+
+    second = instance("sdpa_vector", "sdpa_vector_2pass_2", type_text, dims[1])
+    values = [*parts, Output([batch, heads, length, dims[1]], q.dtype), int32(blocks)]
+    return launch(*second, dict(enumerate(values)), [batch * heads, length], [1024], stream=stream)[0]
+
+
+def _full_attention(q, k, v, scale, causal, stream):
+    batch, heads, length, dims = q.shape
+    keys, rows, columns, simdgroups = k.shape[2], 32, 32 if dims < 128 else 16, 4
+    type_text = _TYPES[q.dtype]
+    kernel = instance(
+        "steel_attention", "attention", type_text, rows, columns, dims, v.shape[3], simdgroups, 1, type_text, "float"
+    )
+    strides = [(a.shape[1] * a.shape[2] * a.shape[3], a.shape[2] * a.shape[3], a.shape[3]) for a in (q, k, v)]
+    strides.append((length * heads * v.shape[3], v.shape[3], heads * v.shape[3]))
+    params = struct.pack(
+        "=6if7i12q",
+        *(batch, heads, dims, length, keys, heads // k.shape[1], scale),
+        *(_ceil(length, rows), _ceil(keys, columns), length // rows, keys // columns),
+        *(length % rows, keys % columns, keys - length),
+        *sum(strides, ()),
+    )
+    arguments = {0: q, 1: k, 2: v, 3: Output([batch, length, heads, v.shape[3]], q.dtype), 4: params}
+    constants = {200: length % rows == 0, 201: keys % columns == 0, 300: False, 301: causal, 302: False, 303: False}
+    groups = [_ceil(length, rows), heads, batch]
+    (output,) = launch(*kernel, arguments, groups, [_SIMD, simdgroups, 1], constants=constants, stream=stream)
+    return output.transpose(0, 2, 1, 3)
+
+
+PEERS: dict[str, Callable[..., mx.array]] = {
+    "softmax": softmax,
+    "gemv": gemv,
+    "quantized_matmul": quantized_matmul,
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+}

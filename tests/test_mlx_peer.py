@@ -1,0 +1,212 @@
+"""The peer: MLX's own Metal kernels with MLX's own geometry give mx's results, in the simulator and, if there is one, on a GPU."""
+
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_mittens as mm
+from mlx_mittens import _ext, bench, cases, frontend, machine, peer, ptxas
+from mlx_mittens.__main__ import main
+from mlx_mittens.simulator import Fault
+
+# Relative to the largest element; the peer need not be better than its type.
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=["cpu"] + ["gpu"] * (mx.is_available(mx.gpu) and _ext.cuda_available()), autouse=True)
+def device(request):
+    before = mx.default_device()
+    mx.set_default_device(getattr(mx, request.param))
+    yield request.param
+    mx.set_default_device(before)
+
+
+@pytest.fixture
+def draw(rng):
+    def draw(*shape, dtype=mx.float32):
+        return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+    return draw
+
+
+def assert_near(found, expected, tolerance=None):
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    a, b = cases.widen(found), cases.widen(expected)
+    assert np.abs(a - b).max() <= (tolerance or TOLERANCE[found.dtype]) * np.abs(b).max()
+
+
+@pytest.mark.parametrize("columns", [7, 100, 1030, 4096, 4097, 9001])
+def test_softmax(draw, dtype, columns):
+    a = draw(2, 2, columns, dtype=dtype)
+    assert_near(peer.softmax(a), mx.softmax(a, axis=-1, precise=True))
+
+
+def test_softmax_of_a_view(draw):
+    a = draw(40, 12).T
+    assert_near(peer.softmax(a), mx.softmax(a, axis=-1))
+
+
+@pytest.mark.parametrize("columns, threads", [(7, 32), (128, 32), (129, 64), (4096, 1024), (4097, 1024)])
+def test_softmax_has_mlxs_geometry(draw, device, columns, threads):
+    if device != "cpu":
+        pytest.skip("the simulator records launches")
+    _ext.simulator_record(True)
+    mx.eval(peer.softmax(draw(3, columns)))
+    (run,) = _ext.simulator_record(False)
+    assert run["threads"] == (threads, 1, 1) and run["threadgroups"] == (3, 1, 1)
+    assert ("looped" in run["kernel"]) == (columns > 4096)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (100, 1000), (64, 48), (4100, 70), (2052, 96)], ids=str)
+def test_gemv(draw, dtype, shape):
+    w, x = draw(*shape, dtype=dtype), draw(shape[1], dtype=dtype)
+    assert_near(peer.gemv(x, w), (w.astype(mx.float32) @ x.astype(mx.float32)).astype(dtype))
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (48, 128), (40, 64), (1000, 1024)], ids=str)
+def test_gemv_of_the_transpose(draw, dtype, shape):
+    w, x = draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype)
+    assert_near(peer.gemv(x, w, transpose=False), (x.astype(mx.float32) @ w.astype(mx.float32)).astype(dtype))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape, function", [((16, 512), "qmv_fast"), ((24, 576), "qmv"), ((3, 64), "qmv")], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_quantized_matmul(draw, dtype, bits, shape, function, rows):
+    weights = mx.quantize(draw(*shape, dtype=dtype), group_size=64, bits=bits)
+    x = draw(rows, shape[1], dtype=dtype)
+    exact = x.astype(mx.float32) @ mx.dequantize(*weights, group_size=64, bits=bits).astype(mx.float32).T
+    assert_near(peer.quantized_matmul(x, *weights, group_size=64, bits=bits), exact.astype(dtype))
+    assert f'affine_{function}_' in frontend.source(f"mlx/affine_{function}_{peer._TYPES[dtype]}_64_{bits}_false.metal")
+
+
+ATTENTION = [
+    # heads, kv heads, queries, keys, dimensions, mask
+    (4, 2, 1, 70, 64, None),
+    (4, 2, 3, 70, 128, "causal"),
+    (4, 1, 1, 1030, 64, None),  # from 1024 keys on in two passes
+    (2, 2, 2, 1100, 128, "causal"),
+    (4, 2, 64, 64, 64, None),  # from 9 queries on steel attention
+    (4, 2, 50, 75, 64, "causal"),
+    (2, 1, 40, 40, 128, "causal"),
+]
+
+
+@pytest.mark.parametrize("sizes", ATTENTION, ids=str)
+def test_attention(draw, dtype, sizes):
+    heads, kv_heads, queries, keys, dims, mask = sizes
+    q = draw(2, heads, queries, dims, dtype=dtype)
+    k, v = (draw(2, kv_heads, keys, dims, dtype=dtype) for _ in range(2))
+    exact = mx.fast.scaled_dot_product_attention(
+        *(a.astype(mx.float32) for a in (q, k, v)), scale=dims**-0.5, mask=mask
+    )
+    assert_near(peer.scaled_dot_product_attention(q, k, v, scale=dims**-0.5, mask=mask), exact.astype(dtype))
+
+
+# What the watcher finds in MLX's kernels, each looked into: true, by the Metal specification, and without effect on what
+# Apple's GPUs compute.
+FINDINGS = {
+    "gemv, bn = 8: a barrier in a branch that only the first lane of each simdgroup takes": (
+        lambda draw: _gemv(draw(600), draw(3, 600), True),
+        r"threadgroup_barrier, mlx/backend/metal/kernels/gemv\.h:\d+, is missed by 248 of 256 threads",
+    ),
+    "gemv, sm = 8: a shuffle after lanes beyond the last row have returned": (
+        lambda draw: _gemv(draw(48), draw(10, 48), True),
+        r"simd_shuffle_down, mlx/backend/metal/kernels/gemv\.h:\d+, is missed by 20 of 32 threads",
+    ),
+    "gemv_t: a barrier in a branch that lanes beyond the last column do not take": (
+        lambda draw: _gemv(draw(1000), draw(1000, 900), False),
+        r"threadgroup_barrier, mlx/backend/metal/kernels/gemv\.h:\d+, is missed",
+    ),
+    "qmv: two threadgroups write the same values where the rows are no multiple of 8": (
+        lambda draw: _qmv(draw(1, 128), mx.quantize(draw(9, 128), 64, 4)),
+        r'quantized\.h:\d+\) at byte 20 of buffer "y", written by .* a race between threadgroups',
+    ),
+}
+
+
+def _gemv(x, w, transpose):
+    return peer.gemv(x, w, transpose=transpose), x @ (w.T if transpose else w)
+
+
+def _qmv(x, weights):
+    return peer.quantized_matmul(x, *weights), x @ mx.dequantize(*weights).T
+
+
+@pytest.mark.parametrize("finding", FINDINGS)
+def test_what_the_watcher_finds_in_them(draw, device, finding):
+    call, message = FINDINGS[finding]
+    found, expected = call(draw)
+    if device == "gpu":
+        assert_near(found, expected)
+        return
+    with pytest.raises(Fault, match=message):
+        mx.eval(found)
+
+
+def test_unwatched_the_race_is_without_effect(draw):
+    with mm.simulator.enabled(watch=False):
+        assert_near(*_qmv(draw(1, 128), mx.quantize(draw(9, 128), 64, 4)))
+
+
+@pytest.mark.parametrize("family", peer._HEADERS)
+def test_assembles(family):
+    """As PTX, in bfloat16, in the instantiations that matter most."""
+    if ptxas.find() is None:
+        pytest.skip("no ptxas: pip install nvidia-cuda-nvcc")
+    t = "bfloat16_t"
+    kernels = {
+        "softmax": [("softmax_single_row", t, "float"), ("softmax_looped", t, "float")],
+        "gemv": [("gemv", t, 8, 1, 1, 32, 4, 4, False, False), ("gemv_t", t, 1, 16, 8, 4, 4, 4, False, False)],
+        "quantized": [(f"affine_{f}", t, 64, bits, False) for f in ("qmv", "qmv_fast") for bits in (4, 8)],
+        "sdpa_vector": [
+            ("sdpa_vector", t, 128, 128),
+            ("sdpa_vector_2pass_1", t, 128, 128),
+            ("sdpa_vector_2pass_1_gqa", t, 128, 128, 8, 4),
+            ("sdpa_vector_2pass_2", t, 128),
+        ],
+        "steel_attention": [("attention", t, 32, 16, 128, 128, 4, 1, t, "float")],
+    }[family]
+    texts = {}
+    for template in kernels:
+        file, kernel = peer.instance(family, *template)
+        texts[frontend.entry_name(kernel)] = frontend.ptx(file, kernel)
+    for arch in ("sm_80", "sm_90"):
+        assert set(ptxas.assemble(texts, arch)) == set(texts)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda a: peer.softmax(a, axis=0), "axis is 0"),
+        (lambda a: peer.quantized_matmul(a, a, a, a, transpose=False), "transpose is False"),
+        (lambda a: peer.scaled_dot_product_attention(a, a, a, scale=1, mask=a), "mask is an array"),
+    ],
+)
+def test_what_the_peer_does_not_do(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(mx.ones((4, 4)))
+
+
+def test_bench_measures_the_peer(draw, device, rng, monkeypatch):
+    """The measurement itself, on whatever device: in the simulator it is slow, but it is one."""
+    monkeypatch.setattr(bench, "_CPU_BYTES", (1 << 14, 1 << 14))
+    monkeypatch.setattr(bench, "_GPU_BYTES", 1 << 14)
+    monkeypatch.setattr(bench, "_SHORTEST_SAMPLE", {"cpu": 0, "gpu": 0})
+    op, budget = cases.get("softmax"), bench.Budget(seconds=0, fewest=2, most=2)
+    outcome = bench.measure(op, cases.Case("test", (2, 64)), "float16", device, budget, rng, with_peer=True)
+    assert outcome.passed and outcome.row.peer_ms > 0
+    assert bench._columns([outcome])[-1] == "peer ms" and len(bench._cells(outcome, bench._columns([outcome]))) == 11
+    assert bench.as_json({}, [outcome], with_peer=True)["rows"][0]["peer_ms"] == outcome.row.peer_ms
+    assert "peer_ms" not in bench.as_json({}, [outcome])["rows"][0]
+    without = bench.measure(op, cases.Case("test", (2, 64), vjp=True), "float16", device, budget, rng, with_peer=True)
+    assert without.row.peer_ms is None
+
+
+@pytest.mark.parametrize("executor, words", [("native", "NVIDIA GPU"), ("metal", "mx ms")])
+def test_bench_without_an_nvidia_gpu(executor, words, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "executor", lambda: executor)
+    assert main(["bench", "--quick", "--ops", "softmax", "--peer", "metal"]) == 2
+    assert re.search(f"--peer metal: .*{words}", capsys.readouterr().err)
