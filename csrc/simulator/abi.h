@@ -4,7 +4,7 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 1;
+constexpr unsigned version = 2;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
@@ -62,6 +62,7 @@ struct Runtime {
   void (*atomic)(const volatile void* address, unsigned long bytes, bool reads, const void* caller);
   void (*load)(const void* address, unsigned long bytes, const void* caller);
   void (*store)(const void* address, unsigned long bytes, const void* caller);
+  void (*outside_array)(const void* caller);  // an index beyond an array of a thread's own
   void (*out_of_steps)();
 };
 

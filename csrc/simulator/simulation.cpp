@@ -54,6 +54,7 @@ abi::Runtime* runtime() {
                  const void* caller) { current->watcher.load(address, bytes, caller); },
       .store = [](const void* address, unsigned long bytes,
                   const void* caller) { current->watcher.store(address, bytes, caller); },
+      .outside_array = [](const void* caller) { current->watcher.outside_array(caller); },
       .out_of_steps = [] { current->out_of_steps(); },
   };
   return &table;
@@ -242,6 +243,7 @@ void Simulation::run_threadgroup(const uint32_t (&position)[3]) {
 
 void Simulation::run_thread() {
   kernel_.entry(buffers_.data(), threadgroup_buffers_.data());
+  watcher.settle();
   running_->state = Fiber::finished;
   ++finished_;
   resume_next();
@@ -308,6 +310,7 @@ Meeting& Simulation::meeting_of(abi::Scope scope, const abi::Thread& thread) {
 }
 
 void Simulation::arrive(Meeting& meeting, abi::Scope scope, const abi::Operation& operation, abi::Combine combine) {
+  watcher.settle();
   const unsigned index = running_->thread.index;
   if (meeting.arrived == 0) {
     meeting.operation = operation;

@@ -59,6 +59,9 @@ void Watcher::barrier(abi::Scope scope, unsigned simdgroup, unsigned memory) {
 void Watcher::load(const void* address, size_t bytes, const void* caller) {
   const Access access{kLoad, true, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
+  if (outside_) {
+    settle(at, access);
+  }
   if (Region* region = region_of(at, access)) {
     count(*region, at - region->begin, access);
     if (!region->cells.empty()) {
@@ -70,6 +73,9 @@ void Watcher::load(const void* address, size_t bytes, const void* caller) {
 void Watcher::store(const void* address, size_t bytes, const void* caller) {
   const Access access{kStore, false, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
+  if (outside_) {
+    settle(at, access);
+  }
   if (Region* region = region_of(at, access)) {
     if (!region->writable) {
       fail(text_of(access) + place_of(*region, at - region->begin) + ", which is an input");
@@ -82,11 +88,31 @@ void Watcher::store(const void* address, size_t bytes, const void* caller) {
 void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, const void* caller) {
   const Access access{kAtomic, reads, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
+  if (outside_) {
+    settle(at, access);
+  }
   if (Region* region = region_of(at, access)) {
     if (!region->cells.empty()) {
       check_cells(*region, at - region->begin, access);
     }
   }
+}
+
+void Watcher::outside_array(const void* caller) {
+  if (watching_) {
+    outside_ = caller;
+  }
+}
+
+void Watcher::settle() {
+  if (outside_) {
+    fail(simulation_.running_name() + " uses an index outside an array of its own" + where(outside_));
+  }
+}
+
+void Watcher::settle(uintptr_t address, const Access& access) {
+  region_of(address, access);
+  settle();
 }
 
 void Watcher::count(const Region& region, size_t offset, const Access& access) {

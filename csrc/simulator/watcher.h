@@ -78,6 +78,10 @@ class Watcher {
   void load(const void* address, size_t bytes, const void* caller);
   void store(const void* address, size_t bytes, const void* caller);
   void atomic(const volatile void* address, size_t bytes, bool reads, const void* caller);
+  // An index is beyond its array, as the compiler knows its size. The access that follows says whether the array is one
+  // of the threadgroup's, which has a name; else it is a thread's own, and settle() faults.
+  void outside_array(const void* caller);
+  void settle();
   void barrier(abi::Scope scope, unsigned simdgroup, unsigned memory);
 
  private:
@@ -97,6 +101,7 @@ class Watcher {
     const void* caller;
   };
 
+  void settle(uintptr_t address, const Access& access);
   Region* region_of(uintptr_t address, const Access& access);
   Region* outside_of_regions(uintptr_t address, const Access& access);
   void count(const Region& region, size_t offset, const Access& access);
@@ -124,6 +129,7 @@ class Watcher {
   const Stacks& stacks_;
   Counts& counts_;
   bool watching_ = false;
+  const void* outside_ = nullptr;  // where an index is beyond its array, until settled
   Clock clocks_[2];  // of device memory, of threadgroup memory
   std::vector<std::pair<uint32_t, abi::Thread>> threadgroups_;  // the device epoch in which each began, and where it is
   Region regions_[Arena::kSlots];

@@ -29,7 +29,11 @@ _CPU = [
     *("-fno-optimize-sibling-calls", "-mllvm", "-disable-vector-combine"),
 ]
 _STEPS = ["-fsanitize-coverage=bb,no-prune,trace-pc-guard"]
-_WATCHED = ["-fsanitize-coverage=bb,no-prune,trace-pc-guard,trace-loads,trace-stores", "-DMITTENS_WATCHED"]
+_WATCHED = [
+    *("-fsanitize-coverage=bb,no-prune,trace-pc-guard,trace-loads,trace-stores", "-DMITTENS_WATCHED"),
+    # Arrays of a thread's own are no buffers: an index beyond one is seen by its size.
+    *("-fsanitize=array-bounds", "-fsanitize-minimal-runtime", "-fstrict-flex-arrays=3"),
+]
 _LINK = ["-shared", "-nostdlib", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 _PTX = [
     *("-S", "-O3", "-target", "nvptx64-nvidia-cuda", "-ffp-contract=fast", "-fno-math-errno"),

@@ -18,6 +18,10 @@ MITTENS_HIDDEN void __sanitizer_cov_trace_pc_guard(unsigned*) {
 }
 MITTENS_HIDDEN void __sanitizer_cov_trace_pc_guard_init(unsigned*, unsigned*) {}
 
+MITTENS_HIDDEN void __ubsan_handle_out_of_bounds_minimal() {
+  mittens::runtime->outside_array(__builtin_return_address(0));
+}
+
 #define MITTENS_TRACE(bytes)                                                     \
   MITTENS_HIDDEN void __sanitizer_cov_load##bytes(void* address) {               \
     mittens::runtime->load(address, bytes, __builtin_return_address(0));         \
