@@ -58,8 +58,8 @@ def launch(
     Args:
         file: A .metal file of ours, or a source registered by ``mlx_mittens.frontend.register_source``.
         kernel: The name of a variant in it.
-        arguments: By buffer index: an array to read, bytes of a constant, or an `Output`. What is left out is not bound,
-            as a function constant may ask for.
+        arguments: By buffer index: an array to read, bytes of a constant, or an `Output`. What is left out is not
+            bound, as a function constant may ask for.
         threadgroups: How many, in up to three dimensions.
         threads: Of one threadgroup, in up to three dimensions.
         threadgroup_bytes: Size of a ``[[threadgroup(0)]]`` argument.
@@ -79,7 +79,8 @@ def launch(
     parameters = _parameters(file, kernel, frontend.source(file))
     unknown = sorted(set(arguments) - set(parameters))
     if unknown:
-        raise ValueError(f"[launch] {kernel} has no buffer {unknown[0]}; it has {', '.join(map(str, sorted(parameters)))}")
+        known = ", ".join(map(str, sorted(parameters)))
+        raise ValueError(f"[launch] {kernel} has no buffer {unknown[0]}; it has {known}")
     inputs, outputs, data = [], [], []
     for index, value in sorted(arguments.items()):
         if isinstance(value, mx.array):
@@ -89,7 +90,8 @@ def launch(
         elif isinstance(value, bytes):
             data.append((index, value, not parameters[index].by_reference))
         else:
-            raise TypeError(f"[launch] buffer {index} of {kernel} is {type(value).__name__}: expected array, bytes or Output")
+            given = type(value).__name__
+            raise TypeError(f"[launch] buffer {index} of {kernel} is {given}: expected array, bytes or Output")
     return _ext.launch(
         file,
         kernel,
@@ -100,10 +102,14 @@ def launch(
         _triple(threadgroups),
         _triple(threads),
         threadgroup_bytes,
-        {index: str(value).lower() if isinstance(value, bool) else str(value) for index, value in (constants or {}).items()},
+        {index: _text(value) for index, value in (constants or {}).items()},
         ensure_row_contiguous,
         stream,
     )
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _triple(size: Sequence[int]) -> list[int]:

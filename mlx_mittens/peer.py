@@ -1,7 +1,7 @@
 """The peer: MLX's own Metal kernels, out of the installed mlx wheel, beside ours.
 
-Each function takes what the op takes and launches MLX's kernel for it with MLX's own geometry: on a CUDA GPU by the same
-compiler as ours, on a CPU in the simulator. A new op's peer is one function and one row in `PEERS`.
+Each function takes what the op takes and launches MLX's kernel for it with MLX's own geometry: on a CUDA GPU by the
+same compiler as ours, on a CPU in the simulator. A new op's peer is one function and one row in `PEERS`.
 
 Where MLX's choice depends on the Apple GPU at hand, it is made as for a Max ("s"), and a kernel that may have as many
 threads as the hardware allows has 1024.
@@ -39,7 +39,7 @@ def instance(family: str, function: str, *template: object) -> tuple[str, str]:
     """Registers one instantiation of a kernel of MLX's.
 
     Args:
-        family: A key of the table of headers: ``softmax``, ``gemv``, ``quantized``, ``sdpa_vector``, ``steel_attention``.
+        family: Of the kernel: ``softmax``, ``gemv``, ``quantized``, ``sdpa_vector`` or ``steel_attention``.
         function: The kernel.
         template: Its template arguments.
 
@@ -117,7 +117,8 @@ def quantized_matmul(
     pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
     rows = 8
     fast = n % rows == 0 and k % (pack * (1 if bits == 2 else 2) * _SIMD) == 0
-    kernel = instance("quantized", "affine_qmv_fast" if fast else "affine_qmv", _TYPES[x.dtype], group_size, bits, False)
+    function = "affine_qmv_fast" if fast else "affine_qmv"
+    kernel = instance("quantized", function, _TYPES[x.dtype], group_size, bits, False)
     arguments = {
         **dict(enumerate((w, scales, biases, x))),
         **{4: Output([*x.shape[:-1], n], x.dtype), 5: int32(k), 6: int32(n)},

@@ -1,4 +1,4 @@
-"""The peer: MLX's own Metal kernels with MLX's own geometry give mx's results, in the simulator and, if there is one, on a GPU."""
+"""The peer: MLX's own Metal kernels, launched as MLX launches them, give mx's results in the simulator and on a GPU."""
 
 import re
 
@@ -105,8 +105,8 @@ def test_attention(draw, dtype, sizes):
     assert_near(peer.scaled_dot_product_attention(q, k, v, scale=dims**-0.5, mask=mask), exact.astype(dtype))
 
 
-# What the watcher finds in MLX's kernels, each looked into: true, by the Metal specification, and without effect on what
-# Apple's GPUs compute.
+# What the watcher finds in MLX's kernels, each looked into: true by the Metal specification, and as far as can be seen
+# without effect on results.
 FINDINGS = {
     "gemv, bn = 8: a barrier in a branch that only the first lane of each simdgroup takes": (
         lambda draw: _gemv(draw(600), draw(3, 600), True),

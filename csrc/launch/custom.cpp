@@ -1,5 +1,5 @@
-// Launching any kernel of a .metal file or registered source from Python: `_ext.launch`. Its arguments are handed over as
-// they are; mlx_mittens/launch.py checks them against the kernel's signature.
+// Launching any kernel of a .metal file or registered source from Python: `_ext.launch`. What it is given is not checked
+// here: mlx_mittens/launch.py does that, against the kernel's signature.
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
@@ -128,9 +128,9 @@ void bind(nb::module_& module) {
   module.def("launch", &launch, "file"_a, "kernel"_a, "inputs"_a, "outputs"_a, "constants"_a, "absent"_a,
              "threadgroups"_a, "threads"_a, "threadgroup_bytes"_a = 0,
              "function_constants"_a = std::map<uint32_t, std::string>{}, "by_rows"_a = true, "stream"_a = nb::none(),
-             "Launches a kernel of a .metal file or registered source, as lazy arrays: by CUDA on a GPU's stream, in the\n"
-             "simulator on the CPU's. Each argument comes with its buffer index: inputs (index, array), outputs (index,\n"
-             "shape, dtype), constants (index, bytes, whether the kernel takes a pointer); absent are the indices of\n"
+             "Launches a kernel of a .metal file or registered source, as lazy arrays: by CUDA on a GPU's stream, in\n"
+             "the simulator on the CPU's. Each argument comes with its buffer index: inputs (index, array), outputs\n"
+             "(index, shape, dtype), constants (index, bytes, whether the kernel takes a pointer); absent are indices of\n"
              "parameters that get nothing. by_rows: copy inputs that are not row contiguous.");
 }
 

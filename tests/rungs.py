@@ -1,0 +1,161 @@
+"""The rungs of the ladder that every kernel variant climbs, and which it has climbed.
+
+    python tests/rungs.py            each variant and its rungs
+    python tests/rungs.py --write    the table in README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mittens import _ext, cases, frontend, ptxas
+from mlx_mittens.frontend import dialect
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def variants() -> list[str]:
+    """Every variant there is, as ``file:kernel``."""
+    return [f"{file}:{variant.name}" for file in frontend.files() for variant in frontend.variants(file)]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One kind of proof.
+
+    Attributes:
+        name: As the README has it.
+        shows: What it proves of a variant.
+        climbed: Which variants have it, by doing it.
+        missing: What keeps it from being done here, or an empty string.
+    """
+
+    name: str
+    shows: str
+    climbed: Callable[[], set[str]]
+    missing: Callable[[], str] = lambda: ""
+
+
+def _compiled() -> set[str]:
+    names = set()
+    for file in frontend.files():
+        frontend.simulator_library(file)  # raises if one variant does not compile
+        names |= {f"{file}:{variant.name}" for variant in frontend.variants(file)}
+    return names
+
+
+def _in_dialect() -> set[str]:
+    sound = [file for file in frontend.files() if not dialect.check(file)]
+    return {name for name in variants() if name.partition(":")[0] in sound}
+
+
+def _simulated() -> set[str]:
+    """Launched in this process, by an op, with the watcher on; what is not yet is now."""
+    from test_variants import simulate
+
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        rng = np.random.default_rng(0)
+        for op in cases.OPS:
+            for dtype in cases.DTYPES.values():
+                if not set(variants()) - set(_ext.launched_kernels()):
+                    break
+                for case, check in simulate(op, dtype, 1, rng):
+                    if not check.passed:
+                        raise AssertionError(f"{op.name} {case.name} {dtype}: {check.detail}")
+    finally:
+        mx.set_default_device(before)
+    return set(_ext.launched_kernels()) & set(variants())
+
+
+def _assembled(arch: str) -> set[str]:
+    assembled = ptxas.assemble(ptxas.all_ptx(), arch)
+    return {name for name in variants() if frontend.entry_name(name.partition(":")[2]) in assembled}
+
+
+def _recorded() -> set[str]:
+    from test_macos_recording import recorded_kernels
+
+    return set(recorded_kernels())
+
+
+RUNGS = (
+    Rung("front end", "clang with Metal's address spaces accepts and compiles it", _compiled),
+    Rung("dialect", "it uses nothing that Apple's compiler would refuse", _in_dialect),
+    Rung("simulator", "launched by an op, it is right against float64, and the watcher sees no fault", _simulated),
+    *(
+        Rung(
+            f"PTX {arch}",
+            f"its PTX assembles for {arch}: registers and spills in [bench/results](bench/results/registers.md)",
+            lambda arch=arch: _assembled(arch),
+            lambda: "" if ptxas.find() else "no ptxas: pip install nvidia-cuda-nvcc",
+        )
+        for arch in ("sm_80", "sm_90")
+    ),
+    Rung(
+        "macOS host",
+        "the macOS code launches it on a recording device, and the simulator runs what was recorded",
+        _recorded,
+        lambda: "" if importlib.util.find_spec("test_macos_recording") else "there is no test_macos_recording",
+    ),
+)
+
+# Rungs that need a machine that is not here; a release says what they showed.
+ELSEWHERE = (
+    ("GPU", "on an NVIDIA GPU it is right, and clean under compute-sanitizer", "[bench/results](bench/results)"),
+    ("Mac", "`mlx-mittens doctor` passes on an Apple GPU", "**no: no Mac has run this yet**"),
+)
+
+
+def climb() -> Iterator[tuple[Rung, set[str]]]:
+    """Each rung that can be climbed here, and the variants that did."""
+    for rung in RUNGS:
+        if not rung.missing():
+            yield rung, rung.climbed()
+
+
+def markdown(climbed: dict[str, set[str]]) -> str:
+    """The README's table."""
+    count = len(variants())
+    lines = ["| rung | what it shows of a variant | climbed by |", "|---|---|---|"]
+    for rung in RUNGS:
+        have = len(climbed.get(rung.name, ()))
+        lines.append(f"| {rung.name} | {rung.shows} | {f'all {count}' if have == count else f'{have} of {count}'} |")
+    lines += [f"| {name} | {shows} | {where} |" for name, shows, where in ELSEWHERE]
+    return "\n".join(lines)
+
+
+def in_readme() -> str | None:
+    """The table as README.md has it."""
+    found = re.search(r"<!-- rungs -->\n(.*?)\n<!-- /rungs -->", README.read_text(), re.S)
+    return found[1] if found else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the table into README.md")
+    arguments = parser.parse_args()
+    climbed = {rung.name: have for rung, have in climb()}
+    for name in variants():
+        print(name + ": " + ", ".join(rung for rung, have in climbed.items() if name in have))
+    for rung in RUNGS:
+        if rung.missing():
+            print(f"{rung.name}: not climbed here: {rung.missing()}")
+    if arguments.write:
+        old = in_readme()
+        README.write_text(README.read_text().replace(old, markdown(climbed)))
+    return 0 if all(have >= set(variants()) for have in climbed.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

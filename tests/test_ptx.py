@@ -1,0 +1,86 @@
+"""The GPU's rung that needs no GPU: the PTX of every variant assembles, and keeps what it computes in registers."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from mlx_mittens import frontend, ptxas
+
+ARCHITECTURES = ("sm_80", "sm_90")
+
+# Kernels that may spill: how many bytes at most, stored and loaded together, and why that is as it should be.
+MAY_SPILL = {
+    "layer_norm_looped_float32": (8, "one register, stored first and loaded last: ptxas keeps two threadgroups an SM"),
+    "layer_norm_simd16_float16": (8, "one register, stored first and loaded last: ptxas keeps five threadgroups an SM"),
+    "layer_norm_simd16_bfloat16": (8, "as float16"),
+    "layer_norm_vjp_block4_float32": (108, "x, dy, weight and two sums of 16 columns pass 128 registers"),
+}
+
+# What a threadgroup may have in Metal.
+MOST_SHARED = 32 * 1024
+
+pytestmark = pytest.mark.skipif(ptxas.find() is None, reason="no ptxas: pip install nvidia-cuda-nvcc")
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return ptxas.all_ptx()
+
+
+@pytest.fixture(scope="module")
+def usages(texts):
+    return {arch: ptxas.assemble(texts, arch) for arch in ARCHITECTURES}
+
+
+def test_every_variant_assembles(usages):
+    variants = [frontend.entry_name(variant.name) for file in frontend.files() for variant in frontend.variants(file)]
+    assert len(set(variants)) == len(variants), "two variants share an entry's name"
+    for arch in ARCHITECTURES:
+        assert set(usages[arch]) == set(variants)
+        assert all(usage.registers > 0 for usage in usages[arch].values())
+
+
+def test_nothing_spills(usages):
+    spills = {
+        name: max(usages[arch][name].spill_stores + usages[arch][name].spill_loads for arch in ARCHITECTURES)
+        for name in usages[ARCHITECTURES[0]]
+    }
+    excess = {name: size for name, size in spills.items() if size > MAY_SPILL.get(name, (0, ""))[0]}
+    assert excess == {}, "bytes spilled, stored and loaded"
+    assert [name for name in MAY_SPILL if not spills.get(name)] == [], "these spill no more: take them off the list"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_array_is_in_local_memory(usages, arch):
+    """A stack without spills is an array that the compiler could not keep in registers."""
+    stacks = {name: u.stack for name, u in usages[arch].items() if u.stack and not u.spill_stores}
+    assert stacks == {}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_shared_memory(usages, arch):
+    assert {name: usage.shared for name, usage in usages[arch].items() if usage.shared > MOST_SHARED} == {}
+
+
+def test_what_does_not_assemble_is_said(texts):
+    name, text = next(iter(texts.items()))
+    with pytest.raises(RuntimeError, match="ptxas -arch=sm_90: .*nonsense"):
+        ptxas.assemble({name: text.replace("ret;", "nonsense %r1; ret;")}, "sm_90")
+
+
+def test_spills_are_seen(texts):
+    """A kernel that is held to few registers spills, and is reported."""
+    name = max(texts, key=lambda name: len(texts[name]))
+    squeezed = texts[name].replace(".maxntid", ".maxnreg 24\n.maxntid")
+    assert ptxas.assemble({name: squeezed}, "sm_90")[name].spill_stores > 0
+
+
+def test_table_of_registers_is_current(texts):
+    """bench/results/registers.md lists every variant; its figures are those of the compiler that it was made with."""
+    path = Path(__file__).parent.parent / "bench" / "registers.py"
+    spec = importlib.util.spec_from_file_location("registers", path)
+    registers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(registers)
+    rows = [line for line in registers.TABLE.read_text().splitlines() if line.startswith("| `")]
+    assert {row.split("`")[1] for row in rows} == set(texts), "run python bench/registers.py"
