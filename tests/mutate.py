@@ -1,10 +1,11 @@
-"""The mutation run: faults planted in our kernels, one at a time, and whether the quick tests in the simulator see them.
+"""The mutation run: faults planted in our kernels, one at a time, and whether tests in the simulator see them.
 
-    python tests/mutate.py [--count N] [--seed S] [--jobs J] [--write]
+    python tests/mutate.py [--count N] [--seed S] [--jobs J] [--log FILE] [--write]
 
-A mutant differs from the kernels in one place: a barrier is dropped, an index shifted, a stride, a comparison or a constant
-changed. It is killed if a case of an op that runs the changed text fails: a fault of the simulator, a wrong result, a
-kernel that never ends. Mutants that do not compile do not count. Survivors are listed, with the reason where one is known.
+A mutant differs from the kernels in one place: a barrier is dropped, an index shifted, a stride, a comparison or a
+constant changed. It is killed if a case of an op that runs the changed text fails: a fault of the simulator, a wrong
+result, a kernel that never ends. Mutants that do not compile do not count. Survivors are listed, with the reason where
+one is known. With a log, a run that was broken off goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ class Mutant:
 # Where nothing is mutated: what is not executed, and arrays' sizes, which may be larger without harm.
 _NO_CODE = re.compile(r"^\s*(//|#|template|instantiate|using|struct|static_assert|namespace)|\[\[|operator")
 _DECLARATION = re.compile(r"^\s*(?:const |threadgroup |thread )*[\w:]+(?:<[^;=]*>)? \w+\[")
-_SIZES = r"(?:columns|rows|splits|threads|simdgroups|chunks|packs\w*|stride\w*|shape\w*|N|L|R|32|[\w.]+\.(?:columns|rows|splits|stride\w*|packs\w*))"
-_COMPARISONS = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ", " && ": " || "}
+_SIZE = r"(?:columns|rows|splits|threads|simdgroups|chunks|packs\w*|stride\w*|shape\w*|N|L|R|32)"
+_COMPARISONS = {
+    **{" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > "},
+    **{" == ": " != ", " != ": " == ", " && ": " || "},
+}
 
 
 def _changes(line: str):
@@ -70,7 +74,7 @@ def _changes(line: str):
     if not _DECLARATION.match(code):
         for match in re.finditer(r"(?<=\w)\[([^\[\]]+)\]", code):
             yield "index", *match.span(), f"[{match[1]} + 1]"
-    for match in re.finditer(rf" \* ({_SIZES})\b(?![\w(.\[])", code):
+    for match in re.finditer(rf" \* ((?:[\w.]+\.)?{_SIZE})\b(?![\w(.\[])", code):
         yield "stride", *match.span(), f" * ({match[1]} + 1)"
     for match in re.finditer(r"(\w+) \+= ([\w.]+)\) \{", code):
         yield "stride", *match.span(), f"{match[1]} += {match[2]} + 1) {{"
@@ -120,8 +124,9 @@ def _write(mutant: Mutant | None, dtype: str, original: Path, folder: Path) -> N
     types = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
     header = folder / "mittens" / "instantiate.h"
     text = header.read_text()
-    kept = f'#define instantiate_types(name, function, ...) instantiate_kernel(name "_{dtype}", function, {types[dtype]}, __VA_ARGS__)\n'
-    header.write_text(text[: text.index("#define instantiate_types")] + kept)
+    kept = f'instantiate_kernel(name "_{dtype}", function, {types[dtype]}, __VA_ARGS__)'
+    before = text[: text.index("#define instantiate_types")]
+    header.write_text(f"{before}#define instantiate_types(name, function, ...) {kept}\n")
     if mutant:
         path = folder / mutant.file
         lines = path.read_text().splitlines()
@@ -130,7 +135,7 @@ def _write(mutant: Mutant | None, dtype: str, original: Path, folder: Path) -> N
 
 
 def _probes(op, case, dtype, rng):
-    """Arguments of a case: drawn, in views, without weights, and with infinities where the op takes rows of its own size."""
+    """Arguments of a case: drawn, in views, without weights, and for softmax with rows and places of -inf."""
     import math
 
     import mlx.core as mx
@@ -147,7 +152,7 @@ def _probes(op, case, dtype, rng):
     for arrays in absences(op, drawn)[1:]:
         yield arrays
     if not case.vjp:
-        yield [mx.concatenate([a, a], axis=-1)[..., : a.shape[-1]] if a.ndim > 1 else mx.repeat(a, 2)[::2] for a in drawn]
+        yield [mx.concatenate([a, a], axis=-1)[..., : a.shape[-1]] for a in drawn]
         yield [mx.repeat(a, 2, axis=-1)[..., ::2] for a in drawn]
     if op.name == "softmax" and not case.vjp and len(case.shape) == 2 and not case.options:
         masked = drawn[0] + mx.where(mx.arange(case.shape[1]) % 3 == 1, -math.inf, 0).astype(dtype)
@@ -223,7 +228,8 @@ def run_one(mutant: Mutant | None, scope: Scope, shared: Path) -> tuple[str, str
     environment = {**os.environ, "MLX_MITTENS_CACHE": str(shared / "cache")}
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(asdict(mutant) if mutant else None)
-        command = [sys.executable, __file__, "--judge", text, "--scope", json.dumps(asdict(scope)), "--folder", folder, "--shared", str(shared)]
+        command = [sys.executable, __file__, "--judge", text, "--scope", json.dumps(asdict(scope))]
+        command += ["--folder", folder, "--shared", str(shared)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
         except subprocess.TimeoutExpired:
@@ -244,8 +250,15 @@ def key(mutant: Mutant) -> str:
     return f"{mutant.file}: {mutant.before} -> {mutant.after}"
 
 
-def run(chosen: list[Mutant], jobs: int, scope: Scope = Scope()) -> list[tuple[Mutant, str, str]]:
-    """Judges mutants; their fates in order."""
+def run(
+    chosen: list[Mutant], jobs: int, scope: Scope = Scope(), log: Path | None = None
+) -> list[tuple[Mutant, str, str]]:
+    """Judges mutants; their fates in order. Those that the log has are taken from there, the others added to it."""
+    known = {}
+    if log and log.is_file():
+        for line in log.read_text().splitlines():
+            mutant, fate, what = json.loads(line)
+            known[Mutant(**mutant)] = fate, what
     with tempfile.TemporaryDirectory() as folder:
         shared = Path(folder)
         shutil.copytree(METAL, shared / "metal")
@@ -254,9 +267,12 @@ def run(chosen: list[Mutant], jobs: int, scope: Scope = Scope()) -> list[tuple[M
             raise RuntimeError(f"the kernels themselves do not pass: {sound[1]}")
 
         def one(mutant: Mutant) -> tuple[Mutant, str, str]:
+            if mutant in known:
+                return mutant, *known[mutant]
             fate, what = run_one(mutant, scope, shared)
-            if sys.stderr.isatty() or "MUTATE_VERBOSE" in os.environ:
-                print(f"{fate:9} {mutant.kind:10} {mutant.place}: {mutant.after}   [{what[:150]}]", file=sys.stderr, flush=True)
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps([asdict(mutant), fate, what]) + "\n")
             return mutant, fate, what
 
         with ThreadPoolExecutor(jobs) as pool:
@@ -269,15 +285,16 @@ def report(fates: list[tuple[Mutant, str, str]], seed: int, seconds: float) -> s
     counted = [(m, fate) for m, fate, _ in fates if fate != "stillborn"]
     survivors = [m for m, fate in counted if fate == "survived"]
     unexplained = [m for m in survivors if key(m) not in reasons]
-    faults = len(counted) - len(survivors) + len(unexplained)
+    killed = len(counted) - len(survivors)
     lines = [
         "# Mutation run",
         "",
         f"`python tests/mutate.py --count {len(fates)} --seed {seed} --write`: {len(fates)} of {len(mutants())} possible",
         f"mutants, {len(fates) - len(counted)} of which do not compile, in {seconds:.0f} s.",
-        f"Of {len(counted)} mutants {len(counted) - len(survivors)} are killed ({(len(counted) - len(survivors)) / len(counted):.1%});"
-        f" {len(survivors) - len(unexplained)} of the {len(survivors)} survivors",
-        f"compute the same as the kernel. Of those that do not, {(len(counted) - len(survivors)) / max(1, faults):.1%} are killed.",
+        "",
+        f"Of {len(counted)} mutants {killed} are killed: {killed / len(counted):.1%}. Of the {len(survivors)} survivors",
+        f"{len(survivors) - len(unexplained)} are no faults, for the reasons below. Of those that may be faults",
+        f"{killed / max(1, killed + len(unexplained)):.1%} are killed.",
         "",
         "| kind | mutants | killed | survivors explained | not explained |",
         "|---|--:|--:|--:|--:|",
@@ -298,6 +315,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=240)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--log", type=Path, help="where results are kept while it runs")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     parser.add_argument("--scope", help=argparse.SUPPRESS)
     parser.add_argument("--judge", help=argparse.SUPPRESS)
@@ -306,10 +324,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.judge:
         given = json.loads(arguments.judge)
-        print(json.dumps(judge(Mutant(**given) if given else None, Scope(**json.loads(arguments.scope)), arguments.shared, arguments.folder)))
+        mutant, scope = Mutant(**given) if given else None, Scope(**json.loads(arguments.scope))
+        print(json.dumps(judge(mutant, scope, arguments.shared, arguments.folder)))
         return 0
     start = time.monotonic()
-    fates = run(sample(arguments.count, arguments.seed), arguments.jobs)
+    fates = run(sample(arguments.count, arguments.seed), arguments.jobs, log=arguments.log)
     text = report(fates, arguments.seed, time.monotonic() - start)
     print(text)
     if arguments.write:
