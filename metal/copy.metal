@@ -33,5 +33,6 @@ template <typename T>
   target[size_t(row) * params.columns + column] = source[at];
 }
 
+instantiate_kernel("copy_strided_1", copy_strided, uchar)
 instantiate_kernel("copy_strided_2", copy_strided, ushort)
 instantiate_kernel("copy_strided_4", copy_strided, uint)

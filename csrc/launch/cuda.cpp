@@ -5,6 +5,7 @@
 #ifdef __linux__
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <cctype>
 #include <functional>
@@ -144,37 +145,52 @@ std::string identity(const Launch& launch, const std::map<uint32_t, size_t>& siz
   return key;
 }
 
-// Loaded once per context and kept for the life of the process, as MLX keeps its own modules. Each thread remembers what
-// it found, since this is on the path of every launch.
-CUfunc_st* function_of(const Launch& launch) {
+// Loaded once per context and kept for the life of the process, as MLX keeps its own modules.
+CUfunc_st* loaded_function(const Launch& launch, void* context) {
   using Functions = std::unordered_map<std::string, CUfunc_st*>;
   static std::mutex mutex;
   static std::unordered_map<void*, Functions> loaded;
-  static thread_local std::unordered_map<std::string, std::pair<void*, CUfunc_st*>> known;
 
-  const Driver& driver = Driver::get();
-  void* context = driver.current_context();
   const auto sizes = sizes_by_value(launch);
   const std::string key = identity(launch, sizes);
-  auto& [known_context, function] = known[key];
-  if (function && known_context == context) {
-    return function;
-  }
-  known_context = context;
   {
     std::lock_guard lock(mutex);
-    function = loaded[context][key];
+    if (CUfunc_st* function = loaded[context][key]) {
+      return function;
+    }
   }
-  if (!function) {
-    // Not under the lock: the front end takes the GIL, which a thread that waits for the lock may hold.
-    CUfunc_st* fresh = driver.load(frontend::ptx(launch.file, launch.kernel, sizes, launch.function_constants),
-                                   entry_name(launch.kernel));
-    std::lock_guard lock(mutex);
-    CUfunc_st*& first = loaded[context][key];  // of several threads, the first one's is kept
-    first = first ? first : fresh;
-    function = first;
+  // Not under the lock: the front end takes the GIL, which a thread that waits for the lock may hold.
+  CUfunc_st* fresh = Driver::get().load(
+      frontend::ptx(launch.file, launch.kernel, sizes, launch.function_constants), entry_name(launch.kernel));
+  std::lock_guard lock(mutex);
+  CUfunc_st*& first = loaded[context][key];  // of several threads, the first one's is kept
+  first = first ? first : fresh;
+  return first;
+}
+
+// Each thread remembers what it found, by the name alone where that tells kernels apart: this is on the path of every
+// call.
+CUfunc_st* function_of(const Launch& launch) {
+  struct Known {
+    void* context = nullptr;
+    std::string file;
+    CUfunc_st* function = nullptr;
+  };
+  static thread_local std::unordered_map<std::string, Known> known;
+  void* context = Driver::get().current_context();
+  const bool specialised = !launch.function_constants.empty() ||
+      std::any_of(launch.arguments.begin(), launch.arguments.end(), [](const Argument& argument) {
+        const auto* bytes = std::get_if<Bytes>(&argument);
+        return bytes && bytes->by_pointer;
+      });
+  if (specialised) {
+    return loaded_function(launch, context);
   }
-  return function;
+  Known& mine = known[launch.kernel];
+  if (!mine.function || mine.context != context || mine.file != launch.file) {
+    mine = {context, launch.file, loaded_function(launch, context)};
+  }
+  return mine.function;
 }
 
 // What an array's buffer points to in MLX's CUDA build.
@@ -219,6 +235,7 @@ void run(const Launch& launch, mx::Stream stream) {
   static std::array<std::byte, 4096> nothing{};  // as long as all parameters of a kernel may be
   std::vector<void*> addresses(launch.arguments.size());
   std::vector<void*> arguments;
+  arguments.reserve(launch.arguments.size());
   for (size_t i = 0; i < launch.arguments.size(); ++i) {
     std::visit(
         Visitor{

@@ -44,6 +44,10 @@ struct Absent {
 using Argument = std::variant<Input, Output, Bytes, Absent>;
 
 struct Launch {
+  Launch() {
+    arguments.reserve(12);  // more than any kernel of ours has: this is on the path of every call
+  }
+
   std::string file;    // the .metal file that holds the kernel: "rms_norm.metal"
   std::string kernel;  // the host name of one instantiation in it: "rms_norm_simd_float16"
   std::vector<Argument> arguments;

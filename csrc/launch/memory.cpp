@@ -38,9 +38,11 @@ std::shared_ptr<mx::Primitive> device_allocator(mx::Stream stream) {
 
 void allocate_output(mx::array& output, mx::Stream stream) {
   if (stream.device == mx::Device::gpu && cuda::available() && output.nbytes() > 0) {
-    std::vector<mx::array> outputs{output};
+    static thread_local std::vector<mx::array> outputs;  // its memory is kept: this is on the path of every call
+    outputs.assign(1, output);
     device_allocator(stream)->eval_gpu({}, outputs);
     output.copy_shared_buffer(outputs[0]);
+    outputs.clear();
   } else {
     output.set_data(mx::allocator::malloc(output.nbytes()));
   }

@@ -77,6 +77,7 @@ nb::dict dict_of(const Counts& counts) {
   result["matrix_operations"] = counts.matrix_operations;
   result["threadgroup_bytes"] = counts.threadgroup_bytes;
   result["device_bytes_loaded"] = counts.device_bytes_loaded;
+  result["params_bytes_loaded"] = counts.params_bytes_loaded;
   result["device_bytes_stored"] = counts.device_bytes_stored;
   result["threadgroup_bytes_loaded"] = counts.threadgroup_bytes_loaded;
   result["threadgroup_bytes_stored"] = counts.threadgroup_bytes_stored;

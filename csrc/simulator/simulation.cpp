@@ -92,6 +92,7 @@ void Simulation::bind_buffers() {
     }
     Region region{.space = Region::device, .name = buffer.name, .bytes = buffer.bytes};
     region.writable = buffer.role == Buffer::output || buffer.role == Buffer::inout;
+    region.constant = buffer.role == Buffer::constant;
     region.initialised = buffer.role != Buffer::output;
     region.complete = buffer.role == Buffer::output && options_.complete;
     for (unsigned a = 0; a < kernel_.argument_count && region.name.empty(); ++a) {

@@ -54,6 +54,7 @@ struct Counts {
   uint64_t matrix_operations = 0;
   uint64_t threadgroup_bytes = 0;  // the most that one threadgroup had
   uint64_t device_bytes_loaded = 0;
+  uint64_t params_bytes_loaded = 0;  // of device_bytes_loaded: GPUs keep them at hand
   uint64_t device_bytes_stored = 0;
   uint64_t threadgroup_bytes_loaded = 0;
   uint64_t threadgroup_bytes_stored = 0;

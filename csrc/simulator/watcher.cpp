@@ -119,6 +119,7 @@ void Watcher::count(const Region& region, size_t offset, const Access& access) {
   const bool device = region.space == Region::device;
   if (access.kind == kLoad) {
     (device ? counts_.device_bytes_loaded : counts_.threadgroup_bytes_loaded) += access.bytes;
+    counts_.params_bytes_loaded += region.constant ? access.bytes : 0;
   } else {
     (device ? counts_.device_bytes_stored : counts_.threadgroup_bytes_stored) += access.bytes;
   }

@@ -44,6 +44,7 @@ struct Region {
   uintptr_t begin = 0;
   size_t bytes = 0;
   bool writable = false;
+  bool constant = false;     // a struct of params
   bool initialised = false;  // before the launch
   bool complete = false;     // every byte is to be written by the launch
   size_t packed = 0;         // of a threadgroup array: where it lies among the others, one after the other

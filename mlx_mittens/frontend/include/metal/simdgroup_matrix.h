@@ -79,9 +79,18 @@ MITTENS_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, 
                                                   simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c,
                                                   mittens::Site site = mittens::here()) {
   const uint lane = mittens::lane();
-  const float2 product = mittens::matrix_multiply(
-      site, mittens::construct<float2>(a.thread_elements()), mittens::construct<float2>(b.thread_elements()),
-      mittens::construct<float2>(c.thread_elements()), mittens::row_of(lane), mittens::column_of(lane));
+  const float2 sum = mittens::construct<float2>(c.thread_elements());
+  float2 product;
+#ifdef __NVPTX__
+  if constexpr (__is_same(A, B) && sizeof(A) == 2) {
+    product = mittens::tensor_multiply(a.thread_elements(), b.thread_elements(), sum, lane);
+  } else
+#endif
+  {
+    product = mittens::matrix_multiply(
+        site, mittens::construct<float2>(a.thread_elements()), mittens::construct<float2>(b.thread_elements()), sum,
+        mittens::row_of(lane), mittens::column_of(lane));
+  }
   d.thread_elements() = mittens::construct<vec<D, 2>>(product);
 }
 template <typename D, typename A, typename B>
