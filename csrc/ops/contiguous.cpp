@@ -71,6 +71,8 @@ Launch copy_launch(const mx::array& source, const mx::array& target) {
   return launch;
 }
 
+}  // namespace
+
 mx::array gathered(const mx::array& source, mx::Stream stream) {
   mx::array target(source.shape(), source.dtype(), nullptr, {});
   allocate_output(target, stream);
@@ -87,8 +89,6 @@ mx::array gathered(const mx::array& source, mx::Stream stream) {
   }
   return target;
 }
-
-}  // namespace
 
 mx::array gatherable(const mx::array& array, mx::Stream stream) {
   return array.ndim() > kCopyDims + 1 ? mx::contiguous(array, false, stream) : array;

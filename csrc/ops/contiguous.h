@@ -9,6 +9,10 @@ namespace mittens {
 // The array as copy_strided can gather it: of too many dimensions it goes through mx's contiguous().
 mx::array gatherable(const mx::array& array, mx::Stream stream);
 
+// The array's elements in row contiguous memory of their own, which lives until what was given to the stream so far, and
+// what is given to it next, is done.
+mx::array gathered(const mx::array& array, mx::Stream stream);
+
 // The inputs of an evaluation, row contiguous: themselves where they are, else `copies`, which are made on the stream and
 // live until what reads them is done.
 const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies);

@@ -2,14 +2,26 @@
 // no benchmark or test takes mx for ours.
 #pragma once
 
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "mlx/dtype.h"
 
 namespace mittens {
 
-// Called where an op is about to hand over to its mx twin. Throws std::runtime_error in strict mode.
-void send_to_mx(const char* op, const std::string& reason);
+// Where a call is not covered: notes why, and gives the nothing that an op's attempt returns. Throws
+// std::runtime_error in strict mode.
+std::nullopt_t left_to_mx(const char* op, std::string reason);
+
+// The same where an op goes on to mx itself.
+inline void send_to_mx(const char* op, std::string reason) {
+  left_to_mx(op, std::move(reason));
+}
+
+// Whether mx is to compute what a kernel covers as well, since it is faster there; notes why. Never in strict mode
+// or under a strict patch, which ask for the kernel.
+bool better_left_to_mx(const char* op, std::string reason);
 
 // Whether the kernels compute in this dtype.
 inline bool has_kernels(mlx::core::Dtype dtype) {

@@ -9,6 +9,7 @@
 #include "mlx/ops.h"
 #include "ops/arrays.h"
 #include "ops/checks.h"
+#include "ops/define.h"
 #include "ops/fallback.h"
 #include "ops/native.h"
 #include "ops/norm_vjp.h"
@@ -125,8 +126,8 @@ class LayerNorm : public RowPrimitive {
   float eps_;
 };
 
-mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& weight, const std::optional<mx::array>& bias,
-                     float eps, mx::StreamOrDevice where) {
+std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::array>& weight,
+                                 const std::optional<mx::array>& bias, float eps, mx::StreamOrDevice where) {
   checks::has_axis(op, "x", x);
   if (weight) {
     checks::per_column(op, "weight", *weight, x);
@@ -140,8 +141,7 @@ mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& weight,
   checks::floating(op, dtype, {{"x", x}, {"weight", weight}, {"bias", bias}});
   const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
-    send_to_mx(op, "float64");
-    return mx::fast::layer_norm(x, weight, bias, eps, stream);
+    return left_to_mx(op, "float64");
   }
 
   Arrays inputs = {gatherable(mx::astype(x, dtype, stream), stream)};
@@ -154,9 +154,15 @@ mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& weight,
   return RowPrimitive::outputs_of(primitive, inputs)[0];
 }
 
+mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& weight, const std::optional<mx::array>& bias,
+                     float eps, mx::StreamOrDevice where) {
+  const auto y = attempt(x, weight, bias, eps, where);
+  return y ? *y : mx::fast::layer_norm(x, weight, bias, eps, where);
+}
+
 void bind(nb::module_& module) {
-  module.def(op, &layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, nb::kw_only(),
-             "stream"_a = nb::none());
+  define(module, op, &attempt, &layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, nb::kw_only(),
+         "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 
+#include "cpu/dispatch.h"
 #include "launch/memory.h"
+#include "launch/metal.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "ops/contiguous.h"
+#include "ops/stats.h"
 
 namespace mittens {
 
@@ -16,7 +19,19 @@ bool all_empty(const Arrays& arrays) {
   return std::all_of(arrays.begin(), arrays.end(), [](const mx::array& a) { return a.size() == 0; });
 }
 
+Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
+  Arrays result;
+  for (int i : indices) {
+    result.push_back(arrays[i]);
+  }
+  return result;
+}
+
 }  // namespace
+
+const Arrays& KernelPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
+  return row_contiguous(inputs, stream(), copies);
+}
 
 void KernelPrimitive::allocate(const Arrays&, Arrays& outputs) {
   for (auto& output : outputs) {
@@ -30,8 +45,9 @@ void KernelPrimitive::eval_gpu(const Arrays& inputs, Arrays& outputs) {
     return;
   }
   Arrays copies;
-  for (const auto& launch : launches(row_contiguous(inputs, stream(), copies), outputs)) {
+  for (const auto& launch : launches(prepared(inputs, copies), outputs)) {
     run_on_gpu(launch, stream());
+    stats::count_run(name(), metal::built() ? "metal" : "cuda", launch.kernel);
   }
 }
 
@@ -41,34 +57,37 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
     return;
   }
   Arrays copies;
-  const Arrays& ready = row_contiguous(inputs, stream(), copies);
+  const Arrays& ready = prepared(inputs, copies);
   if (simulator_enabled()) {
-    run_in_simulator(launches(ready, outputs), stream());
+    const auto all = launches(ready, outputs);
+    run_in_simulator(all, stream());
+    for (const auto& launch : all) {
+      stats::count_run(name(), "simulator", launch.kernel);
+    }
   } else {
     mx::cpu::get_command_encoder(stream()).dispatch(native(ready, outputs));
+    stats::count_run(name(), "native", cpu::isa_name());
   }
 }
 
 Arrays KernelPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
                             const Arrays&) {
-  const auto gradients =
-      mx::vjp([this](const Arrays& inputs) { return composed(inputs); }, primals, cotangents).second;
-  Arrays selected;
-  for (int argument : argnums) {
-    selected.push_back(gradients[argument]);
-  }
-  return selected;
+  return mx::vjp(composed_of(primals, argnums), chosen(primals, argnums), cotangents).second;
 }
 
 Arrays KernelPrimitive::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) {
-  Arrays all_tangents;
-  for (const auto& primal : primals) {
-    all_tangents.push_back(mx::zeros_like(primal, stream()));
-  }
-  for (size_t i = 0; i < argnums.size(); ++i) {
-    all_tangents[argnums[i]] = tangents[i];
-  }
-  return mx::jvp([this](const Arrays& inputs) { return composed(inputs); }, primals, all_tangents).second;
+  return mx::jvp(composed_of(primals, argnums), chosen(primals, argnums), tangents).second;
+}
+
+std::function<Arrays(const Arrays&)> KernelPrimitive::composed_of(const Arrays& primals,
+                                                                  const std::vector<int>& argnums) {
+  return [this, primals, argnums](const Arrays& these) {
+    Arrays inputs = primals;
+    for (size_t i = 0; i < argnums.size(); ++i) {
+      inputs[argnums[i]] = these[i];
+    }
+    return composed(inputs);
+  };
 }
 
 std::pair<Arrays, std::vector<int>> KernelPrimitive::vmap(const Arrays& inputs, const std::vector<int>& axes) {

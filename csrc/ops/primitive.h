@@ -27,6 +27,8 @@ class KernelPrimitive : public mx::Primitive {
   std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override;
 
  protected:
+  // The inputs as the kernels read them, by default row contiguous: themselves where they are so, else `copies`.
+  virtual const Arrays& prepared(const Arrays& inputs, Arrays& copies);
   // Gives every output its memory; by default fresh, a primitive may take over a donated input's instead.
   virtual void allocate(const Arrays& inputs, Arrays& outputs);
   // The kernels that compute the outputs. Never called when every output is empty.
@@ -35,6 +37,10 @@ class KernelPrimitive : public mx::Primitive {
   virtual std::function<void()> native(const Arrays& inputs, Arrays& outputs) = 0;
   // The same mathematics in mx operations, for derivatives of any order and for vmap.
   virtual Arrays composed(const Arrays& inputs) = 0;
+
+ private:
+  // The composition as a function of some of its inputs: others, such as packed integers, may have no derivative.
+  std::function<Arrays(const Arrays&)> composed_of(const Arrays& primals, const std::vector<int>& argnums);
 };
 
 }  // namespace mittens

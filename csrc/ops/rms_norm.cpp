@@ -9,6 +9,7 @@
 #include "mlx/ops.h"
 #include "ops/arrays.h"
 #include "ops/checks.h"
+#include "ops/define.h"
 #include "ops/fallback.h"
 #include "ops/native.h"
 #include "ops/norm_vjp.h"
@@ -93,9 +94,8 @@ class RmsNorm : public RowPrimitive {
   float eps_;
 };
 
-}  // namespace
-
-mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice where) {
+std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::array>& weight, float eps,
+                                 mx::StreamOrDevice where) {
   checks::has_axis(op, "x", x);
   if (weight) {
     checks::per_column(op, "weight", *weight, x);
@@ -105,8 +105,7 @@ mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, f
   checks::floating(op, dtype, {{"x", x}, {"weight", weight}});
   const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
-    send_to_mx(op, "float64");
-    return mx::fast::rms_norm(x, weight, eps, stream);
+    return left_to_mx(op, "float64");
   }
 
   Arrays inputs = {gatherable(mx::astype(x, dtype, stream), stream)};
@@ -114,6 +113,13 @@ mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, f
     inputs.push_back(gatherable(mx::astype(*weight, dtype, stream), stream));
   }
   return RowPrimitive::outputs_of(std::make_shared<RmsNorm>(stream, inputs[0], eps), inputs)[0];
+}
+
+}  // namespace
+
+mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice where) {
+  const auto y = attempt(x, weight, eps, where);
+  return y ? *y : mx::fast::rms_norm(x, weight, eps, where);
 }
 
 mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::Stream s) {
@@ -127,7 +133,7 @@ mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& w
 namespace {
 
 void bind(nb::module_& module) {
-  module.def(op, &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(), "stream"_a = nb::none());
+  define(module, op, &attempt, &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -9,6 +9,7 @@
 #include "mlx/ops.h"
 #include "ops/arrays.h"
 #include "ops/checks.h"
+#include "ops/define.h"
 #include "ops/fallback.h"
 #include "ops/native.h"
 #include "ops/registry.h"
@@ -198,9 +199,8 @@ mx::array softmax_axes(const mx::array& a, const std::vector<int>& axes, mx::Str
   return mx::transpose(mx::reshape(y, moved.shape(), stream), back, stream);
 }
 
-mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
-  const std::vector<int> named = named_axes(axis, a);
-  const std::vector<int> axes = checked_axes(named, a);
+std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
+  const std::vector<int> axes = checked_axes(named_axes(axis, a), a);
   if (a.size() == 0) {
     return a;
   }
@@ -213,15 +213,20 @@ mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::Stream
   if (!has_kernels(dtype) || (integer && !last_only)) {
     std::ostringstream reason;
     reason << a.dtype() << (last_only ? "" : " along other axes than the last");
-    send_to_mx(op, reason.str());
-    return mx::softmax(a, named, precise, stream);
+    return left_to_mx(op, reason.str());
   }
   const mx::array x = mx::astype(a, dtype, stream);
   return last_only ? softmax_rows(x, stream) : softmax_axes(x, axes, stream);
 }
 
+mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
+  const auto y = attempt(a, axis, precise, where);
+  return y ? *y : mx::softmax(a, named_axes(axis, a), precise, where);
+}
+
 void bind(nb::module_& module) {
-  module.def(op, &softmax, "a"_a, "axis"_a = nb::none(), nb::kw_only(), "precise"_a = false, "stream"_a = nb::none());
+  define(module, op, &attempt, &softmax, "a"_a, "axis"_a = nb::none(), nb::kw_only(), "precise"_a = false,
+         "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -1,0 +1,14 @@
+// Counts of what ran where: a few dozen nanoseconds for each kernel that runs.
+#pragma once
+
+#include <string>
+
+namespace mittens::stats {
+
+// A kernel of the primitive ran on an executor.
+void count_run(const char* primitive, const char* executor, const std::string& kernel);
+
+// A call of an op went to mx.
+void count_mx(const char* op, const std::string& reason);
+
+}  // namespace mittens::stats
