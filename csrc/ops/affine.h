@@ -1,0 +1,67 @@
+// Affine quantized weights as the ops take them: a triple of packed words, scales and biases.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "cpu/quantized_matmul.h"
+#include "ops/primitive.h"
+#include "params/quantized.h"
+
+namespace mittens {
+
+struct AffineFormat {
+  int group_size;
+  int bits;
+  bool transpose;
+
+  bool operator==(const AffineFormat&) const = default;
+};
+
+struct AffineShape {
+  int columns;  // of x
+  int outputs;
+};
+
+// MLX's defaults where nothing is given; throws unless mx knows bits and group size.
+AffineFormat affine_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose);
+
+// Whether there are kernels for the bits.
+bool has_affine_kernels(const AffineFormat& format);
+
+// What the shapes of a triple say; throws where they contradict each other, the format or x.
+AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
+                         const mx::array& biases, const AffineFormat& format);
+
+// Whether the kernels can read a triple where it lies.
+bool is_prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases);
+
+// A triple as the kernels read it.
+Arrays prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases, mx::Stream stream);
+
+// The params that say where a triple's matrices lie; the arrays have been prepared.
+QuantizedParams affine_params(const mx::array& w, const mx::array& scales, const mx::array& biases,
+                              const AffineFormat& format);
+
+// The same for the native code, one entry for each matrix.
+std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::array& scales, const mx::array& biases,
+                                                 const AffineFormat& format);
+
+// The part of a kernel's name that says bits and rows of x.
+std::string affine_variant(const AffineFormat& format, uint32_t rows);
+
+// Which rows kernel serves so many rows of x, and how its threadgroups are cut.
+struct AffineRowsPlan {
+  uint32_t rows;  // of x that a threadgroup takes
+  uint32_t simdgroups;
+  uint32_t outputs_per_group;
+};
+
+// The same for the kernel of 8x8 matrices.
+AffineRowsPlan plan_affine_tiles(uint32_t rows, uint32_t columns, uint32_t outputs, uint32_t batch);
+
+// matrices: of weights that pass by one simdgroup, 2 for gate and up.
+AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
+                                uint32_t batch, uint32_t most_rows, uint32_t matrices);
+
+}  // namespace mittens

@@ -1,0 +1,325 @@
+#include <algorithm>
+#include <bit>
+#include <numeric>
+#include <optional>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/variant.h>
+
+#include "cpu/gemv.h"
+#include "mlx/ops.h"
+#include "ops/checks.h"
+#include "ops/define.h"
+#include "ops/fallback.h"
+#include "ops/matrices.h"
+#include "ops/native.h"
+#include "ops/primitive.h"
+#include "ops/registry.h"
+#include "ops/row_plan.h"
+#include "ops/split.h"
+#include "params/gemv.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "gemv";
+
+// What gemv.metal is instantiated for: outputs that a threadgroup takes, by the rows of x.
+constexpr uint32_t outputs_per_group(uint32_t rows) {
+  return rows > 8 ? 2 : 4;
+}
+
+struct RowsPlan {
+  uint32_t rows;  // of x that a threadgroup takes
+  uint32_t simdgroups;
+  uint32_t splits;
+  uint32_t columns_per_split;
+};
+
+// pack: elements of a lane's load where whole packs can be loaded. Whether they can shows only when the arrays are
+// there, and the splits are the same either way.
+RowsPlan plan_gemv_rows(uint32_t rows, uint32_t columns, uint32_t outputs, uint32_t pack) {
+  constexpr uint32_t most_simdgroups = 8;
+  constexpr uint32_t steps = 2;                 // loads of a lane on their way at once
+  constexpr uint32_t wanted_simdgroups = 4096;  // of a launch: a large GPU several times over
+  rows = std::max(rows, 1u);
+  RowsPlan plan;
+  plan.rows = std::min<uint32_t>(std::bit_ceil(rows), most_gemv_rows);
+  const uint32_t chunks = ceil_divide(columns, 32 * pack);
+  const uint32_t shares = ceil_divide(chunks, steps);  // that keep a simdgroup busy
+  const uint64_t tiles = uint64_t(ceil_divide(std::max(outputs, 1u), outputs_per_group(plan.rows))) *
+      ceil_divide(rows, plan.rows);
+  plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, tiles), 4u, most_simdgroups);
+  plan.simdgroups = std::min(plan.simdgroups, shares);
+  // Each split leaves a simdgroup enough to do that it is worth the second kernel, which adds the splits up.
+  const uint32_t splits = std::clamp(ceil_divide(wanted_simdgroups / 4, tiles * plan.simdgroups), 1u,
+                                     ceil_divide(shares, 2 * plan.simdgroups));
+  const uint32_t chunks_per_split = ceil_divide(chunks, splits);
+  plan.splits = ceil_divide(chunks, chunks_per_split);
+  plan.columns_per_split = chunks_per_split * 32 * pack;
+  return plan;
+}
+
+// x [.., columns], w [outputs, columns] or, not transposed, [columns, outputs], and bias [outputs], if there is one
+// -> y [.., outputs].
+class Gemv : public KernelPrimitive {
+ public:
+  Gemv(mx::Stream stream, bool transpose) : KernelPrimitive(stream), transpose_(transpose) {}
+
+  static mx::array apply(const Arrays& inputs, bool transpose, mx::Stream stream) {
+    auto primitive = std::make_shared<Gemv>(stream, transpose);
+    const std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+    if (shapes.size() == 1) {
+      return mx::array(shapes[0], inputs[0].dtype(), primitive, inputs);
+    }
+    return mx::array::make_arrays(shapes, {inputs[0].dtype(), mx::float32}, primitive, inputs)[0];
+  }
+
+  const char* name() const override {
+    return "MittensGemv";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return transpose_ == static_cast<const Gemv&>(other).transpose_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    const Sizes sizes = sizes_of(inputs);
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = static_cast<int>(sizes.outputs);
+    const uint32_t pack = pack_elements(inputs[0]);
+    const uint32_t splits = transpose_ ? rows_plan(sizes, pack).splits : columns_plan(sizes, pack, pack).splits;
+    if (splits == 1) {
+      return {shape};
+    }
+    return {shape, {static_cast<int>(splits), static_cast<int>(uint64_t(sizes.rows) * sizes.outputs)}};
+  }
+
+  // On the CPU the gradients are products of the same kind, which training needs to be fast.
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    if (stream().device == mx::Device::gpu || primals[0].size() == 0) {
+      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+    }
+    auto matrix = [&](const mx::array& a) { return mx::reshape(a, {-1, a.shape(-1)}, stream()); };
+    auto transposed = [&](const mx::array& a) { return mx::transpose(a, stream()); };
+    const mx::array& dy = cotangents[0];
+    Arrays gradients;
+    for (int argument : argnums) {
+      if (argument == 0) {
+        gradients.push_back(apply({dy, primals[1]}, !transpose_, stream()));
+      } else if (argument == 1) {
+        const mx::array& rows = transpose_ ? dy : primals[0];
+        const mx::array& columns = transpose_ ? primals[0] : dy;
+        gradients.push_back(apply({transposed(matrix(rows)), matrix(columns)}, false, stream()));
+      } else {
+        gradients.push_back(mx::sum(matrix(dy), 0, false, stream()));
+      }
+    }
+    return gradients;
+  }
+
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
+    return with_workspace(KernelPrimitive::jvp(primals, tangents, argnums)[0], primals);
+  }
+
+  // With more rows of x it is the same op.
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    const bool only_x = axes[0] >= 0 && std::all_of(axes.begin() + 1, axes.end(), [](int axis) { return axis < 0; });
+    if (!only_x || stream().device == mx::Device::gpu) {
+      return KernelPrimitive::vmap(inputs, axes);
+    }
+    Arrays batched = inputs;
+    batched[0] = mx::moveaxis(inputs[0], axes[0], 0, stream());
+    const Arrays outputs = with_workspace(apply(batched, transpose_, stream()), inputs);
+    return {outputs, outputs.size() > 1 ? std::vector<int>{0, -1} : std::vector<int>{0}};
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    const int64_t item = inputs[1].itemsize();
+    if (is_contiguous(inputs[0]) && has_rows(inputs[1], item) && (inputs.size() < 3 || is_contiguous(inputs[2]))) {
+      return inputs;
+    }
+    copies = {contiguous_rows(inputs[0], stream()), with_rows(inputs[1], item, stream())};
+    if (inputs.size() > 2) {
+      copies.push_back(contiguous_rows(inputs[2], stream()));
+    }
+    return copies;
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const mx::array& w = inputs[1];
+    const bool has_bias = inputs.size() > 2;
+    const mx::array& bias = has_bias ? inputs[2] : x;  // x stands in: each argument needs a buffer
+    const Sizes sizes = sizes_of(inputs);
+    const bool packs = has_rows(w, 16) && w.shape(-1) * w.itemsize() % 16 == 0;
+    const uint32_t pack = pack_elements(x);
+    GemvParams params{};
+    params.rows = sizes.rows;
+    params.columns = sizes.columns;
+    params.outputs = sizes.outputs;
+    params.weight_stride = static_cast<uint32_t>(w.strides(0));
+    params.has_bias = has_bias;
+
+    Launch launch;
+    launch.file = "gemv.metal";
+    std::string shape;
+    if (transpose_) {
+      const RowsPlan plan = rows_plan(sizes, pack);
+      const uint32_t group_outputs = outputs_per_group(plan.rows);
+      params.splits = plan.splits;
+      params.columns_per_split = plan.columns_per_split;
+      shape = std::to_string(plan.rows) + "x" + std::to_string(group_outputs);
+      launch.threadgroups = {ceil_divide(sizes.outputs, group_outputs), ceil_divide(sizes.rows, plan.rows),
+                             plan.splits};
+      launch.threads = {32 * plan.simdgroups, 1, 1};
+    } else {
+      const ColumnsPlan plan = columns_plan(sizes, packs ? pack : 1, pack);
+      params.splits = plan.splits;
+      params.columns_per_split = plan.columns_per_split;
+      params.lanes = plan.lanes;
+      shape = std::to_string(plan.rows);
+      launch.threadgroups = {plan.tiles, plan.row_blocks, plan.splits};
+      launch.threads = {plan.threads, 1, 1};
+    }
+    const std::string layout = transpose_ ? "rows" : "columns";
+    launch.kernel = kernel_name(op, layout + (packs ? "_pack_" : "_single_") + shape, x.dtype());
+    launch.input(x);
+    add_view(launch, w);
+    launch.input(bias).output(outputs[params.splits > 1 ? 1 : 0]).params(params);
+    if (params.splits == 1) {
+      return in_order(std::move(launch));
+    }
+    return in_order(std::move(launch), split_sum_launch(outputs[1], bias, has_bias, outputs[0], params.splits));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), w = data_of(inputs[1]),
+            stride = static_cast<size_t>(inputs[1].strides(0)), bias = inputs.size() > 2 ? data_of(inputs[2]) : nullptr,
+            y = data_of(outputs[0]), transpose = transpose_, sizes = sizes_of(inputs)] {
+      cpu::gemv(type, w, stride, transpose, x, bias, y, sizes.rows, sizes.columns, sizes.outputs);
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::array w = transpose_ ? mx::transpose(inputs[1], stream()) : inputs[1];
+    const mx::array y = mx::matmul(inputs[0], w, stream());
+    return with_workspace(inputs.size() > 2 ? mx::add(y, inputs[2], stream()) : y, inputs);
+  }
+
+ private:
+  struct Sizes {
+    uint32_t rows;  // of x
+    uint32_t columns;
+    uint32_t outputs;
+  };
+
+  Sizes sizes_of(const Arrays& inputs) const {
+    const mx::array& w = inputs[1];
+    return {static_cast<uint32_t>(leading_size(inputs[0], 1)), static_cast<uint32_t>(inputs[0].shape(-1)),
+            static_cast<uint32_t>(w.shape(transpose_ ? 0 : 1))};
+  }
+
+  static uint32_t pack_elements(const mx::array& x) {
+    return 16 / x.itemsize();
+  }
+
+  static RowsPlan rows_plan(const Sizes& sizes, uint32_t pack) {
+    return plan_gemv_rows(sizes.rows, sizes.columns, sizes.outputs, pack);
+  }
+
+  static ColumnsPlan columns_plan(const Sizes& sizes, uint32_t elements, uint32_t pack) {
+    return plan_columns(sizes.rows, sizes.columns, sizes.outputs, 1, elements, pack, most_gemv_rows);
+  }
+
+  Arrays with_workspace(const mx::array& y, const Arrays& inputs) {
+    const std::vector<mx::Shape> shapes = output_shapes(inputs);
+    if (shapes.size() == 1) {
+      return {y};
+    }
+    return {y, mx::zeros(shapes[1], mx::float32, stream())};
+  }
+
+  bool transpose_;
+};
+
+// Measured on an H200 (bench/results/h200.json); Metal's 8x8 matrices run on the same units as everything else.
+bool tensor_cores_win(size_t rows, size_t weights, mx::Dtype dtype) {
+  if (dtype == mx::float32) {
+    return rows > 4 && weights > (1 << 22);
+  }
+  return rows > 8 ? weights > (1 << 22) : rows > 4 && weights > (1 << 24);
+}
+
+std::optional<mx::array> attempt(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,
+                                 bool transpose, mx::StreamOrDevice where) {
+  if (w.ndim() != 2) {
+    checks::fail(op, "w has shape ", w.shape(), ": expected two dimensions");
+  }
+  if (x.ndim() < 1) {
+    checks::fail(op, "x has no dimensions: expected at least one");
+  }
+  const int columns = w.shape(transpose ? 1 : 0);
+  const int outputs = w.shape(transpose ? 0 : 1);
+  if (x.shape(-1) != columns) {
+    checks::fail(op, "x has ", x.shape(-1), " columns, w has shape ", w.shape(), " with transpose=",
+                 transpose ? "True" : "False", ": expected ", columns, " columns");
+  }
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != outputs)) {
+    checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", outputs, " elements");
+  }
+  Arrays typed = {x, w};
+  if (bias) {
+    typed.push_back(*bias);
+  }
+  const mx::Dtype dtype = mx::result_type(typed);
+  checks::floating(op, dtype, {{"x", x}, {"w", w}, {"bias", bias}});
+  const mx::Stream stream = checks::stream(op, where);
+  if (!has_kernels(dtype)) {
+    return left_to_mx(op, "float64");
+  }
+  if (columns == 0) {
+    return left_to_mx(op, "no columns");
+  }
+  const size_t rows = leading_size(x, 1);
+  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
+    return left_to_mx(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
+  }
+  if (is_cuda(stream) && tensor_cores_win(rows, w.size(), dtype) &&
+      better_left_to_mx(op, "many rows of x where there are tensor cores")) {
+    return std::nullopt;
+  }
+  Arrays inputs = {mx::astype(x, dtype, stream), mx::astype(w, dtype, stream)};
+  if (bias) {
+    inputs.push_back(mx::astype(*bias, dtype, stream));
+  }
+  return Gemv::apply(inputs, transpose, stream);
+}
+
+mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias, bool transpose,
+               mx::StreamOrDevice where) {
+  if (const auto y = attempt(w, x, bias, transpose, where)) {
+    return *y;
+  }
+  const mx::Stream stream = checks::stream(op, where);
+  const mx::array y = mx::matmul(x, transpose ? mx::transpose(w, stream) : w, stream);
+  return bias ? mx::add(y, *bias, stream) : y;
+}
+
+void bind(nb::module_& module) {
+  define(module, op, &attempt, &gemv, "w"_a, "x"_a, "bias"_a.none() = nb::none(), nb::kw_only(), "transpose"_a = true,
+         "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,56 @@
+#include "ops/matrices.h"
+
+#include "launch/cuda.h"
+
+namespace mittens {
+
+bool has_rows(const mx::array& array, int64_t alignment) {
+  if (array.size() == 0) {
+    return true;
+  }
+  const int64_t item = array.itemsize();
+  const int last = static_cast<int>(array.ndim()) - 1;
+  if (array.offset() % alignment != 0 || (array.shape(last) > 1 && array.strides(last) != 1)) {
+    return false;
+  }
+  for (int d = 0; d < last; ++d) {
+    if (array.shape(d) > 1 && (array.strides(d) < 0 || array.strides(d) * item % alignment != 0)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+mx::array with_rows(const mx::array& array, int64_t alignment, mx::Stream stream) {
+  return has_rows(array, alignment) ? array : gathered(array, stream);
+}
+
+bool is_contiguous(const mx::array& array) {
+  return array.size() == 0 || (array.flags().row_contiguous && array.offset() % 16 == 0);
+}
+
+mx::array contiguous_rows(const mx::array& array, mx::Stream stream) {
+  return is_contiguous(array) ? array : gathered(array, stream);
+}
+
+void add_view(Launch& launch, const mx::array& view) {
+  int64_t reach = 1;
+  for (int d = 0; d < static_cast<int>(view.ndim()); ++d) {
+    reach += (view.shape(d) - 1) * view.strides(d);
+  }
+  launch.input(view, 0, reach * view.itemsize());
+}
+
+bool is_cuda(mx::Stream stream) {
+  return stream.device == mx::Device::gpu && cuda::available();
+}
+
+size_t leading_size(const mx::array& array, int inner) {
+  size_t size = 1;
+  for (int d = 0; d < static_cast<int>(array.ndim()) - inner; ++d) {
+    size *= array.shape(d);
+  }
+  return size;
+}
+
+}  // namespace mittens

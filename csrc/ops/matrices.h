@@ -1,0 +1,40 @@
+// What the ops on matrices of weights share: views as the kernels read them, and the numbers of a grid.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "launch/launch.h"
+#include "ops/contiguous.h"
+
+namespace mittens {
+
+// More rows of x than this are a matter for a matrix product.
+inline constexpr size_t most_gemv_rows = 16;
+
+constexpr uint32_t ceil_divide(uint64_t a, uint64_t b) {
+  return static_cast<uint32_t>((a + b - 1) / b);
+}
+
+// Whether rows lie in memory as they are, each and all axes before it starting on a boundary of so many bytes.
+bool has_rows(const mx::array& array, int64_t alignment);
+
+// The array itself if it has such rows, else a copy.
+mx::array with_rows(const mx::array& array, int64_t alignment, mx::Stream stream);
+
+// Whether an array is row contiguous and starts on a boundary of 16 bytes.
+bool is_contiguous(const mx::array& array);
+
+// The array itself if it is so, else a copy.
+mx::array contiguous_rows(const mx::array& array, mx::Stream stream);
+
+// Adds an input that is a view with rows.
+void add_view(Launch& launch, const mx::array& view);
+
+// Whether a stream's GPU is an NVIDIA one.
+bool is_cuda(mx::Stream stream);
+
+// Product of all dimensions but the last `inner`.
+size_t leading_size(const mx::array& array, int inner);
+
+}  // namespace mittens

@@ -1,0 +1,393 @@
+#include "ops/quantized_matmul.h"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include "mlx/ops.h"
+#include "ops/affine.h"
+#include "ops/checks.h"
+#include "ops/define.h"
+#include "ops/fallback.h"
+#include "ops/matrices.h"
+#include "ops/native.h"
+#include "ops/registry.h"
+#include "ops/row_plan.h"
+#include "ops/split.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "quantized_matmul";
+constexpr uint32_t most_kernel_rows = 8;   // of x that a kernel takes at once
+constexpr uint32_t fewest_tile_rows = 6;   // of x for which 8x8 matrices pay
+constexpr uint32_t most_matrices = 65535;  // of a grid's third dimension on NVIDIA GPUs
+
+
+// NVIDIA GPUs run Metal's 8x8 matrices through shuffles, which is slower than doing without.
+bool has_fast_tiles(mx::Stream stream) {
+  return !is_cuda(stream);
+}
+
+// x [.., rows, columns], w, scales and biases [.., rows, ..] and bias [outputs], if there is one -> y [.., rows,
+// outputs]. The axes before w's last two are those of x, or 1 at the end: there x's axes count as rows.
+class QuantizedMatmul : public KernelPrimitive {
+ public:
+  QuantizedMatmul(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
+
+  static mx::array apply(const Arrays& inputs, AffineFormat format, mx::Stream stream) {
+    auto primitive = std::make_shared<QuantizedMatmul>(stream, format);
+    std::vector<mx::Dtype> dtypes = {inputs[0].dtype()};
+    if (!format.transpose) {
+      dtypes.push_back(mx::float32);
+    }
+    return mx::array::make_arrays(primitive->output_shapes(inputs), dtypes, primitive, inputs)[0];
+  }
+
+  const char* name() const override {
+    return "MittensQuantizedMatmul";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return format_ == static_cast<const QuantizedMatmul&>(other).format_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    const Sizes sizes = sizes_of(inputs);
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = static_cast<int>(sizes.outputs);
+    if (format_.transpose) {
+      return {shape};
+    }
+    const ColumnsPlan plan = plan_of(sizes);
+    return {shape, workspace_shape(plan, uint64_t(sizes.matrices) * sizes.rows * sizes.outputs)};
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    const mx::array& dy = cotangents[0];
+    Arrays gradients;
+    for (int argument : argnums) {
+      if (argument == 0) {
+        gradients.push_back(quantized_matmul(dy, primals[1], primals[2], primals[3], !format_.transpose,
+                                             format_.group_size, format_.bits, "affine", std::nullopt, stream()));
+      } else if (argument == 4) {
+        std::vector<int> axes(dy.ndim() - 1);
+        std::iota(axes.begin(), axes.end(), 0);
+        gradients.push_back(mx::sum(dy, axes, false, stream()));
+      } else {
+        gradients.push_back(KernelPrimitive::vjp(primals, cotangents, {argument}, outputs)[0]);
+      }
+    }
+    return gradients;
+  }
+
+  // y is linear in x, and in scales and biases together.
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
+    std::vector<std::optional<mx::array>> tangent(5);
+    for (size_t i = 0; i < argnums.size(); ++i) {
+      tangent[argnums[i]] = tangents[i];
+    }
+    auto product = [&](const mx::array& x, const mx::array& scales, const mx::array& biases) {
+      return apply({x, primals[1], scales, biases}, format_, stream());
+    };
+    mx::array sum = tangent[0] ? product(*tangent[0], primals[2], primals[3])
+                               : mx::zeros(output_shapes(primals)[0], primals[0].dtype(), stream());
+    if (tangent[2] || tangent[3]) {
+      const mx::array none = mx::zeros_like(primals[2], stream());
+      sum = mx::add(sum, product(primals[0], tangent[2].value_or(none), tangent[3].value_or(none)), stream());
+    }
+    if (tangent[4]) {
+      sum = mx::add(sum, *tangent[4], stream());
+    }
+    return with_workspace(sum, primals);
+  }
+
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    Arrays batched;
+    int size = 0;
+    bool weights = false;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      batched.push_back(axes[i] >= 0 ? mx::moveaxis(inputs[i], axes[i], 0, stream()) : inputs[i]);
+      size = axes[i] >= 0 ? batched[i].shape(0) : size;
+      weights = weights || (axes[i] >= 0 && i > 0 && i < 4);
+    }
+    auto broadcast = [&](size_t i) {
+      if (axes[i] < 0) {
+        mx::Shape shape = inputs[i].shape();
+        shape.insert(shape.begin(), size);
+        batched[i] = mx::broadcast_to(batched[i], shape, stream());
+      }
+    };
+    broadcast(0);
+    std::optional<mx::array> bias;
+    if (inputs.size() > 4) {
+      bias = batched[4];
+      batched.pop_back();
+    }
+    mx::Shape shape = batched[0].shape();
+    if (weights) {
+      for (size_t i = 1; i < 4; ++i) {
+        broadcast(i);
+      }
+      if (inputs[1].ndim() == 2) {  // all of x is rows
+        batched[0] = mx::reshape(batched[0], {size, -1, shape.back()}, stream());
+      }
+    }
+    mx::array y = quantized_matmul(batched[0], batched[1], batched[2], batched[3], format_.transpose,
+                                   format_.group_size, format_.bits, "affine", std::nullopt, stream());
+    shape.back() = y.shape(-1);
+    y = mx::reshape(y, shape, stream());
+    if (bias) {
+      if (axes[4] >= 0) {
+        mx::Shape each(shape.size(), 1);
+        each.front() = size;
+        each.back() = shape.back();
+        bias = mx::reshape(*bias, each, stream());
+      }
+      y = mx::add(y, *bias, stream());
+    }
+    Arrays outputs = {y};
+    std::vector<int> output_axes = {0};
+    if (!format_.transpose) {
+      outputs.push_back(mx::zeros({0}, mx::float32, stream()));
+      output_axes.push_back(-1);
+    }
+    return {outputs, output_axes};
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    if (is_contiguous(inputs[0]) && is_prepared_affine(inputs[1], inputs[2], inputs[3]) &&
+        (inputs.size() < 5 || is_contiguous(inputs[4]))) {
+      return inputs;
+    }
+    copies = prepared_affine(inputs[1], inputs[2], inputs[3], stream());
+    copies.insert(copies.begin(), contiguous_rows(inputs[0], stream()));
+    if (inputs.size() > 4) {
+      copies.push_back(contiguous_rows(inputs[4], stream()));
+    }
+    return copies;
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const Sizes sizes = sizes_of(inputs);
+    QuantizedParams params = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    params.rows = sizes.rows;
+    params.columns = sizes.columns;
+    params.outputs = sizes.outputs;
+    params.has_bias = inputs.size() > 4;
+    params.splits = 1;
+    const mx::array& bias = params.has_bias ? inputs[4] : x;  // x stands in: each argument needs a buffer
+    auto launch = [&](const char* file, const std::string& layout, uint32_t rows, const mx::array& bias, mx::array& y) {
+      Launch launch;
+      launch.file = file;
+      launch.kernel = kernel_name(op, layout + affine_variant(format_, rows), x.dtype());
+      launch.input(x);
+      add_view(launch, inputs[1]);
+      add_view(launch, inputs[2]);
+      add_view(launch, inputs[3]);
+      return launch.input(bias).output(y).params(params);
+    };
+
+    if (format_.transpose) {
+      const bool tiles = sizes.rows >= fewest_tile_rows && has_fast_tiles(stream());
+      const auto plan = tiles ? plan_affine_tiles(sizes.rows, sizes.columns, sizes.outputs, sizes.matrices)
+                              : plan_affine_rows(format_, sizes.rows, sizes.columns, sizes.outputs, sizes.matrices,
+                                                 most_kernel_rows, 1);
+      params.outputs_per_group = plan.outputs_per_group;
+      Launch rows = tiles ? launch("quantized_tiles.metal", "tiles_", plan.rows, bias, outputs[0])
+                          : launch("quantized_rows.metal", "rows_", plan.rows, bias, outputs[0]);
+      rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, plan.rows),
+                           sizes.matrices};
+      rows.threads = {32 * plan.simdgroups, 1, 1};
+      return in_order(std::move(rows));
+    }
+    const ColumnsPlan plan = plan_of(sizes);
+    params.lanes = plan.lanes;
+    params.splits = plan.splits;
+    params.columns_per_split = plan.columns_per_split;
+    Launch columns = launch("quantized_columns.metal", "columns_", plan.rows, bias, outputs[plan.splits > 1 ? 1 : 0]);
+    columns.threadgroups = {plan.tiles, plan.row_blocks * plan.splits, sizes.matrices};
+    columns.threads = {plan.threads, 1, 1};
+    if (plan.splits == 1) {
+      return in_order(std::move(columns));
+    }
+    return in_order(std::move(columns),
+                    split_sum_launch(outputs[1], bias, params.has_bias, outputs[0], plan.splits));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const Sizes sizes = sizes_of(inputs);
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), y = data_of(outputs[0]),
+            weights = native_affine(inputs[1], inputs[2], inputs[3], format_),
+            bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes] {
+      cpu::quantized_matmul(type, weights.data(), x, bias, y, sizes.matrices, sizes.rows, sizes.columns,
+                            sizes.outputs);
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    mx::array y = mx::quantized_matmul(inputs[0], inputs[1], inputs[2], inputs[3], format_.transpose,
+                                       format_.group_size, format_.bits, "affine", stream());
+    return with_workspace(inputs.size() > 4 ? mx::add(y, inputs[4], stream()) : y, inputs);
+  }
+
+ private:
+  struct Sizes {
+    uint32_t matrices;
+    uint32_t rows;  // of x for each matrix
+    uint32_t columns;
+    uint32_t outputs;
+  };
+
+  Sizes sizes_of(const Arrays& inputs) const {
+    const mx::array& x = inputs[0];
+    const mx::array& w = inputs[1];
+    Sizes sizes{};
+    sizes.matrices = static_cast<uint32_t>(leading_size(w, 2));
+    sizes.columns = x.shape(-1);
+    sizes.rows = sizes.matrices == 0 ? 0 : static_cast<uint32_t>(leading_size(x, 1) / sizes.matrices);
+    sizes.outputs = format_.transpose ? w.shape(-2) : static_cast<uint32_t>(int64_t(w.shape(-1)) * 32 / format_.bits);
+    return sizes;
+  }
+
+  static ColumnsPlan plan_of(const Sizes& sizes) {
+    return plan_columns(sizes.rows, sizes.columns, sizes.outputs, sizes.matrices, 8, 8, most_kernel_rows);
+  }
+
+  Arrays with_workspace(const mx::array& y, const Arrays& inputs) {
+    if (format_.transpose) {
+      return {y};
+    }
+    return {y, mx::zeros(output_shapes(inputs)[1], mx::float32, stream())};
+  }
+
+  AffineFormat format_;
+};
+
+// The shapes to which the axes before the last two of x and of w broadcast. Axes at the end along which w does not
+// change stay 1 there: the primitive takes those of x for rows.
+struct BatchShapes {
+  mx::Shape x;
+  mx::Shape w;
+};
+
+BatchShapes batch_shapes(const mx::array& x, const mx::array& w) {
+  const mx::Shape x_batch(x.shape().begin(), x.shape().end() - 2);
+  const mx::Shape w_batch(w.shape().begin(), w.shape().end() - 2);
+  BatchShapes shapes;
+  shapes.x = mx::broadcast_shapes(x_batch, w_batch);
+  shapes.w = shapes.x;
+  const int missing = static_cast<int>(shapes.x.size() - w_batch.size());
+  for (int d = static_cast<int>(shapes.x.size()) - 1; d >= 0 && (d < missing || w_batch[d - missing] == 1); --d) {
+    shapes.w[d] = 1;
+  }
+  return shapes;
+}
+
+mx::array with_batch(const mx::array& array, mx::Shape shape, mx::Stream stream) {
+  shape.push_back(array.shape(-2));
+  shape.push_back(array.shape(-1));
+  return array.shape() == shape ? array : mx::broadcast_to(array, shape, stream);
+}
+
+std::optional<mx::array> attempt(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                 const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                                 std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
+                                 mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::stream(op, where);
+  if (mode != "affine") {
+    if (mode != "mxfp4" && mode != "mxfp8" && mode != "nvfp4") {
+      checks::fail(op, "mode is '", mode, "': expected affine, mxfp4, mxfp8 or nvfp4");
+    }
+    return left_to_mx(op, "mode " + mode);
+  }
+  if (!biases) {
+    checks::fail(op, "biases is None: expected an array, which affine quantization has");
+  }
+  const AffineFormat format = affine_format(op, group_size, bits, transpose);
+  const AffineShape shape = check_affine(op, x, w, scales, *biases, format);
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != shape.outputs)) {
+    checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", shape.outputs, " elements");
+  }
+  Arrays typed = {x, scales, *biases};
+  if (bias) {
+    typed.push_back(*bias);
+  }
+  const mx::Dtype dtype = mx::result_type(typed);
+  checks::floating(op, dtype, {{"x", x}, {"bias", bias}});
+  if (!has_kernels(dtype)) {
+    return left_to_mx(op, "float64");
+  }
+  if (!has_affine_kernels(format)) {
+    return left_to_mx(op, std::to_string(format.bits) + " bits");
+  }
+  if (w.ndim() > 2 && x.ndim() <= 2) {
+    return left_to_mx(op, "an x of fewer than three dimensions with a stack of matrices");
+  }
+
+  Arrays inputs = {mx::astype(x, dtype, stream), w, mx::astype(scales, dtype, stream),
+                   mx::astype(*biases, dtype, stream)};
+  if (w.ndim() > 2) {
+    const BatchShapes batch = batch_shapes(x, w);
+    inputs[0] = with_batch(inputs[0], batch.x, stream);
+    for (int i = 1; i < 4; ++i) {
+      inputs[i] = with_batch(inputs[i], batch.w, stream);
+    }
+  }
+  const size_t matrices = leading_size(inputs[1], 2);
+  const size_t rows = matrices == 0 ? 0 : leading_size(inputs[0], 1) / matrices;
+  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
+    return left_to_mx(op, "more than " + std::to_string(most_gemv_rows) + " rows of x for a matrix");
+  }
+  if (matrices > most_matrices) {
+    return left_to_mx(op, "more than " + std::to_string(most_matrices) + " matrices");
+  }
+  // Where mx goes over to tensor cores (bench/results/h200.json).
+  if (is_cuda(stream) && transpose && matrices * rows >= (dtype == mx::float32 ? 12 : 8) &&
+      better_left_to_mx(op, "many rows of x where there are tensor cores")) {
+    return std::nullopt;
+  }
+  if (bias) {
+    inputs.push_back(mx::astype(*bias, dtype, stream));
+  }
+  return QuantizedMatmul::apply(inputs, format, stream);
+}
+
+}  // namespace
+
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                           const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                           std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
+                           mx::StreamOrDevice where) {
+  if (const auto y = attempt(x, w, scales, biases, transpose, group_size, bits, mode, bias, where)) {
+    return *y;
+  }
+  const mx::array y = mx::quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, where);
+  return bias ? mx::add(y, *bias, where) : y;
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  define(module, op, &attempt, &quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a.none() = nb::none(),
+         "transpose"_a = true, "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine",
+         nb::kw_only(), "bias"_a.none() = nb::none(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

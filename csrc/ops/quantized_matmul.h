@@ -1,0 +1,17 @@
+// What other ops use of quantized_matmul.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "mlx/utils.h"
+#include "ops/primitive.h"
+
+namespace mittens {
+
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                           const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                           std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
+                           mx::StreamOrDevice where);
+
+}  // namespace mittens

@@ -1,0 +1,169 @@
+#include <algorithm>
+#include <optional>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+
+#include "mlx/ops.h"
+#include "mlx/transforms.h"
+#include "ops/affine.h"
+#include "ops/checks.h"
+#include "ops/fallback.h"
+#include "ops/matrices.h"
+#include "ops/native.h"
+#include "ops/quantized_matmul.h"
+#include "ops/registry.h"
+#include "ops/row_plan.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "quantized_swiglu";
+constexpr uint32_t most_kernel_rows = 4;  // of x that a kernel takes at once
+
+using Triple = std::tuple<mx::array, mx::array, mx::array>;
+
+// x [.., columns] and the triples gate and up -> y [.., outputs].
+class QuantizedSwiglu : public KernelPrimitive {
+ public:
+  QuantizedSwiglu(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
+
+  const char* name() const override {
+    return "MittensQuantizedSwiglu";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return format_ == static_cast<const QuantizedSwiglu&>(other).format_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = inputs[1].shape(0);
+    return {shape};
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    // One set of strides serves both triples.
+    bool as_is = is_contiguous(inputs[0]) && is_prepared_affine(inputs[1], inputs[2], inputs[3]) &&
+        is_prepared_affine(inputs[4], inputs[5], inputs[6]);
+    for (int i = 1; i < 4; ++i) {
+      as_is = as_is && inputs[i].strides(0) == inputs[i + 3].strides(0);
+    }
+    if (as_is) {
+      return inputs;
+    }
+    for (const auto& input : inputs) {
+      copies.push_back(contiguous_rows(input, stream()));
+    }
+    return copies;
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    QuantizedParams params = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    params.rows = static_cast<uint32_t>(leading_size(x, 1));
+    params.columns = x.shape(-1);
+    params.outputs = inputs[1].shape(0);
+    const auto plan =
+        plan_affine_rows(format_, params.rows, params.columns, params.outputs, 1, most_kernel_rows, 2);
+    params.outputs_per_group = plan.outputs_per_group;
+    Launch launch;
+    launch.file = "quantized_swiglu.metal";
+    launch.kernel = kernel_name(op, affine_variant(format_, plan.rows), x.dtype());
+    launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, plan.rows), 1};
+    launch.threads = {32 * plan.simdgroups, 1, 1};
+    launch.input(x);
+    for (int i = 1; i < 7; ++i) {
+      add_view(launch, inputs[i]);
+    }
+    return in_order(launch.output(outputs[0]).params(params));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), y = data_of(outputs[0]),
+            gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
+            up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows = leading_size(inputs[0], 1),
+            columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
+      cpu::quantized_swiglu(type, gate, up, x, y, rows, columns, count);
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    auto product = [&](int first) {
+      return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], inputs[first + 2], true, format_.group_size,
+                              format_.bits, "affine", std::nullopt, stream());
+    };
+    const mx::array gate = product(1);
+    return {mx::multiply(mx::multiply(gate, mx::sigmoid(gate, stream()), stream()), product(4), stream())};
+  }
+
+ private:
+  AffineFormat format_;
+};
+
+mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,
+                           std::optional<int> bits, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::stream(op, where);
+  const AffineFormat format = affine_format(op, group_size, bits, true);
+  const AffineShape shape = check_affine(op, x, std::get<0>(gate), std::get<1>(gate), std::get<2>(gate), format);
+  check_affine(op, x, std::get<0>(up), std::get<1>(up), std::get<2>(up), format);
+  for (const auto& [name, w] : {std::pair("gate", std::get<0>(gate)), std::pair("up", std::get<0>(up))}) {
+    if (w.ndim() != 2) {
+      checks::fail(op, name, "'s w has shape ", w.shape(), ": expected two dimensions");
+    }
+  }
+  if (std::get<0>(up).shape(0) != shape.outputs) {
+    checks::fail(op, "up's w has ", std::get<0>(up).shape(0), " rows, gate's has ", shape.outputs,
+                 ": expected the same number");
+  }
+  const mx::Dtype dtype =
+      mx::result_type(Arrays{x, std::get<1>(gate), std::get<2>(gate), std::get<1>(up), std::get<2>(up)});
+  checks::floating(op, dtype, {{"x", x}});
+  auto typed = [&](const mx::array& array) { return mx::astype(array, dtype, stream); };
+  const Arrays inputs = {typed(x),
+                         std::get<0>(gate),
+                         typed(std::get<1>(gate)),
+                         typed(std::get<2>(gate)),
+                         std::get<0>(up),
+                         typed(std::get<1>(up)),
+                         typed(std::get<2>(up))};
+  auto by_mx = [&](const std::string& reason) {
+    send_to_mx(op, reason);
+    auto product = [&](int first) {
+      return mx::quantized_matmul(inputs[0], inputs[first], inputs[first + 1], inputs[first + 2], true,
+                                  format.group_size, format.bits, "affine", stream);
+    };
+    const mx::array linear = product(1);
+    return mx::multiply(mx::multiply(linear, mx::sigmoid(linear, stream), stream), product(4), stream);
+  };
+  if (!has_kernels(dtype)) {
+    return by_mx("float64");
+  }
+  if (!has_affine_kernels(format)) {
+    return by_mx(std::to_string(format.bits) + " bits");
+  }
+  const size_t rows = leading_size(x, 1);
+  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
+    return by_mx("more than " + std::to_string(most_gemv_rows) + " rows of x");
+  }
+  auto primitive = std::make_shared<QuantizedSwiglu>(stream, format);
+  return mx::array::make_arrays(primitive->output_shapes(inputs), {dtype}, primitive, inputs)[0];
+}
+
+void bind(nb::module_& module) {
+  module.def(op, &quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
+             "bits"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,249 @@
+// Products of a few rows of x with a matrix in the types of x, sums in float32:
+//
+//   gemv_rows     y[m, n] = sum_k x[m, k] * w[n, k] + b[n]
+//   gemv_columns  y[m, n] = sum_k x[m, k] * w[k, n] + b[n]
+//
+// rows: the simdgroups of a threadgroup share out the columns of x for R rows of weights, W elements a lane at a
+// time, so that each weight is read once whatever M is. columns: a lane owns W outputs, and rows of weights are dealt
+// to the lanes and simdgroups left over. W is 16 bytes where everything is aligned so, else 1. Where outputs are few,
+// several threadgroups share the columns of x; split_sum.metal then adds up what they leave, always in the same
+// order.
+#include <metal_stdlib>
+
+#include "mittens/instantiate.h"
+#include "mittens/outputs.h"
+#include "mittens/scatter_sum.h"
+#include "mittens/split.h"
+#include "mittens/vector.h"
+#include "params/gemv.h"
+
+using namespace metal;
+using namespace mittens;
+
+// The limits on threads below are also what compilers allot registers by: all let the 256 of a launch through, and
+// none makes a variant spill.
+constant constexpr int most_simdgroups = 8;
+
+// What a lane loads of R rows of weights.
+template <int R>
+struct RowBits {
+  uint4 row[R];
+};
+
+// W elements as raw bits.
+template <typename T, int W>
+inline uint4 load_elements(const device T* p) {
+  if constexpr (W > 1) {
+    return load_pack(p, true);
+  } else if constexpr (sizeof(T) == 4) {
+    return uint4(as_type<uint>(*p), 0, 0, 0);
+  } else {
+    return uint4(as_type<ushort>(*p), 0, 0, 0);
+  }
+}
+
+template <typename T, int W>
+inline void widen(uint4 bits, thread float (&v)[W]) {
+  if constexpr (W > 1) {
+    unpack<T>(bits, v);
+  } else if constexpr (sizeof(T) == 4) {
+    v[0] = as_type<float>(bits.x);
+  } else {
+    v[0] = float(as_type<T>(ushort(bits.x)));
+  }
+}
+
+template <typename T, int W, int R>
+inline void load_rows(const device T* w, uint stride, uint valid, thread RowBits<R>& bits) {
+  if (valid == R) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      bits.row[r] = load_elements<T, W>(w + size_t(r) * stride);
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      bits.row[r] = uint4(0);
+      if (uint(r) < valid) {
+        bits.row[r] = load_elements<T, W>(w + size_t(r) * stride);
+      }
+    }
+  }
+}
+
+// totals[r * M + m] += x[m, W columns] * w[r, the same columns]; x points at these columns of the first row.
+template <typename T, int W, int M, int R>
+inline void add_rows(
+    const device T* x, uint rows, uint columns, thread const RowBits<R>& bits, thread float (&totals)[R * M]) {
+  float w[R][W];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    widen<T, W>(bits.row[r], w[r]);
+  }
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    float v[W];
+    widen<T, W>(load_elements<T, W>(x + min(uint(m), rows - 1) * columns), v);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int i = 0; i < W; ++i) {
+        totals[r * M + m] += v[i] * w[r][i];
+      }
+    }
+  }
+}
+
+template <typename T, int W, int M, int R>
+[[kernel, max_total_threads_per_threadgroup(384)]] void gemv_rows(
+    const device T* x [[buffer(0)]],     // [rows, columns]
+    const device T* w [[buffer(1)]],     // [outputs, columns]
+    const device T* bias [[buffer(2)]],  // [outputs]
+    device T* y [[buffer(3)]],           // [rows, outputs], or float [splits, rows, outputs]
+    constant GemvParams& params [[buffer(4)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr int C = R * M;
+  constexpr int steps = M > 4 ? 1 : 2;  // loads of a lane on their way at once, for each row of weights
+  threadgroup float partials[most_simdgroups * C];
+  const uint first_output = group.x * R;
+  const uint valid = min(params.outputs - first_output, uint(R));
+  const uint first_row = group.y * M;
+  const uint rows = params.rows - first_row;
+  const uint end = min(group.z * params.columns_per_split + params.columns_per_split, params.columns);
+  const uint step = simdgroups * 32 * W;
+  x += size_t(first_row) * params.columns;
+  w += size_t(first_output) * params.weight_stride;
+
+  float totals[C];
+#pragma unroll
+  for (int i = 0; i < C; ++i) {
+    totals[i] = 0;
+  }
+  uint column = group.z * params.columns_per_split + (simdgroup * 32 + lane) * W;
+  for (; column + (steps - 1) * step < end; column += steps * step) {
+    RowBits<R> bits[steps];
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+      load_rows<T, W>(w + column + i * step, params.weight_stride, valid, bits[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+      add_rows<T, W, M, R>(x + column + i * step, rows, params.columns, bits[i], totals);
+    }
+  }
+  for (; column < end; column += step) {
+    RowBits<R> bits;
+    load_rows<T, W>(w + column, params.weight_stride, valid, bits);
+    add_rows<T, W, M, R>(x + column, rows, params.columns, bits, totals);
+  }
+
+  scatter_sum(totals, lane);
+  constexpr int sharing = 32 / C;
+  if (lane % sharing == 0) {
+    partials[simdgroup * C + lane / sharing] = totals[0];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint r = t / M;
+  const uint m = t % M;
+  if (t < C && r < valid && m < rows) {
+    float sum = 0;
+    for (uint s = 0; s < simdgroups; ++s) {
+      sum += partials[s * C + t];
+    }
+    const uint output = first_output + r;
+    const SplitPlace place{
+        group.z, params.splits, size_t(params.rows) * params.outputs, params.has_bias != 0};
+    store_split(y, size_t(first_row + m) * params.outputs + output, sum, bias, output, place);
+  }
+}
+
+template <typename T, int W, int M>
+[[kernel, max_total_threads_per_threadgroup(W == 1 ? 512 : M > 8 ? 256 : 384)]] void gemv_columns(
+    const device T* x [[buffer(0)]],     // [rows, columns]
+    const device T* w [[buffer(1)]],     // [columns, outputs]
+    const device T* bias [[buffer(2)]],  // [outputs]
+    device T* y [[buffer(3)]],           // [rows, outputs], or float [splits, rows, outputs]
+    constant GemvParams& params [[buffer(4)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  constexpr int ahead = M > 4 ? 2 : 4;  // rows of weights on their way at once
+  threadgroup float scratch[output_simdgroups * 32 * W];
+  const OutputLanes at{params.lanes, lane, simdgroup};
+  const uint first_row = group.y * M;
+  const uint rows = params.rows - first_row;
+  const uint output = (group.x * at.lanes + lane % at.lanes) * W;
+  const bool inside = output < params.outputs;
+  const uint end = min(group.z * params.columns_per_split + params.columns_per_split, params.columns);
+  const uint workers = workers_of(at);
+  x += size_t(first_row) * params.columns;
+
+  float totals[M][W];
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      totals[m][i] = 0;
+    }
+  }
+  uint column = group.z * params.columns_per_split + worker_of(at);
+  while (inside && column < end) {
+    uint4 bits[ahead];
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) {
+      bits[i] = uint4(0);
+      if (column + i * workers < end) {
+        bits[i] = load_elements<T, W>(w + size_t(column + i * workers) * params.weight_stride + output);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) {
+      float v[W];
+      widen<T, W>(bits[i], v);
+      const uint k = min(column + i * workers, end - 1);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        const float x_k = column + i * workers < end ? float(x[min(uint(m), rows - 1) * params.columns + k]) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          totals[m][j] += x_k * v[j];
+        }
+      }
+    }
+    column += ahead * workers;
+  }
+
+  const SplitPlace place{group.z, params.splits, size_t(params.rows) * params.outputs, params.has_bias != 0};
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    const float sum = outputs_sum<W>(totals[m], at, scratch);
+    const uint n = group.x * at.lanes * W + t;
+    if (t < at.lanes * W && n < params.outputs && uint(m) < rows) {
+      store_split(y, size_t(first_row + m) * params.outputs + n, sum, bias, n, place);
+    }
+    if (m + 1 < M) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+}
+
+#define instantiate_gemv(M, R)                                             \
+  instantiate_kernel("gemv_rows_pack_" #M "x" #R "_float32", gemv_rows, float, 4, M, R)     \
+  instantiate_kernel("gemv_rows_pack_" #M "x" #R "_float16", gemv_rows, half, 8, M, R)      \
+  instantiate_kernel("gemv_rows_pack_" #M "x" #R "_bfloat16", gemv_rows, bfloat, 8, M, R)   \
+  instantiate_types("gemv_rows_single_" #M "x" #R, gemv_rows, 1, M, R)     \
+  instantiate_kernel("gemv_columns_pack_" #M "_float32", gemv_columns, float, 4, M)    \
+  instantiate_kernel("gemv_columns_pack_" #M "_float16", gemv_columns, half, 8, M)     \
+  instantiate_kernel("gemv_columns_pack_" #M "_bfloat16", gemv_columns, bfloat, 8, M)  \
+  instantiate_types("gemv_columns_single_" #M, gemv_columns, 1, M)
+
+instantiate_gemv(1, 4)
+instantiate_gemv(2, 4)
+instantiate_gemv(4, 4)
+instantiate_gemv(8, 4)
+instantiate_gemv(16, 2)

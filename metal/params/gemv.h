@@ -1,0 +1,28 @@
+// Compiled by C++ and by Metal.
+#pragma once
+
+#ifndef __METAL_VERSION__
+#include <cstdint>
+#endif
+
+namespace mittens {
+
+struct GemvParams {
+  uint32_t rows;               // of x
+  uint32_t columns;            // of x
+  uint32_t outputs;            // columns of y
+  uint32_t weight_stride;      // elements from row to row of w
+  uint32_t splits;             // threadgroups that share the columns of x
+  uint32_t columns_per_split;  // that each of them takes
+  uint32_t lanes;              // columns kernel: lanes of a simdgroup along the outputs, 1 to 32
+  uint32_t has_bias;
+};
+
+struct SplitSumParams {
+  uint32_t splits;
+  uint32_t rows;
+  uint32_t outputs;
+  uint32_t has_bias;
+};
+
+}  // namespace mittens
