@@ -38,6 +38,8 @@ typedef int32_t Int __attribute__((vector_size(4 * width)));
 typedef uint32_t UInt __attribute__((vector_size(4 * width)));
 typedef uint16_t Half __attribute__((vector_size(2 * width)));    // width elements of 2 bytes
 typedef uint16_t Halves __attribute__((vector_size(4 * width)));  // twice as many
+typedef uint8_t Bytes __attribute__((vector_size(width)));
+typedef int8_t SignedBytes __attribute__((vector_size(width)));
 
 // What loads give and stores take: two registers, since one of bfloat16 widens to two without crossing lanes if
 // the even elements go to a and the odd ones to b. The other types have their first half in a. So which element is
@@ -100,8 +102,10 @@ MITTENS_INLINE void write(void* p, Raw raw, Some some) {
   const uint32_t mask = static_cast<uint32_t>((1ull << some.n) - 1);
   if constexpr (sizeof(raw[0]) == 4) {
     _mm512_mask_storeu_epi32(p, static_cast<__mmask16>(mask), (__m512i)raw);
-  } else {
+  } else if constexpr (sizeof(Raw) == 64) {
     _mm512_mask_storeu_epi16(p, mask, (__m512i)raw);
+  } else {
+    _mm256_mask_storeu_epi16(p, static_cast<__mmask16>(mask), (__m256i)raw);
   }
 #else
   __builtin_memcpy(p, &raw, some.n * sizeof(raw[0]));
@@ -136,6 +140,39 @@ MITTENS_INLINE void prefetch(const T* p) {
   if constexpr (unit * sizeof(T) > 64) {
     __builtin_prefetch(p + unit / 2);
   }
+}
+
+// ---- integers ----
+
+// One vector of bytes; GCC 12 takes the generic conversion apart.
+MITTENS_INLINE UInt read_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (UInt)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (UInt)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(read<Bytes>(p, All()), UInt);
+#endif
+}
+
+MITTENS_INLINE Int read_signed_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (Int)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (Int)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector((SignedBytes)read<Bytes>(p, All()), Int);
+#endif
+}
+
+MITTENS_INLINE UInt widen_integers(Half raw) {
+#if defined(__AVX512F__)
+  return (UInt)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)raw);
+#elif defined(__AVX2__)
+  return (UInt)_mm256_cvtepu16_epi32((__m128i)raw);
+#else
+  return __builtin_convertvector(raw, UInt);
+#endif
 }
 
 // ---- float16 ----
@@ -251,6 +288,31 @@ MITTENS_INLINE void store(T* p, Floats v, Part part = {}, bool through = false) 
     } else {
       write(p, narrow<T>(v), part);
     }
+  }
+}
+
+// One vector of elements in their order in memory, whatever the type.
+template <typename T, typename Part = All>
+MITTENS_INLINE Float load_in_order(const T* p, Part part = {}) {
+  if constexpr (__is_same(T, float)) {
+    return read<Float>(p, part);
+  } else if constexpr (__is_same(T, float16)) {
+    return widen(read<Half>(p, part));
+  } else {
+    return (Float)(widen_integers(read<Half>(p, part)) << 16);
+  }
+}
+
+// Any NaN stays one.
+template <typename T, typename Part = All>
+MITTENS_INLINE void store_in_order(T* p, Float v, Part part = {}) {
+  if constexpr (__is_same(T, float)) {
+    write(p, v, part);
+  } else if constexpr (__is_same(T, float16)) {
+    write(p, narrow(v), part);
+  } else {
+    const UInt rounded = v == v ? round_above<16>(v) : UInt{} + 0x7fc00000;
+    write(p, __builtin_convertvector(rounded >> 16, Half), part);
   }
 }
 
@@ -427,7 +489,26 @@ MITTENS_INLINE float reduce(Float v, const Combine& combine) {
 #endif
 }
 
+MITTENS_INLINE float total(Float v) {
+  return reduce(v, [](auto x, auto y) MITTENS_INLINED { return x + y; });
+}
+
 // ---- loops ----
+
+// A number that a lambda can use as a template argument.
+template <int i>
+struct Index {
+  static constexpr int value = i;
+};
+
+// Calls body(Index<0>()) to body(Index<n - 1>()), unrolled.
+template <int n, int i = 0, typename Body>
+MITTENS_INLINE void repeat(const Body& body) {
+  if constexpr (i < n) {
+    body(Index<i>());
+    repeat<n, i + 1>(body);
+  }
+}
 
 // Accumulators of a loop: neighbouring units go to different ones, so that they do not wait for each other.
 struct Sums {
