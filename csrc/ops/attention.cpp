@@ -1,0 +1,216 @@
+#include "ops/attention.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "ops/checks.h"
+#include "ops/define.h"
+#include "ops/fallback.h"
+#include "ops/registry.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "scaled_dot_product_attention";
+
+mx::Shape unpacked(const mx::array& rows, int bits) {
+  mx::Shape shape = rows.shape();
+  if (bits) {
+    shape.back() = shape.back() * 32 / bits;
+  }
+  return shape;
+}
+
+}  // namespace
+
+int AttentionCall::value_width() const {
+  return unpacked(values[0], options.bits).back();
+}
+
+mx::Shape AttentionCall::scores_shape() const {
+  return {queries.shape(0), queries.shape(1), queries.shape(2), keys[0].shape(2)};
+}
+
+void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values) {
+  if (keys[0] != queries[0] || values[0] != queries[0]) {
+    checks::fail(op, "queries have shape ", queries, ", keys ", keys, ", values ", values,
+                 ": expected the same batch size");
+  }
+  if (keys[3] != queries[3]) {
+    checks::fail(op, "queries have shape ", queries, ", keys ", keys, ": expected the same last dimension");
+  }
+  if (keys[1] != values[1]) {
+    checks::fail(op, "keys have ", keys[1], " heads, values have ", values[1], ": expected the same number");
+  }
+  if (keys[2] != values[2]) {
+    checks::fail(op, "there are ", keys[2], " keys and ", values[2], " values: expected the same number");
+  }
+  if (queries[1] == 0 || keys[1] == 0 || queries[1] % keys[1] != 0) {
+    checks::fail(op, "queries have ", queries[1], " heads, keys have ", keys[1], ": expected a multiple");
+  }
+}
+
+void take_mask(const char* op, AttentionCall& call, const MaskArgument& argument, std::optional<int> window,
+               mx::Stream stream) {
+  if (window) {
+    if (*window < 1) {
+      checks::fail(op, "window is ", *window, ": expected None or a positive number of keys");
+    }
+    call.options.window = *window;
+  }
+  if (const auto* mode = std::get_if<std::string>(&argument)) {
+    if (*mode != "causal") {
+      checks::fail(op, "mask is '", *mode, "': expected 'causal', an array or None");
+    }
+    call.options.causal = true;
+  }
+  const auto* given = std::get_if<mx::array>(&argument);
+  if (!given) {
+    return;
+  }
+  mx::array mask = *given;
+  const mx::Dtype dtype = call.queries.dtype();
+  if (mx::promote_types(mask.dtype(), dtype) != dtype) {
+    checks::fail<DtypeError>(op, "mask has dtype ", mask.dtype(), ": expected bool, or one that promotes to ", dtype);
+  }
+  const mx::Shape scores = call.scores_shape();
+  const int missing = 4 - static_cast<int>(mask.ndim());
+  bool broadcasts = missing >= 0;
+  for (int axis = std::max(missing, 0); axis < 4 && broadcasts; ++axis) {
+    broadcasts = mask.shape(axis - missing) == 1 || mask.shape(axis - missing) == scores[axis];
+  }
+  if (!broadcasts) {
+    checks::fail(op, "mask has shape ", mask.shape(), ": expected one that broadcasts to ", scores);
+  }
+  if (missing > 0) {
+    mx::Shape shape(missing, 1);
+    shape.insert(shape.end(), mask.shape().begin(), mask.shape().end());
+    mask = mx::reshape(mask, shape, stream);
+  }
+  call.mask = mask.dtype() == mx::bool_ ? mask : mx::astype(mask, dtype, stream);
+  call.options.has_mask = true;
+}
+
+void take_sinks(const char* op, AttentionCall& call, const std::optional<mx::array>& sinks, mx::Stream stream) {
+  if (!sinks) {
+    return;
+  }
+  const mx::Dtype dtype = call.queries.dtype();
+  if (mx::promote_types(sinks->dtype(), dtype) != dtype) {
+    checks::fail<DtypeError>(op, "sinks has dtype ", sinks->dtype(), ": expected one that promotes to ", dtype);
+  }
+  if (sinks->ndim() != 1 || sinks->shape(0) != call.queries.shape(1)) {
+    checks::fail(op, "sinks has shape ", sinks->shape(), ": expected one number for each of ", call.queries.shape(1),
+                 " heads");
+  }
+  call.sinks = mx::astype(*sinks, dtype, stream);
+  call.options.has_sinks = true;
+}
+
+std::string not_covered(const AttentionCall& call, mx::Stream stream) {
+  const bool kernels = stream.device == mx::Device::gpu || simulator_enabled();
+  return kernels ? attention_not_covered(call.queries.shape(), unpacked(call.keys[0], call.options.bits),
+                                         unpacked(call.values[0], call.options.bits), call.queries.dtype(),
+                                         call.options)
+                 : "";
+}
+
+std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, int last, int queries, int keys,
+                                   mx::Stream s) {
+  if (!options.causal && options.window == 0) {
+    return std::nullopt;
+  }
+  const int offset = keys - queries;
+  const mx::array query = mx::expand_dims(mx::arange(first + offset, last + offset, mx::int32, s), 1, s);
+  const mx::array key = mx::expand_dims(mx::arange(0, keys, mx::int32, s), 0, s);
+  const mx::array seen = mx::less_equal(key, query, s);
+  if (options.window == 0) {
+    return seen;
+  }
+  return mx::logical_and(seen, mx::greater(mx::add(key, mx::array(options.window), s), query, s), s);
+}
+
+namespace {
+
+// mx knows no window: it becomes a mask.
+mx::array by_mx(const AttentionCall& call, bool force_fused, mx::Stream s) {
+  std::optional<mx::array> mask = call.mask;
+  std::string mode = call.options.causal ? "causal" : "";
+  if (call.options.window) {
+    mode = "";
+    const mx::Shape scores = call.scores_shape();
+    const mx::array seen = *seen_keys(call.options, 0, scores[2], scores[2], scores[3], s);
+    mask = !mask                        ? seen
+        : mask->dtype() == mx::bool_    ? mx::logical_and(*mask, seen, s)
+                                        : mx::where(seen, *mask, mx::array(-INFINITY, mask->dtype()), s);
+  }
+  return mx::fast::scaled_dot_product_attention(call.queries, call.keys[0], call.values[0], call.options.scale, mode,
+                                                mask, call.sinks, force_fused, s);
+}
+
+// The result, or the call that no kernel covers.
+std::variant<mx::array, AttentionCall> result_or_call(const mx::array& q, const mx::array& k, const mx::array& v,
+                                                      float scale, const MaskArgument& mask,
+                                                      const std::optional<mx::array>& sinks, std::optional<int> window,
+                                                      mx::StreamOrDevice where) {
+  for (const auto& [name, array] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)}) {
+    if (array->ndim() != 4) {
+      checks::fail(op, name, " has shape ", array->shape(), ": expected four dimensions");
+    }
+  }
+  check_heads(op, q.shape(), k.shape(), v.shape());
+  const mx::Dtype dtype = mx::result_type(q, k, v);
+  checks::floating(op, dtype, {{"q", q}, {"k", k}, {"v", v}});
+  const mx::Stream stream = checks::stream(op, where);
+  AttentionCall call{mx::astype(q, dtype, stream), {mx::astype(k, dtype, stream)}, {mx::astype(v, dtype, stream)},
+                     std::nullopt, std::nullopt, {.scale = scale}};
+  take_mask(op, call, mask, window, stream);
+  take_sinks(op, call, sinks, stream);
+
+  const mx::Shape shape = {q.shape(0), q.shape(1), q.shape(2), v.shape(3)};
+  if (k.shape(2) == 0 || std::count(shape.begin(), shape.end(), 0) > 0) {
+    return mx::zeros(shape, dtype, stream);
+  }
+  const std::string reason = has_kernels(dtype) ? not_covered(call, stream) : "float64";
+  if (!reason.empty()) {
+    left_to_mx(op, reason);
+    return call;
+  }
+  return apply_attention(call, stream);
+}
+
+std::optional<mx::array> attempt(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                 const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                 std::optional<int> window, bool, mx::StreamOrDevice where) {
+  const auto found = result_or_call(q, k, v, scale, mask, sinks, window, where);
+  const auto* y = std::get_if<mx::array>(&found);
+  return y ? std::optional(*y) : std::nullopt;
+}
+
+mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                       const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                       std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
+  const auto found = result_or_call(q, k, v, scale, mask, sinks, window, where);
+  const auto* y = std::get_if<mx::array>(&found);
+  return y ? *y : by_mx(std::get<AttentionCall>(found), force_fused, checks::stream(op, where));
+}
+
+void bind(nb::module_& module) {
+  define(module, op, &attempt, &scaled_dot_product_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
+         "mask"_a.none() = nb::none(), "sinks"_a.none() = nb::none(), "window"_a.none() = nb::none(),
+         "force_fused"_a = false, "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,46 @@
+// What the attention ops share: the checks of their arguments, and the primitive.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <variant>
+
+#include "ops/attention_launch.h"
+#include "ops/primitive.h"
+
+namespace mittens {
+
+using MaskArgument = std::variant<std::monostate, std::string, mx::array>;
+
+// A call whose arguments fit together. Keys and values are one array, or packed words, scales and biases.
+struct AttentionCall {
+  mx::array queries;          // [batch, heads, queries, width]
+  Arrays keys;                // [batch, key heads, keys, width]
+  Arrays values;              // [batch, key heads, keys, value width]
+  std::optional<mx::array> mask;   // four dimensions that broadcast to [batch, heads, queries, keys]
+  std::optional<mx::array> sinks;  // [heads]
+  AttentionOptions options;
+
+  int value_width() const;
+  mx::Shape scores_shape() const;
+};
+
+// Checks and takes in what both ops have besides queries, keys and values, whose shapes have been checked.
+void take_mask(const char* op, AttentionCall& call, const MaskArgument& mask, std::optional<int> window,
+               mx::Stream stream);
+void take_sinks(const char* op, AttentionCall& call, const std::optional<mx::array>& sinks, mx::Stream stream);
+
+// Heads and batches of queries against those of keys and values.
+void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values);
+
+// Why the call cannot run on the stream, or an empty string.
+std::string not_covered(const AttentionCall& call, mx::Stream stream);
+
+// The keys that causal and window leave to each query, [queries, keys] of bool, for some of the queries; nothing where
+// these are all.
+std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, int last, int queries, int keys,
+                                   mx::Stream stream);
+
+mx::array apply_attention(const AttentionCall& call, mx::Stream stream);
+
+}  // namespace mittens

@@ -1,0 +1,273 @@
+#include "ops/attention_launch.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+
+#include "ops/matrices.h"
+#include "ops/row_plan.h"
+#include "params/attention.h"
+
+namespace mittens {
+
+namespace {
+
+constexpr int widths[] = {64, 72, 80, 96, 128, 192, 256};
+constexpr int most_decode_queries = 16;
+
+struct Sizes {
+  uint32_t batches;
+  uint32_t heads;
+  uint32_t key_heads;
+  uint32_t queries;
+  uint32_t keys;
+  uint32_t width;
+
+  uint32_t ratio() const {
+    return heads / key_heads;
+  }
+  uint64_t rows() const {
+    return uint64_t(batches) * heads * queries;
+  }
+};
+
+Sizes sizes_of(const mx::Shape& queries, const mx::Shape& keys) {
+  return {static_cast<uint32_t>(queries[0]), static_cast<uint32_t>(queries[1]), static_cast<uint32_t>(keys[1]),
+          static_cast<uint32_t>(queries[2]), static_cast<uint32_t>(keys[2]),    static_cast<uint32_t>(queries[3])};
+}
+
+// Packed keys and values are always unpacked in registers by the kernel of a few rows, which then takes many blocks of
+// them.
+bool is_prefill(const Sizes& sizes, const AttentionOptions& options) {
+  return options.bits == 0 && sizes.queries > most_decode_queries;
+}
+
+// The first key that any query sees. Rows that see none have the mean of all values, so all are read where there may be
+// such.
+uint32_t first_key(const Sizes& sizes, const AttentionOptions& options) {
+  if (options.window <= 0 || options.has_mask || sizes.queries > sizes.keys) {
+    return 0;
+  }
+  const int64_t first = int64_t(sizes.keys) - sizes.queries - options.window + 1;
+  return static_cast<uint32_t>(std::max<int64_t>(first, 0));
+}
+
+struct DecodePlan {
+  uint32_t width;  // of the kernel: 64, 128 or 256
+  uint32_t rows;   // of a threadgroup, which share each key that it reads
+  uint32_t row_blocks;
+  uint32_t splits;
+  uint32_t keys_per_split;
+};
+
+DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options) {
+  constexpr uint32_t simdgroups = 4;            // decode_simdgroups of mittens/decode.h
+  constexpr uint32_t wanted_threadgroups = 1024;  // a large GPU several times over
+  DecodePlan plan;
+  plan.width = std::max(std::bit_ceil(sizes.width), 64u);
+  const uint32_t rows = sizes.ratio() * sizes.queries;
+  plan.rows = std::min(std::bit_ceil(rows), plan.width > 128 ? 8u : 16u);
+  if (options.bits != 0 && plan.rows == 2) {
+    plan.rows = 4;  // there are fewer kernels of packed keys
+  }
+  plan.row_blocks = ceil_divide(rows, plan.rows);
+
+  const uint32_t lane_keys = plan.rows == 1 ? 8 : 4;  // DecodeShape::keys
+  const uint32_t step = simdgroups * lane_keys * (256 / plan.width);
+  const uint32_t first = first_key(sizes, options);
+  const uint32_t steps = ceil_divide(sizes.keys - first, step);
+  const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks;
+  const uint32_t splits = std::clamp(ceil_divide(wanted_threadgroups, groups), 1u, std::max(steps, 1u));
+  plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
+  plan.splits = std::max(ceil_divide(sizes.keys - first, plan.keys_per_split), 1u);
+  return plan;
+}
+
+// Binds a view of any strides and says where its first element is from the lowest that is read.
+int64_t bind_view(Launch& launch, const mx::array& view) {
+  int64_t below = 0;
+  int64_t above = 0;
+  for (int d = 0; d < static_cast<int>(view.ndim()); ++d) {
+    const int64_t reach = (view.shape(d) - 1) * view.strides(d);
+    (reach < 0 ? below : above) += reach;
+  }
+  const int64_t item = view.itemsize();
+  launch.input(view, below * item, (above - below + 1) * item);
+  return -below;
+}
+
+// Whether rows and all that is before them start on multiples of so many bytes.
+bool has_aligned_rows(const mx::array& view, int64_t bytes) {
+  bool aligned = view.offset() % bytes == 0;
+  for (int d = 0; d + 1 < static_cast<int>(view.ndim()); ++d) {
+    aligned = aligned && (view.shape(d) == 1 || view.strides(d) * static_cast<int64_t>(view.itemsize()) % bytes == 0);
+  }
+  return aligned;
+}
+
+void set_strides(int64_t* strides, const mx::array& array, int count) {
+  std::copy_n(array.strides().begin(), count, strides);
+}
+
+// A view of keys or values, of which the strides of batch, head and token are wanted.
+int64_t bind_rows(Launch& launch, const mx::array& rows, int64_t (&strides)[2], int32_t& stride) {
+  set_strides(strides, rows, 2);
+  stride = static_cast<int32_t>(rows.strides(2));
+  return bind_view(launch, rows);
+}
+
+AttentionParams params_of(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
+  constexpr double log2e = 1.4426950408889634;
+  AttentionParams params{};
+  params.batches = sizes.batches;
+  params.heads = sizes.heads;
+  params.key_heads = sizes.key_heads;
+  params.ratio = sizes.ratio();
+  params.queries = sizes.queries;
+  params.keys = sizes.keys;
+  params.width = sizes.width;
+  params.first_key = first_key(sizes, options);
+  params.window = std::max(options.window, 0);
+  params.causal = options.causal || params.window > 0;
+  params.every_row_sees = params.causal && !options.has_mask && sizes.queries <= sizes.keys;
+  params.has_sinks = options.has_sinks;
+  params.scale = dtype == mx::float32 ? options.scale : static_cast<float>(options.scale * log2e);
+  return params;
+}
+
+// Binds queries, keys, values, mask and sinks in the order of the kernels' arguments; the queries stand in for what is
+// not there.
+void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const AttentionOptions& options,
+                 AttentionParams& params) {
+  const mx::array& queries = inputs[0];
+  size_t next = 1;
+  params.query_start = bind_view(launch, queries);
+  set_strides(params.query_strides, queries, 3);
+  params.queries_aligned = has_aligned_rows(queries, 16);
+  params.aligned = true;
+  if (options.bits == 0) {
+    const mx::array& keys = inputs[next++];
+    const mx::array& values = inputs[next++];
+    params.key_start = bind_rows(launch, keys, params.key_strides, params.key_stride);
+    params.value_start = bind_rows(launch, values, params.value_strides, params.value_stride);
+    params.aligned = has_aligned_rows(keys, 16) && has_aligned_rows(values, 16);
+  } else {
+    params.group_shift = std::countr_zero(static_cast<uint32_t>(options.group_size));
+    params.aligned = has_aligned_rows(inputs[1], 8) && has_aligned_rows(inputs[4], 8);
+    params.key_start = bind_rows(launch, inputs[next++], params.key_strides, params.key_stride);
+    params.key_scales_start = bind_rows(launch, inputs[next++], params.key_scales_strides, params.key_scales_stride);
+    params.key_biases_start = bind_rows(launch, inputs[next++], params.key_biases_strides, params.key_biases_stride);
+    params.value_start = bind_rows(launch, inputs[next++], params.value_strides, params.value_stride);
+    params.value_scales_start =
+        bind_rows(launch, inputs[next++], params.value_scales_strides, params.value_scales_stride);
+    params.value_biases_start =
+        bind_rows(launch, inputs[next++], params.value_biases_strides, params.value_biases_stride);
+  }
+  if (options.has_mask) {
+    const mx::array& mask = inputs[next++];
+    params.mask = mask.dtype() == mx::bool_ ? bool_mask : additive_mask;
+    params.mask_start = bind_view(launch, mask);
+    set_strides(params.mask_strides, mask, 4);
+  } else {
+    launch.input(queries);
+  }
+  launch.input(options.has_sinks ? inputs[next] : queries);
+}
+
+Launch combine_launch(const mx::array& partials, const mx::array& sinks, mx::array& y, const Sizes& sizes,
+                      uint32_t splits, bool has_sinks) {
+  AttentionCombineParams params{};
+  params.rows = static_cast<uint32_t>(sizes.rows());
+  params.heads = sizes.heads;
+  params.queries = sizes.queries;
+  params.width = sizes.width;
+  params.splits = splits;
+  params.has_sinks = has_sinks;
+  Launch launch;
+  launch.file = "attention_combine.metal";
+  launch.kernel = kernel_name("attention", "combine", y.dtype());
+  launch.threadgroups = {params.rows, 1, 1};
+  launch.threads = {256, 1, 1};
+  return launch.input(partials).input(sinks).output(y).params(params);
+}
+
+std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
+                                    const Sizes& sizes, const AttentionOptions& options) {
+  const DecodePlan plan = plan_decode(sizes, options);
+  AttentionParams params = params_of(sizes, options, inputs[0].dtype());
+  params.splits = plan.splits;
+  params.keys_per_split = plan.keys_per_split;
+
+  Launch launch;
+  launch.file = "attention_decode.metal";
+  std::string variant = "decode_";
+  if (options.bits != 0) {
+    launch.file = "attention_decode_packed.metal";
+    variant += std::to_string(options.bits) + "bit_";
+  }
+  variant += std::to_string(plan.width) + "_" + std::to_string(plan.rows);
+  launch.kernel = kernel_name("attention", variant, inputs[0].dtype());
+  launch.threadgroups = {plan.splits, plan.row_blocks, sizes.batches * sizes.key_heads};
+  launch.threads = {128, 1, 1};
+  bind_inputs(launch, inputs, options, params);
+  launch.output(outputs[plan.splits > 1 ? 1 : 0]).params(params);
+  if (plan.splits == 1) {
+    return in_order(std::move(launch));
+  }
+  const mx::array& sinks = options.has_sinks ? inputs.back() : inputs[0];
+  return in_order(std::move(launch),
+                  combine_launch(outputs[1], sinks, outputs[0], sizes, plan.splits, options.has_sinks));
+}
+
+std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
+                                     const Sizes& sizes, const AttentionOptions& options) {
+  const uint32_t rows = 4 * 8 * (sizes.width == 64 ? 2 : 1);  // prefill_simdgroups * 8 * R of attention_prefill.metal
+  AttentionParams params = params_of(sizes, options, inputs[0].dtype());
+  Launch launch;
+  launch.file = "attention_prefill.metal";
+  launch.kernel = kernel_name("attention", "prefill_" + std::to_string(sizes.width), inputs[0].dtype());
+  launch.threadgroups = {ceil_divide(sizes.queries, rows), sizes.heads, sizes.batches};
+  launch.threads = {128, 1, 1};
+  bind_inputs(launch, inputs, options, params);
+  launch.output(outputs[0]).params(params);
+  return in_order(std::move(launch));
+}
+
+}  // namespace
+
+size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
+                           const AttentionOptions& options) {
+  const Sizes sizes = sizes_of(queries, keys);
+  if (is_prefill(sizes, options) || !attention_not_covered(queries, keys, values, dtype, options).empty()) {
+    return 0;
+  }
+  const uint32_t splits = plan_decode(sizes, options).splits;
+  return splits > 1 ? splits * sizes.rows() * (sizes.width + 2) : 0;
+}
+
+std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values,
+                                  mx::Dtype dtype, const AttentionOptions& options) {
+  const int width = queries[3];
+  if (std::find(std::begin(widths), std::end(widths), width) == std::end(widths)) {
+    return "heads of width " + std::to_string(width);
+  }
+  if (options.bits == 0 && values[3] != width) {
+    return "values of another width than the keys";
+  }
+  if (keys[2] == 0) {
+    return "no keys";
+  }
+  if (options.bits != 0 && options.bits != 4 && options.bits != 8) {
+    return std::to_string(options.bits) + " bits";
+  }
+  return "";
+}
+
+std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
+                                       const AttentionOptions& options) {
+  const Sizes sizes = sizes_of(inputs[0].shape(), inputs[1].shape());
+  return is_prefill(sizes, options) ? prefill_launches(inputs, outputs, sizes, options)
+                                    : decode_launches(inputs, outputs, sizes, options);
+}
+
+}  // namespace mittens

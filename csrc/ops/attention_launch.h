@@ -1,0 +1,44 @@
+// Attention as its op hands it to the kernels: what the arrays are, and the launches that they take.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "launch/launch.h"
+
+namespace mittens {
+
+// Keys and values may lie packed, as mx.quantize makes them along the head dimension.
+struct AttentionOptions {
+  float scale = 1;
+  bool causal = false;     // query i sees keys up to i + keys - queries
+  int window = 0;          // and of those the last so many; 0: all
+  bool has_mask = false;   // an input after the values: bool, or additive of the queries' type
+  bool has_sinks = false;  // an input after the mask: [heads], of the queries' type
+  int bits = 0;            // of packed keys and values: 4 or 8; 0: they are of the queries' type
+  int group_size = 0;      // of packed keys and values
+
+  bool operator==(const AttentionOptions&) const = default;
+};
+
+// Inputs of a launch, in order:
+//   queries  [batch, heads, queries, width]           last stride 1, any other strides
+//   keys     [batch, key_heads, keys, width]          likewise; packed: words, scales, biases, one after the other
+//   values   [batch, key_heads, keys, value_width]    likewise
+//   mask     [batch, heads, queries, keys]            any strides, 0 where it is broadcast
+//   sinks    [heads]                                  contiguous
+// Outputs: y [batch, heads, queries, value_width], row contiguous, and a float32 workspace.
+
+// Elements of the workspace that the partial results of split keys take; 0 where keys are not split. Only shapes count, so
+// that it is known when the graph is built.
+size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
+                           const AttentionOptions& options);
+
+// Whether a kernel covers these shapes; else why not, for the rule that sends the call to mx. Empty: it does.
+std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
+                                  const AttentionOptions& options);
+
+std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
+                                       const AttentionOptions& options);
+
+}  // namespace mittens

@@ -1,0 +1,56 @@
+// Attention of 1 to 16 tokens over keys and values in the queries' type (mittens/decode.h). Several threadgroups may
+// share the keys of a row; attention_combine.metal then puts together what they leave.
+//
+// A head of up to 8 * G elements is spread over G lanes: 64, 128 and 256 fill them, widths between leave lanes idle.
+#include <metal_stdlib>
+
+#include "mittens/decode.h"
+#include "mittens/instantiate.h"
+
+using namespace metal;
+using namespace mittens;
+
+template <typename T, int G, int R>
+[[kernel, max_total_threads_per_threadgroup(128)]] void attention_decode(
+    const device T* queries [[buffer(0)]],  // [batch, heads, queries, width]
+    const device T* keys [[buffer(1)]],     // [batch, key_heads, keys, width]
+    const device T* values [[buffer(2)]],   // [batch, key_heads, keys, width]
+    const device T* mask [[buffer(3)]],     // [batch, heads, queries, keys], or of bools
+    const device T* sinks [[buffer(4)]],    // [heads]
+    device T* y [[buffer(5)]],              // [batch, heads, queries, width], or float partial results
+    constant AttentionParams& params [[buffer(6)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  using Shape = DecodeShape<G, R>;
+  threadgroup float4 scratch[decode_scratch<G, R>()];
+  threadgroup float maxima[R * decode_simdgroups];
+  threadgroup float totals[R * decode_simdgroups];
+  const DecodeRows<T> rows = decode_rows(queries, mask, sinks, y, group, R, params);
+  PlainRows<T> k;
+  k.elements = keys + params.key_start + rows.batch * params.key_strides[0] + rows.key_head * params.key_strides[1] +
+      lane_elements(lane, G, 8, params.width);
+  k.stride = params.key_stride;
+  k.aligned = params.aligned;
+  PlainRows<T> v;
+  v.elements = values + params.value_start + rows.batch * params.value_strides[0] +
+      rows.key_head * params.value_strides[1] +
+      lane_elements(lane, Shape::value_lanes, Shape::value_elements, params.width);
+  v.stride = params.value_stride;
+  v.aligned = params.aligned;
+  decode<PlainRows<T>, T, G, R>(
+      rows, k, v, params, group.x, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+}
+
+#define instantiate_decode(G, width)                                     \
+  instantiate_types("attention_decode_" #width "_1", attention_decode, G, 1) \
+  instantiate_types("attention_decode_" #width "_2", attention_decode, G, 2) \
+  instantiate_types("attention_decode_" #width "_4", attention_decode, G, 4) \
+  instantiate_types("attention_decode_" #width "_8", attention_decode, G, 8)
+
+instantiate_decode(8, 64)
+instantiate_decode(16, 128)
+instantiate_decode(32, 256)
+instantiate_types("attention_decode_64_16", attention_decode, 8, 16)
+instantiate_types("attention_decode_128_16", attention_decode, 16, 16)

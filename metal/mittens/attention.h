@@ -1,0 +1,41 @@
+// What the attention kernels share. Scores are in units of log2(e) for half types, whose weights are then powers of
+// two; in float32 they stay as they are, since the rounding of that product would show.
+#pragma once
+
+#include <metal_stdlib>
+
+#include "mittens/softmax.h"
+#include "params/attention.h"
+
+using namespace metal;
+
+namespace mittens {
+
+// The score of a key that a row must not see. A row that sees none then has the mean of all values, as mx gives it; an
+// additive mask hides by -inf, as mx's would have to, and such a row is NaN.
+inline float hidden_score(constant AttentionParams& params) {
+  return params.mask == additive_mask ? -INFINITY : -3.402823466e38f;
+}
+
+// By what a mask or a sink becomes a score.
+template <typename T>
+constexpr float score_unit() {
+  return is_same_v<T, float> ? 1.0f : M_LOG2E_F;
+}
+
+// The weight of a score, less the maximum.
+template <typename T>
+inline float weight_of(float difference) {
+  if constexpr (is_same_v<T, float>) {
+    return exp_of<float>(difference);
+  } else {
+    return fast::exp2(difference);
+  }
+}
+
+// What scores are taken from. Where only -inf has been seen it is not that: -inf - -inf would be NaN.
+inline float finite_maximum(float maximum) {
+  return maximum == -INFINITY ? 0.0f : maximum;
+}
+
+}  // namespace mittens

@@ -1,0 +1,390 @@
+// Attention of a few rows of queries that share keys and values: the heads of a group, and the tokens, of a decode
+// step.
+//
+//   y = softmax(scale * q k^T + mask) v
+//
+// A key is shared by G lanes, 8 elements each, so that a simdgroup loads 32 / G keys at once, N of them on their way in
+// each lane. The products of N keys with a block of rows are added up over the G lanes by halving exchanges, which
+// leave each lane the scores of one row: one update of its maximum and sum serves all N keys, and what was summed up so
+// far is rescaled only where a maximum grew. With the values each lane sums up V elements of every row.
+//
+#pragma once
+
+#include "mittens/attention.h"
+#include "mittens/key_values.h"
+
+namespace mittens {
+
+constant constexpr int decode_simdgroups = 4;  // of a threadgroup
+
+// How the work is cut for R rows of queries: a row block has few enough rows for one sum an exchange.
+template <int G, int R>
+struct DecodeShape {
+  static constexpr int groups = 32 / G;                   // of lanes, a key each
+  static constexpr int block = R < 4 ? R : 4;             // rows
+  static constexpr int blocks = R / block;
+  static constexpr int keys = R == 1 ? 8 : 4;             // of a lane
+  static constexpr int tile = keys * groups;              // of a simdgroup
+  static constexpr int scores = block * keys;
+  static constexpr int own = scores > G ? scores / G : 1;  // scores of a lane, of one row
+  static constexpr int copies = scores < G ? G / scores : 1;  // lanes with the same score
+  static constexpr int row_lanes = G / block;
+  static constexpr bool ahead = true;  // the next keys are on their way while the values are added up
+  // With 16 rows a lane cannot hold 8 sums of each.
+  static constexpr int value_lanes = R > 8 ? 2 * G : G;
+  static constexpr int value_groups = 32 / value_lanes;
+  static constexpr int value_elements = 8 * G / value_lanes;
+  static constexpr int values = tile / value_groups;  // of a lane
+  // Sums of a row lie in threadgroup memory by their place in the lanes, so far apart that no two banks meet.
+  static constexpr int sum_stride = value_lanes + 4;
+  static constexpr int sum_row = value_elements * sum_stride;
+};
+
+// Halves of the G lanes exchange halves of the C values until each lane has the sums of its own, or of the one that is
+// left.
+template <int N, int mask, int C>
+inline void scatter_lanes(thread float (&v)[C], uint lane) {
+  if constexpr (N > 1) {
+    const bool upper = lane & mask;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float kept = upper ? v[i + N / 2] : v[i];
+      const float sent = upper ? v[i] : v[i + N / 2];
+      v[i] = kept + simd_shuffle_xor(sent, ushort(mask));
+    }
+  } else {
+    v[0] += simd_shuffle_xor(v[0], ushort(mask));
+  }
+  if constexpr (mask > 1) {
+    scatter_lanes<(N > 1 ? N / 2 : 1), mask / 2>(v, lane);
+  }
+}
+
+// Over the lanes of all groups that have scores of the same row.
+template <typename Shape>
+inline float row_max(float v) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    if (mask < Shape::row_lanes || mask >= 32 / Shape::groups) {
+      v = max(v, simd_shuffle_xor(v, ushort(mask)));
+    }
+  }
+  return v;
+}
+
+template <typename Shape>
+inline float row_sum(float v) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    if (mask < Shape::row_lanes || mask >= 32 / Shape::groups) {
+      v += simd_shuffle_xor(v, ushort(mask));
+    }
+  }
+  return v * (1.0f / Shape::copies);
+}
+
+// The row of queries whose scores a lane has.
+struct ScoredRow {
+  int64_t mask;  // where its mask starts
+  int position;  // the last key that it sees, if causal
+};
+
+template <typename T>
+inline float masked_score(
+    float score, uint key, ScoredRow row, const device T* mask, constant AttentionParams& params) {
+  bool seen = true;
+  if (params.causal) {
+    seen = int(key) <= row.position && (params.window == 0 || int(key) > row.position - int(params.window));
+  }
+  if (params.mask == additive_mask) {
+    score = fma(float(mask[row.mask + key * params.mask_strides[3]]), score_unit<T>(), score);
+  } else if (params.mask == bool_mask) {
+    seen = seen && ((const device uchar*)mask)[row.mask + key * params.mask_strides[3]] != 0;
+  }
+  return seen ? score : hidden_score(params);
+}
+
+// What a threadgroup shares, in float4: queries at first, sums in the end.
+template <int G, int R>
+constexpr int decode_scratch() {
+  constexpr int queries = R * 8 * G;
+  constexpr int sums = decode_simdgroups * DecodeShape<G, R>::block * DecodeShape<G, R>::sum_row;
+  return (queries > sums ? queries : sums) / 4;
+}
+
+// Where a lane's elements start; those past the width stay on the first ones, which they then multiply by 0 or drop.
+inline uint lane_elements(uint lane, int lanes, int elements, uint width) {
+  const uint column = lane % lanes * elements;
+  return column < width ? column : 0;
+}
+
+// What is at hand of a threadgroup's rows.
+template <typename T>
+struct DecodeRows {
+  const device T* queries;
+  const device T* mask;
+  const device T* sinks;
+  device T* y;
+  uint batch;
+  uint key_head;
+  uint first;  // row of the key head's ratio * queries
+  uint count;
+};
+
+template <typename T>
+inline DecodeRows<T> decode_rows(
+    const device T* queries, const device T* mask, const device T* sinks, device T* y, uint3 group, int R,
+    constant AttentionParams& params) {
+  DecodeRows<T> rows;
+  rows.batch = group.z / params.key_heads;
+  rows.key_head = group.z % params.key_heads;
+  rows.first = group.y * R;
+  rows.count = min(params.ratio * params.queries - rows.first, uint(R));
+  rows.queries = queries + params.query_start + rows.batch * params.query_strides[0];
+  rows.mask = mask;
+  rows.sinks = sinks;
+  rows.y = y;
+  return rows;
+}
+
+template <typename Rows, typename T, int G, int R>
+inline void decode(
+    DecodeRows<T> rows, Rows keys, Rows values, constant AttentionParams& params, uint split, uint t, uint lane,
+    uint simdgroup, threadgroup float* scratch, threadgroup float* maxima, threadgroup float* totals) {
+  using Shape = DecodeShape<G, R>;
+  constexpr int N = Shape::keys;
+  constexpr int V = Shape::value_elements;
+  const uint lane_group = lane / G;
+  const uint value_group = lane / Shape::value_lanes;
+
+  for (uint i = t; i < R * 8 * G; i += decode_simdgroups * 32) {
+    const uint row = rows.first + min(i / (8 * G), rows.count - 1);
+    const uint head = rows.key_head * params.ratio + row / params.queries;
+    const uint d = i % (8 * G);
+    float q = 0;
+    if (d < params.width) {
+      q = float(rows.queries[head * params.query_strides[1] + row % params.queries * params.query_strides[2] + d]);
+    }
+    // Lanes read the lower halves of their 8 elements side by side, then the upper ones.
+    scratch[i - d + (d / 4 % 2) * 4 * G + d / 8 * 4 + d % 4] = q;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  ScoredRow scored[Shape::blocks];
+  float maximum[Shape::blocks];
+  float total[Shape::blocks];
+#pragma unroll
+  for (int b = 0; b < Shape::blocks; ++b) {
+    const uint row = rows.first + min(uint(b * Shape::block) + lane % G / Shape::row_lanes, rows.count - 1);
+    const uint head = rows.key_head * params.ratio + row / params.queries;
+    const uint query = row % params.queries;
+    scored[b].mask = params.mask_start + rows.batch * params.mask_strides[0] + head * params.mask_strides[1] +
+        query * params.mask_strides[2];
+    scored[b].position = int(query + params.keys) - int(params.queries);
+    maximum[b] = -INFINITY;
+    total[b] = 0;
+  }
+  float sums[R][V];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      sums[r][j] = 0;
+    }
+  }
+
+  uint begin = params.first_key + split * params.keys_per_split;
+  uint end = min(begin + params.keys_per_split, params.keys);
+  if (params.every_row_sees) {
+    const uint query = rows.first % params.queries;
+    const bool one_head = query + rows.count <= params.queries;
+    const uint unseen = params.queries - (one_head ? query + rows.count : params.queries);
+    end = min(end, params.keys - unseen);
+    const uint seen = params.keys - params.queries + (one_head ? query : 0) + 1;
+    if (params.window != 0 && seen > params.window) {
+      begin = max(begin, seen - params.window);
+    }
+  }
+  constexpr uint step = decode_simdgroups * Shape::tile;
+  LoadedRows<Rows, 8, N> k;
+  uint first = begin + simdgroup * Shape::tile;
+  if constexpr (Shape::ahead) {
+    load_rows<Shape::groups>(keys, first + lane_group, end, first + Shape::tile <= end, k);
+  }
+  for (; first < end; first += step) {
+    const bool whole = first + Shape::tile <= end;
+    if constexpr (!Shape::ahead) {
+      load_rows<Shape::groups>(keys, first + lane_group, end, whole, k);
+    }
+    LoadedRows<Rows, V, Shape::values> v;
+    load_rows<Shape::value_groups>(values, first + value_group, end, whole, v);
+
+    float scores[Shape::blocks][Shape::own];
+    float raised[Shape::blocks];
+    bool grew = false;
+#pragma unroll
+    for (int b = 0; b < Shape::blocks; ++b) {
+      float products[Shape::scores];
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float key[8];
+        widen(k.at[n], key);
+#pragma unroll
+        for (int r = 0; r < Shape::block; ++r) {
+          threadgroup const float4* query =
+              (threadgroup const float4*)(scratch + (b * Shape::block + r) * 8 * G) + lane % G;
+          const float4 low = query[0];
+          const float4 high = query[G];
+          float product = 0;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            product = fma(low[j], key[j], product);
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            product = fma(high[j], key[j + 4], product);
+          }
+          products[r * N + n] = product;
+        }
+      }
+      scatter_lanes<Shape::scores, G / 2>(products, lane);
+      raised[b] = maximum[b];
+#pragma unroll
+      for (int i = 0; i < Shape::own; ++i) {
+        const uint n = (lane % G / Shape::copies * Shape::own + i) % N;
+        const uint key = first + n * Shape::groups + lane_group;
+        scores[b][i] = -INFINITY;
+        if (key < end) {
+          scores[b][i] = masked_score(products[i] * params.scale, key, scored[b], rows.mask, params);
+        }
+        raised[b] = max(raised[b], scores[b][i]);
+      }
+      raised[b] = row_max<Shape>(raised[b]);
+      grew = grew || raised[b] > maximum[b];
+    }
+
+    if constexpr (Shape::ahead) {
+      const uint next = first + step;
+      load_rows<Shape::groups>(keys, next + lane_group, end, next + Shape::tile <= end, k);
+    }
+
+    if (simd_any(grew)) {
+#pragma unroll
+      for (int b = 0; b < Shape::blocks; ++b) {
+        const float factor = weight_of<T>(maximum[b] - finite_maximum(raised[b]));
+        maximum[b] = raised[b];
+        total[b] *= factor;
+#pragma unroll
+        for (int r = 0; r < Shape::block; ++r) {
+          const float row_factor = simd_shuffle(factor, ushort(r * Shape::row_lanes));
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            sums[b * Shape::block + r][j] *= row_factor;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < Shape::blocks; ++b) {
+      const float base = finite_maximum(maximum[b]);
+#pragma unroll
+      for (int i = 0; i < Shape::own; ++i) {
+        scores[b][i] = weight_of<T>(scores[b][i] - base);
+        total[b] += scores[b][i];
+      }
+    }
+
+    constexpr int spread = Shape::value_lanes / G;
+#pragma unroll
+    for (int n = 0; n < Shape::values; ++n) {
+      float value[V];
+      widen(v.at[n], value);
+      const uint from = (n % spread * Shape::value_groups + value_group) * G;
+#pragma unroll
+      for (int b = 0; b < Shape::blocks; ++b) {
+#pragma unroll
+        for (int r = 0; r < Shape::block; ++r) {
+          const int score = r * N + n / spread;
+          const float p = simd_shuffle(
+              scores[b][score % Shape::own], ushort(from + score / Shape::own * Shape::copies));
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            sums[b * Shape::block + r][j] = fma(p, value[j], sums[b * Shape::block + r][j]);
+          }
+        }
+      }
+    }
+  }
+
+  // What the simdgroups have of a row, each from its own maximum, becomes one.
+#pragma unroll
+  for (int b = 0; b < Shape::blocks; ++b) {
+    const float row_total = row_sum<Shape>(total[b]);
+    if (lane < G && lane % Shape::row_lanes == 0) {
+      const uint row = b * Shape::block + lane / Shape::row_lanes;
+      maxima[row * decode_simdgroups + simdgroup] = maximum[b];
+      totals[row * decode_simdgroups + simdgroup] = row_total;
+    }
+  }
+  const size_t all_rows = size_t(params.heads) * params.queries * params.batches;
+  const size_t group_row = (size_t(rows.batch) * params.key_heads + rows.key_head) * params.ratio * params.queries +
+      rows.first;
+#pragma unroll
+  for (int b = 0; b < Shape::blocks; ++b) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+    for (int r = 0; r < Shape::block; ++r) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        float sum = sums[b * Shape::block + r][j];
+#pragma unroll
+        for (int mask = 16; mask >= Shape::value_lanes; mask /= 2) {
+          sum += simd_shuffle_xor(sum, ushort(mask));
+        }
+        if (lane < Shape::value_lanes) {
+          scratch[(simdgroup * Shape::block + r) * Shape::sum_row + j * Shape::sum_stride + lane] = sum;
+        }
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = t; i < Shape::block * 8 * G; i += decode_simdgroups * 32) {
+      const uint row = b * Shape::block + i / (8 * G);
+      const uint d = i % (8 * G);
+      if (row < rows.count && d < params.width) {
+        const uint place = i / (8 * G) * Shape::sum_row + d % V * Shape::sum_stride + d / V;
+        float largest = maxima[row * decode_simdgroups];
+#pragma unroll
+        for (int s = 1; s < decode_simdgroups; ++s) {
+          largest = max(largest, maxima[row * decode_simdgroups + s]);
+        }
+        float sink = -INFINITY;
+        if (params.splits == 1 && params.has_sinks) {
+          const uint head = rows.key_head * params.ratio + (rows.first + row) / params.queries;
+          sink = float(rows.sinks[head]) * score_unit<T>();
+          largest = max(largest, sink);
+        }
+        const float base = finite_maximum(largest);
+        float denominator = weight_of<T>(sink - base);
+        float sum = 0;
+#pragma unroll
+        for (int s = 0; s < decode_simdgroups; ++s) {
+          const float weight = weight_of<T>(maxima[row * decode_simdgroups + s] - base);
+          denominator = fma(totals[row * decode_simdgroups + s], weight, denominator);
+          sum = fma(scratch[s * Shape::block * Shape::sum_row + place], weight, sum);
+        }
+        if (params.splits == 1) {
+          rows.y[(group_row + row) * params.width + d] = T(sum / denominator);
+        } else {
+          device float* partial = (device float*)rows.y + split * all_rows * (params.width + 2);
+          partial[(group_row + row) * params.width + d] = sum;
+          if (d == 0) {
+            partial[all_rows * params.width + group_row + row] = largest;
+            partial[all_rows * (params.width + 1) + group_row + row] = denominator;
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace mittens
