@@ -1,0 +1,58 @@
+// Attention on the CPU: y = softmax(scale * q k^T + mask) v, block by block of keys, so that the scores of a head are
+// never all there. Scores, sums and their state are float32.
+#pragma once
+
+#include "cpu/types.h"
+
+namespace mittens::cpu {
+
+// [batch, heads, rows, ..] with its last stride 1 and any others, in elements of what data points at.
+struct AttentionView {
+  const void* data;
+  int64_t batch;
+  int64_t head;
+  int64_t row;
+};
+
+// Keys or values: of the call's type, or packed as integers q of bits for w = scale * q + bias in groups along the row.
+struct AttentionRows {
+  AttentionView rows;  // packed: words
+  AttentionView scales;
+  AttentionView biases;
+  int bits;  // 4 or 8; 0 where they are not packed
+  int group_size;
+};
+
+// Masked keys of a bool mask, and those outside of a causal range or a window, count as mx has them: with the lowest
+// finite score.
+enum class MaskKind { none, boolean, additive };
+
+struct AttentionMask {
+  MaskKind kind;
+  AttentionView values;  // [batch, heads, queries, keys], strides 0 where it is broadcast
+  int64_t column;        // stride from key to key
+};
+
+struct Attention {
+  Type type;
+  size_t batch;
+  size_t heads;
+  size_t key_heads;  // divides heads
+  size_t queries;
+  size_t keys;
+  size_t width;
+  size_t value_width;
+  AttentionView q;
+  AttentionRows k;
+  AttentionRows v;
+  AttentionMask mask;
+  const void* sinks;  // [heads] or nullptr: a score without a value
+  void* y;            // [batch, heads, queries, value_width], row contiguous
+  float scale;
+  bool causal;     // query i sees keys up to i + keys - queries
+  int64_t window;  // and of those the last so many; 0: all
+};
+
+void attention(const Attention& call);
+
+}  // namespace mittens::cpu
