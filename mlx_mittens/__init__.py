@@ -14,19 +14,45 @@ from . import _ext  # noqa: E402
 
 _guard.check_tag(_ext, _mx)
 
-from . import simulator  # noqa: E402
+from . import nn, simulator  # noqa: E402
 from ._ext import DtypeError  # noqa: E402
+from .attention import quantized_scaled_dot_product_attention, scaled_dot_product_attention  # noqa: E402
+from .counts import stats  # noqa: E402
 from .executors import executors, strict  # noqa: E402
+from .matrices import (  # noqa: E402
+    block_dequantize,
+    block_matmul,
+    block_quantize,
+    gemv,
+    quantized_matmul,
+    quantized_swiglu,
+)
 from .ops import add_rms_norm, layer_norm, rms_norm, softmax  # noqa: E402
+from .patching import patch, patched, unpatch  # noqa: E402
+from .seams import SeamError  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
     "DtypeError",
+    "SeamError",
     "add_rms_norm",
+    "block_dequantize",
+    "block_matmul",
+    "block_quantize",
     "executors",
+    "gemv",
     "layer_norm",
+    "nn",
+    "patch",
+    "patched",
+    "quantized_matmul",
+    "quantized_scaled_dot_product_attention",
+    "quantized_swiglu",
     "rms_norm",
+    "scaled_dot_product_attention",
     "simulator",
     "softmax",
+    "stats",
     "strict",
+    "unpatch",
 ]

@@ -1,0 +1,115 @@
+"""Attention of a prompt and of decoding, over keys and values as they are or packed.
+
+As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. The
+scores are never all held at once, neither by the kernels nor by the gradients.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from . import _ext
+from .ops import StreamOrDevice
+
+__all__ = ["quantized_scaled_dot_product_attention", "scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: None | str | mx.array = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    force_fused: bool = False,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Attention: ``softmax(scale * q @ k.T + mask) @ v``, for each head.
+
+    The twin of ``mx.fast.scaled_dot_product_attention``, with a window besides. Scores and softmax are computed in
+    float32 and rounded once, at the end. Views whose last axis is contiguous are read where they lie, so a key-value
+    cache of larger capacity and transposed ``[batch, tokens, heads, width]`` arrays cost no copy.
+
+    Args:
+        q (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
+        k (array): Keys of shape ``[batch, key_heads, keys, width]``; ``heads`` is a multiple of ``key_heads``.
+        v (array): Values of shape ``[batch, key_heads, keys, value_width]``.
+        scale (float): Factor of the scores, such as ``width ** -0.5``.
+        mask (str or array, optional): ``"causal"``: the last query sees all keys, each one before it one key less. An
+            array that broadcasts to ``[batch, heads, queries, keys]``: of bool, what may be seen; of numbers that
+            promote to the result's type, what is added to the scores.
+        sinks (array, optional): A score for each head that takes part in the softmax without a value; shape
+            ``[heads]``.
+        window (int, optional): A query sees of the keys up to its own position, counted as for ``"causal"``, the last
+            ``window`` ones.
+        force_fused (bool): As in mx; ours are always fused.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``q``, ``k`` and ``v``. A
+        query that sees no key gets what mx gives: the mean of all values, or NaN where an additive mask is -infinity
+        throughout, or zeros with ``sinks``.
+
+    Raises:
+        DtypeError: An argument is not of a type named above.
+        ValueError: Shapes do not fit together, ``mask`` is another string, or ``window`` is not positive.
+
+    Source:
+        Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135; Milakov and Gimelshein, "Online normalizer
+        calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
+    """
+    return _ext.scaled_dot_product_attention(
+        q, k, v, scale=scale, mask=mask, sinks=sinks, window=window, force_fused=force_fused, stream=stream
+    )
+
+
+def quantized_scaled_dot_product_attention(
+    queries: mx.array,
+    q_keys: tuple[mx.array, mx.array, mx.array],
+    q_values: tuple[mx.array, mx.array, mx.array],
+    scale: float,
+    mask: None | str | mx.array = None,
+    group_size: int = 64,
+    bits: int = 8,
+    *,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Attention over a packed key-value cache, read once as it is packed.
+
+    Takes what ``mlx_lm.models.base.quantized_scaled_dot_product_attention`` takes, with sinks and a window besides.
+    Kernels cover 4 and 8 bits; of other bits it is composed of mx operations. Gradients are those of ``queries``, an
+    additive ``mask`` and ``sinks``.
+
+    Args:
+        queries (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
+        q_keys (tuple): ``(words, scales, biases)`` as ``mx.quantize`` gives them for keys of shape
+            ``[batch, key_heads, keys, width]``; ``heads`` is a multiple of ``key_heads``.
+        q_values (tuple): The same for values of shape ``[batch, key_heads, keys, value_width]``.
+        scale (float): Factor of the scores.
+        mask (str or array, optional): As in ``scaled_dot_product_attention``.
+        group_size (int): 32, 64 or 128.
+        bits (int): 1, 2, 3, 4, 5, 6 or 8.
+        sinks (array, optional): A score for each head that takes part in the softmax without a value.
+        window (int, optional): A query sees of the keys up to its own position the last ``window`` ones.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``queries``, scales and
+        biases.
+
+    Raises:
+        DtypeError: Words are not uint32, or another argument not of a type named above.
+        ValueError: Shapes, bits or group size do not fit together or do not exist, ``mask`` is another string, or
+            ``window`` is not positive.
+
+    Source:
+        As ``scaled_dot_product_attention``; affine quantization in groups as in Jacob et al., 2017,
+        https://arxiv.org/abs/1712.05877.
+    """
+    return _ext.quantized_scaled_dot_product_attention(
+        queries, q_keys, q_values, scale, mask, group_size, bits, sinks=sinks, window=window, stream=stream
+    )

@@ -1,0 +1,44 @@
+"""How many kernels of each op ran, and how many calls went on to mx."""
+
+from __future__ import annotations
+
+import re
+
+from . import _ext
+
+__all__ = ["Stats", "stats"]
+
+
+class Stats(dict):
+    """Counts by op: ``{"rms_norm": {"kernels": {"native avx512": 3}, "mx": {"float64": 1}}}``. Prints as a table."""
+
+    def __str__(self) -> str:
+        lines = [("op", "kernel, or why mx", "count")]
+        for op, counts in self.items():
+            lines += [(op, kernel, str(n)) for kernel, n in counts["kernels"].items()]
+            lines += [(op, f"mx: {reason}", str(n)) for reason, n in counts["mx"].items()]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        return "\n".join(f"{a:{widths[0]}}  {b:{widths[1]}}  {n:>{widths[2]}}" for a, b, n in lines)
+
+
+def stats(*, reset: bool = False) -> Stats:
+    """Counts since the process started or counting was reset.
+
+    A kernel counts each time that it runs, so once for every evaluation of a graph that ``mx.compile`` keeps; an op
+    that takes two kernels counts both. Going on to mx is decided where an op is called: a traced graph counts once.
+
+    Args:
+        reset (bool): Whether to count anew from here on.
+
+    Returns:
+        Stats: For each op a dictionary of ``kernels``, executor and kernel to how often it ran, and one of ``mx``, why
+            calls went to mx to how many.
+    """
+    result = Stats()
+    runs, left = _ext.stats(reset)
+    for primitive, executor, kernel, count in runs:
+        op = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", primitive.removeprefix("Mittens")).lower()
+        result.setdefault(op, {"kernels": {}, "mx": {}})["kernels"][f"{executor} {kernel}"] = count
+    for op, reason, _, count in left:
+        result.setdefault(op, {"kernels": {}, "mx": {}})["mx"][reason] = count
+    return result

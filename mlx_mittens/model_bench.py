@@ -1,0 +1,273 @@
+"""Benchmark of whole models: decode and prefill of an architecture with random weights, on our kernels and on mx's.
+
+What is timed: mlx-lm's own generation loop for decode, after a prompt that our kernels have processed for both; one
+call of the model for prefill. On a CPU mx may take a minute for a token: it then gets fewer tokens, which is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import machine, models
+from .patching import patched
+from .usage import UsageError
+
+FORMATS: dict[str, int | None] = {"4-bit": 4, "8-bit": 8, "half": None}
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one contender was."""
+
+    tokens_per_s: float
+    tokens: int  # that were timed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result: a model, in one format, decoding or reading a prompt."""
+
+    model: str
+    weights: str
+    dtype: str
+    device: str
+    phase: str
+    mittens: Speed
+    mx: Speed | None
+    problem: str | None = None  # why mx could not run it
+
+    @property
+    def ratio(self) -> float:
+        return self.mittens.tokens_per_s / self.mx.tokens_per_s if self.mx else math.nan
+
+
+def _state(caches: list) -> list:
+    return [cache.state for cache in caches]
+
+
+def _prefill(model: nn.Module, tokens: int) -> tuple[float, list]:
+    """Seconds of one call with so many tokens, and the cache it filled."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    prompt = mx.random.randint(0, model.args.vocab_size, (1, tokens))
+    mx.eval(prompt)
+    mx.synchronize()
+    start = time.perf_counter()
+    logits = model(prompt, cache=caches)[:, -1]
+    mx.eval(logits, _state(caches))
+    mx.synchronize()
+    return time.perf_counter() - start, caches
+
+
+def _one_token(model: nn.Module, caches: list) -> float:
+    """Seconds of one token."""
+    caches = copy.deepcopy(caches)
+    mx.synchronize()
+    start = time.perf_counter()
+    mx.eval(model(mx.array([[1]]), cache=caches), _state(caches))
+    mx.synchronize()
+    return time.perf_counter() - start
+
+
+def _decode(model: nn.Module, caches: list, tokens: int, seconds: float) -> Speed:
+    """mlx-lm's loop over so many tokens, or for so long; the median of a token's time."""
+    from mlx_lm.generate import generate_step
+
+    first = _one_token(model, caches)
+    if 3 * first > seconds:  # the loop runs one ahead: it would take three
+        return Speed(1 / first, 1)
+    times = []
+    start = before = time.perf_counter()
+    for _ in generate_step(mx.array([1]), model, max_tokens=tokens, prompt_cache=copy.deepcopy(caches)):
+        now = time.perf_counter()
+        times.append(now - before)
+        before = now
+        if now - start > seconds:
+            break
+    steady = times[1:] or times  # the first waits for two: the loop runs one ahead
+    return Speed(1 / statistics.median(steady), len(steady))
+
+
+def _prompt_speed(model: nn.Module, tokens: int, token_seconds: float, seconds: float) -> Speed:
+    """The best of up to three prompts; shorter ones where a whole one would take too long."""
+    count = max(1, min(tokens, int(seconds / token_seconds)))
+    times = [_prefill(model, count)[0]]
+    while sum(times) * (1 + 1 / len(times)) < seconds and len(times) < 3:
+        times.append(_prefill(model, count)[0])
+    return Speed(count / min(times), count)
+
+
+def measure(
+    name: str, weights: str, dtype: str, tokens: int, prompt: int, seconds: float, say: Callable[[str], None]
+) -> tuple[list[Row], dict[str, float]]:
+    """Times one model in one format; rows for decode and prefill, and the share of a token's time of each op."""
+    say(f"{name} {weights} {dtype}: weights")
+    model = models.build(name, DTYPES[dtype], FORMATS[weights])
+    say(f"{name} {weights} {dtype}: ours")
+    with patched():
+        _, caches = _prefill(model, prompt)  # kernels are compiled on first use
+        ours_prompt = _prompt_speed(model, prompt, 0.0001, seconds)
+        _decode(model, caches, 4, seconds)
+        ours_decode = _decode(model, caches, tokens, seconds)
+        share = shares(model, caches)
+    say(f"{name} {weights} {dtype}: mx")
+    theirs_prompt = theirs_decode = problem = None
+    try:
+        theirs_decode = _decode(model, caches, tokens, seconds)
+        theirs_prompt = _prompt_speed(model, prompt, 1 / theirs_decode.tokens_per_s, seconds)
+    except RuntimeError as error:  # on a CPU mx has no half types for some products
+        problem = str(error)
+    common = {"model": name, "weights": weights, "dtype": dtype, "device": machine.device(), "problem": problem}
+    return [
+        Row(phase="decode", mittens=ours_decode, mx=theirs_decode, **common),
+        Row(phase=f"prefill {prompt}", mittens=ours_prompt, mx=theirs_prompt, **common),
+    ], share
+
+
+_TIMED = (
+    ("rms_norm", mx.fast, "rms_norm"),
+    ("rope", mx.fast, "rope"),
+    ("attention", mx.fast, "scaled_dot_product_attention"),
+    ("quantized_matmul", mx, "quantized_matmul"),
+    ("gather_qmm", mx, "gather_qmm"),
+    ("linear", nn.Linear, "__call__"),
+    ("linear", nn.Embedding, "as_linear"),
+)
+
+
+@contextlib.contextmanager
+def _clocks(seconds: dict[str, float]) -> Iterator[None]:
+    """Adds up the time of each op, waiting for its inputs before and for its result after."""
+    saved = [(owner, name, getattr(owner, name)) for _, owner, name in _TIMED]
+
+    def clocked(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            mx.eval([a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)])
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            mx.eval(result)
+            seconds[label] = seconds.get(label, 0.0) + time.perf_counter() - start
+            return result
+
+        return run
+
+    for (label, owner, name), (_, _, function) in zip(_TIMED, saved, strict=True):
+        setattr(owner, name, clocked(label, function))
+    try:
+        yield
+    finally:
+        for owner, name, function in saved:
+            setattr(owner, name, function)
+
+
+def shares(model: nn.Module, caches: list) -> dict[str, float]:
+    """The share of each op in the time of one token, where each is waited for; the rest is ``other``."""
+    caches = copy.deepcopy(caches)
+    token = mx.array([[1]])
+    mx.eval(model(token, cache=caches))
+    seconds: dict[str, float] = {}
+    start = time.perf_counter()
+    with _clocks(seconds):
+        mx.eval(model(token, cache=caches), _state(caches))
+    total = time.perf_counter() - start
+    seconds["other"] = total - sum(seconds.values())
+    return {label: value / total for label, value in sorted(seconds.items(), key=lambda item: -item[1])}
+
+
+_COLUMNS = ("model", "weights", "dtype", "phase", "mittens tokens/s", "mx tokens/s", "ratio")
+
+
+def _cells(row: Row) -> list[str]:
+    """A row as text; where mx was given fewer tokens it says how many."""
+    if row.mx is None:
+        theirs, ratio = "cannot", ""
+    else:
+        fewer = f" ({row.mx.tokens} timed)" if row.mx.tokens < row.mittens.tokens else ""
+        theirs, ratio = f"{row.mx.tokens_per_s:.3g}{fewer}", f"{row.ratio:.2f}x"
+    return [row.model, row.weights, row.dtype, row.phase, f"{row.mittens.tokens_per_s:.4g}", theirs, ratio]
+
+
+def _print_table(rows: list[Row]) -> None:
+    lines = [list(_COLUMNS), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        text = [cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+        print("  ".join(text).rstrip())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the bench command needs for models."""
+    group = parser.add_argument_group("whole models")
+    group.add_argument("--model", metavar="A,B", help=f"time these instead of ops: {', '.join(models.ARCHITECTURES)}")
+    group.add_argument("--weights", metavar="A,B", default=",".join(FORMATS), help="formats (%(default)s)")
+    group.add_argument("--dtype", metavar="A,B", default="bfloat16", help="of what is not quantized (%(default)s)")
+    group.add_argument("--prompt", type=int, default=128, help="tokens of the prompt (%(default)s)")
+    group.add_argument("--tokens", type=int, default=64, help="tokens to decode at most (%(default)s)")
+    group.add_argument("--seconds", type=float, default=30, help="for one figure, about (%(default)s)")
+
+
+def _chosen(option: str, text: str, known: dict[str, Any]) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise UsageError(f"{option}: {', '.join(unknown) or 'nothing'} given; there are {', '.join(known)}")
+    return names
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Times the models that were asked for.
+
+    Raises:
+        UsageError: The arguments cannot be served.
+    """
+    names = _chosen("--model", arguments.model, models.ARCHITECTURES)
+    formats = _chosen("--weights", arguments.weights, FORMATS)
+    dtypes = _chosen("--dtype", arguments.dtype, DTYPES)
+    if min(arguments.prompt, arguments.tokens) < 2 or arguments.seconds <= 0:
+        raise UsageError("--prompt and --tokens take 2 or more, --seconds more than 0")
+    if importlib.util.find_spec("mlx_lm") is None:
+        raise UsageError('--model needs mlx-lm: pip install "mlx-mittens[lm]"')
+    info = machine.describe()
+    info["versions"]["mlx_lm"] = importlib.metadata.version("mlx-lm")
+    rows: list[Row] = []
+    share: dict[str, dict[str, float]] = {}
+    for name, weights, dtype in itertools.product(names, formats, dtypes):
+        say = lambda text: print(text, file=sys.stderr, flush=True)
+        new, share[f"{name} {weights} {dtype}"] = measure(
+            name, weights, dtype, arguments.tokens, arguments.prompt, arguments.seconds, say
+        )
+        rows += new
+        mx.clear_cache()
+    _print_table(rows)
+    for problem in dict.fromkeys(f"{row.model} {row.weights}: mx cannot: {row.problem}" for row in rows if row.problem):
+        print(problem)
+    print("\nshare of a token's time, each op waited for:")
+    for what, parts in share.items():
+        print(f"  {what}: " + ", ".join(f"{label} {part:.0%}" for label, part in parts.items()))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"machine": info, "rows": [_as_json(row) for row in rows], "shares": share}, file, indent=1)
+            file.write("\n")
+    return 0
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "ratio": None if row.mx is None else row.ratio}

@@ -1,0 +1,204 @@
+"""Architectures as their published configurations give them, built with mlx-lm's classes and random weights."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+__all__ = ["ARCHITECTURES", "build"]
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 8.0},
+        "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 1152,
+        "num_hidden_layers": 26,
+        "intermediate_size": 6912,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 201088,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "sliding_window": 128,
+    },
+}
+
+# Drawing billions of numbers on a CPU would take longer than what is measured. A prime, so that no two rows are alike.
+_DRAWN = 1_000_003
+
+
+def _filled(values: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """An array of this shape that repeats the values, in memory of its own."""
+    size = 1
+    for n in shape:
+        size *= n
+    if size <= values.size:
+        return mx.contiguous(values[:size].reshape(shape))
+    whole = mx.broadcast_to(values[None], (size // values.size, values.size)).reshape(-1)
+    return mx.concatenate([whole, values[: size % values.size]]).reshape(shape)
+
+
+def _weights(model: nn.Module, dtype: mx.Dtype) -> list[tuple[str, mx.array]]:
+    """Random weights of the size that keeps activations near 1, for what the model has."""
+    normal = mx.random.normal((_DRAWN,))
+    words = mx.random.randint(0, 2**32 - 1, (_DRAWN,), mx.uint32)
+    mx.eval(normal, words)
+    modules = dict(model.named_modules())
+    weights = []
+    for name, a in tree_flatten(model.parameters()):
+        parent, _, leaf = name.rpartition(".")
+        module = modules.get(parent)
+        if leaf in ("scales", "biases"):
+            largest = 2**module.bits - 1
+            columns = a.shape[-1] * module.group_size
+            scale = (12.0 / columns) ** 0.5 / largest  # integers spread evenly deviate by largest / sqrt(12)
+            value = (1 + 0.1 * normal) * scale if leaf == "scales" else (1 + 0.1 * normal) * scale * -largest / 2
+            weights.append((name, _filled(value.astype(dtype), a.shape)))
+        elif a.dtype == mx.uint32:
+            weights.append((name, _filled(words, a.shape)))
+        elif a.ndim >= 2:
+            weights.append((name, _filled((normal * a.shape[-1] ** -0.5).astype(dtype), a.shape)))
+        elif leaf == "weight":  # of a norm
+            weights.append((name, _filled((1 + 0.1 * normal).astype(dtype), a.shape)))
+        else:
+            weights.append((name, _filled((0.1 * normal).astype(dtype), a.shape)))
+        mx.eval(weights[-1][1])
+    return weights
+
+
+def build(name: str, dtype: mx.Dtype, bits: int | None = None, group_size: int = 64, **changes: Any) -> nn.Module:
+    """A model of mlx-lm's own class with random weights, none of them downloaded.
+
+    Args:
+        name (str): One of ``ARCHITECTURES``.
+        dtype (Dtype): Of what is not quantized.
+        bits (int, optional): 4 or 8 to quantize linear layers and embeddings; with ``None`` nothing is quantized.
+        group_size (int): Of the quantization.
+        changes: What differs from the published configuration, for a smaller model.
+
+    Returns:
+        mlx.nn.Module: The model, its weights in memory.
+    """
+    config = {**ARCHITECTURES[name], **changes}
+    family = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = family.Model(family.ModelArgs.from_dict(config))  # lazily: the weights it draws are never computed
+    if bits is not None:
+
+        def choice(path: str, module: nn.Module) -> bool | dict:
+            if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
+                return False
+            asked = getattr(model, "quant_predicate", None)
+            return asked(path, module) if asked else True
+
+        nn.quantize(model, group_size, bits, class_predicate=choice)
+    model.update(tree_unflatten(_weights(model, dtype)))
+    model.eval()
+    return model

@@ -1,0 +1,120 @@
+"""Drop-in modules: those of ``mlx.nn``, on our ops, for a model of one's own or in the place of a model's.
+
+Each is a subclass of its twin, so whatever is done with that (quantizing, freezing, loading weights, LoRA) works here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .matrices import gemv, quantized_matmul
+from .ops import layer_norm, rms_norm
+
+__all__ = ["Embedding", "LayerNorm", "Linear", "QuantizedEmbedding", "QuantizedLinear", "RMSNorm", "convert"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``mlx.nn.RMSNorm`` on ``mlx_mittens.rms_norm``."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return rms_norm(x, self["weight"], self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """``mlx.nn.LayerNorm`` on ``mlx_mittens.layer_norm``."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return layer_norm(x, self.get("weight"), self.get("bias"), self.eps)
+
+
+class Linear(nn.Linear):
+    """``mlx.nn.Linear`` on ``mlx_mittens.gemv``."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return gemv(self["weight"], x, self.get("bias"))
+
+    def to_quantized(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return convert(super().to_quantized(*args, **kwargs), fuse=False)
+
+
+class QuantizedLinear(nn.QuantizedLinear):
+    """``mlx.nn.QuantizedLinear`` on ``mlx_mittens.quantized_matmul``, the bias within the kernel."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return quantized_matmul(
+            x,
+            self["weight"],
+            self["scales"],
+            self.get("biases"),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            bias=self.get("bias"),
+        )
+
+
+class Embedding(nn.Embedding):
+    """``mlx.nn.Embedding``, whose ``as_linear`` is ``mlx_mittens.gemv``."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return gemv(self["weight"], x)
+
+    def to_quantized(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return convert(super().to_quantized(*args, **kwargs), fuse=False)
+
+
+class QuantizedEmbedding(nn.QuantizedEmbedding):
+    """``mlx.nn.QuantizedEmbedding``, whose ``as_linear`` is ``mlx_mittens.quantized_matmul``."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return quantized_matmul(
+            x,
+            self["weight"],
+            self["scales"],
+            self.get("biases"),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+
+_TWINS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.RMSNorm: RMSNorm,
+    nn.LayerNorm: LayerNorm,
+    nn.Linear: Linear,
+    nn.QuantizedLinear: QuantizedLinear,
+    nn.Embedding: Embedding,
+    nn.QuantizedEmbedding: QuantizedEmbedding,
+}
+
+
+def convert(model: M, *, fuse: bool = True) -> M:
+    """Makes the modules of a model ours, in place, for those who want no patch of mx's functions.
+
+    Weights stay the arrays that they are, and so do what is frozen and what is shared. Of the classes that a model of
+    mlx-lm brings, attention goes to ours, and where a block is built as Llama's is, residual and norm become one op,
+    and the gate, the activation and the product of a quantized feed-forward half another; a block is tried with
+    random numbers before it is replaced. All else is left alone.
+
+    Args:
+        model (mlx.nn.Module): The model, or a single module.
+        fuse (bool): Whether blocks are fused.
+
+    Returns:
+        mlx.nn.Module: The same model.
+    """
+    for _, module in model.named_modules():
+        twin = _TWINS.get(type(module))
+        if twin is not None:
+            # The class alone changes: a module that several others hold stays one.
+            module.__class__ = twin
+    if fuse:
+        from .fusion import fuse_blocks  # which needs the modules above
+
+        fuse_blocks(model)
+    return model

@@ -1,0 +1,207 @@
+"""Our ops in the place of mx's own: one line, and a model that knows nothing of this package runs on them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from . import _ext
+from .seams import SEAMS, Seam
+
+__all__ = ["patch", "patched", "unpatch"]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    switches: frozenset[str]
+    strict: bool
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+class _Patch:
+    """One seam that is taken over. Once removed it only calls the original: someone may still hold the stand-in."""
+
+    def __init__(self, seam: Seam):
+        self._seam = seam
+        self._owner, self._name = seam.owner()
+        self._original = getattr(self._owner, self._name)
+        self._attempt: Callable[..., Any] = _nothing
+        self._strict = False
+        self._stand_in = self._make_stand_in()
+
+    def install(self, strict: bool) -> None:
+        self._strict = strict
+        self._attempt = self._seam.attempt
+        setattr(self._owner, self._name, self._stand_in)
+
+    def remove(self) -> None:
+        self._strict = False
+        self._attempt = _nothing
+        if getattr(self._owner, self._name) is self._stand_in:  # else another's patch lies on ours: it stays
+            setattr(self._owner, self._name, self._original)
+
+    def configure(self, strict: bool) -> None:
+        self._strict = strict
+
+    def _make_stand_in(self) -> Callable[..., Any]:
+        patch, original, op = self, self._original, self._seam.op
+
+        @functools.wraps(original)
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = patch._attempt(*args, **kwargs)
+            except TypeError:  # something else than arrays: mx takes it, or says what is wrong
+                _ext.note_left_to_mx(op, "arguments of other types")
+                result = None
+            if result is not None:
+                return result
+            result = original(*args, **kwargs)
+            if patch._strict:
+                raise RuntimeError(f"[{op}] strict patch: no kernel of mlx_mittens covers {_ext.last_reason()}")
+            return result
+
+        return stand_in
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Patches the seams of a package when it is imported: importing mlx-lm for its seam's sake would take seconds."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if all(seam.module != name for seam in SEAMS):
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)):
+                spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any):
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        with _lock:
+            _apply()
+
+
+_lock = threading.RLock()
+_base: _Settings | None = None  # of patch()
+_blocks: list[tuple[object, _Settings]] = []  # of the patched() blocks that are open, each with a token of its own
+_installed: dict[str, _Patch] = {}  # by the seam's name
+_on_import = _OnImport()
+
+
+def _settings(strict: bool, switches: dict[str, bool]) -> _Settings:
+    known = list(dict.fromkeys(seam.switch for seam in SEAMS))
+    for name in switches:
+        if name not in known:
+            raise TypeError(f"[patch] no switch named {name!r}: expected {', '.join(known)} or strict")
+    return _Settings(frozenset(name for name in known if switches.get(name, True)), bool(strict))
+
+
+def _apply() -> None:
+    """Brings what is installed to what the settings ask for; where a seam has moved, nothing changes."""
+    settings = _blocks[-1][1] if _blocks else _base
+    wanted = [seam for seam in SEAMS if settings and seam.switch in settings.switches]
+    ready = {seam.name: seam for seam in wanted if seam.is_loaded()}
+    new = [_Patch(seam) for name, seam in ready.items() if name not in _installed]
+    for name in [name for name in _installed if name not in ready]:
+        _installed.pop(name).remove()
+    for patch in _installed.values():
+        patch.configure(settings.strict)
+    for patch, name in zip(new, [name for name in ready if name not in _installed], strict=True):
+        patch.install(settings.strict)
+        _installed[name] = patch
+    _ext.set_strict_patch(bool(settings and settings.strict))
+    waiting = len(ready) < len(wanted)
+    if waiting and _on_import not in sys.meta_path:
+        sys.meta_path.insert(0, _on_import)
+    elif not waiting and _on_import in sys.meta_path:
+        sys.meta_path.remove(_on_import)
+
+
+def patch(*, strict: bool = False, **switches: bool) -> None:
+    """Puts the ops in the place of mx's own, for the whole process and until ``unpatch()``.
+
+    What no kernel covers goes on to the original function, with its arguments as they came; ``stats()`` counts both.
+    Results are lazy, as before, and gradients, ``mx.compile`` and ``mx.vmap`` work through them. A second call only
+    changes the settings. Functions that someone imported by name before (``from mlx.core import softmax``) are out of
+    reach, and so are graphs that ``mx.compile`` has traced before.
+
+    Args:
+        strict (bool): Whether a call that no kernel covers is an error instead.
+        switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
+            ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
+            ``linear`` for ``mlx.nn.Linear`` and ``mlx.nn.Embedding.as_linear``, and
+            ``quantized_scaled_dot_product_attention`` of mlx-lm, as soon as that is imported.
+
+    Raises:
+        TypeError: There is no such switch.
+        mlx_mittens.SeamError: A function to replace is not where it was; nothing is replaced then.
+    """
+    global _base
+    settings = _settings(strict, switches)
+    with _lock:
+        before, _base = _base, settings
+        try:
+            _apply()
+        except BaseException:
+            _base = before
+            raise
+
+
+def unpatch() -> None:
+    """Undoes ``patch()``: mx's functions are what they were. Blocks of ``patched()`` that are open stay so."""
+    global _base
+    with _lock:
+        _base = None
+        _apply()
+
+
+@contextlib.contextmanager
+def patched(*, strict: bool = False, **switches: bool) -> Iterator[None]:
+    """``patch()`` for the length of a block.
+
+    The functions are the process's, so other threads see them replaced too. Blocks may nest and overlap in several
+    threads: the one entered last counts, and all is as before once the last is left.
+
+    Args:
+        strict (bool): As in ``patch()``.
+        switches (bool): As in ``patch()``.
+
+    Raises:
+        TypeError: There is no such switch.
+        mlx_mittens.SeamError: A function to replace is not where it was; nothing is replaced then.
+    """
+    block = (object(), _settings(strict, switches))
+    with _lock:
+        _blocks.append(block)
+        try:
+            _apply()
+        except BaseException:
+            _blocks.remove(block)
+            raise
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks.remove(block)
+            _apply()
