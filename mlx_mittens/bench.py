@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -23,7 +24,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import cases, machine, peer, strict
+from . import cases, machine, model_bench, peer, strict
+from .usage import UsageError
 
 # Memory that the inputs of a case rotate through, and how many copies of a small case's inputs at most.
 _GPU_BYTES = 256 << 20
@@ -84,10 +86,6 @@ FULL = Budget(seconds=0.7, fewest=5, most=101)
 QUICK = Budget(seconds=0.35, fewest=3, most=51)
 
 
-class UsageError(Exception):
-    """Arguments that cannot be served, with a message for people."""
-
-
 def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[cases.Op, cases.Case, str]]:
     """What a run measures, in order."""
     return [
@@ -95,8 +93,8 @@ def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[cases.Op,
         for op in cases.OPS
         if op.name in names
         for case in op.cases
-        if (case.quick or not quick) and (device == "gpu" or not case.gpu_only)
-        for dtype in cases.DTYPES
+        if (case.quick or not quick) and not (case.cpu_only if device == "gpu" else case.gpu_only)
+        for dtype in op.dtypes(case)
     ]
 
 
@@ -123,7 +121,13 @@ def _rotation(arrays: Sequence[mx.array | None], device: str) -> list[list[mx.ar
     return sets
 
 
-def _sampler(build: Callable[[list], list[mx.array]], sets: list, first: int, device: str) -> Callable[[int], float]:
+def _sampler(
+    build: Callable[[list], list[mx.array]],
+    chained: Callable[[list, mx.array], list] | None,
+    sets: list,
+    first: int,
+    device: str,
+) -> Callable[[int], float]:
     """Returns a function that times ``count`` calls and gives the seconds of one, going on where it last stopped.
 
     Small cases on a GPU run as a chain, each call on the result of the one before, as the layers of a model do: MLX runs
@@ -146,7 +150,7 @@ def _sampler(build: Callable[[list], list[mx.array]], sets: list, first: int, de
     def gpu_chain(count: int) -> float:
         state = None
         for group in inputs(count):
-            state = build(group if state is None else [state, *group[1:]])[0]
+            state = build(group if state is None else chained(group, state))[0]
         mx.synchronize()
         start = time.perf_counter()
         mx.eval(state)
@@ -167,7 +171,8 @@ def _sampler(build: Callable[[list], list[mx.array]], sets: list, first: int, de
 
     if device == "cpu":
         return cpu
-    return gpu_chain if sum(a.nbytes for a in sets[0] if a is not None) <= _GPU_CHAINED_BYTES else gpu
+    small = sum(a.nbytes for a in sets[0] if a is not None) <= _GPU_CHAINED_BYTES
+    return gpu_chain if small and chained else gpu
 
 
 def _turns(samplers: dict[str, Callable[[int], float]], device: str, budget: Budget) -> dict[str, list[float]]:
@@ -212,15 +217,16 @@ def measure(
 
     sets = _rotation([*arrays, *cotangents], device)
     contenders = {"mittens": op.ours, "mx": op.twin}
-    if with_peer and op.name in peer.PEERS and not case.vjp:
-        contenders["peer"] = peer.PEERS[op.name]
+    if with_peer and (twin := peer.of(op, case)):
+        contenders["peer"] = twin
     samplers = {}
     for i, (name, function) in enumerate(contenders.items()):
         # Each starts in a part of the rotation of its own: none finds in the cache what another has just read.
         build = lambda group, function=function: cases.run(
             op, function, case, group[: len(arrays)], group[len(arrays) :]
         )
-        samplers[name] = _sampler(build, sets, i * len(sets) // len(contenders), device)
+        chained = functools.partial(op.chained, case) if op.chains(case) else None
+        samplers[name] = _sampler(build, chained, sets, i * len(sets) // len(contenders), device)
     times = _turns(samplers, device, budget)
 
     median = {name: statistics.median(values) for name, values in times.items()}
@@ -361,6 +367,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", choices=("metal",), help="beside ours, MLX's own Metal kernels, compiled the same way")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw speedup and bandwidth to FILE.png or FILE.svg")
+    model_bench.add_arguments(parser)
 
 
 def _names(text: str | None) -> list[str]:
@@ -446,6 +453,9 @@ def run(arguments: argparse.Namespace) -> int:
     writable("--plot", arguments.plot)
     writable("--json", arguments.json)
     select_device(arguments.device)
+    if arguments.model:
+        with _kept_memory(machine.device()):
+            return model_bench.run(arguments)
     device = machine.device()
     _check_peer(arguments.peer, machine.executor())
     todo = plan(names, device, arguments.quick)
@@ -458,11 +468,17 @@ def run(arguments: argparse.Namespace) -> int:
     info["seed"] = seed
     outcomes = []
     with report.progress(len(todo)) as step, strict(), _kept_memory(device):
-        for op, case, dtype in todo:
-            budget = QUICK if arguments.quick else FULL
-            outcomes.append(measure(op, case, dtype, device, budget, rng, arguments.peer is not None))
-            step(f"{op.name} {case.name} {dtype}")
-            mx.clear_cache()
+        try:
+            for op, case, dtype in todo:
+                budget = QUICK if arguments.quick else FULL
+                outcomes.append(measure(op, case, dtype, device, budget, rng, arguments.peer is not None))
+                step(f"{op.name} {case.name} {dtype}")
+                mx.clear_cache()
+        except KeyboardInterrupt:
+            if not outcomes:
+                raise
+    if len(outcomes) < len(todo):
+        report.say(f"Interrupted: {len(outcomes)} of {len(todo)} measured.")
     info["copy_gb_s"] = max(info["copy_gb_s"], machine.copy_gb_s())  # the machine may have been busy at first
 
     report.table(outcomes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,17 +20,18 @@ from . import ops, reference
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
-# The distance from 1 to the next number of a type: one unit in the last place, relative.
-EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
+# The distance from 1 to the next number of a type: one unit in the last place, relative. Bytes are right or wrong.
+EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7, mx.uint8: 0.0}
 
 # Below these the steps between a type's numbers shrink no more.
-_SMALLEST_NORMAL = {mx.float32: 2.0**-126, mx.float16: 2.0**-14, mx.bfloat16: 2.0**-126}
+_SMALLEST_NORMAL = {mx.float32: 2.0**-126, mx.float16: 2.0**-14, mx.bfloat16: 2.0**-126, mx.uint8: 1.0}
 
 # From here on a value rounds to infinity.
 _OVERFLOW = {
     mx.float32: 2.0**128 - 2.0**103,
     mx.float16: 2.0**16 - 2.0**4,
     mx.bfloat16: 2.0**128 - 2.0**119,
+    mx.uint8: math.inf,
 }
 
 
@@ -45,6 +46,7 @@ class Case:
         vjp: Run the gradients rather than the op.
         quick: Part of the benchmark's short form.
         gpu_only: Too large to be worth its time on a CPU.
+        cpu_only: Of more rows than the op takes on a GPU.
     """
 
     label: str
@@ -53,12 +55,21 @@ class Case:
     vjp: bool = False
     quick: bool = False
     gpu_only: bool = False
+    cpu_only: bool = False
 
     @property
     def name(self) -> str:
         words = [self.label, "x".join(map(str, self.shape)) or "scalar"]
         words += [f"{key}={value}" for key, value in self.options.items() if key != "precise"]
         return " ".join(words + ["vjp"] * self.vjp)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A result in float64, and how large the terms are that it sums up, where these cancel."""
+
+    value: np.ndarray
+    magnitude: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,7 @@ class Op:
         summary: What it computes, for the README.
         options: Keyword arguments of every call.
         inputs: How the row-wise inputs spread.
+        units: Units in the last place of float32 that rounding alone explains.
         tests: Shapes that tests and doctor run.
         cases: Shapes that the benchmark times.
     """
@@ -110,6 +122,7 @@ class Op:
     tests: tuple[Case, ...]
     cases: tuple[Case, ...]
     inputs: Spread = Spread()
+    units: int = 4
 
     def checks(self) -> Iterator[Case]:
         """The shapes to test, each for the op and for its gradients."""
@@ -117,6 +130,18 @@ class Op:
             if not case.vjp:
                 yield case
             yield replace(case, vjp=True)
+
+    def dtypes(self, case: Case) -> Iterable[str]:
+        """The element types that a case is run in, by name."""
+        return DTYPES
+
+    def chains(self, case: Case) -> bool:
+        """Whether a result of a case can be an input of the next call."""
+        return True
+
+    def chained(self, case: Case, arrays: Sequence[mx.array], result: mx.array) -> list[mx.array]:
+        """Inputs of a call that needs the result of another."""
+        return [result, *arrays[1:]]
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         """Shape of each array argument in a case."""
@@ -188,7 +213,8 @@ def _add_then_rms_norm(x, residual, weight, eps, *, stream=None):
     return mx.fast.rms_norm(total, weight, eps, stream=stream), total
 
 
-OPS: tuple[Op, ...] = (
+# Those that work along rows.
+ROW_OPS: tuple[Op, ...] = (
     Op(
         name="rms_norm",
         parameters=(("x", "rows"), ("weight", "weight")),
@@ -280,6 +306,12 @@ OPS: tuple[Op, ...] = (
 )
 
 
+from .attention_cases import ATTENTION_OPS  # noqa: E402  (it needs what stands above)
+from .matrix_cases import MATRIX_OPS  # noqa: E402
+
+OPS: tuple[Op, ...] = ROW_OPS + MATRIX_OPS + ATTENTION_OPS
+
+
 def get(name: str) -> Op:
     """Returns the row of an op.
 
@@ -334,16 +366,10 @@ def widen(a: mx.array | None) -> np.ndarray | None:
     return None if a is None else np.array(a.astype(mx.float32)).astype(np.float64)
 
 
-@dataclass(frozen=True)
-class Exact:
-    """A result in float64, and how large the terms are that it sums up, where these cancel."""
-
-    value: np.ndarray
-    magnitude: np.ndarray | None = None
-
-
 def expected(op: Op, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
     """What a case gives in float64: outputs, or the gradients of the arguments that are there."""
+    if hasattr(op, "exact"):
+        return op.exact(case, arrays)
     narrow = [
         None if a is None else np.array(a.astype(mx.float32)) for a in (*arrays, *(cotangents if case.vjp else ()))
     ]
@@ -435,13 +461,14 @@ def _overflow(a: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     return np.where(np.abs(a) >= _OVERFLOW[dtype], np.copysign(np.inf, a), a)
 
 
-def tolerance(dtype: mx.Dtype, twin_error: float, vjp: bool = False) -> float:
+def tolerance(dtype: mx.Dtype, twin_error: float, vjp: bool = False, float32_units: int = 4) -> float:
     """The error we allow ourselves: twice what the twin makes, or what rounding alone explains.
 
     That is one unit in the last place of a 16-bit type, two for gradients, which start from rounded values. In float32
-    every step rounds to the result's own type, so the twin is at times right by luck: four units, 16 for gradients.
+    every step rounds to the result's own type, so the twin is at times right by luck: four units, 16 for gradients, or what
+    the op's row in the table says.
     """
-    units = 4 if dtype == mx.float32 else 1
+    units = float32_units if dtype == mx.float32 else 1
     if vjp:
         units *= 4 if dtype == mx.float32 else 2
     return max(units * EPSILON[dtype], 2 * twin_error if math.isfinite(twin_error) else 0)
@@ -490,7 +517,7 @@ def compare(
         if a.dtype != b.dtype:
             errors[-1] = math.inf
             details.append(f"{name} is {a.dtype}, mx gives {b.dtype}")
-        elif not errors[-1] <= tolerance(a.dtype, twin_errors[-1], case.vjp):
+        elif not errors[-1] <= tolerance(a.dtype, twin_errors[-1], case.vjp, op.units):
             details.append(f"{name}: error {errors[-1]:.2e}, mx {twin_errors[-1]:.2e}; {_worst(a, c.value)}")
     return Check(max(errors), max(twin_errors), not details, "; ".join(details))
 
@@ -517,6 +544,7 @@ def markdown() -> str:
     """The README's table of ops."""
     lines = ["| op | its mx twin | what it does |", "|---|---|---|"]
     for op in OPS:
-        signature = ", ".join([name for name, _ in op.parameters] + [key for key in op.options if key != "precise"])
+        names = [name for name, _ in op.parameters] + [key for key in op.options if key != "precise"]
+        signature = ", ".join(dict.fromkeys(names))
         lines.append(f"| `mm.{op.name}({signature})` | `{op.twin_text}` | {op.summary} |")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from . import frontend
+from . import cases, frontend
 from .launch import Output, float32, int32, int64, launch
 
 _KERNELS = "mlx/backend/metal/kernels"
@@ -71,8 +71,12 @@ def softmax(a: mx.array, axis: int = -1, precise: bool = True, *, stream: Stream
     return launch(*kernel, arguments, [a.size // columns], [threads], stream=stream)[0]
 
 
-def gemv(x: mx.array, w: mx.array, *, transpose: bool = True, stream: Stream = None) -> mx.array:
-    """``x @ w.T`` (or ``x @ w``) for a vector x [K] and a row contiguous matrix w [N, K] (or [K, N])."""
+def gemv(
+    w: mx.array, x: mx.array, bias: mx.array | None = None, *, transpose: bool = True, stream: Stream = None
+) -> mx.array:
+    """``x @ w.T`` (or ``x @ w``) for one row x [.., K] and a row contiguous matrix w [N, K] (or [K, N])."""
+    if bias is not None or x.size != x.shape[-1]:
+        raise ValueError(f"[peer.gemv] x has shape {x.shape}: expected one row, and no bias")
     rows, columns = w.shape
     outputs, inputs = (rows, columns) if transpose else (columns, rows)
     tm = tn = 4
@@ -92,7 +96,7 @@ def gemv(x: mx.array, w: mx.array, *, transpose: bool = True, stream: Stream = N
     function = "gemv" if transpose else "gemv_t"
     kernel = instance("gemv", function, _TYPES[x.dtype], bm, bn, sm, sn, tm, tn, False, False)
     arguments = {
-        **{0: w, 1: x, 3: Output([outputs], x.dtype)},
+        **{0: w, 1: x, 3: Output([*x.shape[:-1], outputs], x.dtype)},
         **{4: int32(inputs), 5: int32(outputs), 6: int32(columns)},
         **{9: int32(1), 10: int32(1), 11: int64(0), 12: int64(0)},
     }
@@ -213,3 +217,19 @@ PEERS: dict[str, Callable[..., mx.array]] = {
     "quantized_matmul": quantized_matmul,
     "scaled_dot_product_attention": scaled_dot_product_attention,
 }
+
+
+def of(op: cases.Op, case: cases.Case) -> Callable[..., mx.array] | None:
+    """The peer of an op in a case; none where MLX has no kernel for just that."""
+    if case.vjp or (op.name == "gemv" and case.shape[0] > 1):
+        return None
+    if op.name == "scaled_dot_product_attention":
+        options = op.arguments(case)
+        plain = options["mask"] in (None, "causal") and not options["sinks"] and options["window"] is None
+        return _attention_of_case if plain else None
+    return PEERS.get(op.name)
+
+
+def _attention_of_case(q, k, v, mask_array, sinks_array, *, mask, sinks, window, stream: Stream = None) -> mx.array:
+    """Takes what the table's cases hold."""
+    return scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask, stream=stream)

@@ -78,7 +78,11 @@ def softmax_vjp(a, dy, axis: Axis = None, magnitude: bool = False):
     dy = _widen(dy)
     y = softmax(a, axis)
     axis = tuple(axis) if isinstance(axis, Sequence) else axis
-    return (y * _sum(dy, -(y * dy).sum(axis=axis, keepdims=True), magnitude=magnitude),)
+    weighted = y * dy
+    terms = [dy, -weighted.sum(axis=axis, keepdims=True)]
+    if magnitude:  # y comes rounded, and so does every term of the sum, which may cancel
+        terms.append(np.sqrt((weighted * weighted).sum(axis=axis, keepdims=True)))
+    return (y * _sum(*terms, magnitude=magnitude),)
 
 
 def add_rms_norm(x, residual, weight, eps: float) -> tuple[np.ndarray, np.ndarray]:

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     fewest = op.bytes_moved(case, dtype)
     if moved:
         print(f"\n{moved:,} bytes of device memory moved; {moved / fewest:.2f} times the fewest, {fewest:,}")
-    if arguments.peer and op.name in peer.PEERS and not case.vjp:
+    if arguments.peer and peer.of(op, case):
         for launch in _peer_launches(op, case, dtype, arguments.seed, not arguments.no_watch):
             print(f"\n{launch['file']}: {launch['kernel']}")
             for name, value in _lines(launch):
@@ -89,7 +89,7 @@ def _peer_launches(op: cases.Op, case: cases.Case, dtype: mx.Dtype, seed: int, w
     with mx.stream(mx.cpu), simulator.enabled(seed=seed, watch=watch):
         _ext.simulator_record(True)
         try:
-            mx.eval(peer.PEERS[op.name](*arrays, **op.arguments(case)))
+            mx.eval(peer.of(op, case)(*arrays, **op.arguments(case)))
         finally:
             launches = _ext.simulator_record(False)
     return launches
