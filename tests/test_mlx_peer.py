@@ -62,13 +62,13 @@ def test_softmax_has_mlxs_geometry(draw, device, columns, threads):
 @pytest.mark.parametrize("shape", [(64, 256), (100, 1000), (64, 48), (4100, 70), (2052, 96)], ids=str)
 def test_gemv(draw, dtype, shape):
     w, x = draw(*shape, dtype=dtype), draw(shape[1], dtype=dtype)
-    assert_near(peer.gemv(x, w), (w.astype(mx.float32) @ x.astype(mx.float32)).astype(dtype))
+    assert_near(peer.gemv(w, x), (w.astype(mx.float32) @ x.astype(mx.float32)).astype(dtype))
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (48, 128), (40, 64), (1000, 1024)], ids=str)
 def test_gemv_of_the_transpose(draw, dtype, shape):
     w, x = draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype)
-    assert_near(peer.gemv(x, w, transpose=False), (x.astype(mx.float32) @ w.astype(mx.float32)).astype(dtype))
+    assert_near(peer.gemv(w, x, transpose=False), (x.astype(mx.float32) @ w.astype(mx.float32)).astype(dtype))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -128,7 +128,7 @@ FINDINGS = {
 
 
 def _gemv(x, w, transpose):
-    return peer.gemv(x, w, transpose=transpose), x @ (w.T if transpose else w)
+    return peer.gemv(w, x, transpose=transpose), x @ (w.T if transpose else w)
 
 
 def _qmv(x, weights):

@@ -29,6 +29,7 @@ def simulate(op, dtype, seed, rng):
                 yield case, cases.check(op, case, arrays, cotangents)
 
 
+@pytest.mark.parametrize("op", cases.OPS, ids=lambda op: op.name)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_launch_is_right(op, dtype, seed, rng):
     for case, check in simulate(op, dtype, seed, rng):

@@ -1,0 +1,22 @@
+"""One rank of a model sharded with mx.distributed; the first prints its tokens as JSON. Run by test_distributed.py."""
+
+import json
+import pathlib
+import sys
+
+import mlx.core as mx
+import tiny
+from mlx_lm.utils import load_model
+
+import mlx_mittens as mm
+
+folder, prompt, count = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+group = mx.distributed.init()
+model, _ = load_model(folder)
+if group.size() > 1:
+    model.shard(group)
+with mm.patched():
+    tokens = tiny.tokens(model, prompt, count)
+if group.rank() == 0:
+    ran = {op: sum(counts["kernels"].values()) for op, counts in mm.stats().items()}
+    print(json.dumps({"size": group.size(), "tokens": tokens, "ran": ran}))

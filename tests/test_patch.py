@@ -1,0 +1,363 @@
+"""The patch: complete, undone without a trace, and exact about what it takes over."""
+
+import importlib
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+import mlx_mittens as mm
+from mlx_mittens import patching, seams
+
+SWITCHES = list(dict.fromkeys(seam.switch for seam in seams.SEAMS))
+
+
+def current() -> dict[str, object]:
+    """What stands at each seam now."""
+    return {seam.name: getattr(*seam.owner()) for seam in seams.SEAMS if seam.is_loaded()}
+
+
+@pytest.fixture(autouse=True)
+def undone():
+    """Every test leaves mx as it was."""
+    before = current()
+    yield
+    mm.unpatch()
+    assert current() == before
+
+
+@pytest.fixture
+def lenient(strict):
+    with mm.strict(False):
+        yield
+
+
+def calls(rng):
+    """One call of each seam that is always there, by its switch."""
+
+    def draw(*shape):
+        return mx.array(rng.normal(size=shape).astype(np.float32))
+
+    x, weight, bias = draw(3, 64), draw(64), draw(64)
+    q, k = draw(1, 4, 5, 64), draw(1, 2, 9, 64)
+    linear, embedding = nn.Linear(64, 10), nn.Embedding(10, 64)
+    w = mx.quantize(draw(12, 64), group_size=32, bits=4)
+    return {
+        "rms_norm": lambda: mx.fast.rms_norm(x, weight, 1e-5),
+        "layer_norm": lambda: mx.fast.layer_norm(x, weight, bias, 1e-5),
+        "softmax": lambda: mx.softmax(x, axis=-1),
+        "quantized_matmul": lambda: mx.quantized_matmul(x, *w, transpose=True, group_size=32, bits=4),
+        "scaled_dot_product_attention": lambda: mx.fast.scaled_dot_product_attention(q, k, k, scale=0.1),
+        "linear": lambda: linear(x) @ embedding.weight + embedding.as_linear(x) @ embedding.weight,
+    }
+
+
+OPS = {"linear": "gemv"}
+
+
+@pytest.mark.parametrize("switch", list(calls(np.random.default_rng(0))))
+def test_each_switch_reaches_its_kernels_and_no_other(rng, switch):
+    functions = calls(rng)
+    expected = functions[switch]()
+    mx.eval(expected)
+    mm.stats(reset=True)
+    with mm.patched(**{name: name == switch for name in SWITCHES}):
+        results = {name: function() for name, function in functions.items()}
+        mx.eval(results)
+    assert list(mm.stats()) == [OPS.get(switch, switch)]
+    assert all(counts["kernels"] and not counts["mx"] for counts in mm.stats().values())
+    np.testing.assert_allclose(np.array(results[switch]), np.array(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_patching_twice_and_undoing_once():
+    before = current()
+    mm.patch()
+    first = current()
+    assert all(first[name] is not before[name] for name in before)
+    mm.patch()
+    assert current() == first
+    mm.patch(softmax=False)
+    assert mx.softmax is before["mlx.core.softmax"] and mx.fast.rms_norm is first["mlx.core.fast.rms_norm"]
+    mm.unpatch()
+    assert current() == before
+    mm.unpatch()
+    assert current() == before
+
+
+def test_blocks_nest_and_end_in_any_order():
+    before = current()
+    mm.patch(linear=False)
+    outer, inner = mm.patched(softmax=False), mm.patched()
+    outer.__enter__()
+    assert mx.softmax is before["mlx.core.softmax"] and nn.Linear.__call__ is not before["mlx.nn.Linear.__call__"]
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert mx.softmax is not before["mlx.core.softmax"]
+    mm.unpatch()
+    assert mx.softmax is not before["mlx.core.softmax"]
+    inner.__exit__(None, None, None)
+    assert current() == before
+
+
+def test_a_block_ends_with_an_error_inside():
+    before = current()
+    with pytest.raises(ZeroDivisionError), mm.patched():
+        1 / 0
+    assert current() == before
+
+
+def test_an_unknown_switch_is_named():
+    with pytest.raises(TypeError, match=r"no switch named 'soft_max': expected rms_norm, .*softmax"):
+        mm.patch(soft_max=False)
+
+
+def test_a_stand_in_that_someone_holds_calls_the_original_later(rng):
+    x = mx.array(rng.normal(size=(2, 8)).astype(np.float32))
+    with mm.patched():
+        held = mx.softmax
+    mm.stats(reset=True)
+    mx.eval(held(x))
+    assert not mm.stats()
+
+
+def test_a_patch_that_lies_on_ours_stays(rng, monkeypatch):
+    x = mx.array(rng.normal(size=(2, 8)).astype(np.float32))
+    real = mx.softmax
+    with mm.patched():
+        ours = mx.softmax
+        monkeypatch.setattr(mx, "softmax", lambda *args, **kwargs: ours(*args, **kwargs) + 1)
+        theirs = mx.softmax
+    assert mx.softmax is theirs
+    with mm.patched():  # theirs goes on to the first stand-in, which only knows mx by now
+        mx.eval(mx.softmax(x))
+    assert mx.softmax is theirs
+    np.testing.assert_allclose(np.array(mx.softmax(x)), np.array(real(x) + 1), rtol=1e-6)
+    monkeypatch.undo()
+    mx.softmax = real
+
+
+def test_what_no_kernel_covers_reaches_the_original_untouched(lenient, monkeypatch):
+    seen = []
+
+    def original(*args, **kwargs):
+        seen.append((args, kwargs))
+        return "theirs"
+
+    monkeypatch.setattr(mx, "softmax", original)
+    x = mx.ones((2, 3), mx.complex64)
+    mm.stats(reset=True)
+    with mm.patched():
+        assert mx.softmax(x, axis=1, precise=True) == "theirs"
+        assert mx.softmax([1, 2], whatever=3) == "theirs"
+    assert seen == [((x,), {"axis": 1, "precise": True}), (([1, 2],), {"whatever": 3})]
+    assert mm.stats()["softmax"]["mx"] == {"complex64": 1, "arguments of other types": 1}
+    monkeypatch.undo()
+
+
+def test_bad_arguments_raise_what_mx_raises(lenient):
+    x, weight = mx.ones((2, 8)), mx.ones((7,))
+    w = mx.quantize(mx.ones((8, 64)))
+    bad = [
+        lambda: mx.fast.rms_norm(x, weight, 1e-5),
+        lambda: mx.fast.rms_norm(x, mx.ones((8,))),
+        lambda: mx.fast.layer_norm(mx.array(1.0), None, None, 1e-5),
+        lambda: mx.softmax(x, axis=2),
+        lambda: mx.softmax("x"),
+        lambda: mx.quantized_matmul(x, *w),
+        lambda: mx.quantized_matmul(mx.ones((2, 64)), *w, mode="other"),
+        lambda: nn.Linear(7, 3)(x),
+    ]
+    for call in bad:
+        errors = []
+        for context in (mm.patched(softmax=True), mm.patched(**dict.fromkeys(SWITCHES, False))):
+            with context, pytest.raises(Exception) as raised:
+                call()
+            errors.append((raised.type, str(raised.value)))
+        assert errors[0] == errors[1]
+
+
+def test_strict_makes_leaving_to_mx_an_error(lenient):
+    x = mx.ones((2, 3), mx.complex64)
+    with mm.patched(strict=True):
+        with pytest.raises(RuntimeError, match=r"\[softmax\] strict patch: .* covers complex64"):
+            mx.softmax(x)
+        with pytest.raises(IndexError, match="axis"):
+            mx.softmax(x, axis=7)
+        mm.patch()  # settings of the block hold
+        with pytest.raises(RuntimeError):
+            mx.softmax(x)
+    mx.eval(mx.softmax(x))
+
+
+def test_results_stay_lazy_and_inputs_alone(rng):
+    x = mx.array(rng.normal(size=(4, 64)).astype(np.float32))
+    mm.stats(reset=True)
+    with mm.patched():
+        y = mx.softmax(mx.fast.rms_norm(x, None, 1e-5), axis=-1)
+        assert not mm.stats()
+    mx.eval(y)
+    assert set(mm.stats()) == {"rms_norm", "softmax"}
+
+
+def test_compiled_graphs_and_gradients_run_on_ours(rng):
+    x = mx.array(rng.normal(size=(4, 64)).astype(np.float32))
+    layer = nn.QuantizedLinear(64, 64, group_size=32, bits=8)
+
+    def loss(x):
+        return (mx.softmax(layer(mx.fast.rms_norm(x, None, 1e-5)), axis=-1) ** 2).sum()
+
+    expected, gradient = mx.value_and_grad(loss)(x)
+    mx.eval(expected, gradient)
+    mm.stats(reset=True)
+    with mm.patched():
+        step = mx.compile(mx.value_and_grad(loss))
+        mx.eval(step(x))
+        ours, our_gradient = step(x)
+        mx.eval(ours, our_gradient)
+    counts = mm.stats()
+    assert all(sum(counts[op]["kernels"].values()) == 2 for op in ("rms_norm", "softmax"))
+    assert sum(counts["quantized_matmul"]["kernels"].values()) == 4  # forwards and back
+    np.testing.assert_allclose(ours.item(), expected.item(), rtol=1e-5)
+    np.testing.assert_allclose(np.array(our_gradient), np.array(gradient), rtol=1e-3, atol=1e-6)
+
+
+def test_signatures_and_docs_are_those_of_mx():
+    doc, name = mx.softmax.__doc__, mx.softmax.__name__
+    with mm.patched():
+        assert (mx.softmax.__doc__, mx.softmax.__name__) == (doc, name)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda seam: {"path": "fast.rms_norms"}, r"mlx\.core\.fast\.rms_norms is not there .* mlx 0.*rms_norm=False"),
+        (lambda seam: {"module": "mlx.nowhere"}, r"mlx\.nowhere\.fast\.rms_norm is not there"),
+    ],
+)
+def test_a_moved_seam_is_an_error_and_nothing_is_patched(monkeypatch, change, message):
+    before = current()
+    moved = [replace(seam, **change(seam)) if seam.switch == "rms_norm" else seam for seam in seams.SEAMS]
+    monkeypatch.setattr(patching, "SEAMS", moved)
+    for act in (mm.patch, mm.patched().__enter__):
+        with pytest.raises(mm.SeamError, match=message):
+            act()
+    monkeypatch.undo()
+    assert current() == before
+    mm.unpatch()
+
+
+def test_other_arguments_of_a_seam_are_an_error(monkeypatch):
+    monkeypatch.setattr(nn.Linear, "__call__", lambda self, x, scale: x)
+    with pytest.raises(mm.SeamError, match=r"mlx\.nn\.Linear\.__call__ takes \(self, x, scale\): expected \(self, x\)"):
+        mm.patch()
+    monkeypatch.undo()
+
+
+def test_threads_patch_and_call_at_once(rng):
+    before = current()
+    x = mx.array(rng.normal(size=(4, 64)).astype(np.float32))
+    expected = np.array(mx.softmax(x, axis=-1))
+    errors, end = [], time.monotonic() + 1.0
+
+    def work(i):
+        try:
+            with mx.stream(mx.new_stream(mx.cpu)):
+                while time.monotonic() < end:
+                    with mm.patched(softmax=i % 2 == 0):
+                        y = mx.softmax(x, axis=-1)
+                        mx.eval(y)
+                    np.testing.assert_allclose(np.array(y), expected, rtol=1e-5)
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert current() == before
+
+
+def test_a_package_imported_later_is_patched_then(monkeypatch, tmp_path):
+    (tmp_path / "late_package.py").write_text("def attend(x, scale):\n    return 'theirs'\n\nREADY = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seam = seams.Seam("late", "late", "late_package", "attend", lambda x, scale: "ours", ("x", "scale"), optional=True)
+    monkeypatch.setattr(patching, "SEAMS", [*(s for s in seams.SEAMS if not s.optional), seam])
+    finders = list(sys.meta_path)
+    try:
+        mm.patch()
+        package = importlib.import_module("late_package")
+        assert package.attend(1, 2) == "ours" and package.READY
+        assert type(package.__loader__).__name__ == "SourceFileLoader"
+        assert sys.meta_path == finders
+        mm.unpatch()
+        assert package.attend(1, 2) == "theirs"
+    finally:
+        mm.unpatch()
+        sys.modules.pop("late_package", None)
+    monkeypatch.undo()
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_mlx_lm_is_patched_when_it_is_imported():
+    run_python(
+        "import sys, mlx_mittens as mm; mm.patch(); assert 'mlx_lm' not in sys.modules\n"
+        "from mlx_lm.models import base, llama\n"
+        "assert hasattr(base.quantized_scaled_dot_product_attention, '__wrapped__')\n"
+        "mm.unpatch(); assert not hasattr(base.quantized_scaled_dot_product_attention, '__wrapped__')\n"
+    )
+
+
+def test_a_seam_of_mlx_lm_that_moved_is_named():
+    printed = run_python(
+        "import mlx_mittens as mm; from mlx_lm.models import base; del base.quantized_scaled_dot_product_attention\n"
+        "try: mm.patch()\n"
+        "except mm.SeamError as error: print(error)\n"
+        "mm.patch(quantized_scaled_dot_product_attention=False)\n"
+    )
+    assert "mlx_lm.models.base.quantized_scaled_dot_product_attention is not there" in printed
+    assert "installed is mlx-lm 0." in printed
+
+
+def test_a_package_that_is_never_imported_costs_nothing(monkeypatch):
+    seam = seams.Seam("late", "late", "no_such_package", "attend", lambda: None, optional=True)
+    monkeypatch.setattr(patching, "SEAMS", [*(s for s in seams.SEAMS if not s.optional), seam])
+    finders = list(sys.meta_path)
+    mm.patch()
+    assert sys.meta_path[1:] == finders
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_package")
+    mm.unpatch()
+    assert sys.meta_path == finders
+    monkeypatch.undo()
+
+
+def test_what_a_patch_adds_to_a_call_that_goes_to_mx(lenient):
+    """Under 2 microseconds, the best of many short runs, so that a busy machine does not count."""
+    x = mx.ones((1, 8), mx.complex64)
+
+    def seconds():
+        best = float("inf")
+        for _ in range(300):
+            start = time.perf_counter()
+            for _ in range(50):
+                mx.softmax(x, axis=-1)
+            best = min(best, (time.perf_counter() - start) / 50)
+        return best
+
+    mm.patch(softmax=False)
+    plain = seconds()
+    mm.patch()
+    assert seconds() - plain < 2e-6

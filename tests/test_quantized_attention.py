@@ -1,0 +1,230 @@
+"""Attention over packed keys and values."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from attention import MASKS, assert_right, draw, exact_of, mask_of, run, twin_mask
+from matrices import dequantized, quantize
+from support import assert_near
+
+import mlx_mittens as mm
+
+
+def composed(q, keys, values, scale, mask, sinks, group_size, bits):
+    """What mlx-lm does, with sinks: two quantized products and a softmax."""
+    batch, heads, queries, _ = q.shape
+    key_heads, count = keys[0].shape[1:3]
+    grouped = (batch, key_heads, heads // key_heads * queries, -1)
+    options = {"group_size": group_size, "bits": bits}
+    scores = mx.quantized_matmul((q * scale).reshape(grouped), *keys, transpose=True, **options)
+    scores = scores.reshape(batch, heads, queries, count)
+    if isinstance(mask, str):
+        mask = mx.arange(count) <= mx.arange(queries)[:, None] + count - queries
+    if mask is not None:
+        hidden = mx.finfo(scores.dtype).min
+        scores = mx.where(mask, scores, hidden) if mask.dtype == mx.bool_ else scores + mask
+    if sinks is not None:
+        first = mx.broadcast_to(sinks[None, :, None, None], (batch, heads, queries, 1))
+        scores = mx.softmax(mx.concatenate([first, scores], -1), axis=-1, precise=True)[..., 1:]
+    else:
+        scores = mx.softmax(scores, axis=-1, precise=True)
+    y = mx.quantized_matmul(scores.reshape(grouped), *values, transpose=False, **options)
+    return y.reshape(batch, heads, queries, -1)
+
+
+def attend(q, keys, values, scale, mask=None, sinks=None, window=None, group_size=64, bits=8):
+    """One call, compared with float64 and with mlx-lm's."""
+    y = run(
+        lambda: mm.quantized_scaled_dot_product_attention(
+            q, keys, values, scale, mask, group_size, bits, sinks=sinks, window=window
+        )
+    )
+    with mx.stream(mx.cpu):
+        seen = twin_mask(mask, window, q.shape[2], keys[0].shape[2])
+        twin = composed(q, keys, values, scale, seen, sinks, group_size, bits)
+    dense = (dequantized(*triple, group_size, bits) for triple in (keys, values))
+    assert_right(y, twin, exact_of(q, *dense, scale, mask, sinks, window), q.dtype)
+    return y
+
+
+def packed(rng, shape, dtype, group_size, bits):
+    """Queries and triples of (batch, heads, key_heads, queries, keys, width)."""
+    batch, heads, key_heads, queries, keys, width = shape
+    rows = (batch, key_heads, keys, width)
+    return (
+        draw(rng, (batch, heads, queries, width), dtype, outliers=False),
+        *(quantize(rng, rows, dtype, group_size, bits) for _ in range(2)),
+    )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 65), (1, 300), (3, 40), (9, 64), (20, 70), (65, 130)])
+def test_shapes(rng, dtype, executor, queries, keys, group_size, bits):
+    shape = (1, 2, 1, queries, keys, 128)
+    mask = mask_of(rng, str(rng.choice(MASKS)), shape, dtype)
+    sinks = draw(rng, (2,), dtype) if rng.integers(2) else None
+    attend(*packed(rng, shape, dtype, group_size, bits), 128**-0.5, mask, sinks, None, group_size, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    "heads, key_heads, queries", [(1, 1, 1), (8, 2, 1), (6, 2, 5), (16, 1, 1), (4, 4, 17), (12, 2, 2)]
+)
+def test_ratios_and_batches(rng, executor, heads, key_heads, queries, bits):
+    shape = (2, heads, key_heads, queries, 45, 64)
+    sinks = draw(rng, (heads,), mx.bfloat16)
+    attend(*packed(rng, shape, mx.bfloat16, 64, bits), 0.125, "causal", sinks, None, 64, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("queries, window", [(1, 10), (4, 33), (40, 7)])
+def test_window(rng, executor, mask, queries, window, bits):
+    shape = (1, 4, 2, queries, 90, 64)
+    mask = mask_of(rng, mask, shape, mx.float16)
+    attend(*packed(rng, shape, mx.float16, 32, bits), 0.125, mask, None, window, 32, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("width", [32, 96, 160])
+def test_widths_on_the_cpu(rng, dtype, width, bits):
+    mx.set_default_device(mx.cpu)
+    for queries in (1, 30):
+        arrays = packed(rng, (1, 4, 2, queries, 50, width), dtype, 32, bits)
+        attend(*arrays, width**-0.5, "causal", None, None, 32, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_values_of_another_width(rng, bits):
+    mx.set_default_device(mx.cpu)
+    q, keys, _ = packed(rng, (1, 4, 2, 3, 50, 64), mx.float16, 32, bits)
+    values = quantize(rng, (1, 2, 50, 96), mx.float16, 32, bits)
+    assert attend(q, keys, values, 0.125, None, None, None, 32, bits).shape == (1, 4, 3, 96)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_strides(rng, dtype, executor, queries, bits):
+    """The front of a cache, transposed arrays, and triples whose parts have strides of their own."""
+    q = draw(rng, (2, queries, 4, 64), dtype, False).swapaxes(1, 2)
+    cache = [quantize(rng, (2, 2, 256, 64), dtype, 32, bits) for _ in range(2)]
+    attend(q, *([a[:, :, :70] for a in triple] for triple in cache), 0.125, "causal", None, None, 32, bits)
+    attend(q, *([a[:, :, 5:80:3] for a in triple] for triple in cache), 0.125, None, None, None, 32, bits)
+    mixed = [[w[:, :, :70], mx.contiguous(s[:, :, :70]), b[:, :, :70]] for w, s, b in cache]
+    attend(q, *mixed, 0.125, None, None, None, 32, bits)
+    moved = [[mx.contiguous(a[:, :, :70].swapaxes(1, 2)).swapaxes(1, 2) for a in triple] for triple in cache]
+    attend(q, *moved, 0.125, "causal", None, None, 32, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_long(rng, dtype, bits):
+    mx.set_default_device(mx.cpu)
+    attend(*packed(rng, (1, 4, 1, 1, 3001, 64), dtype, 64, bits), 0.125, None, None, None, 64, bits)
+    attend(*packed(rng, (1, 2, 1, 200, 1000, 64), dtype, 64, bits), 0.125, "causal", None, None, 64, bits)
+
+
+@pytest.mark.parametrize("queries", [2, 40])
+def test_rows_that_see_nothing(rng, executor, queries):
+    arrays = packed(rng, (1, 4, 2, queries, 5, 64), mx.float16, 64, 8)
+    attend(*arrays, 0.125, mx.zeros((queries, 5), mx.bool_))
+    attend(*arrays, 0.125, mx.full((queries, 5), -np.inf, mx.float16))
+    attend(*arrays, 0.125, mx.zeros((queries, 5), mx.bool_), mx.zeros((4,), mx.float16))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gradient_of_queries(rng, bits):
+    mx.set_default_device(mx.cpu)
+    q, keys, values = packed(rng, (2, 4, 2, 7, 40, 64), mx.float32, 64, bits)
+    mask, sinks = draw(rng, (7, 40), mx.float32), draw(rng, (4,), mx.float32)
+    ours = lambda q, m, s: mm.quantized_scaled_dot_product_attention(q, keys, values, 0.125, m, 64, bits, sinks=s)
+    twin = lambda q, m, s: composed(q, keys, values, 0.125, m, s, 64, bits)
+    cotangent = draw(rng, q.shape, mx.float32)
+    gradients = [mx.vjp(f, [q, mask, sinks], [cotangent])[1] for f in (ours, twin)]
+    for i, (a, b) in enumerate(zip(*gradients, strict=True)):
+        assert_near(a, b, f"gradient {i}", 1e-4)
+    tangents = [draw(rng, a.shape, mx.float32) for a in (q, mask, sinks)]
+    derivatives = [mx.jvp(f, [q, mask, sinks], tangents)[1][0] for f in (ours, twin)]
+    assert_near(*derivatives, "jvp", 1e-3)
+    with pytest.raises(ValueError, match="has no gradients with respect to packed keys and values"):
+        mx.eval(mx.grad(lambda s: ours(q, mask, sinks).sum() * 0 + mm.quantized_scaled_dot_product_attention(
+            q, (keys[0], s, keys[2]), values, 0.125, bits=bits).sum())(keys[1]))  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_vmap_and_compile(rng, executor, bits):
+    q = draw(rng, (3, 2, 4, 2, 64), mx.float32, False)
+    keys, values = ([mx.stack([a, a[:, ::-1], a * 1]) for a in quantize(rng, (2, 2, 30, 64), mx.float32, 64, bits)]
+                    for _ in range(2))  # fmt: skip
+    one = mx.compile(lambda q, k, v: mm.quantized_scaled_dot_product_attention(q, k, v, 0.125, "causal", 64, bits))
+    each = run(lambda: mx.stack([one(q[i], [a[i] for a in keys], [a[i] for a in values]) for i in range(3)]))
+    assert_near(run(lambda: mx.vmap(one)(q, keys, values)), each, "vmap")
+    shared = run(lambda: mx.vmap(lambda q: one(q, [a[0] for a in keys], [a[0] for a in values]))(q))
+    assert_near(shared[0], each[0], "vmap of queries")
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+def test_other_bits_are_composed(rng, bits):
+    mx.set_default_device(mx.cpu)
+    q = draw(rng, (1, 4, 6, 64), mx.float32, False)
+    keys, values = (mx.quantize(draw(rng, (1, 2, 40, 64), mx.float32), 32, bits) for _ in range(2))
+    with pytest.raises(RuntimeError, match=rf"strict mode: no kernel of mlx_mittens covers {bits} bits"):
+        mm.quantized_scaled_dot_product_attention(q, keys, values, 0.125, None, 32, bits)
+    with mm.strict(False):
+        for mask in (None, "causal", mx.array(rng.random((6, 40)) < 0.6), draw(rng, (6, 40), mx.float32)):
+            for window, sinks in ((None, None), (9, None), (9, draw(rng, (4,), mx.float32))):
+                y = mm.quantized_scaled_dot_product_attention(
+                    q, keys, values, 0.125, mask, 32, bits, sinks=sinks, window=window
+                )
+                twin = composed(q, keys, values, 0.125, twin_mask(mask, window, 6, 40), sinks, 32, bits)
+                assert_near(y, twin, f"{mask} {window}", 1e-5)
+
+
+def test_empty(rng):
+    mx.set_default_device(mx.cpu)
+    q, keys, values = packed(rng, (1, 2, 1, 3, 4, 64), mx.float32, 64, 8)
+    none = [[a[:, :, :0] for a in triple] for triple in (keys, values)]
+    assert not mx.any(mm.quantized_scaled_dot_product_attention(q, *none, 1.0)).item()
+    assert mm.quantized_scaled_dot_product_attention(q[:, :, :0], keys, values, 1.0).shape == (1, 2, 0, 64)
+    keys, values = ([a[:0] for a in triple] for triple in (keys, values))
+    assert mm.quantized_scaled_dot_product_attention(q[:0], keys, values, 1.0).shape == (0, 2, 3, 64)
+
+
+T = mx.zeros
+WORDS = T((1, 2, 5, 16), mx.uint32)
+PACKED = (WORDS, T((1, 2, 5, 1)), T((1, 2, 5, 1)))
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"queries": T((4, 3, 64))}, ValueError, r"queries has shape \(4,3,64\): expected four dimensions"),
+        ({"q_keys": (WORDS.astype(mx.int32), *PACKED[1:])}, mm.DtypeError,
+         r"q_keys has words of dtype int32: expected uint32"),
+        ({"q_values": (WORDS[0], *PACKED[1:])}, ValueError,
+         r"q_values has an array of shape \(2,5,16\): expected four"),
+        ({"q_keys": (WORDS, PACKED[1], T((1, 2, 5, 2)))}, ValueError,
+         r"q_keys has words .* expected scales and biases of \(1,2,5,1\)"),
+        ({"q_values": (WORDS, T((1, 2, 4, 1)), PACKED[2])}, ValueError, r"q_values has words"),
+        ({"bits": 4}, ValueError, r"q_keys has words of shape \(1,2,5,16\), .* 128 integers of 4 bits"),
+        ({"bits": 7}, ValueError, r"bits is 7"),
+        ({"group_size": 48}, ValueError, r"group_size is 48"),
+        ({"group_size": 128}, ValueError, r"64 integers of 8 bits"),
+        ({"queries": T((1, 4, 3, 128))}, ValueError, r"queries have shape \(1,4,3,128\), keys \(1,2,5,64\)"),
+        ({"queries": T((2, 4, 3, 64))}, ValueError, r"expected the same batch size"),
+        ({"queries": T((1, 3, 3, 64))}, ValueError, r"queries have 3 heads, keys have 2: expected a multiple"),
+        ({"q_values": tuple(a[:, :, :4] for a in PACKED)}, ValueError, r"there are 5 keys and 4 values"),
+        ({"q_values": tuple(a[:, :1] for a in PACKED)}, ValueError, r"keys have 2 heads, values have 1"),
+        ({"mask": T((3, 4))}, ValueError, r"mask has shape \(3,4\)"),
+        ({"mask": "full"}, ValueError, r"mask is 'full'"),
+        ({"window": 0}, ValueError, r"window is 0"),
+        ({"sinks": T((2,))}, ValueError, r"sinks has shape \(2\)"),
+        ({"queries": T((1, 4, 3, 64), mx.complex64)}, mm.DtypeError, r"queries has dtype complex64"),
+        ({"q_keys": (WORDS, *(a.astype(mx.complex64) for a in PACKED[1:]))}, mm.DtypeError,
+         r"scales has dtype complex64"),
+    ],
+)  # fmt: skip
+def test_bad_input(change, error, message):
+    arguments = {"queries": T((1, 4, 3, 64)), "q_keys": PACKED, "q_values": PACKED, "scale": 1.0, **change}
+    with pytest.raises(error, match=r"\[quantized_scaled_dot_product_attention\] .*" + message):
+        mm.quantized_scaled_dot_product_attention(**arguments)

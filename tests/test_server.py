@@ -1,0 +1,56 @@
+"""mlx-lm's server with the patch on, answering two requests at once."""
+
+import concurrent.futures
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+PROMPTS = ["The if statement is used for", "A list display yields a new list object, the contents"]
+SERVE = "import sys, mlx_mittens as mm; mm.patch(); from mlx_lm.server import main; sys.argv[0] = 'server'; main()"
+PLAIN = "import sys; from mlx_lm.server import main; sys.argv[0] = 'server'; main()"
+
+
+def free_port() -> int:
+    with socket.socket() as a:
+        a.bind(("127.0.0.1", 0))
+        return a.getsockname()[1]
+
+
+def complete(port: int, prompt: str) -> str:
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["text"]
+
+
+def answers(code: str, folder, log) -> list[str]:
+    """What a server of its own answers to two requests that are sent at the same time."""
+    port = free_port()
+    command = [sys.executable, "-c", code, "--model", str(folder), "--port", str(port)]
+    with open(log, "w") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
+        try:
+            for _ in range(600):
+                assert server.poll() is None, log.read_text()
+                with socket.socket() as a:
+                    if a.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                return list(pool.map(lambda prompt: complete(port, prompt), PROMPTS))
+        except OSError:
+            pytest.fail(log.read_text())
+        finally:
+            server.terminate()
+
+
+def test_two_requests_at_once(trained, tmp_path):
+    ours = answers(SERVE, trained / "4bit", tmp_path / "ours.log")
+    theirs = answers(PLAIN, trained / "4bit", tmp_path / "theirs.log")
+    assert ours == theirs and all(ours)
