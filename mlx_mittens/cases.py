@@ -66,10 +66,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Exact:
-    """A result in float64, and how large the terms are that it sums up, where these cancel."""
+    """A result in float64, and what its rounding is to be measured by.
+
+    Attributes:
+        value: The result.
+        magnitude: How large the terms are that it sums up, where these cancel.
+        inner: How far it moves where the float32 numbers on the way to it are off by their own size: what exponentials
+            of large numbers make of the rounding of these.
+    """
 
     value: np.ndarray
     magnitude: np.ndarray | None = None
+    inner: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -420,7 +428,7 @@ def error(actual: mx.array, exact: Exact) -> float:
 
     Each element's distance from the exact value is taken relative to the largest of that value, the root mean square of
     its row, the terms it sums up (beside which a value that happens to cancel cannot be more exact) and the smallest
-    normal number of its type.
+    normal number of its type; to which comes what the rounding of inner float32 numbers moves it by.
 
     Returns:
         float: The error; infinity where the shape differs, or a NaN or an infinity stands in the wrong place.
@@ -433,14 +441,18 @@ def error(actual: mx.array, exact: Exact) -> float:
     result = np.array(actual.astype(mx.float32)).reshape(-1, columns)
     value = exact.value.reshape(-1, columns)
     magnitude = None if exact.magnitude is None else exact.magnitude.reshape(-1, columns)
+    inner = None if exact.inner is None else exact.inner.reshape(-1, columns)
 
     def of_rows(block: slice) -> float:
-        return _error(result[block], value[block], None if magnitude is None else magnitude[block], actual.dtype)
+        magnitudes = [None if a is None else a[block] for a in (magnitude, inner)]
+        return _error(result[block], value[block], *magnitudes, actual.dtype)
 
     return max(_in_blocks(of_rows, *value.shape)) if value.size >= _BLOCKWISE else of_rows(slice(None))
 
 
-def _error(result: np.ndarray, value: np.ndarray, magnitude: np.ndarray | None, dtype: mx.Dtype) -> float:
+def _error(
+    result: np.ndarray, value: np.ndarray, magnitude: np.ndarray | None, inner: np.ndarray | None, dtype: mx.Dtype
+) -> float:
     result, value = result.astype(np.float64), _overflow(value, dtype)
     finite = np.isfinite(value)
     if not finite.all():
@@ -453,6 +465,8 @@ def _error(result: np.ndarray, value: np.ndarray, magnitude: np.ndarray | None, 
     scale = np.maximum(np.maximum(np.abs(value), size), _SMALLEST_NORMAL[dtype])
     if magnitude is not None:
         scale = np.maximum(scale, np.nan_to_num(magnitude))
+    if inner is not None:
+        scale = scale + np.nan_to_num(inner) * (EPSILON[mx.float32] / EPSILON[dtype])
     return float(np.max(np.abs(result - value) / scale))
 
 

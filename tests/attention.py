@@ -9,9 +9,10 @@ import numpy as np
 from matrices import draw
 
 from mlx_mittens import cases
-from mlx_mittens.attention_cases import exact_attention, wide
+from mlx_mittens.attention_cases import UNITS, exact_attention, wide
 
 MASKS = ("none", "causal", "bool", "additive", "row")
+
 
 def run(call):
     """The result of a call, evaluated."""
@@ -65,5 +66,5 @@ def assert_right(y: mx.array, twin: mx.array | None, exact: cases.Exact, dtype: 
     """Right against float64, and no worse than twice mx or what rounding explains."""
     assert y.dtype == dtype, f"{y.dtype}, expected {dtype}"
     found = cases.error(y, exact)
-    allowed = cases.tolerance(dtype, cases.error(twin, exact) if twin is not None else 0.0)
+    allowed = cases.tolerance(dtype, cases.error(twin, exact) if twin is not None else 0.0, float32_units=UNITS)
     assert found <= allowed, f"error {found:.2e}, allowed {allowed:.2e}; {cases._worst(y, exact.value)}"
