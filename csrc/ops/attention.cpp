@@ -1,5 +1,8 @@
 #include "ops/attention.h"
 
+#include <algorithm>
+#include <utility>
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -24,9 +27,24 @@ constexpr const char* op = "scaled_dot_product_attention";
 mx::Shape unpacked(const mx::array& rows, int bits) {
   mx::Shape shape = rows.shape();
   if (bits) {
-    shape.back() = shape.back() * 32 / bits;
+    shape.back() = static_cast<int>(int64_t(shape.back()) * 32 / bits);
   }
   return shape;
+}
+
+// Why the call cannot run on the stream, or an empty string.
+std::string not_covered(const AttentionCall& call, mx::Stream stream) {
+  const int bits = call.options.bits;
+  if (!has_kernels(call.queries.dtype())) {
+    return "float64";
+  }
+  if (bits != 0 && bits != 4 && bits != 8) {
+    return std::to_string(bits) + " bits";
+  }
+  const bool kernels = stream.device == mx::Device::gpu || simulator_enabled();
+  return kernels ? attention_not_covered(call.queries.shape(), unpacked(call.keys[0], bits),
+                                         unpacked(call.values[0], bits), call.options)
+                 : "";
 }
 
 }  // namespace
@@ -115,14 +133,6 @@ void take_sinks(const char* op, AttentionCall& call, const std::optional<mx::arr
   call.options.has_sinks = true;
 }
 
-std::string not_covered(const AttentionCall& call, mx::Stream stream) {
-  const bool kernels = stream.device == mx::Device::gpu || simulator_enabled();
-  return kernels ? attention_not_covered(call.queries.shape(), unpacked(call.keys[0], call.options.bits),
-                                         unpacked(call.values[0], call.options.bits), call.queries.dtype(),
-                                         call.options)
-                 : "";
-}
-
 std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, int last, int queries, int keys,
                                    mx::Stream s) {
   if (!options.causal && options.window == 0) {
@@ -136,6 +146,25 @@ std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, i
     return seen;
   }
   return mx::logical_and(seen, mx::greater(mx::add(key, mx::array(options.window), s), query, s), s);
+}
+
+AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
+  const mx::Shape scores = call.scores_shape();
+  const mx::Shape shape = {scores[0], scores[1], scores[2], call.value_width()};
+  if (scores[3] == 0 || std::count(shape.begin(), shape.end(), 0) > 0) {
+    return mx::zeros(shape, call.queries.dtype(), stream);
+  }
+  std::string reason = not_covered(call, stream);
+  if (!reason.empty()) {
+    left_to_mx(op, std::move(reason));
+    return call;
+  }
+  return apply_attention(call, stream);
+}
+
+std::optional<mx::array> found_in(const AttentionResult& result) {
+  const auto* y = std::get_if<mx::array>(&result);
+  return y ? std::optional(*y) : std::nullopt;
 }
 
 namespace {
@@ -156,11 +185,9 @@ mx::array by_mx(const AttentionCall& call, bool force_fused, mx::Stream s) {
                                                 mask, call.sinks, force_fused, s);
 }
 
-// The result, or the call that no kernel covers.
-std::variant<mx::array, AttentionCall> result_or_call(const mx::array& q, const mx::array& k, const mx::array& v,
-                                                      float scale, const MaskArgument& mask,
-                                                      const std::optional<mx::array>& sinks, std::optional<int> window,
-                                                      mx::StreamOrDevice where) {
+AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                        const MaskArgument& mask, const std::optional<mx::array>& sinks, std::optional<int> window,
+                        mx::StreamOrDevice where) {
   for (const auto& [name, array] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)}) {
     if (array->ndim() != 4) {
       checks::fail(op, name, " has shape ", array->shape(), ": expected four dimensions");
@@ -174,33 +201,21 @@ std::variant<mx::array, AttentionCall> result_or_call(const mx::array& q, const 
                      std::nullopt, std::nullopt, {.scale = scale}};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
-
-  const mx::Shape shape = {q.shape(0), q.shape(1), q.shape(2), v.shape(3)};
-  if (k.shape(2) == 0 || std::count(shape.begin(), shape.end(), 0) > 0) {
-    return mx::zeros(shape, dtype, stream);
-  }
-  const std::string reason = has_kernels(dtype) ? not_covered(call, stream) : "float64";
-  if (!reason.empty()) {
-    left_to_mx(op, reason);
-    return call;
-  }
-  return apply_attention(call, stream);
+  return attend(op, std::move(call), stream);
 }
 
 std::optional<mx::array> attempt(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                                  const MaskArgument& mask, const std::optional<mx::array>& sinks,
                                  std::optional<int> window, bool, mx::StreamOrDevice where) {
-  const auto found = result_or_call(q, k, v, scale, mask, sinks, window, where);
-  const auto* y = std::get_if<mx::array>(&found);
-  return y ? std::optional(*y) : std::nullopt;
+  return found_in(checked(q, k, v, scale, mask, sinks, window, where));
 }
 
 mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                                        const MaskArgument& mask, const std::optional<mx::array>& sinks,
                                        std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
-  const auto found = result_or_call(q, k, v, scale, mask, sinks, window, where);
-  const auto* y = std::get_if<mx::array>(&found);
-  return y ? *y : by_mx(std::get<AttentionCall>(found), force_fused, checks::stream(op, where));
+  const auto result = checked(q, k, v, scale, mask, sinks, window, where);
+  const auto* left = std::get_if<AttentionCall>(&result);
+  return left ? by_mx(*left, force_fused, checks::stream(op, where)) : std::get<mx::array>(result);
 }
 
 void bind(nb::module_& module) {

@@ -33,14 +33,19 @@ void take_sinks(const char* op, AttentionCall& call, const std::optional<mx::arr
 // Heads and batches of queries against those of keys and values.
 void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values);
 
-// Why the call cannot run on the stream, or an empty string.
-std::string not_covered(const AttentionCall& call, mx::Stream stream);
-
 // The keys that causal and window leave to each query, [queries, keys] of bool, for some of the queries; nothing where
 // these are all.
 std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, int last, int queries, int keys,
                                    mx::Stream stream);
 
 mx::array apply_attention(const AttentionCall& call, mx::Stream stream);
+
+// A call's result, or the call itself where it is left to mx.
+using AttentionResult = std::variant<mx::array, AttentionCall>;
+
+AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream);
+
+// The result, if there is one.
+std::optional<mx::array> found_in(const AttentionResult& result);
 
 }  // namespace mittens

@@ -235,10 +235,10 @@ std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, std::
 
 }  // namespace
 
-size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
+size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values,
                            const AttentionOptions& options) {
   const Sizes sizes = sizes_of(queries, keys);
-  if (is_prefill(sizes, options) || !attention_not_covered(queries, keys, values, dtype, options).empty()) {
+  if (is_prefill(sizes, options) || !attention_not_covered(queries, keys, values, options).empty()) {
     return 0;
   }
   const uint32_t splits = plan_decode(sizes, options).splits;
@@ -246,7 +246,7 @@ size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, cons
 }
 
 std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values,
-                                  mx::Dtype dtype, const AttentionOptions& options) {
+                                  const AttentionOptions& options) {
   const int width = queries[3];
   if (std::find(std::begin(widths), std::end(widths), width) == std::end(widths)) {
     return "heads of width " + std::to_string(width);
@@ -256,9 +256,6 @@ std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& key
   }
   if (keys[2] == 0) {
     return "no keys";
-  }
-  if (options.bits != 0 && options.bits != 4 && options.bits != 8) {
-    return std::to_string(options.bits) + " bits";
   }
   return "";
 }

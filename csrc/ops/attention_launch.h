@@ -29,13 +29,13 @@ struct AttentionOptions {
 //   sinks    [heads]                                  contiguous
 // Outputs: y [batch, heads, queries, value_width], row contiguous, and a float32 workspace.
 
-// Elements of the workspace that the partial results of split keys take; 0 where keys are not split. Only shapes count, so
-// that it is known when the graph is built.
-size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
+// Elements of the workspace that the partial results of split keys take; 0 where keys are not split, or no kernel covers
+// the shapes. Only these count, so that it is known when the graph is built.
+size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values,
                            const AttentionOptions& options);
 
-// Whether a kernel covers these shapes; else why not, for the rule that sends the call to mx. Empty: it does.
-std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
+// Why no kernel covers these shapes, for the rule that sends the call to mx. Empty: one does.
+std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values,
                                   const AttentionOptions& options);
 
 std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,

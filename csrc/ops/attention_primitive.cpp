@@ -44,7 +44,7 @@ class Attention : public KernelPrimitive {
     const mx::Shape keys = rows_shape(inputs, first_key()), values = rows_shape(inputs, first_value());
     mx::Shape shape = queries.shape();
     shape.back() = values.back();
-    const size_t workspace = attention_workspace(queries.shape(), keys, values, queries.dtype(), options_);
+    const size_t workspace = attention_workspace(queries.shape(), keys, values, options_);
     return {shape, {static_cast<int>(workspace)}};
   }
 

@@ -49,13 +49,7 @@ class BlockMatmul : public KernelPrimitive {
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    if (std::all_of(inputs.begin(), inputs.end(), is_contiguous)) {
-      return inputs;
-    }
-    for (const auto& input : inputs) {
-      copies.push_back(contiguous_rows(input, stream()));
-    }
-    return copies;
+    return row_contiguous(inputs, stream(), copies, 16);
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {

@@ -94,8 +94,12 @@ mx::array gatherable(const mx::array& array, mx::Stream stream) {
   return array.ndim() > kCopyDims + 1 ? mx::contiguous(array, false, stream) : array;
 }
 
-const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies) {
-  const auto as_is = [](const mx::array& input) { return input.flags().row_contiguous || input.size() == 0; };
+bool is_row_contiguous(const mx::array& array, int64_t alignment) {
+  return array.size() == 0 || (array.flags().row_contiguous && array.offset() % alignment == 0);
+}
+
+const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies, int64_t alignment) {
+  const auto as_is = [alignment](const mx::array& input) { return is_row_contiguous(input, alignment); };
   if (std::all_of(inputs.begin(), inputs.end(), as_is)) {
     return inputs;
   }

@@ -13,8 +13,11 @@ mx::array gatherable(const mx::array& array, mx::Stream stream);
 // what is given to it next, is done.
 mx::array gathered(const mx::array& array, mx::Stream stream);
 
-// The inputs of an evaluation, row contiguous: themselves where they are, else `copies`, which are made on the stream and
-// live until what reads them is done.
-const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies);
+// Whether an array is row contiguous and starts on a boundary of so many bytes.
+bool is_row_contiguous(const mx::array& array, int64_t alignment = 1);
+
+// The inputs of an evaluation, row contiguous and aligned: themselves where they are, else `copies`, which are made on the
+// stream and live until what reads them is done.
+const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies, int64_t alignment = 1);
 
 }  // namespace mittens

@@ -26,7 +26,7 @@ mx::array with_rows(const mx::array& array, int64_t alignment, mx::Stream stream
 }
 
 bool is_contiguous(const mx::array& array) {
-  return array.size() == 0 || (array.flags().row_contiguous && array.offset() % 16 == 0);
+  return is_row_contiguous(array, 16);
 }
 
 mx::array contiguous_rows(const mx::array& array, mx::Stream stream) {

@@ -22,7 +22,7 @@ bool has_rows(const mx::array& array, int64_t alignment);
 // The array itself if it has such rows, else a copy.
 mx::array with_rows(const mx::array& array, int64_t alignment, mx::Stream stream);
 
-// Whether an array is row contiguous and starts on a boundary of 16 bytes.
+// Whether an array is row contiguous and starts where the widest loads may.
 bool is_contiguous(const mx::array& array);
 
 // The array itself if it is so, else a copy.

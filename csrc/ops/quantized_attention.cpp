@@ -88,11 +88,9 @@ mx::array by_mx(const AttentionCall& call, mx::Stream s) {
   return mx::reshape(y, {batch, heads, queries, y.shape(-1)}, s);
 }
 
-// The result, or the call that no kernel covers.
-std::variant<mx::array, AttentionCall> result_or_call(const mx::array& queries, const Triple& q_keys,
-                                                      const Triple& q_values, float scale, const MaskArgument& mask,
-                                                      int group_size, int bits, const std::optional<mx::array>& sinks,
-                                                      std::optional<int> window, mx::StreamOrDevice where) {
+AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
+                        const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
+                        std::optional<int> window, mx::StreamOrDevice where) {
   affine_format(op, group_size, bits, true);
   if (queries.ndim() != 4) {
     checks::fail(op, "queries has shape ", queries.shape(), ": expected four dimensions");
@@ -114,42 +112,23 @@ std::variant<mx::array, AttentionCall> result_or_call(const mx::array& queries, 
                      {.scale = scale, .bits = bits, .group_size = group_size}};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
-
-  const mx::Shape shape = {queries.shape(0), queries.shape(1), queries.shape(2), values_shape[3]};
-  if (keys_shape[2] == 0 || std::count(shape.begin(), shape.end(), 0) > 0) {
-    return mx::zeros(shape, dtype, stream);
-  }
-  std::string reason;
-  if (!has_kernels(dtype)) {
-    reason = "float64";
-  } else if (bits != 4 && bits != 8) {
-    reason = std::to_string(bits) + " bits";
-  } else {
-    reason = not_covered(call, stream);
-  }
-  if (!reason.empty()) {
-    left_to_mx(op, reason);
-    return call;
-  }
-  return apply_attention(call, stream);
+  return attend(op, std::move(call), stream);
 }
 
 std::optional<mx::array> attempt(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
                                  const MaskArgument& mask, int group_size, int bits,
                                  const std::optional<mx::array>& sinks, std::optional<int> window,
                                  mx::StreamOrDevice where) {
-  const auto found = result_or_call(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where);
-  const auto* y = std::get_if<mx::array>(&found);
-  return y ? std::optional(*y) : std::nullopt;
+  return found_in(checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where));
 }
 
 mx::array quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
                               const MaskArgument& mask, int group_size, int bits,
                               const std::optional<mx::array>& sinks, std::optional<int> window,
                               mx::StreamOrDevice where) {
-  const auto found = result_or_call(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where);
-  const auto* y = std::get_if<mx::array>(&found);
-  return y ? *y : by_mx(std::get<AttentionCall>(found), checks::stream(op, where));
+  const auto result = checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where);
+  const auto* left = std::get_if<AttentionCall>(&result);
+  return left ? by_mx(*left, checks::stream(op, where)) : std::get<mx::array>(result);
 }
 
 void bind(nb::module_& module) {

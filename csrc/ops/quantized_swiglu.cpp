@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <optional>
 
 #include <nanobind/nanobind.h>
@@ -56,13 +55,7 @@ class QuantizedSwiglu : public KernelPrimitive {
     for (int i = 1; i < 4; ++i) {
       as_is = as_is && inputs[i].strides(0) == inputs[i + 3].strides(0);
     }
-    if (as_is) {
-      return inputs;
-    }
-    for (const auto& input : inputs) {
-      copies.push_back(contiguous_rows(input, stream()));
-    }
-    return copies;
+    return as_is ? inputs : row_contiguous(inputs, stream(), copies, 16);
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
