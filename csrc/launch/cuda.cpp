@@ -5,7 +5,6 @@
 #ifdef __linux__
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <array>
 #include <cctype>
 #include <functional>
@@ -146,12 +145,11 @@ std::string identity(const Launch& launch, const std::map<uint32_t, size_t>& siz
 }
 
 // Loaded once per context and kept for the life of the process, as MLX keeps its own modules.
-CUfunc_st* loaded_function(const Launch& launch, void* context) {
+CUfunc_st* loaded_function(const Launch& launch, const std::map<uint32_t, size_t>& sizes, void* context) {
   using Functions = std::unordered_map<std::string, CUfunc_st*>;
   static std::mutex mutex;
   static std::unordered_map<void*, Functions> loaded;
 
-  const auto sizes = sizes_by_value(launch);
   const std::string key = identity(launch, sizes);
   {
     std::lock_guard lock(mutex);
@@ -178,17 +176,13 @@ CUfunc_st* function_of(const Launch& launch) {
   };
   static thread_local std::unordered_map<std::string, Known> known;
   void* context = Driver::get().current_context();
-  const bool specialised = !launch.function_constants.empty() ||
-      std::any_of(launch.arguments.begin(), launch.arguments.end(), [](const Argument& argument) {
-        const auto* bytes = std::get_if<Bytes>(&argument);
-        return bytes && bytes->by_pointer;
-      });
-  if (specialised) {
-    return loaded_function(launch, context);
+  const auto sizes = sizes_by_value(launch);
+  if (!sizes.empty() || !launch.function_constants.empty()) {
+    return loaded_function(launch, sizes, context);
   }
   Known& mine = known[launch.kernel];
   if (!mine.function || mine.context != context || mine.file != launch.file) {
-    mine = {context, launch.file, loaded_function(launch, context)};
+    mine = {context, launch.file, loaded_function(launch, sizes, context)};
   }
   return mine.function;
 }
