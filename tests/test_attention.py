@@ -300,6 +300,27 @@ def test_vmap_and_compile(rng, executor, axes):
     assert_near(run(lambda: mx.vmap(one, in_axes=axes)(*arrays)), each, "vmap")
 
 
+@pytest.mark.parametrize("order", [(40, 1, 40), (1, 40, 1), (1, 3, 20)])
+def test_compiled_for_any_shape(rng, executor, order):
+    """A prompt and a step that splits its keys, each in a graph that was traced with the other."""
+    step = lambda q, k, v: mm.scaled_dot_product_attention(q, k, v, scale=0.125, mask="causal") * 1
+    compiled = mx.compile(step, shapeless=True)
+    for queries in order:
+        q, k, v = inputs(rng, (1, 4, 2, queries, 150, 64), mx.float32)
+        y = run(lambda: compiled(q, k, v))
+        assert_right(y, None, exact_of(q, k, v, 0.125, "causal"), mx.float32)
+
+
+def test_a_graph_that_is_built_outside_the_simulator(rng):
+    """Native code has no workspace: in the simulator the keys are not split then."""
+    mx.set_default_device(mx.cpu)
+    q, k, v = inputs(rng, (1, 4, 2, 1, 150, 64), mx.float32)
+    y = mm.scaled_dot_product_attention(q, k, v, scale=0.125)
+    with mm.simulator.enabled():
+        mx.eval(y)
+    assert_right(y, None, exact_of(q, k, v, 0.125), mx.float32)
+
+
 def test_streams_and_threads(rng):
     mx.set_default_device(mx.cpu)
     arrays = [inputs(rng, (1, 8, 2, queries, 300, 64), mx.float16) for queries in (1, 3, 40, 100)]

@@ -159,6 +159,19 @@ def test_vmap_and_compile(rng, executor, transpose):
     np.testing.assert_allclose(np.array(shared[0]), np.array(one(w[0], x[0])), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("order", [(16, 1), (1, 16, 1)])
+@pytest.mark.parametrize("transpose", [True, False])
+def test_compiled_for_any_shape(rng, executor, transpose, order):
+    """Few rows split the columns, many do not; a graph traced with either runs the other."""
+    shape = (160, 2080) if transpose else (2080, 160)
+    w = draw(rng, shape, mx.float32)
+    compiled = mx.compile(lambda x: mm.gemv(w, x, transpose=transpose) + 1, shapeless=True)
+    for rows in order:
+        x = draw(rng, (rows, 2080), mx.float32)
+        exact = exact_product(wide(x), wide(w) if transpose else wide(w).T, np.ones(160))
+        assert_right(compiled(x), exact, mx.float32)
+
+
 def test_no_columns(rng):
     mx.set_default_device(mx.cpu)
     with mm.strict(False):

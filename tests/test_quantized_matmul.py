@@ -247,6 +247,17 @@ def test_compile(rng, executor):
         )
 
 
+@pytest.mark.parametrize("order", [(8, 1), (1, 8, 1)])
+@pytest.mark.parametrize("transpose", [True, False])
+def test_compiled_for_any_shape(rng, executor, transpose, order):
+    triple = quantize(rng, (64, 2048) if transpose else (2048, 64), mx.float32, 64, 4)
+    w = dequantized(*triple, 64, 4)
+    compiled = mx.compile(lambda x: mm.quantized_matmul(x, *triple, transpose=transpose) + 1, shapeless=True)
+    for rows in order:
+        x = draw(rng, (rows, 2048), mx.float32)
+        assert_right(compiled(x), exact_product(wide(x), w if transpose else w.T, np.ones(64)), mx.float32)
+
+
 def test_what_goes_to_mx(rng):
     mx.set_default_device(mx.cpu)
     words, scales, biases = quantize(rng, (8, 64), mx.float32, 64, 4)

@@ -111,10 +111,8 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
     checks::per_column(op, "weight", *weight, x);
   }
   checks::epsilon(op, eps);
-  const mx::Dtype sum_dtype = mx::result_type(x, residual);
-  checks::floating(op, sum_dtype, {{"x", x}, {"residual", residual}});
-  const mx::Dtype dtype = weight ? mx::promote_types(sum_dtype, weight->dtype()) : sum_dtype;
-  checks::floating(op, dtype, {{"weight", weight}});
+  const mx::Dtype sum_dtype = checks::floating(op, {{"x", x}, {"residual", residual}});
+  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"residual", residual}, {"weight", weight}});
   const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
     send_to_mx(op, "float64");

@@ -90,8 +90,8 @@ AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w,
   if (w.ndim() < 2) {
     checks::fail(op, "w has shape ", w.shape(), ": expected at least two dimensions");
   }
-  checks::floating(op, scales.dtype(), {{"scales", scales}});
-  checks::floating(op, biases.dtype(), {{"biases", biases}});
+  checks::floating(op, {{"scales", scales}});
+  checks::floating(op, {{"biases", biases}});
   if (biases.shape() != scales.shape()) {
     checks::fail(op, "biases has shape ", biases.shape(), ", scales has shape ", scales.shape(),
                  ": expected the same shape");

@@ -194,8 +194,7 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
     }
   }
   check_heads(op, q.shape(), k.shape(), v.shape());
-  const mx::Dtype dtype = mx::result_type(q, k, v);
-  checks::floating(op, dtype, {{"q", q}, {"k", k}, {"v", v}});
+  const mx::Dtype dtype = checks::floating(op, {{"q", q}, {"k", k}, {"v", v}});
   const mx::Stream stream = checks::stream(op, where);
   AttentionCall call{mx::astype(q, dtype, stream), {mx::astype(k, dtype, stream)}, {mx::astype(v, dtype, stream)},
                      std::nullopt, std::nullopt, {.scale = scale}};

@@ -60,7 +60,7 @@ struct DecodePlan {
   uint32_t keys_per_split;
 };
 
-DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options) {
+DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, bool may_split) {
   constexpr uint32_t simdgroups = 4;            // decode_simdgroups of mittens/decode.h
   constexpr uint32_t wanted_threadgroups = 1024;  // a large GPU several times over
   DecodePlan plan;
@@ -77,7 +77,8 @@ DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options) {
   const uint32_t first = first_key(sizes, options);
   const uint32_t steps = ceil_divide(sizes.keys - first, step);
   const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks;
-  const uint32_t splits = std::clamp(ceil_divide(wanted_threadgroups, groups), 1u, std::max(steps, 1u));
+  const uint32_t wanted = may_split ? ceil_divide(wanted_threadgroups, groups) : 1;
+  const uint32_t splits = std::clamp(wanted, 1u, std::max(steps, 1u));
   plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
   plan.splits = std::max(ceil_divide(sizes.keys - first, plan.keys_per_split), 1u);
   return plan;
@@ -193,7 +194,7 @@ Launch combine_launch(const mx::array& partials, const mx::array& sinks, mx::arr
 
 std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
                                     const Sizes& sizes, const AttentionOptions& options) {
-  const DecodePlan plan = plan_decode(sizes, options);
+  const DecodePlan plan = plan_decode(sizes, options, outputs.size() > 1);
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   params.splits = plan.splits;
   params.keys_per_split = plan.keys_per_split;
@@ -241,7 +242,7 @@ size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, cons
   if (is_prefill(sizes, options) || !attention_not_covered(queries, keys, values, options).empty()) {
     return 0;
   }
-  const uint32_t splits = plan_decode(sizes, options).splits;
+  const uint32_t splits = plan_decode(sizes, options, true).splits;
   return splits > 1 ? splits * sizes.rows() * (sizes.width + 2) : 0;
 }
 

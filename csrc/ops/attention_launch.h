@@ -27,7 +27,8 @@ struct AttentionOptions {
 //   values   [batch, key_heads, keys, value_width]    likewise
 //   mask     [batch, heads, queries, keys]            any strides, 0 where it is broadcast
 //   sinks    [heads]                                  contiguous
-// Outputs: y [batch, heads, queries, value_width], row contiguous, and a float32 workspace.
+// Outputs: y [batch, heads, queries, value_width], row contiguous, and a float32 workspace; without one keys are not
+// split.
 
 // Elements of the workspace that the partial results of split keys take; 0 where keys are not split, or no kernel covers
 // the shapes. Only these count, so that it is known when the graph is built.

@@ -16,7 +16,11 @@ namespace {
 // scales and biases; values likewise; a mask of four dimensions that broadcast; sinks.
 class Attention : public KernelPrimitive {
  public:
-  Attention(mx::Stream stream, AttentionOptions options) : KernelPrimitive(stream), options_(options) {}
+  // The native code has no use for a workspace.
+  Attention(mx::Stream stream, AttentionOptions options)
+      : KernelPrimitive(stream),
+        options_(options),
+        may_split_(stream.device == mx::Device::gpu || simulator_enabled()) {}
 
   static mx::array apply(const AttentionCall& call, mx::Stream stream) {
     Arrays inputs = {call.queries};
@@ -28,7 +32,7 @@ class Attention : public KernelPrimitive {
     if (call.sinks) {
       inputs.push_back(*call.sinks);
     }
-    return apply(inputs, call.options, stream);
+    return apply(std::move(inputs), call.options, stream);
   }
 
   const char* name() const override {
@@ -36,7 +40,8 @@ class Attention : public KernelPrimitive {
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return options_ == static_cast<const Attention&>(other).options_;
+    const auto& attention = static_cast<const Attention&>(other);
+    return options_ == attention.options_ && may_split_ == attention.may_split_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -44,8 +49,10 @@ class Attention : public KernelPrimitive {
     const mx::Shape keys = rows_shape(inputs, first_key()), values = rows_shape(inputs, first_value());
     mx::Shape shape = queries.shape();
     shape.back() = values.back();
-    const size_t workspace = attention_workspace(queries.shape(), keys, values, options_);
-    return {shape, {static_cast<int>(workspace)}};
+    if (!may_split_) {
+      return {shape};
+    }
+    return {shape, {static_cast<int>(attention_workspace(queries.shape(), keys, values, options_))}};
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -102,7 +109,7 @@ class Attention : public KernelPrimitive {
       batched[i] = mx::flatten(a, 0, 1, stream());
     }
     const mx::array y = mx::unflatten(apply(batched, options_, stream()), 0, {size, batch}, stream());
-    return {{y, mx::zeros({0}, mx::float32, stream())}, {0, -1}};
+    return {{y}, {0}};
   }
 
  protected:
@@ -159,14 +166,12 @@ class Attention : public KernelPrimitive {
   }
 
   Arrays composed(const Arrays& inputs) override {
-    return {composed_attention(dense(inputs), stream()), mx::zeros(output_shapes(inputs)[1], mx::float32, stream())};
+    return with_workspace(composed_attention(dense(inputs), stream()), inputs);
   }
 
  private:
-  static mx::array apply(const Arrays& inputs, const AttentionOptions& options, mx::Stream stream) {
-    auto primitive = std::make_shared<Attention>(stream, options);
-    return mx::array::make_arrays(primitive->output_shapes(inputs), {inputs[0].dtype(), mx::float32}, primitive,
-                                  inputs)[0];
+  static mx::array apply(Arrays inputs, const AttentionOptions& options, mx::Stream stream) {
+    return first_output(std::make_shared<Attention>(stream, options), std::move(inputs));
   }
 
   // Places of the inputs; -1 where there is none.
@@ -251,6 +256,7 @@ class Attention : public KernelPrimitive {
   }
 
   AttentionOptions options_;
+  bool may_split_;
 };
 
 }  // namespace

@@ -121,8 +121,7 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   if (bias && (bias->ndim() != 1 || bias->shape(0) != blocks.shape(0))) {
     checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", blocks.shape(0), " elements");
   }
-  const mx::Dtype dtype = bias ? mx::result_type(x, *bias) : x.dtype();
-  checks::floating(op, dtype, {{"x", x}, {"bias", bias}});
+  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"bias", bias}});
   if (!has_kernels(dtype)) {
     checks::fail<DtypeError>(op, "x has dtype ", dtype, ": expected float32, float16 or bfloat16");
   }
@@ -131,7 +130,6 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
     inputs.push_back(mx::astype(*bias, dtype, stream));
   }
   const size_t rows = leading_size(x, 1);
-  auto primitive = std::make_shared<BlockMatmul>(stream, kind);
   if (columns == 0 || (stream.device == mx::Device::gpu && rows > most_gemv_rows)) {
     send_to_mx(op, columns == 0 ? "no columns"
                                 : "more than " + std::to_string(most_gemv_rows) + " rows of x");
@@ -139,7 +137,7 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
     const mx::array y = mx::matmul(inputs[0], mx::transpose(w, stream), stream);
     return bias ? mx::add(y, inputs[2], stream) : y;
   }
-  return mx::array::make_arrays(primitive->output_shapes(inputs), {dtype}, primitive, inputs)[0];
+  return first_output(std::make_shared<BlockMatmul>(stream, kind), std::move(inputs));
 }
 
 void bind(nb::module_& module) {

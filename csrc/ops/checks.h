@@ -61,18 +61,30 @@ inline void epsilon(const char* op, float eps) {
   }
 }
 
-// dtype is what the arguments promote to; where it is not floating, the argument that makes it so is named.
-inline void floating(const char* op, mx::Dtype dtype,
-                     std::initializer_list<std::pair<const char*, std::optional<mx::array>>> arguments) {
+// An argument that may be absent.
+struct Argument {
+  Argument(const char* name, const mx::array& array) : name(name), array(&array) {}
+  Argument(const char* name, const std::optional<mx::array>& array) : name(name), array(array ? &*array : nullptr) {}
+
+  const char* name;
+  const mx::array* array;
+};
+
+// What the arguments promote to; where that is not floating, the argument that makes it so is named.
+inline mx::Dtype floating(const char* op, std::initializer_list<Argument> arguments) {
+  mx::Dtype dtype = mx::bool_;
+  for (const auto& [name, array] : arguments) {
+    dtype = array ? mx::promote_types(dtype, array->dtype()) : dtype;
+  }
   if (mx::issubdtype(dtype, mx::floating)) {
-    return;
+    return dtype;
   }
   for (const auto& [name, array] : arguments) {
     if (array && array->dtype() == dtype) {
       fail<DtypeError>(op, name, " has dtype ", dtype, ": expected float32, float16 or bfloat16");
     }
   }
-  fail<DtypeError>(op, arguments.begin()->first, " has a dtype that makes ", dtype,
+  fail<DtypeError>(op, arguments.begin()->name, " has a dtype that makes ", dtype,
                    " of the result: expected float32, float16 or bfloat16");
 }
 

@@ -43,7 +43,7 @@ struct RowsPlan {
 
 // pack: elements of a lane's load where whole packs can be loaded. Whether they can shows only when the arrays are
 // there, and the splits are the same either way.
-RowsPlan plan_gemv_rows(uint32_t rows, uint32_t columns, uint32_t outputs, uint32_t pack) {
+RowsPlan plan_gemv_rows(uint32_t rows, uint32_t columns, uint32_t outputs, uint32_t pack, bool may_split) {
   constexpr uint32_t most_simdgroups = 8;
   constexpr uint32_t steps = 2;                 // loads of a lane on their way at once
   constexpr uint32_t wanted_simdgroups = 4096;  // of a launch: a large GPU several times over
@@ -57,8 +57,8 @@ RowsPlan plan_gemv_rows(uint32_t rows, uint32_t columns, uint32_t outputs, uint3
   plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, tiles), 4u, most_simdgroups);
   plan.simdgroups = std::min(plan.simdgroups, shares);
   // Each split leaves a simdgroup enough to do that it is worth the second kernel, which adds the splits up.
-  const uint32_t splits = std::clamp(ceil_divide(wanted_simdgroups / 4, tiles * plan.simdgroups), 1u,
-                                     ceil_divide(shares, 2 * plan.simdgroups));
+  const uint32_t most_splits = may_split ? ceil_divide(shares, 2 * plan.simdgroups) : 1;
+  const uint32_t splits = std::clamp(ceil_divide(wanted_simdgroups / 4, tiles * plan.simdgroups), 1u, most_splits);
   const uint32_t chunks_per_split = ceil_divide(chunks, splits);
   plan.splits = ceil_divide(chunks, chunks_per_split);
   plan.columns_per_split = chunks_per_split * 32 * pack;
@@ -69,15 +69,15 @@ RowsPlan plan_gemv_rows(uint32_t rows, uint32_t columns, uint32_t outputs, uint3
 // -> y [.., outputs].
 class Gemv : public KernelPrimitive {
  public:
-  Gemv(mx::Stream stream, bool transpose) : KernelPrimitive(stream), transpose_(transpose) {}
+  // inputs: those that it is first applied to. It may split the columns later only if it does so for these.
+  Gemv(mx::Stream stream, bool transpose, const Arrays& inputs)
+      : KernelPrimitive(stream), transpose_(transpose), may_split_(true) {
+    may_split_ = splits_of(inputs) > 1;
+  }
 
-  static mx::array apply(const Arrays& inputs, bool transpose, mx::Stream stream) {
-    auto primitive = std::make_shared<Gemv>(stream, transpose);
-    const std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-    if (shapes.size() == 1) {
-      return mx::array(shapes[0], inputs[0].dtype(), primitive, inputs);
-    }
-    return mx::array::make_arrays(shapes, {inputs[0].dtype(), mx::float32}, primitive, inputs)[0];
+  static mx::array apply(Arrays inputs, bool transpose, mx::Stream stream) {
+    auto primitive = std::make_shared<Gemv>(stream, transpose, inputs);
+    return first_output(std::move(primitive), std::move(inputs));
   }
 
   const char* name() const override {
@@ -85,19 +85,18 @@ class Gemv : public KernelPrimitive {
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return transpose_ == static_cast<const Gemv&>(other).transpose_;
+    const auto& gemv = static_cast<const Gemv&>(other);
+    return transpose_ == gemv.transpose_ && may_split_ == gemv.may_split_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     const Sizes sizes = sizes_of(inputs);
     mx::Shape shape = inputs[0].shape();
     shape.back() = static_cast<int>(sizes.outputs);
-    const uint32_t pack = pack_elements(inputs[0]);
-    const uint32_t splits = transpose_ ? rows_plan(sizes, pack).splits : columns_plan(sizes, pack, pack).splits;
-    if (splits == 1) {
+    if (!may_split_) {
       return {shape};
     }
-    return {shape, {static_cast<int>(splits), static_cast<int>(uint64_t(sizes.rows) * sizes.outputs)}};
+    return {shape, workspace_shape(splits_of(inputs), uint64_t(sizes.rows) * sizes.outputs)};
   }
 
   // On the CPU the gradients are products of the same kind, which training needs to be fast.
@@ -136,8 +135,7 @@ class Gemv : public KernelPrimitive {
     }
     Arrays batched = inputs;
     batched[0] = mx::moveaxis(inputs[0], axes[0], 0, stream());
-    const Arrays outputs = with_workspace(apply(batched, transpose_, stream()), inputs);
-    return {outputs, outputs.size() > 1 ? std::vector<int>{0, -1} : std::vector<int>{0}};
+    return {{apply(batched, transpose_, stream())}, {0}};
   }
 
  protected:
@@ -231,23 +229,22 @@ class Gemv : public KernelPrimitive {
     return 16 / x.itemsize();
   }
 
-  static RowsPlan rows_plan(const Sizes& sizes, uint32_t pack) {
-    return plan_gemv_rows(sizes.rows, sizes.columns, sizes.outputs, pack);
+  RowsPlan rows_plan(const Sizes& sizes, uint32_t pack) const {
+    return plan_gemv_rows(sizes.rows, sizes.columns, sizes.outputs, pack, may_split_);
   }
 
-  static ColumnsPlan columns_plan(const Sizes& sizes, uint32_t elements, uint32_t pack) {
-    return plan_columns(sizes.rows, sizes.columns, sizes.outputs, 1, elements, pack, most_gemv_rows);
+  ColumnsPlan columns_plan(const Sizes& sizes, uint32_t elements, uint32_t pack) const {
+    return plan_columns(sizes.rows, sizes.columns, sizes.outputs, 1, elements, pack, most_gemv_rows, may_split_);
   }
 
-  Arrays with_workspace(const mx::array& y, const Arrays& inputs) {
-    const std::vector<mx::Shape> shapes = output_shapes(inputs);
-    if (shapes.size() == 1) {
-      return {y};
-    }
-    return {y, mx::zeros(shapes[1], mx::float32, stream())};
+  uint32_t splits_of(const Arrays& inputs) const {
+    const Sizes sizes = sizes_of(inputs);
+    const uint32_t pack = pack_elements(inputs[0]);
+    return transpose_ ? rows_plan(sizes, pack).splits : columns_plan(sizes, pack, pack).splits;
   }
 
   bool transpose_;
+  bool may_split_;
 };
 
 // Measured on an H200 (bench/results/h200.json); Metal's 8x8 matrices run on the same units as everything else.
@@ -275,12 +272,7 @@ std::optional<mx::array> attempt(const mx::array& w, const mx::array& x, const s
   if (bias && (bias->ndim() != 1 || bias->shape(0) != outputs)) {
     checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", outputs, " elements");
   }
-  Arrays typed = {x, w};
-  if (bias) {
-    typed.push_back(*bias);
-  }
-  const mx::Dtype dtype = mx::result_type(typed);
-  checks::floating(op, dtype, {{"x", x}, {"w", w}, {"bias", bias}});
+  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"w", w}, {"bias", bias}});
   const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
     return left_to_mx(op, "float64");
@@ -300,13 +292,13 @@ std::optional<mx::array> attempt(const mx::array& w, const mx::array& x, const s
   if (bias) {
     inputs.push_back(mx::astype(*bias, dtype, stream));
   }
-  return Gemv::apply(inputs, transpose, stream);
+  return Gemv::apply(std::move(inputs), transpose, stream);
 }
 
 mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias, bool transpose,
                mx::StreamOrDevice where) {
-  if (const auto y = attempt(w, x, bias, transpose, where)) {
-    return *y;
+  if (auto y = attempt(w, x, bias, transpose, where)) {
+    return *std::move(y);
   }
   const mx::Stream stream = checks::stream(op, where);
   const mx::array y = mx::matmul(x, transpose ? mx::transpose(w, stream) : w, stream);

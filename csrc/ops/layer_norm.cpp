@@ -137,8 +137,7 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
   }
   checks::epsilon(op, eps);
   // As in mx, a bias widens the result only beside a weight.
-  const mx::Dtype dtype = !weight ? x.dtype() : bias ? mx::result_type(x, *weight, *bias) : mx::result_type(x, *weight);
-  checks::floating(op, dtype, {{"x", x}, {"weight", weight}, {"bias", bias}});
+  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"weight", weight}, {"bias", bias}});
   const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
     return left_to_mx(op, "float64");
@@ -156,8 +155,8 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
 
 mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& weight, const std::optional<mx::array>& bias,
                      float eps, mx::StreamOrDevice where) {
-  const auto y = attempt(x, weight, bias, eps, where);
-  return y ? *y : mx::fast::layer_norm(x, weight, bias, eps, where);
+  auto y = attempt(x, weight, bias, eps, where);
+  return y ? *std::move(y) : mx::fast::layer_norm(x, weight, bias, eps, where);
 }
 
 void bind(nb::module_& module) {

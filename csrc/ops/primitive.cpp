@@ -29,6 +29,15 @@ Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
 
 }  // namespace
 
+mx::array first_output(std::shared_ptr<mx::Primitive> primitive, Arrays inputs) {
+  std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+  const mx::Dtype dtype = inputs[0].dtype();
+  if (shapes.size() == 1) {
+    return mx::array(std::move(shapes[0]), dtype, std::move(primitive), std::move(inputs));
+  }
+  return mx::array::make_arrays(std::move(shapes), {dtype, mx::float32}, primitive, inputs)[0];
+}
+
 const Arrays& KernelPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
   return row_contiguous(inputs, stream(), copies);
 }
@@ -77,6 +86,14 @@ Arrays KernelPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, con
 
 Arrays KernelPrimitive::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) {
   return mx::jvp(composed_of(primals, argnums), chosen(primals, argnums), tangents).second;
+}
+
+Arrays KernelPrimitive::with_workspace(const mx::array& y, const Arrays& inputs) {
+  const std::vector<mx::Shape> shapes = output_shapes(inputs);
+  if (shapes.size() == 1) {
+    return {y};
+  }
+  return {y, mx::zeros(shapes[1], mx::float32, stream())};
 }
 
 std::function<Arrays(const Arrays&)> KernelPrimitive::composed_of(const Arrays& primals,

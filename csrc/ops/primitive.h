@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -11,6 +12,9 @@
 namespace mittens {
 
 using Arrays = std::vector<mx::array>;
+
+// The first output of a new primitive, of the first input's dtype; a second one is its float32 workspace.
+mx::array first_output(std::shared_ptr<mx::Primitive> primitive, Arrays inputs);
 
 class KernelPrimitive : public mx::Primitive {
  public:
@@ -37,6 +41,10 @@ class KernelPrimitive : public mx::Primitive {
   virtual std::function<void()> native(const Arrays& inputs, Arrays& outputs) = 0;
   // The same mathematics in mx operations, for derivatives of any order and for vmap.
   virtual Arrays composed(const Arrays& inputs) = 0;
+
+  // The outputs of a composition: y, and zeros for the float32 workspace where that is this primitive's second output.
+  // Whether it is must be settled when the primitive is made: mx.compile may run it again on other shapes.
+  Arrays with_workspace(const mx::array& y, const Arrays& inputs);
 
  private:
   // The composition as a function of some of its inputs: others, such as packed integers, may have no derivative.

@@ -44,13 +44,8 @@ class QuantizedMatmul : public KernelPrimitive {
  public:
   QuantizedMatmul(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
 
-  static mx::array apply(const Arrays& inputs, AffineFormat format, mx::Stream stream) {
-    auto primitive = std::make_shared<QuantizedMatmul>(stream, format);
-    std::vector<mx::Dtype> dtypes = {inputs[0].dtype()};
-    if (!format.transpose) {
-      dtypes.push_back(mx::float32);
-    }
-    return mx::array::make_arrays(primitive->output_shapes(inputs), dtypes, primitive, inputs)[0];
+  static mx::array apply(Arrays inputs, AffineFormat format, mx::Stream stream) {
+    return first_output(std::make_shared<QuantizedMatmul>(stream, format), std::move(inputs));
   }
 
   const char* name() const override {
@@ -68,8 +63,7 @@ class QuantizedMatmul : public KernelPrimitive {
     if (format_.transpose) {
       return {shape};
     }
-    const ColumnsPlan plan = plan_of(sizes);
-    return {shape, workspace_shape(plan, uint64_t(sizes.matrices) * sizes.rows * sizes.outputs)};
+    return {shape, workspace_shape(plan_of(sizes).splits, uint64_t(sizes.matrices) * sizes.rows * sizes.outputs)};
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -156,13 +150,7 @@ class QuantizedMatmul : public KernelPrimitive {
       }
       y = mx::add(y, *bias, stream());
     }
-    Arrays outputs = {y};
-    std::vector<int> output_axes = {0};
-    if (!format_.transpose) {
-      outputs.push_back(mx::zeros({0}, mx::float32, stream()));
-      output_axes.push_back(-1);
-    }
-    return {outputs, output_axes};
+    return {{y}, {0}};
   }
 
  protected:
@@ -266,13 +254,6 @@ class QuantizedMatmul : public KernelPrimitive {
     return plan_columns(sizes.rows, sizes.columns, sizes.outputs, sizes.matrices, 8, 8, most_kernel_rows);
   }
 
-  Arrays with_workspace(const mx::array& y, const Arrays& inputs) {
-    if (format_.transpose) {
-      return {y};
-    }
-    return {y, mx::zeros(output_shapes(inputs)[1], mx::float32, stream())};
-  }
-
   AffineFormat format_;
 };
 
@@ -321,12 +302,7 @@ std::optional<mx::array> attempt(const mx::array& x, const mx::array& w, const m
   if (bias && (bias->ndim() != 1 || bias->shape(0) != shape.outputs)) {
     checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", shape.outputs, " elements");
   }
-  Arrays typed = {x, scales, *biases};
-  if (bias) {
-    typed.push_back(*bias);
-  }
-  const mx::Dtype dtype = mx::result_type(typed);
-  checks::floating(op, dtype, {{"x", x}, {"bias", bias}});
+  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"bias", bias}, {"scales", scales}, {"biases", *biases}});
   if (!has_kernels(dtype)) {
     return left_to_mx(op, "float64");
   }
@@ -337,8 +313,12 @@ std::optional<mx::array> attempt(const mx::array& x, const mx::array& w, const m
     return left_to_mx(op, "an x of fewer than three dimensions with a stack of matrices");
   }
 
-  Arrays inputs = {mx::astype(x, dtype, stream), w, mx::astype(scales, dtype, stream),
-                   mx::astype(*biases, dtype, stream)};
+  Arrays inputs;
+  inputs.reserve(5);
+  inputs.push_back(mx::astype(x, dtype, stream));
+  inputs.push_back(w);
+  inputs.push_back(mx::astype(scales, dtype, stream));
+  inputs.push_back(mx::astype(*biases, dtype, stream));
   if (w.ndim() > 2) {
     const BatchShapes batch = batch_shapes(x, w);
     inputs[0] = with_batch(inputs[0], batch.x, stream);
@@ -362,7 +342,7 @@ std::optional<mx::array> attempt(const mx::array& x, const mx::array& w, const m
   if (bias) {
     inputs.push_back(mx::astype(*bias, dtype, stream));
   }
-  return QuantizedMatmul::apply(inputs, format, stream);
+  return QuantizedMatmul::apply(std::move(inputs), format, stream);
 }
 
 }  // namespace
@@ -371,8 +351,8 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
                            const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
                            std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
                            mx::StreamOrDevice where) {
-  if (const auto y = attempt(x, w, scales, biases, transpose, group_size, bits, mode, bias, where)) {
-    return *y;
+  if (auto y = attempt(x, w, scales, biases, transpose, group_size, bits, mode, bias, where)) {
+    return *std::move(y);
   }
   const mx::array y = mx::quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, where);
   return bias ? mx::add(y, *bias, where) : y;

@@ -116,9 +116,11 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     checks::fail(op, "up's w has ", std::get<0>(up).shape(0), " rows, gate's has ", shape.outputs,
                  ": expected the same number");
   }
-  const mx::Dtype dtype =
-      mx::result_type(Arrays{x, std::get<1>(gate), std::get<2>(gate), std::get<1>(up), std::get<2>(up)});
-  checks::floating(op, dtype, {{"x", x}});
+  const mx::Dtype dtype = checks::floating(op, {{"x", x},
+                                                {"gate's scales", std::get<1>(gate)},
+                                                {"gate's biases", std::get<2>(gate)},
+                                                {"up's scales", std::get<1>(up)},
+                                                {"up's biases", std::get<2>(up)}});
   auto typed = [&](const mx::array& array) { return mx::astype(array, dtype, stream); };
   const Arrays inputs = {typed(x),
                          std::get<0>(gate),
@@ -146,8 +148,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return by_mx("more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  auto primitive = std::make_shared<QuantizedSwiglu>(stream, format);
-  return mx::array::make_arrays(primitive->output_shapes(inputs), {dtype}, primitive, inputs)[0];
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, format), inputs);
 }
 
 void bind(nb::module_& module) {

@@ -101,8 +101,7 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
     checks::per_column(op, "weight", *weight, x);
   }
   checks::epsilon(op, eps);
-  const mx::Dtype dtype = weight ? mx::result_type(x, *weight) : x.dtype();
-  checks::floating(op, dtype, {{"x", x}, {"weight", weight}});
+  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"weight", weight}});
   const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
     return left_to_mx(op, "float64");
@@ -118,8 +117,8 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
 }  // namespace
 
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice where) {
-  const auto y = attempt(x, weight, eps, where);
-  return y ? *y : mx::fast::rms_norm(x, weight, eps, where);
+  auto y = attempt(x, weight, eps, where);
+  return y ? *std::move(y) : mx::fast::rms_norm(x, weight, eps, where);
 }
 
 mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::Stream s) {

@@ -220,8 +220,8 @@ std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool prec
 }
 
 mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
-  const auto y = attempt(a, axis, precise, where);
-  return y ? *y : mx::softmax(a, named_axes(axis, a), precise, where);
+  auto y = attempt(a, axis, precise, where);
+  return y ? *std::move(y) : mx::softmax(a, named_axes(axis, a), precise, where);
 }
 
 void bind(nb::module_& module) {
