@@ -1,10 +1,12 @@
 #include "ops/stats.h"
 
+#include <algorithm>
 #include <cstdint>
-#include <map>
+#include <functional>
 #include <mutex>
 #include <string_view>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -24,11 +26,26 @@ namespace {
 using Key = std::tuple<std::string, std::string, std::string>;
 using View = std::tuple<std::string_view, std::string_view, std::string_view>;
 
-std::mutex lock;
-std::map<Key, uint64_t, std::less<>> runs;   // primitive, executor, kernel
-std::map<Key, uint64_t, std::less<>> to_mx;  // op, reason, nothing
+// Found by views: this is on the path of every kernel.
+struct Hash {
+  using is_transparent = void;
 
-void count(std::map<Key, uint64_t, std::less<>>& counts, const View& view) {
+  size_t operator()(const View& view) const {
+    const std::hash<std::string_view> hash;
+    return (hash(std::get<0>(view)) * 31 + hash(std::get<1>(view))) * 31 + hash(std::get<2>(view));
+  }
+  size_t operator()(const Key& key) const {
+    return operator()(View(key));
+  }
+};
+
+using Counts = std::unordered_map<Key, uint64_t, Hash, std::equal_to<>>;
+
+std::mutex lock;
+Counts runs;   // primitive, executor, kernel
+Counts to_mx;  // op, reason, nothing
+
+void count(Counts& counts, const View& view) {
   const std::scoped_lock guard(lock);
   const auto found = counts.find(view);
   if (found != counts.end()) {
@@ -40,11 +57,12 @@ void count(std::map<Key, uint64_t, std::less<>>& counts, const View& view) {
 
 using Row = std::tuple<std::string, std::string, std::string, uint64_t>;
 
-std::vector<Row> rows(const std::map<Key, uint64_t, std::less<>>& counts) {
+std::vector<Row> rows(const Counts& counts) {
   std::vector<Row> all;
   for (const auto& [key, n] : counts) {
     all.emplace_back(std::get<0>(key), std::get<1>(key), std::get<2>(key), n);
   }
+  std::sort(all.begin(), all.end());
   return all;
 }
 
