@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import attention
-from .cases import Case, Exact, Op
+from .cases import Case, Exact, Op, dequantized, widen
 
 # Scores of float64 that are held at once.
 _PIECE = 2**22
@@ -84,24 +84,11 @@ class AttentionOp(Op):
             format_ = options["group_size"], options["bits"]
             keys, values = (dequantized(*arrays[i : i + 3], *format_) for i in (1, 4))
         else:
-            keys, values = wide(arrays[1]), wide(arrays[2])
+            keys, values = widen(arrays[1]), widen(arrays[2])
         *_, mask, sinks = arrays
         causal = options["mask"] == "causal"
         scale = case.shape[-1] ** -0.5
-        return [exact_attention(wide(arrays[0]), keys, values, scale, mask, sinks, causal, options["window"])]
-
-
-def wide(a: mx.array) -> np.ndarray:
-    return np.array(a.astype(mx.float32)).astype(np.float64)
-
-
-def dequantized(words: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> np.ndarray:
-    """What was packed, in float64."""
-    packed = np.array(words)
-    integers = (packed[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)) & (2**bits - 1)
-    integers = integers.reshape(*packed.shape[:-1], -1, group_size).astype(np.float64)
-    rows = integers * wide(scales)[..., None] + wide(biases)[..., None]
-    return rows.reshape(*packed.shape[:-1], -1)
+        return [exact_attention(widen(arrays[0]), keys, values, scale, mask, sinks, causal, options["window"])]
 
 
 def exact_attention(
@@ -126,7 +113,7 @@ def exact_attention(
         additive = mask.dtype != mx.bool_
         mask = np.array(mask.astype(mx.float32)) if additive else np.array(mask)
         mask = np.broadcast_to(mask, (batch, heads, queries, keys))
-    sinks = None if sinks is None else wide(sinks)
+    sinks = None if sinks is None else widen(sinks)
     step = max(1, _PIECE // max(keys, 1))
 
     def piece(b: int, h: int, first: int) -> None:

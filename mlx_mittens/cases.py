@@ -178,6 +178,16 @@ class Op:
         return dtype.size * (2 * inputs + outputs if case.vjp else inputs + outputs)
 
 
+def widen(a: mx.array | None) -> np.ndarray | None:
+    """An array's values in float64."""
+    return None if a is None else np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def dequantized(words: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> np.ndarray:
+    """What `mx.quantize` packed, in float64."""
+    return reference.dequantize(np.array(words), widen(scales), widen(biases), group_size, bits)
+
+
 def _draw(rng: np.random.Generator, kind: str, shape: tuple[int, ...], spread: Spread, dtype: mx.Dtype) -> mx.array:
     a = rng.standard_normal(shape, dtype=np.float32)
     if kind == "weight":
@@ -367,11 +377,6 @@ def run(
     if case.vjp:
         return gradients(function, arrays, cotangents, op.arguments(case))
     return call(function, arrays, op.arguments(case))
-
-
-def widen(a: mx.array | None) -> np.ndarray | None:
-    """An array's values in float64."""
-    return None if a is None else np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def expected(op: Op, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:

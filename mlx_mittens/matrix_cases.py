@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import matrices
-from .cases import DTYPES, Case, Exact, Op
+from . import matrices, reference
+from .cases import DTYPES, Case, Exact, Op, widen
 
 _BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 
@@ -106,23 +106,19 @@ class MatrixOp(Op):
         x, weights = (arrays[1], arrays[:1]) if self.layout == "dense" else (arrays[0], arrays[1:])
         transpose = options.get("transpose", True)
         products = [
-            _product(_widen(x), weights[i : i + len(weights) // parts], options, self.layout, transpose)
+            _product(widen(x), weights[i : i + len(weights) // parts], options, self.layout, transpose)
             for parts in [2 if self.layout == "gated" else 1]
             for i in range(0, len(weights), len(weights) // parts)
         ]
         if self.layout == "gated":
             return [_gated(*products)]
         value, size = products[0]
-        return [Exact(value if bias is None else value + _widen(bias), size)]
+        return [Exact(value if bias is None else value + widen(bias), size)]
 
     def _exact_blocks(self, array: mx.array, options: dict[str, Any]) -> Exact:
         if self.name == "block_dequantize":
             return Exact(_block_weights(np.array(array), options["kind"]))
         return Exact(_quantized_blocks(np.array(array.astype(mx.float32)), options["kind"]).astype(np.float64))
-
-
-def _widen(a: mx.array) -> np.ndarray:
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def _draw(
@@ -187,12 +183,7 @@ def _rows_of(weights: Sequence[np.ndarray], options: dict[str, Any], layout: str
         return weights[0].astype(np.float64)
     if layout == "blocks":
         return _block_weights(weights[0], options["kind"])
-    words, scales, biases = weights
-    bits = options["bits"]
-    integers = (words[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)) & (2**bits - 1)
-    integers = integers.reshape(len(words), -1, options["group_size"])
-    w = integers * scales.astype(np.float64)[..., None] + biases.astype(np.float64)[..., None]
-    return w.reshape(len(words), -1)
+    return reference.dequantize(*weights, options["group_size"], options["bits"])
 
 
 def _product(

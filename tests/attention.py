@@ -9,7 +9,8 @@ import numpy as np
 from matrices import draw
 
 from mlx_mittens import cases
-from mlx_mittens.attention_cases import UNITS, exact_attention, wide
+from mlx_mittens.attention_cases import UNITS, exact_attention
+from mlx_mittens.cases import widen
 
 MASKS = ("none", "causal", "bool", "additive", "row")
 
@@ -58,7 +59,7 @@ def twin_mask(mask, window, queries, keys):
 
 def exact_of(q, k, v, scale, mask=None, sinks=None, window=None):
     array = mask if isinstance(mask, mx.array) else None
-    q, k, v = (a if isinstance(a, np.ndarray) else wide(a) for a in (q, k, v))
+    q, k, v = (a if isinstance(a, np.ndarray) else widen(a) for a in (q, k, v))
     return exact_attention(q, k, v, scale, array, sinks, array is None and mask == "causal", window)
 
 

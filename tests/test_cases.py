@@ -86,6 +86,14 @@ def test_reference_gradients_are_derivatives(op, rng, options):
         assert math.isclose((gradient * direction).sum(), slope, rel_tol=1e-6, abs_tol=1e-7), op.parameters[i]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dequantized_agrees_with_mx(rng, bits):
+    with mx.stream(mx.cpu):
+        triple = mx.quantize(mx.array(rng.standard_normal((2, 5, 96)).astype(np.float32)), 32, bits)
+        weights = mx.dequantize(*triple, 32, bits)
+    np.testing.assert_allclose(cases.dequantized(*triple, 32, bits), cases.widen(weights), rtol=1e-6, atol=1e-6)
+
+
 def test_blocks_change_nothing(op, rng):
     """Large cases are evaluated in blocks of rows."""
     for vjp in (False, True):

@@ -4,10 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from attention import MASKS, assert_right, draw, exact_of, mask_of, run, twin_mask
-from matrices import dequantized, quantize
+from matrices import quantize
 from support import assert_near
 
 import mlx_mittens as mm
+from mlx_mittens.cases import dequantized
 
 
 def composed(q, keys, values, scale, mask, sinks, group_size, bits):

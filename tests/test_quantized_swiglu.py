@@ -4,14 +4,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from matrices import assert_right, dequantized, draw, exact_product, quantize, wide
+from matrices import assert_right, draw, exact_product, quantize
 
 import mlx_mittens as mm
 from mlx_mittens import cases
+from mlx_mittens.cases import dequantized, widen
 
 
 def exact_swiglu(x, gate, up, group_size, bits):
-    gated, linear = (exact_product(wide(x), dequantized(*w, group_size, bits)) for w in (gate, up))
+    gated, linear = (exact_product(widen(x), dequantized(*w, group_size, bits)) for w in (gate, up))
     with np.errstate(over="ignore"):
         silu = gated.value / (1 + np.exp(-gated.value))
     size = np.abs(silu) * linear.magnitude + (np.abs(gated.magnitude) + np.abs(silu)) * np.abs(linear.value)
