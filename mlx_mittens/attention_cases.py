@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from .cases import Case, Exact, Op, dequantized, widen
 _PIECE = 2**22
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionOp(Op):
     """Attention over keys and values as they are, or packed. Gradients are tested beside the table."""
 
@@ -30,9 +30,6 @@ class AttentionOp(Op):
 
     # The least shape that any case's options allow.
     smallest = (1, 2, 1, 2, 64, 64)
-
-    def checks(self) -> Iterator[Case]:
-        yield from self.tests
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         batch, heads, key_heads, queries, keys, width = case.shape
@@ -64,9 +61,6 @@ class AttentionOp(Op):
                 arrays.append(_draw(rng, (batch, tokens, heads, width), dtype).swapaxes(1, 2))
         return arrays
 
-    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
-        raise NotImplementedError(f"{self.name} has no gradients in the table")
-
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         batch, heads, _, queries, keys, width = case.shape
         options = self.arguments(case)
@@ -78,7 +72,7 @@ class AttentionOp(Op):
             size += there * item * int(np.prod(shape))
         return size + batch * heads * queries * width * dtype.size
 
-    def exact(self, case: Case, arrays: Sequence[mx.array | None]) -> list[Exact]:
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
         if self.packed:
             format_ = options["group_size"], options["bits"]
@@ -322,12 +316,9 @@ ATTENTION_OPS: tuple[AttentionOp, ...] = (
     AttentionOp(
         name="scaled_dot_product_attention",
         parameters=(("q", "rows"), *_KEYS, *_MORE),
-        outputs=1,
         ours=_ours,
         twin=_twin,
         twin_text="mx.fast.scaled_dot_product_attention(q, k, v, scale, mask, sinks)",
-        reference=None,
-        reference_vjp=None,
         summary="attention of prompts and of decoding",
         options={"mask": None, "sinks": False, "window": None},
         tests=_TESTS,
@@ -337,12 +328,9 @@ ATTENTION_OPS: tuple[AttentionOp, ...] = (
     AttentionOp(
         name="quantized_scaled_dot_product_attention",
         parameters=(("q", "rows"), *_PACKED, *_MORE),
-        outputs=1,
         ours=_ours_packed,
         twin=_twin_packed,
         twin_text="two mx.quantized_matmul and a softmax, as in mlx-lm",
-        reference=None,
-        reference_vjp=None,
         summary="attention over a packed key-value cache",
         options={"mask": None, "sinks": False, "window": None, "group_size": 64, "bits": 8},
         tests=_PACKED_TESTS,

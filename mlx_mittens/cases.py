@@ -6,6 +6,7 @@ real models it is timed on. A new op is one row here.
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import math
 import os
@@ -95,23 +96,20 @@ class Spread:
     outlier: float = 20.0
 
 
-@dataclass(frozen=True)
-class Op:
-    """One row of the table.
+@dataclass(frozen=True, kw_only=True)
+class Op(abc.ABC):
+    """One row of the table. Its class says what its cases' shapes mean.
 
     Attributes:
         name: Name in ``mlx_mittens``.
-        parameters: Array arguments in order, each with what it holds: ``rows`` (the case's shape), ``weight`` or
-            ``bias`` (one value a column).
-        outputs: How many arrays the op returns, all of the case's shape.
+        parameters: Array arguments in order, each with what it holds: ``rows`` (what is always there), ``weight`` or
+            ``bias`` (one value a column), ``mask`` or ``sinks``.
+        outputs: How many arrays the op returns.
         ours: The op.
         twin: mx's op, or the mx expression for it, called with the same arguments.
         twin_text: The twin as a user writes it.
-        reference: The op in float64.
-        reference_vjp: Its gradients in float64; takes the arguments, then the cotangents.
         summary: What it computes, for the README.
         options: Keyword arguments of every call.
-        inputs: How the row-wise inputs spread.
         units: Units in the last place of float32 that rounding alone explains.
         tests: Shapes that tests and doctor run.
         cases: Shapes that the benchmark times.
@@ -119,25 +117,19 @@ class Op:
 
     name: str
     parameters: tuple[tuple[str, str], ...]
-    outputs: int
+    outputs: int = 1
     ours: Callable[..., Any]
     twin: Callable[..., Any]
     twin_text: str
-    reference: Callable[..., Any]
-    reference_vjp: Callable[..., Any]
     summary: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    units: int = 4
     tests: tuple[Case, ...]
     cases: tuple[Case, ...]
-    inputs: Spread = Spread()
-    units: int = 4
 
     def checks(self) -> Iterator[Case]:
-        """The shapes to test, each for the op and for its gradients."""
-        for case in self.tests:
-            if not case.vjp:
-                yield case
-            yield replace(case, vjp=True)
+        """The shapes to test; gradients only where they are in the table and not tested beside it."""
+        yield from self.tests
 
     def dtypes(self, case: Case) -> Iterable[str]:
         """The element types that a case is run in, by name."""
@@ -151,13 +143,54 @@ class Op:
         """Inputs of a call that needs the result of another."""
         return [result, *arrays[1:]]
 
-    def shapes(self, case: Case) -> list[tuple[int, ...]]:
-        """Shape of each array argument in a case."""
-        return [case.shape if kind == "rows" else case.shape[-1:] for _, kind in self.parameters]
-
     def arguments(self, case: Case) -> dict[str, Any]:
         """Keyword arguments of a case's call."""
         return {**self.options, **case.options}
+
+    @abc.abstractmethod
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        """Shape of each array argument in a case."""
+
+    @abc.abstractmethod
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        """Draws fresh array arguments, with outliers."""
+
+    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
+        """Draws a cotangent for each output."""
+        raise NotImplementedError(f"{self.name} has no gradients in the table")
+
+    @abc.abstractmethod
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        """The least a case has to move: every input read once, every result written once."""
+
+    @abc.abstractmethod
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        """What a case gives in float64: outputs, or the gradients of the arguments that are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOp(Op):
+    """An op that works along rows; its outputs are all of the case's shape, and so are its ``rows`` arguments.
+
+    Attributes:
+        reference: The op in float64.
+        reference_vjp: Its gradients in float64; takes the arguments, then the cotangents.
+        inputs: How the row-wise inputs spread.
+    """
+
+    reference: Callable[..., Any]
+    reference_vjp: Callable[..., Any]
+    inputs: Spread = Spread()
+
+    def checks(self) -> Iterator[Case]:
+        """The shapes to test, each for the op and for its gradients."""
+        for case in self.tests:
+            if not case.vjp:
+                yield case
+            yield replace(case, vjp=True)
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        return [case.shape if kind == "rows" else case.shape[-1:] for _, kind in self.parameters]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
         """Draws fresh array arguments, with outliers and rows of different size."""
@@ -168,14 +201,23 @@ class Op:
         return [_draw(rng, kind, shape, spread, dtype) for kind, shape in zip(kinds, self.shapes(case))]
 
     def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
-        """Draws a cotangent for each output."""
         return [_draw(rng, "rows", case.shape, Spread(), dtype) for _ in range(self.outputs)]
 
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
-        """The least a case has to move: every input read once, every result written once."""
         inputs = sum(math.prod(shape) for shape in self.shapes(case))
         outputs = self.outputs * math.prod(case.shape)
         return dtype.size * (2 * inputs + outputs if case.vjp else inputs + outputs)
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        narrow = [
+            None if a is None else np.array(a.astype(mx.float32)) for a in (*arrays, *(cotangents if case.vjp else ()))
+        ]
+        options = self.arguments(case)
+        if not case.vjp:
+            return [Exact(a) for a in _by_rows(self.reference, case, narrow, options)]
+        values = _by_rows(self.reference_vjp, case, narrow, options)
+        magnitudes = _by_rows(self.reference_vjp, case, narrow, {**options, "magnitude": True})
+        return [Exact(a, b if a.shape == case.shape else None) for a, b in zip(values, magnitudes)]
 
 
 def widen(a: mx.array | None) -> np.ndarray | None:
@@ -232,11 +274,10 @@ def _add_then_rms_norm(x, residual, weight, eps, *, stream=None):
 
 
 # Those that work along rows.
-ROW_OPS: tuple[Op, ...] = (
-    Op(
+ROW_OPS: tuple[RowOp, ...] = (
+    RowOp(
         name="rms_norm",
         parameters=(("x", "rows"), ("weight", "weight")),
-        outputs=1,
         ours=ops.rms_norm,
         twin=mx.fast.rms_norm,
         twin_text="mx.fast.rms_norm(x, weight, eps)",
@@ -256,10 +297,9 @@ ROW_OPS: tuple[Op, ...] = (
             Case("Qwen3-0.6B prompt", (512, 1024), vjp=True),
         ),
     ),
-    Op(
+    RowOp(
         name="layer_norm",
         parameters=(("x", "rows"), ("weight", "weight"), ("bias", "bias")),
-        outputs=1,
         ours=ops.layer_norm,
         twin=mx.fast.layer_norm,
         twin_text="mx.fast.layer_norm(x, weight, bias, eps)",
@@ -277,10 +317,9 @@ ROW_OPS: tuple[Op, ...] = (
         + _LARGE_CASES
         + (Case("GPT-2 prompt", (1024, 768), vjp=True, quick=True),),
     ),
-    Op(
+    RowOp(
         name="softmax",
         parameters=(("a", "rows"),),
-        outputs=1,
         ours=ops.softmax,
         twin=mx.softmax,
         twin_text="mx.softmax(a, axis, precise=True)",
@@ -307,7 +346,7 @@ ROW_OPS: tuple[Op, ...] = (
         + _LARGE_CASES
         + (Case("Qwen3-0.6B scores, prompt", (1, 16, 512, 512), vjp=True, quick=True),),
     ),
-    Op(
+    RowOp(
         name="add_rms_norm",
         parameters=(("x", "rows"), ("residual", "rows"), ("weight", "weight")),
         outputs=2,
@@ -377,20 +416,6 @@ def run(
     if case.vjp:
         return gradients(function, arrays, cotangents, op.arguments(case))
     return call(function, arrays, op.arguments(case))
-
-
-def expected(op: Op, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-    """What a case gives in float64: outputs, or the gradients of the arguments that are there."""
-    if hasattr(op, "exact"):
-        return op.exact(case, arrays)
-    narrow = [
-        None if a is None else np.array(a.astype(mx.float32)) for a in (*arrays, *(cotangents if case.vjp else ()))
-    ]
-    if not case.vjp:
-        return [Exact(a) for a in _by_rows(op.reference, case, narrow, op.arguments(case))]
-    values = _by_rows(op.reference_vjp, case, narrow, op.arguments(case))
-    magnitudes = _by_rows(op.reference_vjp, case, narrow, {**op.arguments(case), "magnitude": True})
-    return [Exact(a, b if a.shape == case.shape else None) for a, b in zip(values, magnitudes)]
 
 
 def _by_rows(
@@ -516,7 +541,7 @@ def check(
     with mx.stream(twin_device or mx.default_device()):
         twin = run(op, op.twin, case, arrays, cotangents)
         mx.eval(twin)
-    return compare(op, case, ours, twin, expected(op, case, arrays, cotangents), arrays)
+    return compare(op, case, ours, twin, op.exact(case, arrays, cotangents), arrays)
 
 
 def compare(

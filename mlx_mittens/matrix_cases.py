@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,11 @@ _DRAWN = 2**24 + 43
 _PIECE = 2**22
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MatrixOp(Op):
     """An op on x and weights. `draw` is told by `layout` which weights; gradients are tested beside the table."""
 
     layout: str = "dense"
-
-    def checks(self) -> Iterator[Case]:
-        yield from self.tests
 
     def dtypes(self, case: Case) -> Iterable[str]:
         # What only a GPU runs is there for its shape: in the type that models have.
@@ -81,9 +78,6 @@ class MatrixOp(Op):
             arrays.append(array[::step] if name not in ("x", "bias") else array)
         return arrays
 
-    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
-        raise NotImplementedError(f"{self.name} has no gradients in the table")
-
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         rows, columns, outputs = case.shape
         options = self.arguments(case)
@@ -97,8 +91,7 @@ class MatrixOp(Op):
         width = columns // 32 * _BLOCK_BYTES[options["kind"]]
         return inputs + rows * (columns * dtype.size if self.name == "block_dequantize" else width)
 
-    def exact(self, case: Case, arrays: Sequence[mx.array | None]) -> list[Exact]:
-        """The result in float64."""
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
         if self.layout == "block":
             return [self._exact_blocks(arrays[0], options)]
@@ -312,12 +305,9 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="gemv",
         parameters=(("w", "rows"), ("x", "rows"), ("bias", "bias")),
-        outputs=1,
         ours=matrices.gemv,
         twin=_mx_gemv,
         twin_text="x @ w.T + bias",
-        reference=None,
-        reference_vjp=None,
         summary="a few rows times a dense matrix",
         options={"transpose": True},
         tests=_tests(
@@ -334,12 +324,9 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="quantized_matmul",
         parameters=(("x", "rows"), ("w", "rows"), ("scales", "rows"), ("biases", "rows")),
-        outputs=1,
         ours=matrices.quantized_matmul,
         twin=mx.quantized_matmul,
         twin_text="mx.quantized_matmul(x, w, scales, biases, transpose, group_size, bits)",
-        reference=None,
-        reference_vjp=None,
         summary="a few rows times 4-bit or 8-bit weights",
         options={"group_size": 64, "bits": 4},
         tests=_QUANTIZED_TESTS,
@@ -352,12 +339,9 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
         name="quantized_swiglu",
         parameters=(("x", "rows"), ("gate", "rows"), ("gate_scales", "rows"), ("gate_biases", "rows"), ("up", "rows"),
                     ("up_scales", "rows"), ("up_biases", "rows")),
-        outputs=1,
         ours=_quantized_swiglu,
         twin=_mx_swiglu,
         twin_text="nn.silu(mx.quantized_matmul(x, *gate)) * mx.quantized_matmul(x, *up)",
-        reference=None,
-        reference_vjp=None,
         summary="the gated half of a feed-forward block in one kernel",
         options={"group_size": 64, "bits": 4},
         tests=tuple(
@@ -378,14 +362,10 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="block_matmul",
         parameters=(("x", "rows"), ("blocks", "rows")),
-        outputs=1,
         ours=matrices.block_matmul,
         twin=_mx_blocks,
         twin_text="x @ w.T, with w widened from the blocks at each call",
-        reference=None,
-        reference_vjp=None,
         summary="a few rows times the weights of a GGUF file",
-        options={},
         tests=tuple(
             case
             for kind in ("q4_0", "q8_0")
@@ -404,14 +384,10 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="block_quantize",
         parameters=(("w", "rows"),),
-        outputs=1,
         ours=matrices.block_quantize,
         twin=_mx_quantize,
         twin_text="the gguf package's quantizer",
-        reference=None,
-        reference_vjp=None,
         summary="weights to GGUF blocks",
-        options={},
         tests=_tests((9, 96, 0), kind="q4_0") + _tests((9, 96, 0), kind="q8_0"),
         cases=(Case("Llama-3.1-8B", (4096, 4096, 0), {"kind": "q4_0"}, quick=True),),
         layout="block",
@@ -419,14 +395,10 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="block_dequantize",
         parameters=(("blocks", "rows"),),
-        outputs=1,
         ours=matrices.block_dequantize,
         twin=_mx_dequantize,
         twin_text="the gguf package's dequantizer",
-        reference=None,
-        reference_vjp=None,
         summary="GGUF blocks to weights",
-        options={},
         tests=tuple(
             Case("test", (9, 96, 0), {"kind": kind, "dtype": dtype})
             for kind in ("q4_0", "q8_0")
