@@ -218,7 +218,7 @@ def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tu
                 continue
             if mutant and not changed & set(planned.get(name, changed)):
                 continue
-            cotangents = op.cotangents(rng, case, cases.DTYPES[dtype]) if case.vjp else []
+            cotangents = op.cotangents(rng, case, cases.DTYPES[dtype])
             for arrays in _probes(op, case, cases.DTYPES[dtype], rng):
                 _ext.simulator_configure(True, int(rng.integers(1, 1000)), True, STEP_LIMIT)
                 try:
