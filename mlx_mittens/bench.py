@@ -25,7 +25,8 @@ import mlx.core as mx
 import numpy as np
 
 from . import cases, machine, model_bench, peer, strict
-from .usage import UsageError
+from .table import aligned
+from .usage import UsageError, chosen
 
 # Memory that the inputs of a case rotate through, and how many copies of a small case's inputs at most.
 _GPU_BYTES = 256 << 20
@@ -288,11 +289,7 @@ class _PlainReport:
 
     def table(self, outcomes: Sequence[Outcome]) -> None:
         columns = _columns(outcomes)
-        lines = [list(columns)] + [_cells(outcome, columns) for outcome in outcomes]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        for line in lines:
-            text = [cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
-            print("  ".join(text).rstrip())
+        print(aligned([columns, *(_cells(outcome, columns) for outcome in outcomes)], left=3))
 
     def say(self, text: str) -> None:
         print(text)
@@ -370,15 +367,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_bench.add_arguments(parser)
 
 
-def _names(text: str | None) -> list[str]:
-    known = [op.name for op in cases.OPS]
-    names = known if text is None else [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise UsageError(f"--ops: {', '.join(unknown) or 'no op'} given; the ops are {', '.join(known)}")
-    return names
-
-
 def writable(option: str, path: str | None) -> None:
     """Refuses, before any work is done, a file that cannot be written.
 
@@ -448,7 +436,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: The arguments cannot be served.
     """
-    names = _names(arguments.ops)
+    known = [op.name for op in cases.OPS]
+    names = known if arguments.ops is None else chosen("--ops", arguments.ops, known)
     _check_plot(arguments.plot)
     writable("--plot", arguments.plot)
     writable("--json", arguments.json)

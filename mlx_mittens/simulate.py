@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import _ext, cases, frontend, peer, simulator, strict
-from .bench import UsageError
+from .usage import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
