@@ -64,13 +64,12 @@ class MatrixOp(Op):
         return [(rows, columns), *triple * (2 if self.layout == "gated" else 1)]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
-        # Weights of a size that makes results about one; a view of every other row where the case says so. Models are
-        # timed without a bias, which mx would need another kernel for.
+        # Weights of a size that makes results about one; a view of every other row where the case says so.
         scale = case.shape[1] ** -0.5
         step = 2 if case.label == "strided" else 1
         arrays = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
-            if name == "bias" and case.label not in ("test", "strided"):
+            if name == "bias" and not has_bias(case):
                 arrays.append(None)
                 continue
             shape = (shape[0] * step, *shape[1:]) if name not in ("x", "bias") else shape
@@ -112,6 +111,11 @@ class MatrixOp(Op):
         if self.name == "block_dequantize":
             return Exact(_block_weights(np.array(array), options["kind"]))
         return Exact(_quantized_blocks(np.array(array.astype(mx.float32)), options["kind"]).astype(np.float64))
+
+
+def has_bias(case: Case) -> bool:
+    """Models are timed without a bias, which mx would need another kernel for."""
+    return case.label in ("test", "strided")
 
 
 def _draw(

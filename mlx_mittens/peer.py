@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from . import cases, frontend
 from .launch import Output, float32, int32, int64, launch
+from .matrix_cases import has_bias
 
 _KERNELS = "mlx/backend/metal/kernels"
 _HEADERS = {
@@ -217,8 +218,13 @@ def _attention_of_case(q, k, v, mask_array, sinks_array, *, mask, sinks, window,
     return scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask, stream=stream)
 
 
-def _is_plain_attention(case: cases.Case, options: Mapping[str, Any]) -> bool:
-    return options["mask"] in (None, "causal") and not options["sinks"] and options["window"] is None
+def _covers_attention(case: cases.Case, options: Mapping[str, Any]) -> bool:
+    if options["mask"] not in (None, "causal") or options["sinks"] or options["window"] is not None:
+        return False
+    _, heads, key_heads, queries, keys, width = case.shape
+    if queries > 8:
+        return width in (64, 80, 128)
+    return width in (64, 96, 128, 256) and queries <= keys and queries * heads // key_heads <= _SIMD
 
 
 @dataclass(frozen=True)
@@ -231,14 +237,14 @@ class Peer:
     """
 
     function: Callable[..., mx.array]
-    covers: Callable[[cases.Case, Mapping[str, Any]], bool] = lambda case, options: True
+    covers: Callable[[cases.Case, Mapping[str, Any]], bool]
 
 
 PEERS: dict[str, Peer] = {
-    "softmax": Peer(softmax),
-    "gemv": Peer(gemv, lambda case, options: case.shape[0] == 1),
-    "quantized_matmul": Peer(quantized_matmul),
-    "scaled_dot_product_attention": Peer(_attention_of_case, _is_plain_attention),
+    "softmax": Peer(softmax, lambda case, options: options["axis"] == -1),
+    "gemv": Peer(gemv, lambda case, options: case.shape[0] == 1 and not has_bias(case)),
+    "quantized_matmul": Peer(quantized_matmul, lambda case, options: options.get("transpose", True)),
+    "scaled_dot_product_attention": Peer(_attention_of_case, _covers_attention),
 }
 
 

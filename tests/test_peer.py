@@ -190,6 +190,22 @@ def test_what_the_peer_does_not_do(call, message):
         call(mx.ones((4, 4)))
 
 
+def test_what_the_table_takes_for_covered_runs(rng):
+    """Every case of the table of which it says that MLX has a kernel, in the simulator or on a GPU, unless too large."""
+    covered = [
+        (op, case)
+        for op in cases.OPS
+        for case in (*op.tests, *op.cases)
+        if peer.of(op, case) and np.prod(case.shape) <= 120_000
+    ]
+    assert {op.name for op, _ in covered} == set(peer.PEERS)
+    with mm.simulator.enabled(watch=False):
+        for op, case in covered:
+            arrays = op.draw(rng, case, mx.float32)
+            (found,) = cases.run(op, peer.of(op, case), case, arrays)
+            assert cases.error(found, op.exact(case, arrays)[0]) < 1e-4, f"{op.name} {case.name}"
+
+
 def test_bench_measures_the_peer(draw, device, rng, monkeypatch):
     """The measurement itself, on whatever device: in the simulator it is slow, but it is one."""
     monkeypatch.setattr(bench, "_CPU_BYTES", (1 << 14, 1 << 14))
