@@ -6,8 +6,7 @@ drawn: ``causal``, ``bool``, ``additive`` or none; ``sinks``, whether there are 
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import attention
-from .cases import Case, Exact, Op, dequantized, widen
+from .cases import Case, Exact, Op, add_outliers, dequantized, draw_packed, on_all_cores, widen
 
 # Scores of float64 that are held at once.
 _PIECE = 2**22
@@ -53,7 +52,8 @@ class AttentionOp(Op):
             elif kind == "sinks":
                 arrays.append(mx.array(rng.standard_normal(shape)).astype(dtype) if options["sinks"] else None)
             elif self.packed and name != "q":
-                arrays.append(_front_of_cache(lambda s, name=name: _draw_packed(rng, name, s, dtype, options), shape))
+                draw = lambda s, name=name: draw_packed(rng, name, s, options["bits"], dtype)
+                arrays.append(_front_of_cache(draw, shape))
             elif name != "q" and cache:
                 arrays.append(_front_of_cache(lambda s: _draw(rng, s, dtype), shape))
             else:
@@ -139,31 +139,18 @@ def exact_attention(
         off = weights * (1 + sizes + np.where(weights > 0, np.abs(scores), 0))
         inner[b, h, some] = off @ np.abs(weighted) + off.sum(-1, keepdims=True) * np.abs(value[b, h, some])
 
-    with np.errstate(invalid="ignore", over="ignore"), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        pieces = [(b, h, i) for b in range(batch) for h in range(heads) for i in range(0, queries, step)]
-        list(pool.map(lambda one: _quiet(piece, *one), pieces))
+    def quietly(where: tuple[int, int, int]) -> None:
+        with np.errstate(all="ignore"):  # here, as threads have settings of their own
+            piece(*where)
+
+    on_all_cores(quietly, itertools.product(range(batch), range(heads), range(0, queries, step)))
     return Exact(value, size, inner)
-
-
-def _quiet(function, *arguments) -> None:
-    with np.errstate(all="ignore"):  # threads have settings of their own
-        function(*arguments)
 
 
 def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     a = rng.standard_normal(shape, dtype=np.float32)
-    if a.size:
-        a.reshape(-1)[rng.integers(0, a.size, max(1, a.size // 512))] *= 20
+    add_outliers(rng, a)
     return mx.array(a).astype(dtype)
-
-
-def _draw_packed(
-    rng: np.random.Generator, name: str, shape: tuple[int, ...], dtype: mx.Dtype, options: dict[str, Any]
-) -> mx.array:
-    if name.endswith("words"):
-        return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
-    step = rng.uniform(0.5, 1.5, shape).astype(np.float32) * np.float32(4 / 2 ** options["bits"])
-    return mx.array(step if name.endswith("scales") else -step * 2 ** (options["bits"] - 1)).astype(dtype)
 
 
 def _draw_mask(rng: np.random.Generator, kind: str | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array | None:

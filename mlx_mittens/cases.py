@@ -230,14 +230,35 @@ def dequantized(words: mx.array, scales: mx.array, biases: mx.array, group_size:
     return reference.dequantize(np.array(words), widen(scales), widen(biases), group_size, bits)
 
 
+def on_all_cores(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """What a function gives for each item; NumPy lets other threads run while it computes."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, items))
+
+
+def add_outliers(rng: np.random.Generator, a: np.ndarray, times: float = 20.0) -> None:
+    """Makes one element in 512 so many times larger, in place."""
+    if a.size:
+        a.reshape(-1)[rng.integers(0, a.size, max(1, a.size // 512))] *= np.float32(times)
+
+
+def draw_packed(
+    rng: np.random.Generator, name: str, shape: tuple[int, ...], bits: int, dtype: mx.Dtype, scale: float = 1.0
+) -> mx.array:
+    """Words, scales or biases, as their name ends, of affine weights that spread about zero by the scale."""
+    if not name.endswith(("scales", "biases")):
+        return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
+    step = rng.uniform(0.5, 1.5, shape).astype(np.float32) * np.float32(scale * 4 / 2**bits)
+    return mx.array(step if name.endswith("scales") else step * np.float32(-(2 ** (bits - 1)))).astype(dtype)
+
+
 def _draw(rng: np.random.Generator, kind: str, shape: tuple[int, ...], spread: Spread, dtype: mx.Dtype) -> mx.array:
     a = rng.standard_normal(shape, dtype=np.float32)
     if kind == "weight":
         a = 1 + a / 4
     elif kind == "rows" and a.size:
         a = np.asarray(a * np.float32(spread.deviation))
-        outliers = rng.integers(0, a.size, size=max(1, a.size // 512))
-        a.reshape(-1)[outliers] *= np.float32(spread.outlier)
+        add_outliers(rng, a, spread.outlier)
         a += rng.uniform(-spread.offset, spread.offset, size=(*shape[:-1], 1) if shape else ()).astype(np.float32)
     return mx.array(a).astype(dtype)
 
@@ -449,8 +470,7 @@ _BLOCK = 2**18
 
 def _in_blocks(function: Callable[[slice], Any], rows: int, columns: int) -> list[Any]:
     step = max(1, _BLOCK // columns)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(function, (slice(start, start + step) for start in range(0, rows, step))))
+    return on_all_cores(function, (slice(start, start + step) for start in range(0, rows, step)))
 
 
 def error(actual: mx.array, exact: Exact) -> float:

@@ -5,8 +5,6 @@ The shape of a case is ``(rows, columns, outputs)``: so many rows of x, each of 
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import matrices, reference
-from .cases import DTYPES, Case, Exact, Op, widen
+from .cases import DTYPES, Case, Exact, Op, add_outliers, draw_packed, on_all_cores, widen
 
 _BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 
@@ -96,15 +94,10 @@ class MatrixOp(Op):
             return [self._exact_blocks(arrays[0], options)]
         bias = arrays[2] if self.layout == "dense" else None
         x, weights = (arrays[1], arrays[:1]) if self.layout == "dense" else (arrays[0], arrays[1:])
-        transpose = options.get("transpose", True)
-        products = [
-            _product(widen(x), weights[i : i + len(weights) // parts], options, self.layout, transpose)
-            for parts in [2 if self.layout == "gated" else 1]
-            for i in range(0, len(weights), len(weights) // parts)
-        ]
+        product = lambda part: _product(widen(x), part, options, self.layout, options.get("transpose", True))
         if self.layout == "gated":
-            return [_gated(*products)]
-        value, size = products[0]
+            return [_gated(product(weights[:3]), product(weights[3:]))]
+        value, size = product(weights)
         return [Exact(value if bias is None else value + widen(bias), size)]
 
     def _exact_blocks(self, array: mx.array, options: dict[str, Any]) -> Exact:
@@ -121,13 +114,8 @@ def has_bias(case: Case) -> bool:
 def _draw(
     rng: np.random.Generator, name: str, shape: tuple[int, ...], scale: float, dtype: mx.Dtype, options: dict[str, Any]
 ) -> mx.array:
-    packed = "bits" in options
-    if (name == "w" and packed) or name in ("gate", "up"):
-        return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
-    if name.endswith("scales") or name.endswith("biases"):
-        size = scale * 4 / 2 ** options["bits"]
-        a = rng.uniform(0.5, 1.5, shape).astype(np.float32) * np.float32(size)
-        return mx.array(a if name.endswith("scales") else a * np.float32(-(2 ** (options["bits"] - 1)))).astype(dtype)
+    if "bits" in options and name != "x":
+        return draw_packed(rng, name, shape, options["bits"], dtype, scale)
     if name == "blocks":
         size = _BLOCK_BYTES[options["kind"]]
         blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, size), dtype=np.uint8)
@@ -140,8 +128,7 @@ def _draw(
     a = a.reshape(shape) if size <= _DRAWN else np.resize(a, shape)
     if name == "w" and options.get("kind") is None:
         a *= np.float32(scale)
-    if a.size:
-        a.reshape(-1)[rng.integers(0, a.size, max(1, a.size // 512))] *= 20
+    add_outliers(rng, a)
     return mx.array(a).astype(dtype)
 
 
@@ -197,9 +184,7 @@ def _product(
         w = w.T if transpose else w
         return part @ w, (part * part) @ (w * w)
 
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = list(pool.map(piece, range(0, len(narrow[0]), step)))
-    values, squares = zip(*parts)
+    values, squares = zip(*on_all_cores(piece, range(0, len(narrow[0]), step)))
     if transpose:
         return np.concatenate(values, -1), np.sqrt(np.concatenate(squares, -1))
     return sum(values), np.sqrt(sum(squares))
