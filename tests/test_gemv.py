@@ -160,8 +160,7 @@ def test_vmap_and_compile(rng, executor, transpose):
     np.testing.assert_allclose(np.array(shared[0]), np.array(one(w[0], x[0])), rtol=1e-4, atol=1e-4)
 
 
-def test_no_columns(rng):
-    mx.set_default_device(mx.cpu)
+def test_no_columns(rng, native):
     with mm.strict(False):
         y = mm.gemv(mx.zeros((4, 0)), mx.zeros((2, 0)), mx.arange(4.0))
     np.testing.assert_array_equal(np.array(y), [[0, 1, 2, 3]] * 2)

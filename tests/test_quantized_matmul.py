@@ -248,8 +248,7 @@ def test_compile(rng, executor):
         )
 
 
-def test_what_goes_to_mx(rng):
-    mx.set_default_device(mx.cpu)
+def test_what_goes_to_mx(rng, native):
     words, scales, biases = quantize(rng, (8, 64), mx.float32, 64, 4)
     two = mx.quantize(draw(rng, (8, 64), mx.float32), bits=2)
     x = draw(rng, (1, 64), mx.float32)

@@ -84,8 +84,7 @@ def test_gradients_vmap_and_compile(rng, executor):
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(dense(x)), rtol=1e-4, atol=1e-4)
 
 
-def test_bad_input(rng):
-    mx.set_default_device(mx.cpu)
+def test_bad_input(rng, native):
     x, gate = mx.zeros((1, 64)), quantize(rng, (16, 64), mx.float32, 64, 4)
     for up, message in [
         (quantize(rng, (8, 64), mx.float32, 64, 4), "up's w has 8 rows, gate's has 16"),

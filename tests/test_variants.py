@@ -1,6 +1,5 @@
 """Every variant of every kernel is reached by the ops' own launches, right in three thread orders."""
 
-import mlx.core as mx
 import pytest
 from support import absences
 
@@ -10,13 +9,7 @@ from mlx_mittens import _ext, cases, frontend
 # Thread orders; 0 is the natural one.
 SEEDS = (0, 1, 2)
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def simulate(op, dtype, seed, rng):
