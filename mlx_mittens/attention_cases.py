@@ -177,22 +177,21 @@ def _ours(q, k, v, array, sinks_array, mask, sinks, window):
     )
 
 
-def _twin_mask(q: mx.array, keys: int, mask: str | None, array: mx.array | None, window: int | None):
-    """The mask that stands for a window, which mx has none of."""
+def twin_mask(mask: None | str | mx.array, window: int | None, queries: int, keys: int) -> None | str | mx.array:
+    """A mask for mx, which has no window: one that stands for it too."""
     if window is None:
-        return _mask_of(mask, array)
-    query = mx.arange(q.shape[2])[:, None] + keys - q.shape[2]
+        return mask
+    query = mx.arange(queries)[:, None] + keys - queries
     key = mx.arange(keys)
     seen = (key <= query) & (key > query - window)
-    if array is None:
+    if mask is None or isinstance(mask, str):
         return seen
-    return seen & array if array.dtype == mx.bool_ else mx.where(seen, array, mx.array(-mx.inf, array.dtype))
+    return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-mx.inf, mask.dtype))
 
 
 def _twin(q, k, v, array, sinks_array, mask, sinks, window):
-    return mx.fast.scaled_dot_product_attention(
-        q, k, v, scale=q.shape[-1] ** -0.5, mask=_twin_mask(q, k.shape[2], mask, array, window), sinks=sinks_array
-    )
+    seen = twin_mask(_mask_of(mask, array), window, q.shape[2], k.shape[2])
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=seen, sinks=sinks_array)
 
 
 def _ours_packed(q, *rest, mask, sinks, window, group_size, bits):
@@ -204,30 +203,43 @@ def _ours_packed(q, *rest, mask, sinks, window, group_size, bits):
 
 
 def _twin_packed(q, *rest, mask, sinks, window, group_size, bits):
-    """Two quantized products and a softmax, which is what mlx-lm does."""
     *packed, array, sinks_array = rest
-    batch, heads, queries, width = q.shape
-    key_heads, keys = packed[0].shape[1:3]
+    seen = twin_mask(_mask_of(mask, array), window, q.shape[2], packed[0].shape[2])
+    return composed(q, packed[:3], packed[3:], q.shape[-1] ** -0.5, seen, sinks_array, group_size, bits)
+
+
+def composed(
+    q: mx.array,
+    keys: Sequence[mx.array],
+    values: Sequence[mx.array],
+    scale: float,
+    mask: None | str | mx.array,
+    sinks: mx.array | None,
+    group_size: int,
+    bits: int,
+) -> mx.array:
+    """What mlx-lm does over packed keys and values, with sinks: two quantized products and a softmax."""
+    batch, heads, queries, _ = q.shape
+    key_heads, count = keys[0].shape[1:3]
     grouped = (batch, key_heads, heads // key_heads * queries, -1)
     options = {"group_size": group_size, "bits": bits}
-    scores = mx.quantized_matmul((q * width**-0.5).reshape(grouped), *packed[:3], transpose=True, **options)
-    scores = scores.reshape(batch, heads, queries, keys)
-    array = _twin_mask(q, keys, mask, array, window)
-    if isinstance(array, str):
-        array = mx.arange(keys) <= mx.arange(queries)[:, None] + keys - queries
-    if array is not None:
+    scores = mx.quantized_matmul((q * scale).reshape(grouped), *keys, transpose=True, **options)
+    scores = scores.reshape(batch, heads, queries, count)
+    if isinstance(mask, str):
+        mask = mx.arange(count) <= mx.arange(queries)[:, None] + count - queries
+    if mask is not None:
         hidden = mx.finfo(scores.dtype).min
-        scores = mx.where(array, scores, hidden) if array.dtype == mx.bool_ else scores + array
-    if sinks_array is not None:
-        first = mx.broadcast_to(sinks_array[None, :, None, None], (batch, heads, queries, 1))
+        scores = mx.where(mask, scores, hidden) if mask.dtype == mx.bool_ else scores + mask
+    if sinks is not None:
+        first = mx.broadcast_to(sinks[None, :, None, None], (batch, heads, queries, 1))
         scores = mx.softmax(mx.concatenate([first, scores], -1), axis=-1, precise=True)[..., 1:]
     else:
         scores = mx.softmax(scores, axis=-1, precise=True)
     if mx.default_device() == mx.gpu and not mx.metal.is_available():
         # MLX 0.32.4's CUDA build reads out of bounds in this product.
-        y = scores.reshape(grouped) @ mx.dequantize(*packed[3:], **options)
+        y = scores.reshape(grouped) @ mx.dequantize(*values, **options)
     else:
-        y = mx.quantized_matmul(scores.reshape(grouped), *packed[3:], transpose=False, **options)
+        y = mx.quantized_matmul(scores.reshape(grouped), *values, transpose=False, **options)
     return y.reshape(batch, heads, queries, -1)
 
 

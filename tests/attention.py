@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import mlx.core as mx
 import numpy as np
 from matrices import draw
@@ -43,18 +41,6 @@ def mask_of(rng, kind, shape, dtype):
     if kind == "row":
         return mx.array(rng.random(keys) < 0.8)
     return "causal" if kind == "causal" else None
-
-
-def twin_mask(mask, window, queries, keys):
-    """For mx, which knows no window."""
-    if window is None:
-        return mask
-    position = np.arange(queries)[:, None] + keys - queries
-    key = np.arange(keys)
-    seen = mx.array((key <= position) & (key > position - window))
-    if mask is None or isinstance(mask, str):
-        return seen
-    return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-math.inf, mask.dtype))
 
 
 def exact_of(q, k, v, scale, mask=None, sinks=None, window=None):

@@ -5,10 +5,11 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention import MASKS, assert_right, draw, exact_of, inputs, mask_of, run, twin_mask
+from attention import MASKS, assert_right, draw, exact_of, inputs, mask_of, run
 from support import assert_near
 
 import mlx_mittens as mm
+from mlx_mittens.attention_cases import twin_mask
 
 MX = mx.fast.scaled_dot_product_attention
 

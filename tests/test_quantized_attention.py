@@ -3,34 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention import MASKS, assert_right, draw, exact_of, mask_of, run, twin_mask
+from attention import MASKS, assert_right, draw, exact_of, mask_of, run
 from matrices import quantize
 from support import assert_near
 
 import mlx_mittens as mm
+from mlx_mittens.attention_cases import composed, twin_mask
 from mlx_mittens.cases import dequantized
-
-
-def composed(q, keys, values, scale, mask, sinks, group_size, bits):
-    """What mlx-lm does, with sinks: two quantized products and a softmax."""
-    batch, heads, queries, _ = q.shape
-    key_heads, count = keys[0].shape[1:3]
-    grouped = (batch, key_heads, heads // key_heads * queries, -1)
-    options = {"group_size": group_size, "bits": bits}
-    scores = mx.quantized_matmul((q * scale).reshape(grouped), *keys, transpose=True, **options)
-    scores = scores.reshape(batch, heads, queries, count)
-    if isinstance(mask, str):
-        mask = mx.arange(count) <= mx.arange(queries)[:, None] + count - queries
-    if mask is not None:
-        hidden = mx.finfo(scores.dtype).min
-        scores = mx.where(mask, scores, hidden) if mask.dtype == mx.bool_ else scores + mask
-    if sinks is not None:
-        first = mx.broadcast_to(sinks[None, :, None, None], (batch, heads, queries, 1))
-        scores = mx.softmax(mx.concatenate([first, scores], -1), axis=-1, precise=True)[..., 1:]
-    else:
-        scores = mx.softmax(scores, axis=-1, precise=True)
-    y = mx.quantized_matmul(scores.reshape(grouped), *values, transpose=False, **options)
-    return y.reshape(batch, heads, queries, -1)
 
 
 def attend(q, keys, values, scale, mask=None, sinks=None, window=None, group_size=64, bits=8):
