@@ -247,8 +247,8 @@ def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
     return tuple(Case("test", shape, options) for shape in shapes)
 
 
-# A product, exponentials and another product, each of which rounds: measured by what these roundings move (Exact.inner),
-# the worst of 1600 draws of the tests was 2.9 units off.
+# A product, exponentials and another product, each of which rounds: measured by what these roundings move
+# (Exact.inner), the worst of 1600 draws of the tests was 2.9 units off.
 UNITS = 8
 
 # Small enough for the simulator, where tests/test_variants.py demands that they reach every variant of the kernels.
@@ -258,11 +258,9 @@ _TESTS = (
     + _tests((1, 4, 2, 4, 45, 64), (1, 2, 1, 18, 40, 64), mask="bool", sinks=True)
     + _tests((1, 4, 2, 2, 45, 64), (1, 2, 1, 18, 40, 128), mask="additive")
     + _tests((1, 2, 1, 2, 90, 64), (1, 2, 1, 40, 40, 64), mask="causal", window=17)
-    + tuple(
-        case for width in (72, 80, 96, 192, 256) for case in _tests((1, 2, 1, 1, 40, width), (1, 2, 1, 20, 20, width))
-    )
+    + _tests(*((1, 2, 1, n, m, width) for width in (72, 80, 96, 192, 256) for n, m in ((1, 40), (20, 20))))
     # Every number of heads that a kernel lets share keys.
-    + tuple(case for width in (64, 128, 256) for r in (1, 2, 4, 8, 16) for case in _tests((1, r, 1, 1, 37, width)))
+    + _tests(*((1, r, 1, 1, 37, width) for width in (64, 128, 256) for r in (1, 2, 4, 8, 16)))
 )
 
 _PACKED_TESTS = tuple(
@@ -271,7 +269,7 @@ _PACKED_TESTS = tuple(
     for case in (
         *_tests((1, 8, 2, 1, 70, 64), (2, 2, 1, 3, 33, 128), bits=bits),
         *_tests((1, 4, 2, 2, 45, 64), bits=bits, group_size=32, mask="causal", sinks=True),
-        *(case for width in (64, 128, 256) for r in (1, 4, 8, 16) for case in _tests((1, r, 1, 1, 37, width), bits=bits)),
+        *_tests(*((1, r, 1, 1, 37, width) for width in (64, 128, 256) for r in (1, 4, 8, 16)), bits=bits),
     )
 )
 

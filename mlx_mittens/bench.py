@@ -131,8 +131,8 @@ def _sampler(
 ) -> Callable[[int], float]:
     """Returns a function that times ``count`` calls and gives the seconds of one, going on where it last stopped.
 
-    Small cases on a GPU run as a chain, each call on the result of the one before, as the layers of a model do: MLX runs
-    independent launches side by side, which hides what a single one takes.
+    Small cases on a GPU run as a chain, each call on the result of the one before, as the layers of a model do: MLX
+    runs independent launches side by side, which hides what a single one takes.
     """
     position = first
 
@@ -361,7 +361,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
-    parser.add_argument("--peer", choices=("metal",), help="beside ours, MLX's own Metal kernels, compiled the same way")
+    parser.add_argument("--peer", choices=("metal",), help="beside ours MLX's own Metal kernels, compiled the same way")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw speedup and bandwidth to FILE.png or FILE.svg")
     model_bench.add_arguments(parser)
@@ -412,7 +412,8 @@ def _check_peer(name: str | None, executor: str) -> None:
         return
     if executor == "metal":
         raise UsageError("--peer metal: on a Mac mx runs its Metal kernels itself: that is the column mx ms")
-    raise UsageError("--peer metal: times need an NVIDIA GPU (mlx[cuda13]); for counts: mlx-mittens simulate OP CASE --peer metal")
+    counts = "mlx-mittens simulate OP CASE --peer metal"
+    raise UsageError(f"--peer metal: times need an NVIDIA GPU (mlx[cuda13]); for counts: {counts}")
 
 
 @contextlib.contextmanager

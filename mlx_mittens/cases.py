@@ -529,8 +529,8 @@ def tolerance(dtype: mx.Dtype, twin_error: float, vjp: bool = False, float32_uni
     """The error we allow ourselves: twice what the twin makes, or what rounding alone explains.
 
     That is one unit in the last place of a 16-bit type, two for gradients, which start from rounded values. In float32
-    every step rounds to the result's own type, so the twin is at times right by luck: four units, 16 for gradients, or what
-    the op's row in the table says.
+    every step rounds to the result's own type, so the twin is at times right by luck: four units, or what the op's row
+    in the table says, and four times that for gradients.
     """
     units = float32_units if dtype == mx.float32 else 1
     if vjp:

@@ -46,19 +46,16 @@ class MatrixOp(Op):
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         rows, columns, outputs = case.shape
         options = self.arguments(case)
-        wide = (outputs, columns) if options.get("transpose", True) else (columns, outputs)
+        w = (outputs, columns) if options.get("transpose", True) else (columns, outputs)
         if self.layout == "dense":
-            return [wide, (rows, columns), (outputs,)]
+            return [w, (rows, columns), (outputs,)]
         if self.layout == "blocks":
             return [(rows, columns), (outputs, columns // 32 * _BLOCK_BYTES[options["kind"]])]
         if self.layout == "block":
             width = columns // 32 * _BLOCK_BYTES[options["kind"]] if self.name == "block_dequantize" else columns
             return [(rows, width)]
-        triple = [
-            (wide[0], wide[1] * options["bits"] // 32),
-            (wide[0], wide[1] // options["group_size"]),
-            (wide[0], wide[1] // options["group_size"]),
-        ]
+        groups = (w[0], w[1] // options["group_size"])
+        triple = [(w[0], w[1] * options["bits"] // 32), groups, groups]
         return [(rows, columns), *triple * (2 if self.layout == "gated" else 1)]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:

@@ -65,9 +65,9 @@ def test_simulate_prints_what_every_launch_did(capsys):
     text = capsys.readouterr().out
     assert text.startswith("rms_norm, test 7x500, float32: 1 launch, error ")
     assert "rms_norm.metal: rms_norm_" in text
-    for words in ("threads of a threadgroup", "threadgroup barriers", "simd operations", "device bytes loaded", "lines, of the fewest"):
+    for words in ("threads of a threadgroup", "threadgroup barriers", "simd operations", "device bytes loaded"):
         assert words in text
-    assert "bytes of device memory moved" in text
+    assert "lines, of the fewest" in text and "bytes of device memory moved" in text
 
 
 def test_simulate_counts_what_the_kernel_has_to_move():

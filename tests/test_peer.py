@@ -191,7 +191,7 @@ def test_what_the_peer_does_not_do(call, message):
 
 
 def test_what_the_table_takes_for_covered_runs(rng):
-    """Every case of the table of which it says that MLX has a kernel, in the simulator or on a GPU, unless too large."""
+    """Every case of which the table says that MLX has a kernel, unless it is large."""
     covered = [
         (op, case)
         for op in cases.OPS

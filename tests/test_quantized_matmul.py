@@ -143,7 +143,8 @@ def test_scales_of_zero_infinity_and_nan(rng, dtype, executor, bits, transpose, 
     scales[1, 0] = float("inf")
     scales[2, 1] = float("nan")
     biases[3, 0] = float("-inf")
-    x = mx.abs(draw(rng, (rows, 64), dtype)) + 1  # of one sign: which infinity a sum has then does not hang on its order
+    # Of one sign: which infinity a sum has then does not hang on its order.
+    x = mx.abs(draw(rng, (rows, 64), dtype)) + 1
     w = dequantized(words, scales, biases, 32, bits)
     y = widen(mm.quantized_matmul(x, words, scales, biases, transpose, 32, bits))
     exact = exact_product(widen(x), w if transpose else w.T).value
