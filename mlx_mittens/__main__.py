@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, bench, check, doctor, simulate
+from .usage import UsageError
 
 _COMMANDS = {
     "bench": (bench, "time each op beside its mx twin and check both against float64"),
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return _COMMANDS[arguments.command][0].run(arguments)
-    except bench.UsageError as error:
+    except UsageError as error:
         print(f"mlx-mittens {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

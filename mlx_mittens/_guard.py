@@ -14,12 +14,13 @@ def check_built() -> None:
         folder = pathlib.Path(__file__).parent
         if (folder.parent / "CMakeLists.txt").exists():
             raise ImportError(
-                f"mlx_mittens is being imported from its source folder {folder.parent}, which holds no built extension. "
-                'Build it in place with `pip install -e ".[cpu]"` (on a Mac without `[cpu]`), or, if it is installed '
+                f"mlx_mittens is being imported from its source folder {folder.parent}, which holds no built extension."
+                ' Build it in place with `pip install -e ".[cpu]"` (on a Mac without `[cpu]`), or, if it is installed '
                 "already, start Python from another folder (the `mlx-mittens` command works from any)."
             )
         raise ImportError(
-            f"mlx_mittens in {folder} has no extension for this Python: reinstall it with `pip install --force-reinstall mlx-mittens`."
+            f"mlx_mittens in {folder} has no extension for this Python: "
+            "reinstall it with `pip install --force-reinstall mlx-mittens`."
         )
 
 
@@ -28,11 +29,13 @@ def check_mlx(built_for: str) -> None:
     try:
         installed = importlib.metadata.version("mlx")
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f'mlx_mittens needs MLX: pip install "mlx=={built_for}" (on Linux "mlx[cpu]=={built_for}")') from None
+        raise ImportError(
+            f'mlx_mittens needs MLX: pip install "mlx=={built_for}" (on Linux "mlx[cpu]=={built_for}")'
+        ) from None
     if installed != built_for:
         raise ImportError(
-            f"mlx_mittens was built for mlx {built_for}, installed is mlx {installed}. MLX keeps no binary compatibility "
-            f'between releases: pip install "mlx=={built_for}" (on Linux "mlx[cpu]=={built_for}" or '
+            f"mlx_mittens was built for mlx {built_for}, installed is mlx {installed}. MLX keeps no binary "
+            f'compatibility between releases: pip install "mlx=={built_for}" (on Linux "mlx[cpu]=={built_for}" or '
             f'"mlx[cuda13]=={built_for}"), or rebuild mlx_mittens from source against mlx {installed}.'
         )
 

@@ -25,7 +25,8 @@ import mlx.core as mx
 import numpy as np
 
 from . import cases, machine, model_bench, peer, strict
-from .usage import UsageError
+from .table import aligned
+from .usage import UsageError, chosen
 
 # Memory that the inputs of a case rotate through, and how many copies of a small case's inputs at most.
 _GPU_BYTES = 256 << 20
@@ -130,8 +131,8 @@ def _sampler(
 ) -> Callable[[int], float]:
     """Returns a function that times ``count`` calls and gives the seconds of one, going on where it last stopped.
 
-    Small cases on a GPU run as a chain, each call on the result of the one before, as the layers of a model do: MLX runs
-    independent launches side by side, which hides what a single one takes.
+    Small cases on a GPU run as a chain, each call on the result of the one before, as the layers of a model do: MLX
+    runs independent launches side by side, which hides what a single one takes.
     """
     position = first
 
@@ -212,7 +213,7 @@ def measure(
 ) -> Outcome:
     """Checks and times one case; ``with_peer`` also runs MLX's own Metal kernel beside them."""
     arrays = op.draw(rng, case, cases.DTYPES[dtype])
-    cotangents = op.cotangents(rng, case, cases.DTYPES[dtype]) if case.vjp else []
+    cotangents = op.cotangents(rng, case, cases.DTYPES[dtype])
     check = cases.check(op, case, arrays, cotangents)
 
     sets = _rotation([*arrays, *cotangents], device)
@@ -288,11 +289,7 @@ class _PlainReport:
 
     def table(self, outcomes: Sequence[Outcome]) -> None:
         columns = _columns(outcomes)
-        lines = [list(columns)] + [_cells(outcome, columns) for outcome in outcomes]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        for line in lines:
-            text = [cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
-            print("  ".join(text).rstrip())
+        print(aligned([columns, *(_cells(outcome, columns) for outcome in outcomes)], left=3))
 
     def say(self, text: str) -> None:
         print(text)
@@ -364,19 +361,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
-    parser.add_argument("--peer", choices=("metal",), help="beside ours, MLX's own Metal kernels, compiled the same way")
+    parser.add_argument("--peer", choices=("metal",), help="beside ours MLX's own Metal kernels, compiled the same way")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw speedup and bandwidth to FILE.png or FILE.svg")
     model_bench.add_arguments(parser)
-
-
-def _names(text: str | None) -> list[str]:
-    known = [op.name for op in cases.OPS]
-    names = known if text is None else [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise UsageError(f"--ops: {', '.join(unknown) or 'no op'} given; the ops are {', '.join(known)}")
-    return names
 
 
 def writable(option: str, path: str | None) -> None:
@@ -424,7 +412,8 @@ def _check_peer(name: str | None, executor: str) -> None:
         return
     if executor == "metal":
         raise UsageError("--peer metal: on a Mac mx runs its Metal kernels itself: that is the column mx ms")
-    raise UsageError("--peer metal: times need an NVIDIA GPU (mlx[cuda13]); for counts: mlx-mittens simulate OP CASE --peer metal")
+    counts = "mlx-mittens simulate OP CASE --peer metal"
+    raise UsageError(f"--peer metal: times need an NVIDIA GPU (mlx[cuda13]); for counts: {counts}")
 
 
 @contextlib.contextmanager
@@ -448,7 +437,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: The arguments cannot be served.
     """
-    names = _names(arguments.ops)
+    known = [op.name for op in cases.OPS]
+    names = known if arguments.ops is None else chosen("--ops", arguments.ops, known)
     _check_plot(arguments.plot)
     writable("--plot", arguments.plot)
     writable("--json", arguments.json)

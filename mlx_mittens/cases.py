@@ -6,6 +6,7 @@ real models it is timed on. A new op is one row here.
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import math
 import os
@@ -95,23 +96,20 @@ class Spread:
     outlier: float = 20.0
 
 
-@dataclass(frozen=True)
-class Op:
-    """One row of the table.
+@dataclass(frozen=True, kw_only=True)
+class Op(abc.ABC):
+    """One row of the table. Its class says what its cases' shapes mean.
 
     Attributes:
         name: Name in ``mlx_mittens``.
-        parameters: Array arguments in order, each with what it holds: ``rows`` (the case's shape), ``weight`` or
-            ``bias`` (one value a column).
-        outputs: How many arrays the op returns, all of the case's shape.
+        parameters: Array arguments in order, each with what it holds: ``rows`` (what is always there), ``weight`` or
+            ``bias`` (one value a column), ``mask`` or ``sinks``.
+        outputs: How many arrays the op returns.
         ours: The op.
         twin: mx's op, or the mx expression for it, called with the same arguments.
         twin_text: The twin as a user writes it.
-        reference: The op in float64.
-        reference_vjp: Its gradients in float64; takes the arguments, then the cotangents.
         summary: What it computes, for the README.
         options: Keyword arguments of every call.
-        inputs: How the row-wise inputs spread.
         units: Units in the last place of float32 that rounding alone explains.
         tests: Shapes that tests and doctor run.
         cases: Shapes that the benchmark times.
@@ -119,25 +117,19 @@ class Op:
 
     name: str
     parameters: tuple[tuple[str, str], ...]
-    outputs: int
+    outputs: int = 1
     ours: Callable[..., Any]
     twin: Callable[..., Any]
     twin_text: str
-    reference: Callable[..., Any]
-    reference_vjp: Callable[..., Any]
     summary: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    units: int = 4
     tests: tuple[Case, ...]
     cases: tuple[Case, ...]
-    inputs: Spread = Spread()
-    units: int = 4
 
     def checks(self) -> Iterator[Case]:
-        """The shapes to test, each for the op and for its gradients."""
-        for case in self.tests:
-            if not case.vjp:
-                yield case
-            yield replace(case, vjp=True)
+        """The shapes to test; gradients only where they are in the table and not tested beside it."""
+        yield from self.tests
 
     def dtypes(self, case: Case) -> Iterable[str]:
         """The element types that a case is run in, by name."""
@@ -151,13 +143,56 @@ class Op:
         """Inputs of a call that needs the result of another."""
         return [result, *arrays[1:]]
 
-    def shapes(self, case: Case) -> list[tuple[int, ...]]:
-        """Shape of each array argument in a case."""
-        return [case.shape if kind == "rows" else case.shape[-1:] for _, kind in self.parameters]
-
     def arguments(self, case: Case) -> dict[str, Any]:
         """Keyword arguments of a case's call."""
         return {**self.options, **case.options}
+
+    @abc.abstractmethod
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        """Shape of each array argument in a case."""
+
+    @abc.abstractmethod
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        """Draws fresh array arguments, with outliers."""
+
+    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
+        """Draws a cotangent for each output of a case of gradients, and none for another."""
+        if case.vjp:
+            raise NotImplementedError(f"{self.name} has no gradients in the table")
+        return []
+
+    @abc.abstractmethod
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        """The least a case has to move: every input read once, every result written once."""
+
+    @abc.abstractmethod
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        """What a case gives in float64: outputs, or the gradients of the arguments that are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOp(Op):
+    """An op that works along rows; its outputs are all of the case's shape, and so are its ``rows`` arguments.
+
+    Attributes:
+        reference: The op in float64.
+        reference_vjp: Its gradients in float64; takes the arguments, then the cotangents.
+        inputs: How the row-wise inputs spread.
+    """
+
+    reference: Callable[..., Any]
+    reference_vjp: Callable[..., Any]
+    inputs: Spread = Spread()
+
+    def checks(self) -> Iterator[Case]:
+        """The shapes to test, each for the op and for its gradients."""
+        for case in self.tests:
+            if not case.vjp:
+                yield case
+            yield replace(case, vjp=True)
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        return [case.shape if kind == "rows" else case.shape[-1:] for _, kind in self.parameters]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
         """Draws fresh array arguments, with outliers and rows of different size."""
@@ -168,14 +203,53 @@ class Op:
         return [_draw(rng, kind, shape, spread, dtype) for kind, shape in zip(kinds, self.shapes(case))]
 
     def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
-        """Draws a cotangent for each output."""
-        return [_draw(rng, "rows", case.shape, Spread(), dtype) for _ in range(self.outputs)]
+        return [_draw(rng, "rows", case.shape, Spread(), dtype) for _ in range(self.outputs if case.vjp else 0)]
 
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
-        """The least a case has to move: every input read once, every result written once."""
         inputs = sum(math.prod(shape) for shape in self.shapes(case))
         outputs = self.outputs * math.prod(case.shape)
         return dtype.size * (2 * inputs + outputs if case.vjp else inputs + outputs)
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        narrow = [None if a is None else np.array(a.astype(mx.float32)) for a in (*arrays, *cotangents)]
+        options = self.arguments(case)
+        if not case.vjp:
+            return [Exact(a) for a in _by_rows(self.reference, case, narrow, options)]
+        values = _by_rows(self.reference_vjp, case, narrow, options)
+        magnitudes = _by_rows(self.reference_vjp, case, narrow, {**options, "magnitude": True})
+        return [Exact(a, b if a.shape == case.shape else None) for a, b in zip(values, magnitudes)]
+
+
+def widen(a: mx.array | None) -> np.ndarray | None:
+    """An array's values in float64."""
+    return None if a is None else np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def dequantized(words: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> np.ndarray:
+    """What `mx.quantize` packed, in float64."""
+    return reference.dequantize(np.array(words), widen(scales), widen(biases), group_size, bits)
+
+
+def on_all_cores(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """What a function gives for each item; NumPy lets other threads run while it computes."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, items))
+
+
+def add_outliers(rng: np.random.Generator, a: np.ndarray, times: float = 20.0) -> None:
+    """Makes one element in 512 so many times larger, in place."""
+    if a.size:
+        a.reshape(-1)[rng.integers(0, a.size, max(1, a.size // 512))] *= np.float32(times)
+
+
+def draw_packed(
+    rng: np.random.Generator, name: str, shape: tuple[int, ...], bits: int, dtype: mx.Dtype, scale: float = 1.0
+) -> mx.array:
+    """Words, scales or biases, as their name ends, of affine weights that spread about zero by the scale."""
+    if not name.endswith(("scales", "biases")):
+        return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
+    step = rng.uniform(0.5, 1.5, shape).astype(np.float32) * np.float32(scale * 4 / 2**bits)
+    return mx.array(step if name.endswith("scales") else step * np.float32(-(2 ** (bits - 1)))).astype(dtype)
 
 
 def _draw(rng: np.random.Generator, kind: str, shape: tuple[int, ...], spread: Spread, dtype: mx.Dtype) -> mx.array:
@@ -184,8 +258,7 @@ def _draw(rng: np.random.Generator, kind: str, shape: tuple[int, ...], spread: S
         a = 1 + a / 4
     elif kind == "rows" and a.size:
         a = np.asarray(a * np.float32(spread.deviation))
-        outliers = rng.integers(0, a.size, size=max(1, a.size // 512))
-        a.reshape(-1)[outliers] *= np.float32(spread.outlier)
+        add_outliers(rng, a, spread.outlier)
         a += rng.uniform(-spread.offset, spread.offset, size=(*shape[:-1], 1) if shape else ()).astype(np.float32)
     return mx.array(a).astype(dtype)
 
@@ -222,11 +295,10 @@ def _add_then_rms_norm(x, residual, weight, eps, *, stream=None):
 
 
 # Those that work along rows.
-ROW_OPS: tuple[Op, ...] = (
-    Op(
+ROW_OPS: tuple[RowOp, ...] = (
+    RowOp(
         name="rms_norm",
         parameters=(("x", "rows"), ("weight", "weight")),
-        outputs=1,
         ours=ops.rms_norm,
         twin=mx.fast.rms_norm,
         twin_text="mx.fast.rms_norm(x, weight, eps)",
@@ -246,10 +318,9 @@ ROW_OPS: tuple[Op, ...] = (
             Case("Qwen3-0.6B prompt", (512, 1024), vjp=True),
         ),
     ),
-    Op(
+    RowOp(
         name="layer_norm",
         parameters=(("x", "rows"), ("weight", "weight"), ("bias", "bias")),
-        outputs=1,
         ours=ops.layer_norm,
         twin=mx.fast.layer_norm,
         twin_text="mx.fast.layer_norm(x, weight, bias, eps)",
@@ -267,10 +338,9 @@ ROW_OPS: tuple[Op, ...] = (
         + _LARGE_CASES
         + (Case("GPT-2 prompt", (1024, 768), vjp=True, quick=True),),
     ),
-    Op(
+    RowOp(
         name="softmax",
         parameters=(("a", "rows"),),
-        outputs=1,
         ours=ops.softmax,
         twin=mx.softmax,
         twin_text="mx.softmax(a, axis, precise=True)",
@@ -297,7 +367,7 @@ ROW_OPS: tuple[Op, ...] = (
         + _LARGE_CASES
         + (Case("Qwen3-0.6B scores, prompt", (1, 16, 512, 512), vjp=True, quick=True),),
     ),
-    Op(
+    RowOp(
         name="add_rms_norm",
         parameters=(("x", "rows"), ("residual", "rows"), ("weight", "weight")),
         outputs=2,
@@ -369,25 +439,6 @@ def run(
     return call(function, arrays, op.arguments(case))
 
 
-def widen(a: mx.array | None) -> np.ndarray | None:
-    """An array's values in float64."""
-    return None if a is None else np.array(a.astype(mx.float32)).astype(np.float64)
-
-
-def expected(op: Op, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-    """What a case gives in float64: outputs, or the gradients of the arguments that are there."""
-    if hasattr(op, "exact"):
-        return op.exact(case, arrays)
-    narrow = [
-        None if a is None else np.array(a.astype(mx.float32)) for a in (*arrays, *(cotangents if case.vjp else ()))
-    ]
-    if not case.vjp:
-        return [Exact(a) for a in _by_rows(op.reference, case, narrow, op.arguments(case))]
-    values = _by_rows(op.reference_vjp, case, narrow, op.arguments(case))
-    magnitudes = _by_rows(op.reference_vjp, case, narrow, {**op.arguments(case), "magnitude": True})
-    return [Exact(a, b if a.shape == case.shape else None) for a, b in zip(values, magnitudes)]
-
-
 def _by_rows(
     function: Callable[..., Any], case: Case, arrays: Sequence[np.ndarray | None], options: Mapping[str, Any]
 ) -> list[np.ndarray]:
@@ -419,8 +470,7 @@ _BLOCK = 2**18
 
 def _in_blocks(function: Callable[[slice], Any], rows: int, columns: int) -> list[Any]:
     step = max(1, _BLOCK // columns)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(function, (slice(start, start + step) for start in range(0, rows, step))))
+    return on_all_cores(function, (slice(start, start + step) for start in range(0, rows, step)))
 
 
 def error(actual: mx.array, exact: Exact) -> float:
@@ -479,8 +529,8 @@ def tolerance(dtype: mx.Dtype, twin_error: float, vjp: bool = False, float32_uni
     """The error we allow ourselves: twice what the twin makes, or what rounding alone explains.
 
     That is one unit in the last place of a 16-bit type, two for gradients, which start from rounded values. In float32
-    every step rounds to the result's own type, so the twin is at times right by luck: four units, 16 for gradients, or what
-    the op's row in the table says.
+    every step rounds to the result's own type, so the twin is at times right by luck: four units, or what the op's row
+    in the table says, and four times that for gradients.
     """
     units = float32_units if dtype == mx.float32 else 1
     if vjp:
@@ -511,7 +561,7 @@ def check(
     with mx.stream(twin_device or mx.default_device()):
         twin = run(op, op.twin, case, arrays, cotangents)
         mx.eval(twin)
-    return compare(op, case, ours, twin, expected(op, case, arrays, cotangents), arrays)
+    return compare(op, case, ours, twin, op.exact(case, arrays, cotangents), arrays)
 
 
 def compare(

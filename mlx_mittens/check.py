@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from . import frontend
-from .bench import UsageError
 from .frontend import CompileError, dialect
 from .frontend.sources import metal_folder
+from .usage import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

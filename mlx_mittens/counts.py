@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from . import _ext
+from .table import aligned
 
 __all__ = ["Stats", "stats"]
 
@@ -17,8 +18,7 @@ class Stats(dict):
         for op, counts in self.items():
             lines += [(op, kernel, str(n)) for kernel, n in counts["kernels"].items()]
             lines += [(op, f"mx: {reason}", str(n)) for reason, n in counts["mx"].items()]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        return "\n".join(f"{a:{widths[0]}}  {b:{widths[1]}}  {n:>{widths[2]}}" for a, b, n in lines)
+        return aligned(lines, left=2)
 
 
 def stats(*, reset: bool = False) -> Stats:

@@ -5,17 +5,15 @@ The shape of a case is ``(rows, columns, outputs)``: so many rows of x, each of 
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from . import matrices
-from .cases import DTYPES, Case, Exact, Op
+from . import matrices, reference
+from .cases import DTYPES, Case, Exact, Op, add_outliers, draw_packed, on_all_cores, widen
 
 _BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 
@@ -26,14 +24,11 @@ _DRAWN = 2**24 + 43
 _PIECE = 2**22
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MatrixOp(Op):
     """An op on x and weights. `draw` is told by `layout` which weights; gradients are tested beside the table."""
 
     layout: str = "dense"
-
-    def checks(self) -> Iterator[Case]:
-        yield from self.tests
 
     def dtypes(self, case: Case) -> Iterable[str]:
         # What only a GPU runs is there for its shape: in the type that models have.
@@ -51,38 +46,31 @@ class MatrixOp(Op):
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         rows, columns, outputs = case.shape
         options = self.arguments(case)
-        wide = (outputs, columns) if options.get("transpose", True) else (columns, outputs)
+        w = (outputs, columns) if options.get("transpose", True) else (columns, outputs)
         if self.layout == "dense":
-            return [wide, (rows, columns), (outputs,)]
+            return [w, (rows, columns), (outputs,)]
         if self.layout == "blocks":
             return [(rows, columns), (outputs, columns // 32 * _BLOCK_BYTES[options["kind"]])]
         if self.layout == "block":
             width = columns // 32 * _BLOCK_BYTES[options["kind"]] if self.name == "block_dequantize" else columns
             return [(rows, width)]
-        triple = [
-            (wide[0], wide[1] * options["bits"] // 32),
-            (wide[0], wide[1] // options["group_size"]),
-            (wide[0], wide[1] // options["group_size"]),
-        ]
+        groups = (w[0], w[1] // options["group_size"])
+        triple = [(w[0], w[1] * options["bits"] // 32), groups, groups]
         return [(rows, columns), *triple * (2 if self.layout == "gated" else 1)]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
-        # Weights of a size that makes results about one; a view of every other row where the case says so. Models are
-        # timed without a bias, which mx would need another kernel for.
+        # Weights of a size that makes results about one; a view of every other row where the case says so.
         scale = case.shape[1] ** -0.5
         step = 2 if case.label == "strided" else 1
         arrays = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
-            if name == "bias" and case.label not in ("test", "strided"):
+            if name == "bias" and not has_bias(case):
                 arrays.append(None)
                 continue
             shape = (shape[0] * step, *shape[1:]) if name not in ("x", "bias") else shape
             array = _draw(rng, name, shape, scale, dtype, self.arguments(case))
             arrays.append(array[::step] if name not in ("x", "bias") else array)
         return arrays
-
-    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
-        raise NotImplementedError(f"{self.name} has no gradients in the table")
 
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         rows, columns, outputs = case.shape
@@ -97,23 +85,17 @@ class MatrixOp(Op):
         width = columns // 32 * _BLOCK_BYTES[options["kind"]]
         return inputs + rows * (columns * dtype.size if self.name == "block_dequantize" else width)
 
-    def exact(self, case: Case, arrays: Sequence[mx.array | None]) -> list[Exact]:
-        """The result in float64."""
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
         if self.layout == "block":
             return [self._exact_blocks(arrays[0], options)]
         bias = arrays[2] if self.layout == "dense" else None
         x, weights = (arrays[1], arrays[:1]) if self.layout == "dense" else (arrays[0], arrays[1:])
-        transpose = options.get("transpose", True)
-        products = [
-            _product(_widen(x), weights[i : i + len(weights) // parts], options, self.layout, transpose)
-            for parts in [2 if self.layout == "gated" else 1]
-            for i in range(0, len(weights), len(weights) // parts)
-        ]
+        product = lambda part: _product(widen(x), part, options, self.layout, options.get("transpose", True))
         if self.layout == "gated":
-            return [_gated(*products)]
-        value, size = products[0]
-        return [Exact(value if bias is None else value + _widen(bias), size)]
+            return [_gated(product(weights[:3]), product(weights[3:]))]
+        value, size = product(weights)
+        return [Exact(value if bias is None else value + widen(bias), size)]
 
     def _exact_blocks(self, array: mx.array, options: dict[str, Any]) -> Exact:
         if self.name == "block_dequantize":
@@ -121,20 +103,16 @@ class MatrixOp(Op):
         return Exact(_quantized_blocks(np.array(array.astype(mx.float32)), options["kind"]).astype(np.float64))
 
 
-def _widen(a: mx.array) -> np.ndarray:
-    return np.array(a.astype(mx.float32)).astype(np.float64)
+def has_bias(case: Case) -> bool:
+    """Models are timed without a bias, which mx would need another kernel for."""
+    return case.label in ("test", "strided")
 
 
 def _draw(
     rng: np.random.Generator, name: str, shape: tuple[int, ...], scale: float, dtype: mx.Dtype, options: dict[str, Any]
 ) -> mx.array:
-    packed = "bits" in options
-    if (name == "w" and packed) or name in ("gate", "up"):
-        return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
-    if name.endswith("scales") or name.endswith("biases"):
-        size = scale * 4 / 2 ** options["bits"]
-        a = rng.uniform(0.5, 1.5, shape).astype(np.float32) * np.float32(size)
-        return mx.array(a if name.endswith("scales") else a * np.float32(-(2 ** (options["bits"] - 1)))).astype(dtype)
+    if "bits" in options and name != "x":
+        return draw_packed(rng, name, shape, options["bits"], dtype, scale)
     if name == "blocks":
         size = _BLOCK_BYTES[options["kind"]]
         blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, size), dtype=np.uint8)
@@ -147,8 +125,7 @@ def _draw(
     a = a.reshape(shape) if size <= _DRAWN else np.resize(a, shape)
     if name == "w" and options.get("kind") is None:
         a *= np.float32(scale)
-    if a.size:
-        a.reshape(-1)[rng.integers(0, a.size, max(1, a.size // 512))] *= 20
+    add_outliers(rng, a)
     return mx.array(a).astype(dtype)
 
 
@@ -187,12 +164,7 @@ def _rows_of(weights: Sequence[np.ndarray], options: dict[str, Any], layout: str
         return weights[0].astype(np.float64)
     if layout == "blocks":
         return _block_weights(weights[0], options["kind"])
-    words, scales, biases = weights
-    bits = options["bits"]
-    integers = (words[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)) & (2**bits - 1)
-    integers = integers.reshape(len(words), -1, options["group_size"])
-    w = integers * scales.astype(np.float64)[..., None] + biases.astype(np.float64)[..., None]
-    return w.reshape(len(words), -1)
+    return reference.dequantize(*weights, options["group_size"], options["bits"])
 
 
 def _product(
@@ -209,9 +181,7 @@ def _product(
         w = w.T if transpose else w
         return part @ w, (part * part) @ (w * w)
 
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = list(pool.map(piece, range(0, len(narrow[0]), step)))
-    values, squares = zip(*parts)
+    values, squares = zip(*on_all_cores(piece, range(0, len(narrow[0]), step)))
     if transpose:
         return np.concatenate(values, -1), np.sqrt(np.concatenate(squares, -1))
     return sum(values), np.sqrt(sum(squares))
@@ -321,12 +291,9 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="gemv",
         parameters=(("w", "rows"), ("x", "rows"), ("bias", "bias")),
-        outputs=1,
         ours=matrices.gemv,
         twin=_mx_gemv,
         twin_text="x @ w.T + bias",
-        reference=None,
-        reference_vjp=None,
         summary="a few rows times a dense matrix",
         options={"transpose": True},
         tests=_tests(
@@ -343,12 +310,9 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="quantized_matmul",
         parameters=(("x", "rows"), ("w", "rows"), ("scales", "rows"), ("biases", "rows")),
-        outputs=1,
         ours=matrices.quantized_matmul,
         twin=mx.quantized_matmul,
         twin_text="mx.quantized_matmul(x, w, scales, biases, transpose, group_size, bits)",
-        reference=None,
-        reference_vjp=None,
         summary="a few rows times 4-bit or 8-bit weights",
         options={"group_size": 64, "bits": 4},
         tests=_QUANTIZED_TESTS,
@@ -361,12 +325,9 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
         name="quantized_swiglu",
         parameters=(("x", "rows"), ("gate", "rows"), ("gate_scales", "rows"), ("gate_biases", "rows"), ("up", "rows"),
                     ("up_scales", "rows"), ("up_biases", "rows")),
-        outputs=1,
         ours=_quantized_swiglu,
         twin=_mx_swiglu,
         twin_text="nn.silu(mx.quantized_matmul(x, *gate)) * mx.quantized_matmul(x, *up)",
-        reference=None,
-        reference_vjp=None,
         summary="the gated half of a feed-forward block in one kernel",
         options={"group_size": 64, "bits": 4},
         tests=tuple(
@@ -387,14 +348,10 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="block_matmul",
         parameters=(("x", "rows"), ("blocks", "rows")),
-        outputs=1,
         ours=matrices.block_matmul,
         twin=_mx_blocks,
         twin_text="x @ w.T, with w widened from the blocks at each call",
-        reference=None,
-        reference_vjp=None,
         summary="a few rows times the weights of a GGUF file",
-        options={},
         tests=tuple(
             case
             for kind in ("q4_0", "q8_0")
@@ -413,14 +370,10 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="block_quantize",
         parameters=(("w", "rows"),),
-        outputs=1,
         ours=matrices.block_quantize,
         twin=_mx_quantize,
         twin_text="the gguf package's quantizer",
-        reference=None,
-        reference_vjp=None,
         summary="weights to GGUF blocks",
-        options={},
         tests=_tests((9, 96, 0), kind="q4_0") + _tests((9, 96, 0), kind="q8_0"),
         cases=(Case("Llama-3.1-8B", (4096, 4096, 0), {"kind": "q4_0"}, quick=True),),
         layout="block",
@@ -428,14 +381,10 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
         name="block_dequantize",
         parameters=(("blocks", "rows"),),
-        outputs=1,
         ours=matrices.block_dequantize,
         twin=_mx_dequantize,
         twin_text="the gguf package's dequantizer",
-        reference=None,
-        reference_vjp=None,
         summary="GGUF blocks to weights",
-        options={},
         tests=tuple(
             Case("test", (9, 96, 0), {"kind": kind, "dtype": dtype})
             for kind in ("q4_0", "q8_0")

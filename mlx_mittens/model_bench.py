@@ -26,7 +26,8 @@ import mlx.nn as nn
 
 from . import machine, models
 from .patching import patched
-from .usage import UsageError
+from .table import aligned
+from .usage import UsageError, chosen
 
 FORMATS: dict[str, int | None] = {"4-bit": 4, "8-bit": 8, "half": None}
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -205,14 +206,6 @@ def _cells(row: Row) -> list[str]:
     return [row.model, row.weights, row.dtype, row.phase, f"{row.mittens.tokens_per_s:.4g}", theirs, ratio]
 
 
-def _print_table(rows: list[Row]) -> None:
-    lines = [list(_COLUMNS), *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for line in lines:
-        text = [cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
-        print("  ".join(text).rstrip())
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the bench command needs for models."""
     group = parser.add_argument_group("whole models")
@@ -224,23 +217,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seconds", type=float, default=30, help="for one figure, about (%(default)s)")
 
 
-def _chosen(option: str, text: str, known: dict[str, Any]) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise UsageError(f"{option}: {', '.join(unknown) or 'nothing'} given; there are {', '.join(known)}")
-    return names
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Times the models that were asked for.
 
     Raises:
         UsageError: The arguments cannot be served.
     """
-    names = _chosen("--model", arguments.model, models.ARCHITECTURES)
-    formats = _chosen("--weights", arguments.weights, FORMATS)
-    dtypes = _chosen("--dtype", arguments.dtype, DTYPES)
+    names = chosen("--model", arguments.model, models.ARCHITECTURES)
+    formats = chosen("--weights", arguments.weights, FORMATS)
+    dtypes = chosen("--dtype", arguments.dtype, DTYPES)
     if min(arguments.prompt, arguments.tokens) < 2 or arguments.seconds <= 0:
         raise UsageError("--prompt and --tokens take 2 or more, --seconds more than 0")
     if importlib.util.find_spec("mlx_lm") is None:
@@ -256,7 +241,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         rows += new
         mx.clear_cache()
-    _print_table(rows)
+    print(aligned([_COLUMNS, *map(_cells, rows)], left=4))
     for problem in dict.fromkeys(f"{row.model} {row.weights}: mx cannot: {row.problem}" for row in rows if row.problem):
         print(problem)
     print("\nshare of a token's time, each op waited for:")

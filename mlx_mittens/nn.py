@@ -42,20 +42,25 @@ class Linear(nn.Linear):
         return convert(super().to_quantized(*args, **kwargs), fuse=False)
 
 
+def _quantized_product(module: nn.Module, x: mx.array) -> mx.array:
+    """x times a module's quantized weights, and its bias, if it has one."""
+    return quantized_matmul(
+        x,
+        module["weight"],
+        module["scales"],
+        module.get("biases"),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+        bias=module.get("bias"),
+    )
+
+
 class QuantizedLinear(nn.QuantizedLinear):
     """``mlx.nn.QuantizedLinear`` on ``mlx_mittens.quantized_matmul``, the bias within the kernel."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return quantized_matmul(
-            x,
-            self["weight"],
-            self["scales"],
-            self.get("biases"),
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-            bias=self.get("bias"),
-        )
+        return _quantized_product(self, x)
 
 
 class Embedding(nn.Embedding):
@@ -72,15 +77,7 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
     """``mlx.nn.QuantizedEmbedding``, whose ``as_linear`` is ``mlx_mittens.quantized_matmul``."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return quantized_matmul(
-            x,
-            self["weight"],
-            self["scales"],
-            self.get("biases"),
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
+        return _quantized_product(self, x)
 
 
 _TWINS: dict[type[nn.Module], type[nn.Module]] = {

@@ -12,12 +12,15 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from . import cases, frontend
 from .launch import Output, float32, int32, int64, launch
+from .matrix_cases import has_bias
 
 _KERNELS = "mlx/backend/metal/kernels"
 _HEADERS = {
@@ -211,25 +214,41 @@ def _full_attention(q, k, v, scale, causal, stream):
     return output.transpose(0, 2, 1, 3)
 
 
-PEERS: dict[str, Callable[..., mx.array]] = {
-    "softmax": softmax,
-    "gemv": gemv,
-    "quantized_matmul": quantized_matmul,
-    "scaled_dot_product_attention": scaled_dot_product_attention,
+def _attention_of_case(q, k, v, mask_array, sinks_array, *, mask, sinks, window, stream: Stream = None) -> mx.array:
+    return scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask, stream=stream)
+
+
+def _covers_attention(case: cases.Case, options: Mapping[str, Any]) -> bool:
+    if options["mask"] not in (None, "causal") or options["sinks"] or options["window"] is not None:
+        return False
+    _, heads, key_heads, queries, keys, width = case.shape
+    if queries > 8:
+        return width in (64, 80, 128)
+    return width in (64, 96, 128, 256) and queries <= keys and queries * heads // key_heads <= _SIMD
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The peer of an op.
+
+    Attributes:
+        function: Takes what the op's cases in the table hold.
+        covers: Whether MLX has a kernel for a case without gradients and its options.
+    """
+
+    function: Callable[..., mx.array]
+    covers: Callable[[cases.Case, Mapping[str, Any]], bool]
+
+
+PEERS: dict[str, Peer] = {
+    "softmax": Peer(softmax, lambda case, options: options["axis"] == -1),
+    "gemv": Peer(gemv, lambda case, options: case.shape[0] == 1 and not has_bias(case)),
+    "quantized_matmul": Peer(quantized_matmul, lambda case, options: options.get("transpose", True)),
+    "scaled_dot_product_attention": Peer(_attention_of_case, _covers_attention),
 }
 
 
 def of(op: cases.Op, case: cases.Case) -> Callable[..., mx.array] | None:
     """The peer of an op in a case; none where MLX has no kernel for just that."""
-    if case.vjp or (op.name == "gemv" and case.shape[0] > 1):
-        return None
-    if op.name == "scaled_dot_product_attention":
-        options = op.arguments(case)
-        plain = options["mask"] in (None, "causal") and not options["sinks"] and options["window"] is None
-        return _attention_of_case if plain else None
-    return PEERS.get(op.name)
-
-
-def _attention_of_case(q, k, v, mask_array, sinks_array, *, mask, sinks, window, stream: Stream = None) -> mx.array:
-    """Takes what the table's cases hold."""
-    return scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask, stream=stream)
+    peer = PEERS.get(op.name)
+    return peer.function if peer and not case.vjp and peer.covers(case, op.arguments(case)) else None

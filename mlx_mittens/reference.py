@@ -94,3 +94,12 @@ def add_rms_norm_vjp(x, residual, weight, dnormed, dtotal, eps: float, magnitude
     dx, dweight = rms_norm_vjp(_widen(x) + _widen(residual), weight, dnormed, eps, magnitude)
     dx = _sum(dx, _widen(dtotal), magnitude=magnitude)
     return dx, dx, dweight
+
+
+def dequantize(words: np.ndarray, scales, biases, group_size: int, bits: int) -> np.ndarray:
+    """What affine quantization packed into words of 32 bits, the first integer in the lowest ones."""
+    integers = (words[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)) & (2**bits - 1)
+    integers = integers.reshape(*words.shape[:-1], -1, group_size)
+    with np.errstate(invalid="ignore"):  # NaN from infinities is an answer like any other
+        rows = integers * _widen(scales)[..., None] + _widen(biases)[..., None]
+    return rows.reshape(*words.shape[:-1], -1)

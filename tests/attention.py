@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import mlx.core as mx
 import numpy as np
 from matrices import draw
 
 from mlx_mittens import cases
-from mlx_mittens.attention_cases import UNITS, exact_attention, wide
+from mlx_mittens.attention_cases import UNITS, exact_attention
+from mlx_mittens.cases import widen
 
 MASKS = ("none", "causal", "bool", "additive", "row")
 
@@ -44,21 +43,9 @@ def mask_of(rng, kind, shape, dtype):
     return "causal" if kind == "causal" else None
 
 
-def twin_mask(mask, window, queries, keys):
-    """For mx, which knows no window."""
-    if window is None:
-        return mask
-    position = np.arange(queries)[:, None] + keys - queries
-    key = np.arange(keys)
-    seen = mx.array((key <= position) & (key > position - window))
-    if mask is None or isinstance(mask, str):
-        return seen
-    return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-math.inf, mask.dtype))
-
-
 def exact_of(q, k, v, scale, mask=None, sinks=None, window=None):
     array = mask if isinstance(mask, mx.array) else None
-    q, k, v = (a if isinstance(a, np.ndarray) else wide(a) for a in (q, k, v))
+    q, k, v = (a if isinstance(a, np.ndarray) else widen(a) for a in (q, k, v))
     return exact_attention(q, k, v, scale, array, sinks, array is None and mask == "causal", window)
 
 

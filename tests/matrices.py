@@ -16,10 +16,6 @@ def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, outl
     return mx.array(a).astype(dtype)
 
 
-def wide(a: mx.array) -> np.ndarray:
-    return cases.widen(a)
-
-
 def quantize(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, group_size: int, bits: int):
     """A triple as mx.quantize gives it: made on the CPU, as the test's device may not be able to."""
     with mx.stream(mx.cpu):
@@ -27,16 +23,6 @@ def quantize(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, 
         words, scales, biases = triple[0], triple[1].astype(dtype), triple[2].astype(dtype)
         mx.eval(words, scales, biases)
     return words, scales, biases
-
-
-def dequantized(words: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> np.ndarray:
-    """The weights in float64."""
-    packed = np.array(words)
-    integers = (packed[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)) & (2**bits - 1)
-    integers = integers.reshape(*packed.shape[:-1], -1, group_size).astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        weights = integers * wide(scales)[..., None] + wide(biases)[..., None]
-    return weights.reshape(*packed.shape[:-1], -1)
 
 
 def exact_product(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> cases.Exact:

@@ -5,10 +5,11 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention import MASKS, assert_right, draw, exact_of, inputs, mask_of, run, twin_mask
+from attention import MASKS, assert_right, draw, exact_of, inputs, mask_of, run
 from support import assert_near
 
 import mlx_mittens as mm
+from mlx_mittens.attention_cases import twin_mask
 
 MX = mx.fast.scaled_dot_product_attention
 
@@ -54,8 +55,7 @@ def test_widths(rng, dtype, executor, width, queries, keys):
 
 @pytest.mark.parametrize("width, value_width", [(1, 1), (3, 5), (17, 64), (40, 40), (64, 33), (100, 128), (576, 512)])
 @pytest.mark.parametrize("queries", [1, 3, 20])
-def test_any_width_on_the_cpu(rng, dtype, width, value_width, queries):
-    mx.set_default_device(mx.cpu)
+def test_any_width_on_the_cpu(rng, dtype, native, width, value_width, queries):
     check(rng, (1, 4, 2, queries, 75, width), dtype, "causal", value_width=value_width)
 
 
@@ -73,8 +73,7 @@ def test_window(rng, executor, window, mask, queries, keys):
 
 
 @pytest.mark.parametrize("queries, keys", [(1, 5000), (3, 3001), (700, 700), (40, 2100), (1030, 515)])
-def test_long(rng, dtype, queries, keys):
-    mx.set_default_device(mx.cpu)
+def test_long(rng, dtype, native, queries, keys):
     check(rng, (1, 2, 1, queries, keys, 64), dtype, "causal")
 
 
@@ -229,9 +228,8 @@ def test_gradients(rng, executor, queries, keys, mask, sinks):
         assert_near(ours[0], mx.jvp(of(MX), arrays, tangents)[1][0], "jvp", 1e-3)
 
 
-def test_gradients_in_pieces_are_exact(rng):
+def test_gradients_in_pieces_are_exact(rng, native):
     """More scores than are held at once; by finite differences in float64."""
-    mx.set_default_device(mx.cpu)
     q, k, v = inputs(rng, (1, 8, 4, 1100, 1000, 8), mx.float32, outliers=False)
     mask, cotangent = draw(rng, (1, 1000), mx.float32, False), draw(rng, q.shape, mx.float32)
     function = lambda *a: mm.scaled_dot_product_attention(*a[:3], scale=0.3, mask=a[3], sinks=a[4], window=300)
@@ -257,8 +255,7 @@ def test_gradients_in_pieces_are_exact(rng):
         assert abs(slope - (ahead - behind) / (2 * h)) <= 1e-4 * size, f"gradient {i}"
 
 
-def test_gradients_hold_no_full_scores(rng):
-    mx.set_default_device(mx.cpu)
+def test_gradients_hold_no_full_scores(rng, native):
     q, k, v = inputs(rng, (1, 16, 16, 1500, 1500, 8), mx.float32)
     loss = lambda *a: mm.scaled_dot_product_attention(*a, scale=0.3, mask="causal").sum()
     scores = 16 * 1500 * 1500 * 4
@@ -268,15 +265,13 @@ def test_gradients_hold_no_full_scores(rng):
     assert mx.get_peak_memory() < 2.5 * scores, "mx.fast's takes five times the scores"
 
 
-def test_second_derivative(rng):
-    mx.set_default_device(mx.cpu)
+def test_second_derivative(rng, native):
     q, k, v = inputs(rng, (1, 2, 1, 6, 9, 8), mx.float32, outliers=False)
     second = lambda f: mx.grad(lambda q: (mx.grad(lambda q: mx.sin(f(q, k, v, scale=0.3)).sum())(q) ** 2).sum())(q)
     assert_near(second(mm.scaled_dot_product_attention), second(MX), "second derivative", 1e-3)
 
 
-def test_gradients_in_half_types(rng, dtype):
-    mx.set_default_device(mx.cpu)
+def test_gradients_in_half_types(rng, dtype, native):
     arrays = inputs(rng, (1, 4, 2, 30, 40, 64), dtype, outliers=False)
     loss = lambda f: mx.grad(lambda *a: f(*a, scale=0.125, mask="causal").sum(), argnums=(0, 1, 2))
     exact = loss(MX)(*(a.astype(mx.float32) for a in arrays))
@@ -311,9 +306,8 @@ def test_compiled_for_any_shape(rng, executor, order):
         assert_right(y, None, exact_of(q, k, v, 0.125, "causal"), mx.float32)
 
 
-def test_a_graph_that_is_built_outside_the_simulator(rng):
+def test_a_graph_that_is_built_outside_the_simulator(rng, native):
     """Native code has no workspace: in the simulator the keys are not split then."""
-    mx.set_default_device(mx.cpu)
     q, k, v = inputs(rng, (1, 4, 2, 1, 150, 64), mx.float32)
     y = mm.scaled_dot_product_attention(q, k, v, scale=0.125)
     with mm.simulator.enabled():
@@ -321,8 +315,7 @@ def test_a_graph_that_is_built_outside_the_simulator(rng):
     assert_right(y, None, exact_of(q, k, v, 0.125), mx.float32)
 
 
-def test_streams_and_threads(rng):
-    mx.set_default_device(mx.cpu)
+def test_streams_and_threads(rng, native):
     arrays = [inputs(rng, (1, 8, 2, queries, 300, 64), mx.float16) for queries in (1, 3, 40, 100)]
     expected = [mm.scaled_dot_product_attention(*a, scale=0.125, mask="causal") for a in arrays]
     mx.eval(expected)
@@ -347,8 +340,7 @@ def test_streams_and_threads(rng):
     "shape", [(0, 2, 1, 3, 4, 8), (1, 2, 1, 0, 4, 8), (1, 2, 1, 3, 0, 8), (1, 2, 1, 3, 4, 0)], ids=str
 )
 @pytest.mark.parametrize("mask", ["none", "causal", "bool"])
-def test_empty(rng, shape, mask):
-    mx.set_default_device(mx.cpu)
+def test_empty(rng, native, shape, mask):
     q, k, v = inputs(rng, shape, mx.float32, 5)
     mask = mask_of(rng, mask, shape, mx.float32)
     for sinks in (None, mx.zeros((2,))):
@@ -359,8 +351,7 @@ def test_empty(rng, shape, mask):
         assert gradient.shape == q.shape
 
 
-def test_types_are_promoted(rng):
-    mx.set_default_device(mx.cpu)
+def test_types_are_promoted(rng, native):
     q, k, v = inputs(rng, (1, 2, 1, 3, 9, 16), mx.float32)
     for types in ((mx.float16, mx.float32, mx.float16), (mx.bfloat16, mx.bfloat16, mx.float32)):
         arrays = [a.astype(t) for a, t in zip((q, k, v), types)]
@@ -368,8 +359,7 @@ def test_types_are_promoted(rng):
         assert y.dtype == twin.dtype and mx.allclose(y, twin, 1e-4, 1e-4).item()
 
 
-def test_what_is_left_to_mx(rng):
-    mx.set_default_device(mx.cpu)
+def test_what_is_left_to_mx(rng, native):
     q, k, v = (a.astype(mx.float64) for a in inputs(rng, (1, 2, 1, 6, 9, 16), mx.float32))
     with pytest.raises(RuntimeError, match=r"\[scaled_dot_product_attention\] strict mode: .*float64"):
         mm.scaled_dot_product_attention(q, k, v, scale=0.25)

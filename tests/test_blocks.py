@@ -3,9 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from matrices import assert_right, draw, exact_product, wide
+from matrices import assert_right, draw, exact_product
 
 import mlx_mittens as mm
+from mlx_mittens.cases import widen
 
 gguf = pytest.importorskip("gguf")
 
@@ -41,7 +42,7 @@ def test_quantize_and_dequantize_match_the_package(rng, dtype, executor, kind):
     np.testing.assert_array_equal(np.array(blocks), expected)
     widened = mm.block_dequantize(blocks, kind, dtype)
     exact = gguf.dequantize(expected, KINDS[kind])
-    np.testing.assert_array_equal(wide(widened), wide(mx.array(exact).astype(dtype)))
+    np.testing.assert_array_equal(widen(widened), widen(mx.array(exact).astype(dtype)))
 
 
 def test_any_leading_shape(rng, executor, kind):
@@ -68,7 +69,7 @@ def test_products(rng, dtype, executor, kind, rows, columns, outputs):
     bias = draw(rng, (outputs,), dtype) if rows % 2 else None
     y = mm.block_matmul(x, mx.array(blocks), kind, bias)
     assert y.shape == (rows, outputs)
-    assert_right(y, exact_product(wide(x), w.astype(np.float64), wide(bias)), dtype)
+    assert_right(y, exact_product(widen(x), w.astype(np.float64), widen(bias)), dtype)
 
 
 @pytest.mark.parametrize("rows", [*range(1, 18), 31, 33, 129, 257])
@@ -76,7 +77,7 @@ def test_any_number_of_rows(rng, dtype, native, kind, rows):
     columns, outputs = 32 * int(rng.integers(1, 40)), int(rng.integers(1, 140))
     blocks = blocks_of(rng.standard_normal((outputs, columns)).astype(np.float32), kind)
     x = draw(rng, (rows, columns), dtype)
-    exact = exact_product(wide(x), gguf.dequantize(blocks, KINDS[kind]).astype(np.float64))
+    exact = exact_product(widen(x), gguf.dequantize(blocks, KINDS[kind]).astype(np.float64))
     assert_right(mm.block_matmul(x, mx.array(blocks), kind), exact, dtype)
 
 
@@ -84,12 +85,12 @@ def test_views(rng, executor, kind):
     """Blocks on every boundary of a larger file, and activations in another order."""
     data = blocks_of(rng.standard_normal((8, 3 * 32)).astype(np.float32), kind)
     x = draw(rng, (96, 2), mx.float32)
-    exact = exact_product(wide(x).T, gguf.dequantize(data, KINDS[kind]).astype(np.float64))
+    exact = exact_product(widen(x).T, gguf.dequantize(data, KINDS[kind]).astype(np.float64))
     for offset in (0, 1, 2, 3, 5):
         file = mx.array(np.concatenate([np.zeros(offset, np.uint8), data.reshape(-1)]))
         assert_right(mm.block_matmul(x.T, file[offset:].reshape(data.shape), kind), exact, mx.float32)
     every_other = mx.array(data)[::2]
-    half = exact_product(wide(x).T, gguf.dequantize(data[::2], KINDS[kind]).astype(np.float64))
+    half = exact_product(widen(x).T, gguf.dequantize(data[::2], KINDS[kind]).astype(np.float64))
     assert_right(mm.block_matmul(x.T, every_other, kind), half, mx.float32)
 
 

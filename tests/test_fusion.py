@@ -18,11 +18,7 @@ import mlx_mittens as mm
 
 FUSED = ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b"]
 
-
-@pytest.fixture(autouse=True)
-def lenient(strict):
-    with mm.strict(False):
-        yield
+pytestmark = pytest.mark.usefixtures("lenient")
 
 
 def logits(model, prompt, following):

@@ -3,9 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from matrices import assert_right, draw, exact_product, wide
+from matrices import assert_right, draw, exact_product
 
 import mlx_mittens as mm
+from mlx_mittens.cases import widen
 
 
 def product(rng, rows, columns, outputs, dtype, transpose=True, with_bias=False):
@@ -14,7 +15,7 @@ def product(rng, rows, columns, outputs, dtype, transpose=True, with_bias=False)
     bias = draw(rng, (outputs,), dtype) if with_bias else None
     y = mm.gemv(w, x, bias, transpose=transpose)
     assert y.shape == (rows, outputs)
-    assert_right(y, exact_product(wide(x), wide(w) if transpose else wide(w).T, wide(bias)), dtype)
+    assert_right(y, exact_product(widen(x), widen(w) if transpose else widen(w).T, widen(bias)), dtype)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_several_panels(rng, dtype, native, rows, columns, outputs, transpose):
 @pytest.mark.parametrize("rows", [1, 2, 5, 9, 20])
 def test_results_repeat_bit_for_bit(rng, dtype, native, rows, transpose):
     w, x = draw(rng, (200, 200), dtype), draw(rng, (rows, 200), dtype)
-    first, second = (wide(mm.gemv(w, x, transpose=transpose)) for _ in range(2))
+    first, second = (widen(mm.gemv(w, x, transpose=transpose)) for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
 
@@ -66,7 +67,7 @@ def test_nothing_beyond_a_view_is_read(rng, dtype, native, rows, transpose):
         whole[top : top + shape[0], left : left + shape[1]] = w
         view = whole[top : top + shape[0], left : left + shape[1]]
         x = draw(rng, (rows, columns), dtype)
-        exact = exact_product(wide(x), wide(w) if transpose else wide(w).T)
+        exact = exact_product(widen(x), widen(w) if transpose else widen(w).T)
         assert_right(mm.gemv(view, x, transpose=transpose), exact, dtype)
 
 
@@ -82,23 +83,23 @@ def test_any_leading_shape(rng, executor, shape):
     w, x = draw(rng, (10, 64), mx.float32), draw(rng, shape, mx.float32)
     y = mm.gemv(w, x)
     assert y.shape == (*shape[:-1], 10)
-    assert_right(y, exact_product(wide(x), wide(w)), mx.float32)
+    assert_right(y, exact_product(widen(x), widen(w)), mx.float32)
 
 
 @pytest.mark.parametrize("columns", [64, 65])
 def test_strided_weights(rng, dtype, executor, columns):
     w, x = draw(rng, (3 * 20, columns + 8), dtype), draw(rng, (2, 20), dtype)
     for view in (w[::3, 8:], w[1::3, 3 : columns + 3], w[:20].T[:columns].T, w[::-3, :columns]):
-        assert_right(mm.gemv(view, x, transpose=False), exact_product(wide(x), wide(view).T), dtype)
+        assert_right(mm.gemv(view, x, transpose=False), exact_product(widen(x), widen(view).T), dtype)
         other = draw(rng, (2, columns), dtype)
-        assert_right(mm.gemv(view, other), exact_product(wide(other), wide(view)), dtype)
+        assert_right(mm.gemv(view, other), exact_product(widen(other), widen(view)), dtype)
 
 
 def test_strided_rows(rng, executor):
     w, x = draw(rng, (9, 64), mx.float32), draw(rng, (64, 3), mx.float32)
-    assert_right(mm.gemv(w, x.T), exact_product(wide(x).T, wide(w)), mx.float32)
+    assert_right(mm.gemv(w, x.T), exact_product(widen(x).T, widen(w)), mx.float32)
     x = draw(rng, (3 * 64 + 1,), mx.float32)[1:].reshape(3, 64)
-    assert_right(mm.gemv(w, x), exact_product(wide(x), wide(w)), mx.float32)
+    assert_right(mm.gemv(w, x), exact_product(widen(x), widen(w)), mx.float32)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
@@ -107,8 +108,8 @@ def test_infinity_and_nan(rng, dtype, executor, rows):
     w[1, 3] = float("inf")
     w[2, 60] = float("nan")
     w[3, 5] = float("-inf")
-    assert_right(mm.gemv(w, x), exact_product(wide(x), wide(w)), dtype)
-    assert_right(mm.gemv(w.T, x, transpose=False), exact_product(wide(x), wide(w)), dtype)
+    assert_right(mm.gemv(w, x), exact_product(widen(x), widen(w)), dtype)
+    assert_right(mm.gemv(w.T, x, transpose=False), exact_product(widen(x), widen(w)), dtype)
 
 
 def test_the_edge_of_float16(executor):
@@ -121,8 +122,8 @@ def test_the_edge_of_float16(executor):
 
 def test_error_is_at_most_that_of_mx(rng, dtype, executor):
     w, x = draw(rng, (64, 2048), dtype), draw(rng, (1, 2048), dtype)
-    exact = exact_product(wide(x), wide(w)).value
-    ours, twin = (np.abs(wide(y) - exact).max() for y in (mm.gemv(w, x), x @ w.T))
+    exact = exact_product(widen(x), widen(w)).value
+    ours, twin = (np.abs(widen(y) - exact).max() for y in (mm.gemv(w, x), x @ w.T))
     assert ours <= max(twin, np.finfo(np.float32).eps * 8 * np.abs(exact).max())
 
 
@@ -168,12 +169,11 @@ def test_compiled_for_any_shape(rng, executor, transpose, order):
     compiled = mx.compile(lambda x: mm.gemv(w, x, transpose=transpose) + 1, shapeless=True)
     for rows in order:
         x = draw(rng, (rows, 2080), mx.float32)
-        exact = exact_product(wide(x), wide(w) if transpose else wide(w).T, np.ones(160))
+        exact = exact_product(widen(x), widen(w) if transpose else widen(w).T, np.ones(160))
         assert_right(compiled(x), exact, mx.float32)
 
 
-def test_no_columns(rng):
-    mx.set_default_device(mx.cpu)
+def test_no_columns(rng, native):
     with mm.strict(False):
         y = mm.gemv(mx.zeros((4, 0)), mx.zeros((2, 0)), mx.arange(4.0))
     np.testing.assert_array_equal(np.array(y), [[0, 1, 2, 3]] * 2)

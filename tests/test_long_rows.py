@@ -11,4 +11,4 @@ from mlx_mittens.cases import Case
 def test_long_rows(op, vjp, executor, rng):
     case = Case("long", (1, 270001), vjp=vjp)
     arrays = [a / 16 for a in op.draw(rng, case, mx.float32)]
-    assert_right(op, case, arrays, op.cotangents(rng, case, mx.float32) if vjp else ())
+    assert_right(op, case, arrays, op.cotangents(rng, case, mx.float32))

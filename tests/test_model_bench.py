@@ -8,18 +8,15 @@ import pytest
 import tiny
 from mlx.utils import tree_flatten
 
-import mlx_mittens as mm
 from mlx_mittens import machine, model_bench, models
 from mlx_mittens.__main__ import main
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch, strict):
+def small(monkeypatch, lenient):
     monkeypatch.setattr(machine, "copy_gb_s", lambda: 10.0)
     for name in tiny.FAMILIES:
         monkeypatch.setitem(models.ARCHITECTURES, name, tiny.config(name))
-    with mm.strict(False):
-        yield
 
 
 def bench(tmp_path, *arguments):

@@ -24,12 +24,7 @@ import mlx_mittens as mm
 
 FORMATS = {"4-bit": 4, "8-bit": 8, "dense": None}
 
-
-@pytest.fixture(autouse=True)
-def lenient(strict):
-    """What no kernel covers goes to mx here, as it does for users."""
-    with mm.strict(False):
-        yield
+pytestmark = pytest.mark.usefixtures("lenient")
 
 
 @pytest.fixture(params=["4-bit", "dense"])

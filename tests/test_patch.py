@@ -32,12 +32,6 @@ def undone():
     assert current() == before
 
 
-@pytest.fixture
-def lenient(strict):
-    with mm.strict(False):
-        yield
-
-
 def calls(rng):
     """One call of each seam that is always there, by its switch."""
 

@@ -3,33 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention import MASKS, assert_right, draw, exact_of, mask_of, run, twin_mask
-from matrices import dequantized, quantize
+from attention import MASKS, assert_right, draw, exact_of, mask_of, run
+from matrices import quantize
 from support import assert_near
 
 import mlx_mittens as mm
-
-
-def composed(q, keys, values, scale, mask, sinks, group_size, bits):
-    """What mlx-lm does, with sinks: two quantized products and a softmax."""
-    batch, heads, queries, _ = q.shape
-    key_heads, count = keys[0].shape[1:3]
-    grouped = (batch, key_heads, heads // key_heads * queries, -1)
-    options = {"group_size": group_size, "bits": bits}
-    scores = mx.quantized_matmul((q * scale).reshape(grouped), *keys, transpose=True, **options)
-    scores = scores.reshape(batch, heads, queries, count)
-    if isinstance(mask, str):
-        mask = mx.arange(count) <= mx.arange(queries)[:, None] + count - queries
-    if mask is not None:
-        hidden = mx.finfo(scores.dtype).min
-        scores = mx.where(mask, scores, hidden) if mask.dtype == mx.bool_ else scores + mask
-    if sinks is not None:
-        first = mx.broadcast_to(sinks[None, :, None, None], (batch, heads, queries, 1))
-        scores = mx.softmax(mx.concatenate([first, scores], -1), axis=-1, precise=True)[..., 1:]
-    else:
-        scores = mx.softmax(scores, axis=-1, precise=True)
-    y = mx.quantized_matmul(scores.reshape(grouped), *values, transpose=False, **options)
-    return y.reshape(batch, heads, queries, -1)
+from mlx_mittens.attention_cases import composed, twin_mask
+from mlx_mittens.cases import dequantized
 
 
 def attend(q, keys, values, scale, mask=None, sinks=None, window=None, group_size=64, bits=8):
@@ -88,16 +68,14 @@ def test_window(rng, executor, mask, queries, window, bits):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("width", [32, 96, 160])
-def test_widths_on_the_cpu(rng, dtype, width, bits):
-    mx.set_default_device(mx.cpu)
+def test_widths_on_the_cpu(rng, dtype, native, width, bits):
     for queries in (1, 30):
         arrays = packed(rng, (1, 4, 2, queries, 50, width), dtype, 32, bits)
         attend(*arrays, width**-0.5, "causal", None, None, 32, bits)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_values_of_another_width(rng, bits):
-    mx.set_default_device(mx.cpu)
+def test_values_of_another_width(rng, native, bits):
     q, keys, _ = packed(rng, (1, 4, 2, 3, 50, 64), mx.float16, 32, bits)
     values = quantize(rng, (1, 2, 50, 96), mx.float16, 32, bits)
     assert attend(q, keys, values, 0.125, None, None, None, 32, bits).shape == (1, 4, 3, 96)
@@ -118,8 +96,7 @@ def test_strides(rng, dtype, executor, queries, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_long(rng, dtype, bits):
-    mx.set_default_device(mx.cpu)
+def test_long(rng, dtype, native, bits):
     attend(*packed(rng, (1, 4, 1, 1, 3001, 64), dtype, 64, bits), 0.125, None, None, None, 64, bits)
     attend(*packed(rng, (1, 2, 1, 200, 1000, 64), dtype, 64, bits), 0.125, "causal", None, None, 64, bits)
 
@@ -133,8 +110,7 @@ def test_rows_that_see_nothing(rng, executor, queries):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_gradient_of_queries(rng, bits):
-    mx.set_default_device(mx.cpu)
+def test_gradient_of_queries(rng, native, bits):
     q, keys, values = packed(rng, (2, 4, 2, 7, 40, 64), mx.float32, 64, bits)
     mask, sinks = draw(rng, (7, 40), mx.float32), draw(rng, (4,), mx.float32)
     ours = lambda q, m, s: mm.quantized_scaled_dot_product_attention(q, keys, values, 0.125, m, 64, bits, sinks=s)
@@ -164,8 +140,7 @@ def test_vmap_and_compile(rng, executor, bits):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6])
-def test_other_bits_are_composed(rng, bits):
-    mx.set_default_device(mx.cpu)
+def test_other_bits_are_composed(rng, native, bits):
     q = draw(rng, (1, 4, 6, 64), mx.float32, False)
     keys, values = (mx.quantize(draw(rng, (1, 2, 40, 64), mx.float32), 32, bits) for _ in range(2))
     with pytest.raises(RuntimeError, match=rf"strict mode: no kernel of mlx_mittens covers {bits} bits"):
@@ -180,8 +155,7 @@ def test_other_bits_are_composed(rng, bits):
                 assert_near(y, twin, f"{mask} {window}", 1e-5)
 
 
-def test_empty(rng):
-    mx.set_default_device(mx.cpu)
+def test_empty(rng, native):
     q, keys, values = packed(rng, (1, 2, 1, 3, 4, 64), mx.float32, 64, 8)
     none = [[a[:, :, :0] for a in triple] for triple in (keys, values)]
     assert not mx.any(mm.quantized_scaled_dot_product_attention(q, *none, 1.0)).item()

@@ -3,9 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from matrices import assert_right, dequantized, draw, exact_product, quantize, wide
+from matrices import assert_right, draw, exact_product, quantize
 
 import mlx_mittens as mm
+from mlx_mittens.cases import dequantized, widen
 
 
 def product(rng, rows, columns, outputs, dtype, group_size, bits, transpose=True, with_bias=False):
@@ -17,7 +18,7 @@ def product(rng, rows, columns, outputs, dtype, group_size, bits, transpose=True
     y = mm.quantized_matmul(x, *triple, transpose, group_size, bits, bias=bias)
     w = dequantized(*triple, group_size, bits)
     assert y.shape == (rows, outputs)
-    assert_right(y, exact_product(wide(x), w if transpose else w.T, wide(bias)), dtype)
+    assert_right(y, exact_product(widen(x), w if transpose else w.T, widen(bias)), dtype)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -77,7 +78,7 @@ def test_many_matrices(rng, native, rows, transpose):
     x = draw(rng, (matrices, rows, 96 if transpose else 64), mx.float16)
     w = dequantized(*triple, 32, 4)
     y = mm.quantized_matmul(x, *triple, transpose=transpose, group_size=32, bits=4)
-    assert_right(y, exact_product(wide(x), w if transpose else np.swapaxes(w, -1, -2)), mx.float16)
+    assert_right(y, exact_product(widen(x), w if transpose else np.swapaxes(w, -1, -2)), mx.float16)
 
 
 @pytest.mark.parametrize("transpose", [True, False])
@@ -97,7 +98,7 @@ def test_strides_and_broadcasting(rng, dtype, executor, transpose):
     y = mm.quantized_matmul(x, *(a[:, :, None] for a in views), transpose=transpose, group_size=32, bits=4)
     w = dequantized(*triple, 32, 4)[:, :, None, :length]
     assert y.shape == (batch, heads, shared, rows, outputs)
-    assert_right(y, exact_product(wide(x), w if transpose else np.swapaxes(w, -1, -2)), dtype)
+    assert_right(y, exact_product(widen(x), w if transpose else np.swapaxes(w, -1, -2)), dtype)
 
 
 def test_stacks_that_broadcast_in_front(rng, executor):
@@ -106,7 +107,7 @@ def test_stacks_that_broadcast_in_front(rng, executor):
     for x_shape in [(5, 1, 2, 64), (5, 3, 2, 64), (1, 2, 64), (3, 2, 64)]:
         x = draw(rng, x_shape, mx.float32)
         y = mm.quantized_matmul(x, *triple, group_size=32, bits=8)
-        assert_right(y, exact_product(wide(x), w), mx.float32)
+        assert_right(y, exact_product(widen(x), w), mx.float32)
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 1, 3, 64), (0, 64)])
@@ -115,14 +116,14 @@ def test_any_leading_shape(rng, executor, shape):
     x = draw(rng, shape, mx.float16)
     y = mm.quantized_matmul(x, *triple)
     assert y.shape == (*shape[:-1], 10)
-    assert_right(y, exact_product(wide(x), dequantized(*triple, 64, 4)), mx.float16)
+    assert_right(y, exact_product(widen(x), dequantized(*triple, 64, 4)), mx.float16)
 
 
 def test_views_that_have_no_rows(rng, executor):
     """Every argument as a view that lies in memory in another order, or off the boundaries of 16 bytes."""
     words, scales, biases = quantize(rng, (2 * 12, 192), mx.float32, 32, 4)
     x = draw(rng, (192, 3), mx.float32)
-    exact = exact_product(wide(x).T, dequantized(words, scales, biases, 32, 4))
+    exact = exact_product(widen(x).T, dequantized(words, scales, biases, 32, 4))
     views = [mx.contiguous(a.T).T for a in (words, scales, biases)]
     assert_right(mm.quantized_matmul(x.T, *views, group_size=32), exact, mx.float32)
 
@@ -142,15 +143,16 @@ def test_scales_of_zero_infinity_and_nan(rng, dtype, executor, bits, transpose, 
     scales[1, 0] = float("inf")
     scales[2, 1] = float("nan")
     biases[3, 0] = float("-inf")
-    x = mx.abs(draw(rng, (rows, 64), dtype)) + 1  # of one sign: which infinity a sum has then does not hang on its order
+    # Of one sign: which infinity a sum has then does not hang on its order.
+    x = mx.abs(draw(rng, (rows, 64), dtype)) + 1
     w = dequantized(words, scales, biases, 32, bits)
-    y = wide(mm.quantized_matmul(x, words, scales, biases, transpose, 32, bits))
-    exact = exact_product(wide(x), w if transpose else w.T).value
+    y = widen(mm.quantized_matmul(x, words, scales, biases, transpose, 32, bits))
+    exact = exact_product(widen(x), w if transpose else w.T).value
     # Which of the values that are not finite: with an infinite scale that hangs on the order of the operations.
     np.testing.assert_array_equal(np.isfinite(y), np.isfinite(exact))
     if transpose:
         assert np.isnan(y[:, 2]).all() and np.isneginf(y[:, 3]).all()
-        assert_right(mx.array(y).astype(dtype)[:, 4:], exact_product(wide(x), w[4:]), dtype)
+        assert_right(mx.array(y).astype(dtype)[:, 4:], exact_product(widen(x), w[4:]), dtype)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -159,7 +161,7 @@ def test_activations_at_the_edge_of_float16(rng, executor, bits):
     triple = (triple[0], triple[1] * 1e-3, triple[2] * 1e-3)
     x = mx.array(rng.choice([-65504.0, 65504.0, 6e-8, 0.0], (2, 256))).astype(mx.float16)
     y = mm.quantized_matmul(x, *triple, bits=bits)
-    assert_right(y, exact_product(wide(x), dequantized(*triple, 64, bits)), mx.float16)
+    assert_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), mx.float16)
 
 
 def test_overflow_is_infinity(executor):
@@ -179,8 +181,8 @@ def test_promotes_as_mx_does(rng, executor):
 def test_error_is_at_most_that_of_mx(rng, dtype, executor):
     triple = quantize(rng, (64, 2048), dtype, 64, 4)
     x = draw(rng, (1, 2048), dtype)
-    exact = exact_product(wide(x), dequantized(*triple, 64, 4)).value
-    ours, twin = (np.abs(wide(f(x, *triple)) - exact).max() for f in (mm.quantized_matmul, mx.quantized_matmul))
+    exact = exact_product(widen(x), dequantized(*triple, 64, 4)).value
+    ours, twin = (np.abs(widen(f(x, *triple)) - exact).max() for f in (mm.quantized_matmul, mx.quantized_matmul))
     assert ours <= max(twin, np.finfo(np.float32).eps * 8 * np.abs(exact).max())
 
 
@@ -255,11 +257,10 @@ def test_compiled_for_any_shape(rng, executor, transpose, order):
     compiled = mx.compile(lambda x: mm.quantized_matmul(x, *triple, transpose=transpose) + 1, shapeless=True)
     for rows in order:
         x = draw(rng, (rows, 2048), mx.float32)
-        assert_right(compiled(x), exact_product(wide(x), w if transpose else w.T, np.ones(64)), mx.float32)
+        assert_right(compiled(x), exact_product(widen(x), w if transpose else w.T, np.ones(64)), mx.float32)
 
 
-def test_what_goes_to_mx(rng):
-    mx.set_default_device(mx.cpu)
+def test_what_goes_to_mx(rng, native):
     words, scales, biases = quantize(rng, (8, 64), mx.float32, 64, 4)
     two = mx.quantize(draw(rng, (8, 64), mx.float32), bits=2)
     x = draw(rng, (1, 64), mx.float32)

@@ -4,14 +4,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from matrices import assert_right, dequantized, draw, exact_product, quantize, wide
+from matrices import assert_right, draw, exact_product, quantize
 
 import mlx_mittens as mm
 from mlx_mittens import cases
+from mlx_mittens.cases import dequantized, widen
 
 
 def exact_swiglu(x, gate, up, group_size, bits):
-    gated, linear = (exact_product(wide(x), dequantized(*w, group_size, bits)) for w in (gate, up))
+    gated, linear = (exact_product(widen(x), dequantized(*w, group_size, bits)) for w in (gate, up))
     with np.errstate(over="ignore"):
         silu = gated.value / (1 + np.exp(-gated.value))
     size = np.abs(silu) * linear.magnitude + (np.abs(gated.magnitude) + np.abs(silu)) * np.abs(linear.value)
@@ -83,8 +84,7 @@ def test_gradients_vmap_and_compile(rng, executor):
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(dense(x)), rtol=1e-4, atol=1e-4)
 
 
-def test_bad_input(rng):
-    mx.set_default_device(mx.cpu)
+def test_bad_input(rng, native):
     x, gate = mx.zeros((1, 64)), quantize(rng, (16, 64), mx.float32, 64, 4)
     for up, message in [
         (quantize(rng, (8, 64), mx.float32, 64, 4), "up's w has 8 rows, gate's has 16"),
