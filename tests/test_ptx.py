@@ -11,9 +11,6 @@ ARCHITECTURES = ("sm_80", "sm_90")
 
 # Kernels that may spill: how many bytes at most, stored and loaded together, and why that is as it should be.
 MAY_SPILL = {
-    "layer_norm_looped_float32": (8, "one register, stored first and loaded last: ptxas keeps two threadgroups an SM"),
-    "layer_norm_simd16_float16": (8, "one register, stored first and loaded last: ptxas keeps five threadgroups an SM"),
-    "layer_norm_simd16_bfloat16": (8, "as float16"),
     "layer_norm_vjp_block4_float32": (108, "x, dy, weight and two sums of 16 columns pass 128 registers"),
     "attention_decode_64_4_float32": (8, "one register: ptxas keeps three threadgroups an SM"),
     "attention_decode_128_4_float32": (8, "as 64"),
