@@ -12,6 +12,7 @@
 
 #include "mittens/attention.h"
 #include "mittens/key_values.h"
+#include "mittens/scatter_sum.h"
 
 namespace mittens {
 
@@ -39,26 +40,6 @@ struct DecodeShape {
   static constexpr int sum_stride = value_lanes + 4;
   static constexpr int sum_row = value_elements * sum_stride;
 };
-
-// Halves of the G lanes exchange halves of the C values until each lane has the sums of its own, or of the one that is
-// left.
-template <int N, int mask, int C>
-inline void scatter_lanes(thread float (&v)[C], uint lane) {
-  if constexpr (N > 1) {
-    const bool upper = lane & mask;
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      const float kept = upper ? v[i + N / 2] : v[i];
-      const float sent = upper ? v[i] : v[i + N / 2];
-      v[i] = kept + simd_shuffle_xor(sent, ushort(mask));
-    }
-  } else {
-    v[0] += simd_shuffle_xor(v[0], ushort(mask));
-  }
-  if constexpr (mask > 1) {
-    scatter_lanes<(N > 1 ? N / 2 : 1), mask / 2>(v, lane);
-  }
-}
 
 // Over the lanes of all groups that have scores of the same row.
 template <typename Shape>
@@ -247,7 +228,7 @@ inline void decode(
           products[r * N + n] = product;
         }
       }
-      scatter_lanes<Shape::scores, G / 2>(products, lane);
+      exchange<Shape::scores, G / 2>(products, lane);
       raised[b] = maximum[b];
 #pragma unroll
       for (int i = 0; i < Shape::own; ++i) {
