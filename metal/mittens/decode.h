@@ -17,6 +17,7 @@
 namespace mittens {
 
 constant constexpr int decode_simdgroups = 4;  // of a threadgroup
+constant constexpr uint decode_threads = decode_simdgroups * 32;
 
 // How the work is cut for R rows of queries: a row block has few enough rows for one sum an exchange.
 template <int G, int R>
@@ -138,7 +139,12 @@ inline void decode(
   const uint lane_group = lane / G;
   const uint value_group = lane / Shape::value_lanes;
 
-  for (uint i = t; i < R * 8 * G; i += decode_simdgroups * 32) {
+  // Neither the end of this loop nor what the last one asks for stays in registers past the keys.
+  for (uint from = 0; from < R * 8 * G; from += decode_threads) {
+    const uint i = from + t;
+    if (R * 8 * G % decode_threads != 0 && i >= R * 8 * G) {
+      break;
+    }
     const uint row = rows.first + min(i / (8 * G), rows.count - 1);
     const uint head = rows.key_head * params.ratio + row / params.queries;
     const uint d = i % (8 * G);
@@ -328,10 +334,14 @@ inline void decode(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = t; i < Shape::block * 8 * G; i += decode_simdgroups * 32) {
+    for (uint from = 0; from < Shape::block * 8 * G; from += decode_threads) {
+      const uint i = from + simdgroup * 32 + lane;
+      if (Shape::block * 8 * G % decode_threads != 0 && i >= Shape::block * 8 * G) {
+        break;
+      }
       const uint row = b * Shape::block + i / (8 * G);
       const uint d = i % (8 * G);
-      if (row < rows.count && d < params.width) {
+      if (rows.first + row < params.ratio * params.queries && d < params.width) {
         const uint place = i / (8 * G) * Shape::sum_row + d % V * Shape::sum_stride + d / V;
         float largest = maxima[row * decode_simdgroups];
 #pragma unroll
