@@ -13,6 +13,13 @@
 // with what is on its way some 24 simdgroups fit a core of an Apple GPU, where its arithmetic saturates. R = 2 at D =
 // 128 would halve the fragments to load, and the simdgroups too.
 //
+// In float32 at D = 192 and 256 the queries would take as many registers as the sums: there they are loaded again for
+// each tile of keys.
+//
+// On NVIDIA GPUs sums are added to where that is written. LLVM would move that past the branches of the next loads, and
+// the operands of all products would wait in registers:
+// nvptx: -instcombine-code-sinking=0
+//
 // A row that sees no key at all has the mean of all values, as in mx: it then goes through what was left out. (MLX's
 // Metal kernels differ there: 0 in decoding, the mean of the keys that its tile read in prefill.)
 #include <metal_stdlib>
@@ -32,8 +39,11 @@ struct Prefill {
   static constexpr int C = D == 64 || D == 128 ? 4 : 2;
   static constexpr int W = dealt_width(D, 16 / sizeof(T));  // of queries and keys
   static constexpr int V = dealt_width(D, 4);               // of values and sums
+  // Matrices of queries at hand: all, or where these would take as many registers as the sums, those of one block,
+  // which are then loaded for each tile of keys.
+  static constexpr int Q = D * sizeof(T) <= 512 ? D / 8 : W;
 
-  Fragments<T, D / 8> queries[R];
+  Fragments<T, Q> queries[R];
   Fragments<float, D / 8> sums[R];
   RowValues<R> maximum;
   RowValues<R> total;  // of the lane's columns
@@ -42,13 +52,19 @@ struct Prefill {
 // Where a simdgroup's rows and head are.
 template <typename T>
 struct PrefillPlace {
-  const device T* keys;  // of the head
+  const device T* queries;  // of the head
+  const device T* keys;
   const device T* values;
   const device T* mask;
-  uint first;    // row
-  int position;  // the last key that the first row sees, if causal
+  uint first;  // row
   uint lane;
 };
+
+// The last key that the first row sees, if causal.
+template <typename T>
+inline int position_of(PrefillPlace<T> place, constant AttentionParams& params) {
+  return int(place.first + params.keys) - int(params.queries);
+}
 
 inline uint clamped_row(uint first, int r, uint lane, uint queries) {
   return min(first + r * 8 + tile_row(lane), queries - 1);
@@ -121,27 +137,48 @@ inline void weights_of(thread Tile<float, R, C>& scores) {
   }
 }
 
+// The queries from matrix `first` on.
+template <typename T, int D, int R>
+inline void load_queries(
+    thread Prefill<T, D, R>& own, PrefillPlace<T> place, int first, constant AttentionParams& params) {
+  constexpr int W = Prefill<T, D, R>::W;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const device T* row =
+        place.queries + clamped_row(place.first, r, place.lane, params.queries) * params.query_strides[2];
+    load_dealt_left<T, W, Prefill<T, D, R>::Q / W>(
+        own.queries[r], row + first * 8, params.queries_aligned, place.lane);
+  }
+}
+
 // scores = queries keys^T, from key `key` on.
 template <typename T, int D, int R, int C>
 inline void multiply_keys(
-    thread Tile<float, R, C>& scores, thread const Prefill<T, D, R>& own, PrefillPlace<T> place, uint key,
+    thread Tile<float, R, C>& scores, thread Prefill<T, D, R>& own, PrefillPlace<T> place, uint key,
     constant AttentionParams& params) {
   constexpr int W = Prefill<T, D, R>::W;
+  constexpr int Q = Prefill<T, D, R>::Q;
   fill(scores, 0.0f);
 #pragma unroll
-  for (int c = 0; c < C; ++c) {
-    const uint column = key + c * 8 + tile_column(place.lane);
-    const device T* row = place.keys + int64_t(min(column, params.keys - 1)) * params.key_stride;
-    const device T* next = place.keys + int64_t(min(column + 1, params.keys - 1)) * params.key_stride;
+  for (int q = 0; q < D / 8; q += Q) {
+    if (Q < D / 8) {
+      load_queries(own, place, q, params);
+    }
 #pragma unroll
-    for (int b = 0; b < D / 8; b += W) {
-      Fragments<T, W> k;
-      load_dealt_right<T, W>(k, row + b * 8, next + b * 8, params.aligned, place.lane);
+    for (int c = 0; c < C; ++c) {
+      const uint column = key + c * 8 + tile_column(place.lane);
+      const device T* row = place.keys + int64_t(min(column, params.keys - 1)) * params.key_stride;
+      const device T* next = place.keys + int64_t(min(column + 1, params.keys - 1)) * params.key_stride;
 #pragma unroll
-      for (int t = 0; t < W; ++t) {
+      for (int b = 0; b < Q; b += W) {
+        Fragments<T, W> k;
+        load_dealt_right<T, W>(k, row + (q + b) * 8, next + (q + b) * 8, params.aligned, place.lane);
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-          scores.at[r][c] = multiply_tiles<T>(own.queries[r].at[b + t], k.at[t], scores.at[r][c]);
+        for (int t = 0; t < W; ++t) {
+#pragma unroll
+          for (int r = 0; r < R; ++r) {
+            scores.at[r][c] = multiply_tiles<T>(own.queries[r].at[b + t], k.at[t], scores.at[r][c]);
+          }
         }
       }
     }
@@ -184,7 +221,7 @@ inline void attend(
   if (visible) {
     multiply_keys<T, D, R, C>(scores, own, place, key, params);
     multiply(scores, params.scale);
-    const int first = place.position - int(key) + 1;  // column of row 0 that it does not see
+    const int first = position_of(place, params) - int(key) + 1;  // column of row 0 that it does not see
     if (params.mask == bool_mask) {
       hide_unseen(scores, seen, hidden);
     } else if (params.mask == additive_mask) {
@@ -252,7 +289,6 @@ template <typename T, int D, int R>
     return;
   }
   place.lane = lane;
-  place.position = int(place.first + params.keys) - int(params.queries);
   place.keys = keys + params.key_start + group.z * params.key_strides[0] + key_head * params.key_strides[1];
   place.values = values + params.value_start + group.z * params.value_strides[0] + key_head * params.value_strides[1];
   const int64_t mask_offset = params.mask_start + group.z * params.mask_strides[0] + head * params.mask_strides[1];
@@ -262,14 +298,12 @@ template <typename T, int D, int R>
   Prefill<T, D, R> own;
   fill(own.maximum, -INFINITY);
   fill(own.total, 0.0f);
-  const device T* head_queries =
-      queries + params.query_start + group.z * params.query_strides[0] + head * params.query_strides[1];
+  place.queries = queries + params.query_start + group.z * params.query_strides[0] + head * params.query_strides[1];
+  if (Prefill<T, D, R>::Q == D / 8) {
+    load_queries(own, place, 0, params);
+  }
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    constexpr int W = Prefill<T, D, R>::W;
-    load_dealt_left<T, W, D / 8 / W>(
-        own.queries[r], head_queries + clamped_row(place.first, r, lane, params.queries) * params.query_strides[2],
-        params.queries_aligned, lane);
 #pragma unroll
     for (int d = 0; d < D / 8; ++d) {
       own.sums[r].at[d] = float2(0);
@@ -279,9 +313,10 @@ template <typename T, int D, int R>
   uint begin = 0;
   uint end = params.keys;
   if (params.causal) {
-    end = uint(clamp(place.position + 8 * R, 0, int(params.keys)));
+    const int position = position_of(place, params);
+    end = uint(clamp(position + 8 * R, 0, int(params.keys)));
     if (params.window) {
-      begin = uint(max(place.position + 1 - int(params.window), 0)) / (8 * C) * (8 * C);
+      begin = uint(max(position + 1 - int(params.window), 0)) / (8 * C) * (8 * C);
     }
   }
   bool left_out = false;  // whether it is the turn of what was left out

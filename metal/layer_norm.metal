@@ -7,7 +7,7 @@
 //
 // The host chooses by the length of a row (csrc/ops/row_plan.h):
 //   simd    L lanes a row, 32 / L * R rows a simdgroup, no barrier; the row stays in registers
-//   block   one threadgroup a row, the row in registers: one read, two barriers
+//   block   one threadgroup a row, the row in registers: one read, one barrier
 //   looped  one threadgroup a row, which is read twice
 //   split   several threadgroups a row: split_sums leaves the moments of each in partials, split_write merges them
 #include <metal_stdlib>
@@ -33,28 +33,59 @@ inline float scale_and_shift(float v, bool has_weight, float weight, bool has_bi
   return has_bias ? round_to<T>(v) + bias : v;
 }
 
-// Turns part, which holds x, into y. weight and bias are [columns].
+// What one pack of x is multiplied by and added to.
+struct PackTerms {
+  uint4 weight;
+  uint4 bias;
+};
+
+template <typename T>
+inline PackTerms load_terms(
+    const device T* weight, const device T* bias, constant LayerNormParams& params, RowSpan span, uint p, uint end) {
+  const uint column = span.head + p * pack_size<T>();
+  PackTerms terms = PackTerms{uint4(0), uint4(0)};
+  if (params.has_weight && p < end) {
+    terms.weight = load_pack(weight + column, packs_aligned<T>(params.weight_phase, span));
+  }
+  if (params.has_bias && p < end) {
+    terms.bias = load_pack(bias + column, packs_aligned<T>(params.bias_phase, span));
+  }
+  return terms;
+}
+
+// Writes the packs of y for those of x in part, which it uses up: a loop whose packs move up keeps them packed until
+// their turn comes. The terms of the next pack are on their way meanwhile.
 template <typename T, int N>
-inline void normalize_part(
-    thread RowPart<T, N>& part, float mean, float n, const device T* weight, const device T* bias,
-    constant LayerNormParams& params, RowSpan span, uint first, uint stride, uint end) {
-  const bool weight_aligned = packs_aligned<T>(params.weight_phase, span);
-  const bool bias_aligned = packs_aligned<T>(params.bias_phase, span);
-#pragma unroll
+inline void write_part(
+    thread RowPart<T, N>& part, PackTerms terms, float mean, float n, const device T* weight, const device T* bias,
+    device T* y_row, bool y_aligned, constant LayerNormParams& params, RowSpan span, uint first, uint stride,
+    uint end) {
+#pragma unroll 1
   for (int i = 0; i < N; ++i) {
     const uint p = first + i * stride;
-    const uint column = span.head + p * pack_size<T>();
+    if (p >= end) {
+      break;
+    }
+    PackTerms next = terms;
+    if (N > 1) {
+      next = load_terms(weight, bias, params, span, p + stride, end);
+    }
     float v[16 / sizeof(T)];
     float w[16 / sizeof(T)];
     float b[16 / sizeof(T)];
-    unpack<T>(part.packs[i], v);
-    unpack<T>(params.has_weight && p < end ? load_pack(weight + column, weight_aligned) : uint4(0), w);
-    unpack<T>(params.has_bias && p < end ? load_pack(bias + column, bias_aligned) : uint4(0), b);
+    unpack<T>(part.packs[0], v);
+    unpack<T>(terms.weight, w);
+    unpack<T>(terms.bias, b);
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
       v[j] = scale_and_shift<T>((v[j] - mean) * n, params.has_weight, w[j], params.has_bias, b[j]);
     }
-    part.packs[i] = pack<T>(v);
+    store_pack(y_row + span.head + p * pack_size<T>(), y_aligned, pack<T>(v));
+    terms = next;
+#pragma unroll
+    for (int k = 1; k < N; ++k) {
+      part.packs[k - 1] = part.packs[k];
+    }
   }
 }
 
@@ -65,6 +96,17 @@ inline float normalize_edge(
   const T w = params.has_weight ? load_edge(weight, span, t, 0) : T(0);
   const T b = params.has_bias ? load_edge(bias, span, t, 0) : T(0);
   return scale_and_shift<T>((float(x) - mean) * n, params.has_weight, float(w), params.has_bias, float(b));
+}
+
+// Of a row in L lanes. One pack a lane stays unpacked until the row's mean is known; more would not fit registers.
+template <int L, typename T, int N>
+inline Moments lanes_moments(thread const RowPart<T, N>& part, bool has_edge, uint packs, uint columns, uint lane) {
+  const uint t = lane % L;
+  if constexpr (N > 1) {
+    return lanes_merge<L>(part_moments(part, has_edge, t, L, packs), float(columns), lane);
+  }
+  const float mean = lanes_sum<L>(part_sum(part)) / float(columns);
+  return Moments{float(columns), mean, lanes_sum<L>(part_deviation(part, mean, has_edge, t, L, packs))};
 }
 
 template <typename T, int L, int N, int R>
@@ -96,14 +138,14 @@ template <typename T, int L, int N, int R>
   for (int r = 0; r < R; ++r) {
     const uint row = first_row + r * (32 / L);
     const RowSpan span = spans[r];
-    const float mean = lanes_sum<L>(part_sum(parts[r])) / float(columns);
-    const float deviation = lanes_sum<L>(part_deviation(parts[r], mean, t < span.edges, t, L, span.packs));
-    const float n = inverse_deviation(deviation, columns, params.eps);
+    const Moments moments = lanes_moments<L>(parts[r], t < span.edges, span.packs, columns, lane);
+    const float mean = moments.mean;
+    const float n = inverse_deviation(moments.deviation, columns, params.eps);
     device T* y_row = y + size_t(row) * columns;
     store_edge(y_row, span, t, normalize_edge<T>(parts[r].edge, mean, n, weight, bias, params, span, t));
-    normalize_part(parts[r], mean, n, weight, bias, params, span, t, L, span.packs);
-    store_packs(
-        y_row, span, packs_aligned<T>(params.y_phase + row * columns, span), t, L, span.packs, parts[r]);
+    write_part(
+        parts[r], load_terms(weight, bias, params, span, t, span.packs), mean, n, weight, bias, y_row,
+        packs_aligned<T>(params.y_phase + row * columns, span), params, span, t, L, span.packs);
   }
 }
 
@@ -120,9 +162,7 @@ template <typename T, int N>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float sums[32];
-  threadgroup float deviations[32];
-  const Place place = Place{lane, simdgroup, simdgroups};
+  threadgroup float scratch[96];
   const uint columns = params.row.columns;
   const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
   const size_t start = size_t(row) * columns;
@@ -131,15 +171,15 @@ template <typename T, int N>
   load_packs(x + start, span, true, t, threads, span.packs, uint4(0), part);
   part.edge = load_edge(x + start, span, t, 0);
 
-  const float mean = threadgroup_sum(part_sum(part), sums, place) / float(columns);
-  const float deviation =
-      threadgroup_sum(part_deviation(part, mean, t < span.edges, t, threads, span.packs), deviations, place);
-  const float n = inverse_deviation(deviation, columns, params.eps);
+  const Moments own = simd_merge(part_moments(part, t < span.edges, t, threads, span.packs));
+  const PackTerms terms = load_terms(weight, bias, params, span, t, span.packs);
+  const Moments moments = simdgroups_merge(own, scratch, Place{lane, simdgroup, simdgroups});
+  const float n = inverse_deviation(moments.deviation, columns, params.eps);
 
-  store_edge(y + start, span, t, normalize_edge<T>(part.edge, mean, n, weight, bias, params, span, t));
-  normalize_part(part, mean, n, weight, bias, params, span, t, threads, span.packs);
-  store_packs(
-      y + start, span, packs_aligned<T>(params.y_phase + row * columns, span), t, threads, span.packs, part);
+  store_edge(y + start, span, t, normalize_edge<T>(part.edge, moments.mean, n, weight, bias, params, span, t));
+  write_part(
+      part, terms, moments.mean, n, weight, bias, y + start,
+      packs_aligned<T>(params.y_phase + row * columns, span), params, span, t, threads, span.packs);
 }
 
 template <typename T, int N>
@@ -151,8 +191,9 @@ inline void range_normalize(
   RowPart<T, N> part;
   for (uint first = begin + t; first < end; first += N * threads) {
     load_packs(x_row, span, true, first, threads, end, uint4(0), part);
-    normalize_part(part, moments.mean, n, weight, bias, params, span, first, threads, end);
-    store_packs(y_row, span, y_aligned, first, threads, end, part);
+    write_part(
+        part, load_terms(weight, bias, params, span, first, end), moments.mean, n, weight, bias, y_row, y_aligned,
+        params, span, first, threads, end);
   }
   if (edges) {
     const T x = load_edge(x_row, span, t, 0);
@@ -178,9 +219,8 @@ template <typename T, int N>
   const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
   const size_t start = size_t(row) * columns;
 
-  const Moments moments = threadgroup_merge(
-      range_moments<T, N>(x + start, span, 0, span.packs, true, t, threads), scratch,
-      Place{lane, simdgroup, simdgroups});
+  const Moments own = simd_merge(range_moments<T, N>(x + start, span, 0, span.packs, true, t, threads));
+  const Moments moments = simdgroups_merge(own, scratch, Place{lane, simdgroup, simdgroups});
   range_normalize<T, N>(
       x + start, weight, bias, y + start, params, packs_aligned<T>(params.y_phase + row * columns, span), span, 0,
       span.packs, true, moments, t, threads);
@@ -205,9 +245,9 @@ template <typename T, int N>
   const uint begin = split * params.row.packs_per_split;
   const uint end = min(begin + params.row.packs_per_split, span.packs);
 
-  const Moments moments = threadgroup_merge(
-      range_moments<T, N>(x + size_t(row) * columns, span, begin, end, split == 0, t, threads), scratch,
-      Place{lane, simdgroup, simdgroups});
+  const Moments own = simd_merge(
+      range_moments<T, N>(x + size_t(row) * columns, span, begin, end, split == 0, t, threads));
+  const Moments moments = simdgroups_merge(own, scratch, Place{lane, simdgroup, simdgroups});
   if (t == 0) {
     partials[3 * group] = moments.count;
     partials[3 * group + 1] = moments.mean;

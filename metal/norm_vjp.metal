@@ -43,6 +43,19 @@ inline Coefficients row_coefficients(float mean, float squares, float products, 
   return c;
 }
 
+// The weight of the thread's columns. In float32 it is 1 where there is none: a choice between dy and dy * weight would
+// take registers for both. In half types the choice keeps the weight packed.
+template <typename T, int N>
+inline void load_weight(const device T* weight, bool has_weight, ColumnMap map, thread ColumnPart<N>& part) {
+  load_part(weight, ColumnMap{map.aligned, map.t, map.stride, map.begin, has_weight ? map.end : 0}, part);
+  if (is_same_v<T, float> && !has_weight) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      part.packs[i] = pack_of<T>(1.0f);
+    }
+  }
+}
+
 // g = dy * weight and centred = x - mean of one pack; zeros outside the columns.
 template <typename T, bool Centred>
 inline void load_terms(
@@ -50,7 +63,7 @@ inline void load_terms(
     thread float (&centred)[16 / sizeof(T)], thread float (&g)[16 / sizeof(T)]) {
   unpack<T>(x, centred);
   unpack<T>(dy, g);
-  if (has_weight) {
+  if (is_same_v<T, float> || has_weight) {
     float w[16 / sizeof(T)];
     unpack<T>(weight, w);
 #pragma unroll
@@ -178,7 +191,7 @@ template <typename T, int N, bool Centred>
   ColumnPart<N> w;
   ColumnPart<N> x_part;
   ColumnPart<N> dy_part;
-  load_part(weight, ColumnMap{map.aligned, lane, 32, 0, params.has_weight ? columns : 0}, w);
+  load_weight(weight, params.has_weight, map, w);
   Shares<T, N> shares;
   clear(shares);
   for (uint row = group * simdgroups + simdgroup; row < params.row.rows; row += params.blocks * simdgroups) {
@@ -270,7 +283,7 @@ template <typename T, int N, bool Centred>
   ColumnPart<N> w;
   ColumnPart<N> x_part;
   ColumnPart<N> dy_part;
-  load_part(weight, ColumnMap{map.aligned, t, threads, 0, params.has_weight ? columns : 0}, w);
+  load_weight(weight, params.has_weight, map, w);
   Shares<T, N> shares;
   clear(shares);
   uint turn = 0;
@@ -371,7 +384,7 @@ template <typename T, int N, bool Centred>
     ColumnPart<N> w;
     load_part(x + start, map, x_part);
     load_part(dy + start, map, dy_part);
-    load_part(weight, ColumnMap{map.aligned, t, threads, from, params.has_weight ? end : 0}, w);
+    load_weight(weight, params.has_weight, map, w);
     Statistics batch = Statistics{Moments{0, 0, 0}, 0, 0};
     if (Centred) {
       uint count = 0;
@@ -460,7 +473,7 @@ template <typename T, int N, bool Centred>
   ColumnPart<N> w;
   ColumnPart<N> x_part;
   ColumnPart<N> dy_part;
-  load_part(weight, ColumnMap{map.aligned, t, threads, begin, params.has_weight ? end : 0}, w);
+  load_weight(weight, params.has_weight, map, w);
   Shares<T, N> shares;
   clear(shares);
   for (uint row = block; row < params.row.rows; row += params.blocks) {

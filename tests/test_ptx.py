@@ -11,24 +11,7 @@ ARCHITECTURES = ("sm_80", "sm_90")
 
 # Kernels that may spill: how many bytes at most, stored and loaded together, and why that is as it should be.
 MAY_SPILL = {
-    "layer_norm_looped_float32": (8, "one register, stored first and loaded last: ptxas keeps two threadgroups an SM"),
-    "layer_norm_simd16_float16": (8, "one register, stored first and loaded last: ptxas keeps five threadgroups an SM"),
-    "layer_norm_simd16_bfloat16": (8, "as float16"),
-    "layer_norm_vjp_block4_float32": (108, "x, dy, weight and two sums of 16 columns pass 128 registers"),
-    "attention_decode_64_4_float32": (8, "one register: ptxas keeps three threadgroups an SM"),
-    "attention_decode_128_4_float32": (8, "as 64"),
-    "attention_decode_256_2_float32": (16, "two registers: ptxas keeps four threadgroups an SM"),
-} | {
-    name: (size, "8x8 matrices of float32, which shuffles make up for on these GPUs: not for them")
-    for name, size in (
-        ("quantized_matmul_tiles_4bit_8_float32", 8),
-        ("quantized_matmul_tiles_8bit_8_float32", 8),
-        ("attention_prefill_64_float32", 144),
-        ("attention_prefill_96_float32", 28),
-        ("attention_prefill_128_float32", 36),
-        ("attention_prefill_192_float32", 1136),
-        ("attention_prefill_256_float32", 7160),
-    )
+    "attention_prefill_72_float32": (8, "one register, outside of the products: ptxas keeps seven threadgroups an SM"),
 }
 
 # What a threadgroup may have in Metal.

@@ -4,7 +4,6 @@
 #include <dlfcn.h>
 
 #include <cstdlib>
-#include <map>
 #include <mutex>
 #include <set>
 
@@ -58,17 +57,6 @@ struct State {
 State& state() {
   static State* instance = new State();
   return *instance;
-}
-
-std::shared_ptr<simulator::Library> library_at(const std::string& path) {
-  static std::mutex mutex;
-  static std::map<std::string, std::shared_ptr<simulator::Library>> by_path;
-  std::lock_guard lock(mutex);
-  auto& library = by_path[path];
-  if (!library) {
-    library = simulator::Library::open(path);
-  }
-  return library;
 }
 
 simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role) {
@@ -190,7 +178,7 @@ simulator::Options simulator_options() {
 
 void simulate(const std::string& file, const std::string& library, const simulator::Dispatch& dispatch,
               const simulator::Options& options) {
-  const auto counts = simulator::run(*library_at(library), dispatch, options);
+  const auto counts = simulator::run(*simulator::Library::at(library), dispatch, options);
   std::lock_guard lock(state().mutex);
   state().launched.insert(file + ":" + dispatch.kernel);
   if (state().recording) {

@@ -6,7 +6,6 @@
 
 #include <array>
 #include <map>
-#include <mutex>
 #include <optional>
 
 #include "ops/registry.h"
@@ -19,17 +18,6 @@ namespace mittens::simulator {
 namespace {
 
 using Triple = std::array<uint32_t, 3>;
-
-std::shared_ptr<Library> library_at(const std::string& path) {
-  static std::mutex mutex;
-  static std::map<std::string, std::shared_ptr<Library>> by_path;
-  std::lock_guard lock(mutex);
-  auto& library = by_path[path];
-  if (!library) {
-    library = Library::open(path);
-  }
-  return library;
-}
 
 Buffer::Role role_named(const std::string& name) {
   static const std::map<std::string, Buffer::Role> roles{{"input", Buffer::input},
@@ -94,7 +82,7 @@ namespace {
 nb::dict simulate(const std::string& path, const std::string& kernel, nb::list arguments, Triple threadgroups,
                   Triple threads, uint32_t threadgroup_bytes, uint64_t seed, bool watch, std::optional<Triple> grid,
                   uint64_t step_limit, bool complete, bool early_exits, bool count) {
-  const auto library = library_at(path);
+  const auto library = Library::at(path);
   Dispatch dispatch{.kernel = kernel,
                     .buffers = {},
                     .threadgroups = {threadgroups[0], threadgroups[1], threadgroups[2]},

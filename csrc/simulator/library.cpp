@@ -4,11 +4,24 @@
 #endif
 
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "simulator/runtime.h"
 #include "simulator/simulator.h"
 
 namespace mittens::simulator {
+
+std::shared_ptr<Library> Library::at(const std::string& path) {
+  static std::mutex mutex;
+  static std::map<std::string, std::shared_ptr<Library>> by_path;
+  std::lock_guard lock(mutex);
+  auto& library = by_path[path];
+  if (!library) {
+    library = open(path);
+  }
+  return library;
+}
 
 std::shared_ptr<Library> Library::open(const std::string& path) {
 #ifdef __linux__

@@ -68,7 +68,8 @@ struct Counts {
 // A shared object that the front end made of one .metal file.
 class Library {
  public:
-  static std::shared_ptr<Library> open(const std::string& path);
+  // Loaded once, for as long as the process lives.
+  static std::shared_ptr<Library> at(const std::string& path);
   ~Library();
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
@@ -93,6 +94,7 @@ class Library {
 
  private:
   Library() = default;
+  static std::shared_ptr<Library> open(const std::string& path);
 
   std::string path_;
   void* handle_ = nullptr;

@@ -12,10 +12,12 @@
 
 #include "mittens/attention.h"
 #include "mittens/key_values.h"
+#include "mittens/scatter_sum.h"
 
 namespace mittens {
 
 constant constexpr int decode_simdgroups = 4;  // of a threadgroup
+constant constexpr uint decode_threads = decode_simdgroups * 32;
 
 // How the work is cut for R rows of queries: a row block has few enough rows for one sum an exchange.
 template <int G, int R>
@@ -39,26 +41,6 @@ struct DecodeShape {
   static constexpr int sum_stride = value_lanes + 4;
   static constexpr int sum_row = value_elements * sum_stride;
 };
-
-// Halves of the G lanes exchange halves of the C values until each lane has the sums of its own, or of the one that is
-// left.
-template <int N, int mask, int C>
-inline void scatter_lanes(thread float (&v)[C], uint lane) {
-  if constexpr (N > 1) {
-    const bool upper = lane & mask;
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      const float kept = upper ? v[i + N / 2] : v[i];
-      const float sent = upper ? v[i] : v[i + N / 2];
-      v[i] = kept + simd_shuffle_xor(sent, ushort(mask));
-    }
-  } else {
-    v[0] += simd_shuffle_xor(v[0], ushort(mask));
-  }
-  if constexpr (mask > 1) {
-    scatter_lanes<(N > 1 ? N / 2 : 1), mask / 2>(v, lane);
-  }
-}
 
 // Over the lanes of all groups that have scores of the same row.
 template <typename Shape>
@@ -157,7 +139,12 @@ inline void decode(
   const uint lane_group = lane / G;
   const uint value_group = lane / Shape::value_lanes;
 
-  for (uint i = t; i < R * 8 * G; i += decode_simdgroups * 32) {
+  // Neither the end of this loop nor what the last one asks for stays in registers past the keys.
+  for (uint from = 0; from < R * 8 * G; from += decode_threads) {
+    const uint i = from + t;
+    if (R * 8 * G % decode_threads != 0 && i >= R * 8 * G) {
+      break;
+    }
     const uint row = rows.first + min(i / (8 * G), rows.count - 1);
     const uint head = rows.key_head * params.ratio + row / params.queries;
     const uint d = i % (8 * G);
@@ -247,7 +234,7 @@ inline void decode(
           products[r * N + n] = product;
         }
       }
-      scatter_lanes<Shape::scores, G / 2>(products, lane);
+      exchange<Shape::scores, G / 2>(products, lane);
       raised[b] = maximum[b];
 #pragma unroll
       for (int i = 0; i < Shape::own; ++i) {
@@ -347,10 +334,14 @@ inline void decode(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = t; i < Shape::block * 8 * G; i += decode_simdgroups * 32) {
+    for (uint from = 0; from < Shape::block * 8 * G; from += decode_threads) {
+      const uint i = from + simdgroup * 32 + lane;
+      if (Shape::block * 8 * G % decode_threads != 0 && i >= Shape::block * 8 * G) {
+        break;
+      }
       const uint row = b * Shape::block + i / (8 * G);
       const uint d = i % (8 * G);
-      if (row < rows.count && d < params.width) {
+      if (rows.first + row < params.ratio * params.queries && d < params.width) {
         const uint place = i / (8 * G) * Shape::sum_row + d % V * Shape::sum_stride + d / V;
         float largest = maxima[row * decode_simdgroups];
 #pragma unroll

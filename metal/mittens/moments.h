@@ -24,21 +24,25 @@ inline Moments merge(Moments a, Moments b) {
   return result;
 }
 
-inline Moments simd_merge(Moments m) {
-#pragma unroll
-  for (ushort mask = 16; mask > 0; mask /= 2) {
-    Moments other;
-    other.count = simd_shuffle_xor(m.count, mask);
-    other.mean = simd_shuffle_xor(m.mean, mask);
-    other.deviation = simd_shuffle_xor(m.deviation, mask);
-    m = merge(m, other);
-  }
-  return m;
+// Of the L lanes that share a row, whose counts add up to `count`, at once. What differs from the first lane's mean is
+// averaged, so that a mean far from zero costs no digits.
+template <int L>
+inline Moments lanes_merge(Moments m, float count, uint lane) {
+  const float origin = simd_shuffle(m.mean, ushort(lane & ~(L - 1)));
+  Moments all;
+  all.count = count;
+  all.mean = origin + lanes_sum<L>(m.count * (m.mean - origin)) / max(count, 1.0f);
+  const float difference = m.mean - all.mean;
+  all.deviation = lanes_sum<L>(fma(m.count * difference, difference, m.deviation));
+  return all;
 }
 
-// One barrier; scratch[96].
-inline Moments threadgroup_merge(Moments m, threadgroup float* scratch, Place place) {
-  m = simd_merge(m);
+inline Moments simd_merge(Moments m) {
+  return lanes_merge<32>(m, simd_sum(m.count), 0);
+}
+
+// Of what each simdgroup has in all of its lanes. One barrier; scratch[96].
+inline Moments simdgroups_merge(Moments m, threadgroup float* scratch, Place place) {
   if (place.lane == 0) {
     scratch[place.simdgroup] = m.count;
     scratch[32 + place.simdgroup] = m.mean;
@@ -88,6 +92,44 @@ inline float part_deviation(
   return sum;
 }
 
+// Moments of the packs below end, and of the edge element if this thread has one. They are taken in one pass, so that
+// no unpacked value is held, from the mean of the first pack: it is among them, so that what is taken off the squares
+// in the end is at most N times what is left, however far the mean is from zero.
+template <typename T, int N>
+inline Moments part_moments(thread const RowPart<T, N>& part, bool has_edge, uint first, uint stride, uint end) {
+  float origin = 0;
+  if (first < end) {
+    float v[16 / sizeof(T)];
+    unpack<T>(part.packs[0], v);
+#pragma unroll
+    for (int j = 0; j < pack_size<T>(); ++j) {
+      origin += v[j];
+    }
+    origin /= pack_size<T>();
+  } else if (has_edge) {
+    origin = float(part.edge);
+  }
+  uint count = has_edge ? 1 : 0;
+  float sum = has_edge ? float(part.edge) - origin : 0.0f;
+  float squares = sum * sum;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (first + i * stride < end) {
+      float v[16 / sizeof(T)];
+      unpack<T>(part.packs[i], v);
+#pragma unroll
+      for (int j = 0; j < pack_size<T>(); ++j) {
+        const float difference = v[j] - origin;
+        sum += difference;
+        squares = fma(difference, difference, squares);
+      }
+      count += pack_size<T>();
+    }
+  }
+  const float shift = sum / float(max(count, 1u));
+  return Moments{float(count), origin + shift, max(squares - sum * shift, 0.0f)};
+}
+
 // Moments of the packs begin .. end, and of this thread's edge element if the caller takes the edges.
 template <typename T, int N>
 inline Moments range_moments(
@@ -99,14 +141,8 @@ inline Moments range_moments(
   // The edge element goes in with the first batch, which may hold no pack.
   for (uint first = begin + t; first == begin + t || first < end; first += N * threads) {
     load_packs(x_row, span, true, first, threads, end, uint4(0), part);
-    const uint packs = first < end ? min((end - first + threads - 1) / threads, uint(N)) : 0;
-    Moments batch;
-    batch.count = float(packs * pack_size<T>() + (has_edge ? 1 : 0));
-    batch.mean = batch.count > 0 ? part_sum(part) / batch.count : 0.0f;
-    batch.deviation = part_deviation(part, batch.mean, has_edge, first, threads, end);
-    own = merge(own, batch);
+    own = merge(own, part_moments(part, has_edge, first, threads, end));
     has_edge = false;
-    part.edge = T(0);
   }
   return own;
 }

@@ -268,7 +268,7 @@ def ptx(
         if text.startswith(f"// {prebuilt_key(flat)}\n"):
             return text
     found = compiler.find_compiler()
-    flags = compiler.ptx_flags(arch)
+    flags = compiler.ptx_flags(arch, flat)
     texts = _constant_texts(constants)
     what = [flat, kernel, repr(sorted(sizes.items())), repr(sorted(texts.items()))]
     name = cache.key(*what, _library_key(), found.identity, " ".join(flags))

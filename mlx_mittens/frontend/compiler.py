@@ -65,8 +65,10 @@ def cpu_flags(watch: bool) -> list[str]:
     return [*_COMMON, *_CPU, tune, *(_WATCHED if watch else _STEPS)]
 
 
-def ptx_flags(arch: str) -> list[str]:
-    return [*_COMMON, *_PTX, f"-march={arch}"]
+def ptx_flags(arch: str, text: str) -> list[str]:
+    """For a text, which may ask for options of LLVM's own in lines that begin with ``// nvptx: ``."""
+    asked = [flag for option in re.findall(r"^// nvptx: (\S+)$", text, re.M) for flag in ("-mllvm", option)]
+    return [*_COMMON, *_PTX, *asked, f"-march={arch}"]
 
 
 def _version(command: tuple[str, ...]) -> tuple[int, str] | None:

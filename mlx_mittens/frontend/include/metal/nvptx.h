@@ -153,12 +153,22 @@ MITTENS_INLINE void barrier(Scope scope, const char*, Site, unsigned) {
   }
 }
 
+// From the lane that has this lane's bits where `own` has ones, and those of `source` elsewhere: with a constant source
+// no register says where from.
+template <unsigned own, typename T>
+MITTENS_INLINE T shuffle_beside(T value, unsigned source) {
+  return by_words(value,
+                  [source](int word) { return __nvvm_shfl_sync_idx_i32(all_lanes, word, source, own << 8 | 31); });
+}
+
 // One 8x8 product: each lane brings two elements of a and of b, and leaves with two of a * b + c (see lane_of).
-MITTENS_INLINE float2 matrix_multiply(Site site, float2 a, float2 b, float2 c, unsigned row, unsigned column) {
+MITTENS_INLINE float2 matrix_multiply(Site, float2 a, float2 b, float2 c, unsigned, unsigned) {
+  constexpr unsigned own_row = lane_of(7, 0);
+  constexpr unsigned own_column = lane_of(0, 7);
   for (unsigned k = 0; k < 8; k += 2) {
-    const float2 left = shuffle(simdgroup_scope, "", site, a, lane_of(row, k));
-    const float2 upper = shuffle(simdgroup_scope, "", site, b, lane_of(k, column));
-    const float2 lower = shuffle(simdgroup_scope, "", site, b, lane_of(k + 1, column));
+    const float2 left = shuffle_beside<own_row>(a, lane_of(0, k));
+    const float2 upper = shuffle_beside<own_column>(b, lane_of(k, 0));
+    const float2 lower = shuffle_beside<own_column>(b, lane_of(k + 1, 0));
     c += left.x * upper;
     c += left.y * lower;
   }
