@@ -56,7 +56,7 @@ class RowProducts {
 
   // sums[m * stride + i] = the product of row m of x and row n + i, i < size. x: Arranged, with sums.
   void direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
-    if (rows > 4 && many_registers && Source::vectors == 8) {  // what is read for a step serves long
+    if (rows > 4 && many_registers && Source::vectors >= 4) {  // what is read for a step serves long
       direct_groups<8, 2>(x, rows, n, size, sums, stride, memory);
       return;
     }
