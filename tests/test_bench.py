@@ -131,12 +131,24 @@ def test_inputs_rotate_through_memory(monkeypatch):
     assert mx.array_equal(sets[-1][0], x).item()
 
 
-def test_contenders_take_turns():
+def turns(device, **seconds):
+    """The times of contenders that take so long a call, and the order in which they were asked."""
     order = []
-    samplers = {name: lambda count, name=name: order.append(name) or 1.0 for name in ("mittens", "mx")}
-    times = bench._turns(samplers, "cpu", bench.Budget(seconds=0, fewest=3, most=3))
-    assert [len(values) for values in times.values()] == [3, 3]
+    samplers = {name: lambda count, name=name: order.append(name) or seconds[name] for name in seconds}
+    return bench._turns(samplers, device, bench.Budget(seconds=0, fewest=3, most=3)), order
+
+
+def test_contenders_take_turns():
+    times, order = turns("cpu", mittens=0.01, mx=0.02)
+    assert times == {"mittens": [0.01] * 3, "mx": [0.02] * 3}
     assert order[-6:] == ["mittens", "mx", "mx", "mittens", "mittens", "mx"]
+
+
+def test_who_is_slow_on_a_cpu_runs_twice():
+    times, order = turns("cpu", mittens=0.01, mx=2.0)
+    assert times == {"mittens": [0.01] * 3, "mx": [2.0] * 2} and order.count("mx") == 2
+    times, _ = turns("gpu", mittens=0.01, mx=2.0)
+    assert times == {"mittens": [0.01] * 3, "mx": [2.0] * 3}
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
