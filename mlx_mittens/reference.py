@@ -62,7 +62,9 @@ def layer_norm_vjp(x, weight, bias, dy, eps: float, magnitude: bool = False):
     y = centred * n
     g = dy if weight is None else dy * weight
     dx = n * _sum(g, -_mean(g), -y * _mean(g * y), magnitude=magnitude)
-    return dx, None if weight is None else _over_rows(dy * y), None if bias is None else _over_rows(dy)
+    # Of a row that hardly varies nothing but rounding is left of x - mean: x, not y, says how much.
+    dweight = np.sqrt(_over_rows((dy * x * n) ** 2)) if magnitude else _over_rows(dy * y)
+    return dx, None if weight is None else dweight, None if bias is None else _over_rows(dy)
 
 
 def softmax(a, axis: Axis = None) -> np.ndarray:
