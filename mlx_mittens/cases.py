@@ -217,7 +217,7 @@ class RowOp(Op):
             return [Exact(a) for a in _by_rows(self.reference, case, narrow, options)]
         values = _by_rows(self.reference_vjp, case, narrow, options)
         magnitudes = _by_rows(self.reference_vjp, case, narrow, {**options, "magnitude": True})
-        return [Exact(a, b) if a.shape == case.shape else Exact(a, inner=abs(b)) for a, b in zip(values, magnitudes)]
+        return [Exact(a, b) if a.shape == case.shape else Exact(a, inner=b) for a, b in zip(values, magnitudes)]
 
 
 def widen(a: mx.array | None) -> np.ndarray | None:

@@ -20,8 +20,14 @@ def _widen(a) -> np.ndarray | None:
     return None if a is None else np.asarray(a, dtype=np.float64)
 
 
-def _over_rows(a: np.ndarray) -> np.ndarray:
-    """Sums over all axes but the last: the gradient of what was broadcast over rows."""
+def _over_rows(a: np.ndarray, magnitude: bool = False, inner: np.ndarray | float = 0.0) -> np.ndarray:
+    """Sums over all axes but the last: the gradient of what was broadcast over rows.
+
+    With magnitude, the size of a sum of `inner`: what the terms were computed from, where rounding may be all that is
+    left of it.
+    """
+    if magnitude:
+        return np.sqrt(_over_rows(np.broadcast_to(inner, a.shape) ** 2))
     return a.reshape(-1, a.shape[-1]).sum(axis=0) if a.size else np.zeros(a.shape[-1])
 
 
@@ -44,7 +50,7 @@ def rms_norm_vjp(x, weight, dy, eps: float, magnitude: bool = False):
     n = 1 / np.sqrt(_mean(x * x) + eps)
     g = dy if weight is None else dy * weight
     dx = _sum(n * g, -x * n**3 * _mean(g * x), magnitude=magnitude)
-    return dx, None if weight is None else _over_rows(dy * x * n)
+    return dx, None if weight is None else _over_rows(dy * x * n, magnitude)
 
 
 def layer_norm(x, weight, bias, eps: float) -> np.ndarray:
@@ -63,8 +69,8 @@ def layer_norm_vjp(x, weight, bias, dy, eps: float, magnitude: bool = False):
     g = dy if weight is None else dy * weight
     dx = n * _sum(g, -_mean(g), -y * _mean(g * y), magnitude=magnitude)
     # Of a row that hardly varies nothing but rounding is left of x - mean: x, not y, says how much.
-    dweight = np.sqrt(_over_rows((dy * x * n) ** 2)) if magnitude else _over_rows(dy * y)
-    return dx, None if weight is None else dweight, None if bias is None else _over_rows(dy)
+    dweight = None if weight is None else _over_rows(dy * y, magnitude, dy * x * n)
+    return dx, dweight, None if bias is None else _over_rows(dy, magnitude)
 
 
 def softmax(a, axis: Axis = None) -> np.ndarray:

@@ -24,14 +24,6 @@ namespace {
 
 constexpr const char* op = "scaled_dot_product_attention";
 
-mx::Shape unpacked(const mx::array& rows, int bits) {
-  mx::Shape shape = rows.shape();
-  if (bits) {
-    shape.back() = static_cast<int>(int64_t(shape.back()) * 32 / bits);
-  }
-  return shape;
-}
-
 // Why the call cannot run on the stream, or an empty string.
 std::string not_covered(const AttentionCall& call, mx::Stream stream) {
   const int bits = call.options.bits;
@@ -48,6 +40,14 @@ std::string not_covered(const AttentionCall& call, mx::Stream stream) {
 }
 
 }  // namespace
+
+mx::Shape unpacked(const mx::array& rows, int bits) {
+  mx::Shape shape = rows.shape();
+  if (bits) {
+    shape.back() = static_cast<int>(int64_t(shape.back()) * 32 / bits);
+  }
+  return shape;
+}
 
 int AttentionCall::value_width() const {
   return unpacked(values[0], options.bits).back();

@@ -12,6 +12,9 @@ namespace mittens {
 
 using MaskArgument = std::variant<std::monostate, std::string, mx::array>;
 
+// The shape of keys or values that lie packed in words of so many bits an element; 0: they are not packed.
+mx::Shape unpacked(const mx::array& rows, int bits);
+
 // A call whose arguments fit together. Keys and values are one array, or packed words, scales and biases.
 struct AttentionCall {
   mx::array queries;          // [batch, heads, queries, width]

@@ -46,7 +46,8 @@ class Attention : public KernelPrimitive {
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     const mx::array& queries = inputs[0];
-    const mx::Shape keys = rows_shape(inputs, first_key()), values = rows_shape(inputs, first_value());
+    const mx::Shape keys = unpacked(inputs[first_key()], options_.bits);
+    const mx::Shape values = unpacked(inputs[first_value()], options_.bits);
     mx::Shape shape = queries.shape();
     shape.back() = values.back();
     if (!may_split_) {
@@ -139,7 +140,8 @@ class Attention : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& q = inputs[0];
-    const mx::Shape keys = rows_shape(inputs, first_key()), values = rows_shape(inputs, first_value());
+    const mx::Shape keys = unpacked(inputs[first_key()], options_.bits);
+    const mx::Shape values = unpacked(inputs[first_value()], options_.bits);
     cpu::Attention call{};
     call.type = native_type(q.dtype());
     call.batch = q.shape(0);
@@ -189,15 +191,6 @@ class Attention : public KernelPrimitive {
   }
   int sinks_index() const {
     return options_.has_sinks ? after_values() + options_.has_mask : -1;
-  }
-
-  // Of keys or values, not packed.
-  mx::Shape rows_shape(const Arrays& inputs, int first) const {
-    mx::Shape shape = inputs[first].shape();
-    if (options_.bits) {
-      shape.back() = shape.back() * 32 / options_.bits;
-    }
-    return shape;
   }
 
   DenseAttention dense(const Arrays& inputs) {

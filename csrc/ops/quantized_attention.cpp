@@ -39,8 +39,7 @@ mx::Shape check_packed(const char* name, const Triple& triple, int group_size, i
       checks::fail(op, name, " has an array of shape ", array->shape(), ": expected four dimensions");
     }
   }
-  mx::Shape shape = words.shape();
-  shape.back() = static_cast<int>(int64_t(words.shape(3)) * 32 / bits);
+  const mx::Shape shape = unpacked(words, bits);
   mx::Shape groups = shape;
   groups.back() = shape.back() / group_size;
   if (shape.back() % group_size != 0 || scales.shape() != groups || biases.shape() != groups) {
