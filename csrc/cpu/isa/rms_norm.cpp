@@ -57,7 +57,7 @@ struct RmsNorm {
       const Floats v = input(at + i, part);
       Floats normed = v * n;
       if (weight) {
-        normed = round_precision<T>(normed) * load(weight + block.begin + i, part);
+        normed = round<T>(normed) * load(weight + block.begin + i, part);
       }
       if constexpr (with_residual) {
         store(sum + at + i, v, part, past);
