@@ -62,7 +62,7 @@ struct DecodePlan {
 
 DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, bool may_split) {
   constexpr uint32_t simdgroups = 4;            // decode_simdgroups of mittens/decode.h
-  constexpr uint32_t wanted_threadgroups = 1024;  // a large GPU several times over
+  constexpr uint32_t wanted_threadgroups = 256;  // about what a large GPU runs at once: each costs as much as some keys
   DecodePlan plan;
   plan.width = std::max(std::bit_ceil(sizes.width), 64u);
   const uint32_t rows = sizes.ratio() * sizes.queries;

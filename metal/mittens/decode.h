@@ -366,11 +366,13 @@ inline void decode(
         if (params.splits == 1) {
           rows.y[(group_row + row) * params.width + d] = T(sum / denominator);
         } else {
-          device float* partial = (device float*)rows.y + split * all_rows * (params.width + 2);
-          partial[(group_row + row) * params.width + d] = sum;
+          device float* partials = (device float*)rows.y;
+          const size_t this_row = group_row + row;
+          partials[(split * all_rows + this_row) * params.width + d] = sum;
           if (d == 0) {
-            partial[all_rows * params.width + group_row + row] = largest;
-            partial[all_rows * (params.width + 1) + group_row + row] = denominator;
+            device float* of_row = partials + params.splits * all_rows * params.width + this_row * params.splits + split;
+            of_row[0] = largest;
+            of_row[all_rows * params.splits] = denominator;
           }
         }
       }
