@@ -286,11 +286,29 @@ template <typename T, int N, bool Centred>
   load_weight(weight, params.has_weight, map, w);
   Shares<T, N> shares;
   clear(shares);
+  // The next row is on its way while a row's sums are taken, where there are registers for both.
+  constexpr bool ahead = N == 1 || (N == 2 && (sizeof(T) == 4 || !Centred));
+  ColumnPart<N> next_x;
+  ColumnPart<N> next_dy;
+  if (ahead) {
+    load_part(x + size_t(block) * columns, map, next_x);
+    load_part(dy + size_t(block) * columns, map, next_dy);
+  }
   uint turn = 0;
   for (uint row = block; row < params.row.rows; row += params.blocks) {
     const size_t start = size_t(row) * columns;
-    load_part(x + start, map, x_part);
-    load_part(dy + start, map, dy_part);
+    if (!ahead) {
+      load_part(x + start, map, x_part);
+      load_part(dy + start, map, dy_part);
+    } else {
+      x_part = next_x;
+      dy_part = next_dy;
+      if (row + params.blocks < params.row.rows) {
+        const size_t next = start + size_t(params.blocks) * columns;
+        load_part(x + next, map, next_x);
+        load_part(dy + next, map, next_dy);
+      }
+    }
     float mean = 0;
     if (Centred) {
       mean = threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], place) / float(columns);
@@ -488,7 +506,7 @@ template <typename T, int N, bool Centred>
 }
 
 // dweight = sum over blocks of partials[0], dbias of partials[1]: 32 columns a threadgroup, each simdgroup takes every
-// 8th block. Threadgroups are numbered output by output, from `first` on.
+// S-th block. Threadgroups are numbered output by output, from `first` on.
 template <typename T, int S>
 [[kernel, max_total_threads_per_threadgroup(32 * S)]] void norm_vjp_column_sum(
     const device float* partials [[buffer(0)]],  // [2][blocks, columns]
@@ -505,7 +523,7 @@ template <typename T, int S>
   float sum = 0;
   if (column < params.columns) {
     const device float* p = partials + size_t(which) * params.blocks * params.columns + column;
-#pragma unroll 4
+#pragma unroll 8
     for (uint block = simdgroup; block < params.blocks; block += S) {
       sum += p[size_t(block) * params.columns];
     }
@@ -542,4 +560,4 @@ instantiate_kernel("layer_norm_vjp_block4_float32", norm_vjp_block, float, 4, tr
 instantiate_types("layer_norm_vjp_statistics", norm_vjp_statistics, 2, true)
 instantiate_kernel("layer_norm_vjp_coefficients", norm_vjp_coefficients, true)
 instantiate_types("layer_norm_vjp_columns", norm_vjp_columns, 1, true)
-instantiate_types("norm_vjp_column_sum", norm_vjp_column_sum, 8)
+instantiate_types("norm_vjp_column_sum", norm_vjp_column_sum, 16)

@@ -35,9 +35,10 @@ constexpr NormVjpVariant variants[] = {
 
 constexpr uint32_t simdgroup = 32;
 constexpr uint32_t simdgroups = 8;           // in a threadgroup of the simd and column kernels
+constexpr uint32_t sum_simdgroups = 16;      // in a threadgroup that adds up the blocks' shares
 constexpr uint32_t most_blocks = 512;        // of rows, each of which leaves its share of the parameters' gradients
-constexpr uint32_t few_blocks = 128;         // fewer would leave a GPU idle for the sake of less to add up
-constexpr uint32_t rows_per_block = 16;      // between the two
+constexpr uint32_t few_threads = 1 << 16;    // in all blocks: fewer would leave a GPU idle for the sake of less to add up
+constexpr uint32_t rows_per_block = 16;      // past that
 constexpr uint32_t statistics_packs = 2048;  // of a row, for a threadgroup of the statistics kernel
 
 // Depends on the shape only, so that the order of the sums does.
@@ -70,6 +71,7 @@ NormVjpPlan plan_of(const mx::array& x, const NormVjpOptions& options) {
   } else if (plan.variant->kernel == NormVjpKernel::block) {
     plan.threads = ceil_div(ceil_div(packs, plan.variant->packs), simdgroup) * simdgroup;
   }
+  const uint32_t few_blocks = std::min(few_threads / plan.threads, most_blocks);
   plan.blocks = sums ? std::min(turns, std::clamp(turns / rows_per_block, few_blocks, most_blocks)) : turns;
   const uint32_t splits = ceil_div(packs, statistics_packs);
   plan.packs_per_split = ceil_div(packs, std::max(splits, 1u));
@@ -154,7 +156,7 @@ class NormVjp : public KernelPrimitive {
     if (sums) {
       const uint32_t gradients = options_.weight_gradient + options_.bias_gradient;
       Launch& launch = add(kernel_name("norm_vjp", "column_sum", x.dtype()),
-                           gradients * ceil_div(plan.columns, simdgroup), simdgroup * simdgroups);
+                           gradients * ceil_div(plan.columns, simdgroup), simdgroup * sum_simdgroups);
       launch.input(outputs[5]);
       output_or(launch, options_.weight_gradient, outputs[1], x);
       output_or(launch, options_.bias_gradient, outputs[2], x);
