@@ -119,10 +119,18 @@ template <typename T, int N>
   store_packs(sum + start, span, packs_aligned<T>(params.sum_phase + shift, span), t, threads, span.packs, part);
   store_edge(sum + start, span, t, float(part.edge));
 
-  const float squares = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
-  normalize_part(
-      part, inverse_rms(squares, columns, params.eps), weight, params.has_weight, params.weight_phase, span, t, t,
-      threads, span.packs);
+  if constexpr (N <= 2) {
+    // The weight is on its way while the threads meet.
+    RowPart<T, N> w;
+    load_weight(weight, params.has_weight, params.weight_phase, span, t, threads, w);
+    const float squares = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
+    normalize_part(part, inverse_rms(squares, columns, params.eps), params.has_weight, w);
+  } else {
+    const float squares = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
+    normalize_part(
+        part, inverse_rms(squares, columns, params.eps), weight, params.has_weight, params.weight_phase, span, t, t,
+        threads, span.packs);
+  }
   store_packs(y + start, span, packs_aligned<T>(params.y_phase + shift, span), t, threads, span.packs, part);
   store_edge(y + start, span, t, float(part.edge));
 }

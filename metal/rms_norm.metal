@@ -76,10 +76,18 @@ template <typename T, int N>
   RowPart<T, N> part;
   load_packs(x_row, span, true, t, threads, span.packs, uint4(0), part);
   part.edge = load_edge(x_row, span, t, 0);
-  const float sum = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
-  normalize_part(
-      part, inverse_rms(sum, columns, params.eps), weight, params.has_weight, params.weight_phase, span, t, t, threads,
-      span.packs);
+  if constexpr (N <= 2) {
+    // The weight is on its way while the threads meet.
+    RowPart<T, N> w;
+    load_weight(weight, params.has_weight, params.weight_phase, span, t, threads, w);
+    const float sum = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
+    normalize_part(part, inverse_rms(sum, columns, params.eps), params.has_weight, w);
+  } else {
+    const float sum = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
+    normalize_part(
+        part, inverse_rms(sum, columns, params.eps), weight, params.has_weight, params.weight_phase, span, t, t,
+        threads, span.packs);
+  }
   device T* y_row = y + size_t(row) * columns;
   store_packs(y_row, span, packs_aligned<T>(params.y_phase + row * columns, span), t, threads, span.packs, part);
   store_edge(y_row, span, t, float(part.edge));

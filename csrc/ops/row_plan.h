@@ -38,6 +38,7 @@ inline constexpr RowVariant row_variants[] = {
     {128, no_limit, RowKernel::simd, "simd32x4", 32, 4, 1},
     {512, 64, RowKernel::block, "block1", 512, 1, 1},
     {256, no_limit, RowKernel::block, "block2", 512, 2, 1},
+    {512, 512, RowKernel::block, "block2", 512, 2, 1},
     {1024, 64, RowKernel::block, "block2", 512, 2, 1},
     {2048, no_limit, RowKernel::block, "block4", 512, 4, 1},
     {4096, 8, RowKernel::split, "split", 256, 4, 1},

@@ -51,7 +51,28 @@ inline float normalize_edge(T x, float inverse_rms, bool has_weight, T weight) {
   return has_weight ? round_to<T>(v) * float(weight) : v;
 }
 
-// part, which holds x, becomes y. weight is [columns].
+// The weight, [columns], of what a thread holds of a row; zeros where there is none.
+template <typename T, int N>
+inline void load_weight(
+    const device T* weight, bool has_weight, uint weight_phase, RowSpan span, uint t, uint threads,
+    thread RowPart<T, N>& w) {
+  const bool aligned = packs_aligned<T>(weight_phase, span);
+  load_packs(weight, span, aligned, t, threads, has_weight ? span.packs : 0, uint4(0), w);
+  w.edge = has_weight ? load_edge(weight, span, t, 0) : T(0);
+}
+
+// part, which holds x, becomes y.
+template <typename T, int N>
+inline void normalize_part(
+    thread RowPart<T, N>& part, float inverse_rms, bool has_weight, thread const RowPart<T, N>& weight) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    part.packs[i] = normalize_pack<T>(part.packs[i], inverse_rms, has_weight, weight.packs[i]);
+  }
+  part.edge = T(normalize_edge<T>(part.edge, inverse_rms, has_weight, weight.edge));
+}
+
+// The same with the weight, [columns], loaded pack by pack.
 template <typename T, int N>
 inline void normalize_part(
     thread RowPart<T, N>& part, float inverse_rms, const device T* weight, bool has_weight, uint weight_phase,
