@@ -1,7 +1,9 @@
 #include "launch/memory.h"
 
 #include <memory>
+#include <stdexcept>
 #include <string_view>
+#include <vector>
 
 #include "launch/cuda.h"
 #include "launch/metal.h"
@@ -15,34 +17,57 @@ namespace mittens {
 namespace {
 
 // MLX's CUDA build exports no way to allocate device memory in stream order: allocator::malloc gives managed memory, and
-// moves a cached device buffer there with a blocking copy. Its Concatenate primitive allocates as MLX's own kernels do,
-// and of no inputs it does nothing else.
-std::shared_ptr<mx::Primitive> device_allocator(mx::Stream stream) {
-  static thread_local std::vector<std::shared_ptr<mx::Primitive>> by_stream;
+// moves a cached device buffer there with a blocking copy. Its Abs primitive allocates its output as MLX's own kernels
+// do, and of an input without elements it does nothing else; that the input is not contiguous leaves the size to the
+// output.
+class DeviceAllocator {
+ public:
+  explicit DeviceAllocator(mx::Stream stream) : primitive_(mx::abs(mx::array(0.0f), stream).primitive_ptr()) {
+    if (std::string_view(primitive_->name()) != "Abs") {
+      throw unknown();
+    }
+    const mx::array zero = mx::array(0.0f);
+    nothing_.emplace_back(mx::Shape{0}, mx::float32, nullptr, std::vector<mx::array>{});
+    nothing_[0].copy_shared_buffer(zero, {1}, {false, false, false}, 0);
+  }
+
+  void allocate(mx::array& output) {
+    fresh_.emplace_back(output.shape(), output.dtype(), primitive_, std::vector<mx::array>{});
+    primitive_->eval_gpu(nothing_, fresh_);
+    if (fresh_[0].data_size() != output.size()) {
+      throw unknown();
+    }
+    output.copy_shared_buffer(fresh_[0]);
+    fresh_.clear();
+  }
+
+ private:
+  static std::runtime_error unknown() {
+    return std::runtime_error("[mlx_mittens] this MLX allocates GPU memory in a way that mlx_mittens does not know");
+  }
+
+  std::shared_ptr<mx::Primitive> primitive_;
+  std::vector<mx::array> nothing_;
+  std::vector<mx::array> fresh_;  // its memory is kept: this is on the path of every call
+};
+
+DeviceAllocator& device_allocator(mx::Stream stream) {
+  static thread_local std::vector<std::unique_ptr<DeviceAllocator>> by_stream;
   if (by_stream.size() <= static_cast<size_t>(stream.index)) {
     by_stream.resize(stream.index + 1);
   }
-  auto& primitive = by_stream[stream.index];
-  if (!primitive) {
-    const mx::array one = mx::array(0.0f);
-    const mx::array row = mx::reshape(one, {1}, stream);
-    primitive = mx::concatenate({row, row}, 0, stream).primitive_ptr();
-    if (std::string_view(primitive->name()) != "Concatenate") {
-      throw std::runtime_error("[mlx_mittens] this MLX allocates GPU memory in a way that mlx_mittens does not know");
-    }
+  auto& allocator = by_stream[stream.index];
+  if (!allocator) {
+    allocator = std::make_unique<DeviceAllocator>(stream);
   }
-  return primitive;
+  return *allocator;
 }
 
 }  // namespace
 
 void allocate_output(mx::array& output, mx::Stream stream) {
   if (stream.device == mx::Device::gpu && cuda::available() && output.nbytes() > 0) {
-    static thread_local std::vector<mx::array> outputs;  // its memory is kept: this is on the path of every call
-    outputs.assign(1, output);
-    device_allocator(stream)->eval_gpu({}, outputs);
-    output.copy_shared_buffer(outputs[0]);
-    outputs.clear();
+    device_allocator(stream).allocate(output);
   } else {
     output.set_data(mx::allocator::malloc(output.nbytes()));
   }
