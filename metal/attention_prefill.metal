@@ -14,7 +14,7 @@
 // 128 would halve the fragments to load, and the simdgroups too.
 //
 // In float32 at D = 192 and 256 the queries would take as many registers as the sums: there they are loaded again for
-// each tile of keys.
+// each tile of keys. So they are at D = 72, where a register would spill otherwise.
 //
 // On NVIDIA GPUs sums are added to where that is written. LLVM would move that past the branches of the next loads, and
 // the operands of all products would wait in registers:
@@ -39,9 +39,8 @@ struct Prefill {
   static constexpr int C = D == 64 || D == 128 ? 4 : 2;
   static constexpr int W = dealt_width(D, 16 / sizeof(T));  // of queries and keys
   static constexpr int V = dealt_width(D, 4);               // of values and sums
-  // Matrices of queries at hand: all, or where these would take as many registers as the sums, those of one block,
-  // which are then loaded for each tile of keys.
-  static constexpr int Q = D * sizeof(T) <= 512 ? D / 8 : W;
+  // Matrices of queries at hand: all, or those of one block, which are then loaded for each tile of keys.
+  static constexpr int Q = sizeof(T) == 2 || (D <= 128 && D != 72) ? D / 8 : W;
 
   Fragments<T, Q> queries[R];
   Fragments<float, D / 8> sums[R];
