@@ -134,7 +134,7 @@ std::map<uint32_t, size_t> sizes_by_value(const Launch& launch) {
 
 // What tells one loaded kernel from another: its name, and what kernels that are not ours are specialised by.
 std::string identity(const Launch& launch, const std::map<uint32_t, size_t>& sizes) {
-  std::string key = launch.kernel + " of " + launch.file;
+  std::string key = launch.kernel.text() + " of " + launch.file.text();
   for (const auto& [index, size] : sizes) {
     key += " bytes " + std::to_string(index) + "=" + std::to_string(size);
   }
@@ -171,10 +171,10 @@ CUfunc_st* loaded_function(const Launch& launch, const std::map<uint32_t, size_t
 CUfunc_st* function_of(const Launch& launch) {
   struct Known {
     void* context = nullptr;
-    std::string file;
+    Name file;
     CUfunc_st* function = nullptr;
   };
-  static thread_local std::unordered_map<std::string, Known> known;
+  static thread_local std::unordered_map<Name, Known> known;
   void* context = Driver::get().current_context();
   const auto sizes = sizes_by_value(launch);
   if (!sizes.empty() || !launch.function_constants.empty()) {
@@ -227,26 +227,30 @@ void run(const Launch& launch, mx::Stream stream) {
   CUfunc_st* function = function_of(launch);
   auto& encoder = mx::cu::get_command_encoder(stream);
   static std::array<std::byte, 4096> nothing{};  // as long as all parameters of a kernel may be
-  std::vector<void*> addresses(launch.arguments.size());
-  std::vector<void*> arguments;
-  arguments.reserve(launch.arguments.size());
+  constexpr size_t most_arguments = 31;  // that Metal numbers
+  std::array<void*, most_arguments> addresses;
+  std::array<void*, most_arguments> arguments;
+  size_t count = 0;
+  if (launch.arguments.size() > most_arguments) {
+    throw std::runtime_error("kernel " + launch.kernel.text() + " takes more than 31 buffers");
+  }
   for (size_t i = 0; i < launch.arguments.size(); ++i) {
     std::visit(
         Visitor{
             [&](const Input& input) {
               encoder.set_input_array(input.array);
               addresses[i] = static_cast<char*>(address(input.array)) + input.offset;
-              arguments.push_back(&addresses[i]);
+              arguments[count++] = &addresses[i];
             },
             [&](const Output& output) {
               encoder.set_output_array(output.array);
               addresses[i] = address(output.array);
-              arguments.push_back(&addresses[i]);
+              arguments[count++] = &addresses[i];
             },
-            [&](const Bytes& bytes) { arguments.push_back(const_cast<std::byte*>(bytes.data.data())); },
+            [&](const Bytes& bytes) { arguments[count++] = const_cast<std::byte*>(bytes.data.data()); },
             [&](const Absent& absent) {
               if (absent.declared) {
-                arguments.push_back(nothing.data());
+                arguments[count++] = nothing.data();
               }
             },
         },
@@ -273,7 +277,7 @@ std::string missing() {
 void keep_until_done(const mx::array&, mx::Stream) {}
 
 void run(const Launch& launch, mx::Stream) {
-  throw std::runtime_error("kernel " + launch.kernel + ": CUDA is for Linux");
+  throw std::runtime_error("kernel " + launch.kernel.text() + ": CUDA is for Linux");
 }
 
 }  // namespace mittens::cuda

@@ -12,7 +12,7 @@ void run_on_gpu(const Launch& launch, mx::Stream stream) {
     return;
   }
   if (const std::string missing = cuda::missing(); !missing.empty()) {
-    throw std::runtime_error("[mlx_mittens] kernel " + launch.kernel + " cannot run on the GPU: " + missing);
+    throw std::runtime_error("[mlx_mittens] kernel " + launch.kernel.text() + " cannot run on the GPU: " + missing);
   }
   cuda::run(launch, stream);
 }

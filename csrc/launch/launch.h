@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "launch/name.h"
 #include "mlx/array.h"
 #include "mlx/stream.h"
 
@@ -48,8 +49,8 @@ struct Launch {
     arguments.reserve(12);  // more than any kernel of ours has: this is on the path of every call
   }
 
-  std::string file;    // the .metal file that holds the kernel: "rms_norm.metal"
-  std::string kernel;  // the host name of one instantiation in it: "rms_norm_simd_float16"
+  Name file;    // the .metal file that holds the kernel: "rms_norm.metal"
+  Name kernel;  // the host name of one instantiation in it: "rms_norm_simd_float16"
   std::vector<Argument> arguments;
   Size3 threadgroups;
   Size3 threads;                      // per threadgroup

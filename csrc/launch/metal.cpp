@@ -66,7 +66,7 @@ void run(const Launch& launch, mx::Stream stream) {
   MTL::ComputePipelineState* pipeline = device.get_kernel(launch.kernel, library_of(device, launch.file));
   const size_t threads = size_t(launch.threads.x) * launch.threads.y * launch.threads.z;
   if (threads > pipeline->maxTotalThreadsPerThreadgroup()) {
-    throw std::runtime_error("kernel " + launch.kernel + " is launched with " + std::to_string(threads) +
+    throw std::runtime_error("kernel " + launch.kernel.text() + " is launched with " + std::to_string(threads) +
                              " threads a threadgroup, this GPU runs it with at most " +
                              std::to_string(pipeline->maxTotalThreadsPerThreadgroup()));
   }
@@ -102,7 +102,7 @@ bool built() {
 void keep_until_done(const mx::array&, mx::Stream) {}
 
 void run(const Launch& launch, mx::Stream) {
-  throw std::runtime_error("kernel " + launch.kernel + ": this build of mlx_mittens has no Metal");
+  throw std::runtime_error("kernel " + launch.kernel.text() + ": this build of mlx_mittens has no Metal");
 }
 
 #endif

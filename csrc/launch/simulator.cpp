@@ -65,7 +65,7 @@ simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes
 
 simulator::Dispatch dispatch_of(const Launch& launch) {
   simulator::Dispatch dispatch{
-      .kernel = launch.kernel,
+      .kernel = launch.kernel.text(),
       .buffers = {},
       .threadgroups = {launch.threadgroups.x, launch.threadgroups.y, launch.threadgroups.z},
       .threads = {launch.threads.x, launch.threads.y, launch.threads.z},

@@ -172,10 +172,6 @@ std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::a
   return matrices;
 }
 
-std::string affine_variant(const AffineFormat& format, uint32_t rows) {
-  return std::to_string(format.bits) + "bit_" + std::to_string(rows);
-}
-
 AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
                                 uint32_t batch, uint32_t most_rows, uint32_t matrices) {
   constexpr uint32_t most_partials = 1024;      // mittens/products.h

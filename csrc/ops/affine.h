@@ -47,9 +47,6 @@ QuantizedParams affine_params(const mx::array& w, const mx::array& scales, const
 std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::array& scales, const mx::array& biases,
                                                  const AffineFormat& format);
 
-// The part of a kernel's name that says bits and rows of x.
-std::string affine_variant(const AffineFormat& format, uint32_t rows);
-
 // Which rows kernel serves so many rows of x, and how its threadgroups are cut.
 struct AffineRowsPlan {
   uint32_t rows;  // of x that a threadgroup takes

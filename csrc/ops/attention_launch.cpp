@@ -186,7 +186,7 @@ Launch combine_launch(const mx::array& partials, const mx::array& sinks, mx::arr
   params.has_sinks = has_sinks;
   Launch launch;
   launch.file = "attention_combine.metal";
-  launch.kernel = kernel_name("attention", "combine", y.dtype());
+  launch.kernel = kernel_name(y.dtype(), "attention", "combine");
   launch.threadgroups = {params.rows, 1, 1};
   launch.threads = {256, 1, 1};
   return launch.input(partials).input(sinks).output(y).params(params);
@@ -200,14 +200,14 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, std::v
   params.keys_per_split = plan.keys_per_split;
 
   Launch launch;
-  launch.file = "attention_decode.metal";
-  std::string variant = "decode_";
-  if (options.bits != 0) {
+  const mx::Dtype dtype = inputs[0].dtype();
+  if (options.bits == 0) {
+    launch.file = "attention_decode.metal";
+    launch.kernel = kernel_name(dtype, "attention", "decode_", plan.width, "_", plan.rows);
+  } else {
     launch.file = "attention_decode_packed.metal";
-    variant += std::to_string(options.bits) + "bit_";
+    launch.kernel = kernel_name(dtype, "attention", "decode_", options.bits, "bit_", plan.width, "_", plan.rows);
   }
-  variant += std::to_string(plan.width) + "_" + std::to_string(plan.rows);
-  launch.kernel = kernel_name("attention", variant, inputs[0].dtype());
   launch.threadgroups = {plan.splits, plan.row_blocks, sizes.batches * sizes.key_heads};
   launch.threads = {128, 1, 1};
   bind_inputs(launch, inputs, options, params);
@@ -226,7 +226,7 @@ std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, std::
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   Launch launch;
   launch.file = "attention_prefill.metal";
-  launch.kernel = kernel_name("attention", "prefill_" + std::to_string(sizes.width), inputs[0].dtype());
+  launch.kernel = kernel_name(inputs[0].dtype(), "attention", "prefill_", sizes.width);
   launch.threadgroups = {ceil_divide(sizes.queries, rows), sizes.heads, sizes.batches};
   launch.threads = {128, 1, 1};
   bind_inputs(launch, inputs, options, params);

@@ -74,7 +74,7 @@ class BlockMatmul : public KernelPrimitive {
 
     Launch launch;
     launch.file = "block_matmul.metal";
-    launch.kernel = kernel_name(op, std::string(block_kind_name(kind_)) + "_" + std::to_string(rows), x.dtype());
+    launch.kernel = kernel_name(x.dtype(), op, block_kind_name(kind_), "_", rows);
     launch.threadgroups = {ceil_divide(params.outputs, params.outputs_per_group), row_blocks, 1};
     launch.threads = {32 * simdgroups, 1, 1};
     // x stands in for an absent bias: each argument needs a buffer.

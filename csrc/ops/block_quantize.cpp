@@ -26,7 +26,7 @@ Launch block_launch(const char* op, cpu::BlockKind kind, mx::Dtype dtype, const 
                     size_t count) {
   Launch launch;
   launch.file = "block_quantize.metal";
-  launch.kernel = kernel_name(op, block_kind_name(kind), dtype);
+  launch.kernel = kernel_name(dtype, op, block_kind_name(kind));
   launch.threadgroups = {ceil_divide(count, blocks_per_group), 1, 1};
   launch.threads = {32 * blocks_per_group, 1, 1};
   return launch.input(from).output(to).params(BlockCountParams{static_cast<uint32_t>(count)});

@@ -168,13 +168,13 @@ class Gemv : public KernelPrimitive {
 
     Launch launch;
     launch.file = "gemv.metal";
-    std::string shape;
+    const char* access = packs ? "_pack_" : "_single_";
     if (transpose_) {
       const RowsPlan plan = rows_plan(sizes, pack);
       const uint32_t group_outputs = outputs_per_group(plan.rows);
       params.splits = plan.splits;
       params.columns_per_split = plan.columns_per_split;
-      shape = std::to_string(plan.rows) + "x" + std::to_string(group_outputs);
+      launch.kernel = kernel_name(x.dtype(), op, "rows", access, plan.rows, "x", group_outputs);
       launch.threadgroups = {ceil_divide(sizes.outputs, group_outputs), ceil_divide(sizes.rows, plan.rows),
                              plan.splits};
       launch.threads = {32 * plan.simdgroups, 1, 1};
@@ -183,12 +183,10 @@ class Gemv : public KernelPrimitive {
       params.splits = plan.splits;
       params.columns_per_split = plan.columns_per_split;
       params.lanes = plan.lanes;
-      shape = std::to_string(plan.rows);
+      launch.kernel = kernel_name(x.dtype(), op, "columns", access, plan.rows);
       launch.threadgroups = {plan.tiles, plan.row_blocks, plan.splits};
       launch.threads = {plan.threads, 1, 1};
     }
-    const std::string layout = transpose_ ? "rows" : "columns";
-    launch.kernel = kernel_name(op, layout + (packs ? "_pack_" : "_single_") + shape, x.dtype());
     launch.input(x);
     add_view(launch, w);
     launch.input(bias).output(outputs[params.splits > 1 ? 1 : 0]).params(params);

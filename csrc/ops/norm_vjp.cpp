@@ -123,7 +123,7 @@ class NormVjp : public KernelPrimitive {
     const std::string op = options_.centred ? "layer_norm_vjp" : "rms_norm_vjp";
 
     std::vector<Launch> launches;
-    auto add = [&](const std::string& kernel, uint32_t threadgroups, uint32_t threads) -> Launch& {
+    auto add = [&](Name kernel, uint32_t threadgroups, uint32_t threads) -> Launch& {
       Launch& launch = launches.emplace_back();
       launch.file = file;
       launch.kernel = kernel;
@@ -136,9 +136,9 @@ class NormVjp : public KernelPrimitive {
     const mx::array& weight = has_weight_ ? inputs[1] : x;
     const mx::array& added = has_dsum_ ? *dsum(inputs) : x;
 
-    const std::string kernel = kernel_name(op, plan.variant->name, x.dtype());
+    const Name kernel = kernel_name(x.dtype(), op, plan.variant->name);
     if (plan.variant->kernel == NormVjpKernel::columns) {
-      add(kernel_name(op, "statistics", x.dtype()), plan.rows * plan.splits, plan.threads)
+      add(kernel_name(x.dtype(), op, "statistics"), plan.rows * plan.splits, plan.threads)
           .input(x).input(weight).input(dy(inputs)).output(outputs[3]).params(params);
       add(op + "_coefficients", ceil_div(plan.rows, simdgroups), plan.threads)
           .input(outputs[3]).output(outputs[4]).params(params);
@@ -155,7 +155,7 @@ class NormVjp : public KernelPrimitive {
     }
     if (sums) {
       const uint32_t gradients = options_.weight_gradient + options_.bias_gradient;
-      Launch& launch = add(kernel_name("norm_vjp", "column_sum", x.dtype()),
+      Launch& launch = add(kernel_name(x.dtype(), "norm_vjp", "column_sum"),
                            gradients * ceil_div(plan.columns, simdgroup), simdgroup * sum_simdgroups);
       launch.input(outputs[5]);
       output_or(launch, options_.weight_gradient, outputs[1], x);

@@ -177,10 +177,10 @@ class QuantizedMatmul : public KernelPrimitive {
     params.has_bias = inputs.size() > 4;
     params.splits = 1;
     const mx::array& bias = params.has_bias ? inputs[4] : x;  // x stands in: each argument needs a buffer
-    auto launch = [&](const char* file, const std::string& layout, uint32_t rows, const mx::array& bias, mx::array& y) {
+    auto launch = [&](const char* file, const char* layout, uint32_t rows, const mx::array& bias, mx::array& y) {
       Launch launch;
       launch.file = file;
-      launch.kernel = kernel_name(op, layout + affine_variant(format_, rows), x.dtype());
+      launch.kernel = kernel_name(x.dtype(), op, layout, format_.bits, "bit_", rows);
       launch.input(x);
       add_view(launch, inputs[1]);
       add_view(launch, inputs[2]);

@@ -69,7 +69,7 @@ class QuantizedSwiglu : public KernelPrimitive {
     params.outputs_per_group = plan.outputs_per_group;
     Launch launch;
     launch.file = "quantized_swiglu.metal";
-    launch.kernel = kernel_name(op, affine_variant(format_, plan.rows), x.dtype());
+    launch.kernel = kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
     launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, plan.rows), 1};
     launch.threads = {32 * plan.simdgroups, 1, 1};
     launch.input(x);

@@ -77,17 +77,11 @@ mx::Shape workspace_shape(const mx::array& x, int each) {
   return {static_cast<int>(plan.params.rows), static_cast<int>(plan.params.splits), each};
 }
 
-std::string kernel_name(const std::string& op, const std::string& variant, mx::Dtype dtype) {
-  const char* type = dtype == mx::float32 ? "_float32" : dtype == mx::float16 ? "_float16" : "_bfloat16";
-  return op + '_' + variant + type;
-}
-
-Launch row_launch(const std::string& file, const std::string& op, const std::string& variant, const RowPlan& plan,
-                  mx::Dtype dtype) {
+Launch row_launch(Name file, const char* op, const char* variant, const RowPlan& plan, mx::Dtype dtype) {
   Launch launch;
   launch.file = file;
   launch.arguments.reserve(6);
-  launch.kernel = kernel_name(op, variant, dtype);
+  launch.kernel = kernel_name(dtype, op, variant);
   launch.threadgroups = {plan.threadgroups, 1, 1};
   launch.threads = {plan.threads, 1, 1};
   return launch;

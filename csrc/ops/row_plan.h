@@ -68,10 +68,7 @@ inline bool wants_workspace(const mx::array& x) {
 mx::Shape workspace_shape(const mx::array& x, int each);
 
 // A launch of "<op>_<variant>_<dtype>" on the plan's grid; its arguments are still to be given.
-Launch row_launch(const std::string& file, const std::string& op, const std::string& variant, const RowPlan& plan,
-                  mx::Dtype dtype);
-
-std::string kernel_name(const std::string& op, const std::string& variant, mx::Dtype dtype);
+Launch row_launch(Name file, const char* op, const char* variant, const RowPlan& plan, mx::Dtype dtype);
 
 // Elements between the last 16-byte boundary and the array's start.
 inline uint32_t phase_of(const mx::array& array) {

@@ -52,7 +52,7 @@ Launch split_sum_launch(const mx::array& sums, const mx::array& bias, bool has_b
   const SplitSumParams params{splits, static_cast<uint32_t>(y.size() / outputs), outputs, has_bias};
   Launch launch;
   launch.file = "split_sum.metal";
-  launch.kernel = kernel_name("split", "sum", y.dtype());
+  launch.kernel = kernel_name(y.dtype(), "split", "sum");
   launch.threadgroups = {ceil_divide(y.size(), threads), 1, 1};
   launch.threads = {threads, 1, 1};
   return launch.input(sums).input(bias).output(y).params(params);

@@ -1,10 +1,9 @@
 #include "ops/stats.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <mutex>
-#include <string_view>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -23,52 +22,44 @@ namespace mittens::stats {
 
 namespace {
 
-using Key = std::tuple<std::string, std::string, std::string>;
-using View = std::tuple<std::string_view, std::string_view, std::string_view>;
+// What ran, by address: this is on the path of every kernel.
+struct Run {
+  const char* primitive;
+  const char* executor;
+  Name kernel;
 
-// Found by views: this is on the path of every kernel.
-struct Hash {
-  using is_transparent = void;
+  bool operator==(const Run&) const = default;
+};
 
-  size_t operator()(const View& view) const {
-    const std::hash<std::string_view> hash;
-    return (hash(std::get<0>(view)) * 31 + hash(std::get<1>(view))) * 31 + hash(std::get<2>(view));
-  }
-  size_t operator()(const Key& key) const {
-    return operator()(View(key));
+struct RunHash {
+  size_t operator()(const Run& run) const {
+    const std::hash<const void*> of;
+    return (of(run.primitive) * 31 + of(run.executor)) * 31 + std::hash<Name>()(run.kernel);
   }
 };
 
-using Counts = std::unordered_map<Key, uint64_t, Hash, std::equal_to<>>;
-
-std::mutex lock;
-Counts runs;   // primitive, executor, kernel
-Counts to_mx;  // op, reason, nothing
-
-void count(Counts& counts, const View& view) {
-  const std::scoped_lock guard(lock);
-  const auto found = counts.find(view);
-  if (found != counts.end()) {
-    ++found->second;
-  } else {
-    counts.emplace(Key(std::get<0>(view), std::get<1>(view), std::get<2>(view)), 1);
-  }
-}
-
+using Key = std::tuple<std::string, std::string, std::string>;
 using Row = std::tuple<std::string, std::string, std::string, uint64_t>;
 
-std::vector<Row> rows(const Counts& counts) {
+std::mutex lock;
+std::unordered_map<Run, uint64_t, RunHash> runs;
+std::map<Key, uint64_t> to_mx;  // op, reason, nothing
+
+std::vector<Row> rows(const std::map<Key, uint64_t>& counts) {
   std::vector<Row> all;
   for (const auto& [key, n] : counts) {
     all.emplace_back(std::get<0>(key), std::get<1>(key), std::get<2>(key), n);
   }
-  std::sort(all.begin(), all.end());
   return all;
 }
 
 std::pair<std::vector<Row>, std::vector<Row>> read(bool reset) {
   const std::scoped_lock guard(lock);
-  std::pair counts(rows(runs), rows(to_mx));
+  std::map<Key, uint64_t> by_text;
+  for (const auto& [run, n] : runs) {
+    by_text[{run.primitive, run.executor, run.kernel.text()}] += n;
+  }
+  std::pair counts(rows(by_text), rows(to_mx));
   if (reset) {
     runs.clear();
     to_mx.clear();
@@ -85,12 +76,14 @@ const Register registered(bind);
 
 }  // namespace
 
-void count_run(const char* primitive, const char* executor, const std::string& kernel) {
-  count(runs, View(primitive, executor, kernel));
+void count_run(const char* primitive, const char* executor, Name kernel) {
+  const std::scoped_lock guard(lock);
+  ++runs[{primitive, executor, kernel}];
 }
 
 void count_mx(const char* op, const std::string& reason) {
-  count(to_mx, View(op, reason, ""));
+  const std::scoped_lock guard(lock);
+  ++to_mx[{op, reason, ""}];
 }
 
 }  // namespace mittens::stats

@@ -3,10 +3,12 @@
 
 #include <string>
 
+#include "launch/name.h"
+
 namespace mittens::stats {
 
-// A kernel of the primitive ran on an executor.
-void count_run(const char* primitive, const char* executor, const std::string& kernel);
+// A kernel of the primitive ran on an executor; both are text that stays where it is.
+void count_run(const char* primitive, const char* executor, Name kernel);
 
 // A call of an op went to mx.
 void count_mx(const char* op, const std::string& reason);

@@ -1,0 +1,81 @@
+// Names of kernels and files, each kept once for the life of the process: one is made of its parts without taking
+// memory, two are compared and what belongs to one is found by address. All of this is on the path of every call.
+#pragma once
+
+#include <charconv>
+#include <concepts>
+#include <cstddef>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "mlx/dtype.h"
+
+namespace mittens {
+
+class Name {
+ public:
+  Name() : Name("") {}
+  Name(const char* text) : Name(std::string_view(text)) {}
+  Name(const std::string& text) : Name(std::string_view(text)) {}
+  Name(std::string_view text) : text_(kept(text)) {}
+
+  const std::string& text() const {
+    return *text_;
+  }
+  operator const std::string&() const {
+    return *text_;
+  }
+  bool operator==(const Name&) const = default;
+
+ private:
+  friend std::hash<Name>;
+
+  static const std::string* kept(std::string_view text);
+
+  const std::string* text_;
+};
+
+// Text that is put together on the stack.
+class ShortText {
+ public:
+  void add(std::string_view part) {
+    if (part.size() > sizeof(text_) - size_) {
+      throw std::length_error("[mlx_mittens] a name that starts with " + std::string(text_, size_) + " is too long");
+    }
+    part.copy(text_ + size_, part.size());
+    size_ += part.size();
+  }
+  void add(std::integral auto number) {
+    char digits[24];
+    add(std::string_view(digits, std::to_chars(digits, digits + sizeof(digits), number).ptr - digits));
+  }
+  operator std::string_view() const {
+    return {text_, size_};
+  }
+
+ private:
+  char text_[128];
+  size_t size_ = 0;
+};
+
+// The host name of a kernel: "<op>_<parts>_<dtype>". Parts are text and whole numbers, put together as they are.
+template <typename... Parts>
+Name kernel_name(mlx::core::Dtype dtype, std::string_view op, const Parts&... parts) {
+  ShortText text;
+  text.add(op);
+  text.add("_");
+  (text.add(parts), ...);
+  text.add(dtype == mlx::core::float32 ? "_float32" : dtype == mlx::core::float16 ? "_float16" : "_bfloat16");
+  return Name(std::string_view(text));
+}
+
+}  // namespace mittens
+
+template <>
+struct std::hash<mittens::Name> {
+  size_t operator()(const mittens::Name& name) const {
+    return std::hash<const void*>()(name.text_);
+  }
+};
