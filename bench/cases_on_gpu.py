@@ -1,4 +1,9 @@
-"""Runs the test shapes of every op once on the GPU, ours alone and with views: what compute-sanitizer is to look at."""
+"""Runs the test shapes of every op once on the GPU, ours alone and with views: what compute-sanitizer is to look at.
+
+Usage: python3 cases_on_gpu.py [OP ...]
+"""
+
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -8,9 +13,10 @@ from mlx_mittens import cases, strict
 
 def main() -> None:
     rng = np.random.default_rng()
+    names = sys.argv[1:]
     count = 0
     with strict():
-        for op in cases.OPS:
+        for op in [op for op in cases.OPS if not names or op.name in names]:
             for case in op.checks():
                 for dtype in cases.DTYPES.values():
                     arrays = op.draw(rng, case, dtype)

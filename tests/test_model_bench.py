@@ -4,10 +4,12 @@ import json
 import math
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import tiny
 from mlx.utils import tree_flatten
 
+import mlx_mittens as mm
 from mlx_mittens import machine, model_bench, models
 from mlx_mittens.__main__ import main
 
@@ -32,11 +34,20 @@ def test_rows_shares_and_table(tmp_path, capsys):
     for row in rows:
         assert row["problem"] is None and row["mittens"]["tokens"] > 1
         assert math.isclose(row["ratio"], row["mittens"]["tokens_per_s"] / row["mx"]["tokens_per_s"])
+        assert math.isclose(row["converted_ratio"], row["converted"]["tokens_per_s"] / row["mx"]["tokens_per_s"])
     for parts in result["shares"].values():
         assert math.isclose(sum(parts.values()), 1) and {"rms_norm", "rope", "attention", "other"} <= set(parts)
     assert result["machine"]["versions"]["mlx_lm"]
     text = capsys.readouterr().out
-    assert "mittens tokens/s" in text and "share of a token's time" in text
+    assert "patched tokens/s" in text and "converted / mx" in text and "share of a token's time" in text
+
+
+def test_the_converted_model_has_the_same_weights():
+    model = tiny.build("llama-3.2-1b", mx.float16, 4)
+    converted = model_bench._converted(model)
+    before, after = dict(tree_flatten(model.parameters())), dict(tree_flatten(converted.parameters()))
+    assert before.keys() == after.keys() and all(after[name] is array for name, array in before.items())
+    assert type(model.model.norm) is nn.RMSNorm and isinstance(converted.model.norm, mm.nn.RMSNorm)
 
 
 def test_what_mx_cannot_run_is_said(tmp_path, capsys):

@@ -55,7 +55,7 @@ class AddRmsNorm : public RowPrimitive {
                                                    stream());
     Arrays selected;
     for (int argument : argnums) {
-      selected.push_back(argument == 2 ? gradients.weight : gradients.x);
+      selected.push_back(argument == 2 ? *gradients.weight : gradients.x);
     }
     return selected;
   }

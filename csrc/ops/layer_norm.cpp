@@ -56,8 +56,8 @@ class LayerNorm : public RowPrimitive {
     Arrays selected;
     for (int argument : argnums) {
       selected.push_back(argument == 0               ? gradients.x
-                         : argument == bias_index() ? gradients.bias
-                                                    : gradients.weight);
+                         : argument == bias_index() ? *gradients.bias
+                                                    : *gradients.weight);
     }
     return selected;
   }

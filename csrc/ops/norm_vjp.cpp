@@ -93,26 +93,20 @@ class NormVjp : public KernelPrimitive {
     return options_ == vjp.options_ && has_weight_ == vjp.has_weight_ && has_dsum_ == vjp.has_dsum_;
   }
 
-  // dx, dweight, dbias; then workspaces: the statistics and coefficients of long rows, the partial sums of the blocks.
+  // dx, dweight and dbias where they are asked for, and what the kernels leave for each other: each output costs the
+  // host time.
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     const mx::array& x = inputs[0];
-    const NormVjpPlan plan = plan_of(x, options_);
-    const int rows = plan.rows;
-    const int columns = plan.columns;
-    const bool long_rows = plan.variant->kernel == NormVjpKernel::columns;
-    const int sums = partial_sums();
-    return {
-        x.shape(),
-        {options_.weight_gradient ? columns : 0},
-        {options_.bias_gradient ? columns : 0},
-        long_rows ? mx::Shape{rows, static_cast<int>(plan.splits), 5} : mx::Shape{0},
-        long_rows ? mx::Shape{rows, 4} : mx::Shape{0},
-        sums > 0 ? mx::Shape{sums, static_cast<int>(plan.blocks), columns} : mx::Shape{0},
-    };
+    std::vector<mx::Shape> shapes = {x.shape()};
+    shapes.resize(1 + parameters(), {x.shape(-1)});
+    shapes.push_back({static_cast<int>(workspace_of(plan_of(x, options_)).end)});
+    return shapes;
   }
 
-  static std::vector<mx::Dtype> output_dtypes(mx::Dtype dtype) {
-    return {dtype, dtype, dtype, mx::float32, mx::float32, mx::float32};
+  std::vector<mx::Dtype> output_dtypes(mx::Dtype dtype) const {
+    std::vector<mx::Dtype> dtypes(1 + parameters(), dtype);
+    dtypes.push_back(mx::float32);
+    return dtypes;
   }
 
  protected:
@@ -132,34 +126,43 @@ class NormVjp : public KernelPrimitive {
       return launch;
     };
     const bool sums = params.partial_sums > 0;
+    const Workspace workspace = workspace_of(plan);
+    auto part = [&](uint64_t begin, uint64_t end) {
+      mx::array view({static_cast<int>(end - begin)}, mx::float32, nullptr, {});
+      view.copy_shared_buffer(outputs.back(), view.strides(), {true, true, true}, view.size(), begin);
+      return view;
+    };
     // x stands in for what the kernels are told to leave alone: each argument needs a buffer.
     const mx::array& weight = has_weight_ ? inputs[1] : x;
     const mx::array& added = has_dsum_ ? *dsum(inputs) : x;
 
+    const mx::array partials = part(workspace.partials, workspace.end);
     const Name kernel = kernel_name(x.dtype(), op, plan.variant->name);
     if (plan.variant->kernel == NormVjpKernel::columns) {
+      const mx::array coefficients = part(0, workspace.statistics);
+      const mx::array statistics = part(workspace.statistics, workspace.partials);
       add(kernel_name(x.dtype(), op, "statistics"), plan.rows * plan.splits, plan.threads)
-          .input(x).input(weight).input(dy(inputs)).output(outputs[3]).params(params);
+          .input(x).input(weight).input(dy(inputs)).output(statistics).params(params);
       add(op + "_coefficients", ceil_div(plan.rows, simdgroups), plan.threads)
-          .input(outputs[3]).output(outputs[4]).params(params);
+          .input(statistics).output(coefficients).params(params);
       const uint32_t group_columns = plan.threads * (16 / x.itemsize());
       Launch& launch = add(kernel, plan.blocks * ceil_div(plan.columns, group_columns), plan.threads);
-      launch.input(x).input(weight).input(dy(inputs)).input(added).input(outputs[4]).output(outputs[0]);
-      output_or(launch, sums, outputs[5], x);
+      launch.input(x).input(weight).input(dy(inputs)).input(added).input(coefficients).output(outputs[0]);
+      output_or(launch, sums, partials, x);
       launch.params(params);
     } else {
       Launch& launch = add(kernel, plan.blocks, plan.threads);
       launch.input(x).input(weight).input(dy(inputs)).input(added).output(outputs[0]);
-      output_or(launch, sums, outputs[5], x);
+      output_or(launch, sums, partials, x);
       launch.params(params);
     }
     if (sums) {
       const uint32_t gradients = options_.weight_gradient + options_.bias_gradient;
       Launch& launch = add(kernel_name(x.dtype(), "norm_vjp", "column_sum"),
                            gradients * ceil_div(plan.columns, simdgroup), simdgroup * sum_simdgroups);
-      launch.input(outputs[5]);
+      launch.input(partials);
       output_or(launch, options_.weight_gradient, outputs[1], x);
-      output_or(launch, options_.bias_gradient, outputs[2], x);
+      output_or(launch, options_.bias_gradient, outputs[bias_index()], x);
       launch.params(ColumnSumParams{plan.blocks, plan.columns, options_.weight_gradient ? 0u : 1u});
     }
     return launches;
@@ -173,7 +176,7 @@ class NormVjp : public KernelPrimitive {
             weight = has_weight_ ? data_of(inputs[1]) : nullptr, dy = data_of(this->dy(inputs)),
             dsum = has_dsum_ ? data_of(*this->dsum(inputs)) : nullptr, dx = data_of(outputs[0]),
             dweight = options_.weight_gradient ? data_of(outputs[1]) : nullptr,
-            dbias = options_.bias_gradient ? data_of(outputs[2]) : nullptr] {
+            dbias = options_.bias_gradient ? data_of(outputs[bias_index()]) : nullptr] {
       if (options.centred) {
         cpu::layer_norm_vjp(type, x, weight, dy, dx, dweight, dbias, rows, columns, options.eps);
       } else {
@@ -205,18 +208,15 @@ class NormVjp : public KernelPrimitive {
     }
     std::vector<int> rows(x.ndim() - 1);
     std::iota(rows.begin(), rows.end(), 0);
-    auto column_sum = [&](bool wanted, const mx::array& a) {
-      return wanted ? mx::astype(mx::sum(a, rows, false, s), dtype, s) : mx::zeros({0}, dtype, s);
-    };
-    Arrays outputs = {
-        mx::astype(dx, dtype, s),
-        column_sum(options_.weight_gradient, mx::multiply(gradient, normed, s)),
-        column_sum(options_.bias_gradient, gradient),
-    };
-    const auto shapes = output_shapes(inputs);
-    for (size_t i = outputs.size(); i < shapes.size(); ++i) {
-      outputs.push_back(mx::zeros(shapes[i], mx::float32, s));
+    auto column_sum = [&](const mx::array& a) { return mx::astype(mx::sum(a, rows, false, s), dtype, s); };
+    Arrays outputs = {mx::astype(dx, dtype, s)};
+    if (options_.weight_gradient) {
+      outputs.push_back(column_sum(mx::multiply(gradient, normed, s)));
     }
+    if (options_.bias_gradient) {
+      outputs.push_back(column_sum(gradient));
+    }
+    outputs.push_back(mx::zeros(output_shapes(inputs).back(), mx::float32, s));
     return outputs;
   }
 
@@ -237,8 +237,32 @@ class NormVjp : public KernelPrimitive {
     return has_dsum_ ? &inputs[has_weight_ ? 3 : 2] : nullptr;
   }
 
+  int parameters() const {
+    return options_.weight_gradient + options_.bias_gradient;
+  }
+  int bias_index() const {
+    return parameters();
+  }
+
   int partial_sums() const {
     return options_.bias_gradient ? 2 : options_.weight_gradient ? 1 : 0;
+  }
+
+  // Where the parts of the workspace begin: at 0 the coefficients of long rows, then their statistics, then the blocks'
+  // partial sums.
+  struct Workspace {
+    uint64_t statistics;
+    uint64_t partials;
+    uint64_t end;
+  };
+
+  Workspace workspace_of(const NormVjpPlan& plan) const {
+    const uint64_t long_rows = plan.variant->kernel == NormVjpKernel::columns ? plan.rows : 0;
+    Workspace workspace{};
+    workspace.statistics = long_rows * 4;
+    workspace.partials = workspace.statistics + long_rows * plan.splits * 5;
+    workspace.end = workspace.partials + uint64_t(partial_sums()) * plan.blocks * plan.columns;
+    return workspace;
   }
 
   NormVjpParams params_of(const Arrays& inputs, const Arrays& outputs, const NormVjpPlan& plan) const {
@@ -265,24 +289,31 @@ class NormVjp : public KernelPrimitive {
 
 NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>& weight, const mx::array& dy,
                              const std::optional<mx::array>& dsum, NormVjpOptions options, mx::Stream stream) {
+  Arrays outputs;
   if (x.size() == 0) {
-    auto zeros = [&](bool wanted) {
-      return mx::zeros({wanted ? x.shape(-1) : 0}, x.dtype(), stream);
-    };
-    return {mx::zeros_like(x, stream), zeros(options.weight_gradient), zeros(options.bias_gradient)};
+    outputs.push_back(mx::zeros_like(x, stream));
+    outputs.resize(3, mx::zeros({x.shape(-1)}, x.dtype(), stream));
+  } else {
+    Arrays inputs = {gatherable(x, stream)};
+    if (weight) {
+      inputs.push_back(gatherable(*weight, stream));
+    }
+    inputs.push_back(gatherable(dy, stream));
+    if (dsum) {
+      inputs.push_back(gatherable(*dsum, stream));
+    }
+    auto primitive = std::make_shared<NormVjp>(stream, options, weight.has_value(), dsum.has_value());
+    outputs = mx::array::make_arrays(primitive->output_shapes(inputs), primitive->output_dtypes(x.dtype()), primitive,
+                                     inputs);
   }
-  Arrays inputs = {gatherable(x, stream)};
-  if (weight) {
-    inputs.push_back(gatherable(*weight, stream));
+  NormGradients gradients{.x = outputs[0], .weight = std::nullopt, .bias = std::nullopt};
+  if (options.weight_gradient) {
+    gradients.weight = outputs[1];
   }
-  inputs.push_back(gatherable(dy, stream));
-  if (dsum) {
-    inputs.push_back(gatherable(*dsum, stream));
+  if (options.bias_gradient) {
+    gradients.bias = outputs[options.weight_gradient ? 2 : 1];
   }
-  auto primitive = std::make_shared<NormVjp>(stream, options, weight.has_value(), dsum.has_value());
-  const Arrays outputs = mx::array::make_arrays(primitive->output_shapes(inputs), NormVjp::output_dtypes(x.dtype()),
-                                                primitive, inputs);
-  return {outputs[0], outputs[1], outputs[2]};
+  return gradients;
 }
 
 }  // namespace mittens

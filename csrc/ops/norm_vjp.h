@@ -20,8 +20,8 @@ struct NormVjpOptions {
 
 struct NormGradients {
   mx::array x;
-  mx::array weight;  // these two are empty unless asked for
-  mx::array bias;
+  std::optional<mx::array> weight;  // these two where they are asked for
+  std::optional<mx::array> bias;
 };
 
 // x, dy and dsum have one shape, all arrays one dtype. dsum is added to x's gradient: that of add_rms_norm's sum.

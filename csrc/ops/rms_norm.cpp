@@ -52,7 +52,7 @@ class RmsNorm : public RowPrimitive {
                                                    stream());
     Arrays selected;
     for (int argument : argnums) {
-      selected.push_back(argument == 0 ? gradients.x : gradients.weight);
+      selected.push_back(argument == 0 ? gradients.x : *gradients.weight);
     }
     return selected;
   }
