@@ -3,14 +3,16 @@
     python tests/mutate.py [--count N] [--seed S] [--jobs J] [--log FILE] [--write]
 
 A mutant differs from the kernels in one place: a barrier is dropped, an index shifted, a stride, a comparison or a
-constant changed. It is killed if a case of an op that runs the changed text fails: a fault of the simulator, a wrong
-result, a kernel that never ends. Mutants that do not compile do not count. Survivors are listed, with the reason where
-one is known. With a log, a run that was broken off goes on where it stopped.
+constant changed. It is killed if a case of an op that runs the changed text fails, or else one of the suite's own tests
+of that op in the simulator: a fault, a wrong result, a kernel that never ends. Mutants that do not compile do not count.
+Survivors are listed, with the reason where one is known. With a log, a run that was broken off goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import random
@@ -19,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -40,6 +41,7 @@ class Scope:
 
     dtypes: tuple[str, ...] = ("float16", "float32", "bfloat16")
     elements: int = 400_000
+    suite: bool = True  # whether survivors meet the suite's tests
 
 
 @dataclass(frozen=True)
@@ -117,18 +119,26 @@ def sample(count: int, seed: int, files: Iterable[str] = ()) -> list[Mutant]:
     return chosen
 
 
+# Tests of an op that are not named as it is.
+_TESTS = {
+    "scaled_dot_product_attention": "test_attention",
+    "quantized_scaled_dot_product_attention": "test_quantized_attention",
+    **{f"block_{what}": "test_blocks" for what in ("matmul", "quantize", "dequantize")},
+}
+
 # One mutant, in a process of its own.
 
 
-def _write(mutant: Mutant | None, dtype: str, original: Path, folder: Path) -> None:
-    """A copy of the kernels with the mutant in it, and with the variants of one dtype alone."""
+def _write(mutant: Mutant | None, dtype: str | None, original: Path, folder: Path) -> None:
+    """A copy of the kernels with the mutant in it, and with the variants of one dtype alone, if one is named."""
     shutil.copytree(original, folder, dirs_exist_ok=True)
-    types = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
-    header = folder / "mittens" / "instantiate.h"
-    text = header.read_text()
-    kept = f'instantiate_kernel(name "_{dtype}", function, {types[dtype]}, __VA_ARGS__)'
-    before = text[: text.index("#define instantiate_types")]
-    header.write_text(f"{before}#define instantiate_types(name, function, ...) {kept}\n")
+    if dtype:
+        types = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
+        header = folder / "mittens" / "instantiate.h"
+        text = header.read_text()
+        kept = f'instantiate_kernel(name "_{dtype}", function, {types[dtype]}, __VA_ARGS__)'
+        before = text[: text.index("#define instantiate_types")]
+        header.write_text(f"{before}#define instantiate_types(name, function, ...) {kept}\n")
     if mutant:
         path = folder / mutant.file
         lines = path.read_text().splitlines()
@@ -175,6 +185,34 @@ def _uses(file: str) -> set[str]:
     from mlx_mittens import frontend
 
     return {name for name in frontend.files() if name == file or f'#line 1 "{file}"' in frontend.flatten(name)}
+
+
+class _FirstFailure:
+    """A pytest plugin."""
+
+    test = ""
+
+    def pytest_runtest_logreport(self, report):
+        self.test = self.test or (report.nodeid if report.failed else "")
+
+
+def _failing_test(ops: set[str], tiles: bool) -> str:
+    """The first test that fails of the suite's tests of these ops in the simulator, and of those of the tile library."""
+    import pytest
+
+    from mlx_mittens import _ext, cases
+
+    _ext.simulator_record(False)
+    _ext.simulator_configure(False)
+    os.environ["MLX_MITTENS_TEST_SEED"] = "1"
+    files = {f"{_TESTS.get(op, 'test_' + op)}.py" for op in ops} | ({"test_tiles.py"} if tiles else set())
+    if ops & {op.name for op in cases.ROW_OPS}:
+        files.add("test_long_rows.py")
+    first = _FirstFailure()
+    paths = [str(Path(__file__).with_name(file)) for file in sorted(files)]
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main([*paths, "-x", "-q", "-n0", "-p", "no:cacheprovider", "-k", "simulator or test_tiles"], [first])
+    return first.test
 
 
 def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tuple[str, str]:
@@ -231,6 +269,12 @@ def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tu
                 planned[name] = sorted({run["file"] for run in _ext.simulator_record(True)})
     if mutant is None:
         plan.write_text(json.dumps(planned))
+        return "survived", ""
+    if scope.suite and key(mutant) not in explanations():
+        _write(mutant, None, shared / "metal", folder)
+        ops = {name.split()[0] for name, files in planned.items() if changed & set(files)}
+        if test := _failing_test(ops, mutant.file.startswith("mittens/")):
+            return "killed", test
     return "survived", ""
 
 
@@ -253,7 +297,7 @@ def run_one(mutant: Mutant | None, scope: Scope, shared: Path) -> tuple[str, str
 
 
 def explanations() -> dict[str, str]:
-    """Why survivors are no faults: by file, changed line and what became of it."""
+    """Why mutants survive, by file, changed line and what became of it: they are no faults, or "Not reached: ..."."""
     return json.loads(EXPLANATIONS.read_text()) if EXPLANATIONS.is_file() else {}
 
 
@@ -290,31 +334,32 @@ def run(
             return list(pool.map(one, chosen))
 
 
-def report(fates: list[tuple[Mutant, str, str]], seed: int, seconds: float) -> str:
+def report(fates: list[tuple[Mutant, str, str]], seed: int) -> str:
     """The result as Markdown."""
     reasons = explanations()
     counted = [(m, fate) for m, fate, _ in fates if fate != "stillborn"]
     survivors = [m for m, fate in counted if fate == "survived"]
-    unexplained = [m for m in survivors if key(m) not in reasons]
+    harmless = [m for m in survivors if key(m) in reasons and not reasons[key(m)].startswith("Not reached")]
+    faults = len(survivors) - len(harmless)
     killed = len(counted) - len(survivors)
     lines = [
         "# Mutation run",
         "",
         f"`python tests/mutate.py --count {len(fates)} --seed {seed} --write`: {len(fates)} of {len(mutants())} possible",
-        f"mutants, {len(fates) - len(counted)} of which do not compile, in {seconds:.0f} s.",
+        f"mutants, {len(fates) - len(counted)} of which do not compile.",
         "",
         f"Of {len(counted)} mutants {killed} are killed: {killed / len(counted):.1%}. Of the {len(survivors)} survivors",
-        f"{len(survivors) - len(unexplained)} are no faults, for the reasons below. Of those that may be faults",
-        f"{killed / max(1, killed + len(unexplained)):.1%} are killed.",
+        f"{len(harmless)} are no faults, for the reasons below. Of the other {killed + faults} mutants",
+        f"{killed / max(1, killed + faults):.1%} are killed.",
         "",
-        "| kind | mutants | killed | survivors explained | not explained |",
+        "| kind | mutants | killed | survivors that are no faults | others |",
         "|---|--:|--:|--:|--:|",
     ]
     for kind in KINDS:
         here = [(m, fate) for m, fate in counted if m.kind == kind]
         killed = sum(fate == "killed" for _, fate in here)
-        open_ones = sum(m.kind == kind for m in unexplained)
-        lines.append(f"| {kind} | {len(here)} | {killed} | {len(here) - killed - open_ones} | {open_ones} |")
+        sound = sum(m.kind == kind for m in harmless)
+        lines.append(f"| {kind} | {len(here)} | {killed} | {sound} | {len(here) - killed - sound} |")
     lines += ["", "## Survivors", ""]
     for m in survivors:
         lines += [f"- `{m.place}` ({m.kind}) `{m.before}` -> `{m.after}`", f"  {reasons.get(key(m), '**not explained**')}"]
@@ -338,9 +383,8 @@ def main() -> int:
         mutant, scope = Mutant(**given) if given else None, Scope(**json.loads(arguments.scope))
         print(json.dumps(judge(mutant, scope, arguments.shared, arguments.folder)))
         return 0
-    start = time.monotonic()
     fates = run(sample(arguments.count, arguments.seed), arguments.jobs, log=arguments.log)
-    text = report(fates, arguments.seed, time.monotonic() - start)
+    text = report(fates, arguments.seed)
     print(text)
     if arguments.write:
         RESULT.write_text(text)
