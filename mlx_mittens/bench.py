@@ -39,7 +39,7 @@ _CPU_SETS = 4096
 # mx keeps 32 MB of freed memory on a CPU by default; a larger output would time the system's page faults, in both.
 _CPU_KEPT_BYTES = 1 << 30
 
-# Of one contender's turn: a single short call would time the waking of threads, and what the turn before left of the caches.
+# Seconds of one contender's turn: a short call alone would time the waking of threads, and cold caches.
 _SHORTEST_SAMPLE = {"cpu": 4e-3, "gpu": 10e-3}
 _LARGEST_BATCH_BYTES = 1 << 30
 

@@ -1,5 +1,6 @@
 """Fresh random inputs for every run, and every op test on every executor that is here."""
 
+import math
 import os
 import zlib
 
@@ -9,7 +10,7 @@ import pytest
 import scripts
 
 import mlx_mittens as mm
-from mlx_mittens import cases
+from mlx_mittens import _ext, cases
 
 SEED = "MLX_MITTENS_TEST_SEED"
 
@@ -67,6 +68,25 @@ def executor(request, rng):
             yield request.param
     finally:
         mx.set_default_device(before)
+
+
+@pytest.fixture
+def counted(rng):
+    """Runs a call in the simulator; returns the counts of its launches, with that of their threadgroups."""
+
+    def run(call):
+        with mx.stream(mx.cpu), mm.simulator.enabled(seed=int(rng.integers(1, 2**31))):
+            _ext.simulator_record(True)
+            try:
+                mx.eval(call())
+            finally:
+                launches = _ext.simulator_record(False)
+        for launch in launches:
+            launch["counts"]["device_bytes_loaded"] -= launch["counts"]["params_bytes_loaded"]
+            launch["counts"]["threadgroups"] = math.prod(launch["threadgroups"])
+        return [launch["counts"] for launch in launches]
+
+    return run
 
 
 @pytest.fixture

@@ -5,27 +5,8 @@ import numpy as np
 import pytest
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, simulator
 
 TILE = 8
-
-
-@pytest.fixture
-def counted(rng):
-    """Runs a call in the simulator; returns the counts of its launches."""
-
-    def run(call):
-        with mx.stream(mx.cpu), simulator.enabled(seed=int(rng.integers(1, 2**31))):
-            _ext.simulator_record(True)
-            try:
-                mx.eval(call())
-            finally:
-                launches = _ext.simulator_record(False)
-        for launch in launches:
-            launch["counts"]["device_bytes_loaded"] -= launch["counts"]["params_bytes_loaded"]
-        return [launch["counts"] for launch in launches]
-
-    return run
 
 
 def arrays(rng, heads, key_heads, queries, keys, width, dtype=mx.float16):

@@ -16,10 +16,10 @@ namespace mittens {
 
 namespace {
 
-// MLX's CUDA build exports no way to allocate device memory in stream order: allocator::malloc gives managed memory, and
-// moves a cached device buffer there with a blocking copy. Its Abs primitive allocates its output as MLX's own kernels
-// do, and of an input without elements it does nothing else; that the input is not contiguous leaves the size to the
-// output.
+// MLX's CUDA build exports no way to allocate device memory in stream order: allocator::malloc gives managed memory,
+// and moves a cached device buffer there with a blocking copy. Its Abs primitive allocates its output as MLX's own
+// kernels do, and of an input without elements it does nothing else, while Concatenate, say, leaves an empty node in
+// MLX's graph; that the input is not contiguous leaves the size to the output.
 class DeviceAllocator {
  public:
   explicit DeviceAllocator(mx::Stream stream) : primitive_(mx::abs(mx::array(0.0f), stream).primitive_ptr()) {
@@ -32,7 +32,7 @@ class DeviceAllocator {
   }
 
   void allocate(mx::array& output) {
-    fresh_.emplace_back(output.shape(), output.dtype(), primitive_, std::vector<mx::array>{});
+    fresh_.assign(1, mx::array(output.shape(), output.dtype(), primitive_, {}));
     primitive_->eval_gpu(nothing_, fresh_);
     if (fresh_[0].data_size() != output.size()) {
       throw unknown();

@@ -37,7 +37,7 @@ constexpr uint32_t simdgroup = 32;
 constexpr uint32_t simdgroups = 8;           // in a threadgroup of the simd and column kernels
 constexpr uint32_t sum_simdgroups = 16;      // in a threadgroup that adds up the blocks' shares
 constexpr uint32_t most_blocks = 512;        // of rows, each of which leaves its share of the parameters' gradients
-constexpr uint32_t few_threads = 1 << 16;    // in all blocks: fewer would leave a GPU idle for the sake of less to add up
+constexpr uint32_t few_threads = 1 << 16;    // in all blocks: fewer, with less to add up, would leave a GPU idle
 constexpr uint32_t rows_per_block = 16;      // past that
 constexpr uint32_t statistics_packs = 2048;  // of a row, for a threadgroup of the statistics kernel
 
