@@ -194,11 +194,10 @@ def _turns(samplers: dict[str, Callable[[int], float]], device: str, budget: Bud
             count = max(2 * count, math.ceil(_SHORTEST_SAMPLE[device] / max(seconds, 1e-9)))
             seconds = sample(count)
         counts[name] = count
-    slow = {name for name in samplers if times[name]}
-    order = list(samplers)
+    slow = [name for name in samplers if times[name]]
+    order = [name for name in samplers if name not in slow]
     for name in slow:  # their second time, before the others are at work
         times[name].append(samplers[name](counts[name]))
-    order = [name for name in order if name not in slow]
     end = time.perf_counter() + budget.seconds
     for turn in range(budget.most if order else 0):
         for name in order if turn % 2 == 0 else reversed(order):
