@@ -245,15 +245,11 @@ inline void write_shares(
   const size_t columns = params.row.columns;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      const uint column = column_of<T>(map, i) + j;
-      if (column < map.end && params.partial_sums > 0) {
-        partials[block * columns + column] = shares.weight[i][j];
-        if (Centred && params.partial_sums == 2) {
-          partials[(params.blocks + block) * columns + column] = shares.bias[i][j];
-        }
-      }
+    if (params.partial_sums > 0) {
+      store_sums<T>(partials + block * columns, map, i, shares.weight[i]);
+    }
+    if (Centred && params.partial_sums == 2) {
+      store_sums<T>(partials + (params.blocks + block) * columns, map, i, shares.bias[i]);
     }
   }
 }
@@ -275,7 +271,8 @@ template <typename T, int N, bool Centred>
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   // Every other row has its own scratch, so that one barrier a reduction is enough.
   threadgroup float mean_scratch[2][32];
-  threadgroup float scratch[2][96];
+  constexpr int sums = Centred ? 3 : 2;
+  threadgroup float scratch[2][32 * sums];
   const Place place = Place{lane, simdgroup, simdgroups};
   const uint columns = params.row.columns;
   const ColumnMap map = ColumnMap{params.aligned != 0, t, threads, 0, columns};
@@ -314,8 +311,10 @@ template <typename T, int N, bool Centred>
       mean = threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], place) / float(columns);
     }
     const float3 own = part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, mean, map);
-    const float3 sums = threadgroup_sum3(own, scratch[turn], place);
-    const Coefficients c = row_coefficients<Centred>(mean, sums.x, sums.y, sums.z, columns, params.eps);
+    float row_sums[3] = {own.x, own.y, own.z};
+    threadgroup_sums<sums>(row_sums, scratch[turn], place);
+    const Coefficients c =
+        row_coefficients<Centred>(mean, row_sums[0], row_sums[1], row_sums[2], columns, params.eps);
     write_row<T, N, Centred>(x_part, dy_part, w, dsum + start, dx + start, params, c, map, shares);
     turn = 1 - turn;
   }
@@ -523,7 +522,7 @@ template <typename T, int S>
   float sum = 0;
   if (column < params.columns) {
     const device float* p = partials + size_t(which) * params.blocks * params.columns + column;
-#pragma unroll 8
+#pragma unroll 16
     for (uint block = simdgroup; block < params.blocks; block += S) {
       sum += p[size_t(block) * params.columns];
     }

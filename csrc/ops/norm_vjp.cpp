@@ -136,11 +136,11 @@ class NormVjp : public KernelPrimitive {
     const mx::array& weight = has_weight_ ? inputs[1] : x;
     const mx::array& added = has_dsum_ ? *dsum(inputs) : x;
 
-    const mx::array partials = part(workspace.partials, workspace.end);
+    const mx::array partials = part(workspace.partials, workspace.statistics);
     const Name kernel = kernel_name(x.dtype(), op, plan.variant->name);
     if (plan.variant->kernel == NormVjpKernel::columns) {
-      const mx::array coefficients = part(0, workspace.statistics);
-      const mx::array statistics = part(workspace.statistics, workspace.partials);
+      const mx::array coefficients = part(0, workspace.partials);
+      const mx::array statistics = part(workspace.statistics, workspace.end);
       add(kernel_name(x.dtype(), op, "statistics"), plan.rows * plan.splits, plan.threads)
           .input(x).input(weight).input(dy(inputs)).output(statistics).params(params);
       add(op + "_coefficients", ceil_div(plan.rows, simdgroups), plan.threads)
@@ -248,26 +248,26 @@ class NormVjp : public KernelPrimitive {
     return options_.bias_gradient ? 2 : options_.weight_gradient ? 1 : 0;
   }
 
-  // Where the parts of the workspace begin: at 0 the coefficients of long rows, then their statistics, then the blocks'
-  // partial sums.
+  // Where the parts of the workspace begin: at 0 the coefficients of long rows, then the blocks' partial sums, both in
+  // float4, then the statistics of long rows.
   struct Workspace {
-    uint64_t statistics;
     uint64_t partials;
+    uint64_t statistics;
     uint64_t end;
   };
 
   Workspace workspace_of(const NormVjpPlan& plan) const {
     const uint64_t long_rows = plan.variant->kernel == NormVjpKernel::columns ? plan.rows : 0;
     Workspace workspace{};
-    workspace.statistics = long_rows * 4;
-    workspace.partials = workspace.statistics + long_rows * plan.splits * 5;
-    workspace.end = workspace.partials + uint64_t(partial_sums()) * plan.blocks * plan.columns;
+    workspace.partials = long_rows * 4;
+    workspace.statistics = workspace.partials + uint64_t(partial_sums()) * plan.blocks * plan.columns;
+    workspace.end = workspace.statistics + long_rows * plan.splits * 5;
     return workspace;
   }
 
   NormVjpParams params_of(const Arrays& inputs, const Arrays& outputs, const NormVjpPlan& plan) const {
     NormVjpParams params{};
-    params.row = {plan.rows, plan.columns, plan.splits, plan.packs_per_split};
+    params.row = {plan.rows, plan.columns, plan.splits, plan.packs_per_split, 0};
     params.blocks = plan.blocks;
     params.aligned = plan.columns % (16 / inputs[0].itemsize()) == 0 && phase_of(outputs[0]) == 0;
     for (const auto& input : inputs) {

@@ -52,6 +52,27 @@ inline void store_columns(device T* row, ColumnMap map, uint i, thread const flo
   }
 }
 
+// float32 sums of the columns of the thread's pack i; sums[] is on a 16-byte boundary.
+template <typename T>
+inline void store_sums(device float* sums, ColumnMap map, uint i, thread const float (&v)[16 / sizeof(T)]) {
+  const uint column = column_of<T>(map, i);
+  if (map.aligned) {
+#pragma unroll
+    for (int j = 0; j < pack_size<T>(); j += 4) {
+      if (column < map.end) {
+        *(device float4*)(sums + column + j) = float4(v[j], v[j + 1], v[j + 2], v[j + 3]);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < pack_size<T>(); ++j) {
+    if (column + j < map.end) {
+      sums[column + j] = v[j];
+    }
+  }
+}
+
 // What a thread holds of a row.
 template <int N>
 struct ColumnPart {

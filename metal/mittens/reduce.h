@@ -52,21 +52,21 @@ inline float threadgroup_sum(float v, threadgroup float* scratch, Place place) {
   return simd_sum(place.lane < place.simdgroups ? scratch[place.lane] : 0.0f);
 }
 
-// Three sums for the barrier of one; scratch[96].
-inline float3 threadgroup_sum3(float3 v, threadgroup float* scratch, Place place) {
-  const float x = simd_sum(v.x);
-  const float y = simd_sum(v.y);
-  const float z = simd_sum(v.z);
-  if (place.lane == 0) {
-    scratch[place.simdgroup] = x;
-    scratch[32 + place.simdgroup] = y;
-    scratch[64 + place.simdgroup] = z;
+// The first K of v, summed for the barrier of one; scratch[32 * K].
+template <int K, int M>
+inline void threadgroup_sums(thread float (&v)[M], threadgroup float* scratch, Place place) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    v[k] = simd_sum(v[k]);
+    if (place.lane == 0) {
+      scratch[32 * k + place.simdgroup] = v[k];
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const bool filled = place.lane < place.simdgroups;
-  return float3(
-      simd_sum(filled ? scratch[place.lane] : 0.0f), simd_sum(filled ? scratch[32 + place.lane] : 0.0f),
-      simd_sum(filled ? scratch[64 + place.lane] : 0.0f));
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    v[k] = simd_sum(place.lane < place.simdgroups ? scratch[32 * k + place.lane] : 0.0f);
+  }
 }
 
 }  // namespace mittens
