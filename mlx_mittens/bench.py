@@ -377,6 +377,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_bench.add_arguments(parser)
 
 
+def op_names(text: str | None) -> list[str]:
+    """The ops that ``--ops`` names, or all.
+
+    Raises:
+        UsageError: One is not known.
+    """
+    known = [op.name for op in cases.OPS]
+    return known if text is None else chosen("--ops", text, known)
+
+
 def writable(option: str, path: str | None) -> None:
     """Refuses, before any work is done, a file that cannot be written.
 
@@ -447,8 +457,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: The arguments cannot be served.
     """
-    known = [op.name for op in cases.OPS]
-    names = known if arguments.ops is None else chosen("--ops", arguments.ops, known)
+    names = op_names(arguments.ops)
     _check_plot(arguments.plot)
     writable("--plot", arguments.plot)
     writable("--json", arguments.json)

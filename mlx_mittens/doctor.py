@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import cases, executors, machine, strict
-from .bench import select_device, writable
+from .bench import op_names, select_device, writable
 
 # Larger cases repeat the same kernels, and are not worth the wait.
 _LARGEST = {"cpu": 2**23, "gpu": 2**27}
@@ -60,6 +60,7 @@ def examine(op: cases.Op, case: cases.Case, dtype: str, rng: np.random.Generator
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
+    parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
 
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: The arguments cannot be served.
     """
+    names = op_names(arguments.ops)
     writable("--json", arguments.json)
     select_device(arguments.device)
     device = machine.device()
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     seed = int.from_bytes(os.urandom(4), "little")
     rng = np.random.default_rng(seed)
     findings = []
-    for op in cases.OPS:
+    for op in [op for op in cases.OPS if op.name in names]:
         with strict():
             mine = [examine(op, case, dtype, rng) for case in _cases(op, device) for dtype in op.dtypes(case)]
         mx.clear_cache()

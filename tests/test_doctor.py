@@ -28,6 +28,12 @@ def test_all_is_well(few_cases, tmp_path, capsys):
     assert result["executors"].keys() >= {"native", "simulator"}
 
 
+def test_some_ops(few_cases, tmp_path):
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--ops", "softmax,rms_norm", "--json", str(file)]) == 0
+    assert {case["op"] for case in json.loads(file.read_text())["cases"]} == {"softmax", "rms_norm"}
+
+
 def test_says_what_failed(few_cases, monkeypatch, tmp_path, capsys):
     wrong = replace(cases.OPS[0], ours=lambda x, weight, eps: x * 3)
     monkeypatch.setattr(cases, "OPS", (wrong, *cases.OPS[1:]))
@@ -50,5 +56,7 @@ def test_an_exception_is_a_finding(rng):
 def test_bad_arguments(capsys):
     assert main(["doctor", "--json", "no/such/folder/x.json"]) == 2
     assert "does not exist" in capsys.readouterr().err
+    assert main(["doctor", "--ops", "hardmax"]) == 2
+    assert "hardmax" in capsys.readouterr().err
     if not mx.is_available(mx.gpu):
         assert main(["doctor", "--device", "gpu"]) == 2
