@@ -40,6 +40,44 @@ inline void add_part(thread RowPart<T, N>& x, thread const RowPart<T, N>& residu
   x.edge = T(float(x.edge) + float(residual.edge));
 }
 
+template <typename T, int L, int N, int R, bool Whole>
+inline void add_and_normalize_rows(
+    const device T* x, const device T* residual, const device T* weight, device T* y, device T* sum,
+    constant AddRmsNormParams& params, uint first_row, uint t) {
+  const uint columns = params.row.columns;
+  RowSpan spans[R];
+  RowPart<T, N> parts[R];
+  RowPart<T, N> residuals[R];
+  WeightAhead<T, N> ahead[R];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint row = first_row + r * (32 / L);
+    const size_t start = size_t(row) * columns;
+    spans[r] = row_span<T, Whole>(params.x_phase + row * columns, row < params.row.rows ? columns : 0);
+    const bool aligned = packs_aligned<T, Whole>(params.residual_phase + row * columns, spans[r]);
+    load_packs(x + start, spans[r], true, t, L, spans[r].packs, uint4(0), parts[r]);
+    load_packs(residual + start, spans[r], aligned, t, L, spans[r].packs, uint4(0), residuals[r]);
+    parts[r].edge = load_edge(x + start, spans[r], t, 0);
+    residuals[r].edge = load_edge(residual + start, spans[r], t, 0);
+    const bool weight_aligned = packs_aligned<T, Whole>(params.weight_phase, spans[r]);
+    load_weights(weight, params.has_weight, weight_aligned, spans[r], t, t, L, spans[r].packs, ahead[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint row = first_row + r * (32 / L);
+    const size_t start = size_t(row) * columns;
+    add_part(parts[r], residuals[r]);
+    const bool sum_aligned = packs_aligned<T, Whole>(params.sum_phase + row * columns, spans[r]);
+    store_packs(sum + start, spans[r], sum_aligned, t, L, spans[r].packs, parts[r]);
+    store_edge(sum + start, spans[r], t, float(parts[r].edge));
+    const float n = inverse_rms(lanes_sum<L>(square_sum(parts[r])), columns, params.eps);
+    store_edge(y + start, spans[r], t, normalize_edge<T>(parts[r].edge, n, params.has_weight, ahead[r].edge));
+    write_part(
+        parts[r], ahead[r], n, weight, params.has_weight, packs_aligned<T, Whole>(params.weight_phase, spans[r]),
+        y + start, packs_aligned<T, Whole>(params.y_phase + row * columns, spans[r]), spans[r], t, L, spans[r].packs);
+  }
+}
+
 template <typename T, int L, int N, int R>
 [[kernel, max_total_threads_per_threadgroup(256)]] void add_rms_norm_simd(
     const device T* x [[buffer(0)]],         // [rows, columns]
@@ -52,39 +90,42 @@ template <typename T, int L, int N, int R>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint columns = params.row.columns;
   const uint first_row = (group * simdgroups + simdgroup) * (32 / L * R) + lane / L;
-  const uint t = lane % L;
+  if (params.row.whole) {
+    add_and_normalize_rows<T, L, N, R, true>(x, residual, weight, y, sum, params, first_row, lane % L);
+  } else {
+    add_and_normalize_rows<T, L, N, R, false>(x, residual, weight, y, sum, params, first_row, lane % L);
+  }
+}
 
-  RowSpan spans[R];
-  RowPart<T, N> parts[R];
-  RowPart<T, N> residuals[R];
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    const uint row = first_row + r * (32 / L);
-    const size_t start = size_t(row) * columns;
-    spans[r] = row_span<T>(params.x_phase + row * columns, row < params.row.rows ? columns : 0);
-    const bool aligned = packs_aligned<T>(params.residual_phase + row * columns, spans[r]);
-    load_packs(x + start, spans[r], true, t, L, spans[r].packs, uint4(0), parts[r]);
-    load_packs(residual + start, spans[r], aligned, t, L, spans[r].packs, uint4(0), residuals[r]);
-    parts[r].edge = load_edge(x + start, spans[r], t, 0);
-    residuals[r].edge = load_edge(residual + start, spans[r], t, 0);
-  }
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    const uint row = first_row + r * (32 / L);
-    const size_t start = size_t(row) * columns;
-    add_part(parts[r], residuals[r]);
-    const bool sum_aligned = packs_aligned<T>(params.sum_phase + row * columns, spans[r]);
-    store_packs(sum + start, spans[r], sum_aligned, t, L, spans[r].packs, parts[r]);
-    store_edge(sum + start, spans[r], t, float(parts[r].edge));
-    const float n = inverse_rms(lanes_sum<L>(square_sum(parts[r])), columns, params.eps);
-    normalize_part(
-        parts[r], n, weight, params.has_weight, params.weight_phase, spans[r], t, t, L, spans[r].packs);
-    const bool y_aligned = packs_aligned<T>(params.y_phase + row * columns, spans[r]);
-    store_packs(y + start, spans[r], y_aligned, t, L, spans[r].packs, parts[r]);
-    store_edge(y + start, spans[r], t, float(parts[r].edge));
-  }
+template <typename T, int N, bool Whole>
+inline void add_and_normalize_row(
+    const device T* x, const device T* residual, const device T* weight, device T* y, device T* sum,
+    constant AddRmsNormParams& params, uint row, uint t, uint threads, threadgroup float* scratch, Place place) {
+  const uint columns = params.row.columns;
+  const uint shift = row * columns;
+  const RowSpan span = row_span<T, Whole>(params.x_phase + shift, columns);
+  const size_t start = size_t(row) * columns;
+  const bool residual_aligned = packs_aligned<T, Whole>(params.residual_phase + shift, span);
+  const bool weight_aligned = packs_aligned<T, Whole>(params.weight_phase, span);
+  const bool sum_aligned = packs_aligned<T, Whole>(params.sum_phase + shift, span);
+
+  RowPart<T, N> part;
+  RowPart<T, N> residuals;
+  load_packs(x + start, span, true, t, threads, span.packs, uint4(0), part);
+  load_packs(residual + start, span, residual_aligned, t, threads, span.packs, uint4(0), residuals);
+  part.edge = load_edge(x + start, span, t, 0);
+  residuals.edge = load_edge(residual + start, span, t, 0);
+  WeightAhead<T, N> ahead;
+  load_weights(weight, params.has_weight, weight_aligned, span, t, t, threads, span.packs, ahead);
+  add_part(part, residuals);
+  store_packs(sum + start, span, sum_aligned, t, threads, span.packs, part);
+  store_edge(sum + start, span, t, float(part.edge));
+  const float n = inverse_rms(threadgroup_sum(square_sum(part), scratch, place), columns, params.eps);
+  store_edge(y + start, span, t, normalize_edge<T>(part.edge, n, params.has_weight, ahead.edge));
+  write_part(
+      part, ahead, n, weight, params.has_weight, weight_aligned, y + start,
+      packs_aligned<T, Whole>(params.y_phase + shift, span), span, t, threads, span.packs);
 }
 
 template <typename T, int N>
@@ -102,37 +143,12 @@ template <typename T, int N>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float scratch[32];
-  const uint columns = params.row.columns;
-  const uint shift = row * columns;
-  const RowSpan span = row_span<T>(params.x_phase + shift, columns);
-  const size_t start = size_t(row) * columns;
-
-  RowPart<T, N> part;
-  RowPart<T, N> residuals;
-  load_packs(x + start, span, true, t, threads, span.packs, uint4(0), part);
-  load_packs(
-      residual + start, span, packs_aligned<T>(params.residual_phase + shift, span), t, threads, span.packs, uint4(0),
-      residuals);
-  part.edge = load_edge(x + start, span, t, 0);
-  residuals.edge = load_edge(residual + start, span, t, 0);
-  add_part(part, residuals);
-  store_packs(sum + start, span, packs_aligned<T>(params.sum_phase + shift, span), t, threads, span.packs, part);
-  store_edge(sum + start, span, t, float(part.edge));
-
-  if constexpr (N <= 2) {
-    // The weight is on its way while the threads meet.
-    RowPart<T, N> w;
-    load_weight(weight, params.has_weight, params.weight_phase, span, t, threads, w);
-    const float squares = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
-    normalize_part(part, inverse_rms(squares, columns, params.eps), params.has_weight, w);
+  const Place place = Place{lane, simdgroup, simdgroups};
+  if (params.row.whole) {
+    add_and_normalize_row<T, N, true>(x, residual, weight, y, sum, params, row, t, threads, scratch, place);
   } else {
-    const float squares = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
-    normalize_part(
-        part, inverse_rms(squares, columns, params.eps), weight, params.has_weight, params.weight_phase, span, t, t,
-        threads, span.packs);
+    add_and_normalize_row<T, N, false>(x, residual, weight, y, sum, params, row, t, threads, scratch, place);
   }
-  store_packs(y + start, span, packs_aligned<T>(params.y_phase + shift, span), t, threads, span.packs, part);
-  store_edge(y + start, span, t, float(part.edge));
 }
 
 // Writes sum over the packs begin .. end, and this thread's edge element if the caller takes the edges; their squares'
@@ -168,17 +184,17 @@ template <typename T, int N>
 inline void range_normalize(
     const device T* sum, bool sum_aligned, const device T* weight, device T* y, bool y_aligned,
     constant AddRmsNormParams& params, RowSpan span, uint begin, uint end, bool edges, float n, uint t, uint threads) {
-  // The edge element goes with the first batch, which may hold no pack.
+  const bool weight_aligned = packs_aligned<T>(params.weight_phase, span);
   RowPart<T, N> part;
-  part.edge = edges ? load_edge(sum, span, t, 0) : T(0);
-  for (uint first = begin + t; first == begin + t || first < end; first += N * threads) {
+  WeightAhead<T, N> ahead;
+  for (uint first = begin + t; first < end; first += N * threads) {
     load_packs(sum, span, sum_aligned, first, threads, end, uint4(0), part);
-    normalize_part(part, n, weight, params.has_weight, params.weight_phase, span, t, first, threads, end);
-    store_packs(y, span, y_aligned, first, threads, end, part);
-    if (edges) {
-      store_edge(y, span, t, float(part.edge));
-    }
-    edges = false;
+    load_weights(weight, params.has_weight, weight_aligned, span, t, first, threads, end, ahead);
+    write_part(part, ahead, n, weight, params.has_weight, weight_aligned, y, y_aligned, span, first, threads, end);
+  }
+  if (edges) {
+    const T w = params.has_weight ? load_edge(weight, span, t, 0) : T(0);
+    store_edge(y, span, t, normalize_edge<T>(load_edge(sum, span, t, 0), n, params.has_weight, w));
   }
 }
 
@@ -283,5 +299,5 @@ instantiate_types("add_rms_norm_block1", add_rms_norm_block, 1)
 instantiate_types("add_rms_norm_block2", add_rms_norm_block, 2)
 instantiate_types("add_rms_norm_block4", add_rms_norm_block, 4)
 instantiate_types("add_rms_norm_looped", add_rms_norm_looped, 4)
-instantiate_types("add_rms_norm_split_sums", add_rms_norm_split_sums, 4)
-instantiate_types("add_rms_norm_split_write", add_rms_norm_split_write, 4)
+instantiate_types("add_rms_norm_split_sums", add_rms_norm_split_sums, 2)
+instantiate_types("add_rms_norm_split_write", add_rms_norm_split_write, 2)

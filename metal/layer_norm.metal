@@ -39,23 +39,23 @@ struct PackTerms {
   uint4 bias;
 };
 
-template <typename T>
+template <typename T, bool Whole>
 inline PackTerms load_terms(
     const device T* weight, const device T* bias, constant LayerNormParams& params, RowSpan span, uint p, uint end) {
   const uint column = span.head + p * pack_size<T>();
   PackTerms terms = PackTerms{uint4(0), uint4(0)};
   if (params.has_weight && p < end) {
-    terms.weight = load_pack(weight + column, packs_aligned<T>(params.weight_phase, span));
+    terms.weight = load_pack(weight + column, packs_aligned<T, Whole>(params.weight_phase, span));
   }
   if (params.has_bias && p < end) {
-    terms.bias = load_pack(bias + column, packs_aligned<T>(params.bias_phase, span));
+    terms.bias = load_pack(bias + column, packs_aligned<T, Whole>(params.bias_phase, span));
   }
   return terms;
 }
 
 // Writes the packs of y for those of x in part, which it uses up: a loop whose packs move up keeps them packed until
 // their turn comes. The terms of the next pack are on their way meanwhile.
-template <typename T, int N>
+template <bool Whole, typename T, int N>
 inline void write_part(
     thread RowPart<T, N>& part, PackTerms terms, float mean, float n, const device T* weight, const device T* bias,
     device T* y_row, bool y_aligned, constant LayerNormParams& params, RowSpan span, uint first, uint stride,
@@ -68,7 +68,7 @@ inline void write_part(
     }
     PackTerms next = terms;
     if (N > 1) {
-      next = load_terms(weight, bias, params, span, p + stride, end);
+      next = load_terms<T, Whole>(weight, bias, params, span, p + stride, end);
     }
     float v[16 / sizeof(T)];
     float w[16 / sizeof(T)];
@@ -109,6 +109,39 @@ inline Moments lanes_moments(thread const RowPart<T, N>& part, bool has_edge, ui
   return Moments{float(columns), mean, lanes_sum<L>(part_deviation(part, mean, has_edge, t, L, packs))};
 }
 
+template <typename T, int L, int N, int R, bool Whole>
+inline void normalize_rows(
+    const device T* x, const device T* weight, const device T* bias, device T* y, constant LayerNormParams& params,
+    uint first_row, uint lane) {
+  const uint columns = params.row.columns;
+  const uint t = lane % L;
+  RowSpan spans[R];
+  RowPart<T, N> parts[R];
+  PackTerms terms[R];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint row = first_row + r * (32 / L);
+    spans[r] = row_span<T, Whole>(params.x_phase + row * columns, row < params.row.rows ? columns : 0);
+    const device T* x_row = x + size_t(row) * columns;
+    load_packs(x_row, spans[r], true, t, L, spans[r].packs, uint4(0), parts[r]);
+    parts[r].edge = load_edge(x_row, spans[r], t, 0);
+    terms[r] = load_terms<T, Whole>(weight, bias, params, spans[r], t, spans[r].packs);
+  }
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint row = first_row + r * (32 / L);
+    const RowSpan span = spans[r];
+    const Moments moments = lanes_moments<L>(parts[r], t < span.edges, span.packs, columns, lane);
+    const float mean = moments.mean;
+    const float n = inverse_deviation(moments.deviation, columns, params.eps);
+    device T* y_row = y + size_t(row) * columns;
+    store_edge(y_row, span, t, normalize_edge<T>(parts[r].edge, mean, n, weight, bias, params, span, t));
+    write_part<Whole>(
+        parts[r], terms[r], mean, n, weight, bias, y_row,
+        packs_aligned<T, Whole>(params.y_phase + row * columns, span), params, span, t, L, span.packs);
+  }
+}
+
 template <typename T, int L, int N, int R>
 [[kernel, max_total_threads_per_threadgroup(256)]] void layer_norm_simd(
     const device T* x [[buffer(0)]],       // [rows, columns]
@@ -120,33 +153,35 @@ template <typename T, int L, int N, int R>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint columns = params.row.columns;
   const uint first_row = (group * simdgroups + simdgroup) * (32 / L * R) + lane / L;
-  const uint t = lane % L;
+  if (params.row.whole) {
+    normalize_rows<T, L, N, R, true>(x, weight, bias, y, params, first_row, lane);
+  } else {
+    normalize_rows<T, L, N, R, false>(x, weight, bias, y, params, first_row, lane);
+  }
+}
 
-  RowSpan spans[R];
-  RowPart<T, N> parts[R];
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    const uint row = first_row + r * (32 / L);
-    spans[r] = row_span<T>(params.x_phase + row * columns, row < params.row.rows ? columns : 0);
-    const device T* x_row = x + size_t(row) * columns;
-    load_packs(x_row, spans[r], true, t, L, spans[r].packs, uint4(0), parts[r]);
-    parts[r].edge = load_edge(x_row, spans[r], t, 0);
-  }
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    const uint row = first_row + r * (32 / L);
-    const RowSpan span = spans[r];
-    const Moments moments = lanes_moments<L>(parts[r], t < span.edges, span.packs, columns, lane);
-    const float mean = moments.mean;
-    const float n = inverse_deviation(moments.deviation, columns, params.eps);
-    device T* y_row = y + size_t(row) * columns;
-    store_edge(y_row, span, t, normalize_edge<T>(parts[r].edge, mean, n, weight, bias, params, span, t));
-    write_part(
-        parts[r], load_terms(weight, bias, params, span, t, span.packs), mean, n, weight, bias, y_row,
-        packs_aligned<T>(params.y_phase + row * columns, span), params, span, t, L, span.packs);
-  }
+template <typename T, int N, bool Whole>
+inline void normalize_row(
+    const device T* x, const device T* weight, const device T* bias, device T* y, constant LayerNormParams& params,
+    uint row, uint t, uint threads, threadgroup float* scratch, Place place) {
+  const uint columns = params.row.columns;
+  const RowSpan span = row_span<T, Whole>(params.x_phase + row * columns, columns);
+  const size_t start = size_t(row) * columns;
+
+  RowPart<T, N> part;
+  load_packs(x + start, span, true, t, threads, span.packs, uint4(0), part);
+  part.edge = load_edge(x + start, span, t, 0);
+
+  const Moments own = simd_merge(part_moments(part, t < span.edges, t, threads, span.packs));
+  const PackTerms terms = load_terms<T, Whole>(weight, bias, params, span, t, span.packs);
+  const Moments moments = simdgroups_merge(own, scratch, place);
+  const float n = inverse_deviation(moments.deviation, columns, params.eps);
+
+  store_edge(y + start, span, t, normalize_edge<T>(part.edge, moments.mean, n, weight, bias, params, span, t));
+  write_part<Whole>(
+      part, terms, moments.mean, n, weight, bias, y + start,
+      packs_aligned<T, Whole>(params.y_phase + row * columns, span), params, span, t, threads, span.packs);
 }
 
 template <typename T, int N>
@@ -163,23 +198,12 @@ template <typename T, int N>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float scratch[96];
-  const uint columns = params.row.columns;
-  const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
-  const size_t start = size_t(row) * columns;
-
-  RowPart<T, N> part;
-  load_packs(x + start, span, true, t, threads, span.packs, uint4(0), part);
-  part.edge = load_edge(x + start, span, t, 0);
-
-  const Moments own = simd_merge(part_moments(part, t < span.edges, t, threads, span.packs));
-  const PackTerms terms = load_terms(weight, bias, params, span, t, span.packs);
-  const Moments moments = simdgroups_merge(own, scratch, Place{lane, simdgroup, simdgroups});
-  const float n = inverse_deviation(moments.deviation, columns, params.eps);
-
-  store_edge(y + start, span, t, normalize_edge<T>(part.edge, moments.mean, n, weight, bias, params, span, t));
-  write_part(
-      part, terms, moments.mean, n, weight, bias, y + start,
-      packs_aligned<T>(params.y_phase + row * columns, span), params, span, t, threads, span.packs);
+  const Place place = Place{lane, simdgroup, simdgroups};
+  if (params.row.whole) {
+    normalize_row<T, N, true>(x, weight, bias, y, params, row, t, threads, scratch, place);
+  } else {
+    normalize_row<T, N, false>(x, weight, bias, y, params, row, t, threads, scratch, place);
+  }
 }
 
 template <typename T, int N>
@@ -191,8 +215,8 @@ inline void range_normalize(
   RowPart<T, N> part;
   for (uint first = begin + t; first < end; first += N * threads) {
     load_packs(x_row, span, true, first, threads, end, uint4(0), part);
-    write_part(
-        part, load_terms(weight, bias, params, span, first, end), moments.mean, n, weight, bias, y_row, y_aligned,
+    write_part<false>(
+        part, load_terms<T, false>(weight, bias, params, span, first, end), moments.mean, n, weight, bias, y_row, y_aligned,
         params, span, first, threads, end);
   }
   if (edges) {
@@ -293,6 +317,7 @@ instantiate_types("layer_norm_simd32x4", layer_norm_simd, 32, 4, 1)
 instantiate_types("layer_norm_block1", layer_norm_block, 1)
 instantiate_types("layer_norm_block2", layer_norm_block, 2)
 instantiate_types("layer_norm_block4", layer_norm_block, 4)
+instantiate_types("layer_norm_block8", layer_norm_block, 8)
 instantiate_types("layer_norm_looped", layer_norm_looped, 4)
-instantiate_types("layer_norm_split_sums", layer_norm_split_sums, 4)
-instantiate_types("layer_norm_split_write", layer_norm_split_write, 4)
+instantiate_types("layer_norm_split_sums", layer_norm_split_sums, 2)
+instantiate_types("layer_norm_split_write", layer_norm_split_write, 2)

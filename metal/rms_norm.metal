@@ -19,6 +19,35 @@
 using namespace metal;
 using namespace mittens;
 
+template <typename T, int L, int N, int R, bool Whole>
+inline void normalize_rows(
+    const device T* x, const device T* weight, device T* y, constant RmsNormParams& params, uint first_row, uint t) {
+  const uint columns = params.row.columns;
+  RowSpan spans[R];
+  RowPart<T, N> parts[R];
+  WeightAhead<T, N> ahead[R];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint row = first_row + r * (32 / L);
+    spans[r] = row_span<T, Whole>(params.x_phase + row * columns, row < params.row.rows ? columns : 0);
+    const device T* x_row = x + size_t(row) * columns;
+    load_packs(x_row, spans[r], true, t, L, spans[r].packs, uint4(0), parts[r]);
+    parts[r].edge = load_edge(x_row, spans[r], t, 0);
+    const bool aligned = packs_aligned<T, Whole>(params.weight_phase, spans[r]);
+    load_weights(weight, params.has_weight, aligned, spans[r], t, t, L, spans[r].packs, ahead[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint row = first_row + r * (32 / L);
+    const float n = inverse_rms(lanes_sum<L>(square_sum(parts[r])), columns, params.eps);
+    device T* y_row = y + size_t(row) * columns;
+    store_edge(y_row, spans[r], t, normalize_edge<T>(parts[r].edge, n, params.has_weight, ahead[r].edge));
+    write_part(
+        parts[r], ahead[r], n, weight, params.has_weight, packs_aligned<T, Whole>(params.weight_phase, spans[r]), y_row,
+        packs_aligned<T, Whole>(params.y_phase + row * columns, spans[r]), spans[r], t, L, spans[r].packs);
+  }
+}
+
 template <typename T, int L, int N, int R>
 [[kernel, max_total_threads_per_threadgroup(256)]] void rms_norm_simd(
     const device T* x [[buffer(0)]],       // [rows, columns]
@@ -29,31 +58,34 @@ template <typename T, int L, int N, int R>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint columns = params.row.columns;
   const uint first_row = (group * simdgroups + simdgroup) * (32 / L * R) + lane / L;
-  const uint t = lane % L;
+  if (params.row.whole) {
+    normalize_rows<T, L, N, R, true>(x, weight, y, params, first_row, lane % L);
+  } else {
+    normalize_rows<T, L, N, R, false>(x, weight, y, params, first_row, lane % L);
+  }
+}
 
-  RowSpan spans[R];
-  RowPart<T, N> parts[R];
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    const uint row = first_row + r * (32 / L);
-    spans[r] = row_span<T>(params.x_phase + row * columns, row < params.row.rows ? columns : 0);
-    const device T* x_row = x + size_t(row) * columns;
-    load_packs(x_row, spans[r], true, t, L, spans[r].packs, uint4(0), parts[r]);
-    parts[r].edge = load_edge(x_row, spans[r], t, 0);
-  }
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    const uint row = first_row + r * (32 / L);
-    const float n = inverse_rms(lanes_sum<L>(square_sum(parts[r])), columns, params.eps);
-    normalize_part(
-        parts[r], n, weight, params.has_weight, params.weight_phase, spans[r], t, t, L, spans[r].packs);
-    device T* y_row = y + size_t(row) * columns;
-    const bool aligned = packs_aligned<T>(params.y_phase + row * columns, spans[r]);
-    store_packs(y_row, spans[r], aligned, t, L, spans[r].packs, parts[r]);
-    store_edge(y_row, spans[r], t, float(parts[r].edge));
-  }
+template <typename T, int N, bool Whole>
+inline void normalize_row(
+    const device T* x, const device T* weight, device T* y, constant RmsNormParams& params, uint row, uint t,
+    uint threads, threadgroup float* scratch, Place place) {
+  const uint columns = params.row.columns;
+  const RowSpan span = row_span<T, Whole>(params.x_phase + row * columns, columns);
+  const device T* x_row = x + size_t(row) * columns;
+  const bool weight_aligned = packs_aligned<T, Whole>(params.weight_phase, span);
+
+  RowPart<T, N> part;
+  load_packs(x_row, span, true, t, threads, span.packs, uint4(0), part);
+  part.edge = load_edge(x_row, span, t, 0);
+  WeightAhead<T, N> ahead;
+  load_weights(weight, params.has_weight, weight_aligned, span, t, t, threads, span.packs, ahead);
+  const float n = inverse_rms(threadgroup_sum(square_sum(part), scratch, place), columns, params.eps);
+  device T* y_row = y + size_t(row) * columns;
+  store_edge(y_row, span, t, normalize_edge<T>(part.edge, n, params.has_weight, ahead.edge));
+  write_part(
+      part, ahead, n, weight, params.has_weight, weight_aligned, y_row,
+      packs_aligned<T, Whole>(params.y_phase + row * columns, span), span, t, threads, span.packs);
 }
 
 template <typename T, int N>
@@ -69,28 +101,12 @@ template <typename T, int N>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float scratch[32];
-  const uint columns = params.row.columns;
-  const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
-  const device T* x_row = x + size_t(row) * columns;
-
-  RowPart<T, N> part;
-  load_packs(x_row, span, true, t, threads, span.packs, uint4(0), part);
-  part.edge = load_edge(x_row, span, t, 0);
-  if constexpr (N <= 2) {
-    // The weight is on its way while the threads meet.
-    RowPart<T, N> w;
-    load_weight(weight, params.has_weight, params.weight_phase, span, t, threads, w);
-    const float sum = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
-    normalize_part(part, inverse_rms(sum, columns, params.eps), params.has_weight, w);
+  const Place place = Place{lane, simdgroup, simdgroups};
+  if (params.row.whole) {
+    normalize_row<T, N, true>(x, weight, y, params, row, t, threads, scratch, place);
   } else {
-    const float sum = threadgroup_sum(square_sum(part), scratch, Place{lane, simdgroup, simdgroups});
-    normalize_part(
-        part, inverse_rms(sum, columns, params.eps), weight, params.has_weight, params.weight_phase, span, t, t,
-        threads, span.packs);
+    normalize_row<T, N, false>(x, weight, y, params, row, t, threads, scratch, place);
   }
-  device T* y_row = y + size_t(row) * columns;
-  store_packs(y_row, span, packs_aligned<T>(params.y_phase + row * columns, span), t, threads, span.packs, part);
-  store_edge(y_row, span, t, float(part.edge));
 }
 
 // Sum of squares of the packs begin .. end, and of this thread's edge element if the caller takes the edges.
@@ -112,17 +128,18 @@ template <typename T, int N>
 inline void range_normalize(
     const device T* x_row, const device T* weight, device T* y_row, constant RmsNormParams& params, bool y_aligned,
     RowSpan span, uint begin, uint end, bool edges, float n, uint t, uint threads) {
-  // The edge element goes with the first batch, which may hold no pack.
+  const bool weight_aligned = packs_aligned<T>(params.weight_phase, span);
   RowPart<T, N> part;
-  part.edge = edges ? load_edge(x_row, span, t, 0) : T(0);
-  for (uint first = begin + t; first == begin + t || first < end; first += N * threads) {
+  WeightAhead<T, N> ahead;
+  for (uint first = begin + t; first < end; first += N * threads) {
     load_packs(x_row, span, true, first, threads, end, uint4(0), part);
-    normalize_part(part, n, weight, params.has_weight, params.weight_phase, span, t, first, threads, end);
-    store_packs(y_row, span, y_aligned, first, threads, end, part);
-    if (edges) {
-      store_edge(y_row, span, t, float(part.edge));
-    }
-    edges = false;
+    load_weights(weight, params.has_weight, weight_aligned, span, t, first, threads, end, ahead);
+    write_part(
+        part, ahead, n, weight, params.has_weight, weight_aligned, y_row, y_aligned, span, first, threads, end);
+  }
+  if (edges) {
+    const T w = params.has_weight ? load_edge(weight, span, t, 0) : T(0);
+    store_edge(y_row, span, t, normalize_edge<T>(load_edge(x_row, span, t, 0), n, params.has_weight, w));
   }
 }
 
@@ -217,5 +234,5 @@ instantiate_types("rms_norm_block1", rms_norm_block, 1)
 instantiate_types("rms_norm_block2", rms_norm_block, 2)
 instantiate_types("rms_norm_block4", rms_norm_block, 4)
 instantiate_types("rms_norm_looped", rms_norm_looped, 4)
-instantiate_types("rms_norm_split_sums", rms_norm_split_sums, 4)
-instantiate_types("rms_norm_split_write", rms_norm_split_write, 4)
+instantiate_types("rms_norm_split_sums", rms_norm_split_sums, 2)
+instantiate_types("rms_norm_split_write", rms_norm_split_write, 2)

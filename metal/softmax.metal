@@ -21,25 +21,15 @@
 using namespace metal;
 using namespace mittens;
 
-template <typename T, int L, int N, int R>
-[[kernel, max_total_threads_per_threadgroup(256)]] void softmax_simd(
-    const device T* x [[buffer(0)]],  // [rows, columns]
-    device T* y [[buffer(1)]],        // [rows, columns]
-    constant SoftmaxParams& params [[buffer(2)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+template <typename T, int L, int N, int R, bool Whole>
+inline void softmax_rows(const device T* x, device T* y, constant SoftmaxParams& params, uint first_row, uint t) {
   const uint columns = params.row.columns;
-  const uint first_row = (group * simdgroups + simdgroup) * (32 / L * R) + lane / L;
-  const uint t = lane % L;
-
   RowSpan spans[R];
   RowPart<T, N> parts[R];
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const uint row = first_row + r * (32 / L);
-    spans[r] = row_span<T>(params.x_phase + row * columns, row < params.row.rows ? columns : 0);
+    spans[r] = row_span<T, Whole>(params.x_phase + row * columns, row < params.row.rows ? columns : 0);
     const device T* x_row = x + size_t(row) * columns;
     load_packs(x_row, spans[r], true, t, L, spans[r].packs, pack_of<T>(-INFINITY), parts[r]);
     parts[r].edge = load_edge(x_row, spans[r], t, -INFINITY);
@@ -51,10 +41,51 @@ template <typename T, int L, int N, int R>
     const float sum = lanes_sum<L>(exponentials(parts[r], lanes_max<L>(maximum(parts[r])), e));
     scale(e, 1.0f / sum, parts[r]);
     device T* y_row = y + size_t(row) * columns;
-    const bool aligned = packs_aligned<T>(params.y_phase + row * columns, spans[r]);
+    const bool aligned = packs_aligned<T, Whole>(params.y_phase + row * columns, spans[r]);
     store_packs(y_row, spans[r], aligned, t, L, spans[r].packs, parts[r]);
     store_edge(y_row, spans[r], t, float(parts[r].edge));
   }
+}
+
+template <typename T, int L, int N, int R>
+[[kernel, max_total_threads_per_threadgroup(256)]] void softmax_simd(
+    const device T* x [[buffer(0)]],  // [rows, columns]
+    device T* y [[buffer(1)]],        // [rows, columns]
+    constant SoftmaxParams& params [[buffer(2)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const uint first_row = (group * simdgroups + simdgroup) * (32 / L * R) + lane / L;
+  if (params.row.whole) {
+    softmax_rows<T, L, N, R, true>(x, y, params, first_row, lane % L);
+  } else {
+    softmax_rows<T, L, N, R, false>(x, y, params, first_row, lane % L);
+  }
+}
+
+template <typename T, int N, bool Whole>
+inline void softmax_row(
+    const device T* x, device T* y, constant SoftmaxParams& params, uint row, uint t, uint threads,
+    threadgroup float* scratch, Place place) {
+  const uint columns = params.row.columns;
+  const RowSpan span = row_span<T, Whole>(params.x_phase + row * columns, columns);
+  const size_t start = size_t(row) * columns;
+
+  RowPart<T, N> part;
+  load_packs(x + start, span, true, t, threads, span.packs, pack_of<T>(-INFINITY), part);
+  part.edge = load_edge(x + start, span, t, -INFINITY);
+
+  // Each simdgroup takes exponentials against its own maximum, so that one barrier serves maximum and sum.
+  MaxSum own;
+  own.maximum = simd_max(maximum(part));
+  Exponentials<T, N> e;
+  own.sum = simd_sum(exponentials(part, finite_base(own.maximum), e));
+  const MaxSum all = threadgroup_merge<T>(own, scratch, place);
+  scale(e, exp_of<T>(own.maximum - all.maximum) / all.sum, part);
+  const bool aligned = packs_aligned<T, Whole>(params.y_phase + row * columns, span);
+  store_packs(y + start, span, aligned, t, threads, span.packs, part);
+  store_edge(y + start, span, t, float(part.edge));
 }
 
 template <typename T, int N>
@@ -69,24 +100,12 @@ template <typename T, int N>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float scratch[64];
-  const uint columns = params.row.columns;
-  const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
-  const size_t start = size_t(row) * columns;
-
-  RowPart<T, N> part;
-  load_packs(x + start, span, true, t, threads, span.packs, pack_of<T>(-INFINITY), part);
-  part.edge = load_edge(x + start, span, t, -INFINITY);
-
-  // Each simdgroup takes exponentials against its own maximum, so that one barrier serves maximum and sum.
-  MaxSum own;
-  own.maximum = simd_max(maximum(part));
-  Exponentials<T, N> e;
-  own.sum = simd_sum(exponentials(part, finite_base(own.maximum), e));
-  const MaxSum all = threadgroup_merge<T>(own, scratch, Place{lane, simdgroup, simdgroups});
-  scale(e, exp_of<T>(own.maximum - all.maximum) / all.sum, part);
-  store_packs(
-      y + start, span, packs_aligned<T>(params.y_phase + row * columns, span), t, threads, span.packs, part);
-  store_edge(y + start, span, t, float(part.edge));
+  const Place place = Place{lane, simdgroup, simdgroups};
+  if (params.row.whole) {
+    softmax_row<T, N, true>(x, y, params, row, t, threads, scratch, place);
+  } else {
+    softmax_row<T, N, false>(x, y, params, row, t, threads, scratch, place);
+  }
 }
 
 template <typename T, int N>
@@ -106,9 +125,11 @@ template <typename T, int N>
   const size_t start = size_t(row) * columns;
 
   const MaxSum own = simd_merge<T>(range_max_sum<T, N>(x + start, span, 0, span.packs, true, t, threads));
+  RowPart<T, N> part;
+  load_packs(x + start, span, true, t, threads, span.packs, uint4(0), part);
   const MaxSum all = threadgroup_merge<T>(own, scratch, Place{lane, simdgroup, simdgroups});
-  range_softmax<T, N>(
-      x + start, y + start, packs_aligned<T>(params.y_phase + row * columns, span), span, 0, span.packs, true, all, t,
+  range_softmax(
+      part, x + start, y + start, packs_aligned<T>(params.y_phase + row * columns, span), span, 0, span.packs, true, all, t,
       threads);
 }
 
@@ -157,13 +178,15 @@ template <typename T, int N>
   const uint end = min(begin + params.row.packs_per_split, span.packs);
   const size_t start = size_t(row) * columns;
 
+  RowPart<T, N> part;
+  load_packs(x + start, span, true, begin + t, threads, end, uint4(0), part);
   MaxSum all = MaxSum{-INFINITY, 0};
   for (uint i = lane; i < params.row.splits; i += 32) {
     const float2 partial = partials[row * params.row.splits + i];
     all = merge<T>(all, MaxSum{partial.x, partial.y});
   }
-  range_softmax<T, N>(
-      x + start, y + start, packs_aligned<T>(params.y_phase + row * columns, span), span, begin, end, split == 0,
+  range_softmax(
+      part, x + start, y + start, packs_aligned<T>(params.y_phase + row * columns, span), span, begin, end, split == 0,
       simd_merge<T>(all), t, threads);
 }
 
@@ -176,5 +199,5 @@ instantiate_types("softmax_block1", softmax_block, 1)
 instantiate_types("softmax_block2", softmax_block, 2)
 instantiate_types("softmax_block4", softmax_block, 4)
 instantiate_types("softmax_looped", softmax_looped, 4)
-instantiate_types("softmax_split_sums", softmax_split_sums, 4)
-instantiate_types("softmax_split_write", softmax_split_write, 4)
+instantiate_types("softmax_split_sums", softmax_split_sums, 2)
+instantiate_types("softmax_split_write", softmax_split_write, 2)

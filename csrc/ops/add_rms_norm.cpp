@@ -72,7 +72,7 @@ class AddRmsNorm : public RowPrimitive {
     const mx::array& weight = has_weight ? inputs[2] : x;  // x stands in: each argument needs a buffer
     const mx::array& y = outputs[0];
     const mx::array& sum = outputs[1];
-    const RowPlan plan = this->plan(x);
+    const RowPlan plan = this->plan({&x, &residual, &weight, &y, &sum});
     const AddRmsNormParams params{plan.params,   phase_of(x),   phase_of(residual), phase_of(weight),
                                   phase_of(y),   phase_of(sum), has_weight,         eps_};
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };

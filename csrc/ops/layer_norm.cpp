@@ -31,7 +31,7 @@ constexpr const char* file = "layer_norm.metal";
 class LayerNorm : public RowPrimitive {
  public:
   LayerNorm(mx::Stream stream, const mx::array& x, bool has_weight, bool has_bias, float eps)
-      : RowPrimitive(stream, {1, 1, 3}, x), has_weight_(has_weight), has_bias_(has_bias), eps_(eps) {}
+      : RowPrimitive(stream, {1, 1, 3, 8}, x), has_weight_(has_weight), has_bias_(has_bias), eps_(eps) {}
 
   const char* name() const override {
     return "MittensLayerNorm";
@@ -72,7 +72,7 @@ class LayerNorm : public RowPrimitive {
     // x stands in for what is absent: each argument needs a buffer.
     const mx::array& weight = has_weight_ ? inputs[weight_index()] : x;
     const mx::array& bias = has_bias_ ? inputs[bias_index()] : x;
-    const RowPlan plan = this->plan(x);
+    const RowPlan plan = this->plan({&x, &weight, &bias, &outputs[0]});
     const LayerNormParams params{plan.params,          phase_of(x),  phase_of(weight), phase_of(bias),
                                  phase_of(outputs[0]), has_weight_, has_bias_,        eps_};
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };

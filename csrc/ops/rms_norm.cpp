@@ -66,7 +66,7 @@ class RmsNorm : public RowPrimitive {
     const mx::array& x = inputs[0];
     const bool has_weight = inputs.size() > 1;
     const mx::array& weight = has_weight ? inputs[1] : x;  // x stands in: each argument needs a buffer
-    const RowPlan plan = this->plan(x);
+    const RowPlan plan = this->plan({&x, &weight, &outputs[0]});
     const RmsNormParams params{plan.params, phase_of(x), phase_of(weight), phase_of(outputs[0]), has_weight, eps_};
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
 

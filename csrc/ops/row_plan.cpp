@@ -11,7 +11,7 @@ namespace {
 constexpr uint32_t simdgroup = 32;
 // In a threadgroup of the simd kernels, which do not need each other: few, so that small work spreads over the GPU.
 constexpr uint32_t most_simdgroups = 4;
-// What a split aims at: enough threadgroups to fill a large GPU, none with less than a pack for each thread.
+// What a split aims at: enough threadgroups to fill a large GPU, none with less than its threads hold at once.
 constexpr uint32_t split_threadgroups = 1024;
 constexpr uint32_t most_splits = 64;
 
@@ -20,9 +20,9 @@ uint32_t most_edges(uint32_t columns, uint32_t pack) {
   return columns % pack == 0 ? pack : std::min(columns, 2 * pack - 2);
 }
 
-const RowVariant& choose(uint32_t rows, uint32_t packs, uint32_t edges, bool may_split) {
+const RowVariant& choose(uint32_t rows, uint32_t packs, uint32_t edges, bool may_split, uint32_t held) {
   for (const auto& variant : row_variants) {
-    if (packs <= variant.most_packs && rows <= variant.most_rows && edges <= variant.lanes &&
+    if (packs <= variant.most_packs && rows <= variant.most_rows && edges <= variant.lanes && variant.packs <= held &&
         (may_split || variant.kernel != RowKernel::split)) {
       return variant;
     }
@@ -32,7 +32,7 @@ const RowVariant& choose(uint32_t rows, uint32_t packs, uint32_t edges, bool may
 
 }  // namespace
 
-RowPlan plan_rows(const mx::array& x, bool may_split) {
+RowPlan plan_rows(const mx::array& x, bool may_split, uint32_t held) {
   const uint32_t columns = x.shape(-1);
   const size_t total_rows = columns == 0 ? 0 : x.size() / columns;
   if (total_rows > std::numeric_limits<uint32_t>::max()) {
@@ -42,9 +42,9 @@ RowPlan plan_rows(const mx::array& x, bool may_split) {
   const uint32_t rows = static_cast<uint32_t>(total_rows);
   const uint32_t pack = 16 / x.itemsize();
   const uint32_t packs = ceil_div(columns, pack);
-  const RowVariant& variant = choose(rows, packs, most_edges(columns, pack), may_split);
+  const RowVariant& variant = choose(rows, packs, most_edges(columns, pack), may_split, held);
 
-  RowPlan plan{variant.kernel, variant.name, {rows, columns, 1, packs}, variant.lanes, rows};
+  RowPlan plan{variant.kernel, variant.name, {rows, columns, 1, packs, 0}, variant.lanes, rows};
   switch (variant.kernel) {
     case RowKernel::simd: {
       const uint32_t simdgroups = ceil_div(rows, simdgroup / variant.lanes * variant.rows);
@@ -59,7 +59,7 @@ RowPlan plan_rows(const mx::array& x, bool may_split) {
       break;
     case RowKernel::split: {
       const uint32_t wanted = std::clamp(split_threadgroups / std::max(rows, 1u), 2u, most_splits);
-      const uint32_t splits = std::min(wanted, ceil_div(packs, variant.lanes));
+      const uint32_t splits = std::min(wanted, ceil_div(packs, variant.lanes * variant.packs));
       plan.params.packs_per_split = ceil_div(ceil_div(packs, splits), simdgroup) * simdgroup;
       plan.params.splits = ceil_div(packs, plan.params.packs_per_split);
       plan.threadgroups = rows * plan.params.splits;

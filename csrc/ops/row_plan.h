@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <string>
 
@@ -27,8 +28,9 @@ inline constexpr uint32_t no_limit = std::numeric_limits<uint32_t>::max();
 
 // The first that fits is taken. Short rows: the fewest lanes that hold a row, no barriers. Middle rows: where rows are
 // few, one pack a thread for the least latency; where they are many, several packs a thread, so that more loads are in
-// flight and fewer simdgroups meet at the barrier. Long rows, past what the registers of 512 threads hold: a
-// threadgroup each where there are enough of them to fill a GPU or too little in one to share, else several.
+// flight and fewer simdgroups meet at the barrier, eight of them in kernels that have the registers. Long rows, past
+// what the registers of 512 threads hold: a threadgroup each where there are enough of them to fill a GPU or too little
+// in one to share, else several.
 inline constexpr RowVariant row_variants[] = {
     {8, no_limit, RowKernel::simd, "simd8", 8, 1, 2},
     {16, no_limit, RowKernel::simd, "simd16", 16, 1, 2},
@@ -37,13 +39,14 @@ inline constexpr RowVariant row_variants[] = {
     {128, 512, RowKernel::block, "block1", 128, 1, 1},
     {128, no_limit, RowKernel::simd, "simd32x4", 32, 4, 1},
     {512, 64, RowKernel::block, "block1", 512, 1, 1},
-    {256, no_limit, RowKernel::block, "block2", 512, 2, 1},
-    {512, 512, RowKernel::block, "block2", 512, 2, 1},
+    {512, no_limit, RowKernel::block, "block2", 512, 2, 1},
     {1024, 64, RowKernel::block, "block2", 512, 2, 1},
+    {2048, 64, RowKernel::block, "block4", 512, 4, 1},
+    {2048, no_limit, RowKernel::block, "block8", 512, 8, 1},
     {2048, no_limit, RowKernel::block, "block4", 512, 4, 1},
-    {4096, 8, RowKernel::split, "split", 256, 4, 1},
+    {4096, 8, RowKernel::split, "split", 256, 2, 1},
     {4096, no_limit, RowKernel::looped, "looped", 512, 4, 1},
-    {no_limit, 256, RowKernel::split, "split", 256, 4, 1},
+    {no_limit, 256, RowKernel::split, "split", 256, 2, 1},
     {no_limit, no_limit, RowKernel::looped, "looped", 512, 4, 1},
 };
 
@@ -55,8 +58,8 @@ struct RowPlan {
   uint32_t threadgroups;
 };
 
-// For the rows of x. Rows are split only where there is a workspace for it.
-RowPlan plan_rows(const mx::array& x, bool may_split);
+// For the rows of x. Rows are split only where there is a workspace for it; a thread holds at most `held` packs.
+RowPlan plan_rows(const mx::array& x, bool may_split, uint32_t held = 4);
 
 // Whether a primitive on x should bring a workspace: a second output, which costs MLX the donation of x to the first.
 inline bool wants_workspace(const mx::array& x) {
@@ -73,6 +76,13 @@ Launch row_launch(Name file, const char* op, const char* variant, const RowPlan&
 // Elements between the last 16-byte boundary and the array's start.
 inline uint32_t phase_of(const mx::array& array) {
   return static_cast<uint32_t>(array.offset() % 16 / array.itemsize());
+}
+
+// Whether every row of these arrays, as long as each other, starts on a 16-byte boundary and fills packs.
+inline bool whole_rows(std::initializer_list<const mx::array*> arrays) {
+  return std::all_of(arrays.begin(), arrays.end(), [](const mx::array* array) {
+    return array->shape(-1) * array->itemsize() % 16 == 0 && phase_of(*array) == 0;
+  });
 }
 
 inline uint32_t ceil_div(uint32_t a, uint32_t b) {

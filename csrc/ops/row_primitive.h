@@ -15,7 +15,8 @@ class RowPrimitive : public KernelPrimitive {
   struct Layout {
     int row_inputs;
     int results;
-    int workspace;  // float32 numbers that each of a split row's threadgroups leaves
+    int workspace;       // float32 numbers that each of a split row's threadgroups leaves
+    uint32_t packs = 4;  // that the op's block kernels hold at most in a thread
   };
 
   RowPrimitive(mx::Stream stream, Layout layout, const mx::array& x)
@@ -35,8 +36,11 @@ class RowPrimitive : public KernelPrimitive {
 
   void allocate(const Arrays& inputs, Arrays& outputs) override;
 
-  RowPlan plan(const mx::array& x) const {
-    return plan_rows(x, has_workspace_);
+  // For arrays of rows as long as each other, the first of them x.
+  RowPlan plan(std::initializer_list<const mx::array*> arrays) const {
+    RowPlan plan = plan_rows(**arrays.begin(), has_workspace_, layout_.packs);
+    plan.params.whole = whole_rows(arrays);
+    return plan;
   }
 
   bool has_workspace() const {

@@ -49,7 +49,7 @@ class Softmax : public RowPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    const RowPlan plan = this->plan(x);
+    const RowPlan plan = this->plan({&x, &outputs[0]});
     const SoftmaxParams params{plan.params, phase_of(x), phase_of(outputs[0])};
     auto launch = [&](const char* variant) { return row_launch("softmax.metal", "softmax", variant, plan, x.dtype()); };
 
@@ -98,7 +98,7 @@ class SoftmaxVjp : public RowPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& y = inputs[0];
     const mx::array& dy = inputs[1];
-    const RowPlan plan = this->plan(y);
+    const RowPlan plan = this->plan({&y, &dy, &outputs[0]});
     const SoftmaxVjpParams params{plan.params, phase_of(y), phase_of(dy), phase_of(outputs[0])};
     auto launch = [&](const char* variant) {
       return row_launch("softmax_vjp.metal", "softmax_vjp", variant, plan, y.dtype());

@@ -51,42 +51,66 @@ inline float normalize_edge(T x, float inverse_rms, bool has_weight, T weight) {
   return has_weight ? round_to<T>(v) * float(weight) : v;
 }
 
-// The weight, [columns], of what a thread holds of a row; zeros where there is none.
-template <typename T, int N>
-inline void load_weight(
-    const device T* weight, bool has_weight, uint weight_phase, RowSpan span, uint t, uint threads,
-    thread RowPart<T, N>& w) {
-  const bool aligned = packs_aligned<T>(weight_phase, span);
-  load_packs(weight, span, aligned, t, threads, has_weight ? span.packs : 0, uint4(0), w);
-  w.edge = has_weight ? load_edge(weight, span, t, 0) : T(0);
+// How many packs of the weight are on their way while a thread of N packs waits for its row's sum, and after that.
+template <int N>
+constexpr int weights_ahead() {
+  return N < 2 ? N : 2;
 }
 
-// part, which holds x, becomes y.
+// The weight, [columns], of a thread's first packs of a row; zeros where there is none.
 template <typename T, int N>
-inline void normalize_part(
-    thread RowPart<T, N>& part, float inverse_rms, bool has_weight, thread const RowPart<T, N>& weight) {
+struct WeightAhead {
+  uint4 packs[weights_ahead<N>()];
+  T edge;
+};
+
+// The pack p of the weight, or zeros.
+template <typename T>
+inline uint4 load_weight(const device T* weight, bool has_weight, bool aligned, RowSpan span, uint p, uint end) {
+  return has_weight && p < end ? load_pack(weight + span.head + p * pack_size<T>(), aligned) : uint4(0);
+}
+
+template <typename T, int N>
+inline void load_weights(
+    const device T* weight, bool has_weight, bool aligned, RowSpan span, uint t, uint first, uint stride, uint end,
+    thread WeightAhead<T, N>& ahead) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    part.packs[i] = normalize_pack<T>(part.packs[i], inverse_rms, has_weight, weight.packs[i]);
+  for (int i = 0; i < weights_ahead<N>(); ++i) {
+    ahead.packs[i] = load_weight(weight, has_weight, aligned, span, first + i * stride, end);
   }
-  part.edge = T(normalize_edge<T>(part.edge, inverse_rms, has_weight, weight.edge));
+  ahead.edge = has_weight ? load_edge(weight, span, t, 0) : T(0);
 }
 
-// The same with the weight, [columns], loaded pack by pack.
+// Writes the packs of y for those of x in part, which it uses up: a loop whose packs move up keeps them packed until
+// their turn comes.
 template <typename T, int N>
-inline void normalize_part(
-    thread RowPart<T, N>& part, float inverse_rms, const device T* weight, bool has_weight, uint weight_phase,
-    RowSpan span, uint thread_index, uint first, uint stride, uint end) {
-  const bool aligned = packs_aligned<T>(weight_phase, span);
-#pragma unroll
+inline void write_part(
+    thread RowPart<T, N>& part, thread WeightAhead<T, N>& ahead, float inverse_rms, const device T* weight,
+    bool has_weight, bool weight_aligned, device T* y_row, bool y_aligned, RowSpan span, uint first, uint stride,
+    uint end) {
+  constexpr int A = weights_ahead<N>();
+#pragma unroll 1
   for (int i = 0; i < N; ++i) {
     const uint p = first + i * stride;
-    const uint4 w =
-        has_weight && p < end ? load_pack(weight + span.head + p * pack_size<T>(), aligned) : uint4(0);
-    part.packs[i] = normalize_pack<T>(part.packs[i], inverse_rms, has_weight, w);
+    if (p >= end) {
+      break;
+    }
+    const uint4 w = ahead.packs[0];
+#pragma unroll
+    for (int k = 1; k < A; ++k) {
+      ahead.packs[k - 1] = ahead.packs[k];
+    }
+    if (N > A) {
+      ahead.packs[A - 1] = load_weight(weight, has_weight, weight_aligned, span, p + A * stride, end);
+    }
+    store_pack(
+        y_row + span.head + p * pack_size<T>(), y_aligned,
+        normalize_pack<T>(part.packs[0], inverse_rms, has_weight, w));
+#pragma unroll
+    for (int k = 1; k < N; ++k) {
+      part.packs[k - 1] = part.packs[k];
+    }
   }
-  const T w = has_weight ? load_edge(weight, span, thread_index, 0) : T(0);
-  part.edge = T(normalize_edge<T>(part.edge, inverse_rms, has_weight, w));
 }
 
 }  // namespace mittens

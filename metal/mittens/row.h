@@ -13,11 +13,18 @@ struct RowSpan {
   uint edges;  // single elements at both ends: fewer than two packs' worth
 };
 
-// phase: elements between the last 16-byte boundary and the row's start.
-template <typename T>
+// phase: elements between the last 16-byte boundary and the row's start. A whole row is known to start on one and to
+// fill packs.
+template <typename T, bool Whole = false>
 inline RowSpan row_span(uint phase, uint columns) {
   constexpr uint W = pack_size<T>();
   RowSpan span;
+  if (Whole) {
+    span.head = 0;
+    span.packs = columns / W;
+    span.edges = 0;
+    return span;
+  }
   span.head = min((W - phase % W) % W, columns);
   span.packs = (columns - span.head) / W;
   span.edges = columns - span.packs * W;
@@ -31,9 +38,9 @@ inline uint edge_column(RowSpan span, uint i) {
 }
 
 // Whether the packs of a row are on 16-byte boundaries in an array whose row starts at this phase.
-template <typename T>
+template <typename T, bool Whole = false>
 inline bool packs_aligned(uint phase, RowSpan span) {
-  return (phase + span.head) % pack_size<T>() == 0;
+  return Whole || (phase + span.head) % pack_size<T>() == 0;
 }
 
 // What one thread holds of a row: the packs first, first + stride, ... below end, and one edge element.

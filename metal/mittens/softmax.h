@@ -132,19 +132,20 @@ inline MaxSum range_max_sum(
   return own;
 }
 
+// Writes y over the packs begin .. end and the edges if the caller takes them. part holds the first batch of packs,
+// which its caller loads before it waits for `all`.
 template <typename T, int N>
 inline void range_softmax(
-    const device T* x_row, device T* y_row, bool y_aligned, RowSpan span, uint begin, uint end, bool edges, MaxSum all,
-    uint t, uint threads) {
+    thread RowPart<T, N>& part, const device T* x_row, device T* y_row, bool y_aligned, RowSpan span, uint begin,
+    uint end, bool edges, MaxSum all, uint t, uint threads) {
   const float inverse_sum = 1.0f / all.sum;
-  RowPart<T, N> part;
   Exponentials<T, N> e;
   part.edge = T(0);
   for (uint first = begin + t; first < end; first += N * threads) {
-    load_packs(x_row, span, true, first, threads, end, uint4(0), part);
     exponentials(part, all.maximum, e);
     scale(e, inverse_sum, part);
     store_packs(y_row, span, y_aligned, first, threads, end, part);
+    load_packs(x_row, span, true, first + N * threads, threads, end, uint4(0), part);
   }
   if (edges) {
     store_edge(y_row, span, t, exp_of<T>(float(load_edge(x_row, span, t, 0)) - all.maximum) * inverse_sum);

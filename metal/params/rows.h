@@ -12,6 +12,7 @@ struct RowParams {
   uint32_t columns;
   uint32_t splits;           // threadgroups that share a row, 1 unless the row is split
   uint32_t packs_per_split;  // 16-byte packs each of them takes
+  uint32_t whole;            // every row of every array starts on a 16-byte boundary and fills packs
 };
 
 }  // namespace mittens
