@@ -13,8 +13,7 @@ namespace {
 
 constexpr size_t most_batch_axes = 4;
 constexpr int64_t word_alignment = 16;
-constexpr uint32_t most_simdgroups = 8;       // of a threadgroup
-constexpr uint32_t wanted_simdgroups = 2048;  // of a launch: what a large GPU holds at once
+constexpr uint32_t most_simdgroups = 8;  // of a threadgroup
 
 // The axes before the last two of an array's view, merged where the strides of all three arrays of a triple allow.
 struct Stack {
@@ -60,6 +59,22 @@ uint32_t lane_columns(int bits, uint32_t rows) {
     return rows == 1 ? 32 : rows <= 4 ? 16 : 8;
   }
   return rows <= 4 ? 16 : 8;
+}
+
+// Simdgroups that share out the columns, which are so many chunks of what a simdgroup takes at once. Few, each of which
+// goes over many columns: on an H200 four read a fifth more a second than eight. Of three to five, those that leave the
+// fewest lanes without columns in the last round; more only where few outputs would leave a GPU idle.
+uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs) {
+  constexpr uint64_t few_outputs = 256;
+  if (outputs < few_outputs) {
+    return ceil_divide(chunks, ceil_divide(chunks, most_simdgroups));
+  }
+  uint32_t best = std::min(chunks, 4u);
+  for (uint32_t simdgroups : {5u, 3u}) {
+    auto left = [&](uint32_t n) { return ceil_divide(chunks, n) * n - chunks; };
+    best = left(simdgroups) < left(best) ? simdgroups : best;
+  }
+  return best;
 }
 
 }  // namespace
@@ -175,13 +190,15 @@ std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::a
 AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
                                 uint32_t batch, uint32_t most_rows, uint32_t matrices) {
   constexpr uint32_t most_partials = 1024;      // mittens/products.h
+  constexpr uint32_t wanted_simdgroups = 1024;  // of a launch: each has many loads on their way
   constexpr uint32_t fewest_simdgroups = 1024;  // below, outputs go one by one
   constexpr uint32_t batched_rows = 4;          // of weights that a lane loads at once
   AffineRowsPlan plan;
   plan.rows = std::min(std::bit_ceil(rows), most_rows);
   const uint32_t chunks = ceil_divide(columns, 32 * lane_columns(format.bits, plan.rows));
-  plan.simdgroups = ceil_divide(chunks, ceil_divide(chunks, most_simdgroups));
-  const uint64_t work = uint64_t(outputs) * plan.simdgroups * batch * ceil_divide(rows, plan.rows);
+  const uint64_t each = uint64_t(outputs) * batch * ceil_divide(rows, plan.rows);  // of a simdgroup
+  plan.simdgroups = simdgroups_for(chunks, each);
+  const uint64_t work = each * plan.simdgroups;
   const uint64_t batch_work = uint64_t(wanted_simdgroups) * batched_rows;
   const uint64_t wanted = (work + batch_work / 2) / batch_work * batched_rows;
   const uint64_t most =
@@ -192,7 +209,8 @@ AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint3
 }
 
 AffineRowsPlan plan_affine_tiles(uint32_t rows, uint32_t columns, uint32_t outputs, uint32_t batch) {
-  constexpr uint32_t most_partials = 4096;  // of quantized_tiles.metal
+  constexpr uint32_t most_partials = 4096;      // of quantized_tiles.metal
+  constexpr uint32_t wanted_simdgroups = 2048;  // of a launch: what a large GPU holds at once
   constexpr uint32_t tile = 8;
   AffineRowsPlan plan;
   plan.rows = rows <= tile ? tile : 2 * tile;
