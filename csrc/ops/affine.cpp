@@ -201,8 +201,8 @@ AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint3
   const uint64_t work = each * plan.simdgroups;
   const uint64_t batch_work = uint64_t(wanted_simdgroups) * batched_rows;
   const uint64_t wanted = (work + batch_work / 2) / batch_work * batched_rows;
-  const uint64_t most =
-      std::min<uint64_t>(64, most_partials / (plan.simdgroups * plan.rows * matrices) / batched_rows * batched_rows);
+  const uint64_t most = std::min<uint64_t>(
+      plan.rows == 1 ? 32 : 64, most_partials / (plan.simdgroups * plan.rows * matrices) / batched_rows * batched_rows);
   plan.outputs_per_group = static_cast<uint32_t>(
       std::clamp<uint64_t>(std::max(wanted, std::min<uint64_t>(work / fewest_simdgroups, batched_rows)), 1, most));
   return plan;
