@@ -1,6 +1,6 @@
 """The mutation run: faults planted in our kernels, one at a time, and whether tests in the simulator see them.
 
-    python tests/mutate.py [--count N] [--seed S] [--jobs J] [--log FILE] [--write]
+    python tests/mutate.py [--count N] [--seed S] [--files A,B] [--jobs J] [--log FILE] [--write]
 
 A mutant differs from the kernels in one place: a barrier is dropped, an index shifted, a stride, a comparison or a
 constant changed. It is killed if a case of an op that runs the changed text fails, or else one of the suite's own tests
@@ -370,6 +370,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=240)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--files", metavar="A,B", default="", help="only these, below metal/, comma separated (all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--log", type=Path, help="where results are kept while it runs")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
@@ -383,7 +384,8 @@ def main() -> int:
         mutant, scope = Mutant(**given) if given else None, Scope(**json.loads(arguments.scope))
         print(json.dumps(judge(mutant, scope, arguments.shared, arguments.folder)))
         return 0
-    fates = run(sample(arguments.count, arguments.seed), arguments.jobs, log=arguments.log)
+    files = [name for name in arguments.files.split(",") if name]
+    fates = run(sample(arguments.count, arguments.seed, files), arguments.jobs, log=arguments.log)
     text = report(fates, arguments.seed)
     print(text)
     if arguments.write:
