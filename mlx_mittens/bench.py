@@ -2,8 +2,9 @@
 
 What is timed: ours and the twin take turns in one run, over inputs that rotate through more memory than the caches
 hold. The medians of all turns are reported, and their spread. Results are checked against float64 in the same run. On a
-CPU a time is that of a call with its ``mx.eval``; on a GPU, that of one of many launches handed over together, at least
-10 ms of them: small cases each on the result of the one before, large ones on inputs of their own.
+CPU a copy takes turns with large cases, and a time is that of a call with its ``mx.eval``; on a GPU, that of one of
+many launches handed over together, at least 10 ms of them: small cases each on the result of the one before, large ones
+on inputs of their own.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ _LARGEST_BATCH_BYTES = 1 << 30
 # A call that takes so many seconds, as mx's may on a CPU, is timed twice: it hardly scatters.
 _SLOW = 0.1
 
+# On a CPU a copy takes turns with cases that move so many bytes, since on a shared machine its bandwidth changes by the
+# second.
+_COPIED_BYTES = 4 << 20
+
 # The share of the copy bandwidth that we hold ourselves to.
 FLOOR = {"cpu": 0.6, "gpu": 0.8}
 
@@ -66,6 +71,7 @@ class Row:
     error: float
     mx_error: float
     peer_ms: float | None = None  # of MLX's own Metal kernel, where it was asked for and there is one
+    copy_gb_s: float | None = None  # of a copy in turns with them: on a CPU, for large cases
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,11 @@ def _turns(samplers: dict[str, Callable[[int], float]], device: str, budget: Bud
     return times
 
 
+@functools.cache
+def _cpu_copy() -> machine.CpuCopy:
+    return machine.CpuCopy()
+
+
 def _scatter(times: Sequence[float]) -> float:
     low, middle, high = statistics.quantiles(times, n=4)
     return (high - low) / 2 / middle
@@ -238,6 +249,9 @@ def measure(
         )
         chained = functools.partial(op.chained, case) if op.chains(case) else None
         samplers[name] = _sampler(build, chained, sets, i * len(sets) // len(contenders), device)
+    bytes_moved = op.bytes_moved(case, cases.DTYPES[dtype])
+    if device == "cpu" and bytes_moved >= _COPIED_BYTES:
+        samplers["copy"] = lambda count: statistics.mean(_cpu_copy()() for _ in range(count))
     times = _turns(samplers, device, budget)
 
     median = {name: statistics.median(values) for name, values in times.items()}
@@ -250,37 +264,39 @@ def measure(
         mittens_ms=median["mittens"] * 1e3,
         mx_ms=median["mx"] * 1e3,
         speedup=median["mx"] / median["mittens"],
-        gb_s=op.bytes_moved(case, cases.DTYPES[dtype]) / median["mittens"] / 1e9,
+        gb_s=bytes_moved / median["mittens"] / 1e9,
         error=check.error,
         mx_error=check.twin_error,
         peer_ms=median["peer"] * 1e3 if "peer" in median else None,
+        copy_gb_s=_cpu_copy().bytes_moved / median["copy"] / 1e9 if "copy" in median else None,
     )
-    return Outcome(row, max(map(_scatter, times.values())), check.passed, check.detail)
-
-
-_COLUMNS = ("op", "case", "dtype", "mittens ms", "mx ms", "speedup", "+-", "GB/s", "error", "mx error")
+    return Outcome(row, max(_scatter(times[name]) for name in contenders), check.passed, check.detail)
 
 
 def _columns(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    return (*_COLUMNS, "peer ms") if any(outcome.row.peer_ms for outcome in outcomes) else _COLUMNS
+    rows = [outcome.row for outcome in outcomes]
+    copy = ("of copy",) if any(row.copy_gb_s for row in rows) else ()
+    peer = ("peer ms",) if any(row.peer_ms for row in rows) else ()
+    return ("op", "case", "dtype", "mittens ms", "mx ms", "speedup", "+-", "GB/s", *copy, "error", "mx error", *peer)
 
 
 def _cells(outcome: Outcome, columns: Sequence[str]) -> list[str]:
     row = outcome.row
-    cells = [
-        row.op,
-        row.case,
-        row.dtype,
-        f"{row.mittens_ms:.4g}",
-        f"{row.mx_ms:.4g}",
-        f"{row.speedup:.2f}x",
-        f"{outcome.spread:.0%}",
-        f"{row.gb_s:.3g}",
-        f"{row.error:.1e}" + ("" if outcome.passed else " WRONG"),
-        f"{row.mx_error:.1e}",
-        f"{row.peer_ms:.4g}" if row.peer_ms else "",
-    ]
-    return cells[: len(columns)]
+    cells = {
+        "op": row.op,
+        "case": row.case,
+        "dtype": row.dtype,
+        "mittens ms": f"{row.mittens_ms:.4g}",
+        "mx ms": f"{row.mx_ms:.4g}",
+        "speedup": f"{row.speedup:.2f}x",
+        "+-": f"{outcome.spread:.0%}",
+        "GB/s": f"{row.gb_s:.3g}",
+        "of copy": f"{row.gb_s / row.copy_gb_s:.0%}" if row.copy_gb_s else "",
+        "error": f"{row.error:.1e}" + ("" if outcome.passed else " WRONG"),
+        "mx error": f"{row.mx_error:.1e}",
+        "peer ms": f"{row.peer_ms:.4g}" if row.peer_ms else "",
+    }
+    return [cells[column] for column in columns]
 
 
 class _PlainReport:
@@ -360,9 +376,10 @@ def _finite(value: Any) -> Any:
 def as_json(info: dict[str, Any], outcomes: Sequence[Outcome], with_peer: bool = False) -> dict[str, Any]:
     """The result as the JSON file holds it."""
     rows = [{key: _finite(value) for key, value in asdict(outcome.row).items()} for outcome in outcomes]
-    if not with_peer:
-        for row in rows:
-            del row["peer_ms"]
+    unused = ["peer_ms"] * (not with_peer) + ["copy_gb_s"] * all(row["copy_gb_s"] is None for row in rows)
+    for row in rows:
+        for key in unused:
+            del row[key]
     return {"machine": info, "rows": rows}
 
 

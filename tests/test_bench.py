@@ -131,6 +131,18 @@ def test_inputs_rotate_through_memory(monkeypatch):
     assert mx.array_equal(sets[-1][0], x).item()
 
 
+def test_a_copy_takes_turns_with_large_cases(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "_COPIED_BYTES", 1000)
+    monkeypatch.setenv("COLUMNS", "160")
+    file = tmp_path / "result.json"
+    assert main(["bench", "--quick", "--device", "cpu", "--ops", "softmax,gemv", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert all(list(row) == [*KEYS, "copy_gb_s"] for row in rows)
+    assert {row["copy_gb_s"] is None for row in rows} == {True, False}
+    assert all(0.1 < row["copy_gb_s"] < 10000 for row in rows if row["copy_gb_s"])
+    assert "of copy" in capsys.readouterr().out
+
+
 def turns(device, **seconds):
     """The times of contenders that take so long a call, and the order in which they were asked."""
     order = []
