@@ -216,8 +216,8 @@ inline void range_normalize(
   for (uint first = begin + t; first < end; first += N * threads) {
     load_packs(x_row, span, true, first, threads, end, uint4(0), part);
     write_part<false>(
-        part, load_terms<T, false>(weight, bias, params, span, first, end), moments.mean, n, weight, bias, y_row, y_aligned,
-        params, span, first, threads, end);
+        part, load_terms<T, false>(weight, bias, params, span, first, end), moments.mean, n, weight, bias, y_row,
+        y_aligned, params, span, first, threads, end);
   }
   if (edges) {
     const T x = load_edge(x_row, span, t, 0);

@@ -129,8 +129,8 @@ template <typename T, int N>
   load_packs(x + start, span, true, t, threads, span.packs, uint4(0), part);
   const MaxSum all = threadgroup_merge<T>(own, scratch, Place{lane, simdgroup, simdgroups});
   range_softmax(
-      part, x + start, y + start, packs_aligned<T>(params.y_phase + row * columns, span), span, 0, span.packs, true, all, t,
-      threads);
+      part, x + start, y + start, packs_aligned<T>(params.y_phase + row * columns, span), span, 0, span.packs, true, all,
+      t, threads);
 }
 
 template <typename T, int N>
