@@ -186,7 +186,7 @@ template <typename T, int N, bool Centred>
   constexpr uint most_columns = 32 * N * 16 / sizeof(T);
   threadgroup float combined[Centred ? 2 * most_columns : most_columns];
   const uint columns = params.row.columns;
-  const ColumnMap map = ColumnMap{params.aligned != 0, lane, 32, 0, columns};
+  const ColumnMap map = ColumnMap{params.row.whole != 0, lane, 32, 0, columns};
 
   ColumnPart<N> w;
   ColumnPart<N> x_part;
@@ -275,7 +275,7 @@ template <typename T, int N, bool Centred>
   threadgroup float scratch[2][32 * sums];
   const Place place = Place{lane, simdgroup, simdgroups};
   const uint columns = params.row.columns;
-  const ColumnMap map = ColumnMap{params.aligned != 0, t, threads, 0, columns};
+  const ColumnMap map = ColumnMap{params.row.whole != 0, t, threads, 0, columns};
 
   ColumnPart<N> w;
   ColumnPart<N> x_part;
@@ -395,7 +395,7 @@ template <typename T, int N, bool Centred>
 
   Statistics own = Statistics{Moments{0, 0, 0}, 0, 0};
   for (uint from = begin; from < end; from += N * threads * pack_size<T>()) {
-    const ColumnMap map = ColumnMap{params.aligned != 0, t, threads, from, end};
+    const ColumnMap map = ColumnMap{params.row.whole != 0, t, threads, from, end};
     ColumnPart<N> x_part;
     ColumnPart<N> dy_part;
     ColumnPart<N> w;
@@ -485,7 +485,7 @@ template <typename T, int N, bool Centred>
   const uint block = group / groups;
   const uint begin = (group % groups) * group_columns;
   const uint end = min(begin + group_columns, columns);
-  const ColumnMap map = ColumnMap{params.aligned != 0, t, threads, begin, end};
+  const ColumnMap map = ColumnMap{params.row.whole != 0, t, threads, begin, end};
 
   ColumnPart<N> w;
   ColumnPart<N> x_part;

@@ -1,5 +1,6 @@
 #include "ops/norm_vjp.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "cpu/layer_norm.h"
@@ -267,12 +268,9 @@ class NormVjp : public KernelPrimitive {
 
   NormVjpParams params_of(const Arrays& inputs, const Arrays& outputs, const NormVjpPlan& plan) const {
     NormVjpParams params{};
-    params.row = {plan.rows, plan.columns, plan.splits, plan.packs_per_split, 0};
+    const bool whole = has_whole_rows(outputs[0]) && std::all_of(inputs.begin(), inputs.end(), has_whole_rows);
+    params.row = {plan.rows, plan.columns, plan.splits, plan.packs_per_split, whole};
     params.blocks = plan.blocks;
-    params.aligned = plan.columns % (16 / inputs[0].itemsize()) == 0 && phase_of(outputs[0]) == 0;
-    for (const auto& input : inputs) {
-      params.aligned = params.aligned && phase_of(input) == 0;
-    }
     params.has_weight = has_weight_;
     params.has_dsum = has_dsum_;
     params.partial_sums = partial_sums();

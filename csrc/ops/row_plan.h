@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <limits>
 #include <string>
 
@@ -25,6 +24,7 @@ struct RowVariant {
 };
 
 inline constexpr uint32_t no_limit = std::numeric_limits<uint32_t>::max();
+inline constexpr uint32_t usual_packs = 4;  // that a thread of an op's block kernels holds at most
 
 // The first that fits is taken. Short rows: the fewest lanes that hold a row, no barriers. Middle rows: where rows are
 // few, one pack a thread for the least latency; where they are many, several packs a thread, so that more loads are in
@@ -59,7 +59,7 @@ struct RowPlan {
 };
 
 // For the rows of x. Rows are split only where there is a workspace for it; a thread holds at most `held` packs.
-RowPlan plan_rows(const mx::array& x, bool may_split, uint32_t held = 4);
+RowPlan plan_rows(const mx::array& x, bool may_split, uint32_t held = usual_packs);
 
 // Whether a primitive on x should bring a workspace: a second output, which costs MLX the donation of x to the first.
 inline bool wants_workspace(const mx::array& x) {
@@ -78,11 +78,9 @@ inline uint32_t phase_of(const mx::array& array) {
   return static_cast<uint32_t>(array.offset() % 16 / array.itemsize());
 }
 
-// Whether every row of these arrays, as long as each other, starts on a 16-byte boundary and fills packs.
-inline bool whole_rows(std::initializer_list<const mx::array*> arrays) {
-  return std::all_of(arrays.begin(), arrays.end(), [](const mx::array* array) {
-    return array->shape(-1) * array->itemsize() % 16 == 0 && phase_of(*array) == 0;
-  });
+// Whether every row of an array starts on a 16-byte boundary and fills packs.
+inline bool has_whole_rows(const mx::array& array) {
+  return array.shape(-1) * array.itemsize() % 16 == 0 && phase_of(array) == 0;
 }
 
 inline uint32_t ceil_div(uint32_t a, uint32_t b) {

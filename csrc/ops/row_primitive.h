@@ -1,6 +1,8 @@
 // What the primitives that work along rows share: outputs of x's shape, and a workspace where a row is split.
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
 #include <memory>
 
 #include "ops/primitive.h"
@@ -15,8 +17,8 @@ class RowPrimitive : public KernelPrimitive {
   struct Layout {
     int row_inputs;
     int results;
-    int workspace;       // float32 numbers that each of a split row's threadgroups leaves
-    uint32_t packs = 4;  // that the op's block kernels hold at most in a thread
+    int workspace;                 // float32 numbers that each of a split row's threadgroups leaves
+    uint32_t packs = usual_packs;  // that a thread of the op's block kernels holds at most
   };
 
   RowPrimitive(mx::Stream stream, Layout layout, const mx::array& x)
@@ -39,7 +41,8 @@ class RowPrimitive : public KernelPrimitive {
   // For arrays of rows as long as each other, the first of them x.
   RowPlan plan(std::initializer_list<const mx::array*> arrays) const {
     RowPlan plan = plan_rows(**arrays.begin(), has_workspace_, layout_.packs);
-    plan.params.whole = whole_rows(arrays);
+    plan.params.whole =
+        std::all_of(arrays.begin(), arrays.end(), [](const mx::array* array) { return has_whole_rows(*array); });
     return plan;
   }
 

@@ -7,8 +7,7 @@ namespace mittens {
 // A kernel's share of the gradients of rms_norm and layer_norm.
 struct NormVjpParams {
   RowParams row;
-  uint32_t blocks;      // threadgroups along the rows: block b takes rows b, b + blocks, ...
-  uint32_t aligned;  // the columns fill packs and every array starts on a 16-byte boundary
+  uint32_t blocks;  // threadgroups along the rows: block b takes rows b, b + blocks, ...
   uint32_t has_weight;
   uint32_t has_dsum;
   uint32_t partial_sums;  // of the parameters' gradients, written to partials: 0, 1 (weight) or 2 (and bias)
