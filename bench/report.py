@@ -19,7 +19,8 @@ def report(result: dict, dtypes: set[str], ops: set[str] | None = None) -> str:
     lines.append("|" + "---|" * 3 + "--:|" * (len(header) - 3 + peer))
     for row in rows:
         cells = [row["op"], row["case"], row["dtype"], f"{row['mittens_ms'] * scale:.3g}", f"{row['mx_ms'] * scale:.3g}"]
-        cells += [f"{row['speedup']:.2f}", f"{row['gb_s']:.3g}", f"{row['gb_s'] / (row.get('copy_gb_s') or machine['copy_gb_s']):.0%}"]
+        copy = row.get("copy_gb_s") or machine["copy_gb_s"]
+        cells += [f"{row['speedup']:.2f}", f"{row['gb_s']:.3g}", f"{row['gb_s'] / copy:.0%}"]
         cells += [f"{row['error']:.1e}", f"{row['mx_error']:.1e}"]
         if peer:
             cells.append(f"{row['peer_ms'] * scale:.3g}" if row.get("peer_ms") else "")

@@ -213,15 +213,10 @@ def _turns(samplers: dict[str, Callable[[int], float]], device: str, budget: Bud
     return times
 
 
-@functools.cache
-def _cpu_copy() -> machine.CpuCopy:
-    return machine.CpuCopy()
-
-
 def _copy_gb_s(times: dict[str, list[float]], seconds: float) -> float:
     """What a copy would reach in the time of our median: the median of the turns' ratios is held to, not its own."""
     ratio = statistics.median(copy / ours for copy, ours in zip(times["copy"], times["mittens"]))
-    return _cpu_copy().bytes_moved / (ratio * seconds) / 1e9
+    return machine.cpu_copy().bytes_moved / (ratio * seconds) / 1e9
 
 
 def _scatter(times: Sequence[float]) -> float:
@@ -257,8 +252,9 @@ def measure(
         )
         chained = functools.partial(op.chained, case) if op.chains(case) else None
         samplers[name] = _sampler(build, chained, sets, i * len(sets) // len(contenders), device)
-        if copied and name == "mittens":  # next to ours in every turn
-            samplers["copy"] = lambda count: statistics.mean(_cpu_copy()() for _ in range(count))
+    if copied:  # next to ours in every turn
+        copy = lambda count: statistics.mean(machine.cpu_copy()() for _ in range(count))
+        samplers = {"mittens": samplers["mittens"], "copy": copy, **samplers}
     times = _turns(samplers, device, budget)
 
     median = {name: statistics.median(values) for name, values in times.items()}
