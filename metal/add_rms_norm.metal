@@ -179,25 +179,6 @@ inline float range_add(
   return squares;
 }
 
-// Writes y from sum, where range_add left it for the same thread. All pointers but weight are to the start of a row.
-template <typename T, int N>
-inline void range_normalize(
-    const device T* sum, bool sum_aligned, const device T* weight, device T* y, bool y_aligned,
-    constant AddRmsNormParams& params, RowSpan span, uint begin, uint end, bool edges, float n, uint t, uint threads) {
-  const bool weight_aligned = packs_aligned<T>(params.weight_phase, span);
-  RowPart<T, N> part;
-  WeightAhead<T, N> ahead;
-  for (uint first = begin + t; first < end; first += N * threads) {
-    load_packs(sum, span, sum_aligned, first, threads, end, uint4(0), part);
-    load_weights(weight, params.has_weight, weight_aligned, span, t, first, threads, end, ahead);
-    write_part(part, ahead, n, weight, params.has_weight, weight_aligned, y, y_aligned, span, first, threads, end);
-  }
-  if (edges) {
-    const T w = params.has_weight ? load_edge(weight, span, t, 0) : T(0);
-    store_edge(y, span, t, normalize_edge<T>(load_edge(sum, span, t, 0), n, params.has_weight, w));
-  }
-}
-
 template <typename T, int N>
 [[kernel, max_total_threads_per_threadgroup(512)]] void add_rms_norm_looped(
     const device T* x [[buffer(0)]],         // [rows, columns]

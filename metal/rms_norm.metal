@@ -125,25 +125,6 @@ inline float range_square_sum(
 }
 
 template <typename T, int N>
-inline void range_normalize(
-    const device T* x_row, const device T* weight, device T* y_row, constant RmsNormParams& params, bool y_aligned,
-    RowSpan span, uint begin, uint end, bool edges, float n, uint t, uint threads) {
-  const bool weight_aligned = packs_aligned<T>(params.weight_phase, span);
-  RowPart<T, N> part;
-  WeightAhead<T, N> ahead;
-  for (uint first = begin + t; first < end; first += N * threads) {
-    load_packs(x_row, span, true, first, threads, end, uint4(0), part);
-    load_weights(weight, params.has_weight, weight_aligned, span, t, first, threads, end, ahead);
-    write_part(
-        part, ahead, n, weight, params.has_weight, weight_aligned, y_row, y_aligned, span, first, threads, end);
-  }
-  if (edges) {
-    const T w = params.has_weight ? load_edge(weight, span, t, 0) : T(0);
-    store_edge(y_row, span, t, normalize_edge<T>(load_edge(x_row, span, t, 0), n, params.has_weight, w));
-  }
-}
-
-template <typename T, int N>
 [[kernel, max_total_threads_per_threadgroup(512)]] void rms_norm_looped(
     const device T* x [[buffer(0)]],       // [rows, columns]
     const device T* weight [[buffer(1)]],  // [columns]
@@ -165,7 +146,7 @@ template <typename T, int N>
       Place{lane, simdgroup, simdgroups});
   const float n = inverse_rms(sum, columns, params.eps);
   range_normalize<T, N>(
-      x + start, weight, y + start, params, packs_aligned<T>(params.y_phase + row * columns, span), span, 0,
+      x + start, true, weight, y + start, packs_aligned<T>(params.y_phase + row * columns, span), params, span, 0,
       span.packs, true, n, t, threads);
 }
 
@@ -221,8 +202,8 @@ template <typename T, int N>
   }
   const float n = inverse_rms(simd_sum(sum), columns, params.eps);
   range_normalize<T, N>(
-      x + start, weight, y + start, params, packs_aligned<T>(params.y_phase + row * columns, span), span, begin, end,
-      split == 0, n, t, threads);
+      x + start, true, weight, y + start, packs_aligned<T>(params.y_phase + row * columns, span), params, span, begin,
+      end, split == 0, n, t, threads);
 }
 
 instantiate_types("rms_norm_simd8", rms_norm_simd, 8, 1, 2)

@@ -113,4 +113,27 @@ inline void write_part(
   }
 }
 
+// Writes y over the packs begin .. end, and this thread's edge element if the caller takes the edges, of a row that
+// does not stay in registers. x_row and y_row are to its start.
+template <typename T, int N, typename Params>
+inline void range_normalize(
+    const device T* x_row, bool x_aligned, const device T* weight, device T* y_row, bool y_aligned,
+    constant Params& params, RowSpan span, uint begin, uint end, bool edges, float inverse_rms, uint t, uint threads) {
+  const bool weight_aligned = packs_aligned<T>(params.weight_phase, span);
+  RowPart<T, N> part;
+  WeightAhead<T, N> ahead;
+  for (uint first = begin + t; first < end; first += N * threads) {
+    load_packs(x_row, span, x_aligned, first, threads, end, uint4(0), part);
+    load_weights(weight, params.has_weight, weight_aligned, span, t, first, threads, end, ahead);
+    write_part(
+        part, ahead, inverse_rms, weight, params.has_weight, weight_aligned, y_row, y_aligned, span, first, threads,
+        end);
+  }
+  if (edges) {
+    const T w = params.has_weight ? load_edge(weight, span, t, 0) : T(0);
+    const T x = load_edge(x_row, span, t, 0);
+    store_edge(y_row, span, t, normalize_edge<T>(x, inverse_rms, params.has_weight, w));
+  }
+}
+
 }  // namespace mittens
