@@ -10,8 +10,8 @@ from mlx_lm.utils import load_model
 
 import mlx_mittens as mm
 
-folder, prompt, count = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
-group = mx.distributed.init()
+backend, folder, prompt, count = sys.argv[1], pathlib.Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+group = mx.distributed.init(backend=backend)
 model, _ = load_model(folder)
 if group.size() > 1:
     model.shard(group)

@@ -1,17 +1,23 @@
 """A model sharded over two processes by MLX's own engine, patched: the tokens of one process."""
 
 import json
+import os
 import pathlib
 import random
+import shutil
 import socket
 import subprocess
 import sys
 
+import mlx.core as mx
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parent / "sharded.py"
 PROMPT = list(range(5, 40))
 COUNT = 30
+# NCCL is tried where there are two GPUs, the ring everywhere.
+BACKENDS = ["ring"] + ["nccl"] * (mx.is_available(mx.gpu) and mx.device_count(mx.gpu) > 1)
+PORT = {"ring": "--starting-port", "nccl": "--nccl-port"}
 
 
 def answer(*command: object) -> dict:
@@ -34,12 +40,13 @@ def free_ports() -> int:
     raise RuntimeError("no two neighbouring ports are free")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("weights, op", [("dense", "gemv"), ("4bit", "quantized_matmul")])
-def test_two_processes_give_the_tokens_of_one(trained, weights, op):
-    arguments = (SCRIPT, trained / weights, json.dumps(PROMPT), COUNT)
-    launch = pathlib.Path(sys.executable).parent / "mlx.launch"
+def test_two_processes_give_the_tokens_of_one(trained, weights, op, backend):
+    arguments = (SCRIPT, backend, trained / weights, json.dumps(PROMPT), COUNT)
+    launch = shutil.which("mlx.launch", path=f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     alone = answer(sys.executable, *arguments)
-    options = ("-n", 2, "--backend", "ring", "-p", free_ports(), "--python", sys.executable)
+    options = ("-n", 2, "--backend", backend, PORT[backend], free_ports(), "--python", sys.executable)
     both = answer(launch, *options, *arguments)
     assert (alone["size"], both["size"]) == (1, 2)
     assert both["tokens"] == alone["tokens"]
