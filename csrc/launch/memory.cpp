@@ -32,13 +32,17 @@ class DeviceAllocator {
   }
 
   void allocate(mx::array& output) {
-    fresh_.assign(1, mx::array(output.shape(), output.dtype(), primitive_, {}));
-    primitive_->eval_gpu(nothing_, fresh_);
-    if (fresh_[0].data_size() != output.size()) {
+    // Abs asks its output's primitive for the stream: a primitive's own output can be handed to it as it is.
+    const bool lent = !output.has_primitive();
+    outputs_.assign(1, lent ? mx::array(output.shape(), output.dtype(), primitive_, {}) : output);
+    primitive_->eval_gpu(nothing_, outputs_);
+    if (outputs_[0].data_size() != output.size()) {
       throw unknown();
     }
-    output.copy_shared_buffer(fresh_[0]);
-    fresh_.clear();
+    if (lent) {
+      output.copy_shared_buffer(outputs_[0]);
+    }
+    outputs_.clear();
   }
 
  private:
@@ -48,7 +52,7 @@ class DeviceAllocator {
 
   std::shared_ptr<mx::Primitive> primitive_;
   std::vector<mx::array> nothing_;
-  std::vector<mx::array> fresh_;  // its memory is kept: this is on the path of every call
+  std::vector<mx::array> outputs_;  // its memory is kept: this is on the path of every call
 };
 
 DeviceAllocator& device_allocator(mx::Stream stream) {
