@@ -62,17 +62,20 @@ uint32_t lane_columns(int bits, uint32_t rows) {
 }
 
 // Simdgroups that share out the columns, which are so many chunks of what a simdgroup takes at once. Few, each of which
-// goes over many columns: on an H200 four read a fifth more a second than eight. Of three to five, those that leave the
-// fewest lanes without columns in the last round; more only where few outputs would leave a GPU idle.
+// goes over many columns: on an H200 four read a fifth more a second than eight. Where more than a tenth of what four
+// take in their rounds would be no columns, five or three if those leave less; more only where few outputs would leave a
+// GPU idle.
 uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs) {
   constexpr uint64_t few_outputs = 256;
   if (outputs < few_outputs) {
     return ceil_divide(chunks, ceil_divide(chunks, most_simdgroups));
   }
+  auto taken = [&](uint32_t n) { return ceil_divide(chunks, n) * n; };
   uint32_t best = std::min(chunks, 4u);
-  for (uint32_t simdgroups : {5u, 3u}) {
-    auto left = [&](uint32_t n) { return ceil_divide(chunks, n) * n - chunks; };
-    best = left(simdgroups) < left(best) ? simdgroups : best;
+  if (taken(best) * 9 > chunks * 10) {
+    for (uint32_t simdgroups : {5u, 3u}) {
+      best = taken(simdgroups) < taken(best) ? simdgroups : best;
+    }
   }
   return best;
 }
