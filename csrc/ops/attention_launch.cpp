@@ -62,7 +62,6 @@ struct DecodePlan {
 
 DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, bool may_split) {
   constexpr uint32_t simdgroups = 4;            // decode_simdgroups of mittens/decode.h
-  constexpr uint32_t wanted_threadgroups = 256;  // about what a large GPU runs at once: each costs as much as some keys
   DecodePlan plan;
   plan.width = std::max(std::bit_ceil(sizes.width), 64u);
   const uint32_t rows = sizes.ratio() * sizes.queries;
@@ -71,13 +70,16 @@ DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, bool
     plan.rows = 4;  // there are fewer kernels of packed keys
   }
   plan.row_blocks = ceil_divide(rows, plan.rows);
+  // About what a large GPU runs at once; with more rows a thread has more registers. Each costs as much as some keys.
+  const uint32_t wanted_threadgroups = plan.rows > 4 ? 256 : 384;
 
   const uint32_t lane_keys = plan.rows == 1 ? 8 : 4;  // DecodeShape::keys
   const uint32_t step = simdgroups * lane_keys * (256 / plan.width);
   const uint32_t first = first_key(sizes, options);
   const uint32_t steps = ceil_divide(sizes.keys - first, step);
   const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks;
-  const uint32_t wanted = may_split ? ceil_divide(wanted_threadgroups, groups) : 1;
+  const uint32_t serial_steps = plan.rows > 4 ? 2 : 4;  // take less time than a second kernel
+  const uint32_t wanted = may_split && steps > serial_steps ? ceil_divide(wanted_threadgroups, groups) : 1;
   const uint32_t splits = std::clamp(wanted, 1u, std::max(steps, 1u));
   plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
   plan.splits = std::max(ceil_divide(sizes.keys - first, plan.keys_per_split), 1u);
