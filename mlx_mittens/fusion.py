@@ -7,19 +7,16 @@ it runs both ways on random numbers: a block that only looks like Llama's (a mul
 from __future__ import annotations
 
 import functools
-import sys
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention import quantized_scaled_dot_product_attention, scaled_dot_product_attention
-from .matrices import quantized_swiglu
+from . import _ext
+from .fused_attention import attend_with_ours, decode_a_little, input_of, join, joinable, joined_attention, part
 from .nn import QuantizedLinear, RMSNorm
-from .ops import add_rms_norm
 
 __all__ = ["fuse_blocks"]
 
@@ -67,12 +64,12 @@ def _fused_block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) ->
     if normed is None:
         normed = self["input_layernorm"](x)
     norm = self["post_attention_layernorm"]
-    normed, h = add_rms_norm(self["self_attn"](normed, mask, cache), x, norm["weight"], norm.eps)
+    normed, h = _ext.add_rms_norm(self["self_attn"](normed, mask, cache), x, norm["weight"], norm.eps)
     y = self["mlp"](normed)
     following = getattr(self, "_following", None)
     if following is None:
         return h + y
-    normed, total = add_rms_norm(y, h, following.norm["weight"], following.norm.eps)
+    normed, total = _ext.add_rms_norm(y, h, following.norm["weight"], following.norm.eps)
     _carried.put(total, following.norm, normed)
     return total
 
@@ -88,12 +85,25 @@ def _is_pair(gate: Any, up: Any) -> bool:
     )
 
 
+class _Pair:
+    """The gate and the other half that were found to be a pair, held so that they are no part of the weights."""
+
+    def __init__(self, gate: nn.Module, up: nn.Module):
+        self.gate, self.up = gate, up
+
+
 def _fused_mlp(self: Any, x: mx.array) -> mx.array:
-    gate, up = self["gate_proj"], self["up_proj"]
-    if not _is_pair(gate, up):  # they were when this class was chosen; adapters may have come since
+    gate, up, pair = self["gate_proj"], self["up_proj"], self._pair
+    if gate is not pair.gate or up is not pair.up:  # adapters have come since
         return super(type(self), self).__call__(x)
-    triples = [(layer["weight"], layer["scales"], layer["biases"]) for layer in (gate, up)]
-    return self["down_proj"](quantized_swiglu(x, *triples, group_size=gate.group_size, bits=gate.bits))
+    y = _ext.quantized_swiglu(
+        x,
+        (gate["weight"], gate["scales"], gate["biases"]),
+        (up["weight"], up["scales"], up["biases"]),
+        gate.group_size,
+        gate.bits,
+    )
+    return self["down_proj"](y)
 
 
 @functools.cache
@@ -109,65 +119,47 @@ def _same(a: mx.array, b: mx.array) -> bool:
     return mx.sqrt(mx.mean(mx.square(a - b)) / mx.mean(mx.square(a))).item() <= limit
 
 
-def _try(module: nn.Module, call: Callable[..., Any], width: int, dtype: mx.Dtype, *arguments: Any) -> None:
+def _try(
+    module: nn.Module,
+    call: Callable[..., Any],
+    width: int,
+    dtype: mx.Dtype,
+    run: Callable[[nn.Module, mx.array], mx.array] = lambda module, x: module(x),
+) -> bool:
     """Gives a module the call if it computes the same; random numbers show it."""
     x = mx.random.normal((1, 3, width)).astype(dtype)
     before = type(module)
     try:
-        expected = module(x, *arguments)
+        expected = run(module, x)
         module.__class__ = _subclass(before, call)
-        if _same(expected, module(x, *arguments)):
-            return
+        if _same(expected, run(module, x)):
+            return True
     except Exception:  # a class of another structure may raise anything
         pass
     module.__class__ = before
-
-
-def _attend(queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None) -> mx.array:
-    """mlx-lm's function between a model's attention and mx's, on ours."""
-    if not hasattr(cache, "bits"):
-        return scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    if sinks is not None:
-        raise ValueError("Quantized SDPA does not support attention sinks.")
-    return quantized_scaled_dot_product_attention(
-        queries, keys, values, scale=scale, mask=mask, group_size=cache.group_size, bits=cache.bits
-    )
-
-
-@functools.cache
-def _attending(call: types.FunctionType) -> types.FunctionType:
-    """A class's call as it is, but for the attention that it finds by name."""
-    names = {**call.__globals__, "scaled_dot_product_attention": _attend}
-    ours = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    ours.__kwdefaults__ = call.__kwdefaults__
-    return functools.wraps(call)(ours)
-
-
-def _redirect_attention(module: nn.Module) -> None:
-    base = sys.modules.get("mlx_lm.models.base")
-    call = type(module).__call__
-    if base is None or not isinstance(call, types.FunctionType):
-        return
-    if call.__globals__.get("scaled_dot_product_attention") is base.scaled_dot_product_attention and (
-        "scaled_dot_product_attention" in call.__code__.co_names
-    ):
-        module.__class__ = _subclass(type(module), _attending(call))
+    return False
 
 
 def fuse_blocks(model: nn.Module) -> None:
     """Fuses what can be fused of a model whose modules are ours already."""
     modules = [module for _, module in model.named_modules()]
     for module in modules:
-        _redirect_attention(module)
+        if call := attend_with_ours(module):
+            module.__class__ = _subclass(type(module), call)
+            if joinable(module):
+                join(module)
+                if not _try(module, joined_attention, *input_of(module), decode_a_little):
+                    part(module)
     for module in modules:
         if all(name in module for name in _GATED) and _is_pair(module["gate_proj"], module["up_proj"]):
             gate = module["gate_proj"]
+            module._pair = _Pair(gate, module["up_proj"])
             width = gate["weight"].shape[-1] * 32 // gate.bits
             _try(module, _fused_mlp, width, gate["scales"].dtype)
     for module in modules:
         if all(name in module for name in _BLOCK) and type(module["post_attention_layernorm"]) is RMSNorm:
             weight = module["post_attention_layernorm"]["weight"]
-            _try(module, _fused_block, weight.shape[0], weight.dtype, "causal")
+            _try(module, _fused_block, weight.shape[0], weight.dtype, lambda block, x: block(x, "causal"))
     for module in modules:
         _chain(module)
 

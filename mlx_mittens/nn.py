@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from .matrices import gemv, quantized_matmul
+from . import _ext
+from .matrices import gemv
 from .ops import layer_norm, rms_norm
 
 __all__ = ["Embedding", "LayerNorm", "Linear", "QuantizedEmbedding", "QuantizedLinear", "RMSNorm", "convert"]
@@ -44,14 +45,16 @@ class Linear(nn.Linear):
 
 def _quantized_product(module: nn.Module, x: mx.array) -> mx.array:
     """x times a module's quantized weights, and its bias, if it has one."""
-    return quantized_matmul(
+    # A model calls this a hundred times a token: the extension itself, by position.
+    return _ext.quantized_matmul(
         x,
         module["weight"],
         module["scales"],
         module.get("biases"),
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
+        True,
+        module.group_size,
+        module.bits,
+        module.mode,
         bias=module.get("bias"),
     )
 
@@ -59,8 +62,7 @@ def _quantized_product(module: nn.Module, x: mx.array) -> mx.array:
 class QuantizedLinear(nn.QuantizedLinear):
     """``mlx.nn.QuantizedLinear`` on ``mlx_mittens.quantized_matmul``, the bias within the kernel."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return _quantized_product(self, x)
+    __call__ = _quantized_product
 
 
 class Embedding(nn.Embedding):
@@ -76,8 +78,7 @@ class Embedding(nn.Embedding):
 class QuantizedEmbedding(nn.QuantizedEmbedding):
     """``mlx.nn.QuantizedEmbedding``, whose ``as_linear`` is ``mlx_mittens.quantized_matmul``."""
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        return _quantized_product(self, x)
+    as_linear = _quantized_product
 
 
 _TWINS: dict[type[nn.Module], type[nn.Module]] = {
@@ -93,9 +94,10 @@ _TWINS: dict[type[nn.Module], type[nn.Module]] = {
 def convert(model: M, *, fuse: bool = True) -> M:
     """Makes the modules of a model ours, in place, for those who want no patch of mx's functions.
 
-    Weights stay the arrays that they are, and so do what is frozen and what is shared. Of the classes that a model of
-    mlx-lm brings, attention goes to ours, and where a block is built as Llama's is, residual and norm become one op,
-    and the gate, the activation and the product of a quantized feed-forward half another; a block is tried with
+    What is frozen and what is shared stays so. Of the classes that a model of mlx-lm brings, attention goes to ours,
+    and where a block is built as Llama's is, queries, keys and values become one product (their layers keep views of
+    the joined weights, and once they are given others, are multiplied with one by one again), residual and norm one
+    op, and the gate, the activation and the product of a quantized feed-forward half another; a block is tried with
     random numbers before it is replaced. All else is left alone.
 
     Args:

@@ -129,5 +129,4 @@ def add_rms_norm(
         The pre-norm residual block of Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020,
         https://arxiv.org/abs/2002.04745, with the norm of ``rms_norm``.
     """
-    normed, total = _ext.add_rms_norm(x, residual, weight, eps, stream=stream)
-    return normed, total
+    return _ext.add_rms_norm(x, residual, weight, eps, stream=stream)

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import tiny
 from mlx.utils import tree_flatten
-from mlx_lm.models import granite, llama
+from mlx_lm.models import cache, granite, llama
+from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_mittens as mm
+from mlx_mittens import _ext
+from mlx_mittens.fused_attention import joined_attention
 
 FUSED = ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b"]
 
@@ -35,17 +38,22 @@ def test_a_converted_model_is_the_same_model(rng, name, bits):
     model = tiny.build(name, mx.float32, bits)
     prompt, following = mx.array(rng.integers(1, 300, (2, 13))), mx.array(rng.integers(1, 300, (2, 1)))
     expected = logits(model, prompt, following)
-    weights = {name: a for name, a in tree_flatten(model.parameters())}
+    weights = dict(tree_flatten(model.parameters()))
 
     assert mm.nn.convert(model) is model
     mm.stats(reset=True)
     for ours, theirs in zip(logits(model, prompt, following), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * np.abs(theirs).max())
-    assert {name: a for name, a in tree_flatten(model.parameters())}.keys() == weights.keys()
+    after = dict(tree_flatten(model.parameters()))
+    assert after.keys() == weights.keys()
+    assert all(mx.array_equal(after[name], weights[name]) for name in weights)
     assert tiny.kernels("scaled_dot_product_attention") == 4
     if name in FUSED:
         assert tiny.kernels("add_rms_norm") == 8
         assert tiny.kernels("quantized_swiglu") == (4 if bits else 0)
+        # Queries, keys and values are one product of a layer.
+        product = "quantized_matmul" if bits else "gemv"
+        assert tiny.kernels(product) == 2 * (1 + 2 * (3 if bits else 5))
         norms_of_heads = 8 if name == "qwen3-0.6b" else 0
         assert tiny.kernels("rms_norm") == 2 + norms_of_heads  # only the first block's own
 
@@ -62,6 +70,121 @@ def test_converted_and_patched_tokens(rng):
     assert tiny.kernels("quantized_scaled_dot_product_attention") > 0
     with mm.patched():
         assert tiny.tokens(copy.deepcopy(model), prompt, 30) == expected
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b"])
+def test_caches_of_a_converted_model(rng, monkeypatch, name):
+    """The plain cache is appended to in one call where it has room, and grown by itself where it has none."""
+    monkeypatch.setattr(cache.KVCache, "step", 8)
+    model = tiny.build(name, mx.float32, 4)
+    converted = mm.nn.convert(copy.deepcopy(model))
+    prompt = rng.integers(1, 300, 6).tolist()
+    kinds = {
+        "plain": lambda model: [cache.KVCache() for _ in model.layers],
+        "rotating": lambda model: [cache.RotatingKVCache(max_size=12) for _ in model.layers],
+        "growing": lambda model: [cache.ConcatenateKVCache() for _ in model.layers],
+    }
+    for caches in kinds.values():
+        ours, theirs = caches(converted), caches(model)
+        expected = tiny.tokens(model, prompt, 30, prompt_cache=theirs)
+        assert tiny.tokens(converted, prompt, 30, prompt_cache=ours) == expected
+        assert [c.offset for c in ours] == [c.offset for c in theirs]
+    several = mx.array(rng.integers(1, 300, (3, 5)))
+    ours, theirs = kinds["plain"](converted), kinds["plain"](model)
+    for tokens in (several, several[:, :1], several[:, :4], several[:, 1:2]):
+        np.testing.assert_allclose(
+            np.array(converted(tokens, cache=ours)), np.array(model(tokens, cache=theirs)), rtol=1e-3, atol=1e-3
+        )
+
+
+def test_appending_to_a_cache(rng):
+    draw = lambda tokens, width: mx.array(rng.normal(size=(2, 3, tokens, width)).astype(np.float32))
+    buffers, fresh = (draw(9, 8), draw(9, 5)), (draw(4, 8), draw(4, 5))
+    for first in (0, 3, 5):
+        *whole, keys, values = _ext.append_to_cache(*buffers, *fresh, first)
+        for buffer, new, all_, seen in zip(buffers, fresh, whole, (keys, values), strict=True):
+            expected = np.array(buffer)
+            expected[:, :, first : first + 4] = np.array(new)
+            np.testing.assert_array_equal(np.array(all_), expected)
+            np.testing.assert_array_equal(np.array(seen), expected[:, :, : first + 4])
+    assert _ext.append_to_cache(*buffers, *fresh, 6) is None
+    assert _ext.append_to_cache(*buffers, fresh[0], fresh[1][:1], 0) is None
+    assert _ext.append_to_cache(*buffers, *fresh, -1) is None
+
+
+@pytest.mark.parametrize("bits", [4, None])
+def test_joined_projections_follow_their_weights(rng, bits):
+    """What was joined is given up once a layer has other weights, and a copy of the model is joined as it was."""
+    tokens = mx.array(rng.integers(1, 300, (1, 7)))
+    products = lambda: sum(mm.stats()["quantized_matmul" if bits else "gemv"]["kernels"].values())
+
+    def check(model, plain, joined):
+        expected = np.array(plain(tokens))
+        mx.eval(model(tokens))
+        mm.stats(reset=True)
+        np.testing.assert_allclose(np.array(model(tokens)), expected, rtol=1e-3, atol=1e-3)
+        assert products() == 1 + 2 * (3 if bits else 5) + 2 * (2 - joined)
+
+    plain = tiny.build("llama-3.2-1b", mx.float32, bits)
+    model = mm.nn.convert(copy.deepcopy(plain))
+    check(model, plain, joined=2)
+    check(copy.deepcopy(model), plain, joined=2)
+    name = "scales" if bits else "weight"
+    for each in (model, plain):
+        layer = each.layers[0].self_attn.k_proj
+        layer[name] = 2 * layer[name]
+    check(model, plain, joined=1)
+    other = tiny.build("llama-3.2-1b", mx.float32, bits)
+    for each in (model, plain):
+        each.update(copy.deepcopy(other.parameters()))
+    check(model, plain, joined=0)
+
+
+class Clipped(llama.Attention):
+    """As OLMo's, where no number of a trial reaches the clip."""
+
+    def __call__(self, x, mask=None, cache=None):
+        B, L, _ = x.shape
+        q, k, v = (mx.clip(product(x), -100, 100) for product in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (a.reshape(B, L, -1, 64).transpose(0, 2, 1, 3) for a in (q, k, v))
+        y = scaled_dot_product_attention(self.rope(q), self.rope(k), v, cache=cache, scale=self.scale, mask=mask)
+        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(B, L, -1))
+
+
+class Hidden(llama.Attention):
+    """The same with the clip in a function of its own."""
+
+    def __call__(self, x, mask=None, cache=None):
+        B, L, _ = x.shape
+        clipped = lambda a: mx.clip(a, -100, 100).reshape(B, L, -1, 64).transpose(0, 2, 1, 3)
+        q, k, v = clipped(self.q_proj(x)), clipped(self.k_proj(x)), clipped(self.v_proj(x))
+        y = scaled_dot_product_attention(self.rope(q), self.rope(k), v, cache=cache, scale=self.scale, mask=mask)
+        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(B, L, -1))
+
+
+class Odd(llama.Attention):
+    """One that names only what is known, and does it in another order."""
+
+    def __call__(self, x, mask=None, cache=None):
+        B, L, _ = x.shape
+        q = self.rope(self.q_proj(x).reshape(B, L, self.n_heads, -1).transpose(0, 2, 1, 3))
+        k = self.k_proj(x).reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        v = self.rope(self.v_proj(x).reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3))
+        y = scaled_dot_product_attention(q, k, v, cache=cache, scale=self.scale, mask=mask)
+        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(B, L, -1))
+
+
+@pytest.mark.parametrize("kind", [Clipped, Hidden, Odd])
+def test_another_attention_is_not_joined(rng, kind):
+    model = tiny.build("llama-3.2-1b", mx.float32, 4)
+    model.layers[0].self_attn.__class__ = kind
+    model.layers[0].self_attn.v_proj.scales = 1000 * model.layers[0].self_attn.v_proj.scales
+    plain = copy.deepcopy(model)
+    mm.nn.convert(model)
+    ours = [type(layer.self_attn).__call__ is joined_attention for layer in model.layers]
+    assert ours == [False, True]
+    tokens = mx.array(rng.integers(1, 300, (1, 7)))
+    np.testing.assert_allclose(np.array(model(tokens)), np.array(plain(tokens)), rtol=1e-3, atol=1e-3)
 
 
 def test_without_fusing(rng):

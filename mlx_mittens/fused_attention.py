@@ -1,0 +1,202 @@
+"""A model's attention on our ops, its queries, keys and values multiplied out as one: for `fusion`.
+
+A token's three products read one input and are too small to fill a GPU, and what launching them costs the host is what
+a small model waits for. So the three layers' weights are put behind one another, and the layers keep views of them;
+where nothing stands between them, the queries and keys are turned by one rotary embedding too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import _ext
+from .attention import quantized_scaled_dot_product_attention
+from .nn import Linear, QuantizedLinear
+
+__all__ = ["attend_with_ours", "decode_a_little", "input_of", "join", "joinable", "joined_attention", "part"]
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_NORMS = ("q_norm", "k_norm")
+# All that the call of an attention may mention to be one that is known here; a clip or a second kind of scale is none.
+_KNOWN = {
+    *(*_PROJECTIONS, *_NORMS, "o_proj", "rope", "n_heads", "n_kv_heads", "scale", "scaled_dot_product_attention"),
+    *("shape", "reshape", "transpose", "swapaxes", "offset", "update_and_fetch"),
+}
+_KNOWN_NUMBERS = {-1, 0, 1, 2, 3}  # axes; code within code is none
+# Above this many tokens the products are matrices by matrices, which gain nothing from being one.
+_MOST_TOKENS = 16
+
+
+def _attend(queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None) -> mx.array:
+    """mlx-lm's function between a model's attention and mx's, on ours."""
+    if not hasattr(cache, "bits"):
+        return _ext.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    if sinks is not None:
+        raise ValueError("Quantized SDPA does not support attention sinks.")
+    return quantized_scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask, group_size=cache.group_size, bits=cache.bits
+    )
+
+
+@functools.cache
+def _attending(call: types.FunctionType) -> types.FunctionType:
+    """A class's call as it is, but for the attention that it finds by name."""
+    names = {**call.__globals__, "scaled_dot_product_attention": _attend}
+    ours = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    ours.__kwdefaults__ = call.__kwdefaults__
+    return functools.wraps(call)(ours)
+
+
+def attend_with_ours(module: nn.Module) -> types.FunctionType | None:
+    """The call of a module whose attention mlx-lm's function does, on ours; none if it is no such module."""
+    base = sys.modules.get("mlx_lm.models.base")
+    call = type(module).__call__
+    if base is None or not isinstance(call, types.FunctionType):
+        return None
+    if call.__globals__.get("scaled_dot_product_attention") is base.scaled_dot_product_attention and (
+        "scaled_dot_product_attention" in call.__code__.co_names
+    ):
+        return _attending(call)
+    return None
+
+
+class _Joined:
+    """Linear layers of one input as one layer, for as long as they are what they were."""
+
+    def __init__(self, owner: nn.Module, names: Sequence[str]):
+        from mlx_lm.models.cache import KVCache
+
+        self.plain_cache = KVCache
+        layers = [owner[name] for name in names]
+        self.layer = copy.copy(layers[0])
+        self.layers = list(zip(names, layers))
+        self.arrays = []
+        for name in layers[0]:
+            ends = [0]
+            for layer in layers:
+                ends.append(ends[-1] + layer[name].shape[0])
+            whole = self.layer[name] = mx.concatenate([layer[name] for layer in layers])
+            for layer, first, end in zip(layers, ends, ends[1:]):
+                layer[name] = whole[first:end]
+                self.arrays.append((layer, name, layer[name]))
+        mx.eval(self.layer.parameters(), [array for _, _, array in self.arrays])
+
+    def is_current(self, owner: nn.Module) -> bool:
+        for name, layer in self.layers:
+            if owner[name] is not layer:
+                return False
+        for layer, name, array in self.arrays:
+            if layer[name] is not array:
+                return False
+        return True
+
+
+def _are_alike(layers: Sequence[nn.Module]) -> bool:
+    """Whether one product can stand for those of all."""
+    first = layers[0]
+    if type(first) not in (Linear, QuantizedLinear):
+        return False
+    if any(type(layer) is not type(first) or layer.keys() != first.keys() for layer in layers):
+        return False
+    if type(first) is QuantizedLinear and len({(layer.group_size, layer.bits, layer.mode) for layer in layers}) > 1:
+        return False
+    return all(len({(layer[name].dtype, layer[name].shape[1:]) for layer in layers}) == 1 for name in first)
+
+
+def _is_known(code: types.CodeType | None) -> bool:
+    """Whether a call does nothing that this module has not seen; that it does it in the same order, a trial shows."""
+    if code is None or code.co_freevars or code.co_cellvars:
+        return False
+    needed = {*_PROJECTIONS, "o_proj", "rope", "scaled_dot_product_attention"}
+    others = [value for value in code.co_consts if not isinstance(value, (str, tuple, type(None)))]
+    return needed <= set(code.co_names) <= _KNOWN and set(others) <= _KNOWN_NUMBERS
+
+
+def joinable(module: nn.Module) -> bool:
+    """Whether a module is an attention whose three projections can be one, by its parts and by what its call names."""
+    return (
+        _is_known(getattr(type(module).__call__, "__code__", None))
+        and all(name in module for name in (*_PROJECTIONS, "o_proj", "rope"))
+        and _are_alike([module[name] for name in _PROJECTIONS])
+    )
+
+
+def join(module: nn.Module) -> None:
+    """Joins the projections of such a module, which then may take `joined_attention` as its call."""
+    module._joined = _Joined(module, _PROJECTIONS)
+
+
+def part(module: nn.Module) -> None:
+    """Gives up what `join` did, but for the weights' being views."""
+    del module._joined
+
+
+def input_of(module: nn.Module) -> tuple[int, mx.Dtype]:
+    """Width and type of what such a module takes."""
+    layer = module[_PROJECTIONS[0]]
+    if type(layer) is Linear:
+        return layer["weight"].shape[1], layer["weight"].dtype
+    return layer["weight"].shape[1] * 32 // layer.bits, layer["scales"].dtype
+
+
+def decode_a_little(module: nn.Module, x: mx.array) -> mx.array:
+    """What such a module gives for a few tokens, the last of them after a cache of the others, and what it caches."""
+    from mlx_lm.models.cache import KVCache
+
+    cache = KVCache()
+    results = [module(x[:, :-1], "causal", cache), module(x[:, -1:], None, cache), module(x, "causal", None)]
+    results += [cache.keys, cache.values] if cache.offset == x.shape[1] else []
+    return mx.concatenate([a.reshape(-1) for a in results])
+
+
+def _append(cache: Any, keys: mx.array, values: mx.array, tokens: int) -> tuple[mx.array, mx.array]:
+    """What mlx-lm's plain cache does, in one call where it has room."""
+    if cache.keys is not None:
+        result = _ext.append_to_cache(cache.keys, cache.values, keys, values, cache.offset)
+        if result is not None:
+            cache.keys, cache.values, keys, values = result
+            cache.offset += tokens
+            return keys, values
+    return cache.update_and_fetch(keys, values)
+
+
+def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    """The call of an attention whose projections are joined."""
+    joined = self._joined
+    if joined is not None and not joined.is_current(self):  # weights were loaded or trained, adapters came
+        joined = self._joined = None
+    batch, tokens, _ = x.shape
+    if joined is None or tokens > _MOST_TOKENS:
+        return super(type(self), self).__call__(x, mask, cache)
+    n_queries, n_keys = self.n_heads, self.n_kv_heads
+    heads = joined.layer(x)
+    if tokens == 1:
+        heads = heads.reshape(batch, n_queries + 2 * n_keys, 1, -1)
+    else:
+        heads = heads.reshape(batch, tokens, n_queries + 2 * n_keys, -1).transpose(0, 2, 1, 3)
+    offset = 0 if cache is None else cache.offset
+    rope = self["rope"]
+    if "q_norm" in self:
+        queries, keys, values = mx.split(heads, (n_queries, n_queries + n_keys), axis=1)
+        queries = rope(self["q_norm"](queries), offset=offset)
+        keys = rope(self["k_norm"](keys), offset=offset)
+    else:
+        both, values = mx.split(heads, (n_queries + n_keys,), axis=1)
+        queries, keys = mx.split(rope(both, offset=offset), (n_queries,), axis=1)
+    if cache is not None:
+        if type(cache) is joined.plain_cache:
+            keys, values = _append(cache, keys, values, tokens)
+        else:
+            keys, values = cache.update_and_fetch(keys, values)
+    y = _attend(queries, keys, values, cache, self.scale, mask)
+    if tokens > 1:
+        y = y.transpose(0, 2, 1, 3)
+    return self["o_proj"](y.reshape(batch, tokens, -1))
