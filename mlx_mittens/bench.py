@@ -1,10 +1,8 @@
 """Benchmark: each op beside its mx twin, over the layer shapes of real models.
 
-What is timed: ours and the twin take turns in one run, over inputs that rotate through more memory than the caches
-hold. The medians of all turns are reported, and their spread. Results are checked against float64 in the same run. On a
-CPU a copy takes turns with large cases, and a time is that of a call with its ``mx.eval``; on a GPU, that of one of
-many launches handed over together, at least 10 ms of them: small cases each on the result of the one before, large ones
-on inputs of their own.
+What is timed (``sampling`` says how): ours and the twin take turns in one run, over inputs that rotate through more
+memory than the caches hold. The medians of all turns are reported, and their spread. Results are checked against
+float64 in the same run. On a CPU a copy takes turns with large cases.
 """
 
 from __future__ import annotations
@@ -25,24 +23,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import cases, machine, model_bench, peer, strict
+from . import cases, machine, model_bench, peer, sampling, strict
 from .table import aligned
 from .usage import UsageError, chosen
-
-# Memory that the inputs of a case rotate through, and how many copies of a small case's inputs at most.
-_GPU_BYTES = 256 << 20
-_GPU_CHAINED_BYTES = 16 << 20
-_OWN_BUFFER_BYTES = 64 << 20  # smaller inputs are views of one buffer: thousands of buffers would take long to make
-_CPU_BYTES = (64 << 20, 512 << 20)
-_GPU_SETS = 16384
-_CPU_SETS = 4096
 
 # mx keeps 32 MB of freed memory on a CPU by default; a larger output would time the system's page faults, in both.
 _CPU_KEPT_BYTES = 1 << 30
 
 # Seconds of one contender's turn: a short call alone would time the waking of threads, and cold caches.
 _SHORTEST_SAMPLE = {"cpu": 4e-3, "gpu": 10e-3}
-_LARGEST_BATCH_BYTES = 1 << 30
 
 # A call that takes so many seconds, as mx's may on a CPU, is timed twice: it hardly scatters.
 _SLOW = 0.1
@@ -72,6 +61,8 @@ class Row:
     mx_error: float
     peer_ms: float | None = None  # of MLX's own Metal kernel, where it was asked for and there is one
     copy_gb_s: float | None = None  # of a copy in turns with them: on a CPU, for large cases
+    mittens_host_ms: float | None = None  # what a call takes the host: on a GPU, for small cases, where it is no part
+    mx_host_ms: float | None = None  # of the other times
 
 
 @dataclass(frozen=True)
@@ -107,83 +98,6 @@ def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[cases.Op,
         if (case.quick or not quick) and not (case.cpu_only if device == "gpu" else case.gpu_only)
         for dtype in op.dtypes(case)
     ]
-
-
-def _copies(a: mx.array | None, count: int) -> list[mx.array | None]:
-    """An array's values in ``count`` places of memory."""
-    if a is None:
-        return [None] * count
-    if a.nbytes >= _OWN_BUFFER_BYTES:
-        return [a + mx.zeros((), a.dtype) for _ in range(count)]
-    pool = mx.contiguous(mx.broadcast_to(a[None], (count, *a.shape)))
-    return [part.reshape(a.shape) for part in mx.split(pool, count)]
-
-
-def _rotation(arrays: Sequence[mx.array | None], device: str) -> list[list[mx.array | None]]:
-    """Copies of a set of inputs, together larger than the caches."""
-    size = sum(a.nbytes for a in arrays if a is not None)
-    if device == "gpu":
-        wanted, limit = _GPU_BYTES, _GPU_SETS
-    else:
-        wanted, limit = min(max(4 * machine.cache_bytes(), _CPU_BYTES[0]), _CPU_BYTES[1]), _CPU_SETS
-    count = min(max(2, math.ceil(wanted / max(size, 1))), limit)
-    sets = [list(group) for group in zip(*(_copies(a, count) for a in arrays))]
-    mx.eval([a for group in sets for a in group if a is not None])
-    return sets
-
-
-def _sampler(
-    build: Callable[[list], list[mx.array]],
-    chained: Callable[[list, mx.array], list] | None,
-    sets: list,
-    first: int,
-    device: str,
-) -> Callable[[int], float]:
-    """Returns a function that times ``count`` calls and gives the seconds of one, going on where it last stopped.
-
-    Small cases on a GPU run as a chain, each call on the result of the one before, as the layers of a model do: MLX
-    runs independent launches side by side, which hides what a single one takes.
-    """
-    position = first
-
-    def inputs(count: int) -> Iterator[list]:
-        nonlocal position
-        for _ in range(count):
-            yield sets[position % len(sets)]
-            position += 1
-
-    def cpu(count: int) -> float:
-        start = time.perf_counter()
-        for group in inputs(count):
-            mx.eval(build(group))
-        return (time.perf_counter() - start) / count
-
-    def gpu_chain(count: int) -> float:
-        state = None
-        for group in inputs(count):
-            state = build(group if state is None else chained(group, state))[0]
-        mx.synchronize()
-        start = time.perf_counter()
-        mx.eval(state)
-        mx.synchronize()
-        return (time.perf_counter() - start) / count
-
-    def gpu(count: int) -> float:
-        batch = min(256, max(1, _LARGEST_BATCH_BYTES // max(1, 2 * sum(a.nbytes for a in sets[0] if a is not None))))
-        graphs = [build(group) for group in inputs(count)]
-        batches = [sum(graphs[i : i + batch], []) for i in range(0, count, batch)]
-        del graphs
-        mx.synchronize()
-        start = time.perf_counter()
-        while batches:
-            mx.async_eval(batches.pop())  # dropped at once, so that outputs do not pile up
-        mx.synchronize()
-        return (time.perf_counter() - start) / count
-
-    if device == "cpu":
-        return cpu
-    small = sum(a.nbytes for a in sets[0] if a is not None) <= _GPU_CHAINED_BYTES
-    return gpu_chain if small and chained else gpu
 
 
 def _turns(samplers: dict[str, Callable[[int], float]], device: str, budget: Budget) -> dict[str, list[float]]:
@@ -238,7 +152,7 @@ def measure(
     cotangents = op.cotangents(rng, case, cases.DTYPES[dtype])
     check = cases.check(op, case, arrays, cotangents)
 
-    sets = _rotation([*arrays, *cotangents], device)
+    sets = sampling.rotation([*arrays, *cotangents], device)
     contenders = {"mittens": op.ours, "mx": op.twin}
     if with_peer and (twin := peer.of(op, case)):
         contenders["peer"] = twin
@@ -251,13 +165,14 @@ def measure(
             op, function, case, group[: len(arrays)], group[len(arrays) :]
         )
         chained = functools.partial(op.chained, case) if op.chains(case) else None
-        samplers[name] = _sampler(build, chained, sets, i * len(sets) // len(contenders), device)
+        samplers[name] = sampling.sampler(build, chained, sets, i * len(sets) // len(contenders), device)
     if copied:  # next to ours in every turn
         copy = lambda count: statistics.mean(machine.cpu_copy()() for _ in range(count))
         samplers = {"mittens": samplers["mittens"], "copy": copy, **samplers}
     times = _turns(samplers, device, budget)
 
     median = {name: statistics.median(values) for name, values in times.items()}
+    host = {name: statistics.median(samplers[name].host) for name in contenders if samplers[name].host}
     row = Row(
         op=op.name,
         case=case.name,
@@ -272,6 +187,8 @@ def measure(
         mx_error=check.twin_error,
         peer_ms=median["peer"] * 1e3 if "peer" in median else None,
         copy_gb_s=_copy_gb_s(times, median["mittens"]) if copied else None,
+        mittens_host_ms=host["mittens"] * 1e3 if "mittens" in host else None,
+        mx_host_ms=host["mx"] * 1e3 if "mx" in host else None,
     )
     return Outcome(row, max(_scatter(times[name]) for name in contenders), check.passed, check.detail)
 
@@ -279,8 +196,9 @@ def measure(
 def _columns(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     rows = [outcome.row for outcome in outcomes]
     copy = ("of copy",) if any(row.copy_gb_s for row in rows) else ()
+    host = ("host us", "mx host us") if any(row.mittens_host_ms for row in rows) else ()
     peer = ("peer ms",) if any(row.peer_ms for row in rows) else ()
-    return ("op", "case", "dtype", "mittens ms", "mx ms", "speedup", "+-", "GB/s", *copy, "error", "mx error", *peer)
+    return ("op", "case", "dtype", "mittens ms", "mx ms", "speedup", "+-", "GB/s", *copy, *host, "error", "mx error", *peer)
 
 
 def _cells(outcome: Outcome, columns: Sequence[str]) -> list[str]:
@@ -295,6 +213,8 @@ def _cells(outcome: Outcome, columns: Sequence[str]) -> list[str]:
         "+-": f"{outcome.spread:.0%}",
         "GB/s": f"{row.gb_s:.3g}",
         "of copy": f"{row.gb_s / row.copy_gb_s:.0%}" if row.copy_gb_s else "",
+        "host us": f"{row.mittens_host_ms * 1e3:.3g}" if row.mittens_host_ms else "",
+        "mx host us": f"{row.mx_host_ms * 1e3:.3g}" if row.mx_host_ms else "",
         "error": f"{row.error:.1e}" + ("" if outcome.passed else " WRONG"),
         "mx error": f"{row.mx_error:.1e}",
         "peer ms": f"{row.peer_ms:.4g}" if row.peer_ms else "",
@@ -379,7 +299,9 @@ def _finite(value: Any) -> Any:
 def as_json(info: dict[str, Any], outcomes: Sequence[Outcome], with_peer: bool = False) -> dict[str, Any]:
     """The result as the JSON file holds it."""
     rows = [{key: _finite(value) for key, value in asdict(outcome.row).items()} for outcome in outcomes]
-    unused = ["peer_ms"] * (not with_peer) + ["copy_gb_s"] * all(row["copy_gb_s"] is None for row in rows)
+    unused = ["peer_ms"] * (not with_peer)
+    for key in ("copy_gb_s", "mittens_host_ms", "mx_host_ms"):
+        unused += [key] * all(row[key] is None for row in rows)
     for row in rows:
         for key in unused:
             del row[key]

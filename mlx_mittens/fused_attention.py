@@ -157,15 +157,24 @@ def decode_a_little(module: nn.Module, x: mx.array) -> mx.array:
     return mx.concatenate([a.reshape(-1) for a in results])
 
 
-def _append(cache: Any, keys: mx.array, values: mx.array, tokens: int) -> tuple[mx.array, mx.array]:
+def _append(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
     """What mlx-lm's plain cache does, in one call where it has room."""
-    if cache.keys is not None:
-        result = _ext.append_to_cache(cache.keys, cache.values, keys, values, cache.offset)
-        if result is not None:
-            cache.keys, cache.values, keys, values = result
-            cache.offset += tokens
-            return keys, values
-    return cache.update_and_fetch(keys, values)
+    result = _ext.append_to_cache(cache.keys, cache.values, keys, values, cache.offset)
+    if result is None:
+        return cache.update_and_fetch(keys, values)
+    cache.offset += keys.shape[2]
+    cache.keys, cache.values, keys, values = result
+    return keys, values
+
+
+def _attend_with_cache(cache: Any, turned: mx.array, values: mx.array, scale: float) -> mx.array | None:
+    """A token's attention over what mlx-lm's plain cache holds and its own keys and values, in one call."""
+    result = _ext.attend_with_cache(turned, values, cache.keys, cache.values, cache.offset, scale)
+    if result is None:
+        return None
+    y, cache.keys, cache.values = result
+    cache.offset += 1
+    return y
 
 
 def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -184,18 +193,23 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
         heads = heads.reshape(batch, tokens, n_queries + 2 * n_keys, -1).transpose(0, 2, 1, 3)
     offset = 0 if cache is None else cache.offset
     rope = self["rope"]
+    plain = type(cache) is joined.plain_cache and cache.keys is not None
     if "q_norm" in self:
         queries, keys, values = mx.split(heads, (n_queries, n_queries + n_keys), axis=1)
         queries = rope(self["q_norm"](queries), offset=offset)
         keys = rope(self["k_norm"](keys), offset=offset)
     else:
         both, values = mx.split(heads, (n_queries + n_keys,), axis=1)
-        queries, keys = mx.split(rope(both, offset=offset), (n_queries,), axis=1)
-    if cache is not None:
-        if type(cache) is joined.plain_cache:
-            keys, values = _append(cache, keys, values, tokens)
-        else:
-            keys, values = cache.update_and_fetch(keys, values)
+        both = rope(both, offset=offset)
+        if plain and tokens == 1 and mask is None:
+            y = _attend_with_cache(cache, both, values, self.scale)
+            if y is not None:
+                return self["o_proj"](y)
+        queries, keys = mx.split(both, (n_queries,), axis=1)
+    if plain:
+        keys, values = _append(cache, keys, values)
+    elif cache is not None:
+        keys, values = cache.update_and_fetch(keys, values)
     y = _attend(queries, keys, values, cache, self.scale, mask)
     if tokens > 1:
         y = y.transpose(0, 2, 1, 3)

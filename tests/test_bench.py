@@ -3,12 +3,13 @@
 import json
 import math
 import sys
+import time
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
-from mlx_mittens import bench, cases, machine
+from mlx_mittens import bench, cases, machine, sampling
 from mlx_mittens.__main__ import main
 
 KEYS = ["op", "case", "dtype", "device", "executor", "mittens_ms", "mx_ms", "speedup", "gb_s", "error", "mx_error"]
@@ -18,8 +19,8 @@ KEYS = ["op", "case", "dtype", "device", "executor", "mittens_ms", "mx_ms", "spe
 def hasty(monkeypatch):
     """Few samples of the smallest cases, over little memory; the default device is put back."""
     monkeypatch.setattr(bench, "QUICK", bench.Budget(seconds=0, fewest=2, most=2))
-    monkeypatch.setattr(bench, "_CPU_BYTES", (1 << 16, 1 << 16))
-    monkeypatch.setattr(bench, "_GPU_BYTES", 1 << 16)
+    monkeypatch.setattr(sampling, "_CPU_BYTES", (1 << 16, 1 << 16))
+    monkeypatch.setattr(sampling, "_GPU_BYTES", 1 << 16)
     monkeypatch.setattr(bench, "_SHORTEST_SAMPLE", {"cpu": 0, "gpu": 0})
     monkeypatch.setattr(machine, "copy_gb_s", lambda: 10.0)
     shape = lambda op: getattr(op, "smallest", (2, 64, 8))
@@ -123,9 +124,9 @@ def test_plan():
 
 
 def test_inputs_rotate_through_memory(monkeypatch):
-    monkeypatch.setattr(bench, "_CPU_BYTES", (1 << 20, 1 << 20))
+    monkeypatch.setattr(sampling, "_CPU_BYTES", (1 << 20, 1 << 20))
     x, weight = mx.ones((4, 64)), mx.ones((64,))
-    sets = bench._rotation([x, None, weight], "cpu")
+    sets = sampling.rotation([x, None, weight], "cpu")
     assert len(sets) * (x.nbytes + weight.nbytes) >= 1 << 20
     assert all(group[1] is None and group[0].shape == (4, 64) and group[2].shape == (64,) for group in sets)
     assert mx.array_equal(sets[-1][0], x).item()
@@ -166,25 +167,60 @@ def test_who_is_slow_on_a_cpu_runs_twice():
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_samplers_make_each_call_once(device, monkeypatch):
     """The GPU's way of measuring hands many launches over together; it runs on any device."""
-    monkeypatch.setattr(bench, "_GPU_CHAINED_BYTES", 0)
+    monkeypatch.setattr(sampling, "_GPU_SMALL_BYTES", 0)
     x = mx.ones((4, 64))
     built = []
     build = lambda group: built.append(group) or [group[0] * 2]
-    sample = bench._sampler(build, None, [[x], [x + 1], [x + 2]], 1, device)
+    sample = sampling.sampler(build, None, [[x], [x + 1], [x + 2]], 1, device)
     assert sample(300) > 0 and len(built) == 300
     assert mx.array_equal(built[0][0], x + 1).item() and mx.array_equal(built[299][0], x).item()
     sample(1)
     assert mx.array_equal(built[300][0], x + 1).item(), "it goes on where it stopped"
 
 
-def test_small_cases_on_a_gpu_are_a_chain():
+def test_small_cases_on_a_gpu_are_a_chain(monkeypatch):
+    monkeypatch.setattr(sampling, "_ATTEMPTS", 1)
     x, weight = mx.ones((4, 64)), mx.array(2.0)
     built = []
     build = lambda group: built.append(group) or [group[0] * group[1]]
     chained = lambda group, result: [result, *group[1:]]
-    sample = bench._sampler(build, chained, [[x, weight], [x, weight + 1]], 0, "gpu")
+    sample = sampling.sampler(build, chained, [[x, weight], [x, weight + 1]], 0, "gpu")
     assert sample(4) > 0 and len(built) == 4
     assert built[3][0].max().item() == built[3][0].min().item() == 2 * 3 * 2, "each call takes the last one's result"
+
+
+@pytest.mark.parametrize("chained", [None, lambda group, result: [result]])
+def test_small_cases_on_a_gpu_wait_behind_other_work(monkeypatch, chained):
+    """Queued calls take what they take by themselves, whatever the host needs to prepare them."""
+    monkeypatch.setattr(sampling, "_MOST_QUEUED", 4)
+    x = mx.random.normal((256, 256)) / 16
+    mx.eval(x)
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        mx.eval(x @ x)
+        seconds.append(time.perf_counter() - start)
+
+    def build(group):
+        time.sleep(2e-3)
+        return [group[0] @ x]
+
+    sample = sampling.sampler(build, chained, [[x], [x + 1]], 0, "gpu")
+    times = [sample(4) for _ in range(9)]
+    assert sample.host and min(sample.host) > 2e-3
+    assert min(times) < 1e-3 + 3 * min(seconds) and max(times) > 0
+
+
+def test_calls_that_wait_for_the_gpu_are_timed_as_they_are():
+    x = mx.ones((4, 4))
+
+    def build(group):
+        y = group[0] + 1
+        mx.eval(y)
+        return [y]
+
+    sample = sampling.sampler(build, None, [[x]], 0, "gpu")
+    assert sample(2) > 0
 
 
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, bench, cases, frontend, machine, peer, ptxas
+from mlx_mittens import _ext, bench, cases, frontend, machine, peer, ptxas, sampling
 from mlx_mittens.__main__ import main
 from mlx_mittens.simulator import Fault
 
@@ -211,8 +211,8 @@ def test_what_the_table_takes_for_covered_runs(rng):
 
 def test_bench_measures_the_peer(draw, device, rng, monkeypatch):
     """The measurement itself, on whatever device: in the simulator it is slow, but it is one."""
-    monkeypatch.setattr(bench, "_CPU_BYTES", (1 << 14, 1 << 14))
-    monkeypatch.setattr(bench, "_GPU_BYTES", 1 << 14)
+    monkeypatch.setattr(sampling, "_CPU_BYTES", (1 << 14, 1 << 14))
+    monkeypatch.setattr(sampling, "_GPU_BYTES", 1 << 14)
     monkeypatch.setattr(bench, "_SHORTEST_SAMPLE", {"cpu": 0, "gpu": 0})
     op, budget = cases.get("softmax"), bench.Budget(seconds=0, fewest=2, most=2)
     outcome = bench.measure(op, cases.Case("test", (2, 64)), "float16", device, budget, rng, with_peer=True)

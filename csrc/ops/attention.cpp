@@ -203,12 +203,6 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
   return attend(op, std::move(call), stream);
 }
 
-std::optional<mx::array> attempt(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-                                 const MaskArgument& mask, const std::optional<mx::array>& sinks,
-                                 std::optional<int> window, bool, mx::StreamOrDevice where) {
-  return found_in(checked(q, k, v, scale, mask, sinks, window, where));
-}
-
 mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                                        const MaskArgument& mask, const std::optional<mx::array>& sinks,
                                        std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
@@ -218,7 +212,7 @@ mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, c
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt, &scaled_dot_product_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
+  define(module, op, &attempt_attention, &scaled_dot_product_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
          "mask"_a.none() = nb::none(), "sinks"_a.none() = nb::none(), "window"_a.none() = nb::none(),
          "force_fused"_a = false, "stream"_a = nb::none());
 }
@@ -226,5 +220,11 @@ void bind(nb::module_& module) {
 const Register registered(bind);
 
 }  // namespace
+
+std::optional<mx::array> attempt_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                           const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                           std::optional<int> window, bool, mx::StreamOrDevice where) {
+  return found_in(checked(q, k, v, scale, mask, sinks, window, where));
+}
 
 }  // namespace mittens

@@ -5,6 +5,7 @@
 #include <string>
 #include <variant>
 
+#include "mlx/utils.h"
 #include "ops/attention_launch.h"
 #include "ops/primitive.h"
 
@@ -50,5 +51,10 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream);
 
 // The result, if there is one.
 std::optional<mx::array> found_in(const AttentionResult& result);
+
+// scaled_dot_product_attention, or nothing where no kernel covers the call.
+std::optional<mx::array> attempt_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                           const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                           std::optional<int> window, bool force_fused, mx::StreamOrDevice where);
 
 }  // namespace mittens

@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include "mlx/ops.h"
+#include "ops/attention.h"
 #include "ops/registry.h"
 
 namespace nb = nanobind;
@@ -56,10 +57,35 @@ std::optional<Appended> append_to_cache(const mx::array& keys, const mx::array& 
   return Appended{all_keys, all_values, seen_keys, seen_values};
 }
 
+using Attended = std::tuple<mx::array, mx::array, mx::array>;
+
+// A token's attention after its keys and values were appended; `turned` holds its queries and, behind them, its keys.
+std::optional<Attended> attend_with_cache(const mx::array& turned, const mx::array& new_values, const mx::array& keys,
+                                          const mx::array& values, int first, float scale) {
+  if (turned.ndim() != 4 || turned.shape(2) != 1 || keys.ndim() != 4 || turned.shape(1) <= keys.shape(1)) {
+    return std::nullopt;
+  }
+  const Arrays parts = mx::split(turned, mx::Shape{turned.shape(1) - keys.shape(1)}, 1);
+  const auto cache = append_to_cache(keys, values, parts[1], new_values, first);
+  if (!cache) {
+    return std::nullopt;
+  }
+  const auto& [all_keys, all_values, seen_keys, seen_values] = *cache;
+  const auto y = attempt_attention(parts[0], seen_keys, seen_values, scale, {}, std::nullopt, std::nullopt, false, {});
+  if (!y) {
+    return std::nullopt;
+  }
+  return Attended{mx::reshape(*y, {y->shape(0), 1, -1}), all_keys, all_values};
+}
+
 void bind(nb::module_& module) {
   module.def("append_to_cache", &append_to_cache, "keys"_a, "values"_a, "new_keys"_a, "new_values"_a, "first"_a,
              "The buffers of keys and values with new tokens from `first` on, and both up to the last of them; none "
              "if there is no room.");
+  module.def("attend_with_cache", &attend_with_cache, "turned"_a, "new_values"_a, "keys"_a, "values"_a, "first"_a,
+             "scale"_a,
+             "Attention of one token, [batch, 1, heads * width], and the buffers with its keys and values; none if "
+             "there is no room or no kernel covers it.");
 }
 
 const Register registered(bind);

@@ -1,0 +1,208 @@
+"""How the benchmark times calls: inputs that rotate through more memory than the caches hold, and who holds the clock.
+
+On a CPU a time is that of a call with its ``mx.eval``. A GPU works through what it is given while the host prepares
+more, and small kernels take less time than the host needs to hand them over; so small cases are queued behind other
+work, and what is timed is the GPU's part, from the end of that work on. The host's part is reported beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import mlx.core as mx
+
+from . import machine
+
+# Memory that the inputs of a case rotate through, and how many copies of a small case's inputs at most.
+_GPU_BYTES = 256 << 20
+_CPU_BYTES = (64 << 20, 512 << 20)
+_GPU_SETS = 16384
+_CPU_SETS = 4096
+_OWN_BUFFER_BYTES = 64 << 20  # smaller inputs are views of one buffer: thousands of buffers would take long to make
+
+# Inputs up to here make a small case. Of larger ones so much is in flight at most.
+_GPU_SMALL_BYTES = 16 << 20
+_LARGEST_BATCH_BYTES = 1 << 30
+
+# Calls between other work: MLX lets the host wait once ten command buffers, of a hundred kernels on a large GPU, are on
+# their way.
+_MOST_QUEUED = 256
+_ATTEMPTS = 4
+_STILL_BUSY = 20e-6  # seconds that the work was still waited for when all had been handed over
+_AFTER = 0.3e-3  # seconds of work behind the calls: longer than the host takes to see that the work before them is done
+
+Arrays = list[mx.array]
+
+
+def _copies(a: mx.array | None, count: int) -> list[mx.array | None]:
+    """An array's values in ``count`` places of memory."""
+    if a is None:
+        return [None] * count
+    if a.nbytes >= _OWN_BUFFER_BYTES:
+        return [a + mx.zeros((), a.dtype) for _ in range(count)]
+    pool = mx.contiguous(mx.broadcast_to(a[None], (count, *a.shape)))
+    return [part.reshape(a.shape) for part in mx.split(pool, count)]
+
+
+def _size(arrays: Sequence[mx.array | None]) -> int:
+    return sum(a.nbytes for a in arrays if a is not None)
+
+
+def rotation(arrays: Sequence[mx.array | None], device: str) -> list[list[mx.array | None]]:
+    """Copies of a set of inputs, together larger than the caches."""
+    if device == "gpu":
+        wanted, limit = _GPU_BYTES, _GPU_SETS
+    else:
+        wanted, limit = min(max(4 * machine.cache_bytes(), _CPU_BYTES[0]), _CPU_BYTES[1]), _CPU_SETS
+    count = min(max(2, math.ceil(wanted / max(_size(arrays), 1))), limit)
+    sets = [list(group) for group in zip(*(_copies(a, count) for a in arrays))]
+    mx.eval([a for group in sets for a in group if a is not None])
+    return sets
+
+
+class Sampler:
+    """Times calls on a CPU: ``sampler(count)`` gives the seconds of one, going on where it last stopped."""
+
+    def __init__(
+        self,
+        build: Callable[[list], Arrays],
+        chained: Callable[[list, mx.array], list] | None,
+        sets: list,
+        first: int,
+    ):
+        self._build, self._chained, self._sets, self._position = build, chained, sets, first
+        self.host: list[float] = []  # seconds of the host for a call, where that is a part of its own
+
+    def _inputs(self, count: int) -> Iterator[list]:
+        for _ in range(count):
+            yield self._sets[self._position % len(self._sets)]
+            self._position += 1
+
+    def __call__(self, count: int) -> float:
+        start = time.perf_counter()
+        for group in self._inputs(count):
+            mx.eval(self._build(group))
+        return (time.perf_counter() - start) / count
+
+
+class _LargeSampler(Sampler):
+    """Large cases on a GPU: handed over one after the other, which takes the host less time than they run."""
+
+    def __call__(self, count: int) -> float:
+        batch = min(256, max(1, _LARGEST_BATCH_BYTES // max(1, 2 * _size(self._sets[0]))))
+        graphs = [self._build(group) for group in self._inputs(count)]
+        batches = [sum(graphs[i : i + batch], []) for i in range(0, count, batch)]
+        del graphs
+        mx.synchronize()
+        start = time.perf_counter()
+        while batches:
+            mx.async_eval(batches.pop())  # dropped at once, so that outputs do not pile up
+        mx.synchronize()
+        return (time.perf_counter() - start) / count
+
+
+class _Work:
+    """Work for a GPU of any length: products of matrices, each of a tenth of a millisecond or more."""
+
+    def __init__(self) -> None:
+        width, self._seconds = 256, 0.0
+        while self._seconds < 1e-4:
+            width *= 2
+            self._x, self._w = mx.random.normal((2, width, width)) * width**-0.5
+            for _ in range(2):  # at first a kernel may be compiled
+                mx.eval(self._x, self._w)
+                start = time.perf_counter()
+                mx.eval(self._products(16))
+                self._seconds = (time.perf_counter() - start) / 16
+
+    def _products(self, count: int) -> mx.array:
+        x = self._x
+        for _ in range(count):
+            x = x @ self._w
+        return x
+
+    def begin(self, seconds: float) -> mx.array:
+        """Starts about so many seconds of work; its result is there when it is done."""
+        result = self._products(math.ceil(seconds / self._seconds))
+        mx.async_eval(result)
+        return result
+
+
+@functools.cache
+def _work() -> _Work:
+    return _Work()
+
+
+class _QueuedSampler(Sampler):
+    """Small cases on a GPU, between other work: before it, so that all are handed over when the first one starts, and
+    behind it, so that the host, which sees the end of work late, sees both ends equally late.
+
+    They run as a chain where they can, each call on the result of the one before, as the layers of a model do: MLX
+    runs independent launches side by side, which hides what a single one takes.
+    """
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._host_seconds = 20e-6
+
+    def _graphs(self, count: int) -> Arrays:
+        if self._chained is None:
+            return sum((self._build(group) for group in self._inputs(count)), [])
+        state = None
+        for group in self._inputs(count):
+            state = self._build(group if state is None else self._chained(group, state))[0]
+        return [state]
+
+    def _between(self, results: Arrays, host_seconds: float) -> tuple[float, float, bool]:
+        """Seconds from the work before to the work behind the results, of handing over, and whether it was in time."""
+        before = _work().begin(2 * host_seconds + 1e-4)
+        free = time.perf_counter()
+        mx.async_eval(results)
+        handed_over = time.perf_counter()
+        behind = _work().begin(_AFTER)
+        queued = time.perf_counter()
+        mx.eval(before)
+        begun = time.perf_counter()
+        mx.eval(behind)
+        return time.perf_counter() - begun, handed_over - free, begun - queued > _STILL_BUSY
+
+    def __call__(self, count: int) -> float:
+        count = min(count, _MOST_QUEUED)
+        mx.synchronize()
+        for _ in range(_ATTEMPTS):
+            start = time.perf_counter()
+            results = self._graphs(count)
+            built = time.perf_counter() - start
+            seconds, handing_over, in_time = self._between(results, count * self._host_seconds)
+            self._host_seconds = (built + handing_over) / count
+            if in_time:
+                self.host.append(self._host_seconds)
+                return max(seconds - self._between([], 0)[0], 0) / count
+            count = math.ceil(count / 2)
+        return (seconds + handing_over) / count  # the calls wait for the GPU themselves
+
+
+def sampler(
+    build: Callable[[list], Arrays],
+    chained: Callable[[list, mx.array], list] | None,
+    sets: list,
+    first: int,
+    device: str,
+) -> Sampler:
+    """What times a case on a device.
+
+    Args:
+        build: Makes a call on a set of inputs; its results.
+        chained: Puts a result among a set of inputs, where a case allows it.
+        sets: The inputs to rotate through.
+        first: Where to begin.
+        device: ``cpu`` or ``gpu``.
+    """
+    if device == "cpu":
+        kind = Sampler
+    else:
+        kind = _QueuedSampler if _size(sets[0]) <= _GPU_SMALL_BYTES else _LargeSampler
+    return kind(build, chained, sets, first)
