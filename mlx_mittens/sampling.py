@@ -2,7 +2,7 @@
 
 On a CPU a time is that of a call with its ``mx.eval``. A GPU works through what it is given while the host prepares
 more, and small kernels take less time than the host needs to hand them over; so small cases are queued behind other
-work, and what is timed is the GPU's part, from the end of that work on. The host's part is reported beside it.
+work, and what is timed is the GPU's part: what they add to that work's time. The host's part is reported beside it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ _OWN_BUFFER_BYTES = 64 << 20  # smaller inputs are views of one buffer: thousand
 _GPU_SMALL_BYTES = 16 << 20
 _LARGEST_BATCH_BYTES = 1 << 30
 
-# Calls between other work: MLX lets the host wait once ten command buffers, of a hundred kernels on a large GPU, are on
+# Calls behind other work: MLX lets the host wait once ten command buffers, of a hundred kernels on a large GPU, are on
 # their way.
 _MOST_QUEUED = 256
 _ATTEMPTS = 4
-_STILL_BUSY = 20e-6  # seconds that the work was still waited for when all had been handed over
-_AFTER = 0.3e-3  # seconds of work behind the calls: longer than the host takes to see that the work before them is done
 
 Arrays = list[mx.array]
 
@@ -137,8 +135,7 @@ def _work() -> _Work:
 
 
 class _QueuedSampler(Sampler):
-    """Small cases on a GPU, between other work: before it, so that all are handed over when the first one starts, and
-    behind it, so that the host, which sees the end of work late, sees both ends equally late.
+    """Small cases on a GPU, queued behind other work that lasts until all are handed over: their time is what they add.
 
     They run as a chain where they can, each call on the result of the one before, as the layers of a model do: MLX
     runs independent launches side by side, which hides what a single one takes.
@@ -156,18 +153,17 @@ class _QueuedSampler(Sampler):
             state = self._build(group if state is None else self._chained(group, state))[0]
         return [state]
 
-    def _between(self, results: Arrays, host_seconds: float) -> tuple[float, float, bool]:
-        """Seconds from the work before to the work behind the results, of handing over, and whether it was in time."""
-        before = _work().begin(2 * host_seconds + 1e-4)
-        free = time.perf_counter()
-        mx.async_eval(results)
-        handed_over = time.perf_counter()
-        behind = _work().begin(_AFTER)
-        queued = time.perf_counter()
-        mx.eval(before)
+    def _behind(self, work_seconds: float, results: Arrays) -> tuple[float, float]:
+        """Seconds of the work and what is queued behind it, and of the host for queueing that."""
+        start = time.perf_counter()
+        work = _work().begin(work_seconds)
         begun = time.perf_counter()
-        mx.eval(behind)
-        return time.perf_counter() - begun, handed_over - free, begun - queued > _STILL_BUSY
+        mx.async_eval(results)
+        queued = time.perf_counter()
+        mx.synchronize()  # which polls; waiting for an array sleeps, and wakes up late
+        end = time.perf_counter()
+        del work
+        return end - start, queued - begun
 
     def __call__(self, count: int) -> float:
         count = min(count, _MOST_QUEUED)
@@ -176,13 +172,14 @@ class _QueuedSampler(Sampler):
             start = time.perf_counter()
             results = self._graphs(count)
             built = time.perf_counter() - start
-            seconds, handing_over, in_time = self._between(results, count * self._host_seconds)
-            self._host_seconds = (built + handing_over) / count
-            if in_time:
+            work_seconds = 1.5 * count * self._host_seconds + 0.2e-3
+            seconds, queueing = self._behind(work_seconds, results)
+            self._host_seconds = (built + queueing) / count
+            if queueing < work_seconds:
                 self.host.append(self._host_seconds)
-                return max(seconds - self._between([], 0)[0], 0) / count
+                return max(seconds - self._behind(work_seconds, [])[0], 1e-9) / count
             count = math.ceil(count / 2)
-        return (seconds + handing_over) / count  # the calls wait for the GPU themselves
+        return seconds / count  # the calls wait for the GPU themselves
 
 
 def sampler(
