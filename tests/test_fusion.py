@@ -112,6 +112,20 @@ def test_appending_to_a_cache(rng):
     assert _ext.append_to_cache(*buffers, *fresh, -1) is None
 
 
+def test_a_token_attends_with_its_cache(rng, native):
+    draw = lambda heads, tokens: mx.array(rng.normal(size=(2, heads, tokens, 64)).astype(np.float32))
+    turned, values, buffers = draw(4 + 2, 1), draw(2, 1), (draw(2, 9), draw(2, 9))
+    for first in (0, 5, 8):
+        y, *whole = _ext.attend_with_cache(turned, values, *buffers, first, 0.125)
+        *expected, k, v = _ext.append_to_cache(*buffers, turned[:, 4:], values, first)
+        assert all(mx.array_equal(a, b) for a, b in zip(whole, expected, strict=True))
+        attended = mx.fast.scaled_dot_product_attention(turned[:, :4], k, v, scale=0.125).reshape(2, 1, -1)
+        np.testing.assert_allclose(np.array(y), np.array(attended), rtol=1e-4, atol=1e-5)
+    assert _ext.attend_with_cache(turned, values, *buffers, 9, 0.125) is None  # no room
+    assert _ext.attend_with_cache(draw(6, 2), draw(2, 2), *buffers, 0, 0.125) is None  # two tokens
+    assert _ext.attend_with_cache(draw(2, 1), values, *buffers, 0, 0.125) is None  # no queries
+
+
 @pytest.mark.parametrize("bits", [4, None])
 def test_joined_projections_follow_their_weights(rng, bits):
     """What was joined is given up once a layer has other weights, and a copy of the model is joined as it was."""
