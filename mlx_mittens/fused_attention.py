@@ -94,7 +94,7 @@ class _Joined:
             if owner[name] is not layer:
                 return False
         for layer, name, array in self.arrays:
-            if layer[name] is not array:
+            if layer.get(name) is not array:
                 return False
         return True
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_mittens import bench, cases, machine, sampling
@@ -209,6 +210,20 @@ def test_small_cases_on_a_gpu_wait_behind_other_work(monkeypatch, chained):
     times = [sample(4) for _ in range(9)]
     assert sample.host and min(sample.host) > 2e-3
     assert min(times) < 1e-3 + 3 * min(seconds) and max(times) > 0
+
+
+def test_queued_calls_take_what_they_add_to_the_work(monkeypatch):
+    """And what they take the host has columns of its own."""
+    work = lambda sampler, seconds, results: (0.5 + 3e-6 * len(results), 4e-6)
+    monkeypatch.setattr(sampling._QueuedSampler, "_behind", work)
+    monkeypatch.setattr(cases.Op, "chains", lambda *_: False)
+    op, budget = cases.get("softmax"), bench.Budget(seconds=0, fewest=2, most=2)
+    outcome = bench.measure(op, cases.Case("test", (2, 64)), "float32", "gpu", budget, np.random.default_rng(1))
+    assert math.isclose(outcome.row.mittens_ms, 3e-3) and math.isclose(outcome.row.mx_ms, 3e-3)
+    assert outcome.row.mittens_host_ms > 0 and outcome.row.mx_host_ms > 0
+    columns = bench._columns([outcome])
+    assert {"host us", "mx host us"} < set(columns) and len(bench._cells(outcome, columns)) == len(columns)
+    assert "mx_host_ms" in bench.as_json({}, [outcome])["rows"][0]
 
 
 def test_calls_that_wait_for_the_gpu_are_timed_as_they_are():
