@@ -196,6 +196,7 @@ AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint3
   constexpr uint32_t wanted_simdgroups = 1024;  // of a launch: each has many loads on their way
   constexpr uint32_t fewest_simdgroups = 1024;  // below, outputs go one by one
   constexpr uint32_t batched_rows = 4;          // of weights that a lane loads at once
+  constexpr uint32_t most_outputs = 32;         // of a threadgroup with one row; with more each has other work besides
   AffineRowsPlan plan;
   plan.rows = std::min(std::bit_ceil(rows), most_rows);
   const uint32_t chunks = ceil_divide(columns, 32 * lane_columns(format.bits, plan.rows));
@@ -204,8 +205,8 @@ AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint3
   const uint64_t work = each * plan.simdgroups;
   const uint64_t batch_work = uint64_t(wanted_simdgroups) * batched_rows;
   const uint64_t wanted = (work + batch_work / 2) / batch_work * batched_rows;
-  const uint64_t most = std::min<uint64_t>(
-      plan.rows == 1 ? 32 : 64, most_partials / (plan.simdgroups * plan.rows * matrices) / batched_rows * batched_rows);
+  const uint64_t fitting = most_partials / (plan.simdgroups * plan.rows * matrices) / batched_rows * batched_rows;
+  const uint64_t most = std::min<uint64_t>(plan.rows == 1 ? most_outputs : 2 * most_outputs, fitting);
   plan.outputs_per_group = static_cast<uint32_t>(
       std::clamp<uint64_t>(std::max(wanted, std::min<uint64_t>(work / fewest_simdgroups, batched_rows)), 1, most));
   return plan;
