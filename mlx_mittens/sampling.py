@@ -122,11 +122,9 @@ class _Work:
             x = x @ self._w
         return x
 
-    def begin(self, seconds: float) -> mx.array:
-        """Starts about so many seconds of work; its result is there when it is done."""
-        result = self._products(math.ceil(seconds / self._seconds))
-        mx.async_eval(result)
-        return result
+    def begin(self, seconds: float) -> None:
+        """Starts about so many seconds of work."""
+        mx.async_eval(self._products(math.ceil(seconds / self._seconds)))
 
 
 @functools.cache
@@ -155,15 +153,14 @@ class _QueuedSampler(Sampler):
 
     def _behind(self, work_seconds: float, results: Arrays) -> tuple[float, float]:
         """Seconds of the work and what is queued behind it, and of the host for queueing that."""
+        work = _work()  # made at its first use, which takes long
         start = time.perf_counter()
-        work = _work().begin(work_seconds)
+        work.begin(work_seconds)
         begun = time.perf_counter()
         mx.async_eval(results)
         queued = time.perf_counter()
         mx.synchronize()  # which polls; waiting for an array sleeps, and wakes up late
-        end = time.perf_counter()
-        del work
-        return end - start, queued - begun
+        return time.perf_counter() - start, queued - begun
 
     def __call__(self, count: int) -> float:
         count = min(count, _MOST_QUEUED)
@@ -179,7 +176,7 @@ class _QueuedSampler(Sampler):
                 self.host.append(self._host_seconds)
                 return max(seconds - self._behind(work_seconds, [])[0], 1e-9) / count
             count = math.ceil(count / 2)
-        return seconds / count  # the calls wait for the GPU themselves
+        return super().__call__(count)  # handing a call over waits for the GPU
 
 
 def sampler(
