@@ -21,14 +21,13 @@ from . import _ext
 from .attention import quantized_scaled_dot_product_attention
 from .nn import Linear, QuantizedLinear
 
-__all__ = ["attend_with_ours", "decode_a_little", "input_of", "join", "joinable", "joined_attention", "part"]
+__all__ = ["attend_with_ours", "decode_a_little", "join", "joinable", "joined_attention", "part"]
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_NORMS = ("q_norm", "k_norm")
 # All that the call of an attention may mention to be one that is known here; a clip or a second kind of scale is none.
 _KNOWN = {
-    *(*_PROJECTIONS, *_NORMS, "o_proj", "rope", "n_heads", "n_kv_heads", "scale", "scaled_dot_product_attention"),
-    *("shape", "reshape", "transpose", "swapaxes", "offset", "update_and_fetch"),
+    *(*_PROJECTIONS, "q_norm", "k_norm", "o_proj", "rope", "n_heads", "n_kv_heads", "scale", "offset"),
+    *("shape", "reshape", "transpose", "swapaxes", "update_and_fetch", "scaled_dot_product_attention"),
 }
 _KNOWN_NUMBERS = {-1, 0, 1, 2, 3}  # axes; code within code is none
 # Above this many tokens the products are matrices by matrices, which gain nothing from being one.
@@ -137,14 +136,6 @@ def join(module: nn.Module) -> None:
 def part(module: nn.Module) -> None:
     """Gives up what `join` did, but for the weights' being views."""
     del module._joined
-
-
-def input_of(module: nn.Module) -> tuple[int, mx.Dtype]:
-    """Width and type of what such a module takes."""
-    layer = module[_PROJECTIONS[0]]
-    if type(layer) is Linear:
-        return layer["weight"].shape[1], layer["weight"].dtype
-    return layer["weight"].shape[1] * 32 // layer.bits, layer["scales"].dtype
 
 
 def decode_a_little(module: nn.Module, x: mx.array) -> mx.array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,21 +16,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import _ext
-from .fused_attention import attend_with_ours, decode_a_little, input_of, join, joinable, joined_attention, part
+from .fused_attention import attend_with_ours, decode_a_little, join, joinable, joined_attention, part
 from .nn import QuantizedLinear, RMSNorm
 
 __all__ = ["fuse_blocks"]
 
 _BLOCK = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 _GATED = ("gate_proj", "up_proj", "down_proj")
+# Holds modules that another one needs, so that they are no part of its weights.
+_Held = types.SimpleNamespace
+
 _EPSILON = {mx.float32: 1e-5, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
-
-
-class _Following:
-    """The norm after a block, held so that it is no part of the block's weights."""
-
-    def __init__(self, norm: RMSNorm):
-        self.norm = norm
 
 
 class _Carried(threading.local):
@@ -85,13 +82,6 @@ def _is_pair(gate: Any, up: Any) -> bool:
     )
 
 
-class _Pair:
-    """The gate and the other half that were found to be a pair, held so that they are no part of the weights."""
-
-    def __init__(self, gate: nn.Module, up: nn.Module):
-        self.gate, self.up = gate, up
-
-
 def _fused_mlp(self: Any, x: mx.array) -> mx.array:
     gate, up, pair = self["gate_proj"], self["up_proj"], self._pair
     if gate is not pair.gate or up is not pair.up:  # adapters have come since
@@ -140,6 +130,14 @@ def _try(
     return False
 
 
+def _input_of(layer: nn.Module) -> tuple[int, mx.Dtype]:
+    """Width and type of what a linear layer takes."""
+    width = layer["weight"].shape[1]
+    if type(layer) is QuantizedLinear:
+        return width * 32 // layer.bits, layer["scales"].dtype
+    return width, layer["weight"].dtype
+
+
 def fuse_blocks(model: nn.Module) -> None:
     """Fuses what can be fused of a model whose modules are ours already."""
     modules = [module for _, module in model.named_modules()]
@@ -148,14 +146,13 @@ def fuse_blocks(model: nn.Module) -> None:
             module.__class__ = _subclass(type(module), call)
             if joinable(module):
                 join(module)
-                if not _try(module, joined_attention, *input_of(module), decode_a_little):
+                if not _try(module, joined_attention, *_input_of(module["q_proj"]), decode_a_little):
                     part(module)
     for module in modules:
         if all(name in module for name in _GATED) and _is_pair(module["gate_proj"], module["up_proj"]):
             gate = module["gate_proj"]
-            module._pair = _Pair(gate, module["up_proj"])
-            width = gate["weight"].shape[-1] * 32 // gate.bits
-            _try(module, _fused_mlp, width, gate["scales"].dtype)
+            module._pair = _Held(gate=gate, up=module["up_proj"])
+            _try(module, _fused_mlp, *_input_of(gate))
     for module in modules:
         if all(name in module for name in _BLOCK) and type(module["post_attention_layernorm"]) is RMSNorm:
             weight = module["post_attention_layernorm"]["weight"]
@@ -179,4 +176,4 @@ def _chain(module: nn.Module) -> None:
         norms.append(last)
     for layer, norm in zip(layers, norms):
         if isinstance(norm, RMSNorm):
-            layer._following = _Following(norm)
+            layer._following = _Held(norm=norm)
