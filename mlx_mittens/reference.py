@@ -45,12 +45,13 @@ def rms_norm(x, weight, eps: float) -> np.ndarray:
     return y if weight is None else y * weight
 
 
-def rms_norm_vjp(x, weight, dy, eps: float, magnitude: bool = False):
+def rms_norm_vjp(x, weight, dy, eps: float, magnitude: bool = False, rounded: bool = False):
     x, weight, dy = _widen(x), _widen(weight), _widen(dy)
     n = 1 / np.sqrt(_mean(x * x) + eps)
     g = dy if weight is None else dy * weight
     dx = _sum(n * g, -x * n**3 * _mean(g * x), magnitude=magnitude)
-    return dx, None if weight is None else _over_rows(dy * x * n, magnitude)
+    terms = dy * x * n
+    return dx, None if weight is None else _over_rows(terms, magnitude, terms if rounded else 0.0)
 
 
 def layer_norm(x, weight, bias, eps: float) -> np.ndarray:
@@ -99,7 +100,8 @@ def add_rms_norm(x, residual, weight, eps: float) -> tuple[np.ndarray, np.ndarra
 
 
 def add_rms_norm_vjp(x, residual, weight, dnormed, dtotal, eps: float, magnitude: bool = False):
-    dx, dweight = rms_norm_vjp(_widen(x) + _widen(residual), weight, dnormed, eps, magnitude)
+    # What is normed is a sum that was rounded to the inputs' type.
+    dx, dweight = rms_norm_vjp(_widen(x) + _widen(residual), weight, dnormed, eps, magnitude, rounded=True)
     dx = _sum(dx, _widen(dtotal), magnitude=magnitude)
     return dx, dx, dweight
 

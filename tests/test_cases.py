@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mlx_mittens as mm
-from mlx_mittens import cases
+from mlx_mittens import cases, reference
 from mlx_mittens.cases import Case, Exact
 
 README = Path(__file__).parent.parent / "README.md"
@@ -111,6 +111,20 @@ def test_blocks_change_nothing(op, rng):
 def test_error_of_the_exact_value_is_rounding(dtype, rng):
     value = rng.standard_normal((20, 50))
     assert 0 < cases.error(mx.array(value.astype(np.float32)).astype(dtype), Exact(value)) <= cases.EPSILON[dtype]
+
+
+def test_a_sum_that_comes_rounded_is_no_error_of_the_weights_gradient(rng):
+    """The rows' terms cancel in every column, and what rounding x + residual left in them remains."""
+    op, case = cases.get("add_rms_norm"), Case("cancels", (2, 64), vjp=True)
+    x, residual, dy = (rng.uniform(a, b, (1, 64)) for a, b in [(16, 20), (0.1, 0.2), (1, 2)])
+    rows = [np.concatenate(a) for a in [(x, x), (residual, -residual), (dy, -dy * (x + residual) / (x - residual))]]
+    x, residual, dy = (mx.array(a.astype(np.float32)).astype(mx.float16) for a in rows)
+    arrays, cotangents = [x, residual, mx.ones(64, mx.float16)], [dy, mx.zeros((2, 64), mx.float16)]
+    exact = op.exact(case, arrays, cotangents)[2]
+    result = reference.rms_norm_vjp(cases.widen(x + residual), cases.widen(arrays[2]), cases.widen(dy), 1e-5)[1]
+    result = mx.array(result.astype(np.float32)).astype(mx.float16)
+    assert cases.error(result, exact) <= 2 * cases.EPSILON[mx.float16] < cases.error(result, Exact(exact.value))
+    assert cases.error(result + 0.02, exact) > 2 * cases.EPSILON[mx.float16]
 
 
 def test_error_sees_one_wrong_element(dtype, rng):
