@@ -147,7 +147,7 @@ class RowProducts {
           }
         });
         repeat<rows>([&](auto m) MITTENS_INLINED {
-          const Float activations = read<Float>(at + m.value * x_stride + v.value * width, All());
+          const Float activations = held(read<Float>(at + m.value * x_stride + v.value * width, All()));
           repeat<outputs>([&](auto i) MITTENS_INLINED {
             sum[m.value][i.value] = fma(weights[i.value], activations, sum[m.value][i.value]);
           });

@@ -362,6 +362,18 @@ MITTENS_INLINE Floats filled(Floats v, Some some, float fill) {
   return {a < n ? v.a : Float{} + fill, b < n ? v.b : Float{} + fill};
 }
 
+// A value that is used several times: in a register, where GCC would read it from memory for each use.
+MITTENS_INLINE Float held(Float v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__x86_64__)
+  asm("" : "+x"(v));
+#elif defined(__ARM_NEON)
+  asm("" : "+w"(v));
+#endif
+  return v;
+}
+
 // ---- arithmetic ----
 
 MITTENS_INLINE Float fma(Float x, Float y, Float z) {
