@@ -66,7 +66,7 @@ class ColumnProducts {
         widen(begin + k, n, size, panel + k * tile_outputs, scales);
       }
       each_part(rows, tile_rows, [&](size_t row, size_t count) {
-        with_index<tile_rows>(count, [&](auto m) {
+        with_index<smallest_part(most_direct_columns_rows + 1, batch_rows, tile_rows), tile_rows>(count, [&](auto m) {
           for (size_t t = 0; t < tiles; ++t) {
             tile<m.value>(x + row * columns + begin, columns, panel + t * column_panel_rows * tile_outputs, length,
                           sums + row * panel_outputs + t * tile_outputs, begin != 0);
@@ -104,7 +104,7 @@ class ColumnProducts {
   void all_rows(const float* x, size_t rows, size_t columns, size_t k, size_t begin, size_t steps, float* sums,
                 size_t stride, float* memory) const {
     each_part(rows, 2, [&](size_t row, size_t size) {
-      with_index<2>(size, [&](auto m) {
+      with_index<1, 2>(size, [&](auto m) {
         along<m.value, count>(x + row * columns, columns, k, begin, steps, sums + row * stride, stride, memory);
       });
     });
@@ -120,7 +120,7 @@ class ColumnProducts {
       w[r.value] = source_.row(k + r.value, begin * Source::step, size, memory + r.value * scales);
     });
     const size_t next = count * source_.stride_bytes();
-    auto each = [&](size_t s, auto part) MITTENS_INLINED {
+    each_step<Source>(size, [&](size_t s, auto part) MITTENS_INLINED {
       float* at = sums + (begin + s) * step;
       Float sum[rows][vectors];
       repeat<rows>([&](auto m) MITTENS_INLINED {
@@ -143,32 +143,18 @@ class ColumnProducts {
           write(at + m.value * stride + v.value * width, sum[m.value][v.value], All());
         });
       });
-    };
-    const size_t whole = size / Source::step;
-    for (size_t s = 0; s < whole; ++s) {
-      each(s, All());
-    }
-    if (size % Source::step) {
-      each(whole, Some{size % Source::step});
-    }
+    });
   }
 
   // Row k of a panel.
   void widen(size_t k, size_t n, size_t size, float* y, float* memory) const {
     const typename Source::Row w = source_.row(k, n, size, memory);
-    auto each = [&](size_t s, auto part) MITTENS_INLINED {
+    each_step<Source>(size, [&](size_t s, auto part) MITTENS_INLINED {
       widen_step(source_, w, s, part, [&](size_t v, Float weights) MITTENS_INLINED {
         const size_t at = s * Source::vectors + v;
         write(y + (at / tile_vectors * column_panel_rows * tile_vectors + at % tile_vectors) * width, weights, All());
       });
-    };
-    const size_t whole = size / Source::step;
-    for (size_t s = 0; s < whole; ++s) {
-      each(s, All());
-    }
-    if (size % Source::step) {
-      each(whole, Some{size % Source::step});
-    }
+    });
   }
 
   template <int rows>

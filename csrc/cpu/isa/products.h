@@ -36,12 +36,22 @@ MITTENS_INLINE void each_part(size_t n, size_t most, const F& f) {
   }
 }
 
-// Calls f(Index<n>()), 1 <= n <= most.
-template <int most, typename F>
+// The smallest of the parts that each_part makes of n, least <= n <= greatest.
+constexpr int smallest_part(size_t least, size_t greatest, size_t most) {
+  size_t smallest = most;
+  for (size_t n = least; n <= greatest; ++n) {
+    const size_t part = n / divide_up(n, most);
+    smallest = part < smallest ? part : smallest;
+  }
+  return static_cast<int>(smallest);
+}
+
+// Calls f(Index<n>()), least <= n <= most.
+template <int least, int most, typename F>
 MITTENS_INLINE void with_index(size_t n, const F& f) {
-  if constexpr (most > 1) {
+  if constexpr (most > least) {
     if (n < most) {
-      return with_index<most - 1>(n, f);
+      return with_index<least, most - 1>(n, f);
     }
   }
   f(Index<most>());

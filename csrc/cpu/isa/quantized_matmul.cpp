@@ -19,15 +19,15 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
                       size_t rows, size_t columns, size_t outputs) {
   with_format(type, w->bits, [&](auto t, auto bits) {
     using T = decltype(t);
-    using Source = Affine<T, decltype(bits)::value>;
+    using Source = Affine<decltype(bits)::value, __is_same(T, float)>;
     auto finish = [&](size_t row, size_t n, size_t size, const float* sums, const float* = nullptr) {
       round_row((T*)y + row * outputs + n, sums, bias ? (const T*)bias + n : nullptr, size);
     };
     if (w->transpose) {
-      row_products<Source, 1>([&](size_t i, int) { return Source(w[i]); }, (const T*)x, matrices, rows, columns,
+      row_products<Source, 1>([&](size_t i, int) { return Source(w[i], type); }, (const T*)x, matrices, rows, columns,
                               outputs, finish);
     } else {
-      column_products<Source>([&](size_t i) { return Source(w[i]); }, (const T*)x, matrices, rows, columns, outputs,
+      column_products<Source>([&](size_t i) { return Source(w[i], type); }, (const T*)x, matrices, rows, columns, outputs,
                               finish);
     }
   });
@@ -37,7 +37,7 @@ void quantized_swiglu(Type type, const QuantizedWeights& gate, const QuantizedWe
                       size_t rows, size_t columns, size_t outputs) {
   with_format(type, gate.bits, [&](auto t, auto bits) {
     using T = decltype(t);
-    using Source = Affine<T, decltype(bits)::value>;
+    using Source = Affine<decltype(bits)::value, __is_same(T, float)>;
     auto finish = [&](size_t row, size_t n, size_t size, const float* gates, const float* ups) {
       auto some = [&](size_t i, auto part) MITTENS_INLINED {
         const Float g = read<Float>(gates + i, part);
@@ -51,7 +51,7 @@ void quantized_swiglu(Type type, const QuantizedWeights& gate, const QuantizedWe
         some(i, Some{size - i});
       }
     };
-    row_products<Source, 2>([&](size_t, int j) { return Source(j == 0 ? gate : up); }, (const T*)x, 1, rows, columns,
+    row_products<Source, 2>([&](size_t, int j) { return Source(j == 0 ? gate : up, type); }, (const T*)x, 1, rows, columns,
                             outputs, finish);
   });
 }

@@ -57,14 +57,14 @@ class RowProducts {
   // sums[m * stride + i] = the product of row m of x and row n + i, i < size. x: Arranged, with sums.
   void direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
     if (rows > 4 && many_registers && Source::vectors >= 4) {  // what is read for a step serves long
-      direct_groups<8, 2>(x, rows, n, size, sums, stride, memory);
+      direct_groups<5, 8, 2>(x, rows, n, size, sums, stride, memory);
       return;
     }
     if (rows > 2 || !Source::sums_apart) {
-      direct_groups<4, tile_outputs>(x, rows, n, size, sums, stride, memory);
+      direct_groups<Source::sums_apart ? 3 : 1, 4, tile_outputs>(x, rows, n, size, sums, stride, memory);
       return;
     }
-    with_index<2>(rows, [&](auto m) {
+    with_index<1, 2>(rows, [&](auto m) {
       constexpr int outputs = many_registers || m.value == 1 ? 4 : 2;
       size_t i = 0;
       for (; i + outputs <= size; i += outputs) {
@@ -87,23 +87,24 @@ class RowProducts {
  private:
   static constexpr int most_outputs = 4;
 
-  template <int most, int outputs>
+  // least: rows.
+  template <int least, int most, int outputs>
   void direct_groups(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,
                      float* memory) const {
     size_t i = 0;
     for (; i + outputs <= size; i += outputs) {
-      all_rows<most, outputs>(x, rows, n + i, sums + i, stride, memory);
+      all_rows<least, most, outputs>(x, rows, n + i, sums + i, stride, memory);
     }
     for (; i < size; ++i) {
-      all_rows<most, 1>(x, rows, n + i, sums + i, stride, memory);
+      all_rows<least, most, 1>(x, rows, n + i, sums + i, stride, memory);
     }
   }
 
-  template <int most, int outputs>
+  template <int least, int most, int outputs>
   void all_rows(const float* x, size_t rows, size_t n, float* sums, size_t stride, float* memory) const {
     const size_t x_stride = Arranged<Source, Source::offset>::size(columns_);
     each_part(rows, most, [&](size_t row, size_t count) {
-      with_index<most>(count, [&](auto m) {
+      with_index<smallest_part(least, most_direct_rows, most), most>(count, [&](auto m) {
         shared<m.value, outputs>(x + row * x_stride, n, sums + row * stride, stride, memory);
       });
     });
@@ -120,9 +121,8 @@ class RowProducts {
     repeat<outputs>([&](auto i) MITTENS_INLINED {
       w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales);
     });
-    const size_t whole = columns_ / Source::step;
     const size_t group_bytes = outputs * source_.stride_bytes();
-    auto step = [&](size_t s, auto part) MITTENS_INLINED {
+    each_step<Source>(columns_, [&](size_t s, auto part) MITTENS_INLINED {
       const float* at = x + s * X::step;
       typename Source::Raw raw[outputs];
       Float scale[outputs], bias[outputs];
@@ -153,13 +153,7 @@ class RowProducts {
           });
         });
       });
-    };
-    for (size_t s = 0; s < whole; ++s) {
-      step(s, All());
-    }
-    if (columns_ % Source::step) {
-      step(whole, Some{columns_ % Source::step});
-    }
+    });
     repeat<rows>([&](auto m) MITTENS_INLINED { write_totals(sums + m.value * stride, sum[m.value], false); });
   }
 
@@ -174,11 +168,11 @@ class RowProducts {
       w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales);
     });
     // What comes after a row's end are the rows after all of these.
-    const size_t whole = columns_ / Source::step;
+    const size_t steps = divide_up(columns_, Source::step);
     const size_t row_bytes = source_.stride_bytes();
     const size_t steps_ahead = prefetch_bytes / Source::step_bytes;
-    const size_t near_steps = whole > steps_ahead ? whole - steps_ahead : 0;
-    auto step = [&](size_t s, auto part) MITTENS_INLINED {
+    const size_t near_steps = steps > steps_ahead ? steps - steps_ahead : 0;
+    each_step<Source>(columns_, [&](size_t s, auto part) MITTENS_INLINED {
       const float* at = x + s * X::step;
       const size_t ahead = s < near_steps ? prefetch_bytes : prefetch_bytes + (outputs - 1) * row_bytes;
       repeat<outputs>([&](auto i) MITTENS_INLINED {
@@ -212,13 +206,7 @@ class RowProducts {
           });
         }
       });
-    };
-    for (size_t s = 0; s < whole; ++s) {
-      step(s, All());
-    }
-    if (columns_ % Source::step) {
-      step(whole, Some{columns_ % Source::step});
-    }
+    });
     repeat<rows>([&](auto m) MITTENS_INLINED { write_totals(sums + m.value * stride, sum[m.value], false); });
   }
 
@@ -243,7 +231,7 @@ class RowProducts {
         panel[i] = 0;
       }
       each_part(rows, tile_rows, [&](size_t row, size_t count) {
-        with_index<tile_rows>(count, [&](auto m) {
+        with_index<smallest_part(most_direct_rows + 1, batch_rows, tile_rows), tile_rows>(count, [&](auto m) {
           for (size_t i = 0; i < size; i += tile_outputs) {
             tile<m.value>(x + row * x_stride + begin, x_stride, panel + i * length, length,
                           sums + row * stride + i, stride, begin != 0);
@@ -255,19 +243,12 @@ class RowProducts {
 
   void widen(size_t n, size_t begin, size_t columns, float* y, float* memory, size_t ahead) const {
     const typename Source::Row w = source_.row(n, begin, columns, memory);
-    auto step = [&](size_t s, auto part) MITTENS_INLINED {
+    each_step<Source>(columns, [&](size_t s, auto part) MITTENS_INLINED {
       __builtin_prefetch(static_cast<const char*>(Source::address(w, s)) + ahead);
       widen_step(source_, w, s, part, [&](int v, Float weights) MITTENS_INLINED {
         write(y + s * Source::step + v * width, weights, All());
       });
-    };
-    const size_t whole = columns / Source::step;
-    for (size_t s = 0; s < whole; ++s) {
-      step(s, All());
-    }
-    if (columns % Source::step) {
-      step(whole, Some{columns % Source::step});
-    }
+    });
   }
 
   template <int rows>

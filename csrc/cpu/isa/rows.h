@@ -32,7 +32,7 @@ MITTENS_INLINE size_t smaller(size_t a, size_t b) {
   return a < b ? a : b;
 }
 
-MITTENS_INLINE size_t divide_up(size_t a, size_t b) {
+MITTENS_INLINE constexpr size_t divide_up(size_t a, size_t b) {
   return a / b + (a % b != 0);
 }
 

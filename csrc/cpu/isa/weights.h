@@ -69,12 +69,14 @@ MITTENS_INLINE Float centered(UInt words) {
   return (Float)sum - (static_cast<float>(1 << (23 - at)) + static_cast<float>(1 << (bits - 1)));
 }
 
-// Words of integers with scales and biases of type T. Vector v has the integer v of each of width words.
-template <typename T, int bits>
+// Words of integers with scales and biases of a type that is known when a row is begun. Vector v has the integer v of
+// each of width words. exact: each weight is multiplied as it is, and not its integer with the scale left to the sum.
+template <int bits, bool exact>
 struct Affine {
   const uint32_t* words;
-  const T* scales;
-  const T* biases;
+  const void* scales;
+  const void* biases;
+  Type type;
   size_t words_stride;
   size_t scales_stride;
   size_t biases_stride;
@@ -86,7 +88,7 @@ struct Affine {
   static constexpr size_t step_bytes = width * sizeof(uint32_t);
   static constexpr bool scaled = true;
   static constexpr bool offset = true;
-  static constexpr bool sums_apart = !__is_same(T, float);
+  static constexpr bool sums_apart = !exact;
   static constexpr float middle = bits == 4 ? 8 : 128;
   struct Row {
     const uint32_t* words;
@@ -95,10 +97,11 @@ struct Affine {
   };
   using Raw = UInt;
 
-  explicit MITTENS_INLINE Affine(const QuantizedWeights& w)
+  MITTENS_INLINE Affine(const QuantizedWeights& w, Type type)
       : words(w.words),
-        scales(static_cast<const T*>(w.scales)),
-        biases(static_cast<const T*>(w.biases)),
+        scales(w.scales),
+        biases(w.biases),
+        type(type),
         words_stride(w.words_stride),
         scales_stride(w.scales_stride),
         biases_stride(w.biases_stride),
@@ -112,30 +115,35 @@ struct Affine {
   // Scales and offsets of all groups, and of some beyond, as the last step reads a whole vector of them.
   size_t floats(size_t columns) const { return (divide_up(columns >> group_bits, width) + 1) * width; }
   size_t memory(size_t columns) const { return 2 * floats(columns); }
-  size_t bytes(size_t columns) const { return columns * bits / 8 + (columns >> group_bits) * 2 * sizeof(T); }
+  size_t bytes(size_t columns) const {
+    return columns * bits / 8 + (columns >> group_bits) * (type == Type::float32 ? 8 : 4);
+  }
 
   size_t stride_bytes() const { return words_stride * sizeof(uint32_t); }
 
-  MITTENS_INLINE Row row(size_t n, size_t begin, size_t size, float* memory) const {
+  Row row(size_t n, size_t begin, size_t size, float* memory) const {
     const size_t groups = size >> group_bits, first = begin >> group_bits;
-    const T* s = scales + n * scales_stride + first;
-    const T* b = biases + n * biases_stride + first;
     float* offsets = memory + floats(size);
-    size_t i = 0;
-    auto convert = [&](auto part) MITTENS_INLINED {
-      const Float scale = load_in_order(s + i, part);
-      write(memory + i, scale, All());
-      write(offsets + i, fma(Float{} + middle, scale, load_in_order(b + i, part)), All());
-    };
-    for (; i + width <= groups; i += width) {
-      convert(All());
-    }
-    if (i < groups) {
-      convert(Some{groups - i});
-      i += width;
-    }
-    write(memory + i, Float{}, All());
-    write(offsets + i, Float{}, All());
+    with_type(type, [&](auto t) {
+      using T = decltype(t);
+      const T* s = static_cast<const T*>(scales) + n * scales_stride + first;
+      const T* b = static_cast<const T*>(biases) + n * biases_stride + first;
+      auto convert = [&](size_t i, auto part) MITTENS_INLINED {
+        const Float scale = load_in_order(s + i, part);
+        write(memory + i, scale, All());
+        write(offsets + i, fma(Float{} + middle, scale, load_in_order(b + i, part)), All());
+      };
+      size_t i = 0;
+      for (; i + width <= groups; i += width) {
+        convert(i, All());
+      }
+      if (i < groups) {
+        convert(i, Some{groups - i});
+      }
+    });
+    const size_t end = divide_up(groups, width) * width;
+    write(memory + end, Float{}, All());
+    write(offsets + end, Float{}, All());
     return {words + n * words_stride + begin / vectors, memory, offsets};
   }
 
@@ -216,6 +224,18 @@ struct Blocks {
     return widen(Half{} + d);
   }
 };
+
+// Calls body(s, part) for the steps of so many columns.
+template <typename Source, typename Body>
+MITTENS_INLINE void each_step(size_t columns, const Body& body) {
+  const size_t whole = columns / Source::step;
+  for (size_t s = 0; s < whole; ++s) {
+    body(s, All());
+  }
+  if (columns % Source::step) {
+    body(whole, Some{columns % Source::step});
+  }
+}
 
 // Calls use(v, weights) for the vectors of a step of a row.
 template <typename Source, typename Part, typename Use>
