@@ -60,9 +60,7 @@ def scaled_dot_product_attention(
         Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135; Milakov and Gimelshein, "Online normalizer
         calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
     """
-    return _ext.scaled_dot_product_attention(
-        q, k, v, scale=scale, mask=mask, sinks=sinks, window=window, force_fused=force_fused, stream=stream
-    )
+    return _ext.scaled_dot_product_attention(q, k, v, scale, mask, sinks, window, force_fused, stream)
 
 
 def quantized_scaled_dot_product_attention(
@@ -111,5 +109,5 @@ def quantized_scaled_dot_product_attention(
         https://arxiv.org/abs/1712.05877.
     """
     return _ext.quantized_scaled_dot_product_attention(
-        queries, q_keys, q_values, scale, mask, group_size, bits, sinks=sinks, window=window, stream=stream
+        queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, stream
     )

@@ -45,7 +45,7 @@ def gemv(
         Named after ``gemv`` of the BLAS: Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra
         Subprograms", 1988.
     """
-    return _ext.gemv(w, x, bias, transpose=transpose, stream=stream)
+    return _ext.gemv(w, x, bias, transpose, stream)
 
 
 def quantized_matmul(
@@ -91,9 +91,7 @@ def quantized_matmul(
         Affine quantization in groups, as in Jacob et al., "Quantization and Training of Neural Networks for Efficient
         Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877.
     """
-    return _ext.quantized_matmul(
-        x, w, scales, biases, transpose, group_size, bits, mode, bias=bias, stream=stream
-    )
+    return _ext.quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, bias, stream)
 
 
 def quantized_swiglu(
@@ -127,7 +125,7 @@ def quantized_swiglu(
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
     """
-    return _ext.quantized_swiglu(x, gate, up, group_size, bits, stream=stream)
+    return _ext.quantized_swiglu(x, gate, up, group_size, bits, stream)
 
 
 def block_matmul(
@@ -157,7 +155,7 @@ def block_matmul(
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
-    return _ext.block_matmul(x, blocks, kind, bias, stream=stream)
+    return _ext.block_matmul(x, blocks, kind, bias, stream)
 
 
 def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> mx.array:
@@ -178,7 +176,7 @@ def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> 
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
-    return _ext.block_quantize(w, kind, stream=stream)
+    return _ext.block_quantize(w, kind, stream)
 
 
 def block_dequantize(
@@ -202,4 +200,4 @@ def block_dequantize(
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
-    return _ext.block_dequantize(blocks, kind, dtype, stream=stream)
+    return _ext.block_dequantize(blocks, kind, dtype, stream)

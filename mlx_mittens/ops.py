@@ -42,7 +42,7 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Stream
     Source:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467.
     """
-    return _ext.rms_norm(x, weight, eps, stream=stream)
+    return _ext.rms_norm(x, weight, eps, stream)
 
 
 def layer_norm(
@@ -70,7 +70,7 @@ def layer_norm(
     Source:
         Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450.
     """
-    return _ext.layer_norm(x, weight, bias, eps, stream=stream)
+    return _ext.layer_norm(x, weight, bias, eps, stream)
 
 
 def softmax(
@@ -99,7 +99,7 @@ def softmax(
         The largest value and the sum of a row are found in one pass, as in Milakov and Gimelshein, "Online normalizer
         calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
     """
-    return _ext.softmax(a, axis, precise=precise, stream=stream)
+    return _ext.softmax(a, axis, precise, stream)
 
 
 def add_rms_norm(
@@ -129,4 +129,4 @@ def add_rms_norm(
         The pre-norm residual block of Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020,
         https://arxiv.org/abs/2002.04745, with the norm of ``rms_norm``.
     """
-    return _ext.add_rms_norm(x, residual, weight, eps, stream=stream)
+    return _ext.add_rms_norm(x, residual, weight, eps, stream)

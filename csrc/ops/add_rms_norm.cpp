@@ -135,8 +135,7 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
 }
 
 void bind(nb::module_& module) {
-  module.def(op, &add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
-             "stream"_a = nb::none());
+  module.def(op, &add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -198,9 +198,8 @@ mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::S
 namespace {
 
 void bind(nb::module_& module) {
-  module.def("block_dequantize", &block_dequantize, "blocks"_a, "kind"_a, "dtype"_a, nb::kw_only(),
-             "stream"_a = nb::none());
-  module.def("block_quantize", &block_quantize, "w"_a, "kind"_a, nb::kw_only(), "stream"_a = nb::none());
+  module.def("block_dequantize", &block_dequantize, "blocks"_a, "kind"_a, "dtype"_a, "stream"_a = nb::none());
+  module.def("block_quantize", &block_quantize, "w"_a, "kind"_a, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

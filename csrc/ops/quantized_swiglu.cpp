@@ -153,7 +153,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
 
 void bind(nb::module_& module) {
   module.def(op, &quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
-             "bits"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+             "bits"_a.none() = nb::none(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);
