@@ -276,6 +276,23 @@ constant float table[2] = {5, 6};
     assert outputs(text) == [1, 2, 3, 4]
 
 
+def test_arrays_of_vectors_by_reference_and_by_pointer():
+    text = """template <typename T, int n>
+void fill(thread vec<T, 2> (&pairs)[n], uint i) {
+  for (int j = 0; j < n; ++j) {
+    pairs[j] = vec<T, 2>(T(i), T(j));
+  }
+}
+float last(thread const vec<float, 2> (*pairs)[3]) { return (*pairs)[2].x + 10 * (*pairs)[2].y; }
+[[kernel]] void test(device float* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
+  vec<float, 2> pairs[3];
+  fill<float, 3>(pairs, i);
+  out[i] = last(&pairs);
+}
+"""
+    assert outputs(text) == [20, 21, 22, 23]
+
+
 def test_array_parameters_and_member_functions():
     text = """struct Pair {
   float a;

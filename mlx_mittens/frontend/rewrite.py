@@ -477,6 +477,8 @@ class _Rewriter:
             first -= 2 if _IDENTIFIER.match(self.token(first - 2)) else 1
         if self.token(end) != "(" or end == i + 1 or self.token(first - 1) == "operator":
             return None
+        if self.token(end + 1) in ("&", "*") and self.token(self.partner[end] + 1) == "[":
+            return None  # a reference or a pointer to an array: vec<T, 2> (&name)[4]
         self.edits.append((self.spans[first][0], self.spans[first][0], "::mittens::construct<"))
         self.edits.append((self.spans[end - 1][1], self.spans[end - 1][1], ">"))
         return i
