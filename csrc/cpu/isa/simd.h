@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "cpu/types.h"
 
@@ -514,12 +515,13 @@ struct Index {
 };
 
 // Calls body(Index<0>()) to body(Index<n - 1>()), unrolled.
-template <int n, int i = 0, typename Body>
+template <typename Body, int... i>
+MITTENS_INLINE void repeat(std::integer_sequence<int, i...>, const Body& body) {
+  (body(Index<i>()), ...);
+}
+template <int n, typename Body>
 MITTENS_INLINE void repeat(const Body& body) {
-  if constexpr (i < n) {
-    body(Index<i>());
-    repeat<n, i + 1>(body);
-  }
+  repeat(std::make_integer_sequence<int, n>(), body);
 }
 
 // Accumulators of a loop: neighbouring units go to different ones, so that they do not wait for each other.
