@@ -27,8 +27,8 @@ auto lenient(const char* op, std::optional<Result> (*attempt)(Arguments...)) {
   };
 }
 
-// What is said of an op's arguments, but for where those begin that have to be named: the wrappers in Python see to that,
-// and hand them over by position, which takes less time.
+// What is said of an op's arguments, but for where those begin that have to be named: the wrappers in Python see to
+// that, and hand them over by position, which takes less time.
 template <typename Extra>
 auto without_kw_only(const Extra& extra) {
   if constexpr (std::is_same_v<Extra, nanobind::kw_only>) {

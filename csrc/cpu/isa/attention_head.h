@@ -65,13 +65,9 @@ class HeadRows {
   }
 
   void widen_row(const T* row, float* out) const {
-    size_t i = 0;
-    for (; i + width <= columns_; i += width) {
-      write(out + i, load_one(row + i), All());
-    }
-    if (i < columns_) {
-      write(out + i, load_one(row + i, Some{columns_ - i}), All());
-    }
+    each_vector(columns_, [&](size_t i, auto part) MITTENS_INLINED {
+      write(out + i, load_one(row + i, part), All());
+    });
   }
 
   template <int bits>

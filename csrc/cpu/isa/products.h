@@ -60,32 +60,19 @@ MITTENS_INLINE void with_index(size_t n, const F& f) {
 // n elements, in their order.
 template <typename T>
 MITTENS_INLINE void widen_row(const T* x, float* y, size_t n) {
-  size_t i = 0;
-  for (; i + width <= n; i += width) {
-    write(y + i, load_in_order(x + i), All());
-  }
-  if (i < n) {
-    write(y + i, load_in_order(x + i, Some{n - i}), Some{n - i});
-  }
+  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED { write(y + i, load_in_order(x + i, part), part); });
 }
 
 // y = round(sums + bias), n of them.
 template <typename T>
 MITTENS_INLINE void round_row(T* y, const float* sums, const T* bias, size_t n) {
-  auto some = [&](size_t i, auto part) MITTENS_INLINED {
+  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
     Float v = read<Float>(sums + i, part);
     if (bias) {
       v = v + load_in_order(bias + i, part);
     }
     store_in_order(y + i, v, part);
-  };
-  size_t i = 0;
-  for (; i + width <= n; i += width) {
-    some(i, All());
-  }
-  if (i < n) {
-    some(i, Some{n - i});
-  }
+  });
 }
 
 // A row of x in the order of a source's weights, in whole steps, zeros at the end. With sums each step has one more

@@ -23,12 +23,11 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
     auto finish = [&](size_t row, size_t n, size_t size, const float* sums, const float* = nullptr) {
       round_row((T*)y + row * outputs + n, sums, bias ? (const T*)bias + n : nullptr, size);
     };
+    auto source_of = [&](size_t i, int = 0) { return Source(w[i], type); };
     if (w->transpose) {
-      row_products<Source, 1>([&](size_t i, int) { return Source(w[i], type); }, (const T*)x, matrices, rows, columns,
-                              outputs, finish);
+      row_products<Source, 1>(source_of, (const T*)x, matrices, rows, columns, outputs, finish);
     } else {
-      column_products<Source>([&](size_t i) { return Source(w[i], type); }, (const T*)x, matrices, rows, columns, outputs,
-                              finish);
+      column_products<Source>(source_of, (const T*)x, matrices, rows, columns, outputs, finish);
     }
   });
 }
@@ -39,20 +38,13 @@ void quantized_swiglu(Type type, const QuantizedWeights& gate, const QuantizedWe
     using T = decltype(t);
     using Source = Affine<decltype(bits)::value, __is_same(T, float)>;
     auto finish = [&](size_t row, size_t n, size_t size, const float* gates, const float* ups) {
-      auto some = [&](size_t i, auto part) MITTENS_INLINED {
+      each_vector(size, [&](size_t i, auto part) MITTENS_INLINED {
         const Float g = read<Float>(gates + i, part);
         store_in_order((T*)y + row * outputs + n + i, g / (exp(-g) + 1.0f) * read<Float>(ups + i, part), part);
-      };
-      size_t i = 0;
-      for (; i + width <= size; i += width) {
-        some(i, All());
-      }
-      if (i < size) {
-        some(i, Some{size - i});
-      }
+      });
     };
-    row_products<Source, 2>([&](size_t, int j) { return Source(j == 0 ? gate : up, type); }, (const T*)x, 1, rows, columns,
-                            outputs, finish);
+    auto source_of = [&](size_t, int j) { return Source(j == 0 ? gate : up, type); };
+    row_products<Source, 2>(source_of, (const T*)x, 1, rows, columns, outputs, finish);
   });
 }
 

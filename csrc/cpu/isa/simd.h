@@ -543,6 +543,18 @@ struct Maxima {
   }
 };
 
+// Calls body(index, part) for the vectors of n elements.
+template <typename Body>
+MITTENS_INLINE void each_vector(size_t n, const Body& body) {
+  size_t i = 0;
+  for (; i + width <= n; i += width) {
+    body(i, All());
+  }
+  if (i < n) {
+    body(i, Some{n - i});
+  }
+}
+
 // Calls body(index, part, k) for the units of n elements; k names one of two accumulators.
 template <typename Body>
 MITTENS_INLINE void each_unit(size_t n, const Body& body) {

@@ -128,18 +128,11 @@ struct Affine {
       using T = decltype(t);
       const T* s = static_cast<const T*>(scales) + n * scales_stride + first;
       const T* b = static_cast<const T*>(biases) + n * biases_stride + first;
-      auto convert = [&](size_t i, auto part) MITTENS_INLINED {
+      each_vector(groups, [&](size_t i, auto part) MITTENS_INLINED {
         const Float scale = load_in_order(s + i, part);
         write(memory + i, scale, All());
         write(offsets + i, fma(Float{} + middle, scale, load_in_order(b + i, part)), All());
-      };
-      size_t i = 0;
-      for (; i + width <= groups; i += width) {
-        convert(i, All());
-      }
-      if (i < groups) {
-        convert(i, Some{groups - i});
-      }
+      });
     });
     const size_t end = divide_up(groups, width) * width;
     write(memory + end, Float{}, All());
