@@ -218,8 +218,9 @@ def _ptx_text(translation: Translation, file: str, name: str, bytes_sizes: dict[
     declared = ", ".join(text for _, text in sorted(parameters))
     declaration, limit = _max_threads(variant, kernel, 0)
     call = _call(variant, kernel, "::mittens::address_of(p{position})", "::mittens::dynamic_threadgroup_memory()")
+    matrices = "#define MITTENS_MATRIX_LANES\n" if "simdgroup_multiply" in translation.text else ""
     return (
-        f"{_prelude(translation)}{declaration}"
+        f"{matrices}{_prelude(translation)}{declaration}"
         f'extern "C" __attribute__((used)) int mittens_max_threads = {limit};\n'
         f'extern "C" __attribute__((nvptx_kernel)) void mittens_entry({declared}) __asm__("{entry_name(name)}");\n'
         f'extern "C" __attribute__((nvptx_kernel)) void mittens_entry({declared}) {{\n'

@@ -76,6 +76,11 @@ MITTENS_RUNTIME T shuffle(Scope scope, const char* name, Site site, T value, uns
   return value_of<T>(meet(scope, name, site, MITTENS_CALLER, &value, sizeof(T)).value[source % width]);
 }
 
+template <typename T>
+MITTENS_INLINE T shuffle_xor(Scope scope, const char* name, Site site, T value, unsigned mask) {
+  return shuffle(scope, name, site, value, lane() ^ mask);
+}
+
 // All lanes in the order of a butterfly, which is how the NVIDIA target adds too.
 template <typename T, typename F>
 __attribute__((no_sanitize("coverage"))) void combine_lanes(abi::Lanes& lanes) {
@@ -115,6 +120,10 @@ MITTENS_RUNTIME inline unsigned ballot(Scope scope, const char* name, Site site,
     mask |= unsigned(value_of<bool>(lanes.value[i])) << i;
   }
   return mask;
+}
+
+MITTENS_INLINE bool any(Scope scope, const char* name, Site site, bool value) {
+  return ballot(scope, name, site, value) != 0;
 }
 
 MITTENS_RUNTIME inline void barrier(Scope scope, const char* name, Site site, unsigned memory) {

@@ -1,4 +1,8 @@
 // The NVIDIA target: a simdgroup is a warp. Threadgroups are one-dimensional or 32 wide.
+//
+// Metal's lane numbers are the warp's own but in kernels that multiply matrices (MITTENS_MATRIX_LANES): there they are
+// such that each lane's elements of a matrix (metal/lanes.h) are those that the tensor cores take from it. One order is
+// the other with the bits of the number in other places, so that what is exchanged by xor stays so.
 #pragma once
 
 #include "metal/lanes.h"
@@ -18,6 +22,23 @@ constexpr Site here() {
 
 constexpr unsigned all_lanes = 0xffffffff;
 
+// The lane of the warp that has a number of Metal's, and the other way round. The tensor cores have row l / 4 and columns
+// 2 * (l % 4), + 1 in lane l.
+MITTENS_INLINE constexpr unsigned warp_lane(unsigned lane) {
+#ifdef MITTENS_MATRIX_LANES
+  return row_of(lane) * 4 + column_of(lane) / 2;
+#else
+  return lane;
+#endif
+}
+MITTENS_INLINE constexpr unsigned metal_lane(unsigned warp_lane) {
+#ifdef MITTENS_MATRIX_LANES
+  return lane_of(warp_lane / 4, warp_lane % 4 * 2);
+#else
+  return warp_lane;
+#endif
+}
+
 namespace attribute {
 
 #define MITTENS_REGISTER(name)                                                          \
@@ -32,7 +53,8 @@ MITTENS_REGISTER(nctaid)
 #undef MITTENS_REGISTER
 
 MITTENS_INLINE uint3 thread_position_in_threadgroup() {
-  return tid();
+  const uint3 position = tid();
+  return uint3{(position.x & ~31u) | metal_lane(position.x % 32), position.y, position.z};
 }
 MITTENS_INLINE uint3 threadgroup_position_in_grid() {
   return ctaid();
@@ -47,13 +69,14 @@ MITTENS_INLINE uint3 threads_per_grid() {
   return nctaid() * ntid();
 }
 MITTENS_INLINE uint3 thread_position_in_grid() {
-  return ctaid() * ntid() + tid();
+  return ctaid() * ntid() + thread_position_in_threadgroup();
 }
 MITTENS_INLINE uint thread_index_in_threadgroup() {
-  return tid().x + ntid().x * (tid().y + ntid().y * tid().z);
+  const uint3 position = thread_position_in_threadgroup();
+  return position.x + ntid().x * (position.y + ntid().y * position.z);
 }
 MITTENS_INLINE uint thread_index_in_simdgroup() {
-  return __nvvm_read_ptx_sreg_laneid();
+  return metal_lane(__nvvm_read_ptx_sreg_laneid());
 }
 MITTENS_INLINE uint simdgroup_index_in_threadgroup() {
   return thread_index_in_threadgroup() / 32;
@@ -102,13 +125,18 @@ MITTENS_INLINE T by_words(T value, F shuffle_word) {
 
 template <typename T>
 MITTENS_INLINE T shuffle(Scope scope, const char*, Site, T value, unsigned source) {
-  const unsigned from = scope == quad_scope ? (lane() & ~3u) + source % 4 : source;
+  const unsigned from = warp_lane(scope == quad_scope ? (lane() & ~3u) + source % 4 : source);
   return by_words(value, [from](int word) { return __nvvm_shfl_sync_idx_i32(all_lanes, word, from, 31); });
 }
 
 template <typename T>
 MITTENS_INLINE T shuffle_xor(T value, unsigned mask) {
-  return by_words(value, [mask](int word) { return __nvvm_shfl_sync_bfly_i32(all_lanes, word, mask, 31); });
+  const unsigned bits = warp_lane(mask);
+  return by_words(value, [bits](int word) { return __nvvm_shfl_sync_bfly_i32(all_lanes, word, bits, 31); });
+}
+template <typename T>
+MITTENS_INLINE T shuffle_xor(Scope scope, const char*, Site, T value, unsigned mask) {
+  return shuffle_xor(value, scope == quad_scope ? mask % 4 : mask % 32);
 }
 
 template <typename F, typename T>
@@ -130,19 +158,40 @@ MITTENS_INLINE T prefix(Scope scope, const char*, Site, T value, T first, bool i
   const unsigned at = lane() % width;
   T sum = value;
   for (unsigned step = 1; step < width; step *= 2) {
-    const T below = by_words(sum, [step](int word) { return __nvvm_shfl_sync_up_i32(all_lanes, word, step, 0); });
+    const T below = shuffle(simdgroup_scope, "", Site{}, sum, (lane() - step) % 32);
     sum = at >= step ? F::apply(below, sum) : sum;
   }
   if (inclusive) {
     return sum;
   }
-  const T before = by_words(sum, [](int word) { return __nvvm_shfl_sync_up_i32(all_lanes, word, 1, 0); });
+  const T before = shuffle(simdgroup_scope, "", Site{}, sum, (lane() - 1) % 32);
   return at == 0 ? first : before;
 }
 
+// mask with the bits whose numbers differ in bits i and i + by of the number in each other's place.
+template <unsigned i, unsigned by>
+MITTENS_INLINE constexpr unsigned exchanged(unsigned mask) {
+  constexpr unsigned apart = (1u << (i + by)) - (1u << i);
+  unsigned moved = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    moved |= (lane >> i & 1) && !(lane >> (i + by) & 1) ? 1u << lane : 0;
+  }
+  const unsigned differ = (mask ^ mask >> apart) & moved;
+  return mask ^ differ ^ differ << apart;
+}
+
 MITTENS_INLINE unsigned ballot(Scope scope, const char*, Site, bool value) {
-  const unsigned mask = __nvvm_vote_ballot_sync(all_lanes, value);
+  unsigned mask = __nvvm_vote_ballot_sync(all_lanes, value);
+#ifdef MITTENS_MATRIX_LANES
+  mask = exchanged<1, 1>(mask);  // bits 1, 2 and 3 of the warp's numbers are bits 3, 1 and 2 of Metal's
+  mask = exchanged<2, 1>(mask);
+#endif
   return scope == quad_scope ? mask >> (lane() & ~3u) & 15 : mask;
+}
+
+MITTENS_INLINE bool any(Scope scope, const char* name, Site site, bool value) {
+  return scope == quad_scope ? ballot(scope, name, site, value) != 0
+                             : __nvvm_vote_ballot_sync(all_lanes, value) != 0;
 }
 
 MITTENS_INLINE void barrier(Scope scope, const char*, Site, unsigned) {
@@ -157,8 +206,9 @@ MITTENS_INLINE void barrier(Scope scope, const char*, Site, unsigned) {
 // no register says where from.
 template <unsigned own, typename T>
 MITTENS_INLINE T shuffle_beside(T value, unsigned source) {
-  return by_words(value,
-                  [source](int word) { return __nvvm_shfl_sync_idx_i32(all_lanes, word, source, own << 8 | 31); });
+  constexpr unsigned kept = warp_lane(own);
+  const unsigned from = warp_lane(source);
+  return by_words(value, [from](int word) { return __nvvm_shfl_sync_idx_i32(all_lanes, word, from, kept << 8 | 31); });
 }
 
 // One 8x8 product: each lane brings two elements of a and of b, and leaves with two of a * b + c (see lane_of).
@@ -175,36 +225,31 @@ MITTENS_INLINE float2 matrix_multiply(Site, float2 a, float2 b, float2 c, unsign
   return c;
 }
 
-// The same in half or bfloat on the tensor cores, whose smallest product takes 16 rows: the lower 8 stay zero. Their
-// layout has row l / 4 and columns 2 * (l % 4), + 1 in lane l for a and c, and for b the same of its transposed.
+#ifdef MITTENS_MATRIX_LANES
+// The same in half or bfloat on the tensor cores, whose smallest product takes 16 rows: the lower 8 stay zero. Of b they
+// want the transposed.
 template <typename V>
-MITTENS_INLINE float2 tensor_multiply(V a, V b, float2 c, unsigned lane) {
-  unsigned left, right;
+MITTENS_INLINE float2 tensor_multiply(V a, V b, float2 c) {
+  unsigned left, right, turned;
   __builtin_memcpy(&left, &a, 4);
   __builtin_memcpy(&right, &b, 4);
-  const unsigned row = lane / 4;
-  const unsigned column = lane % 4 * 2;
-  const unsigned from = lane_of(row, column);
-  left = shuffle(simdgroup_scope, "", Site{}, left, from);
-  const unsigned upper = shuffle(simdgroup_scope, "", Site{}, right, lane_of(column, row));
-  const unsigned lower = shuffle(simdgroup_scope, "", Site{}, right, lane_of(column + 1, row));
-  const unsigned pair = row % 2 ? upper >> 16 | (lower & 0xffff0000u) : (upper & 0xffffu) | lower << 16;
-  const float2 start = shuffle(simdgroup_scope, "", Site{}, c, from);
-  float x, y, unused0, unused1;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(right));
+  float2 product;
+  float unused0, unused1;
   if constexpr (__is_same(V, metal::vec<bfloat, 2>)) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
                  "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
-                 : "=f"(x), "=f"(y), "=f"(unused0), "=f"(unused1)
-                 : "r"(left), "r"(0), "r"(pair), "f"(start.x), "f"(start.y), "f"(0.0f), "f"(0.0f));
+                 : "=f"(product.x), "=f"(product.y), "=f"(unused0), "=f"(unused1)
+                 : "r"(left), "r"(0), "r"(turned), "f"(c.x), "f"(c.y), "f"(0.0f), "f"(0.0f));
   } else {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
                  "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
-                 : "=f"(x), "=f"(y), "=f"(unused0), "=f"(unused1)
-                 : "r"(left), "r"(0), "r"(pair), "f"(start.x), "f"(start.y), "f"(0.0f), "f"(0.0f));
+                 : "=f"(product.x), "=f"(product.y), "=f"(unused0), "=f"(unused1)
+                 : "r"(left), "r"(0), "r"(turned), "f"(c.x), "f"(c.y), "f"(0.0f), "f"(0.0f));
   }
-  const unsigned back = row_of(lane) * 4 + column_of(lane) / 2;
-  return shuffle(simdgroup_scope, "", Site{}, float2{x, y}, back);
+  return product;
 }
+#endif
 
 MITTENS_INLINE void announce_atomic(const volatile void*, unsigned long, bool, const void*) {}
 

@@ -153,7 +153,7 @@ using quad_vote = simd_vote;
   }                                                                                                                \
   template <typename T>                                                                                            \
   MITTENS_INLINE T group##_shuffle_xor(T data, ushort mask, mittens::Site site = mittens::here()) {                \
-    return mittens::shuffle(scope, #group "_shuffle_xor", site, data, (mittens::lane() ^ mask) % width);           \
+    return mittens::shuffle_xor(scope, #group "_shuffle_xor", site, data, mask);                                   \
   }                                                                                                                \
   template <typename T>                                                                                            \
   MITTENS_INLINE T group##_shuffle_up(T data, ushort delta, mittens::Site site = mittens::here()) {                \
@@ -211,10 +211,10 @@ using quad_vote = simd_vote;
     return group##_vote(mittens::ballot(scope, #group "_active_threads_mask", site, true));                        \
   }                                                                                                                \
   MITTENS_INLINE bool group##_any(bool value, mittens::Site site = mittens::here()) {                              \
-    return mittens::ballot(scope, #group "_any", site, value) != 0;                                                \
+    return mittens::any(scope, #group "_any", site, value);                                                        \
   }                                                                                                                \
   MITTENS_INLINE bool group##_all(bool value, mittens::Site site = mittens::here()) {                              \
-    return mittens::ballot(scope, #group "_all", site, !value) == 0;                                               \
+    return !mittens::any(scope, #group "_all", site, !value);                                                      \
   }                                                                                                                \
   MITTENS_INLINE bool group##_is_first() {                                                                         \
     return mittens::lane() % width == 0;                                                                           \

@@ -81,9 +81,9 @@ MITTENS_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, 
   const uint lane = mittens::lane();
   const float2 sum = mittens::construct<float2>(c.thread_elements());
   float2 product;
-#ifdef __NVPTX__
+#ifdef MITTENS_MATRIX_LANES
   if constexpr (__is_same(A, B) && sizeof(A) == 2) {
-    product = mittens::tensor_multiply(a.thread_elements(), b.thread_elements(), sum, lane);
+    product = mittens::tensor_multiply(a.thread_elements(), b.thread_elements(), sum);
   } else
 #endif
   {
