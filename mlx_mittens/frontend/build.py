@@ -11,6 +11,7 @@ from pathlib import Path
 from . import cache, compiler, sources
 from .errors import CompileError
 from .rewrite import Argument, Kernel, RewriteError, Translation, Variant, rewrite
+from .tensor_products import joined_products
 
 _FOLDER = Path(__file__).resolve().parent
 INCLUDE = _FOLDER / "include"
@@ -218,7 +219,9 @@ def _ptx_text(translation: Translation, file: str, name: str, bytes_sizes: dict[
     declared = ", ".join(text for _, text in sorted(parameters))
     declaration, limit = _max_threads(variant, kernel, 0)
     call = _call(variant, kernel, "::mittens::address_of(p{position})", "::mittens::dynamic_threadgroup_memory()")
-    matrices = "#define MITTENS_MATRIX_LANES\n" if "simdgroup_multiply" in translation.text else ""
+    # Products of half types are the tensor cores'; those of float32 keep Metal's lanes.
+    floats = re.match(r"float\b", variant.template_args or "")
+    matrices = "#define MITTENS_MATRIX_LANES\n" if "simdgroup_multiply" in translation.text and not floats else ""
     return (
         f"{matrices}{_prelude(translation)}{declaration}"
         f'extern "C" __attribute__((used)) int mittens_max_threads = {limit};\n'
@@ -279,7 +282,7 @@ def ptx(
         done = found.run([*flags, f"-I{INCLUDE}", "-o", "-"], _ptx_text(translation, file, kernel, sizes))
         if done.returncode:
             raise CompileError(file, kernel, _clean(done.stderr))
-        path.write_text(_with_limit(done.stdout))
+        path.write_text(joined_products(_with_limit(done.stdout)))
 
     return cache.cached(f"{entry_name(kernel)[:80]}-{name}.ptx", make).read_text()
 

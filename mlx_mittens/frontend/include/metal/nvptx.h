@@ -135,8 +135,12 @@ MITTENS_INLINE T shuffle_xor(T value, unsigned mask) {
   return by_words(value, [bits](int word) { return __nvvm_shfl_sync_bfly_i32(all_lanes, word, bits, 31); });
 }
 template <typename T>
-MITTENS_INLINE T shuffle_xor(Scope scope, const char*, Site, T value, unsigned mask) {
+MITTENS_INLINE T shuffle_xor(Scope scope, const char* name, Site site, T value, unsigned mask) {
+#ifdef MITTENS_MATRIX_LANES
   return shuffle_xor(value, scope == quad_scope ? mask % 4 : mask % 32);
+#else
+  return shuffle(scope, name, site, value, lane() ^ mask);  // so that ptxas finds registers for prompts in float32
+#endif
 }
 
 template <typename F, typename T>
@@ -226,26 +230,23 @@ MITTENS_INLINE float2 matrix_multiply(Site, float2 a, float2 b, float2 c, unsign
 }
 
 #ifdef MITTENS_MATRIX_LANES
-// The same in half or bfloat on the tensor cores, whose smallest product takes 16 rows: the lower 8 stay zero. Of b they
-// want the transposed.
+// The same in half or bfloat on the tensor cores, which want the transposed of b. tensor_products.py makes real
+// instructions of these.
 template <typename V>
 MITTENS_INLINE float2 tensor_multiply(V a, V b, float2 c) {
   unsigned left, right, turned;
   __builtin_memcpy(&left, &a, 4);
   __builtin_memcpy(&right, &b, 4);
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(right));
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(right));
   float2 product;
-  float unused0, unused1;
   if constexpr (__is_same(V, metal::vec<bfloat, 2>)) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
-                 : "=f"(product.x), "=f"(product.y), "=f"(unused0), "=f"(unused1)
-                 : "r"(left), "r"(0), "r"(turned), "f"(c.x), "f"(c.y), "f"(0.0f), "f"(0.0f));
+    asm volatile("mittens.multiply.bf16 {%0, %1}, %2, %3, {%4, %5};"
+                 : "=f"(product.x), "=f"(product.y)
+                 : "r"(left), "r"(turned), "f"(c.x), "f"(c.y));
   } else {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
-                 : "=f"(product.x), "=f"(product.y), "=f"(unused0), "=f"(unused1)
-                 : "r"(left), "r"(0), "r"(turned), "f"(c.x), "f"(c.y), "f"(0.0f), "f"(0.0f));
+    asm volatile("mittens.multiply.f16 {%0, %1}, %2, %3, {%4, %5};"
+                 : "=f"(product.x), "=f"(product.y)
+                 : "r"(left), "r"(turned), "f"(c.x), "f"(c.y));
   }
   return product;
 }
