@@ -1,5 +1,6 @@
-// Attention of 1 to 16 tokens over keys and values in the queries' type (mittens/decode.h). Several threadgroups may
-// share the keys of a row; attention_combine.metal then puts together what they leave.
+// Attention of 1 to 16 rows of queries that share keys and values (mittens/decode.h); in half types of 1 and 2 where heads
+// have up to 128 elements, as attention_decode_tiles.metal takes the others. Several threadgroups may share the keys of a
+// row; attention_combine.metal then puts together what they leave.
 //
 // A head of up to 8 * G elements is spread over G lanes: 64, 128 and 256 fill them, widths between leave lanes idle.
 #include <metal_stdlib>
@@ -43,14 +44,21 @@ template <typename T, int G, int R>
       rows, k, v, params, group.x, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
 }
 
-#define instantiate_decode(G, width)                                     \
-  instantiate_types("attention_decode_" #width "_1", attention_decode, G, 1) \
-  instantiate_types("attention_decode_" #width "_2", attention_decode, G, 2) \
-  instantiate_types("attention_decode_" #width "_4", attention_decode, G, 4) \
-  instantiate_types("attention_decode_" #width "_8", attention_decode, G, 8)
+#define instantiate_float32(G, width, R) \
+  instantiate_kernel("attention_decode_" #width "_" #R "_float32", attention_decode, float, G, R)
 
-instantiate_decode(8, 64)
-instantiate_decode(16, 128)
-instantiate_decode(32, 256)
-instantiate_types("attention_decode_64_16", attention_decode, 8, 16)
-instantiate_types("attention_decode_128_16", attention_decode, 16, 16)
+#define instantiate_few(G, width)                                           \
+  instantiate_types("attention_decode_" #width "_1", attention_decode, G, 1) \
+  instantiate_types("attention_decode_" #width "_2", attention_decode, G, 2)
+
+instantiate_few(8, 64)
+instantiate_float32(8, 64, 4)
+instantiate_float32(8, 64, 8)
+instantiate_float32(8, 64, 16)
+instantiate_few(16, 128)
+instantiate_float32(16, 128, 4)
+instantiate_float32(16, 128, 8)
+instantiate_float32(16, 128, 16)
+instantiate_few(32, 256)
+instantiate_types("attention_decode_256_4", attention_decode, 32, 4)
+instantiate_types("attention_decode_256_8", attention_decode, 32, 8)

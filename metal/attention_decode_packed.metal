@@ -1,9 +1,10 @@
-// Attention of 1 to 16 tokens over packed keys and values, in one pass over them (mittens/decode.h): 4 or 8 bits with a
-// scale and a bias for each 32, 64 or 128 elements of a head.
+// Attention of 1 to 16 rows of queries that share packed keys and values, in one pass over them: 4 or 8 bits with a scale
+// and a bias for each 32, 64 or 128 elements of a head. In half types several rows are taken as products of matrices
+// (mittens/packed_tiles.h), one row and float32 by lanes (mittens/decode.h).
 #include <metal_stdlib>
 
-#include "mittens/decode.h"
 #include "mittens/instantiate.h"
+#include "mittens/packed_tiles.h"
 
 using namespace metal;
 using namespace mittens;
@@ -17,12 +18,44 @@ inline PackedRows<T, bits> packed_rows(
   rows.bytes = (const device uchar*)words + element * bits / 8;
   rows.scales = scales + (element >> params.group_shift);
   rows.biases = biases + (element >> params.group_shift);
+  rows.group_shift = params.group_shift;
   rows.aligned = params.aligned;
   return rows;
 }
 
 inline int64_t head_offset(int64_t start, constant int64_t* strides, uint batch, uint head) {
   return start + batch * strides[0] + head * strides[1];
+}
+
+// Keys and values of a threadgroup's head; the columns are where a lane's elements start.
+template <typename T, int bits>
+struct PackedHead {
+  PackedRows<T, bits> keys;
+  PackedRows<T, bits> values;
+};
+
+template <typename T, int bits>
+inline PackedHead<T, bits> packed_head(
+    const device uint* keys, const device T* key_scales, const device T* key_biases, uint key_column,
+    const device uint* values, const device T* value_scales, const device T* value_biases, uint value_column, uint batch,
+    uint head, constant AttentionParams& params) {
+  PackedHead<T, bits> packed;
+  packed.keys = packed_rows<T, bits>(
+      keys + head_offset(params.key_start, params.key_strides, batch, head),
+      key_scales + head_offset(params.key_scales_start, params.key_scales_strides, batch, head),
+      key_biases + head_offset(params.key_biases_start, params.key_biases_strides, batch, head), key_column, params);
+  packed.keys.stride = params.key_stride * 4;
+  packed.keys.scales_stride = params.key_scales_stride;
+  packed.keys.biases_stride = params.key_biases_stride;
+  packed.values = packed_rows<T, bits>(
+      values + head_offset(params.value_start, params.value_strides, batch, head),
+      value_scales + head_offset(params.value_scales_start, params.value_scales_strides, batch, head),
+      value_biases + head_offset(params.value_biases_start, params.value_biases_strides, batch, head), value_column,
+      params);
+  packed.values.stride = params.value_stride * 4;
+  packed.values.scales_stride = params.value_scales_stride;
+  packed.values.biases_stride = params.value_biases_stride;
+  return packed;
 }
 
 template <typename T, int bits, int G, int R>
@@ -47,43 +80,78 @@ template <typename T, int bits, int G, int R>
   threadgroup float maxima[R * decode_simdgroups];
   threadgroup float totals[R * decode_simdgroups];
   const DecodeRows<T> rows = decode_rows(queries, mask, sinks, y, group, R, params);
-  const uint b = rows.batch;
-  const uint h = rows.key_head;
-  PackedRows<T, bits> k = packed_rows<T, bits>(
-      keys + head_offset(params.key_start, params.key_strides, b, h),
-      key_scales + head_offset(params.key_scales_start, params.key_scales_strides, b, h),
-      key_biases + head_offset(params.key_biases_start, params.key_biases_strides, b, h),
-      lane_elements(lane, G, 8, params.width), params);
-  k.stride = params.key_stride * 4;
-  k.scales_stride = params.key_scales_stride;
-  k.biases_stride = params.key_biases_stride;
-  PackedRows<T, bits> v = packed_rows<T, bits>(
-      values + head_offset(params.value_start, params.value_strides, b, h),
-      value_scales + head_offset(params.value_scales_start, params.value_scales_strides, b, h),
-      value_biases + head_offset(params.value_biases_start, params.value_biases_strides, b, h),
-      lane_elements(lane, Shape::value_lanes, Shape::value_elements, params.width), params);
-  v.stride = params.value_stride * 4;
-  v.scales_stride = params.value_scales_stride;
-  v.biases_stride = params.value_biases_stride;
+  const PackedHead<T, bits> head = packed_head<T, bits>(
+      keys, key_scales, key_biases, lane_elements(lane, G, 8, params.width), values, value_scales, value_biases,
+      lane_elements(lane, Shape::value_lanes, Shape::value_elements, params.width), rows.batch, rows.key_head, params);
   decode<PackedRows<T, bits>, T, G, R>(
-      rows, k, v, params, group.x, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+      rows, head.keys, head.values, params, group.x, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
 }
 
-#define instantiate_decode(bits, G, width, R) \
-  instantiate_types("attention_decode_" #bits "bit_" #width "_" #R, attention_decode_packed, bits, G, R)
+template <typename T, int bits, int W, int D, int B>
+[[kernel, max_total_threads_per_threadgroup(128)]] void attention_decode_tiles_packed(
+    const device T* queries [[buffer(0)]],        // as above
+    const device uint* keys [[buffer(1)]],
+    const device T* key_scales [[buffer(2)]],
+    const device T* key_biases [[buffer(3)]],
+    const device uint* values [[buffer(4)]],
+    const device T* value_scales [[buffer(5)]],
+    const device T* value_biases [[buffer(6)]],
+    const device T* mask [[buffer(7)]],
+    const device T* sinks [[buffer(8)]],
+    device T* y [[buffer(9)]],
+    constant AttentionParams& params [[buffer(10)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  using Tiles = PackedTiles<T, bits, W, D, B>;
+  threadgroup float scratch[tile_scratch<Tiles>()];
+  threadgroup float maxima[8 * B * decode_simdgroups];
+  threadgroup float totals[8 * B * decode_simdgroups];
+  const DecodeRows<T> rows = decode_rows(queries, mask, sinks, y, group, 8 * B, params);
+  const PackedHead<T, bits> head = packed_head<T, bits>(
+      keys, key_scales, key_biases, 0, values, value_scales, value_biases, 0, rows.batch, rows.key_head, params);
+  Tiles tiles;
+  tiles.keys = head.keys;
+  tiles.values = head.values;
+  decode_tiles<Tiles, T, B>(rows, tiles, params, group.x, t, lane, simdgroup, scratch, maxima, totals);
+}
 
-#define instantiate_decode_bits(bits)   \
-  instantiate_decode(bits, 8, 64, 1)    \
-  instantiate_decode(bits, 8, 64, 4)    \
-  instantiate_decode(bits, 8, 64, 8)    \
-  instantiate_decode(bits, 8, 64, 16)   \
-  instantiate_decode(bits, 16, 128, 1)  \
-  instantiate_decode(bits, 16, 128, 4)  \
-  instantiate_decode(bits, 16, 128, 8)  \
-  instantiate_decode(bits, 16, 128, 16) \
-  instantiate_decode(bits, 32, 256, 1)  \
-  instantiate_decode(bits, 32, 256, 4)  \
-  instantiate_decode(bits, 32, 256, 8)
+#define instantiate_float32(bits, G, width, R)                                                                      \
+  instantiate_kernel(                                                                                               \
+      "attention_decode_" #bits "bit_" #width "_" #R "_float32", attention_decode_packed, float, bits, G, R)
 
-instantiate_decode_bits(4)
-instantiate_decode_bits(8)
+#define instantiate_tiles_by(bits, W, width, R, B)                                                                  \
+  instantiate_kernel(                                                                                               \
+      "attention_decode_tiles_" #bits "bit_by" #W "_" #width "_" #R "_float16", attention_decode_tiles_packed,      \
+      half, bits, W, width, B)                                                                                      \
+  instantiate_kernel(                                                                                               \
+      "attention_decode_tiles_" #bits "bit_by" #W "_" #width "_" #R "_bfloat16", attention_decode_tiles_packed,     \
+      bfloat, bits, W, width, B)
+
+// Groups of 32 columns, which leave no registers for more rows, and larger ones.
+#define instantiate_tiles(bits, width)       \
+  instantiate_tiles_by(bits, 32, width, 8, 1) \
+  instantiate_tiles_by(bits, 64, width, 8, 1) \
+  instantiate_tiles_by(bits, 64, width, 16, 2)
+
+#define instantiate_one(bits, G, width) \
+  instantiate_types("attention_decode_" #bits "bit_" #width "_1", attention_decode_packed, bits, G, 1)
+
+#define instantiate_bits(bits)                                                                           \
+  instantiate_one(bits, 8, 64)                                                                           \
+  instantiate_float32(bits, 8, 64, 4)                                                                    \
+  instantiate_float32(bits, 8, 64, 8)                                                                    \
+  instantiate_float32(bits, 8, 64, 16)                                                                   \
+  instantiate_tiles(bits, 64)                                                                            \
+  instantiate_one(bits, 16, 128)                                                                         \
+  instantiate_float32(bits, 16, 128, 4)                                                                  \
+  instantiate_float32(bits, 16, 128, 8)                                                                  \
+  instantiate_float32(bits, 16, 128, 16)                                                                 \
+  instantiate_tiles(bits, 128)                                                                           \
+  instantiate_one(bits, 32, 256)                                                                         \
+  instantiate_types("attention_decode_" #bits "bit_256_4", attention_decode_packed, bits, 32, 4)         \
+  instantiate_types("attention_decode_" #bits "bit_256_8", attention_decode_packed, bits, 32, 8)
+
+instantiate_bits(4)
+instantiate_bits(8)

@@ -1,4 +1,4 @@
-// Attention of many tokens:
+// Attention of many tokens, in half types of heads other than 64 and 128 wide (those: attention_decode_tiles.metal):
 //
 //   y = softmax(scale * q k^T + mask) v
 //
@@ -8,10 +8,10 @@
 // waits: the simdgroups of a threadgroup only share what they read, as they take neighbouring rows. Keys that no row of
 // a simdgroup sees, by causality, window or a bool mask, are not read.
 //
-// The tile is as large as leaves the machine occupied. Of 32-bit registers a lane holds 2 R D / 8 of sums, R D / 8
-// (half types) of queries and 2 R C of scores: at D = 64 and R = 2 that is 64, at D = 128 and R = 1 it is 56, so that
-// with what is on its way some 24 simdgroups fit a core of an Apple GPU, where its arithmetic saturates. R = 2 at D =
-// 128 would halve the fragments to load, and the simdgroups too.
+// The tile is as large as leaves the machine occupied. Of 32-bit registers a lane holds 2 R D / 8 of sums, R D / 8 (half
+// types; twice that in float32) of queries and 2 R C of scores: at D = 64 and R = 2 that is 80, at D = 128 and R = 1 it
+// is 72, which leaves registers for what is on its way, and for many simdgroups. R = 2 at D = 128 would halve the
+// fragments to load, and the simdgroups too.
 //
 // In float32 at D = 192 and 256 the queries would take as many registers as the sums: there they are loaded again for
 // each tile of keys. So they are at D = 72, where a register would spill otherwise.
@@ -373,10 +373,10 @@ template <typename T, int D, int R>
   }
 }
 
-instantiate_types("attention_prefill_64", attention_prefill, 64, 2)
+instantiate_kernel("attention_prefill_64_float32", attention_prefill, float, 64, 2)
 instantiate_types("attention_prefill_72", attention_prefill, 72, 1)
 instantiate_types("attention_prefill_80", attention_prefill, 80, 1)
 instantiate_types("attention_prefill_96", attention_prefill, 96, 1)
-instantiate_types("attention_prefill_128", attention_prefill, 128, 1)
+instantiate_kernel("attention_prefill_128_float32", attention_prefill, float, 128, 1)
 instantiate_types("attention_prefill_192", attention_prefill, 192, 1)
 instantiate_types("attention_prefill_256", attention_prefill, 256, 1)

@@ -273,7 +273,8 @@ _PACKED_TESTS = tuple(
     for bits in (4, 8)
     for case in (
         *_tests((1, 8, 2, 1, 70, 64), (2, 2, 1, 3, 33, 128), bits=bits),
-        *_tests((1, 4, 2, 2, 45, 64), bits=bits, group_size=32, mask="causal", sinks=True),
+        *_tests((1, 4, 2, 2, 45, 64), (1, 8, 2, 2, 37, 128), bits=bits, group_size=32, mask="causal", sinks=True),
+        *_tests((1, 4, 2, 2, 37, 128), bits=bits, group_size=128, mask="bool"),
         *_tests(*((1, r, 1, 1, 37, width) for width in (64, 128, 256) for r in (1, 4, 8, 16)), bits=bits),
     )
 )

@@ -36,10 +36,15 @@ Sizes sizes_of(const mx::Shape& queries, const mx::Shape& keys) {
           static_cast<uint32_t>(queries[2]), static_cast<uint32_t>(keys[2]),    static_cast<uint32_t>(queries[3])};
 }
 
-// Packed keys and values are always unpacked in registers by the kernel of a few rows, which then takes many blocks of
-// them.
-bool is_prefill(const Sizes& sizes, const AttentionOptions& options) {
-  return options.bits == 0 && sizes.queries > most_decode_queries;
+bool is_prompt(const Sizes& sizes) {
+  return sizes.queries > most_decode_queries;
+}
+
+// The kernels of a few rows take many blocks of them where products are of matrices and fill them, and where keys and
+// values are packed, which they unpack in registers.
+bool is_prefill(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
+  const bool tiles = dtype != mx::float32 && (sizes.width == 64 || sizes.width == 128);
+  return options.bits == 0 && is_prompt(sizes) && !tiles;
 }
 
 // The first key that any query sees. Rows that see none have the mean of all values, so all are read where there may be
@@ -53,6 +58,7 @@ uint32_t first_key(const Sizes& sizes, const AttentionOptions& options) {
 }
 
 struct DecodePlan {
+  bool tiles;      // products of matrices
   uint32_t width;  // of the kernel: 64, 128 or 256
   uint32_t rows;   // of a threadgroup, which share each key that it reads
   uint32_t row_blocks;
@@ -60,27 +66,52 @@ struct DecodePlan {
   uint32_t keys_per_split;
 };
 
-DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, bool may_split) {
+// How many threadgroups a large GPU runs at once, by the registers of a thread: an H200 has 132 times 2, 3 or 4.
+uint32_t threadgroups_at_once(const DecodePlan& plan, const AttentionOptions& options) {
+  constexpr uint32_t two = 256, three = 384, four = 512;
+  if (!plan.tiles) {
+    return plan.rows > 4 ? two : three;
+  }
+  if (plan.rows > 8) {
+    return plan.width == 64 ? three : two;
+  }
+  return options.bits == 0 || plan.width == 64 ? four : three;
+}
+
+DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype, bool may_split) {
   constexpr uint32_t simdgroups = 4;            // decode_simdgroups of mittens/decode.h
   DecodePlan plan;
   plan.width = std::max(std::bit_ceil(sizes.width), 64u);
   const uint32_t rows = sizes.ratio() * sizes.queries;
   plan.rows = std::min(std::bit_ceil(rows), plan.width > 128 ? 8u : 16u);
-  if (options.bits != 0 && plan.rows == 2) {
+  // Two rows would leave three quarters of a matrix empty, which is less than unpacking costs. In float32 matrices are no
+  // faster than what they replace.
+  plan.tiles = dtype != mx::float32 && plan.width <= 128 && rows > (options.bits == 0 ? 2 : 1);
+  if (plan.tiles) {
+    plan.rows = options.bits != 0 && options.group_size < 64 ? 8 : std::max(plan.rows, 8u);
+  } else if (options.bits != 0 && plan.rows == 2) {
     plan.rows = 4;  // there are fewer kernels of packed keys
   }
   plan.row_blocks = ceil_divide(rows, plan.rows);
-  // About what a large GPU runs at once; with more rows a thread has more registers. Each costs as much as some keys.
-  const uint32_t wanted_threadgroups = plan.rows > 4 ? 256 : 384;
-
-  const uint32_t lane_keys = plan.rows == 1 ? 8 : 4;  // DecodeShape::keys
-  const uint32_t step = simdgroups * lane_keys * (256 / plan.width);
+  const uint32_t wanted_threadgroups = threadgroups_at_once(plan, options);
+  uint32_t step = simdgroups * (plan.rows == 1 ? 8 : 4) * (256 / plan.width);  // DecodeShape::tile
+  if (plan.tiles) {
+    const uint32_t elements = plan.width * plan.rows / 8;
+    uint32_t tiles = elements > 64 ? 1 : 2;  // TileShape::C
+    if (options.bits != 0) {
+      tiles = options.group_size < 64 || elements > 128 ? 1 : 2;
+    }
+    step = simdgroups * 8 * tiles;
+  }
   const uint32_t first = first_key(sizes, options);
   const uint32_t steps = ceil_divide(sizes.keys - first, step);
   const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks;
   const uint32_t serial_steps = plan.rows > 4 ? 2 : 4;  // take less time than a second kernel
-  const uint32_t wanted = may_split && steps > serial_steps ? ceil_divide(wanted_threadgroups, groups) : 1;
-  const uint32_t splits = std::clamp(wanted, 1u, std::max(steps, 1u));
+  // Whether a row of a prompt sees any key at all is known where all of them are.
+  may_split = may_split && steps > serial_steps && !(is_prompt(sizes) && options.has_mask);
+  const uint32_t wanted = may_split ? ceil_divide(wanted_threadgroups, groups) : 1;
+  // Putting many shares together takes longer than some steps.
+  const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
   plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
   plan.splits = std::max(ceil_divide(sizes.keys - first, plan.keys_per_split), 1u);
   return plan;
@@ -156,7 +187,9 @@ void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const Att
     params.aligned = has_aligned_rows(keys, 16) && has_aligned_rows(values, 16);
   } else {
     params.group_shift = std::countr_zero(static_cast<uint32_t>(options.group_size));
-    params.aligned = has_aligned_rows(inputs[1], 8) && has_aligned_rows(inputs[4], 8);
+    for (int i = 1; i <= 6; ++i) {
+      params.aligned = params.aligned && has_aligned_rows(inputs[i], i % 3 == 1 ? 16 : 4);  // of scales and biases two
+    }
     params.key_start = bind_rows(launch, inputs[next++], params.key_strides, params.key_stride);
     params.key_scales_start = bind_rows(launch, inputs[next++], params.key_scales_strides, params.key_scales_stride);
     params.key_biases_start = bind_rows(launch, inputs[next++], params.key_biases_strides, params.key_biases_stride);
@@ -196,7 +229,7 @@ Launch combine_launch(const mx::array& partials, const mx::array& sinks, mx::arr
 
 std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
                                     const Sizes& sizes, const AttentionOptions& options) {
-  const DecodePlan plan = plan_decode(sizes, options, outputs.size() > 1);
+  const DecodePlan plan = plan_decode(sizes, options, inputs[0].dtype(), outputs.size() > 1);
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   params.splits = plan.splits;
   params.keys_per_split = plan.keys_per_split;
@@ -204,15 +237,21 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, std::v
   Launch launch;
   const mx::Dtype dtype = inputs[0].dtype();
   if (options.bits == 0) {
-    launch.file = "attention_decode.metal";
-    launch.kernel = kernel_name(dtype, "attention", "decode_", plan.width, "_", plan.rows);
+    launch.file = plan.tiles ? "attention_decode_tiles.metal" : "attention_decode.metal";
+    launch.kernel =
+        kernel_name(dtype, "attention", plan.tiles ? "decode_tiles_" : "decode_", plan.width, "_", plan.rows);
   } else {
     launch.file = "attention_decode_packed.metal";
-    launch.kernel = kernel_name(dtype, "attention", "decode_", options.bits, "bit_", plan.width, "_", plan.rows);
+    launch.kernel = plan.tiles
+                        ? kernel_name(dtype, "attention", "decode_tiles_", options.bits, "bit_by",
+                                      std::min(options.group_size, 64), "_", plan.width, "_", plan.rows)
+                        : kernel_name(dtype, "attention", "decode_", options.bits, "bit_", plan.width, "_", plan.rows);
   }
   launch.threadgroups = {plan.splits, plan.row_blocks, sizes.batches * sizes.key_heads};
   launch.threads = {128, 1, 1};
   bind_inputs(launch, inputs, options, params);
+  params.skips = is_prompt(sizes) && plan.splits == 1 &&
+                 (params.mask == bool_mask || (params.mask == no_mask && params.causal && !params.every_row_sees));
   launch.output(outputs[plan.splits > 1 ? 1 : 0]).params(params);
   if (plan.splits == 1) {
     return in_order(std::move(launch));
@@ -238,13 +277,13 @@ std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, std::
 
 }  // namespace
 
-size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values,
+size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
                            const AttentionOptions& options) {
   const Sizes sizes = sizes_of(queries, keys);
-  if (is_prefill(sizes, options) || !attention_not_covered(queries, keys, values, options).empty()) {
+  if (is_prefill(sizes, options, dtype) || !attention_not_covered(queries, keys, values, options).empty()) {
     return 0;
   }
-  const uint32_t splits = plan_decode(sizes, options, true).splits;
+  const uint32_t splits = plan_decode(sizes, options, dtype, true).splits;
   return splits > 1 ? splits * sizes.rows() * (sizes.width + 2) : 0;
 }
 
@@ -266,7 +305,7 @@ std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& key
 std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
                                        const AttentionOptions& options) {
   const Sizes sizes = sizes_of(inputs[0].shape(), inputs[1].shape());
-  return is_prefill(sizes, options) ? prefill_launches(inputs, outputs, sizes, options)
+  return is_prefill(sizes, options, inputs[0].dtype()) ? prefill_launches(inputs, outputs, sizes, options)
                                     : decode_launches(inputs, outputs, sizes, options);
 }
 

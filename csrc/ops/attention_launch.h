@@ -32,7 +32,7 @@ struct AttentionOptions {
 
 // Elements of the workspace that the partial results of split keys take; 0 where keys are not split, or no kernel covers
 // the shapes. Only these count, so that it is known when the graph is built.
-size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values,
+size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
                            const AttentionOptions& options);
 
 // Why no kernel covers these shapes, for the rule that sends the call to mx. Empty: one does.

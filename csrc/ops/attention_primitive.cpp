@@ -53,7 +53,7 @@ class Attention : public KernelPrimitive {
     if (!may_split_) {
       return {shape};
     }
-    return {shape, {static_cast<int>(attention_workspace(queries.shape(), keys, values, options_))}};
+    return {shape, {static_cast<int>(attention_workspace(queries.shape(), keys, values, queries.dtype(), options_))}};
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,

@@ -40,6 +40,7 @@ struct DecodeShape {
   // Sums of a row lie in threadgroup memory by their place in the lanes, so far apart that no two banks meet.
   static constexpr int sum_stride = value_lanes + 4;
   static constexpr int sum_row = value_elements * sum_stride;
+  static constexpr int columns = 8 * G;
 };
 
 // Over the lanes of all groups that have scores of the same row.
@@ -67,23 +68,33 @@ inline float row_sum(float v) {
 
 // The row of queries whose scores a lane has.
 struct ScoredRow {
-  int64_t mask;  // where its mask starts
-  int position;  // the last key that it sees, if causal
+  const device uchar* mask;  // where its mask starts
+  int position;              // the last key that it sees, if causal
 };
 
 template <typename T>
-inline float masked_score(
-    float score, uint key, ScoredRow row, const device T* mask, constant AttentionParams& params) {
+inline uint mask_item(constant AttentionParams& params) {
+  return params.mask == additive_mask ? sizeof(T) : 1;
+}
+
+// Whether a row sees a key, by causality, window and a bool mask.
+inline bool sees(ScoredRow row, uint key, constant AttentionParams& params) {
   bool seen = true;
   if (params.causal) {
     seen = int(key) <= row.position && (params.window == 0 || int(key) > row.position - int(params.window));
   }
-  if (params.mask == additive_mask) {
-    score = fma(float(mask[row.mask + key * params.mask_strides[3]]), score_unit<T>(), score);
-  } else if (params.mask == bool_mask) {
-    seen = seen && ((const device uchar*)mask)[row.mask + key * params.mask_strides[3]] != 0;
+  if (params.mask == bool_mask) {
+    seen = seen && row.mask[key * params.mask_strides[3]] != 0;
   }
-  return seen ? score : hidden_score(params);
+  return seen;
+}
+
+template <typename T>
+inline float masked_score(float score, uint key, ScoredRow row, constant AttentionParams& params) {
+  if (params.mask == additive_mask) {
+    score = fma(float(((const device T*)row.mask)[key * params.mask_strides[3]]), score_unit<T>(), score);
+  }
+  return sees(row, key, params) ? score : hidden_score(params);
 }
 
 // What a threadgroup shares, in float4: queries at first, sums in the end.
@@ -129,6 +140,113 @@ inline DecodeRows<T> decode_rows(
   return rows;
 }
 
+// Row i, or the last one.
+template <typename T>
+inline ScoredRow scored_row(DecodeRows<T> rows, uint i, constant AttentionParams& params) {
+  const uint row = rows.first + min(i, rows.count - 1);
+  const uint head = rows.key_head * params.ratio + row / params.queries;
+  const uint query = row % params.queries;
+  const int64_t mask = params.mask_start + rows.batch * params.mask_strides[0] + head * params.mask_strides[1] +
+      query * params.mask_strides[2];
+  ScoredRow scored;
+  scored.mask = (const device uchar*)rows.mask + mask * mask_item<T>(params);
+  scored.position = int(query + params.keys) - int(params.queries);
+  return scored;
+}
+
+// The keys of a threadgroup, from the first on and up to the last: those that none of its rows sees are left out.
+template <typename T>
+inline uint2 key_range(DecodeRows<T> rows, uint split, constant AttentionParams& params) {
+  uint begin = params.first_key + split * params.keys_per_split;
+  uint end = min(begin + params.keys_per_split, params.keys);
+  if (params.every_row_sees) {
+    const uint query = rows.first % params.queries;
+    const bool one_head = query + rows.count <= params.queries;
+    const uint unseen = params.queries - (one_head ? query + rows.count : params.queries);
+    end = min(end, params.keys - unseen);
+    const uint seen = params.keys - params.queries + (one_head ? query : 0) + 1;
+    if (params.window != 0 && seen > params.window) {
+      begin = max(begin, seen - params.window);
+    }
+  }
+  return uint2(begin, end);
+}
+
+// The keys before `end` that every row of a threadgroup sees, whatever it is: their scores stay as they are.
+template <typename T>
+inline uint2 open_range(DecodeRows<T> rows, uint end, constant AttentionParams& params) {
+  if (params.mask != no_mask) {
+    return uint2(0);
+  }
+  uint begin = 0;
+  if (params.causal) {
+    const uint query = rows.first % params.queries;
+    const bool one_head = query + rows.count <= params.queries;
+    const int least = int((one_head ? query : 0) + params.keys) - int(params.queries);
+    const int most = least + int(one_head ? rows.count : params.queries) - 1;
+    end = min(int(end), max(least + 1, 0));
+    if (params.window != 0) {
+      begin = max(most - int(params.window) + 1, 0);
+    }
+  }
+  return uint2(begin, end);
+}
+
+// What all simdgroups of a threadgroup left in `scratch` of the rows from `first_row` on, put together: the result, or a
+// split's share of it. V neighbouring columns lie Shape::sum_stride apart.
+template <typename Shape, int V, typename T>
+inline void write_rows(
+    DecodeRows<T> rows, constant AttentionParams& params, uint split, uint t, uint first_row,
+    threadgroup const float* scratch, threadgroup const float* maxima, threadgroup const float* totals) {
+  constexpr uint elements = Shape::block * Shape::columns;
+  const size_t all_rows = size_t(params.heads) * params.queries * params.batches;
+  const size_t group_row = (size_t(rows.batch) * params.key_heads + rows.key_head) * params.ratio * params.queries +
+      rows.first;
+  for (uint from = 0; from < elements; from += decode_threads) {
+    const uint i = from + t;
+    if (elements % decode_threads != 0 && i >= elements) {
+      break;
+    }
+    const uint row = first_row + i / Shape::columns;
+    const uint d = i % Shape::columns;
+    if (rows.first + row < params.ratio * params.queries && d < params.width) {
+      const uint place = i / Shape::columns * Shape::sum_row + d % V * Shape::sum_stride + d / V;
+      float largest = maxima[row * decode_simdgroups];
+#pragma unroll
+      for (int s = 1; s < decode_simdgroups; ++s) {
+        largest = max(largest, maxima[row * decode_simdgroups + s]);
+      }
+      float sink = -INFINITY;
+      if (params.splits == 1 && params.has_sinks) {
+        const uint head = rows.key_head * params.ratio + (rows.first + row) / params.queries;
+        sink = float(rows.sinks[head]) * score_unit<T>();
+        largest = max(largest, sink);
+      }
+      const float base = finite_maximum(largest);
+      float denominator = weight_of<T>(sink - base);
+      float sum = 0;
+#pragma unroll
+      for (int s = 0; s < decode_simdgroups; ++s) {
+        const float weight = weight_of<T>(maxima[row * decode_simdgroups + s] - base);
+        denominator = fma(totals[row * decode_simdgroups + s], weight, denominator);
+        sum = fma(scratch[s * Shape::block * Shape::sum_row + place], weight, sum);
+      }
+      if (params.splits == 1) {
+        rows.y[(group_row + row) * params.width + d] = T(sum / denominator);
+      } else {
+        device float* partials = (device float*)rows.y;
+        const size_t this_row = group_row + row;
+        partials[(split * all_rows + this_row) * params.width + d] = sum;
+        if (d == 0) {
+          device float* of_row = partials + params.splits * all_rows * params.width + this_row * params.splits + split;
+          of_row[0] = largest;
+          of_row[all_rows * params.splits] = denominator;
+        }
+      }
+    }
+  }
+}
+
 template <typename Rows, typename T, int G, int R>
 inline void decode(
     DecodeRows<T> rows, Rows keys, Rows values, constant AttentionParams& params, uint split, uint t, uint lane,
@@ -162,12 +280,7 @@ inline void decode(
   float total[Shape::blocks];
 #pragma unroll
   for (int b = 0; b < Shape::blocks; ++b) {
-    const uint row = rows.first + min(uint(b * Shape::block) + lane % G / Shape::row_lanes, rows.count - 1);
-    const uint head = rows.key_head * params.ratio + row / params.queries;
-    const uint query = row % params.queries;
-    scored[b].mask = params.mask_start + rows.batch * params.mask_strides[0] + head * params.mask_strides[1] +
-        query * params.mask_strides[2];
-    scored[b].position = int(query + params.keys) - int(params.queries);
+    scored[b] = scored_row(rows, b * Shape::block + lane % G / Shape::row_lanes, params);
     maximum[b] = -INFINITY;
     total[b] = 0;
   }
@@ -180,21 +293,11 @@ inline void decode(
     }
   }
 
-  uint begin = params.first_key + split * params.keys_per_split;
-  uint end = min(begin + params.keys_per_split, params.keys);
-  if (params.every_row_sees) {
-    const uint query = rows.first % params.queries;
-    const bool one_head = query + rows.count <= params.queries;
-    const uint unseen = params.queries - (one_head ? query + rows.count : params.queries);
-    end = min(end, params.keys - unseen);
-    const uint seen = params.keys - params.queries + (one_head ? query : 0) + 1;
-    if (params.window != 0 && seen > params.window) {
-      begin = max(begin, seen - params.window);
-    }
-  }
+  const uint2 range = key_range(rows, split, params);
+  const uint end = range.y;
   constexpr uint step = decode_simdgroups * Shape::tile;
   LoadedRows<Rows, 8, N> k;
-  uint first = begin + simdgroup * Shape::tile;
+  uint first = range.x + simdgroup * Shape::tile;
   if constexpr (Shape::ahead) {
     load_rows<Shape::groups>(keys, first + lane_group, end, first + Shape::tile <= end, k);
   }
@@ -242,7 +345,7 @@ inline void decode(
         const uint key = first + n * Shape::groups + lane_group;
         scores[b][i] = -INFINITY;
         if (key < end) {
-          scores[b][i] = masked_score(products[i] * params.scale, key, scored[b], rows.mask, params);
+          scores[b][i] = masked_score<T>(products[i] * params.scale, key, scored[b], params);
         }
         raised[b] = max(raised[b], scores[b][i]);
       }
@@ -313,9 +416,6 @@ inline void decode(
       totals[row * decode_simdgroups + simdgroup] = row_total;
     }
   }
-  const size_t all_rows = size_t(params.heads) * params.queries * params.batches;
-  const size_t group_row = (size_t(rows.batch) * params.key_heads + rows.key_head) * params.ratio * params.queries +
-      rows.first;
 #pragma unroll
   for (int b = 0; b < Shape::blocks; ++b) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -334,49 +434,7 @@ inline void decode(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint from = 0; from < Shape::block * 8 * G; from += decode_threads) {
-      const uint i = from + simdgroup * 32 + lane;
-      if (Shape::block * 8 * G % decode_threads != 0 && i >= Shape::block * 8 * G) {
-        break;
-      }
-      const uint row = b * Shape::block + i / (8 * G);
-      const uint d = i % (8 * G);
-      if (rows.first + row < params.ratio * params.queries && d < params.width) {
-        const uint place = i / (8 * G) * Shape::sum_row + d % V * Shape::sum_stride + d / V;
-        float largest = maxima[row * decode_simdgroups];
-#pragma unroll
-        for (int s = 1; s < decode_simdgroups; ++s) {
-          largest = max(largest, maxima[row * decode_simdgroups + s]);
-        }
-        float sink = -INFINITY;
-        if (params.splits == 1 && params.has_sinks) {
-          const uint head = rows.key_head * params.ratio + (rows.first + row) / params.queries;
-          sink = float(rows.sinks[head]) * score_unit<T>();
-          largest = max(largest, sink);
-        }
-        const float base = finite_maximum(largest);
-        float denominator = weight_of<T>(sink - base);
-        float sum = 0;
-#pragma unroll
-        for (int s = 0; s < decode_simdgroups; ++s) {
-          const float weight = weight_of<T>(maxima[row * decode_simdgroups + s] - base);
-          denominator = fma(totals[row * decode_simdgroups + s], weight, denominator);
-          sum = fma(scratch[s * Shape::block * Shape::sum_row + place], weight, sum);
-        }
-        if (params.splits == 1) {
-          rows.y[(group_row + row) * params.width + d] = T(sum / denominator);
-        } else {
-          device float* partials = (device float*)rows.y;
-          const size_t this_row = group_row + row;
-          partials[(split * all_rows + this_row) * params.width + d] = sum;
-          if (d == 0) {
-            device float* of_row = partials + params.splits * all_rows * params.width + this_row * params.splits + split;
-            of_row[0] = largest;
-            of_row[all_rows * params.splits] = denominator;
-          }
-        }
-      }
-    }
+    write_rows<Shape, V>(rows, params, split, simdgroup * 32 + lane, b * Shape::block, scratch, maxima, totals);
   }
 }
 

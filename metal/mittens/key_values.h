@@ -23,6 +23,7 @@ struct PackedRows {
   int stride;  // bytes
   int scales_stride;
   int biases_stride;
+  uint group_shift;  // a group is 1 << group_shift elements
   bool aligned;
 };
 

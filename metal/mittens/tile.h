@@ -241,6 +241,19 @@ inline float lanes_of_row_sum(float v) {
   return v + simd_shuffle_xor(v, ushort(8));
 }
 
+// Over the eight lanes that hold a column, for the lane's two.
+inline float2 lanes_of_column_max(float2 v) {
+  v = max(v, simd_shuffle_xor(v, ushort(2)));
+  v = max(v, simd_shuffle_xor(v, ushort(4)));
+  return max(v, simd_shuffle_xor(v, ushort(16)));
+}
+
+inline float2 lanes_of_column_sum(float2 v) {
+  v += simd_shuffle_xor(v, ushort(2));
+  v += simd_shuffle_xor(v, ushort(4));
+  return v + simd_shuffle_xor(v, ushort(16));
+}
+
 // values = max(values, each row's maximum)
 template <int R, int C>
 inline void row_max(thread const Tile<float, R, C>& tile, thread RowValues<R>& values) {
@@ -289,9 +302,7 @@ inline void column_max(thread const Tile<float, R, C>& tile, thread ColumnValues
     for (int r = 1; r < R; ++r) {
       own = max(own, tile.at[r][c]);
     }
-    own = max(own, simd_shuffle_xor(own, ushort(2)));
-    own = max(own, simd_shuffle_xor(own, ushort(4)));
-    values.at[c] = max(values.at[c], max(own, simd_shuffle_xor(own, ushort(16))));
+    values.at[c] = max(values.at[c], lanes_of_column_max(own));
   }
 }
 
@@ -305,9 +316,7 @@ inline void column_sum(thread const Tile<float, R, C>& tile, thread ColumnValues
     for (int r = 1; r < R; ++r) {
       own += tile.at[r][c];
     }
-    own += simd_shuffle_xor(own, ushort(2));
-    own += simd_shuffle_xor(own, ushort(4));
-    values.at[c] += own + simd_shuffle_xor(own, ushort(16));
+    values.at[c] += lanes_of_column_sum(own);
   }
 }
 

@@ -46,6 +46,7 @@ struct AttentionParams {
   uint32_t causal;       // query i sees keys up to i + keys - queries
   uint32_t window;       // and of those the last so many; 0: all
   uint32_t every_row_sees;  // some key, and causality alone says which: those that no row sees may be left out
+  uint32_t skips;        // tiles that no row sees, by looking at each
   uint32_t mask;         // AttentionMask
   uint32_t has_sinks;
   uint32_t aligned;      // keys and values lie in 16-byte packs

@@ -1,0 +1,60 @@
+// Attention in half types as products of matrices (mittens/decode_tiles.h): of 3 and more rows of queries that share keys
+// and values, and of prompts of any length with heads of 64 and 128 elements. The simdgroups of a threadgroup share out
+// the keys of 8 or 16 rows. Several threadgroups may do so too; attention_combine.metal then puts together what they leave.
+//
+// 16 rows are what a key is multiplied with each time that it is loaded, twice what a simdgroup of the prefill kernel had
+// registers for: an Apple GPU's small cache then counts for less.
+//
+// In decoding, heads of less than 64 or 128 elements take the kernel of the next larger width; wider ones would not fit the
+// registers.
+#include <metal_stdlib>
+
+#include "mittens/instantiate.h"
+#include "mittens/plain_tiles.h"
+
+using namespace metal;
+using namespace mittens;
+
+template <typename T, int D, int B>
+[[kernel, max_total_threads_per_threadgroup(128)]] void attention_decode_tiles(
+    const device T* queries [[buffer(0)]],  // [batch, heads, queries, width]
+    const device T* keys [[buffer(1)]],     // [batch, key_heads, keys, width]
+    const device T* values [[buffer(2)]],   // [batch, key_heads, keys, width]
+    const device T* mask [[buffer(3)]],     // [batch, heads, queries, keys], or of bools
+    const device T* sinks [[buffer(4)]],    // [heads]
+    device T* y [[buffer(5)]],              // [batch, heads, queries, width], or float partial results
+    constant AttentionParams& params [[buffer(6)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  using Tiles = PlainTiles<T, D, B>;
+  threadgroup float scratch[tile_scratch<Tiles>()];
+  threadgroup float maxima[8 * B * decode_simdgroups];
+  threadgroup float totals[8 * B * decode_simdgroups];
+  const DecodeRows<T> rows = decode_rows(queries, mask, sinks, y, group, 8 * B, params);
+  PlainRows<T> k;
+  k.elements = keys + params.key_start + rows.batch * params.key_strides[0] + rows.key_head * params.key_strides[1];
+  k.stride = params.key_stride;
+  k.aligned = params.aligned;
+  PlainRows<T> v;
+  v.elements =
+      values + params.value_start + rows.batch * params.value_strides[0] + rows.key_head * params.value_strides[1];
+  v.stride = params.value_stride;
+  v.aligned = params.aligned;
+  Tiles tiles;
+  tiles.keys = k;
+  tiles.values = v;
+  decode_tiles<Tiles, T, B>(rows, tiles, params, group.x, t, lane, simdgroup, scratch, maxima, totals);
+}
+
+#define instantiate_tiles(width, rows, B)                                                           \
+  instantiate_kernel(                                                                               \
+      "attention_decode_tiles_" #width "_" #rows "_float16", attention_decode_tiles, half, width, B) \
+  instantiate_kernel(                                                                               \
+      "attention_decode_tiles_" #width "_" #rows "_bfloat16", attention_decode_tiles, bfloat, width, B)
+
+instantiate_tiles(64, 8, 1)
+instantiate_tiles(64, 16, 2)
+instantiate_tiles(128, 8, 1)
+instantiate_tiles(128, 16, 2)

@@ -1,0 +1,205 @@
+// Keys and values in a half type as operands of decode_tiles.h: what is loaded is multiplied as it is.
+#pragma once
+
+#include "mittens/decode_tiles.h"
+
+namespace mittens {
+
+template <typename T, int D, int B>
+struct PlainTiles {
+  using Shape = TileShape<D, B, (B > 1 ? 1 : 128 / D), 8, 8, (D * B <= 128)>;
+  // Of the lane's neighbours the one that is element e of its pair t.
+  static constexpr int paired(int t, int e) {
+    return 2 * t + e;
+  }
+
+  struct Keys {
+    LoadedRows<PlainRows<T>, Shape::key_elements, Shape::key_loads> at[Shape::C];
+  };
+  struct Values {
+    LoadedRows<PlainRows<T>, Shape::value_elements, Shape::value_loads> at[Shape::C][2];
+  };
+
+  PlainRows<T> keys;
+  PlainRows<T> values;
+  Fragments<T, D / 8> queries[B];
+  float2 sums[B][D / 8];
+};
+
+template <typename T>
+inline PlainRows<T> at_column(PlainRows<T> rows, uint column) {
+  rows.elements += column;
+  return rows;
+}
+
+// What a lane has of one row, from column `column` on and every `apart` columns; zeros where the row is not there. whole:
+// it is there, for all lanes, and aligned.
+template <bool whole, int apart, typename T, int E, int N>
+inline void load_parts(
+    PlainRows<T> row, uint column, uint width, bool there, thread LoadedRows<PlainRows<T>, E, N>& to) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const PlainRows<T> from = at_column(row, loaded_column(column + n * apart, width));
+    if constexpr (whole) {
+      load_row<true>(from, 0, to.at[n]);
+    } else {
+      clear_row(to.at[n]);
+      if (there) {
+        load_row<false>(from, 0, to.at[n]);
+      }
+    }
+  }
+}
+
+template <bool whole, typename Tiles, typename T>
+inline void load_key_tiles(
+    PlainRows<T> keys, uint first, uint end, uint width, uint lane, thread typename Tiles::Keys& to) {
+  using Shape = typename Tiles::Shape;
+  const uint key = first + tile_row(lane);
+  const PlainRows<T> from = at_row(keys, key);
+#pragma unroll
+  for (int c = 0; c < Shape::C; ++c) {
+    load_parts<whole, Shape::key_columns>(
+        at_row(from, c * 8), tile_column(lane) / 2 * Shape::key_elements, width, key + c * 8 < end, to.at[c]);
+  }
+}
+
+template <bool whole, typename Tiles, typename T>
+inline void load_value_tiles(
+    PlainRows<T> values, uint first, uint end, uint width, uint lane, thread typename Tiles::Values& to) {
+  using Shape = typename Tiles::Shape;
+  const uint key = first + tile_column(lane);
+  const PlainRows<T> from = at_row(values, key);
+#pragma unroll
+  for (int c = 0; c < Shape::C; ++c) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      load_parts<whole, Shape::value_columns>(
+          at_row(from, c * 8 + i), tile_row(lane) * Shape::value_elements, width, key + c * 8 + i < end,
+          to.at[c][i]);
+    }
+  }
+}
+
+template <typename T, int D, int B>
+inline void load_keys(
+    thread const PlainTiles<T, D, B>& own, uint first, uint end, uint width, uint lane,
+    thread typename PlainTiles<T, D, B>::Keys& to) {
+  using Tiles = PlainTiles<T, D, B>;
+  if (first + Tiles::Shape::tile <= end && own.keys.aligned) {
+    load_key_tiles<true, Tiles>(own.keys, first, end, width, lane, to);
+  } else {
+    load_key_tiles<false, Tiles>(own.keys, first, end, width, lane, to);
+  }
+}
+
+template <typename T, int D, int B>
+inline void load_values(
+    thread const PlainTiles<T, D, B>& own, uint first, uint end, uint width, uint lane,
+    thread typename PlainTiles<T, D, B>::Values& to) {
+  using Tiles = PlainTiles<T, D, B>;
+  if (first + Tiles::Shape::tile <= end && own.values.aligned) {
+    load_value_tiles<true, Tiles>(own.values, first, end, width, lane, to);
+  } else {
+    load_value_tiles<false, Tiles>(own.values, first, end, width, lane, to);
+  }
+}
+
+template <typename T, int D, int B>
+inline void load_queries(
+    thread PlainTiles<T, D, B>& own, DecodeRows<T> rows, bool wanted, uint lane, constant AttentionParams& params) {
+  load_query_pairs<PlainTiles<T, D, B>>(own.queries, rows, wanted, lane, params);
+}
+
+template <typename T, int D, int B>
+inline void clear(thread PlainTiles<T, D, B>& own) {
+#pragma unroll
+  for (int b = 0; b < B; ++b) {
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) {
+      own.sums[b][n] = float2(0.0f);
+    }
+  }
+}
+
+template <typename T, int D, int B, int C>
+inline void multiply_keys(
+    thread const PlainTiles<T, D, B>& own, thread const typename PlainTiles<T, D, B>::Keys& keys,
+    thread TileScores<B, C>& scores, constant AttentionParams& params) {
+  using Shape = typename PlainTiles<T, D, B>::Shape;
+  constexpr int pairs = Shape::key_elements / 2;
+#pragma unroll
+  for (int b = 0; b < B; ++b) {
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      scores.at[b][c] = float2(0.0f);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n) {
+#pragma unroll
+    for (int b = 0; b < B; ++b) {
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        const vec<T, 2> pair = as_type<vec<T, 2>>(keys.at[c].at[n / pairs].words[n % pairs]);
+        scores.at[b][c] = multiply_tiles<T>(pair, own.queries[b].at[n], scores.at[b][c]);
+      }
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < B; ++b) {
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      scores.at[b][c] *= params.scale;
+    }
+  }
+}
+
+template <typename T, int D, int B, int C>
+inline bool outgrow(
+    thread const PlainTiles<T, D, B>&, int, thread const typename PlainTiles<T, D, B>::Values&,
+    thread const TileScores<B, C>&, float2) {
+  return false;
+}
+
+template <typename T, int D, int B, int C>
+inline void rescale(
+    thread PlainTiles<T, D, B>& own, int b, thread const typename PlainTiles<T, D, B>::Values&,
+    thread const TileScores<B, C>&, float2, float2, float2 factor) {
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n) {
+    own.sums[b][n] *= factor;
+  }
+}
+
+template <typename T, int D, int B, int C>
+inline void add_values(
+    thread PlainTiles<T, D, B>& own, thread const typename PlainTiles<T, D, B>::Values& values,
+    thread const TileScores<B, C>& distances) {
+  using Shape = typename PlainTiles<T, D, B>::Shape;
+  constexpr int V = Shape::value_elements;
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    vec<T, 2> weights[B];
+#pragma unroll
+    for (int b = 0; b < B; ++b) {
+      const float2 weight = weights_of<T>(distances.at[b][c]);
+      weights[b] = vec<T, 2>(T(weight.x), T(weight.y));
+    }
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) {
+      const uint both = side_by_side(
+          values.at[c][0].at[n / V].words[n % V / 2], values.at[c][1].at[n / V].words[n % V / 2], n % 2);
+      const vec<T, 2> pair = as_type<vec<T, 2>>(both);
+#pragma unroll
+      for (int b = 0; b < B; ++b) {
+        own.sums[b][n] = multiply_tiles<T>(pair, weights[b], own.sums[b][n]);
+      }
+    }
+  }
+}
+
+template <typename T, int D, int B>
+inline void complete(thread PlainTiles<T, D, B>&) {}
+
+}  // namespace mittens
