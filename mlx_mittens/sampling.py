@@ -23,8 +23,9 @@ _GPU_SETS = 16384
 _CPU_SETS = 4096
 _OWN_BUFFER_BYTES = 64 << 20  # smaller inputs are views of one buffer: thousands of buffers would take long to make
 
-# Inputs up to here make a small case. Of larger ones so much is in flight at most.
-_GPU_SMALL_BYTES = 16 << 20
+# Inputs up to here make a small case: a host that hands over one call at a time takes as long as a GPU does for them. Of
+# larger ones so much is in flight at most.
+_GPU_SMALL_BYTES = 64 << 20
 _LARGEST_BATCH_BYTES = 1 << 30
 
 # Calls behind other work: MLX lets the host wait once ten command buffers, of a hundred kernels on a large GPU, are on
@@ -172,9 +173,10 @@ class _QueuedSampler(Sampler):
             work_seconds = 1.5 * count * self._host_seconds + 0.2e-3
             seconds, queueing = self._behind(work_seconds, results)
             self._host_seconds = (built + queueing) / count
-            if queueing < work_seconds:
+            alone = self._behind(work_seconds, [])[0]
+            if queueing < 0.85 * alone:
                 self.host.append(self._host_seconds)
-                return max(seconds - self._behind(work_seconds, [])[0], 1e-9) / count
+                return max(seconds - alone, 1e-9) / count
             count = math.ceil(count / 2)
         return super().__call__(count)  # handing a call over waits for the GPU
 
