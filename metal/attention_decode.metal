@@ -41,7 +41,7 @@ template <typename T, int G, int R>
   v.stride = params.value_stride;
   v.aligned = params.aligned;
   decode<PlainRows<T>, T, G, R>(
-      rows, k, v, params, group.x, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+      rows, k, v, params, group.y, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
 }
 
 #define instantiate_float32(G, width, R) \

@@ -84,7 +84,7 @@ template <typename T, int bits, int G, int R>
       keys, key_scales, key_biases, lane_elements(lane, G, 8, params.width), values, value_scales, value_biases,
       lane_elements(lane, Shape::value_lanes, Shape::value_elements, params.width), rows.batch, rows.key_head, params);
   decode<PackedRows<T, bits>, T, G, R>(
-      rows, head.keys, head.values, params, group.x, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+      rows, head.keys, head.values, params, group.y, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
 }
 
 template <typename T, int bits, int W, int D, int B>
@@ -114,7 +114,7 @@ template <typename T, int bits, int W, int D, int B>
   Tiles tiles;
   tiles.keys = head.keys;
   tiles.values = head.values;
-  decode_tiles<Tiles, T, B>(rows, tiles, params, group.x, t, lane, simdgroup, scratch, maxima, totals);
+  decode_tiles<Tiles, T, B>(rows, tiles, params, group.y, t, lane, simdgroup, scratch, maxima, totals);
 }
 
 #define instantiate_float32(bits, G, width, R)                                                                      \

@@ -45,7 +45,7 @@ template <typename T, int D, int B>
   Tiles tiles;
   tiles.keys = k;
   tiles.values = v;
-  decode_tiles<Tiles, T, B>(rows, tiles, params, group.x, t, lane, simdgroup, scratch, maxima, totals);
+  decode_tiles<Tiles, T, B>(rows, tiles, params, group.y, t, lane, simdgroup, scratch, maxima, totals);
 }
 
 #define instantiate_tiles(width, rows, B)                                                           \

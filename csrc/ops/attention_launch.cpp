@@ -247,7 +247,7 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, std::v
                                       std::min(options.group_size, 64), "_", plan.width, "_", plan.rows)
                         : kernel_name(dtype, "attention", "decode_", options.bits, "bit_", plan.width, "_", plan.rows);
   }
-  launch.threadgroups = {plan.splits, plan.row_blocks, sizes.batches * sizes.key_heads};
+  launch.threadgroups = {plan.row_blocks, plan.splits, sizes.batches * sizes.key_heads};  // x may be the largest
   launch.threads = {128, 1, 1};
   bind_inputs(launch, inputs, options, params);
   params.skips = is_prompt(sizes) && plan.splits == 1 &&

@@ -131,7 +131,7 @@ inline DecodeRows<T> decode_rows(
   DecodeRows<T> rows;
   rows.batch = group.z / params.key_heads;
   rows.key_head = group.z % params.key_heads;
-  rows.first = group.y * R;
+  rows.first = group.x * R;
   rows.count = min(params.ratio * params.queries - rows.first, uint(R));
   rows.queries = queries + params.query_start + rows.batch * params.query_strides[0];
   rows.mask = mask;

@@ -49,8 +49,8 @@ struct PackedTiles {
   float2 query_sums[B][blocks];
   float2 units[B];  // of a row's scores
   float2 sums[B][D / 8];
-  float2 tops[B][blocks];    // the largest log2(p s), from the row's maximum on
-  float2 biases[B][blocks];   // sums of p b
+  float2 tops[B][blocks];  // the largest log2(p s), from the row's maximum on
+  float2 biases[B][blocks];  // sums of p b
 };
 
 constant constexpr uint half_offset = 0x64006400u;  // 1024, twice
