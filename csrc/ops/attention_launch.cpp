@@ -306,7 +306,7 @@ std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, std
                                        const AttentionOptions& options) {
   const Sizes sizes = sizes_of(inputs[0].shape(), inputs[1].shape());
   return is_prefill(sizes, options, inputs[0].dtype()) ? prefill_launches(inputs, outputs, sizes, options)
-                                    : decode_launches(inputs, outputs, sizes, options);
+                                                       : decode_launches(inputs, outputs, sizes, options);
 }
 
 }  // namespace mittens

@@ -13,7 +13,7 @@
 // How keys and values become operands is the matter of `Tiles`: PlainTiles (plain_tiles.h), PackedTiles (packed_tiles.h).
 // Each has queries and sums, and these functions:
 //
-//   load_queries, load_keys, load_values
+//   load_queries, load_key_tiles, load_value_tiles
 //   clear          nothing is summed up
 //   multiply_keys  scores of a tile, in the units of the weights
 //   outgrow        whether sums have to be rescaled for another reason than a row's maximum
@@ -60,12 +60,6 @@ constexpr int tile_scratch() {
 inline uint loaded_column(uint column, uint width) {
   return column < width ? column : 0;
 }
-
-// What a lane has of the scores: two rows of each block, a key of each tile.
-template <int B, int C>
-struct TileScores {
-  float2 at[B][C];
-};
 
 // The lane's two rows of 8 queries.
 struct ScoredRows {
@@ -138,6 +132,31 @@ inline uint side_by_side(uint first, uint second, bool upper) {
   return upper ? (first >> 16) | (second & 0xffff0000u) : (first & 0xffffu) | (second << 16);
 }
 
+// Whether all rows of the tiles are there, for all lanes, and aligned.
+template <bool whole>
+struct Whole {};
+
+// The keys of the next tiles, from `first` on; zeros where there are none.
+template <typename Tiles>
+inline void load_keys(
+    thread const Tiles& own, uint first, uint end, uint width, uint lane, thread typename Tiles::Keys& to) {
+  if (first + Tiles::Shape::tile <= end && own.keys.aligned) {
+    load_key_tiles(own, Whole<true>(), first, end, width, lane, to);
+  } else {
+    load_key_tiles(own, Whole<false>(), first, end, width, lane, to);
+  }
+}
+
+template <typename Tiles>
+inline void load_values(
+    thread const Tiles& own, uint first, uint end, uint width, uint lane, thread typename Tiles::Values& to) {
+  if (first + Tiles::Shape::tile <= end && own.values.aligned) {
+    load_value_tiles(own, Whole<true>(), first, end, width, lane, to);
+  } else {
+    load_value_tiles(own, Whole<false>(), first, end, width, lane, to);
+  }
+}
+
 template <typename T>
 inline float2 weights_of(float2 differences) {
   return float2(weight_of<T>(differences.x), weight_of<T>(differences.y));
@@ -194,7 +213,7 @@ inline void decode_tiles(
       }
 
       const uint next = next_tile<C>(first + decode_simdgroups * Shape::tile, end, skips, scored, lane, params);
-      TileScores<B, C> scores;
+      Tile<float, B, C> scores;  // two rows of each block, a key of each tile
       multiply_keys(own, k, scores, params);
       if constexpr (Shape::ahead) {
         load_keys(own, next, end, params.width, lane, k);
@@ -292,7 +311,7 @@ inline void decode_tiles(
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           scratch[(simdgroup * Shape::block + tile_column(lane) + i) * Shape::sum_row + e * Shape::sum_stride + n * 8 +
-                  tile_row(lane)] = own.sums[b][n * Shape::value_elements + e][i];
+                  tile_row(lane)] = own.sums.at[b][n * Shape::value_elements + e][i];
         }
       }
     }

@@ -48,7 +48,7 @@ struct PackedTiles {
   Fragments<half, D / 8> queries[B];
   float2 query_sums[B][blocks];
   float2 units[B];  // of a row's scores
-  float2 sums[B][D / 8];
+  Tile<float, B, D / 8> sums;
   float2 tops[B][blocks];  // the largest log2(p s), from the row's maximum on
   float2 biases[B][blocks];  // sums of p b
 };
@@ -114,12 +114,14 @@ inline float affine_of(thread const uint (&from)[words], int g) {
   return float(as_type<T>(ushort(from[g / 2] >> (16 * (g % 2)) & 0xffffu)));
 }
 
-template <bool whole, typename Tiles, typename T, int bits>
+template <bool whole, typename T, int bits, int W, int D, int B>
 inline void load_key_tiles(
-    PackedRows<T, bits> keys, uint first, uint end, uint width, uint lane, thread typename Tiles::Keys& to) {
+    thread const PackedTiles<T, bits, W, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
+    thread typename PackedTiles<T, bits, W, D, B>::Keys& to) {
+  using Tiles = PackedTiles<T, bits, W, D, B>;
   constexpr int E = Tiles::Shape::key_elements;
   const uint key = first + tile_row(lane);
-  const PackedRows<T, bits> from = at_row(keys, key);
+  const PackedRows<T, bits> from = at_row(own.keys, key);
 #pragma unroll
   for (int c = 0; c < Tiles::Shape::C; ++c) {
     const PackedRows<T, bits> row = at_row(from, c * 8);
@@ -132,14 +134,16 @@ inline void load_key_tiles(
   }
 }
 
-template <bool whole, typename Tiles, typename T, int bits>
+template <bool whole, typename T, int bits, int W, int D, int B>
 inline void load_value_tiles(
-    PackedRows<T, bits> values, uint first, uint end, uint width, uint lane, thread typename Tiles::Values& to) {
+    thread const PackedTiles<T, bits, W, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
+    thread typename PackedTiles<T, bits, W, D, B>::Values& to) {
+  using Tiles = PackedTiles<T, bits, W, D, B>;
   constexpr int V = Tiles::Shape::value_elements;
   const uint key = first + tile_column(lane);
   const uint own_key = first + tile_row(lane);
-  const PackedRows<T, bits> from = at_row(values, key);
-  const PackedRows<T, bits> own_from = at_row(values, own_key);
+  const PackedRows<T, bits> from = at_row(own.values, key);
+  const PackedRows<T, bits> own_from = at_row(own.values, own_key);
 #pragma unroll
   for (int c = 0; c < Tiles::Shape::C; ++c) {
 #pragma unroll
@@ -152,30 +156,6 @@ inline void load_value_tiles(
       }
     }
     load_affine<whole, Tiles>(at_row(own_from, c * 8), width, own_key + c * 8 < end, to.affine[c]);
-  }
-}
-
-template <typename T, int bits, int W, int D, int B>
-inline void load_keys(
-    thread const PackedTiles<T, bits, W, D, B>& own, uint first, uint end, uint width, uint lane,
-    thread typename PackedTiles<T, bits, W, D, B>::Keys& to) {
-  using Tiles = PackedTiles<T, bits, W, D, B>;
-  if (first + Tiles::Shape::tile <= end && own.keys.aligned) {
-    load_key_tiles<true, Tiles>(own.keys, first, end, width, lane, to);
-  } else {
-    load_key_tiles<false, Tiles>(own.keys, first, end, width, lane, to);
-  }
-}
-
-template <typename T, int bits, int W, int D, int B>
-inline void load_values(
-    thread const PackedTiles<T, bits, W, D, B>& own, uint first, uint end, uint width, uint lane,
-    thread typename PackedTiles<T, bits, W, D, B>::Values& to) {
-  using Tiles = PackedTiles<T, bits, W, D, B>;
-  if (first + Tiles::Shape::tile <= end && own.values.aligned) {
-    load_value_tiles<true, Tiles>(own.values, first, end, width, lane, to);
-  } else {
-    load_value_tiles<false, Tiles>(own.values, first, end, width, lane, to);
   }
 }
 
@@ -216,12 +196,9 @@ inline void load_queries(
 
 template <typename T, int bits, int W, int D, int B>
 inline void clear(thread PackedTiles<T, bits, W, D, B>& own) {
+  fill(own.sums, 0.0f);
 #pragma unroll
   for (int b = 0; b < B; ++b) {
-#pragma unroll
-    for (int n = 0; n < D / 8; ++n) {
-      own.sums[b][n] = float2(0.0f);
-    }
 #pragma unroll
     for (int g = 0; g < D / W; ++g) {
       own.tops[b][g] = float2(-INFINITY);
@@ -233,26 +210,14 @@ inline void clear(thread PackedTiles<T, bits, W, D, B>& own) {
 template <typename T, int bits, int W, int D, int B, int C>
 inline void multiply_keys(
     thread const PackedTiles<T, bits, W, D, B>& own, thread const typename PackedTiles<T, bits, W, D, B>::Keys& keys,
-    thread TileScores<B, C>& scores, constant AttentionParams& params) {
+    thread Tile<float, B, C>& scores, constant AttentionParams& params) {
   using Tiles = PackedTiles<T, bits, W, D, B>;
   constexpr int in_word = Tiles::per_word / 2;  // pairs
-#pragma unroll
-  for (int b = 0; b < B; ++b) {
-#pragma unroll
-    for (int c = 0; c < C; ++c) {
-      scores.at[b][c] = float2(0.0f);
-    }
-  }
+  fill(scores, 0.0f);
 #pragma unroll
   for (int g = 0; g < Tiles::blocks; ++g) {
-    float2 products[B][C];
-#pragma unroll
-    for (int b = 0; b < B; ++b) {
-#pragma unroll
-      for (int c = 0; c < C; ++c) {
-        products[b][c] = float2(0.0f);
-      }
-    }
+    Tile<float, B, C> products;
+    fill(products, 0.0f);
 #pragma unroll
     for (int t = 0; t < W / 8; ++t) {
 #pragma unroll
@@ -260,7 +225,7 @@ inline void multiply_keys(
 #pragma unroll
         for (int c = 0; c < C; ++c) {
           const half2 pair = offset_integers<bits>(keys.words[c][g][t / in_word], bits * (t % in_word));
-          products[b][c] = multiply_tiles<half>(pair, own.queries[b].at[g * W / 8 + t], products[b][c]);
+          products.at[b][c] = multiply_tiles<half>(pair, own.queries[b].at[g * W / 8 + t], products.at[b][c]);
         }
       }
     }
@@ -270,7 +235,7 @@ inline void multiply_keys(
       const float bias = fma(scale, -offset_value, affine_of<T>(keys.affine[c].biases, g));
 #pragma unroll
       for (int b = 0; b < B; ++b) {
-        scores.at[b][c] = fma(products[b][c], float2(scale), fma(own.query_sums[b][g], float2(bias), scores.at[b][c]));
+        scores.at[b][c] = fma(products.at[b][c], float2(scale), fma(own.query_sums[b][g], float2(bias), scores.at[b][c]));
       }
     }
   }
@@ -291,7 +256,7 @@ inline float scale_exponent(float scale) {
 template <typename T, int bits, int W, int D, int B, int C>
 inline bool outgrow(
     thread const PackedTiles<T, bits, W, D, B>& own, int b,
-    thread const typename PackedTiles<T, bits, W, D, B>::Values& values, thread const TileScores<B, C>& scores,
+    thread const typename PackedTiles<T, bits, W, D, B>::Values& values, thread const Tile<float, B, C>& scores,
     float2 maximum) {
   bool grew = false;
 #pragma unroll
@@ -308,7 +273,7 @@ inline bool outgrow(
 template <typename T, int bits, int W, int D, int B, int C>
 inline void rescale(
     thread PackedTiles<T, bits, W, D, B>& own, int b,
-    thread const typename PackedTiles<T, bits, W, D, B>::Values& values, thread const TileScores<B, C>& scores,
+    thread const typename PackedTiles<T, bits, W, D, B>::Values& values, thread const Tile<float, B, C>& scores,
     float2 maximum, float2 raised, float2 factor) {
 #pragma unroll
   for (int g = 0; g < D / W; ++g) {
@@ -322,7 +287,7 @@ inline void rescale(
     const float2 of_block = weights_of<T>(top - finite_maximum(own.tops[b][g]));
 #pragma unroll
     for (int n = g * W / 8; n < (g + 1) * W / 8; ++n) {
-      own.sums[b][n] *= of_block;
+      own.sums.at[b][n] *= of_block;
     }
     own.biases[b][g] *= factor;
   }
@@ -331,7 +296,7 @@ inline void rescale(
 template <typename T, int bits, int W, int D, int B, int C>
 inline void add_values(
     thread PackedTiles<T, bits, W, D, B>& own, thread const typename PackedTiles<T, bits, W, D, B>::Values& values,
-    thread const TileScores<B, C>& distances) {
+    thread const Tile<float, B, C>& distances) {
   using Tiles = PackedTiles<T, bits, W, D, B>;
   constexpr int V = Tiles::Shape::value_elements;
   constexpr int in_half = 16 / bits;  // integers of half a word
@@ -357,7 +322,7 @@ inline void add_values(
         const half2 pair = offset_integers<bits>(both, bits * (e % in_half)) - half2(half(offset_value));
 #pragma unroll
         for (int b = 0; b < B; ++b) {
-          own.sums[b][g * V + e] = multiply_tiles<half>(pair, weights[b], own.sums[b][g * V + e]);
+          own.sums.at[b][g * V + e] = multiply_tiles<half>(pair, weights[b], own.sums.at[b][g * V + e]);
         }
       }
     }
@@ -374,7 +339,7 @@ inline void complete(thread PackedTiles<T, bits, W, D, B>& own) {
       const float2 bias = lanes_of_column_sum(own.biases[b][g]);
 #pragma unroll
       for (int n = g * W / 8; n < (g + 1) * W / 8; ++n) {
-        own.sums[b][n] = fma(own.sums[b][n], factor, bias);
+        own.sums.at[b][n] = fma(own.sums.at[b][n], factor, bias);
       }
     }
   }

@@ -23,7 +23,7 @@ struct PlainTiles {
   PlainRows<T> keys;
   PlainRows<T> values;
   Fragments<T, D / 8> queries[B];
-  float2 sums[B][D / 8];
+  Tile<float, B, D / 8> sums;
 };
 
 template <typename T>
@@ -51,12 +51,13 @@ inline void load_parts(
   }
 }
 
-template <bool whole, typename Tiles, typename T>
+template <bool whole, typename T, int D, int B>
 inline void load_key_tiles(
-    PlainRows<T> keys, uint first, uint end, uint width, uint lane, thread typename Tiles::Keys& to) {
-  using Shape = typename Tiles::Shape;
+    thread const PlainTiles<T, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
+    thread typename PlainTiles<T, D, B>::Keys& to) {
+  using Shape = typename PlainTiles<T, D, B>::Shape;
   const uint key = first + tile_row(lane);
-  const PlainRows<T> from = at_row(keys, key);
+  const PlainRows<T> from = at_row(own.keys, key);
 #pragma unroll
   for (int c = 0; c < Shape::C; ++c) {
     load_parts<whole, Shape::key_columns>(
@@ -64,12 +65,13 @@ inline void load_key_tiles(
   }
 }
 
-template <bool whole, typename Tiles, typename T>
+template <bool whole, typename T, int D, int B>
 inline void load_value_tiles(
-    PlainRows<T> values, uint first, uint end, uint width, uint lane, thread typename Tiles::Values& to) {
-  using Shape = typename Tiles::Shape;
+    thread const PlainTiles<T, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
+    thread typename PlainTiles<T, D, B>::Values& to) {
+  using Shape = typename PlainTiles<T, D, B>::Shape;
   const uint key = first + tile_column(lane);
-  const PlainRows<T> from = at_row(values, key);
+  const PlainRows<T> from = at_row(own.values, key);
 #pragma unroll
   for (int c = 0; c < Shape::C; ++c) {
 #pragma unroll
@@ -82,30 +84,6 @@ inline void load_value_tiles(
 }
 
 template <typename T, int D, int B>
-inline void load_keys(
-    thread const PlainTiles<T, D, B>& own, uint first, uint end, uint width, uint lane,
-    thread typename PlainTiles<T, D, B>::Keys& to) {
-  using Tiles = PlainTiles<T, D, B>;
-  if (first + Tiles::Shape::tile <= end && own.keys.aligned) {
-    load_key_tiles<true, Tiles>(own.keys, first, end, width, lane, to);
-  } else {
-    load_key_tiles<false, Tiles>(own.keys, first, end, width, lane, to);
-  }
-}
-
-template <typename T, int D, int B>
-inline void load_values(
-    thread const PlainTiles<T, D, B>& own, uint first, uint end, uint width, uint lane,
-    thread typename PlainTiles<T, D, B>::Values& to) {
-  using Tiles = PlainTiles<T, D, B>;
-  if (first + Tiles::Shape::tile <= end && own.values.aligned) {
-    load_value_tiles<true, Tiles>(own.values, first, end, width, lane, to);
-  } else {
-    load_value_tiles<false, Tiles>(own.values, first, end, width, lane, to);
-  }
-}
-
-template <typename T, int D, int B>
 inline void load_queries(
     thread PlainTiles<T, D, B>& own, DecodeRows<T> rows, bool wanted, uint lane, constant AttentionParams& params) {
   load_query_pairs<PlainTiles<T, D, B>>(own.queries, rows, wanted, lane, params);
@@ -113,28 +91,16 @@ inline void load_queries(
 
 template <typename T, int D, int B>
 inline void clear(thread PlainTiles<T, D, B>& own) {
-#pragma unroll
-  for (int b = 0; b < B; ++b) {
-#pragma unroll
-    for (int n = 0; n < D / 8; ++n) {
-      own.sums[b][n] = float2(0.0f);
-    }
-  }
+  fill(own.sums, 0.0f);
 }
 
 template <typename T, int D, int B, int C>
 inline void multiply_keys(
     thread const PlainTiles<T, D, B>& own, thread const typename PlainTiles<T, D, B>::Keys& keys,
-    thread TileScores<B, C>& scores, constant AttentionParams& params) {
+    thread Tile<float, B, C>& scores, constant AttentionParams& params) {
   using Shape = typename PlainTiles<T, D, B>::Shape;
   constexpr int pairs = Shape::key_elements / 2;
-#pragma unroll
-  for (int b = 0; b < B; ++b) {
-#pragma unroll
-    for (int c = 0; c < C; ++c) {
-      scores.at[b][c] = float2(0.0f);
-    }
-  }
+  fill(scores, 0.0f);
 #pragma unroll
   for (int n = 0; n < D / 8; ++n) {
 #pragma unroll
@@ -146,36 +112,30 @@ inline void multiply_keys(
       }
     }
   }
-#pragma unroll
-  for (int b = 0; b < B; ++b) {
-#pragma unroll
-    for (int c = 0; c < C; ++c) {
-      scores.at[b][c] *= params.scale;
-    }
-  }
+  multiply(scores, params.scale);
 }
 
 template <typename T, int D, int B, int C>
 inline bool outgrow(
     thread const PlainTiles<T, D, B>&, int, thread const typename PlainTiles<T, D, B>::Values&,
-    thread const TileScores<B, C>&, float2) {
+    thread const Tile<float, B, C>&, float2) {
   return false;
 }
 
 template <typename T, int D, int B, int C>
 inline void rescale(
     thread PlainTiles<T, D, B>& own, int b, thread const typename PlainTiles<T, D, B>::Values&,
-    thread const TileScores<B, C>&, float2, float2, float2 factor) {
+    thread const Tile<float, B, C>&, float2, float2, float2 factor) {
 #pragma unroll
   for (int n = 0; n < D / 8; ++n) {
-    own.sums[b][n] *= factor;
+    own.sums.at[b][n] *= factor;
   }
 }
 
 template <typename T, int D, int B, int C>
 inline void add_values(
     thread PlainTiles<T, D, B>& own, thread const typename PlainTiles<T, D, B>::Values& values,
-    thread const TileScores<B, C>& distances) {
+    thread const Tile<float, B, C>& distances) {
   using Shape = typename PlainTiles<T, D, B>::Shape;
   constexpr int V = Shape::value_elements;
 #pragma unroll
@@ -193,7 +153,7 @@ inline void add_values(
       const vec<T, 2> pair = as_type<vec<T, 2>>(both);
 #pragma unroll
       for (int b = 0; b < B; ++b) {
-        own.sums[b][n] = multiply_tiles<T>(pair, weights[b], own.sums[b][n]);
+        own.sums.at[b][n] = multiply_tiles<T>(pair, weights[b], own.sums.at[b][n]);
       }
     }
   }
