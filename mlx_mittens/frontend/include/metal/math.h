@@ -137,11 +137,6 @@ MITTENS_INLINE T clamp(T x, mittens::Element<T> low, mittens::Element<T> high) {
 
 template <typename T, typename = mittens::FloatOnly<T>>
 MITTENS_INLINE T fma(T x, T y, T z) {
-#ifdef __NVPTX__
-  if constexpr (__is_same(mittens::Element<T>, half)) {
-    return __builtin_elementwise_fma(x, y, z);  // two at once
-  }
-#endif
   return mittens::map<T>(
       [](auto x, auto y, auto z) { return decltype(x)(__builtin_fmaf(float(x), float(y), float(z))); }, x, y, z);
 }
