@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import os
@@ -164,8 +163,8 @@ def measure(
         build = lambda group, function=function: cases.run(
             op, function, case, group[: len(arrays)], group[len(arrays) :]
         )
-        chained = functools.partial(op.chained, case) if op.chains(case) else None
-        samplers[name] = sampling.sampler(build, chained, sets, i * len(sets) // len(contenders), device)
+        first = i * len(sets) // len(contenders)
+        samplers[name] = sampling.sampler(build, op.link(case), sets, first, device)
     if copied:  # next to ours in every turn
         copy = lambda count: statistics.mean(machine.cpu_copy()() for _ in range(count))
         samplers = {"mittens": samplers["mittens"], "copy": copy, **samplers}

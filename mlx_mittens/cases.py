@@ -135,13 +135,9 @@ class Op(abc.ABC):
         """The element types that a case is run in, by name."""
         return DTYPES
 
-    def chains(self, case: Case) -> bool:
-        """Whether a result of a case can be an input of the next call."""
-        return True
-
-    def chained(self, case: Case, arrays: Sequence[mx.array], result: mx.array) -> list[mx.array]:
-        """Inputs of a call that needs the result of another."""
-        return [result, *arrays[1:]]
+    def link(self, case: Case) -> int | None:
+        """Which argument a result of a case can stand in for in the next call; none where it is of another type."""
+        return 0
 
     def arguments(self, case: Case) -> dict[str, Any]:
         """Keyword arguments of a case's call."""

@@ -34,14 +34,8 @@ class MatrixOp(Op):
         # What only a GPU runs is there for its shape: in the type that models have.
         return ("bfloat16",) if case.gpu_only else DTYPES
 
-    def chains(self, case: Case) -> bool:
-        # One row of x out of one row of y, which is a view.
-        rows, columns, outputs = case.shape
-        return rows == 1 and outputs >= columns and self.layout != "block"
-
-    def chained(self, case: Case, arrays: Sequence[mx.array], result: mx.array) -> list[mx.array]:
-        x = 1 if self.layout == "dense" else 0
-        return [*arrays[:x], result[..., : case.shape[1]], *arrays[x + 1 :]]
+    def link(self, case: Case) -> int | None:
+        return {"dense": 1, "block": None}.get(self.layout, 0)
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         rows, columns, outputs = case.shape

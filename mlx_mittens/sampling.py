@@ -68,11 +68,11 @@ class Sampler:
     def __init__(
         self,
         build: Callable[[list], Arrays],
-        chained: Callable[[list, mx.array], list] | None,
+        link: int | None,
         sets: list,
         first: int,
     ):
-        self._build, self._chained, self._sets, self._position = build, chained, sets, first
+        self._build, self._link, self._sets, self._position = build, link, sets, first
         self.host: list[float] = []  # seconds of the host for a call, where that is a part of its own
 
     def _inputs(self, count: int) -> Iterator[list]:
@@ -133,11 +133,22 @@ def _work() -> _Work:
     return _Work()
 
 
+def _as_large(result: mx.array, like: mx.array) -> mx.array:
+    """A result in another array's shape: a view of it where it is large enough, else one copy that repeats it."""
+    if result.shape == like.shape:
+        return result
+    flat = result.reshape(-1)
+    if flat.size < like.size:
+        flat = mx.broadcast_to(flat, (math.ceil(like.size / flat.size), flat.size)).reshape(-1)
+    return flat[: like.size].reshape(like.shape)
+
+
 class _QueuedSampler(Sampler):
     """Small cases on a GPU, queued behind other work that lasts until all are handed over: their time is what they add.
 
     They run as a chain where they can, each call on the result of the one before, as the layers of a model do: MLX
-    runs independent launches side by side, which hides what a single one takes.
+    runs independent launches side by side, which hides what a single one takes. Where a result is smaller than the
+    input it stands in for, what repeating it takes is measured by itself and taken off.
     """
 
     def __init__(self, *arguments):
@@ -145,11 +156,27 @@ class _QueuedSampler(Sampler):
         self._host_seconds = 20e-6
 
     def _graphs(self, count: int) -> Arrays:
-        if self._chained is None:
+        if self._link is None:
             return sum((self._build(group) for group in self._inputs(count)), [])
         state = None
         for group in self._inputs(count):
-            state = self._build(group if state is None else self._chained(group, state))[0]
+            if state is not None:
+                group = list(group)
+                group[self._link] = _as_large(state, group[self._link])
+            state = self._build(group)[0]
+        self._result = state.shape, state.dtype
+        return [state]
+
+    def _links(self, count: int) -> Arrays:
+        """What a chain of calls does between them; nothing where that needs no kernel."""
+        if self._link is None or count < 2:
+            return []
+        like = self._sets[0][self._link]
+        state = mx.zeros(*self._result)
+        if state.size >= like.size:
+            return []
+        for _ in range(count - 1):
+            state = _as_large(_as_large(state, like), state)
         return [state]
 
     def _behind(self, work_seconds: float, results: Arrays) -> tuple[float, float]:
@@ -176,6 +203,8 @@ class _QueuedSampler(Sampler):
             alone = self._behind(work_seconds, [])[0]
             if queueing < 0.85 * alone:
                 self.host.append(self._host_seconds)
+                if links := self._links(count):
+                    alone = self._behind(work_seconds, links)[0]
                 return max(seconds - alone, 1e-9) / count
             count = math.ceil(count / 2)
         return super().__call__(count)  # handing a call over waits for the GPU
@@ -183,7 +212,7 @@ class _QueuedSampler(Sampler):
 
 def sampler(
     build: Callable[[list], Arrays],
-    chained: Callable[[list, mx.array], list] | None,
+    link: int | None,
     sets: list,
     first: int,
     device: str,
@@ -192,7 +221,7 @@ def sampler(
 
     Args:
         build: Makes a call on a set of inputs; its results.
-        chained: Puts a result among a set of inputs, where a case allows it.
+        link: Which of the inputs the result of the call before can stand in for, if one.
         sets: The inputs to rotate through.
         first: Where to begin.
         device: ``cpu`` or ``gpu``.
@@ -201,4 +230,4 @@ def sampler(
         kind = Sampler
     else:
         kind = _QueuedSampler if _size(sets[0]) <= _GPU_SMALL_BYTES else _LargeSampler
-    return kind(build, chained, sets, first)
+    return kind(build, link, sets, first)

@@ -184,14 +184,13 @@ def test_small_cases_on_a_gpu_are_a_chain(monkeypatch):
     x, weight = mx.ones((4, 64)), mx.array(2.0)
     built = []
     build = lambda group: built.append(group) or [group[0] * group[1]]
-    chained = lambda group, result: [result, *group[1:]]
-    sample = sampling.sampler(build, chained, [[x, weight], [x, weight + 1]], 0, "gpu")
+    sample = sampling.sampler(build, 0, [[x, weight], [x, weight + 1]], 0, "gpu")
     assert sample(4) > 0 and len(built) == 4
     assert built[3][0].max().item() == built[3][0].min().item() == 2 * 3 * 2, "each call takes the last one's result"
 
 
-@pytest.mark.parametrize("chained", [None, lambda group, result: [result]])
-def test_small_cases_on_a_gpu_wait_behind_other_work(monkeypatch, chained):
+@pytest.mark.parametrize("link", [None, 0])
+def test_small_cases_on_a_gpu_wait_behind_other_work(monkeypatch, link):
     """Queued calls take what they take by themselves, whatever the host needs to prepare them."""
     monkeypatch.setattr(sampling, "_MOST_QUEUED", 4)
     x = mx.random.normal((256, 256)) / 16
@@ -206,17 +205,37 @@ def test_small_cases_on_a_gpu_wait_behind_other_work(monkeypatch, chained):
         time.sleep(2e-3)
         return [group[0] @ x]
 
-    sample = sampling.sampler(build, chained, [[x], [x + 1]], 0, "gpu")
+    sample = sampling.sampler(build, link, [[x], [x + 1]], 0, "gpu")
     times = [sample(4) for _ in range(9)]
     assert sample.host and min(sample.host) > 2e-3
     assert min(times) < 1e-3 + 3 * min(seconds) and max(times) > 0
+
+
+@pytest.mark.parametrize("width", [1, 24, 64, 100])
+def test_small_results_are_repeated_in_a_chain(monkeypatch, width):
+    """And what repeating them takes is no part of a call's time."""
+    seconds = iter([10.0, 1.0, 4.0])  # of all, of the work, and of the work with two links
+
+    def work(sampler, work_seconds, results):
+        mx.eval(results)
+        return next(seconds), 4e-6
+
+    monkeypatch.setattr(sampling._QueuedSampler, "_behind", work)
+    inputs = []
+    build = lambda group: inputs.append(group[1]) or [group[1] @ group[0]]
+    w, x = mx.random.normal((64, width)), mx.random.normal((2, 64))
+    sample = sampling.sampler(build, 1, [[w, x]], 0, "gpu")
+    assert sample(3) == (2.0 if width < 64 else 3.0)
+    assert all(a.shape == (2, 64) for a in inputs)
+    y = (inputs[0] @ w).reshape(-1).tolist()
+    assert mx.allclose(inputs[1].reshape(-1), mx.array((64 * y)[:128])).item()
 
 
 def test_queued_calls_take_what_they_add_to_the_work(monkeypatch):
     """And what they take the host has columns of its own."""
     work = lambda sampler, seconds, results: (0.5 + 3e-6 * len(results), 4e-6)
     monkeypatch.setattr(sampling._QueuedSampler, "_behind", work)
-    monkeypatch.setattr(cases.Op, "chains", lambda *_: False)
+    monkeypatch.setattr(cases.Op, "link", lambda *_: None)
     op, budget = cases.get("softmax"), bench.Budget(seconds=0, fewest=2, most=2)
     outcome = bench.measure(op, cases.Case("test", (2, 64)), "float32", "gpu", budget, np.random.default_rng(1))
     assert math.isclose(outcome.row.mittens_ms, 3e-3) and math.isclose(outcome.row.mx_ms, 3e-3)
