@@ -1,180 +1,201 @@
-// Products of 6 to 16 rows of x with affine quantized weights, by 8x8 matrices:
+// Products of 5 to 16 rows of x with affine quantized weights, by 8x8 matrices:
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
 // A matrix of weights is 8 outputs by 8 columns, one of activations 8 columns by 8 rows of x. The integers are
-// multiplied as they are (less their middle, exact in T), four matrices for 32 columns, which have one scale and one
-// bias:
+// multiplied as they are, less some zero that keeps them exact in T; a run of 32 or 64 columns, which have one scale and
+// one bias, leaves
 //
-//   y = sum over 32 columns of scale * (q * x) + (bias + scale * middle) * (1 * x)
+//   scale * ((q - zero) * x) + (bias + scale * zero) * (1 * x)
 //
 // In float32 it is the weights that are multiplied: there the rounding of two large sums that cancel would show.
 //
-// Which columns meet is free as long as both operands agree: of the 8 that a lane loads of a row of weights, matrix t
-// takes t and t + 4. The simdgroups of a threadgroup share out the columns, a chunk at a time; the activations of a
-// chunk stay in registers while the outputs pass by, 8 at a time.
+// Which columns meet is free as long as both operands agree: of each 8 that a lane has of a row of weights, matrix t takes
+// t and t + 4. The simdgroups of a threadgroup share out the columns, four runs at a time; of the four lanes that share
+// a row of weights, each loads the scale and the bias of one run.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
 #include "mittens/quantized_rows.h"
-#include "mittens/tile.h"
+#include "mittens/tile_partials.h"
 #include "params/quantized.h"
 
 using namespace metal;
 using namespace mittens;
 
 constant constexpr int tile = 8;
-constant constexpr int run = 32;              // columns of four matrices
-constant constexpr int tile_partials = 4096;  // floats that the simdgroups leave for the last step
 
-// Runs of a chunk: more would not fit the registers beside their activations.
-template <int MB>
-constexpr int runs() {
-  return MB > 1 ? 1 : 2;
+// What integers are taken from, so that the differences are a few instructions away and exact in T.
+template <typename T, int bits>
+constexpr float tile_zero() {
+  return is_same_v<T, bfloat> && bits == 4 ? -128.0f : float(zero_of<affine<bits>()>());
 }
 
-// Integers t and t + 4 of the 8 in a lane's words, less the middle.
+// Two integers in the halves of a word, less their zero.
 template <typename T, int bits>
-inline vec<T, 2> integer_pair(uint2 words, int t) {
-  uint pair;
-  if constexpr (bits == 4) {
-    pair = (words.x >> (4 * t)) & 0x000f000fu;
-  } else {
-    pair = ((words.x >> (8 * t)) & 0xffu) | (((words.y >> (8 * t)) & 0xffu) << 16);
-  }
-  constexpr float middle = zero_of<affine<bits>()>();
+inline vec<T, 2> less_zero(uint pair) {
+  constexpr float zero = tile_zero<T, bits>();
   if constexpr (is_same_v<T, half>) {
-    return as_type<half2>(pair | 0x64006400u) - half2(1024 + middle);  // 1024 + integer
+    return as_type<half2>(pair | 0x64006400u) - half2(half(1024 + zero));  // 1024 + integer
+  } else if constexpr (is_same_v<T, bfloat> && bits == 4) {
+    return as_type<vec<T, 2>>(pair | 0x43004300u);  // 128 + integer
   } else {
     constexpr uint two23 = 0x4b000000u;
-    const float lower = as_type<float>((pair & 0xffffu) | two23) - (8388608.0f + middle);
-    const float upper = as_type<float>((pair >> 16) | two23) - (8388608.0f + middle);
+    const float lower = as_type<float>((pair & 0xffffu) | two23) - (8388608.0f + zero);
+    const float upper = as_type<float>((pair >> 16) | two23) - (8388608.0f + zero);
     return vec<T, 2>(T(lower), T(upper));
   }
 }
 
-template <int bits>
-inline uint2 load_eight(const device uint* p) {
-  if constexpr (bits == 8) {
-    return *(const device uint2*)p;
+// The integers of matrix u of a run, of a lane's words.
+template <typename T, int bits, int words>
+inline vec<T, 2> integer_pair(thread const uint (&from)[words], int u) {
+  const int t = u % 4;
+  if constexpr (bits == 4) {
+    return less_zero<T, bits>((from[u / 4] >> (4 * t)) & 0x000f000fu);
   } else {
-    return uint2(*p, 0);
+    const uint both = side_by_side(from[u / 4 * 2], from[u / 4 * 2 + 1], t / 2);
+    return less_zero<T, bits>((both >> (8 * (t % 2))) & 0x00ff00ffu);
   }
 }
 
-// What a lane holds of a chunk's activations: a pair of rows of x for each block of 8 rows, and their sums over each
-// run.
-template <typename T, int MB>
-struct Chunk {
-  vec<T, 2> x[runs<MB>()][4][MB];
-  float2 sums[runs<MB>()][MB];
+// Scale and bias, from another lane.
+template <typename T>
+inline vec<T, 2> shuffled(vec<T, 2> affine, ushort lane) {
+  if constexpr (sizeof(T) == 2) {
+    return as_type<vec<T, 2>>(simd_shuffle(as_type<uint>(affine), lane));
+  } else {
+    return simd_shuffle(affine, lane);
+  }
+}
+
+// What a lane loads of U runs of the weights: its columns of all of them, and scale and bias of one.
+template <typename T, int bits, int R, int run, int U>
+struct LaneWeights {
+  static constexpr int words = run / 4 * bits / 32;
+  uint integers[R][U][words];
+  vec<T, 2> affine[R];
 };
 
-// x points at the rows of this threadgroup. Columns and rows that are not there are 0.
-template <typename T, int MB>
-inline void load_chunk(
-    const device T* x, uint rows, uint columns, uint begin, uint lane, thread Chunk<T, MB>& chunk) {
-  const vec<T, 2> ones = vec<T, 2>(T(1), T(1));
+// rows: of the lane's outputs, which are the same or later ones where some are not there.
+template <typename T, int bits, int R, int run, int U>
+inline void load_weights(
+    AffineWeights<T> w, thread const uint (&rows)[R], uint begin, uint columns, uint lane, uint group_shift,
+    thread LaneWeights<T, bits, R, run, U>& to) {
+  const uint quarter = tile_column(lane) / 2;
+  const device uint* words = w.words + (begin + quarter * (run / 4)) / (32 / bits);
+  const uint group = (begin + quarter % U * run) >> group_shift;
 #pragma unroll
-  for (int g = 0; g < runs<MB>(); ++g) {
-    const uint column = begin + g * run + tile_row(lane) * 4;
+  for (int n = 0; n < R; ++n) {
 #pragma unroll
-    for (int block = 0; block < MB; ++block) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const uint row = block * tile + tile_column(lane) + e;
-        vec<T, 4> v = vec<T, 4>(T(0), T(0), T(0), T(0));
-        if (row < rows && column < columns) {
-          v = *(const device vec<T, 4>*)(x + row * columns + column);
-        }
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          chunk.x[g][t][block][e] = v[t];
-        }
-      }
-      chunk.sums[g][block] = float2(0);
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        if constexpr (!is_same_v<T, float>) {
-          chunk.sums[g][block] = multiply_tiles<T>(ones, chunk.x[g][t][block], chunk.sums[g][block]);
-        }
-      }
+    for (int g = 0; g < U; ++g) {
+      load_words(words + rows[n] * w.words_stride + g * (run * bits / 32), to.integers[n][g]);
     }
+    to.affine[n] =
+        vec<T, 2>(w.scales[rows[n] * w.scales_stride + group], w.biases[rows[n] * w.biases_stride + group]);
   }
 }
 
-// What a lane loads of a chunk of one row of weights.
-template <int runs>
-struct LaneRow {
-  uint2 words[runs];
-  float scale[runs];
-  float bias[runs];
+// A lane's right operands of a run.
+template <typename T, int MB, int run>
+struct LaneRows {
+  vec<T, 2> at[run / tile][MB];
 };
 
-template <int bits, int runs, typename T>
-inline void load_lane_row(
-    AffineWeights<T> w, uint row, bool valid, uint begin, uint columns, uint lane, uint group_shift,
-    thread LaneRow<runs>& to) {
-#pragma unroll
-  for (int g = 0; g < runs; ++g) {
-    const uint column = begin + g * run + tile_column(lane) * 4;
-    to.words[g] = uint2(0);
-    to.scale[g] = 0;
-    to.bias[g] = 0;
-    if (valid && column < columns) {
-      const AffineWeights<T> at = at_column<bits>(w, column, group_shift);
-      to.words[g] = load_eight<bits>(at.words + row * at.words_stride);
-      to.scale[g] = float(at.scales[row * at.scales_stride]);
-      to.bias[g] = float(at.biases[row * at.biases_stride]);
-    }
-  }
-}
-
-// Sums for 8 outputs: of this lane's output, a pair of rows of x for each block of 8 rows.
-template <int MB>
-struct Sums {
-  float2 of[MB];
-};
-
-template <typename T, int bits, int MB>
-inline void multiply_chunk(
-    thread const LaneRow<runs<MB>()>& row, thread const Chunk<T, MB>& chunk, thread Sums<MB>& sums) {
+// x points at the lane's columns of the first row. Rows that are not there stand for the last one: nobody asks for what
+// comes of them.
+template <typename T, int MB, int run>
+inline void load_rows(const device T* x, uint rows, uint columns, uint lane, thread LaneRows<T, MB, run>& to) {
 #pragma unroll
   for (int block = 0; block < MB; ++block) {
-    sums.of[block] = float2(0);
-  }
 #pragma unroll
-  for (int g = 0; g < runs<MB>(); ++g) {
-    Sums<MB> products;
+    for (int j = 0; j < run / 32; ++j) {
+      vec<T, 4> row[2];
 #pragma unroll
-    for (int block = 0; block < MB; ++block) {
-      products.of[block] = float2(0);
+      for (int i = 0; i < 2; ++i) {
+        const uint m = min(block * tile + tile_column(lane) + i, rows - 1);
+        row[i] = *(const device vec<T, 4>*)(x + m * columns + j * tile);
+      }
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        to.at[j * 4 + t][block] = vec<T, 2>(row[0][t], row[1][t]);
+      }
     }
+  }
+}
+
+// sums += w x over run g of those in `weights`.
+template <typename T, int bits, int R, int MB, int run, int U>
+inline void add_run(
+    thread const LaneWeights<T, bits, R, run, U>& weights, int g, thread const LaneRows<T, MB, run>& x, uint lane,
+    thread Tile<float, R, MB>& sums) {
+  constexpr bool exact = is_same_v<T, float>;
+  const ushort source = tile_lane(tile_row(lane), 2 * g);
+  float2 affine[R];
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      vec<T, 2> q = integer_pair<T, bits>(row.words[g], t);
-      if constexpr (is_same_v<T, float>) {
-        q = fma(q + float(zero_of<affine<bits>()>()), float2(row.scale[g]), float2(row.bias[g]));
+  for (int n = 0; n < R; ++n) {
+    const vec<T, 2> own = shuffled<T>(weights.affine[n], source);
+    affine[n] = float2(float(own.x), float(own.y));
+  }
+  Tile<float, R, MB> products;
+  Tile<float, 1, MB> activations;
+  fill(products, 0.0f);
+  fill(activations, 0.0f);
+#pragma unroll
+  for (int u = 0; u < run / tile; ++u) {
+#pragma unroll
+    for (int n = 0; n < R; ++n) {
+      vec<T, 2> q = integer_pair<T, bits>(weights.integers[n][g], u);
+      if constexpr (exact) {
+        q = fma(q + tile_zero<T, bits>(), float2(affine[n].x), float2(affine[n].y));
       }
 #pragma unroll
       for (int block = 0; block < MB; ++block) {
-        products.of[block] = multiply_tiles<T>(q, chunk.x[g][t][block], products.of[block]);
+        products.at[n][block] = multiply_tiles<T>(q, x.at[u][block], products.at[n][block]);
       }
     }
 #pragma unroll
+    for (int block = 0; block < MB && !exact; ++block) {
+      activations.at[0][block] =
+          multiply_tiles<T>(vec<T, 2>(T(1), T(1)), x.at[u][block], activations.at[0][block]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < R; ++n) {
+    const float scale = exact ? 1.0f : affine[n].x;
+    const float zero = fma(tile_zero<T, bits>(), affine[n].x, affine[n].y);
+#pragma unroll
     for (int block = 0; block < MB; ++block) {
-      if constexpr (is_same_v<T, float>) {
-        sums.of[block] += products.of[block];
-      } else {
-        sums.of[block] +=
-            row.scale[g] * products.of[block] + middle_bias<bits>(row.scale[g], row.bias[g]) * chunk.sums[g][block];
+      sums.at[n][block] += scale * products.at[n][block];
+      if constexpr (!exact) {
+        sums.at[n][block] += zero * activations.at[0][block];
       }
     }
   }
 }
 
-template <typename T, int bits, int MB>
-[[kernel, max_total_threads_per_threadgroup(256)]] void quantized_matmul_tiles(
+// sums += w x over U runs from column `begin` on.
+template <int U, typename T, int bits, int run, int R, int MB>
+inline void add_runs(
+    const device T* x, AffineWeights<T> w, thread const uint (&rows)[R], uint begin, uint count, uint columns, uint lane,
+    uint group_shift, thread Tile<float, R, MB>& sums) {
+  LaneWeights<T, bits, R, run, U> weights;
+  LaneRows<T, MB, run> activations[U];
+  load_weights(w, rows, begin, columns, lane, group_shift, weights);
+  x += begin + tile_row(lane) / 2 * (run / 4) + tile_row(lane) % 2 * 4;
+#pragma unroll
+  for (int g = 0; g < U; ++g) {
+    load_rows(x + g * run, count, columns, lane, activations[g]);
+  }
+#pragma unroll
+  for (int g = 0; g < U; ++g) {
+    add_run<T, bits>(weights, g, activations[g], lane, sums);
+  }
+}
+
+// The limit on threads is also what compilers allot registers by: with these no variant spills on NVIDIA.
+template <typename T, int bits, int R, int MB, int run, int U>
+[[kernel, max_total_threads_per_threadgroup(sizeof(T) == 2 && (MB > 1 || run == 32) ? 256 : 288)]] void quantized_matmul_tiles(
     const device T* x [[buffer(0)]],       // [batch, rows, columns]
     const device uint* w [[buffer(1)]],    // [batch, outputs, columns * bits / 32]
     const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]
@@ -187,58 +208,62 @@ template <typename T, int bits, int MB>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr uint M = MB * tile;
-  threadgroup float partials[tile_partials];
+  using Partials = TilePartials<R, MB>;
+  threadgroup float partials[Partials::all];
+  constexpr uint width = U * run;
 
-  const uint first_output = group.x * params.outputs_per_group;
-  const uint outputs = min(params.outputs - first_output, params.outputs_per_group);
-  const uint first_row = group.y * M;
-  const uint rows = min(params.rows - first_row, M);
-  const uint products = params.outputs_per_group * M;  // of a simdgroup
+  const uint first_output = group.x * Partials::outputs;
+  const uint outputs = min(params.outputs - first_output, uint(Partials::outputs));
+  const uint first_row = group.y * Partials::rows;
+  const uint count = min(params.rows - first_row, uint(Partials::rows));
   x += (size_t(group.z) * params.rows + first_row) * params.columns;
   const AffineWeights<T> matrix = matrix_of(w, scales, biases, params, group.z, first_output);
+  // Outputs that are not there stand for the last one, too.
+  uint rows[R];
+#pragma unroll
+  for (int n = 0; n < R; ++n) {
+    rows[n] = min(n * tile + tile_row(lane), outputs - 1);
+  }
 
-  threadgroup float* own = partials + simdgroup * products + tile_row(lane) * M + tile_column(lane);
-  constexpr uint width = runs<MB>() * run;
-  const uint step = simdgroups * width;
-  for (uint begin = simdgroup * width; begin < params.columns; begin += step) {
-    Chunk<T, MB> chunk;
-    load_chunk<T, MB>(x, rows, params.columns, begin, lane, chunk);
-    for (uint first = 0; first < outputs; first += tile) {
-      const uint output = first + tile_row(lane);
-      LaneRow<runs<MB>()> row;
-      load_lane_row<bits, runs<MB>()>(
-          matrix, output, output < outputs, begin, params.columns, lane, params.group_shift, row);
-      Sums<MB> sums;
-      multiply_chunk<T, bits, MB>(row, chunk, sums);
-      if (output < outputs) {
-#pragma unroll
-        for (int block = 0; block < MB; ++block) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            threadgroup float& partial = own[first * M + block * tile + e];
-            partial = begin >= step ? partial + sums.of[block][e] : sums.of[block][e];
-          }
-        }
+  Tile<float, R, MB> sums;
+  fill(sums, 0.0f);
+  for (uint begin = simdgroup * width; begin < params.columns; begin += simdgroups * width) {
+    if (U == 1 || begin + width <= params.columns) {
+      add_runs<U, T, bits, run>(x, matrix, rows, begin, count, params.columns, lane, params.group_shift, sums);
+    } else {
+      for (uint last = begin; last < params.columns; last += run) {
+        add_runs<1, T, bits, run>(x, matrix, rows, last, count, params.columns, lane, params.group_shift, sums);
       }
     }
   }
 
+  leave_sums(sums, partials, simdgroup, tile_row(lane), lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = t; i < outputs * M; i += simdgroups * 32) {
-    const uint m = i % M;
-    const uint output = first_output + i / M;
-    if (m < rows) {
-      const float sum = gathered(partials, i, products, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
+  for (uint i = t; i < Partials::rows * Partials::outputs; i += simdgroups * 32) {
+    const uint m = i / Partials::outputs;
+    const uint n = i % Partials::outputs;
+    if (m < count && n < outputs) {
+      const uint output = first_output + n;
+      const float sum =
+          left_sum<Partials>(partials, n, m, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
       y[(size_t(group.z) * params.rows + first_row + m) * params.outputs + output] = T(sum);
     }
   }
 }
 
-#define instantiate_tiles(bits, MB, M) \
-  instantiate_types("quantized_matmul_tiles_" #bits "bit_" #M, quantized_matmul_tiles, bits, MB)
+#define instantiate_tile(type, dtype, bits, R, MB, M, run, U)                                                        \
+  instantiate_kernel("quantized_matmul_tiles_" #bits "bit_" #M "_by" #run "_" #dtype, quantized_matmul_tiles, type,  \
+                     bits, R, MB, run, U)
 
-instantiate_tiles(4, 1, 8)
-instantiate_tiles(4, 2, 16)
-instantiate_tiles(8, 1, 8)
-instantiate_tiles(8, 2, 16)
+// float_R: in float32, whose products are many instructions on NVIDIA.
+#define instantiate_tiles(bits, R, float_R, MB, M, U)              \
+  instantiate_tile(float, float32, bits, float_R, MB, M, 32, 1)    \
+  instantiate_tile(half, float16, bits, R, MB, M, 32, U)           \
+  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 32, U)        \
+  instantiate_tile(half, float16, bits, R, MB, M, 64, U)           \
+  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 64, U)
+
+instantiate_tiles(4, 4, 4, 1, 8, 4)
+instantiate_tiles(4, 4, 4, 2, 16, 2)
+instantiate_tiles(8, 2, 1, 1, 8, 2)
+instantiate_tiles(8, 2, 1, 2, 16, 2)

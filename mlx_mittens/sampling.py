@@ -29,8 +29,8 @@ _GPU_SMALL_BYTES = 64 << 20
 _LARGEST_BATCH_BYTES = 1 << 30
 
 # Calls behind other work: MLX lets the host wait once ten command buffers, of a hundred kernels on a large GPU, are on
-# their way.
-_MOST_QUEUED = 256
+# their way. A call may be several kernels, so this many may prove too many.
+_MOST_QUEUED = 700
 _ATTEMPTS = 4
 
 Arrays = list[mx.array]
@@ -154,6 +154,7 @@ class _QueuedSampler(Sampler):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._host_seconds = 20e-6
+        self._most = _MOST_QUEUED
 
     def _graphs(self, count: int) -> Arrays:
         if self._link is None:
@@ -191,7 +192,7 @@ class _QueuedSampler(Sampler):
         return time.perf_counter() - start, queued - begun
 
     def __call__(self, count: int) -> float:
-        count = min(count, _MOST_QUEUED)
+        count = min(count, self._most)
         mx.synchronize()
         for _ in range(_ATTEMPTS):
             start = time.perf_counter()
@@ -206,7 +207,7 @@ class _QueuedSampler(Sampler):
                 if links := self._links(count):
                     alone = self._behind(work_seconds, links)[0]
                 return max(seconds - alone, 1e-9) / count
-            count = math.ceil(count / 2)
+            count = self._most = math.ceil(count / 2)
         return super().__call__(count)  # handing a call over waits for the GPU
 
 

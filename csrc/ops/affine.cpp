@@ -212,17 +212,19 @@ AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint3
   return plan;
 }
 
-AffineRowsPlan plan_affine_tiles(uint32_t rows, uint32_t columns, uint32_t outputs, uint32_t batch) {
-  constexpr uint32_t most_partials = 4096;      // of quantized_tiles.metal
-  constexpr uint32_t wanted_simdgroups = 2048;  // of a launch: what a large GPU holds at once
-  constexpr uint32_t tile = 8;
-  AffineRowsPlan plan;
-  plan.rows = rows <= tile ? tile : 2 * tile;
-  plan.simdgroups = std::min(ceil_divide(columns, plan.rows > tile ? 32 : 64), most_simdgroups);
-  const uint64_t work = uint64_t(outputs) * plan.simdgroups * batch * ceil_divide(rows, plan.rows);
-  const uint64_t most = most_partials / (plan.simdgroups * plan.rows);
-  plan.outputs_per_group =
-      static_cast<uint32_t>(std::clamp<uint64_t>(work / wanted_simdgroups / tile * tile, tile, most));
+AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns,
+                                  uint32_t outputs, uint32_t batch) {
+  AffineTilesPlan plan;
+  plan.rows = rows <= 8 ? 8 : 16;
+  plan.run = format.group_size == 32 || dtype == mx::float32 ? 32 : 64;
+  plan.outputs_per_group = format.bits == 4 ? 32 : dtype == mx::float32 ? 8 : 16;
+  // Few simdgroups with much to do each, unless there are few threadgroups (measured on an H200).
+  constexpr uint32_t wanted_simdgroups = 1792;  // of a launch
+  constexpr uint32_t most_columns = 1024;       // that a simdgroup is left with, if there may be more of them
+  constexpr uint32_t fewest_columns = 256;
+  const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
+  plan.simdgroups = std::max(ceil_divide(wanted_simdgroups, groups), ceil_divide(columns, most_columns));
+  plan.simdgroups = std::min({plan.simdgroups, ceil_divide(columns, fewest_columns), most_simdgroups});
   return plan;
 }
 

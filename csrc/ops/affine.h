@@ -54,11 +54,16 @@ struct AffineRowsPlan {
   uint32_t outputs_per_group;
 };
 
-// The same for the kernel of 8x8 matrices.
-AffineRowsPlan plan_affine_tiles(uint32_t rows, uint32_t columns, uint32_t outputs, uint32_t batch);
-
 // matrices: of weights that pass by one simdgroup, 2 for gate and up.
 AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
                                 uint32_t batch, uint32_t most_rows, uint32_t matrices);
+
+// The same for the kernel of 8x8 matrices.
+struct AffineTilesPlan : AffineRowsPlan {
+  uint32_t run;  // columns that have one scale
+};
+
+AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns,
+                                  uint32_t outputs, uint32_t batch);
 
 }  // namespace mittens

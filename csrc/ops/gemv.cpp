@@ -29,40 +29,53 @@ namespace {
 
 constexpr const char* op = "gemv";
 
-// What gemv.metal is instantiated for: outputs that a threadgroup takes, by the rows of x.
-constexpr uint32_t outputs_per_group(uint32_t rows) {
-  return rows > 8 ? 2 : 4;
+// How a kernel on rows of weights divides its work.
+struct RowsShape {
+  uint32_t outputs;  // of a threadgroup
+  uint32_t chunk;    // columns that a simdgroup takes at once
+  uint32_t steps;    // chunks that keep it busy
+  uint32_t shares;   // so many times as much make a split worth its second kernel, which adds the splits up
+  uint32_t rows;     // of x that a threadgroup takes
+};
+
+// gemv.metal. pack: elements of a lane's load where whole packs can be loaded.
+RowsShape rows_shape(uint32_t rows, uint32_t pack) {
+  const uint32_t together = std::min<uint32_t>(std::bit_ceil(std::max(rows, 1u)), most_gemv_rows);
+  return {together > 8 ? 2u : 4u, 32 * pack, 2, 2, together};
+}
+
+// gemv_tiles.metal.
+RowsShape tiles_shape(uint32_t rows) {
+  return rows > 8 ? RowsShape{16, 64, 4, 4, 16} : RowsShape{16, 128, 2, 4, 8};
 }
 
 struct RowsPlan {
-  uint32_t rows;  // of x that a threadgroup takes
   uint32_t simdgroups;
   uint32_t splits;
   uint32_t columns_per_split;
 };
 
-// pack: elements of a lane's load where whole packs can be loaded. Whether they can shows only when the arrays are
-// there, and the splits are the same either way.
-RowsPlan plan_gemv_rows(uint32_t rows, uint32_t columns, uint32_t outputs, uint32_t pack, bool may_split) {
+RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32_t outputs, bool may_split) {
   constexpr uint32_t most_simdgroups = 8;
-  constexpr uint32_t steps = 2;                 // loads of a lane on their way at once
   constexpr uint32_t wanted_simdgroups = 4096;  // of a launch: a large GPU several times over
-  rows = std::max(rows, 1u);
   RowsPlan plan;
-  plan.rows = std::min<uint32_t>(std::bit_ceil(rows), most_gemv_rows);
-  const uint32_t chunks = ceil_divide(columns, 32 * pack);
-  const uint32_t shares = ceil_divide(chunks, steps);  // that keep a simdgroup busy
-  const uint64_t tiles = uint64_t(ceil_divide(std::max(outputs, 1u), outputs_per_group(plan.rows))) *
-      ceil_divide(rows, plan.rows);
-  plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, tiles), 4u, most_simdgroups);
+  const uint32_t chunks = ceil_divide(columns, shape.chunk);
+  const uint32_t shares = ceil_divide(chunks, shape.steps);
+  const uint64_t groups = uint64_t(ceil_divide(std::max(outputs, 1u), shape.outputs)) *
+      ceil_divide(std::max(rows, 1u), shape.rows);
+  plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, groups), 4u, most_simdgroups);
   plan.simdgroups = std::min(plan.simdgroups, shares);
-  // Each split leaves a simdgroup enough to do that it is worth the second kernel, which adds the splits up.
-  const uint32_t most_splits = may_split ? ceil_divide(shares, 2 * plan.simdgroups) : 1;
-  const uint32_t splits = std::clamp(ceil_divide(wanted_simdgroups / 4, tiles * plan.simdgroups), 1u, most_splits);
+  const uint32_t most_splits = may_split ? ceil_divide(shares, shape.shares * plan.simdgroups) : 1;
+  const uint32_t splits = std::clamp(ceil_divide(wanted_simdgroups / 4, groups * plan.simdgroups), 1u, most_splits);
   const uint32_t chunks_per_split = ceil_divide(chunks, splits);
   plan.splits = ceil_divide(chunks, chunks_per_split);
-  plan.columns_per_split = chunks_per_split * 32 * pack;
+  plan.columns_per_split = chunks_per_split * shape.chunk;
   return plan;
+}
+
+// From how many rows of x on 8x8 matrices of a half type pay. On NVIDIA these are the tensor cores'.
+uint32_t fewest_tile_rows(mx::Stream stream) {
+  return is_cuda(stream) ? 3 : 5;
 }
 
 // x [.., columns], w [outputs, columns] or, not transposed, [columns, outputs], and bias [outputs], if there is one
@@ -170,13 +183,22 @@ class Gemv : public KernelPrimitive {
     launch.file = "gemv.metal";
     const char* access = packs ? "_pack_" : "_single_";
     if (transpose_) {
-      const RowsPlan plan = rows_plan(sizes, pack);
-      const uint32_t group_outputs = outputs_per_group(plan.rows);
+      RowsPlan plan = rows_plan(x, sizes);
+      RowsShape shape = shape_of(x, sizes);
       params.splits = plan.splits;
       params.columns_per_split = plan.columns_per_split;
-      launch.kernel = kernel_name(x.dtype(), op, "rows", access, plan.rows, "x", group_outputs);
-      launch.threadgroups = {ceil_divide(sizes.outputs, group_outputs), ceil_divide(sizes.rows, plan.rows),
-                             plan.splits};
+      if (wants_tiles(x, sizes) && packs) {
+        launch.file = "gemv_tiles.metal";
+        launch.kernel = kernel_name(x.dtype(), op, "tiles_", shape.rows);
+      } else {
+        if (wants_tiles(x, sizes)) {
+          shape = rows_shape(sizes.rows, pack);
+          plan = plan_gemv_rows(shape, sizes.rows, params.columns_per_split, sizes.outputs, false);
+        }
+        launch.kernel = kernel_name(x.dtype(), op, "rows", access, shape.rows, "x", shape.outputs);
+      }
+      launch.threadgroups = {ceil_divide(sizes.outputs, shape.outputs), ceil_divide(sizes.rows, shape.rows),
+                             params.splits};
       launch.threads = {32 * plan.simdgroups, 1, 1};
     } else {
       const ColumnsPlan plan = columns_plan(sizes, packs ? pack : 1, pack);
@@ -227,30 +249,39 @@ class Gemv : public KernelPrimitive {
     return 16 / x.itemsize();
   }
 
-  RowsPlan rows_plan(const Sizes& sizes, uint32_t pack) const {
-    return plan_gemv_rows(sizes.rows, sizes.columns, sizes.outputs, pack, may_split_);
+  bool wants_tiles(const mx::array& x, const Sizes& sizes) {
+    return x.dtype() != mx::float32 && sizes.rows >= fewest_tile_rows(stream());
+  }
+
+  RowsShape shape_of(const mx::array& x, const Sizes& sizes) {
+    return wants_tiles(x, sizes) ? tiles_shape(sizes.rows) : rows_shape(sizes.rows, pack_elements(x));
+  }
+
+  // As if whole packs can be loaded, which shows only when the arrays are there: the splits are the same either way.
+  RowsPlan rows_plan(const mx::array& x, const Sizes& sizes) {
+    return plan_gemv_rows(shape_of(x, sizes), sizes.rows, sizes.columns, sizes.outputs, may_split_);
   }
 
   ColumnsPlan columns_plan(const Sizes& sizes, uint32_t elements, uint32_t pack) const {
     return plan_columns(sizes.rows, sizes.columns, sizes.outputs, 1, elements, pack, most_gemv_rows, may_split_);
   }
 
-  uint32_t splits_of(const Arrays& inputs) const {
+  uint32_t splits_of(const Arrays& inputs) {
     const Sizes sizes = sizes_of(inputs);
     const uint32_t pack = pack_elements(inputs[0]);
-    return transpose_ ? rows_plan(sizes, pack).splits : columns_plan(sizes, pack, pack).splits;
+    return transpose_ ? rows_plan(inputs[0], sizes).splits : columns_plan(sizes, pack, pack).splits;
   }
 
   bool transpose_;
   bool may_split_;
 };
 
-// Measured on an H200 (bench/results/h200.json); Metal's 8x8 matrices run on the same units as everything else.
+// Where mx's products of matrices are ahead of ours on an H200 (bench/results/h200.json).
 bool tensor_cores_win(size_t rows, size_t weights, mx::Dtype dtype) {
   if (dtype == mx::float32) {
     return rows > 4 && weights > (1 << 22);
   }
-  return rows > 8 ? weights > (1 << 22) : rows > 4 && weights > (1 << 24);
+  return rows > 8 ? weights > (1 << 22) : rows > 2 && weights > (1 << 25);
 }
 
 std::optional<mx::array> attempt(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <numeric>
 
 #include <nanobind/nanobind.h>
@@ -29,13 +30,14 @@ namespace {
 
 constexpr const char* op = "quantized_matmul";
 constexpr uint32_t most_kernel_rows = 8;   // of x that a kernel takes at once
-constexpr uint32_t fewest_tile_rows = 6;   // of x for which 8x8 matrices pay
 constexpr uint32_t most_matrices = 65535;  // of a grid's third dimension on NVIDIA GPUs
 
-
-// NVIDIA GPUs run Metal's 8x8 matrices through shuffles, which is slower than doing without.
-bool has_fast_tiles(mx::Stream stream) {
-  return !is_cuda(stream);
+// From how many rows of x on 8x8 matrices pay. On NVIDIA GPUs those of floats never do: they go through shuffles.
+uint32_t fewest_tile_rows(mx::Dtype dtype, mx::Stream stream) {
+  if (!is_cuda(stream)) {
+    return 6;
+  }
+  return dtype == mx::float32 ? std::numeric_limits<uint32_t>::max() : 2;
 }
 
 // x [.., rows, columns], w, scales and biases [.., rows, ..] and bias [outputs], if there is one -> y [.., rows,
@@ -177,10 +179,10 @@ class QuantizedMatmul : public KernelPrimitive {
     params.has_bias = inputs.size() > 4;
     params.splits = 1;
     const mx::array& bias = params.has_bias ? inputs[4] : x;  // x stands in: each argument needs a buffer
-    auto launch = [&](const char* file, const char* layout, uint32_t rows, const mx::array& bias, mx::array& y) {
+    auto launch = [&](const char* file, Name kernel, const mx::array& bias, mx::array& y) {
       Launch launch;
       launch.file = file;
-      launch.kernel = kernel_name(x.dtype(), op, layout, format_.bits, "bit_", rows);
+      launch.kernel = kernel;
       launch.input(x);
       add_view(launch, inputs[1]);
       add_view(launch, inputs[2]);
@@ -189,23 +191,32 @@ class QuantizedMatmul : public KernelPrimitive {
     };
 
     if (format_.transpose) {
-      const bool tiles = sizes.rows >= fewest_tile_rows && has_fast_tiles(stream());
-      const auto plan = tiles ? plan_affine_tiles(sizes.rows, sizes.columns, sizes.outputs, sizes.matrices)
-                              : plan_affine_rows(format_, sizes.rows, sizes.columns, sizes.outputs, sizes.matrices,
-                                                 most_kernel_rows, 1);
-      params.outputs_per_group = plan.outputs_per_group;
-      Launch rows = tiles ? launch("quantized_tiles.metal", "tiles_", plan.rows, bias, outputs[0])
-                          : launch("quantized_rows.metal", "rows_", plan.rows, bias, outputs[0]);
-      rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, plan.rows),
-                           sizes.matrices};
-      rows.threads = {32 * plan.simdgroups, 1, 1};
-      return in_order(std::move(rows));
+      auto by_rows = [&](const AffineRowsPlan& plan, const char* file, Name kernel) {
+        params.outputs_per_group = plan.outputs_per_group;
+        Launch rows = launch(file, kernel, bias, outputs[0]);
+        rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, plan.rows),
+                             sizes.matrices};
+        rows.threads = {32 * plan.simdgroups, 1, 1};
+        return in_order(std::move(rows));
+      };
+      if (sizes.rows >= fewest_tile_rows(x.dtype(), stream())) {
+        const AffineTilesPlan plan = plan_affine_tiles(format_, x.dtype(), sizes.rows, sizes.columns,
+                                                       sizes.outputs, sizes.matrices);
+        return by_rows(plan, "quantized_tiles.metal",
+                       kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
+      }
+      const AffineRowsPlan plan = plan_affine_rows(format_, sizes.rows, sizes.columns, sizes.outputs, sizes.matrices,
+                                                   most_kernel_rows, 1);
+      return by_rows(plan, "quantized_rows.metal",
+                     kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
     }
     const ColumnsPlan plan = plan_of(sizes);
     params.lanes = plan.lanes;
     params.splits = plan.splits;
     params.columns_per_split = plan.columns_per_split;
-    Launch columns = launch("quantized_columns.metal", "columns_", plan.rows, bias, outputs[plan.splits > 1 ? 1 : 0]);
+    Launch columns = launch("quantized_columns.metal",
+                            kernel_name(x.dtype(), op, "columns_", format_.bits, "bit_", plan.rows), bias,
+                            outputs[plan.splits > 1 ? 1 : 0]);
     columns.threadgroups = {plan.tiles, plan.row_blocks * plan.splits, sizes.matrices};
     columns.threads = {plan.threads, 1, 1};
     if (plan.splits == 1) {
@@ -334,8 +345,8 @@ std::optional<mx::array> attempt(const mx::array& x, const mx::array& w, const m
   if (matrices > most_matrices) {
     return left_to_mx(op, "more than " + std::to_string(most_matrices) + " matrices");
   }
-  // Where mx goes over to tensor cores (bench/results/h200.json).
-  if (is_cuda(stream) && transpose && matrices * rows >= (dtype == mx::float32 ? 12 : 8) &&
+  // Where mx goes over to tensor cores, and ours does not (bench/results/h200.json).
+  if (is_cuda(stream) && transpose && dtype == mx::float32 && matrices * rows >= 12 &&
       better_left_to_mx(op, "many rows of x where there are tensor cores")) {
     return std::nullopt;
   }

@@ -127,11 +127,6 @@ inline bool exceeds(float2 scores, float2 maximum) {
   return scores.x > maximum.x + headroom || scores.y > maximum.y + headroom;
 }
 
-// The lower or the upper halves of two words.
-inline uint side_by_side(uint first, uint second, bool upper) {
-  return upper ? (first >> 16) | (second & 0xffff0000u) : (first & 0xffffu) | (second << 16);
-}
-
 // Whether all rows of the tiles are there, for all lanes, and aligned.
 template <bool whole>
 struct Whole {};

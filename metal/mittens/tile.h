@@ -41,6 +41,11 @@ inline float2 multiply_tiles(vec<T, 2> a, vec<T, 2> b, float2 c) {
   return reinterpret_cast<thread float2&>(sum.thread_elements());
 }
 
+// The lower or the upper halves of two words.
+inline uint side_by_side(uint first, uint second, bool upper) {
+  return upper ? (first >> 16) | (second & 0xffff0000u) : (first & 0xffffu) | (second << 16);
+}
+
 // The lane's elements of the transposed matrix.
 template <typename T>
 inline vec<T, 2> transposed(vec<T, 2> own, uint lane) {
