@@ -27,7 +27,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "add_rms_norm";
-constexpr const char* file = "add_rms_norm.metal";
+const Name file = "add_rms_norm.metal";
 
 // x and residual [.., columns] and weight [columns], if there is one -> y and the sum.
 class AddRmsNorm : public RowPrimitive {

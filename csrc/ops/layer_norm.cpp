@@ -25,7 +25,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "layer_norm";
-constexpr const char* file = "layer_norm.metal";
+const Name file = "layer_norm.metal";
 
 // x [.., columns], then weight and bias [columns], as far as there are any -> y.
 class LayerNorm : public RowPrimitive {

@@ -24,6 +24,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "quantized_swiglu";
+const Name file = "quantized_swiglu.metal";
 constexpr uint32_t most_kernel_rows = 4;  // of x that a kernel takes at once
 
 using Triple = std::tuple<mx::array, mx::array, mx::array>;
@@ -68,7 +69,7 @@ class QuantizedSwiglu : public KernelPrimitive {
         plan_affine_rows(format_, params.rows, params.columns, params.outputs, 1, most_kernel_rows, 2);
     params.outputs_per_group = plan.outputs_per_group;
     Launch launch;
-    launch.file = "quantized_swiglu.metal";
+    launch.file = file;
     launch.kernel = kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
     launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, plan.rows), 1};
     launch.threads = {32 * plan.simdgroups, 1, 1};

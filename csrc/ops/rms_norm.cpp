@@ -26,7 +26,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "rms_norm";
-constexpr const char* file = "rms_norm.metal";
+const Name file = "rms_norm.metal";
 
 // x [.., columns] and weight [columns], if there is one -> y.
 class RmsNorm : public RowPrimitive {

@@ -24,6 +24,8 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "softmax";
+const Name file = "softmax.metal";
+const Name vjp_file = "softmax_vjp.metal";
 
 // y [.., columns] = softmax of x along the last axis.
 class Softmax : public RowPrimitive {
@@ -51,7 +53,7 @@ class Softmax : public RowPrimitive {
     const mx::array& x = inputs[0];
     const RowPlan plan = this->plan({&x, &outputs[0]});
     const SoftmaxParams params{plan.params, phase_of(x), phase_of(outputs[0])};
-    auto launch = [&](const char* variant) { return row_launch("softmax.metal", "softmax", variant, plan, x.dtype()); };
+    auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
 
     if (plan.kernel == RowKernel::split) {
       return in_order(
@@ -101,7 +103,7 @@ class SoftmaxVjp : public RowPrimitive {
     const RowPlan plan = this->plan({&y, &dy, &outputs[0]});
     const SoftmaxVjpParams params{plan.params, phase_of(y), phase_of(dy), phase_of(outputs[0])};
     auto launch = [&](const char* variant) {
-      return row_launch("softmax_vjp.metal", "softmax_vjp", variant, plan, y.dtype());
+      return row_launch(vjp_file, "softmax_vjp", variant, plan, y.dtype());
     };
 
     if (plan.kernel == RowKernel::split) {
