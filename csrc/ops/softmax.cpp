@@ -80,8 +80,7 @@ class SoftmaxVjp : public RowPrimitive {
   SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, {2, 1, 1}, y) {}
 
   static mx::array apply(const mx::array& y, const mx::array& dy, mx::Stream stream) {
-    const Arrays inputs = {gatherable(y, stream), gatherable(dy, stream)};
-    return outputs_of(std::make_shared<SoftmaxVjp>(stream, y), inputs)[0];
+    return first_output(std::make_shared<SoftmaxVjp>(stream, y), {gatherable(y, stream), gatherable(dy, stream)});
   }
 
   const char* name() const override {
@@ -136,7 +135,7 @@ Arrays Softmax::vjp(const Arrays&, const Arrays& cotangents, const std::vector<i
 }
 
 Arrays Softmax::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>&) {
-  const mx::array y = outputs_of(like(primals[0]), primals)[0];
+  const mx::array y = first_output(like(primals[0]), primals);
   return with_workspace({SoftmaxVjp::apply(y, tangents[0], stream())});
 }
 
@@ -172,8 +171,9 @@ std::vector<int> checked_axes(std::vector<int> axes, const mx::array& a) {
 
 // Along the last axis of a row contiguous array.
 mx::array softmax_rows(const mx::array& a, mx::Stream stream) {
-  const Arrays inputs = {gatherable(a, stream)};
-  return RowPrimitive::outputs_of(std::make_shared<Softmax>(stream, inputs[0]), inputs)[0];
+  Arrays inputs = {gatherable(a, stream)};
+  auto primitive = std::make_shared<Softmax>(stream, inputs[0]);
+  return first_output(std::move(primitive), std::move(inputs));
 }
 
 // Along any axes: they are moved to the end, made one, and moved back.
