@@ -1,6 +1,6 @@
 // The extension module. Ops, the simulator and the executors register their own bindings; none is named here.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"

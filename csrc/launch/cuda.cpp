@@ -145,11 +145,12 @@ std::string identity(const Launch& launch, const std::map<uint32_t, size_t>& siz
 }
 
 // Loaded once per context and kept for the life of the process, as MLX keeps its own modules.
-CUfunc_st* loaded_function(const Launch& launch, const std::map<uint32_t, size_t>& sizes, void* context) {
+CUfunc_st* loaded_function(const Launch& launch, const std::map<uint32_t, size_t>& sizes) {
   using Functions = std::unordered_map<std::string, CUfunc_st*>;
   static std::mutex mutex;
   static std::unordered_map<void*, Functions> loaded;
 
+  void* context = Driver::get().current_context();
   const std::string key = identity(launch, sizes);
   {
     std::lock_guard lock(mutex);
@@ -166,23 +167,22 @@ CUfunc_st* loaded_function(const Launch& launch, const std::map<uint32_t, size_t
   return first;
 }
 
-// Each thread remembers what it found, by the name alone where that tells kernels apart: this is on the path of every
-// call.
-CUfunc_st* function_of(const Launch& launch) {
+// Each thread remembers what it found, by the name alone where that tells kernels apart, and by the device, of which
+// MLX uses but one context: this is on the path of every call.
+CUfunc_st* function_of(const Launch& launch, mx::Stream stream) {
   struct Known {
-    void* context = nullptr;
+    int device = 0;
     Name file;
     CUfunc_st* function = nullptr;
   };
   static thread_local std::unordered_map<Name, Known> known;
-  void* context = Driver::get().current_context();
   const auto sizes = sizes_by_value(launch);
   if (!sizes.empty() || !launch.function_constants.empty()) {
-    return loaded_function(launch, sizes, context);
+    return loaded_function(launch, sizes);
   }
   Known& mine = known[launch.kernel];
-  if (!mine.function || mine.context != context || mine.file != launch.file) {
-    mine = {context, launch.file, loaded_function(launch, sizes, context)};
+  if (!mine.function || mine.device != stream.device.index || mine.file != launch.file) {
+    mine = {stream.device.index, launch.file, loaded_function(launch, sizes)};
   }
   return mine.function;
 }
@@ -209,9 +209,9 @@ bool available() {
   return &mx::cu::get_command_encoder != nullptr;
 }
 
-std::string missing() {
+std::string_view missing() {
   if (!available()) {
-    return "this MLX was built without CUDA: pip install \"mlx[cuda13]==" + std::string(MITTENS_MLX_VERSION) + "\"";
+    return "this MLX was built without CUDA: pip install \"mlx[cuda13]==" MITTENS_MLX_VERSION "\"";
   }
   if (!Driver::get().loaded()) {
     return "libcuda.so.1 does not load: install the NVIDIA driver";
@@ -224,7 +224,7 @@ void keep_until_done(const mx::array& array, mx::Stream stream) {
 }
 
 void run(const Launch& launch, mx::Stream stream) {
-  CUfunc_st* function = function_of(launch);
+  CUfunc_st* function = function_of(launch, stream);
   auto& encoder = mx::cu::get_command_encoder(stream);
   static std::array<std::byte, 4096> nothing{};  // as long as all parameters of a kernel may be
   constexpr size_t most_arguments = 31;  // that Metal numbers
@@ -270,7 +270,7 @@ bool available() {
   return false;
 }
 
-std::string missing() {
+std::string_view missing() {
   return "CUDA is for Linux";
 }
 

@@ -1,6 +1,8 @@
 // Running Metal kernels on an NVIDIA GPU: clang's PTX of them, through the CUDA driver, on MLX's own stream.
 #pragma once
 
+#include <string_view>
+
 #include "launch/launch.h"
 
 namespace mittens::cuda {
@@ -9,7 +11,7 @@ namespace mittens::cuda {
 bool available();
 
 // What is missing for kernels to run, for people; empty when nothing is.
-std::string missing();
+std::string_view missing();
 
 // Holds an array until what was given to the stream so far is done.
 void keep_until_done(const mx::array& array, mx::Stream stream);

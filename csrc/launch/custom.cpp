@@ -43,11 +43,13 @@ class CustomKernel : public mx::Primitive {
   CustomKernel(mx::Stream stream, Plan plan) : mx::Primitive(stream), plan_(std::move(plan)) {}
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    run_in_simulator({bound(inputs, outputs)}, stream());
+    Arrays copies;
+    run_in_simulator({bound(inputs, outputs, copies)}, stream());
   }
 
   void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
-    run_on_gpu(bound(inputs, outputs), stream());
+    Arrays copies;
+    run_on_gpu(bound(inputs, outputs, copies), stream());
   }
 
   const char* name() const override {
@@ -55,10 +57,9 @@ class CustomKernel : public mx::Primitive {
   }
 
  private:
-  // A view that is not copied is handed over as the part of memory that it spans.
-  Launch bound(const Arrays& given, Arrays& outputs) {
+  // A view that is not copied is handed over as the part of memory that it spans. The launch refers to the copies.
+  Launch bound(const Arrays& given, Arrays& outputs, Arrays& copies) {
     Launch launch = plan_.launch;
-    Arrays copies;
     const Arrays& inputs = plan_.by_rows ? row_contiguous(given, stream(), copies) : given;
     for (size_t i = 0; i < inputs.size(); ++i) {
       launch.arguments[plan_.input_indices[i]] = Input{inputs[i], 0, inputs[i].data_size() * inputs[i].itemsize()};

@@ -1,4 +1,6 @@
 #include <stdexcept>
+#include <string>
+#include <string_view>
 
 #include "launch/cuda.h"
 #include "launch/launch.h"
@@ -11,8 +13,9 @@ void run_on_gpu(const Launch& launch, mx::Stream stream) {
     metal::run(launch, stream);
     return;
   }
-  if (const std::string missing = cuda::missing(); !missing.empty()) {
-    throw std::runtime_error("[mlx_mittens] kernel " + launch.kernel.text() + " cannot run on the GPU: " + missing);
+  if (const std::string_view missing = cuda::missing(); !missing.empty()) {
+    throw std::runtime_error("[mlx_mittens] kernel " + launch.kernel.text() +
+                             " cannot run on the GPU: " + std::string(missing));
   }
   cuda::run(launch, stream);
 }

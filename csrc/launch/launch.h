@@ -1,9 +1,11 @@
 // A Launch says everything that a GPU needs to run one kernel once. Ops build it; an executor runs it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -24,15 +26,16 @@ struct Size3 {
   uint32_t z = 1;
 };
 
-// One argument of a kernel; its place in Launch::arguments is its Metal buffer index.
+// One argument of a kernel; its place in Launch::arguments is its Metal buffer index. Arrays are referred to, since
+// owning one takes atomic instructions: who builds a launch keeps them until it has run, or gives it an owner.
 struct Input {
-  mx::array array;
+  std::reference_wrapper<const mx::array> array;
   // What the kernel may read: these bytes, from so far off the array's first element. Row contiguous arrays: all of it.
   int64_t offset = 0;
   size_t bytes = 0;
 };
 struct Output {
-  mx::array array;
+  std::reference_wrapper<const mx::array> array;
 };
 struct Bytes {
   std::vector<std::byte> data;
@@ -56,6 +59,7 @@ struct Launch {
   Size3 threads;                      // per threadgroup
   uint32_t threadgroup_bytes = 0;     // of a [[threadgroup(0)]] argument, if the kernel has one
   std::map<uint32_t, std::string> function_constants;  // by index, as C++ writes them; our own kernels have none
+  std::shared_ptr<const void> owner;  // of arguments that were made for the launch, if there are any
 
   // Each adds the next argument. They return an rvalue, so that a launch that was built is moved, not copied, into place:
   // this is on the path of every call.
@@ -70,13 +74,15 @@ struct Launch {
     arguments.emplace_back(Output{array});
     return std::move(*this);
   }
+  Launch&& input(const mx::array&&) = delete;  // it would be gone when the launch runs
+  Launch&& input(const mx::array&&, int64_t, size_t) = delete;
+  Launch&& output(const mx::array&&) = delete;
   // A plain struct, handed over by value: `constant Params& params` in the kernel.
   template <typename Params>
   Launch&& params(const Params& params) {
     static_assert(std::is_trivially_copyable_v<Params>);
-    std::vector<std::byte> data(sizeof(Params));
-    std::memcpy(data.data(), &params, sizeof(Params));
-    arguments.emplace_back(Bytes{std::move(data)});
+    const auto* data = reinterpret_cast<const std::byte*>(&params);
+    arguments.emplace_back(Bytes{{data, data + sizeof(Params)}});
     return std::move(*this);
   }
 };

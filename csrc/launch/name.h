@@ -1,5 +1,6 @@
 // Names of kernels and files, each kept once for the life of the process: one is made of its parts without taking
-// memory, two are compared and what belongs to one is found by address. All of this is on the path of every call.
+// memory, two are compared and what belongs to one is found by address. All of this is on the path of every call; names
+// that do not depend on it are constants, which are looked up but once.
 #pragma once
 
 #include <charconv>
@@ -16,7 +17,7 @@ namespace mittens {
 
 class Name {
  public:
-  Name() : Name("") {}
+  Name() : text_(none()) {}
   Name(const char* text) : Name(std::string_view(text)) {}
   Name(const std::string& text) : Name(std::string_view(text)) {}
   Name(std::string_view text) : text_(kept(text)) {}
@@ -32,6 +33,10 @@ class Name {
  private:
   friend std::hash<Name>;
 
+  static const std::string* none() {
+    static const std::string* const text = kept("");
+    return text;
+  }
   static const std::string* kept(std::string_view text);
 
   const std::string* text_;

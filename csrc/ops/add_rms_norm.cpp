@@ -27,7 +27,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "add_rms_norm";
-constexpr const char* file = "add_rms_norm.metal";
+const Name file = "add_rms_norm.metal";
 
 // x and residual [.., columns] and weight [columns], if there is one -> y and the sum.
 class AddRmsNorm : public RowPrimitive {
@@ -125,13 +125,15 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
     return {rms_norm(sum, weight, eps, stream), sum};
   }
 
-  Arrays inputs = {gatherable(mx::astype(x, dtype, stream), stream),
-                   gatherable(mx::astype(residual, dtype, stream), stream)};
+  Arrays inputs;
+  inputs.reserve(3);
+  inputs.push_back(gatherable(mx::astype(x, dtype, stream), stream));
+  inputs.push_back(gatherable(mx::astype(residual, dtype, stream), stream));
   if (weight) {
     inputs.push_back(gatherable(mx::astype(*weight, dtype, stream), stream));
   }
-  const Arrays outputs = RowPrimitive::outputs_of(std::make_shared<AddRmsNorm>(stream, inputs[0], eps), inputs);
-  return {outputs[0], outputs[1]};
+  Arrays outputs = RowPrimitive::outputs_of(std::make_shared<AddRmsNorm>(stream, inputs[0], eps), inputs);
+  return {std::move(outputs[0]), std::move(outputs[1])};
 }
 
 void bind(nb::module_& module) {

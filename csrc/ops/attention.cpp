@@ -159,7 +159,7 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
     left_to_mx(op, std::move(reason));
     return call;
   }
-  return apply_attention(call, stream);
+  return apply_attention(std::move(call), stream);
 }
 
 std::optional<mx::array> found_in(const AttentionResult& result) {

@@ -42,7 +42,7 @@ void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys
 std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, int last, int queries, int keys,
                                    mx::Stream stream);
 
-mx::array apply_attention(const AttentionCall& call, mx::Stream stream);
+mx::array apply_attention(AttentionCall call, mx::Stream stream);
 
 // A call's result, or the call itself where it is left to mx.
 using AttentionResult = std::variant<mx::array, AttentionCall>;

@@ -12,6 +12,12 @@ namespace mittens {
 
 namespace {
 
+const Name decode_file = "attention_decode.metal";
+const Name decode_tiles_file = "attention_decode_tiles.metal";
+const Name decode_packed_file = "attention_decode_packed.metal";
+const Name combine_file = "attention_combine.metal";
+const Name prefill_file = "attention_prefill.metal";
+
 constexpr int widths[] = {64, 72, 80, 96, 128, 192, 256};
 constexpr int most_decode_queries = 16;
 
@@ -220,7 +226,7 @@ Launch combine_launch(const mx::array& partials, const mx::array& sinks, mx::arr
   params.splits = splits;
   params.has_sinks = has_sinks;
   Launch launch;
-  launch.file = "attention_combine.metal";
+  launch.file = combine_file;
   launch.kernel = kernel_name(y.dtype(), "attention", "combine");
   launch.threadgroups = {params.rows, 1, 1};
   launch.threads = {256, 1, 1};
@@ -237,11 +243,11 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, std::v
   Launch launch;
   const mx::Dtype dtype = inputs[0].dtype();
   if (options.bits == 0) {
-    launch.file = plan.tiles ? "attention_decode_tiles.metal" : "attention_decode.metal";
+    launch.file = plan.tiles ? decode_tiles_file : decode_file;
     launch.kernel =
         kernel_name(dtype, "attention", plan.tiles ? "decode_tiles_" : "decode_", plan.width, "_", plan.rows);
   } else {
-    launch.file = "attention_decode_packed.metal";
+    launch.file = decode_packed_file;
     launch.kernel = plan.tiles
                         ? kernel_name(dtype, "attention", "decode_tiles_", options.bits, "bit_by",
                                       std::min(options.group_size, 64), "_", plan.width, "_", plan.rows)
@@ -266,7 +272,7 @@ std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, std::
   const uint32_t rows = 4 * 8 * (sizes.width == 64 ? 2 : 1);  // prefill_simdgroups * 8 * R of attention_prefill.metal
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   Launch launch;
-  launch.file = "attention_prefill.metal";
+  launch.file = prefill_file;
   launch.kernel = kernel_name(inputs[0].dtype(), "attention", "prefill_", sizes.width);
   launch.threadgroups = {ceil_divide(sizes.queries, rows), sizes.heads, sizes.batches};
   launch.threads = {128, 1, 1};

@@ -1,4 +1,6 @@
-#include <numeric>
+#include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "cpu/attention.h"
 #include "mlx/ops.h"
@@ -22,15 +24,17 @@ class Attention : public KernelPrimitive {
         options_(options),
         may_split_(stream.device == mx::Device::gpu || simulator_enabled()) {}
 
-  static mx::array apply(const AttentionCall& call, mx::Stream stream) {
-    Arrays inputs = {call.queries};
-    inputs.insert(inputs.end(), call.keys.begin(), call.keys.end());
-    inputs.insert(inputs.end(), call.values.begin(), call.values.end());
+  static mx::array apply(AttentionCall call, mx::Stream stream) {
+    Arrays inputs;
+    inputs.reserve(9);  // packed keys and values, a mask and sinks
+    inputs.push_back(std::move(call.queries));
+    std::move(call.keys.begin(), call.keys.end(), std::back_inserter(inputs));
+    std::move(call.values.begin(), call.values.end(), std::back_inserter(inputs));
     if (call.mask) {
-      inputs.push_back(*call.mask);
+      inputs.push_back(*std::move(call.mask));
     }
     if (call.sinks) {
-      inputs.push_back(*call.sinks);
+      inputs.push_back(*std::move(call.sinks));
     }
     return apply(std::move(inputs), call.options, stream);
   }
@@ -254,8 +258,8 @@ class Attention : public KernelPrimitive {
 
 }  // namespace
 
-mx::array apply_attention(const AttentionCall& call, mx::Stream stream) {
-  return Attention::apply(call, stream);
+mx::array apply_attention(AttentionCall call, mx::Stream stream) {
+  return Attention::apply(std::move(call), stream);
 }
 
 }  // namespace mittens

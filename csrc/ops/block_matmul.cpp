@@ -26,6 +26,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "block_matmul";
+const Name file = "block_matmul.metal";
 constexpr uint32_t most_kernel_rows = 2;  // of x that a kernel takes at once
 
 // x [.., columns], blocks [outputs, bytes of a row] and bias [outputs], if there is one -> y [.., outputs].
@@ -73,7 +74,7 @@ class BlockMatmul : public KernelPrimitive {
         static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 4, std::min(32u, most_partials / (simdgroups * rows))));
 
     Launch launch;
-    launch.file = "block_matmul.metal";
+    launch.file = file;
     launch.kernel = kernel_name(x.dtype(), op, block_kind_name(kind_), "_", rows);
     launch.threadgroups = {ceil_divide(params.outputs, params.outputs_per_group), row_blocks, 1};
     launch.threads = {32 * simdgroups, 1, 1};

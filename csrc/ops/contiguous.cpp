@@ -90,7 +90,7 @@ mx::array gathered(const mx::array& source, mx::Stream stream) {
   return target;
 }
 
-mx::array gatherable(const mx::array& array, mx::Stream stream) {
+mx::array gatherable(mx::array array, mx::Stream stream) {
   return array.ndim() > kCopyDims + 1 ? mx::contiguous(array, false, stream) : array;
 }
 

@@ -7,7 +7,7 @@
 namespace mittens {
 
 // The array as copy_strided can gather it: of too many dimensions it goes through mx's contiguous().
-mx::array gatherable(const mx::array& array, mx::Stream stream);
+mx::array gatherable(mx::array array, mx::Stream stream);
 
 // The array's elements in row contiguous memory of their own, which lives until what was given to the stream so far, and
 // what is given to it next, is done.

@@ -25,7 +25,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "layer_norm";
-constexpr const char* file = "layer_norm.metal";
+const Name file = "layer_norm.metal";
 
 // x [.., columns], then weight and bias [columns], as far as there are any -> y.
 class LayerNorm : public RowPrimitive {
@@ -143,14 +143,16 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
     return left_to_mx(op, "float64");
   }
 
-  Arrays inputs = {gatherable(mx::astype(x, dtype, stream), stream)};
-  for (const auto& parameter : {weight, bias}) {
-    if (parameter) {
-      inputs.push_back(gatherable(mx::astype(*parameter, dtype, stream), stream));
+  Arrays inputs;
+  inputs.reserve(3);
+  inputs.push_back(gatherable(mx::astype(x, dtype, stream), stream));
+  for (const auto* parameter : {&weight, &bias}) {
+    if (*parameter) {
+      inputs.push_back(gatherable(mx::astype(**parameter, dtype, stream), stream));
     }
   }
   auto primitive = std::make_shared<LayerNorm>(stream, inputs[0], weight.has_value(), bias.has_value(), eps);
-  return RowPrimitive::outputs_of(primitive, inputs)[0];
+  return first_output(std::move(primitive), std::move(inputs));
 }
 
 mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& weight, const std::optional<mx::array>& bias,

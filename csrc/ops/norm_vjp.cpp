@@ -15,7 +15,7 @@ namespace mittens {
 
 namespace {
 
-constexpr const char* file = "norm_vjp.metal";
+const Name file = "norm_vjp.metal";
 
 enum class NormVjpKernel { simd, block, columns };
 
@@ -117,6 +117,8 @@ class NormVjp : public KernelPrimitive {
     const NormVjpParams params = params_of(inputs, outputs, plan);
     const std::string op = options_.centred ? "layer_norm_vjp" : "rms_norm_vjp";
 
+    const auto parts = std::make_shared<Arrays>();  // of the workspace; launches refer to them where they lie
+    parts->reserve(3);
     std::vector<Launch> launches;
     auto add = [&](Name kernel, uint32_t threadgroups, uint32_t threads) -> Launch& {
       Launch& launch = launches.emplace_back();
@@ -124,12 +126,13 @@ class NormVjp : public KernelPrimitive {
       launch.kernel = kernel;
       launch.threadgroups = {threadgroups, 1, 1};
       launch.threads = {threads, 1, 1};
+      launch.owner = parts;
       return launch;
     };
     const bool sums = params.partial_sums > 0;
     const Workspace workspace = workspace_of(plan);
-    auto part = [&](uint64_t begin, uint64_t end) {
-      mx::array view({static_cast<int>(end - begin)}, mx::float32, nullptr, {});
+    auto part = [&](uint64_t begin, uint64_t end) -> const mx::array& {
+      mx::array& view = parts->emplace_back(mx::Shape{static_cast<int>(end - begin)}, mx::float32, nullptr, Arrays{});
       view.copy_shared_buffer(outputs.back(), view.strides(), {true, true, true}, view.size(), begin);
       return view;
     };
@@ -137,11 +140,11 @@ class NormVjp : public KernelPrimitive {
     const mx::array& weight = has_weight_ ? inputs[1] : x;
     const mx::array& added = has_dsum_ ? *dsum(inputs) : x;
 
-    const mx::array partials = part(workspace.partials, workspace.statistics);
+    const mx::array& partials = part(workspace.partials, workspace.statistics);
     const Name kernel = kernel_name(x.dtype(), op, plan.variant->name);
     if (plan.variant->kernel == NormVjpKernel::columns) {
-      const mx::array coefficients = part(0, workspace.partials);
-      const mx::array statistics = part(workspace.statistics, workspace.end);
+      const mx::array& coefficients = part(0, workspace.partials);
+      const mx::array& statistics = part(workspace.statistics, workspace.end);
       add(kernel_name(x.dtype(), op, "statistics"), plan.rows * plan.splits, plan.threads)
           .input(x).input(weight).input(dy(inputs)).output(statistics).params(params);
       add(op + "_coefficients", ceil_div(plan.rows, simdgroups), plan.threads)

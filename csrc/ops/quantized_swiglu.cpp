@@ -24,6 +24,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "quantized_swiglu";
+const Name file = "quantized_swiglu.metal";
 constexpr uint32_t most_kernel_rows = 4;  // of x that a kernel takes at once
 
 using Triple = std::tuple<mx::array, mx::array, mx::array>;
@@ -68,7 +69,7 @@ class QuantizedSwiglu : public KernelPrimitive {
         plan_affine_rows(format_, params.rows, params.columns, params.outputs, 1, most_kernel_rows, 2);
     params.outputs_per_group = plan.outputs_per_group;
     Launch launch;
-    launch.file = "quantized_swiglu.metal";
+    launch.file = file;
     launch.kernel = kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
     launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, plan.rows), 1};
     launch.threads = {32 * plan.simdgroups, 1, 1};
@@ -107,9 +108,9 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   const AffineFormat format = affine_format(op, group_size, bits, true);
   const AffineShape shape = check_affine(op, x, std::get<0>(gate), std::get<1>(gate), std::get<2>(gate), format);
   check_affine(op, x, std::get<0>(up), std::get<1>(up), std::get<2>(up), format);
-  for (const auto& [name, w] : {std::pair("gate", std::get<0>(gate)), std::pair("up", std::get<0>(up))}) {
-    if (w.ndim() != 2) {
-      checks::fail(op, name, "'s w has shape ", w.shape(), ": expected two dimensions");
+  for (const auto& [name, w] : {std::pair("gate", &std::get<0>(gate)), std::pair("up", &std::get<0>(up))}) {
+    if (w->ndim() != 2) {
+      checks::fail(op, name, "'s w has shape ", w->shape(), ": expected two dimensions");
     }
   }
   if (std::get<0>(up).shape(0) != shape.outputs) {
@@ -122,13 +123,15 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
                                                 {"up's scales", std::get<1>(up)},
                                                 {"up's biases", std::get<2>(up)}});
   auto typed = [&](const mx::array& array) { return mx::astype(array, dtype, stream); };
-  const Arrays inputs = {typed(x),
-                         std::get<0>(gate),
-                         typed(std::get<1>(gate)),
-                         typed(std::get<2>(gate)),
-                         std::get<0>(up),
-                         typed(std::get<1>(up)),
-                         typed(std::get<2>(up))};
+  Arrays inputs;
+  inputs.reserve(7);
+  inputs.push_back(typed(x));
+  for (const Triple* triple : {&gate, &up}) {
+    const auto& [w, scales, biases] = *triple;
+    inputs.push_back(w);
+    inputs.push_back(typed(scales));
+    inputs.push_back(typed(biases));
+  }
   auto by_mx = [&](const std::string& reason) {
     send_to_mx(op, reason);
     auto product = [&](int first) {
@@ -148,7 +151,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return by_mx("more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  return first_output(std::make_shared<QuantizedSwiglu>(stream, format), inputs);
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, format), std::move(inputs));
 }
 
 void bind(nb::module_& module) {

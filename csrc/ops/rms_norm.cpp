@@ -26,7 +26,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "rms_norm";
-constexpr const char* file = "rms_norm.metal";
+const Name file = "rms_norm.metal";
 
 // x [.., columns] and weight [columns], if there is one -> y.
 class RmsNorm : public RowPrimitive {
@@ -107,11 +107,14 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
     return left_to_mx(op, "float64");
   }
 
-  Arrays inputs = {gatherable(mx::astype(x, dtype, stream), stream)};
+  Arrays inputs;
+  inputs.reserve(2);
+  inputs.push_back(gatherable(mx::astype(x, dtype, stream), stream));
   if (weight) {
     inputs.push_back(gatherable(mx::astype(*weight, dtype, stream), stream));
   }
-  return RowPrimitive::outputs_of(std::make_shared<RmsNorm>(stream, inputs[0], eps), inputs)[0];
+  auto primitive = std::make_shared<RmsNorm>(stream, inputs[0], eps);
+  return first_output(std::move(primitive), std::move(inputs));
 }
 
 }  // namespace

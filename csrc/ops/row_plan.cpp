@@ -80,7 +80,6 @@ mx::Shape workspace_shape(const mx::array& x, int each) {
 Launch row_launch(Name file, const char* op, const char* variant, const RowPlan& plan, mx::Dtype dtype) {
   Launch launch;
   launch.file = file;
-  launch.arguments.reserve(6);
   launch.kernel = kernel_name(dtype, op, variant);
   launch.threadgroups = {plan.threadgroups, 1, 1};
   launch.threads = {plan.threads, 1, 1};

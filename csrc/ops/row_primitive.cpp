@@ -6,9 +6,6 @@
 namespace mittens {
 
 Arrays RowPrimitive::outputs_of(const std::shared_ptr<RowPrimitive>& primitive, const Arrays& inputs) {
-  if (primitive->layout_.results == 1 && !primitive->has_workspace_) {
-    return {mx::array(inputs[0].shape(), inputs[0].dtype(), primitive, inputs)};
-  }
   std::vector<mx::Dtype> dtypes(primitive->layout_.results, inputs[0].dtype());
   if (primitive->has_workspace_) {
     dtypes.push_back(mx::float32);

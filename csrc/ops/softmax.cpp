@@ -24,6 +24,8 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "softmax";
+const Name file = "softmax.metal";
+const Name vjp_file = "softmax_vjp.metal";
 
 // y [.., columns] = softmax of x along the last axis.
 class Softmax : public RowPrimitive {
@@ -51,7 +53,7 @@ class Softmax : public RowPrimitive {
     const mx::array& x = inputs[0];
     const RowPlan plan = this->plan({&x, &outputs[0]});
     const SoftmaxParams params{plan.params, phase_of(x), phase_of(outputs[0])};
-    auto launch = [&](const char* variant) { return row_launch("softmax.metal", "softmax", variant, plan, x.dtype()); };
+    auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
 
     if (plan.kernel == RowKernel::split) {
       return in_order(
@@ -78,8 +80,7 @@ class SoftmaxVjp : public RowPrimitive {
   SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, {2, 1, 1}, y) {}
 
   static mx::array apply(const mx::array& y, const mx::array& dy, mx::Stream stream) {
-    const Arrays inputs = {gatherable(y, stream), gatherable(dy, stream)};
-    return outputs_of(std::make_shared<SoftmaxVjp>(stream, y), inputs)[0];
+    return first_output(std::make_shared<SoftmaxVjp>(stream, y), {gatherable(y, stream), gatherable(dy, stream)});
   }
 
   const char* name() const override {
@@ -101,7 +102,7 @@ class SoftmaxVjp : public RowPrimitive {
     const RowPlan plan = this->plan({&y, &dy, &outputs[0]});
     const SoftmaxVjpParams params{plan.params, phase_of(y), phase_of(dy), phase_of(outputs[0])};
     auto launch = [&](const char* variant) {
-      return row_launch("softmax_vjp.metal", "softmax_vjp", variant, plan, y.dtype());
+      return row_launch(vjp_file, "softmax_vjp", variant, plan, y.dtype());
     };
 
     if (plan.kernel == RowKernel::split) {
@@ -134,7 +135,7 @@ Arrays Softmax::vjp(const Arrays&, const Arrays& cotangents, const std::vector<i
 }
 
 Arrays Softmax::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>&) {
-  const mx::array y = outputs_of(like(primals[0]), primals)[0];
+  const mx::array y = first_output(like(primals[0]), primals);
   return with_workspace({SoftmaxVjp::apply(y, tangents[0], stream())});
 }
 
@@ -170,8 +171,9 @@ std::vector<int> checked_axes(std::vector<int> axes, const mx::array& a) {
 
 // Along the last axis of a row contiguous array.
 mx::array softmax_rows(const mx::array& a, mx::Stream stream) {
-  const Arrays inputs = {gatherable(a, stream)};
-  return RowPrimitive::outputs_of(std::make_shared<Softmax>(stream, inputs[0]), inputs)[0];
+  Arrays inputs = {gatherable(a, stream)};
+  auto primitive = std::make_shared<Softmax>(stream, inputs[0]);
+  return first_output(std::move(primitive), std::move(inputs));
 }
 
 // Along any axes: they are moved to the end, made one, and moved back.

@@ -11,6 +11,8 @@ namespace mittens {
 
 namespace {
 
+const Name sum_file = "split_sum.metal";
+
 uint32_t lanes_along(uint32_t outputs, uint32_t owned) {
   return std::min(std::bit_ceil(std::max(ceil_divide(outputs, owned), 1u)), 32u);
 }
@@ -51,7 +53,7 @@ Launch split_sum_launch(const mx::array& sums, const mx::array& bias, bool has_b
   const uint32_t outputs = y.shape(-1);
   const SplitSumParams params{splits, static_cast<uint32_t>(y.size() / outputs), outputs, has_bias};
   Launch launch;
-  launch.file = "split_sum.metal";
+  launch.file = sum_file;
   launch.kernel = kernel_name(y.dtype(), "split", "sum");
   launch.threadgroups = {ceil_divide(y.size(), threads), 1, 1};
   launch.threads = {threads, 1, 1};

@@ -1,5 +1,6 @@
 #include "ops/stats.h"
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -41,9 +42,16 @@ struct RunHash {
 using Key = std::tuple<std::string, std::string, std::string>;
 using Row = std::tuple<std::string, std::string, std::string, uint64_t>;
 
+using Counter = std::atomic<uint64_t>;
+
 std::mutex lock;
-std::unordered_map<Run, uint64_t, RunHash> runs;
-std::map<Key, uint64_t> to_mx;  // op, reason, nothing
+std::unordered_map<Run, Counter, RunHash> runs;  // of which none is ever taken away: threads know where they are
+std::map<Key, uint64_t> to_mx;                   // op, reason, nothing
+
+Counter& counter_of(const Run& run) {
+  const std::scoped_lock guard(lock);
+  return runs[run];
+}
 
 std::vector<Row> rows(const std::map<Key, uint64_t>& counts) {
   std::vector<Row> all;
@@ -56,12 +64,13 @@ std::vector<Row> rows(const std::map<Key, uint64_t>& counts) {
 std::pair<std::vector<Row>, std::vector<Row>> read(bool reset) {
   const std::scoped_lock guard(lock);
   std::map<Key, uint64_t> by_text;
-  for (const auto& [run, n] : runs) {
-    by_text[{run.primitive, run.executor, run.kernel.text()}] += n;
+  for (auto& [run, counter] : runs) {
+    if (const uint64_t n = reset ? counter.exchange(0) : counter.load()) {
+      by_text[{run.primitive, run.executor, run.kernel.text()}] += n;
+    }
   }
   std::pair counts(rows(by_text), rows(to_mx));
   if (reset) {
-    runs.clear();
     to_mx.clear();
   }
   return counts;
@@ -77,8 +86,13 @@ const Register registered(bind);
 }  // namespace
 
 void count_run(const char* primitive, const char* executor, Name kernel) {
-  const std::scoped_lock guard(lock);
-  ++runs[{primitive, executor, kernel}];
+  static thread_local std::unordered_map<Run, Counter*, RunHash> known;
+  const Run run{primitive, executor, kernel};
+  Counter*& counter = known[run];
+  if (!counter) {
+    counter = &counter_of(run);
+  }
+  counter->fetch_add(1, std::memory_order_relaxed);
 }
 
 void count_mx(const char* op, const std::string& reason) {
