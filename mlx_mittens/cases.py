@@ -135,8 +135,8 @@ class Op(abc.ABC):
         """The element types that a case is run in, by name."""
         return DTYPES
 
-    def link(self, case: Case) -> int | None:
-        """Which argument a result of a case can stand in for in the next call; none where it is of another type."""
+    def link(self, case: Case) -> int:
+        """Which argument a result of a case stands in for in the next call, where one follows another."""
         return 0
 
     def arguments(self, case: Case) -> dict[str, Any]:

@@ -34,8 +34,8 @@ class MatrixOp(Op):
         # What only a GPU runs is there for its shape: in the type that models have.
         return ("bfloat16",) if case.gpu_only else DTYPES
 
-    def link(self, case: Case) -> int | None:
-        return {"dense": 1, "block": None}.get(self.layout, 0)
+    def link(self, case: Case) -> int:
+        return 1 if self.layout == "dense" else 0
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         rows, columns, outputs = case.shape

@@ -2,7 +2,7 @@
 
 On a CPU a time is that of a call with its ``mx.eval``. A GPU works through what it is given while the host prepares
 more, and small kernels take less time than the host needs to hand them over; so small cases are queued behind other
-work, and what is timed is the GPU's part: what they add to that work's time. The host's part is reported beside it.
+work, and what is timed is the GPU's part: from that work's end on. The host's part is reported beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -68,7 +69,7 @@ class Sampler:
     def __init__(
         self,
         build: Callable[[list], Arrays],
-        link: int | None,
+        link: int,
         sets: list,
         first: int,
     ):
@@ -107,6 +108,7 @@ class _Work:
     """Work for a GPU of any length: products of matrices, each of a tenth of a millisecond or more."""
 
     def __init__(self) -> None:
+        self.beside = mx.new_stream(mx.default_device())  # for what waits
         width, self._seconds = 256, 0.0
         while self._seconds < 1e-4:
             width *= 2
@@ -123,9 +125,9 @@ class _Work:
             x = x @ self._w
         return x
 
-    def begin(self, seconds: float) -> None:
-        """Starts about so many seconds of work."""
-        mx.async_eval(self._products(math.ceil(seconds / self._seconds)))
+    def of(self, seconds: float) -> mx.array:
+        """About so many seconds of work, which are not begun."""
+        return self._products(math.ceil(seconds / self._seconds))
 
 
 @functools.cache
@@ -135,20 +137,29 @@ def _work() -> _Work:
 
 def _as_large(result: mx.array, like: mx.array) -> mx.array:
     """A result in another array's shape: a view of it where it is large enough, else one copy that repeats it."""
-    if result.shape == like.shape:
+    if (result.shape, result.dtype) == (like.shape, like.dtype):
         return result
     flat = result.reshape(-1)
+    if flat.dtype != like.dtype:
+        flat = flat[: flat.nbytes // like.itemsize * like.itemsize // flat.itemsize].view(like.dtype)
     if flat.size < like.size:
         flat = mx.broadcast_to(flat, (math.ceil(like.size / flat.size), flat.size)).reshape(-1)
     return flat[: like.size].reshape(like.shape)
 
 
-class _QueuedSampler(Sampler):
-    """Small cases on a GPU, queued behind other work that lasts until all are handed over: their time is what they add.
+@dataclass(frozen=True)
+class _Timing:
+    result: mx.array | None
+    seconds: float  # from the end of the work on that it waited for
+    host: float  # seconds that building it and handing it over took
 
-    They run as a chain where they can, each call on the result of the one before, as the layers of a model do: MLX
-    runs independent launches side by side, which hides what a single one takes. Where a result is smaller than the
-    input it stands in for, what repeating it takes is measured by itself and taken off.
+
+class _QueuedSampler(Sampler):
+    """Small cases on a GPU, queued while other work runs that they wait for: their time is from its end to theirs.
+
+    They are a chain, each call on the result of the one before, as the layers of a model are: MLX runs independent
+    launches side by side, which hides what a single one takes. Where a result is smaller than the input it stands in
+    for, what repeating it takes is measured by itself and taken off.
     """
 
     def __init__(self, *arguments):
@@ -156,64 +167,68 @@ class _QueuedSampler(Sampler):
         self._host_seconds = 20e-6
         self._most = _MOST_QUEUED
 
-    def _graphs(self, count: int) -> Arrays:
-        if self._link is None:
-            return sum((self._build(group) for group in self._inputs(count)), [])
+    def _calls(self, count: int, gate: mx.array) -> mx.array:
+        """The last result of a chain of calls, the first of which waits for the gate."""
         state = None
         for group in self._inputs(count):
-            if state is not None:
-                group = list(group)
-                group[self._link] = _as_large(state, group[self._link])
+            group = list(group)
+            like = group[self._link]
+            group[self._link] = mx.depends(like, gate) if state is None else _as_large(state, like)
             state = self._build(group)[0]
-        self._result = state.shape, state.dtype
-        return [state]
+        return state
 
-    def _links(self, count: int) -> Arrays:
-        """What a chain of calls does between them; nothing where that needs no kernel."""
-        if self._link is None or count < 2:
-            return []
+    def _links(self, count: int, result: mx.array, gate: mx.array) -> mx.array | None:
+        """What a chain of calls does between them; none where that needs no kernel."""
         like = self._sets[0][self._link]
-        state = mx.zeros(*self._result)
-        if state.size >= like.size:
-            return []
+        if result.nbytes >= like.nbytes:
+            return None
+        state = mx.depends(mx.zeros(result.shape, result.dtype), gate)
         for _ in range(count - 1):
             state = _as_large(_as_large(state, like), state)
-        return [state]
+        return state
 
-    def _behind(self, work_seconds: float, results: Arrays) -> tuple[float, float]:
-        """Seconds of the work and what is queued behind it, and of the host for queueing that."""
+    def _timed(self, work_seconds: float, make: Callable[[mx.array], mx.array | None]) -> _Timing | None:
+        """Times what waits for so much work; none where the work was done before all was handed over."""
         work = _work()  # made at its first use, which takes long
+        gate = work.of(work_seconds)
+        mx.synchronize()
         start = time.perf_counter()
-        work.begin(work_seconds)
+        with mx.stream(work.beside):
+            result = make(gate)
+        if result is None:
+            return _Timing(None, 0.0, 0.0)
+        built = time.perf_counter()
+        mx.async_eval(gate)
         begun = time.perf_counter()
-        mx.async_eval(results)
+        mx.async_eval(result)
         queued = time.perf_counter()
         mx.synchronize()  # which polls; waiting for an array sleeps, and wakes up late
-        return time.perf_counter() - start, queued - begun
+        opened = time.perf_counter()
+        mx.synchronize(work.beside)
+        end = time.perf_counter()
+        if opened - queued < 0.1 * (opened - begun):
+            return None
+        return _Timing(result, end - opened, built - start + queued - begun)
 
     def __call__(self, count: int) -> float:
         count = min(count, self._most)
-        mx.synchronize()
         for _ in range(_ATTEMPTS):
-            start = time.perf_counter()
-            results = self._graphs(count)
-            built = time.perf_counter() - start
             work_seconds = 1.5 * count * self._host_seconds + 0.2e-3
-            seconds, queueing = self._behind(work_seconds, results)
-            self._host_seconds = (built + queueing) / count
-            alone = self._behind(work_seconds, [])[0]
-            if queueing < 0.85 * alone:
-                self.host.append(self._host_seconds)
-                if links := self._links(count):
-                    alone = self._behind(work_seconds, links)[0]
-                return max(seconds - alone, 1e-9) / count
+            calls = self._timed(work_seconds, functools.partial(self._calls, count))
+            if calls:
+                self._host_seconds = calls.host / count
+                links = self._timed(work_seconds, functools.partial(self._links, count, calls.result))
+                if links:
+                    self.host.append(self._host_seconds)
+                    return max(calls.seconds - links.seconds, 1e-9) / count
+            self._host_seconds *= 1.5
             count = self._most = math.ceil(count / 2)
         return super().__call__(count)  # handing a call over waits for the GPU
 
 
 def sampler(
     build: Callable[[list], Arrays],
-    link: int | None,
+    link: int,
     sets: list,
     first: int,
     device: str,
@@ -222,7 +237,7 @@ def sampler(
 
     Args:
         build: Makes a call on a set of inputs; its results.
-        link: Which of the inputs the result of the call before can stand in for, if one.
+        link: Which of the inputs the result of the call before stands in for.
         sets: The inputs to rotate through.
         first: Where to begin.
         device: ``cpu`` or ``gpu``.

@@ -318,7 +318,6 @@ def test_compiled_for_any_shape(rng, executor, order):
 
 
 def test_a_graph_that_is_built_outside_the_simulator(rng, native):
-    """Native code has no workspace: in the simulator the keys are not split then."""
     q, k, v = inputs(rng, (1, 4, 2, 1, 150, 64), mx.float32)
     y = mm.scaled_dot_product_attention(q, k, v, scale=0.125)
     with mm.simulator.enabled():

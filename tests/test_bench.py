@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import mlx_mittens as mm
 from mlx_mittens import bench, cases, machine, sampling
 from mlx_mittens.__main__ import main
 
@@ -172,7 +173,7 @@ def test_samplers_make_each_call_once(device, monkeypatch):
     x = mx.ones((4, 64))
     built = []
     build = lambda group: built.append(group) or [group[0] * 2]
-    sample = sampling.sampler(build, None, [[x], [x + 1], [x + 2]], 1, device)
+    sample = sampling.sampler(build, 0, [[x], [x + 1], [x + 2]], 1, device)
     assert sample(300) > 0 and len(built) == 300
     assert mx.array_equal(built[0][0], x + 1).item() and mx.array_equal(built[299][0], x).item()
     sample(1)
@@ -189,8 +190,7 @@ def test_small_cases_on_a_gpu_are_a_chain(monkeypatch):
     assert built[3][0].max().item() == built[3][0].min().item() == 2 * 3 * 2, "each call takes the last one's result"
 
 
-@pytest.mark.parametrize("link", [None, 0])
-def test_small_cases_on_a_gpu_wait_behind_other_work(monkeypatch, link):
+def test_small_cases_on_a_gpu_wait_behind_other_work(monkeypatch):
     """Queued calls take what they take by themselves, whatever the host needs to prepare them."""
     monkeypatch.setattr(sampling, "_MOST_QUEUED", 4)
     x = mx.random.normal((256, 256)) / 16
@@ -205,7 +205,7 @@ def test_small_cases_on_a_gpu_wait_behind_other_work(monkeypatch, link):
         time.sleep(2e-3)
         return [group[0] @ x]
 
-    sample = sampling.sampler(build, link, [[x], [x + 1]], 0, "gpu")
+    sample = sampling.sampler(build, 0, [[x], [x + 1]], 0, "gpu")
     times = [sample(4) for _ in range(9)]
     assert sample.host and min(sample.host) > 2e-3
     assert min(times) < 1e-3 + 3 * min(seconds) and max(times) > 0
@@ -214,31 +214,39 @@ def test_small_cases_on_a_gpu_wait_behind_other_work(monkeypatch, link):
 @pytest.mark.parametrize("width", [1, 24, 64, 100])
 def test_small_results_are_repeated_in_a_chain(monkeypatch, width):
     """And what repeating them takes is no part of a call's time."""
-    seconds = iter([10.0, 1.0, 4.0])  # of all, of the work, and of the work with two links
+    seconds = iter([10.0, 4.0])  # of three calls with two links, and of the links
 
-    def work(sampler, work_seconds, results):
-        mx.eval(results)
-        return next(seconds), 4e-6
+    def timed(sampler, work_seconds, make):
+        result = make(mx.array(0.0))
+        mx.eval(*([] if result is None else [result]))
+        return sampling._Timing(result, next(seconds) if result is not None else 0.0, 4e-6)
 
-    monkeypatch.setattr(sampling._QueuedSampler, "_behind", work)
+    monkeypatch.setattr(sampling._QueuedSampler, "_timed", timed)
     inputs = []
     build = lambda group: inputs.append(group[1]) or [group[1] @ group[0]]
     w, x = mx.random.normal((64, width)), mx.random.normal((2, 64))
     sample = sampling.sampler(build, 1, [[w, x]], 0, "gpu")
-    assert sample(3) == (2.0 if width < 64 else 3.0)
+    assert sample(3) == (6.0 if width < 64 else 10.0) / 3
     assert all(a.shape == (2, 64) for a in inputs)
     y = (inputs[0] @ w).reshape(-1).tolist()
     assert mx.allclose(inputs[1].reshape(-1), mx.array((64 * y)[:128])).item()
 
 
-def test_queued_calls_take_what_they_add_to_the_work(monkeypatch):
-    """And what they take the host has columns of its own."""
-    work = lambda sampler, seconds, results: (0.5 + 3e-6 * len(results), 4e-6)
-    monkeypatch.setattr(sampling._QueuedSampler, "_behind", work)
-    monkeypatch.setattr(cases.Op, "link", lambda *_: None)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_packed_results_are_read_as_what_comes_next(dtype):
+    """Blocks of GGUF and what they hold stand in for each other."""
+    w = mx.random.normal((3, 64)).astype(dtype)
+    blocks = mm.block_quantize(w, "q4_0")
+    assert sampling._as_large(blocks, w).dtype == dtype and sampling._as_large(w, blocks).dtype == mx.uint8
+    assert sampling._as_large(blocks, w).shape == w.shape and sampling._as_large(w, blocks).shape == blocks.shape
+
+
+def test_what_queued_calls_take_the_host_has_columns(monkeypatch):
+    timed = lambda sampler, seconds, make: sampling._Timing(make(mx.array(0.0)), 3e-3, 4e-6)
+    monkeypatch.setattr(sampling._QueuedSampler, "_timed", timed)
+    monkeypatch.setattr(sampling._QueuedSampler, "_links", lambda *_: None)
     op, budget = cases.get("softmax"), bench.Budget(seconds=0, fewest=2, most=2)
     outcome = bench.measure(op, cases.Case("test", (2, 64)), "float32", "gpu", budget, np.random.default_rng(1))
-    assert math.isclose(outcome.row.mittens_ms, 3e-3) and math.isclose(outcome.row.mx_ms, 3e-3)
     assert outcome.row.mittens_host_ms > 0 and outcome.row.mx_host_ms > 0
     columns = bench._columns([outcome])
     assert {"host us", "mx host us"} < set(columns) and len(bench._cells(outcome, columns)) == len(columns)
@@ -246,14 +254,14 @@ def test_queued_calls_take_what_they_add_to_the_work(monkeypatch):
 
 
 def test_calls_that_wait_for_the_gpu_are_timed_as_they_are(monkeypatch):
-    monkeypatch.setattr(sampling._QueuedSampler, "_behind", lambda *_: (9.0, 9.0))
+    monkeypatch.setattr(sampling._QueuedSampler, "_timed", lambda *_: None)
     x = mx.ones((4, 4))
 
     def build(group):
         time.sleep(1e-3)
         return [group[0] + 1]
 
-    sample = sampling.sampler(build, None, [[x]], 0, "gpu")
+    sample = sampling.sampler(build, 0, [[x]], 0, "gpu")
     assert 1e-3 < sample(8) < 1 and not sample.host
 
 

@@ -87,4 +87,11 @@ void keep_until_done(const mx::array& array, mx::Stream stream) {
   }
 }
 
+mx::array temporary(const mx::Shape& shape, mx::Dtype dtype, mx::Stream stream) {
+  mx::array array(shape, dtype, nullptr, {});
+  allocate_output(array, stream);
+  keep_until_done(array, stream);
+  return array;
+}
+
 }  // namespace mittens

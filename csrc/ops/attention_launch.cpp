@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <memory>
 
+#include "launch/memory.h"
 #include "ops/matrices.h"
 #include "ops/row_plan.h"
 #include "params/attention.h"
@@ -84,7 +86,7 @@ uint32_t threadgroups_at_once(const DecodePlan& plan, const AttentionOptions& op
   return options.bits == 0 || plan.width == 64 ? four : three;
 }
 
-DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype, bool may_split) {
+DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
   constexpr uint32_t simdgroups = 4;            // decode_simdgroups of mittens/decode.h
   DecodePlan plan;
   plan.width = std::max(std::bit_ceil(sizes.width), 64u);
@@ -114,7 +116,7 @@ DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::
   const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks;
   const uint32_t serial_steps = plan.rows > 4 ? 2 : 4;  // take less time than a second kernel
   // Whether a row of a prompt sees any key at all is known where all of them are.
-  may_split = may_split && steps > serial_steps && !(is_prompt(sizes) && options.has_mask);
+  const bool may_split = steps > serial_steps && !(is_prompt(sizes) && options.has_mask);
   const uint32_t wanted = may_split ? ceil_divide(wanted_threadgroups, groups) : 1;
   // Putting many shares together takes longer than some steps.
   const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
@@ -216,7 +218,7 @@ void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const Att
   launch.input(options.has_sinks ? inputs[next] : queries);
 }
 
-Launch combine_launch(const mx::array& partials, const mx::array& sinks, mx::array& y, const Sizes& sizes,
+Launch combine_launch(const mx::array& partials, const mx::array& sinks, const mx::array& y, const Sizes& sizes,
                       uint32_t splits, bool has_sinks) {
   AttentionCombineParams params{};
   params.rows = static_cast<uint32_t>(sizes.rows());
@@ -233,9 +235,9 @@ Launch combine_launch(const mx::array& partials, const mx::array& sinks, mx::arr
   return launch.input(partials).input(sinks).output(y).params(params);
 }
 
-std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
-                                    const Sizes& sizes, const AttentionOptions& options) {
-  const DecodePlan plan = plan_decode(sizes, options, inputs[0].dtype(), outputs.size() > 1);
+std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,
+                                    const AttentionOptions& options, mx::Stream stream) {
+  const DecodePlan plan = plan_decode(sizes, options, inputs[0].dtype());
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   params.splits = plan.splits;
   params.keys_per_split = plan.keys_per_split;
@@ -258,17 +260,20 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, std::v
   bind_inputs(launch, inputs, options, params);
   params.skips = is_prompt(sizes) && plan.splits == 1 &&
                  (params.mask == bool_mask || (params.mask == no_mask && params.causal && !params.every_row_sees));
-  launch.output(outputs[plan.splits > 1 ? 1 : 0]).params(params);
   if (plan.splits == 1) {
-    return in_order(std::move(launch));
+    return in_order(launch.output(y).params(params));
   }
+  const mx::Shape shape = {static_cast<int>(plan.splits), static_cast<int>(sizes.rows()),
+                           static_cast<int>(sizes.width + 2)};
+  const auto partials = std::make_shared<mx::array>(temporary(shape, mx::float32, stream));
+  launch.owner = partials;
   const mx::array& sinks = options.has_sinks ? inputs.back() : inputs[0];
-  return in_order(std::move(launch),
-                  combine_launch(outputs[1], sinks, outputs[0], sizes, plan.splits, options.has_sinks));
+  return in_order(launch.output(*partials).params(params),
+                  combine_launch(*partials, sinks, y, sizes, plan.splits, options.has_sinks));
 }
 
-std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
-                                     const Sizes& sizes, const AttentionOptions& options) {
+std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,
+                                     const AttentionOptions& options) {
   const uint32_t rows = 4 * 8 * (sizes.width == 64 ? 2 : 1);  // prefill_simdgroups * 8 * R of attention_prefill.metal
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   Launch launch;
@@ -277,21 +282,10 @@ std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, std::
   launch.threadgroups = {ceil_divide(sizes.queries, rows), sizes.heads, sizes.batches};
   launch.threads = {128, 1, 1};
   bind_inputs(launch, inputs, options, params);
-  launch.output(outputs[0]).params(params);
-  return in_order(std::move(launch));
+  return in_order(launch.output(y).params(params));
 }
 
 }  // namespace
-
-size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
-                           const AttentionOptions& options) {
-  const Sizes sizes = sizes_of(queries, keys);
-  if (is_prefill(sizes, options, dtype) || !attention_not_covered(queries, keys, values, options).empty()) {
-    return 0;
-  }
-  const uint32_t splits = plan_decode(sizes, options, dtype, true).splits;
-  return splits > 1 ? splits * sizes.rows() * (sizes.width + 2) : 0;
-}
 
 std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values,
                                   const AttentionOptions& options) {
@@ -308,11 +302,11 @@ std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& key
   return "";
 }
 
-std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
-                                       const AttentionOptions& options) {
+std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,
+                                       const AttentionOptions& options, mx::Stream stream) {
   const Sizes sizes = sizes_of(inputs[0].shape(), inputs[1].shape());
-  return is_prefill(sizes, options, inputs[0].dtype()) ? prefill_launches(inputs, outputs, sizes, options)
-                                                       : decode_launches(inputs, outputs, sizes, options);
+  return is_prefill(sizes, options, inputs[0].dtype()) ? prefill_launches(inputs, y, sizes, options)
+                                                       : decode_launches(inputs, y, sizes, options, stream);
 }
 
 }  // namespace mittens

@@ -27,19 +27,13 @@ struct AttentionOptions {
 //   values   [batch, key_heads, keys, value_width]    likewise
 //   mask     [batch, heads, queries, keys]            any strides, 0 where it is broadcast
 //   sinks    [heads]                                  contiguous
-// Outputs: y [batch, heads, queries, value_width], row contiguous, and a float32 workspace; without one keys are not
-// split.
-
-// Elements of the workspace that the partial results of split keys take; 0 where keys are not split, or no kernel covers
-// the shapes. Only these count, so that it is known when the graph is built.
-size_t attention_workspace(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
-                           const AttentionOptions& options);
+// Output: y [batch, heads, queries, value_width], row contiguous.
 
 // Why no kernel covers these shapes, for the rule that sends the call to mx. Empty: one does.
 std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values,
                                   const AttentionOptions& options);
 
-std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
-                                       const AttentionOptions& options);
+std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,
+                                       const AttentionOptions& options, mx::Stream stream);
 
 }  // namespace mittens

@@ -18,11 +18,7 @@ namespace {
 // scales and biases; values likewise; a mask of four dimensions that broadcast; sinks.
 class Attention : public KernelPrimitive {
  public:
-  // The native code has no use for a workspace.
-  Attention(mx::Stream stream, AttentionOptions options)
-      : KernelPrimitive(stream),
-        options_(options),
-        may_split_(stream.device == mx::Device::gpu || simulator_enabled()) {}
+  Attention(mx::Stream stream, AttentionOptions options) : KernelPrimitive(stream), options_(options) {}
 
   static mx::array apply(AttentionCall call, mx::Stream stream) {
     Arrays inputs;
@@ -44,20 +40,13 @@ class Attention : public KernelPrimitive {
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    const auto& attention = static_cast<const Attention&>(other);
-    return options_ == attention.options_ && may_split_ == attention.may_split_;
+    return options_ == static_cast<const Attention&>(other).options_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    const mx::array& queries = inputs[0];
-    const mx::Shape keys = unpacked(inputs[first_key()], options_.bits);
-    const mx::Shape values = unpacked(inputs[first_value()], options_.bits);
-    mx::Shape shape = queries.shape();
-    shape.back() = values.back();
-    if (!may_split_) {
-      return {shape};
-    }
-    return {shape, {static_cast<int>(attention_workspace(queries.shape(), keys, values, queries.dtype(), options_))}};
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = unpacked(inputs[first_value()], options_.bits).back();
+    return {shape};
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -139,7 +128,7 @@ class Attention : public KernelPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    return attention_launches(inputs, outputs, options_);
+    return attention_launches(inputs, outputs[0], options_, stream());
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -172,7 +161,7 @@ class Attention : public KernelPrimitive {
   }
 
   Arrays composed(const Arrays& inputs) override {
-    return with_workspace(composed_attention(dense(inputs), stream()), inputs);
+    return {composed_attention(dense(inputs), stream())};
   }
 
  private:
@@ -253,7 +242,6 @@ class Attention : public KernelPrimitive {
   }
 
   AttentionOptions options_;
-  bool may_split_;
 };
 
 }  // namespace

@@ -74,9 +74,7 @@ Launch copy_launch(const mx::array& source, const mx::array& target) {
 }  // namespace
 
 mx::array gathered(const mx::array& source, mx::Stream stream) {
-  mx::array target(source.shape(), source.dtype(), nullptr, {});
-  allocate_output(target, stream);
-  keep_until_done(target, stream);
+  mx::array target = temporary(source.shape(), source.dtype(), stream);
   if (stream.device == mx::Device::gpu) {
     run_on_gpu(copy_launch(source, target), stream);
   } else if (simulator_enabled()) {

@@ -28,6 +28,8 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "gemv";
+const Name file = "gemv.metal";
+const Name tiles_file = "gemv_tiles.metal";
 
 // How a kernel on rows of weights divides its work.
 struct RowsShape {
@@ -180,7 +182,7 @@ class Gemv : public KernelPrimitive {
     params.has_bias = has_bias;
 
     Launch launch;
-    launch.file = "gemv.metal";
+    launch.file = file;
     const char* access = packs ? "_pack_" : "_single_";
     if (transpose_) {
       RowsPlan plan = rows_plan(x, sizes);
@@ -188,7 +190,7 @@ class Gemv : public KernelPrimitive {
       params.splits = plan.splits;
       params.columns_per_split = plan.columns_per_split;
       if (wants_tiles(x, sizes) && packs) {
-        launch.file = "gemv_tiles.metal";
+        launch.file = tiles_file;
         launch.kernel = kernel_name(x.dtype(), op, "tiles_", shape.rows);
       } else {
         if (wants_tiles(x, sizes)) {

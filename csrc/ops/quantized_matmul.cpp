@@ -29,6 +29,9 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "quantized_matmul";
+const Name rows_file = "quantized_rows.metal";
+const Name tiles_file = "quantized_tiles.metal";
+const Name columns_file = "quantized_columns.metal";
 constexpr uint32_t most_kernel_rows = 8;   // of x that a kernel takes at once
 constexpr uint32_t most_matrices = 65535;  // of a grid's third dimension on NVIDIA GPUs
 
@@ -179,7 +182,7 @@ class QuantizedMatmul : public KernelPrimitive {
     params.has_bias = inputs.size() > 4;
     params.splits = 1;
     const mx::array& bias = params.has_bias ? inputs[4] : x;  // x stands in: each argument needs a buffer
-    auto launch = [&](const char* file, Name kernel, const mx::array& bias, mx::array& y) {
+    auto launch = [&](Name file, Name kernel, const mx::array& bias, mx::array& y) {
       Launch launch;
       launch.file = file;
       launch.kernel = kernel;
@@ -191,7 +194,7 @@ class QuantizedMatmul : public KernelPrimitive {
     };
 
     if (format_.transpose) {
-      auto by_rows = [&](const AffineRowsPlan& plan, const char* file, Name kernel) {
+      auto by_rows = [&](const AffineRowsPlan& plan, Name file, Name kernel) {
         params.outputs_per_group = plan.outputs_per_group;
         Launch rows = launch(file, kernel, bias, outputs[0]);
         rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, plan.rows),
@@ -202,19 +205,19 @@ class QuantizedMatmul : public KernelPrimitive {
       if (sizes.rows >= fewest_tile_rows(x.dtype(), stream())) {
         const AffineTilesPlan plan = plan_affine_tiles(format_, x.dtype(), sizes.rows, sizes.columns,
                                                        sizes.outputs, sizes.matrices);
-        return by_rows(plan, "quantized_tiles.metal",
+        return by_rows(plan, tiles_file,
                        kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
       }
       const AffineRowsPlan plan = plan_affine_rows(format_, sizes.rows, sizes.columns, sizes.outputs, sizes.matrices,
                                                    most_kernel_rows, 1);
-      return by_rows(plan, "quantized_rows.metal",
+      return by_rows(plan, rows_file,
                      kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
     }
     const ColumnsPlan plan = plan_of(sizes);
     params.lanes = plan.lanes;
     params.splits = plan.splits;
     params.columns_per_split = plan.columns_per_split;
-    Launch columns = launch("quantized_columns.metal",
+    Launch columns = launch(columns_file,
                             kernel_name(x.dtype(), op, "columns_", format_.bits, "bit_", plan.rows), bias,
                             outputs[plan.splits > 1 ? 1 : 0]);
     columns.threadgroups = {plan.tiles, plan.row_blocks * plan.splits, sizes.matrices};
