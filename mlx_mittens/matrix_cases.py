@@ -276,7 +276,8 @@ _QUANTIZED_TESTS = tuple(
                 (1, 8448, 3), transpose=True, group_size=32, bits=bits),
         *_tests((1, 4096, 64), (2, 33, 320), (4, 70, 64), (8, 41, 96), (13, 20, 32), transpose=False, group_size=32,
                 bits=bits),
-        *_tests((1, 256, 6), transpose=True, group_size=128, bits=bits),
+        *_tests((1, 256, 6), (7, 512, 35), transpose=True, group_size=128, bits=bits),
+        *_tests((6, 640, 9), (11, 448, 37), transpose=True, group_size=64, bits=bits),
         *_tests((1, 256, 6), transpose=True, group_size=64, bits=bits, label="strided"),
     )
 )  # fmt: skip
