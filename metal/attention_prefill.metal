@@ -36,11 +36,11 @@ constant constexpr int prefill_simdgroups = 4;
 // The matrices of a simdgroup.
 template <typename T, int D, int R>
 struct Prefill {
-  static constexpr int C = D == 64 || D == 128 ? 4 : 2;
-  static constexpr int W = dealt_width(D, 16 / sizeof(T));  // of queries and keys
-  static constexpr int V = dealt_width(D, 4);               // of values and sums
+  static constant constexpr int C = D == 64 || D == 128 ? 4 : 2;
+  static constant constexpr int W = dealt_width(D, 16 / sizeof(T));  // of queries and keys
+  static constant constexpr int V = dealt_width(D, 4);               // of values and sums
   // Matrices of queries at hand: all, or those of one block, which are then loaded for each tile of keys.
-  static constexpr int Q = sizeof(T) == 2 || (D <= 128 && D != 72) ? D / 8 : W;
+  static constant constexpr int Q = sizeof(T) == 2 || (D <= 128 && D != 72) ? D / 8 : W;
 
   Fragments<T, Q> queries[R];
   Fragments<float, D / 8> sums[R];

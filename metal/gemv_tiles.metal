@@ -1,4 +1,5 @@
-// Products of 3 to 16 rows of x with a dense matrix in a half type, by 8x8 matrices, sums in float32:
+// Products of several rows of x with a dense matrix in a half type, by 8x8 matrices, sums in float32 (fewest_tile_rows in
+// csrc/ops/gemv.cpp says from how many rows on):
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n]
 //
@@ -143,6 +144,7 @@ inline void add_runs(
   }
 }
 
+// The limit on threads is also what compilers allot registers by: with 640 it is the 96 above.
 template <typename T, int MB>
 [[kernel, max_total_threads_per_threadgroup(MB > 1 ? 256 : 640)]] void gemv_tiles(
     const device T* x [[buffer(0)]],     // [rows, columns]

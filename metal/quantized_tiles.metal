@@ -1,4 +1,5 @@
-// Products of 5 to 16 rows of x with affine quantized weights, by 8x8 matrices:
+// Products of several rows of x with affine quantized weights, by 8x8 matrices (fewest_tile_rows in
+// csrc/ops/quantized_matmul.cpp says from how many rows on):
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
@@ -11,8 +12,8 @@
 // In float32 it is the weights that are multiplied: there the rounding of two large sums that cancel would show.
 //
 // Which columns meet is free as long as both operands agree: of each 8 that a lane has of a row of weights, matrix t takes
-// t and t + 4. The simdgroups of a threadgroup share out the columns, four runs at a time; of the four lanes that share
-// a row of weights, each loads the scale and the bias of one run.
+// t and t + 4. The simdgroups of a threadgroup share out the columns, U runs at a time, all of which are on their way
+// before anything is multiplied; of the four lanes that share a row of weights, each loads scale and bias of one run.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -72,7 +73,7 @@ inline vec<T, 2> shuffled(vec<T, 2> affine, ushort lane) {
 // What a lane loads of U runs of the weights: its columns of all of them, and scale and bias of one.
 template <typename T, int bits, int R, int run, int U>
 struct LaneWeights {
-  static constexpr int words = run / 4 * bits / 32;
+  static constant constexpr int words = run / 4 * bits / 32;
   uint integers[R][U][words];
   vec<T, 2> affine[R];
 };

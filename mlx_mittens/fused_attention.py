@@ -21,7 +21,7 @@ from . import _ext
 from .attention import quantized_scaled_dot_product_attention
 from .nn import Linear, QuantizedLinear
 
-__all__ = ["attend_with_ours", "decode_a_little", "join", "joinable", "joined_attention", "part"]
+__all__ = ["are_alike", "attend_with_ours", "decode_a_little", "join", "joinable", "joined_attention", "part"]
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # All that the call of an attention may mention to be one that is known here; a clip or a second kind of scale is none.
@@ -98,7 +98,7 @@ class _Joined:
         return True
 
 
-def _are_alike(layers: Sequence[nn.Module]) -> bool:
+def are_alike(layers: Sequence[nn.Module]) -> bool:
     """Whether one product can stand for those of all."""
     first = layers[0]
     if type(first) not in (Linear, QuantizedLinear):
@@ -124,7 +124,7 @@ def joinable(module: nn.Module) -> bool:
     return (
         _is_known(getattr(type(module).__call__, "__code__", None))
         and all(name in module for name in (*_PROJECTIONS, "o_proj", "rope"))
-        and _are_alike([module[name] for name in _PROJECTIONS])
+        and are_alike([module[name] for name in _PROJECTIONS])
     )
 
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import _ext
-from .fused_attention import attend_with_ours, decode_a_little, join, joinable, joined_attention, part
+from .fused_attention import are_alike, attend_with_ours, decode_a_little, join, joinable, joined_attention, part
 from .nn import QuantizedLinear, RMSNorm
 
 __all__ = ["fuse_blocks"]
@@ -73,13 +73,7 @@ def _fused_block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) ->
 
 def _is_pair(gate: Any, up: Any) -> bool:
     """Whether two layers can be multiplied with in one kernel."""
-    return (
-        type(gate) is type(up) is QuantizedLinear
-        and gate.mode == up.mode == "affine"
-        and (gate.group_size, gate.bits) == (up.group_size, up.bits)
-        and "bias" not in gate
-        and "bias" not in up
-    )
+    return type(gate) is QuantizedLinear and gate.mode == "affine" and "bias" not in gate and are_alike((gate, up))
 
 
 def _fused_mlp(self: Any, x: mx.array) -> mx.array:

@@ -347,6 +347,8 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
         twin=_mx_blocks,
         twin_text="x @ w.T, with w widened from the blocks at each call",
         summary="a few rows times the weights of a GGUF file",
+        # Of 4000 draws of 1x96x38 in q8_0 the worst was 5.9 units off; mx's own worst was 8.0.
+        units=8,
         tests=tuple(
             case
             for kind in ("q4_0", "q8_0")

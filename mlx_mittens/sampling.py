@@ -32,6 +32,7 @@ _LARGEST_BATCH_BYTES = 1 << 30
 # Calls behind other work: MLX lets the host wait once ten command buffers, of a hundred kernels on a large GPU, are on
 # their way. A call may be several kernels, so this many may prove too many.
 _MOST_QUEUED = 700
+_FEWEST_QUEUED = 32
 _ATTEMPTS = 4
 
 Arrays = list[mx.array]
@@ -222,7 +223,8 @@ class _QueuedSampler(Sampler):
                     self.host.append(self._host_seconds)
                     return max(calls.seconds - links.seconds, 1e-9) / count
             self._host_seconds *= 1.5
-            count = self._most = math.ceil(count / 2)
+            if count > _FEWEST_QUEUED:  # else it was the host's first call, or a pause of its
+                count = self._most = max(math.ceil(count / 2), _FEWEST_QUEUED)
         return super().__call__(count)  # handing a call over waits for the GPU
 
 

@@ -253,6 +253,23 @@ def test_what_queued_calls_take_the_host_has_columns(monkeypatch):
     assert "mx_host_ms" in bench.as_json({}, [outcome])["rows"][0]
 
 
+def test_one_slow_call_leaves_the_others_queued(monkeypatch):
+    """The first one of a peer's kernel may compile it."""
+    counts = []
+
+    def timed(sampler, work_seconds, make):
+        if make.func != sampler._calls:
+            return sampling._Timing(None, 0.0, 0.0)
+        counts.append(make.args[0])
+        return sampling._Timing(make(mx.array(0.0)), 1e-3, 1e-3) if len(counts) > 1 else None
+
+    monkeypatch.setattr(sampling._QueuedSampler, "_timed", timed)
+    sample = sampling.sampler(lambda group: [group[0] + 1], 0, [[mx.ones((4, 4))]], 0, "gpu")
+    sample(1)
+    sample(500)
+    assert counts == [1, 1, 500]
+
+
 def test_calls_that_wait_for_the_gpu_are_timed_as_they_are(monkeypatch):
     monkeypatch.setattr(sampling._QueuedSampler, "_timed", lambda *_: None)
     x = mx.ones((4, 4))

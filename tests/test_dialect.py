@@ -127,6 +127,11 @@ BROKEN = {
         in_kernel("threadgroup float a[4097]; threadgroup float b[4096]; a[i] = b[i] = x[i]; y[i] = a[i];"),
     ),
     "variable outside of constant memory": ("'scale'.*has to be 'constant'", 3, "constexpr float scale = 2;"),
+    "static member outside of constant memory": (
+        "'size'.*has to be 'constant'",
+        3,
+        "struct Shape { static constexpr int size = 2; };",
+    ),
     "quoted include": ("no header", 3, '#include "mine.h"\n' + in_kernel("y[i] = 1;")),
     "not ASCII": ("ASCII", 3, "// caf\u00e9\n" + in_kernel("y[i] = 1;")),
     "unknown function": ("undeclared", 6, in_kernel("y[i] = lgamma(x[i]);")),

@@ -451,7 +451,7 @@ def test_assembles(dtype):
 
 HALVES = [
     (file, variant.name)
-    for file in ("attention_decode_tiles.metal", "attention_prefill.metal", "quantized_tiles.metal")
+    for file in ("attention_decode_tiles.metal", "attention_prefill.metal", "gemv_tiles.metal", "quantized_tiles.metal")
     for variant in frontend.variants(file)
     if "float16" in variant.name
 ]

@@ -10,7 +10,8 @@ void allocate_output(mx::array& output, mx::Stream stream);
 // Holds an array until what was given to the stream so far is done.
 void keep_until_done(const mx::array& array, mx::Stream stream);
 
-// Memory that lives until what was given to the stream so far, and what is given to it next, is done.
+// Memory that lives until what was given to the stream so far is done, and what the same primitive gives to it next: MLX
+// commits its work between primitives.
 mx::array temporary(const mx::Shape& shape, mx::Dtype dtype, mx::Stream stream);
 
 }  // namespace mittens

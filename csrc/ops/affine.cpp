@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t most_batch_axes = 4;
 constexpr int64_t word_alignment = 16;
-constexpr uint32_t most_simdgroups = 8;  // of a threadgroup
+constexpr uint32_t most_simdgroups = 8;  // of a threadgroup, also in mittens/tile_partials.h
 
 // The axes before the last two of an array's view, merged where the strides of all three arrays of a triple allow.
 struct Stack {

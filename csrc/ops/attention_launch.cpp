@@ -266,10 +266,10 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const 
   const mx::Shape shape = {static_cast<int>(plan.splits), static_cast<int>(sizes.rows()),
                            static_cast<int>(sizes.width + 2)};
   const auto partials = std::make_shared<mx::array>(temporary(shape, mx::float32, stream));
-  launch.owner = partials;
   const mx::array& sinks = options.has_sinks ? inputs.back() : inputs[0];
-  return in_order(launch.output(*partials).params(params),
-                  combine_launch(*partials, sinks, y, sizes, plan.splits, options.has_sinks));
+  Launch combine = combine_launch(*partials, sinks, y, sizes, plan.splits, options.has_sinks);
+  launch.owner = combine.owner = partials;
+  return in_order(launch.output(*partials).params(params), std::move(combine));
 }
 
 std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,

@@ -89,7 +89,10 @@ mx::array gathered(const mx::array& source, mx::Stream stream) {
 }
 
 mx::array gatherable(mx::array array, mx::Stream stream) {
-  return array.ndim() > kCopyDims + 1 ? mx::contiguous(array, false, stream) : array;
+  if (array.ndim() > kCopyDims + 1) {
+    return mx::contiguous(array, false, stream);
+  }
+  return array;
 }
 
 bool is_row_contiguous(const mx::array& array, int64_t alignment) {

@@ -58,7 +58,7 @@ struct RowsPlan {
 };
 
 RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32_t outputs, bool may_split) {
-  constexpr uint32_t most_simdgroups = 8;
+  constexpr uint32_t most_simdgroups = 8;       // of gemv.metal and mittens/tile_partials.h
   constexpr uint32_t wanted_simdgroups = 4096;  // of a launch: a large GPU several times over
   RowsPlan plan;
   const uint32_t chunks = ceil_divide(columns, shape.chunk);
@@ -189,11 +189,13 @@ class Gemv : public KernelPrimitive {
       RowsShape shape = shape_of(x, sizes);
       params.splits = plan.splits;
       params.columns_per_split = plan.columns_per_split;
-      if (wants_tiles(x, sizes) && packs) {
+      // Tiles count elements between their rows of weights in 32 bits.
+      if (wants_tiles(x, sizes) && packs && params.weight_stride < (1u << 28)) {
         launch.file = tiles_file;
         launch.kernel = kernel_name(x.dtype(), op, "tiles_", shape.rows);
       } else {
         if (wants_tiles(x, sizes)) {
+          access = "_single_";
           shape = rows_shape(sizes.rows, pack);
           plan = plan_gemv_rows(shape, sizes.rows, params.columns_per_split, sizes.outputs, false);
         }
@@ -278,12 +280,12 @@ class Gemv : public KernelPrimitive {
   bool may_split_;
 };
 
-// Where mx's products of matrices are ahead of ours on an H200 (bench/results/h200.json).
+// Where mx's products of matrices are ahead of ours on an H200 (bench/results/h200.json and h200-repeated.md).
 bool tensor_cores_win(size_t rows, size_t weights, mx::Dtype dtype) {
-  if (dtype == mx::float32) {
-    return rows > 4 && weights > (1 << 22);
+  if (rows > 8) {
+    return weights > (1 << 22);
   }
-  return rows > 8 ? weights > (1 << 22) : rows > 2 && weights > (1 << 25);
+  return dtype == mx::float32 ? rows > 4 && weights > (1 << 23) : rows > 2 && weights > (1 << 25);
 }
 
 std::optional<mx::array> attempt(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,

@@ -45,8 +45,9 @@ using Row = std::tuple<std::string, std::string, std::string, uint64_t>;
 using Counter = std::atomic<uint64_t>;
 
 std::mutex lock;
-std::unordered_map<Run, Counter, RunHash> runs;  // of which none is ever taken away: threads know where they are
-std::map<Key, uint64_t> to_mx;                   // op, reason, nothing
+// Of these none is ever taken away: threads know where they are, and may outlive what is destroyed at the end.
+auto& runs = *new std::unordered_map<Run, Counter, RunHash>();
+std::map<Key, uint64_t> to_mx;  // op, reason, nothing
 
 Counter& counter_of(const Run& run) {
   const std::scoped_lock guard(lock);

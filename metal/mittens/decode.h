@@ -22,25 +22,25 @@ constant constexpr uint decode_threads = decode_simdgroups * 32;
 // How the work is cut for R rows of queries: a row block has few enough rows for one sum an exchange.
 template <int G, int R>
 struct DecodeShape {
-  static constexpr int groups = 32 / G;                   // of lanes, a key each
-  static constexpr int block = R < 4 ? R : 4;             // rows
-  static constexpr int blocks = R / block;
-  static constexpr int keys = R == 1 ? 8 : 4;             // of a lane
-  static constexpr int tile = keys * groups;              // of a simdgroup
-  static constexpr int scores = block * keys;
-  static constexpr int own = scores > G ? scores / G : 1;  // scores of a lane, of one row
-  static constexpr int copies = scores < G ? G / scores : 1;  // lanes with the same score
-  static constexpr int row_lanes = G / block;
-  static constexpr bool ahead = true;  // the next keys are on their way while the values are added up
+  static constant constexpr int groups = 32 / G;                   // of lanes, a key each
+  static constant constexpr int block = R < 4 ? R : 4;             // rows
+  static constant constexpr int blocks = R / block;
+  static constant constexpr int keys = R == 1 ? 8 : 4;             // of a lane
+  static constant constexpr int tile = keys * groups;              // of a simdgroup
+  static constant constexpr int scores = block * keys;
+  static constant constexpr int own = scores > G ? scores / G : 1;  // scores of a lane, of one row
+  static constant constexpr int copies = scores < G ? G / scores : 1;  // lanes with the same score
+  static constant constexpr int row_lanes = G / block;
+  static constant constexpr bool ahead = true;  // the next keys are on their way while the values are added up
   // With 16 rows a lane cannot hold 8 sums of each.
-  static constexpr int value_lanes = R > 8 ? 2 * G : G;
-  static constexpr int value_groups = 32 / value_lanes;
-  static constexpr int value_elements = 8 * G / value_lanes;
-  static constexpr int values = tile / value_groups;  // of a lane
+  static constant constexpr int value_lanes = R > 8 ? 2 * G : G;
+  static constant constexpr int value_groups = 32 / value_lanes;
+  static constant constexpr int value_elements = 8 * G / value_lanes;
+  static constant constexpr int values = tile / value_groups;  // of a lane
   // Sums of a row lie in threadgroup memory by their place in the lanes, so far apart that no two banks meet.
-  static constexpr int sum_stride = value_lanes + 4;
-  static constexpr int sum_row = value_elements * sum_stride;
-  static constexpr int columns = 8 * G;
+  static constant constexpr int sum_stride = value_lanes + 4;
+  static constant constexpr int sum_row = value_elements * sum_stride;
+  static constant constexpr int columns = 8 * G;
 };
 
 // Over the lanes of all groups that have scores of the same row.

@@ -33,21 +33,21 @@ namespace mittens {
 // lane of an Apple GPU has: keys and values then take turns, and each is multiplied with twice as many rows.
 template <int D, int B, int tiles, int keys, int values, bool loads_ahead>
 struct TileShape {
-  static constexpr int C = tiles;  // of 8 keys, at a time
-  static constexpr int tile = 8 * C;
-  static constexpr bool ahead = loads_ahead;
-  static constexpr int key_elements = keys;
-  static constexpr int key_columns = 4 * keys;  // of a load of all lanes
-  static constexpr int key_loads = D / key_columns;
-  static constexpr int value_elements = values;
-  static constexpr int value_columns = 8 * values;
-  static constexpr int value_loads = D / value_columns;
+  static constant constexpr int C = tiles;  // of 8 keys, at a time
+  static constant constexpr int tile = 8 * C;
+  static constant constexpr bool ahead = loads_ahead;
+  static constant constexpr int key_elements = keys;
+  static constant constexpr int key_columns = 4 * keys;  // of a load of all lanes
+  static constant constexpr int key_loads = D / key_columns;
+  static constant constexpr int value_elements = values;
+  static constant constexpr int value_columns = 8 * values;
+  static constant constexpr int value_loads = D / value_columns;
 
   // How sums lie in threadgroup memory, so far apart that no two banks meet.
-  static constexpr int block = 8;
-  static constexpr int columns = D;
-  static constexpr int sum_stride = columns / value_elements + 4;
-  static constexpr int sum_row = value_elements * sum_stride + 4;
+  static constant constexpr int block = 8;
+  static constant constexpr int columns = D;
+  static constant constexpr int sum_stride = columns / value_elements + 4;
+  static constant constexpr int sum_row = value_elements * sum_stride + 4;
 };
 
 template <typename Tiles>

@@ -18,12 +18,12 @@ namespace mittens {
 template <typename T, int bits, int W, int D, int B>
 struct PackedTiles {
   using Shape = TileShape<D, B, (W < 64 || D * B > 128 ? 1 : 2), W / 4, W / 8, B == 1>;
-  static constexpr int group = W;
-  static constexpr int columns = D;
-  static constexpr int per_word = 32 / bits;
-  static constexpr int key_words = Shape::key_elements / per_word;
-  static constexpr int value_words = (Shape::value_elements * bits + 31) / 32;
-  static constexpr int blocks = D / W;
+  static constant constexpr int group = W;
+  static constant constexpr int columns = D;
+  static constant constexpr int per_word = 32 / bits;
+  static constant constexpr int key_words = Shape::key_elements / per_word;
+  static constant constexpr int value_words = (Shape::value_elements * bits + 31) / 32;
+  static constant constexpr int blocks = D / W;
   // Of the lane's neighbours the one that is element e of its pair t: integers of the halves of a word.
   static constexpr int paired(int t, int e) {
     return t / (per_word / 2) * per_word + t % (per_word / 2) + e * (per_word / 2);

@@ -137,6 +137,8 @@ class Text:
         elif not in_class and len(words) > 1 and not {"constant", "struct", "class", "union", "sampler"} & set(words):
             name = self._named(start, end)[-1]
             self.report(start, f"{name!r} is a variable outside of a function: it has to be 'constant'")
+        elif in_class and "static" in words and "constant" not in words:
+            self.report(start, f"{self._named(start, end)[-1]!r} is a static member: it has to be 'constant'")
 
     def _signature(self, start: int, opening: int) -> None:
         words = self.tokens[start:opening]
