@@ -150,7 +150,7 @@ def _as_large(result: mx.array, like: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class _Timing:
-    result: mx.array | None
+    result: mx.array
     seconds: float  # from the end of the work on that it waited for
     host: float  # seconds that building it and handing it over took
 
@@ -178,17 +178,15 @@ class _QueuedSampler(Sampler):
             state = self._build(group)[0]
         return state
 
-    def _links(self, count: int, result: mx.array, gate: mx.array) -> mx.array | None:
-        """What a chain of calls does between them; none where that needs no kernel."""
+    def _links(self, count: int, result: mx.array, gate: mx.array) -> mx.array:
+        """What a chain of calls does between them, where results are smaller than inputs."""
         like = self._sets[0][self._link]
-        if result.nbytes >= like.nbytes:
-            return None
         state = mx.depends(mx.zeros(result.shape, result.dtype), gate)
         for _ in range(count - 1):
             state = _as_large(_as_large(state, like), state)
         return state
 
-    def _timed(self, work_seconds: float, make: Callable[[mx.array], mx.array | None]) -> _Timing | None:
+    def _timed(self, work_seconds: float, make: Callable[[mx.array], mx.array]) -> _Timing | None:
         """Times what waits for so much work; none where the work was done before all was handed over."""
         work = _work()  # made at its first use, which takes long
         gate = work.of(work_seconds)
@@ -196,8 +194,6 @@ class _QueuedSampler(Sampler):
         start = time.perf_counter()
         with mx.stream(work.beside):
             result = make(gate)
-        if result is None:
-            return _Timing(None, 0.0, 0.0)
         built = time.perf_counter()
         mx.async_eval(gate)
         begun = time.perf_counter()
@@ -218,10 +214,12 @@ class _QueuedSampler(Sampler):
             calls = self._timed(work_seconds, functools.partial(self._calls, count))
             if calls:
                 self._host_seconds = calls.host / count
-                links = self._timed(work_seconds, functools.partial(self._links, count, calls.result))
-                if links:
+                smaller = calls.result.nbytes < self._sets[0][self._link].nbytes
+                make_links = functools.partial(self._links, count, calls.result)
+                links = self._timed(work_seconds, make_links) if smaller else None
+                if links or not smaller:
                     self.host.append(self._host_seconds)
-                    return max(calls.seconds - links.seconds, 1e-9) / count
+                    return max(calls.seconds - (links.seconds if links else 0.0), 1e-9) / count
             self._host_seconds *= 1.5
             if count > _FEWEST_QUEUED:  # else it was the host's first call, or a pause of its
                 count = self._most = max(math.ceil(count / 2), _FEWEST_QUEUED)

@@ -185,8 +185,8 @@ class Gemv : public KernelPrimitive {
     launch.file = file;
     const char* access = packs ? "_pack_" : "_single_";
     if (transpose_) {
-      RowsPlan plan = rows_plan(x, sizes);
       RowsShape shape = shape_of(x, sizes);
+      RowsPlan plan = rows_plan(shape, sizes);
       params.splits = plan.splits;
       params.columns_per_split = plan.columns_per_split;
       // Tiles count elements between their rows of weights in 32 bits.
@@ -262,8 +262,8 @@ class Gemv : public KernelPrimitive {
   }
 
   // As if whole packs can be loaded, which shows only when the arrays are there: the splits are the same either way.
-  RowsPlan rows_plan(const mx::array& x, const Sizes& sizes) {
-    return plan_gemv_rows(shape_of(x, sizes), sizes.rows, sizes.columns, sizes.outputs, may_split_);
+  RowsPlan rows_plan(const RowsShape& shape, const Sizes& sizes) const {
+    return plan_gemv_rows(shape, sizes.rows, sizes.columns, sizes.outputs, may_split_);
   }
 
   ColumnsPlan columns_plan(const Sizes& sizes, uint32_t elements, uint32_t pack) const {
@@ -273,7 +273,7 @@ class Gemv : public KernelPrimitive {
   uint32_t splits_of(const Arrays& inputs) {
     const Sizes sizes = sizes_of(inputs);
     const uint32_t pack = pack_elements(inputs[0]);
-    return transpose_ ? rows_plan(inputs[0], sizes).splits : columns_plan(sizes, pack, pack).splits;
+    return transpose_ ? rows_plan(shape_of(inputs[0], sizes), sizes).splits : columns_plan(sizes, pack, pack).splits;
   }
 
   bool transpose_;
