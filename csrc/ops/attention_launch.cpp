@@ -230,7 +230,8 @@ Launch combine_launch(const mx::array& partials, const mx::array& sinks, const m
   Launch launch;
   launch.file = combine_file;
   launch.kernel = kernel_name(y.dtype(), "attention", "combine");
-  launch.threadgroups = {params.rows, 1, 1};
+  constexpr uint32_t columns = 32;  // of a threadgroup
+  launch.threadgroups = {params.rows, ceil_divide(sizes.width, columns), 1};
   launch.threads = {256, 1, 1};
   return launch.input(partials).input(sinks).output(y).params(params);
 }
