@@ -63,6 +63,14 @@ inline half2 offset_integers(uint word, int shift) {
   return as_type<half2>(((word >> shift) & mask) | half_offset);
 }
 
+// As side_by_side of tile.h, for integers to be taken from: with the masks and shifts of that, compilers would merge those
+// that follow into more of them.
+inline uint halves_side_by_side(uint first, uint second, bool upper) {
+  const ushort2 a = as_type<ushort2>(first);
+  const ushort2 b = as_type<ushort2>(second);
+  return as_type<uint>(upper ? ushort2(a.y, b.y) : ushort2(a.x, b.x));
+}
+
 // E neighbours of a row. whole: it is there, for all lanes, and aligned.
 template <bool whole, int E, int words, typename T, int bits>
 inline void load_integers(PackedRows<T, bits> row, uint column, uint width, bool there, thread uint (&to)[words]) {
@@ -85,27 +93,32 @@ inline void load_integers(PackedRows<T, bits> row, uint column, uint width, bool
 }
 
 // Scales or biases of a row's blocks. pairs: each block has its own, and two of them are aligned.
-template <int W, int words, typename T>
-inline void load_affine(
-    const device T* from, uint group_shift, uint width, bool pairs, bool there, thread uint (&to)[words]) {
+template <bool pairs, int W, int words, typename T>
+inline void load_affine(const device T* from, uint group_shift, uint width, bool there, thread uint (&to)[words]) {
 #pragma unroll
   for (int i = 0; i < words; ++i) {
-    to[i] = 0;
-    if (pairs) {
+    if constexpr (pairs) {
       to[i] = ((const device uint*)from)[i];
-    } else if (there) {
-      const uint first = loaded_column(2 * i * W, width) >> group_shift;
-      const uint second = loaded_column((2 * i + 1) * W, width) >> group_shift;
-      to[i] = uint(as_type<ushort>(from[first])) | uint(as_type<ushort>(from[second])) << 16;
+    } else {
+      to[i] = 0;
+      if (there) {
+        const uint first = loaded_column(2 * i * W, width) >> group_shift;
+        const uint second = loaded_column((2 * i + 1) * W, width) >> group_shift;
+        to[i] = uint(as_type<ushort>(from[first])) | uint(as_type<ushort>(from[second])) << 16;
+      }
     }
   }
 }
 
-template <bool whole, typename Tiles, typename T, int bits>
+template <bool pairs, typename Tiles, typename T, int bits>
 inline void load_affine(PackedRows<T, bits> row, uint width, bool there, thread typename Tiles::Affine& to) {
-  const bool pairs = whole && Tiles::blocks % 2 == 0 && width == Tiles::columns && Tiles::group == 1 << row.group_shift;
-  load_affine<Tiles::group>(row.scales, row.group_shift, width, pairs, whole || there, to.scales);
-  load_affine<Tiles::group>(row.biases, row.group_shift, width, pairs, whole || there, to.biases);
+  load_affine<pairs, Tiles::group>(row.scales, row.group_shift, width, there, to.scales);
+  load_affine<pairs, Tiles::group>(row.biases, row.group_shift, width, there, to.biases);
+}
+
+template <typename Tiles, typename T, int bits>
+inline bool has_pairs(PackedRows<T, bits> rows, uint width) {
+  return Tiles::blocks % 2 == 0 && width == Tiles::columns && Tiles::group == 1 << rows.group_shift;
 }
 
 // Of block g.
@@ -114,9 +127,9 @@ inline float affine_of(thread const uint (&from)[words], int g) {
   return float(as_type<T>(ushort(from[g / 2] >> (16 * (g % 2)) & 0xffffu)));
 }
 
-template <bool whole, typename T, int bits, int W, int D, int B>
+template <bool whole, bool pairs, typename T, int bits, int W, int D, int B>
 inline void load_key_tiles(
-    thread const PackedTiles<T, bits, W, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
+    thread const PackedTiles<T, bits, W, D, B>& own, uint first, uint end, uint width, uint lane,
     thread typename PackedTiles<T, bits, W, D, B>::Keys& to) {
   using Tiles = PackedTiles<T, bits, W, D, B>;
   constexpr int E = Tiles::Shape::key_elements;
@@ -125,18 +138,18 @@ inline void load_key_tiles(
 #pragma unroll
   for (int c = 0; c < Tiles::Shape::C; ++c) {
     const PackedRows<T, bits> row = at_row(from, c * 8);
-    const bool there = key + c * 8 < end;
+    const bool there = whole || key + c * 8 < end;
 #pragma unroll
     for (int g = 0; g < Tiles::blocks; ++g) {
       load_integers<whole, E>(row, g * Tiles::group + tile_column(lane) / 2 * E, width, there, to.words[c][g]);
     }
-    load_affine<whole, Tiles>(row, width, there, to.affine[c]);
+    load_affine<pairs, Tiles>(row, width, there, to.affine[c]);
   }
 }
 
-template <bool whole, typename T, int bits, int W, int D, int B>
+template <bool whole, bool pairs, typename T, int bits, int W, int D, int B>
 inline void load_value_tiles(
-    thread const PackedTiles<T, bits, W, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
+    thread const PackedTiles<T, bits, W, D, B>& own, uint first, uint end, uint width, uint lane,
     thread typename PackedTiles<T, bits, W, D, B>::Values& to) {
   using Tiles = PackedTiles<T, bits, W, D, B>;
   constexpr int V = Tiles::Shape::value_elements;
@@ -149,13 +162,35 @@ inline void load_value_tiles(
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const PackedRows<T, bits> row = at_row(from, c * 8 + i);
-      const bool there = key + c * 8 + i < end;
+      const bool there = whole || key + c * 8 + i < end;
 #pragma unroll
       for (int g = 0; g < Tiles::blocks; ++g) {
         load_integers<whole, V>(row, g * Tiles::group + tile_row(lane) * V, width, there, to.words[c][i][g]);
       }
     }
-    load_affine<whole, Tiles>(at_row(own_from, c * 8), width, own_key + c * 8 < end, to.affine[c]);
+    load_affine<pairs, Tiles>(at_row(own_from, c * 8), width, whole || own_key + c * 8 < end, to.affine[c]);
+  }
+}
+
+template <bool whole, typename T, int bits, int W, int D, int B>
+inline void load_key_tiles(
+    thread const PackedTiles<T, bits, W, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
+    thread typename PackedTiles<T, bits, W, D, B>::Keys& to) {
+  if (whole && has_pairs<PackedTiles<T, bits, W, D, B>>(own.keys, width)) {
+    load_key_tiles<whole, true>(own, first, end, width, lane, to);
+  } else {
+    load_key_tiles<whole, false>(own, first, end, width, lane, to);
+  }
+}
+
+template <bool whole, typename T, int bits, int W, int D, int B>
+inline void load_value_tiles(
+    thread const PackedTiles<T, bits, W, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
+    thread typename PackedTiles<T, bits, W, D, B>::Values& to) {
+  if (whole && has_pairs<PackedTiles<T, bits, W, D, B>>(own.values, width)) {
+    load_value_tiles<whole, true>(own, first, end, width, lane, to);
+  } else {
+    load_value_tiles<whole, false>(own, first, end, width, lane, to);
   }
 }
 
@@ -317,7 +352,7 @@ inline void add_values(
 #pragma unroll
       for (int e = 0; e < V; ++e) {
         const int half_word = e / in_half;
-        const uint both = side_by_side(
+        const uint both = halves_side_by_side(
             values.words[c][0][g][half_word / 2], values.words[c][1][g][half_word / 2], half_word % 2);
         const half2 pair = offset_integers<bits>(both, bits * (e % in_half)) - half2(half(offset_value));
 #pragma unroll
