@@ -3,11 +3,11 @@
 //   gemv_rows     y[m, n] = sum_k x[m, k] * w[n, k] + b[n]
 //   gemv_columns  y[m, n] = sum_k x[m, k] * w[k, n] + b[n]
 //
-// rows: the simdgroups of a threadgroup share out the columns of x for R rows of weights, W elements a lane at a
-// time, so that each weight is read once whatever M is. columns: a lane owns W outputs, and rows of weights are dealt
-// to the lanes and simdgroups left over. W is 16 bytes where everything is aligned so, else 1. Where outputs are few,
-// several threadgroups share the columns of x; split_sum.metal then adds up what they leave, always in the same
-// order.
+// rows: some simdgroups of a threadgroup share out the columns of x for R rows of weights, W elements a lane at a time, so
+// that each weight is read once whatever M is; others do so for the next R rows. columns: a lane owns W outputs, and rows
+// of weights are dealt to the lanes and simdgroups left over. W is 16 bytes where everything is aligned so, else 1. Where
+// outputs are few, several threadgroups share the columns of x; split_sum.metal then adds up what they leave, always in
+// the same order.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -53,9 +53,10 @@ inline void widen(uint4 bits, thread float (&v)[W]) {
   }
 }
 
+// Rows from the first of `valid` on, 0 where there are none.
 template <typename T, int W, int R>
 inline void load_rows(const device T* w, uint stride, uint valid, thread RowBits<R>& bits) {
-  if (valid == R) {
+  if (valid >= R) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       bits.row[r] = load_elements<T, W>(w + size_t(r) * stride);
@@ -71,19 +72,18 @@ inline void load_rows(const device T* w, uint stride, uint valid, thread RowBits
   }
 }
 
-// totals[r * M + m] += x[m, W columns] * w[r, the same columns]; x points at these columns of the first row.
+// totals[r * M + m] += x[m, W columns] * w[r, the same columns]
 template <typename T, int W, int M, int R>
-inline void add_rows(
-    const device T* x, uint rows, uint columns, thread const RowBits<R>& bits, thread float (&totals)[R * M]) {
+inline void add_rows(thread const RowBits<M>& x, thread const RowBits<R>& weights, thread float (&totals)[R * M]) {
   float w[R][W];
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    widen<T, W>(bits.row[r], w[r]);
+    widen<T, W>(weights.row[r], w[r]);
   }
 #pragma unroll
   for (int m = 0; m < M; ++m) {
     float v[W];
-    widen<T, W>(load_elements<T, W>(x + min(uint(m), rows - 1) * columns), v);
+    widen<T, W>(x.row[m], v);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
@@ -95,7 +95,7 @@ inline void add_rows(
 }
 
 template <typename T, int W, int M, int R>
-[[kernel, max_total_threads_per_threadgroup(384)]] void gemv_rows(
+[[kernel, max_total_threads_per_threadgroup(M == 2 ? 256 : 384)]] void gemv_rows(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [outputs, columns]
     const device T* bias [[buffer(2)]],  // [outputs]
@@ -109,12 +109,15 @@ template <typename T, int W, int M, int R>
   constexpr int C = R * M;
   constexpr int steps = M > 4 ? 1 : 2;  // loads of a lane on their way at once, for each row of weights
   threadgroup float partials[most_simdgroups * C];
-  const uint first_output = group.x * R;
-  const uint valid = min(params.outputs - first_output, uint(R));
+  const uint sharers = params.sharers;
+  const uint sharer = simdgroup % sharers;
+  const uint group_output = group.x * (simdgroups / sharers) * R;
+  const uint first_output = group_output + simdgroup / sharers * R;
+  const uint valid = first_output < params.outputs ? params.outputs - first_output : 0;  // R or more, or fewer
   const uint first_row = group.y * M;
   const uint rows = params.rows - first_row;
-  const uint end = min(group.z * params.columns_per_split + params.columns_per_split, params.columns);
-  const uint step = simdgroups * 32 * W;
+  const uint end = valid == 0 ? 0 : min(group.z * params.columns_per_split + params.columns_per_split, params.columns);
+  const uint step = sharers * 32 * W;
   x += size_t(first_row) * params.columns;
   w += size_t(first_output) * params.weight_stride;
 
@@ -123,38 +126,35 @@ template <typename T, int W, int M, int R>
   for (int i = 0; i < C; ++i) {
     totals[i] = 0;
   }
-  uint column = group.z * params.columns_per_split + (simdgroup * 32 + lane) * W;
-  for (; column + (steps - 1) * step < end; column += steps * step) {
-    RowBits<R> bits[steps];
+  uint column = group.z * params.columns_per_split + (sharer * 32 + lane) * W;
+  for (; column < end; column += steps * step) {
+    RowBits<R> weights[steps];
+    RowBits<M> activations[steps];
 #pragma unroll
     for (int i = 0; i < steps; ++i) {
-      load_rows<T, W>(w + column + i * step, params.weight_stride, valid, bits[i]);
+      const bool there = i == 0 || column + i * step < end;
+      load_rows<T, W>(w + column + i * step, params.weight_stride, there ? valid : 0, weights[i]);
+      load_rows<T, W>(x + column + i * step, params.columns, there ? rows : 0, activations[i]);
     }
 #pragma unroll
     for (int i = 0; i < steps; ++i) {
-      add_rows<T, W, M, R>(x + column + i * step, rows, params.columns, bits[i], totals);
+      add_rows<T, W, M, R>(activations[i], weights[i], totals);
     }
-  }
-  for (; column < end; column += step) {
-    RowBits<R> bits;
-    load_rows<T, W>(w + column, params.weight_stride, valid, bits);
-    add_rows<T, W, M, R>(x + column, rows, params.columns, bits, totals);
   }
 
   scatter_sum(totals, lane);
-  constexpr int sharing = 32 / C;
-  if (lane % sharing == 0) {
-    partials[simdgroup * C + lane / sharing] = totals[0];
+  constexpr int lanes = 32 / C;
+  if (lane % lanes == 0) {
+    partials[simdgroup * C + lane / lanes] = totals[0];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const uint r = t / M;
+  const uint output = group_output + t / M;
   const uint m = t % M;
-  if (t < C && r < valid && m < rows) {
+  if (t < simdgroups / sharers * C && output < params.outputs && m < rows) {
     float sum = 0;
-    for (uint s = 0; s < simdgroups; ++s) {
-      sum += partials[s * C + t];
+    for (uint s = 0; s < sharers; ++s) {
+      sum += partials[(t / C * sharers + s) * C + t % C];
     }
-    const uint output = first_output + r;
     const SplitPlace place{
         group.z, params.splits, size_t(params.rows) * params.outputs, params.has_bias != 0};
     store_split(y, size_t(first_row + m) * params.outputs + output, sum, bias, output, place);

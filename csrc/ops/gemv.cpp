@@ -38,21 +38,23 @@ struct RowsShape {
   uint32_t steps;    // chunks that keep it busy
   uint32_t shares;   // so many times as much make a split worth its second kernel, which adds the splits up
   uint32_t rows;     // of x that a threadgroup takes
+  uint32_t held;     // simdgroups that a large GPU holds at once, where a launch is to keep to that; else 0
 };
 
 // gemv.metal. pack: elements of a lane's load where whole packs can be loaded.
 RowsShape rows_shape(uint32_t rows, uint32_t pack) {
   const uint32_t together = std::min<uint32_t>(std::bit_ceil(std::max(rows, 1u)), most_gemv_rows);
-  return {together > 8 ? 2u : 4u, 32 * pack, 2, 2, together};
+  constexpr uint32_t held = 132 * 28;  // of an H200
+  return {together > 8 ? 2u : 4u, 32 * pack, 2, 2, together, together == 1 ? held : 0};
 }
 
 // gemv_tiles.metal.
 RowsShape tiles_shape(uint32_t rows) {
-  return rows > 8 ? RowsShape{16, 64, 4, 4, 16} : RowsShape{16, 128, 2, 4, 8};
+  return rows > 8 ? RowsShape{16, 64, 4, 4, 16, 0} : RowsShape{16, 128, 2, 4, 8, 0};
 }
 
 struct RowsPlan {
-  uint32_t simdgroups;
+  uint32_t simdgroups;  // that share the columns
   uint32_t splits;
   uint32_t columns_per_split;
 };
@@ -67,6 +69,11 @@ RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32
       ceil_divide(std::max(rows, 1u), shape.rows);
   plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, groups), 4u, most_simdgroups);
   plan.simdgroups = std::min(plan.simdgroups, shares);
+  // Most of a GPU is idle while it runs the few that were left over.
+  const uint64_t launched = groups * plan.simdgroups;
+  if (launched > shape.held && launched < 2 * shape.held && plan.simdgroups < shares) {
+    plan.simdgroups /= 2;
+  }
   const uint32_t most_splits = may_split ? ceil_divide(shares, shape.shares * plan.simdgroups) : 1;
   const uint32_t splits = std::clamp(ceil_divide(wanted_simdgroups / 4, groups * plan.simdgroups), 1u, most_splits);
   const uint32_t chunks_per_split = ceil_divide(chunks, splits);
@@ -187,6 +194,7 @@ class Gemv : public KernelPrimitive {
     if (transpose_) {
       RowsShape shape = shape_of(x, sizes);
       RowsPlan plan = rows_plan(shape, sizes);
+      uint32_t blocks = 1;  // of outputs in a threadgroup
       params.splits = plan.splits;
       params.columns_per_split = plan.columns_per_split;
       // Tiles count elements between their rows of weights in 32 bits.
@@ -199,11 +207,14 @@ class Gemv : public KernelPrimitive {
           shape = rows_shape(sizes.rows, pack);
           plan = plan_gemv_rows(shape, sizes.rows, params.columns_per_split, sizes.outputs, false);
         }
+        constexpr uint32_t fewest_simdgroups = 4;  // of a threadgroup, which takes time to start
+        blocks = ceil_divide(fewest_simdgroups, plan.simdgroups);
+        params.sharers = plan.simdgroups;
         launch.kernel = kernel_name(x.dtype(), op, "rows", access, shape.rows, "x", shape.outputs);
       }
-      launch.threadgroups = {ceil_divide(sizes.outputs, shape.outputs), ceil_divide(sizes.rows, shape.rows),
+      launch.threadgroups = {ceil_divide(sizes.outputs, shape.outputs * blocks), ceil_divide(sizes.rows, shape.rows),
                              params.splits};
-      launch.threads = {32 * plan.simdgroups, 1, 1};
+      launch.threads = {32 * plan.simdgroups * blocks, 1, 1};
     } else {
       const ColumnsPlan plan = columns_plan(sizes, packs ? pack : 1, pack);
       params.splits = plan.splits;

@@ -14,6 +14,7 @@ struct GemvParams {
   uint32_t weight_stride;      // elements from row to row of w
   uint32_t splits;             // threadgroups that share the columns of x
   uint32_t columns_per_split;  // that each of them takes
+  uint32_t sharers;            // rows kernel: simdgroups that share the columns of a few rows of w
   uint32_t lanes;              // columns kernel: lanes of a simdgroup along the outputs, 1 to 32
   uint32_t has_bias;
 };
