@@ -6,6 +6,7 @@
 #include "ops/checks.h"
 #include "ops/matrices.h"
 #include "ops/native.h"
+#include "ops/row_products.h"
 
 namespace mittens {
 
@@ -13,7 +14,7 @@ namespace {
 
 constexpr size_t most_batch_axes = 4;
 constexpr int64_t word_alignment = 16;
-constexpr uint32_t most_simdgroups = 8;  // of a threadgroup, also in mittens/tile_partials.h
+constexpr uint32_t most_simdgroups = 8;  // of mittens/tile_partials.h
 
 // The axes before the last two of an array's view, merged where the strides of all three arrays of a triple allow.
 struct Stack {
@@ -59,25 +60,6 @@ uint32_t lane_columns(int bits, uint32_t rows) {
     return rows == 1 ? 32 : rows <= 4 ? 16 : 8;
   }
   return rows <= 4 ? 16 : 8;
-}
-
-// Simdgroups that share out the columns, which are so many chunks of what a simdgroup takes at once. Few, each of which
-// goes over many columns: on an H200 four read a fifth more a second than eight. Where more than a tenth of what four
-// take in their rounds would be no columns, five or three if those leave less; more only where few outputs would leave a
-// GPU idle.
-uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs) {
-  constexpr uint64_t few_outputs = 256;
-  if (outputs < few_outputs) {
-    return ceil_divide(chunks, ceil_divide(chunks, most_simdgroups));
-  }
-  auto taken = [&](uint32_t n) { return ceil_divide(chunks, n) * n; };
-  uint32_t best = std::min(chunks, 4u);
-  if (taken(best) * 9 > chunks * 10) {
-    for (uint32_t simdgroups : {5u, 3u}) {
-      best = taken(simdgroups) < taken(best) ? simdgroups : best;
-    }
-  }
-  return best;
 }
 
 }  // namespace
@@ -192,23 +174,14 @@ std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::a
 
 AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
                                 uint32_t batch, uint32_t most_rows, uint32_t matrices) {
-  constexpr uint32_t most_partials = 1024;      // mittens/products.h
-  constexpr uint32_t wanted_simdgroups = 1024;  // of a launch: each has many loads on their way
-  constexpr uint32_t fewest_simdgroups = 1024;  // below, outputs go one by one
-  constexpr uint32_t batched_rows = 4;          // of weights that a lane loads at once
-  constexpr uint32_t most_outputs = 32;         // of a threadgroup with one row; with more each has other work besides
+  constexpr uint32_t held_simdgroups = 132 * 16;  // by an H200
   AffineRowsPlan plan;
   plan.rows = std::min(std::bit_ceil(rows), most_rows);
   const uint32_t chunks = ceil_divide(columns, 32 * lane_columns(format.bits, plan.rows));
-  const uint64_t each = uint64_t(outputs) * batch * ceil_divide(rows, plan.rows);  // of a simdgroup
-  plan.simdgroups = simdgroups_for(chunks, each);
-  const uint64_t work = each * plan.simdgroups;
-  const uint64_t batch_work = uint64_t(wanted_simdgroups) * batched_rows;
-  const uint64_t wanted = (work + batch_work / 2) / batch_work * batched_rows;
-  const uint64_t fitting = most_partials / (plan.simdgroups * plan.rows * matrices) / batched_rows * batched_rows;
-  const uint64_t most = std::min<uint64_t>(plan.rows == 1 ? most_outputs : 2 * most_outputs, fitting);
-  plan.outputs_per_group = static_cast<uint32_t>(
-      std::clamp<uint64_t>(std::max(wanted, std::min<uint64_t>(work / fewest_simdgroups, batched_rows)), 1, most));
+  const uint64_t each = uint64_t(outputs) * batch * ceil_divide(rows, plan.rows);
+  const RowProductsPlan shared = plan_row_products(chunks, each, plan.rows * matrices, held_simdgroups);
+  plan.simdgroups = shared.simdgroups;
+  plan.outputs_per_group = shared.outputs_per_group;
   return plan;
 }
 

@@ -16,6 +16,7 @@
 #include "ops/native.h"
 #include "ops/registry.h"
 #include "ops/row_plan.h"
+#include "ops/row_products.h"
 #include "params/blocks.h"
 
 namespace nb = nanobind;
@@ -54,9 +55,7 @@ class BlockMatmul : public KernelPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    constexpr uint32_t most_simdgroups = 8;
-    constexpr uint32_t most_partials = 1024;  // mittens/products.h
-    constexpr uint32_t wanted_simdgroups = 4096;
+    constexpr uint32_t held_simdgroups = 132 * 12;  // by an H200
     constexpr uint32_t lane_columns = 32;
     const mx::array& x = inputs[0];
     BlocksParams params{};
@@ -68,16 +67,15 @@ class BlockMatmul : public KernelPrimitive {
     const uint32_t rows = std::min(std::bit_ceil(params.rows), most_kernel_rows);
     const uint32_t row_blocks = ceil_divide(params.rows, rows);
     const uint32_t chunks = ceil_divide(params.columns, 32 * lane_columns);
-    const uint32_t simdgroups = ceil_divide(chunks, ceil_divide(chunks, most_simdgroups));
-    const uint64_t wanted = uint64_t(params.outputs) * simdgroups * row_blocks / wanted_simdgroups / 4 * 4;
-    params.outputs_per_group =
-        static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 4, std::min(32u, most_partials / (simdgroups * rows))));
+    const RowProductsPlan plan =
+        plan_row_products(chunks, uint64_t(params.outputs) * row_blocks, rows, held_simdgroups);
+    params.outputs_per_group = plan.outputs_per_group;
 
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(x.dtype(), op, block_kind_name(kind_), "_", rows);
     launch.threadgroups = {ceil_divide(params.outputs, params.outputs_per_group), row_blocks, 1};
-    launch.threads = {32 * simdgroups, 1, 1};
+    launch.threads = {32 * plan.simdgroups, 1, 1};
     // x stands in for an absent bias: each argument needs a buffer.
     launch.input(x).input(inputs[1]).input(params.has_bias ? inputs[2] : x).output(outputs[0]).params(params);
     return in_order(std::move(launch));

@@ -1,0 +1,48 @@
+#include "ops/row_products.h"
+
+#include <algorithm>
+
+#include "ops/matrices.h"
+
+namespace mittens {
+
+namespace {
+
+constexpr uint32_t most_simdgroups = 8;
+
+// Simdgroups that share out the columns, which are so many chunks of what a simdgroup takes at once. Few, each of which
+// goes over many columns: on an H200 four read a fifth more a second than eight. Where more than a seventh of what four
+// take in their rounds would be no columns, five or three if those leave less; more only where few outputs would leave a
+// GPU idle.
+uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs) {
+  constexpr uint64_t few_outputs = 256;
+  if (outputs < few_outputs) {
+    return ceil_divide(chunks, ceil_divide(chunks, most_simdgroups));
+  }
+  auto taken = [&](uint32_t n) { return ceil_divide(chunks, n) * n; };
+  uint32_t best = std::min(chunks, 4u);
+  if (taken(best) * 6 > chunks * 7) {
+    for (uint32_t simdgroups : {5u, 3u}) {
+      best = taken(simdgroups) < taken(best) ? simdgroups : best;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, uint32_t held) {
+  constexpr uint32_t most_partials = 1024;  // mittens/products.h
+  constexpr uint64_t batched = 4;           // outputs whose weights a lane loads at once
+  constexpr uint64_t most_outputs = 32;     // with one product each; with more a threadgroup has other work besides
+  RowProductsPlan plan;
+  plan.simdgroups = simdgroups_for(chunks, outputs);
+  // As many simdgroups as are held: as much as possible is on its way then, and none waits for another to end.
+  const uint64_t wanted = ceil_divide(outputs * plan.simdgroups, held * batched) * batched;
+  const uint64_t fitting = most_partials / (plan.simdgroups * products) / batched * batched;
+  const uint64_t most = std::min(products == 1 ? most_outputs : 2 * most_outputs, fitting);
+  plan.outputs_per_group = static_cast<uint32_t>(std::clamp(wanted, batched, most));
+  return plan;
+}
+
+}  // namespace mittens
