@@ -74,28 +74,32 @@ inline void load_rows(const device T* w, uint stride, uint valid, thread RowBits
 
 // totals[r * M + m] += x[m, W columns] * w[r, the same columns]
 template <typename T, int W, int M, int R>
-inline void add_rows(thread const RowBits<M>& x, thread const RowBits<R>& weights, thread float (&totals)[R * M]) {
-  float w[R][W];
+inline void add_row(uint4 x, int m, thread const RowBits<R>& bits, thread float (&totals)[R * M]) {
+  float v[W];
+  widen<T, W>(x, v);
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    widen<T, W>(weights.row[r], w[r]);
-  }
+    float w[W];
+    widen<T, W>(bits.row[r], w);
 #pragma unroll
-  for (int m = 0; m < M; ++m) {
-    float v[W];
-    widen<T, W>(x.row[m], v);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int i = 0; i < W; ++i) {
-        totals[r * M + m] += v[i] * w[r][i];
-      }
+    for (int i = 0; i < W; ++i) {
+      totals[r * M + m] += v[i] * w[i];
     }
   }
 }
 
+// The same for all m; x points at these columns of the first row.
 template <typename T, int W, int M, int R>
-[[kernel, max_total_threads_per_threadgroup(M == 2 ? 256 : 384)]] void gemv_rows(
+inline void add_rows(
+    const device T* x, uint rows, uint columns, thread const RowBits<R>& bits, thread float (&totals)[R * M]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    add_row<T, W, M>(load_elements<T, W>(x + min(uint(m), rows - 1) * columns), m, bits, totals);
+  }
+}
+
+template <typename T, int W, int M, int R>
+[[kernel, max_total_threads_per_threadgroup(M == 4 ? 448 : 384)]] void gemv_rows(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [outputs, columns]
     const device T* bias [[buffer(2)]],  // [outputs]
@@ -127,18 +131,38 @@ template <typename T, int W, int M, int R>
     totals[i] = 0;
   }
   uint column = group.z * params.columns_per_split + (sharer * 32 + lane) * W;
-  for (; column < end; column += steps * step) {
-    RowBits<R> weights[steps];
-    RowBits<M> activations[steps];
+  if constexpr (M == 1) {
+    // The last columns do not wait for those before them: short rows are little else.
+    for (; column < end; column += steps * step) {
+      RowBits<R> weights[steps];
+      RowBits<1> activations[steps];
 #pragma unroll
-    for (int i = 0; i < steps; ++i) {
-      const bool there = i == 0 || column + i * step < end;
-      load_rows<T, W>(w + column + i * step, params.weight_stride, there ? valid : 0, weights[i]);
-      load_rows<T, W>(x + column + i * step, params.columns, there ? rows : 0, activations[i]);
+      for (int i = 0; i < steps; ++i) {
+        const bool there = i == 0 || column + i * step < end;
+        load_rows<T, W>(w + column + i * step, params.weight_stride, there ? valid : 0, weights[i]);
+        load_rows<T, W>(x + column + i * step, params.columns, there ? rows : 0, activations[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        add_row<T, W, M>(activations[i].row[0], 0, weights[i], totals);
+      }
     }
+  } else {
+    for (; column + (steps - 1) * step < end; column += steps * step) {
+      RowBits<R> weights[steps];
 #pragma unroll
-    for (int i = 0; i < steps; ++i) {
-      add_rows<T, W, M, R>(activations[i], weights[i], totals);
+      for (int i = 0; i < steps; ++i) {
+        load_rows<T, W>(w + column + i * step, params.weight_stride, valid, weights[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        add_rows<T, W, M>(x + column + i * step, rows, params.columns, weights[i], totals);
+      }
+    }
+    for (; column < end; column += step) {
+      RowBits<R> weights;
+      load_rows<T, W>(w + column, params.weight_stride, valid, weights);
+      add_rows<T, W, M>(x + column, rows, params.columns, weights, totals);
     }
   }
 
