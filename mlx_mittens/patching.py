@@ -7,7 +7,7 @@ import functools
 import importlib.abc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,6 @@ class _Settings:
     strict: bool
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 class _Patch:
     """One seam that is taken over. Once removed it only calls the original: someone may still hold the stand-in."""
 
@@ -34,42 +30,21 @@ class _Patch:
         self._seam = seam
         self._owner, self._name = seam.owner()
         self._original = getattr(self._owner, self._name)
-        self._attempt: Callable[..., Any] = _nothing
-        self._strict = False
-        self._stand_in = self._make_stand_in()
+        self._stand_in = functools.wraps(self._original)(_ext.StandIn(seam.op, self._original))
 
     def install(self, strict: bool) -> None:
-        self._strict = strict
-        self._attempt = self._seam.attempt
+        self.configure(strict)
+        self._stand_in.attempt = self._seam.attempt
         setattr(self._owner, self._name, self._stand_in)
 
     def remove(self) -> None:
-        self._strict = False
-        self._attempt = _nothing
+        self._stand_in.strict = False
+        self._stand_in.attempt = None
         if getattr(self._owner, self._name) is self._stand_in:  # else another's patch lies on ours: it stays
             setattr(self._owner, self._name, self._original)
 
     def configure(self, strict: bool) -> None:
-        self._strict = strict
-
-    def _make_stand_in(self) -> Callable[..., Any]:
-        patch, original, op = self, self._original, self._seam.op
-
-        @functools.wraps(original)
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = patch._attempt(*args, **kwargs)
-            except TypeError:  # something else than arrays: mx takes it, or says what is wrong
-                _ext.note_left_to_mx(op, "arguments of other types")
-                result = None
-            if result is not None:
-                return result
-            result = original(*args, **kwargs)
-            if patch._strict:
-                raise RuntimeError(f"[{op}] strict patch: no kernel of mlx_mittens covers {_ext.last_reason()}")
-            return result
-
-        return stand_in
+        self._stand_in.strict = strict
 
 
 class _OnImport(importlib.abc.MetaPathFinder):

@@ -16,7 +16,7 @@ namespace mittens {
 
 namespace {
 
-thread_local std::string last_reason;
+thread_local std::string reason_of_last;
 std::atomic<bool> strict_patch = false;
 
 std::atomic<bool>& strict() {
@@ -27,32 +27,32 @@ std::atomic<bool>& strict() {
   return value;
 }
 
-void note(const char* op, std::string reason) {
-  stats::count_mx(op, reason);
-  last_reason = std::move(reason);
-}
-
 void bind(nb::module_& module) {
   module.def("strict", [] { return strict().load(); }, "Whether handing over to mx is an error.");
   module.def("set_strict", [](bool value) { strict() = value; }, nb::arg("value"),
              "Whether handing over to mx is to be an error.");
   module.def("set_strict_patch", [](bool value) { strict_patch = value; }, "value"_a,
              "Whether a strict patch is on, which asks for the kernels where mx would be faster.");
-  module.def("note_left_to_mx",
-             [](const std::string& op, std::string reason) { note(op.c_str(), std::move(reason)); }, "op"_a,
-             "reason"_a, "Notes why a patched function leaves a call to its original.");
-  module.def("last_reason", [] { return last_reason; }, "Why this thread's last call that went to mx did so.");
 }
 
 const Register registered(bind);
 
 }  // namespace
 
+void note_left_to_mx(const char* op, std::string reason) {
+  stats::count_mx(op, reason);
+  reason_of_last = std::move(reason);
+}
+
+const std::string& last_reason() {
+  return reason_of_last;
+}
+
 std::nullopt_t left_to_mx(const char* op, std::string reason) {
   if (strict()) {
     throw std::runtime_error("[" + std::string(op) + "] strict mode: no kernel of mlx_mittens covers " + reason);
   }
-  note(op, std::move(reason));
+  note_left_to_mx(op, std::move(reason));
   return std::nullopt;
 }
 
@@ -60,7 +60,7 @@ bool better_left_to_mx(const char* op, std::string reason) {
   if (strict() || strict_patch) {
     return false;
   }
-  note(op, std::move(reason));
+  note_left_to_mx(op, std::move(reason));
   return true;
 }
 

@@ -23,6 +23,12 @@ inline void send_to_mx(const char* op, std::string reason) {
 // or under a strict patch, which ask for the kernel.
 bool better_left_to_mx(const char* op, std::string reason);
 
+// Notes why a call goes to mx, for stats() and for messages.
+void note_left_to_mx(const char* op, std::string reason);
+
+// Why this thread's last call that went to mx did so.
+const std::string& last_reason();
+
 // Whether the kernels compute in this dtype.
 inline bool has_kernels(mlx::core::Dtype dtype) {
   return dtype == mlx::core::float32 || dtype == mlx::core::float16 || dtype == mlx::core::bfloat16;

@@ -1,0 +1,149 @@
+// What the patch puts in the place of a function of mx's or mlx-lm's: it calls an op's attempt, and the original where
+// that gives nothing. A type of Python's own, since a function of Python's that hands its arguments on takes 0.3 us, as
+// long as building an op does.
+#include <cstddef>
+#include <string>
+
+#include <nanobind/nanobind.h>
+#include <structmember.h>
+
+#include "ops/fallback.h"
+#include "ops/registry.h"
+
+namespace nb = nanobind;
+
+namespace mittens {
+
+namespace {
+
+struct StandIn {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject* op;        // what messages and counts call it
+  PyObject* original;
+  PyObject* attempt;   // or None
+  PyObject* dict;      // __wrapped__ and its like
+  bool strict;         // a call that goes to the original is an error in the end
+};
+
+StandIn* own(PyObject* self) {
+  return reinterpret_cast<StandIn*>(self);
+}
+
+const char* op_of(PyObject* self) {
+  return PyUnicode_AsUTF8(own(self)->op);
+}
+
+PyObject* call(PyObject* self, PyObject* const* args, size_t flagged, PyObject* names) {
+  const nb::object attempt = nb::borrow(own(self)->attempt);  // another thread may replace it meanwhile
+  const size_t count = PyVectorcall_NARGS(flagged);
+  if (attempt.is_valid() && !attempt.is_none()) {
+    PyObject* result = PyObject_Vectorcall(attempt.ptr(), args, count, names);
+    if (result && result != Py_None) {
+      return result;
+    }
+    if (result) {
+      Py_DECREF(result);
+    } else if (PyErr_ExceptionMatches(PyExc_TypeError)) {  // something else than arrays: mx takes it, or says what is wrong
+      PyErr_Clear();
+      note_left_to_mx(op_of(self), "arguments of other types");
+    } else {
+      return nullptr;
+    }
+  }
+  PyObject* result = PyObject_Vectorcall(own(self)->original, args, count, names);
+  if (result && own(self)->strict) {
+    Py_DECREF(result);
+    PyErr_Format(PyExc_RuntimeError, "[%s] strict patch: no kernel of mlx_mittens covers %s", op_of(self),
+                 last_reason().c_str());
+    return nullptr;
+  }
+  return result;
+}
+
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject* names) {
+  PyObject* op;
+  PyObject* original;
+  static const char* keywords[] = {"op", "original", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(args, names, "UO:StandIn", const_cast<char**>(keywords), &op, &original)) {
+    return nullptr;
+  }
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self) {
+    own(self)->vectorcall = call;
+    own(self)->op = Py_NewRef(op);
+    own(self)->original = Py_NewRef(original);
+    own(self)->attempt = Py_NewRef(Py_None);
+  }
+  return self;
+}
+
+// As a method of a class it is bound, as functions are.
+PyObject* bound(PyObject* self, PyObject* object, PyObject*) {
+  return object ? PyMethod_New(self, object) : Py_NewRef(self);
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(own(self)->original);
+  Py_VISIT(own(self)->attempt);
+  Py_VISIT(own(self)->dict);
+  return 0;
+}
+
+int clear(PyObject* self) {
+  Py_CLEAR(own(self)->original);
+  Py_CLEAR(own(self)->attempt);
+  Py_CLEAR(own(self)->dict);
+  return 0;
+}
+
+void destroy(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  clear(self);
+  Py_CLEAR(own(self)->op);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMemberDef members[] = {
+    {"attempt", T_OBJECT, offsetof(StandIn, attempt), 0, "What is called first, or None."},
+    {"strict", T_BOOL, offsetof(StandIn, strict), 0, "Whether a call that goes to the original is an error."},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(StandIn, vectorcall), READONLY, nullptr},
+    {"__dictoffset__", T_PYSSIZET, offsetof(StandIn, dict), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyGetSetDef attributes[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_doc, const_cast<char*>("A function in another's place: StandIn(op, original) calls its attempt, and the "
+                                  "original where that is None or gives None.")},
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_descr_get, reinterpret_cast<void*>(bound)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_members, members},
+    {Py_tp_getset, attributes},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {
+    "mlx_mittens._ext.StandIn", sizeof(StandIn), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, slots};
+
+void bind(nb::module_& module) {
+  module.attr("StandIn") = nb::steal(PyType_FromSpec(&spec));
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,94 @@
+"""What the patch puts in a function's place, by itself: the type in csrc/ops/stand_in.cpp."""
+
+import functools
+import gc
+import inspect
+import weakref
+
+import pytest
+
+import mlx_mittens as mm
+from mlx_mittens import _ext
+
+
+def original(*args, **kwargs):
+    """What was there before."""
+    return "original", args, kwargs
+
+
+def stand_in(attempt=None, strict=False):
+    made = functools.wraps(original)(_ext.StandIn("an_op", original))
+    made.attempt, made.strict = attempt, strict
+    return made
+
+
+@pytest.mark.parametrize("attempt", [None, lambda *args, **kwargs: None])
+def test_the_original_gets_the_arguments_as_they_came(attempt):
+    assert stand_in(attempt)(1, 2, a=3) == ("original", (1, 2), {"a": 3})
+    assert stand_in(attempt)() == ("original", (), {})
+
+
+def test_what_an_attempt_gives_is_the_result():
+    assert stand_in(lambda x, *, y: x + y)(1, y=2) == 3
+    assert stand_in(lambda: 0)() == 0  # false, but not None
+
+
+def test_of_an_attempts_errors_only_a_type_error_goes_to_the_original():
+    mm.stats(reset=True)
+    assert stand_in(lambda: None)(5) == ("original", (5,), {})
+    assert mm.stats()["an_op"]["mx"] == {"arguments of other types": 1}
+    with pytest.raises(ZeroDivisionError):
+        stand_in(lambda x: x / 0)(1)
+
+
+def test_an_original_may_fail_too():
+    made = _ext.StandIn("an_op", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made()
+
+
+def test_strict_is_an_error_once_the_original_was_called():
+    with pytest.raises(RuntimeError, match=r"\[an_op\] strict patch: no kernel of mlx_mittens covers arguments of other"):
+        stand_in(lambda: None, strict=True)(1)
+    assert stand_in(lambda: 2, strict=True)() == 2
+
+
+def test_in_a_class_it_is_a_method():
+    class Owner:
+        method = stand_in(lambda self, x: (self, x))
+
+    owner = Owner()
+    assert owner.method(1) == (owner, 1)
+    assert Owner.method(owner, 2) == (owner, 2)
+
+
+def test_it_looks_like_the_original():
+    made = stand_in()
+    assert (made.__name__, made.__doc__, made.__wrapped__) == ("original", "What was there before.", original)
+    assert inspect.signature(made) == inspect.signature(original)
+
+
+def test_it_goes_with_what_it_holds():
+    class Held:
+        def __call__(self):
+            return 1
+
+    held = Held()
+    made = _ext.StandIn("an_op", held)
+    made.attempt = held
+    made.itself = made
+    gone = weakref.ref(held)
+    del held, made
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_deleted_attempt_is_none():
+    made = stand_in(lambda: 1)
+    del made.attempt
+    assert made() == ("original", (), {})
+
+
+def test_its_name_is_text():
+    with pytest.raises(TypeError, match="must be str"):
+        _ext.StandIn(1, original)
