@@ -208,10 +208,13 @@ def _failing_test(ops: set[str], tiles: bool) -> str:
     files = {f"{_TESTS.get(op, 'test_' + op)}.py" for op in ops} | ({"test_tiles.py"} if tiles else set())
     if ops & {op.name for op in cases.ROW_OPS}:
         files.add("test_long_rows.py")
+    if "scaled_dot_product_attention" in ops:
+        files.add("test_attention_combine.py")
     first = _FirstFailure()
     paths = [str(Path(__file__).with_name(file)) for file in sorted(files)]
+    chosen = "simulator or test_tiles or test_attention_combine"
     with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([*paths, "-x", "-q", "-n0", "-p", "no:cacheprovider", "-k", "simulator or test_tiles"], [first])
+        pytest.main([*paths, "-x", "-q", "-n0", "-p", "no:cacheprovider", "-k", chosen], [first])
     return first.test
 
 
