@@ -38,7 +38,7 @@ class _Patch:
         setattr(self._owner, self._name, self._stand_in)
 
     def remove(self) -> None:
-        self._stand_in.strict = False
+        self.configure(strict=False)
         self._stand_in.attempt = None
         if getattr(self._owner, self._name) is self._stand_in:  # else another's patch lies on ours: it stays
             setattr(self._owner, self._name, self._original)

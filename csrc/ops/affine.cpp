@@ -6,7 +6,6 @@
 #include "ops/checks.h"
 #include "ops/matrices.h"
 #include "ops/native.h"
-#include "ops/row_products.h"
 
 namespace mittens {
 
@@ -174,15 +173,11 @@ std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::a
 
 AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
                                 uint32_t batch, uint32_t most_rows, uint32_t matrices) {
-  AffineRowsPlan plan;
-  plan.rows = std::min(std::bit_ceil(rows), most_rows);
-  const uint32_t held_simdgroups = 132 * (plan.rows > 2 ? 8 : 16);  // by an H200
-  const uint32_t chunks = ceil_divide(columns, 32 * lane_columns(format.bits, plan.rows));
-  const uint64_t each = uint64_t(outputs) * batch * ceil_divide(rows, plan.rows);
-  const RowProductsPlan shared = plan_row_products(chunks, each, plan.rows * matrices, held_simdgroups);
-  plan.simdgroups = shared.simdgroups;
-  plan.outputs_per_group = shared.outputs_per_group;
-  return plan;
+  const uint32_t together = std::min(std::bit_ceil(rows), most_rows);
+  const uint32_t held_simdgroups = 132 * (together > 2 ? 8 : 16);  // by an H200
+  const uint32_t chunks = ceil_divide(columns, 32 * lane_columns(format.bits, together));
+  const uint64_t each = uint64_t(outputs) * batch * ceil_divide(rows, together);
+  return {plan_row_products(chunks, each, together * matrices, held_simdgroups), together};
 }
 
 AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns,

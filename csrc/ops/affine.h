@@ -6,6 +6,7 @@
 
 #include "cpu/quantized_matmul.h"
 #include "ops/primitive.h"
+#include "ops/row_products.h"
 #include "params/quantized.h"
 
 namespace mittens {
@@ -48,10 +49,8 @@ std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::a
                                                  const AffineFormat& format);
 
 // Which rows kernel serves so many rows of x, and how its threadgroups are cut.
-struct AffineRowsPlan {
+struct AffineRowsPlan : RowProductsPlan {
   uint32_t rows;  // of x that a threadgroup takes
-  uint32_t simdgroups;
-  uint32_t outputs_per_group;
 };
 
 // matrices: of weights that pass by one simdgroup, 2 for gate and up.

@@ -13,7 +13,8 @@
 // How keys and values become operands is the matter of `Tiles`: PlainTiles (plain_tiles.h), PackedTiles (packed_tiles.h).
 // Each has queries and sums, and these functions:
 //
-//   load_queries, load_key_tiles, load_value_tiles
+//   load_queries
+//   load_tiles     its Keys or its Values
 //   clear          nothing is summed up
 //   multiply_keys  scores of a tile, in the units of the weights
 //   outgrow        whether sums have to be rescaled for another reason than a row's maximum
@@ -131,24 +132,14 @@ inline bool exceeds(float2 scores, float2 maximum) {
 template <bool whole>
 struct Whole {};
 
-// The keys of the next tiles, from `first` on; zeros where there are none.
-template <typename Tiles>
-inline void load_keys(
-    thread const Tiles& own, uint first, uint end, uint width, uint lane, thread typename Tiles::Keys& to) {
-  if (first + Tiles::Shape::tile <= end && own.keys.aligned) {
-    load_key_tiles(own, Whole<true>(), first, end, width, lane, to);
+// The keys or the values of the next tiles, from `first` on; zeros where there are none.
+template <typename Tiles, typename Loaded>
+inline void load_next(
+    thread const Tiles& own, bool aligned, uint first, uint end, uint width, uint lane, thread Loaded& to) {
+  if (first + Tiles::Shape::tile <= end && aligned) {
+    load_tiles(own, Whole<true>(), first, end, width, lane, to);
   } else {
-    load_key_tiles(own, Whole<false>(), first, end, width, lane, to);
-  }
-}
-
-template <typename Tiles>
-inline void load_values(
-    thread const Tiles& own, uint first, uint end, uint width, uint lane, thread typename Tiles::Values& to) {
-  if (first + Tiles::Shape::tile <= end && own.values.aligned) {
-    load_value_tiles(own, Whole<true>(), first, end, width, lane, to);
-  } else {
-    load_value_tiles(own, Whole<false>(), first, end, width, lane, to);
+    load_tiles(own, Whole<false>(), first, end, width, lane, to);
   }
 }
 
@@ -196,24 +187,24 @@ inline void decode_tiles(
     uint first = range.x + simdgroup * Shape::tile;
     first = next_tile<C>(first, end, skips, scored, lane, params);
     if constexpr (Shape::ahead) {
-      load_keys(own, first, end, params.width, lane, k);
+      load_next(own, own.keys.aligned, first, end, params.width, lane, k);
     }
     while (first < end) {
       if constexpr (!Shape::ahead) {
-        load_keys(own, first, end, params.width, lane, k);
+        load_next(own, own.keys.aligned, first, end, params.width, lane, k);
       }
       typename Tiles::Values v;
       if constexpr (Shape::ahead) {
-        load_values(own, first, end, params.width, lane, v);
+        load_next(own, own.values.aligned, first, end, params.width, lane, v);
       }
 
       const uint next = next_tile<C>(first + decode_simdgroups * Shape::tile, end, skips, scored, lane, params);
       Tile<float, B, C> scores;  // two rows of each block, a key of each tile
       multiply_keys(own, k, scores, params);
       if constexpr (Shape::ahead) {
-        load_keys(own, next, end, params.width, lane, k);
+        load_next(own, own.keys.aligned, next, end, params.width, lane, k);
       } else {
-        load_values(own, first, end, params.width, lane, v);
+        load_next(own, own.values.aligned, first, end, params.width, lane, v);
       }
 
       // Most tiles are seen by all rows.

@@ -128,7 +128,7 @@ inline float affine_of(thread const uint (&from)[words], int g) {
 }
 
 template <bool whole, bool pairs, typename T, int bits, int W, int D, int B>
-inline void load_key_tiles(
+inline void load_packed(
     thread const PackedTiles<T, bits, W, D, B>& own, uint first, uint end, uint width, uint lane,
     thread typename PackedTiles<T, bits, W, D, B>::Keys& to) {
   using Tiles = PackedTiles<T, bits, W, D, B>;
@@ -148,7 +148,7 @@ inline void load_key_tiles(
 }
 
 template <bool whole, bool pairs, typename T, int bits, int W, int D, int B>
-inline void load_value_tiles(
+inline void load_packed(
     thread const PackedTiles<T, bits, W, D, B>& own, uint first, uint end, uint width, uint lane,
     thread typename PackedTiles<T, bits, W, D, B>::Values& to) {
   using Tiles = PackedTiles<T, bits, W, D, B>;
@@ -172,25 +172,15 @@ inline void load_value_tiles(
   }
 }
 
-template <bool whole, typename T, int bits, int W, int D, int B>
-inline void load_key_tiles(
+// Of keys or values, which are packed alike.
+template <bool whole, typename T, int bits, int W, int D, int B, typename Loaded>
+inline void load_tiles(
     thread const PackedTiles<T, bits, W, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
-    thread typename PackedTiles<T, bits, W, D, B>::Keys& to) {
+    thread Loaded& to) {
   if (whole && has_pairs<PackedTiles<T, bits, W, D, B>>(own.keys, width)) {
-    load_key_tiles<whole, true>(own, first, end, width, lane, to);
+    load_packed<whole, true>(own, first, end, width, lane, to);
   } else {
-    load_key_tiles<whole, false>(own, first, end, width, lane, to);
-  }
-}
-
-template <bool whole, typename T, int bits, int W, int D, int B>
-inline void load_value_tiles(
-    thread const PackedTiles<T, bits, W, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
-    thread typename PackedTiles<T, bits, W, D, B>::Values& to) {
-  if (whole && has_pairs<PackedTiles<T, bits, W, D, B>>(own.values, width)) {
-    load_value_tiles<whole, true>(own, first, end, width, lane, to);
-  } else {
-    load_value_tiles<whole, false>(own, first, end, width, lane, to);
+    load_packed<whole, false>(own, first, end, width, lane, to);
   }
 }
 

@@ -52,7 +52,7 @@ inline void load_parts(
 }
 
 template <bool whole, typename T, int D, int B>
-inline void load_key_tiles(
+inline void load_tiles(
     thread const PlainTiles<T, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
     thread typename PlainTiles<T, D, B>::Keys& to) {
   using Shape = typename PlainTiles<T, D, B>::Shape;
@@ -66,7 +66,7 @@ inline void load_key_tiles(
 }
 
 template <bool whole, typename T, int D, int B>
-inline void load_value_tiles(
+inline void load_tiles(
     thread const PlainTiles<T, D, B>& own, Whole<whole>, uint first, uint end, uint width, uint lane,
     thread typename PlainTiles<T, D, B>::Values& to) {
   using Shape = typename PlainTiles<T, D, B>::Shape;
