@@ -17,6 +17,7 @@
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
+#include "mittens/integer_tiles.h"
 #include "mittens/quantized_rows.h"
 #include "mittens/tile_partials.h"
 #include "params/quantized.h"
@@ -26,37 +27,16 @@ using namespace mittens;
 
 constant constexpr int tile = 8;
 
-// What integers are taken from, so that the differences are a few instructions away and exact in T.
-template <typename T, int bits>
-constexpr float tile_zero() {
-  return is_same_v<T, bfloat> && bits == 4 ? -128.0f : float(zero_of<affine<bits>()>());
-}
-
-// Two integers in the halves of a word, less their zero.
-template <typename T, int bits>
-inline vec<T, 2> less_zero(uint pair) {
-  constexpr float zero = tile_zero<T, bits>();
-  if constexpr (is_same_v<T, half>) {
-    return as_type<half2>(pair | 0x64006400u) - half2(half(1024 + zero));  // 1024 + integer
-  } else if constexpr (is_same_v<T, bfloat> && bits == 4) {
-    return as_type<vec<T, 2>>(pair | 0x43004300u);  // 128 + integer
-  } else {
-    constexpr uint two23 = 0x4b000000u;
-    const float lower = as_type<float>((pair & 0xffffu) | two23) - (8388608.0f + zero);
-    const float upper = as_type<float>((pair >> 16) | two23) - (8388608.0f + zero);
-    return vec<T, 2>(T(lower), T(upper));
-  }
-}
-
 // The integers of matrix u of a run, of a lane's words.
 template <typename T, int bits, int words>
 inline vec<T, 2> integer_pair(thread const uint (&from)[words], int u) {
+  constexpr uint offset = integer_offset<T>(0x4b000000u);
   const int t = u % 4;
   if constexpr (bits == 4) {
-    return less_zero<T, bits>((from[u / 4] >> (4 * t)) & 0x000f000fu);
+    return nibble_pair<T>(from[u / 4], t, offset);
   } else {
     const uint both = side_by_side(from[u / 4 * 2], from[u / 4 * 2 + 1], t / 2);
-    return less_zero<T, bits>((both >> (8 * (t % 2))) & 0x00ff00ffu);
+    return less_zero<T, bits>((both >> (8 * (t % 2))) & 0x00ff00ffu, offset);
   }
 }
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -48,6 +48,7 @@ class Case:
         quick: Part of the benchmark's short form.
         gpu_only: Too large to be worth its time on a CPU.
         cpu_only: Of more rows than the op takes on a GPU.
+        gpu: Whose GPUs the simulator stands for, where the case is for their kernels.
     """
 
     label: str
@@ -57,12 +58,13 @@ class Case:
     quick: bool = False
     gpu_only: bool = False
     cpu_only: bool = False
+    gpu: Literal["apple", "nvidia"] = "apple"
 
     @property
     def name(self) -> str:
         words = [self.label, "x".join(map(str, self.shape)) or "scalar"]
         words += [f"{key}={value}" for key, value in self.options.items() if key != "precise"]
-        return " ".join(words + ["vjp"] * self.vjp)
+        return " ".join(words + ["vjp"] * self.vjp + ["nvidia"] * (self.gpu == "nvidia"))
 
 
 @dataclass(frozen=True)

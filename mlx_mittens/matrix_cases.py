@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -220,8 +220,10 @@ def _mx_quantize(w, kind):
     return mx.array(_quantized_blocks(np.array(w.astype(mx.float32)), kind))
 
 
-def _tests(*shapes: tuple[int, int, int], label: str = "test", **options: Any) -> tuple[Case, ...]:
-    return tuple(Case(label, shape, options) for shape in shapes)
+def _tests(
+    *shapes: tuple[int, int, int], label: str = "test", gpu: Literal["apple", "nvidia"] = "apple", **options: Any
+) -> tuple[Case, ...]:
+    return tuple(Case(label, shape, options, gpu=gpu) for shape in shapes)
 
 
 # The layers that one token passes, as (columns, outputs), and the last one.
@@ -280,7 +282,7 @@ _QUANTIZED_TESTS = tuple(
         *_tests((6, 640, 9), (11, 448, 37), transpose=True, group_size=64, bits=bits),
         *_tests((1, 256, 6), transpose=True, group_size=64, bits=bits, label="strided"),
     )
-)  # fmt: skip
+) + _tests((1, 2880, 9), (1, 576, 21), (1, 128, 4099), transpose=True, gpu="nvidia")  # fmt: skip
 
 MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
@@ -329,7 +331,8 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
             case
             for bits in (4, 8)
             for case in _tests((1, 2880, 9), (1, 64, 38), (2, 576, 5), (4, 320, 6), (7, 128, 3), bits=bits)
-        ),
+        )
+        + _tests((1, 2880, 9), (1, 64, 38), gpu="nvidia"),
         cases=tuple(
             Case(model, (1, columns, outputs), {"bits": 4}, quick=model == "Llama-3.2-1B",
                  gpu_only=model != "Llama-3.2-1B")

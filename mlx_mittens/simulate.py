@@ -71,7 +71,7 @@ def simulate(
     arrays = op.draw(rng, case, dtype)
     cotangents = op.cotangents(rng, case, dtype)
     with mx.stream(mx.cpu), strict():
-        ours, launches = _recorded(lambda: cases.run(op, op.ours, case, arrays, cotangents), seed, watch)
+        ours, launches = _recorded(lambda: cases.run(op, op.ours, case, arrays, cotangents), seed, watch, case)
         twin = cases.run(op, op.twin, case, arrays, cotangents)
         mx.eval(twin)
     exact = op.exact(case, arrays, cotangents)
@@ -82,14 +82,14 @@ def _peer_launches(op: cases.Op, case: cases.Case, dtype: mx.Dtype, seed: int, w
     """What MLX's own Metal kernels do for a case, on the inputs that ours get."""
     arrays = op.draw(np.random.default_rng(seed), case, dtype)
     with mx.stream(mx.cpu):
-        return _recorded(lambda: cases.run(op, peer.of(op, case), case, arrays), seed, watch)[1]
+        return _recorded(lambda: cases.run(op, peer.of(op, case), case, arrays), seed, watch, case)[1]
 
 
 def _recorded(
-    build: Callable[[], list[mx.array]], seed: int, watch: bool
+    build: Callable[[], list[mx.array]], seed: int, watch: bool, case: cases.Case
 ) -> tuple[list[mx.array], list[dict[str, Any]]]:
     """What a call gives in the simulator, evaluated, and the launches that this takes."""
-    with simulator.enabled(seed=seed, watch=watch):
+    with simulator.enabled(seed=seed, watch=watch, gpu=case.gpu):
         _ext.simulator_record(True)
         try:
             result = build()

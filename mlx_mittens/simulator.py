@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Literal
 
 from . import _ext
 from .metal_kernel import Kernel, metal_kernel, redirect, restore
@@ -16,12 +17,14 @@ Fault = _ext.SimulatorFault
 STEP_LIMIT = 1_000_000_000
 
 _lock = threading.Lock()
-_open: list[tuple[object, int, bool, int]] = []  # a token and the settings of every block that is open
-_before: tuple[bool, int, bool, int] | None = None
+_open: list[tuple[object, int, bool, int, bool]] = []  # a token and the settings of every block that is open
+_before: tuple[bool, int, bool, int, bool] | None = None
 
 
 @contextlib.contextmanager
-def enabled(seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT) -> Iterator[None]:
+def enabled(
+    seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT, gpu: Literal["apple", "nvidia"] = "apple"
+) -> Iterator[None]:
     """Sends ops on the CPU, and the kernels of ``mx.fast.metal_kernel``, through the simulator.
 
     Ops are lazy: what counts is where they are evaluated, not where they are called. The environment variable
@@ -38,9 +41,15 @@ def enabled(seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT) -> 
         seed: Shuffles the order in which threads and threadgroups run; 0 is the natural order.
         watch: Whether every memory access is checked.
         step_limit: Branches that one threadgroup may take before its kernel counts as endless.
+        gpu: Whose GPUs the simulator stands for: on some shapes the ops choose other kernels for NVIDIA's.
+
+    Raises:
+        ValueError: gpu is neither.
     """
+    if gpu not in ("apple", "nvidia"):
+        raise ValueError(f"gpu is {gpu!r}: expected 'apple' or 'nvidia'")
     global _before
-    block = (object(), seed, watch, step_limit)
+    block = (object(), seed, watch, step_limit, gpu == "nvidia")
     with _lock:
         if not _open:
             _before = _ext.simulator_state()

@@ -210,9 +210,11 @@ def _failing_test(ops: set[str], tiles: bool) -> str:
         files.add("test_long_rows.py")
     if "scaled_dot_product_attention" in ops:
         files.add("test_attention_combine.py")
+    if ops & {"quantized_matmul", "quantized_swiglu"}:
+        files.add("test_quantized_row.py")
     first = _FirstFailure()
     paths = [str(Path(__file__).with_name(file)) for file in sorted(files)]
-    chosen = "simulator or test_tiles or test_attention_combine"
+    chosen = "simulator or test_tiles or test_attention_combine or test_quantized_row"
     with contextlib.redirect_stdout(io.StringIO()):
         pytest.main([*paths, "-x", "-q", "-n0", "-p", "no:cacheprovider", "-k", chosen], [first])
     return first.test
@@ -261,7 +263,7 @@ def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tu
                 continue
             cotangents = op.cotangents(rng, case, cases.DTYPES[dtype])
             for arrays in _probes(op, case, cases.DTYPES[dtype], rng):
-                _ext.simulator_configure(True, int(rng.integers(1, 1000)), True, STEP_LIMIT)
+                _ext.simulator_configure(True, int(rng.integers(1, 1000)), True, STEP_LIMIT, case.gpu == "nvidia")
                 try:
                     check = cases.check(op, case, arrays, cotangents)
                 except RuntimeError as error:

@@ -18,7 +18,7 @@ def simulate(op, dtype, seed, rng):
         drawn = op.draw(rng, case, dtype)
         cotangents = op.cotangents(rng, case, dtype)
         for arrays in absences(op, drawn):
-            with mm.simulator.enabled(seed=seed):
+            with mm.simulator.enabled(seed=seed, gpu=case.gpu):
                 yield case, cases.check(op, case, arrays, cotangents)
 
 

@@ -104,4 +104,7 @@ void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream);
 // Whether ops on the CPU go through the simulator instead of their native code.
 bool simulator_enabled();
 
+// Whether they do, and go by the rules for NVIDIA GPUs.
+bool simulates_nvidia();
+
 }  // namespace mittens

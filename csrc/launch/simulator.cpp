@@ -41,6 +41,7 @@ using Host = void (*)(const Launch& launch, mx::Stream stream, std::string& file
 struct State {
   std::mutex mutex;
   bool enabled;
+  bool nvidia = false;
   simulator::Options options{};
   std::set<std::string> launched;  // "file:kernel"
   bool recording = false;
@@ -111,22 +112,25 @@ void bind(nb::module_& module) {
   module.def("simulator_enabled", &simulator_enabled, "Whether ops on the CPU go through the simulator.");
   module.def(
       "simulator_configure",
-      [](bool enabled, uint64_t seed, bool watch, uint64_t step_limit) {
+      [](bool enabled, uint64_t seed, bool watch, uint64_t step_limit, bool nvidia) {
         std::lock_guard lock(state().mutex);
         state().enabled = enabled;
+        state().nvidia = nvidia;
         state().options.seed = seed;
         state().options.watch = watch;
         state().options.step_limit = step_limit;
       },
       nb::arg("enabled"), nb::arg("seed") = 0, nb::arg("watch") = true,
-      nb::arg("step_limit") = simulator::Options{}.step_limit,
-      "Sends ops on the CPU through the simulator or through their native code; the seed shuffles the threads.");
+      nb::arg("step_limit") = simulator::Options{}.step_limit, nb::arg("nvidia") = false,
+      "Sends ops on the CPU through the simulator or through their native code; the seed shuffles the threads, and the "
+      "kernels are those that the rules choose for Apple's or for NVIDIA's GPUs.");
   module.def(
       "simulator_state",
       [] {
         std::lock_guard lock(state().mutex);
         const auto& options = state().options;
-        return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit);
+        return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit,
+                              state().nvidia);
       },
       "The settings that simulator_configure takes.");
   module.def(
@@ -167,6 +171,11 @@ const Register registered(bind);
 bool simulator_enabled() {
   std::lock_guard lock(state().mutex);
   return state().enabled;
+}
+
+bool simulates_nvidia() {
+  std::lock_guard lock(state().mutex);
+  return state().enabled && state().nvidia;
 }
 
 simulator::Options simulator_options() {

@@ -180,6 +180,26 @@ AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint3
   return {plan_row_products(chunks, each, together * matrices, held_simdgroups), together};
 }
 
+bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, mx::Stream stream) {
+  return has_nvidia_rules(stream) && rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
+}
+
+// Measured on an H200, which holds 16 simdgroups of 16 products each at once in each of its 132 multiprocessors, or 24
+// of 8 products.
+RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices) {
+  constexpr uint32_t multiprocessors = 132;
+  constexpr uint32_t enough_groups = 256;
+  constexpr uint32_t most_simdgroups = 16;
+  RowProductsPlan plan;
+  plan.outputs_per_group = matrices > 1 || ceil_divide(outputs, 16) * batch < enough_groups ? 8 : 16;
+  const uint32_t held = multiprocessors * (plan.outputs_per_group * matrices == 8 ? 24 : 16);
+  const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
+  const uint32_t chunks = ceil_divide(columns, 512);  // row_step
+  const uint32_t wanted = std::min({std::max(held / groups, 2u), chunks, most_simdgroups});
+  plan.simdgroups = ceil_divide(chunks, ceil_divide(chunks, wanted));  // none has a round less than another needs
+  return plan;
+}
+
 AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns,
                                   uint32_t outputs, uint32_t batch) {
   AffineTilesPlan plan;

@@ -57,7 +57,14 @@ struct AffineRowsPlan : RowProductsPlan {
 AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
                                 uint32_t batch, uint32_t most_rows, uint32_t matrices);
 
-// The same for the kernel of 8x8 matrices.
+// Whether the kernels of one row of x by 8x8 matrices serve it (mittens/quantized_row.h): where tensor cores are many
+// times faster than what unpacks the weights.
+bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, mx::Stream stream);
+
+// Its plan; matrices as above.
+RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices);
+
+// Which kernel of 8x8 matrices serves several rows.
 struct AffineTilesPlan : AffineRowsPlan {
   uint32_t run;  // columns that have one scale
 };

@@ -84,7 +84,7 @@ RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32
 
 // From how many rows of x on 8x8 matrices of a half type pay. On NVIDIA these are the tensor cores'.
 uint32_t fewest_tile_rows(mx::Stream stream) {
-  return is_cuda(stream) ? 3 : 5;
+  return has_nvidia_rules(stream) ? 3 : 5;
 }
 
 // x [.., columns], w [outputs, columns] or, not transposed, [columns, outputs], and bias [outputs], if there is one
@@ -328,7 +328,7 @@ std::optional<mx::array> attempt(const mx::array& w, const mx::array& x, const s
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return left_to_mx(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  if (is_cuda(stream) && tensor_cores_win(rows, w.size(), dtype) &&
+  if (has_nvidia_rules(stream) && tensor_cores_win(rows, w.size(), dtype) &&
       better_left_to_mx(op, "many rows of x where there are tensor cores")) {
     return std::nullopt;
   }

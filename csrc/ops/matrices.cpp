@@ -41,8 +41,8 @@ void add_view(Launch& launch, const mx::array& view) {
   launch.input(view, 0, reach * view.itemsize());
 }
 
-bool is_cuda(mx::Stream stream) {
-  return stream.device == mx::Device::gpu && cuda::available();
+bool has_nvidia_rules(mx::Stream stream) {
+  return stream.device == mx::Device::gpu ? cuda::available() : simulates_nvidia();
 }
 
 size_t leading_size(const mx::array& array, int inner) {

@@ -31,8 +31,8 @@ mx::array contiguous_rows(const mx::array& array, mx::Stream stream);
 // Adds an input that is a view with rows.
 void add_view(Launch& launch, const mx::array& view);
 
-// Whether a stream's GPU is an NVIDIA one.
-bool is_cuda(mx::Stream stream);
+// Whether a stream's GPU is an NVIDIA one, or the simulator stands for one: there other kernels may be faster.
+bool has_nvidia_rules(mx::Stream stream);
 
 // Product of all dimensions but the last `inner`.
 size_t leading_size(const mx::array& array, int inner);

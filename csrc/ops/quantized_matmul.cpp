@@ -30,6 +30,7 @@ namespace {
 
 constexpr const char* op = "quantized_matmul";
 const Name rows_file = "quantized_rows.metal";
+const Name row_file = "quantized_row.metal";
 const Name tiles_file = "quantized_tiles.metal";
 const Name columns_file = "quantized_columns.metal";
 constexpr uint32_t most_kernel_rows = 8;   // of x that a kernel takes at once
@@ -37,7 +38,7 @@ constexpr uint32_t most_matrices = 65535;  // of a grid's third dimension on NVI
 
 // From how many rows of x on 8x8 matrices pay. On NVIDIA GPUs those of floats never do: they go through shuffles.
 uint32_t fewest_tile_rows(mx::Dtype dtype, mx::Stream stream) {
-  if (!is_cuda(stream)) {
+  if (!has_nvidia_rules(stream)) {
     return 6;
   }
   return dtype == mx::float32 ? std::numeric_limits<uint32_t>::max() : 2;
@@ -194,23 +195,27 @@ class QuantizedMatmul : public KernelPrimitive {
     };
 
     if (format_.transpose) {
-      auto by_rows = [&](const AffineRowsPlan& plan, Name file, Name kernel) {
+      auto by_rows = [&](const RowProductsPlan& plan, uint32_t together, Name file, Name kernel) {
         params.outputs_per_group = plan.outputs_per_group;
         Launch rows = launch(file, kernel, bias, outputs[0]);
-        rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, plan.rows),
+        rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, together),
                              sizes.matrices};
         rows.threads = {32 * plan.simdgroups, 1, 1};
         return in_order(std::move(rows));
       };
+      if (row_by_matrices(format_, x.dtype(), sizes.rows, stream())) {
+        const RowProductsPlan plan = plan_affine_row(sizes.columns, sizes.outputs, sizes.matrices, 1);
+        return by_rows(plan, 1, row_file, kernel_name(x.dtype(), op, "row_4bit_by", plan.outputs_per_group));
+      }
       if (sizes.rows >= fewest_tile_rows(x.dtype(), stream())) {
         const AffineTilesPlan plan = plan_affine_tiles(format_, x.dtype(), sizes.rows, sizes.columns,
                                                        sizes.outputs, sizes.matrices);
-        return by_rows(plan, tiles_file,
+        return by_rows(plan, plan.rows, tiles_file,
                        kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
       }
       const AffineRowsPlan plan = plan_affine_rows(format_, sizes.rows, sizes.columns, sizes.outputs, sizes.matrices,
                                                    most_kernel_rows, 1);
-      return by_rows(plan, rows_file,
+      return by_rows(plan, plan.rows, rows_file,
                      kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
     }
     const ColumnsPlan plan = plan_of(sizes);
@@ -349,7 +354,7 @@ std::optional<mx::array> attempt(const mx::array& x, const mx::array& w, const m
     return left_to_mx(op, "more than " + std::to_string(most_matrices) + " matrices");
   }
   // Where mx goes over to tensor cores, and ours does not (bench/results/h200.json).
-  if (is_cuda(stream) && transpose && dtype == mx::float32 && matrices * rows >= 12 &&
+  if (has_nvidia_rules(stream) && transpose && dtype == mx::float32 && matrices * rows >= 12 &&
       better_left_to_mx(op, "many rows of x where there are tensor cores")) {
     return std::nullopt;
   }

@@ -24,7 +24,8 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "quantized_swiglu";
-const Name file = "quantized_swiglu.metal";
+const Name rows_file = "quantized_swiglu.metal";
+const Name row_file = "quantized_swiglu_row.metal";
 constexpr uint32_t most_kernel_rows = 4;  // of x that a kernel takes at once
 
 using Triple = std::tuple<mx::array, mx::array, mx::array>;
@@ -65,14 +66,23 @@ class QuantizedSwiglu : public KernelPrimitive {
     params.rows = static_cast<uint32_t>(leading_size(x, 1));
     params.columns = x.shape(-1);
     params.outputs = inputs[1].shape(0);
-    const auto plan =
-        plan_affine_rows(format_, params.rows, params.columns, params.outputs, 1, most_kernel_rows, 2);
-    params.outputs_per_group = plan.outputs_per_group;
     Launch launch;
-    launch.file = file;
-    launch.kernel = kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
-    launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, plan.rows), 1};
-    launch.threads = {32 * plan.simdgroups, 1, 1};
+    auto cut = [&](const RowProductsPlan& plan, uint32_t together) {
+      params.outputs_per_group = plan.outputs_per_group;
+      launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, together), 1};
+      launch.threads = {32 * plan.simdgroups, 1, 1};
+    };
+    if (row_by_matrices(format_, x.dtype(), params.rows, stream())) {
+      launch.file = row_file;
+      launch.kernel = kernel_name(x.dtype(), op, "row_4bit");
+      cut(plan_affine_row(params.columns, params.outputs, 1, 2), 1);
+    } else {
+      const AffineRowsPlan plan =
+          plan_affine_rows(format_, params.rows, params.columns, params.outputs, 1, most_kernel_rows, 2);
+      launch.file = rows_file;
+      launch.kernel = kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
+      cut(plan, plan.rows);
+    }
     launch.input(x);
     for (int i = 1; i < 7; ++i) {
       add_view(launch, inputs[i]);

@@ -1,0 +1,59 @@
+// One row of x with 4-bit weights, in half types (mittens/quantized_row.h; row_by_matrices in
+// csrc/ops/quantized_matmul.cpp says where):
+//
+//   y[n] = sum_k x[k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
+//
+// A threadgroup computes R blocks of 8 outputs; its simdgroups share out the columns.
+#include <metal_stdlib>
+
+#include "mittens/instantiate.h"
+#include "mittens/quantized_row.h"
+
+using namespace metal;
+using namespace mittens;
+
+template <typename T, int R>
+[[kernel, max_total_threads_per_threadgroup(512)]] void quantized_matmul_row(
+    const device T* x [[buffer(0)]],       // [batch, columns]
+    const device uint* w [[buffer(1)]],    // [batch, outputs, columns / 8]
+    const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]
+    const device T* biases [[buffer(3)]],  // [batch, outputs, columns / group]
+    const device T* bias [[buffer(4)]],    // [outputs]
+    device T* y [[buffer(5)]],             // [batch, outputs]
+    constant QuantizedParams& params [[buffer(6)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr uint outputs_per_group = R * 8;
+  constexpr uint most_simdgroups = 16;
+  threadgroup float partials[most_simdgroups * outputs_per_group];
+
+  const uint first_output = group.x * outputs_per_group;
+  const uint outputs = min(params.outputs - first_output, outputs_per_group);
+  const AffineWeights<T> matrix = matrix_of(w, scales, biases, params, group.z, first_output);
+  AffineWeights<T> blocks[R];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    blocks[r] = at_output(matrix, min(r * 8 + tile_row(lane), outputs - 1));  // the last one for those not there
+  }
+  multiply_row(
+      x + size_t(group.z) * params.columns, blocks, params, lane, simdgroup, simdgroups,
+      partials + simdgroup * outputs_per_group);
+
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (t < outputs) {
+    const uint output = first_output + t;
+    const float sum =
+        gathered(partials, t, outputs_per_group, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
+    y[size_t(group.z) * params.outputs + output] = T(sum);
+  }
+}
+
+#define instantiate_row(outputs, R)                                                                          \
+  instantiate_kernel("quantized_matmul_row_4bit_by" #outputs "_float16", quantized_matmul_row, half, R)      \
+  instantiate_kernel("quantized_matmul_row_4bit_by" #outputs "_bfloat16", quantized_matmul_row, bfloat, R)
+
+instantiate_row(8, 1)
+instantiate_row(16, 2)
