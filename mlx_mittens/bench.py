@@ -60,8 +60,8 @@ class Row:
     mx_error: float
     peer_ms: float | None = None  # of MLX's own Metal kernel, where it was asked for and there is one
     copy_gb_s: float | None = None  # of a copy in turns with them: on a CPU, for large cases
-    mittens_host_ms: float | None = None  # what a call takes the host: on a GPU, for small cases, where it is no part
-    mx_host_ms: float | None = None  # of the other times
+    mittens_host_ms: float | None = None  # what a call takes the host: on a GPU, where it is no part of the
+    mx_host_ms: float | None = None  # other times
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How the benchmark times calls: inputs that rotate through more memory than the caches hold, and who holds the clock.
 
 On a CPU a time is that of a call with its ``mx.eval``. A GPU works through what it is given while the host prepares
-more, and small kernels take less time than the host needs to hand them over; so small cases are queued behind other
-work, and what is timed is the GPU's part: from that work's end on. The host's part is reported beside it.
+more, and small kernels take less time than the host needs to hand them over; so calls are queued behind other work, and
+what is timed is the GPU's part: from that work's end on. The host's part is reported beside it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,12 @@ import mlx.core as mx
 
 from . import machine
 
-# Memory that the inputs of a case rotate through, and how many copies of a small case's inputs at most.
+# Memory that the inputs of a case rotate through, and how many copies of a case's inputs at most.
 _GPU_BYTES = 256 << 20
 _CPU_BYTES = (64 << 20, 512 << 20)
 _GPU_SETS = 16384
 _CPU_SETS = 4096
 _OWN_BUFFER_BYTES = 64 << 20  # smaller inputs are views of one buffer: thousands of buffers would take long to make
-
-# Inputs up to here make a small case: a host that hands over one call at a time takes as long as a GPU does for them. Of
-# larger ones so much is in flight at most.
-_GPU_SMALL_BYTES = 64 << 20
-_LARGEST_BATCH_BYTES = 1 << 30
 
 # Calls behind other work: MLX lets the host wait once ten command buffers, of a hundred kernels on a large GPU, are on
 # their way. A call may be several kernels, so this many may prove too many.
@@ -89,22 +84,6 @@ class Sampler:
         return (time.perf_counter() - start) / count
 
 
-class _LargeSampler(Sampler):
-    """Large cases on a GPU: handed over one after the other, which takes the host less time than they run."""
-
-    def __call__(self, count: int) -> float:
-        batch = min(256, max(1, _LARGEST_BATCH_BYTES // max(1, 2 * _size(self._sets[0]))))
-        graphs = [self._build(group) for group in self._inputs(count)]
-        batches = [sum(graphs[i : i + batch], []) for i in range(0, count, batch)]
-        del graphs
-        mx.synchronize()
-        start = time.perf_counter()
-        while batches:
-            mx.async_eval(batches.pop())  # dropped at once, so that outputs do not pile up
-        mx.synchronize()
-        return (time.perf_counter() - start) / count
-
-
 class _Work:
     """Work for a GPU of any length: products of matrices, each of a tenth of a millisecond or more."""
 
@@ -156,7 +135,7 @@ class _Timing:
 
 
 class _QueuedSampler(Sampler):
-    """Small cases on a GPU, queued while other work runs that they wait for: their time is from its end to theirs.
+    """Calls on a GPU, queued while other work runs that they wait for: their time is from its end to theirs.
 
     They are a chain, each call on the result of the one before, as the layers of a model are: MLX runs independent
     launches side by side, which hides what a single one takes. Where a result is smaller than the input it stands in
@@ -242,8 +221,4 @@ def sampler(
         first: Where to begin.
         device: ``cpu`` or ``gpu``.
     """
-    if device == "cpu":
-        kind = Sampler
-    else:
-        kind = _QueuedSampler if _size(sets[0]) <= _GPU_SMALL_BYTES else _LargeSampler
-    return kind(build, link, sets, first)
+    return (Sampler if device == "cpu" else _QueuedSampler)(build, link, sets, first)

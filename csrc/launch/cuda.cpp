@@ -5,6 +5,7 @@
 #ifdef __linux__
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <cctype>
 #include <functional>
@@ -231,6 +232,9 @@ void run(const Launch& launch, mx::Stream stream) {
   std::array<void*, most_arguments> addresses;
   std::array<void*, most_arguments> arguments;
   size_t count = 0;
+  // An array may stand in for others that are not there: MLX need hear of it but once.
+  std::array<const mx::array*, most_arguments> told;
+  auto told_end = told.begin();
   if (launch.arguments.size() > most_arguments) {
     throw std::runtime_error("kernel " + launch.kernel.text() + " takes more than 31 buffers");
   }
@@ -238,7 +242,11 @@ void run(const Launch& launch, mx::Stream stream) {
     std::visit(
         Visitor{
             [&](const Input& input) {
-              encoder.set_input_array(input.array);
+              const mx::array* array = &input.array.get();
+              if (std::find(told.begin(), told_end, array) == told_end) {
+                encoder.set_input_array(*array);
+                *told_end++ = array;
+              }
               addresses[i] = static_cast<char*>(address(input.array)) + input.offset;
               arguments[count++] = &addresses[i];
             },
