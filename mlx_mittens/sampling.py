@@ -25,9 +25,9 @@ _CPU_SETS = 4096
 _OWN_BUFFER_BYTES = 64 << 20  # smaller inputs are views of one buffer: thousands of buffers would take long to make
 
 # Calls behind other work: MLX lets the host wait once ten command buffers, of a hundred kernels on a large GPU, are on
-# their way. A call may be several kernels, so this many may prove too many.
+# their way, or fewer that read much. A call may be several kernels, so this many may prove too many.
 _MOST_QUEUED = 700
-_FEWEST_QUEUED = 32
+_FEWEST_QUEUED = 4
 _ATTEMPTS = 4
 
 Arrays = list[mx.array]
@@ -188,19 +188,21 @@ class _QueuedSampler(Sampler):
 
     def __call__(self, count: int) -> float:
         count = min(count, self._most)
+        host_seconds = self._host_seconds
         for _ in range(_ATTEMPTS):
-            work_seconds = 1.5 * count * self._host_seconds + 0.2e-3
+            work_seconds = 1.5 * count * host_seconds + 0.2e-3
             calls = self._timed(work_seconds, functools.partial(self._calls, count))
             if calls:
-                self._host_seconds = calls.host / count
+                host_seconds = calls.host / count
                 smaller = calls.result.nbytes < self._sets[0][self._link].nbytes
                 make_links = functools.partial(self._links, count, calls.result)
                 links = self._timed(work_seconds, make_links) if smaller else None
                 if links or not smaller:
-                    self.host.append(self._host_seconds)
+                    self._host_seconds = host_seconds
+                    self.host.append(host_seconds)
                     return max(calls.seconds - (links.seconds if links else 0.0), 1e-9) / count
-            self._host_seconds *= 1.5
-            if count > _FEWEST_QUEUED:  # else it was the host's first call, or a pause of its
+            host_seconds *= 1.5  # it was the host's first call, or a pause of its; or MLX let it wait for the work
+            if count > _FEWEST_QUEUED:
                 count = self._most = max(math.ceil(count / 2), _FEWEST_QUEUED)
         return super().__call__(count)  # handing a call over waits for the GPU
 

@@ -279,6 +279,26 @@ def test_calls_that_wait_for_the_gpu_are_timed_as_they_are(monkeypatch):
     assert 1e-3 < sample(8) < 1 and not sample.host
 
 
+def test_what_the_host_waits_for_is_not_taken_for_its_own_time(monkeypatch):
+    """MLX lets the host wait where it is far ahead: with fewer calls, not with ever more work to wait behind."""
+    asked = []
+
+    def timed(sampler, work_seconds, make):
+        if make.func != sampler._calls:
+            return sampling._Timing(None, 0.0, 0.0)
+        asked.append((make.args[0], work_seconds))
+        waits = make.args[0] > 12  # then the host takes as long as the work
+        return None if waits else sampling._Timing(make(mx.array(0.0)), 1e-3, 1e-4)
+
+    monkeypatch.setattr(sampling._QueuedSampler, "_timed", timed)
+    sample = sampling.sampler(lambda group: [group[0] + 1], 0, [[mx.ones((4, 4))]], 0, "gpu")
+    for _ in range(20):
+        sample(200)
+    counts, seconds = zip(*asked)
+    assert counts[:6] == (200, 100, 50, 25, 13, 7) and set(counts[6:]) == {7}
+    assert max(seconds) < 0.02
+
+
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
     measure, rows = bench.measure, []
 
