@@ -203,7 +203,7 @@ class QuantizedMatmul : public KernelPrimitive {
         rows.threads = {32 * plan.simdgroups, 1, 1};
         return in_order(std::move(rows));
       };
-      if (row_by_matrices(format_, x.dtype(), sizes.rows, stream())) {
+      if (row_by_matrices(format_, x.dtype(), sizes.rows, sizes.columns, sizes.outputs, sizes.matrices, 1, stream())) {
         const RowProductsPlan plan = plan_affine_row(sizes.columns, sizes.outputs, sizes.matrices, 1);
         return by_rows(plan, 1, row_file, kernel_name(x.dtype(), op, "row_4bit_by", plan.outputs_per_group));
       }

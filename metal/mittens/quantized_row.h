@@ -1,5 +1,6 @@
 // One row of x with 4-bit weights by 8x8 matrices, for GPUs whose tensor cores leave nothing else to do but to unpack:
-// on an H200 that takes half the instructions of quantized_rows.h, whose kernels wait for these and not for memory.
+// on an H200 that takes less than half the instructions of quantized_rows.h, whose kernels wait for these and not for
+// memory.
 //
 // A left matrix has 8 outputs and, of each, four pairs of columns: one of each quarter of 128 columns. A right matrix
 // has x's elements of these columns, and its own columns keep apart what must not be added up. Column 2 b + h is of
