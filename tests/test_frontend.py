@@ -293,6 +293,27 @@ float last(thread const vec<float, 2> (*pairs)[3]) { return (*pairs)[2].x + 10 *
     assert outputs(text) == [20, 21, 22, 23]
 
 
+def test_arrays_of_vectors_by_their_short_names():
+    """Where such a name stands before a bracket it is a constructor, but not here."""
+    text = """void fill(thread float2 (&pairs)[3], uint i) {
+  for (int j = 0; j < 3; ++j) {
+    pairs[j] = float2(i, j);
+  }
+}
+float last(thread const float2 (*pairs)[3]) {
+  const thread float2 (&same)[3] = *pairs;
+  const thread float2* first = &same[0];
+  return float2(*pairs[0])[0] + 10 * same[2].y + 100 * float2(*first)[1];
+}
+[[kernel]] void test(device float* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
+  float2 pairs[3];
+  fill(pairs, i);
+  out[i] = last(&pairs);
+}
+"""
+    assert outputs(text) == [20, 21, 22, 23]
+
+
 def test_array_parameters_and_member_functions():
     text = """struct Pair {
   float a;

@@ -9,7 +9,8 @@ Words that are types or address spaces in Metal need no rewriting: the standard 
 - arrays as parameters (``constant int strides[2]``) become pointers;
 - function constants get their values;
 - ``1.0`` is a float, ``1.0h`` and ``1.0bf`` become ``half(1.0f)`` and ``bfloat(1.0f)``;
-- ``vec<T, 4>(a, b, c, d)`` becomes ``mittens::construct<vec<T, 4>>(a, b, c, d)``;
+- ``vec<T, 4>(a, b, c, d)`` becomes ``mittens::construct<vec<T, 4>>(a, b, c, d)``, and the ``uint4`` of
+  ``uint4 (&name)[2]``, where it is no constructor, ``vec<uint, 4>``;
 - member functions in the address spaces of device, constant and threadgroup memory go, which clang does not know;
 - ``*(device A*)p = *q`` between address spaces becomes ``mittens::assign``.
 """
@@ -30,6 +31,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*$")
 _FLOAT_LITERAL = re.compile(
     r"((?:\d+\.\d*|\.\d+|\d+(?=[eE]|[hHbB]))(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+)(h|H|bf|BF)?$"
 )
+_VECTOR = re.compile(r"(bool|u?char|u?short|u?int|u?long|half|bfloat|float)([234])$")
 _SPACES = ("device", "constant", "threadgroup", "thread")
 _OPEN = {"(": ")", "[": "]", "{": "}"}
 _CLOSE = {close: open for open, close in _OPEN.items()}
@@ -294,6 +296,8 @@ class _Rewriter:
             return self._function_constant_test(i)
         if token == "vec" and self.token(i + 1) == "<":
             return self._vector_constructor(i)
+        if self.token(i + 1) == "(" and (vector := _VECTOR.match(token)):
+            return self._vector_array(i, vector)
         if token[0].isdigit() or token[0] == ".":
             return self._number(i)
         if token == "*" and self.token(i - 1) in (";", "{", "}", ")"):
@@ -482,6 +486,14 @@ class _Rewriter:
         self.edits.append((self.spans[first][0], self.spans[first][0], "::mittens::construct<"))
         self.edits.append((self.spans[end - 1][1], self.spans[end - 1][1], ">"))
         return i
+
+    def _vector_array(self, i: int, vector: re.Match[str]) -> None:
+        """`uint4 (&name)[2]`: here the type is no constructor, as which it is a macro."""
+        declarator = self.tokens[i + 2 : i + 6]
+        if len(declarator) == 4 and _IDENTIFIER.match(declarator[1]) and declarator[2:] == [")", "["]:
+            qualified = self.token(i - 1) in (*_SPACES, "const")  # else `uint4(*p)[0]` may be an element
+            if declarator[0] == "&" or (declarator[0] == "*" and qualified):
+                self.replace(i, i + 1, f"vec<{vector[1]}, {vector[2]}>")
 
     def _number(self, i: int) -> int:
         literal = _FLOAT_LITERAL.match(self.tokens[i])
