@@ -108,10 +108,16 @@ def test_error_is_at_most_that_of_mx(rng, kernels, dtype):
     assert ours <= max(twin, np.finfo(np.float32).eps * 8 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("bits, group_size, dtype", [(4, 32, mx.float16), (8, 64, mx.float16), (4, 64, mx.float32)])
-def test_others_keep_their_kernel(rng, kernels, bits, group_size, dtype):
-    triple = quantize(rng, (9, 128), dtype, group_size, bits)
-    x = draw(rng, (1, 128), dtype)
+@pytest.mark.parametrize(
+    "columns, outputs, bits, group_size, dtype",
+    [
+        (128, 9, 4, 32, mx.float16), (128, 9, 8, 64, mx.float16), (128, 9, 4, 64, mx.float32),
+        (64, 26_000, 4, 64, mx.float16),  # simdgroups that keep their columns for many outputs
+    ],
+)  # fmt: skip
+def test_others_keep_their_kernel(rng, kernels, columns, outputs, bits, group_size, dtype):
+    triple = quantize(rng, (outputs, columns), dtype, group_size, bits)
+    x = draw(rng, (1, columns), dtype)
     y = mm.quantized_matmul(x, *triple, group_size=group_size, bits=bits)
     assert_right(y, exact_product(widen(x), dequantized(*triple, group_size, bits)), dtype)
     assert "_rows_" in kernels()[0]

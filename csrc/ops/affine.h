@@ -62,7 +62,7 @@ AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint3
 bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns, uint32_t outputs,
                      uint32_t batch, uint32_t matrices, mx::Stream stream);
 
-// Its plan; matrices as above.
+// How its threadgroups are cut.
 RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices);
 
 // Which kernel of 8x8 matrices serves several rows.
