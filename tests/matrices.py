@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+import mlx_mittens as mm
 from mlx_mittens import cases
 
 
@@ -32,6 +33,14 @@ def exact_product(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) 
         value = x @ w
         size = np.sqrt((x * x) @ (w * w))
     return cases.Exact(value if bias is None else value + bias, size)
+
+
+def assert_error_at_most_that_of_mx(x: mx.array, triple: tuple[mx.array, mx.array, mx.array]):
+    """Of a product with 4-bit weights in groups of 64, against float64."""
+    exact = exact_product(cases.widen(x), cases.dequantized(*triple, 64, 4)).value
+    products = (mm.quantized_matmul, mx.quantized_matmul)
+    ours, twin = (np.abs(cases.widen(f(x, *triple)) - exact).max() for f in products)
+    assert ours <= max(twin, np.finfo(np.float32).eps * 8 * np.abs(exact).max())
 
 
 def assert_right(actual: mx.array, exact: cases.Exact, dtype: mx.Dtype):

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from matrices import assert_right, draw, exact_product, quantize
+from matrices import assert_error_at_most_that_of_mx, assert_right, draw, exact_product, quantize
 
 import mlx_mittens as mm
 from mlx_mittens.cases import dequantized, widen
@@ -181,9 +181,7 @@ def test_promotes_as_mx_does(rng, executor):
 def test_error_is_at_most_that_of_mx(rng, dtype, executor):
     triple = quantize(rng, (64, 2048), dtype, 64, 4)
     x = draw(rng, (1, 2048), dtype)
-    exact = exact_product(widen(x), dequantized(*triple, 64, 4)).value
-    ours, twin = (np.abs(widen(f(x, *triple)) - exact).max() for f in (mm.quantized_matmul, mx.quantized_matmul))
-    assert ours <= max(twin, np.finfo(np.float32).eps * 8 * np.abs(exact).max())
+    assert_error_at_most_that_of_mx(x, triple)
 
 
 def test_results_repeat_bit_for_bit(rng, executor):

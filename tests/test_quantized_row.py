@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from matrices import assert_right, draw, exact_product, quantize
+from matrices import assert_error_at_most_that_of_mx, assert_right, draw, exact_product, quantize
 from test_quantized_swiglu import exact_swiglu
 
 import mlx_mittens as mm
@@ -103,9 +103,7 @@ def test_activations_at_the_edge_of_float16(rng, kernels):
 def test_error_is_at_most_that_of_mx(rng, kernels, dtype):
     triple = quantize(rng, (64, 4096), dtype, 64, 4)
     x = draw(rng, (1, 4096), dtype)
-    exact = exact_product(widen(x), dequantized(*triple, 64, 4)).value
-    ours, twin = (np.abs(widen(f(x, *triple)) - exact).max() for f in (mm.quantized_matmul, mx.quantized_matmul))
-    assert ours <= max(twin, np.finfo(np.float32).eps * 8 * np.abs(exact).max())
+    assert_error_at_most_that_of_mx(x, triple)
 
 
 @pytest.mark.parametrize(

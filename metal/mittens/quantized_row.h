@@ -127,10 +127,9 @@ inline void multiply_row(
   }
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    sums[r] += simd_shuffle_xor(sums[r], tile_lane(0, 2));
-    sums[r] += simd_shuffle_xor(sums[r], tile_lane(0, 4));
+    const float sum = lanes_of_row_sum(sums[r]);
     if (tile_column(lane) == 0) {
-      partials[r * 8 + tile_row(lane)] = sums[r];
+      partials[r * 8 + tile_row(lane)] = sum;
     }
   }
 }
