@@ -151,7 +151,7 @@ def measure(
     cotangents = op.cotangents(rng, case, cases.DTYPES[dtype])
     check = cases.check(op, case, arrays, cotangents)
 
-    sets = sampling.rotation([*arrays, *cotangents], device)
+    sets = sampling.rotation([*arrays, *cotangents], device, op.updated(case))
     contenders = {"mittens": op.ours, "mx": op.twin}
     if with_peer and (twin := peer.of(op, case)):
         contenders["peer"] = twin
@@ -164,7 +164,7 @@ def measure(
             op, function, case, group[: len(arrays)], group[len(arrays) :]
         )
         first = i * len(sets) // len(contenders)
-        samplers[name] = sampling.sampler(build, op.link(case), sets, first, device)
+        samplers[name] = sampling.sampler(build, op.link(case), op.updated(case), sets, first, device)
     if copied:  # next to ours in every turn
         copy = lambda count: statistics.mean(machine.cpu_copy()() for _ in range(count))
         samplers = {"mittens": samplers["mittens"], "copy": copy, **samplers}

@@ -138,8 +138,15 @@ class Op(abc.ABC):
         return DTYPES
 
     def link(self, case: Case) -> int:
-        """Which argument a result of a case stands in for in the next call, where one follows another."""
+        """Which argument a result of a case stands in for in the next call, where one follows another.
+
+        It is the first result, or that which an argument is that calls update.
+        """
         return 0
+
+    def updated(self, case: Case) -> Mapping[int, int]:
+        """The arguments that a call updates in place if nobody else needs them, and which result each is then."""
+        return {}
 
     def arguments(self, case: Case) -> dict[str, Any]:
         """Keyword arguments of a case's call."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -33,11 +33,11 @@ _ATTEMPTS = 4
 Arrays = list[mx.array]
 
 
-def _copies(a: mx.array | None, count: int) -> list[mx.array | None]:
+def _copies(a: mx.array | None, count: int, own_buffer: bool) -> list[mx.array | None]:
     """An array's values in ``count`` places of memory."""
     if a is None:
         return [None] * count
-    if a.nbytes >= _OWN_BUFFER_BYTES:
+    if own_buffer or a.nbytes >= _OWN_BUFFER_BYTES:
         return [a + mx.zeros((), a.dtype) for _ in range(count)]
     pool = mx.contiguous(mx.broadcast_to(a[None], (count, *a.shape)))
     return [part.reshape(a.shape) for part in mx.split(pool, count)]
@@ -47,14 +47,16 @@ def _size(arrays: Sequence[mx.array | None]) -> int:
     return sum(a.nbytes for a in arrays if a is not None)
 
 
-def rotation(arrays: Sequence[mx.array | None], device: str) -> list[list[mx.array | None]]:
-    """Copies of a set of inputs, together larger than the caches."""
+def rotation(
+    arrays: Sequence[mx.array | None], device: str, updated: Container[int] = ()
+) -> list[list[mx.array | None]]:
+    """Copies of a set of inputs, together larger than the caches; those that a call updates in buffers of their own."""
     if device == "gpu":
         wanted, limit = _GPU_BYTES, _GPU_SETS
     else:
         wanted, limit = min(max(4 * machine.cache_bytes(), _CPU_BYTES[0]), _CPU_BYTES[1]), _CPU_SETS
     count = min(max(2, math.ceil(wanted / max(_size(arrays), 1))), limit)
-    sets = [list(group) for group in zip(*(_copies(a, count) for a in arrays))]
+    sets = [list(group) for group in zip(*(_copies(a, count, i in updated) for i, a in enumerate(arrays)))]
     mx.eval([a for group in sets for a in group if a is not None])
     return sets
 
@@ -66,10 +68,11 @@ class Sampler:
         self,
         build: Callable[[list], Arrays],
         link: int,
+        updated: Mapping[int, int],
         sets: list,
         first: int,
     ):
-        self._build, self._link, self._sets, self._position = build, link, sets, first
+        self._build, self._link, self._updated, self._sets, self._position = build, link, updated, sets, first
         self.host: list[float] = []  # seconds of the host for a call, where that is a part of its own
 
     def _inputs(self, count: int) -> Iterator[list]:
@@ -80,7 +83,10 @@ class Sampler:
     def __call__(self, count: int) -> float:
         start = time.perf_counter()
         for group in self._inputs(count):
-            mx.eval(self._build(group))
+            results = self._build(group)
+            for argument, result in self._updated.items():
+                group[argument] = results[result]
+            mx.eval(results)
         return (time.perf_counter() - start) / count
 
 
@@ -139,7 +145,7 @@ class _QueuedSampler(Sampler):
 
     They are a chain, each call on the result of the one before, as the layers of a model are: MLX runs independent
     launches side by side, which hides what a single one takes. Where a result is smaller than the input it stands in
-    for, what repeating it takes is measured by itself and taken off.
+    for, what repeating it takes is measured by itself and taken off. Buffers that calls update go from one to the next.
     """
 
     def __init__(self, *arguments):
@@ -151,10 +157,17 @@ class _QueuedSampler(Sampler):
         """The last result of a chain of calls, the first of which waits for the gate."""
         state = None
         for group in self._inputs(count):
-            group = list(group)
-            like = group[self._link]
-            group[self._link] = mx.depends(like, gate) if state is None else _as_large(state, like)
-            state = self._build(group)[0]
+            arguments = list(group)
+            like = arguments[self._link]
+            arguments[self._link] = mx.depends(like, gate) if state is None else _as_large(state, like)
+            results = self._build(arguments)
+            for argument, result in self._updated.items():
+                if argument != self._link:
+                    group[argument] = results[result]
+            state = results.pop(self._updated.get(self._link, 0))
+            if self._updated:  # no call of ours or mx's leaves out what the next one does not need
+                state = mx.depends(state, results)
+            del arguments, results  # what is referred to is not updated in place
         return state
 
     def _links(self, count: int, result: mx.array, gate: mx.array) -> mx.array:
@@ -210,6 +223,7 @@ class _QueuedSampler(Sampler):
 def sampler(
     build: Callable[[list], Arrays],
     link: int,
+    updated: Mapping[int, int],
     sets: list,
     first: int,
     device: str,
@@ -219,8 +233,9 @@ def sampler(
     Args:
         build: Makes a call on a set of inputs; its results.
         link: Which of the inputs the result of the call before stands in for.
+        updated: The inputs that a call updates in place, and which result each is then.
         sets: The inputs to rotate through.
         first: Where to begin.
         device: ``cpu`` or ``gpu``.
     """
-    return (Sampler if device == "cpu" else _QueuedSampler)(build, link, sets, first)
+    return (Sampler if device == "cpu" else _QueuedSampler)(build, link, updated, sets, first)

@@ -170,7 +170,7 @@ def test_each_call_on_a_cpu_is_made_once():
     x = mx.ones((4, 64))
     built = []
     build = lambda group: built.append(group) or [group[0] * 2]
-    sample = sampling.sampler(build, 0, [[x], [x + 1], [x + 2]], 1, "cpu")
+    sample = sampling.sampler(build, 0, {}, [[x], [x + 1], [x + 2]], 1, "cpu")
     assert sample(300) > 0 and len(built) == 300
     assert mx.array_equal(built[0][0], x + 1).item() and mx.array_equal(built[299][0], x).item()
     sample(1)
@@ -182,9 +182,33 @@ def test_calls_on_a_gpu_are_a_chain(monkeypatch):
     x, weight = mx.ones((4, 64)), mx.array(2.0)
     built = []
     build = lambda group: built.append(group) or [group[0] * group[1]]
-    sample = sampling.sampler(build, 0, [[x, weight], [x, weight + 1]], 0, "gpu")
+    sample = sampling.sampler(build, 0, {}, [[x, weight], [x, weight + 1]], 0, "gpu")
     assert sample(4) > 0 and len(built) == 4
     assert built[3][0].max().item() == built[3][0].min().item() == 2 * 3 * 2, "each call takes the last one's result"
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_what_calls_update_goes_from_one_to_the_next(monkeypatch, device):
+    """So that nothing but the next call refers to it; on a GPU the buffer that links them goes through all sets."""
+    monkeypatch.setattr(sampling, "_ATTEMPTS", 1)
+    sets = [[mx.array(float(i)), mx.zeros(8), mx.zeros(8)] for i in range(2)]
+    seen = []
+    build = lambda group: seen.append([a[0].item() if a.ndim else a.item() for a in group]) or [
+        group[0] * 10, group[1] + 1, group[2] + 1
+    ]  # fmt: skip
+    sample = sampling.sampler(build, 1, {1: 1, 2: 2}, sets, 0, device)
+    assert sample(6) > 0
+    linked = [0, 1, 2, 3, 4, 5] if device == "gpu" else [0, 0, 1, 1, 2, 2]
+    assert seen == [[i % 2, linked[i], i // 2] for i in range(6)]
+    assert [group[2][0].item() for group in sets] == [3, 3]
+
+
+def test_updated_inputs_have_buffers_of_their_own():
+    sets = sampling.rotation([mx.ones(64), mx.ones(64)], "cpu", {1: 0})
+    place = lambda a: np.asarray(memoryview(a)).ctypes.data
+    pool, own = ([place(group[i]) for group in sets] for i in (0, 1))
+    assert len(set(own)) == len(sets) > 2
+    assert pool == list(range(pool[0], pool[0] + 256 * len(sets), 256)) != own
 
 
 def test_calls_on_a_gpu_wait_behind_other_work(monkeypatch):
@@ -202,7 +226,7 @@ def test_calls_on_a_gpu_wait_behind_other_work(monkeypatch):
         time.sleep(2e-3)
         return [group[0] @ x]
 
-    sample = sampling.sampler(build, 0, [[x], [x + 1]], 0, "gpu")
+    sample = sampling.sampler(build, 0, {}, [[x], [x + 1]], 0, "gpu")
     times = [sample(4) for _ in range(9)]
     assert sample.host and min(sample.host) > 2e-3
     assert min(times) < 1e-3 + 3 * min(seconds) and max(times) > 0
@@ -222,7 +246,7 @@ def test_small_results_are_repeated_in_a_chain(monkeypatch, width):
     inputs = []
     build = lambda group: inputs.append(group[1]) or [group[1] @ group[0]]
     w, x = mx.random.normal((64, width)), mx.random.normal((2, 64))
-    sample = sampling.sampler(build, 1, [[w, x]], 0, "gpu")
+    sample = sampling.sampler(build, 1, {}, [[w, x]], 0, "gpu")
     assert sample(3) == (6.0 if width < 64 else 10.0) / 3
     assert all(a.shape == (2, 64) for a in inputs)
     y = (inputs[0] @ w).reshape(-1).tolist()
@@ -261,7 +285,7 @@ def test_one_slow_call_leaves_the_others_queued(monkeypatch):
         return sampling._Timing(make(mx.array(0.0)), 1e-3, 1e-3) if len(counts) > 1 else None
 
     monkeypatch.setattr(sampling._QueuedSampler, "_timed", timed)
-    sample = sampling.sampler(lambda group: [group[0] + 1], 0, [[mx.ones((4, 4))]], 0, "gpu")
+    sample = sampling.sampler(lambda group: [group[0] + 1], 0, {}, [[mx.ones((4, 4))]], 0, "gpu")
     sample(1)
     sample(500)
     assert counts == [1, 1, 500]
@@ -275,7 +299,7 @@ def test_calls_that_wait_for_the_gpu_are_timed_as_they_are(monkeypatch):
         time.sleep(1e-3)
         return [group[0] + 1]
 
-    sample = sampling.sampler(build, 0, [[x]], 0, "gpu")
+    sample = sampling.sampler(build, 0, {}, [[x]], 0, "gpu")
     assert 1e-3 < sample(8) < 1 and not sample.host
 
 
@@ -291,7 +315,7 @@ def test_what_the_host_waits_for_is_not_taken_for_its_own_time(monkeypatch):
         return None if waits else sampling._Timing(make(mx.array(0.0)), 1e-3, 1e-4)
 
     monkeypatch.setattr(sampling._QueuedSampler, "_timed", timed)
-    sample = sampling.sampler(lambda group: [group[0] + 1], 0, [[mx.ones((4, 4))]], 0, "gpu")
+    sample = sampling.sampler(lambda group: [group[0] + 1], 0, {}, [[mx.ones((4, 4))]], 0, "gpu")
     for _ in range(20):
         sample(200)
     counts, seconds = zip(*asked)
