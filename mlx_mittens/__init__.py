@@ -29,6 +29,7 @@ from .matrices import (  # noqa: E402
 )
 from .ops import add_rms_norm, layer_norm, rms_norm, softmax  # noqa: E402
 from .patching import patch, patched, unpatch  # noqa: E402
+from .rope import rope_append  # noqa: E402
 from .seams import SeamError  # noqa: E402
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "quantized_scaled_dot_product_attention",
     "quantized_swiglu",
     "rms_norm",
+    "rope_append",
     "scaled_dot_product_attention",
     "simulator",
     "softmax",

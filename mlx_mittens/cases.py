@@ -399,8 +399,9 @@ ROW_OPS: tuple[RowOp, ...] = (
 
 from .attention_cases import ATTENTION_OPS  # noqa: E402  (it needs what stands above)
 from .matrix_cases import MATRIX_OPS  # noqa: E402
+from .rope_cases import ROPE_OPS  # noqa: E402
 
-OPS: tuple[Op, ...] = ROW_OPS + MATRIX_OPS + ATTENTION_OPS
+OPS: tuple[Op, ...] = ROW_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS
 
 
 def get(name: str) -> Op:

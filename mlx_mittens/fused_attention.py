@@ -1,8 +1,8 @@
 """A model's attention on our ops, its queries, keys and values multiplied out as one: for `fusion`.
 
 A token's three products read one input and are too small to fill a GPU, and what launching them costs the host is what
-a small model waits for. So the three layers' weights are put behind one another, and the layers keep views of them;
-where nothing stands between them, the queries and keys are turned by one rotary embedding too.
+a small model waits for. So the three layers' weights are put behind one another, and the layers keep views of them; a
+rotary embedding that is known here goes, with the norms of heads and the append to the cache, into one kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from . import _ext
 from .attention import quantized_scaled_dot_product_attention
-from .nn import Linear, QuantizedLinear
+from .nn import Linear, QuantizedLinear, RMSNorm
 
 __all__ = ["are_alike", "attend_with_ours", "decode_a_little", "join", "joinable", "joined_attention", "part"]
 
@@ -67,8 +67,25 @@ def attend_with_ours(module: nn.Module) -> types.FunctionType | None:
     return None
 
 
+def _rotary_of(owner: nn.Module) -> tuple[_ext.Rotary | None, list[str]]:
+    """How an attention turns its heads, if that is known here, and which of its modules say so."""
+    from mlx_lm.models.rope_utils import Llama3RoPE
+
+    rope = owner["rope"]
+    if type(rope) not in (nn.RoPE, Llama3RoPE) or rope.traditional:
+        return None, []
+    turn = {"freqs": rope["_freqs"]} if type(rope) is Llama3RoPE else {"base": rope.base, "scale": rope.scale}
+    if "q_norm" not in owner:
+        return _ext.Rotary(rope.dims, **turn), ["rope"]
+    first, second = owner["q_norm"], owner["k_norm"]
+    if type(first) is not RMSNorm or type(second) is not RMSNorm or first.eps != second.eps:
+        return None, []
+    turn |= {"query_norm": first["weight"], "key_norm": second["weight"], "eps": first.eps}
+    return _ext.Rotary(rope.dims, **turn), ["rope", "q_norm", "k_norm"]
+
+
 class _Joined:
-    """Linear layers of one input as one layer, for as long as they are what they were."""
+    """Linear layers of one input as one layer, and what turns its heads, for as long as they are what they were."""
 
     def __init__(self, owner: nn.Module, names: Sequence[str]):
         from mlx_lm.models.cache import KVCache
@@ -86,6 +103,10 @@ class _Joined:
             for layer, first, end in zip(layers, ends, ends[1:]):
                 layer[name] = whole[first:end]
                 self.arrays.append((layer, name, layer[name]))
+        self.rotary, turning = _rotary_of(owner)
+        for module in turning:
+            self.layers.append((module, owner[module]))
+            self.arrays += [(owner[module], name, owner[module][name]) for name in owner[module]]
         mx.eval(self.layer.parameters(), [array for _, _, array in self.arrays])
 
     def is_current(self, owner: nn.Module) -> bool:
@@ -158,14 +179,43 @@ def _append(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.
     return keys, values
 
 
-def _attend_with_cache(cache: Any, turned: mx.array, values: mx.array, scale: float) -> mx.array | None:
+def _attend_with_cache(cache: Any, heads: mx.array, rotary: _ext.Rotary, scale: float) -> mx.array | None:
     """A token's attention over what mlx-lm's plain cache holds and its own keys and values, in one call."""
-    result = _ext.attend_with_cache(turned, values, cache.keys, cache.values, cache.offset, scale)
+    result = _ext.attend_with_cache(heads, cache.keys, cache.values, rotary, cache.offset, scale)
     if result is None:
         return None
     y, cache.keys, cache.values = result
     cache.offset += 1
     return y
+
+
+def _turn_into_cache(cache: Any, heads: mx.array, rotary: _ext.Rotary) -> tuple[mx.array, mx.array, mx.array] | None:
+    """Turned queries, and keys and values with those of mlx-lm's plain cache before them, where it has room."""
+    result = _ext.turn_into_cache(heads, cache.keys, cache.values, rotary, cache.offset)
+    if result is None:
+        return None
+    queries, cache.keys, cache.values, keys, values = result
+    cache.offset += heads.shape[2]
+    return queries, keys, values
+
+
+def _turn(attention: Any, heads: mx.array, cache: Any, plain: bool) -> tuple[mx.array, mx.array, mx.array]:
+    """Turned queries, and keys and values with those of a cache before them, by the modules of an attention."""
+    n_queries, n_keys = attention.n_heads, attention.n_kv_heads
+    offset = 0 if cache is None else cache.offset
+    rope = attention["rope"]
+    if "q_norm" in attention:
+        queries, keys, values = mx.split(heads, (n_queries, n_queries + n_keys), axis=1)
+        queries = rope(attention["q_norm"](queries), offset=offset)
+        keys = rope(attention["k_norm"](keys), offset=offset)
+    else:
+        both, values = mx.split(heads, (n_queries + n_keys,), axis=1)
+        queries, keys = mx.split(rope(both, offset=offset), (n_queries,), axis=1)
+    if plain:
+        return queries, *_append(cache, keys, values)
+    if cache is not None:
+        keys, values = cache.update_and_fetch(keys, values)
+    return queries, keys, values
 
 
 def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -176,31 +226,21 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
     batch, tokens, _ = x.shape
     if joined is None or tokens > _MOST_TOKENS:
         return super(type(self), self).__call__(x, mask, cache)
-    n_queries, n_keys = self.n_heads, self.n_kv_heads
+    count = self.n_heads + 2 * self.n_kv_heads
     heads = joined.layer(x)
     if tokens == 1:
-        heads = heads.reshape(batch, n_queries + 2 * n_keys, 1, -1)
+        heads = heads.reshape(batch, count, 1, -1)
     else:
-        heads = heads.reshape(batch, tokens, n_queries + 2 * n_keys, -1).transpose(0, 2, 1, 3)
-    offset = 0 if cache is None else cache.offset
-    rope = self["rope"]
+        heads = heads.reshape(batch, tokens, count, -1).transpose(0, 2, 1, 3)
     plain = type(cache) is joined.plain_cache and cache.keys is not None
-    if "q_norm" in self:
-        queries, keys, values = mx.split(heads, (n_queries, n_queries + n_keys), axis=1)
-        queries = rope(self["q_norm"](queries), offset=offset)
-        keys = rope(self["k_norm"](keys), offset=offset)
-    else:
-        both, values = mx.split(heads, (n_queries + n_keys,), axis=1)
-        both = rope(both, offset=offset)
-        if plain and tokens == 1 and mask is None:
-            y = _attend_with_cache(cache, both, values, self.scale)
+    turned = None
+    if plain and joined.rotary is not None:
+        if tokens == 1 and mask is None:
+            y = _attend_with_cache(cache, heads, joined.rotary, self.scale)
             if y is not None:
                 return self["o_proj"](y)
-        queries, keys = mx.split(both, (n_queries,), axis=1)
-    if plain:
-        keys, values = _append(cache, keys, values)
-    elif cache is not None:
-        keys, values = cache.update_and_fetch(keys, values)
+        turned = _turn_into_cache(cache, heads, joined.rotary)
+    queries, keys, values = turned or _turn(self, heads, cache, plain)
     y = _attend(queries, keys, values, cache, self.scale, mask)
     if tokens > 1:
         y = y.transpose(0, 2, 1, 3)

@@ -113,3 +113,22 @@ def dequantize(words: np.ndarray, scales, biases, group_size: int, bits: int) ->
     with np.errstate(invalid="ignore"):  # NaN from infinities is an answer like any other
         rows = integers * _widen(scales)[..., None] + _widen(biases)[..., None]
     return rows.reshape(*words.shape[:-1], -1)
+
+
+def rope(x, dims: int, base: float | None, offset: int, freqs=None) -> tuple[np.ndarray, np.ndarray]:
+    """Rotary embedding of ``x``, [..., tokens, width], and how far the rounding of its angles moves each element.
+
+    An angle is a product of float32 numbers, one of which may be an exponential.
+    """
+    x, freqs = _widen(x), _widen(freqs)
+    pairs = dims // 2
+    exponents = np.zeros(pairs) if base is None else np.log(base) * np.arange(pairs) / pairs
+    frequencies = 1 / freqs if base is None else np.exp(-exponents)
+    angles = (offset + np.arange(x.shape[-2]))[:, None] * frequencies
+    c, s = np.cos(angles), np.sin(angles)
+    a, b = x[..., :pairs], x[..., pairs:dims]
+    moved = np.abs(angles) * (1 + exponents) * np.hypot(a, b)
+    y, inner = x.copy(), np.zeros_like(x)
+    y[..., :pairs], y[..., pairs:dims] = a * c - b * s, a * s + b * c
+    inner[..., :pairs] = inner[..., pairs:dims] = moved
+    return y, inner

@@ -54,8 +54,10 @@ def test_a_converted_model_is_the_same_model(rng, name, bits):
         # Queries, keys and values are one product of a layer.
         product = "quantized_matmul" if bits else "gemv"
         assert tiny.kernels(product) == 2 * (1 + 2 * (3 if bits else 5))
-        norms_of_heads = 8 if name == "qwen3-0.6b" else 0
-        assert tiny.kernels("rms_norm") == 2 + norms_of_heads  # only the first block's own
+        # Only the first block's own, and those of the prompt's heads, which found no buffers to go into.
+        norms_of_heads = 4 if name == "qwen3-0.6b" else 0
+        assert tiny.kernels("rms_norm") == 2 + norms_of_heads
+        assert tiny.kernels("rope_append") == 2
 
 
 def test_converted_and_patched_tokens(rng):
@@ -114,16 +116,29 @@ def test_appending_to_a_cache(rng):
 
 def test_a_token_attends_with_its_cache(rng, native):
     draw = lambda heads, tokens: mx.array(rng.normal(size=(2, heads, tokens, 64)).astype(np.float32))
-    turned, values, buffers = draw(4 + 2, 1), draw(2, 1), (draw(2, 9), draw(2, 9))
+    heads, buffers, rotary = draw(4 + 2 + 2, 1), (draw(2, 9), draw(2, 9)), _ext.Rotary(64, 10000.0)
     for first in (0, 5, 8):
-        y, *whole = _ext.attend_with_cache(turned, values, *buffers, first, 0.125)
-        *expected, k, v = _ext.append_to_cache(*buffers, turned[:, 4:], values, first)
+        y, *whole = _ext.attend_with_cache(heads, *buffers, rotary, first, 0.125)
+        queries, *expected = mm.rope_append(heads, *buffers, 64, base=10000.0, offset=first)
         assert all(mx.array_equal(a, b) for a, b in zip(whole, expected, strict=True))
-        attended = mx.fast.scaled_dot_product_attention(turned[:, :4], k, v, scale=0.125).reshape(2, 1, -1)
+        k, v = (a[:, :, : first + 1] for a in expected)
+        attended = mx.fast.scaled_dot_product_attention(queries, k, v, scale=0.125).reshape(2, 1, -1)
         np.testing.assert_allclose(np.array(y), np.array(attended), rtol=1e-4, atol=1e-5)
-    assert _ext.attend_with_cache(turned, values, *buffers, 9, 0.125) is None  # no room
-    assert _ext.attend_with_cache(draw(6, 2), draw(2, 2), *buffers, 0, 0.125) is None  # two tokens
-    assert _ext.attend_with_cache(draw(2, 1), values, *buffers, 0, 0.125) is None  # no queries
+    assert _ext.attend_with_cache(heads, *buffers, rotary, 9, 0.125) is None  # no room
+    assert _ext.attend_with_cache(draw(8, 2), *buffers, rotary, 0, 0.125) is None  # two tokens
+    assert _ext.attend_with_cache(draw(4, 1), *buffers, rotary, 0, 0.125) is None  # no queries
+    assert _ext.attend_with_cache(heads.astype(mx.float16), *buffers, rotary, 0, 0.125) is None  # another type
+
+
+def test_a_few_tokens_go_into_their_cache(rng, native):
+    draw = lambda heads, tokens: mx.array(rng.normal(size=(2, heads, tokens, 64)).astype(np.float32))
+    heads, buffers, rotary = draw(8, 3), (draw(2, 9), draw(2, 9)), _ext.Rotary(64, 10000.0)
+    for first in (0, 6):
+        *whole, keys, values = _ext.turn_into_cache(heads, *buffers, rotary, first)
+        expected = mm.rope_append(heads, *buffers, 64, base=10000.0, offset=first)
+        seen = [a[:, :, : first + 3] for a in expected[1:]]
+        assert all(mx.array_equal(a, b) for a, b in zip([*whole, keys, values], [*expected, *seen], strict=True))
+    assert _ext.turn_into_cache(heads, *buffers, rotary, 7) is None  # no room
 
 
 @pytest.mark.parametrize("bits", [4, None])

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "launch/frontend.h"
+#include "launch/shared_buffer.h"
 #include "launch/visitor.h"
 
 struct CUfunc_st;
@@ -244,7 +245,9 @@ void run(const Launch& launch, mx::Stream stream) {
             [&](const Input& input) {
               const mx::array* array = &input.array.get();
               if (std::find(told.begin(), told_end, array) == told_end) {
-                encoder.set_input_array(*array);
+                // MLX's graph has a kernel wait for those that wrote what it needs, and not for those that read what
+                // it writes over; which nothing holds back where arrays are counted apart.
+                owner_of(*array) ? encoder.set_output_array(*array) : encoder.set_input_array(*array);
                 *told_end++ = array;
               }
               addresses[i] = static_cast<char*>(address(input.array)) + input.offset;

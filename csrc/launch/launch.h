@@ -36,6 +36,7 @@ struct Input {
 };
 struct Output {
   std::reference_wrapper<const mx::array> array;
+  bool updated = false;  // it holds data already, which stays where the kernel writes none
 };
 struct Bytes {
   std::vector<std::byte> data;
@@ -74,9 +75,14 @@ struct Launch {
     arguments.emplace_back(Output{array});
     return std::move(*this);
   }
+  Launch&& update(const mx::array& array) {
+    arguments.emplace_back(Output{array, true});
+    return std::move(*this);
+  }
   Launch&& input(const mx::array&&) = delete;  // it would be gone when the launch runs
   Launch&& input(const mx::array&&, int64_t, size_t) = delete;
   Launch&& output(const mx::array&&) = delete;
+  Launch&& update(const mx::array&&) = delete;
   // A plain struct, handed over by value: `constant Params& params` in the kernel.
   template <typename Params>
   Launch&& params(const Params& params) {

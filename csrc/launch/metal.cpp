@@ -78,7 +78,12 @@ void run(const Launch& launch, mx::Stream stream) {
                    [&](const Input& input) { encoder.set_input_array(input.array, index, input.offset); },
                    [&](const Output& output) {
                      mx::array array = output.array;
-                     encoder.set_output_array(array, index);
+                     if (output.updated) {  // then it is an input too
+                       encoder.set_input_array(array, index);
+                       encoder.register_output_array(array);
+                     } else {
+                       encoder.set_output_array(array, index);
+                     }
                    },
                    [&](const Bytes& bytes) {
                      encoder.set_bytes(bytes.data.data(), static_cast<int>(bytes.data.size()), index);

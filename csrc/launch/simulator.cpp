@@ -76,7 +76,10 @@ simulator::Dispatch dispatch_of(const Launch& launch) {
     dispatch.buffers.push_back(std::visit(
         Visitor{
             [](const Input& input) { return buffer_of(input.array, input.offset, input.bytes, simulator::Buffer::input); },
-            [](const Output& output) { return buffer_of(output.array, 0, output.array.get().nbytes(), simulator::Buffer::output); },
+            [](const Output& output) {
+              return buffer_of(output.array, 0, output.array.get().nbytes(),
+                               output.updated ? simulator::Buffer::inout : simulator::Buffer::output);
+            },
             [](const Bytes& bytes) {
               return simulator::Buffer{"", const_cast<std::byte*>(bytes.data.data()), bytes.data.size(),
                                        simulator::Buffer::constant};

@@ -2,13 +2,15 @@
 #pragma once
 
 #include "launch/memory.h"
+#include "launch/shared_buffer.h"
 #include "ops/contiguous.h"
 
 namespace mittens {
 
-// The output gets the memory of a donor of its shape and dtype that nobody else needs, else memory of its own.
-inline void take_or_allocate(mx::array& output, const mx::array& donor, mx::Stream stream) {
-  if (donor.is_donatable() && donor.flags().row_contiguous && donor.data_size() == output.size()) {
+// The output gets the memory of a donor of its shape and dtype that nobody else needs, else memory of its own. `outputs`
+// of the primitive hold the donor as their input.
+inline void take_or_allocate(mx::array& output, const mx::array& donor, mx::Stream stream, size_t outputs = 1) {
+  if (is_donatable(donor, outputs, stream) && donor.flags().row_contiguous && donor.data_size() == output.size()) {
     output.copy_shared_buffer(donor);
   } else {
     allocate_output(output, stream);

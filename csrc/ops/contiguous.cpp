@@ -42,6 +42,8 @@ View merged(const mx::array& array) {
   return view;
 }
 
+}  // namespace
+
 Launch copy_launch(const mx::array& source, const mx::array& target) {
   const View view = merged(source);
   const size_t outer = view.shape.size() - 1;
@@ -70,8 +72,6 @@ Launch copy_launch(const mx::array& source, const mx::array& target) {
   launch.input(source, lowest * item, (highest - lowest + 1) * item).output(target).params(params);
   return launch;
 }
-
-}  // namespace
 
 mx::array gathered(const mx::array& source, mx::Stream stream) {
   mx::array target = temporary(source.shape(), source.dtype(), stream);

@@ -13,6 +13,9 @@ mx::array gatherable(mx::array array, mx::Stream stream);
 // what is given to it next, is done.
 mx::array gathered(const mx::array& array, mx::Stream stream);
 
+// Copies an array, which need not be row contiguous, into one that is.
+Launch copy_launch(const mx::array& source, const mx::array& target);
+
 // Whether an array is row contiguous and starts on a boundary of so many bytes.
 bool is_row_contiguous(const mx::array& array, int64_t alignment = 1);
 

@@ -81,6 +81,15 @@ void CommandEncoder::set_output_array(array& output, int index, int64_t offset) 
   keep(output, index, offset, Buffer::output);
 }
 
+// An input that is an output too: what is in it stays where nothing is written.
+void CommandEncoder::register_output_array(const array& output) {
+  for (auto& [index, buffer] : recording->arrays) {
+    if (buffer.data == output.data<char>()) {
+      buffer.role = Buffer::inout;
+    }
+  }
+}
+
 // Launches run as they are recorded, while their caller still holds the arrays.
 void CommandEncoder::add_temporary(array) {}
 

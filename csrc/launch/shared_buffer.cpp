@@ -1,0 +1,62 @@
+#include "launch/shared_buffer.h"
+
+#include <utility>
+
+namespace mittens {
+
+namespace {
+
+using Memory = std::shared_ptr<mx::allocator::Data>;
+
+// MLX neither counts an array's owners nor changes its memory for others: a pointer to that private member, which C++
+// lets explicit instantiations name.
+struct OfDescriptor {
+  friend constexpr auto member(OfDescriptor);
+};
+template <typename Of, auto pointer>
+struct Member {
+  friend constexpr auto member(Of) {
+    return pointer;
+  }
+};
+template struct Member<OfDescriptor, &mx::array::array_desc_>;
+
+const auto& descriptor(const mx::array& array) {
+  return array.*member(OfDescriptor());
+}
+
+const Memory& memory_of(const mx::array& array) {
+  const BufferOwner* owner = owner_of(array);
+  return owner ? owner->memory : array.data_shared_ptr();
+}
+
+}  // namespace
+
+const BufferOwner* owner_of(const mx::array& array) {
+  return std::get_deleter<BufferOwner>(array.data_shared_ptr());
+}
+
+void count_apart(mx::array& array, mx::Stream stream, std::vector<mx::array> buffers) {
+  const Memory memory = memory_of(array);
+  const std::shared_ptr<void> owner(static_cast<void*>(nullptr), BufferOwner{memory, stream, std::move(buffers)});
+  descriptor(array)->data = Memory(owner, memory.get());
+}
+
+mx::array uncounted(const mx::array& array) {
+  mx::array view(array.shape(), array.dtype(), nullptr, {});
+  view.copy_shared_buffer(array);
+  descriptor(view)->data = Memory(memory_of(array));
+  return view;
+}
+
+bool same_memory(const mx::array& a, const mx::array& b) {
+  return a.data_shared_ptr().get() == b.data_shared_ptr().get();
+}
+
+bool is_donatable(const mx::array& input, size_t outputs, mx::Stream stream) {
+  const BufferOwner* owner = owner_of(input);
+  return descriptor(input).use_count() == static_cast<long>(outputs) && input.data_shared_ptr().use_count() == 1 &&
+      (!owner || owner->stream == stream);
+}
+
+}  // namespace mittens

@@ -1,0 +1,494 @@
+#include "ops/rope_append.h"
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+
+#include "cpu/copy.h"
+#include "cpu/rope_append.h"
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "ops/arrays.h"
+#include "ops/checks.h"
+#include "ops/fallback.h"
+#include "ops/matrices.h"
+#include "ops/native.h"
+#include "ops/norms.h"
+#include "ops/registry.h"
+#include "params/rope_append.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "rope_append";
+const Name file = "rope_append.metal";
+constexpr int tokens_axis = 2;  // of [batch, heads, tokens, width]
+
+// What of a call is no array.
+struct Turn {
+  int dims;
+  float base;  // 0 where there are frequencies
+  float scale;
+  float eps;
+  int offset;
+  int start;
+  bool has_freqs;
+  bool has_norms;
+
+  bool operator==(const Turn&) const = default;
+};
+
+Turn turn_of(const Rotary& rotary, int offset, int start) {
+  return {.dims = rotary.dims,
+          .base = rotary.base.value_or(0.0f),
+          .scale = rotary.scale,
+          .eps = rotary.eps,
+          .offset = offset,
+          .start = start,
+          .has_freqs = rotary.freqs.has_value(),
+          .has_norms = rotary.query_norm.has_value()};
+}
+
+Appended compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream s) {
+  const mx::array& heads = inputs[0];
+  const int key_heads = inputs[1].shape(1);
+  const int query_heads = heads.shape(1) - 2 * key_heads;
+  Arrays parts = mx::split(heads, mx::Shape{query_heads, query_heads + key_heads}, 1, s);
+  const auto freqs = turn.has_freqs ? std::optional(inputs[3]) : std::nullopt;
+  const auto base = turn.has_freqs ? std::nullopt : std::optional(turn.base);
+  for (int i : {0, 1}) {
+    if (turn.has_norms) {
+      parts[i] = compose_rms_norm(parts[i], inputs[3 + turn.has_freqs + i], turn.eps, s);
+    }
+    parts[i] = mx::fast::rope(parts[i], turn.dims, false, base, turn.scale, turn.offset, freqs, s);
+  }
+  const auto appended = [&](const mx::array& buffer, const mx::array& fresh) {
+    mx::Shape begin(4, 0);
+    mx::Shape end = buffer.shape();
+    begin[tokens_axis] = turn.start;
+    end[tokens_axis] = turn.start + fresh.shape(tokens_axis);
+    return mx::slice_update(buffer, fresh, begin, end, s);
+  };
+  return {parts[0], appended(inputs[1], parts[1]), appended(inputs[2], parts[2]), false};
+}
+
+// heads, buffers of keys and of values, frequencies and norms of queries and of keys, if there are any -> queries and
+// the buffers, in place where nobody else needs them.
+class RopeAppend : public KernelPrimitive {
+ public:
+  // outputs: how many arrays hold the inputs.
+  RopeAppend(mx::Stream stream, const Turn& turn, size_t outputs)
+      : KernelPrimitive(stream), turn_(turn), outputs_(outputs) {}
+
+  const char* name() const override {
+    return "MittensRopeAppend";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return turn_ == static_cast<const RopeAppend&>(other).turn_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    mx::Shape queries = inputs[0].shape();
+    queries[1] -= 2 * inputs[1].shape(1);
+    return {queries, inputs[1].shape(), inputs[2].shape()};
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    bool as_is = has_rows(inputs[0], 1);
+    for (size_t i = 3; i < inputs.size(); ++i) {
+      as_is = as_is && is_row_contiguous(inputs[i]);
+    }
+    if (as_is) {
+      return inputs;
+    }
+    copies = {with_rows(inputs[0], 1, stream()), inputs[1], inputs[2]};
+    for (size_t i = 3; i < inputs.size(); ++i) {
+      copies.push_back(is_row_contiguous(inputs[i]) ? inputs[i] : gathered(inputs[i], stream()));
+    }
+    return copies;
+  }
+
+  void allocate(const Arrays& inputs, Arrays& outputs) override {
+    allocate_output(outputs[0], stream());
+    take_or_allocate(outputs[1], inputs[1], stream(), outputs_);
+    take_or_allocate(outputs[2], inputs[2], stream(), outputs_);
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& heads = inputs[0];
+    const Shape shape = shape_of(inputs);
+    const RopeAppendParams params{
+        .strides = {heads.strides(0), heads.strides(1), heads.strides(2)},
+        .query_heads = shape.query_heads,
+        .key_heads = shape.key_heads,
+        .tokens = shape.tokens,
+        .width = shape.width,
+        .pairs = static_cast<uint32_t>(turn_.dims / 2),
+        .key_capacity = static_cast<uint32_t>(inputs[1].shape(tokens_axis)),
+        .value_capacity = static_cast<uint32_t>(inputs[2].shape(tokens_axis)),
+        .first = static_cast<uint32_t>(turn_.start),
+        .offset = turn_.offset,
+        .scale = turn_.scale,
+        .log2_base = turn_.has_freqs ? 0.0f : std::log2(turn_.base),
+        .eps = turn_.eps,
+        .has_freqs = turn_.has_freqs,
+    };
+    constexpr uint32_t simdgroups = 4;  // of a threadgroup, each with a head
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(heads.dtype(), "rope", turn_.has_norms ? "append_normed" : "append");
+    launch.threadgroups = {shape.batch * shape.tokens, ceil_divide(shape.query_heads + 2 * shape.key_heads, simdgroups),
+                           1};
+    launch.threads = {32 * simdgroups, 1, 1};
+    add_view(launch, heads);
+    // The first element of heads stands in for what is not there: each argument needs a buffer.
+    const auto optional = [&](const mx::array* array) {
+      array ? launch.input(*array) : launch.input(heads, 0, heads.itemsize());
+    };
+    optional(freqs(inputs));
+    optional(norm(inputs, 0));
+    optional(norm(inputs, 1));
+    launch.output(outputs[0]).update(outputs[1]).update(outputs[2]).params(params);
+
+    std::vector<Launch> all;
+    all.reserve(3);
+    for (int i : {1, 2}) {
+      if (needs_copy(inputs[i], outputs[i])) {
+        all.push_back(copy_launch(inputs[i], outputs[i]));
+      }
+    }
+    if (shape.tokens > 0) {
+      all.push_back(std::move(launch));
+    }
+    return all;
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& heads = inputs[0];
+    const Shape shape = shape_of(inputs);
+    const auto data = [](const mx::array* array) { return array ? data_of(*array) : nullptr; };
+    const cpu::RopeAppend call{
+        .type = native_type(heads.dtype()),
+        .heads = data_of(heads),
+        .strides = {heads.strides(0), heads.strides(1), heads.strides(2)},
+        .freqs = static_cast<const float*>(data(freqs(inputs))),
+        .query_norm = data(norm(inputs, 0)),
+        .key_norm = data(norm(inputs, 1)),
+        .queries = data_of(outputs[0]),
+        .keys = data_of(outputs[1]),
+        .values = data_of(outputs[2]),
+        .batch = shape.batch,
+        .query_heads = shape.query_heads,
+        .key_heads = shape.key_heads,
+        .tokens = shape.tokens,
+        .width = shape.width,
+        .pairs = static_cast<size_t>(turn_.dims / 2),
+        .key_capacity = static_cast<size_t>(inputs[1].shape(tokens_axis)),
+        .value_capacity = static_cast<size_t>(inputs[2].shape(tokens_axis)),
+        .first = static_cast<size_t>(turn_.start),
+        .offset = turn_.offset,
+        .scale = turn_.scale,
+        .base = turn_.base,
+        .eps = turn_.eps,
+    };
+    std::vector<std::function<void()>> copies;
+    for (int i : {1, 2}) {
+      if (needs_copy(inputs[i], outputs[i])) {
+        copies.push_back([from = data_of(inputs[i]), to = data_of(outputs[i]), item = inputs[i].itemsize(),
+                          shape = inputs[i].shape(), strides = inputs[i].strides()] {
+          cpu::copy_strided(from, to, item, shape.data(), strides.data(), shape.size());
+        });
+      }
+    }
+    return [call, copies = std::move(copies)] {
+      for (const auto& copy : copies) {
+        copy();
+      }
+      cpu::rope_append(call);
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    Appended result = compose_rope_append(inputs, turn_, stream());
+    return {result.queries, result.keys, result.values};
+  }
+
+ private:
+  struct Shape {
+    uint32_t batch;
+    uint32_t query_heads;
+    uint32_t key_heads;
+    uint32_t tokens;
+    uint32_t width;
+  };
+
+  static Shape shape_of(const Arrays& inputs) {
+    const auto size = [](const mx::array& array, int axis) { return static_cast<uint32_t>(array.shape(axis)); };
+    const mx::array& heads = inputs[0];
+    const uint32_t key_heads = size(inputs[1], 1);
+    return {size(heads, 0), size(heads, 1) - 2 * key_heads, key_heads, size(heads, 2), size(heads, 3)};
+  }
+
+  // Whether an output has memory of its own instead of the input's.
+  static bool needs_copy(const mx::array& input, const mx::array& output) {
+    return input.size() > 0 && !same_memory(input, output);
+  }
+
+  const mx::array* freqs(const Arrays& inputs) const {
+    return turn_.has_freqs ? &inputs[3] : nullptr;
+  }
+
+  // Of queries (0) or keys (1).
+  const mx::array* norm(const Arrays& inputs, int which) const {
+    return turn_.has_norms ? &inputs[3 + turn_.has_freqs + which] : nullptr;
+  }
+
+  Turn turn_;
+  size_t outputs_;
+};
+
+// The same with the queries alone as its output, which carries the buffers for CacheBuffer: what else a primitive
+// puts out MLX holds until its work is done. It has no derivatives.
+class RopeAppendInPlace : public mx::Primitive {
+ public:
+  RopeAppendInPlace(mx::Stream stream, const Turn& turn) : mx::Primitive(stream), append_(stream, turn, 1) {}
+
+  const char* name() const override {
+    return append_.name();
+  }
+
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
+    Arrays all = with_buffers(inputs, outputs);
+    append_.eval_gpu(inputs, all);
+    carry(inputs, all);
+  }
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    Arrays all = with_buffers(inputs, outputs);
+    append_.eval_cpu(inputs, all);
+    carry(inputs, all);
+  }
+
+ private:
+  static Arrays with_buffers(const Arrays& inputs, const Arrays& outputs) {
+    Arrays all = outputs;
+    for (int i : {1, 2}) {
+      all.emplace_back(inputs[i].shape(), inputs[i].dtype(), nullptr, Arrays{});
+    }
+    return all;
+  }
+
+  void carry(const Arrays& inputs, Arrays& all) {
+    Arrays buffers;
+    for (int i : {1, 2}) {
+      if (!same_memory(all[i], inputs[i])) {
+        keep_until_done(all[i], stream());
+      }
+      buffers.push_back(uncounted(all[i]));
+    }
+    count_apart(all[0], stream(), std::move(buffers));
+  }
+
+  RopeAppend append_;
+};
+
+// A buffer that RopeAppendInPlace's output carries: all of it, or the first `end` tokens.
+class CacheBuffer : public mx::Primitive {
+ public:
+  CacheBuffer(mx::Stream stream, int which, std::optional<int> end) : mx::Primitive(stream), which_(which), end_(end) {}
+
+  const char* name() const override {
+    return "MittensCacheBuffer";
+  }
+
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
+    take(inputs[0], outputs[0]);
+  }
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    take(inputs[0], outputs[0]);
+  }
+
+ private:
+  void take(const mx::array& carrier, mx::array& output) {
+    const mx::array& buffer = owner_of(carrier)->buffers[which_];
+    if (end_) {
+      auto flags = buffer.flags();
+      flags.row_contiguous = flags.contiguous = *end_ == buffer.shape(tokens_axis);
+      flags.col_contiguous = false;
+      output.copy_shared_buffer(buffer, buffer.strides(), flags, buffer.data_size());
+    } else {
+      output.copy_shared_buffer(buffer);
+    }
+    count_apart(output, stream());
+  }
+
+  int which_;
+  std::optional<int> end_;
+};
+
+void check_buffer(const char* name, const mx::array& buffer, const mx::array& heads, int start) {
+  if (buffer.ndim() != 4) {
+    checks::fail(op, name, " has shape ", buffer.shape(), ": expected four dimensions");
+  }
+  if (buffer.shape(0) != heads.shape(0) || buffer.shape(3) != heads.shape(3)) {
+    checks::fail(op, name, " has shape ", buffer.shape(), ", heads has shape ", heads.shape(),
+                 ": expected the same batch and width");
+  }
+  const int tokens = heads.shape(tokens_axis);
+  if (start < 0 || tokens > buffer.shape(tokens_axis) - start) {
+    checks::fail(op, name, " has room for ", buffer.shape(tokens_axis), " tokens: expected ", tokens, " of them from ",
+                 start, " on to fit");
+  }
+}
+
+void check(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary, int start) {
+  if (heads.ndim() != 4) {
+    checks::fail(op, "heads has shape ", heads.shape(), ": expected four dimensions");
+  }
+  check_buffer("keys", keys, heads, start);
+  check_buffer("values", values, heads, start);
+  if (keys.shape(1) != values.shape(1)) {
+    checks::fail(op, "keys has ", keys.shape(1), " heads, values has ", values.shape(1), ": expected as many");
+  }
+  if (heads.shape(1) <= 2 * keys.shape(1)) {
+    checks::fail(op, "heads has ", heads.shape(1), " heads: expected more than ", 2 * keys.shape(1),
+                 ", the keys' and the values'");
+  }
+  if (rotary.dims <= 0 || rotary.dims % 2 != 0 || rotary.dims > heads.shape(3)) {
+    checks::fail(op, "dims is ", rotary.dims, ": expected a positive even number, at most the width of ",
+                 heads.shape(3));
+  }
+  if (rotary.base.has_value() == rotary.freqs.has_value()) {
+    checks::fail(op, rotary.base ? "both base and freqs are given" : "neither base nor freqs is given",
+                 ": expected one of them");
+  }
+  if (rotary.base && !(std::isfinite(*rotary.base) && *rotary.base > 0)) {
+    checks::fail(op, "base is ", *rotary.base, ": expected a finite positive number");
+  }
+  if (!std::isfinite(rotary.scale)) {
+    checks::fail(op, "scale is ", rotary.scale, ": expected a finite number");
+  }
+  if (rotary.freqs && (rotary.freqs->ndim() != 1 || rotary.freqs->shape(0) != rotary.dims / 2)) {
+    checks::fail(op, "freqs has shape ", rotary.freqs->shape(), ": expected one dimension with ", rotary.dims / 2,
+                 " elements");
+  }
+  if (rotary.query_norm.has_value() != rotary.key_norm.has_value()) {
+    const char* names[] = {"query_norm", "key_norm"};
+    const bool first = rotary.query_norm.has_value();
+    checks::fail(op, names[!first], " is given without ", names[first], ": expected both or none");
+  }
+  if (rotary.query_norm) {
+    checks::per_column(op, "query_norm", *rotary.query_norm, heads);
+    checks::per_column(op, "key_norm", *rotary.key_norm, heads);
+    checks::epsilon(op, rotary.eps);
+  }
+}
+
+using Result = std::tuple<mx::array, mx::array, mx::array>;
+
+Result rope_append(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary,
+                   int offset, std::optional<int> start, mx::StreamOrDevice where) {
+  const int first = start.value_or(offset);
+  if (auto result = attempt_rope_append(heads, keys, values, rotary, offset, first, where)) {
+    return {std::move(result->queries), std::move(result->keys), std::move(result->values)};
+  }
+  Arrays inputs = {heads, keys, values};
+  for (const auto* array : {&rotary.freqs, &rotary.query_norm, &rotary.key_norm}) {
+    if (*array) {
+      inputs.push_back(**array);
+    }
+  }
+  const Turn turn = turn_of(rotary, offset, first);
+  Appended result = compose_rope_append(inputs, turn, checks::stream(op, where));
+  return {std::move(result.queries), std::move(result.keys), std::move(result.values)};
+}
+
+Rotary make_rotary(int dims, std::optional<float> base, float scale, std::optional<mx::array> freqs,
+                   std::optional<mx::array> query_norm, std::optional<mx::array> key_norm, float eps) {
+  return {dims, base, scale, std::move(freqs), std::move(query_norm), std::move(key_norm), eps};
+}
+
+void bind(nb::module_& module) {
+  nb::class_<Rotary>(module, "Rotary", "How a layer turns its heads: what stays the same from call to call.")
+      .def(nb::new_(&make_rotary), "dims"_a, "base"_a = nb::none(), "scale"_a = 1.0f, "freqs"_a = nb::none(),
+           "query_norm"_a = nb::none(), "key_norm"_a = nb::none(), "eps"_a = 0.0f)
+      .def("__deepcopy__", [](const Rotary& rotary, nb::handle) { return rotary; }, "memo"_a);
+  module.def(op, &rope_append, "heads"_a, "keys"_a, "values"_a, "rotary"_a, "offset"_a, "start"_a = nb::none(),
+             "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+std::optional<Appended> attempt_rope_append(const mx::array& heads, const mx::array& keys, const mx::array& values,
+                                            const Rotary& rotary, int offset, int start, mx::StreamOrDevice where) {
+  check(heads, keys, values, rotary, start);
+  const mx::Dtype dtype = checks::floating(op, {{"heads", heads}});
+  const mx::Stream stream = checks::stream(op, where);
+  if (!has_kernels(dtype)) {
+    return left_to_mx(op, "float64");
+  }
+  for (const auto* array : {&keys, &values}) {
+    if (array->dtype() != dtype) {
+      return left_to_mx(op, "buffers of another type than the heads'");
+    }
+  }
+  if (rotary.query_norm && (rotary.query_norm->dtype() != dtype || rotary.key_norm->dtype() != dtype)) {
+    return left_to_mx(op, "norms of another type than the heads'");
+  }
+  Arrays inputs;
+  inputs.reserve(6);
+  inputs.push_back(heads);
+  inputs.push_back(keys);
+  inputs.push_back(values);
+  if (rotary.freqs) {
+    inputs.push_back(mx::astype(*rotary.freqs, mx::float32, stream));
+  }
+  if (rotary.query_norm) {
+    inputs.push_back(*rotary.query_norm);
+    inputs.push_back(*rotary.key_norm);
+  }
+  const Turn turn = turn_of(rotary, offset, start);
+  if (std::any_of(inputs.begin(), inputs.end(), [](const mx::array& input) { return input.is_tracer(); })) {
+    auto primitive = std::make_shared<RopeAppend>(stream, turn, 3);
+    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+    Arrays outputs = mx::array::make_arrays(std::move(shapes), {dtype, dtype, dtype}, primitive, inputs);
+    return Appended{std::move(outputs[0]), std::move(outputs[1]), std::move(outputs[2]), false};
+  }
+  mx::Shape shape = heads.shape();
+  shape[1] -= 2 * keys.shape(1);
+  mx::array queries(std::move(shape), dtype, std::make_shared<RopeAppendInPlace>(stream, turn), std::move(inputs));
+  const auto buffer = [&](int which, const mx::array& from) {
+    return mx::array(from.shape(), dtype, std::make_shared<CacheBuffer>(stream, which, std::nullopt), {queries});
+  };
+  mx::array all_keys = buffer(0, keys), all_values = buffer(1, values);
+  return Appended{std::move(queries), std::move(all_keys), std::move(all_values), true};
+}
+
+std::pair<mx::array, mx::array> seen_by_kernels(const Appended& appended, int end) {
+  const auto seen = [&](int which, const mx::array& buffer) {
+    mx::Shape shape = buffer.shape();
+    shape[tokens_axis] = end;
+    if (!appended.in_place) {
+      return mx::slice(buffer, mx::Shape(4, 0), shape);
+    }
+    const mx::Stream stream = appended.queries.primitive().stream();
+    return mx::array(std::move(shape), buffer.dtype(), std::make_shared<CacheBuffer>(stream, which, end),
+                     {appended.queries});
+  };
+  return {seen(0, appended.keys), seen(1, appended.values)};
+}
+
+}  // namespace mittens

@@ -1,0 +1,108 @@
+// What a decoder layer does with new tokens before attention: rotary embedding of queries and keys, and keys and values
+// into the cache. For token t at position m = scale * (offset + t), head by head, and i < pairs:
+//
+//   y[i]         = x[i] * cos(m * f[i]) - x[pairs + i] * sin(m * f[i])
+//   y[pairs + i] = x[i] * sin(m * f[i]) + x[pairs + i] * cos(m * f[i]),   f[i] = base^(-i / pairs) or 1 / freqs[i]
+//
+// Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * weight) of its head, as
+// rms_norm has it.
+//
+// A simdgroup takes a head of a token: rows are short and few, so that what counts is that there is one launch.
+#include <metal_stdlib>
+
+#include "mittens/instantiate.h"
+#include "mittens/rms.h"
+#include "params/rope_append.h"
+
+using namespace metal;
+using namespace mittens;
+
+// A head's elements as the rotation takes them.
+template <typename T, bool Normed>
+struct Head {
+  const device T* row;
+  const device T* weight;
+  float inverse_rms;
+
+  float at(uint column) const {
+    const T x = row[column];
+    return Normed ? round_to<T>(normalize_edge<T>(x, inverse_rms, true, weight[column])) : float(x);
+  }
+};
+
+template <typename T, bool Normed>
+inline void rotate_head(
+    Head<T, Normed> head, const device float* freqs, device T* target, constant RopeAppendParams& params, uint token,
+    uint lane) {
+  const uint pairs = params.pairs;
+  const float position = params.scale * float(params.offset + int(token));
+  for (uint i = lane; i < pairs; i += 32) {
+    const float frequency =
+        params.has_freqs ? 1.0f / freqs[i] : precise::exp2(-(float(i) / float(pairs)) * params.log2_base);
+    const float angle = position * frequency;
+    const float c = precise::cos(angle);
+    const float s = precise::sin(angle);
+    const float x = head.at(i);
+    const float y = head.at(pairs + i);
+    target[i] = T(x * c - y * s);
+    target[pairs + i] = T(x * s + y * c);
+  }
+  for (uint column = 2 * pairs + lane; column < params.width; column += 32) {
+    target[column] = T(head.at(column));
+  }
+}
+
+template <typename T, bool Normed>
+[[kernel, max_total_threads_per_threadgroup(128)]] void rope_append(
+    const device T* heads [[buffer(0)]],       // [batch, query heads + 2 * key heads, tokens, width] by params.strides
+    const device float* freqs [[buffer(1)]],   // [pairs]
+    const device T* query_norm [[buffer(2)]],  // [width]
+    const device T* key_norm [[buffer(3)]],    // [width]
+    device T* queries [[buffer(4)]],           // [batch, query heads, tokens, width]
+    device T* keys [[buffer(5)]],              // [batch, key heads, key capacity, width]
+    device T* values [[buffer(6)]],            // [batch, key heads, value capacity, width]
+    constant RopeAppendParams& params [[buffer(7)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const uint batch = group.x / params.tokens;
+  const uint token = group.x % params.tokens;
+  const uint head = group.y * simdgroups + simdgroup;
+  const uint width = params.width;
+  if (head >= params.query_heads + 2 * params.key_heads) {
+    return;
+  }
+  const device T* row = heads + batch * params.strides[0] + head * params.strides[1] + token * params.strides[2];
+
+  if (head >= params.query_heads + params.key_heads) {
+    const uint value_head = batch * params.key_heads + head - params.query_heads - params.key_heads;
+    device T* target = values + (size_t(value_head) * params.value_capacity + params.first + token) * width;
+    for (uint column = lane; column < width; column += 32) {
+      target[column] = row[column];
+    }
+    return;
+  }
+  const bool is_query = head < params.query_heads;
+  device T* target;
+  if (is_query) {
+    target = queries + (size_t(batch * params.query_heads + head) * params.tokens + token) * width;
+  } else {
+    const uint key_head = batch * params.key_heads + head - params.query_heads;
+    target = keys + (size_t(key_head) * params.key_capacity + params.first + token) * width;
+  }
+  float inverse = 1.0f;
+  if (Normed) {
+    float sum = 0;
+    for (uint column = lane; column < width; column += 32) {
+      const float x = float(row[column]);
+      sum += x * x;
+    }
+    inverse = inverse_rms(simd_sum(sum), width, params.eps);
+  }
+  rotate_head<T, Normed>(
+      Head<T, Normed>{row, is_query ? query_norm : key_norm, inverse}, freqs, target, params, token, lane);
+}
+
+instantiate_types("rope_append", rope_append, false)
+instantiate_types("rope_append_normed", rope_append, true)
