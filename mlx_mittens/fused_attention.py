@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import _ext
+from . import _ext, caches
 from .attention import quantized_scaled_dot_product_attention
 from .nn import Linear, QuantizedLinear, RMSNorm
 
@@ -169,36 +169,6 @@ def decode_a_little(module: nn.Module, x: mx.array) -> mx.array:
     return mx.concatenate([a.reshape(-1) for a in results])
 
 
-def _append(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    """What mlx-lm's plain cache does, in one call where it has room."""
-    result = _ext.append_to_cache(cache.keys, cache.values, keys, values, cache.offset)
-    if result is None:
-        return cache.update_and_fetch(keys, values)
-    cache.offset += keys.shape[2]
-    cache.keys, cache.values, keys, values = result
-    return keys, values
-
-
-def _attend_with_cache(cache: Any, heads: mx.array, rotary: _ext.Rotary, scale: float) -> mx.array | None:
-    """A token's attention over what mlx-lm's plain cache holds and its own keys and values, in one call."""
-    result = _ext.attend_with_cache(heads, cache.keys, cache.values, rotary, cache.offset, scale)
-    if result is None:
-        return None
-    y, cache.keys, cache.values = result
-    cache.offset += 1
-    return y
-
-
-def _turn_into_cache(cache: Any, heads: mx.array, rotary: _ext.Rotary) -> tuple[mx.array, mx.array, mx.array] | None:
-    """Turned queries, and keys and values with those of mlx-lm's plain cache before them, where it has room."""
-    result = _ext.turn_into_cache(heads, cache.keys, cache.values, rotary, cache.offset)
-    if result is None:
-        return None
-    queries, cache.keys, cache.values, keys, values = result
-    cache.offset += heads.shape[2]
-    return queries, keys, values
-
-
 def _turn(attention: Any, heads: mx.array, cache: Any, plain: bool) -> tuple[mx.array, mx.array, mx.array]:
     """Turned queries, and keys and values with those of a cache before them, by the modules of an attention."""
     n_queries, n_keys = attention.n_heads, attention.n_kv_heads
@@ -211,8 +181,8 @@ def _turn(attention: Any, heads: mx.array, cache: Any, plain: bool) -> tuple[mx.
     else:
         both, values = mx.split(heads, (n_queries + n_keys,), axis=1)
         queries, keys = mx.split(rope(both, offset=offset), (n_queries,), axis=1)
-    if plain:
-        return queries, *_append(cache, keys, values)
+    if plain and (appended := caches.append(cache, keys, values)):
+        return queries, *appended
     if cache is not None:
         keys, values = cache.update_and_fetch(keys, values)
     return queries, keys, values
@@ -236,10 +206,10 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
     turned = None
     if plain and joined.rotary is not None:
         if tokens == 1 and mask is None:
-            y = _attend_with_cache(cache, heads, joined.rotary, self.scale)
+            y = caches.attend(cache, heads, joined.rotary, self.scale)
             if y is not None:
                 return self["o_proj"](y)
-        turned = _turn_into_cache(cache, heads, joined.rotary)
+        turned = caches.turn_and_append(cache, heads, joined.rotary)
     queries, keys, values = turned or _turn(self, heads, cache, plain)
     y = _attend(queries, keys, values, cache, self.scale, mask)
     if tokens > 1:

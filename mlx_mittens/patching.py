@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _ext
-from .seams import SEAMS, Seam
+from .seams import SEAMS, Seam, importing
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -72,7 +72,11 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         module.__loader__ = module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+        importing.add(module.__name__)  # it may import others that have seams
+        try:
+            self._loader.exec_module(module)
+        finally:
+            importing.discard(module.__name__)
         with _lock:
             _apply()
 
@@ -125,8 +129,8 @@ def patch(*, strict: bool = False, **switches: bool) -> None:
         strict (bool): Whether a call that no kernel covers is an error instead.
         switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
-            ``linear`` for ``mlx.nn.Linear`` and ``mlx.nn.Embedding.as_linear``, and
-            ``quantized_scaled_dot_product_attention`` of mlx-lm, as soon as that is imported.
+            ``linear`` for ``mlx.nn.Linear`` and ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is
+            imported, ``quantized_scaled_dot_product_attention`` and ``cache`` for appending to ``KVCache``.
 
     Raises:
         TypeError: There is no such switch.

@@ -14,9 +14,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
 
-from . import _ext
+from . import _ext, caches
 
-__all__ = ["SEAMS", "Seam", "SeamError"]
+__all__ = ["SEAMS", "Seam", "SeamError", "importing"]
+
+importing: set[str] = set()  # modules that are not yet what they will be
 
 Attempt = Callable[..., Any]  # an op's result, or None where the original is to be called
 
@@ -82,7 +84,7 @@ class Seam:
 
     def is_loaded(self) -> bool:
         """Whether its module has been imported; the others are imported when they are patched."""
-        return not self.optional or self.module in sys.modules
+        return not self.optional or (self.module in sys.modules and self.module not in importing)
 
     def _complaint(self, what: str) -> str:
         package = self.module.split(".")[0].replace("_", "-")
@@ -115,6 +117,15 @@ SEAMS = [
         "quantized_scaled_dot_product_attention",
         _ext.attempt_quantized_scaled_dot_product_attention,
         ("queries", "q_keys", "q_values", "scale", "mask", "group_size", "bits"),
+        optional=True,
+    ),
+    Seam(
+        "cache",
+        "cache",
+        "mlx_lm.models.cache",
+        "KVCache.update_and_fetch",
+        caches.update_and_fetch,
+        ("self", "keys", "values"),
         optional=True,
     ),
     Seam("linear", "gemv", "mlx.nn", "Linear.__call__", _linear, ("self", "x")),

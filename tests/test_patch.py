@@ -325,6 +325,56 @@ def test_a_seam_of_mlx_lm_that_moved_is_named():
     assert "installed is mlx-lm 0." in printed
 
 
+def test_packages_that_import_each_other_are_patched(monkeypatch, tmp_path):
+    """Each when it is all there, though the other's end of import comes while it is not."""
+    (tmp_path / "outer_package.py").write_text("import inner_package\n\ndef attend(x):\n    return 'theirs'\n")
+    (tmp_path / "inner_package.py").write_text("def append(x):\n    return 'theirs'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    late = [
+        seams.Seam("late", "late", name, path, lambda x: "ours", ("x",), optional=True)
+        for name, path in (("outer_package", "attend"), ("inner_package", "append"))
+    ]
+    monkeypatch.setattr(patching, "SEAMS", [*(s for s in seams.SEAMS if not s.optional), *late])
+    try:
+        mm.patch()
+        outer, inner = importlib.import_module("outer_package"), importlib.import_module("inner_package")
+        assert (outer.attend(1), inner.append(1)) == ("ours", "ours") and not seams.importing
+        mm.unpatch()
+        assert (outer.attend(1), inner.append(1)) == ("theirs", "theirs")
+    finally:
+        mm.unpatch()
+        for name in ("outer_package", "inner_package"):
+            sys.modules.pop(name, None)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_a_cache_holds_the_same(rng, dtype):
+    """Growth, a full cache, trimming, and what is of another type, step by step beside the original."""
+    from mlx_lm.models.cache import KVCache
+
+    class Other(KVCache):
+        def keys_and_values(self):
+            return "another way"
+
+    ours, theirs = KVCache(), KVCache()
+    draw = lambda count, width: mx.array(rng.standard_normal((2, 3, count, width)).astype(np.float32))
+    for step, count in enumerate([5, 1, 1, 249, 1, 300, 1, 7, 205, 1]):
+        keys, values = draw(count, 8).astype(dtype if step else mx.float32), draw(count, 4)
+        with mm.patched(strict=True):
+            results = ours.update_and_fetch(keys, values)
+        for a, b in zip(results, theirs.update_and_fetch(keys, values), strict=True):
+            assert a.dtype == b.dtype and mx.array_equal(a, b).item(), step
+        for a, b in zip(ours.state, theirs.state, strict=True):
+            assert a == b if isinstance(a, int) else mx.array_equal(a, b).item(), step
+        if step == 6:
+            assert ours.trim(30) == theirs.trim(30) == 30
+    with mm.patched(strict=True):
+        other = Other()
+        assert [other.update_and_fetch(draw(2, 8), draw(2, 8)) for _ in range(2)] == ["another way"] * 2
+        assert other.offset == 4
+
+
 def test_a_package_that_is_never_imported_costs_nothing(monkeypatch):
     seam = seams.Seam("late", "late", "no_such_package", "attend", lambda: None, optional=True)
     monkeypatch.setattr(patching, "SEAMS", [*(s for s in seams.SEAMS if not s.optional), seam])
