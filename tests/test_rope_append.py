@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 
 import mlx.core as mx
 import numpy as np
@@ -140,6 +141,26 @@ def test_a_step_ahead(executor, rng):
         assert_near(attended[offset], mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125).sum(), "y", 1e-3)
     assert_near(keys, twin[0], "keys", 1e-5)
     assert_near(values, twin[1], "values", 1e-5)
+
+
+def test_buffers_are_there_for_other_threads(native, rng):
+    """What was evaluated is all of a step: its stream is of the thread that took it."""
+    heads, keys, values, *_ = draw(rng, case_of(1, 4, 2, 1, 64))
+    expected = mm.rope_append(heads, keys, values, 64, base=1e4, offset=3)
+    mx.eval(expected)
+    left = []
+
+    def work():
+        with mx.stream(mx.new_stream(mx.cpu)):
+            y, *buffers = _ext.attend_with_cache(heads, keys, values, _ext.Rotary(64, 1e4), 3, 0.125)
+            mx.async_eval(y)
+            left.extend(buffers)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    for a, b in zip(left, expected[1:], strict=True):
+        assert_same_bits(a, b, "buffer")
 
 
 def test_what_somebody_looks_at_stays(executor, rng):

@@ -35,6 +35,18 @@ void count_apart(mx::array& array, mx::Stream stream, std::vector<mx::array> buf
 // An evaluated array's memory, which nothing that counts it sees.
 mx::array uncounted(const mx::array& array);
 
+// An array that a primitive evaluates besides its outputs, for as long as there is one.
+class Promised {
+ public:
+  explicit Promised(const mx::array& array);
+
+  // Gives it a buffer, counted apart, unless it has been evaluated; it is there when `with` is.
+  void fulfil(const mx::array& buffer, const mx::array& with, mx::Stream stream) const;
+
+ private:
+  std::weak_ptr<void> descriptor_;  // of MLX's own type
+};
+
 bool same_memory(const mx::array& a, const mx::array& b);
 
 // Whether nobody but a primitive of so many outputs on a stream may want what an input holds. MLX's is_donatable() says

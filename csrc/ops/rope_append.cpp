@@ -264,6 +264,12 @@ class RopeAppendInPlace : public mx::Primitive {
  public:
   RopeAppendInPlace(mx::Stream stream, const Turn& turn) : mx::Primitive(stream), append_(stream, turn, 1) {}
 
+  // The arrays of the buffers, which are evaluated with the queries, as other outputs are: who holds them may be another
+  // thread, where the stream is not.
+  void promise(const mx::array& keys, const mx::array& values) {
+    promised_ = {Promised(keys), Promised(values)};
+  }
+
   const char* name() const override {
     return append_.name();
   }
@@ -297,10 +303,14 @@ class RopeAppendInPlace : public mx::Primitive {
       }
       buffers.push_back(uncounted(all[i]));
     }
+    for (size_t i = 0; i < promised_.size(); ++i) {
+      promised_[i].fulfil(buffers[i], all[0], stream());
+    }
     count_apart(all[0], stream(), std::move(buffers));
   }
 
   RopeAppend append_;
+  std::vector<Promised> promised_;
 };
 
 // A buffer that RopeAppendInPlace's output carries: all of it, or the first `end` tokens.
@@ -469,11 +479,13 @@ std::optional<Appended> attempt_rope_append(const mx::array& heads, const mx::ar
   }
   mx::Shape shape = heads.shape();
   shape[1] -= 2 * keys.shape(1);
-  mx::array queries(std::move(shape), dtype, std::make_shared<RopeAppendInPlace>(stream, turn), std::move(inputs));
+  auto primitive = std::make_shared<RopeAppendInPlace>(stream, turn);
+  mx::array queries(std::move(shape), dtype, primitive, std::move(inputs));
   const auto buffer = [&](int which, const mx::array& from) {
     return mx::array(from.shape(), dtype, std::make_shared<CacheBuffer>(stream, which, std::nullopt), {queries});
   };
   mx::array all_keys = buffer(0, keys), all_values = buffer(1, values);
+  primitive->promise(all_keys, all_values);
   return Appended{std::move(queries), std::move(all_keys), std::move(all_values), true};
 }
 
