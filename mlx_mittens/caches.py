@@ -19,38 +19,29 @@ __all__ = ["append", "attend", "turn_and_append", "update_and_fetch"]
 def append(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:
     """Keys and values with those of the cache before them."""
     result = _ext.append_to_cache(cache.keys, cache.values, keys, values, cache.offset)
-    if result is None:
-        return None
-    cache.keys, cache.values, all_keys, all_values = result
-    cache.offset += keys.shape[2]
-    return all_keys, all_values
+    if result is not None:
+        cache.offset += keys.shape[2]
+    return result
 
 
 def turn_and_append(cache: Any, heads: mx.array, rotary: _ext.Rotary) -> tuple[mx.array, mx.array, mx.array] | None:
     """Turned queries of a layer's heads, and its turned keys and its values with those of the cache before them."""
     result = _ext.turn_into_cache(heads, cache.keys, cache.values, rotary, cache.offset)
-    if result is None:
-        return None
-    queries, cache.keys, cache.values, keys, values = result
-    cache.offset += heads.shape[2]
-    return queries, keys, values
+    if result is not None:
+        cache.offset += heads.shape[2]
+    return result
 
 
 def attend(cache: Any, heads: mx.array, rotary: _ext.Rotary, scale: float) -> mx.array | None:
     """A token's attention over what the cache holds and its own keys and values, from its heads on."""
     result = _ext.attend_with_cache(heads, cache.keys, cache.values, rotary, cache.offset, scale)
-    if result is None:
-        return None
-    y, cache.keys, cache.values = result
-    cache.offset += 1
-    return y
+    if result is not None:
+        cache.offset += 1
+    return result
 
 
-def update_and_fetch(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    """``KVCache.update_and_fetch`` of mlx-lm, which makes room where there is none."""
-    plain = sys.modules["mlx_lm.models.cache"].KVCache
-    if type(cache) is plain and cache.keys is not None:
-        result = append(cache, keys, values)
-        if result is not None:
-            return result
-    return plain.update_and_fetch.__wrapped__(cache, keys, values)
+def update_and_fetch(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:
+    """``KVCache.update_and_fetch`` of mlx-lm, but where the cache has no room yet."""
+    if type(cache) is sys.modules["mlx_lm.models.cache"].KVCache and cache.keys is not None:
+        return append(cache, keys, values)
+    return None

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -84,6 +85,13 @@ def _rotary_of(owner: nn.Module) -> tuple[_ext.Rotary | None, list[str]]:
     return _ext.Rotary(rope.dims, **turn), ["rope", "q_norm", "k_norm"]
 
 
+def _numbers_of(module: nn.Module) -> tuple[Callable[[Any], Any], Any]:
+    """What of a module is no array, and how to ask for it."""
+    names = [name for name in vars(module) if not name.startswith("_")]
+    ask = operator.attrgetter(*names)
+    return ask, ask(module)
+
+
 class _Joined:
     """Linear layers of one input as one layer, and what turns its heads, for as long as they are what they were."""
 
@@ -104,9 +112,12 @@ class _Joined:
                 layer[name] = whole[first:end]
                 self.arrays.append((layer, name, layer[name]))
         self.rotary, turning = _rotary_of(owner)
-        for module in turning:
-            self.layers.append((module, owner[module]))
-            self.arrays += [(owner[module], name, owner[module][name]) for name in owner[module]]
+        self.numbers = []
+        for name in turning:
+            module = owner[name]
+            self.layers.append((name, module))
+            self.arrays += [(module, array, module[array]) for array in module]
+            self.numbers.append((module, *_numbers_of(module)))
         mx.eval(self.layer.parameters(), [array for _, _, array in self.arrays])
 
     def is_current(self, owner: nn.Module) -> bool:
@@ -115,6 +126,9 @@ class _Joined:
                 return False
         for layer, name, array in self.arrays:
             if layer.get(name) is not array:
+                return False
+        for module, ask, numbers in self.numbers:
+            if ask(module) != numbers:
                 return False
         return True
 

@@ -44,7 +44,7 @@ class _Patch:
             setattr(self._owner, self._name, self._original)
 
     def configure(self, strict: bool) -> None:
-        self._stand_in.strict = strict
+        self._stand_in.strict = strict and not self._seam.partial
 
 
 class _OnImport(importlib.abc.MetaPathFinder):

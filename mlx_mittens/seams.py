@@ -58,6 +58,7 @@ class Seam:
     attempt: Attempt
     parameters: tuple[str, ...] = ()  # of a Python function, which must be these; mx's own are those of its version
     optional: bool = False  # a package that need not be installed; patched once it is imported
+    partial: bool = False  # some calls are the original's in strict mode too
 
     @property
     def name(self) -> str:
@@ -127,6 +128,7 @@ SEAMS = [
         caches.update_and_fetch,
         ("self", "keys", "values"),
         optional=True,
+        partial=True,  # a cache that has no room makes it
     ),
     Seam("linear", "gemv", "mlx.nn", "Linear.__call__", _linear, ("self", "x")),
     Seam("linear", "gemv", "mlx.nn", "Embedding.as_linear", _embedding_as_linear, ("self", "x")),

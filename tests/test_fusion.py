@@ -16,7 +16,6 @@ from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_mittens as mm
-from mlx_mittens import _ext
 from mlx_mittens.fused_attention import joined_attention
 
 FUSED = ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b"]
@@ -99,48 +98,6 @@ def test_caches_of_a_converted_model(rng, monkeypatch, name):
         )
 
 
-def test_appending_to_a_cache(rng):
-    draw = lambda tokens, width: mx.array(rng.normal(size=(2, 3, tokens, width)).astype(np.float32))
-    buffers, fresh = (draw(9, 8), draw(9, 5)), (draw(4, 8), draw(4, 5))
-    for first in (0, 3, 5):
-        *whole, keys, values = _ext.append_to_cache(*buffers, *fresh, first)
-        for buffer, new, all_, seen in zip(buffers, fresh, whole, (keys, values), strict=True):
-            expected = np.array(buffer)
-            expected[:, :, first : first + 4] = np.array(new)
-            np.testing.assert_array_equal(np.array(all_), expected)
-            np.testing.assert_array_equal(np.array(seen), expected[:, :, : first + 4])
-    assert _ext.append_to_cache(*buffers, *fresh, 6) is None
-    assert _ext.append_to_cache(*buffers, fresh[0], fresh[1][:1], 0) is None
-    assert _ext.append_to_cache(*buffers, *fresh, -1) is None
-
-
-def test_a_token_attends_with_its_cache(rng, native):
-    draw = lambda heads, tokens: mx.array(rng.normal(size=(2, heads, tokens, 64)).astype(np.float32))
-    heads, buffers, rotary = draw(4 + 2 + 2, 1), (draw(2, 9), draw(2, 9)), _ext.Rotary(64, 10000.0)
-    for first in (0, 5, 8):
-        y, *whole = _ext.attend_with_cache(heads, *buffers, rotary, first, 0.125)
-        queries, *expected = mm.rope_append(heads, *buffers, 64, base=10000.0, offset=first)
-        assert all(mx.array_equal(a, b) for a, b in zip(whole, expected, strict=True))
-        k, v = (a[:, :, : first + 1] for a in expected)
-        attended = mx.fast.scaled_dot_product_attention(queries, k, v, scale=0.125).reshape(2, 1, -1)
-        np.testing.assert_allclose(np.array(y), np.array(attended), rtol=1e-4, atol=1e-5)
-    assert _ext.attend_with_cache(heads, *buffers, rotary, 9, 0.125) is None  # no room
-    assert _ext.attend_with_cache(draw(8, 2), *buffers, rotary, 0, 0.125) is None  # two tokens
-    assert _ext.attend_with_cache(draw(4, 1), *buffers, rotary, 0, 0.125) is None  # no queries
-    assert _ext.attend_with_cache(heads.astype(mx.float16), *buffers, rotary, 0, 0.125) is None  # another type
-
-
-def test_a_few_tokens_go_into_their_cache(rng, native):
-    draw = lambda heads, tokens: mx.array(rng.normal(size=(2, heads, tokens, 64)).astype(np.float32))
-    heads, buffers, rotary = draw(8, 3), (draw(2, 9), draw(2, 9)), _ext.Rotary(64, 10000.0)
-    for first in (0, 6):
-        *whole, keys, values = _ext.turn_into_cache(heads, *buffers, rotary, first)
-        expected = mm.rope_append(heads, *buffers, 64, base=10000.0, offset=first)
-        seen = [a[:, :, : first + 3] for a in expected[1:]]
-        assert all(mx.array_equal(a, b) for a, b in zip([*whole, keys, values], [*expected, *seen], strict=True))
-    assert _ext.turn_into_cache(heads, *buffers, rotary, 7) is None  # no room
-
-
 @pytest.mark.parametrize("bits", [4, None])
 def test_joined_projections_follow_their_weights(rng, bits):
     """What was joined is given up once a layer has other weights, and a copy of the model is joined as it was."""
@@ -167,6 +124,31 @@ def test_joined_projections_follow_their_weights(rng, bits):
     for each in (model, plain):
         each.update(copy.deepcopy(other.parameters()))
     check(model, plain, joined=0)
+
+
+@pytest.mark.parametrize(
+    "name, module, attribute, value",
+    [
+        ("qwen3-0.6b", "rope", "base", 100.0),
+        ("qwen3-0.6b", "rope", "scale", 0.5),
+        ("qwen3-0.6b", "rope", "dims", 8),
+        ("qwen3-0.6b", "rope", "traditional", True),
+        ("qwen3-0.6b", "k_norm", "eps", 1.0),
+        ("llama-3.2-1b", "rope", "traditional", True),
+        ("llama-3.2-1b", "rope", "_freqs", mx.full((32,), 3.0)),
+    ],
+)
+def test_a_rotary_embedding_follows_its_module(rng, name, module, attribute, value):
+    plain = tiny.build(name, mx.float32, None)
+    converted = mm.nn.convert(copy.deepcopy(plain))
+    prompt, following = mx.array(rng.integers(1, 300, (1, 9))), mx.array(rng.integers(1, 300, (1, 1)))
+    before = logits(plain, prompt, following)[1]
+    for model in (plain, converted):
+        for layer in model.layers:
+            setattr(layer.self_attn[module], attribute, value)
+    expected, found = logits(plain, prompt, following)[1], logits(converted, prompt, following)[1]
+    assert np.abs(expected - before).max() > 1e-2
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 class Clipped(llama.Attention):

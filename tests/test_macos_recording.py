@@ -32,7 +32,7 @@ def build(metal: pathlib.Path = METAL) -> str:
     library = pathlib.Path(tempfile.mkdtemp(prefix="mlx-mittens-")) / "recorder.so"
     command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-D_METAL_", "-o", str(library)]
     command += [f"-I{mlx / 'include'}", *(f"-I{ROOT / folder}" for folder in ("tests/macos/recording", "csrc", "metal"))]
-    command += [str(metal), str(ROOT / "tests" / "macos" / "recorder.cpp")]
+    command += [str(metal), str(ROOT / "csrc" / "launch" / "shared_buffer.cpp"), str(ROOT / "tests" / "macos" / "recorder.cpp")]
     command += [f"-L{mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{mlx / 'lib'}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

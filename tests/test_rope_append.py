@@ -2,7 +2,6 @@
 
 import copy
 import math
-import threading
 
 import mlx.core as mx
 import numpy as np
@@ -116,72 +115,6 @@ def test_buffers_are_updated_in_place(native, rng):
     assert address(new_keys) != places[0] and address(values) == places[1]
     assert_same_bits(keys, before, "keys")
     assert not mx.array_equal(new_keys[:, :, 9], keys[:, :, 9])
-
-
-def test_a_step_ahead(executor, rng):
-    """A loop that hands over a step before the last is done, as generation does: one buffer, and the same values."""
-    heads, keys, values, *_ = draw(rng, case_of(1, 4, 2, 1, 64))
-    keys, values = (mx.zeros((1, 2, 40, 64)) + mx.array(0.0) for _ in range(2))
-    twin = [mx.array(np.array(keys)), mx.array(np.array(values))]
-    mx.eval(keys, values, twin)
-    place, waited, attended = address(keys), None, []
-    rotary = _ext.Rotary(64, 1e4)
-    for offset in range(40):
-        y, keys, values = _ext.attend_with_cache(heads + offset, keys, values, rotary, offset, 0.125)
-        attended.append(y.sum())
-        mx.async_eval(attended[-1])
-        if waited is not None:
-            mx.eval(waited)
-        waited = attended[-1]
-    mx.eval(keys, values)
-    assert executor == "gpu" or address(keys) == place
-    for offset in range(40):
-        q, *twin = OP.twin(heads + offset, *twin, None, None, None, dims=64, base=1e4, offset=offset, eps=None)
-        k, v = (a[:, :, : offset + 1] for a in twin)
-        assert_near(attended[offset], mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125).sum(), "y", 1e-3)
-    assert_near(keys, twin[0], "keys", 1e-5)
-    assert_near(values, twin[1], "values", 1e-5)
-
-
-def test_buffers_are_there_for_other_threads(native, rng):
-    """What was evaluated is all of a step: its stream is of the thread that took it."""
-    heads, keys, values, *_ = draw(rng, case_of(1, 4, 2, 1, 64))
-    expected = mm.rope_append(heads, keys, values, 64, base=1e4, offset=3)
-    mx.eval(expected)
-    left = []
-
-    def work():
-        with mx.stream(mx.new_stream(mx.cpu)):
-            y, *buffers = _ext.attend_with_cache(heads, keys, values, _ext.Rotary(64, 1e4), 3, 0.125)
-            mx.async_eval(y)
-            left.extend(buffers)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    for a, b in zip(left, expected[1:], strict=True):
-        assert_same_bits(a, b, "buffer")
-
-
-def test_what_somebody_looks_at_stays(executor, rng):
-    """Views of a buffer, whether they were evaluated or not, and whether its work is done or not."""
-    heads, keys, values, *_ = draw(rng, case_of(1, 4, 2, 1, 64))
-    rotary = _ext.Rotary(64, 1e4)
-    seen = []
-    for offset in range(12):
-        y, keys, values = _ext.attend_with_cache(heads + offset, keys, values, rotary, offset, 0.125)
-        mx.async_eval(y)
-        seen.append((keys[:, :, : offset + 1], values[:, :, : offset + 1], mx.array(keys)))
-        if offset % 3 == 0:
-            mx.async_eval(seen[-1])
-        heads = -heads  # another row at the same place would be seen
-        _, other, _ = _ext.attend_with_cache(heads, keys, values, rotary, 0, 0.125)
-        mx.async_eval(other)
-    whole = np.array(keys)
-    for offset, (k, v, all_) in enumerate(seen):
-        np.testing.assert_array_equal(np.array(k), whole[:, :, : offset + 1])
-        np.testing.assert_array_equal(np.array(v), np.array(values)[:, :, : offset + 1])
-        np.testing.assert_array_equal(np.array(all_)[:, :, : offset + 1], whole[:, :, : offset + 1])
 
 
 def test_the_same_buffer_for_both(executor, rng):

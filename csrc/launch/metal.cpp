@@ -8,6 +8,7 @@
 
 #ifdef _METAL_
 #include "launch/frontend.h"
+#include "launch/shared_buffer.h"
 #include "launch/visitor.h"
 #include "mlx/backend/metal/device.h"
 #endif
@@ -58,7 +59,8 @@ bool built() {
 }
 
 void keep_until_done(const mx::array& array, mx::Stream stream) {
-  mx::metal::get_command_encoder(stream).add_temporary(array);
+  // Not one of MLX's temporaries: work of another command encoder that reads such an array is not held back by its fence.
+  mx::metal::get_command_encoder(stream).get_command_buffer()->addCompletedHandler([array](MTL::CommandBuffer*) {});
 }
 
 void run(const Launch& launch, mx::Stream stream) {
@@ -75,7 +77,12 @@ void run(const Launch& launch, mx::Stream stream) {
   for (size_t i = 0; i < launch.arguments.size(); ++i) {
     const int index = static_cast<int>(i);
     std::visit(Visitor{
-                   [&](const Input& input) { encoder.set_input_array(input.array, index, input.offset); },
+                   [&](const Input& input) {
+                     encoder.set_input_array(input.array, index, input.offset);
+                     if (owner_of(input.array)) {  // what writes over it next has to wait
+                       encoder.register_output_array(input.array);
+                     }
+                   },
                    [&](const Output& output) {
                      mx::array array = output.array;
                      if (output.updated) {  // then it is an input too

@@ -37,9 +37,9 @@ const BufferOwner* owner_of(const mx::array& array) {
   return std::get_deleter<BufferOwner>(array.data_shared_ptr());
 }
 
-void count_apart(mx::array& array, mx::Stream stream, std::vector<mx::array> buffers) {
+void count_apart(mx::array& array, std::vector<mx::array> carried) {
   const Memory memory = memory_of(array);
-  const std::shared_ptr<void> owner(static_cast<void*>(nullptr), BufferOwner{memory, stream, std::move(buffers)});
+  const std::shared_ptr<void> owner(static_cast<void*>(nullptr), BufferOwner{memory, std::move(carried)});
   descriptor(array)->data = Memory(owner, memory.get());
 }
 
@@ -52,14 +52,18 @@ mx::array uncounted(const mx::array& array) {
 
 Promised::Promised(const mx::array& array) : descriptor_(descriptor(array)) {}
 
-void Promised::fulfil(const mx::array& buffer, const mx::array& with, mx::Stream stream) const {
+bool Promised::is(const mx::array& array) const {
+  return descriptor_.lock() == descriptor(array);
+}
+
+void Promised::fulfil(const mx::array& buffer, const mx::array& with) const {
   using Descriptor = std::remove_reference_t<decltype(*descriptor(buffer))>;
   const auto promised = std::static_pointer_cast<Descriptor>(descriptor_.lock());
   if (!promised || promised->status != mx::array::Status::unscheduled) {
     return;
   }
   mx::array given = uncounted(buffer);
-  count_apart(given, stream);
+  count_apart(given);
   const auto& from = descriptor(given);
   promised->strides = from->strides;
   promised->flags = from->flags;
@@ -74,10 +78,10 @@ bool same_memory(const mx::array& a, const mx::array& b) {
   return a.data_shared_ptr().get() == b.data_shared_ptr().get();
 }
 
-bool is_donatable(const mx::array& input, size_t outputs, mx::Stream stream) {
-  const BufferOwner* owner = owner_of(input);
-  return descriptor(input).use_count() == static_cast<long>(outputs) && input.data_shared_ptr().use_count() == 1 &&
-      (!owner || owner->stream == stream);
+bool is_donatable(const mx::array& input, size_t outputs) {
+  const Memory& data = input.data_shared_ptr();
+  return descriptor(input).use_count() == static_cast<long>(outputs) && data && data.use_count() == 1 &&
+      data->is_owned();
 }
 
 }  // namespace mittens

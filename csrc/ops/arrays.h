@@ -10,7 +10,7 @@ namespace mittens {
 // The output gets the memory of a donor of its shape and dtype that nobody else needs, else memory of its own. `outputs`
 // of the primitive hold the donor as their input.
 inline void take_or_allocate(mx::array& output, const mx::array& donor, mx::Stream stream, size_t outputs = 1) {
-  if (is_donatable(donor, outputs, stream) && donor.flags().row_contiguous && donor.data_size() == output.size()) {
+  if (is_donatable(donor, outputs) && donor.flags().row_contiguous && donor.data_size() == output.size()) {
     output.copy_shared_buffer(donor);
   } else {
     allocate_output(output, stream);

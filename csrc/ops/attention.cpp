@@ -24,19 +24,22 @@ namespace {
 
 constexpr const char* op = "scaled_dot_product_attention";
 
-// Why the call cannot run on the stream, or an empty string.
-std::string not_covered(const AttentionCall& call, mx::Stream stream) {
-  const int bits = call.options.bits;
-  if (!has_kernels(call.queries.dtype())) {
+// Why a call of these shapes, in elements, cannot run on the stream, or an empty string.
+std::string not_covered(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
+                        const AttentionOptions& options, mx::Stream stream) {
+  const int bits = options.bits;
+  if (!has_kernels(dtype)) {
     return "float64";
   }
   if (bits != 0 && bits != 4 && bits != 8) {
     return std::to_string(bits) + " bits";
   }
   const bool kernels = stream.device == mx::Device::gpu || simulator_enabled();
-  return kernels ? attention_not_covered(call.queries.shape(), unpacked(call.keys[0], bits),
-                                         unpacked(call.values[0], bits), call.options)
-                 : "";
+  return kernels ? attention_not_covered(queries, keys, values, options) : "";
+}
+
+bool has_empty(const mx::Shape& shape) {
+  return std::count(shape.begin(), shape.end(), 0) > 0;
 }
 
 }  // namespace
@@ -151,10 +154,12 @@ std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, i
 AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
   const mx::Shape scores = call.scores_shape();
   const mx::Shape shape = {scores[0], scores[1], scores[2], call.value_width()};
-  if (scores[3] == 0 || std::count(shape.begin(), shape.end(), 0) > 0) {
+  if (scores[3] == 0 || has_empty(shape)) {
     return mx::zeros(shape, call.queries.dtype(), stream);
   }
-  std::string reason = not_covered(call, stream);
+  const int bits = call.options.bits;
+  std::string reason = not_covered(call.queries.shape(), unpacked(call.keys[0], bits), unpacked(call.values[0], bits),
+                                   call.queries.dtype(), call.options, stream);
   if (!reason.empty()) {
     left_to_mx(op, std::move(reason));
     return call;
@@ -225,6 +230,20 @@ std::optional<mx::array> attempt_attention(const mx::array& q, const mx::array& 
                                            const MaskArgument& mask, const std::optional<mx::array>& sinks,
                                            std::optional<int> window, bool, mx::StreamOrDevice where) {
   return found_in(checked(q, k, v, scale, mask, sinks, window, where));
+}
+
+std::shared_ptr<mx::Primitive> attempt_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,
+                                                           mx::Dtype dtype, float scale, mx::Stream stream) {
+  check_heads(op, q, k, v);
+  if (has_empty(q) || has_empty(k) || has_empty(v)) {
+    return nullptr;
+  }
+  const AttentionOptions options{.scale = scale};
+  if (std::string reason = not_covered(q, k, v, dtype, options, stream); !reason.empty()) {
+    left_to_mx(op, std::move(reason));
+    return nullptr;
+  }
+  return attention_primitive(options, stream);
 }
 
 }  // namespace mittens

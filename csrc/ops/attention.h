@@ -1,6 +1,7 @@
 // What the attention ops share: the checks of their arguments, and the primitive.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -43,6 +44,7 @@ std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, i
                                    mx::Stream stream);
 
 mx::array apply_attention(AttentionCall call, mx::Stream stream);
+std::shared_ptr<mx::Primitive> attention_primitive(const AttentionOptions& options, mx::Stream stream);
 
 // A call's result, or the call itself where it is left to mx.
 using AttentionResult = std::variant<mx::array, AttentionCall>;
@@ -56,5 +58,10 @@ std::optional<mx::array> found_in(const AttentionResult& result);
 std::optional<mx::array> attempt_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                                            const MaskArgument& mask, const std::optional<mx::array>& sinks,
                                            std::optional<int> window, bool force_fused, mx::StreamOrDevice where);
+
+// The primitive of a call without mask and sinks, of queries, keys and values of these shapes; none where no kernel covers
+// it or there is nothing to do.
+std::shared_ptr<mx::Primitive> attempt_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,
+                                                           mx::Dtype dtype, float scale, mx::Stream stream);
 
 }  // namespace mittens

@@ -250,4 +250,8 @@ mx::array apply_attention(AttentionCall call, mx::Stream stream) {
   return Attention::apply(std::move(call), stream);
 }
 
+std::shared_ptr<mx::Primitive> attention_primitive(const AttentionOptions& options, mx::Stream stream) {
+  return std::make_shared<Attention>(stream, options);
+}
+
 }  // namespace mittens

@@ -6,10 +6,12 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
 #include "mlx/ops.h"
 #include "ops/attention.h"
+#include "ops/checks.h"
 #include "ops/registry.h"
 #include "ops/rope_append.h"
 
@@ -52,21 +54,29 @@ std::pair<mx::array, mx::array> appended(const mx::array& buffer, const mx::arra
   return {whole, tokens_until(whole, stop[tokens_axis])};
 }
 
-using Cached = std::tuple<mx::array, mx::array, mx::array, mx::array>;
+// The buffers become what they are now, as by mx's own assignment to a part of an array: who else holds the Python
+// objects sees it too.
+void replace(mx::array& keys, mx::array& values, const mx::array& new_keys, const mx::array& new_values) {
+  keys.overwrite_descriptor(new_keys);
+  values.overwrite_descriptor(new_values);
+}
 
-std::optional<Cached> append_to_cache(const mx::array& keys, const mx::array& values, const mx::array& new_keys,
-                                      const mx::array& new_values, int first) {
+using Seen = std::pair<mx::array, mx::array>;
+
+std::optional<Seen> append_to_cache(mx::array& keys, mx::array& values, const mx::array& new_keys,
+                                    const mx::array& new_values, int first) {
   if (!has_room(keys, new_keys, first) || !has_room(values, new_values, first)) {
     return std::nullopt;
   }
   const auto [all_keys, seen_keys] = appended(keys, new_keys, first);
   const auto [all_values, seen_values] = appended(values, new_values, first);
-  return Cached{all_keys, all_values, seen_keys, seen_values};
+  replace(keys, values, all_keys, all_values);
+  return Seen{seen_keys, seen_values};
 }
 
-// The same for a layer's heads of queries, keys and values, of which it turns queries and keys.
-std::optional<Appended> turn_and_append(const mx::array& heads, const mx::array& keys, const mx::array& values,
-                                        const Rotary& rotary, int first) {
+// The append of a layer's heads of queries, keys and values, of which it turns queries and keys.
+std::optional<Append> append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
+                                const Rotary& rotary, int first, mx::Stream stream) {
   if (heads.ndim() != 4 || keys.ndim() != 4 || heads.shape(1) <= 2 * keys.shape(1)) {
     return std::nullopt;
   }
@@ -76,53 +86,63 @@ std::optional<Appended> turn_and_append(const mx::array& heads, const mx::array&
       return std::nullopt;
     }
   }
-  return attempt_rope_append(heads, keys, values, rotary, first, first, {});
+  return rope_append_of(heads, keys, values, rotary, first, first, stream);
 }
 
-using TurnedAndCached = std::tuple<mx::array, mx::array, mx::array, mx::array, mx::array>;
+using TurnedAndSeen = std::tuple<mx::array, mx::array, mx::array>;
 
-std::optional<TurnedAndCached> turn_into_cache(const mx::array& heads, const mx::array& keys, const mx::array& values,
-                                               const Rotary& rotary, int first) {
-  const auto all = turn_and_append(heads, keys, values, rotary, first);
-  if (!all) {
+std::optional<TurnedAndSeen> turn_into_cache(const mx::array& heads, mx::array& keys, mx::array& values,
+                                             const Rotary& rotary, int first) {
+  auto append = append_of(heads, keys, values, rotary, first, checks::stream("turn_into_cache", {}));
+  if (!append) {
     return std::nullopt;
   }
+  const CacheStep step = apply_rope_append(*std::move(append));
   const int end = first + heads.shape(tokens_axis);
-  return TurnedAndCached{all->queries, all->keys, all->values, tokens_until(all->keys, end),
-                         tokens_until(all->values, end)};
+  replace(keys, values, step.keys, step.values);
+  return TurnedAndSeen{step.result, tokens_until(step.keys, end), tokens_until(step.values, end)};
 }
 
-using Attended = std::tuple<mx::array, mx::array, mx::array>;
-
 // A token's attention over a cache, from its heads on.
-std::optional<Attended> attend_with_cache(const mx::array& heads, const mx::array& keys, const mx::array& values,
-                                          const Rotary& rotary, int first, float scale) {
+std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& keys, mx::array& values,
+                                           const Rotary& rotary, int first, float scale) {
   if (heads.ndim() != 4 || heads.shape(tokens_axis) != 1) {
     return std::nullopt;
   }
-  const auto all = turn_and_append(heads, keys, values, rotary, first);
-  if (!all) {
+  const mx::Stream stream = checks::stream("attend_with_cache", {});
+  auto append = append_of(heads, keys, values, rotary, first, stream);
+  if (!append) {
     return std::nullopt;
   }
-  const auto [seen_keys, seen_values] = seen_by_kernels(*all, first + 1);
-  const auto y =
-      attempt_attention(all->queries, seen_keys, seen_values, scale, {}, std::nullopt, std::nullopt, false, {});
-  if (!y) {
+  mx::Shape shapes[] = {heads.shape(), keys.shape(), values.shape()};
+  shapes[0][1] -= 2 * keys.shape(1);
+  shapes[1][tokens_axis] = shapes[2][tokens_axis] = first + 1;
+  auto attention = attempt_attention_primitive(shapes[0], shapes[1], shapes[2], heads.dtype(), scale, stream);
+  if (!attention) {
     return std::nullopt;
   }
-  return Attended{mx::reshape(*y, {y->shape(0), 1, -1}), all->keys, all->values};
+  if (is_traced(*append)) {
+    const CacheStep step = apply_rope_append(*std::move(append));
+    const mx::array y(shapes[0], heads.dtype(), std::move(attention),
+                      {step.result, tokens_until(step.keys, first + 1), tokens_until(step.values, first + 1)});
+    replace(keys, values, step.keys, step.values);
+    return mx::reshape(y, {y.shape(0), 1, -1}, stream);
+  }
+  const CacheStep step = cache_step(*std::move(append), Attending{std::move(attention), shapes[0], first + 1});
+  replace(keys, values, step.keys, step.values);
+  return step.result;
 }
 
 void bind(nb::module_& module) {
   module.def("append_to_cache", &append_to_cache, "keys"_a, "values"_a, "new_keys"_a, "new_values"_a, "first"_a,
-             "The buffers of keys and values with new tokens from `first` on, and both up to the last of them; none "
-             "if there is no room.");
+             "Puts new tokens into the buffers of keys and values from `first` on. Both up to the last of them; none if "
+             "there is no room.");
   module.def("turn_into_cache", &turn_into_cache, "heads"_a, "keys"_a, "values"_a, "rotary"_a, "first"_a,
-             "The turned queries of a layer's heads, the buffers with its turned keys and its values from `first` on, "
-             "and both up to the last of them; none if there is no room.");
+             "Puts the turned keys and the values of a layer's heads into their buffers from `first` on. The turned "
+             "queries, and the keys and values up to the last of them; none if there is no room.");
   module.def("attend_with_cache", &attend_with_cache, "heads"_a, "keys"_a, "values"_a, "rotary"_a, "first"_a, "scale"_a,
-             "Attention of one token, [batch, 1, heads * width], from a layer's heads of queries, keys and values on, "
-             "and the buffers with its keys and values; none if there is no room or no kernel covers it.");
+             "Puts the keys and values of one token's heads into their buffers. Its attention over all so far, [batch, 1, "
+             "heads * width]; none if there is no room or no kernel covers it.");
 }
 
 const Register registered(bind);

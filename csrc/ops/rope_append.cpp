@@ -58,7 +58,24 @@ Turn turn_of(const Rotary& rotary, int offset, int start) {
           .has_norms = rotary.query_norm.has_value()};
 }
 
-Appended compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream s) {
+Arrays inputs_of(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary,
+                 mx::Stream stream) {
+  Arrays inputs;
+  inputs.reserve(6);
+  inputs.push_back(heads);
+  inputs.push_back(keys);
+  inputs.push_back(values);
+  if (rotary.freqs) {
+    inputs.push_back(mx::astype(*rotary.freqs, mx::float32, stream));
+  }
+  if (rotary.query_norm) {
+    inputs.push_back(*rotary.query_norm);
+    inputs.push_back(*rotary.key_norm);
+  }
+  return inputs;
+}
+
+CacheStep compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream s) {
   const mx::array& heads = inputs[0];
   const int key_heads = inputs[1].shape(1);
   const int query_heads = heads.shape(1) - 2 * key_heads;
@@ -78,16 +95,14 @@ Appended compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream 
     end[tokens_axis] = turn.start + fresh.shape(tokens_axis);
     return mx::slice_update(buffer, fresh, begin, end, s);
   };
-  return {parts[0], appended(inputs[1], parts[1]), appended(inputs[2], parts[2]), false};
+  return {parts[0], appended(inputs[1], parts[1]), appended(inputs[2], parts[2])};
 }
 
 // heads, buffers of keys and of values, frequencies and norms of queries and of keys, if there are any -> queries and
 // the buffers, in place where nobody else needs them.
 class RopeAppend : public KernelPrimitive {
  public:
-  // outputs: how many arrays hold the inputs.
-  RopeAppend(mx::Stream stream, const Turn& turn, size_t outputs)
-      : KernelPrimitive(stream), turn_(turn), outputs_(outputs) {}
+  RopeAppend(mx::Stream stream, const Turn& turn) : KernelPrimitive(stream), turn_(turn) {}
 
   const char* name() const override {
     return "MittensRopeAppend";
@@ -121,8 +136,9 @@ class RopeAppend : public KernelPrimitive {
 
   void allocate(const Arrays& inputs, Arrays& outputs) override {
     allocate_output(outputs[0], stream());
-    take_or_allocate(outputs[1], inputs[1], stream(), outputs_);
-    take_or_allocate(outputs[2], inputs[2], stream(), outputs_);
+    const size_t holders = 1 + outputs[0].siblings().size();
+    take_or_allocate(outputs[1], inputs[1], stream(), holders);
+    take_or_allocate(outputs[2], inputs[2], stream(), holders);
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
@@ -220,8 +236,8 @@ class RopeAppend : public KernelPrimitive {
   }
 
   Arrays composed(const Arrays& inputs) override {
-    Appended result = compose_rope_append(inputs, turn_, stream());
-    return {result.queries, result.keys, result.values};
+    CacheStep step = compose_rope_append(inputs, turn_, stream());
+    return {step.result, step.keys, step.values};
   }
 
  private:
@@ -255,96 +271,6 @@ class RopeAppend : public KernelPrimitive {
   }
 
   Turn turn_;
-  size_t outputs_;
-};
-
-// The same with the queries alone as its output, which carries the buffers for CacheBuffer: what else a primitive
-// puts out MLX holds until its work is done. It has no derivatives.
-class RopeAppendInPlace : public mx::Primitive {
- public:
-  RopeAppendInPlace(mx::Stream stream, const Turn& turn) : mx::Primitive(stream), append_(stream, turn, 1) {}
-
-  // The arrays of the buffers, which are evaluated with the queries, as other outputs are: who holds them may be another
-  // thread, where the stream is not.
-  void promise(const mx::array& keys, const mx::array& values) {
-    promised_ = {Promised(keys), Promised(values)};
-  }
-
-  const char* name() const override {
-    return append_.name();
-  }
-
-  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
-    Arrays all = with_buffers(inputs, outputs);
-    append_.eval_gpu(inputs, all);
-    carry(inputs, all);
-  }
-
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    Arrays all = with_buffers(inputs, outputs);
-    append_.eval_cpu(inputs, all);
-    carry(inputs, all);
-  }
-
- private:
-  static Arrays with_buffers(const Arrays& inputs, const Arrays& outputs) {
-    Arrays all = outputs;
-    for (int i : {1, 2}) {
-      all.emplace_back(inputs[i].shape(), inputs[i].dtype(), nullptr, Arrays{});
-    }
-    return all;
-  }
-
-  void carry(const Arrays& inputs, Arrays& all) {
-    Arrays buffers;
-    for (int i : {1, 2}) {
-      if (!same_memory(all[i], inputs[i])) {
-        keep_until_done(all[i], stream());
-      }
-      buffers.push_back(uncounted(all[i]));
-    }
-    for (size_t i = 0; i < promised_.size(); ++i) {
-      promised_[i].fulfil(buffers[i], all[0], stream());
-    }
-    count_apart(all[0], stream(), std::move(buffers));
-  }
-
-  RopeAppend append_;
-  std::vector<Promised> promised_;
-};
-
-// A buffer that RopeAppendInPlace's output carries: all of it, or the first `end` tokens.
-class CacheBuffer : public mx::Primitive {
- public:
-  CacheBuffer(mx::Stream stream, int which, std::optional<int> end) : mx::Primitive(stream), which_(which), end_(end) {}
-
-  const char* name() const override {
-    return "MittensCacheBuffer";
-  }
-
-  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
-    take(inputs[0], outputs[0]);
-  }
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    take(inputs[0], outputs[0]);
-  }
-
- private:
-  void take(const mx::array& carrier, mx::array& output) {
-    const mx::array& buffer = owner_of(carrier)->buffers[which_];
-    if (end_) {
-      auto flags = buffer.flags();
-      flags.row_contiguous = flags.contiguous = *end_ == buffer.shape(tokens_axis);
-      flags.col_contiguous = false;
-      output.copy_shared_buffer(buffer, buffer.strides(), flags, buffer.data_size());
-    } else {
-      output.copy_shared_buffer(buffer);
-    }
-    count_apart(output, stream());
-  }
-
-  int which_;
-  std::optional<int> end_;
 };
 
 void check_buffer(const char* name, const mx::array& buffer, const mx::array& heads, int start) {
@@ -410,18 +336,12 @@ using Result = std::tuple<mx::array, mx::array, mx::array>;
 Result rope_append(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary,
                    int offset, std::optional<int> start, mx::StreamOrDevice where) {
   const int first = start.value_or(offset);
-  if (auto result = attempt_rope_append(heads, keys, values, rotary, offset, first, where)) {
-    return {std::move(result->queries), std::move(result->keys), std::move(result->values)};
-  }
-  Arrays inputs = {heads, keys, values};
-  for (const auto* array : {&rotary.freqs, &rotary.query_norm, &rotary.key_norm}) {
-    if (*array) {
-      inputs.push_back(**array);
-    }
-  }
-  const Turn turn = turn_of(rotary, offset, first);
-  Appended result = compose_rope_append(inputs, turn, checks::stream(op, where));
-  return {std::move(result.queries), std::move(result.keys), std::move(result.values)};
+  const mx::Stream stream = checks::stream(op, where);
+  auto append = rope_append_of(heads, keys, values, rotary, offset, first, stream);
+  CacheStep step = append ? apply_rope_append(*std::move(append))
+                          : compose_rope_append(inputs_of(heads, keys, values, rotary, stream),
+                                                turn_of(rotary, offset, first), stream);
+  return {std::move(step.result), std::move(step.keys), std::move(step.values)};
 }
 
 Rotary make_rotary(int dims, std::optional<float> base, float scale, std::optional<mx::array> freqs,
@@ -442,11 +362,10 @@ const Register registered(bind);
 
 }  // namespace
 
-std::optional<Appended> attempt_rope_append(const mx::array& heads, const mx::array& keys, const mx::array& values,
-                                            const Rotary& rotary, int offset, int start, mx::StreamOrDevice where) {
+std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
+                                     const Rotary& rotary, int offset, int start, mx::Stream stream) {
   check(heads, keys, values, rotary, start);
   const mx::Dtype dtype = checks::floating(op, {{"heads", heads}});
-  const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
     return left_to_mx(op, "float64");
   }
@@ -458,49 +377,23 @@ std::optional<Appended> attempt_rope_append(const mx::array& heads, const mx::ar
   if (rotary.query_norm && (rotary.query_norm->dtype() != dtype || rotary.key_norm->dtype() != dtype)) {
     return left_to_mx(op, "norms of another type than the heads'");
   }
-  Arrays inputs;
-  inputs.reserve(6);
-  inputs.push_back(heads);
-  inputs.push_back(keys);
-  inputs.push_back(values);
-  if (rotary.freqs) {
-    inputs.push_back(mx::astype(*rotary.freqs, mx::float32, stream));
-  }
-  if (rotary.query_norm) {
-    inputs.push_back(*rotary.query_norm);
-    inputs.push_back(*rotary.key_norm);
-  }
-  const Turn turn = turn_of(rotary, offset, start);
-  if (std::any_of(inputs.begin(), inputs.end(), [](const mx::array& input) { return input.is_tracer(); })) {
-    auto primitive = std::make_shared<RopeAppend>(stream, turn, 3);
-    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-    Arrays outputs = mx::array::make_arrays(std::move(shapes), {dtype, dtype, dtype}, primitive, inputs);
-    return Appended{std::move(outputs[0]), std::move(outputs[1]), std::move(outputs[2]), false};
-  }
-  mx::Shape shape = heads.shape();
-  shape[1] -= 2 * keys.shape(1);
-  auto primitive = std::make_shared<RopeAppendInPlace>(stream, turn);
-  mx::array queries(std::move(shape), dtype, primitive, std::move(inputs));
-  const auto buffer = [&](int which, const mx::array& from) {
-    return mx::array(from.shape(), dtype, std::make_shared<CacheBuffer>(stream, which, std::nullopt), {queries});
-  };
-  mx::array all_keys = buffer(0, keys), all_values = buffer(1, values);
-  primitive->promise(all_keys, all_values);
-  return Appended{std::move(queries), std::move(all_keys), std::move(all_values), true};
+  return Append{std::make_shared<RopeAppend>(stream, turn_of(rotary, offset, start)),
+                inputs_of(heads, keys, values, rotary, stream)};
 }
 
-std::pair<mx::array, mx::array> seen_by_kernels(const Appended& appended, int end) {
-  const auto seen = [&](int which, const mx::array& buffer) {
-    mx::Shape shape = buffer.shape();
-    shape[tokens_axis] = end;
-    if (!appended.in_place) {
-      return mx::slice(buffer, mx::Shape(4, 0), shape);
-    }
-    const mx::Stream stream = appended.queries.primitive().stream();
-    return mx::array(std::move(shape), buffer.dtype(), std::make_shared<CacheBuffer>(stream, which, end),
-                     {appended.queries});
-  };
-  return {seen(0, appended.keys), seen(1, appended.values)};
+bool is_traced(const Append& append) {
+  return std::any_of(append.inputs.begin(), append.inputs.end(), [](const mx::array& a) { return a.is_tracer(); });
+}
+
+CacheStep apply_rope_append(Append append) {
+  if (!is_traced(append)) {
+    return cache_step(std::move(append), std::nullopt);
+  }
+  const mx::Dtype dtype = append.inputs[0].dtype();
+  std::vector<mx::Shape> shapes = append.primitive->output_shapes(append.inputs);
+  Arrays outputs =
+      mx::array::make_arrays(std::move(shapes), {dtype, dtype, dtype}, append.primitive, append.inputs);
+  return {std::move(outputs[0]), std::move(outputs[1]), std::move(outputs[2])};
 }
 
 }  // namespace mittens

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <optional>
-#include <utility>
+#include <variant>
 
 #include "mlx/utils.h"
-#include "ops/primitive.h"
+#include "ops/cache_step.h"
 
 namespace mittens {
 
@@ -20,20 +20,14 @@ struct Rotary {
   float eps = 0.0f;  // of the norms
 };
 
-// The queries, and the buffers of keys and values with the new tokens.
-struct Appended {
-  mx::array queries;
-  mx::array keys;
-  mx::array values;
-  bool in_place;  // whether a later call may update the buffers while work on them is on its way
-};
+// Checks a call and takes it in; none where no kernel covers it.
+std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
+                                     const Rotary& rotary, int offset, int start, mx::Stream stream);
 
-// None where no kernel covers the call.
-std::optional<Appended> attempt_rope_append(const mx::array& heads, const mx::array& keys, const mx::array& values,
-                                            const Rotary& rotary, int offset, int start, mx::StreamOrDevice where);
+// Whether a transformation is under way that looks at an append's inputs: then it needs an op with derivatives.
+bool is_traced(const Append& append);
 
-// The first `end` tokens of the keys and values, for kernels of ours on the same stream: what reads them does not keep
-// the buffers from being updated in place.
-std::pair<mx::array, mx::array> seen_by_kernels(const Appended& appended, int end);
+// The queries, and the buffers with the new tokens.
+CacheStep apply_rope_append(Append append);
 
 }  // namespace mittens

@@ -90,9 +90,6 @@ void CommandEncoder::register_output_array(const array& output) {
   }
 }
 
-// Launches run as they are recorded, while their caller still holds the arrays.
-void CommandEncoder::add_temporary(array) {}
-
 void CommandEncoder::dispatch_threadgroups(MTL::Size threadgroups, MTL::Size threads) {
   recording->threadgroups = threadgroups;
   recording->threads = threads;
