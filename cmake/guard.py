@@ -1,4 +1,4 @@
-"""Prints MLX's version, its CMake folder and nanobind's, as a CMake list; exits with a message where they do not fit."""
+"""Prints MLX's version, its folder and nanobind's, as a CMake list; exits with a message where they do not fit."""
 
 import importlib.metadata
 import importlib.util
@@ -41,7 +41,7 @@ def main() -> None:
         )
     if not any((mlx / "lib" / name).exists() for name in ("libmlx.so", "libmlx.dylib")):
         sys.exit(f"libmlx is not installed beside mlx {version}: pip install \"mlx[cpu]=={version}\"")
-    print(version, mlx / "share" / "cmake" / "MLX", nanobind / "cmake", sep=";")
+    print(version, mlx, nanobind, sep=";")
 
 
 if __name__ == "__main__":
