@@ -7,7 +7,8 @@
 // Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * weight) of its head, as
 // rms_norm has it.
 //
-// A simdgroup takes a head of a token: rows are short and few, so that what counts is that there is one launch.
+// A simdgroup takes 64 columns of a head of a token, so that a lane has one pair: rows are short and few, and what counts
+// is that there is one launch, and how long its longest chain is.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -31,12 +32,12 @@ struct Head {
 };
 
 template <typename T, bool Normed>
-inline void rotate_head(
+inline void rotate_part(
     Head<T, Normed> head, const device float* freqs, device T* target, constant RopeAppendParams& params, uint token,
-    uint lane) {
+    uint first, uint step) {
   const uint pairs = params.pairs;
   const float position = params.scale * float(params.offset + int(token));
-  for (uint i = lane; i < pairs; i += 32) {
+  for (uint i = first; i < pairs; i += step) {
     const float frequency =
         params.has_freqs ? 1.0f / freqs[i] : precise::exp2(-(float(i) / float(pairs)) * params.log2_base);
     const float angle = position * frequency;
@@ -47,7 +48,7 @@ inline void rotate_head(
     target[i] = T(x * c - y * s);
     target[pairs + i] = T(x * s + y * c);
   }
-  for (uint column = 2 * pairs + lane; column < params.width; column += 32) {
+  for (uint column = 2 * pairs + first; column < params.width; column += step) {
     target[column] = T(head.at(column));
   }
 }
@@ -68,8 +69,11 @@ template <typename T, bool Normed>
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const uint batch = group.x / params.tokens;
   const uint token = group.x % params.tokens;
-  const uint head = group.y * simdgroups + simdgroup;
   const uint width = params.width;
+  const uint parts = (width + 63) / 64;  // of a head
+  const uint head = (group.y * simdgroups + simdgroup) / parts;
+  const uint first = (group.y * simdgroups + simdgroup) % parts * 32 + lane;
+  const uint step = 32 * parts;
   if (head >= params.query_heads + 2 * params.key_heads) {
     return;
   }
@@ -78,7 +82,7 @@ template <typename T, bool Normed>
   if (head >= params.query_heads + params.key_heads) {
     const uint value_head = batch * params.key_heads + head - params.query_heads - params.key_heads;
     device T* target = values + (size_t(value_head) * params.value_capacity + params.first + token) * width;
-    for (uint column = lane; column < width; column += 32) {
+    for (uint column = first; column < width; column += step) {
       target[column] = row[column];
     }
     return;
@@ -100,8 +104,8 @@ template <typename T, bool Normed>
     }
     inverse = inverse_rms(simd_sum(sum), width, params.eps);
   }
-  rotate_head<T, Normed>(
-      Head<T, Normed>{row, is_query ? query_norm : key_norm, inverse}, freqs, target, params, token, lane);
+  rotate_part<T, Normed>(
+      Head<T, Normed>{row, is_query ? query_norm : key_norm, inverse}, freqs, target, params, token, first, step);
 }
 
 instantiate_types("rope_append", rope_append, false)

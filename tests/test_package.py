@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import mlx.core as mx
 import mlx_mittens as mm
@@ -29,12 +30,33 @@ def test_types_and_stub_are_installed():
     assert (pathlib.Path(mm.__file__).parent / "py.typed").exists()
 
 
+def run_beside_mlx(code: str, folder: pathlib.Path) -> subprocess.CompletedProcess:
+    """Without site there is no hook of an editable install; MLX is found all the same."""
+    packages = pathlib.Path(mx.__file__).parents[2 if mx.__file__.endswith("__init__.py") else 1]
+    return run_python(f"import sys; sys.path.append({str(packages)!r}); {code}", folder, "-S")
+
+
+def test_a_wheel_holds_all_that_it_needs(tmp_path):
+    """A kernel runs from what is in it alone."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True)
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path)
+    code = (
+        "import mlx.core as mx, mlx_mittens as mm; mx.set_default_device(mx.cpu); print(mm.__file__)\n"
+        "with mm.simulator.enabled(): mx.eval(mm.softmax(mx.ones((2, 8)), -1)); print(mm.stats())"
+    )
+    result = run_beside_mlx(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert str(tmp_path) in result.stdout and "simulator" in result.stdout
+    names = {path.relative_to(tmp_path / "mlx_mittens") for path in (tmp_path / "mlx_mittens").rglob("*")}
+    sources = {path.relative_to(ROOT) for path in (ROOT / "metal").rglob("*") if path.is_file()}
+    assert names >= {pathlib.Path("py.typed"), pathlib.Path("_ext.pyi"), *sources}
+
+
 def test_source_tree_without_a_build_says_how_to_build(tmp_path):
     shutil.copytree(ROOT / "mlx_mittens", tmp_path / "mlx_mittens", ignore=shutil.ignore_patterns("_ext*", "__pycache__"))
     shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
-    # Without site there is no hook of an editable install; MLX is found all the same.
-    packages = pathlib.Path(mx.__file__).parents[2 if mx.__file__.endswith("__init__.py") else 1]
-    result = run_python(f"import sys; sys.path.append({str(packages)!r}); import mlx_mittens", tmp_path, "-S")
+    result = run_beside_mlx("import mlx_mittens", tmp_path)
     assert result.returncode != 0
     assert "source folder" in result.stderr and 'pip install -e ".[cpu]"' in result.stderr
 

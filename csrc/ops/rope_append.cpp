@@ -160,12 +160,12 @@ class RopeAppend : public KernelPrimitive {
         .eps = turn_.eps,
         .has_freqs = turn_.has_freqs,
     };
-    constexpr uint32_t simdgroups = 4;  // of a threadgroup, each with a head
+    constexpr uint32_t simdgroups = 4;  // of a threadgroup, each with 64 columns of a head
+    const uint32_t parts = (shape.query_heads + 2 * shape.key_heads) * ceil_divide(shape.width, 64u);
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(heads.dtype(), "rope", turn_.has_norms ? "append_normed" : "append");
-    launch.threadgroups = {shape.batch * shape.tokens, ceil_divide(shape.query_heads + 2 * shape.key_heads, simdgroups),
-                           1};
+    launch.threadgroups = {shape.batch * shape.tokens, ceil_divide(parts, simdgroups), 1};
     launch.threads = {32 * simdgroups, 1, 1};
     add_view(launch, heads);
     // The first element of heads stands in for what is not there: each argument needs a buffer.
