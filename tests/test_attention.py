@@ -77,6 +77,22 @@ def test_long(rng, dtype, native, queries, keys):
     check(rng, (1, 2, 1, queries, keys, 64), dtype, "causal")
 
 
+@pytest.mark.parametrize(
+    "ratio, width, keys, splits",
+    [
+        *((4, 64, 512, False), (4, 64, 513, True), (8, 64, 700, True), (16, 64, 600, True)),
+        *((4, 128, 256, False), (4, 128, 257, True), (8, 128, 300, True), (16, 128, 290, True)),
+    ],
+)
+def test_rows_that_share_keys(rng, executor, ratio, width, keys, splits):
+    """Few enough keys are one threadgroup's; others are split."""
+    dtype = [mx.float16, mx.bfloat16][int(rng.integers(2))]
+    mm.stats(reset=True)
+    check(rng, (1, ratio, 1, 1, keys, width), dtype, sinks=bool(rng.integers(2)))
+    kernels = str(mm.stats()["scaled_dot_product_attention"]["kernels"])
+    assert executor == "native" or ("tiles" in kernels and ("combine" in kernels) == splits), kernels
+
+
 @pytest.mark.parametrize("key", [0, 31, 500, 1030, 1099])
 def test_a_key_that_outweighs_all_others(rng, executor, key):
     """Wherever it lies among the splits: what others have summed up counts for nothing beside it."""

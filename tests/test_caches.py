@@ -1,4 +1,4 @@
-"""Key-value caches that steps update in place: what they hold, whoever else looks at them and whenever it is evaluated."""
+"""Key-value caches that steps update in place: what they hold, whoever looks at them and whenever it is evaluated."""
 
 import itertools
 import threading

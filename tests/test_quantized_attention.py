@@ -58,6 +58,18 @@ def test_ratios_and_batches(rng, executor, heads, key_heads, queries, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("ratio, width", [(4, 64), (16, 64), (4, 128), (16, 128)])
+def test_rows_that_share_keys(rng, executor, ratio, width, group_size, bits):
+    """So many keys that they are split."""
+    arrays = packed(rng, (1, ratio, 1, 1, 530, width), mx.float16, group_size, bits)
+    mm.stats(reset=True)
+    attend(*arrays, 0.125, None, None, None, group_size, bits)
+    kernels = str(mm.stats()["quantized_scaled_dot_product_attention"]["kernels"])
+    assert executor == "native" or ("tiles" in kernels and "combine" in kernels), kernels
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("queries, window", [(1, 10), (4, 33), (40, 7)])
 def test_window(rng, executor, mask, queries, window, bits):
