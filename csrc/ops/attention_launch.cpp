@@ -114,7 +114,8 @@ DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::
   const uint32_t first = first_key(sizes, options);
   const uint32_t steps = ceil_divide(sizes.keys - first, step);
   const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks;
-  const uint32_t serial_steps = plan.tiles ? 8 : plan.rows > 4 ? 2 : 4;  // take no longer than with a second kernel
+  // Steps that take no longer than half of them and a second kernel.
+  const uint32_t serial_steps = plan.tiles ? (plan.rows > 8 || options.bits != 0 ? 4 : 8) : plan.rows > 4 ? 2 : 4;
   // Whether a row of a prompt sees any key at all is known where all of them are.
   const bool may_split = steps > serial_steps && !(is_prompt(sizes) && options.has_mask);
   const uint32_t wanted = may_split ? ceil_divide(wanted_threadgroups, groups) : 1;
