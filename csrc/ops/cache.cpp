@@ -23,8 +23,6 @@ namespace mittens {
 
 namespace {
 
-constexpr int tokens_axis = 2;  // of [batch, heads, tokens, width]
-
 bool has_room(const mx::array& buffer, const mx::array& fresh, int first) {
   if (buffer.ndim() != 4 || fresh.ndim() != 4 || first < 0) {
     return false;

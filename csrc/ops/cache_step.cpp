@@ -10,8 +10,6 @@ namespace mittens {
 
 namespace {
 
-constexpr int tokens_axis = 2;  // of [batch, heads, tokens, width]
-
 // It reads its buffers itself, so that nothing that waits for its turn reads memory that a later step writes; and it has
 // one output, since MLX holds others until their work is done.
 class CacheStepPrimitive : public mx::Primitive {

@@ -8,6 +8,8 @@
 
 namespace mittens {
 
+inline constexpr int tokens_axis = 2;  // of a buffer, [batch, heads, tokens, width]
+
 // An append to buffers: heads, the buffers of keys and of values, and more -> queries and both buffers.
 struct Append {
   std::shared_ptr<KernelPrimitive> primitive;

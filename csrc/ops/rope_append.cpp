@@ -31,7 +31,6 @@ namespace {
 
 constexpr const char* op = "rope_append";
 const Name file = "rope_append.metal";
-constexpr int tokens_axis = 2;  // of [batch, heads, tokens, width]
 
 // What of a call is no array.
 struct Turn {
