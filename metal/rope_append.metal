@@ -7,8 +7,8 @@
 // Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * weight) of its head, as
 // rms_norm has it.
 //
-// A simdgroup takes 64 columns of a head of a token, so that a lane has one pair: rows are short and few, and what counts
-// is that there is one launch, and how long its longest chain is.
+// A simdgroup takes 64 columns of a head of a token, so that a lane has at most one pair: rows are short and few, and what
+// counts is that there is one launch, and how long its longest chain is.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -37,16 +37,16 @@ inline void rotate_part(
     uint first, uint step) {
   const uint pairs = params.pairs;
   const float position = params.scale * float(params.offset + int(token));
-  for (uint i = first; i < pairs; i += step) {
+  if (first < pairs) {
     const float frequency =
-        params.has_freqs ? 1.0f / freqs[i] : precise::exp2(-(float(i) / float(pairs)) * params.log2_base);
+        params.has_freqs ? 1.0f / freqs[first] : precise::exp2(-(float(first) / float(pairs)) * params.log2_base);
     const float angle = position * frequency;
     const float c = precise::cos(angle);
     const float s = precise::sin(angle);
-    const float x = head.at(i);
-    const float y = head.at(pairs + i);
-    target[i] = T(x * c - y * s);
-    target[pairs + i] = T(x * s + y * c);
+    const float x = head.at(first);
+    const float y = head.at(pairs + first);
+    target[first] = T(x * c - y * s);
+    target[pairs + first] = T(x * s + y * c);
   }
   for (uint column = 2 * pairs + first; column < params.width; column += step) {
     target[column] = T(head.at(column));

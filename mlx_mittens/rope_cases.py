@@ -115,6 +115,10 @@ ROPE_OPS: tuple[RopeAppendOp, ...] = (
         tests=_tests((1, 4, 2, 1, 64), (2, 3, 1, 5, 64), (2, 1, 2, 3, 65))
         + _tests((1, 4, 2, 2, 96), **_LLAMA3)
         + _tests((2, 3, 1, 3, 80), dims=80, eps=1e-6)
+        + _tests((1, 2, 1, 2, 66), dims=66)
+        + _tests((1, 2, 1, 2, 128), dims=128, eps=1e-6)
+        + _tests((1, 1, 1, 2, 194), dims=194, **_LLAMA3)
+        + _tests((1, 1, 1, 2, 2), dims=2)
         + _tests((1, 2, 1, 2, 129), dims=2, eps=1e-5, **_LLAMA3)
         + _tests((1, 2, 1, 1, 64), offset=0)
         + _tests((1, 2, 1, 2, 64), offset=300),
