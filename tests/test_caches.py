@@ -316,3 +316,30 @@ def test_a_cache_that_someone_else_patched_too(rng, monkeypatch):
         monkeypatch.undo()
     cache.update_and_fetch(fresh, -fresh)
     assert inner(cache, fresh, -fresh)[1].shape[2] == cache.offset == 5
+
+
+def test_threads_go_on_from_copies_of_a_cache(native, rng):
+    """As requests that share a prompt do: what is left of a step in MLX's graph is taken away by several at once."""
+    heads, wrong = heads_of(rng), []
+
+    def work(layers):
+        with mx.stream(mx.new_stream(mx.cpu)):
+            for buffers, expected in layers:
+                results = [_ext.attend_with_cache(heads, *map(mx.array, buffers), ROTARY, 2, SCALE) for _ in range(3)]
+                mx.eval(results)
+                wrong.extend(a for a in results if not np.array_equal(np.array(a), expected))
+
+    for _ in range(20):
+        layers = []
+        for _ in range(20):
+            cache = Cache(rng, 4)
+            mx.eval(cache.attend(heads, 1)[0])
+            buffers = cache.keys, cache.values
+            alone = [mx.array(a) for a in cache.expected]
+            layers.append((buffers, np.array(_ext.attend_with_cache(heads, *alone, ROTARY, 2, SCALE))))
+        threads = [threading.Thread(target=work, args=(layers,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong

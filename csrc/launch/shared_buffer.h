@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "mlx/array.h"
+#include "mlx/stream.h"
 
 namespace mittens {
 
@@ -41,8 +42,9 @@ class Promised {
 
   bool is(const mx::array& array) const;
 
-  // Gives it a buffer, counted apart, if there still is such an array; it is there when `with` is.
-  void fulfil(const mx::array& buffer, const mx::array& with) const;
+  // Gives it a buffer, counted apart, if there still is such an array; it is there when `with` is, on the stream. What is
+  // left of it in MLX's graph any thread may take away, and several at once.
+  void fulfil(const mx::array& buffer, const mx::array& with, mx::Stream stream) const;
 
  private:
   std::weak_ptr<void> descriptor_;  // of MLX's own type

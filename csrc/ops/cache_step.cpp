@@ -79,10 +79,10 @@ class CacheStepPrimitive : public mx::Primitive {
     return seen;
   }
 
-  void hand_over(const mx::array& keys, const mx::array& values, mx::array& result) const {
+  void hand_over(const mx::array& keys, const mx::array& values, mx::array& result) {
     if (result_->is(result)) {
-      buffers_[0].fulfil(keys, result);
-      buffers_[1].fulfil(values, result);
+      buffers_[0].fulfil(keys, result, stream());
+      buffers_[1].fulfil(values, result, stream());
     } else {  // mx.compile has made the arrays anew
       count_apart(result, {keys, values});
     }
@@ -94,7 +94,7 @@ class CacheStepPrimitive : public mx::Primitive {
   std::vector<Promised> buffers_;
 };
 
-// A buffer of a step.
+// A buffer of a step, until the step fulfils its promise.
 class CacheBuffer : public mx::Primitive {
  public:
   CacheBuffer(mx::Stream stream, int which) : mx::Primitive(stream), which_(which) {}
@@ -112,9 +112,7 @@ class CacheBuffer : public mx::Primitive {
 
  private:
   void take(const mx::array& result, mx::array& output) const {
-    if (output.data_shared_ptr() == nullptr) {  // else it was a promise
-      output.copy_shared_buffer(owner_of(result)->carried[which_]);
-    }
+    output.copy_shared_buffer(owner_of(result)->carried[which_]);
   }
 
   int which_;
