@@ -257,6 +257,12 @@ def test_compiled_functions_that_use_a_step(native, rng):
         product, total = f(mx.array(factor))
         check((product, np.float32(factor) * expected), (total, np.float32(factor) + wanted))
         check(cache.attend(heads_of(rng), 5))
+    for evaluated in ([], [y], [keys, cache.values]):
+        mx.eval(evaluated)
+        f = mx.compile(lambda x: (y, x + cache.keys, x + cache.values))
+        result = f(mx.array(1.0))
+        check((result[0], expected), *zip(result[1:], (1 + a for a in cache.expected), strict=True))
+        y, expected = cache.attend(heads_of(rng), 6)
     f = mx.compile(lambda heads, k, v: (_ext.attend_with_cache(heads, k, v, ROTARY, 3, SCALE), k, v))
     for _ in range(3):
         other, heads = Cache(rng), heads_of(rng)

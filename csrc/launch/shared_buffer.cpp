@@ -1,6 +1,5 @@
 #include "launch/shared_buffer.h"
 
-#include <map>
 #include <type_traits>
 #include <utility>
 
@@ -34,27 +33,31 @@ const Memory& memory_of(const mx::array& array) {
   return owner ? owner->memory : array.data_shared_ptr();
 }
 
-// What an array is of that has been evaluated before its turn.
+// What is left of an array in MLX's graph that has been evaluated before its turn: an array that is made anew of it, as
+// mx.compile does, has the same memory.
 class Done : public mx::Primitive {
  public:
-  using mx::Primitive::Primitive;
+  Done(mx::Stream stream, mx::array buffer) : mx::Primitive(stream), buffer_(std::move(buffer)) {}
 
   const char* name() const override {
     return "MittensDone";
   }
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {}
-  void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {}
-};
-
-// One for each stream of a thread, for the life of the process: pointers to it own nothing.
-std::shared_ptr<mx::Primitive> done_on(mx::Stream stream) {
-  static thread_local std::map<std::pair<int, int>, Done*> known;
-  Done*& done = known[{static_cast<int>(stream.device.type), stream.index}];
-  if (!done) {
-    done = new Done(stream);
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>& outputs) override {
+    take(outputs[0]);
   }
-  return {std::shared_ptr<void>(), done};
-}
+  void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>& outputs) override {
+    take(outputs[0]);
+  }
+
+ private:
+  void take(mx::array& output) const {
+    if (output.data_shared_ptr() == nullptr) {
+      output.copy_shared_buffer(buffer_);
+    }
+  }
+
+  mx::array buffer_;
+};
 
 }  // namespace
 
@@ -97,8 +100,13 @@ void Promised::fulfil(const mx::array& buffer, const mx::array& with, mx::Stream
   promised->data = from->data;
   promised->event = descriptor(with)->event;
   promised->status = mx::array::Status::evaluated;
-  promised->primitive = done_on(stream);
   promised->inputs.clear();
+  // Its owner and this one: it is not among what MLX evaluates now, which that holds besides whoever depends on it.
+  if (promised.use_count() == 2) {
+    promised->primitive = nullptr;
+  } else {
+    promised->primitive = std::make_shared<Done>(stream, std::move(given));
+  }
 }
 
 bool same_memory(const mx::array& a, const mx::array& b) {

@@ -42,8 +42,8 @@ class Promised {
 
   bool is(const mx::array& array) const;
 
-  // Gives it a buffer, counted apart, if there still is such an array; it is there when `with` is, on the stream. What is
-  // left of it in MLX's graph any thread may take away, and several at once.
+  // Gives it a buffer, counted apart, if there still is such an array; it is there when `with` is, on the stream. Then it
+  // is part of MLX's graph no more, or not for longer than it is evaluated once more.
   void fulfil(const mx::array& buffer, const mx::array& with, mx::Stream stream) const;
 
  private:

@@ -1,5 +1,6 @@
 #include "ops/cache_step.h"
 
+#include <stdexcept>
 #include <utility>
 
 #include "launch/memory.h"
@@ -112,7 +113,11 @@ class CacheBuffer : public mx::Primitive {
 
  private:
   void take(const mx::array& result, mx::array& output) const {
-    output.copy_shared_buffer(owner_of(result)->carried[which_]);
+    const BufferOwner* owner = owner_of(result);
+    if (!owner) {
+      throw std::logic_error("[mlx_mittens] a cache's buffer has lost the step that it is of");
+    }
+    output.copy_shared_buffer(owner->carried[which_]);
   }
 
   int which_;
