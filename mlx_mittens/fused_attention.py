@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
+import itertools
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -85,13 +85,6 @@ def _rotary_of(owner: nn.Module) -> tuple[_ext.Rotary | None, list[str]]:
     return _ext.Rotary(rope.dims, **turn), ["rope", "q_norm", "k_norm"]
 
 
-def _numbers_of(module: nn.Module) -> tuple[Callable[[Any], Any], Any]:
-    """What of a module is no array, and how to ask for it."""
-    names = [name for name in vars(module) if not name.startswith("_")]
-    ask = operator.attrgetter(*names)
-    return ask, ask(module)
-
-
 class _Joined:
     """Linear layers of one input as one layer, and what turns its heads, for as long as they are what they were."""
 
@@ -101,36 +94,26 @@ class _Joined:
         self.plain_cache = KVCache
         layers = [owner[name] for name in names]
         self.layer = copy.copy(layers[0])
-        self.layers = list(zip(names, layers))
-        self.arrays = []
         for name in layers[0]:
-            ends = [0]
-            for layer in layers:
-                ends.append(ends[-1] + layer[name].shape[0])
-            whole = self.layer[name] = mx.concatenate([layer[name] for layer in layers])
-            for layer, first, end in zip(layers, ends, ends[1:]):
-                layer[name] = whole[first:end]
-                self.arrays.append((layer, name, layer[name]))
+            ends = list(itertools.accumulate(layer[name].shape[0] for layer in layers))
+            self.layer[name] = mx.concatenate([layer[name] for layer in layers])
+            for layer, view in zip(layers, mx.split(self.layer[name], ends[:-1])):
+                layer[name] = view
+        mx.eval(self.layer.parameters(), [layer.parameters() for layer in layers])
         self.rotary, turning = _rotary_of(owner)
-        self.numbers = []
-        for name in turning:
-            module = owner[name]
-            self.layers.append((name, module))
-            self.arrays += [(module, array, module[array]) for array in module]
-            self.numbers.append((module, *_numbers_of(module)))
-        mx.eval(self.layer.parameters(), [array for _, _, array in self.arrays])
+        self.modules = {name: owner[name] for name in (*names, *turning)}
+        self.parts = _ext.ModuleParts(self.modules)
 
-    def is_current(self, owner: nn.Module) -> bool:
-        for name, layer in self.layers:
-            if owner[name] is not layer:
-                return False
-        for layer, name, array in self.arrays:
-            if layer.get(name) is not array:
-                return False
-        for module, ask, numbers in self.numbers:
-            if ask(module) != numbers:
-                return False
-        return True
+    def is_current(self, owner: dict[str, Any]) -> bool:
+        return self.parts.are_those_of(owner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Joined | None:
+        if not self.is_current(self.modules):
+            return None
+        result = copy.copy(self)
+        result.layer, result.modules = copy.deepcopy((self.layer, self.modules), memo)
+        result.parts = _ext.ModuleParts(result.modules)
+        return result
 
 
 def are_alike(layers: Sequence[nn.Module]) -> bool:

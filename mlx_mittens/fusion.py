@@ -78,7 +78,7 @@ def _is_pair(gate: Any, up: Any) -> bool:
 
 def _fused_mlp(self: Any, x: mx.array) -> mx.array:
     gate, up, pair = self["gate_proj"], self["up_proj"], self._pair
-    if gate is not pair.gate or up is not pair.up:  # adapters have come since
+    if gate is not pair.gate or up is not pair.up or "bias" in gate or "bias" in up:  # adapters or biases have come
         return super(type(self), self).__call__(x)
     y = _ext.quantized_swiglu(
         x,

@@ -1,6 +1,7 @@
 """Blocks that mm.nn.convert fuses: the same model in fewer kernels, and none that only looks the part."""
 
 import copy
+import operator
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -149,6 +150,80 @@ def test_a_rotary_embedding_follows_its_module(rng, name, module, attribute, val
     expected, found = logits(plain, prompt, following)[1], logits(converted, prompt, following)[1]
     assert np.abs(expected - before).max() > 1e-2
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def triple(module, name):
+    array = module[name]
+    array *= 3
+
+
+def fill_rows(module, name):
+    module[name][1:5] = 1
+
+
+def give_bias(module, name):
+    module[name] = 3 * mx.random.normal(module.weight.shape[:1])
+
+
+def give_freshly(module, name):
+    module[name] = mx.random.normal(module[name].shape)
+
+
+@pytest.mark.parametrize(
+    "name, bits, part, parameter, change",
+    [
+        ("llama-3.2-1b", None, "self_attn.q_proj", "weight", triple),
+        ("llama-3.2-1b", None, "self_attn.k_proj", "weight", fill_rows),
+        ("llama-3.2-1b", None, "self_attn.v_proj", "weight", give_freshly),
+        ("llama-3.2-1b", 4, "self_attn.v_proj", "scales", triple),
+        ("llama-3.2-1b", 4, "self_attn.k_proj", "biases", fill_rows),
+        ("llama-3.2-1b", 4, "self_attn.v_proj", "bias", give_bias),
+        ("llama-3.2-1b", None, "self_attn.q_proj", "bias", give_bias),
+        ("llama-3.2-1b", None, "self_attn.rope", "_freqs", triple),
+        ("qwen2.5-0.5b", None, "self_attn.v_proj", "bias", triple),
+        ("qwen2.5-0.5b", None, "self_attn.q_proj", "bias", dict.pop),
+        ("qwen3-0.6b", 4, "self_attn.q_norm", "weight", triple),
+        ("qwen3-0.6b", None, "self_attn.k_norm", "weight", fill_rows),
+        ("llama-3.2-1b", 4, "mlp.gate_proj", "scales", triple),
+        ("llama-3.2-1b", 4, "mlp.gate_proj", "bias", give_bias),
+        ("llama-3.2-1b", 4, "mlp.up_proj", "bias", give_bias),
+        ("llama-3.2-1b", 4, "input_layernorm", "weight", triple),
+        ("llama-3.2-1b", 4, "post_attention_layernorm", "weight", triple),
+    ],
+)
+def test_a_converted_model_follows_its_parameters(rng, name, bits, part, parameter, change):
+    """Those that are given, added, taken away, and assigned to in place, which leaves Python's object as it was."""
+    plain = tiny.build(name, mx.float32, bits)
+    for layer in plain.layers:  # so that attention tells between tokens, and its result counts
+        for projection, factor in (("q_proj", 1.5), ("k_proj", 1.5), ("v_proj", 20)):
+            for scaled in ("scales", "biases") if bits else ("weight",):
+                layer.self_attn[projection][scaled] *= factor
+    converted = mm.nn.convert(copy.deepcopy(plain))
+    prompt, following = mx.array(rng.integers(1, 300, (1, 9))), mx.array(rng.integers(1, 300, (1, 1)))
+    before = logits(plain, prompt, following)
+    np.testing.assert_allclose(logits(converted, prompt, following)[1], before[1], rtol=1e-3, atol=1e-3)
+    again = copy.deepcopy(converted)
+    for model in (plain, converted, again):
+        mx.random.seed(3)
+        for layer in model.layers:
+            change(operator.attrgetter(part)(layer), parameter)
+    late = copy.deepcopy(converted)
+    expected = logits(plain, prompt, following)
+    for model in (converted, again, late):
+        for found, wanted, was in zip(logits(model, prompt, following), expected, before, strict=True):
+            change = np.abs(wanted - was).max()
+            assert change > 5e-3
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * change)
+
+
+def test_a_rotary_embedding_without_its_base(rng):
+    plain = tiny.build("qwen3-0.6b", mx.float32)
+    converted = mm.nn.convert(copy.deepcopy(plain))
+    for model in (plain, converted):
+        logits(model, mx.array([[1, 2, 3]]), mx.array([[4]]))
+        del model.layers[1].self_attn.rope.base
+        with pytest.raises(AttributeError, match="base"):
+            logits(model, mx.array([[1, 2, 3]]), mx.array([[4]]))
 
 
 class Clipped(llama.Attention):
