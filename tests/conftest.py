@@ -12,10 +12,17 @@ import scripts
 import mlx_mittens as mm
 from mlx_mittens import _ext, cases
 
+# What mx computes in float32, gradients of ours by its products among it, is to be float32 on an NVIDIA GPU too.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
 SEED = "MLX_MITTENS_TEST_SEED"
+
+# A test that names no device is one of the CPU, also on a machine with a GPU: mlx-lm takes the default when it is imported.
+mx.set_default_device(mx.cpu)
 
 # GPU tests run where mx has a GPU; the simulator and the native code run everywhere.
 EXECUTORS = ["native", "simulator"] + ["gpu"] * mx.is_available(mx.gpu)
+DEVICES = ["cpu"] + ["gpu"] * mx.is_available(mx.gpu)
 
 
 def pytest_configure(config):
@@ -68,6 +75,14 @@ def executor(request, rng):
             yield request.param
     finally:
         mx.set_default_device(before)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Runs a test on each device that is here, as its users do."""
+    mx.set_default_device(getattr(mx, request.param))
+    yield request.param
+    mx.set_default_device(mx.cpu)
 
 
 @pytest.fixture

@@ -14,8 +14,11 @@ from mlx_mittens import cases
 def assert_right(
     op: cases.Op, case: cases.Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()
 ):
-    """Right against float64, and no worse than twice mx or one unit in the last place."""
-    check = cases.check(op, case, arrays, cotangents)
+    """Right against float64, and no worse than twice mx or one unit in the last place.
+
+    mx's are those of its CPU: on an NVIDIA GPU its gradient of layer_norm reads past its memory if columns are odd.
+    """
+    check = cases.check(op, case, arrays, cotangents, mx.Device(mx.cpu))
     assert check.passed, f"{op.name} {case.name}: {check.detail}"
 
 

@@ -191,7 +191,7 @@ def give_freshly(module, name):
         ("llama-3.2-1b", 4, "post_attention_layernorm", "weight", triple),
     ],
 )
-def test_a_converted_model_follows_its_parameters(rng, name, bits, part, parameter, change):
+def test_a_converted_model_follows_its_parameters(rng, device, name, bits, part, parameter, change):
     """Those that are given, added, taken away, and assigned to in place, which leaves Python's object as it was."""
     plain = tiny.build(name, mx.float32, bits)
     for layer in plain.layers:  # so that attention tells between tokens, and its result counts

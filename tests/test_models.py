@@ -44,8 +44,8 @@ def product(model):
 
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_outputs_agree_to_the_rounding_of_the_type(rng, dtype, name, weights):
-    if name == "gpt-oss-20b" and weights == "dense" and dtype != mx.float32:
+def test_outputs_agree_to_the_rounding_of_the_type(rng, device, dtype, name, weights):
+    if device == "cpu" and name == "gpt-oss-20b" and weights == "dense" and dtype != mx.float32:
         with pytest.raises(RuntimeError, match="float32"):  # of mx, on a CPU
             mx.eval(mx.gather_mm(mx.ones((1, 4, 4), dtype), mx.ones((1, 4, 4), dtype), mx.array([0]), mx.array([0])))
         return
