@@ -25,7 +25,7 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7, mx.uint8: 0.0}
 
 # Below these the steps between a type's numbers shrink no more.
-_SMALLEST_NORMAL = {mx.float32: 2.0**-126, mx.float16: 2.0**-14, mx.bfloat16: 2.0**-126, mx.uint8: 1.0}
+SMALLEST_NORMAL = {mx.float32: 2.0**-126, mx.float16: 2.0**-14, mx.bfloat16: 2.0**-126, mx.uint8: 1.0}
 
 # From here on a value rounds to infinity.
 _OVERFLOW = {
@@ -185,12 +185,14 @@ class RowOp(Op):
         inputs: How the row-wise inputs spread.
         rounds_first: Whether it works on a sum that was rounded to the inputs' type, so that each term of a weight's
             gradient is off by a unit of that type and not of float32.
+        from_output: Whether the gradient starts from the op's output, which was rounded to its type.
     """
 
     reference: Callable[..., Any]
     reference_vjp: Callable[..., Any]
     inputs: Spread = Spread()
     rounds_first: bool = False
+    from_output: bool = False
 
     def checks(self) -> Iterator[Case]:
         """The shapes to test, each for the op and for its gradients."""
@@ -224,6 +226,8 @@ class RowOp(Op):
         if not case.vjp:
             return [Exact(a) for a in _by_rows(self.reference, case, narrow, options)]
         values = _by_rows(self.reference_vjp, case, narrow, options)
+        if self.from_output:
+            options["smallest"] = SMALLEST_NORMAL[arrays[0].dtype]
         magnitudes = _by_rows(self.reference_vjp, case, narrow, {**options, "magnitude": True})
         return [
             Exact(a, b) if a.shape == case.shape or self.rounds_first else Exact(a, inner=b)
@@ -358,6 +362,7 @@ ROW_OPS: tuple[RowOp, ...] = (
         twin_text="mx.softmax(a, axis, precise=True)",
         reference=lambda a, axis=None, precise=True: reference.softmax(a, axis),
         reference_vjp=lambda a, dy, axis=None, precise=True, **more: reference.softmax_vjp(a, dy, axis, **more),
+        from_output=True,
         summary="softmax over any axis or axes",
         options={"axis": -1, "precise": True},
         # Far from zero, so that the largest value must be taken off, but with no row that a single element fills.
@@ -526,7 +531,7 @@ def _error(
     if not np.isfinite(result).all():
         return math.inf
     size = np.sqrt(np.mean(value * value, axis=-1, keepdims=True))
-    scale = np.maximum(np.maximum(np.abs(value), size), _SMALLEST_NORMAL[dtype])
+    scale = np.maximum(np.maximum(np.abs(value), size), SMALLEST_NORMAL[dtype])
     if magnitude is not None:
         scale = np.maximum(scale, np.nan_to_num(magnitude))
     if inner is not None:

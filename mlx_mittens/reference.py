@@ -83,15 +83,17 @@ def softmax(a, axis: Axis = None) -> np.ndarray:
     return e / e.sum(axis=axis, keepdims=True)
 
 
-def softmax_vjp(a, dy, axis: Axis = None, magnitude: bool = False):
+def softmax_vjp(a, dy, axis: Axis = None, magnitude: bool = False, smallest: float = 0.0):
     dy = _widen(dy)
     y = softmax(a, axis)
     axis = tuple(axis) if isinstance(axis, Sequence) else axis
-    weighted = y * dy
-    terms = [dy, -weighted.sum(axis=axis, keepdims=True)]
-    if magnitude:  # y comes rounded, and so does every term of the sum, which may cancel
-        terms.append(np.sqrt((weighted * weighted).sum(axis=axis, keepdims=True)))
-    return (y * _sum(*terms, magnitude=magnitude),)
+    mean = (y * dy).sum(axis=axis, keepdims=True)
+    if not magnitude:
+        return (y * (dy - mean),)
+    # y comes rounded, in steps that shrink no more below the smallest normal number; all of them move the mean.
+    size = np.maximum(y, smallest)
+    moved = np.sqrt(((size * (dy - mean)) ** 2).sum(axis=axis, keepdims=True))
+    return (size * _sum(dy, -mean, moved, magnitude=True),)
 
 
 def add_rms_norm(x, residual, weight, eps: float) -> tuple[np.ndarray, np.ndarray]:

@@ -64,6 +64,27 @@ def test_one_element_outweighs_the_rest(dtype, executor):
         assert y[0, columns // 3] == y[1, -1] == 1.0 and y.sum() == 2.0
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(4, 24), (5, 500), (3, 1025), (9, 17001), (2, 33000)], ids=str)
+def test_gradient_of_rows_that_one_element_nearly_fills(dtype, executor, rng, shape):
+    """There the elements' gradients are small beside what rounding took from the row's sum of 1."""
+    rows, columns = shape
+    a, dy = rng.standard_normal(shape), 5 + rng.standard_normal(shape)
+    a[:, np.arange(columns) % (columns // 20) > 0] -= 50  # no more than float16 can tell from zero
+    share = np.array([0.99, 0.997, 0.999, 0.9995])[np.arange(rows) % 4]
+    a[np.arange(rows), rng.integers(0, columns, rows)] = np.log(20 * share / (1 - share))
+    a, dy = (mx.array(v.astype(np.float32)).astype(dtype) for v in (a, dy))
+
+    dx = cases.widen(mx.vjp(lambda a: mm.softmax(a, axis=-1), [a], [dy])[1][0])
+    y, dy = reference.softmax(cases.widen(a), -1), cases.widen(dy)
+    mean = (y * dy).sum(axis=-1, keepdims=True)
+    unit, smallest = cases.EPSILON[dtype], cases.SMALLEST_NORMAL[dtype]
+    size = np.maximum(y, smallest)
+    moved = np.sqrt(((size * (dy - mean)) ** 2).sum(axis=-1, keepdims=True))
+    rounded = 2 * unit * size * (np.abs(dy - mean) + moved) + unit * smallest
+    assert (np.abs(dx - y * (dy - mean)) <= rounded + 2**-20 * y * (np.abs(dy) + np.abs(mean))).all()
+
+
 def test_masked_scores(dtype, executor, rng):
     """A causal mask of -inf: masked places are exactly zero, a row with nothing left is NaN as in mx."""
     scores = mx.array(rng.standard_normal((9, 40)).astype(np.float32))

@@ -74,10 +74,10 @@ class Softmax : public RowPrimitive {
   }
 };
 
-// dx = y * (dy - sum(y * dy)), all [.., columns]. The Jacobian is symmetric: it serves vjp and jvp.
+// dx = y * (dy - sum(y * dy) / sum(y)), all [.., columns]. The Jacobian is symmetric: it serves vjp and jvp.
 class SoftmaxVjp : public RowPrimitive {
  public:
-  SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, {2, 1, 1}, y) {}
+  SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, {2, 1, 2}, y) {}
 
   static mx::array apply(const mx::array& y, const mx::array& dy, mx::Stream stream) {
     return first_output(std::make_shared<SoftmaxVjp>(stream, y), {gatherable(y, stream), gatherable(dy, stream)});
@@ -125,7 +125,8 @@ class SoftmaxVjp : public RowPrimitive {
     const mx::array y = mx::astype(inputs[0], mx::float32, s);
     const mx::array dy = mx::astype(inputs[1], mx::float32, s);
     const mx::array dot = mx::sum(mx::multiply(y, dy, s), -1, true, s);
-    const mx::array dx = mx::multiply(y, mx::subtract(dy, dot, s), s);
+    const mx::array mean = mx::divide(dot, mx::sum(y, -1, true, s), s);
+    const mx::array dx = mx::multiply(y, mx::subtract(dy, mean, s), s);
     return with_workspace({mx::astype(dx, inputs[0].dtype(), s)});
   }
 };

@@ -55,7 +55,7 @@ struct Softmax {
   static float rescaled(float v, float from, float to) { return from == to ? v : v * exp(from - to); }
 };
 
-// dx = y * (dy - sum(y * dy)).
+// dx = y * (dy - sum(y * dy) / sum(y)); of a row so long that all y round to zero, zero.
 template <typename T>
 struct SoftmaxVjp {
   const T* y;
@@ -68,28 +68,31 @@ struct SoftmaxVjp {
   static constexpr size_t bytes = 3 * sizeof(T);
   static constexpr bool keeps(size_t) { return false; }
   struct Stats {
-    float dot;
+    float dot, sum;
   };
 
   Stats reduce(const Block& block) const {
     const size_t at = block.row * columns + block.begin;
-    Sums dot;
+    Sums dot, sum;
     each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
-      dot.add_product(k, load(y + at + i, part), load(dy + at + i, part));
+      const Floats weights = load(y + at + i, part);
+      dot.add_product(k, weights, load(dy + at + i, part));
+      sum.add(k, weights);
     });
-    return {dot.total()};
+    return {dot.total(), sum.total()};
   }
 
-  static Stats merge(Stats a, Stats b) { return {a.dot + b.dot}; }
+  static Stats merge(Stats a, Stats b) { return {a.dot + b.dot, a.sum + b.sum}; }
 
   void map(const Block& block, Stats row, Stats) const {
     const size_t at = block.row * columns + block.begin;
     const size_t next = at + block.size;
+    const float mean = row.sum == 0 ? 0 : row.dot / row.sum;
     const bool past = through && aligned(dx + at);
     each_unit(block.size, [&, *this](size_t i, auto part, int) MITTENS_INLINED {
       prefetch(y + next + i);
       prefetch(dy + next + i);
-      store(dx + at + i, load(y + at + i, part) * (load(dy + at + i, part) - row.dot), part, past);
+      store(dx + at + i, load(y + at + i, part) * (load(dy + at + i, part) - mean), part, past);
     });
   }
 };
