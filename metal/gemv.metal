@@ -4,10 +4,10 @@
 //   gemv_columns  y[m, n] = sum_k x[m, k] * w[k, n] + b[n]
 //
 // rows: some simdgroups of a threadgroup share out the columns of x for R rows of weights, W elements a lane at a time, so
-// that each weight is read once whatever M is; others do so for the next R rows. columns: a lane owns W outputs, and rows
-// of weights are dealt to the lanes and simdgroups left over. W is 16 bytes where everything is aligned so, else 1. Where
-// outputs are few, several threadgroups share the columns of x; split_sum.metal then adds up what they leave, always in
-// the same order.
+// that each weight is read once whatever M is; others, in the threadgroup's second dimension, do so for the next R rows.
+// columns: a lane owns W outputs, and rows of weights are dealt to the lanes and simdgroups left over. W is 16 bytes
+// where everything is aligned so, else 1. Where outputs are few, several threadgroups share the columns of x;
+// split_sum.metal then adds up what they leave, always in the same order.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -24,7 +24,7 @@ using namespace mittens;
 // none makes a variant spill.
 constant constexpr int most_simdgroups = 8;
 
-// What a lane loads of R rows of weights.
+// What a lane loads of R rows.
 template <int R>
 struct RowBits {
   uint4 row[R];
@@ -53,20 +53,20 @@ inline void widen(uint4 bits, thread float (&v)[W]) {
   }
 }
 
-// Rows from the first of `valid` on, 0 where there are none.
+// The first `valid` of R rows, 0 in place of the others.
 template <typename T, int W, int R>
-inline void load_rows(const device T* w, uint stride, uint valid, thread RowBits<R>& bits) {
+inline void load_rows(const device T* p, uint stride, uint valid, thread RowBits<R>& bits) {
   if (valid >= R) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      bits.row[r] = load_elements<T, W>(w + size_t(r) * stride);
+      bits.row[r] = load_elements<T, W>(p + size_t(r) * stride);
     }
   } else {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       bits.row[r] = uint4(0);
       if (uint(r) < valid) {
-        bits.row[r] = load_elements<T, W>(w + size_t(r) * stride);
+        bits.row[r] = load_elements<T, W>(p + size_t(r) * stride);
       }
     }
   }
@@ -99,24 +99,22 @@ inline void add_rows(
 }
 
 template <typename T, int W, int M, int R>
-[[kernel, max_total_threads_per_threadgroup(M == 4 ? 448 : 384)]] void gemv_rows(
+[[kernel, max_total_threads_per_threadgroup(M == 2 ? 640 : M == 4 ? 448 : 384)]] void gemv_rows(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [outputs, columns]
     const device T* bias [[buffer(2)]],  // [outputs]
     device T* y [[buffer(3)]],           // [rows, outputs], or float [splits, rows, outputs]
     constant GemvParams& params [[buffer(4)]],
     uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    uint3 thread_at [[thread_position_in_threadgroup]],
+    uint3 threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
   constexpr int C = R * M;
   constexpr int steps = M > 4 ? 1 : 2;  // loads of a lane on their way at once, for each row of weights
   threadgroup float partials[most_simdgroups * C];
   const uint sharers = params.sharers;
-  const uint sharer = simdgroup % sharers;
-  const uint group_output = group.x * (simdgroups / sharers) * R;
-  const uint first_output = group_output + simdgroup / sharers * R;
+  const uint sharer = thread_at.x / 32;
+  const uint first_output = (group.x * threads.y + thread_at.y) * R;
   const uint valid = first_output < params.outputs ? params.outputs - first_output : 0;  // R or more, or fewer
   const uint first_row = group.y * M;
   const uint rows = params.rows - first_row;
@@ -131,20 +129,27 @@ template <typename T, int W, int M, int R>
     totals[i] = 0;
   }
   uint column = group.z * params.columns_per_split + (sharer * 32 + lane) * W;
-  if constexpr (M == 1) {
-    // The last columns do not wait for those before them: short rows are little else.
+  if constexpr (M <= 2) {
+    // The last columns do not wait for those before them, nor weights for x: short rows are little else.
     for (; column < end; column += steps * step) {
+      RowBits<M> activations[steps];
       RowBits<R> weights[steps];
-      RowBits<1> activations[steps];
 #pragma unroll
       for (int i = 0; i < steps; ++i) {
         const bool there = i == 0 || column + i * step < end;
-        load_rows<T, W>(w + column + i * step, params.weight_stride, there ? valid : 0, weights[i]);
         load_rows<T, W>(x + column + i * step, params.columns, there ? rows : 0, activations[i]);
       }
 #pragma unroll
       for (int i = 0; i < steps; ++i) {
-        add_row<T, W, M>(activations[i].row[0], 0, weights[i], totals);
+        const bool there = i == 0 || column + i * step < end;
+        load_rows<T, W>(w + column + i * step, params.weight_stride, there ? valid : 0, weights[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < steps; ++i) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+          add_row<T, W, M>(activations[i].row[m], m, weights[i], totals);
+        }
       }
     }
   } else {
@@ -168,17 +173,27 @@ template <typename T, int W, int M, int R>
 
   scatter_sum(totals, lane);
   constexpr int lanes = 32 / C;
-  if (lane % lanes == 0) {
-    partials[simdgroup * C + lane / lanes] = totals[0];
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  const uint output = group_output + t / M;
-  const uint m = t % M;
-  if (t < simdgroups / sharers * C && output < params.outputs && m < rows) {
-    float sum = 0;
-    for (uint s = 0; s < sharers; ++s) {
-      sum += partials[(t / C * sharers + s) * C + t % C];
+  float sum = totals[0];
+  uint index = lane % lanes == 0 ? lane / lanes : C;  // of the sum, r * M + m
+  if (sharers > 1) {
+    threadgroup float* own = partials + thread_at.y * sharers * C;
+    if (index < C) {
+      own[sharer * C + index] = sum;
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    index = thread_at.x;
+    sum = 0;
+#pragma unroll
+    for (int s = 0; s < most_simdgroups; ++s) {
+      if (index < C && uint(s) < sharers) {
+        sum += own[s * C + index];
+      }
+    }
+  }
+  const uint r = index / M;
+  const uint m = index % M;
+  if (index < C && r < valid && m < rows) {
+    const uint output = first_output + r;
     const SplitPlace place{
         group.z, params.splits, size_t(params.rows) * params.outputs, params.has_bias != 0};
     store_split(y, size_t(first_row + m) * params.outputs + output, sum, bias, output, place);

@@ -207,14 +207,14 @@ class Gemv : public KernelPrimitive {
           shape = rows_shape(sizes.rows, pack);
           plan = plan_gemv_rows(shape, sizes.rows, params.columns_per_split, sizes.outputs, false);
         }
-        constexpr uint32_t fewest_simdgroups = 4;  // of a threadgroup, which takes time to start
+        constexpr uint32_t fewest_simdgroups = 3;  // of a threadgroup, which takes time to start
         blocks = ceil_divide(fewest_simdgroups, plan.simdgroups);
         params.sharers = plan.simdgroups;
         launch.kernel = kernel_name(x.dtype(), op, "rows", access, shape.rows, "x", shape.outputs);
       }
       launch.threadgroups = {ceil_divide(sizes.outputs, shape.outputs * blocks), ceil_divide(sizes.rows, shape.rows),
                              params.splits};
-      launch.threads = {32 * plan.simdgroups * blocks, 1, 1};
+      launch.threads = {32 * plan.simdgroups, blocks, 1};
     } else {
       const ColumnsPlan plan = columns_plan(sizes, packs ? pack : 1, pack);
       params.splits = plan.splits;
