@@ -164,7 +164,7 @@ template <typename T, int W, int M, int R>
         add_rows<T, W, M>(x + column + i * step, rows, params.columns, weights[i], totals);
       }
     }
-    for (; column < end; column += step) {
+    if (steps > 1 && column < end) {
       RowBits<R> weights;
       load_rows<T, W>(w + column, params.weight_stride, valid, weights);
       add_rows<T, W, M>(x + column, rows, params.columns, weights, totals);
