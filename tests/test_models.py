@@ -40,9 +40,9 @@ def prompt(rng):
 
 
 class Experts:
-    """The experts that a model takes: what it finds best once, then the same again.
+    """The experts that a model takes: those it finds best the first time, the same ones whenever they are replayed.
 
-    Of two experts that are nearly tied rounding decides, and that is no smaller an error than any other choice.
+    Of two experts that are nearly tied rounding takes one or the other, which says nothing of how exact a kernel is.
     """
 
     def __init__(self, monkeypatch):

@@ -85,6 +85,18 @@ def test_gradient_of_rows_that_one_element_nearly_fills(dtype, executor, rng, sh
     assert (np.abs(dx - y * (dy - mean)) <= rounded + 2**-20 * y * (np.abs(dy) + np.abs(mean))).all()
 
 
+def test_gradients_of_a_row_that_rounds_to_zero(native):
+    a = mx.zeros((1, 35_000_000), mx.float16)
+    dy = mx.ones(a.shape, mx.float16)
+
+    def gradient(a):
+        return mx.vjp(lambda a: mm.softmax(a, axis=-1), [a], [dy])[1][0]
+
+    assert mm.softmax(a, axis=-1).max().item() == 0
+    assert mx.all(gradient(a) == 0).item()
+    assert mx.all(mx.vjp(gradient, [a], [dy])[1][0] == 0).item()
+
+
 def test_masked_scores(dtype, executor, rng):
     """A causal mask of -inf: masked places are exactly zero, a row with nothing left is NaN as in mx."""
     scores = mx.array(rng.standard_normal((9, 40)).astype(np.float32))

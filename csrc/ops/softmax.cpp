@@ -125,7 +125,10 @@ class SoftmaxVjp : public RowPrimitive {
     const mx::array y = mx::astype(inputs[0], mx::float32, s);
     const mx::array dy = mx::astype(inputs[1], mx::float32, s);
     const mx::array dot = mx::sum(mx::multiply(y, dy, s), -1, true, s);
-    const mx::array mean = mx::divide(dot, mx::sum(y, -1, true, s), s);
+    // Of a row so long that all y round to zero the mean is zero, as in the kernels, and so is its derivative, which has
+    // the square of this.
+    const mx::array smallest(0x1p-60f);
+    const mx::array mean = mx::divide(dot, mx::maximum(mx::sum(y, -1, true, s), smallest, s), s);
     const mx::array dx = mx::multiply(y, mx::subtract(dy, mean, s), s);
     return with_workspace({mx::astype(dx, inputs[0].dtype(), s)});
   }
