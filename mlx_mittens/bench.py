@@ -94,7 +94,7 @@ def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[cases.Op,
         for op in cases.OPS
         if op.name in names
         for case in op.cases
-        if (case.quick or not quick) and not (case.cpu_only if device == "gpu" else case.gpu_only)
+        if (case.quick or not quick) and case.runs_on(device)
         for dtype in op.dtypes(case)
     ]
 

@@ -66,6 +66,9 @@ class Case:
         words += [f"{key}={value}" for key, value in self.options.items() if key != "precise"]
         return " ".join(words + ["vjp"] * self.vjp + ["nvidia"] * (self.gpu == "nvidia"))
 
+    def runs_on(self, device: str) -> bool:
+        return not (self.cpu_only if device == "gpu" else self.gpu_only)
+
 
 @dataclass(frozen=True)
 class Exact:

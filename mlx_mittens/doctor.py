@@ -39,9 +39,8 @@ class Finding:
 
 
 def _cases(op: cases.Op, device: str) -> Iterator[cases.Case]:
-    yield from op.checks()
-    for case in op.cases:
-        if math.prod(case.shape) <= _LARGEST[device] and not (case.cpu_only if device == "gpu" else case.gpu_only):
+    for case in (*op.checks(), *(case for case in op.cases if math.prod(case.shape) <= _LARGEST[device])):
+        if case.runs_on(device):
             yield case
 
 

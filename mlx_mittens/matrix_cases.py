@@ -221,9 +221,13 @@ def _mx_quantize(w, kind):
 
 
 def _tests(
-    *shapes: tuple[int, int, int], label: str = "test", gpu: Literal["apple", "nvidia"] = "apple", **options: Any
+    *shapes: tuple[int, int, int],
+    label: str = "test",
+    gpu: Literal["apple", "nvidia"] = "apple",
+    cpu_only: bool = False,
+    **options: Any,
 ) -> tuple[Case, ...]:
-    return tuple(Case(label, shape, options, gpu=gpu) for shape in shapes)
+    return tuple(Case(label, shape, options, gpu=gpu, cpu_only=cpu_only) for shape in shapes)
 
 
 # The layers that one token passes, as (columns, outputs), and the last one.
@@ -295,13 +299,15 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
         options={"transpose": True},
         tests=_tests(
             (1, 4104, 9), (1, 777, 5), (2, 1024, 10), (2, 333, 3), (3, 640, 6), (4, 99, 7), (8, 520, 5), (7, 65, 9),
-            (6, 712, 21), (16, 264, 5), (11, 31, 3), (1, 32768, 2), (19, 264, 5), (18, 31, 3),
+            (6, 712, 21), (16, 264, 5), (11, 31, 3), (1, 32768, 2),
         )
         + _tests(
             (1, 600, 72), (1, 300, 21), (2, 90, 64), (2, 77, 13), (4, 50, 24), (3, 64, 9), (8, 33, 40), (5, 20, 7),
             (16, 24, 16), (9, 17, 5), (1, 8192, 8), transpose=False,
         )
-        + _tests((1, 512, 6), label="strided"),
+        + _tests((1, 512, 6), label="strided")
+        # GPUs leave them to mx: they show the simulator what a kernel does with rows beyond its first block of them.
+        + _tests((19, 264, 5), (18, 31, 3), cpu_only=True),
         cases=_models((1, 2, 4, 8, 16)) + _prompts((128, 896, 896), (512, 896, 896)),
     ),
     MatrixOp(
