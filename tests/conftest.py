@@ -3,6 +3,7 @@
 import math
 import os
 import zlib
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -115,8 +116,16 @@ def native():
 
 @pytest.fixture(params=cases.ROW_OPS, ids=lambda op: op.name)
 def op(request):
-    """Each op of the table that works along rows."""
-    return request.param
+    """Each op of the table that works along rows; mx's twin of it is that of the CPU.
+
+    On an NVIDIA GPU mx's gradient of layer_norm reads past its memory where columns are no multiple of four.
+    """
+
+    def twin(*arguments, **options):
+        with mx.stream(mx.cpu):
+            return request.param.twin(*arguments, **options)
+
+    return replace(request.param, twin=twin)
 
 
 @pytest.fixture(params=cases.DTYPES.values(), ids=cases.DTYPES)
