@@ -129,8 +129,9 @@ def patch(*, strict: bool = False, **switches: bool) -> None:
         strict (bool): Whether a call that no kernel covers is an error instead.
         switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
-            ``linear`` for ``mlx.nn.Linear`` and ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is
-            imported, ``quantized_scaled_dot_product_attention`` and ``cache`` for appending to ``KVCache``.
+            the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and
+            ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is imported,
+            ``quantized_scaled_dot_product_attention`` and ``cache`` for appending to ``KVCache``.
 
     Raises:
         TypeError: There is no such switch.

@@ -27,16 +27,8 @@ class SeamError(RuntimeError):
     """A function that the patch takes the place of is not where it was, or takes other arguments."""
 
 
-def _linear(module: Any, x: mx.array) -> mx.array | None:
-    return _ext.attempt_gemv(module["weight"], x, module["bias"] if "bias" in module else None)
-
-
-def _embedding_as_linear(module: Any, x: mx.array) -> mx.array | None:
-    return _ext.attempt_gemv(module["weight"], x)
-
-
 def _all_to_sharded(module: Any, x: mx.array) -> mx.array | None:
-    return _linear(module, sum_gradients(module.group)(x))
+    return _ext.attempt_linear(module, sum_gradients(module.group)(x))
 
 
 def _sharded_to_all(module: Any, x: mx.array) -> mx.array | None:
@@ -105,6 +97,15 @@ SEAMS = [
     Seam("softmax", "softmax", "mlx.core", "softmax", _ext.attempt_softmax),
     Seam("quantized_matmul", "quantized_matmul", "mlx.core", "quantized_matmul", _ext.attempt_quantized_matmul),
     Seam(
+        "quantized_matmul",
+        "quantized_matmul",
+        "mlx.nn",
+        "QuantizedLinear.__call__",
+        _ext.attempt_quantized_linear,
+        ("self", "x"),
+        partial=True,  # what it leaves is mx.quantized_matmul's
+    ),
+    Seam(
         "scaled_dot_product_attention",
         "scaled_dot_product_attention",
         "mlx.core",
@@ -130,8 +131,8 @@ SEAMS = [
         optional=True,
         partial=True,  # a cache that has no room makes it
     ),
-    Seam("linear", "gemv", "mlx.nn", "Linear.__call__", _linear, ("self", "x")),
-    Seam("linear", "gemv", "mlx.nn", "Embedding.as_linear", _embedding_as_linear, ("self", "x")),
+    Seam("linear", "gemv", "mlx.nn", "Linear.__call__", _ext.attempt_linear, ("self", "x")),
+    Seam("linear", "gemv", "mlx.nn", "Embedding.as_linear", _ext.attempt_linear, ("self", "x")),
     Seam("linear", "gemv", "mlx.nn", "AllToShardedLinear.__call__", _all_to_sharded, ("self", "x")),
     Seam("linear", "gemv", "mlx.nn", "ShardedToAllLinear.__call__", _sharded_to_all, ("self", "x")),
 ]

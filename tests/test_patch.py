@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from support import assert_near
 
 import mlx_mittens as mm
-from mlx_mittens import patching, seams
+from mlx_mittens import _ext, cases, patching, seams
 
 SWITCHES = list(dict.fromkeys(seam.switch for seam in seams.SEAMS))
 
@@ -29,7 +30,9 @@ def undone():
     before = current()
     yield
     mm.unpatch()
-    assert current() == before
+    after = current()  # of modules imported meanwhile, too
+    assert {name: after[name] for name in before} == before
+    assert not any(isinstance(function, _ext.StandIn) for function in after.values())
 
 
 def calls(rng):
@@ -219,6 +222,63 @@ def test_compiled_graphs_and_gradients_run_on_ours(rng):
     assert sum(counts["quantized_matmul"]["kernels"].values()) == 4  # forwards and back
     np.testing.assert_allclose(ours.item(), expected.item(), rtol=1e-5)
     np.testing.assert_allclose(np.array(our_gradient), np.array(gradient), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_layer_is_one_kernel(rng, dtype, bits, bias):
+    layer = nn.QuantizedLinear(64, 48, bias=bias, group_size=32, bits=bits)
+    if bias:
+        layer.bias = mx.array(rng.normal(size=48))
+    layer.set_dtype(dtype)
+    layer.unfreeze(keys=["bias"], strict=False)
+    x = mx.array(rng.normal(size=(2, 3, 64))).astype(dtype)
+
+    def loss(x):
+        return (layer(x).astype(mx.float32) ** 2).sum()
+
+    def gradients():
+        of_bias = [nn.value_and_grad(layer, loss)(x)[1]["bias"]] if bias else []
+        return [mx.grad(loss)(x), *of_bias]
+
+    expected, their_gradients = layer(x), gradients()
+    mx.eval(expected, their_gradients)
+    mm.stats(reset=True)
+    with mm.patched(strict=True):
+        y = layer(x)
+        mx.eval(y)
+        counts = mm.stats(reset=True)
+        our_gradients = gradients()
+    assert list(counts) == ["quantized_matmul"] and list(counts["quantized_matmul"]["kernels"].values()) == [1]
+    assert y.dtype == dtype
+    assert_near(y, expected, "y", 4 * cases.EPSILON[dtype])
+    for a, b in zip(our_gradients, their_gradients, strict=True):
+        assert_near(a, b, "gradient", 16 * cases.EPSILON[dtype])
+
+
+@pytest.mark.parametrize("bits, group_size, mode", [(3, 64, "affine"), (4, 32, "mxfp4")])
+def test_a_quantized_layer_that_no_kernel_covers_is_counted_once(lenient, rng, bits, group_size, mode):
+    layer = nn.QuantizedLinear(64, 48, group_size=group_size, bits=bits, mode=mode)
+    x = mx.array(rng.normal(size=(3, 64)).astype(np.float32))
+    expected = layer(x)
+    mm.stats(reset=True)
+    with mm.patched():
+        assert mx.array_equal(layer(x), expected).item()
+    (counts,) = mm.stats().values()
+    assert not counts["kernels"] and list(counts["mx"].values()) == [1]
+    with mm.patched(strict=True), pytest.raises(RuntimeError, match=r"\[quantized_matmul\] strict patch: "):
+        layer(x)
+    with mm.strict(), mm.patched(), pytest.raises(RuntimeError, match=r"\[quantized_matmul\] strict mode: "):
+        layer(x)
+
+
+def test_a_layer_without_its_arrays_fails_as_mx_does(lenient):
+    quantized, dense = nn.QuantizedLinear(64, 8, group_size=32), nn.Linear(64, 8)
+    del quantized["scales"], dense["weight"]
+    with mm.patched():
+        for layer, missing in ((quantized, "scales"), (dense, "weight")):
+            with pytest.raises((KeyError, AttributeError), match=missing):
+                layer(mx.ones((1, 64)))
 
 
 def test_signatures_and_docs_are_those_of_mx():

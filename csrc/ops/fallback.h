@@ -23,6 +23,16 @@ inline void send_to_mx(const char* op, std::string reason) {
 // or under a strict patch, which ask for the kernel.
 bool better_left_to_mx(const char* op, std::string reason);
 
+// While there is one, this thread's calls that no kernel covers neither count nor fail: they are asked once more, in
+// another's place.
+class Tentative {
+ public:
+  Tentative();
+  ~Tentative();
+  Tentative(const Tentative&) = delete;
+  Tentative& operator=(const Tentative&) = delete;
+};
+
 // Notes why a call goes to mx, for stats() and for messages.
 void note_left_to_mx(const char* op, std::string reason);
 

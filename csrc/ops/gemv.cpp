@@ -12,6 +12,7 @@
 #include "ops/checks.h"
 #include "ops/define.h"
 #include "ops/fallback.h"
+#include "ops/gemv.h"
 #include "ops/matrices.h"
 #include "ops/native.h"
 #include "ops/primitive.h"
@@ -299,8 +300,10 @@ bool tensor_cores_win(size_t rows, size_t weights, mx::Dtype dtype) {
   return dtype == mx::float32 ? rows > 4 && weights > (1 << 23) : rows > 2 && weights > (1 << 25);
 }
 
-std::optional<mx::array> attempt(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,
-                                 bool transpose, mx::StreamOrDevice where) {
+}  // namespace
+
+std::optional<mx::array> attempt_gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,
+                                      bool transpose, mx::StreamOrDevice where) {
   if (w.ndim() != 2) {
     checks::fail(op, "w has shape ", w.shape(), ": expected two dimensions");
   }
@@ -339,9 +342,11 @@ std::optional<mx::array> attempt(const mx::array& w, const mx::array& x, const s
   return Gemv::apply(std::move(inputs), transpose, stream);
 }
 
+namespace {
+
 mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias, bool transpose,
                mx::StreamOrDevice where) {
-  if (auto y = attempt(w, x, bias, transpose, where)) {
+  if (auto y = attempt_gemv(w, x, bias, transpose, where)) {
     return *std::move(y);
   }
   const mx::Stream stream = checks::stream(op, where);
@@ -350,8 +355,8 @@ mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::a
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt, &gemv, "w"_a, "x"_a, "bias"_a.none() = nb::none(), nb::kw_only(), "transpose"_a = true,
-         "stream"_a = nb::none());
+  define(module, op, &attempt_gemv, &gemv, "w"_a, "x"_a, "bias"_a.none() = nb::none(), nb::kw_only(),
+         "transpose"_a = true, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

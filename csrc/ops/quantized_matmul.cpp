@@ -302,10 +302,13 @@ mx::array with_batch(const mx::array& array, mx::Shape shape, mx::Stream stream)
   return array.shape() == shape ? array : mx::broadcast_to(array, shape, stream);
 }
 
-std::optional<mx::array> attempt(const mx::array& x, const mx::array& w, const mx::array& scales,
-                                 const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
-                                 std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
-                                 mx::StreamOrDevice where) {
+}  // namespace
+
+std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                                  const std::optional<mx::array>& biases, bool transpose,
+                                                  std::optional<int> group_size, std::optional<int> bits,
+                                                  const std::string& mode, const std::optional<mx::array>& bias,
+                                                  mx::StreamOrDevice where) {
   const mx::Stream stream = checks::stream(op, where);
   if (mode != "affine") {
     if (mode != "mxfp4" && mode != "mxfp8" && mode != "nvfp4") {
@@ -364,13 +367,11 @@ std::optional<mx::array> attempt(const mx::array& x, const mx::array& w, const m
   return QuantizedMatmul::apply(std::move(inputs), format, stream);
 }
 
-}  // namespace
-
 mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
                            const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
                            std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
                            mx::StreamOrDevice where) {
-  if (auto y = attempt(x, w, scales, biases, transpose, group_size, bits, mode, bias, where)) {
+  if (auto y = attempt_quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, bias, where)) {
     return *std::move(y);
   }
   const mx::array y = mx::quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, where);
@@ -380,7 +381,7 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
 namespace {
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt, &quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a.none() = nb::none(),
+  define(module, op, &attempt_quantized_matmul, &quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a.none() = nb::none(),
          "transpose"_a = true, "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine",
          nb::kw_only(), "bias"_a.none() = nb::none(), "stream"_a = nb::none());
 }

@@ -1,4 +1,4 @@
-// What other ops use of quantized_matmul.
+// What others use of quantized_matmul.
 #pragma once
 
 #include <optional>
@@ -13,5 +13,12 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
                            const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
                            std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
                            mx::StreamOrDevice where);
+
+// The same, or nothing where it is for mx.
+std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                                  const std::optional<mx::array>& biases, bool transpose,
+                                                  std::optional<int> group_size, std::optional<int> bits,
+                                                  const std::string& mode, const std::optional<mx::array>& bias,
+                                                  mx::StreamOrDevice where);
 
 }  // namespace mittens
