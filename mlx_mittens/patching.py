@@ -35,13 +35,17 @@ class _Patch:
     def install(self, strict: bool) -> None:
         self.configure(strict)
         self._stand_in.attempt = self._seam.attempt
-        setattr(self._owner, self._name, self._stand_in)
+        self._replace(self._original, self._stand_in)
 
     def remove(self) -> None:
         self.configure(strict=False)
         self._stand_in.attempt = None
         if getattr(self._owner, self._name) is self._stand_in:  # else another's patch lies on ours: it stays
-            setattr(self._owner, self._name, self._original)
+            self._replace(self._stand_in, self._original)
+
+    def _replace(self, before: Any, after: Any) -> None:
+        for holder in [self._owner, *self._seam.importers(before)]:
+            setattr(holder, self._name, after)
 
     def configure(self, strict: bool) -> None:
         self._stand_in.strict = strict and not self._seam.partial
@@ -131,7 +135,8 @@ def patch(*, strict: bool = False, **switches: bool) -> None:
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
             the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and
             ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is imported,
-            ``quantized_scaled_dot_product_attention`` and ``cache`` for appending to ``KVCache``.
+            ``quantized_scaled_dot_product_attention``, ``cache`` for appending to ``KVCache`` and ``swiglu`` for the
+            product of two quantized layers, which becomes one with them.
 
     Raises:
         TypeError: There is no such switch.

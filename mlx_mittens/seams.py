@@ -51,6 +51,7 @@ class Seam:
     parameters: tuple[str, ...] = ()  # of a Python function, which must be these; mx's own are those of its version
     optional: bool = False  # a package that need not be installed; patched once it is imported
     partial: bool = False  # some calls are the original's in strict mode too
+    shared: bool = False  # the package's other modules import it by name
 
     @property
     def name(self) -> str:
@@ -74,6 +75,14 @@ class Seam:
             if found != self.parameters:
                 raise SeamError(self._complaint(f"takes ({', '.join(found)}): expected ({', '.join(self.parameters)})"))
         return owner, leaf
+
+    def importers(self, function: Any) -> list[Any]:
+        """The package's modules that hold a function under the seam's name."""
+        if not self.shared:
+            return []
+        inside = f"{self.module.rpartition('.')[0]}."
+        modules = [module for name, module in list(sys.modules.items()) if name.startswith(inside)]
+        return [module for module in modules if getattr(module, "__dict__", {}).get(self.path) is function]
 
     def is_loaded(self) -> bool:
         """Whether its module has been imported; the others are imported when they are patched."""
@@ -130,6 +139,16 @@ SEAMS = [
         ("self", "keys", "values"),
         optional=True,
         partial=True,  # a cache that has no room makes it
+    ),
+    Seam(
+        "swiglu",
+        "quantized_swiglu",
+        "mlx_lm.models.activations",
+        "swiglu",
+        _ext.attempt_swiglu,
+        optional=True,
+        partial=True,  # only two quantized products that are still to be computed are one
+        shared=True,
     ),
     Seam("linear", "gemv", "mlx.nn", "Linear.__call__", _ext.attempt_linear, ("self", "x")),
     Seam("linear", "gemv", "mlx.nn", "Embedding.as_linear", _ext.attempt_linear, ("self", "x")),

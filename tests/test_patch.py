@@ -272,6 +272,109 @@ def test_a_quantized_layer_that_no_kernel_covers_is_counted_once(lenient, rng, b
         layer(x)
 
 
+def quantized_pair(rng, dtype, columns=64, outputs=40, **options):
+    """Two quantized layers of one input, and rows for them."""
+    layers = [nn.QuantizedLinear(columns, outputs, bias=False, **{"group_size": 32, "bits": 4, **options}) for _ in "gu"]
+    for layer in layers:
+        layer.set_dtype(dtype)
+    return *layers, mx.array(rng.normal(size=(2, 1, columns))).astype(dtype)
+
+
+def launched() -> dict[str, int]:
+    return {op: sum(counts["kernels"].values()) for op, counts in mm.stats(reset=True).items()}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_two_quantized_products_and_swiglu_are_one_kernel(rng, dtype, bits):
+    from mlx_lm.models.activations import swiglu
+
+    gate, up, x = quantized_pair(rng, dtype, bits=bits)
+    exact = swiglu(*(layer(x.astype(mx.float32)) for layer in (gate, up)))
+    mx.eval(exact)
+    mm.stats(reset=True)
+    with mm.patched(strict=True):
+        from mlx_lm.models.activations import swiglu as ours
+
+        y = ours(gate(x), up(x))
+        mx.eval(y)
+    assert launched() == {"quantized_swiglu": 1}
+    assert y.dtype == dtype
+    assert_near(y, exact, "y", 4 * cases.EPSILON[dtype])
+
+
+def test_swiglu_of_other_products_stays_what_it_was(lenient, rng):
+    from mlx_lm.models import llama
+
+    gate, up, x = quantized_pair(rng, mx.float32)
+    other_bits, _, other_x = quantized_pair(rng, mx.float32, bits=8)
+    with_bias, dense = nn.QuantizedLinear(64, 40, group_size=32), nn.Linear(64, 40)
+    computed = gate(x)
+    mx.eval(computed)
+    pairs = {
+        "another x": lambda: (gate(x), up(other_x)),
+        "other bits": lambda: (gate(x), other_bits(x)),
+        "one with a bias": lambda: (gate(x), with_bias(x)),
+        "one dense": lambda: (gate(x), dense(x)),
+        "one computed": lambda: (computed, up(x)),
+        "one that broadcasts": lambda: (gate(x), up(x)[..., :1]),
+        "no products": lambda: (x, x),
+        "types that differ": lambda: (gate(x), up(x.astype(mx.float16))),
+    }
+    for what, pair in pairs.items():
+        expected = llama.swiglu(*pair())
+        mx.eval(expected)
+        mm.stats(reset=True)
+        with mm.patched():
+            y = llama.swiglu(*pair())
+            mx.eval(y)
+        assert "quantized_swiglu" not in mm.stats(), what
+        assert y.dtype == expected.dtype and y.shape == expected.shape
+        assert_near(y, expected, what, 2e-3 if what == "types that differ" else 1e-5)
+
+
+def test_swiglu_under_transformations(rng):
+    from mlx_lm.models import llama
+
+    gate, up, x = quantized_pair(rng, mx.float32)
+    f = lambda x: (llama.swiglu(gate(x), up(x)) ** 2).sum()
+    runs = {
+        "grad": lambda: mx.grad(f)(x),
+        "compile": lambda: mx.compile(f)(x),
+        "jvp": lambda: mx.jvp(f, [x], [x + 1])[1][0],
+        "grad of compile": lambda: mx.grad(mx.compile(f))(x),
+    }
+    expected = {name: run() for name, run in runs.items()}
+    mx.eval(expected)
+    with mm.patched():
+        for name, run in runs.items():
+            assert_near(run(), expected[name], name, 1e-5)
+        mm.stats(reset=True)
+        mx.eval(mx.grad(f)(x))
+    assert launched() == {"quantized_matmul": 4}  # a gradient multiplies with each matrix twice, not three times
+
+
+def test_a_function_that_others_import_by_name_is_patched_there(monkeypatch, tmp_path):
+    package = tmp_path / "shared_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "home.py").write_text("def act(x):\n    return 'theirs'\n")
+    for name in ("early", "late"):
+        (package / f"{name}.py").write_text("from .home import act\n")
+    (package / "other.py").write_text("def act(x):\n    return 'its own'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seam = seams.Seam("act", "act", "shared_package.home", "act", lambda x: "ours", ("x",), optional=True, shared=True)
+    monkeypatch.setattr(patching, "SEAMS", [*(s for s in seams.SEAMS if not s.optional), seam])
+    early, other = (importlib.import_module(f"shared_package.{name}") for name in ("early", "other"))
+    mm.patch()
+    late = importlib.import_module("shared_package.late")
+    assert [module.act(1) for module in (early, late, other)] == ["ours", "ours", "its own"]
+    mm.unpatch()
+    home = importlib.import_module("shared_package.home")
+    assert [module.act(1) for module in (home, early, late, other)] == ["theirs", "theirs", "theirs", "its own"]
+    assert early.act is late.act is home.act
+    monkeypatch.undo()
+
+
 def test_a_layer_without_its_arrays_fails_as_mx_does(lenient):
     quantized, dense = nn.QuantizedLinear(64, 8, group_size=32), nn.Linear(64, 8)
     del quantized["scales"], dense["weight"]

@@ -62,6 +62,10 @@ class QuantizedMatmul : public KernelPrimitive {
     return format_ == static_cast<const QuantizedMatmul&>(other).format_;
   }
 
+  const AffineFormat& format() const {
+    return format_;
+  }
+
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     const Sizes sizes = sizes_of(inputs);
     mx::Shape shape = inputs[0].shape();
@@ -365,6 +369,15 @@ std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::
     inputs.push_back(mx::astype(*bias, dtype, stream));
   }
   return QuantizedMatmul::apply(std::move(inputs), format, stream);
+}
+
+std::optional<AffineFormat> pending_product(const mx::array& y) {
+  if (y.status() != mx::array::Status::unscheduled || !y.has_primitive() || y.inputs().size() != 4 ||
+      y.inputs()[1].ndim() != 2) {
+    return std::nullopt;
+  }
+  const auto* product = dynamic_cast<const QuantizedMatmul*>(&y.primitive());
+  return product && product->format().transpose ? std::optional(product->format()) : std::nullopt;
 }
 
 mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "mlx/utils.h"
+#include "ops/affine.h"
 #include "ops/primitive.h"
 
 namespace mittens {
@@ -20,5 +21,9 @@ std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::
                                                   std::optional<int> group_size, std::optional<int> bits,
                                                   const std::string& mode, const std::optional<mx::array>& bias,
                                                   mx::StreamOrDevice where);
+
+// The format of an array that is to be this op's: x by the transpose of one matrix, without a bias, not yet computed.
+// Its inputs are x and the triple. Nothing for any other array.
+std::optional<AffineFormat> pending_product(const mx::array& y);
 
 }  // namespace mittens

@@ -164,7 +164,27 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   return first_output(std::make_shared<QuantizedSwiglu>(stream, format), std::move(inputs));
 }
 
+// silu(gate) * up of two quantized products that nothing has computed yet, as one: under the patch a model multiplies
+// first and then asks for this. Products of more rows than a kernel takes at once stay two, which may go by tiles, and so
+// do those of a gradient, which would multiply again on its way back.
+std::optional<mx::array> attempt_swiglu(const mx::array& gate, const mx::array& up) {
+  const auto format = pending_product(gate);
+  if (!format || pending_product(up) != format || gate.shape() != up.shape()) {
+    return std::nullopt;
+  }
+  const mx::Stream stream = gate.primitive().stream();
+  const Arrays& inputs = gate.inputs();
+  if (gate.is_tracer() || up.primitive().stream() != stream || up.inputs()[0].id() != inputs[0].id() ||
+      (stream.device == mx::Device::gpu && leading_size(inputs[0], 1) > most_kernel_rows)) {
+    return std::nullopt;
+  }
+  Arrays all = inputs;
+  all.insert(all.end(), up.inputs().begin() + 1, up.inputs().end());
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, *format), std::move(all));
+}
+
 void bind(nb::module_& module) {
+  module.def("attempt_swiglu", &attempt_swiglu, "gate"_a, "x"_a);
   module.def(op, &quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
              "bits"_a.none() = nb::none(), "stream"_a = nb::none());
 }
