@@ -53,16 +53,24 @@ inline void rotate_part(
   }
 }
 
+template <typename T>
+inline const device T* row_of(
+    const device T* heads, constant const int64_t (&strides)[3], uint batch, uint head, uint token) {
+  return heads + batch * strides[0] + head * strides[1] + token * strides[2];
+}
+
 template <typename T, bool Normed>
 [[kernel, max_total_threads_per_threadgroup(128)]] void rope_append(
-    const device T* heads [[buffer(0)]],       // [batch, query heads + 2 * key heads, tokens, width] by params.strides
-    const device float* freqs [[buffer(1)]],   // [pairs]
-    const device T* query_norm [[buffer(2)]],  // [width]
-    const device T* key_norm [[buffer(3)]],    // [width]
-    device T* queries [[buffer(4)]],           // [batch, query heads, tokens, width]
-    device T* keys [[buffer(5)]],              // [batch, key heads, key capacity, width]
-    device T* values [[buffer(6)]],            // [batch, key heads, value capacity, width]
-    constant RopeAppendParams& params [[buffer(7)]],
+    const device T* new_queries [[buffer(0)]],  // [batch, query heads, tokens, width] by params.query_strides
+    const device T* new_keys [[buffer(1)]],     // [batch, key heads, tokens, width] by params.key_strides
+    const device T* new_values [[buffer(2)]],   // [batch, key heads, tokens, width] by params.value_strides
+    const device float* freqs [[buffer(3)]],    // [pairs]
+    const device T* query_norm [[buffer(4)]],   // [width]
+    const device T* key_norm [[buffer(5)]],     // [width]
+    device T* queries [[buffer(6)]],            // [batch, query heads, tokens, width]
+    device T* keys [[buffer(7)]],               // [batch, key heads, key capacity, width]
+    device T* values [[buffer(8)]],             // [batch, key heads, value capacity, width]
+    constant RopeAppendParams& params [[buffer(9)]],
     uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -77,23 +85,27 @@ template <typename T, bool Normed>
   if (head >= params.query_heads + 2 * params.key_heads) {
     return;
   }
-  const device T* row = heads + batch * params.strides[0] + head * params.strides[1] + token * params.strides[2];
 
   if (head >= params.query_heads + params.key_heads) {
-    const uint value_head = batch * params.key_heads + head - params.query_heads - params.key_heads;
-    device T* target = values + (size_t(value_head) * params.value_capacity + params.first + token) * width;
+    const uint value_head = head - params.query_heads - params.key_heads;
+    const device T* row = row_of(new_values, params.value_strides, batch, value_head, token);
+    device T* target =
+        values + (size_t(batch * params.key_heads + value_head) * params.value_capacity + params.first + token) * width;
     for (uint column = first; column < width; column += step) {
       target[column] = row[column];
     }
     return;
   }
   const bool is_query = head < params.query_heads;
+  const device T* row;
   device T* target;
   if (is_query) {
+    row = row_of(new_queries, params.query_strides, batch, head, token);
     target = queries + (size_t(batch * params.query_heads + head) * params.tokens + token) * width;
   } else {
-    const uint key_head = batch * params.key_heads + head - params.query_heads;
-    target = keys + (size_t(key_head) * params.key_capacity + params.first + token) * width;
+    const uint key_head = head - params.query_heads;
+    row = row_of(new_keys, params.key_strides, batch, key_head, token);
+    target = keys + (size_t(batch * params.key_heads + key_head) * params.key_capacity + params.first + token) * width;
   }
   float inverse = 1.0f;
   if (Normed) {

@@ -6,14 +6,13 @@ The functions give None where the cache has no room, or is another: then it does
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import mlx.core as mx
 
 from . import _ext
 
-__all__ = ["append", "attend", "turn_and_append", "update_and_fetch"]
+__all__ = ["append", "attend", "turn_and_append"]
 
 
 def append(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:
@@ -38,10 +37,3 @@ def attend(cache: Any, heads: mx.array, rotary: _ext.Rotary, scale: float) -> mx
     if result is not None:
         cache.offset += 1
     return result
-
-
-def update_and_fetch(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:
-    """``KVCache.update_and_fetch`` of mlx-lm, but where the cache has no room yet."""
-    if type(cache) is sys.modules["mlx_lm.models.cache"].KVCache and cache.keys is not None:
-        return append(cache, keys, values)
-    return None

@@ -30,6 +30,7 @@ from mlx.utils import tree_flatten
 from . import machine, models
 from .nn import convert
 from .patching import patched
+from .seams import SEAMS
 from .table import aligned
 from .usage import UsageError, chosen
 
@@ -200,39 +201,44 @@ def measure(
     ], share
 
 
-_TIMED = (
-    ("rms_norm", mx.fast, "rms_norm"),
-    ("rope", mx.fast, "rope"),
-    ("attention", mx.fast, "scaled_dot_product_attention"),
-    ("quantized_matmul", mx, "quantized_matmul"),
-    ("gather_qmm", mx, "gather_qmm"),
-    ("linear", nn.Linear, "__call__"),
-    ("linear", nn.Embedding, "as_linear"),
-)
+def _timed() -> Iterator[tuple[str, Any, str]]:
+    """What a model calls its ops by: the name of the op, the function's owner, and its name there."""
+    for seam in SEAMS:
+        if seam.is_loaded() and not seam.shared:
+            yield seam.op, *seam.owner()
+    yield "gather_qmm", mx, "gather_qmm"
 
 
 @contextlib.contextmanager
 def _clocks(seconds: dict[str, float]) -> Iterator[None]:
     """Adds up the time of each op, waiting for its inputs before and for its result after."""
-    saved = [(owner, name, getattr(owner, name)) for _, owner, name in _TIMED]
+    saved = [(label, owner, name, getattr(owner, name)) for label, owner, name in _timed()]
+    running = False  # a layer's time holds that of the function that it calls
 
     def clocked(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            if running:
+                return function(*args, **kwargs)
             mx.eval([a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)])
+            running = True
             start = time.perf_counter()
-            result = function(*args, **kwargs)
-            mx.eval(result)
+            try:
+                result = function(*args, **kwargs)
+                mx.eval(result)
+            finally:
+                running = False
             seconds[label] = seconds.get(label, 0.0) + time.perf_counter() - start
             return result
 
         return run
 
-    for (label, owner, name), (_, _, function) in zip(_TIMED, saved, strict=True):
+    for label, owner, name, function in saved:
         setattr(owner, name, clocked(label, function))
     try:
         yield
     finally:
-        for owner, name, function in saved:
+        for _, owner, name, function in saved:
             setattr(owner, name, function)
 
 

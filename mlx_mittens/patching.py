@@ -135,8 +135,9 @@ def patch(*, strict: bool = False, **switches: bool) -> None:
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
             the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and
             ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is imported,
-            ``quantized_scaled_dot_product_attention``, ``cache`` for appending to ``KVCache`` and ``swiglu`` for the
-            product of two quantized layers, which becomes one with them.
+            ``quantized_scaled_dot_product_attention``, ``cache`` for appending to ``KVCache``, together with
+            ``mx.fast.rope`` before it, and ``swiglu`` for the product of two quantized layers, which becomes one with
+            them.
 
     Raises:
         TypeError: There is no such switch.

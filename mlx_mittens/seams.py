@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
 
-from . import _ext, caches
+from . import _ext
 
 __all__ = ["SEAMS", "Seam", "SeamError", "importing"]
 
@@ -101,7 +101,16 @@ class Seam:
 
 
 SEAMS = [
-    Seam("rms_norm", "rms_norm", "mlx.core", "fast.rms_norm", _ext.attempt_rms_norm),
+    Seam("rms_norm", "rms_norm", "mlx.core", "fast.rms_norm", _ext.attempt_pending_add_rms_norm),
+    Seam(
+        "rms_norm",
+        "rms_norm",
+        "mlx.nn",
+        "RMSNorm.__call__",
+        _ext.attempt_rms_norm_layer,
+        ("self", "x"),
+        partial=True,  # what it leaves is mx.fast.rms_norm's
+    ),
     Seam("layer_norm", "layer_norm", "mlx.core", "fast.layer_norm", _ext.attempt_layer_norm),
     Seam("softmax", "softmax", "mlx.core", "softmax", _ext.attempt_softmax),
     Seam("quantized_matmul", "quantized_matmul", "mlx.core", "quantized_matmul", _ext.attempt_quantized_matmul),
@@ -135,10 +144,29 @@ SEAMS = [
         "cache",
         "mlx_lm.models.cache",
         "KVCache.update_and_fetch",
-        caches.update_and_fetch,
+        _ext.attempt_update_and_fetch,
         ("self", "keys", "values"),
         optional=True,
         partial=True,  # a cache that has no room makes it
+    ),
+    Seam(
+        "cache",
+        "rope",
+        "mlx.core",
+        "fast.rope",
+        _ext.attempt_rope,
+        partial=True,  # mx's own, which an append to a cache may find
+    ),
+    Seam("cache", "rope", "mlx.nn", "RoPE.__call__", _ext.attempt_rope_layer, ("self", "x", "offset"), partial=True),
+    Seam(
+        "cache",
+        "rope",
+        "mlx_lm.models.rope_utils",
+        "Llama3RoPE.__call__",
+        _ext.attempt_rope_layer,
+        ("self", "x", "offset"),
+        optional=True,
+        partial=True,
     ),
     Seam(
         "swiglu",

@@ -272,87 +272,6 @@ def test_a_quantized_layer_that_no_kernel_covers_is_counted_once(lenient, rng, b
         layer(x)
 
 
-def quantized_pair(rng, dtype, columns=64, outputs=40, **options):
-    """Two quantized layers of one input, and rows for them."""
-    layers = [nn.QuantizedLinear(columns, outputs, bias=False, **{"group_size": 32, "bits": 4, **options}) for _ in "gu"]
-    for layer in layers:
-        layer.set_dtype(dtype)
-    return *layers, mx.array(rng.normal(size=(2, 1, columns))).astype(dtype)
-
-
-def launched() -> dict[str, int]:
-    return {op: sum(counts["kernels"].values()) for op, counts in mm.stats(reset=True).items()}
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_two_quantized_products_and_swiglu_are_one_kernel(rng, dtype, bits):
-    from mlx_lm.models.activations import swiglu
-
-    gate, up, x = quantized_pair(rng, dtype, bits=bits)
-    exact = swiglu(*(layer(x.astype(mx.float32)) for layer in (gate, up)))
-    mx.eval(exact)
-    mm.stats(reset=True)
-    with mm.patched(strict=True):
-        from mlx_lm.models.activations import swiglu as ours
-
-        y = ours(gate(x), up(x))
-        mx.eval(y)
-    assert launched() == {"quantized_swiglu": 1}
-    assert y.dtype == dtype
-    assert_near(y, exact, "y", 4 * cases.EPSILON[dtype])
-
-
-def test_swiglu_of_other_products_stays_what_it_was(lenient, rng):
-    from mlx_lm.models import llama
-
-    gate, up, x = quantized_pair(rng, mx.float32)
-    other_bits, _, other_x = quantized_pair(rng, mx.float32, bits=8)
-    with_bias, dense = nn.QuantizedLinear(64, 40, group_size=32), nn.Linear(64, 40)
-    computed = gate(x)
-    mx.eval(computed)
-    pairs = {
-        "another x": lambda: (gate(x), up(other_x)),
-        "other bits": lambda: (gate(x), other_bits(x)),
-        "one with a bias": lambda: (gate(x), with_bias(x)),
-        "one dense": lambda: (gate(x), dense(x)),
-        "one computed": lambda: (computed, up(x)),
-        "one that broadcasts": lambda: (gate(x), up(x)[..., :1]),
-        "no products": lambda: (x, x),
-        "types that differ": lambda: (gate(x), up(x.astype(mx.float16))),
-    }
-    for what, pair in pairs.items():
-        expected = llama.swiglu(*pair())
-        mx.eval(expected)
-        mm.stats(reset=True)
-        with mm.patched():
-            y = llama.swiglu(*pair())
-            mx.eval(y)
-        assert "quantized_swiglu" not in mm.stats(), what
-        assert y.dtype == expected.dtype and y.shape == expected.shape
-        assert_near(y, expected, what, 2e-3 if what == "types that differ" else 1e-5)
-
-
-def test_swiglu_under_transformations(rng):
-    from mlx_lm.models import llama
-
-    gate, up, x = quantized_pair(rng, mx.float32)
-    f = lambda x: (llama.swiglu(gate(x), up(x)) ** 2).sum()
-    runs = {
-        "grad": lambda: mx.grad(f)(x),
-        "compile": lambda: mx.compile(f)(x),
-        "jvp": lambda: mx.jvp(f, [x], [x + 1])[1][0],
-        "grad of compile": lambda: mx.grad(mx.compile(f))(x),
-    }
-    expected = {name: run() for name, run in runs.items()}
-    mx.eval(expected)
-    with mm.patched():
-        for name, run in runs.items():
-            assert_near(run(), expected[name], name, 1e-5)
-        mm.stats(reset=True)
-        mx.eval(mx.grad(f)(x))
-    assert launched() == {"quantized_matmul": 4}  # a gradient multiplies with each matrix twice, not three times
-
-
 def test_a_function_that_others_import_by_name_is_patched_there(monkeypatch, tmp_path):
     package = tmp_path / "shared_package"
     package.mkdir()
@@ -375,11 +294,38 @@ def test_a_function_that_others_import_by_name_is_patched_there(monkeypatch, tmp
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.complex64], ids=str)
+def test_layers_of_norms_and_positions_give_what_they_gave(lenient, rng, dtype):
+    from mlx_lm.models.rope_utils import Llama3RoPE
+
+    x = mx.array(rng.normal(size=(2, 3, 5, 64)).astype(np.float32))
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    calls = {
+        "norm": lambda: nn.RMSNorm(64, eps=1e-3)(x.astype(dtype)),
+        "positions": lambda: nn.RoPE(64, base=1e3, scale=0.5)(x, offset=7),
+        "positions from 0": lambda: nn.RoPE(32)(x),
+        "traditional": lambda: nn.RoPE(64, traditional=True)(x, 3),
+        "positions in an array": lambda: nn.RoPE(64)(x, offset=mx.array([3, 9])),
+        "frequencies": lambda: Llama3RoPE(64, scaling_config=scaling)(x, offset=2),
+    }
+    for what, call in calls.items():
+        try:
+            expected = call()
+        except ValueError:
+            with mm.patched(), pytest.raises(ValueError):
+                call()
+            continue
+        with mm.patched():
+            y = call()
+        assert y.dtype == expected.dtype
+        assert_near(y, expected, what, 1e-5)
+
+
 def test_a_layer_without_its_arrays_fails_as_mx_does(lenient):
-    quantized, dense = nn.QuantizedLinear(64, 8, group_size=32), nn.Linear(64, 8)
-    del quantized["scales"], dense["weight"]
+    quantized, dense, norm = nn.QuantizedLinear(64, 8, group_size=32), nn.Linear(64, 8), nn.RMSNorm(64)
+    del quantized["scales"], dense["weight"], norm["weight"]
     with mm.patched():
-        for layer, missing in ((quantized, "scales"), (dense, "weight")):
+        for layer, missing in ((quantized, "scales"), (dense, "weight"), (norm, "weight")):
             with pytest.raises((KeyError, AttributeError), match=missing):
                 layer(mx.ones((1, 64)))
 

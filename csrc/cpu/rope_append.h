@@ -7,16 +7,23 @@
 
 namespace mittens::cpu {
 
+// [batch, heads, tokens, width] by strides, the last of which is 1.
+struct Heads {
+  const void* data;
+  int64_t strides[3];  // batch, head, token
+};
+
 struct RopeAppend {
   Type type;
-  const void* heads;      // [batch, query heads + 2 * key heads, tokens, width] by strides, the last of which is 1
-  int64_t strides[3];     // batch, head, token
-  const float* freqs;     // [pairs] or nullptr
+  Heads new_queries;
+  Heads new_keys;
+  Heads new_values;
+  const float* freqs;      // [pairs] or nullptr
   const void* query_norm;  // [width] or nullptr
   const void* key_norm;    // [width] or nullptr
-  void* queries;          // [batch, query heads, tokens, width]
-  void* keys;             // [batch, key heads, key capacity, width], of which the new tokens are written
-  void* values;           // [batch, key heads, value capacity, width]
+  void* queries;           // [batch, query heads, tokens, width]
+  void* keys;              // [batch, key heads, key capacity, width], of which the new tokens are written
+  void* values;            // [batch, key heads, value capacity, width]
   size_t batch;
   size_t query_heads;
   size_t key_heads;

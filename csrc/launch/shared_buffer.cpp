@@ -28,6 +28,8 @@ const auto& descriptor(const mx::array& array) {
   return array.*member(OfDescriptor());
 }
 
+using Descriptor = std::remove_reference_t<decltype(*descriptor(std::declval<mx::array>()))>;
+
 const Memory& memory_of(const mx::array& array) {
   const BufferOwner* owner = owner_of(array);
   return owner ? owner->memory : array.data_shared_ptr();
@@ -78,14 +80,23 @@ mx::array uncounted(const mx::array& array) {
   return view;
 }
 
-Promised::Promised(const mx::array& array) : descriptor_(descriptor(array)) {}
+WeakArray::WeakArray(const mx::array& array) : descriptor_(descriptor(array)) {}
 
-bool Promised::is(const mx::array& array) const {
+bool WeakArray::is(const mx::array& array) const {
   return descriptor_.lock() == descriptor(array);
 }
 
+std::optional<mx::array> WeakArray::lock() const {
+  const auto locked = std::static_pointer_cast<Descriptor>(descriptor_.lock());
+  if (!locked) {
+    return std::nullopt;
+  }
+  mx::array array({}, mx::bool_, nullptr, {});
+  array.*member(OfDescriptor()) = locked;
+  return array;
+}
+
 void Promised::fulfil(const mx::array& buffer, const mx::array& with, mx::Stream stream) const {
-  using Descriptor = std::remove_reference_t<decltype(*descriptor(buffer))>;
   const auto promised = std::static_pointer_cast<Descriptor>(descriptor_.lock());
   if (!promised || promised->status != mx::array::Status::unscheduled) {
     return;
@@ -111,6 +122,10 @@ void Promised::fulfil(const mx::array& buffer, const mx::array& with, mx::Stream
 
 bool same_memory(const mx::array& a, const mx::array& b) {
   return a.data_shared_ptr().get() == b.data_shared_ptr().get();
+}
+
+bool is_held_alone(const mx::array& array) {
+  return descriptor(array).use_count() == 1;
 }
 
 bool is_donatable(const mx::array& input, size_t outputs) {

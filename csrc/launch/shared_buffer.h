@@ -9,6 +9,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "mlx/array.h"
@@ -35,22 +36,32 @@ void count_apart(mx::array& array, std::vector<mx::array> carried = {});
 // An evaluated array's memory, which nothing that counts it sees.
 mx::array uncounted(const mx::array& array);
 
-// An array that a primitive evaluates although it is none of its outputs: those MLX holds until their work is done.
-class Promised {
+// An array that is there for as long as others hold it.
+class WeakArray {
  public:
-  explicit Promised(const mx::array& array);
+  explicit WeakArray(const mx::array& array);
 
   bool is(const mx::array& array) const;
+  std::optional<mx::array> lock() const;
+
+ protected:
+  std::weak_ptr<void> descriptor_;  // of MLX's own type
+};
+
+// An array that a primitive evaluates although it is none of its outputs: those MLX holds until their work is done.
+class Promised : public WeakArray {
+ public:
+  using WeakArray::WeakArray;
 
   // Gives it a buffer, counted apart, if there still is such an array; it is there when `with` is, on the stream. Then it
   // is part of MLX's graph no more, or not for longer than it is evaluated once more.
   void fulfil(const mx::array& buffer, const mx::array& with, mx::Stream stream) const;
-
- private:
-  std::weak_ptr<void> descriptor_;  // of MLX's own type
 };
 
 bool same_memory(const mx::array& a, const mx::array& b);
+
+// Whether this is all there is of an array: no other array in MLX's graph has it as its input, nobody holds a copy.
+bool is_held_alone(const mx::array& array);
 
 // Whether nobody but a primitive of so many outputs may want what an input holds. MLX's is_donatable() says it of one
 // output: each of several holds the inputs.

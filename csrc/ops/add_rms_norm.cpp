@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <optional>
+#include <string_view>
 #include <utility>
 
 #include <nanobind/nanobind.h>
@@ -11,6 +13,7 @@
 #include "mlx/ops.h"
 #include "ops/arrays.h"
 #include "ops/checks.h"
+#include "ops/define.h"
 #include "ops/fallback.h"
 #include "ops/native.h"
 #include "ops/norm_vjp.h"
@@ -136,7 +139,41 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
   return {std::move(outputs[0]), std::move(outputs[1])};
 }
 
+// Whether a sum that nothing has computed or asked for yet can be computed with its norm. A sum with one row for all is
+// none: it would have to be copied.
+bool is_pending_sum(const mx::array& sum, mx::Stream stream) {
+  if (!is_pending(sum) ||
+      std::string_view(sum.primitive().name()) != "Add" || sum.primitive().stream() != stream || sum.is_tracer() ||
+      !is_held_alone(sum)) {
+    return false;
+  }
+  const auto is_whole = [&](const mx::array& part) {
+    return part.dtype() == sum.dtype() && part.shape() == sum.shape() &&
+        !(part.has_primitive() && std::string_view(part.primitive().name()) == "Broadcast");
+  };
+  return std::all_of(sum.inputs().begin(), sum.inputs().end(), is_whole);
+}
+
+}  // namespace
+
+// rms_norm as the patch has it: under it a model adds a residual and then normalizes the sum, which is one kernel. The
+// sum becomes that kernel's, as by mx's own assignment to a part of an array: who holds its Python object sees it.
+std::optional<mx::array> attempt_pending_add_rms_norm(mx::array& x, const std::optional<mx::array>& weight, float eps,
+                                                      mx::StreamOrDevice where) {
+  const bool is_one_type = x.ndim() > 0 && has_kernels(x.dtype()) && (!weight || weight->dtype() == x.dtype());
+  if (!is_one_type || !is_pending_sum(x, checks::stream("rms_norm", where))) {
+    return attempt_rms_norm(x, weight, eps, where);
+  }
+  const auto [y, sum] = add_rms_norm(x.inputs()[0], x.inputs()[1], weight, eps, where);
+  x.overwrite_descriptor(sum);
+  return y;
+}
+
+namespace {
+
 void bind(nb::module_& module) {
+  module.def("attempt_pending_add_rms_norm", lenient("rms_norm", &attempt_pending_add_rms_norm), "x"_a, "weight"_a.none(),
+             "eps"_a, nb::kw_only(), "stream"_a = nb::none());
   module.def(op, &add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());
 }
 

@@ -14,6 +14,7 @@
 #include "ops/checks.h"
 #include "ops/registry.h"
 #include "ops/rope_append.h"
+#include "ops/turned.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
@@ -66,10 +67,40 @@ std::optional<Seen> append_to_cache(mx::array& keys, mx::array& values, const mx
   if (!has_room(keys, new_keys, first) || !has_room(values, new_values, first)) {
     return std::nullopt;
   }
+  if (const auto step = append_with_rope(keys, values, new_keys, new_values, first)) {
+    replace(keys, values, step->keys, step->values);
+    const int end = first + new_keys.shape(tokens_axis);
+    return Seen{tokens_until(step->keys, end), tokens_until(step->values, end)};
+  }
   const auto [all_keys, seen_keys] = appended(keys, new_keys, first);
   const auto [all_values, seen_values] = appended(values, new_values, first);
   replace(keys, values, all_keys, all_values);
   return Seen{seen_keys, seen_values};
+}
+
+// mlx-lm's KVCache.update_and_fetch, but where the cache has no room or is of another class.
+std::optional<Seen> attempt_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
+                                             const mx::array& new_values) {
+  static PyObject* const home = PyUnicode_InternFromString("mlx_lm.models.cache");
+  static PyObject* const plain = PyUnicode_InternFromString("KVCache");
+  static PyObject* const names[] = {PyUnicode_InternFromString("keys"), PyUnicode_InternFromString("values")};
+  static PyObject* const offset = PyUnicode_InternFromString("offset");
+  const auto get = [](nb::handle from, PyObject* name) { return nb::steal(nb::detail::getattr(from.ptr(), name)); };
+  const nb::object module = nb::steal(PyImport_GetModule(home));
+  if (!module.is_valid() || !cache.type().is(get(module, plain))) {
+    return std::nullopt;
+  }
+  const nb::object buffers[] = {get(cache, names[0]), get(cache, names[1])};
+  if (!nb::isinstance<mx::array>(buffers[0]) || !nb::isinstance<mx::array>(buffers[1])) {
+    return std::nullopt;
+  }
+  const int first = nb::cast<int>(get(cache, offset));
+  auto seen = append_to_cache(*nb::inst_ptr<mx::array>(buffers[0]), *nb::inst_ptr<mx::array>(buffers[1]), new_keys,
+                              new_values, first);
+  if (seen) {
+    nb::setattr(cache, nb::handle(offset), nb::int_(first + new_keys.shape(tokens_axis)));
+  }
+  return seen;
 }
 
 // The append of a layer's heads of queries, keys and values, of which it turns queries and keys.
@@ -132,6 +163,7 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
 }
 
 void bind(nb::module_& module) {
+  module.def("attempt_update_and_fetch", &attempt_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
   module.def("append_to_cache", &append_to_cache, "keys"_a, "values"_a, "new_keys"_a, "new_values"_a, "first"_a,
              "Puts new tokens into the buffers of keys and values from `first` on. Both up to the last of them; none if "
              "there is no room.");

@@ -15,8 +15,11 @@ namespace {
 // one output, since MLX holds others until their work is done.
 class CacheStepPrimitive : public mx::Primitive {
  public:
-  CacheStepPrimitive(std::shared_ptr<KernelPrimitive> append, std::optional<Attending> attending)
-      : mx::Primitive(append->stream()), append_(std::move(append)), attending_(std::move(attending)) {}
+  CacheStepPrimitive(const Append& append, std::optional<Attending> attending)
+      : mx::Primitive(append.primitive->stream()),
+        append_(append.primitive),
+        queries_(append.queries),
+        attending_(std::move(attending)) {}
 
   // The arrays of the buffers are evaluated with the result, as other outputs are: who holds them may be another thread,
   // where the stream is not.
@@ -40,11 +43,9 @@ class CacheStepPrimitive : public mx::Primitive {
   using Eval = void (mx::Primitive::*)(const Arrays&, Arrays&);
 
   void eval(const Arrays& inputs, Arrays& outputs, Eval eval) {
-    mx::Shape queries = inputs[0].shape();
-    queries[1] -= 2 * inputs[1].shape(1);
     Arrays all;
     all.reserve(3);
-    attending_ ? all.push_back(unmade(std::move(queries), outputs[0])) : all.push_back(outputs[0]);
+    attending_ ? all.push_back(unmade(queries_, outputs[0])) : all.push_back(outputs[0]);
     for (int i : {1, 2}) {
       all.push_back(unmade(inputs[i].shape(), inputs[i]));
     }
@@ -90,6 +91,7 @@ class CacheStepPrimitive : public mx::Primitive {
   }
 
   std::shared_ptr<KernelPrimitive> append_;
+  mx::Shape queries_;
   std::optional<Attending> attending_;
   std::optional<Promised> result_;
   std::vector<Promised> buffers_;
@@ -125,22 +127,25 @@ class CacheBuffer : public mx::Primitive {
 
 }  // namespace
 
-CacheStep cache_step(Append append, std::optional<Attending> attending) {
+CacheStep cache_step(Append append, std::optional<Attending> attending, std::optional<mx::array> result) {
   const mx::Stream stream = append.primitive->stream();
   const mx::Dtype dtype = append.inputs[0].dtype();
   const mx::array keys = append.inputs[1], values = append.inputs[2];
-  mx::Shape shape = append.inputs[0].shape();
+  mx::Shape shape = append.queries;
   if (attending) {
     shape = {shape[0], 1, attending->shape[1] * attending->shape[3]};
-  } else {
-    shape[1] -= 2 * keys.shape(1);
   }
-  auto primitive = std::make_shared<CacheStepPrimitive>(std::move(append.primitive), std::move(attending));
-  mx::array result(std::move(shape), dtype, primitive, std::move(append.inputs));
+  auto primitive = std::make_shared<CacheStepPrimitive>(append, std::move(attending));
+  if (result) {
+    result->primitive_ptr() = primitive;
+    result->inputs() = std::move(append.inputs);
+  } else {
+    result.emplace(std::move(shape), dtype, primitive, std::move(append.inputs));
+  }
   const auto buffer = [&](int which, const mx::array& from) {
-    return mx::array(from.shape(), dtype, std::make_shared<CacheBuffer>(stream, which), {result});
+    return mx::array(from.shape(), dtype, std::make_shared<CacheBuffer>(stream, which), {*result});
   };
-  CacheStep step{result, buffer(0, keys), buffer(1, values)};
+  CacheStep step{*result, buffer(0, keys), buffer(1, values)};
   primitive->promise(step);
   return step;
 }

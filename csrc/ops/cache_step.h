@@ -14,6 +14,7 @@ inline constexpr int tokens_axis = 2;  // of a buffer, [batch, heads, tokens, wi
 struct Append {
   std::shared_ptr<KernelPrimitive> primitive;
   Arrays inputs;
+  mx::Shape queries;
 };
 
 // An attention over the first tokens of the buffers.
@@ -30,7 +31,8 @@ struct CacheStep {
   mx::array values;
 };
 
-// Its buffers may be updated in place while work on them is on its way. It has no derivatives.
-CacheStep cache_step(Append append, std::optional<Attending> attending);
+// Its buffers may be updated in place while work on them is on its way. It has no derivatives. A pending array of the
+// queries' shape and dtype that is given becomes its result.
+CacheStep cache_step(Append append, std::optional<Attending> attending, std::optional<mx::array> result = std::nullopt);
 
 }  // namespace mittens

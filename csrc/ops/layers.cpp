@@ -1,17 +1,21 @@
-// The calls of mlx.nn's linear layers under the patch. A layer is read here: in Python that, and handing its arrays on by
-// name, costs the host as much as the product.
+// The calls of mlx.nn's layers under the patch. A layer is read here: in Python that, and handing its arrays on by name,
+// costs the host as much as the op.
 #include <optional>
 #include <string>
+#include <variant>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 
 #include "ops/define.h"
 #include "ops/fallback.h"
 #include "ops/gemv.h"
+#include "ops/norms.h"
 #include "ops/quantized_matmul.h"
 #include "ops/registry.h"
+#include "ops/turned.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -34,6 +38,12 @@ std::optional<mx::array> array(const nb::dict& layer, PyObject* key) {
   return *nb::inst_ptr<mx::array>(found);
 }
 
+// What is no array is an attribute.
+template <typename T>
+T attribute(const nb::dict& layer, PyObject* key) {
+  return nb::cast<T>(nb::steal(nb::detail::getattr(layer.ptr(), key)));
+}
+
 // mlx.nn.Linear, and others that are a dense product.
 std::optional<mx::array> attempt_linear(const nb::dict& layer, const mx::array& x) {
   static PyObject* const weight = name("weight");
@@ -49,6 +59,9 @@ std::optional<mx::array> attempt_quantized_linear(const nb::dict& layer, const m
   static PyObject* const scales = name("scales");
   static PyObject* const biases = name("biases");
   static PyObject* const bias = name("bias");
+  static PyObject* const group_size = name("group_size");
+  static PyObject* const bits = name("bits");
+  static PyObject* const mode = name("mode");
   static const auto attempt = lenient("quantized_matmul", &attempt_quantized_matmul);
   const auto w = array(layer, weight);
   const auto s = array(layer, scales);
@@ -56,14 +69,44 @@ std::optional<mx::array> attempt_quantized_linear(const nb::dict& layer, const m
     return std::nullopt;
   }
   const Tentative tentative;
-  return attempt(x, *w, *s, array(layer, biases), true, nb::cast<std::optional<int>>(layer.attr("group_size")),
-                 nb::cast<std::optional<int>>(layer.attr("bits")), nb::cast<std::string>(layer.attr("mode")),
-                 array(layer, bias), {});
+  return attempt(x, *w, *s, array(layer, biases), true, attribute<std::optional<int>>(layer, group_size),
+                 attribute<std::optional<int>>(layer, bits), attribute<std::string>(layer, mode), array(layer, bias), {});
+}
+
+// mlx.nn.RMSNorm. What this leaves is mx.fast.rms_norm's, as above.
+std::optional<mx::array> attempt_rms_norm_layer(const nb::dict& layer, mx::array& x) {
+  static PyObject* const weight = name("weight");
+  static PyObject* const eps = name("eps");
+  static const auto attempt = lenient("rms_norm", &attempt_pending_add_rms_norm);
+  const auto w = array(layer, weight);
+  if (!w) {
+    return std::nullopt;
+  }
+  const Tentative tentative;
+  return attempt(x, *w, attribute<float>(layer, eps), {});
+}
+
+// mlx.nn.RoPE, and mlx-lm's of Llama 3, which has frequencies.
+std::optional<mx::array> attempt_rope_layer(const nb::dict& layer, const mx::array& x,
+                                            const std::variant<int, mx::array>& offset) {
+  static PyObject* const dims = name("dims");
+  static PyObject* const traditional = name("traditional");
+  static PyObject* const base = name("base");
+  static PyObject* const scale = name("scale");
+  static PyObject* const freqs = name("_freqs");
+  static const auto attempt = lenient("rope", &attempt_rope);
+  const auto frequencies = array(layer, freqs);
+  const Tentative tentative;
+  return attempt(x, attribute<int>(layer, dims), attribute<bool>(layer, traditional),
+                 frequencies ? std::nullopt : attribute<std::optional<float>>(layer, base),
+                 frequencies ? 1.0f : attribute<float>(layer, scale), offset, frequencies, {});
 }
 
 void bind(nb::module_& module) {
   module.def("attempt_linear", &attempt_linear, "layer"_a, "x"_a);
   module.def("attempt_quantized_linear", &attempt_quantized_linear, "layer"_a, "x"_a);
+  module.def("attempt_rms_norm_layer", &attempt_rms_norm_layer, "layer"_a, "x"_a);
+  module.def("attempt_rope_layer", &attempt_rope_layer, "layer"_a, "x"_a, "offset"_a = 0);
 }
 
 const Register registered(bind);

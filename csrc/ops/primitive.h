@@ -13,6 +13,11 @@ namespace mittens {
 
 using Arrays = std::vector<mx::array>;
 
+// Whether MLX has yet to compute an array.
+inline bool is_pending(const mx::array& array) {
+  return array.status() == mx::array::Status::unscheduled && array.has_primitive();
+}
+
 // The first output of a new primitive, of the first input's dtype; a second one is its float32 workspace.
 mx::array first_output(std::shared_ptr<mx::Primitive> primitive, Arrays inputs);
 

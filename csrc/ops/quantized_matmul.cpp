@@ -372,8 +372,7 @@ std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::
 }
 
 std::optional<AffineFormat> pending_product(const mx::array& y) {
-  if (y.status() != mx::array::Status::unscheduled || !y.has_primitive() || y.inputs().size() != 4 ||
-      y.inputs()[1].ndim() != 2) {
+  if (!is_pending(y) || y.inputs().size() != 4 || y.inputs()[1].ndim() != 2) {
     return std::nullopt;
   }
   const auto* product = dynamic_cast<const QuantizedMatmul*>(&y.primitive());

@@ -42,6 +42,10 @@ class RmsNorm : public RowPrimitive {
     return eps_ == norm.eps_ && has_workspace() == norm.has_workspace();
   }
 
+  float eps() const {
+    return eps_;
+  }
+
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
     const auto weight = optional_input(primals, 1);
     const NormGradients gradients = norm_gradients(primals[0], weight, cotangents[0], std::nullopt,
@@ -94,8 +98,10 @@ class RmsNorm : public RowPrimitive {
   float eps_;
 };
 
-std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::array>& weight, float eps,
-                                 mx::StreamOrDevice where) {
+}  // namespace
+
+std::optional<mx::array> attempt_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps,
+                                          mx::StreamOrDevice where) {
   checks::has_axis(op, "x", x);
   if (weight) {
     checks::per_column(op, "weight", *weight, x);
@@ -117,11 +123,17 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
   return first_output(std::move(primitive), std::move(inputs));
 }
 
-}  // namespace
-
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice where) {
-  auto y = attempt(x, weight, eps, where);
+  auto y = attempt_rms_norm(x, weight, eps, where);
   return y ? *std::move(y) : mx::fast::rms_norm(x, weight, eps, where);
+}
+
+std::optional<PendingRmsNorm> pending_rms_norm(const mx::array& y) {
+  if (!is_pending(y) || y.inputs().size() != 2) {
+    return std::nullopt;
+  }
+  const auto* norm = dynamic_cast<const RmsNorm*>(&y.primitive());
+  return norm ? std::optional<PendingRmsNorm>({y.inputs()[0], y.inputs()[1], norm->eps()}) : std::nullopt;
 }
 
 mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::Stream s) {
@@ -135,7 +147,7 @@ mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& w
 namespace {
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt, &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(), "stream"_a = nb::none());
+  define(module, op, &attempt_rms_norm, &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -42,11 +42,12 @@ struct Turn {
   int start;
   bool has_freqs;
   bool has_norms;
+  bool is_apart;  // the new heads are three arrays
 
   bool operator==(const Turn&) const = default;
 };
 
-Turn turn_of(const Rotary& rotary, int offset, int start) {
+Turn turn_of(const Rotary& rotary, int offset, int start, bool is_apart = false) {
   return {.dims = rotary.dims,
           .base = rotary.base.value_or(0.0f),
           .scale = rotary.scale,
@@ -54,13 +55,14 @@ Turn turn_of(const Rotary& rotary, int offset, int start) {
           .offset = offset,
           .start = start,
           .has_freqs = rotary.freqs.has_value(),
-          .has_norms = rotary.query_norm.has_value()};
+          .has_norms = rotary.query_norm.has_value(),
+          .is_apart = is_apart};
 }
 
 Arrays inputs_of(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary,
                  mx::Stream stream) {
   Arrays inputs;
-  inputs.reserve(6);
+  inputs.reserve(8);
   inputs.push_back(heads);
   inputs.push_back(keys);
   inputs.push_back(values);
@@ -78,7 +80,8 @@ CacheStep compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream
   const mx::array& heads = inputs[0];
   const int key_heads = inputs[1].shape(1);
   const int query_heads = heads.shape(1) - 2 * key_heads;
-  Arrays parts = mx::split(heads, mx::Shape{query_heads, query_heads + key_heads}, 1, s);
+  Arrays parts = turn.is_apart ? Arrays{heads, inputs.end()[-2], inputs.end()[-1]}
+                               : mx::split(heads, mx::Shape{query_heads, query_heads + key_heads}, 1, s);
   const auto freqs = turn.has_freqs ? std::optional(inputs[3]) : std::nullopt;
   const auto base = turn.has_freqs ? std::nullopt : std::optional(turn.base);
   for (int i : {0, 1}) {
@@ -97,8 +100,8 @@ CacheStep compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream
   return {parts[0], appended(inputs[1], parts[1]), appended(inputs[2], parts[2])};
 }
 
-// heads, buffers of keys and of values, frequencies and norms of queries and of keys, if there are any -> queries and
-// the buffers, in place where nobody else needs them.
+// heads, buffers of keys and of values, frequencies and norms of queries and of keys, if there are any, and where heads
+// are those of queries alone, new keys and values -> queries and the buffers, in place where nobody else needs them.
 class RopeAppend : public KernelPrimitive {
  public:
   RopeAppend(mx::Stream stream, const Turn& turn) : KernelPrimitive(stream), turn_(turn) {}
@@ -113,22 +116,25 @@ class RopeAppend : public KernelPrimitive {
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     mx::Shape queries = inputs[0].shape();
-    queries[1] -= 2 * inputs[1].shape(1);
+    queries[1] = shape_of(inputs).query_heads;
     return {queries, inputs[1].shape(), inputs[2].shape()};
   }
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    bool as_is = has_rows(inputs[0], 1);
-    for (size_t i = 3; i < inputs.size(); ++i) {
-      as_is = as_is && is_row_contiguous(inputs[i]);
+    const auto is_ready = [&](size_t i) {
+      return is_buffer(i) || (is_heads(inputs, i) ? has_rows(inputs[i], 1) : is_row_contiguous(inputs[i]));
+    };
+    size_t ready = 0;
+    while (ready < inputs.size() && is_ready(ready)) {
+      ++ready;
     }
-    if (as_is) {
+    if (ready == inputs.size()) {
       return inputs;
     }
-    copies = {with_rows(inputs[0], 1, stream()), inputs[1], inputs[2]};
-    for (size_t i = 3; i < inputs.size(); ++i) {
-      copies.push_back(is_row_contiguous(inputs[i]) ? inputs[i] : gathered(inputs[i], stream()));
+    copies.reserve(inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      copies.push_back(is_ready(i) ? inputs[i] : gathered(inputs[i], stream()));
     }
     return copies;
   }
@@ -143,8 +149,11 @@ class RopeAppend : public KernelPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& heads = inputs[0];
     const Shape shape = shape_of(inputs);
+    const Part parts[] = {part_of(inputs, 0), part_of(inputs, 1), part_of(inputs, 2)};
     const RopeAppendParams params{
-        .strides = {heads.strides(0), heads.strides(1), heads.strides(2)},
+        .query_strides = {parts[0].strides(0), parts[0].strides(1), parts[0].strides(2)},
+        .key_strides = {parts[1].strides(0), parts[1].strides(1), parts[1].strides(2)},
+        .value_strides = {parts[2].strides(0), parts[2].strides(1), parts[2].strides(2)},
         .query_heads = shape.query_heads,
         .key_heads = shape.key_heads,
         .tokens = shape.tokens,
@@ -160,13 +169,15 @@ class RopeAppend : public KernelPrimitive {
         .has_freqs = turn_.has_freqs,
     };
     constexpr uint32_t simdgroups = 4;  // of a threadgroup, each with 64 columns of a head
-    const uint32_t parts = (shape.query_heads + 2 * shape.key_heads) * ceil_divide(shape.width, 64u);
+    const uint32_t columns = (shape.query_heads + 2 * shape.key_heads) * ceil_divide(shape.width, 64u);
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(heads.dtype(), "rope", turn_.has_norms ? "append_normed" : "append");
-    launch.threadgroups = {shape.batch * shape.tokens, ceil_divide(parts, simdgroups), 1};
+    launch.threadgroups = {shape.batch * shape.tokens, ceil_divide(columns, simdgroups), 1};
     launch.threads = {32 * simdgroups, 1, 1};
-    add_view(launch, heads);
+    for (const Part& part : parts) {
+      part.add_to(launch);
+    }
     // The first element of heads stands in for what is not there: each argument needs a buffer.
     const auto optional = [&](const mx::array* array) {
       array ? launch.input(*array) : launch.input(heads, 0, heads.itemsize());
@@ -195,8 +206,9 @@ class RopeAppend : public KernelPrimitive {
     const auto data = [](const mx::array* array) { return array ? data_of(*array) : nullptr; };
     const cpu::RopeAppend call{
         .type = native_type(heads.dtype()),
-        .heads = data_of(heads),
-        .strides = {heads.strides(0), heads.strides(1), heads.strides(2)},
+        .new_queries = part_of(inputs, 0).native(),
+        .new_keys = part_of(inputs, 1).native(),
+        .new_values = part_of(inputs, 2).native(),
         .freqs = static_cast<const float*>(data(freqs(inputs))),
         .query_norm = data(norm(inputs, 0)),
         .key_norm = data(norm(inputs, 1)),
@@ -248,11 +260,53 @@ class RopeAppend : public KernelPrimitive {
     uint32_t width;
   };
 
-  static Shape shape_of(const Arrays& inputs) {
+  Shape shape_of(const Arrays& inputs) const {
     const auto size = [](const mx::array& array, int axis) { return static_cast<uint32_t>(array.shape(axis)); };
     const mx::array& heads = inputs[0];
     const uint32_t key_heads = size(inputs[1], 1);
-    return {size(heads, 0), size(heads, 1) - 2 * key_heads, key_heads, size(heads, 2), size(heads, 3)};
+    const uint32_t others = turn_.is_apart ? 0 : 2 * key_heads;
+    return {size(heads, 0), size(heads, 1) - others, key_heads, size(heads, 2), size(heads, 3)};
+  }
+
+  // The new heads of queries (0), keys (1) or values (2).
+  struct Part {
+    const mx::array& array;
+    int first;
+    int count;
+
+    int64_t strides(int axis) const {
+      return array.strides(axis);
+    }
+    int64_t offset() const {
+      return first * array.strides(1) * static_cast<int64_t>(array.itemsize());
+    }
+    void add_to(Launch& launch) const {
+      int64_t reach = array.shape(3) + (count - 1) * array.strides(1);
+      for (int axis : {0, 2}) {
+        reach += (array.shape(axis) - 1) * array.strides(axis);
+      }
+      launch.input(array, offset(), reach * array.itemsize());
+    }
+    cpu::Heads native() const {
+      return {static_cast<const std::byte*>(data_of(array)) + offset(), {strides(0), strides(1), strides(2)}};
+    }
+  };
+
+  Part part_of(const Arrays& inputs, int which) const {
+    const Shape shape = shape_of(inputs);
+    const int queries = shape.query_heads, keys = shape.key_heads;
+    if (turn_.is_apart) {
+      return {which == 0 ? inputs[0] : inputs.end()[which - 3], 0, which == 0 ? queries : keys};
+    }
+    return {inputs[0], which == 0 ? 0 : queries + (which - 1) * keys, which == 0 ? queries : keys};
+  }
+
+  bool is_heads(const Arrays& inputs, size_t i) const {
+    return i == 0 || (turn_.is_apart && i + 2 >= inputs.size());
+  }
+
+  static bool is_buffer(size_t i) {
+    return i == 1 || i == 2;
   }
 
   // Whether an output has memory of its own instead of the input's.
@@ -376,8 +430,38 @@ std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& ke
   if (rotary.query_norm && (rotary.query_norm->dtype() != dtype || rotary.key_norm->dtype() != dtype)) {
     return left_to_mx(op, "norms of another type than the heads'");
   }
+  mx::Shape queries = heads.shape();
+  queries[1] -= 2 * keys.shape(1);
   return Append{std::make_shared<RopeAppend>(stream, turn_of(rotary, offset, start)),
-                inputs_of(heads, keys, values, rotary, stream)};
+                inputs_of(heads, keys, values, rotary, stream), std::move(queries)};
+}
+
+std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
+                                     const mx::array& new_values, const mx::array& keys, const mx::array& values,
+                                     const Rotary& rotary, int offset, int start, mx::Stream stream) {
+  const mx::Shape& queries = new_queries.shape();
+  for (const auto* fresh : {&new_queries, &new_keys, &new_values}) {
+    const mx::Shape& shape = fresh->shape();
+    if (fresh->ndim() != 4 || shape[0] != queries[0] || shape[2] != queries[2] || shape[3] != queries[3] ||
+        fresh->dtype() != keys.dtype()) {
+      return std::nullopt;
+    }
+  }
+  for (const auto* buffer : {&keys, &values}) {
+    if (buffer->ndim() != 4 || buffer->shape(0) != queries[0] || buffer->shape(1) != new_keys.shape(1) ||
+        buffer->shape(3) != queries[3] || start < 0 || queries[2] > buffer->shape(tokens_axis) - start ||
+        buffer->dtype() != keys.dtype()) {
+      return std::nullopt;
+    }
+  }
+  if (new_values.shape(1) != new_keys.shape(1) || !has_kernels(keys.dtype())) {
+    return std::nullopt;
+  }
+  Append append{std::make_shared<RopeAppend>(stream, turn_of(rotary, offset, start, true)),
+                inputs_of(new_queries, keys, values, rotary, stream), queries};
+  append.inputs.push_back(new_keys);
+  append.inputs.push_back(new_values);
+  return append;
 }
 
 bool is_traced(const Append& append) {

@@ -24,6 +24,11 @@ struct Rotary {
 std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
                                      const Rotary& rotary, int offset, int start, mx::Stream stream);
 
+// The same of new queries, keys and values [batch, heads, tokens, width]; none where they do not fit.
+std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
+                                     const mx::array& new_values, const mx::array& keys, const mx::array& values,
+                                     const Rotary& rotary, int offset, int start, mx::Stream stream);
+
 // Whether a transformation is under way that looks at an append's inputs: then it needs an op with derivatives.
 bool is_traced(const Append& append);
 

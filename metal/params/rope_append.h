@@ -8,7 +8,9 @@
 namespace mittens {
 
 struct RopeAppendParams {
-  int64_t strides[3];       // of heads, in elements: batch, head, token
+  int64_t query_strides[3];  // of the new tokens' queries, in elements: batch, head, token
+  int64_t key_strides[3];
+  int64_t value_strides[3];
   uint32_t query_heads;
   uint32_t key_heads;       // and as many heads of values
   uint32_t tokens;

@@ -73,21 +73,21 @@ void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const R
 
 template <typename T>
 void append_token(const RopeAppend& call, size_t batch, size_t token, const Turns<T>& turns) {
-  const auto source = [&](size_t head) {
-    return static_cast<const T*>(call.heads) + static_cast<int64_t>(batch) * call.strides[0] +
-        static_cast<int64_t>(head) * call.strides[1] + static_cast<int64_t>(token) * call.strides[2];
+  const auto source = [&](const Heads& heads, size_t head) {
+    return static_cast<const T*>(heads.data) + static_cast<int64_t>(batch) * heads.strides[0] +
+        static_cast<int64_t>(head) * heads.strides[1] + static_cast<int64_t>(token) * heads.strides[2];
   };
   for (size_t head = 0; head < call.query_heads; ++head) {
     const size_t row = (batch * call.query_heads + head) * call.tokens + token;
-    turn_head(source(head), static_cast<const T*>(call.query_norm), static_cast<T*>(call.queries) + row * call.width,
-              turns, call);
+    turn_head(source(call.new_queries, head), static_cast<const T*>(call.query_norm),
+              static_cast<T*>(call.queries) + row * call.width, turns, call);
   }
   for (size_t head = 0; head < call.key_heads; ++head) {
     const size_t row = batch * call.key_heads + head;
     T* key = static_cast<T*>(call.keys) + (row * call.key_capacity + call.first + token) * call.width;
     T* value = static_cast<T*>(call.values) + (row * call.value_capacity + call.first + token) * call.width;
-    turn_head(source(call.query_heads + head), static_cast<const T*>(call.key_norm), key, turns, call);
-    __builtin_memcpy(value, source(call.query_heads + call.key_heads + head), call.width * sizeof(T));
+    turn_head(source(call.new_keys, head), static_cast<const T*>(call.key_norm), key, turns, call);
+    __builtin_memcpy(value, source(call.new_values, head), call.width * sizeof(T));
   }
 }
 
