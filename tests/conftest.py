@@ -31,6 +31,13 @@ def pytest_configure(config):
     os.environ.setdefault(SEED, str(int.from_bytes(os.urandom(4), "little")))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from scheduling import Scheduling  # needs pytest-xdist
+
+    return Scheduling(config, log)
+
+
 def pytest_report_header(config):
     return f"random seed: {SEED}={os.environ[SEED]}"
 

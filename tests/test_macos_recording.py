@@ -19,9 +19,6 @@ from mlx_mittens import _ext, cases
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-pytestmark = pytest.mark.xdist_group("rungs")
-
-
 METAL = ROOT / "csrc" / "launch" / "metal.cpp"
 
 SEED = 2  # another thread order than those of test_variants

@@ -13,10 +13,7 @@ ARCHITECTURES = ("sm_80", "sm_90")
 # What a threadgroup may have in Metal.
 MOST_SHARED = 32 * 1024
 
-pytestmark = [
-    pytest.mark.skipif(ptxas.find() is None, reason="no ptxas: pip install nvidia-cuda-nvcc"),
-    pytest.mark.xdist_group("rungs"),
-]
+pytestmark = pytest.mark.skipif(ptxas.find() is None, reason="no ptxas: pip install nvidia-cuda-nvcc")
 
 
 @pytest.fixture(scope="module")

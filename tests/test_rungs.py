@@ -3,9 +3,6 @@
 import pytest
 import rungs
 
-# One process for what climbs the rungs: it does so once.
-pytestmark = pytest.mark.xdist_group("rungs")
-
 
 @pytest.fixture(scope="module")
 def climbed():
