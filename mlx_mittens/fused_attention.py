@@ -55,10 +55,16 @@ def _attending(call: types.FunctionType) -> types.FunctionType:
     return functools.wraps(call)(ours)
 
 
+def _call_of(module: nn.Module) -> Any:
+    """The call of a module's class, without what the patch has put in its place."""
+    call = type(module).__call__
+    return call.__wrapped__ if isinstance(call, _ext.StandIn) else call
+
+
 def attend_with_ours(module: nn.Module) -> types.FunctionType | None:
     """The call of a module whose attention mlx-lm's function does, on ours; none if it is no such module."""
     base = sys.modules.get("mlx_lm.models.base")
-    call = type(module).__call__
+    call = _call_of(module)
     if base is None or not isinstance(call, types.FunctionType):
         return None
     if call.__globals__.get("scaled_dot_product_attention") is base.scaled_dot_product_attention and (
@@ -140,7 +146,7 @@ def _is_known(code: types.CodeType | None) -> bool:
 def joinable(module: nn.Module) -> bool:
     """Whether a module is an attention whose three projections can be one, by its parts and by what its call names."""
     return (
-        _is_known(getattr(type(module).__call__, "__code__", None))
+        _is_known(getattr(_call_of(module), "__code__", None))
         and all(name in module for name in (*_PROJECTIONS, "o_proj", "rope"))
         and are_alike([module[name] for name in _PROJECTIONS])
     )

@@ -167,6 +167,7 @@ def measure(
     with patched():
         _, caches = _prefill(model, prompt)  # kernels are compiled on first use
         _decode(model, caches, 4, seconds)
+    with patched(attention_layer=False):  # its ops are to be seen
         share = shares(model, caches)
     _prefill(converted, prompt)
     _decode(converted, caches, 4, seconds)
@@ -204,7 +205,7 @@ def measure(
 def _timed() -> Iterator[tuple[str, Any, str]]:
     """What a model calls its ops by: the name of the op, the function's owner, and its name there."""
     for seam in SEAMS:
-        if seam.is_loaded() and not seam.shared:
+        if seam.is_loaded() and not seam.shared and not seam.needs:  # what needs others is made of their ops
             yield seam.op, *seam.owner()
     yield "gather_qmm", mx, "gather_qmm"
 

@@ -103,8 +103,9 @@ def _settings(strict: bool, switches: dict[str, bool]) -> _Settings:
 def _apply() -> None:
     """Brings what is installed to what the settings ask for; where a seam has moved, nothing changes."""
     settings = _blocks[-1][1] if _blocks else _base
-    wanted = [seam for seam in SEAMS if settings and seam.switch in settings.switches]
-    ready = {seam.name: seam for seam in wanted if seam.is_loaded()}
+    wanted = [seam for seam in SEAMS if settings and seam.is_wanted(settings.switches)]
+    loaded = [seam for seam in wanted if seam.is_loaded()]
+    ready = {seam.name: seam for seam in loaded if seam.is_known()}
     new = [_Patch(seam) for name, seam in ready.items() if name not in _installed]
     for name in [name for name in _installed if name not in ready]:
         _installed.pop(name).remove()
@@ -114,7 +115,7 @@ def _apply() -> None:
         patch.install(settings.strict)
         _installed[name] = patch
     _ext.set_strict_patch(bool(settings and settings.strict))
-    waiting = len(ready) < len(wanted)
+    waiting = len(loaded) < len(wanted)
     if waiting and _on_import not in sys.meta_path:
         sys.meta_path.insert(0, _on_import)
     elif not waiting and _on_import in sys.meta_path:
@@ -136,8 +137,10 @@ def patch(*, strict: bool = False, **switches: bool) -> None:
             the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and
             ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is imported,
             ``quantized_scaled_dot_product_attention``, ``cache`` for appending to ``KVCache``, together with
-            ``mx.fast.rope`` before it, and ``swiglu`` for the product of two quantized layers, which becomes one with
-            them.
+            ``mx.fast.rope`` before it, ``swiglu`` for the product of two quantized layers, which becomes one with
+            them, and ``attention_layer`` for the attention of Llama, Qwen and their like, which with a plain cache does
+            a token's rotary embedding, append and attention in one step, where ``cache`` and
+            ``scaled_dot_product_attention`` are on.
 
     Raises:
         TypeError: There is no such switch.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable
+import textwrap
+import types
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +20,7 @@ from mlx.nn.layers.distributed import sum_gradients
 
 from . import _ext
 
-__all__ = ["SEAMS", "Seam", "SeamError", "importing"]
+__all__ = ["SEAMS", "Seam", "SeamError", "digest", "importing"]
 
 importing: set[str] = set()  # modules that are not yet what they will be
 
@@ -39,6 +43,34 @@ def _sharded_to_all(module: Any, x: mx.array) -> mx.array | None:
     return y + module["bias"] if "bias" in module else y
 
 
+def _plain(node: Any) -> Any:
+    """A syntax tree as tuples, the same in all versions of Python: later ones have fields that are mostly empty."""
+    if isinstance(node, ast.AST):
+        fields = ((name, _plain(value)) for name, value in ast.iter_fields(node) if value not in (None, []))
+        return (type(node).__name__, *fields)
+    return tuple(map(_plain, node)) if isinstance(node, list) else node
+
+
+@functools.cache
+def digest(function: Any) -> str:
+    """What a function of Python's does, in 16 letters: of its source, but for comments, annotations and layout.
+
+    Empty where there is no source, and of a function around another: that does more than the source says.
+    """
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+        return ""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+    return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Seam:
     """A function of another package, and the op that stands in for it."""
@@ -52,6 +84,8 @@ class Seam:
     optional: bool = False  # a package that need not be installed; patched once it is imported
     partial: bool = False  # some calls are the original's in strict mode too
     shared: bool = False  # the package's other modules import it by name
+    text: str = ""  # the digest of the one function that is known here; another is left alone
+    needs: tuple[str, ...] = ()  # other switches, without which it is left alone
 
     @property
     def name(self) -> str:
@@ -84,9 +118,24 @@ class Seam:
         modules = [module for name, module in list(sys.modules.items()) if name.startswith(inside)]
         return [module for module in modules if getattr(module, "__dict__", {}).get(self.path) is function]
 
+    def is_wanted(self, switches: Collection[str]) -> bool:
+        """Whether the switches that are on ask for it."""
+        return self.switch in switches and all(name in switches for name in self.needs)
+
     def is_loaded(self) -> bool:
         """Whether its module has been imported; the others are imported when they are patched."""
         return not self.optional or (self.module in sys.modules and self.module not in importing)
+
+    def is_known(self) -> bool:
+        """Whether the function is the one that it has to be, where just one will do."""
+        if not self.text:
+            return True
+        try:
+            owner, leaf = self.owner()
+        except SeamError:
+            return False
+        function = getattr(owner, leaf)
+        return digest(function.__wrapped__ if isinstance(function, _ext.StandIn) else function) == self.text
 
     def _complaint(self, what: str) -> str:
         package = self.module.split(".")[0].replace("_", "-")
@@ -182,4 +231,42 @@ SEAMS = [
     Seam("linear", "gemv", "mlx.nn", "Embedding.as_linear", _ext.attempt_linear, ("self", "x")),
     Seam("linear", "gemv", "mlx.nn", "AllToShardedLinear.__call__", _all_to_sharded, ("self", "x")),
     Seam("linear", "gemv", "mlx.nn", "ShardedToAllLinear.__call__", _sharded_to_all, ("self", "x")),
+]
+
+# Attention layers of mlx-lm's models, by what their calls do: those of Llama's kind and those with norms of heads.
+_LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (
+        _ext.attempt_attention_layer,
+        ("cache", "scaled_dot_product_attention"),
+        "0bc66a8672d86d63",
+        (
+            *("ernie4_5.Attention", "ernie4_5_moe.Attention", "gemma.Attention", "glm4.Glm4Attention"),
+            *("granite.Attention", "granitemoe.GraniteMoeAttention", "helium.HeliumAttention", "internlm3.Attention"),
+            *("llama.Attention", "mimo.Attention", "phimoe.Attention", "qwen2.Attention", "qwen2_moe.Attention"),
+            *("seed_oss.Attention", "starcoder2.Attention"),
+        ),
+    ),
+    (
+        _ext.attempt_normed_attention_layer,
+        ("cache", "scaled_dot_product_attention", "rms_norm"),
+        "f20832211537a64d",
+        ("dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"),
+    ),
+)
+
+SEAMS += [
+    Seam(
+        "attention_layer",
+        "attention_layer",
+        f"mlx_lm.models.{layer.partition('.')[0]}",
+        f"{layer.partition('.')[2]}.__call__",
+        attempt,
+        ("self", "x", "mask", "cache"),
+        optional=True,
+        partial=True,  # one token with a plain cache
+        text=text,
+        needs=needs,
+    )
+    for attempt, needs, text, layers in _LAYERS
+    for layer in layers
 ]

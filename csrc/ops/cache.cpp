@@ -1,19 +1,22 @@
 // What a layer does with a key/value cache at every token, in one call: indexing four arrays from Python costs the host
 // more than the layer's attention.
 
-#include <optional>
-#include <tuple>
+#include "ops/cache.h"
 
-#include <nanobind/nanobind.h>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
 #include "mlx/ops.h"
 #include "ops/attention.h"
+#include "ops/fallback.h"
 #include "ops/checks.h"
+#include "ops/layer.h"
 #include "ops/registry.h"
-#include "ops/rope_append.h"
 #include "ops/turned.h"
 
 namespace nb = nanobind;
@@ -81,24 +84,13 @@ std::optional<Seen> append_to_cache(mx::array& keys, mx::array& values, const mx
 // mlx-lm's KVCache.update_and_fetch, but where the cache has no room or is of another class.
 std::optional<Seen> attempt_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
                                              const mx::array& new_values) {
-  static PyObject* const home = PyUnicode_InternFromString("mlx_lm.models.cache");
-  static PyObject* const plain = PyUnicode_InternFromString("KVCache");
-  static PyObject* const names[] = {PyUnicode_InternFromString("keys"), PyUnicode_InternFromString("values")};
-  static PyObject* const offset = PyUnicode_InternFromString("offset");
-  const auto get = [](nb::handle from, PyObject* name) { return nb::steal(nb::detail::getattr(from.ptr(), name)); };
-  const nb::object module = nb::steal(PyImport_GetModule(home));
-  if (!module.is_valid() || !cache.type().is(get(module, plain))) {
+  auto plain = PlainCache::of(cache);
+  if (!plain) {
     return std::nullopt;
   }
-  const nb::object buffers[] = {get(cache, names[0]), get(cache, names[1])};
-  if (!nb::isinstance<mx::array>(buffers[0]) || !nb::isinstance<mx::array>(buffers[1])) {
-    return std::nullopt;
-  }
-  const int first = nb::cast<int>(get(cache, offset));
-  auto seen = append_to_cache(*nb::inst_ptr<mx::array>(buffers[0]), *nb::inst_ptr<mx::array>(buffers[1]), new_keys,
-                              new_values, first);
+  auto seen = append_to_cache(plain->keys(), plain->values(), new_keys, new_values, plain->offset());
   if (seen) {
-    nb::setattr(cache, nb::handle(offset), nb::int_(first + new_keys.shape(tokens_axis)));
+    plain->advance(new_keys.shape(tokens_axis));
   }
   return seen;
 }
@@ -177,6 +169,70 @@ void bind(nb::module_& module) {
 
 const Register registered(bind);
 
+PyObject* const* attributes_of_cache() {
+  static PyObject* const names[] = {name("keys"), name("values"), name("offset")};
+  return names;
+}
+
 }  // namespace
+
+PlainCache::PlainCache(nb::handle cache, nb::object keys, nb::object values)
+    : cache_(nb::borrow(cache)),
+      keys_(std::move(keys)),
+      values_(std::move(values)),
+      offset_(attribute<int>(cache, attributes_of_cache()[2])) {}
+
+std::optional<PlainCache> PlainCache::of(nb::handle cache) {
+  static PyObject* const module = name("mlx_lm.models.cache");
+  static PyObject* const plain = name("KVCache");
+  if (!cache.type().is(member(module, plain))) {
+    return std::nullopt;
+  }
+  nb::object keys = attribute(cache, attributes_of_cache()[0]);
+  nb::object values = attribute(cache, attributes_of_cache()[1]);
+  if (!as_array(keys) || !as_array(values)) {
+    return std::nullopt;
+  }
+  return PlainCache(cache, std::move(keys), std::move(values));
+}
+
+void PlainCache::advance(int tokens) {
+  offset_ += tokens;
+  nb::setattr(cache_, nb::handle(attributes_of_cache()[2]), nb::int_(offset_));
+}
+
+std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int query_heads, float scale,
+                                                  mx::Stream stream) {
+  const mx::Dtype dtype = cache.keys().dtype();
+  const int end = cache.offset() + 1;
+  for (const auto* buffer : {&cache.keys(), &cache.values()}) {
+    if (buffer->ndim() != 4 || buffer->dtype() != dtype || end < 1 || end > buffer->shape(tokens_axis)) {
+      return nullptr;
+    }
+  }
+  mx::Shape keys = cache.keys().shape(), values = cache.values().shape();
+  keys[tokens_axis] = values[tokens_axis] = end;
+  const Tentative tentative;
+  try {
+    return attempt_attention_primitive({keys[0], query_heads, 1, keys[3]}, keys, values, dtype, scale, stream);
+  } catch (const std::invalid_argument&) {  // the model's own call says what is wrong
+    return nullptr;
+  }
+}
+
+std::optional<mx::array> attend(PlainCache& cache, std::shared_ptr<mx::Primitive> attention, const mx::array& queries,
+                                const mx::array& keys, const mx::array& values, const Rotary& rotary,
+                                mx::Stream stream) {
+  const int first = cache.offset();
+  auto append = rope_append_of(queries, keys, values, cache.keys(), cache.values(), rotary, first, first, stream);
+  if (!append || is_traced(*append)) {
+    return std::nullopt;
+  }
+  const mx::Shape shape = append->queries;
+  const CacheStep step = cache_step(*std::move(append), Attending{std::move(attention), shape, first + 1});
+  replace(cache.keys(), cache.values(), step.keys, step.values);
+  cache.advance(1);
+  return step.result;
+}
 
 }  // namespace mittens

@@ -12,6 +12,7 @@
 #include "ops/define.h"
 #include "ops/fallback.h"
 #include "ops/gemv.h"
+#include "ops/layer.h"
 #include "ops/norms.h"
 #include "ops/quantized_matmul.h"
 #include "ops/registry.h"
@@ -23,26 +24,6 @@ using namespace nb::literals;
 namespace mittens {
 
 namespace {
-
-// A name as Python keeps it, for as long as the process lives.
-PyObject* name(const char* text) {
-  return PyUnicode_InternFromString(text);
-}
-
-// A layer of mlx.nn is a dict of its arrays. Nothing where there is no such array.
-std::optional<mx::array> array(const nb::dict& layer, PyObject* key) {
-  const nb::handle found = PyDict_GetItemWithError(layer.ptr(), key);
-  if (!found.is_valid() || !nb::isinstance<mx::array>(found)) {
-    return std::nullopt;
-  }
-  return *nb::inst_ptr<mx::array>(found);
-}
-
-// What is no array is an attribute.
-template <typename T>
-T attribute(const nb::dict& layer, PyObject* key) {
-  return nb::cast<T>(nb::steal(nb::detail::getattr(layer.ptr(), key)));
-}
 
 // mlx.nn.Linear, and others that are a dense product.
 std::optional<mx::array> attempt_linear(const nb::dict& layer, const mx::array& x) {

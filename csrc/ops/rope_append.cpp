@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 #include <tuple>
 
 #include <nanobind/nanobind.h>
@@ -82,6 +83,11 @@ CacheStep compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream
   const int query_heads = heads.shape(1) - 2 * key_heads;
   Arrays parts = turn.is_apart ? Arrays{heads, inputs.end()[-2], inputs.end()[-1]}
                                : mx::split(heads, mx::Shape{query_heads, query_heads + key_heads}, 1, s);
+  for (mx::array& part : parts) {
+    if (part.ndim() == 3) {
+      part = mx::transpose(mx::unflatten(part, 2, {-1, inputs[1].shape(3)}, s), {0, 2, 1, 3}, s);
+    }
+  }
   const auto freqs = turn.has_freqs ? std::optional(inputs[3]) : std::nullopt;
   const auto base = turn.has_freqs ? std::nullopt : std::optional(turn.base);
   for (int i : {0, 1}) {
@@ -102,6 +108,7 @@ CacheStep compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream
 
 // heads, buffers of keys and of values, frequencies and norms of queries and of keys, if there are any, and where heads
 // are those of queries alone, new keys and values -> queries and the buffers, in place where nobody else needs them.
+// Heads are [batch, heads, tokens, width], or [batch, tokens, heads * width] where they are apart.
 class RopeAppend : public KernelPrimitive {
  public:
   RopeAppend(mx::Stream stream, const Turn& turn) : KernelPrimitive(stream), turn_(turn) {}
@@ -115,9 +122,11 @@ class RopeAppend : public KernelPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    mx::Shape queries = inputs[0].shape();
-    queries[1] = shape_of(inputs).query_heads;
-    return {queries, inputs[1].shape(), inputs[2].shape()};
+    const Shape shape = shape_of(inputs);
+    const auto size = [](uint32_t n) { return static_cast<int>(n); };
+    return {{size(shape.batch), size(shape.query_heads), size(shape.tokens), size(shape.width)},
+            inputs[1].shape(),
+            inputs[2].shape()};
   }
 
  protected:
@@ -151,9 +160,9 @@ class RopeAppend : public KernelPrimitive {
     const Shape shape = shape_of(inputs);
     const Part parts[] = {part_of(inputs, 0), part_of(inputs, 1), part_of(inputs, 2)};
     const RopeAppendParams params{
-        .query_strides = {parts[0].strides(0), parts[0].strides(1), parts[0].strides(2)},
-        .key_strides = {parts[1].strides(0), parts[1].strides(1), parts[1].strides(2)},
-        .value_strides = {parts[2].strides(0), parts[2].strides(1), parts[2].strides(2)},
+        .query_strides = {parts[0].strides[0], parts[0].strides[1], parts[0].strides[2]},
+        .key_strides = {parts[1].strides[0], parts[1].strides[1], parts[1].strides[2]},
+        .value_strides = {parts[2].strides[0], parts[2].strides[1], parts[2].strides[2]},
         .query_heads = shape.query_heads,
         .key_heads = shape.key_heads,
         .tokens = shape.tokens,
@@ -264,6 +273,10 @@ class RopeAppend : public KernelPrimitive {
     const auto size = [](const mx::array& array, int axis) { return static_cast<uint32_t>(array.shape(axis)); };
     const mx::array& heads = inputs[0];
     const uint32_t key_heads = size(inputs[1], 1);
+    if (heads.ndim() == 3) {
+      const uint32_t width = size(inputs[1], 3);
+      return {size(heads, 0), size(heads, 2) / width, key_heads, size(heads, 1), width};
+    }
     const uint32_t others = turn_.is_apart ? 0 : 2 * key_heads;
     return {size(heads, 0), size(heads, 1) - others, key_heads, size(heads, 2), size(heads, 3)};
   }
@@ -271,34 +284,32 @@ class RopeAppend : public KernelPrimitive {
   // The new heads of queries (0), keys (1) or values (2).
   struct Part {
     const mx::array& array;
-    int first;
-    int count;
+    int64_t strides[3];  // of batch, heads and tokens
+    int64_t first;       // in bytes
+    int64_t reach;       // in bytes as well
 
-    int64_t strides(int axis) const {
-      return array.strides(axis);
-    }
-    int64_t offset() const {
-      return first * array.strides(1) * static_cast<int64_t>(array.itemsize());
-    }
     void add_to(Launch& launch) const {
-      int64_t reach = array.shape(3) + (count - 1) * array.strides(1);
-      for (int axis : {0, 2}) {
-        reach += (array.shape(axis) - 1) * array.strides(axis);
-      }
-      launch.input(array, offset(), reach * array.itemsize());
+      launch.input(array, first, reach);
     }
     cpu::Heads native() const {
-      return {static_cast<const std::byte*>(data_of(array)) + offset(), {strides(0), strides(1), strides(2)}};
+      return {static_cast<const std::byte*>(data_of(array)) + first, {strides[0], strides[1], strides[2]}};
     }
   };
 
   Part part_of(const Arrays& inputs, int which) const {
     const Shape shape = shape_of(inputs);
-    const int queries = shape.query_heads, keys = shape.key_heads;
-    if (turn_.is_apart) {
-      return {which == 0 ? inputs[0] : inputs.end()[which - 3], 0, which == 0 ? queries : keys};
-    }
-    return {inputs[0], which == 0 ? 0 : queries + (which - 1) * keys, which == 0 ? queries : keys};
+    const mx::array& array = which == 0 || !turn_.is_apart ? inputs[0] : inputs.end()[which - 3];
+    const int64_t count = which == 0 ? shape.query_heads : shape.key_heads;
+    const int64_t before = which == 0 || turn_.is_apart ? 0 : shape.query_heads + (which - 1) * shape.key_heads;
+    const int64_t width = shape.width;
+    const bool is_flat = array.ndim() == 3;
+    const int64_t batch = array.strides(0);
+    const int64_t head = is_flat ? width : array.strides(1);
+    const int64_t token = array.strides(is_flat ? 1 : 2);
+    const int64_t elements =
+        width + (count - 1) * head + (int64_t(shape.batch) - 1) * batch + (int64_t(shape.tokens) - 1) * token;
+    const int64_t item = array.itemsize();
+    return {array, {batch, head, token}, before * head * item, elements * item};
   }
 
   bool is_heads(const Arrays& inputs, size_t i) const {
@@ -341,22 +352,11 @@ void check_buffer(const char* name, const mx::array& buffer, const mx::array& he
   }
 }
 
-void check(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary, int start) {
-  if (heads.ndim() != 4) {
-    checks::fail(op, "heads has shape ", heads.shape(), ": expected four dimensions");
-  }
-  check_buffer("keys", keys, heads, start);
-  check_buffer("values", values, heads, start);
-  if (keys.shape(1) != values.shape(1)) {
-    checks::fail(op, "keys has ", keys.shape(1), " heads, values has ", values.shape(1), ": expected as many");
-  }
-  if (heads.shape(1) <= 2 * keys.shape(1)) {
-    checks::fail(op, "heads has ", heads.shape(1), " heads: expected more than ", 2 * keys.shape(1),
-                 ", the keys' and the values'");
-  }
-  if (rotary.dims <= 0 || rotary.dims % 2 != 0 || rotary.dims > heads.shape(3)) {
+// Of heads [.., width].
+void check_rotary(const Rotary& rotary, const mx::array& heads) {
+  if (rotary.dims <= 0 || rotary.dims % 2 != 0 || rotary.dims > heads.shape(-1)) {
     checks::fail(op, "dims is ", rotary.dims, ": expected a positive even number, at most the width of ",
-                 heads.shape(3));
+                 heads.shape(-1));
   }
   if (rotary.base.has_value() == rotary.freqs.has_value()) {
     checks::fail(op, rotary.base ? "both base and freqs are given" : "neither base nor freqs is given",
@@ -384,6 +384,22 @@ void check(const mx::array& heads, const mx::array& keys, const mx::array& value
   }
 }
 
+void check(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary, int start) {
+  if (heads.ndim() != 4) {
+    checks::fail(op, "heads has shape ", heads.shape(), ": expected four dimensions");
+  }
+  check_buffer("keys", keys, heads, start);
+  check_buffer("values", values, heads, start);
+  if (keys.shape(1) != values.shape(1)) {
+    checks::fail(op, "keys has ", keys.shape(1), " heads, values has ", values.shape(1), ": expected as many");
+  }
+  if (heads.shape(1) <= 2 * keys.shape(1)) {
+    checks::fail(op, "heads has ", heads.shape(1), " heads: expected more than ", 2 * keys.shape(1),
+                 ", the keys' and the values'");
+  }
+  check_rotary(rotary, heads);
+}
+
 using Result = std::tuple<mx::array, mx::array, mx::array>;
 
 Result rope_append(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary,
@@ -395,6 +411,17 @@ Result rope_append(const mx::array& heads, const mx::array& keys, const mx::arra
                           : compose_rope_append(inputs_of(heads, keys, values, rotary, stream),
                                                 turn_of(rotary, offset, first), stream);
   return {std::move(step.result), std::move(step.keys), std::move(step.values)};
+}
+
+// [batch, heads, tokens, width] of heads that may be [batch, tokens, heads * width] as well.
+std::optional<mx::Shape> shape_of_heads(const mx::array& heads, int width) {
+  if (heads.ndim() == 4) {
+    return heads.shape();
+  }
+  if (heads.ndim() != 3 || width == 0 || heads.shape(2) % width != 0) {
+    return std::nullopt;
+  }
+  return mx::Shape{heads.shape(0), heads.shape(2) / width, heads.shape(1), width};
 }
 
 Rotary make_rotary(int dims, std::optional<float> base, float scale, std::optional<mx::array> freqs,
@@ -439,26 +466,39 @@ std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& ke
 std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
                                      const mx::array& new_values, const mx::array& keys, const mx::array& values,
                                      const Rotary& rotary, int offset, int start, mx::Stream stream) {
-  const mx::Shape& queries = new_queries.shape();
+  if (keys.ndim() != 4 || values.ndim() != 4 || !has_kernels(keys.dtype()) || values.dtype() != keys.dtype() ||
+      start < 0) {
+    return std::nullopt;
+  }
+  const auto queries = shape_of_heads(new_queries, keys.shape(3));
+  const auto fresh_keys = shape_of_heads(new_keys, keys.shape(3));
+  const auto fresh_values = shape_of_heads(new_values, keys.shape(3));
+  if (!queries || !fresh_keys || fresh_keys != fresh_values) {
+    return std::nullopt;
+  }
+  for (int axis : {0, 2, 3}) {
+    if ((*fresh_keys)[axis] != (*queries)[axis]) {
+      return std::nullopt;
+    }
+  }
   for (const auto* fresh : {&new_queries, &new_keys, &new_values}) {
-    const mx::Shape& shape = fresh->shape();
-    if (fresh->ndim() != 4 || shape[0] != queries[0] || shape[2] != queries[2] || shape[3] != queries[3] ||
-        fresh->dtype() != keys.dtype()) {
+    if (fresh->dtype() != keys.dtype()) {
       return std::nullopt;
     }
   }
   for (const auto* buffer : {&keys, &values}) {
-    if (buffer->ndim() != 4 || buffer->shape(0) != queries[0] || buffer->shape(1) != new_keys.shape(1) ||
-        buffer->shape(3) != queries[3] || start < 0 || queries[2] > buffer->shape(tokens_axis) - start ||
-        buffer->dtype() != keys.dtype()) {
+    if (buffer->shape(0) != (*queries)[0] || buffer->shape(1) != (*fresh_keys)[1] ||
+        buffer->shape(3) != (*queries)[3] || (*queries)[2] > buffer->shape(tokens_axis) - start) {
       return std::nullopt;
     }
   }
-  if (new_values.shape(1) != new_keys.shape(1) || !has_kernels(keys.dtype())) {
+  try {
+    check_rotary(rotary, keys);
+  } catch (const std::invalid_argument&) {  // which the caller's own op says
     return std::nullopt;
   }
   Append append{std::make_shared<RopeAppend>(stream, turn_of(rotary, offset, start, true)),
-                inputs_of(new_queries, keys, values, rotary, stream), queries};
+                inputs_of(new_queries, keys, values, rotary, stream), *queries};
   append.inputs.push_back(new_keys);
   append.inputs.push_back(new_values);
   return append;

@@ -24,7 +24,8 @@ struct Rotary {
 std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
                                      const Rotary& rotary, int offset, int start, mx::Stream stream);
 
-// The same of new queries, keys and values [batch, heads, tokens, width]; none where they do not fit.
+// The same of new queries, keys and values, each [batch, heads, tokens, width] or [batch, tokens, heads * width]; none
+// where they do not fit.
 std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
                                      const mx::array& new_values, const mx::array& keys, const mx::array& values,
                                      const Rotary& rotary, int offset, int start, mx::Stream stream);

@@ -1,10 +1,11 @@
 // What the patch puts in the place of a function of mx's or mlx-lm's: it calls an op's attempt, and the original where
 // that gives nothing. A type of Python's own, since a function of Python's that hands its arguments on takes 0.3 us, as
 // long as building an op does.
+#include "ops/stand_in.h"
+
 #include <cstddef>
 #include <string>
 
-#include <nanobind/nanobind.h>
 #include <structmember.h>
 
 #include "ops/fallback.h"
@@ -138,12 +139,19 @@ PyType_Spec spec = {
     "mlx_mittens._ext.StandIn", sizeof(StandIn), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, slots};
 
+PyObject* type = nullptr;  // as long as the process lives
+
 void bind(nb::module_& module) {
-  module.attr("StandIn") = nb::steal(PyType_FromSpec(&spec));
+  type = PyType_FromSpec(&spec);
+  module.attr("StandIn") = nb::borrow(type);
 }
 
 const Register registered(bind);
 
 }  // namespace
+
+bool is_stand_in(nb::handle object) {
+  return object.is_valid() && object.type().is(type);
+}
 
 }  // namespace mittens

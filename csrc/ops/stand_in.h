@@ -1,0 +1,10 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace mittens {
+
+// Whether a function is one that the patch has put in another's place, and nobody else has put one in its place.
+bool is_stand_in(nanobind::handle object);
+
+}  // namespace mittens
