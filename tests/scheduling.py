@@ -17,6 +17,7 @@ class Scheduling(LoadScopeScheduling):
     """One test at a time to whoever is free, but for those above.
 
     pytest-xdist's own ``--dist loadgroup`` would do, but 3.8 finds no group under pytest 9.2, and says nothing.
+    A test that takes its worker down ends the run (``--max-worker-restart=0``): what is dealt out so is not dealt again.
     """
 
     def _split_scope(self, nodeid: str) -> str:

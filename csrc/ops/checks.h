@@ -74,7 +74,7 @@ struct Argument {
 inline mx::Dtype floating(const char* op, std::initializer_list<Argument> arguments) {
   mx::Dtype dtype = mx::bool_;
   for (const auto& [name, array] : arguments) {
-    dtype = array ? mx::promote_types(dtype, array->dtype()) : dtype;
+    dtype = array && array->dtype() != dtype ? mx::promote_types(dtype, array->dtype()) : dtype;
   }
   if (mx::issubdtype(dtype, mx::floating)) {
     return dtype;

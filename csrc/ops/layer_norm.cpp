@@ -152,7 +152,7 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
     }
   }
   auto primitive = std::make_shared<LayerNorm>(stream, inputs[0], weight.has_value(), bias.has_value(), eps);
-  return first_output(std::move(primitive), std::move(inputs));
+  return RowPrimitive::result_of(std::move(primitive), std::move(inputs));
 }
 
 mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& weight, const std::optional<mx::array>& bias,

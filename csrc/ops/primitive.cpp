@@ -31,11 +31,15 @@ Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
 
 mx::array first_output(std::shared_ptr<mx::Primitive> primitive, Arrays inputs) {
   std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-  const mx::Dtype dtype = inputs[0].dtype();
   if (shapes.size() == 1) {
-    return mx::array(std::move(shapes[0]), dtype, std::move(primitive), std::move(inputs));
+    return only_output(std::move(shapes[0]), std::move(primitive), std::move(inputs));
   }
-  return mx::array::make_arrays(std::move(shapes), {dtype, mx::float32}, primitive, inputs)[0];
+  return mx::array::make_arrays(std::move(shapes), {inputs[0].dtype(), mx::float32}, primitive, inputs)[0];
+}
+
+mx::array only_output(mx::Shape shape, std::shared_ptr<mx::Primitive> primitive, Arrays inputs) {
+  const mx::Dtype dtype = inputs[0].dtype();
+  return mx::array(std::move(shape), dtype, std::move(primitive), std::move(inputs));
 }
 
 const Arrays& KernelPrimitive::prepared(const Arrays& inputs, Arrays& copies) {

@@ -51,7 +51,12 @@ class QuantizedMatmul : public KernelPrimitive {
   QuantizedMatmul(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
 
   static mx::array apply(Arrays inputs, AffineFormat format, mx::Stream stream) {
-    return first_output(std::make_shared<QuantizedMatmul>(stream, format), std::move(inputs));
+    auto primitive = std::make_shared<QuantizedMatmul>(stream, format);
+    if (!format.transpose) {
+      return first_output(std::move(primitive), std::move(inputs));
+    }
+    mx::Shape shape = primitive->shape_of_y(inputs);
+    return only_output(std::move(shape), std::move(primitive), std::move(inputs));
   }
 
   const char* name() const override {
@@ -67,13 +72,12 @@ class QuantizedMatmul : public KernelPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    const Sizes sizes = sizes_of(inputs);
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = static_cast<int>(sizes.outputs);
     if (format_.transpose) {
-      return {shape};
+      return {shape_of_y(inputs)};
     }
-    return {shape, workspace_shape(plan_of(sizes).splits, uint64_t(sizes.matrices) * sizes.rows * sizes.outputs)};
+    const Sizes sizes = sizes_of(inputs);
+    const uint64_t elements = uint64_t(sizes.matrices) * sizes.rows * sizes.outputs;
+    return {shape_of_y(inputs), workspace_shape(plan_of(sizes).splits, elements)};
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -271,6 +275,12 @@ class QuantizedMatmul : public KernelPrimitive {
     sizes.rows = sizes.matrices == 0 ? 0 : static_cast<uint32_t>(leading_size(x, 1) / sizes.matrices);
     sizes.outputs = format_.transpose ? w.shape(-2) : static_cast<uint32_t>(int64_t(w.shape(-1)) * 32 / format_.bits);
     return sizes;
+  }
+
+  mx::Shape shape_of_y(const Arrays& inputs) const {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = static_cast<int>(sizes_of(inputs).outputs);
+    return shape;
   }
 
   static ColumnsPlan plan_of(const Sizes& sizes) {

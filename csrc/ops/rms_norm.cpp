@@ -120,7 +120,7 @@ std::optional<mx::array> attempt_rms_norm(const mx::array& x, const std::optiona
     inputs.push_back(gatherable(mx::astype(*weight, dtype, stream), stream));
   }
   auto primitive = std::make_shared<RmsNorm>(stream, inputs[0], eps);
-  return first_output(std::move(primitive), std::move(inputs));
+  return RowPrimitive::result_of(std::move(primitive), std::move(inputs));
 }
 
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice where) {

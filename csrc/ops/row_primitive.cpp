@@ -5,6 +5,14 @@
 
 namespace mittens {
 
+mx::array RowPrimitive::result_of(std::shared_ptr<RowPrimitive> primitive, Arrays inputs) {
+  if (primitive->has_workspace_) {
+    return first_output(std::move(primitive), std::move(inputs));
+  }
+  mx::Shape shape = inputs[0].shape();
+  return only_output(std::move(shape), std::move(primitive), std::move(inputs));
+}
+
 Arrays RowPrimitive::outputs_of(const std::shared_ptr<RowPrimitive>& primitive, const Arrays& inputs) {
   std::vector<mx::Dtype> dtypes(primitive->layout_.results, inputs[0].dtype());
   if (primitive->has_workspace_) {

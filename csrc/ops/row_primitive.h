@@ -24,6 +24,9 @@ class RowPrimitive : public KernelPrimitive {
   RowPrimitive(mx::Stream stream, Layout layout, const mx::array& x)
       : KernelPrimitive(stream), layout_(layout), has_workspace_(wants_workspace(x)) {}
 
+  // The lazy result of a primitive that has one.
+  static mx::array result_of(std::shared_ptr<RowPrimitive> primitive, Arrays inputs);
+
   // The lazy outputs of a primitive.
   static Arrays outputs_of(const std::shared_ptr<RowPrimitive>& primitive, const Arrays& inputs);
 

@@ -80,7 +80,7 @@ class SoftmaxVjp : public RowPrimitive {
   SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, {2, 1, 2}, y) {}
 
   static mx::array apply(const mx::array& y, const mx::array& dy, mx::Stream stream) {
-    return first_output(std::make_shared<SoftmaxVjp>(stream, y), {gatherable(y, stream), gatherable(dy, stream)});
+    return result_of(std::make_shared<SoftmaxVjp>(stream, y), {gatherable(y, stream), gatherable(dy, stream)});
   }
 
   const char* name() const override {
@@ -139,7 +139,7 @@ Arrays Softmax::vjp(const Arrays&, const Arrays& cotangents, const std::vector<i
 }
 
 Arrays Softmax::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>&) {
-  const mx::array y = first_output(like(primals[0]), primals);
+  const mx::array y = result_of(like(primals[0]), primals);
   return with_workspace({SoftmaxVjp::apply(y, tangents[0], stream())});
 }
 
@@ -155,6 +155,13 @@ std::vector<int> named_axes(const Axis& axis, const mx::array& a) {
   std::vector<int> all(a.ndim());
   std::iota(all.begin(), all.end(), 0);
   return all;
+}
+
+// As most calls have it; the rest makes a list of axes.
+bool is_last_axis(const Axis& axis, const mx::array& a) {
+  const int dimensions = a.ndim();
+  const int* single = std::get_if<int>(&axis);
+  return single && dimensions > 0 && (*single == -1 || *single == dimensions - 1);
 }
 
 // Counted from the front and sorted.
@@ -174,10 +181,11 @@ std::vector<int> checked_axes(std::vector<int> axes, const mx::array& a) {
 }
 
 // Along the last axis of a row contiguous array.
-mx::array softmax_rows(const mx::array& a, mx::Stream stream) {
-  Arrays inputs = {gatherable(a, stream)};
+mx::array softmax_rows(mx::array a, mx::Stream stream) {
+  Arrays inputs;
+  inputs.push_back(gatherable(std::move(a), stream));
   auto primitive = std::make_shared<Softmax>(stream, inputs[0]);
-  return first_output(std::move(primitive), std::move(inputs));
+  return RowPrimitive::result_of(std::move(primitive), std::move(inputs));
 }
 
 // Along any axes: they are moved to the end, made one, and moved back.
@@ -206,12 +214,13 @@ mx::array softmax_axes(const mx::array& a, const std::vector<int>& axes, mx::Str
 }
 
 std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
-  const std::vector<int> axes = checked_axes(named_axes(axis, a), a);
+  const bool is_last = is_last_axis(axis, a);
+  const std::vector<int> axes = is_last ? std::vector<int>() : checked_axes(named_axes(axis, a), a);
   if (a.size() == 0) {
     return a;
   }
   const mx::Stream stream = checks::stream(op, where);
-  const bool last_only = axes.size() == 1 && axes[0] == static_cast<int>(a.ndim()) - 1;
+  const bool last_only = is_last || (axes.size() == 1 && axes[0] == static_cast<int>(a.ndim()) - 1);
   const bool floating = mx::issubdtype(a.dtype(), mx::floating);
   const bool integer = !floating && !mx::issubdtype(a.dtype(), mx::complexfloating);
   // mx makes integers float32 along the last axis; along others it rounds the result back to integers.
@@ -221,8 +230,8 @@ std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool prec
     reason << a.dtype() << (last_only ? "" : " along other axes than the last");
     return left_to_mx(op, reason.str());
   }
-  const mx::array x = mx::astype(a, dtype, stream);
-  return last_only ? softmax_rows(x, stream) : softmax_axes(x, axes, stream);
+  mx::array x = a.dtype() == dtype ? a : mx::astype(a, dtype, stream);
+  return last_only ? softmax_rows(std::move(x), stream) : softmax_axes(x, axes, stream);
 }
 
 mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
