@@ -63,30 +63,19 @@ std::optional<Rotary> rotary_of(const nb::dict& layer) {
   static PyObject* const rope = name("rope");
   static PyObject* const modules[] = {name("mlx.nn"), name("mlx_lm.models.rope_utils")};
   static PyObject* const classes[] = {name("RoPE"), name("Llama3RoPE")};
-  static PyObject* const dims = name("dims");
-  static PyObject* const traditional = name("traditional");
-  static PyObject* const base = name("base");
-  static PyObject* const scale = name("scale");
-  static PyObject* const freqs = name("_freqs");
   const nb::handle found = entry(layer, rope);
   if (!found.is_valid()) {
     return std::nullopt;
   }
   const bool is_plain = found.type().is(member(modules[0], classes[0]));
-  if (!is_plain && !found.type().is(member(modules[1], classes[1]))) {
+  if ((!is_plain && !found.type().is(member(modules[1], classes[1]))) || !is_called_by_patch(found)) {
     return std::nullopt;
   }
-  if (attribute<bool>(found, traditional) || !is_called_by_patch(found)) {
+  const RopeLayer turn = read_rope(nb::borrow<nb::dict>(found));
+  if (turn.traditional || turn.freqs.has_value() == is_plain) {
     return std::nullopt;
   }
-  Rotary rotary{.dims = attribute<int>(found, dims)};
-  if (is_plain) {
-    rotary.base = attribute<float>(found, base);
-    rotary.scale = attribute<float>(found, scale);
-  } else if (!(rotary.freqs = array(nb::borrow<nb::dict>(found), freqs))) {
-    return std::nullopt;
-  }
-  return rotary;
+  return Rotary{.dims = turn.dims, .base = turn.base, .scale = turn.scale, .freqs = turn.freqs};
 }
 
 nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb::handle cache, bool has_norms) {

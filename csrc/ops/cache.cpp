@@ -124,6 +124,24 @@ std::optional<TurnedAndSeen> turn_into_cache(const mx::array& heads, mx::array& 
   return TurnedAndSeen{step.result, tokens_until(step.keys, end), tokens_until(step.values, end)};
 }
 
+// The attention of one token's queries over the buffers' tokens up to `end`; null where no kernel covers it.
+std::shared_ptr<mx::Primitive> attention_until(const mx::array& keys, const mx::array& values, int query_heads, int end,
+                                               float scale, mx::Stream stream) {
+  mx::Shape seen_keys = keys.shape(), seen_values = values.shape();
+  seen_keys[tokens_axis] = seen_values[tokens_axis] = end;
+  return attempt_attention_primitive({keys.shape(0), query_heads, 1, keys.shape(3)}, seen_keys, seen_values,
+                                     keys.dtype(), scale, stream);
+}
+
+// Appends one token and attends, in one primitive; the buffers become those that hold it.
+mx::array append_and_attend(Append append, std::shared_ptr<mx::Primitive> attention, mx::array& keys, mx::array& values,
+                            int first) {
+  const mx::Shape shape = append.queries;
+  const CacheStep step = cache_step(std::move(append), Attending{std::move(attention), shape, first + 1});
+  replace(keys, values, step.keys, step.values);
+  return step.result;
+}
+
 // A token's attention over a cache, from its heads on.
 std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& keys, mx::array& values,
                                            const Rotary& rotary, int first, float scale) {
@@ -135,23 +153,19 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
   if (!append) {
     return std::nullopt;
   }
-  mx::Shape shapes[] = {heads.shape(), keys.shape(), values.shape()};
-  shapes[0][1] -= 2 * keys.shape(1);
-  shapes[1][tokens_axis] = shapes[2][tokens_axis] = first + 1;
-  auto attention = attempt_attention_primitive(shapes[0], shapes[1], shapes[2], heads.dtype(), scale, stream);
+  const mx::Shape queries = append->queries;
+  auto attention = attention_until(keys, values, queries[1], first + 1, scale, stream);
   if (!attention) {
     return std::nullopt;
   }
   if (is_traced(*append)) {
     const CacheStep step = apply_rope_append(*std::move(append));
-    const mx::array y(shapes[0], heads.dtype(), std::move(attention),
+    const mx::array y(queries, heads.dtype(), std::move(attention),
                       {step.result, tokens_until(step.keys, first + 1), tokens_until(step.values, first + 1)});
     replace(keys, values, step.keys, step.values);
     return mx::reshape(y, {y.shape(0), 1, -1}, stream);
   }
-  const CacheStep step = cache_step(*std::move(append), Attending{std::move(attention), shapes[0], first + 1});
-  replace(keys, values, step.keys, step.values);
-  return step.result;
+  return append_and_attend(*std::move(append), std::move(attention), keys, values, first);
 }
 
 void bind(nb::module_& module) {
@@ -169,9 +183,9 @@ void bind(nb::module_& module) {
 
 const Register registered(bind);
 
-PyObject* const* attributes_of_cache() {
-  static PyObject* const names[] = {name("keys"), name("values"), name("offset")};
-  return names;
+PyObject* offset_name() {
+  static PyObject* const offset = name("offset");
+  return offset;
 }
 
 }  // namespace
@@ -180,16 +194,17 @@ PlainCache::PlainCache(nb::handle cache, nb::object keys, nb::object values)
     : cache_(nb::borrow(cache)),
       keys_(std::move(keys)),
       values_(std::move(values)),
-      offset_(attribute<int>(cache, attributes_of_cache()[2])) {}
+      offset_(attribute<int>(cache, offset_name())) {}
 
 std::optional<PlainCache> PlainCache::of(nb::handle cache) {
   static PyObject* const module = name("mlx_lm.models.cache");
   static PyObject* const plain = name("KVCache");
+  static PyObject* const names[] = {name("keys"), name("values")};
   if (!cache.type().is(member(module, plain))) {
     return std::nullopt;
   }
-  nb::object keys = attribute(cache, attributes_of_cache()[0]);
-  nb::object values = attribute(cache, attributes_of_cache()[1]);
+  nb::object keys = attribute(cache, names[0]);
+  nb::object values = attribute(cache, names[1]);
   if (!as_array(keys) || !as_array(values)) {
     return std::nullopt;
   }
@@ -198,23 +213,20 @@ std::optional<PlainCache> PlainCache::of(nb::handle cache) {
 
 void PlainCache::advance(int tokens) {
   offset_ += tokens;
-  nb::setattr(cache_, nb::handle(attributes_of_cache()[2]), nb::int_(offset_));
+  nb::setattr(cache_, nb::handle(offset_name()), nb::int_(offset_));
 }
 
 std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int query_heads, float scale,
                                                   mx::Stream stream) {
-  const mx::Dtype dtype = cache.keys().dtype();
   const int end = cache.offset() + 1;
   for (const auto* buffer : {&cache.keys(), &cache.values()}) {
-    if (buffer->ndim() != 4 || buffer->dtype() != dtype || end < 1 || end > buffer->shape(tokens_axis)) {
+    if (buffer->ndim() != 4 || buffer->dtype() != cache.keys().dtype() || end < 1 || end > buffer->shape(tokens_axis)) {
       return nullptr;
     }
   }
-  mx::Shape keys = cache.keys().shape(), values = cache.values().shape();
-  keys[tokens_axis] = values[tokens_axis] = end;
   const Tentative tentative;
   try {
-    return attempt_attention_primitive({keys[0], query_heads, 1, keys[3]}, keys, values, dtype, scale, stream);
+    return attention_until(cache.keys(), cache.values(), query_heads, end, scale, stream);
   } catch (const std::invalid_argument&) {  // the model's own call says what is wrong
     return nullptr;
   }
@@ -228,11 +240,9 @@ std::optional<mx::array> attend(PlainCache& cache, std::shared_ptr<mx::Primitive
   if (!append || is_traced(*append)) {
     return std::nullopt;
   }
-  const mx::Shape shape = append->queries;
-  const CacheStep step = cache_step(*std::move(append), Attending{std::move(attention), shape, first + 1});
-  replace(cache.keys(), cache.values(), step.keys, step.values);
+  mx::array y = append_and_attend(*std::move(append), std::move(attention), cache.keys(), cache.values(), first);
   cache.advance(1);
-  return step.result;
+  return y;
 }
 
 }  // namespace mittens

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 
 #include "mlx/array.h"
 
@@ -52,6 +53,30 @@ inline nanobind::object member(PyObject* module, PyObject* key) {
     PyErr_Clear();
   }
   return nanobind::steal(found);
+}
+
+// How mlx.nn.RoPE turns, or mlx-lm's of Llama 3, which has frequencies in the place of a base.
+struct RopeLayer {
+  int dims;
+  bool traditional;
+  std::optional<float> base;
+  float scale;
+  std::optional<mlx::core::array> freqs;
+};
+
+inline RopeLayer read_rope(const nanobind::dict& layer) {
+  static PyObject* const dims = name("dims");
+  static PyObject* const traditional = name("traditional");
+  static PyObject* const base = name("base");
+  static PyObject* const scale = name("scale");
+  static PyObject* const freqs = name("_freqs");
+  RopeLayer rope{attribute<int>(layer, dims), attribute<bool>(layer, traditional), std::nullopt, 1.0f,
+                 array(layer, freqs)};
+  if (!rope.freqs) {
+    rope.base = attribute<std::optional<float>>(layer, base);
+    rope.scale = attribute<float>(layer, scale);
+  }
+  return rope;
 }
 
 }  // namespace mittens

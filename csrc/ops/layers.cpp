@@ -67,20 +67,13 @@ std::optional<mx::array> attempt_rms_norm_layer(const nb::dict& layer, mx::array
   return attempt(x, *w, attribute<float>(layer, eps), {});
 }
 
-// mlx.nn.RoPE, and mlx-lm's of Llama 3, which has frequencies.
+// mlx.nn.RoPE, and mlx-lm's of Llama 3.
 std::optional<mx::array> attempt_rope_layer(const nb::dict& layer, const mx::array& x,
                                             const std::variant<int, mx::array>& offset) {
-  static PyObject* const dims = name("dims");
-  static PyObject* const traditional = name("traditional");
-  static PyObject* const base = name("base");
-  static PyObject* const scale = name("scale");
-  static PyObject* const freqs = name("_freqs");
   static const auto attempt = lenient("rope", &attempt_rope);
-  const auto frequencies = array(layer, freqs);
+  const RopeLayer rope = read_rope(layer);
   const Tentative tentative;
-  return attempt(x, attribute<int>(layer, dims), attribute<bool>(layer, traditional),
-                 frequencies ? std::nullopt : attribute<std::optional<float>>(layer, base),
-                 frequencies ? 1.0f : attribute<float>(layer, scale), offset, frequencies, {});
+  return attempt(x, rope.dims, rope.traditional, rope.base, rope.scale, offset, rope.freqs, {});
 }
 
 void bind(nb::module_& module) {

@@ -60,6 +60,17 @@ Turn turn_of(const Rotary& rotary, int offset, int start, bool is_apart = false)
           .is_apart = is_apart};
 }
 
+// [batch, heads, tokens, width] of heads that may be [batch, tokens, heads * width] as well.
+std::optional<mx::Shape> shape_of_heads(const mx::array& heads, int width) {
+  if (heads.ndim() == 4) {
+    return heads.shape();
+  }
+  if (heads.ndim() != 3 || width == 0 || heads.shape(2) % width != 0) {
+    return std::nullopt;
+  }
+  return mx::Shape{heads.shape(0), heads.shape(2) / width, heads.shape(1), width};
+}
+
 Arrays inputs_of(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary,
                  mx::Stream stream) {
   Arrays inputs;
@@ -158,7 +169,7 @@ class RopeAppend : public KernelPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& heads = inputs[0];
     const Shape shape = shape_of(inputs);
-    const Part parts[] = {part_of(inputs, 0), part_of(inputs, 1), part_of(inputs, 2)};
+    const Part parts[] = {part_of(inputs, shape, 0), part_of(inputs, shape, 1), part_of(inputs, shape, 2)};
     const RopeAppendParams params{
         .query_strides = {parts[0].strides[0], parts[0].strides[1], parts[0].strides[2]},
         .key_strides = {parts[1].strides[0], parts[1].strides[1], parts[1].strides[2]},
@@ -215,9 +226,9 @@ class RopeAppend : public KernelPrimitive {
     const auto data = [](const mx::array* array) { return array ? data_of(*array) : nullptr; };
     const cpu::RopeAppend call{
         .type = native_type(heads.dtype()),
-        .new_queries = part_of(inputs, 0).native(),
-        .new_keys = part_of(inputs, 1).native(),
-        .new_values = part_of(inputs, 2).native(),
+        .new_queries = part_of(inputs, shape, 0).native(),
+        .new_keys = part_of(inputs, shape, 1).native(),
+        .new_values = part_of(inputs, shape, 2).native(),
         .freqs = static_cast<const float*>(data(freqs(inputs))),
         .query_norm = data(norm(inputs, 0)),
         .key_norm = data(norm(inputs, 1)),
@@ -270,15 +281,11 @@ class RopeAppend : public KernelPrimitive {
   };
 
   Shape shape_of(const Arrays& inputs) const {
-    const auto size = [](const mx::array& array, int axis) { return static_cast<uint32_t>(array.shape(axis)); };
-    const mx::array& heads = inputs[0];
-    const uint32_t key_heads = size(inputs[1], 1);
-    if (heads.ndim() == 3) {
-      const uint32_t width = size(inputs[1], 3);
-      return {size(heads, 0), size(heads, 2) / width, key_heads, size(heads, 1), width};
-    }
+    const mx::Shape heads = shape_of_heads(inputs[0], inputs[1].shape(3)).value();
+    const auto size = [&](int axis) { return static_cast<uint32_t>(heads[axis]); };
+    const uint32_t key_heads = inputs[1].shape(1);
     const uint32_t others = turn_.is_apart ? 0 : 2 * key_heads;
-    return {size(heads, 0), size(heads, 1) - others, key_heads, size(heads, 2), size(heads, 3)};
+    return {size(0), size(1) - others, key_heads, size(2), size(3)};
   }
 
   // The new heads of queries (0), keys (1) or values (2).
@@ -296,8 +303,7 @@ class RopeAppend : public KernelPrimitive {
     }
   };
 
-  Part part_of(const Arrays& inputs, int which) const {
-    const Shape shape = shape_of(inputs);
+  Part part_of(const Arrays& inputs, const Shape& shape, int which) const {
     const mx::array& array = which == 0 || !turn_.is_apart ? inputs[0] : inputs.end()[which - 3];
     const int64_t count = which == 0 ? shape.query_heads : shape.key_heads;
     const int64_t before = which == 0 || turn_.is_apart ? 0 : shape.query_heads + (which - 1) * shape.key_heads;
@@ -411,17 +417,6 @@ Result rope_append(const mx::array& heads, const mx::array& keys, const mx::arra
                           : compose_rope_append(inputs_of(heads, keys, values, rotary, stream),
                                                 turn_of(rotary, offset, first), stream);
   return {std::move(step.result), std::move(step.keys), std::move(step.values)};
-}
-
-// [batch, heads, tokens, width] of heads that may be [batch, tokens, heads * width] as well.
-std::optional<mx::Shape> shape_of_heads(const mx::array& heads, int width) {
-  if (heads.ndim() == 4) {
-    return heads.shape();
-  }
-  if (heads.ndim() != 3 || width == 0 || heads.shape(2) % width != 0) {
-    return std::nullopt;
-  }
-  return mx::Shape{heads.shape(0), heads.shape(2) / width, heads.shape(1), width};
 }
 
 Rotary make_rotary(int dims, std::optional<float> base, float scale, std::optional<mx::array> freqs,
