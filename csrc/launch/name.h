@@ -3,13 +3,16 @@
 // that do not depend on it are constants, which are looked up but once.
 #pragma once
 
+#include <array>
 #include <charconv>
 #include <concepts>
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 
 #include "mlx/dtype.h"
 
@@ -65,15 +68,29 @@ class ShortText {
   size_t size_ = 0;
 };
 
-// The host name of a kernel: "<op>_<parts>_<dtype>". Parts are text and whole numbers, put together as they are.
+// The host name of a kernel: "<op>_<parts>_<dtype>". Parts are whole numbers and text that stays where it is, put
+// together as they are. Each thread knows the last names that it made, by their parts.
 template <typename... Parts>
-Name kernel_name(mlx::core::Dtype dtype, std::string_view op, const Parts&... parts) {
-  ShortText text;
-  text.add(op);
-  text.add("_");
-  (text.add(parts), ...);
-  text.add(dtype == mlx::core::float32 ? "_float32" : dtype == mlx::core::float16 ? "_float16" : "_bfloat16");
-  return Name(std::string_view(text));
+Name kernel_name(mlx::core::Dtype dtype, const char* op, Parts... parts) {
+  using Key = std::tuple<mlx::core::Dtype::Val, const char*, Parts...>;
+  struct Known {
+    Key key;
+    std::optional<Name> name;
+  };
+  static thread_local std::array<Known, 32> known{};
+  const Key key{dtype.val(), op, parts...};
+  size_t hash = 0;
+  std::apply([&](auto... part) { ((hash = hash * 31 + std::hash<decltype(part)>()(part)), ...); }, key);
+  Known& mine = known[(hash ^ hash >> 6) % known.size()];
+  if (!mine.name || mine.key != key) {
+    ShortText text;
+    text.add(op);
+    text.add("_");
+    (text.add(parts), ...);
+    text.add(dtype == mlx::core::float32 ? "_float32" : dtype == mlx::core::float16 ? "_float16" : "_bfloat16");
+    mine = {key, Name(std::string_view(text))};
+  }
+  return *mine.name;
 }
 
 }  // namespace mittens

@@ -30,6 +30,9 @@ const auto& descriptor(const mx::array& array) {
 
 using Descriptor = std::remove_reference_t<decltype(*descriptor(std::declval<mx::array>()))>;
 
+// Of a type that this file alone knows: std::get_deleter then tells it from others by an address, not by its name.
+struct Owner : BufferOwner {};
+
 const Memory& memory_of(const mx::array& array) {
   const BufferOwner* owner = owner_of(array);
   return owner ? owner->memory : array.data_shared_ptr();
@@ -64,12 +67,12 @@ class Done : public mx::Primitive {
 }  // namespace
 
 const BufferOwner* owner_of(const mx::array& array) {
-  return std::get_deleter<BufferOwner>(array.data_shared_ptr());
+  return std::get_deleter<Owner>(array.data_shared_ptr());
 }
 
 void count_apart(mx::array& array, std::vector<mx::array> carried) {
   const Memory memory = memory_of(array);
-  const std::shared_ptr<void> owner(static_cast<void*>(nullptr), BufferOwner{memory, std::move(carried)});
+  const std::shared_ptr<void> owner(static_cast<void*>(nullptr), Owner{{memory, std::move(carried)}});
   descriptor(array)->data = Memory(owner, memory.get());
 }
 

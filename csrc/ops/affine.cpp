@@ -1,5 +1,6 @@
 #include "ops/affine.h"
 
+#include <algorithm>
 #include <bit>
 
 #include "mlx/utils.h"
@@ -96,9 +97,11 @@ AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w,
                  ": expected the same shape");
   }
   const int packed = static_cast<int>(int64_t(w.shape(-1)) * 32 / format.bits);
-  mx::Shape expected = w.shape();
-  expected.back() = packed / format.group_size;
-  if (packed % format.group_size != 0 || scales.shape() != expected) {
+  const bool is_of_w =
+      scales.ndim() == w.ndim() && std::equal(scales.shape().begin(), scales.shape().end() - 1, w.shape().begin());
+  if (!is_of_w || int64_t(scales.shape(-1)) * format.group_size != packed) {
+    mx::Shape expected = w.shape();
+    expected.back() = packed / format.group_size;
     checks::fail(op, "scales has shape ", scales.shape(), ", w has shape ", w.shape(), ", which is ", packed,
                  " integers of ", format.bits, " bits a row: expected shape ", expected, " for groups of ",
                  format.group_size);
@@ -127,13 +130,15 @@ Arrays prepared_affine(const mx::array& w, const mx::array& scales, const mx::ar
 QuantizedParams affine_params(const mx::array& w, const mx::array& scales, const mx::array& biases,
                               const AffineFormat& format) {
   QuantizedParams params{};
-  const Stack stack = stack_of(w, scales, biases);
-  params.batch.axes = static_cast<uint32_t>(stack.shape.size());
   std::fill(std::begin(params.batch.shape), std::end(params.batch.shape), 1u);
-  std::copy(stack.shape.begin(), stack.shape.end(), params.batch.shape);
-  std::copy(stack.strides[0].begin(), stack.strides[0].end(), params.weight_strides);
-  std::copy(stack.strides[1].begin(), stack.strides[1].end(), params.scales_strides);
-  std::copy(stack.strides[2].begin(), stack.strides[2].end(), params.biases_strides);
+  if (w.ndim() > 2) {
+    const Stack stack = stack_of(w, scales, biases);
+    params.batch.axes = static_cast<uint32_t>(stack.shape.size());
+    std::copy(stack.shape.begin(), stack.shape.end(), params.batch.shape);
+    std::copy(stack.strides[0].begin(), stack.strides[0].end(), params.weight_strides);
+    std::copy(stack.strides[1].begin(), stack.strides[1].end(), params.scales_strides);
+    std::copy(stack.strides[2].begin(), stack.strides[2].end(), params.biases_strides);
+  }
   params.matrices = static_cast<uint32_t>(leading_size(w, 2));
   params.group_shift = std::countr_zero(static_cast<unsigned>(format.group_size));
   params.weight_stride = static_cast<uint32_t>(w.strides(-2));

@@ -139,11 +139,16 @@ int64_t bind_view(Launch& launch, const mx::array& view) {
   return -below;
 }
 
-// Whether rows and all that is before them start on multiples of so many bytes.
+// Whether rows and all that is before them start on multiples of so many bytes, a power of two.
 bool has_aligned_rows(const mx::array& view, int64_t bytes) {
-  bool aligned = view.offset() % bytes == 0;
+  const int64_t past = bytes - 1;
+  const int64_t item = view.itemsize();
+  if (view.flags().row_contiguous && ((view.offset() | view.shape(-1) * item) & past) == 0) {
+    return true;
+  }
+  bool aligned = (view.offset() & past) == 0;
   for (int d = 0; d + 1 < static_cast<int>(view.ndim()); ++d) {
-    aligned = aligned && (view.shape(d) == 1 || view.strides(d) * static_cast<int64_t>(view.itemsize()) % bytes == 0);
+    aligned = aligned && (view.shape(d) == 1 || (view.strides(d) * item & past) == 0);
   }
   return aligned;
 }

@@ -8,13 +8,17 @@ bool has_rows(const mx::array& array, int64_t alignment) {
   if (array.size() == 0) {
     return true;
   }
+  const auto is_aligned = [past = alignment - 1](int64_t bytes) { return (bytes & past) == 0; };
   const int64_t item = array.itemsize();
   const int last = static_cast<int>(array.ndim()) - 1;
-  if (array.offset() % alignment != 0 || (array.shape(last) > 1 && array.strides(last) != 1)) {
+  if (array.flags().row_contiguous && is_aligned(array.offset() | array.shape(last) * item)) {
+    return true;
+  }
+  if (!is_aligned(array.offset()) || (array.shape(last) > 1 && array.strides(last) != 1)) {
     return false;
   }
   for (int d = 0; d < last; ++d) {
-    if (array.shape(d) > 1 && (array.strides(d) < 0 || array.strides(d) * item % alignment != 0)) {
+    if (array.shape(d) > 1 && (array.strides(d) < 0 || !is_aligned(array.strides(d) * item))) {
       return false;
     }
   }

@@ -16,7 +16,8 @@ constexpr uint32_t ceil_divide(uint64_t a, uint64_t b) {
   return static_cast<uint32_t>((a + b - 1) / b);
 }
 
-// Whether rows lie in memory as they are, each and all axes before it starting on a boundary of so many bytes.
+// Whether rows lie in memory as they are, each and all axes before it starting on a boundary of so many bytes, a
+// power of two.
 bool has_rows(const mx::array& array, int64_t alignment);
 
 // The array itself if it has such rows, else a copy.

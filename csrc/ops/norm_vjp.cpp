@@ -115,7 +115,7 @@ class NormVjp : public KernelPrimitive {
     const mx::array& x = inputs[0];
     const NormVjpPlan plan = plan_of(x, options_);
     const NormVjpParams params = params_of(inputs, outputs, plan);
-    const std::string op = options_.centred ? "layer_norm_vjp" : "rms_norm_vjp";
+    const char* const op = options_.centred ? "layer_norm_vjp" : "rms_norm_vjp";
 
     const auto parts = std::make_shared<Arrays>();  // of the workspace; launches refer to them where they lie
     parts->reserve(3);
@@ -147,7 +147,7 @@ class NormVjp : public KernelPrimitive {
       const mx::array& statistics = part(workspace.statistics, workspace.end);
       add(kernel_name(x.dtype(), op, "statistics"), plan.rows * plan.splits, plan.threads)
           .input(x).input(weight).input(dy(inputs)).output(statistics).params(params);
-      add(op + "_coefficients", ceil_div(plan.rows, simdgroups), plan.threads)
+      add(std::string(op) + "_coefficients", ceil_div(plan.rows, simdgroups), plan.threads)
           .input(statistics).output(coefficients).params(params);
       const uint32_t group_columns = plan.threads * (16 / x.itemsize());
       Launch& launch = add(kernel, plan.blocks * ceil_div(plan.columns, group_columns), plan.threads);

@@ -61,9 +61,23 @@ struct RowPlan {
 // For the rows of x. Rows are split only where there is a workspace for it; a thread holds at most `held` packs.
 RowPlan plan_rows(const mx::array& x, bool may_split, uint32_t held = usual_packs);
 
+// Rows of so many packs are not split, however few they are.
+inline constexpr uint32_t unsplit_packs = [] {
+  uint32_t packs = 0;
+  for (const auto& variant : row_variants) {
+    if (variant.kernel == RowKernel::split) {
+      break;
+    }
+    packs = variant.most_rows == no_limit ? variant.most_packs : packs;
+  }
+  return packs;
+}();
+
 // Whether a primitive on x should bring a workspace: a second output, which costs MLX the donation of x to the first.
+// Mostly that takes no plan: this is on the path of every call.
 inline bool wants_workspace(const mx::array& x) {
-  return plan_rows(x, true).kernel == RowKernel::split;
+  const bool is_small = x.size() <= std::numeric_limits<uint32_t>::max() && x.shape(-1) <= 4 * int64_t(unsplit_packs);
+  return !is_small && plan_rows(x, true).kernel == RowKernel::split;
 }
 
 // What the threadgroups of split rows leave for each other, in float32: `each` numbers a threadgroup; empty for other
