@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import _ext
+from ._declaration import defined_in_extension
 from .ops import StreamOrDevice
 
 __all__ = ["quantized_scaled_dot_product_attention", "scaled_dot_product_attention"]
 
 
+@defined_in_extension
 def scaled_dot_product_attention(
     q: mx.array,
     k: mx.array,
@@ -60,9 +61,9 @@ def scaled_dot_product_attention(
         Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135; Milakov and Gimelshein, "Online normalizer
         calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
     """
-    return _ext.scaled_dot_product_attention(q, k, v, scale, mask, sinks, window, force_fused, stream)
 
 
+@defined_in_extension
 def quantized_scaled_dot_product_attention(
     queries: mx.array,
     q_keys: tuple[mx.array, mx.array, mx.array],
@@ -108,6 +109,3 @@ def quantized_scaled_dot_product_attention(
         As ``scaled_dot_product_attention``; affine quantization in groups as in Jacob et al., 2017,
         https://arxiv.org/abs/1712.05877.
     """
-    return _ext.quantized_scaled_dot_product_attention(
-        queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, stream
-    )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import _ext
+from ._declaration import defined_in_extension
 from .ops import StreamOrDevice
 
 __all__ = ["block_dequantize", "block_matmul", "block_quantize", "gemv", "quantized_matmul", "quantized_swiglu"]
 
 
+@defined_in_extension
 def gemv(
     w: mx.array,
     x: mx.array,
@@ -45,9 +46,9 @@ def gemv(
         Named after ``gemv`` of the BLAS: Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra
         Subprograms", 1988.
     """
-    return _ext.gemv(w, x, bias, transpose, stream)
 
 
+@defined_in_extension
 def quantized_matmul(
     x: mx.array,
     w: mx.array,
@@ -91,9 +92,9 @@ def quantized_matmul(
         Affine quantization in groups, as in Jacob et al., "Quantization and Training of Neural Networks for Efficient
         Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877.
     """
-    return _ext.quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, bias, stream)
 
 
+@defined_in_extension
 def quantized_swiglu(
     x: mx.array,
     gate: tuple[mx.array, mx.array, mx.array],
@@ -125,9 +126,9 @@ def quantized_swiglu(
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
     """
-    return _ext.quantized_swiglu(x, gate, up, group_size, bits, stream)
 
 
+@defined_in_extension
 def block_matmul(
     x: mx.array,
     blocks: mx.array,
@@ -155,9 +156,9 @@ def block_matmul(
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
-    return _ext.block_matmul(x, blocks, kind, bias, stream)
 
 
+@defined_in_extension
 def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> mx.array:
     """Quantizes weights to GGUF blocks, byte for byte as the ``gguf`` package does.
 
@@ -176,9 +177,9 @@ def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> 
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
-    return _ext.block_quantize(w, kind, stream)
 
 
+@defined_in_extension
 def block_dequantize(
     blocks: mx.array, kind: str, dtype: mx.Dtype = mx.float32, *, stream: StreamOrDevice = None
 ) -> mx.array:
@@ -200,4 +201,3 @@ def block_dequantize(
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
-    return _ext.block_dequantize(blocks, kind, dtype, stream)

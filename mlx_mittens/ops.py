@@ -13,13 +13,14 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from . import _ext
+from ._declaration import defined_in_extension
 
 __all__ = ["add_rms_norm", "layer_norm", "rms_norm", "softmax"]
 
 StreamOrDevice = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
 
 
+@defined_in_extension
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: StreamOrDevice = None) -> mx.array:
     """Root mean square normalization over the last axis: ``x / sqrt(mean(x^2) + eps) * weight``.
 
@@ -42,9 +43,9 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Stream
     Source:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467.
     """
-    return _ext.rms_norm(x, weight, eps, stream)
 
 
+@defined_in_extension
 def layer_norm(
     x: mx.array, weight: mx.array | None, bias: mx.array | None, eps: float, *, stream: StreamOrDevice = None
 ) -> mx.array:
@@ -70,9 +71,9 @@ def layer_norm(
     Source:
         Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450.
     """
-    return _ext.layer_norm(x, weight, bias, eps, stream)
 
 
+@defined_in_extension
 def softmax(
     a: mx.array, /, axis: int | Sequence[int] | None = None, *, precise: bool = False, stream: StreamOrDevice = None
 ) -> mx.array:
@@ -99,9 +100,9 @@ def softmax(
         The largest value and the sum of a row are found in one pass, as in Milakov and Gimelshein, "Online normalizer
         calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
     """
-    return _ext.softmax(a, axis, precise, stream)
 
 
+@defined_in_extension
 def add_rms_norm(
     x: mx.array, residual: mx.array, weight: mx.array | None, eps: float, *, stream: StreamOrDevice = None
 ) -> tuple[mx.array, mx.array]:
@@ -129,4 +130,3 @@ def add_rms_norm(
         The pre-norm residual block of Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020,
         https://arxiv.org/abs/2002.04745, with the norm of ``rms_norm``.
     """
-    return _ext.add_rms_norm(x, residual, weight, eps, stream)

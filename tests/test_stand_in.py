@@ -1,8 +1,10 @@
 """What the patch puts in a function's place, by itself: the type in csrc/ops/stand_in.cpp."""
 
+import ast
 import functools
 import gc
 import inspect
+import pickle
 import weakref
 
 import pytest
@@ -66,6 +68,47 @@ def test_it_looks_like_the_original():
     made = stand_in()
     assert (made.__name__, made.__doc__, made.__wrapped__) == ("original", "What was there before.", original)
     assert inspect.signature(made) == inspect.signature(original)
+
+
+def test_its_repr_says_what_it_is():
+    assert repr(stand_in()) == "<function an_op of mlx_mittens>"
+
+
+@pytest.mark.parametrize("name", ["softmax", "gemv", "scaled_dot_product_attention", "block_dequantize"])
+def test_an_op_is_the_extensions_function_as_its_declaration_says(name):
+    op = getattr(mm, name)
+    declaration = op.__wrapped__
+    assert isinstance(op, _ext.StandIn) and inspect.isfunction(declaration)
+    assert op.__doc__ == declaration.__doc__ and "Args:" in op.__doc__
+    assert inspect.signature(op) == inspect.signature(declaration)
+    assert inspect.isroutine(op)  # for help()
+    assert pickle.loads(pickle.dumps(op)) is op
+
+
+DECLARED = [name for name in mm.__all__ if isinstance(getattr(mm, name), _ext.StandIn)]
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_declaration_is_what_the_extension_takes(name):
+    declared = inspect.signature(getattr(mm, name)).parameters
+    first_line = getattr(_ext, name).__doc__.splitlines()[0]
+    defined = ast.parse(f"def {first_line}: ...").body[0].args
+    unnamed = [p.name for p in declared.values() if p.kind == p.POSITIONAL_ONLY]
+    named = [argument.arg for argument in defined.kwonlyargs]
+    assert list(declared) == unnamed + [a.arg for a in defined.args[len(unnamed) :]] + named
+    assert [a.arg for a in defined.args[: len(unnamed)]] == [f"arg{i}" for i in range(len(unnamed))]  # have no name
+    assert [p.name for p in declared.values() if p.kind == p.KEYWORD_ONLY] == named
+    optional = [p for p in declared.values() if p.kind != p.KEYWORD_ONLY and p.default is not p.empty]
+    for parameter, default in zip(optional, defined.defaults, strict=True):
+        if parameter.name != "dtype":  # an object of MLX's, which the extension knows by None
+            assert parameter.default == ast.literal_eval(default)
+    for argument, default in zip(defined.kwonlyargs, defined.kw_defaults, strict=True):
+        expected = declared[argument.arg].default
+        assert expected == (declared[argument.arg].empty if default is None else ast.literal_eval(default))
+
+
+def test_ops_are_declared():
+    assert len(DECLARED) == 12
 
 
 def test_it_goes_with_what_it_holds():

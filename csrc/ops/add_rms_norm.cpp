@@ -174,7 +174,8 @@ namespace {
 void bind(nb::module_& module) {
   module.def("attempt_pending_add_rms_norm", lenient("rms_norm", &attempt_pending_add_rms_norm), "x"_a, "weight"_a.none(),
              "eps"_a, nb::kw_only(), "stream"_a = nb::none());
-  module.def(op, &add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a, "stream"_a = nb::none());
+  module.def(op, &add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
+             "stream"_a = nb::none());
 }
 
 const Register registered(bind);

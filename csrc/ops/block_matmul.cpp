@@ -140,7 +140,8 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
 }
 
 void bind(nb::module_& module) {
-  module.def(op, &block_matmul, "x"_a, "blocks"_a, "kind"_a, "bias"_a.none() = nb::none(), "stream"_a = nb::none());
+  module.def(op, &block_matmul, "x"_a, "blocks"_a, "kind"_a, "bias"_a.none() = nb::none(), nb::kw_only(),
+             "stream"_a = nb::none());
 }
 
 const Register registered(bind);

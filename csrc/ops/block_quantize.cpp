@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 
@@ -198,8 +199,14 @@ mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::S
 namespace {
 
 void bind(nb::module_& module) {
-  module.def("block_dequantize", &block_dequantize, "blocks"_a, "kind"_a, "dtype"_a, "stream"_a = nb::none());
-  module.def("block_quantize", &block_quantize, "w"_a, "kind"_a, "stream"_a = nb::none());
+  // MLX's float32 is no object of Python's yet.
+  const auto dequantize = [](const mx::array& blocks, const std::string& kind, std::optional<mx::Dtype> dtype,
+                             mx::StreamOrDevice where) {
+    return block_dequantize(blocks, kind, dtype.value_or(mx::float32), where);
+  };
+  module.def("block_dequantize", dequantize, "blocks"_a, "kind"_a, "dtype"_a = nb::none(), nb::kw_only(),
+             "stream"_a = nb::none());
+  module.def("block_quantize", &block_quantize, "w"_a, "kind"_a, nb::kw_only(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -5,8 +5,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
-#include <type_traits>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -27,21 +25,9 @@ auto lenient(const char* op, std::optional<Result> (*attempt)(Arguments...)) {
   };
 }
 
-// What is said of an op's arguments, but for where those begin that have to be named: the wrappers in Python see to
-// that, and hand them over by position, which takes less time.
-template <typename Extra>
-auto without_kw_only(const Extra& extra) {
-  if constexpr (std::is_same_v<Extra, nanobind::kw_only>) {
-    return std::tuple<>();
-  } else {
-    return std::tuple<const Extra&>(extra);
-  }
-}
-
 template <typename Attempt, typename Function, typename... Extra>
 void define(nanobind::module_& module, const char* op, Attempt attempt, Function function, const Extra&... extra) {
-  std::apply([&](const auto&... by_position) { module.def(op, function, by_position...); },
-             std::tuple_cat(without_kw_only(extra)...));
+  module.def(op, function, extra...);
   module.def(("attempt_" + std::string(op)).c_str(), lenient(op, attempt), extra...);
 }
 

@@ -371,7 +371,7 @@ std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::
     return left_to_mx(op, "more than " + std::to_string(most_matrices) + " matrices");
   }
   // Where mx goes over to tensor cores, and ours does not (bench/results/h200.json).
-  if (has_nvidia_rules(stream) && transpose && dtype == mx::float32 && matrices * rows >= 12 &&
+  if (transpose && dtype == mx::float32 && matrices * rows >= 12 && has_nvidia_rules(stream) &&
       better_left_to_mx(op, "many rows of x where there are tensor cores")) {
     return std::nullopt;
   }
@@ -403,8 +403,8 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
 namespace {
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt_quantized_matmul, &quantized_matmul, "x"_a, "w"_a, "scales"_a, "biases"_a.none() = nb::none(),
-         "transpose"_a = true, "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine",
+  define(module, op, &attempt_quantized_matmul, &quantized_matmul, nb::arg(), nb::arg(), "scales"_a,
+         "biases"_a.none() = nb::none(), "transpose"_a = true, "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine",
          nb::kw_only(), "bias"_a.none() = nb::none(), "stream"_a = nb::none());
 }
 

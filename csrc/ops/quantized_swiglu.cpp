@@ -186,7 +186,7 @@ std::optional<mx::array> attempt_swiglu(const mx::array& gate, const mx::array& 
 void bind(nb::module_& module) {
   module.def("attempt_swiglu", &attempt_swiglu, "gate"_a, "x"_a);
   module.def(op, &quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
-             "bits"_a.none() = nb::none(), "stream"_a = nb::none());
+             "bits"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

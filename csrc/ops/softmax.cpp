@@ -240,7 +240,7 @@ mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::Stream
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt, &softmax, "a"_a, "axis"_a = nb::none(), nb::kw_only(), "precise"_a = false,
+  define(module, op, &attempt, &softmax, nb::arg(), "axis"_a = nb::none(), nb::kw_only(), "precise"_a = false,
          "stream"_a = nb::none());
 }
 

@@ -1,0 +1,17 @@
+"""How an op is declared: in Python, where its signature and documentation are read; it is defined in the extension."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+from . import _ext
+
+Op = TypeVar("Op", bound=Callable)
+
+
+def defined_in_extension(declaration: Op) -> Op:
+    """The extension's function of a declaration's name, as the declaration describes it: no call of Python's between."""
+    op = declaration.__name__
+    return functools.update_wrapper(_ext.StandIn(op, getattr(_ext, op)), declaration)
