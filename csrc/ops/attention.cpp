@@ -167,9 +167,9 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
   return apply_attention(std::move(call), stream);
 }
 
-std::optional<mx::array> found_in(const AttentionResult& result) {
-  const auto* y = std::get_if<mx::array>(&result);
-  return y ? std::optional(*y) : std::nullopt;
+std::optional<mx::array> found_in(AttentionResult result) {
+  auto* y = std::get_if<mx::array>(&result);
+  return y ? std::optional(std::move(*y)) : std::nullopt;
 }
 
 namespace {
@@ -190,6 +190,12 @@ mx::array by_mx(const AttentionCall& call, bool force_fused, mx::Stream s) {
                                                 mask, call.sinks, force_fused, s);
 }
 
+Arrays alone(mx::array array) {
+  Arrays arrays;
+  arrays.push_back(std::move(array));  // a list in braces would copy it
+  return arrays;
+}
+
 AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                         const MaskArgument& mask, const std::optional<mx::array>& sinks, std::optional<int> window,
                         mx::StreamOrDevice where) {
@@ -201,8 +207,8 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
   check_heads(op, q.shape(), k.shape(), v.shape());
   const mx::Dtype dtype = checks::floating(op, {{"q", q}, {"k", k}, {"v", v}});
   const mx::Stream stream = checks::stream(op, where);
-  AttentionCall call{mx::astype(q, dtype, stream), {mx::astype(k, dtype, stream)}, {mx::astype(v, dtype, stream)},
-                     std::nullopt, std::nullopt, {.scale = scale}};
+  AttentionCall call{mx::astype(q, dtype, stream), alone(mx::astype(k, dtype, stream)),
+                     alone(mx::astype(v, dtype, stream)), std::nullopt, std::nullopt, {.scale = scale}};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
   return attend(op, std::move(call), stream);
@@ -211,9 +217,9 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
 mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                                        const MaskArgument& mask, const std::optional<mx::array>& sinks,
                                        std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
-  const auto result = checked(q, k, v, scale, mask, sinks, window, where);
+  auto result = checked(q, k, v, scale, mask, sinks, window, where);
   const auto* left = std::get_if<AttentionCall>(&result);
-  return left ? by_mx(*left, force_fused, checks::stream(op, where)) : std::get<mx::array>(result);
+  return left ? by_mx(*left, force_fused, checks::stream(op, where)) : std::get<mx::array>(std::move(result));
 }
 
 void bind(nb::module_& module) {

@@ -52,7 +52,7 @@ using AttentionResult = std::variant<mx::array, AttentionCall>;
 AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream);
 
 // The result, if there is one.
-std::optional<mx::array> found_in(const AttentionResult& result);
+std::optional<mx::array> found_in(AttentionResult result);
 
 // scaled_dot_product_attention, or nothing where no kernel covers the call.
 std::optional<mx::array> attempt_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,

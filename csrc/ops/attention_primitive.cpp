@@ -44,9 +44,7 @@ class Attention : public KernelPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = unpacked(inputs[first_value()], options_.bits).back();
-    return {shape};
+    return {shape_of_y(inputs)};
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -166,7 +164,15 @@ class Attention : public KernelPrimitive {
 
  private:
   static mx::array apply(Arrays inputs, const AttentionOptions& options, mx::Stream stream) {
-    return first_output(std::make_shared<Attention>(stream, options), std::move(inputs));
+    auto primitive = std::make_shared<Attention>(stream, options);
+    mx::Shape shape = primitive->shape_of_y(inputs);
+    return only_output(std::move(shape), std::move(primitive), std::move(inputs));
+  }
+
+  mx::Shape shape_of_y(const Arrays& inputs) const {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = unpacked(inputs[first_value()], options_.bits).back();
+    return shape;
   }
 
   // Places of the inputs; -1 where there is none.

@@ -221,8 +221,7 @@ std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool prec
   }
   const mx::Stream stream = checks::stream(op, where);
   const bool last_only = is_last || (axes.size() == 1 && axes[0] == static_cast<int>(a.ndim()) - 1);
-  const bool floating = mx::issubdtype(a.dtype(), mx::floating);
-  const bool integer = !floating && !mx::issubdtype(a.dtype(), mx::complexfloating);
+  const bool integer = !has_kernels(a.dtype()) && !mx::issubdtype(a.dtype(), mx::inexact);
   // mx makes integers float32 along the last axis; along others it rounds the result back to integers.
   const mx::Dtype dtype = integer ? mx::float32 : a.dtype();
   if (!has_kernels(dtype) || (integer && !last_only)) {
