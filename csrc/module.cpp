@@ -6,6 +6,7 @@
 #include "cpu/parallel.h"
 #include "launch/cuda.h"
 #include "launch/metal.h"
+#include "ops/array_caster.h"
 #include "ops/checks.h"
 #include "ops/registry.h"
 
@@ -42,5 +43,6 @@ NB_MODULE(_ext, module) {
   module.attr("cpu_instructions") = mittens::cpu::isa_name();
   module.def("cpu_threads", &mittens::cpu::threads, "How many threads the native CPU code uses.");
   bind_dtype_error(module);
+  mittens::find_array_type();
   mittens::Register::bind_all(module);
 }

@@ -3,9 +3,15 @@
 
 #include "launch/memory.h"
 #include "launch/shared_buffer.h"
+#include "mlx/ops.h"
 #include "ops/contiguous.h"
 
 namespace mittens {
+
+// mx::astype, which takes the host a while for an array that is of the dtype already.
+inline mx::array in_dtype(const mx::array& array, mx::Dtype dtype, mx::Stream stream) {
+  return array.dtype() == dtype ? array : mx::astype(array, dtype, stream);
+}
 
 // The output gets the memory of a donor of its shape and dtype that nobody else needs, else memory of its own. `outputs`
 // of the primitive hold the donor as their input.

@@ -10,6 +10,7 @@
 
 #include "mlx/fast.h"
 #include "mlx/ops.h"
+#include "ops/arrays.h"
 #include "ops/checks.h"
 #include "ops/define.h"
 #include "ops/fallback.h"
@@ -132,7 +133,7 @@ void take_sinks(const char* op, AttentionCall& call, const std::optional<mx::arr
     checks::fail(op, "sinks has shape ", sinks->shape(), ": expected one number for each of ", call.queries.shape(1),
                  " heads");
   }
-  call.sinks = mx::astype(*sinks, dtype, stream);
+  call.sinks = in_dtype(*sinks, dtype, stream);
   call.options.has_sinks = true;
 }
 
@@ -207,8 +208,8 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
   check_heads(op, q.shape(), k.shape(), v.shape());
   const mx::Dtype dtype = checks::floating(op, {{"q", q}, {"k", k}, {"v", v}});
   const mx::Stream stream = checks::stream(op, where);
-  AttentionCall call{mx::astype(q, dtype, stream), alone(mx::astype(k, dtype, stream)),
-                     alone(mx::astype(v, dtype, stream)), std::nullopt, std::nullopt, {.scale = scale}};
+  AttentionCall call{in_dtype(q, dtype, stream), alone(in_dtype(k, dtype, stream)),
+                     alone(in_dtype(v, dtype, stream)), std::nullopt, std::nullopt, {.scale = scale}};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
   return attend(op, std::move(call), stream);

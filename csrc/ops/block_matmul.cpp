@@ -9,6 +9,7 @@
 
 #include "cpu/blocks.h"
 #include "mlx/ops.h"
+#include "ops/arrays.h"
 #include "ops/blocks.h"
 #include "ops/checks.h"
 #include "ops/fallback.h"
@@ -124,9 +125,9 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   if (!has_kernels(dtype)) {
     checks::fail<DtypeError>(op, "x has dtype ", dtype, ": expected float32, float16 or bfloat16");
   }
-  Arrays inputs = {mx::astype(x, dtype, stream), blocks};
+  Arrays inputs = {in_dtype(x, dtype, stream), blocks};
   if (bias) {
-    inputs.push_back(mx::astype(*bias, dtype, stream));
+    inputs.push_back(in_dtype(*bias, dtype, stream));
   }
   const size_t rows = leading_size(x, 1);
   if (columns == 0 || (stream.device == mx::Device::gpu && rows > most_gemv_rows)) {

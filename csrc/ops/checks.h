@@ -11,6 +11,7 @@
 
 #include "mlx/array.h"
 #include "mlx/utils.h"
+#include "ops/fallback.h"
 
 namespace mittens {
 
@@ -70,13 +71,14 @@ struct Argument {
   const mx::array* array;
 };
 
-// What the arguments promote to; where that is not floating, the argument that makes it so is named.
+// What the arguments promote to, the first of which is there; where that is not floating, the argument that makes it so is
+// named.
 inline mx::Dtype floating(const char* op, std::initializer_list<Argument> arguments) {
-  mx::Dtype dtype = mx::bool_;
+  mx::Dtype dtype = arguments.begin()->array->dtype();
   for (const auto& [name, array] : arguments) {
     dtype = array && array->dtype() != dtype ? mx::promote_types(dtype, array->dtype()) : dtype;
   }
-  if (mx::issubdtype(dtype, mx::floating)) {
+  if (has_kernels(dtype) || mx::issubdtype(dtype, mx::floating)) {
     return dtype;
   }
   for (const auto& [name, array] : arguments) {

@@ -9,6 +9,7 @@
 
 #include "cpu/gemv.h"
 #include "mlx/ops.h"
+#include "ops/arrays.h"
 #include "ops/checks.h"
 #include "ops/define.h"
 #include "ops/fallback.h"
@@ -335,9 +336,9 @@ std::optional<mx::array> attempt_gemv(const mx::array& w, const mx::array& x, co
       better_left_to_mx(op, "many rows of x where there are tensor cores")) {
     return std::nullopt;
   }
-  Arrays inputs = {mx::astype(x, dtype, stream), mx::astype(w, dtype, stream)};
+  Arrays inputs = {in_dtype(x, dtype, stream), in_dtype(w, dtype, stream)};
   if (bias) {
-    inputs.push_back(mx::astype(*bias, dtype, stream));
+    inputs.push_back(in_dtype(*bias, dtype, stream));
   }
   return Gemv::apply(std::move(inputs), transpose, stream);
 }

@@ -145,10 +145,10 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
 
   Arrays inputs;
   inputs.reserve(3);
-  inputs.push_back(gatherable(mx::astype(x, dtype, stream), stream));
+  inputs.push_back(gatherable(in_dtype(x, dtype, stream), stream));
   for (const auto* parameter : {&weight, &bias}) {
     if (*parameter) {
-      inputs.push_back(gatherable(mx::astype(**parameter, dtype, stream), stream));
+      inputs.push_back(gatherable(in_dtype(**parameter, dtype, stream), stream));
     }
   }
   auto primitive = std::make_shared<LayerNorm>(stream, inputs[0], weight.has_value(), bias.has_value(), eps);

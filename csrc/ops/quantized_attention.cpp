@@ -10,6 +10,7 @@
 
 #include "mlx/ops.h"
 #include "ops/affine.h"
+#include "ops/arrays.h"
 #include "ops/attention.h"
 #include "ops/checks.h"
 #include "ops/define.h"
@@ -105,7 +106,7 @@ AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Tr
                                                 {"q_values' scales", value_scales},
                                                 {"q_values' biases", value_biases}});
   const mx::Stream stream = checks::stream(op, where);
-  auto typed = [&](const mx::array& array) { return mx::astype(array, dtype, stream); };
+  auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
   AttentionCall call{typed(queries),
                      {key_words, typed(key_scales), typed(key_biases)},
                      {value_words, typed(value_scales), typed(value_biases)},

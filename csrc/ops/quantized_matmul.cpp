@@ -12,6 +12,7 @@
 
 #include "mlx/ops.h"
 #include "ops/affine.h"
+#include "ops/arrays.h"
 #include "ops/checks.h"
 #include "ops/define.h"
 #include "ops/fallback.h"
@@ -351,10 +352,10 @@ std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::
 
   Arrays inputs;
   inputs.reserve(5);
-  inputs.push_back(mx::astype(x, dtype, stream));
+  inputs.push_back(in_dtype(x, dtype, stream));
   inputs.push_back(w);
-  inputs.push_back(mx::astype(scales, dtype, stream));
-  inputs.push_back(mx::astype(*biases, dtype, stream));
+  inputs.push_back(in_dtype(scales, dtype, stream));
+  inputs.push_back(in_dtype(*biases, dtype, stream));
   if (w.ndim() > 2) {
     const BatchShapes batch = batch_shapes(x, w);
     inputs[0] = with_batch(inputs[0], batch.x, stream);
@@ -376,7 +377,7 @@ std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::
     return std::nullopt;
   }
   if (bias) {
-    inputs.push_back(mx::astype(*bias, dtype, stream));
+    inputs.push_back(in_dtype(*bias, dtype, stream));
   }
   return QuantizedMatmul::apply(std::move(inputs), format, stream);
 }

@@ -8,6 +8,7 @@
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "ops/affine.h"
+#include "ops/arrays.h"
 #include "ops/checks.h"
 #include "ops/fallback.h"
 #include "ops/matrices.h"
@@ -132,7 +133,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
                                                 {"gate's biases", std::get<2>(gate)},
                                                 {"up's scales", std::get<1>(up)},
                                                 {"up's biases", std::get<2>(up)}});
-  auto typed = [&](const mx::array& array) { return mx::astype(array, dtype, stream); };
+  auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
   Arrays inputs;
   inputs.reserve(7);
   inputs.push_back(typed(x));

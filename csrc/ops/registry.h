@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include "ops/array_caster.h"
+
 namespace mittens {
 
 using Binding = void (*)(nanobind::module_&);

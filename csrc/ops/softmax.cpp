@@ -229,7 +229,7 @@ std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool prec
     reason << a.dtype() << (last_only ? "" : " along other axes than the last");
     return left_to_mx(op, reason.str());
   }
-  mx::array x = a.dtype() == dtype ? a : mx::astype(a, dtype, stream);
+  mx::array x = in_dtype(a, dtype, stream);
   return last_only ? softmax_rows(std::move(x), stream) : softmax_axes(x, axes, stream);
 }
 
