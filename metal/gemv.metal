@@ -7,7 +7,8 @@
 // that each weight is read once whatever M is; others, in the threadgroup's second dimension, do so for the next R rows.
 // columns: a lane owns W outputs, and rows of weights are dealt to the lanes and simdgroups left over. W is 16 bytes
 // where everything is aligned so, else 1. Where outputs are few, several threadgroups share the columns of x;
-// split_sum.metal then adds up what they leave, always in the same order.
+// split_sum.metal then adds up what they leave, always in the same order. On NVIDIA GPUs gemv_short.metal has one row of x
+// with short rows of weights.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"

@@ -306,6 +306,8 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
             (16, 24, 16), (9, 17, 5), (1, 8192, 8), transpose=False,
         )
         + _tests((1, 512, 6), label="strided")
+        + _tests((1, 512, 17), (1, 1024, 9), (1, 8, 3), (1, 600, 9), (1, 712, 7), (1, 1096, 4), (1, 1416, 10),
+                 (1, 2048, 6), gpu="nvidia")
         # GPUs leave them to mx: they show the simulator what a kernel does with rows beyond its first block of them.
         + _tests((19, 264, 5), (18, 31, 3), cpu_only=True),
         cases=_models((1, 2, 4, 8, 16)) + _prompts((128, 896, 896), (512, 896, 896)),

@@ -97,8 +97,8 @@ def device(request):
 def counted(rng):
     """Runs a call in the simulator; returns the counts of its launches, with that of their threadgroups."""
 
-    def run(call):
-        with mx.stream(mx.cpu), mm.simulator.enabled(seed=int(rng.integers(1, 2**31))):
+    def run(call, gpu="apple"):
+        with mx.stream(mx.cpu), mm.simulator.enabled(seed=int(rng.integers(1, 2**31)), gpu=gpu):
             _ext.simulator_record(True)
             try:
                 mx.eval(call())
@@ -119,6 +119,15 @@ def native():
     mx.set_default_device(mx.cpu)
     yield
     mx.set_default_device(before)
+
+
+@pytest.fixture
+def nvidia_kernels(native, rng):
+    """The simulator in the place of an NVIDIA GPU; gives what was launched when it is called."""
+    with mm.simulator.enabled(seed=int(rng.integers(1, 2**31)), gpu="nvidia"):
+        _ext.simulator_record(True)
+        yield lambda: [launch["kernel"] for launch in _ext.simulator_record(True)]
+        _ext.simulator_record(False)
 
 
 @pytest.fixture(params=cases.ROW_OPS, ids=lambda op: op.name)

@@ -23,6 +23,16 @@ def test_dense_weights(rng, dtype, counted, columns, outputs):
     assert counts["device_bytes_stored"] == outputs * dtype.size
 
 
+@pytest.mark.parametrize("columns, outputs", [(1024, 40), (896, 33), (512, 9)])
+def test_short_dense_weights(rng, dtype, counted, columns, outputs):
+    """On NVIDIA GPUs a simdgroup has an output."""
+    w, x = draw(rng, (outputs, columns), dtype), draw(rng, (1, columns), dtype)
+    (counts,) = counted(lambda: mm.gemv(w, x), gpu="nvidia")
+    assert loaded_of_weights(counts, x, times=outputs) == w.nbytes
+    assert counts["device_lines"] == counts["device_lines_fewest"]
+    assert counts["device_bytes_stored"] == outputs * dtype.size
+
+
 @pytest.mark.parametrize("columns, outputs", SHAPES)
 @pytest.mark.parametrize("bits, lane_columns", [(4, 32), (8, 16)])
 @pytest.mark.parametrize("group", [32, 64])

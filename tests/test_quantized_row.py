@@ -7,19 +7,9 @@ from matrices import assert_error_at_most_that_of_mx, assert_right, draw, exact_
 from test_quantized_swiglu import exact_swiglu
 
 import mlx_mittens as mm
-from mlx_mittens import _ext
 from mlx_mittens.cases import dequantized, widen
 
 HALVES = pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
-
-
-@pytest.fixture
-def kernels(native, rng):
-    """The simulator in the place of an NVIDIA GPU; gives what was launched when it is called."""
-    with mm.simulator.enabled(seed=int(rng.integers(1, 2**31)), gpu="nvidia"):
-        _ext.simulator_record(True)
-        yield lambda: [launch["kernel"] for launch in _ext.simulator_record(True)]
-        _ext.simulator_record(False)
 
 
 @HALVES
@@ -30,30 +20,30 @@ def kernels(native, rng):
         (2880, 5, 64), (4096, 6, 128), (8960, 3, 64), (14336, 2, 64), (64, 4095, 64), (192, 4099, 64),
     ],
 )  # fmt: skip
-def test_shapes(rng, kernels, dtype, columns, outputs, group_size):
+def test_shapes(rng, nvidia_kernels, dtype, columns, outputs, group_size):
     triple = quantize(rng, (outputs, columns), dtype, group_size, 4)
     x, bias = draw(rng, (1, columns), dtype), draw(rng, (outputs,), dtype)
     y = mm.quantized_matmul(x, *triple, group_size=group_size, bits=4, bias=bias)
     exact = exact_product(widen(x), dequantized(*triple, group_size, 4), widen(bias))
     assert_right(y, exact, dtype)
     width = 16 if outputs > 4080 else 8  # few outputs make few threadgroups
-    assert kernels() == [f"quantized_matmul_row_4bit_by{width}_{'b' * (dtype == mx.bfloat16)}float16"]
+    assert nvidia_kernels() == [f"quantized_matmul_row_4bit_by{width}_{'b' * (dtype == mx.bfloat16)}float16"]
 
 
 @HALVES
 @pytest.mark.parametrize(
     "columns, outputs, group_size", [(64, 1, 64), (128, 9, 128), (2880, 10, 64), (4096, 3, 64), (704, 8, 64)]
 )
-def test_gate_and_up(rng, kernels, dtype, columns, outputs, group_size):
+def test_gate_and_up(rng, nvidia_kernels, dtype, columns, outputs, group_size):
     gate, up = (quantize(rng, (outputs, columns), dtype, group_size, 4) for _ in range(2))
     x = draw(rng, (1, columns), dtype) * (0.5 / columns**0.5)
     y = mm.quantized_swiglu(x, gate, up, group_size, 4)
     assert_right(y, exact_swiglu(x, gate, up, group_size, 4), dtype)
-    assert kernels() == [f"quantized_swiglu_row_4bit_{'b' * (dtype == mx.bfloat16)}float16"]
+    assert nvidia_kernels() == [f"quantized_swiglu_row_4bit_{'b' * (dtype == mx.bfloat16)}float16"]
 
 
 @HALVES
-def test_strides_and_batches(rng, kernels, dtype):
+def test_strides_and_batches(rng, nvidia_kernels, dtype):
     """Matrices as slices of a larger buffer, each with a row of x of its own; and every other row of one."""
     triple = quantize(rng, (2, 3, 40, 192), dtype, 64, 4)
     views = [a[:, :, 5:26] for a in triple]
@@ -63,11 +53,11 @@ def test_strides_and_batches(rng, kernels, dtype):
     alternate = [a[0, 0, ::2] for a in triple]
     exact = exact_product(widen(x[0, 0]), dequantized(*triple, 64, 4)[0, 0, ::2])
     assert_right(mm.quantized_matmul(x[0, 0], *alternate), exact, dtype)
-    assert all("_row_" in name for name in kernels() if "quantized" in name)
+    assert all("_row_" in name for name in nvidia_kernels() if "quantized" in name)
 
 
 @HALVES
-def test_scales_of_zero_infinity_and_nan(rng, kernels, dtype):
+def test_scales_of_zero_infinity_and_nan(rng, nvidia_kernels, dtype):
     words, scales, biases = quantize(rng, (20, 576), dtype, 64, 4)
     scales[0] = 0.0
     scales[1, 0] = float("inf")
@@ -84,7 +74,7 @@ def test_scales_of_zero_infinity_and_nan(rng, kernels, dtype):
 @HALVES
 @pytest.mark.parametrize("at", [0, 63, 64, 130, 511, 512, 700])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_not_finite_in_x(rng, kernels, dtype, at, value):
+def test_what_is_not_finite_in_x(rng, nvidia_kernels, dtype, at, value):
     """It is multiplied with the integers of its own column alone: a scale of 0 elsewhere does not hide it."""
     words, scales, biases = quantize(rng, (9, 704), dtype, 64, 4)
     x = draw(rng, (1, 704), dtype)
@@ -92,7 +82,7 @@ def test_what_is_not_finite_in_x(rng, kernels, dtype, at, value):
     assert not np.isfinite(widen(mm.quantized_matmul(x, words, scales, biases))).any()
 
 
-def test_activations_at_the_edge_of_float16(rng, kernels):
+def test_activations_at_the_edge_of_float16(rng, nvidia_kernels):
     words, scales, biases = quantize(rng, (9, 576), mx.float16, 64, 4)
     triple = (words, scales * 1e-3, biases * 1e-3)
     x = mx.array(rng.choice([-65504.0, 65504.0, 6e-8, 0.0], (1, 576))).astype(mx.float16)
@@ -100,7 +90,7 @@ def test_activations_at_the_edge_of_float16(rng, kernels):
 
 
 @HALVES
-def test_error_is_at_most_that_of_mx(rng, kernels, dtype):
+def test_error_is_at_most_that_of_mx(rng, nvidia_kernels, dtype):
     triple = quantize(rng, (64, 4096), dtype, 64, 4)
     x = draw(rng, (1, 4096), dtype)
     assert_error_at_most_that_of_mx(x, triple)
@@ -113,12 +103,12 @@ def test_error_is_at_most_that_of_mx(rng, kernels, dtype):
         (64, 26_000, 4, 64, mx.float16),  # simdgroups that keep their columns for many outputs
     ],
 )  # fmt: skip
-def test_others_keep_their_kernel(rng, kernels, columns, outputs, bits, group_size, dtype):
+def test_others_keep_their_kernel(rng, nvidia_kernels, columns, outputs, bits, group_size, dtype):
     triple = quantize(rng, (outputs, columns), dtype, group_size, bits)
     x = draw(rng, (1, columns), dtype)
     y = mm.quantized_matmul(x, *triple, group_size=group_size, bits=bits)
     assert_right(y, exact_product(widen(x), dequantized(*triple, group_size, bits)), dtype)
-    assert "_rows_" in kernels()[0]
+    assert "_rows_" in nvidia_kernels()[0]
 
 
 def test_which_gpu():

@@ -32,6 +32,7 @@ namespace {
 constexpr const char* op = "gemv";
 const Name file = "gemv.metal";
 const Name tiles_file = "gemv_tiles.metal";
+const Name short_file = "gemv_short.metal";
 
 // How a kernel on rows of weights divides its work.
 struct RowsShape {
@@ -87,6 +88,16 @@ RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32
 // From how many rows of x on 8x8 matrices of a half type pay. On NVIDIA these are the tensor cores'.
 uint32_t fewest_tile_rows(mx::Stream stream) {
   return has_nvidia_rules(stream) ? 3 : 5;
+}
+
+// The loads of a lane that cover a row of so many packs of columns, 0 where gemv_short.metal has no kernel for it.
+uint32_t short_loads(uint32_t packs) {
+  for (uint32_t loads : {4u, 5u, 8u}) {
+    if (packs <= 32 * loads) {
+      return loads;
+    }
+  }
+  return 0;
 }
 
 // x [.., columns], w [outputs, columns] or, not transposed, [columns, outputs], and bias [outputs], if there is one
@@ -183,6 +194,11 @@ class Gemv : public KernelPrimitive {
     const Sizes sizes = sizes_of(inputs);
     const bool packs = has_rows(w, 16) && w.shape(-1) * w.itemsize() % 16 == 0;
     const uint32_t pack = pack_elements(x);
+    if (transpose_ && packs && sizes.rows == 1 && has_nvidia_rules(stream())) {
+      if (const uint32_t loads = short_loads(ceil_divide(sizes.columns, pack))) {
+        return in_order(short_launch(inputs, outputs[0], sizes, loads));
+      }
+    }
     GemvParams params{};
     params.rows = sizes.rows;
     params.columns = sizes.columns;
@@ -279,6 +295,21 @@ class Gemv : public KernelPrimitive {
     return plan_gemv_rows(shape, sizes.rows, sizes.columns, sizes.outputs, may_split_);
   }
 
+  static Launch short_launch(const Arrays& inputs, mx::array& y, const Sizes& sizes, uint32_t loads) {
+    const mx::array& x = inputs[0];
+    const mx::array& w = inputs[1];
+    const bool has_bias = inputs.size() > 2;
+    Launch launch;
+    launch.file = short_file;
+    launch.kernel = kernel_name(x.dtype(), op, "short_", loads);
+    launch.threadgroups = {ceil_divide(sizes.outputs, kShortSimdgroups), 1, 1};
+    launch.threads = {32, kShortSimdgroups, 1};
+    launch.input(x);
+    add_view(launch, w);
+    launch.input(has_bias ? inputs[2] : x).output(y);
+    return launch.params(GemvShortParams{sizes.columns, sizes.outputs, static_cast<uint32_t>(w.strides(0)), has_bias});
+  }
+
   ColumnsPlan columns_plan(const Sizes& sizes, uint32_t elements, uint32_t pack) const {
     return plan_columns(sizes.rows, sizes.columns, sizes.outputs, 1, elements, pack, most_gemv_rows, may_split_);
   }
@@ -293,12 +324,13 @@ class Gemv : public KernelPrimitive {
   bool may_split_;
 };
 
-// Where mx's products of matrices are ahead of ours on an H200 (bench/results/h200.json and h200-repeated.md).
-bool tensor_cores_win(size_t rows, size_t weights, mx::Dtype dtype) {
+// Where mx's products of matrices are ahead of ours on an H200 (bench/results/h200.json and h200-repeated.md). Of few
+// rows they are where outputs are many.
+bool tensor_cores_win(size_t rows, size_t weights, size_t outputs, mx::Dtype dtype) {
   if (rows > 8) {
     return weights > (1 << 22);
   }
-  return dtype == mx::float32 ? rows > 4 && weights > (1 << 23) : rows > 2 && weights > (1 << 25);
+  return dtype == mx::float32 ? rows > 4 && weights > (1 << 23) : rows > 2 && (weights > (1 << 25) || outputs > 4096);
 }
 
 }  // namespace
@@ -332,7 +364,7 @@ std::optional<mx::array> attempt_gemv(const mx::array& w, const mx::array& x, co
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return left_to_mx(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  if (has_nvidia_rules(stream) && tensor_cores_win(rows, w.size(), dtype) &&
+  if (has_nvidia_rules(stream) && tensor_cores_win(rows, w.size(), outputs, dtype) &&
       better_left_to_mx(op, "many rows of x where there are tensor cores")) {
     return std::nullopt;
   }

@@ -7,6 +7,8 @@
 
 namespace mittens {
 
+enum { kShortSimdgroups = 8 };  // of a threadgroup of gemv_short, each with an output of its own
+
 struct GemvParams {
   uint32_t rows;               // of x
   uint32_t columns;            // of x
@@ -16,6 +18,13 @@ struct GemvParams {
   uint32_t columns_per_split;  // that each of them takes
   uint32_t sharers;            // rows kernel: simdgroups that share the columns of a few rows of w
   uint32_t lanes;              // columns kernel: lanes of a simdgroup along the outputs, 1 to 32
+  uint32_t has_bias;
+};
+
+struct GemvShortParams {
+  uint32_t columns;
+  uint32_t outputs;
+  uint32_t weight_stride;
   uint32_t has_bias;
 };
 
