@@ -405,8 +405,9 @@ namespace {
 
 void bind(nb::module_& module) {
   define(module, op, &attempt_quantized_matmul, &quantized_matmul, nb::arg(), nb::arg(), "scales"_a,
-         "biases"_a.none() = nb::none(), "transpose"_a = true, "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine",
-         nb::kw_only(), "bias"_a.none() = nb::none(), "stream"_a = nb::none());
+         "biases"_a.none() = nb::none(), "transpose"_a = true, "group_size"_a.none() = nb::none(),
+         "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(),
+         "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -147,7 +147,8 @@ mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& w
 namespace {
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt_rms_norm, &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(), "stream"_a = nb::none());
+  define(module, op, &attempt_rms_norm, &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
+         "stream"_a = nb::none());
 }
 
 const Register registered(bind);
