@@ -22,8 +22,10 @@ CALLS = 400
 
 
 def twins() -> dict[str, tuple[Callable[[], mx.array], Callable[[], mx.array]]]:
-    """Each op's call of ours, and mx's, on inputs small enough that no device makes the host wait. Of gemv's two only
-    nn.Linear's is one that the patch takes, so that its patched figures are mx's."""
+    """Each op's call of ours, and mx's, on inputs small enough that no device makes the host wait.
+
+    The patch takes nn.Linear's calls, not products with `@`: gemv's patched figures are mx's.
+    """
     x, heads, keys = mx.ones((1, 1, 1024)), mx.ones((1, 8, 1, 64)), mx.ones((1, 8, 64, 64))
     weight, matrix = mx.ones((1024,)), mx.random.normal((1024, 1024)) * 0.02
     packed = mx.quantize(matrix.astype(mx.bfloat16), group_size=64, bits=4)

@@ -14,4 +14,6 @@ Op = TypeVar("Op", bound=Callable)
 def defined_in_extension(declaration: Op) -> Op:
     """The extension's function of a declaration's name, as the declaration describes it: no call of Python's between."""
     op = declaration.__name__
-    return functools.update_wrapper(_ext.StandIn(op, getattr(_ext, op)), declaration)
+    made = functools.update_wrapper(_ext.StandIn(op, getattr(_ext, op)), declaration)
+    made.__annotations__ = declaration.__annotations__  # from Python 3.14 on a wrapper gets what computes them
+    return made

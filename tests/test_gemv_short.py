@@ -72,3 +72,19 @@ def test_apple_gpus_keep_theirs(rng, counted, native):
     w, x = draw(rng, (9, 512), mx.float16), draw(rng, (1, 512), mx.float16)
     (counts,) = counted(lambda: mm.gemv(w, x))
     assert counts["threadgroups"] == 1  # of three simdgroups with four outputs each; of eight with one there are two
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, outputs, kernel",
+    [
+        (mx.float16, 3, 4097, False), (mx.bfloat16, 8, 4097, False), (mx.float16, 3, 4096, True),
+        (mx.float16, 2, 4097, True), (mx.float16, 1, 4097, True), (mx.float32, 3, 4097, True),
+    ],
+)  # fmt: skip
+def test_several_rows_of_many_outputs_go_to_mx(rng, lenient, nvidia_kernels, dtype, rows, outputs, kernel):
+    w, x = draw(rng, (outputs, 64), dtype), draw(rng, (rows, 64), dtype)
+    mm.stats(reset=True)
+    assert_right(mm.gemv(w, x), product(w, x), dtype)
+    reason = {"many rows of x where there are tensor cores": 1}
+    assert mm.stats()["gemv"]["mx"] == ({} if kernel else reason)
+    assert bool(nvidia_kernels()) == kernel

@@ -83,6 +83,8 @@ def test_an_op_is_the_extensions_function_as_its_declaration_says(name):
     assert inspect.signature(op) == inspect.signature(declaration)
     assert inspect.isroutine(op)  # for help()
     assert pickle.loads(pickle.dumps(op)) is op
+    assert op.__annotations__ == declaration.__annotations__ != {}
+    assert weakref.ref(op)() is op
 
 
 DECLARED = [name for name in mm.__all__ if isinstance(getattr(mm, name), _ext.StandIn)]
@@ -122,6 +124,14 @@ def test_it_goes_with_what_it_holds():
     made.itself = made
     gone = weakref.ref(held)
     del held, made
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_is_left_of_a_weak_reference():
+    made = stand_in()
+    gone = weakref.ref(made)
+    del made
     gc.collect()
     assert gone() is None
 

@@ -199,7 +199,7 @@ mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::S
 namespace {
 
 void bind(nb::module_& module) {
-  // MLX's float32 is no object of Python's yet.
+  // A default of MLX's float32 would need mlx.core, which is not there where the stubs are made.
   const auto dequantize = [](const mx::array& blocks, const std::string& kind, std::optional<mx::Dtype> dtype,
                              mx::StreamOrDevice where) {
     return block_dequantize(blocks, kind, dtype.value_or(mx::float32), where);

@@ -6,6 +6,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "ops/array_caster.h"
 #include "ops/rope_append.h"
 
 namespace mittens {

@@ -9,6 +9,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 
+#include "ops/array_caster.h"
 #include "ops/fallback.h"
 
 namespace mittens {

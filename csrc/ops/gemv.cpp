@@ -325,7 +325,7 @@ class Gemv : public KernelPrimitive {
 };
 
 // Where mx's products of matrices are ahead of ours on an H200 (bench/results/h200.json and h200-repeated.md). Of few
-// rows they are where outputs are many.
+// rows in half types they are where outputs are many.
 bool tensor_cores_win(size_t rows, size_t weights, size_t outputs, mx::Dtype dtype) {
   if (rows > 8) {
     return weights > (1 << 22);

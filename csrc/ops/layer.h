@@ -7,6 +7,7 @@
 #include <nanobind/stl/optional.h>
 
 #include "mlx/array.h"
+#include "ops/array_caster.h"
 
 namespace mittens {
 

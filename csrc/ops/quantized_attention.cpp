@@ -129,9 +129,9 @@ mx::array quantized_attention(const mx::array& queries, const Triple& q_keys, co
                               const MaskArgument& mask, int group_size, int bits,
                               const std::optional<mx::array>& sinks, std::optional<int> window,
                               mx::StreamOrDevice where) {
-  const auto result = checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where);
+  auto result = checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where);
   const auto* left = std::get_if<AttentionCall>(&result);
-  return left ? by_mx(*left, checks::stream(op, where)) : std::get<mx::array>(result);
+  return left ? by_mx(*left, checks::stream(op, where)) : std::get<mx::array>(std::move(result));
 }
 
 void bind(nb::module_& module) {

@@ -79,7 +79,7 @@ Arrays inputs_of(const mx::array& heads, const mx::array& keys, const mx::array&
   inputs.push_back(keys);
   inputs.push_back(values);
   if (rotary.freqs) {
-    inputs.push_back(mx::astype(*rotary.freqs, mx::float32, stream));
+    inputs.push_back(in_dtype(*rotary.freqs, mx::float32, stream));
   }
   if (rotary.query_norm) {
     inputs.push_back(*rotary.query_norm);

@@ -68,7 +68,7 @@ inline constexpr uint32_t unsplit_packs = [] {
     if (variant.kernel == RowKernel::split) {
       break;
     }
-    packs = variant.most_rows == no_limit ? variant.most_packs : packs;
+    packs = variant.most_rows == no_limit && variant.packs <= usual_packs ? variant.most_packs : packs;
   }
   return packs;
 }();
@@ -76,7 +76,8 @@ inline constexpr uint32_t unsplit_packs = [] {
 // Whether a primitive on x should bring a workspace: a second output, which costs MLX the donation of x to the first.
 // Mostly that takes no plan: this is on the path of every call.
 inline bool wants_workspace(const mx::array& x) {
-  const bool is_small = x.size() <= std::numeric_limits<uint32_t>::max() && x.shape(-1) <= 4 * int64_t(unsplit_packs);
+  constexpr int64_t fewest_elements = 4;  // of a pack, in float32
+  const bool is_small = x.size() <= no_limit && x.shape(-1) <= fewest_elements * unsplit_packs;
   return !is_small && plan_rows(x, true).kernel == RowKernel::split;
 }
 

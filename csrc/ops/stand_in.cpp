@@ -24,6 +24,7 @@ struct StandIn {
   PyObject* original;
   PyObject* attempt;   // or None
   PyObject* dict;      // __wrapped__ and its like
+  PyObject* weak;      // references
   bool strict;         // a call that goes to the original is an error in the end
 };
 
@@ -110,6 +111,9 @@ int clear(PyObject* self) {
 
 void destroy(PyObject* self) {
   PyObject_GC_UnTrack(self);
+  if (own(self)->weak) {
+    PyObject_ClearWeakRefs(self);
+  }
   clear(self);
   Py_CLEAR(own(self)->op);
   PyTypeObject* type = Py_TYPE(self);
@@ -127,6 +131,7 @@ PyMemberDef members[] = {
     {"strict", T_BOOL, offsetof(StandIn, strict), 0, "Whether a call that goes to the original is an error."},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(StandIn, vectorcall), READONLY, nullptr},
     {"__dictoffset__", T_PYSSIZET, offsetof(StandIn, dict), READONLY, nullptr},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(StandIn, weak), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
@@ -167,7 +172,11 @@ const Register registered(bind);
 }  // namespace
 
 bool is_stand_in(nb::handle object) {
-  return object.is_valid() && object.type().is(type);
+  if (!object.is_valid() || !object.type().is(type)) {
+    return false;
+  }
+  const PyObject* attempt = own(object.ptr())->attempt;
+  return attempt && attempt != Py_None;
 }
 
 }  // namespace mittens

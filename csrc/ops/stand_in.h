@@ -4,7 +4,8 @@
 
 namespace mittens {
 
-// Whether a function is one that the patch has put in another's place, and nobody else has put one in its place.
+// Whether a function is one that the patch has put in another's place, and nobody else has put one in its place: an
+// op of ours, which has no attempt, is none.
 bool is_stand_in(nanobind::handle object);
 
 }  // namespace mittens
