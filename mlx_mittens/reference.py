@@ -117,8 +117,9 @@ def dequantize(words: np.ndarray, scales, biases, group_size: int, bits: int) ->
     return rows.reshape(*words.shape[:-1], -1)
 
 
-def rope(x, dims: int, base: float | None, offset: int, freqs=None) -> tuple[np.ndarray, np.ndarray]:
-    """Rotary embedding of ``x``, [..., tokens, width], and how far the rounding of its angles moves each element.
+def rope(x, dims: int, base: float | None, offset: int, freqs=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rotary embedding of ``x``, [..., tokens, width], how large the terms of each element are, and how far the rounding
+    of its angles moves it.
 
     An angle is a product of float32 numbers, one of which may be an exponential.
     """
@@ -130,7 +131,8 @@ def rope(x, dims: int, base: float | None, offset: int, freqs=None) -> tuple[np.
     c, s = np.cos(angles), np.sin(angles)
     a, b = x[..., :pairs], x[..., pairs:dims]
     moved = np.abs(angles) * (1 + exponents) * np.hypot(a, b)
-    y, inner = x.copy(), np.zeros_like(x)
+    y, terms, inner = x.copy(), np.abs(x), np.zeros_like(x)
     y[..., :pairs], y[..., pairs:dims] = a * c - b * s, a * s + b * c
+    terms[..., :pairs], terms[..., pairs:dims] = np.abs(a * c) + np.abs(b * s), np.abs(a * s) + np.abs(b * c)
     inner[..., :pairs] = inner[..., pairs:dims] = moved
-    return y, inner
+    return y, terms, inner

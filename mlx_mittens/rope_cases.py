@@ -64,16 +64,17 @@ class RopeAppendOp(Op):
         heads, keys, values, freqs, query_norm, key_norm = map(widen, arrays)
         key_heads, tokens = case.shape[2:4]
         parts = np.split(heads, [heads.shape[1] - 2 * key_heads, heads.shape[1] - key_heads], axis=1)
-        turned = []
+        turned = []  # heads that a norm has rounded are no more exact than the terms of what they are turned into
         for part, weight in zip(parts, (query_norm, key_norm)):
             if weight is not None:
                 part = reference.rms_norm(part, weight, options["eps"])
-            turned.append(reference.rope(part, options["dims"], options["base"], options["offset"], freqs))
+            value, terms, inner = reference.rope(part, options["dims"], options["base"], options["offset"], freqs)
+            turned.append((value, terms if weight is not None else np.zeros_like(terms), inner))
         new = slice(options["offset"], options["offset"] + tokens)
-        key_errors = np.zeros_like(keys)
-        keys[:, :, new], key_errors[:, :, new] = turned[1]
+        key_terms, key_errors = np.zeros_like(keys), np.zeros_like(keys)
+        keys[:, :, new], key_terms[:, :, new], key_errors[:, :, new] = turned[1]
         values[:, :, new] = parts[2]
-        return [Exact(turned[0][0], inner=turned[0][1]), Exact(keys, inner=key_errors), Exact(values)]
+        return [Exact(*turned[0]), Exact(keys, key_terms, key_errors), Exact(values)]
 
 
 def _ours(heads, keys, values, freqs, query_norm, key_norm, dims, base, offset, eps):
