@@ -16,8 +16,8 @@
 using namespace metal;
 using namespace mittens;
 
-// S: loads of 16 bytes a lane, W elements each, which cover a row.
-template <typename T, int W, int S>
+// S: packs a lane, which cover a row.
+template <typename T, int S>
 [[kernel, max_total_threads_per_threadgroup(32 * kShortSimdgroups)]] void gemv_short(
     const device T* x [[buffer(0)]],     // [columns]
     const device T* w [[buffer(1)]],     // [outputs, columns]
@@ -26,6 +26,7 @@ template <typename T, int W, int S>
     constant GemvShortParams& params [[buffer(4)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint3 thread_at [[thread_position_in_threadgroup]]) {
+  constexpr int W = pack_size<T>();
   constexpr int step = 32 * W;
   const uint lane = thread_at.x;
   const uint output = group.x * kShortSimdgroups + thread_at.y;
@@ -73,11 +74,6 @@ template <typename T, int W, int S>
   }
 }
 
-#define instantiate_short(S)                                               \
-  instantiate_kernel("gemv_short_" #S "_float32", gemv_short, float, 4, S)  \
-  instantiate_kernel("gemv_short_" #S "_float16", gemv_short, half, 8, S)   \
-  instantiate_kernel("gemv_short_" #S "_bfloat16", gemv_short, bfloat, 8, S)
-
-instantiate_short(4)
-instantiate_short(5)
-instantiate_short(8)
+instantiate_types("gemv_short_4", gemv_short, 4)
+instantiate_types("gemv_short_5", gemv_short, 5)
+instantiate_types("gemv_short_8", gemv_short, 8)
