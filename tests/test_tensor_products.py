@@ -114,7 +114,7 @@ class Machine:
 
 def product(results, left, right, sums, dtype="f16"):
     """As clang writes it."""
-    return f"\tmittens.multiply.{dtype} {{{results}}}, {left}, {right}, {{{sums}}};"
+    return f"\tmittens.multiply.{dtype} {{{results}}}, {{{left}}}, {{{right}}}, {{{sums}}};"
 
 
 def joined(*lines):
@@ -425,6 +425,96 @@ def test_random_programs(rng):
     assert min(kinds.values()) > 20, kinds
 
 
+# In float32.
+
+
+class FloatMachine:
+    """Runs what a product in float32 becomes. A register is 32 lanes of 32 bits."""
+
+    def __init__(self, registers):
+        self.registers = {name: np.asarray(values, np.float32).view(np.uint32) for name, values in registers.items()}
+
+    def floats(self, name):
+        return self.registers[name].view(np.float32)
+
+    def run(self, line):
+        for statement in re.sub(r"\.reg [^;]*;", "", line.strip()[2:-2]).split(";"):
+            if statement.strip():
+                with np.errstate(all="ignore"):
+                    self._step(*statement.split(None, 1))
+
+    def _step(self, opcode, operands):
+        names = re.findall(r"%\w+|0x\w+|\b0\b", operands.replace("0fFF", "0xFF"))
+        value = lambda name: self.registers[name] if name.startswith("%") else np.full(32, int(name, 0), np.uint32)
+        if opcode.startswith("mma."):
+            assert opcode == "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+            results, left, right, sums = (group.split(", ") for group in re.findall(r"\{([^}]*)\}", operands))
+            cut = lambda name: (value(name) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+            # Registers of a left matrix are by columns 0 to 3 and 4 to 7 and, within them, by rows.
+            a = np.block([[cut(left[0]).reshape(8, 4), cut(left[2]).reshape(8, 4)],
+                          [cut(left[1]).reshape(8, 4), cut(left[3]).reshape(8, 4)]])
+            b = np.block([[cut(right[0]).reshape(8, 4).T], [cut(right[1]).reshape(8, 4).T]])
+            c = np.stack([self.floats(name).reshape(8, 4) for name in sums]).astype(np.float64)
+            total = (a @ b).reshape(2, 8, 4, 2)
+            for i, name in enumerate(results):
+                self.registers[name] = (total[i // 2, :, :, i % 2] + c[i]).astype(np.float32).reshape(32).view(np.uint32)
+        elif opcode == "max.f32":  # of NaN and a number the number
+            self.registers[names[0]] = np.fmax(self.floats(names[1]), value(names[2]).view(np.float32)).view(np.uint32)
+        elif opcode == "and.b32":
+            self.registers[names[0]] = value(names[1]) & value(names[2])
+        elif opcode == "mov.b32":
+            self.registers[names[0]] = value(names[1])
+        else:
+            sign = {"add.rn.f32": 1, "sub.rn.f32": -1}[opcode]
+            self.registers[names[0]] = (self.floats(names[1]) + sign * self.floats(names[2])).view(np.uint32)
+
+
+def float_product(rows, b, c):
+    """rows, one or two left matrices above each other, times b, added to c: by what our text becomes."""
+    registers, lines = {}, []
+    for i, (a, addend) in enumerate(zip(rows, c, strict=True)):
+        for j in range(2):
+            registers |= {f"%a{i}{j}": a[:, j::2].reshape(32), f"%c{i}{j}": addend[:, j::2].reshape(32)}
+        lines.append(product(f"%d{i}0, %d{i}1", f"%a{i}0, %a{i}1", "%b0, %b1", f"%c{i}0, %c{i}1", "f32"))
+    for j in range(2):
+        registers[f"%b{j}"] = b[j::2].T.reshape(32)  # the right matrix lies transposed
+    (line,) = joined(*lines)
+    machine = FloatMachine(registers)
+    machine.run(line)
+    results = []
+    for i in range(len(rows)):
+        results.append(np.empty((8, 8), np.float32))
+        for j in range(2):
+            results[i][:, j::2] = machine.floats(f"%d{i}{j}").reshape(8, 4)
+    return np.stack(results)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_float32(rng, blocks):
+    """Of numbers of any size. A term loses up to three units for each lower part, which is cut, and eight for their product;
+    sums are rounded five times."""
+    for _ in range(20):
+        a = (rng.normal(size=(blocks, 8, 8)) * 10.0 ** rng.integers(-8, 9, (blocks, 8, 1))).astype(np.float32)
+        b = (rng.normal(size=(8, 8)) * 10.0 ** rng.integers(-8, 9, (1, 8))).astype(np.float32)
+        c = rng.normal(size=(blocks, 8, 8)).astype(np.float32)
+        terms = np.abs(a).astype(np.float64) @ np.abs(b)
+        error = np.abs(float_product(a, b, c) - (a.astype(np.float64) @ b + c))
+        assert (error <= 2.0**-23 * (20 * terms + np.abs(c))).all()
+
+
+@pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_float32_of_inf_and_nan(rng, special, side):
+    """What is exact in 11 bits has no lower part, which times inf would be NaN."""
+    a, b = rng.integers(1, 9, (2, 8, 8)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
+    b[:, :4] = rng.integers(0, 9, (8, 4))
+    (a[0] if side == "left" else b)[2, 3] = special
+    c = np.ones((2, 8, 8), np.float32)
+    with np.errstate(invalid="ignore"):
+        expected = a.astype(np.float64) @ b + c
+    np.testing.assert_allclose(float_product(a, b, c), expected, rtol=1e-5, atol=1e-4)
+
+
 # What NVIDIA's assembler says, and our own kernels.
 
 
@@ -447,6 +537,20 @@ def test_assembles(dtype):
     assert len(set(re.findall(r"m16n8k.*", text))) > 3
     for arch in ("sm_80", "sm_90"):
         assert set(ptxas.assemble({"one": text}, arch)) == {"one", "two"}
+
+
+@needs_ptxas
+def test_float32_assembles():
+    pair = [product(f"%d{i}, %e{i}", f"%a{i}, %b{i}", "%f0, %f1", f"%d{i}, %e{i}", "f32") for i in range(3)]
+    names = sorted(set(re.findall(r"%\w+", "\n".join(pair))))
+    loads = [f"\tld.global.b32 \t{name}, [%rd1+{4 * i}];" for i, name in enumerate(names)]
+    stores = [f"\tst.global.b32 \t[%rd1+{4 * i}], {name};" for i, name in enumerate(names)]
+    head = ["{", f"\t.reg .b32 {', '.join(names)};", "\t.reg .b64 %rd1;", "\tld.param.b64 %rd1, [p];"]
+    body = "\n".join([*head, *loads, *pair, *stores, "\tret;", "}"])
+    text = joined_products(f".version 7.8\n.target sm_80\n.address_size 64\n\n.visible .entry one(.param .u64 p)\n{body}\n")
+    assert text.count("mma.sync.aligned.m16n8k8.row.col.f32.tf32") == 6  # of a pair and of one alone
+    for arch in ("sm_80", "sm_90"):
+        assert ptxas.assemble({"one": text}, arch)["one"].spill_stores == 0
 
 
 HALVES = [

@@ -219,9 +219,7 @@ def _ptx_text(translation: Translation, file: str, name: str, bytes_sizes: dict[
     declared = ", ".join(text for _, text in sorted(parameters))
     declaration, limit = _max_threads(variant, kernel, 0)
     call = _call(variant, kernel, "::mittens::address_of(p{position})", "::mittens::dynamic_threadgroup_memory()")
-    # Products of half types are the tensor cores'; those of float32 keep Metal's lanes.
-    floats = re.match(r"float\b", variant.template_args or "")
-    matrices = "#define MITTENS_MATRIX_LANES\n" if "simdgroup_multiply" in translation.text and not floats else ""
+    matrices = "#define MITTENS_MATRIX_LANES\n" if "simdgroup_multiply" in translation.text else ""
     return (
         f"{matrices}{_prelude(translation)}{declaration}"
         f'extern "C" __attribute__((used)) int mittens_max_threads = {limit};\n'

@@ -2,7 +2,7 @@
 
 metal/nvptx.h writes each product as an instruction of its own, which PTX does not have:
 
-    mittens.multiply.TYPE {d0, d1}, a, b, {c0, c1};
+    mittens.multiply.TYPE {d0, d1}, {a}, {b}, {c0, c1};
 
 The smallest product of a tensor core has a left matrix of 16 rows. So two products of a basic block that share their
 right matrix become one, and of two that follow each other in a sum the matrices are put side by side. Where no partner
@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 _REGISTER = re.compile(r"%\w+")
-_PRODUCT = re.compile(r"\s*mittens\.multiply\.(\w+) \{(%\w+), (%\w+)\}, (%\w+), (%\w+), \{(%\w+), (%\w+)\};\s*")
+_PRODUCT = re.compile(r"\s*mittens\.multiply\.(\w+) \{([^{}]*)\}, \{([^{}]*)\}, \{([^{}]*)\}, \{([^{}]*)\};\s*")
+_COLUMNS = 8  # of a left matrix of halfs, of which each lane has one register
 # An instruction on a line of its own, and its first operand: it writes to no other. Whatever looks different ends a
 # basic block: labels, branches, barriers, calls, directives, braces, instructions with a predicate or on several lines.
 _INSTRUCTION = re.compile(r"\s*(?!br|bar|call)[a-z][\w.]*\s+((?:\{[^{}]*\})?[^{},;]*)[^;]*;\s*")
 _ZERO = "%mittens_zero"
 _UNREAD = "%mittens_unread"
+_LONE_AT_ONCE = 4  # products of 8 rows in float32; one of 16 takes the registers of two and has work enough
 
 
 @dataclass(eq=False)
@@ -46,9 +48,13 @@ class _Product:
     right: list[str]  # by depth
     sums: list[str]
 
+    @property
+    def operands(self) -> list[str]:
+        return [*(register for step in self.left for register in step), *self.right]
+
     @cached_property
     def read(self) -> set[str]:
-        return {*(register for step in self.left for register in step), *self.right, *self.sums}
+        return {*self.operands, *self.sums}
 
     @cached_property
     def written(self) -> set[str]:
@@ -60,18 +66,59 @@ class _Product:
 
     @property
     def text(self) -> str:
-        def filled(registers: list[str], count: int, rest: str) -> str:
-            return ", ".join([*registers, *[rest] * (count - len(registers))])
-
-        left = ", ".join(filled(step, 2, _ZERO) for step in self.left)
-        instruction = (
-            f"mma.sync.aligned.m16n8k{8 * len(self.right)}.row.col.f32.{self.dtype}.{self.dtype}.f32 "
-            f"{{{filled(self.results, 4, _UNREAD)}}}, {{{left}}}, {{{', '.join(self.right)}}}, "
-            f"{{{filled(self.sums, 4, _ZERO)}}};"
-        )
+        instruction = _instruction(self.dtype, _COLUMNS * len(self.right), self.results, self.left, self.right, self.sums)
         if len(self.results) == 4:
             return f"\t{instruction}"
         return f"\t{{ .reg .b32 {_ZERO}, {_UNREAD}; mov.b32 {_ZERO}, 0; {instruction} }}"
+
+
+def _instruction(
+    dtype: str, columns: int, results: list[str], left: list[list[str]], right: list[str], sums: list[str]
+) -> str:
+    def filled(registers: list[str], count: int, rest: str) -> str:
+        return ", ".join([*registers, *[rest] * (count - len(registers))])
+
+    lefts = ", ".join(filled(step, 2, _ZERO) for step in left)
+    return (
+        f"mma.sync.aligned.m16n8k{columns}.row.col.f32.{dtype}.{dtype}.f32 {{{filled(results, 4, _UNREAD)}}}, "
+        f"{{{lefts}}}, {{{', '.join(right)}}}, {{{filled(sums, 4, _ZERO)}}};"
+    )
+
+
+def _in_parts(products: list[_Product]) -> str:
+    """Products in float32. The cores take 11 bits of a float, its upper part: what that leaves of it is a lower one.
+
+    Three products of the parts make one, all but that of both lower ones, which is 2^-20 of it at most. Where something
+    is inf or NaN, so is the product of the upper parts, and that of others, which may be NaN where it is inf, becomes some
+    finite number by max. The cores' sums are not rounded but cut, so that a long one would drift: what they give is added
+    to the sums outside.
+    """
+    uppers: dict[str, str] = {}
+    lowers: dict[str, str] = {}
+    steps = [f"mov.b32 {_ZERO}, 0;"]
+    for i, register in enumerate(dict.fromkeys(register for product in products for register in product.operands)):
+        uppers[register], lowers[register] = f"%mittens_upper{i}", f"%mittens_lower{i}"
+        steps.append(f"and.b32 {uppers[register]}, {register}, 0xffffe000;")
+        steps.append(f"sub.rn.f32 {lowers[register]}, {register}, {uppers[register]};")
+
+    def named(name: str) -> list[list[str]]:
+        return [[f"%mittens_{name}{n}_{i}" for i in range(len(product.results))] for n, product in enumerate(products)]
+
+    def multiply(results: list[list[str]], left: dict[str, str], right: dict[str, str], sums: list[list[str]]) -> None:
+        for product, result, added in zip(products, results, sums, strict=True):
+            operands = [[left[r] for r in step] for step in product.left], [right[r] for r in product.right]
+            steps.append(_instruction("tf32", 4 * len(product.right), result, *operands, added))
+
+    zeros = [[_ZERO] * len(product.results) for product in products]
+    totals, rests = named("total"), named("rest")
+    multiply(totals, uppers, uppers, zeros)
+    multiply(rests, lowers, uppers, zeros)
+    multiply(rests, uppers, lowers, rests)
+    for product, total, rest in zip(products, totals, rests, strict=True):
+        for d, c, t, r in zip(product.results, product.sums, total, rest, strict=True):
+            steps.append(f"max.f32 {r}, {r}, 0fFF000000; add.rn.f32 {t}, {t}, {r}; add.rn.f32 {d}, {c}, {t};")
+    own = [*uppers.values(), *lowers.values(), *sum(totals, []), *sum(rests, [])]
+    return f"\t{{ .reg .b32 {', '.join([_ZERO, _UNREAD, *own])}; {' '.join(steps)} }}"
 
 
 _Block = list[_Line | _Product]
@@ -120,6 +167,29 @@ def _join(block: _Block, joined: Callable[[_Product, _Product], _Product | None]
                 break
 
 
+def _texts(block: _Block) -> Iterator[str]:
+    """The lines of a block. Products in float32 wait for others, so that several are on their way at once."""
+    waiting: list[_Product] = []
+
+    def done() -> Iterator[str]:
+        if waiting:
+            yield _in_parts(waiting)
+            waiting.clear()
+
+    for line in block:
+        written = {register for product in waiting for register in product.written}
+        if isinstance(line, _Product) and line.dtype == "f32":
+            most = _LONE_AT_ONCE if len(line.results) == 2 else 1
+            if written & {*line.operands} or len(waiting) >= most:
+                yield from done()
+            waiting.append(line)
+        else:
+            if line.named & written or any(line.written & product.read for product in waiting):
+                yield from done()
+            yield line.text
+    yield from done()
+
+
 def joined_products(text: str) -> str:
     """PTX with all products as instructions of tensor cores."""
     if "mittens.multiply." not in text:
@@ -131,7 +201,7 @@ def joined_products(text: str) -> str:
     def finish() -> None:
         _join(block, _above)
         _join(block, lambda first, second: _beside(first, second, uses))
-        done.extend(line.text for line in block)
+        done.extend(_texts(block))
         block.clear()
 
     for line in re.sub(r"\t// (begin|end) inline asm\n", "", text).splitlines():
@@ -139,8 +209,9 @@ def joined_products(text: str) -> str:
         product = _PRODUCT.fullmatch(code)
         instruction = _INSTRUCTION.fullmatch(code)
         if product:
-            dtype, d0, d1, a, b, c0, c1 = product.groups()
-            block.append(_Product(dtype, [d0, d1], [[a]], [b], [c0, c1]))
+            dtype, *operands = product.groups()
+            results, left, right, sums = (operand.split(", ") for operand in operands)
+            block.append(_Product(dtype, results, [[a] for a in left], right, sums))
         elif instruction or not code.strip():
             written = instruction[1] if instruction else ""
             block.append(_Line(line, {*_REGISTER.findall(code)}, {*_REGISTER.findall(written)}))

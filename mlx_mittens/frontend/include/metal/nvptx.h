@@ -230,24 +230,42 @@ MITTENS_INLINE float2 matrix_multiply(Site, float2 a, float2 b, float2 c, unsign
 }
 
 #ifdef MITTENS_MATRIX_LANES
-// The same in half or bfloat on the tensor cores, which want the transposed of b. tensor_products.py makes real
-// instructions of these.
+// The same on the tensor cores, which want the transposed of b. tensor_products.py makes real instructions of these.
+MITTENS_INLINE unsigned transposed_words(unsigned word) {
+  unsigned turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
+  return turned;
+}
+
 template <typename V>
 MITTENS_INLINE float2 tensor_multiply(V a, V b, float2 c) {
-  unsigned left, right, turned;
+  unsigned left, right;
   __builtin_memcpy(&left, &a, 4);
   __builtin_memcpy(&right, &b, 4);
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(right));
+  const unsigned turned = transposed_words(right);
   float2 product;
   if constexpr (__is_same(V, metal::vec<bfloat, 2>)) {
-    asm volatile("mittens.multiply.bf16 {%0, %1}, %2, %3, {%4, %5};"
+    asm volatile("mittens.multiply.bf16 {%0, %1}, {%2}, {%3}, {%4, %5};"
                  : "=f"(product.x), "=f"(product.y)
                  : "r"(left), "r"(turned), "f"(c.x), "f"(c.y));
   } else {
-    asm volatile("mittens.multiply.f16 {%0, %1}, %2, %3, {%4, %5};"
+    asm volatile("mittens.multiply.f16 {%0, %1}, {%2}, {%3}, {%4, %5};"
                  : "=f"(product.x), "=f"(product.y)
                  : "r"(left), "r"(turned), "f"(c.x), "f"(c.y));
   }
+  return product;
+}
+
+MITTENS_INLINE float2 tensor_multiply(float2 a, float2 b, float2 c) {
+  const unsigned x = __builtin_bit_cast(unsigned, float(b.x));
+  const unsigned y = __builtin_bit_cast(unsigned, float(b.y));
+  const unsigned lower = transposed_words(__nvvm_prmt(x, y, 0x5410));
+  const unsigned upper = transposed_words(__nvvm_prmt(x, y, 0x7632));
+  float2 product;
+  asm volatile("mittens.multiply.f32 {%0, %1}, {%2, %3}, {%4, %5}, {%6, %7};"
+               : "=f"(product.x), "=f"(product.y)
+               : "f"(a.x), "f"(a.y), "r"(__nvvm_prmt(lower, upper, 0x5410)), "r"(__nvvm_prmt(lower, upper, 0x7632)),
+                 "f"(c.x), "f"(c.y));
   return product;
 }
 #endif

@@ -82,7 +82,7 @@ MITTENS_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, 
   const float2 sum = mittens::construct<float2>(c.thread_elements());
   float2 product;
 #ifdef MITTENS_MATRIX_LANES
-  if constexpr (__is_same(A, B) && sizeof(A) == 2) {
+  if constexpr (__is_same(A, B)) {
     product = mittens::tensor_multiply(a.thread_elements(), b.thread_elements(), sum);
   } else
 #endif
