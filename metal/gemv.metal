@@ -273,15 +273,15 @@ template <typename T, int W, int M>
 }
 
 #define instantiate_gemv(M, R)                                                             \
-  instantiate_kernel("gemv_rows_pack_" #M "x" #R "_float32", gemv_rows, float, 4, M, R)    \
   instantiate_types("gemv_rows_single_" #M "x" #R, gemv_rows, 1, M, R)                     \
   instantiate_kernel("gemv_columns_pack_" #M "_float32", gemv_columns, float, 4, M)        \
   instantiate_kernel("gemv_columns_pack_" #M "_float16", gemv_columns, half, 8, M)         \
   instantiate_kernel("gemv_columns_pack_" #M "_bfloat16", gemv_columns, bfloat, 8, M)      \
   instantiate_types("gemv_columns_single_" #M, gemv_columns, 1, M)
 
-// More rows of half types are a matter for gemv_tiles.metal.
-#define instantiate_half_rows(M, R)                                                        \
+// Of more rows in packs gemv_tiles.metal has all.
+#define instantiate_pack_rows(M, R)                                                        \
+  instantiate_kernel("gemv_rows_pack_" #M "x" #R "_float32", gemv_rows, float, 4, M, R)    \
   instantiate_kernel("gemv_rows_pack_" #M "x" #R "_float16", gemv_rows, half, 8, M, R)     \
   instantiate_kernel("gemv_rows_pack_" #M "x" #R "_bfloat16", gemv_rows, bfloat, 8, M, R)
 
@@ -290,6 +290,6 @@ instantiate_gemv(2, 4)
 instantiate_gemv(4, 4)
 instantiate_gemv(8, 4)
 instantiate_gemv(16, 2)
-instantiate_half_rows(1, 4)
-instantiate_half_rows(2, 4)
-instantiate_half_rows(4, 4)
+instantiate_pack_rows(1, 4)
+instantiate_pack_rows(2, 4)
+instantiate_pack_rows(4, 4)

@@ -51,8 +51,17 @@ RowsShape rows_shape(uint32_t rows, uint32_t pack) {
   return {together > 8 ? 2u : 4u, 32 * pack, 2, 2, together, together == 1 ? held : 0};
 }
 
-// gemv_tiles.metal.
-RowsShape tiles_shape(uint32_t rows) {
+// gemv_tiles.metal. Many outputs let a threadgroup have 32, so that less of x is loaded beside the weights; in float32 its
+// sums and what products of that take would leave no registers for them.
+RowsShape tiles_shape(mx::Dtype dtype, uint32_t rows, uint32_t outputs) {
+  constexpr uint32_t many_outputs = 8192;
+  constexpr uint32_t held = 132 * 16;  // of an H200
+  if (dtype == mx::float32) {
+    return rows > 8 ? RowsShape{16, 32, 8, 4, 16, 0} : RowsShape{16, 64, 4, 4, 8, 0};
+  }
+  if (outputs >= many_outputs) {
+    return {32, 64, 4, 4, rows > 8 ? 16u : 8u, held};
+  }
   return rows > 8 ? RowsShape{16, 64, 4, 4, 16, 0} : RowsShape{16, 128, 2, 4, 8, 0};
 }
 
@@ -85,9 +94,10 @@ RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32
   return plan;
 }
 
-// From how many rows of x on 8x8 matrices of a half type pay. On NVIDIA these are the tensor cores'.
-uint32_t fewest_tile_rows(mx::Stream stream) {
-  return has_nvidia_rules(stream) ? 3 : 5;
+// From how many rows of x on 8x8 matrices pay. On NVIDIA these are the tensor cores', which take a product in float32
+// apart into three.
+uint32_t fewest_tile_rows(mx::Dtype dtype, mx::Stream stream) {
+  return !has_nvidia_rules(stream) ? 5 : dtype == mx::float32 ? 4 : 3;
 }
 
 // The loads of a lane that cover a row of so many packs of columns, 0 where gemv_short.metal has no kernel for it.
@@ -215,10 +225,10 @@ class Gemv : public KernelPrimitive {
       uint32_t blocks = 1;  // of outputs in a threadgroup
       params.splits = plan.splits;
       params.columns_per_split = plan.columns_per_split;
-      // Tiles count elements between their rows of weights in 32 bits.
-      if (wants_tiles(x, sizes) && packs && params.weight_stride < (1u << 28)) {
+      // Tiles count elements between their rows of weights in 32 bits, and have all of their outputs.
+      if (wants_tiles(x, sizes) && packs && params.weight_stride < (1u << 27) && sizes.outputs >= shape.outputs) {
         launch.file = tiles_file;
-        launch.kernel = kernel_name(x.dtype(), op, "tiles_", shape.rows);
+        launch.kernel = kernel_name(x.dtype(), op, "tiles_", shape.rows, "x", shape.outputs);
       } else {
         if (wants_tiles(x, sizes)) {
           access = "_single_";
@@ -283,11 +293,12 @@ class Gemv : public KernelPrimitive {
   }
 
   bool wants_tiles(const mx::array& x, const Sizes& sizes) {
-    return x.dtype() != mx::float32 && sizes.rows >= fewest_tile_rows(stream());
+    return sizes.rows >= fewest_tile_rows(x.dtype(), stream());
   }
 
   RowsShape shape_of(const mx::array& x, const Sizes& sizes) {
-    return wants_tiles(x, sizes) ? tiles_shape(sizes.rows) : rows_shape(sizes.rows, pack_elements(x));
+    return wants_tiles(x, sizes) ? tiles_shape(x.dtype(), sizes.rows, sizes.outputs)
+                                 : rows_shape(sizes.rows, pack_elements(x));
   }
 
   // As if whole packs can be loaded, which shows only when the arrays are there: the splits are the same either way.
@@ -330,7 +341,7 @@ bool tensor_cores_win(size_t rows, size_t weights, size_t outputs, mx::Dtype dty
   if (rows > 8) {
     return weights > (1 << 22);
   }
-  return dtype == mx::float32 ? rows > 4 && weights > (1 << 23) : rows > 2 && (weights > (1 << 25) || outputs > 4096);
+  return dtype != mx::float32 && rows > 2 && outputs > 4096;
 }
 
 }  // namespace
