@@ -74,9 +74,9 @@ struct DecodePlan {
   uint32_t keys_per_split;
 };
 
-// How many threadgroups a large GPU runs at once, by the registers of a thread: an H200 has 132 times 2, 3 or 4.
+// How many threadgroups a large GPU runs at once, by the registers of a thread: an H200 has 132 cores.
 uint32_t threadgroups_at_once(const DecodePlan& plan, const AttentionOptions& options) {
-  constexpr uint32_t two = 256, three = 384, four = 512;
+  constexpr uint32_t two = 2 * 132, three = 3 * 132, four = 4 * 132;
   if (!plan.tiles) {
     return plan.rows > 4 ? two : three;
   }
@@ -118,7 +118,7 @@ DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::
   const uint32_t serial_steps = plan.tiles ? (plan.rows > 8 || options.bits != 0 ? 4 : 8) : plan.rows > 4 ? 2 : 4;
   // Whether a row of a prompt sees any key at all is known where all of them are.
   const bool may_split = steps > serial_steps && !(is_prompt(sizes) && options.has_mask);
-  const uint32_t wanted = may_split ? ceil_divide(wanted_threadgroups, groups) : 1;
+  const uint32_t wanted = may_split ? static_cast<uint32_t>(wanted_threadgroups / groups) : 1;
   // Putting many shares together takes longer than some steps.
   const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
   plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
@@ -281,11 +281,16 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const 
 
 std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,
                                      const AttentionOptions& options) {
-  const uint32_t rows = 4 * 8 * (sizes.width == 64 ? 2 : 1);  // prefill_simdgroups * 8 * R of attention_prefill.metal
+  constexpr uint32_t fewest_threadgroups = 128;  // that a simdgroup has 16 rows for, which share what it loads; else 8
+  constexpr uint32_t block = 4 * 8;              // prefill_simdgroups * 8 of attention_prefill.metal
+  const uint64_t heads = uint64_t(sizes.batches) * sizes.heads;
+  const bool may_double = sizes.width == 64;
+  const bool doubled = may_double && ceil_divide(sizes.queries, 2 * block) * heads >= fewest_threadgroups;
+  const uint32_t rows = doubled ? 2 * block : block;
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   Launch launch;
   launch.file = prefill_file;
-  launch.kernel = kernel_name(inputs[0].dtype(), "attention", "prefill_", sizes.width);
+  launch.kernel = kernel_name(inputs[0].dtype(), "attention", "prefill_", sizes.width, may_double && !doubled ? "_8" : "");
   launch.threadgroups = {ceil_divide(sizes.queries, rows), sizes.heads, sizes.batches};
   launch.threads = {128, 1, 1};
   bind_inputs(launch, inputs, options, params);
