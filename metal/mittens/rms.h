@@ -37,9 +37,10 @@ inline uint4 normalize_pack(uint4 x, float inverse_rms, bool has_weight, uint4 w
   if (has_weight) {
     float w[16 / sizeof(T)];
     unpack<T>(weight, w);
+    unpack<T>(pack<T>(v), v);
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
-      v[j] = round_to<T>(v[j]) * w[j];
+      v[j] *= w[j];
     }
   }
   return pack<T>(v);

@@ -55,9 +55,7 @@ inline uint4 pack(thread const float (&v)[16 / sizeof(T)]) {
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint low = as_type<ushort>(T(v[2 * i]));
-      const uint high = as_type<ushort>(T(v[2 * i + 1]));
-      bits[i] = low | (high << 16);
+      bits[i] = as_type<uint>(vec<T, 2>(T(v[2 * i]), T(v[2 * i + 1])));
     }
   }
   return bits;
