@@ -15,7 +15,6 @@
 using namespace metal;
 using namespace mittens;
 
-constant constexpr int most_simdgroups = 8;
 constant constexpr int block_columns = 32;
 
 template <Format F>
@@ -31,6 +30,12 @@ constexpr int tile_words() {
 template <Format F>
 constexpr int lane_words() {
   return (8 * block_bytes<F>() + 31) / 32;
+}
+
+// Packs of threadgroup memory that a simdgroup has for B tiles, and for its activations before them.
+template <Format F, int B>
+constexpr int scratch_size() {
+  return (B * tile_words<F>() + 3) / 4;
 }
 
 // The same columns of all rows: up to 32 blocks of each.
@@ -111,15 +116,11 @@ inline float take_block(
   return float(as_type<half>(ushort(whole ? w[0] >> 16 : w[0] & 0xffffu)));
 }
 
-// Lets rows first .. end pass by, B at a time.
+// Lets rows first .. end pass by, B at a time; `share` is of the first of them.
 template <typename T, Format F, bool exact, int M, int B>
 inline void pass_blocks(
-    thread const Activations<block_columns, M>& a, bool inside, Tiles tiles, uint first, uint end, uint two23,
-    threadgroup uint* own, Gathering to) {
-  TileShare<F, B> share;
-  if (first < end) {
-    load_tiles<F, B>(tiles, first, to.lane, share);
-  }
+    thread const Activations<block_columns, M>& a, bool inside, Tiles tiles, thread TileShare<F, B>& share, uint first,
+    uint end, uint two23, threadgroup uint* own, Gathering to) {
   for (; first < end; first += B) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // all lanes have taken their blocks of the tiles before
     store_tiles<F, B>(share, tiles, to.lane, own);
@@ -159,15 +160,17 @@ template <typename T, Format F, int M, int B>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr bool exact = is_same_v<T, float>;
+  static_assert(exchange_size <= scratch_size<F, B>(), "tiles leave room for an exchange");
   threadgroup float partials[most_partials];
-  threadgroup uint tiles[most_simdgroups * B * tile_words<F>()];
+  threadgroup uint4 scratch[most_simdgroups * scratch_size<F, B>()];
 
   const uint first_output = group.x * params.outputs_per_group;
   const uint outputs = min(params.outputs - first_output, params.outputs_per_group);
   const uint first_row = group.y * M;
   const uint products = params.outputs_per_group * M;  // of a simdgroup
   const size_t row_bytes = size_t(params.columns / block_columns) * block_bytes<F>();
-  threadgroup uint* own = tiles + simdgroup * B * tile_words<F>();
+  threadgroup uint4* exchange = scratch + simdgroup * scratch_size<F, B>();
+  threadgroup uint* own = (threadgroup uint*)exchange;
   x += size_t(first_row) * params.columns;
 
   Gathering to;
@@ -182,14 +185,23 @@ template <typename T, Format F, int M, int B>
     tiles.first = first_output * row_bytes + begin / block_columns * block_bytes<F>();
     tiles.row_bytes = row_bytes;
     tiles.size = min((params.columns - begin) / block_columns, 32u) * block_bytes<F>();
-    Activations<block_columns, M> a;
-    if (inside) {
-      load_activations<T, F, exact>(x, params.rows - first_row, params.columns, column, a);
-    }
-    to.add = begin >= step;
+    ActivationPacks<T, block_columns, M> packs;
+    load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
+    // The first weights are on their way while the activations are made ready.
     const uint batched = outputs / B * B;
-    pass_blocks<T, F, exact, M, B>(a, inside, tiles, 0, batched, params.two23, own, to);
-    pass_blocks<T, F, exact, M, 1>(a, inside, tiles, batched, outputs, params.two23, own, to);
+    TileShare<F, B> share;
+    if (batched > 0) {
+      load_tiles<F, B>(tiles, 0, lane, share);
+    }
+    Activations<block_columns, M> a;
+    take_activations<T, F, exact>(packs, lane, exchange, a);
+    to.add = begin >= step;
+    pass_blocks<T, F, exact, M, B>(a, inside, tiles, share, 0, batched, params.two23, own, to);
+    if (batched < outputs) {
+      TileShare<F, 1> last;
+      load_tiles<F, 1>(tiles, batched, lane, last);
+      pass_blocks<T, F, exact, M, 1>(a, inside, tiles, last, batched, outputs, params.two23, own, to);
+    }
   }
 
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -30,6 +30,7 @@ template <typename T, int bits, int P, int M, int B>
   constexpr int V = P * 32 / bits;
   constexpr bool exact = is_same_v<T, float>;
   threadgroup float partials[most_partials];
+  threadgroup uint4 exchanges[most_simdgroups * exchange_size];
 
   const uint first_output = group.x * params.outputs_per_group;
   const uint outputs = min(params.outputs - first_output, params.outputs_per_group);
@@ -45,15 +46,15 @@ template <typename T, int bits, int P, int M, int B>
     const uint column = begin + lane * V;
     const bool inside = column < params.columns;
     const AffineWeights<T> weights = at_column<bits>(matrix, column, params.group_shift);
+    ActivationPacks<T, V, M> packs;
+    load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
     // The first weights are on their way while the activations are made ready.
     AffineBatch<T, P, B> batch;
     if (inside && outputs >= B) {
       load_batch<T, P, B>(weights, 0, batch);
     }
     Activations<V, M> a;
-    if (inside) {
-      load_activations<T, affine<bits>(), exact>(x, params.rows - first_row, params.columns, column, a);
-    }
+    take_activations<T, affine<bits>(), exact>(packs, lane, exchanges + simdgroup * exchange_size, a);
     to.add = begin >= simdgroups * 32 * V;
     pass_all_rows<T, bits, exact, P, M, B>(a, inside, weights, batch, outputs, params.two23, to);
   }

@@ -32,6 +32,7 @@ template <typename T, int bits, int P, int M, int B>
   constexpr int V = P * 32 / bits;
   constexpr bool exact = is_same_v<T, float>;
   threadgroup float partials[most_partials];
+  threadgroup uint4 exchanges[most_simdgroups * exchange_size];
 
   const uint first_output = group.x * params.outputs_per_group;
   const uint outputs = min(params.outputs - first_output, params.outputs_per_group);
@@ -46,10 +47,10 @@ template <typename T, int bits, int P, int M, int B>
   for (uint begin = simdgroup * 32 * V; begin < params.columns; begin += simdgroups * 32 * V) {
     const uint column = begin + lane * V;
     const bool inside = column < params.columns;
+    ActivationPacks<T, V, M> packs;
+    load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
     Activations<V, M> a;
-    if (inside) {
-      load_activations<T, affine<bits>(), exact>(x, params.rows - first_row, params.columns, column, a);
-    }
+    take_activations<T, affine<bits>(), exact>(packs, lane, exchanges + simdgroup * exchange_size, a);
     to.add = begin >= simdgroups * 32 * V;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {

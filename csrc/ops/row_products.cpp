@@ -8,7 +8,7 @@ namespace mittens {
 
 namespace {
 
-constexpr uint32_t most_simdgroups = 8;
+constexpr uint32_t most_simdgroups = 8;  // mittens/products.h
 
 // Simdgroups that share out the columns, which are so many chunks of what a simdgroup takes at once. Few, each of which
 // goes over many columns: on an H200 four read a fifth more a second than eight. Where more than a seventh of what four
