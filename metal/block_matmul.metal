@@ -22,14 +22,15 @@ constexpr int block_bytes() {
   return 2 + block_columns * bits_of<F>() / 8;
 }
 
-// Words of 32 blocks that start on any even byte, and how many of the whole ones each lane brings in.
+// Words of 32 blocks that start on any even byte, and how many of the whole ones each lane brings in: lane 0 may begin
+// up to 31 words before them.
 template <Format F>
 constexpr int tile_words() {
   return 8 * block_bytes<F>() + 1;
 }
 template <Format F>
 constexpr int lane_words() {
-  return (8 * block_bytes<F>() + 31) / 32;
+  return (8 * block_bytes<F>() + 31 + 31) / 32;
 }
 
 // Packs of threadgroup memory that a simdgroup has for B tiles, and for its activations before them.
@@ -43,8 +44,15 @@ struct Tiles {
   const device uchar* blocks;
   size_t first;  // byte of the first row's tile
   size_t row_bytes;
-  uint size;  // bytes of a tile
+  uint size;   // bytes of a tile
+  uint ahead;  // words from the start of a line to the tile, where rows are whole lines of 128 bytes; else 0
 };
+
+// Which of a tile's whole words, if any, is the i-th of a lane. Where rows are whole lines, the 32 that lanes load at
+// once are of one line; elsewhere that would need an answer for each row, and a fifth more instructions.
+inline uint word_of(Tiles tiles, uint lane, int i) {
+  return lane + 32 * i - tiles.ahead;
+}
 
 inline uint phase_of(Tiles tiles, uint row) {
   return uint(tiles.first + row * tiles.row_bytes) % 4;
@@ -64,10 +72,11 @@ inline void load_tiles(Tiles tiles, uint row, uint lane, thread TileShare<F, B>&
   for (int r = 0; r < B; ++r) {
     const uint phase = phase_of(tiles, row + r);
     const device uchar* start = tiles.blocks + (tiles.first + (row + r) * tiles.row_bytes - phase);
+    const device uint* own = (const device uint*)start + (int(lane) - int(tiles.ahead));
 #pragma unroll
     for (int i = 0; i < lane_words<F>(); ++i) {
-      if (lane + 32 * i < tiles.size / 4) {
-        share.words[r][i] = ((const device uint*)start)[lane + 32 * i];
+      if (word_of(tiles, lane, i) < tiles.size / 4) {
+        share.words[r][i] = own[32 * i];
       }
     }
     share.tails[r] = 0;
@@ -85,8 +94,8 @@ inline void store_tiles(
     threadgroup uint* tile = own + r * tile_words<F>();
 #pragma unroll
     for (int i = 0; i < lane_words<F>(); ++i) {
-      if (lane + 32 * i < tiles.size / 4) {
-        tile[lane + 32 * i] = share.words[r][i];
+      if (word_of(tiles, lane, i) < tiles.size / 4) {
+        tile[word_of(tiles, lane, i)] = share.words[r][i];
       }
     }
     if (lane < 2) {
@@ -185,6 +194,7 @@ template <typename T, Format F, int M, int B>
     tiles.first = first_output * row_bytes + begin / block_columns * block_bytes<F>();
     tiles.row_bytes = row_bytes;
     tiles.size = min((params.columns - begin) / block_columns, 32u) * block_bytes<F>();
+    tiles.ahead = row_bytes % 128 == 0 ? uint(tiles.first) % 128 / 4 : 0;
     ActivationPacks<T, block_columns, M> packs;
     load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
     // The first weights are on their way while the activations are made ready.

@@ -6,6 +6,7 @@ from matrices import draw
 
 import mlx_mittens as mm
 
+LINE = 128  # bytes
 SHAPES = [(2048, 64), (4096, 40), (2880, 48), (896, 130)]  # columns, outputs
 
 
@@ -33,32 +34,73 @@ def test_short_dense_weights(rng, dtype, counted, columns, outputs):
     assert counts["device_bytes_stored"] == outputs * dtype.size
 
 
+def lines_across(rows, row_bytes, *runs):
+    """Lines that runs of the rows of an array touch beyond the fewest that hold as much, where rows begin within lines.
+
+    runs: the bytes of a run that a simdgroup takes together, of runs within each of those, and so on.
+    """
+    ends = [(row * row_bytes, (row + 1) * row_bytes) for row in range(rows)]
+    for run in runs:
+        ends = [(at, min(at + run, end)) for begin, end in ends for at in range(begin, end, run)]
+    return sum((begin % LINE + end - begin - 1) // LINE - (end - begin - 1) // LINE for begin, end in ends)
+
+
+def affine_lines_across(triple, columns, lane_columns):
+    """A simdgroup takes the columns of its lanes at once, of words, scales and biases."""
+    across = 0
+    for array in triple:
+        outputs, row_bytes = array.shape[0], array.nbytes // array.shape[0]
+        across += lines_across(outputs, row_bytes, 32 * lane_columns * row_bytes // columns)
+    return across
+
+
 @pytest.mark.parametrize("columns, outputs", SHAPES)
 @pytest.mark.parametrize("bits, lane_columns", [(4, 32), (8, 16)])
-@pytest.mark.parametrize("group", [32, 64])
-def test_affine_weights(rng, counted, columns, outputs, bits, lane_columns, group):
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_affine_weights(rng, dtype, counted, columns, outputs, bits, lane_columns, group):
     """Lanes that share a group each load its scale and bias, from one line."""
-    x = draw(rng, (1, columns), mx.float16)
-    words, scales, biases = mx.quantize(draw(rng, (outputs, columns), mx.float16), group, bits)
-    (counts,) = counted(lambda: mm.quantized_matmul(x, words, scales, biases, group_size=group, bits=bits))
+    if columns % group:
+        pytest.skip("no whole number of groups")
+    x = draw(rng, (1, columns), dtype)
+    triple = mx.quantize(draw(rng, (outputs, columns), dtype), group, bits)
+    (counts,) = counted(lambda: mm.quantized_matmul(x, *triple, group_size=group, bits=bits))
+    words, scales, biases = triple
     fewest = words.nbytes + group // lane_columns * (scales.nbytes + biases.nbytes)
     assert loaded_of_weights(counts, x) <= 1.02 * fewest
-    assert counts["device_bytes_stored"] == outputs * 2
+    across = affine_lines_across(triple, columns, lane_columns)
+    assert across == 0 or columns % 2048
+    assert counts["device_lines"] == counts["device_lines_fewest"] + across
+    assert counts["bank_conflicts"] == 0
+    assert counts["device_bytes_stored"] == outputs * dtype.size
 
 
 @pytest.mark.parametrize("columns, outputs", SHAPES)
-def test_gate_and_up(rng, counted, columns, outputs):
-    x = draw(rng, (1, columns), mx.float16)
-    gate, up = (mx.quantize(draw(rng, (outputs, columns), mx.float16), 32, 4) for _ in range(2))
-    (counts,) = counted(lambda: mm.quantized_swiglu(x, gate, up, group_size=32, bits=4))
-    assert loaded_of_weights(counts, x) <= 1.02 * sum(a.nbytes for a in (*gate, *up))
+@pytest.mark.parametrize("bits, lane_columns", [(4, 32), (8, 16)])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_gate_and_up(rng, dtype, counted, columns, outputs, bits, lane_columns, group):
+    if columns % group:
+        pytest.skip("no whole number of groups")
+    x = draw(rng, (1, columns), dtype)
+    gate, up = (mx.quantize(draw(rng, (outputs, columns), dtype), group, bits) for _ in range(2))
+    (counts,) = counted(lambda: mm.quantized_swiglu(x, gate, up, group_size=group, bits=bits))
+    fewest = sum(words.nbytes + group // lane_columns * 2 * scales.nbytes for words, scales, _ in (gate, up))
+    assert loaded_of_weights(counts, x) <= 1.02 * fewest
+    across = 2 * affine_lines_across(gate, columns, lane_columns)
+    assert across == 0 or columns % 2048
+    assert counts["device_lines"] == counts["device_lines_fewest"] + across
+    assert counts["bank_conflicts"] == 0
 
 
 @pytest.mark.parametrize("columns, outputs", SHAPES)
-@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
-def test_blocks(rng, counted, columns, outputs, kind):
-    x = draw(rng, (1, columns), mx.float16)
+@pytest.mark.parametrize("kind, block_bytes", [("q4_0", 18), ("q8_0", 34)])
+def test_blocks(rng, dtype, counted, columns, outputs, kind, block_bytes):
+    """Where rows begin on lines, so does what lanes load of 32 blocks; elsewhere every 128 bytes may lie across two."""
+    x = draw(rng, (1, columns), dtype)
     blocks = mm.block_quantize(draw(rng, (outputs, columns), mx.float32), kind)
     mx.eval(blocks)  # natively
     (counts,) = counted(lambda: mm.block_matmul(x, blocks, kind))
     assert loaded_of_weights(counts, x) <= 1.02 * blocks.nbytes
+    row_bytes = columns // 32 * block_bytes
+    across = lines_across(outputs, row_bytes, 32 * block_bytes, LINE) if row_bytes % LINE else 0
+    assert across == 0 or columns % 2048
+    assert counts["device_lines"] == counts["device_lines_fewest"] + across
