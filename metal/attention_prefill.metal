@@ -11,8 +11,7 @@
 // The tile is as large as leaves the machine occupied. Of 32-bit registers a lane holds 2 R D / 8 of sums, R D / 8 (half
 // types; twice that in float32) of queries and 2 R C of scores: at D = 64 and R = 2 that is 80, at D = 128 and R = 1 it
 // is 72, which leaves registers for what is on its way, and for many simdgroups. R = 2 at D = 128 would halve the
-// fragments to load, and the simdgroups too, which R = 2 at D = 64 is left for where there are few (prefill_launches in
-// csrc/ops/attention_launch.cpp). C is 4 where scores leave registers for it, else 2.
+// fragments to load, and the simdgroups too. C is 4 where scores leave registers for it, else 2.
 //
 // In float32 at D = 192 and 256 the queries would take as many registers as the sums: there they are loaded again for
 // each tile of keys. So they are at D = 72, where a register would spill otherwise.
@@ -375,7 +374,6 @@ template <typename T, int D, int R>
 }
 
 instantiate_kernel("attention_prefill_64_float32", attention_prefill, float, 64, 2)
-instantiate_kernel("attention_prefill_64_8_float32", attention_prefill, float, 64, 1)
 instantiate_types("attention_prefill_72", attention_prefill, 72, 1)
 instantiate_types("attention_prefill_80", attention_prefill, 80, 1)
 instantiate_types("attention_prefill_96", attention_prefill, 96, 1)

@@ -281,16 +281,11 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const 
 
 std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,
                                      const AttentionOptions& options) {
-  constexpr uint32_t fewest_threadgroups = 128;  // that a simdgroup has 16 rows for, which share what it loads; else 8
-  constexpr uint32_t block = 4 * 8;              // prefill_simdgroups * 8 of attention_prefill.metal
-  const uint64_t heads = uint64_t(sizes.batches) * sizes.heads;
-  const bool may_double = sizes.width == 64;
-  const bool doubled = may_double && ceil_divide(sizes.queries, 2 * block) * heads >= fewest_threadgroups;
-  const uint32_t rows = doubled ? 2 * block : block;
+  const uint32_t rows = 4 * 8 * (sizes.width == 64 ? 2 : 1);  // prefill_simdgroups * 8 * R of attention_prefill.metal
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   Launch launch;
   launch.file = prefill_file;
-  launch.kernel = kernel_name(inputs[0].dtype(), "attention", "prefill_", sizes.width, may_double && !doubled ? "_8" : "");
+  launch.kernel = kernel_name(inputs[0].dtype(), "attention", "prefill_", sizes.width);
   launch.threadgroups = {ceil_divide(sizes.queries, rows), sizes.heads, sizes.batches};
   launch.threads = {128, 1, 1};
   bind_inputs(launch, inputs, options, params);

@@ -6,7 +6,7 @@
 
 namespace mittens {
 
-constant constexpr int most_simdgroups = 8;    // of a threadgroup
+constant constexpr int most_simdgroups = 8;   // of a threadgroup
 constant constexpr int most_partials = 1024;  // floats that a threadgroup's simdgroups leave for its last step
 
 // sums[m] += x[m, columns of word p] * what the word holds
