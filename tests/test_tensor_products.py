@@ -438,7 +438,7 @@ class FloatMachine:
         return self.registers[name].view(np.float32)
 
     def run(self, line):
-        for statement in re.sub(r"\.reg [^;]*;", "", line.strip()[2:-2]).split(";"):
+        for statement in re.sub(r"\.reg [^;]*;|[{}] |\s[{}]$", "", line.strip()).split(";"):
             if statement.strip():
                 with np.errstate(all="ignore"):
                     self._step(*statement.split(None, 1))
@@ -537,6 +537,32 @@ def test_assembles(dtype):
     assert len(set(re.findall(r"m16n8k.*", text))) > 3
     for arch in ("sm_80", "sm_90"):
         assert set(ptxas.assemble({"one": text}, arch)) == {"one", "two"}
+
+
+def test_random_programs_in_float32(rng):
+    """Products wait for each other, four alone or two above each other: what comes of them is the same, bit for bit."""
+    most = 0
+    for _ in range(300):
+        one = lambda of: of[rng.integers(len(of))]
+        matrices, pairs = [f"%m{i}" for i in range(rng.integers(3, 8))], [f"%s{2 * i}, %s{2 * i + 1}" for i in range(4)]
+        names = [*matrices, *", ".join(pairs).split(", ")]
+        lines = []
+        for _ in range(8):
+            if rng.random() < 0.2:
+                lines.append(f"\tmov.b32 \t{one(names)}, {one(names)};")
+            left, right = (f"{one(matrices)}, {one(names if rng.random() < 0.1 else matrices)}" for _ in range(2))
+            added = one(pairs)
+            lines.append(product(added if rng.random() < 0.5 else one(pairs), left, right, added, "f32"))
+        done = joined(*lines)
+        most = max([most, *(line.count("tf32.tf32") for line in done)])
+        start = {name: rng.normal(size=32) for name in names}
+        machines = [FloatMachine(start), FloatMachine(start)]
+        for machine, text in zip(machines, (alone(*lines), done), strict=True):
+            for line in text:
+                machine.run(line)
+        for name in names:
+            np.testing.assert_array_equal(machines[0].floats(name), machines[1].floats(name), err_msg="\n".join(lines))
+    assert most == 3 * 4
 
 
 @needs_ptxas
