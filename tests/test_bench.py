@@ -197,6 +197,7 @@ def test_what_calls_update_goes_from_one_to_the_next(monkeypatch, device):
         group[0] * 10, group[1] + 1, group[2] + 1
     ]  # fmt: skip
     sample = sampling.sampler(build, 1, {1: 1, 2: 2}, sets, 0, device)
+    sample._host_seconds = 0.03  # of a call, at most: what they wait for lasts as long, on a busy machine, too
     assert sample(6) > 0
     linked = [0, 1, 2, 3, 4, 5] if device == "gpu" else [0, 0, 1, 1, 2, 2]
     assert seen == [[i % 2, linked[i], i // 2] for i in range(6)]
