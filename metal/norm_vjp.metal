@@ -56,6 +56,14 @@ inline void load_weight(const device T* weight, bool has_weight, ColumnMap map, 
   }
 }
 
+// dsum of the thread's columns, zeros where there is none, as for layer_norm: on its way while the row's sums are taken.
+template <bool Centred, typename T, int N>
+inline void load_dsum(const device T* row, bool has_dsum, ColumnMap map, thread ColumnPart<N>& part) {
+  if (!Centred) {
+    load_part(row, ColumnMap{map.aligned, map.t, map.stride, map.begin, has_dsum ? map.end : 0}, part);
+  }
+}
+
 // g = dy * weight and centred = x - mean of one pack; zeros outside the columns.
 template <typename T, bool Centred>
 inline void load_terms(
@@ -138,7 +146,7 @@ inline void clear(thread Shares<T, N>& shares) {
 template <typename T, int N, bool Centred>
 inline void write_row(
     thread const ColumnPart<N>& x, thread const ColumnPart<N>& dy, thread const ColumnPart<N>& weight,
-    const device T* dsum_row, device T* dx_row, constant NormVjpParams& params, Coefficients c, ColumnMap map,
+    thread const ColumnPart<N>& dsum, device T* dx_row, constant NormVjpParams& params, Coefficients c, ColumnMap map,
     thread Shares<T, N>& shares) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -156,12 +164,12 @@ inline void write_row(
         shares.bias[i][j] += gradient[j];
       }
     }
-    if (params.has_dsum) {
-      float dsum[16 / sizeof(T)];
-      unpack<T>(load_columns(dsum_row, map, i), dsum);
+    if (!Centred) {
+      float added[16 / sizeof(T)];
+      unpack<T>(dsum.packs[i], added);
 #pragma unroll
       for (int j = 0; j < pack_size<T>(); ++j) {
-        dx[j] += dsum[j];
+        dx[j] += added[j];
       }
     }
     store_columns(dx_row, map, i, dx);
@@ -191,6 +199,7 @@ template <typename T, int N, bool Centred>
   ColumnPart<N> w;
   ColumnPart<N> x_part;
   ColumnPart<N> dy_part;
+  ColumnPart<N> dsum_part;
   load_weight(weight, params.has_weight, map, w);
   Shares<T, N> shares;
   clear(shares);
@@ -198,12 +207,13 @@ template <typename T, int N, bool Centred>
     const size_t start = size_t(row) * columns;
     load_part(x + start, map, x_part);
     load_part(dy + start, map, dy_part);
+    load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
     const float mean = Centred ? simd_sum(columns_sum<T>(x_part)) / float(columns) : 0.0f;
     const float3 own = part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, mean, map);
     const float g = Centred ? simd_sum(own.z) : 0.0f;
     const Coefficients c =
         row_coefficients<Centred>(mean, simd_sum(own.x), simd_sum(own.y), g, columns, params.eps);
-    write_row<T, N, Centred>(x_part, dy_part, w, dsum + start, dx + start, params, c, map, shares);
+    write_row<T, N, Centred>(x_part, dy_part, w, dsum_part, dx + start, params, c, map, shares);
   }
 
   if (params.partial_sums == 0) {
@@ -280,6 +290,7 @@ template <typename T, int N, bool Centred>
   ColumnPart<N> w;
   ColumnPart<N> x_part;
   ColumnPart<N> dy_part;
+  ColumnPart<N> dsum_part;
   load_weight(weight, params.has_weight, map, w);
   Shares<T, N> shares;
   clear(shares);
@@ -306,6 +317,7 @@ template <typename T, int N, bool Centred>
         load_part(dy + next, map, next_dy);
       }
     }
+    load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
     float mean = 0;
     if (Centred) {
       mean = threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], place) / float(columns);
@@ -315,7 +327,7 @@ template <typename T, int N, bool Centred>
     threadgroup_sums<sums>(row_sums, scratch[turn], place);
     const Coefficients c =
         row_coefficients<Centred>(mean, row_sums[0], row_sums[1], row_sums[2], columns, params.eps);
-    write_row<T, N, Centred>(x_part, dy_part, w, dsum + start, dx + start, params, c, map, shares);
+    write_row<T, N, Centred>(x_part, dy_part, w, dsum_part, dx + start, params, c, map, shares);
     turn = 1 - turn;
   }
   write_shares<T, N, Centred>(shares, map, block, params, partials);
@@ -490,6 +502,7 @@ template <typename T, int N, bool Centred>
   ColumnPart<N> w;
   ColumnPart<N> x_part;
   ColumnPart<N> dy_part;
+  ColumnPart<N> dsum_part;
   load_weight(weight, params.has_weight, map, w);
   Shares<T, N> shares;
   clear(shares);
@@ -497,9 +510,10 @@ template <typename T, int N, bool Centred>
     const size_t start = size_t(row) * columns;
     load_part(x + start, map, x_part);
     load_part(dy + start, map, dy_part);
+    load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
     const float4 c = coefficients[row];
     write_row<T, N, Centred>(
-        x_part, dy_part, w, dsum + start, dx + start, params, Coefficients{c.x, c.y, c.z, c.w}, map, shares);
+        x_part, dy_part, w, dsum_part, dx + start, params, Coefficients{c.x, c.y, c.z, c.w}, map, shares);
   }
   write_shares<T, N, Centred>(shares, map, block, params, partials);
 }
