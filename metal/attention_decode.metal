@@ -1,6 +1,6 @@
-// Attention of 1 to 16 rows of queries that share keys and values (mittens/decode.h); in half types of 1 and 2 where heads
-// have up to 128 elements, as attention_decode_tiles.metal takes the others. Several threadgroups may share the keys of a
-// row; attention_combine.metal then puts together what they leave.
+// Attention of 1 to 16 rows of queries that share keys and values (mittens/decode.h); where heads have up to 128 elements
+// of 1 and 2 in half types, and in float32 of up to 4 and more than 8, as attention_decode_tiles.metal takes the others.
+// Several threadgroups may share the keys of a row; attention_combine.metal then puts together what they leave.
 //
 // A head of up to 8 * G elements is spread over G lanes: 64, 128 and 256 fill them, widths between leave lanes idle.
 #include <metal_stdlib>
@@ -53,11 +53,9 @@ template <typename T, int G, int R>
 
 instantiate_few(8, 64)
 instantiate_float32(8, 64, 4)
-instantiate_float32(8, 64, 8)
 instantiate_float32(8, 64, 16)
 instantiate_few(16, 128)
 instantiate_float32(16, 128, 4)
-instantiate_float32(16, 128, 8)
 instantiate_float32(16, 128, 16)
 instantiate_few(32, 256)
 instantiate_types("attention_decode_256_4", attention_decode, 32, 4)

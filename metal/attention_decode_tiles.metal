@@ -1,9 +1,9 @@
-// Attention in half types as products of matrices (mittens/decode_tiles.h): of 3 and more rows of queries that share keys
-// and values, and of prompts of any length with heads of 64 and 128 elements. The simdgroups of a threadgroup share out
+// Attention as products of matrices (mittens/decode_tiles.h): of 3 and more rows of queries that share keys and values, in
+// float32 of 5 to 8, and of prompts of any length with heads of 64 and 128 elements, in float32 on NVIDIA GPUs. The simdgroups of a threadgroup share out
 // the keys of 8 or 16 rows. Several threadgroups may do so too; attention_combine.metal then puts together what they leave.
 //
-// 16 rows are what a key is multiplied with each time that it is loaded, twice what a simdgroup of the prefill kernel had
-// registers for: an Apple GPU's small cache then counts for less.
+// In half types 16 rows are what a key is multiplied with each time that it is loaded, twice what a simdgroup of the
+// prefill kernel had registers for: an Apple GPU's small cache then counts for less. In float32 there are registers for 8.
 //
 // In decoding, heads of less than 64 or 128 elements take the kernel of the next larger width; wider ones would not fit the
 // registers.
@@ -48,13 +48,16 @@ template <typename T, int D, int B>
   decode_tiles<Tiles, T, B>(rows, tiles, params, group.y, t, lane, simdgroup, scratch, maxima, totals);
 }
 
-#define instantiate_tiles(width, rows, B)                                                           \
-  instantiate_kernel(                                                                               \
-      "attention_decode_tiles_" #width "_" #rows "_float16", attention_decode_tiles, half, width, B) \
-  instantiate_kernel(                                                                               \
-      "attention_decode_tiles_" #width "_" #rows "_bfloat16", attention_decode_tiles, bfloat, width, B)
+#define instantiate_tiles(T, name, width, rows, B) \
+  instantiate_kernel("attention_decode_tiles_" #width "_" #rows "_" name, attention_decode_tiles, T, width, B)
 
-instantiate_tiles(64, 8, 1)
-instantiate_tiles(64, 16, 2)
-instantiate_tiles(128, 8, 1)
-instantiate_tiles(128, 16, 2)
+#define instantiate_halfs(T, name)        \
+  instantiate_tiles(T, name, 64, 8, 1)    \
+  instantiate_tiles(T, name, 64, 16, 2)   \
+  instantiate_tiles(T, name, 128, 8, 1)   \
+  instantiate_tiles(T, name, 128, 16, 2)
+
+instantiate_halfs(half, "float16")
+instantiate_halfs(bfloat, "bfloat16")
+instantiate_tiles(float, "float32", 64, 8, 1)
+instantiate_tiles(float, "float32", 128, 8, 1)

@@ -1,4 +1,5 @@
-// Attention of many tokens, in half types of heads other than 64 and 128 wide (those: attention_decode_tiles.metal):
+// Attention of many tokens where attention_decode_tiles.metal does not take it: of heads other than 64 and 128 wide, and
+// on Apple GPUs in float32:
 //
 //   y = softmax(scale * q k^T + mask) v
 //

@@ -317,7 +317,10 @@ template <typename T, int N, bool Centred>
         load_part(dy + next, map, next_dy);
       }
     }
-    load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
+    constexpr bool early = N < 4;  // there are registers for it
+    if (early) {
+      load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
+    }
     float mean = 0;
     if (Centred) {
       mean = threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], place) / float(columns);
@@ -327,6 +330,9 @@ template <typename T, int N, bool Centred>
     threadgroup_sums<sums>(row_sums, scratch[turn], place);
     const Coefficients c =
         row_coefficients<Centred>(mean, row_sums[0], row_sums[1], row_sums[2], columns, params.eps);
+    if (!early) {
+      load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
+    }
     write_row<T, N, Centred>(x_part, dy_part, w, dsum_part, dx + start, params, c, map, shares);
     turn = 1 - turn;
   }

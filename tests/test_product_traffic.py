@@ -8,6 +8,7 @@ import mlx_mittens as mm
 
 LINE = 128  # bytes
 SHAPES = [(2048, 64), (4096, 40), (2880, 48), (896, 130)]  # columns, outputs
+AFFINE_SHAPES = [(*shape, group) for shape in SHAPES for group in (32, 64, 128) if shape[0] % group == 0]
 
 
 def loaded_of_weights(counts, x, times=None):
@@ -45,6 +46,12 @@ def lines_across(rows, row_bytes, *runs):
     return sum((begin % LINE + end - begin - 1) // LINE - (end - begin - 1) // LINE for begin, end in ends)
 
 
+def assert_lines(counts, columns, across):
+    """As few lines as may be, and `across` more, of which there are none where rows begin on lines."""
+    assert across == 0 or columns % 2048
+    assert counts["device_lines"] == counts["device_lines_fewest"] + across
+
+
 def affine_lines_across(triple, columns, lane_columns):
     """A simdgroup takes the columns of its lanes at once, of words, scales and biases."""
     across = 0
@@ -54,40 +61,30 @@ def affine_lines_across(triple, columns, lane_columns):
     return across
 
 
-@pytest.mark.parametrize("columns, outputs", SHAPES)
+@pytest.mark.parametrize("columns, outputs, group", AFFINE_SHAPES)
 @pytest.mark.parametrize("bits, lane_columns", [(4, 32), (8, 16)])
-@pytest.mark.parametrize("group", [32, 64, 128])
 def test_affine_weights(rng, dtype, counted, columns, outputs, bits, lane_columns, group):
     """Lanes that share a group each load its scale and bias, from one line."""
-    if columns % group:
-        pytest.skip("no whole number of groups")
     x = draw(rng, (1, columns), dtype)
     triple = mx.quantize(draw(rng, (outputs, columns), dtype), group, bits)
     (counts,) = counted(lambda: mm.quantized_matmul(x, *triple, group_size=group, bits=bits))
     words, scales, biases = triple
     fewest = words.nbytes + group // lane_columns * (scales.nbytes + biases.nbytes)
     assert loaded_of_weights(counts, x) <= 1.02 * fewest
-    across = affine_lines_across(triple, columns, lane_columns)
-    assert across == 0 or columns % 2048
-    assert counts["device_lines"] == counts["device_lines_fewest"] + across
+    assert_lines(counts, columns, affine_lines_across(triple, columns, lane_columns))
     assert counts["bank_conflicts"] == 0
     assert counts["device_bytes_stored"] == outputs * dtype.size
 
 
-@pytest.mark.parametrize("columns, outputs", SHAPES)
+@pytest.mark.parametrize("columns, outputs, group", AFFINE_SHAPES)
 @pytest.mark.parametrize("bits, lane_columns", [(4, 32), (8, 16)])
-@pytest.mark.parametrize("group", [32, 64, 128])
 def test_gate_and_up(rng, dtype, counted, columns, outputs, bits, lane_columns, group):
-    if columns % group:
-        pytest.skip("no whole number of groups")
     x = draw(rng, (1, columns), dtype)
     gate, up = (mx.quantize(draw(rng, (outputs, columns), dtype), group, bits) for _ in range(2))
     (counts,) = counted(lambda: mm.quantized_swiglu(x, gate, up, group_size=group, bits=bits))
     fewest = sum(words.nbytes + group // lane_columns * 2 * scales.nbytes for words, scales, _ in (gate, up))
     assert loaded_of_weights(counts, x) <= 1.02 * fewest
-    across = 2 * affine_lines_across(gate, columns, lane_columns)
-    assert across == 0 or columns % 2048
-    assert counts["device_lines"] == counts["device_lines_fewest"] + across
+    assert_lines(counts, columns, 2 * affine_lines_across(gate, columns, lane_columns))
     assert counts["bank_conflicts"] == 0
 
 
@@ -102,5 +99,4 @@ def test_blocks(rng, dtype, counted, columns, outputs, kind, block_bytes):
     assert loaded_of_weights(counts, x) <= 1.02 * blocks.nbytes
     row_bytes = columns // 32 * block_bytes
     across = lines_across(outputs, row_bytes, 32 * block_bytes, LINE) if row_bytes % LINE else 0
-    assert across == 0 or columns % 2048
-    assert counts["device_lines"] == counts["device_lines_fewest"] + across
+    assert_lines(counts, columns, across)

@@ -14,6 +14,7 @@
 #include "ops/checks.h"
 #include "ops/define.h"
 #include "ops/fallback.h"
+#include "ops/matrices.h"
 #include "ops/registry.h"
 
 namespace nb = nanobind;
@@ -37,6 +38,21 @@ std::string not_covered(const mx::Shape& queries, const mx::Shape& keys, const m
   }
   const bool kernels = stream.device == mx::Device::gpu || simulator_enabled();
   return kernels ? attention_not_covered(queries, keys, values, options) : "";
+}
+
+// From how many rows of queries on mx is faster where there are tensor cores: it has kernels of cuDNN's for them in half
+// types, and in float32 composes attention of products in TF32. But it makes a mask of all scores for a window.
+bool tensor_cores_win(const mx::Shape& scores, int width, mx::Dtype dtype, const AttentionOptions& options) {
+  const int queries = scores[2];
+  const int64_t keys = scores[3];
+  if (options.window > 0 && int64_t(options.window) * 4 <= keys) {
+    return false;
+  }
+  if (dtype == mx::float32) {
+    const bool only_causal = options.causal && !options.has_mask && width <= 64;
+    return queries > 128 && !only_causal;
+  }
+  return queries > 32 || (queries > 16 && keys < 1024);
 }
 
 bool has_empty(const mx::Shape& shape) {
@@ -163,6 +179,11 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
                                    call.queries.dtype(), call.options, stream);
   if (!reason.empty()) {
     left_to_mx(op, std::move(reason));
+    return call;
+  }
+  if (bits == 0 && has_nvidia_rules(stream) &&
+      tensor_cores_win(scores, call.queries.shape(3), call.queries.dtype(), call.options) &&
+      better_left_to_mx(op, "many queries where there are tensor cores")) {
     return call;
   }
   return apply_attention(std::move(call), stream);

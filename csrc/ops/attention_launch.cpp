@@ -49,9 +49,11 @@ bool is_prompt(const Sizes& sizes) {
 }
 
 // The kernels of a few rows take many blocks of them where products are of matrices and fill them, and where keys and
-// values are packed, which they unpack in registers.
-bool is_prefill(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
-  const bool tiles = dtype != mx::float32 && (sizes.width == 64 || sizes.width == 128);
+// values are packed, which they unpack in registers. In float32 they have 8 rows, which on NVIDIA GPUs takes a sixth to two
+// thirds of the time; on Apple's the prefill kernel's simdgroups share what they load by a core's cache.
+bool is_prefill(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype, mx::Stream stream) {
+  const bool tiles =
+      (sizes.width == 64 || sizes.width == 128) && (dtype != mx::float32 || has_nvidia_rules(stream));
   return options.bits == 0 && is_prompt(sizes) && !tiles;
 }
 
@@ -75,15 +77,32 @@ struct DecodePlan {
 };
 
 // How many threadgroups a large GPU runs at once, by the registers of a thread: an H200 has 132 cores.
-uint32_t threadgroups_at_once(const DecodePlan& plan, const AttentionOptions& options) {
+uint32_t threadgroups_at_once(const DecodePlan& plan, const AttentionOptions& options, mx::Dtype dtype) {
   constexpr uint32_t two = 2 * 132, three = 3 * 132, four = 4 * 132;
   if (!plan.tiles) {
     return plan.rows > 4 ? two : three;
+  }
+  if (dtype == mx::float32) {
+    return plan.width == 64 ? three : two;
   }
   if (plan.rows > 8) {
     return plan.width == 64 ? three : two;
   }
   return options.bits == 0 || plan.width == 64 ? four : three;
+}
+
+// Whether so many rows of queries that share keys are taken as matrices of 8.
+bool wants_tiles(uint32_t rows, const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
+  if (sizes.width > 128) {
+    return false;
+  }
+  if (options.bits != 0) {
+    return dtype != mx::float32 && rows > 1;  // a matrix that is mostly empty takes less than to unpack for each row
+  }
+  if (dtype != mx::float32) {
+    return rows > 2;
+  }
+  return is_prompt(sizes) || (rows > 4 && rows <= 8);  // 16 would take more registers than there are
 }
 
 DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
@@ -92,20 +111,19 @@ DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::
   plan.width = std::max(std::bit_ceil(sizes.width), 64u);
   const uint32_t rows = sizes.ratio() * sizes.queries;
   plan.rows = std::min(std::bit_ceil(rows), plan.width > 128 ? 8u : 16u);
-  // Two rows would leave three quarters of a matrix empty, which is less than unpacking costs. In float32 matrices are no
-  // faster than what they replace.
-  plan.tiles = dtype != mx::float32 && plan.width <= 128 && rows > (options.bits == 0 ? 2 : 1);
+  plan.tiles = wants_tiles(rows, sizes, options, dtype);
   if (plan.tiles) {
-    plan.rows = options.bits != 0 && options.group_size < 64 ? 8 : std::max(plan.rows, 8u);
+    const bool only_eight = dtype == mx::float32 || (options.bits != 0 && options.group_size < 64);
+    plan.rows = only_eight ? 8 : std::max(plan.rows, 8u);
   } else if (options.bits != 0 && plan.rows == 2) {
     plan.rows = 4;  // there are fewer kernels of packed keys
   }
   plan.row_blocks = ceil_divide(rows, plan.rows);
-  const uint32_t wanted_threadgroups = threadgroups_at_once(plan, options);
+  const uint32_t wanted_threadgroups = threadgroups_at_once(plan, options, dtype);
   uint32_t step = simdgroups * (plan.rows == 1 ? 8 : 4) * (256 / plan.width);  // DecodeShape::tile
   if (plan.tiles) {
     const uint32_t elements = plan.width * plan.rows / 8;
-    uint32_t tiles = elements > 64 ? 1 : 2;  // TileShape::C
+    uint32_t tiles = elements > 64 || dtype == mx::float32 ? 1 : 2;  // TileShape::C
     if (options.bits != 0) {
       tiles = options.group_size < 64 || elements > 128 ? 1 : 2;
     }
@@ -312,8 +330,10 @@ std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& key
 std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,
                                        const AttentionOptions& options, mx::Stream stream) {
   const Sizes sizes = sizes_of(inputs[0].shape(), inputs[1].shape());
-  return is_prefill(sizes, options, inputs[0].dtype()) ? prefill_launches(inputs, y, sizes, options)
-                                                       : decode_launches(inputs, y, sizes, options, stream);
+  if (is_prefill(sizes, options, inputs[0].dtype(), stream)) {
+    return prefill_launches(inputs, y, sizes, options);
+  }
+  return decode_launches(inputs, y, sizes, options, stream);
 }
 
 }  // namespace mittens

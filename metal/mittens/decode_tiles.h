@@ -31,7 +31,8 @@ namespace mittens {
 // For B blocks of 8 rows of queries, heads of D elements, of which a lane loads `keys` and `values` neighbours at once.
 // At D = 128 and B = 1 a lane holds 32 registers of sums, 16 of queries, and 16 each of keys and values on their way, so
 // that the next keys are loaded while the values are added up (loads_ahead). With two blocks that would be more than a
-// lane of an Apple GPU has: keys and values then take turns, and each is multiplied with twice as many rows.
+// lane of an Apple GPU has: keys and values then take turns, and each is multiplied with twice as many rows. In float32
+// keys and values are 32 registers each, and queries lie in threadgroup memory.
 template <int D, int B, int tiles, int keys, int values, bool loads_ahead>
 struct TileShape {
   static constant constexpr int C = tiles;  // of 8 keys, at a time
@@ -170,10 +171,10 @@ inline void decode_tiles(
       scored[b].at[i] = scored_row(rows, b * 8 + tile_column(lane) + i, params);
     }
   }
-  load_queries(own, rows, range.x + simdgroup * Shape::tile < end, lane, params);
+  load_queries(own, rows, range.x + simdgroup * Shape::tile < end, lane, simdgroup, scratch, params);
 
   // Where a prompt's mask says what is seen, tiles that no row sees are skipped, unless a row sees none at all.
-  for (bool skips = B > 1 && params.skips;; skips = false) {
+  for (bool skips = Tiles::prompts && params.skips;; skips = false) {
     clear(own);
     float2 maximum[B];
     float2 total[B];

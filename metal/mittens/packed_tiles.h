@@ -18,6 +18,7 @@ namespace mittens {
 template <typename T, int bits, int W, int D, int B>
 struct PackedTiles {
   using Shape = TileShape<D, B, (W < 64 || D * B > 128 ? 1 : 2), W / 4, W / 8, B == 1>;
+  static constant constexpr bool prompts = B > 1;  // whether these come here
   static constant constexpr int group = W;
   static constant constexpr int columns = D;
   static constant constexpr int per_word = 32 / bits;
@@ -188,7 +189,7 @@ inline void load_tiles(
 
 template <typename T, int bits, int W, int D, int B>
 inline void load_queries(
-    thread PackedTiles<T, bits, W, D, B>& own, DecodeRows<T> rows, bool wanted, uint lane,
+    thread PackedTiles<T, bits, W, D, B>& own, DecodeRows<T> rows, bool wanted, uint lane, uint, threadgroup float*,
     constant AttentionParams& params) {
   using Tiles = PackedTiles<T, bits, W, D, B>;
   Fragments<T, D / 8> queries[B];

@@ -1,13 +1,39 @@
-// Keys and values in a half type as operands of decode_tiles.h: what is loaded is multiplied as it is.
+// Keys and values as operands of decode_tiles.h: what is loaded is multiplied as it is.
 #pragma once
 
 #include "mittens/decode_tiles.h"
 
 namespace mittens {
 
+// Of B blocks of 8 rows, N fragments each: in half types in registers.
+template <typename T, int N, int B>
+struct Queries {
+  Fragments<T, N> at[B];
+};
+
+// In float32 there are no registers for them: they lie in threadgroup memory, where all simdgroups have the same ones, two
+// fragments of a lane side by side.
+template <int N, int B>
+struct Queries<float, N, B> {
+  threadgroup float4* lane;
+};
+
+template <typename T, int N, int B>
+inline vec<T, 2> query_pair(thread const Queries<T, N, B>& queries, int b, int n) {
+  if constexpr (sizeof(T) == 4) {
+    const float4 two = queries.lane[(b * N + n) / 2 * 32];
+    return n % 2 == 0 ? two.xy : two.zw;
+  } else {
+    return queries.at[b].at[n];
+  }
+}
+
 template <typename T, int D, int B>
 struct PlainTiles {
-  using Shape = TileShape<D, B, (B > 1 ? 1 : 128 / D), 8, 8, (D * B <= 128)>;
+  static constant constexpr bool full = sizeof(T) == 4;
+  static constant constexpr int pack = 16 / sizeof(T);  // elements that are loaded at once
+  using Shape = TileShape<D, B, (B > 1 || full ? 1 : 128 / D), pack, pack, (D * B <= 128)>;
+  static constant constexpr bool prompts = B > 1 || full;  // whether these come here
   // Of the lane's neighbours the one that is element e of its pair t.
   static constexpr int paired(int t, int e) {
     return 2 * t + e;
@@ -22,7 +48,7 @@ struct PlainTiles {
 
   PlainRows<T> keys;
   PlainRows<T> values;
-  Fragments<T, D / 8> queries[B];
+  Queries<T, D / 8, B> queries;
   Tile<float, B, D / 8> sums;
 };
 
@@ -83,10 +109,47 @@ inline void load_tiles(
   }
 }
 
+// Elements 2 t and 2 t + 1.
+template <typename T, int W>
+inline vec<T, 2> neighbours(thread const uint (&words)[W], int t) {
+  if constexpr (sizeof(T) == 4) {
+    return as_type<float2>(uint2(words[2 * t], words[2 * t + 1]));
+  } else {
+    return as_type<vec<T, 2>>(words[t]);
+  }
+}
+
+// Element i of both.
+template <typename T, int W>
+inline vec<T, 2> beside(thread const uint (&first)[W], thread const uint (&second)[W], int i) {
+  if constexpr (sizeof(T) == 4) {
+    return as_type<float2>(uint2(first[i], second[i]));
+  } else {
+    return as_type<vec<T, 2>>(side_by_side(first[i / 2], second[i / 2], i % 2));
+  }
+}
+
 template <typename T, int D, int B>
 inline void load_queries(
-    thread PlainTiles<T, D, B>& own, DecodeRows<T> rows, bool wanted, uint lane, constant AttentionParams& params) {
-  load_query_pairs<PlainTiles<T, D, B>>(own.queries, rows, wanted, lane, params);
+    thread PlainTiles<T, D, B>& own, DecodeRows<T> rows, bool wanted, uint lane, uint simdgroup,
+    threadgroup float* scratch, constant AttentionParams& params) {
+  if constexpr (sizeof(T) == 4) {
+    own.queries.lane = (threadgroup float4*)scratch + lane;
+    if (simdgroup == 0) {
+      Fragments<T, D / 8> queries[B];
+      load_query_pairs<PlainTiles<T, D, B>>(queries, rows, true, lane, params);
+#pragma unroll
+      for (int b = 0; b < B; ++b) {
+#pragma unroll
+        for (int n = 0; n < D / 8; n += 2) {
+          own.queries.lane[(b * D / 8 + n) / 2 * 32] = float4(queries[b].at[n], queries[b].at[n + 1]);
+        }
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  } else {
+    load_query_pairs<PlainTiles<T, D, B>>(own.queries.at, rows, wanted, lane, params);
+  }
 }
 
 template <typename T, int D, int B>
@@ -107,8 +170,8 @@ inline void multiply_keys(
     for (int b = 0; b < B; ++b) {
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        const vec<T, 2> pair = as_type<vec<T, 2>>(keys.at[c].at[n / pairs].words[n % pairs]);
-        scores.at[b][c] = multiply_tiles<T>(pair, own.queries[b].at[n], scores.at[b][c]);
+        const vec<T, 2> pair = neighbours<T>(keys.at[c].at[n / pairs].words, n % pairs);
+        scores.at[b][c] = multiply_tiles<T>(pair, query_pair(own.queries, b, n), scores.at[b][c]);
       }
     }
   }
@@ -148,9 +211,7 @@ inline void add_values(
     }
 #pragma unroll
     for (int n = 0; n < D / 8; ++n) {
-      const uint both = side_by_side(
-          values.at[c][0].at[n / V].words[n % V / 2], values.at[c][1].at[n / V].words[n % V / 2], n % 2);
-      const vec<T, 2> pair = as_type<vec<T, 2>>(both);
+      const vec<T, 2> pair = beside<T>(values.at[c][0].at[n / V].words, values.at[c][1].at[n / V].words, n % V);
 #pragma unroll
       for (int b = 0; b < B; ++b) {
         own.sums.at[b][n] = multiply_tiles<T>(pair, weights[b], own.sums.at[b][n]);

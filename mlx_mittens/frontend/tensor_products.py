@@ -9,7 +9,7 @@ right matrix become one, and of two that follow each other in a sum the matrices
 is found, the lower rows are zeros, and nobody reads what comes of them.
 
 Of two products that become one the first waits for the second. Registers are rewritten in PTX, so what the first reads
-must stay until then.
+must stay until then. Products in float32 become three of TF32 each (`_in_parts`).
 """
 
 from __future__ import annotations
