@@ -73,6 +73,19 @@ def test_what_goes_to_mx(rng, lenient, nvidia_kernels, dtype, queries, keys, wid
     assert_right(y, twin, exact_of(q, k, v, width**-0.5, options.get("mask"), None, options.get("window")), dtype)
 
 
+def test_force_fused_keeps_the_kernel(rng, lenient, nvidia_kernels):
+    """In float32 mx may have none there."""
+    q, k, v = inputs(rng, (1, 2, 1, 140, 150, 128), mx.float32)
+    run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1, force_fused=True))
+    assert nvidia_kernels()
+
+
+def test_no_keys(rng, lenient, nvidia_kernels):
+    q, k, v = inputs(rng, (1, 2, 1, 40, 0, 64), mx.float16)
+    y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1))
+    assert y.shape == q.shape and not mx.any(y)
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 def test_apple_gpus_take_all(rng, lenient, native, dtype):
     q, k, v = inputs(rng, (1, 1, 1, 140, 150, 64), dtype)

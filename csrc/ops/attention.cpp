@@ -181,7 +181,7 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
     left_to_mx(op, std::move(reason));
     return call;
   }
-  if (bits == 0 && has_nvidia_rules(stream) &&
+  if (bits == 0 && !call.force_fused && has_nvidia_rules(stream) &&
       tensor_cores_win(scores, call.queries.shape(3), call.queries.dtype(), call.options) &&
       better_left_to_mx(op, "many queries where there are tensor cores")) {
     return call;
@@ -197,7 +197,7 @@ std::optional<mx::array> found_in(AttentionResult result) {
 namespace {
 
 // mx knows no window: it becomes a mask.
-mx::array by_mx(const AttentionCall& call, bool force_fused, mx::Stream s) {
+mx::array by_mx(const AttentionCall& call, mx::Stream s) {
   std::optional<mx::array> mask = call.mask;
   std::string mode = call.options.causal ? "causal" : "";
   if (call.options.window) {
@@ -209,7 +209,7 @@ mx::array by_mx(const AttentionCall& call, bool force_fused, mx::Stream s) {
                                         : mx::where(seen, *mask, mx::array(-INFINITY, mask->dtype()), s);
   }
   return mx::fast::scaled_dot_product_attention(call.queries, call.keys[0], call.values[0], call.options.scale, mode,
-                                                mask, call.sinks, force_fused, s);
+                                                mask, call.sinks, call.force_fused, s);
 }
 
 Arrays alone(mx::array array) {
@@ -220,7 +220,7 @@ Arrays alone(mx::array array) {
 
 AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                         const MaskArgument& mask, const std::optional<mx::array>& sinks, std::optional<int> window,
-                        mx::StreamOrDevice where) {
+                        bool force_fused, mx::StreamOrDevice where) {
   for (const auto& [name, array] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)}) {
     if (array->ndim() != 4) {
       checks::fail(op, name, " has shape ", array->shape(), ": expected four dimensions");
@@ -230,7 +230,7 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
   const mx::Dtype dtype = checks::floating(op, {{"q", q}, {"k", k}, {"v", v}});
   const mx::Stream stream = checks::stream(op, where);
   AttentionCall call{in_dtype(q, dtype, stream), alone(in_dtype(k, dtype, stream)),
-                     alone(in_dtype(v, dtype, stream)), std::nullopt, std::nullopt, {.scale = scale}};
+                     alone(in_dtype(v, dtype, stream)), std::nullopt, std::nullopt, {.scale = scale}, force_fused};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
   return attend(op, std::move(call), stream);
@@ -239,9 +239,9 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
 mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                                        const MaskArgument& mask, const std::optional<mx::array>& sinks,
                                        std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
-  auto result = checked(q, k, v, scale, mask, sinks, window, where);
+  auto result = checked(q, k, v, scale, mask, sinks, window, force_fused, where);
   const auto* left = std::get_if<AttentionCall>(&result);
-  return left ? by_mx(*left, force_fused, checks::stream(op, where)) : std::get<mx::array>(std::move(result));
+  return left ? by_mx(*left, checks::stream(op, where)) : std::get<mx::array>(std::move(result));
 }
 
 void bind(nb::module_& module) {
@@ -256,8 +256,8 @@ const Register registered(bind);
 
 std::optional<mx::array> attempt_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                                            const MaskArgument& mask, const std::optional<mx::array>& sinks,
-                                           std::optional<int> window, bool, mx::StreamOrDevice where) {
-  return found_in(checked(q, k, v, scale, mask, sinks, window, where));
+                                           std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
+  return found_in(checked(q, k, v, scale, mask, sinks, window, force_fused, where));
 }
 
 std::shared_ptr<mx::Primitive> attempt_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,

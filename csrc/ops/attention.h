@@ -25,6 +25,7 @@ struct AttentionCall {
   std::optional<mx::array> mask;   // four dimensions that broadcast to [batch, heads, queries, keys]
   std::optional<mx::array> sinks;  // [heads]
   AttentionOptions options;
+  bool force_fused = false;  // mx's option: by one kernel, or an error
 
   int value_width() const;
   mx::Shape scores_shape() const;
