@@ -1,6 +1,7 @@
 // Attention as products of matrices (mittens/decode_tiles.h): of 3 and more rows of queries that share keys and values, in
-// float32 of 5 to 8, and of prompts of any length with heads of 64 and 128 elements, in float32 on NVIDIA GPUs. The simdgroups of a threadgroup share out
-// the keys of 8 or 16 rows. Several threadgroups may do so too; attention_combine.metal then puts together what they leave.
+// float32 of 5 to 8, and of prompts of any length with heads of 64 and 128 elements, in float32 on NVIDIA GPUs. The
+// simdgroups of a threadgroup share out the keys of 8 or 16 rows. Several threadgroups may do so too;
+// attention_combine.metal then puts together what they leave.
 //
 // In half types 16 rows are what a key is multiplied with each time that it is loaded, twice what a simdgroup of the
 // prefill kernel had registers for: an Apple GPU's small cache then counts for less. In float32 there are registers for 8.
@@ -29,7 +30,7 @@ template <typename T, int D, int B>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   using Tiles = PlainTiles<T, D, B>;
-  threadgroup float scratch[tile_scratch<Tiles>()];
+  threadgroup float4 scratch[tile_scratch<Tiles>() / 4];
   threadgroup float maxima[8 * B * decode_simdgroups];
   threadgroup float totals[8 * B * decode_simdgroups];
   const DecodeRows<T> rows = decode_rows(queries, mask, sinks, y, group, 8 * B, params);
@@ -45,7 +46,8 @@ template <typename T, int D, int B>
   Tiles tiles;
   tiles.keys = k;
   tiles.values = v;
-  decode_tiles<Tiles, T, B>(rows, tiles, params, group.y, t, lane, simdgroup, scratch, maxima, totals);
+  decode_tiles<Tiles, T, B>(
+      rows, tiles, params, group.y, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
 }
 
 #define instantiate_tiles(T, name, width, rows, B) \

@@ -41,14 +41,18 @@ def test_prefill_does_the_least_its_tiles_need(rng, counted, width, rows, dtype)
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_a_prompt_by_tiles_reads_each_key_once_for_16_rows(rng, counted, width):
-    """The simdgroups of a threadgroup share out the keys: each reads the queries, and no product is computed twice."""
-    heads, queries, keys, rows = 2, 128, 160, 16
-    counts = prompt(counted, arrays(rng, heads, 1, queries, keys, width))
+@pytest.mark.parametrize("dtype, rows", [(mx.float16, 16), (mx.float32, 8)])
+def test_a_prompt_by_tiles_reads_each_key_once_for_its_rows(rng, counted, width, dtype, rows):
+    """The simdgroups of a threadgroup share out the keys: each reads the queries, which in float32 one reads for all, and
+    no product is computed twice."""
+    heads, queries, keys = 2, 128, 160
+    drawn = arrays(rng, heads, 1, queries, keys, width, dtype)
+    counts = counted(attend(drawn), gpu="nvidia")[0]
     assert counts["matrix_operations"] == 2 * heads * (queries // TILE) * (keys // TILE) * (width // TILE)
-    readers = counts["threads"] // 32 // (heads * queries // rows)
-    row = 2 * width
+    readers = 1 if dtype == mx.float32 else counts["threads"] // 32 // (heads * queries // rows)
+    row = dtype.size * width
     assert counts["device_bytes_loaded"] <= 1.01 * heads * row * (queries // rows * 2 * keys + readers * queries)
+    assert counts["bank_conflicts"] == 0
 
 
 @pytest.mark.parametrize("width, tokens", [(64, 2048), (128, 1024)])

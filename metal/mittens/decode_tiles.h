@@ -11,9 +11,9 @@
 // loaded at once, and the queries follow.
 //
 // How keys and values become operands is the matter of `Tiles`: PlainTiles (plain_tiles.h), PackedTiles (packed_tiles.h).
-// Each has queries and sums, and these functions:
+// Each has queries and sums, says whether prompts come to it, and has these functions:
 //
-//   load_queries
+//   load_queries   into registers or threadgroup memory
 //   load_tiles     its Keys or its Values
 //   clear          nothing is summed up
 //   multiply_keys  scores of a tile, in the units of the weights
@@ -48,7 +48,7 @@ struct TileShape {
   // How sums lie in threadgroup memory, so far apart that no two banks meet.
   static constant constexpr int block = 8;
   static constant constexpr int columns = D;
-  static constant constexpr int sum_stride = columns / value_elements + 4;
+  static constant constexpr int sum_stride = (columns + 32) / value_elements;
   static constant constexpr int sum_row = value_elements * sum_stride + 4;
 };
 
