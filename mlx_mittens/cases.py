@@ -293,7 +293,8 @@ _NORM_TESTS = _tests(
     (65, 601), (2, 1024), (3, 1025), (66, 1032), (1, 2048), (2, 2881), (1, 4100), (2, 6001), (1, 8200), (9, 10007),
     (9, 17001), (2, 33000), (1, 90001), (1100, 24), (513, 261), (513, 264), (513, 520),
 )  # fmt: skip
-_NORM_TESTS += _tests((130, 1030), vjp=True)  # more rows than threadgroups that sum up a weight's gradient
+# More rows than threadgroups that sum up a weight's gradient, and than simdgroups.
+_NORM_TESTS += _tests((130, 1030), (2085, 5), vjp=True)
 
 _NORM_CASES = (
     Case("Llama-3.2-1B decode", (1, 2048), quick=True),
