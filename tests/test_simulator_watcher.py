@@ -701,6 +701,23 @@ def test_traffic(name):
         assert counts["threadgroup_accesses"] == 34 and counts["bank_conflicts"] == touched
 
 
+@pytest.mark.parametrize("meeting", ["simdgroup_barrier(mem_flags::mem_none);", "s = simd_sum(s);", "BARRIER"])
+def test_lanes_that_skip_an_access_are_not_paired_with_a_later_one(meeting):
+    """Where they meet in between. Half of the lanes load 64 bytes in the first round, all of them a line in each other."""
+    body = f"""
+  float s = 0;
+  for (uint round = 0; round < 4; ++round) {{
+    if (round > 0 || i % 32 < 16) {{ s += x[round * 32 + i % 32]; }}
+    {meeting}
+  }}
+  y[i] = s;"""
+    arguments = "const device float* x [[buffer(0)]], device float* y [[buffer(1)]]"
+    file = register(MACROS + kernel(body, arguments))
+    counts = run(file, "test", [np.zeros(128, np.float32), np.zeros(32, np.float32)], count=True)
+    assert counts["device_accesses"] == 5
+    assert counts["device_lines"] == counts["device_lines_fewest"] == 5
+
+
 def test_watching_costs_at_most_eight_times():
     """A softmax of rows by MLX's own kernel: loads, stores, reductions and barriers in their usual shares."""
     import time

@@ -333,6 +333,7 @@ void Simulation::arrive(Meeting& meeting, abi::Scope scope, const abi::Operation
     return;
   }
   meeting.arrived = 0;
+  watcher.meet(scope, running_->thread.simdgroup);
   if (combine) {
     combine(meeting.lanes[meeting.parity]);
   }
@@ -426,6 +427,7 @@ bool Simulation::release_barrier_without_finished() {
     return false;
   }
   threadgroup_.arrived = 0;
+  watcher.meet(abi::threadgroup_scope, 0);
   release(threadgroup_, threadgroup_.count);
   return true;
 }

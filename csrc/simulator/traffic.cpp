@@ -1,6 +1,7 @@
 #include "simulator/traffic.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace mittens::simulator {
 
@@ -30,26 +31,33 @@ std::vector<uint64_t> units(const std::vector<uint64_t>& at, unsigned bytes, uns
 }  // namespace
 
 void Traffic::access(bool device, uint64_t at, size_t bytes, const void* caller, const abi::Thread& thread) {
-  // Instructions of one library are less than 2^32 bytes apart; threads and simdgroups are at most 1024 and 32.
-  const uint64_t instruction = reinterpret_cast<uintptr_t>(caller) << 32 >> 22;
-  const uint32_t time = times_[instruction | thread.index]++;
-  const uint64_t key = (instruction >> 5 | thread.simdgroup) ^ uint64_t{time} * 0x9e3779b97f4a7c15;
-  Together& together = together_[key];
+  Simdgroup& simdgroup = simdgroups_[thread.simdgroup];
+  const uint64_t instruction = reinterpret_cast<uintptr_t>(caller);
+  const uint32_t time = simdgroup.times[instruction * abi::simd_width + thread.index % abi::simd_width]++;
+  const uint64_t key = instruction ^ uint64_t{time} * 0x9e3779b97f4a7c15;
+  Together& together = simdgroup.together[key];
   together.device = device;
   together.bytes = static_cast<unsigned>(bytes);
   together.at.push_back(at);
   if (together.at.size() == abi::simd_width) {
     count(together);
-    together_.erase(key);
+    simdgroup.together.erase(key);
   }
 }
 
-void Traffic::finish_threadgroup() {
-  for (auto& [key, together] : together_) {
+void Traffic::meet(unsigned simdgroup) {
+  Simdgroup& own = simdgroups_[simdgroup];
+  for (auto& [key, together] : own.together) {
     count(together);
   }
-  together_.clear();
-  times_.clear();
+  own.together.clear();
+  own.times.clear();
+}
+
+void Traffic::finish_threadgroup() {
+  for (unsigned simdgroup = 0; simdgroup < std::size(simdgroups_); ++simdgroup) {
+    meet(simdgroup);
+  }
 }
 
 void Traffic::count(Together& together) {

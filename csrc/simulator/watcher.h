@@ -68,6 +68,14 @@ class Watcher {
       traffic_->finish_threadgroup();
     }
   }
+  // All threads of a scope are at the same operation.
+  void meet(abi::Scope scope, unsigned simdgroup) {
+    if (traffic_ && scope == abi::simdgroup_scope) {
+      traffic_->meet(simdgroup);
+    } else if (traffic_ && scope == abi::threadgroup_scope) {
+      traffic_->finish_threadgroup();
+    }
+  }
   // After the last threadgroup: what should have been written and was not.
   void finish();
 
