@@ -83,16 +83,6 @@ inline void swap_halves(thread LaneWeights& weights, bool odd) {
   weights.halves[1] = odd ? weights.halves[1] : other;
 }
 
-// Neighbours t and t + depth.
-template <typename T>
-inline vec<T, 2> apart(uint4 pack, int t) {
-  if constexpr (sizeof(T) == 4) {
-    return as_type<float2>(uint2(pack[t], pack[t + 2]));
-  } else {
-    return as_type<vec<T, 2>>(side_by_side(pack[t / 2], pack[2 + t / 2], t % 2));
-  }
-}
-
 // Rows that are not there stand for the last one: nobody asks for what comes of them.
 template <bool whole, typename T, int MB, int H>
 inline void load_rows(
@@ -145,7 +135,8 @@ inline void add_runs(
     for (int t = 0; t < E; ++t) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const vec<T, 2> pair = apart<T>(weights[h / 2][n].halves[h % 2], t);
+        const uint4 pack = weights[h / 2][n].halves[h % 2];
+        const vec<T, 2> pair = element_of_both<T>(pack[element_word<T>(t)], pack[2 + element_word<T>(t)], t);
 #pragma unroll
         for (int block = 0; block < MB; ++block) {
           sums.at[n][block] = multiply_tiles<T>(pair, activations[h].at[t][block], sums.at[n][block]);

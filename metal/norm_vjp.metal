@@ -43,11 +43,18 @@ inline Coefficients row_coefficients(float mean, float squares, float products, 
   return c;
 }
 
+// The thread's columns of a row that may be absent: then zeros.
+template <typename T, int N>
+inline void load_part_if(bool there, const device T* row, ColumnMap map, thread ColumnPart<N>& part) {
+  map.end = there ? map.end : 0;
+  load_part(row, map, part);
+}
+
 // The weight of the thread's columns. In float32 it is 1 where there is none: a choice between dy and dy * weight would
 // take registers for both. In half types the choice keeps the weight packed.
 template <typename T, int N>
 inline void load_weight(const device T* weight, bool has_weight, ColumnMap map, thread ColumnPart<N>& part) {
-  load_part(weight, ColumnMap{map.aligned, map.t, map.stride, map.begin, has_weight ? map.end : 0}, part);
+  load_part_if(has_weight, weight, map, part);
   if (is_same_v<T, float> && !has_weight) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -60,7 +67,7 @@ inline void load_weight(const device T* weight, bool has_weight, ColumnMap map, 
 template <bool Centred, typename T, int N>
 inline void load_dsum(const device T* row, bool has_dsum, ColumnMap map, thread ColumnPart<N>& part) {
   if (!Centred) {
-    load_part(row, ColumnMap{map.aligned, map.t, map.stride, map.begin, has_dsum ? map.end : 0}, part);
+    load_part_if(has_dsum, row, map, part);
   }
 }
 

@@ -31,8 +31,8 @@ inline vec<T, 2> query_pair(thread const Queries<T, N, B>& queries, int b, int n
 template <typename T, int D, int B>
 struct PlainTiles {
   static constant constexpr bool full = sizeof(T) == 4;
-  static constant constexpr int pack = 16 / sizeof(T);  // elements that are loaded at once
-  using Shape = TileShape<D, B, (B > 1 || full ? 1 : 128 / D), pack, pack, (D * B <= 128)>;
+  using Shape =
+      TileShape<D, B, (B > 1 || full ? 1 : 128 / D), pack_size<T>(), pack_size<T>(), (D * B <= 128)>;
   static constant constexpr bool prompts = B > 1 || full;  // whether these come here
   // Of the lane's neighbours the one that is element e of its pair t.
   static constexpr int paired(int t, int e) {
@@ -119,16 +119,6 @@ inline vec<T, 2> neighbours(thread const uint (&words)[W], int t) {
   }
 }
 
-// Element i of both.
-template <typename T, int W>
-inline vec<T, 2> beside(thread const uint (&first)[W], thread const uint (&second)[W], int i) {
-  if constexpr (sizeof(T) == 4) {
-    return as_type<float2>(uint2(first[i], second[i]));
-  } else {
-    return as_type<vec<T, 2>>(side_by_side(first[i / 2], second[i / 2], i % 2));
-  }
-}
-
 template <typename T, int D, int B>
 inline void load_queries(
     thread PlainTiles<T, D, B>& own, DecodeRows<T> rows, bool wanted, uint lane, uint simdgroup,
@@ -211,7 +201,9 @@ inline void add_values(
     }
 #pragma unroll
     for (int n = 0; n < D / 8; ++n) {
-      const vec<T, 2> pair = beside<T>(values.at[c][0].at[n / V].words, values.at[c][1].at[n / V].words, n % V);
+      const int word = element_word<T>(n % V);
+      const vec<T, 2> pair = element_of_both<T>(
+          values.at[c][0].at[n / V].words[word], values.at[c][1].at[n / V].words[word], n % V);
 #pragma unroll
       for (int b = 0; b < B; ++b) {
         own.sums.at[b][n] = multiply_tiles<T>(pair, weights[b], own.sums.at[b][n]);

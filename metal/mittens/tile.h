@@ -46,6 +46,22 @@ inline uint side_by_side(uint first, uint second, bool upper) {
   return upper ? (first >> 16) | (second & 0xffff0000u) : (first & 0xffffu) | (second << 16);
 }
 
+// Of elements that fill words one after the other, the word that holds element i.
+template <typename T>
+constexpr int element_word(int i) {
+  return i * sizeof(T) / 4;
+}
+
+// Element i of two runs, from the words that hold it.
+template <typename T>
+inline vec<T, 2> element_of_both(uint first, uint second, int i) {
+  if constexpr (sizeof(T) == 4) {
+    return as_type<float2>(uint2(first, second));
+  } else {
+    return as_type<vec<T, 2>>(side_by_side(first, second, i % 2));
+  }
+}
+
 // The lane's elements of the transposed matrix.
 template <typename T>
 inline vec<T, 2> transposed(vec<T, 2> own, uint lane) {
