@@ -3,7 +3,7 @@
 //
 //   y[n] = sum_k x[k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
-// A threadgroup computes R blocks of 8 outputs; its simdgroups share out the columns.
+// A threadgroup computes 16 outputs; its simdgroups share out the columns.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -12,7 +12,7 @@
 using namespace metal;
 using namespace mittens;
 
-template <typename T, int R>
+template <typename T>
 [[kernel, max_total_threads_per_threadgroup(512)]] void quantized_matmul_row(
     const device T* x [[buffer(0)]],       // [batch, columns]
     const device uint* w [[buffer(1)]],    // [batch, outputs, columns / 8]
@@ -26,16 +26,16 @@ template <typename T, int R>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr uint outputs_per_group = R * 8;
+  constexpr uint outputs_per_group = row_blocks * 8;
   constexpr uint most_simdgroups = 16;
   threadgroup float partials[most_simdgroups * outputs_per_group];
 
   const uint first_output = group.x * outputs_per_group;
   const uint outputs = min(params.outputs - first_output, outputs_per_group);
   const AffineWeights<T> matrix = matrix_of(w, scales, biases, params, group.z, first_output);
-  AffineWeights<T> blocks[R];
+  AffineWeights<T> blocks[row_blocks];
 #pragma unroll
-  for (int r = 0; r < R; ++r) {
+  for (int r = 0; r < row_blocks; ++r) {
     blocks[r] = at_output(matrix, min(r * 8 + tile_row(lane), outputs - 1));  // the last one for those not there
   }
   multiply_row(
@@ -51,9 +51,5 @@ template <typename T, int R>
   }
 }
 
-#define instantiate_row(outputs, R)                                                                          \
-  instantiate_kernel("quantized_matmul_row_4bit_by" #outputs "_float16", quantized_matmul_row, half, R)      \
-  instantiate_kernel("quantized_matmul_row_4bit_by" #outputs "_bfloat16", quantized_matmul_row, bfloat, R)
-
-instantiate_row(8, 1)
-instantiate_row(16, 2)
+instantiate_kernel("quantized_matmul_row_4bit_float16", quantized_matmul_row, half)
+instantiate_kernel("quantized_matmul_row_4bit_bfloat16", quantized_matmul_row, bfloat)

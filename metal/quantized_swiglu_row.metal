@@ -35,7 +35,7 @@ template <typename T>
   const uint first_output = group.x * 8;
   const uint outputs = min(params.outputs - first_output, 8u);
   const uint own = min(tile_row(lane), outputs - 1);  // the last one for those that are not there
-  AffineWeights<T> matrices[2];
+  AffineWeights<T> matrices[row_blocks];
   matrices[0] = at_output(matrix_of(gate, gate_scales, gate_biases, params, 0, first_output), own);
   matrices[1] = at_output(matrix_of(up, up_scales, up_biases, params, 0, first_output), own);
   multiply_row(x, matrices, params, lane, simdgroup, simdgroups, partials + simdgroup * products);

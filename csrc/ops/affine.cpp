@@ -176,40 +176,25 @@ std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::a
   return matrices;
 }
 
-// Of the rows kernels of one and two rows, by an H200.
-constexpr uint32_t held_row_simdgroups = 132 * 16;
-
 AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
                                 uint32_t batch, uint32_t most_rows, uint32_t matrices) {
   const uint32_t together = std::min(std::bit_ceil(rows), most_rows);
-  const uint32_t held_simdgroups = together > 2 ? held_row_simdgroups / 2 : held_row_simdgroups;
+  const uint32_t held = 132 * (together > 2 ? 8 : 16);  // simdgroups, by an H200
   const uint32_t chunks = ceil_divide(columns, 32 * lane_columns(format.bits, together));
   const uint64_t each = uint64_t(outputs) * batch * ceil_divide(rows, together);
-  return {plan_row_products(chunks, each, together * matrices, held_simdgroups), together};
+  return {plan_row_products(chunks, each, together * matrices, held), together};
 }
 
-bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns, uint32_t outputs,
-                     uint32_t batch, uint32_t matrices, mx::Stream stream) {
-  if (!has_nvidia_rules(stream) || rows != 1 || dtype == mx::float32 || format.bits != 4 || format.group_size < 64) {
-    return false;
-  }
-  // The other kernel is faster where a simdgroup keeps its columns of x for many outputs and all simdgroups are held at
-  // once: 13.9 us beside 14.7 for 14336 outputs of 4096 columns on an H200, but 97 beside 84 for 128256.
-  const AffineRowsPlan plan = plan_affine_rows(format, rows, columns, outputs, batch, 1, matrices);
-  const bool keeps_columns = ceil_divide(columns, 32 * lane_columns(format.bits, 1)) <= plan.simdgroups;
-  const uint64_t launched = uint64_t(ceil_divide(outputs, plan.outputs_per_group)) * batch * plan.simdgroups;
-  return !(keeps_columns && plan.outputs_per_group >= 16 && launched <= held_row_simdgroups);
+bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, mx::Stream stream) {
+  return has_nvidia_rules(stream) && rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
 }
 
-// Measured on an H200, which holds 16 simdgroups of 16 products each at once in each of its 132 multiprocessors, or 24
-// of 8 products.
 RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices) {
-  constexpr uint32_t multiprocessors = 132;
-  constexpr uint32_t enough_groups = 256;
-  constexpr uint32_t most_simdgroups = 16;
+  constexpr uint32_t products = 16;         // of a simdgroup
+  constexpr uint32_t held = 132 * 16;       // simdgroups, by an H200
+  constexpr uint32_t most_simdgroups = 16;  // of a threadgroup
   RowProductsPlan plan;
-  plan.outputs_per_group = matrices > 1 || ceil_divide(outputs, 16) * batch < enough_groups ? 8 : 16;
-  const uint32_t held = multiprocessors * (plan.outputs_per_group * matrices == 8 ? 24 : 16);
+  plan.outputs_per_group = products / matrices;
   const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
   const uint32_t chunks = ceil_divide(columns, 512);  // row_step
   const uint32_t wanted = std::min({std::max(held / groups, 2u), chunks, most_simdgroups});

@@ -58,11 +58,10 @@ AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint3
                                 uint32_t batch, uint32_t most_rows, uint32_t matrices);
 
 // Whether the kernels of one row of x by 8x8 matrices serve it (mittens/quantized_row.h): where tensor cores are many
-// times faster than what unpacks the weights. matrices as above.
-bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns, uint32_t outputs,
-                     uint32_t batch, uint32_t matrices, mx::Stream stream);
+// times faster than what unpacks the weights.
+bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, mx::Stream stream);
 
-// How its threadgroups are cut.
+// How its threadgroups are cut. matrices as above.
 RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices);
 
 // Which kernel of 8x8 matrices serves several rows.

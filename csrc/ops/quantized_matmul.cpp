@@ -212,9 +212,9 @@ class QuantizedMatmul : public KernelPrimitive {
         rows.threads = {32 * plan.simdgroups, 1, 1};
         return in_order(std::move(rows));
       };
-      if (row_by_matrices(format_, x.dtype(), sizes.rows, sizes.columns, sizes.outputs, sizes.matrices, 1, stream())) {
+      if (row_by_matrices(format_, x.dtype(), sizes.rows, stream())) {
         const RowProductsPlan plan = plan_affine_row(sizes.columns, sizes.outputs, sizes.matrices, 1);
-        return by_rows(plan, 1, row_file, kernel_name(x.dtype(), op, "row_4bit_by", plan.outputs_per_group));
+        return by_rows(plan, 1, row_file, kernel_name(x.dtype(), op, "row_4bit"));
       }
       if (sizes.rows >= fewest_tile_rows(x.dtype(), stream())) {
         const AffineTilesPlan plan = plan_affine_tiles(format_, x.dtype(), sizes.rows, sizes.columns,

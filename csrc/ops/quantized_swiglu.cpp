@@ -73,7 +73,7 @@ class QuantizedSwiglu : public KernelPrimitive {
       launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, together), 1};
       launch.threads = {32 * plan.simdgroups, 1, 1};
     };
-    if (row_by_matrices(format_, x.dtype(), params.rows, params.columns, params.outputs, 1, 2, stream())) {
+    if (row_by_matrices(format_, x.dtype(), params.rows, stream())) {
       launch.file = row_file;
       launch.kernel = kernel_name(x.dtype(), op, "row_4bit");
       cut(plan_affine_row(params.columns, params.outputs, 1, 2), 1);
