@@ -549,9 +549,22 @@ template <typename T, int S>
   float sum = 0;
   if (column < params.columns) {
     const device float* p = partials + size_t(which) * params.blocks * params.columns + column;
-#pragma unroll 16
-    for (uint block = simdgroup; block < params.blocks; block += S) {
-      sum += p[size_t(block) * params.columns];
+    // So many at a time are on their way, the last ones too.
+    constexpr uint at_once = 16;
+    for (uint first = simdgroup; first < params.blocks; first += at_once * S) {
+      float shares[at_once];
+#pragma unroll
+      for (uint i = 0; i < at_once; ++i) {
+        const uint block = first + i * S;
+        shares[i] = 0;
+        if (block < params.blocks) {
+          shares[i] = p[size_t(block) * params.columns];
+        }
+      }
+#pragma unroll
+      for (uint i = 0; i < at_once; ++i) {
+        sum += shares[i];
+      }
     }
   }
   scratch[simdgroup][lane] = sum;
