@@ -39,6 +39,36 @@ struct PackTerms {
   uint4 bias;
 };
 
+// scale_and_shift of a pack.
+template <typename T>
+inline uint4 normalize_pack(uint4 x, float mean, float n, bool has_weight, bool has_bias, PackTerms terms) {
+  float v[16 / sizeof(T)];
+  unpack<T>(x, v);
+#pragma unroll
+  for (int j = 0; j < pack_size<T>(); ++j) {
+    v[j] = (v[j] - mean) * n;
+  }
+  if (has_weight) {
+    float w[16 / sizeof(T)];
+    unpack<T>(terms.weight, w);
+    round_values<T>(v);
+#pragma unroll
+    for (int j = 0; j < pack_size<T>(); ++j) {
+      v[j] *= w[j];
+    }
+  }
+  if (has_bias) {
+    float b[16 / sizeof(T)];
+    unpack<T>(terms.bias, b);
+    round_values<T>(v);
+#pragma unroll
+    for (int j = 0; j < pack_size<T>(); ++j) {
+      v[j] += b[j];
+    }
+  }
+  return pack<T>(v);
+}
+
 template <typename T, bool Whole>
 inline PackTerms load_terms(
     const device T* weight, const device T* bias, constant LayerNormParams& params, RowSpan span, uint p, uint end) {
@@ -70,17 +100,9 @@ inline void write_part(
     if (N > 1) {
       next = load_terms<T, Whole>(weight, bias, params, span, p + stride, end);
     }
-    float v[16 / sizeof(T)];
-    float w[16 / sizeof(T)];
-    float b[16 / sizeof(T)];
-    unpack<T>(part.packs[0], v);
-    unpack<T>(terms.weight, w);
-    unpack<T>(terms.bias, b);
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      v[j] = scale_and_shift<T>((v[j] - mean) * n, params.has_weight, w[j], params.has_bias, b[j]);
-    }
-    store_pack(y_row + span.head + p * pack_size<T>(), y_aligned, pack<T>(v));
+    store_pack(
+        y_row + span.head + p * pack_size<T>(), y_aligned,
+        normalize_pack<T>(part.packs[0], mean, n, params.has_weight, params.has_bias, terms));
     terms = next;
 #pragma unroll
     for (int k = 1; k < N; ++k) {

@@ -37,7 +37,7 @@ inline uint4 normalize_pack(uint4 x, float inverse_rms, bool has_weight, uint4 w
   if (has_weight) {
     float w[16 / sizeof(T)];
     unpack<T>(weight, w);
-    unpack<T>(pack<T>(v), v);
+    round_values<T>(v);
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
       v[j] *= w[j];
