@@ -174,9 +174,9 @@ inline void add_runs(
   }
 }
 
-// The limit on threads is also what compilers allot registers by: with these no variant spills on NVIDIA.
-template <typename T, int bits, int R, int MB, int run, int U>
-[[kernel, max_total_threads_per_threadgroup(sizeof(T) == 2 && (MB > 1 || run == 32) ? 256 : 288)]] void quantized_matmul_tiles(
+// most: threads, which is also what compilers allot registers by: with these no variant spills on NVIDIA.
+template <typename T, int bits, int R, int MB, int run, int U, int most>
+[[kernel, max_total_threads_per_threadgroup(most)]] void quantized_matmul_tiles(
     const device T* x [[buffer(0)]],       // [batch, rows, columns]
     const device uint* w [[buffer(1)]],    // [batch, outputs, columns * bits / 32]
     const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]
@@ -232,19 +232,19 @@ template <typename T, int bits, int R, int MB, int run, int U>
   }
 }
 
-#define instantiate_tile(type, dtype, bits, R, MB, M, run, U)                                                        \
+#define instantiate_tile(type, dtype, bits, R, MB, M, run, U, most)                                                  \
   instantiate_kernel("quantized_matmul_tiles_" #bits "bit_" #M "_by" #run "_" #dtype, quantized_matmul_tiles, type,  \
-                     bits, R, MB, run, U)
+                     bits, R, MB, run, U, most)
 
 // float_R: in float32, whose products are many instructions on NVIDIA.
-#define instantiate_tiles(bits, R, float_R, MB, M, U)              \
-  instantiate_tile(float, float32, bits, float_R, MB, M, 32, 1)    \
-  instantiate_tile(half, float16, bits, R, MB, M, 32, U)           \
-  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 32, U)        \
-  instantiate_tile(half, float16, bits, R, MB, M, 64, U)           \
-  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 64, U)
+#define instantiate_tiles(bits, R, float_R, MB, M, U, most_32, most_64, float_most)     \
+  instantiate_tile(float, float32, bits, float_R, MB, M, 32, 1, float_most)             \
+  instantiate_tile(half, float16, bits, R, MB, M, 32, U, most_32)                       \
+  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 32, U, most_32)                    \
+  instantiate_tile(half, float16, bits, R, MB, M, 64, U, most_64)                       \
+  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 64, U, most_64)
 
-instantiate_tiles(4, 4, 4, 1, 8, 4)
-instantiate_tiles(4, 4, 4, 2, 16, 2)
-instantiate_tiles(8, 2, 1, 1, 8, 2)
-instantiate_tiles(8, 2, 1, 2, 16, 2)
+instantiate_tiles(4, 4, 4, 1, 8, 4, 256, 288, 288)
+instantiate_tiles(4, 4, 4, 2, 16, 2, 256, 256, 256)
+instantiate_tiles(8, 2, 1, 1, 8, 2, 256, 288, 288)
+instantiate_tiles(8, 2, 1, 2, 16, 2, 256, 256, 288)

@@ -28,6 +28,7 @@ _COLUMNS = 8  # of a left matrix of halfs, of which each lane has one register
 _INSTRUCTION = re.compile(r"\s*(?!br|bar|call)[a-z][\w.]*\s+((?:\{[^{}]*\})?[^{},;]*)[^;]*;\s*")
 _ZERO = "%mittens_zero"
 _UNREAD = "%mittens_unread"
+_ABOUT_HALF_A_UNIT = "0f39B40000"  # 1.40625 * 2^-12: of a float, 0.35 to 0.7 of the 11th bit's unit
 _LONE_AT_ONCE = 4  # products of 8 rows in float32; one of 16 takes the registers of two and has work enough
 
 
@@ -88,18 +89,21 @@ def _instruction(
 def _in_parts(products: list[_Product]) -> str:
     """Products in float32. The cores take 11 bits of a float, its upper part: what that leaves of it is a lower one.
 
-    Three products of the parts make one, all but that of both lower ones, which is 2^-20 of it at most. Where something
-    is inf or NaN, so is the product of the upper parts, and that of others, which may be NaN where it is inf, becomes some
-    finite number by max. The cores' sums are not rounded but cut, so that a long one would drift: what they give is added
-    to the sums outside.
+    About half a unit of the last of these bits is added before the others are cut off, so that lower parts are small and of
+    either sign, and what is lost of them does not add up; towards zero, so that the largest floats stay finite. Three
+    products of the parts make one, all but that of both lower ones, which is 2^-21 of it at most. Where something is inf or
+    NaN, so is the product of the upper parts, and that of others, which may be NaN where it is inf, becomes some finite
+    number by max. The cores' sums are not rounded but cut, so that a long one would drift: what they give is added to the
+    sums outside.
     """
     uppers: dict[str, str] = {}
     lowers: dict[str, str] = {}
     steps = [f"mov.b32 {_ZERO}, 0;"]
     for i, register in enumerate(dict.fromkeys(register for product in products for register in product.operands)):
-        uppers[register], lowers[register] = f"%mittens_upper{i}", f"%mittens_lower{i}"
-        steps.append(f"and.b32 {uppers[register]}, {register}, 0xffffe000;")
-        steps.append(f"sub.rn.f32 {lowers[register]}, {register}, {uppers[register]};")
+        upper, lower = uppers[register], lowers[register] = f"%mittens_upper{i}", f"%mittens_lower{i}"
+        steps.append(f"fma.rz.f32 {upper}, {register}, {_ABOUT_HALF_A_UNIT}, {register};")
+        steps.append(f"and.b32 {upper}, {upper}, 0xffffe000;")
+        steps.append(f"sub.rn.f32 {lower}, {register}, {upper};")
 
     def named(name: str) -> list[list[str]]:
         return [[f"%mittens_{name}{n}_{i}" for i in range(len(product.results))] for n, product in enumerate(products)]
