@@ -18,6 +18,7 @@ HALVES = pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float
     [
         (64, 1, 64), (128, 7, 128), (192, 8, 64), (512, 9, 64), (576, 16, 64), (640, 17, 128), (896, 37, 64),
         (2880, 5, 64), (4096, 6, 128), (8960, 3, 64), (14336, 2, 64), (64, 4095, 64), (192, 4099, 64),
+        (16896, 2, 128), (25664, 1, 64),  # three and four rounds of a simdgroup
     ],
 )  # fmt: skip
 def test_shapes(rng, nvidia_kernels, dtype, columns, outputs, group_size):
