@@ -32,7 +32,7 @@
 using namespace metal;
 using namespace mittens;
 
-constant constexpr int prefill_simdgroups = 4;
+constant constexpr int prefill_simdgroups = kPrefillSimdgroups;
 
 // The matrices of a simdgroup.
 template <typename T, int D, int R>

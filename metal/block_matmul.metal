@@ -170,8 +170,8 @@ template <typename T, Format F, int M, int B>
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr bool exact = is_same_v<T, float>;
   static_assert(exchange_size <= scratch_size<F, B>(), "tiles leave room for an exchange");
-  threadgroup float partials[most_partials];
-  threadgroup uint4 scratch[most_simdgroups * scratch_size<F, B>()];
+  threadgroup float partials[kProductPartials];
+  threadgroup uint4 scratch[kProductSimdgroups * scratch_size<F, B>()];
 
   const uint first_output = group.x * params.outputs_per_group;
   const uint outputs = min(params.outputs - first_output, params.outputs_per_group);

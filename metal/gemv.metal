@@ -17,13 +17,13 @@
 #include "mittens/split.h"
 #include "mittens/vector.h"
 #include "params/gemv.h"
+#include "params/products.h"
 
 using namespace metal;
 using namespace mittens;
 
 // The limits on threads below are also what compilers allot registers by: all let the 256 of a launch through, and
 // none makes a variant spill.
-constant constexpr int most_simdgroups = 8;
 
 // What a lane loads of R rows.
 template <int R>
@@ -112,7 +112,7 @@ template <typename T, int W, int M, int R>
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int C = R * M;
   constexpr int steps = M > 4 ? 1 : 2;  // loads of a lane on their way at once, for each row of weights
-  threadgroup float partials[most_simdgroups * C];
+  threadgroup float partials[kProductSimdgroups * C];
   const uint sharers = params.sharers;
   const uint sharer = thread_at.x / 32;
   const uint first_output = (group.x * threads.y + thread_at.y) * R;
@@ -185,7 +185,7 @@ template <typename T, int W, int M, int R>
     index = thread_at.x;
     sum = 0;
 #pragma unroll
-    for (int s = 0; s < most_simdgroups; ++s) {
+    for (int s = 0; s < kProductSimdgroups; ++s) {
       if (index < C && uint(s) < sharers) {
         sum += own[s * C + index];
       }

@@ -27,8 +27,7 @@ template <typename T>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr uint outputs_per_group = row_blocks * 8;
-  constexpr uint most_simdgroups = 16;
-  threadgroup float partials[most_simdgroups * outputs_per_group];
+  threadgroup float partials[kRowSimdgroups * outputs_per_group];
 
   const uint first_output = group.x * outputs_per_group;
   const uint outputs = min(params.outputs - first_output, outputs_per_group);

@@ -31,8 +31,8 @@ template <typename T, int bits, int P, int M, int B>
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr int V = P * 32 / bits;
   constexpr bool exact = is_same_v<T, float>;
-  threadgroup float partials[most_partials];
-  threadgroup uint4 exchanges[most_simdgroups * exchange_size];
+  threadgroup float partials[kProductPartials];
+  threadgroup uint4 exchanges[kProductSimdgroups * exchange_size];
 
   const uint first_output = group.x * params.outputs_per_group;
   const uint outputs = min(params.outputs - first_output, params.outputs_per_group);

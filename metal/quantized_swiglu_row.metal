@@ -29,8 +29,7 @@ template <typename T>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr uint products = 16;  // of a simdgroup: 8 of each matrix
-  constexpr uint most_simdgroups = 16;
-  threadgroup float partials[most_simdgroups * products];
+  threadgroup float partials[kRowSimdgroups * products];
 
   const uint first_output = group.x * 8;
   const uint outputs = min(params.outputs - first_output, 8u);

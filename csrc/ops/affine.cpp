@@ -7,6 +7,7 @@
 #include "ops/checks.h"
 #include "ops/matrices.h"
 #include "ops/native.h"
+#include "params/products.h"
 
 namespace mittens {
 
@@ -14,7 +15,6 @@ namespace {
 
 constexpr size_t most_batch_axes = 4;
 constexpr int64_t word_alignment = 16;
-constexpr uint32_t most_simdgroups = 8;  // of mittens/tile_partials.h
 
 // The axes before the last two of an array's view, merged where the strides of all three arrays of a triple allow.
 struct Stack {
@@ -190,14 +190,13 @@ bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows,
 }
 
 RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices) {
-  constexpr uint32_t products = 16;         // of a simdgroup
-  constexpr uint32_t held = 132 * 16;       // simdgroups, by an H200
-  constexpr uint32_t most_simdgroups = 16;  // of a threadgroup
+  constexpr uint32_t products = 16;    // of a simdgroup
+  constexpr uint32_t held = 132 * 16;  // simdgroups, by an H200
   RowProductsPlan plan;
   plan.outputs_per_group = products / matrices;
   const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
   const uint32_t chunks = ceil_divide(columns, 512);  // row_step
-  const uint32_t wanted = std::min({std::max(held / groups, 2u), chunks, most_simdgroups});
+  const uint32_t wanted = std::min({std::max(held / groups, 2u), chunks, uint32_t(kRowSimdgroups)});
   plan.simdgroups = ceil_divide(chunks, ceil_divide(chunks, wanted));  // none has a round less than another needs
   return plan;
 }
@@ -214,7 +213,7 @@ AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, u
   constexpr uint32_t fewest_columns = 256;
   const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
   plan.simdgroups = std::max(ceil_divide(wanted_simdgroups, groups), ceil_divide(columns, most_columns));
-  plan.simdgroups = std::min({plan.simdgroups, ceil_divide(columns, fewest_columns), most_simdgroups});
+  plan.simdgroups = std::min({plan.simdgroups, ceil_divide(columns, fewest_columns), uint32_t(kProductSimdgroups)});
   return plan;
 }
 

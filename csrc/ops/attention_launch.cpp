@@ -106,7 +106,6 @@ bool wants_tiles(uint32_t rows, const Sizes& sizes, const AttentionOptions& opti
 }
 
 DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
-  constexpr uint32_t simdgroups = 4;            // decode_simdgroups of mittens/decode.h
   DecodePlan plan;
   plan.width = std::max(std::bit_ceil(sizes.width), 64u);
   const uint32_t rows = sizes.ratio() * sizes.queries;
@@ -120,14 +119,14 @@ DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::
   }
   plan.row_blocks = ceil_divide(rows, plan.rows);
   const uint32_t wanted_threadgroups = threadgroups_at_once(plan, options, dtype);
-  uint32_t step = simdgroups * (plan.rows == 1 ? 8 : 4) * (256 / plan.width);  // DecodeShape::tile
+  uint32_t step = kDecodeSimdgroups * (plan.rows == 1 ? 8 : 4) * (256 / plan.width);  // DecodeShape::tile
   if (plan.tiles) {
     const uint32_t elements = plan.width * plan.rows / 8;
     uint32_t tiles = elements > 64 || dtype == mx::float32 ? 1 : 2;  // TileShape::C
     if (options.bits != 0) {
       tiles = options.group_size < 64 || elements > 128 ? 1 : 2;
     }
-    step = simdgroups * 8 * tiles;
+    step = kDecodeSimdgroups * 8 * tiles;
   }
   const uint32_t first = first_key(sizes, options);
   const uint32_t steps = ceil_divide(sizes.keys - first, step);
@@ -281,7 +280,7 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const 
                         : kernel_name(dtype, "attention", "decode_", options.bits, "bit_", plan.width, "_", plan.rows);
   }
   launch.threadgroups = {plan.row_blocks, plan.splits, sizes.batches * sizes.key_heads};  // x may be the largest
-  launch.threads = {128, 1, 1};
+  launch.threads = {32 * kDecodeSimdgroups, 1, 1};
   bind_inputs(launch, inputs, options, params);
   params.skips = is_prompt(sizes) && plan.splits == 1 &&
                  (params.mask == bool_mask || (params.mask == no_mask && params.causal && !params.every_row_sees));
@@ -299,13 +298,13 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const 
 
 std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,
                                      const AttentionOptions& options) {
-  const uint32_t rows = 4 * 8 * (sizes.width == 64 ? 2 : 1);  // prefill_simdgroups * 8 * R of attention_prefill.metal
+  const uint32_t rows = kPrefillSimdgroups * 8 * (sizes.width == 64 ? 2 : 1);  // R of attention_prefill.metal
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   Launch launch;
   launch.file = prefill_file;
   launch.kernel = kernel_name(inputs[0].dtype(), "attention", "prefill_", sizes.width);
   launch.threadgroups = {ceil_divide(sizes.queries, rows), sizes.heads, sizes.batches};
-  launch.threads = {128, 1, 1};
+  launch.threads = {32 * kPrefillSimdgroups, 1, 1};
   bind_inputs(launch, inputs, options, params);
   return in_order(launch.output(y).params(params));
 }

@@ -21,6 +21,7 @@
 #include "ops/row_plan.h"
 #include "ops/split.h"
 #include "params/gemv.h"
+#include "params/products.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -72,14 +73,13 @@ struct RowsPlan {
 };
 
 RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32_t outputs, bool may_split) {
-  constexpr uint32_t most_simdgroups = 8;       // of gemv.metal and mittens/tile_partials.h
   constexpr uint32_t wanted_simdgroups = 4096;  // of a launch: a large GPU several times over
   RowsPlan plan;
   const uint32_t chunks = ceil_divide(columns, shape.chunk);
   const uint32_t shares = ceil_divide(chunks, shape.steps);
   const uint64_t groups = uint64_t(ceil_divide(std::max(outputs, 1u), shape.outputs)) *
       ceil_divide(std::max(rows, 1u), shape.rows);
-  plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, groups), 4u, most_simdgroups);
+  plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, groups), 4u, uint32_t(kProductSimdgroups));
   plan.simdgroups = std::min(plan.simdgroups, shares);
   // Most of a GPU is idle while it runs the few that were left over.
   const uint64_t launched = groups * plan.simdgroups;

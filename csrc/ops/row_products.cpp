@@ -3,12 +3,11 @@
 #include <algorithm>
 
 #include "ops/matrices.h"
+#include "params/products.h"
 
 namespace mittens {
 
 namespace {
-
-constexpr uint32_t most_simdgroups = 8;  // mittens/products.h
 
 // Simdgroups that share out the columns, which are so many chunks of what a simdgroup takes at once. Few, each of which
 // goes over many columns: on an H200 four read a fifth more a second than eight. Where more than a seventh of what four
@@ -17,7 +16,7 @@ constexpr uint32_t most_simdgroups = 8;  // mittens/products.h
 uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs) {
   constexpr uint64_t few_outputs = 256;
   if (outputs < few_outputs) {
-    return ceil_divide(chunks, ceil_divide(chunks, most_simdgroups));
+    return ceil_divide(chunks, ceil_divide(chunks, kProductSimdgroups));
   }
   auto taken = [&](uint32_t n) { return ceil_divide(chunks, n) * n; };
   uint32_t best = std::min(chunks, 4u);
@@ -32,14 +31,13 @@ uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs) {
 }  // namespace
 
 RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, uint32_t held) {
-  constexpr uint32_t most_partials = 1024;  // mittens/products.h
   constexpr uint64_t batched = 4;           // outputs whose weights a lane loads at once
   constexpr uint64_t most_outputs = 32;     // with one product each; with more a threadgroup has other work besides
   RowProductsPlan plan;
   plan.simdgroups = simdgroups_for(chunks, outputs);
   // As many simdgroups as are held: as much as possible is on its way then, and none waits for another to end.
   const uint64_t wanted = ceil_divide(outputs * plan.simdgroups, held * batched) * batched;
-  const uint64_t fitting = most_partials / (plan.simdgroups * products) / batched * batched;
+  const uint64_t fitting = kProductPartials / (plan.simdgroups * products) / batched * batched;
   const uint64_t most = std::min(products == 1 ? most_outputs : 2 * most_outputs, fitting);
   plan.outputs_per_group = static_cast<uint32_t>(std::clamp(wanted, batched, most));
   return plan;

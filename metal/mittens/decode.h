@@ -16,7 +16,7 @@
 
 namespace mittens {
 
-constant constexpr int decode_simdgroups = 4;  // of a threadgroup
+constant constexpr int decode_simdgroups = kDecodeSimdgroups;
 constant constexpr uint decode_threads = decode_simdgroups * 32;
 
 // How the work is cut for R rows of queries: a row block has few enough rows for one sum an exchange.

@@ -3,11 +3,9 @@
 
 #include "mittens/activations.h"
 #include "mittens/scatter_sum.h"
+#include "params/products.h"
 
 namespace mittens {
-
-constant constexpr int most_simdgroups = 8;   // of a threadgroup
-constant constexpr int most_partials = 1024;  // floats that a threadgroup's simdgroups leave for its last step
 
 // sums[m] += x[m, columns of word p] * what the word holds
 template <Format F, int V, int M>

@@ -3,10 +3,9 @@
 #pragma once
 
 #include "mittens/tile.h"
+#include "params/products.h"
 
 namespace mittens {
-
-constant constexpr int most_tile_simdgroups = 8;
 
 // R blocks of 8 outputs times C blocks of 8 rows of x.
 template <int R, int C>
@@ -14,7 +13,7 @@ struct TilePartials {
   static constant constexpr int outputs = R * 8;
   static constant constexpr int rows = C * 8;
   static constant constexpr int row = outputs + 4;  // so far apart that no two banks meet
-  static constant constexpr int all = most_tile_simdgroups * rows * row;
+  static constant constexpr int all = kProductSimdgroups * rows * row;
 };
 
 // A lane's sums are of outputs by rows of x; in memory outputs are neighbours. output: which of a block of 8 the lane's

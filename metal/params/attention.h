@@ -7,6 +7,8 @@
 
 namespace mittens {
 
+enum { kDecodeSimdgroups = 4, kPrefillSimdgroups = 4 };  // of a threadgroup
+
 // How the scores of a row of queries are changed before their softmax.
 enum AttentionMask : uint32_t { no_mask, bool_mask, additive_mask };
 

@@ -1,0 +1,14 @@
+// Compiled by C++ and by Metal.
+#pragma once
+
+namespace mittens {
+
+// What kernels of products have room for in threadgroup memory. Enumerators: Metal takes no variable outside of a function
+// that is not in constant memory.
+enum {
+  kProductSimdgroups = 8,   // of a threadgroup, which share out the columns
+  kRowSimdgroups = 16,      // the same in quantized_row.metal and quantized_swiglu_row.metal
+  kProductPartials = 1024,  // floats that they leave for the last step (mittens/products.h)
+};
+
+}  // namespace mittens
