@@ -190,12 +190,12 @@ bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows,
 }
 
 RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices) {
-  constexpr uint32_t products = 16;    // of a simdgroup
-  constexpr uint32_t held = 132 * 16;  // simdgroups, by an H200
+  constexpr uint32_t products = 8 * kRowBlocks;  // of a simdgroup
+  constexpr uint32_t held = 132 * 16;            // simdgroups, by an H200
   RowProductsPlan plan;
   plan.outputs_per_group = products / matrices;
   const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
-  const uint32_t chunks = ceil_divide(columns, 512);  // row_step
+  const uint32_t chunks = ceil_divide(columns, kRowStep);
   const uint32_t wanted = std::min({std::max(held / groups, 2u), chunks, uint32_t(kRowSimdgroups)});
   plan.simdgroups = ceil_divide(chunks, ceil_divide(chunks, wanted));  // none has a round less than another needs
   return plan;

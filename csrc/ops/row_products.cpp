@@ -31,8 +31,8 @@ uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs) {
 }  // namespace
 
 RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, uint32_t held) {
-  constexpr uint64_t batched = 4;           // outputs whose weights a lane loads at once
-  constexpr uint64_t most_outputs = 32;     // with one product each; with more a threadgroup has other work besides
+  constexpr uint64_t batched = 4;        // outputs whose weights a lane loads at once
+  constexpr uint64_t most_outputs = 32;  // with one product each; with more a threadgroup has other work besides
   RowProductsPlan plan;
   plan.simdgroups = simdgroups_for(chunks, outputs);
   // As many simdgroups as are held: as much as possible is on its way then, and none waits for another to end.

@@ -14,11 +14,12 @@
 
 #include "mittens/integer_tiles.h"
 #include "mittens/quantized_rows.h"
+#include "params/products.h"
 
 namespace mittens {
 
-constant constexpr int row_blocks = 2;  // of 8 outputs: what a tensor core's left matrix holds
-constant constexpr int row_step = 512;  // columns that a simdgroup takes at once
+constant constexpr int row_blocks = kRowBlocks;
+constant constexpr int row_step = kRowStep;
 constant constexpr int row_quarters = 4;
 constant constexpr int row_half = 64;
 
@@ -80,9 +81,9 @@ inline void load_row_scales(
 }
 
 // The lane's 16 elements of x, in the order of the words that they meet.
-template <Presence presence>
+template <Presence presence, typename T>
 inline void load_row_activations(
-    const device ushort* x, RowColumns<presence> columns, uint lane, thread uint (&to)[8]) {
+    const device T* x, RowColumns<presence> columns, uint lane, thread uint (&to)[8]) {
   const uint column = columns.begin + tile_column(lane) / 2 * 128 + tile_row(lane) / 2 * 32 + tile_row(lane) % 2 * 4;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -115,7 +116,7 @@ inline void add_row_step(
     right[j] = as_type<vec<T, 2>>((j % 2 == 0 ? word & 0xffffu : word >> 16) << half_shift);
     activations = multiply_tiles<T>(ones, right[j], activations);
   }
-  load_row_activations((const device ushort*)all, next, lane, x);
+  load_row_activations(all, next, lane, x);
   float2 product[row_blocks];
 #pragma unroll
   for (int b = 0; b < row_quarters; ++b) {
@@ -161,7 +162,7 @@ inline void multiply_row(
   for (int b = 0; b < row_quarters; ++b) {
     load_row_words(w, first, lane, b, weights);
   }
-  load_row_activations((const device ushort*)x, first, lane, activations);
+  load_row_activations(x, first, lane, activations);
   load_row_scales(w, first, lane, params.group_shift, weights);
   const uint apart = simdgroups * row_step;
   for (; begin + apart + row_step <= columns; begin += apart) {
