@@ -4,8 +4,8 @@
 //
 // A block is a half d, then 16 bytes of 4-bit integers (q4_0: 18 bytes) or 32 signed bytes (q8_0: 34). Each lane
 // multiplies one block; since blocks start on any even byte, a simdgroup first brings the 32 blocks of a row in by
-// whole words, neighbours by neighbours, and lanes pick theirs up from threadgroup memory. Otherwise as
-// quantized_rows.metal.
+// packs of 16 bytes, neighbours by neighbours, and lanes pick theirs up from threadgroup memory. What lanes load at once
+// are whole lines of 128 bytes, wherever a row begins. Otherwise as quantized_rows.metal.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -22,84 +22,104 @@ constexpr int block_bytes() {
   return 2 + block_columns * bits_of<F>() / 8;
 }
 
-// Words of 32 blocks that start on any even byte, and how many of the whole ones each lane brings in: lane 0 may begin
-// up to 31 words before them.
+// Packs that hold 32 blocks, which start on any even byte, and how many of the whole ones each lane brings in: lane 0 may
+// begin up to 7 packs before them.
 template <Format F>
-constexpr int tile_words() {
-  return 8 * block_bytes<F>() + 1;
+constexpr int tile_packs() {
+  return (32 * block_bytes<F>() + 14 + 15) / 16;
 }
 template <Format F>
-constexpr int lane_words() {
-  return (8 * block_bytes<F>() + 31 + 31) / 32;
+constexpr int lane_packs() {
+  return (2 * block_bytes<F>() + 7 + 31) / 32;
 }
 
 // Packs of threadgroup memory that a simdgroup has for B tiles, and for its activations before them.
 template <Format F, int B>
 constexpr int scratch_size() {
-  return (B * tile_words<F>() + 3) / 4;
+  return B * tile_packs<F>();
 }
 
-// The same columns of all rows: up to 32 blocks of each.
+// The same columns of all rows: up to 32 blocks of each. lines: rows are whole lines, so that all tiles begin alike.
+template <bool lines>
 struct Tiles {
   const device uchar* blocks;
   size_t first;  // byte of the first row's tile
   size_t row_bytes;
-  uint size;   // bytes of a tile
-  uint ahead;  // words from the start of a line to the tile, where rows are whole lines of 128 bytes; else 0
+  uint size;  // bytes of a tile
 };
 
-// Which of a tile's whole words, if any, is the i-th of a lane. Where rows are whole lines, the 32 that lanes load at
-// once are of one line; elsewhere that would need an answer for each row, and a fifth more instructions.
-inline uint word_of(Tiles tiles, uint lane, int i) {
-  return lane + 32 * i - tiles.ahead;
+template <bool lines>
+inline size_t start_of(Tiles<lines> tiles, uint row) {
+  return tiles.first + row * tiles.row_bytes;
 }
 
-inline uint phase_of(Tiles tiles, uint row) {
-  return uint(tiles.first + row * tiles.row_bytes) % 4;
+// Bytes from the start of a line to a row's tile.
+template <bool lines>
+inline uint offset_of(Tiles<lines> tiles, uint row) {
+  return uint(lines ? tiles.first : start_of(tiles, row)) % 128;
 }
 
-// A lane's share of B tiles on their way to threadgroup memory: words, and the two halves of what follows the last
-// whole one, 0 where the tile has ended.
+// A row's tile as lanes bring it in, in bytes from its first pack on.
+struct TilePlace {
+  uint own;   // the lane's first pack, less than 0 where that is before the tile; lane 0's is the first of a line
+  uint end;   // of the tile
+  uint tail;  // the lane's half of what follows the last whole pack
+};
+
+template <bool lines>
+inline TilePlace place_of(Tiles<lines> tiles, uint row, uint lane) {
+  const uint offset = offset_of(tiles, row);
+  const uint end = offset % 16 + tiles.size;
+  return {lane * 16 - offset / 16 * 16, end, end / 16 * 16 + lane * 2};
+}
+
+// Whether the lane's i-th pack is whole and of the tile.
+inline bool has_pack(TilePlace place, int i) {
+  return place.own + 512 * i < place.end - 15;
+}
+
+// A lane's share of B tiles on their way to threadgroup memory. Of tails lanes have 0 where the tile has ended.
 template <Format F, int B>
 struct TileShare {
-  uint words[B][lane_words<F>()];
+  uint4 packs[B][lane_packs<F>()];
   ushort tails[B];
 };
 
-template <Format F, int B>
-inline void load_tiles(Tiles tiles, uint row, uint lane, thread TileShare<F, B>& share) {
+template <Format F, int B, bool lines>
+inline void load_tiles(Tiles<lines> tiles, uint row, uint lane, thread TileShare<F, B>& share) {
 #pragma unroll
   for (int r = 0; r < B; ++r) {
-    const uint phase = phase_of(tiles, row + r);
-    const device uchar* start = tiles.blocks + (tiles.first + (row + r) * tiles.row_bytes - phase);
-    const device uint* own = (const device uint*)start + (int(lane) - int(tiles.ahead));
+    const TilePlace place = place_of(tiles, row + r, lane);
+    const device uchar* tile = tiles.blocks + start_of(tiles, row + r) / 16 * 16;
+    const device uchar* own = tile + int(place.own);
 #pragma unroll
-    for (int i = 0; i < lane_words<F>(); ++i) {
-      if (word_of(tiles, lane, i) < tiles.size / 4) {
-        share.words[r][i] = own[32 * i];
+    for (int i = 0; i < lane_packs<F>(); ++i) {
+      if (has_pack(place, i)) {
+        share.packs[r][i] = *(const device uint4*)(own + 512 * i);
       }
     }
     share.tails[r] = 0;
-    if (lane < (phase + tiles.size % 4) / 2) {
-      share.tails[r] = ((const device ushort*)start)[tiles.size / 4 * 2 + lane];
+    if (place.tail < place.end) {
+      share.tails[r] = *(const device ushort*)(tile + place.tail);
     }
   }
 }
 
-template <Format F, int B>
+template <Format F, int B, bool lines>
 inline void store_tiles(
-    thread const TileShare<F, B>& share, Tiles tiles, uint lane, threadgroup uint* own) {
+    thread const TileShare<F, B>& share, Tiles<lines> tiles, uint row, uint lane, threadgroup uint4* own) {
 #pragma unroll
   for (int r = 0; r < B; ++r) {
-    threadgroup uint* tile = own + r * tile_words<F>();
+    const TilePlace place = place_of(tiles, row + r, lane);
+    threadgroup uchar* tile = (threadgroup uchar*)(own + r * tile_packs<F>());
 #pragma unroll
-    for (int i = 0; i < lane_words<F>(); ++i) {
-      if (word_of(tiles, lane, i) < tiles.size / 4) {
-        tile[word_of(tiles, lane, i)] = share.words[r][i];
+    for (int i = 0; i < lane_packs<F>(); ++i) {
+      if (has_pack(place, i)) {
+        *(threadgroup uint4*)(tile + (place.own + 512 * i)) = share.packs[r][i];
       }
     }
-    if (lane < 2) {
-      ((threadgroup ushort*)tile)[tiles.size / 4 * 2 + lane] = share.tails[r];
+    if (lane < 8) {
+      *(threadgroup ushort*)(tile + place.tail) = share.tails[r];
     }
   }
 }
@@ -107,7 +127,7 @@ inline void store_tiles(
 // Takes this lane's block out of a tile in threadgroup memory: its integers, and d.
 template <Format F>
 inline float take_block(
-    threadgroup const uint* tile, uint phase, uint lane, thread uint (&words)[bits_of<F>()]) {
+    const threadgroup uint* tile, uint phase, uint lane, thread uint (&words)[bits_of<F>()]) {
   const uint byte = phase + lane * block_bytes<F>();
   const bool whole = byte % 4 == 2;  // the integers start on a word
   uint w[bits_of<F>() + 1];
@@ -126,25 +146,26 @@ inline float take_block(
 }
 
 // Lets rows first .. end pass by, B at a time; `share` is of the first of them.
-template <typename T, Format F, bool exact, int M, int B>
+template <Format F, bool exact, int M, int B, bool lines>
 inline void pass_blocks(
-    thread const Activations<block_columns, M>& a, bool inside, Tiles tiles, thread TileShare<F, B>& share, uint first,
-    uint end, uint two23, threadgroup uint* own, Gathering to) {
+    thread const Activations<block_columns, M>& a, bool inside, Tiles<lines> tiles, thread TileShare<F, B>& share,
+    uint first, uint end, uint two23, threadgroup uint4* own, Gathering to) {
   for (; first < end; first += B) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // all lanes have taken their blocks of the tiles before
-    store_tiles<F, B>(share, tiles, to.lane, own);
+    store_tiles(share, tiles, first, to.lane, own);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (first + B < end) {
-      load_tiles<F, B>(tiles, first + B, to.lane, share);
+      load_tiles(tiles, first + B, to.lane, share);
     }
     float totals[B * M];
     clear(totals);
     if (inside) {
 #pragma unroll
       for (int r = 0; r < B; ++r) {
+        const threadgroup uint* tile = (const threadgroup uint*)(own + r * tile_packs<F>());
         uint block[bits_of<F>()];
         float sums[M];
-        const float d = take_block<F>(own + r * tile_words<F>(), phase_of(tiles, first + r), to.lane, block);
+        const float d = take_block<F>(tile, offset_of(tiles, first + r) % 16, to.lane, block);
         multiply_words<F, exact, bits_of<F>(), M>(a, block, two23, sums);
 #pragma unroll
         for (int m = 0; m < M; ++m) {
@@ -156,7 +177,8 @@ inline void pass_blocks(
   }
 }
 
-template <typename T, Format F, int M, int B>
+// lines: whether rows of blocks are whole lines.
+template <typename T, Format F, int M, int B, bool lines>
 [[kernel, max_total_threads_per_threadgroup(M > 1 ? 256 : 384)]] void block_matmul(
     const device T* x [[buffer(0)]],           // [rows, columns]
     const device uchar* blocks [[buffer(1)]],  // [outputs, columns / 32, bytes of a block]
@@ -179,7 +201,6 @@ template <typename T, Format F, int M, int B>
   const uint products = params.outputs_per_group * M;  // of a simdgroup
   const size_t row_bytes = size_t(params.columns / block_columns) * block_bytes<F>();
   threadgroup uint4* exchange = scratch + simdgroup * scratch_size<F, B>();
-  threadgroup uint* own = (threadgroup uint*)exchange;
   x += size_t(first_row) * params.columns;
 
   Gathering to;
@@ -187,30 +208,28 @@ template <typename T, Format F, int M, int B>
   to.lane = lane;
   const uint step = simdgroups * 32 * block_columns;
   for (uint begin = simdgroup * 32 * block_columns; begin < params.columns; begin += step) {
-    const uint column = begin + lane * block_columns;
-    const bool inside = column < params.columns;
-    Tiles tiles;
+    const bool inside = begin + lane * block_columns < params.columns;
+    Tiles<lines> tiles;
     tiles.blocks = blocks;
     tiles.first = first_output * row_bytes + begin / block_columns * block_bytes<F>();
     tiles.row_bytes = row_bytes;
     tiles.size = min((params.columns - begin) / block_columns, 32u) * block_bytes<F>();
-    tiles.ahead = row_bytes % 128 == 0 ? uint(tiles.first) % 128 / 4 : 0;
     ActivationPacks<T, block_columns, M> packs;
     load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
     // The first weights are on their way while the activations are made ready.
     const uint batched = outputs / B * B;
     TileShare<F, B> share;
     if (batched > 0) {
-      load_tiles<F, B>(tiles, 0, lane, share);
+      load_tiles(tiles, 0, lane, share);
     }
     Activations<block_columns, M> a;
     take_activations<T, F, exact>(packs, lane, exchange, a);
     to.add = begin >= step;
-    pass_blocks<T, F, exact, M, B>(a, inside, tiles, share, 0, batched, params.two23, own, to);
+    pass_blocks<F, exact>(a, inside, tiles, share, 0, batched, params.two23, exchange, to);
     if (batched < outputs) {
       TileShare<F, 1> last;
-      load_tiles<F, 1>(tiles, batched, lane, last);
-      pass_blocks<T, F, exact, M, 1>(a, inside, tiles, last, batched, outputs, params.two23, own, to);
+      load_tiles(tiles, batched, lane, last);
+      pass_blocks<F, exact>(a, inside, tiles, last, batched, outputs, params.two23, exchange, to);
     }
   }
 
@@ -225,7 +244,9 @@ template <typename T, Format F, int M, int B>
   }
 }
 
-#define instantiate_blocks(kind, M, B) instantiate_types("block_matmul_" #kind "_" #M, block_matmul, kind, M, B)
+#define instantiate_blocks(kind, M, B)                                                  \
+  instantiate_types("block_matmul_lines_" #kind "_" #M, block_matmul, kind, M, B, true)  \
+  instantiate_types("block_matmul_any_" #kind "_" #M, block_matmul, kind, M, B, false)
 
 instantiate_blocks(q4_0, 1, 4)
 instantiate_blocks(q4_0, 2, 4)

@@ -89,14 +89,12 @@ def test_gate_and_up(rng, dtype, counted, columns, outputs, bits, lane_columns, 
 
 
 @pytest.mark.parametrize("columns, outputs", SHAPES)
-@pytest.mark.parametrize("kind, block_bytes", [("q4_0", 18), ("q8_0", 34)])
-def test_blocks(rng, dtype, counted, columns, outputs, kind, block_bytes):
-    """Where rows begin on lines, so does what lanes load of 32 blocks; elsewhere every 128 bytes may lie across two."""
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
+def test_blocks(rng, dtype, counted, columns, outputs, kind):
+    """Wherever rows begin."""
     x = draw(rng, (1, columns), dtype)
     blocks = mm.block_quantize(draw(rng, (outputs, columns), mx.float32), kind)
     mx.eval(blocks)  # natively
     (counts,) = counted(lambda: mm.block_matmul(x, blocks, kind))
     assert loaded_of_weights(counts, x) <= 1.02 * blocks.nbytes
-    row_bytes = columns // 32 * block_bytes
-    across = lines_across(outputs, row_bytes, 32 * block_bytes, LINE) if row_bytes % LINE else 0
-    assert_lines(counts, columns, across)
+    assert counts["device_lines"] == counts["device_lines_fewest"]

@@ -30,6 +30,7 @@ namespace {
 constexpr const char* op = "block_matmul";
 const Name file = "block_matmul.metal";
 constexpr uint32_t most_kernel_rows = 2;  // of x that a kernel takes at once
+constexpr int line = 128;                 // bytes
 
 // x [.., columns], blocks [outputs, bytes of a row] and bias [outputs], if there is one -> y [.., outputs].
 class BlockMatmul : public KernelPrimitive {
@@ -74,7 +75,8 @@ class BlockMatmul : public KernelPrimitive {
 
     Launch launch;
     launch.file = file;
-    launch.kernel = kernel_name(x.dtype(), op, block_kind_name(kind_), "_", rows);
+    const char* begin = inputs[1].shape(1) % line == 0 ? "lines_" : "any_";  // of rows of blocks
+    launch.kernel = kernel_name(x.dtype(), op, begin, block_kind_name(kind_), "_", rows);
     launch.threadgroups = {ceil_divide(params.outputs, params.outputs_per_group), row_blocks, 1};
     launch.threads = {32 * plan.simdgroups, 1, 1};
     // x stands in for an absent bias: each argument needs a buffer.
