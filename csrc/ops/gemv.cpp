@@ -228,6 +228,8 @@ class Gemv : public KernelPrimitive {
       // Tiles count elements between their rows of weights in 32 bits, and have all of their outputs.
       if (wants_tiles(x, sizes) && packs && params.weight_stride < (1u << 27) && sizes.outputs >= shape.outputs) {
         launch.file = tiles_file;
+        params.rounds = ceil_divide(plan.columns_per_split, plan.simdgroups * shape.chunk);
+        params.round_mask = std::bit_floor(params.rounds) - 1;
         launch.kernel = kernel_name(x.dtype(), op, "tiles_", shape.rows, "x", shape.outputs);
       } else {
         if (wants_tiles(x, sizes)) {

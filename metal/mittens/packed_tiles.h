@@ -66,14 +66,6 @@ inline half2 offset_integers(uint word, int shift) {
       shift < 8 ? uchar4(bytes.x, offset_byte, bytes.z, offset_byte) : uchar4(bytes.y, offset_byte, bytes.w, offset_byte));
 }
 
-// As side_by_side of tile.h, for integers to be taken from: with the masks and shifts of that, compilers would merge those
-// that follow into more of them.
-inline uint halves_side_by_side(uint first, uint second, bool upper) {
-  const ushort2 a = as_type<ushort2>(first);
-  const ushort2 b = as_type<ushort2>(second);
-  return as_type<uint>(upper ? ushort2(a.y, b.y) : ushort2(a.x, b.x));
-}
-
 // E neighbours of a row. whole: it is there, for all lanes, and aligned.
 template <bool whole, int E, int words, typename T, int bits>
 inline void load_integers(PackedRows<T, bits> row, uint column, uint width, bool there, thread uint (&to)[words]) {
@@ -345,8 +337,8 @@ inline void add_values(
 #pragma unroll
       for (int e = 0; e < V; ++e) {
         const int half_word = e / in_half;
-        const uint both = halves_side_by_side(
-            values.words[c][0][g][half_word / 2], values.words[c][1][g][half_word / 2], half_word % 2);
+        const uint both =
+            side_by_side(values.words[c][0][g][half_word / 2], values.words[c][1][g][half_word / 2], half_word % 2);
         const half2 pair = offset_integers<bits>(both, bits * (e % in_half)) - half2(half(offset_value));
 #pragma unroll
         for (int b = 0; b < B; ++b) {

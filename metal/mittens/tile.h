@@ -41,9 +41,12 @@ inline float2 multiply_tiles(vec<T, 2> a, vec<T, 2> b, float2 c) {
   return reinterpret_cast<thread float2&>(sum.thread_elements());
 }
 
-// The lower or the upper halves of two words.
+// The lower or the upper halves of two words. With masks and shifts, compilers would merge those that follow, where integers
+// are taken from the halves, into more of them.
 inline uint side_by_side(uint first, uint second, bool upper) {
-  return upper ? (first >> 16) | (second & 0xffff0000u) : (first & 0xffffu) | (second << 16);
+  const ushort2 a = as_type<ushort2>(first);
+  const ushort2 b = as_type<ushort2>(second);
+  return as_type<uint>(upper ? ushort2(a.y, b.y) : ushort2(a.x, b.x));
 }
 
 // Of elements that fill words one after the other, the word that holds element i.

@@ -16,6 +16,8 @@ struct GemvParams {
   uint32_t weight_stride;      // elements from row to row of w
   uint32_t splits;             // threadgroups that share the columns of x
   uint32_t columns_per_split;  // that each of them takes
+  uint32_t rounds;             // tiles kernel: times that a threadgroup's simdgroups take columns
+  uint32_t round_mask;         // of a threadgroup's number: which of these it begins with
   uint32_t sharers;            // rows kernel: simdgroups that share the columns of a few rows of w
   uint32_t lanes;              // columns kernel: lanes of a simdgroup along the outputs, 1 to 32
   uint32_t has_bias;
