@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "mlx/utils.h"
 #include "ops/checks.h"
@@ -60,6 +61,14 @@ uint32_t lane_columns(int bits, uint32_t rows) {
     return rows == 1 ? 32 : rows <= 4 ? 16 : 8;
   }
   return rows <= 4 ? 16 : 8;
+}
+
+// Simdgroups of quantized_tiles.metal that a core of an H200 holds at once, by their registers.
+uint32_t held_tiles(const AffineFormat& format, uint32_t rows, uint32_t run) {
+  if (run == 32) {
+    return format.bits == 4 ? 16 : 24;
+  }
+  return format.bits == 4 ? 12 : rows <= 8 ? 20 : 16;
 }
 
 }  // namespace
@@ -203,17 +212,28 @@ RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t bat
 
 AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns,
                                   uint32_t outputs, uint32_t batch) {
+  constexpr uint32_t cores = 132;           // of an H200
+  constexpr uint32_t fewest_columns = 256;  // that a simdgroup is left with
   AffineTilesPlan plan;
   plan.rows = rows <= 8 ? 8 : 16;
   plan.run = format.group_size == 32 || dtype == mx::float32 ? 32 : 64;
   plan.outputs_per_group = format.bits == 4 ? 32 : dtype == mx::float32 ? 8 : 16;
-  // Few simdgroups with much to do each, unless there are few threadgroups (measured on an H200).
-  constexpr uint32_t wanted_simdgroups = 1792;  // of a launch
-  constexpr uint32_t most_columns = 1024;       // that a simdgroup is left with, if there may be more of them
-  constexpr uint32_t fewest_columns = 256;
-  const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
-  plan.simdgroups = std::max(ceil_divide(wanted_simdgroups, groups), ceil_divide(columns, most_columns));
-  plan.simdgroups = std::min({plan.simdgroups, ceil_divide(columns, fewest_columns), uint32_t(kProductSimdgroups)});
+  const uint32_t runs = dtype == mx::float32 ? 1 : format.bits == 4 && plan.rows == 8 ? 4 : 2;  // that are taken at once
+  const uint32_t chunks = ceil_divide(columns, plan.run * runs);
+  const uint32_t held = held_tiles(format, plan.rows, plan.run);
+  const uint64_t groups = uint64_t(ceil_divide(std::max(outputs, 1u), plan.outputs_per_group)) * batch;
+  // Threadgroups that not all cores have room for start when others end, and take as long again. Of simdgroups that go
+  // over the columns in as many rounds, all these waves together, the fewest: each takes time to start.
+  const uint32_t most = std::clamp(ceil_divide(columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
+  uint64_t fewest_rounds = std::numeric_limits<uint64_t>::max();
+  for (uint32_t simdgroups = 1; simdgroups <= most; ++simdgroups) {
+    const uint64_t waves = ceil_divide(groups, cores * (held / simdgroups));
+    const uint64_t rounds = waves * ceil_divide(chunks, simdgroups);
+    if (rounds < fewest_rounds) {
+      fewest_rounds = rounds;
+      plan.simdgroups = simdgroups;
+    }
+  }
   return plan;
 }
 
