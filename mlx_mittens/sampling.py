@@ -165,7 +165,7 @@ class _QueuedSampler(Sampler):
                 if argument != self._link:
                     group[argument] = results[result]
             state = results.pop(self._updated.get(self._link, 0))
-            if self._updated:  # no call of ours or mx's leaves out what the next one does not need
+            if results:  # no call of ours or mx's leaves out what the next one does not need
                 state = mx.depends(state, results)
             del arguments, results  # what is referred to is not updated in place
         return state

@@ -1,5 +1,6 @@
 """The benchmark command, on budgets too small to measure anything."""
 
+import io
 import json
 import math
 import sys
@@ -185,6 +186,15 @@ def test_calls_on_a_gpu_are_a_chain(monkeypatch):
     sample = sampling.sampler(build, 0, {}, [[x, weight], [x, weight + 1]], 0, "gpu")
     assert sample(4) > 0 and len(built) == 4
     assert built[3][0].max().item() == built[3][0].min().item() == 2 * 3 * 2, "each call takes the last one's result"
+
+
+def test_each_call_in_a_chain_waits_for_all_of_the_last_ones_results():
+    """A gradient's second kernel would run beside the next call otherwise."""
+    x = mx.ones((4, 64))
+    sample = sampling.sampler(lambda group: [group[0] * 2, mx.exp(group[0])], 0, {}, [[x]], 0, "gpu")
+    graph = io.StringIO()
+    mx.export_to_dot(graph, sample._calls(3, mx.array(1.0)))
+    assert graph.getvalue().count("Exp") == 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
