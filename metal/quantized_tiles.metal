@@ -237,14 +237,14 @@ template <typename T, int bits, int R, int MB, int run, int U, int most>
                      bits, R, MB, run, U, most)
 
 // float_R: in float32, whose products are many instructions on NVIDIA.
-#define instantiate_tiles(bits, R, float_R, MB, M, U, most_64, float_most)   \
-  instantiate_tile(float, float32, bits, float_R, MB, M, 32, 1, float_most)  \
-  instantiate_tile(half, float16, bits, R, MB, M, 32, U, 256)                \
-  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 32, U, 256)             \
-  instantiate_tile(half, float16, bits, R, MB, M, 64, U, most_64)            \
-  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 64, U, most_64)
+#define instantiate_tiles(bits, R, float_R, MB, M, U, most)            \
+  instantiate_tile(float, float32, bits, float_R, MB, M, 32, 1, most)  \
+  instantiate_tile(half, float16, bits, R, MB, M, 32, U, most)         \
+  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 32, U, most)      \
+  instantiate_tile(half, float16, bits, R, MB, M, 64, U, most)         \
+  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 64, U, most)
 
-instantiate_tiles(4, 4, 4, 1, 8, 4, 288, 288)
-instantiate_tiles(4, 4, 4, 2, 16, 2, 256, 256)
-instantiate_tiles(8, 2, 1, 1, 8, 2, 288, 288)
-instantiate_tiles(8, 2, 1, 2, 16, 2, 256, 288)
+instantiate_tiles(4, 4, 4, 1, 8, 4, 288)
+instantiate_tiles(4, 4, 4, 2, 16, 2, 256)
+instantiate_tiles(8, 2, 1, 1, 8, 2, 288)
+instantiate_tiles(8, 2, 1, 2, 16, 2, 256)

@@ -35,12 +35,13 @@ inline void leave_sums(
   }
 }
 
-// What the simdgroups left of output n and row m.
+// What the simdgroups left of output n and row m. As many loads as there can be, so that all are on their way at once.
 template <typename Partials>
 inline float left_sum(const threadgroup float* partials, uint n, uint m, uint simdgroups) {
   float sum = 0;
-  for (uint s = 0; s < simdgroups; ++s) {
-    sum += partials[(s * Partials::rows + m) * Partials::row + n];
+#pragma unroll
+  for (uint s = 0; s < kProductSimdgroups; ++s) {
+    sum += s < simdgroups ? partials[(s * Partials::rows + m) * Partials::row + n] : 0.0f;
   }
   return sum;
 }
