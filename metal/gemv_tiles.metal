@@ -208,6 +208,7 @@ template <typename T, int MB, int N, int U, int most>
 instantiate_tiles("8x16_float32", float, 8, 16, 2, 512)
 instantiate_tiles("8x16_float16", half, 8, 16, 2, 640)
 instantiate_tiles("8x16_bfloat16", bfloat, 8, 16, 2, 640)
+instantiate_tiles("8x32_float32", float, 8, 32, 1, 512)
 instantiate_tiles("8x32_float16", half, 8, 32, 1, 512)
 instantiate_tiles("8x32_bfloat16", bfloat, 8, 32, 1, 512)
 instantiate_tiles("16x16_float32", float, 16, 16, 1, 512)

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 
 #include "mlx/utils.h"
 #include "ops/checks.h"
@@ -212,7 +211,6 @@ RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t bat
 
 AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns,
                                   uint32_t outputs, uint32_t batch) {
-  constexpr uint32_t cores = 132;           // of an H200
   constexpr uint32_t fewest_columns = 256;  // that a simdgroup is left with
   AffineTilesPlan plan;
   plan.rows = rows <= 8 ? 8 : 16;
@@ -222,18 +220,8 @@ AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, u
   const uint32_t chunks = ceil_divide(columns, plan.run * runs);
   const uint32_t held = held_tiles(format, plan.rows, plan.run);
   const uint64_t groups = uint64_t(ceil_divide(std::max(outputs, 1u), plan.outputs_per_group)) * batch;
-  // Threadgroups that not all cores have room for start when others end, and take as long again. Of simdgroups that go
-  // over the columns in as many rounds, all these waves together, the fewest: each takes time to start.
   const uint32_t most = std::clamp(ceil_divide(columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
-  uint64_t fewest_rounds = std::numeric_limits<uint64_t>::max();
-  for (uint32_t simdgroups = 1; simdgroups <= most; ++simdgroups) {
-    const uint64_t waves = ceil_divide(groups, cores * (held / simdgroups));
-    const uint64_t rounds = waves * ceil_divide(chunks, simdgroups);
-    if (rounds < fewest_rounds) {
-      fewest_rounds = rounds;
-      plan.simdgroups = simdgroups;
-    }
-  }
+  plan.simdgroups = plan_tile_simdgroups(groups, chunks, held, 1, most);
   return plan;
 }
 

@@ -19,6 +19,7 @@
 #include "ops/primitive.h"
 #include "ops/registry.h"
 #include "ops/row_plan.h"
+#include "ops/row_products.h"
 #include "ops/split.h"
 #include "params/gemv.h"
 #include "params/products.h"
@@ -42,28 +43,25 @@ struct RowsShape {
   uint32_t steps;    // chunks that keep it busy
   uint32_t shares;   // so many times as much make a split worth its second kernel, which adds the splits up
   uint32_t rows;     // of x that a threadgroup takes
-  uint32_t held;     // simdgroups that a large GPU holds at once, where a launch is to keep to that; else 0
+  uint32_t held;     // tiles kernel: simdgroups that a core of an H200 holds at once, by their registers; else 0
 };
 
 // gemv.metal. pack: elements of a lane's load where whole packs can be loaded.
 RowsShape rows_shape(uint32_t rows, uint32_t pack) {
   const uint32_t together = std::min<uint32_t>(std::bit_ceil(std::max(rows, 1u)), most_gemv_rows);
-  constexpr uint32_t held = 132 * 28;  // of an H200
-  return {together > 8 ? 2u : 4u, 32 * pack, 2, 2, together, together == 1 ? held : 0};
+  return {together > 8 ? 2u : 4u, 32 * pack, 2, 2, together, 0};
 }
 
-// gemv_tiles.metal. Many outputs let a threadgroup have 32, so that less of x is loaded beside the weights; in float32 its
-// sums and what products of that take would leave no registers for them.
+// gemv_tiles.metal. Many outputs let a threadgroup have 32, so that less of x is loaded beside the weights; 16 rows in
+// float32 leave no registers for them.
 RowsShape tiles_shape(mx::Dtype dtype, uint32_t rows, uint32_t outputs) {
   constexpr uint32_t many_outputs = 8192;
-  constexpr uint32_t held = 132 * 16;  // of an H200
-  if (dtype == mx::float32) {
-    return rows > 8 ? RowsShape{16, 32, 8, 4, 16, 0} : RowsShape{16, 64, 4, 4, 8, 0};
+  const uint32_t run = dtype == mx::float32 ? 32 : 64;
+  constexpr uint32_t held = 16;
+  if (outputs >= many_outputs && (rows <= 8 || dtype != mx::float32)) {
+    return {32, run, 256 / run, 4, rows > 8 ? 16u : 8u, held};
   }
-  if (outputs >= many_outputs) {
-    return {32, 64, 4, 4, rows > 8 ? 16u : 8u, held};
-  }
-  return rows > 8 ? RowsShape{16, 64, 4, 4, 16, 0} : RowsShape{16, 128, 2, 4, 8, 0};
+  return rows > 8 ? RowsShape{16, run, 256 / run, 4, 16, held} : RowsShape{16, 2 * run, 128 / run, 4, 8, held};
 }
 
 struct RowsPlan {
@@ -79,12 +77,18 @@ RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32
   const uint32_t shares = ceil_divide(chunks, shape.steps);
   const uint64_t groups = uint64_t(ceil_divide(std::max(outputs, 1u), shape.outputs)) *
       ceil_divide(std::max(rows, 1u), shape.rows);
-  plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, groups), 4u, uint32_t(kProductSimdgroups));
-  plan.simdgroups = std::min(plan.simdgroups, shares);
-  // Most of a GPU is idle while it runs the few that were left over.
-  const uint64_t launched = groups * plan.simdgroups;
-  if (launched > shape.held && launched < 2 * shape.held && plan.simdgroups < shares) {
-    plan.simdgroups /= 2;
+  const uint32_t most = std::min(shares, uint32_t(kProductSimdgroups));
+  const uint32_t fewest = std::min(shares, 4u);
+  if (shape.held > 0) {
+    plan.simdgroups = plan_tile_simdgroups(groups, chunks, shape.held, fewest, most);
+  } else {
+    plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, groups), fewest, most);
+    // Most of a GPU is idle while it runs the few that were left over.
+    constexpr uint32_t held = 132 * 28;  // of one row, by an H200
+    const uint64_t launched = groups * plan.simdgroups;
+    if (shape.rows == 1 && launched > held && launched < 2 * held && plan.simdgroups < shares) {
+      plan.simdgroups /= 2;
+    }
   }
   const uint32_t most_splits = may_split ? ceil_divide(shares, shape.shares * plan.simdgroups) : 1;
   const uint32_t splits = std::clamp(ceil_divide(wanted_simdgroups / 4, groups * plan.simdgroups), 1u, most_splits);

@@ -1,6 +1,7 @@
 #include "ops/row_products.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "ops/matrices.h"
 #include "params/products.h"
@@ -41,6 +42,21 @@ RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t pr
   const uint64_t most = std::min(products == 1 ? most_outputs : 2 * most_outputs, fitting);
   plan.outputs_per_group = static_cast<uint32_t>(std::clamp(wanted, batched, most));
   return plan;
+}
+
+uint32_t plan_tile_simdgroups(uint64_t threadgroups, uint32_t chunks, uint32_t held, uint32_t fewest, uint32_t most) {
+  constexpr uint32_t cores = 132;  // of an H200
+  uint32_t best = fewest;
+  uint64_t fewest_rounds = std::numeric_limits<uint64_t>::max();
+  for (uint32_t simdgroups = fewest; simdgroups <= most; ++simdgroups) {
+    const uint64_t waves = ceil_divide(threadgroups, cores * (held / simdgroups));
+    const uint64_t rounds = waves * ceil_divide(chunks, simdgroups);
+    if (rounds < fewest_rounds) {
+      fewest_rounds = rounds;
+      best = simdgroups;
+    }
+  }
+  return best;
 }
 
 }  // namespace mittens

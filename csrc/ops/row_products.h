@@ -1,5 +1,4 @@
-// How a product of few rows of x with packed weights is shared out: quantized_rows.metal, quantized_swiglu.metal and
-// block_matmul.metal.
+// How a product of few rows of x is shared out.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +10,18 @@ struct RowProductsPlan {
   uint32_t outputs_per_group;
 };
 
+// Packed weights: quantized_rows.metal, quantized_swiglu.metal and block_matmul.metal.
+//
 // chunks: of columns, each what a simdgroup takes at once. outputs: of all matrices and blocks of rows. products: of a
 // simdgroup for each output. held: simdgroups that a large GPU holds at once.
 RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, uint32_t held);
+
+// Products by 8x8 matrices: gemv_tiles.metal and quantized_tiles.metal. Simdgroups of a threadgroup, `fewest` to `most`,
+// that are through with their chunks of columns in the fewest rounds. Threadgroups that not all cores have room for start
+// when others end, and take as long again: the rounds of all these waves count. Of several numbers it is the smallest,
+// since each simdgroup takes time to start.
+//
+// held: simdgroups that a core of a large GPU holds at once, by their registers.
+uint32_t plan_tile_simdgroups(uint64_t threadgroups, uint32_t chunks, uint32_t held, uint32_t fewest, uint32_t most);
 
 }  // namespace mittens
