@@ -342,12 +342,13 @@ class Gemv : public KernelPrimitive {
 };
 
 // Where mx's products of matrices are ahead of ours on an H200 (bench/results/h200.json and h200-repeated.md). Of few
-// rows in half types they are where outputs are many.
-bool tensor_cores_win(size_t rows, size_t weights, size_t outputs, mx::Dtype dtype) {
+// rows in half types they are where outputs are many and columns are what lies apart: gemv.metal's kernel then, not
+// gemv_tiles.metal's.
+bool tensor_cores_win(size_t rows, size_t weights, size_t outputs, bool transpose, mx::Dtype dtype) {
   if (rows > 8) {
     return weights > (1 << 22);
   }
-  return dtype != mx::float32 && rows > 2 && outputs > 4096;
+  return !transpose && dtype != mx::float32 && rows > 2 && outputs > 4096;
 }
 
 }  // namespace
@@ -381,7 +382,7 @@ std::optional<mx::array> attempt_gemv(const mx::array& w, const mx::array& x, co
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return left_to_mx(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  if (has_nvidia_rules(stream) && tensor_cores_win(rows, w.size(), outputs, dtype) &&
+  if (has_nvidia_rules(stream) && tensor_cores_win(rows, w.size(), outputs, transpose, dtype) &&
       better_left_to_mx(op, "many rows of x where there are tensor cores")) {
     return std::nullopt;
   }
