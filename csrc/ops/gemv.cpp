@@ -342,8 +342,7 @@ class Gemv : public KernelPrimitive {
 };
 
 // Where mx's products of matrices are ahead of ours on an H200 (bench/results/h200.json and h200-repeated.md). Of few
-// rows in half types they are where outputs are many and columns are what lies apart: gemv.metal's kernel then, not
-// gemv_tiles.metal's.
+// rows in half types they are where outputs are many and w is [columns, outputs], which has no kernel of matrices.
 bool tensor_cores_win(size_t rows, size_t weights, size_t outputs, bool transpose, mx::Dtype dtype) {
   if (rows > 8) {
     return weights > (1 << 22);
