@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from attention import MASKS, assert_right, draw, exact_of, inputs, mask_of, run
+from matrices import assert_error_at_most_that_of_mx
 from support import assert_near
 
 import mlx_mittens as mm
@@ -217,10 +218,8 @@ def test_error_is_at_most_that_of_mx(rng, dtype, executor):
         with mx.stream(mx.cpu):
             twin = MX(q, k, v, scale=128**-0.5)
         exact = exact_of(q, k, v, 128**-0.5)
-        assert_right(y, twin, exact, dtype)  # in float32 mx is at times right by luck
-        if dtype != mx.float32:
-            ours, theirs = (np.abs(np.array(a.astype(mx.float32)) - exact.value).max() for a in (y, twin))
-            assert ours <= 1.05 * theirs
+        assert_right(y, twin, exact, dtype)
+        assert_error_at_most_that_of_mx(y, twin, exact)
 
 
 @pytest.mark.parametrize("queries, keys", [(1, 64), (20, 40)])
