@@ -23,7 +23,7 @@ def product(rng, rows, columns, outputs, dtype, transpose=True, with_bias=False)
     [
         (1, 1, 1), (1, 7, 3), (1, 8, 5), (1, 256, 4), (1, 255, 9), (1, 2880, 21), (1, 4100, 6), (2, 513, 10),
         (3, 1024, 7), (4, 96, 33), (5, 777, 8), (7, 2048, 5), (8, 640, 12), (9, 100, 6), (12, 1032, 11), (16, 520, 9),
-        (16, 33, 2), (7, 16392, 5), (7, 16391, 5), (16, 16392, 3),
+        (16, 33, 2), (7, 16392, 5), (7, 16391, 5), (16, 16392, 3), (7, 16392, 40), (16, 8712, 35),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("transpose", [True, False])
@@ -158,17 +158,51 @@ def test_vmap_and_compile(rng, executor, transpose):
     np.testing.assert_allclose(np.array(shared[0]), np.array(one(w[0], x[0])), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("order", [(16, 1), (1, 16, 1)])
+SPLIT, WHOLE = (1, 4200), (16, 40)  # rows and columns of x
+
+
+@pytest.mark.parametrize("order", [(WHOLE, SPLIT), (SPLIT, WHOLE, SPLIT)])
 @pytest.mark.parametrize("transpose", [True, False])
 def test_compiled_for_any_shape(rng, executor, transpose, order):
-    """Few rows split the columns, many do not; a graph traced with either runs the other."""
-    shape = (160, 2080) if transpose else (2080, 160)
-    w = draw(rng, shape, mx.float32)
-    compiled = mx.compile(lambda x: mm.gemv(w, x, transpose=transpose) + 1, shapeless=True)
-    for rows in order:
-        x = draw(rng, (rows, 2080), mx.float32)
+    """A graph traced with columns that threadgroups share out does so where they are many; traced with few, never."""
+    compiled = mx.compile(lambda w, x: mm.gemv(w, x, transpose=transpose) + 1, shapeless=True)
+    for rows, columns in order:
+        w = draw(rng, (160, columns) if transpose else (columns, 160), mx.float32)
+        x = draw(rng, (rows, columns), mx.float32)
         exact = exact_product(widen(x), widen(w) if transpose else widen(w).T, np.ones(160))
-        assert_right(compiled(x), exact, mx.float32)
+        mm.stats(reset=True)
+        assert_right(compiled(w, x), exact, mx.float32)
+        kernels = str(mm.stats()["gemv"]["kernels"])
+        split = order[0] == (rows, columns) == SPLIT
+        assert executor == "native" or ("split_sum" in kernels) == split, kernels
+
+
+@pytest.mark.parametrize("columns, outputs, simdgroups", [(2048, 64, 8), (1280, 4864, 5), (1280, 7008, 4)])
+def test_simdgroups_of_several_rows(rng, counted, columns, outputs, simdgroups):
+    """The fewest rounds of all waves: eight take two, five two and, for 304 threadgroups, one wave; 438 would take two."""
+    w, x = draw(rng, (outputs, columns), mx.bfloat16), draw(rng, (8, columns), mx.bfloat16)
+    (counts,) = counted(lambda: mm.gemv(w, x))
+    assert counts["threads"] == counts["threadgroups"] * 32 * simdgroups
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, outputs, transpose, kernel",
+    [
+        (mx.float16, 3, 4097, False, False), (mx.bfloat16, 8, 4097, False, False), (mx.float16, 3, 4096, False, True),
+        (mx.float16, 2, 4097, False, True), (mx.float16, 1, 4097, False, True), (mx.float32, 3, 4097, False, True),
+        (mx.float16, 3, 4097, True, True), (mx.bfloat16, 8, 4097, True, True),
+        (mx.float16, 8, 65600, True, True), (mx.float16, 9, 65600, True, False), (mx.float16, 9, 65536, True, True),
+        (mx.float32, 9, 65600, True, False), (mx.float32, 9, 65536, True, True),
+    ],
+)  # fmt: skip
+def test_what_goes_to_mx(rng, lenient, nvidia_kernels, dtype, rows, outputs, transpose, kernel):
+    """By the rules for NVIDIA GPUs."""
+    columns = 64
+    mm.stats(reset=True)
+    product(rng, rows, columns, outputs, dtype, transpose)
+    reason = {"many rows of x where there are tensor cores": 1}
+    assert mm.stats()["gemv"]["mx"] == ({} if kernel else reason)
+    assert bool(nvidia_kernels()) == kernel
 
 
 def test_no_columns(rng, native):

@@ -72,22 +72,3 @@ def test_apple_gpus_keep_theirs(rng, counted, native):
     w, x = draw(rng, (9, 512), mx.float16), draw(rng, (1, 512), mx.float16)
     (counts,) = counted(lambda: mm.gemv(w, x))
     assert counts["threadgroups"] == 1  # of three simdgroups with four outputs each; of eight with one there are two
-
-
-@pytest.mark.parametrize(
-    "dtype, rows, outputs, transpose, kernel",
-    [
-        (mx.float16, 3, 4097, False, False), (mx.bfloat16, 8, 4097, False, False), (mx.float16, 3, 4096, False, True),
-        (mx.float16, 2, 4097, False, True), (mx.float16, 1, 4097, False, True), (mx.float32, 3, 4097, False, True),
-        (mx.float16, 3, 4097, True, True), (mx.bfloat16, 8, 4097, True, True),
-        (mx.float16, 9, 65600, True, False), (mx.float32, 9, 65536, True, True),
-    ],
-)  # fmt: skip
-def test_what_goes_to_mx(rng, lenient, nvidia_kernels, dtype, rows, outputs, transpose, kernel):
-    w, x = draw(rng, (outputs, 64), dtype), draw(rng, (rows, 64), dtype)
-    mm.stats(reset=True)
-    y = mm.gemv(w, x) if transpose else mm.gemv(mx.contiguous(w.T), x, transpose=False)
-    assert_right(y, product(w, x), dtype)
-    reason = {"many rows of x where there are tensor cores": 1}
-    assert mm.stats()["gemv"]["mx"] == ({} if kernel else reason)
-    assert bool(nvidia_kernels()) == kernel

@@ -183,6 +183,15 @@ def test_promotes_as_mx_does(rng, executor):
         assert mm.quantized_matmul(x, words, s, b).dtype == mx.quantized_matmul(x, words, s, b).dtype
 
 
+@pytest.mark.parametrize("columns, outputs, simdgroups", [(1280, 7008, 5), (2048, 4224, 8), (2048, 4256, 4)])
+def test_simdgroups_of_several_rows(rng, counted, columns, outputs, simdgroups):
+    """The fewest rounds of all waves: where each has one round, unless 133 threadgroups of eight need two waves."""
+    triple = quantize(rng, (outputs, columns), mx.bfloat16, 64, 4)
+    x = draw(rng, (8, columns), mx.bfloat16)
+    (counts,) = counted(lambda: mm.quantized_matmul(x, *triple))
+    assert counts["threads"] == counts["threadgroups"] * 32 * simdgroups
+
+
 def test_error_is_at_most_that_of_mx(rng, dtype, executor):
     triple = quantize(rng, (64, 2048), dtype, 64, 4)
     x = draw(rng, (1, 2048), dtype)

@@ -62,8 +62,9 @@ uint32_t lane_columns(int bits, uint32_t rows) {
   return rows <= 4 ? 16 : 8;
 }
 
-// Simdgroups of quantized_tiles.metal that a core of an H200 holds at once, by their registers.
-uint32_t held_tiles(const AffineFormat& format, uint32_t rows, uint32_t run) {
+// Simdgroups of quantized_tiles.metal that a core of an H200 is counted on to hold at once: in half types no more than
+// their registers allow (bench/results/registers.md); those in float32, which NVIDIA GPUs are not given, as these.
+uint32_t tiles_held_by_core(const AffineFormat& format, uint32_t rows, uint32_t run) {
   if (run == 32) {
     return format.bits == 4 ? 16 : 24;
   }
@@ -187,7 +188,7 @@ std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::a
 AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
                                 uint32_t batch, uint32_t most_rows, uint32_t matrices) {
   const uint32_t together = std::min(std::bit_ceil(rows), most_rows);
-  const uint32_t held = 132 * (together > 2 ? 8 : 16);  // simdgroups, by an H200
+  const uint32_t held = h200_cores * (together > 2 ? 8 : 16);  // simdgroups
   const uint32_t chunks = ceil_divide(columns, 32 * lane_columns(format.bits, together));
   const uint64_t each = uint64_t(outputs) * batch * ceil_divide(rows, together);
   return {plan_row_products(chunks, each, together * matrices, held), together};
@@ -199,7 +200,7 @@ bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows,
 
 RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices) {
   constexpr uint32_t products = 8 * kRowBlocks;  // of a simdgroup
-  constexpr uint32_t held = 132 * 16;            // simdgroups, by an H200
+  constexpr uint32_t held = h200_cores * 16;     // simdgroups
   RowProductsPlan plan;
   plan.outputs_per_group = products / matrices;
   const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
@@ -218,7 +219,7 @@ AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, u
   plan.outputs_per_group = format.bits == 4 ? 32 : dtype == mx::float32 ? 8 : 16;
   const uint32_t runs = dtype == mx::float32 ? 1 : format.bits == 4 && plan.rows == 8 ? 4 : 2;  // that are taken at once
   const uint32_t chunks = ceil_divide(columns, plan.run * runs);
-  const uint32_t held = held_tiles(format, plan.rows, plan.run);
+  const uint32_t held = tiles_held_by_core(format, plan.rows, plan.run);
   const uint64_t groups = uint64_t(ceil_divide(std::max(outputs, 1u), plan.outputs_per_group)) * batch;
   const uint32_t most = std::clamp(ceil_divide(columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
   plan.simdgroups = plan_tile_simdgroups(groups, chunks, held, 1, most);

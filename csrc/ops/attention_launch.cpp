@@ -76,9 +76,9 @@ struct DecodePlan {
   uint32_t keys_per_split;
 };
 
-// How many threadgroups a large GPU runs at once, by the registers of a thread: an H200 has 132 cores.
+// How many threadgroups an H200 runs at once, by the registers of a thread.
 uint32_t threadgroups_at_once(const DecodePlan& plan, const AttentionOptions& options, mx::Dtype dtype) {
-  constexpr uint32_t two = 2 * 132, three = 3 * 132, four = 4 * 132;
+  constexpr uint32_t two = 2 * h200_cores, three = 3 * h200_cores, four = 4 * h200_cores;
   if (!plan.tiles) {
     return plan.rows > 4 ? two : three;
   }

@@ -57,7 +57,8 @@ class BlockMatmul : public KernelPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    constexpr uint32_t held_simdgroups = 132 * 12;  // by an H200
+    // By their registers a core holds 12 of one row, and 8 of two rows, which are planned as those of one.
+    constexpr uint32_t held_simdgroups = h200_cores * 12;
     constexpr uint32_t lane_columns = 32;
     const mx::array& x = inputs[0];
     BlocksParams params{};

@@ -43,7 +43,8 @@ struct RowsShape {
   uint32_t steps;    // chunks that keep it busy
   uint32_t shares;   // so many times as much make a split worth its second kernel, which adds the splits up
   uint32_t rows;     // of x that a threadgroup takes
-  uint32_t held;     // tiles kernel: simdgroups that a core of an H200 holds at once, by their registers; else 0
+  // Tiles: simdgroups that a core of an H200 is counted on to hold at once, no more than its registers allow; else 0.
+  uint32_t held_by_core;
 };
 
 // gemv.metal. pack: elements of a lane's load where whole packs can be loaded.
@@ -57,11 +58,12 @@ RowsShape rows_shape(uint32_t rows, uint32_t pack) {
 RowsShape tiles_shape(mx::Dtype dtype, uint32_t rows, uint32_t outputs) {
   constexpr uint32_t many_outputs = 8192;
   const uint32_t run = dtype == mx::float32 ? 32 : 64;
-  constexpr uint32_t held = 16;
+  constexpr uint32_t held_by_core = 16;
   if (outputs >= many_outputs && (rows <= 8 || dtype != mx::float32)) {
-    return {32, run, 256 / run, 4, rows > 8 ? 16u : 8u, held};
+    return {32, run, 256 / run, 4, rows > 8 ? 16u : 8u, held_by_core};
   }
-  return rows > 8 ? RowsShape{16, run, 256 / run, 4, 16, held} : RowsShape{16, 2 * run, 128 / run, 4, 8, held};
+  return rows > 8 ? RowsShape{16, run, 256 / run, 4, 16, held_by_core}
+                  : RowsShape{16, 2 * run, 128 / run, 4, 8, held_by_core};
 }
 
 struct RowsPlan {
@@ -79,12 +81,12 @@ RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32
       ceil_divide(std::max(rows, 1u), shape.rows);
   const uint32_t most = std::min(shares, uint32_t(kProductSimdgroups));
   const uint32_t fewest = std::min(shares, 4u);
-  if (shape.held > 0) {
-    plan.simdgroups = plan_tile_simdgroups(groups, chunks, shape.held, fewest, most);
+  if (shape.held_by_core > 0) {
+    plan.simdgroups = plan_tile_simdgroups(groups, chunks, shape.held_by_core, fewest, most);
   } else {
     plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups, groups), fewest, most);
     // Most of a GPU is idle while it runs the few that were left over.
-    constexpr uint32_t held = 132 * 28;  // of one row, by an H200
+    constexpr uint32_t held = h200_cores * 28;  // simdgroups of one row
     const uint64_t launched = groups * plan.simdgroups;
     if (shape.rows == 1 && launched > held && launched < 2 * held && plan.simdgroups < shares) {
       plan.simdgroups /= 2;

@@ -12,6 +12,9 @@ namespace mittens {
 // More rows of x than this are a matter for a matrix product.
 inline constexpr size_t most_gemv_rows = 16;
 
+// The large GPU that plans count with: how work is shared out was measured on it.
+inline constexpr uint32_t h200_cores = 132;
+
 constexpr uint32_t ceil_divide(uint64_t a, uint64_t b) {
   return static_cast<uint32_t>((a + b - 1) / b);
 }

@@ -44,12 +44,12 @@ RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t pr
   return plan;
 }
 
-uint32_t plan_tile_simdgroups(uint64_t threadgroups, uint32_t chunks, uint32_t held, uint32_t fewest, uint32_t most) {
-  constexpr uint32_t cores = 132;  // of an H200
+uint32_t plan_tile_simdgroups(uint64_t threadgroups, uint32_t chunks, uint32_t held_by_core, uint32_t fewest,
+                              uint32_t most) {
   uint32_t best = fewest;
   uint64_t fewest_rounds = std::numeric_limits<uint64_t>::max();
   for (uint32_t simdgroups = fewest; simdgroups <= most; ++simdgroups) {
-    const uint64_t waves = ceil_divide(threadgroups, cores * (held / simdgroups));
+    const uint64_t waves = ceil_divide(threadgroups, h200_cores * (held_by_core / simdgroups));
     const uint64_t rounds = waves * ceil_divide(chunks, simdgroups);
     if (rounds < fewest_rounds) {
       fewest_rounds = rounds;

@@ -17,11 +17,12 @@ struct RowProductsPlan {
 RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, uint32_t held);
 
 // Products by 8x8 matrices: gemv_tiles.metal and quantized_tiles.metal. Simdgroups of a threadgroup, `fewest` to `most`,
-// that are through with their chunks of columns in the fewest rounds. Threadgroups that not all cores have room for start
+// that are through with their chunks of columns in the fewest rounds. Threadgroups that find no room on any core start
 // when others end, and take as long again: the rounds of all these waves count. Of several numbers it is the smallest,
 // since each simdgroup takes time to start.
 //
-// held: simdgroups that a core of a large GPU holds at once, by their registers.
-uint32_t plan_tile_simdgroups(uint64_t threadgroups, uint32_t chunks, uint32_t held, uint32_t fewest, uint32_t most);
+// held_by_core: simdgroups that a core of a large GPU is counted on to hold at once, `most` at least.
+uint32_t plan_tile_simdgroups(uint64_t threadgroups, uint32_t chunks, uint32_t held_by_core, uint32_t fewest,
+                              uint32_t most);
 
 }  // namespace mittens
