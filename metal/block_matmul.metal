@@ -5,7 +5,8 @@
 // A block is a half d, then 16 bytes of 4-bit integers (q4_0: 18 bytes) or 32 signed bytes (q8_0: 34). Each lane
 // multiplies one block; since blocks start on any even byte, a simdgroup first brings the 32 blocks of a row in by
 // packs of 16 bytes, neighbours by neighbours, and lanes pick theirs up from threadgroup memory. What lanes load at once
-// are whole lines of 128 bytes, wherever a row begins. Otherwise as quantized_rows.metal.
+// are whole lines of 128 bytes, wherever a row begins, if the array of blocks begins on a line (a view may not).
+// Otherwise as quantized_rows.metal.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -61,7 +62,8 @@ inline uint offset_of(Tiles<lines> tiles, uint row) {
 
 // A row's tile as lanes bring it in, in bytes from its first pack on.
 struct TilePlace {
-  uint own;   // the lane's first pack, less than 0 where that is before the tile; lane 0's is the first of a line
+  // The lane's; lane 0's is the first of a line. Where that is before the tile it wraps around, past the tile's end.
+  uint first_pack;
   uint end;   // of the tile
   uint tail;  // the lane's half of what follows the last whole pack
 };
@@ -75,7 +77,7 @@ inline TilePlace place_of(Tiles<lines> tiles, uint row, uint lane) {
 
 // Whether the lane's i-th pack is whole and of the tile.
 inline bool has_pack(TilePlace place, int i) {
-  return place.own + 512 * i < place.end - 15;
+  return place.first_pack + 512 * i < place.end - 15;
 }
 
 // A lane's share of B tiles on their way to threadgroup memory. Of tails lanes have 0 where the tile has ended.
@@ -91,11 +93,11 @@ inline void load_tiles(Tiles<lines> tiles, uint row, uint lane, thread TileShare
   for (int r = 0; r < B; ++r) {
     const TilePlace place = place_of(tiles, row + r, lane);
     const device uchar* tile = tiles.blocks + start_of(tiles, row + r) / 16 * 16;
-    const device uchar* own = tile + int(place.own);
+    const device uchar* packs = tile + int(place.first_pack);
 #pragma unroll
     for (int i = 0; i < lane_packs<F>(); ++i) {
       if (has_pack(place, i)) {
-        share.packs[r][i] = *(const device uint4*)(own + 512 * i);
+        share.packs[r][i] = *(const device uint4*)(packs + 512 * i);
       }
     }
     share.tails[r] = 0;
@@ -107,15 +109,15 @@ inline void load_tiles(Tiles<lines> tiles, uint row, uint lane, thread TileShare
 
 template <Format F, int B, bool lines>
 inline void store_tiles(
-    thread const TileShare<F, B>& share, Tiles<lines> tiles, uint row, uint lane, threadgroup uint4* own) {
+    thread const TileShare<F, B>& share, Tiles<lines> tiles, uint row, uint lane, threadgroup uint4* scratch) {
 #pragma unroll
   for (int r = 0; r < B; ++r) {
     const TilePlace place = place_of(tiles, row + r, lane);
-    threadgroup uchar* tile = (threadgroup uchar*)(own + r * tile_packs<F>());
+    threadgroup uchar* tile = (threadgroup uchar*)(scratch + r * tile_packs<F>());
 #pragma unroll
     for (int i = 0; i < lane_packs<F>(); ++i) {
       if (has_pack(place, i)) {
-        *(threadgroup uint4*)(tile + (place.own + 512 * i)) = share.packs[r][i];
+        *(threadgroup uint4*)(tile + (place.first_pack + 512 * i)) = share.packs[r][i];
       }
     }
     if (lane < 8) {
@@ -149,10 +151,10 @@ inline float take_block(
 template <Format F, bool exact, int M, int B, bool lines>
 inline void pass_blocks(
     thread const Activations<block_columns, M>& a, bool inside, Tiles<lines> tiles, thread TileShare<F, B>& share,
-    uint first, uint end, uint two23, threadgroup uint4* own, Gathering to) {
+    uint first, uint end, uint two23, threadgroup uint4* scratch, Gathering to) {
   for (; first < end; first += B) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // all lanes have taken their blocks of the tiles before
-    store_tiles(share, tiles, first, to.lane, own);
+    store_tiles(share, tiles, first, to.lane, scratch);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (first + B < end) {
       load_tiles(tiles, first + B, to.lane, share);
@@ -162,7 +164,7 @@ inline void pass_blocks(
     if (inside) {
 #pragma unroll
       for (int r = 0; r < B; ++r) {
-        const threadgroup uint* tile = (const threadgroup uint*)(own + r * tile_packs<F>());
+        const threadgroup uint* tile = (const threadgroup uint*)(scratch + r * tile_packs<F>());
         uint block[bits_of<F>()];
         float sums[M];
         const float d = take_block<F>(tile, offset_of(tiles, first + r) % 16, to.lane, block);

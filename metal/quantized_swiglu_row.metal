@@ -28,11 +28,13 @@ template <typename T>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr uint products = 16;  // of a simdgroup: 8 of each matrix
+  static_assert(row_blocks == 2, "a block of products of each matrix");
+  constexpr uint group_outputs = 8;
+  constexpr uint products = row_blocks * group_outputs;  // of a simdgroup
   threadgroup float partials[kRowSimdgroups * products];
 
-  const uint first_output = group.x * 8;
-  const uint outputs = min(params.outputs - first_output, 8u);
+  const uint first_output = group.x * group_outputs;
+  const uint outputs = min(params.outputs - first_output, group_outputs);
   const uint own = min(tile_row(lane), outputs - 1);  // the last one for those that are not there
   AffineWeights<T> matrices[row_blocks];
   matrices[0] = at_output(matrix_of(gate, gate_scales, gate_biases, params, 0, first_output), own);
@@ -42,7 +44,7 @@ template <typename T>
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (t < outputs) {
     const float gated = gathered(partials, t, products, simdgroups);
-    const float linear = gathered(partials, t + 8, products, simdgroups);
+    const float linear = gathered(partials, t + group_outputs, products, simdgroups);
     y[first_output + t] = T(gated / (1.0f + precise::exp(-gated)) * linear);
   }
 }

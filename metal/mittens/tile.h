@@ -41,8 +41,8 @@ inline float2 multiply_tiles(vec<T, 2> a, vec<T, 2> b, float2 c) {
   return reinterpret_cast<thread float2&>(sum.thread_elements());
 }
 
-// The lower or the upper halves of two words. With masks and shifts, compilers would merge those that follow, where integers
-// are taken from the halves, into more of them.
+// The lower or the upper halves of two words. Not by masks and shifts: compilers would merge those with the masks and
+// shifts by which callers take integers out of the halves, into more instructions.
 inline uint side_by_side(uint first, uint second, bool upper) {
   const ushort2 a = as_type<ushort2>(first);
   const ushort2 b = as_type<ushort2>(second);
