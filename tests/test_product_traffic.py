@@ -6,7 +6,7 @@ from matrices import draw
 
 import mlx_mittens as mm
 
-LINE = 128  # bytes
+LINE, PACK = 128, 16  # bytes
 SHAPES = [(2048, 64), (4096, 40), (2880, 48), (896, 130)]  # columns, outputs
 AFFINE_SHAPES = [(*shape, group) for shape in SHAPES for group in (32, 64, 128) if shape[0] % group == 0]
 
@@ -35,15 +35,17 @@ def test_short_dense_weights(rng, dtype, counted, columns, outputs):
     assert counts["device_bytes_stored"] == outputs * dtype.size
 
 
-def lines_across(rows, row_bytes, *runs):
+def lines_across(rows, row_bytes, run):
     """Lines that runs of the rows of an array touch beyond the fewest that hold as much, where rows begin within lines.
 
-    runs: the bytes of a run that a simdgroup takes together, of runs within each of those, and so on.
+    run: bytes of a row that a simdgroup takes together.
     """
-    ends = [(row * row_bytes, (row + 1) * row_bytes) for row in range(rows)]
-    for run in runs:
-        ends = [(at, min(at + run, end)) for begin, end in ends for at in range(begin, end, run)]
-    return sum((begin % LINE + end - begin - 1) // LINE - (end - begin - 1) // LINE for begin, end in ends)
+    across = 0
+    for row in range(rows):
+        for at in range(0, row_bytes, run):
+            begin, size = row * row_bytes + at, min(run, row_bytes - at)
+            across += (begin % LINE + size - 1) // LINE - (size - 1) // LINE
+    return across
 
 
 def assert_lines(counts, columns, across):
@@ -88,13 +90,27 @@ def test_gate_and_up(rng, dtype, counted, columns, outputs, bits, lane_columns, 
     assert counts["bank_conflicts"] == 0
 
 
+def accesses_of_blocks(blocks, columns):
+    """Those of packs of 16 bytes a lane, from the start of a line on, and for each row's tile one of what is left over."""
+    outputs, row_bytes = blocks.shape
+    tile = 32 * row_bytes * 32 // columns  # 32 blocks
+    accesses = 0
+    for begin in (row * row_bytes + at for row in range(outputs) for at in range(0, row_bytes, tile)):
+        size = min(tile, row_bytes - begin % row_bytes)
+        accesses += -(-(begin % LINE + size) // (32 * PACK)) + 1
+    return accesses
+
+
 @pytest.mark.parametrize("columns, outputs", SHAPES)
 @pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
 def test_blocks(rng, dtype, counted, columns, outputs, kind):
-    """Wherever rows begin."""
+    """Wherever rows begin in an array that begins on a line."""
     x = draw(rng, (1, columns), dtype)
     blocks = mm.block_quantize(draw(rng, (outputs, columns), mx.float32), kind)
     mx.eval(blocks)  # natively
     (counts,) = counted(lambda: mm.block_matmul(x, blocks, kind))
     assert loaded_of_weights(counts, x) <= 1.02 * blocks.nbytes
     assert counts["device_lines"] == counts["device_lines_fewest"]
+    of_x = counts["threadgroups"] * -(-columns // 1024) * 1024 * dtype.size // (32 * PACK)
+    of_others = 10 * counts["threads"] // 32  # parameters and results
+    assert counts["device_accesses"] <= accesses_of_blocks(blocks, columns) + of_x + of_others

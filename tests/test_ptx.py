@@ -40,6 +40,7 @@ def test_every_variant_assembles(usages):
     for arch in ARCHITECTURES:
         assert set(usages[arch]) == set(variants)
         assert all(usage.registers > 0 for usage in usages[arch].values())
+    assert set(variants) >= NEVER_LAUNCHED
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
