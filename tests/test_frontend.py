@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from simulate import HEADER, kernel, register, run
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import CompileError, sources
+from mlx_mittens.frontend import CompileError, cache, sources
 
 IN_OUT = "const device float* in [[buffer(0)]], device float* out [[buffer(1)]]"
 FILES = frontend.files()
@@ -546,6 +547,37 @@ def test_two_at_once(tmp_path, monkeypatch):
     for worker in workers:
         worker.join()
     assert len(found) == 4 and len(set(found)) == 1
+
+
+def test_a_cache_that_cannot_be_written_stops_no_work(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "cache"  # below a file no folder can be made, by root neither
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(folder))
+    file = register(kernel("  out[i] = 1;", "device float* out [[buffer(0)]]"))
+    with pytest.warns(RuntimeWarning, match=f"{folder} cannot be written to .* Set MLX_MITTENS_CACHE") as caught:
+        first = frontend.simulator_library(file)
+        assert frontend.simulator_library(file) == first and frontend.simulator_library(file, watch=False) != first
+    assert len(caught) == 1 and Path(first).is_file() and not Path(first).is_relative_to(tmp_path)
+    text = "import sys; from mlx_mittens.frontend import cache; print(cache.writable_folder())"
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", text], capture_output=True, text=True)
+    assert result.returncode == 0 and not Path(result.stdout.strip()).exists(), "it is gone with its process"
+
+
+def test_a_full_cache_that_cannot_be_written_is_read(tmp_path, monkeypatch, recwarn):
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    file = register(kernel("  out[i] = 1;", "device float* out [[buffer(0)]]"))
+    first = frontend.simulator_library(file)
+    monkeypatch.setattr(cache, "writable_folder", None)
+    assert frontend.simulator_library(file) == first and Path(first).parent == tmp_path
+
+
+def test_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("MLX_MITTENS_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
+    with pytest.warns(RuntimeWarning, match="no home directory"):
+        path = cache.cached("made.txt", lambda path: path.write_text("made"))
+    assert path.read_text() == "made"
 
 
 def test_no_compiler(monkeypatch):
