@@ -14,7 +14,11 @@ def report(result: dict, dtypes: set[str], ops: set[str] | None = None) -> str:
     rows = [row for row in result["rows"] if row["dtype"] in dtypes and (ops is None or row["op"] in ops)]
     peer = any(row.get("peer_ms") for row in rows)
     header = ["op", "case", "dtype", f"ours, {unit}", f"mx, {unit}", "mx / ours", "GB/s", "of copy", "error", "mx error"]
-    lines = [f"{name}, mlx {machine['versions']['mlx']}, {machine['date']}; a copy reaches {machine['copy_gb_s']:.0f} GB/s.", ""]
+    lines = []
+    if not result.get("complete", True):
+        lines += [f"Incomplete: {result['measured']} of {result['planned']} rows were measured.", ""]
+    version, copy = machine["versions"]["mlx"], machine["copy_gb_s"]
+    lines += [f"{name}, mlx {version}, {machine['date']}; a copy reaches {copy:.0f} GB/s.", ""]
     lines.append("| " + " | ".join(header + [f"MLX's Metal kernel, {unit}"] * peer) + " |")
     lines.append("|" + "---|" * 3 + "--:|" * (len(header) - 3 + peer))
     for row in rows:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from . import __version__, bench, check, doctor, simulate
+from .runs import Terminated, exit_status, terminated
 from .usage import UsageError
 
 _COMMANDS = {
@@ -19,6 +22,20 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit status is its result, or 2 for arguments that cannot be served."""
+    try:
+        try:
+            with terminated():
+                return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in `mlx-mittens doctor | head`
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # what they still hold is written when Python ends
+            os.dup2(nowhere, stream.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="mlx-mittens", description="Metal kernels for MLX, beside mx's own.")
     parser.add_argument("--version", action="version", version=f"mlx-mittens {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -30,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"mlx-mittens {arguments.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        print("terminated" if isinstance(interrupt, Terminated) else "interrupted", file=sys.stderr)
+        return exit_status(interrupt)
 
 
 if __name__ == "__main__":

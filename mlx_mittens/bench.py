@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from . import cases, machine, model_bench, peer, sampling, strict
-from .table import aligned
-from .usage import UsageError, chosen
+from . import cases, executors, frontend, machine, model_bench, peer, sampling, strict
+from .runs import Ending, JsonFile, each, finish, progress
+from .table import Column, show, terminal_width
+from .usage import UsageError, chosen, writable
 
 # mx keeps 32 MB of freed memory on a CPU by default; a larger output would time the system's page faults, in both.
 _CPU_KEPT_BYTES = 1 << 30
@@ -192,102 +195,83 @@ def measure(
     return Outcome(row, max(_scatter(times[name]) for name in contenders), check.passed, check.detail)
 
 
-def _columns(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    rows = [outcome.row for outcome in outcomes]
-    copy = ("of copy",) if any(row.copy_gb_s for row in rows) else ()
-    host = ("host us", "mx host us") if any(row.mittens_host_ms for row in rows) else ()
-    peer = ("peer ms",) if any(row.peer_ms for row in rows) else ()
-    return ("op", "case", "dtype", "mittens ms", "mx ms", "speedup", "+-", "GB/s", *copy, *host, "error", "mx error", *peer)
+_COLUMNS = (
+    Column("op", left=True),
+    Column("case", left=True),
+    Column("dtype", left=True),
+    Column("ms", 1),
+    Column("mx ms", 2),
+    Column("peer ms", 3),
+    Column("speedup"),
+    Column("+-", 7),
+    Column("GB/s", 4),
+    Column("of copy", 5),
+    Column("host us", 9),
+    Column("mx host us", 10),
+    Column("error", 6),
+    Column("mx error", 8),
+)
 
 
-def _cells(outcome: Outcome, columns: Sequence[str]) -> list[str]:
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _cells(outcome: Outcome, case: str) -> list[str]:
+    """A row as text, under `_COLUMNS`; empty where a column does not apply."""
     row = outcome.row
-    cells = {
-        "op": row.op,
-        "case": row.case,
-        "dtype": row.dtype,
-        "mittens ms": f"{row.mittens_ms:.4g}",
-        "mx ms": f"{row.mx_ms:.4g}",
-        "speedup": f"{row.speedup:.2f}x",
-        "+-": f"{outcome.spread:.0%}",
-        "GB/s": f"{row.gb_s:.3g}",
-        "of copy": f"{row.gb_s / row.copy_gb_s:.0%}" if row.copy_gb_s else "",
-        "host us": f"{row.mittens_host_ms * 1e3:.3g}" if row.mittens_host_ms else "",
-        "mx host us": f"{row.mx_host_ms * 1e3:.3g}" if row.mx_host_ms else "",
-        "error": f"{row.error:.1e}" + ("" if outcome.passed else " WRONG"),
-        "mx error": f"{row.mx_error:.1e}",
-        "peer ms": f"{row.peer_ms:.4g}" if row.peer_ms else "",
-    }
-    return [cells[column] for column in columns]
+    return [
+        row.op,
+        case,
+        row.dtype,
+        _number(row.mittens_ms),
+        _number(row.mx_ms),
+        _number(row.peer_ms) if row.peer_ms else "",
+        f"{row.speedup:.2f}x" if outcome.passed else "WRONG",
+        f"{outcome.spread:.0%}",
+        _number(row.gb_s),
+        f"{row.gb_s / row.copy_gb_s:.0%}" if row.copy_gb_s else "",
+        _number(row.mittens_host_ms * 1e3) if row.mittens_host_ms else "",
+        _number(row.mx_host_ms * 1e3) if row.mx_host_ms else "",
+        f"{row.error:.1e}",
+        f"{row.mx_error:.1e}",
+    ]
 
 
-class _PlainReport:
-    """Progress and table as plain text."""
-
-    @contextlib.contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[str], None]]:
-        done = 0
-
-        def step(text: str) -> None:
-            nonlocal done
-            done += 1
-            print(f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
-
-        yield step
-
-    def table(self, outcomes: Sequence[Outcome]) -> None:
-        columns = _columns(outcomes)
-        print(aligned([columns, *(_cells(outcome, columns) for outcome in outcomes)], left=3))
-
-    def say(self, text: str) -> None:
-        print(text)
+def _short_names(op: cases.Op) -> dict[str, str]:
+    """An op's cases by their names, each without its options where label and shape tell it from the others."""
+    short = {case.name: replace(case, options={}).name for case in op.cases}
+    shared = Counter(short.values())
+    return {name: text if shared[text] == 1 else name for name, text in short.items()}
 
 
-class _RichReport:
-    """Progress bar and table by rich."""
+def _show(outcomes: Sequence[Outcome]) -> None:
+    """Prints the table: with the cases' whole names into a file or a pipe, with short ones on a terminal."""
+    short = {op.name: _short_names(op) for op in cases.OPS} if terminal_width() else {}
+    name = lambda row: short[row.op].get(row.case, row.case) if short else row.case
+    rows = [_cells(outcome, name(outcome.row)) for outcome in outcomes]
+    styles = ["1;31" if not outcome.passed else "33" if outcome.row.speedup < 1 else "" for outcome in outcomes]
+    show(_COLUMNS, rows, styles)
 
-    def __init__(self) -> None:
-        from rich.console import Console
 
-        narrow = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-        self._console = Console(width=140 if narrow else None, highlight=False)
-
-    @contextlib.contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[str], None]]:
+@contextlib.contextmanager
+def _steps(total: int) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what was done: by a bar of rich's on a terminal, else in lines."""
+    try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    except ImportError:
+        bar = None
+    else:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    if bar and bar.console.is_terminal:
+        with bar:
             task = bar.add_task("", total=total)
             yield lambda text: bar.update(task, advance=1, description=text)
-
-    def table(self, outcomes: Sequence[Outcome]) -> None:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        columns = _columns(outcomes)
-        for i, name in enumerate(columns):
-            table.add_column(
-                name, justify="left" if i < 3 else "right", overflow="fold" if i == 1 else "ellipsis", no_wrap=i != 1
-            )
-        for before, outcome in zip([None, *outcomes], outcomes):
-            if before and before.row.op != outcome.row.op:
-                table.add_section()
-            style = "bold red" if not outcome.passed else "yellow" if outcome.row.speedup < 1 else None
-            table.add_row(*_cells(outcome, columns), style=style)
-        self._console.print(table)
-
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
-
-
-def _report() -> _PlainReport | _RichReport:
-    try:
-        return _RichReport()
-    except ImportError:
-        return _PlainReport()
+        return
+    numbers = itertools.count(1)
+    yield lambda text: print(f"[{next(numbers)}/{total}] {text}", file=sys.stderr, flush=True)
 
 
 def _finite(value: Any) -> Any:
@@ -295,8 +279,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def as_json(info: dict[str, Any], outcomes: Sequence[Outcome], with_peer: bool = False) -> dict[str, Any]:
-    """The result as the JSON file holds it."""
+def json_rows(outcomes: Sequence[Outcome], with_peer: bool = False) -> list[dict[str, Any]]:
+    """The rows as the JSON file holds them; what none of them has is left out."""
     rows = [{key: _finite(value) for key, value in asdict(outcome.row).items()} for outcome in outcomes]
     unused = ["peer_ms"] * (not with_peer)
     for key in ("copy_gb_s", "mittens_host_ms", "mx_host_ms"):
@@ -304,7 +288,7 @@ def as_json(info: dict[str, Any], outcomes: Sequence[Outcome], with_peer: bool =
     for row in rows:
         for key in unused:
             del row[key]
-    return {"machine": info, "rows": rows}
+    return rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -326,21 +310,6 @@ def op_names(text: str | None) -> list[str]:
     """
     known = [op.name for op in cases.OPS]
     return known if text is None else chosen("--ops", text, known)
-
-
-def writable(option: str, path: str | None) -> None:
-    """Refuses, before any work is done, a file that cannot be written.
-
-    Raises:
-        UsageError: The folder is not there or cannot be written to, or the path is a folder.
-    """
-    if path is None:
-        return
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise UsageError(f"{option}: the folder {folder} does not exist")
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise UsageError(f"{option}: cannot write {path}")
 
 
 def _check_plot(path: str | None) -> None:
@@ -368,13 +337,36 @@ def select_device(name: str | None) -> None:
     mx.set_default_device(device)
 
 
+def _check_executor(executor: str) -> None:
+    """Refuses to begin where kernels cannot be run, as without a compiler."""
+    status = executors()[executor]
+    if not status.startswith("ready"):
+        raise UsageError(f"the executor {executor} is not ready: {status}")
+
+
 def _check_peer(name: str | None, executor: str) -> None:
-    if name is None or executor == "cuda":
+    if name is None:
         return
     if executor == "metal":
         raise UsageError("--peer metal: on a Mac mx runs its Metal kernels itself: that is the column mx ms")
-    counts = "mlx-mittens simulate OP CASE --peer metal"
-    raise UsageError(f"--peer metal: times need an NVIDIA GPU (mlx[cuda13]); for counts: {counts}")
+    if executor != "cuda":
+        counts = "mlx-mittens simulate OP CASE --peer metal"
+        raise UsageError(f"--peer metal: times need an NVIDIA GPU (mlx[cuda13]); for counts: {counts}")
+    if frontend.compiler_problem():  # our own kernels may have been compiled when the package was built
+        raise UsageError(f"--peer metal: {frontend.compiler_problem()}")
+
+
+def _check_combination(arguments: argparse.Namespace) -> None:
+    """Refuses options that would have no effect."""
+    if arguments.model is None:
+        given, rule = model_bench.given(arguments), "goes with --model"
+    else:
+        given = [name for name in ("ops", "quick", "peer", "plot") if getattr(arguments, name) not in (None, False)]
+        rule = "does not go with --model, which takes --device, --json, " + ", ".join(
+            f"--{name}" for name in model_bench.DEFAULTS
+        )
+    if given:
+        raise UsageError(f"--{given[0]} {rule}")
 
 
 @contextlib.contextmanager
@@ -398,62 +390,68 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: The arguments cannot be served.
     """
+    _check_combination(arguments)
     names = op_names(arguments.ops)
     _check_plot(arguments.plot)
     writable("--plot", arguments.plot)
-    writable("--json", arguments.json)
+    file = JsonFile(arguments.json)
     select_device(arguments.device)
-    if arguments.model:
+    _check_executor(machine.executor())
+    if arguments.model is not None:
         with _kept_memory(machine.device()):
-            return model_bench.run(arguments)
+            return model_bench.run(arguments, file)
     device = machine.device()
     _check_peer(arguments.peer, machine.executor())
     todo = plan(names, device, arguments.quick)
+    if not todo:
+        raise UsageError(f"none of the cases of {', '.join(names)} is for {device}" + " and --quick" * arguments.quick)
     info = machine.describe()
-    report = _report()
-    report.say(_headline(info))
+    print(machine.headline(info), flush=True)
 
     seed = int.from_bytes(os.urandom(4), "little")
     rng = np.random.default_rng(seed)
     info["seed"] = seed
-    outcomes = []
-    with report.progress(len(todo)) as step, strict(), _kept_memory(device):
-        try:
-            for op, case, dtype in todo:
-                budget = QUICK if arguments.quick else FULL
-                outcomes.append(measure(op, case, dtype, device, budget, rng, arguments.peer is not None))
-                step(f"{op.name} {case.name} {dtype}")
-                mx.clear_cache()
-        except KeyboardInterrupt:
-            if not outcomes:
-                raise
-    if len(outcomes) < len(todo):
-        report.say(f"Interrupted: {len(outcomes)} of {len(todo)} measured.")
-    info["copy_gb_s"] = max(info["copy_gb_s"], machine.copy_gb_s())  # the machine may have been busy at first
+    outcomes: list[Outcome] = []
 
-    report.table(outcomes)
+    def save(ending: Ending | None = None) -> None:
+        head = {"machine": info, **progress(ending, len(outcomes), len(todo))}
+        rows = [json.dumps(row) for row in json_rows(outcomes, arguments.peer is not None)]
+        file.write(head, "rows", rows, last=ending is not None)
+
+    def name(item: tuple[cases.Op, cases.Case, str]) -> str:
+        op, case, dtype = item
+        return f"{op.name} {case.name} {dtype}"
+
+    save()
+    with _steps(len(todo)) as step, strict(), _kept_memory(device):
+
+        def one(item: tuple[cases.Op, cases.Case, str]) -> None:
+            budget = QUICK if arguments.quick else FULL
+            outcomes.append(measure(*item, device, budget, rng, arguments.peer is not None))
+            save()
+            step(name(item))
+            mx.clear_cache()
+
+        ending = each(todo, one, name)
+    if ending.complete:
+        info["copy_gb_s"] = max(info["copy_gb_s"], machine.copy_gb_s())  # the machine may have been busy at first
+    save(ending)
+
+    if outcomes:
+        _show(outcomes)
     wrong = [outcome for outcome in outcomes if not outcome.passed]
     for outcome in wrong:
-        report.say(f"WRONG {outcome.row.op} {outcome.row.case} {outcome.row.dtype}: {outcome.detail} (seed {seed})")
-    report.say(_summary(outcomes, info))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(as_json(info, outcomes, arguments.peer is not None), file, indent=1)
-            file.write("\n")
-    if arguments.plot:
+        print(f"WRONG {outcome.row.op} {outcome.row.case} {outcome.row.dtype}: {outcome.detail} (seed {seed})")
+    if outcomes:
+        print(_summary(outcomes, info))
+    partial = "" if ending.complete else f"{len(outcomes)} of {len(todo)} measured"
+    if partial:
+        print(f"Incomplete: {partial}.")
+    if arguments.plot and outcomes:
         from .plot import draw
 
-        draw(info, [outcome.row for outcome in outcomes], arguments.plot)
-    return 1 if wrong else 0
-
-
-def _headline(info: dict[str, Any]) -> str:
-    name = info["gpu"] if info["device"] == "gpu" else f"{info['processor']}, {info['cores']} cores"
-    versions = info["versions"]
-    return (
-        f"{name}; copy {info['copy_gb_s']:.3g} GB/s; executor {info['executor']}; "
-        f"mlx-mittens {versions['mlx_mittens']}, mlx {versions['mlx']}"
-    )
+        draw(info, [outcome.row for outcome in outcomes], arguments.plot, partial and f", {partial}")
+    return finish("bench", ending, file, passed=not wrong)
 
 
 def _summary(outcomes: Sequence[Outcome], info: dict[str, Any]) -> str:

@@ -156,3 +156,13 @@ def describe() -> dict[str, Any]:
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def headline(info: dict[str, Any]) -> str:
+    """A line about what `describe` has said."""
+    name = info["gpu"] if info["device"] == "gpu" else f"{info['processor']}, {info['cores']} cores"
+    versions = info["versions"]
+    return (
+        f"{name}; copy {info['copy_gb_s']:.3g} GB/s; executor {info['executor']}; "
+        f"mlx-mittens {versions['mlx_mittens']}, mlx {versions['mlx']}"
+    )

@@ -19,7 +19,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,8 +30,9 @@ from mlx.utils import tree_flatten
 from . import machine, models
 from .nn import convert
 from .patching import patched
+from .runs import Ending, JsonFile, each, finish, progress
 from .seams import SEAMS
-from .table import aligned
+from .table import Column, show
 from .usage import UsageError, chosen
 
 FORMATS: dict[str, int | None] = {"4-bit": 4, "8-bit": 8, "half": None}
@@ -258,68 +259,112 @@ def shares(model: nn.Module, caches: list) -> dict[str, float]:
 
 
 _COLUMNS = (
-    *("model", "weights", "dtype", "phase"),
-    *("patched tokens/s", "converted tokens/s", "mx tokens/s", "patched / mx", "converted / mx"),
+    Column("model", left=True),
+    Column("weights", left=True),
+    Column("dtype", left=True),
+    Column("phase", left=True),
+    Column("patched"),
+    Column("converted", 3),
+    Column("mx", 1),
+    Column("patched/mx", 2),
+    Column("converted/mx", 4),
+    Column("mx timed", 5),
 )
 
 
 def _cells(row: Row) -> list[str]:
-    """A row as text; where mx was given fewer tokens it says how many."""
+    """A row as text, under `_COLUMNS`; where mx was given fewer tokens it says how many."""
     ours = [f"{row.mittens.tokens_per_s:.4g}", f"{row.converted.tokens_per_s:.4g}"]
     if row.mx is None:
-        theirs = ["cannot", "", ""]
+        theirs = ["cannot", "", "", ""]
     else:
-        fewer = f" ({row.mx.tokens} timed)" if row.mx.tokens < row.mittens.tokens else ""
-        theirs = [f"{row.mx.tokens_per_s:.3g}{fewer}", f"{row.ratio:.2f}x", f"{row.converted_ratio:.2f}x"]
+        fewer = str(row.mx.tokens) if row.mx.tokens < row.mittens.tokens else ""
+        theirs = [f"{row.mx.tokens_per_s:.3g}", f"{row.ratio:.2f}x", f"{row.converted_ratio:.2f}x", fewer]
     return [row.model, row.weights, row.dtype, row.phase, *ours, *theirs]
+
+
+# What the options are that make no sense without --model, where they are not given.
+DEFAULTS = {"weights": ",".join(FORMATS), "dtype": "bfloat16", "prompt": 128, "tokens": 64, "seconds": 30.0}
+
+
+def given(arguments: argparse.Namespace) -> list[str]:
+    """Which of these options were given."""
+    return [name for name in DEFAULTS if name in vars(arguments)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the bench command needs for models."""
     group = parser.add_argument_group("whole models")
     group.add_argument("--model", metavar="A,B", help=f"time these instead of ops: {', '.join(models.ARCHITECTURES)}")
-    group.add_argument("--weights", metavar="A,B", default=",".join(FORMATS), help="formats (%(default)s)")
-    group.add_argument("--dtype", metavar="A,B", default="bfloat16", help="of what is not quantized (%(default)s)")
-    group.add_argument("--prompt", type=int, default=128, help="tokens of the prompt (%(default)s)")
-    group.add_argument("--tokens", type=int, default=64, help="tokens to decode at most (%(default)s)")
-    group.add_argument("--seconds", type=float, default=30, help="for one figure, about (%(default)s)")
+    for name, what, more in (
+        ("weights", "formats", {"metavar": "A,B"}),
+        ("dtype", "of what is not quantized", {"metavar": "A,B"}),
+        ("prompt", "tokens of the prompt", {"type": int}),
+        ("tokens", "tokens to decode at most", {"type": int}),
+        ("seconds", "for one figure, about", {"type": float}),
+    ):
+        text = f"{what} ({DEFAULTS[name]})"
+        group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text, **more)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     """Times the models that were asked for.
 
     Raises:
         UsageError: The arguments cannot be served.
     """
-    names = chosen("--model", arguments.model, models.ARCHITECTURES)
-    formats = chosen("--weights", arguments.weights, FORMATS)
-    dtypes = chosen("--dtype", arguments.dtype, DTYPES)
-    if min(arguments.prompt, arguments.tokens) < 2 or arguments.seconds <= 0:
+    options = argparse.Namespace(**{**DEFAULTS, **vars(arguments)})
+    names = chosen("--model", options.model, models.ARCHITECTURES)
+    formats = chosen("--weights", options.weights, FORMATS)
+    dtypes = chosen("--dtype", options.dtype, DTYPES)
+    if min(options.prompt, options.tokens) < 2 or not options.seconds > 0:
         raise UsageError("--prompt and --tokens take 2 or more, --seconds more than 0")
-    if importlib.util.find_spec("mlx_lm") is None:
-        raise UsageError('--model needs mlx-lm: pip install "mlx-mittens[lm]"')
+    _check_models(names)
     info = machine.describe()
     info["versions"]["mlx_lm"] = importlib.metadata.version("mlx-lm")
+    print(machine.headline(info), flush=True)
+    todo = list(itertools.product(names, formats, dtypes))
     rows: list[Row] = []
     share: dict[str, dict[str, float]] = {}
-    for name, weights, dtype in itertools.product(names, formats, dtypes):
+
+    def save(ending: Ending | None = None) -> None:
+        head = {"machine": info, **progress(ending, len(share), len(todo)), "shares": share}
+        file.write(head, "rows", [json.dumps(_as_json(row)) for row in rows], last=ending is not None)
+
+    def one(item: tuple[str, str, str]) -> None:
         say = lambda text: print(text, file=sys.stderr, flush=True)
-        new, share[f"{name} {weights} {dtype}"] = measure(
-            name, weights, dtype, arguments.tokens, arguments.prompt, arguments.seconds, say
-        )
-        rows += new
+        new, parts = measure(*item, options.tokens, options.prompt, options.seconds, say)
+        rows.extend(new)
+        share[" ".join(item)] = parts
+        save()
         mx.clear_cache()
-    print(aligned([_COLUMNS, *map(_cells, rows)], left=4))
+
+    save()
+    ending = each(todo, one, " ".join)
+    save(ending)
+    if rows:
+        print("tokens/s")
+        show(_COLUMNS, [_cells(row) for row in rows], [""] * len(rows))
     for problem in dict.fromkeys(f"{row.model} {row.weights}: mx cannot: {row.problem}" for row in rows if row.problem):
         print(problem)
-    print("\nshare of a token's time, each op waited for:")
+    if share:
+        print("\nshare of a token's time, each op waited for:")
     for what, parts in share.items():
         print(f"  {what}: " + ", ".join(f"{label} {part:.0%}" for label, part in parts.items()))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"machine": info, "rows": [_as_json(row) for row in rows], "shares": share}, file, indent=1)
-            file.write("\n")
-    return 0
+    if not ending.complete:
+        print(f"Incomplete: {len(share)} of {len(todo)} measured.")
+    return finish("bench", ending, file, passed=True)
+
+
+def _check_models(names: Sequence[str]) -> None:
+    """Refuses to begin where the installed mlx-lm lacks a model."""
+    if importlib.util.find_spec("mlx_lm") is None:
+        raise UsageError('--model needs mlx-lm: pip install "mlx-mittens[lm]"')
+    for name in names:
+        module = f"mlx_lm.models.{models.ARCHITECTURES[name]['model_type']}"
+        if importlib.util.find_spec(module) is None:
+            version = importlib.metadata.version("mlx-lm")
+            raise UsageError(f"--model {name}: mlx-lm {version} has no {module}")
 
 
 def _as_json(row: Row) -> dict[str, Any]:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 _COLORS = {"float32": "#4c6a92", "float16": "#d98c3f", "bfloat16": "#6fa287"}
 
 
-def draw(info: dict[str, Any], rows: Sequence[Row], path: str) -> None:
-    """Draws the rows to a .png or .svg file."""
+def draw(info: dict[str, Any], rows: Sequence[Row], path: str, note: str = "") -> None:
+    """Draws the rows, one at least, to a .png or .svg file; the note goes into its title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,5 +55,5 @@ def draw(info: dict[str, Any], rows: Sequence[Row], path: str) -> None:
         axes.set_axisbelow(True)
     name = info["gpu"] if info["device"] == "gpu" else info["processor"]
     versions = f"mlx-mittens {info['versions']['mlx_mittens']} beside mlx {info['versions']['mlx']}"
-    figure.suptitle(f"{versions} on {name} ({info['executor']})")
+    figure.suptitle(f"{versions} on {name} ({info['executor']}){note}")
     figure.savefig(path, dpi=150)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 
@@ -21,3 +22,18 @@ def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
     if unknown or not names:
         raise UsageError(f"{option}: {', '.join(unknown) or 'nothing'} given; there are {', '.join(known)}")
     return names
+
+
+def writable(option: str, path: str | None) -> None:
+    """Refuses, before any work is done, a file that cannot be written.
+
+    Raises:
+        UsageError: The folder is not there or cannot be written to, or the path is a folder.
+    """
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise UsageError(f"{option}: the folder {folder} does not exist")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UsageError(f"{option}: cannot write {path}")

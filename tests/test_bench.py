@@ -1,9 +1,16 @@
 """The benchmark command, on budgets too small to measure anything."""
 
+import errno
 import io
 import json
 import math
+import os
+import pathlib
+import runpy
+import signal
+import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -12,7 +19,7 @@ import numpy as np
 import pytest
 
 import mlx_mittens as mm
-from mlx_mittens import bench, cases, machine, sampling
+from mlx_mittens import bench, cases, frontend, machine, sampling, table
 from mlx_mittens.__main__ import main
 
 KEYS = ["op", "case", "dtype", "device", "executor", "mittens_ms", "mx_ms", "speedup", "gb_s", "error", "mx_error"]
@@ -39,7 +46,8 @@ def test_json(tmp_path, capsys, monkeypatch):
     file = tmp_path / "result.json"
     assert main(["bench", "--quick", "--device", "cpu", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
-    assert set(result) == {"machine", "rows"}
+    assert set(result) == {"machine", "complete", "measured", "planned", "rows"}
+    assert result["complete"] is True and result["measured"] == result["planned"] == len(result["rows"])
     assert {row["op"] for row in result["rows"]} == {op.name for op in cases.OPS}
     assert {row["dtype"] for row in result["rows"]} == set(cases.DTYPES)
     for row in result["rows"]:
@@ -90,6 +98,12 @@ def test_wrong_results_fail(monkeypatch, capsys, tmp_path):
         (["--json", "."], ["--json", "cannot write"]),
         (["--plot", "x.pdf"], ["--plot", ".png", ".svg"]),
         (["--plot", "no/such/folder/x.png"], ["--plot", "does not exist"]),
+        (["--weights", "4-bit"], ["--weights goes with --model"]),
+        (["--dtype", "float16"], ["--dtype goes with --model"]),
+        (["--prompt", "128"], ["--prompt goes with --model"]),
+        (["--tokens", "64"], ["--tokens goes with --model"]),
+        (["--seconds", "30"], ["--seconds goes with --model"]),
+        (["--model", "qwen3-0.6b"], ["--quick does not go with --model"]),
     ],
     ids=str,
 )
@@ -280,9 +294,9 @@ def test_what_queued_calls_take_the_host_has_columns(monkeypatch):
     op, budget = cases.get("softmax"), bench.Budget(seconds=0, fewest=2, most=2)
     outcome = bench.measure(op, cases.Case("test", (2, 64)), "float32", "gpu", budget, np.random.default_rng(1))
     assert outcome.row.mittens_host_ms > 0 and outcome.row.mx_host_ms > 0
-    columns = bench._columns([outcome])
-    assert {"host us", "mx host us"} < set(columns) and len(bench._cells(outcome, columns)) == len(columns)
-    assert "mx_host_ms" in bench.as_json({}, [outcome])["rows"][0]
+    cells = dict(zip((column.name for column in bench._COLUMNS), bench._cells(outcome, "test"), strict=True))
+    assert cells["host us"] and cells["mx host us"] and not cells["peer ms"]
+    assert "mx_host_ms" in bench.json_rows([outcome])[0]
 
 
 def test_one_slow_call_leaves_the_others_queued(monkeypatch):
@@ -334,17 +348,228 @@ def test_what_the_host_waits_for_is_not_taken_for_its_own_time(monkeypatch):
     assert max(seconds) < 0.02
 
 
-def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
+
+
+def after(count, action):
+    """`bench.measure` that acts so in the place of the row after so many."""
     measure, rows = bench.measure, []
 
-    def interrupted(*arguments):
-        if len(rows) == 2:
-            raise KeyboardInterrupt
+    def limited(*arguments):
+        if len(rows) == count:
+            action()
         rows.append(measure(*arguments))
         return rows[-1]
 
-    monkeypatch.setattr(bench, "measure", interrupted)
+    return limited
+
+
+def fail():
+    raise RuntimeError("no kernel for this")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "action, status, word", [(fail, 1, "RuntimeError: no kernel for this"), (interrupt, 130, "interrupted")]
+)
+def test_what_was_measured_is_kept(monkeypatch, tmp_path, capsys, action, status, word):
+    monkeypatch.setattr(bench, "measure", after(2, action))
     file = tmp_path / "bench.json"
+    assert main(["bench", "--ops", "softmax", "--quick", "--device", "cpu", "--json", str(file)]) == status
+    printed = capsys.readouterr()
+    result = json.loads(file.read_text())
+    assert f"Incomplete: 2 of {result['planned']} measured." in printed.out
+    assert sum(line.startswith("softmax ") and "float" in line for line in printed.out.splitlines()) == 2
+    assert word in printed.err and "bfloat16" in printed.err, "it names the case that failed"
+    assert result["complete"] is False and result["measured"] == len(result["rows"]) == 2 < result["planned"]
+    assert word in result["reason"]
+
+
+def test_the_first_case_may_fail(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "measure", after(0, fail))
+    file = tmp_path / "bench.json"
+    assert main(["bench", "--ops", "softmax", "--quick", "--json", str(file)]) == 1
+    assert "Incomplete: 0 of" in capsys.readouterr().out and json.loads(file.read_text())["rows"] == []
+
+
+SLOW = """
+import sys, time
+import mlx_mittens.bench as bench
+from mlx_mittens import machine, sampling
+from mlx_mittens.__main__ import main
+bench.QUICK = bench.Budget(seconds=0, fewest=2, most=2)
+sampling._CPU_BYTES = (1 << 16, 1 << 16)
+machine.copy_gb_s = lambda: 10.0
+measure, rows = bench.measure, []
+def limited(*arguments):
+    if len(rows) == 2:
+        print("waiting", file=sys.stderr, flush=True)
+        time.sleep(60)
+    rows.append(measure(*arguments))
+    return rows[-1]
+bench.measure = limited
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=str)
+def test_a_signal_loses_no_rows(tmp_path, number, status):
+    """A time limit's SIGTERM comes twice, to the process and to its group; nothing can be done after SIGKILL."""
+    file = tmp_path / "bench.json"
+    command = [sys.executable, "-c", SLOW, "bench", "--quick", "--ops", "softmax", "--device", "cpu"]
+    with subprocess.Popen([*command, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line == "waiting\n":
+                break
+        process.send_signal(number)
+        if number == signal.SIGTERM:
+            time.sleep(0.005)
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+    result = json.loads(file.read_text())
+    assert result["complete"] is False and result["measured"] == len(result["rows"]) == 2 < result["planned"]
+    assert os.listdir(tmp_path) == ["bench.json"]
+    if status > 0:
+        assert f"Incomplete: 2 of {result['planned']} measured." in out and "speedup" in out
+
+
+def test_a_full_disk_loses_no_table(monkeypatch, tmp_path, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert main(["bench", "--ops", "softmax", "--quick", "--json", str(tmp_path / "bench.json")]) == 1
+    printed = capsys.readouterr()
+    assert "0 wrong" in printed.out and "--json: cannot write" in printed.err and "No space left" in printed.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pipe_gets_the_result_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    assert main(["bench", "--ops", "softmax", "--quick", "--json", str(tmp_path / "pipe")]) == 0
+    reader.join()
+    assert json.loads(read[0])["complete"]
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert main(["bench", "--ops", "softmax", "--quick", "--json", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "file").read_text())["complete"]
+
+
+def test_the_report_says_that_rows_are_missing(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    report = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "bench" / "report.py"))["report"]
     assert main(["bench", "--ops", "softmax", "--quick", "--device", "cpu", "--json", str(file)]) == 0
-    assert "Interrupted: 2 of" in capsys.readouterr().out
-    assert len(json.loads(file.read_text())["rows"]) == 2
+    assert "Incomplete" not in report(json.loads(file.read_text()), set(cases.DTYPES))
+    monkeypatch.setattr(bench, "measure", after(2, fail))
+    assert main(["bench", "--ops", "softmax", "--quick", "--device", "cpu", "--json", str(file)]) == 1
+    result = json.loads(file.read_text())
+    assert report(result, set(cases.DTYPES)).startswith(f"Incomplete: 2 of {result['planned']} rows were measured.")
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("compiler", "no clang++ of version 19 or later", "--peer metal: no clang++ of version 19"),
+        ("cuda", "no clang++ of version 19 or later", "the executor cuda is not ready: no clang++ of version 19"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_it_begins(monkeypatch, tmp_path, capsys, name, value, words):
+    monkeypatch.setattr(machine, "executor", lambda: "cuda")
+    monkeypatch.setattr(bench, "executors", lambda: {"cuda": value if name == "cuda" else "ready"})
+    monkeypatch.setattr(frontend, "compiler_problem", lambda: value)
+    monkeypatch.setattr(bench, "measure", None)
+    assert main(["bench", "--peer", "metal", "--json", str(tmp_path / "bench.json")]) == 2
+    assert words in capsys.readouterr().err and os.listdir(tmp_path) == []
+
+
+def test_nothing_to_measure(monkeypatch, capsys):
+    monkeypatch.setattr(cases, "OPS", tuple(replace(op, cases=()) for op in cases.OPS))
+    assert main(["bench", "--ops", "softmax", "--quick", "--device", "cpu"]) == 2
+    assert "none of the cases of softmax is for cpu and --quick" in capsys.readouterr().err
+
+
+def outcome(op, case, dtype, passed=True, **more):
+    numbers = {"mittens_ms": 1234.5, "mx_ms": 0.0012345, "speedup": 123.456, "gb_s": 1234.5}
+    numbers |= {"error": 1e-8, "mx_error": 2e-8, "mittens_host_ms": 0.1, "mx_host_ms": 0.2}
+    row = bench.Row(op.name, case.name, dtype, "cpu", "native", **numbers, **more)
+    return bench.Outcome(row, 0.123, passed, "")
+
+
+def on_a_terminal(monkeypatch, width):
+    monkeypatch.setenv("NO_COLOR", "1")
+    for module in (bench, table):
+        monkeypatch.setattr(module, "terminal_width", lambda: width)
+
+
+OPS = cases.OPS
+FULL_TABLE = [(op, case, dtype) for op in OPS for case in op.cases for dtype in op.dtypes(case)]
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_every_row_is_one_line_of_a_terminal(monkeypatch, capsys, width):
+    monkeypatch.setattr(cases, "OPS", OPS)
+    on_a_terminal(monkeypatch, width)
+    bench._show([outcome(*row) for row in FULL_TABLE])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) == len(FULL_TABLE) + 2 * len(cases.OPS) - 1, "a heading for each op, and a line between them"
+    rows = [line.split("  ")[0] for line in lines if " float" in line or " bfloat16" in line]
+    for op in cases.OPS:
+        short = bench._short_names(op)
+        names = [short[case.name] for each, case, dtype in FULL_TABLE if each is op and dtype == "float32"]
+        assert len(set(names)) == len(names) and set(names) <= set(rows), "cases are told apart, and none is cut"
+    for op, line in zip(cases.OPS, (line for line in lines if " dtype" in line)):
+        assert line.startswith(f"{op.name} ") and "speedup" in line and " ms" in line and "mx ms" in line
+    assert all("123.46x" in line for line in lines if " float16 " in line)
+
+
+def test_columns_are_dropped_in_order(monkeypatch, capsys):
+    op, case, dtype = FULL_TABLE[0]
+    seen = []
+    for width in range(140, 30, -1):
+        on_a_terminal(monkeypatch, width)
+        bench._show([outcome(op, case, dtype, copy_gb_s=3000.0, peer_ms=1.0)])
+        heading = capsys.readouterr().out.splitlines()[0]
+        seen.append([column.name for column in bench._COLUMNS[2:] if f"  {column.name}  " in f"{heading}  "])
+    dropped = [set(a) - set(b) for a, b in zip(seen, seen[1:]) if a != b]
+    assert dropped == [{name} for name in (
+        *("mx host us", "host us", "mx error", "+-", "error", "of copy", "GB/s", "peer ms", "mx ms", "ms"),
+    )]  # fmt: skip
+    assert seen[-1] == ["dtype", "speedup"]
+
+
+def test_wrong_rows_show_at_every_width(monkeypatch, capsys):
+    for width in (None, 140, 20):
+        on_a_terminal(monkeypatch, width)
+        bench._show([outcome(*FULL_TABLE[0], passed=False)])
+        assert capsys.readouterr().out.count("WRONG") == 1
+
+
+def test_what_is_piped_is_plain(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["bench", "--quick", "--ops", "rms_norm,softmax", "--device", "cpu"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.isascii() and "\x1b" not in printed.out
+    wanted = bench.plan(["rms_norm", "softmax"], "cpu", True)
+    lines = [" ".join(line.split()) for line in printed.out.splitlines()]
+    for op, case, dtype in wanted:
+        assert sum(line.startswith(f"{op.name} {case.name} {dtype} ") for line in lines) == 1
+    assert lines.count("op case dtype ms mx ms speedup +- GB/s error mx error") == 1
+    assert printed.err.splitlines()[-1].startswith(f"[{len(wanted)}/{len(wanted)}] softmax")
+
+
+def test_colours_are_for_terminals(monkeypatch):
+    columns = [table.Column("op", left=True), table.Column("case", left=True), table.Column("speedup")]
+    rows = [["softmax", "a", "2.00x"], ["softmax", "b", "0.50x"]]
+    lines = ["\x1b[1msoftmax  speedup\x1b[0m", "a          2.00x", "\x1b[33mb          0.50x\x1b[0m"]
+    assert table.text(columns, rows, 80, ["", "33"]).split("\n") == lines
+    assert "\x1b" not in table.text(columns, rows, None, ["", "33"])

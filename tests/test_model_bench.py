@@ -12,7 +12,7 @@ import tiny
 from mlx.utils import tree_flatten
 
 import mlx_mittens as mm
-from mlx_mittens import machine, model_bench, models
+from mlx_mittens import machine, model_bench, models, table
 from mlx_mittens.__main__ import main
 
 
@@ -42,8 +42,57 @@ def test_rows_shares_and_table(tmp_path, capsys):
         expected = {"rms_norm", "rope", "cache", "scaled_dot_product_attention", product, "other"}
         assert math.isclose(sum(parts.values()), 1) and min(parts.values()) > 0 and expected <= set(parts)
     assert result["machine"]["versions"]["mlx_lm"]
-    text = capsys.readouterr().out
-    assert "patched tokens/s" in text and "converted / mx" in text and "share of a token's time" in text
+    assert result["complete"] is True and result["measured"] == result["planned"] == 12
+    lines = capsys.readouterr().out.splitlines()
+    heading = "model weights dtype phase patched converted mx patched/mx converted/mx"
+    assert heading in [" ".join(line.split()) for line in lines]
+    assert sum(line.startswith("qwen3-0.6b") and "prefill 6" in line for line in lines) == 6
+    assert "share of a token's time, each op waited for:" in lines
+
+
+@pytest.mark.parametrize(
+    "error, status", [(RuntimeError("no kernel for this"), 1), (KeyboardInterrupt(), 130)], ids=repr
+)
+def test_what_was_measured_is_kept(monkeypatch, tmp_path, capsys, error, status):
+    measure, done = model_bench.measure, []
+
+    def limited(*arguments):
+        if done:
+            raise error
+        done.append(arguments)
+        return measure(*arguments)
+
+    monkeypatch.setattr(model_bench, "measure", limited)
+    file = tmp_path / "result.json"
+    arguments = ["--model", "llama-3.2-1b", "--prompt", "6", "--tokens", "5", "--json", str(file)]
+    assert main(["bench", *arguments]) == status
+    printed = capsys.readouterr()
+    result = json.loads(file.read_text())
+    assert result["complete"] is False and (result["measured"], result["planned"]) == (1, 3)
+    assert len(result["rows"]) == 2 and len(result["shares"]) == 1
+    assert "Incomplete: 1 of 3 measured." in printed.out and "prefill 6" in printed.out
+    assert "llama-3.2-1b 8-bit bfloat16" in printed.err and "Traceback" not in printed.err
+
+
+def test_a_model_that_mlx_lm_lacks_is_said_before_it_begins(monkeypatch, capsys):
+    monkeypatch.setitem(models.ARCHITECTURES, "llama-9", {"model_type": "llama_9"})
+    monkeypatch.setattr(model_bench, "measure", None)
+    assert main(["bench", "--model", "llama-3.2-1b,llama-9"]) == 2
+    assert "--model llama-9: mlx-lm" in capsys.readouterr().err
+
+
+def test_the_table_fits_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(table, "terminal_width", lambda: 80)
+    speed = lambda value: model_bench.Speed(value, 64)
+    rows = [
+        model_bench.Row("gpt-oss-20b", weights, "bfloat16", "cpu", phase, speed(12345.6), speed(12345.6), mx)
+        for weights in model_bench.FORMATS
+        for phase, mx in (("decode", model_bench.Speed(0.0692, 1)), ("prefill 2048", None))
+    ]
+    table.show(model_bench._COLUMNS, [model_bench._cells(row) for row in rows], [""] * len(rows))
+    lines = [line.replace("\x1b[1m", "").replace("\x1b[0m", "") for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 1 + len(rows) and max(map(len, lines)) <= 80
+    assert lines[0].split() == ["gpt-oss-20b", "dtype", "phase", "patched", "converted", "mx", "patched/mx"]
 
 
 def test_the_converted_model_has_the_same_weights():
@@ -95,6 +144,11 @@ def test_a_function_within_a_layer_counts_once(monkeypatch):
         (["--model", "qwen3-0.6b", "--weights", "3-bit"], "--weights: 3-bit given; there are 4-bit"),
         (["--model", "qwen3-0.6b", "--dtype", "float64"], "--dtype: float64 given"),
         (["--model", "qwen3-0.6b", "--tokens", "1"], "--tokens take 2 or more"),
+        (["--model", "qwen3-0.6b", "--seconds", "nan"], "--seconds more than 0"),
+        (["--model", ""], "--model: nothing given; there are llama-3.2-1b"),
+        (["--model", "qwen3-0.6b", "--ops", "softmax"], "--ops does not go with --model"),
+        (["--model", "qwen3-0.6b", "--peer", "metal"], "--peer does not go with --model"),
+        (["--model", "qwen3-0.6b", "--plot", "x.png"], "--plot does not go with --model"),
     ],
 )
 def test_bad_arguments(capsys, arguments, message):

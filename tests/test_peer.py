@@ -217,9 +217,9 @@ def test_bench_measures_the_peer(draw, device, rng, monkeypatch):
     op, budget = cases.get("softmax"), bench.Budget(seconds=0, fewest=2, most=2)
     outcome = bench.measure(op, cases.Case("test", (2, 64)), "float16", device, budget, rng, with_peer=True)
     assert outcome.passed and outcome.row.peer_ms > 0
-    assert bench._columns([outcome])[-1] == "peer ms" and len(bench._cells(outcome, bench._columns([outcome]))) == 11
-    assert bench.as_json({}, [outcome], with_peer=True)["rows"][0]["peer_ms"] == outcome.row.peer_ms
-    assert "peer_ms" not in bench.as_json({}, [outcome])["rows"][0]
+    assert dict(zip((column.name for column in bench._COLUMNS), bench._cells(outcome, "test")))["peer ms"]
+    assert bench.json_rows([outcome], with_peer=True)[0]["peer_ms"] == outcome.row.peer_ms
+    assert "peer_ms" not in bench.json_rows([outcome])[0]
     without = bench.measure(op, cases.Case("test", (2, 64), vjp=True), "float16", device, budget, rng, with_peer=True)
     assert without.row.peer_ms is None
 
