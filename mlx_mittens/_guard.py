@@ -8,17 +8,22 @@ import pathlib
 import sys
 
 
+def _refusal(text: str) -> ImportError:
+    """With the package's name, `python -m mlx_mittens` says the sentence without a traceback."""
+    return ImportError(text, name="mlx_mittens")
+
+
 def check_built() -> None:
     """Raises ImportError where the extension is missing, as in a source tree that was not built."""
     if importlib.util.find_spec("mlx_mittens._ext") is None:
         folder = pathlib.Path(__file__).parent
         if (folder.parent / "CMakeLists.txt").exists():
-            raise ImportError(
+            raise _refusal(
                 f"mlx_mittens is being imported from its source folder {folder.parent}, which holds no built extension."
                 ' Build it in place with `pip install -e ".[cpu]"` (on a Mac without `[cpu]`), or, if it is installed '
                 "already, start Python from another folder (the `mlx-mittens` command works from any)."
             )
-        raise ImportError(
+        raise _refusal(
             f"mlx_mittens in {folder} has no extension for this Python: "
             "reinstall it with `pip install --force-reinstall mlx-mittens`."
         )
@@ -29,11 +34,11 @@ def check_mlx(built_for: str) -> None:
     try:
         installed = importlib.metadata.version("mlx")
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(
+        raise _refusal(
             f'mlx_mittens needs MLX: pip install "mlx=={built_for}" (on Linux "mlx[cpu]=={built_for}")'
         ) from None
     if installed != built_for:
-        raise ImportError(
+        raise _refusal(
             f"mlx_mittens was built for mlx {built_for}, installed is mlx {installed}. MLX keeps no binary "
             f'compatibility between releases: pip install "mlx=={built_for}" (on Linux "mlx[cpu]=={built_for}" or '
             f'"mlx[cuda13]=={built_for}"), or rebuild mlx_mittens from source against mlx {installed}.'
@@ -42,10 +47,13 @@ def check_mlx(built_for: str) -> None:
 
 def check_libmlx() -> None:
     """Raises ImportError where Linux has MLX's Python part without its library."""
-    folders = importlib.util.find_spec("mlx").submodule_search_locations
+    version = importlib.metadata.version("mlx")
+    spec = importlib.util.find_spec("mlx")
+    if spec is None:
+        raise _refusal(f"MLX {version} is installed without its files: pip install --force-reinstall mlx=={version}")
+    folders = spec.submodule_search_locations
     if sys.platform == "linux" and not any((pathlib.Path(folder) / "lib" / "libmlx.so").exists() for folder in folders):
-        version = importlib.metadata.version("mlx")
-        raise ImportError(
+        raise _refusal(
             f'MLX {version} is installed without a backend: pip install "mlx[cpu]=={version}", '
             f'or "mlx[cuda13]=={version}" for an NVIDIA GPU.'
         )
@@ -54,7 +62,7 @@ def check_libmlx() -> None:
 def check_tag(extension, mlx_core) -> None:
     """Raises ImportError unless nanobind objects of the extension and of mlx.core are of one kind."""
     if type(extension.simulator_enabled) is not type(mlx_core.add):
-        raise ImportError(
+        raise _refusal(
             "mlx_mittens was built with a nanobind whose internals differ from those of the installed mlx.core, so it "
             "could take none of its arrays. Reinstall both: pip install --force-reinstall mlx-mittens "
             f'"mlx=={importlib.metadata.version("mlx")}"'

@@ -48,6 +48,7 @@ def test_a_wheel_holds_all_that_it_needs(tmp_path):
     result = run_beside_mlx(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert str(tmp_path) in result.stdout and "simulator" in result.stdout
+    assert (tmp_path / "mlx_mittens_cli.py").is_file()
     names = {path.relative_to(tmp_path / "mlx_mittens") for path in (tmp_path / "mlx_mittens").rglob("*")}
     sources = {path.relative_to(ROOT) for path in (ROOT / "metal").rglob("*") if path.is_file()}
     assert names >= {pathlib.Path("py.typed"), pathlib.Path("_ext.pyi"), *sources}
@@ -131,6 +132,58 @@ def test_executors_say_what_runs_here():
         assert "cuda13" in found["cuda"]
 
 
-def test_console_script_runs_the_module():
+def test_console_script_is_outside_of_the_package():
     scripts = importlib.metadata.entry_points(group="console_scripts")
-    assert next(iter(scripts.select(name="mlx-mittens"))).value == "mlx_mittens.__main__:main"
+    assert next(iter(scripts.select(name="mlx-mittens"))).value == "mlx_mittens_cli:main"
+
+
+CONSOLE = "import sys; from mlx_mittens_cli import main; sys.argv[0] = 'mlx-mittens'; sys.exit(main())"
+
+
+def run_command(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, **environment}, cwd="/", capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench", "check", "simulate", "--version"])
+@pytest.mark.parametrize("start", [["-c", CONSOLE], ["-m", "mlx_mittens"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "code, sentence",
+    [
+        ("m.version = lambda name: '0.99.0' if name == 'mlx' else real(name)", "installed is mlx 0.99.0"),
+        ("def version(name):\n  if name == 'mlx': raise m.PackageNotFoundError\n  return real(name)\nm.version = version",
+         "mlx_mittens needs MLX"),
+    ],
+    ids=["another", "missing"],
+)  # fmt: skip
+def test_commands_say_in_a_sentence_that_mlx_does_not_fit(tmp_path, command, start, code, sentence):
+    (tmp_path / "sitecustomize.py").write_text(f"import importlib.metadata as m\nreal = m.version\n{code}\n")
+    result = run_command(*start, command, environment={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1
+    assert sentence in result.stderr and "Traceback" not in result.stderr and result.stderr.count("\n") == 1
+    if command == "doctor" and start[0] == "-c":
+        versions = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+        assert versions["mlx"] == ("0.99.0" if "0.99.0" in code else "not installed")
+        assert versions["numpy"] and versions["mlx-mittens"] and versions["python"] and versions["system"]
+    else:
+        assert result.stdout == ""
+
+
+def test_mlx_without_its_files_is_an_import_error(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="without its files"):
+        mm._guard.check_libmlx()
+
+
+@pytest.mark.parametrize("arguments", [["doctor", "--ops", "softmax"], ["--version"], ["check", "{file}"]], ids=str)
+def test_a_broken_pipe_ends_quietly(tmp_path, arguments):
+    file = tmp_path / "wrong.metal"
+    file.write_text("#include <metal_stdlib>\nkernel void f(device double* x [[buffer(0)]]) { x[0] = 1; }\n")
+    command = [sys.executable, "-c", CONSOLE, *(text.format(file=file) for text in arguments)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (141, "")
