@@ -15,7 +15,7 @@ from . import _ext  # noqa: E402
 _guard.check_tag(_ext, _mx)
 
 from . import nn, simulator  # noqa: E402
-from ._ext import DtypeError  # noqa: E402
+from ._ext import DtypeError, ExportError  # noqa: E402
 from .attention import quantized_scaled_dot_product_attention, scaled_dot_product_attention  # noqa: E402
 from .counts import stats  # noqa: E402
 from .executors import executors, strict  # noqa: E402
@@ -35,6 +35,7 @@ from .seams import SeamError  # noqa: E402
 __version__ = "0.1.0"
 __all__ = [
     "DtypeError",
+    "ExportError",
     "SeamError",
     "add_rms_norm",
     "block_dequantize",

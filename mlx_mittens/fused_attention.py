@@ -37,13 +37,17 @@ _MOST_TOKENS = 16
 
 def _attend(queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None) -> mx.array:
     """mlx-lm's function between a model's attention and mx's, on ours."""
-    if not hasattr(cache, "bits"):
-        return _ext.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    if sinks is not None:
-        raise ValueError("Quantized SDPA does not support attention sinks.")
-    return quantized_scaled_dot_product_attention(
-        queries, keys, values, scale=scale, mask=mask, group_size=cache.group_size, bits=cache.bits
-    )
+    try:
+        if not hasattr(cache, "bits"):
+            return _ext.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        if sinks is not None:
+            raise ValueError("Quantized SDPA does not support attention sinks.")
+        return quantized_scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, group_size=cache.group_size, bits=cache.bits
+        )
+    except _ext.ExportError:
+        attend = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
+        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 @functools.cache

@@ -238,7 +238,7 @@ class _Switched:
         self._simulated = simulated
 
     def __call__(self, **arguments: Any) -> list[mx.array]:
-        return (self._simulated if _replaced else self._mlx_kernel)(**arguments)
+        return (self._simulated if _replaced and not _ext.exporting() else self._mlx_kernel)(**arguments)
 
 
 def _switched_metal_kernel(*args: Any, **arguments: Any) -> _Switched:

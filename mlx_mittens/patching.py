@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from . import _ext
+from . import _ext, exporting
 from .seams import SEAMS, Seam, importing
 
 __all__ = ["patch", "patched", "unpatch"]
@@ -114,6 +114,10 @@ def _apply() -> None:
     for patch, name in zip(new, [name for name in ready if name not in _installed], strict=True):
         patch.install(settings.strict)
         _installed[name] = patch
+    if settings:
+        exporting.mark("patch")
+    else:
+        exporting.unmark("patch")
     _ext.set_strict_patch(bool(settings and settings.strict))
     waiting = len(loaded) < len(wanted)
     if waiting and _on_import not in sys.meta_path:
@@ -128,7 +132,8 @@ def patch(*, strict: bool = False, **switches: bool) -> None:
     What no kernel covers goes on to the original function, with its arguments as they came; ``stats()`` counts both.
     Results are lazy, as before, and gradients, ``mx.compile`` and ``mx.vmap`` work through them. A second call only
     changes the settings. Functions that someone imported by name before (``from mlx.core import softmax``) are out of
-    reach, and so are graphs that ``mx.compile`` has traced before.
+    reach, and so are graphs that ``mx.compile`` has traced before. A function that ``mx.export_function`` or
+    ``mx.exporter`` traces, which are replaced for that as well, runs on mx's own: MLX cannot save other primitives.
 
     Args:
         strict (bool): Whether a call that no kernel covers is an error instead.

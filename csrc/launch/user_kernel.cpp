@@ -18,6 +18,7 @@
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 #include "mlx/transforms.h"
+#include "ops/exporting.h"
 #include "ops/registry.h"
 
 namespace nb = nanobind;
@@ -101,7 +102,7 @@ class UserKernel : public mx::Primitive {
   UserKernel(mx::Stream stream, UserLaunch launch) : mx::Primitive(stream), launch_(std::move(launch)) {}
 
   const char* name() const override {
-    return "SimulatedMetalKernel";
+    return "MittensMetalKernel";
   }
 
   void eval_gpu(const Arrays&, Arrays&) override {
@@ -162,6 +163,7 @@ Arrays user_kernel(Arrays inputs, const std::vector<std::vector<int>>& shapes, c
                    const std::string& file, const std::string& library, const std::string& kernel, Triple grid,
                    Triple threadgroup, std::vector<std::tuple<bool, bool, bool>> infos,
                    const std::vector<nb::bytes>& initial, bool by_rows) {
+  refuse_export("simulator.metal_kernel");
   std::vector<std::string> elements;
   for (const auto& element : initial) {
     elements.emplace_back(element.c_str(), element.size());

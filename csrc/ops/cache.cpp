@@ -13,8 +13,9 @@
 
 #include "mlx/ops.h"
 #include "ops/attention.h"
-#include "ops/fallback.h"
 #include "ops/checks.h"
+#include "ops/exporting.h"
+#include "ops/fallback.h"
 #include "ops/layer.h"
 #include "ops/registry.h"
 #include "ops/turned.h"
@@ -114,6 +115,9 @@ using TurnedAndSeen = std::tuple<mx::array, mx::array, mx::array>;
 
 std::optional<TurnedAndSeen> turn_into_cache(const mx::array& heads, mx::array& keys, mx::array& values,
                                              const Rotary& rotary, int first) {
+  if (exporting()) {
+    return std::nullopt;
+  }
   auto append = append_of(heads, keys, values, rotary, first, checks::stream("turn_into_cache", {}));
   if (!append) {
     return std::nullopt;
@@ -145,7 +149,7 @@ mx::array append_and_attend(Append append, std::shared_ptr<mx::Primitive> attent
 // A token's attention over a cache, from its heads on.
 std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& keys, mx::array& values,
                                            const Rotary& rotary, int first, float scale) {
-  if (heads.ndim() != 4 || heads.shape(tokens_axis) != 1) {
+  if (exporting() || heads.ndim() != 4 || heads.shape(tokens_axis) != 1) {
     return std::nullopt;
   }
   const mx::Stream stream = checks::stream("attend_with_cache", {});

@@ -11,6 +11,7 @@
 
 #include "mlx/array.h"
 #include "mlx/utils.h"
+#include "ops/exporting.h"
 #include "ops/fallback.h"
 
 namespace mittens {
@@ -90,8 +91,9 @@ inline mx::Dtype floating(const char* op, std::initializer_list<Argument> argume
                    " of the result: expected float32, float16 or bfloat16");
 }
 
-// Where the op is to run.
+// Where the op is to run; it is to run nowhere in a function that MLX exports.
 inline mx::Stream stream(const char* op, mx::StreamOrDevice where) {
+  refuse_export(op);
   try {
     return mx::to_stream(where);
   } catch (const std::invalid_argument& error) {

@@ -86,7 +86,7 @@ class NormVjp : public KernelPrimitive {
       : KernelPrimitive(stream), options_(options), has_weight_(has_weight), has_dsum_(has_dsum) {}
 
   const char* name() const override {
-    return options_.centred ? "LayerNormVjp" : "RmsNormVjp";
+    return options_.centred ? "MittensLayerNormVjp" : "MittensRmsNormVjp";
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {

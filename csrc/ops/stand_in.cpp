@@ -1,6 +1,6 @@
 // A function in another's place: for the patch one of mx's or mlx-lm's, where it calls an op's attempt, and the original
-// where that gives nothing; for an op of our own the declaration in Python. A type of Python's own, since a function of
-// Python's that hands its arguments on takes up to 0.3 us, as long as building an op does.
+// where that gives nothing or MLX exports; for an op of our own the declaration in Python. A type of Python's own, since a
+// function of Python's that hands its arguments on takes up to 0.3 us, as long as building an op does.
 #include "ops/stand_in.h"
 
 #include <cstddef>
@@ -8,6 +8,7 @@
 
 #include <structmember.h>
 
+#include "ops/exporting.h"
 #include "ops/fallback.h"
 #include "ops/registry.h"
 
@@ -39,7 +40,8 @@ const char* op_of(PyObject* self) {
 PyObject* call(PyObject* self, PyObject* const* args, size_t flagged, PyObject* names) {
   const nb::object attempt = nb::borrow(own(self)->attempt);  // another thread may replace it meanwhile
   const size_t count = PyVectorcall_NARGS(flagged);
-  if (attempt.is_valid() && !attempt.is_none()) {
+  const bool aside = exporting();
+  if (!aside && attempt.is_valid() && !attempt.is_none()) {
     PyObject* result = PyObject_Vectorcall(attempt.ptr(), args, count, names);
     if (result && result != Py_None) {
       return result;
@@ -54,7 +56,7 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flagged, PyObject* 
     }
   }
   PyObject* result = PyObject_Vectorcall(own(self)->original, args, count, names);
-  if (result && own(self)->strict) {
+  if (result && own(self)->strict && !aside) {
     Py_DECREF(result);
     PyErr_Format(PyExc_RuntimeError, "[%s] strict patch: no kernel of mlx_mittens covers %s", op_of(self),
                  last_reason().c_str());
