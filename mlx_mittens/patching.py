@@ -163,7 +163,11 @@ def patch(*, strict: bool = False, **switches: bool) -> None:
 
 
 def unpatch() -> None:
-    """Undoes ``patch()``: mx's functions are what they were. Blocks of ``patched()`` that are open stay so."""
+    """Undoes ``patch()``: mx's functions are what they were. Blocks of ``patched()`` that are open stay so.
+
+    A graph that ``mx.compile`` traced under the patch holds our kernels, and stays on them until it is traced anew: for
+    inputs of another shape or type, or once the function is compiled again.
+    """
     global _base
     with _lock:
         _base = None

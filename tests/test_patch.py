@@ -224,6 +224,27 @@ def test_compiled_graphs_and_gradients_run_on_ours(rng):
     np.testing.assert_allclose(np.array(our_gradient), np.array(gradient), rtol=1e-3, atol=1e-6)
 
 
+def test_a_compiled_graph_stays_on_the_kernels_that_it_was_traced_with(rng):
+    """Also once the patch is undone, until it is traced anew; so does one of mx's when the patch comes."""
+    x = mx.array(rng.normal(size=(4, 64)).astype(np.float32))
+    expected = np.array(mx.softmax(x, axis=-1))
+    step = mx.compile(lambda x: mx.softmax(x, axis=-1))
+
+    def ran(x):
+        mm.stats(reset=True)
+        y = step(x)
+        mx.eval(y)
+        np.testing.assert_allclose(np.array(y), expected[: x.shape[0]], rtol=1e-5)
+        return "softmax" in mm.stats()
+
+    with mm.patched():
+        assert ran(x)
+    assert ran(x)
+    assert not ran(x[:3])  # another shape
+    with mm.patched():
+        assert not ran(x[:3]) and ran(x)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantized_layer_is_one_kernel(rng, dtype, bits, bias):
