@@ -38,6 +38,8 @@ void bind_dtype_error(nb::module_& module) {
 NB_MODULE(_ext, module) {
   module.attr("mlx_version") = MITTENS_MLX_VERSION;
   module.attr("metal_built") = mittens::metal::built();
+  module.def("has_matrix_units", nb::overload_cast<std::string_view>(&mittens::metal::has_matrix_units),
+             nb::arg("architecture"), "Whether an Apple GPU of this architecture has matrix units.");
   module.def("cuda_available", &mittens::cuda::available, "Whether the MLX that is loaded is a CUDA build.");
   module.def("cuda_missing", &mittens::cuda::missing, "What keeps kernels from running on an NVIDIA GPU; empty if nothing.");
   module.attr("cpu_instructions") = mittens::cpu::isa_name();

@@ -34,7 +34,8 @@ def scaled_dot_product_attention(
     cache of larger capacity and transposed ``[batch, tokens, heads, width]`` arrays cost no copy.
 
     On an NVIDIA GPU most calls of more than 32 queries, in float32 of more than 128, go to mx, which has kernels of cuDNN
-    there; not in strict mode, with ``force_fused``, or within a short ``window``.
+    there. On an Apple GPU with matrix units (M5) those of more than 16 queries do, in float32 unless
+    ``MLX_ENABLE_TF32`` is 0. Not in strict mode, with ``force_fused``, or within a short ``window``.
 
     Args:
         q (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.

@@ -17,13 +17,13 @@ Fault = _ext.SimulatorFault
 STEP_LIMIT = 1_000_000_000
 
 _lock = threading.Lock()
-_open: list[tuple[object, int, bool, int, bool]] = []  # a token and the settings of every block that is open
-_before: tuple[bool, int, bool, int, bool] | None = None
+_open: list[tuple[object, int, bool, int, str]] = []  # a token and the settings of every block that is open
+_before: tuple[bool, int, bool, int, str] | None = None
 
 
 @contextlib.contextmanager
 def enabled(
-    seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT, gpu: Literal["apple", "nvidia"] = "apple"
+    seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT, gpu: Literal["apple", "m5", "nvidia"] = "apple"
 ) -> Iterator[None]:
     """Sends ops on the CPU, and the kernels of ``mx.fast.metal_kernel``, through the simulator.
 
@@ -41,15 +41,16 @@ def enabled(
         seed: Shuffles the order in which threads and threadgroups run; 0 is the natural order.
         watch: Whether every memory access is checked.
         step_limit: Branches that one threadgroup may take before its kernel counts as endless.
-        gpu: Whose GPUs the simulator stands for: on some shapes the ops choose other kernels for NVIDIA's.
+        gpu: Which GPU the simulator stands for: on some shapes the ops choose other kernels for NVIDIA's, and mx for
+            an Apple GPU with matrix units, such as that of the M5.
 
     Raises:
-        ValueError: gpu is neither.
+        ValueError: gpu is none of these.
     """
-    if gpu not in ("apple", "nvidia"):
-        raise ValueError(f"gpu is {gpu!r}: expected 'apple' or 'nvidia'")
+    if gpu not in ("apple", "m5", "nvidia"):
+        raise ValueError(f"gpu is {gpu!r}: expected 'apple', 'm5' or 'nvidia'")
     global _before
-    block = (object(), seed, watch, step_limit, gpu == "nvidia")
+    block = (object(), seed, watch, step_limit, gpu)
     with _lock:
         if not _open:
             _before = _ext.simulator_state()

@@ -263,7 +263,7 @@ def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tu
                 continue
             cotangents = op.cotangents(rng, case, cases.DTYPES[dtype])
             for arrays in _probes(op, case, cases.DTYPES[dtype], rng):
-                _ext.simulator_configure(True, int(rng.integers(1, 1000)), True, STEP_LIMIT, case.gpu == "nvidia")
+                _ext.simulator_configure(True, int(rng.integers(1, 1000)), True, STEP_LIMIT, case.gpu)
                 try:
                     check = cases.check(op, case, arrays, cotangents)
                 except RuntimeError as error:

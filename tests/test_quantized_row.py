@@ -110,5 +110,5 @@ def test_others_keep_their_kernel(rng, nvidia_kernels, columns, outputs, bits, g
 
 
 def test_which_gpu():
-    with pytest.raises(ValueError, match="gpu is 'amd': expected 'apple' or 'nvidia'"), mm.simulator.enabled(gpu="amd"):
+    with pytest.raises(ValueError, match="gpu is 'amd': expected 'apple', 'm5' or 'nvidia'"), mm.simulator.enabled(gpu="amd"):
         pass

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -110,7 +111,7 @@ void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream);
 // Whether ops on the CPU go through the simulator instead of their native code.
 bool simulator_enabled();
 
-// Whether they do, and go by the rules for NVIDIA GPUs.
-bool simulates_nvidia();
+// Whether they do, in the place of this GPU: "apple", "m5" (an Apple GPU with matrix units) or "nvidia".
+bool simulates(std::string_view gpu);
 
 }  // namespace mittens

@@ -15,6 +15,17 @@
 
 namespace mittens::metal {
 
+bool has_matrix_units(std::string_view architecture) {
+  const size_t size = architecture.size();
+  const auto digit = [](char letter) { return letter >= '0' && letter <= '9' ? letter - '0' : 0; };
+  if (size < 3) {
+    return false;
+  }
+  const int generation = digit(architecture[size - 3]) * 10 + digit(architecture[size - 2]);
+  const bool is_phone = architecture.back() == 'p';
+  return generation >= (is_phone ? 18 : 17);
+}
+
 #ifdef _METAL_
 
 namespace {
@@ -56,6 +67,16 @@ MTL::Size dimensions(const Size3& size) {
 
 bool built() {
   return true;
+}
+
+bool has_matrix_units() {
+#ifdef __APPLE__
+  if (__builtin_available(macOS 26.2, *)) {
+    static const bool has = has_matrix_units(mx::metal::device(mx::Device::gpu).get_architecture());
+    return has;
+  }
+#endif
+  return false;
 }
 
 void keep_until_done(const mx::array& array, mx::Stream stream) {
@@ -108,6 +129,10 @@ void run(const Launch& launch, mx::Stream stream) {
 #else
 
 bool built() {
+  return false;
+}
+
+bool has_matrix_units() {
   return false;
 }
 

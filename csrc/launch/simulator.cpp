@@ -41,7 +41,7 @@ using Host = void (*)(const Launch& launch, mx::Stream stream, std::string& file
 struct State {
   std::mutex mutex;
   bool enabled;
-  bool nvidia = false;
+  std::string gpu = "apple";
   simulator::Options options{};
   std::set<std::string> launched;  // "file:kernel"
   bool recording = false;
@@ -115,25 +115,25 @@ void bind(nb::module_& module) {
   module.def("simulator_enabled", &simulator_enabled, "Whether ops on the CPU go through the simulator.");
   module.def(
       "simulator_configure",
-      [](bool enabled, uint64_t seed, bool watch, uint64_t step_limit, bool nvidia) {
+      [](bool enabled, uint64_t seed, bool watch, uint64_t step_limit, const std::string& gpu) {
         std::lock_guard lock(state().mutex);
         state().enabled = enabled;
-        state().nvidia = nvidia;
+        state().gpu = gpu;
         state().options.seed = seed;
         state().options.watch = watch;
         state().options.step_limit = step_limit;
       },
       nb::arg("enabled"), nb::arg("seed") = 0, nb::arg("watch") = true,
-      nb::arg("step_limit") = simulator::Options{}.step_limit, nb::arg("nvidia") = false,
+      nb::arg("step_limit") = simulator::Options{}.step_limit, nb::arg("gpu") = "apple",
       "Sends ops on the CPU through the simulator or through their native code; the seed shuffles the threads, and the "
-      "kernels are those that the rules choose for Apple's or for NVIDIA's GPUs.");
+      "kernels are those that the rules choose for the GPU.");
   module.def(
       "simulator_state",
       [] {
         std::lock_guard lock(state().mutex);
         const auto& options = state().options;
         return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit,
-                              state().nvidia);
+                              state().gpu);
       },
       "The settings that simulator_configure takes.");
   module.def(
@@ -176,9 +176,9 @@ bool simulator_enabled() {
   return state().enabled;
 }
 
-bool simulates_nvidia() {
+bool simulates(std::string_view gpu) {
   std::lock_guard lock(state().mutex);
-  return state().enabled && state().nvidia;
+  return state().enabled && state().gpu == gpu;
 }
 
 simulator::Options simulator_options() {

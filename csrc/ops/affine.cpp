@@ -198,6 +198,14 @@ bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows,
   return has_nvidia_rules(stream) && rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
 }
 
+bool goes_to_matrix_units(const AffineFormat& format, mx::Dtype dtype, size_t rows, int columns, int outputs,
+                          mx::Stream stream) {
+  // MLX's limits on those GPUs: its kernels for fewer rows do not use the units.
+  const int larger = std::max(columns, outputs);
+  const size_t fewest = larger <= 2048 ? 33 : larger <= 4096 ? 25 : 13;
+  return format.transpose && rows >= fewest && columns % 64 == 0 && has_matrix_units(stream, dtype);
+}
+
 RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices) {
   constexpr uint32_t products = 8 * kRowBlocks;  // of a simdgroup
   constexpr uint32_t held = h200_cores * 16;     // simdgroups

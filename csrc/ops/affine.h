@@ -61,6 +61,10 @@ AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint3
 // times faster than what unpacks the weights.
 bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, mx::Stream stream);
 
+// Whether mx takes a product of so many rows of x to an Apple GPU's matrix units.
+bool goes_to_matrix_units(const AffineFormat& format, mx::Dtype dtype, size_t rows, int columns, int outputs,
+                          mx::Stream stream);
+
 // How its threadgroups are cut. matrices as above.
 RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices);
 

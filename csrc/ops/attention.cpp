@@ -41,18 +41,36 @@ std::string not_covered(const mx::Shape& queries, const mx::Shape& keys, const m
 }
 
 // From how many rows of queries on mx is faster where there are tensor cores: it has kernels of cuDNN's for them in half
-// types, and in float32 composes attention of products in TF32. But it makes a mask of all scores for a window.
+// types, and in float32 composes attention of products in TF32.
 bool tensor_cores_win(const mx::Shape& scores, int width, mx::Dtype dtype, const AttentionOptions& options) {
   const int queries = scores[2];
-  const int64_t keys = scores[3];
-  if (options.window > 0 && int64_t(options.window) * 4 <= keys) {
-    return false;
-  }
+  const int keys = scores[3];
   if (dtype == mx::float32) {
     const bool only_causal = options.causal && !options.has_mask && width <= 64;
     return queries > 128 && !only_causal;
   }
   return queries > 32 || (queries > 16 && keys < 1024);
+}
+
+// The same of an Apple GPU's matrix units, which mx's kernels for heads of 72 and 80 do not use. For up to 16 queries ours
+// may divide the keys among threadgroups, mx's do not.
+bool matrix_units_win(const mx::Shape& scores, int width) {
+  return scores[2] > 16 && width != 72 && width != 80;
+}
+
+// What mx's attention runs on where it is faster than ours; null where it is not. It makes a mask of all scores for a
+// window.
+const char* faster_units(const AttentionCall& call, const mx::Shape& scores, mx::Stream stream) {
+  const int width = call.queries.shape(3);
+  const mx::Dtype dtype = call.queries.dtype();
+  const bool is_short = call.options.window > 0 && int64_t(call.options.window) * 4 <= scores[3];
+  if (is_short || call.options.bits != 0 || call.force_fused) {
+    return nullptr;
+  }
+  if (has_nvidia_rules(stream)) {
+    return tensor_cores_win(scores, width, dtype, call.options) ? "tensor cores" : nullptr;
+  }
+  return matrix_units_win(scores, width) && has_matrix_units(stream, dtype) ? "matrix units" : nullptr;
 }
 
 bool has_empty(const mx::Shape& shape) {
@@ -181,9 +199,8 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
     left_to_mx(op, std::move(reason));
     return call;
   }
-  if (bits == 0 && !call.force_fused && has_nvidia_rules(stream) &&
-      tensor_cores_win(scores, call.queries.shape(3), call.queries.dtype(), call.options) &&
-      better_left_to_mx(op, "many queries where there are tensor cores")) {
+  const char* units = faster_units(call, scores, stream);
+  if (units && better_left_to_mx(op, std::string("many queries where there are ") + units)) {
     return call;
   }
   return apply_attention(std::move(call), stream);

@@ -352,6 +352,22 @@ bool tensor_cores_win(size_t rows, size_t weights, size_t outputs, bool transpos
   return !transpose && dtype != mx::float32 && rows > 2 && outputs > 4096;
 }
 
+// Where mx goes over to an Apple GPU's matrix units, but for rows so few that reading the weights takes longer. It has
+// kernels without them for up to 15 rows in half types.
+bool matrix_units_win(size_t rows, int columns, bool transpose, mx::Dtype dtype) {
+  const bool is_gemv_wide = transpose && dtype != mx::float32 && columns % 4 == 0 && rows <= 15;
+  return rows > 8 && !is_gemv_wide;
+}
+
+// What mx's products of matrices run on where they are ahead of ours; null where they are not.
+const char* faster_units(size_t rows, const mx::array& w, bool transpose, mx::Dtype dtype, mx::Stream stream) {
+  if (has_nvidia_rules(stream)) {
+    return tensor_cores_win(rows, w.size(), w.shape(transpose ? 0 : 1), transpose, dtype) ? "tensor cores" : nullptr;
+  }
+  const bool win = matrix_units_win(rows, w.shape(transpose ? 1 : 0), transpose, dtype);
+  return win && has_matrix_units(stream, dtype) ? "matrix units" : nullptr;
+}
+
 }  // namespace
 
 std::optional<mx::array> attempt_gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,
@@ -383,8 +399,8 @@ std::optional<mx::array> attempt_gemv(const mx::array& w, const mx::array& x, co
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return left_to_mx(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  if (has_nvidia_rules(stream) && tensor_cores_win(rows, w.size(), outputs, transpose, dtype) &&
-      better_left_to_mx(op, "many rows of x where there are tensor cores")) {
+  const char* units = faster_units(rows, w, transpose, dtype, stream);
+  if (units && better_left_to_mx(op, std::string("many rows of x where there are ") + units)) {
     return std::nullopt;
   }
   Arrays inputs = {in_dtype(x, dtype, stream), in_dtype(w, dtype, stream)};

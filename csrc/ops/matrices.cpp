@@ -1,6 +1,9 @@
 #include "ops/matrices.h"
 
+#include <cstdlib>
+
 #include "launch/cuda.h"
+#include "launch/metal.h"
 
 namespace mittens {
 
@@ -46,7 +49,18 @@ void add_view(Launch& launch, const mx::array& view) {
 }
 
 bool has_nvidia_rules(mx::Stream stream) {
-  return stream.device == mx::Device::gpu ? cuda::available() : simulates_nvidia();
+  return stream.device == mx::Device::gpu ? cuda::available() : simulates("nvidia");
+}
+
+bool has_matrix_units(mx::Stream stream, mx::Dtype dtype) {
+  if (!(stream.device == mx::Device::gpu ? metal::has_matrix_units() : simulates("m5"))) {
+    return false;
+  }
+  static const bool has_tf32 = [] {  // which the units take float32 as
+    const char* value = std::getenv("MLX_ENABLE_TF32");
+    return !value || std::atoi(value) != 0;
+  }();
+  return dtype != mx::float32 || has_tf32;
 }
 
 size_t leading_size(const mx::array& array, int inner) {

@@ -376,6 +376,10 @@ std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::
       better_left_to_mx(op, "many rows of x where there are tensor cores")) {
     return std::nullopt;
   }
+  if (goes_to_matrix_units(format, dtype, rows, shape.columns, shape.outputs, stream) &&
+      better_left_to_mx(op, "many rows of x where there are matrix units")) {
+    return std::nullopt;
+  }
   if (bias) {
     inputs.push_back(in_dtype(*bias, dtype, stream));
   }

@@ -143,14 +143,17 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     inputs.push_back(typed(scales));
     inputs.push_back(typed(biases));
   }
-  auto by_mx = [&](const std::string& reason) {
-    send_to_mx(op, reason);
+  auto products_of_mx = [&] {
     auto product = [&](int first) {
       return mx::quantized_matmul(inputs[0], inputs[first], inputs[first + 1], inputs[first + 2], true,
                                   format.group_size, format.bits, "affine", stream);
     };
     const mx::array linear = product(1);
     return mx::multiply(mx::multiply(linear, mx::sigmoid(linear, stream), stream), product(4), stream);
+  };
+  auto by_mx = [&](const std::string& reason) {
+    send_to_mx(op, reason);
+    return products_of_mx();
   };
   if (!has_kernels(dtype)) {
     return by_mx("float64");
@@ -161,6 +164,10 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   const size_t rows = leading_size(x, 1);
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return by_mx("more than " + std::to_string(most_gemv_rows) + " rows of x");
+  }
+  if (goes_to_matrix_units(format, dtype, rows, x.shape(-1), shape.outputs, stream) &&
+      better_left_to_mx(op, "many rows of x where there are matrix units")) {
+    return products_of_mx();
   }
   return first_output(std::make_shared<QuantizedSwiglu>(stream, format), std::move(inputs));
 }
