@@ -1,0 +1,3 @@
+from fuzz.run import main
+
+main()

@@ -1,0 +1,48 @@
+"""One random call of an op, with what it is compared to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+Call = Callable[..., "mx.array | tuple[mx.array, ...]"]
+
+
+@dataclass
+class Case:
+    """One random call of an op.
+
+    Attributes:
+        text: Everything that was drawn.
+        arrays: The array arguments.
+        ours: The op, as a function of the arrays.
+        twin: mx's op, or None where mx has none.
+        exact: The op in float64, of plain mx operations, so that mx differentiates it.
+        of_nothing: The results where an argument has no elements: mx 0.32.4's own reductions and products of empty
+            arrays hang or die, so nothing of mx's is run there.
+        differentiable: Which arguments have gradients to compare.
+        noise: What rounding on the way may make of each result, or of all.
+        ordinary: Whether numbers are normal ones; gradients are compared only then.
+        hides: Whether a mask or a window hides some of the numbers, which mx on a CPU lets through where they are not
+            finite: that excuses nothing then.
+        units: Units in the last place that a result may be off.
+    """
+
+    text: str
+    arrays: list[mx.array]
+    ours: Call
+    twin: Call | None
+    exact: Call
+    of_nothing: Callable[[], list[np.ndarray]]
+    differentiable: Sequence[int] = ()
+    noise: Callable[[], list[np.ndarray | float]] | None = None
+    ordinary: bool = True
+    hides: bool = False
+    units: float = 4.0
+
+    @property
+    def empty(self) -> bool:
+        return any(a.size == 0 for a in self.arrays)
