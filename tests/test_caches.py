@@ -1,6 +1,8 @@
 """Key-value caches that steps update in place: what they hold, whoever looks at them and whenever it is evaluated."""
 
 import itertools
+import subprocess
+import sys
 import threading
 
 import mlx.core as mx
@@ -349,3 +351,22 @@ def test_threads_go_on_from_copies_of_a_cache(native, rng):
         for thread in threads:
             thread.join()
     assert not wrong
+
+
+def test_queries_that_nobody_wants_are_there_until_they_are_written():
+    """Freed memory goes back to the system at once here: a write to it ends the process."""
+    steps = """
+import mlx.core as mx
+import mlx_mittens as mm
+
+mx.set_default_device(mx.cpu)
+mx.set_cache_limit(0)
+for _ in range(2000):
+    keys, values = mx.zeros((1, 1, 12, 8)), mx.zeros((1, 1, 12, 8))
+    for position in range(4):
+        heads = mx.ones((1, 4, 1, 8))
+        _, keys, values = mm.rope_append(heads, keys, values, 8, base=1e4, offset=position)
+    mx.eval(keys, values)
+"""
+    ran = subprocess.run([sys.executable, "-c", steps], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string_view>
+#include <vector>
 
 #include "launch/launch.h"
 
@@ -13,8 +14,8 @@ bool available();
 // What is missing for kernels to run, for people; empty when nothing is.
 std::string_view missing();
 
-// Holds an array until what was given to the stream so far is done.
-void keep_until_done(const mx::array& array, mx::Stream stream);
+// Holds arrays until what was given to the stream so far is done.
+void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream);
 
 void run(const Launch& launch, mx::Stream stream);
 

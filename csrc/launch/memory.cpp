@@ -77,20 +77,23 @@ void allocate_output(mx::array& output, mx::Stream stream) {
   }
 }
 
-void keep_until_done(const mx::array& array, mx::Stream stream) {
+void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream) {
   if (stream.device == mx::Device::cpu) {
-    mx::cpu::get_command_encoder(stream).add_temporary(array);
+    auto& encoder = mx::cpu::get_command_encoder(stream);
+    for (const mx::array& array : arrays) {
+      encoder.add_temporary(array);
+    }
   } else if (metal::built()) {
-    metal::keep_until_done(array, stream);
+    metal::keep_until_done(arrays, stream);
   } else {
-    cuda::keep_until_done(array, stream);
+    cuda::keep_until_done(arrays, stream);
   }
 }
 
 mx::array temporary(const mx::Shape& shape, mx::Dtype dtype, mx::Stream stream) {
   mx::array array(shape, dtype, nullptr, {});
   allocate_output(array, stream);
-  keep_until_done(array, stream);
+  keep_until_done({array}, stream);
   return array;
 }
 

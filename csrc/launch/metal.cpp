@@ -79,9 +79,9 @@ bool has_matrix_units() {
   return false;
 }
 
-void keep_until_done(const mx::array& array, mx::Stream stream) {
+void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream) {
   // Not one of MLX's temporaries: work of another command encoder that reads such an array is not held back by its fence.
-  mx::metal::get_command_encoder(stream).get_command_buffer()->addCompletedHandler([array](MTL::CommandBuffer*) {});
+  mx::metal::get_command_encoder(stream).get_command_buffer()->addCompletedHandler([arrays](MTL::CommandBuffer*) {});
 }
 
 void run(const Launch& launch, mx::Stream stream) {
@@ -136,7 +136,7 @@ bool has_matrix_units() {
   return false;
 }
 
-void keep_until_done(const mx::array&, mx::Stream) {}
+void keep_until_done(const std::vector<mx::array>&, mx::Stream) {}
 
 void run(const Launch& launch, mx::Stream) {
   throw std::runtime_error("kernel " + launch.kernel.text() + ": this build of mlx_mittens has no Metal");

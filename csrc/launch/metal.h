@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string_view>
+#include <vector>
 
 #include "launch/launch.h"
 
@@ -16,8 +17,8 @@ bool has_matrix_units(std::string_view architecture);
 // Whether this machine's GPU has them, and its macOS what MLX's kernels reach them through.
 bool has_matrix_units();
 
-// Holds an array until what was given to the stream so far is done.
-void keep_until_done(const mx::array& array, mx::Stream stream);
+// Holds arrays until what was given to the stream so far is done.
+void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream);
 
 void run(const Launch& launch, mx::Stream stream);
 

@@ -50,18 +50,25 @@ class CacheStepPrimitive : public mx::Primitive {
       all.push_back(unmade(inputs[i].shape(), inputs[i]));
     }
     ((*append_).*eval)(inputs, all);
+    Arrays kept;
+    kept.reserve(4);
     for (int i : {1, 2}) {
       if (!same_memory(all[i], inputs[i])) {
-        keep_until_done(all[i], stream());
+        kept.push_back(all[i]);
       }
     }
     if (attending_) {
-      keep_until_done(all[0], stream());
+      kept.push_back(all[0]);
       Arrays seen = {all[0], seen_of(all[1]), seen_of(all[2])};
       Arrays attended = {unmade(attending_->shape, outputs[0])};
       ((*attending_->primitive).*eval)(seen, attended);
       outputs[0].copy_shared_buffer(attended[0], outputs[0].strides(), attended[0].flags(), attended[0].data_size());
     }
+    // Once the buffers are handed over nothing of MLX's needs the result: who asked for the buffers alone may drop it
+    // before it is written.
+    count_apart(outputs[0]);
+    kept.push_back(uncounted(outputs[0]));
+    keep_until_done(kept, stream());
     hand_over(all[1], all[2], outputs[0]);
   }
 
