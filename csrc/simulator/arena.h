@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "simulator/fiber.h"
+
 namespace mittens::simulator {
 
 class Arena {
@@ -29,7 +31,11 @@ class Arena {
   }
 
  private:
+#if MITTENS_THREAD_SANITIZER
+  static constexpr unsigned kSlotBits = 32;  // its programs have little address space
+#else
   static constexpr unsigned kSlotBits = 36;
+#endif
 
   uintptr_t middle(size_t slot) const {
     return begin_ + (slot << kSlotBits) + (size_t{1} << (kSlotBits - 1));

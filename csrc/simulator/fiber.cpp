@@ -5,6 +5,13 @@
 
 #include <stdexcept>
 
+#if MITTENS_ADDRESS_SANITIZER
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#elif MITTENS_THREAD_SANITIZER
+#include <sanitizer/tsan_interface.h>
+#endif
+
 #ifdef __APPLE__
 #define MITTENS_SYMBOL "_mittens_switch"
 #define MITTENS_HIDDEN ".private_extern " MITTENS_SYMBOL "\n"
@@ -84,7 +91,37 @@ Stacks::Stacks() {
   }
 }
 
-void* Stacks::prepare(size_t index, void (*entry)()) {
+#if MITTENS_ADDRESS_SANITIZER
+
+namespace {
+Context* left = nullptr;  // the context that was running; one simulation runs at a time
+}
+
+void switch_context(Context& save, const Context& to, bool for_good) {
+  left = &save;
+  // Without a place to keep it, the fake stack of what is left for good is freed.
+  __sanitizer_start_switch_fiber(for_good ? nullptr : &save.fake_stack, to.stack, to.bytes);
+  mittens_switch(&save.stack_pointer, to.stack_pointer);
+  __sanitizer_finish_switch_fiber(save.fake_stack, &left->stack, &left->bytes);
+}
+
+void entered_fiber() {
+  __sanitizer_finish_switch_fiber(nullptr, &left->stack, &left->bytes);
+}
+
+#elif MITTENS_THREAD_SANITIZER
+
+void switch_context(Context& save, const Context& to, bool) {
+  save.fiber = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(to.fiber, 0);
+  mittens_switch(&save.stack_pointer, to.stack_pointer);
+}
+
+void entered_fiber() {}
+
+#endif
+
+Context Stacks::prepare(size_t index, void (*entry)()) {
   // Tops at the same distance in every stack would all fall into the same few lines of the cache.
   const size_t colour = index % 61 * 128;
   auto* top = reinterpret_cast<uintptr_t*>(begin_ + (index + 1) * kBytes - colour);
@@ -95,7 +132,20 @@ void* Stacks::prepare(size_t index, void (*entry)()) {
     context[i] = 0;
   }
   context[kEntryWord] = reinterpret_cast<uintptr_t>(entry);
-  return context;
+  Context prepared{.stack_pointer = context};
+#if MITTENS_ADDRESS_SANITIZER
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  prepared.stack = reinterpret_cast<void*>(begin_ + index * kBytes + page);
+  prepared.bytes = kBytes - page;
+  // The last fiber on this stack never returned: what marked its frames is still there.
+  __asan_unpoison_memory_region(prepared.stack, prepared.bytes);
+#elif MITTENS_THREAD_SANITIZER
+  if (fibers_[index]) {
+    __tsan_destroy_fiber(fibers_[index]);
+  }
+  prepared.fiber = fibers_[index] = __tsan_create_fiber(0);
+#endif
+  return prepared;
 }
 
 }  // namespace mittens::simulator

@@ -231,7 +231,7 @@ void Simulation::run_threadgroup(const uint32_t (&position)[3]) {
   finished_ = 0;
   do {
     running_ = next_ready();
-    mittens_switch(&main_context_, running_->context);
+    switch_context(main_context_, running_->context);
   } while (!fault_ && options_.early_exits && release_barrier_without_finished());
   if (!fault_ && finished_ < fibers_.size()) {
     fault_ = explain_deadlock();
@@ -243,6 +243,7 @@ void Simulation::run_threadgroup(const uint32_t (&position)[3]) {
 }
 
 void Simulation::run_thread() {
+  entered_fiber();
   kernel_.entry(buffers_.data(), threadgroup_buffers_.data());
   watcher.settle();
   running_->state = Fiber::finished;
@@ -252,12 +253,13 @@ void Simulation::run_thread() {
 
 void Simulation::resume_next() {
   Fiber* leaving = running_;
+  const bool for_good = leaving->state == Fiber::finished;
   if (ready_count_ == 0) {
-    mittens_switch(&leaving->context, main_context_);
+    switch_context(leaving->context, main_context_, for_good);
     return;
   }
   running_ = next_ready();
-  mittens_switch(&leaving->context, running_->context);
+  switch_context(leaving->context, running_->context, for_good);
 }
 
 Fiber* Simulation::next_ready() {
@@ -408,7 +410,7 @@ void* Simulation::threadgroup_array(const void* key, const char* name, unsigned 
 
 void Simulation::fail(const std::string& what) {
   fault_ = "[" + dispatch_.kernel + "] " + what;
-  mittens_switch(&abandoned_, main_context_);
+  switch_context(abandoned_, main_context_, true);
   std::abort();  // nothing switches back to an abandoned fiber
 }
 

@@ -14,7 +14,7 @@ namespace mittens::simulator {
 struct Fiber {
   enum State { ready, waiting, finished };
 
-  void* context;
+  Context context;
   abi::Thread thread;
   State state;
   abi::Scope scope;          // of the operation that it waits in
@@ -104,8 +104,8 @@ class Simulation {
   size_t ready_count_ = 0;
   size_t finished_ = 0;
   Fiber* running_ = nullptr;
-  void* main_context_ = nullptr;
-  void* abandoned_ = nullptr;
+  Context main_context_;
+  Context abandoned_;
   std::optional<std::string> fault_;
 };
 
