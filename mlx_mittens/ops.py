@@ -51,7 +51,8 @@ def layer_norm(
 ) -> mx.array:
     """Layer normalization over the last axis: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
-    The twin of ``mx.fast.layer_norm``. Mean and variance are taken in float32, the variance from the centred values.
+    The twin of ``mx.fast.layer_norm``. Mean and variance are taken in float32, the variance from the centred values;
+    where that overflows it is infinite, as in mx, and what is normalized is 0.
 
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
@@ -61,7 +62,7 @@ def layer_norm(
         stream (optional): Stream or device to run on.
 
     Returns:
-        array: Of ``x``'s shape and the promoted type of ``x``, ``weight`` and ``bias``.
+        array: Of ``x``'s shape and the promoted type of ``x``, ``weight`` and ``bias``; without ``weight``, of ``x``'s.
 
     Raises:
         DtypeError: The arguments promote to no floating-point type.

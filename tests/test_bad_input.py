@@ -76,6 +76,13 @@ def test_complex_softmax_is_not_ours():
         assert mx.allclose(mm.softmax(a, axis=-1), mx.softmax(a, axis=-1))
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_integers_are_refused_without_a_weight(op):
+    """As in mx: a bias does not make them floating."""
+    message = message_of(mm.DtypeError, NORMS[op], x=mx.ones((3, 8), mx.int32), weight=None)
+    assert_names(message, f"[{op}]", "x has dtype int32")
+
+
 def test_dtype_error_is_both_kinds():
     assert issubclass(mm.DtypeError, TypeError) and issubclass(mm.DtypeError, ValueError)
 

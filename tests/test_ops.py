@@ -74,6 +74,19 @@ def test_promotion(op, executor, rng):
                 assert cases.error(a, c) <= cases.tolerance(coarsest, cases.error(b, c), vjp=True), (name, dtypes)
 
 
+def test_types_are_those_of_mx(op, native, rng):
+    """Of results and gradients, whatever is absent."""
+    drawn = op.draw(rng, SMALL, mx.float32)
+    for dtypes in itertools.product(cases.DTYPES.values(), repeat=len(drawn)):
+        for arrays in absences(op, [a.astype(dtype) for a, dtype in zip(drawn, dtypes)]):
+            here = [None if a is None else a.dtype for a in arrays]
+            outputs, twins = (cases.call(f, arrays, op.arguments(SMALL)) for f in (op.ours, op.twin))
+            assert [a.dtype for a in outputs] == [a.dtype for a in twins], here
+            case = replace(SMALL, vjp=True)
+            gradients = cases.run(op, op.ours, case, arrays, op.cotangents(rng, case, outputs[0].dtype))
+            assert [a.dtype for a in gradients] == [dtype for dtype in here if dtype], here
+
+
 # Each makes an array of the given shape that is not laid out row after row.
 VIEWS = {
     "transposed": lambda a: mx.contiguous(mx.swapaxes(a, 0, -1)).swapaxes(0, -1),

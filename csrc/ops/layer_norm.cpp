@@ -137,7 +137,8 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
   }
   checks::epsilon(op, eps);
   // As in mx, a bias widens the result only beside a weight.
-  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"weight", weight}, {"bias", bias}});
+  const mx::Dtype dtype = weight ? checks::floating(op, {{"x", x}, {"weight", weight}, {"bias", bias}})
+                                 : checks::floating(op, {{"x", x}});
   const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
     return left_to_mx(op, "float64");
