@@ -3,7 +3,8 @@
 //   y[r, c] = T((x[r, c] - mean[r]) * n[r]) * weight[c] + bias[c],   n[r] = 1 / sqrt(variance[r] + eps)
 //
 // x, y [rows, columns], weight and bias [columns] or absent; float32 inside, rounded after each of the three steps as
-// mx does. The variance is that of x - mean, never a difference of two sums. y may be x.
+// mx does. The variance is that of x - mean, never a difference of two sums; past the range of float32 it is infinite,
+// and T((x - mean) * n) is 0. y may be x.
 //
 // The host chooses by the length of a row (csrc/ops/row_plan.h):
 //   simd    L lanes a row, 32 / L * R rows a simdgroup, no barrier; the row stays in registers
@@ -127,7 +128,7 @@ inline Moments lanes_moments(thread const RowPart<T, N>& part, bool has_edge, ui
   if constexpr (N > 1) {
     return lanes_merge<L>(part_moments(part, has_edge, t, L, packs), float(columns), lane);
   }
-  const float mean = lanes_sum<L>(part_sum(part)) / float(columns);
+  const float mean = scaled_mean(lanes_sum<L>(part_sum(part)), float(columns));
   return Moments{float(columns), mean, lanes_sum<L>(part_deviation(part, mean, has_edge, t, L, packs))};
 }
 

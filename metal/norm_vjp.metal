@@ -38,7 +38,8 @@ inline Coefficients row_coefficients(float mean, float squares, float products, 
   Coefficients c;
   c.mean = mean;
   c.n = precise::rsqrt(squares / count + eps);
-  c.slope = c.n * c.n * c.n * (products / count);
+  // Where the squares overflow the products may do so too.
+  c.slope = c.n > 0.0f ? c.n * c.n * c.n * (products / count) : 0.0f;
   c.shift = Centred ? c.n * (g / count) : 0.0f;
   return c;
 }
@@ -115,6 +116,7 @@ inline float3 part_sums(
   return sums;
 }
 
+// Scaled, as scaled_mean takes it.
 template <typename T, int N>
 inline float columns_sum(thread const ColumnPart<N>& x) {
   float sum = 0;
@@ -124,7 +126,7 @@ inline float columns_sum(thread const ColumnPart<N>& x) {
     unpack<T>(x.packs[i], v);
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
-      sum += v[j];
+      sum = add_scaled(sum, v[j]);
     }
   }
   return sum;
@@ -215,7 +217,7 @@ template <typename T, int N, bool Centred>
     load_part(x + start, map, x_part);
     load_part(dy + start, map, dy_part);
     load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
-    const float mean = Centred ? simd_sum(columns_sum<T>(x_part)) / float(columns) : 0.0f;
+    const float mean = Centred ? scaled_mean(simd_sum(columns_sum<T>(x_part)), float(columns)) : 0.0f;
     const float3 own = part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, mean, map);
     const float g = Centred ? simd_sum(own.z) : 0.0f;
     const Coefficients c =
@@ -330,7 +332,7 @@ template <typename T, int N, bool Centred>
     }
     float mean = 0;
     if (Centred) {
-      mean = threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], place) / float(columns);
+      mean = scaled_mean(threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], place), float(columns));
     }
     const float3 own = part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, mean, map);
     float row_sums[3] = {own.x, own.y, own.z};
@@ -438,7 +440,7 @@ template <typename T, int N, bool Centred>
         }
       }
       batch.moments.count = float(count);
-      batch.moments.mean = count > 0 ? columns_sum<T>(x_part) / float(count) : 0.0f;
+      batch.moments.mean = count > 0 ? scaled_mean(columns_sum<T>(x_part), float(count)) : 0.0f;
     }
     const float3 sums =
         part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, batch.moments.mean, map);

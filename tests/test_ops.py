@@ -189,6 +189,45 @@ def test_largest_values(op, dtype, executor, rng):
     assert_right(op, case, [a.astype(dtype) for a in arrays])
 
 
+LARGE = (3.4e38, 3e38, 1e20, 1e19)  # sums of the first two, and squares of all but the last, overflow float32
+LARGE_SIGNS = ((1,), (-1,), (1, -1), (1, 1), (-1, 1, -1))
+
+
+def with_large_elements(rng, x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """One to three elements of each row become large, and finite in the type."""
+    x = np.array(x)
+    columns = x.shape[-1]
+    kinds = list(itertools.product(LARGE, (0, columns // 2, columns - 1), LARGE_SIGNS))
+    for row, kind in zip(x, rng.permutation(len(kinds))):
+        value, first, signs = kinds[kind]
+        for i, sign in enumerate(signs):
+            row[(first + i * max(columns // 7, 1)) % columns] = sign * min(value, mx.finfo(dtype).max)
+    return mx.array(x).astype(dtype)
+
+
+@pytest.mark.parametrize("columns", [3, 33, 1000, 4099, 20000])
+@pytest.mark.parametrize("vjp", [False, True], ids=["forward", "vjp"])
+def test_elements_near_the_largest_float(op, executor, rng, vjp, columns):
+    """A number wherever mx has one, and no farther from the exact one."""
+    case = Case("near the largest", (60 if columns < 4000 else 7, columns), vjp=vjp)
+    for dtype in (mx.float32, mx.bfloat16):
+        x, *others = op.draw(rng, case, mx.float32)
+        arrays = [with_large_elements(rng, x, dtype), *(a.astype(dtype) for a in others)]
+        cotangents = op.cotangents(rng, case, dtype)
+        ours, twins = (cases.run(op, function, case, arrays, cotangents) for function in (op.ours, op.twin))
+        with np.errstate(all="ignore"):
+            exact = op.exact(case, arrays, cotangents)
+        for a, b, c in zip(ours, twins, exact, strict=True):
+            ours, twin, terms = cases.widen(a), cases.widen(b), c.value if c.magnitude is None else c.magnitude
+            numbers = np.isfinite(twin)
+            assert np.isfinite(ours[numbers]).all(), f"{dtype}: {(~np.isfinite(ours) & numbers).sum()} are no numbers"
+            # What has nearly all of the variance has a gradient that cancels to a part in `columns`.
+            rounding = 16 * cases.EPSILON[dtype] + columns * cases.EPSILON[mx.float32]
+            near = np.broadcast_to(np.abs(terms).max(-1, keepdims=True) * rounding, ours.shape)
+            off, allowed = (np.abs(values - c.value)[numbers] for values in (ours, twin))
+            assert (off <= np.maximum(2 * allowed, near[numbers])).all(), dtype
+
+
 def test_jvp(op, executor, rng):
     case = Case("jvp", (3, 37))
     arrays = op.draw(rng, case, mx.float32)

@@ -1,5 +1,9 @@
 // Count, mean and sum of squared deviations of a set of values; two such merge without cancellation (Chan, Golub and
 // LeVeque 1979). For rows that do not stay in registers.
+//
+// The mean of finite values is finite whatever their size, and a deviation past the range of float32 is infinite and
+// never NaN: sums that could overflow on the way are taken of values scaled by a power of two, in a multiply-add where
+// an addition would be.
 #pragma once
 
 #include "mittens/reduce.h"
@@ -13,14 +17,29 @@ struct Moments {
   float deviation;  // sum of (x - mean)^2
 };
 
+// So many values have a scaled sum in range.
+constant constexpr int most_summed = 1 << 14;
+
+// sum + v / most_summed
+inline float add_scaled(float sum, float v) {
+  return fma(v, 1.0f / float(most_summed), sum);
+}
+
+// The mean of `count` values from their scaled sum.
+inline float scaled_mean(float sum, float count) {
+  return sum / (count * (1.0f / float(most_summed)));
+}
+
 inline Moments merge(Moments a, Moments b) {
   const float count = a.count + b.count;
   const float inverse = count > 0 ? 1.0f / count : 0.0f;
   const float difference = b.mean - a.mean;
+  const float share = b.count * inverse;
   Moments result;
   result.count = count;
-  result.mean = (a.mean * a.count + b.mean * b.count) * inverse;
-  result.deviation = a.deviation + b.deviation + difference * difference * (a.count * b.count * inverse);
+  result.mean = fma(a.mean, a.count * inverse, b.mean * share);
+  // The count comes first: 0 times the square of a large difference would be NaN.
+  result.deviation = a.deviation + b.deviation + a.count * share * difference * difference;
   return result;
 }
 
@@ -28,10 +47,12 @@ inline Moments merge(Moments a, Moments b) {
 // averaged, so that a mean far from zero costs no digits.
 template <int L>
 inline Moments lanes_merge(Moments m, float count, uint lane) {
-  const float origin = simd_shuffle(m.mean, ushort(lane & ~(L - 1)));
+  constexpr float scale = 1.0f / 8589934592.0f;  // 2^-33: no count times it reaches 1
+  const float half_origin = 0.5f * simd_shuffle(m.mean, ushort(lane & ~(L - 1)));
+  const float sum = lanes_sum<L>(m.count * scale * fma(0.5f, m.mean, -half_origin));
   Moments all;
   all.count = count;
-  all.mean = origin + lanes_sum<L>(m.count * (m.mean - origin)) / max(count, 1.0f);
+  all.mean = 2.0f * (half_origin + sum / (max(count, 1.0f) * scale));
   const float difference = m.mean - all.mean;
   all.deviation = lanes_sum<L>(fma(m.count * difference, difference, m.deviation));
   return all;
@@ -56,17 +77,17 @@ inline Moments simdgroups_merge(Moments m, threadgroup float* scratch, Place pla
   return simd_merge(other);
 }
 
-// Sum of the packs first, first + stride, ... and of the edge element; what lies outside the row holds zeros.
+// Scaled sum of the packs first, first + stride, ... and of the edge element; what lies outside the row holds zeros.
 template <typename T, int N>
 inline float part_sum(thread const RowPart<T, N>& part) {
-  float sum = float(part.edge);
+  float sum = add_scaled(0.0f, float(part.edge));
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     float v[16 / sizeof(T)];
     unpack<T>(part.packs[i], v);
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
-      sum += v[j];
+      sum = add_scaled(sum, v[j]);
     }
   }
   return sum;
@@ -97,21 +118,23 @@ inline float part_deviation(
 // in the end is at most N times what is left, however far the mean is from zero.
 template <typename T, int N>
 inline Moments part_moments(thread const RowPart<T, N>& part, bool has_edge, uint first, uint stride, uint end) {
+  // What differs from the origin is taken a quarter: squares may grow by N before the last step.
+  constexpr float quarter = 0.25f;
   float origin = 0;
   if (first < end) {
     float v[16 / sizeof(T)];
     unpack<T>(part.packs[0], v);
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
-      origin += v[j];
+      origin = fma(v[j], quarter / float(pack_size<T>()), origin);
     }
-    origin /= pack_size<T>();
   } else if (has_edge) {
-    origin = float(part.edge);
+    origin = quarter * float(part.edge);
   }
   uint count = has_edge ? 1 : 0;
-  float sum = has_edge ? float(part.edge) - origin : 0.0f;
-  float squares = sum * sum;
+  const float edge = has_edge ? fma(float(part.edge), quarter, -origin) : 0.0f;
+  float sum = add_scaled(0.0f, edge);
+  float squares = edge * edge;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if (first + i * stride < end) {
@@ -119,15 +142,18 @@ inline Moments part_moments(thread const RowPart<T, N>& part, bool has_edge, uin
       unpack<T>(part.packs[i], v);
 #pragma unroll
       for (int j = 0; j < pack_size<T>(); ++j) {
-        const float difference = v[j] - origin;
-        sum += difference;
+        const float difference = fma(v[j], quarter, -origin);
+        sum = add_scaled(sum, difference);
         squares = fma(difference, difference, squares);
       }
       count += pack_size<T>();
     }
   }
-  const float shift = sum / float(max(count, 1u));
-  return Moments{float(count), origin + shift, max(squares - sum * shift, 0.0f)};
+  const float n = float(count);
+  const float shift = scaled_mean(sum, max(n, 1.0f));
+  constexpr float whole = 1.0f / quarter;
+  const float deviation = squares < INFINITY ? max(squares - n * shift * shift, 0.0f) : squares;
+  return Moments{n, whole * (origin + shift), whole * whole * deviation};
 }
 
 // Moments of the packs begin .. end, and of this thread's edge element if the caller takes the edges.

@@ -13,6 +13,29 @@ MITTENS_INLINE float centre(const T* x, size_t n) {
   return sum.total() / static_cast<float>(sample);
 }
 
+// The mean, where a sum in float32 may overflow.
+template <typename T>
+[[gnu::noinline, gnu::cold]] float wide_mean(const T* x, size_t n) {
+  double sum = 0;
+  each_vector(n, [&](size_t i, auto part) {
+    const Float v = load_in_order(x + i, part);
+    for (size_t lane = 0; lane < width; ++lane) {
+      sum += v[lane];
+    }
+  });
+  return static_cast<float>(sum / static_cast<double>(n));
+}
+
+// Sums of squares about the mean, from those about what is `step` before it; infinity stays infinity.
+MITTENS_INLINE float about_mean(float squares, float step, float count) {
+  return squares < infinity ? squares - step * step * count : squares;
+}
+
+// The mean of both; share: b's of the count. By halves, since the difference may overflow.
+MITTENS_INLINE float merged_mean(float a, float b, float share) {
+  return 2 * (a / 2 + (b / 2 - a / 2) * share);
+}
+
 // y = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
 template <typename T>
 struct LayerNorm {
@@ -32,10 +55,20 @@ struct LayerNorm {
     float count, mean, squares, start;  // squares: sum of (x - mean)^2
   };
 
+  // Where float32 overflows on the way, once more from the mean itself.
   Stats reduce(const Block& block) const {
     const T* values = x + block.row * columns + block.begin;
+    const Stats stats = reduce_from(centre(values, block.size), block);
+    if (stats.squares < infinity) {
+      return stats;
+    }
+    const float mean = wide_mean(values, block.size);
+    return {stats.count, mean, reduce_from(mean, block).squares, mean};
+  }
+
+  Stats reduce_from(float start, const Block& block) const {
+    const T* values = x + block.row * columns + block.begin;
     const float count = static_cast<float>(block.size);
-    const float start = centre(values, block.size);
     Sums sum, squares;
     each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
       const Floats c = filled<T>(load(values + i, part), part, start) - start;
@@ -46,13 +79,17 @@ struct LayerNorm {
       }
     });
     const float step = sum.total() / count;
-    return {count, start + step, squares.total() - step * step * count, start};
+    return {count, start + step, about_mean(squares.total(), step, count), start};
   }
 
   // Chan, Golub and LeVeque's formula.
   static Stats merge(Stats a, Stats b) {
     const float count = a.count + b.count, share = b.count / count, step = b.mean - a.mean;
-    return {count, a.mean + step * share, a.squares + b.squares + step * step * a.count * share, 0.0f};
+    return {
+        count,
+        merged_mean(a.mean, b.mean, share),
+        a.squares + b.squares + a.count * share * step * step,
+        0.0f};
   }
 
   void map(const Block& block, Stats row, Stats own) const {
@@ -103,9 +140,19 @@ struct LayerNormVjp {
   }
 
   Stats reduce(const Block& block) const {
+    const T* values = x + block.row * columns + block.begin;
+    Stats stats = reduce_from(centre(values, block.size), block);
+    if (!(stats.squares < infinity)) {
+      const float mean = wide_mean(values, block.size);
+      stats = reduce_from(mean, block);
+      stats.mean = mean;
+    }
+    return stats;
+  }
+
+  Stats reduce_from(float start, const Block& block) const {
     const size_t at = block.row * columns + block.begin;
     const float count = static_cast<float>(block.size);
-    const float start = centre(x + at, block.size);
     Sums sum, squares, gradient, dot;
     each_unit(block.size, [&, *this](size_t i, auto part, int k) MITTENS_INLINED {
       const Floats c = filled<T>(load(x + at + i, part), part, start) - start;
@@ -119,7 +166,7 @@ struct LayerNormVjp {
     return {
         count,
         start + step,
-        squares.total() - step * step * count,
+        about_mean(squares.total(), step, count),
         mean_gradient,
         dot.total() - step * mean_gradient * count};
   }
@@ -130,17 +177,17 @@ struct LayerNormVjp {
     const float step = b.mean - a.mean, gradient_step = b.gradient - a.gradient;
     return {
         count,
-        a.mean + step * share,
-        a.squares + b.squares + step * step * a.count * share,
+        merged_mean(a.mean, b.mean, share),
+        a.squares + b.squares + a.count * share * step * step,
         a.gradient + gradient_step * share,
-        a.dot + b.dot + step * gradient_step * a.count * share};
+        a.dot + b.dot + a.count * share * step * gradient_step};
   }
 
   void map(const Block& block, Stats row, Stats) const {
     const size_t at = block.row * columns + block.begin;
     const float n = inverse_root(positive(row.squares) / row.count + eps);
     const size_t next = at + block.size;
-    const float slope = -n * n * (row.dot / row.count);
+    const float slope = n > 0 ? -n * n * (row.dot / row.count) : 0;  // 0: overflowed, as dot may have
     const bool past = through && aligned(dx + at);
     each_unit(block.size, [&, *this](size_t i, auto part, int) MITTENS_INLINED {
       prefetch(x + next + i);

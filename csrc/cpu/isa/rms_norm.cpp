@@ -109,7 +109,8 @@ struct RmsNormVjp {
   void map(const Block& block, Stats row, Stats) const {
     const size_t at = block.row * columns + block.begin;
     const float n = inverse_root(row.squares / static_cast<float>(columns) + eps);
-    const float slope = -n * n * n * (row.dot / static_cast<float>(columns));
+    // The squares overflowed where n is 0, as dot may have.
+    const float slope = n > 0 ? -n * n * n * (row.dot / static_cast<float>(columns)) : 0;
     const size_t next = at + block.size;
     const bool past = through && aligned(dx + at);
     each_unit(block.size, [&, *this](size_t i, auto part, int) MITTENS_INLINED {
