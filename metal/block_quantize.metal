@@ -4,7 +4,9 @@
 //
 // q4_0: d = m / -8, m the weight of largest magnitude (the first of equals), q = min(15, floor(w / d + 8.5)).
 // q8_0: d = max |w| / 127, q = w / d rounded to nearest, halves away from zero.
-// Every step rounds as in the gguf package, so that the bytes are the same.
+// Every step rounds as in the gguf package, so that the bytes are the same. A NaN makes d NaN, as there, and with it the
+// block. Where w / d is no finite number, q is 0: the package's conversion is undefined there. (GPUs that take
+// subnormal numbers for zero do so with d, of which a half keeps nothing.)
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -24,6 +26,20 @@ inline float product(float a, float b) {
 
 inline float inverse(float d) {
   return d == 0 ? 0.0f : 1.0f / d;
+}
+
+inline bool is_number(float v) {
+  return abs(v) < INFINITY;
+}
+
+constant constexpr uint smallest_nan = 0x7f800001;  // as bits, which are larger than those of any number
+
+// The bits of a magnitude, and of the largest in the block.
+inline uint magnitude_bits(float v) {
+  return as_type<uint>(v) & 0x7fffffffu;
+}
+inline uint largest_bits(float v) {
+  return simd_max(magnitude_bits(v));
 }
 
 // Blocks that are written start on even addresses. (Two stores of a byte each came out wrong on an H200: ptxas.)
@@ -49,10 +65,10 @@ template <typename T>
     return;
   }
   const float v = float(w[size_t(block) * block_weights + lane]);
-  const float largest = simd_max(abs(v));
-  const uint first = simd_min(abs(v) == largest ? lane : 31u);
+  const uint first = simd_min(magnitude_bits(v) >= min(largest_bits(v), smallest_nan) ? lane : 31u);
   const float d = simd_shuffle(v, ushort(first)) / -8.0f;
-  const uint q = uint(clamp(trunc(product(v, inverse(d)) + 8.5f), 0.0f, 15.0f));
+  const float scaled = product(v, inverse(d));
+  const uint q = is_number(scaled) ? uint(clamp(trunc(scaled + 8.5f), 0.0f, 15.0f)) : 0u;
   const uint upper = simd_shuffle_xor(q, ushort(16));
   device uchar* out = blocks + size_t(block) * q4_0_bytes;
   if (lane < 16) {
@@ -76,10 +92,11 @@ template <typename T>
     return;
   }
   const float v = float(w[size_t(block) * block_weights + lane]);
-  const float d = simd_max(abs(v)) / 127.0f;
+  const uint largest = largest_bits(v);
+  const float d = largest < smallest_nan ? as_type<float>(largest) / 127.0f : NAN;
   const float scaled = product(v, inverse(d));
   const float whole = floor(abs(scaled));
-  const float rounded = whole + floor(2.0f * (abs(scaled) - whole));
+  const float rounded = is_number(scaled) ? whole + floor(2.0f * (abs(scaled) - whole)) : 0.0f;
   device uchar* out = blocks + size_t(block) * q8_0_bytes;
   out[2 + lane] = uchar(int(scaled < 0 ? -rounded : rounded) & 0xff);
   if (lane == 0) {

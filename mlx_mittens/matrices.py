@@ -163,6 +163,9 @@ def block_matmul(
 def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> mx.array:
     """Quantizes weights to GGUF blocks, byte for byte as the ``gguf`` package does.
 
+    A NaN makes its block's scale NaN, and so the block. Integers that the package converts from no finite number (of
+    NaN, of infinity, or over a scale whose reciprocal is infinite) are 0; the package's depend on the processor.
+
     Args:
         w (array): Weights of shape ``[..., columns]``, columns a multiple of 32; float32, float16 or bfloat16.
         kind (str): ``q4_0`` (4.5 bits a weight) or ``q8_0`` (8.5 bits a weight).

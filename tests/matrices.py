@@ -25,6 +25,15 @@ def quantize(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, 
     return words, scales, biases
 
 
+def with_one_nan(blocks: np.ndarray, block_bytes: int) -> np.ndarray:
+    """Bytes of GGUF blocks with the same NaN for every scale that is one: numpy's maximum of several leaves any."""
+    blocks = blocks.copy()
+    scales = blocks.reshape(-1, block_bytes)[:, :2].copy().view(np.float16)
+    scales[np.isnan(scales)] = np.nan
+    blocks.reshape(-1, block_bytes)[:, :2] = scales.view(np.uint8)
+    return blocks
+
+
 def exact_product(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> cases.Exact:
     """x @ w.T + bias in float64, and the size that its terms give such a sum."""
     w = np.swapaxes(w, -1, -2)

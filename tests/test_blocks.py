@@ -1,9 +1,11 @@
 """GGUF blocks: byte for byte those of the gguf package, and products with them."""
 
+import platform
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from matrices import assert_right, draw, exact_product
+from matrices import assert_right, draw, exact_product, with_one_nan
 
 import mlx_mittens as mm
 from mlx_mittens.cases import widen
@@ -43,6 +45,41 @@ def test_quantize_and_dequantize_match_the_package(rng, dtype, executor, kind):
     widened = mm.block_dequantize(blocks, kind, dtype)
     exact = gguf.dequantize(expected, KINDS[kind])
     np.testing.assert_array_equal(widen(widened), widen(mx.array(exact).astype(dtype)))
+
+
+def special_blocks(rng, dtype):
+    """NaN, infinities, zeros of both signs, and magnitudes from the smallest subnormal to the largest number."""
+    w = rng.standard_normal((1200, 32)).astype(np.float32)
+    w /= np.abs(w).max(-1, keepdims=True)
+    w[:600] *= np.exp2(rng.uniform(-149, -116, (600, 1)))  # of a scale, or of its reciprocal, float32 has no number
+    w[600:800] *= np.exp2(rng.uniform(-30, -10, (200, 1)))  # nor a half
+    w[800:900] *= np.exp2(rng.uniform(10, 127, (100, 1)))
+    w[:1200:3][rng.random((400, 32)) < 0.5] = 0
+    for row, value in zip(w[900:], np.resize([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0], 300)):
+        row[rng.random(32) < rng.choice([0.05, 0.5, 1])] = value
+    w[1100:][rng.random((100, 32)) < 0.1] = np.nan
+    return np.array(mx.array(w.astype(np.float32)).astype(dtype).astype(mx.float32))
+
+
+def test_special_blocks_match_the_package(rng, dtype, executor, kind):
+    """Byte for byte, save where the package converts what is no finite number to an integer."""
+    w = special_blocks(rng, dtype)
+    with np.errstate(all="ignore"):
+        expected = blocks_of(w, kind)
+        exact = gguf.dequantize(expected, KINDS[kind])
+        largest = np.take_along_axis(w, np.abs(w).argmax(-1, keepdims=True), -1)
+        scale = largest / np.float32(-8 if kind == "q4_0" else 127)
+        defined = np.isfinite(w * np.where(scale == 0, 0, 1 / scale)).all(-1)
+        if executor == "gpu":  # Apple's take subnormal numbers for zero
+            defined &= (np.abs(scale) >= np.finfo(np.float32).tiny).all(-1)
+    blocks = mm.block_quantize(mx.array(w).astype(dtype), kind)
+    assert 300 < defined.sum() < len(w)
+    if platform.machine() == "x86_64" and executor != "gpu":  # there the package's integers are 0 too
+        size = 18 if kind == "q4_0" else 34
+        np.testing.assert_array_equal(with_one_nan(np.array(blocks), size), with_one_nan(expected, size))
+    np.testing.assert_array_equal(np.array(blocks)[defined], expected[defined])
+    np.testing.assert_array_equal(np.array(mm.block_dequantize(blocks, kind)), exact)
+    assert np.isnan(exact[np.isnan(w).any(-1)]).all()
 
 
 def test_any_leading_shape(rng, executor, kind):

@@ -32,30 +32,37 @@ MITTENS_INLINE void store_scale(uint8_t* block, float d) {
   __builtin_memcpy(block, &bits, 2);
 }
 
-// The weight of the largest magnitude, the first of equals.
+constexpr int32_t smallest_nan = 0x7f800001;  // as bits, which are larger than those of any number
+
+// The weight of the largest magnitude, the first of equals; if one is NaN, the first that is.
 MITTENS_INLINE float furthest(const Float (&w)[vectors]) {
-  Float most = magnitude(w[0]);
-  for (size_t v = 1; v < vectors; ++v) {
-    most = maximum(magnitude(w[v]), most);
+  Int most = {};
+  for (size_t v = 0; v < vectors; ++v) {
+    const Int bits = (Int)magnitude(w[v]);
+    most = bits > most ? bits : most;
   }
-  const float size = reduce(most, [](auto x, auto y) MITTENS_INLINED { return x > y ? x : y; });
+  int32_t largest = most[0];
+  for (size_t i = 1; i < width; ++i) {
+    largest = most[i] > largest ? most[i] : largest;
+  }
+  largest = largest < smallest_nan ? largest : smallest_nan;
   for (size_t i = 0; i < block_weights; ++i) {
-    const float value = w[i / width][i % width];
-    if (value == size || value == -size) {
-      return value;
+    if (((Int)magnitude(w[i / width]))[i % width] >= largest) {
+      return w[i / width][i % width];
     }
   }
-  return size;
+  __builtin_unreachable();
 }
 
 template <BlockKind kind>
 MITTENS_INLINE void quantize(const Float (&w)[vectors], uint8_t* block) {
   constexpr bool q4 = kind == BlockKind::q4_0;
   const float most = furthest(w);
-  const float d = q4 ? most / -8 : (most < 0 ? -most : most) / 127;
+  const float size = most == most ? __builtin_fabsf(most) : __builtin_nanf("");  // as the package has it
+  const float d = q4 ? most / -8 : size / 127;
   const float inverse = d == 0 ? 0 : 1 / d;
   store_scale(block, d);
-  uint8_t q[block_weights];
+  uint8_t q[block_weights];  // 0 where the quotient is no finite number
   for (size_t v = 0; v < vectors; ++v) {
     const Float scaled = w[v] * inverse;
     Float rounded;
@@ -67,6 +74,7 @@ MITTENS_INLINE void quantize(const Float (&w)[vectors], uint8_t* block) {
       const Float away = whole + truncated(2 * (size - whole));
       rounded = scaled < 0 ? -away : away;
     }
+    rounded = magnitude(scaled) < infinity ? rounded : Float{};
     const Bytes bytes = __builtin_convertvector(__builtin_convertvector(rounded, Int), Bytes);
     __builtin_memcpy(q + v * width, &bytes, width);
   }
