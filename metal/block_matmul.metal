@@ -240,7 +240,8 @@ template <typename T, Format F, int M, int B, bool lines>
     const uint row = first_row + i % M;
     const uint output = first_output + i / M;
     if (row < params.rows) {
-      const float sum = gathered(partials, i, products, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
+      const float sum = sum_headroom<F>() * gathered(partials, i, products, simdgroups) +
+          (params.has_bias ? float(bias[output]) : 0.0f);
       y[size_t(row) * params.outputs + output] = T(sum);
     }
   }

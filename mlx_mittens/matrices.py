@@ -69,6 +69,8 @@ def quantized_matmul(
     The twin of ``mx.quantized_matmul``, with an offset of the result besides. The kernels cover affine quantization of
     4 and 8 bits; sums, also those of the activations, are taken in float32 and rounded once.
 
+    On GPUs activations in bfloat16 are multiplied by the integers before the scale: above 1e33 they may overflow.
+
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
         w (array): Integers packed in uint32 as ``mx.quantize`` does it, one matrix or a stack of them, whose leading

@@ -142,6 +142,24 @@ def test_extremes(executor, kind):
     assert y[3] == 65504.0 * q * 32
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 17])
+@pytest.mark.parametrize("columns", [32, 1024, 2080])
+def test_products_of_large_activations(rng, dtype, executor, kind, rows, columns):
+    """Neither integers times activations nor sums that cancel overflow, where the product does not."""
+    largest = mx.finfo(dtype).max
+    w = rng.standard_normal((5, columns)).astype(np.float32)
+    data = blocks_of(w / np.abs(w).max() / (1 if dtype == mx.float16 else 4 * columns), kind)
+    x = rng.choice([-1, 1], (rows, columns)) * rng.uniform(0.9, 1, (rows, columns)) * largest
+    x[0, 1:-1] = rng.standard_normal(columns - 2)
+    x = mx.array(x.astype(np.float32)).astype(dtype)
+    exact = exact_product(widen(x), gguf.dequantize(data, KINDS[kind]).astype(np.float64))
+    y = mm.block_matmul(x, mx.array(data), kind)
+    in_range = np.abs(exact.value) < largest
+    assert in_range.any() and np.isfinite(widen(y)[in_range]).all()
+    if in_range.all():
+        assert_right(y, exact, dtype)
+
+
 def test_gradients_vmap_and_compile(rng, executor, kind):
     data = blocks_of(rng.standard_normal((6, 64)).astype(np.float32), kind)
     w, blocks = mx.array(gguf.dequantize(data, KINDS[kind])), mx.array(data)

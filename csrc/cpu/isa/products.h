@@ -75,6 +75,25 @@ MITTENS_INLINE void round_row(T* y, const float* sums, const T* bias, size_t n) 
   });
 }
 
+// Integers are multiplied before their scale: a row with so large an element is taken `reduction` times, so that neither
+// these products nor sums that cancel overflow. A power of two: the others of the row lose nothing that counts.
+constexpr float large = 0x1p96f;
+constexpr float reduction = 0x1p-32f;
+
+// Whether n values were that large, and are reduced; they come in whole vectors.
+MITTENS_INLINE bool reduce_large(float* x, size_t n) {
+  Float most = {};
+  for (size_t i = 0; i < n; i += width) {
+    const Float v = read<Float>(x + i, All());
+    most = maximum(maximum(v, -v), most);
+  }
+  const bool is_large = reduce(most, [](auto x, auto y) MITTENS_INLINED { return x > y ? x : y; }) >= large;
+  for (size_t i = 0; is_large && i < n; i += width) {
+    write(x + i, read<Float>(x + i, All()) * reduction, All());
+  }
+  return is_large;
+}
+
 // A row of x in the order of a source's weights, in whole steps, zeros at the end. With sums each step has one more
 // vector, the sum of the others.
 template <typename Source, bool sums>

@@ -284,9 +284,14 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
     using X = Arranged<Source, direct.value && Source::offset>;
     const size_t x_stride = X::size(columns);
     const Scratch arranged(count * size * x_stride);
+    bool reduced[batch_rows] = {};
     parallel_for(count * size, divide_up(16384, columns), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
-        X::fill(x + (matrix * rows + row + i) * columns, columns, arranged.data() + i * x_stride);
+        float* to = arranged.data() + i * x_stride;
+        X::fill(x + (matrix * rows + row + i) * columns, columns, to);
+        if (Source::scaled && !__is_same(T, float16)) {
+          reduced[i] = reduce_large(to, x_stride);
+        }
       }
     });
     const Source example = source_of(matrix, 0);
@@ -318,6 +323,12 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
           }
         }
         for (size_t m = 0; m < size; ++m) {
+          for (int j = 0; j < sources && reduced[part * size + m]; ++j) {
+            each_vector(part_size, [&](size_t o, auto part) MITTENS_INLINED {
+              float* sum = sums + (j * size + m) * block + o;
+              write(sum, read<Float>(sum, part) * (1 / reduction), part);
+            });
+          }
           finish((matrix + part) * rows + row + m, n, part_size, sums + m * block, sums + (size + m) * block);
         }
       }
