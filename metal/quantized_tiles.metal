@@ -40,16 +40,6 @@ inline vec<T, 2> integer_pair(thread const uint (&from)[words], int u) {
   }
 }
 
-// Scale and bias, from another lane.
-template <typename T>
-inline vec<T, 2> shuffled(vec<T, 2> affine, ushort lane) {
-  if constexpr (sizeof(T) == 2) {
-    return as_type<vec<T, 2>>(simd_shuffle(as_type<uint>(affine), lane));
-  } else {
-    return simd_shuffle(affine, lane);
-  }
-}
-
 // What a lane loads of U runs of the weights: its columns of all of them, and scale and bias of one.
 template <typename T, int bits, int R, int run, int U>
 struct LaneWeights {

@@ -65,6 +65,16 @@ inline vec<T, 2> element_of_both(uint first, uint second, int i) {
   }
 }
 
+// Lane `from`'s pair; two elements of half a word as one word, since Metal shuffles no bfloat.
+template <typename T>
+inline vec<T, 2> shuffled(vec<T, 2> own, ushort from) {
+  if constexpr (sizeof(T) == 2) {
+    return as_type<vec<T, 2>>(simd_shuffle(as_type<uint>(own), from));
+  } else {
+    return simd_shuffle(own, from);
+  }
+}
+
 // The lane's elements of the transposed matrix.
 template <typename T>
 inline vec<T, 2> transposed(vec<T, 2> own, uint lane) {
@@ -72,9 +82,8 @@ inline vec<T, 2> transposed(vec<T, 2> own, uint lane) {
 #pragma unroll
   for (uint i = 0; i < 2; ++i) {
     const ushort from = tile_lane(tile_column(lane) + i, tile_row(lane));
-    const T even = simd_shuffle(own.x, from);
-    const T odd = simd_shuffle(own.y, from);
-    result[i] = tile_row(lane) % 2 ? odd : even;
+    const vec<T, 2> pair = shuffled<T>(own, from);
+    result[i] = tile_row(lane) % 2 ? pair.y : pair.x;
   }
   return result;
 }

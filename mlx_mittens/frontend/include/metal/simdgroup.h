@@ -138,42 +138,56 @@ class simd_vote {
 };
 using quad_vote = simd_vote;
 
+// Metal's own functions take no bfloat: MLX's headers bring some that do.
+#ifdef MITTENS_STRICT_DIALECT
+template <typename T>
+constexpr bool holds_bfloat() {
+  return __is_same(T, bfloat) || __is_same(T, vec<bfloat, 2>) || __is_same(T, vec<bfloat, 3>) ||
+      __is_same(T, vec<bfloat, 4>);
+}
+#define MITTENS_SIMD_TYPE(T)                                                                                      \
+  __attribute__((diagnose_if(metal::holds_bfloat<T>(), "SIMD-group functions take no bfloat: pass its bits, by " \
+                                                       "as_type", "error")))
+#else
+#define MITTENS_SIMD_TYPE(T)
+#endif
+
 #define MITTENS_LANE_OPERATIONS(group, scope, width)                                                               \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_shuffle(T data, ushort lane, mittens::Site site = mittens::here()) {                    \
     return mittens::shuffle(scope, #group "_shuffle", site, data, lane);                                           \
   }                                                                                                                \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_broadcast(T data, ushort lane, mittens::Site site = mittens::here()) {                  \
     return mittens::shuffle(scope, #group "_broadcast", site, data, lane);                                         \
   }                                                                                                                \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_broadcast_first(T data, mittens::Site site = mittens::here()) {                         \
     return mittens::shuffle(scope, #group "_broadcast_first", site, data, 0);                                      \
   }                                                                                                                \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_shuffle_xor(T data, ushort mask, mittens::Site site = mittens::here()) {                \
     return mittens::shuffle_xor(scope, #group "_shuffle_xor", site, data, mask);                                   \
   }                                                                                                                \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_shuffle_up(T data, ushort delta, mittens::Site site = mittens::here()) {                \
     const uint lane = mittens::lane() % width;                                                                     \
     return mittens::shuffle(scope, #group "_shuffle_up", site, data, lane >= delta ? lane - delta : lane);         \
   }                                                                                                                \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_shuffle_down(T data, ushort delta, mittens::Site site = mittens::here()) {              \
     const uint lane = mittens::lane() % width;                                                                     \
     return mittens::shuffle(scope, #group "_shuffle_down", site, data, lane + delta < width ? lane + delta : lane); \
   }                                                                                                                \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_shuffle_rotate_up(T data, ushort delta, mittens::Site site = mittens::here()) {         \
     return mittens::shuffle(scope, #group "_shuffle_rotate_up", site, data, (mittens::lane() - delta) % width);    \
   }                                                                                                                \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_shuffle_rotate_down(T data, ushort delta, mittens::Site site = mittens::here()) {       \
     return mittens::shuffle(scope, #group "_shuffle_rotate_down", site, data, (mittens::lane() + delta) % width);  \
   }                                                                                                                \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_shuffle_and_fill_up(T data, T filling, ushort delta, ushort modulo = width,             \
                                                mittens::Site site = mittens::here()) {                             \
     const uint lane = mittens::lane() % width;                                                                     \
@@ -184,7 +198,7 @@ using quad_vote = simd_vote;
                                       start + (at + modulo - delta) % modulo);                                     \
     return at >= delta ? moved : filled;                                                                           \
   }                                                                                                                \
-  template <typename T>                                                                                            \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
   MITTENS_INLINE T group##_shuffle_and_fill_down(T data, T filling, ushort delta, ushort modulo = width,           \
                                                  mittens::Site site = mittens::here()) {                           \
     const uint lane = mittens::lane() % width;                                                                     \
@@ -220,16 +234,16 @@ using quad_vote = simd_vote;
     return mittens::lane() % width == 0;                                                                           \
   }
 #define MITTENS_REDUCTION(group, scope, name, F)                                         \
-  template <typename T>                                                                  \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                             \
   MITTENS_INLINE T group##_##name(T data, mittens::Site site = mittens::here()) {        \
     return mittens::reduce<mittens::F>(scope, #group "_" #name, site, data);             \
   }
 #define MITTENS_PREFIX(group, scope, name, F, neutral)                                                                \
-  template <typename T>                                                                                               \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                          \
   MITTENS_INLINE T group##_prefix_inclusive_##name(T data, mittens::Site site = mittens::here()) {                    \
     return mittens::prefix<mittens::F>(scope, #group "_prefix_inclusive_" #name, site, data, T(neutral), true);       \
   }                                                                                                                   \
-  template <typename T>                                                                                               \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                          \
   MITTENS_INLINE T group##_prefix_exclusive_##name(T data, mittens::Site site = mittens::here()) {                    \
     return mittens::prefix<mittens::F>(scope, #group "_prefix_exclusive_" #name, site, data, T(neutral), false);      \
   }
@@ -238,5 +252,6 @@ MITTENS_LANE_OPERATIONS(quad, mittens::quad_scope, 4)
 #undef MITTENS_LANE_OPERATIONS
 #undef MITTENS_REDUCTION
 #undef MITTENS_PREFIX
+#undef MITTENS_SIMD_TYPE
 
 }  // namespace metal
