@@ -181,7 +181,7 @@ inline void pass_blocks(
 
 // lines: whether rows of blocks are whole lines.
 template <typename T, Format F, int M, int B, bool lines>
-[[kernel, max_total_threads_per_threadgroup(M > 1 ? 256 : 384)]] void block_matmul(
+[[kernel, threads_at_most(256, M > 1 ? 256 : 384)]] void block_matmul(
     const device T* x [[buffer(0)]],           // [rows, columns]
     const device uchar* blocks [[buffer(1)]],  // [outputs, columns / 32, bytes of a block]
     const device T* bias [[buffer(2)]],        // [outputs]

@@ -100,7 +100,7 @@ inline void add_rows(
 }
 
 template <typename T, int W, int M, int R>
-[[kernel, max_total_threads_per_threadgroup(M == 2 ? 640 : M == 4 ? 448 : 384)]] void gemv_rows(
+[[kernel, threads_at_most(256, M == 2 ? 640 : M == 4 ? 448 : 384)]] void gemv_rows(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [outputs, columns]
     const device T* bias [[buffer(2)]],  // [outputs]
@@ -202,7 +202,7 @@ template <typename T, int W, int M, int R>
 }
 
 template <typename T, int W, int M>
-[[kernel, max_total_threads_per_threadgroup(W == 1 ? 512 : M > 8 ? 256 : 384)]] void gemv_columns(
+[[kernel, threads_at_most(256, W == 1 ? 512 : M > 8 ? 256 : 384)]] void gemv_columns(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [columns, outputs]
     const device T* bias [[buffer(2)]],  // [outputs]

@@ -148,9 +148,9 @@ inline void add_runs(
   }
 }
 
-// U: runs at a time. most: threads, which is also what compilers allot registers by.
+// U: runs at a time. most: threads by which NVIDIA's compiler allots registers.
 template <typename T, int MB, int N, int U, int most>
-[[kernel, max_total_threads_per_threadgroup(most)]] void gemv_tiles(
+[[kernel, threads_at_most(256, most)]] void gemv_tiles(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [outputs, columns]
     const device T* bias [[buffer(2)]],  // [outputs]

@@ -208,7 +208,7 @@ inline void normalize_row(
 }
 
 template <typename T, int N>
-[[kernel, max_total_threads_per_threadgroup(512)]] void layer_norm_block(
+[[kernel, threads_at_most(N == 8 ? 256 : 512, 512)]] void layer_norm_block(
     const device T* x [[buffer(0)]],       // [rows, columns]
     const device T* weight [[buffer(1)]],  // [columns]
     const device T* bias [[buffer(2)]],    // [columns]

@@ -274,7 +274,7 @@ inline void write_shares(
 }
 
 template <typename T, int N, bool Centred>
-[[kernel, max_total_threads_per_threadgroup(512)]] void norm_vjp_block(
+[[kernel, threads_at_most(N == 1 ? 256 : 512, 512)]] void norm_vjp_block(
     const device T* x [[buffer(0)]],        // [rows, columns]
     const device T* weight [[buffer(1)]],   // [columns]
     const device T* dy [[buffer(2)]],       // [rows, columns]

@@ -41,7 +41,7 @@ inline void unpack_owned(uint2 words, uint two23, thread float (&q)[owned]) {
 }
 
 template <typename T, int bits, int M>
-[[kernel, max_total_threads_per_threadgroup(384)]] void quantized_matmul_columns(
+[[kernel, threads_at_most(256, 384)]] void quantized_matmul_columns(
     const device T* x [[buffer(0)]],       // [batch, rows, columns]
     const device uint* w [[buffer(1)]],    // [batch, columns, outputs * bits / 32]
     const device T* scales [[buffer(2)]],  // [batch, columns, outputs / group]

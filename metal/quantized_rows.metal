@@ -14,7 +14,7 @@ using namespace metal;
 using namespace mittens;
 
 template <typename T, int bits, int P, int M, int B>
-[[kernel, max_total_threads_per_threadgroup(M > 2 ? 256 : 512)]] void quantized_matmul_rows(
+[[kernel, threads_at_most(256, M > 2 ? 256 : 512)]] void quantized_matmul_rows(
     const device T* x [[buffer(0)]],       // [batch, rows, columns]
     const device uint* w [[buffer(1)]],    // [batch, outputs, columns * bits / 32]
     const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]

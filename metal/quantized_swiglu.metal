@@ -14,7 +14,7 @@ using namespace metal;
 using namespace mittens;
 
 template <typename T, int bits, int P, int M, int B>
-[[kernel, max_total_threads_per_threadgroup(M > 1 ? 384 : 512)]] void quantized_swiglu(
+[[kernel, threads_at_most(256, M > 1 ? 384 : 512)]] void quantized_swiglu(
     const device T* x [[buffer(0)]],            // [rows, columns]
     const device uint* gate [[buffer(1)]],      // [outputs, columns * bits / 32]
     const device T* gate_scales [[buffer(2)]],  // [outputs, columns / group]

@@ -164,9 +164,9 @@ inline void add_runs(
   }
 }
 
-// most: threads, which is also what compilers allot registers by: with these no variant spills on NVIDIA.
+// most: threads by which NVIDIA's compiler allots registers: with these no variant spills.
 template <typename T, int bits, int R, int MB, int run, int U, int most>
-[[kernel, max_total_threads_per_threadgroup(most)]] void quantized_matmul_tiles(
+[[kernel, threads_at_most(256, most)]] void quantized_matmul_tiles(
     const device T* x [[buffer(0)]],       // [batch, rows, columns]
     const device uint* w [[buffer(1)]],    // [batch, outputs, columns * bits / 32]
     const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]

@@ -286,7 +286,7 @@ _QUANTIZED_TESTS = tuple(
         *_tests((6, 640, 9), (11, 448, 37), transpose=True, group_size=64, bits=bits),
         *_tests((1, 256, 6), transpose=True, group_size=64, bits=bits, label="strided"),
     )
-) + _tests((1, 2880, 9), (1, 576, 21), (1, 128, 4099), transpose=True, gpu="nvidia")  # fmt: skip
+) + _tests((1, 2880, 9), (1, 4672, 9), (1, 576, 21), (1, 128, 4099), transpose=True, gpu="nvidia")  # fmt: skip
 
 MATRIX_OPS: tuple[MatrixOp, ...] = (
     MatrixOp(
@@ -340,7 +340,7 @@ MATRIX_OPS: tuple[MatrixOp, ...] = (
             for bits in (4, 8)
             for case in _tests((1, 2880, 9), (1, 64, 38), (2, 576, 5), (4, 320, 6), (7, 128, 3), bits=bits)
         )
-        + _tests((1, 2880, 9), (1, 64, 38), gpu="nvidia"),
+        + _tests((1, 2880, 9), (1, 4672, 9), (1, 64, 38), gpu="nvidia"),
         cases=tuple(
             Case(model, (1, columns, outputs), {"bits": 4}, quick=model == "Llama-3.2-1B",
                  gpu_only=model != "Llama-3.2-1B")

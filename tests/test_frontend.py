@@ -12,6 +12,7 @@ from simulate import HEADER, kernel, register, run
 
 from mlx_mittens import frontend
 from mlx_mittens.frontend import CompileError, cache, sources
+from mlx_mittens.simulator import Fault
 
 IN_OUT = "const device float* in [[buffer(0)]], device float* out [[buffer(1)]]"
 FILES = frontend.files()
@@ -661,6 +662,18 @@ def test_parameters_by_value_and_limits(ptx_file):
     assert re.search(r"\.param \.align 16 \.b8 \w+_param_1\[32\]", by_value)
     assert by_value.index("_param_0,") < by_value.index("_param_1[")  # in the order of the buffers' indices
     assert "ld.param.b64" in by_value and "ld.local" not in by_value
+
+
+def test_nvidia_has_limits_of_its_own():
+    file = register(
+        '#include "mittens/instantiate.h"\n'
+        "template <int n> [[kernel, threads_at_most(32 * n, n > 1 ? 512 : 384)]] void few(\n"
+        "    device int* out [[buffer(0)]], uint i [[thread_position_in_threadgroup]]) { out[i] = 1; }\n"
+        'instantiate_kernel("few_2", few, 2)\n'
+    )
+    assert re.search(r"\.maxntid 512, 1, 1", frontend.ptx(file, "few_2"))
+    with pytest.raises(Fault, match="1 to 64 are possible"):
+        run(file, "few_2", [np.zeros(65, np.int32)], 1, 65)
 
 
 def test_threadgroup_memory_of_the_launch(ptx_file):

@@ -3,12 +3,14 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <mutex>
-#include <set>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/set.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include "launch/frontend.h"
@@ -43,7 +45,8 @@ struct State {
   bool enabled;
   std::string gpu = "apple";
   simulator::Options options{};
-  std::set<std::string> launched;  // "file:kernel"
+  // Of each "file:kernel" that ran: the most threads that a threadgroup had, and how many the kernel declares.
+  std::map<std::string, std::pair<uint64_t, uint32_t>> launched;
   bool recording = false;
   std::vector<Run> runs;
   Host host = nullptr;
@@ -142,7 +145,8 @@ void bind(nb::module_& module) {
         std::lock_guard lock(state().mutex);
         return state().launched;
       },
-      "The kernels that the simulator has run in this process, as \"file:kernel\".");
+      "The kernels that the simulator has run in this process, as \"file:kernel\": the most threads that a threadgroup "
+      "of it had, and the most that it declares.");
   module.def(
       "simulator_record",
       [](bool recording) {
@@ -190,9 +194,12 @@ simulator::Options simulator_options() {
 
 void simulate(const std::string& file, const std::string& library, const simulator::Dispatch& dispatch,
               const simulator::Options& options) {
-  const auto counts = simulator::run(*simulator::Library::at(library), dispatch, options);
+  const auto loaded = simulator::Library::at(library);
+  const auto counts = simulator::run(*loaded, dispatch, options);
   std::lock_guard lock(state().mutex);
-  state().launched.insert(file + ":" + dispatch.kernel);
+  auto& [launched, declared] = state().launched[file + ":" + dispatch.kernel];
+  launched = std::max(launched, uint64_t(dispatch.threads[0]) * dispatch.threads[1] * dispatch.threads[2]);
+  declared = loaded->find(dispatch.kernel)->max_threads;
   if (state().recording) {
     const auto& groups = dispatch.threadgroups;
     const auto& threads = dispatch.threads;

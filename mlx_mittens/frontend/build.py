@@ -63,9 +63,10 @@ def _constant_texts(constants: dict[int, object] | None) -> Constants:
 
 
 @functools.lru_cache(maxsize=256)
-def _translate(file: str, flat: str, constants: tuple[tuple[int, str], ...]) -> Translation:
+def _translate(file: str, flat: str, constants: tuple[tuple[int, str], ...], nvidia: bool) -> Translation:
     found = compiler.find_compiler()
-    done = found.run(compiler.preprocess_flags([INCLUDE, *_mlx_include()]), flat)
+    flags = [*compiler.preprocess_flags([INCLUDE, *_mlx_include()]), *["-DMITTENS_NVIDIA"] * nvidia]
+    done = found.run(flags, flat)
     if done.returncode:
         raise CompileError(file, None, _clean(done.stderr))
     text = done.stdout
@@ -77,9 +78,9 @@ def _translate(file: str, flat: str, constants: tuple[tuple[int, str], ...]) -> 
         raise CompileError(file, None, str(error)) from None
 
 
-def translate(file: str, constants: dict[int, object] | None = None) -> Translation:
-    """A .metal file as clang is to compile it, and the kernels in it."""
-    return _translate(file, sources.flatten(file), tuple(sorted(_constant_texts(constants).items())))
+def translate(file: str, constants: dict[int, object] | None = None, nvidia: bool = False) -> Translation:
+    """A .metal file as clang is to compile it, for NVIDIA's GPUs or for the simulator, and the kernels in it."""
+    return _translate(file, sources.flatten(file), tuple(sorted(_constant_texts(constants).items())), nvidia)
 
 
 def variants(file: str) -> list[Variant]:
@@ -276,7 +277,7 @@ def ptx(
     name = cache.key(*what, _library_key(), found.identity, " ".join(flags))
 
     def make(path: Path) -> None:
-        translation = translate(file, constants)
+        translation = translate(file, constants, nvidia=True)
         done = found.run([*flags, f"-I{INCLUDE}", "-o", "-"], _ptx_text(translation, file, kernel, sizes))
         if done.returncode:
             raise CompileError(file, kernel, _clean(done.stderr))
