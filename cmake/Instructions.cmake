@@ -17,7 +17,7 @@ function(mittens_add_instruction_sets target folder)
   endif()
   file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/${folder}/*.cpp")
   # The rounding order is part of what the kernels promise: a fused multiply-add stands only where it is written.
-  set(flags -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-maybe-uninitialized)
+  set(flags -ffp-contract=off -fno-math-errno -Wall -Wextra $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
   if(NOT MITTENS_SANITIZE)
     list(PREPEND flags -O3)
   endif()

@@ -15,8 +15,7 @@ if(APPLE)
       SOURCES ${kernels}
       INCLUDE_DIRS "${CMAKE_CURRENT_SOURCE_DIR}/metal"
       DEPS ${kernel_headers}
-      OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}"
-      DEPLOYMENT_TARGET 14.0)
+      OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")
     add_dependencies(_ext mlx_mittens_metallib)
     install(FILES "${CMAKE_CURRENT_BINARY_DIR}/mlx_mittens.metallib" DESTINATION mlx_mittens/metal)
   endif()
@@ -24,11 +23,16 @@ endif()
 
 if(MITTENS_PTX)
   file(GLOB_RECURSE frontend CONFIGURE_DEPENDS mlx_mittens/frontend/*.py mlx_mittens/frontend/include/* csrc/simulator/abi.h)
+  set(prebuild ${CMAKE_COMMAND} -E env "PYTHONPATH=${CMAKE_CURRENT_SOURCE_DIR}/mlx_mittens"
+               "${Python_EXECUTABLE}" -m frontend.prebuild)
+  execute_process(COMMAND ${prebuild} --check ERROR_VARIABLE problem RESULT_VARIABLE no_clang)
+  if(no_clang)
+    message(FATAL_ERROR "${problem}Built by pip, `-C mittens.ptx=true` brings a clang along with MITTENS_PTX.")
+  endif()
   set(ptx_folder "${CMAKE_CURRENT_BINARY_DIR}/ptx")
   add_custom_command(
     OUTPUT "${ptx_folder}/done"
-    COMMAND ${CMAKE_COMMAND} -E env "PYTHONPATH=${CMAKE_CURRENT_SOURCE_DIR}/mlx_mittens"
-            "${Python_EXECUTABLE}" -m frontend.prebuild "${ptx_folder}"
+    COMMAND ${prebuild} "${ptx_folder}"
     COMMAND ${CMAKE_COMMAND} -E touch "${ptx_folder}/done"
     DEPENDS ${kernels} ${kernel_headers} ${frontend}
     COMMENT "Compiling every kernel to PTX")

@@ -25,6 +25,13 @@ def _abi_folder() -> Path:
     raise FileNotFoundError("mlx_mittens finds no simulator/abi.h: reinstall the package")
 
 
+def _installed() -> Path:
+    """The folder of what the build made: in an editable install another one than that of this code."""
+    package = __package__.rpartition(".")[0]
+    spec = importlib.util.find_spec(f"{package}._build") if package else None
+    return Path(spec.origin).parent if spec and spec.origin else _FOLDER.parent
+
+
 @functools.cache
 def _library_key() -> str:
     """Of all of our standard library and of this package: part of the key of what is compiled with it."""
@@ -263,7 +270,7 @@ def ptx(
         CompileError: If the kernel does not compile.
         KeyError: If the file has no such kernel.
     """
-    prebuilt = _FOLDER.parent / "ptx" / arch / f"{entry_name(kernel)}.ptx"
+    prebuilt = _installed() / "ptx" / arch / f"{entry_name(kernel)}.ptx"
     flat = sources.flatten(file)
     sizes = bytes_sizes or {}
     if not sizes and not constants and prebuilt.is_file():
@@ -288,7 +295,7 @@ def ptx(
 
 def has_prebuilt_ptx() -> bool:
     """Whether the package was built with the PTX of its kernels, so that an NVIDIA GPU needs no compiler here."""
-    return any((_FOLDER.parent / "ptx").glob("*/*.ptx"))
+    return any((_installed() / "ptx").glob("*/*.ptx"))
 
 
 def prebuilt_key(flat: str) -> str:
@@ -309,6 +316,14 @@ def _processor() -> str:
 
 
 def metallib() -> str:
-    """The path of the Metal library that was built ahead of time, or an empty string."""
-    path = sources.metal_folder() / "mlx_mittens.metallib"
-    return str(path) if path.is_file() else ""
+    """The path of the Metal library that was built ahead of time; empty without one, or where kernels have changed since."""
+    folder, now = _installed() / "metal", sources.metal_folder()
+    path = folder / "mlx_mittens.metallib"
+    current = path.is_file() and (folder == now or _texts(folder) == _texts(now))
+    return str(path) if current else ""
+
+
+def _texts(folder: Path) -> dict[Path, bytes]:
+    """Kernels and headers of a folder."""
+    paths = [path for kind in ("*.metal", "*.h") for path in folder.rglob(kind)]
+    return {path.relative_to(folder): path.read_bytes() for path in paths}

@@ -1,4 +1,7 @@
-"""Compiles every kernel to PTX, for a package whose users need no compiler: `python -m frontend.prebuild FOLDER`."""
+"""Compiles every kernel to PTX, for a package whose users need no compiler: `python -m frontend.prebuild FOLDER`.
+
+`python -m frontend.prebuild --check` only says whether there is a clang to do it with.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import build, sources
+from . import build, compiler, sources
 
 ARCH = "sm_80"
 
@@ -31,4 +34,6 @@ def prebuild(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--check":
+        sys.exit(compiler.compiler_problem() or None)
     print(f"{prebuild(Path(sys.argv[1]))} kernels compiled to PTX for {ARCH} and later")
