@@ -23,7 +23,7 @@ endif()
 
 if(MITTENS_PTX)
   file(GLOB_RECURSE frontend CONFIGURE_DEPENDS mlx_mittens/frontend/*.py mlx_mittens/frontend/include/* csrc/simulator/abi.h)
-  set(prebuild ${CMAKE_COMMAND} -E env "PYTHONPATH=${CMAKE_CURRENT_SOURCE_DIR}/mlx_mittens"
+  set(prebuild ${CMAKE_COMMAND} -E env --modify "PYTHONPATH=path_list_prepend:${CMAKE_CURRENT_SOURCE_DIR}/mlx_mittens"
                "${Python_EXECUTABLE}" -m frontend.prebuild)
   execute_process(COMMAND ${prebuild} --check ERROR_VARIABLE problem RESULT_VARIABLE no_clang)
   if(no_clang)

@@ -52,16 +52,39 @@ def test_a_build_without_ptx_brings_none():
     assert asked["requires"] == [] and "MITTENS_PTX" not in asked["defines"]
 
 
-def test_ptx_without_a_clang_is_refused_when_it_is_configured(tmp_path):
-    (tmp_path / "CMakeLists.txt").write_text(
+def configure_with_ptx(folder, **environment):
+    """Configures Kernels.cmake alone, with this Python for the build's."""
+    (folder / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(test LANGUAGES NONE)\nset(MITTENS_PTX ON)\n"
         f'set(Python_EXECUTABLE "{sys.executable}")\nset(CMAKE_CURRENT_SOURCE_DIR "{ROOT}")\n'
         f'include("{ROOT}/cmake/Kernels.cmake")\n'
     )
-    environment = {**os.environ, "MLX_MITTENS_CLANG": "/no/such/clang"}
-    done = subprocess.run(["cmake", "-B", "out", "."], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, **environment}
+    return subprocess.run(["cmake", "-B", "out", "."], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_ptx_without_a_clang_is_refused_when_it_is_configured(tmp_path):
+    done = configure_with_ptx(tmp_path, MLX_MITTENS_CLANG="/no/such/clang")
     assert done.returncode != 0
     assert "/no/such/clang" in done.stderr and "-C mittens.ptx=true" in done.stderr
+
+
+def test_ptx_is_compiled_by_what_pip_brought(tmp_path):
+    """pip names the packages of its build environment by PYTHONPATH."""
+    package = tmp_path / "overlay" / "ziglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "zig").write_text(f'#!/bin/sh\ntouch "{package}/asked"\necho clang version 19.1.0\n')
+    (package / "zig").chmod(0o755)
+    programs = tmp_path / "programs"  # no clang++ among them
+    programs.mkdir()
+    for program in ("cmake", "make", "ninja", "sh", "touch"):
+        if shutil.which(program):
+            (programs / program).symlink_to(shutil.which(program))
+    environment = {"PATH": str(programs), "PYTHONPATH": str(tmp_path / "overlay"), "MLX_MITTENS_CLANG": ""}
+    done = configure_with_ptx(tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert (package / "asked").exists()
 
 
 @pytest.mark.parametrize("environment, target", [({}, "14.0"), ({"MACOSX_DEPLOYMENT_TARGET": "15.0"}, "15.0")])
