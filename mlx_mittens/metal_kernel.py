@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from . import _ext, frontend
+from .frontend import dialect
 
 MOST_THREADS = 1024  # of a threadgroup
 
@@ -80,7 +81,8 @@ class Kernel:
             The outputs.
 
         Raises:
-            CompileError: If the kernel does not compile; lines are those of ``source`` and ``header``.
+            CompileError: If the kernel does not compile, or would not on a Mac (as ``mlx-mittens check`` has it); lines
+                are those of ``source`` and ``header``.
             ValueError: If shapes, grid, threadgroup or template arguments cannot be served.
             Fault: From the evaluation of an output, if the kernel does what a GPU would not forgive.
         """
@@ -105,7 +107,7 @@ class Kernel:
             shapes,
             list(output_dtypes),
             file=file,
-            library=_library(file, self._text(generated, file)),
+            library=_library(file, self._text(generated, file), generated.kernel),
             kernel=generated.kernel,
             grid=grid,
             threadgroup=threadgroup,
@@ -217,11 +219,16 @@ def _generate(mlx_kernel: Callable[..., Any], arrays: list[mx.array], **argument
     raise RuntimeError("[metal_kernel] this MLX exports its kernels in a way that mlx_mittens does not know")
 
 
-def _library(file: str, text: str) -> str:
+def _library(file: str, text: str, kernel: str) -> str:
     watch = _ext.simulator_state()[2]
     with _compiling:  # kernels of one name may differ in their text
         frontend.register_source(file, text)
-        return frontend.simulator_library(file, watch)
+        library = frontend.simulator_library(file, watch)
+        refused = dialect.refused(file)
+    if refused:
+        log = "\n".join(f"{problem.file}:{problem.line}: error: {problem.what}" for problem in refused)
+        raise frontend.CompileError(file, kernel, log)
+    return library
 
 
 def _element(value: float, dtype: mx.Dtype) -> bytes:

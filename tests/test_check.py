@@ -35,8 +35,8 @@ def test_check_says_what_is_wrong_by_line(file, capsys):
     assert main(["check", path]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        f"{path}:4: Metal has no double",
-        f"{path}:5: 'twice' has a static variable",
+        f"{path}:4: Metal has no double: write float",
+        f"{path}:5: 'twice' has a static variable: keep it in a buffer, or write 'constant' outside of a function",
         f"{path}:6: use of undeclared identifier 'unknown'",
     ]
 

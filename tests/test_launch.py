@@ -6,6 +6,7 @@ import pytest
 from simulate import register
 
 from mlx_mittens import _ext
+from mlx_mittens.frontend import CompileError
 from mlx_mittens.launch import Output, float32, int32, int64, launch
 from mlx_mittens.simulator import Fault
 
@@ -117,3 +118,11 @@ def test_views_as_they_lie_in_memory(file, stream):
             stream=stream,
         )
         assert mx.array_equal(out, expected[::-1]).item()
+
+
+def test_a_text_that_does_not_compile_is_named_where_its_result_is_evaluated(stream):
+    file = register("[[kernel]] void broken(device int* out [[buffer(0)]]) { out[0] = unknown; }")
+    (out,) = launch(file, "broken", {0: Output((1,), mx.int32)}, [1], [1], stream=stream)
+    with pytest.raises(CompileError, match="undeclared identifier 'unknown'") as caught:
+        mx.eval(out)
+    assert caught.value.file == file and caught.value.log.startswith(f"{file}:")

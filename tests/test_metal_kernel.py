@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mlx_mittens as mm
-from mlx_mittens.frontend import CompileError
+from mlx_mittens.frontend import CompileError, dialect
 from mlx_mittens.simulator import Fault
 
 DOUBLED = """
@@ -248,8 +248,81 @@ def test_lines_of_a_compile_error_are_the_users():
         run("out[0] = 1;", [mx.zeros(9)], header="// a header\nfloat f( { }\n")
     with pytest.raises(CompileError, match=r"test\.metal:2: error: .*quoted include"):
         run('\n#include "mine.h"\n', [mx.zeros(9)])
-    with pytest.raises(CompileError, match="ASCII"):
-        run("// caf\u00e9\n out[0] = 1;", [mx.zeros(9)])
+    with pytest.raises(CompileError, match="test\\.metal:2: error: '\u00e9' is not ASCII"):
+        run("// caf\u00e9\n float caf\u00e9 = 1; out[0] = 1;", [mx.zeros(9)])
+
+
+# What clang takes in plain C++: the message, and header and source of a kernel.
+A_MAC_REFUSES = {
+    "double": (r"test\.metal:2: error: Metal has no double: write float", "", "\ndouble x = a[0]; out[0] = x;"),
+    "double in the header": (
+        r"header of test\.metal:2: error: Metal has no double",
+        "\nfloat twice(double x) { return 2 * x; }\n",
+        "out[0] = twice(a[0]);",
+    ),
+    "recursion": (
+        r"header of test\.metal:1: error: 'count' calls itself: Metal has no recursion, write a loop",
+        "int count(int n) { return n > 0 ? 1 + count(n - 1) : 0; }\n",
+        "out[0] = count(3);",
+    ),
+    "static variable": (r"test\.metal:1: error: .* has a static variable: .*constant", "", "static int n = 0; out[0] = n;"),
+    "lambda": (r"test\.metal:1: error: .*lambda", "", "auto f = [](float x) { return x; }; out[0] = f(a[0]);"),
+    "variable outside of constant memory": (
+        r"header of test\.metal:1: error: 'scale' .*'constant'",
+        "constexpr float scale = 2;\n",
+        "out[0] = scale;",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", A_MAC_REFUSES)
+def test_what_a_mac_refuses_is_refused_here(what, monkeypatch):
+    message, header, source = A_MAC_REFUSES[what]
+    with pytest.raises(CompileError, match=message):
+        run(source, [mx.zeros(9)], header=header, shape=(1,))
+    with mm.simulator.enabled(), pytest.raises(CompileError, match=message):
+        kernel = mx.fast.metal_kernel("test", ["a"], ["out"], source, header)
+        sizes = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+        kernel(inputs=[mx.zeros(9)], output_shapes=[(1,)], output_dtypes=[mx.float32], **sizes)
+
+
+# What a Mac takes, however newer than C++14 or unlike this package's own style it is.
+A_MAC_TAKES = {
+    "a comment that is not ASCII": ("// caf\u00e9\n", "out[0] = 7;  /* \u2192 */"),
+    "a constant as the size of an array": ("constant int N = 4;\n", "float x[N]; x[3] = 7; out[0] = x[3];"),
+    "constant memory, which is const whether it says so or not": (
+        "float once(constant float& v) { return v; } float again(const constant float& v) { return once(v); }\n"
+        "constant float seven = 7;\n",
+        "out[0] = again(seven);",
+    ),
+    "a structured binding": ("struct P { float a, b; };\n", "P p = {3, 7}; auto [x, y] = p; out[0] = y;"),
+    "a nested namespace": ("namespace x::y { constant float z = 7; }\n", "out[0] = x::y::z;"),
+    "an if with an initial statement": ("", "if (int n = 7; n > 3) { out[0] = n; }"),
+    "a fold": (
+        "template <typename... T> float sum(T... x) { return (x + ...); }\n",
+        "out[0] = sum(1.0f, 2.0f, 4.0f);",
+    ),
+    "a threadgroup array in a block": ("", "{ threadgroup float s[4]; s[0] = 7; out[0] = s[0]; }"),
+}
+
+
+@pytest.mark.parametrize("what", A_MAC_TAKES)
+def test_what_a_mac_takes_is_taken_here(what):
+    header, source = A_MAC_TAKES[what]
+    result = run(source, [], header=header, shape=(1,), dtype=mx.float32)
+    assert result.item() == 7
+
+
+def test_a_kernel_is_checked_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    checked = []
+    check = dialect._check
+    monkeypatch.setattr(dialect, "_check", lambda *args, **more: checked.append(args) or check(*args, **more))
+    for _ in range(2):
+        assert run("out[0] = 7;", [], shape=(1,), dtype=mx.float32).item() == 7
+        with pytest.raises(CompileError, match="double"):
+            run("double x = 7; out[0] = x;", [], shape=(1,), dtype=mx.float32)
+    assert len(checked) == 2
 
 
 def test_a_template_argument_used_as_another_kind():

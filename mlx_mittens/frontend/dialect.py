@@ -3,16 +3,18 @@
 Three looks at a file, each of which finds what the others cannot:
 
 - dialect_text, its text after the preprocessor: words that Metal does not have, address spaces left out;
-- clang's diagnostics: errors, and whatever is newer than C++14 (`if constexpr` and the like aside);
+- clang's diagnostics: errors, and what is newer than C++14 (`if constexpr` and other extensions aside);
 - dialect_code, clang's intermediate code of every kernel: recursion, threadgroup memory that does not fit.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
-from . import build, compiler, sources
-from .dialect_code import problems_in
+from . import build, cache, compiler, sources
+from .dialect_code import recursion, threadgroup_memory
 from .dialect_text import Text
 from .errors import CompileError, Problem
 from .rewrite import RewriteError, rewrite
@@ -27,8 +29,27 @@ def check(file: str) -> list[Problem]:
         file: One of `files()`, or a registered source.
 
     Returns:
-        The problems, by file and line; none if a Mac's compiler should take it.
+        The problems, by file and line; none if a Mac should take it.
     """
+    return _check(file, strict=True)
+
+
+def refused(file: str) -> list[Problem]:
+    """What any Mac's compiler would refuse in a file, for a kernel that is about to run.
+
+    That is `check` without what is doubtful, and without memory, which only a launch asks for. The answer is kept in the
+    cache.
+    """
+    what = sources.flatten(file), build._library_key(), compiler.find_compiler().identity
+
+    def make(path: Path) -> None:
+        path.write_text(json.dumps([[p.file, p.line, p.what] for p in _check(file, strict=False)]))
+
+    known = cache.cached(f"{Path(file).stem}-{cache.key('refused', *what)}.json", make).read_text()
+    return [Problem(*problem) for problem in json.loads(known)]
+
+
+def _check(file: str, strict: bool) -> list[Problem]:
     try:
         flat = sources.flatten(file)
     except CompileError as error:
@@ -42,7 +63,7 @@ def check(file: str) -> list[Problem]:
         text = text.replace(f'"{folder}/', '"')
     problems: list[Problem] = []
     try:
-        problems = Text(text).problems()
+        problems = Text(text).problems(strict)
         translation = rewrite(text, {})
         compiled = build._simulator_text(translation, file)
     except RewriteError as error:
@@ -53,7 +74,8 @@ def check(file: str) -> list[Problem]:
     done = found.run(flags, compiled)
     problems += _diagnostics(done.stderr, file)
     if done.returncode == 0:
-        problems += problems_in(done.stdout, translation, str(build.INCLUDE))
+        problems += recursion(done.stdout, str(build.INCLUDE))
+        problems += threadgroup_memory(done.stdout, translation) if strict else []
     return sorted(set(problems))
 
 
@@ -65,15 +87,15 @@ def _flags() -> list[str]:
     return [*flags, "-fvisibility=hidden", "-ffp-contract=off"]
 
 
-# Metal's compiler takes these, C++17 as they are, in C++14.
-_TAKEN = ("constexpr if", "with no message", "inline variables")
+# Of what is newer than C++14, the little that clang does not take there as an extension.
+_NEWER = ("class template argument deduction", "declared with 'auto'", "'consteval'", "'constinit'")
 
 
 def _diagnostics(log: str, file: str) -> list[Problem]:
     problems = []
     for name, line, kind, what in _DIAGNOSTIC.findall(build._clean(log)):
         if kind == "warning":
-            if "::mittens::" in what or any(taken in what for taken in _TAKEN):
+            if "::mittens::" in what or ("incompatible with C++" in what and not any(new in what for new in _NEWER)):
                 continue
             what = what.split(" [-W")[0]
         problems.append(Problem(name, int(line), what))

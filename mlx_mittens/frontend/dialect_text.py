@@ -10,14 +10,14 @@ from .rewrite import _Rewriter
 
 _SPACES = {"device", "constant", "threadgroup", "thread", "ray_data", "object_data"}
 _FORBIDDEN = {
-    "double": "Metal has no double",
-    "new": "Metal has no new",
-    "delete": "Metal has no delete",
-    "try": "Metal has no exceptions",
-    "catch": "Metal has no exceptions",
-    "throw": "Metal has no exceptions",
-    "goto": "Metal has no goto",
-    "virtual": "Metal has no virtual functions",
+    "double": "Metal has no double: write float",
+    "new": "Metal has no new: declare an array of a fixed size",
+    "delete": "Metal has no delete: declare an array of a fixed size",
+    "try": "Metal has no exceptions: return a value that says what went wrong",
+    "catch": "Metal has no exceptions: return a value that says what went wrong",
+    "throw": "Metal has no exceptions: return a value that says what went wrong",
+    "goto": "Metal has no goto: write a loop",
+    "virtual": "Metal has no virtual functions: write a template",
     "typeid": "Metal has no type identification",
     "dynamic_cast": "Metal has no dynamic_cast",
     "thread_local": "Metal has no thread_local",
@@ -48,16 +48,18 @@ class Text:
         self.reader = reader
         reader._attributes()
         self.found: list[Problem] = []
+        self.doubtful: list[Problem] = []  # what not every one of Apple's compilers refuses
         self.functions: set[str] = set()
 
-    def problems(self) -> list[Problem]:
+    def problems(self, strict: bool) -> list[Problem]:
+        """What is found; what is doubtful only if that is asked for."""
         self._scope(0, len(self.tokens))
         self._words()
-        return self.found
+        return [*self.found, *(self.doubtful if strict else [])]
 
-    def report(self, i: int, what: str) -> None:
+    def report(self, i: int, what: str, doubtful: bool = False) -> None:
         file, line = self.reader.lines.at(self.reader.spans[i][0])
-        self.found.append(Problem(file, line, what))
+        (self.doubtful if doubtful else self.found).append(Problem(file, line, what))
 
     # Namespaces and classes: declarations and definitions, one after the other.
 
@@ -182,10 +184,10 @@ class Text:
             depth += {"{": 1, "}": -1}.get(token, 0)
             if token == "static":
                 if self.token(i + 1) not in ("constexpr", "const", "constant"):
-                    self.report(i, f"{name!r} has a static variable")
+                    self.report(i, f"{name!r} has a static variable: keep it in a buffer, or write 'constant' outside of a function")
             elif token == "[" and self.token(i + 1) != "[" and self._starts_expression(before):
                 if self.token(self.partner[i] + 1) in ("(", "{", "<"):
-                    self.report(i, "Metal has no lambda expressions")
+                    self.report(i, "Metal has no lambda expressions: write a function")
             elif token == "threadgroup" and before in (";", "{", "}", ":"):
                 self._threadgroup(i, name, kernel, depth)
             elif is_type(token) and self.token(i + 1) in ("*", "&"):
@@ -214,9 +216,10 @@ class Text:
         if not kernel:
             self.report(i, f"threadgroup memory stands in {name!r}, which is not a kernel")
         elif depth > 0:
-            self.report(i, f"threadgroup memory stands in a block of {name!r}: it belongs at the kernel's top")
+            what = f"threadgroup memory stands in a block of {name!r}: it belongs at the kernel's top"
+            self.report(i, what, doubtful=True)
         if initialised:
-            self.report(i, "threadgroup memory has an initial value")
+            self.report(i, "threadgroup memory has an initial value", doubtful=True)
 
     # Words, wherever they stand.
 
@@ -228,18 +231,18 @@ class Text:
                 continue
             if self.reader.in_attribute[i]:
                 if before in ("[", ",") and not is_attribute(token) and self.reader.in_attribute[i - 1]:
-                    self.report(i, f"Metal has no attribute {token!r}")
+                    self.report(i, f"Metal has no attribute {token!r}", doubtful=True)
                 continue
             if token in _FORBIDDEN:
                 self.report(i, _FORBIDDEN[token])
             elif token == "std" and after == "::":
-                self.report(i, "Metal has no std::")
+                self.report(i, "Metal has no std::, write metal::")
             elif token.startswith(("__builtin_", "__nvvm", "__sanitizer", "MITTENS_")):
-                self.report(i, f"{token!r} is not Metal's")
+                self.report(i, f"{token!r} is not Metal's", doubtful=True)
             elif token not in declared and token not in _NOT_A_CALL and not is_type(token):
                 end = self.skip(i + 1)
                 if self.token(end) == "(" and not is_builtin(token) and not token.startswith("__is_"):
-                    self.report(i, f"Metal has no function {token!r}")
+                    self.report(i, f"Metal has no function {token!r}", doubtful=True)
 
     def _declared(self) -> set[str]:
         """Names that the text itself declares: functions, types, template parameters, variables."""

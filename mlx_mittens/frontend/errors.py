@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_WORDS = re.compile(r"(?:kernel '(.*?)' of )?(.*?) does not compile:\n(.*)", re.S)
 
 
 class CompileError(RuntimeError):
     """A .metal text that its compiler refused: the file, the kernel if one was asked for, and the compiler's words."""
 
-    def __init__(self, file: str, kernel: str | None, log: str):
+    def __init__(self, file: str, kernel: str | None = None, log: str | None = None):
+        if log is None:  # copied, or passed on by C++: one that is made of the whole message
+            known = _WORDS.fullmatch(file)
+            kernel, file, log = known.groups() if known else (None, "a kernel", file)
         self.file = file
         self.kernel = kernel
         self.log = log.strip()

@@ -9,6 +9,9 @@ from .errors import CompileError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*$', re.M)
+_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)  # strings too, in which none begins
+_LINE = re.compile(r'^#line (\d+) "([^"\n]*)"$', re.M)
+_OTHER = re.compile(r"[^\x00-\x7f]")
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.M)
 
 _registered: dict[str, str] = {}
@@ -51,7 +54,7 @@ def flatten(file: str) -> str:
     ``#line`` directives say where every line came from. Headers that are not ours stay included.
 
     Raises:
-        CompileError: If a header is missing or the text is not ASCII, which Metal's compiler would not take.
+        CompileError: If a header is missing, or the text is not ASCII outside of comments.
     """
     text, stamps = _flattened.get(file, (None, None))
     if text is None or any(_stamp(name, path) != stamp for name, path, stamp in stamps):
@@ -74,6 +77,14 @@ def _stamp(name: str, path: Path | None) -> object:
     return (status.st_mtime_ns, status.st_size, name in _registered)
 
 
+def _place(name: str, text: str, at: int) -> str:
+    """File and line of a character of a text, as the text's own #line directives have it."""
+    line, start = 1, 0
+    for marker in _LINE.finditer(text, 0, at):
+        name, line, start = marker[2], int(marker[1]), marker.end() + 1
+    return f"{name}:{line + text.count(chr(10), start, at)}"
+
+
 def _flatten(file: str) -> tuple[str, list[tuple[str, Path | None, object]]]:
     folder = metal_folder()
     first = None if file in _registered else folder / file
@@ -82,8 +93,11 @@ def _flatten(file: str) -> tuple[str, list[tuple[str, Path | None, object]]]:
 
     def inline(name: str, text: str, at: Path) -> str:
         if not text.isascii():
-            line = next(i for i, line in enumerate(text.splitlines(), 1) if not line.isascii())
-            raise CompileError(file, None, f"{name}:{line}: error: a .metal file is ASCII")
+            text = _COMMENT.sub(lambda m: _OTHER.sub("?", m[0]) if m[0][0] == "/" else m[0], text)
+            other = _OTHER.search(text)
+            if other:
+                what = f"{other[0]!r} is not ASCII: it may stand in a comment only"
+                raise CompileError(file, None, f"{_place(name, text, other.start())}: error: {what}")
         text = _PRAGMA_ONCE.sub("", text)
         parts, done = [f'#line 1 "{name}"\n'], 0
         for match in _INCLUDE.finditer(text):
