@@ -3,8 +3,8 @@
 Each function takes what the op takes and launches MLX's kernel for it with MLX's own geometry: on a CUDA GPU by the
 same compiler as ours, on a CPU in the simulator. A new op's peer is one function and one row in `PEERS`.
 
-Where MLX's choice depends on the Apple GPU at hand, it is made as for a Max ("s"), and a kernel that may have as many
-threads as the hardware allows has 1024.
+Where MLX's choice depends on the Apple GPU at hand, it is made as for `GPU`, and a kernel that may have as many threads as
+the hardware allows has 1024.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ _HEADERS = {
     "softmax": ("utils.h", "softmax.h"),
     "gemv": ("utils.h", "gemv.h"),
     "quantized": ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h"),
+    "splitk": ("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_splitk.h"),
     "sdpa_vector": ("utils.h", "sdpa_vector.h"),
     "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
 }
 _TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
+# An M4 Max, as MLX reads the name of its architecture, applegpu_g16s: generation and class. MLX chooses the same on an M3
+# Max; the generation after it has matrix units, whose kernels no other compiler takes.
+GPU = (16, "s")
 _SIMD = 32
 _MOST_THREADS = 1024
 
@@ -42,7 +46,7 @@ def instance(family: str, function: str, *template: object) -> tuple[str, str]:
     """Registers one instantiation of a kernel of MLX's.
 
     Args:
-        family: Of the kernel: ``softmax``, ``gemv``, ``quantized``, ``sdpa_vector`` or ``steel_attention``.
+        family: Of the kernel: a key of `_HEADERS`.
         function: The kernel.
         template: Its template arguments.
 
@@ -117,20 +121,72 @@ def quantized_matmul(
     *,
     stream: Stream = None,
 ) -> mx.array:
-    """``mx.quantized_matmul`` with affine weights [N, K] and few rows of x [M, K]: the kernels for vectors."""
+    """``mx.quantized_matmul`` with affine weights [N, K] and x [M, K]: by vectors, or by matrices from some rows on."""
     if not transpose:
         raise ValueError("[peer.quantized_matmul] transpose is False: expected True")
     m, k, n = math.prod(x.shape[:-1]), x.shape[-1], w.shape[0]
-    pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
-    rows = 8
-    fast = n % rows == 0 and k % (pack * (1 if bits == 2 else 2) * _SIMD) == 0
-    function = "affine_qmv_fast" if fast else "affine_qmv"
-    kernel = instance("quantized", function, _TYPES[x.dtype], group_size, bits, False)
     arguments = {
         **dict(enumerate((w, scales, biases, x))),
         **{4: Output([*x.shape[:-1], n], x.dtype), 5: int32(k), 6: int32(n)},
     }
+    type_text = _TYPES[x.dtype]
+    if m >= _fewest_rows_of_qmm(k, n):
+        return _qmm(arguments, type_text, (m, k, n), group_size, bits, stream)
+    if (k == 128 and bits in (1, 2, 4, 8)) or (k == 64 and bits in (2, 4, 8)):
+        kernel = instance("quantized", "affine_qmv_quad", type_text, group_size, bits, k, False)
+        return launch(*kernel, arguments, [m, _ceil(n, 64), 1], [_SIMD, 1, 1], stream=stream)[0]
+    if m > 1 and GPU[0] >= 15:
+        vectors, lanes = _ceil(m, _ceil(m, 5)), 8
+        kernel = instance("quantized", "affine_qmv_wide", type_text, group_size, bits, vectors, lanes, False)
+        groups = [_ceil(m, vectors), _ceil(n, 2 * _SIMD // lanes), 1]
+        return launch(*kernel, arguments | {7: int32(m)}, groups, [_SIMD, 2, 1], stream=stream)[0]
+    pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
+    rows, whole = 8, k % (pack * (1 if bits == 2 else 2) * _SIMD) == 0
+    partial = [n % rows != 0] if whole else []
+    kernel = instance(
+        "quantized", "affine_qmv_fast" if whole else "affine_qmv", type_text, group_size, bits, False, *partial
+    )
     return launch(*kernel, arguments, [m, _ceil(n, rows), 1], [_SIMD, 2, 1], stream=stream)[0]
+
+
+def _fewest_rows_of_qmm(k: int, n: int) -> int:
+    """From how many rows of x on MLX multiplies quantized weights [N, K] by matrices, on an M3 or M4 that is no Ultra."""
+    return 15 if 2048 < max(k, n) <= 4096 else 13
+
+
+def _qmm(arguments, type_text, shape, group_size, bits, stream):
+    m, k, n = shape
+    tiles = [_ceil(n, 32), _ceil(m, 32)]
+    aligned = n % 32 == 0
+    align = max(group_size, 32)
+    parts = min(max(1, 512 // math.prod(tiles)), k // align)
+    while parts > 1 and k % (parts * align):
+        parts -= 1
+    arguments = arguments | {7: int32(m)}
+    if parts <= 1:
+        kernel = instance("quantized", "affine_qmm_t", type_text, group_size, bits, aligned, False)
+        return launch(*kernel, arguments, [*tiles, 1], [_SIMD, 2, 2], stream=stream)[0]
+    output = arguments[4]
+    arguments |= {4: Output([parts, m, n], mx.float32), 8: int32(k // parts), 9: int32(m * n)}
+    kernel = instance("quantized", "affine_qmm_t_splitk", type_text, group_size, bits, aligned)
+    (partials,) = launch(*kernel, arguments, [*tiles, parts], [_SIMD, 2, 2], stream=stream)
+    kernel = instance("splitk", "gemm_splitk_accum", "float", type_text)
+    arguments = {0: partials, 1: output, 2: int32(parts), 3: int32(m * n), 4: int32(n)}
+    width, height = _block(n, m)
+    return launch(*kernel, arguments, [n // width, m // height, 1], [width, height, 1], stream=stream)[0]
+
+
+def _block(width: int, height: int) -> tuple[int, int]:
+    """Threads of a threadgroup for a grid of threads: as MLX's, but none that the edge of the grid would cut short."""
+    width_bits = height_bits = 0
+    while width_bits + height_bits < 10:
+        before = width_bits + height_bits
+        width_bits += width % (2 << width_bits) == 0
+        if width_bits + height_bits < 10:
+            height_bits += height % (2 << height_bits) == 0
+        if width_bits + height_bits == before:
+            break
+    return 1 << width_bits, 1 << height_bits
 
 
 def scaled_dot_product_attention(
@@ -161,6 +217,10 @@ def _vector_attention(q, k, v, scale, causal, stream):
     return launch(*kernel, dict(enumerate(values)), groups, [1024], constants=constants, stream=stream)[0]
 
 
+# Query heads that share keys, and width of heads: how many of the heads a simdgroup takes, where MLX reads keys once.
+_SHARED = {(8, 64): 8, (8, 128): 4, (12, 128): 4, (16, 128): 2}
+
+
 def _blocks(keys: int, simdgroups: int) -> int:
     """Into how many parts MLX splits the keys on a Max."""
     if keys <= 1024 or simdgroups <= 4:
@@ -173,9 +233,9 @@ def _attention_in_two_passes(q, k, v, scale, causal, stream):
     group, keys, type_text = heads // k.shape[1], k.shape[2], _TYPES[q.dtype]
     dims = q.shape[3], v.shape[3]
     blocks = _blocks(keys, group * length)
-    grouped = length == 1 and group == 8 and dims in ((64, 64), (128, 128)) and keys >= 8192
-    if grouped:
-        first = instance("sdpa_vector", "sdpa_vector_2pass_1_gqa", type_text, *dims, 8, 8 if dims[0] == 64 else 4)
+    shared = _SHARED.get((group, dims[0]))
+    if shared and length == 1 and dims[0] == dims[1] and keys >= 8192:
+        first = instance("sdpa_vector", "sdpa_vector_2pass_1_gqa", type_text, *dims, group, shared)
     else:
         first = instance("sdpa_vector", "sdpa_vector_2pass_1", type_text, *dims)
     sums = Output([batch, heads, length, blocks], mx.float32)

@@ -72,17 +72,100 @@ def test_gemv_of_the_transpose(draw, dtype, shape):
     assert_near(peer.gemv(w, x, transpose=False), (x.astype(mx.float32) @ w.astype(mx.float32)).astype(dtype))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("shape, function", [((16, 512), "qmv_fast"), ((24, 576), "qmv"), ((3, 64), "qmv")], ids=str)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_quantized_matmul(draw, dtype, bits, shape, function, rows):
+QUANTIZED = [
+    # rows of x, weights, the kernels that MLX launches, their threadgroups
+    (1, (16, 512), ["qmv_fast"], [(1, 2, 1)]),
+    (1, (24, 576), ["qmv"], [(1, 3, 1)]),
+    (1, (3, 192), ["qmv"], [(1, 1, 1)]),
+    (1, (64, 64), ["qmv_quad"], [(1, 1, 1)]),
+    (3, (70, 128), ["qmv_quad"], [(3, 2, 1)]),
+    (2, (24, 576), ["qmv_wide"], [(1, 3, 1)]),
+    (5, (20, 512), ["qmv_wide"], [(1, 3, 1)]),
+    (6, (24, 576), ["qmv_wide"], [(2, 3, 1)]),
+    (12, (8, 256), ["qmv_wide"], [(3, 1, 1)]),
+    (13, (40, 192), ["qmm_t_splitk", "gemm_splitk_accum"], [(2, 1, 3), (5, 13, 1)]),
+    (16, (64, 256), ["qmm_t_splitk", "gemm_splitk_accum"], [(2, 1, 4), (1, 1, 1)]),
+    (33, (16, 64), ["qmm_t"], [(1, 2, 1)]),
+]
+
+
+@pytest.fixture
+def launches(device):
+    """What a call launches: a kernel's name, threadgroups and threads of each."""
+
+    def launches(call):
+        if device != "cpu":
+            pytest.skip("the simulator records launches")
+        _ext.simulator_record(True)
+        try:
+            mx.eval(call())
+        finally:
+            runs = _ext.simulator_record(False)
+        return [(run["kernel"], run["threadgroups"], run["threads"]) for run in runs]
+
+    return launches
+
+
+def quantized(draw, dtype, bits, rows, shape):
+    """x, weights and what is exact, with the size of the terms."""
     weights = mx.quantize(draw(*shape, dtype=dtype), group_size=64, bits=bits)
     x = draw(rows, shape[1], dtype=dtype)
     w = mx.dequantize(*weights, group_size=64, bits=bits).astype(mx.float32)
-    exact = x.astype(mx.float32) @ w.T
     size = np.sqrt(cases.widen(x) ** 2 @ cases.widen(w).T ** 2).max()
-    assert_near(peer.quantized_matmul(x, *weights, group_size=64, bits=bits), exact.astype(dtype), size=size)
-    assert f'affine_{function}_' in frontend.source(f"mlx/affine_{function}_{peer._TYPES[dtype]}_64_{bits}_false.metal")
+    return x, weights, (x.astype(mx.float32) @ w.T).astype(dtype), size
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows, shape, kernels, groups", QUANTIZED, ids=str)
+def test_quantized_matmul(draw, dtype, bits, rows, shape, kernels, groups):
+    x, weights, exact, size = quantized(draw, dtype, bits, rows, shape)
+    # qmm multiplies weights that are rounded to x's type.
+    tolerance = None if "qmv" in kernels[0] else 2 * TOLERANCE[dtype]
+    assert_near(peer.quantized_matmul(x, *weights, group_size=64, bits=bits), exact, tolerance, size)
+
+
+@pytest.mark.parametrize("rows, shape, kernels, groups", QUANTIZED, ids=str)
+def test_quantized_matmul_launches_what_mlx_launches(draw, launches, rows, shape, kernels, groups):
+    x, weights, *_ = quantized(draw, mx.float16, 4, rows, shape)
+    found = launches(lambda: peer.quantized_matmul(x, *weights, group_size=64, bits=4))
+    assert [re.sub("^affine_|_(half|float)_.*", "", name) for name, *_ in found] == kernels
+    assert [threadgroups for _, threadgroups, _ in found] == groups
+
+
+@pytest.mark.parametrize(
+    "columns, outputs, rows", [(2048, 2048, 13), (4096, 512, 15), (512, 4096, 15), (4096, 4097, 13), (14336, 4096, 13)]
+)
+def test_from_how_many_rows_on_mlx_multiplies_matrices(columns, outputs, rows):
+    assert peer._fewest_rows_of_qmm(columns, outputs) == rows
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_matmul_with_a_partial_block_of_outputs(draw, bits):
+    x, weights, exact, size = quantized(draw, mx.float32, bits, 1, (13, 512))
+    with mm.simulator.enabled(watch=False):  # threadgroups overlap: what the watcher finds is below
+        assert_near(peer.quantized_matmul(x, *weights, group_size=64, bits=bits), exact, size=size)
+
+
+SHARED = [
+    # query heads, key heads, keys, width, of how many query heads a simdgroup computes: none where each reads keys itself
+    (8, 1, 8192, 64, 8),
+    (8, 1, 8192, 128, 4),
+    (12, 1, 8192, 128, 4),
+    (16, 1, 8192, 128, 2),
+    (12, 1, 8192, 64, None),
+    (16, 1, 8191, 128, None),
+    (4, 1, 8192, 128, None),
+]
+
+
+@pytest.mark.parametrize("heads, key_heads, keys, width, shared", SHARED, ids=str)
+def test_attention_launches_what_mlx_launches(draw, launches, heads, key_heads, keys, width, shared):
+    q, k = draw(1, heads, 1, width, dtype=mx.float16), mx.zeros((1, key_heads, keys, width), mx.float16)
+    with mm.simulator.enabled(watch=False):
+        (first, groups, threads), _ = launches(lambda: peer.scaled_dot_product_attention(q, k, k, scale=1.0))
+    group = heads // key_heads
+    name = f"sdpa_vector_2pass_1_gqa_half_{width}_{width}_{group}_{shared}" if shared else "sdpa_vector_2pass_1_half"
+    assert first.startswith(name) and (groups, threads) == ((key_heads, 1, 128 if group > 4 else 64), (32, group, 1))
 
 
 ATTENTION = [
@@ -91,6 +174,8 @@ ATTENTION = [
     (4, 2, 3, 70, 128, "causal"),
     (4, 1, 1, 1030, 64, None),  # from 1024 keys on in two passes
     (2, 2, 2, 1100, 128, "causal"),
+    (12, 1, 1, 8200, 128, None),
+    (16, 1, 1, 8200, 128, None),
     (4, 2, 64, 64, 64, None),  # from 9 queries on steel attention
     (4, 2, 50, 75, 64, "causal"),
     (2, 1, 40, 40, 128, "causal"),
@@ -124,7 +209,7 @@ FINDINGS = {
         r"threadgroup_barrier, mlx/backend/metal/kernels/gemv\.h:\d+, is missed",
     ),
     "qmv: two threadgroups write the same values where the rows are no multiple of 8": (
-        lambda draw: _qmv(draw(1, 128), mx.quantize(draw(9, 128), 64, 4)),
+        lambda draw: _qmv(draw(1, 192), mx.quantize(draw(9, 192), 64, 4)),
         r'quantized\.h:\d+\) at byte 20 of buffer "y", written by .* a race between threadgroups',
     ),
 }
@@ -151,7 +236,7 @@ def test_what_the_watcher_finds_in_them(draw, device, finding):
 
 def test_unwatched_the_race_is_without_effect(draw):
     with mm.simulator.enabled(watch=False):
-        assert_near(*_qmv(draw(1, 128), mx.quantize(draw(9, 128), 64, 4)))
+        assert_near(*_qmv(draw(1, 192), mx.quantize(draw(9, 192), 64, 4)))
 
 
 @pytest.mark.parametrize("family", peer._HEADERS)
@@ -163,11 +248,18 @@ def test_assembles(family):
     kernels = {
         "softmax": [("softmax_single_row", t, "float"), ("softmax_looped", t, "float")],
         "gemv": [("gemv", t, 8, 1, 1, 32, 4, 4, False, False), ("gemv_t", t, 1, 16, 8, 4, 4, 4, False, False)],
-        "quantized": [(f"affine_{f}", t, 64, bits, False) for f in ("qmv", "qmv_fast") for bits in (4, 8)],
+        "quantized": [
+            *[(f"affine_{f}", t, 64, bits, False) for f in ("qmv", "qmv_fast") for bits in (4, 8)],
+            ("affine_qmv_quad", t, 64, 4, 128, False),
+            *[("affine_qmv_wide", t, 64, bits, rows, 8, False) for rows in (2, 5) for bits in (4, 8)],
+            ("affine_qmm_t", t, 64, 4, True, False),
+            ("affine_qmm_t_splitk", t, 64, 4, True),
+        ],
+        "splitk": [("gemm_splitk_accum", "float", t)],
         "sdpa_vector": [
             ("sdpa_vector", t, 128, 128),
             ("sdpa_vector_2pass_1", t, 128, 128),
-            ("sdpa_vector_2pass_1_gqa", t, 128, 128, 8, 4),
+            *[("sdpa_vector_2pass_1_gqa", t, 128, 128, group, shared) for group, shared in ((8, 4), (12, 4), (16, 2))],
             ("sdpa_vector_2pass_2", t, 128),
         ],
         "steel_attention": [("attention", t, 32, 16, 128, 128, 4, 1, t, "float")],
