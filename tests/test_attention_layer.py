@@ -20,6 +20,7 @@ from mlx_mittens.seams import SEAMS, digest
 
 NAMES = ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b"]
 KNOWN = [seam for seam in SEAMS if seam.text]
+LATER = {"mlx_lm.models.mellum"}  # models that mlx-lm has from 0.32 on
 
 
 class Layer:
@@ -112,6 +113,9 @@ def test_the_installed_layers_are_those_that_are_known(seam):
     try:
         importlib.import_module(seam.module)
     except ImportError as error:
+        if error.name == seam.module and seam.module in LATER:
+            assert not seam.is_known()  # so the patch leaves it out
+            return
         if error.name.split(".")[0] in ("mlx_lm", "mlx_mittens"):
             raise
         pytest.skip(f"{seam.module} needs {error.name}")

@@ -499,6 +499,8 @@ def test_a_cache_holds_the_same(rng, dtype):
             assert a == b if isinstance(a, int) else mx.array_equal(a, b).item(), step
         if step == 6:
             assert ours.trim(30) == theirs.trim(30) == 30
+    if not hasattr(KVCache, "keys_and_values"):  # mlx-lm before 0.32 calls no method that a subclass could replace
+        return
     with mm.patched(strict=True):
         other = Other()
         assert [other.update_and_fetch(draw(2, 8), draw(2, 8)) for _ in range(2)] == ["another way"] * 2
