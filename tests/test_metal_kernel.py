@@ -83,6 +83,17 @@ def test_views(by_rows):
         assert equal(run(source, [view], ensure_row_contiguous=by_rows), view)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_any_of_several_inputs_may_be_a_view(count):
+    """Their copies are larger than what the memory allocator keeps at hand: freed, they would not be the same."""
+    names = [f"in{i}" for i in range(count)]
+    source = "uint i = thread_position_in_grid.x; out[i] = " + " + ".join(f"{name}[i]" for name in names) + ";"
+    for which in range(count):
+        inputs = [mx.full((64, 64), float(10**i)) for i in range(count)]
+        inputs[which] = mx.arange(4096.0).reshape(64, 64).T
+        assert equal(run(source, inputs, names=names), sum(inputs))
+
+
 def test_strides_of_a_view_are_those_of_mlx():
     view = mx.arange(64).reshape(8, 8)[::2, ::4]
     source = "out[0] = a_strides[0]; out[1] = a_strides[1]; out[2] = a_shape[0]; out[3] = a_ndim;"

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -43,53 +44,70 @@ struct UserLaunch {
   simulator::Options options;
 };
 
-// What a kernel is given of an input: its bytes from the first element to the end of the last.
-struct View {
-  const char* data;
-  size_t bytes;
-  size_t offset;
-  mx::Strides strides;
-  std::vector<char> copy;
-};
-
-View as_it_lies(const mx::array& array) {
-  int64_t last = 0;
-  for (int d = 0; d < static_cast<int>(array.ndim()); ++d) {
-    last += (array.shape(d) - 1) * array.strides(d);
-  }
-  const size_t bytes = array.size() == 0 ? 0 : (last + 1) * array.itemsize();
-  return {array.data<char>(), bytes, static_cast<size_t>(array.offset()), array.strides(), {}};
-}
-
-View copied_by_rows(const mx::array& array) {
-  View view{nullptr, array.nbytes(), 0, array.strides(), std::vector<char>(array.nbytes())};
-  const int ndim = static_cast<int>(array.ndim());
-  const size_t item = array.itemsize();
-  for (size_t element = 0; element < array.size(); ++element) {
-    int64_t from = 0;
-    size_t rest = element;
-    for (int d = ndim - 1; d >= 0; --d) {
-      from += static_cast<int64_t>(rest % array.shape(d)) * array.strides(d);
-      rest /= array.shape(d);
+// What a kernel is given of an input: its bytes from the first element to the end of the last, and what it may ask of
+// their layout. The dispatch points into it, so that it stays where it was made.
+class View {
+ public:
+  // A buffer starts at its first element, so a view that runs backwards is copied although MLX would not.
+  View(const mx::array& array, bool by_rows)
+      : lying_(array.data<char>()),
+        offset_(static_cast<size_t>(array.offset())),
+        strides_(array.strides()),
+        ndim_(static_cast<int>(array.ndim())) {
+    const bool backwards = std::any_of(strides_.begin(), strides_.end(), [](int64_t stride) { return stride < 0; });
+    if (array.size() > 0 && (backwards || (by_rows && !array.flags().row_contiguous))) {
+      copy_by_rows(array);
+    } else if (array.size() > 0) {
+      int64_t last = 0;
+      for (int d = 0; d < ndim_; ++d) {
+        last += (array.shape(d) - 1) * strides_[d];
+      }
+      bytes_ = (last + 1) * array.itemsize();
     }
-    std::memcpy(view.copy.data() + element * item, array.data<char>() + from * static_cast<int64_t>(item), item);
   }
-  int64_t stride = 1;
-  for (int d = ndim - 1; d >= 0; --d) {
-    view.strides[d] = stride;
-    stride *= array.shape(d);
-  }
-  view.data = view.copy.data();
-  return view;
-}
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
 
-// A buffer starts at its first element, so a view that runs backwards is copied although MLX would not.
-View view_of(const mx::array& array, bool by_rows) {
-  const bool backwards =
-      std::any_of(array.strides().begin(), array.strides().end(), [](int64_t stride) { return stride < 0; });
-  const bool copy = array.size() > 0 && (backwards || (by_rows && !array.flags().row_contiguous));
-  return copy ? copied_by_rows(array) : as_it_lies(array);
-}
+  Buffer buffer() {
+    if (copy_.empty()) {
+      return {"", const_cast<char*>(lying_), bytes_, Buffer::input, offset_};
+    }
+    return {"", copy_.data(), copy_.size(), Buffer::input};
+  }
+  const mx::Strides& strides() const {
+    return strides_;
+  }
+  const int& ndim() const {
+    return ndim_;
+  }
+
+ private:
+  void copy_by_rows(const mx::array& array) {
+    const size_t item = array.itemsize();
+    copy_.resize(array.nbytes());
+    for (size_t element = 0; element < array.size(); ++element) {
+      int64_t from = 0;
+      size_t rest = element;
+      for (int d = ndim_ - 1; d >= 0; --d) {
+        from += static_cast<int64_t>(rest % array.shape(d)) * array.strides(d);
+        rest /= array.shape(d);
+      }
+      std::memcpy(copy_.data() + element * item, lying_ + from * static_cast<int64_t>(item), item);
+    }
+    int64_t stride = 1;
+    for (int d = ndim_ - 1; d >= 0; --d) {
+      strides_[d] = stride;
+      stride *= array.shape(d);
+    }
+  }
+
+  const char* lying_;
+  size_t bytes_ = 0;
+  size_t offset_;
+  mx::Strides strides_;
+  int ndim_;
+  std::vector<char> copy_;
+};
 
 void fill(mx::array& output, const std::string& element) {
   for (size_t at = 0; at < output.nbytes(); at += element.size()) {
@@ -112,28 +130,23 @@ class UserKernel : public mx::Primitive {
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     mx::synchronize(stream());  // the inputs may still be on their way
     simulator::Dispatch dispatch{.kernel = launch_.kernel, .buffers = {}, .threadgroups = {}, .threads = {}};
-    std::vector<View> views;
-    std::vector<int> dimensions;
-    for (const auto& input : inputs) {
-      views.push_back(view_of(input, launch_.by_rows));
-      dimensions.push_back(static_cast<int>(input.ndim()));
-    }
+    std::deque<View> views;  // does not move what it holds
     const auto by_value = [&](const auto* data, size_t count) {
       dispatch.buffers.push_back({"", const_cast<void*>(static_cast<const void*>(data)), count * sizeof(*data),
                                   Buffer::constant});
     };
     for (size_t i = 0; i < inputs.size(); ++i) {
-      dispatch.buffers.push_back(
-          {"", const_cast<char*>(views[i].data), views[i].bytes, Buffer::input, views[i].offset});
+      View& view = views.emplace_back(inputs[i], launch_.by_rows);
+      dispatch.buffers.push_back(view.buffer());
       const auto [shape, strides, ndim] = launch_.infos[i];
-      if (shape && dimensions[i] > 0) {
-        by_value(inputs[i].shape().data(), dimensions[i]);
+      if (shape && view.ndim() > 0) {
+        by_value(inputs[i].shape().data(), view.ndim());
       }
-      if (strides && dimensions[i] > 0) {
-        by_value(views[i].strides.data(), dimensions[i]);
+      if (strides && view.ndim() > 0) {
+        by_value(view.strides().data(), view.ndim());
       }
-      if (ndim && dimensions[i] > 0) {
-        by_value(&dimensions[i], 1);
+      if (ndim && view.ndim() > 0) {
+        by_value(&view.ndim(), 1);
       }
     }
     for (size_t i = 0; i < outputs.size(); ++i) {

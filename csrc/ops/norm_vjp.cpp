@@ -1,6 +1,7 @@
 #include "ops/norm_vjp.h"
 
 #include <algorithm>
+#include <deque>
 #include <numeric>
 
 #include "cpu/layer_norm.h"
@@ -117,8 +118,7 @@ class NormVjp : public KernelPrimitive {
     const NormVjpParams params = params_of(inputs, outputs, plan);
     const char* const op = options_.centred ? "layer_norm_vjp" : "rms_norm_vjp";
 
-    const auto parts = std::make_shared<Arrays>();  // of the workspace; launches refer to them where they lie
-    parts->reserve(3);
+    const auto parts = std::make_shared<std::deque<mx::array>>();  // of the workspace; a deque does not move them
     std::vector<Launch> launches;
     auto add = [&](Name kernel, uint32_t threadgroups, uint32_t threads) -> Launch& {
       Launch& launch = launches.emplace_back();
