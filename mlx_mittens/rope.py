@@ -59,7 +59,7 @@ def rope_append(
             buffers with the new tokens.
 
     Raises:
-        DtypeError: ``heads`` is not of a type named above.
+        DtypeError: An array is not of a floating-point type.
         ValueError: Shapes do not fit together, the tokens do not fit into the buffers, ``dims`` is odd or exceeds the
             width, or not exactly one of ``base`` and ``freqs`` or only one of the norms is given.
 

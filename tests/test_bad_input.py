@@ -1,10 +1,13 @@
 """Bad input is an exception that says what is wrong, before anything runs."""
 
 import inspect
+import itertools
 import math
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from calls import CALLS
 
 import mlx_mittens as mm
 from mlx_mittens import cases
@@ -81,6 +84,33 @@ def test_integers_are_refused_without_a_weight(op):
     """As in mx: a bias does not make them floating."""
     message = message_of(mm.DtypeError, NORMS[op], x=mx.ones((3, 8), mx.int32), weight=None)
     assert_names(message, f"[{op}]", "x has dtype int32")
+
+
+DTYPES = [mx.float64, mx.complex64, mx.bool_, mx.int32, mx.uint8, mx.uint32, mx.int64]
+ONE_OF_EACH = list({(call.op, *call.arguments): call for call in reversed(CALLS) if call.covered}.values())
+
+
+@pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.name)
+def test_every_dtype_of_every_array(call, lenient, native, rng):
+    """An argument of a dtype that an op does not take is the op's own error; of one that it takes, it is a number."""
+    arrays = call.arrays(rng)
+    for name, dtype in itertools.product(arrays, DTYPES):
+        if arrays[name].dtype == dtype or (name == "mask" and dtype == mx.bool_):  # which is another mask
+            continue
+        a = mx.round(10 * mx.abs(arrays[name])) + 1 if call.arguments[name].is_float else arrays[name]
+        given = {**arrays, name: a.astype(dtype)}
+        try:
+            outputs = call.run(*given.values())
+        except ValueError as error:
+            message = str(error)
+            assert_names(message, f"[{call.op}]", str(dtype).removeprefix("mlx.core."), "expected")
+            assert isinstance(error, mm.DtypeError), f"{name} of {dtype}: {message}"
+            continue
+        mx.eval(outputs)
+        as_floats = {**arrays, name: given[name].astype(mx.float32)}
+        for a, b in zip(outputs, call.run(*as_floats.values()), strict=True):
+            a, b = (np.array(v.astype(mx.float32)) for v in (a, b))
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max(), err_msg=f"{name} of {dtype}")
 
 
 def test_dtype_error_is_both_kinds():

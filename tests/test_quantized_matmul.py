@@ -310,6 +310,12 @@ def test_what_goes_to_mx(rng, native):
         ({"biases": None}, ValueError, r"biases is None"),
         ({"x": mx.zeros((1, 32))}, ValueError, r"x has 32 columns"),
         ({"x": mx.zeros((1, 64), mx.complex64)}, mm.DtypeError, r"x has dtype complex64"),
+        ({"x": mx.zeros((1, 64), mx.float64)}, mm.DtypeError, r"x has dtype float64"),
+        (
+            {"w": mx.zeros((0, 8, 8), mx.uint32), "scales": mx.zeros((0, 8, 1)), "biases": mx.zeros((0, 8, 1))},
+            ValueError,
+            r"w has shape \(0,8,8\), x has shape \(1,64\): expected at least one matrix",
+        ),
         ({"bias": mx.zeros((3,))}, ValueError, r"bias has shape \(3\): expected one dimension with 8 elements"),
     ],
 )

@@ -124,10 +124,7 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   if (bias && (bias->ndim() != 1 || bias->shape(0) != blocks.shape(0))) {
     checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", blocks.shape(0), " elements");
   }
-  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"bias", bias}});
-  if (!has_kernels(dtype)) {
-    checks::fail<DtypeError>(op, "x has dtype ", dtype, ": expected float32, float16 or bfloat16");
-  }
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x}, {"bias", bias}});
   Arrays inputs = {in_dtype(x, dtype, stream), blocks};
   if (bias) {
     inputs.push_back(in_dtype(*bias, dtype, stream));

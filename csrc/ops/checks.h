@@ -72,16 +72,17 @@ struct Argument {
   const mx::array* array;
 };
 
-// What the arguments promote to, the first of which is there; where that is not floating, the argument that makes it so is
-// named.
-inline mx::Dtype floating(const char* op, std::initializer_list<Argument> arguments) {
+// What the arguments promote to, the first of which is there.
+inline mx::Dtype promoted(std::initializer_list<Argument> arguments) {
   mx::Dtype dtype = arguments.begin()->array->dtype();
   for (const auto& [name, array] : arguments) {
     dtype = array && array->dtype() != dtype ? mx::promote_types(dtype, array->dtype()) : dtype;
   }
-  if (has_kernels(dtype) || mx::issubdtype(dtype, mx::floating)) {
-    return dtype;
-  }
+  return dtype;
+}
+
+// Names the argument that makes a dtype of the result which the op does not have.
+[[noreturn]] inline void refuse(const char* op, std::initializer_list<Argument> arguments, mx::Dtype dtype) {
   for (const auto& [name, array] : arguments) {
     if (array && array->dtype() == dtype) {
       fail<DtypeError>(op, name, " has dtype ", dtype, ": expected float32, float16 or bfloat16");
@@ -89,6 +90,24 @@ inline mx::Dtype floating(const char* op, std::initializer_list<Argument> argume
   }
   fail<DtypeError>(op, arguments.begin()->name, " has a dtype that makes ", dtype,
                    " of the result: expected float32, float16 or bfloat16");
+}
+
+// What the arguments promote to, which must be floating: float64 is for mx.
+inline mx::Dtype floating(const char* op, std::initializer_list<Argument> arguments) {
+  const mx::Dtype dtype = promoted(arguments);
+  if (!has_kernels(dtype) && !mx::issubdtype(dtype, mx::floating)) {
+    refuse(op, arguments, dtype);
+  }
+  return dtype;
+}
+
+// The same of an op that mx has not in float64 either.
+inline mx::Dtype kernel_dtype(const char* op, std::initializer_list<Argument> arguments) {
+  const mx::Dtype dtype = promoted(arguments);
+  if (!has_kernels(dtype)) {
+    refuse(op, arguments, dtype);
+  }
+  return dtype;
 }
 
 // Where the op is to run; it is to run nowhere in a function that MLX exports.

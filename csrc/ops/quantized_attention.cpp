@@ -100,11 +100,11 @@ AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Tr
   check_heads(op, queries.shape(), keys_shape, values_shape);
   const auto& [key_words, key_scales, key_biases] = q_keys;
   const auto& [value_words, value_scales, value_biases] = q_values;
-  const mx::Dtype dtype = checks::floating(op, {{"queries", queries},
-                                                {"q_keys' scales", key_scales},
-                                                {"q_keys' biases", key_biases},
-                                                {"q_values' scales", value_scales},
-                                                {"q_values' biases", value_biases}});
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"queries", queries},
+                                                    {"q_keys' scales", key_scales},
+                                                    {"q_keys' biases", key_biases},
+                                                    {"q_values' scales", value_scales},
+                                                    {"q_values' biases", value_biases}});
   const mx::Stream stream = checks::stream(op, where);
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
   AttentionCall call{typed(queries),

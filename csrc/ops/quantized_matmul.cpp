@@ -339,9 +339,10 @@ std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::
   if (bias && (bias->ndim() != 1 || bias->shape(0) != shape.outputs)) {
     checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", shape.outputs, " elements");
   }
-  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"bias", bias}, {"scales", scales}, {"biases", *biases}});
-  if (!has_kernels(dtype)) {
-    return left_to_mx(op, "float64");
+  const mx::Dtype dtype =
+      checks::kernel_dtype(op, {{"x", x}, {"bias", bias}, {"scales", scales}, {"biases", *biases}});
+  if (x.ndim() <= 2 && leading_size(w, 2) == 0) {
+    checks::fail(op, "w has shape ", w.shape(), ", x has shape ", x.shape(), ": expected at least one matrix");
   }
   if (!has_affine_kernels(format)) {
     return left_to_mx(op, std::to_string(format.bits) + " bits");

@@ -128,11 +128,11 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     checks::fail(op, "up's w has ", std::get<0>(up).shape(0), " rows, gate's has ", shape.outputs,
                  ": expected the same number");
   }
-  const mx::Dtype dtype = checks::floating(op, {{"x", x},
-                                                {"gate's scales", std::get<1>(gate)},
-                                                {"gate's biases", std::get<2>(gate)},
-                                                {"up's scales", std::get<1>(up)},
-                                                {"up's biases", std::get<2>(up)}});
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x},
+                                                    {"gate's scales", std::get<1>(gate)},
+                                                    {"gate's biases", std::get<2>(gate)},
+                                                    {"up's scales", std::get<1>(up)},
+                                                    {"up's biases", std::get<2>(up)}});
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
   Arrays inputs;
   inputs.reserve(7);
@@ -155,9 +155,6 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     send_to_mx(op, reason);
     return products_of_mx();
   };
-  if (!has_kernels(dtype)) {
-    return by_mx("float64");
-  }
   if (!has_affine_kernels(format)) {
     return by_mx(std::to_string(format.bits) + " bits");
   }

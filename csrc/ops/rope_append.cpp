@@ -4,6 +4,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -374,6 +375,9 @@ void check_rotary(const Rotary& rotary, const mx::array& heads) {
   if (!std::isfinite(rotary.scale)) {
     checks::fail(op, "scale is ", rotary.scale, ": expected a finite number");
   }
+  if (rotary.freqs && mx::issubdtype(rotary.freqs->dtype(), mx::complexfloating)) {
+    checks::fail<DtypeError>(op, "freqs has dtype ", rotary.freqs->dtype(), ": expected float32");
+  }
   if (rotary.freqs && (rotary.freqs->ndim() != 1 || rotary.freqs->shape(0) != rotary.dims / 2)) {
     checks::fail(op, "freqs has shape ", rotary.freqs->shape(), ": expected one dimension with ", rotary.dims / 2,
                  " elements");
@@ -441,16 +445,19 @@ std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& ke
                                      const Rotary& rotary, int offset, int start, mx::Stream stream) {
   check(heads, keys, values, rotary, start);
   const mx::Dtype dtype = checks::floating(op, {{"heads", heads}});
-  if (!has_kernels(dtype)) {
-    return left_to_mx(op, "float64");
-  }
-  for (const auto* array : {&keys, &values}) {
+  const char* reason = has_kernels(dtype) ? nullptr : "float64";
+  for (const auto& [name, array] : {std::pair("keys", &keys), std::pair("values", &values)}) {
     if (array->dtype() != dtype) {
-      return left_to_mx(op, "buffers of another type than the heads'");
+      checks::floating(op, {{name, *array}});
+      reason = reason ? reason : "buffers of another type than the heads'";
     }
   }
   if (rotary.query_norm && (rotary.query_norm->dtype() != dtype || rotary.key_norm->dtype() != dtype)) {
-    return left_to_mx(op, "norms of another type than the heads'");
+    checks::floating(op, {{"heads", heads}, {"query_norm", rotary.query_norm}, {"key_norm", rotary.key_norm}});
+    reason = reason ? reason : "norms of another type than the heads'";
+  }
+  if (reason) {
+    return left_to_mx(op, reason);
   }
   mx::Shape queries = heads.shape();
   queries[1] -= 2 * keys.shape(1);
