@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <limits>
 #include <numeric>
 
@@ -148,8 +149,9 @@ class QuantizedMatmul : public KernelPrimitive {
       for (size_t i = 1; i < 4; ++i) {
         broadcast(i);
       }
-      if (inputs[1].ndim() == 2) {  // all of x is rows
-        batched[0] = mx::reshape(batched[0], {size, -1, shape.back()}, stream());
+      if (batched[1].ndim() == 3) {  // a matrix for each of them: all else of x is rows
+        const int rows = std::accumulate(shape.begin() + 1, shape.end() - 1, 1, std::multiplies<int>());
+        batched[0] = mx::reshape(batched[0], {size, rows, shape.back()}, stream());
       }
     }
     mx::array y = quantized_matmul(batched[0], batched[1], batched[2], batched[3], format_.transpose,

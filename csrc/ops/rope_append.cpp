@@ -109,10 +109,20 @@ CacheStep compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream
     parts[i] = mx::fast::rope(parts[i], turn.dims, false, base, turn.scale, turn.offset, freqs, s);
   }
   const auto appended = [&](const mx::array& buffer, const mx::array& fresh) {
+    const int after = turn.start + fresh.shape(tokens_axis);
+    if (buffer.is_tracer() || fresh.is_tracer()) {  // mx's vmap of slice_update is wrong where the update is shared
+      mx::Shape begin(4, 0);
+      mx::Shape end = buffer.shape();
+      end[tokens_axis] = turn.start;
+      const mx::array first = mx::slice(buffer, begin, end, s);
+      begin[tokens_axis] = after;
+      const mx::array last = mx::slice(buffer, begin, buffer.shape(), s);
+      return mx::concatenate({first, mx::astype(fresh, buffer.dtype(), s), last}, tokens_axis, s);
+    }
     mx::Shape begin(4, 0);
     mx::Shape end = buffer.shape();
     begin[tokens_axis] = turn.start;
-    end[tokens_axis] = turn.start + fresh.shape(tokens_axis);
+    end[tokens_axis] = after;
     return mx::slice_update(buffer, fresh, begin, end, s);
   };
   return {parts[0], appended(inputs[1], parts[1]), appended(inputs[2], parts[2])};
