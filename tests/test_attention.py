@@ -444,3 +444,11 @@ def test_wrong_kind_of_object(change):
     q, k, v = T((1, 4, 3, 8)), T((1, 2, 5, 8)), T((1, 2, 5, 8))
     with pytest.raises(TypeError):
         mm.scaled_dot_product_attention(q, k, v, **{"scale": 1.0, **change})
+
+
+def test_compiled_for_any_shape_and_called_with_one_that_no_kernel_covers():
+    compiled = mx.compile(lambda q, k, v: mm.scaled_dot_product_attention(q, k, v, scale=1.0), shapeless=True)
+    with mx.stream(mx.cpu), mm.simulator.enabled():
+        compiled(*(mx.zeros((1, 2, 3, 64)) for _ in range(3)))
+        with pytest.raises(ValueError, match=r"\[scaled_dot_product_attention\] .* heads of width 40"):
+            mx.eval(compiled(*(mx.zeros((1, 2, 3, 40)) for _ in range(3))))

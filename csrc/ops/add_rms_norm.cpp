@@ -120,7 +120,9 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
   if (!has_kernels(dtype)) {
     send_to_mx(op, "float64");
     const mx::array sum = mx::add(x, residual, stream);
-    return {mx::fast::rms_norm(sum, weight, eps, stream), sum};
+    const mx::array y = sum.size() == 0 ? mx::zeros(sum.shape(), dtype, stream)
+                                        : mx::fast::rms_norm(sum, weight, eps, stream);
+    return {y, sum};
   }
   // A weight of a wider type widens the norm but not the sum: two outputs of two types.
   if (dtype != sum_dtype) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "mlx/utils.h"
+#include "mlx/ops.h"
 #include "ops/checks.h"
 #include "ops/matrices.h"
 #include "ops/native.h"
@@ -122,6 +122,15 @@ AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w,
                  format.transpose ? "True" : "False", ": expected ", shape.columns, " columns");
   }
   return shape;
+}
+
+mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                 const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                                 std::optional<int> bits, const std::string& mode, mx::StreamOrDevice where) {
+  const mx::array y = mx::quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, where);
+  // Of sizes of zero it would divide by zero when it is evaluated.
+  const bool is_evaluable = y.size() > 0 && x.shape(-1) > 0;
+  return is_evaluable ? y : mx::zeros(y.shape(), y.dtype(), where);
 }
 
 bool is_prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases) {

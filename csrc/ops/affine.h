@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cpu/quantized_matmul.h"
+#include "mlx/utils.h"
 #include "ops/primitive.h"
 #include "ops/row_products.h"
 #include "params/quantized.h"
@@ -33,6 +34,11 @@ bool has_affine_kernels(const AffineFormat& format);
 // What the shapes of a triple say; throws where they contradict each other, the format or x.
 AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
                          const mx::array& biases, const AffineFormat& format);
+
+// mx's product with quantized weights of any mode, for what no kernel covers.
+mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                 const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                                 std::optional<int> bits, const std::string& mode, mx::StreamOrDevice where);
 
 // Whether the kernels can read a triple where it lies.
 bool is_prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases);

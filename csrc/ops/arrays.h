@@ -1,9 +1,12 @@
 // Small things that the primitives do with arrays.
 #pragma once
 
+#include <optional>
+
 #include "launch/memory.h"
 #include "launch/shared_buffer.h"
 #include "mlx/ops.h"
+#include "mlx/utils.h"
 #include "ops/contiguous.h"
 
 namespace mittens {
@@ -11,6 +14,16 @@ namespace mittens {
 // mx::astype, which takes the host a while for an array that is of the dtype already.
 inline mx::array in_dtype(const mx::array& array, mx::Dtype dtype, mx::Stream stream) {
   return array.dtype() == dtype ? array : mx::astype(array, dtype, stream);
+}
+
+// y plus a bias that broadcasts to it. mx's gradient of that would reduce an array without elements where y is one, and
+// may not end.
+inline mx::array plus_bias(const mx::array& y, const std::optional<mx::array>& bias, mx::StreamOrDevice stream) {
+  if (!bias) {
+    return y;
+  }
+  return y.size() > 0 ? mx::add(y, *bias, stream)
+                      : mx::zeros(y.shape(), mx::promote_types(y.dtype(), bias->dtype()), stream);
 }
 
 // The output gets the memory of a donor of its shape and dtype that nobody else needs, else memory of its own. `outputs`

@@ -125,7 +125,17 @@ class Attention : public KernelPrimitive {
     return copies;
   }
 
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[first_key()].shape(2) == 0;
+  }
+
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    // A compiled function may meet shapes that it was not made for.
+    const mx::Shape keys = unpacked(inputs[first_key()], options_.bits);
+    const mx::Shape values = unpacked(inputs[first_value()], options_.bits);
+    if (const auto reason = attention_not_covered(inputs[0].shape(), keys, values, options_); !reason.empty()) {
+      checks::fail(op(), "a function compiled for any shape came to ", reason, ": expected what kernels cover");
+    }
     return attention_launches(inputs, outputs[0], options_, stream());
   }
 
@@ -173,6 +183,10 @@ class Attention : public KernelPrimitive {
     mx::Shape shape = inputs[0].shape();
     shape.back() = unpacked(inputs[first_value()], options_.bits).back();
     return shape;
+  }
+
+  const char* op() const {
+    return options_.bits ? "quantized_scaled_dot_product_attention" : "scaled_dot_product_attention";
   }
 
   // Places of the inputs; -1 where there is none.

@@ -56,6 +56,14 @@ class BlockMatmul : public KernelPrimitive {
     return row_contiguous(inputs, stream(), copies, 16);
   }
 
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].shape(-1) == 0;
+  }
+
+  const mx::array* addend(const Arrays& inputs) const override {
+    return inputs.size() > 2 ? &inputs[2] : nullptr;
+  }
+
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     // By their registers a core holds 12 of one row, and 8 of two rows, which are planned as those of one.
     constexpr uint32_t held_simdgroups = h200_cores * 12;
@@ -130,12 +138,11 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
     inputs.push_back(in_dtype(*bias, dtype, stream));
   }
   const size_t rows = leading_size(x, 1);
-  if (columns == 0 || (stream.device == mx::Device::gpu && rows > most_gemv_rows)) {
-    send_to_mx(op, columns == 0 ? "no columns"
-                                : "more than " + std::to_string(most_gemv_rows) + " rows of x");
+  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
+    send_to_mx(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
     const mx::array w = block_dequantize(blocks, kind_name, dtype, stream);
     const mx::array y = mx::matmul(inputs[0], mx::transpose(w, stream), stream);
-    return bias ? mx::add(y, inputs[2], stream) : y;
+    return plus_bias(y, bias, stream);
   }
   return first_output(std::make_shared<BlockMatmul>(stream, kind), std::move(inputs));
 }

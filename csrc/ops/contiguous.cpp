@@ -42,6 +42,19 @@ View merged(const mx::array& array) {
   return view;
 }
 
+void copy(const mx::array& source, mx::array& target, mx::Stream stream) {
+  if (stream.device == mx::Device::gpu) {
+    run_on_gpu(copy_launch(source, target), stream);
+  } else if (simulator_enabled()) {
+    run_in_simulator({copy_launch(source, target)}, stream);
+  } else {
+    mx::cpu::get_command_encoder(stream).dispatch(
+        [from = source.data<void>(), to = target.data<void>(), item = source.itemsize(), view = merged(source)] {
+          cpu::copy_strided(from, to, item, view.shape.data(), view.strides.data(), view.shape.size());
+        });
+  }
+}
+
 }  // namespace
 
 Launch copy_launch(const mx::array& source, const mx::array& target) {
@@ -75,17 +88,21 @@ Launch copy_launch(const mx::array& source, const mx::array& target) {
 
 mx::array gathered(const mx::array& source, mx::Stream stream) {
   mx::array target = temporary(source.shape(), source.dtype(), stream);
-  if (stream.device == mx::Device::gpu) {
-    run_on_gpu(copy_launch(source, target), stream);
-  } else if (simulator_enabled()) {
-    run_in_simulator({copy_launch(source, target)}, stream);
-  } else {
-    mx::cpu::get_command_encoder(stream).dispatch(
-        [from = source.data<void>(), to = target.data<void>(), item = source.itemsize(), view = merged(source)] {
-          cpu::copy_strided(from, to, item, view.shape.data(), view.strides.data(), view.shape.size());
-        });
-  }
+  copy(source, target, stream);
   return target;
+}
+
+void fill_rows(mx::array& target, const mx::array* row, mx::Stream stream) {
+  if (target.size() == 0) {
+    return;
+  }
+  const mx::array source = row ? *row : mx::array(0.0f, target.dtype());
+  keep_until_done({source}, stream);
+  mx::Strides strides(target.ndim(), 0);
+  strides.back() = row ? row->strides(0) : 0;
+  mx::array rows(target.shape(), target.dtype(), nullptr, {});
+  rows.copy_shared_buffer(source, strides, {}, source.data_size());
+  copy(rows, target, stream);
 }
 
 mx::array gatherable(mx::array array, mx::Stream stream) {

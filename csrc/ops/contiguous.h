@@ -16,6 +16,9 @@ mx::array gathered(const mx::array& array, mx::Stream stream);
 // Copies an array, which need not be row contiguous, into one that is.
 Launch copy_launch(const mx::array& source, const mx::array& target);
 
+// Writes a row [columns], which may be a view, into every row of an output [.., columns]; zeros where there is no row.
+void fill_rows(mx::array& target, const mx::array* row, mx::Stream stream);
+
 // Whether an array is row contiguous and starts on a boundary of so many bytes.
 bool is_row_contiguous(const mx::array& array, int64_t alignment = 1);
 

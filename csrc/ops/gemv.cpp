@@ -75,7 +75,7 @@ struct RowsPlan {
 RowsPlan plan_gemv_rows(RowsShape shape, uint32_t rows, uint32_t columns, uint32_t outputs, bool may_split) {
   constexpr uint32_t wanted_simdgroups = 4096;  // of a launch: a large GPU several times over
   RowsPlan plan;
-  const uint32_t chunks = ceil_divide(columns, shape.chunk);
+  const uint32_t chunks = ceil_divide(std::max(columns, 1u), shape.chunk);
   const uint32_t shares = ceil_divide(chunks, shape.steps);
   const uint64_t groups = uint64_t(ceil_divide(std::max(outputs, 1u), shape.outputs)) *
       ceil_divide(std::max(rows, 1u), shape.rows);
@@ -153,7 +153,7 @@ class Gemv : public KernelPrimitive {
   // On the CPU the gradients are products of the same kind, which training needs to be fast.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
-    if (stream().device == mx::Device::gpu || primals[0].size() == 0) {
+    if (stream().device == mx::Device::gpu || primals[0].size() == 0 || cotangents[0].size() == 0) {
       return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
     }
     auto matrix = [&](const mx::array& a) { return mx::reshape(a, {-1, a.shape(-1)}, stream()); };
@@ -200,6 +200,14 @@ class Gemv : public KernelPrimitive {
       copies.push_back(contiguous_rows(inputs[2], stream()));
     }
     return copies;
+  }
+
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].shape(-1) == 0;
+  }
+
+  const mx::array* addend(const Arrays& inputs) const override {
+    return inputs.size() > 2 ? &inputs[2] : nullptr;
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
@@ -392,9 +400,6 @@ std::optional<mx::array> attempt_gemv(const mx::array& w, const mx::array& x, co
   if (!has_kernels(dtype)) {
     return left_to_mx(op, "float64");
   }
-  if (columns == 0) {
-    return left_to_mx(op, "no columns");
-  }
   const size_t rows = leading_size(x, 1);
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return left_to_mx(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
@@ -419,7 +424,7 @@ mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::a
   }
   const mx::Stream stream = checks::stream(op, where);
   const mx::array y = mx::matmul(x, transpose ? mx::transpose(w, stream) : w, stream);
-  return bias ? mx::add(y, *bias, stream) : y;
+  return plus_bias(y, bias, stream);
 }
 
 void bind(nb::module_& module) {

@@ -141,7 +141,7 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
                                  : checks::floating(op, {{"x", x}});
   const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
-    return left_to_mx(op, "float64");
+    return x.size() == 0 ? std::optional(mx::zeros(x.shape(), dtype, stream)) : left_to_mx(op, "float64");
   }
 
   Arrays inputs;

@@ -112,6 +112,10 @@ class NormVjp : public KernelPrimitive {
   }
 
  protected:
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].size() == 0;
+  }
+
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
     const NormVjpPlan plan = plan_of(x, options_);
@@ -290,23 +294,17 @@ class NormVjp : public KernelPrimitive {
 
 NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>& weight, const mx::array& dy,
                              const std::optional<mx::array>& dsum, NormVjpOptions options, mx::Stream stream) {
-  Arrays outputs;
-  if (x.size() == 0) {
-    outputs.push_back(mx::zeros_like(x, stream));
-    outputs.resize(3, mx::zeros({x.shape(-1)}, x.dtype(), stream));
-  } else {
-    Arrays inputs = {gatherable(x, stream)};
-    if (weight) {
-      inputs.push_back(gatherable(*weight, stream));
-    }
-    inputs.push_back(gatherable(dy, stream));
-    if (dsum) {
-      inputs.push_back(gatherable(*dsum, stream));
-    }
-    auto primitive = std::make_shared<NormVjp>(stream, options, weight.has_value(), dsum.has_value());
-    outputs = mx::array::make_arrays(primitive->output_shapes(inputs), primitive->output_dtypes(x.dtype()), primitive,
-                                     inputs);
+  Arrays inputs = {gatherable(x, stream)};
+  if (weight) {
+    inputs.push_back(gatherable(*weight, stream));
   }
+  inputs.push_back(gatherable(dy, stream));
+  if (dsum) {
+    inputs.push_back(gatherable(*dsum, stream));
+  }
+  auto primitive = std::make_shared<NormVjp>(stream, options, weight.has_value(), dsum.has_value());
+  const Arrays outputs = mx::array::make_arrays(primitive->output_shapes(inputs), primitive->output_dtypes(x.dtype()),
+                                                primitive, inputs);
   NormGradients gradients{.x = outputs[0], .weight = std::nullopt, .bias = std::nullopt};
   if (options.weight_gradient) {
     gradients.weight = outputs[1];

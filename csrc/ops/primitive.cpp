@@ -19,6 +19,10 @@ bool all_empty(const Arrays& arrays) {
   return std::all_of(arrays.begin(), arrays.end(), [](const mx::array& a) { return a.size() == 0; });
 }
 
+bool is_empty(const mx::Shape& shape) {
+  return std::count(shape.begin(), shape.end(), 0) > 0;
+}
+
 Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
   Arrays result;
   for (int i : indices) {
@@ -52,9 +56,22 @@ void KernelPrimitive::allocate(const Arrays&, Arrays& outputs) {
   }
 }
 
+bool KernelPrimitive::write_trivial(const Arrays& inputs, Arrays& outputs) {
+  if (all_empty(outputs)) {
+    return true;
+  }
+  if (!sums_nothing(inputs)) {
+    return false;
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    fill_rows(outputs[i], i == 0 ? addend(inputs) : nullptr, stream());
+  }
+  return true;
+}
+
 void KernelPrimitive::eval_gpu(const Arrays& inputs, Arrays& outputs) {
   allocate(inputs, outputs);
-  if (all_empty(outputs)) {
+  if (write_trivial(inputs, outputs)) {
     return;
   }
   Arrays copies;
@@ -66,7 +83,7 @@ void KernelPrimitive::eval_gpu(const Arrays& inputs, Arrays& outputs) {
 
 void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
   allocate(inputs, outputs);
-  if (all_empty(outputs)) {
+  if (write_trivial(inputs, outputs)) {
     return;
   }
   Arrays copies;
@@ -85,11 +102,35 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
 
 Arrays KernelPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
                             const Arrays&) {
-  return mx::vjp(composed_of(primals, argnums), chosen(primals, argnums), cotangents).second;
+  const Arrays arguments = chosen(primals, argnums);
+  if (all_empty(cotangents) || all_empty(arguments)) {
+    Arrays gradients;
+    for (const mx::array& argument : arguments) {
+      gradients.push_back(mx::zeros_like(argument, stream()));
+    }
+    return gradients;
+  }
+  return mx::vjp(composed_of(primals, argnums), arguments, cotangents).second;
 }
 
 Arrays KernelPrimitive::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) {
   return mx::jvp(composed_of(primals, argnums), chosen(primals, argnums), tangents).second;
+}
+
+// mx's reductions of arrays without elements may not end, so that none is composed.
+Arrays KernelPrimitive::composition(const Arrays& inputs) {
+  const std::vector<mx::Shape> shapes = output_shapes(inputs);
+  if (!sums_nothing(inputs) && !std::all_of(shapes.begin(), shapes.end(), is_empty)) {
+    return composed(inputs);
+  }
+  const mx::array* added = addend(inputs);
+  Arrays outputs;
+  for (const mx::Shape& shape : shapes) {
+    const bool first = outputs.empty();
+    outputs.push_back(first && added ? mx::broadcast_to(*added, shape, stream())
+                                     : mx::zeros(shape, inputs[0].dtype(), stream()));
+  }
+  return outputs;
 }
 
 Arrays KernelPrimitive::with_workspace(const mx::array& y, const Arrays& inputs) {
@@ -107,14 +148,36 @@ std::function<Arrays(const Arrays&)> KernelPrimitive::composed_of(const Arrays& 
     for (size_t i = 0; i < argnums.size(); ++i) {
       inputs[argnums[i]] = these[i];
     }
-    return composed(inputs);
+    return composition(inputs);
   };
 }
 
 std::pair<Arrays, std::vector<int>> KernelPrimitive::vmap(const Arrays& inputs, const std::vector<int>& axes) {
-  auto outputs = mx::vmap([this](const Arrays& in) { return composed(in); }, axes)(inputs);
+  const bool over_nothing = std::any_of(axes.begin(), axes.end(), [&, i = 0](int axis) mutable {
+    const mx::array& input = inputs[i++];
+    return axis >= 0 && input.shape(axis) == 0;
+  });
+  Arrays outputs = over_nothing ? outputs_of_nothing(inputs, axes)
+                                : mx::vmap([this](const Arrays& in) { return composition(in); }, axes)(inputs);
   std::vector<int> output_axes(outputs.size(), 0);
   return {std::move(outputs), std::move(output_axes)};
+}
+
+Arrays KernelPrimitive::outputs_of_nothing(const Arrays& inputs, const std::vector<int>& axes) {
+  Arrays one;  // for their shapes
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    mx::Shape shape = inputs[i].shape();
+    if (axes[i] >= 0) {
+      shape.erase(shape.begin() + axes[i]);
+    }
+    one.emplace_back(std::move(shape), inputs[i].dtype(), nullptr, Arrays{});
+  }
+  Arrays outputs;
+  for (mx::Shape& shape : output_shapes(one)) {
+    shape.insert(shape.begin(), 0);
+    outputs.push_back(mx::zeros(shape, inputs[0].dtype(), stream()));
+  }
+  return outputs;
 }
 
 }  // namespace mittens

@@ -43,11 +43,21 @@ class KernelPrimitive : public mx::Primitive {
   virtual const Arrays& prepared(const Arrays& inputs, Arrays& copies);
   // Gives every output its memory; by default fresh, a primitive may take over a donated input's instead.
   virtual void allocate(const Arrays& inputs, Arrays& outputs);
-  // The kernels that compute the outputs. Never called when every output is empty.
+  // Whether the outputs are sums of no terms: then they are zeros, plus the addend of the first. Neither launches() nor
+  // native() is called in that case, nor where every output is empty.
+  virtual bool sums_nothing(const Arrays&) const {
+    return false;
+  }
+  // What is added to each row of the first output, one number a column; null if there is nothing.
+  virtual const mx::array* addend(const Arrays&) const {
+    return nullptr;
+  }
+  // The kernels that compute the outputs.
   virtual std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) = 0;
   // The work on the CPU, as a task that may run later on the stream's thread: it holds raw pointers, no arrays.
   virtual std::function<void()> native(const Arrays& inputs, Arrays& outputs) = 0;
-  // The same mathematics in mx operations, for derivatives of any order and for vmap.
+  // The same mathematics in mx operations, for derivatives of any order and for vmap. It is not called where launches()
+  // is not.
   virtual Arrays composed(const Arrays& inputs) = 0;
 
   // The outputs of a composition: y, and zeros for the float32 workspace where that is this primitive's second output.
@@ -55,6 +65,12 @@ class KernelPrimitive : public mx::Primitive {
   Arrays with_workspace(const mx::array& y, const Arrays& inputs);
 
  private:
+  // The composition, or zeros and the addend where the outputs are empty or sums of no terms.
+  Arrays composition(const Arrays& inputs);
+  // The outputs of vmap over an axis of no elements.
+  Arrays outputs_of_nothing(const Arrays& inputs, const std::vector<int>& axes);
+  // Writes the outputs if that takes no kernel. Returns whether it did.
+  bool write_trivial(const Arrays& inputs, Arrays& outputs);
   // The composition as a function of some of its inputs: others, such as packed integers, may have no derivative.
   std::function<Arrays(const Arrays&)> composed_of(const Arrays& primals, const std::vector<int>& argnums);
 };

@@ -58,8 +58,8 @@ mx::array by_mx(const AttentionCall& call, mx::Stream s) {
   const int batch = scores_shape[0], heads = scores_shape[1], queries = scores_shape[2], keys = scores_shape[3];
   const int key_heads = call.keys[0].shape(1), ratio = heads / key_heads;
   const auto product = [&](const mx::array& x, const Arrays& rows, bool transpose) {
-    return mx::quantized_matmul(x, rows[0], rows[1], rows[2], transpose, call.options.group_size, call.options.bits,
-                                "affine", s);
+    return quantized_matmul_of_mx(x, rows[0], rows[1], rows[2], transpose, call.options.group_size,
+                                  call.options.bits, "affine", s);
   };
   const mx::array scaled = mx::multiply(call.queries, mx::array(call.options.scale, dtype), s);
   mx::array scores = mx::reshape(

@@ -85,6 +85,9 @@ class QuantizedMatmul : public KernelPrimitive {
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
     const mx::array& dy = cotangents[0];
+    if (dy.size() == 0) {
+      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+    }
     Arrays gradients;
     for (int argument : argnums) {
       if (argument == 0) {
@@ -165,9 +168,8 @@ class QuantizedMatmul : public KernelPrimitive {
         each.back() = shape.back();
         bias = mx::reshape(*bias, each, stream());
       }
-      y = mx::add(y, *bias, stream());
     }
-    return {{y}, {0}};
+    return {{plus_bias(y, bias, stream())}, {0}};
   }
 
  protected:
@@ -182,6 +184,14 @@ class QuantizedMatmul : public KernelPrimitive {
       copies.push_back(contiguous_rows(inputs[4], stream()));
     }
     return copies;
+  }
+
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].shape(-1) == 0;
+  }
+
+  const mx::array* addend(const Arrays& inputs) const override {
+    return inputs.size() > 4 ? &inputs[4] : nullptr;
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
@@ -404,8 +414,8 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
   if (auto y = attempt_quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, bias, where)) {
     return *std::move(y);
   }
-  const mx::array y = mx::quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, where);
-  return bias ? mx::add(y, *bias, where) : y;
+  const mx::array y = quantized_matmul_of_mx(x, w, scales, biases, transpose, group_size, bits, mode, where);
+  return plus_bias(y, bias, where);
 }
 
 namespace {

@@ -61,6 +61,10 @@ class QuantizedSwiglu : public KernelPrimitive {
     return as_is ? inputs : row_contiguous(inputs, stream(), copies, 16);
   }
 
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].shape(-1) == 0;
+  }
+
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
     QuantizedParams params = affine_params(inputs[1], inputs[2], inputs[3], format_);
@@ -145,8 +149,8 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   }
   auto products_of_mx = [&] {
     auto product = [&](int first) {
-      return mx::quantized_matmul(inputs[0], inputs[first], inputs[first + 1], inputs[first + 2], true,
-                                  format.group_size, format.bits, "affine", stream);
+      return quantized_matmul_of_mx(inputs[0], inputs[first], inputs[first + 1], inputs[first + 2], true,
+                                    format.group_size, format.bits, "affine", stream);
     };
     const mx::array linear = product(1);
     return mx::multiply(mx::multiply(linear, mx::sigmoid(linear, stream), stream), product(4), stream);

@@ -110,7 +110,7 @@ std::optional<mx::array> attempt_rms_norm(const mx::array& x, const std::optiona
   const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"weight", weight}});
   const mx::Stream stream = checks::stream(op, where);
   if (!has_kernels(dtype)) {
-    return left_to_mx(op, "float64");
+    return x.size() == 0 ? std::optional(mx::zeros(x.shape(), dtype, stream)) : left_to_mx(op, "float64");
   }
 
   Arrays inputs;

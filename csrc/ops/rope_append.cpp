@@ -103,6 +103,9 @@ CacheStep compose_rope_append(const Arrays& inputs, const Turn& turn, mx::Stream
   const auto freqs = turn.has_freqs ? std::optional(inputs[3]) : std::nullopt;
   const auto base = turn.has_freqs ? std::nullopt : std::optional(turn.base);
   for (int i : {0, 1}) {
+    if (parts[i].size() == 0) {
+      continue;  // mx's reductions of such may not end
+    }
     if (turn.has_norms) {
       parts[i] = compose_rms_norm(parts[i], inputs[3 + turn.has_freqs + i], turn.eps, s);
     }
