@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention import MASKS, assert_right, draw, exact_of, mask_of, run
+from attention import HIDES, MASKS, assert_right, draw, exact_of, hidden_keys, mask_of, poisoned, run, without
 from matrices import quantize
 from support import assert_near
 
@@ -87,10 +87,72 @@ def test_widths_on_the_cpu(rng, dtype, native, width, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_values_of_another_width(rng, native, bits):
-    q, keys, _ = packed(rng, (1, 4, 2, 3, 50, 64), mx.float16, 32, bits)
-    values = quantize(rng, (1, 2, 50, 96), mx.float16, 32, bits)
-    assert attend(q, keys, values, 0.125, None, None, None, 32, bits).shape == (1, 4, 3, 96)
+@pytest.mark.parametrize("width, value_width", [(64, 32), (64, 96), (128, 64), (192, 128)])
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_values_of_another_width(rng, dtype, executor, queries, width, value_width, bits):
+    """Native code takes them; no kernel does: they go to mx, or are an error in strict mode."""
+    q, keys, _ = packed(rng, (1, 4, 2, queries, 50, width), dtype, 32, bits)
+    values = quantize(rng, (1, 2, 50, value_width), dtype, 32, bits)
+    arguments = (q, keys, values, 0.125, "causal", None, None, 32, bits)
+    if executor == "native":
+        assert attend(*arguments).shape == (1, 4, queries, value_width)
+        return
+    with pytest.raises(RuntimeError, match="no kernel of mlx_mittens covers values of another width than the keys"):
+        attend(*arguments)
+    with mm.strict(False):
+        mm.stats(reset=True)
+        call = lambda stream: mm.quantized_scaled_dot_product_attention(
+            q, keys, values, 0.125, "causal", 32, bits, stream=stream
+        )
+        y = run(lambda: call(None))
+        assert mm.stats()["quantized_scaled_dot_product_attention"]["mx"]
+        dense = (dequantized(*triple, 32, bits) for triple in (keys, values))
+        assert_right(y, composed(q, keys, values, 0.125, "causal", None, 32, bits),
+                     exact_of(q, *dense, 0.125, "causal"), dtype)  # fmt: skip
+
+
+def test_graphs_of_native_code_do_not_reach_a_kernel_that_does_not_cover_them(rng, native):
+    q, keys, _ = packed(rng, (1, 4, 2, 3, 50, 64), mx.float16, 32, 4)
+    values = quantize(rng, (1, 2, 50, 96), mx.float16, 32, 4)
+    y = mm.quantized_scaled_dot_product_attention(q, keys, values, 0.125, None, 32, 4)
+    with mm.simulator.enabled(), pytest.raises(ValueError, match="no kernel covers values of another width"):
+        mx.eval(y)
+
+
+def check_hidden(rng, dtype, queries, how, bits, ratio=2, keys=40, width=64, group_size=32):
+    """Scales and biases of hidden keys and values may be anything."""
+    hidden = hidden_keys(rng, how, queries, keys, dtype)
+    q, k, v = packed(rng, (1, ratio, 1, queries, keys, width), dtype, group_size, bits)
+    dense = [dequantized(*triple, group_size, bits) for triple in (k, v)]
+    exact = exact_of(q, *dense, 0.125, hidden.mask, window=hidden.window)
+    with mx.stream(mx.cpu):
+        seen = twin_mask(hidden.mask, hidden.window, queries, keys)
+        twin = composed(q, k, v, 0.125, seen, None, group_size, bits)
+    for value in (np.nan, np.inf):
+        for scales, biases in ((value, None), (None, -value)):
+            spoilt = [
+                (words, *(a if x is None else poisoned(a, hidden.keys, x) for a, x in ((s, scales), (b, biases))))
+                for words, s, b in (k, v)
+            ]
+            for triples in ((k, spoilt[1]), spoilt):
+                y = run(lambda triples=triples: mm.quantized_scaled_dot_product_attention(
+                    q, *triples, 0.125, hidden.mask, group_size, bits, window=hidden.window))  # fmt: skip
+                assert_right(without(y, hidden.hits, exact), twin, exact, dtype)
+                if triples[0] is k:
+                    assert not np.isfinite(np.array(y.astype(mx.float32)))[:, :, hidden.hits].any()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("how", HIDES)
+@pytest.mark.parametrize("queries", [1, 4, 24])
+def test_what_is_hidden_does_not_matter(rng, dtype, executor, queries, how, bits):
+    check_hidden(rng, dtype, queries, how, bits)
+
+
+@pytest.mark.parametrize("how", ["bool", "additive"])
+@pytest.mark.parametrize("group_size, width, ratio", [(64, 64, 16), (64, 128, 4), (32, 256, 2)])
+def test_what_is_hidden_does_not_matter_by_the_rules_for_nvidia(rng, nvidia_kernels, how, group_size, width, ratio):
+    check_hidden(rng, mx.float16, 3, how, 4, ratio, 40, width, group_size)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -1,6 +1,7 @@
 // A Launch says everything that a GPU needs to run one kernel once. Ops build it; an executor runs it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -66,7 +67,12 @@ struct Launch {
   // Each adds the next argument. They return an rvalue, so that a launch that was built is moved, not copied, into place:
   // this is on the path of every call.
   Launch&& input(const mx::array& array) {
-    return input(array, 0, array.nbytes());
+    // A broadcast view has fewer elements in memory than in its shape.
+    return input(array, 0, std::min(array.size(), array.data_size()) * array.itemsize());
+  }
+  // For an argument that the kernel is told to leave alone: it needs a buffer all the same.
+  Launch&& stand_in(const mx::array& array) {
+    return input(array, 0, std::min<size_t>(array.data_size(), 1) * array.itemsize());
   }
   Launch&& input(const mx::array& array, int64_t offset, size_t bytes) {
     arguments.emplace_back(Input{array, offset, bytes});
@@ -82,6 +88,7 @@ struct Launch {
   }
   Launch&& input(const mx::array&&) = delete;  // it would be gone when the launch runs
   Launch&& input(const mx::array&&, int64_t, size_t) = delete;
+  Launch&& stand_in(const mx::array&&) = delete;
   Launch&& output(const mx::array&&) = delete;
   Launch&& update(const mx::array&&) = delete;
   // A plain struct, handed over by value: `constant Params& params` in the kernel.

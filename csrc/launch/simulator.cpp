@@ -64,7 +64,13 @@ State& state() {
 }
 
 simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role) {
-  return {"", const_cast<char*>(array.data<char>()) + offset, bytes, role, static_cast<size_t>(array.offset() + offset)};
+  const int64_t start = array.offset() + offset;
+  simulator::Buffer buffer{"", const_cast<char*>(array.data<char>()) + offset, bytes, role, static_cast<size_t>(start)};
+  if (array.data_shared_ptr()->is_owned()) {  // MLX knows the size of no other memory
+    const int64_t room = static_cast<int64_t>(array.buffer_size()) - start;
+    buffer.room = start < 0 ? 0 : static_cast<size_t>(std::max<int64_t>(room, 0));
+  }
+  return buffer;
 }
 
 simulator::Dispatch dispatch_of(const Launch& launch) {

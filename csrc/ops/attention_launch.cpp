@@ -236,9 +236,9 @@ void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const Att
     params.mask_start = bind_view(launch, mask);
     set_strides(params.mask_strides, mask, 4);
   } else {
-    launch.input(queries);
+    launch.stand_in(queries);
   }
-  launch.input(options.has_sinks ? inputs[next] : queries);
+  options.has_sinks ? launch.input(inputs[next]) : launch.stand_in(queries);
 }
 
 Launch combine_launch(const mx::array& partials, const mx::array& sinks, const mx::array& y, const Sizes& sizes,
@@ -256,7 +256,9 @@ Launch combine_launch(const mx::array& partials, const mx::array& sinks, const m
   constexpr uint32_t columns = 32;  // of a threadgroup
   launch.threadgroups = {params.rows, ceil_divide(sizes.width, columns), 1};
   launch.threads = {256, 1, 1};
-  return launch.input(partials).input(sinks).output(y).params(params);
+  launch.input(partials);
+  has_sinks ? launch.input(sinks) : launch.stand_in(sinks);
+  return launch.output(y).params(params);
 }
 
 std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,
@@ -317,7 +319,7 @@ std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& key
   if (std::find(std::begin(widths), std::end(widths), width) == std::end(widths)) {
     return "heads of width " + std::to_string(width);
   }
-  if (options.bits == 0 && values[3] != width) {
+  if (values[3] != width) {
     return "values of another width than the keys";
   }
   if (keys[2] == 0) {

@@ -130,11 +130,11 @@ class Attention : public KernelPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    // A compiled function may meet shapes that it was not made for.
-    const mx::Shape keys = unpacked(inputs[first_key()], options_.bits);
-    const mx::Shape values = unpacked(inputs[first_value()], options_.bits);
-    if (const auto reason = attention_not_covered(inputs[0].shape(), keys, values, options_); !reason.empty()) {
-      checks::fail(op(), "a function compiled for any shape came to ", reason, ": expected what kernels cover");
+    // A graph that was made for the CPU's native code may run in the simulator, a compiled one with other shapes.
+    const std::string missing =
+        attention_not_covered(inputs[0].shape(), inputs[first_key()].shape(), outputs[0].shape(), options_);
+    if (!missing.empty()) {
+      checks::fail(op(), "was called where native code or other shapes were expected: no kernel covers ", missing);
     }
     return attention_launches(inputs, outputs[0], options_, stream());
   }
@@ -179,14 +179,14 @@ class Attention : public KernelPrimitive {
     return only_output(std::move(shape), std::move(primitive), std::move(inputs));
   }
 
+  const char* op() const {
+    return options_.bits ? "quantized_scaled_dot_product_attention" : "scaled_dot_product_attention";
+  }
+
   mx::Shape shape_of_y(const Arrays& inputs) const {
     mx::Shape shape = inputs[0].shape();
     shape.back() = unpacked(inputs[first_value()], options_.bits).back();
     return shape;
-  }
-
-  const char* op() const {
-    return options_.bits ? "quantized_scaled_dot_product_attention" : "scaled_dot_product_attention";
   }
 
   // Places of the inputs; -1 where there is none.

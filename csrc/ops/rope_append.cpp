@@ -212,9 +212,8 @@ class RopeAppend : public KernelPrimitive {
     for (const Part& part : parts) {
       part.add_to(launch);
     }
-    // The first element of heads stands in for what is not there: each argument needs a buffer.
     const auto optional = [&](const mx::array* array) {
-      array ? launch.input(*array) : launch.input(heads, 0, heads.itemsize());
+      array ? launch.input(*array) : launch.stand_in(heads);
     };
     optional(freqs(inputs));
     optional(norm(inputs, 0));

@@ -100,6 +100,10 @@ void Simulation::bind_buffers() {
         region.name = kernel_.arguments[a].name;
       }
     }
+    if (buffer.bytes > buffer.room) {
+      throw Fault("[" + dispatch_.kernel + "] argument " + std::to_string(i) + " '" + region.name + "' is bound to " +
+                  plural(buffer.bytes, "byte") + ", its buffer has " + std::to_string(buffer.room) + " from there on");
+    }
     char* memory = arena_.place(i, buffer.bytes, buffer.offset);
     if (region.initialised) {
       std::memcpy(memory, buffer.data, buffer.bytes);

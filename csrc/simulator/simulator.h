@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -21,6 +22,7 @@ struct Buffer {
   size_t bytes;
   Role role;
   size_t offset = 0;  // from the start of the GPU's buffer, which says how `data` would be aligned there
+  size_t room = std::numeric_limits<size_t>::max();  // bytes that the memory has from `data` on, where that is known
 };
 
 struct Dispatch {
