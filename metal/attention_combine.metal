@@ -104,7 +104,10 @@ template <typename T>
     }
 #pragma unroll
     for (uint i = 0; i < at_once; ++i) {
-      sum = fma(shares.sums[i], float4(weight_of<T>(shares.maxima[i] - base)), sum);
+      const float weight = weight_of<T>(shares.maxima[i] - base);
+      // Where a row sees nothing of a split, that is the sum of hidden values, which may have overflowed.
+      const bool hidden = weight == 0.0f && shares.maxima[i] <= lowest_score;
+      sum = hidden ? sum : fma(shares.sums[i], float4(weight), sum);
     }
   }
 

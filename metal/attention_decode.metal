@@ -24,24 +24,18 @@ template <typename T, int G, int R>
     uint t [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  using Shape = DecodeShape<G, R>;
   threadgroup float4 scratch[decode_scratch<G, R>()];
   threadgroup float maxima[R * decode_simdgroups];
   threadgroup float totals[R * decode_simdgroups];
   const DecodeRows<T> rows = decode_rows(queries, mask, sinks, y, group, R, params);
-  PlainRows<T> k;
-  k.elements = keys + params.key_start + rows.batch * params.key_strides[0] + rows.key_head * params.key_strides[1] +
-      lane_elements(lane, G, 8, params.width);
-  k.stride = params.key_stride;
-  k.aligned = params.aligned;
-  PlainRows<T> v;
-  v.elements = values + params.value_start + rows.batch * params.value_strides[0] +
-      rows.key_head * params.value_strides[1] +
-      lane_elements(lane, Shape::value_lanes, Shape::value_elements, params.width);
-  v.stride = params.value_stride;
-  v.aligned = params.aligned;
-  decode<PlainRows<T>, T, G, R>(
-      rows, k, v, params, group.y, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+  const PlainHead<T> head = plain_head(keys, values, rows, params);
+  const uint left = decode<PlainRows<T>, T, G, R>(
+      rows, head.keys, head.values, params, group, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+  if (may_hide(params) && simd_any(left != 0)) {
+    const DecodeRows<T> these = rows_anew(rows, queries, R, params);
+    const PlainHead<T> all = plain_head(keys, values, these, params);
+    write_seen<DecodeShape<G, R>>(these, all.keys, all.values, params, group.y, t, left, maxima, totals);
+  }
 }
 
 #define instantiate_float32(G, width, R) \

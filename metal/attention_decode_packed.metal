@@ -9,25 +9,25 @@
 using namespace metal;
 using namespace mittens;
 
-// One head's rows, from an element on.
+// The rows of one head.
 template <typename T, int bits>
 inline PackedRows<T, bits> packed_rows(
-    const device uint* words, const device T* scales, const device T* biases, uint element,
-    constant AttentionParams& params) {
-  PackedRows<T, bits> rows;
-  rows.bytes = (const device uchar*)words + element * bits / 8;
-  rows.scales = scales + (element >> params.group_shift);
-  rows.biases = biases + (element >> params.group_shift);
-  rows.group_shift = params.group_shift;
-  rows.aligned = params.aligned;
-  return rows;
+    const device uint* words, int64_t start, constant int64_t* strides, int stride, const device T* scales,
+    int64_t scales_start, constant int64_t* scales_strides, int scales_stride, const device T* biases, int64_t biases_start,
+    constant int64_t* biases_strides, int biases_stride, DecodeRows<T> rows, constant AttentionParams& params) {
+  PackedRows<T, bits> packed;
+  packed.bytes = (const device uchar*)(words + head_offset(start, strides, rows.batch, rows.key_head));
+  packed.scales = scales + head_offset(scales_start, scales_strides, rows.batch, rows.key_head);
+  packed.biases = biases + head_offset(biases_start, biases_strides, rows.batch, rows.key_head);
+  packed.stride = stride * 4;
+  packed.scales_stride = scales_stride;
+  packed.biases_stride = biases_stride;
+  packed.group_shift = params.group_shift;
+  packed.aligned = params.aligned;
+  return packed;
 }
 
-inline int64_t head_offset(int64_t start, constant int64_t* strides, uint batch, uint head) {
-  return start + batch * strides[0] + head * strides[1];
-}
-
-// Keys and values of a threadgroup's head; the columns are where a lane's elements start.
+// Keys and values of a threadgroup's head.
 template <typename T, int bits>
 struct PackedHead {
   PackedRows<T, bits> keys;
@@ -36,25 +36,17 @@ struct PackedHead {
 
 template <typename T, int bits>
 inline PackedHead<T, bits> packed_head(
-    const device uint* keys, const device T* key_scales, const device T* key_biases, uint key_column,
-    const device uint* values, const device T* value_scales, const device T* value_biases, uint value_column, uint batch,
-    uint head, constant AttentionParams& params) {
+    const device uint* keys, const device T* key_scales, const device T* key_biases, const device uint* values,
+    const device T* value_scales, const device T* value_biases, DecodeRows<T> rows, constant AttentionParams& params) {
   PackedHead<T, bits> packed;
   packed.keys = packed_rows<T, bits>(
-      keys + head_offset(params.key_start, params.key_strides, batch, head),
-      key_scales + head_offset(params.key_scales_start, params.key_scales_strides, batch, head),
-      key_biases + head_offset(params.key_biases_start, params.key_biases_strides, batch, head), key_column, params);
-  packed.keys.stride = params.key_stride * 4;
-  packed.keys.scales_stride = params.key_scales_stride;
-  packed.keys.biases_stride = params.key_biases_stride;
+      keys, params.key_start, params.key_strides, params.key_stride, key_scales, params.key_scales_start,
+      params.key_scales_strides, params.key_scales_stride, key_biases, params.key_biases_start, params.key_biases_strides,
+      params.key_biases_stride, rows, params);
   packed.values = packed_rows<T, bits>(
-      values + head_offset(params.value_start, params.value_strides, batch, head),
-      value_scales + head_offset(params.value_scales_start, params.value_scales_strides, batch, head),
-      value_biases + head_offset(params.value_biases_start, params.value_biases_strides, batch, head), value_column,
-      params);
-  packed.values.stride = params.value_stride * 4;
-  packed.values.scales_stride = params.value_scales_stride;
-  packed.values.biases_stride = params.value_biases_stride;
+      values, params.value_start, params.value_strides, params.value_stride, value_scales, params.value_scales_start,
+      params.value_scales_strides, params.value_scales_stride, value_biases, params.value_biases_start,
+      params.value_biases_strides, params.value_biases_stride, rows, params);
   return packed;
 }
 
@@ -75,16 +67,20 @@ template <typename T, int bits, int G, int R>
     uint t [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  using Shape = DecodeShape<G, R>;
   threadgroup float4 scratch[decode_scratch<G, R>()];
   threadgroup float maxima[R * decode_simdgroups];
   threadgroup float totals[R * decode_simdgroups];
   const DecodeRows<T> rows = decode_rows(queries, mask, sinks, y, group, R, params);
-  const PackedHead<T, bits> head = packed_head<T, bits>(
-      keys, key_scales, key_biases, lane_elements(lane, G, 8, params.width), values, value_scales, value_biases,
-      lane_elements(lane, Shape::value_lanes, Shape::value_elements, params.width), rows.batch, rows.key_head, params);
-  decode<PackedRows<T, bits>, T, G, R>(
-      rows, head.keys, head.values, params, group.y, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+  const PackedHead<T, bits> head =
+      packed_head<T, bits>(keys, key_scales, key_biases, values, value_scales, value_biases, rows, params);
+  const uint left = decode<PackedRows<T, bits>, T, G, R>(
+      rows, head.keys, head.values, params, group, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+  if (may_hide(params) && simd_any(left != 0)) {
+    const DecodeRows<T> these = rows_anew(rows, queries, R, params);
+    const PackedHead<T, bits> all =
+        packed_head<T, bits>(keys, key_scales, key_biases, values, value_scales, value_biases, these, params);
+    write_seen<DecodeShape<G, R>>(these, all.keys, all.values, params, group.y, t, left, maxima, totals);
+  }
 }
 
 template <typename T, int bits, int W, int D, int B>
@@ -109,12 +105,19 @@ template <typename T, int bits, int W, int D, int B>
   threadgroup float maxima[8 * B * decode_simdgroups];
   threadgroup float totals[8 * B * decode_simdgroups];
   const DecodeRows<T> rows = decode_rows(queries, mask, sinks, y, group, 8 * B, params);
-  const PackedHead<T, bits> head = packed_head<T, bits>(
-      keys, key_scales, key_biases, 0, values, value_scales, value_biases, 0, rows.batch, rows.key_head, params);
+  const PackedHead<T, bits> head =
+      packed_head<T, bits>(keys, key_scales, key_biases, values, value_scales, value_biases, rows, params);
   Tiles tiles;
   tiles.keys = head.keys;
   tiles.values = head.values;
-  decode_tiles<Tiles, T, B>(rows, tiles, params, group.y, t, lane, simdgroup, scratch, maxima, totals);
+  const uint left =
+      decode_tiles<Tiles, T, B>(rows, tiles, params, group, t, lane, simdgroup, scratch, maxima, totals);
+  if (may_hide(params) && simd_any(left != 0)) {
+    const DecodeRows<T> these = rows_anew(rows, queries, 8 * B, params);
+    const PackedHead<T, bits> all =
+        packed_head<T, bits>(keys, key_scales, key_biases, values, value_scales, value_biases, these, params);
+    write_seen<typename Tiles::Shape>(these, all.keys, all.values, params, group.y, t, left, maxima, totals);
+  }
 }
 
 #define instantiate_float32(bits, G, width, R)                                                                      \

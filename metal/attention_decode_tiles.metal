@@ -34,20 +34,17 @@ template <typename T, int D, int B>
   threadgroup float maxima[8 * B * decode_simdgroups];
   threadgroup float totals[8 * B * decode_simdgroups];
   const DecodeRows<T> rows = decode_rows(queries, mask, sinks, y, group, 8 * B, params);
-  PlainRows<T> k;
-  k.elements = keys + params.key_start + rows.batch * params.key_strides[0] + rows.key_head * params.key_strides[1];
-  k.stride = params.key_stride;
-  k.aligned = params.aligned;
-  PlainRows<T> v;
-  v.elements =
-      values + params.value_start + rows.batch * params.value_strides[0] + rows.key_head * params.value_strides[1];
-  v.stride = params.value_stride;
-  v.aligned = params.aligned;
+  const PlainHead<T> head = plain_head(keys, values, rows, params);
   Tiles tiles;
-  tiles.keys = k;
-  tiles.values = v;
-  decode_tiles<Tiles, T, B>(
-      rows, tiles, params, group.y, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+  tiles.keys = head.keys;
+  tiles.values = head.values;
+  const uint left = decode_tiles<Tiles, T, B>(
+      rows, tiles, params, group, t, lane, simdgroup, (threadgroup float*)scratch, maxima, totals);
+  if (may_hide(params) && simd_any(left != 0)) {
+    const DecodeRows<T> these = rows_anew(rows, queries, 8 * B, params);
+    const PlainHead<T> all = plain_head(keys, values, these, params);
+    write_seen<typename Tiles::Shape>(these, all.keys, all.values, params, group.y, t, left, maxima, totals);
+  }
 }
 
 #define instantiate_tiles(T, name, width, rows, B) \

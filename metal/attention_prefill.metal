@@ -25,9 +25,9 @@
 // Metal kernels differ there: 0 in decoding, the mean of the keys that its tile read in prefill.)
 #include <metal_stdlib>
 
-#include "mittens/attention.h"
 #include "mittens/dealt.h"
 #include "mittens/instantiate.h"
+#include "mittens/seen_values.h"
 
 using namespace metal;
 using namespace mittens;
@@ -119,7 +119,7 @@ inline void add_mask(
       for (uint i = 0; i < 2; ++i) {
         const uint column = key + c * 8 + tile_column(place.lane) + i;
         if (column < params.keys) {
-          scores.at[r][c][i] = fma(float(row[column * params.mask_strides[3]]), score_unit<T>(), scores.at[r][c][i]);
+          scores.at[r][c][i] = added_score<T>(scores.at[r][c][i], float(row[column * params.mask_strides[3]]));
         }
       }
     }
@@ -266,6 +266,45 @@ inline void attend(
   multiply_values<T, D, R, C>(weights, own, place, key, params);
 }
 
+template <typename T>
+inline PrefillPlace<T> place_of(
+    const device T* queries, const device T* keys, const device T* values, const device T* mask, uint3 group, uint groups,
+    uint rows, uint lane, uint simdgroup, constant AttentionParams& params) {
+  const uint head = group.y;
+  const uint key_head = head / params.ratio;
+  PrefillPlace<T> place;
+  // The last rows, which see the most if causal, start first.
+  place.first = ((groups - 1 - group.x) * prefill_simdgroups + simdgroup) * rows;
+  place.lane = lane;
+  place.queries = queries + head_offset(params.query_start, params.query_strides, group.z, head);
+  place.keys = keys + head_offset(params.key_start, params.key_strides, group.z, key_head);
+  place.values = values + head_offset(params.value_start, params.value_strides, group.z, key_head);
+  const int64_t mask_offset = head_offset(params.mask_start, params.mask_strides, group.z, head);
+  place.mask =
+      params.mask == bool_mask ? (const device T*)((const device uchar*)mask + mask_offset) : mask + mask_offset;
+  return place;
+}
+
+// Row `own` of the simdgroup's results from column `column` on, of the keys that it sees. `maximum`: the row's; share: by what
+// its sum becomes the result.
+template <typename T, int D>
+inline void write_seen(
+    device T* y, PrefillPlace<T> place, uint3 group, uint own, uint column, float maximum, float share,
+    constant AttentionParams& params) {
+  const uint row = place.first + own;
+  ScoredRow scored;
+  scored.mask = (const device uchar*)place.mask + row * params.mask_strides[2] * mask_item<T>(params);
+  scored.position = int(row + params.keys) - int(params.queries);
+  const uint d = column + place.lane;
+  const float sum = seen_sum(
+      plain_rows(place.keys, 0, params.key_stride, params), plain_rows(place.values, 0, params.value_stride, params),
+      place.queries + row * params.query_strides[2], scored, uint2(0, params.keys), finite_maximum(maximum),
+      min(d, uint(D - 1)), place.lane, params);
+  if (d < D) {
+    y[((size_t(group.z) * params.heads + group.y) * params.queries + row) * D + d] = T(sum * share);
+  }
+}
+
 template <typename T, int D, int R>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_prefill(
     const device T* queries [[buffer(0)]],  // [batch, heads, queries, D]
@@ -281,24 +320,15 @@ template <typename T, int D, int R>
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr int C = Prefill<T, D, R>::C;
   const uint head = group.y;
-  const uint key_head = head / params.ratio;
-  PrefillPlace<T> place;
-  // The last rows, which see the most if causal, start first.
-  place.first = ((groups.x - 1 - group.x) * prefill_simdgroups + simdgroup) * 8 * R;
+  const PrefillPlace<T> place =
+      place_of(queries, keys, values, mask, group, groups.x, 8 * R, lane, simdgroup, params);
   if (place.first >= params.queries) {
     return;
   }
-  place.lane = lane;
-  place.keys = keys + params.key_start + group.z * params.key_strides[0] + key_head * params.key_strides[1];
-  place.values = values + params.value_start + group.z * params.value_strides[0] + key_head * params.value_strides[1];
-  const int64_t mask_offset = params.mask_start + group.z * params.mask_strides[0] + head * params.mask_strides[1];
-  place.mask =
-      params.mask == bool_mask ? (const device T*)((const device uchar*)mask + mask_offset) : mask + mask_offset;
 
   Prefill<T, D, R> own;
   fill(own.maximum, -INFINITY);
   fill(own.total, 0.0f);
-  place.queries = queries + params.query_start + group.z * params.query_strides[0] + head * params.query_strides[1];
   if (Prefill<T, D, R>::Q == D / 8) {
     load_queries(own, place, 0, params);
   }
@@ -346,6 +376,8 @@ template <typename T, int D, int R>
     key += 8 * C;
   }
 
+  RowValues<R> shares;
+  uint left = 0;  // blocks of rows
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     float total = lanes_of_row_sum(own.total.at[r]);
@@ -357,8 +389,16 @@ template <typename T, int D, int R>
       total = fma(total, factor, weight_of<T>(sink - base));
     }
     const float share = factor / total;
+    shares.at[r] = share;
     const uint row = place.first + r * 8 + tile_row(lane);
-    if (row < params.queries) {
+    bool whole = true;
+#pragma unroll
+    for (int d = 0; d < D / 8; ++d) {
+      whole = whole && is_finite(own.sums[r].at[d].x) && is_finite(own.sums[r].at[d].y);
+    }
+    if (may_hide(params) && simd_any(!whole)) {
+      left |= 1u << r;
+    } else if (row < params.queries) {
       constexpr int V = Prefill<T, D, R>::V;
       device T* to = y + ((size_t(group.z) * params.heads + head) * params.queries + row) * D;
 #pragma unroll
@@ -370,6 +410,22 @@ template <typename T, int D, int R>
         }
         store_dealt_pairs<T, V>(results, to + b * 8, lane);
       }
+    }
+  }
+  constexpr uint parts = (D + 31) / 32;  // of a row
+#pragma unroll 1
+  for (uint i = 0; left != 0 && i < 8 * R * parts; ++i) {
+    const uint own_row = i / parts;
+    const float maximum = own_row < 8 ? own.maximum.at[0] : own.maximum.at[R - 1];  // R is 1 or 2
+    const float share = own_row < 8 ? shares.at[0] : shares.at[R - 1];
+    const ushort from = tile_lane(own_row % 8, 0);
+    const float row_maximum = simd_shuffle(maximum, from);
+    const float row_share = simd_shuffle(share, from);
+    if ((left >> own_row / 8) % 2 != 0 && place.first + own_row < params.queries) {
+      const uint3 anew = found_anew(group, params);
+      const PrefillPlace<T> again =
+          place_of(queries, keys, values, mask, anew, groups.x, 8 * R, lane, simdgroup, params);
+      write_seen<T, D>(y, again, anew, own_row, i % parts * 32, row_maximum, row_share, params);
     }
   }
 }

@@ -33,6 +33,10 @@ def scaled_dot_product_attention(
     float32 and rounded once, at the end. Views whose last axis is contiguous are read where they lie, so a key-value
     cache of larger capacity and transposed ``[batch, tokens, heads, width]`` arrays cost no copy.
 
+    Keys and values that are hidden from a query do not matter to it, whatever they hold: NaN or infinity in the unused part
+    of a cache stays there. The rows that such values come to are summed up a second time, which is slow. Where mx does the
+    work, hidden NaN may reach the result.
+
     On an NVIDIA GPU most calls of more than 32 queries, in float32 of more than 128, go to mx, which has kernels of cuDNN
     there. On an Apple GPU with matrix units (M5) those of more than 16 queries do, in float32 unless
     ``MLX_ENABLE_TF32`` is 0. Not in strict mode, with ``force_fused``, or within a short ``window``.
@@ -44,7 +48,7 @@ def scaled_dot_product_attention(
         scale (float): Factor of the scores, such as ``width ** -0.5``.
         mask (str or array, optional): ``"causal"``: the last query sees all keys, each one before it one key less. An
             array that broadcasts to ``[batch, heads, queries, keys]``: of bool, what may be seen; of numbers that
-            promote to the result's type, what is added to the scores.
+            promote to the result's type, what is added to the scores, where -infinity hides a key.
         sinks (array, optional): A score for each head that takes part in the softmax without a value; shape
             ``[heads]``.
         window (int, optional): A query sees of the keys up to its own position, counted as for ``"causal"``, the last
@@ -54,8 +58,10 @@ def scaled_dot_product_attention(
 
     Returns:
         array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``q``, ``k`` and ``v``. A
-        query that sees no key gets what mx gives: the mean of all values, or NaN where an additive mask is -infinity
-        throughout, or zeros with ``sinks``.
+        query that sees no key gets the same on every device: the mean of all values, of which those that are not finite
+        count as 0; or NaN where an additive mask is -infinity throughout; or zeros with ``sinks``. So does mx on the
+        CPU, but for hidden NaN; MLX's Metal kernels, which such a call may go to, give zeros for a few queries and the
+        mean of some values for many.
 
     Raises:
         DtypeError: An argument is not of a type named above.
@@ -84,8 +90,9 @@ def quantized_scaled_dot_product_attention(
     """Attention over a packed key-value cache, read once as it is packed.
 
     Takes what ``mlx_lm.models.base.quantized_scaled_dot_product_attention`` takes, with sinks and a window besides.
-    Kernels cover 4 and 8 bits; of other bits it is composed of mx operations. Gradients are those of ``queries``, an
-    additive ``mask`` and ``sinks``.
+    Kernels cover 4 and 8 bits, and on GPUs values as wide as the keys; other calls are composed of mx operations, in
+    which NaN among hidden scales and biases reaches the result. Gradients are those of ``queries``, an additive ``mask``
+    and ``sinks``.
 
     Args:
         queries (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
@@ -102,7 +109,7 @@ def quantized_scaled_dot_product_attention(
 
     Returns:
         array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``queries``, scales and
-        biases.
+        biases. A query that sees no key gets what it gets from ``scaled_dot_product_attention``.
 
     Raises:
         DtypeError: Words are not uint32, or another argument not of a type named above.

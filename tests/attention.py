@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 import numpy as np
 from matrices import draw
@@ -41,6 +43,50 @@ def mask_of(rng, kind, shape, dtype):
     if kind == "row":
         return mx.array(rng.random(keys) < 0.8)
     return "causal" if kind == "causal" else None
+
+
+# How keys are hidden: a mask, or causality and a window.
+HIDES = ("causal", "bool", "additive", "row", "window")
+
+
+@dataclass
+class Hidden:
+    """Keys that some rows do not see, to hold what must not matter to these."""
+
+    mask: str | mx.array | None
+    window: int | None
+    keys: np.ndarray  # [keys]: all that one row does not see
+    hits: np.ndarray  # [queries]: whether a row sees one of them
+
+
+def hidden_keys(rng, how, queries, keys, dtype) -> Hidden:
+    key, position = np.arange(keys), np.arange(queries)[:, None] + keys - queries
+    seen = {
+        "causal": key <= position,
+        "row": np.broadcast_to(key < keys - 9, (queries, keys)),
+        "window": (key <= position) & (key > position - 7),
+    }.get(how, rng.random((queries, keys)) < 0.6)
+    if how in ("bool", "additive"):
+        seen[:, rng.integers(keys)] = True
+    mask, window = {
+        "causal": ("causal", None),
+        "additive": (mx.array(np.where(seen, rng.standard_normal(seen.shape), -np.inf)).astype(dtype), None),
+        "window": (None, 7),
+    }.get(how, (mx.array(seen), None))
+    unseen = ~seen[rng.integers(queries)] if how != "causal" else ~seen[0]
+    return Hidden(mask, window, unseen, (seen & unseen).any(1))
+
+
+def poisoned(array: mx.array, keys: np.ndarray, value: float, columns=slice(None)) -> mx.array:
+    """A copy that has another value in some columns of some keys."""
+    at = np.zeros(array.shape, bool)
+    at[:, :, keys, columns] = True
+    return mx.where(mx.array(at), mx.array(value, array.dtype), array)
+
+
+def without(y: mx.array, rows: np.ndarray, exact: cases.Exact) -> mx.array:
+    """y, with what is right in the place of some rows of queries."""
+    return mx.where(mx.array(rows)[:, None], mx.array(exact.value.astype(np.float32)).astype(y.dtype), y)
 
 
 def exact_of(q, k, v, scale, mask=None, sinks=None, window=None):

@@ -5,7 +5,7 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention import MASKS, assert_right, draw, exact_of, inputs, mask_of, run
+from attention import HIDES, MASKS, assert_right, draw, exact_of, hidden_keys, inputs, mask_of, poisoned, run, without
 from matrices import assert_error_at_most_that_of_mx
 from support import assert_near
 
@@ -200,15 +200,112 @@ def test_nan_and_infinity(rng, dtype, executor, queries, value):
         assert mx.array_equal(mx.isnan(y), mx.isnan(twin)).item()
 
 
-@pytest.mark.parametrize("queries", [1, 12, 40])
-def test_what_a_mask_hides_does_not_matter(rng, executor, queries):
-    """Keys that are NaN, as those of a cache that nothing was written to."""
-    q, k, v = inputs(rng, (1, 2, 1, queries, 150, 64), mx.float32)
-    seen = mx.array(np.arange(150) < 130)
-    expected = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.125, mask=seen))
-    k[0, 0, 140:] = float("nan")
-    y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.125, mask=seen))
-    assert mx.array_equal(y, expected).item()
+def check_hidden(rng, dtype, queries, how, width, keys=40):
+    """Rows are right that do not see the keys and values that are NaN, infinite or huge; others are NaN where these are."""
+    hidden = hidden_keys(rng, how, queries, keys, dtype)
+    q, k, v = inputs(rng, (1, 2, 1, queries, keys, width), dtype, outliers=False)
+    call = lambda k, v: run(
+        lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.125, mask=hidden.mask, window=hidden.window)
+    )
+    exact = exact_of(q, k, v, 0.125, hidden.mask, window=hidden.window)
+    with mx.stream(mx.cpu):
+        twin = MX(q, k, v, scale=0.125, mask=twin_mask(hidden.mask, hidden.window, queries, keys))
+    for value in (np.nan, np.inf, float(mx.finfo(dtype).max)):
+        spoilt = poisoned(v, hidden.keys, value, slice(3, 50, 11))
+        y = call(k, spoilt)
+        assert_right(without(y, hidden.hits, exact), twin, exact, dtype)
+        if not np.isfinite(value):
+            found = np.isfinite(np.array(y.astype(mx.float32)))
+            expected = np.ones(found.shape, bool)
+            expected[:, :, hidden.hits, 3:50:11] = False
+            np.testing.assert_array_equal(found, expected)
+            y = call(poisoned(k, hidden.keys, value), spoilt)
+            assert_right(without(y, hidden.hits, exact), twin, exact, dtype)
+    y = call(poisoned(k, hidden.keys, np.nan), v)
+    assert_right(without(y, hidden.hits, exact), twin, exact, dtype)
+    assert not np.isfinite(np.array(y.astype(mx.float32)))[:, :, hidden.hits].any()
+
+
+@pytest.mark.parametrize("how", HIDES)
+@pytest.mark.parametrize("queries, width", [(1, 64), (1, 80), (4, 64), (24, 64), (24, 80)])
+def test_what_is_hidden_does_not_matter(rng, dtype, executor, queries, width, how):
+    check_hidden(rng, dtype, queries, how, width)
+
+
+@pytest.mark.parametrize("how", HIDES)
+@pytest.mark.parametrize("queries", [4, 24])
+def test_what_is_hidden_does_not_matter_by_the_rules_for_nvidia(rng, nvidia_kernels, queries, how):
+    check_hidden(rng, mx.float32, queries, how, 64)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("ratio", [1, 8])
+def test_what_is_hidden_from_a_whole_split_does_not_matter(rng, executor, dtype, ratio):
+    """Its sum overflows, and counts nothing. Queries of any cache that has room for more."""
+    keys = 600
+    q, k, v = inputs(rng, (1, ratio, 1, 1, keys, 128), dtype, outliers=False)
+    seen = mx.array(np.arange(keys) < 70)
+    call = lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.125, mask=seen)
+    exact = exact_of(q, k, v, 0.125, seen)
+    for value in (mx.finfo(dtype).max, float("nan")):
+        v[:, :, 70:] = value
+        mm.stats(reset=True)
+        assert_right(run(call), None, exact, dtype)
+        kernels = str(mm.stats()["scaled_dot_product_attention"]["kernels"])
+        assert executor == "native" or "combine" in kernels, kernels
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("queries, width", [(1, 64), (4, 64), (24, 64), (24, 80)])
+def test_rows_that_see_nothing_are_finite(rng, dtype, executor, queries, width, value):
+    """Hidden values that are not finite count as 0 in the mean of all."""
+    q, k, v = inputs(rng, (1, 2, 1, queries, 40, width), dtype, outliers=False)
+    keys = np.arange(40) % 7 == 3
+    seen = mx.zeros((queries, 40), mx.bool_)
+    y = run(lambda: mm.scaled_dot_product_attention(
+        q, poisoned(k, keys, value), poisoned(v, keys, value, slice(5, 9)), scale=0.125, mask=seen))  # fmt: skip
+    assert_right(y, None, exact_of(q, k, poisoned(v, keys, 0.0, slice(5, 9)), 0.125, seen), dtype)
+
+
+def test_the_end_of_a_cache_does_not_matter(rng, dtype, executor):
+    """Keys after those of a view, which share the last tile with them."""
+    for queries, width, keys in ((1, 64, 37), (4, 128, 37), (24, 64, 53), (24, 80, 53)):
+        q, k, v = inputs(rng, (1, 4, 2, queries, keys, width), dtype, outliers=False)
+        room = mx.full((1, 2, 64 - keys, width), float("nan"), dtype)
+        caches = [mx.concatenate([a, room], 2)[:, :, :keys] for a in (k, v)]
+        y = run(lambda q=q, caches=caches: mm.scaled_dot_product_attention(q, *caches, scale=0.125, mask="causal"))
+        assert_right(y, None, exact_of(q, k, v, 0.125, "causal"), dtype)
+
+
+@pytest.mark.parametrize("how", HIDES)
+def test_gradients_of_what_sees_nothing_hidden(rng, native, how):
+    """NaN among hidden keys and values reaches no gradient that does not depend on them."""
+    queries, keys = 9, 30
+    hidden = hidden_keys(rng, how, queries, keys, mx.float32)
+    q, k, v = inputs(rng, (1, 2, 1, queries, keys, 16), mx.float32, outliers=False)
+    clear = mx.array(~hidden.hits)[:, None]
+    attend = lambda q, k, v: mm.scaled_dot_product_attention(
+        q, k, v, scale=0.25, mask=hidden.mask, window=hidden.window)  # fmt: skip
+    rows = mx.array(np.flatnonzero(~hidden.hits))
+    spoilt = [poisoned(a, hidden.keys, np.nan) for a in (k, v)]
+    cotangent = mx.where(clear, draw(rng, q.shape, mx.float32), 0)
+    found = mx.vjp(attend, [q, *spoilt], [cotangent])[1]
+    expected = mx.vjp(attend, [q, k, v], [cotangent])[1]
+    assert_near(found[0][:, :, rows], expected[0][:, :, rows], "gradient of the queries")
+    if not hidden.hits.any():
+        for a, b, name in zip(found[1:], expected[1:], ("keys", "values"), strict=True):
+            assert_near(a, b, f"gradient of the {name}")
+    tangents = [draw(rng, a.shape, mx.float32) for a in (q, k, v)]
+    found, expected = (mx.jvp(attend, arrays, tangents)[1][0] for arrays in ([q, *spoilt], [q, k, v]))
+    assert_near(found[:, :, rows], expected[:, :, rows], "jvp")
+
+
+@pytest.mark.parametrize("queries, key_heads, keys", [(1, 1, 40), (1, 2, 600), (4, 2, 40), (24, 1, 40)])
+def test_queries_that_are_broadcast(rng, executor, queries, key_heads, keys):
+    """Arguments that a kernel is told to leave alone claim no more memory than there is."""
+    _, k, v = inputs(rng, (2, 4, key_heads, queries, keys, 64), mx.float16)
+    q = mx.broadcast_to(draw(rng, (1, 1, 1, 64), mx.float16), (2, 4, queries, 64))
+    attend(q, k, v, 0.125, "causal")
 
 
 def test_error_is_at_most_that_of_mx(rng, dtype, executor):

@@ -16,15 +16,17 @@ constexpr int64_t most_scores = 1 << 23;  // of the queries that are taken at on
 // matrices are multiplied.
 struct Chunk {
   mx::array queries;  // scaled
-  std::optional<mx::array> visible;
+  std::optional<mx::array> visible;  // the scores of keys that their row sees, which broadcasts to what split() gives
   mx::array weights;  // softmax of the scores, of the keys alone
   std::optional<mx::array> sink_weights;
 };
 
 class Composition {
  public:
-  Composition(const DenseAttention& call, mx::Stream stream)
-      : call_(call), s_(stream), batch_(call.queries.shape(0)), heads_(call.queries.shape(1)),
+  // apart: keys and values that are not finite are kept out of the products, since derivatives that mx makes of these
+  // multiply what is hidden by 0. A row that sees one is NaN.
+  Composition(const DenseAttention& call, mx::Stream stream, bool apart = false)
+      : call_(call), s_(stream), apart_(apart && hides(call)), batch_(call.queries.shape(0)), heads_(call.queries.shape(1)),
         key_heads_(call.keys.shape(1)), ratio_(heads_ / key_heads_), queries_(call.queries.shape(2)),
         keys_(call.keys.shape(2)), k_(mx::astype(call.keys, mx::float32, s_)),
         v_(mx::astype(call.values, mx::float32, s_)) {}
@@ -45,17 +47,23 @@ class Composition {
     if (!before.empty()) {
       q = mx::depends({q}, before)[0];
     }
-    mx::array scores = split(mx::matmul(q, mx::swapaxes(k_, -1, -2, s_), s_), last - first);
+    const mx::array k = apart_ ? finite_or_zero(k_) : k_;
+    mx::array scores = split(mx::matmul(q, mx::swapaxes(k, -1, -2, s_), s_), last - first);
+    if (apart_) {
+      const mx::array finite = mx::all(mx::isfinite(k_, s_), -1, false, s_);
+      const mx::array terms = mx::where(finite, mx::array(0.0f), nan(), s_);
+      scores = mx::add(scores, mx::expand_dims(terms, {2, 3}, s_), s_);
+    }
     std::optional<mx::array> visible = seen_keys(call_.options, first, last, queries_, keys_, s_);
     float hidden = std::numeric_limits<float>::lowest();
     if (call_.mask) {
-      const mx::array mask = grouped_mask(first, last);
-      if (mask.dtype() == mx::bool_) {
-        visible = visible ? mx::logical_and(*visible, mask, s_) : mask;
-      } else {
-        scores = mx::add(scores, mx::astype(mask, mx::float32, s_), s_);
+      mx::array mask = grouped_mask(first, last);
+      if (mask.dtype() != mx::bool_) {
         hidden = -std::numeric_limits<float>::infinity();
+        scores = mx::add(scores, mx::astype(mask, mx::float32, s_), s_);
+        mask = mx::not_equal(mask, mx::array(hidden, mask.dtype()), s_);
       }
+      visible = visible ? mx::logical_and(*visible, mask, s_) : mask;
     }
     if (visible) {
       scores = mx::where(*visible, scores, mx::array(hidden), s_);
@@ -72,7 +80,23 @@ class Composition {
   }
 
   mx::array output(const Chunk& chunk, int first, int last) const {
-    return ungrouped(mx::matmul(chunk.weights, v_, s_), last - first);
+    if (!apart_) {
+      return ungrouped(mx::matmul(chunk.weights, v_, s_), last - first);
+    }
+    const mx::array y = mx::matmul(chunk.weights, finite_or_zero(v_), s_);
+    const mx::array seen = mx::broadcast_to(*chunk.visible, split(chunk.weights, last - first).shape(), s_);
+    const mx::array others = mx::logical_not(mx::isfinite(v_, s_), s_);
+    const mx::array count = mx::matmul(mx::astype(joined(seen), mx::float32, s_), mx::astype(others, mx::float32, s_), s_);
+    return ungrouped(mx::where(mx::greater(count, mx::array(0.0f), s_), nan(), y, s_), last - first);
+  }
+
+  // Of joined rows, with 0 for what their row does not see.
+  mx::array seen_or_zero(const Chunk& chunk, const mx::array& a, int n) const {
+    return chunk.visible ? joined(mx::where(*chunk.visible, split(a, n), mx::array(0.0f), s_)) : a;
+  }
+
+  mx::array finite_or_zero(const mx::array& a) const {
+    return mx::where(mx::isfinite(a, s_), a, mx::array(0.0f), s_);
   }
 
   const mx::array& k() const {
@@ -105,6 +129,14 @@ class Composition {
   }
 
  private:
+  static bool hides(const DenseAttention& call) {
+    return call.mask || call.options.causal || call.options.window;
+  }
+
+  static mx::array nan() {
+    return mx::array(std::numeric_limits<float>::quiet_NaN());
+  }
+
   mx::array grouped_mask(int first, int last) const {
     const mx::array& mask = *call_.mask;
     const mx::array part = mask.shape(2) == 1 ? mask : rows_of(mask, first, last);
@@ -115,6 +147,7 @@ class Composition {
 
   const DenseAttention& call_;
   mx::Stream s_;
+  bool apart_;
   int batch_;
   int heads_;
   int key_heads_;
@@ -132,7 +165,7 @@ void add_to(std::optional<mx::array>& sum, const mx::array& term, mx::Stream str
 }  // namespace
 
 mx::array composed_attention(const DenseAttention& call, mx::Stream stream) {
-  const Composition composition(call, stream);
+  const Composition composition(call, stream, true);
   Arrays parts;
   for (int first = 0; first < composition.queries(); first += composition.step()) {
     const int last = std::min(first + composition.step(), composition.queries());
@@ -161,18 +194,18 @@ AttentionGradients attention_gradients(const DenseAttention& call, const mx::arr
       add_to(dv, mx::matmul(mx::swapaxes(p, -1, -2, s), dy, s), s);
       before.push_back(*dv);
     }
-    const mx::array dp = mx::matmul(dy, mx::swapaxes(composition.v(), -1, -2, s), s);
+    const mx::array dp =
+        composition.seen_or_zero(chunk, mx::matmul(dy, mx::swapaxes(composition.v(), -1, -2, s), s), n);
     const mx::array mean = mx::sum(mx::multiply(p, dp, s), -1, true, s);
     if (wanted.sinks) {
       const mx::array terms = mx::multiply(*chunk.sink_weights, composition.split(mean, n), s);
       add_to(dsinks, mx::negative(mx::sum(terms, {0, 3, 4}, false, s), s), s);
     }
-    mx::array ds = mx::multiply(p, mx::subtract(dp, mean, s), s);
-    if (chunk.visible) {
-      ds = composition.joined(mx::where(*chunk.visible, composition.split(ds, n), mx::array(0.0f), s));
-    }
+    const mx::array ds = mx::multiply(p, mx::subtract(dp, mean, s), s);  // 0 of hidden keys, as their p or all dp are
     if (wanted.queries) {
-      const mx::array part = mx::multiply(mx::matmul(ds, composition.k(), s), mx::array(call.options.scale), s);
+      // A row that sees a key which is not finite has NaN among its weights, and so in ds.
+      const mx::array k = chunk.visible ? composition.finite_or_zero(composition.k()) : composition.k();
+      const mx::array part = mx::multiply(mx::matmul(ds, k, s), mx::array(call.options.scale), s);
       dq.push_back(mx::astype(composition.ungrouped(part, n), call.queries.dtype(), s));
       before.push_back(dq.back());
     }

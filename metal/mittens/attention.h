@@ -11,10 +11,12 @@ using namespace metal;
 
 namespace mittens {
 
+constant constexpr float lowest_score = -3.402823466e38f;
+
 // The score of a key that a row must not see. A row that sees none then has the mean of all values, as mx gives it; an
 // additive mask hides by -inf, as mx's would have to, and such a row is NaN.
 inline float hidden_score(constant AttentionParams& params) {
-  return params.mask == additive_mask ? -INFINITY : -3.402823466e38f;
+  return params.mask == additive_mask ? -INFINITY : lowest_score;
 }
 
 // By what a mask or a sink becomes a score.
@@ -31,6 +33,16 @@ inline float weight_of(float difference) {
   } else {
     return fast::exp2(difference);
   }
+}
+
+// Not by arithmetic, which a compiler may take to have neither NaN nor infinity.
+inline bool is_finite(float v) {
+  return (as_type<uint>(v) & 0x7f800000u) != 0x7f800000u;
+}
+
+// Whether a row may not see some key.
+inline bool may_hide(constant AttentionParams& params) {
+  return params.causal || params.mask != no_mask;
 }
 
 // What scores are taken from. Where only -inf has been seen it is not that: -inf - -inf would be NaN.

@@ -11,8 +11,8 @@
 #pragma once
 
 #include "mittens/attention.h"
-#include "mittens/key_values.h"
 #include "mittens/scatter_sum.h"
+#include "mittens/seen_values.h"
 
 namespace mittens {
 
@@ -66,37 +66,6 @@ inline float row_sum(float v) {
   return v * (1.0f / Shape::copies);
 }
 
-// The row of queries whose scores a lane has.
-struct ScoredRow {
-  const device uchar* mask;  // where its mask starts
-  int position;              // the last key that it sees, if causal
-};
-
-template <typename T>
-inline uint mask_item(constant AttentionParams& params) {
-  return params.mask == additive_mask ? sizeof(T) : 1;
-}
-
-// Whether a row sees a key, by causality, window and a bool mask.
-inline bool sees(ScoredRow row, uint key, constant AttentionParams& params) {
-  bool seen = true;
-  if (params.causal) {
-    seen = int(key) <= row.position && (params.window == 0 || int(key) > row.position - int(params.window));
-  }
-  if (params.mask == bool_mask) {
-    seen = seen && row.mask[key * params.mask_strides[3]] != 0;
-  }
-  return seen;
-}
-
-template <typename T>
-inline float masked_score(float score, uint key, ScoredRow row, constant AttentionParams& params) {
-  if (params.mask == additive_mask) {
-    score = fma(float(((const device T*)row.mask)[key * params.mask_strides[3]]), score_unit<T>(), score);
-  }
-  return sees(row, key, params) ? score : hidden_score(params);
-}
-
 // What a threadgroup shares, in float4: queries at first, sums in the end.
 template <int G, int R>
 constexpr int decode_scratch() {
@@ -124,20 +93,55 @@ struct DecodeRows {
   uint count;
 };
 
+// Which rows a threadgroup has.
+template <typename T>
+inline void place_rows(thread DecodeRows<T>& rows, uint3 group, int R, constant AttentionParams& params) {
+  rows.batch = group.z / params.key_heads;
+  rows.key_head = group.z % params.key_heads;
+  rows.first = group.x * R;
+  rows.count = min(params.ratio * params.queries - rows.first, uint(R));
+}
+
 template <typename T>
 inline DecodeRows<T> decode_rows(
     const device T* queries, const device T* mask, const device T* sinks, device T* y, uint3 group, int R,
     constant AttentionParams& params) {
   DecodeRows<T> rows;
-  rows.batch = group.z / params.key_heads;
-  rows.key_head = group.z % params.key_heads;
-  rows.first = group.x * R;
-  rows.count = min(params.ratio * params.queries - rows.first, uint(R));
+  place_rows(rows, group, R, params);
   rows.queries = queries + params.query_start + rows.batch * params.query_strides[0];
   rows.mask = mask;
   rows.sinks = sinks;
   rows.y = y;
   return rows;
+}
+
+// The rows for write_seen.
+template <typename T>
+inline DecodeRows<T> rows_anew(DecodeRows<T> rows, const device T* queries, int R, constant AttentionParams& params) {
+  rows.batch = found_anew(rows.batch, params);
+  rows.key_head = found_anew(rows.key_head, params);
+  rows.first = found_anew(rows.first, params);
+  rows.count = min(params.ratio * params.queries - rows.first, uint(R));
+  rows.queries = queries + params.query_start + rows.batch * params.query_strides[0];
+  return rows;
+}
+
+// Keys and values of a threadgroup's head.
+template <typename T>
+struct PlainHead {
+  PlainRows<T> keys;
+  PlainRows<T> values;
+};
+
+template <typename T>
+inline PlainHead<T> plain_head(
+    const device T* keys, const device T* values, DecodeRows<T> rows, constant AttentionParams& params) {
+  PlainHead<T> head;
+  head.keys = plain_rows(
+      keys, head_offset(params.key_start, params.key_strides, rows.batch, rows.key_head), params.key_stride, params);
+  head.values = plain_rows(
+      values, head_offset(params.value_start, params.value_strides, rows.batch, rows.key_head), params.value_stride, params);
+  return head;
 }
 
 // Row i, or the last one.
@@ -152,6 +156,14 @@ inline ScoredRow scored_row(DecodeRows<T> rows, uint i, constant AttentionParams
   scored.mask = (const device uchar*)rows.mask + mask * mask_item<T>(params);
   scored.position = int(query + params.keys) - int(params.queries);
   return scored;
+}
+
+// The queries of row i, or of the last one.
+template <typename T>
+inline const device T* query_of(DecodeRows<T> rows, uint i, constant AttentionParams& params) {
+  const uint row = rows.first + min(i, rows.count - 1);
+  const uint head = rows.key_head * params.ratio + row / params.queries;
+  return rows.queries + head * params.query_strides[1] + row % params.queries * params.query_strides[2];
 }
 
 // The keys of a threadgroup, from the first on and up to the last: those that none of its rows sees are left out.
@@ -192,16 +204,68 @@ inline uint2 open_range(DecodeRows<T> rows, uint end, constant AttentionParams& 
   return uint2(begin, end);
 }
 
-// What all simdgroups of a threadgroup left in `scratch` of the rows from `first_row` on, put together: the result, or a
-// split's share of it. V neighbouring columns lie Shape::sum_stride apart.
+// What the simdgroups have of a row, relative to the largest score of all.
+struct RowTotal {
+  float largest;
+  float base;
+  float weights[decode_simdgroups];  // of what each has summed up
+  float denominator;
+};
+
+template <typename T>
+inline RowTotal row_total(
+    DecodeRows<T> rows, constant AttentionParams& params, uint row, threadgroup const float* maxima,
+    threadgroup const float* totals) {
+  RowTotal total;
+  total.largest = maxima[row * decode_simdgroups];
+#pragma unroll
+  for (int s = 1; s < decode_simdgroups; ++s) {
+    total.largest = max(total.largest, maxima[row * decode_simdgroups + s]);
+  }
+  float sink = -INFINITY;
+  if (params.splits == 1 && params.has_sinks) {
+    const uint head = rows.key_head * params.ratio + (rows.first + row) / params.queries;
+    sink = float(rows.sinks[head]) * score_unit<T>();
+    total.largest = max(total.largest, sink);
+  }
+  total.base = finite_maximum(total.largest);
+  total.denominator = weight_of<T>(sink - total.base);
+#pragma unroll
+  for (int s = 0; s < decode_simdgroups; ++s) {
+    total.weights[s] = weight_of<T>(maxima[row * decode_simdgroups + s] - total.base);
+    total.denominator = fma(totals[row * decode_simdgroups + s], total.weights[s], total.denominator);
+  }
+  return total;
+}
+
+// An element of the result, or of a split's share of it.
+template <typename T>
+inline void write_element(
+    DecodeRows<T> rows, constant AttentionParams& params, uint split, uint row, uint d, float sum, RowTotal total) {
+  const size_t this_row =
+      (size_t(rows.batch) * params.key_heads + rows.key_head) * params.ratio * params.queries + rows.first + row;
+  if (params.splits == 1) {
+    rows.y[this_row * params.width + d] = T(sum / total.denominator);
+  } else {
+    const size_t all_rows = size_t(params.heads) * params.queries * params.batches;
+    device float* partials = (device float*)rows.y;
+    partials[(split * all_rows + this_row) * params.width + d] = sum;
+    if (d == 0) {
+      device float* of_row = partials + params.splits * all_rows * params.width + this_row * params.splits + split;
+      of_row[0] = total.largest;
+      of_row[all_rows * params.splits] = total.denominator;
+    }
+  }
+}
+
+// What all simdgroups of a threadgroup left in `scratch` of the rows from `first_row` on, put together. V neighbouring
+// columns lie Shape::sum_stride apart. Returns which of the thread's elements are left to write_seen, a bit for each.
 template <typename Shape, int V, typename T>
-inline void write_rows(
+inline uint write_rows(
     DecodeRows<T> rows, constant AttentionParams& params, uint split, uint t, uint first_row,
     threadgroup const float* scratch, threadgroup const float* maxima, threadgroup const float* totals) {
   constexpr uint elements = Shape::block * Shape::columns;
-  const size_t all_rows = size_t(params.heads) * params.queries * params.batches;
-  const size_t group_row = (size_t(rows.batch) * params.key_heads + rows.key_head) * params.ratio * params.queries +
-      rows.first;
+  uint left = 0;
   for (uint from = 0; from < elements; from += decode_threads) {
     const uint i = from + t;
     if (elements % decode_threads != 0 && i >= elements) {
@@ -211,49 +275,51 @@ inline void write_rows(
     const uint d = i % Shape::columns;
     if (rows.first + row < params.ratio * params.queries && d < params.width) {
       const uint place = i / Shape::columns * Shape::sum_row + d % V * Shape::sum_stride + d / V;
-      float largest = maxima[row * decode_simdgroups];
-#pragma unroll
-      for (int s = 1; s < decode_simdgroups; ++s) {
-        largest = max(largest, maxima[row * decode_simdgroups + s]);
-      }
-      float sink = -INFINITY;
-      if (params.splits == 1 && params.has_sinks) {
-        const uint head = rows.key_head * params.ratio + (rows.first + row) / params.queries;
-        sink = float(rows.sinks[head]) * score_unit<T>();
-        largest = max(largest, sink);
-      }
-      const float base = finite_maximum(largest);
-      float denominator = weight_of<T>(sink - base);
+      const RowTotal total = row_total(rows, params, row, maxima, totals);
       float sum = 0;
 #pragma unroll
       for (int s = 0; s < decode_simdgroups; ++s) {
-        const float weight = weight_of<T>(maxima[row * decode_simdgroups + s] - base);
-        denominator = fma(totals[row * decode_simdgroups + s], weight, denominator);
-        sum = fma(scratch[s * Shape::block * Shape::sum_row + place], weight, sum);
+        sum = fma(scratch[s * Shape::block * Shape::sum_row + place], total.weights[s], sum);
       }
-      if (params.splits == 1) {
-        rows.y[(group_row + row) * params.width + d] = T(sum / denominator);
-      } else {
-        device float* partials = (device float*)rows.y;
-        const size_t this_row = group_row + row;
-        partials[(split * all_rows + this_row) * params.width + d] = sum;
-        if (d == 0) {
-          device float* of_row = partials + params.splits * all_rows * params.width + this_row * params.splits + split;
-          of_row[0] = largest;
-          of_row[all_rows * params.splits] = denominator;
-        }
-      }
+      write_element(rows, params, split, row, d, sum, total);
+      left |= (is_finite(sum) ? 0u : 1u) << (first_row * Shape::columns + from) / decode_threads;
+    }
+  }
+  return left;
+}
+
+// What write_rows left, of the keys that are seen. The lanes of a simdgroup work together: where one has something left, so
+// have all.
+template <typename Shape, typename Rows, typename T>
+inline void write_seen(
+    DecodeRows<T> rows, Rows keys, Rows values, constant AttentionParams& params, uint split, uint t, uint left,
+    threadgroup const float* maxima, threadgroup const float* totals) {
+  for (uint i = found_anew(t, params); simd_any(left != 0); i += decode_threads, left >>= 1) {
+    if (!simd_any(left % 2 != 0)) {
+      continue;
+    }
+    const uint row = i / Shape::columns;
+    const uint d = i % Shape::columns;
+    const RowTotal total = row_total(rows, params, row, maxima, totals);
+    const float sum = seen_sum(
+        keys, values, query_of(rows, row, params), scored_row(rows, row, params), key_range(rows, split, params), total.base,
+        min(d, params.width - 1), t % 32, params);
+    if (d < params.width) {
+      write_element(rows, params, split, row, d, sum, total);
     }
   }
 }
 
+// Returns what is left to write_seen.
 template <typename Rows, typename T, int G, int R>
-inline void decode(
-    DecodeRows<T> rows, Rows keys, Rows values, constant AttentionParams& params, uint split, uint t, uint lane,
+inline uint decode(
+    DecodeRows<T> rows, Rows head_keys, Rows head_values, constant AttentionParams& params, uint3 group, uint t, uint lane,
     uint simdgroup, threadgroup float* scratch, threadgroup float* maxima, threadgroup float* totals) {
   using Shape = DecodeShape<G, R>;
   constexpr int N = Shape::keys;
   constexpr int V = Shape::value_elements;
+  const Rows keys = at_column(head_keys, lane_elements(lane, G, 8, params.width));
+  const Rows values = at_column(head_values, lane_elements(lane, Shape::value_lanes, V, params.width));
   const uint lane_group = lane / G;
   const uint value_group = lane / Shape::value_lanes;
 
@@ -263,12 +329,10 @@ inline void decode(
     if (R * 8 * G % decode_threads != 0 && i >= R * 8 * G) {
       break;
     }
-    const uint row = rows.first + min(i / (8 * G), rows.count - 1);
-    const uint head = rows.key_head * params.ratio + row / params.queries;
     const uint d = i % (8 * G);
     float q = 0;
     if (d < params.width) {
-      q = float(rows.queries[head * params.query_strides[1] + row % params.queries * params.query_strides[2] + d]);
+      q = float(query_of(rows, i / (8 * G), params)[d]);
     }
     // Lanes read the lower halves of their 8 elements side by side, then the upper ones.
     scratch[i - d + (d / 4 % 2) * 4 * G + d / 8 * 4 + d % 4] = q;
@@ -293,6 +357,7 @@ inline void decode(
     }
   }
 
+  const uint split = group.y;
   const uint2 range = key_range(rows, split, params);
   const uint end = range.y;
   constexpr uint step = decode_simdgroups * Shape::tile;
@@ -416,6 +481,8 @@ inline void decode(
       totals[row * decode_simdgroups + simdgroup] = row_total;
     }
   }
+  place_rows(rows, found_anew(group, params), R, params);
+  uint left = 0;
 #pragma unroll
   for (int b = 0; b < Shape::blocks; ++b) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -434,8 +501,9 @@ inline void decode(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    write_rows<Shape, V>(rows, params, split, simdgroup * 32 + lane, b * Shape::block, scratch, maxima, totals);
+    left |= write_rows<Shape, V>(rows, params, split, simdgroup * 32 + lane, b * Shape::block, scratch, maxima, totals);
   }
+  return left;
 }
 
 }  // namespace mittens

@@ -103,10 +103,7 @@ inline void load_query_pairs(
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint own = b * 8 + tile_column(lane) + i;
-      const uint row = rows.first + min(own, rows.count - 1);
-      const uint head = rows.key_head * params.ratio + row / params.queries;
-      const device T* from =
-          rows.queries + head * params.query_strides[1] + row % params.queries * params.query_strides[2];
+      const device T* from = query_of(rows, own, params);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const int t = n % (E / 2);
@@ -153,12 +150,14 @@ inline float2 finite_maximum(float2 maximum) {
   return float2(finite_maximum(maximum.x), finite_maximum(maximum.y));
 }
 
+// Returns what is left to write_seen.
 template <typename Tiles, typename T, int B>
-inline void decode_tiles(
-    DecodeRows<T> rows, thread Tiles& own, constant AttentionParams& params, uint split, uint t, uint lane,
+inline uint decode_tiles(
+    DecodeRows<T> rows, thread Tiles& own, constant AttentionParams& params, uint3 group, uint t, uint lane,
     uint simdgroup, threadgroup float* scratch, threadgroup float* maxima, threadgroup float* totals) {
   using Shape = typename Tiles::Shape;
   constexpr int C = Shape::C;
+  const uint split = group.y;
   const uint2 range = key_range(rows, split, params);
   const uint end = range.y;
   const uint2 seen_by_all = open_range(rows, end, params);
@@ -288,6 +287,8 @@ inline void decode_tiles(
   }
   complete(own);
 
+  place_rows(rows, found_anew(group, params), 8 * B, params);
+  uint left = 0;
 #pragma unroll
   for (int b = 0; b < B; ++b) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -303,8 +304,9 @@ inline void decode_tiles(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    write_rows<Shape, Shape::value_elements>(rows, params, split, t, b * Shape::block, scratch, maxima, totals);
+    left |= write_rows<Shape, Shape::value_elements>(rows, params, split, t, b * Shape::block, scratch, maxima, totals);
   }
+  return left;
 }
 
 }  // namespace mittens

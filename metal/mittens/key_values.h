@@ -76,6 +76,20 @@ inline PackedRows<T, bits> at_row(PackedRows<T, bits> rows, int row) {
   return rows;
 }
 
+template <typename T>
+inline PlainRows<T> at_column(PlainRows<T> rows, uint column) {
+  rows.elements += column;
+  return rows;
+}
+
+template <typename T, int bits>
+inline PackedRows<T, bits> at_column(PackedRows<T, bits> rows, uint column) {
+  rows.bytes += column * bits / 8;
+  rows.scales += column >> rows.group_shift;
+  rows.biases += column >> rows.group_shift;
+  return rows;
+}
+
 // One row; by whole vectors, if they are aligned.
 template <bool aligned, typename T, int E>
 inline void load_row(PlainRows<T> rows, int row, thread RowElements<PlainRows<T>, E>& to) {

@@ -52,12 +52,6 @@ struct PlainTiles {
   Tile<float, B, D / 8> sums;
 };
 
-template <typename T>
-inline PlainRows<T> at_column(PlainRows<T> rows, uint column) {
-  rows.elements += column;
-  return rows;
-}
-
 // What a lane has of one row, from column `column` on and every `apart` columns; zeros where the row is not there. whole:
 // it is there, for all lanes, and aligned.
 template <bool whole, int apart, typename T, int E, int N>

@@ -187,16 +187,19 @@ class Head {
   // A score with what mask() gave.
   MITTENS_INLINE Float masked(Float score, Float mask) const {
     if (call.mask.kind == MaskKind::additive) {
-      return score + mask;
+      return mask == -infinity ? mask : score + mask;  // a hidden score may be NaN
     }
     return mask < 0.0f ? mask : score;
   }
 
   // Writes a row's result from its state: the largest score, the sum of exponentials relative to it, and the sum of
   // values so weighted, in whole vectors.
-  void finish(size_t row, float max, float sum, const float* values) const {
+  void finish(size_t row, float max, float sum, float* values) const {
     if (max == -infinity && sum == 0.0f) {
       return finish_unseen(row);
+    }
+    if (may_hide() && !all_finite(values)) {
+      sum_seen(row, max, values);
     }
     float factor = 1.0f / sum;
     if (has_sinks()) {
@@ -212,6 +215,51 @@ class Head {
   }
 
  private:
+  bool may_hide() const { return call.causal || call.window != 0 || call.mask.kind != MaskKind::none; }
+
+  bool all_finite(const float* sums) const {
+    Float zeros = {};
+    for (size_t i = 0; i < call.value_width; i += width) {
+      zeros = fma(read<Float>(sums + i, All()), Float{}, zeros);
+    }
+    return sum_of(zeros) == 0.0f;
+  }
+
+  // Sums up the row's values anew, of the keys alone that it sees. Blocks of keys multiply all values with the weights of
+  // all rows, and 0 times NaN or infinity is NaN.
+  void sum_seen(size_t row, float max, float* sums) const {
+    const size_t columns = padded_width(call.width);
+    const size_t value_columns = padded_width(call.value_width);
+    const Scratch scratch(2 * columns + value_columns);
+    float* const query = scratch.data();
+    float* const key_row = query + columns;
+    float* const value_row = key_row + columns;
+    each_vector(call.width, [&](size_t i, auto part) MITTENS_INLINED {
+      write(query + i, load_one(this->query(row) + i, part) * call.scale, All());
+    });
+    for (size_t i = 0; i < value_columns; i += width) {
+      write(sums + i, Float{}, All());
+    }
+    const float shift = max == -infinity ? 0.0f : max;
+    const Range seen = range(row);
+    for (size_t key = seen.begin; key < seen.end; ++key) {
+      const Float hides = call.mask.kind == MaskKind::none ? Float{} : mask(row, key, 1);
+      if (hides[0] == -infinity) {
+        continue;
+      }
+      keys.widen(key, 1, key_row, 0);
+      Float products = {};
+      for (size_t i = 0; i < columns; i += width) {
+        products = fma(read<Float>(query + i, All()), read<Float>(key_row + i, All()), products);
+      }
+      const Float weight = spread(exp_one<T>(masked(spread(sum_of(products)), hides) - shift)[0]);
+      values.widen(key, 1, value_row, 0);
+      for (size_t i = 0; i < value_columns; i += width) {
+        write(sums + i, fma(weight, read<Float>(value_row + i, All()), read<Float>(sums + i, All())), All());
+      }
+    }
+  }
+
   size_t token(size_t row) const { return row / ratio_; }
   size_t head(size_t row) const { return head_ * ratio_ + row % ratio_; }
 
@@ -241,7 +289,8 @@ class Head {
   }
 
   // No key has a score above -infinity. Hidden keys then count with the lowest finite one, in equal parts; with a sink
-  // they weigh nothing beside it, and where an additive mask hides them there is nothing.
+  // they weigh nothing beside it, and where an additive mask hides them there is nothing. Hidden values that are not
+  // finite count as 0.
   void finish_unseen(size_t row) const {
     const size_t columns = call.value_width;
     const Scratch scratch(2 * padded_width(columns));
@@ -259,7 +308,8 @@ class Head {
           values.widen(key, 1, one, 0);
           ++count;
           for (size_t i = 0; i < columns; i += width) {
-            write(sums + i, read<Float>(sums + i, All()) + read<Float>(one + i, All()), All());
+            const Float value = read<Float>(one + i, All());
+            write(sums + i, read<Float>(sums + i, All()) + (value - value == 0.0f ? value : Float{}), All());
           }
         }
       }

@@ -49,7 +49,7 @@ void combine(const Head<T>& head, const Partials& partials, size_t row, size_t s
 // A row after one share of its keys: finished, or kept for combine().
 template <typename T>
 MITTENS_INLINE void leave(const Head<T>& head, const Partials& partials, size_t share, size_t row, float max, float sum,
-                          const float* values) {
+                          float* values) {
   if (!partials) {
     return head.finish(row, max, sum, values);
   }
