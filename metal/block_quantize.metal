@@ -4,8 +4,8 @@
 //
 // q4_0: d = m / -8, m the weight of largest magnitude (the first of equals), q = min(15, floor(w / d + 8.5)).
 // q8_0: d = max |w| / 127, q = w / d rounded to nearest, halves away from zero.
-// Every step rounds as in the gguf package, so that the bytes are the same. A NaN makes d NaN, as there, and with it the
-// block. Where w / d is no finite number, q is 0: the package's conversion is undefined there. (GPUs that take
+// Every step rounds as in the gguf package, so that the bytes are the same. A NaN makes d NaN, as there, and with it
+// the block. Where w / d is no finite number, q is 0: the package's conversion is undefined there. (GPUs that take
 // subnormal numbers for zero do so with d, of which a half keeps nothing.)
 #include <metal_stdlib>
 

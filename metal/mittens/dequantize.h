@@ -59,8 +59,8 @@ constexpr float remainder_of(int i) {
   return !exact && bit_of<F>(i) >= 15 ? origin_of<F>(i) : 0.0f;
 }
 
-// Products with GGUF's integers, whose scale comes after their sum, are taken so many times smaller: those of 32 columns
-// with what unpack_word leaves do not overflow before the scale.
+// Products with GGUF's integers, whose scale comes after their sum, are taken so many times smaller: those of 32
+// columns with what unpack_word leaves do not overflow before the scale.
 template <Format F>
 constexpr float sum_headroom() {
   return F == q4_0 || F == q8_0 ? float(1 << 14) : 1.0f;

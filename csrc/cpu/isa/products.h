@@ -75,8 +75,8 @@ MITTENS_INLINE void round_row(T* y, const float* sums, const T* bias, size_t n) 
   });
 }
 
-// Integers are multiplied before their scale: a row with so large an element is taken `reduction` times, so that neither
-// these products nor sums that cancel overflow. A power of two: the others of the row lose nothing that counts.
+// Integers are multiplied before their scale: a row with so large an element is taken `reduction` times, so that
+// neither these products nor sums that cancel overflow. A power of two: the others of the row lose nothing that counts.
 constexpr float large = 0x1p96f;
 constexpr float reduction = 0x1p-32f;
 
