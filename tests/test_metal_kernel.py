@@ -314,6 +314,7 @@ A_MAC_TAKES = {
         "out[0] = sum(1.0f, 2.0f, 4.0f);",
     ),
     "a threadgroup array in a block": ("", "{ threadgroup float s[4]; s[0] = 7; out[0] = s[0]; }"),
+    "a shuffle of bfloat, as MLX's own headers have it": ("", "out[0] = float(simd_shuffle(bfloat(7.0f), ushort(0)));"),
 }
 
 

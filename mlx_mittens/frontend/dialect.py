@@ -70,7 +70,8 @@ def _check(file: str, strict: bool) -> list[Problem]:
         return sorted({*problems, *_diagnostics(str(error), file)})
     except CompileError as error:
         return sorted({*problems, *_diagnostics(error.log, file)})
-    flags = [*_flags(), "-DMITTENS_STRICT_DIALECT", f"-isystem{build.INCLUDE}", f"-isystem{build._abi_folder()}"]
+    flags = [*_flags(), f"-isystem{build.INCLUDE}", f"-isystem{build._abi_folder()}"]
+    flags += ["-DMITTENS_STRICT_DIALECT"] if strict else []
     done = found.run(flags, compiled)
     problems += _diagnostics(done.stderr, file)
     if done.returncode == 0:
