@@ -301,7 +301,7 @@ def test_what_a_mac_refuses_is_refused_here(what, monkeypatch):
 A_MAC_TAKES = {
     "a comment that is not ASCII": ("// caf\u00e9\n", "out[0] = 7;  /* \u2192 */"),
     "a constant as the size of an array": ("constant int N = 4;\n", "float x[N]; x[3] = 7; out[0] = x[3];"),
-    "constant memory, which is const whether it says so or not": (
+    "a reference to constant memory, which is const whether it says so or not": (
         "float once(constant float& v) { return v; } float again(const constant float& v) { return once(v); }\n"
         "constant float seven = 7;\n",
         "out[0] = again(seven);",

@@ -7,6 +7,7 @@ Words that are types or address spaces in Metal need no rewriting: the standard 
 - explicit instantiations of kernels go, and become variants;
 - ``threadgroup float x[32];`` becomes a call of the target's MITTENS_THREADGROUP_ARRAY;
 - arrays as parameters (``constant int strides[2]``) become pointers;
+- constants that are the size of an array, and references to constant memory, become const, which they are in Metal;
 - function constants get their values;
 - ``1.0`` is a float, ``1.0h`` and ``1.0bf`` become ``half(1.0f)`` and ``bfloat(1.0f)``;
 - ``vec<T, 4>(a, b, c, d)`` becomes ``mittens::construct<vec<T, 4>>(a, b, c, d)``, and the ``uint4`` of
@@ -18,6 +19,7 @@ Words that are types or address spaces in Metal need no rewriting: the standard 
 from __future__ import annotations
 
 import bisect
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -289,9 +291,9 @@ class _Rewriter:
         if token == "threadgroup" and self.token(i - 1) in (";", "{", "}", ")", ":"):
             return self._threadgroup_array(i)
         if token == "constant" and self.token(i - 1) in (";", "}", "", "static"):
-            return self._function_constant(i)
+            return self._constant(i)
         if token in _SPACES and self.token(i - 1) in ("(", ",", "const"):
-            return self._array_parameter(i)
+            return self._parameter(i)
         if token == "is_function_constant_defined":
             return self._function_constant_test(i)
         if token == "vec" and self.token(i + 1) == "<":
@@ -438,23 +440,35 @@ class _Rewriter:
         self.replace(i, end, "; ".join(calls))
         return end
 
-    def _array_parameter(self, i: int) -> int | None:
-        """``constant const int64_t strides[2]``: the type of such a parameter is a pointer."""
+    def _parameter(self, i: int) -> int | None:
+        """``constant const int64_t strides[2]`` is a pointer; what ``constant int& n`` refers to is const."""
         j = i + 1
         while _IDENTIFIER.match(self.token(j)):
             j = self.after_template_arguments(j + 1)
+        if self.tokens[i] == "constant" and self.token(j) == "&" and "const" not in self.tokens[i - 1 : j]:
+            self.edits.append((self.spans[i][1], self.spans[i][1], " const"))
+            return None
         if self.token(j) != "[" or self.token(self.partner[j] + 1) not in (",", ")"):
             return None
         name = self.tokens[j - 1]
         self.replace(j - 1, self.partner[j] + 1, f"* {name}")
         return j
 
-    def _function_constant(self, i: int) -> int | None:
+    @functools.cached_property
+    def _in_brackets(self) -> set[str]:
+        """Names in the sizes of arrays, and in indices."""
+        brackets = [i for i, token in enumerate(self.tokens) if token == "["]
+        return {token for i in brackets for token in self.tokens[i + 1 : self.partner[i]]}
+
+    def _constant(self, i: int) -> int | None:
         j = i + 1
         while self.token(j) not in (";", "=", "(", "{", "") or (j < len(self.tokens) and self.in_attribute[j]):
             j += 1
         attributes = self.attributes_between(i, j)
         if "function_constant" not in attributes:
+            plain = self.token(j) == "=" and not {"*", "&", "[", "const", "constexpr"} & set(self.tokens[i:j])
+            if plain and self.tokens[j - 1] in self._in_brackets:
+                self.edits.append((self.spans[i][1], self.spans[i][1], " const"))
             return None
         live = [k for k in range(i + 1, j) if not self.dropped[k]]
         name = self.tokens[live[-1]]

@@ -4,7 +4,7 @@
 
 #define device MITTENS_DEVICE
 #define threadgroup MITTENS_THREADGROUP
-#define constant MITTENS_CONSTANT const  // whether or not that is written, what is there cannot be changed
+#define constant MITTENS_CONSTANT
 #define thread
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_CONST MITTENS_CONSTANT constexpr
