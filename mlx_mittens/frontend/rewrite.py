@@ -7,7 +7,8 @@ Words that are types or address spaces in Metal need no rewriting: the standard 
 - explicit instantiations of kernels go, and become variants;
 - ``threadgroup float x[32];`` becomes a call of the target's MITTENS_THREADGROUP_ARRAY;
 - arrays as parameters (``constant int strides[2]``) become pointers;
-- constants that are the size of an array, and references to constant memory, become const, which they are in Metal;
+- constants that are the size of an array, and numbers that are references to constant memory, become const, which they
+  are in Metal;
 - function constants get their values;
 - ``1.0`` is a float, ``1.0h`` and ``1.0bf`` become ``half(1.0f)`` and ``bfloat(1.0f)``;
 - ``vec<T, 4>(a, b, c, d)`` becomes ``mittens::construct<vec<T, 4>>(a, b, c, d)``, and the ``uint4`` of
@@ -23,6 +24,8 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from .builtins import is_type
 
 _TOKEN = re.compile(
     r"""^\#[^\n]*$|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'"""
@@ -441,11 +444,13 @@ class _Rewriter:
         return end
 
     def _parameter(self, i: int) -> int | None:
-        """``constant const int64_t strides[2]`` is a pointer; what ``constant int& n`` refers to is const."""
+        """``constant const int64_t strides[2]`` is a pointer; the number of ``constant int& n`` is const."""
         j = i + 1
         while _IDENTIFIER.match(self.token(j)):
             j = self.after_template_arguments(j + 1)
-        if self.tokens[i] == "constant" and self.token(j) == "&" and "const" not in self.tokens[i - 1 : j]:
+        if self.token(i - 1) != "const" and self.tokens[i] == "constant" and self.tokens[i + 2 : i + 3] == ["&"]:
+            if not is_type(self.tokens[i + 1]):
+                return None  # members of a struct may be handed on as pointers that are not const
             self.edits.append((self.spans[i][1], self.spans[i][1], " const"))
             return None
         if self.token(j) != "[" or self.token(self.partner[j] + 1) not in (",", ")"):
