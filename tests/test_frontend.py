@@ -705,8 +705,7 @@ def test_prebuilt(tmp_path, monkeypatch):
     assert {path.stem for path in (tmp_path / "ptx" / prebuild.ARCH).iterdir()} == names
     some = tmp_path / "ptx" / prebuild.ARCH / f"{sorted(names)[0]}.ptx"
     some.write_text(some.read_text() + "// prebuilt\n")
-    (tmp_path / "frontend").mkdir()
-    monkeypatch.setattr(build, "_FOLDER", tmp_path / "frontend")
+    monkeypatch.setattr(build, "_installed", lambda: tmp_path)
     assert frontend.ptx("softmax.metal", some.stem).endswith("// prebuilt\n")
     frontend.register_source("softmax.metal", frontend.source("softmax.metal") + "\n// changed\n")
     try:
