@@ -118,7 +118,10 @@ def instruction_sets(python: Path, options: Mapping[str, str]) -> Iterator[str]:
     """Those that this machine has, the best one first."""
     for name in ("avx512", "avx2", "baseline", "neon"):
         tried = subprocess.run(
-            [python, "-c", "import mlx_mittens"], env={**options, "MLX_MITTENS_CPU": name}, capture_output=True
+            [python, "-c", "import mlx_mittens"],
+            env={**options, "MLX_MITTENS_CPU": name},
+            cwd=ROOT / "tests",
+            capture_output=True,
         )
         if tried.returncode == 0:
             yield name
@@ -156,7 +159,9 @@ def main() -> None:
             if i and not for_each:
                 continue
             print(f"{instructions}: python {' '.join(command)}", flush=True)
-            ran = subprocess.run([python, *command], env={**options, "MLX_MITTENS_CPU": instructions}, cwd=ROOT)
+            # Not where the package's source lies, which Python would find first.
+            chosen = {**options, "MLX_MITTENS_CPU": instructions}
+            ran = subprocess.run([python, *command], env=chosen, cwd=ROOT / "tests")
             if ran.returncode:
                 sys.exit(f"{instructions}: failed, with status {ran.returncode}")
     print("nothing was reported")
