@@ -3,10 +3,12 @@
 import threading
 import time
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from simulate import kernel, register, run
 
+import mlx_mittens as mm
 from mlx_mittens.simulator import Fault
 
 OUT = "device int* out [[buffer(0)]]"
@@ -367,6 +369,14 @@ def test_launches_that_no_gpu_takes():
     assert "32800 bytes" in message and '"big"' in message and "32768" in message
     with pytest.raises(ValueError, match="no kernel"):
         run(file, "missing", [out])
+
+
+def test_arrays_that_claim_more_than_their_buffer():
+    x = mx.zeros((8,))
+    mx.eval(x)
+    beyond = mx.as_strided(x, (4, 1024), (1024, 1))
+    with mm.simulator.enabled(), pytest.raises(Fault, match=r"argument 0 'x' is bound to 16384 bytes, its buffer"):
+        mx.eval(mm.rms_norm(beyond, None, 1e-5))
 
 
 def test_no_threadgroups_is_no_work():
