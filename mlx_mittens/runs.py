@@ -48,7 +48,8 @@ def terminated() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if not _received:  # else the process ends, and the second one may come as late as that
+            signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True)
