@@ -319,5 +319,6 @@ def test_bench_measures_the_peer(draw, device, rng, monkeypatch):
 @pytest.mark.parametrize("executor, words", [("native", "NVIDIA GPU"), ("metal", "mx ms")])
 def test_bench_without_an_nvidia_gpu(executor, words, capsys, monkeypatch):
     monkeypatch.setattr(machine, "executor", lambda: executor)
+    monkeypatch.setattr(bench, "executors", lambda: {executor: "ready"})
     assert main(["bench", "--quick", "--ops", "softmax", "--peer", "metal"]) == 2
     assert re.search(f"--peer metal: .*{words}", capsys.readouterr().err)

@@ -157,8 +157,20 @@ std::pair<Arrays, std::vector<int>> KernelPrimitive::vmap(const Arrays& inputs, 
     const mx::array& input = inputs[i++];
     return axis >= 0 && input.shape(axis) == 0;
   });
-  Arrays outputs = over_nothing ? outputs_of_nothing(inputs, axes)
-                                : mx::vmap([this](const Arrays& in) { return composition(in); }, axes)(inputs);
+  Arrays outputs;
+  if (over_nothing) {
+    outputs = outputs_of_nothing(inputs, axes);
+  } else {  // the new axes in front: mx's own vmap is wrong for some axes elsewhere, as that of expand_dims
+    Arrays moved = inputs;
+    std::vector<int> in_front = axes;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (axes[i] > 0) {
+        moved[i] = mx::moveaxis(inputs[i], axes[i], 0, stream());
+        in_front[i] = 0;
+      }
+    }
+    outputs = mx::vmap([this](const Arrays& in) { return composition(in); }, in_front)(moved);
+  }
   std::vector<int> output_axes(outputs.size(), 0);
   return {std::move(outputs), std::move(output_axes)};
 }
