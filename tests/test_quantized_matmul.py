@@ -182,6 +182,20 @@ def test_large_activations(rng, executor, dtype, rows, bits):
     assert_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), dtype)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_activations_near_the_largest_number(rng, native, dtype, rows, bits):
+    """Neither integers times activations nor sums of activations overflow, where the product does not."""
+    w = mx.array((rng.normal(size=(37, 256)) * 1e-4).astype(np.float32)).astype(dtype)
+    triple = mx.quantize(w, 64, bits)
+    x = np.full((rows, 256), 2e38, np.float32)
+    x[1::2] = 1.0  # rows of their own, which nothing is done to
+    x = mx.array(x).astype(dtype)
+    y = mm.quantized_matmul(x, *triple, True, 64, bits)
+    assert_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), dtype)
+
+
 def test_overflow_is_infinity(executor):
     words, scales, biases = mx.full((2, 8), 0xFFFFFFFF, mx.uint32), mx.ones((2, 1)), mx.zeros((2, 1))
     x = mx.full((1, 64), 1000.0)

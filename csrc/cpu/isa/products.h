@@ -75,24 +75,11 @@ MITTENS_INLINE void round_row(T* y, const float* sums, const T* bias, size_t n) 
   });
 }
 
-// Integers are multiplied before their scale: a row with so large an element is taken `reduction` times, so that
-// neither these products nor sums that cancel overflow. A power of two: the others of the row lose nothing that counts.
+// Integers are multiplied before their scale. A row with an element of at least `large` is multiplied by `reduction`
+// first, its sums by the inverse, so that neither these products nor sums that cancel overflow. A power of two: the
+// others of the row lose nothing that counts.
 constexpr float large = 0x1p96f;
 constexpr float reduction = 0x1p-32f;
-
-// Whether n values were that large, and are reduced; they come in whole vectors.
-MITTENS_INLINE bool reduce_large(float* x, size_t n) {
-  Float most = {};
-  for (size_t i = 0; i < n; i += width) {
-    const Float v = read<Float>(x + i, All());
-    most = maximum(maximum(v, -v), most);
-  }
-  const bool is_large = reduce(most, [](auto x, auto y) MITTENS_INLINED { return x > y ? x : y; }) >= large;
-  for (size_t i = 0; is_large && i < n; i += width) {
-    write(x + i, read<Float>(x + i, All()) * reduction, All());
-  }
-  return is_large;
-}
 
 // A row of x in the order of a source's weights, in whole steps, zeros at the end. With sums each step has one more
 // vector, the sum of the others.
@@ -102,8 +89,22 @@ struct Arranged {
 
   static size_t size(size_t columns) { return divide_up(columns, Source::step) * step; }
 
+  // Whether the row is multiplied by `reduction`: where it is large, and a scale comes after the integers.
   template <typename T>
-  static void fill(const T* x, size_t columns, float* y) {
+  static bool fill(const T* x, size_t columns, float* y) {
+    const float most = fill_by<false>(x, columns, y);
+    if (!Source::scaled || __is_same(T, float16) || !(most >= large)) {
+      return false;
+    }
+    fill_by<true>(x, columns, y);
+    return true;
+  }
+
+ private:
+  // Returns the largest absolute value.
+  template <bool reduces, typename T>
+  static float fill_by(const T* x, size_t columns, float* y) {
+    Float most = {};
     for (size_t begin = 0; begin < columns; begin += Source::step, y += step) {
       alignas(64) float natural[Source::step];
       const size_t size = smaller(Source::step, columns - begin);
@@ -117,6 +118,8 @@ struct Arranged {
         for (size_t i = 0; i < width; ++i) {
           values[i] = natural[Source::column(v, i)];
         }
+        values = reduces ? values * reduction : values;
+        most = maximum(maximum(values, -values), most);
         write(y + v * width, values, All());
         sum = sum + values;
       }
@@ -124,6 +127,7 @@ struct Arranged {
         write(y + Source::vectors * width, sum, All());
       }
     }
+    return reduce(most, [](auto x, auto y) MITTENS_INLINED { return x > y ? x : y; });
   }
 };
 

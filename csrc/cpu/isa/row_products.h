@@ -287,11 +287,7 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
     bool reduced[batch_rows] = {};
     parallel_for(count * size, divide_up(16384, columns), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
-        float* to = arranged.data() + i * x_stride;
-        X::fill(x + (matrix * rows + row + i) * columns, columns, to);
-        if (Source::scaled && !__is_same(T, float16)) {
-          reduced[i] = reduce_large(to, x_stride);
-        }
+        reduced[i] = X::fill(x + (matrix * rows + row + i) * columns, columns, arranged.data() + i * x_stride);
       }
     });
     const Source example = source_of(matrix, 0);
