@@ -22,8 +22,18 @@
 using namespace metal;
 using namespace mittens;
 
-inline float inverse_deviation(float deviation, uint columns, float eps) {
-  return precise::rsqrt(deviation / float(columns) + eps);
+// What normalizes a row, in halves: (x - mean) * n is (x / 2 - mean / 2) * 2 n, which does not overflow on the way.
+struct RowTerms {
+  float half_mean;
+  float twice_n;
+};
+
+inline RowTerms row_terms(Moments moments, uint columns, float eps) {
+  return RowTerms{0.5f * moments.mean, 2.0f * precise::rsqrt(moments.deviation / float(columns) + eps)};
+}
+
+inline float normed(float x, RowTerms row) {
+  return half_centred(x, row.half_mean) * row.twice_n;
 }
 
 template <typename T>
@@ -42,12 +52,12 @@ struct PackTerms {
 
 // scale_and_shift of a pack.
 template <typename T>
-inline uint4 normalize_pack(uint4 x, float mean, float n, bool has_weight, bool has_bias, PackTerms terms) {
+inline uint4 normalize_pack(uint4 x, RowTerms row, bool has_weight, bool has_bias, PackTerms terms) {
   float v[16 / sizeof(T)];
   unpack<T>(x, v);
 #pragma unroll
   for (int j = 0; j < pack_size<T>(); ++j) {
-    v[j] = (v[j] - mean) * n;
+    v[j] = normed(v[j], row);
   }
   if (has_weight) {
     float w[16 / sizeof(T)];
@@ -88,7 +98,7 @@ inline PackTerms load_terms(
 // their turn comes. The terms of the next pack are on their way meanwhile.
 template <bool Whole, typename T, int N>
 inline void write_part(
-    thread RowPart<T, N>& part, PackTerms terms, float mean, float n, const device T* weight, const device T* bias,
+    thread RowPart<T, N>& part, PackTerms terms, RowTerms row, const device T* weight, const device T* bias,
     device T* y_row, bool y_aligned, constant LayerNormParams& params, RowSpan span, uint first, uint stride,
     uint end) {
 #pragma unroll 1
@@ -103,7 +113,7 @@ inline void write_part(
     }
     store_pack(
         y_row + span.head + p * pack_size<T>(), y_aligned,
-        normalize_pack<T>(part.packs[0], mean, n, params.has_weight, params.has_bias, terms));
+        normalize_pack<T>(part.packs[0], row, params.has_weight, params.has_bias, terms));
     terms = next;
 #pragma unroll
     for (int k = 1; k < N; ++k) {
@@ -114,11 +124,11 @@ inline void write_part(
 
 template <typename T>
 inline float normalize_edge(
-    T x, float mean, float n, const device T* weight, const device T* bias, constant LayerNormParams& params,
+    T x, RowTerms row, const device T* weight, const device T* bias, constant LayerNormParams& params,
     RowSpan span, uint t) {
   const T w = params.has_weight ? load_edge(weight, span, t, 0) : T(0);
   const T b = params.has_bias ? load_edge(bias, span, t, 0) : T(0);
-  return scale_and_shift<T>((float(x) - mean) * n, params.has_weight, float(w), params.has_bias, float(b));
+  return scale_and_shift<T>(normed(float(x), row), params.has_weight, float(w), params.has_bias, float(b));
 }
 
 // Of a row in L lanes. One pack a lane stays unpacked until the row's mean is known; more would not fit registers.
@@ -155,12 +165,11 @@ inline void normalize_rows(
     const uint row = first_row + r * (32 / L);
     const RowSpan span = spans[r];
     const Moments moments = lanes_moments<L>(parts[r], t < span.edges, span.packs, columns, lane);
-    const float mean = moments.mean;
-    const float n = inverse_deviation(moments.deviation, columns, params.eps);
+    const RowTerms terms_of_row = row_terms(moments, columns, params.eps);
     device T* y_row = y + size_t(row) * columns;
-    store_edge(y_row, span, t, normalize_edge<T>(parts[r].edge, mean, n, weight, bias, params, span, t));
+    store_edge(y_row, span, t, normalize_edge<T>(parts[r].edge, terms_of_row, weight, bias, params, span, t));
     write_part<Whole>(
-        parts[r], terms[r], mean, n, weight, bias, y_row,
+        parts[r], terms[r], terms_of_row, weight, bias, y_row,
         packs_aligned<T, Whole>(params.y_phase + row * columns, span), params, span, t, L, span.packs);
   }
 }
@@ -199,11 +208,11 @@ inline void normalize_row(
   const Moments own = simd_merge(part_moments(part, t < span.edges, t, threads, span.packs));
   const PackTerms terms = load_terms<T, Whole>(weight, bias, params, span, t, span.packs);
   const Moments moments = simdgroups_merge(own, scratch, place);
-  const float n = inverse_deviation(moments.deviation, columns, params.eps);
+  const RowTerms terms_of_row = row_terms(moments, columns, params.eps);
 
-  store_edge(y + start, span, t, normalize_edge<T>(part.edge, moments.mean, n, weight, bias, params, span, t));
+  store_edge(y + start, span, t, normalize_edge<T>(part.edge, terms_of_row, weight, bias, params, span, t));
   write_part<Whole>(
-      part, terms, moments.mean, n, weight, bias, y + start,
+      part, terms, terms_of_row, weight, bias, y + start,
       packs_aligned<T, Whole>(params.y_phase + row * columns, span), params, span, t, threads, span.packs);
 }
 
@@ -234,17 +243,17 @@ inline void range_normalize(
     const device T* x_row, const device T* weight, const device T* bias, device T* y_row,
     constant LayerNormParams& params, bool y_aligned, RowSpan span, uint begin, uint end, bool edges, Moments moments,
     uint t, uint threads) {
-  const float n = inverse_deviation(moments.deviation, params.row.columns, params.eps);
+  const RowTerms row = row_terms(moments, params.row.columns, params.eps);
   RowPart<T, N> part;
   for (uint first = begin + t; first < end; first += N * threads) {
     load_packs(x_row, span, true, first, threads, end, uint4(0), part);
     write_part<false>(
-        part, load_terms<T, false>(weight, bias, params, span, first, end), moments.mean, n, weight, bias, y_row,
+        part, load_terms<T, false>(weight, bias, params, span, first, end), row, weight, bias, y_row,
         y_aligned, params, span, first, threads, end);
   }
   if (edges) {
     const T x = load_edge(x_row, span, t, 0);
-    store_edge(y_row, span, t, normalize_edge<T>(x, moments.mean, n, weight, bias, params, span, t));
+    store_edge(y_row, span, t, normalize_edge<T>(x, row, weight, bias, params, span, t));
   }
 }
 

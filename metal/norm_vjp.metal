@@ -23,9 +23,10 @@
 using namespace metal;
 using namespace mittens;
 
-// dx = n g - slope (x - mean) - shift.
+// dx = n g - slope c - shift, c = x - mean; layer_norm takes half of x - mean for c, which does not overflow, and twice
+// the slope.
 struct Coefficients {
-  float mean;
+  float half_mean;
   float n;
   float slope;
   float shift;
@@ -36,10 +37,10 @@ template <bool Centred>
 inline Coefficients row_coefficients(float mean, float squares, float products, float g, uint columns, float eps) {
   const float count = float(columns);
   Coefficients c;
-  c.mean = mean;
+  c.half_mean = 0.5f * mean;
   c.n = precise::rsqrt(squares / count + eps);
   // Where the squares overflow the products may do so too.
-  c.slope = c.n > 0.0f ? c.n * c.n * c.n * (products / count) : 0.0f;
+  c.slope = c.n > 0.0f ? (Centred ? 2.0f : 1.0f) * c.n * c.n * c.n * (products / count) : 0.0f;
   c.shift = Centred ? c.n * (g / count) : 0.0f;
   return c;
 }
@@ -72,10 +73,10 @@ inline void load_dsum(const device T* row, bool has_dsum, ColumnMap map, thread 
   }
 }
 
-// g = dy * weight and centred = x - mean of one pack; zeros outside the columns.
+// g = dy * weight of one pack, and centred = x, or half of x - mean if Centred; zeros outside the columns.
 template <typename T, bool Centred>
 inline void load_terms(
-    uint4 x, uint4 dy, uint4 weight, bool has_weight, float mean, ColumnMap map, uint i,
+    uint4 x, uint4 dy, uint4 weight, bool has_weight, float half_mean, ColumnMap map, uint i,
     thread float (&centred)[16 / sizeof(T)], thread float (&g)[16 / sizeof(T)]) {
   unpack<T>(x, centred);
   unpack<T>(dy, g);
@@ -90,7 +91,7 @@ inline void load_terms(
   if (Centred) {
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
-      centred[j] = column_of<T>(map, i) + j < map.end ? centred[j] - mean : 0.0f;
+      centred[j] = column_of<T>(map, i) + j < map.end ? half_centred(centred[j], half_mean) : 0.0f;
     }
   }
 }
@@ -100,12 +101,13 @@ template <typename T, int N, bool Centred>
 inline float3 part_sums(
     thread const ColumnPart<N>& x, thread const ColumnPart<N>& dy, thread const ColumnPart<N>& weight, bool has_weight,
     float mean, ColumnMap map) {
+  const float half_mean = 0.5f * mean;
   float3 sums = float3(0.0f, 0.0f, 0.0f);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     float centred[16 / sizeof(T)];
     float g[16 / sizeof(T)];
-    load_terms<T, Centred>(x.packs[i], dy.packs[i], weight.packs[i], has_weight, mean, map, i, centred, g);
+    load_terms<T, Centred>(x.packs[i], dy.packs[i], weight.packs[i], has_weight, half_mean, map, i, centred, g);
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
       sums.x += centred[j] * centred[j];
@@ -113,7 +115,7 @@ inline float3 part_sums(
       sums.z += g[j];
     }
   }
-  return sums;
+  return Centred ? sums * float3(4.0f, 2.0f, 1.0f) : sums;
 }
 
 // Scaled, as scaled_mean takes it.
@@ -132,7 +134,7 @@ inline float columns_sum(thread const ColumnPart<N>& x) {
   return sum;
 }
 
-// A thread's share of dweight and dbias, in its columns.
+// A thread's share of dweight and dbias, in its columns; if Centred of half of dweight until `finish`.
 template <typename T, int N>
 struct Shares {
   float weight[N][16 / sizeof(T)];
@@ -151,6 +153,18 @@ inline void clear(thread Shares<T, N>& shares) {
   }
 }
 
+// What a thread's shares are once it is through with its rows.
+template <bool Centred, typename T, int N>
+inline void finish(thread Shares<T, N>& shares) {
+#pragma unroll
+  for (int i = 0; Centred && i < N; ++i) {
+#pragma unroll
+    for (int j = 0; j < pack_size<T>(); ++j) {
+      shares.weight[i][j] *= 2.0f;
+    }
+  }
+}
+
 // Writes one row's dx and adds to the shares.
 template <typename T, int N, bool Centred>
 inline void write_row(
@@ -163,7 +177,8 @@ inline void write_row(
     float g[16 / sizeof(T)];
     float dx[16 / sizeof(T)];
     float gradient[16 / sizeof(T)];
-    load_terms<T, Centred>(x.packs[i], dy.packs[i], weight.packs[i], params.has_weight, c.mean, map, i, centred, g);
+    load_terms<T, Centred>(
+        x.packs[i], dy.packs[i], weight.packs[i], params.has_weight, c.half_mean, map, i, centred, g);
     unpack<T>(dy.packs[i], gradient);
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
@@ -224,6 +239,7 @@ template <typename T, int N, bool Centred>
         row_coefficients<Centred>(mean, simd_sum(own.x), simd_sum(own.y), g, columns, params.eps);
     write_row<T, N, Centred>(x_part, dy_part, w, dsum_part, dx + start, params, c, map, shares);
   }
+  finish<Centred>(shares);
 
   if (params.partial_sums == 0) {
     return;
@@ -345,6 +361,7 @@ template <typename T, int N, bool Centred>
     write_row<T, N, Centred>(x_part, dy_part, w, dsum_part, dx + start, params, c, map, shares);
     turn = 1 - turn;
   }
+  finish<Centred>(shares);
   write_shares<T, N, Centred>(shares, map, block, params, partials);
 }
 
@@ -470,7 +487,7 @@ template <typename T, int N, bool Centred>
 template <bool Centred>
 [[kernel, max_total_threads_per_threadgroup(256)]] void norm_vjp_coefficients(
     const device float* statistics [[buffer(0)]],  // [rows, splits, 5]
-    device float4* coefficients [[buffer(1)]],     // [rows]: mean, n, slope, shift
+    device float4* coefficients [[buffer(1)]],     // [rows]: half_mean, n, slope, shift
     constant NormVjpParams& params [[buffer(2)]],
     uint group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
@@ -488,7 +505,7 @@ template <bool Centred>
   const Coefficients c = row_coefficients<Centred>(
       s.moments.mean, s.moments.deviation, s.products, s.g, params.row.columns, params.eps);
   if (lane == 0) {
-    coefficients[row] = float4(c.mean, c.n, c.slope, c.shift);
+    coefficients[row] = float4(c.half_mean, c.n, c.slope, c.shift);
   }
 }
 
@@ -530,6 +547,7 @@ template <typename T, int N, bool Centred>
     write_row<T, N, Centred>(
         x_part, dy_part, w, dsum_part, dx + start, params, Coefficients{c.x, c.y, c.z, c.w}, map, shares);
   }
+  finish<Centred>(shares);
   write_shares<T, N, Centred>(shares, map, block, params, partials);
 }
 

@@ -49,3 +49,26 @@ def test_one_column_gives_the_bias(dtype, executor):
         mx.array([[7.0], [-2.0]]).astype(dtype), mx.ones((1,), dtype), mx.array([0.25]).astype(dtype), 1e-5
     )
     assert y.tolist() == [[0.25], [0.25]]
+
+
+@pytest.mark.parametrize("columns", [4, 64, 200, 1000, 4104, 40000])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_where_a_value_less_the_mean_overflows_the_bias_remains(executor, dtype, columns):
+    """The variance is infinite: normed values are 0, also that of 3e38 in a row whose mean is about -3e38."""
+    x = np.full((3, columns), -3e38, np.float32)
+    x[0, 0] = x[1, -1] = 3e38
+    x = mx.array(x).astype(dtype)
+    weight, bias = mx.full((columns,), 2.0, dtype), mx.full((columns,), 0.5, dtype)
+    assert mx.array_equal(mm.layer_norm(x, weight, bias, 1e-5), mx.full(x.shape, 0.5, dtype)).item()
+    loss = lambda *arrays: mm.layer_norm(*arrays, 1e-5).astype(mx.float32).sum()
+    dx, dweight, dbias = mx.grad(loss, argnums=(0, 1, 2))(x, weight, bias)
+    assert not mx.any(dx[:2]).item() and not mx.any(dweight).item()
+    assert mx.array_equal(dbias, mx.full((columns,), 3.0, dtype)).item()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("columns", [4, 1000, 40000])
+def test_rows_that_are_not_finite_are_nan(executor, columns, value):
+    x = np.zeros((1, columns), np.float32)
+    x[0, 1] = value
+    assert mx.all(mx.isnan(mm.layer_norm(mx.array(x), None, None, 1e-5))).item()

@@ -30,6 +30,12 @@ inline float scaled_mean(float sum, float count) {
   return sum / (count * (1.0f / float(most_summed)));
 }
 
+// Half of x - mean, which itself may be past the range of float32. Halves are exact: what is made of them is doubled by
+// what it is multiplied with.
+inline float half_centred(float x, float half_mean) {
+  return fma(x, 0.5f, -half_mean);
+}
+
 inline Moments merge(Moments a, Moments b) {
   const float count = a.count + b.count;
   const float inverse = count > 0 ? 1.0f / count : 0.0f;
@@ -97,7 +103,8 @@ inline float part_sum(thread const RowPart<T, N>& part) {
 template <typename T, int N>
 inline float part_deviation(
     thread const RowPart<T, N>& part, float mean, bool has_edge, uint first, uint stride, uint end) {
-  const float from_mean = float(part.edge) - mean;
+  const float half_mean = 0.5f * mean;
+  const float from_mean = half_centred(float(part.edge), half_mean);
   float sum = has_edge ? from_mean * from_mean : 0.0f;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -106,11 +113,12 @@ inline float part_deviation(
       unpack<T>(part.packs[i], v);
 #pragma unroll
       for (int j = 0; j < pack_size<T>(); ++j) {
-        sum += (v[j] - mean) * (v[j] - mean);
+        const float difference = half_centred(v[j], half_mean);
+        sum += difference * difference;
       }
     }
   }
-  return sum;
+  return 4.0f * sum;
 }
 
 // Moments of the packs below end, and of the edge element if this thread has one. They are taken in one pass, so that

@@ -36,6 +36,12 @@ MITTENS_INLINE float merged_mean(float a, float b, float share) {
   return 2 * (a / 2 + (b / 2 - a / 2) * share);
 }
 
+// A mean of a row to take off x before it is multiplied by n. Where the variance overflows n is 0 and x - mean may be
+// infinite: then 0, so that finite x give 0, or NaN if the mean is not finite.
+MITTENS_INLINE float mean_to_take(float mean, float n) {
+  return n == 0 ? mean * n : mean;
+}
+
 // y = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
 template <typename T>
 struct LayerNorm {
@@ -96,11 +102,12 @@ struct LayerNorm {
     const size_t at = block.row * columns + block.begin;
     const float n = inverse_root(positive(row.squares) / row.count + eps);
     const size_t next = at + block.size;
-    const float rest = row.mean - own.start;
+    const float mean = mean_to_take(row.mean, n), rest = row.mean - own.start;
+    const float* kept = n == 0 ? nullptr : block.kept;  // x - start may have overflowed
     const bool past = through && aligned(y + at);
     each_unit(block.size, [&, *this](size_t i, auto part, int) MITTENS_INLINED {
       prefetch(x + next + i);
-      Floats v = block.kept ? load(block.kept + i) - rest : load(x + at + i, part) - row.mean;
+      Floats v = kept ? load(kept + i) - rest : load(x + at + i, part) - mean;
       v = v * n;
       if (weight) {
         v = round_precision<T>(v) * load(weight + block.begin + i, part);
@@ -188,11 +195,12 @@ struct LayerNormVjp {
     const float n = inverse_root(positive(row.squares) / row.count + eps);
     const size_t next = at + block.size;
     const float slope = n > 0 ? -n * n * (row.dot / row.count) : 0;  // 0: overflowed, as dot may have
+    const float mean = mean_to_take(row.mean, n);
     const bool past = through && aligned(dx + at);
     each_unit(block.size, [&, *this](size_t i, auto part, int) MITTENS_INLINED {
       prefetch(x + next + i);
       prefetch(dy + next + i);
-      const Floats centred = load(x + at + i, part) - row.mean;
+      const Floats centred = load(x + at + i, part) - mean;
       const Floats g = load(dy + at + i, part);
       store(dx + at + i, (scaled(g, block.begin + i, part) - row.gradient + centred * slope) * n, part, past);
       dweight.add(block.row, block.begin + i, g * (centred * n));
