@@ -69,7 +69,9 @@ def quantized_matmul(
     The twin of ``mx.quantized_matmul``, with an offset of the result besides. The kernels cover affine quantization of
     4 and 8 bits; sums, also those of the activations, are taken in float32 and rounded once.
 
-    On GPUs activations in bfloat16 are multiplied by the integers before the scale: above 1e33 they may overflow.
+    On GPUs a result may be infinite or NaN where the exact product is in range: with activations above 1e33 in
+    bfloat16, which the integers multiply before the scale, or above 1e36 in float32; and without ``transpose`` with
+    terms above 1e32, which are taken times powers of two.
 
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
@@ -110,6 +112,9 @@ def quantized_swiglu(
     """The gated half of a feed-forward block in one kernel: ``silu(x @ gate.T) * (x @ up.T)``.
 
     Everything is computed in float32 and rounded once.
+
+    On GPUs a result may be infinite or NaN where the exact one is in range: with activations above 1e33 in bfloat16,
+    which the integers multiply before the scale, or above 1e36 in float32.
 
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
