@@ -25,9 +25,11 @@ if(MITTENS_PTX)
   file(GLOB_RECURSE frontend CONFIGURE_DEPENDS mlx_mittens/frontend/*.py mlx_mittens/frontend/include/* csrc/simulator/abi.h)
   set(prebuild ${CMAKE_COMMAND} -E env --modify "PYTHONPATH=path_list_prepend:${CMAKE_CURRENT_SOURCE_DIR}/mlx_mittens"
                "${Python_EXECUTABLE}" -m frontend.prebuild)
-  execute_process(COMMAND ${prebuild} --check ERROR_VARIABLE problem RESULT_VARIABLE no_clang)
-  if(no_clang)
+  execute_process(COMMAND ${prebuild} --check ERROR_VARIABLE problem RESULT_VARIABLE status)
+  if(status EQUAL 3)  # NO_CLANG of frontend/prebuild.py
     message(FATAL_ERROR "${problem}Built by pip, `-C mittens.ptx=true` brings a clang along with MITTENS_PTX.")
+  elseif(NOT status EQUAL 0)
+    message(FATAL_ERROR "The front end, which compiles kernels to PTX, failed (${status}):\n${problem}")
   endif()
   set(ptx_folder "${CMAKE_CURRENT_BINARY_DIR}/ptx")
   add_custom_command(

@@ -69,6 +69,14 @@ def test_ptx_without_a_clang_is_refused_when_it_is_configured(tmp_path):
     assert "/no/such/clang" in done.stderr and "-C mittens.ptx=true" in done.stderr
 
 
+def test_another_failure_of_the_front_end_is_not_said_to_be_a_missing_clang(tmp_path):
+    (tmp_path / "shadows").mkdir()
+    (tmp_path / "shadows" / "concurrent.py").write_text("raise ImportError('shadowed')\n")
+    done = configure_with_ptx(tmp_path, PYTHONPATH=str(tmp_path / "shadows"))
+    assert done.returncode != 0
+    assert "ImportError: shadowed" in done.stderr and "mittens.ptx" not in done.stderr
+
+
 def test_ptx_is_compiled_by_what_pip_brought(tmp_path):
     """pip names the packages of its build environment by PYTHONPATH."""
     package = tmp_path / "overlay" / "ziglang"

@@ -1,6 +1,6 @@
 """Compiles every kernel to PTX, for a package whose users need no compiler: `python -m frontend.prebuild FOLDER`.
 
-`python -m frontend.prebuild --check` only says whether there is a clang to do it with.
+`python -m frontend.prebuild --check` only says whether there is a clang to do it with: if not it exits with NO_CLANG.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from . import build, compiler, sources
 
 ARCH = "sm_80"
+NO_CLANG = 3  # which cmake/Kernels.cmake knows; Python itself exits with 1 and 2
 
 
 def prebuild(folder: Path) -> int:
@@ -35,5 +36,8 @@ def prebuild(folder: Path) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--check":
-        sys.exit(compiler.compiler_problem() or None)
+        if problem := compiler.compiler_problem():
+            print(problem, file=sys.stderr)
+            sys.exit(NO_CLANG)
+        sys.exit()
     print(f"{prebuild(Path(sys.argv[1]))} kernels compiled to PTX for {ARCH} and later")
