@@ -160,6 +160,17 @@ def test_products_of_large_activations(rng, dtype, executor, kind, rows, columns
         assert_right(y, exact, dtype)
 
 
+def test_views_of_more_elements_than_an_int_counts(native):
+    """All of its strides are 0, so that its dimensions are as good as one."""
+    shape = (65536, 34 * 964)
+    assert shape[0] * shape[1] > 2**31
+    blocks = mx.broadcast_to(mx.array([1], mx.uint8), shape)
+    y = mm.block_matmul(mx.ones((1, 32 * 964)), blocks, "q8_0")
+    scale = float(np.frombuffer(b"\1\1", np.float16)[0])
+    assert mx.allclose(y, mx.full(y.shape, 32 * 964 * scale), rtol=1e-5).item()
+    mx.clear_cache()
+
+
 def test_gradients_vmap_and_compile(rng, executor, kind):
     data = blocks_of(rng.standard_normal((6, 64)).astype(np.float32), kind)
     w, blocks = mx.array(gguf.dequantize(data, KINDS[kind])), mx.array(data)

@@ -1,6 +1,7 @@
 #include "ops/contiguous.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "cpu/copy.h"
 #include "launch/memory.h"
@@ -14,7 +15,8 @@ namespace {
 
 constexpr uint32_t kThreads = 256;
 
-// A view with neighbouring dimensions merged where the strides allow it, and none of size 1; at least one dimension.
+// A view with neighbouring dimensions merged where the strides and the type of a size allow it, and none of size 1; at
+// least one dimension.
 struct View {
   std::vector<int32_t> shape;
   std::vector<int64_t> strides;
@@ -28,7 +30,8 @@ View merged(const mx::array& array) {
     if (size == 1) {
       continue;
     }
-    if (!view.shape.empty() && view.strides.back() == stride * size) {
+    const bool fits = !view.shape.empty() && view.shape.back() <= std::numeric_limits<int32_t>::max() / size;
+    if (fits && view.strides.back() == stride * size) {
       view.shape.back() *= size;
       view.strides.back() = stride;
     } else {
