@@ -1,10 +1,13 @@
 #include "ops/exporting.h"
 
 #include <cctype>
+#include <map>
 #include <string>
 #include <string_view>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 
 #include "ops/registry.h"
 
@@ -34,14 +37,33 @@ nb::object trace_for_export(const nb::callable& function, const nb::args& args, 
   return function(*args, **kwargs);
 }
 
-std::string refusal(std::string_view op) {
-  return "[export] mlx_mittens." + std::string(op) +
+// what: an op of ours, or another of our functions.
+std::string refusal(const std::string& what) {
+  return "[export] " + what +
       " cannot be exported: MLX saves primitives of its own only. Call mx's op in the exported function, and "
-      "mlx_mittens.patch() for these kernels elsewhere. A result that the function captures has to be evaluated before.";
+      "mlx_mittens.patch() for these kernels elsewhere. A result that the function captures has to be evaluated "
+      "before.";
 }
 
-// The op of a primitive: rms_norm of MittensRmsNorm.
-std::string op_of(std::string_view primitive) {
+std::string name_of(std::string_view function) {
+  return "mlx_mittens." + std::string(function);
+}
+
+// What a primitive is of, without its prefix: mlx_mittens.rms_norm of RmsNorm.
+std::string what_makes(std::string_view primitive) {
+  static const std::map<std::string_view, std::string_view> others = {
+      {"CacheStep", "rope_append"},  // and modules, which step aside
+      {"CacheBuffer", "rope_append"},
+      {"LayerNormVjp", "layer_norm"},
+      {"SoftmaxVjp", "softmax"},
+      {"Launch", "launch.launch"},
+      {"MetalKernel", "simulator.metal_kernel"},
+      {"RmsNormVjp", ""},  // of rms_norm or of add_rms_norm
+      {"Done", ""},
+  };
+  if (const auto found = others.find(primitive); found != others.end()) {
+    return found->second.empty() ? "an op of mlx_mittens" : name_of(found->second);
+  }
   std::string op;
   for (const char letter : primitive) {
     if (std::isupper(static_cast<unsigned char>(letter)) && !op.empty()) {
@@ -49,7 +71,7 @@ std::string op_of(std::string_view primitive) {
     }
     op += static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
   }
-  return op;
+  return name_of(op);
 }
 
 // Which primitive of ours MLX complains about, without its prefix; empty where it complains about something else.
@@ -64,8 +86,8 @@ void bind(nb::module_& module) {
                                                            "An op of mlx_mittens in a function that MLX exports.",
                                                            PyExc_ValueError, nullptr);
   module.attr("ExportError") = type;
-  // Also of what mlx.core throws, whose functions share the translators: where neither the patch nor a module of ours is
-  // used, nothing marks what is traced for export, and it is MLX that finds our primitive.
+  // Also of what mlx.core throws, whose functions share the translators: where neither the patch nor a module of ours
+  // is used, nothing marks what is traced for export, and it is MLX that finds our primitive.
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);
@@ -76,9 +98,10 @@ void bind(nb::module_& module) {
       if (primitive.empty()) {
         throw;
       }
-      PyErr_SetString(type.ptr(), refusal(op_of(primitive)).c_str());
+      PyErr_SetString(type.ptr(), refusal(what_makes(primitive)).c_str());
     }
   });
+  module.def("what_makes", &what_makes, "primitive"_a, "What the message of an export calls a primitive of ours.");
   module.def("exporting", &exporting, "Whether this thread traces a function for export.");
   module.def("trace_for_export", &trace_for_export, "function"_a, "args"_a, "kwargs"_a,
              "Calls a function, while exporting() is true on this thread.");
@@ -88,7 +111,7 @@ const Register registered(bind);
 
 }  // namespace
 
-ExportError::ExportError(const char* op) : std::invalid_argument(refusal(op)) {}
+ExportError::ExportError(const char* op) : std::invalid_argument(refusal(name_of(op))) {}
 
 bool exporting() {
   return traces > 0;

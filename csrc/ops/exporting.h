@@ -1,12 +1,13 @@
-// Functions that MLX exports. It saves primitives of its own only, so the patch and our modules step aside while it traces
-// one, and an op of ours that is called there is an error.
+// Functions that MLX exports. It saves primitives of its own only, so the patch and our modules step aside while it
+// traces one, and an op of ours that is called there is an error.
 #pragma once
 
 #include <stdexcept>
 
 namespace mittens {
 
-// An op of ours in an exported function. Python sees a ValueError, which MLX raises for primitives that it does not know.
+// An op of ours in an exported function. Python sees a ValueError, which MLX raises for primitives that it does not
+// know.
 class ExportError : public std::invalid_argument {
  public:
   explicit ExportError(const char* op);
