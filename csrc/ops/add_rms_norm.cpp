@@ -116,7 +116,7 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
   checks::epsilon(op, eps);
   const mx::Dtype sum_dtype = checks::floating(op, {{"x", x}, {"residual", residual}});
   const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"residual", residual}, {"weight", weight}});
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
     send_to_mx(op, "float64");
     const mx::array sum = mx::add(x, residual, stream);
@@ -163,7 +163,7 @@ bool is_pending_sum(const mx::array& sum, mx::Stream stream) {
 std::optional<mx::array> attempt_pending_add_rms_norm(mx::array& x, const std::optional<mx::array>& weight, float eps,
                                                       mx::StreamOrDevice where) {
   const bool is_one_type = x.ndim() > 0 && has_kernels(x.dtype()) && (!weight || weight->dtype() == x.dtype());
-  if (!is_one_type || !is_pending_sum(x, checks::stream("rms_norm", where))) {
+  if (!is_one_type || !is_pending_sum(x, checks::checked_stream("rms_norm", where))) {
     return attempt_rms_norm(x, weight, eps, where);
   }
   const auto [y, sum] = add_rms_norm(x.inputs()[0], x.inputs()[1], weight, eps, where);

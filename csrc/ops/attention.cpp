@@ -245,7 +245,7 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
   }
   check_heads(op, q.shape(), k.shape(), v.shape());
   const mx::Dtype dtype = checks::floating(op, {{"q", q}, {"k", k}, {"v", v}});
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   AttentionCall call{in_dtype(q, dtype, stream), alone(in_dtype(k, dtype, stream)),
                      alone(in_dtype(v, dtype, stream)), std::nullopt, std::nullopt, {.scale = scale}, force_fused};
   take_mask(op, call, mask, window, stream);
@@ -258,7 +258,7 @@ mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, c
                                        std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
   auto result = checked(q, k, v, scale, mask, sinks, window, force_fused, where);
   const auto* left = std::get_if<AttentionCall>(&result);
-  return left ? by_mx(*left, checks::stream(op, where)) : std::get<mx::array>(std::move(result));
+  return left ? by_mx(*left, checks::checked_stream(op, where)) : std::get<mx::array>(std::move(result));
 }
 
 void bind(nb::module_& module) {

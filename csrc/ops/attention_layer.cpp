@@ -92,7 +92,7 @@ nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb:
     return nb::none();
   }
   const mx::Dtype dtype = held->keys().dtype();
-  const mx::Stream stream = checks::stream("attention layer", {});
+  const mx::Stream stream = checks::checked_stream("attention layer", {});
   const int heads = attribute<int>(layer, query_heads);
   auto attention = attention_of_token(*held, heads, attribute<float>(layer, scale), stream);
   const int width = held->keys().shape(-1);

@@ -114,7 +114,7 @@ class BlockMatmul : public KernelPrimitive {
 
 mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::string& kind_name,
                        const std::optional<mx::array>& bias, mx::StreamOrDevice where) {
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   const cpu::BlockKind kind = block_kind(op, kind_name);
   check_blocks(op, blocks, kind);
   if (blocks.ndim() != 2) {

@@ -179,7 +179,7 @@ mx::array block_dequantize(const mx::array& blocks, const std::string& kind_name
   if (!has_kernels(dtype)) {
     checks::fail<DtypeError>(op, "dtype is ", dtype, ": expected float32, float16 or bfloat16");
   }
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   return only(std::make_shared<BlockDequantize>(stream, kind, dtype), dtype, gatherable(blocks, stream));
 }
 
@@ -192,7 +192,7 @@ mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::S
   if (w.ndim() < 1 || w.shape(-1) % cpu::block_weights != 0) {
     checks::fail(op, "w has shape ", w.shape(), ": expected a last axis that is a multiple of ", cpu::block_weights);
   }
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   return only(std::make_shared<BlockQuantize>(stream, kind), mx::uint8, gatherable(w, stream));
 }
 

@@ -118,7 +118,7 @@ std::optional<TurnedAndSeen> turn_into_cache(const mx::array& heads, mx::array& 
   if (exporting()) {
     return std::nullopt;
   }
-  auto append = append_of(heads, keys, values, rotary, first, checks::stream("turn_into_cache", {}));
+  auto append = append_of(heads, keys, values, rotary, first, checks::checked_stream("turn_into_cache", {}));
   if (!append) {
     return std::nullopt;
   }
@@ -152,7 +152,7 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
   if (exporting() || heads.ndim() != 4 || heads.shape(tokens_axis) != 1) {
     return std::nullopt;
   }
-  const mx::Stream stream = checks::stream("attend_with_cache", {});
+  const mx::Stream stream = checks::checked_stream("attend_with_cache", {});
   auto append = append_of(heads, keys, values, rotary, first, stream);
   if (!append) {
     return std::nullopt;

@@ -110,8 +110,8 @@ inline mx::Dtype kernel_dtype(const char* op, std::initializer_list<Argument> ar
   return dtype;
 }
 
-// Where the op is to run; it is to run nowhere in a function that MLX exports.
-inline mx::Stream stream(const char* op, mx::StreamOrDevice where) {
+// Where the op is to run. Throws ExportError in a function that MLX exports: there it is to run nowhere.
+inline mx::Stream checked_stream(const char* op, mx::StreamOrDevice where) {
   refuse_export(op);
   try {
     return mx::to_stream(where);

@@ -396,7 +396,7 @@ std::optional<mx::array> attempt_gemv(const mx::array& w, const mx::array& x, co
     checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", outputs, " elements");
   }
   const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"w", w}, {"bias", bias}});
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
     return left_to_mx(op, "float64");
   }
@@ -422,7 +422,7 @@ mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::a
   if (auto y = attempt_gemv(w, x, bias, transpose, where)) {
     return *std::move(y);
   }
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   const mx::array y = mx::matmul(x, transpose ? mx::transpose(w, stream) : w, stream);
   return plus_bias(y, bias, stream);
 }

@@ -139,7 +139,7 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
   // As in mx, a bias widens the result only beside a weight.
   const mx::Dtype dtype = weight ? checks::floating(op, {{"x", x}, {"weight", weight}, {"bias", bias}})
                                  : checks::floating(op, {{"x", x}});
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
     return x.size() == 0 ? std::optional(mx::zeros(x.shape(), dtype, stream)) : left_to_mx(op, "float64");
   }

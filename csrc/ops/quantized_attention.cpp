@@ -105,7 +105,7 @@ AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Tr
                                                     {"q_keys' biases", key_biases},
                                                     {"q_values' scales", value_scales},
                                                     {"q_values' biases", value_biases}});
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
   AttentionCall call{typed(queries),
                      {key_words, typed(key_scales), typed(key_biases)},
@@ -131,7 +131,7 @@ mx::array quantized_attention(const mx::array& queries, const Triple& q_keys, co
                               mx::StreamOrDevice where) {
   auto result = checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where);
   const auto* left = std::get_if<AttentionCall>(&result);
-  return left ? by_mx(*left, checks::stream(op, where)) : std::get<mx::array>(std::move(result));
+  return left ? by_mx(*left, checks::checked_stream(op, where)) : std::get<mx::array>(std::move(result));
 }
 
 void bind(nb::module_& module) {

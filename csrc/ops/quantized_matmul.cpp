@@ -336,7 +336,7 @@ std::optional<mx::array> attempt_quantized_matmul(const mx::array& x, const mx::
                                                   std::optional<int> group_size, std::optional<int> bits,
                                                   const std::string& mode, const std::optional<mx::array>& bias,
                                                   mx::StreamOrDevice where) {
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   if (mode != "affine") {
     if (mode != "mxfp4" && mode != "mxfp8" && mode != "nvfp4") {
       checks::fail(op, "mode is '", mode, "': expected affine, mxfp4, mxfp8 or nvfp4");

@@ -119,7 +119,7 @@ class QuantizedSwiglu : public KernelPrimitive {
 
 mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,
                            std::optional<int> bits, mx::StreamOrDevice where) {
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   const AffineFormat format = affine_format(op, group_size, bits, true);
   const AffineShape shape = check_affine(op, x, std::get<0>(gate), std::get<1>(gate), std::get<2>(gate), format);
   check_affine(op, x, std::get<0>(up), std::get<1>(up), std::get<2>(up), format);

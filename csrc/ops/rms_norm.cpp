@@ -108,7 +108,7 @@ std::optional<mx::array> attempt_rms_norm(const mx::array& x, const std::optiona
   }
   checks::epsilon(op, eps);
   const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"weight", weight}});
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
     return x.size() == 0 ? std::optional(mx::zeros(x.shape(), dtype, stream)) : left_to_mx(op, "float64");
   }

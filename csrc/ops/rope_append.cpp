@@ -427,7 +427,7 @@ using Result = std::tuple<mx::array, mx::array, mx::array>;
 Result rope_append(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary,
                    int offset, std::optional<int> start, mx::StreamOrDevice where) {
   const int first = start.value_or(offset);
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   auto append = rope_append_of(heads, keys, values, rotary, offset, first, stream);
   CacheStep step = append ? apply_rope_append(*std::move(append))
                           : compose_rope_append(inputs_of(heads, keys, values, rotary, stream),

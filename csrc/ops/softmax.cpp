@@ -219,7 +219,7 @@ std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool prec
   if (a.size() == 0) {
     return a;
   }
-  const mx::Stream stream = checks::stream(op, where);
+  const mx::Stream stream = checks::checked_stream(op, where);
   const bool last_only = is_last || (axes.size() == 1 && axes[0] == static_cast<int>(a.ndim()) - 1);
   const bool integer = !has_kernels(a.dtype()) && !mx::issubdtype(a.dtype(), mx::inexact);
   // mx makes integers float32 along the last axis; along others it rounds the result back to integers.
