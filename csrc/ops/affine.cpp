@@ -212,7 +212,7 @@ bool goes_to_matrix_units(const AffineFormat& format, mx::Dtype dtype, size_t ro
   // MLX's limits on those GPUs: its kernels for fewer rows do not use the units.
   const int larger = std::max(columns, outputs);
   const size_t fewest = larger <= 2048 ? 33 : larger <= 4096 ? 25 : 13;
-  return format.transpose && rows >= fewest && columns % 64 == 0 && has_matrix_units(stream, dtype);
+  return format.transpose && rows >= fewest && columns % 64 == 0 && mlx_uses_matrix_units(stream, dtype);
 }
 
 RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices) {

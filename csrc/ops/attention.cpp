@@ -70,7 +70,7 @@ const char* faster_units(const AttentionCall& call, const mx::Shape& scores, mx:
   if (has_nvidia_rules(stream)) {
     return tensor_cores_win(scores, width, dtype, call.options) ? "tensor cores" : nullptr;
   }
-  return matrix_units_win(scores, width) && has_matrix_units(stream, dtype) ? "matrix units" : nullptr;
+  return matrix_units_win(scores, width) && mlx_uses_matrix_units(stream, dtype) ? "matrix units" : nullptr;
 }
 
 bool has_empty(const mx::Shape& shape) {

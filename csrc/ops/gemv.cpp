@@ -373,7 +373,7 @@ const char* faster_units(size_t rows, const mx::array& w, bool transpose, mx::Dt
     return tensor_cores_win(rows, w.size(), w.shape(transpose ? 0 : 1), transpose, dtype) ? "tensor cores" : nullptr;
   }
   const bool win = matrix_units_win(rows, w.shape(transpose ? 1 : 0), transpose, dtype);
-  return win && has_matrix_units(stream, dtype) ? "matrix units" : nullptr;
+  return win && mlx_uses_matrix_units(stream, dtype) ? "matrix units" : nullptr;
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ bool has_nvidia_rules(mx::Stream stream) {
   return stream.device == mx::Device::gpu ? cuda::available() : simulates("nvidia");
 }
 
-bool has_matrix_units(mx::Stream stream, mx::Dtype dtype) {
+bool mlx_uses_matrix_units(mx::Stream stream, mx::Dtype dtype) {
   if (!(stream.device == mx::Device::gpu ? metal::has_matrix_units() : simulates("m5"))) {
     return false;
   }

@@ -40,7 +40,7 @@ bool has_nvidia_rules(mx::Stream stream);
 
 // Whether a stream's GPU is an Apple one with matrix units, or the simulator stands for one, and MLX uses them for
 // products in this dtype: there these are some three times as fast as ours, which do not.
-bool has_matrix_units(mx::Stream stream, mx::Dtype dtype);
+bool mlx_uses_matrix_units(mx::Stream stream, mx::Dtype dtype);
 
 // Product of all dimensions but the last `inner`.
 size_t leading_size(const mx::array& array, int inner);
