@@ -221,8 +221,8 @@ std::string_view missing() {
   return "";
 }
 
-void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream) {
-  mx::cu::get_command_encoder(stream).add_completed_handler([arrays] {});
+void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream) {
+  mx::cu::get_command_encoder(stream).add_completed_handler([arrays = std::move(arrays)] {});
 }
 
 void run(const Launch& launch, mx::Stream stream) {
@@ -285,7 +285,7 @@ std::string_view missing() {
   return "CUDA is for Linux";
 }
 
-void keep_until_done(const std::vector<mx::array>&, mx::Stream) {}
+void keep_until_done(std::vector<mx::array>, mx::Stream) {}
 
 void run(const Launch& launch, mx::Stream) {
   throw std::runtime_error("kernel " + launch.kernel.text() + ": CUDA is for Linux");

@@ -15,7 +15,7 @@ bool available();
 std::string_view missing();
 
 // Holds arrays until what was given to the stream so far is done.
-void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream);
+void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);
 
 void run(const Launch& launch, mx::Stream stream);
 

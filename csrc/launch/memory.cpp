@@ -3,6 +3,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "launch/cuda.h"
@@ -77,16 +78,16 @@ void allocate_output(mx::array& output, mx::Stream stream) {
   }
 }
 
-void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream) {
+void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream) {
   if (stream.device == mx::Device::cpu) {
     auto& encoder = mx::cpu::get_command_encoder(stream);
     for (const mx::array& array : arrays) {
       encoder.add_temporary(array);
     }
   } else if (metal::built()) {
-    metal::keep_until_done(arrays, stream);
+    metal::keep_until_done(std::move(arrays), stream);
   } else {
-    cuda::keep_until_done(arrays, stream);
+    cuda::keep_until_done(std::move(arrays), stream);
   }
 }
 

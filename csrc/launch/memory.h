@@ -10,7 +10,7 @@ namespace mittens {
 void allocate_output(mx::array& output, mx::Stream stream);
 
 // Holds arrays until what was given to the stream so far is done.
-void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream);
+void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);
 
 // Memory that lives until what was given to the stream so far is done, and what the same primitive gives to it next: MLX
 // commits its work between primitives.

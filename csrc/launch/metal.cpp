@@ -5,6 +5,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #ifdef _METAL_
 #include "launch/frontend.h"
@@ -79,9 +80,10 @@ bool has_matrix_units() {
   return false;
 }
 
-void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream) {
+void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream) {
   // Not one of MLX's temporaries: work of another command encoder that reads such an array is not held back by its fence.
-  mx::metal::get_command_encoder(stream).get_command_buffer()->addCompletedHandler([arrays](MTL::CommandBuffer*) {});
+  mx::metal::get_command_encoder(stream).get_command_buffer()->addCompletedHandler(
+      [arrays = std::move(arrays)](MTL::CommandBuffer*) {});
 }
 
 void run(const Launch& launch, mx::Stream stream) {
@@ -136,7 +138,7 @@ bool has_matrix_units() {
   return false;
 }
 
-void keep_until_done(const std::vector<mx::array>&, mx::Stream) {}
+void keep_until_done(std::vector<mx::array>, mx::Stream) {}
 
 void run(const Launch& launch, mx::Stream) {
   throw std::runtime_error("kernel " + launch.kernel.text() + ": this build of mlx_mittens has no Metal");

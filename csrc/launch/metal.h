@@ -18,7 +18,7 @@ bool has_matrix_units(std::string_view architecture);
 bool has_matrix_units();
 
 // Holds arrays until what was given to the stream so far is done.
-void keep_until_done(const std::vector<mx::array>& arrays, mx::Stream stream);
+void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);
 
 void run(const Launch& launch, mx::Stream stream);
 

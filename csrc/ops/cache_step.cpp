@@ -68,7 +68,7 @@ class CacheStepPrimitive : public mx::Primitive {
     // before it is written.
     count_apart(outputs[0]);
     kept.push_back(uncounted(outputs[0]));
-    keep_until_done(kept, stream());
+    keep_until_done(std::move(kept), stream());
     hand_over(all[1], all[2], outputs[0]);
   }
 
