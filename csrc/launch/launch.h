@@ -70,9 +70,14 @@ struct Launch {
     // A broadcast view has fewer elements in memory than in its shape.
     return input(array, 0, std::min(array.size(), array.data_size()) * array.itemsize());
   }
-  // For an argument that the kernel is told to leave alone: it needs a buffer all the same.
+  // For an argument that the kernel is told to leave alone: it needs a buffer all the same. A kernel that reads more of
+  // it than one element is at fault in the simulator.
   Launch&& stand_in(const mx::array& array) {
     return input(array, 0, std::min<size_t>(array.data_size(), 1) * array.itemsize());
+  }
+  // For an argument that may be absent: then the array is another one, which stands in.
+  Launch&& input_if(bool present, const mx::array& array) {
+    return present ? input(array) : stand_in(array);
   }
   Launch&& input(const mx::array& array, int64_t offset, size_t bytes) {
     arguments.emplace_back(Input{array, offset, bytes});
@@ -89,6 +94,7 @@ struct Launch {
   Launch&& input(const mx::array&&) = delete;  // it would be gone when the launch runs
   Launch&& input(const mx::array&&, int64_t, size_t) = delete;
   Launch&& stand_in(const mx::array&&) = delete;
+  Launch&& input_if(bool, const mx::array&&) = delete;
   Launch&& output(const mx::array&&) = delete;
   Launch&& update(const mx::array&&) = delete;
   // A plain struct, handed over by value: `constant Params& params` in the kernel.

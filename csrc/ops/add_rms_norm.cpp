@@ -72,7 +72,7 @@ class AddRmsNorm : public RowPrimitive {
     const mx::array& x = inputs[0];
     const mx::array& residual = inputs[1];
     const bool has_weight = inputs.size() > 2;
-    const mx::array& weight = has_weight ? inputs[2] : x;  // x stands in: each argument needs a buffer
+    const mx::array& weight = has_weight ? inputs[2] : x;
     const mx::array& y = outputs[0];
     const mx::array& sum = outputs[1];
     const RowPlan plan = this->plan({&x, &residual, &weight, &y, &sum});
@@ -83,9 +83,15 @@ class AddRmsNorm : public RowPrimitive {
     if (plan.kernel == RowKernel::split) {
       return in_order(
           launch("split_sums").input(x).input(residual).output(sum).output(outputs[2]).params(params),
-          launch("split_write").input(sum).input(weight).input(outputs[2]).output(y).params(params));
+          launch("split_write").input(sum).input_if(has_weight, weight).input(outputs[2]).output(y).params(params));
     }
-    return in_order(launch(plan.variant).input(x).input(residual).input(weight).output(y).output(sum).params(params));
+    return in_order(launch(plan.variant)
+                        .input(x)
+                        .input(residual)
+                        .input_if(has_weight, weight)
+                        .output(y)
+                        .output(sum)
+                        .params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {

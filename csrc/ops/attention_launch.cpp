@@ -257,8 +257,7 @@ Launch combine_launch(const mx::array& partials, const mx::array& sinks, const m
   launch.threadgroups = {params.rows, ceil_divide(sizes.width, columns), 1};
   launch.threads = {256, 1, 1};
   launch.input(partials);
-  has_sinks ? launch.input(sinks) : launch.stand_in(sinks);
-  return launch.output(y).params(params);
+  return launch.input_if(has_sinks, sinks).output(y).params(params);
 }
 
 std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,

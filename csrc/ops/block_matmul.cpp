@@ -88,8 +88,8 @@ class BlockMatmul : public KernelPrimitive {
     launch.kernel = kernel_name(x.dtype(), op, begin, block_kind_name(kind_), "_", rows);
     launch.threadgroups = {ceil_divide(params.outputs, params.outputs_per_group), row_blocks, 1};
     launch.threads = {32 * plan.simdgroups, 1, 1};
-    // x stands in for an absent bias: each argument needs a buffer.
-    launch.input(x).input(inputs[1]).input(params.has_bias ? inputs[2] : x).output(outputs[0]).params(params);
+    const mx::array& bias = params.has_bias ? inputs[2] : x;
+    launch.input(x).input(inputs[1]).input_if(params.has_bias, bias).output(outputs[0]).params(params);
     return in_order(std::move(launch));
   }
 

@@ -214,7 +214,7 @@ class Gemv : public KernelPrimitive {
     const mx::array& x = inputs[0];
     const mx::array& w = inputs[1];
     const bool has_bias = inputs.size() > 2;
-    const mx::array& bias = has_bias ? inputs[2] : x;  // x stands in: each argument needs a buffer
+    const mx::array& bias = has_bias ? inputs[2] : x;
     const Sizes sizes = sizes_of(inputs);
     const bool packs = has_rows(w, 16) && w.shape(-1) * w.itemsize() % 16 == 0;
     const uint32_t pack = pack_elements(x);
@@ -270,7 +270,7 @@ class Gemv : public KernelPrimitive {
     }
     launch.input(x);
     add_view(launch, w);
-    launch.input(bias).output(outputs[params.splits > 1 ? 1 : 0]).params(params);
+    launch.input_if(has_bias, bias).output(outputs[params.splits > 1 ? 1 : 0]).params(params);
     if (params.splits == 1) {
       return in_order(std::move(launch));
     }
@@ -326,6 +326,7 @@ class Gemv : public KernelPrimitive {
     const mx::array& x = inputs[0];
     const mx::array& w = inputs[1];
     const bool has_bias = inputs.size() > 2;
+    const mx::array& bias = has_bias ? inputs[2] : x;
     Launch launch;
     launch.file = short_file;
     launch.kernel = kernel_name(x.dtype(), op, "short_", loads);
@@ -333,7 +334,7 @@ class Gemv : public KernelPrimitive {
     launch.threads = {32, kShortSimdgroups, 1};
     launch.input(x);
     add_view(launch, w);
-    launch.input(has_bias ? inputs[2] : x).output(y);
+    launch.input_if(has_bias, bias).output(y);
     return launch.params(GemvShortParams{sizes.columns, sizes.outputs, static_cast<uint32_t>(w.strides(0)), has_bias});
   }
 

@@ -69,7 +69,6 @@ class LayerNorm : public RowPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    // x stands in for what is absent: each argument needs a buffer.
     const mx::array& weight = has_weight_ ? inputs[weight_index()] : x;
     const mx::array& bias = has_bias_ ? inputs[bias_index()] : x;
     const RowPlan plan = this->plan({&x, &weight, &bias, &outputs[0]});
@@ -80,9 +79,20 @@ class LayerNorm : public RowPrimitive {
     if (plan.kernel == RowKernel::split) {
       return in_order(
           launch("split_sums").input(x).output(outputs[1]).params(params),
-          launch("split_write").input(x).input(weight).input(bias).input(outputs[1]).output(outputs[0]).params(params));
+          launch("split_write")
+              .input(x)
+              .input_if(has_weight_, weight)
+              .input_if(has_bias_, bias)
+              .input(outputs[1])
+              .output(outputs[0])
+              .params(params));
     }
-    return in_order(launch(plan.variant).input(x).input(weight).input(bias).output(outputs[0]).params(params));
+    return in_order(launch(plan.variant)
+                        .input(x)
+                        .input_if(has_weight_, weight)
+                        .input_if(has_bias_, bias)
+                        .output(outputs[0])
+                        .params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {

@@ -140,7 +140,6 @@ class NormVjp : public KernelPrimitive {
       view.copy_shared_buffer(outputs.back(), view.strides(), {true, true, true}, view.size(), begin);
       return view;
     };
-    // x stands in for what the kernels are told to leave alone: each argument needs a buffer.
     const mx::array& weight = has_weight_ ? inputs[1] : x;
     const mx::array& added = has_dsum_ ? *dsum(inputs) : x;
 
@@ -150,17 +149,18 @@ class NormVjp : public KernelPrimitive {
       const mx::array& coefficients = part(0, workspace.partials);
       const mx::array& statistics = part(workspace.statistics, workspace.end);
       add(kernel_name(x.dtype(), op, "statistics"), plan.rows * plan.splits, plan.threads)
-          .input(x).input(weight).input(dy(inputs)).output(statistics).params(params);
+          .input(x).input_if(has_weight_, weight).input(dy(inputs)).output(statistics).params(params);
       add(std::string(op) + "_coefficients", ceil_div(plan.rows, simdgroups), plan.threads)
           .input(statistics).output(coefficients).params(params);
       const uint32_t group_columns = plan.threads * (16 / x.itemsize());
       Launch& launch = add(kernel, plan.blocks * ceil_div(plan.columns, group_columns), plan.threads);
-      launch.input(x).input(weight).input(dy(inputs)).input(added).input(coefficients).output(outputs[0]);
+      launch.input(x).input_if(has_weight_, weight).input(dy(inputs)).input_if(has_dsum_, added);
+      launch.input(coefficients).output(outputs[0]);
       output_or(launch, sums, partials, x);
       launch.params(params);
     } else {
       Launch& launch = add(kernel, plan.blocks, plan.threads);
-      launch.input(x).input(weight).input(dy(inputs)).input(added).output(outputs[0]);
+      launch.input(x).input_if(has_weight_, weight).input(dy(inputs)).input_if(has_dsum_, added).output(outputs[0]);
       output_or(launch, sums, partials, x);
       launch.params(params);
     }
@@ -233,7 +233,7 @@ class NormVjp : public KernelPrimitive {
     if (wanted) {
       launch.output(output);
     } else {
-      launch.input(stand_in);
+      launch.stand_in(stand_in);
     }
   }
 

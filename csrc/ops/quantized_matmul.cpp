@@ -203,7 +203,7 @@ class QuantizedMatmul : public KernelPrimitive {
     params.outputs = sizes.outputs;
     params.has_bias = inputs.size() > 4;
     params.splits = 1;
-    const mx::array& bias = params.has_bias ? inputs[4] : x;  // x stands in: each argument needs a buffer
+    const mx::array& bias = params.has_bias ? inputs[4] : x;
     auto launch = [&](Name file, Name kernel, const mx::array& bias, mx::array& y) {
       Launch launch;
       launch.file = file;
@@ -212,7 +212,7 @@ class QuantizedMatmul : public KernelPrimitive {
       add_view(launch, inputs[1]);
       add_view(launch, inputs[2]);
       add_view(launch, inputs[3]);
-      return launch.input(bias).output(y).params(params);
+      return launch.input_if(params.has_bias, bias).output(y).params(params);
     };
 
     if (format_.transpose) {

@@ -57,7 +57,7 @@ Launch split_sum_launch(const mx::array& sums, const mx::array& bias, bool has_b
   launch.kernel = kernel_name(y.dtype(), "split", "sum");
   launch.threadgroups = {ceil_divide(y.size(), threads), 1, 1};
   launch.threads = {threads, 1, 1};
-  return launch.input(sums).input(bias).output(y).params(params);
+  return launch.input(sums).input_if(has_bias, bias).output(y).params(params);
 }
 
 }  // namespace mittens
