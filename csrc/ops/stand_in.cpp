@@ -1,6 +1,6 @@
-// A function in another's place: for the patch one of mx's or mlx-lm's, where it calls an op's attempt, and the original
-// where that gives nothing or MLX exports; for an op of our own the declaration in Python. A type of Python's own, since a
-// function of Python's that hands its arguments on takes up to 0.3 us, as long as building an op does.
+// A function in another's place: for the patch one of mx's or mlx-lm's, where it calls an op's attempt, and the
+// original where that gives nothing or MLX exports; for an op of our own the declaration in Python. A type of Python's
+// own, since a function of Python's that hands its arguments on takes up to 0.3 us, as long as building an op does.
 #include "ops/stand_in.h"
 
 #include <cstddef>
