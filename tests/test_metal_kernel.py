@@ -83,6 +83,20 @@ def test_views(by_rows):
         assert equal(run(source, [view], ensure_row_contiguous=by_rows), view)
 
 
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("stride", [1, 2, -1])
+def test_a_view_that_claims_more_than_its_memory_is_a_fault(stride, by_rows):
+    """Before any of it is copied: the process would read what is not its own."""
+    a = mx.arange(10.0)
+    mx.eval(a)
+    for size in (1000, 40_000_000):
+        with pytest.raises(Fault, match=r"argument 0 'a' is bound to \d+ bytes, its buffer has \d+ from there on"):
+            mx.eval(run(DOUBLED, [mx.as_strided(a, (size,), (stride,))], shape=(10,), ensure_row_contiguous=by_rows))
+    if by_rows:
+        inside = mx.as_strided(a, (5,), (stride,), 4 if stride < 0 else 0)
+        assert equal(run(DOUBLED, [inside]), 2 * inside)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_any_of_several_inputs_may_be_a_view(count):
     """Their copies are larger than what the memory allocator keeps at hand: freed, they would not be the same."""

@@ -70,6 +70,19 @@ DeviceAllocator& device_allocator(mx::Stream stream) {
 
 }  // namespace
 
+Span span_of(const mx::array& view) {
+  if (view.size() == 0) {
+    return {0, 0};
+  }
+  int64_t lowest = 0, highest = 0;
+  for (int d = 0; d < static_cast<int>(view.ndim()); ++d) {
+    const int64_t reach = (view.shape(d) - 1) * view.strides(d);
+    (reach < 0 ? lowest : highest) += reach;
+  }
+  const int64_t item = view.itemsize();
+  return {lowest * item, static_cast<size_t>((highest - lowest + 1) * item)};
+}
+
 void allocate_output(mx::array& output, mx::Stream stream) {
   if (stream.device == mx::Device::gpu && cuda::available() && output.nbytes() > 0) {
     device_allocator(stream).allocate(output);

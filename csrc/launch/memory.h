@@ -1,11 +1,21 @@
 // Memory on the device of a stream: for the outputs of a primitive, and for what it needs on the way.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "launch/launch.h"
 
 namespace mittens {
+
+// The bytes that a view spans, from its lowest element on, which lies so far off its first. A view without elements
+// spans none.
+struct Span {
+  int64_t offset;
+  size_t bytes;
+};
+Span span_of(const mx::array& view);
 
 void allocate_output(mx::array& output, mx::Stream stream);
 

@@ -63,16 +63,6 @@ State& state() {
   return *instance;
 }
 
-simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role) {
-  const int64_t start = array.offset() + offset;
-  simulator::Buffer buffer{"", const_cast<char*>(array.data<char>()) + offset, bytes, role, static_cast<size_t>(start)};
-  if (array.data_shared_ptr()->is_owned()) {  // MLX knows the size of no other memory
-    const int64_t room = static_cast<int64_t>(array.buffer_size()) - start;
-    buffer.room = start < 0 ? 0 : static_cast<size_t>(std::max<int64_t>(room, 0));
-  }
-  return buffer;
-}
-
 simulator::Dispatch dispatch_of(const Launch& launch) {
   simulator::Dispatch dispatch{
       .kernel = launch.kernel.text(),
@@ -189,6 +179,16 @@ bool simulator_enabled() {
 bool simulates(std::string_view gpu) {
   std::lock_guard lock(state().mutex);
   return state().enabled && state().gpu == gpu;
+}
+
+simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role) {
+  const int64_t start = array.offset() + offset;
+  simulator::Buffer buffer{"", const_cast<char*>(array.data<char>()) + offset, bytes, role, static_cast<size_t>(start)};
+  if (array.data_shared_ptr()->is_owned()) {  // MLX knows the size of no other memory
+    const int64_t room = static_cast<int64_t>(array.buffer_size()) - start;
+    buffer.room = start < 0 ? 0 : static_cast<size_t>(std::max<int64_t>(room, 0));
+  }
+  return buffer;
 }
 
 simulator::Options simulator_options() {

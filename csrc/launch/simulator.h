@@ -1,13 +1,20 @@
 // The simulator as this process uses it: one switch, one table of open libraries, a record of what ran.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
+#include "mlx/array.h"
 #include "simulator/simulator.h"
 
 namespace mittens {
 
+namespace mx = mlx::core;
+
 simulator::Options simulator_options();
+
+// These bytes of an array, from so far off its first element; its room ends where the array's memory does.
+simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role);
 
 // Runs a dispatch in the library at this path, and notes it under the file that the library was made of.
 void simulate(const std::string& file, const std::string& library, const simulator::Dispatch& dispatch,

@@ -48,31 +48,21 @@ struct UserLaunch {
 // their layout. The dispatch points into it, so that it stays where it was made.
 class View {
  public:
-  // A buffer starts at its first element, so a view that runs backwards is copied although MLX would not.
-  View(const mx::array& array, bool by_rows)
-      : lying_(array.data<char>()),
-        offset_(static_cast<size_t>(array.offset())),
-        strides_(array.strides()),
-        ndim_(static_cast<int>(array.ndim())) {
-    const bool backwards = std::any_of(strides_.begin(), strides_.end(), [](int64_t stride) { return stride < 0; });
-    if (array.size() > 0 && (backwards || (by_rows && !array.flags().row_contiguous))) {
+  // A buffer starts at its first element, so a view that runs backwards is copied although MLX would not. A view that
+  // its memory has no room for stays where it lies: the simulator refuses it.
+  View(const mx::array& array, bool by_rows) : strides_(array.strides()), ndim_(static_cast<int>(array.ndim())) {
+    const auto [offset, bytes] = span_of(array);
+    lying_ = buffer_of(array, offset, bytes, Buffer::input);
+    const bool copied = offset < 0 || (by_rows && array.size() > 0 && !array.flags().row_contiguous);
+    if (copied && lying_.bytes <= lying_.room) {
       copy_by_rows(array);
-    } else if (array.size() > 0) {
-      int64_t last = 0;
-      for (int d = 0; d < ndim_; ++d) {
-        last += (array.shape(d) - 1) * strides_[d];
-      }
-      bytes_ = (last + 1) * array.itemsize();
     }
   }
   View(const View&) = delete;
   View& operator=(const View&) = delete;
 
   Buffer buffer() {
-    if (copy_.empty()) {
-      return {"", const_cast<char*>(lying_), bytes_, Buffer::input, offset_};
-    }
-    return {"", copy_.data(), copy_.size(), Buffer::input};
+    return copy_.empty() ? lying_ : Buffer{"", copy_.data(), copy_.size(), Buffer::input};
   }
   const mx::Strides& strides() const {
     return strides_;
@@ -84,6 +74,7 @@ class View {
  private:
   void copy_by_rows(const mx::array& array) {
     const size_t item = array.itemsize();
+    const char* first = array.data<char>();
     copy_.resize(array.nbytes());
     for (size_t element = 0; element < array.size(); ++element) {
       int64_t from = 0;
@@ -92,7 +83,7 @@ class View {
         from += static_cast<int64_t>(rest % array.shape(d)) * array.strides(d);
         rest /= array.shape(d);
       }
-      std::memcpy(copy_.data() + element * item, lying_ + from * static_cast<int64_t>(item), item);
+      std::memcpy(copy_.data() + element * item, first + from * static_cast<int64_t>(item), item);
     }
     int64_t stride = 1;
     for (int d = ndim_ - 1; d >= 0; --d) {
@@ -101,9 +92,7 @@ class View {
     }
   }
 
-  const char* lying_;
-  size_t bytes_ = 0;
-  size_t offset_;
+  Buffer lying_;
   mx::Strides strides_;
   int ndim_;
   std::vector<char> copy_;

@@ -145,15 +145,9 @@ DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::
 
 // Binds a view of any strides and says where its first element is from the lowest that is read.
 int64_t bind_view(Launch& launch, const mx::array& view) {
-  int64_t below = 0;
-  int64_t above = 0;
-  for (int d = 0; d < static_cast<int>(view.ndim()); ++d) {
-    const int64_t reach = (view.shape(d) - 1) * view.strides(d);
-    (reach < 0 ? below : above) += reach;
-  }
-  const int64_t item = view.itemsize();
-  launch.input(view, below * item, (above - below + 1) * item);
-  return -below;
+  const Span span = span_of(view);
+  launch.input(view, span.offset, span.bytes);
+  return -span.offset / static_cast<int64_t>(view.itemsize());
 }
 
 // Whether rows and all that is before them start on multiples of so many bytes, a power of two.

@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "launch/cuda.h"
+#include "launch/memory.h"
 #include "launch/metal.h"
 
 namespace mittens {
@@ -41,11 +42,8 @@ mx::array contiguous_rows(const mx::array& array, mx::Stream stream) {
 }
 
 void add_view(Launch& launch, const mx::array& view) {
-  int64_t reach = 1;
-  for (int d = 0; d < static_cast<int>(view.ndim()); ++d) {
-    reach += (view.shape(d) - 1) * view.strides(d);
-  }
-  launch.input(view, 0, reach * view.itemsize());
+  const Span span = span_of(view);
+  launch.input(view, span.offset, span.bytes);
 }
 
 bool has_nvidia_rules(mx::Stream stream) {
