@@ -65,7 +65,7 @@ def launch(
         threadgroup_bytes: Size of a ``[[threadgroup(0)]]`` argument.
         constants: Values of function constants, by index.
         ensure_row_contiguous: Copy arrays that are not, as ``mx.fast.metal_kernel`` does; else they are handed over as
-            they lie in memory.
+            they lie in memory, but for views that run backwards: a buffer starts at a view's first element.
         stream: Where to run; the default device's stream if there is none.
 
     Returns:

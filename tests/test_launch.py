@@ -120,6 +120,33 @@ def test_views_as_they_lie_in_memory(file, stream):
         assert mx.array_equal(out, expected[::-1]).item()
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_views_start_at_their_first_element(file, stream, copied):
+    """Those that run backwards too, and those of a part of their memory, of which a kernel sees no more."""
+    x = mx.arange(64).astype(mx.int32)
+    mx.eval(x)
+    for view in (x[::-1], x[31::-1], mx.as_strided(x, (32,), (1,), 32), mx.as_strided(x, (2, 32), (32, -1), 31)):
+        (out,) = launch(
+            file,
+            "scratch",
+            {0: view, 1: Output([32], mx.int32)},
+            [1],
+            [32],
+            threadgroup_bytes=128,
+            ensure_row_contiguous=copied,
+            stream=stream,
+        )
+        assert mx.array_equal(out, view.reshape(-1)[:32][::-1]).item()
+
+
+def test_a_view_of_too_many_dimensions_that_runs_backwards(file):
+    view = mx.arange(32).reshape([1] * 9 + [32])[..., ::-1]
+    arguments = {0: view, 1: Output([32], mx.int32)}
+    (out,) = launch(file, "scratch", arguments, [1], [32], threadgroup_bytes=128, ensure_row_contiguous=False)
+    with pytest.raises(ValueError, match="scratch: a view of 10 dimensions runs backwards: expected at most 9"):
+        mx.eval(out)
+
+
 def test_a_text_that_does_not_compile_is_named_where_its_result_is_evaluated(stream):
     file = register("[[kernel]] void broken(device int* out [[buffer(0)]]) { out[0] = unknown; }")
     (out,) = launch(file, "broken", {0: Output((1,), mx.int32)}, [1], [1], stream=stream)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
+#include <string>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
@@ -21,6 +22,7 @@
 #include "ops/contiguous.h"
 #include "ops/exporting.h"
 #include "ops/registry.h"
+#include "params/copy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -58,12 +60,26 @@ class CustomKernel : public mx::Primitive {
   }
 
  private:
+  // A kernel takes a view's first element for the start of its buffer, so views that run backwards are copied.
+  const Arrays& forwards(const Arrays& given, Arrays& copies) {
+    for (const auto& input : given) {
+      const bool backwards = span_of(input).offset < 0;
+      if (backwards && input.ndim() > kCopyDims + 1) {
+        throw std::invalid_argument("[launch] kernel " + plan_.launch.kernel.text() + ": a view of " +
+                                    std::to_string(input.ndim()) + " dimensions runs backwards: expected at most " +
+                                    std::to_string(kCopyDims + 1));
+      }
+      copies.push_back(backwards ? gathered(input, stream()) : input);
+    }
+    return copies;
+  }
+
   // A view that is not copied is handed over as the part of memory that it spans. The launch refers to the copies.
   Launch bound(const Arrays& given, Arrays& outputs, Arrays& copies) {
     Launch launch = plan_.launch;
-    const Arrays& inputs = plan_.by_rows ? row_contiguous(given, stream(), copies) : given;
+    const Arrays& inputs = plan_.by_rows ? row_contiguous(given, stream(), copies) : forwards(given, copies);
     for (size_t i = 0; i < inputs.size(); ++i) {
-      launch.arguments[plan_.input_indices[i]] = Input{inputs[i], 0, inputs[i].data_size() * inputs[i].itemsize()};
+      launch.arguments[plan_.input_indices[i]] = Input{inputs[i], 0, span_of(inputs[i]).bytes};
     }
     for (size_t i = 0; i < outputs.size(); ++i) {
       allocate_output(outputs[i], stream());
