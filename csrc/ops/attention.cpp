@@ -27,7 +27,7 @@ namespace {
 constexpr const char* op = "scaled_dot_product_attention";
 
 // Why a call of these shapes, in elements, cannot run on the stream, or an empty string.
-std::string not_covered(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values, mx::Dtype dtype,
+std::string not_covered(const mx::Shape& queries, const mx::Shape& values, mx::Dtype dtype,
                         const AttentionOptions& options, mx::Stream stream) {
   const int bits = options.bits;
   if (!has_kernels(dtype)) {
@@ -37,11 +37,11 @@ std::string not_covered(const mx::Shape& queries, const mx::Shape& keys, const m
     return std::to_string(bits) + " bits";
   }
   const bool kernels = stream.device == mx::Device::gpu || simulator_enabled();
-  return kernels ? attention_not_covered(queries, keys, values, options) : "";
+  return kernels ? attention_not_covered(queries, values) : "";
 }
 
-// From how many rows of queries on mx is faster where there are tensor cores: it has kernels of cuDNN's for them in half
-// types, and in float32 composes attention of products in TF32.
+// From how many rows of queries on mx is faster where there are tensor cores: it has kernels of cuDNN's for them in
+// half types, and in float32 composes attention of products in TF32.
 bool tensor_cores_win(const mx::Shape& scores, int width, mx::Dtype dtype, const AttentionOptions& options) {
   const int queries = scores[2];
   const int keys = scores[3];
@@ -52,8 +52,8 @@ bool tensor_cores_win(const mx::Shape& scores, int width, mx::Dtype dtype, const
   return queries > 32 || (queries > 16 && keys < 1024);
 }
 
-// The same of an Apple GPU's matrix units, which mx's kernels for heads of 72 and 80 do not use. For up to 16 queries ours
-// may divide the keys among threadgroups, mx's do not.
+// The same of an Apple GPU's matrix units, which mx's kernels for heads of 72 and 80 do not use. For up to 16 queries
+// ours may divide the keys among threadgroups, mx's do not.
 bool matrix_units_win(const mx::Shape& scores, int width) {
   return scores[2] > 16 && width != 72 && width != 80;
 }
@@ -193,8 +193,8 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
     return mx::zeros(shape, call.queries.dtype(), stream);
   }
   const int bits = call.options.bits;
-  std::string reason = not_covered(call.queries.shape(), unpacked(call.keys[0], bits), unpacked(call.values[0], bits),
-                                   call.queries.dtype(), call.options, stream);
+  std::string reason = not_covered(call.queries.shape(), unpacked(call.values[0], bits), call.queries.dtype(),
+                                   call.options, stream);
   if (!reason.empty()) {
     left_to_mx(op, std::move(reason));
     return call;
@@ -284,7 +284,7 @@ std::shared_ptr<mx::Primitive> attempt_attention_primitive(const mx::Shape& q, c
     return nullptr;
   }
   const AttentionOptions options{.scale = scale};
-  if (std::string reason = not_covered(q, k, v, dtype, options, stream); !reason.empty()) {
+  if (std::string reason = not_covered(q, v, dtype, options, stream); !reason.empty()) {
     left_to_mx(op, std::move(reason));
     return nullptr;
   }
