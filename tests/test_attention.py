@@ -300,6 +300,57 @@ def test_gradients_of_what_sees_nothing_hidden(rng, native, how):
     assert_near(found[:, :, rows], expected[:, :, rows], "jvp")
 
 
+@pytest.mark.parametrize("what", ["cotangent", "value"])
+def test_gradients_of_what_a_row_that_is_not_finite_does_not_see(rng, native, what):
+    """Two blocks of rows, each with its own keys: what is not finite in one leaves the other's gradients alone."""
+    q, k, v = inputs(rng, (1, 2, 1, 4, 4, 16), mx.float32, outliers=False)
+    seen = np.kron(np.eye(2, dtype=bool), np.ones((2, 2), bool))
+    mask = mx.array(np.where(seen, 0, -np.inf)).astype(mx.float32)
+    cotangent = draw(rng, q.shape, mx.float32, False)
+    names = ("queries", "keys", "values", "mask")
+    of = lambda k, v, mask, cotangent: dict(zip(names, mx.vjp(
+        lambda *a: mm.scaled_dot_product_attention(*a[:3], scale=0.25, mask=a[3]), [q, k, v, mask], [cotangent])[1],
+        strict=True))  # fmt: skip
+    expected = of(k, v, mask, cotangent)
+    if what == "cotangent":
+        cotangent[:, :, 0, 3] = np.inf
+        del expected["values"]  # a product with the cotangent itself
+    else:
+        v[:, :, 0] = np.nan
+    found = of(k, v, mask, cotangent)
+    for name, right in expected.items():
+        assert_near(found[name][..., 2:, :], right[..., 2:, :], f"gradient of the {name}")
+    assert not mx.isfinite(found["queries"][:, :, 0]).any() and not mx.isfinite(found["keys"][:, :, :2]).any()
+    assert not np.array(found["mask"])[~seen].any()
+    seen = mx.array(seen)
+    attend = lambda k: mm.scaled_dot_product_attention(q, k, v, scale=0.25, mask=seen)
+    by_bool = mx.vjp(attend, [k], [cotangent])[1][0]
+    assert_near(by_bool[:, :, 2:], expected["keys"][:, :, 2:], "gradient of the keys by a mask of bools")
+
+
+@pytest.mark.parametrize("how", HIDES)
+@pytest.mark.parametrize("what", ["key of -inf", "key of NaN", "values"])
+def test_vmap_over_sinks_of_what_is_not_finite(rng, native, how, what):
+    """A composition of mx's operations has what the op has of keys and values that some rows see."""
+    queries, keys = 9, 30
+    hidden = hidden_keys(rng, how, queries, keys, mx.float32)
+    q, k, v = inputs(rng, (1, 2, 1, queries, keys, 16), mx.float32, outliers=False)
+    q, sinks = mx.abs(q), draw(rng, (3, 2), mx.float32, False)
+    if what == "values":
+        v = poisoned(poisoned(v, hidden.keys, np.inf, slice(0, 4)), hidden.keys, np.nan, slice(3, 6))
+        v[:, :, keys // 2, 7:9] = -np.inf
+        v[:, :, 3, 8:10] = np.inf
+        k[:, :, 3] = -1000.0  # its weight is 0
+    else:
+        k = poisoned(k, hidden.keys, -np.inf if what == "key of -inf" else np.nan, slice(5, 6))
+    one = lambda sinks: mm.scaled_dot_product_attention(
+        q, k, v, scale=0.25, mask=hidden.mask, window=hidden.window, sinks=sinks)  # fmt: skip
+    found, each = mx.vmap(one)(sinks), mx.stack([one(s) for s in sinks])
+    np.testing.assert_allclose(np.array(found), np.array(each), rtol=1e-4, atol=1e-5)
+    if what == "key of -inf":
+        assert mx.isfinite(found).all()
+
+
 @pytest.mark.parametrize("queries, key_heads, keys", [(1, 1, 40), (1, 2, 600), (4, 2, 40), (24, 1, 40)])
 def test_queries_that_are_broadcast(rng, executor, queries, key_heads, keys):
     """Arguments that a kernel is told to leave alone claim no more memory than there is."""
@@ -416,6 +467,21 @@ def test_vmap_and_compile(rng, executor, axes):
     pick = lambda i: [a if x is None else mx.take(a, i, axis=x) for a, x in zip(arrays, axes)]
     each = run(lambda: mx.stack([one(*pick(i)) for i in range(size)]))
     assert_near(run(lambda: mx.vmap(one, in_axes=axes)(*arrays)), each, "vmap")
+
+
+@pytest.mark.parametrize("axis", range(5))
+@pytest.mark.parametrize("mask", ["causal", "bool", "none"])
+def test_vmap_of_derivatives(rng, native, axis, mask):
+    """Over keys, wherever the new axis is."""
+    shape = (1, 2, 1, 4, 5, 16)
+    q, k, v = inputs(rng, shape, mx.float32, outliers=False)
+    mask, tangent = mask_of(rng, mask, shape, mx.float32), draw(rng, q.shape, mx.float32, False)
+    several = draw(rng, (3, *k.shape), mx.float32, False)
+    attend = lambda k: lambda q: mm.scaled_dot_product_attention(q, k, v, scale=0.2, mask=mask)
+    for name, of in (("jvp", mx.jvp), ("vjp", mx.vjp)):
+        one = lambda k, of=of: of(attend(k), [q], [tangent])[1][0]
+        found = mx.vmap(one, in_axes=axis)(mx.moveaxis(several, 0, axis))
+        assert_near(found, mx.stack([one(k) for k in several]), name)
 
 
 @pytest.mark.parametrize("order", [(40, 1, 40), (1, 40, 1), (1, 3, 20)])

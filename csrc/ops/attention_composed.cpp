@@ -23,13 +23,14 @@ struct Chunk {
 
 class Composition {
  public:
-  // apart: keys and values that are not finite are kept out of the products, since derivatives that mx makes of these
-  // multiply what is hidden by 0. A row that sees one is NaN.
+  // apart: keys and values that are not finite stay out of the products that have derivatives, since derivatives that
+  // mx makes of products multiply what is hidden by 0. What they add to rows that see them is a constant.
   Composition(const DenseAttention& call, mx::Stream stream, bool apart = false)
-      : call_(call), s_(stream), apart_(apart && hides(call)), batch_(call.queries.shape(0)), heads_(call.queries.shape(1)),
-        key_heads_(call.keys.shape(1)), ratio_(heads_ / key_heads_), queries_(call.queries.shape(2)),
-        keys_(call.keys.shape(2)), k_(mx::astype(call.keys, mx::float32, s_)),
-        v_(mx::astype(call.values, mx::float32, s_)) {}
+      : call_(call), s_(stream), apart_(apart && hides(call)), batch_(call.queries.shape(0)),
+        heads_(call.queries.shape(1)), key_heads_(call.keys.shape(1)), ratio_(heads_ / key_heads_),
+        queries_(call.queries.shape(2)), keys_(call.keys.shape(2)), k_(mx::astype(call.keys, mx::float32, s_)),
+        v_(mx::astype(call.values, mx::float32, s_)), finite_k_(hides(call) ? finite_or_zero(k_) : k_),
+        finite_v_(apart_ ? finite_or_zero(v_) : v_) {}
 
   int queries() const {
     return queries_;
@@ -47,12 +48,12 @@ class Composition {
     if (!before.empty()) {
       q = mx::depends({q}, before)[0];
     }
-    const mx::array k = apart_ ? finite_or_zero(k_) : k_;
-    mx::array scores = split(mx::matmul(q, mx::swapaxes(k, -1, -2, s_), s_), last - first);
+    mx::array scores = scores_of(q, apart_ ? finite_k_ : k_);
     if (apart_) {
       const mx::array finite = mx::all(mx::isfinite(k_, s_), -1, false, s_);
-      const mx::array terms = mx::where(finite, mx::array(0.0f), nan(), s_);
-      scores = mx::add(scores, mx::expand_dims(terms, {2, 3}, s_), s_);
+      // mx's vmap of expand_dims over several axes is wrong for some axes.
+      const mx::array of_all_rows = mx::reshape(finite, {batch_, key_heads_, 1, 1, keys_}, s_);
+      scores = mx::where(of_all_rows, scores, mx::stop_gradient(scores_of(q, k_), s_), s_);
     }
     std::optional<mx::array> visible = seen_keys(call_.options, first, last, queries_, keys_, s_);
     float hidden = std::numeric_limits<float>::lowest();
@@ -80,14 +81,15 @@ class Composition {
   }
 
   mx::array output(const Chunk& chunk, int first, int last) const {
+    const mx::array y = mx::matmul(chunk.weights, finite_v_, s_);
     if (!apart_) {
-      return ungrouped(mx::matmul(chunk.weights, v_, s_), last - first);
+      return ungrouped(y, last - first);
     }
-    const mx::array y = mx::matmul(chunk.weights, finite_or_zero(v_), s_);
-    const mx::array seen = mx::broadcast_to(*chunk.visible, split(chunk.weights, last - first).shape(), s_);
-    const mx::array others = mx::logical_not(mx::isfinite(v_, s_), s_);
-    const mx::array count = mx::matmul(mx::astype(joined(seen), mx::float32, s_), mx::astype(others, mx::float32, s_), s_);
-    return ungrouped(mx::where(mx::greater(count, mx::array(0.0f), s_), nan(), y, s_), last - first);
+    const mx::array terms = mx::stop_gradient(terms_of_others(chunk, last - first), s_);
+    const mx::array none = mx::equal(terms, mx::array(0.0f), s_);
+    // The second factor is 1, and makes the derivative NaN.
+    const mx::array one = mx::add(mx::multiply(y, mx::array(0.0f), s_), mx::array(1.0f), s_);
+    return ungrouped(mx::where(none, y, mx::multiply(terms, one, s_), s_), last - first);
   }
 
   // Of joined rows, with 0 for what their row does not see.
@@ -95,12 +97,9 @@ class Composition {
     return chunk.visible ? joined(mx::where(*chunk.visible, split(a, n), mx::array(0.0f), s_)) : a;
   }
 
-  mx::array finite_or_zero(const mx::array& a) const {
-    return mx::where(mx::isfinite(a, s_), a, mx::array(0.0f), s_);
-  }
-
-  const mx::array& k() const {
-    return k_;
+  // Of what may be hidden, with 0 for what is not finite.
+  const mx::array& finite_k() const {
+    return finite_k_;
   }
   const mx::array& v() const {
     return v_;
@@ -133,8 +132,32 @@ class Composition {
     return call.mask || call.options.causal || call.options.window;
   }
 
-  static mx::array nan() {
-    return mx::array(std::numeric_limits<float>::quiet_NaN());
+  mx::array finite_or_zero(const mx::array& a) const {
+    return mx::where(mx::isfinite(a, s_), a, mx::array(0.0f), s_);
+  }
+
+  mx::array scores_of(const mx::array& q, const mx::array& k) const {
+    return split(mx::matmul(q, mx::swapaxes(k, -1, -2, s_), s_), q.shape(2) / ratio_);
+  }
+
+  // What values that are not finite add to the rows that see them: 0 where there is none, else infinity or NaN. A
+  // weight of 0 makes NaN of infinity. Products count infinities, by their signs and without; NaN counts as very many.
+  mx::array terms_of_others(const Chunk& chunk, int n) const {
+    const mx::array none(0.0f), one(1.0f), very_many(0x1p60f), infinity(std::numeric_limits<float>::infinity());
+    const mx::array weights = split(chunk.weights, n);
+    const mx::array counted = mx::where(mx::greater(weights, none, s_), one, very_many, s_);
+    const mx::array seen = joined(mx::where(*chunk.visible, counted, none, s_));
+    const mx::array above = mx::equal(v_, infinity, s_);
+    const mx::array below = mx::equal(v_, mx::negative(infinity, s_), s_);
+    const mx::array signs = mx::subtract(mx::astype(above, mx::float32, s_), mx::astype(below, mx::float32, s_), s_);
+    const mx::array each = mx::where(mx::isnan(v_, s_), very_many, mx::abs(signs, s_), s_);
+    const mx::array sum = mx::matmul(seen, signs, s_);
+    const mx::array count = mx::matmul(seen, each, s_);
+    const mx::array alike = mx::logical_and(mx::less(count, mx::array(0x1p59f), s_),
+                                            mx::equal(mx::abs(sum, s_), count, s_), s_);
+    const mx::array nan(std::numeric_limits<float>::quiet_NaN());
+    const mx::array terms = mx::where(alike, mx::multiply(mx::sign(sum, s_), infinity, s_), nan, s_);
+    return mx::where(mx::equal(count, none, s_), none, terms, s_);
   }
 
   mx::array grouped_mask(int first, int last) const {
@@ -156,6 +179,8 @@ class Composition {
   int keys_;
   mx::array k_;
   mx::array v_;
+  mx::array finite_k_;
+  mx::array finite_v_;
 };
 
 void add_to(std::optional<mx::array>& sum, const mx::array& term, mx::Stream stream) {
@@ -201,11 +226,12 @@ AttentionGradients attention_gradients(const DenseAttention& call, const mx::arr
       const mx::array terms = mx::multiply(*chunk.sink_weights, composition.split(mean, n), s);
       add_to(dsinks, mx::negative(mx::sum(terms, {0, 3, 4}, false, s), s), s);
     }
-    const mx::array ds = mx::multiply(p, mx::subtract(dp, mean, s), s);  // 0 of hidden keys, as their p or all dp are
+    // A mean that is not finite would make NaN of the p of hidden keys, which is 0.
+    const mx::array ds = composition.seen_or_zero(chunk, mx::multiply(p, mx::subtract(dp, mean, s), s), n);
     if (wanted.queries) {
-      // A row that sees a key which is not finite has NaN among its weights, and so in ds.
-      const mx::array k = chunk.visible ? composition.finite_or_zero(composition.k()) : composition.k();
-      const mx::array part = mx::multiply(mx::matmul(ds, k, s), mx::array(call.options.scale), s);
+      // Where a row sees a key that is not finite, ds has NaN, or the key's score is -inf and its ds is 0.
+      const mx::array products = mx::matmul(ds, composition.finite_k(), s);
+      const mx::array part = mx::multiply(products, mx::array(call.options.scale), s);
       dq.push_back(mx::astype(composition.ungrouped(part, n), call.queries.dtype(), s));
       before.push_back(dq.back());
     }
