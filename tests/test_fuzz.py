@@ -35,6 +35,11 @@ def test_a_minute(worker, subject, executor):
     assert_right(worker, Chunk(subject, executor, SEED, 0, cases_of(subject, CASES[executor])))
 
 
+def test_second_derivatives_of_one_column_are_right(worker):
+    """Their terms cancel, and of what rounding leaves mx's may have nothing."""
+    assert_right(worker, Chunk("add_rms_norm", "native", 77, 1264, 1))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("subject, executor", PAIRS)
 def test_nightly(worker, subject, executor):

@@ -171,21 +171,26 @@ def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
         return [np.array(a) for a in evaluated(lambda: derive(exact_of, *wides))]
 
     exact = exact_at(primals, cotangents, directions)
-    twins = None
-    if case.twin is not None:
-        theirs = _of_some(case.twin, case.arrays, places)
-        twins = attempted(lambda: derive(theirs, primals, cotangents, directions))
+    theirs = _of_some(case.twin, case.arrays, places) if case.twin is not None else None
+
+    def of_mx_at(primals, cotangents, directions) -> tuple[mx.array, ...] | None:
+        return attempted(theirs and (lambda: derive(theirs, primals, cotangents, directions)))
+
+    twins = of_mx_at(primals, cotangents, directions)
     plain = [Tolerance(case.units, whole=True)] * len(exact)
     if not first_difference(results, exact, twins, plain):
         return None
 
     # Some gradients are what is left where large terms cancel. How much of it rounding decides is seen by what it does
-    # to the inputs, and by the worst of mx's gradients: all of a call come from the same inner numbers.
-    moved = [
-        exact_at(*([_moved(a, draw) for a in arrays] for arrays in (primals, cotangents, directions)))
-        for _ in range(MOVES)
-    ]
-    of_mx = 2 * max(map(_relative_error, twins, exact)) if twins else 0.0
+    # to the inputs, and by the worst of mx's gradients: all of a call come from the same inner numbers. Where terms
+    # cancel whatever the inputs are, as those of a norm of one column, moves do not show it, and mx's gradients may be
+    # 0 by luck: so mx's are taken at all moved inputs too, in float32, in which all ops compute.
+    inputs = (primals, cotangents, directions)
+    at_moves = [[[_moved(a, draw) for a in arrays] for arrays in inputs] for _ in range(MOVES)]
+    moved = [exact_at(*arrays) for arrays in at_moves]
+    samples = [(twins, exact)]
+    samples += [(of_mx_at(*([_narrow(a) for a in arrays] for arrays in at)), m) for at, m in zip(at_moves, moved)]
+    of_mx = 2 * max((e for a, b in samples if a for e in map(_relative_error, a, b)), default=0.0)
     tolerances = []
     for i, (value, result) in enumerate(zip(exact, results)):
         furthest = max(np.nan_to_num(np.abs(m[i] - value)).max(initial=0) for m in moved)
@@ -213,6 +218,10 @@ def _moved(a: mx.array, draw: Draw) -> mx.array:
     if a.dtype not in FLOATS:
         return a
     return wide(a) * mx.array(1 + EPSILON[a.dtype] * draw.rng.choice((-0.5, 0.5), a.shape))
+
+
+def _narrow(a: mx.array) -> mx.array:
+    return a.astype(mx.float32) if a.dtype == mx.float64 else a
 
 
 def _gradients_of_nothing(results: Sequence[mx.array], like: Sequence[mx.array]) -> str | None:
