@@ -268,8 +268,8 @@ inline void attend(
 
 template <typename T>
 inline PrefillPlace<T> place_of(
-    const device T* queries, const device T* keys, const device T* values, const device T* mask, uint3 group, uint groups,
-    uint rows, uint lane, uint simdgroup, constant AttentionParams& params) {
+    const device T* queries, const device T* keys, const device T* values, const device T* mask, uint3 group,
+    uint groups, uint rows, uint lane, uint simdgroup, constant AttentionParams& params) {
   const uint head = group.y;
   const uint key_head = head / params.ratio;
   PrefillPlace<T> place;
@@ -285,8 +285,8 @@ inline PrefillPlace<T> place_of(
   return place;
 }
 
-// Row `own` of the simdgroup's results from column `column` on, of the keys that it sees. `maximum`: the row's; share: by what
-// its sum becomes the result.
+// Row `own` of the simdgroup's results from column `column` on, of the keys that it sees. `maximum`: the row's; share:
+// by what its sum becomes the result.
 template <typename T, int D>
 inline void write_seen(
     device T* y, PrefillPlace<T> place, uint3 group, uint own, uint column, float maximum, float share,
@@ -299,7 +299,7 @@ inline void write_seen(
   const float sum = seen_sum(
       plain_rows(place.keys, 0, params.key_stride, params), plain_rows(place.values, 0, params.value_stride, params),
       place.queries + row * params.query_strides[2], scored, uint2(0, params.keys), finite_maximum(maximum),
-      min(d, uint(D - 1)), place.lane, params);
+      min(d, uint(D - 1)), d < D, place.lane, params);
   if (d < D) {
     y[((size_t(group.z) * params.heads + group.y) * params.queries + row) * D + d] = T(sum * share);
   }
@@ -396,7 +396,8 @@ template <typename T, int D, int R>
     for (int d = 0; d < D / 8; ++d) {
       whole = whole && is_finite(own.sums[r].at[d].x) && is_finite(own.sums[r].at[d].y);
     }
-    if (may_hide(params) && simd_any(!whole)) {
+    // Where its share is NaN, a row is, whatever its sums.
+    if (may_hide(params) && simd_any(!whole && !is_nan(share))) {
       left |= 1u << r;
     } else if (row < params.queries) {
       constexpr int V = Prefill<T, D, R>::V;

@@ -90,6 +90,24 @@ def test_a_row_that_sees_nothing_brings_back_what_was_skipped(rng, counted):
     assert counts["matrix_operations"] == full["matrix_operations"] // blocks * (1 + blocks / 8)
 
 
+@pytest.mark.parametrize(
+    "what, queries, width",
+    [("key", 64, 96), *((what, *shape) for what in ("key", "value") for shape in ((64, 128), (1, 64), (1, 128)))],
+)
+@pytest.mark.parametrize("heads", [2, 8])
+def test_nan_that_all_rows_see_costs_little(rng, counted, heads, queries, width, what):
+    """What is NaN whatever else a row sees is not summed up to the end."""
+    q, k, v = arrays(rng, heads, 1, queries, 256, width)
+    clean = counted(attend((q, k, v), mask="causal"))
+    if what == "key":
+        k[:, :, 0] = float("nan")
+    else:
+        v[:, :, 0] = float("nan")
+    spoilt = counted(attend((q, k, v), mask="causal"))
+    least, bytes_loaded = (sum(counts["device_bytes_loaded"] for counts in each) for each in (clean, spoilt))
+    assert bytes_loaded <= (1.01 if what == "key" else 2.5) * least
+
+
 # 16 heads of 256 elements are shared by two threadgroups: their sums do not fit the registers of one.
 @pytest.mark.parametrize(
     "ratio, width", [(ratio, width) for ratio in (1, 2, 4, 8, 16) for width in (64, 128, 256) if ratio * width <= 2048]

@@ -40,6 +40,10 @@ inline bool is_finite(float v) {
   return (as_type<uint>(v) & 0x7f800000u) != 0x7f800000u;
 }
 
+inline bool is_nan(float v) {
+  return (as_type<uint>(v) & 0x7fffffffu) > 0x7f800000u;
+}
+
 // Whether a row may not see some key.
 inline bool may_hide(constant AttentionParams& params) {
   return params.causal || params.mask != no_mask;

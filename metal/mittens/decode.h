@@ -115,7 +115,8 @@ inline DecodeRows<T> decode_rows(
   return rows;
 }
 
-// The rows for write_seen.
+// The rows for write_seen. They are found from the rows before, since ptxas takes more registers where decode_rows
+// finds them from the group.
 template <typename T>
 inline DecodeRows<T> rows_anew(DecodeRows<T> rows, const device T* queries, int R, constant AttentionParams& params) {
   rows.batch = found_anew(rows.batch, params);
@@ -140,7 +141,8 @@ inline PlainHead<T> plain_head(
   head.keys = plain_rows(
       keys, head_offset(params.key_start, params.key_strides, rows.batch, rows.key_head), params.key_stride, params);
   head.values = plain_rows(
-      values, head_offset(params.value_start, params.value_strides, rows.batch, rows.key_head), params.value_stride, params);
+      values, head_offset(params.value_start, params.value_strides, rows.batch, rows.key_head), params.value_stride,
+      params);
   return head;
 }
 
@@ -259,7 +261,8 @@ inline void write_element(
 }
 
 // What all simdgroups of a threadgroup left in `scratch` of the rows from `first_row` on, put together. V neighbouring
-// columns lie Shape::sum_stride apart. Returns which of the thread's elements are left to write_seen, a bit for each.
+// columns lie Shape::sum_stride apart. Returns which of the thread's elements are left to write_seen, a bit for each:
+// not those of a row whose denominator is NaN, which are NaN whatever their sums.
 template <typename Shape, int V, typename T>
 inline uint write_rows(
     DecodeRows<T> rows, constant AttentionParams& params, uint split, uint t, uint first_row,
@@ -282,14 +285,15 @@ inline uint write_rows(
         sum = fma(scratch[s * Shape::block * Shape::sum_row + place], total.weights[s], sum);
       }
       write_element(rows, params, split, row, d, sum, total);
-      left |= (is_finite(sum) ? 0u : 1u) << (first_row * Shape::columns + from) / decode_threads;
+      const bool done = is_finite(sum) || is_nan(total.denominator);
+      left |= (done ? 0u : 1u) << (first_row * Shape::columns + from) / decode_threads;
     }
   }
   return left;
 }
 
-// What write_rows left, of the keys that are seen. The lanes of a simdgroup work together: where one has something left, so
-// have all.
+// What write_rows left, of the keys that are seen. If one lane has an element left, all lanes of its simdgroup take
+// part in its sum.
 template <typename Shape, typename Rows, typename T>
 inline void write_seen(
     DecodeRows<T> rows, Rows keys, Rows values, constant AttentionParams& params, uint split, uint t, uint left,
@@ -301,10 +305,11 @@ inline void write_seen(
     const uint row = i / Shape::columns;
     const uint d = i % Shape::columns;
     const RowTotal total = row_total(rows, params, row, maxima, totals);
+    const bool wanted = left % 2 != 0;
     const float sum = seen_sum(
-        keys, values, query_of(rows, row, params), scored_row(rows, row, params), key_range(rows, split, params), total.base,
-        min(d, params.width - 1), t % 32, params);
-    if (d < params.width) {
+        keys, values, query_of(rows, row, params), scored_row(rows, row, params), key_range(rows, split, params),
+        total.base, min(d, params.width - 1), wanted, t % 32, params);
+    if (wanted) {
       write_element(rows, params, split, row, d, sum, total);
     }
   }
@@ -313,8 +318,8 @@ inline void write_seen(
 // Returns what is left to write_seen.
 template <typename Rows, typename T, int G, int R>
 inline uint decode(
-    DecodeRows<T> rows, Rows head_keys, Rows head_values, constant AttentionParams& params, uint3 group, uint t, uint lane,
-    uint simdgroup, threadgroup float* scratch, threadgroup float* maxima, threadgroup float* totals) {
+    DecodeRows<T> rows, Rows head_keys, Rows head_values, constant AttentionParams& params, uint3 group, uint t,
+    uint lane, uint simdgroup, threadgroup float* scratch, threadgroup float* maxima, threadgroup float* totals) {
   using Shape = DecodeShape<G, R>;
   constexpr int N = Shape::keys;
   constexpr int V = Shape::value_elements;

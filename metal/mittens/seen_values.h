@@ -1,6 +1,6 @@
-// Which keys a row sees, and what that makes of their scores. The values of hidden keys must not matter, whatever they are;
-// but the kernels multiply all values of a tile with the weights of all rows, where 0 times NaN or infinity is NaN. They
-// look at the sums in the end: what is not finite is summed up again by seen_sum, key by key.
+// Which keys a row sees, and what that makes of their scores. The values of hidden keys must not matter, whatever they
+// are; but the kernels multiply all values of a tile with the weights of all rows, where 0 times NaN or infinity is
+// NaN. They look at the sums in the end: what is not finite is summed up again by seen_sum, key by key.
 #pragma once
 
 #include "mittens/attention.h"
@@ -45,8 +45,8 @@ inline float masked_score(float score, uint key, ScoredRow row, constant Attenti
   return sees(row, key, params) ? score : hidden_score(params);
 }
 
-// A place that is needed once more after the keys were read. A compiler that knew it for the one before would keep in
-// registers what it computed of it.
+// Adds a zero that the compiler cannot know, so that it recomputes what depends on `place` instead of keeping it in
+// registers.
 template <typename Place>
 inline Place found_anew(Place place, constant AttentionParams& params) {
   return place + Place(params.key_heads == 0 ? 1 : 0);
@@ -80,14 +80,14 @@ inline float element_at(PackedRows<T, bits> rows, uint row, uint column) {
   return fma(float(integer), float(from.scales[group]), float(from.biases[group]));
 }
 
-// Of the keys of a range, the sum of a row's weights times one column of the values, each lane its own; the row's scores
-// less `base` are what its weights come from. What the row does not see counts as 0 where it is not finite, and else with
-// the weight of a hidden key: in a row that sees none all have the same. The lanes of a simdgroup share the elements of a
-// head.
+// Of the keys of a range, the sum of a row's weights times one column of the values, each lane its own; the row's
+// scores less `base` are what its weights come from. A key that the row does not see has the weight of a hidden key.
+// That is 0 unless the row sees no key. A hidden value that is not finite counts as 0. The lanes of a simdgroup share
+// the elements of a head; they stop when all sums that are wanted are NaN.
 template <typename T, typename Rows>
 inline float seen_sum(
-    Rows keys, Rows values, const device T* query, ScoredRow row, uint2 range, float base, uint column, uint lane,
-    constant AttentionParams& params) {
+    Rows keys, Rows values, const device T* query, ScoredRow row, uint2 range, float base, uint column, bool wanted,
+    uint lane, constant AttentionParams& params) {
   float sum = 0;
 #pragma unroll 1
   for (uint key = range.x; key < range.y; ++key) {
@@ -107,6 +107,9 @@ inline float seen_sum(
     if (seen || weight != 0.0f) {
       const float value = element_at(values, key, column);
       sum = seen || is_finite(value) ? fma(weight, value, sum) : sum;
+      if (simd_all(is_nan(sum) || !wanted)) {
+        break;
+      }
     }
   }
   return sum;

@@ -198,7 +198,8 @@ class Head {
     if (max == -infinity && sum == 0.0f) {
       return finish_unseen(row);
     }
-    if (may_hide() && !all_finite(values)) {
+    const bool is_nan = sum != sum;  // all of the row is, whatever its values
+    if (may_hide() && !is_nan && !all_finite(values)) {
       sum_seen(row, max, values);
     }
     float factor = 1.0f / sum;
@@ -225,24 +226,26 @@ class Head {
     return sum_of(zeros) == 0.0f;
   }
 
-  // Sums up the row's values anew, of the keys alone that it sees. Blocks of keys multiply all values with the weights of
-  // all rows, and 0 times NaN or infinity is NaN.
+  // Sums up the columns that are not finite anew, of the keys alone that the row sees, until all these are NaN. Blocks
+  // of keys multiply all values with the weights of all rows, and 0 times NaN or infinity is NaN.
   void sum_seen(size_t row, float max, float* sums) const {
     const size_t columns = padded_width(call.width);
     const size_t value_columns = padded_width(call.value_width);
-    const Scratch scratch(2 * columns + value_columns);
+    const Scratch scratch(2 * columns + 2 * value_columns);
     float* const query = scratch.data();
     float* const key_row = query + columns;
     float* const value_row = key_row + columns;
+    float* const anew = value_row + value_columns;
     each_vector(call.width, [&](size_t i, auto part) MITTENS_INLINED {
       write(query + i, load_one(this->query(row) + i, part) * call.scale, All());
     });
     for (size_t i = 0; i < value_columns; i += width) {
-      write(sums + i, Float{}, All());
+      write(anew + i, Float{}, All());
     }
     const float shift = max == -infinity ? 0.0f : max;
     const Range seen = range(row);
-    for (size_t key = seen.begin; key < seen.end; ++key) {
+    bool left = true;
+    for (size_t key = seen.begin; key < seen.end && left; ++key) {
       const Float hides = call.mask.kind == MaskKind::none ? Float{} : mask(row, key, 1);
       if (hides[0] == -infinity) {
         continue;
@@ -254,9 +257,18 @@ class Head {
       }
       const Float weight = spread(exp_one<T>(masked(spread(sum_of(products)), hides) - shift)[0]);
       values.widen(key, 1, value_row, 0);
+      Float open = {};
       for (size_t i = 0; i < value_columns; i += width) {
-        write(sums + i, fma(weight, read<Float>(value_row + i, All()), read<Float>(sums + i, All())), All());
+        const Float before = read<Float>(sums + i, All());
+        const Float sum = fma(weight, read<Float>(value_row + i, All()), read<Float>(anew + i, All()));
+        write(anew + i, sum, All());
+        open += (before - before == 0.0f) | (sum != sum) ? Float{} : Float{} + 1.0f;
       }
+      left = sum_of(open) != 0.0f;
+    }
+    for (size_t i = 0; i < value_columns; i += width) {
+      const Float before = read<Float>(sums + i, All());
+      write(sums + i, before - before == 0.0f ? before : read<Float>(anew + i, All()), All());
     }
   }
 
