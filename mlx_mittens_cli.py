@@ -10,7 +10,7 @@ import sys
 def main() -> int:
     """Runs the command, or says why it cannot; the exit status is then 1."""
     try:
-        from mlx_mittens.__main__ import main as run
+        from mlx_mittens.cli.main import main as run
     except ImportError as error:
         if sys.argv[1:2] == ["doctor"]:
             _say_what_is_installed()

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 import mlx_mittens as mm
-from mlx_mittens import models
+from mlx_mittens.bench import architectures
 
 WARM_UP = 8
 
@@ -20,7 +20,7 @@ WARM_UP = 8
 def main() -> None:
     name, how = sys.argv[1:3]
     count = int(sys.argv[3]) if len(sys.argv) > 3 else 1000
-    model = models.build(name, mx.bfloat16, 4)
+    model = architectures.build(name, mx.bfloat16, 4)
     if how == "converted":
         mm.nn.convert(model)
     elif how == "patched":

@@ -63,7 +63,11 @@ def loop(call: Callable[[], mx.array]) -> tuple[float, float]:
 
 def measure(name: str, rounds: int) -> None:
     ours, theirs = twins()[name]
-    ways = {"direct": (ours, contextlib.nullcontext), "patched": (theirs, mm.patched), "mx": (theirs, contextlib.nullcontext)}
+    ways = {
+        "direct": (ours, contextlib.nullcontext),
+        "patched": (theirs, mm.patched),
+        "mx": (theirs, contextlib.nullcontext),
+    }
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(rounds):
         for order in itertools.permutations(ways):

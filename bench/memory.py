@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache
 
 import mlx_mittens as mm
-from mlx_mittens import models
+from mlx_mittens.bench import architectures
 
 SMALL = {
     "hidden_size": 256,
@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=10_000)
     arguments = parser.parse_args()
-    model = models.build("llama-3.2-1b", mx.float16, 4, **SMALL)
+    model = architectures.build("llama-3.2-1b", mx.float16, 4, **SMALL)
     caches = [RotatingKVCache(max_size=256, keep=4) for _ in model.layers]
     seen = []
     with mm.patched():

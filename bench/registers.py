@@ -6,8 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from mlx_mittens import ptxas
-from mlx_mittens.frontend import compiler
+from mlx_mittens.frontend import compiler, ptxas
 
 TABLE = Path(__file__).parent / "results" / "registers.md"
 ARCHITECTURES = ("sm_80", "sm_90")

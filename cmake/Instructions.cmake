@@ -1,4 +1,4 @@
-# Compiles every source of a folder once per instruction set of the target processor; the code chooses at run time.
+# Compiles every source below a folder once per instruction set of the target processor; the code chooses at run time.
 # MITTENS_ISA names the set, and with it the namespace that keeps the copies apart.
 function(mittens_add_instruction_sets target folder)
   if(CMAKE_OSX_ARCHITECTURES)
@@ -15,7 +15,7 @@ function(mittens_add_instruction_sets target folder)
   else()
     set(sets baseline)
   endif()
-  file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/${folder}/*.cpp")
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/${folder}/*.cpp")
   # The rounding order is part of what the kernels promise: a fused multiply-add stands only where it is written.
   set(flags -ffp-contract=off -fno-math-errno -Wall -Wextra $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
   if(NOT MITTENS_SANITIZE)

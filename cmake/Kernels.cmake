@@ -1,6 +1,6 @@
 # What is compiled of the kernels when the package is built. Neither is needed to run: Metal compiles the text on the
 # user's machine, and so does the front end for NVIDIA GPUs.
-file(GLOB kernels CONFIGURE_DEPENDS metal/*.metal)
+file(GLOB_RECURSE kernels CONFIGURE_DEPENDS metal/*.metal)
 file(GLOB_RECURSE kernel_headers CONFIGURE_DEPENDS metal/*.h)
 
 # Recent Xcode brings the Metal compiler only on request: asking for its version tells whether it is there.

@@ -40,7 +40,7 @@ def main() -> None:
             f"mlx {version} was built with v{of_mlx}: install the nanobind that carries v{of_mlx} (for mlx 0.32.4: pip install nanobind==3.1.0)"
         )
     if not any((mlx / "lib" / name).exists() for name in ("libmlx.so", "libmlx.dylib")):
-        sys.exit(f"libmlx is not installed beside mlx {version}: pip install \"mlx[cpu]=={version}\"")
+        sys.exit(f'libmlx is not installed beside mlx {version}: pip install "mlx[cpu]=={version}"')
     print(version, mlx, nanobind, sep=";")
 
 

@@ -158,7 +158,9 @@ def main() -> None:
     model.update(tree_map(lambda a: a.astype(getattr(mx, arguments.dtype)), model.parameters()))
     wrapped = load_tokenizer(folder)
     parameters = model.parameters()
-    save(folder, folder, model, wrapped, config)  # gives the model's weights away; mlx-lm before 0.32 knows no other way
+    save(
+        folder, folder, model, wrapped, config
+    )  # gives the model's weights away; mlx-lm before 0.32 knows no other way
     model.update(parameters)
     quantized, config = quantize_model(model, config, group_size=64, bits=4)
     save(arguments.out / "4bit", folder, quantized, wrapped, config)

@@ -1,56 +1,8 @@
-"""The command line: ``mlx-mittens bench``, ``check``, ``doctor`` and ``simulate``."""
+"""``python -m mlx_mittens`` is the command ``mlx-mittens``."""
 
-from __future__ import annotations
-
-import argparse
-import os
-import signal
 import sys
-from collections.abc import Sequence
 
-from . import __version__, bench, check, doctor, simulate
-from .runs import Terminated, exit_status, terminated
-from .usage import UsageError
-
-_COMMANDS = {
-    "bench": (bench, "time each op beside its mx twin and check both against float64"),
-    "check": (check, "say what a Mac's compiler would refuse in a .metal file"),
-    "doctor": (doctor, "say what is installed and check every case on this machine"),
-    "simulate": (simulate, "run a case of an op in the simulator and count what its kernels do"),
-}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status is its result, or 2 for arguments that cannot be served."""
-    try:
-        try:
-            with terminated():
-                return _run(argv)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # as in `mlx-mittens doctor | head`
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):  # what they still hold is written when Python ends
-            os.dup2(nowhere, stream.fileno())
-        return 128 + signal.SIGPIPE
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="mlx-mittens", description="Metal kernels for MLX, beside mx's own.")
-    parser.add_argument("--version", action="version", version=f"mlx-mittens {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, summary) in _COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__.splitlines()[0]))
-    arguments = parser.parse_args(argv)
-    try:
-        return _COMMANDS[arguments.command][0].run(arguments)
-    except UsageError as error:
-        print(f"mlx-mittens {arguments.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as interrupt:
-        print("terminated" if isinstance(interrupt, Terminated) else "interrupted", file=sys.stderr)
-        return exit_status(interrupt)
-
+from .cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Fresh random inputs for every run, and every op test on every executor that is here."""
+"""The random inputs of the tests, and every op test on every executor that is here."""
 
 import math
 import os
@@ -8,10 +8,11 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-import scripts
+from helpers import scripts
+from helpers.support import DEVICES, EXECUTORS
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, cases
+from mlx_mittens import _ext, specs
 
 # What mx computes in float32, gradients of ours by its products among it, is to be float32 on an NVIDIA GPU too.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
@@ -21,19 +22,20 @@ SEED = "MLX_MITTENS_TEST_SEED"
 # A test that names no device is one of the CPU, also on a machine with a GPU: mlx-lm takes the default when it is imported.
 mx.set_default_device(mx.cpu)
 
-# GPU tests run where mx has a GPU; the simulator and the native code run everywhere.
-EXECUTORS = ["native", "simulator"] + ["gpu"] * mx.is_available(mx.gpu)
-DEVICES = ["cpu"] + ["gpu"] * mx.is_available(mx.gpu)
+
+def pytest_addoption(parser):
+    parser.addoption("--draw-seed", action="store_true", help=f"draw the seed of random inputs; {SEED}=N sets it (0)")
 
 
 def pytest_configure(config):
     # In the environment, so that the workers of pytest-xdist draw the same numbers.
-    os.environ.setdefault(SEED, str(int.from_bytes(os.urandom(4), "little")))
+    drawn = int.from_bytes(os.urandom(4), "little") if config.getoption("--draw-seed") else 0
+    os.environ.setdefault(SEED, str(drawn))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    from scheduling import Scheduling  # needs pytest-xdist
+    from helpers.scheduling import Scheduling  # needs pytest-xdist
 
     return Scheduling(config, log)
 
@@ -130,7 +132,7 @@ def nvidia_kernels(native, rng):
         _ext.simulator_record(False)
 
 
-@pytest.fixture(params=cases.ROW_OPS, ids=lambda op: op.name)
+@pytest.fixture(params=specs.ROW_OPS, ids=lambda op: op.name)
 def op(request):
     """Each op of the table that works along rows; mx's twin of it is that of the CPU.
 
@@ -144,7 +146,7 @@ def op(request):
     return replace(request.param, twin=twin)
 
 
-@pytest.fixture(params=cases.DTYPES.values(), ids=cases.DTYPES)
+@pytest.fixture(params=specs.DTYPES.values(), ids=specs.DTYPES)
 def dtype(request):
     """Each element type."""
     return request.param

@@ -30,7 +30,7 @@ enum class MaskKind { none, boolean, additive };
 struct AttentionMask {
   MaskKind kind;
   AttentionView values;  // [batch, heads, queries, keys], strides 0 where it is broadcast
-  int64_t column;        // stride from key to key
+  int64_t column;  // stride from key to key
 };
 
 struct Attention {
@@ -47,9 +47,9 @@ struct Attention {
   AttentionRows v;
   AttentionMask mask;
   const void* sinks;  // [heads] or nullptr: a score without a value
-  void* y;            // [batch, heads, queries, value_width], row contiguous
+  void* y;  // [batch, heads, queries, value_width], row contiguous
   float scale;
-  bool causal;     // query i sees keys up to i + keys - queries
+  bool causal;  // query i sees keys up to i + keys - queries
   int64_t window;  // and of those the last so many; 0: all
 };
 

@@ -21,17 +21,27 @@ int isa_index();
 // MITTENS_VERSIONS(op), in namespace mittens::cpu, declares an op's function for each instruction set and lists
 // them as op_versions.
 #if defined(__x86_64__)
-#define MITTENS_VERSIONS(op)                    \
-  namespace baseline { decltype(cpu::op) op; }  \
-  namespace avx2 { decltype(cpu::op) op; }      \
-  namespace avx512 { decltype(cpu::op) op; }    \
+#define MITTENS_VERSIONS(op) \
+  namespace baseline {       \
+  decltype(cpu::op) op;      \
+  }                          \
+  namespace avx2 {           \
+  decltype(cpu::op) op;      \
+  }                          \
+  namespace avx512 {         \
+  decltype(cpu::op) op;      \
+  }                          \
   static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avx512::op};
 #elif defined(__aarch64__)
-#define MITTENS_VERSIONS(op)                \
-  namespace neon { decltype(cpu::op) op; }  \
+#define MITTENS_VERSIONS(op) \
+  namespace neon {           \
+  decltype(cpu::op) op;      \
+  }                          \
   static constexpr decltype(&cpu::op) op##_versions[] = {neon::op};
 #else
-#define MITTENS_VERSIONS(op)                    \
-  namespace baseline { decltype(cpu::op) op; }  \
+#define MITTENS_VERSIONS(op) \
+  namespace baseline {       \
+  decltype(cpu::op) op;      \
+  }                          \
   static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op};
 #endif

@@ -69,7 +69,7 @@ struct Job {
   size_t count;
   size_t grain;
   size_t helpers_wanted;
-  std::atomic<size_t> next{0};     // the first index that nobody took
+  std::atomic<size_t> next{0};  // the first index that nobody took
   std::atomic<size_t> helpers{0};  // at work; written under the pool's mutex
   Job* link = nullptr;
 
@@ -160,7 +160,7 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable news_;  // for workers: there is a job
   std::condition_variable done_;  // for callers: a job lost its last helper
-  Job* jobs_ = nullptr;           // those that want helpers
+  Job* jobs_ = nullptr;  // those that want helpers
   std::atomic<bool> waiting_{false};
   size_t sleeping_ = 0;
 };
@@ -172,13 +172,11 @@ Pool& the_pool() {
   Pool* current = pool.load(std::memory_order_acquire);
   if (!current) {
     static std::mutex& creation = *new std::mutex;
-    static const int registered = pthread_atfork(
-        [] { creation.lock(); },
-        [] { creation.unlock(); },
-        [] {
-          pool.store(nullptr, std::memory_order_relaxed);
-          creation.unlock();
-        });
+    static const int registered = pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
+                                                 [] {
+                                                   pool.store(nullptr, std::memory_order_relaxed);
+                                                   creation.unlock();
+                                                 });
     (void)registered;
     std::lock_guard lock(creation);
     current = pool.load(std::memory_order_relaxed);
@@ -249,9 +247,8 @@ Scratch::~Scratch() {
     return;
   }
   // In place of the smallest one kept, unless this is smaller yet.
-  Memory& smallest = *std::min_element(std::begin(spare.memories), std::end(spare.memories), [](auto& a, auto& b) {
-    return a.size < b.size;
-  });
+  Memory& smallest = *std::min_element(std::begin(spare.memories), std::end(spare.memories),
+                                       [](auto& a, auto& b) { return a.size < b.size; });
   if (size_ <= most_kept && size_ > smallest.size) {
     std::swap(data_, smallest.data);
     smallest.size = size_;

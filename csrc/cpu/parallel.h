@@ -19,10 +19,8 @@ void parallel_for(size_t count, size_t grain, ParallelBody body, const void* con
 template <typename Body>
 void parallel_for(size_t count, size_t grain, const Body& body) {
   parallel_for(
-      count,
-      grain,
-      [](const void* context, size_t begin, size_t end) { (*static_cast<const Body*>(context))(begin, end); },
-      &body);
+      count, grain,
+      [](const void* context, size_t begin, size_t end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
 }
 
 // Uninitialised float32 memory of one call, aligned for vectors. Each thread keeps what it used last: fresh memory

@@ -9,37 +9,30 @@ namespace mittens::cpu {
 // row, in elements of the array; rows lie in memory as they are.
 struct QuantizedWeights {
   const uint32_t* words;  // [outputs, columns * bits / 32]; not transposed [columns, outputs * bits / 32]
-  const void* scales;     // [outputs, columns / group_size]; not transposed [columns, outputs / group_size]
-  const void* biases;     // as scales
+  const void* scales;  // [outputs, columns / group_size]; not transposed [columns, outputs / group_size]
+  const void* biases;  // as scales
   size_t words_stride;
   size_t scales_stride;
   size_t biases_stride;
-  int bits;        // 4 or 8
+  int bits;  // 4 or 8
   int group_size;  // 32, 64 or 128
   bool transpose;  // the groups go along the columns of x
 };
 
 // y[i, m, n] = round(sum_k x[i, m, k] * w[i][n, k] + bias[n]) for each matrix i; not transposed w[i][k, n].
-void quantized_matmul(
-    Type type,                  // of scales, biases, x, bias and y
-    const QuantizedWeights* w,  // [matrices]
-    const void* x,              // [matrices, rows, columns]
-    const void* bias,           // [outputs] or nullptr
-    void* y,                    // [matrices, rows, outputs]
-    size_t matrices,
-    size_t rows,
-    size_t columns,
-    size_t outputs);
+void quantized_matmul(Type type,  // of scales, biases, x, bias and y
+                      const QuantizedWeights* w,  // [matrices]
+                      const void* x,  // [matrices, rows, columns]
+                      const void* bias,  // [outputs] or nullptr
+                      void* y,  // [matrices, rows, outputs]
+                      size_t matrices, size_t rows, size_t columns, size_t outputs);
 
 // y = round(silu(x @ gate.T) * (x @ up.T)), silu(v) = v / (1 + exp(-v)), all in float32 and rounded once.
-void quantized_swiglu(
-    Type type,
-    const QuantizedWeights& gate,  // transposed
-    const QuantizedWeights& up,    // transposed
-    const void* x,                 // [rows, columns]
-    void* y,                       // [rows, outputs]
-    size_t rows,
-    size_t columns,
-    size_t outputs);
+void quantized_swiglu(Type type,
+                      const QuantizedWeights& gate,  // transposed
+                      const QuantizedWeights& up,  // transposed
+                      const void* x,  // [rows, columns]
+                      void* y,  // [rows, outputs]
+                      size_t rows, size_t columns, size_t outputs);
 
 }  // namespace mittens::cpu

@@ -12,30 +12,13 @@ void rms_norm(Type type, const void* x, const void* weight, void* y, size_t rows
   rms_norm_versions[isa_index()](type, x, weight, y, rows, columns, eps);
 }
 
-void add_rms_norm(
-    Type type,
-    const void* x,
-    const void* residual,
-    const void* weight,
-    void* y,
-    void* sum,
-    size_t rows,
-    size_t columns,
-    float eps) {
+void add_rms_norm(Type type, const void* x, const void* residual, const void* weight, void* y, void* sum, size_t rows,
+                  size_t columns, float eps) {
   add_rms_norm_versions[isa_index()](type, x, residual, weight, y, sum, rows, columns, eps);
 }
 
-void rms_norm_vjp(
-    Type type,
-    const void* x,
-    const void* weight,
-    const void* dy,
-    const void* dsum,
-    void* dx,
-    void* dweight,
-    size_t rows,
-    size_t columns,
-    float eps) {
+void rms_norm_vjp(Type type, const void* x, const void* weight, const void* dy, const void* dsum, void* dx,
+                  void* dweight, size_t rows, size_t columns, float eps) {
   rms_norm_vjp_versions[isa_index()](type, x, weight, dy, dsum, dx, dweight, rows, columns, eps);
 }
 

@@ -18,12 +18,12 @@ struct RopeAppend {
   Heads new_queries;
   Heads new_keys;
   Heads new_values;
-  const float* freqs;      // [pairs] or nullptr
+  const float* freqs;  // [pairs] or nullptr
   const void* query_norm;  // [width] or nullptr
-  const void* key_norm;    // [width] or nullptr
-  void* queries;           // [batch, query heads, tokens, width]
-  void* keys;              // [batch, key heads, key capacity, width], of which the new tokens are written
-  void* values;            // [batch, key heads, value capacity, width]
+  const void* key_norm;  // [width] or nullptr
+  void* queries;  // [batch, query heads, tokens, width]
+  void* keys;  // [batch, key heads, key capacity, width], of which the new tokens are written
+  void* values;  // [batch, key heads, value capacity, width]
   size_t batch;
   size_t query_heads;
   size_t key_heads;
@@ -33,8 +33,8 @@ struct RopeAppend {
   size_t key_capacity;
   size_t value_capacity;
   size_t first;  // where the first token's key and value go
-  int offset;    // the first token's position
-  float scale;   // of positions
+  int offset;  // the first token's position
+  float scale;  // of positions
   float base;
   float eps;  // of the norms
 };

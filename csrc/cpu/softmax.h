@@ -6,20 +6,16 @@
 namespace mittens::cpu {
 
 // A row of all -inf, and a row with NaN or +inf in it, gives NaN. y may be x.
-void softmax(
-    Type type,
-    const void* x,  // [rows, columns]
-    void* y,        // [rows, columns]
-    size_t rows,
-    size_t columns);
+void softmax(Type type,
+             const void* x,  // [rows, columns]
+             void* y,  // [rows, columns]
+             size_t rows, size_t columns);
 
 // dx = y * (dy - sum(y * dy)).
-void softmax_vjp(
-    Type type,
-    const void* y,   // [rows, columns]
-    const void* dy,  // [rows, columns]
-    void* dx,        // [rows, columns], may be y or dy
-    size_t rows,
-    size_t columns);
+void softmax_vjp(Type type,
+                 const void* y,  // [rows, columns]
+                 const void* dy,  // [rows, columns]
+                 void* dx,  // [rows, columns], may be y or dy
+                 size_t rows, size_t columns);
 
 }  // namespace mittens::cpu

@@ -24,8 +24,8 @@ struct Thread {
   unsigned dispatch_threads_per_threadgroup[3];
   unsigned threadgroups[3];
   unsigned threads_per_grid[3];
-  unsigned index;     // in its threadgroup
-  unsigned lane;      // in its simdgroup
+  unsigned index;  // in its threadgroup
+  unsigned lane;  // in its simdgroup
   unsigned simdgroup;
   unsigned simdgroups;
   unsigned quadgroups;
@@ -49,7 +49,7 @@ struct Operation {
   const char* name;  // "simd_sum": lanes that meet must be at the same operation
   Site site;
   const void* caller;  // the return address: tells apart operations of one line
-  bool matrix;         // a product of simdgroup matrices, which is counted by itself
+  bool matrix;  // a product of simdgroup matrices, which is counted by itself
 };
 
 struct Runtime {
@@ -68,7 +68,7 @@ struct Runtime {
 
 struct Argument {
   const char* name;
-  unsigned index;       // the buffer index, or the threadgroup index
+  unsigned index;  // the buffer index, or the threadgroup index
   bool threadgroup;
 };
 

@@ -12,7 +12,7 @@ class Lines {
   // Reads DWARF 4 from an ELF file; from any other it knows no lines.
   explicit Lines(const std::string& path);
 
-  // "softmax.metal:42", or an empty string.
+  // "norm/softmax.metal:42", or an empty string.
   std::string at(uint64_t address) const;
 
  private:
@@ -20,7 +20,7 @@ class Lines {
     uint64_t address;
     uint32_t file;
     uint32_t line;  // 0 for code that belongs to no line
-    bool end;       // past the last instruction of a run of code
+    bool end;  // past the last instruction of a run of code
   };
 
   void read_unit(const char* begin, const char* end);

@@ -195,21 +195,21 @@ void Simulation::start_threads(const uint32_t (&position)[3]) {
   }
   counts_.threads += count;
 
-  const auto start_meetings = [count](std::vector<Meeting>& meetings, unsigned width) {
+  const auto start_rendezvous = [count](std::vector<Rendezvous>& rendezvous_points, unsigned width) {
     for (unsigned i = 0; i * width < count; ++i) {
-      Meeting& meeting = meetings[i];
-      meeting.first = i * width;
-      meeting.count = std::min(width, count - meeting.first);
-      meeting.arrived = 0;
-      meeting.parity = 0;
-      if (meeting.count < abi::simd_width) {
-        std::memset(meeting.lanes, 0xff, sizeof(meeting.lanes));
+      Rendezvous& rendezvous = rendezvous_points[i];
+      rendezvous.first = i * width;
+      rendezvous.count = std::min(width, count - rendezvous.first);
+      rendezvous.arrived = 0;
+      rendezvous.parity = 0;
+      if (rendezvous.count < abi::simd_width) {
+        std::memset(rendezvous.lanes, 0xff, sizeof(rendezvous.lanes));
       }
-      meeting.lanes[0].count = meeting.lanes[1].count = meeting.count;
+      rendezvous.lanes[0].count = rendezvous.lanes[1].count = rendezvous.count;
     }
   };
-  start_meetings(quads_, abi::quad_width);
-  start_meetings(simdgroups_, abi::simd_width);
+  start_rendezvous(quads_, abi::quad_width);
+  start_rendezvous(simdgroups_, abi::simd_width);
   threadgroup_.first = 0;
   threadgroup_.count = count;
   threadgroup_.arrived = 0;
@@ -274,7 +274,7 @@ Fiber* Simulation::next_ready() {
   return next;
 }
 
-void Simulation::release(const Meeting& meeting, unsigned but) {
+void Simulation::release(const Rendezvous& rendezvous, unsigned but) {
   // With a seed, sometimes before those who wait already, so that some threads run far ahead of others.
   const bool in_front = options_.seed && generator_() % 2;
   const auto make_ready = [&](unsigned index) {
@@ -292,82 +292,82 @@ void Simulation::release(const Meeting& meeting, unsigned but) {
     ++ready_count_;
   };
   if (!options_.seed) {
-    for (unsigned index = meeting.first; index < meeting.first + meeting.count; ++index) {
+    for (unsigned index = rendezvous.first; index < rendezvous.first + rendezvous.count; ++index) {
       if (index != but) {
         make_ready(index);
       }
     }
     return;
   }
-  const unsigned turn = meeting.count > 1 ? static_cast<unsigned>(generator_() % meeting.count) : 0;
-  const bool whole = meeting.count == order_.size();
-  for (unsigned i = 0; i < meeting.count; ++i) {
-    const unsigned at = (i + turn) % meeting.count;
-    const unsigned index = whole ? order_[at] : meeting.first + at;
+  const unsigned turn = rendezvous.count > 1 ? static_cast<unsigned>(generator_() % rendezvous.count) : 0;
+  const bool whole = rendezvous.count == order_.size();
+  for (unsigned i = 0; i < rendezvous.count; ++i) {
+    const unsigned at = (i + turn) % rendezvous.count;
+    const unsigned index = whole ? order_[at] : rendezvous.first + at;
     if (index != but) {
       make_ready(index);
     }
   }
 }
 
-Meeting& Simulation::meeting_of(abi::Scope scope, const abi::Thread& thread) {
+Rendezvous& Simulation::rendezvous_of(abi::Scope scope, const abi::Thread& thread) {
   return scope == abi::threadgroup_scope ? threadgroup_
          : scope == abi::simdgroup_scope ? simdgroups_[thread.simdgroup]
                                          : quads_[thread.index / abi::quad_width];
 }
 
-void Simulation::arrive(Meeting& meeting, abi::Scope scope, const abi::Operation& operation, abi::Combine combine) {
+void Simulation::arrive(Rendezvous& rendezvous, abi::Scope scope, const abi::Operation& operation,
+                        abi::Combine combine) {
   watcher.settle();
   const unsigned index = running_->thread.index;
-  if (meeting.arrived == 0) {
-    meeting.operation = operation;
-  } else if (meeting.operation.caller != operation.caller || meeting.operation.name != operation.name) {
-    for (unsigned other = meeting.first; other < meeting.first + meeting.count; ++other) {
+  if (rendezvous.arrived == 0) {
+    rendezvous.operation = operation;
+  } else if (rendezvous.operation.caller != operation.caller || rendezvous.operation.name != operation.name) {
+    for (unsigned other = rendezvous.first; other < rendezvous.first + rendezvous.count; ++other) {
       const Fiber& fiber = fibers_[other];
       if (fiber.state == Fiber::waiting && fiber.scope == scope) {
         fail("divergence: " + name_of(*running_) + " is at " + operation.name + ", " + text_of(operation.site) +
-             ", while " + name_of(fiber) + " waits at " + fiber.operation.name + ", " +
-             text_of(fiber.operation.site));
+             ", while " + name_of(fiber) + " waits at " + fiber.operation.name + ", " + text_of(fiber.operation.site));
       }
     }
   }
-  if (++meeting.arrived < meeting.count) {
+  if (++rendezvous.arrived < rendezvous.count) {
     running_->state = Fiber::waiting;
     running_->scope = scope;
     running_->operation = operation;
     resume_next();
     return;
   }
-  meeting.arrived = 0;
+  rendezvous.arrived = 0;
   watcher.meet(scope, running_->thread.simdgroup);
   if (combine) {
-    combine(meeting.lanes[meeting.parity]);
+    combine(rendezvous.lanes[rendezvous.parity]);
   }
-  meeting.parity ^= 1;
-  release(meeting, index);
+  rendezvous.parity ^= 1;
+  release(rendezvous, index);
 }
 
 const abi::Lanes& Simulation::exchange(abi::Scope scope, const abi::Operation& operation, const void* value,
                                        unsigned bytes, abi::Combine combine) {
   const abi::Thread& thread = running_->thread;
-  Meeting& meeting = meeting_of(scope, thread);
-  abi::Lanes& lanes = meeting.lanes[meeting.parity];
-  std::memcpy(lanes.value[thread.index - meeting.first].bytes, value, bytes);
-  if (meeting.arrived + 1 == meeting.count) {
+  Rendezvous& rendezvous = rendezvous_of(scope, thread);
+  abi::Lanes& lanes = rendezvous.lanes[rendezvous.parity];
+  std::memcpy(lanes.value[thread.index - rendezvous.first].bytes, value, bytes);
+  if (rendezvous.arrived + 1 == rendezvous.count) {
     ++(operation.matrix ? counts_.matrix_operations : counts_.simd_operations);
   }
-  arrive(meeting, scope, operation, combine);
+  arrive(rendezvous, scope, operation, combine);
   return lanes;
 }
 
 void Simulation::barrier(abi::Scope scope, const abi::Operation& operation, unsigned memory) {
   const abi::Thread& thread = running_->thread;
-  Meeting& meeting = meeting_of(scope, thread);
-  if (meeting.arrived + 1 == meeting.count) {
+  Rendezvous& rendezvous = rendezvous_of(scope, thread);
+  if (rendezvous.arrived + 1 == rendezvous.count) {
     ++(scope == abi::threadgroup_scope ? counts_.threadgroup_barriers : counts_.simdgroup_barriers);
     watcher.barrier(scope, thread.simdgroup, memory);
   }
-  arrive(meeting, scope, operation, nullptr);
+  arrive(rendezvous, scope, operation, nullptr);
 }
 
 void* Simulation::threadgroup_array(const void* key, const char* name, unsigned long bytes, abi::Site site) {
@@ -384,8 +384,8 @@ void* Simulation::threadgroup_array(const void* key, const char* name, unsigned 
   const size_t end = threadgroup_bytes_ + (bytes + 15) / 16 * 16;
   counts_.threadgroup_bytes = std::max<uint64_t>(counts_.threadgroup_bytes, end);
   if (end > kMaxThreadgroupBytes) {
-    const std::string what = "threadgroup memory is " + std::to_string(end) + " bytes with \"" + name +
-                             "\" (" + plural(bytes, "byte") + ", " + text_of(site) + "); a threadgroup has " +
+    const std::string what = "threadgroup memory is " + std::to_string(end) + " bytes with \"" + name + "\" (" +
+                             plural(bytes, "byte") + ", " + text_of(site) + "); a threadgroup has " +
                              std::to_string(kMaxThreadgroupBytes);
     if (running_) {
       fail(what);
@@ -444,15 +444,15 @@ std::string Simulation::explain_deadlock() {
     if (fiber.state != Fiber::waiting) {
       continue;
     }
-    const Meeting& meeting = meeting_of(fiber.scope, fiber.thread);
-    const unsigned missing = meeting.count - meeting.arrived;
-    for (unsigned i = meeting.first; i < meeting.first + meeting.count; ++i) {
+    const Rendezvous& rendezvous = rendezvous_of(fiber.scope, fiber.thread);
+    const unsigned missing = rendezvous.count - rendezvous.arrived;
+    for (unsigned i = rendezvous.first; i < rendezvous.first + rendezvous.count; ++i) {
       const Fiber& other = fibers_[i];
       if (other.state == Fiber::waiting && other.scope == fiber.scope) {
         continue;
       }
       return "[" + dispatch_.kernel + "] divergence: " + fiber.operation.name + ", " + text_of(fiber.operation.site) +
-             ", is missed by " + std::to_string(missing) + " of " + plural(meeting.count, "thread") + ": " +
+             ", is missed by " + std::to_string(missing) + " of " + plural(rendezvous.count, "thread") + ": " +
              name_of(fiber) + " waits there, but " + name_of(other) +
              (other.state == Fiber::finished
                   ? " has returned"

@@ -17,12 +17,12 @@ struct Fiber {
   Context context;
   abi::Thread thread;
   State state;
-  abi::Scope scope;          // of the operation that it waits in
+  abi::Scope scope;  // of the operation that it waits in
   abi::Operation operation;  // the same
 };
 
 // Where the threads of one quad, simdgroup or threadgroup wait for each other.
-struct Meeting {
+struct Rendezvous {
   abi::Lanes lanes[2];  // of this operation, and of the last one, which not every lane may have read yet
   unsigned parity;
   unsigned first;  // thread
@@ -70,11 +70,11 @@ class Simulation {
   void bind_buffers();
   void run_threadgroup(const uint32_t (&position)[3]);
   void start_threads(const uint32_t (&position)[3]);
-  void release(const Meeting& meeting, unsigned but);
+  void release(const Rendezvous& rendezvous, unsigned but);
   void resume_next();
   Fiber* next_ready();
-  void arrive(Meeting& meeting, abi::Scope scope, const abi::Operation& operation, abi::Combine combine);
-  Meeting& meeting_of(abi::Scope scope, const abi::Thread& thread);
+  void arrive(Rendezvous& rendezvous, abi::Scope scope, const abi::Operation& operation, abi::Combine combine);
+  Rendezvous& rendezvous_of(abi::Scope scope, const abi::Thread& thread);
   bool release_barrier_without_finished();
   std::string explain_deadlock();
   std::string name_of(const Fiber& fiber) const;
@@ -95,9 +95,9 @@ class Simulation {
   uint64_t threadgroup_serial_ = 0;
 
   std::vector<Fiber> fibers_;
-  std::vector<Meeting> quads_;
-  std::vector<Meeting> simdgroups_;
-  Meeting threadgroup_;
+  std::vector<Rendezvous> quads_;
+  std::vector<Rendezvous> simdgroups_;
+  Rendezvous threadgroup_;
   std::vector<unsigned> order_;  // in which the threads of a scope are made ready
   std::vector<unsigned> ready_;  // a ring
   size_t ready_head_ = 0;

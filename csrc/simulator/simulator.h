@@ -35,12 +35,12 @@ struct Dispatch {
 };
 
 struct Options {
-  uint64_t seed = 0;                    // shuffles threads and threadgroups; 0 leaves them in order
+  uint64_t seed = 0;  // shuffles threads and threadgroups; 0 leaves them in order
   uint64_t step_limit = 1'000'000'000;  // branches that one threadgroup may take
-  bool watch = true;                    // needs a library that was compiled to be watched
-  bool early_exits = false;             // whether threads that have returned count as arrived at threadgroup barriers
-  bool count = false;                   // whether accesses are gathered by simdgroup, for the last five of Counts
-  bool complete = true;                 // whether the watcher demands that every byte of an output is written
+  bool watch = true;  // needs a library that was compiled to be watched
+  bool early_exits = false;  // whether threads that have returned count as arrived at threadgroup barriers
+  bool count = false;  // whether accesses are gathered by simdgroup, for the last five of Counts
+  bool complete = true;  // whether the watcher demands that every byte of an output is written
 };
 
 // What a kernel did that a GPU would not forgive. The message names kernel, thread, threadgroup, and line.
@@ -60,8 +60,8 @@ struct Counts {
   uint64_t device_bytes_stored = 0;
   uint64_t threadgroup_bytes_loaded = 0;
   uint64_t threadgroup_bytes_stored = 0;
-  uint64_t device_accesses = 0;      // of simdgroups
-  uint64_t device_lines = 0;         // of 128 bytes that they touched, each counted once an access
+  uint64_t device_accesses = 0;  // of simdgroups
+  uint64_t device_lines = 0;  // of 128 bytes that they touched, each counted once an access
   uint64_t device_lines_fewest = 0;  // that could hold what they touched
   uint64_t threadgroup_accesses = 0;
   uint64_t bank_conflicts = 0;  // rounds beyond the fewest in which 32 banks of 4 bytes can give what was asked for

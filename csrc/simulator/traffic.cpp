@@ -30,7 +30,7 @@ std::vector<uint64_t> units(const std::vector<uint64_t>& at, unsigned bytes, uns
 
 }  // namespace
 
-void Traffic::access(bool device, uint64_t at, size_t bytes, const void* caller, const abi::Thread& thread) {
+void MemoryTraffic::access(bool device, uint64_t at, size_t bytes, const void* caller, const abi::Thread& thread) {
   Simdgroup& simdgroup = simdgroups_[thread.simdgroup];
   const uint64_t instruction = reinterpret_cast<uintptr_t>(caller);
   const uint32_t time = simdgroup.times[instruction * abi::simd_width + thread.index % abi::simd_width]++;
@@ -45,7 +45,7 @@ void Traffic::access(bool device, uint64_t at, size_t bytes, const void* caller,
   }
 }
 
-void Traffic::meet(unsigned simdgroup) {
+void MemoryTraffic::meet(unsigned simdgroup) {
   Simdgroup& own = simdgroups_[simdgroup];
   for (auto& [key, together] : own.together) {
     count(together);
@@ -54,25 +54,25 @@ void Traffic::meet(unsigned simdgroup) {
   own.times.clear();
 }
 
-void Traffic::finish_threadgroup() {
+void MemoryTraffic::finish_threadgroup() {
   for (unsigned simdgroup = 0; simdgroup < std::size(simdgroups_); ++simdgroup) {
     meet(simdgroup);
   }
 }
 
-void Traffic::count(Together& together) {
+void MemoryTraffic::count(Together& together) {
   make_distinct(together.at);
   together.device ? count_lines(together) : count_conflicts(together);
 }
 
-void Traffic::count_lines(Together& together) {
+void MemoryTraffic::count_lines(Together& together) {
   ++counts_.device_accesses;
   counts_.device_lines += units(together.at, together.bytes, kLineBytes).size();
   counts_.device_lines_fewest += (together.at.size() * together.bytes + kLineBytes - 1) / kLineBytes;
 }
 
 // A bank gives one word at a time; several lanes may share it.
-void Traffic::count_conflicts(Together& together) {
+void MemoryTraffic::count_conflicts(Together& together) {
   ++counts_.threadgroup_accesses;
   const auto words = units(together.at, together.bytes, kBankBytes);
   unsigned by_bank[kBanks] = {};

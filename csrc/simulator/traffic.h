@@ -1,5 +1,6 @@
 // How well the lanes of a simdgroup share what the memory moves for them. An access of a simdgroup is the n-th time
-// that each of its lanes comes by one instruction since they met last: a lane that has not come by then does not take part.
+// that each of its lanes comes by one instruction since they met last: a lane that has not come by then does not take
+// part.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +12,9 @@
 
 namespace mittens::simulator {
 
-class Traffic {
+class MemoryTraffic {
  public:
-  explicit Traffic(Counts& counts) : counts_(counts) {}
+  explicit MemoryTraffic(Counts& counts) : counts_(counts) {}
 
   // `at` is an address in device memory, or a distance from the start of the threadgroup's memory.
   void access(bool device, uint64_t at, size_t bytes, const void* caller, const abi::Thread& thread);
@@ -28,7 +29,7 @@ class Traffic {
     std::vector<uint64_t> at;  // of each lane that came by
   };
   struct Simdgroup {
-    std::unordered_map<uint64_t, uint32_t> times;     // by instruction and lane
+    std::unordered_map<uint64_t, uint32_t> times;  // by instruction and lane
     std::unordered_map<uint64_t, Together> together;  // by instruction and time
   };
 

@@ -44,10 +44,10 @@ struct Region {
   uintptr_t begin = 0;
   size_t bytes = 0;
   bool writable = false;
-  bool constant = false;     // a struct of params
+  bool constant = false;  // a struct of params
   bool initialised = false;  // before the launch
-  bool complete = false;     // every byte is to be written by the launch
-  size_t packed = 0;         // of a threadgroup array: where it lies among the others, one after the other
+  bool complete = false;  // every byte is to be written by the launch
+  size_t packed = 0;  // of a threadgroup array: where it lies among the others, one after the other
   unsigned granule_bits = 2;
   std::vector<Cell> cells = {};  // none where nothing may be written
 };
@@ -59,7 +59,7 @@ class Watcher {
   void start(bool watching, bool counting) {
     watching_ = watching;
     if (counting) {
-      traffic_ = std::make_unique<Traffic>(counts_);
+      traffic_ = std::make_unique<MemoryTraffic>(counts_);
     }
   }
   void start_threadgroup(const uint32_t (&position)[3]);
@@ -142,7 +142,7 @@ class Watcher {
   Clock clocks_[2];  // of device memory, of threadgroup memory
   std::vector<std::pair<uint32_t, abi::Thread>> threadgroups_;  // the device epoch in which each began, and where it is
   Region regions_[Arena::kSlots];
-  std::unique_ptr<Traffic> traffic_;
+  std::unique_ptr<MemoryTraffic> traffic_;
   mutable std::unique_ptr<Lines> lines_;
 };
 

@@ -1,7 +1,7 @@
 // The mathematics that rms_norm and add_rms_norm share, on what one thread holds of a row.
 #pragma once
 
-#include "mittens/row.h"
+#include "mittens/row_io.h"
 
 namespace mittens {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "mittens/reduce.h"
-#include "mittens/row.h"
+#include "mittens/row_io.h"
 
 namespace mittens {
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from . import cache, compiler, sources
 from .errors import CompileError
+from .mma_lowering import joined_products
 from .rewrite import Argument, Kernel, RewriteError, Translation, Variant, rewrite
-from .tensor_products import joined_products
 
 _FOLDER = Path(__file__).resolve().parent
 INCLUDE = _FOLDER / "include"

@@ -14,9 +14,9 @@ import re
 from pathlib import Path
 
 from . import build, cache, compiler, sources
-from .dialect_code import recursion, threadgroup_memory
-from .dialect_text import Text
 from .errors import CompileError, Problem
+from .lint_ir import recursion, threadgroup_memory
+from .lint_source import Text
 from .rewrite import RewriteError, rewrite
 
 _DIAGNOSTIC = re.compile(r"^(.+?):(\d+):(?:\d+:)? (?:fatal )?(error|warning): (.*)$", re.M)

@@ -20,14 +20,15 @@ _registered: dict[str, str] = {}
 def metal_folder() -> Path:
     """The folder of our kernels: beside the installed package, or in the source tree that it was built from."""
     for folder in (_PACKAGE / "metal", _PACKAGE.parent / "metal"):
-        if any(folder.glob("*.metal")):
+        if any(folder.rglob("*.metal")):
             return folder
     raise FileNotFoundError("mlx_mittens finds no folder of .metal files: reinstall the package")
 
 
 def files() -> list[str]:
-    """Our .metal files, by name."""
-    return sorted(path.name for path in metal_folder().glob("*.metal"))
+    """Our .metal files, by their paths below the folder of kernels."""
+    folder = metal_folder()
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.metal"))
 
 
 def register_source(name: str, text: str) -> None:

@@ -15,10 +15,10 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-constexpr size_t column_block = 4096;       // columns that are reduced at once: they stay in the first cache
-constexpr size_t piece_bytes = 128 << 10;   // for one thread at a time
+constexpr size_t column_block = 4096;  // columns that are reduced at once: they stay in the first cache
+constexpr size_t piece_bytes = 128 << 10;  // for one thread at a time
 constexpr size_t serial_bytes = 256 << 10;  // less than this is done sooner than another thread wakes up
-constexpr size_t through_bytes = 4 << 20;   // outputs from here on are not expected to stay in the caches
+constexpr size_t through_bytes = 4 << 20;  // outputs from here on are not expected to stay in the caches
 
 // Neighbouring columns of one row.
 struct Block {
@@ -161,7 +161,9 @@ class Rows {
     });
   }
 
-  size_t kept_of_row() const { return Op::keeps(blocks_) ? blocks_ * column_block : 0; }
+  size_t kept_of_row() const {
+    return Op::keeps(blocks_) ? blocks_ * column_block : 0;
+  }
 
   const Op& op_;
   size_t rows_;

@@ -37,7 +37,7 @@ constexpr size_t width = 4;
 typedef float Float __attribute__((vector_size(4 * width)));
 typedef int32_t Int __attribute__((vector_size(4 * width)));
 typedef uint32_t UInt __attribute__((vector_size(4 * width)));
-typedef uint16_t Half __attribute__((vector_size(2 * width)));    // width elements of 2 bytes
+typedef uint16_t Half __attribute__((vector_size(2 * width)));  // width elements of 2 bytes
 typedef uint16_t Halves __attribute__((vector_size(4 * width)));  // twice as many
 typedef uint8_t Bytes __attribute__((vector_size(width)));
 typedef int8_t SignedBytes __attribute__((vector_size(width)));
@@ -55,13 +55,21 @@ constexpr float infinity = __builtin_inff();
 
 // How many elements of a unit a load or a store touches: all, or the first n.
 struct All {
-  MITTENS_INLINE All first() const { return {}; }
-  MITTENS_INLINE All second() const { return {}; }
+  MITTENS_INLINE All first() const {
+    return {};
+  }
+  MITTENS_INLINE All second() const {
+    return {};
+  }
 };
 struct Some {
   size_t n;
-  MITTENS_INLINE Some first() const { return {n < width ? n : width}; }
-  MITTENS_INLINE Some second() const { return {n < width ? 0 : n - width}; }
+  MITTENS_INLINE Some first() const {
+    return {n < width ? n : width};
+  }
+  MITTENS_INLINE Some second() const {
+    return {n < width ? 0 : n - width};
+  }
 };
 
 // ---- memory: raw vectors ----
@@ -460,14 +468,30 @@ MITTENS_INLINE float exp(float x) {
   return exp(Float{} + x)[0];
 }
 
-MITTENS_INLINE Floats operator+(Floats x, Floats y) { return {x.a + y.a, x.b + y.b}; }
-MITTENS_INLINE Floats operator-(Floats x, Floats y) { return {x.a - y.a, x.b - y.b}; }
-MITTENS_INLINE Floats operator*(Floats x, Floats y) { return {x.a * y.a, x.b * y.b}; }
-MITTENS_INLINE Floats operator+(Floats x, float y) { return {x.a + y, x.b + y}; }
-MITTENS_INLINE Floats operator-(Floats x, float y) { return {x.a - y, x.b - y}; }
-MITTENS_INLINE Floats operator*(Floats x, float y) { return {x.a * y, x.b * y}; }
-MITTENS_INLINE Floats fma(Floats x, Floats y, Floats z) { return {fma(x.a, y.a, z.a), fma(x.b, y.b, z.b)}; }
-MITTENS_INLINE Floats maximum(Floats x, Floats y) { return {maximum(x.a, y.a), maximum(x.b, y.b)}; }
+MITTENS_INLINE Floats operator+(Floats x, Floats y) {
+  return {x.a + y.a, x.b + y.b};
+}
+MITTENS_INLINE Floats operator-(Floats x, Floats y) {
+  return {x.a - y.a, x.b - y.b};
+}
+MITTENS_INLINE Floats operator*(Floats x, Floats y) {
+  return {x.a * y.a, x.b * y.b};
+}
+MITTENS_INLINE Floats operator+(Floats x, float y) {
+  return {x.a + y, x.b + y};
+}
+MITTENS_INLINE Floats operator-(Floats x, float y) {
+  return {x.a - y, x.b - y};
+}
+MITTENS_INLINE Floats operator*(Floats x, float y) {
+  return {x.a * y, x.b * y};
+}
+MITTENS_INLINE Floats fma(Floats x, Floats y, Floats z) {
+  return {fma(x.a, y.a, z.a), fma(x.b, y.b, z.b)};
+}
+MITTENS_INLINE Floats maximum(Floats x, Floats y) {
+  return {maximum(x.a, y.a), maximum(x.b, y.b)};
+}
 
 // exp(x - shift), for x <= shift, as precise as T needs.
 template <typename T>
@@ -527,8 +551,12 @@ MITTENS_INLINE void repeat(const Body& body) {
 // Accumulators of a loop: neighbouring units go to different ones, so that they do not wait for each other.
 struct Sums {
   Floats v[2] = {};
-  MITTENS_INLINE void add(int k, Floats x) { v[k] = v[k] + x; }
-  MITTENS_INLINE void add_product(int k, Floats x, Floats y) { v[k] = fma(x, y, v[k]); }
+  MITTENS_INLINE void add(int k, Floats x) {
+    v[k] = v[k] + x;
+  }
+  MITTENS_INLINE void add_product(int k, Floats x, Floats y) {
+    v[k] = fma(x, y, v[k]);
+  }
   MITTENS_INLINE float total() const {
     return reduce((v[0].a + v[0].b) + (v[1].a + v[1].b), [](auto x, auto y) MITTENS_INLINED { return x + y; });
   }
@@ -536,7 +564,9 @@ struct Sums {
 
 struct Maxima {
   Floats v[2] = {{Float{} - infinity, Float{} - infinity}, {Float{} - infinity, Float{} - infinity}};
-  MITTENS_INLINE void add(int k, Floats x) { v[k] = maximum(x, v[k]); }
+  MITTENS_INLINE void add(int k, Floats x) {
+    v[k] = maximum(x, v[k]);
+  }
   MITTENS_INLINE float total() const {
     const Floats all = maximum(v[0], v[1]);
     return reduce(maximum(all.a, all.b), [](auto x, auto y) MITTENS_INLINED { return x > y ? x : y; });

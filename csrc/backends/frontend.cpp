@@ -1,0 +1,66 @@
+#include "backends/frontend.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+
+#include "python/registry.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens::frontend {
+
+namespace {
+
+constexpr const char* kModule = "mlx_mittens.frontend";
+
+template <typename... Arguments>
+std::string call(const char* function, const Arguments&... arguments) {
+  nb::gil_scoped_acquire gil;
+  nb::module_ module = nb::module_::import_(kModule);
+  try {
+    return nb::cast<std::string>(nb::str(module.attr(function)(arguments...)));
+  } catch (nb::python_error& error) {
+    const std::string message = nb::cast<std::string>(nb::str(error.value()));
+    if (error.matches(module.attr("CompileError"))) {
+      throw CompileError(message);
+    }
+    throw std::runtime_error(message);
+  }
+}
+
+void bind(nb::module_&) {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const CompileError& error) {
+      PyErr_SetString(nb::module_::import_(kModule).attr("CompileError").ptr(), error.what());
+    }
+  });
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+std::string ptx(const std::string& file, const std::string& kernel, const std::map<uint32_t, size_t>& bytes_sizes,
+                const Constants& constants) {
+  nb::gil_scoped_acquire gil;  // for the named arguments, which become Python's before the call
+  return call("ptx", file, kernel, "bytes_sizes"_a = bytes_sizes, "constants"_a = constants);
+}
+
+std::string simulator_library(const std::string& file, bool watch, const Constants& constants) {
+  nb::gil_scoped_acquire gil;
+  return call("simulator_library", file, "watch"_a = watch, "constants"_a = constants);
+}
+
+std::string metal_source(const std::string& file) {
+  return call("flatten", file);
+}
+
+std::string metallib() {
+  return call("metallib");
+}
+
+}  // namespace mittens::frontend

@@ -1,0 +1,29 @@
+// Memory on the device of a stream: for the outputs of a primitive, and for what it needs on the way.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "backends/launch.h"
+
+namespace mittens {
+
+// The bytes that a view spans, from its lowest element on, which lies so far off its first. A view without elements
+// spans none.
+struct Span {
+  int64_t offset;
+  size_t bytes;
+};
+Span span_of(const mx::array& view);
+
+void allocate_output(mx::array& output, mx::Stream stream);
+
+// Holds arrays until what was given to the stream so far is done.
+void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);
+
+// Memory that lives until what was given to the stream so far is done, and what the same primitive gives to it next:
+// MLX commits its work between primitives.
+mx::array temporary(const mx::Shape& shape, mx::Dtype dtype, mx::Stream stream);
+
+}  // namespace mittens

@@ -1,0 +1,240 @@
+// Running launches through the simulator: the .metal text, compiled for the CPU, on the arrays' own memory.
+#include "backends/simulator.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
+#include "backends/frontend.h"
+#include "backends/launch.h"
+#include "backends/visitor.h"
+#include "mlx/scheduler.h"
+#include "python/registry.h"
+#include "python/simulator.h"
+
+namespace nb = nanobind;
+
+namespace mittens {
+
+namespace {
+
+// A launch that ran, and what it did.
+struct Run {
+  std::string file;
+  std::string kernel;
+  std::array<uint32_t, 3> threadgroups;
+  std::array<uint32_t, 3> threads;
+  simulator::Counts counts;
+};
+
+// Host code that makes the dispatch of a launch, in place of dispatch_of: in tests the macOS code over a recording
+// device (tests/macos/recorder.cpp). The owner keeps what the dispatch points to.
+using Host = void (*)(const Launch& launch, mx::Stream stream, std::string& file, simulator::Dispatch& dispatch,
+                      std::shared_ptr<void>& owner);
+
+struct State {
+  std::mutex mutex;
+  bool enabled;
+  std::string gpu = "apple";
+  simulator::Options options{};
+  // Of each "file:kernel" that ran: the most threads that a threadgroup had, and how many the kernel declares.
+  std::map<std::string, std::pair<uint64_t, uint32_t>> launched;
+  bool recording = false;
+  std::vector<Run> runs;
+  Host host = nullptr;
+
+  State() {
+    const char* value = std::getenv("MLX_MITTENS_SIMULATOR");
+    enabled = value && std::string(value) == "1";
+    options.watch = true;
+  }
+};
+
+State& state() {
+  static State* instance = new State();
+  return *instance;
+}
+
+simulator::Dispatch dispatch_of(const Launch& launch) {
+  simulator::Dispatch dispatch{
+      .kernel = launch.kernel.text(),
+      .buffers = {},
+      .threadgroups = {launch.threadgroups.x, launch.threadgroups.y, launch.threadgroups.z},
+      .threads = {launch.threads.x, launch.threads.y, launch.threads.z},
+      .threadgroup_bytes = launch.threadgroup_bytes,
+  };
+  for (const auto& argument : launch.arguments) {
+    dispatch.buffers.push_back(
+        std::visit(Visitor{
+                       [](const Input& input) {
+                         return buffer_of(input.array, input.offset, input.bytes, simulator::Buffer::input);
+                       },
+                       [](const Output& output) {
+                         return buffer_of(output.array, 0, output.array.get().nbytes(),
+                                          output.updated ? simulator::Buffer::inout : simulator::Buffer::output);
+                       },
+                       [](const Bytes& bytes) {
+                         return simulator::Buffer{"", const_cast<std::byte*>(bytes.data.data()), bytes.data.size(),
+                                                  simulator::Buffer::constant};
+                       },
+                       [](const Absent&) { return simulator::Buffer{"", nullptr, 1, simulator::Buffer::constant}; },
+                   },
+                   argument));
+  }
+  return dispatch;
+}
+
+Host current_host() {
+  std::lock_guard lock(state().mutex);
+  return state().host;
+}
+
+void set_host(const std::string& path) {
+  Host host = nullptr;
+  if (!path.empty()) {
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    host = library ? reinterpret_cast<Host>(dlsym(library, "mittens_record")) : nullptr;
+    if (!host) {
+      throw std::invalid_argument(dlerror());
+    }
+  }
+  std::lock_guard lock(state().mutex);
+  state().host = host;
+}
+
+void bind(nb::module_& module) {
+  module.def("simulator_host", &set_host, nb::arg("path"),
+             "Takes the dispatches of launches from the host code in a shared object; with an empty path no more.");
+  module.def("simulator_enabled", &simulator_enabled, "Whether ops on the CPU go through the simulator.");
+  module.def(
+      "simulator_configure",
+      [](bool enabled, uint64_t seed, bool watch, uint64_t step_limit, const std::string& gpu) {
+        std::lock_guard lock(state().mutex);
+        state().enabled = enabled;
+        state().gpu = gpu;
+        state().options.seed = seed;
+        state().options.watch = watch;
+        state().options.step_limit = step_limit;
+      },
+      nb::arg("enabled"), nb::arg("seed") = 0, nb::arg("watch") = true,
+      nb::arg("step_limit") = simulator::Options{}.step_limit, nb::arg("gpu") = "apple",
+      "Sends ops on the CPU through the simulator or through their native code; the seed shuffles the threads, and the "
+      "kernels are those that the rules choose for the GPU.");
+  module.def(
+      "simulator_state",
+      [] {
+        std::lock_guard lock(state().mutex);
+        const auto& options = state().options;
+        return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit, state().gpu);
+      },
+      "The settings that simulator_configure takes.");
+  module.def(
+      "launched_kernels",
+      [] {
+        std::lock_guard lock(state().mutex);
+        return state().launched;
+      },
+      "The kernels that the simulator has run in this process, as \"file:kernel\": the most threads that a threadgroup "
+      "of it had, and the most that it declares.");
+  module.def(
+      "simulator_record",
+      [](bool recording) {
+        std::vector<Run> runs;
+        {
+          std::lock_guard lock(state().mutex);
+          state().recording = recording;
+          runs.swap(state().runs);
+        }
+        nb::list result;
+        for (const auto& run : runs) {
+          nb::dict entry;
+          entry["file"] = run.file;
+          entry["kernel"] = run.kernel;
+          entry["threadgroups"] = nb::make_tuple(run.threadgroups[0], run.threadgroups[1], run.threadgroups[2]);
+          entry["threads"] = nb::make_tuple(run.threads[0], run.threads[1], run.threads[2]);
+          entry["counts"] = simulator::dict_of(run.counts);
+          result.append(entry);
+        }
+        return result;
+      },
+      nb::arg("recording"), "Begins or ends to keep what every launch did; returns what was kept so far.");
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+bool simulator_enabled() {
+  std::lock_guard lock(state().mutex);
+  return state().enabled;
+}
+
+bool simulates(std::string_view gpu) {
+  std::lock_guard lock(state().mutex);
+  return state().enabled && state().gpu == gpu;
+}
+
+simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role) {
+  const int64_t start = array.offset() + offset;
+  simulator::Buffer buffer{"", const_cast<char*>(array.data<char>()) + offset, bytes, role, static_cast<size_t>(start)};
+  if (array.data_shared_ptr()->is_owned()) {  // MLX knows the size of no other memory
+    const int64_t room = static_cast<int64_t>(array.buffer_size()) - start;
+    buffer.room = start < 0 ? 0 : static_cast<size_t>(std::max<int64_t>(room, 0));
+  }
+  return buffer;
+}
+
+simulator::Options simulator_options() {
+  std::lock_guard lock(state().mutex);
+  simulator::Options options = state().options;
+  options.count = state().recording;
+  return options;
+}
+
+void simulate(const std::string& file, const std::string& library, const simulator::Dispatch& dispatch,
+              const simulator::Options& options) {
+  const auto loaded = simulator::Library::at(library);
+  const auto counts = simulator::run(*loaded, dispatch, options);
+  std::lock_guard lock(state().mutex);
+  auto& [launched, declared] = state().launched[file + ":" + dispatch.kernel];
+  launched = std::max(launched, uint64_t(dispatch.threads[0]) * dispatch.threads[1] * dispatch.threads[2]);
+  declared = loaded->find(dispatch.kernel)->max_threads;
+  if (state().recording) {
+    const auto& groups = dispatch.threadgroups;
+    const auto& threads = dispatch.threads;
+    state().runs.push_back({.file = file,
+                            .kernel = dispatch.kernel,
+                            .threadgroups = {groups[0], groups[1], groups[2]},
+                            .threads = {threads[0], threads[1], threads[2]},
+                            .counts = counts});
+  }
+}
+
+void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream) {
+  // The inputs may still be on their way on the stream's thread; the simulator runs here, so that a fault is an
+  // exception of this call.
+  mx::synchronize(stream);
+  const auto options = simulator_options();
+  const Host host = current_host();
+  for (const auto& launch : launches) {
+    std::string file = launch.file;
+    simulator::Dispatch dispatch;
+    std::shared_ptr<void> owner;
+    if (host) {
+      host(launch, stream, file, dispatch, owner);
+    } else {
+      dispatch = dispatch_of(launch);
+    }
+    simulate(file, frontend::simulator_library(file, options.watch, launch.function_constants), dispatch, options);
+  }
+}
+
+}  // namespace mittens

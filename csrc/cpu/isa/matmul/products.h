@@ -1,0 +1,136 @@
+// What products by rows and by columns of the weights share: activations in float32, and the way back to the type.
+#pragma once
+
+#include "cpu/isa/matmul/weights.h"
+
+namespace mittens::cpu::MITTENS_ISA {
+
+// Rows of x that are taken at once at most: in float32 they are expected in the last cache.
+constexpr size_t batch_rows = 256;
+
+// Rows of x in a register tile.
+constexpr int tile_rows = 6;
+
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr bool many_registers = true;
+#else
+constexpr bool many_registers = false;
+#endif
+
+MITTENS_INLINE size_t larger(size_t a, size_t b) {
+  return a > b ? a : b;
+}
+
+MITTENS_INLINE size_t rounded_up(size_t n, size_t multiple) {
+  return divide_up(n, multiple) * multiple;
+}
+
+// Calls f(begin, size) for n in as few parts of at most most as there can be, all of about the same size.
+template <typename F>
+MITTENS_INLINE void each_part(size_t n, size_t most, const F& f) {
+  size_t begin = 0;
+  for (size_t parts = divide_up(n, most); parts > 0; --parts) {
+    const size_t size = divide_up(n - begin, parts);
+    f(begin, size);
+    begin += size;
+  }
+}
+
+// The smallest of the parts that each_part makes of n, least <= n <= greatest.
+constexpr int smallest_part(size_t least, size_t greatest, size_t most) {
+  size_t smallest = most;
+  for (size_t n = least; n <= greatest; ++n) {
+    const size_t part = n / divide_up(n, most);
+    smallest = part < smallest ? part : smallest;
+  }
+  return static_cast<int>(smallest);
+}
+
+// Calls f(Index<n>()), least <= n <= most.
+template <int least, int most, typename F>
+MITTENS_INLINE void with_index(size_t n, const F& f) {
+  if constexpr (most > least) {
+    if (n < most) {
+      return with_index<least, most - 1>(n, f);
+    }
+  }
+  f(Index<most>());
+}
+
+// n elements, in their order.
+template <typename T>
+MITTENS_INLINE void widen_row(const T* x, float* y, size_t n) {
+  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED { write(y + i, load_in_order(x + i, part), part); });
+}
+
+// y = round(sums + bias), n of them.
+template <typename T>
+MITTENS_INLINE void round_row(T* y, const float* sums, const T* bias, size_t n) {
+  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
+    Float v = read<Float>(sums + i, part);
+    if (bias) {
+      v = v + load_in_order(bias + i, part);
+    }
+    store_in_order(y + i, v, part);
+  });
+}
+
+// Integers are multiplied before their scale. A row with an element of at least `large` is multiplied by `reduction`
+// first, its sums by the inverse, so that neither these products nor sums that cancel overflow. A power of two: the
+// others of the row lose nothing that counts.
+constexpr float large = 0x1p96f;
+constexpr float reduction = 0x1p-32f;
+
+// A row of x in the order of a source's weights, in whole steps, zeros at the end. With sums each step has one more
+// vector, the sum of the others.
+template <typename Source, bool sums>
+struct Arranged {
+  static constexpr size_t step = (Source::vectors + sums) * width;
+
+  static size_t size(size_t columns) {
+    return divide_up(columns, Source::step) * step;
+  }
+
+  // Whether the row is multiplied by `reduction`: where it is large, and a scale comes after the integers.
+  template <typename T>
+  static bool fill(const T* x, size_t columns, float* y) {
+    const float most = fill_by<false>(x, columns, y);
+    if (!Source::scaled || __is_same(T, float16) || !(most >= large)) {
+      return false;
+    }
+    fill_by<true>(x, columns, y);
+    return true;
+  }
+
+ private:
+  // Returns the largest absolute value.
+  template <bool reduces, typename T>
+  static float fill_by(const T* x, size_t columns, float* y) {
+    Float most = {};
+    for (size_t begin = 0; begin < columns; begin += Source::step, y += step) {
+      alignas(64) float natural[Source::step];
+      const size_t size = smaller(Source::step, columns - begin);
+      widen_row(x + begin, natural, size);
+      for (size_t i = size; i < Source::step; ++i) {
+        natural[i] = 0;
+      }
+      Float sum = {};
+      for (size_t v = 0; v < Source::vectors; ++v) {
+        Float values;
+        for (size_t i = 0; i < width; ++i) {
+          values[i] = natural[Source::column(v, i)];
+        }
+        values = reduces ? values * reduction : values;
+        most = maximum(maximum(values, -values), most);
+        write(y + v * width, values, All());
+        sum = sum + values;
+      }
+      if (sums) {
+        write(y + Source::vectors * width, sum, All());
+      }
+    }
+    return reduce(most, [](auto x, auto y) MITTENS_INLINED { return x > y ? x : y; });
+  }
+};
+
+}  // namespace mittens::cpu::MITTENS_ISA

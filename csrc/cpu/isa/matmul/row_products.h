@@ -1,0 +1,342 @@
+// y = x w^T: each output is the product of a row of x with a row of weights, summed along the lanes.
+//
+// Few rows of x go along the weights as they are read. For many, a panel of weights is widened to float32 once, and
+// register tiles of both go along it. Either way the order of a sum depends on the shape alone.
+#pragma once
+
+#include "cpu/isa/matmul/products.h"
+
+namespace mittens::cpu::MITTENS_ISA {
+
+constexpr size_t most_direct_rows = 8;
+constexpr int tile_outputs = many_registers ? 4 : 2;
+constexpr size_t panel_outputs = 64;
+constexpr size_t panel_columns = 1024;
+constexpr size_t few_rows = 16;  // of x: for them a panel is one tile wide, which leaves it in the first cache
+constexpr size_t prefetch_bytes = 512;  // from a step to what is asked for meanwhile
+constexpr size_t product_piece_bytes = 64 << 10;  // of weights, for one thread at a time
+
+// Each y[n] = total(v[n]) + (add ? y[n] : 0).
+template <int n>
+MITTENS_INLINE void write_totals(float* y, const Float (&v)[n], bool add) {
+#if defined(__AVX512F__)
+  if constexpr (n == 4) {
+    auto halves = [](Float a, Float b) MITTENS_INLINED {
+      return (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)a, (__m512)b, 0x44) +
+             (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)a, (__m512)b, 0xee);
+    };
+    const Float ab = halves(v[0], v[1]), cd = halves(v[2], v[3]);
+    const Float quarters = (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)ab, (__m512)cd, 0x88) +
+                           (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)ab, (__m512)cd, 0xdd);
+    const Float pairs = quarters + (Float)_mm512_maskz_permute_ps(0xffff, (__m512)quarters, 0x4e);
+    const Float all = pairs + (Float)_mm512_maskz_permute_ps(0xffff, (__m512)pairs, 0xb1);
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    Float four = (Float)_mm512_maskz_permutexvar_ps(0xf, first, (__m512)all);
+    if (add) {
+      four = four + read<Float>(y, Some{n});
+    }
+    write(y, four, Some{n});
+    return;
+  }
+#endif
+  for (int i = 0; i < n; ++i) {
+    y[i] = total(v[i]) + (add ? y[i] : 0);
+  }
+}
+
+template <typename Source>
+class RowProducts {
+ public:
+  RowProducts(const Source& source, size_t columns) : source_(source), columns_(columns) {}
+
+  static size_t memory(const Source& source, size_t columns, bool direct) {
+    return direct ? most_outputs * source.memory(columns)
+                  : panel_outputs * panel_columns + source.memory(smaller(columns, panel_columns));
+  }
+
+  // sums[m * stride + i] = the product of row m of x and row n + i, i < size. x: Arranged, with sums.
+  void direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
+    if (rows > 4 && many_registers && Source::vectors >= 4) {  // what is read for a step serves long
+      direct_groups<5, 8, 2>(x, rows, n, size, sums, stride, memory);
+      return;
+    }
+    if (rows > 2 || !Source::sums_apart) {
+      direct_groups<Source::sums_apart ? 3 : 1, 4, tile_outputs>(x, rows, n, size, sums, stride, memory);
+      return;
+    }
+    with_index<1, 2>(rows, [&](auto m) {
+      constexpr int outputs = many_registers || m.value == 1 ? 4 : 2;
+      size_t i = 0;
+      for (; i + outputs <= size; i += outputs) {
+        along<m.value, outputs>(x, n + i, sums + i, stride, memory);
+      }
+      for (; i < size; ++i) {
+        along<m.value, 1>(x, n + i, sums + i, stride, memory);
+      }
+    });
+  }
+
+  // The same for any number of rows; stride is at least size, rounded up to whole tiles. x: Arranged, without sums.
+  void panel(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
+    const size_t most = rows <= few_rows ? tile_outputs : panel_outputs;
+    for (size_t i = 0; i < size; i += most) {
+      one_panel(x, rows, n + i, smaller(most, size - i), most, sums + i, stride, memory);
+    }
+  }
+
+ private:
+  static constexpr int most_outputs = 4;
+
+  // least: rows.
+  template <int least, int most, int outputs>
+  void direct_groups(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,
+                     float* memory) const {
+    size_t i = 0;
+    for (; i + outputs <= size; i += outputs) {
+      all_rows<least, most, outputs>(x, rows, n + i, sums + i, stride, memory);
+    }
+    for (; i < size; ++i) {
+      all_rows<least, most, 1>(x, rows, n + i, sums + i, stride, memory);
+    }
+  }
+
+  template <int least, int most, int outputs>
+  void all_rows(const float* x, size_t rows, size_t n, float* sums, size_t stride, float* memory) const {
+    const size_t x_stride = Arranged<Source, Source::offset>::size(columns_);
+    each_part(rows, most, [&](size_t row, size_t count) {
+      with_index<smallest_part(least, most_direct_rows, most), most>(
+          count, [&](auto m) { shared<m.value, outputs>(x + row * x_stride, n, sums + row * stride, stride, memory); });
+    });
+  }
+
+  // Some rows of x along some rows of weights, each read and widened once.
+  template <int rows, int outputs>
+  void shared(const float* x, size_t n, float* sums, size_t stride, float* memory) const {
+    using X = Arranged<Source, Source::offset>;
+    const size_t x_stride = X::size(columns_);
+    const size_t scales = source_.memory(columns_);
+    typename Source::Row w[outputs];
+    Float sum[rows][outputs] = {};
+    repeat<outputs>(
+        [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
+    const size_t group_bytes = outputs * source_.stride_bytes();
+    each_step<Source>(columns_, [&](size_t s, auto part) MITTENS_INLINED {
+      const float* at = x + s * X::step;
+      typename Source::Raw raw[outputs];
+      Float scale[outputs], bias[outputs];
+      repeat<outputs>([&](auto i) MITTENS_INLINED {
+        __builtin_prefetch(static_cast<const char*>(Source::address(w[i.value], s)) + group_bytes);
+        raw[i.value] = source_.read(w[i.value], s, part);
+        if constexpr (Source::scaled) {
+          scale[i.value] = source_.scale(w[i.value], s);
+        }
+        if constexpr (Source::offset) {
+          bias[i.value] = source_.bias(w[i.value], s);
+        }
+      });
+      repeat<Source::vectors>([&](auto v) MITTENS_INLINED {
+        Float weights[outputs];
+        repeat<outputs>([&](auto i) MITTENS_INLINED {
+          weights[i.value] = Source::template value<v.value>(raw[i.value]);
+          if constexpr (Source::offset) {
+            weights[i.value] = fma(weights[i.value], scale[i.value], bias[i.value]);
+          } else if constexpr (Source::scaled) {
+            weights[i.value] = weights[i.value] * scale[i.value];
+          }
+        });
+        repeat<rows>([&](auto m) MITTENS_INLINED {
+          const Float activations = held(read<Float>(at + m.value * x_stride + v.value * width, All()));
+          repeat<outputs>([&](auto i) MITTENS_INLINED {
+            sum[m.value][i.value] = fma(weights[i.value], activations, sum[m.value][i.value]);
+          });
+        });
+      });
+    });
+    repeat<rows>([&](auto m) MITTENS_INLINED { write_totals(sums + m.value * stride, sum[m.value], false); });
+  }
+
+  template <int rows, int outputs>
+  void along(const float* x, size_t n, float* sums, size_t stride, float* memory) const {
+    using X = Arranged<Source, Source::offset>;
+    const size_t x_stride = X::size(columns_);
+    const size_t scales = source_.memory(columns_);
+    typename Source::Row w[outputs];
+    Float sum[rows][outputs] = {};
+    repeat<outputs>(
+        [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
+    // What comes after a row's end are the rows after all of these.
+    const size_t steps = divide_up(columns_, Source::step);
+    const size_t row_bytes = source_.stride_bytes();
+    const size_t steps_ahead = prefetch_bytes / Source::step_bytes;
+    const size_t near_steps = steps > steps_ahead ? steps - steps_ahead : 0;
+    each_step<Source>(columns_, [&](size_t s, auto part) MITTENS_INLINED {
+      const float* at = x + s * X::step;
+      const size_t ahead = s < near_steps ? prefetch_bytes : prefetch_bytes + (outputs - 1) * row_bytes;
+      repeat<outputs>([&](auto i) MITTENS_INLINED {
+        __builtin_prefetch(static_cast<const char*>(Source::address(w[i.value], s)) + ahead);
+        const typename Source::Raw raw = source_.read(w[i.value], s, part);
+        Float partial[rows];
+        repeat<Source::vectors>([&](auto v) MITTENS_INLINED {
+          const Float weights = Source::template value<v.value>(raw);
+          repeat<rows>([&](auto m) MITTENS_INLINED {
+            const Float activations = read<Float>(at + m.value * x_stride + v.value * width, All());
+            if constexpr (!Source::scaled) {
+              sum[m.value][i.value] = fma(weights, activations, sum[m.value][i.value]);
+            } else if constexpr (v.value == 0) {
+              partial[m.value] = weights * activations;
+            } else {
+              partial[m.value] = fma(weights, activations, partial[m.value]);
+            }
+          });
+        });
+        if constexpr (Source::scaled) {
+          const Float scale = source_.scale(w[i.value], s);
+          repeat<rows>([&](auto m) MITTENS_INLINED {
+            sum[m.value][i.value] = fma(partial[m.value], scale, sum[m.value][i.value]);
+          });
+        }
+        if constexpr (Source::offset) {
+          const Float bias = source_.bias(w[i.value], s);
+          repeat<rows>([&](auto m) MITTENS_INLINED {
+            const Float of_step = read<Float>(at + m.value * x_stride + Source::vectors * width, All());
+            sum[m.value][i.value] = fma(bias, of_step, sum[m.value][i.value]);
+          });
+        }
+      });
+    });
+    repeat<rows>([&](auto m) MITTENS_INLINED { write_totals(sums + m.value * stride, sum[m.value], false); });
+  }
+
+  // The next panel is that of the same rows, or of the next ones.
+  void one_panel(const float* x, size_t rows, size_t n, size_t size, size_t most, float* sums, size_t stride,
+                 float* memory) const {
+    using X = Arranged<Source, false>;
+    float* panel = memory;
+    float* scales = panel + panel_outputs * panel_columns;
+    const size_t x_stride = X::size(columns_);
+    for (size_t begin = 0; begin < columns_; begin += panel_columns) {
+      const size_t columns = smaller(panel_columns, columns_ - begin);
+      const size_t length = rounded_up(columns, Source::step);
+      const size_t panel_bytes = panel_columns / Source::step * Source::step_bytes;
+      const size_t ahead = begin + columns < columns_
+                               ? panel_bytes
+                               : most * source_.stride_bytes() - begin / panel_columns * panel_bytes;
+      for (size_t i = 0; i < size; ++i) {
+        widen(n + i, begin, columns, panel + i * length, scales, ahead);
+      }
+      for (size_t i = size * length; i < rounded_up(size, tile_outputs) * length; ++i) {
+        panel[i] = 0;
+      }
+      each_part(rows, tile_rows, [&](size_t row, size_t count) {
+        with_index<smallest_part(most_direct_rows + 1, batch_rows, tile_rows), tile_rows>(count, [&](auto m) {
+          for (size_t i = 0; i < size; i += tile_outputs) {
+            tile<m.value>(x + row * x_stride + begin, x_stride, panel + i * length, length, sums + row * stride + i,
+                          stride, begin != 0);
+          }
+        });
+      });
+    }
+  }
+
+  void widen(size_t n, size_t begin, size_t columns, float* y, float* memory, size_t ahead) const {
+    const typename Source::Row w = source_.row(n, begin, columns, memory);
+    each_step<Source>(columns, [&](size_t s, auto part) MITTENS_INLINED {
+      __builtin_prefetch(static_cast<const char*>(Source::address(w, s)) + ahead);
+      widen_step(source_, w, s, part, [&](int v, Float weights) MITTENS_INLINED {
+        write(y + s * Source::step + v * width, weights, All());
+      });
+    });
+  }
+
+  template <int rows>
+  static void tile(const float* x, size_t x_stride, const float* w, size_t length, float* sums, size_t stride,
+                   bool add) {
+    Float sum[rows][tile_outputs] = {};
+    for (size_t k = 0; k < length; k += width) {
+      Float weights[tile_outputs];
+      repeat<tile_outputs>([&](auto i)
+                               MITTENS_INLINED { weights[i.value] = read<Float>(w + i.value * length + k, All()); });
+      repeat<rows>([&](auto m) MITTENS_INLINED {
+        const Float activations = read<Float>(x + m.value * x_stride + k, All());
+        repeat<tile_outputs>([&](auto i) MITTENS_INLINED {
+          sum[m.value][i.value] = fma(weights[i.value], activations, sum[m.value][i.value]);
+        });
+      });
+    }
+    repeat<rows>([&](auto m) MITTENS_INLINED { write_totals(sums + m.value * stride, sum[m.value], add); });
+  }
+
+  const Source& source_;
+  size_t columns_;
+};
+
+// For each of the matrices, x [matrices, rows, columns] times the rows of its sources, of which there are one or two.
+//   source_of(matrix, j)                      source j of a matrix
+//   finish(row, n, size, first, second)       takes the sums of outputs [n, n + size) of a row of x
+template <typename Source, int sources, typename T, typename SourceOf, typename Finish>
+void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t rows, size_t columns, size_t outputs,
+                  const Finish& finish) {
+  auto batch = [&](auto direct, size_t matrix, size_t count, size_t row, size_t size) {
+    using X = Arranged<Source, direct.value && Source::offset>;
+    const size_t x_stride = X::size(columns);
+    const Scratch arranged(count * size * x_stride);
+    bool reduced[batch_rows] = {};
+    parallel_for(count * size, divide_up(16384, columns), [&](size_t begin, size_t end) {
+      for (size_t i = begin; i < end; ++i) {
+        reduced[i] = X::fill(x + (matrix * rows + row + i) * columns, columns, arranged.data() + i * x_stride);
+      }
+    });
+    const Source example = source_of(matrix, 0);
+    const size_t row_bytes = larger(sources * example.bytes(columns), 1);
+    size_t block = rounded_up(divide_up(product_piece_bytes, row_bytes), tile_outputs);
+    block = direct.value ? smaller(block, 256) : panel_outputs;
+    if (count * divide_up(outputs, block) < 2 * threads()) {
+      block = rounded_up(divide_up(outputs, divide_up(2 * threads(), count)), tile_outputs);
+      block = direct.value ? block : smaller(block, panel_outputs);
+    }
+    const size_t blocks = divide_up(outputs, block);
+    const bool serial = count * outputs * row_bytes * size <= serial_bytes;
+    parallel_for(count * blocks, serial ? count * blocks : 1, [&](size_t begin, size_t end) {
+      const size_t needed = RowProducts<Source>::memory(example, columns, direct.value);
+      const Scratch memory(sources * size * block + needed);
+      float* sums = memory.data() + needed;
+      for (size_t i = begin; i < end; ++i) {
+        const size_t part = i / blocks, n = i % blocks * block;
+        const size_t part_size = smaller(block, outputs - n);
+        for (int j = 0; j < sources; ++j) {
+          const Source source = source_of(matrix + part, j);
+          const RowProducts<Source> products(source, columns);
+          const float* from = arranged.data() + part * size * x_stride;
+          float* to = sums + j * size * block;
+          if constexpr (direct.value) {
+            products.direct(from, size, n, part_size, to, block, memory.data());
+          } else {
+            products.panel(from, size, n, part_size, to, block, memory.data());
+          }
+        }
+        for (size_t m = 0; m < size; ++m) {
+          for (int j = 0; j < sources && reduced[part * size + m]; ++j) {
+            each_vector(part_size, [&](size_t o, auto part) MITTENS_INLINED {
+              float* sum = sums + (j * size + m) * block + o;
+              write(sum, read<Float>(sum, part) * (1 / reduction), part);
+            });
+          }
+          finish((matrix + part) * rows + row + m, n, part_size, sums + m * block, sums + (size + m) * block);
+        }
+      }
+    });
+  };
+  const size_t together = larger(batch_rows / rows, 1);
+  for (size_t matrix = 0; matrix < matrices; matrix += together) {
+    each_part(rows, batch_rows, [&](size_t row, size_t size) {
+      const size_t count = smaller(together, matrices - matrix);
+      if (size <= most_direct_rows) {
+        batch(Index<1>(), matrix, count, row, size);
+      } else {
+        batch(Index<0>(), matrix, count, row, size);
+      }
+    });
+  }
+}
+
+}  // namespace mittens::cpu::MITTENS_ISA

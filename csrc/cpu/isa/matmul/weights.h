@@ -1,0 +1,293 @@
+// Where the weights of a product come from: dense elements, affine quantized integers, GGUF blocks. Products are
+// written once over such sources. A source gives rows in steps of some vectors:
+//   vectors                     of width weights that a step has; step: its columns
+//   column(v, i)                which of the step's columns is in lane i of vector v
+//   scaled, offset              weights are scale * value + offset, and not value itself; both vectors of a step
+//   sums_apart                  values and offsets may be summed apart: two large sums may cancel, which float32 shows
+//   Row row(n, begin, size, memory)   columns [begin, begin + size) of row n; begin is a multiple of the step.
+//                               memory: floats for the row's scales, memory(size) of them
+//   Raw read(row, s, part)      step s of a row; part: all of the step, or how many columns of it there are
+//   value<v>(raw)               vector v of it; zero beyond the part if the source is not scaled
+//   scale(row, s), bias(row, s) finite beyond the row's end
+//   address(row, s)             of step s in memory; step_bytes: of a step there
+//   stride_bytes()              from row to row; bytes(columns): of a row
+#pragma once
+
+#include "cpu/gguf.h"
+#include "cpu/isa/rows.h"
+#include "cpu/quantized_matmul.h"
+
+namespace mittens::cpu::MITTENS_ISA {
+
+// Elements as they are.
+template <typename T>
+struct Dense {
+  const T* w;
+  size_t stride;
+
+  static constexpr int vectors = 2;
+  static constexpr size_t step = unit;
+  static constexpr size_t step_bytes = unit * sizeof(T);
+  static constexpr bool scaled = false;
+  static constexpr bool offset = false;
+  static constexpr bool sums_apart = true;
+  using Row = const T*;
+  using Raw = Floats;
+
+  static constexpr size_t column(size_t v, size_t i) {
+    return __is_same(T, bfloat16) ? 2 * i + v : v * width + i;
+  }
+  static size_t memory(size_t) {
+    return 0;
+  }
+  static size_t bytes(size_t columns) {
+    return columns * sizeof(T);
+  }
+  size_t stride_bytes() const {
+    return stride * sizeof(T);
+  }
+  MITTENS_INLINE Row row(size_t n, size_t begin, size_t, float*) const {
+    return w + n * stride + begin;
+  }
+  static MITTENS_INLINE const void* address(Row row, size_t s) {
+    return row + s * step;
+  }
+
+  template <typename Part>
+  MITTENS_INLINE Raw read(Row row, size_t s, Part part) const {
+    return load(row + s * step, part);
+  }
+
+  template <int v>
+  static MITTENS_INLINE Float value(const Raw& raw) {
+    return v == 0 ? raw.a : raw.b;
+  }
+};
+
+// q - middle, q the integer of some bits of each word from bit shift on. As the lowest bits of a float32 of the right
+// exponent the integer is the fraction above a power of 2: no conversion, and no shift from every place.
+template <int bits, int shift>
+MITTENS_INLINE Float centered(UInt words) {
+  constexpr int at = shift % 16;
+  constexpr uint32_t mask = ((1u << bits) - 1) << at;
+  constexpr uint32_t power = (127u + 23 - at) << 23;
+  const UInt placed = shift < 16 ? words : words >> 16;
+#if defined(__AVX512F__)
+  const UInt sum =
+      (UInt)_mm512_ternarylogic_epi32((__m512i)placed, (__m512i)(UInt{} + mask), (__m512i)(UInt{} + power), 0xea);
+#else
+  const UInt sum = (placed & mask) | power;
+#endif
+  return (Float)sum - (static_cast<float>(1 << (23 - at)) + static_cast<float>(1 << (bits - 1)));
+}
+
+// Words of integers with scales and biases of a type that is known when a row is begun. Vector v has the integer v of
+// each of width words. exact: each weight is multiplied as it is, and not its integer with the scale left to the sum.
+template <int bits, bool exact>
+struct Affine {
+  const uint32_t* words;
+  const void* scales;
+  const void* biases;
+  Type type;
+  size_t words_stride;
+  size_t scales_stride;
+  size_t biases_stride;
+  int group_bits;  // log2 of the group's size
+  UInt group_of_lane;  // within a step
+
+  static constexpr int vectors = 32 / bits;
+  static constexpr size_t step = vectors * width;
+  static constexpr size_t step_bytes = width * sizeof(uint32_t);
+  static constexpr bool scaled = true;
+  static constexpr bool offset = true;
+  static constexpr bool sums_apart = !exact;
+  static constexpr float middle = bits == 4 ? 8 : 128;
+  struct Row {
+    const uint32_t* words;
+    const float* scales;
+    const float* offsets;
+  };
+  using Raw = UInt;
+
+  MITTENS_INLINE Affine(const QuantizedWeights& w, Type type)
+      : words(w.words),
+        scales(w.scales),
+        biases(w.biases),
+        type(type),
+        words_stride(w.words_stride),
+        scales_stride(w.scales_stride),
+        biases_stride(w.biases_stride),
+        group_bits(__builtin_ctz(static_cast<unsigned>(w.group_size))) {
+    for (size_t i = 0; i < width; ++i) {
+      group_of_lane[i] = static_cast<uint32_t>(i * vectors >> group_bits);
+    }
+  }
+
+  static constexpr size_t column(size_t v, size_t i) {
+    return i * vectors + v;
+  }
+  // Scales and offsets of all groups, and of some beyond, as the last step reads a whole vector of them.
+  size_t floats(size_t columns) const {
+    return (divide_up(columns >> group_bits, width) + 1) * width;
+  }
+  size_t memory(size_t columns) const {
+    return 2 * floats(columns);
+  }
+  size_t bytes(size_t columns) const {
+    return columns * bits / 8 + (columns >> group_bits) * (type == Type::float32 ? 8 : 4);
+  }
+
+  size_t stride_bytes() const {
+    return words_stride * sizeof(uint32_t);
+  }
+
+  Row row(size_t n, size_t begin, size_t size, float* memory) const {
+    const size_t groups = size >> group_bits, first = begin >> group_bits;
+    float* offsets = memory + floats(size);
+    with_type(type, [&](auto t) {
+      using T = decltype(t);
+      const T* s = static_cast<const T*>(scales) + n * scales_stride + first;
+      const T* b = static_cast<const T*>(biases) + n * biases_stride + first;
+      each_vector(groups, [&](size_t i, auto part) MITTENS_INLINED {
+        const Float scale = load_in_order(s + i, part);
+        write(memory + i, scale, All());
+        write(offsets + i, fma(Float{} + middle, scale, load_in_order(b + i, part)), All());
+      });
+    });
+    const size_t end = divide_up(groups, width) * width;
+    write(memory + end, Float{}, All());
+    write(offsets + end, Float{}, All());
+    return {words + n * words_stride + begin / vectors, memory, offsets};
+  }
+
+  static MITTENS_INLINE const void* address(const Row& row, size_t s) {
+    return row.words + s * width;
+  }
+
+  template <typename Part>
+  MITTENS_INLINE Raw read(const Row& row, size_t s, Part part) const {
+    if constexpr (__is_same(Part, All)) {
+      return cpu::MITTENS_ISA::read<UInt>(row.words + s * width, All());
+    } else {
+      return cpu::MITTENS_ISA::read<UInt>(row.words + s * width, Some{part.n / vectors});
+    }
+  }
+
+  template <int v>
+  static MITTENS_INLINE Float value(Raw raw) {
+    return centered<bits, v * bits>(raw);
+  }
+
+  MITTENS_INLINE Float scale(const Row& row, size_t s) const {
+    return of_groups(row.scales, s);
+  }
+  MITTENS_INLINE Float bias(const Row& row, size_t s) const {
+    return of_groups(row.offsets, s);
+  }
+
+ private:
+  MITTENS_INLINE Float of_groups(const float* values, size_t s) const {
+    const float* first = values + (s * step >> group_bits);
+#if defined(__AVX512F__)
+    return (Float)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)group_of_lane, _mm512_loadu_ps(first));
+#elif defined(__AVX2__)
+    return (Float)_mm256_permutevar8x32_ps(_mm256_loadu_ps(first), (__m256i)group_of_lane);
+#else
+    return Float{} + *first;  // a step is no longer than the smallest group
+#endif
+  }
+};
+
+// GGUF blocks back to back; a step is a block.
+template <BlockKind kind>
+struct Blocks {
+  const uint8_t* blocks;
+  size_t row_blocks;
+
+  static constexpr size_t step = block_weights;
+  static constexpr int vectors = step / width;
+  static constexpr bool scaled = true;
+  static constexpr bool offset = false;
+  static constexpr bool sums_apart = true;
+  static constexpr size_t step_bytes = block_bytes(kind);
+  using Row = const uint8_t*;
+  using Raw = const uint8_t*;
+
+  static constexpr size_t column(size_t v, size_t i) {
+    return v * width + i;
+  }
+  size_t stride_bytes() const {
+    return row_blocks * step_bytes;
+  }
+  static size_t memory(size_t) {
+    return 0;
+  }
+  static size_t bytes(size_t columns) {
+    return columns / step * step_bytes;
+  }
+  static MITTENS_INLINE const void* address(Row row, size_t s) {
+    return row + s * step_bytes;
+  }
+  MITTENS_INLINE Row row(size_t n, size_t begin, size_t, float*) const {
+    return blocks + (n * row_blocks + begin / step) * step_bytes;
+  }
+
+  template <typename Part>
+  MITTENS_INLINE Raw read(Row row, size_t s, Part) const {
+    return row + s * step_bytes + 2;
+  }
+
+  template <int v>
+  static MITTENS_INLINE Float value(Raw raw) {
+    if constexpr (kind == BlockKind::q4_0) {
+      constexpr int half = static_cast<int>(16 / width);  // vectors of the low nibbles
+      return centered<4, v / half * 4>(read_bytes(raw + v % half * width));
+    } else {
+      return __builtin_convertvector(read_signed_bytes(raw + v * width), Float);
+    }
+  }
+
+  MITTENS_INLINE Float scale(Row row, size_t s) const {
+    uint16_t d;
+    __builtin_memcpy(&d, row + s * step_bytes, 2);
+    return widen(Half{} + d);
+  }
+};
+
+// Calls body(s, part) for the steps of so many columns.
+template <typename Source, typename Body>
+MITTENS_INLINE void each_step(size_t columns, const Body& body) {
+  const size_t whole = columns / Source::step;
+  for (size_t s = 0; s < whole; ++s) {
+    body(s, All());
+  }
+  if (columns % Source::step) {
+    body(whole, Some{columns % Source::step});
+  }
+}
+
+// Calls use(v, weights) for the vectors of a step of a row.
+template <typename Source, typename Part, typename Use>
+MITTENS_INLINE void widen_step(const Source& source, const typename Source::Row& row, size_t s, Part part,
+                               const Use& use) {
+  const typename Source::Raw raw = source.read(row, s, part);
+  Float scale, bias;
+  if constexpr (Source::scaled) {
+    scale = source.scale(row, s);
+  }
+  if constexpr (Source::offset) {
+    bias = source.bias(row, s);
+  }
+  repeat<Source::vectors>([&](auto v) MITTENS_INLINED {
+    const Float value = Source::template value<v.value>(raw);
+    if constexpr (Source::offset) {
+      use(v.value, fma(value, scale, bias));
+    } else if constexpr (Source::scaled) {
+      use(v.value, value * scale);
+    } else {
+      use(v.value, value);
+    }
+  });
+}
+
+}  // namespace mittens::cpu::MITTENS_ISA

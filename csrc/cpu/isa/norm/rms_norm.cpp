@@ -1,0 +1,173 @@
+#include "cpu/rms_norm.h"
+
+#include "cpu/isa/norm/gradient_sums.h"
+
+namespace mittens::cpu::MITTENS_ISA {
+
+// y = x / sqrt(mean(x^2) + eps) * weight; with a residual, x + residual stands for x and is written to sum too.
+template <typename T, bool with_residual>
+struct RmsNorm {
+  const T* x;
+  const T* residual;
+  const T* weight;
+  T* y;
+  T* sum;
+  size_t columns;
+  float eps;
+  bool through;
+
+  static constexpr size_t rows_together = 1;
+  static constexpr size_t bytes = (with_residual ? 4 : 2) * sizeof(T);
+  static constexpr bool keeps(size_t) {
+    return false;
+  }
+  struct Stats {
+    float squares;
+  };
+
+  template <typename Part>
+  MITTENS_INLINE Floats input(size_t i, Part part) const {
+    if constexpr (with_residual) {
+      return round<T>(load(x + i, part) + load(residual + i, part));
+    } else {
+      return load(x + i, part);
+    }
+  }
+
+  Stats reduce(const Block& block) const {
+    const size_t at = block.row * columns + block.begin;
+    Sums squares;
+    each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
+      const Floats v = input(at + i, part);
+      squares.add_product(k, v, v);
+    });
+    return {squares.total()};
+  }
+
+  static Stats merge(Stats a, Stats b) {
+    return {a.squares + b.squares};
+  }
+
+  void map(const Block& block, Stats row, Stats) const {
+    const size_t at = block.row * columns + block.begin;
+    const float n = inverse_root(row.squares / static_cast<float>(columns) + eps);
+    const size_t next = at + block.size;
+    const bool past = through && aligned(y + at) && (!with_residual || aligned(sum + at));
+    each_unit(block.size, [&, *this](size_t i, auto part, int) MITTENS_INLINED {
+      prefetch(x + next + i);
+      if constexpr (with_residual) {
+        prefetch(residual + next + i);
+      }
+      const Floats v = input(at + i, part);
+      Floats normed = v * n;
+      if (weight) {
+        normed = round<T>(normed) * load(weight + block.begin + i, part);
+      }
+      if constexpr (with_residual) {
+        store(sum + at + i, v, part, past);
+      }
+      store(y + at + i, normed, part, past);
+    });
+  }
+};
+
+// With n = 1 / sqrt(mean(x^2) + eps) and g = dy * weight:
+// dx = n * g - n^3 * mean(g * x) * x + dsum; dweight = sum over rows of dy * x * n.
+template <typename T>
+struct RmsNormVjp {
+  const T* x;
+  const T* weight;
+  const T* dy;
+  const T* dsum;
+  T* dx;
+  GradientSums dweight;
+  size_t columns;
+  float eps;
+  bool through;
+
+  static constexpr size_t rows_together = GradientSums::rows;
+  static constexpr size_t bytes = 3 * sizeof(T);
+  static constexpr bool keeps(size_t) {
+    return false;
+  }
+  struct Stats {
+    float squares, dot;
+  };
+
+  template <typename Part>
+  MITTENS_INLINE Floats scaled(Floats g, size_t column, Part part) const {
+    return weight ? g * load(weight + column, part) : g;
+  }
+
+  Stats reduce(const Block& block) const {
+    const size_t at = block.row * columns + block.begin;
+    Sums squares, dot;
+    each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
+      const Floats v = load(x + at + i, part);
+      squares.add_product(k, v, v);
+      dot.add_product(k, v, scaled(load(dy + at + i, part), block.begin + i, part));
+    });
+    return {squares.total(), dot.total()};
+  }
+
+  static Stats merge(Stats a, Stats b) {
+    return {a.squares + b.squares, a.dot + b.dot};
+  }
+
+  void map(const Block& block, Stats row, Stats) const {
+    const size_t at = block.row * columns + block.begin;
+    const float n = inverse_root(row.squares / static_cast<float>(columns) + eps);
+    // The squares overflowed where n is 0, as dot may have.
+    const float slope = n > 0 ? -n * n * n * (row.dot / static_cast<float>(columns)) : 0;
+    const size_t next = at + block.size;
+    const bool past = through && aligned(dx + at);
+    each_unit(block.size, [&, *this](size_t i, auto part, int) MITTENS_INLINED {
+      prefetch(x + next + i);
+      prefetch(dy + next + i);
+      const Floats v = load(x + at + i, part);
+      const Floats g = load(dy + at + i, part);
+      Floats d = scaled(g, block.begin + i, part) * n + v * slope;
+      if (dsum) {
+        d = d + load(dsum + at + i, part);
+      }
+      store(dx + at + i, d, part, past);
+      dweight.add(block.row, block.begin + i, g * (v * n));
+    });
+  }
+};
+
+void rms_norm(Type type, const void* x, const void* weight, void* y, size_t rows, size_t columns, float eps) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    const bool through = passes_caches(rows * columns * sizeof(T), y, x);
+    const RmsNorm<T, false> op{(const T*)x, nullptr, (const T*)weight, (T*)y, nullptr, columns, eps, through};
+    Rows(op, rows, columns).run();
+  });
+}
+
+void add_rms_norm(Type type, const void* x, const void* residual, const void* weight, void* y, void* sum, size_t rows,
+                  size_t columns, float eps) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    const size_t bytes = rows * columns * sizeof(T);
+    const bool through = passes_caches(bytes, y, x, residual) && passes_caches(bytes, sum, x, residual);
+    const RmsNorm<T, true> op{(const T*)x, (const T*)residual, (const T*)weight, (T*)y, (T*)sum, columns, eps, through};
+    Rows(op, rows, columns).run();
+  });
+}
+
+void rms_norm_vjp(Type type, const void* x, const void* weight, const void* dy, const void* dsum, void* dx,
+                  void* dweight, size_t rows, size_t columns, float eps) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    const bool through = passes_caches(rows * columns * sizeof(T), dx, x, dy) && dx != dsum;
+    const Scratch memory(dweight ? GradientSums::size(rows, columns) : 0);
+    const GradientSums sums{dweight ? memory.data() : nullptr, padded(columns)};
+    const RmsNormVjp<T> op{(const T*)x, (const T*)weight, (const T*)dy, (const T*)dsum, (T*)dx,
+                           sums,        columns,          eps,          through};
+    Rows(op, rows, columns).run();
+    sums.finish((T*)dweight, rows, columns);
+  });
+}
+
+}  // namespace mittens::cpu::MITTENS_ISA

@@ -1,0 +1,299 @@
+#include "ops/attention/attention.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "scaled_dot_product_attention";
+
+// Why a call of these shapes, in elements, cannot run on the stream, or an empty string.
+std::string not_covered(const mx::Shape& queries, const mx::Shape& values, mx::Dtype dtype,
+                        const AttentionOptions& options, mx::Stream stream) {
+  const int bits = options.bits;
+  if (!has_kernels(dtype)) {
+    return "float64";
+  }
+  if (bits != 0 && bits != 4 && bits != 8) {
+    return std::to_string(bits) + " bits";
+  }
+  const bool kernels = stream.device == mx::Device::gpu || simulator_enabled();
+  return kernels ? attention_not_covered(queries, values) : "";
+}
+
+// From how many rows of queries on mx is faster where there are tensor cores: it has kernels of cuDNN's for them in
+// half types, and in float32 composes attention of products in TF32.
+bool tensor_cores_win(const mx::Shape& scores, int width, mx::Dtype dtype, const AttentionOptions& options) {
+  const int queries = scores[2];
+  const int keys = scores[3];
+  if (dtype == mx::float32) {
+    const bool only_causal = options.causal && !options.has_mask && width <= 64;
+    return queries > 128 && !only_causal;
+  }
+  return queries > 32 || (queries > 16 && keys < 1024);
+}
+
+// The same of an Apple GPU's matrix units, which mx's kernels for heads of 72 and 80 do not use. For up to 16 queries
+// ours may divide the keys among threadgroups, mx's do not.
+bool matrix_units_win(const mx::Shape& scores, int width) {
+  return scores[2] > 16 && width != 72 && width != 80;
+}
+
+// What mx's attention runs on where it is faster than ours; null where it is not. It makes a mask of all scores for a
+// window.
+const char* faster_units(const AttentionCall& call, const mx::Shape& scores, mx::Stream stream) {
+  const int width = call.queries.shape(3);
+  const mx::Dtype dtype = call.queries.dtype();
+  const bool is_short = call.options.window > 0 && int64_t(call.options.window) * 4 <= scores[3];
+  if (is_short || call.options.bits != 0 || call.force_fused) {
+    return nullptr;
+  }
+  if (has_nvidia_rules(stream)) {
+    return tensor_cores_win(scores, width, dtype, call.options) ? "tensor cores" : nullptr;
+  }
+  return matrix_units_win(scores, width) && mlx_uses_matrix_units(stream, dtype) ? "matrix units" : nullptr;
+}
+
+bool has_empty(const mx::Shape& shape) {
+  return std::count(shape.begin(), shape.end(), 0) > 0;
+}
+
+}  // namespace
+
+mx::Shape unpacked(const mx::array& rows, int bits) {
+  mx::Shape shape = rows.shape();
+  if (bits) {
+    shape.back() = static_cast<int>(int64_t(shape.back()) * 32 / bits);
+  }
+  return shape;
+}
+
+int AttentionCall::value_width() const {
+  return unpacked(values[0], options.bits).back();
+}
+
+mx::Shape AttentionCall::scores_shape() const {
+  return {queries.shape(0), queries.shape(1), queries.shape(2), keys[0].shape(2)};
+}
+
+void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values) {
+  if (keys[0] != queries[0] || values[0] != queries[0]) {
+    checks::fail(op, "queries have shape ", queries, ", keys ", keys, ", values ", values,
+                 ": expected the same batch size");
+  }
+  if (keys[3] != queries[3]) {
+    checks::fail(op, "queries have shape ", queries, ", keys ", keys, ": expected the same last dimension");
+  }
+  if (keys[1] != values[1]) {
+    checks::fail(op, "keys have ", keys[1], " heads, values have ", values[1], ": expected the same number");
+  }
+  if (keys[2] != values[2]) {
+    checks::fail(op, "there are ", keys[2], " keys and ", values[2], " values: expected the same number");
+  }
+  if (queries[1] == 0 || keys[1] == 0 || queries[1] % keys[1] != 0) {
+    checks::fail(op, "queries have ", queries[1], " heads, keys have ", keys[1], ": expected a multiple");
+  }
+}
+
+void take_mask(const char* op, AttentionCall& call, const MaskArgument& argument, std::optional<int> window,
+               mx::Stream stream) {
+  if (window) {
+    if (*window < 1) {
+      checks::fail(op, "window is ", *window, ": expected None or a positive number of keys");
+    }
+    call.options.window = *window;
+  }
+  if (const auto* mode = std::get_if<std::string>(&argument)) {
+    if (*mode != "causal") {
+      checks::fail(op, "mask is '", *mode, "': expected 'causal', an array or None");
+    }
+    call.options.causal = true;
+  }
+  const auto* given = std::get_if<mx::array>(&argument);
+  if (!given) {
+    return;
+  }
+  mx::array mask = *given;
+  const mx::Dtype dtype = call.queries.dtype();
+  if (mx::promote_types(mask.dtype(), dtype) != dtype) {
+    checks::fail<DtypeError>(op, "mask has dtype ", mask.dtype(), ": expected bool, or one that promotes to ", dtype);
+  }
+  const mx::Shape scores = call.scores_shape();
+  const int missing = 4 - static_cast<int>(mask.ndim());
+  bool broadcasts = missing >= 0;
+  for (int axis = std::max(missing, 0); axis < 4 && broadcasts; ++axis) {
+    broadcasts = mask.shape(axis - missing) == 1 || mask.shape(axis - missing) == scores[axis];
+  }
+  if (!broadcasts) {
+    checks::fail(op, "mask has shape ", mask.shape(), ": expected one that broadcasts to ", scores);
+  }
+  if (missing > 0) {
+    mx::Shape shape(missing, 1);
+    shape.insert(shape.end(), mask.shape().begin(), mask.shape().end());
+    mask = mx::reshape(mask, shape, stream);
+  }
+  call.mask = mask.dtype() == mx::bool_ ? mask : mx::astype(mask, dtype, stream);
+  call.options.has_mask = true;
+}
+
+void take_sinks(const char* op, AttentionCall& call, const std::optional<mx::array>& sinks, mx::Stream stream) {
+  if (!sinks) {
+    return;
+  }
+  const mx::Dtype dtype = call.queries.dtype();
+  if (mx::promote_types(sinks->dtype(), dtype) != dtype) {
+    checks::fail<DtypeError>(op, "sinks has dtype ", sinks->dtype(), ": expected one that promotes to ", dtype);
+  }
+  if (sinks->ndim() != 1 || sinks->shape(0) != call.queries.shape(1)) {
+    checks::fail(op, "sinks has shape ", sinks->shape(), ": expected one number for each of ", call.queries.shape(1),
+                 " heads");
+  }
+  call.sinks = in_dtype(*sinks, dtype, stream);
+  call.options.has_sinks = true;
+}
+
+std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, int last, int queries, int keys,
+                                   mx::Stream s) {
+  if (!options.causal && options.window == 0) {
+    return std::nullopt;
+  }
+  const int offset = keys - queries;
+  const mx::array query = mx::expand_dims(mx::arange(first + offset, last + offset, mx::int32, s), 1, s);
+  const mx::array key = mx::expand_dims(mx::arange(0, keys, mx::int32, s), 0, s);
+  const mx::array seen = mx::less_equal(key, query, s);
+  if (options.window == 0) {
+    return seen;
+  }
+  return mx::logical_and(seen, mx::greater(mx::add(key, mx::array(options.window), s), query, s), s);
+}
+
+AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
+  const mx::Shape scores = call.scores_shape();
+  const mx::Shape shape = {scores[0], scores[1], scores[2], call.value_width()};
+  if (scores[3] == 0 || has_empty(shape)) {
+    return mx::zeros(shape, call.queries.dtype(), stream);
+  }
+  const int bits = call.options.bits;
+  std::string reason =
+      not_covered(call.queries.shape(), unpacked(call.values[0], bits), call.queries.dtype(), call.options, stream);
+  if (!reason.empty()) {
+    fallback(op, std::move(reason));
+    return call;
+  }
+  const char* units = faster_units(call, scores, stream);
+  if (units && prefer_fallback(op, std::string("many queries where there are ") + units)) {
+    return call;
+  }
+  return apply_attention(std::move(call), stream);
+}
+
+std::optional<mx::array> found_in(AttentionResult result) {
+  auto* y = std::get_if<mx::array>(&result);
+  return y ? std::optional(std::move(*y)) : std::nullopt;
+}
+
+namespace {
+
+// mx knows no window: it becomes a mask.
+mx::array by_mx(const AttentionCall& call, mx::Stream s) {
+  std::optional<mx::array> mask = call.mask;
+  std::string mode = call.options.causal ? "causal" : "";
+  if (call.options.window) {
+    mode = "";
+    const mx::Shape scores = call.scores_shape();
+    const mx::array seen = *seen_keys(call.options, 0, scores[2], scores[2], scores[3], s);
+    mask = !mask                        ? seen
+           : mask->dtype() == mx::bool_ ? mx::logical_and(*mask, seen, s)
+                                        : mx::where(seen, *mask, mx::array(-INFINITY, mask->dtype()), s);
+  }
+  return mx::fast::scaled_dot_product_attention(call.queries, call.keys[0], call.values[0], call.options.scale, mode,
+                                                mask, call.sinks, call.force_fused, s);
+}
+
+Arrays alone(mx::array array) {
+  Arrays arrays;
+  arrays.push_back(std::move(array));  // a list in braces would copy it
+  return arrays;
+}
+
+AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                        const MaskArgument& mask, const std::optional<mx::array>& sinks, std::optional<int> window,
+                        bool force_fused, mx::StreamOrDevice where) {
+  for (const auto& [name, array] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)}) {
+    if (array->ndim() != 4) {
+      checks::fail(op, name, " has shape ", array->shape(), ": expected four dimensions");
+    }
+  }
+  check_heads(op, q.shape(), k.shape(), v.shape());
+  const mx::Dtype dtype = checks::floating(op, {{"q", q}, {"k", k}, {"v", v}});
+  const mx::Stream stream = checks::checked_stream(op, where);
+  AttentionCall call{in_dtype(q, dtype, stream),
+                     alone(in_dtype(k, dtype, stream)),
+                     alone(in_dtype(v, dtype, stream)),
+                     std::nullopt,
+                     std::nullopt,
+                     {.scale = scale},
+                     force_fused};
+  take_mask(op, call, mask, window, stream);
+  take_sinks(op, call, sinks, stream);
+  return attend(op, std::move(call), stream);
+}
+
+mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                       const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                       std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
+  auto result = checked(q, k, v, scale, mask, sinks, window, force_fused, where);
+  const auto* left = std::get_if<AttentionCall>(&result);
+  return left ? by_mx(*left, checks::checked_stream(op, where)) : std::get<mx::array>(std::move(result));
+}
+
+void bind(nb::module_& module) {
+  define(module, op, &try_attention, &scaled_dot_product_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
+         "mask"_a.none() = nb::none(), "sinks"_a.none() = nb::none(), "window"_a.none() = nb::none(),
+         "force_fused"_a = false, "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+std::optional<mx::array> try_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                       const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                       std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
+  return found_in(checked(q, k, v, scale, mask, sinks, window, force_fused, where));
+}
+
+std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,
+                                                       mx::Dtype dtype, float scale, mx::Stream stream) {
+  check_heads(op, q, k, v);
+  if (has_empty(q) || has_empty(k) || has_empty(v)) {
+    return nullptr;
+  }
+  const AttentionOptions options{.scale = scale};
+  if (std::string reason = not_covered(q, v, dtype, options, stream); !reason.empty()) {
+    fallback(op, std::move(reason));
+    return nullptr;
+  }
+  return attention_primitive(options, stream);
+}
+
+}  // namespace mittens

@@ -1,0 +1,68 @@
+// What the attention ops share: the checks of their arguments, and the primitive.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+
+#include "mlx/utils.h"
+#include "ops/attention/attention_launch.h"
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+using MaskArgument = std::variant<std::monostate, std::string, mx::array>;
+
+// The shape of keys or values that lie packed in words of so many bits an element; 0: they are not packed.
+mx::Shape unpacked(const mx::array& rows, int bits);
+
+// A call whose arguments fit together. Keys and values are one array, or packed words, scales and biases.
+struct AttentionCall {
+  mx::array queries;  // [batch, heads, queries, width]
+  Arrays keys;  // [batch, key heads, keys, width]
+  Arrays values;  // [batch, key heads, keys, value width]
+  std::optional<mx::array> mask;  // four dimensions that broadcast to [batch, heads, queries, keys]
+  std::optional<mx::array> sinks;  // [heads]
+  AttentionOptions options;
+  bool force_fused = false;  // mx's option: by one kernel, or an error
+
+  int value_width() const;
+  mx::Shape scores_shape() const;
+};
+
+// Checks and takes in what both ops have besides queries, keys and values, whose shapes have been checked.
+void take_mask(const char* op, AttentionCall& call, const MaskArgument& mask, std::optional<int> window,
+               mx::Stream stream);
+void take_sinks(const char* op, AttentionCall& call, const std::optional<mx::array>& sinks, mx::Stream stream);
+
+// Heads and batches of queries against those of keys and values.
+void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values);
+
+// The keys that causal and window leave to each query, [queries, keys] of bool, for some of the queries; nothing where
+// these are all.
+std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, int last, int queries, int keys,
+                                   mx::Stream stream);
+
+mx::array apply_attention(AttentionCall call, mx::Stream stream);
+std::shared_ptr<mx::Primitive> attention_primitive(const AttentionOptions& options, mx::Stream stream);
+
+// A call's result, or the call itself where it is left to mx.
+using AttentionResult = std::variant<mx::array, AttentionCall>;
+
+AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream);
+
+// The result, if there is one.
+std::optional<mx::array> found_in(AttentionResult result);
+
+// scaled_dot_product_attention, or nothing where no kernel covers the call.
+std::optional<mx::array> try_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                       const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                       std::optional<int> window, bool force_fused, mx::StreamOrDevice where);
+
+// The primitive of a call without mask and sinks, of queries, keys and values of these shapes; none where no kernel
+// covers it or there is nothing to do.
+std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,
+                                                       mx::Dtype dtype, float scale, mx::Stream stream);
+
+}  // namespace mittens

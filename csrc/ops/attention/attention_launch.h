@@ -1,0 +1,38 @@
+// Attention as its op hands it to the kernels: what the arrays are, and the launches that they take.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "backends/launch.h"
+
+namespace mittens {
+
+// Keys and values may lie packed, as mx.quantize makes them along the head dimension.
+struct AttentionOptions {
+  float scale = 1;
+  bool causal = false;  // query i sees keys up to i + keys - queries
+  int window = 0;  // and of those the last so many; 0: all
+  bool has_mask = false;  // an input after the values: bool, or additive of the queries' type
+  bool has_sinks = false;  // an input after the mask: [heads], of the queries' type
+  int bits = 0;  // of packed keys and values: 4 or 8; 0: they are of the queries' type
+  int group_size = 0;  // of packed keys and values
+
+  bool operator==(const AttentionOptions&) const = default;
+};
+
+// Inputs of a launch, in order:
+//   queries  [batch, heads, queries, width]           last stride 1, any other strides
+//   keys     [batch, key_heads, keys, width]          likewise; packed: words, scales, biases, one after the other
+//   values   [batch, key_heads, keys, value_width]    likewise
+//   mask     [batch, heads, queries, keys]            any strides, 0 where it is broadcast
+//   sinks    [heads]                                  contiguous
+// Output: y [batch, heads, queries, value_width], row contiguous.
+
+// Why no kernel covers these shapes, for the rule that sends the call to mx. Empty: one does.
+std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& values);
+
+std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,
+                                       const AttentionOptions& options, mx::Stream stream);
+
+}  // namespace mittens

@@ -1,0 +1,275 @@
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "cpu/attention.h"
+#include "mlx/ops.h"
+#include "ops/attention/attention.h"
+#include "ops/attention/attention_composed.h"
+#include "runtime/array_layout.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+
+namespace mittens {
+
+namespace {
+
+// y [batch, heads, queries, value width] = softmax(scale * q k^T, masked) v. Inputs: queries; keys, or their words,
+// scales and biases; values likewise; a mask of four dimensions that broadcast; sinks.
+class Attention : public KernelPrimitive {
+ public:
+  Attention(mx::Stream stream, AttentionOptions options) : KernelPrimitive(stream), options_(options) {}
+
+  static mx::array apply(AttentionCall call, mx::Stream stream) {
+    Arrays inputs;
+    inputs.reserve(9);  // packed keys and values, a mask and sinks
+    inputs.push_back(std::move(call.queries));
+    std::move(call.keys.begin(), call.keys.end(), std::back_inserter(inputs));
+    std::move(call.values.begin(), call.values.end(), std::back_inserter(inputs));
+    if (call.mask) {
+      inputs.push_back(*std::move(call.mask));
+    }
+    if (call.sinks) {
+      inputs.push_back(*std::move(call.sinks));
+    }
+    return apply(std::move(inputs), call.options, stream);
+  }
+
+  const char* name() const override {
+    return options_.bits ? "MittensQuantizedScaledDotProductAttention" : "MittensScaledDotProductAttention";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return options_ == static_cast<const Attention&>(other).options_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    return {shape_of_y(inputs)};
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
+    WantedGradients wanted;
+    for (int argument : argnums) {
+      check_differentiable(primals, argument);
+      wanted.queries |= argument == 0;
+      wanted.keys |= argument == first_key();
+      wanted.values |= argument == first_value();
+      wanted.mask |= argument == mask_index();
+      wanted.sinks |= argument == sinks_index();
+    }
+    const AttentionGradients gradients = attention_gradients(dense(primals), cotangents[0], wanted, stream());
+    Arrays result;
+    for (int argument : argnums) {
+      result.push_back(argument == 0               ? *gradients.queries
+                       : argument == first_key()   ? *gradients.keys
+                       : argument == first_value() ? *gradients.values
+                       : argument == mask_index()  ? *gradients.mask
+                                                   : *gradients.sinks);
+    }
+    return result;
+  }
+
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
+    for (int argument : argnums) {
+      check_differentiable(primals, argument);
+    }
+    return KernelPrimitive::jvp(primals, tangents, argnums);
+  }
+
+  // The new axis joins the batch; sinks are the same for all of a batch.
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    if (options_.has_sinks && axes[sinks_index()] >= 0) {
+      return KernelPrimitive::vmap(inputs, axes);
+    }
+    int size = 0;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      size = axes[i] >= 0 ? inputs[i].shape(axes[i]) : size;
+    }
+    const int batch = inputs[0].shape(axes[0] == 0 ? 1 : 0);
+    Arrays batched = inputs;
+    for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
+      const bool shared = axes[i] < 0;
+      if (i == sinks_index() || (i == mask_index() && shared && inputs[i].shape(0) == 1)) {
+        continue;
+      }
+      mx::array a = shared ? mx::expand_dims(inputs[i], 0, stream()) : mx::moveaxis(inputs[i], axes[i], 0, stream());
+      mx::Shape shape = a.shape();
+      shape[0] = size;
+      shape[1] = batch;
+      a = mx::broadcast_to(a, shape, stream());
+      batched[i] = mx::flatten(a, 0, 1, stream());
+    }
+    const mx::array y = mx::unflatten(apply(batched, options_, stream()), 0, {size, batch}, stream());
+    return {{y}, {0}};
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    bool as_is = !options_.has_mask;
+    for (int i = 0; i < after_values() && as_is; ++i) {
+      as_is = has_rows(inputs[i], 1);
+    }
+    if (as_is && (!options_.has_sinks || is_contiguous(inputs.back()))) {
+      return inputs;
+    }
+    for (int i = 0; i < after_values(); ++i) {
+      copies.push_back(with_rows(inputs[i], 1, stream()));
+    }
+    if (options_.has_mask) {
+      copies.push_back(broadcast_mask(inputs));
+    }
+    if (options_.has_sinks) {
+      copies.push_back(contiguous_rows(inputs.back(), stream()));
+    }
+    return copies;
+  }
+
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[first_key()].shape(2) == 0;
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    // A graph that was made for the CPU's native code may run in the simulator, a compiled one with other shapes.
+    const std::string missing = attention_not_covered(inputs[0].shape(), outputs[0].shape());
+    if (!missing.empty()) {
+      checks::fail(op(), "was called where native code or other shapes were expected: no kernel covers ", missing);
+    }
+    return attention_launches(inputs, outputs[0], options_, stream());
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& q = inputs[0];
+    const mx::Shape keys = unpacked(inputs[first_key()], options_.bits);
+    const mx::Shape values = unpacked(inputs[first_value()], options_.bits);
+    cpu::Attention call{};
+    call.type = native_type(q.dtype());
+    call.batch = q.shape(0);
+    call.heads = q.shape(1);
+    call.key_heads = keys[1];
+    call.queries = q.shape(2);
+    call.keys = keys[2];
+    call.width = q.shape(3);
+    call.value_width = values[3];
+    call.q = view(q);
+    call.k = native_rows(inputs, first_key());
+    call.v = native_rows(inputs, first_value());
+    if (options_.has_mask) {
+      const mx::array& mask = inputs[mask_index()];
+      call.mask = {mask.dtype() == mx::bool_ ? cpu::MaskKind::boolean : cpu::MaskKind::additive, view(mask),
+                   mask.strides(3)};
+    }
+    call.sinks = options_.has_sinks ? data_of(inputs.back()) : nullptr;
+    call.y = data_of(outputs[0]);
+    call.scale = options_.scale;
+    call.causal = options_.causal;
+    call.window = options_.window;
+    return [call] { cpu::attention(call); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    return {composed_attention(dense(inputs), stream())};
+  }
+
+ private:
+  static mx::array apply(Arrays inputs, const AttentionOptions& options, mx::Stream stream) {
+    auto primitive = std::make_shared<Attention>(stream, options);
+    mx::Shape shape = primitive->shape_of_y(inputs);
+    return only_output(std::move(shape), std::move(primitive), std::move(inputs));
+  }
+
+  const char* op() const {
+    return options_.bits ? "quantized_scaled_dot_product_attention" : "scaled_dot_product_attention";
+  }
+
+  mx::Shape shape_of_y(const Arrays& inputs) const {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = unpacked(inputs[first_value()], options_.bits).back();
+    return shape;
+  }
+
+  // Places of the inputs; -1 where there is none.
+  int first_key() const {
+    return 1;
+  }
+  int first_value() const {
+    return options_.bits ? 4 : 2;
+  }
+  int after_values() const {
+    return options_.bits ? 7 : 3;
+  }
+  int mask_index() const {
+    return options_.has_mask ? after_values() : -1;
+  }
+  int sinks_index() const {
+    return options_.has_sinks ? after_values() + options_.has_mask : -1;
+  }
+
+  DenseAttention dense(const Arrays& inputs) {
+    auto rows = [&](int first) {
+      return options_.bits ? mx::dequantize(inputs[first], inputs[first + 1], inputs[first + 2], options_.group_size,
+                                            options_.bits, "affine", std::nullopt, std::nullopt, stream())
+                           : inputs[first];
+    };
+    DenseAttention call{inputs[0], rows(first_key()), rows(first_value()), std::nullopt, std::nullopt, options_};
+    if (options_.has_mask) {
+      call.mask = inputs[mask_index()];
+    }
+    if (options_.has_sinks) {
+      call.sinks = inputs[sinks_index()];
+    }
+    return call;
+  }
+
+  void check_differentiable(const Arrays& primals, int argument) const {
+    if (options_.bits && argument > 0 && argument < after_values()) {
+      checks::fail("quantized_scaled_dot_product_attention",
+                   "has no gradients with respect to packed keys and values: expected those of queries, mask or sinks");
+    }
+    if (!mx::issubdtype(primals[argument].dtype(), mx::floating)) {
+      checks::fail("scaled_dot_product_attention", "has no gradient with respect to a mask of bool");
+    }
+  }
+
+  // A view of the scores' shape, with strides of 0 where the mask is broadcast.
+  mx::array broadcast_mask(const Arrays& inputs) {
+    const mx::array& given = inputs[mask_index()];
+    const mx::Shape shape = {inputs[0].shape(0), inputs[0].shape(1), inputs[0].shape(2), inputs[first_key()].shape(2)};
+    bool backwards = false;
+    for (int axis = 0; axis < 4; ++axis) {
+      backwards |= given.strides(axis) < 0;
+    }
+    const mx::array mask = backwards ? contiguous(given, stream()) : given;
+    mx::Strides strides = mask.strides();
+    for (int axis = 0; axis < 4; ++axis) {
+      strides[axis] = mask.shape(axis) == 1 ? 0 : strides[axis];
+    }
+    mx::array view(shape, mask.dtype(), nullptr, {});
+    view.copy_shared_buffer(mask, strides, {}, mask.data_size());
+    return view;
+  }
+
+  static cpu::AttentionView view(const mx::array& array) {
+    return {data_of(array), array.strides(0), array.strides(1), array.strides(2)};
+  }
+
+  cpu::AttentionRows native_rows(const Arrays& inputs, int first) const {
+    if (!options_.bits) {
+      return {view(inputs[first]), {}, {}, 0, 0};
+    }
+    return {view(inputs[first]), view(inputs[first + 1]), view(inputs[first + 2]), options_.bits, options_.group_size};
+  }
+
+  AttentionOptions options_;
+};
+
+}  // namespace
+
+mx::array apply_attention(AttentionCall call, mx::Stream stream) {
+  return Attention::apply(std::move(call), stream);
+}
+
+std::shared_ptr<mx::Primitive> attention_primitive(const AttentionOptions& options, mx::Stream stream) {
+  return std::make_shared<Attention>(stream, options);
+}
+
+}  // namespace mittens

@@ -1,0 +1,146 @@
+#include <array>
+#include <limits>
+#include <tuple>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+
+#include "mlx/ops.h"
+#include "ops/attention/attention.h"
+#include "ops/matmul/affine.h"
+#include "python/registry.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "quantized_scaled_dot_product_attention";
+
+using Triple = std::tuple<mx::array, mx::array, mx::array>;
+
+// The shape of packed keys or values, with as many columns as they have integers.
+mx::Shape check_packed(const char* name, const Triple& triple, int group_size, int bits) {
+  const auto& [words, scales, biases] = triple;
+  if (words.dtype() != mx::uint32) {
+    checks::fail<DtypeError>(op, name, " has words of dtype ", words.dtype(),
+                             ": expected uint32, as mx.quantize packs them");
+  }
+  for (const auto* array : {&words, &scales, &biases}) {
+    if (array->ndim() != 4) {
+      checks::fail(op, name, " has an array of shape ", array->shape(), ": expected four dimensions");
+    }
+  }
+  const mx::Shape shape = unpacked(words, bits);
+  mx::Shape groups = shape;
+  groups.back() = shape.back() / group_size;
+  if (shape.back() % group_size != 0 || scales.shape() != groups || biases.shape() != groups) {
+    checks::fail(op, name, " has words of shape ", words.shape(), ", scales of ", scales.shape(), " and biases of ",
+                 biases.shape(), "; the words are ", shape.back(), " integers of ", bits,
+                 " bits a row: expected scales and biases of ", groups, " for groups of ", group_size);
+  }
+  return shape;
+}
+
+// For what no kernel covers: two products and a softmax, in the type of the queries, as mlx-lm has it.
+mx::array by_mx(const AttentionCall& call, mx::Stream s) {
+  const mx::Dtype dtype = call.queries.dtype();
+  const mx::Shape scores_shape = call.scores_shape();
+  const int batch = scores_shape[0], heads = scores_shape[1], queries = scores_shape[2], keys = scores_shape[3];
+  const int key_heads = call.keys[0].shape(1), ratio = heads / key_heads;
+  const auto product = [&](const mx::array& x, const Arrays& rows, bool transpose) {
+    return quantized_matmul_of_mx(x, rows[0], rows[1], rows[2], transpose, call.options.group_size, call.options.bits,
+                                  "affine", s);
+  };
+  const mx::array scaled = mx::multiply(call.queries, mx::array(call.options.scale, dtype), s);
+  mx::array scores = mx::reshape(
+      product(mx::reshape(scaled, {batch, key_heads, ratio * queries, call.queries.shape(3)}, s), call.keys, true),
+      scores_shape, s);
+  std::optional<mx::array> seen = seen_keys(call.options, 0, queries, queries, keys, s);
+  mx::array hidden(mx::finfo(dtype).min, dtype);
+  if (call.mask && call.mask->dtype() == mx::bool_) {
+    seen = seen ? mx::logical_and(*seen, *call.mask, s) : *call.mask;
+  } else if (call.mask) {
+    scores = mx::add(scores, *call.mask, s);
+    hidden = mx::array(-std::numeric_limits<float>::infinity(), dtype);
+  }
+  if (seen) {
+    scores = mx::where(*seen, scores, hidden, s);
+  }
+  if (call.sinks) {
+    const mx::array each = mx::reshape(*call.sinks, {1, heads, 1, 1}, s);
+    const mx::array sinks = mx::broadcast_to(each, {batch, heads, queries, 1}, s);
+    scores = mx::softmax(mx::concatenate({sinks, scores}, -1, s), -1, true, s);
+    scores = mx::slice(scores, {0, 0, 0, 1}, {batch, heads, queries, keys + 1}, s);
+  } else {
+    scores = mx::softmax(scores, -1, true, s);
+  }
+  const mx::array y = product(mx::reshape(scores, {batch, key_heads, ratio * queries, keys}, s), call.values, false);
+  return mx::reshape(y, {batch, heads, queries, y.shape(-1)}, s);
+}
+
+AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
+                        const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
+                        std::optional<int> window, mx::StreamOrDevice where) {
+  affine_format(op, group_size, bits, true);
+  if (queries.ndim() != 4) {
+    checks::fail(op, "queries has shape ", queries.shape(), ": expected four dimensions");
+  }
+  const mx::Shape keys_shape = check_packed("q_keys", q_keys, group_size, bits);
+  const mx::Shape values_shape = check_packed("q_values", q_values, group_size, bits);
+  check_heads(op, queries.shape(), keys_shape, values_shape);
+  const auto& [key_words, key_scales, key_biases] = q_keys;
+  const auto& [value_words, value_scales, value_biases] = q_values;
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"queries", queries},
+                                                    {"q_keys' scales", key_scales},
+                                                    {"q_keys' biases", key_biases},
+                                                    {"q_values' scales", value_scales},
+                                                    {"q_values' biases", value_biases}});
+  const mx::Stream stream = checks::checked_stream(op, where);
+  auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
+  AttentionCall call{typed(queries),
+                     {key_words, typed(key_scales), typed(key_biases)},
+                     {value_words, typed(value_scales), typed(value_biases)},
+                     std::nullopt,
+                     std::nullopt,
+                     {.scale = scale, .bits = bits, .group_size = group_size}};
+  take_mask(op, call, mask, window, stream);
+  take_sinks(op, call, sinks, stream);
+  return attend(op, std::move(call), stream);
+}
+
+std::optional<mx::array> attempt(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
+                                 const MaskArgument& mask, int group_size, int bits,
+                                 const std::optional<mx::array>& sinks, std::optional<int> window,
+                                 mx::StreamOrDevice where) {
+  return found_in(checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where));
+}
+
+mx::array quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
+                              const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
+                              std::optional<int> window, mx::StreamOrDevice where) {
+  auto result = checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where);
+  const auto* left = std::get_if<AttentionCall>(&result);
+  return left ? by_mx(*left, checks::checked_stream(op, where)) : std::get<mx::array>(std::move(result));
+}
+
+void bind(nb::module_& module) {
+  define(module, op, &attempt, &quantized_attention, "queries"_a, "q_keys"_a, "q_values"_a, "scale"_a,
+         "mask"_a.none() = nb::none(), "group_size"_a = 64, "bits"_a = 8, nb::kw_only(), "sinks"_a.none() = nb::none(),
+         "window"_a.none() = nb::none(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,160 @@
+#include "ops/cache/cache_step.h"
+
+#include <stdexcept>
+#include <utility>
+
+#include "backends/memory.h"
+#include "mlx_internals/buffer_ownership.h"
+#include "runtime/array_layout.h"
+
+namespace mittens {
+
+namespace {
+
+// It reads its buffers itself, so that nothing that waits for its turn reads memory that a later step writes; and it
+// has one output, since MLX holds others until their work is done.
+class CacheStepPrimitive : public mx::Primitive {
+ public:
+  CacheStepPrimitive(const Append& append, std::optional<Attending> attending)
+      : mx::Primitive(append.primitive->stream()),
+        append_(append.primitive),
+        queries_(append.queries),
+        attending_(std::move(attending)) {}
+
+  // The arrays of the buffers are evaluated with the result, as other outputs are: who holds them may be another
+  // thread, where the stream is not.
+  void promise(const CacheStep& step) {
+    result_ = Promised(step.result);
+    buffers_ = {Promised(step.keys), Promised(step.values)};
+  }
+
+  const char* name() const override {
+    return "MittensCacheStep";
+  }
+
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
+    eval(inputs, outputs, &mx::Primitive::eval_gpu);
+  }
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    eval(inputs, outputs, &mx::Primitive::eval_cpu);
+  }
+
+ private:
+  using Eval = void (mx::Primitive::*)(const Arrays&, Arrays&);
+
+  void eval(const Arrays& inputs, Arrays& outputs, Eval eval) {
+    Arrays all;
+    all.reserve(3);
+    attending_ ? all.push_back(unmade(queries_, outputs[0])) : all.push_back(outputs[0]);
+    for (int i : {1, 2}) {
+      all.push_back(unmade(inputs[i].shape(), inputs[i]));
+    }
+    ((*append_).*eval)(inputs, all);
+    Arrays kept;
+    kept.reserve(4);
+    for (int i : {1, 2}) {
+      if (!same_memory(all[i], inputs[i])) {
+        kept.push_back(all[i]);
+      }
+    }
+    if (attending_) {
+      kept.push_back(all[0]);
+      Arrays seen = {all[0], seen_of(all[1]), seen_of(all[2])};
+      Arrays attended = {unmade(attending_->shape, outputs[0])};
+      ((*attending_->primitive).*eval)(seen, attended);
+      outputs[0].copy_shared_buffer(attended[0], outputs[0].strides(), attended[0].flags(), attended[0].data_size());
+    }
+    // Once the buffers are handed over nothing of MLX's needs the result: who asked for the buffers alone may drop it
+    // before it is written.
+    count_apart(outputs[0]);
+    kept.push_back(uncounted(outputs[0]));
+    keep_until_done(std::move(kept), stream());
+    hand_over(all[1], all[2], outputs[0]);
+  }
+
+  static mx::array unmade(mx::Shape shape, const mx::array& like) {
+    return {std::move(shape), like.dtype(), nullptr, {}};
+  }
+
+  mx::array seen_of(const mx::array& buffer) const {
+    mx::Shape shape = buffer.shape();
+    shape[tokens_axis] = attending_->end;
+    mx::array seen = unmade(std::move(shape), buffer);
+    auto flags = buffer.flags();
+    flags.row_contiguous = flags.contiguous = attending_->end == buffer.shape(tokens_axis);
+    flags.col_contiguous = false;
+    seen.copy_shared_buffer(buffer, buffer.strides(), flags, buffer.data_size());
+    count_apart(seen);
+    return seen;
+  }
+
+  void hand_over(const mx::array& keys, const mx::array& values, mx::array& result) {
+    if (result_->is(result)) {
+      buffers_[0].fulfil(keys, result, stream());
+      buffers_[1].fulfil(values, result, stream());
+    } else {  // mx.compile has made the arrays anew
+      count_apart(result, {keys, values});
+    }
+  }
+
+  std::shared_ptr<KernelPrimitive> append_;
+  mx::Shape queries_;
+  std::optional<Attending> attending_;
+  std::optional<Promised> result_;
+  std::vector<Promised> buffers_;
+};
+
+// A buffer of a step, until the step fulfils its promise.
+class CacheBuffer : public mx::Primitive {
+ public:
+  CacheBuffer(mx::Stream stream, int which) : mx::Primitive(stream), which_(which) {}
+
+  const char* name() const override {
+    return "MittensCacheBuffer";
+  }
+
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
+    take(inputs[0], outputs[0]);
+  }
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    take(inputs[0], outputs[0]);
+  }
+
+ private:
+  void take(const mx::array& result, mx::array& output) const {
+    const BufferOwner* owner = owner_of(result);
+    if (!owner) {
+      throw std::logic_error("[mlx_mittens] a cache's buffer has lost the step that it is of");
+    }
+    output.copy_shared_buffer(owner->carried[which_]);
+  }
+
+  int which_;
+};
+
+}  // namespace
+
+CacheStep cache_step(Append append, std::optional<Attending> attending, std::optional<mx::array> result) {
+  const mx::Stream stream = append.primitive->stream();
+  const mx::Dtype dtype = append.inputs[0].dtype();
+  const mx::array keys = append.inputs[1], values = append.inputs[2];
+  mx::Shape shape = append.queries;
+  if (attending) {
+    shape = {shape[0], 1, attending->shape[1] * attending->shape[3]};
+  }
+  auto primitive = std::make_shared<CacheStepPrimitive>(append, std::move(attending));
+  if (result) {
+    result->primitive_ptr() = primitive;
+    result->inputs() = std::move(append.inputs);
+  } else {
+    result.emplace(std::move(shape), dtype, primitive, std::move(append.inputs));
+  }
+  const auto buffer = [&](int which, const mx::array& from) {
+    return mx::array(from.shape(), dtype, std::make_shared<CacheBuffer>(stream, which), {*result});
+  };
+  CacheStep step{*result, buffer(0, keys), buffer(1, values)};
+  primitive->promise(step);
+  return step;
+}
+
+}  // namespace mittens

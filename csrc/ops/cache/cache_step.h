@@ -1,0 +1,39 @@
+// A step of a key-value cache as one primitive: what appends to its buffers, and the attention over what they hold
+// then.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+inline constexpr int tokens_axis = 2;  // of a buffer, [batch, heads, tokens, width]
+
+// An append to buffers: heads, the buffers of keys and of values, and more -> queries and both buffers.
+struct Append {
+  std::shared_ptr<KernelPrimitive> primitive;
+  Arrays inputs;
+  mx::Shape queries;
+};
+
+// An attention over the first tokens of the buffers.
+struct Attending {
+  std::shared_ptr<mx::Primitive> primitive;  // of queries, keys and values
+  mx::Shape shape;  // of its output
+  int end;  // the tokens that it sees
+};
+
+// The queries, or the attention as [batch, tokens, heads * width] of one token, and the buffers.
+struct CacheStep {
+  mx::array result;
+  mx::array keys;
+  mx::array values;
+};
+
+// Its buffers may be updated in place while work on them is on its way. It has no derivatives. A pending array of the
+// queries' shape and dtype that is given becomes its result.
+CacheStep cache_step(Append append, std::optional<Attending> attending, std::optional<mx::array> result = std::nullopt);
+
+}  // namespace mittens

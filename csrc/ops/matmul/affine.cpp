@@ -1,0 +1,248 @@
+#include "ops/matmul/affine.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "mlx/ops.h"
+#include "params/matmul.h"
+#include "runtime/array_layout.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+
+namespace mittens {
+
+namespace {
+
+constexpr size_t most_batch_axes = 4;
+constexpr int64_t word_alignment = 16;
+
+// The axes before the last two of an array's view, merged where the strides of all three arrays of a triple allow.
+struct Stack {
+  std::vector<uint32_t> shape;
+  std::vector<int64_t> strides[3];
+};
+
+Stack stack_of(const mx::array& w, const mx::array& scales, const mx::array& biases) {
+  const mx::array* arrays[3] = {&w, &scales, &biases};
+  Stack stack;
+  for (int d = 0; d < static_cast<int>(w.ndim()) - 2; ++d) {
+    const int64_t size = w.shape(d);
+    if (size == 1) {
+      continue;
+    }
+    bool merges = !stack.shape.empty();
+    for (int i = 0; i < 3 && merges; ++i) {
+      merges = stack.strides[i].back() == arrays[i]->strides(d) * size;
+    }
+    if (merges) {
+      stack.shape.back() *= size;
+    } else {
+      stack.shape.push_back(size);
+    }
+    for (int i = 0; i < 3; ++i) {
+      if (merges) {
+        stack.strides[i].back() = arrays[i]->strides(d);
+      } else {
+        stack.strides[i].push_back(arrays[i]->strides(d));
+      }
+    }
+  }
+  return stack;
+}
+
+bool has_few_axes(const mx::array& w, const mx::array& scales, const mx::array& biases) {
+  return w.ndim() - 2 <= most_batch_axes || stack_of(w, scales, biases).shape.size() <= most_batch_axes;
+}
+
+// Columns that a lane of the rows kernel owns (instantiate_rows in matmul/qmv.metal).
+uint32_t lane_columns(int bits, uint32_t rows) {
+  if (bits == 4) {
+    return rows == 1 ? 32 : rows <= 4 ? 16 : 8;
+  }
+  return rows <= 4 ? 16 : 8;
+}
+
+// Simdgroups of matmul/qmm.metal that a core of an H200 is counted on to hold at once: in half types no more than
+// their registers allow (bench/results/registers.md); those in float32, which NVIDIA GPUs are not given, as these.
+uint32_t resident_tiles_of_core(const AffineFormat& format, uint32_t rows, uint32_t run) {
+  if (run == 32) {
+    return format.bits == 4 ? 16 : 24;
+  }
+  return format.bits == 4 ? 12 : rows <= 8 ? 20 : 16;
+}
+
+}  // namespace
+
+AffineFormat affine_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose) {
+  const AffineFormat format{group_size.value_or(64), bits.value_or(4), transpose};
+  if (format.bits < 1 || format.bits > 8 || format.bits == 7) {
+    checks::fail(op, "bits is ", format.bits, ": expected 1, 2, 3, 4, 5, 6 or 8");
+  }
+  if (format.group_size != 32 && format.group_size != 64 && format.group_size != 128) {
+    checks::fail(op, "group_size is ", format.group_size, ": expected 32, 64 or 128");
+  }
+  return format;
+}
+
+bool has_affine_kernels(const AffineFormat& format) {
+  return format.bits == 4 || format.bits == 8;
+}
+
+AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
+                         const mx::array& biases, const AffineFormat& format) {
+  if (x.ndim() < 1) {
+    checks::fail(op, "x has no dimensions: expected at least one");
+  }
+  if (w.dtype() != mx::uint32) {
+    checks::fail<DtypeError>(op, "w has dtype ", w.dtype(), ": expected uint32, as mx.quantize packs it");
+  }
+  if (w.ndim() < 2) {
+    checks::fail(op, "w has shape ", w.shape(), ": expected at least two dimensions");
+  }
+  checks::floating(op, {{"scales", scales}});
+  checks::floating(op, {{"biases", biases}});
+  if (biases.shape() != scales.shape()) {
+    checks::fail(op, "biases has shape ", biases.shape(), ", scales has shape ", scales.shape(),
+                 ": expected the same shape");
+  }
+  const int packed = static_cast<int>(int64_t(w.shape(-1)) * 32 / format.bits);
+  const bool is_of_w =
+      scales.ndim() == w.ndim() && std::equal(scales.shape().begin(), scales.shape().end() - 1, w.shape().begin());
+  if (!is_of_w || int64_t(scales.shape(-1)) * format.group_size != packed) {
+    mx::Shape expected = w.shape();
+    expected.back() = packed / format.group_size;
+    checks::fail(op, "scales has shape ", scales.shape(), ", w has shape ", w.shape(), ", which is ", packed,
+                 " integers of ", format.bits, " bits a row: expected shape ", expected, " for groups of ",
+                 format.group_size);
+  }
+  const AffineShape shape{format.transpose ? packed : w.shape(-2), format.transpose ? w.shape(-2) : packed};
+  if (x.shape(-1) != shape.columns) {
+    checks::fail(op, "x has ", x.shape(-1), " columns, w has shape ", w.shape(), ", which is ", shape.columns, " by ",
+                 shape.outputs, " of ", format.bits, " bits with transpose=", format.transpose ? "True" : "False",
+                 ": expected ", shape.columns, " columns");
+  }
+  return shape;
+}
+
+mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                 const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                                 std::optional<int> bits, const std::string& mode, mx::StreamOrDevice where) {
+  const mx::array y = mx::quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, where);
+  // Of sizes of zero it would divide by zero when it is evaluated.
+  const bool is_evaluable = y.size() > 0 && x.shape(-1) > 0;
+  return is_evaluable ? y : mx::zeros(y.shape(), y.dtype(), where);
+}
+
+bool is_prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases) {
+  return has_rows(w, word_alignment) && has_rows(scales, 1) && has_rows(biases, 1) && has_few_axes(w, scales, biases);
+}
+
+Arrays prepared_affine(const mx::array& w, const mx::array& scales, const mx::array& biases, mx::Stream stream) {
+  Arrays ready = {with_rows(w, word_alignment, stream), with_rows(scales, 1, stream), with_rows(biases, 1, stream)};
+  if (!has_few_axes(ready[0], ready[1], ready[2])) {
+    return {contiguous(w, stream), contiguous(scales, stream), contiguous(biases, stream)};
+  }
+  return ready;
+}
+
+QuantizedParams affine_params(const mx::array& w, const mx::array& scales, const mx::array& biases,
+                              const AffineFormat& format) {
+  QuantizedParams params{};
+  std::fill(std::begin(params.batch.shape), std::end(params.batch.shape), 1u);
+  if (w.ndim() > 2) {
+    const Stack stack = stack_of(w, scales, biases);
+    params.batch.axes = static_cast<uint32_t>(stack.shape.size());
+    std::copy(stack.shape.begin(), stack.shape.end(), params.batch.shape);
+    std::copy(stack.strides[0].begin(), stack.strides[0].end(), params.weight_strides);
+    std::copy(stack.strides[1].begin(), stack.strides[1].end(), params.scales_strides);
+    std::copy(stack.strides[2].begin(), stack.strides[2].end(), params.biases_strides);
+  }
+  params.matrices = static_cast<uint32_t>(leading_size(w, 2));
+  params.group_shift = std::countr_zero(static_cast<unsigned>(format.group_size));
+  params.weight_stride = static_cast<uint32_t>(w.strides(-2));
+  params.scales_stride = static_cast<uint32_t>(scales.strides(-2));
+  params.biases_stride = static_cast<uint32_t>(biases.strides(-2));
+  params.two23 = std::bit_cast<uint32_t>(8388608.0f);
+  return params;
+}
+
+std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::array& scales, const mx::array& biases,
+                                                 const AffineFormat& format) {
+  const Stack stack = stack_of(w, scales, biases);
+  const int64_t item = scales.itemsize();
+  std::vector<cpu::QuantizedWeights> matrices(leading_size(w, 2));
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    int64_t offsets[3] = {0, 0, 0};
+    size_t rest = i;
+    for (size_t d = stack.shape.size(); d-- > 0; rest /= stack.shape[d]) {
+      for (int a = 0; a < 3; ++a) {
+        offsets[a] += static_cast<int64_t>(rest % stack.shape[d]) * stack.strides[a][d];
+      }
+    }
+    matrices[i] = {
+        .words = w.data<uint32_t>() + offsets[0],
+        .scales = static_cast<const char*>(data_of(scales)) + offsets[1] * item,
+        .biases = static_cast<const char*>(data_of(biases)) + offsets[2] * item,
+        .words_stride = static_cast<size_t>(w.strides(-2)),
+        .scales_stride = static_cast<size_t>(scales.strides(-2)),
+        .biases_stride = static_cast<size_t>(biases.strides(-2)),
+        .bits = format.bits,
+        .group_size = format.group_size,
+        .transpose = format.transpose,
+    };
+  }
+  return matrices;
+}
+
+AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
+                                uint32_t batch, uint32_t most_rows, uint32_t matrices) {
+  const uint32_t together = std::min(std::bit_ceil(rows), most_rows);
+  const uint32_t resident_simdgroups = h200_cores * (together > 2 ? 8 : 16);  // simdgroups
+  const uint32_t chunks = ceil_divide(columns, 32 * lane_columns(format.bits, together));
+  const uint64_t each = uint64_t(outputs) * batch * ceil_divide(rows, together);
+  return {plan_row_products(chunks, each, together * matrices, resident_simdgroups), together};
+}
+
+bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, mx::Stream stream) {
+  return has_nvidia_rules(stream) && rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
+}
+
+bool goes_to_matrix_units(const AffineFormat& format, mx::Dtype dtype, size_t rows, int columns, int outputs,
+                          mx::Stream stream) {
+  // MLX's limits on those GPUs: its kernels for fewer rows do not use the units.
+  const int larger = std::max(columns, outputs);
+  const size_t fewest = larger <= 2048 ? 33 : larger <= 4096 ? 25 : 13;
+  return format.transpose && rows >= fewest && columns % 64 == 0 && mlx_uses_matrix_units(stream, dtype);
+}
+
+RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices) {
+  constexpr uint32_t products = 8 * kRowBlocks;  // of a simdgroup
+  constexpr uint32_t resident_simdgroups = h200_cores * 16;  // simdgroups
+  RowProductsPlan plan;
+  plan.outputs_per_group = products / matrices;
+  const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
+  const uint32_t chunks = ceil_divide(columns, kRowStep);
+  const uint32_t wanted = std::min({std::max(resident_simdgroups / groups, 2u), chunks, uint32_t(kRowSimdgroups)});
+  plan.simdgroups = ceil_divide(chunks, ceil_divide(chunks, wanted));  // none has a round less than another needs
+  return plan;
+}
+
+AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns,
+                                  uint32_t outputs, uint32_t batch) {
+  constexpr uint32_t fewest_columns = 256;  // that a simdgroup is left with
+  AffineTilesPlan plan;
+  plan.rows = rows <= 8 ? 8 : 16;
+  plan.run = format.group_size == 32 || dtype == mx::float32 ? 32 : 64;
+  plan.outputs_per_group = format.bits == 4 ? 32 : dtype == mx::float32 ? 8 : 16;
+  const uint32_t runs = dtype == mx::float32                 ? 1
+                        : format.bits == 4 && plan.rows == 8 ? 4
+                                                             : 2;  // that are taken at once
+  const uint32_t chunks = ceil_divide(columns, plan.run * runs);
+  const uint32_t resident_simdgroups = resident_tiles_of_core(format, plan.rows, plan.run);
+  const uint64_t groups = uint64_t(ceil_divide(std::max(outputs, 1u), plan.outputs_per_group)) * batch;
+  const uint32_t most = std::clamp(ceil_divide(columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
+  plan.simdgroups = plan_tile_simdgroups(groups, chunks, resident_simdgroups, 1, most);
+  return plan;
+}
+
+}  // namespace mittens

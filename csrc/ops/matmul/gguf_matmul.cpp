@@ -1,0 +1,158 @@
+#include <algorithm>
+#include <bit>
+#include <optional>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include "cpu/gguf.h"
+#include "mlx/ops.h"
+#include "ops/matmul/gguf.h"
+#include "ops/matmul/row_products.h"
+#include "params/matmul.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "block_matmul";
+const Name file = "matmul/gguf_matmul.metal";
+constexpr uint32_t most_kernel_rows = 2;  // of x that a kernel takes at once
+constexpr int line = 128;  // bytes
+
+// x [.., columns], blocks [outputs, bytes of a row] and bias [outputs], if there is one -> y [.., outputs].
+class BlockMatmul : public KernelPrimitive {
+ public:
+  BlockMatmul(mx::Stream stream, cpu::BlockKind kind) : KernelPrimitive(stream), kind_(kind) {}
+
+  const char* name() const override {
+    return "MittensBlockMatmul";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return kind_ == static_cast<const BlockMatmul&>(other).kind_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = inputs[1].shape(0);
+    return {shape};
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    return row_contiguous(inputs, stream(), copies, 16);
+  }
+
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].shape(-1) == 0;
+  }
+
+  const mx::array* addend(const Arrays& inputs) const override {
+    return inputs.size() > 2 ? &inputs[2] : nullptr;
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    // By their registers a core holds 12 of one row, and 8 of two rows, which are planned as those of one.
+    constexpr uint32_t held_simdgroups = h200_cores * 12;
+    constexpr uint32_t lane_columns = 32;
+    const mx::array& x = inputs[0];
+    BlocksParams params{};
+    params.rows = static_cast<uint32_t>(leading_size(x, 1));
+    params.columns = x.shape(-1);
+    params.outputs = inputs[1].shape(0);
+    params.has_bias = inputs.size() > 2;
+    params.two23 = std::bit_cast<uint32_t>(8388608.0f);
+    const uint32_t rows = std::min(std::bit_ceil(params.rows), most_kernel_rows);
+    const uint32_t row_blocks = ceil_divide(params.rows, rows);
+    const uint32_t chunks = ceil_divide(params.columns, 32 * lane_columns);
+    const RowProductsPlan plan =
+        plan_row_products(chunks, uint64_t(params.outputs) * row_blocks, rows, held_simdgroups);
+    params.outputs_per_group = plan.outputs_per_group;
+
+    Launch launch;
+    launch.file = file;
+    const char* begin = inputs[1].shape(1) % line == 0 ? "lines_" : "any_";  // of rows of blocks
+    launch.kernel = kernel_name(x.dtype(), op, begin, block_kind_name(kind_), "_", rows);
+    launch.threadgroups = {ceil_divide(params.outputs, params.outputs_per_group), row_blocks, 1};
+    launch.threads = {32 * plan.simdgroups, 1, 1};
+    const mx::array& bias = params.has_bias ? inputs[2] : x;
+    launch.input(x).input(inputs[1]).input_if(params.has_bias, bias).output(outputs[0]).params(params);
+    return in_order(std::move(launch));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    return [type = native_type(inputs[0].dtype()), kind = kind_, x = data_of(inputs[0]),
+            blocks = inputs[1].data<uint8_t>(), bias = inputs.size() > 2 ? data_of(inputs[2]) : nullptr,
+            y = data_of(outputs[0]), rows = leading_size(inputs[0], 1),
+            columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
+      cpu::block_matmul(type, kind, blocks, x, bias, y, rows, columns, count);
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::array w = block_dequantize(inputs[1], block_kind_name(kind_), inputs[0].dtype(), stream());
+    const mx::array y = mx::matmul(inputs[0], mx::transpose(w, stream()), stream());
+    return {inputs.size() > 2 ? mx::add(y, inputs[2], stream()) : y};
+  }
+
+ private:
+  cpu::BlockKind kind_;
+};
+
+mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::string& kind_name,
+                       const std::optional<mx::array>& bias, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const cpu::BlockKind kind = block_kind(op, kind_name);
+  check_blocks(op, blocks, kind);
+  if (blocks.ndim() != 2) {
+    checks::fail(op, "blocks has shape ", blocks.shape(), ": expected two dimensions, rows and the bytes of a row");
+  }
+  if (x.ndim() < 1) {
+    checks::fail(op, "x has no dimensions: expected at least one");
+  }
+  const int64_t columns = int64_t(blocks.shape(1)) / static_cast<int64_t>(cpu::block_bytes(kind)) *
+                          static_cast<int64_t>(cpu::block_weights);
+  if (x.shape(-1) != columns) {
+    checks::fail(op, "x has ", x.shape(-1), " columns, blocks has shape ", blocks.shape(), ", which is ", columns,
+                 " weights of ", kind_name, " a row: expected ", columns, " columns");
+  }
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != blocks.shape(0))) {
+    checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", blocks.shape(0), " elements");
+  }
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x}, {"bias", bias}});
+  Arrays inputs = {in_dtype(x, dtype, stream), blocks};
+  if (bias) {
+    inputs.push_back(in_dtype(*bias, dtype, stream));
+  }
+  const size_t rows = leading_size(x, 1);
+  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
+    fall_back(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
+    const mx::array w = block_dequantize(blocks, kind_name, dtype, stream);
+    const mx::array y = mx::matmul(inputs[0], mx::transpose(w, stream), stream);
+    return plus_bias(y, bias, stream);
+  }
+  return first_output(std::make_shared<BlockMatmul>(stream, kind), std::move(inputs));
+}
+
+void bind(nb::module_& module) {
+  module.def(op, &block_matmul, "x"_a, "blocks"_a, "kind"_a, "bias"_a.none() = nb::none(), nb::kw_only(),
+             "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,214 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include "mlx/ops.h"
+#include "ops/matmul/gguf.h"
+#include "params/matmul.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr uint32_t blocks_per_group = 8;  // one for each simdgroup
+
+// One simdgroup for each block, whichever way it goes.
+Launch block_launch(const char* op, cpu::BlockKind kind, mx::Dtype dtype, const mx::array& from, mx::array& to,
+                    size_t count) {
+  Launch launch;
+  launch.file = "matmul/gguf_quantize.metal";
+  launch.kernel = kernel_name(dtype, op, block_kind_name(kind));
+  launch.threadgroups = {ceil_divide(count, blocks_per_group), 1, 1};
+  launch.threads = {32 * blocks_per_group, 1, 1};
+  return launch.input(from).output(to).params(BlockCountParams{static_cast<uint32_t>(count)});
+}
+
+// blocks uint8 [.., bytes of a row] -> w [.., columns].
+class BlockDequantize : public KernelPrimitive {
+ public:
+  BlockDequantize(mx::Stream stream, cpu::BlockKind kind, mx::Dtype dtype)
+      : KernelPrimitive(stream), kind_(kind), dtype_(dtype) {}
+
+  const char* name() const override {
+    return "MittensBlockDequantize";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& dequantize = static_cast<const BlockDequantize&>(other);
+    return kind_ == dequantize.kind_ && dtype_ == dequantize.dtype_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = shape.back() / static_cast<int>(cpu::block_bytes(kind_)) * static_cast<int>(cpu::block_weights);
+    return {shape};
+  }
+
+  // Bytes have no derivative.
+  Arrays vjp(const Arrays& primals, const Arrays&, const std::vector<int>& argnums, const Arrays&) override {
+    return Arrays(argnums.size(), mx::zeros_like(primals[0], stream()));
+  }
+
+  Arrays jvp(const Arrays& primals, const Arrays&, const std::vector<int>&) override {
+    return {mx::zeros(output_shapes(primals)[0], dtype_, stream())};
+  }
+
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    const mx::array blocks = mx::moveaxis(inputs[0], axes[0], 0, stream());
+    return {{block_dequantize(blocks, block_kind_name(kind_), dtype_, stream())}, {0}};
+  }
+
+ protected:
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    return in_order(
+        block_launch("block_dequantize", kind_, dtype_, inputs[0], outputs[0], outputs[0].size() / cpu::block_weights));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    return [type = native_type(dtype_), kind = kind_, blocks = inputs[0].data<uint8_t>(), w = data_of(outputs[0]),
+            count = outputs[0].size() / cpu::block_weights] { cpu::block_dequantize(type, kind, blocks, w, count); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    return {block_dequantize(inputs[0], block_kind_name(kind_), dtype_, stream())};
+  }
+
+ private:
+  cpu::BlockKind kind_;
+  mx::Dtype dtype_;
+};
+
+// w [.., columns] -> blocks uint8 [.., bytes of a row].
+class BlockQuantize : public KernelPrimitive {
+ public:
+  BlockQuantize(mx::Stream stream, cpu::BlockKind kind) : KernelPrimitive(stream), kind_(kind) {}
+
+  const char* name() const override {
+    return "MittensBlockQuantize";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return kind_ == static_cast<const BlockQuantize&>(other).kind_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = shape.back() / static_cast<int>(cpu::block_weights) * static_cast<int>(cpu::block_bytes(kind_));
+    return {shape};
+  }
+
+  // Constant nearly everywhere.
+  Arrays vjp(const Arrays& primals, const Arrays&, const std::vector<int>& argnums, const Arrays&) override {
+    return Arrays(argnums.size(), mx::zeros_like(primals[0], stream()));
+  }
+
+  Arrays jvp(const Arrays& primals, const Arrays&, const std::vector<int>&) override {
+    return {mx::zeros(output_shapes(primals)[0], mx::uint8, stream())};
+  }
+
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    const mx::array w = mx::moveaxis(inputs[0], axes[0], 0, stream());
+    return {{block_quantize(w, block_kind_name(kind_), stream())}, {0}};
+  }
+
+ protected:
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    return in_order(block_launch("block_quantize", kind_, inputs[0].dtype(), inputs[0], outputs[0],
+                                 inputs[0].size() / cpu::block_weights));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    return [type = native_type(inputs[0].dtype()), kind = kind_, w = data_of(inputs[0]),
+            blocks = outputs[0].data<uint8_t>(),
+            count = inputs[0].size() / cpu::block_weights] { cpu::block_quantize(type, kind, w, blocks, count); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    return {block_quantize(inputs[0], block_kind_name(kind_), stream())};
+  }
+
+ private:
+  cpu::BlockKind kind_;
+};
+
+mx::array only(const std::shared_ptr<KernelPrimitive>& primitive, mx::Dtype dtype, const mx::array& input) {
+  return mx::array::make_arrays(primitive->output_shapes({input}), {dtype}, primitive, {input})[0];
+}
+
+}  // namespace
+
+const char* block_kind_name(cpu::BlockKind kind) {
+  return kind == cpu::BlockKind::q4_0 ? "q4_0" : "q8_0";
+}
+
+cpu::BlockKind block_kind(const char* op, const std::string& name) {
+  for (cpu::BlockKind kind : {cpu::BlockKind::q4_0, cpu::BlockKind::q8_0}) {
+    if (name == block_kind_name(kind)) {
+      return kind;
+    }
+  }
+  checks::fail(op, "kind is '", name, "': expected q4_0 or q8_0");
+}
+
+void check_blocks(const char* op, const mx::array& blocks, cpu::BlockKind kind) {
+  if (blocks.dtype() != mx::uint8) {
+    checks::fail<DtypeError>(op, "blocks has dtype ", blocks.dtype(), ": expected uint8, as a .gguf file stores them");
+  }
+  if (blocks.ndim() < 1 || blocks.shape(-1) % cpu::block_bytes(kind) != 0) {
+    checks::fail(op, "blocks has shape ", blocks.shape(), ": expected rows of a whole number of ",
+                 block_kind_name(kind), " blocks, ", cpu::block_bytes(kind), " bytes each");
+  }
+}
+
+mx::array block_dequantize(const mx::array& blocks, const std::string& kind_name, mx::Dtype dtype,
+                           mx::StreamOrDevice where) {
+  constexpr const char* op = "block_dequantize";
+  const cpu::BlockKind kind = block_kind(op, kind_name);
+  check_blocks(op, blocks, kind);
+  if (!has_kernels(dtype)) {
+    checks::fail<DtypeError>(op, "dtype is ", dtype, ": expected float32, float16 or bfloat16");
+  }
+  const mx::Stream stream = checks::checked_stream(op, where);
+  return only(std::make_shared<BlockDequantize>(stream, kind, dtype), dtype, gatherable(blocks, stream));
+}
+
+mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::StreamOrDevice where) {
+  constexpr const char* op = "block_quantize";
+  const cpu::BlockKind kind = block_kind(op, kind_name);
+  if (!has_kernels(w.dtype())) {
+    checks::fail<DtypeError>(op, "w has dtype ", w.dtype(), ": expected float32, float16 or bfloat16");
+  }
+  if (w.ndim() < 1 || w.shape(-1) % cpu::block_weights != 0) {
+    checks::fail(op, "w has shape ", w.shape(), ": expected a last axis that is a multiple of ", cpu::block_weights);
+  }
+  const mx::Stream stream = checks::checked_stream(op, where);
+  return only(std::make_shared<BlockQuantize>(stream, kind), mx::uint8, gatherable(w, stream));
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  // A default of MLX's float32 would need mlx.core, which is not there where the stubs are made.
+  const auto dequantize = [](const mx::array& blocks, const std::string& kind, std::optional<mx::Dtype> dtype,
+                             mx::StreamOrDevice where) {
+    return block_dequantize(blocks, kind, dtype.value_or(mx::float32), where);
+  };
+  module.def("block_dequantize", dequantize, "blocks"_a, "kind"_a, "dtype"_a = nb::none(), nb::kw_only(),
+             "stream"_a = nb::none());
+  module.def("block_quantize", &block_quantize, "w"_a, "kind"_a, nb::kw_only(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,428 @@
+#include "ops/matmul/quantized_matmul.h"
+
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <limits>
+#include <numeric>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include "mlx/ops.h"
+#include "ops/matmul/affine.h"
+#include "ops/matmul/splitk.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "quantized_matmul";
+const Name rows_file = "matmul/qmv.metal";
+const Name row_file = "matmul/nvidia/qmv_mma.metal";
+const Name tiles_file = "matmul/qmm.metal";
+const Name columns_file = "matmul/qvm.metal";
+constexpr uint32_t most_kernel_rows = 8;  // of x that a kernel takes at once
+constexpr uint32_t most_matrices = 65535;  // of a grid's third dimension on NVIDIA GPUs
+
+// From how many rows of x on 8x8 matrices pay. On NVIDIA GPUs those of floats never do: they go through shuffles.
+uint32_t fewest_tile_rows(mx::Dtype dtype, mx::Stream stream) {
+  if (!has_nvidia_rules(stream)) {
+    return 6;
+  }
+  return dtype == mx::float32 ? std::numeric_limits<uint32_t>::max() : 2;
+}
+
+// x [.., rows, columns], w, scales and biases [.., rows, ..] and bias [outputs], if there is one -> y [.., rows,
+// outputs]. The axes before w's last two are those of x, or 1 at the end: there x's axes count as rows.
+class QuantizedMatmul : public KernelPrimitive {
+ public:
+  QuantizedMatmul(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
+
+  static mx::array apply(Arrays inputs, AffineFormat format, mx::Stream stream) {
+    auto primitive = std::make_shared<QuantizedMatmul>(stream, format);
+    if (!format.transpose) {
+      return first_output(std::move(primitive), std::move(inputs));
+    }
+    mx::Shape shape = primitive->shape_of_y(inputs);
+    return only_output(std::move(shape), std::move(primitive), std::move(inputs));
+  }
+
+  const char* name() const override {
+    return "MittensQuantizedMatmul";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return format_ == static_cast<const QuantizedMatmul&>(other).format_;
+  }
+
+  const AffineFormat& format() const {
+    return format_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    if (format_.transpose) {
+      return {shape_of_y(inputs)};
+    }
+    const Sizes sizes = sizes_of(inputs);
+    const uint64_t elements = uint64_t(sizes.matrices) * sizes.rows * sizes.outputs;
+    return {shape_of_y(inputs), workspace_shape(plan_of(sizes).splits, elements)};
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    const mx::array& dy = cotangents[0];
+    if (dy.size() == 0) {
+      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+    }
+    Arrays gradients;
+    for (int argument : argnums) {
+      if (argument == 0) {
+        gradients.push_back(quantized_matmul(dy, primals[1], primals[2], primals[3], !format_.transpose,
+                                             format_.group_size, format_.bits, "affine", std::nullopt, stream()));
+      } else if (argument == 4) {
+        std::vector<int> axes(dy.ndim() - 1);
+        std::iota(axes.begin(), axes.end(), 0);
+        gradients.push_back(mx::sum(dy, axes, false, stream()));
+      } else {
+        gradients.push_back(KernelPrimitive::vjp(primals, cotangents, {argument}, outputs)[0]);
+      }
+    }
+    return gradients;
+  }
+
+  // y is linear in x, and in scales and biases together.
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
+    std::vector<std::optional<mx::array>> tangent(5);
+    for (size_t i = 0; i < argnums.size(); ++i) {
+      tangent[argnums[i]] = tangents[i];
+    }
+    auto product = [&](const mx::array& x, const mx::array& scales, const mx::array& biases) {
+      return apply({x, primals[1], scales, biases}, format_, stream());
+    };
+    mx::array sum = tangent[0] ? product(*tangent[0], primals[2], primals[3])
+                               : mx::zeros(output_shapes(primals)[0], primals[0].dtype(), stream());
+    if (tangent[2] || tangent[3]) {
+      const mx::array none = mx::zeros_like(primals[2], stream());
+      sum = mx::add(sum, product(primals[0], tangent[2].value_or(none), tangent[3].value_or(none)), stream());
+    }
+    if (tangent[4]) {
+      sum = mx::add(sum, *tangent[4], stream());
+    }
+    return with_workspace(sum, primals);
+  }
+
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    Arrays batched;
+    int size = 0;
+    bool weights = false;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      batched.push_back(axes[i] >= 0 ? mx::moveaxis(inputs[i], axes[i], 0, stream()) : inputs[i]);
+      size = axes[i] >= 0 ? batched[i].shape(0) : size;
+      weights = weights || (axes[i] >= 0 && i > 0 && i < 4);
+    }
+    auto broadcast = [&](size_t i) {
+      if (axes[i] < 0) {
+        mx::Shape shape = inputs[i].shape();
+        shape.insert(shape.begin(), size);
+        batched[i] = mx::broadcast_to(batched[i], shape, stream());
+      }
+    };
+    broadcast(0);
+    std::optional<mx::array> bias;
+    if (inputs.size() > 4) {
+      bias = batched[4];
+      batched.pop_back();
+    }
+    mx::Shape shape = batched[0].shape();
+    if (weights) {
+      for (size_t i = 1; i < 4; ++i) {
+        broadcast(i);
+      }
+      if (batched[1].ndim() == 3) {  // a matrix for each of them: all else of x is rows
+        const int rows = std::accumulate(shape.begin() + 1, shape.end() - 1, 1, std::multiplies<int>());
+        batched[0] = mx::reshape(batched[0], {size, rows, shape.back()}, stream());
+      }
+    }
+    mx::array y = quantized_matmul(batched[0], batched[1], batched[2], batched[3], format_.transpose,
+                                   format_.group_size, format_.bits, "affine", std::nullopt, stream());
+    shape.back() = y.shape(-1);
+    y = mx::reshape(y, shape, stream());
+    if (bias) {
+      if (axes[4] >= 0) {
+        mx::Shape each(shape.size(), 1);
+        each.front() = size;
+        each.back() = shape.back();
+        bias = mx::reshape(*bias, each, stream());
+      }
+    }
+    return {{plus_bias(y, bias, stream())}, {0}};
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    if (is_contiguous(inputs[0]) && is_prepared_affine(inputs[1], inputs[2], inputs[3]) &&
+        (inputs.size() < 5 || is_contiguous(inputs[4]))) {
+      return inputs;
+    }
+    copies = prepared_affine(inputs[1], inputs[2], inputs[3], stream());
+    copies.insert(copies.begin(), contiguous_rows(inputs[0], stream()));
+    if (inputs.size() > 4) {
+      copies.push_back(contiguous_rows(inputs[4], stream()));
+    }
+    return copies;
+  }
+
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].shape(-1) == 0;
+  }
+
+  const mx::array* addend(const Arrays& inputs) const override {
+    return inputs.size() > 4 ? &inputs[4] : nullptr;
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const Sizes sizes = sizes_of(inputs);
+    QuantizedParams params = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    params.rows = sizes.rows;
+    params.columns = sizes.columns;
+    params.outputs = sizes.outputs;
+    params.has_bias = inputs.size() > 4;
+    params.splits = 1;
+    const mx::array& bias = params.has_bias ? inputs[4] : x;
+    auto launch = [&](Name file, Name kernel, const mx::array& bias, mx::array& y) {
+      Launch launch;
+      launch.file = file;
+      launch.kernel = kernel;
+      launch.input(x);
+      add_view(launch, inputs[1]);
+      add_view(launch, inputs[2]);
+      add_view(launch, inputs[3]);
+      return launch.input_if(params.has_bias, bias).output(y).params(params);
+    };
+
+    if (format_.transpose) {
+      auto by_rows = [&](const RowProductsPlan& plan, uint32_t together, Name file, Name kernel) {
+        params.outputs_per_group = plan.outputs_per_group;
+        Launch rows = launch(file, kernel, bias, outputs[0]);
+        rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, together),
+                             sizes.matrices};
+        rows.threads = {32 * plan.simdgroups, 1, 1};
+        return in_order(std::move(rows));
+      };
+      if (row_by_matrices(format_, x.dtype(), sizes.rows, stream())) {
+        const RowProductsPlan plan = plan_affine_row(sizes.columns, sizes.outputs, sizes.matrices, 1);
+        return by_rows(plan, 1, row_file, kernel_name(x.dtype(), op, "row_4bit"));
+      }
+      if (sizes.rows >= fewest_tile_rows(x.dtype(), stream())) {
+        const AffineTilesPlan plan =
+            plan_affine_tiles(format_, x.dtype(), sizes.rows, sizes.columns, sizes.outputs, sizes.matrices);
+        return by_rows(plan, plan.rows, tiles_file,
+                       kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
+      }
+      const AffineRowsPlan plan =
+          plan_affine_rows(format_, sizes.rows, sizes.columns, sizes.outputs, sizes.matrices, most_kernel_rows, 1);
+      return by_rows(plan, plan.rows, rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
+    }
+    const ColumnsPlan plan = plan_of(sizes);
+    params.lanes = plan.lanes;
+    params.splits = plan.splits;
+    params.columns_per_split = plan.columns_per_split;
+    Launch columns = launch(columns_file, kernel_name(x.dtype(), op, "columns_", format_.bits, "bit_", plan.rows), bias,
+                            outputs[plan.splits > 1 ? 1 : 0]);
+    columns.threadgroups = {plan.tiles, plan.row_blocks * plan.splits, sizes.matrices};
+    columns.threads = {plan.threads, 1, 1};
+    if (plan.splits == 1) {
+      return in_order(std::move(columns));
+    }
+    return in_order(std::move(columns), split_sum_launch(outputs[1], bias, params.has_bias, outputs[0], plan.splits));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const Sizes sizes = sizes_of(inputs);
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), y = data_of(outputs[0]),
+            weights = native_affine(inputs[1], inputs[2], inputs[3], format_),
+            bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes] {
+      cpu::quantized_matmul(type, weights.data(), x, bias, y, sizes.matrices, sizes.rows, sizes.columns, sizes.outputs);
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    mx::array y = mx::quantized_matmul(inputs[0], inputs[1], inputs[2], inputs[3], format_.transpose,
+                                       format_.group_size, format_.bits, "affine", stream());
+    return with_workspace(inputs.size() > 4 ? mx::add(y, inputs[4], stream()) : y, inputs);
+  }
+
+ private:
+  struct Sizes {
+    uint32_t matrices;
+    uint32_t rows;  // of x for each matrix
+    uint32_t columns;
+    uint32_t outputs;
+  };
+
+  Sizes sizes_of(const Arrays& inputs) const {
+    const mx::array& x = inputs[0];
+    const mx::array& w = inputs[1];
+    Sizes sizes{};
+    sizes.matrices = static_cast<uint32_t>(leading_size(w, 2));
+    sizes.columns = x.shape(-1);
+    sizes.rows = sizes.matrices == 0 ? 0 : static_cast<uint32_t>(leading_size(x, 1) / sizes.matrices);
+    sizes.outputs = format_.transpose ? w.shape(-2) : static_cast<uint32_t>(int64_t(w.shape(-1)) * 32 / format_.bits);
+    return sizes;
+  }
+
+  mx::Shape shape_of_y(const Arrays& inputs) const {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = static_cast<int>(sizes_of(inputs).outputs);
+    return shape;
+  }
+
+  static ColumnsPlan plan_of(const Sizes& sizes) {
+    return plan_columns(sizes.rows, sizes.columns, sizes.outputs, sizes.matrices, 8, 8, most_kernel_rows);
+  }
+
+  AffineFormat format_;
+};
+
+// The shapes to which the axes before the last two of x and of w broadcast. Axes at the end along which w does not
+// change stay 1 there: the primitive takes those of x for rows.
+struct BatchShapes {
+  mx::Shape x;
+  mx::Shape w;
+};
+
+BatchShapes batch_shapes(const mx::array& x, const mx::array& w) {
+  const mx::Shape x_batch(x.shape().begin(), x.shape().end() - 2);
+  const mx::Shape w_batch(w.shape().begin(), w.shape().end() - 2);
+  BatchShapes shapes;
+  shapes.x = mx::broadcast_shapes(x_batch, w_batch);
+  shapes.w = shapes.x;
+  const int missing = static_cast<int>(shapes.x.size() - w_batch.size());
+  for (int d = static_cast<int>(shapes.x.size()) - 1; d >= 0 && (d < missing || w_batch[d - missing] == 1); --d) {
+    shapes.w[d] = 1;
+  }
+  return shapes;
+}
+
+mx::array with_batch(const mx::array& array, mx::Shape shape, mx::Stream stream) {
+  shape.push_back(array.shape(-2));
+  shape.push_back(array.shape(-1));
+  return array.shape() == shape ? array : mx::broadcast_to(array, shape, stream);
+}
+
+}  // namespace
+
+std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                              const std::optional<mx::array>& biases, bool transpose,
+                                              std::optional<int> group_size, std::optional<int> bits,
+                                              const std::string& mode, const std::optional<mx::array>& bias,
+                                              mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  if (mode != "affine") {
+    if (mode != "mxfp4" && mode != "mxfp8" && mode != "nvfp4") {
+      checks::fail(op, "mode is '", mode, "': expected affine, mxfp4, mxfp8 or nvfp4");
+    }
+    return fallback(op, "mode " + mode);
+  }
+  if (!biases) {
+    checks::fail(op, "biases is None: expected an array, which affine quantization has");
+  }
+  const AffineFormat format = affine_format(op, group_size, bits, transpose);
+  const AffineShape shape = check_affine(op, x, w, scales, *biases, format);
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != shape.outputs)) {
+    checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", shape.outputs, " elements");
+  }
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x}, {"bias", bias}, {"scales", scales}, {"biases", *biases}});
+  if (x.ndim() <= 2 && leading_size(w, 2) == 0) {
+    checks::fail(op, "w has shape ", w.shape(), ", x has shape ", x.shape(), ": expected at least one matrix");
+  }
+  if (!has_affine_kernels(format)) {
+    return fallback(op, std::to_string(format.bits) + " bits");
+  }
+  if (w.ndim() > 2 && x.ndim() <= 2) {
+    return fallback(op, "an x of fewer than three dimensions with a stack of matrices");
+  }
+
+  Arrays inputs;
+  inputs.reserve(5);
+  inputs.push_back(in_dtype(x, dtype, stream));
+  inputs.push_back(w);
+  inputs.push_back(in_dtype(scales, dtype, stream));
+  inputs.push_back(in_dtype(*biases, dtype, stream));
+  if (w.ndim() > 2) {
+    const BatchShapes batch = batch_shapes(x, w);
+    inputs[0] = with_batch(inputs[0], batch.x, stream);
+    for (int i = 1; i < 4; ++i) {
+      inputs[i] = with_batch(inputs[i], batch.w, stream);
+    }
+  }
+  const size_t matrices = leading_size(inputs[1], 2);
+  const size_t rows = matrices == 0 ? 0 : leading_size(inputs[0], 1) / matrices;
+  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
+    return fallback(op, "more than " + std::to_string(most_gemv_rows) + " rows of x for a matrix");
+  }
+  if (matrices > most_matrices) {
+    return fallback(op, "more than " + std::to_string(most_matrices) + " matrices");
+  }
+  // Where mx goes over to tensor cores, and ours does not (bench/results/h200.json).
+  if (transpose && dtype == mx::float32 && matrices * rows >= 12 && has_nvidia_rules(stream) &&
+      prefer_fallback(op, "many rows of x where there are tensor cores")) {
+    return std::nullopt;
+  }
+  if (goes_to_matrix_units(format, dtype, rows, shape.columns, shape.outputs, stream) &&
+      prefer_fallback(op, "many rows of x where there are matrix units")) {
+    return std::nullopt;
+  }
+  if (bias) {
+    inputs.push_back(in_dtype(*bias, dtype, stream));
+  }
+  return QuantizedMatmul::apply(std::move(inputs), format, stream);
+}
+
+std::optional<AffineFormat> pending_product(const mx::array& y) {
+  if (!is_pending(y) || y.inputs().size() != 4 || y.inputs()[1].ndim() != 2) {
+    return std::nullopt;
+  }
+  const auto* product = dynamic_cast<const QuantizedMatmul*>(&y.primitive());
+  return product && product->format().transpose ? std::optional(product->format()) : std::nullopt;
+}
+
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                           const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                           std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
+                           mx::StreamOrDevice where) {
+  if (auto y = try_quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, bias, where)) {
+    return *std::move(y);
+  }
+  const mx::array y = quantized_matmul_of_mx(x, w, scales, biases, transpose, group_size, bits, mode, where);
+  return plus_bias(y, bias, where);
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  define(module, op, &try_quantized_matmul, &quantized_matmul, nb::arg(), nb::arg(), "scales"_a,
+         "biases"_a.none() = nb::none(), "transpose"_a = true, "group_size"_a.none() = nb::none(),
+         "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(),
+         "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

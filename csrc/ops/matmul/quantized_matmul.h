@@ -1,0 +1,29 @@
+// What others use of quantized_matmul.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "mlx/utils.h"
+#include "ops/matmul/affine.h"
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                           const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                           std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
+                           mx::StreamOrDevice where);
+
+// The same, or nothing where it is for mx.
+std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                              const std::optional<mx::array>& biases, bool transpose,
+                                              std::optional<int> group_size, std::optional<int> bits,
+                                              const std::string& mode, const std::optional<mx::array>& bias,
+                                              mx::StreamOrDevice where);
+
+// The format of an array that is to be this op's: x by the transpose of one matrix, without a bias, not yet computed.
+// Its inputs are x and the triple. Nothing for any other array.
+std::optional<AffineFormat> pending_product(const mx::array& y);
+
+}  // namespace mittens

@@ -1,0 +1,205 @@
+#include <optional>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+
+#include "mlx/ops.h"
+#include "mlx/transforms.h"
+#include "ops/matmul/affine.h"
+#include "ops/matmul/quantized_matmul.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "quantized_swiglu";
+const Name rows_file = "matmul/quantized_swiglu.metal";
+const Name row_file = "matmul/nvidia/quantized_swiglu_mma.metal";
+constexpr uint32_t most_kernel_rows = 4;  // of x that a kernel takes at once
+
+using Triple = std::tuple<mx::array, mx::array, mx::array>;
+
+// x [.., columns] and the triples gate and up -> y [.., outputs].
+class QuantizedSwiglu : public KernelPrimitive {
+ public:
+  QuantizedSwiglu(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
+
+  const char* name() const override {
+    return "MittensQuantizedSwiglu";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return format_ == static_cast<const QuantizedSwiglu&>(other).format_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = inputs[1].shape(0);
+    return {shape};
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    // One set of strides serves both triples.
+    bool as_is = is_contiguous(inputs[0]) && is_prepared_affine(inputs[1], inputs[2], inputs[3]) &&
+                 is_prepared_affine(inputs[4], inputs[5], inputs[6]);
+    for (int i = 1; i < 4; ++i) {
+      as_is = as_is && inputs[i].strides(0) == inputs[i + 3].strides(0);
+    }
+    return as_is ? inputs : row_contiguous(inputs, stream(), copies, 16);
+  }
+
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].shape(-1) == 0;
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    QuantizedParams params = affine_params(inputs[1], inputs[2], inputs[3], format_);
+    params.rows = static_cast<uint32_t>(leading_size(x, 1));
+    params.columns = x.shape(-1);
+    params.outputs = inputs[1].shape(0);
+    Launch launch;
+    auto cut = [&](const RowProductsPlan& plan, uint32_t together) {
+      params.outputs_per_group = plan.outputs_per_group;
+      launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, together),
+                             1};
+      launch.threads = {32 * plan.simdgroups, 1, 1};
+    };
+    if (row_by_matrices(format_, x.dtype(), params.rows, stream())) {
+      launch.file = row_file;
+      launch.kernel = kernel_name(x.dtype(), op, "row_4bit");
+      cut(plan_affine_row(params.columns, params.outputs, 1, 2), 1);
+    } else {
+      const AffineRowsPlan plan =
+          plan_affine_rows(format_, params.rows, params.columns, params.outputs, 1, most_kernel_rows, 2);
+      launch.file = rows_file;
+      launch.kernel = kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
+      cut(plan, plan.rows);
+    }
+    launch.input(x);
+    for (int i = 1; i < 7; ++i) {
+      add_view(launch, inputs[i]);
+    }
+    return in_order(launch.output(outputs[0]).params(params));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), y = data_of(outputs[0]),
+            gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
+            up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows = leading_size(inputs[0], 1),
+            columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
+      cpu::quantized_swiglu(type, gate, up, x, y, rows, columns, count);
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    auto product = [&](int first) {
+      return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], inputs[first + 2], true, format_.group_size,
+                              format_.bits, "affine", std::nullopt, stream());
+    };
+    const mx::array gate = product(1);
+    return {mx::multiply(mx::multiply(gate, mx::sigmoid(gate, stream()), stream()), product(4), stream())};
+  }
+
+ private:
+  AffineFormat format_;
+};
+
+mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,
+                           std::optional<int> bits, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const AffineFormat format = affine_format(op, group_size, bits, true);
+  const AffineShape shape = check_affine(op, x, std::get<0>(gate), std::get<1>(gate), std::get<2>(gate), format);
+  check_affine(op, x, std::get<0>(up), std::get<1>(up), std::get<2>(up), format);
+  for (const auto& [name, w] : {std::pair("gate", &std::get<0>(gate)), std::pair("up", &std::get<0>(up))}) {
+    if (w->ndim() != 2) {
+      checks::fail(op, name, "'s w has shape ", w->shape(), ": expected two dimensions");
+    }
+  }
+  if (std::get<0>(up).shape(0) != shape.outputs) {
+    checks::fail(op, "up's w has ", std::get<0>(up).shape(0), " rows, gate's has ", shape.outputs,
+                 ": expected the same number");
+  }
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x},
+                                                    {"gate's scales", std::get<1>(gate)},
+                                                    {"gate's biases", std::get<2>(gate)},
+                                                    {"up's scales", std::get<1>(up)},
+                                                    {"up's biases", std::get<2>(up)}});
+  auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
+  Arrays inputs;
+  inputs.reserve(7);
+  inputs.push_back(typed(x));
+  for (const Triple* triple : {&gate, &up}) {
+    const auto& [w, scales, biases] = *triple;
+    inputs.push_back(w);
+    inputs.push_back(typed(scales));
+    inputs.push_back(typed(biases));
+  }
+  auto products_of_mx = [&] {
+    auto product = [&](int first) {
+      return quantized_matmul_of_mx(inputs[0], inputs[first], inputs[first + 1], inputs[first + 2], true,
+                                    format.group_size, format.bits, "affine", stream);
+    };
+    const mx::array linear = product(1);
+    return mx::multiply(mx::multiply(linear, mx::sigmoid(linear, stream), stream), product(4), stream);
+  };
+  auto by_mx = [&](const std::string& reason) {
+    fall_back(op, reason);
+    return products_of_mx();
+  };
+  if (!has_affine_kernels(format)) {
+    return by_mx(std::to_string(format.bits) + " bits");
+  }
+  const size_t rows = leading_size(x, 1);
+  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
+    return by_mx("more than " + std::to_string(most_gemv_rows) + " rows of x");
+  }
+  if (goes_to_matrix_units(format, dtype, rows, x.shape(-1), shape.outputs, stream) &&
+      prefer_fallback(op, "many rows of x where there are matrix units")) {
+    return products_of_mx();
+  }
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, format), std::move(inputs));
+}
+
+// silu(gate) * up of two quantized products that nothing has computed yet, as one: under the patch a model multiplies
+// first and then asks for this. Products of more rows than a kernel takes at once stay two, which may go by tiles, and
+// so do those of a gradient, which would multiply again on its way back.
+std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) {
+  const auto format = pending_product(gate);
+  if (!format || pending_product(up) != format || gate.shape() != up.shape()) {
+    return std::nullopt;
+  }
+  const mx::Stream stream = gate.primitive().stream();
+  const Arrays& inputs = gate.inputs();
+  if (gate.is_tracer() || up.primitive().stream() != stream || up.inputs()[0].id() != inputs[0].id() ||
+      (stream.device == mx::Device::gpu && leading_size(inputs[0], 1) > most_kernel_rows)) {
+    return std::nullopt;
+  }
+  Arrays all = inputs;
+  all.insert(all.end(), up.inputs().begin() + 1, up.inputs().end());
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, *format), std::move(all));
+}
+
+void bind(nb::module_& module) {
+  module.def("try_swiglu", &try_swiglu, "gate"_a, "x"_a);
+  module.def(op, &quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
+             "bits"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,189 @@
+#include <algorithm>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/variant.h>
+
+#include "cpu/rms_norm.h"
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "ops/norm/norm_vjp.h"
+#include "ops/norm/norms.h"
+#include "ops/norm/row_primitive.h"
+#include "params/norm.h"
+#include "python/registry.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "add_rms_norm";
+const Name file = "norm/add_rms_norm.metal";
+
+// x and residual [.., columns] and weight [columns], if there is one -> y and the sum.
+class AddRmsNorm : public RowPrimitive {
+ public:
+  AddRmsNorm(mx::Stream stream, const mx::array& x, float eps) : RowPrimitive(stream, {2, 2, 1}, x), eps_(eps) {}
+
+  const char* name() const override {
+    return "MittensAddRmsNorm";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& norm = static_cast<const AddRmsNorm&>(other);
+    return eps_ == norm.eps_ && has_workspace() == norm.has_workspace();
+  }
+
+  // The gradients with respect to x and to the residual are the same: that of the sum.
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    const auto weight = optional_input(primals, 2);
+    const NormGradients gradients = norm_gradients(
+        outputs[1], weight, cotangents[0], cotangents[1],
+        {.centred = false, .eps = eps_, .weight_gradient = argnums.back() == 2, .bias_gradient = false}, stream());
+    Arrays selected;
+    for (int argument : argnums) {
+      selected.push_back(argument == 2 ? *gradients.weight : gradients.x);
+    }
+    return selected;
+  }
+
+ protected:
+  std::shared_ptr<RowPrimitive> like(const mx::array& x) override {
+    return std::make_shared<AddRmsNorm>(stream(), x, eps_);
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const mx::array& residual = inputs[1];
+    const bool has_weight = inputs.size() > 2;
+    const mx::array& weight = has_weight ? inputs[2] : x;
+    const mx::array& y = outputs[0];
+    const mx::array& sum = outputs[1];
+    const RowPlan plan = this->plan({&x, &residual, &weight, &y, &sum});
+    const AddRmsNormParams params{plan.params, phase_of(x),   phase_of(residual), phase_of(weight),
+                                  phase_of(y), phase_of(sum), has_weight,         eps_};
+    auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
+
+    if (plan.kernel == RowKernel::split) {
+      return in_order(
+          launch("split_sums").input(x).input(residual).output(sum).output(outputs[2]).params(params),
+          launch("split_write").input(sum).input_if(has_weight, weight).input(outputs[2]).output(y).params(params));
+    }
+    return in_order(launch(plan.variant)
+                        .input(x)
+                        .input(residual)
+                        .input_if(has_weight, weight)
+                        .output(y)
+                        .output(sum)
+                        .params(params));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const size_t columns = inputs[0].shape(-1);
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), residual = data_of(inputs[1]),
+            weight = inputs.size() > 2 ? data_of(inputs[2]) : nullptr, y = data_of(outputs[0]),
+            sum = data_of(outputs[1]), rows = inputs[0].size() / columns, columns,
+            eps = eps_] { cpu::add_rms_norm(type, x, residual, weight, y, sum, rows, columns, eps); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::array sum = mx::add(inputs[0], inputs[1], stream());
+    return with_workspace({compose_rms_norm(sum, optional_input(inputs, 2), eps_, stream()), sum});
+  }
+
+ private:
+  float eps_;
+};
+
+std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array& residual,
+                                             const std::optional<mx::array>& weight, float eps,
+                                             mx::StreamOrDevice where) {
+  checks::has_axis(op, "x", x);
+  checks::same_shape(op, "residual", residual, x);
+  if (weight) {
+    checks::per_column(op, "weight", *weight, x);
+  }
+  checks::epsilon(op, eps);
+  const mx::Dtype sum_dtype = checks::floating(op, {{"x", x}, {"residual", residual}});
+  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"residual", residual}, {"weight", weight}});
+  const mx::Stream stream = checks::checked_stream(op, where);
+  if (!has_kernels(dtype)) {
+    fall_back(op, "float64");
+    const mx::array sum = mx::add(x, residual, stream);
+    const mx::array y =
+        sum.size() == 0 ? mx::zeros(sum.shape(), dtype, stream) : mx::fast::rms_norm(sum, weight, eps, stream);
+    return {y, sum};
+  }
+  // A weight of a wider type widens the norm but not the sum: two outputs of two types.
+  if (dtype != sum_dtype) {
+    const mx::array sum = mx::add(x, residual, stream);
+    return {rms_norm(sum, weight, eps, stream), sum};
+  }
+
+  Arrays inputs;
+  inputs.reserve(3);
+  inputs.push_back(gatherable(in_dtype(x, dtype, stream), stream));
+  inputs.push_back(gatherable(in_dtype(residual, dtype, stream), stream));
+  if (weight) {
+    inputs.push_back(gatherable(in_dtype(*weight, dtype, stream), stream));
+  }
+  Arrays outputs = RowPrimitive::outputs_of(std::make_shared<AddRmsNorm>(stream, inputs[0], eps), inputs);
+  return {std::move(outputs[0]), std::move(outputs[1])};
+}
+
+// Whether a sum that nothing has computed or asked for yet can be computed with its norm. A sum with one row for all is
+// none: it would have to be copied.
+bool is_pending_sum(const mx::array& sum, mx::Stream stream) {
+  if (!is_pending(sum) || std::string_view(sum.primitive().name()) != "Add" || sum.primitive().stream() != stream ||
+      sum.is_tracer() || !is_held_alone(sum)) {
+    return false;
+  }
+  const auto is_whole = [&](const mx::array& part) {
+    return part.dtype() == sum.dtype() && part.shape() == sum.shape() &&
+           !(part.has_primitive() && std::string_view(part.primitive().name()) == "Broadcast");
+  };
+  return std::all_of(sum.inputs().begin(), sum.inputs().end(), is_whole);
+}
+
+}  // namespace
+
+// rms_norm as the patch has it: under it a model adds a residual and then normalizes the sum, which is one kernel. The
+// sum becomes that kernel's, as by mx's own assignment to a part of an array: who holds its Python object sees it.
+std::optional<mx::array> try_pending_add_rms_norm(mx::array& x, const std::optional<mx::array>& weight, float eps,
+                                                  mx::StreamOrDevice where) {
+  const bool is_one_type = x.ndim() > 0 && has_kernels(x.dtype()) && (!weight || weight->dtype() == x.dtype());
+  if (!is_one_type || !is_pending_sum(x, checks::checked_stream("rms_norm", where))) {
+    return try_rms_norm(x, weight, eps, where);
+  }
+  const auto [y, sum] = add_rms_norm(x.inputs()[0], x.inputs()[1], weight, eps, where);
+  x.overwrite_descriptor(sum);
+  return y;
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  module.def("try_pending_add_rms_norm", lenient("rms_norm", &try_pending_add_rms_norm), "x"_a, "weight"_a.none(),
+             "eps"_a, nb::kw_only(), "stream"_a = nb::none());
+  module.def(op, &add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
+             "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

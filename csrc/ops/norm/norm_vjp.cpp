@@ -1,0 +1,324 @@
+#include "ops/norm/norm_vjp.h"
+
+#include <algorithm>
+#include <deque>
+#include <numeric>
+
+#include "cpu/layer_norm.h"
+#include "cpu/rms_norm.h"
+#include "mlx/ops.h"
+#include "ops/norm/row_plan.h"
+#include "params/norm.h"
+#include "runtime/array_util.h"
+#include "runtime/cpu_types.h"
+
+namespace mittens {
+
+namespace {
+
+const Name file = "norm/norm_vjp.metal";
+
+enum class NormVjpKernel { simd, block, columns };
+
+struct NormVjpVariant {
+  uint32_t most_packs;  // of a row
+  uint32_t least_itemsize;  // a pack of small elements takes more registers: its sums are float32
+  NormVjpKernel kernel;
+  const char* name;
+  uint32_t packs;  // a thread holds at once
+};
+
+// The first that fits is taken; past what registers hold of a row, the three kernels that read it twice.
+constexpr NormVjpVariant variants[] = {
+    {32, 2, NormVjpKernel::simd, "simd1", 1},     {64, 2, NormVjpKernel::simd, "simd2", 2},
+    {256, 2, NormVjpKernel::block, "block1", 1},  {1024, 2, NormVjpKernel::block, "block2", 2},
+    {2048, 4, NormVjpKernel::block, "block4", 4}, {no_limit, 2, NormVjpKernel::columns, "columns", 1},
+};
+
+constexpr uint32_t simdgroup = 32;
+constexpr uint32_t simdgroups = 8;  // in a threadgroup of the simd and column kernels
+constexpr uint32_t sum_simdgroups = 16;  // in a threadgroup that adds up the blocks' shares
+constexpr uint32_t most_blocks = 512;  // of rows, each of which leaves its share of the parameters' gradients
+constexpr uint32_t few_threads = 1 << 16;  // in all blocks: fewer, with less to add up, would leave a GPU idle
+constexpr uint32_t rows_per_block = 16;  // past that
+constexpr uint32_t statistics_packs = 2048;  // of a row, for a threadgroup of the statistics kernel
+
+// Depends on the shape only, so that the order of the sums does.
+struct NormVjpPlan {
+  const NormVjpVariant* variant;
+  uint32_t rows;
+  uint32_t columns;
+  uint32_t threads;
+  uint32_t blocks;
+  uint32_t splits;
+  uint32_t packs_per_split;
+};
+
+NormVjpPlan plan_of(const mx::array& x, const NormVjpOptions& options) {
+  NormVjpPlan plan{};
+  plan.columns = x.shape(-1);
+  plan.rows = plan.columns == 0 ? 0 : static_cast<uint32_t>(x.size() / plan.columns);
+  const uint32_t packs = ceil_divide(plan.columns, 16 / x.itemsize());
+  for (const auto& variant : variants) {
+    if (packs <= variant.most_packs && x.itemsize() >= variant.least_itemsize) {
+      plan.variant = &variant;
+      break;
+    }
+  }
+  const bool sums = options.weight_gradient || options.bias_gradient;
+  uint32_t turns = plan.rows;
+  plan.threads = simdgroup * simdgroups;
+  if (plan.variant->kernel == NormVjpKernel::simd) {
+    turns = ceil_divide(plan.rows, simdgroups);
+  } else if (plan.variant->kernel == NormVjpKernel::block) {
+    plan.threads = ceil_divide(ceil_divide(packs, plan.variant->packs), simdgroup) * simdgroup;
+  }
+  const uint32_t few_blocks = std::min(few_threads / plan.threads, most_blocks);
+  plan.blocks = sums ? std::min(turns, std::clamp(turns / rows_per_block, few_blocks, most_blocks)) : turns;
+  const uint32_t splits = ceil_divide(packs, statistics_packs);
+  plan.packs_per_split = ceil_divide(packs, std::max(splits, 1u));
+  plan.splits = ceil_divide(packs, std::max(plan.packs_per_split, 1u));
+  return plan;
+}
+
+class NormVjp : public KernelPrimitive {
+ public:
+  NormVjp(mx::Stream stream, NormVjpOptions options, bool has_weight, bool has_dsum)
+      : KernelPrimitive(stream), options_(options), has_weight_(has_weight), has_dsum_(has_dsum) {}
+
+  const char* name() const override {
+    return options_.centred ? "MittensLayerNormVjp" : "MittensRmsNormVjp";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& vjp = static_cast<const NormVjp&>(other);
+    return options_ == vjp.options_ && has_weight_ == vjp.has_weight_ && has_dsum_ == vjp.has_dsum_;
+  }
+
+  // dx, dweight and dbias where they are asked for, and what the kernels leave for each other: each output costs the
+  // host time.
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    const mx::array& x = inputs[0];
+    std::vector<mx::Shape> shapes = {x.shape()};
+    shapes.resize(1 + parameters(), {x.shape(-1)});
+    shapes.push_back({static_cast<int>(workspace_of(plan_of(x, options_)).end)});
+    return shapes;
+  }
+
+  std::vector<mx::Dtype> output_dtypes(mx::Dtype dtype) const {
+    std::vector<mx::Dtype> dtypes(1 + parameters(), dtype);
+    dtypes.push_back(mx::float32);
+    return dtypes;
+  }
+
+ protected:
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].size() == 0;
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const NormVjpPlan plan = plan_of(x, options_);
+    const NormVjpParams params = params_of(inputs, outputs, plan);
+    const char* const op = options_.centred ? "layer_norm_vjp" : "rms_norm_vjp";
+
+    const auto parts = std::make_shared<std::deque<mx::array>>();  // of the workspace; a deque does not move them
+    std::vector<Launch> launches;
+    auto add = [&](Name kernel, uint32_t threadgroups, uint32_t threads) -> Launch& {
+      Launch& launch = launches.emplace_back();
+      launch.file = file;
+      launch.kernel = kernel;
+      launch.threadgroups = {threadgroups, 1, 1};
+      launch.threads = {threads, 1, 1};
+      launch.owner = parts;
+      return launch;
+    };
+    const bool sums = params.partial_sums > 0;
+    const Workspace workspace = workspace_of(plan);
+    auto part = [&](uint64_t begin, uint64_t end) -> const mx::array& {
+      mx::array& view = parts->emplace_back(mx::Shape{static_cast<int>(end - begin)}, mx::float32, nullptr, Arrays{});
+      view.copy_shared_buffer(outputs.back(), view.strides(), {true, true, true}, view.size(), begin);
+      return view;
+    };
+    const mx::array& weight = has_weight_ ? inputs[1] : x;
+    const mx::array& added = has_dsum_ ? *dsum(inputs) : x;
+
+    const mx::array& partials = part(workspace.partials, workspace.statistics);
+    const Name kernel = kernel_name(x.dtype(), op, plan.variant->name);
+    if (plan.variant->kernel == NormVjpKernel::columns) {
+      const mx::array& coefficients = part(0, workspace.partials);
+      const mx::array& statistics = part(workspace.statistics, workspace.end);
+      add(kernel_name(x.dtype(), op, "statistics"), plan.rows * plan.splits, plan.threads)
+          .input(x)
+          .input_if(has_weight_, weight)
+          .input(dy(inputs))
+          .output(statistics)
+          .params(params);
+      add(std::string(op) + "_coefficients", ceil_divide(plan.rows, simdgroups), plan.threads)
+          .input(statistics)
+          .output(coefficients)
+          .params(params);
+      const uint32_t group_columns = plan.threads * (16 / x.itemsize());
+      Launch& launch = add(kernel, plan.blocks * ceil_divide(plan.columns, group_columns), plan.threads);
+      launch.input(x).input_if(has_weight_, weight).input(dy(inputs)).input_if(has_dsum_, added);
+      launch.input(coefficients).output(outputs[0]);
+      output_or(launch, sums, partials, x);
+      launch.params(params);
+    } else {
+      Launch& launch = add(kernel, plan.blocks, plan.threads);
+      launch.input(x).input_if(has_weight_, weight).input(dy(inputs)).input_if(has_dsum_, added).output(outputs[0]);
+      output_or(launch, sums, partials, x);
+      launch.params(params);
+    }
+    if (sums) {
+      const uint32_t gradients = options_.weight_gradient + options_.bias_gradient;
+      Launch& launch = add(kernel_name(x.dtype(), "norm_vjp", "column_sum"),
+                           gradients * ceil_divide(plan.columns, simdgroup), simdgroup * sum_simdgroups);
+      launch.input(partials);
+      output_or(launch, options_.weight_gradient, outputs[1], x);
+      output_or(launch, options_.bias_gradient, outputs[bias_index()], x);
+      launch.params(ColumnSumParams{plan.blocks, plan.columns, options_.weight_gradient ? 0u : 1u});
+    }
+    return launches;
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x_array = inputs[0];
+    const size_t columns = x_array.shape(-1);
+    const size_t rows = x_array.size() / columns;
+    return [type = native_type(x_array.dtype()), rows, columns, options = options_, x = data_of(x_array),
+            weight = has_weight_ ? data_of(inputs[1]) : nullptr, dy = data_of(this->dy(inputs)),
+            dsum = has_dsum_ ? data_of(*this->dsum(inputs)) : nullptr, dx = data_of(outputs[0]),
+            dweight = options_.weight_gradient ? data_of(outputs[1]) : nullptr,
+            dbias = options_.bias_gradient ? data_of(outputs[bias_index()]) : nullptr] {
+      if (options.centred) {
+        cpu::layer_norm_vjp(type, x, weight, dy, dx, dweight, dbias, rows, columns, options.eps);
+      } else {
+        cpu::rms_norm_vjp(type, x, weight, dy, dsum, dx, dweight, rows, columns, options.eps);
+      }
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::Stream s = stream();
+    const mx::Dtype dtype = inputs[0].dtype();
+    auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, s); };
+    auto row_mean = [&](const mx::array& a) { return mx::mean(a, -1, true, s); };
+    mx::array x = wide(inputs[0]);
+    if (options_.centred) {
+      x = mx::subtract(x, row_mean(x), s);
+    }
+    const mx::array gradient = wide(dy(inputs));
+    const mx::array g = has_weight_ ? mx::multiply(gradient, wide(inputs[1]), s) : gradient;
+    const mx::array n = mx::rsqrt(mx::add(row_mean(mx::square(x, s)), mx::array(options_.eps), s), s);
+    const mx::array normed = mx::multiply(x, n, s);
+    mx::array dx = mx::subtract(g, mx::multiply(normed, row_mean(mx::multiply(g, normed, s)), s), s);
+    if (options_.centred) {
+      dx = mx::subtract(dx, row_mean(g), s);
+    }
+    dx = mx::multiply(dx, n, s);
+    if (has_dsum_) {
+      dx = mx::add(dx, wide(*dsum(inputs)), s);
+    }
+    std::vector<int> rows(x.ndim() - 1);
+    std::iota(rows.begin(), rows.end(), 0);
+    auto column_sum = [&](const mx::array& a) { return mx::astype(mx::sum(a, rows, false, s), dtype, s); };
+    Arrays outputs = {mx::astype(dx, dtype, s)};
+    if (options_.weight_gradient) {
+      outputs.push_back(column_sum(mx::multiply(gradient, normed, s)));
+    }
+    if (options_.bias_gradient) {
+      outputs.push_back(column_sum(gradient));
+    }
+    outputs.push_back(mx::zeros(output_shapes(inputs).back(), mx::float32, s));
+    return outputs;
+  }
+
+ private:
+  static void output_or(Launch& launch, bool wanted, const mx::array& output, const mx::array& stand_in) {
+    if (wanted) {
+      launch.output(output);
+    } else {
+      launch.stand_in(stand_in);
+    }
+  }
+
+  // Inputs are x, weight if there is one, dy, dsum if there is one.
+  const mx::array& dy(const Arrays& inputs) const {
+    return inputs[has_weight_ ? 2 : 1];
+  }
+  const mx::array* dsum(const Arrays& inputs) const {
+    return has_dsum_ ? &inputs[has_weight_ ? 3 : 2] : nullptr;
+  }
+
+  int parameters() const {
+    return options_.weight_gradient + options_.bias_gradient;
+  }
+  int bias_index() const {
+    return parameters();
+  }
+
+  int partial_sums() const {
+    return options_.bias_gradient ? 2 : options_.weight_gradient ? 1 : 0;
+  }
+
+  // Where the parts of the workspace begin: at 0 the coefficients of long rows, then the blocks' partial sums, both in
+  // float4, then the statistics of long rows.
+  struct Workspace {
+    uint64_t partials;
+    uint64_t statistics;
+    uint64_t end;
+  };
+
+  Workspace workspace_of(const NormVjpPlan& plan) const {
+    const uint64_t long_rows = plan.variant->kernel == NormVjpKernel::columns ? plan.rows : 0;
+    Workspace workspace{};
+    workspace.partials = long_rows * 4;
+    workspace.statistics = workspace.partials + uint64_t(partial_sums()) * plan.blocks * plan.columns;
+    workspace.end = workspace.statistics + long_rows * plan.splits * 5;
+    return workspace;
+  }
+
+  NormVjpParams params_of(const Arrays& inputs, const Arrays& outputs, const NormVjpPlan& plan) const {
+    NormVjpParams params{};
+    const bool whole = has_whole_rows(outputs[0]) && std::all_of(inputs.begin(), inputs.end(), has_whole_rows);
+    params.row = {plan.rows, plan.columns, plan.splits, plan.packs_per_split, whole};
+    params.blocks = plan.blocks;
+    params.has_weight = has_weight_;
+    params.has_dsum = has_dsum_;
+    params.partial_sums = partial_sums();
+    params.eps = options_.eps;
+    return params;
+  }
+
+  NormVjpOptions options_;
+  bool has_weight_;
+  bool has_dsum_;
+};
+
+}  // namespace
+
+NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>& weight, const mx::array& dy,
+                             const std::optional<mx::array>& dsum, NormVjpOptions options, mx::Stream stream) {
+  Arrays inputs = {gatherable(x, stream)};
+  if (weight) {
+    inputs.push_back(gatherable(*weight, stream));
+  }
+  inputs.push_back(gatherable(dy, stream));
+  if (dsum) {
+    inputs.push_back(gatherable(*dsum, stream));
+  }
+  auto primitive = std::make_shared<NormVjp>(stream, options, weight.has_value(), dsum.has_value());
+  const Arrays outputs =
+      mx::array::make_arrays(primitive->output_shapes(inputs), primitive->output_dtypes(x.dtype()), primitive, inputs);
+  NormGradients gradients{.x = outputs[0], .weight = std::nullopt, .bias = std::nullopt};
+  if (options.weight_gradient) {
+    gradients.weight = outputs[1];
+  }
+  if (options.bias_gradient) {
+    gradients.bias = outputs[options.weight_gradient ? 2 : 1];
+  }
+  return gradients;
+}
+
+}  // namespace mittens

@@ -1,0 +1,31 @@
+// Gradients of rms_norm, add_rms_norm and layer_norm by metal/norm/norm_vjp.metal.
+#pragma once
+
+#include <optional>
+
+#include "mlx/array.h"
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+// What is asked for, and of which norm.
+struct NormVjpOptions {
+  bool centred;  // layer_norm; else rms_norm
+  float eps;
+  bool weight_gradient;
+  bool bias_gradient;
+
+  bool operator==(const NormVjpOptions&) const = default;
+};
+
+struct NormGradients {
+  mx::array x;
+  std::optional<mx::array> weight;  // these two where they are asked for
+  std::optional<mx::array> bias;
+};
+
+// x, dy and dsum have one shape, all arrays one dtype. dsum is added to x's gradient: that of add_rms_norm's sum.
+NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>& weight, const mx::array& dy,
+                             const std::optional<mx::array>& dsum, NormVjpOptions options, mx::Stream stream);
+
+}  // namespace mittens

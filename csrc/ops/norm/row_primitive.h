@@ -1,0 +1,64 @@
+// What the primitives that work along rows share: outputs of x's shape, and a workspace where a row is split.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <memory>
+
+#include "ops/norm/row_plan.h"
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+// Inputs are `row_inputs` arrays of one shape [.., columns], the first of them x, then arrays [columns]. Outputs are
+// `results` arrays of x's shape and dtype, then the workspace, if there is one.
+class RowPrimitive : public KernelPrimitive {
+ public:
+  struct Layout {
+    int row_inputs;
+    int results;
+    int workspace;  // float32 numbers that each of a split row's threadgroups leaves
+    uint32_t packs = usual_packs;  // that a thread of the op's block kernels holds at most
+  };
+
+  RowPrimitive(mx::Stream stream, Layout layout, const mx::array& x)
+      : KernelPrimitive(stream), layout_(layout), has_workspace_(wants_workspace(x)) {}
+
+  // The lazy result of a primitive that has one.
+  static mx::array result_of(std::shared_ptr<RowPrimitive> primitive, Arrays inputs);
+
+  // The lazy outputs of a primitive.
+  static Arrays outputs_of(const std::shared_ptr<RowPrimitive>& primitive, const Arrays& inputs);
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override;
+
+  // The op itself on one more axis, where all row inputs and nothing else are batched.
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override;
+
+ protected:
+  // This primitive for another x.
+  virtual std::shared_ptr<RowPrimitive> like(const mx::array& x) = 0;
+
+  void allocate(const Arrays& inputs, Arrays& outputs) override;
+
+  // For arrays of rows as long as each other, the first of them x.
+  RowPlan plan(std::initializer_list<const mx::array*> arrays) const {
+    RowPlan plan = plan_rows(**arrays.begin(), has_workspace_, layout_.packs);
+    plan.params.whole =
+        std::all_of(arrays.begin(), arrays.end(), [](const mx::array* array) { return has_whole_rows(*array); });
+    return plan;
+  }
+
+  bool has_workspace() const {
+    return has_workspace_;
+  }
+
+  // Adds an unused workspace to results, if this primitive has one: what a composition returns.
+  Arrays with_workspace(Arrays results);
+
+ private:
+  Layout layout_;
+  bool has_workspace_;
+};
+
+}  // namespace mittens

@@ -1,0 +1,210 @@
+#include "patch/deferred_rope.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string_view>
+#include <utility>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/variant.h>
+
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
+#include "mlx_internals/buffer_ownership.h"
+#include "mlx_internals/known.h"
+#include "ops/cache/rope_append.h"
+#include "ops/norm/norms.h"
+#include "python/registry.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+// A call of mx.fast.rope. It holds nothing: a model may go.
+struct DeferredRope {
+  WeakArray y;
+  WeakArray x;
+  int dims;
+  std::optional<float> base;
+  float scale;
+  int offset;
+  std::optional<WeakArray> freqs;
+  mx::Stream stream;
+
+  bool turns_as(const DeferredRope& other) const {
+    const auto f = frequencies(), g = other.frequencies();
+    const bool same_freqs = f ? g && f->id() == g->id() : !g;
+    return dims == other.dims && base == other.base && scale == other.scale && offset == other.offset && same_freqs &&
+           stream == other.stream;
+  }
+
+  std::optional<mx::array> frequencies() const {
+    return freqs ? freqs->lock() : std::nullopt;
+  }
+};
+
+// A thread's last two calls, in turns.
+struct Calls {
+  std::array<std::optional<DeferredRope>, 2> of;
+  int next = 0;
+};
+thread_local Calls calls;
+
+bool is_covered_by_kernels(const mx::array& y, bool traditional, std::optional<float> base, float scale) {
+  const bool is_finite = std::isfinite(scale) && (!base || (std::isfinite(*base) && *base > 0));
+  return mlx_internals::is_known() && !traditional && is_finite && y.ndim() == 4 && has_kernels(y.dtype()) &&
+         is_pending(y) && !y.is_tracer() && y.siblings().empty();
+}
+
+// Whether an array is computed of one that is itself still to be computed: a view of a weight is not.
+bool is_of_pending(const mx::array& array) {
+  return is_pending(array) && std::any_of(array.inputs().begin(), array.inputs().end(), is_pending);
+}
+
+// An array, what it is computed of, what that is computed of, and so on: up to one that is computed of values, or of
+// several arrays that are not.
+struct Line {
+  static constexpr size_t most = 12;
+  std::array<std::uintptr_t, most> ids;
+  size_t count = 0;
+  bool is_whole = false;  // it depends on nothing else that is computed of pending arrays
+
+  explicit Line(const mx::array& array) {
+    const mx::array* at = &array;
+    while (count < most) {
+      ids[count++] = at->id();
+      const mx::array* next = nullptr;
+      if (is_pending(*at)) {
+        for (const mx::array& input : at->inputs()) {
+          if (is_of_pending(input)) {
+            if (next) {
+              return;
+            }
+            next = &input;
+          }
+        }
+      }
+      if (!next) {
+        is_whole = true;
+        return;
+      }
+      at = next;
+    }
+  }
+
+  // Whether it is known not to depend on what is computed of the other's first array.
+  bool comes_before_results_of(const Line& other) const {
+    return is_whole || std::find_first_of(ids.begin(), ids.begin() + count, other.ids.begin(),
+                                          other.ids.begin() + other.count) != ids.begin() + count;
+  }
+};
+
+// Heads as they were before a norm that came before their axes changed places, and the norm.
+std::optional<PendingRmsNorm> unnormed(const mx::array& heads) {
+  if (auto norm = pending_rms_norm(heads)) {
+    return norm;
+  }
+  if (!is_pending(heads) || std::string_view(heads.primitive().name()) != "Transpose") {
+    return std::nullopt;
+  }
+  const auto axes = static_cast<const mx::Transpose&>(heads.primitive()).state();
+  auto norm = axes.back() == 3 ? pending_rms_norm(heads.inputs()[0]) : std::nullopt;
+  if (norm) {
+    norm->x = mx::transpose(norm->x, axes, heads.primitive().stream());
+  }
+  return norm;
+}
+
+bool is_weight_of(const mx::array& weight, const mx::array& heads) {
+  return weight.dtype() == heads.dtype() && weight.shape() == mx::Shape{heads.shape(-1)};
+}
+
+// Takes norms of both out of heads, for the kernel to apply.
+void take_norms(mx::array& queries, mx::array& keys, Rotary& rotary) {
+  const auto of_queries = unnormed(queries), of_keys = unnormed(keys);
+  if (of_queries && of_keys && of_queries->eps == of_keys->eps && is_weight_of(of_queries->weight, of_queries->x) &&
+      is_weight_of(of_keys->weight, of_keys->x)) {
+    queries = of_queries->x;
+    keys = of_keys->x;
+    rotary.query_norm = of_queries->weight;
+    rotary.key_norm = of_keys->weight;
+    rotary.eps = of_keys->eps;
+  }
+}
+
+}  // namespace
+
+std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional, std::optional<float> base,
+                                  float scale, const std::variant<int, mx::array>& offset,
+                                  const std::optional<mx::array>& freqs, mx::StreamOrDevice where) {
+  const int* position = std::get_if<int>(&offset);
+  if (!position) {
+    return std::nullopt;
+  }
+  mx::array y = mx::fast::rope(x, dims, traditional, base, scale, *position, freqs, where);
+  if (is_covered_by_kernels(y, traditional, base, scale)) {
+    calls.of[calls.next] = DeferredRope{WeakArray(y),
+                                        WeakArray(x),
+                                        dims,
+                                        base,
+                                        scale,
+                                        *position,
+                                        freqs ? std::optional(WeakArray(*freqs)) : std::nullopt,
+                                        mx::to_stream(where)};
+    calls.next = 1 - calls.next;
+  }
+  return y;
+}
+
+std::optional<CacheStep> append_with_rope(const mx::array& keys, const mx::array& values, const mx::array& new_keys,
+                                          const mx::array& new_values, int first) {
+  const auto& [a, b] = calls.of;
+  if (!a || !b || !(a->y.is(new_keys) || b->y.is(new_keys)) || !a->turns_as(*b)) {
+    return std::nullopt;
+  }
+  const DeferredRope& of_keys = a->y.is(new_keys) ? *a : *b;
+  const DeferredRope& of_queries = a->y.is(new_keys) ? *b : *a;
+  const auto turned_queries = of_queries.y.lock();
+  auto queries = of_queries.x.lock(), heads = of_keys.x.lock();
+  if (!turned_queries || !queries || !heads || !is_pending(new_keys)) {
+    return std::nullopt;
+  }
+  // The queries become a result of what they must not be needed for.
+  const Line line(*queries);
+  if (!is_of_pending(*turned_queries) || is_pending(keys) || is_pending(values) ||
+      !Line(*heads).comes_before_results_of(line) || !Line(new_values).comes_before_results_of(line)) {
+    return std::nullopt;
+  }
+  Rotary rotary{.dims = of_keys.dims, .base = of_keys.base, .scale = of_keys.scale, .freqs = of_keys.frequencies()};
+  if (rotary.freqs && is_pending(*rotary.freqs)) {
+    return std::nullopt;
+  }
+  take_norms(*queries, *heads, rotary);
+  auto append =
+      rope_append_of(*queries, *heads, new_values, keys, values, rotary, of_keys.offset, first, of_keys.stream);
+  if (!append || !may_be_a_step(*append)) {
+    return std::nullopt;
+  }
+  return cache_step(*std::move(append), std::nullopt, *turned_queries);
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  module.def("try_rope", lenient("rope", &try_rope), "a"_a, "dims"_a, nb::kw_only(), "traditional"_a, "base"_a.none(),
+             "scale"_a, "offset"_a, "freqs"_a.none() = nb::none(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

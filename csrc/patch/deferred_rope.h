@@ -1,0 +1,23 @@
+// Queries and keys that mx.fast.rope has turned and nothing has computed yet: under the patch a layer turns both and
+// then appends to its cache, which is one kernel.
+#pragma once
+
+#include <optional>
+#include <variant>
+
+#include "mlx/utils.h"
+#include "ops/cache/cache_step.h"
+
+namespace mittens {
+
+// mx.fast.rope itself, which leaves a note for the append; none where positions are in an array.
+std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional, std::optional<float> base,
+                                  float scale, const std::variant<int, mx::array>& offset,
+                                  const std::optional<mx::array>& freqs, mx::StreamOrDevice where);
+
+// The append of new keys and values to the buffers from `first` on, together with turning the keys and the queries that
+// this thread has turned beside them: who holds those finds the kernel's. None where it is not known that it can be so.
+std::optional<CacheStep> append_with_rope(const mx::array& keys, const mx::array& values, const mx::array& new_keys,
+                                          const mx::array& new_values, int first);
+
+}  // namespace mittens

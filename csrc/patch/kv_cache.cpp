@@ -1,0 +1,254 @@
+// What a layer does with a key/value cache at every token, in one call: indexing four arrays from Python costs the host
+// more than the layer's attention.
+
+#include "patch/kv_cache.h"
+
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+
+#include "mlx/ops.h"
+#include "ops/attention/attention.h"
+#include "patch/deferred_rope.h"
+#include "patch/nn_module.h"
+#include "python/registry.h"
+#include "runtime/checks.h"
+#include "runtime/exporting.h"
+#include "runtime/fallback.h"
+
+namespace nb = nanobind;
+namespace mx = mlx::core;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+bool has_room(const mx::array& buffer, const mx::array& fresh, int first) {
+  if (buffer.ndim() != 4 || fresh.ndim() != 4 || first < 0) {
+    return false;
+  }
+  for (int d : {0, 1, 3}) {
+    if (buffer.shape(d) != fresh.shape(d)) {
+      return false;
+    }
+  }
+  return fresh.shape(tokens_axis) <= buffer.shape(tokens_axis) - first;
+}
+
+// A buffer's tokens up to `end`.
+mx::array tokens_until(const mx::array& buffer, int end) {
+  mx::Shape stop = buffer.shape();
+  stop[tokens_axis] = end;
+  return mx::slice(buffer, mx::Shape(4, 0), stop);
+}
+
+// The buffer with the fresh tokens from `first` on, and its tokens up to their end.
+std::pair<mx::array, mx::array> appended(const mx::array& buffer, const mx::array& fresh, int first) {
+  mx::Shape start(4, 0);
+  mx::Shape stop = buffer.shape();
+  start[tokens_axis] = first;
+  stop[tokens_axis] = first + fresh.shape(tokens_axis);
+  mx::array whole = mx::slice_update(buffer, fresh, start, stop);
+  return {whole, tokens_until(whole, stop[tokens_axis])};
+}
+
+// The buffers become what they are now, as by mx's own assignment to a part of an array: who else holds the Python
+// objects sees it too.
+void replace(mx::array& keys, mx::array& values, const mx::array& new_keys, const mx::array& new_values) {
+  keys.overwrite_descriptor(new_keys);
+  values.overwrite_descriptor(new_values);
+}
+
+using Seen = std::pair<mx::array, mx::array>;
+
+std::optional<Seen> append_to_cache(mx::array& keys, mx::array& values, const mx::array& new_keys,
+                                    const mx::array& new_values, int first) {
+  if (!has_room(keys, new_keys, first) || !has_room(values, new_values, first)) {
+    return std::nullopt;
+  }
+  if (const auto step = append_with_rope(keys, values, new_keys, new_values, first)) {
+    replace(keys, values, step->keys, step->values);
+    const int end = first + new_keys.shape(tokens_axis);
+    return Seen{tokens_until(step->keys, end), tokens_until(step->values, end)};
+  }
+  const auto [all_keys, seen_keys] = appended(keys, new_keys, first);
+  const auto [all_values, seen_values] = appended(values, new_values, first);
+  replace(keys, values, all_keys, all_values);
+  return Seen{seen_keys, seen_values};
+}
+
+// mlx-lm's KVCache.update_and_fetch, but where the cache has no room or is of another class.
+std::optional<Seen> try_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
+                                         const mx::array& new_values) {
+  auto plain = PlainCache::of(cache);
+  if (!plain) {
+    return std::nullopt;
+  }
+  auto seen = append_to_cache(plain->keys(), plain->values(), new_keys, new_values, plain->offset());
+  if (seen) {
+    plain->advance(new_keys.shape(tokens_axis));
+  }
+  return seen;
+}
+
+// The append of a layer's heads of queries, keys and values, of which it turns queries and keys.
+std::optional<Append> append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
+                                const Rotary& rotary, int first, mx::Stream stream) {
+  if (heads.ndim() != 4 || keys.ndim() != 4 || heads.shape(1) <= 2 * keys.shape(1)) {
+    return std::nullopt;
+  }
+  for (const auto* buffer : {&keys, &values}) {
+    if (buffer->ndim() != 4 || buffer->dtype() != heads.dtype() ||
+        heads.shape(tokens_axis) > buffer->shape(tokens_axis) - first) {
+      return std::nullopt;
+    }
+  }
+  return rope_append_of(heads, keys, values, rotary, first, first, stream);
+}
+
+using TurnedAndSeen = std::tuple<mx::array, mx::array, mx::array>;
+
+std::optional<TurnedAndSeen> turn_into_cache(const mx::array& heads, mx::array& keys, mx::array& values,
+                                             const Rotary& rotary, int first) {
+  if (exporting()) {
+    return std::nullopt;
+  }
+  auto append = append_of(heads, keys, values, rotary, first, checks::checked_stream("turn_into_cache", {}));
+  if (!append) {
+    return std::nullopt;
+  }
+  const CacheStep step = apply_rope_append(*std::move(append));
+  const int end = first + heads.shape(tokens_axis);
+  replace(keys, values, step.keys, step.values);
+  return TurnedAndSeen{step.result, tokens_until(step.keys, end), tokens_until(step.values, end)};
+}
+
+// The attention of one token's queries over the buffers' tokens up to `end`; null where no kernel covers it.
+std::shared_ptr<mx::Primitive> attention_until(const mx::array& keys, const mx::array& values, int query_heads, int end,
+                                               float scale, mx::Stream stream) {
+  mx::Shape seen_keys = keys.shape(), seen_values = values.shape();
+  seen_keys[tokens_axis] = seen_values[tokens_axis] = end;
+  return try_attention_primitive({keys.shape(0), query_heads, 1, keys.shape(3)}, seen_keys, seen_values, keys.dtype(),
+                                 scale, stream);
+}
+
+// Appends one token and attends, in one primitive; the buffers become those that hold it.
+mx::array append_and_attend(Append append, std::shared_ptr<mx::Primitive> attention, mx::array& keys, mx::array& values,
+                            int first) {
+  const mx::Shape shape = append.queries;
+  const CacheStep step = cache_step(std::move(append), Attending{std::move(attention), shape, first + 1});
+  replace(keys, values, step.keys, step.values);
+  return step.result;
+}
+
+// A token's attention over a cache, from its heads on.
+std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& keys, mx::array& values,
+                                           const Rotary& rotary, int first, float scale) {
+  if (exporting() || heads.ndim() != 4 || heads.shape(tokens_axis) != 1) {
+    return std::nullopt;
+  }
+  const mx::Stream stream = checks::checked_stream("attend_with_cache", {});
+  auto append = append_of(heads, keys, values, rotary, first, stream);
+  if (!append) {
+    return std::nullopt;
+  }
+  const mx::Shape queries = append->queries;
+  auto attention = attention_until(keys, values, queries[1], first + 1, scale, stream);
+  if (!attention) {
+    return std::nullopt;
+  }
+  if (!may_be_a_step(*append)) {
+    const CacheStep step = apply_rope_append(*std::move(append));
+    const mx::array y(queries, heads.dtype(), std::move(attention),
+                      {step.result, tokens_until(step.keys, first + 1), tokens_until(step.values, first + 1)});
+    replace(keys, values, step.keys, step.values);
+    return mx::reshape(y, {y.shape(0), 1, -1}, stream);
+  }
+  return append_and_attend(*std::move(append), std::move(attention), keys, values, first);
+}
+
+void bind(nb::module_& module) {
+  module.def("try_update_and_fetch", &try_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
+  module.def(
+      "append_to_cache", &append_to_cache, "keys"_a, "values"_a, "new_keys"_a, "new_values"_a, "first"_a,
+      "Puts new tokens into the buffers of keys and values from `first` on. Both up to the last of them; none if "
+      "there is no room.");
+  module.def("turn_into_cache", &turn_into_cache, "heads"_a, "keys"_a, "values"_a, "rotary"_a, "first"_a,
+             "Puts the turned keys and the values of a layer's heads into their buffers from `first` on. The turned "
+             "queries, and the keys and values up to the last of them; none if there is no room.");
+  module.def(
+      "attend_with_cache", &attend_with_cache, "heads"_a, "keys"_a, "values"_a, "rotary"_a, "first"_a, "scale"_a,
+      "Puts the keys and values of one token's heads into their buffers. Its attention over all so far, [batch, 1, "
+      "heads * width]; none if there is no room or no kernel covers it.");
+}
+
+const Register registered(bind);
+
+PyObject* offset_name() {
+  static PyObject* const offset = name("offset");
+  return offset;
+}
+
+}  // namespace
+
+PlainCache::PlainCache(nb::handle cache, nb::object keys, nb::object values)
+    : cache_(nb::borrow(cache)),
+      keys_(std::move(keys)),
+      values_(std::move(values)),
+      offset_(attribute<int>(cache, offset_name())) {}
+
+std::optional<PlainCache> PlainCache::of(nb::handle cache) {
+  static PyObject* const module = name("mlx_lm.models.cache");
+  static PyObject* const plain = name("KVCache");
+  static PyObject* const names[] = {name("keys"), name("values")};
+  if (!cache.type().is(member(module, plain))) {
+    return std::nullopt;
+  }
+  nb::object keys = attribute(cache, names[0]);
+  nb::object values = attribute(cache, names[1]);
+  if (!as_array(keys) || !as_array(values)) {
+    return std::nullopt;
+  }
+  return PlainCache(cache, std::move(keys), std::move(values));
+}
+
+void PlainCache::advance(int tokens) {
+  offset_ += tokens;
+  nb::setattr(cache_, nb::handle(offset_name()), nb::int_(offset_));
+}
+
+std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int query_heads, float scale,
+                                                  mx::Stream stream) {
+  const int end = cache.offset() + 1;
+  for (const auto* buffer : {&cache.keys(), &cache.values()}) {
+    if (buffer->ndim() != 4 || buffer->dtype() != cache.keys().dtype() || end < 1 || end > buffer->shape(tokens_axis)) {
+      return nullptr;
+    }
+  }
+  const Tentative tentative;
+  try {
+    return attention_until(cache.keys(), cache.values(), query_heads, end, scale, stream);
+  } catch (const std::invalid_argument&) {  // the model's own call says what is wrong
+    return nullptr;
+  }
+}
+
+std::optional<mx::array> attend(PlainCache& cache, std::shared_ptr<mx::Primitive> attention, const mx::array& queries,
+                                const mx::array& keys, const mx::array& values, const Rotary& rotary,
+                                mx::Stream stream) {
+  const int first = cache.offset();
+  auto append = rope_append_of(queries, keys, values, cache.keys(), cache.values(), rotary, first, first, stream);
+  if (!append || !may_be_a_step(*append)) {
+    return std::nullopt;
+  }
+  mx::array y = append_and_attend(*std::move(append), std::move(attention), cache.keys(), cache.values(), first);
+  cache.advance(1);
+  return y;
+}
+
+}  // namespace mittens

@@ -1,0 +1,91 @@
+// The calls of mlx.nn's layers under the patch. A layer is read here: in Python that, and handing its arrays on by
+// name, costs the host as much as the op.
+#include <optional>
+#include <string>
+#include <variant>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include "ops/matmul/gemv.h"
+#include "ops/matmul/quantized_matmul.h"
+#include "ops/norm/norms.h"
+#include "patch/deferred_rope.h"
+#include "patch/nn_module.h"
+#include "python/registry.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+// mlx.nn.Linear, and others that are a dense product.
+std::optional<mx::array> try_linear(const nb::dict& layer, const mx::array& x) {
+  static PyObject* const weight = name("weight");
+  static PyObject* const bias = name("bias");
+  static const auto attempt = lenient("gemv", &try_gemv);
+  const auto w = array(layer, weight);
+  return w ? attempt(*w, x, array(layer, bias), true, {}) : std::nullopt;
+}
+
+// mlx.nn.QuantizedLinear. What this leaves is mx.quantized_matmul's, which is patched as well: that one counts.
+std::optional<mx::array> try_quantized_linear(const nb::dict& layer, const mx::array& x) {
+  static PyObject* const weight = name("weight");
+  static PyObject* const scales = name("scales");
+  static PyObject* const biases = name("biases");
+  static PyObject* const bias = name("bias");
+  static PyObject* const group_size = name("group_size");
+  static PyObject* const bits = name("bits");
+  static PyObject* const mode = name("mode");
+  static const auto attempt = lenient("quantized_matmul", &try_quantized_matmul);
+  const auto w = array(layer, weight);
+  const auto s = array(layer, scales);
+  if (!w || !s) {
+    return std::nullopt;
+  }
+  const Tentative tentative;
+  return attempt(x, *w, *s, array(layer, biases), true, attribute<std::optional<int>>(layer, group_size),
+                 attribute<std::optional<int>>(layer, bits), attribute<std::string>(layer, mode), array(layer, bias),
+                 {});
+}
+
+// mlx.nn.RMSNorm. What this leaves is mx.fast.rms_norm's, as above.
+std::optional<mx::array> try_rms_norm_layer(const nb::dict& layer, mx::array& x) {
+  static PyObject* const weight = name("weight");
+  static PyObject* const eps = name("eps");
+  static const auto attempt = lenient("rms_norm", &try_pending_add_rms_norm);
+  const auto w = array(layer, weight);
+  if (!w) {
+    return std::nullopt;
+  }
+  const Tentative tentative;
+  return attempt(x, *w, attribute<float>(layer, eps), {});
+}
+
+// mlx.nn.RoPE, and mlx-lm's of Llama 3.
+std::optional<mx::array> try_rope_layer(const nb::dict& layer, const mx::array& x,
+                                        const std::variant<int, mx::array>& offset) {
+  static const auto attempt = lenient("rope", &try_rope);
+  const RopeLayer rope = read_rope(layer);
+  const Tentative tentative;
+  return attempt(x, rope.dims, rope.traditional, rope.base, rope.scale, offset, rope.freqs, {});
+}
+
+void bind(nb::module_& module) {
+  module.def("try_linear", &try_linear, "layer"_a, "x"_a);
+  module.def("try_quantized_linear", &try_quantized_linear, "layer"_a, "x"_a);
+  module.def("try_rms_norm_layer", &try_rms_norm_layer, "layer"_a, "x"_a);
+  module.def("try_rope_layer", &try_rope_layer, "layer"_a, "x"_a, "offset"_a = 0);
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

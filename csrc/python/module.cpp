@@ -1,0 +1,54 @@
+// The extension module. Ops, the simulator and the executors register their own bindings; none is named here.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string_view.h>
+
+#include "backends/cuda.h"
+#include "backends/metal.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "mlx_internals/known.h"
+#include "python/array_caster.h"
+#include "python/registry.h"
+#include "runtime/checks.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+// Both a TypeError, which it is, and a ValueError, which MLX raises for it.
+nb::object dtype_error;
+
+void bind_dtype_error(nb::module_& module) {
+  nb::object bases = nb::make_tuple(nb::borrow(PyExc_TypeError), nb::borrow(PyExc_ValueError));
+  dtype_error = nb::steal(PyErr_NewExceptionWithDoc("mlx_mittens.DtypeError",
+                                                    "An array of a dtype that an op does not take: a TypeError, and a "
+                                                    "ValueError as MLX raises for it.",
+                                                    bases.ptr(), nullptr));
+  module.attr("DtypeError") = dtype_error;
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const mittens::DtypeError& error) {
+      PyErr_SetString(dtype_error.ptr(), error.what());
+    }
+  });
+}
+
+}  // namespace
+
+NB_MODULE(_ext, module) {
+  module.attr("mlx_version") = MITTENS_MLX_VERSION;
+  module.attr("metal_built") = mittens::metal::built();
+  module.def("has_matrix_units", nb::overload_cast<std::string_view>(&mittens::metal::has_matrix_units),
+             nb::arg("architecture"), "Whether an Apple GPU of this architecture has matrix units.");
+  module.def("cuda_available", &mittens::cuda::available, "Whether the MLX that is loaded is a CUDA build.");
+  module.def("cuda_missing", &mittens::cuda::missing,
+             "What keeps kernels from running on an NVIDIA GPU; empty if nothing.");
+  module.def("mlx_internals_problem", &mittens::mlx_internals::problem,
+             "Why what rests on private parts of MLX is off; empty where it is on.");
+  module.attr("cpu_instructions") = mittens::cpu::isa_name();
+  module.def("cpu_threads", &mittens::cpu::threads, "How many threads the native CPU code uses.");
+  bind_dtype_error(module);
+  mittens::find_array_type();
+  mittens::Register::bind_all(module);
+}

@@ -1,0 +1,136 @@
+// The simulator for Python: a kernel library on Python's buffers.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <map>
+#include <optional>
+
+#include "python/registry.h"
+#include "python/simulator.h"
+
+namespace nb = nanobind;
+
+namespace mittens::simulator {
+
+namespace {
+
+using Triple = std::array<uint32_t, 3>;
+
+Buffer::Role role_named(const std::string& name) {
+  static const std::map<std::string, Buffer::Role> roles{
+      {"input", Buffer::input}, {"output", Buffer::output}, {"constant", Buffer::constant}, {"inout", Buffer::inout}};
+  const auto found = roles.find(name);
+  if (found == roles.end()) {
+    throw nb::value_error(("[simulate] a buffer's role is input, output, constant or inout, not " + name).c_str());
+  }
+  return found->second;
+}
+
+// The memory of a Python buffer for as long as it is held.
+class Held {
+ public:
+  Held(nb::handle object, bool writable) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) {
+      throw nb::python_error();
+    }
+  }
+  Held(const Held&) = delete;
+  ~Held() {
+    PyBuffer_Release(&view_);
+  }
+  void* data() const {
+    return view_.buf;
+  }
+  size_t bytes() const {
+    return static_cast<size_t>(view_.len);
+  }
+
+ private:
+  Py_buffer view_;
+};
+
+}  // namespace
+
+nb::dict dict_of(const Counts& counts) {
+  nb::dict result;
+  result["threads"] = counts.threads;
+  result["threadgroup_barriers"] = counts.threadgroup_barriers;
+  result["simdgroup_barriers"] = counts.simdgroup_barriers;
+  result["simd_operations"] = counts.simd_operations;
+  result["matrix_operations"] = counts.matrix_operations;
+  result["threadgroup_bytes"] = counts.threadgroup_bytes;
+  result["device_bytes_loaded"] = counts.device_bytes_loaded;
+  result["params_bytes_loaded"] = counts.params_bytes_loaded;
+  result["device_bytes_stored"] = counts.device_bytes_stored;
+  result["threadgroup_bytes_loaded"] = counts.threadgroup_bytes_loaded;
+  result["threadgroup_bytes_stored"] = counts.threadgroup_bytes_stored;
+  result["device_accesses"] = counts.device_accesses;
+  result["device_lines"] = counts.device_lines;
+  result["device_lines_fewest"] = counts.device_lines_fewest;
+  result["threadgroup_accesses"] = counts.threadgroup_accesses;
+  result["bank_conflicts"] = counts.bank_conflicts;
+  return result;
+}
+
+namespace {
+
+nb::dict simulate(const std::string& path, const std::string& kernel, nb::list arguments, Triple threadgroups,
+                  Triple threads, uint32_t threadgroup_bytes, uint64_t seed, bool watch, std::optional<Triple> grid,
+                  uint64_t step_limit, bool complete, bool early_exits, bool count) {
+  const auto library = Library::at(path);
+  Dispatch dispatch{.kernel = kernel,
+                    .buffers = {},
+                    .threadgroups = {threadgroups[0], threadgroups[1], threadgroups[2]},
+                    .threads = {threads[0], threads[1], threads[2]},
+                    .threadgroup_bytes = threadgroup_bytes};
+  if (grid) {
+    std::copy(grid->begin(), grid->end(), dispatch.grid);
+  }
+  std::vector<std::unique_ptr<Held>> held;
+  for (nb::handle argument : arguments) {
+    const auto parts = nb::cast<nb::tuple>(argument);
+    const auto role = role_named(nb::cast<std::string>(parts[1]));
+    if (parts[2].is_none()) {
+      dispatch.buffers.push_back({nb::cast<std::string>(parts[0]), nullptr, 1, role});
+      continue;
+    }
+    held.push_back(std::make_unique<Held>(parts[2], role == Buffer::output || role == Buffer::inout));
+    dispatch.buffers.push_back({nb::cast<std::string>(parts[0]), held.back()->data(), held.back()->bytes(), role});
+    if (parts.size() > 3) {
+      dispatch.buffers.back().offset = nb::cast<size_t>(parts[3]);
+    }
+  }
+  Counts counts;
+  {
+    nb::gil_scoped_release release;
+    counts = run(*library, dispatch,
+                 {.seed = seed,
+                  .step_limit = step_limit,
+                  .watch = watch,
+                  .early_exits = early_exits,
+                  .count = count,
+                  .complete = complete});
+  }
+  return dict_of(counts);
+}
+
+void bind(nb::module_& module) {
+  nb::exception<Fault>(module, "SimulatorFault", PyExc_RuntimeError);
+  module.def("simulate", &simulate, nb::arg("library"), nb::arg("kernel"), nb::arg("arguments"),
+             nb::arg("threadgroups"), nb::arg("threads"), nb::arg("threadgroup_bytes") = 0, nb::arg("seed") = 0,
+             nb::arg("watch") = true, nb::arg("grid") = nb::none(), nb::arg("step_limit") = Options{}.step_limit,
+             nb::arg("complete") = true, nb::arg("early_exits") = false, nb::arg("count") = false,
+             "Runs a kernel of a library that frontend.simulator_library made.\n\n"
+             "arguments: a list of (name, role, buffer) or (name, role, buffer, offset) by buffer index; the role is\n"
+             "input, output, constant or inout, the buffer anything contiguous with the buffer protocol, or None.\n"
+             "Returns counts of what was done. Raises SimulatorFault.");
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens::simulator

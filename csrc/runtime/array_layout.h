@@ -1,0 +1,48 @@
+// What the ops on matrices of weights share: views as the kernels read them, and the numbers of a grid.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "backends/launch.h"
+#include "runtime/contiguous.h"
+
+namespace mittens {
+
+// More rows of x than this are a matter for a matrix product.
+inline constexpr size_t most_gemv_rows = 16;
+
+// The large GPU that plans count with: how work is shared out was measured on it.
+inline constexpr uint32_t h200_cores = 132;
+
+constexpr uint32_t ceil_divide(uint64_t a, uint64_t b) {
+  return static_cast<uint32_t>((a + b - 1) / b);
+}
+
+// Whether rows lie in memory as they are, each and all axes before it starting on a boundary of so many bytes, a
+// power of two.
+bool has_rows(const mx::array& array, int64_t alignment);
+
+// The array itself if it has such rows, else a copy.
+mx::array with_rows(const mx::array& array, int64_t alignment, mx::Stream stream);
+
+// Whether an array is row contiguous and starts where the widest loads may.
+bool is_contiguous(const mx::array& array);
+
+// The array itself if it is so, else a copy.
+mx::array contiguous_rows(const mx::array& array, mx::Stream stream);
+
+// Adds an input that is a view with rows.
+void add_view(Launch& launch, const mx::array& view);
+
+// Whether a stream's GPU is an NVIDIA one, or the simulator stands for one: there other kernels may be faster.
+bool has_nvidia_rules(mx::Stream stream);
+
+// Whether a stream's GPU is an Apple one with matrix units, or the simulator stands for one, and MLX uses them for
+// products in this dtype: there these are some three times as fast as ours, which do not.
+bool mlx_uses_matrix_units(mx::Stream stream, mx::Dtype dtype);
+
+// Product of all dimensions but the last `inner`.
+size_t leading_size(const mx::array& array, int inner);
+
+}  // namespace mittens

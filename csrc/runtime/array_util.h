@@ -1,0 +1,39 @@
+// Small things that the primitives do with arrays.
+#pragma once
+
+#include <optional>
+
+#include "backends/memory.h"
+#include "mlx/ops.h"
+#include "mlx/utils.h"
+#include "mlx_internals/buffer_ownership.h"
+#include "runtime/contiguous.h"
+
+namespace mittens {
+
+// mx::astype, which takes the host a while for an array that is of the dtype already.
+inline mx::array in_dtype(const mx::array& array, mx::Dtype dtype, mx::Stream stream) {
+  return array.dtype() == dtype ? array : mx::astype(array, dtype, stream);
+}
+
+// y plus a bias that broadcasts to it. mx's gradient of that would reduce an array without elements where y is one, and
+// may not end.
+inline mx::array plus_bias(const mx::array& y, const std::optional<mx::array>& bias, mx::StreamOrDevice stream) {
+  if (!bias) {
+    return y;
+  }
+  return y.size() > 0 ? mx::add(y, *bias, stream)
+                      : mx::zeros(y.shape(), mx::promote_types(y.dtype(), bias->dtype()), stream);
+}
+
+// The output gets the memory of a donor of its shape and dtype that nobody else needs, else memory of its own.
+// `outputs` of the primitive hold the donor as their input.
+inline void take_or_allocate(mx::array& output, const mx::array& donor, mx::Stream stream, size_t outputs = 1) {
+  if (is_donatable(donor, outputs) && donor.flags().row_contiguous && donor.data_size() == output.size()) {
+    output.copy_shared_buffer(donor);
+  } else {
+    allocate_output(output, stream);
+  }
+}
+
+}  // namespace mittens

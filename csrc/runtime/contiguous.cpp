@@ -1,0 +1,133 @@
+#include "runtime/contiguous.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "backends/memory.h"
+#include "cpu/copy.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/ops.h"
+#include "params/runtime.h"
+
+namespace mittens {
+
+namespace {
+
+constexpr uint32_t kThreads = 256;
+
+// A view with neighbouring dimensions merged where the strides and the type of a size allow it, and none of size 1; at
+// least one dimension.
+struct View {
+  std::vector<int32_t> shape;
+  std::vector<int64_t> strides;
+};
+
+View merged(const mx::array& array) {
+  View view;
+  for (int d = 0; d < static_cast<int>(array.ndim()); ++d) {
+    const int32_t size = array.shape(d);
+    const int64_t stride = array.strides(d);
+    if (size == 1) {
+      continue;
+    }
+    const bool fits = !view.shape.empty() && view.shape.back() <= std::numeric_limits<int32_t>::max() / size;
+    if (fits && view.strides.back() == stride * size) {
+      view.shape.back() *= size;
+      view.strides.back() = stride;
+    } else {
+      view.shape.push_back(size);
+      view.strides.push_back(stride);
+    }
+  }
+  if (view.shape.empty()) {
+    view = {{1}, {1}};
+  }
+  return view;
+}
+
+void copy(const mx::array& source, mx::array& target, mx::Stream stream) {
+  if (stream.device == mx::Device::gpu) {
+    run_on_gpu(copy_launch(source, target), stream);
+  } else if (simulator_enabled()) {
+    run_in_simulator({copy_launch(source, target)}, stream);
+  } else {
+    mx::cpu::get_command_encoder(stream).dispatch(
+        [from = source.data<void>(), to = target.data<void>(), item = source.itemsize(), view = merged(source)] {
+          cpu::copy_strided(from, to, item, view.shape.data(), view.strides.data(), view.shape.size());
+        });
+  }
+}
+
+}  // namespace
+
+Launch copy_launch(const mx::array& source, const mx::array& target) {
+  const View view = merged(source);
+  const size_t outer = view.shape.size() - 1;
+  CopyParams params{};
+  int64_t lowest = 0, highest = 0;  // elements that the view reaches, from its first
+  for (size_t d = 0; d <= outer; ++d) {
+    const int64_t reach = view.strides[d] * (view.shape[d] - 1);
+    (reach < 0 ? lowest : highest) += reach;
+    if (d < outer) {
+      params.shape[d] = view.shape[d];
+      params.strides[d] = view.strides[d];
+    }
+  }
+  params.column_stride = view.strides[outer];
+  params.start = -lowest;
+  params.dims = static_cast<uint32_t>(outer);
+  params.columns = view.shape[outer];
+  params.chunks = (params.columns + kThreads - 1) / kThreads;
+
+  const int64_t item = source.itemsize();
+  Launch launch;
+  launch.file = "runtime/copy.metal";
+  launch.kernel = "copy_strided_" + std::to_string(item);
+  launch.threadgroups = {static_cast<uint32_t>(source.size() / params.columns * params.chunks), 1, 1};
+  launch.threads = {std::min(kThreads, (params.columns + 31) / 32 * 32), 1, 1};
+  launch.input(source, lowest * item, (highest - lowest + 1) * item).output(target).params(params);
+  return launch;
+}
+
+mx::array contiguous(const mx::array& source, mx::Stream stream) {
+  mx::array target = temporary(source.shape(), source.dtype(), stream);
+  copy(source, target, stream);
+  return target;
+}
+
+void fill_rows(mx::array& target, const mx::array* row, mx::Stream stream) {
+  if (target.size() == 0) {
+    return;
+  }
+  const mx::array source = row ? *row : mx::array(0.0f, target.dtype());
+  keep_until_done({source}, stream);
+  mx::Strides strides(target.ndim(), 0);
+  strides.back() = row ? row->strides(0) : 0;
+  mx::array rows(target.shape(), target.dtype(), nullptr, {});
+  rows.copy_shared_buffer(source, strides, {}, source.data_size());
+  copy(rows, target, stream);
+}
+
+mx::array gatherable(mx::array array, mx::Stream stream) {
+  if (array.ndim() > kCopyDims + 1) {
+    return mx::contiguous(array, false, stream);
+  }
+  return array;
+}
+
+bool is_row_contiguous(const mx::array& array, int64_t alignment) {
+  return array.size() == 0 || (array.flags().row_contiguous && array.offset() % alignment == 0);
+}
+
+const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies, int64_t alignment) {
+  const auto as_is = [alignment](const mx::array& input) { return is_row_contiguous(input, alignment); };
+  if (std::all_of(inputs.begin(), inputs.end(), as_is)) {
+    return inputs;
+  }
+  for (const auto& input : inputs) {
+    copies.push_back(as_is(input) ? input : contiguous(input, stream));
+  }
+  return copies;
+}
+
+}  // namespace mittens

@@ -1,0 +1,29 @@
+// Kernels read rows: what is not row contiguous is gathered first, by a kernel of ours, when the op is evaluated. mx's
+// own contiguous() would be one more node in every graph, and copies each slice of a larger array.
+#pragma once
+
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+// The array as copy_strided can gather it: of too many dimensions it goes through mx's contiguous().
+mx::array gatherable(mx::array array, mx::Stream stream);
+
+// The array's elements in row contiguous memory of their own, which lives until what was given to the stream so far,
+// and what is given to it next, is done.
+mx::array contiguous(const mx::array& array, mx::Stream stream);
+
+// Copies an array, which need not be row contiguous, into one that is.
+Launch copy_launch(const mx::array& source, const mx::array& target);
+
+// Writes a row [columns], which may be a view, into every row of an output [.., columns]; zeros where there is no row.
+void fill_rows(mx::array& target, const mx::array* row, mx::Stream stream);
+
+// Whether an array is row contiguous and starts on a boundary of so many bytes.
+bool is_row_contiguous(const mx::array& array, int64_t alignment = 1);
+
+// The inputs of an evaluation, row contiguous and aligned: themselves where they are, else `copies`, which are made on
+// the stream and live until what reads them is done.
+const Arrays& row_contiguous(const Arrays& inputs, mx::Stream stream, Arrays& copies, int64_t alignment = 1);
+
+}  // namespace mittens

@@ -1,0 +1,81 @@
+#include "runtime/fallback.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+#include <nanobind/stl/string.h>
+
+#include "python/registry.h"
+#include "runtime/stats.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+thread_local std::string reason_of_last;
+thread_local int tentative = 0;
+std::atomic<bool> strict_patch = false;
+
+std::atomic<bool>& strict() {
+  static std::atomic<bool> value = [] {
+    const char* variable = std::getenv("MLX_MITTENS_STRICT");
+    return variable && std::string(variable) == "1";
+  }();
+  return value;
+}
+
+void bind(nb::module_& module) {
+  module.def("strict", [] { return strict().load(); }, "Whether handing over to mx is an error.");
+  module.def(
+      "set_strict", [](bool value) { strict() = value; }, nb::arg("value"),
+      "Whether handing over to mx is to be an error.");
+  module.def(
+      "set_strict_patch", [](bool value) { strict_patch = value; }, "value"_a,
+      "Whether a strict patch is on, which asks for the kernels where mx would be faster.");
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+Tentative::Tentative() {
+  ++tentative;
+}
+
+Tentative::~Tentative() {
+  --tentative;
+}
+
+void note_fallback(const char* op, std::string reason) {
+  if (tentative) {
+    return;
+  }
+  stats::count_mx(op, reason);
+  reason_of_last = std::move(reason);
+}
+
+const std::string& last_reason() {
+  return reason_of_last;
+}
+
+std::nullopt_t fallback(const char* op, std::string reason) {
+  if (strict() && !tentative) {
+    throw std::runtime_error("[" + std::string(op) + "] strict mode: no kernel of mlx_mittens covers " + reason);
+  }
+  note_fallback(op, std::move(reason));
+  return std::nullopt;
+}
+
+bool prefer_fallback(const char* op, std::string reason) {
+  if (strict() || strict_patch) {
+    return false;
+  }
+  note_fallback(op, std::move(reason));
+  return true;
+}
+
+}  // namespace mittens

@@ -1,0 +1,47 @@
+// The one rule for what our kernels do not cover: mx computes it, unless strict mode asks for an error instead, so that
+// no benchmark or test takes mx for ours.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "mlx/dtype.h"
+
+namespace mittens {
+
+// Where a call is not covered: notes why, and gives the nothing that an op's attempt returns. Throws
+// std::runtime_error in strict mode.
+std::nullopt_t fallback(const char* op, std::string reason);
+
+// The same where an op goes on to mx itself.
+inline void fall_back(const char* op, std::string reason) {
+  fallback(op, std::move(reason));
+}
+
+// Whether mx is to compute what a kernel covers as well, since it is faster there; notes why. Never in strict mode
+// or under a strict patch, which ask for the kernel.
+bool prefer_fallback(const char* op, std::string reason);
+
+// While there is one, this thread's calls that no kernel covers neither count nor fail: they are asked once more, in
+// another's place.
+class Tentative {
+ public:
+  Tentative();
+  ~Tentative();
+  Tentative(const Tentative&) = delete;
+  Tentative& operator=(const Tentative&) = delete;
+};
+
+// Notes why a call goes to mx, for stats() and for messages.
+void note_fallback(const char* op, std::string reason);
+
+// Why this thread's last call that went to mx did so.
+const std::string& last_reason();
+
+// Whether the kernels compute in this dtype.
+inline bool has_kernels(mlx::core::Dtype dtype) {
+  return dtype == mlx::core::float32 || dtype == mlx::core::float16 || dtype == mlx::core::bfloat16;
+}
+
+}  // namespace mittens

@@ -1,0 +1,195 @@
+#include "runtime/primitive.h"
+
+#include <algorithm>
+
+#include "backends/memory.h"
+#include "backends/metal.h"
+#include "cpu/dispatch.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/ops.h"
+#include "mlx/transforms.h"
+#include "runtime/contiguous.h"
+#include "runtime/stats.h"
+
+namespace mittens {
+
+namespace {
+
+bool all_empty(const Arrays& arrays) {
+  return std::all_of(arrays.begin(), arrays.end(), [](const mx::array& a) { return a.size() == 0; });
+}
+
+bool is_empty(const mx::Shape& shape) {
+  return std::count(shape.begin(), shape.end(), 0) > 0;
+}
+
+Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
+  Arrays result;
+  for (int i : indices) {
+    result.push_back(arrays[i]);
+  }
+  return result;
+}
+
+}  // namespace
+
+mx::array first_output(std::shared_ptr<mx::Primitive> primitive, Arrays inputs) {
+  std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+  if (shapes.size() == 1) {
+    return only_output(std::move(shapes[0]), std::move(primitive), std::move(inputs));
+  }
+  return mx::array::make_arrays(std::move(shapes), {inputs[0].dtype(), mx::float32}, primitive, inputs)[0];
+}
+
+mx::array only_output(mx::Shape shape, std::shared_ptr<mx::Primitive> primitive, Arrays inputs) {
+  const mx::Dtype dtype = inputs[0].dtype();
+  return mx::array(std::move(shape), dtype, std::move(primitive), std::move(inputs));
+}
+
+const Arrays& KernelPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
+  return row_contiguous(inputs, stream(), copies);
+}
+
+void KernelPrimitive::allocate(const Arrays&, Arrays& outputs) {
+  for (auto& output : outputs) {
+    allocate_output(output, stream());
+  }
+}
+
+bool KernelPrimitive::write_trivial(const Arrays& inputs, Arrays& outputs) {
+  if (all_empty(outputs)) {
+    return true;
+  }
+  if (!sums_nothing(inputs)) {
+    return false;
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    fill_rows(outputs[i], i == 0 ? addend(inputs) : nullptr, stream());
+  }
+  return true;
+}
+
+void KernelPrimitive::eval_gpu(const Arrays& inputs, Arrays& outputs) {
+  allocate(inputs, outputs);
+  if (write_trivial(inputs, outputs)) {
+    return;
+  }
+  Arrays copies;
+  for (const auto& launch : launches(prepared(inputs, copies), outputs)) {
+    run_on_gpu(launch, stream());
+    stats::count_run(name(), metal::built() ? "metal" : "cuda", launch.kernel);
+  }
+}
+
+void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
+  allocate(inputs, outputs);
+  if (write_trivial(inputs, outputs)) {
+    return;
+  }
+  Arrays copies;
+  const Arrays& ready = prepared(inputs, copies);
+  if (simulator_enabled()) {
+    const auto all = launches(ready, outputs);
+    run_in_simulator(all, stream());
+    for (const auto& launch : all) {
+      stats::count_run(name(), "simulator", launch.kernel);
+    }
+  } else {
+    mx::cpu::get_command_encoder(stream()).dispatch(native(ready, outputs));
+    stats::count_run(name(), "native", cpu::isa_name());
+  }
+}
+
+Arrays KernelPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+                            const Arrays&) {
+  const Arrays arguments = chosen(primals, argnums);
+  if (all_empty(cotangents) || all_empty(arguments)) {
+    Arrays gradients;
+    for (const mx::array& argument : arguments) {
+      gradients.push_back(mx::zeros_like(argument, stream()));
+    }
+    return gradients;
+  }
+  return mx::vjp(composed_of(primals, argnums), arguments, cotangents).second;
+}
+
+Arrays KernelPrimitive::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) {
+  return mx::jvp(composed_of(primals, argnums), chosen(primals, argnums), tangents).second;
+}
+
+// mx's reductions of arrays without elements may not end, so that none is composed.
+Arrays KernelPrimitive::composition(const Arrays& inputs) {
+  const std::vector<mx::Shape> shapes = output_shapes(inputs);
+  if (!sums_nothing(inputs) && !std::all_of(shapes.begin(), shapes.end(), is_empty)) {
+    return composed(inputs);
+  }
+  const mx::array* added = addend(inputs);
+  Arrays outputs;
+  for (const mx::Shape& shape : shapes) {
+    const bool first = outputs.empty();
+    outputs.push_back(first && added ? mx::broadcast_to(*added, shape, stream())
+                                     : mx::zeros(shape, inputs[0].dtype(), stream()));
+  }
+  return outputs;
+}
+
+Arrays KernelPrimitive::with_workspace(const mx::array& y, const Arrays& inputs) {
+  const std::vector<mx::Shape> shapes = output_shapes(inputs);
+  if (shapes.size() == 1) {
+    return {y};
+  }
+  return {y, mx::zeros(shapes[1], mx::float32, stream())};
+}
+
+std::function<Arrays(const Arrays&)> KernelPrimitive::composed_of(const Arrays& primals,
+                                                                  const std::vector<int>& argnums) {
+  return [this, primals, argnums](const Arrays& these) {
+    Arrays inputs = primals;
+    for (size_t i = 0; i < argnums.size(); ++i) {
+      inputs[argnums[i]] = these[i];
+    }
+    return composition(inputs);
+  };
+}
+
+std::pair<Arrays, std::vector<int>> KernelPrimitive::vmap(const Arrays& inputs, const std::vector<int>& axes) {
+  const bool over_nothing = std::any_of(axes.begin(), axes.end(), [&, i = 0](int axis) mutable {
+    const mx::array& input = inputs[i++];
+    return axis >= 0 && input.shape(axis) == 0;
+  });
+  Arrays outputs;
+  if (over_nothing) {
+    outputs = outputs_of_nothing(inputs, axes);
+  } else {  // the new axes in front: mx's own vmap is wrong for some axes elsewhere, as that of expand_dims
+    Arrays moved = inputs;
+    std::vector<int> in_front = axes;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (axes[i] > 0) {
+        moved[i] = mx::moveaxis(inputs[i], axes[i], 0, stream());
+        in_front[i] = 0;
+      }
+    }
+    outputs = mx::vmap([this](const Arrays& in) { return composition(in); }, in_front)(moved);
+  }
+  std::vector<int> output_axes(outputs.size(), 0);
+  return {std::move(outputs), std::move(output_axes)};
+}
+
+Arrays KernelPrimitive::outputs_of_nothing(const Arrays& inputs, const std::vector<int>& axes) {
+  Arrays one;  // for their shapes
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    mx::Shape shape = inputs[i].shape();
+    if (axes[i] >= 0) {
+      shape.erase(shape.begin() + axes[i]);
+    }
+    one.emplace_back(std::move(shape), inputs[i].dtype(), nullptr, Arrays{});
+  }
+  Arrays outputs;
+  for (mx::Shape& shape : output_shapes(one)) {
+    shape.insert(shape.begin(), 0);
+    outputs.push_back(mx::zeros(shape, inputs[0].dtype(), stream()));
+  }
+  return outputs;
+}
+
+}  // namespace mittens

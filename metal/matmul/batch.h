@@ -1,0 +1,26 @@
+// Where a stack's matrix starts.
+#pragma once
+
+#include <metal_stdlib>
+
+#include "params/matmul.h"
+
+using namespace metal;
+
+namespace mittens {
+
+// Elements from the start of the array to its matrix number `index`. Unrolled, so that params are not indexed at run
+// time.
+inline int64_t matrix_offset(constant BatchParams& batch, constant int64_t* strides, uint index) {
+  int64_t offset = 0;
+  if (batch.axes > 0) {
+#pragma unroll
+    for (int axis = 3; axis >= 0; --axis) {
+      offset += int64_t(index % batch.shape[axis]) * strides[axis];
+      index /= batch.shape[axis];
+    }
+  }
+  return offset;
+}
+
+}  // namespace mittens

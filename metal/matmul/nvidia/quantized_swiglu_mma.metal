@@ -1,0 +1,53 @@
+// As matmul/quantized_swiglu.metal, for one row of x with 4-bit weights, in half types (matmul/nvidia/qmv_mma.h;
+// row_by_matrices in csrc/ops/matmul/affine.cpp says where):
+//
+//   y[n] = silu(sum_k x[k] * gate[n, k]) * sum_k x[k] * up[n, k],   silu(v) = v / (1 + exp(-v))
+//
+// A threadgroup computes 8 outputs; its simdgroups share out the columns.
+#include <metal_stdlib>
+
+#include "matmul/nvidia/qmv_mma.h"
+#include "mittens/instantiate.h"
+
+using namespace metal;
+using namespace mittens;
+
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(512)]] void quantized_swiglu_row(
+    const device T* x [[buffer(0)]],            // [columns]
+    const device uint* gate [[buffer(1)]],      // [outputs, columns / 8]
+    const device T* gate_scales [[buffer(2)]],  // [outputs, columns / group]
+    const device T* gate_biases [[buffer(3)]],
+    const device uint* up [[buffer(4)]],  // as gate
+    const device T* up_scales [[buffer(5)]],
+    const device T* up_biases [[buffer(6)]],
+    device T* y [[buffer(7)]],  // [outputs]
+    constant QuantizedParams& params [[buffer(8)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  static_assert(row_blocks == 2, "a block of products of each matrix");
+  constexpr uint group_outputs = 8;
+  constexpr uint products = row_blocks * group_outputs;  // of a simdgroup
+  threadgroup float partials[kRowSimdgroups * products];
+
+  const uint first_output = group.x * group_outputs;
+  const uint outputs = min(params.outputs - first_output, group_outputs);
+  const uint own = min(tile_row(lane), outputs - 1);  // the last one for those that are not there
+  AffineWeights<T> matrices[row_blocks];
+  matrices[0] = at_output(matrix_of(gate, gate_scales, gate_biases, params, 0, first_output), own);
+  matrices[1] = at_output(matrix_of(up, up_scales, up_biases, params, 0, first_output), own);
+  multiply_row(x, matrices, params, lane, simdgroup, simdgroups, partials + simdgroup * products);
+
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (t < outputs) {
+    const float gated = gathered(partials, t, products, simdgroups);
+    const float linear = gathered(partials, t + group_outputs, products, simdgroups);
+    y[first_output + t] = T(gated / (1.0f + precise::exp(-gated)) * linear);
+  }
+}
+
+instantiate_kernel("quantized_swiglu_row_4bit_float16", quantized_swiglu_row, half)
+instantiate_kernel("quantized_swiglu_row_4bit_bfloat16", quantized_swiglu_row, bfloat)

@@ -1,0 +1,54 @@
+// Lanes along the outputs: where weights are [columns of x, outputs], each lane owns W neighbouring outputs and rows
+// of weights are dealt to the lanes and simdgroups that are left over.
+#pragma once
+
+#include "matmul/splitk.h"
+
+namespace mittens {
+
+constant constexpr int output_simdgroups = 8;  // of every threadgroup
+
+struct OutputLanes {
+  uint lanes;  // along the outputs: a power of two
+  uint lane;   // of the simdgroup
+  uint simdgroup;
+};
+
+// Which of the threadgroup's workers on the same outputs a thread is, and how many there are.
+inline uint worker_of(OutputLanes at) {
+  return at.simdgroup * (32 / at.lanes) + at.lane / at.lanes;
+}
+
+inline uint workers_of(OutputLanes at) {
+  return output_simdgroups * (32 / at.lanes);
+}
+
+// Adds up what the workers have for their W outputs; thread i of the first lanes * W (at most 256) gets output i of
+// the threadgroup, the others 0. scratch [output_simdgroups * 32 * W] may serve again after another barrier.
+template <int W>
+inline float outputs_sum(thread float (&v)[W], OutputLanes at, threadgroup float* scratch) {
+  for (uint mask = 16; mask >= at.lanes; mask /= 2) {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      v[i] += simd_shuffle_xor(v[i], ushort(mask));
+    }
+  }
+  const uint width = at.lanes * W;
+  if (at.lane < at.lanes) {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      scratch[at.simdgroup * width + at.lane * W + i] = v[i];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint t = at.simdgroup * 32 + at.lane;
+  float sum = 0;
+  if (t < width) {
+    for (int s = 0; s < output_simdgroups; ++s) {
+      sum += scratch[s * width + t];
+    }
+  }
+  return sum;
+}
+
+}  // namespace mittens

@@ -1,0 +1,76 @@
+// Products of packed weights with the activations that lanes hold, and the gathering of a threadgroup's sums.
+#pragma once
+
+#include "matmul/activations.h"
+#include "mittens/simd_reduce_scatter.h"
+#include "params/matmul.h"
+
+namespace mittens {
+
+// sums[m] += x[m, columns of word p] * what the word holds
+template <Format F, int V, int M>
+inline void add_products(
+    thread const Activations<V, M>& a, thread const float (&q)[32 / bits_of<F>()], int p, thread float (&sums)[M]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+#pragma unroll
+    for (int i = 0; i < word_size<F>(); ++i) {
+      sums[m] += q[i] * a.x[m][packed_column<F>(p, i)];
+    }
+  }
+}
+
+// sums[m] = x[m, columns of the lane] * the integers of P words
+template <Format F, bool exact, int P, int M>
+inline void multiply_words(
+    thread const Activations<P * 32 / bits_of<F>(), M>& a, thread const uint (&words)[P], uint two23,
+    thread float (&sums)[M]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    sums[m] = a.start[m];
+  }
+#pragma unroll
+  for (int p = 0; p < P; ++p) {
+    float q[32 / bits_of<F>()];
+    unpack_word<F, exact>(words[p], two23, q);
+    add_products<F>(a, q, p, sums);
+  }
+}
+
+template <int C>
+inline void clear(thread float (&v)[C]) {
+#pragma unroll
+  for (int i = 0; i < C; ++i) {
+    v[i] = 0;
+  }
+}
+
+// Where the products of a simdgroup gather: partials[r * M + m], set by its first columns, added to by the others.
+struct Gathering {
+  threadgroup float* partials;
+  uint lane;
+  bool add;
+};
+
+// Adds the lanes' totals up and leaves them from partial `first` on.
+template <int C>
+inline void gather(thread float (&totals)[C], Gathering to, uint first) {
+  constexpr int sharing = 32 / C;
+  scatter_sum(totals, to.lane);
+  if (to.lane % sharing == 0) {
+    threadgroup float& partial = to.partials[first + to.lane / sharing];
+    partial = to.add ? partial + totals[0] : totals[0];
+  }
+}
+
+// What the simdgroups have of product i, added up.
+inline float gathered(threadgroup const float* partials, uint i, uint products, uint simdgroups) {
+  float sum = 0;
+#pragma unroll 1
+  for (uint s = 0; s < simdgroups; ++s) {
+    sum += partials[s * products + i];
+  }
+  return sum;
+}
+
+}  // namespace mittens

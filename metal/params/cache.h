@@ -1,0 +1,29 @@
+// Parameters of what is done with a key-value cache. Compiled by C++ and by Metal.
+#pragma once
+
+#ifndef __METAL_VERSION__
+#include <cstdint>
+#endif
+
+namespace mittens {
+
+struct RopeAppendParams {
+  int64_t query_strides[3];  // of the new tokens' queries, in elements: batch, head, token
+  int64_t key_strides[3];
+  int64_t value_strides[3];
+  uint32_t query_heads;
+  uint32_t key_heads;       // and as many heads of values
+  uint32_t tokens;
+  uint32_t width;           // of a head
+  uint32_t pairs;           // of a head's elements that are rotated: the first 2 * pairs of them
+  uint32_t key_capacity;    // tokens that the buffers have room for
+  uint32_t value_capacity;
+  uint32_t first;           // where the first token's key and value go
+  int32_t offset;           // the first token's position
+  float scale;              // of positions
+  float log2_base;
+  float eps;
+  uint32_t has_freqs;
+};
+
+}  // namespace mittens

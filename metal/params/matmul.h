@@ -1,0 +1,91 @@
+// Parameters of the products. Compiled by C++ and by Metal.
+#pragma once
+
+#ifndef __METAL_VERSION__
+#include <cstdint>
+#endif
+
+namespace mittens {
+
+enum { kShortSimdgroups = 8 };  // of a threadgroup of gemv_short, each with an output of its own
+
+struct GemvParams {
+  uint32_t rows;               // of x
+  uint32_t columns;            // of x
+  uint32_t outputs;            // columns of y
+  uint32_t weight_stride;      // elements from row to row of w
+  uint32_t splits;             // threadgroups that share the columns of x
+  uint32_t columns_per_split;  // that each of them takes
+  uint32_t rounds;             // tiles kernel: times that a threadgroup's simdgroups take columns
+  uint32_t round_mask;         // of a threadgroup's number: which of these it begins with
+  uint32_t sharers;            // rows kernel: simdgroups that share the columns of a few rows of w
+  uint32_t lanes;              // columns kernel: lanes of a simdgroup along the outputs, 1 to 32
+  uint32_t has_bias;
+};
+
+struct GemvShortParams {
+  uint32_t columns;
+  uint32_t outputs;
+  uint32_t weight_stride;
+  uint32_t has_bias;
+};
+
+struct SplitSumParams {
+  uint32_t splits;
+  uint32_t rows;
+  uint32_t outputs;
+  uint32_t has_bias;
+};
+
+// The axes of a stack of matrices, merged where strides allow.
+struct BatchParams {
+  uint32_t axes;      // 0 where there is one matrix, at most 4
+  uint32_t shape[4];  // 1 from `axes` on
+};
+
+// Strides are in elements of their array.
+struct QuantizedParams {
+  BatchParams batch;
+  int64_t weight_strides[4];  // of the batch axes
+  int64_t scales_strides[4];
+  int64_t biases_strides[4];
+  uint32_t matrices;
+  uint32_t rows;               // of x, for each matrix
+  uint32_t columns;            // of x
+  uint32_t outputs;            // columns of y
+  uint32_t group_shift;        // a group is 1 << group_shift integers
+  uint32_t weight_stride;      // from row to row
+  uint32_t scales_stride;
+  uint32_t biases_stride;
+  uint32_t has_bias;
+  uint32_t two23;              // 2^23 as a float's bits (mittens/dequantize.h)
+  uint32_t outputs_per_group;  // that a threadgroup computes; of the rows kernel
+  uint32_t lanes;              // of a simdgroup along the outputs, a power of two; from here on of the columns kernel
+  uint32_t splits;             // threadgroups that share the columns of x
+  uint32_t columns_per_split;  // that each of them takes
+};
+
+// What kernels of products have room for in threadgroup memory, and what those of one row take at once
+// (matmul/nvidia/qmv_mma.h). Enumerators: Metal takes no variable outside of a function that is not in constant memory.
+enum {
+  kProductSimdgroups = 8,   // of a threadgroup, which share out the columns
+  kRowSimdgroups = 16,      // the same in matmul/nvidia/qmv_mma.metal and matmul/nvidia/quantized_swiglu_mma.metal
+  kProductPartials = 1024,  // floats that they leave for the last step (matmul/products.h)
+  kRowBlocks = 2,           // of 8 products of a simdgroup: what a tensor core's left matrix holds
+  kRowStep = 512,           // columns of a simdgroup
+};
+
+struct BlocksParams {
+  uint32_t rows;               // of x
+  uint32_t columns;            // of x
+  uint32_t outputs;            // columns of y
+  uint32_t outputs_per_group;  // that a threadgroup computes
+  uint32_t has_bias;
+  uint32_t two23;              // 2^23 as a float's bits (mittens/dequantize.h)
+};
+
+struct BlockCountParams {
+  uint32_t count;  // of blocks
+};
+
+}  // namespace mittens

@@ -1,0 +1,82 @@
+// Parameters of the norms and of softmax. Compiled by C++ and by Metal.
+#pragma once
+
+#ifndef __METAL_VERSION__
+#include <cstdint>
+#endif
+
+namespace mittens {
+
+// What every row kernel is told of its geometry.
+struct RowParams {
+  uint32_t rows;
+  uint32_t columns;
+  uint32_t splits;           // threadgroups that share a row, 1 unless the row is split
+  uint32_t packs_per_split;  // 16-byte packs each of them takes
+  uint32_t whole;            // every row of every array starts on a 16-byte boundary and fills packs
+};
+
+// A phase counts elements between the last 16-byte boundary and the array's start.
+struct RmsNormParams {
+  RowParams row;
+  uint32_t x_phase;
+  uint32_t weight_phase;
+  uint32_t y_phase;
+  uint32_t has_weight;
+  float eps;
+};
+
+struct AddRmsNormParams {
+  RowParams row;
+  uint32_t x_phase;
+  uint32_t residual_phase;
+  uint32_t weight_phase;
+  uint32_t y_phase;
+  uint32_t sum_phase;
+  uint32_t has_weight;
+  float eps;
+};
+
+// A phase counts elements between the last 16-byte boundary and the array's start.
+struct LayerNormParams {
+  RowParams row;
+  uint32_t x_phase;
+  uint32_t weight_phase;
+  uint32_t bias_phase;
+  uint32_t y_phase;
+  uint32_t has_weight;
+  uint32_t has_bias;
+  float eps;
+};
+
+// A kernel's share of the gradients of rms_norm and layer_norm.
+struct NormVjpParams {
+  RowParams row;
+  uint32_t blocks;  // threadgroups along the rows: block b takes rows b, b + blocks, ...
+  uint32_t has_weight;
+  uint32_t has_dsum;
+  uint32_t partial_sums;  // of the parameters' gradients, written to partials: 0, 1 (weight) or 2 (and bias)
+  float eps;
+};
+
+struct ColumnSumParams {
+  uint32_t blocks;
+  uint32_t columns;
+  uint32_t first;  // 0 where dweight is wanted, 1 where only dbias is
+};
+
+// A phase counts elements between the last 16-byte boundary and the array's start.
+struct SoftmaxParams {
+  RowParams row;
+  uint32_t x_phase;
+  uint32_t y_phase;
+};
+
+struct SoftmaxVjpParams {
+  RowParams row;
+  uint32_t y_phase;
+  uint32_t dy_phase;
+  uint32_t dx_phase;
+};
+
+}  // namespace mittens

@@ -1,0 +1,1 @@
+"""Measuring ops and whole models; the command is in `cli`."""

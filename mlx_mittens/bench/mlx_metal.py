@@ -1,0 +1,314 @@
+"""The peer: MLX's own Metal kernels, out of the installed mlx wheel, beside ours.
+
+Each function takes what the op takes and launches MLX's kernel for it with MLX's own geometry: on a CUDA GPU by the
+same compiler as ours, on a CPU in the simulator. A new op's peer is one function and one row in `PEERS`.
+
+Where MLX's choice depends on the Apple GPU at hand, it is made as for `GPU`, and a kernel that may have as many threads as
+the hardware allows has 1024.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .. import frontend, specs
+from ..ops.custom import Output, float32, int32, int64, launch
+from ..specs.matmul import has_bias
+
+_KERNELS = "mlx/backend/metal/kernels"
+_HEADERS = {
+    "softmax": ("utils.h", "softmax.h"),
+    "gemv": ("utils.h", "gemv.h"),
+    "quantized": ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h"),
+    "splitk": ("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_splitk.h"),
+    "sdpa_vector": ("utils.h", "sdpa_vector.h"),
+    "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
+}
+_TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
+# An M4 Max, as MLX reads the name of its architecture, applegpu_g16s: generation and class. MLX chooses the same on an M3
+# Max; the generation after it has matrix units, whose kernels no other compiler takes.
+GPU = (16, "s")
+_SIMD = 32
+_MOST_THREADS = 1024
+
+Stream = mx.Stream | mx.Device | None
+
+
+@functools.cache
+def instance(family: str, function: str, *template: object) -> tuple[str, str]:
+    """Registers one instantiation of a kernel of MLX's.
+
+    Args:
+        family: Of the kernel: a key of `_HEADERS`.
+        function: The kernel.
+        template: Its template arguments.
+
+    Returns:
+        tuple[str, str]: The source's name and the kernel's, as `launch` and `mlx_mittens.frontend` take them.
+    """
+    arguments = [str(a).lower() if isinstance(a, bool) else str(a) for a in template]
+    kernel = "_".join([function, *arguments])
+    file = f"mlx/{kernel}.metal"
+    includes = "".join(f'#include "{_KERNELS}/{header}"\n' for header in _HEADERS[family])
+    frontend.register_source(file, f'{includes}instantiate_kernel("{kernel}", {function}, {", ".join(arguments)})\n')
+    return file, kernel
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def softmax(a: mx.array, axis: int = -1, precise: bool = True, *, stream: Stream = None) -> mx.array:
+    """``mx.softmax`` along the last axis: one threadgroup a row, which is read twice from 4097 columns on."""
+    if axis not in (-1, a.ndim - 1):
+        raise ValueError(f"[peer.softmax] axis is {axis}: expected the last one")
+    columns, reads = a.shape[-1], 4
+    looped = columns > 4096
+    accumulator = ["float"] if precise and a.dtype != mx.float32 else []
+    kernel = instance("softmax", "softmax_looped" if looped else "softmax_single_row", _TYPES[a.dtype], *accumulator)
+    threads = _MOST_THREADS if looped else _SIMD * _ceil(_ceil(columns, reads), _SIMD)
+    arguments = {0: a, 1: Output(a.shape, a.dtype), 2: int32(columns)}
+    return launch(*kernel, arguments, [a.size // columns], [threads], stream=stream)[0]
+
+
+def gemv(
+    w: mx.array, x: mx.array, bias: mx.array | None = None, *, transpose: bool = True, stream: Stream = None
+) -> mx.array:
+    """``x @ w.T`` (or ``x @ w``) for one row x [.., K] and a row contiguous matrix w [N, K] (or [K, N])."""
+    if bias is not None or x.size != x.shape[-1]:
+        raise ValueError(f"[peer.gemv] x has shape {x.shape}: expected one row, and no bias")
+    rows, columns = w.shape
+    outputs, inputs = (rows, columns) if transpose else (columns, rows)
+    tm = tn = 4
+    if transpose:
+        bm, bn, sm, sn = (8 if outputs >= 4096 else 4), 1, 1, 32
+        if inputs <= 64:
+            bm, sm, sn = 1, 8, 4
+        elif inputs >= 16 * outputs:
+            bm, bn = 1, 8
+        tm = 1 if outputs < tm else tm
+        a_threadgroup = bm * sm * tm
+    else:
+        sm, sn = (4, 8) if inputs >= 8192 and outputs >= 2048 else (8, 4)
+        bm, bn = 1, 16 if outputs >= 2048 else 4 if outputs >= 512 else 2
+        tn = 1 if outputs < tn else tn
+        a_threadgroup = bn * sn * tn
+    function = "gemv" if transpose else "gemv_t"
+    kernel = instance("gemv", function, _TYPES[x.dtype], bm, bn, sm, sn, tm, tn, False, False)
+    arguments = {
+        **{0: w, 1: x, 3: Output([*x.shape[:-1], outputs], x.dtype)},
+        **{4: int32(inputs), 5: int32(outputs), 6: int32(columns)},
+        **{9: int32(1), 10: int32(1), 11: int64(0), 12: int64(0)},
+    }
+    return launch(*kernel, arguments, [_ceil(outputs, a_threadgroup)], [_SIMD, bn, bm], stream=stream)[0]
+
+
+def quantized_matmul(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    transpose: bool = True,
+    group_size: int = 64,
+    bits: int = 4,
+    *,
+    stream: Stream = None,
+) -> mx.array:
+    """``mx.quantized_matmul`` with affine weights [N, K] and x [M, K]: by vectors, or by matrices from some rows on."""
+    if not transpose:
+        raise ValueError("[peer.quantized_matmul] transpose is False: expected True")
+    m, k, n = math.prod(x.shape[:-1]), x.shape[-1], w.shape[0]
+    arguments = {
+        **dict(enumerate((w, scales, biases, x))),
+        **{4: Output([*x.shape[:-1], n], x.dtype), 5: int32(k), 6: int32(n)},
+    }
+    type_text = _TYPES[x.dtype]
+    if m >= _fewest_rows_of_qmm(k, n):
+        return _qmm(arguments, type_text, (m, k, n), group_size, bits, stream)
+    if (k == 128 and bits in (1, 2, 4, 8)) or (k == 64 and bits in (2, 4, 8)):
+        kernel = instance("quantized", "affine_qmv_quad", type_text, group_size, bits, k, False)
+        return launch(*kernel, arguments, [m, _ceil(n, 64), 1], [_SIMD, 1, 1], stream=stream)[0]
+    if m > 1 and GPU[0] >= 15:
+        vectors, lanes = _ceil(m, _ceil(m, 5)), 8
+        kernel = instance("quantized", "affine_qmv_wide", type_text, group_size, bits, vectors, lanes, False)
+        groups = [_ceil(m, vectors), _ceil(n, 2 * _SIMD // lanes), 1]
+        return launch(*kernel, arguments | {7: int32(m)}, groups, [_SIMD, 2, 1], stream=stream)[0]
+    pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
+    rows, whole = 8, k % (pack * (1 if bits == 2 else 2) * _SIMD) == 0
+    partial = [n % rows != 0] if whole else []
+    kernel = instance(
+        "quantized", "affine_qmv_fast" if whole else "affine_qmv", type_text, group_size, bits, False, *partial
+    )
+    return launch(*kernel, arguments, [m, _ceil(n, rows), 1], [_SIMD, 2, 1], stream=stream)[0]
+
+
+def _fewest_rows_of_qmm(k: int, n: int) -> int:
+    """From how many rows of x on MLX multiplies quantized weights [N, K] by matrices, on an M3 or M4 that is no Ultra."""
+    return 15 if 2048 < max(k, n) <= 4096 else 13
+
+
+def _qmm(arguments, type_text, shape, group_size, bits, stream):
+    m, k, n = shape
+    tiles = [_ceil(n, 32), _ceil(m, 32)]
+    aligned = n % 32 == 0
+    align = max(group_size, 32)
+    parts = min(max(1, 512 // math.prod(tiles)), k // align)
+    while parts > 1 and k % (parts * align):
+        parts -= 1
+    arguments = arguments | {7: int32(m)}
+    if parts <= 1:
+        kernel = instance("quantized", "affine_qmm_t", type_text, group_size, bits, aligned, False)
+        return launch(*kernel, arguments, [*tiles, 1], [_SIMD, 2, 2], stream=stream)[0]
+    output = arguments[4]
+    arguments |= {4: Output([parts, m, n], mx.float32), 8: int32(k // parts), 9: int32(m * n)}
+    kernel = instance("quantized", "affine_qmm_t_splitk", type_text, group_size, bits, aligned)
+    (partials,) = launch(*kernel, arguments, [*tiles, parts], [_SIMD, 2, 2], stream=stream)
+    kernel = instance("splitk", "gemm_splitk_accum", "float", type_text)
+    arguments = {0: partials, 1: output, 2: int32(parts), 3: int32(m * n), 4: int32(n)}
+    width, height = _block(n, m)
+    return launch(*kernel, arguments, [n // width, m // height, 1], [width, height, 1], stream=stream)[0]
+
+
+def _block(width: int, height: int) -> tuple[int, int]:
+    """Threads of a threadgroup for a grid of threads: as MLX's, but none that the edge of the grid would cut short."""
+    width_bits = height_bits = 0
+    while width_bits + height_bits < 10:
+        before = width_bits + height_bits
+        width_bits += width % (2 << width_bits) == 0
+        if width_bits + height_bits < 10:
+            height_bits += height % (2 << height_bits) == 0
+        if width_bits + height_bits == before:
+            break
+    return 1 << width_bits, 1 << height_bits
+
+
+def scaled_dot_product_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | None = None, stream: Stream = None
+) -> mx.array:
+    """``mx.fast.scaled_dot_product_attention`` without array masks: q [B, H, Tq, D], k and v [B, KV, T, D]."""
+    if mask is not None and not isinstance(mask, str):
+        raise ValueError("[peer.scaled_dot_product_attention] mask is an array: expected None or 'causal'")
+    if q.shape[2] > 8:
+        return _full_attention(q, k, v, scale, mask == "causal", stream)
+    causal = mask == "causal" and q.shape[2] > 1
+    if k.shape[2] >= 1024:
+        return _attention_in_two_passes(q, k, v, scale, causal, stream)
+    return _vector_attention(q, k, v, scale, causal, stream)
+
+
+def _strides(k: mx.array, v: mx.array) -> list[bytes]:
+    """Strides of a head and of a key or value."""
+    return [int64(stride) for a in (k, v) for stride in (a.shape[2] * a.shape[3], a.shape[3])]
+
+
+def _vector_attention(q, k, v, scale, causal, stream):
+    kernel = instance("sdpa_vector", "sdpa_vector", _TYPES[q.dtype], q.shape[3], v.shape[3])
+    output = Output([*q.shape[:3], v.shape[3]], q.dtype)
+    values = [q, k, v, output, int32(q.shape[1] // k.shape[1]), int32(k.shape[2]), *_strides(k, v), float32(scale)]
+    groups = [q.shape[0] * q.shape[1], q.shape[2]]
+    constants = {20: False, 21: False, 22: causal, 23: False, 24: False, 25: False, 26: 0}
+    return launch(*kernel, dict(enumerate(values)), groups, [1024], constants=constants, stream=stream)[0]
+
+
+# Query heads that share keys, and width of heads: how many of the heads a simdgroup takes, where MLX reads keys once.
+_SHARED = {(8, 64): 8, (8, 128): 4, (12, 128): 4, (16, 128): 2}
+
+
+def _blocks(keys: int, simdgroups: int) -> int:
+    """Into how many parts MLX splits the keys on a Max."""
+    if keys <= 1024 or simdgroups <= 4:
+        return 64
+    return 128 if keys <= 8192 else 256 if keys <= 32768 else 512 if keys <= 65536 else 1024
+
+
+def _attention_in_two_passes(q, k, v, scale, causal, stream):
+    batch, heads, length, _ = q.shape
+    group, keys, type_text = heads // k.shape[1], k.shape[2], _TYPES[q.dtype]
+    dims = q.shape[3], v.shape[3]
+    blocks = _blocks(keys, group * length)
+    shared = _SHARED.get((group, dims[0]))
+    if shared and length == 1 and dims[0] == dims[1] and keys >= 8192:
+        first = instance("sdpa_vector", "sdpa_vector_2pass_1_gqa", type_text, *dims, group, shared)
+    else:
+        first = instance("sdpa_vector", "sdpa_vector_2pass_1", type_text, *dims)
+    sums = Output([batch, heads, length, blocks], mx.float32)
+    partials = Output([*sums.shape, dims[1]], q.dtype)
+    arguments = dict(enumerate([q, k, v, partials, sums, sums]))
+    arguments |= dict(enumerate([int32(keys), *_strides(k, v), float32(scale)], 7))
+    groups = [k.shape[1], batch, blocks]
+    constants = {20: False, 21: False, 22: causal, 23: False, 24: False, 25: False, 26: blocks}
+    parts = launch(*first, arguments, groups, [_SIMD, group, length], constants=constants, stream=stream)
+
+    second = instance("sdpa_vector", "sdpa_vector_2pass_2", type_text, dims[1])
+    values = [*parts, Output([batch, heads, length, dims[1]], q.dtype), int32(blocks)]
+    return launch(*second, dict(enumerate(values)), [batch * heads, length], [1024], stream=stream)[0]
+
+
+def _full_attention(q, k, v, scale, causal, stream):
+    batch, heads, length, dims = q.shape
+    keys, rows, columns, simdgroups = k.shape[2], 32, 32 if dims < 128 else 16, 4
+    type_text = _TYPES[q.dtype]
+    kernel = instance(
+        "steel_attention", "attention", type_text, rows, columns, dims, v.shape[3], simdgroups, 1, type_text, "float"
+    )
+    strides = [(a.shape[1] * a.shape[2] * a.shape[3], a.shape[2] * a.shape[3], a.shape[3]) for a in (q, k, v)]
+    strides.append((length * heads * v.shape[3], v.shape[3], heads * v.shape[3]))
+    params = struct.pack(
+        "=6if7i12q",
+        *(batch, heads, dims, length, keys, heads // k.shape[1], scale),
+        *(_ceil(length, rows), _ceil(keys, columns), length // rows, keys // columns),
+        *(length % rows, keys % columns, keys - length),
+        *sum(strides, ()),
+    )
+    arguments = {0: q, 1: k, 2: v, 3: Output([batch, length, heads, v.shape[3]], q.dtype), 4: params}
+    constants = {200: length % rows == 0, 201: keys % columns == 0, 300: False, 301: causal, 302: False, 303: False}
+    groups = [_ceil(length, rows), heads, batch]
+    (output,) = launch(*kernel, arguments, groups, [_SIMD, simdgroups, 1], constants=constants, stream=stream)
+    return output.transpose(0, 2, 1, 3)
+
+
+def _attention_of_case(q, k, v, mask_array, sinks_array, *, mask, sinks, window, stream: Stream = None) -> mx.array:
+    return scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask, stream=stream)
+
+
+def _covers_attention(case: specs.Case, options: Mapping[str, Any]) -> bool:
+    if options["mask"] not in (None, "causal") or options["sinks"] or options["window"] is not None:
+        return False
+    _, heads, key_heads, queries, keys, width = case.shape
+    if queries > 8:
+        return width in (64, 80, 128)
+    return width in (64, 96, 128, 256) and queries <= keys and queries * heads // key_heads <= _SIMD
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The peer of an op.
+
+    Attributes:
+        function: Takes what the op's cases in the table hold.
+        covers: Whether MLX has a kernel for a case without gradients and its options.
+    """
+
+    function: Callable[..., mx.array]
+    covers: Callable[[specs.Case, Mapping[str, Any]], bool]
+
+
+PEERS: dict[str, Peer] = {
+    "softmax": Peer(softmax, lambda case, options: options["axis"] == -1),
+    "gemv": Peer(gemv, lambda case, options: case.shape[0] == 1 and not has_bias(case)),
+    "quantized_matmul": Peer(quantized_matmul, lambda case, options: options.get("transpose", True)),
+    "scaled_dot_product_attention": Peer(_attention_of_case, _covers_attention),
+}
+
+
+def of(op: specs.Op, case: specs.Case) -> Callable[..., mx.array] | None:
+    """The peer of an op in a case; none where MLX has no kernel for just that."""
+    peer = PEERS.get(op.name)
+    return peer.function if peer and not case.vjp and peer.covers(case, op.arguments(case)) else None

@@ -1,0 +1,249 @@
+"""Times whole models: decode and prefill of an architecture with random weights, on our kernels and on mx's.
+
+Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. What is timed: mlx-lm's own generation
+loop for decode, after a prompt that our kernels have processed for all; one call of the model for prefill. On a CPU mx
+may take a minute for a token: it then gets fewer tokens, which is said. Where a token takes milliseconds the contenders
+take turns, and the best of each one's counts: on a shared machine the host's part scatters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..nn import convert
+from ..patching.patches import patched
+from ..patching.targets import TARGETS
+from . import architectures, machine
+
+FORMATS: dict[str, int | None] = {"4-bit": 4, "8-bit": 8, "half": None}
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
+
+# Turns of the contenders at most, and after how many seconds none begins any more.
+_TURNS = 5
+_TURN_SECONDS = 8.0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one contender was."""
+
+    tokens_per_s: float
+    tokens: int  # that were timed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result: a model, in one format, decoding or reading a prompt."""
+
+    model: str
+    weights: str
+    dtype: str
+    device: str
+    phase: str
+    mittens: Speed  # under patched()
+    converted: Speed  # by nn.convert
+    mx: Speed | None
+    problem: str | None = None  # why mx could not run it
+
+    @property
+    def ratio(self) -> float:
+        return self.mittens.tokens_per_s / self.mx.tokens_per_s if self.mx else math.nan
+
+    @property
+    def converted_ratio(self) -> float:
+        return self.converted.tokens_per_s / self.mx.tokens_per_s if self.mx else math.nan
+
+
+def _state(caches: list) -> list:
+    return [cache.state for cache in caches]
+
+
+def _prefill(model: nn.Module, tokens: int) -> tuple[float, list]:
+    """Seconds of one call with so many tokens, and the cache it filled."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    prompt = mx.random.randint(0, model.args.vocab_size, (1, tokens))
+    mx.eval(prompt)
+    mx.synchronize()
+    start = time.perf_counter()
+    logits = model(prompt, cache=caches)[:, -1]
+    mx.eval(logits, _state(caches))
+    mx.synchronize()
+    return time.perf_counter() - start, caches
+
+
+def _one_token(model: nn.Module, caches: list) -> float:
+    """Seconds of one token."""
+    caches = copy.deepcopy(caches)
+    mx.synchronize()
+    start = time.perf_counter()
+    mx.eval(model(mx.array([[1]]), cache=caches), _state(caches))
+    mx.synchronize()
+    return time.perf_counter() - start
+
+
+def _decode(model: nn.Module, caches: list, tokens: int, seconds: float) -> Speed:
+    """mlx-lm's loop over so many tokens, or for so long; the median of a token's time."""
+    from mlx_lm.generate import generate_step
+
+    first = _one_token(model, caches)
+    if 3 * first > seconds:  # the loop runs one ahead: it would take three
+        return Speed(1 / first, 1)
+    times = []
+    start = before = time.perf_counter()
+    for _ in generate_step(mx.array([1]), model, max_tokens=tokens, prompt_cache=copy.deepcopy(caches)):
+        now = time.perf_counter()
+        times.append(now - before)
+        before = now
+        if now - start > seconds:
+            break
+    steady = times[1:] or times  # the first waits for two: the loop runs one ahead
+    return Speed(1 / statistics.median(steady), len(steady))
+
+
+def _prompt_speed(model: nn.Module, tokens: int, token_seconds: float, seconds: float) -> Speed:
+    """The best of up to three prompts; shorter ones where a whole one would take too long."""
+    count = max(1, min(tokens, int(seconds / token_seconds)))
+    times = [_prefill(model, count)[0]]
+    while sum(times) * (1 + 1 / len(times)) < seconds and len(times) < 3:
+        times.append(_prefill(model, count)[0])
+    return Speed(count / min(times), count)
+
+
+def _converted(model: nn.Module) -> nn.Module:
+    """A second model on the same weights, fused."""
+    weights = {id(array): array for _, array in tree_flatten(model.parameters())}
+    return convert(copy.deepcopy(model, weights))
+
+
+def _in_turns(contenders: dict[str, Callable[[], Speed]]) -> tuple[dict[str, Speed], str | None]:
+    """The best speed of each; more turns where they are short. mx's may be missing, then with the reason."""
+    best: dict[str, Speed] = {}
+    problem = None
+    start = time.perf_counter()
+    for _ in range(_TURNS):
+        for name, run in contenders.items():
+            try:
+                speed = run()
+            except RuntimeError as error:  # on a CPU mx has no half types for some products
+                if name != "mx":
+                    raise
+                problem = str(error)
+                continue
+            if name not in best or speed.tokens_per_s > best[name].tokens_per_s:
+                best[name] = speed
+        if time.perf_counter() - start > _TURN_SECONDS:
+            break
+    return best, problem
+
+
+def measure(
+    name: str, weights: str, dtype: str, tokens: int, prompt: int, seconds: float, say: Callable[[str], None]
+) -> tuple[list[Row], dict[str, float]]:
+    """Times one model in one format; rows for decode and prefill, and the share of a token's time of each op."""
+    say(f"{name} {weights} {dtype}: weights")
+    model = architectures.build(name, DTYPES[dtype], FORMATS[weights])
+    converted = _converted(model)
+    with patched():
+        _, caches = _prefill(model, prompt)  # kernels are compiled on first use
+        _decode(model, caches, 4, seconds)
+    with patched(attention_layer=False):  # its ops are to be seen
+        share = shares(model, caches)
+    _prefill(converted, prompt)
+    _decode(converted, caches, 4, seconds)
+
+    def ours(run: Callable[[], Speed]) -> Callable[[], Speed]:
+        def under_patch() -> Speed:
+            with patched():
+                return run()
+
+        return under_patch
+
+    say(f"{name} {weights} {dtype}: decode")
+    decode, problem = _in_turns(
+        {
+            "mittens": ours(lambda: _decode(model, caches, tokens, seconds)),
+            "converted": lambda: _decode(converted, caches, tokens, seconds),
+            "mx": lambda: _decode(model, caches, tokens, seconds),
+        }
+    )
+    say(f"{name} {weights} {dtype}: prefill")
+    prompts = {
+        "mittens": ours(lambda: _prompt_speed(model, prompt, 0.0001, seconds)),
+        "converted": lambda: _prompt_speed(converted, prompt, 0.0001, seconds),
+    }
+    if "mx" in decode:
+        prompts["mx"] = lambda: _prompt_speed(model, prompt, 1 / decode["mx"].tokens_per_s, seconds)
+    prefill, _ = _in_turns(prompts)
+    common = {"model": name, "weights": weights, "dtype": dtype, "device": machine.device(), "problem": problem}
+    return [
+        Row(phase=phase, mittens=speeds["mittens"], converted=speeds["converted"], mx=speeds.get("mx"), **common)
+        for phase, speeds in (("decode", decode), (f"prefill {prompt}", prefill))
+    ], share
+
+
+def _timed() -> Iterator[tuple[str, Any, str]]:
+    """What a model calls its ops by: the name of the op, the function's owner, and its name there."""
+    for target in TARGETS:
+        if target.is_loaded() and not target.shared and not target.needs:  # what needs others is made of their ops
+            yield target.op, *target.owner()
+    yield "gather_qmm", mx, "gather_qmm"
+
+
+@contextlib.contextmanager
+def _clocks(seconds: dict[str, float]) -> Iterator[None]:
+    """Adds up the time of each op, waiting for its inputs before and for its result after."""
+    saved = [(label, owner, name, getattr(owner, name)) for label, owner, name in _timed()]
+    running = False  # a layer's time holds that of the function that it calls
+
+    def clocked(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            if running:
+                return function(*args, **kwargs)
+            mx.eval([a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)])
+            running = True
+            start = time.perf_counter()
+            try:
+                result = function(*args, **kwargs)
+                mx.eval(result)
+            finally:
+                running = False
+            seconds[label] = seconds.get(label, 0.0) + time.perf_counter() - start
+            return result
+
+        return run
+
+    for label, owner, name, function in saved:
+        setattr(owner, name, clocked(label, function))
+    try:
+        yield
+    finally:
+        for _, owner, name, function in saved:
+            setattr(owner, name, function)
+
+
+def shares(model: nn.Module, caches: list) -> dict[str, float]:
+    """The share of each op in the time of one token, where each is waited for; the rest is ``other``."""
+    caches = copy.deepcopy(caches)
+    token = mx.array([[1]])
+    mx.eval(model(token, cache=caches))
+    seconds: dict[str, float] = {}
+    start = time.perf_counter()
+    with _clocks(seconds):
+        mx.eval(model(token, cache=caches), _state(caches))
+    total = time.perf_counter() - start
+    seconds["other"] = total - sum(seconds.values())
+    return {label: value / total for label, value in sorted(seconds.items(), key=lambda item: -item[1])}

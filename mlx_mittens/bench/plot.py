@@ -1,0 +1,56 @@
+"""The benchmark's picture: speedup over mx and bandwidth against the copy's, a bar for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .measure import FLOOR, Row
+
+_COLORS = {"float32": "#4c6a92", "float16": "#d98c3f", "bfloat16": "#6fa287"}
+
+
+def draw(info: dict[str, Any], rows: Sequence[Row], path: str, note: str = "") -> None:
+    """Draws the rows, one at least, to a .png or .svg file; the note goes into its title."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys((row.op, row.case) for row in rows))
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
+    place = {group: i for i, group in enumerate(groups)}
+    figure = Figure(figsize=(14, 1.8 + 0.42 * len(groups)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+
+    height = 0.8 / len(dtypes)
+    for i, dtype in enumerate(dtypes):
+        mine = [row for row in rows if row.dtype == dtype]
+        places = [place[row.op, row.case] + (i - (len(dtypes) - 1) / 2) * height for row in mine]
+        style = {"height": height, "color": _COLORS[dtype], "label": dtype}
+        bars = left.barh(places, [row.speedup - 1 for row in mine], left=1, **style)
+        left.bar_label(bars, [f" {row.speedup:.2f} " for row in mine], fontsize=6)
+        right.barh(places, [row.gb_s for row in mine], **style)
+
+    left.set_xscale("log", base=2)
+    left.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    left.axvline(1, color="black", linewidth=0.8)
+    left.set_xlabel("speedup over mx")
+    speedups = [row.speedup for row in rows]
+    left.set_xlim(min(0.5, min(speedups) / 1.3), max(2.0, max(speedups) * 1.5))
+    floor = FLOOR[info["device"]]
+    right.axvline(info["copy_gb_s"], color="black", linewidth=0.8, label=f"copy, {info['copy_gb_s']:.3g} GB/s")
+    right.axvline(floor * info["copy_gb_s"], color="black", linewidth=0.8, linestyle=":", label=f"{floor:.0%} of it")
+    right.set_xlabel("GB/s")
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
+
+    left.set_yticks(range(len(groups)), [f"{op}   {case}" for op, case in groups], fontsize=8)
+    left.set_ylim(len(groups) - 0.4, -0.6)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+    name = info["gpu"] if info["device"] == "gpu" else info["processor"]
+    versions = f"mlx-mittens {info['versions']['mlx_mittens']} beside mlx {info['versions']['mlx']}"
+    figure.suptitle(f"{versions} on {name} ({info['executor']}){note}")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,1 @@
+"""The command line: a module a command, and what they share."""

@@ -1,0 +1,290 @@
+"""Benchmark: each op beside its mx twin, over the layer shapes of real models.
+
+What is timed (``sampling`` says how): ours and the twin take turns in one run, over inputs that rotate through more
+memory than the caches hold. The medians of all turns are reported, and their spread. Results are checked against
+float64 in the same run. On a CPU a copy takes turns with large cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .. import frontend, specs
+from ..backends import executors, strict
+from ..bench import machine
+from ..bench.measure import FULL, QUICK, Outcome, kept_memory, measure, plan
+from ..table import Column, show, terminal_width
+from . import bench_models
+from .options import UsageError, chosen, writable
+from .runs import Ending, JsonFile, each, finish, progress
+
+_COLUMNS = (
+    Column("op", left=True),
+    Column("case", left=True),
+    Column("dtype", left=True),
+    Column("ms", 1),
+    Column("mx ms", 2),
+    Column("peer ms", 3),
+    Column("speedup"),
+    Column("+-", 7),
+    Column("GB/s", 4),
+    Column("of copy", 5),
+    Column("host us", 9),
+    Column("mx host us", 10),
+    Column("error", 6),
+    Column("mx error", 8),
+)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _cells(outcome: Outcome, case: str) -> list[str]:
+    """A row as text, under `_COLUMNS`; empty where a column does not apply."""
+    row = outcome.row
+    return [
+        row.op,
+        case,
+        row.dtype,
+        _number(row.mittens_ms),
+        _number(row.mx_ms),
+        _number(row.peer_ms) if row.peer_ms else "",
+        f"{row.speedup:.2f}x" if outcome.passed else "WRONG",
+        f"{outcome.spread:.0%}",
+        _number(row.gb_s),
+        f"{row.gb_s / row.copy_gb_s:.0%}" if row.copy_gb_s else "",
+        _number(row.mittens_host_ms * 1e3) if row.mittens_host_ms else "",
+        _number(row.mx_host_ms * 1e3) if row.mx_host_ms else "",
+        f"{row.error:.1e}",
+        f"{row.mx_error:.1e}",
+    ]
+
+
+def _short_names(op: specs.Op) -> dict[str, str]:
+    """An op's cases by their names, each without its options where label and shape tell it from the others."""
+    short = {case.name: replace(case, options={}).name for case in op.cases}
+    shared = Counter(short.values())
+    return {name: text if shared[text] == 1 else name for name, text in short.items()}
+
+
+def _show(outcomes: Sequence[Outcome]) -> None:
+    """Prints the table: with the cases' whole names into a file or a pipe, with short ones on a terminal."""
+    short = {op.name: _short_names(op) for op in specs.OPS} if terminal_width() else {}
+    name = lambda row: short[row.op].get(row.case, row.case) if short else row.case
+    rows = [_cells(outcome, name(outcome.row)) for outcome in outcomes]
+    styles = ["1;31" if not outcome.passed else "33" if outcome.row.speedup < 1 else "" for outcome in outcomes]
+    show(_COLUMNS, rows, styles)
+
+
+@contextlib.contextmanager
+def _steps(total: int) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what was done: by a bar of rich's on a terminal, else in lines."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        bar = None
+    else:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    if bar and bar.console.is_terminal:
+        with bar:
+            task = bar.add_task("", total=total)
+            yield lambda text: bar.update(task, advance=1, description=text)
+        return
+    numbers = itertools.count(1)
+    yield lambda text: print(f"[{next(numbers)}/{total}] {text}", file=sys.stderr, flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinity and NaN: they become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_rows(outcomes: Sequence[Outcome], with_peer: bool = False) -> list[dict[str, Any]]:
+    """The rows as the JSON file holds them; what none of them has is left out."""
+    rows = [{key: _finite(value) for key, value in asdict(outcome.row).items()} for outcome in outcomes]
+    unused = ["peer_ms"] * (not with_peer)
+    for key in ("copy_gb_s", "mittens_host_ms", "mx_host_ms"):
+        unused += [key] * all(row[key] is None for row in rows)
+    for row in rows:
+        for key in unused:
+            del row[key]
+    return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to a parser."""
+    parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
+    parser.add_argument("--peer", choices=("metal",), help="beside ours MLX's own Metal kernels, compiled the same way")
+    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="draw speedup and bandwidth to FILE.png or FILE.svg")
+    bench_models.add_arguments(parser)
+
+
+def op_names(text: str | None) -> list[str]:
+    """The ops that ``--ops`` names, or all.
+
+    Raises:
+        UsageError: One is not known.
+    """
+    known = [op.name for op in specs.OPS]
+    return known if text is None else chosen("--ops", text, known)
+
+
+def _check_plot(path: str | None) -> None:
+    if path is None:
+        return
+    if not path.endswith((".png", ".svg")):
+        raise UsageError(f"--plot: {path} ends with neither .png nor .svg")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError('--plot needs matplotlib: pip install "mlx-mittens[bench]"') from None
+
+
+def select_device(name: str | None) -> None:
+    """Makes ``cpu`` or ``gpu`` mx's default device.
+
+    Raises:
+        UsageError: mx has no such device here.
+    """
+    if name is None:
+        return
+    device = mx.gpu if name == "gpu" else mx.cpu
+    if not mx.is_available(device):
+        raise UsageError(f"--device {name}: this mx has no such device; a GPU takes a Mac or mlx[cuda13]")
+    mx.set_default_device(device)
+
+
+def _check_executor(executor: str) -> None:
+    """Refuses to begin where kernels cannot be run, as without a compiler."""
+    status = executors()[executor]
+    if not status.startswith("ready"):
+        raise UsageError(f"the executor {executor} is not ready: {status}")
+
+
+def _check_peer(name: str | None, executor: str) -> None:
+    if name is None:
+        return
+    if executor == "metal":
+        raise UsageError("--peer metal: on a Mac mx runs its Metal kernels itself: that is the column mx ms")
+    if executor != "cuda":
+        counts = "mlx-mittens simulate OP CASE --peer metal"
+        raise UsageError(f"--peer metal: times need an NVIDIA GPU (mlx[cuda13]); for counts: {counts}")
+    if frontend.compiler_problem():  # our own kernels may have been compiled when the package was built
+        raise UsageError(f"--peer metal: {frontend.compiler_problem()}")
+
+
+def _check_combination(arguments: argparse.Namespace) -> None:
+    """Refuses options that would have no effect."""
+    if arguments.model is None:
+        given, rule = bench_models.given(arguments), "goes with --model"
+    else:
+        given = [name for name in ("ops", "quick", "peer", "plot") if getattr(arguments, name) not in (None, False)]
+        rule = "does not go with --model, which takes --device, --json, " + ", ".join(
+            f"--{name}" for name in bench_models.DEFAULTS
+        )
+    if given:
+        raise UsageError(f"--{given[0]} {rule}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the benchmark.
+
+    Returns:
+        int: 0, or 1 if a result was wrong.
+
+    Raises:
+        UsageError: The arguments cannot be served.
+    """
+    _check_combination(arguments)
+    names = op_names(arguments.ops)
+    _check_plot(arguments.plot)
+    writable("--plot", arguments.plot)
+    file = JsonFile(arguments.json)
+    select_device(arguments.device)
+    _check_executor(machine.executor())
+    if arguments.model is not None:
+        with kept_memory(machine.device()):
+            return bench_models.run(arguments, file)
+    device = machine.device()
+    _check_peer(arguments.peer, machine.executor())
+    todo = plan(names, device, arguments.quick)
+    if not todo:
+        raise UsageError(f"none of the cases of {', '.join(names)} is for {device}" + " and --quick" * arguments.quick)
+    info = machine.describe()
+    print(machine.headline(info), flush=True)
+
+    seed = int.from_bytes(os.urandom(4), "little")
+    rng = np.random.default_rng(seed)
+    info["seed"] = seed
+    outcomes: list[Outcome] = []
+
+    def save(ending: Ending | None = None) -> None:
+        head = {"machine": info, **progress(ending, len(outcomes), len(todo))}
+        rows = [json.dumps(row) for row in json_rows(outcomes, arguments.peer is not None)]
+        file.write(head, "rows", rows, last=ending is not None)
+
+    def name(item: tuple[specs.Op, specs.Case, str]) -> str:
+        op, case, dtype = item
+        return f"{op.name} {case.name} {dtype}"
+
+    save()
+    with _steps(len(todo)) as step, strict(), kept_memory(device):
+
+        def one(item: tuple[specs.Op, specs.Case, str]) -> None:
+            budget = QUICK if arguments.quick else FULL
+            outcomes.append(measure(*item, device, budget, rng, arguments.peer is not None))
+            save()
+            step(name(item))
+            mx.clear_cache()
+
+        ending = each(todo, one, name)
+    if ending.complete:
+        info["copy_gb_s"] = max(info["copy_gb_s"], machine.copy_gb_s())  # the machine may have been busy at first
+    save(ending)
+
+    if outcomes:
+        _show(outcomes)
+    wrong = [outcome for outcome in outcomes if not outcome.passed]
+    for outcome in wrong:
+        print(f"WRONG {outcome.row.op} {outcome.row.case} {outcome.row.dtype}: {outcome.detail} (seed {seed})")
+    if outcomes:
+        print(_summary(outcomes, info))
+    partial = "" if ending.complete else f"{len(outcomes)} of {len(todo)} measured"
+    if partial:
+        print(f"Incomplete: {partial}.")
+    if arguments.plot and outcomes:
+        from ..bench.plot import draw
+
+        draw(info, [outcome.row for outcome in outcomes], arguments.plot, partial and f", {partial}")
+    return finish("bench", ending, file, passed=not wrong)
+
+
+def _summary(outcomes: Sequence[Outcome], info: dict[str, Any]) -> str:
+    speedups = [outcome.row.speedup for outcome in outcomes]
+    slowest = min(outcomes, key=lambda outcome: outcome.row.speedup).row
+    wrong = sum(not outcome.passed for outcome in outcomes)
+    return (
+        f"{len(outcomes)} rows, {wrong} wrong; geometric mean {statistics.geometric_mean(speedups):.2f}x mx, "
+        f"least {slowest.speedup:.2f}x ({slowest.op} {slowest.case} {slowest.dtype}). "
+        f"GB/s counts each input read once and each result written once; a copy reaches {info['copy_gb_s']:.3g}."
+    )

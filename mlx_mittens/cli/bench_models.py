@@ -1,0 +1,142 @@
+"""Benchmark of whole models: decode and prefill of an architecture with random weights, on our kernels and on mx's.
+
+Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. What is timed: mlx-lm's own generation
+loop for decode, after a prompt that our kernels have processed for all; one call of the model for prefill. On a CPU mx
+may take a minute for a token: it then gets fewer tokens, which is said. Where a token takes milliseconds the contenders
+take turns, and the best of each one's counts: on a shared machine the host's part scatters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+
+from ..bench import architectures, machine
+from ..bench.models import DTYPES, FORMATS, Row, measure
+from ..table import Column, show
+from .options import UsageError, chosen
+from .runs import Ending, JsonFile, each, finish, progress
+
+_COLUMNS = (
+    Column("model", left=True),
+    Column("weights", left=True),
+    Column("dtype", left=True),
+    Column("phase", left=True),
+    Column("patched"),
+    Column("converted", 3),
+    Column("mx", 1),
+    Column("patched/mx", 2),
+    Column("converted/mx", 4),
+    Column("mx timed", 5),
+)
+
+
+def _cells(row: Row) -> list[str]:
+    """A row as text, under `_COLUMNS`; where mx was given fewer tokens it says how many."""
+    ours = [f"{row.mittens.tokens_per_s:.4g}", f"{row.converted.tokens_per_s:.4g}"]
+    if row.mx is None:
+        theirs = ["cannot", "", "", ""]
+    else:
+        fewer = str(row.mx.tokens) if row.mx.tokens < row.mittens.tokens else ""
+        theirs = [f"{row.mx.tokens_per_s:.3g}", f"{row.ratio:.2f}x", f"{row.converted_ratio:.2f}x", fewer]
+    return [row.model, row.weights, row.dtype, row.phase, *ours, *theirs]
+
+
+# What the options are that make no sense without --model, where they are not given.
+DEFAULTS = {"weights": ",".join(FORMATS), "dtype": "bfloat16", "prompt": 128, "tokens": 64, "seconds": 30.0}
+
+
+def given(arguments: argparse.Namespace) -> list[str]:
+    """Which of these options were given."""
+    return [name for name in DEFAULTS if name in vars(arguments)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the bench command needs for models."""
+    group = parser.add_argument_group("whole models")
+    group.add_argument(
+        "--model", metavar="A,B", help=f"time these instead of ops: {', '.join(architectures.ARCHITECTURES)}"
+    )
+    for name, what, more in (
+        ("weights", "formats", {"metavar": "A,B"}),
+        ("dtype", "of what is not quantized", {"metavar": "A,B"}),
+        ("prompt", "tokens of the prompt", {"type": int}),
+        ("tokens", "tokens to decode at most", {"type": int}),
+        ("seconds", "for one figure, about", {"type": float}),
+    ):
+        text = f"{what} ({DEFAULTS[name]})"
+        group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text, **more)
+
+
+def run(arguments: argparse.Namespace, file: JsonFile) -> int:
+    """Times the models that were asked for.
+
+    Raises:
+        UsageError: The arguments cannot be served.
+    """
+    options = argparse.Namespace(**{**DEFAULTS, **vars(arguments)})
+    names = chosen("--model", options.model, architectures.ARCHITECTURES)
+    formats = chosen("--weights", options.weights, FORMATS)
+    dtypes = chosen("--dtype", options.dtype, DTYPES)
+    if min(options.prompt, options.tokens) < 2 or not options.seconds > 0:
+        raise UsageError("--prompt and --tokens take 2 or more, --seconds more than 0")
+    _check_models(names)
+    info = machine.describe()
+    info["versions"]["mlx_lm"] = importlib.metadata.version("mlx-lm")
+    print(machine.headline(info), flush=True)
+    todo = list(itertools.product(names, formats, dtypes))
+    rows: list[Row] = []
+    share: dict[str, dict[str, float]] = {}
+
+    def save(ending: Ending | None = None) -> None:
+        head = {"machine": info, **progress(ending, len(share), len(todo)), "shares": share}
+        file.write(head, "rows", [json.dumps(_as_json(row)) for row in rows], last=ending is not None)
+
+    def one(item: tuple[str, str, str]) -> None:
+        say = lambda text: print(text, file=sys.stderr, flush=True)
+        new, parts = measure(*item, options.tokens, options.prompt, options.seconds, say)
+        rows.extend(new)
+        share[" ".join(item)] = parts
+        save()
+        mx.clear_cache()
+
+    save()
+    ending = each(todo, one, " ".join)
+    save(ending)
+    if rows:
+        print("tokens/s")
+        show(_COLUMNS, [_cells(row) for row in rows], [""] * len(rows))
+    for problem in dict.fromkeys(f"{row.model} {row.weights}: mx cannot: {row.problem}" for row in rows if row.problem):
+        print(problem)
+    if share:
+        print("\nshare of a token's time, each op waited for:")
+    for what, parts in share.items():
+        print(f"  {what}: " + ", ".join(f"{label} {part:.0%}" for label, part in parts.items()))
+    if not ending.complete:
+        print(f"Incomplete: {len(share)} of {len(todo)} measured.")
+    return finish("bench", ending, file, passed=True)
+
+
+def _check_models(names: Sequence[str]) -> None:
+    """Refuses to begin where the installed mlx-lm lacks a model."""
+    if importlib.util.find_spec("mlx_lm") is None:
+        raise UsageError('--model needs mlx-lm: pip install "mlx-mittens[lm]"')
+    for name in names:
+        module = f"mlx_lm.models.{architectures.ARCHITECTURES[name]['model_type']}"
+        if importlib.util.find_spec(module) is None:
+            version = importlib.metadata.version("mlx-lm")
+            raise UsageError(f"--model {name}: mlx-lm {version} has no {module}")
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    ratios = {"ratio": row.ratio, "converted_ratio": row.converted_ratio} if row.mx else {}
+    return {**asdict(row), **ratios}

@@ -1,0 +1,260 @@
+"""Doctor: what is installed, which executors are there, and whether every case is right on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .. import _ext, specs
+from ..backends import executors, strict
+from ..bench import machine
+from ..frontend import cache
+from ..patching import targets
+from .bench import op_names, select_device
+from .runs import Ending, JsonFile, each, finish, progress
+
+# Larger cases repeat the same kernels, and are not worth the wait.
+_LARGEST = {"cpu": 2**23, "gpu": 2**27}
+
+# Up to here mx's error, which bounds ours, is taken on the CPU, on a GPU too: in MLX 0.32.4's CUDA build the gradient
+# of mx.fast.layer_norm reads out of bounds for odd columns (9x255 in float32) and takes the process down.
+_LARGEST_TWIN_ON_CPU = 2**20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One case's outcome."""
+
+    op: str
+    case: str
+    dtype: str
+    passed: bool
+    error: float | None
+    mx_error: float | None
+    detail: str
+
+
+def _todo(op: specs.Op, device: str) -> list[tuple[specs.Case, str]]:
+    """The cases of an op that are examined, each with the name of a type."""
+    large = lambda case: math.prod(case.shape) > _LARGEST[device]
+    found = [*op.checks(), *(case for case in op.cases if not large(case))]
+    return [(case, dtype) for case in found if case.runs_on(device) for dtype in op.dtypes(case)]
+
+
+def examine(op: specs.Op, case: specs.Case, dtype: str, rng: np.random.Generator) -> Finding:
+    """Runs one case and compares it with float64; whatever is raised is the finding."""
+    try:
+        arrays = op.draw(rng, case, specs.DTYPES[dtype])
+        cotangents = op.cotangents(rng, case, specs.DTYPES[dtype])
+        twin_device = mx.Device(mx.cpu) if math.prod(case.shape) <= _LARGEST_TWIN_ON_CPU else None
+        check = specs.check(op, case, arrays, cotangents, twin_device)
+    except Exception as exception:  # a kernel that does not compile or launch is what a doctor is there to find
+        return Finding(op.name, case.name, dtype, False, None, None, f"{type(exception).__name__}: {exception}")
+    finite = [value if math.isfinite(value) else None for value in (check.error, check.twin_error)]
+    return Finding(op.name, case.name, dtype, check.passed, *finite, check.detail)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to a parser."""
+    parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
+    parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
+
+
+def child() -> None:
+    """Examines cases of one op, as its input names them by their number, and answers each with a line of JSON."""
+    name, device, seed = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    select_device(device)
+    op = specs.get(name)
+    todo = _todo(op, device)
+    rng = np.random.default_rng([int(seed), zlib.crc32(name.encode())])
+    with strict():
+        for line in sys.stdin:
+            case, dtype = todo[int(line)]
+            print(json.dumps(asdict(examine(op, case, dtype, rng))), file=answers, flush=True)
+
+
+# What a process of an op's own runs. It finds modules where this one does, whatever the current folder holds.
+_CHILD = "from mlx_mittens.cli.doctor import child; child()"
+
+
+class _Child:
+    """A process that examines the cases of one op: a fault that ends it ends no other op's."""
+
+    def __init__(self, op: str, device: str, seed: int, environment: dict[str, str]) -> None:
+        code = f"import sys\nsys.path[:] = {sys.path!r}\n{_CHILD}"
+        self._errors = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, op, device, str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C and a time limit are this process's to handle
+        )
+
+    def examine(self, number: int) -> Finding | None:
+        """Gives the finding, or None where the process ended."""
+        try:
+            self._process.stdin.write(f"{number}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        answer = self._process.stdout.readline()
+        return Finding(**json.loads(answer)) if answer.endswith("\n") else None
+
+    def end(self) -> str:
+        """Waits for the process's end; how it ended, with the last lines that it wrote."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        status = self._process.wait()
+        how = f"exit status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
+        self._errors.seek(0)
+        text = self._errors.read().decode(errors="replace")
+        self._close()
+        print(text, end="", file=sys.stderr)
+        return "\n".join([f"the process was ended by {how}", *text.strip().splitlines()[-3:]])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        self._process.stdout.close()
+        self._errors.close()
+
+
+class _Findings:
+    """What was found so far, on stdout by op and in the JSON file by case."""
+
+    def __init__(self, file: JsonFile, head: dict[str, Any], planned: int) -> None:
+        self.failed: list[Finding] = []
+        self.count = 0
+        self.running: dict[str, str] | None = None
+        self._rows: list[str] = []
+        self._file, self._head, self._planned = file, head, planned
+
+    def add(self, finding: Finding) -> None:
+        self.count += 1
+        self.running = None
+        self._rows.append(json.dumps(asdict(finding)))
+        if not finding.passed:
+            self.failed.append(finding)
+
+    def begin(self, op: str, case: str, dtype: str) -> None:
+        """Names the case that is about to run, for whatever ends this process or the machine."""
+        self.running = {"op": op, "case": case, "dtype": dtype}
+        self.save()
+
+    def save(self, ending: Ending | None = None) -> None:
+        """Writes the file."""
+        passed = ending is not None and ending.complete and not self.failed
+        head = {**self._head, "passed": passed, **progress(ending, self.count, self._planned), "running": self.running}
+        self._file.write(head, "cases", self._rows, last=ending is not None)
+
+
+def _examine_op(op: specs.Op, device: str, seed: int, environment: dict[str, str], findings: _Findings) -> None:
+    """Runs the cases of an op in a process of its own, up to one that ends the process."""
+    todo = _todo(op, device)
+    before, failed = findings.count, len(findings.failed)
+    process = _Child(op.name, device, seed, environment)
+    try:
+        for number, (case, dtype) in enumerate(todo):
+            findings.begin(op.name, case.name, dtype)
+            found = process.examine(number)
+            findings.add(found or Finding(op.name, case.name, dtype, False, None, None, process.end()))
+            if found is None:
+                break
+        else:
+            process.end()
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        mine = findings.failed[failed:]
+        examined = findings.count - before
+        unseen = f", {len(todo) - examined} not run" if examined < len(todo) else ""
+        print(f"{op.name:12} {examined - len(mine)} of {len(todo)} cases pass{unseen}", flush=True)
+        for finding in mine:
+            print(f"  FAILED {finding.case} {finding.dtype}: {finding.detail}", flush=True)
+
+
+def _internals() -> dict[str, str]:
+    """What rests on private parts of MLX and mlx-lm: ``on``, or what is off and why."""
+    problem, layers = _ext.mlx_internals_problem(), targets.unknown()
+    mlx = f"off ({problem}): key-value caches are copied where MLX copies them" if problem else "on"
+    unknown = f"off for {', '.join(layers)}: their code is not the one that is known here; mlx-lm's own runs"
+    return {"mlx internals": mlx, "mlx-lm layers": unknown if layers else "on"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examines this machine.
+
+    Returns:
+        int: 0 if every case passed, else 1.
+
+    Raises:
+        UsageError: The arguments cannot be served.
+    """
+    names = op_names(arguments.ops)
+    file = JsonFile(arguments.json)
+    select_device(arguments.device)
+    device = machine.device()
+    seed = int.from_bytes(os.urandom(4), "little")
+    environment = {**os.environ, "MLX_MITTENS_CACHE": str(cache.writable_folder())}
+    head = {
+        "versions": machine.versions(),
+        "system": platform.platform(),
+        "processor": machine.processor(),
+        "gpu": machine.gpu(),
+        "device": device,
+        "executor": machine.executor(),
+        "executors": executors(),
+        "internals": _internals(),
+        "seed": seed,
+    }
+    print("\n".join(f"{name:12} {version}" for name, version in head["versions"].items()))
+    print(f"{'system':12} {head['system']}")
+    print(f"{'processor':12} {head['processor']}, {machine.cores()} cores")
+    print(f"{'gpu':12} {head['gpu'] or 'none that mx can use'}")
+    print(f"{'device':12} {device}, executor {head['executor']}")
+    print(f"{'cache':12} {environment['MLX_MITTENS_CACHE']}")
+    print("executors")
+    for name, status in head["executors"].items():
+        print(f"  {name:10} {status}")
+    for name, status in head["internals"].items():
+        print(f"{name:13} {status}")
+    sys.stdout.flush()
+
+    ops = [op for op in specs.OPS if op.name in names]
+    planned = sum(len(_todo(op, device)) for op in ops)
+    findings = _Findings(file, head, planned)
+    findings.save()
+    where = lambda op: " ".join(findings.running.values()) if findings.running else op.name
+    ending = each(ops, lambda op: _examine_op(op, device, seed, environment, findings), where)
+    findings.save(ending)
+    if not ending.complete:
+        print(f"Incomplete: {findings.count} of {planned} cases examined.")
+    if findings.failed:
+        print(f"{len(findings.failed)} cases failed (seed {seed}).")
+    elif ending.complete:
+        print("All is well.")
+    return finish("doctor", ending, file, passed=not findings.failed)

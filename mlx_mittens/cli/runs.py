@@ -1,0 +1,148 @@
+"""Runs that may end early, by a person, by a time limit or by a failure: what was measured until then is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .options import UsageError, writable
+
+T = TypeVar("T")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+def exit_status(interrupt: KeyboardInterrupt) -> int:
+    """What a shell gives for a process that the signal ended."""
+    return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
+
+
+_received = False  # whether SIGTERM came: what it raises may be lost in a callback, or become another exception
+
+
+@contextlib.contextmanager
+def terminated() -> Iterator[None]:
+    """SIGTERM raises `Terminated` in the main thread, once: `timeout` sends it to the process and then to its group."""
+    global _received
+    _received = False
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets no other thread choose a handler
+        return
+
+    def handle(*_: object) -> None:
+        global _received
+        _received = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        if not _received:  # else the process ends, and the second one may come as late as that
+            signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended.
+
+    Attributes:
+        status: The exit status: 0 if it was done to the end, 1 if something failed, 130 for Ctrl-C, 143 for SIGTERM.
+        reason: Why it was not done to the end, and where.
+    """
+
+    status: int = 0
+    reason: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.reason is None
+
+
+def each(todo: Sequence[T], do: Callable[[T], None], name: Callable[[T], str]) -> Ending:
+    """Does each in turn, one at least, up to the first that fails or is interrupted; the reason names that one."""
+    interrupt: KeyboardInterrupt
+    item = todo[0]
+    try:
+        for item in todo:
+            do(item)
+            if _received:
+                raise Terminated
+        return Ending()
+    except KeyboardInterrupt as error:
+        interrupt = error
+    except BrokenPipeError:  # nobody reads what the command prints: not this item's failure
+        raise
+    except Exception as error:
+        if not _received:
+            return Ending(1, f"{name(item)}: {type(error).__name__}: {error}")
+        interrupt = Terminated()
+    word = "terminated" if isinstance(interrupt, Terminated) else "interrupted"
+    return Ending(exit_status(interrupt), f"{word} in {name(item)}")
+
+
+class JsonFile:
+    """The file of ``--json``, which is whole and valid whenever it is read, and whatever ends the process.
+
+    A write that fails, as on a full disk, is kept for the end as ``problem``: it does not stop what is measured.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        """
+        Raises:
+            UsageError: It cannot be written.
+        """
+        writable("--json", path)
+        self.problem: str | None = None
+        self._path = path and os.path.realpath(path)
+        self._replaced = path is not None and (os.path.isfile(path) or not os.path.exists(path))
+        if self._replaced and not os.access(os.path.dirname(self._path), os.W_OK):
+            raise UsageError(f"--json: the folder of {path} cannot be written to")
+
+    def write(self, head: dict[str, Any], key: str, rows: Sequence[str], last: bool = False) -> None:
+        """Writes an object: what heads it, and under a key rows that are JSON already.
+
+        What is no file, such as a pipe, gets the ``last`` one alone.
+        """
+        if self._path is None or not (last or self._replaced):
+            return
+        listed = "[\n  " + ",\n  ".join(rows) + "\n ]" if rows else "[]"
+        text = f"{json.dumps(head, indent=1)[:-2]},\n {json.dumps(key)}: {listed}\n}}\n"
+        temporary = f"{self._path}.{os.getpid()}.tmp" if self._replaced else self._path
+        try:
+            with open(temporary, "w") as file:
+                file.write(text)
+            if self._replaced:
+                os.replace(temporary, self._path)
+            self.problem = None
+        except OSError as error:
+            self.problem = f"--json: cannot write {self._path}: {error.strerror}"
+        finally:
+            if self._replaced:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+
+
+def progress(ending: Ending | None, measured: int, planned: int) -> dict[str, Any]:
+    """What a JSON file says of how far a run came; without an ending it is still at work."""
+    said = {"complete": ending is not None and ending.complete, "measured": measured, "planned": planned}
+    return said if ending is None or ending.complete else {**said, "reason": ending.reason}
+
+
+def finish(command: str, ending: Ending, file: JsonFile, passed: bool) -> int:
+    """Says on stderr what went wrong beside the results; the exit status."""
+    if not ending.complete:
+        print(f"mlx-mittens {command}: {ending.reason}", file=sys.stderr)
+    if file.problem:
+        print(f"mlx-mittens {command}: {file.problem}", file=sys.stderr)
+    return ending.status or (0 if passed and not file.problem else 1)

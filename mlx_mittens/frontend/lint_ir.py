@@ -1,0 +1,77 @@
+"""What only the code of a kernel shows: calls that come round again, threadgroup memory that does not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .errors import Problem
+from .rewrite import Translation
+
+THREADGROUP_BYTES = 32 * 1024
+
+_FUNCTION = re.compile(r'^define [^\n]*?@("[^"\n]+"|[\w.$]+)\(([^\n]*)\{\n(.*?)^\}', re.M | re.S)
+_DEBUG = re.compile(r"!dbg !(\d+)")
+_SYMBOL = re.compile(r"@(\"[^\"]+\"|[\w.$]+)")
+_ARRAY = re.compile(r"@\w*threadgroup_memory_of\w*\([^,]+, [^,]+, i64 (?:noundef )?(\d+)")
+_SUBPROGRAM = re.compile(r'^!(\d+) = distinct !DISubprogram\(name: "([^"]*)".*?file: !(\d+), line: (\d+)', re.M)
+_FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
+
+
+def recursion(code: str, library: str) -> list[Problem]:
+    """Functions that call themselves in clang's intermediate code of a file; those of the library, a folder, are not looked at."""
+    functions, edges = _calls(code)
+    files = dict(_FILE.findall(code))
+    places = {number: (name, files.get(file, ""), int(line)) for number, name, file, line in _SUBPROGRAM.findall(code)}
+    problems = []
+    for name in _in_cycles(edges):
+        debug = _DEBUG.search(functions[name][0])
+        place = places.get(debug[1]) if debug else None
+        if place and not place[1].startswith(library):
+            problems.append(
+                Problem(place[1], place[2], f"{place[0]!r} calls itself: Metal has no recursion, write a loop")
+            )
+    return problems
+
+
+def threadgroup_memory(code: str, translation: Translation) -> list[Problem]:
+    """Kernels that ask for more threadgroup memory than a GPU has: they compile, but cannot be launched."""
+    functions, edges = _calls(code)
+    own = {name: sum(map(int, _ARRAY.findall(body))) for name, (_, body) in functions.items()}
+    problems = []
+    for number, variant in enumerate(translation.variants):
+        entry = next((name for name in functions if f"mittens_entry_{number}P" in name), None)
+        size = _total(entry, edges, own, {}) if entry else 0
+        if size > THREADGROUP_BYTES:
+            what = f"kernel {variant.name!r} has {size} bytes of threadgroup memory: at most {THREADGROUP_BYTES}"
+            problems.append(Problem(*translation.kernels[variant.function].site, what))
+    return problems
+
+
+def _calls(code: str) -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
+    """The head and the body of each function, and which others it calls."""
+    functions = {name: (head, body) for name, head, body in _FUNCTION.findall(code)}
+    edges = {name: [s for s in _SYMBOL.findall(body) if s in functions] for name, (_, body) in functions.items()}
+    return functions, edges
+
+
+def _total(name: str, edges: dict[str, list[str]], own: dict[str, int], known: dict[str, int]) -> int:
+    """Threadgroup bytes of a function and of all that it calls, each call counted."""
+    if name not in known:
+        known[name] = 0  # should it come round to itself
+        known[name] = own[name] + sum(_total(callee, edges, own, known) for callee in edges[name])
+    return known[name]
+
+
+def _in_cycles(edges: dict[str, list[str]]) -> Iterator[str]:
+    """Functions that come round to themselves."""
+    for name in edges:
+        seen, waiting = set(), list(edges[name])
+        while waiting:
+            callee = waiting.pop()
+            if callee == name:
+                yield name
+                break
+            if callee not in seen:
+                seen.add(callee)
+                waiting += edges[callee]

@@ -1,0 +1,105 @@
+"""NVIDIA's assembler: whether the PTX of kernels assembles, and what registers and memory it takes.
+
+It is part of PyPI's ``nvidia-cuda-nvcc`` and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import frontend
+
+# A call that assembles a few files costs less than a call for each; a call with all of them would use one core.
+_FILES_PER_CALL = 30
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel takes on one architecture: registers of a thread, the rest in bytes."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared: int
+
+
+def find() -> str | None:
+    """The path of ptxas: of the package nvidia-cuda-nvcc, else on PATH; None if there is none."""
+    try:
+        for file in importlib.metadata.files("nvidia-cuda-nvcc") or ():
+            if file.name in ("ptxas", "ptxas.exe") and file.locate().is_file():
+                return str(file.locate())
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    return shutil.which("ptxas")
+
+
+def all_ptx(arch: str = "sm_80") -> dict[str, str]:
+    """The PTX of every variant of every .metal file, by the name of its entry."""
+
+    def of(item: tuple[str, str]) -> str:
+        return frontend.ptx(*item, arch=arch)
+
+    kernels = [(file, variant.name) for file in frontend.files() for variant in frontend.variants(file)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        texts = list(pool.map(of, kernels))
+    return {frontend.entry_name(name): text for (_, name), text in zip(kernels, texts, strict=True)}
+
+
+def assemble(texts: Mapping[str, str], arch: str) -> dict[str, Usage]:
+    """Assembles PTX texts, each with one entry.
+
+    Args:
+        texts: PTX by the name of its entry.
+        arch: The GPU, as in ``sm_90``.
+
+    Returns:
+        dict[str, Usage]: By entry.
+
+    Raises:
+        FileNotFoundError: There is no ptxas.
+        RuntimeError: A text does not assemble; the message is ptxas's.
+    """
+    program = find()
+    if program is None:
+        raise FileNotFoundError("there is no ptxas: pip install nvidia-cuda-nvcc")
+    names = sorted(texts)
+
+    def some(names: list[str]) -> dict[str, Usage]:
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [Path(folder) / f"{name}.ptx" for name in names]
+            for name, path in zip(names, paths):
+                path.write_text(texts[name])
+            command = [program, "-v", f"-arch={arch}", *map(str, paths), "-o", os.devnull]
+            done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"ptxas -arch={arch}: {done.stderr.strip() or done.stdout.strip()}")
+        return _usages(done.stdout + done.stderr)
+
+    parts = [names[i : i + _FILES_PER_CALL] for i in range(0, len(names), _FILES_PER_CALL)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {name: usage for found in pool.map(some, parts) for name, usage in found.items()}
+
+
+def _usages(log: str) -> dict[str, Usage]:
+    usages = {}
+    for part in re.split(r"Compiling entry function ", log)[1:]:
+        number = lambda pattern: int(found[1]) if (found := re.search(pattern, part)) else 0
+        usages[re.match(r"'([^']*)'", part)[1]] = Usage(
+            registers=number(r"Used (\d+) registers"),
+            spill_stores=number(r"(\d+) bytes spill stores"),
+            spill_loads=number(r"(\d+) bytes spill loads"),
+            stack=number(r"(\d+) bytes stack frame"),
+            shared=number(r"(\d+) bytes smem"),
+        )
+    return usages

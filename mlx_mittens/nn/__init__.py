@@ -1,0 +1,6 @@
+"""Drop-in modules: those of ``mlx.nn``, on our ops, for a model of one's own or in the place of a model's."""
+
+from .convert import convert
+from .modules import Embedding, LayerNorm, Linear, QuantizedEmbedding, QuantizedLinear, RMSNorm
+
+__all__ = ["Embedding", "LayerNorm", "Linear", "QuantizedEmbedding", "QuantizedLinear", "RMSNorm", "convert"]

@@ -1,0 +1,35 @@
+"""A whole model on our modules and fused blocks."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import mlx.nn as nn
+
+from .fusion import fuse_blocks
+from .modules import adopt
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def convert(model: Module, *, fuse: bool = True) -> Module:
+    """Makes the modules of a model ours, in place, for those who want no patch of mx's functions.
+
+    What is frozen and what is shared stays so. Of the classes that a model of mlx-lm brings, attention goes to ours,
+    and where a block is built as Llama's is, queries, keys and values become one product (their layers keep views of
+    the joined weights, and once they are given others, are multiplied with one by one again), residual and norm one
+    op, and the gate, the activation and the product of a quantized feed-forward half another; a block is tried with
+    random numbers before it is replaced. All else is left alone. In a function that ``mx.export_function`` or
+    ``mx.exporter`` traces the model does what it did before, by mx; these two are replaced for it, from now on.
+
+    Args:
+        model (mlx.nn.Module): The model, or a single module.
+        fuse (bool): Whether blocks are fused.
+
+    Returns:
+        mlx.nn.Module: The same model.
+    """
+    adopt(model)
+    if fuse:
+        fuse_blocks(model)
+    return model

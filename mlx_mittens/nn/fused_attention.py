@@ -1,0 +1,225 @@
+"""A model's attention on our ops, its queries, keys and values multiplied out as one: for `fusion`.
+
+A token's three products read one input and are too small to fill a GPU, and what launching them costs the host is what
+a small model waits for. So the three layers' weights are put behind one another, and the layers keep views of them; a
+rotary embedding that is known here goes, with the norms of heads and the append to the cache, into one kernel.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .. import _ext
+from ..ops.attention import quantized_scaled_dot_product_attention
+from . import caches
+from .modules import Linear, QuantizedLinear, RMSNorm
+
+__all__ = ["are_alike", "attend_with_ours", "decode_a_little", "join", "joinable", "joined_attention", "part"]
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+# All that the call of an attention may mention to be one that is known here; a clip or a second kind of scale is none.
+_KNOWN = {
+    *(*_PROJECTIONS, "q_norm", "k_norm", "o_proj", "rope", "n_heads", "n_kv_heads", "scale", "offset"),
+    *("shape", "reshape", "transpose", "swapaxes", "update_and_fetch", "scaled_dot_product_attention"),
+}
+_KNOWN_NUMBERS = {-1, 0, 1, 2, 3}  # axes; code within code is none
+# Above this many tokens the products are matrices by matrices, which gain nothing from being one.
+_MOST_TOKENS = 16
+
+
+def _attend(queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None) -> mx.array:
+    """mlx-lm's function between a model's attention and mx's, on ours."""
+    try:
+        if not hasattr(cache, "bits"):
+            return _ext.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        if sinks is not None:
+            raise ValueError("Quantized SDPA does not support attention sinks.")
+        return quantized_scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, group_size=cache.group_size, bits=cache.bits
+        )
+    except _ext.ExportError:
+        attend = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
+        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+@functools.cache
+def _attending(call: types.FunctionType) -> types.FunctionType:
+    """A class's call as it is, but for the attention that it finds by name."""
+    names = {**call.__globals__, "scaled_dot_product_attention": _attend}
+    ours = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    ours.__kwdefaults__ = call.__kwdefaults__
+    return functools.wraps(call)(ours)
+
+
+def _call_of(module: nn.Module) -> Any:
+    """The call of a module's class, without what the patch has put in its place."""
+    call = type(module).__call__
+    return call.__wrapped__ if isinstance(call, _ext.FunctionWrapper) else call
+
+
+def attend_with_ours(module: nn.Module) -> types.FunctionType | None:
+    """The call of a module whose attention mlx-lm's function does, on ours; none if it is no such module."""
+    base = sys.modules.get("mlx_lm.models.base")
+    call = _call_of(module)
+    if base is None or not isinstance(call, types.FunctionType):
+        return None
+    if call.__globals__.get("scaled_dot_product_attention") is base.scaled_dot_product_attention and (
+        "scaled_dot_product_attention" in call.__code__.co_names
+    ):
+        return _attending(call)
+    return None
+
+
+def _rotary_of(owner: nn.Module) -> tuple[_ext.Rotary | None, list[str]]:
+    """How an attention turns its heads, if that is known here, and which of its modules say so."""
+    from mlx_lm.models.rope_utils import Llama3RoPE
+
+    rope = owner["rope"]
+    if type(rope) not in (nn.RoPE, Llama3RoPE) or rope.traditional:
+        return None, []
+    turn = {"freqs": rope["_freqs"]} if type(rope) is Llama3RoPE else {"base": rope.base, "scale": rope.scale}
+    if "q_norm" not in owner:
+        return _ext.Rotary(rope.dims, **turn), ["rope"]
+    first, second = owner["q_norm"], owner["k_norm"]
+    if type(first) is not RMSNorm or type(second) is not RMSNorm or first.eps != second.eps:
+        return None, []
+    turn |= {"query_norm": first["weight"], "key_norm": second["weight"], "eps": first.eps}
+    return _ext.Rotary(rope.dims, **turn), ["rope", "q_norm", "k_norm"]
+
+
+class _Joined:
+    """Linear layers of one input as one layer, and what turns its heads, for as long as they are what they were."""
+
+    def __init__(self, owner: nn.Module, names: Sequence[str]):
+        from mlx_lm.models.cache import KVCache
+
+        self.plain_cache = KVCache
+        layers = [owner[name] for name in names]
+        self.layer = copy.copy(layers[0])
+        for name in layers[0]:
+            ends = list(itertools.accumulate(layer[name].shape[0] for layer in layers))
+            self.layer[name] = mx.concatenate([layer[name] for layer in layers])
+            for layer, view in zip(layers, mx.split(self.layer[name], ends[:-1])):
+                layer[name] = view
+        mx.eval(self.layer.parameters(), [layer.parameters() for layer in layers])
+        self.rotary, turning = _rotary_of(owner)
+        self.modules = {name: owner[name] for name in (*names, *turning)}
+        self.parts = _ext.ModuleParts(self.modules)
+
+    def is_current(self, owner: dict[str, Any]) -> bool:
+        return self.parts.are_those_of(owner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Joined | None:
+        if not self.is_current(self.modules):
+            return None
+        result = copy.copy(self)
+        result.layer, result.modules = copy.deepcopy((self.layer, self.modules), memo)
+        result.parts = _ext.ModuleParts(result.modules)
+        return result
+
+
+def are_alike(layers: Sequence[nn.Module]) -> bool:
+    """Whether one product can stand for those of all."""
+    first = layers[0]
+    if type(first) not in (Linear, QuantizedLinear):
+        return False
+    if any(type(layer) is not type(first) or layer.keys() != first.keys() for layer in layers):
+        return False
+    if type(first) is QuantizedLinear and len({(layer.group_size, layer.bits, layer.mode) for layer in layers}) > 1:
+        return False
+    return all(len({(layer[name].dtype, layer[name].shape[1:]) for layer in layers}) == 1 for name in first)
+
+
+def _is_known(code: types.CodeType | None) -> bool:
+    """Whether a call does nothing that this module has not seen; that it does it in the same order, a trial shows."""
+    if code is None or code.co_freevars or code.co_cellvars:
+        return False
+    needed = {*_PROJECTIONS, "o_proj", "rope", "scaled_dot_product_attention"}
+    others = [value for value in code.co_consts if not isinstance(value, (str, tuple, type(None)))]
+    return needed <= set(code.co_names) <= _KNOWN and set(others) <= _KNOWN_NUMBERS
+
+
+def joinable(module: nn.Module) -> bool:
+    """Whether a module is an attention whose three projections can be one, by its parts and by what its call names."""
+    return (
+        _is_known(getattr(_call_of(module), "__code__", None))
+        and all(name in module for name in (*_PROJECTIONS, "o_proj", "rope"))
+        and are_alike([module[name] for name in _PROJECTIONS])
+    )
+
+
+def join(module: nn.Module) -> None:
+    """Joins the projections of such a module, which then may take `joined_attention` as its call."""
+    module._joined = _Joined(module, _PROJECTIONS)
+
+
+def part(module: nn.Module) -> None:
+    """Gives up what `join` did, but for the weights' being views."""
+    del module._joined
+
+
+def decode_a_little(module: nn.Module, x: mx.array) -> mx.array:
+    """What such a module gives for a few tokens, the last of them after a cache of the others, and what it caches."""
+    from mlx_lm.models.cache import KVCache
+
+    cache = KVCache()
+    results = [module(x[:, :-1], "causal", cache), module(x[:, -1:], None, cache), module(x, "causal", None)]
+    results += [cache.keys, cache.values] if cache.offset == x.shape[1] else []
+    return mx.concatenate([a.reshape(-1) for a in results])
+
+
+def _turn(attention: Any, heads: mx.array, cache: Any, plain: bool) -> tuple[mx.array, mx.array, mx.array]:
+    """Turned queries, and keys and values with those of a cache before them, by the modules of an attention."""
+    n_queries, n_keys = attention.n_heads, attention.n_kv_heads
+    offset = 0 if cache is None else cache.offset
+    rope = attention["rope"]
+    if "q_norm" in attention:
+        queries, keys, values = mx.split(heads, (n_queries, n_queries + n_keys), axis=1)
+        queries = rope(attention["q_norm"](queries), offset=offset)
+        keys = rope(attention["k_norm"](keys), offset=offset)
+    else:
+        both, values = mx.split(heads, (n_queries + n_keys,), axis=1)
+        queries, keys = mx.split(rope(both, offset=offset), (n_queries,), axis=1)
+    if plain and (appended := caches.append(cache, keys, values)):
+        return queries, *appended
+    if cache is not None:
+        keys, values = cache.update_and_fetch(keys, values)
+    return queries, keys, values
+
+
+def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    """The call of an attention whose projections are joined."""
+    joined = self._joined
+    if joined is not None and not joined.is_current(self):  # weights were loaded or trained, adapters came
+        joined = self._joined = None
+    batch, tokens, _ = x.shape
+    if joined is None or tokens > _MOST_TOKENS:
+        return super(type(self), self).__call__(x, mask, cache)
+    count = self.n_heads + 2 * self.n_kv_heads
+    heads = joined.layer(x)
+    if tokens == 1:
+        heads = heads.reshape(batch, count, 1, -1)
+    else:
+        heads = heads.reshape(batch, tokens, count, -1).transpose(0, 2, 1, 3)
+    plain = type(cache) is joined.plain_cache and cache.keys is not None
+    turned = None
+    if plain and joined.rotary is not None:
+        if tokens == 1 and mask is None:
+            y = caches.attend(cache, heads, joined.rotary, self.scale)
+            if y is not None:
+                return self["o_proj"](y)
+        turned = caches.turn_and_append(cache, heads, joined.rotary)
+    queries, keys, values = turned or _turn(self, heads, cache, plain)
+    y = _attend(queries, keys, values, cache, self.scale, mask)
+    if tokens > 1:
+        y = y.transpose(0, 2, 1, 3)
+    return self["o_proj"](y.reshape(batch, tokens, -1))

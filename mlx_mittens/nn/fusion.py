@@ -1,0 +1,178 @@
+"""Blocks of a transformer on fused ops, by their structure: what `mlx_mittens.nn.convert` does beyond single modules.
+
+A block keeps its weights and gets a subclass of its own class, whose call does the same in fewer kernels. Before that
+it runs both ways on random numbers: a block that only looks like Llama's (a multiplied residual, say) stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .. import _ext
+from .fused_attention import are_alike, attend_with_ours, decode_a_little, join, joinable, joined_attention, part
+from .modules import QuantizedLinear, RMSNorm
+
+__all__ = ["fuse_blocks"]
+
+_BLOCK = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+_GATED = ("gate_proj", "up_proj", "down_proj")
+# Holds modules that another one needs, so that they are no part of its weights.
+_Held = types.SimpleNamespace
+
+_EPSILON = {mx.float32: 1e-5, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
+
+
+class _Carried(threading.local):
+    """What the last block of this thread gave, normalized already as the module after it will want it."""
+
+    total: mx.array | None = None
+    norm: RMSNorm | None = None
+    normed: mx.array | None = None
+
+    def put(self, total: mx.array, norm: RMSNorm, normed: mx.array) -> None:
+        self.total, self.norm, self.normed = total, norm, normed
+
+    def take(self, x: mx.array, norm: RMSNorm) -> mx.array | None:
+        normed = self.normed if x is self.total and norm is self.norm else None
+        self.total = self.norm = self.normed = None
+        return normed
+
+
+_carried = _Carried()
+
+
+class _LastRMSNorm(RMSNorm):
+    """The norm after the last block, which may find its work done."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        normed = _carried.take(x, self)
+        return super().__call__(x) if normed is None else normed
+
+
+def _fused_block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    normed = _carried.take(x, self["input_layernorm"])
+    if normed is None:
+        if _ext.exporting():  # where nothing is carried
+            return super(type(self), self).__call__(x, mask, cache)
+        normed = self["input_layernorm"](x)
+    norm = self["post_attention_layernorm"]
+    normed, h = _ext.add_rms_norm(self["self_attn"](normed, mask, cache), x, norm["weight"], norm.eps)
+    y = self["mlp"](normed)
+    following = getattr(self, "_following", None)
+    if following is None:
+        return h + y
+    normed, total = _ext.add_rms_norm(y, h, following.norm["weight"], following.norm.eps)
+    _carried.put(total, following.norm, normed)
+    return total
+
+
+def _is_pair(gate: Any, up: Any) -> bool:
+    """Whether two layers can be multiplied with in one kernel."""
+    return type(gate) is QuantizedLinear and gate.mode == "affine" and "bias" not in gate and are_alike((gate, up))
+
+
+def _fused_mlp(self: Any, x: mx.array) -> mx.array:
+    gate, up, pair = self["gate_proj"], self["up_proj"], self._pair
+    if gate is not pair.gate or up is not pair.up or "bias" in gate or "bias" in up:  # adapters or biases have come
+        return super(type(self), self).__call__(x)
+    try:
+        y = _ext.quantized_swiglu(
+            x,
+            (gate["weight"], gate["scales"], gate["biases"]),
+            (up["weight"], up["scales"], up["biases"]),
+            gate.group_size,
+            gate.bits,
+        )
+    except _ext.ExportError:
+        return super(type(self), self).__call__(x)
+    return self["down_proj"](y)
+
+
+@functools.cache
+def _subclass(base: type, call: Callable[..., Any]) -> type:
+    return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+
+
+def _same(a: mx.array, b: mx.array) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.dtype not in _EPSILON:
+        return False
+    limit = 2 * _EPSILON[a.dtype]
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    return mx.sqrt(mx.mean(mx.square(a - b)) / mx.mean(mx.square(a))).item() <= limit
+
+
+def _try(
+    module: nn.Module,
+    call: Callable[..., Any],
+    width: int,
+    dtype: mx.Dtype,
+    run: Callable[[nn.Module, mx.array], mx.array] = lambda module, x: module(x),
+) -> bool:
+    """Gives a module the call if it computes the same; random numbers show it."""
+    x = mx.random.normal((1, 3, width)).astype(dtype)
+    before = type(module)
+    try:
+        expected = run(module, x)
+        module.__class__ = _subclass(before, call)
+        if _same(expected, run(module, x)):
+            return True
+    except Exception:  # a class of another structure may raise anything
+        pass
+    module.__class__ = before
+    return False
+
+
+def _input_of(layer: nn.Module) -> tuple[int, mx.Dtype]:
+    """Width and type of what a linear layer takes."""
+    width = layer["weight"].shape[1]
+    if type(layer) is QuantizedLinear:
+        return width * 32 // layer.bits, layer["scales"].dtype
+    return width, layer["weight"].dtype
+
+
+def fuse_blocks(model: nn.Module) -> None:
+    """Fuses what can be fused of a model whose modules are ours already."""
+    modules = [module for _, module in model.named_modules()]
+    for module in modules:
+        if call := attend_with_ours(module):
+            module.__class__ = _subclass(type(module), call)
+            if joinable(module):
+                join(module)
+                if not _try(module, joined_attention, *_input_of(module["q_proj"]), decode_a_little):
+                    part(module)
+    for module in modules:
+        if all(name in module for name in _GATED) and _is_pair(module["gate_proj"], module["up_proj"]):
+            gate = module["gate_proj"]
+            module._pair = _Held(gate=gate, up=module["up_proj"])
+            _try(module, _fused_mlp, *_input_of(gate))
+    for module in modules:
+        if all(name in module for name in _BLOCK) and type(module["post_attention_layernorm"]) is RMSNorm:
+            weight = module["post_attention_layernorm"]["weight"]
+            _try(module, _fused_block, weight.shape[0], weight.dtype, lambda block, x: block(x, "causal"))
+    for module in modules:
+        _chain(module)
+
+
+def _is_fused(module: Any) -> bool:
+    return type(module).__call__ is _fused_block
+
+
+def _chain(module: nn.Module) -> None:
+    """Lets every block of a list, and the norm after it, find its input normalized by the block before."""
+    layers, last = module.get("layers"), module.get("norm")
+    if not isinstance(layers, list) or not layers or not all(map(_is_fused, layers)):
+        return
+    norms = [layer["input_layernorm"] for layer in layers[1:]]
+    if type(last) is RMSNorm:
+        last.__class__ = _LastRMSNorm
+        norms.append(last)
+    for layer, norm in zip(layers, norms):
+        if isinstance(norm, RMSNorm):
+            layer._following = _Held(norm=norm)

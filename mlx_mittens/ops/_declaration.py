@@ -1,0 +1,23 @@
+"""How an op is declared: in Python, where its signature and documentation are read; it is defined in the extension."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import mlx.core as mx
+
+from .. import _ext
+
+StreamOrDevice = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
+
+Op = TypeVar("Op", bound=Callable)
+
+
+def defined_in_extension(declaration: Op) -> Op:
+    """The extension's function of a declaration's name, as the declaration describes it: no call of Python's between."""
+    op = declaration.__name__
+    made = functools.update_wrapper(_ext.FunctionWrapper(op, getattr(_ext, op)), declaration)
+    made.__annotations__ = declaration.__annotations__  # from Python 3.14 on a wrapper gets what computes them
+    return made

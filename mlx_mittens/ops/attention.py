@@ -1,0 +1,121 @@
+"""Attention of a prompt and of decoding, over keys and values as they are or packed.
+
+As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. The
+scores are never all held at once, neither by the kernels nor by the gradients.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ._declaration import StreamOrDevice, defined_in_extension
+
+__all__ = ["quantized_scaled_dot_product_attention", "scaled_dot_product_attention"]
+
+
+@defined_in_extension
+def scaled_dot_product_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: None | str | mx.array = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    force_fused: bool = False,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Attention: ``softmax(scale * q @ k.T + mask) @ v``, for each head.
+
+    The twin of ``mx.fast.scaled_dot_product_attention``, with a window besides. Scores and softmax are computed in
+    float32 and rounded once, at the end. Views whose last axis is contiguous are read where they lie, so a key-value
+    cache of larger capacity and transposed ``[batch, tokens, heads, width]`` arrays cost no copy.
+
+    Keys and values that are hidden from a query do not matter to it, whatever they hold: NaN or infinity in the unused part
+    of a cache stays there. The rows that such values come to are summed up a second time, which is slow. Where mx does the
+    work, hidden NaN may reach the result.
+
+    On an NVIDIA GPU most calls of more than 32 queries, in float32 of more than 128, go to mx, which has kernels of cuDNN
+    there. On an Apple GPU with matrix units (M5) those of more than 16 queries do, in float32 unless
+    ``MLX_ENABLE_TF32`` is 0. Not in strict mode, with ``force_fused``, or within a short ``window``.
+
+    Args:
+        q (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
+        k (array): Keys of shape ``[batch, key_heads, keys, width]``; ``heads`` is a multiple of ``key_heads``.
+        v (array): Values of shape ``[batch, key_heads, keys, value_width]``.
+        scale (float): Factor of the scores, such as ``width ** -0.5``.
+        mask (str or array, optional): ``"causal"``: the last query sees all keys, each one before it one key less. An
+            array that broadcasts to ``[batch, heads, queries, keys]``: of bool, what may be seen; of numbers that
+            promote to the result's type, what is added to the scores, where -infinity hides a key.
+        sinks (array, optional): A score for each head that takes part in the softmax without a value; shape
+            ``[heads]``.
+        window (int, optional): A query sees of the keys up to its own position, counted as for ``"causal"``, the last
+            ``window`` ones.
+        force_fused (bool): By one kernel, or an error where neither ours nor mx has one.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``q``, ``k`` and ``v``. A
+        query that sees no key gets the same on every device: the mean of all values, of which those that are not finite
+        count as 0; or NaN where an additive mask is -infinity throughout; or zeros with ``sinks``. So does mx on the
+        CPU, but for hidden NaN; MLX's Metal kernels, which such a call may go to, give zeros for a few queries and the
+        mean of some values for many.
+
+    Raises:
+        DtypeError: An argument is not of a type named above.
+        ValueError: Shapes do not fit together, ``mask`` is another string, or ``window`` is not positive.
+
+    Source:
+        Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135; Milakov and Gimelshein, "Online normalizer
+        calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
+    """
+
+
+@defined_in_extension
+def quantized_scaled_dot_product_attention(
+    queries: mx.array,
+    q_keys: tuple[mx.array, mx.array, mx.array],
+    q_values: tuple[mx.array, mx.array, mx.array],
+    scale: float,
+    mask: None | str | mx.array = None,
+    group_size: int = 64,
+    bits: int = 8,
+    *,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Attention over a packed key-value cache, read once as it is packed.
+
+    Takes what ``mlx_lm.models.base.quantized_scaled_dot_product_attention`` takes, with sinks and a window besides.
+    Kernels cover 4 and 8 bits, and on GPUs values as wide as the keys; other calls are composed of mx operations, in
+    which NaN among hidden scales and biases reaches the result. Gradients are those of ``queries``, an additive ``mask``
+    and ``sinks``.
+
+    Args:
+        queries (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
+        q_keys (tuple): ``(words, scales, biases)`` as ``mx.quantize`` gives them for keys of shape
+            ``[batch, key_heads, keys, width]``; ``heads`` is a multiple of ``key_heads``.
+        q_values (tuple): The same for values of shape ``[batch, key_heads, keys, value_width]``.
+        scale (float): Factor of the scores.
+        mask (str or array, optional): As in ``scaled_dot_product_attention``.
+        group_size (int): 32, 64 or 128.
+        bits (int): 1, 2, 3, 4, 5, 6 or 8.
+        sinks (array, optional): A score for each head that takes part in the softmax without a value.
+        window (int, optional): A query sees of the keys up to its own position the last ``window`` ones.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``queries``, scales and
+        biases. A query that sees no key gets what it gets from ``scaled_dot_product_attention``.
+
+    Raises:
+        DtypeError: Words are not uint32, or another argument not of a type named above.
+        ValueError: Shapes, bits or group size do not fit together or do not exist, ``mask`` is another string, or
+            ``window`` is not positive.
+
+    Source:
+        As ``scaled_dot_product_attention``; affine quantization in groups as in Jacob et al., 2017,
+        https://arxiv.org/abs/1712.05877.
+    """

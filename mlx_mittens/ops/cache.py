@@ -1,0 +1,71 @@
+"""Rotary embedding, together with what a decoder layer does beside it.
+
+As the other ops this one is lazy, runs on the device of its stream and can be differentiated, vmapped and compiled.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .. import _ext
+from ._declaration import StreamOrDevice
+
+__all__ = ["rope_append"]
+
+
+def rope_append(
+    heads: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    dims: int,
+    *,
+    base: float | None = None,
+    scale: float = 1.0,
+    offset: int,
+    freqs: mx.array | None = None,
+    query_norm: mx.array | None = None,
+    key_norm: mx.array | None = None,
+    eps: float = 1e-6,
+    start: int | None = None,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Turns the queries and keys of new tokens and appends keys and values to a cache, in one kernel.
+
+    What a decoder layer does between the product with its weights and attention. Equal to ``mx.fast.rope`` (not
+    traditional) of queries and of keys, after ``mx.fast.rms_norm`` of each head where there are norms, and to writing
+    keys and values into ``keys[:, :, start : start + tokens]`` and ``values[:, :, start : start + tokens]``. Buffers
+    that nothing else refers to are updated in place, also while work on them is on its way; others are copied first.
+
+    Args:
+        heads (array): Heads of queries, then of keys, then of values, of shape
+            ``[batch, query_heads + 2 * key_heads, tokens, width]``; float32, float16 or bfloat16. A view whose last
+            axis is contiguous costs no copy.
+        keys (array): Buffer of shape ``[batch, key_heads, capacity, width]``.
+        values (array): Buffer of shape ``[batch, key_heads, capacity, width]``; its capacity may be another.
+        dims (int): Elements of a head that are rotated, an even number; the others stay as they are.
+        base (float, optional): Pair ``i`` turns by ``base ** (-2 * i / dims)`` radians a position.
+        scale (float): Factor of the positions.
+        offset (int): Position of the first token.
+        freqs (array, optional): In place of ``base``: pair ``i`` turns by ``1 / freqs[i]``; shape ``[dims / 2]``.
+        query_norm (array, optional): Weight of the norm of each head of queries, of shape ``[width]``; together with
+            ``key_norm``.
+        key_norm (array, optional): Weight of the norm of each head of keys.
+        eps (float): Of the norms; finite and not negative.
+        start (int, optional): Where in the buffers the first token goes; ``offset`` if it is not given.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple(array, array, array): The turned queries, of shape ``[batch, query_heads, tokens, width]``, and both
+            buffers with the new tokens.
+
+    Raises:
+        DtypeError: An array is not of a floating-point type.
+        ValueError: Shapes do not fit together, the tokens do not fit into the buffers, ``dims`` is odd or exceeds the
+            width, or not exactly one of ``base`` and ``freqs`` or only one of the norms is given.
+
+    Source:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
+        https://arxiv.org/abs/2104.09864.
+    """
+    rotary = _ext.Rotary(dims, base, scale, freqs, query_norm, key_norm, eps)
+    return _ext.rope_append(heads, keys, values, rotary, offset, start, stream)

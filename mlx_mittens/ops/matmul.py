@@ -1,0 +1,213 @@
+"""Products of a few rows with a matrix of weights, dense or quantized: what decides the speed of decoding.
+
+As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On a
+GPU the kernels take up to 16 rows for a matrix; more go to mx, and some of fewer where it uses an NVIDIA GPU's tensor
+cores or an Apple GPU's matrix units (M5). On the CPU any number of rows is native.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ._declaration import StreamOrDevice, defined_in_extension
+
+__all__ = ["block_dequantize", "block_matmul", "block_quantize", "gemv", "quantized_matmul", "quantized_swiglu"]
+
+
+@defined_in_extension
+def gemv(
+    w: mx.array,
+    x: mx.array,
+    bias: mx.array | None = None,
+    *,
+    transpose: bool = True,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Product of a few rows with a matrix: ``x @ w.T + bias``, or ``x @ w + bias`` without ``transpose``.
+
+    Sums are taken in float32 and rounded once, after the bias. Each weight is read once for up to 16 rows of ``x``.
+
+    Args:
+        w (array): Weights of shape ``[outputs, columns]``, or ``[columns, outputs]`` without ``transpose``; float32,
+            float16 or bfloat16. A view whose last axis is contiguous is read where it lies.
+        x (array): Input of shape ``[..., columns]``, of one of these types.
+        bias (array, optional): Offset of shape ``[outputs]``.
+        transpose (bool): Whether the rows of ``w`` are multiplied with those of ``x``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[..., outputs]`` and the promoted type of the arguments.
+
+    Raises:
+        DtypeError: An argument is not of a floating-point type named above.
+        ValueError: ``w`` is not a matrix, or shapes do not fit together.
+
+    Source:
+        Named after ``gemv`` of the BLAS: Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra
+        Subprograms", 1988.
+    """
+
+
+@defined_in_extension
+def quantized_matmul(
+    x: mx.array,
+    w: mx.array,
+    /,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    transpose: bool = True,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    *,
+    bias: mx.array | None = None,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Product with quantized weights: ``x @ dequantize(w).T``, or ``x @ dequantize(w)`` without ``transpose``.
+
+    The twin of ``mx.quantized_matmul``, with an offset of the result besides. The kernels cover affine quantization of
+    4 and 8 bits; sums, also those of the activations, are taken in float32 and rounded once.
+
+    On GPUs a result may be infinite or NaN where the exact product is in range: with activations above 1e33 in
+    bfloat16, which the integers multiply before the scale, or above 1e36 in float32; and without ``transpose`` with
+    terms above 1e32, which are taken times powers of two.
+
+    Args:
+        x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
+        w (array): Integers packed in uint32 as ``mx.quantize`` does it, one matrix or a stack of them, whose leading
+            axes broadcast with those of ``x``.
+        scales (array): Scale of each group, of ``w``'s leading shape.
+        biases (array, optional): Offset of each group, of ``scales``' shape; needed for affine quantization.
+        transpose (bool): Whether the groups go along the columns of ``x``.
+        group_size (int, optional): 32, 64 or 128; 64 by default.
+        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8; 4 by default.
+        mode (str): ``affine``, or a mode of ``mx.quantized_matmul`` that goes to mx.
+        bias (array, optional): Offset of the result, of shape ``[outputs]``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[..., outputs]`` and the promoted type of ``x``, ``scales`` and ``biases``.
+
+    Raises:
+        DtypeError: ``w`` is not uint32, or another argument not of a floating-point type named above.
+        ValueError: Shapes, bits, group size or mode do not fit together or do not exist.
+
+    Source:
+        Affine quantization in groups, as in Jacob et al., "Quantization and Training of Neural Networks for Efficient
+        Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877.
+    """
+
+
+@defined_in_extension
+def quantized_swiglu(
+    x: mx.array,
+    gate: tuple[mx.array, mx.array, mx.array],
+    up: tuple[mx.array, mx.array, mx.array],
+    group_size: int | None = None,
+    bits: int | None = None,
+    *,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """The gated half of a feed-forward block in one kernel: ``silu(x @ gate.T) * (x @ up.T)``.
+
+    Everything is computed in float32 and rounded once.
+
+    On GPUs a result may be infinite or NaN where the exact one is in range: with activations above 1e33 in bfloat16,
+    which the integers multiply before the scale, or above 1e36 in float32.
+
+    Args:
+        x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
+        gate (tuple): ``(w, scales, biases)`` as ``mx.quantize`` gives them, two-dimensional.
+        up (tuple): The same, of the same shape.
+        group_size (int, optional): 32, 64 or 128; 64 by default.
+        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8; 4 by default.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[..., outputs]`` and the promoted type of ``x``, scales and biases.
+
+    Raises:
+        DtypeError: A ``w`` is not uint32, or another argument not of a floating-point type named above.
+        ValueError: Shapes, bits or group size do not fit together or do not exist.
+
+    Source:
+        Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
+    """
+
+
+@defined_in_extension
+def block_matmul(
+    x: mx.array,
+    blocks: mx.array,
+    kind: str,
+    bias: mx.array | None = None,
+    *,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Product with weights as a GGUF file stores them: ``x @ block_dequantize(blocks, kind).T + bias``.
+
+    Args:
+        x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
+        blocks (array): uint8 of shape ``[outputs, bytes]``, each row a whole number of blocks.
+        kind (str): ``q4_0`` or ``q8_0``.
+        bias (array, optional): Offset of shape ``[outputs]``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[..., outputs]`` and the promoted type of ``x`` and ``bias``.
+
+    Raises:
+        DtypeError: ``blocks`` is not uint8, or another argument not of a floating-point type named above.
+        ValueError: ``kind`` is not known, a row is no whole number of blocks, or shapes do not fit together.
+
+    Source:
+        The block formats of ggml, https://github.com/ggml-org/ggml.
+    """
+
+
+@defined_in_extension
+def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> mx.array:
+    """Quantizes weights to GGUF blocks, byte for byte as the ``gguf`` package does.
+
+    A NaN makes its block's scale NaN, and so the block. Integers that the package converts from no finite number (of
+    NaN, of infinity, or over a scale whose reciprocal is infinite) are 0; the package's depend on the processor.
+
+    Args:
+        w (array): Weights of shape ``[..., columns]``, columns a multiple of 32; float32, float16 or bfloat16.
+        kind (str): ``q4_0`` (4.5 bits a weight) or ``q8_0`` (8.5 bits a weight).
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: uint8 of shape ``[..., bytes]``, 18 (``q4_0``) or 34 (``q8_0``) bytes for 32 weights.
+
+    Raises:
+        DtypeError: ``w`` is not of a floating-point type named above.
+        ValueError: ``kind`` is not known, or the columns are no multiple of 32.
+
+    Source:
+        The block formats of ggml, https://github.com/ggml-org/ggml.
+    """
+
+
+@defined_in_extension
+def block_dequantize(
+    blocks: mx.array, kind: str, dtype: mx.Dtype = mx.float32, *, stream: StreamOrDevice = None
+) -> mx.array:
+    """Widens GGUF blocks to weights; in float32 exactly what the ``gguf`` package gives.
+
+    Args:
+        blocks (array): uint8 of shape ``[..., bytes]``, each row a whole number of blocks.
+        kind (str): ``q4_0`` or ``q8_0``.
+        dtype (Dtype): float32, float16 or bfloat16.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[..., columns]`` and type ``dtype``.
+
+    Raises:
+        DtypeError: ``blocks`` is not uint8, or ``dtype`` not a floating-point type named above.
+        ValueError: ``kind`` is not known, or a row is no whole number of blocks.
+
+    Source:
+        The block formats of ggml, https://github.com/ggml-org/ggml.
+    """

@@ -1,0 +1,6 @@
+"""Our ops in the place of mx's and mlx-lm's functions. `mlx_mittens.patch` is the function."""
+
+from .patches import patch, patched, unpatch
+from .targets import PatchError
+
+__all__ = ["PatchError", "patch", "patched", "unpatch"]

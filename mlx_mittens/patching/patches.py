@@ -1,0 +1,205 @@
+"""Our ops in the place of mx's own: one line, and a model that knows nothing of this package runs on them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _ext, exporting
+from .targets import TARGETS, Target, importing
+
+__all__ = ["patch", "patched", "unpatch"]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    switches: frozenset[str]
+    strict: bool
+
+
+class _Patch:
+    """One target that is replaced. Once removed it only calls the original: someone may still hold the wrapper."""
+
+    def __init__(self, target: Target):
+        self._target = target
+        self._owner, self._name = target.owner()
+        self._original = getattr(self._owner, self._name)
+        self._stand_in = functools.wraps(self._original)(_ext.FunctionWrapper(target.op, self._original))
+
+    def install(self, strict: bool) -> None:
+        self.configure(strict)
+        self._stand_in.attempt = self._target.attempt
+        self._replace(self._original, self._stand_in)
+
+    def remove(self) -> None:
+        self.configure(strict=False)
+        self._stand_in.attempt = None
+        if getattr(self._owner, self._name) is self._stand_in:  # else another's patch lies on ours: it stays
+            self._replace(self._stand_in, self._original)
+
+    def _replace(self, before: Any, after: Any) -> None:
+        for holder in [self._owner, *self._target.importers(before)]:
+            setattr(holder, self._name, after)
+
+    def configure(self, strict: bool) -> None:
+        self._stand_in.strict = strict and not self._target.partial
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Patches the targets of a package when it is imported: importing mlx-lm for them alone would take seconds."""
+
+    def find_spec(self, name: str, path: Any, before: Any = None) -> Any:
+        if all(target.module != name for target in TARGETS):
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, before)):
+                spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any):
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        importing.add(module.__name__)  # it may import others that have targets
+        try:
+            self._loader.exec_module(module)
+        finally:
+            importing.discard(module.__name__)
+        with _lock:
+            _apply()
+
+
+_lock = threading.RLock()
+_base: _Settings | None = None  # of patch()
+_blocks: list[tuple[object, _Settings]] = []  # of the patched() blocks that are open, each with a token of its own
+_installed: dict[str, _Patch] = {}  # by the target's name
+_on_import = _OnImport()
+
+
+def _settings(strict: bool, switches: dict[str, bool]) -> _Settings:
+    known = list(dict.fromkeys(target.switch for target in TARGETS))
+    for name in switches:
+        if name not in known:
+            raise TypeError(f"[patch] no switch named {name!r}: expected {', '.join(known)} or strict")
+    return _Settings(frozenset(name for name in known if switches.get(name, True)), bool(strict))
+
+
+def _apply() -> None:
+    """Brings what is installed to what the settings ask for; where a target has moved, nothing changes."""
+    settings = _blocks[-1][1] if _blocks else _base
+    wanted = [target for target in TARGETS if settings and target.is_wanted(settings.switches)]
+    loaded = [target for target in wanted if target.is_loaded()]
+    ready = {target.name: target for target in loaded if target.is_known()}
+    new = [_Patch(target) for name, target in ready.items() if name not in _installed]
+    for name in [name for name in _installed if name not in ready]:
+        _installed.pop(name).remove()
+    for patch in _installed.values():
+        patch.configure(settings.strict)
+    for patch, name in zip(new, [name for name in ready if name not in _installed], strict=True):
+        patch.install(settings.strict)
+        _installed[name] = patch
+    if settings:
+        exporting.mark("patch")
+    else:
+        exporting.unmark("patch")
+    _ext.set_strict_patch(bool(settings and settings.strict))
+    waiting = len(loaded) < len(wanted)
+    if waiting and _on_import not in sys.meta_path:
+        sys.meta_path.insert(0, _on_import)
+    elif not waiting and _on_import in sys.meta_path:
+        sys.meta_path.remove(_on_import)
+
+
+def patch(*, strict: bool = False, **switches: bool) -> None:
+    """Puts the ops in the place of mx's own, for the whole process and until ``unpatch()``.
+
+    What no kernel covers goes on to the original function, with its arguments as they came; ``stats()`` counts both.
+    Results are lazy, as before, and gradients, ``mx.compile`` and ``mx.vmap`` work through them. A second call only
+    changes the settings. Functions that someone imported by name before (``from mlx.core import softmax``) are out of
+    reach, and so are graphs that ``mx.compile`` has traced before. A function that ``mx.export_function`` or
+    ``mx.exporter`` traces, which are replaced for that as well, runs on mx's own: MLX cannot save other primitives.
+
+    Args:
+        strict (bool): Whether a call that no kernel covers is an error instead.
+        switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
+            ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
+            the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and
+            ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is imported,
+            ``quantized_scaled_dot_product_attention``, ``cache`` for appending to ``KVCache``, together with
+            ``mx.fast.rope`` before it, ``swiglu`` for the product of two quantized layers, which becomes one with
+            them, and ``attention_layer`` for the attention of Llama, Qwen and their like, which with a plain cache does
+            a token's rotary embedding, append and attention in one step, where ``cache`` and
+            ``scaled_dot_product_attention`` are on.
+
+    Raises:
+        TypeError: There is no such switch.
+        mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
+    """
+    global _base
+    settings = _settings(strict, switches)
+    with _lock:
+        before, _base = _base, settings
+        try:
+            _apply()
+        except BaseException:
+            _base = before
+            raise
+
+
+def unpatch() -> None:
+    """Undoes ``patch()``: mx's functions are what they were. Blocks of ``patched()`` that are open stay so.
+
+    A graph that ``mx.compile`` traced under the patch holds our kernels, and stays on them until it is traced anew: for
+    inputs of another shape or type, or once the function is compiled again.
+    """
+    global _base
+    with _lock:
+        _base = None
+        _apply()
+
+
+@contextlib.contextmanager
+def patched(*, strict: bool = False, **switches: bool) -> Iterator[None]:
+    """``patch()`` for the length of a block.
+
+    The functions are the process's, so other threads see them replaced too. Blocks may nest and overlap in several
+    threads: the one entered last counts, and all is as before once the last is left.
+
+    Args:
+        strict (bool): As in ``patch()``.
+        switches (bool): As in ``patch()``.
+
+    Raises:
+        TypeError: There is no such switch.
+        mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
+    """
+    block = (object(), _settings(strict, switches))
+    with _lock:
+        _blocks.append(block)
+        try:
+            _apply()
+        except BaseException:
+            _blocks.remove(block)
+            raise
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks.remove(block)
+            _apply()

@@ -1,0 +1,283 @@
+"""Where a model meets its ops: the functions and methods that the patch takes the place of, as data."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.distributed import sum_gradients
+
+from .. import _ext
+
+__all__ = ["TARGETS", "Target", "PatchError", "digest", "importing", "unknown"]
+
+importing: set[str] = set()  # modules that are not yet what they will be
+
+Attempt = Callable[..., Any]  # an op's result, or None where the original is to be called
+
+
+class PatchError(RuntimeError):
+    """A function that the patch takes the place of is not where it was, or takes other arguments."""
+
+
+def _all_to_sharded(module: Any, x: mx.array) -> mx.array | None:
+    return _ext.try_linear(module, sum_gradients(module.group)(x))
+
+
+def _sharded_to_all(module: Any, x: mx.array) -> mx.array | None:
+    part = _ext.try_gemv(module["weight"], x)
+    if part is None:
+        return None
+    y = mx.distributed.all_sum(part, group=module.group)
+    return y + module["bias"] if "bias" in module else y
+
+
+def _plain(node: Any) -> Any:
+    """A syntax tree as tuples, the same in all versions of Python: later ones have fields that are mostly empty."""
+    if isinstance(node, ast.AST):
+        fields = ((name, _plain(value)) for name, value in ast.iter_fields(node) if value not in (None, []))
+        return (type(node).__name__, *fields)
+    return tuple(map(_plain, node)) if isinstance(node, list) else node
+
+
+@functools.cache
+def digest(function: Any) -> str:
+    """What a function of Python's does, in 16 letters: of its source, but for comments, annotations and layout.
+
+    Empty where there is no source, and of a function around another: that does more than the source says.
+    """
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+        return ""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+    return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function of another package, and the op that stands in for it."""
+
+    switch: str  # what patch() calls it
+    op: str  # what stats() calls it
+    module: str  # where the function is
+    path: str  # and its name there, with dots
+    attempt: Attempt
+    parameters: tuple[str, ...] = ()  # of a Python function, which must be these; mx's own are those of its version
+    optional: bool = False  # a package that need not be installed; patched once it is imported
+    partial: bool = False  # some calls are the original's in strict mode too
+    shared: bool = False  # the package's other modules import it by name
+    text: str = ""  # the digest of the one function that is known here; another is left alone
+    needs: tuple[str, ...] = ()  # other switches, without which it is left alone
+
+    @property
+    def name(self) -> str:
+        """The function's full name."""
+        return f"{self.module}.{self.path}"
+
+    def owner(self) -> tuple[Any, str]:
+        """What holds the function, and under which name.
+
+        Raises:
+            PatchError: It is not there, or takes other arguments than those known.
+        """
+        *parents, leaf = self.path.split(".")
+        try:
+            owner = functools.reduce(getattr, parents, importlib.import_module(self.module))
+            function = getattr(owner, leaf)
+        except (ImportError, AttributeError) as error:
+            raise PatchError(self._complaint(f"is not there ({error})")) from error
+        if self.parameters and not hasattr(function, "__wrapped__"):
+            found = tuple(inspect.signature(function).parameters)
+            if found != self.parameters:
+                raise PatchError(self._complaint(f"takes ({', '.join(found)}): expected ({', '.join(self.parameters)})"))
+        return owner, leaf
+
+    def importers(self, function: Any) -> list[Any]:
+        """The package's modules that hold a function under the target's name."""
+        if not self.shared:
+            return []
+        inside = f"{self.module.rpartition('.')[0]}."
+        modules = [module for name, module in list(sys.modules.items()) if name.startswith(inside)]
+        return [module for module in modules if getattr(module, "__dict__", {}).get(self.path) is function]
+
+    def is_wanted(self, switches: Collection[str]) -> bool:
+        """Whether the switches that are on ask for it."""
+        return self.switch in switches and all(name in switches for name in self.needs)
+
+    def is_loaded(self) -> bool:
+        """Whether its module has been imported; the others are imported when they are patched."""
+        return not self.optional or (self.module in sys.modules and self.module not in importing)
+
+    def is_known(self) -> bool:
+        """Whether the function is the one that it has to be, where just one will do."""
+        if not self.text:
+            return True
+        try:
+            owner, leaf = self.owner()
+        except PatchError:
+            return False
+        function = getattr(owner, leaf)
+        return digest(function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function) == self.text
+
+    def _complaint(self, what: str) -> str:
+        package = self.module.split(".")[0].replace("_", "-")
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "of unknown version"
+        return (
+            f"[patch] {self.name} {what}; installed is {package} {version}. "
+            f"mm.patch({self.switch}=False) leaves it alone."
+        )
+
+
+TARGETS = [
+    Target("rms_norm", "rms_norm", "mlx.core", "fast.rms_norm", _ext.try_pending_add_rms_norm),
+    Target(
+        "rms_norm",
+        "rms_norm",
+        "mlx.nn",
+        "RMSNorm.__call__",
+        _ext.try_rms_norm_layer,
+        ("self", "x"),
+        partial=True,  # what it leaves is mx.fast.rms_norm's
+    ),
+    Target("layer_norm", "layer_norm", "mlx.core", "fast.layer_norm", _ext.try_layer_norm),
+    Target("softmax", "softmax", "mlx.core", "softmax", _ext.try_softmax),
+    Target("quantized_matmul", "quantized_matmul", "mlx.core", "quantized_matmul", _ext.try_quantized_matmul),
+    Target(
+        "quantized_matmul",
+        "quantized_matmul",
+        "mlx.nn",
+        "QuantizedLinear.__call__",
+        _ext.try_quantized_linear,
+        ("self", "x"),
+        partial=True,  # what it leaves is mx.quantized_matmul's
+    ),
+    Target(
+        "scaled_dot_product_attention",
+        "scaled_dot_product_attention",
+        "mlx.core",
+        "fast.scaled_dot_product_attention",
+        _ext.try_scaled_dot_product_attention,
+    ),
+    Target(
+        "quantized_scaled_dot_product_attention",
+        "quantized_scaled_dot_product_attention",
+        "mlx_lm.models.base",
+        "quantized_scaled_dot_product_attention",
+        _ext.try_quantized_scaled_dot_product_attention,
+        ("queries", "q_keys", "q_values", "scale", "mask", "group_size", "bits"),
+        optional=True,
+    ),
+    Target(
+        "cache",
+        "cache",
+        "mlx_lm.models.cache",
+        "KVCache.update_and_fetch",
+        _ext.try_update_and_fetch,
+        ("self", "keys", "values"),
+        optional=True,
+        partial=True,  # a cache that has no room makes it
+    ),
+    Target(
+        "cache",
+        "rope",
+        "mlx.core",
+        "fast.rope",
+        _ext.try_rope,
+        partial=True,  # mx's own, which an append to a cache may find
+    ),
+    Target("cache", "rope", "mlx.nn", "RoPE.__call__", _ext.try_rope_layer, ("self", "x", "offset"), partial=True),
+    Target(
+        "cache",
+        "rope",
+        "mlx_lm.models.rope_utils",
+        "Llama3RoPE.__call__",
+        _ext.try_rope_layer,
+        ("self", "x", "offset"),
+        optional=True,
+        partial=True,
+    ),
+    Target(
+        "swiglu",
+        "quantized_swiglu",
+        "mlx_lm.models.activations",
+        "swiglu",
+        _ext.try_swiglu,
+        optional=True,
+        partial=True,  # only two quantized products that are still to be computed are one
+        shared=True,
+    ),
+    Target("linear", "gemv", "mlx.nn", "Linear.__call__", _ext.try_linear, ("self", "x")),
+    Target("linear", "gemv", "mlx.nn", "Embedding.as_linear", _ext.try_linear, ("self", "x")),
+    Target("linear", "gemv", "mlx.nn", "AllToShardedLinear.__call__", _all_to_sharded, ("self", "x")),
+    Target("linear", "gemv", "mlx.nn", "ShardedToAllLinear.__call__", _sharded_to_all, ("self", "x")),
+]
+
+# Attention layers of mlx-lm's models, by what their calls do: those of Llama's kind and those with norms of heads.
+_LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (
+        _ext.try_attention_layer,
+        ("cache", "scaled_dot_product_attention"),
+        "0bc66a8672d86d63",
+        (
+            *("ernie4_5.Attention", "ernie4_5_moe.Attention", "gemma.Attention", "glm4.Glm4Attention"),
+            *("granite.Attention", "granitemoe.GraniteMoeAttention", "helium.HeliumAttention", "internlm3.Attention"),
+            *("llama.Attention", "mimo.Attention", "phimoe.Attention", "qwen2.Attention", "qwen2_moe.Attention"),
+            *("seed_oss.Attention", "starcoder2.Attention"),
+        ),
+    ),
+    (
+        _ext.try_normed_attention_layer,
+        ("cache", "scaled_dot_product_attention", "rms_norm"),
+        "f20832211537a64d",
+        ("dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"),
+    ),
+)
+
+TARGETS += [
+    Target(
+        "attention_layer",
+        "attention_layer",
+        f"mlx_lm.models.{layer.partition('.')[0]}",
+        f"{layer.partition('.')[2]}.__call__",
+        attempt,
+        ("self", "x", "mask", "cache"),
+        optional=True,
+        partial=True,  # one token with a plain cache
+        text=text,
+        needs=needs,
+    )
+    for attempt, needs, text, layers in _LAYERS
+    for layer in layers
+]
+
+
+def unknown() -> list[str]:
+    """The attention layers of the installed mlx-lm whose code is not the one that is known here: mlx-lm's own then run.
+
+    It imports the models that have such a layer.
+    """
+    if importlib.util.find_spec("mlx_lm") is None:
+        return []
+    return [target.name for target in TARGETS if target.text and not target.is_known()]

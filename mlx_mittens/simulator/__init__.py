@@ -1,0 +1,69 @@
+"""Running Metal kernels on the CPU, in a simulator that watches them: the ops', and those of mx.fast.metal_kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+from .. import _ext
+from .metal_kernel import Kernel, metal_kernel, redirect, restore
+
+__all__ = ["Fault", "Kernel", "enabled", "metal_kernel"]
+
+Fault = _ext.SimulatorFault
+
+STEP_LIMIT = 1_000_000_000
+
+_lock = threading.Lock()
+_open: list[tuple[object, int, bool, int, str]] = []  # a token and the settings of every block that is open
+_before: tuple[bool, int, bool, int, str] | None = None
+
+
+@contextlib.contextmanager
+def enabled(
+    seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT, gpu: Literal["apple", "m5", "nvidia"] = "apple"
+) -> Iterator[None]:
+    """Sends ops on the CPU, and the kernels of ``mx.fast.metal_kernel``, through the simulator.
+
+    Ops are lazy: what counts is where they are evaluated, not where they are called. The environment variable
+    ``MLX_MITTENS_SIMULATOR=1`` does the same for the ops of a whole process.
+
+    A kernel of ``mx.fast.metal_kernel`` goes to the simulator if it is called within the block, on a Mac too, in place
+    of the GPU. Kernels made within are reached, and those made before that a module holds by name; one that was made
+    before and is held elsewhere (a local variable, an attribute) is MLX's own and stays so.
+
+    The settings are the process's: blocks may nest, and overlap in several threads. The one entered last counts, and
+    all is as before once the last is left.
+
+    Args:
+        seed: Shuffles the order in which threads and threadgroups run; 0 is the natural order.
+        watch: Whether every memory access is checked.
+        step_limit: Branches that one threadgroup may take before its kernel counts as endless.
+        gpu: Which GPU the simulator stands for: on some shapes the ops choose other kernels for NVIDIA's, and mx for
+            an Apple GPU with matrix units, such as that of the M5.
+
+    Raises:
+        ValueError: gpu is none of these.
+    """
+    if gpu not in ("apple", "m5", "nvidia"):
+        raise ValueError(f"gpu is {gpu!r}: expected 'apple', 'm5' or 'nvidia'")
+    global _before
+    block = (object(), seed, watch, step_limit, gpu)
+    with _lock:
+        if not _open:
+            _before = _ext.simulator_state()
+            redirect()
+        _open.append(block)
+        _ext.simulator_configure(True, *block[1:])
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.remove(block)
+            if _open:
+                _ext.simulator_configure(True, *_open[-1][1:])
+            else:
+                restore()
+                _ext.simulator_configure(*_before)

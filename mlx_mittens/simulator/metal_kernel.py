@@ -1,0 +1,283 @@
+"""Kernels of ``mx.fast.metal_kernel`` in the simulator.
+
+MLX itself writes their text: asked to export the call rather than to run it, it hands over the function that it would
+compile for the GPU, signature and all, on machines without one too.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import mlx.core as mx
+
+from .. import _ext, frontend
+from ..frontend import dialect
+
+MOST_THREADS = 1024  # of a threadgroup
+
+_mlx_metal_kernel = mx.fast.metal_kernel
+_compiling = threading.Lock()
+
+# What MLX puts before every such kernel.
+_PRELUDE = '#include <metal_stdlib>\n#include "mlx/backend/metal/kernels/utils.h"\nusing namespace metal;\n'
+_FAST_MATH = 2  # as MLX numbers its math modes
+_QUOTED_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"[^"]*"', re.M)
+
+
+@dataclass(frozen=True)
+class _Generated:
+    """A kernel as MLX would compile it."""
+
+    kernel: str
+    text: str
+    infos: list[tuple[bool, bool, bool]]  # for each input: whether its shape, strides and ndim are arguments
+    by_rows: bool  # inputs that are not row contiguous are copied
+    fast_math: bool
+
+
+class Kernel:
+    """A kernel that runs in the simulator; called as what ``mx.fast.metal_kernel`` returns is."""
+
+    def __init__(self, mlx_kernel: Callable[..., Any], name: str = "", header: str = "", source: str = ""):
+        self._mlx_kernel = mlx_kernel
+        self._name = name
+        self._header = header
+        self._source = source
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array | bool | int | float],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        template: Sequence[tuple[str, bool | int | mx.Dtype]] | None = None,
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream: Any = None,
+    ) -> list[mx.array]:
+        """Compiles the kernel for these arguments; it runs when its outputs are evaluated, on the CPU.
+
+        Args:
+            inputs: Arrays and scalars, in the order of ``input_names``.
+            output_shapes: Shape of each output.
+            output_dtypes: Dtype of each output.
+            grid: How many threads there are; the last threadgroups are cut short where it is not a multiple.
+            threadgroup: Threads of a threadgroup, at most 1024 of them.
+            template: Names and values of template arguments.
+            init_value: What the outputs hold before; without it every element of them is to be written.
+            verbose: Whether to print the generated text.
+            stream: Taken and ignored: the simulator runs on the CPU's default stream.
+
+        Returns:
+            The outputs.
+
+        Raises:
+            CompileError: If the kernel does not compile, or would not on a Mac (as ``mlx-mittens check`` has it); lines
+                are those of ``source`` and ``header``.
+            ValueError: If shapes, grid, threadgroup or template arguments cannot be served.
+            Fault: From the evaluation of an output, if the kernel does what a GPU would not forgive.
+        """
+        arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
+        shapes = [_checked_shape(i, shape) for i, shape in enumerate(output_shapes)]
+        grid, threadgroup = _check(grid, threadgroup, template)
+        generated = _generate(
+            self._mlx_kernel,
+            arrays,
+            output_shapes=shapes,
+            output_dtypes=list(output_dtypes),
+            grid=grid,
+            threadgroup=threadgroup,
+            template=None if template is None else list(template),
+            init_value=init_value,
+            verbose=verbose,
+        )
+        file = f"{self._name or generated.kernel}.metal"
+        initial = [] if init_value is None else [_element(init_value, dtype) for dtype in output_dtypes]
+        return _ext.user_kernel(
+            arrays,
+            shapes,
+            list(output_dtypes),
+            file=file,
+            library=_library(file, self._text(generated, file), generated.kernel),
+            kernel=generated.kernel,
+            grid=grid,
+            threadgroup=threadgroup,
+            infos=generated.infos,
+            initial=initial,
+            by_rows=generated.by_rows,
+        )
+
+    def _text(self, generated: _Generated, file: str) -> str:
+        """The generated text, in which lines count as they do in what the user wrote."""
+        text = generated.text
+        for part, name in ((self._header, f"header of {file}"), (self._source, file)):
+            include = _QUOTED_INCLUDE.search(part)
+            if include:
+                line = part.count("\n", 0, include.start()) + 1
+                problem = "error: Metal's run-time compiler finds no quoted include"
+                raise frontend.CompileError(file, generated.kernel, f"{name}:{line}: {problem}")
+        if self._source:
+            at = text.rindex(self._source)
+            end = at + len(self._source)
+            text = f'{text[:at]}#line 1 "{file}"\n{self._source}\n#line 1 "signature of {file}"{text[end:]}'
+        if self._header:
+            rest = text[len(self._header) :]
+            text = f'#line 1 "header of {file}"\n{self._header}\n#line 1 "signature of {file}"\n{rest}'
+        return ("#define __FAST_MATH__ 1\n" if generated.fast_math else "") + _PRELUDE + text
+
+
+def metal_kernel(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+    ensure_row_contiguous: bool = True,
+    atomic_outputs: bool = False,
+    compile_options: dict[str, str] | None = None,
+) -> Kernel:
+    """``mx.fast.metal_kernel`` for machines without Metal: the kernel runs in the simulator, which watches it.
+
+    MLX generates the signature, so the kernel sees what it would see on a Mac, MLX's own ``utils.h`` included. An input
+    that runs backwards (``a[::-1]``) is copied where a Mac would hand over its negative strides.
+
+    Args:
+        name: The kernel's name.
+        input_names: Names of the inputs in ``source``.
+        output_names: Names of the outputs in ``source``.
+        source: The body of the kernel.
+        header: What is to stand before the kernel.
+        ensure_row_contiguous: Whether inputs that are not row contiguous are copied first.
+        atomic_outputs: Whether outputs are ``device atomic<T>*``.
+        compile_options: As MLX's; the simulator's arithmetic is safe in every math mode.
+
+    Returns:
+        A kernel, called as that of ``mx.fast.metal_kernel``.
+    """
+    names = list(input_names), list(output_names)
+    made = _mlx_metal_kernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs, compile_options)
+    return Kernel(made, name, header, source)
+
+
+def _fail(problem: str) -> NoReturn:
+    raise ValueError(f"[metal_kernel] {problem}")
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    """A size as integers; numpy's count."""
+    try:
+        return tuple(operator.index(n) for n in values)
+    except TypeError:
+        return ()
+
+
+def _check(grid: Any, threadgroup: Any, template: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The grid and the threadgroup, if they can be launched."""
+    sizes = []
+    for name, given in (("grid", grid), ("threadgroup", threadgroup)):
+        sizes.append(_integers(given))
+        if len(sizes[-1]) != 3 or not all(0 < n < 2**31 for n in sizes[-1]):
+            _fail(f"{name} is {given}: expected three positive integers")
+    threads = math.prod(map(min, *sizes))
+    if threads > MOST_THREADS:
+        _fail(f"threadgroup {sizes[1]} has {threads} threads: expected at most {MOST_THREADS}")
+    for name, value in template or ():
+        if not isinstance(value, (bool, int, mx.Dtype)):
+            _fail(f"template argument {name!r} is {value!r}: expected an mx.Dtype, an int or a bool")
+        if isinstance(value, int) and not -(2**31) <= value < 2**31:
+            _fail(f"template argument {name!r} is {value}: expected an int of 32 bits")
+    return sizes[0], sizes[1]
+
+
+def _checked_shape(i: int, given: Any) -> tuple[int, ...]:
+    shape = _integers(given)
+    if len(shape) != len(given) or not all(0 <= n < 2**31 for n in shape):
+        _fail(f"output_shapes[{i}] is {tuple(given)}: expected integers that are not negative")
+    return shape
+
+
+def _generate(mlx_kernel: Callable[..., Any], arrays: list[mx.array], **arguments: Any) -> _Generated:
+    """Has MLX write the kernel for inputs of these shapes and dtypes."""
+    exported: list[dict[str, Any]] = []
+    stand_ins = [mx.zeros(a.shape, a.dtype) for a in arrays]
+    mx.export_function(exported.append, lambda *inputs: mlx_kernel(inputs=list(inputs), **arguments), *stand_ins)
+    for entry in exported:
+        if entry["type"] == "primitive" and entry["name"] == "CustomKernel":
+            kernel, text, *_ = entry["arguments"]
+            infos, by_rows = entry["arguments"][8:10]
+            fast_math = entry["arguments"][-1] == _FAST_MATH
+            return _Generated(kernel, text, [tuple(info) for info in infos], by_rows, fast_math)
+    raise RuntimeError("[metal_kernel] this MLX exports its kernels in a way that mlx_mittens does not know")
+
+
+def _library(file: str, text: str, kernel: str) -> str:
+    watch = _ext.simulator_state()[2]
+    with _compiling:  # kernels of one name may differ in their text
+        frontend.register_source(file, text)
+        library = frontend.simulator_library(file, watch)
+        refused = dialect.refused(file)
+    if refused:
+        log = "\n".join(f"{problem.file}:{problem.line}: error: {problem.what}" for problem in refused)
+        raise frontend.CompileError(file, kernel, log)
+    return library
+
+
+def _element(value: float, dtype: mx.Dtype) -> bytes:
+    with mx.stream(mx.cpu):
+        element = mx.view(mx.full((1,), value, dtype), mx.uint8)
+        return bytes(element.tolist())
+
+
+class _Switched:
+    """A kernel of MLX's that goes to the simulator while redirection is on."""
+
+    def __init__(self, mlx_kernel: Callable[..., Any], simulated: Kernel):
+        self._mlx_kernel = mlx_kernel
+        self._simulated = simulated
+
+    def __call__(self, **arguments: Any) -> list[mx.array]:
+        return (self._simulated if _replaced and not _ext.exporting() else self._mlx_kernel)(**arguments)
+
+
+def _switched_metal_kernel(*args: Any, **arguments: Any) -> _Switched:
+    simulated = metal_kernel(*args, **arguments)
+    return _Switched(simulated._mlx_kernel, simulated)
+
+
+_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []  # a namespace, a name in it, what it was, what it is now
+
+
+def redirect() -> None:
+    """Puts a switch in the place of ``mx.fast.metal_kernel`` and of the kernels that modules hold by name."""
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", {})
+        for name, value in list(namespace.items()) if namespace is not globals() else ():
+            if value is _mlx_metal_kernel:
+                now = _switched_metal_kernel
+            elif _is_kernel(value):
+                now = _Switched(value, Kernel(value))
+            else:
+                continue
+            namespace[name] = now
+            _replaced.append((namespace, name, value, now))
+
+
+def restore() -> None:
+    """Undoes `redirect`."""
+    while _replaced:
+        namespace, name, was, now = _replaced.pop()
+        if namespace.get(name) is now:
+            namespace[name] = was
+
+
+def _is_kernel(value: Any) -> bool:
+    return type(value) is type(_mlx_metal_kernel) and "passed to the Metal kernel" in (value.__doc__ or "")

@@ -1,0 +1,75 @@
+"""The one table of ops: tests, benchmark, doctor and the README's table all read its rows.
+
+A row names an op, its mx twin, its float64 reference, how its inputs look, the shapes it is tested on and the shapes of
+real models it is timed on. A new op is one row in the module of its family.
+"""
+
+from __future__ import annotations
+
+from .attention import ATTENTION_OPS
+from .cache import ROPE_OPS
+from .compare import Check, check, compare, error, tolerance
+from .matmul import MATRIX_OPS
+from .norm import ROW_OPS, RowOp, Spread
+from .op import (
+    DTYPES,
+    EPSILON,
+    SMALLEST_NORMAL,
+    Case,
+    Exact,
+    Op,
+    call,
+    dequantized,
+    gradients,
+    run,
+    widen,
+)
+
+__all__ = [
+    "DTYPES",
+    "EPSILON",
+    "OPS",
+    "ROW_OPS",
+    "SMALLEST_NORMAL",
+    "Case",
+    "Check",
+    "Exact",
+    "Op",
+    "RowOp",
+    "Spread",
+    "call",
+    "check",
+    "compare",
+    "dequantized",
+    "error",
+    "get",
+    "gradients",
+    "markdown",
+    "run",
+    "tolerance",
+    "widen",
+]
+
+OPS: tuple[Op, ...] = ROW_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS
+
+
+def get(name: str) -> Op:
+    """Returns the row of an op.
+
+    Raises:
+        KeyError: No op has that name; the message lists those there are.
+    """
+    for op in OPS:
+        if op.name == name:
+            return op
+    raise KeyError(f"no op is called {name!r}; the ops are {', '.join(op.name for op in OPS)}")
+
+
+def markdown() -> str:
+    """The README's table of ops."""
+    lines = ["| op | its mx twin | what it does |", "|---|---|---|"]
+    for op in OPS:
+        names = [name for name, _ in op.parameters] + [key for key in op.options if key != "precise"]
+        signature = ", ".join(dict.fromkeys(names))
+        lines.append(f"| `mm.{op.name}({signature})` | `{op.twin_text}` | {op.summary} |")
+    return "\n".join(lines)

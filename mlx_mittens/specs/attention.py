@@ -1,0 +1,348 @@
+"""Rows of the table of ops for attention; `specs` puts them together.
+
+The shape of a case is ``(batch, heads, key_heads, queries, keys, width)``. Of the options, ``mask`` says what mask is
+drawn: ``causal``, ``bool``, ``additive`` or none; ``sinks``, whether there are sinks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..ops import attention
+from .op import Case, Exact, Op, add_outliers, dequantized, draw_packed, on_all_cores, widen
+
+# Scores of float64 that are held at once.
+_PIECE = 2**22
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOp(Op):
+    """Attention over keys and values as they are, or packed. Gradients are tested beside the table."""
+
+    packed: bool = False
+
+    # The least shape that any case's options allow.
+    smallest = (1, 2, 1, 2, 64, 64)
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        batch, heads, key_heads, queries, keys, width = case.shape
+        options = self.arguments(case)
+        rows = [(batch, key_heads, keys, width)]
+        if self.packed:
+            groups = (batch, key_heads, keys, width // options["group_size"])
+            rows = [(batch, key_heads, keys, width * options["bits"] // 32), groups, groups]
+        mask = (batch, 1, queries, keys) if options["mask"] == "bool" else (heads, queries, keys)
+        return [(batch, heads, queries, width), *rows, *rows, mask, (heads,)]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        # Keys and values of decoding are the front of a larger cache; those of a prompt are transposed, as layers make
+        # them.
+        options = self.arguments(case)
+        cache = case.shape[3] <= 16
+        arrays = []
+        for (name, kind), shape in zip(self.parameters, self.shapes(case), strict=True):
+            if kind == "mask":
+                arrays.append(_draw_mask(rng, options["mask"], shape, dtype))
+            elif kind == "sinks":
+                arrays.append(mx.array(rng.standard_normal(shape)).astype(dtype) if options["sinks"] else None)
+            elif self.packed and name != "q":
+                draw = lambda s, name=name: draw_packed(rng, name, s, options["bits"], dtype)
+                arrays.append(_front_of_cache(draw, shape))
+            elif name != "q" and cache:
+                arrays.append(_front_of_cache(lambda s: _draw(rng, s, dtype), shape))
+            else:
+                batch, heads, tokens, width = shape
+                arrays.append(_draw(rng, (batch, tokens, heads, width), dtype).swapaxes(1, 2))
+        return arrays
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        batch, heads, _, queries, keys, width = case.shape
+        options = self.arguments(case)
+        sizes = {"key_words": 4, "value_words": 4}
+        size = 0
+        for (name, kind), shape in zip(self.parameters, self.shapes(case), strict=True):
+            there = {"mask": options["mask"] in ("bool", "additive"), "sinks": options["sinks"]}.get(kind, True)
+            item = 1 if kind == "mask" and options["mask"] == "bool" else sizes.get(name, dtype.size)
+            size += there * item * int(np.prod(shape))
+        return size + batch * heads * queries * width * dtype.size
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        options = self.arguments(case)
+        if self.packed:
+            format_ = options["group_size"], options["bits"]
+            keys, values = (dequantized(*arrays[i : i + 3], *format_) for i in (1, 4))
+        else:
+            keys, values = widen(arrays[1]), widen(arrays[2])
+        *_, mask, sinks = arrays
+        causal = options["mask"] == "causal"
+        scale = case.shape[-1] ** -0.5
+        return [exact_attention(widen(arrays[0]), keys, values, scale, mask, sinks, causal, options["window"])]
+
+
+def exact_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+    causal: bool = False,
+    window: int | None = None,
+) -> Exact:
+    """Attention in float64, some queries of a head at a time.
+
+    The scores and their exponentials are float32 in every type; where one of them is off, so is a weight.
+    """
+    batch, heads, queries, _ = q.shape
+    key_heads, keys = k.shape[1:3]
+    value = np.empty((batch, heads, queries, v.shape[-1]))
+    size, inner = np.empty_like(value), np.empty_like(value)
+    if mask is not None:
+        additive = mask.dtype != mx.bool_
+        mask = np.array(mask.astype(mx.float32)) if additive else np.array(mask)
+        mask = np.broadcast_to(mask, (batch, heads, queries, keys))
+    sinks = None if sinks is None else widen(sinks)
+    step = max(1, _PIECE // max(keys, 1))
+
+    def piece(b: int, h: int, first: int) -> None:
+        some = slice(first, first + step)
+        rows, columns, weighted = q[b, h, some], k[b, h * key_heads // heads], v[b, h * key_heads // heads]
+        scores = scale * rows @ columns.T
+        sizes = abs(scale) * np.sqrt((rows * rows) @ (columns * columns).T)
+        position = np.arange(queries)[some, None] + keys - queries
+        key = np.arange(keys)
+        seen = np.ones(scores.shape, bool)
+        if causal or window:
+            seen &= key <= position
+        if window:
+            seen &= key > position - window
+        hidden = float(np.finfo(np.float32).min)
+        if mask is not None and additive:
+            scores, hidden = scores + mask[b, h, some], -np.inf
+        elif mask is not None:
+            seen &= mask[b, h, some]
+        scores = np.where(seen, scores, hidden)
+        most = scores.max(-1, keepdims=True, initial=-np.inf if sinks is None else sinks[h])
+        weights = np.exp(scores - most)
+        total = weights.sum(-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sinks[h] - most)
+        weights /= total
+        value[b, h, some] = weights @ weighted
+        size[b, h, some] = weights @ np.abs(weighted)
+        off = weights * (1 + sizes + np.where(weights > 0, np.abs(scores), 0))
+        inner[b, h, some] = off @ np.abs(weighted) + off.sum(-1, keepdims=True) * np.abs(value[b, h, some])
+
+    def quietly(where: tuple[int, int, int]) -> None:
+        with np.errstate(all="ignore"):  # here, as threads have settings of their own
+            piece(*where)
+
+    on_all_cores(quietly, itertools.product(range(batch), range(heads), range(0, queries, step)))
+    return Exact(value, size, inner)
+
+
+def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    a = rng.standard_normal(shape, dtype=np.float32)
+    add_outliers(rng, a)
+    return mx.array(a).astype(dtype)
+
+
+def _draw_mask(rng: np.random.Generator, kind: str | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array | None:
+    if kind == "bool":
+        return mx.array(rng.random(shape) < 0.7)
+    if kind == "additive":
+        return mx.array(np.where(rng.random(shape) < 0.2, -np.inf, rng.standard_normal(shape))).astype(dtype)
+    return None
+
+
+def _front_of_cache(draw, shape: tuple[int, ...]) -> mx.array:
+    """A view of a buffer that grows by 256 keys, as mlx-lm keeps them."""
+    batch, heads, keys, width = shape
+    return draw((batch, heads, -(-keys // 256) * 256, width))[:, :, :keys]
+
+
+def _mask_of(mask: str | None, array: mx.array | None) -> None | str | mx.array:
+    return "causal" if mask == "causal" else array
+
+
+def _ours(q, k, v, array, sinks_array, mask, sinks, window):
+    return attention.scaled_dot_product_attention(
+        q, k, v, scale=q.shape[-1] ** -0.5, mask=_mask_of(mask, array), sinks=sinks_array, window=window
+    )
+
+
+def twin_mask(mask: None | str | mx.array, window: int | None, queries: int, keys: int) -> None | str | mx.array:
+    """A mask for mx, which has no window: one that stands for it too."""
+    if window is None:
+        return mask
+    query = mx.arange(queries)[:, None] + keys - queries
+    key = mx.arange(keys)
+    seen = (key <= query) & (key > query - window)
+    if mask is None or isinstance(mask, str):
+        return seen
+    return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-mx.inf, mask.dtype))
+
+
+def _twin(q, k, v, array, sinks_array, mask, sinks, window):
+    seen = twin_mask(_mask_of(mask, array), window, q.shape[2], k.shape[2])
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=seen, sinks=sinks_array)
+
+
+def _ours_packed(q, *rest, mask, sinks, window, group_size, bits):
+    *packed, array, sinks_array = rest
+    return attention.quantized_scaled_dot_product_attention(
+        q, tuple(packed[:3]), tuple(packed[3:]), q.shape[-1] ** -0.5, _mask_of(mask, array), group_size, bits,
+        sinks=sinks_array, window=window,
+    )  # fmt: skip
+
+
+def _twin_packed(q, *rest, mask, sinks, window, group_size, bits):
+    *packed, array, sinks_array = rest
+    seen = twin_mask(_mask_of(mask, array), window, q.shape[2], packed[0].shape[2])
+    return composed(q, packed[:3], packed[3:], q.shape[-1] ** -0.5, seen, sinks_array, group_size, bits)
+
+
+def composed(
+    q: mx.array,
+    keys: Sequence[mx.array],
+    values: Sequence[mx.array],
+    scale: float,
+    mask: None | str | mx.array,
+    sinks: mx.array | None,
+    group_size: int,
+    bits: int,
+) -> mx.array:
+    """What mlx-lm does over packed keys and values, with sinks: two quantized products and a softmax."""
+    batch, heads, queries, _ = q.shape
+    key_heads, count = keys[0].shape[1:3]
+    grouped = (batch, key_heads, heads // key_heads * queries, -1)
+    options = {"group_size": group_size, "bits": bits}
+
+    def product(a: mx.array, packed: Sequence[mx.array], transpose: bool) -> mx.array:
+        if mx.default_device() == mx.gpu and not mx.metal.is_available():
+            # MLX 0.32.4's CUDA build reads out of bounds in these products, of 8192 keys and of all values.
+            b = mx.dequantize(*packed, **options)
+            return a @ (b.swapaxes(-1, -2) if transpose else b)
+        return mx.quantized_matmul(a, *packed, transpose=transpose, **options)
+
+    scores = product((q * scale).reshape(grouped), keys, True)
+    scores = scores.reshape(batch, heads, queries, count)
+    if isinstance(mask, str):
+        mask = mx.arange(count) <= mx.arange(queries)[:, None] + count - queries
+    if mask is not None:
+        hidden = mx.finfo(scores.dtype).min
+        scores = mx.where(mask, scores, hidden) if mask.dtype == mx.bool_ else scores + mask
+    if sinks is not None:
+        first = mx.broadcast_to(sinks[None, :, None, None], (batch, heads, queries, 1))
+        scores = mx.softmax(mx.concatenate([first, scores], -1), axis=-1, precise=True)[..., 1:]
+    else:
+        scores = mx.softmax(scores, axis=-1, precise=True)
+    return product(scores.reshape(grouped), values, False).reshape(batch, heads, queries, -1)
+
+
+def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
+    return tuple(Case("test", shape, options) for shape in shapes)
+
+
+# A product, exponentials and another product, each of which rounds: measured by what these roundings move
+# (Exact.inner), the worst of 1600 draws of the tests was 2.9 units off.
+UNITS = 8
+
+# Small enough for the simulator, where tests/verification/test_variants.py demands that they reach every variant of the kernels.
+_TESTS = (
+    _tests((2, 4, 2, 1, 70, 64), (1, 8, 1, 2, 33, 128), (1, 2, 2, 1, 300, 64))
+    + _tests((1, 4, 2, 3, 50, 64), (1, 4, 1, 5, 40, 128), (2, 2, 1, 20, 37, 64), mask="causal")
+    + _tests((1, 4, 2, 4, 45, 64), (1, 2, 1, 18, 40, 64), mask="bool", sinks=True)
+    + _tests((1, 4, 2, 2, 45, 64), (1, 2, 1, 18, 40, 128), mask="additive")
+    + _tests((1, 2, 1, 2, 90, 64), (1, 2, 1, 40, 40, 64), mask="causal", window=17)
+    + _tests((1, 1, 1, 40, 40, 128), mask="causal", window=2)
+    + _tests((1, 2, 1, 1, 540, 256))  # more splits than lanes
+    + _tests(*((1, 2, 1, n, m, width) for width in (72, 80, 96, 192, 256) for n, m in ((1, 40), (20, 20))))
+    # Every number of heads that a kernel lets share keys.
+    + _tests(*((1, r, 1, 1, 37, width) for width in (64, 128, 256) for r in (1, 2, 4, 8, 16)))
+)
+
+_PACKED_TESTS = tuple(
+    case
+    for bits in (4, 8)
+    for case in (
+        *_tests((1, 8, 2, 1, 70, 64), (2, 2, 1, 3, 33, 128), bits=bits),
+        *_tests((1, 4, 2, 2, 45, 64), (1, 8, 2, 2, 37, 128), bits=bits, group_size=32, mask="causal", sinks=True),
+        *_tests((1, 4, 2, 2, 37, 128), bits=bits, group_size=128, mask="bool"),
+        *_tests(*((1, r, 1, 1, 37, width) for width in (64, 128, 256) for r in (1, 4, 8, 16)), bits=bits),
+    )
+)
+
+# Decoding with a cache: heads, width, ratio; on a CPU and in the short form only some, since mx takes its time there.
+_ON_CPU = {(1024, 128, 4), (4096, 64, 4), (4096, 128, 1), (4096, 128, 4), (4096, 128, 8), (8192, 128, 4)}
+_QUICK = {(4096, 128, 4)}
+
+
+def _decode(lengths: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
+    return tuple(
+        Case(
+            "decode",
+            (1, 32, 32 // ratio, 1, keys, width),
+            options,
+            quick=(keys, width, ratio) in _QUICK,
+            gpu_only=(keys, width, ratio) not in _ON_CPU,
+        )
+        for keys in lengths
+        for width in (64, 128)
+        for ratio in (1, 4, 8)
+    )
+
+
+_PREFILL = (
+    Case("prompt", (1, 8, 8, 512, 512, 64), {"mask": "causal"}, quick=True),
+    Case("prompt", (1, 8, 2, 512, 512, 128), {"mask": "causal"}),
+    Case("prompt", (1, 8, 8, 512, 512, 64)),
+    Case("prompt", (1, 1, 1, 2048, 2048, 64), {"mask": "causal"}),
+    Case("prompt", (1, 1, 1, 2048, 2048, 128), {"mask": "causal"}),
+    Case("prompt, sliding window", (1, 1, 1, 2048, 2048, 128), {"mask": "causal", "window": 512}),
+    Case("prompt", (1, 32, 8, 512, 512, 128), {"mask": "causal"}, gpu_only=True),
+    Case("prompt", (1, 32, 8, 2048, 2048, 64), {"mask": "causal"}, gpu_only=True),
+    Case("prompt", (1, 32, 8, 2048, 2048, 128), {"mask": "causal"}, gpu_only=True),
+)
+
+_KEYS = (("k", "rows"), ("v", "rows"))
+_PACKED = tuple((f"{what}_{part}", "rows") for what in ("key", "value") for part in ("words", "scales", "biases"))
+_MORE = (("mask", "mask"), ("sinks", "sinks"))
+
+ATTENTION_OPS: tuple[AttentionOp, ...] = (
+    AttentionOp(
+        name="scaled_dot_product_attention",
+        parameters=(("q", "rows"), *_KEYS, *_MORE),
+        ours=_ours,
+        twin=_twin,
+        twin_text="mx.fast.scaled_dot_product_attention(q, k, v, scale, mask, sinks)",
+        summary="attention of prompts and of decoding",
+        options={"mask": None, "sinks": False, "window": None},
+        tests=_TESTS,
+        cases=_decode((1024, 4096, 8192, 65536)) + _PREFILL,
+        units=UNITS,
+    ),
+    AttentionOp(
+        name="quantized_scaled_dot_product_attention",
+        parameters=(("q", "rows"), *_PACKED, *_MORE),
+        ours=_ours_packed,
+        twin=_twin_packed,
+        twin_text="two mx.quantized_matmul and a softmax, as in mlx-lm",
+        summary="attention over a packed key-value cache",
+        options={"mask": None, "sinks": False, "window": None, "group_size": 64, "bits": 8},
+        tests=_PACKED_TESTS,
+        cases=tuple(
+            Case("decode", (1, 32, 8, 1, keys, 128), {"bits": bits}, quick=keys == 1024, gpu_only=keys > 1024)
+            for bits in (8, 4)
+            for keys in (1024, 4096, 8192, 65536)
+        ),
+        packed=True,
+        units=UNITS,
+    ),
+)

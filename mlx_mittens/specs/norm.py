@@ -1,0 +1,253 @@
+"""Rows of the table of ops for the norms and softmax: ops that work along rows.
+
+The shape of a case is that of the op's row-wise arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..ops import norm
+from . import reference
+from .op import BLOCKWISE, SMALLEST_NORMAL, Case, Exact, Op, add_outliers, in_blocks
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How row-wise inputs are drawn: normal, with a mean of its own for each row, and outliers.
+
+    Attributes:
+        deviation: Standard deviation.
+        offset: Largest mean of a row.
+        outlier: How many times larger than drawn one element in 512 is.
+    """
+
+    deviation: float = 1.0
+    offset: float = 1.0
+    outlier: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOp(Op):
+    """An op that works along rows; its outputs are all of the case's shape, and so are its ``rows`` arguments.
+
+    Attributes:
+        reference: The op in float64.
+        reference_vjp: Its gradients in float64; takes the arguments, then the cotangents.
+        inputs: How the row-wise inputs spread.
+        rounds_first: Whether it works on a sum that was rounded to the inputs' type, so that each term of a weight's
+            gradient is off by a unit of that type and not of float32.
+        from_output: Whether the gradient starts from the op's output, which was rounded to its type.
+    """
+
+    reference: Callable[..., Any]
+    reference_vjp: Callable[..., Any]
+    inputs: Spread = Spread()
+    rounds_first: bool = False
+    from_output: bool = False
+
+    def checks(self) -> Iterator[Case]:
+        """The shapes to test, each for the op and for its gradients."""
+        for case in self.tests:
+            if not case.vjp:
+                yield case
+            yield replace(case, vjp=True)
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        return [case.shape if kind == "rows" else case.shape[-1:] for _, kind in self.parameters]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
+        """Draws fresh array arguments, with outliers and rows of different size."""
+        spread = self.inputs
+        if self.arguments(case).get("axis", -1) != -1:
+            spread = replace(spread, offset=0.0)  # or one row would outweigh all that it is normalized with
+        kinds = [kind for _, kind in self.parameters]
+        return [_draw(rng, kind, shape, spread, dtype) for kind, shape in zip(kinds, self.shapes(case))]
+
+    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
+        return [_draw(rng, "rows", case.shape, Spread(), dtype) for _ in range(self.outputs if case.vjp else 0)]
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        inputs = sum(math.prod(shape) for shape in self.shapes(case))
+        outputs = self.outputs * math.prod(case.shape)
+        return dtype.size * (2 * inputs + outputs if case.vjp else inputs + outputs)
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        narrow = [None if a is None else np.array(a.astype(mx.float32)) for a in (*arrays, *cotangents)]
+        options = self.arguments(case)
+        if not case.vjp:
+            return [Exact(a) for a in _by_rows(self.reference, case, narrow, options)]
+        values = _by_rows(self.reference_vjp, case, narrow, options)
+        if self.from_output:
+            options["smallest"] = SMALLEST_NORMAL[arrays[0].dtype]
+        magnitudes = _by_rows(self.reference_vjp, case, narrow, {**options, "magnitude": True})
+        return [
+            Exact(a, b) if a.shape == case.shape or self.rounds_first else Exact(a, inner=b)
+            for a, b in zip(values, magnitudes)
+        ]
+
+
+def _draw(rng: np.random.Generator, kind: str, shape: tuple[int, ...], spread: Spread, dtype: mx.Dtype) -> mx.array:
+    a = rng.standard_normal(shape, dtype=np.float32)
+    if kind == "weight":
+        a = 1 + a / 4
+    elif kind == "rows" and a.size:
+        a = np.asarray(a * np.float32(spread.deviation))
+        add_outliers(rng, a, spread.outlier)
+        a += rng.uniform(-spread.offset, spread.offset, size=(*shape[:-1], 1) if shape else ()).astype(np.float32)
+    return mx.array(a).astype(dtype)
+
+
+def _tests(*shapes: tuple[int, ...], **more: Any) -> tuple[Case, ...]:
+    return tuple(Case("test", shape, **more) for shape in shapes)
+
+
+# Rows on both sides of every threshold of the kernels (csrc/ops/norm/row_plan.h), for each kernel rows that fill packs and
+# rows that do not, tails of every length, one column. Small enough for the simulator, where tests/verification/test_variants.py
+# demands that they reach every variant.
+_NORM_TESTS = _tests(
+    (1, 1), (3, 7), (5, 33), (2, 3, 64), (1, 8, 4, 128), (2, 200), (9, 255), (3, 480), (7, 500), (65, 300), (65, 600),
+    (65, 601), (2, 1024), (3, 1025), (66, 1032), (1, 2048), (2, 2881), (1, 4100), (2, 6001), (1, 8200), (9, 10007),
+    (9, 17001), (2, 33000), (1, 90001), (1100, 24), (513, 261), (513, 264), (513, 520),
+)  # fmt: skip
+# More rows than threadgroups that sum up a weight's gradient, and than simdgroups.
+_NORM_TESTS += _tests((130, 1030), (2085, 5), vjp=True)
+
+_NORM_CASES = (
+    Case("Llama-3.2-1B decode", (1, 2048), quick=True),
+    Case("Llama-3.2-1B prompt", (512, 2048)),
+    Case("Llama-3.1-8B decode", (1, 4096)),
+    Case("Llama-3.1-8B prompt", (512, 4096), quick=True),
+    Case("Qwen3-0.6B prompt", (512, 1024)),
+    Case("Gemma 3 1B prompt", (512, 1152)),
+    Case("gpt-oss 20B prompt", (512, 2880)),
+)
+
+_LARGE_CASES = (Case("large", (4096, 4096)), Case("large", (16384, 8192), gpu_only=True))
+
+
+def _add_then_rms_norm(x, residual, weight, eps, *, stream=None):
+    total = mx.add(x, residual, stream=stream)
+    return mx.fast.rms_norm(total, weight, eps, stream=stream), total
+
+
+# Those that work along rows.
+ROW_OPS: tuple[RowOp, ...] = (
+    RowOp(
+        name="rms_norm",
+        parameters=(("x", "rows"), ("weight", "weight")),
+        ours=norm.rms_norm,
+        twin=mx.fast.rms_norm,
+        twin_text="mx.fast.rms_norm(x, weight, eps)",
+        reference=reference.rms_norm,
+        reference_vjp=reference.rms_norm_vjp,
+        summary="root mean square norm of the last axis",
+        options={"eps": 1e-5},
+        tests=_NORM_TESTS,
+        cases=_NORM_CASES
+        + (
+            Case("Qwen3-0.6B q norm", (1, 16, 512, 128)),
+            Case("Qwen3-0.6B k norm, decode", (1, 8, 1, 128)),
+        )
+        + _LARGE_CASES
+        + (
+            Case("Llama-3.1-8B prompt", (512, 4096), vjp=True, quick=True),
+            Case("Qwen3-0.6B prompt", (512, 1024), vjp=True),
+        ),
+    ),
+    RowOp(
+        name="layer_norm",
+        parameters=(("x", "rows"), ("weight", "weight"), ("bias", "bias")),
+        ours=norm.layer_norm,
+        twin=mx.fast.layer_norm,
+        twin_text="mx.fast.layer_norm(x, weight, bias, eps)",
+        reference=reference.layer_norm,
+        reference_vjp=reference.layer_norm_vjp,
+        summary="layer norm of the last axis",
+        options={"eps": 1e-5},
+        tests=_NORM_TESTS + _tests((65, 4109), (66, 4104)),  # long rows, of which a thread holds eight packs
+        cases=(
+            Case("GPT-2 decode", (1, 768), quick=True),
+            Case("GPT-2 prompt", (1024, 768), quick=True),
+            Case("BERT-large", (512, 1024)),
+            Case("Whisper large encoder", (1500, 1280)),
+        )
+        + _LARGE_CASES
+        + (Case("GPT-2 prompt", (1024, 768), vjp=True, quick=True),),
+    ),
+    RowOp(
+        name="softmax",
+        parameters=(("a", "rows"),),
+        ours=norm.softmax,
+        twin=mx.softmax,
+        twin_text="mx.softmax(a, axis, precise=True)",
+        reference=lambda a, axis=None, precise=True: reference.softmax(a, axis),
+        reference_vjp=lambda a, dy, axis=None, precise=True, **more: reference.softmax_vjp(a, dy, axis, **more),
+        from_output=True,
+        summary="softmax over any axis or axes",
+        options={"axis": -1, "precise": True},
+        # Far from zero, so that the largest value must be taken off, but with no row that a single element fills.
+        inputs=Spread(deviation=1.5, offset=80.0, outlier=3.0),
+        tests=_NORM_TESTS
+        + _tests((4, 6, 10), options={"axis": 0})
+        + _tests((4, 6, 10), options={"axis": (0, 2)})
+        + _tests((4, 6, 10), options={"axis": None}),
+        cases=(
+            Case("Llama-3.1-8B scores, decode", (1, 32, 1, 4096)),
+            Case("Qwen3-0.6B scores, prompt", (1, 16, 512, 512), quick=True),
+            Case("gpt-oss 20B router", (512, 32)),
+            Case("Llama-3 vocabulary", (1, 128256), quick=True),
+            Case("Qwen3 vocabulary", (1, 151936)),
+            Case("Qwen3 vocabulary, batch", (8, 151936)),
+            Case("large", (8, 131072)),
+            Case("large", (512, 4096), quick=True),
+        )
+        + _LARGE_CASES
+        + (Case("Qwen3-0.6B scores, prompt", (1, 16, 512, 512), vjp=True, quick=True),),
+    ),
+    RowOp(
+        name="add_rms_norm",
+        parameters=(("x", "rows"), ("residual", "rows"), ("weight", "weight")),
+        outputs=2,
+        ours=norm.add_rms_norm,
+        twin=_add_then_rms_norm,
+        twin_text="s = x + residual; mx.fast.rms_norm(s, weight, eps), s",
+        reference=reference.add_rms_norm,
+        reference_vjp=reference.add_rms_norm_vjp,
+        rounds_first=True,
+        summary="residual and its norm in one kernel",
+        options={"eps": 1e-5},
+        tests=_NORM_TESTS,
+        cases=_NORM_CASES + _LARGE_CASES + (Case("Llama-3.1-8B prompt", (512, 4096), vjp=True, quick=True),),
+    ),
+)
+
+
+def _by_rows(
+    function: Callable[..., Any], case: Case, arrays: Sequence[np.ndarray | None], options: Mapping[str, Any]
+) -> list[np.ndarray]:
+    """Evaluates a reference, large cases in blocks: rows do not know of each other, and blocks share the cores."""
+
+    def evaluate(block: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        with np.errstate(invalid="ignore"):  # NaN from infinities is an answer like any other
+            result = function(*(None if a is None else a.astype(np.float64) for a in block), **options)
+        return [a for a in (result if isinstance(result, (tuple, list)) else [result]) if a is not None]
+
+    if math.prod(case.shape) < BLOCKWISE or options.get("axis", -1) != -1:
+        return evaluate(arrays)
+    columns = case.shape[-1]
+    rows = math.prod(case.shape[:-1])
+    flat = [a if a is None or a.shape != case.shape else a.reshape(rows, columns) for a in arrays]
+    parts = in_blocks(
+        lambda block: evaluate([a if a is None or a.ndim == 1 else a[block] for a in flat]), rows, columns
+    )
+    return [
+        sum(part) if part[0].ndim == 1 else np.concatenate(part).reshape(case.shape)
+        for part in zip(*parts, strict=True)
+    ]

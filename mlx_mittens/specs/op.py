@@ -1,0 +1,229 @@
+"""What a row of the table of ops is, its cases, and what its inputs are made of."""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+
+from . import reference
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+# The distance from 1 to the next number of a type: one unit in the last place, relative. Bytes are right or wrong.
+EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7, mx.uint8: 0.0}
+
+# Below these the steps between a type's numbers shrink no more.
+SMALLEST_NORMAL = {mx.float32: 2.0**-126, mx.float16: 2.0**-14, mx.bfloat16: 2.0**-126, mx.uint8: 1.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape to run an op on.
+
+    Attributes:
+        label: The model or the purpose that the shape comes from.
+        shape: Shape of the op's row-wise arguments.
+        options: Keyword arguments that differ from the op's own.
+        vjp: Run the gradients rather than the op.
+        quick: Part of the benchmark's short form.
+        gpu_only: Too large to be worth its time on a CPU.
+        cpu_only: Of more rows than the op takes on a GPU.
+        gpu: Whose GPUs the simulator stands for, where the case is for their kernels.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    vjp: bool = False
+    quick: bool = False
+    gpu_only: bool = False
+    cpu_only: bool = False
+    gpu: Literal["apple", "nvidia"] = "apple"
+
+    @property
+    def name(self) -> str:
+        words = [self.label, "x".join(map(str, self.shape)) or "scalar"]
+        words += [f"{key}={value}" for key, value in self.options.items() if key != "precise"]
+        return " ".join(words + ["vjp"] * self.vjp + ["nvidia"] * (self.gpu == "nvidia"))
+
+    def runs_on(self, device: str) -> bool:
+        return not (self.cpu_only if device == "gpu" else self.gpu_only)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A result in float64, and what its rounding is to be measured by.
+
+    Attributes:
+        value: The result.
+        magnitude: How large the terms are that it sums up, where these cancel.
+        inner: How far it moves where the float32 numbers on the way to it are off by their own size: what exponentials
+            of large numbers make of the rounding of these.
+    """
+
+    value: np.ndarray
+    magnitude: np.ndarray | None = None
+    inner: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op(abc.ABC):
+    """One row of the table. Its class says what its cases' shapes mean.
+
+    Attributes:
+        name: Name in ``mlx_mittens``.
+        parameters: Array arguments in order, each with what it holds: ``rows`` (what is always there), ``weight`` or
+            ``bias`` (one value a column), ``mask`` or ``sinks``.
+        outputs: How many arrays the op returns.
+        ours: The op.
+        twin: mx's op, or the mx expression for it, called with the same arguments.
+        twin_text: The twin as a user writes it.
+        summary: What it computes, for the README.
+        options: Keyword arguments of every call.
+        units: Units in the last place of float32 that rounding alone explains.
+        tests: Shapes that tests and doctor run.
+        cases: Shapes that the benchmark times.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, str], ...]
+    outputs: int = 1
+    ours: Callable[..., Any]
+    twin: Callable[..., Any]
+    twin_text: str
+    summary: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    units: int = 4
+    tests: tuple[Case, ...]
+    cases: tuple[Case, ...]
+
+    def checks(self) -> Iterator[Case]:
+        """The shapes to test; gradients only where they are in the table and not tested beside it."""
+        yield from self.tests
+
+    def dtypes(self, case: Case) -> Iterable[str]:
+        """The element types that a case is run in, by name."""
+        return DTYPES
+
+    def link(self, case: Case) -> int:
+        """Which argument a result of a case stands in for in the next call, where one follows another.
+
+        It is the first result, or that which an argument is that calls update.
+        """
+        return 0
+
+    def updated(self, case: Case) -> Mapping[int, int]:
+        """The arguments that a call updates in place if nobody else needs them, and which result each is then."""
+        return {}
+
+    def arguments(self, case: Case) -> dict[str, Any]:
+        """Keyword arguments of a case's call."""
+        return {**self.options, **case.options}
+
+    @abc.abstractmethod
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        """Shape of each array argument in a case."""
+
+    @abc.abstractmethod
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        """Draws fresh array arguments, with outliers."""
+
+    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
+        """Draws a cotangent for each output of a case of gradients, and none for another."""
+        if case.vjp:
+            raise NotImplementedError(f"{self.name} has no gradients in the table")
+        return []
+
+    @abc.abstractmethod
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        """The least a case has to move: every input read once, every result written once."""
+
+    @abc.abstractmethod
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        """What a case gives in float64: outputs, or the gradients of the arguments that are there."""
+
+
+def widen(a: mx.array | None) -> np.ndarray | None:
+    """An array's values in float64."""
+    return None if a is None else np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def dequantized(words: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> np.ndarray:
+    """What `mx.quantize` packed, in float64."""
+    return reference.dequantize(np.array(words), widen(scales), widen(biases), group_size, bits)
+
+
+def on_all_cores(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """What a function gives for each item; NumPy lets other threads run while it computes."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, items))
+
+
+def add_outliers(rng: np.random.Generator, a: np.ndarray, times: float = 20.0) -> None:
+    """Makes one element in 512 so many times larger, in place."""
+    if a.size:
+        a.reshape(-1)[rng.integers(0, a.size, max(1, a.size // 512))] *= np.float32(times)
+
+
+def draw_packed(
+    rng: np.random.Generator, name: str, shape: tuple[int, ...], bits: int, dtype: mx.Dtype, scale: float = 1.0
+) -> mx.array:
+    """Words, scales or biases, as their name ends, of affine weights that spread about zero by the scale."""
+    if not name.endswith(("scales", "biases")):
+        return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
+    step = rng.uniform(0.5, 1.5, shape).astype(np.float32) * np.float32(scale * 4 / 2**bits)
+    return mx.array(step if name.endswith("scales") else step * np.float32(-(2 ** (bits - 1)))).astype(dtype)
+
+
+def call(function: Callable[..., Any], arrays: Sequence[mx.array | None], options: Mapping[str, Any]) -> list[mx.array]:
+    """Calls an op, ours or a twin, and returns its outputs as a list."""
+    result = function(*arrays, **options)
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def gradients(
+    function: Callable[..., Any],
+    arrays: Sequence[mx.array | None],
+    cotangents: Sequence[mx.array],
+    options: Mapping[str, Any],
+) -> list[mx.array]:
+    """Gradients of an op with respect to each array argument that is there."""
+    there = [i for i, a in enumerate(arrays) if a is not None]
+
+    def of_primals(*primals):
+        filled = list(arrays)
+        for i, primal in zip(there, primals):
+            filled[i] = primal
+        return call(function, filled, options)
+
+    return mx.vjp(of_primals, [arrays[i] for i in there], list(cotangents))[1]
+
+
+def run(
+    op: Op,
+    function: Callable[..., Any],
+    case: Case,
+    arrays: Sequence[mx.array | None],
+    cotangents: Sequence[mx.array] = (),
+) -> list[mx.array]:
+    """Builds what a case asks for: the op's outputs, or its gradients. Evaluates nothing."""
+    if case.vjp:
+        return gradients(function, arrays, cotangents, op.arguments(case))
+    return call(function, arrays, op.arguments(case))
+
+
+# From so many elements on, work is cut into blocks of rows that fit the caches and shared among the cores.
+BLOCKWISE = 2**20
+_BLOCK = 2**18
+
+
+def in_blocks(function: Callable[[slice], Any], rows: int, columns: int) -> list[Any]:
+    step = max(1, _BLOCK // columns)
+    return on_all_cores(function, (slice(start, start + step) for start in range(0, rows, step)))

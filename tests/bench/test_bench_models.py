@@ -1,0 +1,166 @@
+"""The benchmark of whole models, on models too small to measure anything."""
+
+import itertools
+import json
+import math
+import time
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers import tiny
+from mlx.utils import tree_flatten
+
+import mlx_mittens as mm
+from mlx_mittens import table
+from mlx_mittens.bench import architectures, machine, models
+from mlx_mittens.cli import bench_models
+from mlx_mittens.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, lenient):
+    monkeypatch.setattr(machine, "copy_gb_s", lambda: 10.0)
+    for name in tiny.FAMILIES:
+        monkeypatch.setitem(architectures.ARCHITECTURES, name, tiny.config(name))
+
+
+def bench(tmp_path, *arguments):
+    file = tmp_path / "result.json"
+    assert main(["bench", *arguments, "--prompt", "6", "--tokens", "5", "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def test_rows_shares_and_table(tmp_path, capsys):
+    result = bench(tmp_path, "--model", "llama-3.2-1b,qwen3-0.6b", "--dtype", "float16,bfloat16")
+    rows = result["rows"]
+    assert len(rows) == 2 * 3 * 2 * 2 and {row["phase"] for row in rows} == {"decode", "prefill 6"}
+    for row in rows:
+        assert row["problem"] is None and row["mittens"]["tokens"] > 1
+        assert math.isclose(row["ratio"], row["mittens"]["tokens_per_s"] / row["mx"]["tokens_per_s"])
+        assert math.isclose(row["converted_ratio"], row["converted"]["tokens_per_s"] / row["mx"]["tokens_per_s"])
+    for what, parts in result["shares"].items():
+        product = "gemv" if " half " in what else "quantized_matmul"
+        expected = {"rms_norm", "rope", "cache", "scaled_dot_product_attention", product, "other"}
+        assert math.isclose(sum(parts.values()), 1) and min(parts.values()) > 0 and expected <= set(parts)
+    assert result["machine"]["versions"]["mlx_lm"]
+    assert result["complete"] is True and result["measured"] == result["planned"] == 12
+    lines = capsys.readouterr().out.splitlines()
+    heading = "model weights dtype phase patched converted mx patched/mx converted/mx"
+    assert heading in [" ".join(line.split()) for line in lines]
+    assert sum(line.startswith("qwen3-0.6b") and "prefill 6" in line for line in lines) == 6
+    assert "share of a token's time, each op waited for:" in lines
+
+
+@pytest.mark.parametrize(
+    "error, status", [(RuntimeError("no kernel for this"), 1), (KeyboardInterrupt(), 130)], ids=repr
+)
+def test_what_was_measured_is_kept(monkeypatch, tmp_path, capsys, error, status):
+    measure, done = models.measure, []
+
+    def limited(*arguments):
+        if done:
+            raise error
+        done.append(arguments)
+        return measure(*arguments)
+
+    monkeypatch.setattr(bench_models, "measure", limited)
+    file = tmp_path / "result.json"
+    arguments = ["--model", "llama-3.2-1b", "--prompt", "6", "--tokens", "5", "--json", str(file)]
+    assert main(["bench", *arguments]) == status
+    printed = capsys.readouterr()
+    result = json.loads(file.read_text())
+    assert result["complete"] is False and (result["measured"], result["planned"]) == (1, 3)
+    assert len(result["rows"]) == 2 and len(result["shares"]) == 1
+    assert "Incomplete: 1 of 3 measured." in printed.out and "prefill 6" in printed.out
+    assert "llama-3.2-1b 8-bit bfloat16" in printed.err and "Traceback" not in printed.err
+
+
+def test_a_model_that_mlx_lm_lacks_is_said_before_it_begins(monkeypatch, capsys):
+    monkeypatch.setitem(architectures.ARCHITECTURES, "llama-9", {"model_type": "llama_9"})
+    monkeypatch.setattr(bench_models, "measure", None)
+    assert main(["bench", "--model", "llama-3.2-1b,llama-9"]) == 2
+    assert "--model llama-9: mlx-lm" in capsys.readouterr().err
+
+
+def test_the_table_fits_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(table, "terminal_width", lambda: 80)
+    speed = lambda value: models.Speed(value, 64)
+    rows = [
+        models.Row("gpt-oss-20b", weights, "bfloat16", "cpu", phase, speed(12345.6), speed(12345.6), mx)
+        for weights in bench_models.FORMATS
+        for phase, mx in (("decode", models.Speed(0.0692, 1)), ("prefill 2048", None))
+    ]
+    table.show(bench_models._COLUMNS, [bench_models._cells(row) for row in rows], [""] * len(rows))
+    lines = [line.replace("\x1b[1m", "").replace("\x1b[0m", "") for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 1 + len(rows) and max(map(len, lines)) <= 80
+    assert lines[0].split() == ["gpt-oss-20b", "dtype", "phase", "patched", "converted", "mx", "patched/mx"]
+
+
+def test_the_converted_model_has_the_same_weights():
+    model = tiny.build("llama-3.2-1b", mx.float16, 4)
+    converted = models._converted(model)
+    before, after = dict(tree_flatten(model.parameters())), dict(tree_flatten(converted.parameters()))
+    assert before.keys() == after.keys() and all(mx.array_equal(after[name], before[name]) for name in before)
+    joined = ("q_proj", "k_proj", "v_proj")  # views of what is multiplied with as one
+    assert all(after[name] is before[name] for name in before if name.split(".")[-2] not in joined)
+    assert type(model.model.norm) is nn.RMSNorm and isinstance(converted.model.norm, mm.nn.RMSNorm)
+
+
+def test_what_mx_cannot_run_is_said(tmp_path, capsys):
+    rows = bench(tmp_path, "--model", "gpt-oss-20b", "--weights", "8-bit", "--dtype", "bfloat16")["rows"]
+    assert all(row["mittens"]["tokens_per_s"] > 0 for row in rows)
+
+
+def test_a_slow_contender_is_timed_on_fewer_tokens(tmp_path, capsys):
+    result = bench(tmp_path, "--model", "llama-3.2-1b", "--weights", "4-bit", "--seconds", "0.0001")
+    assert all(row["mx"]["tokens"] == 1 for row in result["rows"])
+    decode, prefill = result["rows"]
+    assert decode["mittens"]["tokens"] == 1
+
+
+def test_clocks_are_taken_off_again():
+    def timed():
+        return [getattr(owner, name) for _, owner, name in models._timed()]
+
+    before, rope = timed(), mx.fast.rope
+    with pytest.raises(ZeroDivisionError), models._clocks({}):
+        assert mx.fast.rope is not rope
+        1 / 0
+    assert timed() == before and mx.fast.rope is rope
+
+
+def test_a_function_within_a_layer_counts_once(monkeypatch):
+    seconds, layer = {}, nn.RMSNorm(64)
+    ticks = itertools.count()
+    with models._clocks(seconds), monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: next(ticks))
+        layer(mx.ones((1, 64)))  # which calls mx.fast.rms_norm
+    assert seconds == {"rms_norm": 1}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "llama-9"], "--model: llama-9 given; there are llama-3.2-1b"),
+        (["--model", "qwen3-0.6b", "--weights", "3-bit"], "--weights: 3-bit given; there are 4-bit"),
+        (["--model", "qwen3-0.6b", "--dtype", "float64"], "--dtype: float64 given"),
+        (["--model", "qwen3-0.6b", "--tokens", "1"], "--tokens take 2 or more"),
+        (["--model", "qwen3-0.6b", "--seconds", "nan"], "--seconds more than 0"),
+        (["--model", ""], "--model: nothing given; there are llama-3.2-1b"),
+        (["--model", "qwen3-0.6b", "--ops", "softmax"], "--ops does not go with --model"),
+        (["--model", "qwen3-0.6b", "--peer", "metal"], "--peer does not go with --model"),
+        (["--model", "qwen3-0.6b", "--plot", "x.png"], "--plot does not go with --model"),
+    ],
+)
+def test_bad_arguments(capsys, arguments, message):
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_random_weights_are_of_the_models_own_shapes(rng):
+    model = tiny.build("gpt-oss-20b", mx.bfloat16, 4)
+    dtypes = {a.dtype for _, a in tree_flatten(model.parameters())}
+    assert dtypes == {mx.bfloat16, mx.uint32}
+    logits = model(mx.array([[1, 2, 3]])).astype(mx.float32)
+    assert 0.1 < logits.std().item() < 10

@@ -1,0 +1,184 @@
+"""The doctor command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from mlx_mittens import specs
+from mlx_mittens.cli import doctor
+from mlx_mittens.cli.main import main
+
+# Runs in the test's process and in those that doctor starts.
+FEW_CASES = """
+import os, signal, sys, time
+from dataclasses import replace
+import mlx.core as mx
+from mlx_mittens import specs
+from mlx_mittens.cli import doctor
+specs.OPS = tuple(replace(op, tests=op.tests[:3], cases=op.cases[:1]) for op in specs.OPS)
+def instead(name, ours):
+    specs.OPS = tuple(replace(op, ours=ours(op.ours)) if op.name == name else op for op in specs.OPS)
+def of_half(action):
+    def make(ours):
+        return lambda x, *rest, **options: action() if x.dtype == mx.float16 else ours(x, *rest, **options)
+    return make
+"""
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Leaves few cases, and changes ops by more code, here and in the processes that doctor starts."""
+
+    def change(code=""):
+        monkeypatch.setattr(specs, "OPS", specs.OPS)
+        exec(FEW_CASES + code, {})
+        monkeypatch.setattr(doctor, "_CHILD", f"{FEW_CASES}{code}\n{doctor._CHILD}")
+
+    return change
+
+
+@pytest.fixture
+def few_cases(only):
+    only()
+
+
+def test_all_is_well(few_cases, tmp_path, capsys):
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--json", str(file)]) == 0
+    text = capsys.readouterr().out
+    for word in ("mlx ", "mlx_mittens", "executors", "native", "simulator", "rms_norm", "All is well."):
+        assert word in text
+    result = json.loads(file.read_text())
+    assert result["passed"] and all(case["passed"] for case in result["cases"])
+    assert result["complete"] and result["measured"] == result["planned"] == len(result["cases"])
+    assert result["running"] is None
+    assert {case["op"] for case in result["cases"]} == {op.name for op in specs.OPS}
+    assert {case["dtype"] for case in result["cases"]} == set(specs.DTYPES)
+    assert result["executors"].keys() >= {"native", "simulator"}
+
+
+def test_some_ops(few_cases, tmp_path):
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--ops", "softmax,rms_norm", "--json", str(file)]) == 0
+    assert {case["op"] for case in json.loads(file.read_text())["cases"]} == {"softmax", "rms_norm"}
+
+
+def test_says_what_failed(only, tmp_path, capsys):
+    only("instead('rms_norm', lambda ours: lambda x, weight, eps: x * 3)")
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--ops", "rms_norm", "--json", str(file)]) == 1
+    text = capsys.readouterr().out
+    assert "FAILED" in text and "worst at" in text and "All is well." not in text
+    assert not json.loads(file.read_text())["passed"]
+
+
+ABORT = """
+def abort():
+    print("-[Encoder endEncoding]: failed assertion", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGABRT)
+instead("rms_norm", of_half(abort))
+"""
+
+
+@pytest.mark.parametrize(
+    "code, how",
+    [
+        (ABORT, f"signal 6 ({signal.strsignal(6)})\n-[Encoder endEncoding]: failed assertion"),
+        ("instead('rms_norm', of_half(lambda: os._exit(3)))", "exit status 3"),
+    ],
+    ids=["signal", "exit"],
+)
+def test_a_process_that_dies_is_a_finding(only, tmp_path, capsys, code, how):
+    only(code)
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--ops", "rms_norm,softmax", "--json", str(file)]) == 1
+    result = json.loads(file.read_text())
+    (failed,) = (case for case in result["cases"] if not case["passed"])
+    first = specs.get("rms_norm").tests[0].name
+    assert (failed["op"], failed["case"], failed["dtype"]) == ("rms_norm", first, "float16")
+    assert failed["detail"] == f"the process was ended by {how}"
+    assert sum(case["op"] == "softmax" for case in result["cases"]) == len(doctor._todo(specs.get("softmax"), "cpu"))
+    text = capsys.readouterr().out
+    assert f"FAILED {first} float16: the process was ended by {how}" in text
+    assert "rms_norm     1 of" in text and "not run" in text and "1 cases failed" in text
+    assert result["complete"] and not result["passed"] and result["measured"] < result["planned"]
+
+
+def test_the_file_names_the_case_before_it_runs(only, tmp_path, capsys):
+    file = tmp_path / "doctor.json"
+    only(f"""
+from pathlib import Path
+def show():
+    print("seen:", Path({str(file)!r}).read_text(), file=sys.stderr, flush=True)
+    os._exit(1)
+instead("softmax", of_half(show))
+""")
+    assert main(["doctor", "--ops", "softmax", "--json", str(file)]) == 1
+    seen = json.loads(capsys.readouterr().err.partition("seen:")[2])
+    assert seen["running"] == {"op": "softmax", "case": specs.get("softmax").tests[0].name, "dtype": "float16"}
+    assert seen["complete"] is False and seen["passed"] is False and len(seen["cases"]) == seen["measured"] == 1
+
+
+SCRIPT = """
+doctor._CHILD = {child!r}
+from mlx_mittens.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=str)
+def test_what_cuts_it_off_loses_nothing(tmp_path, number, status):
+    file, mark = tmp_path / "doctor.json", tmp_path / "child"
+    code = f"""
+def wait():
+    open({str(mark)!r}, "w").write(str(os.getpid()))
+    time.sleep(60)
+instead("softmax", of_half(wait))
+"""
+    child = f"{FEW_CASES}{code}\n{doctor._CHILD}"
+    command = [sys.executable, "-c", FEW_CASES + SCRIPT.format(child=child), "doctor", "--ops", "rms_norm,softmax"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--json", str(file)], **pipes) as process:
+        while not (mark.exists() and mark.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    child_id = int(mark.read_text())
+    if number == signal.SIGKILL:  # nobody is left to end the process of the op
+        os.kill(child_id, signal.SIGKILL)
+    else:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child_id, 0)
+    assert process.returncode == status, err
+    case = f"softmax {specs.get('softmax').tests[0].name} float16"
+    assert "Traceback" not in err and (status < 0 or case in err)
+    result = json.loads(file.read_text())
+    assert result["complete"] is False and result["measured"] == len(result["cases"]) < result["planned"]
+    assert " ".join(result["running"].values()) == case
+    assert "rms_norm" in out and (status < 0 or f"Incomplete: {result['measured']} of" in out)
+
+
+def test_an_exception_is_a_finding(rng):
+    def broken(x, weight, eps):
+        raise RuntimeError("norm/rms_norm.metal:7: no such type")
+
+    op = specs.get("rms_norm")
+    finding = doctor.examine(replace(op, ours=broken), op.tests[0], "float32", rng)
+    assert not finding.passed and finding.detail == "RuntimeError: norm/rms_norm.metal:7: no such type"
+
+
+def test_bad_arguments(capsys):
+    assert main(["doctor", "--json", "no/such/folder/x.json"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["doctor", "--ops", "hardmax"]) == 2
+    assert "hardmax" in capsys.readouterr().err
+    if not mx.is_available(mx.gpu):
+        assert main(["doctor", "--device", "gpu"]) == 2

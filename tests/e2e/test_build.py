@@ -1,0 +1,168 @@
+"""The build of the package: what it requires, what it tells the compiler, and where what it made is found."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from mlx_mittens import frontend
+from mlx_mittens.frontend import build, sources
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# Prints, for a platform and config settings, what scikit-build-core would ask pip for, define, and write into the tag.
+ASK = """
+import json, platform, sys
+sys.platform = sys.argv[1]
+from scikit_build_core.builder.get_requires import GetRequires
+from scikit_build_core.builder.macos import get_macosx_deployment_target
+from scikit_build_core.settings.skbuild_read_settings import SettingsReader
+given = json.loads(sys.argv[2])
+defines = SettingsReader.from_file("pyproject.toml", given, state="wheel").settings.cmake.define
+platform.mac_ver = lambda: ("26.1", ("", "", ""), "arm64")
+print(json.dumps({
+    "requires": list(GetRequires.from_config_settings(given, state="wheel").dynamic_metadata()),
+    "defines": defines,
+    "tag": str(get_macosx_deployment_target(arm=True, cmake_defines=defines)),
+}))
+"""
+
+
+def ask(platform="linux", given=None, **environment):
+    clean = {name: value for name, value in os.environ.items() if name != "MACOSX_DEPLOYMENT_TARGET"}
+    command = [sys.executable, "-c", ASK, platform, json.dumps(given or {})]
+    done = subprocess.run(command, cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_build_with_ptx_brings_a_clang():
+    asked = ask(given={"mittens.ptx": "true"})
+    assert any(requirement.startswith("ziglang") for requirement in asked["requires"])
+    assert asked["defines"]["MITTENS_PTX"] == "TRUE"
+    assert "-C mittens.ptx=true" in (ROOT / "README.md").read_text()
+
+
+def test_a_build_without_ptx_brings_none():
+    asked = ask()
+    assert asked["requires"] == [] and "MITTENS_PTX" not in asked["defines"]
+
+
+def configure_with_ptx(folder, **environment):
+    """Configures Kernels.cmake alone, with this Python for the build's."""
+    (folder / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(test LANGUAGES NONE)\nset(MITTENS_PTX ON)\n"
+        f'set(Python_EXECUTABLE "{sys.executable}")\nset(CMAKE_CURRENT_SOURCE_DIR "{ROOT}")\n'
+        f'include("{ROOT}/cmake/Kernels.cmake")\n'
+    )
+    environment = {**os.environ, **environment}
+    return subprocess.run(["cmake", "-B", "out", "."], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_ptx_without_a_clang_is_refused_when_it_is_configured(tmp_path):
+    done = configure_with_ptx(tmp_path, MLX_MITTENS_CLANG="/no/such/clang")
+    assert done.returncode != 0
+    assert "/no/such/clang" in done.stderr and "-C mittens.ptx=true" in done.stderr
+
+
+def test_another_failure_of_the_front_end_is_not_said_to_be_a_missing_clang(tmp_path):
+    (tmp_path / "shadows").mkdir()
+    (tmp_path / "shadows" / "concurrent.py").write_text("raise ImportError('shadowed')\n")
+    done = configure_with_ptx(tmp_path, PYTHONPATH=str(tmp_path / "shadows"))
+    assert done.returncode != 0
+    assert "ImportError: shadowed" in done.stderr and "mittens.ptx" not in done.stderr
+
+
+def test_ptx_is_compiled_by_what_pip_brought(tmp_path):
+    """pip names the packages of its build environment by PYTHONPATH."""
+    package = tmp_path / "overlay" / "ziglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "zig").write_text(f'#!/bin/sh\ntouch "{package}/asked"\necho clang version 19.1.0\n')
+    (package / "zig").chmod(0o755)
+    programs = tmp_path / "programs"  # no clang++ among them
+    programs.mkdir()
+    for program in ("cmake", "make", "ninja", "sh", "touch"):
+        if shutil.which(program):
+            (programs / program).symlink_to(shutil.which(program))
+    environment = {"PATH": str(programs), "PYTHONPATH": str(tmp_path / "overlay"), "MLX_MITTENS_CLANG": ""}
+    done = configure_with_ptx(tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert (package / "asked").exists()
+
+
+@pytest.mark.parametrize("environment, target", [({}, "14.0"), ({"MACOSX_DEPLOYMENT_TARGET": "15.0"}, "15.0")])
+def test_library_and_wheel_tag_have_one_deployment_target(environment, target):
+    asked = ask("darwin", **environment)
+    assert asked["defines"]["CMAKE_OSX_DEPLOYMENT_TARGET"] == asked["tag"] == target
+
+
+def test_linux_knows_no_deployment_target():
+    assert ask()["defines"] == {}
+
+
+@pytest.mark.parametrize("compiler, told", [("GNU", True), ("Clang", False), ("AppleClang", False)])
+def test_only_gcc_is_told_of_its_own_warning(tmp_path, compiler, told):
+    """Clang warns of each -Wno- option that it does not know."""
+    if shutil.which("make") is None:
+        pytest.skip("no make, of whose generator CMake writes down commands")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "one.cpp").write_text("")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\n"
+        f"set(CMAKE_CXX_COMPILER {sys.executable})\nset(CMAKE_CXX_COMPILER_ID {compiler})\n"
+        "set(CMAKE_CXX_COMPILER_ID_RUN ON)\nset(CMAKE_CXX_COMPILER_FORCED ON)\nset(CMAKE_EXPORT_COMPILE_COMMANDS ON)\n"
+        f'project(test LANGUAGES CXX)\ninclude("{ROOT}/cmake/Instructions.cmake")\n'
+        "add_library(whole STATIC source/one.cpp)\nmittens_add_instruction_sets(whole source)\n"
+    )
+    command = ["cmake", "-G", "Unix Makefiles", "-B", "out", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    commands = [entry["command"] for entry in json.loads((tmp_path / "out" / "compile_commands.json").read_text())]
+    assert any("-Wextra" in command for command in commands)
+    assert any("-Wno-maybe-uninitialized" in command for command in commands) == told
+
+
+@pytest.fixture
+def editable(tmp_path, monkeypatch):
+    """The folder of an editable install: what was built and the kernels it was built from; the code is elsewhere."""
+    shutil.copytree(sources.metal_folder(), tmp_path / "metal")
+    monkeypatch.setattr(build, "_installed", lambda: tmp_path)
+    return tmp_path
+
+
+def test_what_was_built_is_beside_the_extension():
+    import mlx_mittens
+
+    assert build._installed() == pathlib.Path(mlx_mittens._ext.__file__).parent
+
+
+def test_an_editable_install_finds_its_metallib(editable):
+    assert frontend.metallib() == ""
+    (editable / "metal" / "mlx_mittens.metallib").write_bytes(b"MTLB")
+    assert frontend.metallib() == str(editable / "metal" / "mlx_mittens.metallib")
+
+
+def test_a_metallib_of_other_kernels_is_not_used(editable):
+    """As after an edit of a kernel, or of a header, in an editable install."""
+    (editable / "metal" / "mlx_mittens.metallib").write_bytes(b"MTLB")
+    header = editable / "metal" / "mittens" / "tile.h"
+    header.write_text(header.read_text() + "// edited\n")
+    assert frontend.metallib() == ""
+    header.unlink()
+    assert frontend.metallib() == ""
+
+
+def test_an_editable_install_finds_its_ptx(editable):
+    assert not frontend.has_prebuilt_ptx()
+    file = "norm/softmax.metal"
+    kernel = frontend.variants(file)[0].name
+    path = editable / "ptx" / "sm_80" / f"{frontend.entry_name(kernel)}.ptx"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"// {build.prebuilt_key(frontend.flatten(file))}\nprebuilt")
+    assert frontend.has_prebuilt_ptx()
+    assert frontend.ptx(file, kernel).endswith("\nprebuilt")

@@ -1,0 +1,40 @@
+"""The example scripts, run as the README says."""
+
+import json
+import re
+
+from helpers import scripts
+
+
+def test_multiplying_with_a_gguf_file():
+    lines = scripts.run("gguf_matmul.py").splitlines()
+    assert [line.split()[1:3] for line in lines] == [["q4_0,", "512x1024,"], ["q8_0,", "512x1024,"]]
+
+
+def test_a_missing_gguf_file_is_named():
+    result = scripts.attempt("gguf_matmul.py", "no.gguf")
+    assert result.returncode == 2 and "no.gguf is not a file" in result.stderr
+
+
+def test_training_lowers_the_loss_and_writes_both_models(trained):
+    printed = (trained / "printed.txt").read_text()
+    first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", printed).groups())
+    assert last < first
+    assert "rms_norm_vjp" in printed and "mx:" not in printed
+    assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
+    config = json.loads((trained / "4bit" / "config.json").read_text())
+    assert config["quantization"]["bits"] == 4 and config["head_dim"] == 64
+    for folder in ("dense", "4bit"):
+        assert (trained / folder / "model.safetensors").stat().st_size > 100_000
+
+
+def test_generating_side_by_side(trained):
+    for weights, op in (("4bit", "quantized_matmul"), ("dense", "gemv")):
+        printed = scripts.run("generate.py", trained / weights, "--tokens", 20, "--prompt", "The if", "--check")
+        assert re.search(r"mlx_mittens +\S +[\d.]+ +\S +[\d.]+ +\S +20 ", printed), printed
+        assert re.search(rf"{op} +native", printed) and "the same 20 tokens" in printed
+
+
+def test_a_run_of_mx_that_takes_too_long_ends(trained):
+    printed = scripts.run("generate.py", trained / "4bit", "--tokens", 40, "--mx-seconds", "0.001", "--kv-bits", 8)
+    assert "after 0.001 s" in printed and "the same 1 tokens" in printed

@@ -1,0 +1,264 @@
+"""Models of mlx-lm on our kernels: what they compute, and all the ways in which mlx-lm runs them."""
+
+import copy
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from helpers import tiny
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.models import gpt_oss
+from mlx_lm.models.cache import (
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import mlx_mittens as mm
+
+FORMATS = {"4-bit": 4, "8-bit": 8, "dense": None}
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+
+@pytest.fixture(params=["4-bit", "dense"])
+def model(request, rng):
+    mx.random.seed(int(rng.integers(2**31)))
+    return tiny.build("llama-3.2-1b", mx.float32, FORMATS[request.param])
+
+
+@pytest.fixture
+def prompt(rng):
+    return rng.integers(1, 300, 21).tolist()
+
+
+class Experts:
+    """The experts that a model takes: those it finds best the first time, the same ones whenever they are replayed.
+
+    Of two experts that are nearly tied rounding takes one or the other, which says nothing of how exact a kernel is.
+    """
+
+    def __init__(self, monkeypatch):
+        self.taken, self.best, self.replayed = [], gpt_oss.mlx_topk, None
+        monkeypatch.setattr(gpt_oss, "mlx_topk", self.choose)
+
+    def choose(self, scores, k, axis):
+        if self.replayed is None:
+            values, indices = self.best(scores, k, axis)
+            self.taken.append(indices)
+            return values, indices
+        indices = next(self.replayed)
+        return mx.take_along_axis(scores, indices, axis), indices
+
+    def replay(self):
+        self.replayed = iter(self.taken)
+
+
+def product(model):
+    return "quantized_matmul" if any(isinstance(m, nn.QuantizedLinear) for _, m in model.named_modules()) else "gemv"
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_outputs_agree_to_the_rounding_of_the_type(rng, device, dtype, monkeypatch, name, weights):
+    if device == "cpu" and name == "gpt-oss-20b" and weights == "dense" and dtype != mx.float32:
+        with pytest.raises(RuntimeError, match="float32"):  # of mx, on a CPU
+            mx.eval(mx.gather_mm(mx.ones((1, 4, 4), dtype), mx.ones((1, 4, 4), dtype), mx.array([0]), mx.array([0])))
+        return
+    mx.random.seed(int(rng.integers(2**31)))
+    model = tiny.build(name, dtype, FORMATS[weights])
+    prompt, following = mx.array(rng.integers(1, 300, (2, 19))), mx.array(rng.integers(1, 300, (2, 1)))
+
+    experts = Experts(monkeypatch)
+
+    def logits():
+        caches = make_prompt_cache(model)
+        result = [model(prompt, cache=caches), model(following, cache=caches)]
+        mx.eval(result)
+        return result
+
+    narrow = model.parameters()
+    model.update(tree_map(lambda a: a.astype(mx.float32) if a.dtype == dtype else a, narrow))
+    exact = [np.array(a) for a in logits()]
+    model.update(narrow)
+    experts.replay()
+    theirs = logits()
+    experts.replay()
+    with mm.patched():
+        ours = logits()
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype == dtype
+        error, twin = (np.sqrt(np.mean((np.array(y.astype(mx.float32)) - c) ** 2)) for y in (a, b))
+        assert error <= max(2 * twin, 2e-5), f"error {error}, of mx {twin}"
+
+
+def test_greedy_tokens_and_what_ran(model, prompt):
+    theirs = tiny.tokens(model, prompt, 40)
+    with mm.patched():
+        mm.stats(reset=True)
+        assert tiny.tokens(model, prompt, 40) == theirs
+    # The loop runs one ahead. Of the prompt only keys and values are computed, not what follows them in the last layer.
+    assert tiny.kernels("rms_norm") == 41 + 1  # of the embeddings; the others are one with the sum before them
+    assert tiny.kernels("add_rms_norm") == 41 * 4 + 2
+    assert tiny.kernels("rope_append") == 41 * 2  # the prompt finds no cache yet
+    assert tiny.kernels(product(model)) + 2 * tiny.kernels("quantized_swiglu") == 41 * 15 + 9
+
+
+def test_no_patch_afterwards(model, prompt):
+    with mm.patched():
+        tiny.tokens(model, prompt, 3)
+    mm.stats(reset=True)
+    tiny.tokens(model, prompt, 3)
+    assert not mm.stats()
+
+
+def test_a_prompt_cache_saved_and_trimmed(model, prompt, tmp_path):
+    def generate():
+        caches = make_prompt_cache(model)
+        tiny.tokens(model, prompt, 5, prompt_cache=caches)
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), caches)
+        loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+        trim_prompt_cache(loaded, 3)
+        return tiny.tokens(model, prompt[:4], 20, prompt_cache=loaded)
+
+    theirs = generate()
+    with mm.patched():
+        assert generate() == theirs
+
+
+def test_a_rotating_cache(model, prompt):
+    def generate():
+        caches = [RotatingKVCache(max_size=16, keep=4) for _ in model.layers]
+        return tiny.tokens(model, prompt, 40, prompt_cache=caches, prefill_step_size=8)
+
+    theirs = generate()
+    with mm.patched():
+        assert generate() == theirs
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_cache(model, prompt, bits):
+    def generate():
+        return tiny.tokens(model, prompt, 30, kv_bits=bits, kv_group_size=64, quantized_kv_start=8)
+
+    theirs = generate()
+    with mm.patched():
+        assert generate() == theirs
+
+
+def test_a_batch_of_prompts(model, rng):
+    prompts = [rng.integers(1, 300, n).tolist() for n in (3, 17, 9)]
+
+    def generate():
+        batch = BatchGenerator(model, stop_tokens=[])
+        identities = batch.insert(prompts, [12, 20, 16])
+        results = {identity: [] for identity in identities}
+        while responses := batch.next_generated():
+            for response in responses:
+                results[response.uid].append(response.token)
+        batch.close()
+        return [results[identity] for identity in identities]
+
+    theirs = generate()
+    assert [len(tokens) for tokens in theirs] == [12, 20, 16]
+    with mm.patched():
+        assert generate() == theirs
+
+
+@pytest.mark.parametrize("drafted", [2, 8])
+def test_speculative_decoding(model, prompt, drafted, rng):
+    draft = copy.deepcopy(model)
+    draft.model.norm.weight = draft.model.norm.weight + mx.array(rng.normal(size=128).astype(np.float32))
+    alone = tiny.tokens(model, prompt, 24)
+    with mm.patched():
+        steps = speculative_generate_step(mx.array(prompt), model, draft, num_draft_tokens=drafted, max_tokens=24)
+        assert [token for token, _, _ in steps] == alone
+
+
+def test_a_compiled_step(model, prompt):
+    tokens = mx.array([prompt])
+    expected = model(tokens)
+    with mm.patched():
+        step = mx.compile(lambda tokens: model(tokens))
+        mx.eval(step(tokens))
+        mm.stats(reset=True)
+        result = step(tokens)
+        mx.eval(result)
+    assert tiny.kernels("rms_norm") == 5
+    np.testing.assert_allclose(np.array(result), np.array(expected), rtol=1e-3, atol=1e-3)
+
+
+def test_threads_generate_at_once(model, rng):
+    from concurrent.futures import ThreadPoolExecutor
+
+    prompts = [rng.integers(1, 300, 12).tolist() for _ in range(4)]
+    theirs = [tiny.tokens(model, prompt, 12) for prompt in prompts]
+    with mm.patched(), ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda prompt: tiny.tokens(model, prompt, 12), prompts)) == theirs
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_training_lora_layers(model, rng, checkpointed):
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": 10.0, "dropout": 0.0})
+    model.freeze()
+    for _, module in model.named_modules():
+        module.unfreeze(keys=["lora_a", "lora_b"], recurse=False, strict=False)
+        if "lora_b" in module:  # zeros at first, which would leave the other without a gradient
+            module.lora_b = 0.05 * mx.array(rng.normal(size=module.lora_b.shape).astype(np.float32))
+    assert model.trainable_parameters()
+    batch, lengths = mx.array(rng.integers(1, 300, (2, 17))), mx.array([[0, 16], [0, 12]])
+    start = copy.deepcopy(dict(tree_flatten(model.trainable_parameters())))
+
+    def train():
+        model.update(tree_map(lambda a: a, model.parameters()))
+        model.load_weights(list(start.items()), strict=False)
+        optimizer = optim.SGD(learning_rate=0.1)
+        step = nn.value_and_grad(model, default_loss)
+        losses = []
+        for _ in range(3):
+            (loss, _), gradients = step(model, batch, lengths)
+            optimizer.update(model, gradients)
+            mx.eval(model.parameters(), loss)
+            losses.append(loss.item())
+        return losses, {name: np.array(a) for name, a in tree_flatten(gradients)}
+
+    if checkpointed:
+        original = type(model.layers[0]).__call__
+        grad_checkpoint(model.layers[0])
+    try:
+        losses, gradients = train()
+        with mm.patched():
+            mm.stats(reset=True)
+            ours, our_gradients = train()
+    finally:
+        if checkpointed:
+            type(model.layers[0]).__call__ = original
+    assert mm.stats()[product(model)]["kernels"] and mm.stats()["rms_norm_vjp"]["kernels"]
+    assert losses[2] != losses[0]
+    np.testing.assert_allclose(ours, losses, rtol=1e-4)
+    largest = max(np.abs(gradient).max() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        scale = np.abs(gradient).max()
+        assert scale > 0, name
+        scale = max(scale, 1e-4 * largest)  # less is rounding of what the gradient passed on its way
+        np.testing.assert_allclose(our_gradients[name], gradient, atol=2e-3 * scale, err_msg=name)
+
+
+def test_memory_stays_flat(rng):
+    """Bytes that MLX holds do not grow with the tokens; a rotating cache holds as much at 600 as at 100."""
+    model = tiny.build("llama-3.2-1b", mx.float16, 4)
+    caches = [RotatingKVCache(max_size=64, keep=4) for _ in model.layers]
+    active = []
+    with mm.patched():
+        for _ in range(6):
+            tiny.tokens(model, [1, 2, 3], 100, prompt_cache=caches)
+            mx.clear_cache()
+            active.append(mx.get_active_memory())
+    assert max(active[1:]) - min(active[1:]) < 1 << 16, active

@@ -1,0 +1,196 @@
+"""The package as a package: what is installed, and what it says where the environment does not fit."""
+
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import mlx.core as mx
+import pytest
+
+import mlx_mittens as mm
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run_python(code: str, folder: pathlib.Path, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *options, "-c", code], cwd=folder, capture_output=True, text=True)
+
+
+def installed_files() -> pathlib.Path:
+    return pathlib.Path(mm._ext.__file__).parent
+
+
+def test_types_and_stub_are_installed():
+    assert (installed_files() / "_ext.pyi").read_text().count("def rms_norm") == 1
+    assert (pathlib.Path(mm.__file__).parent / "py.typed").exists()
+
+
+def run_beside_mlx(code: str, folder: pathlib.Path) -> subprocess.CompletedProcess:
+    """Without site there is no hook of an editable install; MLX is found all the same."""
+    packages = pathlib.Path(mx.__file__).parents[2 if mx.__file__.endswith("__init__.py") else 1]
+    return run_python(f"import sys; sys.path.append({str(packages)!r}); {code}", folder, "-S")
+
+
+def test_a_wheel_holds_all_that_it_needs(tmp_path):
+    """A kernel runs from what is in it alone."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True)
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path)
+    code = (
+        "import mlx.core as mx, mlx_mittens as mm; mx.set_default_device(mx.cpu); print(mm.__file__)\n"
+        "with mm.simulator.enabled(): mx.eval(mm.softmax(mx.ones((2, 8)), -1)); print(mm.stats())"
+    )
+    result = run_beside_mlx(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert str(tmp_path) in result.stdout and "simulator" in result.stdout
+    assert (tmp_path / "mlx_mittens_cli.py").is_file()
+    names = {path.relative_to(tmp_path / "mlx_mittens") for path in (tmp_path / "mlx_mittens").rglob("*")}
+    sources = {path.relative_to(ROOT) for path in (ROOT / "metal").rglob("*") if path.is_file()}
+    assert names >= {pathlib.Path("py.typed"), pathlib.Path("_ext.pyi"), *sources}
+
+
+def test_source_tree_without_a_build_says_how_to_build(tmp_path):
+    shutil.copytree(
+        ROOT / "mlx_mittens", tmp_path / "mlx_mittens", ignore=shutil.ignore_patterns("_ext*", "__pycache__")
+    )
+    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
+    result = run_beside_mlx("import mlx_mittens", tmp_path)
+    assert result.returncode != 0
+    assert "source folder" in result.stderr and 'pip install -e ".[cpu]"' in result.stderr
+
+
+def test_another_mlx_version_is_named_before_the_extension_loads():
+    code = (
+        "import importlib.metadata as m; real = m.version;"
+        "m.version = lambda name: '0.99.0' if name == 'mlx' else real(name);"
+        "import mlx_mittens"
+    )
+    result = run_python(code, pathlib.Path("/"))
+    assert result.returncode != 0
+    assert "installed is mlx 0.99.0" in result.stderr and f"mlx=={importlib.metadata.version('mlx')}" in result.stderr
+
+
+def test_another_nanobind_tag_is_an_import_error():
+    class Foreign:
+        def __call__(self):
+            pass
+
+    extension = type("extension", (), {"simulator_enabled": Foreign()})
+    with pytest.raises(ImportError, match="nanobind"):
+        mm._guard.check_tag(extension, mx)
+
+
+def guard_on(tmp_path: pathlib.Path, tag: int) -> subprocess.CompletedProcess:
+    """Runs the configure-time guard in an environment whose nanobind carries another tag."""
+    package = tmp_path / "nanobind"
+    (package / "src").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "src" / "nb_internals.h").write_text(f"#  define NB_INTERNALS_VERSION {tag}\n")
+    metadata = tmp_path / "nanobind-9.9.9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nanobind\nVersion: 9.9.9\n")
+    return subprocess.run(
+        [sys.executable, ROOT / "cmake" / "guard.py"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def tag_of_mlx() -> int:
+    library = pathlib.Path(mx.__file__)
+    return int(re.search(rb"nanobind_[A-Za-z0-9_+]*_v(\d+)\x00", library.read_bytes())[1])
+
+
+def test_configure_guard_names_both_tags(tmp_path):
+    result = guard_on(tmp_path, tag_of_mlx() + 1)
+    assert result.returncode != 0
+    assert (
+        f"v{tag_of_mlx()}" in result.stderr
+        and f"v{tag_of_mlx() + 1}" in result.stderr
+        and "pip install" in result.stderr
+    )
+
+
+def test_configure_guard_accepts_the_same_tag(tmp_path):
+    result = guard_on(tmp_path, tag_of_mlx())
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.strip().split(";")) == 3
+
+
+@pytest.mark.skipif(mx.is_available(mx.gpu), reason="this machine has a GPU")
+def test_gpu_stream_without_a_gpu_says_what_is_missing():
+    x = mx.ones((2, 4))
+    with pytest.raises((ValueError, RuntimeError), match="cuda13"):
+        mx.eval(mm.rms_norm(x, None, 1e-5, stream=mx.gpu))
+
+
+def test_executors_say_what_runs_here():
+    found = mm.executors()
+    assert set(found) == {"metal", "cuda", "simulator", "native"}
+    assert found["native"].startswith("ready") and found["simulator"] == "ready"
+    if not mx.is_available(mx.gpu):
+        assert "cuda13" in found["cuda"]
+
+
+def test_console_script_is_outside_of_the_package():
+    scripts = importlib.metadata.entry_points(group="console_scripts")
+    assert next(iter(scripts.select(name="mlx-mittens"))).value == "mlx_mittens_cli:main"
+
+
+CONSOLE = "import sys; from mlx_mittens_cli import main; sys.argv[0] = 'mlx-mittens'; sys.exit(main())"
+
+
+def run_command(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, **environment}, cwd="/", capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench", "check", "simulate", "--version"])
+@pytest.mark.parametrize("start", [["-c", CONSOLE], ["-m", "mlx_mittens"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "code, sentence",
+    [
+        ("m.version = lambda name: '0.99.0' if name == 'mlx' else real(name)", "installed is mlx 0.99.0"),
+        ("def version(name):\n  if name == 'mlx': raise m.PackageNotFoundError\n  return real(name)\nm.version = version",
+         "mlx_mittens needs MLX"),
+    ],
+    ids=["another", "missing"],
+)  # fmt: skip
+def test_commands_say_in_a_sentence_that_mlx_does_not_fit(tmp_path, command, start, code, sentence):
+    (tmp_path / "sitecustomize.py").write_text(f"import importlib.metadata as m\nreal = m.version\n{code}\n")
+    result = run_command(*start, command, environment={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1
+    assert sentence in result.stderr and "Traceback" not in result.stderr and result.stderr.count("\n") == 1
+    if command == "doctor" and start[0] == "-c":
+        versions = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+        assert versions["mlx"] == ("0.99.0" if "0.99.0" in code else "not installed")
+        assert versions["numpy"] and versions["mlx-mittens"] and versions["python"] and versions["system"]
+    else:
+        assert result.stdout == ""
+
+
+def test_mlx_without_its_files_is_an_import_error(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="without its files"):
+        mm._guard.check_libmlx()
+
+
+@pytest.mark.parametrize("arguments", [["doctor", "--ops", "softmax"], ["--version"], ["check", "{file}"]], ids=str)
+def test_a_broken_pipe_ends_quietly(tmp_path, arguments):
+    file = tmp_path / "wrong.metal"
+    file.write_text("#include <metal_stdlib>\nkernel void f(device double* x [[buffer(0)]]) { x[0] = 1; }\n")
+    command = [sys.executable, "-c", CONSOLE, *(text.format(file=file) for text in arguments)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (141, "")

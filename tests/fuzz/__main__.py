@@ -1,3 +1,0 @@
-from fuzz.run import main
-
-main()

@@ -1,0 +1,346 @@
+"""Small calls of every op, for what is tested of all of them: zero sizes, dtypes, vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+
+import mlx_mittens as mm
+from mlx_mittens.specs import reference
+
+Sizes = dict[str, int]
+BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array argument: what it holds, and the names of its dimensions."""
+
+    holds: str  # "numbers", "groups" (scales or biases), "words" (packed integers), "bool", or a kind of blocks
+    dims: tuple[str, ...]
+    bits: int = 0  # of packed integers
+
+    @property
+    def is_float(self) -> bool:
+        return self.holds in ("numbers", "groups")
+
+    def draw(self, rng: np.random.Generator, sizes: Sizes, dtype: mx.Dtype, extra: tuple[int, ...] = ()) -> mx.array:
+        """An array with so many extra dimensions in front."""
+        shape = [*extra, *(sizes[d] for d in self.dims)]
+        if self.holds == "bool":
+            return mx.array(rng.random(shape) < 0.7)
+        if self.holds == "words":
+            shape[-1] = shape[-1] * self.bits // 32
+            return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
+        if self.holds == "groups":
+            shape[-1] //= GROUP
+        a = mx.array(rng.standard_normal(shape).astype(np.float32))
+        if self.holds in BLOCK_BYTES:
+            with mx.stream(mx.cpu):
+                return mm.block_quantize(a, self.holds)
+        return a.astype(dtype)
+
+
+def numbers(*dims: str) -> Argument:
+    return Argument("numbers", dims)
+
+
+def triple(*dims: str, bits: int = 4) -> tuple[Argument, Argument, Argument]:
+    return Argument("words", dims, bits), Argument("groups", dims), Argument("groups", dims)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op on arrays of some sizes."""
+
+    op: str
+    what: str
+    sizes: Sizes
+    arguments: dict[str, Argument]
+    function: Callable
+    # The results in float64 where a size is zero, of the arrays in float64.
+    exact: Callable[..., list[np.ndarray]]
+    derived: Callable[[Sizes], Sizes] = lambda sizes: {}  # sizes that others make
+    covered: bool = True  # by kernels; mx computes it otherwise
+    has_gradients: Callable[[str], bool] = lambda name: True
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.what}".strip()
+
+    def arrays(self, rng, dtype=mx.float32, extra=lambda name: (), **sizes: int) -> dict[str, mx.array]:
+        sizes = {**self.sizes, **sizes}
+        sizes |= self.derived(sizes)
+        return {name: a.draw(rng, sizes, dtype, extra(name)) for name, a in self.arguments.items()}
+
+    def run(self, *arrays: mx.array) -> list[mx.array]:
+        """The outputs for the arrays in the order of the arguments."""
+        result = self.function(**dict(zip(self.arguments, arrays, strict=True)))
+        return list(result) if isinstance(result, tuple) else [result]
+
+    def differentiable(self) -> list[str]:
+        return [name for name, a in self.arguments.items() if a.is_float and self.has_gradients(name)]
+
+
+LEADS = {"1D": (), "2D": ("rows",), "3D": ("batch", "rows"), "4D": ("more", "batch", "rows")}
+
+
+def _rows_without_elements(x, residual=None, **others):
+    return [np.zeros(x.shape)] * (1 if residual is None else 2)
+
+
+def _row_calls() -> list[Call]:
+    calls = []
+    sizes = {"more": 2, "batch": 2, "rows": 3, "columns": 8}
+    for what, lead in LEADS.items():
+        x, w = numbers(*lead, "columns"), numbers("columns")
+        some = {d: sizes[d] for d in (*lead, "columns")}
+        for op, arguments, function in (
+            ("rms_norm", {"x": x, "weight": w}, partial(mm.rms_norm, eps=1e-5)),
+            ("layer_norm", {"x": x, "weight": w, "bias": w}, partial(mm.layer_norm, eps=1e-5)),
+            ("add_rms_norm", {"x": x, "residual": x, "weight": w}, partial(mm.add_rms_norm, eps=1e-5)),
+            ("softmax", {"x": x}, lambda x: mm.softmax(x, axis=-1)),
+        ):
+            calls.append(Call(op, what, some, arguments, function, _rows_without_elements))
+    three = {d: sizes[d] for d in (*LEADS["3D"], "columns")}
+    x = numbers(*LEADS["3D"], "columns")
+    for axis in (1, (0, 2), None):
+        calls.append(
+            Call(
+                "softmax",
+                f"axis {axis}",
+                three,
+                {"x": x},
+                lambda x, axis=axis: mm.softmax(x, axis=axis),
+                _rows_without_elements,
+            )
+        )
+    return calls
+
+
+def _product_of_nothing(weights: str, axis: int, factor: float = 1):
+    """A product where a size is zero. Its columns are those of the weights along an axis, times a factor."""
+
+    def exact(x, bias=0, **others):
+        return [np.zeros((*x.shape[:-1], int(others[weights].shape[axis] * factor))) + bias]
+
+    return exact
+
+
+def _gemv_calls() -> list[Call]:
+    calls = []
+    sizes = {"more": 2, "batch": 2, "rows": 3, "columns": 8, "outputs": 5}
+    for what, lead in LEADS.items():
+        some = {d: sizes[d] for d in (*lead, "columns", "outputs")}
+        for transpose in (True, False):
+            w = numbers("outputs", "columns") if transpose else numbers("columns", "outputs")
+            arguments = {"w": w, "x": numbers(*lead, "columns"), "bias": numbers("outputs")}
+            calls.append(
+                Call("gemv", what if transpose else what + " not transposed", some, arguments,
+                     partial(mm.gemv, transpose=transpose), _product_of_nothing("w", 0 if transpose else 1))
+            )  # fmt: skip
+    return calls
+
+
+def _quantized_matmul(x, w, scales, biases=None, bias=None, **options):
+    return mm.quantized_matmul(x, w, scales, biases, bias=bias, **options)
+
+
+def _quantized_calls() -> list[Call]:
+    calls = []
+    sizes = {"more": 2, "batch": 2, "rows": 3, "columns": 64, "outputs": 32}
+
+    def add(what, lead, stack=(), transpose=True, bits=4, bias=True):
+        w, scales, biases = triple(
+            *stack, *(("outputs", "columns") if transpose else ("columns", "outputs")), bits=bits
+        )
+        arguments = {"x": numbers(*lead, "columns"), "w": w, "scales": scales, "biases": biases}
+        if bias:
+            arguments["bias"] = numbers("outputs")
+        some = {d: sizes[d] for d in (*dict.fromkeys((*lead, *stack)), "columns", "outputs")}
+        function = partial(_quantized_matmul, transpose=transpose, group_size=GROUP, bits=bits)
+        exact = _product_of_nothing("w", -2) if transpose else _product_of_nothing("w", -1, 32 / bits)
+        covered = bits in (4, 8) and (not stack or len(lead) > 1)
+        if not transpose:
+            what += " not transposed"
+        calls.append(Call("quantized_matmul", what, some, arguments, function, exact, covered=covered))
+
+    for what, lead in LEADS.items():
+        add(what, lead)
+        add(what, lead, transpose=False, bits=8)
+    for what in ("1D", "2D", "3D", "4D"):
+        add(what + " by a stack", LEADS[what], stack=("batch",), bias=False)
+    add("4D by a stack of stacks", LEADS["4D"], stack=("more", "batch"), bits=8, transpose=False)
+    for bits in (1, 2, 3, 5, 6):
+        add(f"of {bits} bits", LEADS["2D"], bits=bits)
+        add(f"of {bits} bits", LEADS["2D"], bits=bits, transpose=False)
+    for what, lead in LEADS.items():
+        some = {d: sizes[d] for d in (*lead, "columns", "outputs")}
+        for bits in (8,) if lead else (1, 2, 3, 4, 5, 6):
+            arguments = {"x": numbers(*lead, "columns")}
+            for name in ("gate", "up"):
+                parts = triple("outputs", "columns", bits=bits)
+                arguments |= dict(zip((name, f"{name}_scales", f"{name}_biases"), parts))
+            calls.append(
+                Call("quantized_swiglu", f"{what} of {bits} bits", some, arguments,
+                     partial(_swiglu, bits=bits), _product_of_nothing("gate", 0), covered=bits in (4, 8))
+            )  # fmt: skip
+    return calls
+
+
+def _swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, bits):
+    return mm.quantized_swiglu(x, (gate, gate_scales, gate_biases), (up, up_scales, up_biases), GROUP, bits)
+
+
+def _block_calls() -> list[Call]:
+    calls = []
+    sizes = {"more": 2, "batch": 2, "rows": 3, "columns": 64, "outputs": 5}
+    for what, lead in LEADS.items():
+        some = {d: sizes[d] for d in (*lead, "columns")}
+        for kind, size in BLOCK_BYTES.items():
+            w = Argument(kind, (*lead, "columns"))
+            calls += [
+                Call("block_matmul", f"{what} {kind}", {**some, "outputs": sizes["outputs"]},
+                     {"x": numbers(*lead, "columns"), "blocks": Argument(kind, ("outputs", "columns")),
+                      "bias": numbers("outputs")},
+                     partial(mm.block_matmul, kind=kind), _product_of_nothing("blocks", 0)),
+                Call("block_quantize", f"{what} {kind}", some, {"w": numbers(*lead, "columns")},
+                     partial(mm.block_quantize, kind=kind),
+                     lambda w, size=size: [np.zeros((*w.shape[:-1], w.shape[-1] // 32 * size))],
+                     has_gradients=lambda name: False),
+                Call("block_dequantize", f"{what} {kind}", some, {"blocks": w},
+                     partial(mm.block_dequantize, kind=kind),
+                     lambda blocks, size=size: [np.zeros((*blocks.shape[:-1], blocks.shape[-1] // size * 32))]),
+            ]  # fmt: skip
+    return calls
+
+
+def _attention(q, k, v, mask=None, sinks=None):
+    """In float64, with sizes of zero."""
+    batch, heads, queries, _ = q.shape
+    k, v = (np.repeat(a, heads // a.shape[1], axis=1) for a in (k, v))
+    scores = q @ np.swapaxes(k, -1, -2) / 8
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    sinks = np.full(heads, -np.inf) if sinks is None else sinks
+    most = np.maximum(scores.max(axis=-1, keepdims=True, initial=-1e30), sinks[:, None, None])
+    weights = np.exp(scores - most)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None, None] - most)
+    return [(weights / np.where(total == 0, 1, total)) @ v]
+
+
+def _quantized_attention(queries, keys, keys_scales, keys_biases, values, values_scales, values_biases, mask=None):
+    k, v = (
+        reference.dequantize(np.asarray(words, np.uint32), scales, biases, GROUP, 8)
+        if words.size
+        else np.zeros((*words.shape[:-1], words.shape[-1] * 4))
+        for words, scales, biases in ((keys, keys_scales, keys_biases), (values, values_scales, values_biases))
+    )
+    return _attention(queries, k, v, mask)
+
+
+def _attention_calls() -> list[Call]:
+    calls = []
+    sizes = {"batch": 2, "key_heads": 2, "queries": 3, "keys": 5, "width": 64, "values_width": 64}
+    q = numbers("batch", "heads", "queries", "width")
+    k, v = numbers("batch", "key_heads", "keys", "width"), numbers("batch", "key_heads", "keys", "values_width")
+    masks = {
+        "": {},
+        "mask": {"mask": numbers("batch", "heads", "queries", "keys")},
+        "bool mask of two dimensions": {"mask": Argument("bool", ("queries", "keys"))},
+        "sinks": {"sinks": numbers("heads")},
+        "mask and sinks": {"mask": numbers("queries", "keys"), "sinks": numbers("heads")},
+    }
+    for what, more in masks.items():
+        for kind in ("", "causal", "window") if not more else ("",):
+            options = {"mask": "causal"} if kind == "causal" else {"window": 2} if kind else {}
+            calls.append(
+                Call("scaled_dot_product_attention", what or kind, sizes, {"q": q, "k": k, "v": v, **more},
+                     partial(mm.scaled_dot_product_attention, scale=0.125, **options),
+                     _attention if not options else _hidden(options),
+                     derived=lambda sizes: {"heads": 2 * sizes["key_heads"]})
+            )  # fmt: skip
+    names = ("", "_scales", "_biases")
+    keys = dict(zip((f"keys{n}" for n in names), triple("batch", "key_heads", "keys", "width", bits=8)))
+    values = dict(zip((f"values{n}" for n in names), triple("batch", "key_heads", "keys", "values_width", bits=8)))
+    for what in ("", "mask"):
+        calls.append(
+            Call("quantized_scaled_dot_product_attention", what, sizes,
+                 {"queries": q, **keys, **values, **masks[what]}, _packed_attention, _quantized_attention,
+                 derived=lambda sizes: {"heads": 2 * sizes["key_heads"]},
+                 has_gradients=lambda name: name in ("queries", "mask"))
+        )  # fmt: skip
+    return calls
+
+
+def _hidden(options):
+    def exact(q, k, v):
+        queries, keys = q.shape[2], k.shape[2]
+        at = np.arange(queries)[:, None] + keys - queries
+        key = np.arange(keys)[None]
+        seen = (key <= at) & (key > at - options.get("window", keys + queries))
+        if queries > keys and keys:  # rows that see none: not of this test
+            seen |= ~seen.any(axis=1, keepdims=True)
+        return _attention(q, k, v, seen)
+
+    return exact
+
+
+def _packed_attention(queries, keys, keys_scales, keys_biases, values, values_scales, values_biases, **more):
+    return mm.quantized_scaled_dot_product_attention(
+        queries, (keys, keys_scales, keys_biases), (values, values_scales, values_biases), 0.125, more.get("mask"),
+        GROUP, 8,
+    )  # fmt: skip
+
+
+def _rope_calls() -> list[Call]:
+    sizes = {"batch": 2, "query_heads": 3, "key_heads": 1, "tokens": 2, "capacity": 6, "values_capacity": 7, "width": 8}
+    arguments = {
+        "heads": numbers("batch", "heads", "tokens", "width"),
+        "keys": numbers("batch", "key_heads", "capacity", "width"),
+        "values": numbers("batch", "key_heads", "values_capacity", "width"),
+    }
+    half = numbers("half")
+    more = {
+        "": ({}, {"base": 1e4}),
+        "freqs": ({"freqs": half}, {}),
+        "norms": ({"query_norm": numbers("width"), "key_norm": numbers("width")}, {"base": 1e4, "eps": 1e-5}),
+    }
+
+    def exact(heads, keys, values, freqs=None, query_norm=None, key_norm=None):
+        key_heads = keys.shape[1]
+        query_heads = heads.shape[1] - 2 * key_heads
+        parts = np.split(heads, [query_heads, query_heads + key_heads], axis=1)
+        for i, norm in enumerate((query_norm, key_norm)):
+            if norm is not None:
+                parts[i] = reference.rms_norm(parts[i], norm, 1e-5)
+            parts[i] = reference.rope(parts[i], 8, None if freqs is not None else 1e4, 3, freqs)[0]
+        keys, values = keys.copy(), values.copy()
+        tokens = heads.shape[2]
+        keys[:, :, :tokens], values[:, :, :tokens] = parts[1:]
+        return [parts[0], keys, values]
+
+    def derived(sizes):
+        return {"heads": sizes["query_heads"] + 2 * sizes["key_heads"], "half": sizes["width"] // 2}
+
+    return [
+        Call("rope_append", what, sizes, {**arguments, **extra},
+             partial(mm.rope_append, dims=8, offset=3, start=0, **options), exact, derived=derived,
+             has_gradients=lambda name: name != "freqs")
+        for what, (extra, options) in more.items()
+    ]  # fmt: skip
+
+
+CALLS = [
+    *_row_calls(),
+    *_gemv_calls(),
+    *_quantized_calls(),
+    *_block_calls(),
+    *_attention_calls(),
+    *_rope_calls(),
+]

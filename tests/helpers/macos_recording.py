@@ -1,0 +1,91 @@
+"""Runs the macOS dispatch code on Linux over a recording device; the simulator executes what it recorded."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+import mlx.core as mx
+import numpy as np
+
+import mlx_mittens as mm
+from helpers.variants import simulate
+from mlx_mittens import _ext, specs
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+METAL = ROOT / "csrc" / "backends" / "metal.cpp"
+
+SEED = 2  # another thread order than those of test_variants
+
+
+@functools.cache
+def build(metal: pathlib.Path = METAL) -> str:
+    """The macOS code, built against a device that records, as a shared object."""
+    folders = importlib.util.find_spec("mlx").submodule_search_locations
+    mlx = next(pathlib.Path(folder) for folder in folders if (pathlib.Path(folder) / "lib").is_dir())
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    library = pathlib.Path(tempfile.mkdtemp(prefix="mlx-mittens-")) / "recorder.so"
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-D_METAL_", "-DMITTENS_KNOWN_MLX=1",
+        "-o",
+        str(library),
+    ]
+    command += [
+        f"-I{mlx / 'include'}",
+        *(f"-I{ROOT / folder}" for folder in ("tests/verification/macos/recording", "csrc", "metal")),
+    ]
+    command += [
+        str(metal),
+        *(str(ROOT / "csrc" / "mlx_internals" / name) for name in ("buffer_ownership.cpp", "known.cpp")),
+        str(ROOT / "tests" / "verification" / "macos" / "recorder.cpp"),
+    ]
+    command += [f"-L{mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{mlx / 'lib'}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return str(library)
+
+
+@contextlib.contextmanager
+def through_macos_code():
+    _ext.simulator_host(build())
+    try:
+        yield
+    finally:
+        _ext.simulator_host("")
+
+
+def strided_views(rng: np.random.Generator):
+    """What reaches runtime/copy.metal: a view that is gathered before the norm."""
+    for dtype in (mx.float16, mx.float32):
+        x = mx.array(rng.standard_normal((6, 40, 3))).astype(dtype)
+        yield x.transpose(2, 0, 1)
+        yield x[:, ::2][:, :, 0]
+
+
+@functools.cache
+def recorded_kernels() -> frozenset[str]:
+    """Runs every op through the macOS code; the kernels it launched with right results, as ``file:kernel``."""
+    rng = np.random.default_rng(0)
+    with through_macos_code():
+        _ext.simulator_record(True)
+        for op in specs.OPS:
+            for dtype in specs.DTYPES.values():
+                for case, check in simulate(op, dtype, SEED, rng):
+                    assert check.passed, f"{op.name} {case.name}: {check.detail}"
+        for view in strided_views(rng):
+            with mm.simulator.enabled():
+                seen = mm.rms_norm(view, None, 1e-5)
+                plain = mm.rms_norm(mx.contiguous(view), None, 1e-5)
+                assert mx.allclose(seen, plain, rtol=1e-3, atol=1e-3).item()
+    return frozenset(f"{run['file']}:{run['kernel']}" for run in _ext.simulator_record(False))

@@ -1,0 +1,66 @@
+"""What the op tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mittens import specs
+
+TESTS = Path(__file__).resolve().parents[1]
+
+# GPU tests run where mx has a GPU; the simulator and the native code run everywhere.
+EXECUTORS = ["native", "simulator"] + ["gpu"] * mx.is_available(mx.gpu)
+DEVICES = ["cpu"] + ["gpu"] * mx.is_available(mx.gpu)
+
+
+def assert_right(
+    op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()
+):
+    """Right against float64, and no worse than twice mx or one unit in the last place.
+
+    mx's are those of its CPU: on an NVIDIA GPU its gradient of layer_norm reads past its memory where columns are no
+    multiple of four.
+    """
+    check = specs.check(op, case, arrays, cotangents, mx.Device(mx.cpu))
+    assert check.passed, f"{op.name} {case.name}: {check.detail}"
+
+
+def absences(op: specs.Op, arrays: Sequence[mx.array]) -> list[list[mx.array | None]]:
+    """The arguments with every choice of weight and bias left out."""
+    choices = [(a,) if kind == "rows" else (a, None) for (_, kind), a in zip(op.parameters, arrays)]
+    return [list(choice) for choice in product(*choices)]
+
+
+def as_list(gradients) -> list[mx.array]:
+    """mx.grad gives one array for one argument and a tuple for several."""
+    return [gradients] if isinstance(gradients, mx.array) else list(gradients)
+
+
+def bits(a: mx.array) -> bytes:
+    flat = mx.view(mx.contiguous(a).reshape(-1), mx.uint8)
+    mx.eval(flat)
+    return np.array(flat).tobytes()
+
+
+def assert_same_bits(a: mx.array, b: mx.array, what: str):
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, {b.shape} {b.dtype}"
+    assert bits(a) == bits(b), f"{what}: the results differ"
+
+
+def assert_near(a: mx.array, b: mx.array | np.ndarray, what: str, tolerance: float = 1e-4):
+    """Near in float32, relative to the largest element."""
+    a, b = (specs.widen(value) if isinstance(value, mx.array) else value for value in (a, b))
+    assert a.shape == b.shape, f"{what}: shape {a.shape}, expected {b.shape}"
+    distance = np.abs(a - b).max(initial=0)
+    assert distance <= tolerance * max(np.abs(b).max(initial=0), 1e-3), f"{what}: {distance} off"
+
+
+def child_environment() -> dict[str, str]:
+    """That of a child process that imports what tests share."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}

@@ -1,0 +1,49 @@
+"""Small models of mlx-lm's classes, for tests of what a whole model does on our ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+
+import mlx_mittens as mm
+from mlx_mittens.bench import architectures
+
+_SMALL = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 320,
+}
+_OWN = {
+    "qwen2.5-0.5b": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "gemma-3-1b": {"sliding_window": 8, "sliding_window_pattern": 2},
+    "gpt-oss-20b": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+}
+FAMILIES = ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b", "gemma-3-1b", "gpt-oss-20b"]  # a class of mlx-lm each
+
+
+def config(name: str) -> dict[str, Any]:
+    """An architecture with few and small layers."""
+    return {**architectures.ARCHITECTURES[name], **_SMALL, **_OWN.get(name, {})}
+
+
+def build(name: str, dtype: mx.Dtype, bits: int | None = None, **changes: Any) -> nn.Module:
+    return architectures.build(name, dtype, bits, **{**config(name), **changes})
+
+
+def tokens(model: nn.Module, prompt: list[int], count: int, **options: Any) -> list[int]:
+    """What mlx-lm generates, greedily."""
+    return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count, **options)]
+
+
+def kernels(op: str) -> int:
+    """How often kernels of an op ran since counting began, none of its calls having gone to mx."""
+    counts = mm.stats().get(op, {"kernels": {}, "mx": {}})
+    assert not counts["mx"], f"{op}: {counts['mx']}"
+    return sum(counts["kernels"].values())

@@ -1,0 +1,388 @@
+"""What the patch makes one kernel of: ops that a model calls one after the other, the first still to be computed."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from helpers import tiny
+from helpers.matrices import assert_right, exact_swiglu
+from helpers.support import assert_near, assert_same_bits
+from mlx_lm.models.cache import KVCache
+
+import mlx_mittens as mm
+from mlx_mittens import specs
+
+HEADS, KEY_HEADS, WIDTH = 4, 2, 64
+
+
+def normal(rng, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+
+
+def launched() -> dict[str, int]:
+    return {op: sum(counts["kernels"].values()) for op, counts in mm.stats(reset=True).items()}
+
+
+def evaluated(arrays):
+    mx.eval(arrays)
+    return arrays
+
+
+def quantized_pair(rng, dtype, columns=64, outputs=40, **options):
+    """Two quantized layers of one input, and rows for them."""
+    mx.random.seed(int(rng.integers(2**31)))
+    layers = [
+        nn.QuantizedLinear(columns, outputs, bias=False, **{"group_size": 32, "bits": 4, **options}) for _ in "gu"
+    ]
+    for layer in layers:
+        layer.set_dtype(dtype)
+    return *layers, mx.array(rng.normal(size=(2, 1, columns))).astype(dtype)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_two_quantized_products_and_swiglu_are_one_kernel(rng, dtype, bits):
+    gate, up, x = quantized_pair(rng, dtype, bits=bits)
+    mm.stats(reset=True)
+    with mm.patched(strict=True):
+        from mlx_lm.models.activations import swiglu as ours
+
+        y = ours(gate(x), up(x))
+        mx.eval(y)
+    assert launched() == {"quantized_swiglu": 1}
+    weights = [(layer.weight, layer.scales, layer.biases) for layer in (gate, up)]
+    assert_right(y, exact_swiglu(x, *weights, 32, bits), dtype)
+
+
+def test_swiglu_of_other_products_stays_what_it_was(lenient, rng):
+    from mlx_lm.models import llama
+
+    gate, up, x = quantized_pair(rng, mx.float32)
+    other_bits, _, other_x = quantized_pair(rng, mx.float32, bits=8)
+    with_bias, dense = nn.QuantizedLinear(64, 40, group_size=32), nn.Linear(64, 40)
+    computed = gate(x)
+    mx.eval(computed)
+    pairs = {
+        "another x": lambda: (gate(x), up(other_x)),
+        "other bits": lambda: (gate(x), other_bits(x)),
+        "one with a bias": lambda: (gate(x), with_bias(x)),
+        "one dense": lambda: (gate(x), dense(x)),
+        "one computed": lambda: (computed, up(x)),
+        "one that broadcasts": lambda: (gate(x), up(x)[..., :1]),
+        "no products": lambda: (x, x),
+        "types that differ": lambda: (gate(x), up(x.astype(mx.float16))),
+    }
+    for what, pair in pairs.items():
+        expected = llama.swiglu(*pair())
+        mx.eval(expected)
+        mm.stats(reset=True)
+        with mm.patched():
+            y = llama.swiglu(*pair())
+            mx.eval(y)
+        assert "quantized_swiglu" not in mm.stats(), what
+        assert y.dtype == expected.dtype and y.shape == expected.shape
+        assert_near(y, expected, what, 2e-3 if what == "types that differ" else 1e-5)
+
+
+def test_swiglu_under_transformations(rng):
+    from mlx_lm.models import llama
+
+    gate, up, x = quantized_pair(rng, mx.float32)
+    f = lambda x: (llama.swiglu(gate(x), up(x)) ** 2).sum()
+    runs = {
+        "grad": lambda: mx.grad(f)(x),
+        "compile": lambda: mx.compile(f)(x),
+        "jvp": lambda: mx.jvp(f, [x], [x + 1])[1][0],
+        "grad of compile": lambda: mx.grad(mx.compile(f))(x),
+    }
+    expected = {name: run() for name, run in runs.items()}
+    mx.eval(expected)
+    with mm.patched():
+        for name, run in runs.items():
+            assert_near(run(), expected[name], name, 1e-5)
+        mm.stats(reset=True)
+        mx.eval(mx.grad(f)(x))
+    assert launched() == {"quantized_matmul": 4}  # a gradient multiplies with each matrix twice, not three times
+
+
+def test_a_sum_and_its_norm_are_one_kernel(rng, dtype):
+    x, residual = normal(rng, 2, 3, 64, dtype=dtype), normal(rng, 2, 3, 64, dtype=dtype)
+    for weight in (normal(rng, 64, dtype=dtype), None):
+        expected = evaluated([x + residual, mx.fast.rms_norm(x + residual, weight, 1e-5)])
+        mm.stats(reset=True)
+        with mm.patched(strict=True):
+            total = x + residual
+            normed = mx.fast.rms_norm(total, weight, 1e-5)
+            twice = total + total
+            mx.eval(normed, twice)
+        assert launched() == {"add_rms_norm": 1}
+        assert_same_bits(total, expected[0], "sum")
+        assert_same_bits(twice, expected[0] + expected[0], "what uses the sum")
+        assert_near(normed, expected[1], "norm", 4 * specs.EPSILON[dtype])
+        assert normed.dtype == dtype
+
+
+def test_a_sum_alone_is_evaluated_with_its_norm_or_without(rng):
+    x, residual = normal(rng, 2, 64), normal(rng, 2, 64)
+    with mm.patched():
+        total = x + residual
+        normed = mx.fast.rms_norm(total, None, 1e-5)
+        del normed
+        assert_same_bits(total, x + residual, "sum")
+        total = x + residual
+        normed = mx.fast.rms_norm(total, None, 1e-5)
+        again = mx.fast.rms_norm(total, None, 1e-5)  # the sum is the first one's now
+        del total
+        assert_near(again, evaluated(normed), "norm", 1e-6)
+
+
+def test_norms_of_other_sums_stay_norms(lenient, rng):
+    x, residual, weight = normal(rng, 2, 3, 64), normal(rng, 2, 3, 64), normal(rng, 64)
+
+    def wanted_elsewhere():
+        total = x + residual
+        return total, total * 2
+
+    sums = {
+        "computed": (lambda: evaluated(x + residual), weight),
+        "wanted elsewhere": (wanted_elsewhere, weight),
+        "with one row for all": (lambda: x + residual[:1], weight),
+        "with a number": (lambda: x + 1.0, weight),
+        "a difference": (lambda: x - residual, weight),
+        "of another stream": (lambda: mx.add(x, residual, stream=mx.new_stream(mx.cpu)), weight),
+        "with a wider weight": (lambda: (x + residual).astype(mx.float16) + residual.astype(mx.float16), weight),
+    }
+    for what, (draw, weight) in sums.items():
+        total = draw()
+        others = total[1:] if isinstance(total, tuple) else ()
+        total = total[0] if others else total
+        expected = mx.fast.rms_norm(mx.array(evaluated(total)) if what != "computed" else total, weight, 1e-5)
+        mx.eval(expected)
+        mm.stats(reset=True)
+        with mm.patched():
+            total = draw()
+            others = total[1:] if isinstance(total, tuple) else ()
+            total = total[0] if others else total
+            y = mx.fast.rms_norm(total, weight, 1e-5)
+            mx.eval(y, others)
+        assert launched() == {"rms_norm": 1}, what
+        assert_near(y, expected, what, 1e-5)
+
+
+def test_a_sum_and_its_norm_under_transformations(rng):
+    x, residual, weight = normal(rng, 3, 64), normal(rng, 3, 64), normal(rng, 64)
+
+    def f(x):
+        total = x + residual
+        return (mx.fast.rms_norm(total, weight, 1e-5) * total).sum()
+
+    runs = {
+        "grad": lambda: mx.grad(f)(x),
+        "compile": lambda: mx.compile(f)(x),
+        "jvp": lambda: mx.jvp(f, [x], [x + 1])[1][0],
+        "vmap": lambda: mx.vmap(f)(x),
+        "grad of compile": lambda: mx.grad(mx.compile(f))(x),
+    }
+    expected = evaluated({name: run() for name, run in runs.items()})
+    with mm.patched():
+        for name, run in runs.items():
+            assert_near(run(), expected[name], name, 1e-4)
+
+
+class Layer:
+    """What a decoder layer does before attention: heads of one input, perhaps normed, and how they are turned."""
+
+    def __init__(self, rng, dtype=mx.float32, tokens=1, batch=1, norms=False, **turn):
+        count = HEADS + 2 * KEY_HEADS
+        self.x = evaluated(normal(rng, batch, tokens, 32, dtype=dtype))
+        self.weights = evaluated([normal(rng, n * WIDTH, 32, dtype=dtype) / 6 for n in (HEADS, KEY_HEADS, KEY_HEADS)])
+        self.norms = evaluated([1 + normal(rng, WIDTH, dtype=dtype) / 4 for _ in range(2)]) if norms else None
+        self.turn = {"dims": WIDTH, "traditional": False, "base": 1e4, "scale": 1.0, "freqs": None, **turn}
+        self.state = evaluated([normal(rng, batch, KEY_HEADS, 24, WIDTH, dtype=dtype) for _ in range(2)])
+        self.cache = self.fresh_cache()
+
+    def fresh_cache(self) -> KVCache:
+        cache = KVCache()
+        cache.keys, cache.values = (mx.array(np.array(a.astype(mx.float32))).astype(a.dtype) for a in self.state)
+        cache.offset = 5
+        mx.eval(cache.keys, cache.values)
+        mx.synchronize()  # work under way on a GPU still holds the buffers: an append would copy them
+        return cache
+
+    def heads(self):
+        batch, tokens, _ = self.x.shape
+        x = self.x * 1  # still to be computed
+        heads = [(x @ w.T).reshape(batch, tokens, -1, WIDTH) for w in self.weights]
+        if self.norms:
+            heads[:2] = [mx.fast.rms_norm(h, w, 1e-5) for h, w in zip(heads, self.norms)]
+        return [h.transpose(0, 2, 1, 3) for h in heads]
+
+    def rope(self, x, offset=None):
+        return mx.fast.rope(x, offset=self.cache.offset if offset is None else offset, **self.turn)
+
+    def run(self):
+        """The turned queries, the keys and values seen, and the whole buffers."""
+        self.cache = self.fresh_cache()
+        queries, keys, values = self.heads()
+        queries, keys = self.rope(queries), self.rope(keys)
+        return [queries, *self.cache.update_and_fetch(keys, values), self.cache.keys, self.cache.values]
+
+
+FREQS = mx.exp(mx.arange(WIDTH // 2) / 4)
+
+TURNS = {
+    "plain": {},
+    "tokens": {"tokens": 7},
+    "batch": {"batch": 3, "tokens": 2},
+    "part of a head": {"dims": 48},
+    "frequencies": {"base": None, "freqs": FREQS},
+    "scaled": {"scale": 0.25},
+    "norms": {"norms": True},
+    "norms, tokens": {"norms": True, "tokens": 5, "batch": 2},
+}
+
+
+@pytest.mark.parametrize("turn", list(TURNS))
+def test_turning_and_appending_are_one_kernel(rng, executor, dtype, turn):
+    layer = Layer(rng, dtype, **TURNS[turn])
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    with mm.patched(**dict.fromkeys(["cache", "linear", "rms_norm"], False)):
+        expected = evaluated(layer.run())
+    mx.set_default_device(before)
+    mm.stats(reset=True)
+    with mm.patched(linear=False):
+        results = evaluated(layer.run())
+    assert launched() == {"rope_append": 1}
+    for what, a, b in zip(("queries", "keys", "values", "all keys", "all values"), results, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert_near(a, b, what, (8 if dtype != mx.float32 else 32) * specs.EPSILON[dtype])
+
+
+def test_in_whatever_order_it_is_evaluated(rng):
+    layer = Layer(rng)
+    expected = evaluated(layer.run())
+    with mm.patched(linear=False):
+        for order in ((0, 1, 2, 3, 4), (4, 0), (2,), (3, 1), (0,)):
+            results = layer.run()
+            for i in order:
+                assert_near(results[i], expected[i], f"result {i} in order {order}", 1e-5)
+            for i, result in enumerate(results):
+                assert_near(result, expected[i], f"result {i} after order {order}", 1e-5)
+
+
+def test_the_buffers_are_updated_in_place(rng):
+    layer = Layer(rng)
+    with mm.patched(linear=False):
+        results = evaluated(layer.run())
+        place = np.asarray(memoryview(layer.cache.keys)).ctypes.data
+        del results
+        for _ in range(3):
+            queries, keys, values = layer.heads()
+            queries, keys = layer.rope(queries), layer.rope(keys)
+            mx.eval(layer.cache.update_and_fetch(keys, values), queries)
+            del queries, keys, values
+            assert np.asarray(memoryview(layer.cache.keys)).ctypes.data == place
+
+
+def others(layer: Layer):
+    """Layers that turn otherwise, by what is different."""
+
+    def run(heads=layer.heads, before=lambda *turned: None, rope=(layer.rope, layer.rope), values=lambda v, q, k: v):
+        def go():
+            layer.cache = layer.fresh_cache()
+            queries, keys, fresh = heads()
+            queries, keys = (turn(a) for turn, a in zip(rope, (queries, keys)))
+            before(queries, keys)
+            return [queries, *layer.cache.update_and_fetch(keys, values(fresh, queries, keys)), layer.cache.keys]
+
+        return go
+
+    def keys_of_queries():
+        queries, keys, values = layer.heads()
+        return queries, layer.rope(queries)[:, :KEY_HEADS] + keys, values
+
+    def pending_cache():
+        layer.cache = layer.fresh_cache()
+        layer.cache.keys = layer.cache.keys + 0
+        queries, keys, values = layer.heads()
+        queries, keys = layer.rope(queries), layer.rope(keys)
+        return [queries, *layer.cache.update_and_fetch(keys, values), layer.cache.keys]
+
+    def turned_otherwise(**turn):
+        return lambda x: mx.fast.rope(x, **{**layer.turn, "offset": 5, **turn})
+
+    return {
+        "queries computed": run(before=lambda q, k: mx.eval(q)),
+        "keys computed": run(before=lambda q, k: mx.eval(k)),
+        "values of the queries": run(values=lambda v, q, k: v + q[:, :KEY_HEADS]),
+        "values of the keys": run(values=lambda v, q, k: v + k),
+        "values of the queries, of heads computed": run(
+            heads=lambda: evaluated(layer.heads()), values=lambda v, q, k: v + q[:, :KEY_HEADS]
+        ),
+        "keys of other queries": run(heads=keys_of_queries),
+        "keys that are not turned": run(rope=(layer.rope, lambda k: k + 0)),
+        "queries that are not turned": run(rope=(lambda q: q + 0, layer.rope)),
+        "other positions": run(rope=(turned_otherwise(offset=4), layer.rope)),
+        "another base": run(rope=(turned_otherwise(base=1e3), layer.rope)),
+        "traditional": run(rope=(turned_otherwise(traditional=True),) * 2),
+        "positions in an array": run(rope=(turned_otherwise(offset=mx.array(5)),) * 2),
+        "a buffer still to be computed": pending_cache,
+        "wider queries": run(heads=lambda: [mx.concatenate([h, h], axis=-1) if i == 0 else h
+                                            for i, h in enumerate(layer.heads())]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", list(others(Layer(np.random.default_rng(0)))))
+def test_other_layers_stay_what_they_were(lenient, rng, what):
+    layer = Layer(rng)
+    run = others(layer)[what]
+    expected = evaluated(run())
+    mm.stats(reset=True)
+    with mm.patched(linear=False):
+        results = evaluated(run())
+    if what != "keys of other queries":  # which those are tells the kernel apart from what must not be
+        assert "rope_append" not in launched()
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        assert_near(a, b, f"result {i}", 1e-5)
+
+
+def test_turning_and_appending_under_transformations(rng):
+    layer = Layer(rng)
+
+    def f(x):
+        layer.x = x
+        queries, keys, values, *_ = layer.run()
+        return (queries**2).sum() + (keys**3).sum() + (values**2).sum()
+
+    x = layer.x
+    runs = {
+        "grad": lambda: mx.grad(f)(x),
+        "compile": lambda: mx.compile(f)(x),
+        "jvp": lambda: mx.jvp(f, [x], [x + 1])[1][0],
+    }
+    expected = evaluated({name: run() for name, run in runs.items()})
+    with mm.patched(linear=False):
+        for name, run in runs.items():
+            assert_near(run(), expected[name], name, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b"])
+def test_a_models_token_is_so_many_kernels(rng, name):
+    model = tiny.build(name, mx.float16, 4)
+    with mm.patched():
+        tiny.tokens(model, [1, 2, 3], 2)
+        mm.stats(reset=True)
+        list(tiny.tokens(model, [1, 2, 3], 12))
+        longer = launched()
+        list(tiny.tokens(model, [1, 2, 3], 11))
+        shorter = launched()
+    of_a_token = {op: longer[op] - shorter.get(op, 0) for op in longer}
+    layers = model.args.num_hidden_layers
+    assert of_a_token == {
+        "rms_norm": 1,
+        "add_rms_norm": 2 * layers,
+        "quantized_matmul": 5 * layers + 1,
+        "quantized_swiglu": layers,
+        "rope_append": layers,
+        "scaled_dot_product_attention": layers,
+    }

@@ -1,0 +1,223 @@
+"""The tile library, one operation at a time, in the simulator."""
+
+import numpy as np
+import pytest
+from helpers.simulate import kernel, register, run
+
+from mlx_mittens.frontend import dialect
+from mlx_mittens.simulator import Fault
+
+INCLUDE = '#include "mittens/tile.h"\n#include "mittens/fragment_layout.h"\nusing namespace mittens;\n'
+TYPES = {"float": np.float32, "half": np.float16}
+R, C = 2, 3  # matrices of the tiles here: 16 rows, 24 columns
+
+
+def simulate(body, arguments, arrays, *, threads=32, seed=5):
+    """Runs a body; arrays are bound in order, the last is written and returned."""
+    file = register(INCLUDE + kernel(body, arguments))
+    run(file, "test", list(arrays), 1, threads, seed=seed)
+    return arrays[-1]
+
+
+def draw(rng, *shape, dtype=np.float32):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def on_tile(rng, operations, result_shape=(16, 24), result="store<float>(x, y, 24, lane);"):
+    """Runs operations on a float tile x [16, 24]; returns x and y."""
+    x = draw(rng, 16, 24)
+    y = np.zeros(result_shape, np.float32)
+    body = f"Tile<float, {R}, {C}> x; load(x, given, 24, lane);\n{operations}\n{result}"
+    return x, simulate(body, "const device float* given [[buffer(0)]], device float* y [[buffer(1)]]", [x, y])
+
+
+@pytest.mark.parametrize("space", ["device", "threadgroup"])
+@pytest.mark.parametrize("name, dtype", TYPES.items())
+def test_load_and_store(rng, name, dtype, space):
+    """With a stride, in device and in threadgroup memory."""
+    x, y = draw(rng, 16, 40, dtype=dtype), np.zeros((16, 30), np.float32)
+    through = f"Tile<{name}, 2, 3> tile; load(tile, x, 40, lane);"
+    if space == "threadgroup":
+        through = (
+            f"threadgroup {name} shared[16 * 25]; Tile<{name}, 2, 3> first; load(first, x, 40, lane);"
+            f"store<{name}>(first, shared, 25, lane); simdgroup_barrier(mem_flags::mem_threadgroup);"
+            f"Tile<{name}, 2, 3> tile; load(tile, shared, 25, lane);"
+        )
+    body = through + "fill_rest(y, lane); simdgroup_barrier(mem_flags::mem_device); store<float>(tile, y, 30, lane);"
+    rest = "inline void fill_rest(device float* y, uint lane) { for (uint i = lane; i < 480; i += 32) { y[i] = 0; } }\n"
+    file = register(
+        INCLUDE + rest + kernel(body, f"const device {name}* x [[buffer(0)]], device float* y [[buffer(1)]]")
+    )
+    run(file, "test", [x, y], seed=3)
+    np.testing.assert_array_equal(y[:, :24], x[:, :24].astype(np.float32))
+    assert not y[:, 24:].any()
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 1), (7, 24), (8, 8), (9, 17), (16, 23), (0, 5), (16, 24)])
+def test_ragged_edges(rng, rows, columns):
+    """What is outside is neither read nor written: the arrays end there."""
+    x, y = draw(rng, max(rows, 1), max(columns, 1)), np.full((16, 24), np.nan, np.float32)
+    stride = x.shape[1]
+    body = f"Tile<float, 2, 3> tile; load(tile, x, {stride}, {rows}, {columns}, -7.0f, lane); store<float>(tile, y, 24, lane);"
+    simulate(body, "const device float* x [[buffer(0)]], device float* y [[buffer(1)]]", [x, y])
+    expected = np.full((16, 24), -7, np.float32)
+    expected[:rows, :columns] = x[:rows, :columns]
+    np.testing.assert_array_equal(y, expected)
+    if rows:
+        z = np.zeros((rows, columns), np.float32)
+        body = f"Tile<float, 2, 3> tile; load(tile, y, 24, lane); store<float>(tile, z, {columns}, {rows}, {columns}, lane);"
+        simulate(body, "const device float* y [[buffer(0)]], device float* z [[buffer(1)]]", [y, z])
+        np.testing.assert_array_equal(z, expected[:rows, :columns])
+
+
+def test_a_store_past_the_edge_is_seen(rng):
+    with pytest.raises(Fault, match="out of bounds"):
+        simulate(
+            "Tile<float, 2, 3> tile; fill(tile, 1.0f); store<float>(tile, y, 24, 16, 24, lane);",
+            "device float* y [[buffer(0)]]",
+            [np.zeros((15, 24), np.float32)],
+        )
+
+
+@pytest.mark.parametrize("name, dtype", TYPES.items())
+@pytest.mark.parametrize("operation", ["ab", "abt", "atb", "atbt"])
+def test_products(rng, name, dtype, operation):
+    """[16, 8] by [8, 24] over 40, in the four transpositions, added to what is there."""
+    inner = 40
+    a = draw(rng, *((inner, 16) if operation.startswith("at") else (16, inner)), dtype=dtype)
+    b = draw(rng, *((24, inner) if operation.endswith("bt") else (inner, 24)), dtype=dtype)
+    tiles = {"ab": ("2, 5", "5, 3"), "abt": ("2, 5", "3, 5"), "atb": ("5, 2", "5, 3"), "atbt": ("5, 2", "3, 5")}
+    call = "multiply_add(sums, a, b);" if operation == "ab" else f"multiply_add_{operation}(sums, a, b, lane);"
+    body = (
+        f"Tile<{name}, {tiles[operation][0]}> a; load(a, left, {a.shape[1]}, lane);"
+        f"Tile<{name}, {tiles[operation][1]}> b; load(b, right, {b.shape[1]}, lane);"
+        f"Tile<float, 2, 3> sums; fill(sums, 1.0f); {call} store<float>(sums, y, 24, lane);"
+    )
+    arguments = f"const device {name}* left [[buffer(0)]], const device {name}* right [[buffer(1)]], device float* y [[buffer(2)]]"
+    y = simulate(body, arguments, [a, b, np.zeros((16, 24), np.float32)])
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    exact = 1 + (a.T if operation.startswith("at") else a) @ (b.T if operation.endswith("bt") else b)
+    np.testing.assert_allclose(y, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+
+
+def test_transposed(rng):
+    x, y = on_tile(
+        rng,
+        "const Tile<float, 3, 2> turned = transposed(x, lane);",
+        (24, 16),
+        "store<float>(turned, y, 16, lane);",
+    )
+    np.testing.assert_array_equal(y, x.T)
+
+
+def test_conversion(rng):
+    x, y = on_tile(
+        rng, "const Tile<half, 2, 3> narrow = converted<half>(x);", result="store<float>(narrow, y, 24, lane);"
+    )
+    np.testing.assert_array_equal(y, x.astype(np.float16).astype(np.float32))
+
+
+OF_ROWS = "if (tile_column(lane) == 0) { for (uint r = 0; r < 2; ++r) { y[r * 8 + tile_row(lane)] = values.at[r]; } }"
+OF_COLUMNS = """if (tile_row(lane) == 0) { for (uint c = 0; c < 3; ++c) {
+  for (uint i = 0; i < 2; ++i) { y[c * 8 + tile_column(lane) + i] = values.at[c][i]; } } }"""
+
+
+@pytest.mark.parametrize("start", [-1e30, 0.5])
+def test_reductions(rng, start):
+    """Of rows and of columns, together with what is there already."""
+    rows = f"RowValues<2> values; fill(values, float({start}));"
+    columns = f"ColumnValues<3> values; for (uint c = 0; c < 3; ++c) {{ values.at[c] = float2({start}); }}"
+    x, y = on_tile(rng, rows + "row_max(x, values);", (16,), OF_ROWS)
+    np.testing.assert_array_equal(y, np.maximum(x.max(1), np.float32(start)))
+    x, y = on_tile(rng, columns + "column_max(x, values);", (24,), OF_COLUMNS)
+    np.testing.assert_array_equal(y, np.maximum(x.max(0), np.float32(start)))
+    if start > 0:
+        x, y = on_tile(rng, rows + "row_sum(x, values);", (16,), OF_ROWS)
+        np.testing.assert_allclose(y, x.sum(1) + start, atol=1e-5)
+        x, y = on_tile(rng, columns + "column_sum(x, values);", (24,), OF_COLUMNS)
+        np.testing.assert_allclose(y, x.sum(0) + start, atol=1e-5)
+        part = (
+            "row_sum_of_lane(x, values); for (int r = 0; r < 2; ++r) { values.at[r] = lanes_of_row_sum(values.at[r]); }"
+        )
+        x, y = on_tile(rng, "RowValues<2> values; fill(values, 0.0f);" + part, (16,), OF_ROWS)
+        np.testing.assert_allclose(y, x.sum(1), atol=1e-5)
+
+
+def test_maps(rng):
+    """Broadcast over rows and columns, and by element."""
+    maxima = "RowValues<2> values; fill(values, -1e30f); row_max(x, values);"
+    x, y = on_tile(rng, maxima + "subtract_rows(x, values); exp2_of(x);")
+    np.testing.assert_allclose(y, np.exp2(x - x.max(1, keepdims=True)), rtol=1e-5)
+    x, y = on_tile(rng, maxima + "multiply_rows(x, values); multiply(x, 3.0f);")
+    np.testing.assert_allclose(y, 3 * x * x.max(1, keepdims=True), rtol=1e-6)
+    sums = "ColumnValues<3> values; for (int c = 0; c < 3; ++c) { values.at[c] = float2(0); } column_sum(x, values);"
+    x, y = on_tile(rng, sums + "add_columns(x, values);")
+    np.testing.assert_allclose(y, x + x.sum(0), atol=1e-5)
+    x, y = on_tile(rng, "const Tile<float, 2, 3> other = x; add(x, other);")
+    np.testing.assert_array_equal(y, 2 * x)
+
+
+@pytest.mark.parametrize("at", [-30, -8, -3, 0, 1, 5, 8, 23, 24, 40])
+def test_causal_and_window_fills(rng, at):
+    row, column = np.mgrid[:16, :24]
+    x, y = on_tile(rng, f"fill_from(x, {at}, -9.0f, lane);")
+    np.testing.assert_array_equal(y, np.where(column >= row + at, np.float32(-9), x))
+    x, y = on_tile(rng, f"fill_before(x, {at}, -9.0f, lane);")
+    np.testing.assert_array_equal(y, np.where(column < row + at, np.float32(-9), x))
+    if at >= 0:
+        x, y = on_tile(rng, f"fill_columns_from(x, {at}, -9.0f, lane);")
+        np.testing.assert_array_equal(y, np.where(column >= at, np.float32(-9), x))
+
+
+@pytest.mark.parametrize("name, dtype", TYPES.items())
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_dealt_products(rng, name, dtype, width, aligned):
+    """Scores of 8 queries and 8 keys, and their product with 8 values, from vectors of neighbours."""
+    columns = 16 * width
+    shift = 0 if aligned else 1
+    q, k, v = (draw(rng, 8, columns + shift, dtype=dtype) for _ in range(3))
+    row = columns + shift
+    body = f"""
+      Fragments<{name}, 2 * {width}> left;
+      load_dealt_left<{name}, {width}, 2>(left, q + tile_row(lane) * {row}, {str(aligned).lower()}, lane);
+      float2 scores = float2(0);
+      for (int b = 0; b < 2; ++b) {{
+        Fragments<{name}, {width}> right;
+        const device {name}* key = k + tile_column(lane) * {row} + b * 8 * {width};
+        load_dealt_right<{name}, {width}>(right, key, key + {row}, {str(aligned).lower()}, lane);
+        for (int t = 0; t < {width}; ++t) {{
+          scores = multiply_tiles<{name}>(left.at[b * {width} + t], right.at[t], scores);
+        }}
+      }}
+      scores = float2({name}(scores.x * 0.1f), {name}(scores.y * 0.1f));
+      for (int b = 0; b < 2; ++b) {{
+        Fragments<{name}, {width}> values;
+        load_dealt_pairs<{name}, {width}>(
+            values, v + tile_row(lane) * {row} + b * 8 * {width}, tile_row(lane) < 7, {str(aligned).lower()}, lane);
+        Fragments<float, {width}> sums;
+        for (int t = 0; t < {width}; ++t) {{
+          sums.at[t] = multiply_tiles<{name}>(vec<{name}, 2>({name}(scores.x), {name}(scores.y)), values.at[t], float2(0));
+        }}
+        store_dealt_pairs<float, {width}>(sums, y + tile_row(lane) * {columns} + b * 8 * {width}, lane);
+      }}
+    """
+    arguments = ", ".join(f"const device {name}* {a} [[buffer({i})]]" for i, a in enumerate("qkv"))
+    y = simulate(body, arguments + ", device float* y [[buffer(3)]]", [q, k, v, np.zeros((8, columns), np.float32)])
+    q, k, v = (a[:, :columns].astype(np.float64) for a in (q, k, v))
+    v[7] = 0  # was said not to be there
+    scores = (q @ k.T * 0.1).astype(dtype).astype(np.float64)
+    exact = scores @ v
+    np.testing.assert_allclose(y, exact, rtol=0, atol=(2e-3 if dtype == np.float16 else 1e-5) * np.abs(exact).max())
+
+
+def test_a_macs_compiler_would_take_all_of_it():
+    """Every function of the library, instantiated."""
+    body = """
+      Tile<half, 2, 3> a; load(a, x, 24, lane);
+      Tile<half, 3, 2> b = transposed(a, lane);
+      Tile<float, 2, 2> sums; fill(sums, 0.0f); multiply_add(sums, a, b); multiply_add_abt(sums, a, a, lane);
+      store<half>(sums, y, 16, lane);
+    """
+    file = register(INCLUDE + kernel(body, "const device half* x [[buffer(0)]], device half* y [[buffer(1)]]"))
+    assert dialect.check(file) == []

@@ -1,0 +1,96 @@
+"""Prompts where there are NVIDIA's tensor cores: float32 by tiles of 8 rows, and what goes to mx there."""
+
+import mlx.core as mx
+import pytest
+from helpers.attention import MASKS, assert_right, exact_of, inputs, mask_of, run
+
+import mlx_mittens as mm
+from mlx_mittens.specs.attention import twin_mask
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("queries, keys", [(17, 17), (40, 33), (33, 70), (18, 300)])
+def test_float32(rng, nvidia_kernels, width, mask, queries, keys):
+    shape = (2, 4, 2, queries, keys, width)
+    q, k, v = inputs(rng, shape, mx.float32)
+    given = mask_of(rng, mask, shape, mx.float32)
+    y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask=given))
+    assert_right(y, None, exact_of(q, k, v, width**-0.5, given), mx.float32)
+    assert nvidia_kernels()[0] == f"attention_decode_tiles_{width}_8_float32"
+
+
+@pytest.mark.parametrize("window", [1, 9, 64])
+def test_float32_in_a_window(rng, nvidia_kernels, window):
+    q, k, v = inputs(rng, (1, 2, 1, 50, 90, 64), mx.float32)
+    y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1, window=window))
+    assert_right(y, None, exact_of(q, k, v, 0.1, None, None, window), mx.float32)
+    assert "tiles" in nvidia_kernels()[0]
+
+
+def test_blocks_that_a_mask_hides_are_skipped(rng, counted, native):
+    """In float32 too; but if a row sees nothing at all, it has the mean of all values."""
+    q, k, v = inputs(rng, (1, 1, 1, 24, 1024, 64), mx.float32)
+    seen = mx.zeros((24, 1024), mx.bool_)
+    seen[:, 512:544] = True
+
+    def bytes_loaded(mask):
+        launches = counted(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1, mask=mask), gpu="nvidia")
+        return sum(counts["device_bytes_loaded"] for counts in launches)
+
+    every = bytes_loaded(mx.ones((24, 1024), mx.bool_))
+    assert bytes_loaded(seen) < 0.2 * every
+    seen[5] = False
+    assert bytes_loaded(seen) > 0.3 * every
+    with mm.simulator.enabled(gpu="nvidia"):
+        y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1, mask=seen))
+    assert_right(y, None, exact_of(q, k, v, 0.1, seen), mx.float32)
+
+
+@pytest.mark.parametrize(
+    "dtype, queries, keys, width, options, kernel",
+    [
+        (mx.float16, 16, 40, 64, {}, True),
+        (mx.float16, 17, 40, 64, {}, False),
+        (mx.bfloat16, 33, 1030, 64, {"mask": "causal"}, False),
+        (mx.float16, 20, 1030, 64, {"mask": "causal"}, True),
+        (mx.float16, 40, 200, 128, {"window": 50}, True),
+        (mx.float16, 40, 199, 128, {"window": 50}, False),
+        (mx.float32, 128, 130, 128, {}, True),
+        (mx.float32, 129, 130, 128, {"mask": "causal"}, False),
+        (mx.float32, 129, 130, 64, {"mask": "causal"}, True),
+        (mx.float32, 129, 130, 64, {}, False),
+    ],
+)
+def test_what_goes_to_mx(rng, lenient, nvidia_kernels, dtype, queries, keys, width, options, kernel):
+    q, k, v = inputs(rng, (1, 2, 1, queries, keys, width), dtype)
+    mm.stats(reset=True)
+    y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=width**-0.5, **options))
+    reason = {"many queries where there are tensor cores": 1}
+    assert mm.stats()["scaled_dot_product_attention"]["mx"] == ({} if kernel else reason)
+    assert bool(nvidia_kernels()) == kernel
+    mask = twin_mask(options.get("mask"), options.get("window"), queries, keys)
+    twin = mx.fast.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask=mask)
+    assert_right(y, twin, exact_of(q, k, v, width**-0.5, options.get("mask"), None, options.get("window")), dtype)
+
+
+def test_force_fused_keeps_the_kernel(rng, lenient, nvidia_kernels):
+    """In float32 mx may have none there."""
+    q, k, v = inputs(rng, (1, 2, 1, 140, 150, 128), mx.float32)
+    run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1, force_fused=True))
+    assert nvidia_kernels()
+
+
+def test_no_keys(rng, lenient, nvidia_kernels):
+    q, k, v = inputs(rng, (1, 2, 1, 40, 0, 64), mx.float16)
+    y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1))
+    assert y.shape == q.shape and not mx.any(y)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_apple_gpus_take_all(rng, lenient, native, dtype):
+    q, k, v = inputs(rng, (1, 1, 1, 140, 150, 64), dtype)
+    mm.stats(reset=True)
+    with mm.simulator.enabled():
+        run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1))
+    assert mm.stats()["scaled_dot_product_attention"]["mx"] == {}

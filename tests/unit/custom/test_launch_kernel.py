@@ -1,0 +1,155 @@
+"""Launching any kernel on mx arrays, in the simulator and, if there is one, on a CUDA GPU."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.simulate import register
+
+from mlx_mittens import _ext
+from mlx_mittens.frontend import CompileError
+from mlx_mittens.ops.custom import Output, float32, int32, int64, launch
+from mlx_mittens.simulator import Fault
+
+TEXT = """
+constant bool negate [[function_constant(3)]];
+constant int shift [[function_constant(5)]];
+[[kernel]] void affine(const device float* in [[buffer(0)]], device float* out [[buffer(1)]],
+    const constant int& n [[buffer(2)]], const constant long* offsets [[buffer(4)]],
+    const constant float& bias [[buffer(5)]], const device float* more [[buffer(6), function_constant(negate)]],
+    device int* indices [[buffer(7)]], uint i [[thread_position_in_grid]]) {
+  if (int(i) < n) {
+    float value = in[i] * offsets[1] + bias;
+    if (negate) {
+      value = -value - more[i];
+    }
+    out[i] = value;
+    indices[i] = int(i) + shift + int(offsets[0]);
+  }
+}
+[[kernel]] void scratch(const device int* in [[buffer(0)]], device int* out [[buffer(1)]],
+    threadgroup int* memory [[threadgroup(0)]], uint3 i [[thread_position_in_threadgroup]],
+    uint3 group [[threadgroup_position_in_grid]]) {
+  memory[i.x] = in[group.y * 32 + i.x];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  out[group.y * 32 + i.x] = memory[31 - i.x];
+}
+[[kernel]] void beyond(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i + 1] = 1; }
+"""
+
+
+@pytest.fixture(params=[mx.cpu] + [mx.gpu] * (mx.is_available(mx.gpu) and _ext.cuda_available()), ids=str)
+def stream(request):
+    return mx.default_stream(request.param)
+
+
+@pytest.fixture(scope="module")
+def file():
+    return register(TEXT)
+
+
+def affine(file, x, stream, constants, more):
+    arguments = {0: x, 1: Output(x.shape, mx.float32), 2: int32(x.size), 4: int64(7, 3), 7: Output([x.size], mx.int32)}
+    return launch(file, "affine", arguments | more, [2], [32], constants=constants, stream=stream)
+
+
+def test_inputs_outputs_and_constants(file, stream):
+    """There is no buffer 3, buffer 6 is not bound, and offsets are a pointer whose bytes are handed over."""
+    x = mx.arange(40).astype(mx.float32).reshape(8, 5)
+    out, indices = affine(file, x, stream, {3: False, 5: 100}, {5: float32(0.5)})
+    assert out.shape == (8, 5) and mx.array_equal(out, 3 * x + 0.5).item()
+    assert indices.dtype == mx.int32 and mx.array_equal(indices, mx.arange(40) + 107).item()
+
+
+def test_function_constants_make_other_kernels(file, stream):
+    x = mx.arange(40).astype(mx.float32)
+    out, indices = affine(file, x, stream, {3: True, 5: -7}, {5: float32(0), 6: x})
+    assert mx.array_equal(out, -4 * x).item() and mx.array_equal(indices, mx.arange(40)).item()
+
+
+def test_threadgroup_memory_and_dimensions(file, stream):
+    x = mx.arange(96).astype(mx.int32)
+    (out,) = launch(
+        file, "scratch", {0: x, 1: Output([3, 32], mx.int32)}, [1, 3], [32, 1], threadgroup_bytes=128, stream=stream
+    )
+    assert mx.array_equal(out, x.reshape(3, 32)[:, ::-1]).item()
+
+
+def test_views_and_lazy_inputs(file, stream):
+    """A kernel starts at the first element of a view, and waits for what computes its inputs."""
+    x = (mx.arange(128).astype(mx.int32) * 2 + 1)[32:64]
+    (out,) = launch(file, "scratch", {0: x, 1: Output([32], mx.int32)}, [1], [32], threadgroup_bytes=128, stream=stream)
+    assert mx.array_equal(out + 0, (mx.arange(32, 64) * 2 + 1)[::-1]).item()
+
+
+def test_faults_are_exceptions(file):
+    (out,) = launch(file, "beyond", {0: Output([32], mx.int32)}, [1], [32], stream=mx.cpu)
+    with pytest.raises(Fault, match="beyond"):
+        mx.eval(out)
+    (again,) = launch(file, "scratch", {0: mx.arange(32), 1: Output([32], mx.int32)}, [1], [32], threadgroup_bytes=128)
+    assert np.array(again)[0] == 31
+
+
+@pytest.mark.parametrize(
+    "kernel, arguments, error, message",
+    [
+        ("affine", {3: b"1234"}, ValueError, r"affine has no buffer 3; it has 0, 1, 2, 4, 5, 6, 7"),
+        ("affine", {0: 1.5}, TypeError, "buffer 0 of affine is float: expected array, bytes or Output"),
+        ("affin", {}, KeyError, "no kernel 'affin'; it has affine"),
+    ],
+)
+def test_bad_arguments(file, kernel, arguments, error, message):
+    with pytest.raises(error, match=message):
+        launch(file, kernel, arguments, [1], [32])
+
+
+def test_views_as_they_lie_in_memory(file, stream):
+    """What is not row contiguous is copied, unless the kernel wants it as it is."""
+    x = mx.arange(64).astype(mx.int32).reshape(32, 2)
+    mx.eval(x)
+    for copied, expected in ((True, x[:, 0]), (False, mx.arange(32))):
+        (out,) = launch(
+            file,
+            "scratch",
+            {0: x[:, 0], 1: Output([32], mx.int32)},
+            [1],
+            [32],
+            threadgroup_bytes=128,
+            ensure_row_contiguous=copied,
+            stream=stream,
+        )
+        assert mx.array_equal(out, expected[::-1]).item()
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_views_start_at_their_first_element(file, stream, copied):
+    """Those that run backwards too, and those of a part of their memory, of which a kernel sees no more."""
+    x = mx.arange(64).astype(mx.int32)
+    mx.eval(x)
+    for view in (x[::-1], x[31::-1], mx.as_strided(x, (32,), (1,), 32), mx.as_strided(x, (2, 32), (32, -1), 31)):
+        (out,) = launch(
+            file,
+            "scratch",
+            {0: view, 1: Output([32], mx.int32)},
+            [1],
+            [32],
+            threadgroup_bytes=128,
+            ensure_row_contiguous=copied,
+            stream=stream,
+        )
+        assert mx.array_equal(out, view.reshape(-1)[:32][::-1]).item()
+
+
+def test_a_view_of_too_many_dimensions_that_runs_backwards(file):
+    view = mx.arange(32).reshape([1] * 9 + [32])[..., ::-1]
+    arguments = {0: view, 1: Output([32], mx.int32)}
+    (out,) = launch(file, "scratch", arguments, [1], [32], threadgroup_bytes=128, ensure_row_contiguous=False)
+    with pytest.raises(ValueError, match="scratch: a view of 10 dimensions runs backwards: expected at most 9"):
+        mx.eval(out)
+
+
+def test_a_text_that_does_not_compile_is_named_where_its_result_is_evaluated(stream):
+    file = register("[[kernel]] void broken(device int* out [[buffer(0)]]) { out[0] = unknown; }")
+    (out,) = launch(file, "broken", {0: Output((1,), mx.int32)}, [1], [1], stream=stream)
+    with pytest.raises(CompileError, match="undeclared identifier 'unknown'") as caught:
+        mx.eval(out)
+    assert caught.value.file == file and caught.value.log.startswith(f"{file}:")

@@ -1,0 +1,225 @@
+"""Products of a few rows with a dense matrix."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.matrices import assert_error_at_most_that_of_mx, assert_right, draw, exact_product
+
+import mlx_mittens as mm
+from mlx_mittens.specs import widen
+
+
+def product(rng, rows, columns, outputs, dtype, transpose=True, with_bias=False):
+    w = draw(rng, (outputs, columns) if transpose else (columns, outputs), dtype)
+    x = draw(rng, (rows, columns), dtype)
+    bias = draw(rng, (outputs,), dtype) if with_bias else None
+    y = mm.gemv(w, x, bias, transpose=transpose)
+    assert y.shape == (rows, outputs)
+    assert_right(y, exact_product(widen(x), widen(w) if transpose else widen(w).T, widen(bias)), dtype)
+
+
+@pytest.mark.parametrize(
+    "rows, columns, outputs",
+    [
+        (1, 1, 1), (1, 7, 3), (1, 8, 5), (1, 256, 4), (1, 255, 9), (1, 2880, 21), (1, 4100, 6), (2, 513, 10),
+        (3, 1024, 7), (4, 96, 33), (5, 777, 8), (7, 2048, 5), (8, 640, 12), (9, 100, 6), (12, 1032, 11), (16, 520, 9),
+        (16, 33, 2), (7, 16392, 5), (7, 16391, 5), (16, 16392, 3), (7, 16392, 40), (16, 8712, 35),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("transpose", [True, False])
+def test_shapes(rng, dtype, executor, rows, columns, outputs, transpose):
+    product(rng, rows, columns, outputs, dtype, transpose, with_bias=rows % 2 == 1)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("rows", [*range(1, 18), 31, 32, 33, 127, 129, 257, 300])
+def test_any_number_of_rows(rng, dtype, native, rows, transpose):
+    """Shapes off the edges of tiles and panels, drawn anew."""
+    columns, outputs = (int(n) for n in rng.integers(1, 150, 2))
+    product(rng, rows, columns, outputs, dtype, transpose, with_bias=rows % 2 == 0)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("rows, columns, outputs", [(3, 1100, 67), (6, 2049, 131), (9, 1024, 64), (40, 1023, 129),
+                                                    (18, 3001, 5), (260, 515, 97)])  # fmt: skip
+def test_several_panels(rng, dtype, native, rows, columns, outputs, transpose):
+    product(rng, rows, columns, outputs, dtype, transpose)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 5, 9, 20])
+def test_results_repeat_bit_for_bit(rng, dtype, native, rows, transpose):
+    w, x = draw(rng, (200, 200), dtype), draw(rng, (rows, 200), dtype)
+    first, second = (widen(mm.gemv(w, x, transpose=transpose)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 11])
+@pytest.mark.parametrize("transpose", [True, False])
+def test_nothing_beyond_a_view_is_read(rng, dtype, native, rows, transpose):
+    """Weights inside a matrix of NaN, on any boundary."""
+    for _ in range(4):
+        columns, outputs = (int(n) for n in rng.integers(1, 80, 2))
+        shape = (outputs, columns) if transpose else (columns, outputs)
+        top, left = (int(n) for n in rng.integers(0, 9, 2))
+        whole = mx.full((shape[0] + 16, shape[1] + 16), float("nan"), dtype)
+        w = draw(rng, shape, dtype)
+        whole[top : top + shape[0], left : left + shape[1]] = w
+        view = whole[top : top + shape[0], left : left + shape[1]]
+        x = draw(rng, (rows, columns), dtype)
+        exact = exact_product(widen(x), widen(w) if transpose else widen(w).T)
+        assert_right(mm.gemv(view, x, transpose=transpose), exact, dtype)
+
+
+@pytest.mark.parametrize("columns, outputs", [(65536, 2), (40_001, 3), (32_768, 64)])
+def test_few_outputs_of_many_columns(rng, executor, columns, outputs):
+    """Several threadgroups share the columns."""
+    product(rng, 1, columns, outputs, mx.float16, True, True)
+    product(rng, 2, columns, outputs, mx.float32, False)
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 1, 3, 64), (0, 64)])
+def test_any_leading_shape(rng, executor, shape):
+    w, x = draw(rng, (10, 64), mx.float32), draw(rng, shape, mx.float32)
+    y = mm.gemv(w, x)
+    assert y.shape == (*shape[:-1], 10)
+    assert_right(y, exact_product(widen(x), widen(w)), mx.float32)
+
+
+@pytest.mark.parametrize("columns", [64, 65])
+def test_strided_weights(rng, dtype, executor, columns):
+    w, x = draw(rng, (3 * 20, columns + 8), dtype), draw(rng, (2, 20), dtype)
+    for view in (w[::3, 8:], w[1::3, 3 : columns + 3], w[:20].T[:columns].T, w[::-3, :columns]):
+        assert_right(mm.gemv(view, x, transpose=False), exact_product(widen(x), widen(view).T), dtype)
+        other = draw(rng, (2, columns), dtype)
+        assert_right(mm.gemv(view, other), exact_product(widen(other), widen(view)), dtype)
+
+
+def test_strided_rows(rng, executor):
+    w, x = draw(rng, (9, 64), mx.float32), draw(rng, (64, 3), mx.float32)
+    assert_right(mm.gemv(w, x.T), exact_product(widen(x).T, widen(w)), mx.float32)
+    x = draw(rng, (3 * 64 + 1,), mx.float32)[1:].reshape(3, 64)
+    assert_right(mm.gemv(w, x), exact_product(widen(x), widen(w)), mx.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+def test_infinity_and_nan(rng, dtype, executor, rows):
+    w, x = mx.abs(draw(rng, (8, 64), dtype)), mx.abs(draw(rng, (rows, 64), dtype)) + 1
+    w[1, 3] = float("inf")
+    w[2, 60] = float("nan")
+    w[3, 5] = float("-inf")
+    assert_right(mm.gemv(w, x), exact_product(widen(x), widen(w)), dtype)
+    assert_right(mm.gemv(w.T, x, transpose=False), exact_product(widen(x), widen(w)), dtype)
+
+
+def test_the_edge_of_float16(executor):
+    w = mx.full((4, 64), 32.0, mx.float16)
+    w[1] = 31.0
+    x = mx.full((1, 64), 32.0, mx.float16)
+    y = np.array(mm.gemv(w, x))
+    assert np.isinf(y[0, 0]) and y[0, 1] == 31 * 32 * 64
+
+
+def test_error_is_at_most_that_of_mx(rng, dtype, executor):
+    w, x = draw(rng, (64, 2048), dtype), draw(rng, (1, 2048), dtype)
+    assert_error_at_most_that_of_mx(mm.gemv(w, x), x @ w.T, exact_product(widen(x), widen(w)))
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_gradients(rng, executor, transpose):
+    columns, outputs = 48, 20
+    primals = [
+        draw(rng, (outputs, columns) if transpose else (columns, outputs), mx.float32),
+        draw(rng, (2, 2, columns), mx.float32),
+        draw(rng, (outputs,), mx.float32),
+    ]
+
+    def ours(w, x, bias):
+        return mm.gemv(w, x, bias, transpose=transpose)
+
+    def twin(w, x, bias):
+        return x @ (w.T if transpose else w) + bias
+
+    cotangent = draw(rng, (2, 2, outputs), mx.float32)
+    for a, b in zip(mx.vjp(ours, primals, [cotangent])[1], mx.vjp(twin, primals, [cotangent])[1], strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-3)
+    tangents = [draw(rng, p.shape, mx.float32) for p in primals]
+    for a, b in zip(mx.jvp(ours, primals, tangents)[1], mx.jvp(twin, primals, tangents)[1], strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_vmap_and_compile(rng, executor, transpose):
+    w, x = draw(rng, (3, 32, 32), mx.float32), draw(rng, (3, 2, 32), mx.float32)
+    one = mx.compile(lambda w, x: mm.gemv(w, x, transpose=transpose))
+    each = mx.stack([one(w[i], x[i]) for i in range(3)])
+    np.testing.assert_allclose(np.array(mx.vmap(one)(w, x)), np.array(each), rtol=1e-4, atol=1e-4)
+    shared = mx.vmap(one, in_axes=(None, 1), out_axes=1)(w[0], x)
+    np.testing.assert_allclose(np.array(shared[0]), np.array(one(w[0], x[0])), rtol=1e-4, atol=1e-4)
+
+
+SPLIT, WHOLE = (1, 4200), (16, 40)  # rows and columns of x
+
+
+@pytest.mark.parametrize("order", [(WHOLE, SPLIT), (SPLIT, WHOLE, SPLIT)])
+@pytest.mark.parametrize("transpose", [True, False])
+def test_compiled_for_any_shape(rng, executor, transpose, order):
+    """A graph traced with columns that threadgroups share out does so where they are many; traced with few, never."""
+    compiled = mx.compile(lambda w, x: mm.gemv(w, x, transpose=transpose) + 1, shapeless=True)
+    for rows, columns in order:
+        w = draw(rng, (160, columns) if transpose else (columns, 160), mx.float32)
+        x = draw(rng, (rows, columns), mx.float32)
+        exact = exact_product(widen(x), widen(w) if transpose else widen(w).T, np.ones(160))
+        mm.stats(reset=True)
+        assert_right(compiled(w, x), exact, mx.float32)
+        kernels = str(mm.stats()["gemv"]["kernels"])
+        split = order[0] == (rows, columns) == SPLIT
+        assert executor == "native" or ("split_sum" in kernels) == split, kernels
+
+
+@pytest.mark.parametrize("columns, outputs, simdgroups", [(2048, 64, 8), (1280, 4864, 5), (1280, 7008, 4)])
+def test_simdgroups_of_several_rows(rng, counted, columns, outputs, simdgroups):
+    """The fewest rounds of all waves: eight take two, five two and, for 304 threadgroups, one wave; 438 would take two."""
+    w, x = draw(rng, (outputs, columns), mx.bfloat16), draw(rng, (8, columns), mx.bfloat16)
+    (counts,) = counted(lambda: mm.gemv(w, x))
+    assert counts["threads"] == counts["threadgroups"] * 32 * simdgroups
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, outputs, transpose, kernel",
+    [
+        (mx.float16, 3, 4097, False, False), (mx.bfloat16, 8, 4097, False, False), (mx.float16, 3, 4096, False, True),
+        (mx.float16, 2, 4097, False, True), (mx.float16, 1, 4097, False, True), (mx.float32, 3, 4097, False, True),
+        (mx.float16, 3, 4097, True, True), (mx.bfloat16, 8, 4097, True, True),
+        (mx.float16, 8, 65600, True, True), (mx.float16, 9, 65600, True, False), (mx.float16, 9, 65536, True, True),
+        (mx.float32, 9, 65600, True, False), (mx.float32, 9, 65536, True, True),
+    ],
+)  # fmt: skip
+def test_what_goes_to_mx(rng, lenient, nvidia_kernels, dtype, rows, outputs, transpose, kernel):
+    """By the rules for NVIDIA GPUs."""
+    columns = 64
+    mm.stats(reset=True)
+    product(rng, rows, columns, outputs, dtype, transpose)
+    reason = {"many rows of x where there are tensor cores": 1}
+    assert mm.stats()["gemv"]["mx"] == ({} if kernel else reason)
+    assert bool(nvidia_kernels()) == kernel
+
+
+def test_no_columns(executor):
+    y = mm.gemv(mx.zeros((4, 0)), mx.zeros((2, 0)), mx.arange(8.0)[::2] / 2)
+    np.testing.assert_array_equal(np.array(y), [[0, 1, 2, 3]] * 2)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"w": mx.zeros((4,))}, ValueError, r"w has shape \(4\): expected two dimensions"),
+        ({"x": mx.zeros((1, 3))}, ValueError, r"x has 3 columns, w has shape \(4,8\)"),
+        ({"x": mx.array(1.0)}, ValueError, r"x has no dimensions"),
+        ({"bias": mx.zeros((8,))}, ValueError, r"bias has shape \(8\): expected one dimension with 4 elements"),
+        ({"w": mx.zeros((4, 8), mx.int32), "x": mx.zeros((1, 8), mx.int32)}, mm.DtypeError, r"x has dtype int32"),
+    ],
+)
+def test_bad_input(change, error, message):
+    with pytest.raises(error, match=r"\[gemv\] .*" + message):
+        mm.gemv(**{"w": mx.zeros((4, 8)), "x": mx.zeros((1, 8)), **change})

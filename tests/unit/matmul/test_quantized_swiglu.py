@@ -1,0 +1,85 @@
+"""The gated half of a feed-forward block."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from helpers.matrices import assert_right, draw, exact_swiglu, quantize
+
+import mlx_mittens as mm
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    "rows, columns, outputs, group_size",
+    [(1, 64, 1, 32), (1, 2880, 10, 64), (2, 896, 7, 64), (3, 640, 21, 128), (5, 1024, 6, 64), (16, 96, 9, 32)],
+)
+def test_shapes(rng, dtype, executor, rows, columns, outputs, group_size, bits):
+    gate, up = (quantize(rng, (outputs, columns), dtype, group_size, bits) for _ in range(2))
+    x = draw(rng, (rows, columns), dtype) * (0.5 / columns**0.5)
+    y = mm.quantized_swiglu(x, gate, up, group_size, bits)
+    assert_right(y, exact_swiglu(x, gate, up, group_size, bits), dtype)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [*range(1, 18), 33, 129, 257])
+def test_any_number_of_rows(rng, dtype, native, rows, bits):
+    columns, outputs = 32 * int(rng.integers(1, 40)), int(rng.integers(1, 140))
+    gate, up = (quantize(rng, (outputs, columns), dtype, 32, bits) for _ in range(2))
+    x = draw(rng, (rows, columns), dtype) * (0.5 / columns**0.5)
+    assert_right(mm.quantized_swiglu(x, gate, up, 32, bits), exact_swiglu(x, gate, up, 32, bits), dtype)
+
+
+def test_is_what_the_layers_of_a_model_compute(rng, executor):
+    gate, up = (quantize(rng, (24, 128), mx.float32, 64, 4) for _ in range(2))
+    x = draw(rng, (2, 1, 128), mx.float32, outliers=False) / 11
+    expected = nn.silu(mx.quantized_matmul(x, *gate)) * mx.quantized_matmul(x, *up)
+    np.testing.assert_allclose(np.array(mm.quantized_swiglu(x, gate, up)), np.array(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_large_gates(executor):
+    words, scales = mx.full((2, 8), 0x11111111, mx.uint32), mx.array([[10.0], [-10.0]])
+    triple = (words, scales, mx.zeros((2, 1)))
+    y = np.array(mm.quantized_swiglu(mx.ones((1, 64)), triple, triple))
+    np.testing.assert_array_equal(y, [[640.0 * 640.0, 0.0]])
+
+
+def test_strided_weights(rng, executor):
+    """Gate and up as halves of one matrix, and with strides that differ."""
+    both = quantize(rng, (2 * 16, 64), mx.float32, 32, 4)
+    gate, up = ([a[i * 16 : (i + 1) * 16] for a in both] for i in range(2))
+    x = draw(rng, (1, 64), mx.float32) / 8
+    assert_right(mm.quantized_swiglu(x, gate, up, 32), exact_swiglu(x, gate, up, 32, 4), mx.float32)
+    every_other = [a[::2] for a in both]
+    assert_right(mm.quantized_swiglu(x, gate, every_other, 32), exact_swiglu(x, gate, every_other, 32, 4), mx.float32)
+
+
+def test_gradients_vmap_and_compile(rng, executor):
+    gate, up = (quantize(rng, (16, 64), mx.float32, 32, 4) for _ in range(2))
+    x = draw(rng, (3, 64), mx.float32, outliers=False) / 8
+
+    def ours(x):
+        return mm.quantized_swiglu(x, gate, up, 32)
+
+    def dense(x):
+        w, v = (mx.dequantize(*triple, 32, 4) for triple in (gate, up))
+        return nn.silu(x @ w.T) * (x @ v.T)
+
+    cotangent = draw(rng, (3, 16), mx.float32)
+    for a, b in zip(mx.vjp(ours, [x], [cotangent])[1], mx.vjp(dense, [x], [cotangent])[1], strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(np.array(mx.vmap(ours)(x)), np.array(dense(x)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(dense(x)), rtol=1e-4, atol=1e-4)
+
+
+def test_bad_input(rng, native):
+    x, gate = mx.zeros((1, 64)), quantize(rng, (16, 64), mx.float32, 64, 4)
+    for up, message in [
+        (quantize(rng, (8, 64), mx.float32, 64, 4), "up's w has 8 rows, gate's has 16"),
+        (quantize(rng, (16, 128), mx.float32, 64, 4), "x has 64 columns"),
+        (quantize(rng, (2, 16, 64), mx.float32, 64, 4), r"up's w has shape \(2,16,8\): expected two dimensions"),
+    ]:
+        with pytest.raises(ValueError, match=r"\[quantized_swiglu\] " + message):
+            mm.quantized_swiglu(x, gate, up)
+    with pytest.raises(ValueError, match=r"bits is 9"):
+        mm.quantized_swiglu(x, gate, gate, bits=9)

@@ -1,0 +1,52 @@
+"""What only rms_norm promises."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.support import assert_right
+
+import mlx_mittens as mm
+from mlx_mittens import specs
+from mlx_mittens.specs import Case
+
+OP = specs.get("rms_norm")
+
+
+def test_hand_worked(executor):
+    y = mm.rms_norm(mx.array([[3.0, 4.0], [0.0, 0.0]]), mx.array([1.0, 2.0]), 0.0)
+    np.testing.assert_allclose(np.array(y[0]), [3 / 12.5**0.5, 8 / 12.5**0.5], rtol=1e-6)
+    assert np.isnan(np.array(y[1])).all(), "0 / 0, as in mx"
+
+
+def test_vector(dtype, executor, rng):
+    case = Case("vector", (333,))
+    assert_right(OP, case, OP.draw(rng, case, dtype))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-3, 10.0, 1])
+def test_eps(dtype, executor, rng, eps):
+    case = Case("eps", (4, 96), {"eps": eps})
+    assert_right(OP, case, OP.draw(rng, case, dtype))
+
+
+def test_eps_carries_tiny_rows(executor):
+    x = mx.full((2, 64), 1e-30)
+    np.testing.assert_allclose(np.array(mm.rms_norm(x, None, 1e-6)), 1e-27, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_rounds_before_the_weight(dtype, executor, rng):
+    """As in mx: the normalized value is rounded, then the product."""
+    case = Case("rounding", (8, 500))
+    x, weight = OP.draw(rng, case, dtype)
+    plain = mm.rms_norm(x, None, 1e-5)
+    assert mx.array_equal(mm.rms_norm(x, weight, 1e-5), plain * weight).item()
+
+
+def test_float16_weight_overflows_to_infinity(executor):
+    x = mx.ones((2, 64), mx.float16)
+    weight = mx.full((64,), 60000.0, mx.float16)
+    x[0, 0] = 60.0
+    y, twin = mm.rms_norm(x, weight, 1e-5), mx.fast.rms_norm(x, weight, 1e-5)
+    assert np.isinf(np.array(y)).sum() == 1
+    np.testing.assert_array_equal(np.isinf(np.array(y)), np.isinf(np.array(twin)))

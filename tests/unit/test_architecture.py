@@ -1,0 +1,86 @@
+"""The tree is what docs/architecture.md says: where an op is, which folder includes which, no circles."""
+
+import ast
+import re
+import runpy
+from collections.abc import Collection
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from mlx_mittens import frontend, specs
+
+ROOT = Path(__file__).parents[2]
+WHERE = runpy.run_path(str(ROOT / "docs" / "where.py"))
+
+
+def test_every_op_is_in_the_table():
+    ops = [op for place in WHERE["PLACES"] for op in place.ops]
+    assert sorted(ops) == sorted({op.name for op in specs.OPS})
+
+
+@pytest.mark.parametrize("place", WHERE["PLACES"], ids=lambda place: place.ops[0])
+def test_what_the_table_names_is_there(place):
+    for folder, names in place.columns():
+        for name in names:
+            assert (ROOT / folder / name).is_file(), f"{folder}/{name}"
+    for op in place.ops:
+        assert f"def {op}(" in (ROOT / "mlx_mittens" / "ops" / place.python).read_text()
+
+
+def test_every_kernel_is_in_the_table():
+    named = {f"{place.family}/{name}" for place in WHERE["PLACES"] for name in (*place.kernels, *place.nvidia)}
+    assert set(frontend.files()) == named | {"runtime/copy.metal"}
+
+
+def test_the_documentation_has_the_table():
+    assert WHERE["in_docs"]() == WHERE["table"](), "run python docs/where.py --write"
+
+
+def included(folder: str) -> dict[str, set[str]]:
+    """The folders that each folder of C++ includes files of, but for itself."""
+    graph: dict[str, set[str]] = {}
+    for path in (ROOT / folder).rglob("*"):
+        if path.suffix in (".h", ".cpp", ".metal"):
+            own = path.relative_to(ROOT / folder).parts[0]
+            names = re.findall(r'#include "([a-z_]+)/([a-z_/.]+)"', path.read_text())
+            # Every file may register bindings; what is behind that header is no part of the layers.
+            names = [top for top, rest in names if (top, rest) not in REGISTRY]
+            graph.setdefault(own, set()).update(top for top in names if (ROOT / folder / top).is_dir() and top != own)
+    return graph
+
+
+REGISTRY = {("python", "registry.h"), ("python", "array_caster.h"), ("python", "simulator.h")}
+
+
+@pytest.mark.parametrize("folder", ["csrc", "metal"])
+def test_folders_include_in_no_circle(folder):
+    graph = included(folder)
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError
+    if folder == "csrc":
+        assert "ops" not in graph["backends"] | graph["simulator"] | graph["runtime"] | graph["mlx_internals"]
+        assert graph["simulator"] == set()
+
+
+def imported(path: Path, module: str, modules: Collection[str]) -> set[str]:
+    """The package's modules that a module imports, where it is loaded or later."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+            source = f"{base}.{node.module}" if node.module else base
+            submodules = {f"{source}.{alias.name}" for alias in node.names} & set(modules)
+            names |= submodules if len(submodules) == len(node.names) else {source, *submodules}
+    return names & set(modules) - {module, "mlx_mittens"}
+
+
+def test_modules_import_in_no_circle():
+    package = ROOT / "mlx_mittens"
+    modules = {}
+    for path in package.rglob("*.py"):
+        parts = ("mlx_mittens", *path.relative_to(package).with_suffix("").parts)
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {name: imported(path, name, modules) for name, path in modules.items()}
+    assert list(TopologicalSorter(graph).static_order())

@@ -1,0 +1,73 @@
+"""What rests on private parts of MLX turns itself off where MLX or mlx-lm is not the known one; ops keep working."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import mlx_mittens as mm
+from mlx_mittens import _ext
+from mlx_mittens.cli import doctor
+from mlx_mittens.patching import targets
+
+# A token of a tiny model with a cache, patched and not; prints the largest difference, and the kernels that ran.
+TOKENS = """
+import json
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+import mlx_mittens as mm
+from mlx_mittens import _ext
+mx.random.seed(1)
+args = llama.ModelArgs(model_type="llama", hidden_size=128, num_hidden_layers=2, intermediate_size=256,
+                       num_attention_heads=2, num_key_value_heads=1, rms_norm_eps=1e-5, vocab_size=64)
+model = llama.Model(args)
+def logits():
+    cache = make_prompt_cache(model)
+    model(mx.array([[1, 2, 3]]), cache=cache)
+    return mx.stack([model(mx.array([[i]]), cache=cache) for i in range(4)])
+plain = logits()
+with mm.patched():
+    patched = logits()
+    mx.eval(patched)
+kernels = {op: sum(counts["kernels"].values()) for op, counts in mm.stats().items()}
+print(json.dumps([mx.abs(patched - plain).max().item(), kernels, _ext.mlx_internals_problem()]))
+"""
+
+
+def tokens(internals: str) -> tuple[float, dict[str, int], str]:
+    environment = {**os.environ, "MLX_MITTENS_INTERNALS": internals}
+    done = subprocess.run([sys.executable, "-c", TOKENS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return tuple(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("internals", ["", "off"])
+def test_models_work_with_and_without(internals):
+    difference, kernels, problem = tokens(internals)
+    assert difference < 1e-4
+    assert kernels["rms_norm"] and kernels["gemv"]
+    assert ("rope_append" in kernels) == (internals == "")  # else mx turns and appends
+    assert problem == ("MLX_MITTENS_INTERNALS=off" if internals else "")
+
+
+def test_they_are_on_here():
+    assert _ext.mlx_internals_problem() == "" and targets.unknown() == []
+    assert set(doctor._internals().values()) == {"on"}
+
+
+def test_doctor_names_a_layer_whose_code_is_another(monkeypatch):
+    layer = next(target for target in targets.TARGETS if target.name == "mlx_lm.models.llama.Attention.__call__")
+    monkeypatch.setitem(layer.__dict__, "text", "0123456789abcdef")
+    assert targets.unknown() == [layer.name]
+    assert f"off for {layer.name}" in doctor._internals()["mlx-lm layers"]
+    with mm.patched():  # the others are patched, and it runs as mlx-lm has it
+        assert not layer.is_known()
+
+
+def test_doctor_says_that_they_are_off(monkeypatch):
+    monkeypatch.setattr(_ext, "mlx_internals_problem", lambda: "built for mlx 9.9.9, known is 0.32.4")
+    assert doctor._internals()["mlx internals"].startswith("off (built for mlx 9.9.9, known is 0.32.4)")

@@ -1,0 +1,27 @@
+"""mx.vmap of every op over every choice of its array arguments is a loop of single calls."""
+
+import itertools
+
+import mlx.core as mx
+import pytest
+from helpers.calls import CALLS
+from helpers.support import assert_near
+
+SIZE = 2
+# Where the new axis is, of so many axes.
+PLACES = {"first": lambda axes: 0, "last": lambda axes: axes - 1, "negative": lambda axes: -(axes // 2) - 1}
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.covered], ids=lambda call: call.name)
+def test_every_subset(call, native, rng):
+    names = list(call.arguments)
+    several = call.arrays(rng, extra=lambda name: (SIZE,))
+    subsets = [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
+    for chosen, (place, axis_of) in zip(subsets, itertools.cycle(PLACES.items())):
+        one = [[several[name][i if name in chosen else 0] for name in names] for i in range(SIZE)]
+        expected = [mx.stack(outputs) for outputs in zip(*(call.run(*arrays) for arrays in one))]
+        axes = {name: axis_of(several[name].ndim) for name in chosen}
+        arrays = [mx.moveaxis(several[n], 0, axes[n]) if n in chosen else several[n][0] for n in names]
+        result = mx.vmap(lambda *a: call.run(*a), in_axes=tuple(axes.get(n) for n in names))(*arrays)
+        for i, (a, b) in enumerate(zip(result, expected, strict=True)):
+            assert_near(a, b, f"output {i} for {chosen}, new axis {place}")

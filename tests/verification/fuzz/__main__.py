@@ -1,0 +1,3 @@
+from verification.fuzz.run import main
+
+main()

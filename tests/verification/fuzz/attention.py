@@ -1,0 +1,211 @@
+"""Random calls of attention, over keys and values as they are and packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from verification.fuzz import exact
+from verification.fuzz.case import Case
+from verification.fuzz.draw import Draw, describe, float32, promoted
+from verification.fuzz.products import packed, size_of, size_of_packed
+
+import mlx_mittens as mm
+from mlx_mittens.specs import EPSILON
+from mlx_mittens.specs.attention import composed, twin_mask
+
+EPSILON32 = EPSILON[mx.float32]
+QUERIES = (1, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 100)
+WIDTHS = (64, 128, 80, 96, 32, 8, 1, 2, 7, 16, 33, 48, 72, 100, 192, 256, 512)
+WIDTH_WEIGHTS = (8, 7) + (1,) * 15
+MASKS = ("none", "none", "causal", "bool", "few hidden", "hardly any", "additive", "additive -inf")
+
+
+@dataclass
+class Shape:
+    """What a call of attention is of."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+
+    @property
+    def of_result(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.queries, self.value_width
+
+
+def _shape(draw: Draw, most_keys: int, total: int) -> Shape:
+    batch, key_heads = draw.pick((1, 1, 2, 3)), draw.pick((1, 1, 2, 3, 4))
+    ratio = draw.pick((1, 1, 2, 3, 4, 5, 7, 8, 12))
+    queries, keys = draw.pick(QUERIES), draw.size(most_keys, zero=0.01, small=0.4)
+    width = draw.pick(WIDTHS, WIDTH_WEIGHTS)
+    value_width = width if draw.chance(0.8) else draw.pick((8, 16, 33, 64, 96, 128, 256))
+    while batch * key_heads * keys * (width + value_width) > total and keys > 1:
+        keys //= 2
+    while batch * key_heads * ratio * queries * max(keys, 1) > 2 * total and queries > 1:
+        queries //= 2
+    return Shape(batch, key_heads * ratio, key_heads, 0 if draw.chance(0.01) else queries, keys, width, value_width)
+
+
+def _mask(draw: Draw, shape: Shape, dtype: mx.Dtype) -> tuple[str, None | str | mx.array]:
+    """A mask of a kind, that may be broadcast along any axis."""
+    kind = draw.pick(MASKS)
+    if kind in ("none", "causal"):
+        return kind, None if kind == "none" else kind
+    axes = [1 if draw.chance(0.45) else n for n in (shape.batch, shape.heads, shape.queries, shape.keys)]
+    if draw.chance(0.4):
+        axes = axes[draw.integer(0, 4) :]
+    if kind.startswith("additive"):
+        values = draw.numbers(axes)
+        if kind == "additive -inf":
+            values = np.where(draw.rng.random(axes) < 0.5, -np.inf, values)
+        elif values.size and draw.chance(0.1):
+            values.reshape(-1)[0] = np.nan
+        return kind, draw.array(values, dtype)
+    shown = {"bool": 0.5, "few hidden": 0.9, "hardly any": draw.pick((0.0, 0.1))}[kind]
+    return kind, draw.array(draw.rng.random(axes) < shown, mx.bool_)
+
+
+def _undefined_rows(mask: None | str | mx.array, window: int | None, shape: Shape, special: bool) -> np.ndarray:
+    """Rows that see no key, where an additive mask leaves none or values are not finite.
+
+    They are NaN, a mean or zeros, by device and kernel in MLX itself.
+    """
+    rows = shape.batch, shape.heads, shape.queries
+    seen = exact.visible(mask, window, shape.queries, shape.keys)
+    if seen is None or not (special or (isinstance(mask, mx.array) and mask.dtype != mx.bool_)):
+        return np.zeros(rows, bool)
+    seen = np.array(seen)
+    return ~np.broadcast_to(seen, (*rows, shape.keys)).any(-1)
+
+
+def scaled_dot_product_attention(draw: Draw) -> Case:
+    dtype = draw.dtype()
+    shape = _shape(draw, draw.limit(1025, 97), draw.limit(40000, 8000))
+    kind = draw.kind(("normal",) * 3 + ("large", "constant", "integers", "special"))
+    special = kind == "special"
+    keys = shape.batch, shape.key_heads, shape.keys
+    kinds = ("normal", draw.pick(("normal", "special")), "special") if special else (kind, "normal", "normal")
+    shapes = (*shape.of_result[:3], shape.width), (*keys, shape.width), (*keys, shape.value_width)
+    dtypes = dtype, draw.dtype_like(dtype), draw.dtype_like(dtype)
+    arrays = [draw.array(draw.numbers(s, k), t) for s, k, t in zip(shapes, kinds, dtypes)]
+    result_dtype = promoted(*(a.dtype for a in arrays))
+    mask_kind, mask = _mask(draw, shape, result_dtype)
+    masked = isinstance(mask, mx.array)
+    arrays += [mask] if masked else []
+    with_sinks = draw.chance(0.25)
+    if with_sinks:
+        arrays.append(draw.array(draw.numbers([shape.heads], draw.pick(("normal", "large", "constant"))), result_dtype))
+    window = draw.pick((1, 2, 3, 8, 31, 32, 33, 64, 100, 10**6)) if draw.chance(0.25) else None
+    scale = float32(draw.pick((shape.width**-0.5, 1.0, 0.1, -0.3, 0.0), (0.8, 0.08, 0.05, 0.05, 0.02)))
+    undefined = _undefined_rows(mask, window, shape, special)
+
+    def rest(a: tuple[mx.array, ...]) -> tuple[None | str | mx.array, mx.array | None]:
+        return a[0] if masked else mask, a[-1] if with_sinks else None
+
+    def ours(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> mx.array:
+        array, sinks = rest(more)
+        return mm.scaled_dot_product_attention(q, k, v, scale=scale, mask=array, sinks=sinks, window=window)
+
+    def twin(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> mx.array:
+        array, sinks = rest(more)
+        seen = twin_mask(array, window, shape.queries, shape.keys)
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
+
+    def in_float64(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> mx.array:
+        array, sinks = rest(more)
+        return exact.attention(q, k, v, scale, array, sinks, window)
+
+    def noise() -> list[np.ndarray | float]:
+        # A score moves by its rounding, and with it its weight.
+        q, k, v = map(size_of, arrays[:3])
+        ratio = shape.heads // shape.key_heads
+        scores = abs(scale) * (q @ np.repeat(np.swapaxes(k, -1, -2), ratio, 1)).max(-1, keepdims=True)
+        total = EPSILON32 * (8 + 4 * np.minimum(scores, 1e6)) * v.max()
+        if draw.gpu and result_dtype != mx.float32:
+            total = total + 2 * EPSILON[result_dtype] * v.max()  # the kernels' weights are of the half type
+        return [np.where(undefined[..., None], np.inf, total)]
+
+    gradients = [0, 1, 2] + [3] * (masked and mask.dtype != mx.bool_) + [len(arrays) - 1] * with_sinks
+    return Case(
+        describe(arrays, draw, numbers=kind, mask=mask_kind, sinks=with_sinks, window=window, scale=scale),
+        arrays,
+        ours,
+        twin,
+        in_float64,
+        of_nothing=lambda: [np.zeros(shape.of_result)],
+        differentiable=[] if undefined.any() else gradients,
+        noise=noise,
+        ordinary=not special and mask_kind not in ("hardly any", "additive -inf"),
+        hides=special and (mask is not None or window is not None),
+    )
+
+
+def quantized_scaled_dot_product_attention(draw: Draw) -> Case:
+    dtype = draw.dtype()
+    shape = _shape(draw, draw.limit(257, 97), draw.limit(16000, 8000))
+    group_size, bits = draw.pick((32, 64, 128)), draw.pick((4, 4, 4, 8, 8, 8, 8, 2, 3, 6))
+    shape.width = max(group_size, shape.width // group_size * group_size)
+    shape.value_width = shape.width if draw.chance(0.8) else group_size * draw.pick((1, 2))
+    shape.keys = max(shape.keys, 1)
+    keys = shape.batch, shape.key_heads, shape.keys
+    kind = draw.kind(("normal", "normal", "constant", "small"))
+    arrays = [draw.array(draw.numbers((*shape.of_result[:3], shape.width), kind), dtype)]
+    for width in (shape.width, shape.value_width):
+        arrays += packed(draw, (*keys, width), dtype, group_size, bits)
+    mask_kind, mask = _mask(draw, shape, dtype)
+    masked = isinstance(mask, mx.array)
+    arrays += [mask] if masked else []
+    with_sinks = draw.chance(0.2)
+    if with_sinks:
+        arrays.append(draw.array(draw.numbers([shape.heads]), dtype))
+    window = draw.pick((1, 2, 8, 33, 64, 10**6)) if draw.chance(0.2) else None
+    scale = float32(shape.width**-0.5)
+    undefined = _undefined_rows(mask, window, shape, special=False)
+    options = {"group_size": group_size, "bits": bits}
+
+    def rest(a: tuple[mx.array, ...]) -> tuple[None | str | mx.array, mx.array | None]:
+        return a[6] if masked else mask, a[-1] if with_sinks else None
+
+    def ours(q: mx.array, *a: mx.array) -> mx.array:
+        array, sinks = rest(a)
+        return mm.quantized_scaled_dot_product_attention(
+            q, a[:3], a[3:6], scale, array, sinks=sinks, window=window, **options
+        )
+
+    def twin(q: mx.array, *a: mx.array) -> mx.array:
+        array, sinks = rest(a)
+        seen = twin_mask(array, window, shape.queries, shape.keys)
+        return composed(q, a[:3], a[3:6], scale, seen, sinks, **options)
+
+    def in_float64(q: mx.array, *a: mx.array) -> mx.array:
+        array, sinks = rest(a)
+        k, v = (exact.dequantize(*a[i : i + 3], **options) for i in (0, 3))
+        return exact.attention(q, k, v, scale, array, sinks, window)
+
+    def noise() -> list[np.ndarray | float]:
+        q, k = size_of(arrays[0]), size_of_packed(*arrays[2:4], **options)
+        largest = size_of_packed(*arrays[5:7], **options).max()
+        ratio = shape.heads // shape.key_heads
+        scores = abs(scale) * (q @ np.repeat(np.swapaxes(k, -1, -2), ratio, 1)).max(-1, keepdims=True)
+        total = EPSILON32 * (16 + 4 * scores) * largest
+        if draw.gpu and dtype != mx.float32:
+            total = total + 2 * EPSILON[dtype] * largest
+        return [np.where(undefined[..., None], np.inf, total)]
+
+    return Case(
+        describe(arrays, draw, numbers=kind, mask=mask_kind, sinks=with_sinks, window=window, **options),
+        arrays,
+        ours,
+        twin,
+        in_float64,
+        of_nothing=lambda: [np.zeros(shape.of_result)],
+        differentiable=[] if undefined.any() else [0],
+        noise=noise,
+        ordinary=mask_kind not in ("hardly any", "additive -inf"),
+    )

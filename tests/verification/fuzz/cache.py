@@ -1,0 +1,119 @@
+"""Random calls of the rotary embedding with its append to a cache."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+from verification.fuzz import exact
+from verification.fuzz.case import Case
+from verification.fuzz.compare import to_float64
+from verification.fuzz.draw import Draw, describe, float32
+
+import mlx_mittens as mm
+from mlx_mittens.specs import EPSILON
+
+EPSILON32 = EPSILON[mx.float32]
+
+
+def rope_append(draw: Draw) -> Case:
+    dtype, eps = draw.dtype(), float32(1e-6)
+    batch, key_heads, query_heads = draw.pick((1, 1, 2, 3)), draw.pick((1, 1, 2, 3)), draw.pick((1, 2, 3, 4, 8))
+    width = draw.pick((2, 4, 7, 8, 32, 33, 64, 64, 80, 96, 128, 128, 256))
+    tokens = draw.pick((0, 1, 1, 1, 2, 3, 7, 8, 17, 33), [0.02] + [0.98 / 9] * 9)
+    dims = 2 * draw.integer(1, width // 2) if draw.chance(0.5) else width // 2 * 2
+    start = draw.integer(0, 19)
+    capacity = start + tokens + draw.pick((0, 1, 5, 16))
+    value_capacity = capacity if draw.chance(0.7) else start + tokens + draw.integer(0, 8)
+    given_start = draw.chance(0.7)
+    offset = draw.pick((0, 0, 1, 5, 100, 4095, 100000)) if given_start else start
+    by_freqs, normed = draw.chance(0.3), draw.chance(0.4)
+    base = None if by_freqs else float32(draw.pick((10000.0, 500000.0, 1e6, 100.0)))
+    scale = float32(draw.pick((1.0, 1.0, 1.0, 0.5, 2.0)))
+    kind = draw.kind(("normal", "normal", "large", "small"))
+    arrays = [
+        draw.array(draw.numbers((batch, query_heads + 2 * key_heads, tokens, width), kind), dtype),
+        draw.normal((batch, key_heads, capacity, width), dtype),
+        draw.normal((batch, key_heads, value_capacity, width), dtype),
+    ]
+    if by_freqs:
+        arrays.append(draw.array(np.exp(2 * draw.rng.standard_normal(dims // 2)), mx.float32))
+    if normed:
+        arrays += [draw.normal([width], dtype), draw.normal([width], dtype)]
+
+    def rest(a: tuple[mx.array, ...]) -> tuple[mx.array | None, mx.array | None, mx.array | None]:
+        return (a[0] if by_freqs else None, *(a[-2:] if normed else (None, None)))
+
+    def split(heads: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        return tuple(mx.split(heads, [query_heads, query_heads + key_heads], axis=1))
+
+    def ours(heads: mx.array, keys: mx.array, values: mx.array, *more: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        freqs, query_norm, key_norm = rest(more)
+        return mm.rope_append(
+            heads, keys, values, dims, base=base, scale=scale, offset=offset, freqs=freqs, query_norm=query_norm,
+            key_norm=key_norm, eps=eps, start=start if given_start else None,
+        )  # fmt: skip
+
+    def twin(heads: mx.array, keys: mx.array, values: mx.array, *more: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        freqs, query_norm, key_norm = rest(more)
+        q, k, v = split(heads)
+        if normed:
+            q, k = mx.fast.rms_norm(q, query_norm, eps), mx.fast.rms_norm(k, key_norm, eps)
+        q, k = (
+            mx.fast.rope(a, dims, traditional=False, base=base, scale=scale, offset=offset, freqs=freqs) for a in (q, k)
+        )
+        place = mx.array([start])
+        return q, mx.slice_update(keys, k, place, [2]), mx.slice_update(values, v, place, [2])
+
+    def in_float64(heads: mx.array, keys: mx.array, values: mx.array, *more: mx.array) -> tuple[mx.array, ...]:
+        freqs, query_norm, key_norm = rest(more)
+        q, k, v = split(heads)
+        if normed:
+            q, k = exact.rms_norm(q, query_norm, eps), exact.rms_norm(k, key_norm, eps)
+        pairs = dims // 2
+        exponents = mx.arange(pairs).astype(mx.float64) / pairs
+        frequencies = 1 / freqs if by_freqs else mx.exp(-mx.log(mx.array(base, mx.float64)) * exponents)
+        angles = ((mx.arange(tokens).astype(mx.float64) + offset) * scale)[:, None] * frequencies
+        c, s = mx.cos(angles), mx.sin(angles)
+
+        def turned(x: mx.array) -> mx.array:
+            a, b = x[..., :pairs], x[..., pairs:dims]
+            return mx.concatenate([a * c - b * s, a * s + b * c, x[..., dims:]], -1)
+
+        def appended(cache: mx.array, new: mx.array) -> mx.array:
+            return mx.concatenate([cache[:, :, :start], new, cache[:, :, start + tokens :]], 2)
+
+        return turned(q), appended(keys, turned(k)), appended(values, v)
+
+    def noise() -> list[np.ndarray | float]:
+        # The rounding of an angle turns a pair; the norms' results may be rounded to the type before they are turned.
+        size = np.abs(to_float64(arrays[0])).max(initial=0)
+        if normed:
+            size = max(np.abs(to_float64(a)).max() for a in arrays[-2:]) * np.sqrt(width)
+        frequencies = 1 / to_float64(arrays[3]) if by_freqs else np.ones(1)
+        angle = (offset + tokens) * scale * frequencies.max() * (3 + np.log(base or 1))
+        step = 2 * EPSILON[dtype] if dtype != mx.float32 else 0
+        total = (EPSILON32 * (4 + angle) + step) * size
+        return [total, total, 0.0]
+
+    return Case(
+        describe(
+            arrays,
+            draw,
+            numbers=kind,
+            dims=dims,
+            offset=offset,
+            start=start,
+            given_start=given_start,
+            base=base,
+            scale=scale,
+            freqs=by_freqs,
+            norms=normed,
+        ),  # fmt: skip
+        arrays,
+        ours,
+        twin,
+        in_float64,
+        of_nothing=lambda: [np.zeros((batch, query_heads, tokens, width)), *map(to_float64, arrays[1:3])],
+        differentiable=[0, 1, 2] + [len(arrays) - 2, len(arrays) - 1] * normed,
+        noise=noise,
+    )

@@ -1,0 +1,238 @@
+"""Random calls of the products with weights: dense, affine, and of GGUF blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+from verification.fuzz import exact
+from verification.fuzz.case import Case
+from verification.fuzz.compare import to_float64
+from verification.fuzz.draw import Draw, describe, promoted
+
+import mlx_mittens as mm
+from mlx_mittens.specs import EPSILON
+
+EPSILON32 = EPSILON[mx.float32]
+ROWS = (1, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33)
+
+
+def leading_axes(draw: Draw, counts: Sequence[int] = (0, 1, 1, 1, 2), most: int = 40) -> list[int]:
+    axes = [draw.pick(ROWS) for _ in range(draw.pick(counts))]
+    return axes if np.prod(axes) <= most else axes[:1]
+
+
+def size_of(a: mx.array) -> np.ndarray:
+    """How large the finite numbers are."""
+    return np.abs(np.nan_to_num(to_float64(a), posinf=0, neginf=0))
+
+
+def with_bias(y: mx.array, bias: Sequence[mx.array]) -> mx.array:
+    return y + bias[0] if bias else y
+
+
+def draw_bias(draw: Draw, outputs: int, dtype: mx.Dtype, probability: float) -> list[mx.array]:
+    if not draw.chance(probability):
+        return []
+    return [draw.array(draw.numbers([outputs], draw.kind()), draw.dtype_like(dtype))]
+
+
+def _sum_of_nothing(shape: list[int], bias: Sequence[mx.array]) -> list[np.ndarray]:
+    return [np.zeros(shape) + (to_float64(bias[0]) if bias else 0)]
+
+
+def gemv(draw: Draw) -> Case:
+    dtype, transpose = draw.dtype(), draw.chance(0.6)
+    columns = draw.size(draw.limit(2049, 97))
+    leading = leading_axes(draw, (0, 1, 1, 2, 3), most=64)
+    outputs = draw.size(max(1, min(draw.limit(2049, 97), draw.limit(30000, 3000) // max(columns, 1))))
+    kinds = draw.kind(), draw.kind()
+    shape = [outputs, columns] if transpose else [columns, outputs]
+    arrays = [
+        draw.array(draw.numbers(shape, kinds[0]), draw.dtype_like(dtype)),
+        draw.array(draw.numbers([*leading, columns], kinds[1]), dtype),
+        *draw_bias(draw, outputs, dtype, 0.5),
+    ]
+
+    def product(w: mx.array, x: mx.array, *bias: mx.array) -> mx.array:
+        return with_bias(x @ (w.T if transpose else w), bias)
+
+    def noise() -> list[np.ndarray | float]:
+        w, x, *bias = map(size_of, arrays)
+        return [4 * EPSILON32 * (x @ (w.T if transpose else w) + sum(bias))]
+
+    return Case(
+        describe(arrays, draw, numbers=kinds, transpose=transpose),
+        arrays,
+        ours=lambda w, x, bias=None: mm.gemv(w, x, bias, transpose=transpose),
+        twin=product,
+        exact=product,
+        of_nothing=lambda: _sum_of_nothing([*leading, outputs], arrays[2:]),
+        differentiable=range(len(arrays)),
+        noise=noise,
+        ordinary=kinds == ("normal", "normal"),
+    )
+
+
+def packed(draw: Draw, shape: Sequence[int], dtype: mx.Dtype, group_size: int, bits: int) -> list[mx.array]:
+    """Words, scales and biases of affine weights of a shape."""
+    *leading, columns = shape
+    words = draw.rng.integers(0, 2**32, [*leading, columns * bits // 32], dtype=np.uint32)
+    scales, biases = (draw.numbers([*leading, columns // group_size]) for _ in range(2))
+    scales *= 2.0 / 2**bits
+    if draw.chance(0.05) and scales.size:
+        scales.reshape(-1)[0] = draw.pick((0.0, 60.0, -1e-6))
+    return [draw.array(words, mx.uint32), draw.array(scales, dtype), draw.array(biases, dtype)]
+
+
+def size_of_packed(scales: mx.array, biases: mx.array, group_size: int, bits: int) -> np.ndarray:
+    """A bound of the weights' sizes."""
+    return np.repeat(size_of(scales) * (2**bits - 1) + size_of(biases), group_size, -1)
+
+
+def quantized_matmul(draw: Draw) -> Case:
+    dtype, transpose = draw.dtype(), draw.chance(0.65)
+    group_size, bits = draw.pick((32, 64, 128)), draw.pick((4, 4, 4, 8, 8, 1, 2, 3, 5, 6))
+    total, most = draw.limit(9000, 3000), draw.limit(1025, 97)
+    stack = [] if draw.chance(0.75) else [draw.pick((1, 2, 3)) for _ in range(draw.integer(1, 2))]
+    if transpose:
+        columns = group_size * draw.pick((0, 1, 1, 2, 3, 4, 5, 8, 16, 17, 32), [0.01] + [0.099] * 10)
+        columns = min(columns, max(group_size, total // group_size * group_size))
+        outputs = draw.size(max(1, min(most, total // max(columns, 1))), zero=0.01)
+        shape = [*stack, outputs, columns]
+    else:
+        outputs = group_size * draw.pick((1, 2, 3, 4, 8))
+        columns = draw.size(max(1, min(most, total // outputs)), zero=0.01)
+        shape = [*stack, columns, outputs]
+    leading = leading_axes(draw)
+    if stack:
+        leading = [n if draw.chance(0.7) else 1 for n in stack] + [draw.pick((1, 2, 3, 16, 17))]
+        leading = [draw.pick((1, 2)), *leading] if draw.chance(0.2) else leading
+    kind = draw.kind()
+    arrays = [
+        draw.array(draw.numbers([*leading, columns], kind), dtype),
+        *packed(draw, shape, draw.dtype_like(dtype), group_size, bits),
+        *draw_bias(draw, outputs, dtype, 0.3),
+    ]
+    by_default = bits == 4 and group_size == 64 and draw.chance(0.5)
+    options = {} if by_default else {"group_size": group_size, "bits": bits}
+
+    def ours(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, bias: mx.array | None = None) -> mx.array:
+        return mm.quantized_matmul(x, w, scales, biases, transpose=transpose, bias=bias, **options)
+
+    def twin(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *bias: mx.array) -> mx.array:
+        y = mx.quantized_matmul(x, w, scales, biases, transpose=transpose, group_size=group_size, bits=bits)
+        return with_bias(y, bias)
+
+    def in_float64(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *bias: mx.array) -> mx.array:
+        weights = exact.dequantize(w, scales, biases, group_size, bits)
+        return with_bias(x @ (weights.swapaxes(-1, -2) if transpose else weights), bias)
+
+    def noise() -> list[np.ndarray | float]:
+        weights = size_of_packed(arrays[2], arrays[3], group_size, bits)
+        return [4 * EPSILON32 * (size_of(arrays[0]) @ (np.swapaxes(weights, -1, -2) if transpose else weights))]
+
+    batch = list(np.broadcast_shapes(tuple(leading[:-1]), tuple(stack))) + leading[-1:] if stack else leading
+    return Case(
+        describe(arrays, draw, numbers=kind, group_size=group_size, bits=bits, transpose=transpose, default=by_default),
+        arrays,
+        ours,
+        twin,
+        in_float64,
+        of_nothing=lambda: _sum_of_nothing([*batch, outputs], arrays[4:]),
+        differentiable=[0] if draw.chance(0.5) else [0, 2, 3, 4][: len(arrays) - 1],
+        noise=noise,
+        ordinary=kind == "normal",
+    )
+
+
+def quantized_swiglu(draw: Draw) -> Case:
+    dtype = draw.dtype()
+    group_size, bits = draw.pick((32, 64, 128)), draw.pick((4, 4, 4, 8, 8, 1, 2, 3, 5, 6))
+    columns = group_size * draw.pick((0, 1, 1, 2, 3, 4, 8, 16), [0.01] + [0.99 / 7] * 7)
+    outputs = draw.size(max(1, min(draw.limit(513, 97), draw.limit(6000, 3000) // max(columns, 1))), zero=0.01)
+    leading = leading_axes(draw)
+    kind = draw.kind(("normal", "normal", "small", "constant", "special"))
+    weight_dtype = draw.dtype_like(dtype)
+    arrays = [draw.array(draw.numbers([*leading, columns], kind), dtype)]
+    for _ in range(2):
+        arrays += packed(draw, [outputs, columns], weight_dtype, group_size, bits)
+
+    def twin(x: mx.array, *weights: mx.array) -> mx.array:
+        options = {"transpose": True, "group_size": group_size, "bits": bits}
+        gate, up = (mx.quantized_matmul(x, *weights[i : i + 3], **options) for i in (0, 3))
+        return gate * mx.sigmoid(gate) * up
+
+    def in_float64(x: mx.array, *weights: mx.array) -> mx.array:
+        gate, up = (x @ exact.dequantize(*weights[i : i + 3], group_size, bits).T for i in (0, 3))
+        return gate * mx.sigmoid(gate) * up
+
+    def noise() -> list[np.ndarray | float]:
+        x, products, errors = arrays[0].astype(mx.float64), [], []
+        for i in (1, 4):
+            scales, biases = (a.astype(mx.float64) for a in arrays[i + 1 : i + 3])
+            weights = exact.dequantize(arrays[i], scales, biases, group_size, bits)
+            products.append(np.abs(np.nan_to_num(np.array(x @ weights.T), posinf=0, neginf=0)))
+            errors.append(4 * EPSILON32 * (size_of(x) @ size_of_packed(scales, biases, group_size, bits).T))
+        # silu's slope is at most 1.1.
+        return [2 * (errors[0] * 1.1 * (products[1] + errors[1]) + errors[1] * products[0])]
+
+    return Case(
+        describe(arrays, draw, numbers=kind, group_size=group_size, bits=bits),
+        arrays,
+        ours=lambda x, *w: mm.quantized_swiglu(x, tuple(w[:3]), tuple(w[3:]), group_size, bits),
+        twin=twin,
+        exact=in_float64,
+        of_nothing=lambda: [np.zeros([*leading, outputs])],
+        differentiable=[0],
+        noise=noise,
+        ordinary=kind == "normal",
+    )
+
+
+def draw_blocks(draw: Draw, outputs: int, columns: int, kind: str, wild: bool) -> np.ndarray:
+    """Random bytes of blocks; scales of normal weights unless they are to be wild: any number, infinity and NaN too."""
+    block_bytes, count = 18 if kind == "q4_0" else 34, columns // 32
+    blocks = draw.rng.integers(0, 256, [outputs, count, block_bytes], dtype=np.uint8)
+    if not wild:
+        scales = np.asarray(draw.rng.standard_normal([outputs, count]) * 0.1, dtype=np.float16)
+        blocks[..., :2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(outputs, count * block_bytes)
+
+
+def block_matmul(draw: Draw) -> Case:
+    dtype, blocks_kind = draw.dtype(), draw.pick(("q4_0", "q8_0"))
+    columns = 32 * draw.pick((0, 1, 1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64), [0.02] + [0.98 / 12] * 12)
+    columns = min(columns, draw.limit(2048, 1056))
+    outputs = draw.size(max(1, min(draw.limit(1025, 97), draw.limit(16000, 3000) // max(columns, 1))), zero=0.01)
+    leading, wild, kind = leading_axes(draw), draw.chance(0.2), draw.kind()
+    arrays = [
+        draw.array(draw.numbers([*leading, columns], kind), dtype),
+        draw.array(draw_blocks(draw, outputs, columns, blocks_kind, wild), mx.uint8),
+        *draw_bias(draw, outputs, dtype, 0.4),
+    ]
+
+    def twin(x: mx.array, blocks: mx.array, *bias: mx.array) -> mx.array:
+        weights = exact.dequantize_blocks(blocks, blocks_kind).astype(mx.float32)
+        weights = weights.astype(promoted(x.dtype, *(b.dtype for b in bias)))
+        return with_bias(x @ weights.T, bias)
+
+    def in_float64(x: mx.array, blocks: mx.array, *bias: mx.array) -> mx.array:
+        return with_bias(x @ exact.dequantize_blocks(blocks, blocks_kind).T, bias)
+
+    def noise() -> list[np.ndarray | float]:
+        weights = size_of(exact.dequantize_blocks(arrays[1], blocks_kind))
+        return [4 * EPSILON32 * (size_of(arrays[0]) @ weights.T + sum(map(size_of, arrays[2:])))]
+
+    return Case(
+        describe(arrays, draw, numbers=kind, kind=blocks_kind, wild=wild),
+        arrays,
+        ours=lambda x, blocks, bias=None: mm.block_matmul(x, blocks, blocks_kind, bias),
+        twin=twin,
+        exact=in_float64,
+        of_nothing=lambda: _sum_of_nothing([*leading, outputs], arrays[2:]),
+        differentiable=[0, 2][: len(arrays) - 1],
+        noise=noise,
+        ordinary=kind == "normal" and not wild,
+    )

@@ -1,0 +1,94 @@
+"""What is fuzzed: each op, and what no single op has."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+from verification.fuzz import attention, cache, modes, norms, products
+from verification.fuzz.aliasing import aliasing
+from verification.fuzz.bad_input import bad_input
+from verification.fuzz.blocks import block_bytes
+from verification.fuzz.case import Case
+from verification.fuzz.draw import Draw
+from verification.fuzz.memory import memory
+from verification.fuzz.patched import patched_errors
+from verification.fuzz.threads import threads
+from verification.fuzz.trial import Trial
+
+import mlx_mittens as mm
+
+mx.set_default_device(mx.cpu)
+
+# Whose GPUs the simulator stands for; None where native code runs.
+EXECUTORS = {"native": None, "apple": "apple", "nvidia": "nvidia"}
+
+
+def _of_op(draw_case: Callable[[Draw], Case]) -> Callable[[Draw], Trial]:
+    def draw_trial(draw: Draw) -> Trial:
+        case = draw_case(draw)
+        mode = modes.draw_mode(draw, case)
+        return Trial(mode, case.text, lambda: modes.run(case, mode, draw))
+
+    return draw_trial
+
+
+OPS: dict[str, Callable[[Draw], Trial]] = {
+    function.__name__: _of_op(function)
+    for function in (
+        norms.rms_norm,
+        norms.layer_norm,
+        norms.softmax,
+        norms.add_rms_norm,
+        products.gemv,
+        products.quantized_matmul,
+        products.quantized_swiglu,
+        products.block_matmul,
+        attention.scaled_dot_product_attention,
+        attention.quantized_scaled_dot_product_attention,
+        cache.rope_append,
+    )
+}
+SUBJECTS = {
+    **OPS,
+    "block_bytes": block_bytes,
+    "bad_input": bad_input,
+    "patched_errors": patched_errors,
+    "aliasing": aliasing,
+    "threads": threads,
+    "memory": memory,
+}
+NATIVE_ONLY = ("patched_errors", "threads", "memory")
+
+# A case of these takes as long as so many of an op.
+COST = {"threads": 100, "memory": 1000}
+
+
+def cases_of(subject: str, cases: int) -> int:
+    """How many cases of a subject stand for so many of an op."""
+    return max(1, cases // COST.get(subject, 1))
+
+
+def executors_of(subject: str) -> tuple[str, ...]:
+    return ("native",) if subject in NATIVE_ONLY else tuple(EXECUTORS)
+
+
+def draw_trial(subject: str, executor: str, seed: int, index: int) -> Trial:
+    """A case, drawn but not run."""
+    with np.errstate(all="ignore"):
+        return SUBJECTS[subject](Draw.of(subject, EXECUTORS[executor], seed, index))
+
+
+def run_trial(trial: Trial, executor: str, index: int) -> str | None:
+    """Runs a case; says what is wrong, an exception that nobody expects included."""
+    gpu = EXECUTORS[executor]
+    simulated = mm.simulator.enabled(seed=index % 7, gpu=gpu) if gpu else contextlib.nullcontext()
+    try:
+        with np.errstate(all="ignore"), simulated:
+            return trial.run()
+    except Exception as error:  # noqa: BLE001
+        frames = traceback.extract_tb(error.__traceback__)
+        return f"{type(error).__name__}: {error} ({frames[-1].name}, line {frames[-1].lineno})"

@@ -1,0 +1,173 @@
+"""The verification levels, and the kernel variants that pass each.
+
+PYTHONPATH=tests python -m verification.levels            each variant and the levels that it passes
+PYTHONPATH=tests python -m verification.levels --write    the table in docs/verification.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mittens import _ext, frontend, specs
+from mlx_mittens.frontend import dialect, ptxas
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "verification.md"
+
+
+def variants() -> list[str]:
+    """Every variant there is, as ``file:kernel``."""
+    return [f"{file}:{variant.name}" for file in frontend.files() for variant in frontend.variants(file)]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One kind of proof.
+
+    Attributes:
+        name: As the documentation has it.
+        shows: What it proves of a variant.
+        verified: Runs the check; returns the variants that pass.
+        missing: What keeps it from being done here, or an empty string.
+    """
+
+    name: str
+    shows: str
+    verified: Callable[[], set[str]]
+    missing: Callable[[], str] = lambda: ""
+
+
+def _compiled() -> set[str]:
+    names = set()
+    for file in frontend.files():
+        frontend.simulator_library(file)  # raises if one variant does not compile
+        names |= {f"{file}:{variant.name}" for variant in frontend.variants(file)}
+    return names
+
+
+def _in_dialect() -> set[str]:
+    sound = [file for file in frontend.files() if not dialect.check(file)]
+    return {name for name in variants() if name.partition(":")[0] in sound}
+
+
+def _simulated() -> set[str]:
+    """Launched in this process, by an op, with the watcher on; what is not yet is now."""
+    from helpers.variants import simulate
+
+    if _has_recording():
+        _recorded()  # what was recorded ran in the simulator
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        rng = np.random.default_rng(0)
+        for op in specs.OPS:
+            for dtype in specs.DTYPES.values():
+                if not set(variants()) - set(_ext.launched_kernels()):
+                    break
+                for case, check in simulate(op, dtype, 1, rng):
+                    if not check.passed:
+                        raise AssertionError(f"{op.name} {case.name} {dtype}: {check.detail}")
+    finally:
+        mx.set_default_device(before)
+    return set(_ext.launched_kernels()) & set(variants())
+
+
+@functools.cache
+def usages(arch: str) -> dict[str, ptxas.Usage]:
+    """What ptxas says of every variant's PTX, by the name of its entry."""
+    return ptxas.assemble(ptxas.all_ptx(), arch)
+
+
+def _assembled(arch: str) -> set[str]:
+    return {name for name in variants() if frontend.entry_name(name.partition(":")[2]) in usages(arch)}
+
+
+def _has_recording() -> bool:
+    return importlib.util.find_spec("test_macos_recording") is not None
+
+
+def _recorded() -> set[str]:
+    from helpers.macos_recording import recorded_kernels
+
+    return set(recorded_kernels())
+
+
+LEVELS = (
+    Level("front end", "clang with Metal's address spaces accepts and compiles it", _compiled),
+    Level("dialect", "it uses nothing that Apple's compiler would refuse", _in_dialect),
+    Level("simulator", "launched by an op, it is right against float64, and the watcher sees no fault", _simulated),
+    *(
+        Level(
+            f"PTX {arch}",
+            f"its PTX assembles for {arch}: registers and spills in `bench/results/registers.md`",
+            lambda arch=arch: _assembled(arch),
+            lambda: "" if ptxas.find() else "no ptxas: pip install nvidia-cuda-nvcc",
+        )
+        for arch in ("sm_80", "sm_90")
+    ),
+    Level(
+        "macOS host",
+        "the macOS code launches it on a recording device, and the simulator runs what was recorded",
+        _recorded,
+        lambda: "" if _has_recording() else "there is no test_macos_recording",
+    ),
+)
+
+# Levels that need a machine that is not here; bench/results says what they showed.
+ELSEWHERE = (
+    ("GPU", "on an NVIDIA GPU it is right, and clean under compute-sanitizer", "`bench/results`"),
+    ("Mac", "`mlx-mittens doctor` passes on an Apple GPU", "**no: no Mac has run this yet**"),
+)
+
+
+def verify() -> Iterator[tuple[Level, set[str]]]:
+    """Each level that can be run here, and the variants that pass."""
+    for level in LEVELS:
+        if not level.missing():
+            yield level, level.verified()
+
+
+def markdown(verified: dict[str, set[str]]) -> str:
+    """The table of the documentation."""
+    count = len(variants())
+    lines = ["| level | what it shows of a variant | variants |", "|---|---|---|"]
+    for level in LEVELS:
+        have = len(verified.get(level.name, ()))
+        lines.append(f"| {level.name} | {level.shows} | {f'all {count}' if have == count else f'{have} of {count}'} |")
+    lines += [f"| {name} | {shows} | {where} |" for name, shows, where in ELSEWHERE]
+    return "\n".join(lines)
+
+
+def in_docs() -> str | None:
+    """The table as docs/verification.md has it."""
+    found = re.search(r"<!-- levels -->\n(.*?)\n<!-- /levels -->", PAGE.read_text(), re.S)
+    return found[1] if found else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the table into docs/verification.md")
+    arguments = parser.parse_args()
+    verified = {level.name: have for level, have in verify()}
+    for name in variants():
+        print(name + ": " + ", ".join(level for level, have in verified.items() if name in have))
+    for level in LEVELS:
+        if level.missing():
+            print(f"{level.name}: not run here: {level.missing()}")
+    if arguments.write:
+        old = in_docs()
+        PAGE.write_text(PAGE.read_text().replace(old, markdown(verified)))
+    return 0 if all(have >= set(variants()) for have in verified.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

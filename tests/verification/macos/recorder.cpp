@@ -1,0 +1,145 @@
+// A recording Metal device: what csrc/backends/metal.cpp asks of MLX's Metal device and encoder, written down as a dispatch
+// that the simulator can execute. Nothing here knows the launch: a wrong index, constant or grid in the macOS code shows.
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "backends/frontend.h"
+#include "backends/metal.h"
+#include "mlx/backend/metal/device.h"
+#include "simulator/simulator.h"
+
+namespace {
+
+using mittens::simulator::Buffer;
+using mittens::simulator::Dispatch;
+
+struct Recording {
+  MTL::ComputeCommandEncoder encoder;
+  std::map<int, Buffer> arrays;
+  MTL::Size threadgroups{0, 0, 0};
+  MTL::Size threads{0, 0, 0};
+};
+
+thread_local Recording* recording = nullptr;
+
+// A Metal buffer reaches as far as its memory does; of row contiguous arrays no more than the elements is meant.
+size_t reach(const mlx::core::array& array, int64_t offset) {
+  return array.flags().row_contiguous ? array.nbytes() - offset : array.buffer_size() - (array.offset() + offset);
+}
+
+void keep(const mlx::core::array& array, int index, int64_t offset, Buffer::Role role) {
+  char* data = const_cast<char*>(array.data<char>()) + offset;
+  const Buffer buffer{"", data, reach(array, offset), role, static_cast<size_t>(array.offset() + offset)};
+  if (!recording->arrays.emplace(index, buffer).second) {
+    throw std::runtime_error("buffer " + std::to_string(index) + " is set twice");
+  }
+}
+
+// Uninitialised storage: the recording device has no state of MLX's own, and none of its members is touched.
+template <typename T>
+T& blank() {
+  alignas(T) static std::byte storage[sizeof(T)];
+  return *reinterpret_cast<T*>(storage);
+}
+
+}  // namespace
+
+namespace mlx::core::metal {
+
+Device& device(mlx::core::Device) {
+  return blank<Device>();
+}
+
+CommandEncoder& get_command_encoder(Stream) {
+  return blank<CommandEncoder>();
+}
+
+MTL::Library* Device::get_library(const std::string&, const std::string&) {
+  throw std::runtime_error("the recording device has no metallib");
+}
+
+MTL::Library* Device::get_library(
+    const std::string&, const CompileOptions&, const std::function<std::string(void)>& builder) {
+  return new MTL::Library{builder()};
+}
+
+MTL::ComputePipelineState* Device::get_kernel(const std::string& name, MTL::Library* library, const std::string&,
+                                              const MTLFCList&, const std::vector<MTL::Function*>&) {
+  return new MTL::ComputePipelineState{name, library};
+}
+
+MTL::ComputeCommandEncoder* CommandEncoder::get_command_encoder() {
+  return &recording->encoder;
+}
+
+void CommandEncoder::set_input_array(const array& input, int index, int64_t offset) {
+  keep(input, index, offset, Buffer::input);
+}
+
+void CommandEncoder::set_output_array(array& output, int index, int64_t offset) {
+  keep(output, index, offset, Buffer::output);
+}
+
+// An input that is an output too: what is in it stays where nothing is written.
+void CommandEncoder::register_output_array(const array& output) {
+  for (auto& [index, buffer] : recording->arrays) {
+    if (buffer.data == output.data<char>()) {
+      buffer.role = Buffer::inout;
+    }
+  }
+}
+
+void CommandEncoder::dispatch_threadgroups(MTL::Size threadgroups, MTL::Size threads) {
+  recording->threadgroups = threadgroups;
+  recording->threads = threads;
+}
+
+}  // namespace mlx::core::metal
+
+namespace mittens::frontend {
+
+// Stands for the text: the simulator compiles the file itself.
+std::string metal_source(const std::string& file) {
+  return file;
+}
+
+std::string metallib() {
+  return "";
+}
+
+}  // namespace mittens::frontend
+
+// Runs the macOS code for a launch and gives the dispatch it made. The constants' memory belongs to the recording, which
+// the caller keeps for as long as it uses the dispatch.
+extern "C" __attribute__((visibility("default"))) void mittens_record(
+    const mittens::Launch& launch, mlx::core::Stream stream, std::string& file, Dispatch& dispatch,
+    std::shared_ptr<void>& owner) {
+  auto made = std::make_shared<Recording>();
+  recording = made.get();
+  mittens::metal::run(launch, stream);
+  recording = nullptr;
+  if (!made->encoder.pipeline || made->threads.width == 0) {
+    throw std::runtime_error("the macOS code dispatched nothing");
+  }
+  for (auto& [index, bytes] : made->encoder.bytes) {
+    if (!made->arrays.emplace(index, Buffer{"", bytes.data(), bytes.size(), Buffer::constant}).second) {
+      throw std::runtime_error("buffer " + std::to_string(index) + " is set twice");
+    }
+  }
+  file = made->encoder.pipeline->library->source;
+  dispatch.kernel = made->encoder.pipeline->kernel;
+  for (int index = 0; auto& [place, buffer] : made->arrays) {
+    if (place != index++) {
+      throw std::runtime_error("buffer " + std::to_string(index - 1) + " is not set");
+    }
+    dispatch.buffers.push_back(buffer);
+  }
+  const auto fill = [](uint32_t(&to)[3], const MTL::Size& from) {
+    to[0] = from.width, to[1] = from.height, to[2] = from.depth;
+  };
+  fill(dispatch.threadgroups, made->threadgroups);
+  fill(dispatch.threads, made->threads);
+  dispatch.threadgroup_bytes = made->encoder.threadgroup_bytes;
+  owner = made;
+}

@@ -1,0 +1,171 @@
+"""Builds the extension with sanitizers, and runs the quick tests and the fuzz on it.
+
+    python tests/verification/sanitize.py address    ASan and UBSan, with each instruction set that this machine has
+    python tests/verification/sanitize.py thread     ThreadSanitizer, on the tests of threads
+
+The environment that runs this needs GCC, and what builds and tests the package: `pip install -e ".[cpu,test]"`, with
+scikit-build-core and nanobind. The build and a virtual environment for it lie in ~/.cache/mlx-mittens/sanitize.
+The first report ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mlx-mittens" / "sanitize"
+
+# The quick tests: those of the native code, for each instruction set, and those of the simulator, once.
+NATIVE = (
+    "rms_norm", "layer_norm", "add_rms_norm", "softmax", "gemv", "quantized_matmul", "quantized_swiglu", "gguf",
+    "attention", "quantized_attention", "rope_append",
+)  # fmt: skip
+SIMULATOR = ("simulator", "simulator_lanes", "simulator_private", "simulator_watcher")
+
+
+@dataclass(frozen=True)
+class Sanitizer:
+    """How to build with sanitizers, and how to run what was built.
+
+    Attributes:
+        checks: What -fsanitize= takes.
+        libraries: Those of the compiler that have to be loaded before Python.
+        options: Environment variables of the run.
+    """
+
+    checks: str
+    libraries: tuple[str, ...]
+    options: Mapping[str, str]
+
+
+SANITIZERS = {
+    "address": Sanitizer(
+        "address,undefined",
+        # libstdc++, since ASan looks for the function that throws before the extension brings it.
+        ("libasan.so", "libubsan.so", "libstdc++.so"),
+        {
+            # Python keeps what it made until it exits. A huge allocation is std::bad_alloc, as it is without ASan.
+            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            # Else Python's own allocator hides the objects within its pools.
+            "PYTHONMALLOC": "malloc",
+        },
+    ),
+    "thread": Sanitizer(
+        "thread",
+        ("libtsan.so", "libstdc++.so"),
+        {"TSAN_OPTIONS": f"halt_on_error=1:suppressions={ROOT / 'tests' / 'verification' / 'sanitize_thread.txt'}"},
+    ),
+}
+
+
+def site_packages(prefix: Path) -> Path:
+    """Where a virtual environment keeps packages."""
+    return Path(sysconfig.get_path("purelib", vars={"base": str(prefix), "platbase": str(prefix)}, scheme="venv"))
+
+
+def build(name: str) -> Path:
+    """Installs the package, built with a sanitizer, into an environment of its own; returns that one's Python.
+
+    It finds all other packages in this one, but not the package itself: what a .pth file names is searched, and the
+    .pth files there, of an editable install among them, are not read.
+    """
+    prefix = CACHE / name / "venv"
+    python = prefix / "bin" / "python"
+    if not python.exists():
+        venv.create(prefix, symlinks=True)
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    (site_packages(prefix) / "parent.pth").write_text("\n".join(packages) + "\n")
+    settings = {
+        "build-dir": CACHE / name / "build",
+        "cmake.build-type": "RelWithDebInfo",
+        "cmake.define.MITTENS_SANITIZE": SANITIZERS[name].checks,
+    }
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--ignore-installed", ROOT]
+        + [f"--config-settings={key}={value}" for key, value in settings.items()],
+        check=True,
+    )
+    return python
+
+
+def environment(name: str) -> dict[str, str]:
+    """That of a process that loads the extension."""
+    sanitizer = SANITIZERS[name]
+    compiler = os.environ.get("CXX", "c++")
+
+    def path_of(library: str) -> str:
+        found = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True, text=True, check=True)
+        return found.stdout.strip()
+
+    return {
+        **os.environ,
+        **sanitizer.options,
+        "LD_PRELOAD": " ".join(map(path_of, sanitizer.libraries)),
+        "PYTHONPATH": str(ROOT / "tests"),
+    }
+
+
+def instruction_sets(python: Path, options: Mapping[str, str]) -> Iterator[str]:
+    """Those that this machine has, the best one first."""
+    for name in ("avx512", "avx2", "baseline", "neon"):
+        tried = subprocess.run(
+            [python, "-c", "import mlx_mittens"],
+            env={**options, "MLX_MITTENS_CPU": name},
+            cwd=ROOT / "tests",
+            capture_output=True,
+        )
+        if tried.returncode == 0:
+            yield name
+        else:
+            print(f"{name}: this machine does not have it", flush=True)
+
+
+def tests(names: Iterable[str]) -> list[str]:
+    return [str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in names]
+
+
+def commands(name: str, cases: int, jobs: int) -> Iterator[tuple[bool, list[str]]]:
+    """What to run, as arguments of Python, and whether for each instruction set."""
+    pytest = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--numprocesses={jobs}", "--durations=0"]
+    fuzz = ["-m", "verification.fuzz", f"--jobs={jobs}", "--log=/dev/null"]
+    if name == "thread":
+        yield False, [*fuzz, "--op=threads", f"--cases={100 * cases}"]
+        return
+    yield True, [*pytest, "-k", "native", *tests(NATIVE)]
+    yield True, [*fuzz, f"--cases={cases}"]
+    yield False, [*pytest, *tests(SIMULATOR)]
+    for gpu in ("apple", "nvidia"):
+        yield False, [*fuzz, f"--simulate={gpu}", f"--cases={max(1, cases // 10)}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Runs the quick tests and the fuzz under sanitizers.")
+    parser.add_argument("sanitizer", choices=SANITIZERS)
+    parser.add_argument("--cases", type=int, default=100, help="of the fuzz, for each op; in the simulator a tenth")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    arguments = parser.parse_args()
+    python, options = build(arguments.sanitizer), environment(arguments.sanitizer)
+    for i, instructions in enumerate(instruction_sets(python, options)):
+        for for_each, command in commands(arguments.sanitizer, arguments.cases, arguments.jobs):
+            if i and not for_each:
+                continue
+            print(f"{instructions}: python {' '.join(command)}", flush=True)
+            # Not where the package's source lies, which Python would find first.
+            chosen = {**options, "MLX_MITTENS_CPU": instructions}
+            ran = subprocess.run([python, *command], env=chosen, cwd=ROOT / "tests")
+            if ran.returncode:
+                sys.exit(f"{instructions}: failed, with status {ran.returncode}")
+    print("nothing was reported")
+
+
+if __name__ == "__main__":
+    main()

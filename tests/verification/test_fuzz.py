@@ -1,0 +1,162 @@
+"""A minute of fuzzing, by a fixed seed, and the nightly run; and that the fuzzer sees what is wrong."""
+
+import dataclasses
+import re
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from verification.fuzz import compare, modes, norms
+from verification.fuzz.draw import Draw
+from verification.fuzz.run import NIGHTLY, Log, chunks
+from verification.fuzz.subjects import COST, SUBJECTS, cases_of, executors_of
+from verification.fuzz.worker import Chunk, Worker
+
+SEED = 31
+CASES = {"native": 60, "apple": 20, "nvidia": 20}
+PAIRS = [(subject, executor) for subject in SUBJECTS for executor in executors_of(subject)]
+
+
+@pytest.fixture(scope="session")
+def worker():
+    with Worker() as worker:
+        yield worker
+
+
+def assert_right(worker: Worker, chunk: Chunk):
+    outcome = worker.run(chunk)
+    assert not outcome.findings, "\n".join(map(str, outcome.findings))
+    assert outcome.cases == chunk.count
+
+
+@pytest.mark.parametrize("subject, executor", PAIRS)
+def test_a_minute(worker, subject, executor):
+    assert_right(worker, Chunk(subject, executor, SEED, 0, cases_of(subject, CASES[executor])))
+
+
+def test_second_derivatives_of_one_column_are_right(worker):
+    """Their terms cancel, and of what rounding leaves mx's may have nothing."""
+    assert_right(worker, Chunk("add_rms_norm", "native", 77, 1264, 1))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("subject, executor", PAIRS)
+def test_nightly(worker, subject, executor):
+    for chunk in chunks([subject], {executor: NIGHTLY[executor]}, SEED):
+        assert_right(worker, chunk)
+
+
+def test_a_case_is_drawn_again():
+    def drawn():
+        draw = Draw.of("rms_norm", None, SEED, 4)
+        case = norms.rms_norm(draw)
+        return case.text, [compare.to_float64(a) for a in case.arrays]
+
+    (text, arrays), (again, others) = drawn(), drawn()
+    assert text == again
+    for a, b in zip(arrays, others):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("mode", modes.MODES)
+def test_what_is_wrong_is_found(mode, lenient):
+    """Results that are off by a thousandth."""
+    total = 0
+    for index in range(20):
+        draw = Draw.of("softmax", None, SEED, index)
+        case = norms.softmax(draw)
+        if case.empty or not case.ordinary or case.arrays[0].size < 2 or case.arrays[0].dtype != mx.float32:
+            continue
+        wrong = dataclasses.replace(case, ours=lambda a, ours=case.ours: ours(a) * 1.001)
+        assert modes.run(case, mode, Draw.of("softmax", None, SEED, index)) is None
+        assert modes.run(wrong, mode, Draw.of("softmax", None, SEED, index)), case.text
+        total += 1
+    assert total >= 2
+
+
+def test_a_failure_of_the_fuzzer_is_no_failure_of_the_op(lenient):
+    draw = Draw.of("softmax", None, SEED, 1)
+    case = norms.softmax(draw)
+
+    def broken(*arrays):
+        raise RuntimeError("this is not the op")
+
+    with pytest.raises(RuntimeError, match="this is not the op"):
+        modes.run(dataclasses.replace(case, exact=broken), "forward", draw)
+    assert "not the op" in modes.run(dataclasses.replace(case, ours=broken), "forward", draw)
+    assert modes.run(dataclasses.replace(case, ours=broken, twin=broken), "forward", draw) is None
+
+
+VALUES = np.array([1.0, -2.0, 1e-3, np.nan, np.inf])
+
+
+@pytest.mark.parametrize("value", [1.001, -1.0, np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("place", range(len(VALUES)))
+def test_numbers_that_are_wrong_are_found(place, value):
+    def difference(numbers, twin=None):
+        return compare.difference(mx.array(numbers.astype(np.float32)), VALUES, twin, compare.Tolerance())
+
+    wrong = VALUES.copy()
+    wrong[place] = value
+    alike = not np.isfinite(VALUES[place]) and not np.isfinite(value)
+    assert difference(VALUES) is None
+    assert alike or "the first at" in difference(wrong)
+
+
+def test_nothing_excuses_what_hidden_numbers_do():
+    """mx on a CPU lets NaN through where a mask hides it."""
+    exact, ours = np.ones(2), mx.array([1.0, mx.nan])
+    assert compare.difference(ours, exact, ours, compare.Tolerance()) is None
+    assert compare.difference(ours, exact, ours, compare.Tolerance(), finite_only=True)
+
+
+def test_a_crash_names_its_case():
+    """A child that dies at the case 2 of 5 is started again, for the cases that follow."""
+    child = (
+        "import json, os, signal, sys\n"
+        "for line in sys.stdin:\n"
+        "    task = json.loads(line)\n"
+        "    for case in range(task['first'], task['first'] + task['count']):\n"
+        "        print(json.dumps({'case': case, 'mode': 'forward', 'text': f'number {case}'}), flush=True)\n"
+        "        if case == 2:\n"
+        "            print('last words', file=sys.stderr, flush=True)\n"
+        "            os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "        print(json.dumps({'right': True, 'wrong': None}), flush=True)\n"
+        "    print(json.dumps({'kernels': 1, 'left': 0}), flush=True)\n"
+    )
+    with Worker([sys.executable, "-c", child]) as worker:
+        outcome = worker.run(Chunk("softmax", "apple", 7, 0, 5))
+    (finding,) = outcome.findings
+    assert outcome.cases == 5
+    assert re.search(r"SIGSEGV\s+last words", finding.wrong) and finding.text == "number 2"
+    assert finding.replay.endswith("python -m verification.fuzz --op softmax --seed 7 --case 2 --simulate apple")
+
+
+def test_a_case_without_an_end_is_ended():
+    child = (
+        "import sys, time\n"
+        "sys.stdin.readline()\n"
+        'print(\'{"case": 0, "mode": "", "text": ""}\', flush=True)\n'
+        "time.sleep(60)\n"
+    )
+    with Worker([sys.executable, "-c", child], longest_seconds=0.5) as worker:
+        (finding,) = worker.run(Chunk("softmax", "native", 0, 0, 1)).findings
+    assert "SIGKILL" in finding.wrong
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path, worker, monkeypatch):
+    monkeypatch.setattr("verification.fuzz.run.commit", lambda: "0123456789ab")
+    chunk = Chunk("softmax", "native", SEED, 0, 3)
+    outcome = worker.run(chunk)
+    Log(tmp_path / "log").add(chunk, outcome)
+    assert Log(tmp_path / "log").done == {chunk: outcome}
+    monkeypatch.setattr("verification.fuzz.run.commit", lambda: "another")
+    assert not Log(tmp_path / "log").done
+
+
+def test_every_case_of_a_nightly_run_is_in_one_chunk():
+    for subject in SUBJECTS:
+        expected = sum(max(1, NIGHTLY[e] // COST.get(subject, 1)) for e in executors_of(subject))
+        cases = [(c.executor, i) for c in chunks([subject], NIGHTLY, 0) for i in range(c.first, c.first + c.count)]
+        assert len(cases) == len(set(cases)) == expected

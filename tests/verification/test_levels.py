@@ -1,0 +1,28 @@
+"""Every variant passes every level; the documentation says so."""
+
+import pytest
+from verification import levels
+
+
+@pytest.fixture(scope="module")
+def verified():
+    return {level.name: have for level, have in levels.verify()}
+
+
+@pytest.mark.parametrize("level", levels.LEVELS, ids=lambda level: level.name)
+def test_no_variant_is_left_behind(level, verified):
+    if level.missing():
+        pytest.skip(level.missing())
+    assert set(levels.variants()) - verified[level.name] == set()
+
+
+def test_the_documentation_is_current(verified):
+    if set(verified) != {level.name for level in levels.LEVELS}:
+        pytest.skip("not every level can be run here")
+    assert levels.in_docs() == levels.markdown(verified), "run PYTHONPATH=tests python -m verification.levels --write"
+
+
+def test_a_hole_shows():
+    table = levels.markdown({level.name: set(levels.variants()[1:]) for level in levels.LEVELS})
+    count = len(levels.variants())
+    assert table.count(f"{count - 1} of {count}") == len(levels.LEVELS)
