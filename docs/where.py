@@ -1,0 +1,142 @@
+"""Where each op is: the table of docs/architecture.md.
+
+python docs/where.py            prints it
+python docs/where.py --write    writes it into docs/architecture.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+PATTERN = re.compile(r"(?<=<!-- where: begin -->\n).*?(?=<!-- where: end -->)", re.S)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The files of one op, or of several that share them.
+
+    Attributes:
+        ops: Names in ``mlx_mittens``.
+        family: The folder of `python`, `cpp`, `kernels` and `tests`.
+        python: The declaration, below mlx_mittens/ops.
+        cpp: Below csrc/ops/FAMILY.
+        plan: What chooses the kernel and its grid, below csrc/ops/FAMILY.
+        kernels: Below metal/FAMILY.
+        nvidia: Kernels that plans for NVIDIA GPUs alone launch, below metal/FAMILY.
+        cpu: Below csrc/cpu/isa/FAMILY.
+        tests: Below tests/unit/FAMILY.
+    """
+
+    ops: tuple[str, ...]
+    family: str
+    cpp: str
+    plan: str
+    kernels: tuple[str, ...]
+    cpu: tuple[str, ...]
+    tests: tuple[str, ...]
+    nvidia: tuple[str, ...] = ()
+
+    @property
+    def python(self) -> str:
+        return f"{self.family}.py"
+
+    def columns(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Folder and files of each column of the table."""
+        return [
+            ("mlx_mittens/ops", (self.python,)),
+            (f"csrc/ops/{self.family}", (self.cpp,)),
+            (f"csrc/ops/{self.family}", (self.plan,)),
+            (f"metal/{self.family}", self.kernels),
+            (f"metal/{self.family}", self.nvidia),
+            (f"csrc/cpu/isa/{self.family}", self.cpu),
+            (f"tests/unit/{self.family}", self.tests),
+        ]
+
+
+PLACES = (
+    Place(
+        ("rms_norm",), "norm", "rms_norm.cpp", "row_plan.cpp", ("rms_norm.metal", "norm_vjp.metal"),
+        ("rms_norm.cpp",), ("test_rms_norm.py", "test_long_rows.py"),
+    ),
+    Place(
+        ("layer_norm",), "norm", "layer_norm.cpp", "row_plan.cpp", ("layer_norm.metal", "norm_vjp.metal"),
+        ("layer_norm.cpp",), ("test_layer_norm.py", "test_long_rows.py"),
+    ),
+    Place(
+        ("add_rms_norm",), "norm", "add_rms_norm.cpp", "row_plan.cpp", ("add_rms_norm.metal", "norm_vjp.metal"),
+        ("rms_norm.cpp",), ("test_add_rms_norm.py", "test_long_rows.py"),
+    ),
+    Place(
+        ("softmax",), "norm", "softmax.cpp", "row_plan.cpp", ("softmax.metal", "softmax_vjp.metal"),
+        ("softmax.cpp",), ("test_softmax.py", "test_long_rows.py"),
+    ),
+    Place(
+        ("gemv",), "matmul", "gemv.cpp", "gemv.cpp", ("gemv.metal", "gemv_tiles.metal", "splitk_reduce.metal"),
+        ("gemv.cpp",), ("test_gemv.py", "test_gemv_short.py", "test_product_traffic.py"), ("nvidia/gemv_short.metal",),
+    ),
+    Place(
+        ("quantized_matmul",), "matmul", "quantized_matmul.cpp", "affine.cpp",
+        ("qmv.metal", "qmm.metal", "qvm.metal", "splitk_reduce.metal"), ("quantized_matmul.cpp",),
+        ("test_quantized_matmul.py", "test_qmv_mma.py", "test_product_traffic.py"), ("nvidia/qmv_mma.metal",),
+    ),
+    Place(
+        ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", "affine.cpp", ("quantized_swiglu.metal",),
+        ("quantized_matmul.cpp",), ("test_quantized_swiglu.py",), ("nvidia/quantized_swiglu_mma.metal",),
+    ),
+    Place(
+        ("block_matmul",), "matmul", "gguf_matmul.cpp", "row_products.cpp", ("gguf_matmul.metal",), ("gguf.cpp",),
+        ("test_gguf.py", "test_product_traffic.py"),
+    ),
+    Place(
+        ("block_quantize", "block_dequantize"), "matmul", "gguf_quantize.cpp", "gguf_quantize.cpp",
+        ("gguf_quantize.metal",), ("gguf.cpp",), ("test_gguf.py",),
+    ),
+    Place(
+        ("scaled_dot_product_attention",), "attention", "attention.cpp", "attention_launch.cpp",
+        ("attention_prefill.metal", "attention_decode.metal", "attention_mma.metal", "attention_combine.metal"),
+        ("attention.cpp",), ("test_attention.py", "test_attention_combine.py", "test_attention_traffic.py"),
+    ),
+    Place(
+        ("quantized_scaled_dot_product_attention",), "attention", "quantized_attention.cpp", "attention_launch.cpp",
+        ("attention_decode_packed.metal", "attention_combine.metal"), ("attention.cpp",),
+        ("test_quantized_attention.py", "test_attention_traffic.py"),
+    ),
+    Place(
+        ("rope_append",), "cache", "rope_append.cpp", "rope_append.cpp", ("rope_append.metal",), ("rope_append.cpp",),
+        ("test_rope_append.py", "test_cache_step.py"),
+    ),
+)  # fmt: skip
+
+
+def table() -> str:
+    lines = [
+        "| op | Python | C++ op | plan | kernels | on NVIDIA GPUs alone | CPU | tests |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for place in PLACES:
+        cells = [" ".join(f"`{folder}/{name}`" for name in names) for folder, names in place.columns()]
+        lines.append(f"| {', '.join(f'`{op}`' for op in place.ops)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def in_docs() -> str:
+    found = PATTERN.search(PAGE.read_text())
+    return found[0] if found else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write it into docs/architecture.md")
+    if parser.parse_args().write:
+        PAGE.write_text(PATTERN.sub(lambda _: table(), PAGE.read_text()))
+    else:
+        print(table(), end="")
+
+
+if __name__ == "__main__":
+    main()
