@@ -1,8 +1,8 @@
 """What the host takes for a call: to build it, and to encode it for the device, beside mx's.
 
-A loop over one op: CALLS of them are built, then handed over by `mx.async_eval`, and waited for outside of what is timed.
-Each way of calling (mm.OP, mx's under `mm.patch()`, mx's) has three loops in a row, of which the last counts: a graph whose
-kernels changed costs MLX more, and the first loops after another way's pay for that. All orders of the ways take turns.
+A loop builds CALLS calls of one op and hands them over by `mx.async_eval`. The wait for the results is not timed.
+Each way of calling (mm.OP, mx's under `mm.patch()`, mx's) runs three loops in a row, and the last one counts: a graph
+with other kernels than before costs MLX more, which the first two loops pay. The ways run in all orders, in turn.
 
 Usage: python3 host.py [ROUNDS] [cpu|gpu] [OP ...]
 """

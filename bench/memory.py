@@ -1,4 +1,7 @@
-"""Whether memory stays flat over many generated tokens: `python bench/memory.py [--tokens 10000]`; exits with 1 if not."""
+"""Checks that memory stays flat over many generated tokens; exits with 1 if not.
+
+python bench/memory.py [--tokens 10000]
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def main() -> None:
     if of_mlx != of_nanobind:
         sys.exit(
             f"nanobind {importlib.metadata.version('nanobind')} has the internals tag v{of_nanobind}, "
-            f"mlx {version} was built with v{of_mlx}: install the nanobind that carries v{of_mlx} (for mlx 0.32.4: pip install nanobind==3.1.0)"
+            f"mlx {version} was built with v{of_mlx}: install the nanobind that carries v{of_mlx} "
+            "(for mlx 0.32.4: pip install nanobind==3.1.0)"
         )
     if not any((mlx / "lib" / name).exists() for name in ("libmlx.so", "libmlx.dylib")):
         sys.exit(f'libmlx is not installed beside mlx {version}: pip install "mlx[cpu]=={version}"')

@@ -1,4 +1,4 @@
-"""Imports of modules by the names that they had until 0.1: they work for one more release, with a DeprecationWarning."""
+"""Imports of modules by their names before 0.1: they work for one more release, with a DeprecationWarning."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 SEED = "MLX_MITTENS_TEST_SEED"
 
-# A test that names no device is one of the CPU, also on a machine with a GPU: mlx-lm takes the default when it is imported.
+# Tests that name no device run on the CPU, also on a machine with a GPU. mlx-lm reads the default when it is imported.
 mx.set_default_device(mx.cpu)
 
 

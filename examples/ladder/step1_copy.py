@@ -1,7 +1,8 @@
 """Step 1, copy: y = x. A simdgroup, 32 threads that run together, moves a tile of 16 rows by 32 columns.
 
-A tile lies in the registers of all 32 lanes; `load` and `store` say where it is in memory, how far apart its rows are, and
-how many rows and columns there are: at the edges tiles hang over, and what is outside becomes the fill value.
+A tile lies in the registers of all 32 lanes. `load` and `store` take its place in memory, the distance between its
+rows, and how many rows and columns exist: tiles hang over the edges, where `load` gives the fill value and `store` does
+nothing.
 """
 
 import mlx.core as mx

@@ -1,8 +1,8 @@
 """Step 5, attention: y = softmax(q k^T / sqrt(D)) v, causal. Steps 3 and 4 together.
 
-A simdgroup takes 8 rows of queries and walks along the keys, 16 at a time. It keeps what the softmax has come to so far,
-maximum and sum of each row, and the sum of the values; where a maximum grows, sums are scaled down. Scores are never
-in memory. metal/attention/attention_prefill.metal is this, with masks, sinks and loads of 16 bytes.
+A simdgroup takes 8 rows of queries and walks along the keys, 16 at a time. It keeps the softmax so far: each row's
+maximum and sum, and the sum of the values. Where a maximum grows, the sums are scaled down. Scores are never in memory.
+metal/attention/attention_prefill.metal is this, with masks, sinks and loads of 16 bytes.
 """
 
 import mlx.core as mx

@@ -3,8 +3,9 @@
 Each function takes what the op takes and launches MLX's kernel for it with MLX's own geometry: on a CUDA GPU by the
 same compiler as ours, on a CPU in the simulator. A new op's peer is one function and one row in `PEERS`.
 
-Where MLX's choice depends on the Apple GPU at hand, it is made as for `GPU`, and a kernel that may have as many threads as
-the hardware allows has 1024.
+Where MLX's choice depends on the Apple GPU, it is made as for an M4 Max (applegpu_g16s). MLX chooses the same on an M3
+Max; the generation after it has matrix units, and only Apple's compiler takes the kernels for those. A kernel that may
+have as many threads as the hardware allows has 1024.
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ _HEADERS = {
     "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
 }
 _TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
-# An M4 Max, as MLX reads the name of its architecture, applegpu_g16s: generation and class. MLX chooses the same on an M3
-# Max; the generation after it has matrix units, whose kernels no other compiler takes.
-GPU = (16, "s")
 _SIMD = 32
 _MOST_THREADS = 1024
 
@@ -135,7 +133,7 @@ def quantized_matmul(
     if (k == 128 and bits in (1, 2, 4, 8)) or (k == 64 and bits in (2, 4, 8)):
         kernel = instance("quantized", "affine_qmv_quad", type_text, group_size, bits, k, False)
         return launch(*kernel, arguments, [m, _ceil(n, 64), 1], [_SIMD, 1, 1], stream=stream)[0]
-    if m > 1 and GPU[0] >= 15:
+    if m > 1:
         vectors, lanes = _ceil(m, _ceil(m, 5)), 8
         kernel = instance("quantized", "affine_qmv_wide", type_text, group_size, bits, vectors, lanes, False)
         groups = [_ceil(m, vectors), _ceil(n, 2 * _SIMD // lanes), 1]
@@ -150,7 +148,7 @@ def quantized_matmul(
 
 
 def _fewest_rows_of_qmm(k: int, n: int) -> int:
-    """From how many rows of x on MLX multiplies quantized weights [N, K] by matrices, on an M3 or M4 that is no Ultra."""
+    """The fewest rows of x for which MLX calls qmm for weights [N, K], on an M3 or M4 that is no Ultra."""
     return 15 if 2048 < max(k, n) <= 4096 else 13
 
 
@@ -177,7 +175,7 @@ def _qmm(arguments, type_text, shape, group_size, bits, stream):
 
 
 def _block(width: int, height: int) -> tuple[int, int]:
-    """Threads of a threadgroup for a grid of threads: as MLX's, but none that the edge of the grid would cut short."""
+    """MLX's threadgroup size, reduced to powers of two that divide the grid."""
     width_bits = height_bits = 0
     while width_bits + height_bits < 10:
         before = width_bits + height_bits

@@ -316,7 +316,7 @@ def _processor() -> str:
 
 
 def metallib() -> str:
-    """The path of the Metal library that was built ahead of time; empty without one, or where kernels have changed since."""
+    """The path of the Metal library that was built ahead of time; empty if there is none, or an outdated one."""
     folder, now = _installed() / "metal", sources.metal_folder()
     path = folder / "mlx_mittens.metallib"
     current = path.is_file() and (folder == now or _texts(folder) == _texts(now))

@@ -37,8 +37,8 @@ def check(file: str) -> list[Problem]:
 def refused(file: str) -> list[Problem]:
     """What any Mac's compiler would refuse in a file, for a kernel that is about to run.
 
-    That is `check` without what is doubtful, and without memory, which only a launch asks for. The answer is kept in the
-    cache.
+    These are the problems of `check` without the doubtful ones, and without those of memory: only a launch knows how
+    much it asks for. The answer is kept in the cache.
     """
     what = sources.flatten(file), build._library_key(), compiler.find_compiler().identity
 

@@ -19,7 +19,7 @@ _FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
 
 
 def recursion(code: str, library: str) -> list[Problem]:
-    """Functions that call themselves in clang's intermediate code of a file; those of the library, a folder, are not looked at."""
+    """Functions that call themselves in clang's intermediate code of a file, without those of the folder `library`."""
     functions, edges = _calls(code)
     files = dict(_FILE.findall(code))
     places = {number: (name, files.get(file, ""), int(line)) for number, name, file, line in _SUBPROGRAM.findall(code)}

@@ -186,7 +186,8 @@ class Text:
                 if self.token(i + 1) not in ("constexpr", "const", "constant"):
                     self.report(
                         i,
-                        f"{name!r} has a static variable: keep it in a buffer, or write 'constant' outside of a function",
+                        f"{name!r} has a static variable: keep it in a buffer, "
+                        "or write 'constant' outside of a function",
                     )
             elif token == "[" and self.token(i + 1) != "[" and self._starts_expression(before):
                 if self.token(self.partner[i] + 1) in ("(", "{", "<"):

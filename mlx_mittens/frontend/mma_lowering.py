@@ -89,14 +89,17 @@ def _instruction(
 
 
 def _in_parts(products: list[_Product]) -> str:
-    """Products in float32. The cores take 11 bits of a float, its upper part: what that leaves of it is a lower one.
+    """Products in float32, of an upper and a lower part of each number.
 
-    About half a unit of the last of these bits is added before the others are cut off, so that lower parts are small and of
-    either sign, and what is lost of them does not add up; towards zero, so that the largest floats stay finite. Three
-    products of the parts make one, all but that of both lower ones, which is 2^-21 of it at most. Where something is inf or
-    NaN, so is the product of the upper parts, and that of others, which may be NaN where it is inf, becomes some finite
-    number by max. The cores' sums are not rounded but cut, so that a long one would drift: what they give is added to the
-    sums outside.
+    The cores read 11 bits of a float: these are the upper part, and the rest of the number is the lower part. The upper
+    part is rounded, by adding about half a unit of its last bit before the other bits are cut off. So lower parts are
+    small and of either sign, and their own rounding errors do not add up. Half a unit is rounded towards zero, so that
+    the largest floats stay finite.
+
+    A product is the sum of three products of parts. The product of both lower parts is left out: it is 2^-21 of the
+    whole at most. Where an operand is inf or NaN, the product of the upper parts is right. The others may be NaN where
+    it is inf: max replaces NaN by a finite number. The cores cut their sums instead of rounding them, so a long sum
+    would drift: each of their results is added to a sum outside of the cores.
     """
     uppers: dict[str, str] = {}
     lowers: dict[str, str] = {}

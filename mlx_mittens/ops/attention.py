@@ -32,13 +32,13 @@ def scaled_dot_product_attention(
     float32 and rounded once, at the end. Views whose last axis is contiguous are read where they lie, so a key-value
     cache of larger capacity and transposed ``[batch, tokens, heads, width]`` arrays cost no copy.
 
-    Keys and values that are hidden from a query do not matter to it, whatever they hold: NaN or infinity in the unused part
-    of a cache stays there. The rows that such values come to are summed up a second time, which is slow. Where mx does the
-    work, hidden NaN may reach the result.
+    Keys and values that are hidden from a query do not change its result, even if they are NaN or infinite: the unused
+    part of a cache may hold anything. Rows that meet such values are computed a second time, which is slow. Where mx
+    does the work, hidden NaN may reach the result.
 
-    On an NVIDIA GPU most calls of more than 32 queries, in float32 of more than 128, go to mx, which has kernels of cuDNN
-    there. On an Apple GPU with matrix units (M5) those of more than 16 queries do, in float32 unless
-    ``MLX_ENABLE_TF32`` is 0. Not in strict mode, with ``force_fused``, or within a short ``window``.
+    On an NVIDIA GPU most calls of more than 32 queries (in float32: 128) go to mx, which has kernels of cuDNN there. On
+    an Apple GPU with matrix units (M5) those of more than 16 queries do, in float32 unless ``MLX_ENABLE_TF32`` is 0.
+    Not in strict mode, with ``force_fused``, or within a short ``window``.
 
     Args:
         q (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
@@ -89,9 +89,9 @@ def quantized_scaled_dot_product_attention(
     """Attention over a packed key-value cache, read once as it is packed.
 
     Takes what ``mlx_lm.models.base.quantized_scaled_dot_product_attention`` takes, with sinks and a window besides.
-    Kernels cover 4 and 8 bits, and on GPUs values as wide as the keys; other calls are composed of mx operations, in
-    which NaN among hidden scales and biases reaches the result. Gradients are those of ``queries``, an additive ``mask``
-    and ``sinks``.
+    Kernels cover 4 and 8 bits, and on GPUs values as wide as the keys. Other calls are composed of mx operations: in
+    these, NaN among hidden scales and biases reaches the result. Gradients are those of ``queries``, an additive
+    ``mask`` and ``sinks``.
 
     Args:
         queries (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.

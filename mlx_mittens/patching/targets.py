@@ -108,7 +108,9 @@ class Target:
         if self.parameters and not hasattr(function, "__wrapped__"):
             found = tuple(inspect.signature(function).parameters)
             if found != self.parameters:
-                raise PatchError(self._complaint(f"takes ({', '.join(found)}): expected ({', '.join(self.parameters)})"))
+                raise PatchError(
+                    self._complaint(f"takes ({', '.join(found)}): expected ({', '.join(self.parameters)})")
+                )
         return owner, leaf
 
     def importers(self, function: Any) -> list[Any]:

@@ -118,10 +118,10 @@ def dequantize(words: np.ndarray, scales, biases, group_size: int, bits: int) ->
 
 
 def rope(x, dims: int, base: float | None, offset: int, freqs=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rotary embedding of ``x``, [..., tokens, width], how large the terms of each element are, and how far the rounding
-    of its angles moves it.
+    """Rotary embedding of ``x``, [..., tokens, width].
 
-    An angle is a product of float32 numbers, one of which may be an exponential.
+    Also gives the size of each element's terms, and how far the rounding of its angle moves it. An angle is a product
+    of float32 numbers, one of which may be an exponential.
     """
     x, freqs = _widen(x), _widen(freqs)
     pairs = dims // 2

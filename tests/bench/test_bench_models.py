@@ -126,7 +126,7 @@ def test_clocks_are_taken_off_again():
     before, rope = timed(), mx.fast.rope
     with pytest.raises(ZeroDivisionError), models._clocks({}):
         assert mx.fast.rope is not rope
-        1 / 0
+        raise ZeroDivisionError
     assert timed() == before and mx.fast.rope is rope
 
 

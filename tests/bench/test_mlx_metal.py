@@ -1,4 +1,4 @@
-"""`mlx_mittens.bench.mlx_metal`: MLX's own kernels, launched as MLX launches them, give mx's results, simulated and on a GPU."""
+"""`mlx_mittens.bench.mlx_metal`: MLX's own kernels, launched as MLX does, give mx's results, simulated and on a GPU."""
 
 import re
 
@@ -150,7 +150,7 @@ def test_quantized_matmul_with_a_partial_block_of_outputs(draw, bits):
 
 
 SHARED = [
-    # query heads, key heads, keys, width, of how many query heads a simdgroup computes: none where each reads keys itself
+    # query heads, key heads, keys, width, query heads of a simdgroup (None: each head reads the keys itself)
     (8, 1, 8192, 64, 8),
     (8, 1, 8192, 128, 4),
     (12, 1, 8192, 128, 4),

@@ -159,8 +159,11 @@ def run_command(*arguments: str, environment: dict[str, str]) -> subprocess.Comp
     "code, sentence",
     [
         ("m.version = lambda name: '0.99.0' if name == 'mlx' else real(name)", "installed is mlx 0.99.0"),
-        ("def version(name):\n  if name == 'mlx': raise m.PackageNotFoundError\n  return real(name)\nm.version = version",
-         "mlx_mittens needs MLX"),
+        (
+            "def version(name):\n  if name == 'mlx': raise m.PackageNotFoundError\n  return real(name)\n"
+            "m.version = version",
+            "mlx_mittens needs MLX",
+        ),
     ],
     ids=["another", "missing"],
 )  # fmt: skip

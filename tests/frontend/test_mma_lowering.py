@@ -508,8 +508,8 @@ def float_product(rows, b, c):
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_float32(rng, blocks):
-    """Of numbers of any size. A term loses up to three units for each lower part, which is cut, and four for their product;
-    sums are rounded five times."""
+    """Of numbers of any size. A term loses up to three units by the cut of each lower part, and four as the product of
+    both is left out; sums are rounded five times."""
     for _ in range(20):
         a = (rng.normal(size=(blocks, 8, 8)) * 10.0 ** rng.integers(-8, 9, (blocks, 8, 1))).astype(np.float32)
         b = (rng.normal(size=(8, 8)) * 10.0 ** rng.integers(-8, 9, (1, 8))).astype(np.float32)
@@ -520,7 +520,7 @@ def test_float32(rng, blocks):
 
 
 def test_float32_is_not_biased(rng):
-    """What is lost of lower parts is of either sign, so that it does not add up; cut off, they would lose 2^-22 on average."""
+    """Errors of lower parts are of either sign and do not add up. If upper parts were cut, they would: 2^-22 each."""
     a, b = (1 + rng.random((2, 500, 8, 8))).astype(np.float32)
     none = np.zeros((1, 8, 8), np.float32)
     errors = [float_product(x[None], y, none)[0] / (x.astype(np.float64) @ y) - 1 for x, y in zip(a, b, strict=True)]

@@ -37,7 +37,8 @@ def build(metal: pathlib.Path = METAL) -> str:
         "-fPIC",
         "-shared",
         "-fvisibility=hidden",
-        "-D_METAL_", "-DMITTENS_KNOWN_MLX=1",
+        "-D_METAL_",
+        "-DMITTENS_KNOWN_MLX=1",
         "-o",
         str(library),
     ]

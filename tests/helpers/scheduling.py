@@ -4,7 +4,7 @@ from pathlib import PurePosixPath
 
 from xdist.scheduler import LoadScopeScheduling
 
-# Files whose tests share what takes minutes to make: one worker runs them all, and makes it once. The largest come first.
+# Files whose tests share a result that takes minutes: one worker runs them all, and computes it once. Largest first.
 TOGETHER = {
     "test_macos_recording.py": "the ladder",
     "test_ptx.py": "the ladder",
@@ -14,10 +14,10 @@ TOGETHER = {
 
 
 class Scheduling(LoadScopeScheduling):
-    """One test at a time to whoever is free, but for those above.
+    """Deals out one test at a time to whoever is free, and the files above as groups.
 
     pytest-xdist's own ``--dist loadgroup`` would do, but 3.8 finds no group under pytest 9.2, and says nothing.
-    A test that takes its worker down ends the run (``--max-worker-restart=0``): what is dealt out so is not dealt again.
+    A test that kills its worker ends the run (``--max-worker-restart=0``): xdist does not deal out its tests again.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -106,7 +106,7 @@ def test_blocks_nest_and_end_in_any_order():
 def test_a_block_ends_with_an_error_inside():
     before = current()
     with pytest.raises(ZeroDivisionError), mm.patched():
-        1 / 0
+        raise ZeroDivisionError
     assert current() == before
 
 
@@ -363,7 +363,10 @@ def test_signatures_and_docs_are_those_of_mx():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda target: {"path": "fast.rms_norms"}, r"mlx\.core\.fast\.rms_norms is not there .* mlx 0.*rms_norm=False"),
+        (
+            lambda target: {"path": "fast.rms_norms"},
+            r"mlx\.core\.fast\.rms_norms is not there .* mlx 0.*rms_norm=False",
+        ),
         (lambda target: {"module": "mlx.nowhere"}, r"mlx\.nowhere\.fast\.rms_norm is not there"),
     ],
 )
@@ -381,7 +384,9 @@ def test_a_moved_target_is_an_error_and_nothing_is_patched(monkeypatch, change, 
 
 def test_other_arguments_of_a_target_are_an_error(monkeypatch):
     monkeypatch.setattr(nn.Linear, "__call__", lambda self, x, scale: x)
-    with pytest.raises(mm.PatchError, match=r"mlx\.nn\.Linear\.__call__ takes \(self, x, scale\): expected \(self, x\)"):
+    with pytest.raises(
+        mm.PatchError, match=r"mlx\.nn\.Linear\.__call__ takes \(self, x, scale\): expected \(self, x\)"
+    ):
         mm.patch()
     monkeypatch.undo()
 

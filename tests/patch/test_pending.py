@@ -192,7 +192,6 @@ class Layer:
     """What a decoder layer does before attention: heads of one input, perhaps normed, and how they are turned."""
 
     def __init__(self, rng, dtype=mx.float32, tokens=1, batch=1, norms=False, **turn):
-        count = HEADS + 2 * KEY_HEADS
         self.x = evaluated(normal(rng, batch, tokens, 32, dtype=dtype))
         self.weights = evaluated([normal(rng, n * WIDTH, 32, dtype=dtype) / 6 for n in (HEADS, KEY_HEADS, KEY_HEADS)])
         self.norms = evaluated([1 + normal(rng, WIDTH, dtype=dtype) / 4 for _ in range(2)]) if norms else None

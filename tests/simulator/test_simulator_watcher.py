@@ -703,7 +703,7 @@ def test_traffic(name):
 
 @pytest.mark.parametrize("meeting", ["simdgroup_barrier(mem_flags::mem_none);", "s = simd_sum(s);", "BARRIER"])
 def test_lanes_that_skip_an_access_are_not_paired_with_a_later_one(meeting):
-    """Where they meet in between. Half of the lanes load 64 bytes in the first round, all of them a line in each other."""
+    """Where they meet in between. Half of the lanes load 64 bytes in the first round; in the others all load a line."""
     body = f"""
   float s = 0;
   for (uint round = 0; round < 4; ++round) {{

@@ -58,14 +58,20 @@ def test_ragged_edges(rng, rows, columns):
     """What is outside is neither read nor written: the arrays end there."""
     x, y = draw(rng, max(rows, 1), max(columns, 1)), np.full((16, 24), np.nan, np.float32)
     stride = x.shape[1]
-    body = f"Tile<float, 2, 3> tile; load(tile, x, {stride}, {rows}, {columns}, -7.0f, lane); store<float>(tile, y, 24, lane);"
+    body = (
+        f"Tile<float, 2, 3> tile; load(tile, x, {stride}, {rows}, {columns}, -7.0f, lane);"
+        "store<float>(tile, y, 24, lane);"
+    )
     simulate(body, "const device float* x [[buffer(0)]], device float* y [[buffer(1)]]", [x, y])
     expected = np.full((16, 24), -7, np.float32)
     expected[:rows, :columns] = x[:rows, :columns]
     np.testing.assert_array_equal(y, expected)
     if rows:
         z = np.zeros((rows, columns), np.float32)
-        body = f"Tile<float, 2, 3> tile; load(tile, y, 24, lane); store<float>(tile, z, {columns}, {rows}, {columns}, lane);"
+        body = (
+            "Tile<float, 2, 3> tile; load(tile, y, 24, lane);"
+            f"store<float>(tile, z, {columns}, {rows}, {columns}, lane);"
+        )
         simulate(body, "const device float* y [[buffer(0)]], device float* z [[buffer(1)]]", [y, z])
         np.testing.assert_array_equal(z, expected[:rows, :columns])
 
@@ -93,7 +99,10 @@ def test_products(rng, name, dtype, operation):
         f"Tile<{name}, {tiles[operation][1]}> b; load(b, right, {b.shape[1]}, lane);"
         f"Tile<float, 2, 3> sums; fill(sums, 1.0f); {call} store<float>(sums, y, 24, lane);"
     )
-    arguments = f"const device {name}* left [[buffer(0)]], const device {name}* right [[buffer(1)]], device float* y [[buffer(2)]]"
+    arguments = (
+        f"const device {name}* left [[buffer(0)]], const device {name}* right [[buffer(1)]],"
+        "device float* y [[buffer(2)]]"
+    )
     y = simulate(body, arguments, [a, b, np.zeros((16, 24), np.float32)])
     a, b = a.astype(np.float64), b.astype(np.float64)
     exact = 1 + (a.T if operation.startswith("at") else a) @ (b.T if operation.endswith("bt") else b)
@@ -197,7 +206,8 @@ def test_dealt_products(rng, name, dtype, width, aligned):
             values, v + tile_row(lane) * {row} + b * 8 * {width}, tile_row(lane) < 7, {str(aligned).lower()}, lane);
         Fragments<float, {width}> sums;
         for (int t = 0; t < {width}; ++t) {{
-          sums.at[t] = multiply_tiles<{name}>(vec<{name}, 2>({name}(scores.x), {name}(scores.y)), values.at[t], float2(0));
+          auto pair = vec<{name}, 2>({name}(scores.x), {name}(scores.y));
+          sums.at[t] = multiply_tiles<{name}>(pair, values.at[t], float2(0));
         }}
         store_dealt_pairs<float, {width}>(sums, y + tile_row(lane) * {columns} + b * 8 * {width}, lane);
       }}

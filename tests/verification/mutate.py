@@ -1,11 +1,13 @@
-"""The mutation run: faults planted in our kernels, one at a time, and whether tests in the simulator see them.
+r"""The mutation run: faults planted in our kernels, one at a time, and whether tests in the simulator see them.
 
-    PYTHONPATH=tests python -m verification.mutate [--count N] [--seed S] [--files A,B] [--jobs J] [--log FILE] [--write]
+    PYTHONPATH=tests python -m verification.mutate \
+        [--count N] [--seed S] [--files A,B] [--jobs J] [--log FILE] [--write]
 
 A mutant differs from the kernels in one place: a barrier is dropped, an index shifted, a stride, a comparison or a
-constant changed. It is killed if a case of an op that runs the changed text fails, or else one of the suite's own tests
-of that op in the simulator: a fault, a wrong result, a kernel that never ends. Mutants that do not compile do not count.
-Survivors are listed, with the reason where one is known. With a log, a run that was broken off goes on where it stopped.
+constant changed. Cases of the ops that run the changed text come first, then the suite's own tests of these ops in the
+simulator. The mutant is killed if one fails: by a fault, a wrong result, or a kernel that never ends. Mutants that do
+not compile do not count. Survivors are listed, with the reason where one is known. With a log, an interrupted run can
+be resumed.
 """
 
 from __future__ import annotations
@@ -164,8 +166,7 @@ def _probes(op, case, dtype, rng):
     yield drawn
     if math.prod(case.shape) > 5000:
         return
-    for arrays in absences(op, drawn)[1:]:
-        yield arrays
+    yield from absences(op, drawn)[1:]
     if not case.vjp:
         yield [a if a is None else mx.concatenate([a, a], axis=-1)[..., : a.shape[-1]] for a in drawn]
         yield [a if a is None else mx.repeat(a, 2, axis=-1)[..., ::2] for a in drawn]
@@ -200,7 +201,7 @@ class _FirstFailure:
 
 
 def _failing_test(ops: set[str], tiles: bool) -> str:
-    """The first test that fails of the suite's tests of these ops in the simulator, and of those of the tile library."""
+    """The first of the suite's tests in the simulator that fails: those of these ops, and of the tile library."""
     import pytest
 
     from mlx_mittens import _ext, specs
@@ -353,12 +354,12 @@ def report(fates: list[tuple[Mutant, str, str]], seed: int) -> str:
     lines = [
         "# Mutation run",
         "",
-        f"`PYTHONPATH=tests python -m verification.mutate --count {len(fates)} --seed {seed} --write`: {len(fates)} of {len(mutants())} possible",
-        f"mutants, {len(fates) - len(counted)} of which do not compile.",
+        f"`PYTHONPATH=tests python -m verification.mutate --count {len(fates)} --seed {seed} --write`:",
+        f"{len(fates)} of {len(mutants())} possible mutants, {len(fates) - len(counted)} of which do not compile.",
         "",
-        f"Of {len(counted)} mutants {killed} are killed: {killed / len(counted):.1%}. Of the {len(survivors)} survivors",
-        f"{len(harmless)} are no faults, for the reasons below. Of the other {killed + faults} mutants",
-        f"{killed / max(1, killed + faults):.1%} are killed.",
+        f"Of {len(counted)} mutants {killed} are killed: {killed / len(counted):.1%}.",
+        f"Of the {len(survivors)} survivors {len(harmless)} are no faults, for the reasons below.",
+        f"Of the other {killed + faults} mutants {killed / max(1, killed + faults):.1%} are killed.",
         "",
         "| kind | mutants | killed | survivors that are no faults | others |",
         "|---|--:|--:|--:|--:|",

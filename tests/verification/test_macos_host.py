@@ -1,4 +1,4 @@
-"""The sources of the macOS extension compile and link on Linux against the released MLX for macOS, every symbol found."""
+"""The macOS extension compiles and links on Linux against the released MLX for macOS, with every symbol found."""
 
 import ctypes
 import importlib.metadata
@@ -52,7 +52,12 @@ def compile_object(source: pathlib.Path, output: pathlib.Path, site: pathlib.Pat
         pathlib.Path(sysconfig.get_paths()["include"]),
     ]
     command = [*ZIG, "c++", *TARGET, "-std=c++20", "-g0", "-fvisibility=hidden", "-D_METAL_", "-DNB_DOMAIN=mlx"]
-    command += [f'-DMITTENS_MLX_VERSION="{MLX}"', "-DMITTENS_KNOWN_MLX=1", *options, *(f"-I{folder}" for folder in includes)]
+    command += [
+        f'-DMITTENS_MLX_VERSION="{MLX}"',
+        "-DMITTENS_KNOWN_MLX=1",
+        *options,
+        *(f"-I{folder}" for folder in includes),
+    ]
     result = subprocess.run([*command, "-c", str(source), "-o", str(output)], capture_output=True, text=True)
     assert result.returncode == 0, (
         f"{source.relative_to(ROOT) if ROOT in source.parents else source.name}:\n{result.stderr}"

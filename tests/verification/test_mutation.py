@@ -1,4 +1,4 @@
-"""A slice of the mutation run (verification/mutate.py): the tests in the simulator see faults that are planted in kernels."""
+"""A slice of the mutation run (verification/mutate.py): the tests in the simulator see faults planted in kernels."""
 
 import pytest
 from verification import mutate

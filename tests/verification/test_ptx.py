@@ -11,7 +11,7 @@ from mlx_mittens.frontend import ptxas
 
 ARCHITECTURES = ("sm_80", "sm_90")
 
-# Prompts in float32 that go to tiles of 8 rows on NVIDIA GPUs (test_prompts_on_nvidia.py): these kernels are for Apple's.
+# Kernels for Apple GPUs only: on NVIDIA GPUs prompts in float32 go to tiles of 8 rows (test_prompts_on_nvidia.py).
 NEVER_LAUNCHED = {"attention_prefill_64_float32", "attention_prefill_128_float32"}
 
 # What a threadgroup may have in Metal.

@@ -213,7 +213,7 @@ def test_nan_and_infinity(rng, dtype, executor, queries, value):
 
 
 def check_hidden(rng, dtype, queries, how, width, keys=40):
-    """Rows are right that do not see the keys and values that are NaN, infinite or huge; others are NaN where these are."""
+    """Keys and values are NaN, infinite or huge. Rows that do not see them are right; rows that see NaN are NaN."""
     hidden = hidden_keys(rng, how, queries, keys, dtype)
     q, k, v = inputs(rng, (1, 2, 1, queries, keys, width), dtype, outliers=False)
     call = lambda k, v: run(

@@ -43,8 +43,8 @@ def test_prefill_does_the_least_its_tiles_need(rng, counted, width, rows, dtype)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("dtype, rows", [(mx.float16, 16), (mx.float32, 8)])
 def test_a_prompt_by_tiles_reads_each_key_once_for_its_rows(rng, counted, width, dtype, rows):
-    """The simdgroups of a threadgroup share out the keys: each reads the queries, which in float32 one reads for all, and
-    no product is computed twice."""
+    """The simdgroups of a threadgroup share out the keys. Each reads the queries (in float32 one reads them for all),
+    and no product is computed twice."""
     heads, queries, keys = 2, 128, 160
     drawn = arrays(rng, heads, 1, queries, keys, width, dtype)
     counts = counted(attend(drawn), gpu="nvidia")[0]

@@ -179,7 +179,8 @@ def test_compiled_for_any_shape(rng, executor, transpose, order):
 
 @pytest.mark.parametrize("columns, outputs, simdgroups", [(2048, 64, 8), (1280, 4864, 5), (1280, 7008, 4)])
 def test_simdgroups_of_several_rows(rng, counted, columns, outputs, simdgroups):
-    """The fewest rounds of all waves: eight take two, five two and, for 304 threadgroups, one wave; 438 would take two."""
+    """The fewest rounds of all waves. Eight simdgroups take 16 chunks in two rounds, five take 10 chunks in two. 304
+    threadgroups of five are one wave; 438 would be two waves, so four simdgroups in three rounds are better."""
     w, x = draw(rng, (outputs, columns), mx.bfloat16), draw(rng, (8, columns), mx.bfloat16)
     (counts,) = counted(lambda: mm.gemv(w, x))
     assert counts["threads"] == counts["threadgroups"] * 32 * simdgroups

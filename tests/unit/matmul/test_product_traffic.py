@@ -91,7 +91,7 @@ def test_gate_and_up(rng, dtype, counted, columns, outputs, bits, lane_columns, 
 
 
 def accesses_of_blocks(blocks, columns):
-    """Those of packs of 16 bytes a lane, from the start of a line on, and for each row's tile one of what is left over."""
+    """Accesses of 16 bytes a lane from the start of a line on, and one more of what is left over in each row's tile."""
     outputs, row_bytes = blocks.shape
     tile = 32 * row_bytes * 32 // columns  # 32 blocks
     accesses = 0

@@ -33,7 +33,8 @@ class Chunk:
     def replay(self, index: int) -> str:
         """The command that runs one of them again."""
         simulate = "" if self.executor == "native" else f" --simulate {self.executor}"
-        return f"PYTHONPATH=tests python -m verification.fuzz --op {self.subject} --seed {self.seed} --case {index}{simulate}"
+        case = f"--op {self.subject} --seed {self.seed} --case {index}"
+        return f"PYTHONPATH=tests python -m verification.fuzz {case}{simulate}"
 
 
 @dataclass
