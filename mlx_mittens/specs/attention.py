@@ -254,7 +254,7 @@ def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
 # (Exact.inner), the worst of 1600 draws of the tests was 2.9 units off.
 UNITS = 8
 
-# Small enough for the simulator, where tests/verification/test_variants.py demands that they reach every variant of the
+# Small enough for the simulator, where tests/verification/test_levels.py demands that they reach every variant of the
 # kernels.
 _TESTS = (
     _tests((2, 4, 2, 1, 70, 64), (1, 8, 1, 2, 33, 128), (1, 2, 2, 1, 300, 64))

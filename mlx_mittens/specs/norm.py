@@ -110,7 +110,7 @@ def _tests(*shapes: tuple[int, ...], **more: Any) -> tuple[Case, ...]:
 
 # Rows on both sides of every threshold of the kernels (csrc/ops/norm/row_plan.h). For each kernel: rows that fill packs
 # and rows that do not, tails of every length, one column. Small enough for the simulator, where
-# tests/verification/test_variants.py demands that they reach every variant.
+# tests/verification/test_levels.py demands that they reach every variant.
 _NORM_TESTS = _tests(
     (1, 1), (3, 7), (5, 33), (2, 3, 64), (1, 8, 4, 128), (2, 200), (9, 255), (3, 480), (7, 500), (65, 300), (65, 600),
     (65, 601), (2, 1024), (3, 1025), (66, 1032), (1, 2048), (2, 2881), (1, 4100), (2, 6001), (1, 8200), (9, 10007),

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 METAL = ROOT / "csrc" / "backends" / "metal.cpp"
 
-SEED = 2  # another thread order than those of test_variants
+SEED = 2  # another thread order than that of test_variants
 
 
 @functools.cache
