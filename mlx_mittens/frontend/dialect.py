@@ -9,6 +9,8 @@ Three looks at a file, each of which finds what the others cannot:
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
 import re
 from pathlib import Path
@@ -31,29 +33,41 @@ def check(file: str) -> list[Problem]:
     Returns:
         The problems, by file and line; none if a Mac should take it.
     """
-    return _check(file, strict=True)
+    return _known_problems(file, strict=True)
 
 
 def refused(file: str) -> list[Problem]:
     """What any Mac's compiler would refuse in a file, for a kernel that is about to run.
 
     These are the problems of `check` without the doubtful ones, and without those of memory: only a launch knows how
-    much it asks for. The answer is kept in the cache.
+    much it asks for.
     """
-    what = sources.flatten(file), build._library_key(), compiler.find_compiler().identity
-
-    def make(path: Path) -> None:
-        path.write_text(json.dumps([[p.file, p.line, p.what] for p in _check(file, strict=False)]))
-
-    known = cache.cached(f"{Path(file).stem}-{cache.key('refused', *what)}.json", make).read_text()
-    return [Problem(*problem) for problem in json.loads(known)]
+    return _known_problems(file, strict=False)
 
 
-def _check(file: str, strict: bool) -> list[Problem]:
+def _known_problems(file: str, strict: bool) -> list[Problem]:
+    """The problems of a file, from the cache if this text was checked before."""
     try:
         flat = sources.flatten(file)
     except CompileError as error:
         return _diagnostics(error.log, file)
+    what = flat, build._library_key(), _mlx_version(), compiler.find_compiler().identity
+    name = cache.key("dialect", file, str(strict), *what)
+
+    def make(path: Path) -> None:
+        path.write_text(json.dumps([[p.file, p.line, p.what] for p in _problems(file, flat, strict)]))
+
+    known = cache.cached(f"{Path(file).stem}-{name}.json", make).read_text()
+    return [Problem(*problem) for problem in json.loads(known)]
+
+
+@functools.cache
+def _mlx_version() -> str:
+    """MLX's, whose headers a text may include."""
+    return importlib.metadata.version("mlx")
+
+
+def _problems(file: str, flat: str, strict: bool) -> list[Problem]:
     found = compiler.find_compiler()
     done = found.run(compiler.preprocess_flags([build.INCLUDE, *build._mlx_include()]), flat)
     if done.returncode:

@@ -30,6 +30,19 @@ def in_kernel(body):
     return KERNEL.format(body)
 
 
+def test_a_text_is_checked_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    checked, check = [], dialect._problems
+    monkeypatch.setattr(dialect, "_problems", lambda *arguments: checked.append(arguments) or check(*arguments))
+    name = f"dialect{next(_serial)}.metal"
+    frontend.register_source(name, HEADER + in_kernel("double a = 1;"))
+    assert dialect.check(name) == dialect.check(name) != []
+    assert len(checked) == 1
+    assert dialect.refused(name) and len(checked) == 2, "whether it is strict matters"
+    frontend.register_source(name, HEADER + in_kernel("y[i] = 1;"))
+    assert dialect.check(name) == [] and len(checked) == 3
+
+
 @pytest.mark.parametrize("file", frontend.files())
 def test_our_kernels_pass(file):
     assert dialect.check(file) == []
