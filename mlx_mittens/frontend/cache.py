@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import os
 import shutil
@@ -36,26 +35,39 @@ def writable_folder() -> Path:
             folder = cache_folder()
         except RuntimeError as error:
             return _temporary_folder(f"There is no folder to cache compiled kernels in ({error})")
-        return _usable(folder)
+        if folder not in _problems:
+            try:
+                _probe(folder)
+                return folder
+            except OSError as error:
+                _problems[folder] = f"The cache folder {folder} cannot be written to ({error.strerror})"
+        return _temporary_folder(_problems[folder])
 
 
-@functools.cache
-def _usable(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return _temporary_folder(f"The cache folder {folder} cannot be written to ({error.strerror})")
-    return folder
+_problems: dict[Path, str] = {}  # of folders that could not be written to
 
 
-@functools.cache
+def _probe(folder: Path) -> None:
+    """Makes a folder, again if it was deleted, and writes a block, which a full disk refuses."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(4096))
+        file.flush()
+
+
+_temporary: dict[str, Path] = {}  # folders, by the problem that they are for
+
+
 def _temporary_folder(problem: str) -> Path:
-    folder = tempfile.mkdtemp(prefix="mlx-mittens-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    advice = "Set MLX_MITTENS_CACHE to a folder that can be written to."
-    warnings.warn(f"{problem}: kernels are compiled anew for each process. {advice}", RuntimeWarning, stacklevel=2)
-    return Path(folder)
+    folder = _temporary.get(problem)
+    if folder is None or not folder.is_dir():
+        made = tempfile.mkdtemp(prefix="mlx-mittens-")
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        _temporary[problem] = Path(made)
+    if folder is None:
+        advice = "Set MLX_MITTENS_CACHE to a folder that can be written to."
+        warnings.warn(f"{problem}: kernels are compiled anew for each process. {advice}", RuntimeWarning, stacklevel=3)
+    return _temporary[problem]
 
 
 def key(*parts: str) -> str:

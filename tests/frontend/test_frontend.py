@@ -1,6 +1,7 @@
 """The Metal front end: what it takes, what it makes of it for both targets, what it says of what it refuses."""
 
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -564,6 +565,39 @@ def test_a_cache_that_cannot_be_written_stops_no_work(tmp_path, monkeypatch):
     text = "import sys; from mlx_mittens.frontend import cache; print(cache.writable_folder())"
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", text], capture_output=True, text=True)
     assert result.returncode == 0 and not Path(result.stdout.strip()).exists(), "it is gone with its process"
+
+
+def test_a_cache_that_is_deleted_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):
+        path = cache.cached("made.txt", lambda path: path.write_text("made"))
+        assert path == tmp_path / "cache" / "made.txt" and path.read_text() == "made"
+        shutil.rmtree(path.parent)
+
+
+def test_a_temporary_cache_that_is_deleted_is_made_again(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning) as caught:
+        for _ in range(2):
+            path = cache.cached("made.txt", lambda path: path.write_text("made"))
+            assert path.read_text() == "made"
+            shutil.rmtree(path.parent)
+    assert len(caught) == 1
+
+
+def test_a_cache_on_a_full_disk_is_not_used(tmp_path, monkeypatch):
+    script = """
+import resource, signal, tempfile
+from mlx_mittens.frontend import cache
+tempfile.gettempdir()  # which writes a file
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # every write fails, and files can be made, as on a full disk
+print(cache.writable_folder() == cache.cache_folder())
+"""
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout == "False\n" and "cannot be written to" in result.stderr, result.stderr
 
 
 def test_a_full_cache_that_cannot_be_written_is_read(tmp_path, monkeypatch, recwarn):
