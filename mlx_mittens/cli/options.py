@@ -35,5 +35,8 @@ def writable(option: str, path: str | None) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise UsageError(f"{option}: the folder {folder} does not exist")
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise UsageError(f"{option}: cannot write {path}")
+    if os.path.isdir(path):
+        raise UsageError(f"{option}: cannot write {path}: it is a folder, choose a file")
+    opened = path if os.path.exists(path) else folder
+    if not os.access(opened, os.W_OK):
+        raise UsageError(f"{option}: cannot write {path}: choose another file, or make {opened} writable")

@@ -26,7 +26,8 @@ def exit_status(interrupt: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
 
 
-_received = False  # whether SIGTERM came: what it raises may be lost in a callback, or become another exception
+# Whether SIGTERM arrived. A C++ callback may swallow the exception or turn it into another.
+_received = False
 
 
 @contextlib.contextmanager
@@ -48,7 +49,7 @@ def terminated() -> Iterator[None]:
     try:
         yield
     finally:
-        if not _received:  # else the process ends, and the second one may come as late as that
+        if not _received:  # After a SIGTERM keep ignoring it: the process is exiting, and `timeout` sends a second one.
             signal.signal(signal.SIGTERM, before)
 
 
@@ -94,7 +95,8 @@ def each(todo: Sequence[T], do: Callable[[T], None], name: Callable[[T], str]) -
 class JsonFile:
     """The file of ``--json``, which is whole and valid whenever it is read, and whatever ends the process.
 
-    A write that fails, as on a full disk, is kept for the end as ``problem``: it does not stop what is measured.
+    In a folder that cannot be written to, a file is written in place, and whole only between writes. A write that
+    fails, as on a full disk, is kept for the end as ``problem``: it does not stop what is measured.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -104,17 +106,22 @@ class JsonFile:
         """
         writable("--json", path)
         self.problem: str | None = None
-        self._path = path and os.path.realpath(path)
-        self._replaced = path is not None and (os.path.isfile(path) or not os.path.exists(path))
-        if self._replaced and not os.access(os.path.dirname(self._path), os.W_OK):
-            raise UsageError(f"--json: the folder of {path} cannot be written to")
+        self._path = path
+        self._file = path is not None and (os.path.isfile(path) or not os.path.exists(path))
+        self._replaced = False
+        if path is not None and self._file:
+            self._path = os.path.realpath(path)  # not of a pipe in /dev/fd, which has no path that can be opened
+            self._replaced = os.access(os.path.dirname(self._path), os.W_OK)
+            if not self._replaced and not os.path.exists(path):
+                folder = os.path.dirname(self._path)
+                raise UsageError(f"--json: cannot write {path}: choose another file, or make {folder} writable")
 
     def write(self, head: dict[str, Any], key: str, rows: Sequence[str], last: bool = False) -> None:
         """Writes an object: what heads it, and under a key rows that are JSON already.
 
         What is no file, such as a pipe, gets the ``last`` one alone.
         """
-        if self._path is None or not (last or self._replaced):
+        if self._path is None or not (last or self._file):
             return
         listed = "[\n  " + ",\n  ".join(rows) + "\n ]" if rows else "[]"
         text = f"{json.dumps(head, indent=1)[:-2]},\n {json.dumps(key)}: {listed}\n}}\n"
@@ -122,6 +129,9 @@ class JsonFile:
         try:
             with open(temporary, "w") as file:
                 file.write(text)
+                if self._file:
+                    file.flush()
+                    os.fsync(file.fileno())
             if self._replaced:
                 os.replace(temporary, self._path)
             self.problem = None

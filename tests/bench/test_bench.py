@@ -21,7 +21,7 @@ import pytest
 import mlx_mittens as mm
 from mlx_mittens import frontend, specs, table
 from mlx_mittens.bench import machine, measure, timing
-from mlx_mittens.cli import bench
+from mlx_mittens.cli import bench, runs
 from mlx_mittens.cli.main import main
 
 KEYS = ["op", "case", "dtype", "device", "executor", "mittens_ms", "mx_ms", "speedup", "gb_s", "error", "mx_error"]
@@ -97,7 +97,7 @@ def test_wrong_results_fail(monkeypatch, capsys, tmp_path):
         (["--ops", "rmsnorm"], ["rmsnorm", "rms_norm, layer_norm, softmax, add_rms_norm"]),
         (["--ops", ","], ["--ops", "rms_norm"]),
         (["--json", "no/such/folder/x.json"], ["--json", "does not exist"]),
-        (["--json", "."], ["--json", "cannot write"]),
+        (["--json", "."], ["--json", "cannot write", "choose a file"]),
         (["--plot", "x.pdf"], ["--plot", ".png", ".svg"]),
         (["--plot", "no/such/folder/x.png"], ["--plot", "does not exist"]),
         (["--weights", "4-bit"], ["--weights goes with --model"]),
@@ -453,11 +453,41 @@ def test_a_full_disk_loses_no_table(monkeypatch, tmp_path, capsys):
 def test_a_pipe_gets_the_result_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     read = []
-    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()), daemon=True)
     reader.start()
     assert main(["bench", "--ops", "softmax", "--quick", "--json", str(tmp_path / "pipe")]) == 0
-    reader.join()
+    reader.join(60)
     assert json.loads(read[0])["complete"]
+
+
+def test_a_pipe_without_a_path_gets_the_result_once():
+    """As a shell gives it for ``--json >(command)``."""
+    source, sink = os.pipe()
+    read = []
+    reader = threading.Thread(target=lambda: read.append(os.fdopen(source).read()), daemon=True)
+    reader.start()
+    assert main(["bench", "--ops", "softmax", "--quick", "--json", f"/dev/fd/{sink}"]) == 0
+    os.close(sink)
+    reader.join(60)
+    assert json.loads(read[0])["complete"]
+
+
+def test_a_file_in_a_folder_that_cannot_be_written_to_is_written_in_place(monkeypatch, tmp_path):
+    file, access = tmp_path / "bench.json", os.access
+    file.write_text("old and long" * 1000)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path) and access(path, mode))
+    monkeypatch.setattr(os, "replace", None)
+    assert main(["bench", "--ops", "softmax", "--quick", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["complete"] and os.listdir(tmp_path) == ["bench.json"]
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_the_last_one(monkeypatch, tmp_path):
+    done = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append("sync") or sync(file))
+    monkeypatch.setattr(os, "replace", lambda *paths: done.append("replace") or replace(*paths))
+    runs.JsonFile(str(tmp_path / "bench.json")).write({"a": 1}, "rows", [])
+    assert done == ["sync", "replace"]
 
 
 def test_a_link_stays_one(tmp_path):
