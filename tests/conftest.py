@@ -15,7 +15,7 @@ import mlx_mittens as mm
 from mlx_mittens import _ext, specs
 
 # What mx computes in float32, gradients of ours by its products among it, is to be float32 on an NVIDIA GPU too.
-os.environ.setdefault("MLX_ENABLE_TF32", "0")
+os.environ["MLX_ENABLE_TF32"] = "0"
 
 SEED = "MLX_MITTENS_TEST_SEED"
 

@@ -146,8 +146,9 @@ instead("softmax", of_half(wait))
     command = [sys.executable, "-c", FEW_CASES + SCRIPT.format(child=child), "doctor", "--ops", "rms_norm,softmax"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, "--json", str(file)], **pipes) as process:
+        deadline = time.monotonic() + 60
         while not (mark.exists() and mark.read_text()):
-            assert process.poll() is None
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
