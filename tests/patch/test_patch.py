@@ -405,7 +405,7 @@ def test_threads_patch_and_call_at_once(rng):
                         y = mx.softmax(x, axis=-1)
                         mx.eval(y)
                     np.testing.assert_allclose(np.array(y), expected, rtol=1e-5)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]

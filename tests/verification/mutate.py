@@ -318,10 +318,11 @@ def run(
     chosen: list[Mutant], jobs: int, scope: Scope = Scope(), log: Path | None = None
 ) -> list[tuple[Mutant, str, str]]:
     """Judges mutants; their fates in order. Those that the log has are taken from there, the others added to it."""
+    from helpers.log import add, entries
+
     known = {}
-    if log and log.is_file():
-        for line in log.read_text().splitlines():
-            mutant, fate, what = json.loads(line)
+    if log:
+        for mutant, fate, what in entries(log):
             known[Mutant(**mutant)] = fate, what
     with tempfile.TemporaryDirectory() as folder:
         shared = Path(folder)
@@ -335,8 +336,7 @@ def run(
                 return mutant, *known[mutant]
             fate, what = run_one(mutant, scope, shared)
             if log:
-                with log.open("a") as file:
-                    file.write(json.dumps([asdict(mutant), fate, what]) + "\n")
+                add(log, [asdict(mutant), fate, what])
             return mutant, fate, what
 
         with ThreadPoolExecutor(jobs) as pool:

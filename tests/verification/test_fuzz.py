@@ -1,16 +1,20 @@
 """A minute of fuzzing, by a fixed seed, and the nightly run; and that the fuzzer sees what is wrong."""
 
 import dataclasses
+import os
 import re
 import sys
+import time
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from verification.fuzz import compare, modes, norms
+from helpers import log
+from verification.fuzz import compare, modes, norms, run
 from verification.fuzz.draw import Draw
+from verification.fuzz.memory import PROGRAMS
 from verification.fuzz.run import NIGHTLY, Log, chunks
-from verification.fuzz.subjects import COST, SUBJECTS, cases_of, executors_of
+from verification.fuzz.subjects import SUBJECTS, cases_of, draw_trial, executors_of
 from verification.fuzz.worker import Chunk, Worker
 
 SEED = 31
@@ -155,8 +159,48 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, worker, monkeypatch):
     assert not Log(tmp_path / "log").done
 
 
+@pytest.mark.parametrize("subject, kinds", [("memory", set(PROGRAMS)), ("threads", {"native", "with the simulator"})])
+def test_a_short_run_has_every_kind_of_case(subject, kinds):
+    assert {draw_trial(subject, "native", SEED, i).mode for i in range(cases_of(subject, 1))} == kinds
+
+
+def test_a_line_of_the_log_that_was_cut_off_is_forgotten(tmp_path):
+    path = tmp_path / "log"
+    log.add(path, {"a": 1})
+    with path.open("a") as file:
+        file.write('{"a": ')
+    assert log.entries(path) == [{"a": 1}]
+    log.add(path, {"a": 2})
+    assert log.entries(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_an_interrupt_ends_the_run(tmp_path, monkeypatch):
+    """Although chunks wait, and children run cases without an end."""
+    child = (
+        "import os, pathlib, sys, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\n"
+        "sys.stdin.readline()\n"
+        "time.sleep(600)\n"
+    )
+
+    def interrupted(futures):
+        while not list(tmp_path.glob("[0-9]*")):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "Worker", lambda: Worker([sys.executable, "-c", child]))
+    monkeypatch.setattr(run, "as_completed", interrupted)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run.run([Chunk("softmax", "native", 0, i, 5) for i in range(10)], Log(tmp_path / "log"), 2)
+    assert time.monotonic() - begun < 60 and len(list(tmp_path.glob("[0-9]*"))) <= 2
+    for mark in tmp_path.glob("[0-9]*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(mark.name), 0)
+
+
 def test_every_case_of_a_nightly_run_is_in_one_chunk():
     for subject in SUBJECTS:
-        expected = sum(max(1, NIGHTLY[e] // COST.get(subject, 1)) for e in executors_of(subject))
+        expected = sum(cases_of(subject, NIGHTLY[e]) for e in executors_of(subject))
         cases = [(c.executor, i) for c in chunks([subject], NIGHTLY, 0) for i in range(c.first, c.first + c.count)]
         assert len(cases) == len(set(cases)) == expected

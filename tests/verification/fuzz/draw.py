@@ -47,16 +47,18 @@ class Draw:
     Attributes:
         rng: Their source.
         gpu: Whose GPUs the simulator stands for, or None where native code runs.
+        index: The number of the case, for what all cases together have to cover.
         layouts: How each drawn array lies in memory, for the case's description.
     """
 
     rng: np.random.Generator
     gpu: str | None = None
+    index: int = 0
     layouts: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, subject: str, gpu: str | None, seed: int, index: int) -> Draw:
-        return cls(np.random.default_rng([seed, index, zlib.crc32(subject.encode())]), gpu)
+        return cls(np.random.default_rng([seed, index, zlib.crc32(subject.encode())]), gpu, index)
 
     def limit(self, native: int, simulated: int) -> int:
         """A bound of sizes: the simulator is a thousand times slower."""

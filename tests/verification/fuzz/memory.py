@@ -106,7 +106,7 @@ def _resident_bytes() -> int:
 
 def memory(draw: Draw) -> Trial:
     """Rounds of the same steps; a leak is what grows in every one of them after the first."""
-    name = draw.pick(list(PROGRAMS))
+    name = list(PROGRAMS)[draw.index % len(PROGRAMS)]
     steps = 200
 
     def run() -> str | None:

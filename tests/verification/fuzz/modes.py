@@ -72,7 +72,7 @@ def attempted(function: Function | None, arrays: Sequence[mx.array] = ()) -> tup
     """mx's results, or None where mx has none: its own limits are not ours."""
     try:
         return None if function is None else evaluated(function, arrays)
-    except Exception:  # noqa: BLE001
+    except Exception:
         return None
 
 

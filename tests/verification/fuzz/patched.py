@@ -49,7 +49,7 @@ def _outcome(function: Callable[..., Any], arguments: list[Any], options: dict[s
         result = function(*arguments, **options)
         mx.eval(result)
         return result
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return error
 
 

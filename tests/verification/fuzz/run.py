@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import queue
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from helpers import log
 from verification.fuzz.worker import Chunk, Finding, Outcome, Worker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,8 +50,7 @@ class Log:
         self._path, self._commit = path, commit()
         self.done: dict[Chunk, Outcome] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        for line in path.read_text().splitlines() if path.exists() else ():
-            entry = json.loads(line)
+        for entry in log.entries(path):
             if entry["commit"] == self._commit and "dirty" not in self._commit:
                 outcome = entry["outcome"]
                 outcome["findings"] = [Finding(**finding) for finding in outcome["findings"]]
@@ -59,33 +58,39 @@ class Log:
 
     def add(self, chunk: Chunk, outcome: Outcome) -> None:
         self.done[chunk] = outcome
-        with self._path.open("a") as file:
-            file.write(json.dumps({"commit": self._commit, "chunk": asdict(chunk), "outcome": asdict(outcome)}) + "\n")
+        log.add(self._path, {"commit": self._commit, "chunk": asdict(chunk), "outcome": asdict(outcome)})
 
 
 def run(wanted: list[Chunk], log: Log, jobs: int) -> dict[Chunk, Outcome]:
     """Runs the chunks that are not in the log, each in one of so many child processes."""
     missing = [chunk for chunk in wanted if chunk not in log.done]
-    workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 
     def work(chunk: Chunk) -> tuple[Chunk, Outcome]:
-        worker = workers.get()
+        worker = free.get()
         try:
             return chunk, worker.run(chunk)
         finally:
-            workers.put(worker)
+            free.put(worker)
 
     with ExitStack() as stack, ThreadPoolExecutor(jobs) as pool:
-        for _ in range(jobs):
-            workers.put(stack.enter_context(Worker()))
-        for done, future in enumerate(as_completed([pool.submit(work, chunk) for chunk in missing]), 1):
-            chunk, outcome = future.result()
-            log.add(chunk, outcome)
-            place = f"{chunk.subject} {chunk.executor} {chunk.first}..{chunk.first + chunk.count - 1}"
-            found = f"{len(outcome.findings)} findings, {outcome.seconds:.1f} s"
-            print(f"{done}/{len(missing)} {place}: {found}", flush=True)
-            for finding in outcome.findings:
-                print(f"{finding}\n", flush=True)
+        workers = [stack.enter_context(Worker()) for _ in range(jobs)]
+        for worker in workers:
+            free.put(worker)
+        try:
+            for done, future in enumerate(as_completed([pool.submit(work, chunk) for chunk in missing]), 1):
+                chunk, outcome = future.result()
+                log.add(chunk, outcome)
+                place = f"{chunk.subject} {chunk.executor} {chunk.first}..{chunk.first + chunk.count - 1}"
+                found = f"{len(outcome.findings)} findings, {outcome.seconds:.1f} s"
+                print(f"{done}/{len(missing)} {place}: {found}", flush=True)
+                for finding in outcome.findings:
+                    print(f"{finding}\n", flush=True)
+        except BaseException:  # Ctrl-C among them
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.stop()
+            raise
     return {chunk: log.done[chunk] for chunk in wanted}
 
 

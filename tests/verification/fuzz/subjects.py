@@ -14,7 +14,7 @@ from verification.fuzz.bad_input import bad_input
 from verification.fuzz.blocks import block_bytes
 from verification.fuzz.case import Case
 from verification.fuzz.draw import Draw
-from verification.fuzz.memory import memory
+from verification.fuzz.memory import PROGRAMS, memory
 from verification.fuzz.patched import patched_errors
 from verification.fuzz.threads import threads
 from verification.fuzz.trial import Trial
@@ -66,10 +66,13 @@ NATIVE_ONLY = ("patched_errors", "threads", "memory")
 # A case of these takes as long as so many of an op.
 COST = {"threads": 100, "memory": 1000}
 
+# Cases that it takes to cover each kind.
+FEWEST = {"threads": 2, "memory": len(PROGRAMS)}
+
 
 def cases_of(subject: str, cases: int) -> int:
     """How many cases of a subject stand for so many of an op."""
-    return max(1, cases // COST.get(subject, 1))
+    return max(FEWEST.get(subject, 1), cases // COST.get(subject, 1))
 
 
 def executors_of(subject: str) -> tuple[str, ...]:
@@ -89,6 +92,6 @@ def run_trial(trial: Trial, executor: str, index: int) -> str | None:
     try:
         with np.errstate(all="ignore"), simulated:
             return trial.run()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         return f"{type(error).__name__}: {error} ({frames[-1].name}, line {frames[-1].lineno})"

@@ -84,6 +84,7 @@ class Worker:
         self._process: subprocess.Popen | None = None
         self._errors = tempfile.TemporaryFile()
         self._pending = b""
+        self._stopped = False
 
     def __enter__(self) -> Worker:
         return self
@@ -95,10 +96,16 @@ class Worker:
     def run(self, chunk: Chunk) -> Outcome:
         """Runs all cases of a chunk, those after a crash too."""
         outcome, started, index = Outcome(), time.monotonic(), chunk.first
-        while index < chunk.first + chunk.count:
+        while index < chunk.first + chunk.count and not self._stopped:
             index = self._run_until_crash(chunk, index, outcome)
         outcome.seconds = time.monotonic() - started
         return outcome
+
+    def stop(self) -> None:
+        """Ends `run`, from another thread."""
+        self._stopped = True
+        if process := self._process:
+            process.kill()
 
     def _run_until_crash(self, chunk: Chunk, index: int, outcome: Outcome) -> int:
         """Returns the index of the next case to run."""
@@ -132,6 +139,8 @@ class Worker:
                 stderr=self._errors,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )
+        if self._stopped:  # before there was a process to kill
+            self._process.kill()
         self._process.stdin.write(json.dumps(task).encode() + b"\n")
         self._process.stdin.flush()
 
