@@ -49,6 +49,11 @@ def mask_of(rng, kind, shape, dtype):
 HIDES = ("causal", "bool", "additive", "row", "window")
 
 
+def hides(queries: int) -> tuple[str, ...]:
+    """Those that hide a key from one of so many queries: a single causal one sees all."""
+    return tuple(how for how in HIDES if queries > 1 or how != "causal")
+
+
 @dataclass
 class Hidden:
     """Keys that some rows do not see, to hold what must not matter to these."""
@@ -74,6 +79,7 @@ def hidden_keys(rng, how, queries, keys, dtype) -> Hidden:
         "window": (None, 7),
     }.get(how, (mx.array(seen), None))
     unseen = ~seen[rng.integers(queries)] if how != "causal" else ~seen[0]
+    assert unseen.any()
     return Hidden(mask, window, unseen, (seen & unseen).any(1))
 
 

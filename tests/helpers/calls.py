@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_mittens as mm
+from helpers.matrices import BLOCK_BYTES
 from mlx_mittens.specs import reference
 
 Sizes = dict[str, int]
-BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 GROUP = 32
 
 

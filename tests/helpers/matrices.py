@@ -7,6 +7,8 @@ import numpy as np
 
 from mlx_mittens import specs
 
+BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}  # of GGUF's blocks: a scale in float16 and 32 integers
+
 
 def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, outliers: bool = True) -> mx.array:
     """Normal numbers; one in 64 is 20 times as large."""

@@ -39,7 +39,7 @@ def assert_sent(op, kernels, what, sent):
 
 
 def test_which_gpus_have_them():
-    """As MLX's rule has it, by the architecture's generation; a phone's come one later."""
+    """As MLX's rule has it, by the architecture's generation. Phones have matrix units one generation later."""
     have = {f"applegpu_g{n}{size}": n >= 17 + (size == "p") for n in (9, 13, 16, 17, 18, 20) for size in "pgsd"}
     assert {name: _ext.has_matrix_units(name) for name in have} == have
     assert not _ext.has_matrix_units("") and not _ext.has_matrix_units("g7")
@@ -69,6 +69,16 @@ def test_prompts(rng, m5, dtype, queries, keys, width, options, sent):
     assert_right(y, twin, exact_of(q, k, v, width**-0.5, mask, None, window), dtype)
 
 
+def operands(rng, dtype, rows, columns, outputs, transpose):
+    """x and w of a product."""
+    w = draw(rng, *((outputs, columns) if transpose else (columns, outputs)), dtype=dtype)
+    return draw(rng, rows, columns, dtype=dtype), w
+
+
+def product(x, w, transpose):
+    return specs.widen(x) @ (specs.widen(w).T if transpose else specs.widen(w))
+
+
 DENSE = [
     # dtype, rows, columns, outputs, transpose, whether it goes to mx
     (HALF, 8, 64, 40, False, False),
@@ -82,12 +92,10 @@ DENSE = [
 
 @pytest.mark.parametrize("dtype, rows, columns, outputs, transpose, sent", DENSE)
 def test_dense_products(rng, m5, dtype, rows, columns, outputs, transpose, sent):
-    w = draw(rng, *((outputs, columns) if transpose else (columns, outputs)), dtype=dtype)
-    x = draw(rng, rows, columns, dtype=dtype)
+    x, w = operands(rng, dtype, rows, columns, outputs, transpose)
     y = run(lambda: mm.gemv(w, x, transpose=transpose))
     assert_sent("gemv", m5(), "rows of x", sent)
-    exact = specs.widen(x) @ (specs.widen(w).T if transpose else specs.widen(w))
-    assert_near(y, exact, "y", 8 * specs.EPSILON[dtype])
+    assert_near(y, product(x, w, transpose), "y", 8 * specs.EPSILON[dtype])
 
 
 QUANTIZED = [
@@ -107,12 +115,12 @@ QUANTIZED = [
 
 @pytest.mark.parametrize("dtype, rows, columns, outputs, transpose, sent", QUANTIZED)
 def test_quantized_products(rng, m5, dtype, rows, columns, outputs, transpose, sent):
-    w = mx.quantize(draw(rng, *((outputs, columns) if transpose else (columns, outputs)), dtype=dtype), 32, 4)
-    x = draw(rng, rows, columns, dtype=dtype)
+    x, w = operands(rng, dtype, rows, columns, outputs, transpose)
+    w = mx.quantize(w, 32, 4)
     y = run(lambda: mm.quantized_matmul(x, *w, transpose=transpose, group_size=32, bits=4))
     assert_sent("quantized_matmul", m5(), "rows of x", sent)
-    dense = specs.widen(mx.dequantize(*w, group_size=32, bits=4))
-    assert_near(y, specs.widen(x) @ (dense.T if transpose else dense), "y", 64 * specs.EPSILON[dtype])
+    exact = product(x, mx.dequantize(*w, group_size=32, bits=4), transpose)
+    assert_near(y, exact, "y", 64 * specs.EPSILON[dtype])
 
 
 def test_stacks_of_matrices_count_the_rows_of_each(rng, m5):

@@ -5,7 +5,7 @@ import platform
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.matrices import assert_right, draw, exact_product, with_one_nan
+from helpers.matrices import BLOCK_BYTES, assert_right, draw, exact_product, with_one_nan
 
 import mlx_mittens as mm
 from mlx_mittens.specs import widen
@@ -75,7 +75,7 @@ def test_special_blocks_match_the_package(rng, dtype, executor, kind):
     blocks = mm.block_quantize(mx.array(w).astype(dtype), kind)
     assert 300 < defined.sum() < len(w)
     if platform.machine() == "x86_64" and executor != "gpu":  # there the package's integers are 0 too
-        size = 18 if kind == "q4_0" else 34
+        size = BLOCK_BYTES[kind]
         np.testing.assert_array_equal(with_one_nan(np.array(blocks), size), with_one_nan(expected, size))
     np.testing.assert_array_equal(np.array(blocks)[defined], expected[defined])
     np.testing.assert_array_equal(np.array(mm.block_dequantize(blocks, kind)), exact)
@@ -132,7 +132,7 @@ def test_views(rng, executor, kind):
 
 
 def test_extremes(executor, kind):
-    size = 18 if kind == "q4_0" else 34
+    size = BLOCK_BYTES[kind]
     blocks = np.full((4, size), 0x77, np.uint8)  # q4_0: -1, q8_0: 119
     for row, d in enumerate([0.0, np.inf, np.nan, 65504.0]):
         blocks[row, :2] = np.frombuffer(np.float16(d).tobytes(), np.uint8)

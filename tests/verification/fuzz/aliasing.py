@@ -10,6 +10,7 @@ from verification.fuzz.draw import Draw
 from verification.fuzz.trial import Trial
 
 import mlx_mittens as mm
+from mlx_mittens.specs import reference
 
 WIDTH, CAPACITY, QUERY_HEADS, BASE = 8, 12, 2, 1e4
 
@@ -54,13 +55,6 @@ class _Cache:
         self.array = array
 
 
-def _turned(x: np.ndarray, position: int) -> np.ndarray:
-    pairs = WIDTH // 2
-    angles = (position + np.arange(x.shape[2]))[:, None] * BASE ** (-np.arange(pairs) / pairs)
-    c, s, a, b = np.cos(angles), np.sin(angles), x[..., :pairs], x[..., pairs:]
-    return np.concatenate([a * c - b * s, a * s + b * c], -1)
-
-
 def aliasing(draw: Draw) -> Trial:
     """Some steps of a cache, between them arrays that share its memory, evaluated now or later."""
     key_heads, tokens, steps = draw.pick((1, 2)), draw.pick((1, 1, 2)), draw.integer(1, 5)
@@ -84,7 +78,7 @@ def aliasing(draw: Draw) -> Trial:
             queries, *caches = mm.rope_append(
                 mx.array(heads), keys.array, values.array, WIDTH, base=BASE, offset=position, start=position
             )
-            keys.append(caches[0], _turned(new_keys, position), position)
+            keys.append(caches[0], reference.rope(new_keys, WIDTH, BASE, position)[0], position)
             values.append(caches[1], new_values, position)
             del caches
             after = draw.pick(("queries", "caches later", "caches", "nothing"), (0.3, 0.2, 0.1, 0.4))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 from gguf import GGMLQuantizationType, quants
-from helpers.matrices import with_one_nan
+from helpers.matrices import BLOCK_BYTES, with_one_nan
 from verification.fuzz.draw import FLOATS, Draw, type_name
 from verification.fuzz.trial import Trial
 
 import mlx_mittens as mm
 
 KINDS = {"q4_0": GGMLQuantizationType.Q4_0, "q8_0": GGMLQuantizationType.Q8_0}
-BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 NUMBERS = ("normal", "infinite", "nan", "subnormal", "zero", "huge", "integers", "equal", "halfway", "sparse")
 SCALES = (np.nan, np.inf, -np.inf, 6e-8, 0.0, -0.0, 65504)
 

@@ -1,10 +1,14 @@
-"""The ops in float64, of plain mx operations, so that mx differentiates them (mlx_mittens.reference is of numpy's)."""
+"""The ops in float64, of plain mx operations, so that mx differentiates them.
+
+mlx_mittens.specs.reference uses numpy, which mx cannot differentiate.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import mlx.core as mx
+from helpers.matrices import BLOCK_BYTES
 
 FLOAT64 = mx.float64
 
@@ -35,8 +39,7 @@ def dequantize(words: mx.array, scales: mx.array, biases: mx.array, group_size: 
 
 def dequantize_blocks(blocks: mx.array, kind: str) -> mx.array:
     """Weights of GGUF blocks: a scale in float16, then 32 integers."""
-    block_bytes = 18 if kind == "q4_0" else 34
-    block = blocks.reshape(*blocks.shape[:-1], -1, block_bytes)
+    block = blocks.reshape(*blocks.shape[:-1], -1, BLOCK_BYTES[kind])
     scale = mx.contiguous(block[..., :2]).view(mx.float16).astype(FLOAT64)
     if kind == "q8_0":
         integers = mx.contiguous(block[..., 2:]).view(mx.int8).astype(FLOAT64)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
+from helpers.matrices import BLOCK_BYTES
 from verification.fuzz import exact
 from verification.fuzz.case import Case
 from verification.fuzz.compare import to_float64
@@ -193,12 +194,12 @@ def quantized_swiglu(draw: Draw) -> Case:
 
 def draw_blocks(draw: Draw, outputs: int, columns: int, kind: str, wild: bool) -> np.ndarray:
     """Random bytes of blocks; scales of normal weights unless they are to be wild: any number, infinity and NaN too."""
-    block_bytes, count = 18 if kind == "q4_0" else 34, columns // 32
-    blocks = draw.rng.integers(0, 256, [outputs, count, block_bytes], dtype=np.uint8)
+    count = columns // 32
+    blocks = draw.rng.integers(0, 256, [outputs, count, BLOCK_BYTES[kind]], dtype=np.uint8)
     if not wild:
         scales = np.asarray(draw.rng.standard_normal([outputs, count]) * 0.1, dtype=np.float16)
         blocks[..., :2] = scales[..., None].view(np.uint8)
-    return blocks.reshape(outputs, count * block_bytes)
+    return blocks.reshape(outputs, count * BLOCK_BYTES[kind])
 
 
 def block_matmul(draw: Draw) -> Case:
