@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
 from collections import Counter
@@ -21,7 +20,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from .. import frontend, specs
 from ..backends import executors, strict
@@ -29,7 +27,7 @@ from ..bench import machine
 from ..bench.measure import FULL, QUICK, Outcome, kept_memory, measure, plan
 from ..table import Column, show, terminal_width
 from . import bench_models
-from .options import UsageError, chosen, writable
+from .options import UsageError, add_seed, chosen, drawn, inputs, writable
 from .runs import Ending, JsonFile, each, finish, progress
 
 _COLUMNS = (
@@ -136,6 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", choices=("metal",), help="beside ours MLX's own Metal kernels, compiled the same way")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw speedup and bandwidth to FILE.png or FILE.svg")
+    add_seed(parser)
     bench_models.add_arguments(parser)
 
 
@@ -198,7 +197,8 @@ def _check_combination(arguments: argparse.Namespace) -> None:
     if arguments.model is None:
         given, rule = bench_models.given(arguments), "goes with --model"
     else:
-        given = [name for name in ("ops", "quick", "peer", "plot") if getattr(arguments, name) not in (None, False)]
+        refused = {name: getattr(arguments, name) for name in ("ops", "quick", "peer", "plot", "seed")}
+        given = [name for name, value in refused.items() if value is not None and value is not False]
         rule = "does not go with --model, which takes --device, --json, " + ", ".join(
             f"--{name}" for name in bench_models.DEFAULTS
         )
@@ -233,9 +233,7 @@ def run(arguments: argparse.Namespace) -> int:
     info = machine.describe()
     print(machine.headline(info), flush=True)
 
-    seed = int.from_bytes(os.urandom(4), "little")
-    rng = np.random.default_rng(seed)
-    info["seed"] = seed
+    seed = info["seed"] = drawn(arguments.seed)
     outcomes: list[Outcome] = []
 
     def save(ending: Ending | None = None) -> None:
@@ -251,7 +249,8 @@ def run(arguments: argparse.Namespace) -> int:
     with _steps(len(todo)) as step, strict(), kept_memory(device):
 
         def one(item: tuple[specs.Op, specs.Case, str]) -> None:
-            budget = QUICK if arguments.quick else FULL
+            op, case, dtype = item
+            budget, rng = QUICK if arguments.quick else FULL, inputs(seed, op.name, case.name, dtype)
             outcomes.append(measure(*item, device, budget, rng, arguments.peer is not None))
             save()
             step(name(item))

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import zlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..bench import machine
 from ..frontend import cache
 from ..patching import targets
 from .bench import op_names, select_device
+from .options import add_seed, drawn, inputs
 from .runs import Ending, JsonFile, each, finish, progress
 
 # Larger cases repeat the same kernels, and are not worth the wait.
@@ -33,6 +33,9 @@ _LARGEST = {"cpu": 2**23, "gpu": 2**27}
 # Up to here mx's error, which bounds ours, is taken on the CPU, on a GPU too: in MLX 0.32.4's CUDA build the gradient
 # of mx.fast.layer_norm reads out of bounds for odd columns (9x255 in float32) and takes the process down.
 _LARGEST_TWIN_ON_CPU = 2**20
+
+# After so many ended processes the rest of an op's cases is left out: a process takes seconds to start.
+_MOST_DEATHS = 3
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
+    add_seed(parser)
 
 
 def child() -> None:
@@ -83,19 +87,19 @@ def child() -> None:
     select_device(device)
     op = specs.get(name)
     todo = _todo(op, device)
-    rng = np.random.default_rng([int(seed), zlib.crc32(name.encode())])
     with strict():
         for line in sys.stdin:
             case, dtype = todo[int(line)]
-            print(json.dumps(asdict(examine(op, case, dtype, rng))), file=answers, flush=True)
+            finding = examine(op, case, dtype, inputs(int(seed), name, case.name, dtype))
+            print(json.dumps(asdict(finding)), file=answers, flush=True)
 
 
-# What a process of an op's own runs. It finds modules where this one does, whatever the current folder holds.
+# Code of the child process. It uses the parent's sys.path, so the current folder cannot shadow the package.
 _CHILD = "from mlx_mittens.cli.doctor import child; child()"
 
 
 class _Child:
-    """A process that examines the cases of one op: a fault that ends it ends no other op's."""
+    """A process that examines cases of one op. A fault ends this process only."""
 
     def __init__(self, op: str, device: str, seed: int, environment: dict[str, str]) -> None:
         code = f"import sys\nsys.path[:] = {sys.path!r}\n{_CHILD}"
@@ -149,6 +153,7 @@ class _Findings:
         self.failed: list[Finding] = []
         self.count = 0
         self.running: dict[str, str] | None = None
+        self.given_up: list[str] = []  # ops whose cases did not all run
         self._rows: list[str] = []
         self._file, self._head, self._planned = file, head, planned
 
@@ -172,21 +177,28 @@ class _Findings:
 
 
 def _examine_op(op: specs.Op, device: str, seed: int, environment: dict[str, str], findings: _Findings) -> None:
-    """Runs the cases of an op in a process of its own, up to one that ends the process."""
+    """Runs the cases of an op in a process of its own, and in a new one after a case that ends it."""
     todo = _todo(op, device)
     before, failed = findings.count, len(findings.failed)
-    process = _Child(op.name, device, seed, environment)
+    process: _Child | None = None
+    deaths = 0
     try:
         for number, (case, dtype) in enumerate(todo):
-            findings.begin(op.name, case.name, dtype)
-            found = process.examine(number)
-            findings.add(found or Finding(op.name, case.name, dtype, False, None, None, process.end()))
-            if found is None:
+            if deaths == _MOST_DEATHS:
+                findings.given_up.append(op.name)
                 break
-        else:
+            findings.begin(op.name, case.name, dtype)
+            process = process or _Child(op.name, device, seed, environment)
+            found = process.examine(number)
+            if found is None:
+                found = Finding(op.name, case.name, dtype, False, None, None, process.end())
+                process, deaths = None, deaths + 1
+            findings.add(found)
+        if process:
             process.end()
     except BaseException:
-        process.kill()
+        if process:
+            process.kill()
         raise
     finally:
         mine = findings.failed[failed:]
@@ -218,7 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
     file = JsonFile(arguments.json)
     select_device(arguments.device)
     device = machine.device()
-    seed = int.from_bytes(os.urandom(4), "little")
+    seed = drawn(arguments.seed)
     environment = {**os.environ, "MLX_MITTENS_CACHE": str(cache.writable_folder())}
     head = {
         "versions": machine.versions(),
@@ -250,6 +262,8 @@ def run(arguments: argparse.Namespace) -> int:
     findings.save()
     where = lambda op: " ".join(findings.running.values()) if findings.running else op.name
     ending = each(ops, lambda op: _examine_op(op, device, seed, environment, findings), where)
+    if ending.complete and findings.given_up:
+        ending = Ending(1, f"gave up {', '.join(findings.given_up)} after {_MOST_DEATHS} processes had ended")
     findings.save(ending)
     if not ending.complete:
         print(f"Incomplete: {findings.count} of {planned} cases examined.")

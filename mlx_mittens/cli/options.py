@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import zlib
 from collections.abc import Iterable
+
+import numpy as np
 
 
 class UsageError(Exception):
     """Arguments that cannot be served, with a message for people."""
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--seed``; without it the command draws one by `drawn`."""
+    parser.add_argument("--seed", type=_natural, metavar="N", help="of random inputs, as a failure prints it (drawn)")
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no natural number")
+    return int(text)
+
+
+def drawn(seed: int | None) -> int:
+    """The seed that was given, or a random one."""
+    return int.from_bytes(os.urandom(4), "little") if seed is None else seed
+
+
+def inputs(seed: int, *names: str) -> np.random.Generator:
+    """The random numbers of a case: the same ones whichever cases run before it."""
+    return np.random.default_rng([seed, zlib.crc32(" ".join(names).encode())])
 
 
 def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:

@@ -127,7 +127,11 @@ def test_no_matplotlib(monkeypatch, capsys):
     assert "mlx-mittens[bench]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["bnech"], ["bench", "--device", "tpu"], ["bench", "--frobnicate"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["bnech"], ["bench", "--device", "tpu"], ["bench", "--frobnicate"], ["bench", "--seed", "-1"]],
+    ids=str,
+)
 def test_usage(arguments):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
@@ -494,6 +498,21 @@ def test_a_link_stays_one(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert main(["bench", "--ops", "softmax", "--quick", "--json", str(tmp_path / "link")]) == 0
     assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "file").read_text())["complete"]
+
+
+def test_a_seed_does_not_go_with_models(capsys):
+    assert main(["bench", "--model", "qwen3-0.6b", "--seed", "0"]) == 2
+    assert "--seed does not go with --model" in capsys.readouterr().err
+
+
+def test_a_seed_repeats_the_inputs(tmp_path):
+    file, found = tmp_path / "bench.json", []
+    for ops in ("softmax", "rms_norm,softmax"):
+        assert main(["bench", "--quick", "--device", "cpu", "--ops", ops, "--seed", "7", "--json", str(file)]) == 0
+        result = json.loads(file.read_text())
+        assert result["machine"]["seed"] == 7
+        found.append([(row["case"], row["dtype"], row["error"]) for row in result["rows"] if row["op"] == "softmax"])
+    assert found[0] == found[1]
 
 
 def test_the_report_says_that_rows_are_missing(monkeypatch, tmp_path, capsys):

@@ -100,15 +100,43 @@ def test_a_process_that_dies_is_a_finding(only, tmp_path, capsys, code, how):
     file = tmp_path / "doctor.json"
     assert main(["doctor", "--ops", "rms_norm,softmax", "--json", str(file)]) == 1
     result = json.loads(file.read_text())
-    (failed,) = (case for case in result["cases"] if not case["passed"])
-    first = specs.get("rms_norm").tests[0].name
+    failures = [case for case in result["cases"] if not case["passed"]]
+    failed, first = failures[0], specs.get("rms_norm").tests[0].name
     assert (failed["op"], failed["case"], failed["dtype"]) == ("rms_norm", first, "float16")
     assert failed["detail"] == f"the process was ended by {how}"
     assert sum(case["op"] == "softmax" for case in result["cases"]) == len(doctor._todo(specs.get("softmax"), "cpu"))
     text = capsys.readouterr().out
     assert f"FAILED {first} float16: the process was ended by {how}" in text
-    assert "rms_norm     1 of" in text and "not run" in text and "1 cases failed" in text
-    assert result["complete"] and not result["passed"] and result["measured"] < result["planned"]
+    assert [case["dtype"] for case in failures] == ["float16"] * 3 and "3 cases failed" in text
+    assert "rms_norm     5 of" in text and "not run" in text
+    assert not result["complete"] and not result["passed"] and result["measured"] < result["planned"]
+    assert result["reason"] == "gave up rms_norm after 3 processes had ended"
+
+
+def test_a_process_that_dies_hides_no_other_case(only, tmp_path, capsys):
+    shape = specs.get("rms_norm").tests[1].shape
+    only(f"""
+def make(ours):
+    end = lambda x: x.dtype == mx.float16 and tuple(x.shape) == {tuple(shape)}
+    return lambda x, *rest, **options: os._exit(3) if end(x) else ours(x, *rest, **options)
+instead("rms_norm", make)
+""")
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--ops", "rms_norm", "--json", str(file)]) == 1
+    result = json.loads(file.read_text())
+    assert result["complete"] and not result["passed"] and result["measured"] == result["planned"]
+    assert [case["dtype"] for case in result["cases"] if not case["passed"]] == ["float16"] * 2, "one is its gradient"
+    assert "2 cases failed" in capsys.readouterr().out
+
+
+def test_a_seed_repeats_the_inputs(few_cases, tmp_path):
+    found = []
+    for ops in ("rms_norm,softmax", "softmax"):
+        assert main(["doctor", "--ops", ops, "--seed", "7", "--json", str(tmp_path / "doctor.json")]) == 0
+        result = json.loads((tmp_path / "doctor.json").read_text())
+        assert result["seed"] == 7
+        found.append([case for case in result["cases"] if case["op"] == "softmax"])
+    assert found[0] == found[1]
 
 
 def test_the_file_names_the_case_before_it_runs(only, tmp_path, capsys):
@@ -121,7 +149,7 @@ def show():
 instead("softmax", of_half(show))
 """)
     assert main(["doctor", "--ops", "softmax", "--json", str(file)]) == 1
-    seen = json.loads(capsys.readouterr().err.partition("seen:")[2])
+    seen, _ = json.JSONDecoder().raw_decode(capsys.readouterr().err.partition("seen: ")[2])
     assert seen["running"] == {"op": "softmax", "case": specs.get("softmax").tests[0].name, "dtype": "float16"}
     assert seen["complete"] is False and seen["passed"] is False and len(seen["cases"]) == seen["measured"] == 1
 
