@@ -26,7 +26,7 @@ def _abi_folder() -> Path:
 
 
 def _installed() -> Path:
-    """The folder of what the build made: in an editable install another one than that of this code."""
+    """The folder with the build's products. In an editable install it differs from the source folder."""
     package = __package__.rpartition(".")[0]
     spec = importlib.util.find_spec(f"{package}._build") if package else None
     return Path(spec.origin).parent if spec and spec.origin else _FOLDER.parent

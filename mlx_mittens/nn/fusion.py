@@ -59,7 +59,7 @@ class _LastRMSNorm(RMSNorm):
 def _fused_block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
     normed = _carried.take(x, self["input_layernorm"])
     if normed is None:
-        if _ext.exporting():  # where nothing is carried
+        if _ext.exporting():  # During export no residual is passed on to the next block.
             return super(type(self), self).__call__(x, mask, cache)
         normed = self["input_layernorm"](x)
     norm = self["post_attention_layernorm"]

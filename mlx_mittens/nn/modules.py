@@ -1,8 +1,8 @@
 """Modules of ``mlx.nn`` on our ops.
 
 Each is a subclass of its twin, so whatever is done with that (quantizing, freezing, loading weights, LoRA) works here.
-In a function that MLX exports they do what their twins do: the op then raises an error, since asking before each call
-would cost the host time.
+During export the op raises ExportError, and the module calls its mlx.nn base class. A check before each call would cost
+host time.
 """
 
 from __future__ import annotations
