@@ -8,7 +8,7 @@ from helpers.variants import simulate
 
 from mlx_mittens import specs
 
-# test_macos_recording.py simulates the whole table in another order, and most tests have the natural one.
+# test_macos_recording.py simulates the whole table in another order, and the tests of the ops draw one.
 SEED = 1
 
 pytestmark = pytest.mark.usefixtures("native")
