@@ -74,15 +74,18 @@ class AttentionOp(Op):
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
+        *rows, mask, sinks = arrays
+        q, *rest = (a for a in rows if a is not None)
         if self.packed:
-            format_ = options["group_size"], options["bits"]
-            keys, values = (dequantized(*arrays[i : i + 3], *format_) for i in (1, 4))
+            keys, values = (
+                dequantized(words, scales, biases, options["group_size"], options["bits"])
+                for words, scales, biases in (rest[:3], rest[3:])
+            )
         else:
-            keys, values = widen(arrays[1]), widen(arrays[2])
-        *_, mask, sinks = arrays
+            keys, values = (widen(a) for a in rest)
         causal = options["mask"] == "causal"
         scale = case.shape[-1] ** -0.5
-        return [exact_attention(widen(arrays[0]), keys, values, scale, mask, sinks, causal, options["window"])]
+        return [exact_attention(widen(q), keys, values, scale, mask, sinks, causal, options["window"])]
 
 
 def exact_attention(
@@ -103,11 +106,12 @@ def exact_attention(
     key_heads, keys = k.shape[1:3]
     value = np.empty((batch, heads, queries, v.shape[-1]))
     size, inner = np.empty_like(value), np.empty_like(value)
-    if mask is not None:
-        additive = mask.dtype != mx.bool_
-        mask = np.array(mask.astype(mx.float32)) if additive else np.array(mask)
-        mask = np.broadcast_to(mask, (batch, heads, queries, keys))
-    sinks = None if sinks is None else widen(sinks)
+    added, allowed = None, None  # the mask, as it is one of numbers or of bool
+    if mask is not None and mask.dtype == mx.bool_:
+        allowed = np.broadcast_to(np.array(mask), (batch, heads, queries, keys))
+    elif mask is not None:
+        added = np.broadcast_to(np.array(mask.astype(mx.float32)), (batch, heads, queries, keys))
+    sink_scores = widen(sinks)
     step = max(1, _PIECE // max(keys, 1))
 
     def piece(b: int, h: int, first: int) -> None:
@@ -123,16 +127,16 @@ def exact_attention(
         if window:
             seen &= key > position - window
         hidden = float(np.finfo(np.float32).min)
-        if mask is not None and additive:
-            scores, hidden = scores + mask[b, h, some], -np.inf
-        elif mask is not None:
-            seen &= mask[b, h, some]
+        if added is not None:
+            scores, hidden = scores + added[b, h, some], -np.inf
+        elif allowed is not None:
+            seen &= allowed[b, h, some]
         scores = np.where(seen, scores, hidden)
-        most = scores.max(-1, keepdims=True, initial=-np.inf if sinks is None else sinks[h])
+        most = scores.max(-1, keepdims=True, initial=-np.inf if sink_scores is None else sink_scores[h])
         weights = np.exp(scores - most)
         total = weights.sum(-1, keepdims=True)
-        if sinks is not None:
-            total = total + np.exp(sinks[h] - most)
+        if sink_scores is not None:
+            total = total + np.exp(sink_scores[h] - most)
         weights /= total
         value[b, h, some] = weights @ weighted
         size[b, h, some] = weights @ np.abs(weighted)
@@ -222,14 +226,14 @@ def composed(
     batch, heads, queries, _ = q.shape
     key_heads, count = keys[0].shape[1:3]
     grouped = (batch, key_heads, heads // key_heads * queries, -1)
-    options = {"group_size": group_size, "bits": bits}
 
     def product(a: mx.array, packed: Sequence[mx.array], transpose: bool) -> mx.array:
+        words, scales, biases = packed
         if mx.default_device() == mx.gpu and not mx.metal.is_available():
             # MLX 0.32.4's CUDA build reads out of bounds in these products, of 8192 keys and of all values.
-            b = mx.dequantize(*packed, **options)
+            b = mx.dequantize(words, scales, biases, group_size, bits)
             return a @ (b.swapaxes(-1, -2) if transpose else b)
-        return mx.quantized_matmul(a, *packed, transpose=transpose, **options)
+        return mx.quantized_matmul(a, words, scales, biases, transpose, group_size, bits)
 
     scores = product((q * scale).reshape(grouped), keys, True)
     scores = scores.reshape(batch, heads, queries, count)

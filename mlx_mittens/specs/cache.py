@@ -62,7 +62,8 @@ class RopeAppendOp(Op):
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
-        heads, keys, values, freqs, query_norm, key_norm = map(widen, arrays)
+        heads, keys, values = (widen(a) for a in arrays[:3] if a is not None)
+        freqs, query_norm, key_norm = (widen(a) for a in arrays[3:])
         key_heads, tokens = case.shape[2:4]
         parts = np.split(heads, [heads.shape[1] - 2 * key_heads, heads.shape[1] - key_heads], axis=1)
         turned = []  # heads that a norm has rounded are no more exact than the terms of what they are turned into

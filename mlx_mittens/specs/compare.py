@@ -41,8 +41,8 @@ def error(actual: mx.array, exact: Exact) -> float:
     inner = None if exact.inner is None else exact.inner.reshape(-1, columns)
 
     def of_rows(block: slice) -> float:
-        magnitudes = [None if a is None else a[block] for a in (magnitude, inner)]
-        return _error(result[block], value[block], *magnitudes, actual.dtype)
+        sizes, moved = (None if a is None else a[block] for a in (magnitude, inner))
+        return _error(result[block], value[block], sizes, moved, actual.dtype)
 
     return max(in_blocks(of_rows, *value.shape)) if value.size >= BLOCKWISE else of_rows(slice(None))
 

@@ -57,7 +57,7 @@ class MatrixOp(Op):
         # Weights of a size that makes results about one; a view of every other row where the case says so.
         scale = case.shape[1] ** -0.5
         step = 2 if case.label == "strided" else 1
-        arrays = []
+        arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
             if name == "bias" and not has_bias(case):
                 arrays.append(None)
@@ -82,10 +82,11 @@ class MatrixOp(Op):
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
+        given = [a for a in arrays if a is not None]  # without a bias that is not there, the last of its op
         if self.layout == "block":
-            return [self._exact_blocks(arrays[0], options)]
+            return [self._exact_blocks(given[0], options)]
         bias = arrays[2] if self.layout == "dense" else None
-        x, weights = (arrays[1], arrays[:1]) if self.layout == "dense" else (arrays[0], arrays[1:])
+        x, weights = (given[1], given[:1]) if self.layout == "dense" else (given[0], given[1:])
         product = lambda part: _product(widen(x), part, options, self.layout, options.get("transpose", True))
         if self.layout == "gated":
             return [_gated(product(weights[:3]), product(weights[3:]))]
@@ -159,7 +160,8 @@ def _rows_of(weights: Sequence[np.ndarray], options: dict[str, Any], layout: str
         return weights[0].astype(np.float64)
     if layout == "blocks":
         return _block_weights(weights[0], options["kind"])
-    return reference.dequantize(*weights, options["group_size"], options["bits"])
+    words, scales, biases = weights
+    return reference.dequantize(words, scales, biases, options["group_size"], options["bits"])
 
 
 def _product(

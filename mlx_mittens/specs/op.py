@@ -7,7 +7,7 @@ import concurrent.futures
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import mlx.core as mx
 import numpy as np
@@ -150,6 +150,10 @@ class Op(abc.ABC):
         """What a case gives in float64: outputs, or the gradients of the arguments that are there."""
 
 
+@overload
+def widen(a: mx.array) -> np.ndarray: ...
+@overload
+def widen(a: mx.array | None) -> np.ndarray | None: ...
 def widen(a: mx.array | None) -> np.ndarray | None:
     """An array's values in float64."""
     return None if a is None else np.array(a.astype(mx.float32)).astype(np.float64)
@@ -203,7 +207,7 @@ def gradients(
             filled[i] = primal
         return call(function, filled, options)
 
-    return mx.vjp(of_primals, [arrays[i] for i in there], list(cotangents))[1]
+    return mx.vjp(of_primals, [a for a in arrays if a is not None], list(cotangents))[1]
 
 
 def run(

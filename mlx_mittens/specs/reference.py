@@ -10,13 +10,19 @@ sum a gradient is: where they cancel, that and not the gradient's own size is wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 Axis = int | Sequence[int] | None
 
 
-def _widen(a) -> np.ndarray | None:
+@overload
+def _widen(a: ArrayLike) -> np.ndarray: ...
+@overload
+def _widen(a: None) -> None: ...
+def _widen(a: ArrayLike | None) -> np.ndarray | None:
     return None if a is None else np.asarray(a, dtype=np.float64)
 
 
@@ -36,7 +42,7 @@ def _mean(a: np.ndarray) -> np.ndarray:
 
 
 def _sum(*terms: np.ndarray, magnitude: bool) -> np.ndarray:
-    return sum(np.abs(term) for term in terms) if magnitude else sum(terms)
+    return sum((np.abs(term) if magnitude else term for term in terms), start=np.zeros(()))
 
 
 def rms_norm(x, weight, eps: float) -> np.ndarray:
