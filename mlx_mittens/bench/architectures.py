@@ -153,10 +153,10 @@ def _weights(model: nn.Module, dtype: mx.Dtype) -> list[tuple[str, mx.array]]:
     mx.eval(normal, words)
     modules = dict(model.named_modules())
     weights = []
-    for name, a in tree_flatten(model.parameters()):
+    for name, a in dict(tree_flatten(model.parameters())).items():
         parent, _, leaf = name.rpartition(".")
-        module = modules.get(parent)
         if leaf in ("scales", "biases"):
+            module = modules[parent]
             largest = 2**module.bits - 1
             columns = a.shape[-1] * module.group_size
             scale = (12.0 / columns) ** 0.5 / largest  # integers spread evenly deviate by largest / sqrt(12)

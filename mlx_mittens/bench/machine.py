@@ -136,7 +136,7 @@ def versions() -> dict[str, str]:
     """Versions of all that takes part."""
     return {
         "mlx_mittens": __version__,
-        "mlx": mx.__version__,
+        "mlx": mx.__version__,  # type: ignore[attr-defined]  # mlx's stub leaves it out
         "numpy": np.__version__,
         "python": platform.python_version(),
     }

@@ -11,7 +11,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -93,7 +93,7 @@ def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[specs.Op,
     ]
 
 
-def _turns(samplers: dict[str, Callable[[int], float]], device: str, budget: Budget) -> dict[str, list[float]]:
+def _turns(samplers: Mapping[str, Callable[[int], float]], device: str, budget: Budget) -> dict[str, list[float]]:
     """Lets the contenders take turns until the budget is spent; seconds of each turn."""
     counts = {}
     times: dict[str, list[float]] = {name: [] for name in samplers}
@@ -159,10 +159,11 @@ def measure(
         )
         first = i * len(sets) // len(contenders)
         samplers[name] = timing.sampler(build, op.link(case), op.updated(case), sets, first, device)
+    turns: Mapping[str, Callable[[int], float]] = samplers
     if copied:  # next to ours in every turn
         copy = lambda count: statistics.mean(machine.cpu_copy()() for _ in range(count))
-        samplers = {"mittens": samplers["mittens"], "copy": copy, **samplers}
-    times = _turns(samplers, device, budget)
+        turns = {"mittens": samplers["mittens"], "copy": copy, **samplers}
+    times = _turns(turns, device, budget)
 
     median = {name: statistics.median(values) for name, values in times.items()}
     host = {name: statistics.median(samplers[name].host) for name in contenders if samplers[name].host}

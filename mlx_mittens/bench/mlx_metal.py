@@ -37,6 +37,7 @@ _SIMD = 32
 _MOST_THREADS = 1024
 
 Stream = mx.Stream | mx.Device | None
+Arguments = dict[int, mx.array | bytes | Output]  # of a kernel, by buffer index
 
 
 @functools.cache
@@ -72,7 +73,7 @@ def softmax(a: mx.array, axis: int = -1, precise: bool = True, *, stream: Stream
     accumulator = ["float"] if precise and a.dtype != mx.float32 else []
     kernel = instance("softmax", "softmax_looped" if looped else "softmax_single_row", _TYPES[a.dtype], *accumulator)
     threads = _MOST_THREADS if looped else _SIMD * _ceil(_ceil(columns, reads), _SIMD)
-    arguments = {0: a, 1: Output(a.shape, a.dtype), 2: int32(columns)}
+    arguments: Arguments = {0: a, 1: Output(a.shape, a.dtype), 2: int32(columns)}
     return launch(*kernel, arguments, [a.size // columns], [threads], stream=stream)[0]
 
 
@@ -100,7 +101,7 @@ def gemv(
         a_threadgroup = bn * sn * tn
     function = "gemv" if transpose else "gemv_t"
     kernel = instance("gemv", function, _TYPES[x.dtype], bm, bn, sm, sn, tm, tn, False, False)
-    arguments = {
+    arguments: Arguments = {
         **{0: w, 1: x, 3: Output([*x.shape[:-1], outputs], x.dtype)},
         **{4: int32(inputs), 5: int32(outputs), 6: int32(columns)},
         **{9: int32(1), 10: int32(1), 11: int64(0), 12: int64(0)},
@@ -123,7 +124,7 @@ def quantized_matmul(
     if not transpose:
         raise ValueError("[peer.quantized_matmul] transpose is False: expected True")
     m, k, n = math.prod(x.shape[:-1]), x.shape[-1], w.shape[0]
-    arguments = {
+    arguments: Arguments = {
         **dict(enumerate((w, scales, biases, x))),
         **{4: Output([*x.shape[:-1], n], x.dtype), 5: int32(k), 6: int32(n)},
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import statistics
 import time
@@ -124,7 +125,7 @@ def _prompt_speed(model: nn.Module, tokens: int, token_seconds: float, seconds: 
 
 def _converted(model: nn.Module) -> nn.Module:
     """A second model on the same weights, fused."""
-    weights = {id(array): array for _, array in tree_flatten(model.parameters())}
+    weights = {id(array): array for array in dict(tree_flatten(model.parameters())).values()}
     return convert(copy.deepcopy(model, weights))
 
 
@@ -187,9 +188,9 @@ def measure(
     if "mx" in decode:
         prompts["mx"] = lambda: _prompt_speed(model, prompt, 1 / decode["mx"].tokens_per_s, seconds)
     prefill, _ = _in_turns(prompts)
-    common = {"model": name, "weights": weights, "dtype": dtype, "device": machine.device(), "problem": problem}
+    row = functools.partial(Row, model=name, weights=weights, dtype=dtype, device=machine.device(), problem=problem)
     return [
-        Row(phase=phase, mittens=speeds["mittens"], converted=speeds["converted"], mx=speeds.get("mx"), **common)
+        row(phase=phase, mittens=speeds["mittens"], converted=speeds["converted"], mx=speeds.get("mx"))
         for phase, speeds in (("decode", decode), (f"prefill {prompt}", prefill))
     ], share
 

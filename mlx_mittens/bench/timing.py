@@ -157,11 +157,11 @@ class _QueuedSampler(Sampler):
 
     def _calls(self, count: int, gate: mx.array) -> mx.array:
         """The last result of a chain of calls, the first of which waits for the gate."""
-        state = None
+        state = gate
         for group in self._inputs(count):
             arguments = list(group)
             like = arguments[self._link]
-            arguments[self._link] = mx.depends(like, gate) if state is None else _as_large(state, like)
+            arguments[self._link] = mx.depends(like, gate) if state is gate else _as_large(state, like)
             results = self._build(arguments)
             for argument, result in self._updated.items():
                 if argument != self._link:

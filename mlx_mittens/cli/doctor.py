@@ -67,8 +67,8 @@ def examine(op: specs.Op, case: specs.Case, dtype: str, rng: np.random.Generator
         check = specs.check(op, case, arrays, cotangents, twin_device)
     except Exception as exception:  # a kernel that does not compile or launch is what a doctor is there to find
         return Finding(op.name, case.name, dtype, False, None, None, f"{type(exception).__name__}: {exception}")
-    finite = [value if math.isfinite(value) else None for value in (check.error, check.twin_error)]
-    return Finding(op.name, case.name, dtype, check.passed, *finite, check.detail)
+    error, mx_error = (value if math.isfinite(value) else None for value in (check.error, check.twin_error))
+    return Finding(op.name, case.name, dtype, check.passed, error, mx_error, check.detail)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,21 +113,23 @@ class _Child:
             env=environment,
             start_new_session=True,  # Ctrl-C and a time limit are this process's to handle
         )
+        assert self._process.stdin is not None and self._process.stdout is not None  # as they are pipes
+        self._numbers, self._answers = self._process.stdin, self._process.stdout
 
     def examine(self, number: int) -> Finding | None:
         """Gives the finding, or None where the process ended."""
         try:
-            self._process.stdin.write(f"{number}\n")
-            self._process.stdin.flush()
+            self._numbers.write(f"{number}\n")
+            self._numbers.flush()
         except BrokenPipeError:
             return None
-        answer = self._process.stdout.readline()
+        answer = self._answers.readline()
         return Finding(**json.loads(answer)) if answer.endswith("\n") else None
 
     def end(self) -> str:
         """Waits for the process's end; how it ended, with the last lines that it wrote."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._numbers.close()
         status = self._process.wait()
         how = f"exit status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
         self._errors.seek(0)
@@ -142,7 +144,7 @@ class _Child:
         self._close()
 
     def _close(self) -> None:
-        self._process.stdout.close()
+        self._answers.close()
         self._errors.close()
 
 
@@ -232,27 +234,28 @@ def run(arguments: argparse.Namespace) -> int:
     device = machine.device()
     seed = drawn(arguments.seed)
     environment = {**os.environ, "MLX_MITTENS_CACHE": str(cache.writable_folder())}
+    versions, found, internals = machine.versions(), executors(), _internals()
     head = {
-        "versions": machine.versions(),
+        "versions": versions,
         "system": platform.platform(),
         "processor": machine.processor(),
         "gpu": machine.gpu(),
         "device": device,
         "executor": machine.executor(),
-        "executors": executors(),
-        "internals": _internals(),
+        "executors": found,
+        "internals": internals,
         "seed": seed,
     }
-    print("\n".join(f"{name:12} {version}" for name, version in head["versions"].items()))
+    print("\n".join(f"{name:12} {version}" for name, version in versions.items()))
     print(f"{'system':12} {head['system']}")
     print(f"{'processor':12} {head['processor']}, {machine.cores()} cores")
     print(f"{'gpu':12} {head['gpu'] or 'none that mx can use'}")
     print(f"{'device':12} {device}, executor {head['executor']}")
     print(f"{'cache':12} {environment['MLX_MITTENS_CACHE']}")
     print("executors")
-    for name, status in head["executors"].items():
+    for name, status in found.items():
         print(f"  {name:10} {status}")
-    for name, status in head["internals"].items():
+    for name, status in internals.items():
         print(f"{name:13} {status}")
     sys.stdout.flush()
 

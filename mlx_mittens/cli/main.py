@@ -41,7 +41,8 @@ def _run(argv: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"mlx-mittens {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in _COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__.splitlines()[0]))
+        about = (module.__doc__ or summary).splitlines()[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=about))
     arguments = parser.parse_args(argv)
     try:
         return _COMMANDS[arguments.command][0].run(arguments)

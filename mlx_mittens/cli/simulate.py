@@ -46,9 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     fewest = op.bytes_moved(case, dtype)
     if moved:
         print(f"\n{moved:,} bytes of device memory moved; {moved / fewest:.2f} times the fewest, {fewest:,}")
-    if arguments.peer and mlx_metal.of(op, case):
+    peer = mlx_metal.of(op, case) if arguments.peer else None
+    if peer:
         try:
-            _print(_peer_launches(op, case, dtype, arguments.seed, not arguments.no_watch), not arguments.no_watch)
+            launches = _peer_launches(op, peer, case, dtype, arguments.seed, not arguments.no_watch)
+            _print(launches, watched=not arguments.no_watch)
         except simulator.Fault as fault:  # of MLX's kernels some are known for one that has no effect
             print(f"\nFAULT of MLX's kernel (--no-watch runs it all the same)\n{fault}")
     elif arguments.peer:
@@ -80,11 +82,13 @@ def simulate(
     return specs.compare(op, case, ours, twin, exact, arrays), launches
 
 
-def _peer_launches(op: specs.Op, case: specs.Case, dtype: mx.Dtype, seed: int, watch: bool) -> list[dict[str, Any]]:
+def _peer_launches(
+    op: specs.Op, peer: Callable[..., mx.array], case: specs.Case, dtype: mx.Dtype, seed: int, watch: bool
+) -> list[dict[str, Any]]:
     """What MLX's own Metal kernels do for a case, on the inputs that ours get."""
     arrays = op.draw(np.random.default_rng(seed), case, dtype)
     with mx.stream(mx.cpu):
-        return _recorded(lambda: specs.run(op, mlx_metal.of(op, case), case, arrays), seed, watch, case)[1]
+        return _recorded(lambda: specs.run(op, peer, case, arrays), seed, watch, case)[1]
 
 
 def _recorded(
