@@ -51,7 +51,7 @@ def check_libmlx() -> None:
     spec = importlib.util.find_spec("mlx")
     if spec is None:
         raise _refusal(f"MLX {version} is installed without its files: pip install --force-reinstall mlx=={version}")
-    folders = spec.submodule_search_locations
+    folders = spec.submodule_search_locations or ()
     if sys.platform == "linux" and not any((pathlib.Path(folder) / "lib" / "libmlx.so").exists() for folder in folders):
         raise _refusal(
             f'MLX {version} is installed without a backend: pip install "mlx[cpu]=={version}", '

@@ -220,7 +220,7 @@ def _ptx_text(translation: Translation, file: str, name: str, bytes_sizes: dict[
     pointer = f"decltype(&{variant.expression})"
     parameters = []
     for position, argument in enumerate(kernel.arguments):
-        if argument.kind == "buffer":
+        if argument.kind == "buffer" and argument.index is not None:
             size = bytes_sizes.get(argument.index)
             type_text = f"::mittens::Bytes<{size}>" if size else f"::mittens::parameter_t<{position}, {pointer}>"
             parameters.append((argument.index, f"{type_text} p{position}"))

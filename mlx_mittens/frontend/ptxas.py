@@ -37,8 +37,8 @@ def find() -> str | None:
     """The path of ptxas: of the package nvidia-cuda-nvcc, else on PATH; None if there is none."""
     try:
         for file in importlib.metadata.files("nvidia-cuda-nvcc") or ():
-            if file.name in ("ptxas", "ptxas.exe") and file.locate().is_file():
-                return str(file.locate())
+            if file.name in ("ptxas", "ptxas.exe") and (path := Path(file.locate())).is_file():
+                return str(path)
     except importlib.metadata.PackageNotFoundError:
         pass
     return shutil.which("ptxas")
@@ -93,9 +93,10 @@ def assemble(texts: Mapping[str, str], arch: str) -> dict[str, Usage]:
 
 def _usages(log: str) -> dict[str, Usage]:
     usages = {}
-    for part in re.split(r"Compiling entry function ", log)[1:]:
+    _, *parts = re.split(r"Compiling entry function '([^']*)'", log)
+    for name, part in zip(parts[::2], parts[1::2], strict=True):
         number = lambda pattern: int(found[1]) if (found := re.search(pattern, part)) else 0
-        usages[re.match(r"'([^']*)'", part)[1]] = Usage(
+        usages[name] = Usage(
             registers=number(r"Used (\d+) registers"),
             spill_stores=number(r"(\d+) bytes spill stores"),
             spill_loads=number(r"(\d+) bytes spill loads"),

@@ -302,7 +302,8 @@ class _Rewriter:
         if token == "vec" and self.token(i + 1) == "<":
             return self._vector_constructor(i)
         if self.token(i + 1) == "(" and (vector := _VECTOR.match(token)):
-            return self._vector_array(i, vector)
+            self._vector_array(i, vector)
+            return None
         if token[0].isdigit() or token[0] == ".":
             return self._number(i)
         if token == "*" and self.token(i - 1) in (";", "{", "}", ")"):
@@ -392,7 +393,8 @@ class _Rewriter:
             at = (live.index(array) if array is not None else len(live)) - 1
             name = self.tokens[live[at]]
             kind_of = " ".join(self.tokens[j] for j in live[:at])
-            index = None
+            kind: str | None
+            index: int | None = None
             if "buffer" in attributes:
                 kind, index = "buffer", int(attributes["buffer"])
             elif "threadgroup" in attributes:

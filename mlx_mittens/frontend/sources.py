@@ -57,11 +57,10 @@ def flatten(file: str) -> str:
     Raises:
         CompileError: If a header is missing, or the text is not ASCII outside of comments.
     """
-    text, stamps = _flattened.get(file, (None, None))
-    if text is None or any(_stamp(name, path) != stamp for name, path, stamp in stamps):
-        text, stamps = _flatten(file)
-        _flattened[file] = text, stamps
-    return text
+    known = _flattened.get(file)
+    if known is None or any(_stamp(name, path) != stamp for name, path, stamp in known[1]):
+        known = _flattened[file] = _flatten(file)
+    return known[0]
 
 
 # What was flattened, and of each text in it whether it has changed since.

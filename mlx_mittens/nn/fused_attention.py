@@ -57,7 +57,8 @@ def _attending(call: types.FunctionType) -> types.FunctionType:
     names = {**call.__globals__, "scaled_dot_product_attention": _attend}
     ours = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     ours.__kwdefaults__ = call.__kwdefaults__
-    return functools.wraps(call)(ours)
+    functools.update_wrapper(ours, call)
+    return ours
 
 
 def _call_of(module: nn.Module) -> Any:

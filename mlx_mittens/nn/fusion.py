@@ -10,7 +10,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -105,7 +105,8 @@ def _same(a: mx.array, b: mx.array) -> bool:
         return False
     limit = 2 * _EPSILON[a.dtype]
     a, b = a.astype(mx.float32), b.astype(mx.float32)
-    return mx.sqrt(mx.mean(mx.square(a - b)) / mx.mean(mx.square(a))).item() <= limit
+    error = mx.sqrt(mx.mean(mx.square(a - b)) / mx.mean(mx.square(a)))
+    return cast(float, error.item()) <= limit
 
 
 def _try(
@@ -139,7 +140,7 @@ def _input_of(layer: nn.Module) -> tuple[int, mx.Dtype]:
 
 def fuse_blocks(model: nn.Module) -> None:
     """Fuses what can be fused of a model whose modules are ours already."""
-    modules = [module for _, module in model.named_modules()]
+    modules: list[nn.Module] = [module for _, module in model.named_modules()]
     for module in modules:
         if call := attend_with_ours(module):
             module.__class__ = _subclass(type(module), call)

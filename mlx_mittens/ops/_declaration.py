@@ -18,6 +18,7 @@ Op = TypeVar("Op", bound=Callable)
 def defined_in_extension(declaration: Op) -> Op:
     """The extension's function of that name, with the declaration's signature and docs. No Python call lies between."""
     op = declaration.__name__
-    made = functools.update_wrapper(_ext.FunctionWrapper(op, getattr(_ext, op)), declaration)
+    made = _ext.FunctionWrapper(op, getattr(_ext, op))
+    functools.update_wrapper(made, declaration)
     made.__annotations__ = declaration.__annotations__  # from Python 3.14 on a wrapper gets what computes them
     return made

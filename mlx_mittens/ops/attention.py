@@ -70,6 +70,7 @@ def scaled_dot_product_attention(
         Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135; Milakov and Gimelshein, "Online normalizer
         calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
     """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -119,3 +120,4 @@ def quantized_scaled_dot_product_attention(
         As ``scaled_dot_product_attention``; affine quantization in groups as in Jacob et al., 2017,
         https://arxiv.org/abs/1712.05877.
     """
+    raise NotImplementedError

@@ -38,7 +38,7 @@ def float32(*values: float) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def _parameters(file: str, kernel: str, text: str) -> dict[int, frontend.Argument]:
-    return {a.index: a for a in frontend.signature(file, kernel) if a.kind == "buffer"}
+    return {a.index: a for a in frontend.signature(file, kernel) if a.kind == "buffer" and a.index is not None}
 
 
 def launch(

@@ -46,6 +46,7 @@ def gemv(
         Named after ``gemv`` of the BLAS: Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra
         Subprograms", 1988.
     """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -96,6 +97,7 @@ def quantized_matmul(
         Affine quantization in groups, as in Jacob et al., "Quantization and Training of Neural Networks for Efficient
         Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877.
     """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -133,6 +135,7 @@ def quantized_swiglu(
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
     """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -163,6 +166,7 @@ def block_matmul(
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -187,6 +191,7 @@ def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> 
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -211,3 +216,4 @@ def block_dequantize(
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
+    raise NotImplementedError

@@ -41,6 +41,7 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Stream
     Source:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467.
     """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -70,6 +71,7 @@ def layer_norm(
     Source:
         Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450.
     """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -99,6 +101,7 @@ def softmax(
         The largest value and the sum of a row are found in one pass, as in Milakov and Gimelshein, "Online normalizer
         calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
     """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -129,3 +132,4 @@ def add_rms_norm(
         The pre-norm residual block of Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020,
         https://arxiv.org/abs/2002.04745, with the norm of ``rms_norm``.
     """
+    raise NotImplementedError

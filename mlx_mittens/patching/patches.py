@@ -30,7 +30,8 @@ class _Patch:
         self._target = target
         self._owner, self._name = target.owner()
         self._original = getattr(self._owner, self._name)
-        self._stand_in = functools.wraps(self._original)(_ext.FunctionWrapper(target.op, self._original))
+        self._stand_in = _ext.FunctionWrapper(target.op, self._original)
+        functools.update_wrapper(self._stand_in, self._original)
 
     def install(self, strict: bool) -> None:
         self.configure(strict)
@@ -103,6 +104,7 @@ def _settings(strict: bool, switches: dict[str, bool]) -> _Settings:
 def _apply() -> None:
     """Brings what is installed to what the settings ask for; where a target has moved, nothing changes."""
     settings = _blocks[-1][1] if _blocks else _base
+    strict = settings is not None and settings.strict
     wanted = [target for target in TARGETS if settings and target.is_wanted(settings.switches)]
     loaded = [target for target in wanted if target.is_loaded()]
     ready = {target.name: target for target in loaded if target.is_known()}
@@ -110,15 +112,15 @@ def _apply() -> None:
     for name in [name for name in _installed if name not in ready]:
         _installed.pop(name).remove()
     for patch in _installed.values():
-        patch.configure(settings.strict)
+        patch.configure(strict)
     for patch, name in zip(new, [name for name in ready if name not in _installed], strict=True):
-        patch.install(settings.strict)
+        patch.install(strict)
         _installed[name] = patch
     if settings:
         exporting.mark("patch")
     else:
         exporting.unmark("patch")
-    _ext.set_strict_patch(bool(settings and settings.strict))
+    _ext.set_strict_patch(strict)
     waiting = len(loaded) < len(wanted)
     if waiting and _on_import not in sys.meta_path:
         sys.meta_path.insert(0, _on_import)

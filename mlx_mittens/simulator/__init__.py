@@ -18,7 +18,7 @@ STEP_LIMIT = 1_000_000_000
 
 _lock = threading.Lock()
 _open: list[tuple[object, int, bool, int, str]] = []  # a token and the settings of every block that is open
-_before: tuple[bool, int, bool, int, str] | None = None
+_before: tuple[bool, int, bool, int, str]  # the settings from before the first block that is open
 
 
 @contextlib.contextmanager

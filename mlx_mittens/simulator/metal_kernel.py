@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import mlx.core as mx
 
@@ -165,7 +165,7 @@ def metal_kernel(
     """
     names = list(input_names), list(output_names)
     made = _mlx_metal_kernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs, compile_options)
-    return Kernel(made, name, header, source)
+    return Kernel(made, name, header, source)  # type: ignore[arg-type]  # mlx's stub has it return object
 
 
 def _fail(problem: str) -> NoReturn:
@@ -180,13 +180,15 @@ def _integers(values: Any) -> tuple[int, ...]:
         return ()
 
 
-def _check(grid: Any, threadgroup: Any, template: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _check(grid: Any, threadgroup: Any, template: Any) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """The grid and the threadgroup, if they can be launched."""
-    sizes = []
+    sizes: list[tuple[int, int, int]] = []
     for name, given in (("grid", grid), ("threadgroup", threadgroup)):
-        sizes.append(_integers(given))
-        if len(sizes[-1]) != 3 or not all(0 < n < 2**31 for n in sizes[-1]):
+        size = _integers(given)
+        if len(size) != 3 or not all(0 < n < 2**31 for n in size):
             _fail(f"{name} is {given}: expected three positive integers")
+        x, y, z = size
+        sizes.append((x, y, z))
     threads = math.prod(map(min, *sizes))
     if threads > MOST_THREADS:
         _fail(f"threadgroup {sizes[1]} has {threads} threads: expected at most {MOST_THREADS}")
@@ -234,7 +236,7 @@ def _library(file: str, text: str, kernel: str) -> str:
 def _element(value: float, dtype: mx.Dtype) -> bytes:
     with mx.stream(mx.cpu):
         element = mx.view(mx.full((1,), value, dtype), mx.uint8)
-        return bytes(element.tolist())
+        return bytes(cast(list[int], element.tolist()))
 
 
 class _Switched:
@@ -262,7 +264,7 @@ def redirect() -> None:
         namespace = getattr(module, "__dict__", {})
         for name, value in list(namespace.items()) if namespace is not globals() else ():
             if value is _mlx_metal_kernel:
-                now = _switched_metal_kernel
+                now: Callable[..., Any] = _switched_metal_kernel
             elif _is_kernel(value):
                 now = _Switched(value, Kernel(value))
             else:
