@@ -8,6 +8,7 @@ from mlx_mittens import frontend
 pytestmark = pytest.mark.skipif(bool(frontend.compiler_problem()), reason="no compiler for the simulator")
 
 
+@pytest.mark.nightly
 def test_planted_faults_are_seen():
     """In one type, on small cases, and so in kernels whose variants these reach."""
     chosen = mutate.sample(12, seed=3, files=("norm/rms_norm.metal", "norm/softmax.metal", "matmul/qmv.metal"))
