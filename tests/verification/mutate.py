@@ -28,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from helpers.support import child_environment
+
 ROOT = Path(__file__).resolve().parents[2]
 METAL = ROOT / "metal"
 TESTS = ROOT / "tests"
@@ -289,7 +291,7 @@ def judge(mutant: Mutant | None, scope: Scope, shared: Path, folder: Path) -> tu
 
 def run_one(mutant: Mutant | None, scope: Scope, shared: Path) -> tuple[str, str]:
     """As `judge`, in a process of its own: a mutant may also crash or never end."""
-    environment = {**os.environ, "MLX_MITTENS_CACHE": str(shared / "cache")}
+    environment = {**child_environment(), "MLX_MITTENS_CACHE": str(shared / "cache")}
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(asdict(mutant) if mutant else None)
         command = [sys.executable, __file__, "--judge", text, "--scope", json.dumps(asdict(scope))]
