@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .attention import ATTENTION_OPS
 from .cache import ROPE_OPS
-from .compare import Check, check, compare, error, tolerance
+from .compare import Check, check, compare, error, tolerance, worst
 from .matmul import MATRIX_OPS
 from .norm import ROW_OPS, RowOp, Spread
 from .op import (
@@ -48,6 +48,7 @@ __all__ = [
     "run",
     "tolerance",
     "widen",
+    "worst",
 ]
 
 OPS: tuple[Op, ...] = ROW_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS

@@ -129,7 +129,7 @@ def compare(
             errors[-1] = math.inf
             details.append(f"{name} is {a.dtype}, mx gives {b.dtype}")
         elif not errors[-1] <= tolerance(a.dtype, twin_errors[-1], case.vjp, op.units):
-            details.append(f"{name}: error {errors[-1]:.2e}, mx {twin_errors[-1]:.2e}; {_worst(a, c.value)}")
+            details.append(f"{name}: error {errors[-1]:.2e}, mx {twin_errors[-1]:.2e}; {worst(a, c.value)}")
     return Check(max(errors), max(twin_errors), not details, "; ".join(details))
 
 
@@ -139,7 +139,7 @@ def _result_names(op: Op, case: Case, arrays: Sequence[mx.array | None]) -> list
     return [f"output {i}" if op.outputs > 1 else "output" for i in range(op.outputs)]
 
 
-def _worst(actual: mx.array, exact: np.ndarray) -> str:
+def worst(actual: mx.array, exact: np.ndarray) -> str:
     if tuple(actual.shape) != exact.shape:
         return f"shape {tuple(actual.shape)}, expected {exact.shape}"
     result, exact = widen(actual), _overflow(exact, actual.dtype)

@@ -106,4 +106,4 @@ def assert_right(y: mx.array, twin: mx.array | None, exact: specs.Exact, dtype: 
     assert y.dtype == dtype, f"{y.dtype}, expected {dtype}"
     found = specs.error(y, exact)
     allowed = specs.tolerance(dtype, specs.error(twin, exact) if twin is not None else 0.0, float32_units=UNITS)
-    assert found <= allowed, f"error {found:.2e}, allowed {allowed:.2e}; {specs._worst(y, exact.value)}"
+    assert found <= allowed, f"error {found:.2e}, allowed {allowed:.2e}; {specs.worst(y, exact.value)}"

@@ -73,7 +73,7 @@ def test_special_blocks_match_the_package(rng, dtype, executor, kind):
         if executor == "gpu":  # Apple's take subnormal numbers for zero
             defined &= (np.abs(scale) >= np.finfo(np.float32).tiny).all(-1)
     blocks = mm.block_quantize(mx.array(w).astype(dtype), kind)
-    assert 300 < defined.sum() < len(w)
+    assert (150 if executor == "gpu" else 300) < defined.sum() < len(w)
     if platform.machine() == "x86_64" and executor != "gpu":  # there the package's integers are 0 too
         size = BLOCK_BYTES[kind]
         np.testing.assert_array_equal(with_one_nan(np.array(blocks), size), with_one_nan(expected, size))
@@ -153,7 +153,8 @@ def test_products_of_large_activations(rng, dtype, executor, kind, rows, columns
     x[0, 1:-1] = rng.standard_normal(columns - 2)
     x = mx.array(x.astype(np.float32)).astype(dtype)
     exact = exact_product(widen(x), gguf.dequantize(data, KINDS[kind]).astype(np.float64))
-    y = mm.block_matmul(x, mx.array(data), kind)
+    with mm.strict(executor != "gpu" or rows <= 16):  # more rows go to mx on a GPU
+        y = mm.block_matmul(x, mx.array(data), kind)
     in_range = np.abs(exact.value) < largest
     assert in_range.any() and np.isfinite(widen(y)[in_range]).all()
     if in_range.all():
