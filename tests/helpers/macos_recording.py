@@ -82,7 +82,7 @@ def recorded_kernels() -> frozenset[str]:
         _ext.simulator_record(True)
         for op in specs.OPS:
             for dtype in specs.DTYPES.values():
-                for case, check in simulate(op, dtype, SEED, rng):
+                for case, _, check in simulate(op, dtype, SEED, rng):
                     assert check.passed, f"{op.name} {case.name}: {check.detail}"
         for view in strided_views(rng):
             with mm.simulator.enabled():

@@ -5,11 +5,17 @@ from helpers.support import absences
 from mlx_mittens import specs
 
 
-def simulate(op, dtype, seed, rng):
-    """Simulates the table's shapes, outputs and gradients, with and without weights; yields how each case went."""
+def simulate(op, dtype, seed, rng, wanted=None):
+    """Simulates the table's shapes, outputs and gradients, with and without weights; yields how each run went.
+
+    A run is a case and the number of a choice of absent arguments; `wanted` says which to simulate, all by default.
+    """
     for case in op.checks():
-        drawn = op.draw(rng, case, dtype)
+        numbers = [i for i in range(len(absences(op, op.parameters))) if wanted is None or wanted(case, i)]
+        if not numbers:
+            continue
+        choices = absences(op, op.draw(rng, case, dtype))
         cotangents = op.cotangents(rng, case, dtype)
-        for arrays in absences(op, drawn):
+        for i in numbers:
             with mm.simulator.enabled(seed=seed, gpu=case.gpu):
-                yield case, specs.check(op, case, arrays, cotangents)
+                yield case, i, specs.check(op, case, choices[i], cotangents)

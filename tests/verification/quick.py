@@ -13,8 +13,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from helpers.support import absences
+from helpers.variants import simulate
 
-import mlx_mittens as mm
 from mlx_mittens import _ext, frontend, specs
 
 FILE = Path(__file__).with_name("quick.json")
@@ -27,28 +27,13 @@ def chosen() -> set[Key]:
     return {tuple(key) for key in json.loads(FILE.read_text())}
 
 
-def simulate(op: specs.Op, dtype: str, keys: set[Key], rng: np.random.Generator):
-    """Simulates those of an op's runs in one type that are among the keys; yields each key, and how it went."""
-    for case in op.checks():
-        wanted = [key for key in keys if key[:3] == (op.name, case.name, dtype)]
-        if not wanted:
-            continue
-        drawn = op.draw(rng, case, specs.DTYPES[dtype])
-        cotangents = op.cotangents(rng, case, specs.DTYPES[dtype])
-        choices = absences(op, drawn)
-        for key in sorted(wanted):
-            with mm.simulator.enabled(seed=1, gpu=case.gpu):
-                yield key, specs.check(op, case, choices[key[3]], cotangents)
-
-
 def every_key() -> set[Key]:
-    rng = np.random.default_rng(0)
     return {
         (op.name, case.name, dtype, i)
         for op in specs.OPS
         for case in op.checks()
         for dtype in specs.DTYPES
-        for i in range(len(absences(op, op.draw(rng, case, specs.DTYPES[dtype]))))
+        for i in range(len(absences(op, op.parameters)))
     }
 
 
@@ -56,12 +41,13 @@ def find() -> list[Key]:
     """Runs all of the table; the runs that reach every variant in the least time, about."""
     mx.set_default_device(mx.cpu)
     rng = np.random.default_rng(0)
-    keys, reached, seconds = every_key(), {}, {}
+    reached, seconds = {}, {}
     for op in specs.OPS:
         for dtype in specs.DTYPES:
             _ext.simulator_record(True)
             start = time.perf_counter()
-            for key, check in simulate(op, dtype, keys, rng):
+            for case, i, check in simulate(op, specs.DTYPES[dtype], 1, rng):
+                key = (op.name, case.name, dtype, i)
                 assert check.passed, f"{key}: {check.detail}"
                 reached[key] = {f"{run['file']}:{run['kernel']}" for run in _ext.simulator_record(True)}
                 seconds[key] = time.perf_counter() - start
