@@ -17,7 +17,7 @@ namespace {
 
 bool is_called_by_patch(nb::handle module) {
   static PyObject* const call = name("__call__");
-  return is_stand_in(attribute(module.type(), call));
+  return is_patched(attribute(module.type(), call));
 }
 
 // Whether the layer's own call would come to the patch's functions, and to no other's that lies on them: what they do
@@ -29,8 +29,8 @@ bool comes_to_patch(const nb::dict& layer, nb::handle cache) {
   static PyObject* const attention = name("scaled_dot_product_attention");
   static PyObject* const update = name("update_and_fetch");
   const nb::object of_model = member(attribute(layer.type(), home).ptr(), attention);
-  return of_model.is_valid() && of_model.is(member(base, attention)) && is_stand_in(member(fast, attention)) &&
-         is_stand_in(attribute(cache.type(), update));
+  return of_model.is_valid() && of_model.is(member(base, attention)) && is_patched(member(fast, attention)) &&
+         is_patched(attribute(cache.type(), update));
 }
 
 // The norms that a layer has for its heads of queries and of keys, if one kernel can apply both.

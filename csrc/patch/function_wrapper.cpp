@@ -174,7 +174,7 @@ const Register registered(bind);
 
 }  // namespace
 
-bool is_stand_in(nb::handle object) {
+bool is_patched(nb::handle object) {
   if (!object.is_valid() || !object.type().is(type)) {
     return false;
   }

@@ -6,6 +6,6 @@ namespace mittens {
 
 // Whether a function is one that the patch has put in another's place, and nobody else has put one in its place: an
 // op of ours, which has no attempt, is none.
-bool is_stand_in(nanobind::handle object);
+bool is_patched(nanobind::handle object);
 
 }  // namespace mittens

@@ -10,7 +10,7 @@
 
 namespace mittens {
 
-// Where a call is not covered: notes why, and gives the nothing that an op's attempt returns. Throws
+// Records why a call is unsupported and returns nullopt, so that the caller falls back to MLX. Throws
 // std::runtime_error in strict mode.
 std::nullopt_t fallback(const char* op, std::string reason);
 
@@ -23,8 +23,8 @@ inline void fall_back(const char* op, std::string reason) {
 // or under a strict patch, which ask for the kernel.
 bool prefer_fallback(const char* op, std::string reason);
 
-// While there is one, this thread's calls that no kernel covers neither count nor fail: they are asked once more, in
-// another's place.
+// While an instance exists, unsupported calls on this thread are neither counted nor rejected, because the caller will
+// retry them.
 class Tentative {
  public:
   Tentative();

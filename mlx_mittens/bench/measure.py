@@ -20,7 +20,7 @@ import numpy as np
 from .. import specs
 from . import machine, mlx_metal, timing
 
-# mx keeps 32 MB of freed memory on a CPU by default; a larger output would time the system's page faults, in both.
+# MLX's buffer-cache limit on the CPU (default 32 MB): beyond it outputs would measure page faults, not the kernel.
 _CPU_KEPT_BYTES = 1 << 30
 
 # Seconds of one contender's turn: a short call alone would time the waking of threads, and cold caches.

@@ -30,26 +30,26 @@ class _Patch:
         self._target = target
         self._owner, self._name = target.owner()
         self._original = getattr(self._owner, self._name)
-        self._stand_in = _ext.FunctionWrapper(target.op, self._original)
-        functools.update_wrapper(self._stand_in, self._original)
+        self._wrapper = _ext.FunctionWrapper(target.op, self._original)
+        functools.update_wrapper(self._wrapper, self._original)
 
     def install(self, strict: bool) -> None:
         self.configure(strict)
-        self._stand_in.attempt = self._target.attempt
-        self._replace(self._original, self._stand_in)
+        self._wrapper.attempt = self._target.attempt
+        self._replace(self._original, self._wrapper)
 
     def remove(self) -> None:
         self.configure(strict=False)
-        self._stand_in.attempt = None
-        if getattr(self._owner, self._name) is self._stand_in:  # else another's patch lies on ours: it stays
-            self._replace(self._stand_in, self._original)
+        self._wrapper.attempt = None
+        if getattr(self._owner, self._name) is self._wrapper:  # else another's patch lies on ours: it stays
+            self._replace(self._wrapper, self._original)
 
     def _replace(self, before: Any, after: Any) -> None:
         for holder in [self._owner, *self._target.importers(before)]:
             setattr(holder, self._name, after)
 
     def configure(self, strict: bool) -> None:
-        self._stand_in.strict = strict and not self._target.partial
+        self._wrapper.strict = strict and not self._target.partial
 
 
 class _OnImport(importlib.abc.MetaPathFinder):

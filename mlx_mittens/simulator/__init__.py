@@ -31,8 +31,8 @@ def enabled(
     ``MLX_MITTENS_SIMULATOR=1`` does the same for the ops of a whole process.
 
     A kernel of ``mx.fast.metal_kernel`` goes to the simulator if it is called within the block, on a Mac too, in place
-    of the GPU. Kernels made within are reached, and those made before that a module holds by name; one that was made
-    before and is held elsewhere (a local variable, an attribute) is MLX's own and stays so.
+    of the GPU. The block applies to kernels created inside it, and to existing kernels stored in a module attribute. It
+    does not apply to an existing kernel that is stored elsewhere, such as in a local variable.
 
     The settings are the process's: blocks may nest, and overlap in several threads. The one entered last counts, and
     all is as before once the last is left.

@@ -47,8 +47,8 @@ bool is_prompt(const Sizes& sizes) {
   return sizes.queries > most_decode_queries;
 }
 
-// The kernels of a few rows take many blocks of them where products are of matrices and fill them, and where keys and
-// values are packed, which they unpack in registers. In float32 they have 8 rows, which on an H200 takes 0.12 to 0.95
+// Prompts also use the decode kernels when these use matrix instructions with full tiles, or when keys and values are
+// quantized (dequantized in registers). In float32 they have 8 rows, which on an H200 takes 0.12 to 0.95
 // of the time; on Apple's GPUs the prefill kernel's simdgroups share what they load by a core's cache.
 bool is_prefill(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype, mx::Stream stream) {
   const bool tiles = (sizes.width == 64 || sizes.width == 128) && (dtype != mx::float32 || has_nvidia_rules(stream));

@@ -11,8 +11,8 @@ namespace mittens {
 
 namespace {
 
-// It reads its buffers itself, so that nothing that waits for its turn reads memory that a later step writes; and it
-// has one output, since MLX holds others until their work is done.
+// Reads the cache inside eval, so pending work never sees a later step's writes. One output only: MLX keeps sibling
+// outputs alive until the work completes.
 class CacheStepPrimitive : public mx::Primitive {
  public:
   CacheStepPrimitive(const Append& append, std::optional<Attending> attending)
