@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 from verification.fuzz import exact
 from verification.fuzz.case import Case
+from verification.fuzz.compare import overflow, to_float64
 from verification.fuzz.draw import Draw, describe, float32, promoted
 from verification.fuzz.products import packed, size_of, size_of_packed
 
@@ -71,13 +72,19 @@ def _mask(draw: Draw, shape: Shape, dtype: mx.Dtype) -> tuple[str, None | str | 
     return kind, draw.array(draw.rng.random(axes) < shown, mx.bool_)
 
 
-def _undefined_rows(mask: None | str | mx.array, window: int | None, shape: Shape, special: bool) -> np.ndarray:
-    """Rows that see no key, where an additive mask leaves none or values are not finite.
+def _undefined_rows(
+    mask: None | str | mx.array, window: int | None, shape: Shape, special: bool, keys: mx.array | None = None
+) -> np.ndarray:
+    """Rows that see no key, where an additive mask leaves none or values are not finite; and that see an infinite key.
 
     They are NaN, a mean or zeros, by device and kernel in MLX itself.
     """
     rows = shape.batch, shape.heads, shape.queries
     seen = exact.visible(mask, window, shape.queries, shape.keys)
+    if special and keys is not None:
+        infinite = np.repeat(np.isinf(to_float64(keys)).any(-1), shape.heads // shape.key_heads, 1)[:, :, None]
+        reached = (infinite if seen is None else infinite & np.array(seen)).any(-1)
+        return _undefined_rows(mask, window, shape, special) | np.broadcast_to(reached, rows)
     if seen is None or not (special or (isinstance(mask, mx.array) and mask.dtype != mx.bool_)):
         return np.zeros(rows, bool)
     seen = np.array(seen)
@@ -103,7 +110,7 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
         arrays.append(draw.array(draw.numbers([shape.heads], draw.pick(("normal", "large", "constant"))), result_dtype))
     window = draw.pick((1, 2, 3, 8, 31, 32, 33, 64, 100, 10**6)) if draw.chance(0.25) else None
     scale = float32(draw.pick((shape.width**-0.5, 1.0, 0.1, -0.3, 0.0), (0.8, 0.08, 0.05, 0.05, 0.02)))
-    undefined = _undefined_rows(mask, window, shape, special)
+    undefined = _undefined_rows(mask, window, shape, special, arrays[1])
 
     def rest(a: tuple[mx.array, ...]) -> tuple[None | str | mx.array, mx.array | None]:
         return a[0] if masked else mask, a[-1] if with_sinks else None
@@ -125,8 +132,9 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
         # A score moves by its rounding, and with it its weight.
         q, k, v = map(size_of, arrays[:3])
         ratio = shape.heads // shape.key_heads
-        scores = abs(scale) * (q @ np.repeat(np.swapaxes(k, -1, -2), ratio, 1)).max(-1, keepdims=True)
-        total = EPSILON32 * (8 + 4 * np.minimum(scores, 1e6)) * v.max()
+        products = (q @ np.repeat(np.swapaxes(k, -1, -2), ratio, 1)).max(-1, keepdims=True)
+        total = EPSILON32 * (8 + 4 * np.minimum(abs(scale) * products, 1e6)) * v.max()
+        total = total + overflow(products)
         if draw.gpu and result_dtype != mx.float32:
             total = total + 2 * EPSILON[result_dtype] * v.max()  # the kernels' weights are of the half type
         return [np.where(undefined[..., None], np.inf, total)]

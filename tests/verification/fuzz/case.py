@@ -27,7 +27,7 @@ class Case:
         noise: What rounding on the way may make of each result, or of all.
         ordinary: Whether numbers are normal ones; gradients are compared only then.
         hides: Whether a mask or a window hides some of the numbers, which mx on a CPU lets through where they are not
-            finite: that excuses nothing then.
+            finite: that excuses a call that went to mx, and no kernel.
         units: Units in the last place that a result may be off.
     """
 

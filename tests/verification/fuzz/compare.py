@@ -35,6 +35,11 @@ def to_float64(a: mx.array) -> np.ndarray:
     return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
+def overflow(sizes: np.ndarray) -> np.ndarray:
+    """The noise of sums of terms in float32: without limit where the terms' sizes add up to more than it holds."""
+    return np.where(sizes > LARGEST[mx.float32], np.inf, 0.0)
+
+
 def unit_in_the_last_place(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     size = np.maximum(np.where(np.isfinite(values), np.abs(values), 0), SMALLEST_NORMAL[dtype])
     return EPSILON[dtype] * 2.0 ** np.floor(np.log2(size))

@@ -37,10 +37,15 @@ def dequantize(words: mx.array, scales: mx.array, biases: mx.array, group_size: 
     return (groups * mx.expand_dims(scales, -1) + mx.expand_dims(biases, -1)).reshape(*words.shape[:-1], -1)
 
 
+def block_scales(blocks: mx.array, kind: str) -> mx.array:
+    """The scales of GGUF blocks, one a block."""
+    block = blocks.reshape(*blocks.shape[:-1], -1, BLOCK_BYTES[kind])
+    return mx.contiguous(block[..., :2]).view(mx.float16).astype(FLOAT64)[..., 0]
+
+
 def dequantize_blocks(blocks: mx.array, kind: str) -> mx.array:
     """Weights of GGUF blocks: a scale in float16, then 32 integers."""
-    block = blocks.reshape(*blocks.shape[:-1], -1, BLOCK_BYTES[kind])
-    scale = mx.contiguous(block[..., :2]).view(mx.float16).astype(FLOAT64)
+    block, scale = blocks.reshape(*blocks.shape[:-1], -1, BLOCK_BYTES[kind]), block_scales(blocks, kind)[..., None]
     if kind == "q8_0":
         integers = mx.contiguous(block[..., 2:]).view(mx.int8).astype(FLOAT64)
     else:

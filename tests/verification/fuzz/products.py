@@ -9,7 +9,7 @@ import numpy as np
 from helpers.matrices import BLOCK_BYTES
 from verification.fuzz import exact
 from verification.fuzz.case import Case
-from verification.fuzz.compare import to_float64
+from verification.fuzz.compare import overflow, to_float64
 from verification.fuzz.draw import Draw, describe, promoted
 
 import mlx_mittens as mm
@@ -92,6 +92,11 @@ def size_of_packed(scales: mx.array, biases: mx.array, group_size: int, bits: in
     return np.repeat(size_of(scales) * (2**bits - 1) + size_of(biases), group_size, -1)
 
 
+def _overflow_of_packed(draw: Draw, x: mx.array, bits: int) -> np.ndarray | float:
+    """The kernels multiply with the integers, and scale the sums of a group afterwards."""
+    return overflow((2**bits - 1) * size_of(x).sum(-1, keepdims=True)) if draw.gpu else 0.0
+
+
 def quantized_matmul(draw: Draw) -> Case:
     dtype, transpose = draw.dtype(), draw.chance(0.65)
     group_size, bits = draw.pick((32, 64, 128)), draw.pick((4, 4, 4, 8, 8, 1, 2, 3, 5, 6))
@@ -132,7 +137,8 @@ def quantized_matmul(draw: Draw) -> Case:
 
     def noise() -> list[np.ndarray | float]:
         weights = size_of_packed(arrays[2], arrays[3], group_size, bits)
-        return [4 * EPSILON32 * (size_of(arrays[0]) @ (np.swapaxes(weights, -1, -2) if transpose else weights))]
+        total = 4 * EPSILON32 * (size_of(arrays[0]) @ (np.swapaxes(weights, -1, -2) if transpose else weights))
+        return [total + _overflow_of_packed(draw, arrays[0], bits)]
 
     batch = list(np.broadcast_shapes(tuple(leading[:-1]), tuple(stack))) + leading[-1:] if stack else leading
     return Case(
@@ -177,7 +183,8 @@ def quantized_swiglu(draw: Draw) -> Case:
             products.append(np.abs(np.nan_to_num(np.array(x @ weights.T), posinf=0, neginf=0)))
             errors.append(4 * EPSILON32 * (size_of(x) @ size_of_packed(scales, biases, group_size, bits).T))
         # silu's slope is at most 1.1.
-        return [2 * (errors[0] * 1.1 * (products[1] + errors[1]) + errors[1] * products[0])]
+        total = 2 * (errors[0] * 1.1 * (products[1] + errors[1]) + errors[1] * products[0])
+        return [total + _overflow_of_packed(draw, arrays[0], bits)]
 
     return Case(
         describe(arrays, draw, numbers=kind, group_size=group_size, bits=bits),
@@ -224,6 +231,8 @@ def block_matmul(draw: Draw) -> Case:
 
     def noise() -> list[np.ndarray | float]:
         weights = size_of(exact.dequantize_blocks(arrays[1], blocks_kind))
+        if draw.gpu and blocks_kind == "q4_0":  # the kernels take 8 of each integer off in the end, times the scale
+            weights = weights + 8 * np.repeat(size_of(exact.block_scales(arrays[1], blocks_kind)), 32, -1)
         return [4 * EPSILON32 * (size_of(arrays[0]) @ weights.T + sum(map(size_of, arrays[2:])))]
 
     return Case(
