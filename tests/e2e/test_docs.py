@@ -37,6 +37,8 @@ UNRUN = (
     Unrun("mlx-mittens doctor", "takes a minute; tests/bench runs it on some ops"),
     Unrun("pytest -n auto", "runs this test"),
     Unrun("python -m verification.levels", "takes minutes; test_levels.py calls what it calls"),
+    Unrun("python -m verification.quick", "takes minutes; test_quick.py checks what it writes"),
+    Unrun("python docs/", "writes a page; test_architecture.py and test_counts.py check what it writes"),
     Unrun("python -m verification.mutate", "takes hours"),
     Unrun("python -m verification.fuzz", "takes hours; test_fuzz.py calls what it calls"),
     Unrun("python tests/verification/sanitize.py", "builds for minutes"),

@@ -330,7 +330,7 @@ def check_mlx_mittens(words: Sequence[str]) -> None:
 
 
 def _check_case(arguments: argparse.Namespace) -> int:
-    simulate._case(specs.get(arguments.op), arguments.case)
+    simulate.find_case(specs.get(arguments.op), arguments.case)
     return 0
 
 
