@@ -11,6 +11,7 @@ import pytest
 from helpers import documentation
 from helpers.documentation import PAGES, ROOT, Block, Broken, Command
 
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 BLOCKS = [block for page in PAGES for block in documentation.blocks(page)]
 
 
@@ -163,6 +164,11 @@ def test_links_lead_somewhere(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
             assert anchor in [anchor_of(heading) for heading in headings], f"{page.name}: no heading for #{anchor}"
+
+
+def test_the_readme_has_the_table_of_results():
+    tables = [re.search(r"^\| op \| rows \|.*?(?=\n\n)", page.read_text(), re.M | re.S) for page in (README, RESULTS)]
+    assert tables[0] and tables[1] and tables[0][0] == tables[1][0], "copy the first table of docs/results.md"
 
 
 def anchor_of(heading: str) -> str:

@@ -143,8 +143,9 @@ def blocks(page: Path) -> list[Block]:
 def commands(block: Block) -> Iterator[Command]:
     """The commands of a block of bash: one a line, or several joined by &&."""
     for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
+        line = re.sub(r"(^|\s+)#.*", "", line)
         for text in re.split(r"\s*&&\s*", line):
-            if text.strip() and not text.lstrip().startswith("#"):
+            if text.strip():
                 yield Command(block.place, text.strip())
 
 
