@@ -36,7 +36,7 @@ UNRUN = (
     Unrun("mkdocs", "needs the extra docs; .ci/run builds the site"),
     Unrun("mlx-mittens bench", "takes minutes on a shared machine; .ci/run runs it"),
     Unrun("mlx-mittens doctor", "takes a minute; tests/bench runs it on some ops"),
-    Unrun("pytest -n auto", "runs this test"),
+    Unrun("pytest -", "runs all tests of a tier, this one too"),
     Unrun("python -m verification.levels", "takes minutes; test_levels.py calls what it calls"),
     Unrun("python -m verification.quick", "takes minutes; test_quick.py checks what it writes"),
     Unrun("python docs/", "writes a page; test_architecture.py and test_counts.py check what it writes"),
@@ -191,7 +191,7 @@ WRONG = {
     "another version": ("bash", "pip install nanobind==1.0.0", "asks for no such package or version"),
     "a setting that is not there": ("bash", "pip wheel . -C mittens.cuda=true", "no config setting"),
     "a marker that is not there": ("bash", "pytest -m slow", "the markers quick, nightly"),
-    "an option of a script": ("bash", "python examples/train_tiny.py --output tiny", "--output"),
+    "an option of a script": ("bash", "python tests/verification/sanitize.py memory", "memory"),
     "an option of a module": ("bash", "PYTHONPATH=tests python -m verification.fuzz --hourly", "--hourly"),
     "a script that is not there": ("bash", "python examples/train.py --out FOLDER", "examples/train.py is not"),
     "a kernel that a Mac would refuse": (
