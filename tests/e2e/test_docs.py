@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers import documentation
+from helpers import command_checks, documentation
 from helpers.documentation import PAGES, ROOT, Block, Broken, Command
 
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
@@ -110,7 +110,7 @@ def test_command_runs(command, place, environment):
 @pytest.mark.parametrize("command", CHECKED, ids=lambda command: f"{command.place} {command.text}")
 def test_command_that_is_not_run_is_accepted(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    documentation.check_command(command)
+    command_checks.check_command(command)
 
 
 def test_metal(tmp_path, environment):
@@ -215,7 +215,7 @@ def test_a_page_that_is_wrong_fails(language, text, said, place, environment, mo
             documentation.run_tests(block, folder, environment)
         for command in documentation.commands(block) if language == "bash" else ():
             if unrun(command):
-                documentation.check_command(command)
+                command_checks.check_command(command)
             else:
                 documentation.run_command(command, folder, environment)
     assert "page.md:4" in str(broken.value) and said in str(broken.value) + capfd.readouterr().err
