@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 from pathlib import Path
@@ -35,7 +36,12 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(table())
     print(f"{TABLE}: written")
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         op = specs.get(arguments.op)
     except KeyError as error:
         raise UsageError(error.args[0]) from None
-    case = _case(op, arguments.case)
+    case = find_case(op, arguments.case)
     dtype = specs.DTYPES[arguments.dtype]
     try:
         check, launches = simulate(op, case, dtype, arguments.seed, not arguments.no_watch)
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     peer = mlx_metal.of(op, case) if arguments.peer else None
     if peer:
         try:
-            launches = _peer_launches(op, peer, case, dtype, arguments.seed, not arguments.no_watch)
+            launches = peer_launches(op, peer, case, dtype, arguments.seed, not arguments.no_watch)
             _print(launches, watched=not arguments.no_watch)
         except simulator.Fault as fault:  # of MLX's kernels some are known for one that has no effect
             print(f"\nFAULT of MLX's kernel (--no-watch runs it all the same)\n{fault}")
@@ -82,8 +82,13 @@ def simulate(
     return specs.compare(op, case, ours, twin, exact, arrays), launches
 
 
-def _peer_launches(
-    op: specs.Op, peer: Callable[..., mx.array], case: specs.Case, dtype: mx.Dtype, seed: int, watch: bool
+def peer_launches(
+    op: specs.Op,
+    peer: Callable[..., mx.array],
+    case: specs.Case,
+    dtype: mx.Dtype,
+    seed: int = 0,
+    watch: bool = True,
 ) -> list[dict[str, Any]]:
     """What MLX's own Metal kernels do for a case, on the inputs that ours get."""
     arrays = op.draw(np.random.default_rng(seed), case, dtype)
@@ -105,7 +110,7 @@ def _recorded(
     return result, launches
 
 
-def _case(op: specs.Op, words: str) -> specs.Case:
+def find_case(op: specs.Op, words: str) -> specs.Case:
     """The case whose name has all these words; whole words go before parts of them, then short names before long."""
     known = [*op.cases, *op.tests]
     asked = words.lower().split()

@@ -6,6 +6,8 @@ real models it is timed on. A new op is one row in the module of its family.
 
 from __future__ import annotations
 
+import itertools
+
 from .attention import ATTENTION_OPS
 from .cache import ROPE_OPS
 from .compare import Check, check, compare, error, tolerance, worst
@@ -67,10 +69,8 @@ def get(name: str) -> Op:
 
 
 def markdown() -> str:
-    """The README's table of ops."""
+    """The README's table of ops; ops with the same text share a row."""
     lines = ["| op | its mx twin | what it does |", "|---|---|---|"]
-    for op in OPS:
-        names = [name for name, _ in op.parameters] + [key for key in op.options if key != "precise"]
-        signature = ", ".join(dict.fromkeys(names))
-        lines.append(f"| `mm.{op.name}({signature})` | `{op.twin_text}` | {op.summary} |")
+    for (twin, summary), ops in itertools.groupby(OPS, lambda op: (op.twin_text, op.summary)):
+        lines.append(f"| {', '.join(f'`mm.{op.name}`' for op in ops)} | {twin} | {summary} |")
     return "\n".join(lines)

@@ -112,8 +112,8 @@ ROPE_OPS: tuple[RopeAppendOp, ...] = (
         outputs=3,
         ours=_ours,
         twin=_twin,
-        twin_text="mx.fast.rms_norm and mx.fast.rope of queries and keys; keys[:, :, s] = k; values[:, :, s] = v",
-        summary="rotary embedding and an append to the key-value cache in one kernel",
+        twin_text="two `mx.fast.rope`, two slice updates",
+        summary="rotary embedding and append to a key-value cache in one kernel",
         options={"dims": 64, "base": 10000.0, "offset": 7, "eps": None},
         tests=_tests((1, 4, 2, 1, 64), (2, 3, 1, 5, 64), (2, 1, 2, 3, 65))
         + _tests((1, 4, 2, 2, 96), **_LLAMA3)

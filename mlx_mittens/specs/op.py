@@ -84,7 +84,7 @@ class Op(abc.ABC):
         outputs: How many arrays the op returns.
         ours: The op.
         twin: mx's op, or the mx expression for it, called with the same arguments.
-        twin_text: The twin as a user writes it.
+        twin_text: The twin in the README, as Markdown.
         summary: What it computes, for the README.
         options: Keyword arguments of every call.
         units: Units in the last place of float32 that rounding alone explains.

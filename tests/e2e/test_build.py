@@ -44,7 +44,7 @@ def test_a_build_with_ptx_brings_a_clang():
     asked = ask(given={"mittens.ptx": "true"})
     assert any(requirement.startswith("ziglang") for requirement in asked["requires"])
     assert asked["defines"]["MITTENS_PTX"] == "TRUE"
-    assert "-C mittens.ptx=true" in (ROOT / "README.md").read_text()
+    assert "-C mittens.ptx=true" in (ROOT / "docs" / "nvidia.md").read_text()
 
 
 def test_a_build_without_ptx_brings_none():

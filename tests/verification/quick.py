@@ -1,6 +1,7 @@
 """The least of the table of ops that reaches every kernel variant: `pytest -m quick` simulates it.
 
-PYTHONPATH=tests python -m verification.quick --write    finds it anew, and writes quick.json
+PYTHONPATH=tests python -m verification.quick            prints it: the runs, and the variants that each is there for
+PYTHONPATH=tests python -m verification.quick --write    writes quick.json
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,19 +17,20 @@ import numpy as np
 from helpers.support import absences
 from helpers.variants import simulate
 
-from mlx_mittens import _ext, frontend, specs
+from mlx_mittens import _ext, specs
 
 FILE = Path(__file__).with_name("quick.json")
 
 Key = tuple[str, str, str, int]  # op, case, dtype, and which choice of absent arguments
 
 
-def chosen() -> set[Key]:
-    """The runs that were chosen."""
-    return {tuple(key) for key in json.loads(FILE.read_text())}
+def chosen() -> dict[Key, set[str]]:
+    """The runs that were chosen, and the variants that each is there for, as ``file:kernel``."""
+    return {tuple(run["run"]): set(run["variants"]) for run in json.loads(FILE.read_text())}
 
 
 def every_key() -> set[Key]:
+    """The runs of the table."""
     return {
         (op.name, case.name, dtype, i)
         for op in specs.OPS
@@ -37,39 +40,63 @@ def every_key() -> set[Key]:
     }
 
 
-def find() -> list[Key]:
-    """Runs all of the table; the runs that reach every variant in the least time, about."""
+def run(
+    op: specs.Op, dtype: str, rng: np.random.Generator, keys: Collection[Key] | None = None
+) -> Iterator[tuple[Key, specs.Check, set[str]]]:
+    """Simulates an op's runs of a type, all by default; yields how each went and the variants that it launched."""
+    wanted = lambda case, i: keys is None or (op.name, case.name, dtype, i) in keys
+    _ext.simulator_record(True)
+    try:
+        for case, i, check in simulate(op, specs.DTYPES[dtype], 1, rng, wanted):
+            launches = _ext.simulator_record(True)
+            yield (op.name, case.name, dtype, i), check, {f"{one['file']}:{one['kernel']}" for one in launches}
+    finally:
+        _ext.simulator_record(False)
+
+
+def cover(reached: Mapping[Key, Collection[str]], seconds: Mapping[Key, float]) -> dict[Key, set[str]]:
+    """Chooses runs that reach all that any of them reaches, in the least time, about."""
+    missing = set().union(*reached.values())
+    best: dict[Key, set[str]] = {}
+    while missing:
+        key = max(reached, key=lambda key: len(missing.intersection(reached[key])) / seconds[key])
+        best[key] = missing.intersection(reached[key])
+        missing -= best[key]
+    return dict(sorted(best.items()))
+
+
+def find() -> dict[Key, set[str]]:
+    """Simulates all of the table, and chooses of it."""
     mx.set_default_device(mx.cpu)
     rng = np.random.default_rng(0)
     reached, seconds = {}, {}
     for op in specs.OPS:
         for dtype in specs.DTYPES:
-            _ext.simulator_record(True)
             start = time.perf_counter()
-            for case, i, check in simulate(op, specs.DTYPES[dtype], 1, rng):
-                key = (op.name, case.name, dtype, i)
+            for key, check, variants in run(op, dtype, rng):
                 assert check.passed, f"{key}: {check.detail}"
-                reached[key] = {f"{run['file']}:{run['kernel']}" for run in _ext.simulator_record(True)}
+                reached[key] = variants
                 seconds[key] = time.perf_counter() - start
                 start = time.perf_counter()
-    missing = {f"{file}:{variant.name}" for file in frontend.files() for variant in frontend.variants(file)}
-    missing &= set().union(*reached.values())
-    best: list[Key] = []
-    while missing:
-        best.append(max(reached, key=lambda key: len(reached[key] & missing) / seconds[key]))
-        missing -= reached[best[-1]]
-    return sorted(best)
+    return cover(reached, seconds)
+
+
+def text(best: Mapping[Key, Collection[str]]) -> str:
+    """What quick.json holds, a run a line."""
+    runs = [json.dumps({"run": key, "variants": sorted(variants)}) for key, variants in best.items()]
+    return "[\n" + ",\n".join(runs) + "\n]\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write quick.json")
     arguments = parser.parse_args()
-    keys = find()
-    text = "[\n" + ",\n".join(json.dumps(key) for key in keys) + "\n]\n"
+    best = find()
     if arguments.write:
-        FILE.write_text(text)
-    print(text if not arguments.write else f"{len(keys)} runs")
+        FILE.write_text(text(best))
+        print(f"{len(best)} runs")
+    else:
+        print(text(best), end="")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,146 @@
+"""What our kernels and MLX's do, counted by the simulator: the table of docs/kernels.md.
+
+python docs/counts.py            prints it
+python docs/counts.py --write    writes it into docs/kernels.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mittens import specs
+from mlx_mittens.bench import mlx_metal
+from mlx_mittens.cli import simulate
+from mlx_mittens.frontend import compiler
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
+PATTERN = re.compile(r"(?<=<!-- counts: begin -->\n).*?(?=<!-- counts: end -->)", re.S)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A case that stands for the calls which reach some kernels.
+
+    Attributes:
+        op: Its op.
+        case: Words of the case's name, as `mlx-mittens simulate` takes them.
+        slow: Whether it takes seconds.
+    """
+
+    op: str
+    case: str
+    slow: bool = False
+
+
+CASES = (
+    Counted("softmax", "scores decode 1x32x1x4096"),
+    Counted("softmax", "1x128256"),
+    Counted("softmax", "130x1030 vjp"),
+    Counted("rms_norm", "1x4096"),
+    Counted("add_rms_norm", "1x4096"),
+    Counted("layer_norm", "1x768"),
+    Counted("rms_norm", "130x1030 vjp"),
+    Counted("gemv", "1x1024x1024"),
+    Counted("gemv", "1x600x72 transpose=False"),
+    Counted("gemv", "8x520x19"),
+    Counted("gemv", "1x512x17 nvidia"),
+    Counted("quantized_matmul", "1x1024x1024 bits=4"),
+    Counted("quantized_matmul", "1x4096x64 transpose=False bits=4"),
+    Counted("quantized_matmul", "11x448x37 bits=4"),
+    Counted("quantized_matmul", "16x320x9 bits=4"),
+    Counted("quantized_matmul", "1x128x4099 nvidia"),
+    Counted("quantized_swiglu", "1x2880x9 bits=4"),
+    Counted("quantized_swiglu", "1x2880x9 nvidia"),
+    Counted("block_matmul", "1x2880x9 q4_0"),
+    Counted("block_quantize", "9x96x0 q4_0"),
+    Counted("block_dequantize", "9x96x0 q4_0 float16"),
+    Counted("scaled_dot_product_attention", "test 2x4x2x1x70x64"),
+    Counted("scaled_dot_product_attention", "1x4x1x5x40x128 causal"),
+    Counted("scaled_dot_product_attention", "decode 1x32x8x1x1024x128", slow=True),
+    Counted("scaled_dot_product_attention", "1x2x1x20x20x80"),
+    Counted("scaled_dot_product_attention", "2x2x1x20x37x64 causal"),
+    Counted("scaled_dot_product_attention", "prompt 1x8x8x512x512x64 causal", slow=True),
+    Counted("quantized_scaled_dot_product_attention", "1x8x2x1x70x64 bits=4"),
+    Counted("quantized_scaled_dot_product_attention", "1x4x2x2x45x64 bits=4"),
+    Counted("rope_append", "1x2x1x1x64 offset=0"),
+    Counted("rope_append", "2x3x1x3x80 dims=80"),
+)
+
+_HEAD = (
+    "| kernel | threadgroups x threads | loaded | stored | barriers | SIMD | matrix | threadgroup memory |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|\n"
+)
+
+
+def rows(counted: Counted) -> str:
+    """The rows of a case: its name, a launch of ours a line, a launch of MLX's a line."""
+    op = specs.get(counted.op)
+    case = simulate.find_case(op, counted.case)
+    check, ours = simulate.simulate(op, case, mx.float16)
+    if not check.passed:
+        raise ValueError(f"{op.name}, {case.name}: {check.detail}")
+    peer = mlx_metal.of(op, case)
+    theirs = simulate.peer_launches(op, peer, case, mx.float16) if peer else []
+    lines = [_row("", launch) for launch in ours] + [_row("MLX: ", launch) for launch in theirs]
+    return "".join(f"{line}\n" for line in (heading(counted), *lines) if line)
+
+
+def heading(counted: Counted) -> str:
+    """The row that names a case."""
+    op = specs.get(counted.op)
+    return f"| **{op.name}**, {simulate.find_case(op, counted.case).name} |" + " |" * 7
+
+
+def _row(whose: str, launch: dict[str, Any]) -> str:
+    """A launch; nothing for a copy that makes an argument contiguous, which only the table's inputs need."""
+    if launch["file"] == "runtime/copy.metal":
+        return ""
+    size = [" x ".join(str(n) for n in launch[key] if n > 1) or "1" for key in ("threadgroups", "threads")]
+    counts = launch["counts"]
+    cells = [
+        counts["device_bytes_loaded"] - counts["params_bytes_loaded"],
+        counts["device_bytes_stored"],
+        counts["threadgroup_barriers"],
+        counts["simd_operations"],
+        counts["matrix_operations"],
+        counts["threadgroup_bytes"],
+    ]
+    numbers = " | ".join(f"{cell:,}" for cell in cells)
+    return f"| {whose}`{launch['kernel']}` | ({size[0]}) x ({size[1]}) | {numbers} |"
+
+
+def made_with() -> str:
+    """The line that names the compiler, on which some counts depend."""
+    return f"Compiled by {compiler.find_compiler().identity}.\n"
+
+
+def table() -> str:
+    return f"{made_with()}\n{_HEAD}{''.join(map(rows, CASES))}"
+
+
+def in_docs() -> str:
+    """The table as docs/kernels.md has it."""
+    found = PATTERN.search(PAGE.read_text())
+    return found[0] if found else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write it into docs/kernels.md")
+    arguments = parser.parse_args()
+    mx.set_default_device(mx.cpu)
+    text = table()
+    if arguments.write:
+        PAGE.write_text(PATTERN.sub(lambda _: text, PAGE.read_text()))
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Each command and snippet of the documentation, run where its reader would be, as it is written."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from helpers import command_checks, documentation
+from helpers.documentation import PAGES, ROOT, Block, Broken, Command
+
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+BLOCKS = [block for page in PAGES for block in documentation.blocks(page)]
+
+
+@dataclass(frozen=True)
+class Unrun:
+    """Commands that are checked and not run: options by the program's parser, files, extras.
+
+    Attributes:
+        start: What they begin with, after the variables that they set.
+        reason: Why they are not run.
+    """
+
+    start: str
+    reason: str
+
+
+UNRUN = (
+    Unrun("pip ", "downloads packages, or builds for minutes; .ci/run and test_package.py build"),
+    Unrun("python3 -m venv", "makes an environment that the next commands would have to fill"),
+    Unrun("source", "belongs to the shell of the reader"),
+    Unrun("pre-commit", "changes the hooks of the clone, and downloads"),
+    Unrun("mkdocs", "needs the extra docs; .ci/run builds the site"),
+    Unrun("mlx-mittens bench", "takes minutes on a shared machine; .ci/run runs it"),
+    Unrun("mlx-mittens doctor", "takes a minute; tests/bench runs it on some ops"),
+    Unrun("pytest -", "runs all tests of a tier, this one too"),
+    Unrun("python -m verification.levels", "takes minutes; test_levels.py calls what it calls"),
+    Unrun("python -m verification.quick", "takes minutes; test_quick.py checks what it writes"),
+    Unrun("python docs/", "writes a page; test_architecture.py and test_counts.py check what it writes"),
+    Unrun("python -m verification.mutate", "takes hours"),
+    Unrun("python -m verification.fuzz", "takes hours; test_fuzz.py calls what it calls"),
+    Unrun("python tests/verification/sanitize.py", "builds for minutes"),
+    Unrun("python bench/registers.py", "takes ten minutes"),
+    Unrun("python examples/train_tiny.py", "trains for minutes; the fixture `trained` takes fewer steps"),
+    Unrun('python -c "import mlx_mittens as mm; mm.patch()', "serves until it is ended; test_server.py runs it"),
+)
+PLACEHOLDER = Unrun("", "has a placeholder for the reader's own words")
+
+# What programs print, on the pages for which a test compares it.
+TEXT_PAGES = {ROOT / "docs" / "simulator.md": "test_the_fault_on_the_page_is_what_the_simulator_says"}
+
+
+def unrun(command: Command) -> Unrun | None:
+    """Why a command is not run, if it is not."""
+    found = [row for row in UNRUN if command.program.startswith(row.start)]
+    return found[0] if found else PLACEHOLDER if command.has_placeholders else None
+
+
+def unique(found: list[Command]) -> list[Command]:
+    """Each command at the first place that has it."""
+    return list({command.text: command for command in reversed(found)}.values())[::-1]
+
+
+IN_BLOCKS = [command for block in BLOCKS if block.language == "bash" for command in documentation.commands(block)]
+IN_SENTENCES = [command for page in PAGES for command in documentation.inline_commands(page)]
+RUN = unique([command for command in IN_BLOCKS if not unrun(command)])
+CHECKED = unique([command for command in IN_BLOCKS if unrun(command)] + IN_SENTENCES)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    return documentation.make_programs(tmp_path_factory.mktemp("programs") / "bin")
+
+
+@pytest.fixture
+def place(request, tmp_path):
+    """Makes the folder of a reader; a text that names tiny/4bit has the reader train that model first."""
+
+    def make(text: str, clone: bool) -> Path:
+        folder = tmp_path / ("clone" if clone else "elsewhere")
+        documentation.make_clone(folder) if clone else folder.mkdir()
+        if "tiny/4bit" in text:
+            (folder / "tiny").symlink_to(request.getfixturevalue("trained"))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(b.page == page and b.language == "python" for b in BLOCKS)],
+    ids=lambda page: page.name,
+)  # fmt: skip
+def test_python(page, place, environment):
+    found = [block for block in BLOCKS if block.page == page and block.language == "python"]
+    folder = place(page.read_text(), clone=False)
+    documentation.run_python(found, folder)
+    for block in found:
+        if block.is_test_file:
+            documentation.run_tests(block, folder, environment)
+
+
+@pytest.mark.parametrize("command", RUN, ids=lambda command: f"{command.place} {command.text}")
+def test_command_runs(command, place, environment):
+    documentation.run_command(command, place(command.text, clone=True), environment)
+
+
+@pytest.mark.parametrize("command", CHECKED, ids=lambda command: f"{command.place} {command.text}")
+def test_command_that_is_not_run_is_accepted(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command_checks.check_command(command)
+
+
+def test_metal(tmp_path, environment):
+    for block in (block for block in BLOCKS if block.language == "metal"):
+        documentation.check_metal(block, tmp_path, environment)
+
+
+def test_every_block_is_in_a_language_that_is_tested():
+    assert untested(BLOCKS) == []
+
+
+def untested(found: list[Block]) -> list[str]:
+    languages = lambda page: ("python", "bash", "metal", *["text"] * (page in TEXT_PAGES))
+    return [
+        f"{block.place}: a block in {block.language or 'no language'}: expected {', '.join(languages(block.page))}"
+        for block in found
+        if block.language not in languages(block.page)
+    ]
+
+
+def test_no_row_is_of_commands_that_no_page_has():
+    for row in UNRUN:
+        assert any(unrun(command) == row for command in IN_BLOCKS), f"no page has a command {row.start!r}"
+    for page, test in TEXT_PAGES.items():
+        assert [block.language for block in BLOCKS if block.page == page].count("text") == 1 and test in globals()
+
+
+def test_the_fault_on_the_page_is_what_the_simulator_says(tmp_path, environment):
+    page = ROOT / "docs" / "simulator.md"
+    (said,) = (block for block in BLOCKS if block.page == page and block.language == "text")
+    example = next(block for block in BLOCKS if block.page == page and block.is_test_file)
+    broken = Block(page, example.line, "python", example.text.replace("y[i] =", "y[i + 1] ="))
+    assert broken.text != example.text
+    with pytest.raises(Broken, match=re.escape(said.text.strip())):
+        documentation.run_tests(broken, tmp_path, environment)
+
+
+@pytest.mark.parametrize("name", documentation.python_names())
+def test_names_are_of_the_package(name):
+    pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name}: no file {name}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+            assert anchor in [anchor_of(heading) for heading in headings], f"{page.name}: no heading for #{anchor}"
+
+
+def test_the_readme_has_the_table_of_results():
+    tables = [re.search(r"^\| op \| rows \|.*?(?=\n\n)", page.read_text(), re.M | re.S) for page in (README, RESULTS)]
+    assert tables[0] and tables[1] and tables[0][0] == tables[1][0], "copy the first table of docs/results.md"
+
+
+def anchor_of(heading: str) -> str:
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
+
+
+# What a page may not say, and what the tests above would say of it.
+WRONG = {
+    "a function that is not there": ("python", "import mlx_mittens as mm\n\nmm.rms_nrm", "rms_nrm"),
+    "a result that is wrong": ("python", "def test_sum():\n    assert 1 + 1 == 3", "test_sum"),
+    "a program that fails": ("bash", "python examples/gguf_matmul.py no.gguf", "no.gguf is not a file"),
+    "a case that is not there": ("bash", "mlx-mittens simulate softmax 7x7x7", "no case '7x7x7'"),
+    "a command that is not there": ("bash", "mlx-mitten doctor", "mlx-mitten"),
+    "an option that is not there": ("bash", "mlx-mittens bench --fast", "ends with 2"),
+    "an op that is not there": ("bash", "mlx-mittens doctor --ops rmsnorm", "ends with 2"),
+    "a model that is not there": ("bash", "mlx-mittens bench --model llama-9", "ends with 2"),
+    "options that exclude each other": ("bash", "mlx-mittens bench --model qwen3-0.6b --quick", "ends with 2"),
+    "an extra that is not there": ("bash", 'pip install ".[cpu,metal]"', "no extra metal"),
+    "a package that is not asked for": ("bash", "pip install torch", "asks for no such package"),
+    "another version": ("bash", "pip install nanobind==1.0.0", "asks for no such package or version"),
+    "a setting that is not there": ("bash", "pip wheel . -C mittens.cuda=true", "no config setting"),
+    "a marker that is not there": ("bash", "pytest -m slow", "the markers quick, nightly"),
+    "an option of a script": ("bash", "python tests/verification/sanitize.py memory", "memory"),
+    "an option of a module": ("bash", "PYTHONPATH=tests python -m verification.fuzz --hourly", "--hourly"),
+    "a script that is not there": ("bash", "python examples/train.py --out FOLDER", "examples/train.py is not"),
+    "a kernel that a Mac would refuse": (
+        "metal", "kernel void f(device double* x [[buffer(0)]]) { x[0] = 1; }", "double",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("language, text, said", WRONG.values(), ids=WRONG)
+def test_a_page_that_is_wrong_fails(language, text, said, place, environment, monkeypatch, capfd):
+    folder = place(text, clone=language == "bash")
+    page = folder / "page.md"
+    page.write_text(f"# Page\n\n```{language}\n{text}\n```\n")
+    (block,) = documentation.blocks(page)
+    monkeypatch.chdir(folder)
+    with pytest.raises(Broken) as broken:
+        if language == "metal":
+            documentation.check_metal(block, folder, environment)
+        elif language == "python":
+            documentation.run_python([block], folder)
+            documentation.run_tests(block, folder, environment)
+        for command in documentation.commands(block) if language == "bash" else ():
+            if unrun(command):
+                command_checks.check_command(command)
+            else:
+                documentation.run_command(command, folder, environment)
+    assert "page.md:4" in str(broken.value) and said in str(broken.value) + capfd.readouterr().err
+
+
+def test_a_block_that_nothing_tests_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```\nls\n```\n```rust\nfn main() {}\n```\n```text\nfault\n```\n")
+    assert [line.partition(" a block")[0] for line in untested(documentation.blocks(page))] == [
+        f"page.md:{line}:" for line in (2, 5, 8)
+    ]
+    page.write_text("```python\n1\n")
+    with pytest.raises(Broken, match="does not end"):
+        documentation.blocks(page)
