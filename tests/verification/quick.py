@@ -27,6 +27,12 @@ def chosen() -> set[Key]:
     return {tuple(key) for key in json.loads(FILE.read_text())}
 
 
+def is_wanted(key: Key) -> bool:
+    """Whether a run was chosen, or is of an op that is newer than the choice."""
+    runs = chosen()
+    return key in runs or all(key[0] != op for op, *_ in runs)
+
+
 def every_key() -> set[Key]:
     return {
         (op.name, case.name, dtype, i)
