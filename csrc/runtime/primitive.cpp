@@ -1,6 +1,7 @@
 #include "runtime/primitive.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <unordered_set>
@@ -11,6 +12,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
+#include "python/registry.h"
 #include "runtime/checks.h"
 #include "runtime/contiguous.h"
 #include "runtime/stats.h"
@@ -60,6 +62,31 @@ Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
   return result;
 }
 
+// Whether compositions run on the CPU in the place of native code, which tests compare with them.
+std::atomic<bool>& prefers_composed() {
+  static std::atomic<bool> value = false;
+  return value;
+}
+
+// While an instance exists, this thread runs a composition. One may use ops of ours, and these their native code.
+thread_local int depth = 0;
+struct Composing {
+  Composing() {
+    ++depth;
+  }
+  ~Composing() {
+    --depth;
+  }
+};
+
+void bind(nanobind::module_& module) {
+  module.def(
+      "prefer_composed", [](bool value) { prefers_composed() = value; }, nanobind::arg("value"),
+      "Whether ops on the CPU run what they are composed of in mx, in the place of native code.");
+}
+
+const Register registered(bind);
+
 }  // namespace
 
 const Arrays& KernelPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
@@ -104,13 +131,14 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
   }
   Arrays copies;
   const Arrays& ready = prepared(inputs, copies);
+  std::function<void()> task;
   if (simulator_enabled()) {
     const auto all = launches(ready, outputs);
     run_in_simulator(all, stream());
     for (const auto& launch : all) {
       stats::count_run(name(), "simulator", launch.kernel);
     }
-  } else if (auto task = native(ready, outputs)) {
+  } else if ((!prefers_composed() || depth > 0) && (task = native(ready, outputs))) {
     mx::cpu::get_command_encoder(stream()).dispatch(std::move(task));
     stats::count_run(name(), "native", cpu::isa_name());
   } else {
@@ -120,6 +148,7 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
 }
 
 void KernelPrimitive::run_composed(const Arrays& inputs, Arrays& outputs) {
+  const Composing composing;
   Arrays results = composed(inputs);
   const auto expect = [&](bool holds, const auto&... parts) {
     if (!holds) {
