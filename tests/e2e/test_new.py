@@ -118,6 +118,31 @@ def test_skeletons_are_in_the_package():
 OPS = {"norm": "l2_norm", "matmul": "dense_product", "attention": "plain_attention", "cache": "row_append"}
 
 
+# Compositions that an evaluation cannot take: what is changed in a norm, and what a call then says.
+WRONG = {
+    "wrong_type": (
+        "mx::astype(mx::multiply(wide, n, s), x.dtype(), s)",
+        "mx::multiply(wide, n, s)",
+        "composed() returns array 0 of shape (2,8) and dtype float32: expected (2,8) and float16",
+    ),
+    "wrong_stream": (
+        "mx::square(wide, s)",
+        "mx::square(wide, mx::new_stream(mx::Device::cpu))",
+        "composed() has an operation, Square, on another stream: expected stream() as the last argument",
+    ),
+}
+
+CALLS = """
+import mlx.core as mx, mlx_mittens as mm
+mx.set_default_device(mx.cpu)
+for op in ("wrong_type", "wrong_stream"):
+    try:
+        mx.eval(getattr(mm, op)(mx.ones((2, 8), mx.float16), 1e-5))
+    except RuntimeError as error:
+        print(op, error)
+"""
+
+
 @pytest.mark.nightly
 def test_adding_a_kernel(tmp_path):
     """A copy of the tree with a new op of each family is built, and all that is tested of every op passes."""
@@ -125,11 +150,17 @@ def test_adding_a_kernel(tmp_path):
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "build", "__pycache__"))
     for family, name in OPS.items():
         new.write(name, family, tree)
+    for name, (right, wrong, _) in WRONG.items():
+        new.write(name, "norm", tree)
+        source = tree / "csrc" / "ops" / "norm" / f"{name}.cpp"
+        assert source.read_text().count(right) == 1
+        source.write_text(source.read_text().replace(right, wrong))
 
     # -I: the extension is not in the source folder, which Python would look into first.
-    def run(*command: str, cwd: Path = tree) -> None:
+    def run(*command: str, cwd: Path = tree) -> str:
         done = subprocess.run([str(python), "-I", *command], cwd=cwd, capture_output=True, text=True)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        return done.stdout
 
     python = Path(sys.executable)
     run("-m", "venv", str(tmp_path / "venv"))
@@ -144,3 +175,6 @@ def test_adding_a_kernel(tmp_path):
     run("-m", "pytest", "-q", *(f"tests/unit/test_{part}.py" for part in every_op), "-k", f"{chosen} or table or call")
     run("-m", "pytest", "-q", "tests/verification/test_variants.py", "tests/verification/test_quick.py", "-k", chosen)
     run("-m", "mlx_mittens", "doctor", "--ops", ",".join(OPS.values()), cwd=tmp_path)
+    said = run("-c", CALLS)
+    for name, (_, _, message) in WRONG.items():
+        assert f"{name} [Mittens{''.join(map(str.capitalize, name.split('_')))}] {message}" in said
