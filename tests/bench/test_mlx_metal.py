@@ -5,6 +5,7 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import matrices
 from helpers.tolerances import PEER, SUMS
 
 import mlx_mittens as mm
@@ -26,10 +27,8 @@ def device(request):
 
 @pytest.fixture
 def draw(rng):
-    def draw(*shape, dtype=mx.float32):
-        return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-
-    return draw
+    """Normal numbers of a shape."""
+    return lambda *shape, dtype=mx.float32: matrices.draw(rng, shape, dtype, outliers=False)
 
 
 def assert_near(found, expected, tolerance=None, size=0.0):
