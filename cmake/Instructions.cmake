@@ -1,3 +1,27 @@
+# An op's function that is dispatched by MITTENS_VERSIONS and not defined for the instruction sets would be an undefined
+# symbol, which shows only when the extension is imported.
+function(mittens_check_versions dispatchers folder)
+  file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/${dispatchers}/*.cpp")
+  file(GLOB_RECURSE definitions CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/${folder}/*.cpp")
+  set(defined "")
+  foreach(definition IN LISTS definitions)
+    file(STRINGS "${definition}" lines REGEX "^[a-z].*\\(")
+    string(APPEND defined "${lines}")
+  endforeach()
+  foreach(source IN LISTS sources)
+    file(STRINGS "${source}" lines REGEX "^MITTENS_VERSIONS\\(")
+    foreach(line IN LISTS lines)
+      string(REGEX REPLACE "MITTENS_VERSIONS\\((.*)\\)" "\\1" name "${line}")
+      if(NOT defined MATCHES " ${name}\\(")
+        cmake_path(RELATIVE_PATH source BASE_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}")
+        message(FATAL_ERROR
+          "${source} has MITTENS_VERSIONS(${name}), and no file below ${folder} defines the function ${name}: write it "
+          "in ${folder}/FAMILY/${name}.cpp, in the namespace mittens::cpu::MITTENS_ISA.")
+      endif()
+    endforeach()
+  endforeach()
+endfunction()
+
 # Compiles every source below a folder once per instruction set of the target processor; the code chooses at run time.
 # MITTENS_ISA names the set, and with it the namespace that keeps the copies apart.
 function(mittens_add_instruction_sets target folder)

@@ -1,18 +1,21 @@
-"""Where each op is: the table of docs/architecture.md.
+"""The tables of ops in the documentation: where each is (docs/architecture.md), and which there are (README.md).
 
-python docs/where.py            prints it
-python docs/where.py --write    writes it into docs/architecture.md
+python docs/where.py            prints where each is
+python docs/where.py --write    writes both
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
+README = ROOT / "README.md"
+IN_README = re.compile(r"(?<=<!-- ops -->\n).*?(?=\n<!-- /ops -->)", re.S)
 PATTERN = re.compile(r"(?<=<!-- where: begin -->\n).*?(?=<!-- where: end -->)", re.S)
 
 
@@ -58,7 +61,7 @@ class Place:
         ]
 
 
-PLACES = (
+_PLACES = (
     Place(
         ("rms_norm",), "norm", "rms_norm.cpp", "row_plan.cpp", ("rms_norm.metal", "norm_vjp.metal"),
         ("rms_norm.cpp",), ("test_rms_norm.py", "test_long_rows.py"),
@@ -113,6 +116,19 @@ PLACES = (
 )  # fmt: skip
 
 
+def _as_new_ops_are() -> Iterator[Place]:
+    """The other ops: those whose files `mlx-mittens new` has named."""
+    named = {op for place in _PLACES for op in place.ops}
+    for family in dict.fromkeys(place.family for place in _PLACES):
+        declarations = (ROOT / "mlx_mittens" / "ops" / f"{family}.py").read_text()
+        for op in re.findall(r"^@defined_in_extension\ndef (\w+)\(", declarations, re.M):
+            if op not in named:
+                yield Place((op,), family, f"{op}.cpp", f"{op}.cpp", (f"{op}.metal",), (), (f"test_{op}.py",))
+
+
+PLACES = (*_PLACES, *_as_new_ops_are())
+
+
 def table() -> str:
     lines = [
         "| op | Python | C++ op | plan | kernels | on NVIDIA GPUs alone | CPU | tests |",
@@ -131,9 +147,12 @@ def in_docs() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write it into docs/architecture.md")
+    parser.add_argument("--write", action="store_true", help="write them into docs/architecture.md and README.md")
     if parser.parse_args().write:
+        from mlx_mittens import specs
+
         PAGE.write_text(PATTERN.sub(lambda _: table(), PAGE.read_text()))
+        README.write_text(IN_README.sub(lambda _: specs.markdown(), README.read_text()))
     else:
         print(table(), end="")
 

@@ -14,24 +14,10 @@ from . import _ext
 
 _guard.check_tag(_ext, _mx)
 
-from . import _moved, frontend, nn, simulator
+from . import _moved, frontend, nn, ops, simulator
 from ._ext import DtypeError, ExportError
 from .backends import executors, strict
-from .ops import (
-    add_rms_norm,
-    block_dequantize,
-    block_matmul,
-    block_quantize,
-    gemv,
-    layer_norm,
-    quantized_matmul,
-    quantized_scaled_dot_product_attention,
-    quantized_swiglu,
-    rms_norm,
-    rope_append,
-    scaled_dot_product_attention,
-    softmax,
-)
+from .ops import *
 from .patching import PatchError, patch, patched, unpatch
 from .stats import stats
 
@@ -53,26 +39,14 @@ __all__ = [
     "DtypeError",
     "ExportError",
     "PatchError",
-    "add_rms_norm",
-    "block_dequantize",
-    "block_matmul",
-    "block_quantize",
     "executors",
     "frontend",
-    "gemv",
-    "layer_norm",
     "nn",
     "patch",
     "patched",
-    "quantized_matmul",
-    "quantized_scaled_dot_product_attention",
-    "quantized_swiglu",
-    "rms_norm",
-    "rope_append",
-    "scaled_dot_product_attention",
     "simulator",
-    "softmax",
     "stats",
     "strict",
     "unpatch",
 ]
+__all__ += ops.__all__

@@ -55,6 +55,9 @@ class ShortText {
     part.copy(text_ + size_, part.size());
     size_ += part.size();
   }
+  void add(const ShortText& part) {
+    add(std::string_view(part));
+  }
   void add(std::integral auto number) {
     char digits[24];
     add(std::string_view(digits, std::to_chars(digits, digits + sizeof(digits), number).ptr - digits));
@@ -68,8 +71,9 @@ class ShortText {
   size_t size_ = 0;
 };
 
-// The host name of a kernel: "<op>_<parts>_<dtype>". Parts are whole numbers and text that stays where it is, put
-// together as they are. Each thread knows the last names that it made, by their parts.
+// The host name of a kernel: "<op>_<parts>_<dtype>", or "<op>_<dtype>" of an op with one variant, which needs no name.
+// Parts are whole numbers and text that stays where it is, put together as they are. Each thread knows the last names
+// that it made, by their parts.
 template <typename... Parts>
 Name kernel_name(mlx::core::Dtype dtype, const char* op, Parts... parts) {
   using Key = std::tuple<mlx::core::Dtype::Val, const char*, Parts...>;
@@ -83,10 +87,13 @@ Name kernel_name(mlx::core::Dtype dtype, const char* op, Parts... parts) {
   std::apply([&](auto... part) { ((hash = hash * 31 + std::hash<decltype(part)>()(part)), ...); }, key);
   Known& mine = known[(hash ^ hash >> 6) % known.size()];
   if (!mine.name || mine.key != key) {
-    ShortText text;
+    ShortText variant, text;
+    (variant.add(parts), ...);
     text.add(op);
-    text.add("_");
-    (text.add(parts), ...);
+    if (!std::string_view(variant).empty()) {
+      text.add("_");
+      text.add(variant);
+    }
     text.add(dtype == mlx::core::float32 ? "_float32" : dtype == mlx::core::float16 ? "_float16" : "_bfloat16");
     mine = {key, Name(std::string_view(text))};
   }

@@ -202,6 +202,13 @@ simulator::Options simulator_options() {
 void simulate(const std::string& file, const std::string& library, const simulator::Dispatch& dispatch,
               const simulator::Options& options) {
   const auto loaded = simulator::Library::at(library);
+  if (!loaded->find(dispatch.kernel)) {
+    std::string names;
+    for (const std::string& name : loaded->kernels()) {
+      names += (names.empty() ? "" : ", ") + name;
+    }
+    throw std::invalid_argument("[simulator] " + file + " has no kernel \"" + dispatch.kernel + "\"; it has " + names);
+  }
   const auto counts = simulator::run(*loaded, dispatch, options);
   std::lock_guard lock(state().mutex);
   auto& [launched, declared] = state().launched[file + ":" + dispatch.kernel];

@@ -1,6 +1,10 @@
 #include "runtime/primitive.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <unordered_set>
 
 #include "backends/memory.h"
 #include "backends/metal.h"
@@ -8,6 +12,8 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
+#include "python/registry.h"
+#include "runtime/checks.h"
 #include "runtime/contiguous.h"
 #include "runtime/stats.h"
 
@@ -23,6 +29,31 @@ bool is_empty(const mx::Shape& shape) {
   return std::count(shape.begin(), shape.end(), 0) > 0;
 }
 
+// What has to be computed for some arrays, each after its inputs.
+Arrays in_order_of_evaluation(const Arrays& arrays) {
+  Arrays order;
+  std::unordered_set<std::uintptr_t> seen;
+  std::vector<std::pair<mx::array, size_t>> path;  // each with the next of its inputs to look at
+  const auto enter = [&](const mx::array& array) {
+    if (is_pending(array) && seen.insert(array.id()).second) {
+      path.emplace_back(array, 0);
+    }
+  };
+  for (const mx::array& array : arrays) {
+    enter(array);
+    while (!path.empty()) {
+      auto& [last, next] = path.back();
+      if (next < last.inputs().size()) {
+        enter(last.inputs()[next++]);
+      } else {
+        order.push_back(last);
+        path.pop_back();
+      }
+    }
+  }
+  return order;
+}
+
 Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
   Arrays result;
   for (int i : indices) {
@@ -31,20 +62,32 @@ Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
   return result;
 }
 
-}  // namespace
+// Whether compositions run on the CPU in the place of native code, which tests compare with them.
+std::atomic<bool>& prefers_composed() {
+  static std::atomic<bool> value = false;
+  return value;
+}
 
-mx::array first_output(std::shared_ptr<mx::Primitive> primitive, Arrays inputs) {
-  std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-  if (shapes.size() == 1) {
-    return only_output(std::move(shapes[0]), std::move(primitive), std::move(inputs));
+// While an instance exists, this thread runs a composition. One may use ops of ours, and these their native code.
+thread_local int depth = 0;
+struct Composing {
+  Composing() {
+    ++depth;
   }
-  return mx::array::make_arrays(std::move(shapes), {inputs[0].dtype(), mx::float32}, primitive, inputs)[0];
+  ~Composing() {
+    --depth;
+  }
+};
+
+void bind(nanobind::module_& module) {
+  module.def(
+      "prefer_composed", [](bool value) { prefers_composed() = value; }, nanobind::arg("value"),
+      "Whether ops on the CPU run what they are composed of in mx, in the place of native code.");
 }
 
-mx::array only_output(mx::Shape shape, std::shared_ptr<mx::Primitive> primitive, Arrays inputs) {
-  const mx::Dtype dtype = inputs[0].dtype();
-  return mx::array(std::move(shape), dtype, std::move(primitive), std::move(inputs));
-}
+const Register registered(bind);
+
+}  // namespace
 
 const Arrays& KernelPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
   return row_contiguous(inputs, stream(), copies);
@@ -88,16 +131,55 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
   }
   Arrays copies;
   const Arrays& ready = prepared(inputs, copies);
+  std::function<void()> task;
   if (simulator_enabled()) {
     const auto all = launches(ready, outputs);
     run_in_simulator(all, stream());
     for (const auto& launch : all) {
       stats::count_run(name(), "simulator", launch.kernel);
     }
-  } else {
-    mx::cpu::get_command_encoder(stream()).dispatch(native(ready, outputs));
+  } else if ((!prefers_composed() || depth > 0) && (task = native(ready, outputs))) {
+    mx::cpu::get_command_encoder(stream()).dispatch(std::move(task));
     stats::count_run(name(), "native", cpu::isa_name());
+  } else {
+    run_composed(ready, outputs);
+    stats::count_run(name(), "native", "composed");
   }
+}
+
+void KernelPrimitive::run_composed(const Arrays& inputs, Arrays& outputs) {
+  const Composing composing;
+  Arrays results = composed(inputs);
+  const auto expect = [&](bool holds, const auto&... parts) {
+    if (!holds) {
+      checks::fail<std::logic_error>(name(), "composed() ", parts...);
+    }
+  };
+  expect(results.size() == outputs.size(), "returns ", results.size(), " arrays: expected ", outputs.size());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    expect(results[i].shape() == outputs[i].shape() && results[i].dtype() == outputs[i].dtype(), "returns array ", i,
+           " of shape ", results[i].shape(), " and dtype ", results[i].dtype(), ": expected ", outputs[i].shape(),
+           " and ", outputs[i].dtype());
+  }
+  // MLX is in the middle of an evaluation, in which it cannot start another: the operations go to the stream here, each
+  // after those that it reads.
+  Arrays order = in_order_of_evaluation(results);
+  for (mx::array& node : order) {
+    if (node.status() != mx::array::Status::unscheduled) {
+      continue;  // an output of a primitive that has run
+    }
+    expect(node.primitive().stream() == stream(), "has an operation, ", node.primitive().name(),
+           ", on another stream: expected stream() as the last argument of every mx operation");
+    Arrays made = node.outputs();
+    node.primitive().eval_cpu(node.inputs(), made);
+    for (mx::array& output : made) {
+      output.set_status(mx::array::Status::evaluated);
+    }
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    outputs[i].copy_shared_buffer(results[i]);
+  }
+  keep_until_done(std::move(order), stream());
 }
 
 Arrays KernelPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -18,17 +19,14 @@ inline bool is_pending(const mx::array& array) {
   return array.status() == mx::array::Status::unscheduled && array.has_primitive();
 }
 
-// The first output of a new primitive, of the first input's dtype; a second one is its float32 workspace.
-mx::array first_output(std::shared_ptr<mx::Primitive> primitive, Arrays inputs);
-
-// The same of one that has no other, whose shape is known: it takes the host less time.
-mx::array only_output(mx::Shape shape, std::shared_ptr<mx::Primitive> primitive, Arrays inputs);
-
+// The base of an op's primitive. One that works along rows by the schedules of ops/norm/row_plan.h derives from
+// RowPrimitive (ops/norm/row_primitive.h), which is a KernelPrimitive too.
 class KernelPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
 
-  // GPU: allocate the outputs and run the launches. CPU: native code, or the same launches in the simulator.
+  // GPU: allocate the outputs and run the launches. CPU: native code, by default the composition below, or the same
+  // launches in the simulator.
   void eval_gpu(const Arrays& inputs, Arrays& outputs) final;
   void eval_cpu(const Arrays& inputs, Arrays& outputs) final;
 
@@ -54,10 +52,14 @@ class KernelPrimitive : public mx::Primitive {
   }
   // The kernels that compute the outputs.
   virtual std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) = 0;
-  // The work on the CPU, as a task that may run later on the stream's thread: it holds raw pointers, no arrays.
-  virtual std::function<void()> native(const Arrays& inputs, Arrays& outputs) = 0;
-  // The same mathematics in mx operations, for derivatives of any order and for vmap. It is not called where launches()
-  // is not.
+  // The work on the CPU, as a task that may run later on the stream's thread: it holds raw pointers, no arrays. Null
+  // for an op without native code, whose composition runs instead.
+  virtual std::function<void()> native(const Arrays& inputs, Arrays& outputs) {
+    return nullptr;
+  }
+  // The same mathematics in mx operations on stream(), for derivatives of any order, for vmap, and for the CPU where
+  // there is no native code. Returns arrays of the outputs' shapes and dtypes. It is not called where launches() is
+  // not.
   virtual Arrays composed(const Arrays& inputs) = 0;
 
   // The outputs of a composition: y, and zeros for the float32 workspace where that is this primitive's second output.
@@ -69,10 +71,38 @@ class KernelPrimitive : public mx::Primitive {
   Arrays composition(const Arrays& inputs);
   // The outputs of vmap over an axis of no elements.
   Arrays outputs_of_nothing(const Arrays& inputs, const std::vector<int>& axes);
+  // Gives the outputs what the composition computes, on the stream of this primitive.
+  void run_composed(const Arrays& inputs, Arrays& outputs);
   // Writes the outputs if that takes no kernel. Returns whether it did.
   bool write_trivial(const Arrays& inputs, Arrays& outputs);
   // The composition as a function of some of its inputs: others, such as packed integers, may have no derivative.
   std::function<Arrays(const Arrays&)> composed_of(const Arrays& primals, const std::vector<int>& argnums);
 };
+
+template <typename Primitive>
+constexpr void check_base() {
+  static_assert(std::is_base_of_v<KernelPrimitive, Primitive>,
+                "the primitive of an op derives from mittens::KernelPrimitive (runtime/primitive.h), or from "
+                "mittens::RowPrimitive (ops/norm/row_primitive.h) where it has the schedules of row_plan.h");
+}
+
+// The output of a new primitive that has no other, of the first input's dtype, where its shape is known.
+template <typename Primitive>
+mx::array only_output(mx::Shape shape, std::shared_ptr<Primitive> primitive, Arrays inputs) {
+  check_base<Primitive>();
+  const mx::Dtype dtype = inputs[0].dtype();
+  return mx::array(std::move(shape), dtype, std::move(primitive), std::move(inputs));
+}
+
+// The same of a primitive that may have a second output, its float32 workspace. It takes the host more time.
+template <typename Primitive>
+mx::array first_output(std::shared_ptr<Primitive> primitive, Arrays inputs) {
+  check_base<Primitive>();
+  std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+  if (shapes.size() == 1) {
+    return only_output(std::move(shapes[0]), std::move(primitive), std::move(inputs));
+  }
+  return mx::array::make_arrays(std::move(shapes), {inputs[0].dtype(), mx::float32}, primitive, inputs)[0];
+}
 
 }  // namespace mittens

@@ -18,11 +18,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .. import _ext, specs
+from .. import _ext, frontend, simulator, specs
 from ..backends import executors, strict
 from ..bench import machine
 from ..frontend import cache
 from ..patching import targets
+from ..stats import stats
 from .bench import op_names, select_device
 from .options import add_seed, drawn, inputs
 from .runs import Ending, JsonFile, each, finish, progress
@@ -33,6 +34,9 @@ _LARGEST = {"cpu": 2**23, "gpu": 2**27}
 # Up to here mx's error, which bounds ours, is taken on the CPU, on a GPU too: in MLX 0.32.4's CUDA build the gradient
 # of mx.fast.layer_norm reads out of bounds for odd columns (9x255 in float32) and takes the process down.
 _LARGEST_TWIN_ON_CPU = 2**20
+
+# Larger cases of an op without native code are not simulated.
+_LARGEST_SIMULATED = 2**18
 
 # After so many ended processes the rest of an op's cases is left out: a process takes seconds to start.
 _MOST_DEATHS = 3
@@ -58,17 +62,33 @@ def _todo(op: specs.Op, device: str) -> list[tuple[specs.Case, str]]:
     return [(case, dtype) for case in found if case.runs_on(device) for dtype in op.dtypes(case)]
 
 
+def _was_composed() -> bool:
+    """Whether mx's operations have done the work on the CPU, for lack of native code."""
+    return any("native composed" in counts["kernels"] for counts in stats().values())
+
+
 def examine(op: specs.Op, case: specs.Case, dtype: str, rng: np.random.Generator) -> Finding:
-    """Runs one case and compares it with float64; whatever is raised is the finding."""
+    """Runs one case and compares it with float64; whatever is raised is the finding.
+
+    On the CPU an op without native code also runs in the simulator: nothing of it but mx's operations ran before.
+    """
+    problem = ""
     try:
         arrays = op.draw(rng, case, specs.DTYPES[dtype])
         cotangents = op.cotangents(rng, case, specs.DTYPES[dtype])
         twin_device = mx.Device(mx.cpu) if math.prod(case.shape) <= _LARGEST_TWIN_ON_CPU else None
+        stats(reset=True)
         check = specs.check(op, case, arrays, cotangents, twin_device)
+        if check.passed and _was_composed() and math.prod(case.shape) <= _LARGEST_SIMULATED:
+            problem = frontend.compiler_problem()
+            if not problem:
+                with simulator.enabled(gpu=case.gpu):
+                    check = specs.check(op, case, arrays, cotangents, twin_device)
     except Exception as exception:  # a kernel that does not compile or launch is what a doctor is there to find
         return Finding(op.name, case.name, dtype, False, None, None, f"{type(exception).__name__}: {exception}")
+    detail = check.detail or (problem and f"has no native code, and its kernels did not run: {problem}")
     error, mx_error = (value if math.isfinite(value) else None for value in (check.error, check.twin_error))
-    return Finding(op.name, case.name, dtype, check.passed, error, mx_error, check.detail)
+    return Finding(op.name, case.name, dtype, check.passed, error, mx_error, detail)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,6 +173,7 @@ class _Findings:
 
     def __init__(self, file: JsonFile, head: dict[str, Any], planned: int) -> None:
         self.failed: list[Finding] = []
+        self.notes: list[str] = []  # what is to be said of cases of the current op that passed
         self.count = 0
         self.running: dict[str, str] | None = None
         self.given_up: list[str] = []  # ops whose cases did not all run
@@ -165,6 +186,8 @@ class _Findings:
         self._rows.append(json.dumps(asdict(finding)))
         if not finding.passed:
             self.failed.append(finding)
+        elif finding.detail:
+            self.notes.append(finding.detail)
 
     def begin(self, op: str, case: str, dtype: str) -> None:
         """Names the case that is about to run, for whatever ends this process or the machine."""
@@ -207,6 +230,9 @@ def _examine_op(op: specs.Op, device: str, seed: int, environment: dict[str, str
         examined = findings.count - before
         unseen = f", {len(todo) - examined} not run" if examined < len(todo) else ""
         print(f"{op.name:12} {examined - len(mine)} of {len(todo)} cases pass{unseen}", flush=True)
+        for note in dict.fromkeys(findings.notes):
+            print(f"  {note}", flush=True)
+        findings.notes.clear()
         for finding in mine:
             print(f"  FAILED {finding.case} {finding.dtype}: {finding.detail}", flush=True)
 

@@ -1,4 +1,4 @@
-"""The command line: ``mlx-mittens bench``, ``check``, ``doctor`` and ``simulate``."""
+"""The command line: ``mlx-mittens bench``, ``check``, ``doctor``, ``new`` and ``simulate``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, check, doctor, simulate
+from . import bench, check, doctor, new, simulate
 from .options import UsageError
 from .runs import Terminated, exit_status, terminated
 
@@ -17,6 +17,7 @@ _COMMANDS = {
     "bench": (bench, "time each op beside its mx twin and check both against float64"),
     "check": (check, "say what a Mac's compiler would refuse in a .metal file"),
     "doctor": (doctor, "say what is installed and check every case on this machine"),
+    "new": (new, "write the files of a new op into a clone of the repository"),
     "simulate": (simulate, "run a case of an op in the simulator and count what its kernels do"),
 }
 

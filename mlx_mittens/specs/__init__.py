@@ -1,7 +1,7 @@
 """The one table of ops: tests, benchmark, doctor and the README's table all read its rows.
 
 A row names an op, its mx twin, its float64 reference, how its inputs look, the shapes it is tested on and the shapes of
-real models it is timed on. A new op is one row in the module of its family.
+real models it is timed on. `mlx-mittens new` adds the row of a new op to the module of its family.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .op import (
     run,
     widen,
 )
+from .shaped import ShapedOp
 
 __all__ = [
     "DTYPES",
@@ -38,6 +39,7 @@ __all__ = [
     "Exact",
     "Op",
     "RowOp",
+    "ShapedOp",
     "Spread",
     "call",
     "check",

@@ -320,7 +320,7 @@ _KEYS = (("k", "rows"), ("v", "rows"))
 _PACKED = tuple((f"{what}_{part}", "rows") for what in ("key", "value") for part in ("words", "scales", "biases"))
 _MORE = (("mask", "mask"), ("sinks", "sinks"))
 
-ATTENTION_OPS: tuple[AttentionOp, ...] = (
+ATTENTION_OPS: tuple[Op, ...] = (
     AttentionOp(
         name="scaled_dot_product_attention",
         parameters=(("q", "rows"), *_KEYS, *_MORE),

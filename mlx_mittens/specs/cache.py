@@ -105,7 +105,7 @@ def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
 
 _LLAMA3 = {"base": None}  # its frequencies are scaled, and given as such
 
-ROPE_OPS: tuple[RopeAppendOp, ...] = (
+ROPE_OPS: tuple[Op, ...] = (
     RopeAppendOp(
         name="rope_append",
         parameters=tuple((name, "rows") for name in ("heads", "keys", "values", "freqs", "query_norm", "key_norm")),

@@ -291,7 +291,7 @@ _QUANTIZED_TESTS = tuple(
     )
 ) + _tests((1, 2880, 9), (1, 4672, 9), (1, 576, 21), (1, 128, 4099), transpose=True, gpu="nvidia")  # fmt: skip
 
-MATRIX_OPS: tuple[MatrixOp, ...] = (
+MATRIX_OPS: tuple[Op, ...] = (
     MatrixOp(
         name="gemv",
         parameters=(("w", "rows"), ("x", "rows"), ("bias", "bias")),

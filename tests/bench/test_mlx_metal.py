@@ -5,6 +5,8 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import matrices
+from helpers.tolerances import PEER, SUMS
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, frontend, specs
@@ -13,9 +15,6 @@ from mlx_mittens.cli import bench
 from mlx_mittens.cli.main import main
 from mlx_mittens.frontend import ptxas
 from mlx_mittens.simulator import Fault
-
-# Relative to the largest element; the peer need not be better than its type.
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 
 @pytest.fixture(params=["cpu"] + ["gpu"] * (mx.is_available(mx.gpu) and _ext.cuda_available()), autouse=True)
@@ -28,17 +27,15 @@ def device(request):
 
 @pytest.fixture
 def draw(rng):
-    def draw(*shape, dtype=mx.float32):
-        return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-
-    return draw
+    """Normal numbers of a shape."""
+    return lambda *shape, dtype=mx.float32: matrices.draw(rng, shape, dtype, outliers=False)
 
 
 def assert_near(found, expected, tolerance=None, size=0.0):
     """size: of the terms that are summed up, beside which a result that happens to cancel cannot be more exact."""
     assert found.shape == expected.shape and found.dtype == expected.dtype
     a, b = specs.widen(found), specs.widen(expected)
-    assert np.abs(a - b).max() <= (tolerance or TOLERANCE[found.dtype]) * max(np.abs(b).max(), size)
+    assert np.abs(a - b).max() <= (tolerance or PEER[found.dtype]) * max(np.abs(b).max(), size)
 
 
 @pytest.mark.parametrize("columns", [7, 100, 1030, 4096, 4097, 9001])
@@ -119,7 +116,7 @@ def quantized(draw, dtype, bits, rows, shape):
 def test_quantized_matmul(draw, dtype, bits, rows, shape, kernels, groups):
     x, weights, exact, size = quantized(draw, dtype, bits, rows, shape)
     # qmm multiplies weights that are rounded to x's type.
-    tolerance = None if "qmv" in kernels[0] else 2 * TOLERANCE[dtype]
+    tolerance = None if "qmv" in kernels[0] else 2 * PEER[dtype]
     assert_near(mlx_metal.quantized_matmul(x, *weights, group_size=64, bits=bits), exact, tolerance, size)
 
 
@@ -305,7 +302,7 @@ def test_what_the_table_takes_for_covered_runs(rng):
         for op, case in covered:
             arrays = op.draw(rng, case, mx.float32)
             (found,) = specs.run(op, mlx_metal.of(op, case), case, arrays)
-            assert specs.error(found, op.exact(case, arrays)[0]) < 1e-4, f"{op.name} {case.name}"
+            assert specs.error(found, op.exact(case, arrays)[0]) < SUMS, f"{op.name} {case.name}"
 
 
 def test_bench_measures_the_peer(draw, device, rng, monkeypatch):

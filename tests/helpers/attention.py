@@ -1,4 +1,4 @@
-"""What the tests of attention share: inputs, float64 results, and the measure of error."""
+"""What the tests of attention share: inputs and float64 results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from helpers.matrices import draw
 from mlx_mittens import specs
 from mlx_mittens.specs import widen
-from mlx_mittens.specs.attention import UNITS, exact_attention
+from mlx_mittens.specs.attention import exact_attention
 
 MASKS = ("none", "causal", "bool", "additive", "row")
 
@@ -99,11 +99,3 @@ def exact_of(q, k, v, scale, mask=None, sinks=None, window=None):
     array = mask if isinstance(mask, mx.array) else None
     q, k, v = (a if isinstance(a, np.ndarray) else widen(a) for a in (q, k, v))
     return exact_attention(q, k, v, scale, array, sinks, array is None and mask == "causal", window)
-
-
-def assert_right(y: mx.array, twin: mx.array | None, exact: specs.Exact, dtype: mx.Dtype):
-    """Right against float64, and no worse than twice mx or what rounding explains."""
-    assert y.dtype == dtype, f"{y.dtype}, expected {dtype}"
-    found = specs.error(y, exact)
-    allowed = specs.tolerance(dtype, specs.error(twin, exact) if twin is not None else 0.0, float32_units=UNITS)
-    assert found <= allowed, f"error {found:.2e}, allowed {allowed:.2e}; {specs.worst(y, exact.value)}"

@@ -11,6 +11,7 @@ import numpy as np
 
 import mlx_mittens as mm
 from helpers.matrices import BLOCK_BYTES
+from mlx_mittens import specs
 from mlx_mittens.specs import reference
 
 Sizes = dict[str, int]
@@ -90,23 +91,26 @@ class Call:
 LEADS = {"1D": (), "2D": ("rows",), "3D": ("batch", "rows"), "4D": ("more", "batch", "rows")}
 
 
-def _rows_without_elements(x, residual=None, **others):
-    return [np.zeros(x.shape)] * (1 if residual is None else 2)
+def _arguments(op: specs.Op) -> Callable:
+    """An op on arrays that are given by name."""
+    return lambda **arrays: op.ours(*arrays.values(), **op.options)
+
+
+def _rows_without_elements(outputs: int):
+    return lambda **arrays: [np.zeros(next(iter(arrays.values())).shape)] * outputs
 
 
 def _row_calls() -> list[Call]:
     calls = []
     sizes = {"more": 2, "batch": 2, "rows": 3, "columns": 8}
     for what, lead in LEADS.items():
-        x, w = numbers(*lead, "columns"), numbers("columns")
         some = {d: sizes[d] for d in (*lead, "columns")}
-        for op, arguments, function in (
-            ("rms_norm", {"x": x, "weight": w}, partial(mm.rms_norm, eps=1e-5)),
-            ("layer_norm", {"x": x, "weight": w, "bias": w}, partial(mm.layer_norm, eps=1e-5)),
-            ("add_rms_norm", {"x": x, "residual": x, "weight": w}, partial(mm.add_rms_norm, eps=1e-5)),
-            ("softmax", {"x": x}, lambda x: mm.softmax(x, axis=-1)),
-        ):
-            calls.append(Call(op, what, some, arguments, function, _rows_without_elements))
+        for op in specs.ROW_OPS:
+            arguments = {
+                name: numbers(*lead, "columns") if kind == "rows" else numbers("columns")
+                for name, kind in op.parameters
+            }
+            calls.append(Call(op.name, what, some, arguments, _arguments(op), _rows_without_elements(op.outputs)))
     three = {d: sizes[d] for d in (*LEADS["3D"], "columns")}
     x = numbers(*LEADS["3D"], "columns")
     for axis in (1, (0, 2), None):
@@ -117,7 +121,7 @@ def _row_calls() -> list[Call]:
                 three,
                 {"x": x},
                 lambda x, axis=axis: mm.softmax(x, axis=axis),
-                _rows_without_elements,
+                _rows_without_elements(1),
             )
         )
     return calls
@@ -336,6 +340,17 @@ def _rope_calls() -> list[Call]:
     ]  # fmt: skip
 
 
+def _shaped_calls() -> list[Call]:
+    calls = []
+    for op in specs.OPS:
+        if isinstance(op, specs.ShapedOp):
+            sizes = dict(zip(op.dimensions, op.smallest, strict=True))
+            arguments = {name: numbers(*dims) for (name, _), dims in zip(op.parameters, op.arrays)}
+            exact = lambda op=op, **arrays: [op.reference(*arrays.values(), **op.options).value]
+            calls.append(Call(op.name, "", sizes, arguments, _arguments(op), exact))
+    return calls
+
+
 CALLS = [
     *_row_calls(),
     *_gemv_calls(),
@@ -343,4 +358,5 @@ CALLS = [
     *_block_calls(),
     *_attention_calls(),
     *_rope_calls(),
+    *_shaped_calls(),
 ]

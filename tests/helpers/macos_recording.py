@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_mittens as mm
+from helpers.tolerances import LAYERS
 from helpers.variants import simulate
 from mlx_mittens import _ext, specs
 
@@ -88,5 +89,5 @@ def recorded_kernels() -> frozenset[str]:
             with mm.simulator.enabled():
                 seen = mm.rms_norm(view, None, 1e-5)
                 plain = mm.rms_norm(mx.contiguous(view), None, 1e-5)
-                assert mx.allclose(seen, plain, rtol=1e-3, atol=1e-3).item()
+                assert mx.allclose(seen, plain, rtol=LAYERS, atol=LAYERS).item()
     return frozenset(f"{run['file']}:{run['kernel']}" for run in _ext.simulator_record(False))

@@ -1,4 +1,4 @@
-"""What the tests of products with weights share: inputs, float64 references, and the measure of error."""
+"""What the tests of products with weights share: inputs and float64 references."""
 
 from __future__ import annotations
 
@@ -43,25 +43,6 @@ def exact_product(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) 
         value = x @ w
         size = np.sqrt((x * x) @ (w * w))
     return specs.Exact(value if bias is None else value + bias, size)
-
-
-def assert_error_at_most_that_of_mx(y: mx.array, twin: mx.array, exact: specs.Exact):
-    """By root mean squares, against float64: a largest error is that of one number's rounding, which luck decides.
-
-    What lies between two 16-bit numbers to within float32's rounding goes to either, hence 1.01; and eight units of
-    float32 are what the order of a sum in it explains.
-    """
-    ours, theirs = (np.sqrt(np.mean((specs.widen(a) - exact.value) ** 2)) for a in (y, twin))
-    explained = 8 * specs.EPSILON[mx.float32] * np.sqrt(np.mean(exact.value**2))
-    assert ours <= max(1.01 * theirs, explained), f"error {ours:.2e}, mx's {theirs:.2e}, float32's {explained:.2e}"
-
-
-def assert_right(actual: mx.array, exact: specs.Exact, dtype: mx.Dtype):
-    """Within rounding of float64: 16-bit results by one unit in the last place, float32 sums by some, with outliers."""
-    assert actual.dtype == dtype, f"{actual.dtype}, expected {dtype}"
-    found = specs.error(actual, exact)
-    allowed = (64 if dtype == mx.float32 else 1) * specs.EPSILON[dtype]
-    assert found <= allowed, f"error {found:.2e}, allowed {allowed:.2e}"
 
 
 def exact_swiglu(x, gate, up, group_size, bits):

@@ -19,18 +19,6 @@ EXECUTORS = ["native", "simulator"] + ["gpu"] * mx.is_available(mx.gpu)
 DEVICES = ["cpu"] + ["gpu"] * mx.is_available(mx.gpu)
 
 
-def assert_right(
-    op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()
-):
-    """Right against float64, and no worse than twice mx or one unit in the last place.
-
-    mx's are those of its CPU: on an NVIDIA GPU its gradient of layer_norm reads past its memory where columns are no
-    multiple of four.
-    """
-    check = specs.check(op, case, arrays, cotangents, mx.Device(mx.cpu))
-    assert check.passed, f"{op.name} {case.name}: {check.detail}"
-
-
 def absences(op: specs.Op, arrays: Sequence[mx.array]) -> list[list[mx.array | None]]:
     """The arguments with every choice of weight and bias left out."""
     choices = [(a,) if kind == "rows" else (a, None) for (_, kind), a in zip(op.parameters, arrays)]
@@ -51,14 +39,6 @@ def bits(a: mx.array) -> bytes:
 def assert_same_bits(a: mx.array, b: mx.array, what: str):
     assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, {b.shape} {b.dtype}"
     assert bits(a) == bits(b), f"{what}: the results differ"
-
-
-def assert_near(a: mx.array, b: mx.array | np.ndarray, what: str, tolerance: float = 1e-4):
-    """Near in float32, relative to the largest element."""
-    a, b = (specs.widen(value) if isinstance(value, mx.array) else value for value in (a, b))
-    assert a.shape == b.shape, f"{what}: shape {a.shape}, expected {b.shape}"
-    distance = np.abs(a - b).max(initial=0)
-    assert distance <= tolerance * max(np.abs(b).max(initial=0), 1e-3), f"{what}: {distance} off"
 
 
 def child_environment() -> dict[str, str]:

@@ -9,13 +9,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers import tiny
-from helpers.support import assert_near, assert_same_bits
+from helpers.support import assert_same_bits
+from helpers.tolerances import SUMS, assert_near
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.tuner.lora import LoRALinear
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, specs
+from mlx_mittens import _ext
 from mlx_mittens.patching.targets import TARGETS, digest
 
 NAMES = ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b"]
@@ -82,7 +83,7 @@ def test_tokens_give_what_they_gave(rng, executor, dtype, name, batch):
     }
     for i, (a, b) in enumerate(zip(results, expected, strict=True)):
         assert a.dtype == dtype
-        assert_near(a, b, f"result {i}", (8 if dtype != mx.float32 else 32) * specs.EPSILON[dtype])
+        assert_near(a, b, f"result {i}", layer(dtype))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -212,7 +213,7 @@ def test_layers_under_transformations(rng):
         layer.module.update(parameters)
     with mm.patched():
         for name, run in runs.items():
-            assert_near(run(), expected[name], name, 1e-4)
+            assert_near(run(), expected[name], name, SUMS)
             layer.module.update(parameters)
 
 

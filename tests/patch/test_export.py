@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.tolerances import LAYERS, SUMS
 from mlx_lm.models.cache import KVCache
 
 import mlx_mittens as mm
@@ -52,7 +53,7 @@ def through_exporter(path, function, *inputs):
 
 def assert_close(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-3, atol=1e-4 * np.abs(np.array(b)).max())
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=LAYERS, atol=SUMS * np.abs(np.array(b)).max())
 
 
 @pytest.mark.parametrize("export", [through_file, through_exporter])

@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from helpers.tolerances import SUMS
 from mlx.utils import tree_flatten
 
 import mlx_mittens as mm
@@ -46,7 +47,7 @@ def test_a_module_takes_over_its_twin(rng, op, make, ours):
     assert module is twin and type(module) is ours and isinstance(module, type(make()))
     assert all(value is weights[name] for name, value in tree_flatten(module.parameters()))
     assert sum(mm.stats()[op]["kernels"].values()) == 1 and list(mm.stats()) == [op]
-    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result, expected, rtol=SUMS, atol=SUMS)
 
 
 @pytest.mark.parametrize("op, make, ours", EMBEDDINGS)
@@ -56,7 +57,7 @@ def test_embeddings_as_linear(rng, op, make, ours):
     expected, rows = np.array(twin.as_linear(x)), np.array(twin(mx.array([3, 5])))
     module = mm.nn.convert(twin)
     mm.stats(reset=True)
-    np.testing.assert_allclose(np.array(module.as_linear(x)), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(module.as_linear(x)), expected, rtol=SUMS, atol=SUMS)
     assert list(mm.stats()) == [op] and type(module) is ours
     np.testing.assert_array_equal(np.array(module(mx.array([3, 5]))), rows)
 

@@ -11,10 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers.support import assert_near
+from helpers.tolerances import LAYERS, ROUNDINGS, SUM, SUMS, assert_near, rounded, units
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, specs
+from mlx_mittens import _ext
 from mlx_mittens.patching import patches, targets
 
 SWITCHES = list(dict.fromkeys(target.switch for target in targets.TARGETS))
@@ -70,7 +70,7 @@ def test_each_switch_reaches_its_kernels_and_no_other(rng, switch):
         mx.eval(results)
     assert list(mm.stats()) == [OPS.get(switch, switch)]
     assert all(counts["kernels"] and not counts["mx"] for counts in mm.stats().values())
-    np.testing.assert_allclose(np.array(results[switch]), np.array(expected), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(results[switch]), np.array(expected), rtol=SUMS, atol=SUMS)
 
 
 def test_patching_twice_and_undoing_once():
@@ -135,7 +135,7 @@ def test_a_patch_that_lies_on_ours_stays(rng, monkeypatch):
     with mm.patched():  # theirs goes on to the first stand-in, which only knows mx by now
         mx.eval(mx.softmax(x))
     assert mx.softmax is theirs
-    np.testing.assert_allclose(np.array(mx.softmax(x)), np.array(real(x) + 1), rtol=1e-6)
+    np.testing.assert_allclose(np.array(mx.softmax(x)), np.array(real(x) + 1), rtol=ROUNDINGS)
     monkeypatch.undo()
     mx.softmax = real
 
@@ -221,8 +221,8 @@ def test_compiled_graphs_and_gradients_run_on_ours(rng):
     counts = mm.stats()
     assert all(sum(counts[op]["kernels"].values()) == 2 for op in ("rms_norm", "softmax"))
     assert sum(counts["quantized_matmul"]["kernels"].values()) == 4  # forwards and back
-    np.testing.assert_allclose(ours.item(), expected.item(), rtol=1e-5)
-    np.testing.assert_allclose(np.array(our_gradient), np.array(gradient), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(ours.item(), expected.item(), rtol=SUM)
+    np.testing.assert_allclose(np.array(our_gradient), np.array(gradient), rtol=LAYERS, atol=ROUNDINGS)
 
 
 def test_a_compiled_graph_stays_on_the_kernels_that_it_was_traced_with(rng):
@@ -235,7 +235,7 @@ def test_a_compiled_graph_stays_on_the_kernels_that_it_was_traced_with(rng):
         mm.stats(reset=True)
         y = step(x)
         mx.eval(y)
-        np.testing.assert_allclose(np.array(y), expected[: x.shape[0]], rtol=1e-5)
+        np.testing.assert_allclose(np.array(y), expected[: x.shape[0]], rtol=SUM)
         return "softmax" in mm.stats()
 
     with mm.patched():
@@ -273,9 +273,9 @@ def test_a_quantized_layer_is_one_kernel(rng, dtype, bits, bias):
         our_gradients = gradients()
     assert list(counts) == ["quantized_matmul"] and list(counts["quantized_matmul"]["kernels"].values()) == [1]
     assert y.dtype == dtype
-    assert_near(y, expected, "y", 4 * specs.EPSILON[dtype])
+    assert_near(y, expected, "y", rounded(dtype))
     for a, b in zip(our_gradients, their_gradients, strict=True):
-        assert_near(a, b, "gradient", 16 * specs.EPSILON[dtype])
+        assert_near(a, b, "gradient", units(16, dtype))
 
 
 @pytest.mark.parametrize("bits, group_size, mode", [(3, 64, "affine"), (4, 32, "mxfp4")])
@@ -342,7 +342,7 @@ def test_layers_of_norms_and_positions_give_what_they_gave(lenient, rng, dtype):
         with mm.patched():
             y = call()
         assert y.dtype == expected.dtype
-        assert_near(y, expected, what, 1e-5)
+        assert_near(y, expected, what, SUM)
 
 
 def test_a_layer_without_its_arrays_fails_as_mx_does(lenient):
@@ -404,7 +404,7 @@ def test_threads_patch_and_call_at_once(rng):
                     with mm.patched(softmax=i % 2 == 0):
                         y = mx.softmax(x, axis=-1)
                         mx.eval(y)
-                    np.testing.assert_allclose(np.array(y), expected, rtol=1e-5)
+                    np.testing.assert_allclose(np.array(y), expected, rtol=SUM)
         except Exception as error:
             errors.append(error)
 

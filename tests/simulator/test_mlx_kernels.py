@@ -9,6 +9,7 @@ import struct
 import numpy as np
 import pytest
 from helpers.simulate import run
+from helpers.tolerances import BFLOAT16, FLOAT16, SUM
 
 from mlx_mittens import frontend
 from mlx_mittens.simulator import Fault
@@ -36,7 +37,7 @@ def floats(*values):
     return np.array(values, np.float32).tobytes()
 
 
-def near(found, expected, tolerance=1e-5):
+def near(found, expected, tolerance=SUM):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
@@ -70,7 +71,7 @@ def test_softmax(kind, type_name, seed, rng):
     threads = 128 if kind == "block" else 1024
     data = [("input", x.view(np.uint8)), ("output", y.view(np.uint8)), ints(columns)]
     run(file, f"{kind}_{type_name}", data, rows, threads, seed=seed)
-    tolerance = {"float": 1e-5, "half": 1e-3, "bfloat16_t": 8e-3}[type_name]
+    tolerance = {"float": SUM, "half": FLOAT16, "bfloat16_t": BFLOAT16}[type_name]
     near(y.astype(np.float64), softmax(x.astype(np.float64)), tolerance)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers.simulate import kernel, register, run
+from helpers.tolerances import SUM
 
 LANES = np.arange(32)
 QUAD = LANES // 4 * 4
@@ -213,7 +214,7 @@ def test_matrix_product(matrix_file, name, rng):
     a, b = (rng.standard_normal((8, 8)).astype(dtype) for _ in range(2))
     c, d = rng.standard_normal((8, 8)).astype(np.float32), np.zeros((8, 8), np.float32)
     counts = run(matrix_file, f"multiply_{name}", [a.view(np.uint8), b.view(np.uint8), c, d], seed=3)
-    np.testing.assert_allclose(d, a.astype(np.float64) @ b.astype(np.float64) + c, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(d, a.astype(np.float64) @ b.astype(np.float64) + c, rtol=SUM, atol=SUM)
     assert counts["matrix_operations"] == 1
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers.simulate import kernel, register, run
+from helpers.tolerances import FLOAT16_TWICE, ROUNDINGS, SUM
 
 from mlx_mittens.frontend import dialect
 from mlx_mittens.simulator import Fault
@@ -106,7 +107,7 @@ def test_products(rng, name, dtype, operation):
     y = simulate(body, arguments, [a, b, np.zeros((16, 24), np.float32)])
     a, b = a.astype(np.float64), b.astype(np.float64)
     exact = 1 + (a.T if operation.startswith("at") else a) @ (b.T if operation.endswith("bt") else b)
-    np.testing.assert_allclose(y, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+    np.testing.assert_allclose(y, exact, rtol=0, atol=SUM * np.abs(exact).max())
 
 
 def test_transposed(rng):
@@ -142,26 +143,26 @@ def test_reductions(rng, start):
     np.testing.assert_array_equal(y, np.maximum(x.max(0), np.float32(start)))
     if start > 0:
         x, y = on_tile(rng, rows + "row_sum(x, values);", (16,), OF_ROWS)
-        np.testing.assert_allclose(y, x.sum(1) + start, atol=1e-5)
+        np.testing.assert_allclose(y, x.sum(1) + start, atol=SUM)
         x, y = on_tile(rng, columns + "column_sum(x, values);", (24,), OF_COLUMNS)
-        np.testing.assert_allclose(y, x.sum(0) + start, atol=1e-5)
+        np.testing.assert_allclose(y, x.sum(0) + start, atol=SUM)
         part = (
             "row_sum_of_lane(x, values); for (int r = 0; r < 2; ++r) { values.at[r] = lanes_of_row_sum(values.at[r]); }"
         )
         x, y = on_tile(rng, "RowValues<2> values; fill(values, 0.0f);" + part, (16,), OF_ROWS)
-        np.testing.assert_allclose(y, x.sum(1), atol=1e-5)
+        np.testing.assert_allclose(y, x.sum(1), atol=SUM)
 
 
 def test_maps(rng):
     """Broadcast over rows and columns, and by element."""
     maxima = "RowValues<2> values; fill(values, -1e30f); row_max(x, values);"
     x, y = on_tile(rng, maxima + "subtract_rows(x, values); exp2_of(x);")
-    np.testing.assert_allclose(y, np.exp2(x - x.max(1, keepdims=True)), rtol=1e-5)
+    np.testing.assert_allclose(y, np.exp2(x - x.max(1, keepdims=True)), rtol=SUM)
     x, y = on_tile(rng, maxima + "multiply_rows(x, values); multiply(x, 3.0f);")
-    np.testing.assert_allclose(y, 3 * x * x.max(1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(y, 3 * x * x.max(1, keepdims=True), rtol=ROUNDINGS)
     sums = "ColumnValues<3> values; for (int c = 0; c < 3; ++c) { values.at[c] = float2(0); } column_sum(x, values);"
     x, y = on_tile(rng, sums + "add_columns(x, values);")
-    np.testing.assert_allclose(y, x + x.sum(0), atol=1e-5)
+    np.testing.assert_allclose(y, x + x.sum(0), atol=SUM)
     x, y = on_tile(rng, "const Tile<float, 2, 3> other = x; add(x, other);")
     np.testing.assert_array_equal(y, 2 * x)
 
@@ -218,7 +219,9 @@ def test_dealt_products(rng, name, dtype, width, aligned):
     v[7] = 0  # was said not to be there
     scores = (q @ k.T * 0.1).astype(dtype).astype(np.float64)
     exact = scores @ v
-    np.testing.assert_allclose(y, exact, rtol=0, atol=(2e-3 if dtype == np.float16 else 1e-5) * np.abs(exact).max())
+    np.testing.assert_allclose(
+        y, exact, rtol=0, atol=(FLOAT16_TWICE if dtype == np.float16 else SUM) * np.abs(exact).max()
+    )
 
 
 def test_a_macs_compiler_would_take_all_of_it():

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.calls import CALLS
+from helpers.tolerances import SUMS
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -110,7 +111,7 @@ def test_every_dtype_of_every_array(call, lenient, native, rng):
         as_floats = {**arrays, name: given[name].astype(mx.float32)}
         for a, b in zip(outputs, call.run(*as_floats.values()), strict=True):
             a, b = (np.array(v.astype(mx.float32)) for v in (a, b))
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max(), err_msg=f"{name} of {dtype}")
+            np.testing.assert_allclose(a, b, rtol=SUMS, atol=SUMS * np.abs(b).max(), err_msg=f"{name} of {dtype}")
 
 
 def test_dtype_error_is_both_kinds():

@@ -7,8 +7,9 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.attention import assert_right, exact_of, inputs, run
-from helpers.support import assert_near
+from helpers.attention import exact_of, inputs, run
+from helpers.matrices import draw
+from helpers.tolerances import assert_attention_right, assert_near, units
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, specs
@@ -25,10 +26,6 @@ def m5(native, lenient, rng):
         mm.stats(reset=True)
         yield lambda: [launch["kernel"] for launch in _ext.simulator_record(True)]
         _ext.simulator_record(False)
-
-
-def draw(rng, *shape, dtype=HALF):
-    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
 
 
 def assert_sent(op, kernels, what, sent):
@@ -66,13 +63,13 @@ def test_prompts(rng, m5, dtype, queries, keys, width, options, sent):
     assert_sent("scaled_dot_product_attention", m5(), "queries", sent)
     mask, window = options.get("mask"), options.get("window")
     twin = mx.fast.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask=twin_mask(mask, window, queries, keys))
-    assert_right(y, twin, exact_of(q, k, v, width**-0.5, mask, None, window), dtype)
+    assert_attention_right(y, twin, exact_of(q, k, v, width**-0.5, mask, None, window), dtype)
 
 
 def operands(rng, dtype, rows, columns, outputs, transpose):
     """x and w of a product."""
-    w = draw(rng, *((outputs, columns) if transpose else (columns, outputs)), dtype=dtype)
-    return draw(rng, rows, columns, dtype=dtype), w
+    w = draw(rng, (outputs, columns) if transpose else (columns, outputs), dtype, outliers=False)
+    return draw(rng, (rows, columns), dtype, outliers=False), w
 
 
 def product(x, w, transpose):
@@ -95,7 +92,7 @@ def test_dense_products(rng, m5, dtype, rows, columns, outputs, transpose, sent)
     x, w = operands(rng, dtype, rows, columns, outputs, transpose)
     y = run(lambda: mm.gemv(w, x, transpose=transpose))
     assert_sent("gemv", m5(), "rows of x", sent)
-    assert_near(y, product(x, w, transpose), "y", 8 * specs.EPSILON[dtype])
+    assert_near(y, product(x, w, transpose), "y", units(8, dtype))
 
 
 QUANTIZED = [
@@ -120,25 +117,29 @@ def test_quantized_products(rng, m5, dtype, rows, columns, outputs, transpose, s
     y = run(lambda: mm.quantized_matmul(x, *w, transpose=transpose, group_size=32, bits=4))
     assert_sent("quantized_matmul", m5(), "rows of x", sent)
     exact = product(x, mx.dequantize(*w, group_size=32, bits=4), transpose)
-    assert_near(y, exact, "y", 64 * specs.EPSILON[dtype])
+    assert_near(y, exact, "y", units(64, dtype))
 
 
 def test_stacks_of_matrices_count_the_rows_of_each(rng, m5):
-    w = mx.quantize(draw(rng, 3, 8, 64), 32, 4)
+    w = mx.quantize(draw(rng, (3, 8, 64), HALF, outliers=False), 32, 4)
     for rows, sent in ((32, False), (33, True)):
         mm.stats(reset=True)
-        run(lambda rows=rows: mm.quantized_matmul(draw(rng, 3, rows, 64), *w, group_size=32, bits=4))
+        run(
+            lambda rows=rows: mm.quantized_matmul(
+                draw(rng, (3, rows, 64), HALF, outliers=False), *w, group_size=32, bits=4
+            )
+        )
         assert_sent("quantized_matmul", m5(), "rows of x", sent)
 
 
 @pytest.mark.parametrize("rows, sent", [(32, False), (33, True)])
 def test_gate_and_up(rng, m5, rows, sent):
-    gate, up = (mx.quantize(draw(rng, 8, 64), 32, 4) for _ in range(2))
-    x = draw(rng, rows, 64)
+    gate, up = (mx.quantize(draw(rng, (8, 64), HALF, outliers=False), 32, 4) for _ in range(2))
+    x = draw(rng, (rows, 64), HALF, outliers=False)
     y = run(lambda: mm.quantized_swiglu(x, gate, up, 32, 4))
     assert_sent("quantized_swiglu", m5(), "rows of x", sent)
     a, b = (specs.widen(x) @ specs.widen(mx.dequantize(*w, group_size=32, bits=4)).T for w in (gate, up))
-    assert_near(y, a / (1 + np.exp(-a)) * b, "y", 64 * specs.EPSILON[HALF])
+    assert_near(y, a / (1 + np.exp(-a)) * b, "y", units(64, HALF))
 
 
 def test_the_patch_leaves_them_to_mx_unless_it_is_strict(rng, m5):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.support import EXECUTORS, absences, as_list, assert_near, assert_right, assert_same_bits
+from helpers.support import EXECUTORS, absences, as_list, assert_same_bits
+from helpers.tolerances import LAYERS, ROUNDINGS, SUM, assert_near, assert_right, units
 
 from mlx_mittens import specs
 from mlx_mittens.specs import Case, Spread
@@ -221,7 +222,7 @@ def test_elements_near_the_largest_float(op, executor, rng, vjp, columns):
             numbers = np.isfinite(twin)
             assert np.isfinite(ours[numbers]).all(), f"{dtype}: {(~np.isfinite(ours) & numbers).sum()} are no numbers"
             # What has nearly all of the variance has a gradient that cancels to a part in `columns`.
-            rounding = 16 * specs.EPSILON[dtype] + columns * specs.EPSILON[mx.float32]
+            rounding = units(16, dtype) + units(columns, mx.float32)
             near = np.broadcast_to(np.abs(terms).max(-1, keepdims=True) * rounding, ours.shape)
             off, allowed = (np.abs(values - c.value)[numbers] for values in (ours, twin))
             assert (off <= np.maximum(2 * allowed, near[numbers])).all(), dtype
@@ -293,7 +294,7 @@ def test_second_derivatives(op, executor, rng):
         size = lambda *a, loss=loss: sum((g * g).sum() for g in as_list(mx.grad(loss, argnums=argnums)(*a)))
         results.append(as_list(mx.grad(size, argnums=argnums)(*arrays)))
     for (name, _), a, b in zip(op.parameters, *results, strict=True):
-        assert_near(a, b, f"second derivative of {name}", 1e-3)
+        assert_near(a, b, f"second derivative of {name}", LAYERS)
 
 
 def test_vmap(op, executor, rng):
@@ -311,7 +312,7 @@ def test_vmap(op, executor, rng):
         for k in range(batch):
             single = [drawn[0][i] if axis is None else drawn[k][i] for i, axis in enumerate(axes)]
             for a, b in zip(mapped, specs.call(op.ours, single, op.arguments(case)), strict=True):
-                assert_near(a[k], b, f"vmap over {axes}", 1e-5)
+                assert_near(a[k], b, f"vmap over {axes}", SUM)
 
 
 def test_vmap_of_gradients(op, executor, rng):
@@ -335,7 +336,7 @@ def test_compile(op, dtype, executor, rng, shapeless):
         arrays = op.draw(rng, Case("compile", shape), dtype)
         for a, b in zip(compiled(*arrays), plain(*arrays), strict=True):
             assert a.shape == shape and a.dtype == dtype
-            assert_near(a, b, f"compiled, {shape}", specs.EPSILON[dtype])
+            assert_near(a, b, f"compiled, {shape}", units(1, dtype))
 
 
 def test_compiled_gradients(op, executor, rng):
@@ -441,9 +442,9 @@ def test_one_array_as_two_arguments(executor, rng):
     op = specs.get("add_rms_norm")
     x, _, weight = op.draw(rng, SMALL, mx.float32)
     for a, b in zip(op.ours(x, x, weight, 1e-5), op.twin(x, x, weight, 1e-5), strict=True):
-        assert_near(a, b, "x + x", 1e-6)
+        assert_near(a, b, "x + x", ROUNDINGS)
     y = x + 0
     normed, total = op.ours(y, y, weight, 1e-5)
     del y
-    assert_near(total, x + x, "x + x", 1e-6)
-    assert_near(normed, op.twin(x, x, weight, 1e-5)[0], "norm of x + x", 1e-6)
+    assert_near(total, x + x, "x + x", ROUNDINGS)
+    assert_near(normed, op.twin(x, x, weight, 1e-5)[0], "norm of x + x", ROUNDINGS)

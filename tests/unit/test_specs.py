@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.tolerances import DIFFERENCES, DIFFERENCES_FLOOR, FLOAT64, ROUNDINGS, SUM, units
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -36,7 +37,7 @@ def test_get_says_which_ops_there_are():
 
 def test_readme_holds_the_table():
     found = re.search(r"<!-- ops -->\n(.*?)\n<!-- /ops -->", README.read_text(), re.S)
-    assert found and found.group(1) == specs.markdown(), "paste the output of specs.markdown() into README.md"
+    assert found and found.group(1) == specs.markdown(), "run python docs/where.py --write"
 
 
 def test_inputs_are_fresh_and_have_outliers(op, dtype, rng):
@@ -61,7 +62,7 @@ def test_reference_agrees_with_mx(op, rng):
     case = Case("reference", (5, 33))
     arrays = op.draw(rng, case, mx.float32)
     for a, exact in zip(specs.run(op, op.twin, case, arrays), op.exact(case, arrays), strict=True):
-        assert specs.error(a, exact) < 1e-5
+        assert specs.error(a, exact) < SUM
 
 
 @pytest.mark.parametrize("options", [{}, {"axis": 0}, {"axis": (0, 1)}, {"axis": None}], ids=str)
@@ -83,7 +84,9 @@ def test_reference_gradients_are_derivatives(op, rng, options):
         direction, h = rng.standard_normal(x[i].shape), 1e-6
         ahead, behind = ([*x[:i], x[i] + s * direction, *x[i + 1 :]] for s in (h, -h))
         slope = (loss(ahead) - loss(behind)) / (2 * h)
-        assert math.isclose((gradient * direction).sum(), slope, rel_tol=1e-6, abs_tol=1e-7), op.parameters[i]
+        assert math.isclose((gradient * direction).sum(), slope, rel_tol=DIFFERENCES, abs_tol=DIFFERENCES_FLOOR), (
+            op.parameters[i]
+        )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -91,7 +94,9 @@ def test_dequantized_agrees_with_mx(rng, bits):
     with mx.stream(mx.cpu):
         triple = mx.quantize(mx.array(rng.standard_normal((2, 5, 96)).astype(np.float32)), 32, bits)
         weights = mx.dequantize(*triple, 32, bits)
-    np.testing.assert_allclose(specs.dequantized(*triple, 32, bits), specs.widen(weights), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        specs.dequantized(*triple, 32, bits), specs.widen(weights), rtol=ROUNDINGS, atol=ROUNDINGS
+    )
 
 
 def test_blocks_change_nothing(op, rng):
@@ -102,12 +107,12 @@ def test_blocks_change_nothing(op, rng):
         whole = (op.reference_vjp if vjp else op.reference)(*arrays, **op.arguments(case))
         blocks = norm._by_rows(op.reference_vjp if vjp else op.reference, case, arrays, op.arguments(case))
         for a, b in zip(whole if isinstance(whole, tuple) else [whole], blocks, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(a, b, rtol=FLOAT64, atol=FLOAT64)
 
 
 def test_error_of_the_exact_value_is_rounding(dtype, rng):
     value = rng.standard_normal((20, 50))
-    assert 0 < specs.error(mx.array(value.astype(np.float32)).astype(dtype), Exact(value)) <= specs.EPSILON[dtype]
+    assert 0 < specs.error(mx.array(value.astype(np.float32)).astype(dtype), Exact(value)) <= units(1, dtype)
 
 
 def test_a_sum_that_comes_rounded_is_no_error_of_the_weights_gradient(rng):
@@ -120,8 +125,8 @@ def test_a_sum_that_comes_rounded_is_no_error_of_the_weights_gradient(rng):
     exact = op.exact(case, arrays, cotangents)[2]
     result = reference.rms_norm_vjp(specs.widen(x + residual), specs.widen(arrays[2]), specs.widen(dy), 1e-5)[1]
     result = mx.array(result.astype(np.float32)).astype(mx.float16)
-    assert specs.error(result, exact) <= 2 * specs.EPSILON[mx.float16] < specs.error(result, Exact(exact.value))
-    assert specs.error(result + 0.02, exact) > 2 * specs.EPSILON[mx.float16]
+    assert specs.error(result, exact) <= units(2, mx.float16) < specs.error(result, Exact(exact.value))
+    assert specs.error(result + 0.02, exact) > units(2, mx.float16)
 
 
 def test_error_sees_one_wrong_element(dtype, rng):

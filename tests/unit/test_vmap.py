@@ -5,7 +5,7 @@ import itertools
 import mlx.core as mx
 import pytest
 from helpers.calls import CALLS
-from helpers.support import assert_near
+from helpers.tolerances import assert_near
 
 SIZE = 2
 # Where the new axis is, of so many axes.

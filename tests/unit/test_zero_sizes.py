@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from helpers.calls import CALLS
 from helpers.support import child_environment
+from helpers.tolerances import LAYERS
 
 import mlx_mittens as mm
 from mlx_mittens.specs import OPS, widen
@@ -42,7 +43,7 @@ def as_numpy(a: mx.array) -> np.ndarray:
 
 def assert_close(a: mx.array, b: np.ndarray, what: str):
     assert a.shape == b.shape, f"{what} has shape {a.shape}, expected {b.shape}"
-    np.testing.assert_allclose(as_numpy(a), b, rtol=1e-3, atol=1e-3, err_msg=what)
+    np.testing.assert_allclose(as_numpy(a), b, rtol=LAYERS, atol=LAYERS, err_msg=what)
 
 
 def slope(call, arrays, tangents, names):
@@ -88,7 +89,7 @@ def check(call, zeros, covered):
             assert gradient.shape == a.shape, f"gradient of {name} has shape {gradient.shape}, expected {a.shape}"
         along = sum(float((widen(g) * widen(t)).sum()) for g, t in zip(gradients, tangents.values()))
         exact = sum(float((widen(c) * s).sum()) for c, s in zip(cotangents, slopes))
-        assert abs(along - exact) <= 1e-3 * max(abs(exact), 1), f"gradients: {along} along the tangents, not {exact}"
+        assert abs(along - exact) <= LAYERS * max(abs(exact), 1), f"gradients: {along} along the tangents, not {exact}"
 
     if not covered:
         return

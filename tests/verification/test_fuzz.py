@@ -28,7 +28,7 @@ def worker():
         yield worker
 
 
-def assert_right(worker: Worker, chunk: Chunk):
+def assert_no_findings(worker: Worker, chunk: Chunk):
     outcome = worker.run(chunk)
     assert not outcome.findings, "\n".join(map(str, outcome.findings))
     assert outcome.cases == chunk.count
@@ -36,19 +36,19 @@ def assert_right(worker: Worker, chunk: Chunk):
 
 @pytest.mark.parametrize("subject, executor", PAIRS)
 def test_a_minute(worker, subject, executor):
-    assert_right(worker, Chunk(subject, executor, SEED, 0, cases_of(subject, CASES[executor])))
+    assert_no_findings(worker, Chunk(subject, executor, SEED, 0, cases_of(subject, CASES[executor])))
 
 
 def test_second_derivatives_of_one_column_are_right(worker):
     """Their terms cancel, and of what rounding leaves mx's may have nothing."""
-    assert_right(worker, Chunk("add_rms_norm", "native", 77, 1264, 1))
+    assert_no_findings(worker, Chunk("add_rms_norm", "native", 77, 1264, 1))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("subject, executor", PAIRS)
 def test_nightly(worker, subject, executor):
     for chunk in chunks([subject], {executor: NIGHTLY[executor]}, SEED):
-        assert_right(worker, chunk)
+        assert_no_findings(worker, chunk)
 
 
 def test_a_case_is_drawn_again():

@@ -3,10 +3,8 @@
 #include <tuple>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/variant.h>
 
 #include "mlx/ops.h"
 #include "ops/attention/attention.h"

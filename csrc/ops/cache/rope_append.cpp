@@ -8,9 +8,7 @@
 #include <utility>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/variant.h>
 
 #include "cpu/copy.h"
 #include "cpu/rope_append.h"
@@ -24,6 +22,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/op_binding.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -444,8 +443,8 @@ void bind(nb::module_& module) {
       .def(nb::new_(&make_rotary), "dims"_a, "base"_a = nb::none(), "scale"_a = 1.0f, "freqs"_a = nb::none(),
            "query_norm"_a = nb::none(), "key_norm"_a = nb::none(), "eps"_a = 0.0f)
       .def("__deepcopy__", [](const Rotary& rotary, nb::handle) { return rotary; }, "memo"_a);
-  module.def(op, &rope_append, "heads"_a, "keys"_a, "values"_a, "rotary"_a, "offset"_a, "start"_a = nb::none(),
-             "stream"_a = nb::none());
+  bind_function(module, op, &rope_append, "heads"_a, "keys"_a, "values"_a, "rotary"_a, "offset"_a,
+                "start"_a = nb::none(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

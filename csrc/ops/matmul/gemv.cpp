@@ -4,8 +4,6 @@
 #include <optional>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/variant.h>
 
 #include "cpu/gemv.h"
 #include "mlx/ops.h"

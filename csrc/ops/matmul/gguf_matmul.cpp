@@ -3,9 +3,7 @@
 #include <optional>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/variant.h>
 
 #include "cpu/gguf.h"
 #include "mlx/ops.h"
@@ -18,6 +16,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/op_binding.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -147,8 +146,8 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
 }
 
 void bind(nb::module_& module) {
-  module.def(op, &block_matmul, "x"_a, "blocks"_a, "kind"_a, "bias"_a.none() = nb::none(), nb::kw_only(),
-             "stream"_a = nb::none());
+  bind_function(module, op, &block_matmul, "x"_a, "blocks"_a, "kind"_a, "bias"_a.none() = nb::none(), nb::kw_only(),
+                "stream"_a = nb::none());
 }
 
 const Register registered(bind);

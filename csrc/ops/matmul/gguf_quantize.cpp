@@ -1,7 +1,5 @@
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/variant.h>
 
 #include "mlx/ops.h"
 #include "ops/matmul/gguf.h"
@@ -11,6 +9,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/op_binding.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -204,7 +203,7 @@ void bind(nb::module_& module) {
   };
   module.def("block_dequantize", dequantize, "blocks"_a, "kind"_a, "dtype"_a = nb::none(), nb::kw_only(),
              "stream"_a = nb::none());
-  module.def("block_quantize", &block_quantize, "w"_a, "kind"_a, nb::kw_only(), "stream"_a = nb::none());
+  bind_function(module, "block_quantize", &block_quantize, "w"_a, "kind"_a, nb::kw_only(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -7,9 +7,7 @@
 #include <numeric>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/variant.h>
 
 #include "mlx/ops.h"
 #include "ops/matmul/affine.h"

@@ -1,9 +1,7 @@
 #include <optional>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/variant.h>
 
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
@@ -15,6 +13,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/op_binding.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -194,8 +193,8 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) 
 
 void bind(nb::module_& module) {
   module.def("try_swiglu", &try_swiglu, "gate"_a, "x"_a);
-  module.def(op, &quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
-             "bits"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+  bind_function(module, op, &quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
+                "bits"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -4,9 +4,7 @@
 #include <utility>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/variant.h>
 
 #include "cpu/rms_norm.h"
 #include "mlx/fast.h"
@@ -178,8 +176,8 @@ namespace {
 void bind(nb::module_& module) {
   module.def("try_pending_add_rms_norm", lenient("rms_norm", &try_pending_add_rms_norm), "x"_a, "weight"_a.none(),
              "eps"_a, nb::kw_only(), "stream"_a = nb::none());
-  module.def(op, &add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
-             "stream"_a = nb::none());
+  bind_function(module, op, &add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
+                "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -1,8 +1,6 @@
 #include <optional>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/variant.h>
 
 #include "cpu/rms_norm.h"
 #include "mlx/fast.h"

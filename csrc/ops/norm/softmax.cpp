@@ -2,7 +2,6 @@
 #include <variant>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include "cpu/softmax.h"

@@ -8,7 +8,6 @@ import pytest
 from helpers.attention import (
     HIDES,
     MASKS,
-    assert_right,
     draw,
     exact_of,
     hidden_keys,
@@ -19,8 +18,18 @@ from helpers.attention import (
     run,
     without,
 )
-from helpers.matrices import assert_error_at_most_that_of_mx
-from helpers.support import assert_near
+from helpers.tolerances import (
+    FLOAT16_TWICE,
+    FLOAT64_ROUNDINGS,
+    GRADIENTS_16_BIT,
+    LAYERS,
+    ROUNDINGS,
+    SUM,
+    SUMS,
+    assert_attention_right,
+    assert_error_at_most_that_of_mx,
+    assert_near,
+)
 
 import mlx_mittens as mm
 from mlx_mittens.specs.attention import twin_mask
@@ -34,7 +43,7 @@ def attend(q, k, v, scale, mask=None, sinks=None, window=None):
     assert y.shape == (*q.shape[:3], v.shape[3])
     with mx.stream(mx.cpu):
         twin = MX(q, k, v, scale=scale, mask=twin_mask(mask, window, q.shape[2], k.shape[2]), sinks=sinks)
-    assert_right(y, twin, exact_of(q, k, v, scale, mask, sinks, window), q.dtype)
+    assert_attention_right(y, twin, exact_of(q, k, v, scale, mask, sinks, window), q.dtype)
     return y
 
 
@@ -113,7 +122,7 @@ def test_a_key_that_outweighs_all_others(rng, executor, key):
     q, k, v = (draw(rng, (1, 1, n, 256), mx.float32, outliers=False) for n in (1, 1100, 1100))
     k[0, 0, key] = q[0, 0, 0] * (300 * 16 / mx.sum(q * q))
     y = mm.scaled_dot_product_attention(q, k, v, scale=1 / 16)
-    np.testing.assert_allclose(np.array(y[0, 0, 0]), np.array(v[0, 0, key]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.array(y[0, 0, 0]), np.array(v[0, 0, key]), rtol=SUM, atol=ROUNDINGS)
 
 
 @pytest.mark.parametrize("queries", [1, 9, 40])
@@ -192,9 +201,9 @@ def test_scores_beyond_float16(rng, executor, queries):
     q, k, v = inputs(rng, (1, 2, 1, queries, 40, 64), mx.float16, outliers=False)
     y = run(lambda: mm.scaled_dot_product_attention(q * 300, k * 300, v, scale=1.0))
     exact = exact_of(q * 300, k * 300, v, 1.0)
-    assert np.abs(np.array(y) - exact.value).max() <= 2e-3 * np.abs(exact.value).max()
+    assert np.abs(np.array(y) - exact.value).max() <= FLOAT16_TWICE * np.abs(exact.value).max()
     small = run(lambda: mm.scaled_dot_product_attention(q * 1e-4, k * 1e-4, v, scale=1.0))
-    np.testing.assert_allclose(np.array(small)[0, :, 0], np.array(v.mean(2))[0].repeat(2, 0), atol=2e-3)
+    np.testing.assert_allclose(np.array(small)[0, :, 0], np.array(v.mean(2))[0].repeat(2, 0), atol=FLOAT16_TWICE)
 
 
 @pytest.mark.parametrize("queries", [1, 33])
@@ -209,7 +218,7 @@ def test_nan_and_infinity(rng, dtype, executor, queries, value):
         y = run(lambda arrays=arrays: mm.scaled_dot_product_attention(*arrays, scale=0.125))
         with mx.stream(mx.cpu):
             twin = MX(*(a.astype(mx.float32) for a in arrays), scale=0.125)
-        assert_near(mx.nan_to_num(y, 7, 8, 9), mx.nan_to_num(twin, 7, 8, 9), str(value), 2e-2)
+        assert_near(mx.nan_to_num(y, 7, 8, 9), mx.nan_to_num(twin, 7, 8, 9), str(value), GRADIENTS_16_BIT)
         assert mx.array_equal(mx.isnan(y), mx.isnan(twin)).item()
 
 
@@ -226,16 +235,16 @@ def check_hidden(rng, dtype, queries, how, width, keys=40):
     for value in (np.nan, np.inf, float(mx.finfo(dtype).max)):
         spoilt = poisoned(v, hidden.keys, value, slice(3, 50, 11))
         y = call(k, spoilt)
-        assert_right(without(y, hidden.hits, exact), twin, exact, dtype)
+        assert_attention_right(without(y, hidden.hits, exact), twin, exact, dtype)
         if not np.isfinite(value):
             found = np.isfinite(np.array(y.astype(mx.float32)))
             expected = np.ones(found.shape, bool)
             expected[:, :, hidden.hits, 3:50:11] = False
             np.testing.assert_array_equal(found, expected)
             y = call(poisoned(k, hidden.keys, value), spoilt)
-            assert_right(without(y, hidden.hits, exact), twin, exact, dtype)
+            assert_attention_right(without(y, hidden.hits, exact), twin, exact, dtype)
     y = call(poisoned(k, hidden.keys, np.nan), v)
-    assert_right(without(y, hidden.hits, exact), twin, exact, dtype)
+    assert_attention_right(without(y, hidden.hits, exact), twin, exact, dtype)
     assert not np.isfinite(np.array(y.astype(mx.float32)))[:, :, hidden.hits].any()
 
 
@@ -265,7 +274,7 @@ def test_what_is_hidden_from_a_whole_split_does_not_matter(rng, executor, dtype,
     for value in (mx.finfo(dtype).max, float("nan")):
         v[:, :, 70:] = value
         mm.stats(reset=True)
-        assert_right(run(call), None, exact, dtype)
+        assert_attention_right(run(call), None, exact, dtype)
         kernels = str(mm.stats()["scaled_dot_product_attention"]["kernels"])
         assert executor == "native" or "combine" in kernels, kernels
 
@@ -279,7 +288,7 @@ def test_rows_that_see_nothing_are_finite(rng, dtype, executor, queries, width, 
     seen = mx.zeros((queries, 40), mx.bool_)
     y = run(lambda: mm.scaled_dot_product_attention(
         q, poisoned(k, keys, value), poisoned(v, keys, value, slice(5, 9)), scale=0.125, mask=seen))  # fmt: skip
-    assert_right(y, None, exact_of(q, k, poisoned(v, keys, 0.0, slice(5, 9)), 0.125, seen), dtype)
+    assert_attention_right(y, None, exact_of(q, k, poisoned(v, keys, 0.0, slice(5, 9)), 0.125, seen), dtype)
 
 
 def test_the_end_of_a_cache_does_not_matter(rng, dtype, executor):
@@ -289,7 +298,7 @@ def test_the_end_of_a_cache_does_not_matter(rng, dtype, executor):
         room = mx.full((1, 2, 64 - keys, width), float("nan"), dtype)
         caches = [mx.concatenate([a, room], 2)[:, :, :keys] for a in (k, v)]
         y = run(lambda q=q, caches=caches: mm.scaled_dot_product_attention(q, *caches, scale=0.125, mask="causal"))
-        assert_right(y, None, exact_of(q, k, v, 0.125, "causal"), dtype)
+        assert_attention_right(y, None, exact_of(q, k, v, 0.125, "causal"), dtype)
 
 
 @pytest.mark.parametrize("how", HIDES)
@@ -361,7 +370,7 @@ def test_vmap_over_sinks_of_what_is_not_finite(rng, native, how, what):
     one = lambda sinks: mm.scaled_dot_product_attention(
         q, k, v, scale=0.25, mask=hidden.mask, window=hidden.window, sinks=sinks)  # fmt: skip
     found, each = mx.vmap(one)(sinks), mx.stack([one(s) for s in sinks])
-    np.testing.assert_allclose(np.array(found), np.array(each), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.array(found), np.array(each), rtol=SUMS, atol=SUM)
     if what == "key of -inf":
         assert mx.isfinite(found).all()
 
@@ -381,7 +390,7 @@ def test_error_is_at_most_that_of_mx(rng, dtype, executor):
         with mx.stream(mx.cpu):
             twin = MX(q, k, v, scale=128**-0.5)
         exact = exact_of(q, k, v, 128**-0.5)
-        assert_right(y, twin, exact, dtype)
+        assert_attention_right(y, twin, exact, dtype)
         assert_error_at_most_that_of_mx(y, twin, exact)
 
 
@@ -408,13 +417,13 @@ def test_gradients(rng, executor, queries, keys, mask, sinks):
     with mx.stream(mx.cpu):
         twins = mx.vjp(of(MX), arrays, [cotangent])[1]
     for i, (a, b) in enumerate(zip(ours, twins, strict=True)):
-        assert_near(a, b, f"gradient {i}", 1e-4)
+        assert_near(a, b, f"gradient {i}", SUMS)
     tangents = [draw(rng, a.shape, mx.float32) for a in arrays]
     if differentiable:
         tangents[3] = mx.where(mx.isinf(arrays[3]), 0, tangents[3])
     ours = run(lambda: mx.jvp(of(mm.scaled_dot_product_attention), arrays, tangents)[1])
     with mx.stream(mx.cpu):
-        assert_near(ours[0], mx.jvp(of(MX), arrays, tangents)[1][0], "jvp", 1e-3)
+        assert_near(ours[0], mx.jvp(of(MX), arrays, tangents)[1][0], "jvp", LAYERS)
 
 
 def test_gradients_in_pieces_are_exact(rng, native):
@@ -441,7 +450,7 @@ def test_gradients_in_pieces_are_exact(rng, native):
         ahead, behind = (loss(*wide[:i], wide[i] + s * direction, *wide[i + 1 :]) for s in (h, -h))
         slope = (np.array(gradient, np.float64) * direction).sum()
         size = np.linalg.norm(np.array(gradient, np.float64))
-        assert abs(slope - (ahead - behind) / (2 * h)) <= 1e-4 * size, f"gradient {i}"
+        assert abs(slope - (ahead - behind) / (2 * h)) <= SUMS * size, f"gradient {i}"
 
 
 def test_gradients_hold_no_full_scores(rng, native):
@@ -457,7 +466,7 @@ def test_gradients_hold_no_full_scores(rng, native):
 def test_second_derivative(rng, native):
     q, k, v = inputs(rng, (1, 2, 1, 6, 9, 8), mx.float32, outliers=False)
     second = lambda f: mx.grad(lambda q: (mx.grad(lambda q: mx.sin(f(q, k, v, scale=0.3)).sum())(q) ** 2).sum())(q)
-    assert_near(second(mm.scaled_dot_product_attention), second(MX), "second derivative", 1e-3)
+    assert_near(second(mm.scaled_dot_product_attention), second(MX), "second derivative", LAYERS)
 
 
 def test_gradients_in_half_types(rng, dtype, native):
@@ -466,7 +475,7 @@ def test_gradients_in_half_types(rng, dtype, native):
     exact = loss(MX)(*(a.astype(mx.float32) for a in arrays))
     for a, b in zip(loss(mm.scaled_dot_product_attention)(*arrays), exact, strict=True):
         assert a.dtype == dtype
-        assert_near(a, b, "gradient", 1e-4 if dtype == mx.float32 else 2e-2)
+        assert_near(a, b, "gradient", SUMS if dtype == mx.float32 else GRADIENTS_16_BIT)
 
 
 @pytest.mark.parametrize(
@@ -507,7 +516,7 @@ def test_compiled_for_any_shape(rng, executor, order):
     for queries in order:
         q, k, v = inputs(rng, (1, 4, 2, queries, 150, 64), mx.float32)
         y = run(lambda: compiled(q, k, v))
-        assert_right(y, None, exact_of(q, k, v, 0.125, "causal"), mx.float32)
+        assert_attention_right(y, None, exact_of(q, k, v, 0.125, "causal"), mx.float32)
 
 
 def test_a_graph_that_is_built_outside_the_simulator(rng, native):
@@ -515,7 +524,7 @@ def test_a_graph_that_is_built_outside_the_simulator(rng, native):
     y = mm.scaled_dot_product_attention(q, k, v, scale=0.125)
     with mm.simulator.enabled():
         mx.eval(y)
-    assert_right(y, None, exact_of(q, k, v, 0.125), mx.float32)
+    assert_attention_right(y, None, exact_of(q, k, v, 0.125), mx.float32)
 
 
 def test_streams_and_threads(rng, native):
@@ -559,7 +568,7 @@ def test_types_are_promoted(rng, native):
     for types in ((mx.float16, mx.float32, mx.float16), (mx.bfloat16, mx.bfloat16, mx.float32)):
         arrays = [a.astype(t) for a, t in zip((q, k, v), types)]
         y, twin = (f(*arrays, scale=0.25) for f in (mm.scaled_dot_product_attention, MX))
-        assert y.dtype == twin.dtype and mx.allclose(y, twin, 1e-4, 1e-4).item()
+        assert y.dtype == twin.dtype and mx.allclose(y, twin, SUMS, SUMS).item()
 
 
 def test_what_is_left_to_mx(rng, native):
@@ -571,7 +580,7 @@ def test_what_is_left_to_mx(rng, native):
             for window in (None, 4):
                 y = mm.scaled_dot_product_attention(q, k, v, scale=0.25, mask=mask, window=window)
                 twin = MX(q, k, v, scale=0.25, mask=twin_mask(mask, window, 6, 9))
-                np.testing.assert_allclose(np.array(y), np.array(twin), rtol=1e-10)
+                np.testing.assert_allclose(np.array(y), np.array(twin), rtol=FLOAT64_ROUNDINGS)
 
 
 T = mx.zeros

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import simulate
+from helpers.tolerances import BFLOAT16, FLOAT16, ROUNDINGS, WEIGHTED_MEAN
 
 ROWS, HEADS = 3, 3
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -41,10 +42,10 @@ def combine(rng, dtype, splits, width, has_sinks, unseen=()):
 def test_splits(rng, splits, has_sinks):
     """Four rounds of 32 lanes, and of 32 sharers, are one turn of the loops."""
     got, exact = combine(rng, "float32", splits, 64, has_sinks)
-    np.testing.assert_allclose(got, exact, rtol=3e-6, atol=1e-6 * np.abs(exact).max())
+    np.testing.assert_allclose(got, exact, rtol=WEIGHTED_MEAN, atol=ROUNDINGS * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 3e-6), ("float16", 1e-3), ("bfloat16", 8e-3)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", WEIGHTED_MEAN), ("float16", FLOAT16), ("bfloat16", BFLOAT16)])
 @pytest.mark.parametrize("width", [64, 72, 80, 96, 128, 192, 256])
 def test_widths(rng, dtype, tolerance, width):
     got, exact = combine(rng, dtype, 40, width, True)
@@ -54,4 +55,4 @@ def test_widths(rng, dtype, tolerance, width):
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_splits_that_see_nothing_count_for_nothing(rng, has_sinks):
     got, exact = combine(rng, "bfloat16", 150, 64, has_sinks, unseen=[0, 5, 33, 128, 149])
-    np.testing.assert_allclose(got, exact, rtol=8e-3, atol=8e-3 * np.abs(exact).max())
+    np.testing.assert_allclose(got, exact, rtol=BFLOAT16, atol=BFLOAT16 * np.abs(exact).max())

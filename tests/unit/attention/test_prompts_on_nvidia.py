@@ -2,7 +2,8 @@
 
 import mlx.core as mx
 import pytest
-from helpers.attention import MASKS, assert_right, exact_of, inputs, mask_of, run
+from helpers.attention import MASKS, exact_of, inputs, mask_of, run
+from helpers.tolerances import assert_attention_right
 
 import mlx_mittens as mm
 from mlx_mittens.specs.attention import twin_mask
@@ -16,7 +17,7 @@ def test_float32(rng, nvidia_kernels, width, mask, queries, keys):
     q, k, v = inputs(rng, shape, mx.float32)
     given = mask_of(rng, mask, shape, mx.float32)
     y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask=given))
-    assert_right(y, None, exact_of(q, k, v, width**-0.5, given), mx.float32)
+    assert_attention_right(y, None, exact_of(q, k, v, width**-0.5, given), mx.float32)
     assert nvidia_kernels()[0] == f"attention_decode_tiles_{width}_8_float32"
 
 
@@ -24,7 +25,7 @@ def test_float32(rng, nvidia_kernels, width, mask, queries, keys):
 def test_float32_in_a_window(rng, nvidia_kernels, window):
     q, k, v = inputs(rng, (1, 2, 1, 50, 90, 64), mx.float32)
     y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1, window=window))
-    assert_right(y, None, exact_of(q, k, v, 0.1, None, None, window), mx.float32)
+    assert_attention_right(y, None, exact_of(q, k, v, 0.1, None, None, window), mx.float32)
     assert "tiles" in nvidia_kernels()[0]
 
 
@@ -44,7 +45,7 @@ def test_blocks_that_a_mask_hides_are_skipped(rng, counted, native):
     assert bytes_loaded(seen) > 0.3 * every
     with mm.simulator.enabled(gpu="nvidia"):
         y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1, mask=seen))
-    assert_right(y, None, exact_of(q, k, v, 0.1, seen), mx.float32)
+    assert_attention_right(y, None, exact_of(q, k, v, 0.1, seen), mx.float32)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,9 @@ def test_what_goes_to_mx(rng, lenient, nvidia_kernels, dtype, queries, keys, wid
     assert bool(nvidia_kernels()) == kernel
     mask = twin_mask(options.get("mask"), options.get("window"), queries, keys)
     twin = mx.fast.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask=mask)
-    assert_right(y, twin, exact_of(q, k, v, width**-0.5, options.get("mask"), None, options.get("window")), dtype)
+    assert_attention_right(
+        y, twin, exact_of(q, k, v, width**-0.5, options.get("mask"), None, options.get("window")), dtype
+    )
 
 
 def test_force_fused_keeps_the_kernel(rng, lenient, nvidia_kernels):

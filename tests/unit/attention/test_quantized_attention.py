@@ -3,9 +3,9 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.attention import MASKS, assert_right, draw, exact_of, hidden_keys, hides, mask_of, poisoned, run, without
+from helpers.attention import MASKS, draw, exact_of, hidden_keys, hides, mask_of, poisoned, run, without
 from helpers.matrices import quantize
-from helpers.support import assert_near
+from helpers.tolerances import LAYERS, SUM, SUMS, assert_attention_right, assert_near
 
 import mlx_mittens as mm
 from mlx_mittens.specs import dequantized
@@ -23,7 +23,7 @@ def attend(q, keys, values, scale, mask=None, sinks=None, window=None, group_siz
         seen = twin_mask(mask, window, q.shape[2], keys[0].shape[2])
         twin = composed(q, keys, values, scale, seen, sinks, group_size, bits)
     dense = (dequantized(*triple, group_size, bits) for triple in (keys, values))
-    assert_right(y, twin, exact_of(q, *dense, scale, mask, sinks, window), q.dtype)
+    assert_attention_right(y, twin, exact_of(q, *dense, scale, mask, sinks, window), q.dtype)
     return y
 
 
@@ -107,7 +107,7 @@ def test_values_of_another_width(rng, dtype, executor, queries, width, value_wid
         y = run(lambda: call(None))
         assert mm.stats()["quantized_scaled_dot_product_attention"]["mx"]
         dense = (dequantized(*triple, 32, bits) for triple in (keys, values))
-        assert_right(y, composed(q, keys, values, 0.125, "causal", None, 32, bits),
+        assert_attention_right(y, composed(q, keys, values, 0.125, "causal", None, 32, bits),
                      exact_of(q, *dense, 0.125, "causal"), dtype)  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def check_hidden(rng, dtype, queries, how, bits, ratio=2, keys=40, width=64, gro
             for triples in ((k, spoilt[1]), spoilt):
                 y = run(lambda triples=triples: mm.quantized_scaled_dot_product_attention(
                     q, *triples, 0.125, hidden.mask, group_size, bits, window=hidden.window))  # fmt: skip
-                assert_right(without(y, hidden.hits, exact), twin, exact, dtype)
+                assert_attention_right(without(y, hidden.hits, exact), twin, exact, dtype)
                 if triples[0] is k:
                     assert not np.isfinite(np.array(y.astype(mx.float32)))[:, :, hidden.hits].any()
 
@@ -191,10 +191,10 @@ def test_gradient_of_queries(rng, native, bits):
     cotangent = draw(rng, q.shape, mx.float32)
     gradients = [mx.vjp(f, [q, mask, sinks], [cotangent])[1] for f in (ours, twin)]
     for i, (a, b) in enumerate(zip(*gradients, strict=True)):
-        assert_near(a, b, f"gradient {i}", 1e-4)
+        assert_near(a, b, f"gradient {i}", SUMS)
     tangents = [draw(rng, a.shape, mx.float32) for a in (q, mask, sinks)]
     derivatives = [mx.jvp(f, [q, mask, sinks], tangents)[1][0] for f in (ours, twin)]
-    assert_near(*derivatives, "jvp", 1e-3)
+    assert_near(*derivatives, "jvp", LAYERS)
     with pytest.raises(ValueError, match="has no gradients with respect to packed keys and values"):
         mx.eval(mx.grad(lambda s: ours(q, mask, sinks).sum() * 0 + mm.quantized_scaled_dot_product_attention(
             q, (keys[0], s, keys[2]), values, 0.125, bits=bits).sum())(keys[1]))  # fmt: skip
@@ -225,7 +225,7 @@ def test_other_bits_are_composed(rng, native, bits):
                     q, keys, values, 0.125, mask, 32, bits, sinks=sinks, window=window
                 )
                 twin = composed(q, keys, values, 0.125, twin_mask(mask, window, 6, 40), sinks, 32, bits)
-                assert_near(y, twin, f"{mask} {window}", 1e-5)
+                assert_near(y, twin, f"{mask} {window}", SUM)
 
 
 def test_empty(rng, native):

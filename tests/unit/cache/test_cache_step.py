@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import tiny
-from helpers.support import assert_near, assert_same_bits
+from helpers.support import assert_same_bits
+from helpers.tolerances import SUM, assert_near
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 
 import mlx_mittens as mm
@@ -77,7 +78,7 @@ def test_a_token_attends_with_its_cache(rng, native):
         y = _ext.attend_with_cache(heads, cache.keys, cache.values, ROTARY, first, SCALE)
         k, v = (a[:, :, : first + 1] for a in expected)
         attended = mx.fast.scaled_dot_product_attention(queries, k, v, scale=SCALE).reshape(1, 1, -1)
-        assert_near(y, attended, "attention", 1e-5)
+        assert_near(y, attended, "attention", SUM)
         assert_same_bits(cache.keys, expected[0], "keys")
         assert_same_bits(cache.values, expected[1], "values")
 
@@ -192,7 +193,7 @@ def test_what_mx_makes_of_a_buffer(executor, rng, pending, elsewhere):
             mx.eval(cache.keys)
         check(attended)
         exact = np.exp(cache.expected[0].astype(np.float64) * 0.125)
-        np.testing.assert_allclose(np.array(cache.keys), exact, rtol=1e-5)
+        np.testing.assert_allclose(np.array(cache.keys), exact, rtol=SUM)
         cache.expected[0] = np.array(cache.keys)
 
 

@@ -6,7 +6,8 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.support import assert_near, assert_right, assert_same_bits
+from helpers.support import assert_same_bits
+from helpers.tolerances import SUM, SUMS, assert_near, assert_right, rounded, units
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, specs
@@ -48,7 +49,7 @@ def test_far_positions(dtype, executor, rng):
         y, *_ = mm.rope_append(heads, keys, values, 64, base=base, offset=offset, start=0)
         value, _, inner = reference.rope(specs.widen(heads[:, :2]), 64, base, offset)
         error = specs.error(y, specs.Exact(value, inner=inner))
-        assert error <= (4 if dtype == mx.float32 else 1) * specs.EPSILON[dtype], (base, offset, error)
+        assert error <= units(4 if dtype == mx.float32 else 1, dtype), (base, offset, error)
 
 
 def test_scale_and_start(dtype, executor, rng):
@@ -57,8 +58,8 @@ def test_scale_and_start(dtype, executor, rng):
     twin = lambda a: mx.fast.rope(
         a.astype(mx.float32), 64, traditional=False, base=1e4, scale=0.25, offset=12
     )  # fmt: skip
-    assert_near(y, twin(heads[:, :3]), "queries", specs.EPSILON[dtype] * 4)
-    assert_near(all_keys[:, :, 5:7], twin(heads[:, 3:5]), "keys", specs.EPSILON[dtype] * 4)
+    assert_near(y, twin(heads[:, :3]), "queries", rounded(dtype))
+    assert_near(all_keys[:, :, 5:7], twin(heads[:, 3:5]), "keys", rounded(dtype))
     assert_same_bits(all_values[:, :, 5:7], heads[:, 5:], "values")
     for buffer, result in ((keys, all_keys), (values, all_values)):
         assert_same_bits(result[:, :, :5], buffer[:, :, :5], "before")
@@ -144,7 +145,7 @@ def test_a_cache_over_many_steps(dtype, executor, rng):
         _, *ours = mm.rope_append(heads, *ours, 64, base=1e4, offset=offset)
         _, *twin = OP.twin(heads, *twin, None, None, None, dims=64, base=1e4, offset=offset, eps=None)
     for a, b in zip(ours, twin, strict=True):
-        assert_near(a, b, "buffers", 4 * specs.EPSILON[dtype])
+        assert_near(a, b, "buffers", rounded(dtype))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
@@ -184,7 +185,7 @@ def test_empty(dtype, executor, rng, shape):
     assert_same_bits(values, arrays[2], "values")
     if queries.size:
         twin = mx.fast.rope(arrays[0], 64, traditional=False, base=1e4, scale=1.0, offset=7)
-        assert_near(queries, twin, "queries", 4 * specs.EPSILON[dtype])
+        assert_near(queries, twin, "queries", rounded(dtype))
 
 
 def test_gradients(native, rng):
@@ -206,9 +207,9 @@ def test_gradients(native, rng):
         tangents = [mx.array(rng.standard_normal(a.shape).astype(np.float32)) for a in primals]
         ours, twins = (mx.vjp(of(f), primals, cotangents)[1] for f in (OP.ours, OP.twin))
         for i, a, b in zip(there, ours, twins, strict=True):
-            assert_near(a, b, f"gradient of {OP.parameters[i][0]}", 1e-4)
+            assert_near(a, b, f"gradient of {OP.parameters[i][0]}", SUMS)
         for a, b in zip(*(mx.jvp(of(f), primals, tangents)[1] for f in (OP.ours, OP.twin)), strict=True):
-            assert_near(a, b, "jvp", 1e-4)
+            assert_near(a, b, "jvp", SUMS)
 
 
 def test_vmap_and_compile(executor, rng):
@@ -219,7 +220,7 @@ def test_vmap_and_compile(executor, rng):
     mapped = mx.vmap(f)(*(mx.stack(group) for group in zip(*several)))
     for i in range(3):
         for a, b in zip(mapped, each[i], strict=True):
-            assert_near(a[i], b, "vmap", 1e-5)
+            assert_near(a[i], b, "vmap", SUM)
     for a, b in zip(f(*several[0]), mm.rope_append(*several[0], 64, base=1e4, offset=4), strict=True):
         assert_same_bits(a, b, "compiled")
 

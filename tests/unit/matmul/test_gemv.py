@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.matrices import assert_error_at_most_that_of_mx, assert_right, draw, exact_product
+from helpers.matrices import draw, exact_product
+from helpers.tolerances import SUMS, assert_error_at_most_that_of_mx, assert_product_right, of_terms
 
 import mlx_mittens as mm
 from mlx_mittens.specs import widen
@@ -15,7 +16,7 @@ def product(rng, rows, columns, outputs, dtype, transpose=True, with_bias=False)
     bias = draw(rng, (outputs,), dtype) if with_bias else None
     y = mm.gemv(w, x, bias, transpose=transpose)
     assert y.shape == (rows, outputs)
-    assert_right(y, exact_product(widen(x), widen(w) if transpose else widen(w).T, widen(bias)), dtype)
+    assert_product_right(y, exact_product(widen(x), widen(w) if transpose else widen(w).T, widen(bias)), dtype)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_nothing_beyond_a_view_is_read(rng, dtype, native, rows, transpose):
         view = whole[top : top + shape[0], left : left + shape[1]]
         x = draw(rng, (rows, columns), dtype)
         exact = exact_product(widen(x), widen(w) if transpose else widen(w).T)
-        assert_right(mm.gemv(view, x, transpose=transpose), exact, dtype)
+        assert_product_right(mm.gemv(view, x, transpose=transpose), exact, dtype)
 
 
 @pytest.mark.parametrize("columns, outputs", [(65536, 2), (40_001, 3), (32_768, 64)])
@@ -83,23 +84,23 @@ def test_any_leading_shape(rng, executor, shape):
     w, x = draw(rng, (10, 64), mx.float32), draw(rng, shape, mx.float32)
     y = mm.gemv(w, x)
     assert y.shape == (*shape[:-1], 10)
-    assert_right(y, exact_product(widen(x), widen(w)), mx.float32)
+    assert_product_right(y, exact_product(widen(x), widen(w)), mx.float32)
 
 
 @pytest.mark.parametrize("columns", [64, 65])
 def test_strided_weights(rng, dtype, executor, columns):
     w, x = draw(rng, (3 * 20, columns + 8), dtype), draw(rng, (2, 20), dtype)
     for view in (w[::3, 8:], w[1::3, 3 : columns + 3], w[:20].T[:columns].T, w[::-3, :columns]):
-        assert_right(mm.gemv(view, x, transpose=False), exact_product(widen(x), widen(view).T), dtype)
+        assert_product_right(mm.gemv(view, x, transpose=False), exact_product(widen(x), widen(view).T), dtype)
         other = draw(rng, (2, columns), dtype)
-        assert_right(mm.gemv(view, other), exact_product(widen(other), widen(view)), dtype)
+        assert_product_right(mm.gemv(view, other), exact_product(widen(other), widen(view)), dtype)
 
 
 def test_strided_rows(rng, executor):
     w, x = draw(rng, (9, 64), mx.float32), draw(rng, (64, 3), mx.float32)
-    assert_right(mm.gemv(w, x.T), exact_product(widen(x).T, widen(w)), mx.float32)
+    assert_product_right(mm.gemv(w, x.T), exact_product(widen(x).T, widen(w)), mx.float32)
     x = draw(rng, (3 * 64 + 1,), mx.float32)[1:].reshape(3, 64)
-    assert_right(mm.gemv(w, x), exact_product(widen(x), widen(w)), mx.float32)
+    assert_product_right(mm.gemv(w, x), exact_product(widen(x), widen(w)), mx.float32)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
@@ -108,8 +109,8 @@ def test_infinity_and_nan(rng, dtype, executor, rows):
     w[1, 3] = float("inf")
     w[2, 60] = float("nan")
     w[3, 5] = float("-inf")
-    assert_right(mm.gemv(w, x), exact_product(widen(x), widen(w)), dtype)
-    assert_right(mm.gemv(w.T, x, transpose=False), exact_product(widen(x), widen(w)), dtype)
+    assert_product_right(mm.gemv(w, x), exact_product(widen(x), widen(w)), dtype)
+    assert_product_right(mm.gemv(w.T, x, transpose=False), exact_product(widen(x), widen(w)), dtype)
 
 
 def test_the_edge_of_float16(executor):
@@ -142,10 +143,10 @@ def test_gradients(rng, executor, transpose):
 
     cotangent = draw(rng, (2, 2, outputs), mx.float32)
     for a, b in zip(mx.vjp(ours, primals, [cotangent])[1], mx.vjp(twin, primals, [cotangent])[1], strict=True):
-        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=SUMS, atol=of_terms(100))
     tangents = [draw(rng, p.shape, mx.float32) for p in primals]
     for a, b in zip(mx.jvp(ours, primals, tangents)[1], mx.jvp(twin, primals, tangents)[1], strict=True):
-        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-2)
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=SUMS, atol=of_terms(1000))
 
 
 @pytest.mark.parametrize("transpose", [True, False])
@@ -153,9 +154,9 @@ def test_vmap_and_compile(rng, executor, transpose):
     w, x = draw(rng, (3, 32, 32), mx.float32), draw(rng, (3, 2, 32), mx.float32)
     one = mx.compile(lambda w, x: mm.gemv(w, x, transpose=transpose))
     each = mx.stack([one(w[i], x[i]) for i in range(3)])
-    np.testing.assert_allclose(np.array(mx.vmap(one)(w, x)), np.array(each), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(mx.vmap(one)(w, x)), np.array(each), rtol=SUMS, atol=SUMS)
     shared = mx.vmap(one, in_axes=(None, 1), out_axes=1)(w[0], x)
-    np.testing.assert_allclose(np.array(shared[0]), np.array(one(w[0], x[0])), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(shared[0]), np.array(one(w[0], x[0])), rtol=SUMS, atol=SUMS)
 
 
 SPLIT, WHOLE = (1, 4200), (16, 40)  # rows and columns of x
@@ -171,7 +172,7 @@ def test_compiled_for_any_shape(rng, executor, transpose, order):
         x = draw(rng, (rows, columns), mx.float32)
         exact = exact_product(widen(x), widen(w) if transpose else widen(w).T, np.ones(160))
         mm.stats(reset=True)
-        assert_right(compiled(w, x), exact, mx.float32)
+        assert_product_right(compiled(w, x), exact, mx.float32)
         kernels = str(mm.stats()["gemv"]["kernels"])
         split = order[0] == (rows, columns) == SPLIT
         assert executor == "native" or ("split_sum" in kernels) == split, kernels

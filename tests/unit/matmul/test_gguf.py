@@ -5,7 +5,8 @@ import platform
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.matrices import BLOCK_BYTES, assert_right, draw, exact_product, with_one_nan
+from helpers.matrices import BLOCK_BYTES, draw, exact_product, with_one_nan
+from helpers.tolerances import SUM, SUMS, assert_product_right, of_terms
 
 import mlx_mittens as mm
 from mlx_mittens.specs import widen
@@ -106,7 +107,7 @@ def test_products(rng, dtype, executor, kind, rows, columns, outputs):
     bias = draw(rng, (outputs,), dtype) if rows % 2 else None
     y = mm.block_matmul(x, mx.array(blocks), kind, bias)
     assert y.shape == (rows, outputs)
-    assert_right(y, exact_product(widen(x), w.astype(np.float64), widen(bias)), dtype)
+    assert_product_right(y, exact_product(widen(x), w.astype(np.float64), widen(bias)), dtype)
 
 
 @pytest.mark.parametrize("rows", [*range(1, 18), 31, 33, 129, 257])
@@ -115,7 +116,7 @@ def test_any_number_of_rows(rng, dtype, native, kind, rows):
     blocks = blocks_of(rng.standard_normal((outputs, columns)).astype(np.float32), kind)
     x = draw(rng, (rows, columns), dtype)
     exact = exact_product(widen(x), gguf.dequantize(blocks, KINDS[kind]).astype(np.float64))
-    assert_right(mm.block_matmul(x, mx.array(blocks), kind), exact, dtype)
+    assert_product_right(mm.block_matmul(x, mx.array(blocks), kind), exact, dtype)
 
 
 def test_views(rng, executor, kind):
@@ -125,10 +126,10 @@ def test_views(rng, executor, kind):
     exact = exact_product(widen(x).T, gguf.dequantize(data, KINDS[kind]).astype(np.float64))
     for offset in (0, 1, 2, 3, 5):
         file = mx.array(np.concatenate([np.zeros(offset, np.uint8), data.reshape(-1)]))
-        assert_right(mm.block_matmul(x.T, file[offset:].reshape(data.shape), kind), exact, mx.float32)
+        assert_product_right(mm.block_matmul(x.T, file[offset:].reshape(data.shape), kind), exact, mx.float32)
     every_other = mx.array(data)[::2]
     half = exact_product(widen(x).T, gguf.dequantize(data[::2], KINDS[kind]).astype(np.float64))
-    assert_right(mm.block_matmul(x.T, every_other, kind), half, mx.float32)
+    assert_product_right(mm.block_matmul(x.T, every_other, kind), half, mx.float32)
 
 
 def test_extremes(executor, kind):
@@ -158,7 +159,7 @@ def test_products_of_large_activations(rng, dtype, executor, kind, rows, columns
     in_range = np.abs(exact.value) < largest
     assert in_range.any() and np.isfinite(widen(y)[in_range]).all()
     if in_range.all():
-        assert_right(y, exact, dtype)
+        assert_product_right(y, exact, dtype)
 
 
 def test_views_of_more_elements_than_an_int_counts(native):
@@ -168,7 +169,7 @@ def test_views_of_more_elements_than_an_int_counts(native):
     blocks = mx.broadcast_to(mx.array([1], mx.uint8), shape)
     y = mm.block_matmul(mx.ones((1, 32 * 964)), blocks, "q8_0")
     scale = float(np.frombuffer(b"\1\1", np.float16)[0])
-    assert mx.allclose(y, mx.full(y.shape, 32 * 964 * scale), rtol=1e-5).item()
+    assert mx.allclose(y, mx.full(y.shape, 32 * 964 * scale), rtol=SUM).item()
     mx.clear_cache()
 
 
@@ -182,9 +183,9 @@ def test_gradients_vmap_and_compile(rng, executor, kind):
 
     found, expected = (mx.vjp(f, [x, bias], [cotangent])[1] for f in (ours, lambda x, bias: x @ w.T + bias))
     for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=SUMS, atol=of_terms(100))
     for f in (mx.vmap(ours, in_axes=(0, None)), mx.compile(ours)):
-        np.testing.assert_allclose(np.array(f(x, bias)), np.array(x @ w.T + bias), rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(np.array(f(x, bias)), np.array(x @ w.T + bias), rtol=SUMS, atol=of_terms(100))
 
 
 def product(x=(1, 32), x_type=mx.float32, blocks=(2, 18), blocks_type=mx.uint8, kind="q4_0", bias=None):

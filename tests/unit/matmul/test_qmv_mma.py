@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.matrices import assert_error_at_most_that_of_mx, assert_right, draw, exact_product, exact_swiglu, quantize
+from helpers.matrices import draw, exact_product, exact_swiglu, quantize
+from helpers.tolerances import assert_error_at_most_that_of_mx, assert_product_right
 
 import mlx_mittens as mm
 from mlx_mittens.specs import dequantized, widen
@@ -25,7 +26,7 @@ def test_shapes(rng, nvidia_kernels, dtype, columns, outputs, group_size):
     x, bias = draw(rng, (1, columns), dtype), draw(rng, (outputs,), dtype)
     y = mm.quantized_matmul(x, *triple, group_size=group_size, bits=4, bias=bias)
     exact = exact_product(widen(x), dequantized(*triple, group_size, 4), widen(bias))
-    assert_right(y, exact, dtype)
+    assert_product_right(y, exact, dtype)
     assert nvidia_kernels() == [f"quantized_matmul_row_4bit_{'b' * (dtype == mx.bfloat16)}float16"]
 
 
@@ -37,7 +38,7 @@ def test_gate_and_up(rng, nvidia_kernels, dtype, columns, outputs, group_size):
     gate, up = (quantize(rng, (outputs, columns), dtype, group_size, 4) for _ in range(2))
     x = draw(rng, (1, columns), dtype) * (0.5 / columns**0.5)
     y = mm.quantized_swiglu(x, gate, up, group_size, 4)
-    assert_right(y, exact_swiglu(x, gate, up, group_size, 4), dtype)
+    assert_product_right(y, exact_swiglu(x, gate, up, group_size, 4), dtype)
     assert nvidia_kernels() == [f"quantized_swiglu_row_4bit_{'b' * (dtype == mx.bfloat16)}float16"]
 
 
@@ -48,10 +49,10 @@ def test_strides_and_batches(rng, nvidia_kernels, dtype):
     views = [a[:, :, 5:26] for a in triple]
     x = draw(rng, (2, 3, 1, 192), dtype)
     exact = exact_product(widen(x), dequantized(*triple, 64, 4)[:, :, 5:26])
-    assert_right(mm.quantized_matmul(x, *views), exact, dtype)
+    assert_product_right(mm.quantized_matmul(x, *views), exact, dtype)
     alternate = [a[0, 0, ::2] for a in triple]
     exact = exact_product(widen(x[0, 0]), dequantized(*triple, 64, 4)[0, 0, ::2])
-    assert_right(mm.quantized_matmul(x[0, 0], *alternate), exact, dtype)
+    assert_product_right(mm.quantized_matmul(x[0, 0], *alternate), exact, dtype)
     assert all("_row_" in name for name in nvidia_kernels() if "quantized" in name)
 
 
@@ -67,7 +68,7 @@ def test_scales_of_zero_infinity_and_nan(rng, nvidia_kernels, dtype):
     y = widen(mm.quantized_matmul(x, words, scales, biases))
     np.testing.assert_array_equal(np.isfinite(y), np.isfinite(exact_product(widen(x), w).value))
     assert np.isnan(y[:, 2]).all() and np.isneginf(y[:, 3]).all()
-    assert_right(mx.array(y).astype(dtype)[:, 4:], exact_product(widen(x), w[4:]), dtype)
+    assert_product_right(mx.array(y).astype(dtype)[:, 4:], exact_product(widen(x), w[4:]), dtype)
 
 
 @HALVES
@@ -85,7 +86,9 @@ def test_activations_at_the_edge_of_float16(rng, nvidia_kernels):
     words, scales, biases = quantize(rng, (9, 576), mx.float16, 64, 4)
     triple = (words, scales * 1e-3, biases * 1e-3)
     x = mx.array(rng.choice([-65504.0, 65504.0, 6e-8, 0.0], (1, 576))).astype(mx.float16)
-    assert_right(mm.quantized_matmul(x, *triple), exact_product(widen(x), dequantized(*triple, 64, 4)), mx.float16)
+    assert_product_right(
+        mm.quantized_matmul(x, *triple), exact_product(widen(x), dequantized(*triple, 64, 4)), mx.float16
+    )
 
 
 @HALVES
@@ -104,7 +107,7 @@ def test_others_keep_their_kernel(rng, nvidia_kernels, columns, outputs, bits, g
     triple = quantize(rng, (outputs, columns), dtype, group_size, bits)
     x = draw(rng, (1, columns), dtype)
     y = mm.quantized_matmul(x, *triple, group_size=group_size, bits=bits)
-    assert_right(y, exact_product(widen(x), dequantized(*triple, group_size, bits)), dtype)
+    assert_product_right(y, exact_product(widen(x), dequantized(*triple, group_size, bits)), dtype)
     assert "_rows_" in nvidia_kernels()[0]
 
 

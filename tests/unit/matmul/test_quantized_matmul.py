@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.matrices import assert_error_at_most_that_of_mx, assert_right, draw, exact_product, quantize
+from helpers.matrices import draw, exact_product, quantize
+from helpers.tolerances import OUTLIERS, SUM, SUMS, assert_error_at_most_that_of_mx, assert_product_right, of_terms
 
 import mlx_mittens as mm
 from mlx_mittens.specs import dequantized, widen
@@ -23,7 +24,7 @@ def product(rng, rows, columns, outputs, dtype, group_size, bits, transpose=True
     y = mm.quantized_matmul(x, *triple, transpose, group_size, bits, bias=bias)
     w = dequantized(*triple, group_size, bits)
     assert y.shape == (rows, outputs)
-    assert_right(y, exact_product(widen(x), w if transpose else w.T, widen(bias)), dtype)
+    assert_product_right(y, exact_product(widen(x), w if transpose else w.T, widen(bias)), dtype)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -83,7 +84,7 @@ def test_many_matrices(rng, native, rows, transpose):
     x = draw(rng, (matrices, rows, 96 if transpose else 64), mx.float16)
     w = dequantized(*triple, 32, 4)
     y = mm.quantized_matmul(x, *triple, transpose=transpose, group_size=32, bits=4)
-    assert_right(y, exact_product(widen(x), w if transpose else np.swapaxes(w, -1, -2)), mx.float16)
+    assert_product_right(y, exact_product(widen(x), w if transpose else np.swapaxes(w, -1, -2)), mx.float16)
 
 
 @pytest.mark.parametrize("transpose", [True, False])
@@ -103,7 +104,7 @@ def test_strides_and_broadcasting(rng, dtype, executor, transpose):
     y = mm.quantized_matmul(x, *(a[:, :, None] for a in views), transpose=transpose, group_size=32, bits=4)
     w = dequantized(*triple, 32, 4)[:, :, None, :length]
     assert y.shape == (batch, heads, shared, rows, outputs)
-    assert_right(y, exact_product(widen(x), w if transpose else np.swapaxes(w, -1, -2)), dtype)
+    assert_product_right(y, exact_product(widen(x), w if transpose else np.swapaxes(w, -1, -2)), dtype)
 
 
 def test_stacks_that_broadcast_in_front(rng, executor):
@@ -112,7 +113,7 @@ def test_stacks_that_broadcast_in_front(rng, executor):
     for x_shape in [(5, 1, 2, 64), (5, 3, 2, 64), (1, 2, 64), (3, 2, 64)]:
         x = draw(rng, x_shape, mx.float32)
         y = mm.quantized_matmul(x, *triple, group_size=32, bits=8)
-        assert_right(y, exact_product(widen(x), w), mx.float32)
+        assert_product_right(y, exact_product(widen(x), w), mx.float32)
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 1, 3, 64), (0, 64)])
@@ -121,7 +122,7 @@ def test_any_leading_shape(rng, executor, shape):
     x = draw(rng, shape, mx.float16)
     y = mm.quantized_matmul(x, *triple)
     assert y.shape == (*shape[:-1], 10)
-    assert_right(y, exact_product(widen(x), dequantized(*triple, 64, 4)), mx.float16)
+    assert_product_right(y, exact_product(widen(x), dequantized(*triple, 64, 4)), mx.float16)
 
 
 def test_views_that_have_no_rows(rng, executor):
@@ -130,13 +131,13 @@ def test_views_that_have_no_rows(rng, executor):
     x = draw(rng, (192, 3), mx.float32)
     exact = exact_product(widen(x).T, dequantized(words, scales, biases, 32, 4))
     views = [mx.contiguous(a.T).T for a in (words, scales, biases)]
-    assert_right(mm.quantized_matmul(x.T, *views, group_size=32), exact, mx.float32)
+    assert_product_right(mm.quantized_matmul(x.T, *views, group_size=32), exact, mx.float32)
 
     def shifted(a):
         return mx.concatenate([mx.zeros((1,), a.dtype), a.reshape(-1)])[1:].reshape(a.shape)
 
     views = [shifted(a) for a in (words, scales, biases)]
-    assert_right(mm.quantized_matmul(shifted(x.T), *views, group_size=32), exact, mx.float32)
+    assert_product_right(mm.quantized_matmul(shifted(x.T), *views, group_size=32), exact, mx.float32)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -157,7 +158,7 @@ def test_scales_of_zero_infinity_and_nan(rng, dtype, executor, bits, transpose, 
     np.testing.assert_array_equal(np.isfinite(y), np.isfinite(exact))
     if transpose:
         assert np.isnan(y[:, 2]).all() and np.isneginf(y[:, 3]).all()
-        assert_right(mx.array(y).astype(dtype)[:, 4:], exact_product(widen(x), w[4:]), dtype)
+        assert_product_right(mx.array(y).astype(dtype)[:, 4:], exact_product(widen(x), w[4:]), dtype)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -166,7 +167,7 @@ def test_activations_at_the_edge_of_float16(rng, executor, bits):
     triple = (triple[0], triple[1] * 1e-3, triple[2] * 1e-3)
     x = mx.array(rng.choice([-65504.0, 65504.0, 6e-8, 0.0], (2, 256))).astype(mx.float16)
     y = mm.quantized_matmul(x, *triple, bits=bits)
-    assert_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), mx.float16)
+    assert_product_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), mx.float16)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -179,7 +180,7 @@ def test_large_activations(rng, executor, dtype, rows, bits):
     x = rng.standard_normal((rows, 512)) * rng.choice([1, largest / 4], (rows, 512))
     x = mx.array(np.clip(x, -largest, largest).astype(np.float32)).astype(dtype)
     y = mm.quantized_matmul(x, *triple, bits=bits)
-    assert_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), dtype)
+    assert_product_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), dtype)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -193,7 +194,7 @@ def test_activations_near_the_largest_number(rng, native, dtype, rows, bits):
     x[1::2] = 1.0  # rows of their own, which nothing is done to
     x = mx.array(x).astype(dtype)
     y = mm.quantized_matmul(x, *triple, True, 64, bits)
-    assert_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), dtype)
+    assert_product_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), dtype)
 
 
 def test_overflow_is_infinity(executor):
@@ -252,10 +253,10 @@ def test_gradients(rng, executor, transpose):
     with mm.strict(False):
         found = mx.vjp(ours, primals, [cotangent])[1]
     for a, b in zip(found, mx.vjp(dense, primals, [cotangent])[1], strict=True):
-        np.testing.assert_allclose(np.array(a), np.array(b), rtol=2e-4, atol=2e-3)
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=OUTLIERS, atol=of_terms(200))
     tangents = [draw(rng, p.shape, mx.float32) for p in primals]
     for a, b in zip(mx.jvp(ours, primals, tangents)[1], mx.jvp(dense, primals, tangents)[1], strict=True):
-        np.testing.assert_allclose(np.array(a), np.array(b), rtol=2e-4, atol=2e-2)
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=OUTLIERS, atol=of_terms(2000))
 
 
 @pytest.mark.parametrize("transpose", [True, False])
@@ -270,12 +271,12 @@ def test_vmap(rng, executor, transpose):
 
     each = [one(x[i], words[i], scales[i], biases[i], bias[i]) for i in range(4)]
     np.testing.assert_allclose(
-        np.array(mx.vmap(one)(x, words, scales, biases, bias)), np.array(mx.stack(each)), rtol=1e-4, atol=1e-4
+        np.array(mx.vmap(one)(x, words, scales, biases, bias)), np.array(mx.stack(each)), rtol=SUMS, atol=SUMS
     )
     shared = mx.vmap(one, in_axes=(1, None, None, None, None))(x, words[0], scales[0], biases[0], bias[0])
     assert shared.shape[:2] == (2, 4)
     np.testing.assert_allclose(
-        np.array(shared[1]), np.array(one(x[:, 1], words[0], scales[0], biases[0], bias[0])), rtol=1e-4, atol=1e-4
+        np.array(shared[1]), np.array(one(x[:, 1], words[0], scales[0], biases[0], bias[0])), rtol=SUMS, atol=SUMS
     )
 
 
@@ -285,7 +286,7 @@ def test_compile(rng, executor):
     for rows in (1, 3):
         x = draw(rng, (rows, 64), mx.float32, outliers=False)
         np.testing.assert_allclose(
-            np.array(step(x)), np.array(mm.quantized_matmul(mx.exp(x), *triple) * 2), rtol=1e-5, atol=1e-5
+            np.array(step(x)), np.array(mm.quantized_matmul(mx.exp(x), *triple) * 2), rtol=SUM, atol=SUM
         )
 
 
@@ -297,7 +298,7 @@ def test_compiled_for_any_shape(rng, executor, transpose, order):
     compiled = mx.compile(lambda x: mm.quantized_matmul(x, *triple, transpose=transpose) + 1, shapeless=True)
     for rows in order:
         x = draw(rng, (rows, 2048), mx.float32)
-        assert_right(compiled(x), exact_product(widen(x), w if transpose else w.T, np.ones(64)), mx.float32)
+        assert_product_right(compiled(x), exact_product(widen(x), w if transpose else w.T, np.ones(64)), mx.float32)
 
 
 def test_what_goes_to_mx(rng, native):

@@ -4,7 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers.matrices import assert_right, draw, exact_swiglu, quantize
+from helpers.matrices import draw, exact_swiglu, quantize
+from helpers.tolerances import LAYERS, SUMS, assert_product_right
 
 import mlx_mittens as mm
 
@@ -18,7 +19,7 @@ def test_shapes(rng, dtype, executor, rows, columns, outputs, group_size, bits):
     gate, up = (quantize(rng, (outputs, columns), dtype, group_size, bits) for _ in range(2))
     x = draw(rng, (rows, columns), dtype) * (0.5 / columns**0.5)
     y = mm.quantized_swiglu(x, gate, up, group_size, bits)
-    assert_right(y, exact_swiglu(x, gate, up, group_size, bits), dtype)
+    assert_product_right(y, exact_swiglu(x, gate, up, group_size, bits), dtype)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -27,14 +28,14 @@ def test_any_number_of_rows(rng, dtype, native, rows, bits):
     columns, outputs = 32 * int(rng.integers(1, 40)), int(rng.integers(1, 140))
     gate, up = (quantize(rng, (outputs, columns), dtype, 32, bits) for _ in range(2))
     x = draw(rng, (rows, columns), dtype) * (0.5 / columns**0.5)
-    assert_right(mm.quantized_swiglu(x, gate, up, 32, bits), exact_swiglu(x, gate, up, 32, bits), dtype)
+    assert_product_right(mm.quantized_swiglu(x, gate, up, 32, bits), exact_swiglu(x, gate, up, 32, bits), dtype)
 
 
 def test_is_what_the_layers_of_a_model_compute(rng, executor):
     gate, up = (quantize(rng, (24, 128), mx.float32, 64, 4) for _ in range(2))
     x = draw(rng, (2, 1, 128), mx.float32, outliers=False) / 11
     expected = nn.silu(mx.quantized_matmul(x, *gate)) * mx.quantized_matmul(x, *up)
-    np.testing.assert_allclose(np.array(mm.quantized_swiglu(x, gate, up)), np.array(expected), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(mm.quantized_swiglu(x, gate, up)), np.array(expected), rtol=SUMS, atol=SUMS)
 
 
 def test_large_gates(executor):
@@ -49,9 +50,11 @@ def test_strided_weights(rng, executor):
     both = quantize(rng, (2 * 16, 64), mx.float32, 32, 4)
     gate, up = ([a[i * 16 : (i + 1) * 16] for a in both] for i in range(2))
     x = draw(rng, (1, 64), mx.float32) / 8
-    assert_right(mm.quantized_swiglu(x, gate, up, 32), exact_swiglu(x, gate, up, 32, 4), mx.float32)
+    assert_product_right(mm.quantized_swiglu(x, gate, up, 32), exact_swiglu(x, gate, up, 32, 4), mx.float32)
     every_other = [a[::2] for a in both]
-    assert_right(mm.quantized_swiglu(x, gate, every_other, 32), exact_swiglu(x, gate, every_other, 32, 4), mx.float32)
+    assert_product_right(
+        mm.quantized_swiglu(x, gate, every_other, 32), exact_swiglu(x, gate, every_other, 32, 4), mx.float32
+    )
 
 
 def test_gradients_vmap_and_compile(rng, executor):
@@ -67,9 +70,9 @@ def test_gradients_vmap_and_compile(rng, executor):
 
     cotangent = draw(rng, (3, 16), mx.float32)
     for a, b in zip(mx.vjp(ours, [x], [cotangent])[1], mx.vjp(dense, [x], [cotangent])[1], strict=True):
-        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(np.array(mx.vmap(ours)(x)), np.array(dense(x)), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(dense(x)), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=LAYERS, atol=LAYERS)
+    np.testing.assert_allclose(np.array(mx.vmap(ours)(x)), np.array(dense(x)), rtol=SUMS, atol=SUMS)
+    np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(dense(x)), rtol=SUMS, atol=SUMS)
 
 
 def test_bad_input(rng, native):

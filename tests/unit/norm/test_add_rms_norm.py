@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.tolerances import FLOAT16_TWICE, ROUNDINGS, SUM
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -35,7 +36,7 @@ def test_float16_sum_overflows_to_infinity(executor):
     x[1, 3] = 60000.0
     outputs, twins = OP.ours(x, x, None, 1e-5), OP.twin(x, x, None, 1e-5)
     for a, b in zip(outputs, twins):
-        np.testing.assert_allclose(np.array(a), np.array(b), rtol=2e-3, equal_nan=True)
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=FLOAT16_TWICE, equal_nan=True)
     assert outputs[1][1, 3].item() == mx.inf
 
 
@@ -56,5 +57,5 @@ def test_chain_of_blocks(executor, rng):
     for _ in range(6):
         x, residual = mm.add_rms_norm(x, residual, weight, 1e-5)
         y, total = OP.twin(y, total, weight, 1e-5)
-    np.testing.assert_allclose(np.array(x), np.array(y), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(np.array(residual), np.array(total), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.array(x), np.array(y), rtol=SUM, atol=ROUNDINGS)
+    np.testing.assert_allclose(np.array(residual), np.array(total), rtol=SUM, atol=ROUNDINGS)

@@ -2,7 +2,8 @@
 
 import mlx.core as mx
 import pytest
-from helpers.support import assert_right, assert_same_bits
+from helpers.support import assert_same_bits
+from helpers.tolerances import assert_right
 
 from mlx_mittens import specs
 from mlx_mittens.specs import Case

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
+from helpers.tolerances import SUM
 from verification.fuzz.draw import Draw
 from verification.fuzz.trial import Trial
 
@@ -89,7 +90,7 @@ def aliasing(draw: Draw) -> Trial:
         draw.rng.shuffle(aliases)
         aliases += [("the keys", keys.array, keys.expected), ("the values", values.array, values.expected)]
         for kind, array, expected in aliases:
-            if not np.allclose(np.array(array), expected, rtol=0, atol=2e-5):
+            if not np.allclose(np.array(array), expected, rtol=0, atol=2 * SUM):
                 return f"an alias changed: {kind}"
         return None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from helpers.tolerances import LAYERS, SUMS
 from verification.fuzz.draw import Draw
 from verification.fuzz.trial import Trial
 
@@ -59,7 +60,7 @@ def _difference(ours: mx.array | Exception, theirs: mx.array | Exception) -> str
         return None if same else f"patched: {ours!r:.200}, mx: {theirs!r:.200}"
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return f"patched: {ours.shape} {ours.dtype}, mx: {theirs.shape} {theirs.dtype}"
-    if not mx.allclose(ours, theirs, rtol=1e-3, atol=1e-4, equal_nan=True).item():
+    if not mx.allclose(ours, theirs, rtol=LAYERS, atol=SUMS, equal_nan=True).item():
         return "the values differ"
     return None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
+from helpers.tolerances import SUMS
 from verification.fuzz.draw import Draw
 from verification.fuzz.patched import is_undone
 from verification.fuzz.trial import Trial
@@ -97,7 +98,7 @@ class _Stress:
                 self.check("gemv", self.calls["gemv"](mx.default_stream(mx.cpu)))
 
     def check(self, name: str, result: mx.array) -> None:
-        if not np.allclose(np.array(result), self.expected[name], rtol=1e-4, atol=1e-4):
+        if not np.allclose(np.array(result), self.expected[name], rtol=SUMS, atol=SUMS):
             self.findings.append(f"{name}: the result is wrong")
 
 
