@@ -213,18 +213,23 @@ void Lines::read_unit(const char* begin, const char* end) {
 }
 
 std::string Lines::at(uint64_t address) const {
+  const auto [file, line] = place(address);
+  return line == 0 ? "" : file + ":" + std::to_string(line);
+}
+
+std::pair<std::string, unsigned> Lines::place(uint64_t address) const {
   auto row = std::upper_bound(rows_.begin(), rows_.end(), address,
                               [](uint64_t address, const Row& row) { return address < row.address; });
   while (row != rows_.begin()) {
     --row;
     if (row->end) {
-      return "";
+      break;
     }
     if (row->line != 0 && row->file < files_.size()) {
-      return files_[row->file] + ":" + std::to_string(row->line);
+      return {files_[row->file], row->line};
     }
   }
-  return "";
+  return {"", 0};
 }
 
 }  // namespace mittens::simulator
