@@ -145,13 +145,16 @@ void Lines::read_unit(const char* begin, const char* end) {
   for (unsigned i = 1; i < first_special; ++i) {
     operands[i] = reader.number<uint8_t>();
   }
-  while (!reader.text().empty()) {  // folders
+  std::vector<std::string> folders{""};  // the first is the compiler's own
+  for (std::string folder = reader.text(); !folder.empty(); folder = reader.text()) {
+    folders.push_back(folder.front() == '/' ? "" : folder + "/");  // a machine's paths say nothing to people
   }
   const size_t first_file = files_.size();
   for (std::string name = reader.text(); !name.empty(); name = reader.text()) {
-    for (int i = 0; i < 3; ++i) {  // folder, time, size
-      reader.variable();
-    }
+    const uint64_t folder = reader.variable();
+    reader.variable();  // time
+    reader.variable();  // size
+    name = (folder < folders.size() ? folders[folder] : "") + name;
     files_.push_back(name.rfind("./", 0) == 0 ? name.substr(2) : name);
   }
   if (program >= end || line_range == 0) {
