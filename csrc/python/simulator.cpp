@@ -88,8 +88,7 @@ nb::dict dict_of(const Counts& counts) {
 nb::list lines_of(const Counts& counts) {
   nb::list result;
   for (const auto& line : counts.lines) {
-    result.append(
-        nb::make_tuple(line.file, line.line, line.operation, line.memory, line.executions, line.operations));
+    result.append(nb::make_tuple(line.file, line.line, line.operation, line.memory, line.executions, line.operations));
   }
   return result;
 }

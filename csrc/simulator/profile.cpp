@@ -57,8 +57,10 @@ Profile::Instruction& Profile::executed(Kind kind, bool device, const void* call
     instruction.device = device;
     instruction.caller = caller;
     instruction.site = site;
-    instruction.times.resize(kThreads);
-    instruction.seen.resize(kThreads);
+  }
+  if (thread.index >= instruction.times.size()) {
+    instruction.times.resize((thread.simdgroup + 1) * abi::simd_width);
+    instruction.seen.resize(instruction.times.size());
   }
   ++instruction.times[thread.index];
   const uint32_t bit = uint32_t{1} << thread.simdgroup;
@@ -97,6 +99,9 @@ void Profile::access(Kind kind, const Place& place, size_t bytes, const void* ca
     touch(kind, place, bytes);
   }
   Instruction& instruction = executed(kind, place.device, caller, {"", 0}, thread);
+  if (thread.index >= lanes_.size()) {
+    lanes_.resize((thread.simdgroup + 1) * abi::simd_width);
+  }
   Lane& lane = lanes_[thread.index];
   uint32_t& seen = instruction.seen[thread.index];
   if (seen == lane.epoch) {

@@ -101,7 +101,7 @@ class Profile {
   std::unordered_map<uint64_t, Instruction> instructions_;
   std::vector<Instruction*> touched_[kSimdgroups];
   uint64_t meetings_[kSimdgroups] = {};
-  std::vector<Lane> lanes_{kThreads};
+  std::vector<Lane> lanes_;
 };
 
 }  // namespace mittens::simulator

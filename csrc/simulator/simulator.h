@@ -39,7 +39,7 @@ struct Options {
   uint64_t step_limit = 1'000'000'000;  // branches that one threadgroup may take
   bool watch = true;  // needs a library that was compiled to be watched
   bool early_exits = false;  // whether threads that have returned count as arrived at threadgroup barriers
-  bool count = false;  // whether accesses are gathered by simdgroup, for what Counts has from device_accesses to bank_conflicts
+  bool count = false;  // whether accesses are gathered by simdgroup, for device_accesses to bank_conflicts of Counts
   bool profile = false;  // whether the launch is profiled, for what Counts has from `profiled` on
   bool complete = true;  // whether the watcher demands that every byte of an output is written
 };

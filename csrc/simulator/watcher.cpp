@@ -1,6 +1,7 @@
 #include "simulator/watcher.h"
 
 #include <algorithm>
+#include <map>
 
 #include "simulator/runtime.h"
 #include "simulator/simulation.h"
@@ -303,11 +304,10 @@ void Watcher::finish() {
   }
 }
 
+// Read once for each library: a launch may be over sooner than its library is read.
 const Lines& Watcher::lines() const {
-  if (!lines_) {
-    lines_ = std::make_unique<Lines>(library_.path());
-  }
-  return *lines_;
+  static std::map<std::string, Lines> read;  // launches run one at a time
+  return read.try_emplace(library_.path(), library_.path()).first->second;
 }
 
 std::string Watcher::where(uint32_t relative) const {

@@ -166,7 +166,6 @@ class Watcher {
   Region regions_[Arena::kSlots];
   std::unique_ptr<MemoryTraffic> traffic_;
   std::unique_ptr<Profile> profile_;
-  mutable std::unique_ptr<Lines> lines_;
 };
 
 }  // namespace mittens::simulator
