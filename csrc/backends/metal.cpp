@@ -130,7 +130,7 @@ void run(const Launch& launch, mx::Stream stream) {
 }
 
 std::vector<std::string> kernels(const std::string& file) {
-  const auto pool = mx::metal::new_scoped_memory_pool();
+  const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
   const NS::Array* names = library_of(mx::metal::device(mx::Device::gpu), file)->functionNames();
   std::vector<std::string> result;
   for (NS::UInteger i = 0; i < names->count(); ++i) {
@@ -140,7 +140,7 @@ std::vector<std::string> kernels(const std::string& file) {
 }
 
 Pipeline pipeline(const std::string& file, const std::string& kernel) {
-  const auto pool = mx::metal::new_scoped_memory_pool();
+  const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
   auto& device = mx::metal::device(mx::Device::gpu);
   const MTL::ComputePipelineState* state = device.get_kernel(kernel, library_of(device, file));
   return {state->maxTotalThreadsPerThreadgroup(), state->staticThreadgroupMemoryLength(),

@@ -131,8 +131,6 @@ def test_without_metal_there_is_no_list(few_cases, tmp_path):
 
 
 PROFILER = json.dumps({"SPDisplaysDataType": [{"_name": "Apple M1 Pro", "sppci_cores": "16"}]})
-    {"SPDisplaysDataType": [{"_name": "Apple M1 Pro", "sppci_cores": "16", "spdisplays_mtlgpufamilysupport": "x"}]}
-)
 REGISTRY = '+-o AGXAcceleratorG13X  <class AGXAcceleratorG13X>\n    {\n      "gpu-core-count" = 14\n    }\n'
 
 

@@ -74,10 +74,6 @@ MTL::Library* Device::get_library(
   return library;
 }
 
-NS::SharedPtr<NS::AutoreleasePool> new_scoped_memory_pool() {
-  return {};
-}
-
 MTL::ComputePipelineState* Device::get_kernel(const std::string& name, MTL::Library* library, const std::string&,
                                               const MTLFCList&, const std::vector<MTL::Function*>&) {
   const auto found = compiled().find(name);

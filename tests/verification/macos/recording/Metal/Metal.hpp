@@ -23,7 +23,20 @@ class SharedPtr {
   T* pointer_ = nullptr;
 };
 
-class AutoreleasePool;
+template <typename T>
+SharedPtr<T> TransferPtr(T*) {
+  return {};
+}
+
+struct AutoreleasePool {
+  static AutoreleasePool* alloc() {
+    static AutoreleasePool pool;
+    return &pool;
+  }
+  AutoreleasePool* init() {
+    return this;
+  }
+};
 
 struct String {
   std::string text;
