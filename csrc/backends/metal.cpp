@@ -129,6 +129,24 @@ void run(const Launch& launch, mx::Stream stream) {
   encoder.dispatch_threadgroups(dimensions(launch.threadgroups), dimensions(launch.threads));
 }
 
+std::vector<std::string> kernels(const std::string& file) {
+  const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
+  const NS::Array* names = library_of(mx::metal::device(mx::Device::gpu), file)->functionNames();
+  std::vector<std::string> result;
+  for (NS::UInteger i = 0; i < names->count(); ++i) {
+    result.emplace_back(names->object<NS::String>(i)->utf8String());
+  }
+  return result;
+}
+
+Pipeline pipeline(const std::string& file, const std::string& kernel) {
+  const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
+  auto& device = mx::metal::device(mx::Device::gpu);
+  const MTL::ComputePipelineState* state = device.get_kernel(kernel, library_of(device, file));
+  return {state->maxTotalThreadsPerThreadgroup(), state->staticThreadgroupMemoryLength(),
+          state->threadExecutionWidth()};
+}
+
 #else
 
 bool built() {
@@ -143,6 +161,14 @@ void keep_until_done(std::vector<mx::array>, mx::Stream) {}
 
 void run(const Launch& launch, mx::Stream) {
   throw std::runtime_error("kernel " + launch.kernel.text() + ": this build of mlx_mittens has no Metal");
+}
+
+std::vector<std::string> kernels(const std::string& file) {
+  throw std::runtime_error(file + ": this build of mlx_mittens has no Metal");
+}
+
+Pipeline pipeline(const std::string& file, const std::string& kernel) {
+  throw std::runtime_error(file + ", kernel " + kernel + ": this build of mlx_mittens has no Metal");
 }
 
 #endif

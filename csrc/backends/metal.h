@@ -1,6 +1,8 @@
 // Running kernels on an Apple GPU, through MLX's own Metal device and command encoder.
 #pragma once
 
+#include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -21,5 +23,17 @@ bool has_matrix_units();
 void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);
 
 void run(const Launch& launch, mx::Stream stream);
+
+// What this GPU's compiler made of a kernel. The most threads follow from the registers of one.
+struct Pipeline {
+  uint64_t max_total_threads_per_threadgroup;
+  uint64_t static_threadgroup_memory_length;
+  uint64_t thread_execution_width;
+};
+
+// The kernels of a .metal file; of all files where they were built ahead into one library.
+std::vector<std::string> kernels(const std::string& file);
+// Compiles a kernel for this GPU, if it was not yet. Throws what Metal says against it.
+Pipeline pipeline(const std::string& file, const std::string& kernel);
 
 }  // namespace mittens::metal

@@ -48,6 +48,7 @@ struct State {
   // Of each "file:kernel" that ran: the most threads that a threadgroup had, and how many the kernel declares.
   std::map<std::string, std::pair<uint64_t, uint32_t>> launched;
   bool recording = false;
+  bool profiling = false;
   std::vector<Run> runs;
   Host host = nullptr;
 
@@ -146,11 +147,12 @@ void bind(nb::module_& module) {
       "of it had, and the most that it declares.");
   module.def(
       "simulator_record",
-      [](bool recording) {
+      [](bool recording, bool profile) {
         std::vector<Run> runs;
         {
           std::lock_guard lock(state().mutex);
           state().recording = recording;
+          state().profiling = recording && profile;
           runs.swap(state().runs);
         }
         nb::list result;
@@ -161,11 +163,15 @@ void bind(nb::module_& module) {
           entry["threadgroups"] = nb::make_tuple(run.threadgroups[0], run.threadgroups[1], run.threadgroups[2]);
           entry["threads"] = nb::make_tuple(run.threads[0], run.threads[1], run.threads[2]);
           entry["counts"] = simulator::dict_of(run.counts);
+          if (run.counts.profiled) {
+            entry["lines"] = simulator::lines_of(run.counts);
+          }
           result.append(entry);
         }
         return result;
       },
-      nb::arg("recording"), "Begins or ends to keep what every launch did; returns what was kept so far.");
+      nb::arg("recording"), nb::arg("profile") = false,
+      "Begins or ends to keep what every launch did, profiled if so asked; returns what was kept so far.");
 }
 
 const Register registered(bind);
@@ -194,9 +200,7 @@ simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes
 
 simulator::Options simulator_options() {
   std::lock_guard lock(state().mutex);
-  simulator::Options options = state().options;
-  options.count = state().recording;
-  return options;
+  return state().options;
 }
 
 void simulate(const std::string& file, const std::string& library, const simulator::Dispatch& dispatch,
@@ -209,7 +213,13 @@ void simulate(const std::string& file, const std::string& library, const simulat
     }
     throw std::invalid_argument("[simulator] " + file + " has no kernel \"" + dispatch.kernel + "\"; it has " + names);
   }
-  const auto counts = simulator::run(*loaded, dispatch, options);
+  simulator::Options counting = options;
+  {
+    std::lock_guard lock(state().mutex);
+    counting.count = state().recording;
+    counting.profile = state().profiling;
+  }
+  const auto counts = simulator::run(*loaded, dispatch, counting);
   std::lock_guard lock(state().mutex);
   auto& [launched, declared] = state().launched[file + ":" + dispatch.kernel];
   launched = std::max(launched, uint64_t(dispatch.threads[0]) * dispatch.threads[1] * dispatch.threads[2]);

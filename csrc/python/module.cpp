@@ -1,6 +1,8 @@
 // The extension module. Ops, the simulator and the executors register their own bindings; none is named here.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
 
 #include "backends/cuda.h"
 #include "backends/metal.h"
@@ -41,6 +43,19 @@ NB_MODULE(_ext, module) {
   module.attr("metal_built") = mittens::metal::built();
   module.def("has_matrix_units", nb::overload_cast<std::string_view>(&mittens::metal::has_matrix_units),
              nb::arg("architecture"), "Whether an Apple GPU of this architecture has matrix units.");
+  module.def("metal_kernels", &mittens::metal::kernels, nb::arg("file"),
+             "The kernels that Metal finds in a .metal file, or in the metallib where one was built.");
+  module.def(
+      "metal_pipeline",
+      [](const std::string& file, const std::string& kernel) {
+        const auto pipeline = mittens::metal::pipeline(file, kernel);
+        nb::dict result;
+        result["maxTotalThreadsPerThreadgroup"] = pipeline.max_total_threads_per_threadgroup;
+        result["staticThreadgroupMemoryLength"] = pipeline.static_threadgroup_memory_length;
+        result["threadExecutionWidth"] = pipeline.thread_execution_width;
+        return result;
+      },
+      nb::arg("file"), nb::arg("kernel"), "What this Mac's GPU makes of a kernel, by Metal's names.");
   module.def("cuda_available", &mittens::cuda::available, "Whether the MLX that is loaded is a CUDA build.");
   module.def("cuda_missing", &mittens::cuda::missing,
              "What keeps kernels from running on an NVIDIA GPU; empty if nothing.");

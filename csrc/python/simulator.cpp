@@ -72,6 +72,24 @@ nb::dict dict_of(const Counts& counts) {
   result["device_lines_fewest"] = counts.device_lines_fewest;
   result["threadgroup_accesses"] = counts.threadgroup_accesses;
   result["bank_conflicts"] = counts.bank_conflicts;
+  if (counts.profiled) {
+    result["distinct_lines"] = counts.distinct_lines;
+    result["distinct_lines_loaded"] = counts.distinct_lines_loaded;
+    result["distinct_lines_stored"] = counts.distinct_lines_stored;
+    result["threadgroup_lines"] = counts.threadgroup_lines;
+    result["device_loads"] = counts.device_loads;
+    result["device_stores"] = counts.device_stores;
+    result["threadgroup_loads"] = counts.threadgroup_loads;
+    result["threadgroup_stores"] = counts.threadgroup_stores;
+  }
+  return result;
+}
+
+nb::list lines_of(const Counts& counts) {
+  nb::list result;
+  for (const auto& line : counts.lines) {
+    result.append(nb::make_tuple(line.file, line.line, line.operation, line.memory, line.executions, line.operations));
+  }
   return result;
 }
 
@@ -79,7 +97,7 @@ namespace {
 
 nb::dict simulate(const std::string& path, const std::string& kernel, nb::list arguments, Triple threadgroups,
                   Triple threads, uint32_t threadgroup_bytes, uint64_t seed, bool watch, std::optional<Triple> grid,
-                  uint64_t step_limit, bool complete, bool early_exits, bool count) {
+                  uint64_t step_limit, bool complete, bool early_exits, bool count, bool profile) {
   const auto library = Library::at(path);
   Dispatch dispatch{.kernel = kernel,
                     .buffers = {},
@@ -112,9 +130,14 @@ nb::dict simulate(const std::string& path, const std::string& kernel, nb::list a
                   .watch = watch,
                   .early_exits = early_exits,
                   .count = count,
+                  .profile = profile,
                   .complete = complete});
   }
-  return dict_of(counts);
+  nb::dict result = dict_of(counts);
+  if (profile) {
+    result["lines"] = lines_of(counts);
+  }
+  return result;
 }
 
 void bind(nb::module_& module) {
@@ -123,6 +146,7 @@ void bind(nb::module_& module) {
              nb::arg("threadgroups"), nb::arg("threads"), nb::arg("threadgroup_bytes") = 0, nb::arg("seed") = 0,
              nb::arg("watch") = true, nb::arg("grid") = nb::none(), nb::arg("step_limit") = Options{}.step_limit,
              nb::arg("complete") = true, nb::arg("early_exits") = false, nb::arg("count") = false,
+             nb::arg("profile") = false,
              "Runs a kernel of a library that frontend.simulator_library made.\n\n"
              "arguments: a list of (name, role, buffer) or (name, role, buffer, offset) by buffer index; the role is\n"
              "input, output, constant or inout, the buffer anything contiguous with the buffer protocol, or None.\n"

@@ -10,4 +10,7 @@ namespace mittens::simulator {
 // The counts by name, for Python.
 nanobind::dict dict_of(const Counts& counts);
 
+// The counts of a profiled launch by line of the source: (file, line, operation, memory, executions, operations).
+nanobind::list lines_of(const Counts& counts);
+
 }  // namespace mittens::simulator

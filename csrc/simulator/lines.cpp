@@ -145,13 +145,16 @@ void Lines::read_unit(const char* begin, const char* end) {
   for (unsigned i = 1; i < first_special; ++i) {
     operands[i] = reader.number<uint8_t>();
   }
-  while (!reader.text().empty()) {  // folders
+  std::vector<std::string> folders{""};  // the first is the compiler's own
+  for (std::string folder = reader.text(); !folder.empty(); folder = reader.text()) {
+    folders.push_back(folder.front() == '/' ? "" : folder + "/");  // a machine's paths say nothing to people
   }
   const size_t first_file = files_.size();
   for (std::string name = reader.text(); !name.empty(); name = reader.text()) {
-    for (int i = 0; i < 3; ++i) {  // folder, time, size
-      reader.variable();
-    }
+    const uint64_t folder = reader.variable();
+    reader.variable();  // time
+    reader.variable();  // size
+    name = (folder < folders.size() ? folders[folder] : "") + name;
     files_.push_back(name.rfind("./", 0) == 0 ? name.substr(2) : name);
   }
   if (program >= end || line_range == 0) {
@@ -213,18 +216,23 @@ void Lines::read_unit(const char* begin, const char* end) {
 }
 
 std::string Lines::at(uint64_t address) const {
+  const auto [file, line] = place(address);
+  return line == 0 ? "" : file + ":" + std::to_string(line);
+}
+
+std::pair<std::string, unsigned> Lines::place(uint64_t address) const {
   auto row = std::upper_bound(rows_.begin(), rows_.end(), address,
                               [](uint64_t address, const Row& row) { return address < row.address; });
   while (row != rows_.begin()) {
     --row;
     if (row->end) {
-      return "";
+      break;
     }
     if (row->line != 0 && row->file < files_.size()) {
-      return files_[row->file] + ":" + std::to_string(row->line);
+      return {files_[row->file], row->line};
     }
   }
-  return "";
+  return {"", 0};
 }
 
 }  // namespace mittens::simulator

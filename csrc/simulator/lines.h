@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace mittens::simulator {
@@ -14,6 +15,8 @@ class Lines {
 
   // "norm/softmax.metal:42", or an empty string.
   std::string at(uint64_t address) const;
+  // The same in two; an empty string and 0 for code that belongs to no line.
+  std::pair<std::string, unsigned> place(uint64_t address) const;
 
  private:
   struct Row {

@@ -68,7 +68,7 @@ Simulation::Simulation(Arena& arena, Stacks& stacks, Library& library, const Dis
       dispatch_(dispatch),
       options_(options),
       generator_(options.seed) {
-  watcher.start(options.watch && library.watched(), options.count);
+  watcher.start(options_);
 }
 
 void Simulation::bind_buffers() {
@@ -94,6 +94,8 @@ void Simulation::bind_buffers() {
     region.writable = buffer.role == Buffer::output || buffer.role == Buffer::inout;
     region.constant = buffer.role == Buffer::constant;
     region.initialised = buffer.role != Buffer::output;
+    region.buffer = reinterpret_cast<uintptr_t>(buffer.data) - buffer.offset;
+    region.offset = buffer.offset;
     region.complete = buffer.role == Buffer::output && options_.complete;
     for (unsigned a = 0; a < kernel_.argument_count && region.name.empty(); ++a) {
       if (!kernel_.arguments[a].threadgroup && kernel_.arguments[a].index == i) {
@@ -356,6 +358,7 @@ const abi::Lanes& Simulation::exchange(abi::Scope scope, const abi::Operation& o
   if (rendezvous.arrived + 1 == rendezvous.count) {
     ++(operation.matrix ? counts_.matrix_operations : counts_.simd_operations);
   }
+  watcher.operation(operation.matrix ? Profile::matrix : Profile::simd, operation, thread);
   arrive(rendezvous, scope, operation, combine);
   return lanes;
 }
@@ -367,6 +370,7 @@ void Simulation::barrier(abi::Scope scope, const abi::Operation& operation, unsi
     ++(scope == abi::threadgroup_scope ? counts_.threadgroup_barriers : counts_.simdgroup_barriers);
     watcher.barrier(scope, thread.simdgroup, memory);
   }
+  watcher.operation(Profile::barrier, operation, thread);
   arrive(rendezvous, scope, operation, nullptr);
 }
 

@@ -39,13 +39,24 @@ struct Options {
   uint64_t step_limit = 1'000'000'000;  // branches that one threadgroup may take
   bool watch = true;  // needs a library that was compiled to be watched
   bool early_exits = false;  // whether threads that have returned count as arrived at threadgroup barriers
-  bool count = false;  // whether accesses are gathered by simdgroup, for the last five of Counts
+  bool count = false;  // whether accesses are gathered by simdgroup, for device_accesses to bank_conflicts of Counts
+  bool profile = false;  // whether the launch is profiled, for what Counts has from `profiled` on
   bool complete = true;  // whether the watcher demands that every byte of an output is written
 };
 
 // What a kernel did that a GPU would not forgive. The message names kernel, thread, threadgroup, and line.
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
+};
+
+// What simdgroups did at one line of the source, of one kind.
+struct LineCounts {
+  std::string file;
+  unsigned line = 0;
+  std::string operation;  // load, store, atomic, barrier, simd or matrix
+  std::string memory;  // device or threadgroup, of an access
+  uint64_t executions = 0;  // of the instruction that they executed most often
+  uint64_t operations = 0;  // accesses, merged; or operations between threads
 };
 
 struct Counts {
@@ -65,6 +76,16 @@ struct Counts {
   uint64_t device_lines_fewest = 0;  // that could hold what they touched
   uint64_t threadgroup_accesses = 0;
   uint64_t bank_conflicts = 0;  // rounds beyond the fewest in which 32 banks of 4 bytes can give what was asked for
+  bool profiled = false;
+  uint64_t distinct_lines = 0;  // of 128 bytes of device memory, params left out, that the launch touches
+  uint64_t distinct_lines_loaded = 0;
+  uint64_t distinct_lines_stored = 0;
+  uint64_t threadgroup_lines = 0;  // the sum over threadgroups of the distinct lines that each touches
+  uint64_t device_loads = 0;  // accesses of simdgroups, merged as in simulator/profile.h, params left out
+  uint64_t device_stores = 0;
+  uint64_t threadgroup_loads = 0;
+  uint64_t threadgroup_stores = 0;
+  std::vector<LineCounts> lines;
 };
 
 // A shared object that the front end made of one .metal file.

@@ -1,6 +1,7 @@
 #include "simulator/watcher.h"
 
 #include <algorithm>
+#include <map>
 
 #include "simulator/runtime.h"
 #include "simulator/simulation.h"
@@ -26,6 +27,9 @@ void Watcher::add(size_t slot, Region region) {
   if (watching_ && region.writable) {
     region.cells.resize((region.bytes + 3) / 4);
   }
+  if (profile_ && region.space == Region::device && !region.constant) {
+    profile_->add(slot, region.buffer, region.offset, region.bytes);
+  }
   regions_[slot] = std::move(region);
 }
 
@@ -33,6 +37,9 @@ void Watcher::start_threadgroup(const uint32_t (&position)[3]) {
   for (Clock& clock : clocks_) {
     clock.threadgroup_start = ++clock.epoch;
     std::fill(std::begin(clock.simd_epochs), std::end(clock.simd_epochs), 0);
+  }
+  if (profile_) {
+    profile_->start_threadgroup();
   }
   if (watching_) {
     abi::Thread thread{};
@@ -92,6 +99,7 @@ void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, con
     settle(at, access);
   }
   if (Region* region = region_of(at, access)) {
+    profile(*region, at - region->begin, access);
     if (!region->cells.empty()) {
       check_cells(*region, at - region->begin, access);
     }
@@ -127,6 +135,18 @@ void Watcher::count(const Region& region, size_t offset, const Access& access) {
     traffic_->access(device, (device ? region.begin : region.packed) + offset, access.bytes, access.caller,
                      *runtime()->thread);
   }
+  profile(region, offset, access);
+}
+
+void Watcher::profile(const Region& region, size_t offset, const Access& access) {
+  if (!profile_ || region.constant || access.bytes == 0) {
+    return;
+  }
+  const Profile::Kind kind = access.kind == kLoad    ? Profile::load
+                             : access.kind == kStore ? Profile::store
+                                                     : Profile::atomic;
+  const Profile::Place place{&region, region.space == Region::device, static_cast<size_t>(&region - regions_), offset};
+  profile_->access(kind, place, access.bytes, access.caller, *runtime()->thread, runtime()->steps);
 }
 
 Region* Watcher::region_of(uintptr_t address, const Access& access) {
@@ -265,6 +285,9 @@ void Watcher::finish() {
   if (!watching_) {
     return;
   }
+  if (profile_) {
+    profile_->finish(lines(), library_.base());
+  }
   for (const Region& region : regions_) {
     if (!region.complete) {
       continue;
@@ -281,11 +304,14 @@ void Watcher::finish() {
   }
 }
 
+// Read once for each library: a launch may be over sooner than its library is read.
+const Lines& Watcher::lines() const {
+  static std::map<std::string, Lines> read;  // launches run one at a time
+  return read.try_emplace(library_.path(), library_.path()).first->second;
+}
+
 std::string Watcher::where(uint32_t relative) const {
-  if (!lines_) {
-    lines_ = std::make_unique<Lines>(library_.path());
-  }
-  const std::string line = lines_->at(relative - 1);  // the address is that of the instruction after
+  const std::string line = lines().at(relative - 1);  // the address is that of the instruction after
   return line.empty() ? "" : " (" + line + ")";
 }
 

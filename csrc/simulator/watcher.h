@@ -15,6 +15,7 @@
 #include "simulator/arena.h"
 #include "simulator/fiber.h"
 #include "simulator/lines.h"
+#include "simulator/profile.h"
 #include "simulator/simulator.h"
 #include "simulator/traffic.h"
 
@@ -47,6 +48,8 @@ struct Region {
   bool constant = false;  // a struct of params
   bool initialised = false;  // before the launch
   bool complete = false;  // every byte is to be written by the launch
+  uintptr_t buffer = 0;  // where the GPU's buffer begins in the caller's memory, which tells buffers apart
+  size_t offset = 0;  // from there
   size_t packed = 0;  // of a threadgroup array: where it lies among the others, one after the other
   unsigned granule_bits = 2;
   std::vector<Cell> cells = {};  // none where nothing may be written
@@ -56,10 +59,13 @@ class Watcher {
  public:
   Watcher(Simulation& simulation, const Library& library, const Stacks& stacks, Counts& counts);
 
-  void start(bool watching, bool counting) {
-    watching_ = watching;
-    if (counting) {
+  void start(const Options& options) {
+    watching_ = options.watch && library_.watched();
+    if (options.count) {
       traffic_ = std::make_unique<MemoryTraffic>(counts_);
+    }
+    if (options.profile && watching_) {
+      profile_ = std::make_unique<Profile>(counts_);
     }
   }
   void start_threadgroup(const uint32_t (&position)[3]);
@@ -67,13 +73,27 @@ class Watcher {
     if (traffic_) {
       traffic_->finish_threadgroup();
     }
+    if (profile_) {
+      profile_->meet();
+    }
   }
   // All threads of a scope are at the same operation.
   void meet(abi::Scope scope, unsigned simdgroup) {
-    if (traffic_ && scope == abi::simdgroup_scope) {
-      traffic_->meet(simdgroup);
-    } else if (traffic_ && scope == abi::threadgroup_scope) {
-      traffic_->finish_threadgroup();
+    if (scope == abi::threadgroup_scope) {
+      finish_threadgroup();
+    } else if (scope == abi::simdgroup_scope) {
+      if (traffic_) {
+        traffic_->meet(simdgroup);
+      }
+      if (profile_) {
+        profile_->meet(simdgroup);
+      }
+    }
+  }
+  // A thread is at an operation between threads.
+  void operation(Profile::Kind kind, const abi::Operation& operation, const abi::Thread& thread) {
+    if (profile_) {
+      profile_->operation(kind, operation, thread);
     }
   }
   // After the last threadgroup: what should have been written and was not.
@@ -114,6 +134,7 @@ class Watcher {
   Region* region_of(uintptr_t address, const Access& access);
   Region* outside_of_regions(uintptr_t address, const Access& access);
   void count(const Region& region, size_t offset, const Access& access);
+  void profile(const Region& region, size_t offset, const Access& access);
   void check_cells(Region& region, size_t offset, const Access& access);
   void on_load(Region& region, Cell& cell, size_t offset, const Access& access);
   void on_store(Region& region, Cell& cell, size_t offset, const Access& access);
@@ -124,6 +145,7 @@ class Watcher {
   }
   Stamp stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const void* caller) const;
 
+  const Lines& lines() const;
   std::string where(const void* caller) const;
   std::string where(uint32_t relative) const;
   std::string text_of(const Access& access) const;
@@ -143,7 +165,7 @@ class Watcher {
   std::vector<std::pair<uint32_t, abi::Thread>> threadgroups_;  // the device epoch in which each began, and where it is
   Region regions_[Arena::kSlots];
   std::unique_ptr<MemoryTraffic> traffic_;
-  mutable std::unique_ptr<Lines> lines_;
+  std::unique_ptr<Profile> profile_;
 };
 
 }  // namespace mittens::simulator

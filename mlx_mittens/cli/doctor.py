@@ -24,6 +24,7 @@ from ..bench import machine
 from ..frontend import cache
 from ..patching import targets
 from ..stats import stats
+from . import pipelines
 from .bench import op_names, select_device
 from .options import add_seed, drawn, inputs
 from .runs import Ending, JsonFile, each, finish, progress
@@ -177,6 +178,7 @@ class _Findings:
         self.count = 0
         self.running: dict[str, str] | None = None
         self.given_up: list[str] = []  # ops whose cases did not all run
+        self.pipelines: list[pipelines.Row] | None = None  # where there is Metal
         self._rows: list[str] = []
         self._file, self._head, self._planned = file, head, planned
 
@@ -198,6 +200,8 @@ class _Findings:
         """Writes the file."""
         passed = ending is not None and ending.complete and not self.failed
         head = {**self._head, "passed": passed, **progress(ending, self.count, self._planned), "running": self.running}
+        if self.pipelines is not None:
+            head["pipelines"] = self.pipelines
         self._file.write(head, "cases", self._rows, last=ending is not None)
 
 
@@ -237,6 +241,26 @@ def _examine_op(op: specs.Op, device: str, seed: int, environment: dict[str, str
             print(f"  FAILED {finding.case} {finding.dtype}: {finding.detail}", flush=True)
 
 
+def _has_pipelines(device: str) -> bool:
+    return device == "gpu" and bool(_ext.metal_built)
+
+
+def _list_pipelines(findings: _Findings) -> None:
+    """Has Metal compile every kernel and keeps what it says of it; a kernel that no op launches fails nothing."""
+    found = findings.pipelines = []
+    file = None
+    for row in pipelines.measured():
+        if row["file"] != file:
+            file = row["file"]
+            findings.begin("pipelines", file, "")
+        found.append(row)
+    findings.running = None
+    wrong = [row for row in found if "error" in row]
+    print(f"{'pipelines':12} {len(found) - len(wrong)} of {len(found)} compiled", flush=True)
+    for row in wrong:
+        print(f"  {row['kernel'] or row['file']}: {row['error']}", flush=True)
+
+
 def _internals() -> dict[str, str]:
     """What rests on private parts of MLX and mlx-lm: ``on``, or what is off and why."""
     problem, layers = _ext.mlx_internals_problem(), targets.unknown()
@@ -266,6 +290,8 @@ def run(arguments: argparse.Namespace) -> int:
         "system": platform.platform(),
         "processor": machine.processor(),
         "gpu": machine.gpu(),
+        "gpu_architecture": machine.gpu_architecture(),
+        "gpu_cores": machine.gpu_cores(),
         "device": device,
         "executor": machine.executor(),
         "executors": found,
@@ -291,6 +317,9 @@ def run(arguments: argparse.Namespace) -> int:
     findings.save()
     where = lambda op: " ".join(findings.running.values()) if findings.running else op.name
     ending = each(ops, lambda op: _examine_op(op, device, seed, environment, findings), where)
+    if ending.complete and arguments.json and not arguments.ops and _has_pipelines(device):
+        pipelines_ending = each([None], lambda _: _list_pipelines(findings), lambda _: "pipelines")
+        ending = ending if pipelines_ending.complete else pipelines_ending
     if ending.complete and findings.given_up:
         ending = Ending(1, f"gave up {', '.join(findings.given_up)} after {_MOST_DEATHS} processes had ended")
     findings.save(ending)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +17,7 @@ from .. import _ext, frontend, simulator, specs
 from ..backends import strict
 from ..bench import mlx_metal
 from .options import UsageError
+from .runs import JsonFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=specs.DTYPES, default="float16")
     parser.add_argument("--seed", type=int, default=0, help="order in which threads run; 0 is the natural one")
     parser.add_argument("--peer", choices=("metal",), help="then MLX's own Metal kernel, for its counts")
+    parser.add_argument("--json", metavar="FILE", help="write the counts to FILE, those of every line of the source")
     parser.add_argument("--no-watch", action="store_true", help="do not check accesses: faster, and fewer counts")
 
 
@@ -34,14 +40,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(error.args[0]) from None
     case = find_case(op, arguments.case)
     dtype = specs.DTYPES[arguments.dtype]
+    file = JsonFile(arguments.json)
+    rows: list[str] = []
     try:
         check, launches = simulate(op, case, dtype, arguments.seed, not arguments.no_watch)
     except simulator.Fault as fault:
         print(f"{op.name}, {case.name}, {arguments.dtype}: FAULT\n{fault}")
+        file.write(
+            {"op": op.name, "case": case.name, "dtype": arguments.dtype, "fault": str(fault)}, "launches", [], True
+        )
         return 1
     number = f"{len(launches)} launch" + "es" * (len(launches) != 1)
     print(f"{op.name}, {case.name}, {arguments.dtype}: {number}, error {check.error:.1e} (mx {check.twin_error:.1e})")
-    _print(launches, watched=not arguments.no_watch)
+    _print(launches)
+    rows += [json.dumps({"by": "mlx_mittens", **_with_names(launch)}) for launch in launches]
     moved = sum(launch["counts"][f"device_bytes_{way}"] for launch in launches for way in ("loaded", "stored"))
     fewest = op.bytes_moved(case, dtype)
     if moved:
@@ -50,14 +62,29 @@ def run(arguments: argparse.Namespace) -> int:
     if peer:
         try:
             launches = peer_launches(op, peer, case, dtype, arguments.seed, not arguments.no_watch)
-            _print(launches, watched=not arguments.no_watch)
+            _print(launches)
+            rows += [json.dumps({"by": "mlx", **_with_names(launch)}) for launch in launches]
         except simulator.Fault as fault:  # of MLX's kernels some are known for one that has no effect
             print(f"\nFAULT of MLX's kernel (--no-watch runs it all the same)\n{fault}")
     elif arguments.peer:
         print(f"\nMLX has no Metal kernel of its own to show for {op.name}, {case.name}")
     if not check.passed:
         print(f"WRONG: {check.detail}")
-    return 0 if check.passed else 1
+    head = {"op": op.name, "case": case.name, "dtype": arguments.dtype, "seed": arguments.seed}
+    file.write(
+        {
+            **head,
+            "passed": check.passed,
+            "error": check.error if math.isfinite(check.error) else None,
+            "bytes_needed": fewest,
+        },
+        "launches",
+        rows,
+        True,
+    )
+    if file.problem:
+        print(f"mlx-mittens simulate: {file.problem}", file=sys.stderr)
+    return 0 if check.passed and not file.problem else 1
 
 
 def simulate(
@@ -66,7 +93,8 @@ def simulate(
     """Runs a case in the simulator.
 
     Returns:
-        How right it was, and for each launch its file, kernel, threadgroups, threads and counts.
+        How right it was, and for each launch its file, kernel, threadgroups, threads, counts, and where accesses are
+        watched the counts by line of the source.
 
     Raises:
         Fault: If the simulator found one.
@@ -80,6 +108,13 @@ def simulate(
         mx.eval(twin)
     exact = op.exact(case, arrays, cotangents)
     return specs.compare(op, case, ours, twin, exact, arrays), launches
+
+
+def _with_names(launch: dict[str, Any]) -> dict[str, Any]:
+    """A launch whose lines have names for their values, as its JSON has them."""
+    if "lines" not in launch:
+        return launch
+    return {**launch, "lines": [asdict(simulator.LineCounts(*line)) for line in launch["lines"]]}
 
 
 def peer_launches(
@@ -101,7 +136,7 @@ def _recorded(
 ) -> tuple[list[mx.array], list[dict[str, Any]]]:
     """What a call gives in the simulator, evaluated, and the launches that this takes."""
     with simulator.enabled(seed=seed, watch=watch, gpu=case.gpu):
-        _ext.simulator_record(True)
+        _ext.simulator_record(True, profile=watch)
         try:
             result = build()
             mx.eval(result)
@@ -126,29 +161,64 @@ def find_case(op: specs.Op, words: str) -> specs.Case:
     return min(found, key=lambda case: (not set(asked) <= set(case.name.lower().split()), len(case.name)))
 
 
-def _print(launches: list[dict[str, Any]], watched: bool) -> None:
+_MOST_LINES = 7  # of the source, on the screen
+
+
+def _print(launches: list[dict[str, Any]]) -> None:
     for launch in launches:
         print(f"\n{launch['file']}: {launch['kernel']}")
-        for name, value in _lines(launch, watched):
-            print(f"  {name:<42} {value:>16}")
+        for line in _lines(launch):
+            print(f"  {line}".rstrip())
 
 
-_OF_ACCESSES = ("loaded", "stored", "accesses", "lines", "conflicts")
-
-
-def _lines(launch: dict[str, Any], watched: bool) -> list[tuple[str, str]]:
-    """Counts by their names, in words; those of accesses only where they were watched."""
+def _lines(launch: dict[str, Any]) -> list[str]:
+    """A launch in words: its size, its operations, its accesses by memory, and the busiest lines of the source."""
     counts = launch["counts"]
-    size = [" x ".join(str(n) for n in launch[key] if n > 1) or "1" for key in ("threadgroups", "threads")]
-    lines = [("threadgroups", size[0]), ("threads of a threadgroup", size[1])]
-    for name, value in counts.items():
-        if not watched and any(word in name for word in _OF_ACCESSES):
-            continue
-        if name == "threadgroup_bytes":
-            lines.append(("bytes of threadgroup memory", f"{value:,}"))
-        else:
-            lines.append((name.replace("_", " "), f"{value:,}"))
-    if counts.get("device_lines_fewest"):
+    groups, threads = (" x ".join(str(n) for n in launch[key] if n > 1) or "1" for key in ("threadgroups", "threads"))
+    barriers = f"{counts['threadgroup_barriers']:,} of threadgroups, {counts['simdgroup_barriers']:,} of simdgroups"
+    lines = [
+        f"threadgroups {groups}, threads of each {threads}, bytes of its memory {counts['threadgroup_bytes']:,}",
+        _row("barriers", barriers),
+        _row("operations", f"{counts['simd_operations']:,} simd, {counts['matrix_operations']:,} matrix"),
+    ]
+    if "lines" not in launch:  # unwatched: no access was seen
+        return lines
+    moved = [counts[f"{memory}_bytes_{way}"] for memory in ("device", "threadgroup") for way in ("loaded", "stored")]
+    merged = [counts[f"{memory}_{way}"] for memory in ("device", "threadgroup") for way in ("loads", "stores")]
+    distinct = [counts[f"distinct_lines_{way}"] for way in ("loaded", "stored")]
+    lines += [
+        _row("memory", "device loads", "stores", "group loads", "stores"),
+        _row("bytes", *moved),
+        _row("accesses, merged", *merged),
+        _row("distinct lines, 128 B", *distinct),
+        _row("lines, both", f"{counts['distinct_lines']:,}, {counts['threadgroup_lines']:,} summed over threadgroups"),
+    ]
+    if counts["device_lines_fewest"]:
         times = counts["device_lines"] / counts["device_lines_fewest"]
-        lines.append(("device lines, of the fewest", f"{times:.2f} times"))
-    return lines
+        lines.append(_row("", f"{counts['device_lines']:,} summed over accesses, {times:.2f} times the fewest"))
+    accesses = f"{counts['device_accesses']:,} device, {counts['threadgroup_accesses']:,} threadgroup"
+    lines += [
+        _row("accesses, not merged", f"{accesses}; {counts['bank_conflicts']:,} bank conflicts"),
+        _row("params", f"{counts['params_bytes_loaded']:,} bytes loaded"),
+    ]
+    return lines + _source_lines(launch["lines"])
+
+
+def _row(name: str, *values: int | str) -> str:
+    """A name and its value in words, or its values in columns."""
+    if len(values) == 1:
+        return f"{name:<23}{values[0]}"
+    return f"{name:<23}" + "".join(f"{value:>13}" if isinstance(value, str) else f"{value:>13,}" for value in values)
+
+
+def _source_lines(all_lines: list[tuple[str, int, str, str, int, int]]) -> list[str]:
+    """The lines that simdgroups execute most often."""
+    busiest = sorted(all_lines, key=lambda line: (-line[4], -line[5]))[:_MOST_LINES]
+    left = len(all_lines) - len(busiest)
+    title = "busiest lines of the source" + (f", {left} more in --json" if left else "")
+    table = [f"{title:<50}{'executions':>14}{'operations':>13}"]
+    for file, line, operation, memory, executions, operations in busiest:
+        place = f"{file}:{line}"
+        place = place if len(place) <= 31 else f"..{place[-29:]}"
+        table.append(f"{place:<32}{f'{operation} {memory}'.rstrip():<18}{executions:>14,}{operations:>13,}")
+    return table if busiest else []

@@ -27,6 +27,9 @@ _CPU = [
     # An access stays what the kernel wrote, with its line; and a loop without end stays one.
     *("-fno-vectorize", "-fno-slp-vectorize", "-fno-finite-loops", "-gline-tables-only", "-gdwarf-4"),
     *("-fno-optimize-sibling-calls", "-mllvm", "-disable-vector-combine"),
+    # Loops of few, known rounds are unrolled, as Metal's compiler does: the profile merges accesses of one basic block.
+    *("-funroll-loops", "-mllvm", "-unroll-runtime=false", "-mllvm", "-unroll-allow-partial=false"),
+    *("-mllvm", "-unroll-allow-peeling=false"),
 ]
 _STEPS = ["-fsanitize-coverage=bb,no-prune,trace-pc-guard"]
 _WATCHED = [

@@ -9,8 +9,9 @@ from typing import Literal
 
 from .. import _ext
 from .metal_kernel import Kernel, metal_kernel, redirect, restore
+from .profile import Launch, LineCounts, profiled
 
-__all__ = ["Fault", "Kernel", "enabled", "metal_kernel"]
+__all__ = ["Fault", "Kernel", "Launch", "LineCounts", "enabled", "metal_kernel", "profiled"]
 
 Fault = _ext.SimulatorFault
 

@@ -1,5 +1,6 @@
 """The macOS dispatch code, run on Linux over a recording device: the simulator executes what it recorded."""
 
+import ctypes
 import pathlib
 import tempfile
 
@@ -34,3 +35,21 @@ def test_what_the_macos_code_gets_wrong_shows():
                 mx.eval(mm.softmax(mx.ones((2, 8)), axis=-1))
         finally:
             _ext.simulator_host("")
+
+
+def test_pipelines_through_the_macos_code():
+    """Each value is another, so that none can stand in another's place; a kernel that Metal refuses is an error."""
+    library = ctypes.CDLL(build())
+    library.mittens_compile.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]
+    library.mittens_pipelines.restype = ctypes.c_char_p
+    for kernel, threads, memory in ((b"few_registers", 1024, 0), (b"many_registers", 384, 8192), (b"refused", 0, 0)):
+        library.mittens_compile(kernel, threads, memory)
+    lines = library.mittens_pipelines(b"norm/planted.metal").decode().splitlines()
+    assert lines[:2] == ["few_registers 1024 0 32", "many_registers 384 8192 32"]
+    assert lines[2:] == ["refused: [metal::Device] Unable to load kernel refused"]
+
+
+def test_without_metal_there_are_no_pipelines():
+    for call in (lambda: _ext.metal_kernels("norm/softmax.metal"), lambda: _ext.metal_pipeline("f.metal", "k")):
+        with pytest.raises(RuntimeError, match="this build of mlx_mittens has no Metal"):
+            call()

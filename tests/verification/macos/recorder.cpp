@@ -23,6 +23,12 @@ struct Recording {
 
 thread_local Recording* recording = nullptr;
 
+// What the GPU's compiler makes of kernels, as a test says it: by name, most threads and bytes of threadgroup memory.
+std::map<std::string, std::pair<size_t, size_t>>& compiled() {
+  static std::map<std::string, std::pair<size_t, size_t>> kernels;
+  return kernels;
+}
+
 // A Metal buffer reaches as far as its memory does; of row contiguous arrays no more than the elements is meant.
 size_t reach(const mlx::core::array& array, int64_t offset) {
   return array.flags().row_contiguous ? array.nbytes() - offset : array.buffer_size() - (array.offset() + offset);
@@ -61,12 +67,24 @@ MTL::Library* Device::get_library(const std::string&, const std::string&) {
 
 MTL::Library* Device::get_library(
     const std::string&, const CompileOptions&, const std::function<std::string(void)>& builder) {
-  return new MTL::Library{builder()};
+  auto* library = new MTL::Library{builder()};
+  for (const auto& [name, pipeline] : compiled()) {
+    library->names.strings.push_back({name});
+  }
+  return library;
 }
 
 MTL::ComputePipelineState* Device::get_kernel(const std::string& name, MTL::Library* library, const std::string&,
                                               const MTLFCList&, const std::vector<MTL::Function*>&) {
-  return new MTL::ComputePipelineState{name, library};
+  const auto found = compiled().find(name);
+  if (found == compiled().end()) {
+    return new MTL::ComputePipelineState{name, library};
+  }
+  const auto [threads, memory] = found->second;
+  if (threads == 0) {
+    throw std::runtime_error("[metal::Device] Unable to load kernel " + name);
+  }
+  return new MTL::ComputePipelineState{name, library, threads, memory};
 }
 
 MTL::ComputeCommandEncoder* CommandEncoder::get_command_encoder() {
@@ -109,6 +127,32 @@ std::string metallib() {
 }
 
 }  // namespace mittens::frontend
+
+// Says what the GPU's compiler makes of a kernel; without threads it refuses it.
+extern "C" __attribute__((visibility("default"))) void mittens_compile(const char* kernel, size_t threads,
+                                                                       size_t memory) {
+  compiled()[kernel] = {threads, memory};
+}
+
+// What the macOS code says of every pipeline of a file: a line each, "kernel threads memory width" or "kernel: error".
+extern "C" __attribute__((visibility("default"))) const char* mittens_pipelines(const char* file) {
+  static std::string text;
+  text.clear();
+  for (const auto& kernel : mittens::metal::kernels(file)) {
+    text += kernel;
+    try {
+      const auto made = mittens::metal::pipeline(file, kernel);
+      for (const auto value : {made.max_total_threads_per_threadgroup, made.static_threadgroup_memory_length,
+                               made.thread_execution_width}) {
+        text += " " + std::to_string(value);
+      }
+    } catch (const std::exception& error) {
+      text += std::string(": ") + error.what();
+    }
+    text += "\n";
+  }
+  return text.c_str();
+}
 
 // Runs the macOS code for a launch and gives the dispatch it made. The constants' memory belongs to the recording, which
 // the caller keeps for as long as it uses the dispatch.

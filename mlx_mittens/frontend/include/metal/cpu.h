@@ -7,6 +7,8 @@
 // Neither traced by the watcher nor moved by the optimiser to where other lanes do not follow.
 #define MITTENS_RUNTIME __attribute__((noinline, nodebug, convergent, nomerge, no_sanitize("coverage")))
 #define MITTENS_CALLER __builtin_return_address(0)
+// A matrix is loaded whole, also where a kernel uses one element of it: the watcher sees both.
+#define MITTENS_WHOLE volatile
 
 namespace mittens {
 

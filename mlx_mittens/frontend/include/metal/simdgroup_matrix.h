@@ -53,13 +53,17 @@ MITTENS_INLINE ulong element_offset(uint i, ulong elements_per_row, ulong2 origi
 
 namespace metal {
 
+#ifndef MITTENS_WHOLE
+#define MITTENS_WHOLE
+#endif
 #define MITTENS_MATRIX_MEMORY(space)                                                                              \
   template <typename T>                                                                                           \
   MITTENS_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& matrix, const space T* source,                    \
                                      ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0},                    \
                                      bool transpose = false) {                                                    \
+    const MITTENS_WHOLE space T* elements = source;                                                               \
     for (uint i = 0; i < 2; ++i) {                                                                                \
-      matrix.thread_elements()[i] = source[mittens::element_offset(i, elements_per_row, origin, transpose)];      \
+      matrix.thread_elements()[i] = elements[mittens::element_offset(i, elements_per_row, origin, transpose)];    \
     }                                                                                                             \
   }                                                                                                               \
   template <typename T>                                                                                           \

@@ -23,7 +23,38 @@ class SharedPtr {
   T* pointer_ = nullptr;
 };
 
-class AutoreleasePool;
+template <typename T>
+SharedPtr<T> TransferPtr(T*) {
+  return {};
+}
+
+struct AutoreleasePool {
+  static AutoreleasePool* alloc() {
+    static AutoreleasePool pool;
+    return &pool;
+  }
+  AutoreleasePool* init() {
+    return this;
+  }
+};
+
+struct String {
+  std::string text;
+  const char* utf8String() const {
+    return text.c_str();
+  }
+};
+
+struct Array {
+  std::vector<String> strings;
+  UInteger count() const {
+    return strings.size();
+  }
+  template <typename Object>
+  const Object* object(UInteger index) const {
+    return &strings.at(index);
+  }
+};
 
 }  // namespace NS
 
@@ -54,13 +85,25 @@ struct CommandBuffer {
 
 struct Library {
   std::string source;
+  NS::Array names = {};
+  NS::Array* functionNames() {
+    return &names;
+  }
 };
 
 struct ComputePipelineState {
   std::string kernel;
   Library* library;
+  NS::UInteger threads = 1024;
+  NS::UInteger memory = 0;
   NS::UInteger maxTotalThreadsPerThreadgroup() const {
-    return 1024;
+    return threads;
+  }
+  NS::UInteger staticThreadgroupMemoryLength() const {
+    return memory;
+  }
+  NS::UInteger threadExecutionWidth() const {
+    return 32;
   }
 };
 

@@ -1,0 +1,104 @@
+"""What a Mac's GPU compiler makes of every kernel: most threads, from which its registers follow, and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .. import _ext, frontend
+
+# After so many ended processes the rest is left out.
+_MOST_DEATHS = 3
+
+# Code of the child process, which uses the parent's sys.path.
+_CHILD = "from mlx_mittens.cli.pipelines import child; child()"
+
+Row = dict[str, Any]
+
+
+def child() -> None:
+    """Compiles kernels for this GPU: its input names files and kernels to leave out, its answers are lines of JSON.
+
+    A line ``{"file", "kernel"}`` says what is begun, the next one what came of it, and ``{"done": true}`` ends them.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    order = json.load(sys.stdin)
+    seen = set(order["seen"])
+    say = lambda row: print(json.dumps(row), file=answers, flush=True)
+    for file in order["files"]:
+        say({"file": file, "kernel": None})
+        try:
+            kernels = sorted(_ext.metal_kernels(file))
+        except Exception as error:  # a file that Metal refuses hides no other
+            say({"file": file, "kernel": None, "error": str(error)})
+            continue
+        for kernel in kernels:
+            if kernel in seen:  # a metallib names the kernels of all files
+                continue
+            seen.add(kernel)
+            say({"file": file, "kernel": kernel})
+            try:
+                say({"file": file, "kernel": kernel, **_ext.metal_pipeline(file, kernel)})
+            except Exception as error:
+                say({"file": file, "kernel": kernel, "error": str(error)})
+    say({"done": True})
+
+
+def measured(files: Sequence[str] | None = None) -> Iterator[Row]:
+    """Every pipeline of the files, compiled in a process of its own; after a crash the others go on in a new one.
+
+    Args:
+        files: .metal files; all of them without.
+
+    Yields:
+        ``file``, ``kernel`` and what Metal says: ``maxTotalThreadsPerThreadgroup``, ``staticThreadgroupMemoryLength``
+        and ``threadExecutionWidth``, or an ``error``. The file of a kernel is the one that it was found through: with
+        a metallib that is the first.
+    """
+    left = list(frontend.files() if files is None else files)
+    seen: list[str] = []
+    for _ in range(_MOST_DEATHS):
+        begun: Row | None = None
+        process = _start({"files": left, "seen": seen})
+        assert process.stdout is not None  # it is a pipe
+        try:
+            for line in process.stdout:
+                row: Row = json.loads(line)
+                if row.get("done"):
+                    return
+                if len(row) == 2:
+                    begun = row
+                    continue
+                begun = None
+                seen += [row["kernel"]] if row["kernel"] else []
+                yield row
+            status = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        if begun is None:
+            begun = {"file": left[0], "kernel": None}
+        yield {**begun, "error": f"the process was ended by {'signal' if status < 0 else 'exit status'} {abs(status)}"}
+        at = left.index(begun["file"])
+        seen += [begun["kernel"]] if begun["kernel"] else []
+        left = left[at:] if begun["kernel"] else left[at + 1 :]
+
+
+def _start(order: dict[str, Any]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys\nsys.path[:] = {sys.path!r}\n{_CHILD}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C and a time limit are the parent's to handle
+    )
+    assert process.stdin is not None  # it is a pipe
+    with process.stdin as pipe:
+        json.dump(order, pipe)
+    return process

@@ -1,0 +1,118 @@
+"""What launches do in the simulator, for whoever tunes a kernel or predicts its time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _ext
+
+
+@dataclass(frozen=True)
+class LineCounts:
+    """What the simdgroups of a launch did at one line of the source, of one kind.
+
+    Attributes:
+        file: The file; of a kernel of ``mx.fast.metal_kernel`` its name with ``.metal``. A line of a header is listed
+            under the header, whichever kernel includes it.
+        line: The line in it, from 1.
+        operation: ``load``, ``store``, ``atomic``, ``barrier``, ``simd`` (a SIMD-group or quad-group function) or
+            ``matrix`` (a product of SIMD-group matrices).
+        memory: ``device`` or ``threadgroup``, of an access; else empty.
+        executions: How often simdgroups executed the line, summed over them: in a loop, its rounds. A loop of few,
+            known rounds is unrolled and executes its lines once. Of a line that stands in several places of the
+            compiled code, as that of an inlined function, the place that was executed most often counts.
+        operations: Accesses, merged as `Launch` says, or operations between threads, in all places.
+    """
+
+    file: str
+    line: int
+    operation: str
+    memory: str
+    executions: int
+    operations: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch of a kernel did.
+
+    Lines are of 128 bytes of device memory. Loads and stores are those of simdgroups, merged: neighbouring accesses of
+    a thread count once where a compiler makes one vector access of them, of at most four elements and 16 bytes. They
+    are in one basic block, and no store to the same array lies between. An access that is a neighbour in some
+    executions only, as in a gather, is not merged. Structs of params, which a GPU keeps at hand, are not counted.
+
+    Attributes:
+        file: The .metal file.
+        kernel: The kernel's name in it.
+        threadgroups: How many there were in each dimension.
+        threads: Threads of a threadgroup in each dimension.
+        distinct_lines: Lines that the launch loaded or stored. A line that several threads touch counts once.
+        distinct_lines_loaded: Of these, lines that were loaded.
+        distinct_lines_stored: Of these, lines that were stored. A line may be in both.
+        threadgroup_lines: The sum over threadgroups of the distinct lines that each touched.
+        device_loads: Loads from device memory.
+        device_stores: Stores to device memory.
+        threadgroup_loads: Loads from threadgroup memory.
+        threadgroup_stores: Stores to threadgroup memory.
+        lines: Accesses, barriers, SIMD-group and matrix operations by line of the source, in the order of the lines.
+        counts: The simulator's other counts, by name.
+    """
+
+    file: str
+    kernel: str
+    threadgroups: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    distinct_lines: int
+    distinct_lines_loaded: int
+    distinct_lines_stored: int
+    threadgroup_lines: int
+    device_loads: int
+    device_stores: int
+    threadgroup_loads: int
+    threadgroup_stores: int
+    lines: tuple[LineCounts, ...]
+    counts: dict[str, int]
+
+    @classmethod
+    def of(cls, recorded: dict[str, Any]) -> Launch:
+        """A launch as ``_ext.simulator_record`` gives it."""
+        if "lines" not in recorded:
+            raise ValueError(
+                f"[profiled] {recorded['kernel']} ran with watch=False, so that its accesses were not seen: "
+                "expected mm.simulator.enabled(watch=True)"
+            )
+        counts = dict(recorded["counts"])
+        own = {name: counts.pop(name) for name in _PROFILED}
+        lines = tuple(LineCounts(*line) for line in recorded["lines"])
+        head = {name: recorded[name] for name in ("file", "kernel", "threadgroups", "threads")}
+        return cls(**head, **own, lines=lines, counts=counts)
+
+
+_PROFILED = [name for name, kind in Launch.__annotations__.items() if kind == "int"]
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[list[Launch]]:
+    """Profiles every launch that the simulator runs in the block; the list holds them once the block is left.
+
+        with mm.simulator.enabled(), mm.simulator.profiled() as launches:
+            mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu))
+        print(launches[0].distinct_lines)
+
+    The profile takes a part of the simulator's speed, so it is off outside of such a block. Kernels of
+    ``mm.simulator.metal_kernel`` need no ``enabled``. There is one record in a process: blocks do not nest.
+
+    Raises:
+        ValueError: A kernel ran with ``watch=False``.
+    """
+    launches: list[Launch] = []
+    _ext.simulator_record(True, profile=True)
+    recorded: list[dict[str, Any]] = []
+    try:
+        yield launches
+    finally:
+        recorded = _ext.simulator_record(False)
+    launches += map(Launch.of, recorded)
