@@ -1,8 +1,8 @@
 """What the launches of each published point do: one function for each family of points.
 
 Bytes come with the points. Instructions are those of the kernels' inner loops, read from their sources (MLX 0.32,
-llama.cpp's ggml-metal) and checked against compiled machine code where there is some. Nothing here is fitted, and
-nothing asks which point it is.
+llama.cpp's ggml-metal); half registers are those of compiled machine code. Nothing here is fitted, and nothing asks
+which point it is.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SMALLEST_SYSTEM_CACHE = 8e6
 # are older. Of the two tables of 0.5.0, that of the M1 Pro was measured again in the commit that made the change.
 _PRODUCT_AND_SUM = {"?", "0.2.0"}
 _PRODUCT_AND_SUM_TABLES = {("m2-max", "0.5.0")}
-_GEMV_READS_ALL = (0, 15)
-# Kernels of a layer that do not read weights, or read few: norms, rotations, cache, scores, activation, sums.
-# ggml's graph of LLaMA has these and 7 products; MLX's Llama has 17 with its fused attention, norm and rope.
+# MLX's gemv reads the vector without a detour from 0.15.1 on; no point is of 0.15.
+_GEMV_READS_ALL = (0, 16)
+# Kernels of a layer: 7 products, and norms, rotations, cache, scores, activation and sums. MLX fuses more of them.
 _LLAMA_CPP_KERNELS = 23
 _MLX_KERNELS = 17
 _LLAMA_7B = {"layers": 32, "weights": 6.74e9, "width": 4096}
@@ -179,7 +179,7 @@ def _gemm_skinny(point: Point, chip: Chip) -> Launches:
 def _gemv(point: Point, chip: Chip) -> Launches:
     """MLX's gemv: 8 simdgroups of 4 rows, a lane takes 4 neighbouring values of each row at a time.
 
-    Until 0.15 the vector came through threadgroup memory: a step waited for it, and then for the matrix.
+    Before 0.15.1 the vector came through threadgroup memory: a step waited for it, and then for the matrix.
     """
     if point.shape.startswith("Linear"):
         batch, _, k = _numbers(point.shape)[0:3]
@@ -307,7 +307,7 @@ def _sdpa_blocks(chip: Chip, heads_a_group: int, keys: int) -> int:
 
 
 def _sdpa_decode(point: Point, chip: Chip) -> Launches:
-    """MLX's sdpa_vector_2pass_1 and _2: a simdgroup takes every so manieth key of one head, a key at a time.
+    """MLX's sdpa_vector_2pass_1 and _2: a simdgroup takes one key of each round of blocks, of one head.
 
     A key takes two loads that are waited for, a dot product, a sum over the simdgroup, two exponentials, and scaling
     and adding to the output. The variant for eight heads a group reads key and value together, once for four heads

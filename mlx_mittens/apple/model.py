@@ -27,7 +27,8 @@ LINE_BYTES = 128
 LANES = 32
 SCHEDULERS = 4
 MATRIX_FLOP = 2 * 8 * 8 * 8
-_FIRST_COISSUE = 15
+# Constants called early are those of M1 and M2, and later those of the generations from the M3 on.
+_FIRST_LATER = 15
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,17 @@ class Constants:
 
     def dispatch_cycles(self, chip: Chip) -> float:
         """Cycles that a core takes to start a threadgroup."""
-        return self.later_dispatch_cycles if chip.generation >= _FIRST_COISSUE else self.early_dispatch_cycles
+        return self.later_dispatch_cycles if chip.generation >= _FIRST_LATER else self.early_dispatch_cycles
 
     def latency_ns(self, chip: Chip) -> float:
         """Time of a load from memory."""
         if chip.device_memory_ns is not None:
             return chip.device_memory_ns
-        return self.later_latency_ns if chip.generation >= _FIRST_COISSUE else self.early_latency_ns
+        return self.later_latency_ns if chip.generation >= _FIRST_LATER else self.early_latency_ns
 
     def reduction_slots(self, chip: Chip) -> float:
         """Issue slots of a sum or maximum over a simdgroup."""
-        return self.later_reduction_slots if chip.generation >= _FIRST_COISSUE else self.early_reduction_slots
+        return self.later_reduction_slots if chip.generation >= _FIRST_LATER else self.early_reduction_slots
 
 
 CONSTANTS = Constants()
@@ -126,7 +127,8 @@ class Instructions:
         shuffles: Shuffles, broadcasts, ballots.
         reductions: Sums and maxima over a simdgroup in one instruction.
         matrix: 8x8x8 multiplies of a simdgroup.
-        fragments: 8x8 fragments loaded from threadgroup memory.
+        fragments: 8x8 fragments loaded from threadgroup memory, where their loads and addresses are not counted one by
+            one under the other kinds.
         loads: Loads from device and threadgroup memory.
         stores: Stores to either.
         control: Branches, barriers, waits.
@@ -217,6 +219,7 @@ class Terms:
 
 
 _LIMITS = {f.name: f.name.replace("_", " ") for f in fields(Terms)}
+_JOINED = ("device memory", "second cache", "issue slots", "complex unit", "tensor units")
 
 
 @dataclass(frozen=True)
@@ -310,14 +313,10 @@ def _body(terms: Terms, constants: Constants) -> tuple[float, str]:
     if most:
         p = constants.overlap
         joined = most * ((memory / most) ** p + (computing / most) ** p) ** (1 / p)
+    body = max(joined, terms.dispatch, terms.latency)
     named = terms.named()
-    del named["launch"]
-    limit = max(named, key=lambda name: named[name])
-    if joined >= max(terms.dispatch, terms.latency):
-        limit = max(
-            ("device memory", "second cache", "issue slots", "complex unit", "tensor units"), key=lambda n: named[n]
-        )
-    return max(joined, terms.dispatch, terms.latency), limit
+    parts = _JOINED if body == joined else ("dispatch", "latency")
+    return body, max(parts, key=lambda name: named[name])
 
 
 def predict(work: Work, chip: Chip, constants: Constants = CONSTANTS) -> Prediction:

@@ -1,6 +1,7 @@
 """Published measurements hold the model to its errors, and its limits to what measurements show."""
 
 import dataclasses
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -120,6 +121,12 @@ def test_written_tables_are_those_of_the_points(errors):
         (errors.PAGE, errors.page()),
     ):
         assert path.read_text() == text, f"{path} is stale: run python bench/apple/errors.py"
+
+
+def test_the_page_shows_what_its_example_prints(errors, capsys):
+    code = re.search(r"## Predicted time.*?```python\n(.*?)```", errors.PAGE.read_text(), re.S)[1]
+    exec(code, {})
+    assert capsys.readouterr().out.strip() == code.rpartition("# ")[2].strip()
 
 
 def test_constants_are_where_the_fit_ends(errors):
