@@ -399,12 +399,14 @@ def _latency_text() -> str:
     others = case.prediction.terms.named()
     latency = others.pop("latency")
     second = max(others, key=lambda name: others[name])
+    work = launches(case.point)[0][0]
+    places = find_chip(case.point.chip).resident_threads(work.half_registers) // LANES
     measured, predicted = case.point.time_us, case.prediction.microseconds
     return (
         f"{case.point.shape}, {case.point.dtype}, on an M1 Ultra: measured {measured:,.0f} us, predicted\n"
         f"{predicted:,.0f} us, limited by {case.prediction.limit} ({latency:,.0f} us). The next term is"
-        f" {second} with {others[second]:,.0f} us.\nA simdgroup waits for two loads a key, and the registers leave room"
-        f" for 22 simdgroups on a core.\nThe source does not say whether the chip has 48 or 64 cores; 64 are taken."
+        f" {second} with {others[second]:,.0f} us.\nA simdgroup waits for two loads a key, and the registers leave"
+        f" room for {places} simdgroups on a core.\nThe source does not say whether the chip has 48 or 64 cores; 64 are taken."
     )
 
 

@@ -1,8 +1,8 @@
 """What the launches of each published point do: one function for each family of points.
 
-Bytes come with the points. Instructions are those of the kernels' inner loops, read from their sources (MLX 0.32,
-llama.cpp's ggml-metal); half registers are those of compiled machine code. Nothing here is fitted, and nothing asks
-which point it is.
+Bytes come with the points. Instructions are those of the kernels' inner loops. Of MLX's qmv_fast, gemv and two-pass
+attention they and the half registers were counted in the machine code that Mesa's compiler makes of them; of the rest
+they follow from the sources. Nothing here is fitted, and nothing asks which point it is.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _GEMV_READS_ALL = (0, 16)
 # Kernels of a layer: 7 products, and norms, rotations, cache, scores, activation and sums. MLX fuses more of them.
 _LLAMA_CPP_KERNELS = 23
 _MLX_KERNELS = 17
+# Of the two-pass attention by the width of a head; for bfloat16 it takes 147 where float16 takes 143.
+_SDPA_REGISTERS = {64: 71, 128: 95, 256: 147}
 _LLAMA_7B = {"layers": 32, "weights": 6.74e9, "width": 4096}
 _LAYERS = {
     "Llama-3.1-8B": 32,
@@ -191,7 +193,7 @@ def _gemv(point: Point, chip: Chip) -> Launches:
     steps = k / 128
     staged = _release(point.version) < _GEMV_READS_ALL
     simdgroups = math.ceil(rows / 4)
-    each = Instructions(floats=16, loads=5, integers=4, control=2)
+    each = Instructions(floats=16, loads=5, integers=14, multiplies=2, control=8)
     work = Work(
         threadgroups=math.ceil(rows / 32),
         threads=256,
@@ -261,20 +263,20 @@ def _reduce_all(point: Point, chip: Chip) -> Launches:
 def _qmv(point: Point, chip: Chip) -> Launches:
     """MLX's qmv_fast: two simdgroups of 4 rows, a lane has 16 values of x for 64 weights.
 
-    A weight takes a mask, a conversion and a multiply-add. Scales, biases and x come once for the 64.
+    A weight takes a mask, a conversion and a multiply-add. Scales, biases and x come once for the 64 and are 24 values.
     """
     numbers = _numbers(point.shape)
     if "@" in point.shape:
         m, k, n, _ = numbers
     else:
         m, (n, k) = 1, numbers
-    each = Instructions(integers=64 + 12, conversions=64, floats=64 + 16 + 12 + 8, loads=8 + 8 + 4, control=3)
+    each = Instructions(integers=96, conversions=64, floats=99, loads=16, control=15)
     each = each + 24 * _widened(point.dtype, chip)
     steps = k / 512
     work = Work(
         threadgroups=m * math.ceil(n / 8),
         threads=64,
-        half_registers=83,
+        half_registers=87,
         lines=point.bytes / LINE_BYTES,
         summed_lines=m * point.bytes / LINE_BYTES,
         instructions=m * n / 4 * steps * each + m * n / 4 * Instructions(reductions=4, stores=1, integers=30),
@@ -285,10 +287,10 @@ def _qmv(point: Point, chip: Chip) -> Launches:
 
 
 def _widened(dtype: str, chip: Chip) -> Instructions:
-    """What a bfloat16 operand costs: on M1 and M2 every other one is shifted, and the others are masked."""
+    """What a bfloat16 operand costs: M1 and M2 shift it into a float."""
     if "float16" in dtype and "bfloat16" not in dtype or chip.native_bfloat:
         return Instructions()
-    return Instructions(multiplies=0.5, integers=0.5)
+    return Instructions(multiplies=1)
 
 
 def _sdpa_blocks(chip: Chip, heads_a_group: int, keys: int) -> int:
@@ -321,14 +323,16 @@ def _sdpa_decode(point: Point, chip: Chip) -> Launches:
     blocks = _sdpa_blocks(chip, heads_a_group, keys)
     lanes_values = width / 32
     shared = {64: 8, 128: 4}[width] if "gqa" in point.kernel else 1
-    each_head = Instructions(floats=4 + 3 * lanes_values, reductions=1, exponentials=2)
-    each_key = Instructions(loads=2, integers=4, control=3) + 2 * lanes_values * _widened(point.dtype, chip)
+    loads = 2 * max(1, lanes_values / 4)
+    each_head = Instructions(floats=7 + 3 * lanes_values, integers=1.5, reductions=1, exponentials=2)
+    each_key = Instructions(loads=loads, integers=7.5, control=3 + loads)
+    each_key = each_key + 2 * lanes_values * _widened(point.dtype, chip)
     keys_of_simdgroups = heads * queries * keys
     # Masked keys of later queries are few: L queries at the end of S keys.
     first = Work(
         threadgroups=groups * blocks,
         threads=min(1024, 32 * heads_a_group),
-        half_registers={64: 71, 128: 95, 256: 143}[width],
+        half_registers=_SDPA_REGISTERS[width],
         lines=point.bytes / LINE_BYTES,
         instructions=keys_of_simdgroups * each_head + keys_of_simdgroups / shared * each_key,
         rounds=keys / blocks / shared if shared > 1 else 2 * keys / blocks,
@@ -344,7 +348,8 @@ def _sdpa_decode(point: Point, chip: Chip) -> Launches:
         * queries
         * 32
         * (
-            steps * Instructions(loads=4, exponentials=2, floats=4 + lanes_values, integers=6, control=3)
+            steps
+            * Instructions(loads=5, exponentials=2, floats=7 + lanes_values, integers=22, multiplies=2, control=14)
             + lanes_values * Instructions(reductions=1, loads=1, stores=1, reciprocals=1, control=4)
         ),
         rounds=3 * steps,

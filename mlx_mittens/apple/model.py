@@ -83,8 +83,8 @@ class Constants:
     fragment_slots: float = 4.37
     tensor_efficiency: float = 0.687
     early_reduction_slots: float = 14.5
-    later_reduction_slots: float = 8.67
-    overlap: float = 4.93
+    later_reduction_slots: float = 3.78
+    overlap: float = 4.88
     shuffle_slots: float = 2.0
     reciprocal_cycles: float = 1.5
     rsqrt_cycles: float = 2.0

@@ -100,12 +100,12 @@ def test_known_limits_are_of_several_kinds(errors):
 
 
 def test_latency_explains_the_m1_ultra(errors):
-    """100,000 keys of 256: memory and instructions explain less than half of the time, latency most of it."""
+    """100,000 keys of 256: memory and instructions explain less than two thirds of the time, latency most of it."""
     row = errors.latency_case()
     terms = row.prediction.terms.named()
     assert row.prediction.limit == "latency"
-    assert max(value for name, value in terms.items() if name != "latency") < 0.5 * row.point.time_us
-    assert 0.65 * row.point.time_us < row.prediction.microseconds < 1.1 * row.point.time_us
+    assert max(value for name, value in terms.items() if name != "latency") < 0.65 * row.point.time_us
+    assert 0.75 * row.point.time_us < row.prediction.microseconds < 1.1 * row.point.time_us
 
 
 def test_the_model_is_better_than_the_one_before(errors):
