@@ -401,12 +401,15 @@ def _latency_text() -> str:
     second = max(others, key=lambda name: others[name])
     work = launches(case.point)[0][0]
     places = find_chip(case.point.chip).resident_threads(work.half_registers) // LANES
+    limit, taken = case.prediction.limit, others[second]
     measured, predicted = case.point.time_us, case.prediction.microseconds
-    return (
-        f"{case.point.shape}, {case.point.dtype}, on an M1 Ultra: measured {measured:,.0f} us, predicted\n"
-        f"{predicted:,.0f} us, limited by {case.prediction.limit} ({latency:,.0f} us). The next term is"
-        f" {second} with {others[second]:,.0f} us.\nA simdgroup waits for two loads a key, and the registers leave"
-        f" room for {places} simdgroups on a core.\nThe source does not say whether the chip has 48 or 64 cores; 64 are taken."
+    return "\n".join(
+        [
+            f"{case.point.shape}, {case.point.dtype}, on an M1 Ultra: measured {measured:,.0f} us, predicted",
+            f"{predicted:,.0f} us, limited by {limit} ({latency:,.0f} us). The next term is {second}",
+            f"({taken:,.0f} us). A simdgroup waits for two loads a key, and the registers leave room for",
+            f"{places} simdgroups on a core. The source does not say if it has 48 or 64 cores; it is taken as 64.",
+        ]
     )
 
 
