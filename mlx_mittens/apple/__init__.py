@@ -1,0 +1,1 @@
+"""Apple GPUs without a Mac: machine code, registers and predicted time."""
