@@ -29,7 +29,7 @@ _OPCODES = {
     "float": "fadd ffma fmul hadd hfma hmul fcmpsel fcmp",
     # The scheduler's own unit of 32-bit integers, and moves.
     "integer": "iadd icmp icmpsel bitop and andn1 andn2 nand nor not or orn1 orn2 xor xnor mov mov_imm get_sr "
-    "get_sr_barrier signext swap",
+    "get_sr_barrier get_sr_coverage signext swap",
     # One unit of a core, which its four schedulers share.
     "complex": "imad bfi bfeil extr asr intl convert floor ceil trunc roundeven rcp rsqrt srsqrt sin_pt_1 sin_pt_2 "
     "log2 exp2 popcount ffs",

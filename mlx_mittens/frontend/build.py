@@ -8,7 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from . import bfloat_lowering, cache, compiler, sources
+from . import cache, compiler, sources, spirv_module
+from .bfloat_lowering import UnknownOperation
 from .errors import CompileError
 from .mma_lowering import joined_products
 from .rewrite import Argument, Kernel, RewriteError, Translation, Variant, rewrite
@@ -54,7 +55,7 @@ def _clean(log: str) -> str:
     text = "\n".join(lines)
     for folder in [INCLUDE, *_mlx_include()]:
         text = text.replace(f"{folder}/", "")
-    for space, number in (("device", 1), ("threadgroup", 3), ("constant", 0), ("constant", 2)):
+    for space, number in (("device", 1), ("threadgroup", 3), ("constant", 0), ("constant", 4)):
         text = text.replace(f"__attribute__((address_space({number})))", space)
     return re.sub(r"([\w:]+) __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"vec<\1, \2>", text)
 
@@ -311,7 +312,7 @@ def _spirv_text(translation: Translation, file: str, name: str) -> str:
     if any(argument.kind in _THREADGROUPS for argument in kernel.arguments):
         parameters.append("uint width, uint height, uint depth")
         grid = "  const uint3 threadgroups{width, height, depth};\n"
-    declaration, limit = _max_threads(variant, kernel, 0)
+    declaration, limit = _max_threads(variant, kernel, 0) if kernel.max_threads else ("", "0")
     call = _call(variant, kernel, "::mittens::address_of(p{position})", "::mittens::dynamic_threadgroup_memory()")
     for attribute in _THREADGROUPS:
         call = call.replace(f"::mittens::attribute::{attribute}()", f"::mittens::attribute::{attribute}(threadgroups)")
@@ -322,26 +323,6 @@ def _spirv_text(translation: Translation, file: str, name: str) -> str:
         f'extern "C" __attribute__((device_kernel)) void mittens_entry({", ".join(parameters)}) {{\n'
         f"{grid}{call}}}\n"
     )
-
-
-_LLVM_LIMIT = re.compile(r"^@mittens_max_threads = .*? i32 (\d+),.*\n", re.M)
-_LLVM_USED = re.compile(r"^@llvm\.(compiler\.)?used = .*\n", re.M)
-_LLVM_ENTRY = re.compile(r"^(define .*@mittens_entry\(.*?)( \{)$", re.M)
-
-
-def _spirv_module(text: str, threads: int | None, declared: bool) -> str:
-    """LLVM's text of an entry, as the SPIR-V backend is to have it: with the threads of a threadgroup, which bound the
-    registers of each, without bfloat, and with multiplications and additions that may be fused."""
-    limit = _LLVM_LIMIT.search(text)
-    if threads is None:
-        threads = int(limit[1]) if limit and declared else 0
-    text = _LLVM_USED.sub("", _LLVM_LIMIT.sub("", text))
-    size = f"!reqd_work_group_size !{{i32 {threads or _UNBOUNDED}, i32 1, i32 1}}"
-    text = _LLVM_ENTRY.sub(rf"\1 {size}\2", text)
-    return bfloat_lowering.lowered(text) + "\n!opencl.enable.FP_CONTRACT = !{}\n"
-
-
-_UNBOUNDED = 32  # threads, with which each may have all the registers that there are
 
 
 def spirv(file: str, kernel: str, threads: int | None = None, constants: dict[int, object] | None = None) -> Path:
@@ -369,17 +350,19 @@ def spirv(file: str, kernel: str, threads: int | None = None, constants: dict[in
 
     def make(path: Path) -> None:
         translation = translate(file, constants)
-        declared = _find(file, kernel, translation)[1].max_threads is not None
         done = found.run([*flags, f"-I{INCLUDE}", "-o", "-"], _spirv_text(translation, file, kernel))
         if done.returncode:
             raise CompileError(file, kernel, _clean(done.stderr))
         try:
-            module = _spirv_module(done.stdout, threads, declared)
-        except bfloat_lowering.UnknownOperation as error:
+            module = spirv_module.prepared(done.stdout, threads)
+        except UnknownOperation as error:
             raise CompileError(file, kernel, str(error)) from None
         done = found.run([*module_flags, "-o", str(path)], module)
         if done.returncode:
             raise CompileError(file, kernel, _clean(done.stderr))
+        if spirv_module.loses_address_spaces(path.read_bytes()):
+            what = "error: a reference to device, constant or threadgroup memory is passed on without its address space"
+            raise CompileError(file, kernel, what)
 
     return cache.cached(f"{entry_name(kernel)[:80]}-{name}.spv", make)
 

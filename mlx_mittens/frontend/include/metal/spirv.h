@@ -18,33 +18,37 @@ uint3 MITTENS_PURE nir_load_workgroup_id();
 uint3 MITTENS_PURE nir_load_workgroup_size();
 uint MITTENS_PURE nir_bitfield_reverse(uint);
 }
-#define MITTENS_OPENCL(T)                               \
-  MITTENS_TOGETHER T sub_group_shuffle(T, uint);        \
-  MITTENS_TOGETHER T sub_group_shuffle_xor(T, uint);    \
-  MITTENS_TOGETHER T sub_group_reduce_add(T);           \
-  MITTENS_TOGETHER T sub_group_reduce_min(T);           \
-  MITTENS_TOGETHER T sub_group_reduce_max(T);           \
-  MITTENS_TOGETHER T sub_group_scan_inclusive_add(T);   \
-  MITTENS_TOGETHER T sub_group_scan_exclusive_add(T);
-MITTENS_OPENCL(float)
-MITTENS_OPENCL(half)
-MITTENS_OPENCL(int)
-MITTENS_OPENCL(uint)
-#undef MITTENS_OPENCL
-#define MITTENS_OPENCL(T)                                    \
+#define MITTENS_OPENCL(T)                                     \
+  MITTENS_TOGETHER T sub_group_shuffle(T, uint);              \
+  MITTENS_TOGETHER T sub_group_shuffle_xor(T, uint);          \
+  MITTENS_TOGETHER T sub_group_reduce_add(T);                 \
+  MITTENS_TOGETHER T sub_group_reduce_min(T);                 \
+  MITTENS_TOGETHER T sub_group_reduce_max(T);                 \
+  MITTENS_TOGETHER T sub_group_scan_inclusive_add(T);         \
+  MITTENS_TOGETHER T sub_group_scan_exclusive_add(T);         \
   MITTENS_TOGETHER T sub_group_non_uniform_reduce_mul(T);
 MITTENS_OPENCL(float)
-MITTENS_OPENCL(half)
 MITTENS_OPENCL(int)
 MITTENS_OPENCL(uint)
 #undef MITTENS_OPENCL
-#define MITTENS_OPENCL(T)                                    \
-  MITTENS_TOGETHER T sub_group_non_uniform_reduce_and(T);    \
-  MITTENS_TOGETHER T sub_group_non_uniform_reduce_or(T);     \
+// OpenCL's half is mangled as Dh, clang's as DF16_.
+#define MITTENS_OPENCL(name, length) MITTENS_TOGETHER half sub_group_##name(half) __asm__("_Z" #length "sub_group_" #name "Dh");
+MITTENS_OPENCL(reduce_add, 20)
+MITTENS_OPENCL(reduce_min, 20)
+MITTENS_OPENCL(reduce_max, 20)
+MITTENS_OPENCL(scan_inclusive_add, 28)
+MITTENS_OPENCL(scan_exclusive_add, 28)
+MITTENS_OPENCL(non_uniform_reduce_mul, 32)
+#undef MITTENS_OPENCL
+#define MITTENS_OPENCL(T)                                     \
+  MITTENS_TOGETHER T sub_group_non_uniform_reduce_and(T);     \
+  MITTENS_TOGETHER T sub_group_non_uniform_reduce_or(T);      \
   MITTENS_TOGETHER T sub_group_non_uniform_reduce_xor(T);
 MITTENS_OPENCL(int)
 MITTENS_OPENCL(uint)
 #undef MITTENS_OPENCL
+MITTENS_TOGETHER ushort sub_group_shuffle(ushort, uint);
+MITTENS_TOGETHER ushort sub_group_shuffle_xor(ushort, uint);
 MITTENS_TOGETHER uint4 sub_group_ballot(int);
 MITTENS_TOGETHER void __spirv_ControlBarrier(uint, uint, uint);
 ulong MITTENS_PURE mul_hi(ulong, ulong);
@@ -135,12 +139,12 @@ MITTENS_INLINE T by_words(T value, F shuffle_word) {
       result[i] = by_words(Element<T>(value[i]), shuffle_word);
     }
     return result;
+  } else if constexpr (sizeof(T) == 1) {
+    return T(shuffle_word(ushort(value)));
+  } else if constexpr (sizeof(T) == 2) {
+    return __builtin_bit_cast(T, shuffle_word(__builtin_bit_cast(ushort, value)));
   } else if constexpr (is_native<T>) {
     return shuffle_word(value);
-  } else if constexpr (sizeof(T) == 1) {
-    return T(shuffle_word(uint(value)));
-  } else if constexpr (sizeof(T) == 2) {
-    return __builtin_bit_cast(T, shuffle_word(__builtin_bit_cast(half, value)));
   } else {
     constexpr int words = (sizeof(T) + 3) / 4;
     uint word[words] = {};
