@@ -114,9 +114,10 @@ class MachineCode:
         kernel: The variant.
         half_registers: 16-bit registers of a thread; 256 is all there are.
         threads_a_core: Threads that fit a core's registers: 1024 up to 104 half registers, 384 from 233 on.
-        spills: Instructions that move registers to memory for want of them.
-        fills: Instructions that bring them back.
-        scratch_bytes: A thread's own memory: spilled registers, and arrays that an index chooses from.
+        spills: Instructions that write a thread's own memory: registers that there is no room for, and arrays that an
+            index chooses from.
+        fills: Instructions that read it.
+        scratch_bytes: How much of its own memory a thread takes.
         threadgroup_bytes: Threadgroup memory of a threadgroup; what a host adds to it is taken as 32 KB.
         uniform_registers: 16-bit registers that all threads share.
         code_bytes: Length of the code; the instruction cache of a core has 12 KB.
@@ -211,18 +212,28 @@ def compile(
     return _parsed(gzip.decompress(done.read_bytes()).decode(), file, kernel)
 
 
-def compile_all(kernels: Iterable[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], MachineCode | CompileError]]:
-    """Compiles variants (file, kernel) on all processors: each with its machine code, or with why there is none."""
+@dataclass(frozen=True)
+class Request:
+    """What `compile` is to compile; the constants as pairs."""
 
-    def one(item: tuple[str, str]) -> tuple[tuple[str, str], MachineCode | CompileError]:
+    file: str
+    kernel: str
+    threads: int | None = None
+    constants: tuple[tuple[int, object], ...] = ()
+
+
+def compile_all(requests: Iterable[Request]) -> Iterator[tuple[Request, MachineCode | CompileError]]:
+    """Compiles variants on all processors; yields each with its machine code, or with why there is none."""
+
+    def one(request: Request) -> tuple[Request, MachineCode | CompileError]:
         try:
-            return item, compile(*item)
+            return request, compile(request.file, request.kernel, request.threads, dict(request.constants))
         except CompileError as error:
-            return item, error
+            return request, error
 
     agx_compiler.find()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(one, kernels)
+        yield from pool.map(one, requests)
 
 
 def _run(program: Path, module: Path, file: str, kernel: str) -> str:
