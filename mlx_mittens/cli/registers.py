@@ -15,7 +15,7 @@ from ..frontend import CompileError
 from .options import UsageError, registered
 
 COLUMNS = (
-    *(table.Column("file", left=True), table.Column("kernel", left=True), table.Column("registers")),
+    *(table.Column("file", left=True), table.Column("kernel", left=True), table.Column("regs")),
     *(table.Column("threads"), table.Column("spills"), table.Column("fills", rank=2), table.Column("total", rank=1)),
     *(table.Column(kind, rank=4 + i) for i, kind in enumerate(machine_code.KINDS)),
     table.Column("loops", rank=3),
