@@ -168,8 +168,8 @@ def _require_programs(report: Callable[[str], None]) -> None:
 
 
 def _mirror() -> str:
-    """The mirror of Debian that apt uses here."""
-    targets = _call(["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"])
+    """The mirror of Debian that apt uses here, also where its lists were not fetched yet."""
+    targets = _call(["apt-get", "indextargets", "--no-release-info", "--format", "$(REPO_URI)", "Created-By: Packages"])
     for line in targets.splitlines():
         if line.rstrip("/").endswith("/debian"):
             return line
