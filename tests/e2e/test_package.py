@@ -56,7 +56,7 @@ def test_a_wheel_holds_all_that_it_needs(tmp_path):
     assert (tmp_path / "mlx_mittens_cli.py").is_file()
     names = {path.relative_to(tmp_path / "mlx_mittens") for path in (tmp_path / "mlx_mittens").rglob("*")}
     sources = {path.relative_to(ROOT) for path in (ROOT / "metal").rglob("*") if path.is_file()}
-    assert names >= {pathlib.Path("py.typed"), pathlib.Path("_ext.pyi"), *sources}
+    assert names >= {*map(pathlib.Path, ("py.typed", "_ext.pyi", "apple/mesa.patch")), *sources}
 
 
 def test_source_tree_without_a_build_says_how_to_build(tmp_path):
