@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from .. import frontend
 from ..frontend import CompileError, dialect
-from ..frontend.sources import metal_folder
-from .options import UsageError
+from .options import UsageError, registered
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE.metal", help="files, all of whose kernels are compiled")
-
-
-def _registered(path: str) -> str:
-    """The name by which the front end knows a file."""
-    resolved = Path(path).resolve()
-    if resolved.is_relative_to(metal_folder().resolve()):
-        return resolved.relative_to(metal_folder().resolve()).as_posix()
-    try:
-        frontend.register_source(path, resolved.read_text(encoding="utf-8", errors="replace"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    return path
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(frontend.compiler_problem())
     found = 0
     for path in arguments.files:
-        name = _registered(path)
+        name = registered(path)
         problems = dialect.check(name)
         for problem in problems:
             print(f"{path if problem.file == name else problem.file}:{problem.line}: {problem.what}")

@@ -1,4 +1,4 @@
-"""The command line: ``mlx-mittens bench``, ``check``, ``doctor``, ``new`` and ``simulate``."""
+"""The command line: ``mlx-mittens`` and one of the commands in `_COMMANDS`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, check, doctor, new, simulate
+from . import agx_compiler, bench, check, doctor, new, registers, simulate
 from .options import UsageError
 from .runs import Terminated, exit_status, terminated
 
 _COMMANDS = {
+    "agx-compiler": (agx_compiler, "build Mesa's compiler for Apple GPUs, or say where it is"),
     "bench": (bench, "time each op beside its mx twin and check both against float64"),
     "check": (check, "say what a Mac's compiler would refuse in a .metal file"),
     "doctor": (doctor, "say what is installed and check every case on this machine"),
     "new": (new, "write the files of a new op into a clone of the repository"),
+    "registers": (registers, "say what kernels take of an Apple GPU: registers, spills, instructions"),
     "simulate": (simulate, "run a case of an op in the simulator and count what its kernels do"),
 }
 

@@ -6,8 +6,12 @@ import argparse
 import os
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
+
+from .. import frontend
+from ..frontend.sources import metal_folder
 
 
 class UsageError(Exception):
@@ -47,6 +51,22 @@ def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
     if unknown or not names:
         raise UsageError(f"{option}: {', '.join(unknown) or 'nothing'} given; there are {', '.join(known)}")
     return names
+
+
+def registered(path: str) -> str:
+    """The name by which the front end knows a .metal file from now on.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    resolved = Path(path).resolve()
+    if resolved.is_relative_to(metal_folder().resolve()):
+        return resolved.relative_to(metal_folder().resolve()).as_posix()
+    try:
+        frontend.register_source(path, resolved.read_text(encoding="utf-8", errors="replace"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    return path
 
 
 def writable(option: str, path: str | None) -> None:

@@ -1,6 +1,7 @@
-"""The Metal front end off a Mac: .metal text through clang, to the simulator on the CPU and to PTX for NVIDIA GPUs."""
+"""The Metal front end off a Mac: .metal text through clang, to the simulator on the CPU, to PTX for NVIDIA GPUs, and to
+SPIR-V for Mesa's compiler for Apple GPUs."""
 
-from .build import entry_name, has_prebuilt_ptx, metallib, ptx, signature, simulator_library, translate, variants
+from .build import entry_name, has_prebuilt_ptx, metallib, ptx, signature, simulator_library, spirv, translate, variants
 from .compiler import compiler_problem
 from .errors import CompileError
 from .rewrite import Argument, Variant
@@ -21,6 +22,7 @@ __all__ = [
     "signature",
     "simulator_library",
     "source",
+    "spirv",
     "translate",
     "variants",
 ]

@@ -1,4 +1,4 @@
-"""From a .metal file to its variants, to a library for the simulator, and to PTX."""
+"""From a .metal file to its variants, to a library for the simulator, to PTX, and to SPIR-V."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from . import cache, compiler, sources
+from . import cache, compiler, sources, spirv_module
+from .bfloat_lowering import UnknownOperation
 from .errors import CompileError
 from .mma_lowering import joined_products
 from .rewrite import Argument, Kernel, RewriteError, Translation, Variant, rewrite
@@ -54,7 +55,7 @@ def _clean(log: str) -> str:
     text = "\n".join(lines)
     for folder in [INCLUDE, *_mlx_include()]:
         text = text.replace(f"{folder}/", "")
-    for space, number in (("device", 1), ("threadgroup", 3), ("constant", 0)):
+    for space, number in (("device", 1), ("threadgroup", 3), ("constant", 0), ("constant", 4)):
         text = text.replace(f"__attribute__((address_space({number})))", space)
     return re.sub(r"([\w:]+) __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"vec<\1, \2>", text)
 
@@ -291,6 +292,79 @@ def ptx(
         path.write_text(joined_products(_with_limit(done.stdout)))
 
     return cache.cached(f"{entry_name(kernel)[:80]}-{name}.ptx", make).read_text()
+
+
+# What dynamic threadgroup memory is taken to be: as much as a threadgroup of an Apple GPU may have.
+_MOST_THREADGROUP_BYTES = 32768
+_THREADGROUPS = ("threadgroups_per_grid", "threads_per_grid")  # attributes that are no registers of an Apple GPU
+
+
+def _spirv_text(translation: Translation, file: str, name: str) -> str:
+    variant, kernel = _find(file, name, translation)
+    pointer = f"decltype(&{variant.expression})"
+    buffers = sorted(
+        (argument.index, f"::mittens::parameter_t<{position}, {pointer}> p{position}")
+        for position, argument in enumerate(kernel.arguments)
+        if argument.kind == "buffer" and argument.index is not None
+    )
+    parameters = [text for _, text in buffers]
+    grid = ""
+    if any(argument.kind in _THREADGROUPS for argument in kernel.arguments):
+        parameters.append("uint width, uint height, uint depth")
+        grid = "  const uint3 threadgroups{width, height, depth};\n"
+    declaration, limit = _max_threads(variant, kernel, 0) if kernel.max_threads else ("", "0")
+    call = _call(variant, kernel, "::mittens::address_of(p{position})", "::mittens::dynamic_threadgroup_memory()")
+    for attribute in _THREADGROUPS:
+        call = call.replace(f"::mittens::attribute::{attribute}()", f"::mittens::attribute::{attribute}(threadgroups)")
+    return (
+        f"#define MITTENS_THREADGROUP_BYTES {_MOST_THREADGROUP_BYTES}\n"
+        f"{_prelude(translation)}{declaration}"
+        f'extern "C" __attribute__((used)) MITTENS_CONSTANT const int mittens_max_threads = {limit};\n'
+        f'extern "C" __attribute__((device_kernel)) void mittens_entry({", ".join(parameters)}) {{\n'
+        f"{grid}{call}}}\n"
+    )
+
+
+def spirv(file: str, kernel: str, threads: int | None = None, constants: dict[int, object] | None = None) -> Path:
+    """The SPIR-V of one variant, for Mesa's compiler for Apple GPUs.
+
+    Args:
+        file: One of `files()`, or a registered source.
+        kernel: The name of a variant.
+        threads: Of a threadgroup. None: as many as the kernel declares at most; where it declares none, so few that
+            they bound nothing.
+        constants: Values of function constants, by index.
+
+    Returns:
+        Path: A file in the cache.
+
+    Raises:
+        CompileError: If the kernel does not compile.
+        KeyError: If the file has no such kernel.
+    """
+    found = compiler.find_compiler()
+    flags, module_flags = compiler.spirv_flags(), compiler.spirv_module_flags()
+    texts = _constant_texts(constants)
+    what = [sources.flatten(file), kernel, str(threads), repr(sorted(texts.items()))]
+    name = cache.key(*what, _library_key(), found.identity, " ".join([*flags, *module_flags]))
+
+    def make(path: Path) -> None:
+        translation = translate(file, constants)
+        done = found.run([*flags, f"-I{INCLUDE}", "-o", "-"], _spirv_text(translation, file, kernel))
+        if done.returncode:
+            raise CompileError(file, kernel, _clean(done.stderr))
+        try:
+            module = spirv_module.prepared(done.stdout, threads)
+        except UnknownOperation as error:
+            raise CompileError(file, kernel, str(error)) from None
+        done = found.run([*module_flags, "-o", str(path)], module)
+        if done.returncode:
+            raise CompileError(file, kernel, _clean(done.stderr))
+        if spirv_module.loses_address_spaces(path.read_bytes()):
+            what = "error: a reference to device, constant or threadgroup memory is passed on without its address space"
+            raise CompileError(file, kernel, what)
+
+    return cache.cached(f"{entry_name(kernel)[:80]}-{name}.spv", make)
 
 
 def has_prebuilt_ptx() -> bool:

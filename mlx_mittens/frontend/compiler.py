@@ -43,6 +43,17 @@ _PTX = [
     # Metal's compiler leaves no calls in a kernel; a call would put its arguments into local memory.
     *("-mllvm", "-inline-threshold=1000000"),
 ]
+# In two steps, between which LLVM's text is edited.
+_SPIRV_TARGET = ["-target", "spirv64", "-fno-vectorize", "-fno-slp-vectorize"]
+_SPIRV = [
+    *("-S", "-emit-llvm", "-O2", "-Xclang", "-disable-llvm-passes", "-ffp-contract=fast", "-fno-math-errno"),
+    *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
+    "-fno-discard-value-names",  # Mesa asks parameters for their names
+]
+_SPIRV_MODULE = [
+    *("-x", "ir", "-c", "-O2", "-w", "-mllvm", "-inline-threshold=1000000", "-mllvm", "-unroll-runtime=false"),
+    "-fno-discard-value-names",
+]
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,16 @@ def ptx_flags(arch: str, text: str) -> list[str]:
     """For a text, which may ask for options of LLVM's own in lines that begin with ``// nvptx: ``."""
     asked = [flag for option in re.findall(r"^// nvptx: (\S+)$", text, re.M) for flag in ("-mllvm", option)]
     return [*_COMMON, *_PTX, *asked, f"-march={arch}"]
+
+
+def spirv_flags() -> list[str]:
+    """From C++ to LLVM's text."""
+    return [*_COMMON, *_SPIRV, *_SPIRV_TARGET]
+
+
+def spirv_module_flags() -> list[str]:
+    """From LLVM's text to SPIR-V."""
+    return [*_SPIRV_MODULE, *_SPIRV_TARGET]
 
 
 def _version(command: tuple[str, ...]) -> tuple[int, str] | None:

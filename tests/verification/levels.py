@@ -7,6 +7,7 @@ PYTHONPATH=tests python -m verification.levels --write    the table in docs/veri
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import re
 import sys
@@ -17,9 +18,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_mittens import _ext, frontend
-from mlx_mittens.frontend import dialect, ptxas
+from mlx_mittens.apple import agx_compiler, kernels, machine_code
+from mlx_mittens.frontend import cache, dialect, ptxas
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verification.md"
+SPILLS = Path(__file__).parent / "agx_spills.txt"
 
 
 def variants() -> list[str]:
@@ -86,6 +89,42 @@ def _assembled(arch: str) -> set[str]:
     return {name for name in variants() if frontend.entry_name(name.partition(":")[2]) in usages(arch)}
 
 
+@functools.cache
+def machine_codes() -> dict[str, machine_code.MachineCode | frontend.CompileError]:
+    """The machine code of every variant for Apple GPUs, or why there is none."""
+    requests = [
+        machine_code.Request(file, variant.name) for file in frontend.files() for variant in frontend.variants(file)
+    ]
+    # Of several processes one compiles on all processors, and the others find what it made.
+    with (cache.writable_folder() / "machine-code.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return {f"{asked.file}:{asked.kernel}": code for asked, code in machine_code.compile_all(requests)}
+
+
+def spilling() -> set[str]:
+    """The variants that spill registers, of those that Apple's plans launch."""
+    files = kernels.for_apple()
+    return {
+        name
+        for name, code in machine_codes().items()
+        if isinstance(code, machine_code.MachineCode) and code.spills and name.partition(":")[0] in files
+    }
+
+
+def known_to_spill() -> set[str]:
+    """Those that are known to, and are to be mended."""
+    return {line for line in SPILLS.read_text().splitlines() if line and not line.startswith("#")}
+
+
+def _machine_code() -> set[str]:
+    compiled = {name for name, code in machine_codes().items() if isinstance(code, machine_code.MachineCode)}
+    return compiled - (spilling() - known_to_spill())
+
+
+def _no_machine_code() -> str:
+    return frontend.compiler_problem() or agx_compiler.problem()
+
+
 def _recorded() -> set[str]:
     from helpers.macos_recording import recorded_kernels
 
@@ -104,6 +143,12 @@ LEVELS = (
             lambda: "" if ptxas.find() else "no ptxas: pip install nvidia-cuda-nvcc",
         )
         for arch in ("sm_80", "sm_90")
+    ),
+    Level(
+        "Apple machine code",
+        "Mesa's compiler makes machine code of it; no registers are spilled, but as `agx_spills.txt` lists",
+        _machine_code,
+        _no_machine_code,
     ),
     Level(
         "macOS host",

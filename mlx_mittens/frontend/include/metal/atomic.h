@@ -29,18 +29,29 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
 }
 
 // Each is a function of its own that the watcher does not trace: it is told of the access as an atomic one instead.
-#ifdef __NVPTX__
+#if defined(__NVPTX__) || defined(__SPIRV__)
 #define MITTENS_ATOMIC MITTENS_INLINE
 #else
 #define MITTENS_ATOMIC MITTENS_RUNTIME
 #endif
+#ifdef __SPIRV__
+#define MITTENS_ANNOUNCE(reads)
+#else
 #define MITTENS_ANNOUNCE(reads)                                                                                        \
   mittens::announce_atomic((const volatile void*)object, sizeof(T), reads, MITTENS_CALLER)
+#endif
+#ifdef __SPIRV__
+// Mesa has no atomics of float. As instructions they are like those of integers.
+#define MITTENS_ATOMIC_NUMBER(space)                                                                                   \
+  ((volatile space metal::conditional_t<__is_floating_point(T), mittens::Bits<T>, T>*)&object->value)
+#else
+#define MITTENS_ATOMIC_NUMBER(space) &object->value
+#endif
 #define MITTENS_FETCH(space, name, builtin)                                                                            \
   template <typename T, typename U>                                                                                    \
   MITTENS_ATOMIC T atomic_fetch_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) {         \
     MITTENS_ANNOUNCE(true);                                                                                            \
-    return __atomic_fetch_##builtin(&object->value, T(operand), __ATOMIC_RELAXED);                                     \
+    return __atomic_fetch_##builtin(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);                       \
   }
 #define MITTENS_ATOMICS(space)                                                                                         \
   template <typename T>                                                                                                \
@@ -82,6 +93,7 @@ MITTENS_ATOMICS(MITTENS_DEVICE)
 MITTENS_ATOMICS(MITTENS_THREADGROUP)
 #undef MITTENS_ATOMICS
 #undef MITTENS_FETCH
+#undef MITTENS_ATOMIC_NUMBER
 #undef MITTENS_ANNOUNCE
 #undef MITTENS_ATOMIC
 

@@ -56,6 +56,13 @@ MITTENS_INLINE MITTENS_THREADGROUP Piece* piece_of(MITTENS_THREADGROUP T* pointe
   return (MITTENS_THREADGROUP Piece*)pointer;
 }
 
+#ifdef __SPIRV__
+template <typename Piece, typename T>
+MITTENS_INLINE MITTENS_CONSTANT Piece* piece_of(MITTENS_CONSTANT T* pointer) {
+  return (MITTENS_CONSTANT Piece*)pointer;
+}
+#endif
+
 // A copy from one address space to another, for which a struct has no operator; in pieces as large as it is aligned.
 template <typename To, typename From>
 MITTENS_INLINE void assign(To* to, From* from) {
@@ -70,7 +77,41 @@ MITTENS_INLINE void assign(To* to, From* from) {
   }
 }
 
-#ifndef __NVPTX__
+#ifdef __SPIRV__
+// The type of an entry's parameter: a pointer as it is, to what a reference refers to.
+template <unsigned index, typename K>
+struct Parameter;
+template <unsigned index, typename... P>
+struct Parameter<index, void (*)(P...)> {
+  using Own = __type_pack_element<index, P...>;
+  using type = metal::conditional_t<__is_pointer(Own), Own, __remove_reference_t(Own)*>;
+};
+template <unsigned index, typename K>
+using parameter_t = typename Parameter<index, K>::type;
+
+// An address that keeps its address space: there is none that holds all.
+template <typename T>
+struct TypedAddress {
+  T address;
+  template <typename P>
+  MITTENS_INLINE P as() const {
+    if constexpr (__is_pointer(P)) {
+      return (P)address;
+    } else {
+      return *(__remove_reference_t(P)*)address;
+    }
+  }
+};
+template <typename T>
+MITTENS_INLINE TypedAddress<T> address_of(T parameter) {
+  return {parameter};
+}
+
+MITTENS_INLINE TypedAddress<MITTENS_THREADGROUP char*> dynamic_threadgroup_memory() {
+  static __attribute__((address_space(3), loader_uninitialized)) char memory[MITTENS_THREADGROUP_BYTES];
+  return {memory};
+}
+#elif !defined(__NVPTX__)
 MITTENS_RUNTIME inline Address argument(void* const* buffers, unsigned index) {
   return {buffers[index]};
 }

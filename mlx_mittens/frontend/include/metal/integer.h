@@ -47,8 +47,12 @@ MITTENS_INLINE T mulhi(T x, T y) {
   return mittens::map<T>(
       [](auto x, auto y) {
         if constexpr (sizeof(x) == 8) {
+#ifdef __SPIRV__
+          return ::mul_hi(x, y);
+#else
           using Wide = conditional_t<is_signed_v<decltype(x)>, __int128, unsigned __int128>;
           return decltype(x)(Wide(x) * Wide(y) >> 64);
+#endif
         } else {
           return decltype(x)(long(x) * long(y) >> (sizeof(x) * 8));
         }

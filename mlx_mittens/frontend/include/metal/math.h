@@ -1,7 +1,9 @@
 // Mathematics: metal::, metal::precise:: and metal::fast::, over half, bfloat, float and their vectors, in float32.
 #pragma once
 
-#ifdef __NVPTX__
+#ifdef __SPIRV__
+#include "metal/math_spirv.h"
+#elif defined(__NVPTX__)
 #include "metal/math_nvptx.h"
 #else
 #include "metal/math_cpu.h"

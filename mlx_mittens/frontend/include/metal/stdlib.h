@@ -3,7 +3,9 @@
 
 #include "metal/types.h"
 #include "metal/traits.h"
-#ifdef __NVPTX__
+#ifdef __SPIRV__
+#include "metal/spirv.h"
+#elif defined(__NVPTX__)
 #include "metal/nvptx.h"
 #else
 #include "metal/cpu.h"

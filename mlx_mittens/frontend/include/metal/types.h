@@ -5,7 +5,13 @@
 // a generic pointer to them, since it may be anywhere, and yet a type of its own to the compiler.
 #define MITTENS_DEVICE __attribute__((address_space(1)))
 #define MITTENS_THREADGROUP __attribute__((address_space(3)))
+#ifdef __SPIRV__
+// There 0 is a thread's own memory. What is in SPIR-V's constant memory, 2, C++ does not copy: spirv_module.py makes 2
+// of this.
+#define MITTENS_CONSTANT __attribute__((address_space(4)))
+#else
 #define MITTENS_CONSTANT __attribute__((address_space(0)))
+#endif
 // Without debug information, so that what is inlined counts as the kernel's line that called it.
 #define MITTENS_INLINE inline __attribute__((always_inline, nodebug))
 

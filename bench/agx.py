@@ -1,0 +1,72 @@
+"""Writes bench/results/agx.md: what every kernel of ours and MLX's takes on Apple GPUs, by Mesa's compiler. No GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from mlx_mittens import frontend
+from mlx_mittens.apple import agx_compiler, kernels, machine_code
+from mlx_mittens.apple.machine_code import MachineCode, Request
+from mlx_mittens.bench import mlx_instances
+from mlx_mittens.cli import registers
+from mlx_mittens.frontend import compiler
+
+TABLE = Path(__file__).parent / "results" / "agx.md"
+
+
+def made_with() -> str:
+    """The line of the file that says what its figures depend on beside the kernels."""
+    return f"{compiler.find_compiler().identity}, asahi_clc of Mesa {agx_compiler.VERSION}."
+
+
+def ours() -> list[Request]:
+    """All variants, those for NVIDIA GPUs alone last."""
+    files = [*kernels.for_apple(), *(file for file in frontend.files() if file not in kernels.for_apple())]
+    return [Request(file, variant.name) for file in files for variant in frontend.variants(file)]
+
+
+def mlx() -> list[Request]:
+    """MLX's own kernels."""
+    return [Request(each.file, each.kernel, each.threads, each.constants) for each in mlx_instances.instances()]
+
+
+def rows(requests: Iterable[Request]) -> list[str]:
+    """Lines of a table, one a kernel."""
+    headings = ["kernel", "half registers", "threads a core", "spills", "fills", *machine_code.KINDS, "loops"]
+    lines = ["| " + " | ".join(headings) + " |", "|---|" + "--:|" * (len(headings) - 1)]
+    for row in registers.rows(requests):
+        if isinstance(row.code, MachineCode):
+            code = row.code
+            figures = [code.half_registers, code.threads_a_core, code.spills, code.fills]
+            figures += [*(code.kinds[kind] for kind in machine_code.KINDS), len(code.loops)]
+            lines.append(f"| `{row.kernel}` | {' | '.join(map(str, figures))} |")
+        else:
+            lines.append(f"| `{row.kernel}` | {registers.NOT_COMPILED} |{' |' * (len(headings) - 2)}")
+    return lines
+
+
+def table() -> str:
+    """The tables, and what they were made with."""
+    lines = [
+        "# Registers and instructions of every kernel on Apple GPUs",
+        "",
+        f"Made by `python bench/agx.py` with {made_with()}",
+        "Mesa's compiler is not Apple's: compare kernels with each other. docs/apple.md says what the columns mean.",
+        "Instructions are those of the text, each loop once.",
+        "",
+        "## Ours",
+        "",
+        *rows(ours()),
+        "",
+        "## MLX's",
+        "",
+        *rows(mlx()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text(table())
+    print(f"{TABLE}: written")

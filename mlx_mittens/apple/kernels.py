@@ -1,0 +1,32 @@
+"""Which kernel files are an op's, for commands that are given an op."""
+
+from __future__ import annotations
+
+from .. import frontend
+
+# In the order in which docs/architecture.md has them; those for NVIDIA GPUs alone are left out.
+FILES: dict[str, tuple[str, ...]] = {
+    "rms_norm": ("norm/rms_norm.metal", "norm/norm_vjp.metal"),
+    "layer_norm": ("norm/layer_norm.metal", "norm/norm_vjp.metal"),
+    "add_rms_norm": ("norm/add_rms_norm.metal", "norm/norm_vjp.metal"),
+    "softmax": ("norm/softmax.metal", "norm/softmax_vjp.metal"),
+    "gemv": ("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/splitk_reduce.metal"),
+    "quantized_matmul": (*("matmul/qmv.metal", "matmul/qmm.metal", "matmul/qvm.metal", "matmul/splitk_reduce.metal"),),
+    "quantized_swiglu": ("matmul/quantized_swiglu.metal",),
+    "block_matmul": ("matmul/gguf_matmul.metal",),
+    "block_quantize": ("matmul/gguf_quantize.metal",),
+    "block_dequantize": ("matmul/gguf_quantize.metal",),
+    "scaled_dot_product_attention": (
+        *("attention/attention_prefill.metal", "attention/attention_decode.metal", "attention/attention_mma.metal"),
+        "attention/attention_combine.metal",
+    ),
+    "quantized_scaled_dot_product_attention": (
+        *("attention/attention_decode_packed.metal", "attention/attention_combine.metal"),
+    ),
+    "rope_append": ("cache/rope_append.metal",),
+}
+
+
+def for_apple() -> list[str]:
+    """The files whose kernels Apple's plans launch."""
+    return [file for file in frontend.files() if "/nvidia/" not in file]

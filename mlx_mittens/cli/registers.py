@@ -1,0 +1,139 @@
+"""Registers: what kernels take of an Apple GPU: registers, threads a core, spills, instructions and loops."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .. import frontend, table
+from ..apple import agx_compiler, kernels, machine_code
+from ..apple.machine_code import MachineCode, Request
+from ..frontend import CompileError
+from .options import UsageError, registered
+
+COLUMNS = (
+    *(table.Column("file", left=True), table.Column("kernel", left=True), table.Column("regs")),
+    *(table.Column("threads"), table.Column("spills"), table.Column("fills", rank=2), table.Column("total", rank=1)),
+    *(table.Column(kind, rank=4 + i) for i, kind in enumerate(machine_code.KINDS)),
+    table.Column("loops", rank=3),
+)
+NOT_COMPILED = "not compiled"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "of", nargs="?", metavar="FILE|OP", help="a .metal file, or an op (all of the package's kernels)"
+    )
+    parser.add_argument("--kernel", metavar="NAME", help="only kernels with NAME in their name")
+    parser.add_argument("--peer", choices=("metal",), help="MLX's own Metal kernels instead")
+    parser.add_argument("--disassemble", action="store_true", help="print the machine code")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a kernel, and its machine code or why there is none."""
+
+    file: str
+    kernel: str
+    code: MachineCode | CompileError
+
+    @property
+    def cells(self) -> list[str]:
+        code = self.code
+        if isinstance(code, CompileError):
+            return [self.file, self.kernel, NOT_COMPILED, *[""] * (len(COLUMNS) - 3)]
+        counts = [code.half_registers, code.threads_a_core, code.spills, code.fills, code.instructions]
+        counts += [code.kinds[kind] for kind in machine_code.KINDS]
+        return [self.file, self.kernel, *map(str, counts), str(len(code.loops))]
+
+
+def rows(requests: Iterable[Request]) -> list[Row]:
+    """Compiles kernels, on all processors."""
+    return [Row(asked.file, asked.kernel, code) for asked, code in machine_code.compile_all(requests)]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table; 0 if all kernels are compiled, else 1."""
+    for problem in (frontend.compiler_problem(), agx_compiler.problem()):
+        if problem:
+            raise UsageError(problem)
+    requests = _of_mlx(arguments.of) if arguments.peer else _ours(arguments.of)
+    if arguments.kernel:
+        names = [request.kernel for request in requests]
+        requests = [request for request in requests if arguments.kernel in request.kernel]
+        if not requests:
+            raise UsageError(f"--kernel: none has {arguments.kernel!r} in its name; there are\n  " + "\n  ".join(names))
+    done = rows(requests)
+    if arguments.disassemble:
+        for row in done:
+            if isinstance(row.code, MachineCode):
+                print(f"{row.file}: {row.kernel}\n{row.code.text}")
+    table.show(COLUMNS, [row.cells for row in done], [_style(row) for row in done])
+    if len(done) == 1 and isinstance(done[0].code, MachineCode):
+        _print_loops(done[0].code)
+    failed = [row.code for row in done if isinstance(row.code, CompileError)]
+    for error in failed:
+        print(f"\n{error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _style(row: Row) -> str:
+    """Red where nothing was compiled, yellow where registers are spilled."""
+    if isinstance(row.code, CompileError):
+        return "31"
+    return "33" if row.code.spills else ""
+
+
+def _print_loops(code: MachineCode) -> None:
+    """The instructions of each loop, those of the loops in it left out."""
+    lines = [["", "begins at", "in loop", "depth", *machine_code.KINDS]]
+    for number, loop in enumerate(code.loops):
+        own = [block for block in code.blocks if block.loop == number]
+        counts = [str(sum(block.kinds[kind] for block in own)) for kind in machine_code.KINDS]
+        lines.append(
+            [f"loop {number}", loop.header, "" if loop.parent is None else str(loop.parent), str(loop.depth), *counts]
+        )
+    outside = [block for block in code.blocks if block.loop is None]
+    counts = [str(sum(block.kinds[kind] for block in outside)) for kind in machine_code.KINDS]
+    lines.append(["no loop", "", "", "0", *counts])
+    print(f"\n{table.aligned(lines, left=2)}")
+    print(
+        f"\n{code.scratch_bytes} bytes of scratch memory a thread, {code.threadgroup_bytes} of threadgroup memory, "
+        f"{code.uniform_registers} uniform half registers, {code.code_bytes} bytes of code"
+    )
+
+
+def _ours(of: str | None) -> list[Request]:
+    return [Request(file, variant.name) for file in _files(of) for variant in _variants(file)]
+
+
+def _variants(file: str) -> Sequence[frontend.Variant]:
+    try:
+        return frontend.variants(file)
+    except CompileError as error:
+        raise UsageError(str(error)) from None
+
+
+def _files(of: str | None) -> Sequence[str]:
+    """The front end's names of what an argument asks for."""
+    if of is None:
+        return frontend.files()
+    if of in kernels.FILES:
+        return kernels.FILES[of]
+    if of in frontend.files():
+        return [of]
+    if os.path.exists(of) or of.endswith(".metal"):
+        return [registered(of)]
+    raise UsageError(f"{of} is neither a .metal file nor an op; ops are {', '.join(kernels.FILES)}")
+
+
+def _of_mlx(of: str | None) -> list[Request]:
+    from ..bench import mlx_instances
+
+    if of is not None and of not in mlx_instances.ops():
+        raise UsageError(f"--peer metal knows no kernel of MLX's for {of!r}; ops are {', '.join(mlx_instances.ops())}")
+    found = mlx_instances.instances(of)
+    return [Request(each.file, each.kernel, each.threads, each.constants) for each in found]
