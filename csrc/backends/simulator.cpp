@@ -30,6 +30,8 @@ namespace {
 struct Run {
   std::string file;
   std::string kernel;
+  std::string library;
+  Constants constants;
   std::array<uint32_t, 3> threadgroups;
   std::array<uint32_t, 3> threads;
   simulator::Counts counts;
@@ -160,6 +162,8 @@ void bind(nb::module_& module) {
           nb::dict entry;
           entry["file"] = run.file;
           entry["kernel"] = run.kernel;
+          entry["library"] = run.library;
+          entry["constants"] = run.constants;
           entry["threadgroups"] = nb::make_tuple(run.threadgroups[0], run.threadgroups[1], run.threadgroups[2]);
           entry["threads"] = nb::make_tuple(run.threads[0], run.threads[1], run.threads[2]);
           entry["counts"] = simulator::dict_of(run.counts);
@@ -204,7 +208,7 @@ simulator::Options simulator_options() {
 }
 
 void simulate(const std::string& file, const std::string& library, const simulator::Dispatch& dispatch,
-              const simulator::Options& options) {
+              const simulator::Options& options, const Constants& constants) {
   const auto loaded = simulator::Library::at(library);
   if (!loaded->find(dispatch.kernel)) {
     std::string names;
@@ -229,6 +233,8 @@ void simulate(const std::string& file, const std::string& library, const simulat
     const auto& threads = dispatch.threads;
     state().runs.push_back({.file = file,
                             .kernel = dispatch.kernel,
+                            .library = library,
+                            .constants = constants,
                             .threadgroups = {groups[0], groups[1], groups[2]},
                             .threads = {threads[0], threads[1], threads[2]},
                             .counts = counts});
@@ -250,7 +256,8 @@ void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream) {
     } else {
       dispatch = dispatch_of(launch);
     }
-    simulate(file, frontend::simulator_library(file, options.watch, launch.function_constants), dispatch, options);
+    const auto library = frontend::simulator_library(file, options.watch, launch.function_constants);
+    simulate(file, library, dispatch, options, launch.function_constants);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 
 #include "mlx/array.h"
@@ -16,8 +17,10 @@ simulator::Options simulator_options();
 // These bytes of an array, from so far off its first element; its room ends where the array's memory does.
 simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role);
 
-// Runs a dispatch in the library at this path, and notes it under the file that the library was made of.
+using Constants = std::map<uint32_t, std::string>;  // function constants by index, as C++ writes them
+
+// Runs a dispatch in the library at this path, and notes it under the file and constants that the library was made of.
 void simulate(const std::string& file, const std::string& library, const simulator::Dispatch& dispatch,
-              const simulator::Options& options);
+              const simulator::Options& options, const Constants& constants = {});
 
 }  // namespace mittens

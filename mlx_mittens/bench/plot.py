@@ -1,4 +1,4 @@
-"""The benchmark's picture: speedup over mx and bandwidth against the copy's, a bar for each row."""
+"""The benchmark's pictures: speedup over mx and bandwidth against the copy's, a bar for each row; and predictions."""
 
 from __future__ import annotations
 
@@ -53,4 +53,37 @@ def draw(info: dict[str, Any], rows: Sequence[Row], path: str, note: str = "") -
     name = info["gpu"] if info["device"] == "gpu" else info["processor"]
     versions = f"mlx-mittens {info['versions']['mlx_mittens']} beside mlx {info['versions']['mlx']}"
     figure.suptitle(f"{versions} on {name} ({info['executor']}){note}")
+    figure.savefig(path, dpi=150)
+
+
+def draw_predictions(rows: Sequence[tuple[str, str, str, str, float]], path: str, note: str = "") -> None:
+    """Draws predicted speedups over MLX's kernels to a .png or .svg file: a line for each case, a point for each chip.
+
+    Args:
+        rows: Op, case, dtype, chip and speedup of each.
+        path: The file.
+        note: What goes into its title.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(row[:3] for row in rows))
+    place = {group: i for i, group in enumerate(groups)}
+    figure = Figure(figsize=(11, 1.8 + 0.22 * len(groups)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for chip in dict.fromkeys(row[3] for row in rows):
+        mine = [row for row in rows if row[3] == chip]
+        axes.plot([row[4] for row in mine], [place[row[:3]] for row in mine], "o", markersize=4, label=chip)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.set_yticks(range(len(groups)), ["   ".join(group) for group in groups], fontsize=7)
+    axes.set_ylim(len(groups) - 0.4, -0.6)
+    axes.set_xlabel("speedup over MLX's Metal kernels, predicted")
+    axes.grid(axis="x", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if groups:
+        figure.legend(loc="outside lower center", ncols=8, fontsize=7, frameon=False)
+    figure.suptitle(f"Predicted, not measured{note}")
     figure.savefig(path, dpi=150)

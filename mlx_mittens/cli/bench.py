@@ -8,14 +8,11 @@ float64 in the same run. On a CPU a copy takes turns with large cases.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import json
 import math
 import statistics
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,9 +23,9 @@ from ..backends import executors, strict
 from ..bench import machine
 from ..bench.measure import FULL, QUICK, Outcome, kept_memory, measure, plan
 from ..table import Column, show, terminal_width
-from . import bench_models
+from . import bench_models, bench_predictions, predictions
 from .options import UsageError, add_seed, chosen, drawn, inputs, writable
-from .runs import Ending, JsonFile, each, finish, progress
+from .runs import Ending, JsonFile, each, finish, progress, steps
 
 _COLUMNS = (
     Column("op", left=True),
@@ -89,26 +86,6 @@ def _show(outcomes: Sequence[Outcome]) -> None:
     show(_COLUMNS, rows, styles)
 
 
-@contextlib.contextmanager
-def _steps(total: int) -> Iterator[Callable[[str], None]]:
-    """Says on stderr what was done: by a bar of rich's on a terminal, else in lines."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        bar = None
-    else:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    if bar and bar.console.is_terminal:
-        with bar:
-            task = bar.add_task("", total=total)
-            yield lambda text: bar.update(task, advance=1, description=text)
-        return
-    numbers = itertools.count(1)
-    yield lambda text: print(f"[{next(numbers)}/{total}] {text}", file=sys.stderr, flush=True)
-
-
 def _finite(value: Any) -> Any:
     """JSON has no word for infinity and NaN: they become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -134,6 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", choices=("metal",), help="beside ours MLX's own Metal kernels, compiled the same way")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw speedup and bandwidth to FILE.png or FILE.svg")
+    parser.add_argument(
+        "--predict", action="store_true", help="predict times on Apple GPUs, of MLX's Metal kernels too"
+    )
+    predictions.add_chip_argument(parser)
     add_seed(parser)
     bench_models.add_arguments(parser)
 
@@ -215,11 +196,14 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: The arguments cannot be served.
     """
+    bench_predictions.check(arguments)
     _check_combination(arguments)
     names = op_names(arguments.ops)
     _check_plot(arguments.plot)
     writable("--plot", arguments.plot)
     file = JsonFile(arguments.json)
+    if arguments.predict:
+        return bench_predictions.run(arguments, file, names)
     select_device(arguments.device)
     _check_executor(machine.executor())
     if arguments.model is not None:
@@ -246,7 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
         return f"{op.name} {case.name} {dtype}"
 
     save()
-    with _steps(len(todo)) as step, strict(), kept_memory(device):
+    with steps(len(todo)) as step, strict(), kept_memory(device):
 
         def one(item: tuple[specs.Op, specs.Case, str]) -> None:
             op, case, dtype = item

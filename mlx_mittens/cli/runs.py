@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -141,6 +142,26 @@ class JsonFile:
             if self._replaced:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def steps(total: int) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what was done: by a bar of rich's on a terminal, else in lines."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        bar = None
+    else:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    if bar and bar.console.is_terminal:
+        with bar:
+            task = bar.add_task("", total=total)
+            yield lambda text: bar.update(task, advance=1, description=text)
+        return
+    numbers = itertools.count(1)
+    yield lambda text: print(f"[{next(numbers)}/{total}] {text}", file=sys.stderr, flush=True)
 
 
 def progress(ending: Ending | None, measured: int, planned: int) -> dict[str, Any]:

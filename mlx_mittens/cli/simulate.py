@@ -16,6 +16,7 @@ import numpy as np
 from .. import _ext, frontend, simulator, specs
 from ..backends import strict
 from ..bench import mlx_metal
+from . import predictions
 from .options import UsageError
 from .runs import JsonFile
 
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=specs.DTYPES, default="float16")
     parser.add_argument("--seed", type=int, default=0, help="order in which threads run; 0 is the natural one")
     parser.add_argument("--peer", choices=("metal",), help="then MLX's own Metal kernel, for its counts")
+    predictions.add_chip_argument(parser)
     parser.add_argument("--json", metavar="FILE", help="write the counts to FILE, those of every line of the source")
     parser.add_argument("--no-watch", action="store_true", help="do not check accesses: faster, and fewer counts")
 
@@ -39,6 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyError as error:
         raise UsageError(error.args[0]) from None
     case = find_case(op, arguments.case)
+    chips = predictions.chosen_chips(arguments.chip) if arguments.chip else []
+    if chips and arguments.no_watch:
+        raise UsageError("--chip needs the counts of accesses: leave out --no-watch")
     dtype = specs.DTYPES[arguments.dtype]
     file = JsonFile(arguments.json)
     rows: list[str] = []
@@ -58,16 +63,21 @@ def run(arguments: argparse.Namespace) -> int:
     fewest = op.bytes_moved(case, dtype)
     if moved:
         print(f"\n{moved:,} bytes of device memory moved; {moved / fewest:.2f} times the fewest, {fewest:,}")
+    sides = {"mlx_mittens": predictions.Side.of([*map(simulator.Launch.of, launches)], chips)} if chips else {}
     peer = mlx_metal.of(op, case) if arguments.peer else None
     if peer:
         try:
             launches = peer_launches(op, peer, case, dtype, arguments.seed, not arguments.no_watch)
             _print(launches)
             rows += [json.dumps({"by": "mlx", **_with_names(launch)}) for launch in launches]
+            if chips:
+                sides["mlx"] = predictions.Side.of([*map(simulator.Launch.of, launches)], chips)
         except simulator.Fault as fault:  # of MLX's kernels some are known for one that has no effect
             print(f"\nFAULT of MLX's kernel (--no-watch runs it all the same)\n{fault}")
     elif arguments.peer:
         print(f"\nMLX has no Metal kernel of its own to show for {op.name}, {case.name}")
+    if chips:
+        predictions.show(op.name, chips, sides["mlx_mittens"], sides.get("mlx"))
     if not check.passed:
         print(f"WRONG: {check.detail}")
     head = {"op": op.name, "case": case.name, "dtype": arguments.dtype, "seed": arguments.seed}
@@ -77,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             "passed": check.passed,
             "error": check.error if math.isfinite(check.error) else None,
             "bytes_needed": fewest,
+            **({"predictions": {by: side.json() for by, side in sides.items()}} if chips else {}),
         },
         "launches",
         rows,
@@ -115,6 +126,13 @@ def _with_names(launch: dict[str, Any]) -> dict[str, Any]:
     if "lines" not in launch:
         return launch
     return {**launch, "lines": [asdict(simulator.LineCounts(*line)) for line in launch["lines"]]}
+
+
+def own_launches(op: specs.Op, case: specs.Case, dtype: mx.Dtype, seed: int = 0) -> list[dict[str, Any]]:
+    """What our kernels do for a case, profiled, without a look at the result."""
+    arrays = op.draw(np.random.default_rng(seed), case, dtype)
+    with mx.stream(mx.cpu), strict():
+        return _recorded(lambda: specs.run(op, op.ours, case, arrays), seed, True, case)[1]
 
 
 def peer_launches(

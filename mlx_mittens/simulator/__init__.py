@@ -9,9 +9,21 @@ from typing import Literal
 
 from .. import _ext
 from .metal_kernel import Kernel, metal_kernel, redirect, restore
+from .prediction import PredictedLaunch, predicted
 from .profile import Launch, LineCounts, profiled
 
-__all__ = ["Fault", "Kernel", "Launch", "LineCounts", "enabled", "metal_kernel", "profiled"]
+__all__ = [
+    "Fault",
+    "Kernel",
+    "Launch",
+    "LineCounts",
+    "PredictedLaunch",
+    "enabled",
+    "metal_kernel",
+    "predicted",
+    "profiled",
+]
+
 
 Fault = _ext.SimulatorFault
 

@@ -18,7 +18,12 @@ from typing import Any, NoReturn, cast
 import mlx.core as mx
 
 from .. import _ext, frontend
+from ..apple import agx_compiler
+from ..apple.chips import find_chip
 from ..frontend import dialect
+from . import user_sources
+from .prediction import PredictedLaunch, predict_launches
+from .profile import profiled
 
 MOST_THREADS = 1024  # of a threadgroup
 
@@ -115,6 +120,28 @@ class Kernel:
             initial=initial,
             by_rows=generated.by_rows,
         )
+
+    def predict(self, *, chip: str, **arguments: Any) -> PredictedLaunch:
+        """Runs the kernel, and predicts how long the same launch takes on an Apple GPU.
+
+            launch = kernel.predict(inputs=[x], output_shapes=[x.shape], ..., chip="m2-max")
+            print(launch)  # its time, what limits it, registers, threads a core
+
+        Args:
+            chip: An Apple GPU, such as ``"m2-max"``.
+            arguments: Those of a call. The launch is simulated, so keep it small enough to wait for.
+
+        Raises:
+            ValueError: If the chip is unknown; the message lists the known ones. Also as a call does.
+            CompileError: As a call does.
+            RuntimeError: If there is no Mesa compiler; the message says how to get it.
+            Fault: If the kernel does what a GPU would not forgive.
+        """
+        known = find_chip(chip)
+        agx_compiler.find()
+        with profiled() as launches:
+            mx.eval(self(**arguments))
+        return predict_launches(launches, known)[-1]
 
     def _text(self, generated: _Generated, file: str) -> str:
         """The generated text, in which lines count as they do in what the user wrote."""
@@ -227,6 +254,7 @@ def _library(file: str, text: str, kernel: str) -> str:
         frontend.register_source(file, text)
         library = frontend.simulator_library(file, watch)
         refused = dialect.refused(file)
+    user_sources.keep(library, text)
     if refused:
         log = "\n".join(f"{problem.file}:{problem.line}: error: {problem.what}" for problem in refused)
         raise frontend.CompileError(file, kernel, log)

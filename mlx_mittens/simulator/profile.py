@@ -47,6 +47,8 @@ class Launch:
     Attributes:
         file: The .metal file.
         kernel: The kernel's name in it.
+        library: The compiled file that ran.
+        constants: Function constants by index, as C++ writes them.
         threadgroups: How many there were in each dimension.
         threads: Threads of a threadgroup in each dimension.
         distinct_lines: Lines that the launch loaded or stored. A line that several threads touch counts once.
@@ -63,6 +65,8 @@ class Launch:
 
     file: str
     kernel: str
+    library: str
+    constants: dict[int, str]
     threadgroups: tuple[int, int, int]
     threads: tuple[int, int, int]
     distinct_lines: int
@@ -87,7 +91,7 @@ class Launch:
         counts = dict(recorded["counts"])
         own = {name: counts.pop(name) for name in _PROFILED}
         lines = tuple(LineCounts(*line) for line in recorded["lines"])
-        head = {name: recorded[name] for name in ("file", "kernel", "threadgroups", "threads")}
+        head = {name: recorded[name] for name in ("file", "kernel", "library", "constants", "threadgroups", "threads")}
         return cls(**head, **own, lines=lines, counts=counts)
 
 

@@ -1,0 +1,170 @@
+"""`bench --predict`: the benchmark's cases on Apple GPUs that are not here, ours beside MLX's own Metal kernels."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .. import frontend, simulator, specs
+from ..apple.chips import Chip
+from ..bench import mlx_metal
+from ..bench.measure import plan
+from ..table import Column, show
+from .options import UsageError, drawn
+from .predictions import Side, chosen_chips
+from .runs import Ending, JsonFile, each, finish, progress, steps
+from .simulate import own_launches, peer_launches
+
+_COLUMNS = (
+    Column("op", left=True),
+    Column("case", left=True),
+    Column("dtype", left=True),
+    Column("chip", left=True),
+    Column("us"),
+    Column("MLX us", 1),
+    Column("speedup"),
+    Column("limited by", 2),
+    Column("MLX by", 3),
+)
+_REFUSED = ("device", "peer", "model")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case on a chip; None where a kernel does not compile, or MLX has none of its own."""
+
+    op: str
+    case: str
+    dtype: str
+    chip: str
+    microseconds: float | None
+    mlx_microseconds: float | None
+    limit: str
+    mlx_limit: str
+
+    @property
+    def speedup(self) -> float | None:
+        if self.microseconds is None or self.mlx_microseconds is None:
+            return None
+        return self.mlx_microseconds / self.microseconds
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuses options that would have no effect.
+
+    Raises:
+        UsageError: One is given.
+    """
+    if not arguments.predict:
+        if arguments.chip:
+            raise UsageError("--chip goes with --predict")
+        return
+    if not arguments.chip:
+        raise UsageError("--predict needs --chip NAME, such as m2-max, or all")
+    given = [name for name in _REFUSED if getattr(arguments, name) is not None]
+    if given:
+        raise UsageError(f"--{given[0]} does not go with --predict, which shows MLX's Metal kernels beside ours")
+
+
+def run(arguments: argparse.Namespace, file: JsonFile, names: Sequence[str]) -> int:
+    """Predicts the cases.
+
+    Returns:
+        int: The exit status.
+
+    Raises:
+        UsageError: The arguments cannot be served.
+    """
+    if frontend.compiler_problem():
+        raise UsageError(frontend.compiler_problem())
+    chips = chosen_chips(arguments.chip)
+    todo = [item for item in plan(names, "cpu", arguments.quick) if item[1].gpu == "apple" and not item[1].vjp]
+    if not todo:
+        raise UsageError(
+            f"none of the cases of {', '.join(names)} can be predicted" + " with --quick" * arguments.quick
+        )
+    seed = drawn(arguments.seed)
+    rows: list[Row] = []
+    entries: list[str] = []
+
+    def save(ending: Ending | None = None) -> None:
+        head = {"predicted": True, "chips": [chip.name for chip in chips], "seed": seed}
+        file.write({**head, **progress(ending, len(entries), len(todo))}, "rows", entries, last=ending is not None)
+
+    def name(item: tuple[specs.Op, specs.Case, str]) -> str:
+        return f"{item[0].name} {item[1].name} {item[2]}"
+
+    save()
+    with steps(len(todo)) as step:
+
+        def one(item: tuple[specs.Op, specs.Case, str]) -> None:
+            found, entry = _predicted(*item, chips, seed)
+            rows.extend(found)
+            entries.append(json.dumps(entry))
+            save()
+            step(name(item))
+            mx.clear_cache()
+
+        ending = each(todo, one, name)
+    save(ending)
+    if rows:
+        show(_COLUMNS, [_cells(row) for row in rows], ["33" if (row.speedup or 1) < 1 else "" for row in rows])
+        print(_summary(rows, chips))
+    if arguments.plot and rows:
+        from ..bench.plot import draw_predictions
+
+        shown = [(r.op, r.case, r.dtype, r.chip, r.speedup) for r in rows if r.speedup is not None]
+        draw_predictions(shown, arguments.plot, "" if ending.complete else f", {len(entries)} of {len(todo)} cases")
+    return finish("bench", ending, file, passed=True)
+
+
+def _predicted(
+    op: specs.Op, case: specs.Case, dtype: str, chips: Sequence[Chip], seed: int
+) -> tuple[list[Row], dict[str, Any]]:
+    kind = specs.DTYPES[dtype]
+    launches = own_launches(op, case, kind, seed)
+    sides = {"mlx_mittens": Side.of([*map(simulator.Launch.of, launches)], chips)}
+    peer = mlx_metal.of(op, case)
+    if peer:
+        launches = peer_launches(op, peer, case, kind, seed)
+        sides["mlx"] = Side.of([*map(simulator.Launch.of, launches)], chips)
+    rows = []
+    for chip in chips:
+        own, other = (sides[by].predictions.get(chip.name) if by in sides else None for by in ("mlx_mittens", "mlx"))
+        rows.append(
+            Row(
+                op.name,
+                case.name,
+                dtype,
+                chip.name,
+                own.microseconds if own else None,
+                other.microseconds if other else None,
+                own.limit if own else "not compiled",
+                other.limit if other else "not compiled" if peer else "",
+            )
+        )
+    entry = {"op": op.name, "case": case.name, "dtype": dtype, **{by: side.json() for by, side in sides.items()}}
+    return rows, entry
+
+
+def _cells(row: Row) -> list[str]:
+    number = lambda value: "" if value is None else f"{value:.1f}"
+    speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
+    times = [number(row.microseconds), number(row.mlx_microseconds), speedup]
+    return [row.op, row.case, row.dtype, row.chip, *times, row.limit, row.mlx_limit]
+
+
+def _summary(rows: Sequence[Row], chips: Sequence[Chip]) -> str:
+    lines = []
+    for chip in chips:
+        speedups = [row.speedup for row in rows if row.chip == chip.name and row.speedup is not None]
+        if speedups:
+            mean = statistics.geometric_mean(speedups)
+            lines.append(f"{chip.name}: geometric mean {mean:.2f}x MLX's kernels over {len(speedups)} rows")
+    return "\n".join([*lines, "Predicted, not measured: docs/apple.md has the errors that were seen."])

@@ -1,0 +1,135 @@
+"""Predicted times on Apple GPUs, ours beside MLX's: the part that `simulate` and `bench --predict` share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..apple import agx_compiler
+from ..apple.chips import Chip, chips, find_chip
+from ..apple.expected import expected_error
+from ..apple.model import Prediction
+from ..simulator import Launch
+from ..simulator.prediction import PredictedLaunch, predict_launches, total
+from ..table import aligned
+from .options import UsageError
+
+
+def add_chip_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chip", metavar="NAME", help="predict the time on an Apple GPU: m1, m2-max, ..., some with commas, or all"
+    )
+
+
+def chosen_chips(text: str) -> list[Chip]:
+    """The chips that a command line names.
+
+    Raises:
+        UsageError: There is no such chip, or nothing here compiles for Apple GPUs.
+    """
+    try:
+        found = list(chips().values()) if text == "all" else [find_chip(name) for name in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"{error}, or all") from None
+    if agx_compiler.problem():
+        raise UsageError(agx_compiler.problem())
+    return found
+
+
+@dataclass(frozen=True)
+class Side:
+    """The launches of one call, by us or by MLX, on each chip.
+
+    Attributes:
+        launches: The launches on the first chip.
+        predictions: The time of all of them, by chip; empty where one does not compile.
+    """
+
+    launches: list[PredictedLaunch]
+    predictions: dict[str, Prediction]
+
+    @classmethod
+    def of(cls, launches: Sequence[Launch], chosen: Sequence[Chip]) -> Side:
+        """Compiles the kernels once, and predicts for each chip."""
+        compiled = predict_launches(launches, chosen[0])
+        predictions = {}
+        for chip in chosen:
+            prediction = total([launch.on(chip) for launch in compiled])
+            if prediction is not None:
+                predictions[chip.name] = prediction
+        return cls(compiled, predictions)
+
+    def json(self) -> dict[str, Any]:
+        """The kernels and the times, as JSON has them."""
+        kernels = []
+        for launch in self.launches:
+            entry: dict[str, Any] = {"file": launch.launch.file, "kernel": launch.launch.kernel}
+            if launch.code is None:
+                entry["problem"] = launch.problem
+            else:
+                code = launch.code
+                entry |= {
+                    "half_registers": code.half_registers,
+                    "threads_a_core": code.threads_a_core,
+                    "spills": code.spills,
+                    "fills": code.fills,
+                }
+            kernels.append(entry)
+        times = {
+            name: {"microseconds": p.microseconds, "limit": p.limit, "terms": p.terms.named()}
+            for name, p in self.predictions.items()
+        }
+        return {"kernels": kernels, "chips": times}
+
+
+def _kernel_lines(by: str, side: Side) -> list[str]:
+    lines = []
+    for launch in side.launches:
+        lines.append(f"{by}: {launch.launch.kernel}")
+        if launch.code is None:
+            lines += ["  not compiled", *(f"  {line}" for line in launch.problem.splitlines()[1:4])]
+            continue
+        code = launch.code
+        spilled = f", {code.spills} spills, {code.fills} fills" if code.spills or code.fills else ""
+        lines.append(f"  {code.half_registers} half registers, {code.threads_a_core} threads a core{spilled}")
+    return lines
+
+
+def _cells(prediction: Prediction | None) -> list[str]:
+    return ["not compiled", ""] if prediction is None else [f"{prediction.microseconds:.1f}", prediction.limit]
+
+
+def show(op: str, chosen: Sequence[Chip], ours: Side, theirs: Side | None) -> None:
+    """Prints registers, and a line for each chip.
+
+    Args:
+        op: The op's name, whose kind of work has errors that were seen.
+        chosen: The chips.
+        ours: Our launches.
+        theirs: MLX's; None if they were not asked for.
+    """
+    print("\nPredicted, not measured:")
+    lines = _kernel_lines("mlx_mittens", ours) + (_kernel_lines("MLX", theirs) if theirs else [])
+    print("\n".join(f"  {line}" for line in lines))
+    rows = [["chip", "limited by", "us"]]
+    if theirs:
+        rows = [["chip", "ours limited by", "MLX's by", "ours, us", "MLX's, us", "speedup"]]
+    for chip in chosen:
+        own = ours.predictions.get(chip.name)
+        us, limit = _cells(own)
+        if theirs is None:
+            rows.append([chip.name, limit, us])
+            continue
+        other = theirs.predictions.get(chip.name)
+        their_us, their_limit = _cells(other)
+        ratio = f"{other.microseconds / own.microseconds:.2f}" if own and other else ""
+        rows.append([chip.name, limit, their_limit, us, their_us, ratio])
+    print("\n" + aligned(rows, left=3 if theirs else 2))
+    error = expected_error(op)
+    seen = f"Errors seen on {error.kind}: half of {error.points} within {error.median:.0f} %, "
+    seen += f"nine in ten within {error.nine_in_ten:.0f} %"
+    if theirs and error.ratio is not None:
+        seen += f";\nhalf of the ratios within {error.ratio:.0f} %"
+    print(seen + ".")

@@ -1,0 +1,277 @@
+"""The predicted time of launches on Apple GPUs: what the simulator counts, in the machine code that Mesa makes.
+
+The machine code has the instructions of each basic block, and the simulator how often a launch loads, stores, shuffles
+and multiplies. Together they say how often each loop runs, and so what is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..apple import agx_compiler, machine_code
+from ..apple.chips import Chip, find_chip
+from ..apple.machine_code import MachineCode
+from ..apple.model import LANES, Instructions, Prediction, Work, chain, predict
+from ..frontend import CompileError
+from . import user_sources
+from .profile import Launch, profiled
+
+# Threadgroup memory of a core, which bounds how many threadgroups it holds.
+_THREADGROUP_MEMORY = 60 * 1024
+
+# Opcodes by the simulator's count that they are part of.
+_COUNTED = {
+    "device_loads": ("device_load",),
+    "device_stores": ("device_store",),
+    "threadgroup_loads": ("local_load",),
+    "threadgroup_stores": ("local_store",),
+    "matrix_operations": ("matrix",),
+}
+_COUNTS = (*_COUNTED, "simd_operations")
+_FIELDS = {
+    **dict.fromkeys(("convert", "floor", "ceil", "trunc", "roundeven"), "conversions"),
+    **dict.fromkeys(("log2", "exp2", "sin_pt_1", "sin_pt_2"), "exponentials"),
+    **dict.fromkeys(("rsqrt", "srsqrt"), "rsqrts"),
+    **dict.fromkeys(("simd_reduce", "simd_prefix"), "reductions"),
+    "rcp": "reciprocals",
+}
+_FIELDS_OF_KINDS = {
+    "float": "floats",
+    "integer": "integers",
+    "complex": "multiplies",
+    "simd": "shuffles",
+    "matrix": "matrix",
+    "load": "loads",
+    "store": "stores",
+    "control": "control",
+}
+# Where counts do not tell loops apart, each is taken to run about once, with this weight beside the counts.
+_PRIOR = 1e-4
+_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class PredictedLaunch:
+    """A launch, and its time on a chip.
+
+    Attributes:
+        launch: What it did in the simulator.
+        code: Its machine code; None where it does not compile.
+        problem: Why it does not compile, in the compiler's words; else empty.
+        chip: The chip.
+    """
+
+    launch: Launch
+    code: MachineCode | None
+    problem: str
+    chip: Chip
+
+    @cached_property
+    def work(self) -> Work | None:
+        """What it executes; None where it does not compile."""
+        return None if self.code is None else work_of(self.launch, self.code, self.chip)
+
+    @property
+    def uncounted(self) -> int:
+        """Loops that only compute: how often they run is not known, and they are taken to run once."""
+        if self.code is None:
+            return 0
+        counted = dict.fromkeys(range(len(self.code.loops)), False)
+        computes = dict(counted)
+        for block in self.code.blocks:
+            if block.loop is not None:
+                counted[block.loop] |= any(_found(block.opcodes, block.kinds, name) for name in _COUNTS)
+                computes[block.loop] |= block.kinds["float"] + block.kinds["complex"] > 0
+        return sum(computes[loop] and not counted[loop] for loop in counted)
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        """The time by itself, and what limits it; None where the kernel does not compile."""
+        return None if self.work is None else predict(self.work, self.chip)
+
+    def on(self, chip: Chip) -> PredictedLaunch:
+        """The same launch on another chip."""
+        return PredictedLaunch(self.launch, self.code, self.problem, chip)
+
+    def __str__(self) -> str:
+        name = f"{self.launch.file}: {self.launch.kernel}"
+        if self.prediction is None or self.code is None:
+            return f"{name}: not compiled"
+        text = (
+            f"{name}: {self.prediction.microseconds:.1f} us on {self.chip.name}, limited by {self.prediction.limit}; "
+            f"{self.code.half_registers} half registers, {self.code.threads_a_core} threads a core"
+        )
+        if self.uncounted:
+            number = (
+                "1 loop that only computes is"
+                if self.uncounted == 1
+                else f"{self.uncounted} loops that only compute are"
+            )
+            text += f"; {number} taken to run once"
+        return text
+
+
+def executions(code: MachineCode, launch: Launch) -> list[float]:
+    """How often simdgroups execute each loop's own blocks, summed over the launch.
+
+    What lies outside of loops is executed once by each simdgroup. The rest is found by least squares, so that the
+    machine code executes as many loads, stores, SIMD-group and matrix operations as the simulator counted.
+    """
+    simdgroups = _simdgroups(launch)
+    if not code.loops:
+        return []
+    rows, targets = [], []
+    for name in _COUNTS:
+        total = float(getattr(launch, name) if hasattr(launch, name) else launch.counts[name])
+        each = np.zeros(len(code.loops))
+        outside = 0.0
+        for block in code.blocks:
+            found = _found(block.opcodes, block.kinds, name)
+            if block.loop is None:
+                outside += found
+            else:
+                each[block.loop] += found
+        if total <= 0 or not each.any():
+            continue
+        rows.append(each / total)
+        targets.append(max(0.0, total - outside * simdgroups) / total)
+    prior = _PRIOR / simdgroups
+    matrix = np.vstack([*rows, np.eye(len(code.loops)) * prior])
+    wanted = np.concatenate([targets, np.full(len(code.loops), prior * simdgroups)])
+    return [float(value) for value in _nonnegative_least_squares(matrix, wanted)]
+
+
+def work_of(launch: Launch, code: MachineCode, chip: Chip) -> Work:
+    """What a launch executes.
+
+    Args:
+        launch: What it did in the simulator.
+        code: Its machine code, which is that of the M1 and M2.
+        chip: The chip. Where it has instructions for bfloat16, those that widen it are left out.
+    """
+    dtype = _dtype(launch.kernel)
+    widening = {"bfi"} if dtype == "bfloat16" and chip.native_bfloat else set()
+    simdgroups, threads = _simdgroups(launch), math.prod(launch.threads)
+    loops = executions(code, launch)
+    instructions = dict.fromkeys((*_FIELDS_OF_KINDS.values(), *_FIELDS.values()), 0.0)
+    rounds = 0.0
+    for block in code.blocks:
+        times = simdgroups if block.loop is None else loops[block.loop]
+        # Loads of one block are on their way together; those of the next wait for what this one makes of them.
+        rounds += times if block.opcodes.get("device_load") else 0
+        for opcode, count in block.opcodes.items():
+            if opcode in widening:
+                continue
+            name = _FIELDS.get(opcode) or _FIELDS_OF_KINDS[machine_code.kind_of(opcode)]
+            instructions[name] += times * count
+    bytes_each = max(
+        code.threadgroup_bytes if code.threadgroup_bytes < 32768 else 0, launch.counts["threadgroup_bytes"]
+    )
+    threads_a_core = code.threads_a_core
+    if bytes_each:
+        threads_a_core = min(threads_a_core, max(1, _THREADGROUP_MEMORY // bytes_each) * threads)
+    return Work(
+        threadgroups=math.prod(launch.threadgroups),
+        threads=threads,
+        half_registers=code.half_registers,
+        threads_a_core=threads_a_core,
+        lines=launch.distinct_lines,
+        summed_lines=launch.threadgroup_lines,
+        instructions=Instructions(**instructions),
+        rounds=rounds / simdgroups,
+        matrix_dtype=dtype,
+    )
+
+
+def predict_launches(launches: Sequence[Launch], chip: Chip) -> list[PredictedLaunch]:
+    """Compiles the kernels of launches, and predicts the time of each.
+
+    Raises:
+        RuntimeError: There is no Mesa compiler; the message says how to get it.
+    """
+    return [_predicted(launch, chip) for launch in launches]
+
+
+def total(launches: Sequence[PredictedLaunch]) -> Prediction | None:
+    """The time of launches one after another, each waiting for the one before; None where one does not compile."""
+    works = [launch.work for launch in launches]
+    if not works or None in works:
+        return None
+    return chain([work for work in works if work is not None], launches[0].chip)
+
+
+@contextlib.contextmanager
+def predicted(chip: str) -> Iterator[list[PredictedLaunch]]:
+    """Predicts the time of every launch that the simulator runs in the block; the list has them once it is left.
+
+        with mm.simulator.enabled(), mm.simulator.predicted(chip="m2-max") as launches:
+            mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu))
+        print(launches[0])
+
+    Times are predictions for a Mac, of no Mac: docs/apple.md has the errors that were seen. What mx runs itself is not
+    in the list. The simulator runs at its own speed, some ten thousand times slower than a GPU.
+
+    Args:
+        chip: An Apple GPU, such as ``"m2-max"``.
+
+    Raises:
+        ValueError: If the chip is unknown; the message lists the known ones.
+        RuntimeError: If there is no Mesa compiler; the message says how to get it.
+    """
+    known = find_chip(chip)
+    agx_compiler.find()
+    launches: list[PredictedLaunch] = []
+    with profiled() as recorded:
+        yield launches
+    launches += predict_launches(recorded, known)
+
+
+def _predicted(launch: Launch, chip: Chip) -> PredictedLaunch:
+    file = user_sources.register(launch.library, launch.file)
+    constants: dict[int, object] = dict(launch.constants)
+    try:
+        code = machine_code.compile(file, launch.kernel, math.prod(launch.threads), constants)
+    except CompileError as error:
+        return PredictedLaunch(launch, None, str(error), chip)
+    return PredictedLaunch(launch, code, "", chip)
+
+
+def _dtype(kernel: str) -> str:
+    """The type that a kernel's name has, ours or MLX's."""
+    if "bfloat16" in kernel:
+        return "bfloat16"
+    return "float16" if "float16" in kernel or "half" in kernel else "float32"
+
+
+def _simdgroups(launch: Launch) -> int:
+    return math.prod(launch.threadgroups) * math.ceil(math.prod(launch.threads) / LANES)
+
+
+def _found(opcodes: Mapping[str, int], kinds: Mapping[str, int], name: str) -> float:
+    """Instructions of a block that the simulator counts under a name."""
+    if name == "simd_operations":
+        return kinds["simd"]
+    return sum(opcodes.get(opcode, 0) for opcode in _COUNTED[name])
+
+
+def _nonnegative_least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """By coordinates: few unknowns, each no less than zero."""
+    scale = np.sqrt((matrix**2).sum(0))
+    scale[scale == 0] = 1
+    scaled = matrix / scale
+    gram, right = scaled.T @ scaled, scaled.T @ wanted
+    found = np.zeros(len(right))
+    for _ in range(_STEPS):
+        before = found.copy()
+        for i in range(len(found)):
+            rest = gram[i] @ found - gram[i, i] * found[i]
+            found[i] = max(0.0, (right[i] - rest) / gram[i, i])
+        if np.abs(found - before).max(initial=0.0) <= 1e-9 * np.abs(found).max(initial=1e-30):
+            break
+    return found / scale

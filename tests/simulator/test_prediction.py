@@ -1,0 +1,199 @@
+"""Predicted launches: trip counts of loops from the simulator's counts, times of launches with a known limit."""
+
+import json
+
+import mlx.core as mx
+import pytest
+
+import mlx_mittens as mm
+from mlx_mittens import frontend
+from mlx_mittens.apple import agx_compiler, machine_code
+from mlx_mittens.apple.chips import find_chip
+from mlx_mittens.cli.main import main
+from mlx_mittens.frontend import CompileError
+from mlx_mittens.simulator import prediction
+
+problem = frontend.compiler_problem() or agx_compiler.problem()
+pytestmark = pytest.mark.skipif(bool(problem), reason=problem)
+
+CASE = "test 1x4x2x3x50x64 mask=causal"
+
+
+def predict(body, *, outputs=1024, inputs=65536, threads=64, dtype=mx.float32, chip="m2-max", grid=None):
+    kernel = mm.simulator.metal_kernel("own", ["x"], ["y"], f"uint i = thread_position_in_grid.x;\n{body}")
+    return kernel.predict(
+        inputs=[mx.zeros((inputs,), dtype)],
+        output_shapes=[(outputs,)],
+        output_dtypes=[dtype],
+        grid=(grid or outputs, 1, 1),
+        threadgroup=(threads, 1, 1),
+        template=[("T", dtype)],
+        chip=chip,
+    )
+
+
+# 1024 threads are 32 simdgroups. The sum is taken over strided elements, so that no loads are merged.
+LOOPS = {
+    "one": ("for (uint j = 0; j < x_shape[0] / 1024 - 27; ++j) s += x[i + j * 1024];", {"loads": 37}),
+    "two after another": (
+        "for (uint j = 0; j < x_shape[0] / 1024 - 27; ++j) s += x[i + j * 1024];\n"
+        "for (uint j = 0; j < x_shape[0] / 1024 - 51; ++j) s += simd_sum(s + j);",
+        {"loads": 37, "reductions": 13},
+    ),
+    "one in another": (
+        "for (uint j = 0; j < x_shape[0] / 1024 - 59; ++j) {\n"
+        "  for (uint k = 0; k < x_shape[0] / 1024 - 55; ++k) s += x[i + (j * 9 + k) * 1024];\n"
+        "  s = simd_max(s + j);\n}",
+        {"loads": 45, "reductions": 5},
+    ),
+    "none": ("s = x[i];", {"loads": 1, "reductions": 0}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_run_as_often_as_the_simulator_counts(name):
+    body, each = LOOPS[name]
+    found = predict(f"T s = 0;\n{body}\ny[i] = s;").work.instructions
+    for kind, count in each.items():
+        assert getattr(found, kind) / 32 == pytest.approx(count, rel=0.02, abs=0.02), kind
+    assert found.stores / 32 == pytest.approx(1)
+
+
+def test_a_copy_is_limited_by_memory():
+    """16 MB through the 400 GB/s of an M2 Max, of which a Max reaches 93 %."""
+    launch = predict("y[i] = x[i];", outputs=1 << 21, inputs=1 << 21, threads=1024)
+    assert launch.prediction.limit == "device memory"
+    assert launch.work.lines == 2 * (1 << 21) * 4 / 128
+    assert launch.prediction.microseconds == pytest.approx(16.8e6 / (0.926 * 409.6e3) + 2.5, rel=0.05)
+
+
+def test_a_loop_that_only_computes_is_reported():
+    """The simulator counts accesses and operations between threads; how often such a loop runs, it does not say."""
+    body = "float s = x[i];\nfor (uint j = 0; j < x_shape[0] / 64; ++j) s = fma(s, s, 0.5f) + s;\ny[i] = s;"
+    launch = predict(body)
+    assert launch.uncounted == 1
+    assert str(launch).endswith("; 1 loop that only computes is taken to run once")
+    assert predict("y[i] = x[i];").uncounted == 0
+
+
+def test_matrix_products_are_limited_by_issue_slots():
+    body = (
+        "simdgroup_float8x8 a, b, c = make_filled_simdgroup_matrix<float, 8, 8>(0.f);\n"
+        "simdgroup_load(a, x + i / 32 * 64, 8);\nsimdgroup_load(b, x, 8);\n"
+        "for (uint j = 0; j < x_shape[0] / 512; ++j) simdgroup_multiply_accumulate(c, a, b, c);\n"
+        "simdgroup_store(c, y + i / 32 * 64, 8);"
+    )
+    launch = predict(body, outputs=1 << 16, grid=1 << 15, threads=128)
+    assert launch.prediction.limit == "issue slots"
+    assert launch.work.instructions.matrix == pytest.approx(1024 * 128, rel=0.01)
+
+
+def test_bfloat16_costs_nothing_more_where_the_chip_has_it():
+    body = "for (uint j = 0; j < 64; ++j) y[i + j * 1024] = x[i + j * 1024] * T(3);"
+    old = predict(body, outputs=65536, grid=1024, dtype=mx.bfloat16, chip="m2-max")
+    new = old.on(find_chip("m3-max"))
+    assert old.code.kinds["complex"] >= 1
+    assert new.work.instructions.multiplies < old.work.instructions.multiplies
+
+
+def test_every_launch_in_a_block_is_predicted():
+    x = mx.zeros((4, 512))
+    with mm.simulator.enabled(), mm.simulator.predicted(chip="m4-max") as launches:
+        mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu), mm.rms_norm(x, None, 1e-5, stream=mx.cpu))
+    assert sorted(launch.launch.kernel.split("_block")[0] for launch in launches) == ["rms_norm", "softmax"]
+    assert all(launch.chip.name == "m4-max" and launch.prediction.microseconds > 2.5 for launch in launches)
+    both = prediction.total(launches)
+    assert both.microseconds > max(launch.prediction.microseconds for launch in launches)
+    assert "half registers" in str(launches[0])
+
+
+def test_kernels_of_one_name_have_their_own_machine_code():
+    calls = {}
+    for factor in ("x[i]", "exp2(x[i])"):
+        kernel = mm.simulator.metal_kernel(
+            "same", ["x"], ["y"], f"uint i = thread_position_in_grid.x; y[i] = {factor};"
+        )
+        arguments = {"output_shapes": [(64,)], "output_dtypes": [mx.float32], "grid": (64, 1, 1)}
+        calls[factor] = lambda kernel=kernel, a=arguments: kernel(inputs=[mx.zeros(64)], threadgroup=(64, 1, 1), **a)[0]
+    with mm.simulator.predicted(chip="m1") as launches:
+        mx.eval([call() for call in calls.values()])
+    assert sorted(launch.work.instructions.exponentials for launch in launches) == [0, 2]
+
+
+def test_a_kernel_that_mesa_refuses_is_not_compiled(monkeypatch):
+    def refuse(file, kernel, *_):
+        raise CompileError(file, kernel, "error: Mesa refuses it: no such thing")
+
+    monkeypatch.setattr(machine_code, "compile", refuse)
+    launch = predict("y[i] = x[i];")
+    assert launch.work is None and launch.prediction is None
+    assert "no such thing" in launch.problem and str(launch).endswith("not compiled")
+    assert prediction.total([launch]) is None
+
+
+def test_an_unknown_chip_lists_the_known_ones():
+    with pytest.raises(ValueError, match="no Apple GPU is known as 'm9'; known are .*m2-max"):
+        predict("y[i] = x[i];", chip="m9")
+    with pytest.raises(ValueError, match="m2-max"), mm.simulator.predicted(chip="m9"):
+        pass
+
+
+def test_without_mesa_the_error_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setenv(agx_compiler.VARIABLE, "/nowhere/asahi_clc")
+    with pytest.raises(RuntimeError, match=agx_compiler.VARIABLE):
+        predict("y[i] = x[i];")
+    assert main(["simulate", "scaled_dot_product_attention", CASE, "--chip", "m1"]) == 2
+    assert agx_compiler.VARIABLE in capsys.readouterr().err
+
+
+def test_simulate_shows_a_line_for_each_chip(tmp_path, capsys):
+    file = tmp_path / "out.json"
+    arguments = ["simulate", "scaled_dot_product_attention", CASE, "--peer", "metal", "--json", str(file)]
+    assert main([*arguments, "--chip", "m1,m5-max"]) == 0
+    out = capsys.readouterr().out
+    shown = out[out.index("Predicted, not measured:") :]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "nine in ten within" in shown and "half registers" in shown
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.startswith(("m1 ", "m5-max "))}
+    written = json.loads(file.read_text())["predictions"]
+    for chip, row in rows.items():
+        ours, theirs = (written[by]["chips"][chip]["microseconds"] for by in ("mlx_mittens", "mlx"))
+        assert row[-3:] == [f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}"]
+    assert set(rows) == {"m1", "m5-max"}
+
+
+def test_all_chips(capsys):
+    assert main(["simulate", "softmax", "test 3x64", "--chip", "all"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in out for name in ("m1", "m2-ultra", "m3-pro", "m4", "m5-max"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["simulate", "softmax", "3x64", "--chip", "m9"], "no Apple GPU is known as 'm9'"),
+        (["simulate", "softmax", "3x64", "--chip", "m1", "--no-watch"], "--chip needs the counts of accesses"),
+        (["bench", "--chip", "m1"], "--chip goes with --predict"),
+        (["bench", "--predict"], "--predict needs --chip NAME"),
+        (["bench", "--predict", "--chip", "m1", "--device", "cpu"], "--device does not go with --predict"),
+        (["bench", "--predict", "--chip", "m1", "--model", "x"], "--model does not go with --predict"),
+    ],
+)
+def test_bad_options(arguments, words, capsys):
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_bench_predicts_its_cases(tmp_path, capsys):
+    file, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["bench", "--predict", "--quick", "--ops", "rms_norm", "--chip", "m1,m3-max"]
+    assert main([*arguments, "--json", str(file), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    written = json.loads(file.read_text())
+    assert written["complete"] and written["predicted"] and written["chips"] == ["m1", "m3-max"]
+    lines = [line for line in out.splitlines() if line.startswith("rms_norm")]
+    assert len(lines) == 2 * len(written["rows"]) > 0
+    for row in written["rows"]:
+        assert row["mlx_mittens"]["kernels"][0]["half_registers"] > 0
+        assert row["mlx_mittens"]["chips"]["m1"]["microseconds"] > row["mlx_mittens"]["chips"]["m3-max"]["microseconds"]
+    assert "Predicted, not measured" in out and picture.stat().st_size > 1000
