@@ -78,7 +78,7 @@ def of_terms(size: int) -> float:
     return SUM * size
 
 
-def rounded(dtype: mx.Dtype) -> float:
+def of_roundings(dtype: mx.Dtype) -> float:
     """What mx and ours may differ by where each rounds the result and a number before it: four units.
 
     Both are off by half a unit twice, and the largest element, which this is relative to, may be anywhere between two
@@ -87,7 +87,7 @@ def rounded(dtype: mx.Dtype) -> float:
     return units(4, dtype)
 
 
-def layer(dtype: mx.Dtype) -> float:
+def of_layer(dtype: mx.Dtype) -> float:
     """What the attention of a layer may differ by: its norms, rotations and products each round to the type.
 
     In float32 they are sums, whose roundings add up as those of `SUM`.
@@ -95,7 +95,7 @@ def layer(dtype: mx.Dtype) -> float:
     return units(8 if dtype != mx.float32 else 32, dtype)
 
 
-def product(dtype: mx.Dtype) -> float:
+def of_product(dtype: mx.Dtype) -> float:
     """Of a product with outliers, relative to the size of its terms: its rounding to 16 bits, or sums in float32."""
     return units(64 if dtype == mx.float32 else 1, dtype)
 
@@ -120,7 +120,7 @@ def _assert_error(y: mx.array, exact: specs.Exact, dtype: mx.Dtype, allowed: flo
 
 def assert_product_right(y: mx.array, exact: specs.Exact, dtype: mx.Dtype):
     """A product is within rounding of float64."""
-    _assert_error(y, exact, dtype, product(dtype))
+    _assert_error(y, exact, dtype, of_product(dtype))
 
 
 def assert_attention_right(y: mx.array, twin: mx.array | None, exact: specs.Exact, dtype: mx.Dtype):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import tiny
 from helpers.support import assert_same_bits
-from helpers.tolerances import SUMS, assert_near
+from helpers.tolerances import SUMS, assert_near, of_layer
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.tuner.lora import LoRALinear
@@ -83,7 +83,7 @@ def test_tokens_give_what_they_gave(rng, executor, dtype, name, batch):
     }
     for i, (a, b) in enumerate(zip(results, expected, strict=True)):
         assert a.dtype == dtype
-        assert_near(a, b, f"result {i}", layer(dtype))
+        assert_near(a, b, f"result {i}", of_layer(dtype))
 
 
 @pytest.mark.parametrize("name", NAMES)

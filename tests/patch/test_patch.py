@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers.tolerances import LAYERS, ROUNDINGS, SUM, SUMS, assert_near, rounded, units
+from helpers.tolerances import LAYERS, ROUNDINGS, SUM, SUMS, assert_near, of_roundings, units
 
 import mlx_mittens as mm
 from mlx_mittens import _ext
@@ -273,7 +273,7 @@ def test_a_quantized_layer_is_one_kernel(rng, dtype, bits, bias):
         our_gradients = gradients()
     assert list(counts) == ["quantized_matmul"] and list(counts["quantized_matmul"]["kernels"].values()) == [1]
     assert y.dtype == dtype
-    assert_near(y, expected, "y", rounded(dtype))
+    assert_near(y, expected, "y", of_roundings(dtype))
     for a, b in zip(our_gradients, their_gradients, strict=True):
         assert_near(a, b, "gradient", units(16, dtype))
 

@@ -7,7 +7,16 @@ import pytest
 from helpers import tiny
 from helpers.matrices import exact_swiglu
 from helpers.support import assert_same_bits
-from helpers.tolerances import FLOAT16_TWICE, ROUNDINGS, SUM, SUMS, assert_near, assert_product_right, rounded
+from helpers.tolerances import (
+    FLOAT16_TWICE,
+    ROUNDINGS,
+    SUM,
+    SUMS,
+    assert_near,
+    assert_product_right,
+    of_layer,
+    of_roundings,
+)
 from mlx_lm.models.cache import KVCache
 
 import mlx_mittens as mm
@@ -117,7 +126,7 @@ def test_a_sum_and_its_norm_are_one_kernel(rng, dtype):
         assert launched() == {"add_rms_norm": 1}
         assert_same_bits(total, expected[0], "sum")
         assert_same_bits(twice, expected[0] + expected[0], "what uses the sum")
-        assert_near(normed, expected[1], "norm", rounded(dtype))
+        assert_near(normed, expected[1], "norm", of_roundings(dtype))
         assert normed.dtype == dtype
 
 
@@ -254,7 +263,7 @@ def test_turning_and_appending_are_one_kernel(rng, executor, dtype, turn):
     assert launched() == {"rope_append": 1}
     for what, a, b in zip(("queries", "keys", "values", "all keys", "all values"), results, expected, strict=True):
         assert a.dtype == b.dtype
-        assert_near(a, b, what, layer(dtype))
+        assert_near(a, b, what, of_layer(dtype))
 
 
 def test_in_whatever_order_it_is_evaluated(rng):

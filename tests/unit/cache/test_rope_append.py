@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.support import assert_same_bits
-from helpers.tolerances import SUM, SUMS, assert_near, assert_right, rounded, units
+from helpers.tolerances import SUM, SUMS, assert_near, assert_right, of_roundings, units
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, specs
@@ -58,8 +58,8 @@ def test_scale_and_start(dtype, executor, rng):
     twin = lambda a: mx.fast.rope(
         a.astype(mx.float32), 64, traditional=False, base=1e4, scale=0.25, offset=12
     )  # fmt: skip
-    assert_near(y, twin(heads[:, :3]), "queries", rounded(dtype))
-    assert_near(all_keys[:, :, 5:7], twin(heads[:, 3:5]), "keys", rounded(dtype))
+    assert_near(y, twin(heads[:, :3]), "queries", of_roundings(dtype))
+    assert_near(all_keys[:, :, 5:7], twin(heads[:, 3:5]), "keys", of_roundings(dtype))
     assert_same_bits(all_values[:, :, 5:7], heads[:, 5:], "values")
     for buffer, result in ((keys, all_keys), (values, all_values)):
         assert_same_bits(result[:, :, :5], buffer[:, :, :5], "before")
@@ -145,7 +145,7 @@ def test_a_cache_over_many_steps(dtype, executor, rng):
         _, *ours = mm.rope_append(heads, *ours, 64, base=1e4, offset=offset)
         _, *twin = OP.twin(heads, *twin, None, None, None, dims=64, base=1e4, offset=offset, eps=None)
     for a, b in zip(ours, twin, strict=True):
-        assert_near(a, b, "buffers", rounded(dtype))
+        assert_near(a, b, "buffers", of_roundings(dtype))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
@@ -185,7 +185,7 @@ def test_empty(dtype, executor, rng, shape):
     assert_same_bits(values, arrays[2], "values")
     if queries.size:
         twin = mx.fast.rope(arrays[0], 64, traditional=False, base=1e4, scale=1.0, offset=7)
-        assert_near(queries, twin, "queries", rounded(dtype))
+        assert_near(queries, twin, "queries", of_roundings(dtype))
 
 
 def test_gradients(native, rng):
