@@ -117,7 +117,7 @@ class MachineCode:
         spills: Instructions that write a thread's own memory: registers that there is no room for, and arrays that an
             index chooses from.
         fills: Instructions that read it.
-        scratch_bytes: How much of its own memory a thread takes.
+        scratch_bytes: How much of its own memory a thread takes, at most: Mesa may count an array more than once.
         threadgroup_bytes: Threadgroup memory of a threadgroup; what a host adds to it is taken as 32 KB.
         uniform_registers: 16-bit registers that all threads share.
         code_bytes: Length of the code; the instruction cache of a core has 12 KB.

@@ -119,6 +119,16 @@ kernel void atomics(device atomic_int* a [[buffer(0)]], device atomic_float* f [
   atomic_compare_exchange_weak_explicit(&a[1], &expected, 5, memory_order_relaxed, memory_order_relaxed);
 }
 
+constant float values[16] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+kernel void looks_up(device float* x [[buffer(0)]], const device uchar* at [[buffer(1)]],
+                     uint i [[thread_position_in_grid]]) {
+  float own[8];
+  for (int j = 0; j < 8; ++j) {
+    own[j] = x[8 * i + j];
+  }
+  x[i] = values[at[i] & 15] * own[at[i] & 7];
+}
+
 kernel void mathematics(device float* x [[buffer(0)]], device bfloat* b [[buffer(1)]],
                         uint i [[thread_position_in_grid]]) {
   float v = x[i];
@@ -216,6 +226,13 @@ def test_lanes_of_every_type(kernel):
 def test_atomics_and_mathematics():
     assert sum(block.opcodes.get("atomic", 0) for block in compiled("atomics").blocks) == 3
     assert compiled("mathematics").kinds["complex"] > 20
+
+
+@needs_compilers
+def test_small_tables_stay_in_registers():
+    code = compiled("looks_up")
+    assert (code.spills, code.scratch_bytes) == (0, 0)
+    assert code.kinds["integer"] > 16  # choices
 
 
 @needs_compilers
