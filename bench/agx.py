@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(table())
     print(f"{TABLE}: written")

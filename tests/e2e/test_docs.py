@@ -36,6 +36,10 @@ UNRUN = (
     Unrun("mkdocs", "needs the extra docs; .ci/run builds the site"),
     Unrun("mlx-mittens bench", "takes minutes on a shared machine; .ci/run runs it"),
     Unrun("mlx-mittens doctor", "takes a minute; tests/bench runs it on some ops"),
+    Unrun("mlx-mittens new", "writes into the clone; test_new.py runs it"),
+    Unrun("mlx-mittens agx-compiler", "builds for minutes; .ci/run runs it"),
+    Unrun("mlx-mittens registers", "needs what agx-compiler builds; tests/apple runs it"),
+    Unrun("python bench/mac_registers.py", "needs a file from a Mac; test_pipelines.py has one made up"),
     Unrun("pytest -", "runs all tests of a tier, this one too"),
     Unrun("python -m verification.levels", "takes minutes; test_levels.py calls what it calls"),
     Unrun("python -m verification.quick", "takes minutes; test_quick.py checks what it writes"),
@@ -44,6 +48,7 @@ UNRUN = (
     Unrun("python -m verification.fuzz", "takes hours; test_fuzz.py calls what it calls"),
     Unrun("python tests/verification/sanitize.py", "builds for minutes"),
     Unrun("python bench/registers.py", "takes ten minutes"),
+    Unrun("python bench/agx.py", "takes minutes; test_machine_code.py checks what it writes"),
     Unrun("python examples/train_tiny.py", "trains for minutes; the fixture `trained` takes fewer steps"),
     Unrun('python -c "import mlx_mittens as mm; mm.patch()', "serves until it is ended; test_server.py runs it"),
 )

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from helpers.documentation import PAGES, ROOT, Broken, Command, blocks
 from mlx_mittens import specs
 from mlx_mittens.bench import machine
-from mlx_mittens.cli import bench, check, doctor, main, simulate
+from mlx_mittens.cli import agx_compiler, bench, bench_predictions, check, doctor, main, new, registers, simulate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -112,6 +112,10 @@ def check_mlx_mittens(words: Sequence[str]) -> None:
         mock.patch.object(bench, "select_device", lambda name: None),
         mock.patch.object(doctor, "select_device", lambda name: None),
         mock.patch.object(bench, "_check_peer", lambda *_: None),  # needs a GPU
+        mock.patch.object(bench_predictions, "run", _accept),
+        mock.patch.object(agx_compiler, "run", _accept),
+        mock.patch.object(new, "run", _accept),
+        mock.patch.object(registers, "run", _accept),
         mock.patch.object(simulate, "run", _check_case),
         mock.patch.object(check, "run", lambda arguments: [check_file(name) for name in arguments.files] and 0),
     ):
