@@ -75,16 +75,21 @@ class Side:
                     "threads_a_core": code.threads_a_core,
                     "spills": code.spills,
                     "fills": code.fills,
+                    "loops_taken_to_run_once": launch.uncounted,
+                    "chips": {name: _time(launch.on(find_chip(name)).prediction) for name in self.predictions},
                 }
             kernels.append(entry)
-        times = {
-            name: {"microseconds": p.microseconds, "limit": p.limit, "terms": p.terms.named()}
-            for name, p in self.predictions.items()
-        }
-        return {"kernels": kernels, "chips": times}
+        return {"kernels": kernels, "chips": {name: _time(p) for name, p in self.predictions.items()}}
 
 
-def _kernel_lines(by: str, side: Side) -> list[str]:
+def _time(prediction: Prediction | None) -> dict[str, Any]:
+    """A prediction as JSON has it."""
+    if prediction is None:
+        return {}
+    return {"microseconds": prediction.microseconds, "limit": prediction.limit, "terms": prediction.terms.named()}
+
+
+def _kernel_lines(by: str, side: Side, chosen: Sequence[Chip]) -> list[str]:
     lines = []
     for launch in side.launches:
         lines.append(f"{by}: {launch.launch.kernel}")
@@ -94,6 +99,10 @@ def _kernel_lines(by: str, side: Side) -> list[str]:
         code = launch.code
         spilled = f", {code.spills} spills, {code.fills} fills" if code.spills or code.fills else ""
         lines.append(f"  {code.half_registers} half registers, {code.threads_a_core} threads a core{spilled}")
+        if len(chosen) == 1 and launch.prediction is not None and len(side.launches) > 1:
+            lines.append(f"  {launch.prediction.microseconds:.1f} us, limited by {launch.prediction.limit}")
+        if launch.uncounted:
+            lines.append(f"  loops that only compute, taken to run once: {launch.uncounted}")
     return lines
 
 
@@ -111,7 +120,7 @@ def show(op: str, chosen: Sequence[Chip], ours: Side, theirs: Side | None) -> No
         theirs: MLX's; None if they were not asked for.
     """
     print("\nPredicted, not measured:")
-    lines = _kernel_lines("mlx_mittens", ours) + (_kernel_lines("MLX", theirs) if theirs else [])
+    lines = _kernel_lines("mlx_mittens", ours, chosen) + (_kernel_lines("MLX", theirs, chosen) if theirs else [])
     print("\n".join(f"  {line}" for line in lines))
     rows = [["chip", "limited by", "us"]]
     if theirs:

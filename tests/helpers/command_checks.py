@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 from helpers.documentation import PAGES, ROOT, Broken, Command, blocks
 from mlx_mittens import specs
+from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.bench import machine
 from mlx_mittens.cli import agx_compiler, bench, bench_predictions, check, doctor, main, new, registers, simulate
 
@@ -131,6 +132,8 @@ def check_mlx_mittens(words: Sequence[str]) -> None:
 
 def _check_case(arguments: argparse.Namespace) -> int:
     simulate.find_case(specs.get(arguments.op), arguments.case)
+    for name in arguments.chip.split(",") if arguments.chip else ():
+        find_chip(name)
     return 0
 
 
