@@ -72,12 +72,14 @@ class Block:
         loop: The innermost loop that it is in, as an index of `MachineCode.loops`; None outside of loops.
         depth: How many loops it is in.
         opcodes: How many instructions there are of each opcode. A product of 8x8 matrices is one ``matrix``.
+        successors: Labels of the blocks that may follow.
     """
 
     label: str
     loop: int | None
     depth: int
     opcodes: Mapping[str, int]
+    successors: tuple[str, ...] = ()
 
     @cached_property
     def kinds(self) -> dict[str, int]:
@@ -303,9 +305,11 @@ def _parsed(text: str, file: str, kernel: str) -> MachineCode:
         labels = tuple(f"block{found[j][0]}" for j in range(first, end + 1))
         loops.append(Loop(labels[0], parent, 1 if parent is None else loops[parent].depth + 1, labels))
     blocks = []
-    for i, (number, body, _) in enumerate(found):
+    for i, (number, body, after) in enumerate(found):
         loop = innermost(i, i, ranges)
-        blocks.append(Block(f"block{number}", loop, 0 if loop is None else loops[loop].depth, _opcodes(body)))
+        depth = 0 if loop is None else loops[loop].depth
+        successors = tuple(re.findall(r"block\d+", after.partition(" from")[0]))
+        blocks.append(Block(f"block{number}", loop, depth, _opcodes(body), successors))
     return MachineCode(
         file=file,
         kernel=kernel,

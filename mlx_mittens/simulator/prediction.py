@@ -8,32 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
 
 from ..apple import agx_compiler, machine_code
 from ..apple.chips import Chip, find_chip
 from ..apple.machine_code import MachineCode
-from ..apple.model import LANES, Instructions, Prediction, Work, chain, predict
+from ..apple.model import Instructions, Prediction, Work, chain, predict
 from ..frontend import CompileError
 from . import user_sources
+from .block_counts import Executions, executions, simdgroups
 from .profile import Launch, profiled
+
+# A prediction whose counts are missed by more says so.
+MISMATCH = 0.1
 
 # Threadgroup memory of a core, which bounds how many threadgroups it holds.
 _THREADGROUP_MEMORY = 60 * 1024
 
-# Opcodes by the simulator's count that they are part of.
-_COUNTED = {
-    "device_loads": ("device_load",),
-    "device_stores": ("device_store",),
-    "threadgroup_loads": ("local_load",),
-    "threadgroup_stores": ("local_store",),
-    "matrix_operations": ("matrix",),
-}
-_COUNTS = (*_COUNTED, "simd_operations")
 _FIELDS = {
     **dict.fromkeys(("convert", "floor", "ceil", "trunc", "roundeven"), "conversions"),
     **dict.fromkeys(("log2", "exp2", "sin_pt_1", "sin_pt_2"), "exponentials"),
@@ -51,9 +44,6 @@ _FIELDS_OF_KINDS = {
     "store": "stores",
     "control": "control",
 }
-# Where counts do not tell loops apart, each is taken to run about once, with this weight beside the counts.
-_PRIOR = 1e-4
-_STEPS = 2000
 
 
 @dataclass(frozen=True)
@@ -75,20 +65,24 @@ class PredictedLaunch:
     @cached_property
     def work(self) -> Work | None:
         """What it executes; None where it does not compile."""
-        return None if self.code is None else work_of(self.launch, self.code, self.chip)
+        if self.code is None or self.executions is None:
+            return None
+        return work_of(self.launch, self.code, self.executions, self.chip)
+
+    @cached_property
+    def executions(self) -> Executions | None:
+        """How often each block of the machine code is executed; None where it does not compile."""
+        return None if self.code is None else executions(self.code, self.launch)
 
     @property
     def uncounted(self) -> int:
         """Loops that only compute: how often they run is not known, and they are taken to run once."""
-        if self.code is None:
-            return 0
-        counted = dict.fromkeys(range(len(self.code.loops)), False)
-        computes = dict(counted)
-        for block in self.code.blocks:
-            if block.loop is not None:
-                counted[block.loop] |= any(_found(block.opcodes, block.kinds, name) for name in _COUNTS)
-                computes[block.loop] |= block.kinds["float"] + block.kinds["complex"] > 0
-        return sum(computes[loop] and not counted[loop] for loop in counted)
+        return 0 if self.executions is None else self.executions.uncounted
+
+    @property
+    def mismatch(self) -> float:
+        """By how much the machine code's instructions miss the simulator's counts, as a share of the worst count."""
+        return 0.0 if self.executions is None else self.executions.mismatch
 
     @cached_property
     def prediction(self) -> Prediction | None:
@@ -97,7 +91,9 @@ class PredictedLaunch:
 
     def on(self, chip: Chip) -> PredictedLaunch:
         """The same launch on another chip."""
-        return PredictedLaunch(self.launch, self.code, self.problem, chip)
+        other = PredictedLaunch(self.launch, self.code, self.problem, chip)
+        other.__dict__["executions"] = self.executions  # which are the same on all chips
+        return other
 
     def __str__(self) -> str:
         name = f"{self.launch.file}: {self.launch.kernel}"
@@ -114,55 +110,27 @@ class PredictedLaunch:
                 else f"{self.uncounted} loops that only compute are"
             )
             text += f"; {number} taken to run once"
+        if self.mismatch > MISMATCH:
+            text += f"; its counts are missed by {self.mismatch:.0%}"
         return text
 
 
-def executions(code: MachineCode, launch: Launch) -> list[float]:
-    """How often simdgroups execute each loop's own blocks, summed over the launch.
-
-    What lies outside of loops is executed once by each simdgroup. The rest is found by least squares, so that the
-    machine code executes as many loads, stores, SIMD-group and matrix operations as the simulator counted.
-    """
-    simdgroups = _simdgroups(launch)
-    if not code.loops:
-        return []
-    rows, targets = [], []
-    for name in _COUNTS:
-        total = float(getattr(launch, name) if hasattr(launch, name) else launch.counts[name])
-        each = np.zeros(len(code.loops))
-        outside = 0.0
-        for block in code.blocks:
-            found = _found(block.opcodes, block.kinds, name)
-            if block.loop is None:
-                outside += found
-            else:
-                each[block.loop] += found
-        if total <= 0 or not each.any():
-            continue
-        rows.append(each / total)
-        targets.append(max(0.0, total - outside * simdgroups) / total)
-    prior = _PRIOR / simdgroups
-    matrix = np.vstack([*rows, np.eye(len(code.loops)) * prior])
-    wanted = np.concatenate([targets, np.full(len(code.loops), prior * simdgroups)])
-    return [float(value) for value in _nonnegative_least_squares(matrix, wanted)]
-
-
-def work_of(launch: Launch, code: MachineCode, chip: Chip) -> Work:
+def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip) -> Work:
     """What a launch executes.
 
     Args:
         launch: What it did in the simulator.
         code: Its machine code, which is that of the M1 and M2.
+        executed: How often each block is executed.
         chip: The chip. Where it has instructions for bfloat16, those that widen it are left out.
     """
     dtype = _dtype(launch.kernel)
     widening = {"bfi"} if dtype == "bfloat16" and chip.native_bfloat else set()
-    simdgroups, threads = _simdgroups(launch), math.prod(launch.threads)
-    loops = executions(code, launch)
+    threads = math.prod(launch.threads)
     instructions = dict.fromkeys((*_FIELDS_OF_KINDS.values(), *_FIELDS.values()), 0.0)
     rounds = 0.0
     for block in code.blocks:
-        times = simdgroups if block.loop is None else loops[block.loop]
+        times = executed.blocks[block.label]
         # Loads of one block are on their way together; those of the next wait for what this one makes of them.
         rounds += times if block.opcodes.get("device_load") else 0
         for opcode, count in block.opcodes.items():
@@ -179,12 +147,12 @@ def work_of(launch: Launch, code: MachineCode, chip: Chip) -> Work:
     return Work(
         threadgroups=math.prod(launch.threadgroups),
         threads=threads,
-        half_registers=code.half_registers,
+        half_registers=max(1, code.half_registers),
         threads_a_core=threads_a_core,
         lines=launch.distinct_lines,
         summed_lines=launch.threadgroup_lines,
         instructions=Instructions(**instructions),
-        rounds=rounds / simdgroups,
+        rounds=rounds / simdgroups(launch),
         matrix_dtype=dtype,
     )
 
@@ -247,31 +215,3 @@ def _dtype(kernel: str) -> str:
     if "bfloat16" in kernel:
         return "bfloat16"
     return "float16" if "float16" in kernel or "half" in kernel else "float32"
-
-
-def _simdgroups(launch: Launch) -> int:
-    return math.prod(launch.threadgroups) * math.ceil(math.prod(launch.threads) / LANES)
-
-
-def _found(opcodes: Mapping[str, int], kinds: Mapping[str, int], name: str) -> float:
-    """Instructions of a block that the simulator counts under a name."""
-    if name == "simd_operations":
-        return kinds["simd"]
-    return sum(opcodes.get(opcode, 0) for opcode in _COUNTED[name])
-
-
-def _nonnegative_least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """By coordinates: few unknowns, each no less than zero."""
-    scale = np.sqrt((matrix**2).sum(0))
-    scale[scale == 0] = 1
-    scaled = matrix / scale
-    gram, right = scaled.T @ scaled, scaled.T @ wanted
-    found = np.zeros(len(right))
-    for _ in range(_STEPS):
-        before = found.copy()
-        for i in range(len(found)):
-            rest = gram[i] @ found - gram[i, i] * found[i]
-            found[i] = max(0.0, (right[i] - rest) / gram[i, i])
-        if np.abs(found - before).max(initial=0.0) <= 1e-9 * np.abs(found).max(initial=1e-30):
-            break
-    return found / scale
