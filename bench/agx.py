@@ -11,9 +11,15 @@ from mlx_mittens.apple import agx_compiler, kernels, machine_code
 from mlx_mittens.apple.machine_code import MachineCode, Request
 from mlx_mittens.bench import mlx_instances
 from mlx_mittens.cli import registers
-from mlx_mittens.frontend import compiler
+from mlx_mittens.frontend import build, cache, compiler
 
 TABLE = Path(__file__).parent / "results" / "agx.md"
+
+
+def sources() -> str:
+    """A digest of all that the figures depend on beside the compilers: our kernels, and what translates them."""
+    texts = [frontend.flatten(file) for file in frontend.files()]
+    return cache.key(*texts, build._library_key(), agx_compiler._PATCH.read_text())[:16]
 
 
 def made_with() -> str:
@@ -34,12 +40,13 @@ def mlx() -> list[Request]:
 
 def rows(requests: Iterable[Request]) -> list[str]:
     """Lines of a table, one a kernel."""
-    headings = ["kernel", "half registers", "threads a core", "spills", "fills", *machine_code.KINDS, "loops"]
+    headings = ["kernel", "declared threads", "half registers", "threads a core", "spills", "fills"]
+    headings += [*machine_code.KINDS, "loops"]
     lines = ["| " + " | ".join(headings) + " |", "|---|" + "--:|" * (len(headings) - 1)]
     for row in registers.rows(requests):
         if isinstance(row.code, MachineCode):
             code = row.code
-            figures = [code.half_registers, code.threads_a_core, code.spills, code.fills]
+            figures = [code.threads, code.half_registers, code.threads_a_core, code.spills, code.fills]
             figures += [*(code.kinds[kind] for kind in machine_code.KINDS), len(code.loops)]
             lines.append(f"| `{row.kernel}` | {' | '.join(map(str, figures))} |")
         else:
@@ -52,9 +59,9 @@ def table() -> str:
     lines = [
         "# Registers and instructions of every kernel on Apple GPUs",
         "",
-        f"Made by `python bench/agx.py` with {made_with()}",
+        f"Made by `python bench/agx.py` with {made_with()} Of sources `{sources()}`.",
         "Mesa's compiler is not Apple's: compare kernels with each other. docs/apple.md says what the columns mean.",
-        "Instructions are those of the text, each loop once.",
+        "Instructions are those of the text, each loop once. MLX's kernels declare no threads: those are what it launches.",
         "",
         "## Ours",
         "",

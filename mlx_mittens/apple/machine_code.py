@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .. import frontend
-from ..frontend import CompileError, cache
+from ..frontend import CompileError, cache, spirv_module
 from . import agx_compiler
 
 KINDS = ("float", "integer", "complex", "simd", "matrix", "load", "store", "control")
@@ -122,6 +122,7 @@ class MachineCode:
         scratch_bytes: How much of its own memory a thread takes, at most: Mesa may count an array more than once.
         threadgroup_bytes: Threadgroup memory of a threadgroup; what a host adds to it is taken as 32 KB.
         uniform_registers: 16-bit registers that all threads share.
+        threads: Threads of the threadgroup that it was compiled for.
         code_bytes: Length of the code; the instruction cache of a core has 12 KB.
         blocks: Its basic blocks in order, without the preamble.
         loops: Its loops in the order of their first blocks: an outer one comes before those in it.
@@ -138,6 +139,7 @@ class MachineCode:
     scratch_bytes: int
     threadgroup_bytes: int
     uniform_registers: int
+    threads: int
     code_bytes: int
     blocks: tuple[Block, ...]
     loops: tuple[Loop, ...]
@@ -211,7 +213,8 @@ def compile(
 
     name = cache.key(module.name, agx_compiler.identity(program))
     done = cache.cached(f"{module.name[:60]}-{name}.agx.gz", make)
-    return _parsed(gzip.decompress(done.read_bytes()).decode(), file, kernel)
+    threads_compiled = spirv_module.threads_of(module.read_bytes())
+    return _parsed(gzip.decompress(done.read_bytes()).decode(), file, kernel, threads_compiled)
 
 
 @dataclass(frozen=True)
@@ -278,7 +281,7 @@ def _opcodes(text: str) -> dict[str, int]:
     return {opcode: count for opcode, count in sorted(counts.items()) if count}
 
 
-def _parsed(text: str, file: str, kernel: str) -> MachineCode:
+def _parsed(text: str, file: str, kernel: str, threads: int) -> MachineCode:
     statistics = _STATISTICS.search(text)
     shared = _SHARED.search(text)
     assert statistics is not None, f"no statistics of {kernel}"
@@ -320,6 +323,7 @@ def _parsed(text: str, file: str, kernel: str) -> MachineCode:
         scratch_bytes=int(statistics["scratch"]),
         threadgroup_bytes=int(shared[1]) if shared else 0,
         uniform_registers=int(statistics["uniforms"]),
+        threads=threads,
         code_bytes=int(statistics["code_bytes"]),
         blocks=tuple(blocks),
         loops=tuple(loops),

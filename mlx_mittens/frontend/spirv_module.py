@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
 
 from . import bfloat_lowering
 
@@ -62,14 +63,27 @@ def _in_their_spaces(function: str) -> str:
 
 _FIRST_INSTRUCTION = 5  # in words, after the header
 _CAST_TO_GENERIC = 121  # OpPtrCastToGeneric
+_EXECUTION_MODE, _LOCAL_SIZE = 16, 17  # OpExecutionMode with LocalSize
+
+
+def _instructions(module: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The opcodes of a SPIR-V module, with their operands."""
+    words = struct.unpack(f"<{len(module) // 4}I", module)
+    at = _FIRST_INSTRUCTION
+    while at < len(words):
+        length = words[at] >> 16
+        yield words[at] & 0xFFFF, words[at + 1 : at + length]
+        at += length
 
 
 def loses_address_spaces(module: bytes) -> bool:
     """Whether a SPIR-V module reads or writes memory through a pointer whose address space is not known."""
-    words = struct.unpack(f"<{len(module) // 4}I", module)
-    at = _FIRST_INSTRUCTION
-    while at < len(words):
-        if words[at] & 0xFFFF == _CAST_TO_GENERIC:
-            return True
-        at += words[at] >> 16
-    return False
+    return any(opcode == _CAST_TO_GENERIC for opcode, _ in _instructions(module))
+
+
+def threads_of(module: bytes) -> int:
+    """The threads of a threadgroup that a SPIR-V module is for."""
+    for opcode, operands in _instructions(module):
+        if opcode == _EXECUTION_MODE and operands[1] == _LOCAL_SIZE:
+            return operands[2]
+    raise ValueError("the module does not say its threads")
