@@ -65,9 +65,9 @@ Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
   return result;
 }
 
-// Whether compositions run on the CPU in the place of native code, which tests compare with them.
-std::atomic<bool>& prefers_composed() {
-  static std::atomic<bool> value = false;
+// How deep compositions run on the CPU in the place of native code, which tests compare with them.
+std::atomic<int>& preferred_depth() {
+  static std::atomic<int> value = 0;
   return value;
 }
 
@@ -144,8 +144,11 @@ void run_in_order(Arrays order, mx::Stream stream) {
 
 void bind(nanobind::module_& module) {
   module.def(
-      "prefer_composed", [](bool value) { prefers_composed() = value; }, nanobind::arg("value"),
-      "Whether ops on the CPU run what they are composed of in mx, in the place of native code.");
+      "prefer_composed",
+      [](bool value, bool nested) { preferred_depth() = value ? (nested ? max_composition_depth + 1 : 1) : 0; },
+      nanobind::arg("value"), nanobind::arg("nested") = false,
+      "Whether ops on the CPU run what they are composed of in mx, in the place of native code; nested: also the ops "
+      "that compositions call.");
 }
 
 const Register registered(bind);
@@ -201,7 +204,7 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
     for (const auto& launch : all) {
       stats::count_run(name(), "simulator", launch.kernel);
     }
-  } else if ((!prefers_composed() || composition_depth > 0) && (task = native(ready, outputs))) {
+  } else if (composition_depth >= preferred_depth() && (task = native(ready, outputs))) {
     mx::cpu::get_command_encoder(stream()).dispatch(std::move(task));
     stats::count_run(name(), "native", cpu::isa_name());
   } else {
