@@ -51,7 +51,7 @@ _RESERVED = set(
 # Families of such names.
 _RESERVED_PATTERN = re.compile(
     r"(packed_)?(bool|u?char|u?short|u?int|u?long|half|b?float)[234](x[234])?|u?int(8|16|32|64|ptr)?_t|"
-    r"(simd|quad|simdgroup|quadgroup|threadgroup|atomic|memory|mem|texture|depth|indirect|instance|raytracing)_\w+|"
+    r"(simd|quad|simdgroup|quadgroup|threadgroup|atomic)_\w+|"
     r"(texture|depth)(1d|2d|3d|cube|_buffer).*|(char|nullptr|wint|true|false)(8|16|32)?_t(ype)?"
 )
 

@@ -95,7 +95,16 @@ def test_refuses_names_that_the_clone_uses(clone, capsys, name, reason):
 
 @pytest.mark.parametrize("family", new.FAMILIES)
 def test_takes_other_names(clone, family):
-    for name in ("l2", "group_norm", "rms", "outer_product", "plain_attention", "row_append", "float_norm", "max_pool"):
+    for name in (
+        "l2",
+        "instance_norm",
+        "rms",
+        "outer_product",
+        "plain_attention",
+        "row_append",
+        "float_norm",
+        "max_pool",
+    ):
         new._check(name, family, clone)
 
 

@@ -257,6 +257,17 @@ def test_doctor_simulates_what_has_no_native_code(composed, monkeypatch, rng):
     assert not any(kernel.startswith("simulator") for kernel in mm.stats()["rms_norm"]["kernels"])
 
 
+def test_doctor_says_what_is_too_large_to_simulate(composed, rng):
+    op = specs.get("softmax")
+    mm.stats(reset=True)
+    found = doctor.examine(op, Case("large", (513, 512)), "float16", rng)
+    too_large = "cases of more than 262144 elements are too large to simulate"
+    assert found.passed and found.detail == f"has no native code, and its kernels did not run: {too_large}"
+    assert not ran("simulator")
+    assert not doctor.examine(op, Case("as large as may be", (512, 512)), "float16", rng).detail
+    assert ran("simulator") == {"softmax"}
+
+
 def test_doctor_finds_a_wrong_kernel_that_native_code_does_not_hide(composed, monkeypatch, rng):
     original = doctor.simulator.enabled
 
