@@ -12,6 +12,7 @@
 #include "backends/memory.h"
 #include "backends/metal.h"
 #include "cpu/dispatch.h"
+#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
@@ -233,6 +234,9 @@ void KernelPrimitive::run_composed(const Arrays& inputs, Arrays& outputs) {
   for (const mx::array& node : order) {
     expect(node.primitive().stream() == stream(), "has an operation, ", node.primitive().name(),
            ", on another stream: expected stream() as the last argument of every mx operation");
+  }
+  for (mx::array& output : outputs) {
+    output.set_data(mx::allocator::malloc(0));  // the composition brings memory of its own
   }
   // MLX is in the middle of an evaluation, in which it cannot start another: the operations go to the stream here.
   run_in_order(std::move(order), stream());

@@ -140,8 +140,7 @@ def test_memory_is_freed_on_the_way(composed, rng):
     ours = peak(lambda: mm.scaled_dot_product_attention(q, q, q, scale=0.125))
     assert composed() == {"scaled_dot_product_attention"}
     scores = lambda: mx.softmax((q * 0.125) @ q.swapaxes(-1, -2), axis=-1, precise=True)
-    assert ours <= peak(lambda: scores() @ q) + q.nbytes
-    assert ours < 2 * 4 * 512 * 512 * 4
+    assert ours <= peak(lambda: scores() @ q) + 1024  # scalars
 
 
 def test_on_a_stream_of_its_own(composed, rng):
