@@ -106,9 +106,9 @@ void hold_until_done(Buffers buffers, size_t other_temporaries, mx::Stream strea
   encoder.dispatch([buffers = std::move(buffers), temporaries = std::move(temporaries)] {});
 }
 
-// Runs operations, each after those that it reads, and keeps what they need until it is no longer read, as MLX's
-// evaluation does: memory that only one operation reads is its to write, and is freed after it.
-void run_in_order(Arrays order, mx::Stream stream) {
+// Runs the operations that results need, each after those that it reads, and keeps what they need until it is no longer
+// read, as MLX's evaluation does: memory that only one operation reads is its to write, and is freed after it.
+void run_in_order(Arrays order, const Arrays& results, mx::Stream stream) {
   std::reverse(order.begin(), order.end());  // the next is the last
   const size_t other_temporaries = mx::cpu::get_command_encoder(stream).temporaries().size();
   while (!order.empty()) {
@@ -125,6 +125,7 @@ void run_in_order(Arrays order, mx::Stream stream) {
       // Tasks may still write what no operation will read now.
       add_buffers(buffers, node.inputs());
       add_buffers(buffers, made);
+      add_buffers(buffers, results);
       for (const mx::array& later : order) {
         add_buffers(buffers, later.inputs());
       }
@@ -239,7 +240,7 @@ void KernelPrimitive::run_composed(const Arrays& inputs, Arrays& outputs) {
     output.set_data(mx::allocator::malloc(0));  // the composition brings memory of its own
   }
   // MLX is in the middle of an evaluation, in which it cannot start another: the operations go to the stream here.
-  run_in_order(std::move(order), stream());
+  run_in_order(std::move(order), results, stream());
   for (size_t i = 0; i < outputs.size(); ++i) {
     outputs[i].copy_shared_buffer(results[i]);
   }
