@@ -8,6 +8,7 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -45,6 +46,11 @@ struct Convertible<std::optional<T>> : Convertible<T> {};
 template <typename T, typename Allocator>
 struct Convertible<std::vector<T, Allocator>> {
   static constexpr bool value = Converter<std::vector<T, Allocator>>::found && Convertible<T>::value;
+};
+template <typename First, typename Second>
+struct Convertible<std::pair<First, Second>> {
+  static constexpr bool value =
+      Converter<std::pair<First, Second>>::found && Convertible<First>::value && Convertible<Second>::value;
 };
 template <typename... Types>
 struct Convertible<std::variant<Types...>> {

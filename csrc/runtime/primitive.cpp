@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <memory>
 #include <stdexcept>
 #include <unordered_set>
 
 #include "backends/memory.h"
 #include "backends/metal.h"
 #include "cpu/dispatch.h"
+#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
@@ -62,27 +66,91 @@ Arrays chosen(const Arrays& arrays, const std::vector<int>& indices) {
   return result;
 }
 
-// Whether compositions run on the CPU in the place of native code, which tests compare with them.
-std::atomic<bool>& prefers_composed() {
-  static std::atomic<bool> value = false;
+// How deep compositions run on the CPU in the place of native code, which tests compare with them.
+std::atomic<int>& preferred_depth() {
+  static std::atomic<int> value = 0;
   return value;
 }
 
-// While an instance exists, this thread runs a composition. One may use ops of ours, and these their native code.
-thread_local int depth = 0;
+// The compositions that this thread is running, one inside another. A composition may call ops of this package; these
+// run their native code.
+thread_local int composition_depth = 0;
 struct Composing {
   Composing() {
-    ++depth;
+    ++composition_depth;
   }
   ~Composing() {
-    --depth;
+    --composition_depth;
   }
 };
 
+// A composition that is deeper than this calls its own op: those that end are one or two deep.
+constexpr int max_composition_depth = 8;
+
+using Buffers = std::vector<std::shared_ptr<mx::array::Data>>;
+
+void add_buffers(Buffers& buffers, const Arrays& arrays) {
+  for (const mx::array& array : arrays) {
+    buffers.push_back(array.data_shared_ptr());  // null of what has not run
+  }
+}
+
+// Holds buffers until what was given to the CPU stream so far is done, and with them the encoder's temporaries but the
+// first so many, which belong to whoever runs the composition.
+void hold_until_done(Buffers buffers, size_t other_temporaries, mx::Stream stream) {
+  auto& encoder = mx::cpu::get_command_encoder(stream);
+  Arrays& all = encoder.temporaries();
+  const auto first = all.begin() + static_cast<std::ptrdiff_t>(other_temporaries);
+  Arrays temporaries(std::make_move_iterator(first), std::make_move_iterator(all.end()));
+  all.erase(first, all.end());
+  encoder.dispatch([buffers = std::move(buffers), temporaries = std::move(temporaries)] {});
+}
+
+// Runs the operations that results need, each after those that it reads, and keeps what they need until it is no longer
+// read, as MLX's evaluation does: memory that only one operation reads is its to write, and is freed after it.
+void run_in_order(Arrays order, const Arrays& results, mx::Stream stream) {
+  std::reverse(order.begin(), order.end());  // the next is the last
+  const size_t other_temporaries = mx::cpu::get_command_encoder(stream).temporaries().size();
+  while (!order.empty()) {
+    mx::array node = std::move(order.back());
+    order.pop_back();
+    if (node.status() != mx::array::Status::unscheduled) {
+      continue;  // an output of a primitive that has run
+    }
+    Arrays made = node.outputs();
+    Buffers buffers;
+    try {
+      node.primitive().eval_cpu(node.inputs(), made);
+    } catch (...) {
+      // Tasks may still write what no operation will read now.
+      add_buffers(buffers, node.inputs());
+      add_buffers(buffers, made);
+      add_buffers(buffers, results);
+      for (const mx::array& later : order) {
+        add_buffers(buffers, later.inputs());
+      }
+      hold_until_done(std::move(buffers), other_temporaries, stream);
+      throw;
+    }
+    for (mx::array& output : made) {
+      output.set_status(mx::array::Status::evaluated);
+    }
+    // A buffer that an output has taken over is left to those that read the output, so that they can take it over too.
+    add_buffers(buffers, node.inputs());
+    add_buffers(buffers, node.siblings());
+    std::erase(buffers, node.data_shared_ptr());
+    hold_until_done(std::move(buffers), other_temporaries, stream);
+    node.detach();
+  }
+}
+
 void bind(nanobind::module_& module) {
   module.def(
-      "prefer_composed", [](bool value) { prefers_composed() = value; }, nanobind::arg("value"),
-      "Whether ops on the CPU run what they are composed of in mx, in the place of native code.");
+      "prefer_composed",
+      [](bool value, bool nested) { preferred_depth() = value ? (nested ? max_composition_depth + 1 : 1) : 0; },
+      nanobind::arg("value"), nanobind::arg("nested") = false,
+      "Whether ops on the CPU run what they are composed of in mx, in the place of native code; nested: also the ops "
+      "that compositions call.");
 }
 
 const Register registered(bind);
@@ -138,7 +206,7 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
     for (const auto& launch : all) {
       stats::count_run(name(), "simulator", launch.kernel);
     }
-  } else if ((!prefers_composed() || depth > 0) && (task = native(ready, outputs))) {
+  } else if (composition_depth >= preferred_depth() && (task = native(ready, outputs))) {
     mx::cpu::get_command_encoder(stream()).dispatch(std::move(task));
     stats::count_run(name(), "native", cpu::isa_name());
   } else {
@@ -149,37 +217,33 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
 
 void KernelPrimitive::run_composed(const Arrays& inputs, Arrays& outputs) {
   const Composing composing;
-  Arrays results = composed(inputs);
   const auto expect = [&](bool holds, const auto&... parts) {
     if (!holds) {
       checks::fail<std::logic_error>(name(), "composed() ", parts...);
     }
   };
+  expect(composition_depth <= max_composition_depth,
+         "calls the op itself, which has no native code: expected operations of mx, or ops that have native code");
+  Arrays results = composed(inputs);
   expect(results.size() == outputs.size(), "returns ", results.size(), " arrays: expected ", outputs.size());
   for (size_t i = 0; i < outputs.size(); ++i) {
     expect(results[i].shape() == outputs[i].shape() && results[i].dtype() == outputs[i].dtype(), "returns array ", i,
            " of shape ", results[i].shape(), " and dtype ", results[i].dtype(), ": expected ", outputs[i].shape(),
            " and ", outputs[i].dtype());
   }
-  // MLX is in the middle of an evaluation, in which it cannot start another: the operations go to the stream here, each
-  // after those that it reads.
   Arrays order = in_order_of_evaluation(results);
-  for (mx::array& node : order) {
-    if (node.status() != mx::array::Status::unscheduled) {
-      continue;  // an output of a primitive that has run
-    }
+  for (const mx::array& node : order) {
     expect(node.primitive().stream() == stream(), "has an operation, ", node.primitive().name(),
            ", on another stream: expected stream() as the last argument of every mx operation");
-    Arrays made = node.outputs();
-    node.primitive().eval_cpu(node.inputs(), made);
-    for (mx::array& output : made) {
-      output.set_status(mx::array::Status::evaluated);
-    }
   }
+  for (mx::array& output : outputs) {
+    output.set_data(mx::allocator::malloc(0));  // the composition brings memory of its own
+  }
+  // MLX is in the middle of an evaluation, in which it cannot start another: the operations go to the stream here.
+  run_in_order(std::move(order), results, stream());
   for (size_t i = 0; i < outputs.size(); ++i) {
     outputs[i].copy_shared_buffer(results[i]);
   }
-  keep_until_done(std::move(order), stream());
 }
 
 Arrays KernelPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import builtins
 import keyword
 import os
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import mlx_mittens
 
+from ..frontend import build
 from .options import UsageError
 
 FAMILIES = ("norm", "matmul", "attention", "cache")
@@ -25,28 +28,40 @@ _NAME, _CLASS = "op_name", "OpName"
 # Words of an op's name: what mm.stats() makes of the class's name is the op's again.
 _IDENTIFIER = re.compile(r"[a-z][a-z0-9]*(_[a-z][a-z0-9]*)*")
 
-# Of C++, and of its dialect Metal, where they are no keywords of Python too.
-_RESERVED = {
-    *(
-        "alignas",
-        "alignof",
-        "asm",
-        "auto",
-        "bool",
-        "case",
-        "catch",
-        "char",
-        "concept",
-        "const",
-        "constant",
-        "constexpr",
-    ),
-    *("decltype", "default", "delete", "device", "do", "double", "enum", "explicit", "export", "extern", "float"),
-    *("friend", "goto", "half", "inline", "int", "kernel", "long", "mutable", "namespace", "new", "noexcept"),
-    *("operator", "private", "protected", "public", "register", "requires", "short", "signed", "sizeof", "static"),
-    *("struct", "switch", "template", "this", "thread", "threadgroup", "throw", "typedef", "typeid", "typename"),
-    *("uint", "union", "unsigned", "using", "virtual", "void", "volatile"),
-}
+# Keywords and types of C++ and of its dialect Metal, and functions of Metal that the front end makes by macros.
+_RESERVED = set(
+    """
+    alignas alignof and and_eq asm atomic auto bfloat bitand bitor bool break case catch char class co_await
+    co_return co_yield compl concept const const_cast consteval constant constexpr constinit continue decltype
+    default delete device do double dynamic_cast else enum explicit export extern false final float for friend goto
+    half if import inline int intersector kernel long main module mutable namespace new noexcept not not_eq nullptr
+    object_data operator or or_eq override patch private protected ptrdiff_t public ray_data register
+    reinterpret_cast requires restrict return sampler short signed size_t sizeof static static_assert static_cast
+    std struct switch template this thread thread_local threadgroup threadgroup_imageblock throw true try typedef
+    typeid typename typeof uchar uint ulong union unsigned ushort using vertex fragment virtual void volatile
+    wchar_t while xor xor_eq
+
+    acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh cospi divide exp exp10 exp2 fabs fdim floor fma fmax
+    fmin fmod fract frexp ilogb isfinite isinf isnan isnormal isordered isunordered ldexp log log10 log2 max max3
+    median3 min min3 modf nextafter pow powr rint round rsqrt sign signbit sin sincos sinh sinpi sqrt tan tanh tanpi
+    trunc
+    """.split()
+)
+
+# Families of such names.
+_RESERVED_PATTERN = re.compile(
+    r"(packed_)?(bool|u?char|u?short|u?int|u?long|half|b?float)[234](x[234])?|u?int(8|16|32|64|ptr)?_t|"
+    r"(simd|quad|simdgroup|quadgroup|threadgroup|atomic)_\w+|"
+    r"(texture|depth)(1d|2d|3d|cube|_buffer).*|(char|nullptr|wint|true|false)(8|16|32)?_t(ype)?"
+)
+
+# What tests and modules call what they import.
+_IMPORTS = {"mlx", "mlx_mittens", "mm", "mx", "nb", "np", "numpy", "pytest", "specs"}
+
+# Functions, macros and types that C++ or Metal code declares or calls, and types of C++ that a class could hide.
+_DECLARED = re.compile(r"\b([a-z]\w*)\s*\(|\b(?:class|define|enum|namespace|struct|using)\s+([a-z]\w*)")
+_TYPE = re.compile(r"\b(?:class|struct|typename|using)\s+([A-Z]\w*)")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,11 +87,72 @@ def files(name: str, family: str) -> dict[str, str]:
     }
 
 
+def _code(path: Path) -> str:
+    """What a file of C++ or Metal says, without its comments."""
+    return _COMMENT.sub("", path.read_text(encoding="utf-8"))
+
+
+def _declared(path: Path) -> set[str]:
+    """The functions, macros and types of a file of Metal."""
+    return {function or other for function, other in _DECLARED.findall(_code(path))}
+
+
+def _is_word(name: str, family: str) -> bool:
+    """Whether a name means something in Python, C++ or Metal, so that it cannot be that of a function or a kernel."""
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or hasattr(builtins, name):
+        return True
+    if name in _RESERVED or _RESERVED_PATTERN.fullmatch(name):
+        return True
+    library = (build.INCLUDE / "metal").glob("*.h")
+    return any(name in _declared(path) for path in (*library, SKELETONS / family / f"{_NAME}.metal.in"))
+
+
+def _bound(module: Path) -> set[str]:
+    """The names that a module defines or imports."""
+    names = set()
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        else:
+            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return names
+
+
+def _existing(name: str, family: str, root: Path) -> str | None:
+    """What there is of a name in a clone already, in whatever family, if there is anything."""
+    for other in FAMILIES:
+        for path in files(name, other):
+            if (root / path).exists():
+                return f"{path} is there"
+        declarations = root / "mlx_mittens" / "ops" / f"{other}.py"
+        if re.search(rf"^def {name}\(", declarations.read_text(encoding="utf-8"), re.M):
+            return f"{declarations.relative_to(root)} declares it"
+    for folder in ("mlx_mittens", "mlx_mittens/ops", "mlx_mittens/specs"):
+        for path in (f"{folder}/{name}.py", f"{folder}/{name}"):
+            if (root / path).exists():
+                return f"{path} is there"
+    for module, new in (("ops", {name}), ("specs", {f"_{name}", f"_mx_{name}", f"_{name}_vjp"})):
+        used = sorted(new & _bound(root / "mlx_mittens" / module / f"{family}.py"))
+        if used:
+            return f"mlx_mittens/{module}/{family}.py has {used[0]}"
+    for header in sorted((root / "metal").rglob("*.h")):
+        if name in _declared(header):
+            return f"{header.relative_to(root)} uses it"
+    for header in sorted((root / "csrc").rglob("*.h")):
+        if _class_name(name) in _TYPE.findall(_code(header)):
+            return f"{header.relative_to(root)} has a type {_class_name(name)}"
+    if hasattr(mlx_mittens, name):
+        return "mlx_mittens has something else of that name"
+    return None
+
+
 def _check(name: str, family: str, root: Path) -> None:
     """Refuses what would not become an op.
 
     Raises:
-        UsageError: The family is not known, or the name is none, or there is something of that name.
+        UsageError: The family is not known, or the name is invalid, or there is something of that name.
     """
     if family not in FAMILIES:
         raise UsageError(f"--family: there is no family {family!r}; the families are {', '.join(FAMILIES)}")
@@ -85,24 +161,28 @@ def _check(name: str, family: str, root: Path) -> None:
             f"{name!r} is no name for an op: expected words of lower-case letters and digits, joined by _, each of "
             "which begins with a letter, as l2_norm"
         )
-    if keyword.iskeyword(name) or name in _RESERVED:
+    if name in ("op", _NAME):
+        raise UsageError(f"{name!r} stands for a name in the skeletons: choose another name")
+    if _is_word(name, family):
         raise UsageError(f"{name!r} is a word of Python, C++ or Metal: choose another name")
-    for other in FAMILIES:
-        for path in files(name, other):
-            if (root / path).exists():
-                raise UsageError(f"{name!r} exists: {path} is there")
-        declarations = root / "mlx_mittens" / "ops" / f"{other}.py"
-        if re.search(rf"^def {name}\(", declarations.read_text(), re.M):
-            raise UsageError(f"{name!r} exists: {declarations.relative_to(root)} declares it")
-    if hasattr(mlx_mittens, name):
-        raise UsageError(f"{name!r} exists: mlx_mittens has something else of that name")
+    if name in _IMPORTS:
+        raise UsageError(f"{name!r} is a name of an import in modules and tests: choose another name")
+    existing = _existing(name, family, root)
+    if existing:
+        raise UsageError(f"{name!r} exists: {existing}")
+    if name in FAMILIES or name == "custom":
+        raise UsageError(f"{name!r} is a family of ops: choose another name")
+
+
+def _class_name(name: str) -> str:
+    """That of the op's primitive in C++."""
+    return "".join(word.capitalize() for word in name.split("_"))
 
 
 def _skeleton(family: str, file: str, name: str) -> str:
     """What a skeleton is for an op."""
-    words = "".join(word.capitalize() for word in name.split("_"))
     text = (SKELETONS / family / file).read_text(encoding="utf-8")
-    return text.replace(_NAME, name).replace(_CLASS, words)
+    return text.replace(_NAME, name).replace(_CLASS, _class_name(name))
 
 
 def _with_export(text: str, name: str) -> str:

@@ -14,40 +14,184 @@ from mlx_mittens.specs import Case
 pytestmark = pytest.mark.usefixtures("native")
 
 
+# What the gradients of an op run. Every other case runs the op alone.
+GRADIENTS = {
+    "rms_norm": {"rms_norm_vjp"},
+    "layer_norm": {"layer_norm_vjp"},
+    "softmax": {"softmax", "softmax_vjp"},
+    "add_rms_norm": {"add_rms_norm", "rms_norm_vjp"},
+}
+
+# Ops of ours in a composition, which run their native code there.
+INSIDE = {"quantized_swiglu": {"quantized_matmul"}, "block_matmul": {"block_dequantize"}}
+
+# No operation of mx makes blocks of GGUF or reads them: their composition is the op itself, with its native code.
+OF_THEMSELVES = {
+    "block_quantize": lambda: mm.block_quantize(mx.ones((2, 32)), "q4_0"),
+    "block_dequantize": lambda: mm.block_dequantize(mx.zeros((2, 18), mx.uint8), "q4_0"),
+}
+
+
+def ran(executor: str) -> set[str]:
+    """The ops of which a kernel ran on an executor, as "native composed", since counting was reset."""
+    return {op for op, counts in mm.stats().items() if any(kernel.startswith(executor) for kernel in counts["kernels"])}
+
+
 @pytest.fixture
 def composed():
     """Ops run their compositions; gives which of them did so since it was last called."""
     mm.stats(reset=True)
     _ext.prefer_composed(True)
-    yield lambda: {op for op, counts in mm.stats(reset=True).items() if "native composed" in counts["kernels"]}
+
+    def ops() -> set[str]:
+        names = ran("native composed")
+        mm.stats(reset=True)
+        return names
+
+    yield ops
     _ext.prefer_composed(False)
 
 
+def beside_native(function, *arrays):
+    """What a function makes of arrays with compositions, then with native code."""
+    ours = function(*arrays)
+    mx.eval(ours)
+    _ext.prefer_composed(False)
+    native = function(*arrays)
+    mx.eval(native)
+    _ext.prefer_composed(True)
+    return ours, native
+
+
 def few(op: specs.Op) -> list[Case]:
-    """The smallest of a row's shapes."""
-    return sorted((case for case in op.tests if case.gpu == "apple"), key=lambda case: np.prod(case.shape))[:6]
+    """The smallest of a row's shapes, and of those for gradients: rows of one column have none but rounding."""
+    cases = sorted((case for case in op.checks() if case.gpu == "apple"), key=lambda case: np.prod(case.shape))
+    return [case for case in cases if not case.vjp][:6] + [case for case in cases if case.vjp and case.shape[-1] > 1][
+        :4
+    ]
 
 
-@pytest.mark.parametrize("op", specs.OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in specs.OPS if op.name not in OF_THEMSELVES], ids=lambda op: op.name)
 def test_every_composition_is_right(op, dtype, composed, rng):
-    """It gives what native code gives, of the same types: derivatives and vmap rest on it too.
-
-    GGUF's blocks are what no operation of mx makes: their ops are composed of themselves, and run native code then.
-    """
+    """It gives what native code gives, of the same types: derivatives and vmap rest on it too."""
     for case in few(op):
         arrays, cotangents = op.draw(rng, case, dtype), op.cotangents(rng, case, dtype)
-        with mx.stream(mx.cpu):
-            ours = specs.run(op, op.ours, case, arrays, cotangents)
-            mx.eval(ours)
-        assert composed() or case.vjp, f"{op.name} {case.name}"
+        mm.stats(reset=True)
+        ours = specs.run(op, op.ours, case, arrays, cotangents)
+        mx.eval(ours)
+        alone = GRADIENTS[op.name] if case.vjp else {op.name}
+        inside = INSIDE.get(op.name, set())
+        assert ran("native composed") == alone and ran("native") == alone | inside, f"{op.name} {case.name}"
+
         _ext.prefer_composed(False)
+        mm.stats(reset=True)
         native = specs.run(op, op.ours, case, arrays, cotangents)
         mx.eval(native)
+        assert ran("native") == alone and not ran("native composed"), f"{op.name} {case.name}"
         _ext.prefer_composed(True)
-        mm.stats(reset=True)
         for a, b in zip(ours, native, strict=True):
             assert a.dtype == b.dtype
             assert_near(a, b, f"{op.name} {case.name}", max(units(8, dtype), SUM))
+
+
+@pytest.mark.parametrize("name", OF_THEMSELVES)
+def test_what_is_composed_of_itself_runs_native_code_inside(composed, name):
+    mx.eval(OF_THEMSELVES[name]())
+    counts = mm.stats()[name]["kernels"]
+    assert counts.pop("native composed") == 1 and list(counts.values()) == [1]
+
+
+@pytest.mark.parametrize("name", OF_THEMSELVES)
+def test_a_composition_that_does_not_end_is_named(composed, name):
+    """As that of an op which calls itself and has no native code."""
+    _ext.prefer_composed(True, nested=True)
+    primitive = "Mittens" + "".join(word.capitalize() for word in name.split("_"))
+    with pytest.raises(RuntimeError, match=rf"\[{primitive}\] composed\(\) calls the op itself, which has no native"):
+        mx.eval(OF_THEMSELVES[name]())
+    _ext.prefer_composed(True)
+    mx.eval(OF_THEMSELVES[name]())  # the depth is counted anew
+    assert composed() == {name}
+
+
+def test_compositions_may_be_nested(composed, rng):
+    """A composition inside another one."""
+    op = specs.get("quantized_swiglu")
+    case = few(op)[0]
+    arrays = op.draw(rng, case, mx.float32)
+    _ext.prefer_composed(True, nested=True)
+    (ours,), (native,) = beside_native(lambda: specs.run(op, op.ours, case, arrays))
+    assert composed() == {"quantized_swiglu", "quantized_matmul"}
+    assert_near(ours, native, case.name, max(units(8, mx.float32), SUM))
+
+
+def test_memory_is_freed_on_the_way(composed, rng):
+    """Attention by a composition takes no more memory than the same operations in a graph: scores once, not twice."""
+    q = mx.array(rng.standard_normal((1, 4, 512, 64)).astype(np.float32))
+
+    def peak(function) -> int:
+        mx.synchronize()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(function())
+        mx.synchronize()
+        return mx.get_peak_memory() - before
+
+    ours = peak(lambda: mm.scaled_dot_product_attention(q, q, q, scale=0.125))
+    assert composed() == {"scaled_dot_product_attention"}
+    scores = lambda: mx.softmax((q * 0.125) @ q.swapaxes(-1, -2), axis=-1, precise=True)
+    assert ours <= peak(lambda: scores() @ q) + 1024  # scalars
+
+
+def test_on_a_stream_of_its_own(composed, rng):
+    """Not the default one; another stream's operations before it and after it."""
+    x = mx.array(rng.standard_normal((64, 512)).astype(np.float32))
+    own = mx.new_stream(mx.cpu)
+    y = x
+    for i in range(10):
+        y = mm.rms_norm(y * 2, None, 1e-5, stream=own if i % 2 else mx.cpu)
+        y = mm.softmax(y, axis=-1, stream=own) * 100
+    mx.eval(y)
+    assert composed() == {"rms_norm", "softmax"}
+    for _ in range(10):
+        x = mx.softmax(mx.fast.rms_norm(x * 2, None, 1e-5), axis=-1) * 100
+    assert_near(y, x, "two streams", SUM)
+
+
+def test_in_a_compiled_function(composed, rng):
+    x = mx.array(rng.standard_normal((8, 64)).astype(np.float32))
+    function = mx.compile(lambda x: mm.softmax(mm.layer_norm(mx.exp(x) + 1, None, None, 1e-5), axis=-1) * 3)
+    for _ in range(2):  # the graph that is kept, again
+        ours, native = beside_native(function, x)
+        assert composed() == {"layer_norm", "softmax"}
+        assert_near(ours, native, "compiled", SUM)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_in_vmap(composed, rng, axis):
+    """Over an op, and over an op that a composition of another axis is in."""
+    x = mx.array(rng.standard_normal((4, 5, 64)).astype(np.float32))
+    function = mx.vmap(lambda x: mm.softmax(mm.rms_norm(x, None, 1e-5), axis=-1), in_axes=axis)
+    ours, native = beside_native(function, x)
+    assert_near(ours, native, "vmap", SUM)
+    assert_near(ours, mx.softmax(mx.fast.rms_norm(x, None, 1e-5), axis=-1).swapaxes(0, axis), "mx", SUM)
+
+
+def test_evaluated_inside_of_a_gradient(composed, rng):
+    """What is evaluated there keeps its graph, and stays what it is for the gradient."""
+    x = mx.array(rng.standard_normal((8, 64)).astype(np.float32))
+
+    def loss(x):
+        y = mm.rms_norm(x * 2, None, 1e-5)
+        mx.eval(y)
+        z = mm.softmax(y * 3, axis=-1)
+        mx.eval(z)
+        return (z * y).sum()
+
+    (value, gradient), (native_value, native_gradient) = beside_native(mx.value_and_grad(loss), x)
+    assert composed() == {"rms_norm", "softmax", "rms_norm_vjp", "softmax_vjp"}
+    assert_near(value, native_value, "value", SUM)
+    assert_near(gradient, native_gradient, "gradient", SUM)
 
 
 def test_operations_wait_for_those_that_they_read(composed, rng):
@@ -110,6 +254,17 @@ def test_doctor_simulates_what_has_no_native_code(composed, monkeypatch, rng):
     mm.stats(reset=True)
     assert not doctor.examine(op, case, "float32", rng).detail
     assert not any(kernel.startswith("simulator") for kernel in mm.stats()["rms_norm"]["kernels"])
+
+
+def test_doctor_says_what_is_too_large_to_simulate(composed, rng):
+    op = specs.get("softmax")
+    mm.stats(reset=True)
+    found = doctor.examine(op, Case("large", (513, 512)), "float16", rng)
+    too_large = "cases of more than 262144 elements are too large to simulate"
+    assert found.passed and found.detail == f"has no native code, and its kernels did not run: {too_large}"
+    assert not ran("simulator")
+    assert not doctor.examine(op, Case("as large as may be", (512, 512)), "float16", rng).detail
+    assert ran("simulator") == {"softmax"}
 
 
 def test_doctor_finds_a_wrong_kernel_that_native_code_does_not_hide(composed, monkeypatch, rng):
