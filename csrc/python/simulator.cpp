@@ -134,7 +134,7 @@ nb::dict simulate(const std::string& path, const std::string& kernel, nb::list a
                   .complete = complete});
   }
   nb::dict result = dict_of(counts);
-  if (profile) {
+  if (counts.profiled) {
     result["lines"] = lines_of(counts);
   }
   return result;

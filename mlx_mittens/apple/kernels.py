@@ -27,6 +27,11 @@ FILES: dict[str, tuple[str, ...]] = {
 }
 
 
+def files_of(op: str) -> tuple[str, ...]:
+    """The kernel files of an op; of one that the table does not know the file of its name. Empty if there is none."""
+    return FILES.get(op) or tuple(file for file in frontend.files() if file.endswith(f"/{op}.metal"))
+
+
 def for_apple() -> list[str]:
     """The files whose kernels Apple's plans launch."""
     return [file for file in frontend.files() if "/nvidia/" not in file]

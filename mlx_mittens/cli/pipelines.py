@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -68,6 +69,8 @@ def measured(files: Sequence[str] | None = None) -> Iterator[Row]:
         assert process.stdout is not None  # it is a pipe
         try:
             for line in process.stdout:
+                if not line.endswith("\n"):  # the process ended in the middle of it
+                    break
                 row: Row = json.loads(line)
                 if row.get("done"):
                     return
@@ -88,6 +91,8 @@ def measured(files: Sequence[str] | None = None) -> Iterator[Row]:
         at = left.index(begun["file"])
         seen += [begun["kernel"]] if begun["kernel"] else []
         left = left[at:] if begun["kernel"] else left[at + 1 :]
+    for file in left:
+        yield {"file": file, "kernel": None, "error": f"left out after {_MOST_DEATHS} processes had ended"}
 
 
 def _start(order: dict[str, Any]) -> subprocess.Popen[str]:
@@ -99,6 +104,6 @@ def _start(order: dict[str, Any]) -> subprocess.Popen[str]:
         start_new_session=True,  # Ctrl-C and a time limit are the parent's to handle
     )
     assert process.stdin is not None  # it is a pipe
-    with process.stdin as pipe:
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # a process that has ended says so by its status
         json.dump(order, pipe)
     return process

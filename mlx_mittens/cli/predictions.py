@@ -136,9 +136,12 @@ def show(op: str, chosen: Sequence[Chip], ours: Side, theirs: Side | None) -> No
         ratio = f"{other.microseconds / own.microseconds:.2f}" if own and other else ""
         rows.append([chip.name, limit, their_limit, us, their_us, ratio])
     print("\n" + aligned(rows, left=3 if theirs else 2))
-    error = expected_error(op)
-    seen = f"Errors seen on {error.kind}: half of {error.points} within {error.median:.0f} %, "
-    seen += f"nine in ten within {error.nine_in_ten:.0f} %"
+    try:
+        error = expected_error(op)
+    except ValueError:  # an op of a kind that nobody has published measurements of
+        return
+    seen = f"The model's errors on published times, {error.kind}:\n"
+    seen += f"half of {error.points} within {error.median:.0f} %, nine in ten within {error.nine_in_ten:.0f} %"
     if theirs and error.ratio is not None:
         seen += f";\nhalf of the ratios within {error.ratio:.0f} %"
     print(seen + ".")

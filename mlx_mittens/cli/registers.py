@@ -121,8 +121,8 @@ def _files(of: str | None) -> Sequence[str]:
     """The front end's names of what an argument asks for."""
     if of is None:
         return frontend.files()
-    if of in kernels.FILES:
-        return kernels.FILES[of]
+    if files := kernels.files_of(of):
+        return files
     if of in frontend.files():
         return [of]
     if os.path.exists(of) or of.endswith(".metal"):

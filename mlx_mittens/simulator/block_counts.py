@@ -78,8 +78,8 @@ def executions(code: MachineCode, launch: Launch) -> Executions:
     joints = sorted({path.target for path in paths} & {path.source for path in paths})
     enters = np.array([[float(path.target == at) for path in paths] for at in joints]).reshape(-1, len(paths))
     leaves = np.array([[float(path.source == at) for path in paths] for at in joints]).reshape(-1, len(paths))
-    # Of all executions with these counts, the least, loops being entered each time: sizes are relative, to what was found
-    # so far, or else a loop of many rounds would weigh more than the counts that ask for it.
+    # Of all executions with these counts, the least, loops being entered each time. Sizes are relative to what was
+    # found so far, or else a loop of many rounds would weigh more than the counts that ask for it.
     size = np.full(len(paths), 1 + max((totals[name] / number for name in told), default=1.0))
     best = np.zeros(len(paths))
     for _ in range(_ROUNDS):

@@ -134,14 +134,16 @@ class Kernel:
         Raises:
             ValueError: If the chip is unknown; the message lists the known ones. Also as a call does.
             CompileError: As a call does.
-            RuntimeError: If there is no Mesa compiler; the message says how to get it.
+            RuntimeError: If there is no Mesa compiler; the message says how to get it. Also in a block of ``profiled``
+                or ``predicted``.
             Fault: If the kernel does what a GPU would not forgive.
         """
         known = find_chip(chip)
         agx_compiler.find()
         with profiled() as launches:
             mx.eval(self(**arguments))
-        return predict_launches(launches, known)[-1]
+        (launch,) = [launch for launch in launches if launch.file == f"{self._name}.metal"][-1:] or launches[-1:]
+        return predict_launches([launch], known)[0]
 
     def _text(self, generated: _Generated, file: str) -> str:
         """The generated text, in which lines count as they do in what the user wrote."""

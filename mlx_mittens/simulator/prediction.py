@@ -182,8 +182,8 @@ def predicted(chip: str) -> Iterator[list[PredictedLaunch]]:
             mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu))
         print(launches[0])
 
-    Times are predictions for a Mac, of no Mac: docs/apple.md has the errors that were seen. What mx runs itself is not
-    in the list. The simulator runs at its own speed, some ten thousand times slower than a GPU.
+    The times are predictions, which no Mac has measured: docs/apple.md has the model's errors. What mx runs itself is
+    not in the list. The simulator runs at its own speed, some ten thousand times slower than a GPU.
 
     Args:
         chip: An Apple GPU, such as ``"m2-max"``.

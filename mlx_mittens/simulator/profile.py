@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,9 @@ class Launch:
 _PROFILED = [name for name, kind in Launch.__annotations__.items() if kind == "int"]
 
 
+_recording = threading.Lock()
+
+
 @contextlib.contextmanager
 def profiled() -> Iterator[list[Launch]]:
     """Profiles every launch that the simulator runs in the block; the list holds them once the block is left.
@@ -110,13 +114,17 @@ def profiled() -> Iterator[list[Launch]]:
     ``mm.simulator.metal_kernel`` need no ``enabled``. There is one record in a process: blocks do not nest.
 
     Raises:
+        RuntimeError: Within another such block, or that of ``predicted``.
         ValueError: A kernel ran with ``watch=False``.
     """
     launches: list[Launch] = []
-    _ext.simulator_record(True, profile=True)
+    if not _recording.acquire(blocking=False):
+        raise RuntimeError("[profiled] launches are being profiled already: there is one record in a process")
     recorded: list[dict[str, Any]] = []
     try:
+        _ext.simulator_record(True, profile=True)
         yield launches
     finally:
         recorded = _ext.simulator_record(False)
+        _recording.release()
     launches += map(Launch.of, recorded)

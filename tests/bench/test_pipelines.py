@@ -93,7 +93,10 @@ def test_a_file_that_crashes_is_left_out(planted):
 
 def test_many_crashes_end_it(planted):
     planted("_ext.metal_kernels = lambda file: os._exit(3)")
-    assert [found["file"] for found in pipelines.measured([*FILES, "d.metal", "e.metal"])] == FILES
+    *dead, fourth, fifth = pipelines.measured([*FILES, "d.metal", "e.metal"])
+    assert [found["file"] for found in dead] == FILES
+    assert [fourth["file"], fifth["file"]] == ["d.metal", "e.metal"]
+    assert all("left out after 3 processes" in found["error"] for found in (fourth, fifth))
 
 
 @pytest.fixture

@@ -204,6 +204,14 @@ def test_a_kernel_that_mesa_refuses_is_not_compiled(monkeypatch):
     assert prediction.total([launch]) is None
 
 
+def test_records_do_not_nest():
+    with mm.simulator.profiled(), pytest.raises(RuntimeError, match="being profiled already"), mm.simulator.profiled():
+        pass
+    with mm.simulator.profiled() as launches:
+        pass
+    assert launches == []
+
+
 def test_an_unknown_chip_lists_the_known_ones():
     with pytest.raises(ValueError, match="no Apple GPU is known as 'm9'; known are .*m2-max"):
         predict("y[i] = x[i];", chip="m9")
@@ -227,7 +235,7 @@ def test_simulate_shows_a_line_for_each_chip(tmp_path, capsys):
     out = capsys.readouterr().out
     shown = out[out.index("Predicted, not measured:") :]
     assert max(map(len, shown.splitlines())) <= 80
-    assert "nine in ten within" in shown and "half registers" in shown
+    assert "nine in ten within" in shown and "published times" in shown and "half registers" in shown
     rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.startswith(("m1 ", "m5-max "))}
     written = json.loads(file.read_text())["predictions"]
     for chip, row in rows.items():
