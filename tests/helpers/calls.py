@@ -119,8 +119,8 @@ def _row_calls() -> list[Call]:
                 "softmax",
                 f"axis {axis}",
                 three,
-                {"x": x},
-                lambda x, axis=axis: mm.softmax(x, axis=axis),
+                {"a": x},
+                lambda a, axis=axis: mm.softmax(a, axis=axis),
                 _rows_without_elements(1),
             )
         )

@@ -190,7 +190,7 @@ MITTENS_INLINE T modf(T x, T& whole) {
   template <typename T, typename = mittens::FloatOnly<T>>           \
   MITTENS_INLINE mittens::Truth<T> name(T x) {                      \
     if constexpr (mittens::Vector<T>::is_vector) {                  \
-      mittens::Truth<T> result;                                     \
+      mittens::Truth<T> result = {};                                \
       for (int i = 0; i < mittens::Vector<T>::size; ++i) {          \
         const float element = float(x[i]);                          \
         result[i] = test;                                           \
