@@ -30,12 +30,7 @@ def made_with() -> str:
 def ours() -> list[Request]:
     """All variants, those for NVIDIA GPUs alone last."""
     files = [*kernels.for_apple(), *(file for file in frontend.files() if file not in kernels.for_apple())]
-    return [Request(file, variant.name) for file in files for variant in frontend.variants(file)]
-
-
-def mlx() -> list[Request]:
-    """MLX's own kernels."""
-    return [Request(each.file, each.kernel, each.threads, each.constants) for each in mlx_instances.instances()]
+    return kernels.requests(files)
 
 
 def rows(requests: Iterable[Request]) -> list[str]:
@@ -70,7 +65,7 @@ def table() -> str:
         "",
         "## MLX's",
         "",
-        *rows(mlx()),
+        *rows(mlx_instances.requests()),
     ]
     return "\n".join(lines) + "\n"
 

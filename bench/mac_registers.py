@@ -17,23 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_mittens.apple.chips import THREADS_BY_HALF_REGISTERS
+
 TABLE = Path(__file__).parent / "results" / "agx.md"
 COLUMNS = ("kernel", "half registers", "threads a core")
 
-# Up to so many half registers of a thread, so many threads fit a core of an M1 or M2.
-STEPS = (
-    (104, 1024),
-    (112, 896),
-    (128, 832),
-    (136, 768),
-    (144, 704),
-    (160, 640),
-    (184, 576),
-    (208, 512),
-    (232, 448),
-    (256, 384),
-)
-THREADS = [threads for _, threads in STEPS]
+THREADS = [threads for _, threads in THREADS_BY_HALF_REGISTERS]
 NEWEST_FIXED = 14  # the generation of the M2; later GPUs share registers out as kernels run
 
 
@@ -93,8 +82,8 @@ def registers_of(threads: int) -> str:
     if threads not in THREADS:
         return ""
     at = THREADS.index(threads)
-    first = STEPS[at - 1][0] + 1 if at else 1
-    return f"{first} to {STEPS[at][0]}"
+    first = THREADS_BY_HALF_REGISTERS[at - 1][0] + 1 if at else 1
+    return f"{first} to {THREADS_BY_HALF_REGISTERS[at][0]}"
 
 
 def _step(threads: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from importlib import resources
 
 # Half registers of a lane -> threads that a core of the M1 and M2 families holds at once.
-_THREADS_BY_HALF_REGISTERS = (
+THREADS_BY_HALF_REGISTERS = (
     (104, 1024),
     (112, 896),
     (128, 832),
@@ -104,7 +104,7 @@ class Chip:
             raise ValueError(f"a lane has 1 to 256 half registers; half_registers is {half_registers}")
         if self.dynamic_caching:
             return _MOST_THREADS
-        return next(threads for most, threads in _THREADS_BY_HALF_REGISTERS if (half_registers or 1) <= most)
+        return next(threads for most, threads in THREADS_BY_HALF_REGISTERS if (half_registers or 1) <= most)
 
 
 def _value(column: str, kind: str, text: str) -> object:

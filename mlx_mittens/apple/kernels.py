@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .. import frontend
+from .machine_code import Request
 
 # In the order in which docs/architecture.md has them; those for NVIDIA GPUs alone are left out.
 FILES: dict[str, tuple[str, ...]] = {
@@ -30,6 +33,15 @@ FILES: dict[str, tuple[str, ...]] = {
 def files_of(op: str) -> tuple[str, ...]:
     """The kernel files of an op; of one that the table does not know the file of its name. Empty if there is none."""
     return FILES.get(op) or tuple(file for file in frontend.files() if file.endswith(f"/{op}.metal"))
+
+
+def requests(files: Iterable[str]) -> list[Request]:
+    """All variants of files, each to be compiled for as many threads as it declares.
+
+    Raises:
+        CompileError: The front end refuses a file.
+    """
+    return [Request(file, variant.name) for file in files for variant in frontend.variants(file)]
 
 
 def for_apple() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..apple.machine_code import Request
 from .mlx_metal import instance
 
 _SIMD = 32
@@ -46,6 +47,11 @@ def instances(op: str | None = None) -> list[Instance]:
             file, kernel = instance(family, function, *template)
             found.append(Instance(of, file, kernel, threads, tuple(constants.items())))
     return found
+
+
+def requests(op: str | None = None) -> list[Request]:
+    """The same, to be compiled for Apple GPUs."""
+    return [Request(each.file, each.kernel, each.threads, each.constants) for each in instances(op)]
 
 
 def ops() -> list[str]:

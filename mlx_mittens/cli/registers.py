@@ -107,12 +107,8 @@ def _print_loops(code: MachineCode) -> None:
 
 
 def _ours(of: str | None) -> list[Request]:
-    return [Request(file, variant.name) for file in _files(of) for variant in _variants(file)]
-
-
-def _variants(file: str) -> Sequence[frontend.Variant]:
     try:
-        return frontend.variants(file)
+        return kernels.requests(_files(of))
     except CompileError as error:
         raise UsageError(str(error)) from None
 
@@ -135,5 +131,4 @@ def _of_mlx(of: str | None) -> list[Request]:
 
     if of is not None and of not in mlx_instances.ops():
         raise UsageError(f"--peer metal knows no kernel of MLX's for {of!r}; ops are {', '.join(mlx_instances.ops())}")
-    found = mlx_instances.instances(of)
-    return [Request(each.file, each.kernel, each.threads, each.constants) for each in found]
+    return mlx_instances.requests(of)

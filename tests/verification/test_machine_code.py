@@ -8,6 +8,7 @@ from verification import levels
 
 from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler, machine_code
+from mlx_mittens.bench import mlx_instances
 
 problem = frontend.compiler_problem() or agx_compiler.problem()
 STALE = "run python bench/agx.py"
@@ -28,7 +29,7 @@ def test_the_table_is_of_the_kernels_as_they_are():
     kept = agx.TABLE.read_text()
     assert f"Of sources `{agx.sources()}`." in kept, STALE
     names = [line.split("`")[1] for line in kept.splitlines() if line.startswith("| `")]
-    assert names == [request.kernel for request in (*agx.ours(), *agx.mlx())], STALE
+    assert names == [request.kernel for request in (*agx.ours(), *mlx_instances.requests())], STALE
 
 
 def test_every_variant_compiles():
@@ -51,7 +52,7 @@ def test_the_list_of_known_spills_only_shrinks():
 @pytest.mark.parametrize("every", [SAMPLE, pytest.param(1, marks=pytest.mark.nightly)])
 def test_rows_are_what_the_compilers_make(every):
     """With another clang the figures may differ; every kernel still compiles."""
-    requests = [*agx.ours(), *agx.mlx()][::every]
+    requests = [*agx.ours(), *mlx_instances.requests()][::every]
     rows = agx.rows(requests)[2:]
     assert len(rows) == len(requests) and not [row for row in rows if "not compiled" in row]
     kept = agx.TABLE.read_text()
@@ -61,7 +62,7 @@ def test_rows_are_what_the_compilers_make(every):
 
 @pytest.mark.skipif(bool(problem), reason=problem)
 def test_kinds_cover_all_instructions():
-    for request, code in machine_code.compile_all([*agx.ours(), *agx.mlx()][::SAMPLE]):
+    for request, code in machine_code.compile_all([*agx.ours(), *mlx_instances.requests()][::SAMPLE]):
         assert isinstance(code, machine_code.MachineCode), request
         for opcode in {opcode for block in code.blocks for opcode in block.opcodes}:
             assert machine_code.kind_of(opcode) in machine_code.KINDS
