@@ -1,7 +1,7 @@
 """The predicted time of launches on Apple GPUs: what the simulator counts, in the machine code that Mesa makes.
 
-The machine code has the instructions of each basic block, and the simulator how often a launch loads, stores, shuffles
-and multiplies. Together they say how often each loop runs, and so what is executed.
+The machine code has the instructions of each basic block. The simulator counts loads, stores, SIMD-group operations and
+products of matrices. `block_counts` finds from both how often each block is executed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..apple import agx_compiler, machine_code
@@ -53,12 +53,14 @@ class PredictedLaunch:
     Attributes:
         launch: What it did in the simulator.
         code: Its machine code; None where it does not compile.
+        executions: How often each block of the machine code is executed; None where it does not compile.
         problem: Why it does not compile, in the compiler's words; else empty.
         chip: The chip.
     """
 
     launch: Launch
     code: MachineCode | None
+    executions: Executions | None
     problem: str
     chip: Chip
 
@@ -68,11 +70,6 @@ class PredictedLaunch:
         if self.code is None or self.executions is None:
             return None
         return work_of(self.launch, self.code, self.executions, self.chip)
-
-    @cached_property
-    def executions(self) -> Executions | None:
-        """How often each block of the machine code is executed; None where it does not compile."""
-        return None if self.code is None else executions(self.code, self.launch)
 
     @property
     def uncounted(self) -> int:
@@ -91,9 +88,7 @@ class PredictedLaunch:
 
     def on(self, chip: Chip) -> PredictedLaunch:
         """The same launch on another chip."""
-        other = PredictedLaunch(self.launch, self.code, self.problem, chip)
-        other.__dict__["executions"] = self.executions  # which are the same on all chips
-        return other
+        return replace(self, chip=chip)
 
     def __str__(self) -> str:
         name = f"{self.launch.file}: {self.launch.kernel}"
@@ -138,9 +133,7 @@ def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip)
                 continue
             name = _FIELDS.get(opcode) or _FIELDS_OF_KINDS[machine_code.kind_of(opcode)]
             instructions[name] += times * count
-    bytes_each = max(
-        code.threadgroup_bytes if code.threadgroup_bytes < 32768 else 0, launch.counts["threadgroup_bytes"]
-    )
+    bytes_each = launch.counts["threadgroup_bytes"]
     threads_a_core = code.threads_a_core
     if bytes_each:
         threads_a_core = min(threads_a_core, max(1, _THREADGROUP_MEMORY // bytes_each) * threads)
@@ -206,8 +199,8 @@ def _predicted(launch: Launch, chip: Chip) -> PredictedLaunch:
     try:
         code = machine_code.compile(file, launch.kernel, math.prod(launch.threads), constants)
     except CompileError as error:
-        return PredictedLaunch(launch, None, str(error), chip)
-    return PredictedLaunch(launch, code, "", chip)
+        return PredictedLaunch(launch, None, None, str(error), chip)
+    return PredictedLaunch(launch, code, executions(code, launch), "", chip)
 
 
 def _dtype(kernel: str) -> str:

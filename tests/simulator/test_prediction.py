@@ -111,7 +111,8 @@ def test_a_loop_in_a_loop_that_only_computes_runs_each_time_that_it_is_come_to()
 def test_counts_that_the_machine_code_cannot_have_are_reported():
     launch = predict("y[i] = x[i];")
     wrong = dataclasses.replace(launch.launch, device_loads=5 * launch.launch.device_loads)
-    other = prediction.PredictedLaunch(wrong, launch.code, "", launch.chip)
+    executions = prediction.executions(launch.code, wrong)
+    other = prediction.PredictedLaunch(wrong, launch.code, executions, "", launch.chip)
     assert other.mismatch > 0.2 and "its counts are missed by" in str(other)
 
 
