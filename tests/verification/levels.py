@@ -138,7 +138,7 @@ LEVELS = (
     ),
     Level(
         "Apple machine code",
-        "Mesa's compiler makes machine code of it; no registers are spilled, but as `agx_spills.txt` lists",
+        "Mesa's compiler makes machine code of it; only the variants in `agx_spills.txt` spill registers",
         _machine_code,
     ),
     Level(
