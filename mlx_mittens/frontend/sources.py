@@ -57,14 +57,15 @@ def flatten(file: str) -> str:
     Raises:
         CompileError: If a header is missing, or the text is not ASCII outside of comments.
     """
-    known = _flattened.get(file)
+    where = metal_folder(), file
+    known = _flattened.get(where)
     if known is None or any(_stamp(name, path) != stamp for name, path, stamp in known[1]):
-        known = _flattened[file] = _flatten(file)
+        known = _flattened[where] = _flatten(file)
     return known[0]
 
 
-# What was flattened, and of each text in it whether it has changed since.
-_flattened: dict[str, tuple[str, list[tuple[str, Path | None, object]]]] = {}
+# What was flattened, by folder and file, and of each text in it whether it has changed since.
+_flattened: dict[tuple[Path, str], tuple[str, list[tuple[str, Path | None, object]]]] = {}
 
 
 def _stamp(name: str, path: Path | None) -> object:

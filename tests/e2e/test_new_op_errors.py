@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import mlx.core as mx
+import nanobind
 import pytest
 
 import mlx_mittens as mm
@@ -56,7 +57,6 @@ void bind(nanobind::module_& module) {
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_the_build_names_what_would_fail_in_a_call(tmp_path):
-    nanobind = pytest.importorskip("nanobind")
     (tmp_path / "op.cpp").write_text(MISTAKES)
     includes = [ROOT / "csrc", ROOT / "metal", Path(next(iter(importlib.import_module("mlx").__path__))) / "include"]
     includes += [nanobind.include_dir(), sysconfig.get_path("include")]
@@ -118,6 +118,7 @@ def test_an_op_of_one_variant_needs_no_name_for_it():
 
 def test_a_kernel_that_is_not_there_is_named_beside_those_that_are(tmp_path, monkeypatch, native):
     """As where the host asks for a variant by another name than the file has."""
+    sources.flatten("norm/rms_norm.metal")  # That of another folder, seen before, is not taken for this one's.
     shutil.copytree(sources.metal_folder(), tmp_path / "metal")
     file = tmp_path / "metal" / "norm" / "rms_norm.metal"
     file.write_text(file.read_text().replace('"rms_norm_simd8"', '"rms_norm_simd_8"'))
