@@ -1,0 +1,206 @@
+#include "runtime/calibration.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "backends/launch.h"
+#include "python/registry.h"
+#include "runtime/fallback.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+using Sizes = std::array<uint32_t, 4>;
+using Row = std::tuple<std::string, std::string, uint32_t, Sizes, bool, std::string, int>;
+using Asked = std::tuple<std::string, std::string, uint32_t, Sizes, std::string, bool>;
+using Forced = std::tuple<bool, std::string, int>;
+
+struct Point {
+  std::array<float, 4> position;  // log2 of the sizes
+  Choice choice;
+};
+
+// By op, dtype and format.
+using Key = std::tuple<Name, mx::Dtype::Val, uint32_t>;
+using Table = std::map<Key, std::vector<Point>>;
+
+constexpr const char* devices[] = {"cpu", "gpu", "simulator"};
+
+struct State {
+  std::mutex mutex;
+  // Calls read a table without a lock; of those that were replaced none is freed, since a call may still read it.
+  std::array<std::atomic<const Table*>, std::size(devices)> tables{};
+  std::vector<std::unique_ptr<const Table>> kept;
+  std::atomic<bool> active = false;  // whether a call has anything to ask for
+  std::optional<Choice> forced;
+  bool recording = false;
+  std::map<Asked, bool> asked;
+};
+
+State& state() {
+  static State* instance = new State();
+  return *instance;
+}
+
+size_t device_index(const std::string& name) {
+  const auto found = std::find(std::begin(devices), std::end(devices), name);
+  if (found == std::end(devices)) {
+    throw std::invalid_argument("device is '" + name + "': expected cpu, gpu or simulator");
+  }
+  return found - std::begin(devices);
+}
+
+size_t device_of(mx::Stream stream) {
+  return stream.device == mx::Device::gpu ? 1 : simulator_enabled() ? 2 : 0;
+}
+
+std::array<float, 4> position_of(const Sizes& sizes) {
+  std::array<float, 4> position;
+  std::transform(sizes.begin(), sizes.end(), position.begin(),
+                 [](uint32_t size) { return std::log2(static_cast<float>(std::max(size, 1u))); });
+  return position;
+}
+
+const char* dtype_name(mx::Dtype dtype) {
+  return dtype == mx::float32 ? "float32" : dtype == mx::float16 ? "float16" : "bfloat16";
+}
+
+mx::Dtype dtype_named(const std::string& name) {
+  for (mx::Dtype dtype : {mx::float32, mx::float16, mx::bfloat16}) {
+    if (name == dtype_name(dtype)) {
+      return dtype;
+    }
+  }
+  throw std::invalid_argument("dtype is '" + name + "': expected float32, float16 or bfloat16");
+}
+
+Choice nearest(const std::vector<Point>& points, const std::array<float, 4>& position) {
+  constexpr float farthest = 1.001f;  // a factor of two, and what rounding adds
+  const Point* best = nullptr;
+  float least = 0;
+  for (const Point& point : points) {
+    float sum = 0, most = 0;
+    for (size_t i = 0; i < position.size(); ++i) {
+      const float distance = std::abs(position[i] - point.position[i]);
+      sum += distance;
+      most = std::max(most, distance);
+    }
+    if (most <= farthest && (!best || sum < least)) {
+      best = &point;
+      least = sum;
+    }
+  }
+  return best ? best->choice : Choice{};
+}
+
+Choice look_up(const Problem& problem, size_t device) {
+  const Table* table = state().tables[device];
+  if (!table) {
+    return {};
+  }
+  const auto found = table->find({problem.op, problem.dtype.val(), problem.format});
+  return found == table->end() ? Choice{} : nearest(found->second, position_of(problem.sizes));
+}
+
+void update_active() {
+  State& all = state();
+  const bool any = std::any_of(all.tables.begin(), all.tables.end(), [](const auto& table) { return table.load(); });
+  all.active = any || all.forced || all.recording;
+}
+
+void load(const std::string& device, const std::vector<Row>& rows) {
+  auto table = std::make_unique<Table>();
+  for (const auto& [op, dtype, format, sizes, mx, schedule, parallelism] : rows) {
+    (*table)[{Name(op), dtype_named(dtype).val(), format}].push_back(
+        {position_of(sizes), {true, mx, Name(schedule), parallelism}});
+  }
+  State& all = state();
+  const size_t index = device_index(device);
+  std::lock_guard lock(all.mutex);
+  all.tables[index] = rows.empty() ? nullptr : table.get();
+  all.kept.push_back(std::move(table));
+  update_active();
+}
+
+void force(const std::optional<Forced>& choice) {
+  State& all = state();
+  std::lock_guard lock(all.mutex);
+  all.forced.reset();
+  if (choice) {
+    const auto& [mx, schedule, parallelism] = *choice;
+    all.forced = Choice{true, mx, Name(schedule), parallelism};
+  }
+  update_active();
+}
+
+std::vector<Asked> record(bool recording) {
+  State& all = state();
+  std::lock_guard lock(all.mutex);
+  all.recording = recording;
+  std::vector<Asked> asked;
+  for (const auto& [problem, _] : std::exchange(all.asked, {})) {
+    asked.push_back(problem);
+  }
+  update_active();
+  return asked;
+}
+
+void bind(nb::module_& module) {
+  module.def("calibration_load", &load, "device"_a, "rows"_a,
+             "Makes these rows the calibration of a device, cpu, gpu or simulator: op, dtype, format, sizes, whether mx "
+             "was faster, the schedule that won and its parallelism. Without rows there is none.");
+  module.def("calibration_force", &force, "choice"_a.none(),
+             "Makes one choice (whether mx, schedule, parallelism) that of every problem, as measurements of it need; "
+             "None ends that.");
+  module.def("calibration_record", &record, "recording"_a,
+             "Begins or ends to keep the problems of calls; returns those kept so far: op, dtype, format, sizes, device "
+             "and whether a calibration knew them.");
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+Choice calibrated(const Problem& problem, mx::Stream stream) {
+  State& all = state();
+  if (!all.active) {
+    return {};
+  }
+  const size_t device = device_of(stream);
+  const Choice choice = look_up(problem, device);
+  std::lock_guard lock(all.mutex);
+  if (all.recording) {
+    all.asked[{problem.op, dtype_name(problem.dtype), problem.format, problem.sizes, devices[device], choice.known}] =
+        true;
+  }
+  return all.forced.value_or(choice);
+}
+
+bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream) {
+  const Choice choice = calibrated(problem, stream);
+  if (choice.known) {
+    return choice.mx && prefer_fallback(problem.op, "a problem that mx computes faster, as measured on this machine");
+  }
+  return reason && prefer_fallback(problem.op, reason);
+}
+
+}  // namespace mittens

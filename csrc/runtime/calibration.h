@@ -1,0 +1,40 @@
+// What was measured on this machine: for a problem, the plan that won, or that mx did. Plans and ops ask for it; where
+// nothing was measured near a problem, the plan tables and the rules for mx decide alone.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "backends/name.h"
+#include "mlx/dtype.h"
+#include "mlx/stream.h"
+
+namespace mittens {
+
+namespace mx = mlx::core;
+
+// A call as far as its speed depends on it. Two calls of one op, dtype and format are compared by their sizes.
+struct Problem {
+  const char* op;  // text that stays where it is
+  mx::Dtype dtype;
+  uint32_t format;  // what else tells kernels apart, as the family's plan.h numbers it
+  std::array<uint32_t, 4> sizes;  // those not used are 1
+};
+
+struct Choice {
+  bool known = false;  // whether a measurement says the rest
+  bool mx = false;  // mx was faster
+  Name schedule;  // a row's name in the plan table; empty for the first that fits
+  int parallelism = 0;  // log2 of how many times the GPU's cores the plan is to count with
+};
+
+// The choice measured nearest to a problem, no size of which is more than twice or less than half of the problem's.
+Choice calibrated(const Problem& problem, mx::Stream stream);
+
+// Whether mx is to compute a problem that a kernel covers as well. By calibration where it knows the problem, else where
+// there is a reason for which mx is faster on this GPU. stats() has the reason. Never in strict mode or under a strict
+// patch, which ask for the kernel.
+bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream);
+
+}  // namespace mittens
