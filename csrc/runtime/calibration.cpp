@@ -9,6 +9,7 @@
 #include <optional>
 #include <stdexcept>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -39,9 +40,21 @@ struct Point {
   Choice choice;
 };
 
-// By op, dtype and format.
-using Key = std::tuple<Name, mx::Dtype::Val, uint32_t>;
-using Table = std::map<Key, std::vector<Point>>;
+struct Key {
+  Name op;
+  mx::Dtype::Val dtype;
+  uint32_t format;
+
+  bool operator==(const Key&) const = default;
+};
+
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    return (std::hash<Name>()(key.op) * 31 + static_cast<size_t>(key.dtype)) * 31 + key.format;
+  }
+};
+
+using Table = std::unordered_map<Key, std::vector<Point>, KeyHash>;
 
 constexpr const char* devices[] = {"cpu", "gpu", "simulator"};
 
@@ -58,6 +71,11 @@ struct State {
 
 State& state() {
   static State* instance = new State();
+  return *instance;
+}
+
+std::map<std::string, std::vector<std::string>>& schedules() {
+  static auto* instance = new std::map<std::string, std::vector<std::string>>();
   return *instance;
 }
 
@@ -117,7 +135,7 @@ Choice look_up(const Problem& problem, size_t device) {
   if (!table) {
     return {};
   }
-  const auto found = table->find({problem.op, problem.dtype.val(), problem.format});
+  const auto found = table->find(Key{problem.op, problem.dtype.val(), problem.format});
   return found == table->end() ? Choice{} : nearest(found->second, position_of(problem.sizes));
 }
 
@@ -130,7 +148,7 @@ void update_active() {
 void load(const std::string& device, const std::vector<Row>& rows) {
   auto table = std::make_unique<Table>();
   for (const auto& [op, dtype, format, sizes, mx, schedule, parallelism] : rows) {
-    (*table)[{Name(op), dtype_named(dtype).val(), format}].push_back(
+    (*table)[Key{op, dtype_named(dtype).val(), format}].push_back(
         {position_of(sizes), {true, mx, Name(schedule), parallelism}});
   }
   State& all = state();
@@ -165,20 +183,40 @@ std::vector<Asked> record(bool recording) {
 }
 
 void bind(nb::module_& module) {
-  module.def("calibration_load", &load, "device"_a, "rows"_a,
-             "Makes these rows the calibration of a device, cpu, gpu or simulator: op, dtype, format, sizes, whether mx "
-             "was faster, the schedule that won and its parallelism. Without rows there is none.");
+  module.def(
+      "calibration_load", &load, "device"_a, "rows"_a,
+      "Makes these rows the calibration of a device, cpu, gpu or simulator: op, dtype, format, sizes, whether mx "
+      "was faster, the schedule that won and its parallelism. Without rows there is none.");
   module.def("calibration_force", &force, "choice"_a.none(),
              "Makes one choice (whether mx, schedule, parallelism) that of every problem, as measurements of it need; "
              "None ends that.");
-  module.def("calibration_record", &record, "recording"_a,
-             "Begins or ends to keep the problems of calls; returns those kept so far: op, dtype, format, sizes, device "
-             "and whether a calibration knew them.");
+  module.def(
+      "plan_schedules",
+      [](const std::string& op) {
+        const auto found = schedules().find(op);
+        return found == schedules().end() ? std::vector<std::string>() : found->second;
+      },
+      "op"_a, "The names of the schedules in the plan table of an op.");
+  module.def(
+      "calibration_record", &record, "recording"_a,
+      "Begins or ends to keep the problems of calls; returns those kept so far: op, dtype, format, sizes, device "
+      "and whether a calibration knew them.");
 }
 
 const Register registered(bind);
 
 }  // namespace
+
+Schedules::Schedules(std::initializer_list<const char*> ops, const std::vector<std::string>& names) {
+  for (const char* op : ops) {
+    std::vector<std::string>& known = schedules()[op];
+    for (const std::string& name : names) {
+      if (std::find(known.begin(), known.end(), name) == known.end()) {
+        known.push_back(name);
+      }
+    }
+  }
+}
 
 Choice calibrated(const Problem& problem, mx::Stream stream) {
   State& all = state();
