@@ -154,8 +154,12 @@ def select_device(name: str | None) -> None:
     mx.set_default_device(device)
 
 
-def _check_executor(executor: str) -> None:
-    """Refuses to begin where kernels cannot be run, as without a compiler."""
+def check_executor(executor: str) -> None:
+    """Refuses to begin where kernels cannot be run, as without a compiler.
+
+    Raises:
+        UsageError: The executor is not ready.
+    """
     status = executors()[executor]
     if not status.startswith("ready"):
         raise UsageError(f"the executor {executor} is not ready: {status}")
@@ -205,7 +209,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.predict:
         return bench_predictions.run(arguments, file, names)
     select_device(arguments.device)
-    _check_executor(machine.executor())
+    check_executor(machine.executor())
     if arguments.model is not None:
         with kept_memory(machine.device()):
             return bench_models.run(arguments, file)
