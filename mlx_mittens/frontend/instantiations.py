@@ -1,7 +1,7 @@
 """The instantiations of a .metal text, found without a compiler, so that Metal compiles only the kernel that is used.
 
-Kernels are instantiated at file level by ``instantiate_kernel`` of mittens/instantiate.h, or by macros that come down to
-it. Metal compiles all of them when it is given the text, which takes seconds for a file of 60. `only` leaves one.
+Kernels are instantiated at file level by ``instantiate_kernel`` of mittens/instantiate.h, or by macros that come down
+to it. Metal compiles all of them when it is given the text, which takes seconds for a file of 60. `only` leaves one.
 """
 
 from __future__ import annotations
