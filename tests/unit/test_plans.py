@@ -1,0 +1,168 @@
+"""What the plans decide on several GPUs, pinned: a change of a plan shows here, line by line.
+
+`PYTHONPATH=tests python -m unit.test_plans --write` writes the file anew.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mlx_mittens as mm
+from mlx_mittens import _ext, gpus
+
+FILE = Path(__file__).with_name("plans.txt")
+GPUS = ("m1", "m2-max", "m3-ultra", "m5", "h200")
+HALF = mx.float16
+
+Call = Callable[[], object]
+
+
+def rows(op: str, rows: int, columns: int, dtype: mx.Dtype = HALF) -> tuple[str, Call]:
+    x, weight = mx.zeros((rows, columns), dtype), mx.zeros((columns,), dtype)
+    call = {"rms_norm": lambda: mm.rms_norm(x, weight, 1e-5), "softmax": lambda: mm.softmax(x, axis=-1)}[op]
+    return f"{op} {rows}x{columns}", call
+
+
+def gemv(rows: int, columns: int, outputs: int, transpose: bool = True) -> tuple[str, Call]:
+    x, w = mx.zeros((rows, columns), HALF), mx.zeros((outputs, columns) if transpose else (columns, outputs), HALF)
+    return f"gemv {rows}x{columns}x{outputs}{'' if transpose else ' w.T'}", lambda: mm.gemv(w, x, transpose=transpose)
+
+
+def quantized(rows: int, columns: int, outputs: int, bits: int, transpose: bool = True) -> tuple[str, Call]:
+    x = mx.zeros((rows, columns if transpose else outputs), HALF)
+    w, scales = mx.zeros((outputs, columns * bits // 32), mx.uint32), mx.zeros((outputs, columns // 64), HALF)
+    label = f"quantized_matmul {rows}x{columns}x{outputs} {bits}-bit{'' if transpose else ' w.T'}"
+    return label, lambda: mm.quantized_matmul(x, w, scales, scales, transpose=transpose, group_size=64, bits=bits)
+
+
+def gguf(rows: int, columns: int, outputs: int) -> tuple[str, Call]:
+    x, blocks = mx.zeros((rows, columns), HALF), mx.zeros((outputs, columns // 32 * 18), mx.uint8)
+    return f"block_matmul {rows}x{columns}x{outputs} q4_0", lambda: mm.block_matmul(x, blocks, "q4_0")
+
+
+def attention(batch: int, queries: int, keys: int, dtype: mx.Dtype = HALF, bits: int = 0) -> tuple[str, Call]:
+    heads, key_heads, width = 32, 8, 128
+    q, shape = mx.zeros((batch, heads, queries, width), dtype), (batch, key_heads, keys)
+    label = f"attention {batch}x{heads}x{key_heads}x{queries}x{keys}x{width}{f' {bits}-bit' if bits else ''}"
+    if not bits:
+        kv = mx.zeros((*shape, width), dtype)
+        options = {"scale": 1.0, "mask": "causal" if queries > 1 else None}
+        return f"{label} {str(dtype).split('.')[-1]}", lambda: mm.scaled_dot_product_attention(q, kv, kv, **options)
+    scales = mx.zeros((*shape, width // 64), dtype)
+    packed = (mx.zeros((*shape, width * bits // 32), mx.uint32), scales, scales)
+    return label, lambda: mm.quantized_scaled_dot_product_attention(
+        q, packed, packed, scale=1.0, group_size=64, bits=bits
+    )
+
+
+def problems() -> dict[str, list[tuple[str, Call]]]:
+    """By family."""
+    return {
+        "norm": [
+            rows("rms_norm", 1, 4096), rows("rms_norm", 100, 4096), rows("rms_norm", 4096, 128),
+            rows("rms_norm", 16, 8192), rows("softmax", 1, 131072), rows("softmax", 24, 131072),
+            rows("softmax", 512, 40000), rows("softmax", 6, 16384, mx.float32),
+        ],
+        "matmul": [
+            gemv(1, 1024, 4096), gemv(1, 4096, 64), gemv(4, 4096, 4096), gemv(8, 4096, 4096), gemv(16, 4096, 14336),
+            gemv(1, 4096, 1024, transpose=False),
+            quantized(1, 4096, 4096, 4), quantized(1, 4096, 128256, 4), quantized(2, 4096, 1024, 8),
+            quantized(8, 4096, 4096, 4), quantized(16, 4096, 14336, 4), quantized(1, 4096, 1024, 4, transpose=False),
+            gguf(1, 4096, 4096),
+        ],
+        "attention": [
+            attention(1, 1, 500), attention(1, 1, 4096), attention(1, 1, 20000), attention(8, 1, 4096),
+            attention(1, 8, 4096), attention(1, 100, 1000), attention(1, 100, 1000, mx.float32),
+            attention(1, 1, 4096, mx.float32), attention(1, 1, 4096, bits=4),
+        ],
+    }  # fmt: skip
+
+
+def decision(call: Call, gpu: str) -> str:
+    """The launches that a call comes to, none of which runs; or why it goes to mx."""
+    with mm.simulator.enabled(gpu=gpu), mx.stream(mx.cpu):
+        mm.stats(reset=True)
+        _ext.simulator_record(True, dry=True)
+        try:
+            result = call()
+            reasons = [reason for op in mm.stats().values() for reason in op["mx"]]
+            if not reasons:
+                mx.eval(result)
+        finally:
+            launches = _ext.simulator_record(False)
+    if reasons:
+        return f"mx: {reasons[0]}"
+    size = lambda numbers: "x".join(str(n) for n in numbers)
+    return "; ".join(f"{x['kernel']} {size(x['threadgroups'])} of {size(x['threads'])}" for x in launches)
+
+
+def lines(family: str) -> Iterator[str]:
+    for label, call in problems()[family]:
+        yield f"{family}: {label}"
+        yield from (f"  {gpu:<9}{decision(call, gpu)}" for gpu in GPUS)
+
+
+def pinned() -> list[str]:
+    return FILE.read_text().splitlines()
+
+
+@pytest.mark.parametrize("family", ["norm", "matmul", "attention"])
+def test_decisions(native, lenient, family):
+    known = pinned()
+    of_family = [i for i, line in enumerate(known) if line.startswith(f"{family}: ")]
+    last = next((i for i in range(of_family[-1] + 1, len(known)) if not known[i].startswith("  ")), len(known))
+    assert [*lines(family)] == known[of_family[0] : last]
+
+
+def test_small_and_large_gpus_differ(native):
+    """An 8-core M1 shares keys and columns among fewer threadgroups than an Ultra of 80 cores."""
+    for call in (attention(1, 1, 20000)[1], rows("softmax", 1, 131072)[1], gemv(1, 4096, 64)[1]):
+        assert decision(call, "m1") != decision(call, "m3-ultra")
+
+
+def test_what_no_plan_is_for(native):
+    with pytest.raises(ValueError, match="gpu is 'm9': expected one of apple, nvidia, h200, m1-7, m1"):
+        gpus.named("m9")
+
+
+@pytest.mark.parametrize(
+    "name, architecture, cores, expected",
+    [
+        ("Apple M2 Max", "applegpu_g14s", 38, ("m2-max", 14, "max", 38)),
+        ("Apple M2 Max", "applegpu_g14s", 30, ("m2-max-30", 14, "max", 30)),
+        ("Apple M2 Max", "applegpu_g14s", None, ("m2-max", 14, "max", 38)),
+        ("Apple M1", "applegpu_g13g", 8, ("m1", 13, "base", 8)),
+        ("Apple M3 Ultra", "applegpu_g15d", 80, ("m3-ultra", 15, "ultra", 80)),
+        ("Apple M4 Max", "applegpu_g16s", 36, ("Apple M4 Max", 16, "max", 36)),
+        ("Apple M7 Max", "applegpu_g19s", 44, ("Apple M7 Max", 19, "max", 44)),
+        ("Apple M6", "applegpu_g18g", None, ("Apple M6", 18, "base", 10)),
+        ("Apple Paravirtual device", "applegpu_g13g", None, ("Apple Paravirtual device", 13, "base", 8)),
+        ("", "", None, ("", 17, "base", 10)),
+    ],
+)
+def test_the_gpu_of_a_mac(name, architecture, cores, expected):
+    """Known chips by name and cores; what is newer than the table by its architecture."""
+    gpu = gpus.of_mac(name, architecture, cores)
+    assert (gpu.name, gpu.generation, gpu.tier, gpu.cores) == expected
+    assert gpu.vendor == "apple" and (gpu.bandwidth_GBps > 0) == (gpu.name in gpus.names() or "M4" in name)
+    assert gpu.caches_registers == (gpu.generation >= 15)
+
+
+def test_cores_of_the_registry():
+    text = '    | "gpu-core-count" = 38\n    | "GPUConfigurationVariable" = {"num_gps"=8,"num_cores"=40}\n'
+    assert gpus.gpu_core_count(text) == 38
+    assert gpus.gpu_core_count("") is None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The decisions of the plans.")
+    parser.add_argument("--write", action="store_true", help=f"to {FILE.name}, which a test compares")
+    text = "\n".join(line for family in problems() for line in lines(family)) + "\n"
+    FILE.write_text(text) if parser.parse_args().write else print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
