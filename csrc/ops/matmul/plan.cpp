@@ -104,8 +104,11 @@ RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t pr
   const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(registers);
   RowProductsPlan plan{};
   plan.simdgroups = simdgroups_for(chunks, outputs, gpu);
-  // As many simdgroups as are resident: as much as possible is on its way then, and none waits for another to end.
-  const uint64_t wanted = ceil_divide(outputs * plan.simdgroups, resident_simdgroups * batched) * batched;
+  // On NVIDIA GPUs as many simdgroups as are resident: as much as possible is on its way then, and none waits for
+  // another to end. On Apple's several times as many, since a core starts a threadgroup sooner than it would wait for
+  // the last of a few large ones.
+  const uint64_t waves = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 8;
+  const uint64_t wanted = ceil_divide(outputs * plan.simdgroups, resident_simdgroups * waves * batched) * batched;
   const uint64_t fitting = kProductPartials / (plan.simdgroups * products) / batched * batched;
   const uint64_t most = std::min(products == 1 ? most_outputs : 2 * most_outputs, fitting);
   plan.outputs_per_group = static_cast<uint32_t>(std::clamp(wanted, batched, most));
