@@ -19,13 +19,13 @@ Item = tuple[Op, Case, str]  # the string names an element type
 # Rows of activations, as tokens of a prompt or of a batch, and their columns.
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 _COLUMNS = (64, 256, 1024, 4096, 16384)
-_VOCABULARY = 131072  # the columns of a softmax over one
+_VOCABULARY = 131072  # no steps lead to it: models have either more or far less
 
 # Rows, inner size and outputs of products with weights.
 _PRODUCT_ROWS = (1, 4, 16)
 _PROMPT_ROWS = (64, 256)
 _INNER = (1024, 4096, 16384)
-_OUTPUTS = (256, 1024, 4096, 16384, 65536, 262144)
+_OUTPUTS = (256, 1024, 4096, 16384, _VOCABULARY)
 
 # Heads, of which so many share keys and values, and their widths.
 _HEADS = 16
@@ -36,7 +36,7 @@ _PROMPTS = (64, 256, 1024)
 
 # Larger cases take longer than what they say is worth: elements of an op that moves them, and products of numbers.
 _MOST_ELEMENTS = {"cpu": 2**23, "gpu": 2**27}
-_MOST_WEIGHTS = {"cpu": 2**25, "gpu": 2**28}
+_MOST_WEIGHTS = {"cpu": 2**26, "gpu": 2**29}
 _MOST_PRODUCTS = {"cpu": 2**28, "gpu": 2**34}
 
 

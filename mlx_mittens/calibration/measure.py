@@ -65,7 +65,6 @@ class Clock(Protocol):
         """Lets plans take turns."""
 
 
-ClockMaker = Callable[[specs.Op, specs.Case, Sequence[mx.array | None], str], Clock]
 Problem = tuple[str, str, int, tuple[int, int, int, int]]
 
 
@@ -120,9 +119,13 @@ class _Repeated:
 
         def drawn(*arguments: Any, **options: Any) -> np.ndarray:
             given = list(arguments)
-            shape = options.pop("size") if "size" in options else given.pop(place)
-            few = draw(*given, size=min(math.prod(shape) if isinstance(shape, tuple) else shape, _DRAWN), **options)
-            return np.resize(few, shape)
+            shape = options["size"] if "size" in options else given[place]
+            few = min(math.prod(shape) if isinstance(shape, tuple) else shape, _DRAWN)
+            if "size" in options:
+                options["size"] = few
+            else:
+                given[place] = few
+            return np.resize(draw(*given, **options), shape)
 
         return drawn
 
@@ -212,7 +215,6 @@ def measure(
     budget: Budget,
     rng: np.random.Generator,
     known: Container[Problem] = (),
-    make_clock: ClockMaker = Stopwatch,
 ) -> list[Row]:
     """Times an item, in strict mode; a row for each problem that it asks for and that is not known yet.
 
@@ -222,14 +224,13 @@ def measure(
         budget: How long it may take.
         rng: Draws the inputs.
         known: Problems that have a row.
-        make_clock: Makes what times the call.
     """
     op, case, dtype = item
     arrays = draw(item, rng)
     problems = [problem for problem in asked(op, case, arrays, device) if problem not in known]
     if not problems:
         return []
-    clock = make_clock(op, case, arrays, device)
+    clock = Stopwatch(op, case, arrays, device)
     plans = [TABLES, MX]
     if device == "gpu" and (best := candidate(clock, schedules(op, case, arrays))) != TABLES:
         plans.append(best)

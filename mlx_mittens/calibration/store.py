@@ -81,16 +81,9 @@ class Calibration:
         return str(self.machine["device"])
 
     def activate(self) -> None:
-        """Makes it what ops and plans ask.
-
-        Raises:
-            CalibrationError: A row is none that the extension can read.
-        """
+        """Makes it what ops and plans ask."""
         rows = [(*row.problem, row.mx, row.schedule, row.parallelism) for row in self.rows]
-        try:
-            _ext.calibration_load(self.device, rows)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise CalibrationError(f"has a row that cannot be read ({str(error).splitlines()[0]})") from None
+        _ext.calibration_load(self.device, rows)
 
 
 def versions() -> dict[str, str]:
@@ -171,14 +164,26 @@ def read(file: Path) -> Calibration:
         raise CalibrationError(f"was made on {_listed(made_on)}, this is {_listed(machine(device))}")
     try:
         rows = [_row(values) for values in data["rows"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise CalibrationError(f"has a row that cannot be read ({type(error).__name__}: {error})") from None
     return Calibration(made_on, made_with, date, rows)
 
 
 def _row(values: dict[str, Any]) -> Row:
-    first, second, third, fourth = values.pop("sizes")
-    return Row(**values, sizes=(first, second, third, fourth))
+    row = Row(**{**values, "sizes": tuple(values["sizes"])})
+    natural = lambda value: type(value) is int and 0 <= value < 2**32
+    if not (
+        all(type(value) is str for value in (row.op, row.case, row.schedule))
+        and row.dtype in ("float32", "float16", "bfloat16")
+        and len(row.sizes) == 4
+        and all(map(natural, (row.format, *row.sizes)))
+        and type(row.mx) is bool
+        and type(row.parallelism) is int
+        and abs(row.parallelism) < 32
+        and all(type(value) in (int, float) for value in (row.mx_us, row.ours_us, row.best_us, row.spread))
+    ):
+        raise ValueError(f"{values}")
+    return row
 
 
 def _listed(values: dict[str, Any]) -> str:
