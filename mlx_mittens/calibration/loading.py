@@ -9,10 +9,10 @@ from pathlib import Path
 
 from .. import _ext
 from . import store
-from .store import Calibration, CalibrationError
+from .store import CalibrationError
 
-# Those that ops and plans ask now, by device, and the files that they are from.
-loaded: dict[str, tuple[Path, Calibration]] = {}
+# The files that ops and plans follow now, by device.
+loaded: dict[str, Path] = {}
 
 
 def _candidates() -> list[Path]:
@@ -44,9 +44,9 @@ def load() -> None:
         files, problems = [], [f"No calibration is used ({type(error).__name__}: {error})"]
     for file in files:
         try:
-            calibration = store.read(file)
-            calibration.activate()
-            loaded[calibration.device] = (file, calibration)
+            found = store.data(file)
+            store.activate(found)
+            loaded[found["machine"]["device"]] = file
         except CalibrationError as error:
             problems.append(f"The calibration {file} {error}")
         except OSError as error:
@@ -76,14 +76,12 @@ def status(device: str) -> str:
     """Whether there is a calibration of a device of this machine, and whether it is used."""
     if store.is_off():
         return f"off ({store.VARIABLE})"
-    if device in loaded:
-        file, calibration = loaded[device]
-        return f"of {calibration.date}, {store.summary(calibration.rows)} ({file})"
     try:
-        file = store.path(device)
-        store.read(file)
+        file = loaded.get(device) or store.path(device)
+        calibration = store.read(file)
     except CalibrationError as error:
         return f"ignored: {file} {error}; {store.HOW_TO_MAKE}"
     except (OSError, RuntimeError):
         return f"none; {store.HOW_TO_MAKE}"
-    return f"not used: made after this process had started ({file})"
+    what = f"of {calibration.date}, {store.summary(calibration.rows)} ({file})"
+    return what if device in loaded else f"not used, as it was made after this process had started: {what}"
