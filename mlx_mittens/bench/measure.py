@@ -94,8 +94,18 @@ def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[specs.Op,
     ]
 
 
-def take_turns(samplers: Mapping[str, Callable[[int], float]], device: str, budget: Budget) -> dict[str, list[float]]:
-    """Lets the contenders take turns until the budget is spent; seconds of each turn."""
+def take_turns(
+    samplers: Mapping[str, Callable[[int], float]], device: str, budget: Budget, shortest: float | None = None
+) -> dict[str, list[float]]:
+    """Lets the contenders take turns until the budget is spent; gives the seconds of a call in each turn.
+
+    Args:
+        samplers: A function for each contender, which times so many calls.
+        device: ``cpu`` or ``gpu``.
+        budget: How many turns.
+        shortest: Seconds of a turn at least; those of the benchmark without it.
+    """
+    shortest = _SHORTEST_SAMPLE[device] if shortest is None else shortest
     counts = {}
     times: dict[str, list[float]] = {name: [] for name in samplers}
     for name, sample in samplers.items():
@@ -104,8 +114,8 @@ def take_turns(samplers: Mapping[str, Callable[[int], float]], device: str, budg
             times[name].append(seconds)
         else:
             seconds = sample(1)  # the first call of a kernel may have compiled it
-        while seconds * count < _SHORTEST_SAMPLE[device] and count < 1 << 16:
-            count = max(2 * count, math.ceil(_SHORTEST_SAMPLE[device] / max(seconds, 1e-9)))
+        while seconds * count < shortest and count < 1 << 16:
+            count = max(2 * count, math.ceil(shortest / max(seconds, 1e-9)))
             seconds = sample(count)
         counts[name] = count
     slow = [name for name in samplers if times[name]]

@@ -23,14 +23,14 @@ _VOCABULARY = 131072  # no steps lead to it: models have either more or far less
 
 # Rows, inner size and outputs of products with weights.
 _PRODUCT_ROWS = (1, 4, 16)
-_PROMPT_ROWS = (64, 256)
+_PROMPT_ROWS = (64, 256)  # on a CPU alone: a GPU's kernels take fewer
 _INNER = (1024, 4096, 16384)
 _OUTPUTS = (256, 1024, 4096, 16384, _VOCABULARY)
 
 # Heads, of which so many share keys and values, and their widths.
 _HEADS = 16
-_RATIOS = (1, 4, 8)
-_WIDTHS = (64, 128)
+_RATIOS = (1, 4)
+_WIDTHS = (64, 128, 256)
 _KEYS = (64, 256, 1024, 4096, 16384, 65536)
 _PROMPTS = (64, 256, 1024)
 
@@ -64,13 +64,17 @@ def _matrices(rows: Iterable[int], device: str) -> list[tuple[int, int, int]]:
     ]
 
 
+def _products(device: str) -> list[tuple[int, int, int]]:
+    return _matrices(_PRODUCT_ROWS + (_PROMPT_ROWS if device == "cpu" else ()), device)
+
+
 def _dense(device: str) -> Iterator[Case]:
-    yield from _cases(_matrices(_PRODUCT_ROWS + _PROMPT_ROWS, device))
+    yield from _cases(_products(device))
 
 
 def _quantized(device: str) -> Iterator[Case]:
     for bits in (4, 8):
-        yield from _cases(_matrices(_PRODUCT_ROWS + _PROMPT_ROWS, device), bits=bits)
+        yield from _cases(_products(device), bits=bits)
 
 
 def _swiglu(device: str) -> Iterator[Case]:
@@ -135,6 +139,19 @@ def cases(op: Op, device: str, quick: bool = False) -> list[Case]:
     return list(_GRIDS[op.name](device))
 
 
+def _dtypes(op: Op, case: Case, device: str) -> Iterable[str]:
+    # Models with quantized weights compute in half types on a GPU.
+    dtypes = op.dtypes(case)
+    is_quantized = bool(op.arguments(case).keys() & {"bits", "kind"})
+    return [name for name in dtypes if name != "float32"] if is_quantized and device == "gpu" else dtypes
+
+
+def is_larger(case: Case, other: Case) -> bool:
+    """Whether a case is another one in larger sizes."""
+    same = case.options == other.options and len(case.shape) == len(other.shape)
+    return same and all(a >= b for a, b in zip(case.shape, other.shape))
+
+
 def items(names: Iterable[str], device: str, quick: bool = False) -> list[Item]:
     """What a calibration measures, in order."""
     chosen = set(names)
@@ -143,5 +160,5 @@ def items(names: Iterable[str], device: str, quick: bool = False) -> list[Item]:
         for op in specs.OPS
         if op.name in chosen
         for case in cases(op, device, quick)
-        for dtype in op.dtypes(case)
+        for dtype in _dtypes(op, case, device)
     ]

@@ -25,10 +25,15 @@ from .store import Row
 
 FULL = Budget(seconds=0.1, fewest=5, most=31)
 QUICK = Budget(seconds=0.08, fewest=5, most=21)
-_SCREENING = Budget(seconds=0.03, fewest=3, most=9)
+_SCREENING = Budget(seconds=0.02, fewest=3, most=9)
+_SHORTEST_SAMPLE = {"cpu": 2e-3, "gpu": 3e-3}
 
-# log2 of how many times the GPU's cores a plan is to count with.
-_PARALLELISM = (-2, -1, 1, 2)
+# log2 of how many times the GPU's cores a plan is to count with, at most.
+_MOST_PARALLELISM = 2
+
+# Where mx takes so many seconds, and so many times as long as ours, larger shapes are left out: they may take minutes.
+_SLOW = 0.1
+_MUCH_SLOWER = 4
 
 # Numbers that are drawn for inputs; larger arrays repeat them, which no row length divides.
 _DRAWN = 2**16 + 1
@@ -87,7 +92,7 @@ class Stopwatch:
 
     def __call__(self, plans: Sequence[Plan], budget: Budget) -> dict[Plan, Time]:
         samplers = {str(i): self._sampler(plan, i * len(self._sets) // len(plans)) for i, plan in enumerate(plans)}
-        times = take_turns(samplers, self._device, budget)
+        times = take_turns(samplers, self._device, budget, _SHORTEST_SAMPLE[self._device])
         return {plan: _time(times[str(i)]) for i, plan in enumerate(plans)}
 
     def _sampler(self, plan: Plan, first: int) -> Callable[[int], float]:
@@ -191,7 +196,17 @@ def _fastest(times: Mapping[Plan, Time]) -> Plan:
 def candidate(clock: Clock, others: Sequence[Plan]) -> Plan:
     """The plan of ours that looks the fastest: a schedule first, then its parallelism."""
     best = _fastest(clock([TABLES, *others], _SCREENING)) if others else TABLES
-    return _fastest(clock([best, *(replace(best, parallelism=n) for n in _PARALLELISM)], _SCREENING))
+    neighbours = [replace(best, parallelism=n) for n in (-1, 1)]
+    found = _fastest(clock([best, *neighbours], _SCREENING))
+    if found != best:  # further the same way
+        further = [replace(best, parallelism=found.parallelism * n) for n in range(2, _MOST_PARALLELISM + 1)]
+        found = _fastest(clock([found, *further], _SCREENING))
+    return found
+
+
+def is_hopeless(row: Row) -> bool:
+    """Whether mx is so much slower that larger shapes need not be measured: ours serves them without a row too."""
+    return not row.mx and row.mx_us > _SLOW * 1e6 and row.mx_us > _MUCH_SLOWER * row.best_us
 
 
 def _faster(a: Time, b: Time) -> bool:

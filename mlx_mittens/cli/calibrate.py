@@ -105,15 +105,16 @@ def run(arguments: argparse.Namespace) -> int:
     rows = file.calibration.rows
     print(f"{', '.join(map(str, file.calibration.machine.values()))}; {path}", flush=True)
     measured = {(row.op, row.case, row.dtype) for row in rows}
-    todo = [
-        item
-        for item in grid.items(names, device, arguments.quick)
-        if (item[0].name, item[1].name, item[2]) not in measured
-    ]
+    planned = grid.items(names, device, arguments.quick)
+    todo = [item for item in planned if _key(item) not in measured]
     if measured and todo:
         print(f"goes on: {len(measured)} calls were measured before; --again starts over", flush=True)
     failed: list[str] = []
-    ending = _measure(todo, device, arguments.quick, file, failed) if todo else Ending()
+    ending = Ending()
+    if todo:
+        hopeless = {(row.op, row.case, row.dtype) for row in rows if measure.is_hopeless(row)}
+        slow = [item for item in planned if _key(item) in hopeless]
+        ending = _measure(todo, slow, device, arguments.quick, file, failed)
     print(_table(rows))
     print(store.summary(rows))
     for problem in failed:
@@ -127,28 +128,46 @@ def run(arguments: argparse.Namespace) -> int:
     return ending.status or int(bool(failed))
 
 
-def _name(item: grid.Item) -> str:
+def _key(item: grid.Item) -> tuple[str, str, str]:
     op, case, dtype = item
-    return f"{op.name} {case.name} {dtype}"
+    return op.name, case.name, dtype
 
 
-def _measure(todo: Sequence[grid.Item], device: str, quick: bool, file: _File, failed: list[str]) -> Ending:
-    """Measures each item; what fails is kept in words, and does not stop the others."""
+def _name(item: grid.Item) -> str:
+    return " ".join(_key(item))
+
+
+def _measure(
+    todo: Sequence[grid.Item], slow: list[grid.Item], device: str, quick: bool, file: _File, failed: list[str]
+) -> Ending:
+    """Measures each item, but those that are larger than one for which mx takes long and is far slower.
+
+    What fails is kept in words, and does not stop the others.
+    """
     budget = measure.QUICK if quick else measure.FULL
     known = {row.problem for row in file.calibration.rows}
     loading.unload()  # the tables' plans are timed, not what was measured before
     with grouped_steps([op.name for op, _, _ in todo]) as step, strict(), kept_memory(device):
 
+        def is_left_out(item: grid.Item) -> bool:
+            op, case, dtype = item
+            return any((op.name, dtype) == (o.name, d) and grid.is_larger(case, c) for o, c, d in slow)
+
         def one(item: grid.Item) -> None:
+            if is_left_out(item):
+                step(_name(item))
+                return
             try:
                 rows = measure.measure(item, device, budget, inputs(0, _name(item)), known)
             except (RuntimeError, ValueError, MemoryError) as error:
                 failed.append(f"{_name(item)}: {str(error).splitlines()[0]}")
                 rows = []
             known.update(row.problem for row in rows)
+            slow.extend(item for row in rows if measure.is_hopeless(row))
             file.add(rows)
             step(_name(item))
-            mx.clear_cache()
+            if device == "gpu":
+                mx.clear_cache()
 
         ending = each(todo, one, _name)
     try:

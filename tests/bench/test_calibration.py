@@ -116,11 +116,31 @@ def test_the_winner_is_not_slower_than_mx_by_more_than_the_spread(seed):
 
 def test_a_candidate_is_a_schedule_and_then_its_parallelism():
     microseconds = {"": 10, "a": 8, "b": 9}
-    clock = lambda plans, budget: {
-        plan: Time(microseconds[plan.schedule] + abs(plan.parallelism - 1), 0.0) for plan in plans
-    }
-    assert measure.candidate(clock, [Plan(schedule="a"), Plan(schedule="b")]) == Plan(schedule="a", parallelism=1)
-    assert measure.candidate(clock, []) == Plan(parallelism=1)
+    for best in (-2, -1, 0, 1, 2):
+        clock = lambda plans, budget, best=best: {
+            plan: Time(microseconds[plan.schedule] + abs(plan.parallelism - best), 0.0) for plan in plans
+        }
+        found = measure.candidate(clock, [Plan(schedule="a"), Plan(schedule="b")])
+        assert found == Plan(schedule="a", parallelism=best)
+        assert measure.candidate(clock, []) == Plan(parallelism=best)
+
+
+@pytest.mark.parametrize("name, shape", [("rms_norm", (4, 1024)), ("gemv", (1, 512, 16))])
+def test_schedules_give_other_kernels_and_the_same_results(name, shape, rng):
+    op, case = specs.get(name), specs.Case("calibration", shape)
+    with mm.simulator.enabled(gpu="nvidia"):
+        arrays = measure.draw((op, case, "float32"), rng)
+        found = measure.schedules(op, case, arrays)
+        assert found and {plan.schedule for plan in found} <= set(_ext.plan_schedules(name))
+        kernels = []
+        for plan in (TABLES, *found):
+            mm.stats(reset=True)
+            with measure.forced(plan):
+                mx.eval(specs.run(op, op.ours, case, arrays))
+            kernels.append(str(mm.stats()[name]["kernels"]))
+        assert len(set(kernels)) == len(kernels) > 1
+        wrong = replace(op, ours=lambda *arrays, **options: op.ours(*arrays, **options) * mx.random.uniform())
+        assert not measure.schedules(wrong, case, arrays), "a plan with other results is none"
 
 
 def test_the_file_holds_what_was_measured(file):
@@ -132,19 +152,15 @@ def test_the_file_holds_what_was_measured(file):
 
 
 def broken(change):
-    """The text of a file, changed."""
-
-    def text():
-        data = {
-            "schema": 1,
-            "versions": store.versions(),
-            "machine": store.machine("cpu"),
-            "date": "2026-01-02",
-            "rows": [{**vars(row)} for row in SOME_ROWS],
-        }
-        return change(data) or json.dumps(data)
-
-    return text
+    """The text of a file that is right but for a change."""
+    data = {
+        "schema": 1,
+        "versions": store.versions(),
+        "machine": store.machine("cpu"),
+        "date": "2026-01-02",
+        "rows": [{**vars(row)} for row in SOME_ROWS],
+    }
+    return change(data) or json.dumps(data)
 
 
 BAD = {
@@ -173,7 +189,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_file_is_ignored_with_one_warning(name, file, lenient):
     change, reason = BAD[name]
-    file.write_text(broken(change)())
+    file.write_text(broken(change))
     with pytest.warns(RuntimeWarning, match=reason) as said:
         calibration.load()
     assert len(said) == 1
@@ -196,7 +212,7 @@ def test_a_file_that_is_not_there_or_no_file(file):
 
 def test_a_file_of_a_gpu_where_there_is_none(file, monkeypatch):
     monkeypatch.setattr(store, "has_gpu", lambda: False)
-    file.write_text(broken(lambda data: data.update(machine={"device": "gpu", "name": "X"}))())
+    file.write_text(broken(lambda data: data.update(machine={"device": "gpu", "name": "X"})))
     with pytest.warns(RuntimeWarning, match="was made on device gpu, name X, and mx has no GPU here"):
         calibration.load()
 
@@ -336,6 +352,17 @@ def test_what_fails_does_not_stop_the_rest(few_shapes, made_up, file, capsys):
     assert len(store.read(file).rows) == 9
 
 
+def test_shapes_for_which_mx_would_take_minutes_are_left_out(few_shapes, made_up, file):
+    slow = lambda op, case, plan: 1e6 if plan == MX and case.shape[0] == 64 else 5.0
+    few_shapes += [specs.Case("calibration", (256, 1024)), specs.Case("calibration", (16, 1024))]
+    clock = made_up(slow)
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    assert {name for _, name, _ in clock.timed} == {f"calibration {s}" for s in ("1x64", "1x1024", "64x64", "16x1024")}
+    clock = made_up(slow)
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    assert not clock.timed, "a second run leaves them out too"
+
+
 def test_a_full_disk(few_shapes, made_up, file, monkeypatch, capsys):
     made_up()
     monkeypatch.setattr(calibrate, "_SAVED_EVERY", 0.0)
@@ -421,7 +448,8 @@ def test_models_are_near_a_point_of_the_grid(op, device):
 
 def test_the_grid(monkeypatch):
     names = [op.name for op in specs.OPS]
-    assert len(grid.items(names, "cpu", quick=True)) < len(grid.items(names, "cpu")) < len(grid.items(names, "gpu"))
+    for device in ("cpu", "gpu"):
+        assert len(grid.items(names, device, quick=True)) < 100 < len(grid.items(names, device))
     assert {op.name for op, _, _ in grid.items(["softmax"], "cpu")} == {"softmax"}
     for op in specs.OPS:
         assert grid.cases(op, "cpu") and grid.cases(op, "gpu") and not any(case.vjp for case in grid.cases(op, "cpu"))
