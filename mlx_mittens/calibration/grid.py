@@ -107,11 +107,6 @@ def _packed_attention(device: str) -> Iterator[Case]:
         yield from _cases(_decode(device), bits=bits)
 
 
-def _rope(device: str) -> Iterator[Case]:
-    for tokens, width in product((1, 16, 256), _WIDTHS):
-        yield from _cases([(1, _HEADS, _HEADS // 4, tokens, width)], dims=width)
-
-
 _GRIDS: dict[str, Callable[[str], Iterator[Case]]] = {
     "rms_norm": _norm,
     "layer_norm": _norm,
@@ -123,7 +118,6 @@ _GRIDS: dict[str, Callable[[str], Iterator[Case]]] = {
     "block_matmul": _gguf,
     "scaled_dot_product_attention": _attention,
     "quantized_scaled_dot_product_attention": _packed_attention,
-    "rope_append": _rope,
 }
 
 

@@ -296,6 +296,38 @@ def test_patched_calls_follow_the_calibration(few_shapes, made_up, file, lenient
         assert count(1, 64) == (1, ours)
 
 
+# A small shape of each op that asks a calibration.
+SMALL = {
+    "rms_norm": ((4, 64), {}),
+    "layer_norm": ((4, 64), {}),
+    "add_rms_norm": ((4, 64), {}),
+    "softmax": ((4, 64), {}),
+    "gemv": ((2, 64, 8), {}),
+    "quantized_matmul": ((2, 128, 8), {"bits": 8}),
+    "quantized_swiglu": ((1, 128, 8), {"bits": 4}),
+    "block_matmul": ((2, 64, 8), {"kind": "q8_0"}),
+    "scaled_dot_product_attention": ((1, 4, 2, 1, 70, 64), {}),
+    "quantized_scaled_dot_product_attention": ((1, 4, 2, 1, 70, 64), {"bits": 4}),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_op_follows_the_calibration(name, made_up, file, lenient):
+    made_up(lambda op, case, plan: 1.0 if plan == MX else 50.0)
+    op, case = specs.get(name), specs.Case("calibration", *SMALL[name])
+    with mm.strict():
+        (row,) = measure.measure((op, case, "float16"), "cpu", measure.QUICK, np.random.default_rng(0))
+    assert row.mx and row.op == name and row.dtype == "float16"
+    store.write(file, of_this_machine([row]))
+    calibration.load()
+    arrays = measure.draw((op, case, "float16"), np.random.default_rng(0))
+    mm.stats(reset=True)
+    mx.eval(specs.run(op, op.ours, case, arrays))
+    counts = mm.stats()[name]
+    assert counts["mx"] == {"a problem that mx computes faster, as measured on this machine": 1}
+    assert not counts["kernels"]
+
+
 def test_a_second_run_measures_what_is_missing(few_shapes, made_up, file, capsys):
     first = made_up()
     assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
