@@ -107,7 +107,13 @@ mx::Dtype dtype_named(const std::string& name) {
   throw std::invalid_argument("dtype is '" + name + "': expected float32, float16 or bfloat16");
 }
 
-Choice nearest(const std::vector<Point>& points, const std::array<float, 4>& position) {
+// What is known of a problem that nothing was measured near to.
+const Choice& unknown() {
+  static const Choice none;
+  return none;
+}
+
+const Choice& nearest(const std::vector<Point>& points, const std::array<float, 4>& position) {
   constexpr float farthest = 1.001f;  // a factor of two, and what rounding adds
   const Point* best = nullptr;
   float least = 0;
@@ -123,41 +129,37 @@ Choice nearest(const std::vector<Point>& points, const std::array<float, 4>& pos
       least = sum;
     }
   }
-  return best ? best->choice : Choice{};
+  return best ? best->choice : unknown();
 }
 
-Choice search(const Table& table, const Problem& problem) {
-  const auto found = table.find({problem.op, problem.dtype.val(), problem.format});
-  return found == table.end() ? Choice{} : nearest(found->second, position_of(problem.sizes));
+const Choice& search(const Table& table, const Problem& problem) {
+  const auto found = table.find(Key{problem.op, problem.dtype.val(), problem.format});
+  return found == table.end() ? unknown() : nearest(found->second, position_of(problem.sizes));
 }
 
 // Each thread knows the last problems that it looked up, by their parts: a layer asks for the same ones at every token.
-Choice look_up(const Problem& problem, size_t device) {
-  struct Known {
-    const Table* table = nullptr;  // none is freed, so no other one has its address
-    const char* op = nullptr;
-    mx::Dtype::Val dtype = mx::Dtype::Val::bool_;
-    uint32_t format = 0;
-    Sizes sizes{};
-    Choice choice;
-  };
-  const Table* table = state().tables[device].load(std::memory_order_acquire);
-  if (!table) {
-    return {};
-  }
-  static thread_local std::array<Known, 64> known{};
-  size_t hash = std::hash<const char*>()(problem.op) * 31 + static_cast<size_t>(problem.dtype.val());
-  hash = hash * 31 + problem.format;
+struct Known {
+  const Table* table;  // none is freed, so no other one has its address, nor has a choice in it
+  const char* op;
+  mx::Dtype::Val dtype;
+  uint32_t format;
+  Sizes sizes;
+  const Choice* choice;
+};
+constinit thread_local std::array<Known, 64> known_problems{};
+
+const Choice& look_up(const Problem& problem, const Table& table) {
+  const mx::Dtype::Val dtype = problem.dtype.val();
+  size_t hash = reinterpret_cast<uintptr_t>(problem.op) + static_cast<size_t>(dtype) + problem.format;
   for (uint32_t size : problem.sizes) {
     hash = hash * 31 + size;
   }
-  Known& mine = known[(hash ^ hash >> 6 ^ hash >> 12) % known.size()];
-  const bool same = mine.table == table && mine.op == problem.op && mine.dtype == problem.dtype.val() &&
-                    mine.format == problem.format && mine.sizes == problem.sizes;
-  if (!same) {
-    mine = {table, problem.op, problem.dtype.val(), problem.format, problem.sizes, search(*table, problem)};
+  Known& mine = known_problems[(hash ^ hash >> 6 ^ hash >> 12) % known_problems.size()];
+  if (mine.table != &table || mine.op != problem.op || mine.dtype != dtype || mine.format != problem.format ||
+      mine.sizes != problem.sizes) {
+    mine = {&table, problem.op, dtype, problem.format, problem.sizes, &search(table, problem)};
   }
-  return mine.choice;
+  return *mine.choice;
 }
 
 void update_active() {
@@ -228,8 +230,9 @@ Choice calibrated(const Problem& problem, mx::Stream stream) {
     return {};
   }
   const size_t device = device_of(stream);
-  const Choice choice = look_up(problem, device);
-  if (!all.watched) {
+  const Table* table = all.tables[device].load(std::memory_order_acquire);
+  const Choice& choice = table ? look_up(problem, *table) : unknown();
+  if (!all.watched.load(std::memory_order_relaxed)) {
     return choice;
   }
   std::lock_guard lock(all.mutex);
