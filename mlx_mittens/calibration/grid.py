@@ -146,8 +146,12 @@ def is_larger(case: Case, other: Case) -> bool:
     return same and all(a >= b for a, b in zip(case.shape, other.shape))
 
 
-def items(names: Iterable[str], device: str, quick: bool = False) -> list[Item]:
-    """What a calibration measures, in order."""
+# An item takes two sets of inputs, and while they are drawn about as much again, some of it in another type.
+_COPIES = 8
+
+
+def items(names: Iterable[str], device: str, quick: bool = False, memory: float = math.inf) -> list[Item]:
+    """What a calibration measures, in order, as far as so many bytes of memory hold it."""
     chosen = set(names)
     return [
         (op, case, dtype)
@@ -155,4 +159,5 @@ def items(names: Iterable[str], device: str, quick: bool = False) -> list[Item]:
         if op.name in chosen
         for case in cases(op, device, quick)
         for dtype in _dtypes(op, case, device)
+        if _COPIES * op.bytes_moved(case, specs.DTYPES[dtype]) <= memory
     ]

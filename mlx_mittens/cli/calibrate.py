@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = file.calibration.rows
     print(f"{', '.join(map(str, file.calibration.machine.values()))}; {path}", flush=True)
     measured = {(row.op, row.case, row.dtype) for row in rows}
-    planned = grid.items(names, device, arguments.quick)
+    planned = grid.items(names, device, arguments.quick, _memory(device))
     todo = [item for item in planned if _key(item) not in measured]
     if measured and todo:
         print(f"goes on: {len(measured)} calls were measured before; --again starts over", flush=True)
@@ -126,6 +127,12 @@ def run(arguments: argparse.Namespace) -> int:
     if store.is_off():
         print(f"{store.VARIABLE} is off: nothing follows it until that is unset.")
     return ending.status or int(bool(failed))
+
+
+def _memory(device: str) -> float:
+    """The bytes of memory of a GPU, which Metal and CUDA call by other names; the grid of a CPU needs little."""
+    info = mx.device_info(mx.gpu) if device == "gpu" else {}
+    return float(info.get("total_memory", info.get("memory_size", math.inf)))
 
 
 def _key(item: grid.Item) -> tuple[str, str, str]:

@@ -485,6 +485,8 @@ def test_the_grid(monkeypatch):
     assert {op.name for op, _, _ in grid.items(["softmax"], "cpu")} == {"softmax"}
     for op in specs.OPS:
         assert grid.cases(op, "cpu") and grid.cases(op, "gpu") and not any(case.vjp for case in grid.cases(op, "cpu"))
+    all_of_them, fitting = (grid.items(names, "gpu", memory=memory) for memory in (math.inf, 8 << 30))
+    assert 0.8 * len(all_of_them) < len(fitting) < len(all_of_them), "what a small GPU has no memory for is left out"
     monkeypatch.setattr(grid, "_GRIDS", {})
     op = specs.get("rms_norm")
     assert grid.cases(op, "cpu") == [case for case in op.cases if not case.vjp and not case.gpu_only]
