@@ -63,19 +63,19 @@ class Place:
 
 _PLACES = (
     Place(
-        ("rms_norm",), "norm", "rms_norm.cpp", "row_plan.cpp", ("rms_norm.metal", "norm_vjp.metal"),
+        ("rms_norm",), "norm", "rms_norm.cpp", "plan.cpp", ("rms_norm.metal", "norm_vjp.metal"),
         ("rms_norm.cpp",), ("test_rms_norm.py", "test_long_rows.py"),
     ),
     Place(
-        ("layer_norm",), "norm", "layer_norm.cpp", "row_plan.cpp", ("layer_norm.metal", "norm_vjp.metal"),
+        ("layer_norm",), "norm", "layer_norm.cpp", "plan.cpp", ("layer_norm.metal", "norm_vjp.metal"),
         ("layer_norm.cpp",), ("test_layer_norm.py", "test_long_rows.py"),
     ),
     Place(
-        ("add_rms_norm",), "norm", "add_rms_norm.cpp", "row_plan.cpp", ("add_rms_norm.metal", "norm_vjp.metal"),
+        ("add_rms_norm",), "norm", "add_rms_norm.cpp", "plan.cpp", ("add_rms_norm.metal", "norm_vjp.metal"),
         ("rms_norm.cpp",), ("test_add_rms_norm.py", "test_long_rows.py"),
     ),
     Place(
-        ("softmax",), "norm", "softmax.cpp", "row_plan.cpp", ("softmax.metal", "softmax_vjp.metal"),
+        ("softmax",), "norm", "softmax.cpp", "plan.cpp", ("softmax.metal", "softmax_vjp.metal"),
         ("softmax.cpp",), ("test_softmax.py", "test_long_rows.py"),
     ),
     Place(

@@ -42,6 +42,27 @@ class Driver {
     return context;
   }
 
+  Device device(int index) const {
+    check(init(0), "cuInit");
+    int device = 0;
+    check(device_get(&device, index), "cuDeviceGet");
+    std::array<char, 256> name{};
+    check(device_get_name(name.data(), name.size(), device), "cuDeviceGetName");
+    auto attribute = [&](int number) {
+      int value = 0;
+      check(device_get_attribute(&value, number, device), "cuDeviceGetAttribute");
+      return value;
+    };
+    // Numbers of CUdevice_attribute.
+    return {.name = name.data(),
+            .compute_capability = 10 * attribute(75) + attribute(76),
+            .multiprocessors = attribute(16),
+            .clock_khz = attribute(13),
+            .memory_clock_khz = attribute(36),
+            .memory_bus_bits = attribute(37),
+            .second_cache_bytes = attribute(38)};
+  }
+
   CUfunc_st* load(const std::string& ptx, const std::string& entry) const {
     constexpr int kErrorLogBuffer = 5, kErrorLogBytes = 6;  // CU_JIT_ERROR_LOG_BUFFER and its size
     std::array<char, 4096> log{};
@@ -60,6 +81,10 @@ class Driver {
  private:
   Driver() : library_(dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL)) {
     if (library_) {
+      find(init, "cuInit");
+      find(device_get, "cuDeviceGet");
+      find(device_get_name, "cuDeviceGetName");
+      find(device_get_attribute, "cuDeviceGetAttribute");
       find(context_get_current, "cuCtxGetCurrent");
       find(module_load_data, "cuModuleLoadDataEx");
       find(module_get_function, "cuModuleGetFunction");
@@ -88,6 +113,10 @@ class Driver {
   }
 
   void* library_;
+  int (*init)(unsigned) = nullptr;
+  int (*device_get)(int*, int) = nullptr;
+  int (*device_get_name)(char*, int, int) = nullptr;
+  int (*device_get_attribute)(int*, int, int) = nullptr;
   int (*context_get_current)(void**) = nullptr;
   int (*module_load_data)(void**, const void*, unsigned, int*, void**) = nullptr;
   int (*module_get_function)(CUfunc_st**, void*, const char*) = nullptr;
@@ -185,6 +214,10 @@ bool available() {
   return mlx_internals::is_known() && mlx_internals::has_cuda_encoder();
 }
 
+Device device(int index) {
+  return Driver::get().device(index);
+}
+
 std::string_view missing() {
   if (!mlx_internals::has_cuda_encoder()) {
     return "this MLX was built without CUDA: pip install \"mlx[cuda13]==" MITTENS_MLX_VERSION "\"";
@@ -259,6 +292,10 @@ bool available() {
 
 std::string_view missing() {
   return "CUDA is for Linux";
+}
+
+Device device(int) {
+  throw std::runtime_error("CUDA is for Linux");
 }
 
 void keep_until_done(std::vector<mx::array>, mx::Stream) {}

@@ -1,6 +1,7 @@
 // Running Metal kernels on an NVIDIA GPU: clang's PTX of them, through the CUDA driver, on MLX's own stream.
 #pragma once
 
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -13,6 +14,19 @@ bool available();
 
 // What is missing for kernels to run, for people; empty when nothing is.
 std::string_view missing();
+
+// A GPU, as the driver has it.
+struct Device {
+  std::string name;
+  int compute_capability;  // times ten
+  int multiprocessors;
+  int clock_khz;
+  int memory_clock_khz;
+  int memory_bus_bits;
+  int second_cache_bytes;
+};
+
+Device device(int index);
 
 // Holds arrays until what was given to the stream so far is done.
 void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);

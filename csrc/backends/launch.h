@@ -124,7 +124,7 @@ void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream);
 // Whether ops on the CPU go through the simulator instead of their native code.
 bool simulator_enabled();
 
-// Whether they do, in the place of this GPU: "apple", "m5" (an Apple GPU with matrix units) or "nvidia".
-bool simulates(std::string_view gpu);
+// The name of the GPU that the simulator stands for, as mlx_mittens/gpus.py knows it.
+Name simulator_gpu();
 
 }  // namespace mittens

@@ -45,12 +45,13 @@ using Host = void (*)(const Launch& launch, mx::Stream stream, std::string& file
 struct State {
   std::mutex mutex;
   bool enabled;
-  std::string gpu = "apple";
+  Name gpu = "apple";
   simulator::Options options{};
   // Of each "file:kernel" that ran: the most threads that a threadgroup had, and how many the kernel declares.
   std::map<std::string, std::pair<uint64_t, uint32_t>> launched;
   bool recording = false;
   bool profiling = false;
+  bool dry = false;  // launches are kept but do not run
   std::vector<Run> runs;
   Host host = nullptr;
 
@@ -130,13 +131,13 @@ void bind(nb::module_& module) {
       nb::arg("enabled"), nb::arg("seed") = 0, nb::arg("watch") = true,
       nb::arg("step_limit") = simulator::Options{}.step_limit, nb::arg("gpu") = "apple",
       "Sends ops on the CPU through the simulator or through their native code; the seed shuffles the threads, and the "
-      "kernels are those that the rules choose for the GPU.");
+      "kernels are those that the plans choose for the GPU of this name.");
   module.def(
       "simulator_state",
       [] {
         std::lock_guard lock(state().mutex);
         const auto& options = state().options;
-        return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit, state().gpu);
+        return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit, state().gpu.text());
       },
       "The settings that simulator_configure takes.");
   module.def(
@@ -149,12 +150,13 @@ void bind(nb::module_& module) {
       "of it had, and the most that it declares.");
   module.def(
       "simulator_record",
-      [](bool recording, bool profile) {
+      [](bool recording, bool profile, bool dry) {
         std::vector<Run> runs;
         {
           std::lock_guard lock(state().mutex);
           state().recording = recording;
           state().profiling = recording && profile;
+          state().dry = recording && dry;
           runs.swap(state().runs);
         }
         nb::list result;
@@ -174,8 +176,9 @@ void bind(nb::module_& module) {
         }
         return result;
       },
-      nb::arg("recording"), nb::arg("profile") = false,
-      "Begins or ends to keep what every launch did, profiled if so asked; returns what was kept so far.");
+      nb::arg("recording"), nb::arg("profile") = false, nb::arg("dry") = false,
+      "Begins or ends to keep what every launch did, profiled if so asked; returns what was kept so far. Dry, nothing "
+      "runs, and what launches would compute is undefined.");
 }
 
 const Register registered(bind);
@@ -187,9 +190,9 @@ bool simulator_enabled() {
   return state().enabled;
 }
 
-bool simulates(std::string_view gpu) {
+Name simulator_gpu() {
   std::lock_guard lock(state().mutex);
-  return state().enabled && state().gpu == gpu;
+  return state().gpu;
 }
 
 simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role) {
@@ -241,6 +244,27 @@ void simulate(const std::string& file, const std::string& library, const simulat
   }
 }
 
+namespace {
+
+// Keeps a launch that is not to run; false where launches run.
+bool keep_dry(const std::string& file, const simulator::Dispatch& dispatch) {
+  std::lock_guard lock(state().mutex);
+  if (state().dry) {
+    const auto& groups = dispatch.threadgroups;
+    const auto& threads = dispatch.threads;
+    state().runs.push_back({.file = file,
+                            .kernel = dispatch.kernel,
+                            .library = "",
+                            .constants = {},
+                            .threadgroups = {groups[0], groups[1], groups[2]},
+                            .threads = {threads[0], threads[1], threads[2]},
+                            .counts = {}});
+  }
+  return state().dry;
+}
+
+}  // namespace
+
 void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream) {
   // The inputs may still be on their way on the stream's thread; the simulator runs here, so that a fault is an
   // exception of this call.
@@ -255,6 +279,9 @@ void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream) {
       host(launch, stream, file, dispatch, owner);
     } else {
       dispatch = dispatch_of(launch);
+    }
+    if (keep_dry(file, dispatch)) {
+      continue;
     }
     const auto library = frontend::simulator_library(file, options.watch, launch.function_constants);
     simulate(file, library, dispatch, options, launch.function_constants);

@@ -1,10 +1,6 @@
 #include "runtime/array_layout.h"
 
-#include <cstdlib>
-
-#include "backends/cuda.h"
 #include "backends/memory.h"
-#include "backends/metal.h"
 
 namespace mittens {
 
@@ -44,21 +40,6 @@ mx::array contiguous_rows(const mx::array& array, mx::Stream stream) {
 void add_view(Launch& launch, const mx::array& view) {
   const Span span = span_of(view);
   launch.input(view, span.offset, span.bytes);
-}
-
-bool has_nvidia_rules(mx::Stream stream) {
-  return stream.device == mx::Device::gpu ? cuda::available() : simulates("nvidia");
-}
-
-bool mlx_uses_matrix_units(mx::Stream stream, mx::Dtype dtype) {
-  if (!(stream.device == mx::Device::gpu ? metal::has_matrix_units() : simulates("m5"))) {
-    return false;
-  }
-  static const bool has_tf32 = [] {  // which the units take float32 as
-    const char* value = std::getenv("MLX_ENABLE_TF32");
-    return !value || std::atoi(value) != 0;
-  }();
-  return dtype != mx::float32 || has_tf32;
 }
 
 size_t leading_size(const mx::array& array, int inner) {

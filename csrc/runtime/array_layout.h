@@ -12,9 +12,6 @@ namespace mittens {
 // More rows of x than this are a matter for a matrix product.
 inline constexpr size_t most_gemv_rows = 16;
 
-// The large GPU that plans count with: how work is shared out was measured on it.
-inline constexpr uint32_t h200_cores = 132;
-
 constexpr uint32_t ceil_divide(uint64_t a, uint64_t b) {
   return static_cast<uint32_t>((a + b - 1) / b);
 }
@@ -34,13 +31,6 @@ mx::array contiguous_rows(const mx::array& array, mx::Stream stream);
 
 // Adds an input that is a view with rows.
 void add_view(Launch& launch, const mx::array& view);
-
-// Whether a stream's GPU is an NVIDIA one, or the simulator stands for one: there other kernels may be faster.
-bool has_nvidia_rules(mx::Stream stream);
-
-// Whether a stream's GPU is an Apple one with matrix units, or the simulator stands for one, and MLX uses them for
-// products in this dtype: there these are some three times as fast as ours, which do not.
-bool mlx_uses_matrix_units(mx::Stream stream, mx::Dtype dtype);
 
 // Product of all dimensions but the last `inner`.
 size_t leading_size(const mx::array& array, int inner);

@@ -45,6 +45,7 @@ struct Key {
   Name op;
   mx::Dtype::Val dtype;
   uint32_t format;
+
   bool operator==(const Key&) const = default;
 };
 
@@ -72,6 +73,11 @@ struct State {
 
 State& state() {
   static State* instance = new State();
+  return *instance;
+}
+
+std::map<std::string, std::vector<std::string>>& schedules() {
+  static auto* instance = new std::map<std::string, std::vector<std::string>>();
   return *instance;
 }
 
@@ -172,7 +178,7 @@ void update_active() {
 void load(const std::string& device, const std::vector<Row>& rows) {
   auto table = std::make_unique<Table>();
   for (const auto& [op, dtype, format, sizes, mx, schedule, parallelism] : rows) {
-    (*table)[Key{Name(op), dtype_named(dtype).val(), format}].push_back(
+    (*table)[Key{op, dtype_named(dtype).val(), format}].push_back(
         {position_of(sizes), {true, mx, Name(schedule), parallelism}});
   }
   State& all = state();
@@ -215,6 +221,13 @@ void bind(nb::module_& module) {
              "Makes one choice (whether mx, schedule, parallelism) that of every problem, as measurements of it need; "
              "None ends that.");
   module.def(
+      "plan_schedules",
+      [](const std::string& op) {
+        const auto found = schedules().find(op);
+        return found == schedules().end() ? std::vector<std::string>() : found->second;
+      },
+      "op"_a, "The names of the schedules in the plan table of an op.");
+  module.def(
       "calibration_record", &record, "recording"_a,
       "Begins or ends to keep the problems of calls; returns those kept so far: op, dtype, format, sizes, device "
       "and whether a calibration knew them.");
@@ -223,6 +236,17 @@ void bind(nb::module_& module) {
 const Register registered(bind);
 
 }  // namespace
+
+Schedules::Schedules(std::initializer_list<const char*> ops, const std::vector<std::string>& names) {
+  for (const char* op : ops) {
+    std::vector<std::string>& known = schedules()[op];
+    for (const std::string& name : names) {
+      if (std::find(known.begin(), known.end(), name) == known.end()) {
+        known.push_back(name);
+      }
+    }
+  }
+}
 
 Choice calibrated(const Problem& problem, mx::Stream stream) {
   State& all = state();

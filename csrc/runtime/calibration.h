@@ -4,7 +4,9 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
+#include <vector>
 
 #include "backends/name.h"
 #include "mlx/dtype.h"
@@ -29,12 +31,18 @@ struct Choice {
   int parallelism = 0;  // log2 of how many times the GPU's cores the plan is to count with
 };
 
+// Tells calibration what schedules the plan table of some ops has, for as long as the process lives.
+class Schedules {
+ public:
+  Schedules(std::initializer_list<const char*> ops, const std::vector<std::string>& names);
+};
+
 // The choice measured nearest to a problem, no size of which is more than twice or less than half of the problem's.
 Choice calibrated(const Problem& problem, mx::Stream stream);
 
-// Whether mx is to compute a problem that a kernel covers as well. By calibration where it knows the problem, else where
-// there is a reason for which mx is faster on this GPU. stats() has the reason. Never in strict mode or under a strict
-// patch, which ask for the kernel.
+// Whether mx is to compute a problem that a kernel covers as well. By calibration where it knows the problem, else
+// where there is a reason for which mx is faster on this GPU. stats() has the reason. Never in strict mode or under a
+// strict patch, which ask for the kernel.
 bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream);
 
 }  // namespace mittens

@@ -19,7 +19,7 @@ inline bool is_pending(const mx::array& array) {
   return array.status() == mx::array::Status::unscheduled && array.has_primitive();
 }
 
-// The base of an op's primitive. One that works along rows by the schedules of ops/norm/row_plan.h derives from
+// The base of an op's primitive. One that works along rows by the schedules of ops/norm/plan.h derives from
 // RowPrimitive (ops/norm/row_primitive.h), which is a KernelPrimitive too.
 class KernelPrimitive : public mx::Primitive {
  public:
@@ -83,7 +83,7 @@ template <typename Primitive>
 constexpr void check_base() {
   static_assert(std::is_base_of_v<KernelPrimitive, Primitive>,
                 "the primitive of an op derives from mittens::KernelPrimitive (runtime/primitive.h), or from "
-                "mittens::RowPrimitive (ops/norm/row_primitive.h) where it has the schedules of row_plan.h");
+                "mittens::RowPrimitive (ops/norm/row_primitive.h) where it has the schedules of plan.h");
 }
 
 // The output of a new primitive that has no other, of the first input's dtype, where its shape is known.

@@ -6,7 +6,7 @@
 // x, residual, y, sum [rows, columns], weight [columns] or absent; float32 inside, the norm is that of the rounded sum.
 // y may be x and sum may be residual.
 //
-// The host chooses by the length of a row (csrc/ops/norm/row_plan.h):
+// The host chooses by the length of a row (csrc/ops/norm/plan.h):
 //   simd    L lanes a row, 32 / L * R rows a simdgroup, no barrier; the row stays in registers
 //   block   one threadgroup a row, the row in registers: one read, one barrier
 //   looped  one threadgroup a row; the second pass reads the sum that the first one wrote

@@ -6,7 +6,7 @@
 // mx does. The variance is that of x - mean, never a difference of two sums; past the range of float32 it is infinite,
 // and T((x - mean) * n) is 0. y may be x.
 //
-// The host chooses by the length of a row (csrc/ops/norm/row_plan.h):
+// The host chooses by the length of a row (csrc/ops/norm/plan.h):
 //   simd    L lanes a row, 32 / L * R rows a simdgroup, no barrier; the row stays in registers
 //   block   one threadgroup a row, the row in registers: one read, one barrier
 //   looped  one threadgroup a row, which is read twice

@@ -4,7 +4,7 @@
 //
 // x, y [rows, columns], weight [columns] or absent; sums in float32. y may be x.
 //
-// The host chooses by the length of a row (csrc/ops/norm/row_plan.h):
+// The host chooses by the length of a row (csrc/ops/norm/plan.h):
 //   simd    L lanes a row, 32 / L * R rows a simdgroup, no barrier; the row stays in registers
 //   block   one threadgroup a row, the row in registers: one read, one barrier
 //   looped  one threadgroup a row, which is read twice

@@ -5,7 +5,7 @@
 // x, y [rows, columns]; float32 inside, rounded once. exp(v) is taken as exp2(v * log2(e)). y may be x.
 // A row that is all -inf, or holds a NaN or +inf, becomes NaN, as in mx.
 //
-// The host chooses by the length of a row (csrc/ops/norm/row_plan.h):
+// The host chooses by the length of a row (csrc/ops/norm/plan.h):
 //   simd    L lanes a row, 32 / L * R rows a simdgroup, no barrier; the row stays in registers
 //   block   one threadgroup a row, the row in registers as exponentials: one read, one barrier
 //   looped  one threadgroup a row, which is read twice; maximum and sum are found together in the first pass

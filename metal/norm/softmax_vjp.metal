@@ -5,7 +5,7 @@
 // y, dy, dx [rows, columns]; float32 inside, rounded once. dx may be y or dy. The y of a row add up to 1 before they are
 // rounded to T; where one of them is nearly 1, dy - d without the division would be mostly what rounding took from it.
 //
-// The host chooses by the length of a row (csrc/ops/norm/row_plan.h):
+// The host chooses by the length of a row (csrc/ops/norm/plan.h):
 //   simd    L lanes a row, 32 / L * R rows a simdgroup, no barrier; the row stays in registers
 //   block   one threadgroup a row, the row in registers: one read, one barrier
 //   looped  one threadgroup a row, which is read twice

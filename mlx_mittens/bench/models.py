@@ -1,4 +1,4 @@
-"""Times whole models: decode and prefill of an architecture with random weights, on our kernels and on mx's.
+"""Times whole models: decode and prefill of an architecture or of a user's model, on our kernels and on mx's.
 
 Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. What is timed: mlx-lm's own generation
 loop for decode, after a prompt that our kernels have processed for all; one call of the model for prefill. On a CPU mx
@@ -25,7 +25,7 @@ from mlx.utils import tree_flatten
 from ..nn import convert
 from ..patching.patches import patched
 from ..patching.targets import TARGETS
-from . import architectures, machine
+from . import architectures, machine, model_folders
 
 FORMATS: dict[str, int | None] = {"4-bit": 4, "8-bit": 8, "half": None}
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -66,6 +66,30 @@ class Row:
         return self.converted.tokens_per_s / self.mx.tokens_per_s if self.mx else math.nan
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A model to time: of random weights in a format, or the user's, whose format its files say."""
+
+    model: str  # the name of an architecture; a folder or a name on the hub
+    weights: str = ""
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.model, self.weights, self.dtype)))
+
+    def load(self) -> tuple[Subject, nn.Module]:
+        """The model, and the subject with the format that it has."""
+        if self.weights:
+            return self, architectures.build(self.model, DTYPES[self.dtype], FORMATS[self.weights])
+        loaded = model_folders.load(self.model)
+        return Subject(self.model, loaded.weights, loaded.dtype), loaded.model
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """How many tokens there are; a model within another class, as of one that sees, does not say."""
+    return getattr(model.args, "vocab_size", None) or model(mx.array([[0]])).shape[-1]
+
+
 def _state(caches: list) -> list:
     return [cache.state for cache in caches]
 
@@ -75,7 +99,7 @@ def _prefill(model: nn.Module, tokens: int) -> tuple[float, list]:
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
-    prompt = mx.random.randint(0, model.args.vocab_size, (1, tokens))
+    prompt = mx.random.randint(0, _vocabulary(model), (1, tokens))
     mx.eval(prompt)
     mx.synchronize()
     start = time.perf_counter()
@@ -123,7 +147,7 @@ def _prompt_speed(model: nn.Module, tokens: int, token_seconds: float, seconds: 
     return Speed(count / min(times), count)
 
 
-def _converted(model: nn.Module) -> nn.Module:
+def converted_copy(model: nn.Module) -> nn.Module:
     """A second model on the same weights, fused."""
     weights = {id(array): array for array in dict(tree_flatten(model.parameters())).values()}
     return convert(copy.deepcopy(model, weights))
@@ -151,12 +175,16 @@ def _in_turns(contenders: dict[str, Callable[[], Speed]]) -> tuple[dict[str, Spe
 
 
 def measure(
-    name: str, weights: str, dtype: str, tokens: int, prompt: int, seconds: float, say: Callable[[str], None]
+    subject: Subject, tokens: int, prompt: int, seconds: float, say: Callable[[str], None]
 ) -> tuple[list[Row], dict[str, float]]:
-    """Times one model in one format; rows for decode and prefill, and the share of a token's time of each op."""
-    say(f"{name} {weights} {dtype}: weights")
-    model = architectures.build(name, DTYPES[dtype], FORMATS[weights])
-    converted = _converted(model)
+    """Times one model in one format; rows for decode and prefill, and the share of a token's time of each op.
+
+    Raises:
+        model_folders.ModelError: A model of the user's cannot be loaded.
+    """
+    say(f"{subject}: weights")
+    subject, model = subject.load()
+    converted = converted_copy(model)
     with patched():
         _, caches = _prefill(model, prompt)  # kernels are compiled on first use
         _decode(model, caches, 4, seconds)
@@ -172,7 +200,7 @@ def measure(
 
         return under_patch
 
-    say(f"{name} {weights} {dtype}: decode")
+    say(f"{subject}: decode")
     decode, problem = _in_turns(
         {
             "mittens": ours(lambda: _decode(model, caches, tokens, seconds)),
@@ -180,7 +208,7 @@ def measure(
             "mx": lambda: _decode(model, caches, tokens, seconds),
         }
     )
-    say(f"{name} {weights} {dtype}: prefill")
+    say(f"{subject}: prefill")
     prompts = {
         "mittens": ours(lambda: _prompt_speed(model, prompt, 0.0001, seconds)),
         "converted": lambda: _prompt_speed(converted, prompt, 0.0001, seconds),
@@ -188,7 +216,9 @@ def measure(
     if "mx" in decode:
         prompts["mx"] = lambda: _prompt_speed(model, prompt, 1 / decode["mx"].tokens_per_s, seconds)
     prefill, _ = _in_turns(prompts)
-    row = functools.partial(Row, model=name, weights=weights, dtype=dtype, device=machine.device(), problem=problem)
+    row = functools.partial(
+        Row, subject.model, subject.weights, subject.dtype, device=machine.device(), problem=problem
+    )
     return [
         row(phase=phase, mittens=speeds["mittens"], converted=speeds["converted"], mx=speeds.get("mx"))
         for phase, speeds in (("decode", decode), (f"prefill {prompt}", prefill))

@@ -158,7 +158,11 @@ def select_device(name: str | None) -> None:
 
 
 def check_executor(executor: str) -> None:
-    """Refuses to begin where kernels cannot be run, as without a compiler."""
+    """Refuses to begin where kernels cannot be run, as without a compiler.
+
+    Raises:
+        UsageError: The executor is not ready.
+    """
     status = executors()[executor]
     if not status.startswith("ready"):
         raise UsageError(f"the executor {executor} is not ready: {status}")

@@ -1,4 +1,4 @@
-"""Benchmark of whole models: decode and prefill of an architecture with random weights, on our kernels and on mx's.
+"""Benchmark of whole models: decode and prefill of an architecture or of a user's model, on our kernels and on mx's.
 
 Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. What is timed: mlx-lm's own generation
 loop for decode, after a prompt that our kernels have processed for all; one call of the model for prefill. On a CPU mx
@@ -9,10 +9,10 @@ take turns, and the best of each one's counts: on a shared machine the host's pa
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import itertools
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,8 +20,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..bench import architectures, machine
-from ..bench.models import DTYPES, FORMATS, Row, measure
+from ..bench import architectures, machine, model_folders
+from ..bench.model_folders import ModelError
+from ..bench.models import DTYPES, FORMATS, Row, Subject, measure
 from ..table import Column, show
 from .options import UsageError, chosen
 from .runs import Ending, JsonFile, each, finish, progress
@@ -63,12 +64,15 @@ def given(arguments: argparse.Namespace) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the bench command needs for models."""
     group = parser.add_argument_group("whole models")
+    names = ", ".join(architectures.ARCHITECTURES)
     group.add_argument(
-        "--model", metavar="A,B", help=f"time these instead of ops: {', '.join(architectures.ARCHITECTURES)}"
+        "--model",
+        metavar="A,B",
+        help=f"time these instead of ops: {names}, with random weights; folders or hub names of mlx-lm's models",
     )
     for name, what, more in (
-        ("weights", "formats", {"metavar": "A,B"}),
-        ("dtype", "of what is not quantized", {"metavar": "A,B"}),
+        ("weights", "formats of random weights", {"metavar": "A,B"}),
+        ("dtype", "of random weights that are not quantized", {"metavar": "A,B"}),
         ("prompt", "tokens of the prompt", {"type": int}),
         ("tokens", "tokens to decode at most", {"type": int}),
         ("seconds", "for one figure, about", {"type": float}),
@@ -84,16 +88,16 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
         UsageError: The arguments cannot be served.
     """
     options = argparse.Namespace(**{**DEFAULTS, **vars(arguments)})
-    names = chosen("--model", options.model, architectures.ARCHITECTURES)
-    formats = chosen("--weights", options.weights, FORMATS)
-    dtypes = chosen("--dtype", options.dtype, DTYPES)
     if min(options.prompt, options.tokens) < 2 or not options.seconds > 0:
         raise UsageError("--prompt and --tokens take 2 or more, --seconds more than 0")
-    _check_models(names)
+    todo = _subjects(options)
+    unused = [name for name in ("weights", "dtype") if name in vars(arguments)]
+    if unused and not any(subject.weights for subject in todo):
+        raise UsageError(f"--{unused[0]} is of random weights: {todo[0].model} has its own")
+    _check_models(todo)
     info = machine.describe()
-    info["versions"]["mlx_lm"] = importlib.metadata.version("mlx-lm")
+    info["versions"]["mlx_lm"] = model_folders.mlx_lm_version()
     print(machine.headline(info), flush=True)
-    todo = list(itertools.product(names, formats, dtypes))
     rows: list[Row] = []
     share: dict[str, dict[str, float]] = {}
 
@@ -101,16 +105,16 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
         head = {"machine": info, **progress(ending, len(share), len(todo)), "shares": share}
         file.write(head, "rows", [json.dumps(_as_json(row)) for row in rows], last=ending is not None)
 
-    def one(item: tuple[str, str, str]) -> None:
+    def one(subject: Subject) -> None:
         say = lambda text: print(text, file=sys.stderr, flush=True)
-        new, parts = measure(*item, options.tokens, options.prompt, options.seconds, say)
+        new, parts = measure(subject, options.tokens, options.prompt, options.seconds, say)
         rows.extend(new)
-        share[" ".join(item)] = parts
+        share[str(Subject(new[0].model, new[0].weights, new[0].dtype))] = parts
         save()
         mx.clear_cache()
 
     save()
-    ending = each(todo, one, " ".join)
+    ending = each(todo, one, str)
     save(ending)
     if rows:
         print("tokens/s")
@@ -126,15 +130,44 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     return finish("bench", ending, file, passed=True)
 
 
-def _check_models(names: Sequence[str]) -> None:
-    """Refuses to begin where the installed mlx-lm lacks a model."""
-    if importlib.util.find_spec("mlx_lm") is None:
-        raise UsageError('--model needs mlx-lm: pip install "mlx-mittens[lm]"')
+def _subjects(options: argparse.Namespace) -> list[Subject]:
+    """What is to be timed: each architecture in each format, and each model of the user's."""
+    text = options.model
+    names = [text] if os.path.isdir(text) else [name for part in text.split(",") if (name := part.strip())]
+    formats = list(itertools.product(*_formats(options)))
+    if not names or not all(map(_is_users, names)):
+        try:
+            chosen("--model", ",".join(name for name in names if not _is_users(name)), architectures.ARCHITECTURES)
+        except UsageError as error:
+            raise UsageError(f"{error}, folders and names on the Hugging Face hub") from None
+    subjects: list[Subject] = []
     for name in names:
-        module = f"mlx_lm.models.{architectures.ARCHITECTURES[name]['model_type']}"
-        if importlib.util.find_spec(module) is None:
-            version = importlib.metadata.version("mlx-lm")
-            raise UsageError(f"--model {name}: mlx-lm {version} has no {module}")
+        subjects += [Subject(name)] if _is_users(name) else [Subject(name, *one) for one in formats]
+    return subjects
+
+
+def _formats(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    return chosen("--weights", options.weights, FORMATS), chosen("--dtype", options.dtype, DTYPES)
+
+
+def _is_users(name: str) -> bool:
+    """Whether it is a folder or a name on the hub, instead of an architecture."""
+    return name not in architectures.ARCHITECTURES and model_folders.is_one(name)
+
+
+def _check_models(subjects: Sequence[Subject]) -> None:
+    """Refuses to begin where the installed mlx-lm lacks a model."""
+    for subject in subjects:
+        try:
+            version = model_folders.mlx_lm_version()
+            if not subject.weights:
+                model_folders.check(subject.model)
+                continue
+            module = f"mlx_lm.models.{architectures.ARCHITECTURES[subject.model]['model_type']}"
+            if importlib.util.find_spec(module) is None:
+                raise ModelError(f"mlx-lm {version} has no {module}")
+        except ModelError as error:
+            raise UsageError(f"--model {subject.model}: {error}") from None
 
 
 def _as_json(row: Row) -> dict[str, Any]:

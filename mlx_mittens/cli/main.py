@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import agx_compiler, bench, calibrate, check, doctor, new, registers, simulate
+from . import agx_compiler, bench, calibrate, check, doctor, new, registers, run, simulate, validate
 from .options import UsageError
 from .runs import Terminated, exit_status, terminated
 
@@ -21,7 +21,9 @@ _COMMANDS = {
     "doctor": (doctor, "say what is installed and check every case on this machine"),
     "new": (new, "write the files of a new op into a clone of the repository"),
     "registers": (registers, "say what kernels take of an Apple GPU: registers, spills, instructions"),
+    "run": (run, "run a command of mlx-lm on these kernels, such as mlx_lm.server"),
     "simulate": (simulate, "run a case of an op in the simulator and count what its kernels do"),
+    "validate": (validate, "compare a model's tokens and logits with mx's, and both with float32"),
 }
 
 

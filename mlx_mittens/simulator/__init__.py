@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Literal
 
-from .. import _ext
+from .. import _ext, gpus
 from .metal_kernel import Kernel, metal_kernel, redirect, restore
 from .prediction import PredictedLaunch, predicted
 from .profile import Launch, LineCounts, profiled
@@ -35,9 +34,7 @@ _before: tuple[bool, int, bool, int, str]  # the settings from before the first 
 
 
 @contextlib.contextmanager
-def enabled(
-    seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT, gpu: Literal["apple", "m5", "nvidia"] = "apple"
-) -> Iterator[None]:
+def enabled(seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT, gpu: str = "apple") -> Iterator[None]:
     """Sends ops on the CPU, and the kernels of ``mx.fast.metal_kernel``, through the simulator.
 
     Ops are lazy: what counts is where they are evaluated, not where they are called. The environment variable
@@ -54,14 +51,14 @@ def enabled(
         seed: Shuffles the order in which threads and threadgroups run; 0 is the natural order.
         watch: Whether every memory access is checked.
         step_limit: Branches that one threadgroup may take before its kernel counts as endless.
-        gpu: Which GPU the simulator stands for: on some shapes the ops choose other kernels for NVIDIA's, and mx for
-            an Apple GPU with matrix units, such as that of the M5.
+        gpu: Which GPU the simulator stands for: an Apple chip such as "m2-max" (``mlx-mittens simulate --help`` lists
+            them), "h200", or "apple" or "nvidia" for a usual one. Which kernels the ops choose and how they share out
+            work depends on it; on a GPU with matrix units, such as the M5's, some calls go to mx.
 
     Raises:
-        ValueError: gpu is none of these.
+        ValueError: There is no such GPU.
     """
-    if gpu not in ("apple", "m5", "nvidia"):
-        raise ValueError(f"gpu is {gpu!r}: expected 'apple', 'm5' or 'nvidia'")
+    gpus.named(gpu)
     global _before
     block = (object(), seed, watch, step_limit, gpu)
     with _lock:

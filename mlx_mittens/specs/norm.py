@@ -108,7 +108,7 @@ def _tests(*shapes: tuple[int, ...], **more: Any) -> tuple[Case, ...]:
     return tuple(Case("test", shape, **more) for shape in shapes)
 
 
-# Rows on both sides of every threshold of the kernels (csrc/ops/norm/row_plan.h). For each kernel: rows that fill packs
+# Rows on both sides of every threshold of the kernels (csrc/ops/norm/plan.h). For each kernel: rows that fill packs
 # and rows that do not, tails of every length, one column. Small enough for the simulator, where
 # tests/verification/test_levels.py demands that they reach every variant.
 _NORM_TESTS = _tests(

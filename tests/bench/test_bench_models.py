@@ -52,6 +52,37 @@ def test_rows_shares_and_table(tmp_path, capsys):
     assert "share of a token's time, each op waited for:" in lines
 
 
+def test_a_folder_beside_an_architecture(tmp_path, capsys):
+    folder = str(tiny.save(tmp_path / "own", "qwen3-0.6b", mx.float16, 4))
+    result = bench(tmp_path, "--model", f"{folder},llama-3.2-1b", "--weights", "8-bit", "--seconds", "2")
+    found = [(row["model"], row["weights"], row["dtype"]) for row in result["rows"]]
+    assert found == [(folder, "4-bit", "float16")] * 2 + [("llama-3.2-1b", "8-bit", "bfloat16")] * 2
+    assert all(row["mittens"]["tokens_per_s"] > 0 and row["ratio"] > 0 for row in result["rows"])
+    assert list(result["shares"]) == [f"{folder} 4-bit float16", "llama-3.2-1b 8-bit bfloat16"]
+    assert f"{folder} 4-bit float16 decode" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_folder_with_a_comma(tmp_path, monkeypatch):
+    folder = str(tiny.save(tmp_path / "own,4-bit", "llama-3.2-1b", mx.float32, 4))
+    seen = []
+    monkeypatch.setattr(bench_models, "measure", lambda subject, *_: seen.append(subject) or subject.load() and 1 / 0)
+    assert main(["bench", "--model", folder]) == 1 and seen == [models.Subject(folder)]
+
+
+def test_a_folder_whose_weights_do_not_fit(tmp_path, capsys):
+    folder = tiny.save(tmp_path / "own", "llama-3.2-1b", mx.float32)
+    (folder / "model.safetensors").unlink()
+    assert main(["bench", "--model", str(folder)]) == 1
+    assert f"{folder}: ModelError: mlx-lm " in capsys.readouterr().err
+
+
+def test_formats_are_of_random_weights(tmp_path, capsys):
+    folder = tiny.save(tmp_path / "own", "llama-3.2-1b", mx.float32)
+    for option, value in (("--weights", "4-bit"), ("--dtype", "float16")):
+        assert main(["bench", "--model", str(folder), option, value]) == 2
+        assert f"{option} is of random weights: {folder} has its own" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "error, status", [(RuntimeError("no kernel for this"), 1), (KeyboardInterrupt(), 130)], ids=repr
 )
@@ -99,7 +130,7 @@ def test_the_table_fits_a_terminal(monkeypatch, capsys):
 
 def test_the_converted_model_has_the_same_weights():
     model = tiny.build("llama-3.2-1b", mx.float16, 4)
-    converted = models._converted(model)
+    converted = models.converted_copy(model)
     before, after = dict(tree_flatten(model.parameters())), dict(tree_flatten(converted.parameters()))
     assert before.keys() == after.keys() and all(mx.array_equal(after[name], before[name]) for name in before)
     joined = ("q_proj", "k_proj", "v_proj")  # views of what is multiplied with as one

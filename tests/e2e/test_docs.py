@@ -56,7 +56,7 @@ UNRUN = (
     Unrun("python bench/registers.py", "takes ten minutes"),
     Unrun("python bench/agx.py", "takes minutes; test_machine_code.py checks what it writes"),
     Unrun("python examples/train_tiny.py", "trains for minutes; the fixture `trained` takes fewer steps"),
-    Unrun('python -c "import mlx_mittens as mm; mm.patch()', "serves until it is ended; test_server.py runs it"),
+    Unrun("mlx-mittens run mlx_lm.server", "serves until it is ended; test_server.py runs it"),
 )
 PLACEHOLDER = Unrun("", "has a placeholder for the reader's own words")
 

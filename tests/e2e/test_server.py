@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import urllib.request
 import pytest
 
 PROMPTS = ["The if statement is used for", "A list display yields a new list object, the contents"]
-SERVE = "import sys, mlx_mittens as mm; mm.patch(); from mlx_lm.server import main; sys.argv[0] = 'server'; main()"
+SERVE = "import sys; from mlx_mittens_cli import main; sys.argv[1:1] = ['run', 'mlx_lm.server']; sys.exit(main())"
 PLAIN = "import sys; from mlx_lm.server import main; sys.argv[0] = 'server'; main()"
 
 
@@ -48,6 +49,7 @@ def answers(code: str, folder, log) -> list[str]:
             pytest.fail(log.read_text())
         finally:
             server.terminate()
+            assert server.wait(60) == -signal.SIGTERM, log.read_text()  # as without the patch
 
 
 def test_two_requests_at_once(trained, tmp_path):

@@ -107,6 +107,8 @@ def check_mlx_mittens(words: Sequence[str]) -> None:
     """The command accepts its arguments; those of `bench` and `doctor` up to the point at which work begins."""
     if words[1:] == []:
         return
+    if words[1:3] == ["run", "mlx_lm.server"]:
+        return check_python(["python", "-c", "from mlx_lm.server import main; main()", *words[3:]], {})
     with (
         mock.patch.object(machine, "describe", _accept),
         mock.patch.object(machine, "versions", _accept),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import mlx_mittens as mm
 from mlx_mittens.bench import architectures
@@ -35,6 +39,23 @@ def config(name: str) -> dict[str, Any]:
 
 def build(name: str, dtype: mx.Dtype, bits: int | None = None, **changes: Any) -> nn.Module:
     return architectures.build(name, dtype, bits, **{**config(name), **changes})
+
+
+def save(folder: Path, name: str, dtype: mx.Dtype, bits: int | None = None) -> Path:
+    """Writes a small model in mlx-lm's format; its tokenizer has a token for each byte."""
+    folder.mkdir()
+    weights = dict(tree_flatten(build(name, dtype, bits).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    quantization = {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
+    (folder / "config.json").write_text(json.dumps({**config(name), **quantization}))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, "<end>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "model_max_length": 2048}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 def tokens(model: nn.Module, prompt: list[int], count: int, **options: Any) -> list[int]:

@@ -8,6 +8,7 @@
 
 #include "mlx/fast.h"
 #include "mlx/ops.h"
+#include "ops/attention/plan.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
@@ -36,39 +37,6 @@ std::string not_covered(const mx::Shape& queries, const mx::Shape& values, mx::D
   }
   const bool kernels = stream.device == mx::Device::gpu || simulator_enabled();
   return kernels ? attention_not_covered(queries, values) : "";
-}
-
-// From how many rows of queries on mx is faster where there are tensor cores: it has kernels of cuDNN's for them in
-// half types, and in float32 composes attention of products in TF32.
-bool tensor_cores_win(const mx::Shape& scores, int width, mx::Dtype dtype, const AttentionOptions& options) {
-  const int queries = scores[2];
-  const int keys = scores[3];
-  if (dtype == mx::float32) {
-    const bool only_causal = options.causal && !options.has_mask && width <= 64;
-    return queries > 128 && !only_causal;
-  }
-  return queries > 32 || (queries > 16 && keys < 1024);
-}
-
-// The same of an Apple GPU's matrix units, which mx's kernels for heads of 72 and 80 do not use. For up to 16 queries
-// ours may divide the keys among threadgroups, mx's do not.
-bool matrix_units_win(const mx::Shape& scores, int width) {
-  return scores[2] > 16 && width != 72 && width != 80;
-}
-
-// What mx's attention runs on where it is faster than ours; null where it is not. It makes a mask of all scores for a
-// window.
-const char* faster_units(const AttentionCall& call, const mx::Shape& scores, mx::Stream stream) {
-  const int width = call.queries.shape(3);
-  const mx::Dtype dtype = call.queries.dtype();
-  const bool is_short = call.options.window > 0 && int64_t(call.options.window) * 4 <= scores[3];
-  if (is_short || call.options.bits != 0 || call.force_fused) {
-    return nullptr;
-  }
-  if (has_nvidia_rules(stream)) {
-    return tensor_cores_win(scores, width, dtype, call.options) ? "tensor cores" : nullptr;
-  }
-  return matrix_units_win(scores, width) && mlx_uses_matrix_units(stream, dtype) ? "matrix units" : nullptr;
 }
 
 bool has_empty(const mx::Shape& shape) {
@@ -191,14 +159,16 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
     return mx::zeros(shape, call.queries.dtype(), stream);
   }
   const int bits = call.options.bits;
-  std::string reason =
+  std::string missing =
       not_covered(call.queries.shape(), unpacked(call.values[0], bits), call.queries.dtype(), call.options, stream);
-  if (!reason.empty()) {
-    fallback(op, std::move(reason));
+  if (!missing.empty()) {
+    fallback(op, std::move(missing));
     return call;
   }
-  const char* units = faster_units(call, scores, stream);
-  if (units && prefer_fallback(op, std::string("many queries where there are ") + units)) {
+  const AttentionSizes sizes = attention_sizes(call.queries.shape(), {0, call.keys[0].shape(1), scores[3], 0});
+  const mx::Dtype type = call.queries.dtype();
+  const char* reason = why_mx_attention(sizes, call.options, type, stream);
+  if (!call.force_fused && prefer_mx(attention_problem(op, sizes, call.options, type), reason, stream)) {
     return call;
   }
   return apply_attention(std::move(call), stream);

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "backends/memory.h"
+#include "ops/attention/plan.h"
 #include "params/attention.h"
 #include "runtime/array_layout.h"
 
@@ -20,126 +21,6 @@ const Name combine_file = "attention/attention_combine.metal";
 const Name prefill_file = "attention/attention_prefill.metal";
 
 constexpr int widths[] = {64, 72, 80, 96, 128, 192, 256};
-constexpr int most_decode_queries = 16;
-
-struct Sizes {
-  uint32_t batches;
-  uint32_t heads;
-  uint32_t key_heads;
-  uint32_t queries;
-  uint32_t keys;
-  uint32_t width;
-
-  uint32_t ratio() const {
-    return heads / key_heads;
-  }
-  uint64_t rows() const {
-    return uint64_t(batches) * heads * queries;
-  }
-};
-
-Sizes sizes_of(const mx::Shape& queries, const mx::Shape& keys) {
-  return {static_cast<uint32_t>(queries[0]), static_cast<uint32_t>(queries[1]), static_cast<uint32_t>(keys[1]),
-          static_cast<uint32_t>(queries[2]), static_cast<uint32_t>(keys[2]),    static_cast<uint32_t>(queries[3])};
-}
-
-bool is_prompt(const Sizes& sizes) {
-  return sizes.queries > most_decode_queries;
-}
-
-// Prompts also use the decode kernels when these use matrix instructions with full tiles, or when keys and values are
-// quantized (dequantized in registers). In float32 they have 8 rows, which on an H200 takes 0.12 to 0.95
-// of the time; on Apple's GPUs the prefill kernel's simdgroups share what they load by a core's cache.
-bool is_prefill(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype, mx::Stream stream) {
-  const bool tiles = (sizes.width == 64 || sizes.width == 128) && (dtype != mx::float32 || has_nvidia_rules(stream));
-  return options.bits == 0 && is_prompt(sizes) && !tiles;
-}
-
-// The first key that any query sees. Rows that see none have the mean of all values, so all are read where there may be
-// such.
-uint32_t first_key(const Sizes& sizes, const AttentionOptions& options) {
-  if (options.window <= 0 || options.has_mask || sizes.queries > sizes.keys) {
-    return 0;
-  }
-  const int64_t first = int64_t(sizes.keys) - sizes.queries - options.window + 1;
-  return static_cast<uint32_t>(std::max<int64_t>(first, 0));
-}
-
-struct DecodePlan {
-  bool tiles;  // products of matrices
-  uint32_t width;  // of the kernel: 64, 128 or 256
-  uint32_t rows;  // of a threadgroup, which share each key that it reads
-  uint32_t row_blocks;
-  uint32_t splits;
-  uint32_t keys_per_split;
-};
-
-// How many threadgroups an H200 runs at once, by the registers of a thread.
-uint32_t threadgroups_at_once(const DecodePlan& plan, const AttentionOptions& options, mx::Dtype dtype) {
-  constexpr uint32_t two = 2 * h200_cores, three = 3 * h200_cores, four = 4 * h200_cores;
-  if (!plan.tiles) {
-    return plan.rows > 4 ? two : three;
-  }
-  if (dtype == mx::float32) {
-    return plan.width == 64 ? three : two;
-  }
-  if (plan.rows > 8) {
-    return plan.width == 64 ? three : two;
-  }
-  return options.bits == 0 || plan.width == 64 ? four : three;
-}
-
-// Whether so many rows of queries that share keys are taken as matrices of 8.
-bool wants_tiles(uint32_t rows, const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
-  if (sizes.width > 128) {
-    return false;
-  }
-  if (options.bits != 0) {
-    return dtype != mx::float32 && rows > 1;  // a matrix that is mostly empty takes less than to unpack for each row
-  }
-  if (dtype != mx::float32) {
-    return rows > 2;
-  }
-  return is_prompt(sizes) || (rows > 4 && rows <= 8);  // 16 would take more registers than there are
-}
-
-DecodePlan plan_decode(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
-  DecodePlan plan;
-  plan.width = std::max(std::bit_ceil(sizes.width), 64u);
-  const uint32_t rows = sizes.ratio() * sizes.queries;
-  plan.rows = std::min(std::bit_ceil(rows), plan.width > 128 ? 8u : 16u);
-  plan.tiles = wants_tiles(rows, sizes, options, dtype);
-  if (plan.tiles) {
-    const bool only_eight = dtype == mx::float32 || (options.bits != 0 && options.group_size < 64);
-    plan.rows = only_eight ? 8 : std::max(plan.rows, 8u);
-  } else if (options.bits != 0 && plan.rows == 2) {
-    plan.rows = 4;  // there are fewer kernels of packed keys
-  }
-  plan.row_blocks = ceil_divide(rows, plan.rows);
-  const uint32_t wanted_threadgroups = threadgroups_at_once(plan, options, dtype);
-  uint32_t step = kDecodeSimdgroups * (plan.rows == 1 ? 8 : 4) * (256 / plan.width);  // DecodeShape::tile
-  if (plan.tiles) {
-    const uint32_t elements = plan.width * plan.rows / 8;
-    uint32_t tiles = elements > 64 || dtype == mx::float32 ? 1 : 2;  // TileShape::C
-    if (options.bits != 0) {
-      tiles = options.group_size < 64 || elements > 128 ? 1 : 2;
-    }
-    step = kDecodeSimdgroups * 8 * tiles;
-  }
-  const uint32_t first = first_key(sizes, options);
-  const uint32_t steps = ceil_divide(sizes.keys - first, step);
-  const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks;
-  // Steps that take no longer than half of them and a second kernel.
-  const uint32_t serial_steps = plan.tiles ? (plan.rows > 8 || options.bits != 0 ? 4 : 8) : plan.rows > 4 ? 2 : 4;
-  // Whether a row of a prompt sees any key at all is known where all of them are.
-  const bool may_split = steps > serial_steps && !(is_prompt(sizes) && options.has_mask);
-  const uint32_t wanted = may_split ? static_cast<uint32_t>(wanted_threadgroups / groups) : 1;
-  // Putting many shares together takes longer than some steps.
-  const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
-  plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
-  plan.splits = std::max(ceil_divide(sizes.keys - first, plan.keys_per_split), 1u);
-  return plan;
-}
 
 // Binds a view of any strides and says where its first element is from the lowest that is read.
 int64_t bind_view(Launch& launch, const mx::array& view) {
@@ -173,7 +54,7 @@ int64_t bind_rows(Launch& launch, const mx::array& rows, int64_t (&strides)[2], 
   return bind_view(launch, rows);
 }
 
-AttentionParams params_of(const Sizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
+AttentionParams params_of(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
   constexpr double log2e = 1.4426950408889634;
   AttentionParams params{};
   params.batches = sizes.batches;
@@ -233,8 +114,8 @@ void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const Att
   options.has_sinks ? launch.input(inputs[next]) : launch.stand_in(queries);
 }
 
-Launch combine_launch(const mx::array& partials, const mx::array& sinks, const mx::array& y, const Sizes& sizes,
-                      uint32_t splits, bool has_sinks) {
+Launch combine_launch(const mx::array& partials, const mx::array& sinks, const mx::array& y,
+                      const AttentionSizes& sizes, uint32_t splits, bool has_sinks) {
   AttentionCombineParams params{};
   params.rows = static_cast<uint32_t>(sizes.rows());
   params.heads = sizes.heads;
@@ -252,9 +133,10 @@ Launch combine_launch(const mx::array& partials, const mx::array& sinks, const m
   return launch.input_if(has_sinks, sinks).output(y).params(params);
 }
 
-std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,
-                                    const AttentionOptions& options, mx::Stream stream) {
-  const DecodePlan plan = plan_decode(sizes, options, inputs[0].dtype());
+std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const mx::array& y,
+                                    const AttentionSizes& sizes, const AttentionOptions& options,
+                                    const AttentionPlan& plan, mx::Stream stream) {
+  const bool by_matrices = plan.kernel == AttentionKernel::mma;
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   params.splits = plan.splits;
   params.keys_per_split = plan.keys_per_split;
@@ -262,12 +144,12 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const 
   Launch launch;
   const mx::Dtype dtype = inputs[0].dtype();
   if (options.bits == 0) {
-    launch.file = plan.tiles ? decode_tiles_file : decode_file;
+    launch.file = by_matrices ? decode_tiles_file : decode_file;
     launch.kernel =
-        kernel_name(dtype, "attention", plan.tiles ? "decode_tiles_" : "decode_", plan.width, "_", plan.rows);
+        kernel_name(dtype, "attention", by_matrices ? "decode_tiles_" : "decode_", plan.width, "_", plan.rows);
   } else {
     launch.file = decode_packed_file;
-    launch.kernel = plan.tiles
+    launch.kernel = by_matrices
                         ? kernel_name(dtype, "attention", "decode_tiles_", options.bits, "bit_by",
                                       std::min(options.group_size, 64), "_", plan.width, "_", plan.rows)
                         : kernel_name(dtype, "attention", "decode_", options.bits, "bit_", plan.width, "_", plan.rows);
@@ -275,7 +157,7 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const 
   launch.threadgroups = {plan.row_blocks, plan.splits, sizes.batches * sizes.key_heads};  // x may be the largest
   launch.threads = {32 * kDecodeSimdgroups, 1, 1};
   bind_inputs(launch, inputs, options, params);
-  params.skips = is_prompt(sizes) && plan.splits == 1 &&
+  params.skips = sizes.is_prompt() && plan.splits == 1 &&
                  (params.mask == bool_mask || (params.mask == no_mask && params.causal && !params.every_row_sees));
   if (plan.splits == 1) {
     return in_order(launch.output(y).params(params));
@@ -289,14 +171,14 @@ std::vector<Launch> decode_launches(const std::vector<mx::array>& inputs, const 
   return in_order(launch.output(*partials).params(params), std::move(combine));
 }
 
-std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, const mx::array& y, const Sizes& sizes,
-                                     const AttentionOptions& options) {
-  const uint32_t rows = kPrefillSimdgroups * 8 * (sizes.width == 64 ? 2 : 1);  // R of attention/attention_prefill.metal
+std::vector<Launch> prefill_launches(const std::vector<mx::array>& inputs, const mx::array& y,
+                                     const AttentionSizes& sizes, const AttentionOptions& options,
+                                     const AttentionPlan& plan) {
   AttentionParams params = params_of(sizes, options, inputs[0].dtype());
   Launch launch;
   launch.file = prefill_file;
   launch.kernel = kernel_name(inputs[0].dtype(), "attention", "prefill_", sizes.width);
-  launch.threadgroups = {ceil_divide(sizes.queries, rows), sizes.heads, sizes.batches};
+  launch.threadgroups = {plan.row_blocks, sizes.heads, sizes.batches};
   launch.threads = {32 * kPrefillSimdgroups, 1, 1};
   bind_inputs(launch, inputs, options, params);
   return in_order(launch.output(y).params(params));
@@ -317,11 +199,12 @@ std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& val
 
 std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,
                                        const AttentionOptions& options, mx::Stream stream) {
-  const Sizes sizes = sizes_of(inputs[0].shape(), inputs[1].shape());
-  if (is_prefill(sizes, options, inputs[0].dtype(), stream)) {
-    return prefill_launches(inputs, y, sizes, options);
+  const AttentionSizes sizes = attention_sizes(inputs[0].shape(), inputs[1].shape());
+  const AttentionPlan plan = plan_attention(sizes, options, inputs[0].dtype(), stream);
+  if (plan.kernel == AttentionKernel::prefill) {
+    return prefill_launches(inputs, y, sizes, options, plan);
   }
-  return decode_launches(inputs, y, sizes, options, stream);
+  return decode_launches(inputs, y, sizes, options, plan, stream);
 }
 
 }  // namespace mittens

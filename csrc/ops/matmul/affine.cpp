@@ -54,23 +54,6 @@ bool has_few_axes(const mx::array& w, const mx::array& scales, const mx::array& 
   return w.ndim() - 2 <= most_batch_axes || stack_of(w, scales, biases).shape.size() <= most_batch_axes;
 }
 
-// Columns that a lane of the rows kernel owns (instantiate_rows in matmul/qmv.metal).
-uint32_t lane_columns(int bits, uint32_t rows) {
-  if (bits == 4) {
-    return rows == 1 ? 32 : rows <= 4 ? 16 : 8;
-  }
-  return rows <= 4 ? 16 : 8;
-}
-
-// Simdgroups of matmul/qmm.metal that a core of an H200 is counted on to hold at once: in half types no more than
-// their registers allow (bench/results/registers.md); those in float32, which NVIDIA GPUs are not given, as these.
-uint32_t resident_tiles_of_core(const AffineFormat& format, uint32_t rows, uint32_t run) {
-  if (run == 32) {
-    return format.bits == 4 ? 16 : 24;
-  }
-  return format.bits == 4 ? 12 : rows <= 8 ? 20 : 16;
-}
-
 }  // namespace
 
 AffineFormat affine_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose) {
@@ -192,57 +175,6 @@ std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::a
     };
   }
   return matrices;
-}
-
-AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
-                                uint32_t batch, uint32_t most_rows, uint32_t matrices) {
-  const uint32_t together = std::min(std::bit_ceil(rows), most_rows);
-  const uint32_t resident_simdgroups = h200_cores * (together > 2 ? 8 : 16);  // simdgroups
-  const uint32_t chunks = ceil_divide(columns, 32 * lane_columns(format.bits, together));
-  const uint64_t each = uint64_t(outputs) * batch * ceil_divide(rows, together);
-  return {plan_row_products(chunks, each, together * matrices, resident_simdgroups), together};
-}
-
-bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, mx::Stream stream) {
-  return has_nvidia_rules(stream) && rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
-}
-
-bool goes_to_matrix_units(const AffineFormat& format, mx::Dtype dtype, size_t rows, int columns, int outputs,
-                          mx::Stream stream) {
-  // MLX's limits on those GPUs: its kernels for fewer rows do not use the units.
-  const int larger = std::max(columns, outputs);
-  const size_t fewest = larger <= 2048 ? 33 : larger <= 4096 ? 25 : 13;
-  return format.transpose && rows >= fewest && columns % 64 == 0 && mlx_uses_matrix_units(stream, dtype);
-}
-
-RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices) {
-  constexpr uint32_t products = 8 * kRowBlocks;  // of a simdgroup
-  constexpr uint32_t resident_simdgroups = h200_cores * 16;  // simdgroups
-  RowProductsPlan plan;
-  plan.outputs_per_group = products / matrices;
-  const uint32_t groups = ceil_divide(std::max(outputs, 1u), plan.outputs_per_group) * batch;
-  const uint32_t chunks = ceil_divide(columns, kRowStep);
-  const uint32_t wanted = std::min({std::max(resident_simdgroups / groups, 2u), chunks, uint32_t(kRowSimdgroups)});
-  plan.simdgroups = ceil_divide(chunks, ceil_divide(chunks, wanted));  // none has a round less than another needs
-  return plan;
-}
-
-AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns,
-                                  uint32_t outputs, uint32_t batch) {
-  constexpr uint32_t fewest_columns = 256;  // that a simdgroup is left with
-  AffineTilesPlan plan;
-  plan.rows = rows <= 8 ? 8 : 16;
-  plan.run = format.group_size == 32 || dtype == mx::float32 ? 32 : 64;
-  plan.outputs_per_group = format.bits == 4 ? 32 : dtype == mx::float32 ? 8 : 16;
-  const uint32_t runs = dtype == mx::float32                 ? 1
-                        : format.bits == 4 && plan.rows == 8 ? 4
-                                                             : 2;  // that are taken at once
-  const uint32_t chunks = ceil_divide(columns, plan.run * runs);
-  const uint32_t resident_simdgroups = resident_tiles_of_core(format, plan.rows, plan.run);
-  const uint64_t groups = uint64_t(ceil_divide(std::max(outputs, 1u), plan.outputs_per_group)) * batch;
-  const uint32_t most = std::clamp(ceil_divide(columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
-  plan.simdgroups = plan_tile_simdgroups(groups, chunks, resident_simdgroups, 1, most);
-  return plan;
 }
 
 }  // namespace mittens

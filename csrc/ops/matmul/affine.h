@@ -6,7 +6,6 @@
 
 #include "cpu/quantized_matmul.h"
 #include "mlx/utils.h"
-#include "ops/matmul/row_products.h"
 #include "params/matmul.h"
 #include "runtime/primitive.h"
 
@@ -53,33 +52,5 @@ QuantizedParams affine_params(const mx::array& w, const mx::array& scales, const
 // The same for the native code, one entry for each matrix.
 std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::array& scales, const mx::array& biases,
                                                  const AffineFormat& format);
-
-// Which rows kernel serves so many rows of x, and how its threadgroups are cut.
-struct AffineRowsPlan : RowProductsPlan {
-  uint32_t rows;  // of x that a threadgroup takes
-};
-
-// matrices: of weights that pass by one simdgroup, 2 for gate and up.
-AffineRowsPlan plan_affine_rows(const AffineFormat& format, uint32_t rows, uint32_t columns, uint32_t outputs,
-                                uint32_t batch, uint32_t most_rows, uint32_t matrices);
-
-// Whether the kernels of one row of x by 8x8 matrices serve it (matmul/nvidia/qmv_mma.h): where tensor cores are many
-// times faster than what unpacks the weights.
-bool row_by_matrices(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, mx::Stream stream);
-
-// Whether mx takes a product of so many rows of x to an Apple GPU's matrix units.
-bool goes_to_matrix_units(const AffineFormat& format, mx::Dtype dtype, size_t rows, int columns, int outputs,
-                          mx::Stream stream);
-
-// How its threadgroups are cut. matrices as above.
-RowProductsPlan plan_affine_row(uint32_t columns, uint32_t outputs, uint32_t batch, uint32_t matrices);
-
-// Which kernel of 8x8 matrices serves several rows.
-struct AffineTilesPlan : AffineRowsPlan {
-  uint32_t run;  // columns that have one scale
-};
-
-AffineTilesPlan plan_affine_tiles(const AffineFormat& format, mx::Dtype dtype, uint32_t rows, uint32_t columns,
-                                  uint32_t outputs, uint32_t batch);
 
 }  // namespace mittens

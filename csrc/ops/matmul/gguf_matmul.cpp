@@ -8,7 +8,7 @@
 #include "cpu/gguf.h"
 #include "mlx/ops.h"
 #include "ops/matmul/gguf.h"
-#include "ops/matmul/row_products.h"
+#include "ops/matmul/plan.h"
 #include "params/matmul.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -27,8 +27,11 @@ namespace {
 
 constexpr const char* op = "block_matmul";
 const Name file = "matmul/gguf_matmul.metal";
-constexpr uint32_t most_kernel_rows = 2;  // of x that a kernel takes at once
 constexpr int line = 128;  // bytes
+
+Problem problem(mx::Dtype dtype, cpu::BlockKind kind, const ProductSizes& sizes) {
+  return product_problem(op, dtype, static_cast<uint32_t>(kind), sizes);
+}
 
 // x [.., columns], blocks [outputs, bytes of a row] and bias [outputs], if there is one -> y [.., outputs].
 class BlockMatmul : public KernelPrimitive {
@@ -63,9 +66,6 @@ class BlockMatmul : public KernelPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    // By their registers a core holds 12 of one row, and 8 of two rows, which are planned as those of one.
-    constexpr uint32_t held_simdgroups = h200_cores * 12;
-    constexpr uint32_t lane_columns = 32;
     const mx::array& x = inputs[0];
     BlocksParams params{};
     params.rows = static_cast<uint32_t>(leading_size(x, 1));
@@ -73,18 +73,16 @@ class BlockMatmul : public KernelPrimitive {
     params.outputs = inputs[1].shape(0);
     params.has_bias = inputs.size() > 2;
     params.two23 = std::bit_cast<uint32_t>(8388608.0f);
-    const uint32_t rows = std::min(std::bit_ceil(params.rows), most_kernel_rows);
-    const uint32_t row_blocks = ceil_divide(params.rows, rows);
-    const uint32_t chunks = ceil_divide(params.columns, 32 * lane_columns);
-    const RowProductsPlan plan =
-        plan_row_products(chunks, uint64_t(params.outputs) * row_blocks, rows, held_simdgroups);
+    const ProductSizes sizes{1, params.rows, params.columns, params.outputs};
+    const RowProductsPlan plan = plan_gguf(problem(x.dtype(), kind_, sizes), sizes, stream());
     params.outputs_per_group = plan.outputs_per_group;
 
     Launch launch;
     launch.file = file;
     const char* begin = inputs[1].shape(1) % line == 0 ? "lines_" : "any_";  // of rows of blocks
-    launch.kernel = kernel_name(x.dtype(), op, begin, block_kind_name(kind_), "_", rows);
-    launch.threadgroups = {ceil_divide(params.outputs, params.outputs_per_group), row_blocks, 1};
+    launch.kernel = kernel_name(x.dtype(), op, begin, block_kind_name(kind_), "_", plan.rows);
+    launch.threadgroups = {ceil_divide(params.outputs, params.outputs_per_group), ceil_divide(params.rows, plan.rows),
+                           1};
     launch.threads = {32 * plan.simdgroups, 1, 1};
     const mx::array& bias = params.has_bias ? inputs[2] : x;
     launch.input(x).input(inputs[1]).input_if(params.has_bias, bias).output(outputs[0]).params(params);
@@ -136,8 +134,13 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
     inputs.push_back(in_dtype(*bias, dtype, stream));
   }
   const size_t rows = leading_size(x, 1);
-  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
+  const bool is_covered = stream.device != mx::Device::gpu || rows <= most_gemv_rows;
+  if (!is_covered) {
     fall_back(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
+  }
+  const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
+                           static_cast<uint32_t>(blocks.shape(0))};
+  if (!is_covered || prefer_mx(problem(dtype, kind, sizes), nullptr, stream)) {
     const mx::array w = block_dequantize(blocks, kind_name, dtype, stream);
     const mx::array y = mx::matmul(inputs[0], mx::transpose(w, stream), stream);
     return plus_bias(y, bias, stream);

@@ -11,6 +11,7 @@
 
 #include "mlx/ops.h"
 #include "ops/matmul/affine.h"
+#include "ops/matmul/plan.h"
 #include "ops/matmul/splitk.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -33,15 +34,8 @@ const Name row_file = "matmul/nvidia/qmv_mma.metal";
 const Name tiles_file = "matmul/qmm.metal";
 const Name columns_file = "matmul/qvm.metal";
 constexpr uint32_t most_kernel_rows = 8;  // of x that a kernel takes at once
+constexpr AffineKernels kernels{op, 1, most_kernel_rows, true};
 constexpr uint32_t most_matrices = 65535;  // of a grid's third dimension on NVIDIA GPUs
-
-// From how many rows of x on 8x8 matrices pay. On NVIDIA GPUs those of floats never do: they go through shuffles.
-uint32_t fewest_tile_rows(mx::Dtype dtype, mx::Stream stream) {
-  if (!has_nvidia_rules(stream)) {
-    return 6;
-  }
-  return dtype == mx::float32 ? std::numeric_limits<uint32_t>::max() : 2;
-}
 
 // x [.., rows, columns], w, scales and biases [.., rows, ..] and bias [outputs], if there is one -> y [.., rows,
 // outputs]. The axes before w's last two are those of x, or 1 at the end: there x's axes count as rows.
@@ -74,9 +68,10 @@ class QuantizedMatmul : public KernelPrimitive {
     if (format_.transpose) {
       return {shape_of_y(inputs)};
     }
-    const Sizes sizes = sizes_of(inputs);
+    const ProductSizes sizes = sizes_of(inputs);
     const uint64_t elements = uint64_t(sizes.matrices) * sizes.rows * sizes.outputs;
-    return {shape_of_y(inputs), workspace_shape(plan_of(sizes).splits, elements)};
+    const ColumnsPlan plan = columns_plan(inputs[0].dtype(), sizes, unlimited_splits);
+    return {shape_of_y(inputs), workspace_shape(plan.splits, elements)};
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -193,7 +188,7 @@ class QuantizedMatmul : public KernelPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    const Sizes sizes = sizes_of(inputs);
+    const ProductSizes sizes = sizes_of(inputs);
     QuantizedParams params = affine_params(inputs[1], inputs[2], inputs[3], format_);
     params.rows = sizes.rows;
     params.columns = sizes.columns;
@@ -213,29 +208,26 @@ class QuantizedMatmul : public KernelPrimitive {
     };
 
     if (format_.transpose) {
-      auto by_rows = [&](const RowProductsPlan& plan, uint32_t together, Name file, Name kernel) {
-        params.outputs_per_group = plan.outputs_per_group;
+      const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), sizes, stream());
+      params.outputs_per_group = plan.outputs_per_group;
+      auto by_rows = [&](Name file, Name kernel) {
         Launch rows = launch(file, kernel, bias, outputs[0]);
-        rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, together),
+        rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, plan.rows),
                              sizes.matrices};
         rows.threads = {32 * plan.simdgroups, 1, 1};
         return in_order(std::move(rows));
       };
-      if (row_by_matrices(format_, x.dtype(), sizes.rows, stream())) {
-        const RowProductsPlan plan = plan_affine_row(sizes.columns, sizes.outputs, sizes.matrices, 1);
-        return by_rows(plan, 1, row_file, kernel_name(x.dtype(), op, "row_4bit"));
+      switch (plan.kernel) {
+        case AffineKernel::mma_row:
+          return by_rows(row_file, kernel_name(x.dtype(), op, "row_4bit"));
+        case AffineKernel::tiles:
+          return by_rows(tiles_file,
+                         kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
+        case AffineKernel::rows:
+          return by_rows(rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
       }
-      if (sizes.rows >= fewest_tile_rows(x.dtype(), stream())) {
-        const AffineTilesPlan plan =
-            plan_affine_tiles(format_, x.dtype(), sizes.rows, sizes.columns, sizes.outputs, sizes.matrices);
-        return by_rows(plan, plan.rows, tiles_file,
-                       kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
-      }
-      const AffineRowsPlan plan =
-          plan_affine_rows(format_, sizes.rows, sizes.columns, sizes.outputs, sizes.matrices, most_kernel_rows, 1);
-      return by_rows(plan, plan.rows, rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
     }
-    const ColumnsPlan plan = plan_of(sizes);
+    const ColumnsPlan plan = columns_plan(x.dtype(), sizes, splits_of_workspace(outputs));
     params.lanes = plan.lanes;
     params.splits = plan.splits;
     params.columns_per_split = plan.columns_per_split;
@@ -250,7 +242,7 @@ class QuantizedMatmul : public KernelPrimitive {
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
-    const Sizes sizes = sizes_of(inputs);
+    const ProductSizes sizes = sizes_of(inputs);
     return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), y = data_of(outputs[0]),
             weights = native_affine(inputs[1], inputs[2], inputs[3], format_),
             bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes] {
@@ -265,17 +257,10 @@ class QuantizedMatmul : public KernelPrimitive {
   }
 
  private:
-  struct Sizes {
-    uint32_t matrices;
-    uint32_t rows;  // of x for each matrix
-    uint32_t columns;
-    uint32_t outputs;
-  };
-
-  Sizes sizes_of(const Arrays& inputs) const {
+  ProductSizes sizes_of(const Arrays& inputs) const {
     const mx::array& x = inputs[0];
     const mx::array& w = inputs[1];
-    Sizes sizes{};
+    ProductSizes sizes{};
     sizes.matrices = static_cast<uint32_t>(leading_size(w, 2));
     sizes.columns = x.shape(-1);
     sizes.rows = sizes.matrices == 0 ? 0 : static_cast<uint32_t>(leading_size(x, 1) / sizes.matrices);
@@ -289,8 +274,9 @@ class QuantizedMatmul : public KernelPrimitive {
     return shape;
   }
 
-  static ColumnsPlan plan_of(const Sizes& sizes) {
-    return plan_columns(sizes.rows, sizes.columns, sizes.outputs, sizes.matrices, 8, 8, most_kernel_rows);
+  ColumnsPlan columns_plan(mx::Dtype dtype, const ProductSizes& sizes, uint32_t most_splits) {
+    const Problem problem = product_problem(op, dtype, affine_number(format_), sizes);
+    return plan_columns(problem, sizes, {8, 8, most_kernel_rows}, most_splits, stream());
   }
 
   AffineFormat format_;
@@ -376,13 +362,10 @@ std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::arra
   if (matrices > most_matrices) {
     return fallback(op, "more than " + std::to_string(most_matrices) + " matrices");
   }
-  // Where mx goes over to tensor cores, and ours does not (bench/results/h200.json).
-  if (transpose && dtype == mx::float32 && matrices * rows >= 12 && has_nvidia_rules(stream) &&
-      prefer_fallback(op, "many rows of x where there are tensor cores")) {
-    return std::nullopt;
-  }
-  if (goes_to_matrix_units(format, dtype, rows, shape.columns, shape.outputs, stream) &&
-      prefer_fallback(op, "many rows of x where there are matrix units")) {
+  const ProductSizes sizes{static_cast<uint32_t>(matrices), static_cast<uint32_t>(rows),
+                           static_cast<uint32_t>(shape.columns), static_cast<uint32_t>(shape.outputs)};
+  const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
+  if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
     return std::nullopt;
   }
   if (bias) {

@@ -6,6 +6,7 @@
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "ops/matmul/affine.h"
+#include "ops/matmul/plan.h"
 #include "ops/matmul/quantized_matmul.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -25,7 +26,7 @@ namespace {
 constexpr const char* op = "quantized_swiglu";
 const Name rows_file = "matmul/quantized_swiglu.metal";
 const Name row_file = "matmul/nvidia/quantized_swiglu_mma.metal";
-constexpr uint32_t most_kernel_rows = 4;  // of x that a kernel takes at once
+constexpr AffineKernels kernels{op, 2, 4, false};
 
 using Triple = std::tuple<mx::array, mx::array, mx::array>;
 
@@ -70,23 +71,15 @@ class QuantizedSwiglu : public KernelPrimitive {
     params.columns = x.shape(-1);
     params.outputs = inputs[1].shape(0);
     Launch launch;
-    auto cut = [&](const RowProductsPlan& plan, uint32_t together) {
-      params.outputs_per_group = plan.outputs_per_group;
-      launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, together),
-                             1};
-      launch.threads = {32 * plan.simdgroups, 1, 1};
-    };
-    if (row_by_matrices(format_, x.dtype(), params.rows, stream())) {
-      launch.file = row_file;
-      launch.kernel = kernel_name(x.dtype(), op, "row_4bit");
-      cut(plan_affine_row(params.columns, params.outputs, 1, 2), 1);
-    } else {
-      const AffineRowsPlan plan =
-          plan_affine_rows(format_, params.rows, params.columns, params.outputs, 1, most_kernel_rows, 2);
-      launch.file = rows_file;
-      launch.kernel = kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
-      cut(plan, plan.rows);
-    }
+    const ProductSizes sizes{1, params.rows, params.columns, params.outputs};
+    const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), sizes, stream());
+    const bool by_matrices = plan.kernel == AffineKernel::mma_row;
+    launch.file = by_matrices ? row_file : rows_file;
+    launch.kernel = by_matrices ? kernel_name(x.dtype(), op, "row_4bit")
+                                : kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
+    params.outputs_per_group = plan.outputs_per_group;
+    launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, plan.rows), 1};
+    launch.threads = {32 * plan.simdgroups, 1, 1};
     launch.input(x);
     for (int i = 1; i < 7; ++i) {
       add_view(launch, inputs[i]);
@@ -165,8 +158,10 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return by_mx("more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  if (goes_to_matrix_units(format, dtype, rows, x.shape(-1), shape.outputs, stream) &&
-      prefer_fallback(op, "many rows of x where there are matrix units")) {
+  const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(shape.columns),
+                           static_cast<uint32_t>(shape.outputs)};
+  const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
+  if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
     return products_of_mx();
   }
   return first_output(std::make_shared<QuantizedSwiglu>(stream, format), std::move(inputs));
@@ -183,7 +178,7 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) 
   const mx::Stream stream = gate.primitive().stream();
   const Arrays& inputs = gate.inputs();
   if (gate.is_tracer() || up.primitive().stream() != stream || up.inputs()[0].id() != inputs[0].id() ||
-      (stream.device == mx::Device::gpu && leading_size(inputs[0], 1) > most_kernel_rows)) {
+      (stream.device == mx::Device::gpu && leading_size(inputs[0], 1) > kernels.most_rows)) {
     return std::nullopt;
   }
   Arrays all = inputs;

@@ -33,7 +33,7 @@ const Name file = "norm/add_rms_norm.metal";
 // x and residual [.., columns] and weight [columns], if there is one -> y and the sum.
 class AddRmsNorm : public RowPrimitive {
  public:
-  AddRmsNorm(mx::Stream stream, const mx::array& x, float eps) : RowPrimitive(stream, {2, 2, 1}, x), eps_(eps) {}
+  AddRmsNorm(mx::Stream stream, const mx::array& x, float eps) : RowPrimitive(stream, op, {2, 2, 1}, x), eps_(eps) {}
 
   const char* name() const override {
     return "MittensAddRmsNorm";
@@ -70,7 +70,7 @@ class AddRmsNorm : public RowPrimitive {
     const mx::array& weight = has_weight ? inputs[2] : x;
     const mx::array& y = outputs[0];
     const mx::array& sum = outputs[1];
-    const RowPlan plan = this->plan({&x, &residual, &weight, &y, &sum});
+    const RowPlan plan = this->plan({&x, &residual, &weight, &y, &sum}, outputs);
     const AddRmsNormParams params{plan.params, phase_of(x),   phase_of(residual), phase_of(weight),
                                   phase_of(y), phase_of(sum), has_weight,         eps_};
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
@@ -118,8 +118,11 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
   const mx::Dtype sum_dtype = checks::floating(op, {{"x", x}, {"residual", residual}});
   const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"residual", residual}, {"weight", weight}});
   const mx::Stream stream = checks::checked_stream(op, where);
-  if (!has_kernels(dtype)) {
+  const bool is_covered = has_kernels(dtype);
+  if (!is_covered) {
     fall_back(op, "float64");
+  }
+  if (!is_covered || prefer_mx(row_problem(op, x, dtype), nullptr, stream)) {
     const mx::array sum = mx::add(x, residual, stream);
     const mx::array y =
         sum.size() == 0 ? mx::zeros(sum.shape(), dtype, stream) : mx::fast::rms_norm(sum, weight, eps, stream);

@@ -29,7 +29,7 @@ const Name file = "norm/layer_norm.metal";
 class LayerNorm : public RowPrimitive {
  public:
   LayerNorm(mx::Stream stream, const mx::array& x, bool has_weight, bool has_bias, float eps)
-      : RowPrimitive(stream, {1, 1, 3, 8}, x), has_weight_(has_weight), has_bias_(has_bias), eps_(eps) {}
+      : RowPrimitive(stream, op, {1, 1, 3, 8}, x), has_weight_(has_weight), has_bias_(has_bias), eps_(eps) {}
 
   const char* name() const override {
     return "MittensLayerNorm";
@@ -65,7 +65,7 @@ class LayerNorm : public RowPrimitive {
     const mx::array& x = inputs[0];
     const mx::array& weight = has_weight_ ? inputs[weight_index()] : x;
     const mx::array& bias = has_bias_ ? inputs[bias_index()] : x;
-    const RowPlan plan = this->plan({&x, &weight, &bias, &outputs[0]});
+    const RowPlan plan = this->plan({&x, &weight, &bias, &outputs[0]}, outputs);
     const LayerNormParams params{plan.params,          phase_of(x), phase_of(weight), phase_of(bias),
                                  phase_of(outputs[0]), has_weight_, has_bias_,        eps_};
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
@@ -145,6 +145,9 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
   const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
     return x.size() == 0 ? std::optional(mx::zeros(x.shape(), dtype, stream)) : fallback(op, "float64");
+  }
+  if (prefer_mx(row_problem(op, x, dtype), nullptr, stream)) {
+    return std::nullopt;
   }
 
   Arrays inputs;

@@ -7,7 +7,7 @@
 #include "cpu/layer_norm.h"
 #include "cpu/rms_norm.h"
 #include "mlx/ops.h"
-#include "ops/norm/row_plan.h"
+#include "ops/norm/plan.h"
 #include "params/norm.h"
 #include "runtime/array_util.h"
 #include "runtime/cpu_types.h"
@@ -16,70 +16,10 @@ namespace mittens {
 
 namespace {
 
-const Name file = "norm/norm_vjp.metal";
-
-enum class NormVjpKernel { simd, block, columns };
-
-struct NormVjpVariant {
-  uint32_t most_packs;  // of a row
-  uint32_t least_itemsize;  // a pack of small elements takes more registers: its sums are float32
-  NormVjpKernel kernel;
-  const char* name;
-  uint32_t packs;  // a thread holds at once
-};
-
-// The first that fits is taken; past what registers hold of a row, the three kernels that read it twice.
-constexpr NormVjpVariant variants[] = {
-    {32, 2, NormVjpKernel::simd, "simd1", 1},     {64, 2, NormVjpKernel::simd, "simd2", 2},
-    {256, 2, NormVjpKernel::block, "block1", 1},  {1024, 2, NormVjpKernel::block, "block2", 2},
-    {2048, 4, NormVjpKernel::block, "block4", 4}, {no_limit, 2, NormVjpKernel::columns, "columns", 1},
-};
-
 constexpr uint32_t simdgroup = 32;
-constexpr uint32_t simdgroups = 8;  // in a threadgroup of the simd and column kernels
 constexpr uint32_t sum_simdgroups = 16;  // in a threadgroup that adds up the blocks' shares
-constexpr uint32_t most_blocks = 512;  // of rows, each of which leaves its share of the parameters' gradients
-constexpr uint32_t few_threads = 1 << 16;  // in all blocks: fewer, with less to add up, would leave a GPU idle
-constexpr uint32_t rows_per_block = 16;  // past that
-constexpr uint32_t statistics_packs = 2048;  // of a row, for a threadgroup of the statistics kernel
 
-// Depends on the shape only, so that the order of the sums does.
-struct NormVjpPlan {
-  const NormVjpVariant* variant;
-  uint32_t rows;
-  uint32_t columns;
-  uint32_t threads;
-  uint32_t blocks;
-  uint32_t splits;
-  uint32_t packs_per_split;
-};
-
-NormVjpPlan plan_of(const mx::array& x, const NormVjpOptions& options) {
-  NormVjpPlan plan{};
-  plan.columns = x.shape(-1);
-  plan.rows = plan.columns == 0 ? 0 : static_cast<uint32_t>(x.size() / plan.columns);
-  const uint32_t packs = ceil_divide(plan.columns, 16 / x.itemsize());
-  for (const auto& variant : variants) {
-    if (packs <= variant.most_packs && x.itemsize() >= variant.least_itemsize) {
-      plan.variant = &variant;
-      break;
-    }
-  }
-  const bool sums = options.weight_gradient || options.bias_gradient;
-  uint32_t turns = plan.rows;
-  plan.threads = simdgroup * simdgroups;
-  if (plan.variant->kernel == NormVjpKernel::simd) {
-    turns = ceil_divide(plan.rows, simdgroups);
-  } else if (plan.variant->kernel == NormVjpKernel::block) {
-    plan.threads = ceil_divide(ceil_divide(packs, plan.variant->packs), simdgroup) * simdgroup;
-  }
-  const uint32_t few_blocks = std::min(few_threads / plan.threads, most_blocks);
-  plan.blocks = sums ? std::min(turns, std::clamp(turns / rows_per_block, few_blocks, most_blocks)) : turns;
-  const uint32_t splits = ceil_divide(packs, statistics_packs);
-  plan.packs_per_split = ceil_divide(packs, std::max(splits, 1u));
-  plan.splits = ceil_divide(packs, std::max(plan.packs_per_split, 1u));
-  return plan;
-}
+const Name file = "norm/norm_vjp.metal";
 
 class NormVjp : public KernelPrimitive {
  public:
@@ -101,7 +41,7 @@ class NormVjp : public KernelPrimitive {
     const mx::array& x = inputs[0];
     std::vector<mx::Shape> shapes = {x.shape()};
     shapes.resize(1 + parameters(), {x.shape(-1)});
-    shapes.push_back({static_cast<int>(workspace_of(plan_of(x, options_)).end)});
+    shapes.push_back({static_cast<int>(workspace_of(plan_norm_vjp(x, options_)).end)});
     return shapes;
   }
 
@@ -118,7 +58,7 @@ class NormVjp : public KernelPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    const NormVjpPlan plan = plan_of(x, options_);
+    const NormVjpPlan plan = plan_norm_vjp(x, options_);
     const NormVjpParams params = params_of(inputs, outputs, plan);
     const char* const op = options_.centred ? "layer_norm_vjp" : "rms_norm_vjp";
 
@@ -154,7 +94,7 @@ class NormVjp : public KernelPrimitive {
           .input(dy(inputs))
           .output(statistics)
           .params(params);
-      add(std::string(op) + "_coefficients", ceil_divide(plan.rows, simdgroups), plan.threads)
+      add(std::string(op) + "_coefficients", ceil_divide(plan.rows, norm_vjp_simdgroups), plan.threads)
           .input(statistics)
           .output(coefficients)
           .params(params);

@@ -29,7 +29,7 @@ const Name file = "norm/rms_norm.metal";
 // x [.., columns] and weight [columns], if there is one -> y.
 class RmsNorm : public RowPrimitive {
  public:
-  RmsNorm(mx::Stream stream, const mx::array& x, float eps) : RowPrimitive(stream, {1, 1, 1}, x), eps_(eps) {}
+  RmsNorm(mx::Stream stream, const mx::array& x, float eps) : RowPrimitive(stream, op, {1, 1, 1}, x), eps_(eps) {}
 
   const char* name() const override {
     return "MittensRmsNorm";
@@ -65,7 +65,7 @@ class RmsNorm : public RowPrimitive {
     const mx::array& x = inputs[0];
     const bool has_weight = inputs.size() > 1;
     const mx::array& weight = has_weight ? inputs[1] : x;
-    const RowPlan plan = this->plan({&x, &weight, &outputs[0]});
+    const RowPlan plan = this->plan({&x, &weight, &outputs[0]}, outputs);
     const RmsNormParams params{plan.params, phase_of(x), phase_of(weight), phase_of(outputs[0]), has_weight, eps_};
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
 
@@ -109,6 +109,9 @@ std::optional<mx::array> try_rms_norm(const mx::array& x, const std::optional<mx
   const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
     return x.size() == 0 ? std::optional(mx::zeros(x.shape(), dtype, stream)) : fallback(op, "float64");
+  }
+  if (prefer_mx(row_problem(op, x, dtype), nullptr, stream)) {
+    return std::nullopt;
   }
 
   Arrays inputs;

@@ -24,7 +24,7 @@ Arrays RowPrimitive::outputs_of(const std::shared_ptr<RowPrimitive>& primitive, 
 std::vector<mx::Shape> RowPrimitive::output_shapes(const Arrays& inputs) {
   std::vector<mx::Shape> shapes(layout_.results, inputs[0].shape());
   if (has_workspace_) {
-    shapes.push_back(workspace_shape(inputs[0], layout_.workspace));
+    shapes.push_back(shape_of_workspace(inputs[0]));
   }
   return shapes;
 }
@@ -49,6 +49,10 @@ std::pair<Arrays, std::vector<int>> RowPrimitive::vmap(const Arrays& inputs, con
   return {with_workspace(std::move(outputs)), std::move(output_axes)};
 }
 
+mx::Shape RowPrimitive::shape_of_workspace(const mx::array& x) {
+  return workspace_shape(plan_rows(x, stream(), plan_options(no_limit)), layout_.workspace);
+}
+
 void RowPrimitive::allocate(const Arrays& inputs, Arrays& outputs) {
   take_or_allocate(outputs[0], inputs[0], stream());
   for (size_t i = 1; i < outputs.size(); ++i) {
@@ -58,7 +62,7 @@ void RowPrimitive::allocate(const Arrays& inputs, Arrays& outputs) {
 
 Arrays RowPrimitive::with_workspace(Arrays results) {
   if (has_workspace_) {
-    results.push_back(mx::zeros(workspace_shape(results[0], layout_.workspace), mx::float32, stream()));
+    results.push_back(mx::zeros(shape_of_workspace(results[0]), mx::float32, stream()));
   }
   return results;
 }

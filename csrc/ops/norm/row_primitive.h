@@ -5,7 +5,7 @@
 #include <initializer_list>
 #include <memory>
 
-#include "ops/norm/row_plan.h"
+#include "ops/norm/plan.h"
 #include "runtime/primitive.h"
 
 namespace mittens {
@@ -21,8 +21,11 @@ class RowPrimitive : public KernelPrimitive {
     uint32_t packs = usual_packs;  // that a thread of the op's block kernels holds at most
   };
 
-  RowPrimitive(mx::Stream stream, Layout layout, const mx::array& x)
-      : KernelPrimitive(stream), layout_(layout), has_workspace_(wants_workspace(x)) {}
+  RowPrimitive(mx::Stream stream, const char* op, Layout layout, const mx::array& x)
+      : KernelPrimitive(stream),
+        op_(op),
+        layout_(layout),
+        has_workspace_(wants_workspace(x, stream, plan_options(no_limit))) {}
 
   // The lazy result of a primitive that has one.
   static mx::array result_of(std::shared_ptr<RowPrimitive> primitive, Arrays inputs);
@@ -41,9 +44,10 @@ class RowPrimitive : public KernelPrimitive {
 
   void allocate(const Arrays& inputs, Arrays& outputs) override;
 
-  // For arrays of rows as long as each other, the first of them x.
-  RowPlan plan(std::initializer_list<const mx::array*> arrays) const {
-    RowPlan plan = plan_rows(**arrays.begin(), has_workspace_, layout_.packs);
+  // For arrays of rows as long as each other, the first of them x; outputs are those of launches.
+  RowPlan plan(std::initializer_list<const mx::array*> arrays, const Arrays& outputs) {
+    const uint32_t splits = has_workspace_ ? splits_of_workspace(outputs.back()) : 1;
+    RowPlan plan = plan_rows(**arrays.begin(), stream(), plan_options(splits));
     plan.params.whole =
         std::all_of(arrays.begin(), arrays.end(), [](const mx::array* array) { return has_whole_rows(*array); });
     return plan;
@@ -57,6 +61,13 @@ class RowPrimitive : public KernelPrimitive {
   Arrays with_workspace(Arrays results);
 
  private:
+  RowPlanOptions plan_options(uint32_t most_splits) const {
+    return {op_, most_splits, layout_.packs};
+  }
+
+  mx::Shape shape_of_workspace(const mx::array& x);
+
+  const char* op_;
   Layout layout_;
   bool has_workspace_;
 };

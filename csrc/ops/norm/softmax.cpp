@@ -29,7 +29,7 @@ const Name vjp_file = "norm/softmax_vjp.metal";
 // y [.., columns] = softmax of x along the last axis.
 class Softmax : public RowPrimitive {
  public:
-  Softmax(mx::Stream stream, const mx::array& x) : RowPrimitive(stream, {1, 1, 2}, x) {}
+  Softmax(mx::Stream stream, const mx::array& x) : RowPrimitive(stream, op, {1, 1, 2}, x) {}
 
   const char* name() const override {
     return "MittensSoftmax";
@@ -50,7 +50,7 @@ class Softmax : public RowPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    const RowPlan plan = this->plan({&x, &outputs[0]});
+    const RowPlan plan = this->plan({&x, &outputs[0]}, outputs);
     const SoftmaxParams params{plan.params, phase_of(x), phase_of(outputs[0])};
     auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
 
@@ -75,7 +75,7 @@ class Softmax : public RowPrimitive {
 // dx = y * (dy - sum(y * dy) / sum(y)), all [.., columns]. The Jacobian is symmetric: it serves vjp and jvp.
 class SoftmaxVjp : public RowPrimitive {
  public:
-  SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, {2, 1, 2}, y) {}
+  SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, "softmax_vjp", {2, 1, 2}, y) {}
 
   static mx::array apply(const mx::array& y, const mx::array& dy, mx::Stream stream) {
     return result_of(std::make_shared<SoftmaxVjp>(stream, y), {gatherable(y, stream), gatherable(dy, stream)});
@@ -97,7 +97,7 @@ class SoftmaxVjp : public RowPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& y = inputs[0];
     const mx::array& dy = inputs[1];
-    const RowPlan plan = this->plan({&y, &dy, &outputs[0]});
+    const RowPlan plan = this->plan({&y, &dy, &outputs[0]}, outputs);
     const SoftmaxVjpParams params{plan.params, phase_of(y), phase_of(dy), phase_of(outputs[0])};
     auto launch = [&](const char* variant) { return row_launch(vjp_file, "softmax_vjp", variant, plan, y.dtype()); };
 
@@ -223,6 +223,9 @@ std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool prec
     std::ostringstream reason;
     reason << a.dtype() << (last_only ? "" : " along other axes than the last");
     return fallback(op, reason.str());
+  }
+  if (last_only && prefer_mx(row_problem(op, a, dtype), nullptr, stream)) {
+    return std::nullopt;
   }
   mx::array x = in_dtype(a, dtype, stream);
   return last_only ? softmax_rows(std::move(x), stream) : softmax_axes(x, axes, stream);

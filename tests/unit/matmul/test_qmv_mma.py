@@ -113,7 +113,7 @@ def test_others_keep_their_kernel(rng, nvidia_kernels, columns, outputs, bits, g
 
 def test_which_gpu():
     with (
-        pytest.raises(ValueError, match="gpu is 'amd': expected 'apple', 'm5' or 'nvidia'"),
+        pytest.raises(ValueError, match="gpu is 'amd': expected one of apple, nvidia, h200, m1-7, m1"),
         mm.simulator.enabled(gpu="amd"),
     ):
         pass

@@ -1,4 +1,5 @@
-// Which row kernel serves a shape, and its grid. The thresholds are the table below; a pack is 16 bytes of a row.
+// Which row kernel serves a shape on a GPU, and its grid. The thresholds are the table below; a pack is 16 bytes of a
+// row.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +8,11 @@
 #include <string>
 
 #include "backends/launch.h"
+#include "ops/norm/norm_vjp.h"
 #include "params/norm.h"
 #include "runtime/array_layout.h"
+#include "runtime/calibration.h"
+#include "runtime/gpu.h"
 
 namespace mittens {
 
@@ -16,7 +20,7 @@ enum class RowKernel { simd, block, looped, split };
 
 struct RowVariant {
   uint32_t most_packs;  // of a row
-  uint32_t most_rows;
+  double most_rows;  // for each core of the GPU
   RowKernel kernel;
   const char* name;
   uint32_t lanes;  // threads that share a row: exactly (simd), at most (others)
@@ -37,17 +41,17 @@ inline constexpr RowVariant row_variants[] = {
     {16, no_limit, RowKernel::simd, "simd16", 16, 1, 2},
     {32, no_limit, RowKernel::simd, "simd32", 32, 1, 2},
     {64, no_limit, RowKernel::simd, "simd32x2", 32, 2, 1},
-    {128, 512, RowKernel::block, "block1", 128, 1, 1},
+    {128, 4, RowKernel::block, "block1", 128, 1, 1},
     {128, no_limit, RowKernel::simd, "simd32x4", 32, 4, 1},
-    {512, 64, RowKernel::block, "block1", 512, 1, 1},
+    {512, 0.5, RowKernel::block, "block1", 512, 1, 1},
     {512, no_limit, RowKernel::block, "block2", 512, 2, 1},
-    {1024, 64, RowKernel::block, "block2", 512, 2, 1},
-    {2048, 64, RowKernel::block, "block4", 512, 4, 1},
+    {1024, 0.5, RowKernel::block, "block2", 512, 2, 1},
+    {2048, 0.5, RowKernel::block, "block4", 512, 4, 1},
     {2048, no_limit, RowKernel::block, "block8", 512, 8, 1},
     {2048, no_limit, RowKernel::block, "block4", 512, 4, 1},
-    {4096, 8, RowKernel::split, "split", 256, 2, 1},
+    {4096, 0.0625, RowKernel::split, "split", 256, 2, 1},
     {4096, no_limit, RowKernel::looped, "looped", 512, 4, 1},
-    {no_limit, 256, RowKernel::split, "split", 256, 2, 1},
+    {no_limit, 2, RowKernel::split, "split", 256, 2, 1},
     {no_limit, no_limit, RowKernel::looped, "looped", 512, 4, 1},
 };
 
@@ -59,8 +63,18 @@ struct RowPlan {
   uint32_t threadgroups;
 };
 
-// For the rows of x. Rows are split only where there is a workspace for it; a thread holds at most `held` packs.
-RowPlan plan_rows(const mx::array& x, bool may_split, uint32_t held = usual_packs);
+// What a plan depends on beside the rows.
+struct RowPlanOptions {
+  const char* op;
+  uint32_t most_splits = no_limit;  // of a row, as a workspace has room for; 1 where there is none
+  uint32_t most_packs = usual_packs;  // that a thread holds
+};
+
+// For the rows of x, on a stream's GPU.
+RowPlan plan_rows(const mx::array& x, mx::Stream stream, const RowPlanOptions& options);
+
+// What an op on the rows of x is for calibration.
+Problem row_problem(const char* op, const mx::array& x, mx::Dtype dtype);
 
 // Rows of so many packs are not split, however few they are.
 inline constexpr uint32_t unsplit_packs = [] {
@@ -76,18 +90,46 @@ inline constexpr uint32_t unsplit_packs = [] {
 
 // Whether a primitive on x should bring a workspace: a second output, which costs MLX the donation of x to the first.
 // Mostly that takes no plan: this is on the path of every call.
-inline bool wants_workspace(const mx::array& x) {
+inline bool wants_workspace(const mx::array& x, mx::Stream stream, const RowPlanOptions& options) {
   constexpr int64_t fewest_elements = 4;  // of a pack, in float32
   const bool is_small = x.size() <= no_limit && x.shape(-1) <= fewest_elements * unsplit_packs;
-  return !is_small && plan_rows(x, true).kernel == RowKernel::split;
+  return !is_small && plan_rows(x, stream, options).kernel == RowKernel::split;
 }
 
 // What the threadgroups of split rows leave for each other, in float32: `each` numbers a threadgroup; empty for other
 // plans, which come up where a compiled function meets another shape.
-mx::Shape workspace_shape(const mx::array& x, int each);
+mx::Shape workspace_shape(const RowPlan& plan, int each);
+
+// How many threadgroups a workspace has room for a row, 1 where it is empty.
+uint32_t splits_of_workspace(const mx::array& workspace);
 
 // A launch of "<op>_<variant>_<dtype>" on the plan's grid; its arguments are still to be given.
 Launch row_launch(Name file, const char* op, const char* variant, const RowPlan& plan, mx::Dtype dtype);
+
+enum class NormVjpKernel { simd, block, columns };
+
+struct NormVjpVariant {
+  uint32_t most_packs;  // of a row
+  uint32_t least_itemsize;  // a pack of small elements takes more registers: its sums are float32
+  NormVjpKernel kernel;
+  const char* name;
+  uint32_t packs;  // a thread holds at once
+};
+
+// Depends on the shape only, so that the order of the sums does.
+struct NormVjpPlan {
+  const NormVjpVariant* variant;
+  uint32_t rows;
+  uint32_t columns;
+  uint32_t threads;
+  uint32_t blocks;
+  uint32_t splits;
+  uint32_t packs_per_split;
+};
+
+inline constexpr uint32_t norm_vjp_simdgroups = 8;  // in a threadgroup of the simd and column kernels
+
+NormVjpPlan plan_norm_vjp(const mx::array& x, const NormVjpOptions& options);
 
 // Elements between the last 16-byte boundary and the array's start.
 inline uint32_t phase_of(const mx::array& array) {

@@ -1,0 +1,58 @@
+// Which kernel serves an attention, how its keys are shared out, and where mx is faster. All that depends on the GPU is
+// here; the table is in plan.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "mlx/array.h"
+#include "ops/attention/attention_launch.h"
+#include "runtime/calibration.h"
+
+namespace mittens {
+
+struct AttentionSizes {
+  uint32_t batches;
+  uint32_t heads;
+  uint32_t key_heads;
+  uint32_t queries;
+  uint32_t keys;
+  uint32_t width;
+
+  uint32_t ratio() const {
+    return heads / key_heads;
+  }
+  uint64_t rows() const {
+    return uint64_t(batches) * heads * queries;
+  }
+  bool is_prompt() const;
+};
+
+AttentionSizes attention_sizes(const mx::Shape& queries, const mx::Shape& keys);
+
+// What an attention is for calibration.
+Problem attention_problem(const char* op, const AttentionSizes& sizes, const AttentionOptions& options,
+                          mx::Dtype dtype);
+
+// The first key that any query sees. Rows that see none have the mean of all values, so all are read where there may be
+// such.
+uint32_t first_key(const AttentionSizes& sizes, const AttentionOptions& options);
+
+enum class AttentionKernel { mma, prefill, decode };
+
+struct AttentionPlan {
+  AttentionKernel kernel;
+  uint32_t width;  // of the kernel: decode and mma have 64, 128 and 256
+  uint32_t rows;  // of a threadgroup, which share each key that it reads
+  uint32_t row_blocks;
+  uint32_t splits;
+  uint32_t keys_per_split;
+};
+
+AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
+                             mx::Stream stream);
+
+// Why mx is faster; null where it is not known to be.
+const char* why_mx_attention(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
+                             mx::Stream stream);
+
+}  // namespace mittens

@@ -1,0 +1,424 @@
+#include "ops/matmul/plan.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "params/matmul.h"
+#include "runtime/array_layout.h"
+
+namespace mittens {
+
+namespace {
+
+constexpr uint32_t no_rows = std::numeric_limits<uint32_t>::max();
+constexpr uint32_t any_rows = 0;
+
+enum class Where { apple, nvidia, anywhere };
+
+// A row of a table: the first that fits is taken.
+template <typename Kernel>
+struct Schedule {
+  const char* name;
+  Kernel kernel;
+  Where where;
+  // Rows of x from which on it pays, as measured or predicted.
+  uint32_t fewest_rows_half;
+  uint32_t fewest_rows_float32;
+  uint32_t most_rows;
+};
+
+// On NVIDIA GPUs 8x8 matrices are the tensor cores', which take a product in float32 apart into three.
+constexpr Schedule<GemvKernel> gemv_schedules[] = {
+    {"short", GemvKernel::short_row, Where::nvidia, any_rows, any_rows, 1},
+    {"tiles", GemvKernel::tiles, Where::nvidia, 3, 4, most_gemv_rows},
+    {"tiles", GemvKernel::tiles, Where::apple, 5, 5, most_gemv_rows},
+    {"rows", GemvKernel::rows, Where::anywhere, any_rows, any_rows, no_rows},
+};
+
+// On NVIDIA GPUs matrices of floats never pay: they go through shuffles. One row is a product of matrices there, since
+// tensor cores are many times faster than what unpacks the weights.
+constexpr Schedule<AffineKernel> affine_schedules[] = {
+    {"mma_row", AffineKernel::mma_row, Where::nvidia, any_rows, no_rows, 1},
+    {"tiles", AffineKernel::tiles, Where::nvidia, 2, no_rows, no_rows},
+    {"tiles", AffineKernel::tiles, Where::apple, 6, 6, no_rows},
+    {"rows", AffineKernel::rows, Where::anywhere, any_rows, any_rows, no_rows},
+};
+
+// can_run: whether a kernel can compute the problem at all. A schedule that is asked for by name is taken where it can.
+template <typename Kernel, size_t n, typename CanRun>
+Kernel first_that_fits(const Schedule<Kernel> (&table)[n], const Gpu& gpu, mx::Dtype dtype, uint32_t rows,
+                       const Name& asked_for, CanRun can_run) {
+  const Where here = gpu.vendor == Gpu::Vendor::nvidia ? Where::nvidia : Where::apple;
+  auto is_here = [&](const Schedule<Kernel>& schedule) {
+    return schedule.where == Where::anywhere || schedule.where == here;
+  };
+  if (!asked_for.text().empty()) {
+    for (const auto& schedule : table) {
+      if (is_here(schedule) && asked_for.text() == schedule.name && can_run(schedule.kernel)) {
+        return schedule.kernel;
+      }
+    }
+  }
+  for (const auto& schedule : table) {
+    const uint32_t fewest = dtype == mx::float32 ? schedule.fewest_rows_float32 : schedule.fewest_rows_half;
+    if (is_here(schedule) && rows >= fewest && rows <= schedule.most_rows && can_run(schedule.kernel)) {
+      return schedule.kernel;
+    }
+  }
+  return table[n - 1].kernel;
+}
+
+// A launch is to have so many simdgroups for each core: several times what it holds.
+uint32_t wanted_simdgroups(const Gpu& gpu) {
+  return 31 * gpu.cores;
+}
+
+// --- simdgroups of a threadgroup
+
+// Simdgroups that share out the columns, which are so many chunks of what a simdgroup takes at once. Few, each of which
+// goes over many columns: on an H200 four read a fifth more a second than eight. Where more than a seventh of what four
+// take in their rounds would be no columns, five or three if those leave less; more only where few outputs would leave
+// a GPU idle.
+uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs, const Gpu& gpu) {
+  const uint64_t few_outputs = 2 * gpu.cores - 8;
+  if (outputs < few_outputs) {
+    return ceil_divide(chunks, ceil_divide(chunks, kProductSimdgroups));
+  }
+  auto taken = [&](uint32_t n) { return ceil_divide(chunks, n) * n; };
+  uint32_t best = std::min(chunks, 4u);
+  if (taken(best) * 6 > chunks * 7) {
+    for (uint32_t simdgroups : {5u, 3u}) {
+      best = taken(simdgroups) < taken(best) ? simdgroups : best;
+    }
+  }
+  return best;
+}
+
+// Packed weights: matmul/qmv.metal, matmul/quantized_swiglu.metal and matmul/gguf_matmul.metal. chunks: of columns,
+// each what a simdgroup takes at once. outputs: of all matrices and blocks of rows. products: of a simdgroup for each
+// output.
+RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, Registers registers,
+                                  const Gpu& gpu) {
+  constexpr uint64_t batched = 4;  // outputs whose weights a lane loads at once
+  constexpr uint64_t most_outputs = 32;  // with one product each; with more a threadgroup has other work besides
+  const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(registers);
+  RowProductsPlan plan{};
+  plan.simdgroups = simdgroups_for(chunks, outputs, gpu);
+  // As many simdgroups as are resident: as much as possible is on its way then, and none waits for another to end.
+  const uint64_t wanted = ceil_divide(outputs * plan.simdgroups, resident_simdgroups * batched) * batched;
+  const uint64_t fitting = kProductPartials / (plan.simdgroups * products) / batched * batched;
+  const uint64_t most = std::min(products == 1 ? most_outputs : 2 * most_outputs, fitting);
+  plan.outputs_per_group = static_cast<uint32_t>(std::clamp(wanted, batched, most));
+  return plan;
+}
+
+// Products by 8x8 matrices: matmul/gemv_tiles.metal and matmul/qmm.metal. Simdgroups of a threadgroup, `fewest` to
+// `most`, that are through with their chunks of columns in the fewest rounds. Threadgroups that find no room on any
+// core start when others end, and take as long again: the rounds of all these waves count. Of several numbers it is the
+// smallest, since each simdgroup takes time to start.
+uint32_t plan_tile_simdgroups(uint64_t threadgroups, uint32_t chunks, Registers registers, uint32_t fewest,
+                              uint32_t most, const Gpu& gpu) {
+  const uint32_t resident_simdgroups = gpu.resident_simdgroups(registers);  // of a core
+  uint32_t best = fewest;
+  uint64_t fewest_rounds = std::numeric_limits<uint64_t>::max();
+  for (uint32_t simdgroups = fewest; simdgroups <= most; ++simdgroups) {
+    const uint32_t resident_threadgroups = std::max(resident_simdgroups / simdgroups, 1u);
+    const uint64_t waves = ceil_divide(threadgroups, uint64_t(gpu.cores) * resident_threadgroups);
+    const uint64_t rounds = waves * ceil_divide(chunks, simdgroups);
+    if (rounds < fewest_rounds) {
+      fewest_rounds = rounds;
+      best = simdgroups;
+    }
+  }
+  return best;
+}
+
+// --- dense weights
+
+// How a kernel on rows of weights divides its work.
+struct GemvShape {
+  uint32_t outputs;  // of a threadgroup
+  uint32_t chunk;  // columns that a simdgroup takes at once
+  uint32_t steps;  // chunks that keep it busy
+  uint32_t shares;  // so many times as much make a split worth its second kernel, which adds the splits up
+  uint32_t rows;  // of x that a threadgroup takes
+};
+
+// matmul/gemv.metal.
+GemvShape gemv_rows_shape(mx::Dtype dtype, uint32_t rows) {
+  const uint32_t pack = 16 / mx::size_of(dtype);
+  const uint32_t together = std::min<uint32_t>(std::bit_ceil(std::max(rows, 1u)), most_gemv_rows);
+  return {together > 8 ? 2u : 4u, 32 * pack, 2, 2, together};
+}
+
+// matmul/gemv_tiles.metal. Many outputs let a threadgroup have 32, so that less of x is loaded beside the weights; 16
+// rows in float32 leave no registers for them.
+GemvShape gemv_tiles_shape(mx::Dtype dtype, uint32_t rows, uint32_t outputs) {
+  constexpr uint32_t many_outputs = 8192;
+  const uint32_t run = dtype == mx::float32 ? 32 : 64;
+  if (outputs >= many_outputs && (rows <= 8 || dtype != mx::float32)) {
+    return {32, run, 256 / run, 4, rows > 8 ? 16u : 8u};
+  }
+  return rows > 8 ? GemvShape{16, run, 256 / run, 4, 16} : GemvShape{16, 2 * run, 128 / run, 4, 8};
+}
+
+// The loads of a lane that cover a row of so many packs of columns, 0 where matmul/nvidia/gemv_short.metal has no
+// kernel for it.
+uint32_t short_loads(uint32_t packs) {
+  for (uint32_t loads : {4u, 5u, 8u}) {
+    if (packs <= 32 * loads) {
+      return loads;
+    }
+  }
+  return 0;
+}
+
+// Where mx's products of matrices are ahead of ours on an H200 (bench/results/h200.json and h200-repeated.md). Of few
+// rows in half types they are where outputs are many and w is [columns, outputs], which has no kernel of matrices.
+bool tensor_cores_win(const ProductSizes& sizes, bool transpose, mx::Dtype dtype) {
+  if (sizes.rows > 8) {
+    return uint64_t(sizes.columns) * sizes.outputs > (1 << 22);
+  }
+  return !transpose && dtype != mx::float32 && sizes.rows > 2 && sizes.outputs > 4096;
+}
+
+// Where mx goes over to an Apple GPU's matrix units, but for rows so few that reading the weights takes longer. It has
+// kernels without them for up to 15 rows in half types.
+bool matrix_units_win(const ProductSizes& sizes, bool transpose, mx::Dtype dtype) {
+  const bool is_gemv_wide = transpose && dtype != mx::float32 && sizes.columns % 4 == 0 && sizes.rows <= 15;
+  return sizes.rows > 8 && !is_gemv_wide;
+}
+
+// --- weights [columns, outputs]
+
+uint32_t lanes_along(uint32_t outputs, uint32_t owned) {
+  return std::min(std::bit_ceil(std::max(ceil_divide(outputs, owned), 1u)), 32u);
+}
+
+// --- affine weights
+
+// Columns that a lane of the rows kernel owns (instantiate_rows in matmul/qmv.metal).
+uint32_t lane_columns(int bits, uint32_t rows) {
+  if (bits == 4) {
+    return rows == 1 ? 32 : rows <= 4 ? 16 : 8;
+  }
+  return rows <= 4 ? 16 : 8;
+}
+
+// Of matmul/qmm.metal. NVIDIA GPUs are not given those in float32.
+Registers tiles_registers(const AffineFormat& format, uint32_t rows, uint32_t run) {
+  if (run == 32) {
+    return format.bits == 4 ? Registers{217, 128} : Registers{175, 80};
+  }
+  return format.bits == 4 ? Registers{255, 168} : rows <= 8 ? Registers{171, 96} : Registers{207, 128};
+}
+
+void plan_affine_rows(AffinePlan& plan, const AffineKernels& kernels, const AffineFormat& format,
+                      const ProductSizes& sizes, const Gpu& gpu) {
+  const uint32_t together = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), kernels.most_rows);
+  const uint32_t chunks = ceil_divide(sizes.columns, 32 * lane_columns(format.bits, together));
+  const uint64_t each = uint64_t(sizes.outputs) * sizes.matrices * ceil_divide(sizes.rows, together);
+  const Registers registers{255, together > 2 ? 255u : 128u};
+  static_cast<RowProductsPlan&>(plan) = plan_row_products(chunks, each, together * kernels.matrices, registers, gpu);
+  plan.rows = together;
+}
+
+void plan_affine_mma_row(AffinePlan& plan, const AffineKernels& kernels, const ProductSizes& sizes, const Gpu& gpu) {
+  constexpr uint32_t products = 8 * kRowBlocks;  // of a simdgroup
+  const uint32_t resident_simdgroups = gpu.cores * gpu.resident_simdgroups({207, 128});
+  plan.rows = 1;
+  plan.outputs_per_group = products / kernels.matrices;
+  const uint32_t groups = ceil_divide(std::max(sizes.outputs, 1u), plan.outputs_per_group) * sizes.matrices;
+  const uint32_t chunks = ceil_divide(sizes.columns, kRowStep);
+  const uint32_t wanted = std::min({std::max(resident_simdgroups / groups, 2u), chunks, uint32_t(kRowSimdgroups)});
+  plan.simdgroups = ceil_divide(chunks, ceil_divide(chunks, wanted));  // none has a round less than another needs
+}
+
+void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, mx::Dtype dtype, const ProductSizes& sizes,
+                       const Gpu& gpu) {
+  constexpr uint32_t fewest_columns = 256;  // that a simdgroup is left with
+  plan.rows = sizes.rows <= 8 ? 8 : 16;
+  plan.run = format.group_size == 32 || dtype == mx::float32 ? 32 : 64;
+  plan.outputs_per_group = format.bits == 4 ? 32 : dtype == mx::float32 ? 8 : 16;
+  const uint32_t runs = dtype == mx::float32                 ? 1
+                        : format.bits == 4 && plan.rows == 8 ? 4
+                                                             : 2;  // that are taken at once
+  const uint32_t chunks = ceil_divide(sizes.columns, plan.run * runs);
+  const uint64_t groups = uint64_t(ceil_divide(std::max(sizes.outputs, 1u), plan.outputs_per_group)) * sizes.matrices;
+  const uint32_t most = std::clamp(ceil_divide(sizes.columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
+  plan.simdgroups = plan_tile_simdgroups(groups, chunks, tiles_registers(format, plan.rows, plan.run), 1, most, gpu);
+}
+
+template <typename Kernel, size_t n>
+std::vector<std::string> names_of(const Schedule<Kernel> (&table)[n]) {
+  std::vector<std::string> names;
+  for (const auto& schedule : table) {
+    names.emplace_back(schedule.name);
+  }
+  return names;
+}
+
+const Schedules of_gemv({"gemv"}, names_of(gemv_schedules));
+const Schedules of_affine({"quantized_matmul", "quantized_swiglu"}, names_of(affine_schedules));
+
+constexpr const char* tensor_cores = "many rows of x where there are tensor cores";
+constexpr const char* matrix_units = "many rows of x where there are matrix units";
+
+}  // namespace
+
+Problem product_problem(const char* op, mx::Dtype dtype, uint32_t format, const ProductSizes& sizes) {
+  return {op, dtype, format, {sizes.matrices, sizes.rows, sizes.columns, sizes.outputs}};
+}
+
+uint32_t affine_number(const AffineFormat& format) {
+  return (format.bits * 1000 + format.group_size) * 2 + format.transpose;
+}
+
+GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weights, uint32_t most_splits,
+                   mx::Stream stream) {
+  const Choice choice = calibrated(product_problem("gemv", dtype, true, sizes), stream);
+  const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
+  const uint32_t loads = short_loads(ceil_divide(sizes.columns, 16 / mx::size_of(dtype)));
+  const GemvShape tiles = gemv_tiles_shape(dtype, sizes.rows, sizes.outputs);
+  GemvPlan plan{};
+  plan.kernel = first_that_fits(gemv_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](GemvKernel kernel) {
+    switch (kernel) {
+      case GemvKernel::short_row:
+        return weights.packs && sizes.rows == 1 && loads > 0;
+      case GemvKernel::tiles:  // which have all of their outputs
+        return weights.packs && weights.short_strides && sizes.outputs >= tiles.outputs;
+      case GemvKernel::rows:
+        return true;
+    }
+    return false;
+  });
+  if (plan.kernel == GemvKernel::short_row) {
+    plan.rows = plan.splits = 1;
+    plan.columns_per_split = sizes.columns;
+    plan.simdgroups = plan.outputs_per_group = kShortSimdgroups;
+    plan.loads = loads;
+    return plan;
+  }
+  const GemvShape shape = plan.kernel == GemvKernel::tiles ? tiles : gemv_rows_shape(dtype, sizes.rows);
+  plan.rows = shape.rows;
+  plan.outputs_per_group = shape.outputs;
+  plan.chunk = shape.chunk;
+  const uint32_t chunks = ceil_divide(std::max(sizes.columns, 1u), shape.chunk);
+  const uint32_t shares = ceil_divide(chunks, shape.steps);
+  const uint64_t groups = uint64_t(ceil_divide(std::max(sizes.outputs, 1u), shape.outputs)) *
+                          ceil_divide(std::max(sizes.rows, 1u), shape.rows);
+  const uint32_t most = std::min(shares, uint32_t(kProductSimdgroups));
+  const uint32_t fewest = std::min(shares, 4u);
+  if (plan.kernel == GemvKernel::tiles) {
+    plan.simdgroups = plan_tile_simdgroups(groups, chunks, {229, 128}, fewest, most, gpu);
+  } else {
+    plan.simdgroups = std::clamp(ceil_divide(wanted_simdgroups(gpu), groups), fewest, most);
+    // Most of a GPU is idle while it runs the few that were left over.
+    const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups({143, 72});
+    const uint64_t launched = groups * plan.simdgroups;
+    if (shape.rows == 1 && launched > resident_simdgroups && launched < 2 * resident_simdgroups &&
+        plan.simdgroups < shares) {
+      plan.simdgroups /= 2;
+    }
+  }
+  const uint32_t worthwhile = std::min(ceil_divide(shares, shape.shares * plan.simdgroups), most_splits);
+  const uint32_t splits = std::clamp(ceil_divide(wanted_simdgroups(gpu) / 4, groups * plan.simdgroups), 1u, worthwhile);
+  const uint32_t chunks_per_split = ceil_divide(chunks, splits);
+  plan.splits = ceil_divide(chunks, chunks_per_split);
+  plan.columns_per_split = chunks_per_split * shape.chunk;
+  return plan;
+}
+
+const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream) {
+  const Gpu& gpu = gpu_of(stream);
+  if (gpu.vendor == Gpu::Vendor::nvidia) {
+    return tensor_cores_win(sizes, transpose, dtype) ? tensor_cores : nullptr;
+  }
+  return mlx_uses_matrix_units(gpu, dtype) && matrix_units_win(sizes, transpose, dtype) ? matrix_units : nullptr;
+}
+
+ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
+                         uint32_t most_splits, mx::Stream stream) {
+  constexpr uint32_t simdgroups = 8;  // output_simdgroups of matmul/outputs.h
+  constexpr uint32_t fewest_steps = 4;  // rows of weights for each worker of a split
+  const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
+  ColumnsPlan plan;
+  plan.rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), kernels.most_rows);
+  plan.row_blocks = ceil_divide(sizes.rows, plan.rows);
+  plan.lanes = lanes_along(sizes.outputs, kernels.owned);
+  plan.tiles = ceil_divide(sizes.outputs, plan.lanes * kernels.owned);
+  plan.threads = 32 * simdgroups;
+
+  const uint32_t lanes = lanes_along(sizes.outputs, kernels.most_owned);
+  const uint64_t threadgroups =
+      uint64_t(ceil_divide(sizes.outputs, lanes * kernels.most_owned)) * plan.row_blocks * sizes.matrices;
+  const uint32_t worthwhile = sizes.columns / (simdgroups * (32 / lanes) * fewest_steps);
+  const uint32_t wanted = ceil_divide(wanted_simdgroups(gpu) / simdgroups, std::max<uint64_t>(threadgroups, 1));
+  const uint32_t splits = std::clamp(worthwhile, 1u, std::min(std::max(wanted, 1u), most_splits));
+  plan.columns_per_split = ceil_divide(std::max(sizes.columns, 1u), splits);
+  plan.splits = ceil_divide(std::max(sizes.columns, 1u), plan.columns_per_split);
+  return plan;
+}
+
+AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
+                       const ProductSizes& sizes, mx::Stream stream) {
+  const Choice choice = calibrated(product_problem(kernels.op, dtype, affine_number(format), sizes), stream);
+  const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
+  AffinePlan plan{};
+  plan.kernel = first_that_fits(affine_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](AffineKernel kernel) {
+    switch (kernel) {
+      case AffineKernel::mma_row:
+        return sizes.rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
+      case AffineKernel::tiles:
+        return kernels.has_tiles;
+      case AffineKernel::rows:
+        return true;
+    }
+    return false;
+  });
+  switch (plan.kernel) {
+    case AffineKernel::mma_row:
+      plan_affine_mma_row(plan, kernels, sizes, gpu);
+      break;
+    case AffineKernel::tiles:
+      plan_affine_tiles(plan, format, dtype, sizes, gpu);
+      break;
+    case AffineKernel::rows:
+      plan_affine_rows(plan, kernels, format, sizes, gpu);
+      break;
+  }
+  return plan;
+}
+
+const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
+                          const ProductSizes& sizes, mx::Stream stream) {
+  const Gpu& gpu = gpu_of(stream);
+  if (!format.transpose) {
+    return nullptr;
+  }
+  if (gpu.vendor == Gpu::Vendor::nvidia) {
+    // Where mx goes over to tensor cores, and ours does not (bench/results/h200.json).
+    const bool wins = kernels.has_tiles && dtype == mx::float32 && uint64_t(sizes.matrices) * sizes.rows >= 12;
+    return wins ? tensor_cores : nullptr;
+  }
+  // MLX's limits on GPUs with matrix units: its kernels for fewer rows do not use them.
+  const uint32_t larger = std::max(sizes.columns, sizes.outputs);
+  const uint32_t fewest = larger <= 2048 ? 33 : larger <= 4096 ? 25 : 13;
+  const bool wins = sizes.rows >= fewest && sizes.columns % 64 == 0;
+  return wins && mlx_uses_matrix_units(gpu, dtype) ? matrix_units : nullptr;
+}
+
+RowProductsPlan plan_gguf(const Problem& problem, const ProductSizes& sizes, mx::Stream stream) {
+  constexpr uint32_t most_rows = 2;  // of x that a kernel takes at once
+  constexpr uint32_t lane_columns = 32;
+  const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
+  const uint32_t rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), most_rows);
+  const uint32_t chunks = ceil_divide(sizes.columns, 32 * lane_columns);
+  const uint64_t outputs = uint64_t(sizes.outputs) * ceil_divide(sizes.rows, rows);
+  // Those of one row, which two rows are planned by as well.
+  RowProductsPlan plan = plan_row_products(chunks, outputs, rows, {255, 168}, gpu);
+  plan.rows = rows;
+  return plan;
+}
+
+}  // namespace mittens

@@ -1,0 +1,111 @@
+// Which kernel serves a product of few rows of x, how its work is shared out, and where mx is faster. All that depends
+// on the GPU is here; the tables are in plan.cpp.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "ops/matmul/affine.h"
+#include "runtime/calibration.h"
+#include "runtime/gpu.h"
+
+namespace mittens {
+
+// x [matrices, rows, columns] by w of [outputs, columns] or [columns, outputs] -> y [matrices, rows, outputs].
+struct ProductSizes {
+  uint32_t matrices;
+  uint32_t rows;
+  uint32_t columns;
+  uint32_t outputs;
+};
+
+inline constexpr uint32_t unlimited_splits = std::numeric_limits<uint32_t>::max();
+
+// What a product is for calibration. format: of the weights, one number for each that has kernels of its own.
+Problem product_problem(const char* op, mx::Dtype dtype, uint32_t format, const ProductSizes& sizes);
+uint32_t affine_number(const AffineFormat& format);
+
+// Threadgroups that share the columns of x: their sums lie beside each other in a workspace, for a second kernel.
+struct Splits {
+  uint32_t splits;
+  uint32_t columns_per_split;
+};
+
+// Threadgroups whose simdgroups share the columns and have outputs of their own.
+struct RowProductsPlan {
+  uint32_t simdgroups;  // of a threadgroup, which share out the columns
+  uint32_t outputs_per_group;
+  uint32_t rows;  // of x that a threadgroup takes
+};
+
+// --- dense weights, [outputs, columns]
+
+enum class GemvKernel { short_row, tiles, rows };
+
+struct GemvPlan : RowProductsPlan, Splits {
+  GemvKernel kernel;
+  uint32_t chunk;  // columns that a simdgroup takes at once
+  uint32_t loads;  // short_row: of a lane, which cover its row of weights
+};
+
+// What is known of the weights only when they are there.
+struct GemvWeights {
+  bool packs = true;  // whether rows are made of whole 16 bytes
+  bool short_strides = true;  // whether 32 bits count the elements between rows of weights
+};
+
+GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weights, uint32_t most_splits,
+                   mx::Stream stream);
+
+// Why mx is faster; null where it is not known to be.
+const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream);
+
+// --- weights [columns, outputs]: lanes go along the outputs (metal/matmul/outputs.h)
+
+struct ColumnsPlan : Splits {
+  uint32_t rows;  // of x that a threadgroup takes
+  uint32_t row_blocks;  // of so many rows
+  uint32_t lanes;  // of a simdgroup along the outputs
+  uint32_t tiles;  // threadgroups along the outputs
+  uint32_t threads;  // of a threadgroup
+};
+
+// What tells the kernels apart.
+struct ColumnsKernels {
+  uint32_t owned;  // outputs of a lane
+  uint32_t most_owned;  // by the kernel that owns the most: splits go by it, known before it is known which serves
+  uint32_t most_rows;
+};
+
+ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
+                         uint32_t most_splits, mx::Stream stream);
+
+// --- affine weights of 4 or 8 bits, [outputs, columns]
+
+enum class AffineKernel { mma_row, tiles, rows };
+
+// Kernels of an op. matrices: of weights that pass by one simdgroup, 2 for gate and up.
+struct AffineKernels {
+  const char* op;
+  uint32_t matrices;
+  uint32_t most_rows;  // of x in a threadgroup of the rows kernel
+  bool has_tiles;
+};
+
+struct AffinePlan : RowProductsPlan {
+  AffineKernel kernel;
+  uint32_t run;  // tiles: columns that have one scale
+};
+
+AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
+                       const ProductSizes& sizes, mx::Stream stream);
+
+// Why mx is faster; null where it is not known to be.
+const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
+                          const ProductSizes& sizes, mx::Stream stream);
+
+// --- weights of GGUF files, [outputs, columns]
+
+RowProductsPlan plan_gguf(const Problem& problem, const ProductSizes& sizes, mx::Stream stream);
+
+}  // namespace mittens

@@ -1,0 +1,320 @@
+"""Greedy tokens and logits of a model on our kernels and on mx's, and which of the two float32 is closer to.
+
+mlx-lm's own generation loop runs on mx, then on ours. Where the tokens differ, ours runs again along mx's tokens, so
+that logits are compared over one sequence. The same model in float32 is the judge: on mx, many tokens at a time, along
+mx's tokens. Each run has a stream of its own, because mx.compile traces a function anew for another stream. Otherwise
+graphs that hold mx's kernels would stay in our run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..patching.patches import patched
+from ..specs import EPSILON
+from ..stats import Stats, stats
+from .models import converted_copy
+
+__all__ = ["Difference", "Failure", "OurFailure", "Validation", "validate"]
+
+# Tokens that the float32 run takes at a time: their logits are float32, and a vocabulary may have 250,000 words.
+_STEP = 64
+
+# After so long a run says how far it is.
+_SAY_SECONDS = 10.0
+
+# Logits may be this much further from float32 than mx's.
+_TIMES_MX = 2
+
+# What float32 logits may differ by when sums are in another order, relative to the logits: 256 units in the last place,
+# for the sums of all layers. mx's own float32 logits are no measure of it: the judge's sums have the same order.
+_FLOAT32 = 256 * EPSILON[mx.float32]
+
+
+class Failure(Exception):
+    """mx cannot run the model, for the reason that the message gives."""
+
+
+class OurFailure(Exception):
+    """Our run raised an error, where mx's had none."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A position at which our token is not mx's.
+
+    Attributes:
+        position: Of the token, the first that is generated being 0.
+        ours: Our token.
+        mx: That of mx.
+        float32: That of float32.
+        ahead: By how much float32's logit of ours is above that of mx's token.
+        within_rounding: Whether that is no more than mx's logits are off.
+    """
+
+    position: int
+    ours: int
+    mx: int
+    float32: int
+    ahead: float
+    within_rounding: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether our token is as good as mx's."""
+        return self.ahead >= 0 or self.within_rounding
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What the runs gave.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        tokens: Tokens that mx generated, over which all is compared.
+        same: How many tokens are the same when each goes on with its own.
+        differences: Where tokens differ along mx's sequence, and where the runs part.
+        repeatable: Whether our run gave the same token again where the runs part.
+        difference: The largest difference between our logits and mx's along mx's tokens.
+        error: The largest difference between our logits and float32's.
+        mx_error: That between mx's logits and float32's.
+        typical_error: The median, over the tokens, of the root mean square of what our logits are off by.
+        typical_mx_error: That of mx's.
+        allowed_error: What ``typical_error`` may be.
+        stats: Which kernels ran, and which calls went to mx.
+    """
+
+    prompt_tokens: int
+    tokens: int
+    same: int
+    differences: list[Difference]
+    repeatable: bool
+    difference: float
+    error: float
+    mx_error: float
+    typical_error: float
+    typical_mx_error: float
+    allowed_error: float
+    stats: Stats
+
+    @property
+    def first(self) -> Difference | None:
+        """Where the runs part."""
+        return next((found for found in self.differences if found.position == self.same), None)
+
+    @property
+    def worst(self) -> Difference | None:
+        """The difference that is furthest from right, if one is not passed."""
+        failed = [found for found in self.differences if not found.passed]
+        return min(failed, key=lambda found: found.ahead) if failed else None
+
+    @property
+    def logits_passed(self) -> bool:
+        """Whether our logits are as close to float32 as mx's; NaN is not."""
+        return self.typical_error <= self.allowed_error and math.isfinite(self.difference)
+
+    @property
+    def passed(self) -> bool:
+        return self.logits_passed and self.worst is None
+
+    @property
+    def kernels(self) -> int:
+        """How many kernels ran."""
+        return sum(sum(counts["kernels"].values()) for counts in self.stats.values())
+
+    @property
+    def left_to_mx(self) -> int:
+        """How many calls went to mx."""
+        return sum(sum(counts["mx"].values()) for counts in self.stats.values())
+
+
+@dataclass(frozen=True)
+class _Run:
+    tokens: list[int]  # greedy at each position
+    logits: list[mx.array]  # of each position, (vocabulary,)
+
+
+def _generate(
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    along: Sequence[int] = (),
+    seconds: float = math.inf,
+    say: Callable[[str], None] = lambda text: None,
+) -> _Run:
+    """mlx-lm's generation loop: greedy, or along given tokens; one token at least, however few seconds."""
+    loop = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
+    found = _Run([], [])
+    given = iter(along)
+
+    def keep(_: mx.array, logits: mx.array) -> mx.array:
+        found.logits.append(logits[0])
+        return logits
+
+    def next_given(_: mx.array) -> mx.array:
+        return mx.array([next(given, 0)], mx.uint32)  # the loop runs one ahead
+
+    options: dict[str, Any] = {"max_tokens": count, "logits_processors": [keep]}
+    if along:
+        options["sampler"] = next_given
+    start = said = time.perf_counter()
+    with _own_stream(loop) as stream:
+        for token, logprobs in loop.generate_step(mx.array(list(prompt)), model, **options, **stream):
+            found.tokens.append(mx.argmax(logprobs).item() if along else token)  # type: ignore[arg-type]
+            now = time.perf_counter()
+            if now - start > seconds:
+                break
+            if now - said > _SAY_SECONDS:
+                said = now
+                say(f"  {len(found.tokens)} of {count}")
+    del found.logits[len(found.tokens) :]
+    mx.eval(found.logits)
+    return found
+
+
+@contextlib.contextmanager
+def _own_stream(loop: Any) -> Iterator[dict[str, mx.Stream]]:
+    """A new stream for mlx-lm's loop: an argument, or in mlx-lm before 0.32 a global."""
+    stream = mx.new_stream(mx.default_device())
+    if "stream" in inspect.signature(loop.generate_step).parameters:
+        yield {"stream": stream}
+        return
+    before, loop.generation_stream = loop.generation_stream, stream
+    try:
+        yield {}
+    finally:
+        loop.generation_stream = before
+
+
+def _float32_logits(model: nn.Module, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
+    """The logits after each token from the first one on; the model is float32 from now on."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model.set_dtype(mx.float32)
+    caches = make_prompt_cache(model)
+    with mx.stream(mx.new_stream(mx.default_device())):
+        for start in range(0, len(tokens), _STEP):
+            logits = model(mx.array([list(tokens[start : start + _STEP])]), cache=caches)[0].astype(mx.float32)
+            mx.eval(logits, [cache.state for cache in caches])
+            yield from np.array(logits)[max(0, first - start) :]
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Absolute differences; infinities of one sign, as of words that are masked, do not differ."""
+    with np.errstate(invalid="ignore"):
+        return np.where(a == b, np.float32(0), np.abs(a - b))
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+def validate(
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    convert: bool = False,
+    seconds: float = math.inf,
+    say: Callable[[str], None] = lambda text: None,
+) -> Validation:
+    """Compares a model on our kernels with the same model on mx's.
+
+    Args:
+        model (mlx.nn.Module): Of mlx-lm's classes, not converted. It is a float32 model afterwards.
+        prompt (Sequence[int]): Tokens, one at least.
+        count (int): Tokens to generate.
+        convert (bool): Whether ours is the model after ``nn.convert``, instead of the model under the patch.
+        seconds (float): After about so long mx's run ends; what it generated until then is compared.
+        say (Callable): Is told which run begins, and how far a long one is.
+
+    Raises:
+        Failure: mx cannot run the model.
+        OurFailure: Our kernels cannot, where mx can.
+    """
+    say(f"mx: a prompt of {len(prompt)} tokens, then {count}")
+    try:
+        theirs = _generate(model, prompt, count, seconds=seconds, say=say)
+    except Exception as error:
+        raise Failure(f"{type(error).__name__}: {error}") from error
+    count = len(theirs.tokens)
+    if any(mx.any(mx.isnan(logits)).item() for logits in theirs.logits):
+        raise Failure("its logits are not numbers")
+    say(f"ours: {count}")
+    try:
+        ours, along, counted = _ours(model, prompt, theirs.tokens, convert)
+    except Exception as error:
+        raise OurFailure(f"{type(error).__name__}: {error}") from error
+    mx.clear_cache()
+    say("float32")
+    return _compare(model, prompt, theirs, ours, along, counted)
+
+
+def _ours(
+    model: nn.Module, prompt: Sequence[int], theirs: Sequence[int], convert: bool
+) -> tuple[list[int], _Run, Stats]:
+    """Our greedy tokens, our run along mx's tokens, and what was counted in the first."""
+    subject = converted_copy(model) if convert else model
+    with contextlib.nullcontext() if convert else patched():
+        stats(reset=True)
+        own = _generate(subject, prompt, len(theirs))
+        counted = stats()
+        same = own.tokens == list(theirs)
+        return own.tokens, own if same else _generate(subject, prompt, len(theirs), along=theirs), counted
+
+
+def _compare(
+    model: nn.Module, prompt: Sequence[int], theirs: _Run, ours: list[int], along: _Run, counted: Stats
+) -> Validation:
+    count = len(theirs.tokens)
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs.tokens)) if a != b), count)
+    candidates = {i: along.tokens[i] for i in range(count) if along.tokens[i] != theirs.tokens[i]}
+    repeatable = same == count or along.tokens[: same + 1] == ours[: same + 1]
+    if same < count:
+        candidates[same] = ours[same]
+
+    largest, errors, typical, sizes = [], [], [], []
+    judged: dict[int, tuple[int, float, float]] = {}  # float32's token, how far ours is ahead, and a unit
+    exact = _float32_logits(model, [*prompt, *theirs.tokens[:-1]], len(prompt) - 1)
+    for i, c in enumerate(exact):
+        a, b = (np.array(run.logits[i].astype(mx.float32)) for run in (along, theirs))
+        by_ours, by_mx = _difference(a, c), _difference(b, c)
+        largest.append(_difference(a, b).max())
+        errors.append((by_ours.max(), by_mx.max()))
+        typical.append((_rms(by_ours), _rms(by_mx)))
+        sizes.append(_rms(c[np.isfinite(c)]))
+        if i in candidates:
+            token, other = candidates[i], theirs.tokens[i]
+            unit = max(abs(c[token]), abs(c[other])) * max(EPSILON[theirs.logits[i].dtype], _FLOAT32)
+            judged[i] = int(c.argmax()), float(c[token]) - float(c[other]), float(unit)
+    error, mx_error = map(float, np.max(errors, axis=0))
+    typical_error, typical_mx_error = map(float, np.median(typical, axis=0))
+    off = mx_error if math.isfinite(mx_error) else 0.0  # logits of mx that overflow excuse nothing
+    differences = [
+        Difference(i, candidates[i], theirs.tokens[i], best, ahead, -ahead <= max(off, unit))
+        for i, (best, ahead, unit) in sorted(judged.items())
+    ]
+    return Validation(
+        prompt_tokens=len(prompt),
+        tokens=count,
+        same=same,
+        differences=differences,
+        repeatable=repeatable,
+        difference=float(np.max(largest)),
+        error=error,
+        mx_error=mx_error,
+        typical_error=typical_error,
+        typical_mx_error=typical_mx_error,
+        allowed_error=max(_TIMES_MX * typical_mx_error, _FLOAT32 * float(np.median(sizes))),
+        stats=counted,
+    )

@@ -1,0 +1,93 @@
+"""Run: a command of mlx-lm on these kernels, in this process, with its own arguments and exit status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..bench.model_folders import ModelError, mlx_lm_version
+from ..patching.patches import patched
+from ..patching.targets import PatchError
+from ..stats import stats
+from .options import UsageError
+
+_PREFIX = "mlx_lm."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to a parser; what follows mlx-lm's command is that command's."""
+    parser.add_argument("--stats", action="store_true", help="at the end print on stderr which kernels ran")
+    parser.add_argument(
+        "words",
+        metavar="mlx_lm.NAME",
+        nargs=argparse.PARSER,  # not REMAINDER, which loses a -- at the start
+        help="a command of mlx-lm, such as mlx_lm.generate or mlx_lm.server, with its arguments",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; its exit status, unless it ends the process itself.
+
+    Raises:
+        UsageError: There is no such command.
+    """
+    point = _find(*arguments.words)
+    with patched(), _process(list(arguments.words)):
+        try:
+            function = point.load()
+        except PatchError as error:
+            print(f"mlx-mittens run: {error}", file=sys.stderr)
+            return 1
+        stats(reset=True)
+        try:
+            return _status(function())
+        finally:
+            if arguments.stats:
+                sys.stdout.flush()
+                print(stats() or "no kernel ran, and no call went to mx", file=sys.stderr, flush=True)
+
+
+def _find(name: str, *given: str) -> importlib.metadata.EntryPoint:
+    """The command's entry point; ``mlx_lm`` is one too, whose first argument is the name of another."""
+    try:
+        version = mlx_lm_version()
+    except ModelError as error:
+        raise UsageError(str(error)) from None
+    points = importlib.metadata.distribution("mlx-lm").entry_points
+    found = {point.name: point for point in points if point.group == "console_scripts"}
+    asked = name
+    if name == _PREFIX[:-1]:
+        option = bool(given) and given[0].startswith("-")
+        asked = name if option else f"{_PREFIX}{given[0]}" if given else f"{_PREFIX}NAME"
+    if name not in found or asked not in found:
+        names = ", ".join(sorted(one for one in found if one.startswith(_PREFIX)))
+        raise UsageError(f"mlx-lm {version} has no command {asked}; there are {names}")
+    return found[name]
+
+
+@contextlib.contextmanager
+def _process(argv: list[str]) -> Iterator[None]:
+    """What the command finds in a process of its own: its arguments, and a SIGTERM that ends it."""
+    before, sys.argv = sys.argv, argv
+    main = threading.current_thread() is threading.main_thread()
+    handler: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, signal.SIG_DFL) if main else None
+    try:
+        yield
+    finally:
+        sys.argv = before
+        if main:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _status(result: Any) -> int:
+    """What ``sys.exit`` makes of the result, as an installed command does."""
+    if result is None or isinstance(result, int):
+        return result or 0
+    print(result, file=sys.stderr)
+    return 1
