@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
     todo = [item for item in planned if _key(item) not in measured]
     if measured and todo:
         print(f"goes on: {len(measured)} calls were measured before; --again starts over", flush=True)
+    if todo and hasattr(os, "getloadavg") and os.getloadavg()[0] > machine.cores() / 2:
+        load = f"load {os.getloadavg()[0]:.1f} on {machine.cores()} cores"
+        print(f"Other programs keep this machine busy ({load}): times will scatter, and may mislead.", flush=True)
     failed: list[str] = []
     ending = Ending()
     if todo:

@@ -328,6 +328,29 @@ def test_every_op_follows_the_calibration(name, made_up, file, lenient):
     assert not counts["kernels"]
 
 
+def test_mx_has_to_win_twice(made_up):
+    asked = []
+
+    def once(op, case, plan):
+        asked.append(plan)
+        return 1.0 if asked.count(MX) == 1 and plan == MX else 5.0
+
+    made_up(once)
+    item = (specs.get("rms_norm"), specs.Case("calibration", (4, 64)), "float32")
+    (row,) = measure.measure(item, "cpu", measure.QUICK, np.random.default_rng(0))
+    assert asked == [TABLES, MX] * 2 and not row.mx and row.mx_us == 5.0
+
+
+def test_a_busy_machine(few_shapes, made_up, file, capsys, monkeypatch):
+    made_up()
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    assert "load 99.0 on" in capsys.readouterr().out
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 99.0, 0.0))
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm", "--again"]) == 0
+    assert "keep this machine busy" not in capsys.readouterr().out
+
+
 def test_a_second_run_measures_what_is_missing(few_shapes, made_up, file, capsys):
     first = made_up()
     assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
