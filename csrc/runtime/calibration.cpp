@@ -156,11 +156,14 @@ constinit thread_local std::array<Known, 64> known_problems{};
 
 const Choice& look_up(const Problem& problem, const Table& table) {
   const mx::Dtype::Val dtype = problem.dtype.val();
-  size_t hash = reinterpret_cast<uintptr_t>(problem.op) + static_cast<size_t>(dtype) + problem.format;
+  // Sizes are often powers of two, of which a product with an odd number leaves the high bits well mixed.
+  constexpr uint64_t odd = 0x9e3779b97f4a7c15;
+  uint64_t hash = (reinterpret_cast<uintptr_t>(problem.op) + static_cast<uint64_t>(dtype) + problem.format) * odd;
   for (uint32_t size : problem.sizes) {
-    hash = hash * 31 + size;
+    hash = (hash ^ hash >> 32 ^ size) * odd;
   }
-  Known& mine = known_problems[(hash ^ hash >> 6 ^ hash >> 12) % known_problems.size()];
+  static_assert(std::tuple_size_v<decltype(known_problems)> == 1 << 6);
+  Known& mine = known_problems[hash >> (64 - 6)];
   if (mine.table != &table || mine.op != problem.op || mine.dtype != dtype || mine.format != problem.format ||
       mine.sizes != problem.sizes) {
     mine = {&table, problem.op, dtype, problem.format, problem.sizes, &search(table, problem)};
