@@ -8,12 +8,14 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
 
+#include "backends/compiled.h"
 #include "backends/frontend.h"
 #include "backends/visitor.h"
 #include "mlx_internals/buffer_ownership.h"
@@ -171,8 +173,11 @@ CUfunc_st* loaded_function(const Launch& launch, const std::map<uint32_t, size_t
     }
   }
   // Not under the lock: the front end takes the GIL, which a thread that waits for the lock may hold.
+  const auto start = std::chrono::steady_clock::now();
   CUfunc_st* fresh = Driver::get().load(frontend::ptx(launch.file, launch.kernel, sizes, launch.function_constants),
                                         entry_name(launch.kernel));
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+  note_compiled(launch.file, launch.kernel, waited.count());
   std::lock_guard lock(mutex);
   CUfunc_st*& first = loaded[context][key];  // of several threads, the first one's is kept
   first = first ? first : fresh;

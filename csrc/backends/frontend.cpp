@@ -2,7 +2,11 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
 
 #include "python/registry.h"
 
@@ -15,12 +19,12 @@ namespace {
 
 constexpr const char* kModule = "mlx_mittens.frontend";
 
-template <typename... Arguments>
-std::string call(const char* function, const Arguments&... arguments) {
+template <typename Result = std::string, typename... Arguments>
+Result call(const char* function, const Arguments&... arguments) {
   nb::gil_scoped_acquire gil;
   nb::module_ module = nb::module_::import_(kModule);
   try {
-    return nb::cast<std::string>(nb::str(module.attr(function)(arguments...)));
+    return nb::cast<Result>(module.attr(function)(arguments...));
   } catch (nb::python_error& error) {
     const std::string message = nb::cast<std::string>(nb::str(error.value()));
     if (error.matches(module.attr("CompileError"))) {
@@ -55,12 +59,17 @@ std::string simulator_library(const std::string& file, bool watch, const Constan
   return call("simulator_library", file, "watch"_a = watch, "constants"_a = constants);
 }
 
-std::string metal_source(const std::string& file) {
-  return call("flatten", file);
+MetalText metal_text(const std::string& file, const std::string& kernel) {
+  auto [text, only] = call<std::pair<std::string, std::string>>("metal_text", file, kernel);
+  return {std::move(text), std::move(only)};
 }
 
-std::string metallib() {
-  return call("metallib");
+std::vector<std::string> metal_kernels(const std::string& file) {
+  return call<std::vector<std::string>>("metal_kernels", file);
+}
+
+std::string metallib(const std::string& file) {
+  return call("metallib", file);
 }
 
 }  // namespace mittens::frontend

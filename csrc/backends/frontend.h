@@ -5,6 +5,7 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace mittens::frontend {
 
@@ -21,7 +22,14 @@ std::string ptx(const std::string& file, const std::string& kernel, const std::m
                 const Constants& constants);
 std::string simulator_library(const std::string& file, bool watch,
                               const Constants& constants);  // a shared object's path
-std::string metal_source(const std::string& file);  // one string, all headers within, for Metal's own compiler
-std::string metallib();  // its path, empty where the package was built without one
+
+// One string, all headers within, for Metal's own compiler.
+struct MetalText {
+  std::string text;
+  std::string kernel;  // the only one in it; empty if the text has all kernels of the file
+};
+MetalText metal_text(const std::string& file, const std::string& kernel);
+std::vector<std::string> metal_kernels(const std::string& file);  // empty where only a compiler can tell
+std::string metallib(const std::string& file);  // the path of the library built ahead that has its kernels, or empty
 
 }  // namespace mittens::frontend

@@ -1,13 +1,18 @@
 #include "backends/metal.h"
 
-#include <cstdlib>
-#include <map>
-#include <mutex>
 #include <stdexcept>
-#include <string>
-#include <utility>
 
 #ifdef _METAL_
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "backends/compiled.h"
 #include "backends/frontend.h"
 #include "backends/visitor.h"
 #include "mlx/backend/metal/device.h"
@@ -36,28 +41,77 @@ bool jit_forced() {
   return value && std::string(value) == "1";
 }
 
-// The metallib that was built ahead holds every file; without it each file is compiled from one flattened string. MLX
-// caches a library by name, so the name of compiled text carries a hash of it.
-MTL::Library* library_of(mx::metal::Device& device, const std::string& file) {
+// So long may Metal's compiler take in all before a line says what is going on. What macOS has kept takes milliseconds.
+constexpr double patience_seconds = 0.25;
+
+void say_that_it_compiles(double seconds) {
   static std::mutex mutex;
-  static std::map<std::string, MTL::Library*> libraries;
-  {
-    std::lock_guard lock(mutex);
-    if (auto found = libraries.find(file); found != libraries.end()) {
-      return found->second;
-    }
-  }
-  const std::string metallib = jit_forced() ? "" : frontend::metallib();
-  MTL::Library* library;
-  if (!metallib.empty()) {
-    library = device.get_library("mlx_mittens", metallib);
-  } else {
-    const std::string source = frontend::metal_source(file);
-    const std::string name = "mlx_mittens_" + file + "_" + std::to_string(std::hash<std::string>{}(source));
-    library = device.get_library(name, [&source] { return source; });
-  }
+  static double waited = 0;
+  static bool said = false;
   std::lock_guard lock(mutex);
-  return libraries.emplace(file, library).first->second;
+  waited += seconds;
+  if (said || waited < patience_seconds) {
+    return;
+  }
+  said = true;
+  const char* quiet = std::getenv("MLX_MITTENS_QUIET");
+  if (!quiet || std::string(quiet) != "1") {
+    std::fputs(
+        "mlx-mittens: Metal compiles each kernel at its first use; macOS keeps it for the next run. "
+        "`mlx-mittens warm MODEL` does this ahead, MLX_MITTENS_QUIET=1 leaves out this line.\n",
+        stderr);
+  }
+}
+
+// MLX caches a library by name, so the name has a hash of the text besides the file and its only kernel.
+MTL::Library* library_from(mx::metal::Device& device, const std::string& file, const frontend::MetalText& source) {
+  const std::string kernel = source.kernel.empty() ? "" : source.kernel + "_";
+  const std::string hash = std::to_string(std::hash<std::string>{}(source.text));
+  return device.get_library("mlx_mittens_" + file + "_" + kernel + hash, [&source] { return source.text; });
+}
+
+MTL::Library* built_library(mx::metal::Device& device, const std::string& metallib) {
+  return device.get_library("mlx_mittens", metallib);
+}
+
+std::string metallib_of(const std::string& file) {
+  return jit_forced() ? "" : frontend::metallib(file);
+}
+
+// From the library that was built ahead; without one Metal compiles a text that instantiates this kernel alone.
+MTL::ComputePipelineState* compile(mx::metal::Device& device, const std::string& file, const std::string& kernel) {
+  using Clock = std::chrono::steady_clock;
+  const std::string metallib = metallib_of(file);
+  const auto source = metallib.empty() ? frontend::metal_text(file, kernel) : frontend::MetalText{};
+  const auto start = Clock::now();
+  MTL::Library* library = metallib.empty() ? library_from(device, file, source) : built_library(device, metallib);
+  MTL::ComputePipelineState* pipeline = device.get_kernel(kernel, library);
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  note_compiled(file, kernel, seconds);
+  if (metallib.empty()) {
+    say_that_it_compiles(seconds);
+  }
+  return pipeline;
+}
+
+// Each thread remembers what it found: this is on the path of every call.
+MTL::ComputePipelineState* pipeline_of(mx::metal::Device& device, const Launch& launch) {
+  struct Key {
+    Name file;
+    Name kernel;
+    bool operator==(const Key&) const = default;
+  };
+  struct Hash {
+    size_t operator()(const Key& key) const {
+      return std::hash<Name>()(key.kernel) * 31 + std::hash<Name>()(key.file);
+    }
+  };
+  static thread_local std::unordered_map<Key, MTL::ComputePipelineState*, Hash> known;
+  MTL::ComputePipelineState*& mine = known[{launch.file, launch.kernel}];
+  if (!mine) {
+    mine = compile(device, launch.file, launch.kernel);
+  }
+  return mine;
 }
 
 MTL::Size dimensions(const Size3& size) {
@@ -89,7 +143,7 @@ void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream) {
 
 void run(const Launch& launch, mx::Stream stream) {
   auto& device = mx::metal::device(stream.device);
-  MTL::ComputePipelineState* pipeline = device.get_kernel(launch.kernel, library_of(device, launch.file));
+  MTL::ComputePipelineState* pipeline = pipeline_of(device, launch);
   const size_t threads = size_t(launch.threads.x) * launch.threads.y * launch.threads.z;
   if (threads > pipeline->maxTotalThreadsPerThreadgroup()) {
     throw std::runtime_error("kernel " + launch.kernel.text() + " is launched with " + std::to_string(threads) +
@@ -130,8 +184,17 @@ void run(const Launch& launch, mx::Stream stream) {
 }
 
 std::vector<std::string> kernels(const std::string& file) {
+  const std::string metallib = metallib_of(file);
+  if (metallib.empty()) {
+    if (auto names = frontend::metal_kernels(file); !names.empty()) {
+      return names;
+    }
+  }
   const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
-  const NS::Array* names = library_of(mx::metal::device(mx::Device::gpu), file)->functionNames();
+  auto& device = mx::metal::device(mx::Device::gpu);
+  MTL::Library* library =
+      metallib.empty() ? library_from(device, file, frontend::metal_text(file, "")) : built_library(device, metallib);
+  const NS::Array* names = library->functionNames();
   std::vector<std::string> result;
   for (NS::UInteger i = 0; i < names->count(); ++i) {
     result.emplace_back(names->object<NS::String>(i)->utf8String());
@@ -141,8 +204,7 @@ std::vector<std::string> kernels(const std::string& file) {
 
 Pipeline pipeline(const std::string& file, const std::string& kernel) {
   const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
-  auto& device = mx::metal::device(mx::Device::gpu);
-  const MTL::ComputePipelineState* state = device.get_kernel(kernel, library_of(device, file));
+  const MTL::ComputePipelineState* state = compile(mx::metal::device(mx::Device::gpu), file, kernel);
   return {state->maxTotalThreadsPerThreadgroup(), state->staticThreadgroupMemoryLength(),
           state->threadExecutionWidth()};
 }

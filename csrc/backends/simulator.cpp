@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -13,6 +14,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
+#include "backends/compiled.h"
 #include "backends/frontend.h"
 #include "backends/launch.h"
 #include "backends/visitor.h"
@@ -283,7 +285,10 @@ void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream) {
     if (keep_dry(file, dispatch)) {
       continue;
     }
+    const auto start = std::chrono::steady_clock::now();
     const auto library = frontend::simulator_library(file, options.watch, launch.function_constants);
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    note_compiled(launch.file, launch.kernel, waited.count());
     simulate(file, library, dispatch, options, launch.function_constants);
   }
 }

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include "backends/compiled.h"
 #include "backends/cuda.h"
 #include "backends/metal.h"
 #include "cpu/dispatch.h"
@@ -56,6 +57,18 @@ NB_MODULE(_ext, module) {
         return result;
       },
       nb::arg("file"), nb::arg("kernel"), "What this Mac's GPU makes of a kernel, by Metal's names.");
+  module.def(
+      "compiled_kernels",
+      [] {
+        nb::list result;
+        for (const auto& compiled : mittens::compiled_kernels()) {
+          result.append(nb::make_tuple(compiled.file, compiled.kernel, compiled.seconds));
+        }
+        return result;
+      },
+      "The kernels that this process launched on a GPU or in the simulator, in the order of their first launches: "
+      "file, "
+      "kernel, and the seconds that the first launch waited for its compiler.");
   module.def("cuda_available", &mittens::cuda::available, "Whether the MLX that is loaded is a CUDA build.");
   module.def("cuda_missing", &mittens::cuda::missing,
              "What keeps kernels from running on an NVIDIA GPU; empty if nothing.");

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-__all__ = ["ARCHITECTURES", "build"]
+__all__ = ["ARCHITECTURES", "build", "from_config"]
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -134,6 +133,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 # Drawing billions of numbers on a CPU would take longer than what is measured. A prime, so that no two rows are alike.
 _DRAWN = 1_000_003
 
+# The scale of random weights in formats whose scales are bytes: 1/128 and 2**-15 as exponents, 0.5 as an fp8 number.
+_SCALES = {"mxfp4": 120, "mxfp8": 112, "nvfp4": 48}
+
 
 def _filled(values: mx.array, shape: tuple[int, ...]) -> mx.array:
     """An array of this shape that repeats the values, in memory of its own."""
@@ -155,7 +157,9 @@ def _weights(model: nn.Module, dtype: mx.Dtype) -> list[tuple[str, mx.array]]:
     weights = []
     for name, a in dict(tree_flatten(model.parameters())).items():
         parent, _, leaf = name.rpartition(".")
-        if leaf in ("scales", "biases"):
+        if a.dtype == mx.uint8:  # scales of the fp4 and fp8 modes
+            weights.append((name, mx.full(a.shape, _SCALES[modules[parent].mode], mx.uint8)))
+        elif leaf in ("scales", "biases"):
             module = modules[parent]
             largest = 2**module.bits - 1
             columns = a.shape[-1] * module.group_size
@@ -163,7 +167,8 @@ def _weights(model: nn.Module, dtype: mx.Dtype) -> list[tuple[str, mx.array]]:
             value = (1 + 0.1 * normal) * scale if leaf == "scales" else (1 + 0.1 * normal) * scale * -largest / 2
             weights.append((name, _filled(value.astype(dtype), a.shape)))
         elif a.dtype == mx.uint32:
-            weights.append((name, _filled(words, a.shape)))
+            finite = mx.array(0xF7F7F7F7 if modules[parent].mode == "mxfp8" else 0xFFFFFFFF, mx.uint32)
+            weights.append((name, _filled(words & finite, a.shape)))  # no byte is NaN
         elif a.ndim >= 2:
             weights.append((name, _filled((normal * a.shape[-1] ** -0.5).astype(dtype), a.shape)))
         elif leaf == "weight":  # of a norm
@@ -187,18 +192,41 @@ def build(name: str, dtype: mx.Dtype, bits: int | None = None, group_size: int =
     Returns:
         mlx.nn.Module: The model, its weights in memory.
     """
-    config = {**ARCHITECTURES[name], **changes}
-    family = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model = family.Model(family.ModelArgs.from_dict(config))  # lazily: the weights it draws are never computed
-    if bits is not None:
+    quantization = None if bits is None else {"bits": bits, "group_size": group_size}
+    return from_config({**ARCHITECTURES[name], **changes}, dtype, quantization)
+
+
+def from_config(config: dict[str, Any], dtype: mx.Dtype, quantization: dict[str, Any] | None = None) -> nn.Module:
+    """A model of mlx-lm's own class with random weights.
+
+    Args:
+        config (dict): As its config.json has it.
+        dtype (Dtype): Of what is not quantized.
+        quantization (dict, optional): ``bits``, ``group_size`` and ``mode`` of linear layers and embeddings, and by the
+            path of a layer what differs there, as mlx-lm writes it. None: nothing is quantized.
+
+    Returns:
+        mlx.nn.Module: The model, its weights in memory.
+
+    Raises:
+        ValueError: mlx-lm has no such model.
+    """
+    from mlx_lm.utils import _get_classes
+
+    model_class, arguments = _get_classes(config)
+    model = model_class(arguments.from_dict(config))  # lazily: the weights it draws are never computed
+    if quantization is not None:
+        group_size, mode = quantization["group_size"], quantization.get("mode", "affine")
 
         def choice(path: str, module: nn.Module) -> bool | dict:
+            if path in quantization:
+                return quantization[path]
             if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
                 return False
             asked = getattr(model, "quant_predicate", None)
             return asked(path, module) if asked else True
 
-        nn.quantize(model, group_size, bits, class_predicate=choice)
+        nn.quantize(model, group_size, quantization["bits"], mode=mode, class_predicate=choice)
     model.update(tree_unflatten(_weights(model, dtype)))
     model.eval()
     return model

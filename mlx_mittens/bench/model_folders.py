@@ -64,8 +64,11 @@ def is_one(text: str) -> bool:
     return os.path.exists(os.path.expanduser(text)) or os.sep in text or text.startswith((".", "~"))
 
 
-def check(name: str) -> None:
+def check(name: str) -> Path:
     """Reads a model's configuration, and downloads nothing else of a model on the hub.
+
+    Returns:
+        Path: Its config.json. The weights are beside it, if they are on this machine.
 
     Raises:
         ModelError: There is no such model, or the installed mlx-lm cannot load it.
@@ -94,6 +97,7 @@ def check(name: str) -> None:
         raise ModelError(
             f"mlx-lm {version} has no model of the type {config['model_type']!r}, which {name} is: a later mlx-lm may"
         ) from None
+    return path
 
 
 def _downloaded(name: str) -> Path:

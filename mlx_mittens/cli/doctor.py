@@ -259,7 +259,8 @@ def _list_pipelines(findings: _Findings) -> None:
         found.append(row)
     findings.running = None
     wrong = [row for row in found if "error" in row]
-    print(f"{'pipelines':12} {len(found) - len(wrong)} of {len(found)} compiled", flush=True)
+    seconds = sum(row.get("seconds", 0.0) for row in found)
+    print(f"{'pipelines':12} {len(found) - len(wrong)} of {len(found)} compiled in {seconds:.1f} s", flush=True)
     for row in wrong:
         print(f"  {row['kernel'] or row['file']}: {row['error']}", flush=True)
 
@@ -286,7 +287,7 @@ def run(arguments: argparse.Namespace) -> int:
     select_device(arguments.device)
     device = machine.device()
     seed = drawn(arguments.seed)
-    environment = {**os.environ, "MLX_MITTENS_CACHE": str(cache.writable_folder())}
+    environment = {**os.environ, "MLX_MITTENS_CACHE": str(cache.writable_folder()), "MLX_MITTENS_QUIET": "1"}
     versions, found, internals = machine.versions(), executors(), _internals()
     head = {
         "versions": versions,
@@ -315,6 +316,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{name:13} {status}")
     print(f"{'calibration':13} {head['calibration']}")
     sys.stdout.flush()
+    head["compiling"] = compiling = pipelines.probe()
+    print(f"{'compiling':12} {pipelines.told(compiling)}", flush=True)
 
     ops = [op for op in specs.OPS if op.name in names]
     planned = sum(len(_todo(op, device)) for op in ops)

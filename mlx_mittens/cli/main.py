@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import agx_compiler, bench, calibrate, check, doctor, new, registers, run, simulate, validate
+from . import agx_compiler, bench, calibrate, check, doctor, new, registers, run, simulate, validate, warm
 from .options import UsageError
 from .runs import Terminated, exit_status, terminated
 
@@ -24,6 +24,7 @@ _COMMANDS = {
     "run": (run, "run a command of mlx-lm on these kernels, such as mlx_lm.server"),
     "simulate": (simulate, "run a case of an op in the simulator and count what its kernels do"),
     "validate": (validate, "compare a model's tokens and logits with mx's, and both with float32"),
+    "warm": (warm, "compile what a model will use, so that its first token does not wait"),
 }
 
 

@@ -7,13 +7,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import _ext, frontend
+from ..bench import machine
 
 # After so many ended processes the rest is left out.
 _MOST_DEATHS = 3
+
+# What `probe` compiles.
+_PROBE = ("norm/rms_norm.metal", "rms_norm_simd32_float16")
 
 # Code of the child process, which uses the parent's sys.path.
 _CHILD = "from mlx_mittens.cli.pipelines import child; child()"
@@ -24,7 +29,8 @@ Row = dict[str, Any]
 def child() -> None:
     """Compiles kernels for this GPU: its input names files and kernels to leave out, its answers are lines of JSON.
 
-    A line ``{"file", "kernel"}`` says what is begun, the next one what came of it, and ``{"done": true}`` ends them.
+    It may name the only kernels that are wanted. A line ``{"file", "kernel"}`` says what is begun, the next one what
+    came of it, and ``{"done": true}`` ends them.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
@@ -34,7 +40,7 @@ def child() -> None:
     for file in order["files"]:
         say({"file": file, "kernel": None})
         try:
-            kernels = sorted(_ext.metal_kernels(file))
+            kernels = order["kernels"] or sorted(_ext.metal_kernels(file))
         except Exception as error:  # a file that Metal refuses hides no other
             say({"file": file, "kernel": None, "error": str(error)})
             continue
@@ -44,28 +50,64 @@ def child() -> None:
             seen.add(kernel)
             say({"file": file, "kernel": kernel})
             try:
-                say({"file": file, "kernel": kernel, **_ext.metal_pipeline(file, kernel)})
+                start = time.perf_counter()
+                made = _ext.metal_pipeline(file, kernel)
+                seconds = round(time.perf_counter() - start, 4)
+                say({"file": file, "kernel": kernel, **made, "seconds": seconds})
             except Exception as error:
                 say({"file": file, "kernel": kernel, "error": str(error)})
     say({"done": True})
 
 
-def measured(files: Sequence[str] | None = None) -> Iterator[Row]:
+def probe() -> Row:
+    """How long a kernel of middle size takes, compiled in a process of its own.
+
+    Returns:
+        Row: ``file``, ``kernel``, ``executor``, and the ``seconds`` or the ``error`` of its compiler; neither where
+        there is none to wait for.
+    """
+    row: Row = {"file": _PROBE[0], "kernel": _PROBE[1], "executor": machine.executor()}
+    if row["executor"] == "native":
+        return row
+    if row["executor"] == "metal":
+        return {**row, **next(measured([_PROBE[0]], [_PROBE[1]]))}
+    start = time.perf_counter()
+    try:
+        if row["executor"] == "cuda":
+            frontend.ptx(*_PROBE)
+        else:
+            frontend.simulator_library(_PROBE[0])
+    except Exception as error:  # the cases say the same, and more
+        return {**row, "error": str(error)}
+    return {**row, "seconds": round(time.perf_counter() - start, 4)}
+
+
+def told(row: Row) -> str:
+    """What a `probe` found, in words."""
+    if "error" in row:
+        return f"{row['kernel']} does not compile: {row['error']}"
+    if "seconds" not in row:
+        return "nothing: native code was compiled with the package"
+    return f"{row['kernel']} took {row['seconds']:.2f} s; less where a cache has it"
+
+
+def measured(files: Sequence[str] | None = None, kernels: Sequence[str] | None = None) -> Iterator[Row]:
     """Every pipeline of the files, compiled in a process of its own; after a crash the others go on in a new one.
 
     Args:
         files: .metal files; all of them without.
+        kernels: Only these of each file.
 
     Yields:
         ``file``, ``kernel`` and what Metal says: ``maxTotalThreadsPerThreadgroup``, ``staticThreadgroupMemoryLength``
-        and ``threadExecutionWidth``, or an ``error``. The file of a kernel is the one that it was found through: with
-        a metallib that is the first.
+        and ``threadExecutionWidth``, with the ``seconds`` that it took, or an ``error``. The file of a kernel is the
+        one that it was found through: with a metallib that is the first.
     """
     left = list(frontend.files() if files is None else files)
     seen: list[str] = []
     for _ in range(_MOST_DEATHS):
         begun: Row | None = None
-        process = _start({"files": left, "seen": seen})
+        process = _start({"files": left, "kernels": kernels, "seen": seen})
         assert process.stdout is not None  # it is a pipe
         try:
             for line in process.stdout:
@@ -101,6 +143,7 @@ def _start(order: dict[str, Any]) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "MLX_MITTENS_QUIET": "1"},
         start_new_session=True,  # Ctrl-C and a time limit are the parent's to handle
     )
     assert process.stdin is not None  # it is a pipe

@@ -4,6 +4,7 @@ SPIR-V for Mesa's compiler for Apple GPUs."""
 from .build import entry_name, has_prebuilt_ptx, metallib, ptx, signature, simulator_library, spirv, translate, variants
 from .compiler import compiler_problem
 from .errors import CompileError
+from .instantiations import metal_kernels, metal_text
 from .rewrite import Argument, Variant
 from .sources import files, flatten, register_source, source
 
@@ -16,6 +17,8 @@ __all__ = [
     "files",
     "flatten",
     "has_prebuilt_ptx",
+    "metal_kernels",
+    "metal_text",
     "metallib",
     "ptx",
     "register_source",

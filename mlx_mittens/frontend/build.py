@@ -389,8 +389,14 @@ def _processor() -> str:
     return "".join(sorted({line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))}))
 
 
-def metallib() -> str:
-    """The path of the Metal library that was built ahead of time; empty if there is none, or an outdated one."""
+def metallib(file: str = "") -> str:
+    """The path of the Metal library that was built ahead of time; empty if there is none, or an outdated one.
+
+    Args:
+        file: The .metal file whose kernels are wanted. Registered sources are in no library.
+    """
+    if sources.is_registered(file):
+        return ""
     folder, now = _installed() / "metal", sources.metal_folder()
     path = folder / "mlx_mittens.metallib"
     current = path.is_file() and (folder == now or _texts(folder) == _texts(now))

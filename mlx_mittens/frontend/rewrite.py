@@ -314,7 +314,7 @@ class _Rewriter:
         """The attributes of the declaration whose type is token i."""
         found: dict[str, str] = {}
         i -= 1
-        while self.token(i) in ("inline", "static") or (i >= 0 and self.in_attribute[i]):
+        while self.token(i) in ("inline", "static", "kernel") or (i >= 0 and self.in_attribute[i]):
             found.update(self.attributes.get(i, ()))
             i -= 1
         return found
@@ -367,7 +367,7 @@ class _Rewriter:
 
     def _template_before(self, i: int) -> str | None:
         i -= 1
-        while self.token(i) in ("inline", "static") or (i >= 0 and self.in_attribute[i]):
+        while self.token(i) in ("inline", "static", "kernel") or (i >= 0 and self.in_attribute[i]):
             i -= 1
         if self.token(i) != ">":
             return None

@@ -39,6 +39,16 @@ def register_source(name: str, text: str) -> None:
     _registered[name] = text
 
 
+def is_registered(file: str) -> bool:
+    """Whether the text of this name is a registered one."""
+    return file in _registered
+
+
+def without_comments(text: str) -> str:
+    """The text with blanks in place of comments: every other character stays at its place."""
+    return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]) if m[0][0] == "/" else m[0], text)
+
+
 def source(file: str) -> str:
     """The text of a .metal file or registered source."""
     if file in _registered:

@@ -47,6 +47,14 @@ def planted(monkeypatch):
     return plant
 
 
+def timed(rows):
+    """The rows without their seconds, which every kernel that was compiled has."""
+    rows = list(rows)
+    for found in rows:
+        assert ("seconds" in found) == ("error" not in found) and found.pop("seconds", 0.0) >= 0
+    return rows
+
+
 def row(file, kernel, threads, memory):
     made = {
         "maxTotalThreadsPerThreadgroup": threads,
@@ -65,12 +73,12 @@ WRONG = {"file": "matmul/b.metal", "kernel": "wrong", "error": "Unable to load k
 
 def test_every_pipeline_is_listed(planted):
     planted()
-    assert list(pipelines.measured(FILES)) == [ONE, TWO, GONE, THREE, WRONG]
+    assert timed(pipelines.measured(FILES)) == [ONE, TWO, GONE, THREE, WRONG]
 
 
 def test_a_metallib_names_the_kernels_of_all_files_once(planted):
     planted("_ext.metal_kernels = lambda file: ['one_float16', 'three_float32']")
-    assert list(pipelines.measured(FILES)) == [ONE, {**THREE, "file": "norm/a.metal"}]
+    assert timed(pipelines.measured(FILES)) == [ONE, {**THREE, "file": "norm/a.metal"}]
 
 
 def test_a_crash_hides_no_other_pipeline(planted):
@@ -82,13 +90,13 @@ def crash(file, kernel):
 _ext.metal_pipeline = crash
 """)
     crashed = {"file": "norm/a.metal", "kernel": "one_float16", "error": "the process was ended by signal 6"}
-    assert list(pipelines.measured(FILES)) == [crashed, TWO, GONE, THREE, WRONG]
+    assert timed(pipelines.measured(FILES)) == [crashed, TWO, GONE, THREE, WRONG]
 
 
 def test_a_file_that_crashes_is_left_out(planted):
     planted("_ext.metal_kernels = lambda file: os._exit(3) if 'gone' in file else kernels(file)")
     crashed = {"file": "gone.metal", "kernel": None, "error": "the process was ended by exit status 3"}
-    assert list(pipelines.measured(FILES)) == [ONE, TWO, crashed, THREE, WRONG]
+    assert timed(pipelines.measured(FILES)) == [ONE, TWO, crashed, THREE, WRONG]
 
 
 def test_many_crashes_end_it(planted):
@@ -97,6 +105,43 @@ def test_many_crashes_end_it(planted):
     assert [found["file"] for found in dead] == FILES
     assert [fourth["file"], fifth["file"]] == ["d.metal", "e.metal"]
     assert all("left out after 3 processes" in found["error"] for found in (fourth, fifth))
+
+
+def test_only_the_kernels_that_are_wanted(planted):
+    planted()
+    assert timed(pipelines.measured(FILES[:1], ["two_float16"])) == [TWO]
+
+
+SLOW_PROBE = """
+import time
+_ext.metal_pipeline = lambda file, kernel: time.sleep(0.2) or {"maxTotalThreadsPerThreadgroup": 1024}
+"""
+
+
+@pytest.mark.parametrize("plant", [SLOW_PROBE, "_ext.metal_pipeline = lambda file, kernel: os._exit(3)"])
+def test_the_time_of_metals_compiler(planted, monkeypatch, plant):
+    planted(plant)
+    monkeypatch.setattr(machine, "executor", lambda: "metal")
+    found = pipelines.probe()
+    assert (found["file"], found["kernel"]) == ("norm/rms_norm.metal", "rms_norm_simd32_float16")
+    if plant is SLOW_PROBE:
+        assert found["seconds"] >= 0.2
+        assert pipelines.told(found) == f"{found['kernel']} took {found['seconds']:.2f} s; less where a cache has it"
+    else:
+        assert pipelines.told(found) == f"{found['kernel']} does not compile: the process was ended by exit status 3"
+
+
+def test_the_time_of_clang(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine, "executor", lambda: "cuda")
+    first, second = pipelines.probe()["seconds"], pipelines.probe()["seconds"]
+    assert list(tmp_path.glob("rms_norm_simd32_float16-*.ptx")) and second < first
+    monkeypatch.setattr(pipelines.frontend, "ptx", refused)
+    assert pipelines.told(pipelines.probe()) == "rms_norm_simd32_float16 does not compile: there is no clang"
+
+
+def refused(file, kernel):
+    raise RuntimeError("there is no clang")
 
 
 @pytest.fixture
@@ -119,17 +164,19 @@ def test_doctor_records_pipelines_and_the_gpu(planted, few_cases, monkeypatch, t
     file = tmp_path / "doctor.json"
     assert main(["doctor", "--json", str(file)]) == 0, "a kernel that no op launches fails nothing"
     found = json.loads(file.read_text())
-    assert found["pipelines"] == [ONE, TWO, GONE, THREE, WRONG]
+    assert timed(found["pipelines"]) == [ONE, TWO, GONE, THREE, WRONG]
     assert (found["gpu_architecture"], found["gpu_cores"]) == ("applegpu_g13s", 16)
     assert found["complete"] and found["running"] is None
     text = capsys.readouterr().out
-    assert "pipelines    3 of 5 compiled" in text and "wrong: Unable to load kernel wrong" in text
+    assert "pipelines    3 of 5 compiled in 0." in text and "wrong: Unable to load kernel wrong" in text
 
 
-def test_without_metal_there_is_no_list(few_cases, tmp_path):
+def test_without_metal_there_is_no_list(few_cases, tmp_path, capsys):
     file = tmp_path / "doctor.json"
     assert main(["doctor", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
+    assert "compiling    nothing: native code was compiled with the package" in capsys.readouterr().out
+    assert found["compiling"]["executor"] == "native" and "seconds" not in found["compiling"]
     assert "pipelines" not in found and found["gpu_cores"] is None and found["gpu_architecture"] is None
 
 

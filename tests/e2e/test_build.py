@@ -1,5 +1,6 @@
 """The build of the package: what it requires, what it tells the compiler, and where what it made is found."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -145,6 +146,49 @@ def test_an_editable_install_finds_its_metallib(editable):
     assert frontend.metallib() == ""
     (editable / "metal" / "mlx_mittens.metallib").write_bytes(b"MTLB")
     assert frontend.metallib() == str(editable / "metal" / "mlx_mittens.metallib")
+
+
+# Stands for Xcode's: writes the files that Metal's compiler is asked for, or says that there is none.
+XCRUN = """#!/bin/sh
+[ -z "$NO_METAL_COMPILER" ] || exit 1
+while [ $# -gt 0 ]; do
+  case "$1" in -MF) : > "$2" ;; -o) echo MTLB > "$2" ;; esac
+  shift
+done
+"""
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_the_metallib_is_installed_where_it_is_looked_for(tmp_path, monkeypatch, compiler):
+    """CMake's part of a build on a Mac: scikit-build-core puts what it installs beside the extension."""
+    if shutil.which("make") is None:
+        pytest.skip("no make, by which CMake builds")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "xcrun").write_text(XCRUN)
+    (tmp_path / "bin" / "xcrun").chmod(0o755)
+    shutil.copytree(sources.metal_folder(), tmp_path / "metal")
+    mlx = next(pathlib.Path(p) for p in importlib.util.find_spec("mlx").submodule_search_locations)
+    installs = [line for line in (ROOT / "CMakeLists.txt").read_text().splitlines() if "install(DIRECTORY" in line]
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(test LANGUAGES NONE)\nset(APPLE TRUE)\n"
+        f'include("{mlx}/share/cmake/MLX/extension.cmake")\nadd_custom_target(_ext ALL)\n'
+        f'include("{ROOT}/cmake/Kernels.cmake")\n' + "\n".join(installs) + "\n"
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment |= {} if compiler else {"NO_METAL_COMPILER": "1"}
+    steps = (["-G", "Unix Makefiles", "-B", "out", "."], ["--build", "out"], ["--install", "out", "--prefix", "site"])
+    for step in steps:
+        done = subprocess.run(["cmake", *step], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(build, "_installed", lambda: tmp_path / "site" / "mlx_mittens")
+    installed = tmp_path / "site" / "mlx_mittens" / "metal" / "mlx_mittens.metallib"
+    assert frontend.metallib() == frontend.metallib("norm/softmax.metal") == (str(installed) if compiler else "")
+
+
+def test_registered_sources_are_in_no_metallib(editable):
+    (editable / "metal" / "mlx_mittens.metallib").write_bytes(b"MTLB")
+    frontend.register_source("tests/own.metal", "kernel void own(device int* x [[buffer(0)]]) {}\n")
+    assert frontend.metallib("norm/softmax.metal") and not frontend.metallib("tests/own.metal")
 
 
 def test_a_metallib_of_other_kernels_is_not_used(editable):

@@ -356,6 +356,17 @@ def test_structs_cross_address_spaces_as_a_whole():
     assert outputs(text, arguments=[np.arange(16, dtype=np.float32)]) == [0, 5, 10, 15]
 
 
+@pytest.mark.parametrize("keyword", ["kernel", "[[kernel]]", "[[max_total_threads_per_threadgroup(64 * N)]] kernel"])
+def test_a_template_is_no_variant_of_its_own(keyword):
+    text = f"template <int N> {keyword} void fill(device int* x [[buffer(0)]]) {{ *x = N; }}\n"
+    name = f"tests/fill {keyword}.metal"
+    frontend.register_source(name, text + 'template [[host_name("fill_2")]] [[kernel]] decltype(fill<2>) fill<2>;\n')
+    [fill] = frontend.translate(name).kernels.values()
+    assert fill.template == "int N" and fill.max_threads == ("64 * N" if "64" in keyword else None)
+    frontend.register_source(name, text)
+    assert frontend.variants(name) == []
+
+
 def test_instantiations():
     text = """template <typename T, int n, bool flag = false>
 [[kernel]] void fill(device float* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {

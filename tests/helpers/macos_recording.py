@@ -1,6 +1,7 @@
 """Runs the macOS dispatch code on Linux over a recording device; the simulator executes what it recorded."""
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import mlx_mittens as mm
 from helpers.tolerances import LAYERS
 from helpers.variants import simulate
-from mlx_mittens import _ext, specs
+from mlx_mittens import _ext, frontend, specs
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -49,6 +50,7 @@ def build(metal: pathlib.Path = METAL) -> str:
     ]
     command += [
         str(metal),
+        str(ROOT / "csrc" / "backends" / "compiled.cpp"),
         *(str(ROOT / "csrc" / "mlx_internals" / name) for name in ("buffer_ownership.cpp", "known.cpp")),
         str(ROOT / "tests" / "verification" / "macos" / "recorder.cpp"),
     ]
@@ -59,12 +61,44 @@ def build(metal: pathlib.Path = METAL) -> str:
 
 
 @contextlib.contextmanager
-def through_macos_code():
-    _ext.simulator_host(build())
+def through_macos_code(library: str | None = None):
+    """Launches in the simulator go through the macOS code: as `build` has made it, or a process that began this one."""
+    _ext.simulator_host(library or build())
     try:
         yield
     finally:
         _ext.simulator_host("")
+
+
+@contextlib.contextmanager
+def one_by_one(library: str):
+    """Through the macOS code, with each kernel compiled from the very text that Metal would be given for it.
+
+    Yields the recorder, a library of C functions. The simulator runs a kernel from a source that is registered as
+    ``file:kernel``, in which there is no other.
+    """
+    recorder = ctypes.CDLL(library)
+    names = {}
+
+    def register(file: bytes, kernel: bytes) -> int:
+        text, only = frontend.metal_text(file.decode(), kernel.decode())
+        assert only == kernel.decode(), f"{only!r} is alone in the text"
+        name = f"{file.decode()}:{only}"
+        frontend.register_source(name, text)
+        names[name] = ctypes.create_string_buffer(name.encode())  # for as long as C++ has its address
+        return ctypes.addressof(names[name])
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
+    mittens_texts = recorder.mittens_texts
+    mittens_texts.argtypes = [callback]
+    texts = callback(register)
+    mittens_texts(texts)
+    recorder.mittens_libraries.restype = recorder.mittens_compiled.restype = ctypes.c_char_p
+    try:
+        with through_macos_code(library):
+            yield recorder
+    finally:
+        mittens_texts(callback())
 
 
 def strided_views(rng: np.random.Generator):

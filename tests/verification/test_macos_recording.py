@@ -1,12 +1,16 @@
 """The macOS dispatch code, run on Linux over a recording device: the simulator executes what it recorded."""
 
 import ctypes
+import json
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 
 import mlx.core as mx
 import pytest
-from helpers.macos_recording import METAL, build, recorded_kernels
+from helpers.macos_recording import METAL, ROOT, build, recorded_kernels
 
 import mlx_mittens as mm
 from mlx_mittens import _ext
@@ -35,6 +39,71 @@ def test_what_the_macos_code_gets_wrong_shows():
                 mx.eval(mm.softmax(mx.ones((2, 8)), axis=-1))
         finally:
             _ext.simulator_host("")
+
+
+# Runs a tiny Llama in a process of its own, through the macOS code: what was compiled, and what was launched.
+TINY_LLAMA = """
+import json, sys
+import mlx.core as mx
+import mlx_mittens as mm
+from helpers import tiny
+from helpers.macos_recording import one_by_one
+from mlx_mittens import _ext, frontend
+model = tiny.build("llama-3.2-1b", mx.float16, 4)
+with one_by_one(sys.argv[1]) as recorder, mm.simulator.enabled(), mm.patched():
+    _ext.simulator_record(True)
+    tiny.tokens(model, list(range(1, 21)), 3)
+    runs = {run["file"] for run in _ext.simulator_record(False)}
+    libraries = recorder.mittens_libraries().decode().splitlines()
+    compiled = recorder.mittens_compiled().decode().splitlines()
+variants = {name: [variant.name for variant in frontend.variants(name)] for name in runs}
+print(json.dumps({"variants": variants, "libraries": libraries, "compiled": compiled}))
+"""
+
+
+def test_a_tiny_llama_compiles_the_kernels_that_it_uses_and_no_other():
+    done = subprocess.run(
+        [sys.executable, "-c", TINY_LLAMA, build()], cwd=ROOT / "tests", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    used = [tuple(name.split(":")) for name in found["variants"]]
+    assert len(used) >= 8, "a norm, products, attention, the cache"
+    assert list(found["variants"].values()) == [[kernel] for _, kernel in used], "each text holds one kernel"
+    assert sorted(found["compiled"]) == sorted(" ".join(pair) for pair in used)
+    named = [name.rpartition("_")[0] for name in found["libraries"]]  # without the hash
+    assert sorted(named) == sorted(f"mlx_mittens_{file}_{kernel}" for file, kernel in used)
+
+
+# Runs an op through the macOS code over a compiler that takes so many seconds for each library.
+SLOW = """
+import ctypes, sys
+import mlx.core as mx
+import mlx_mittens as mm
+from helpers.macos_recording import through_macos_code
+recorder = ctypes.CDLL(sys.argv[1])
+recorder.mittens_compile_takes.argtypes = [ctypes.c_double]
+recorder.mittens_compile_takes(float(sys.argv[2]))
+with through_macos_code(sys.argv[1]), mm.simulator.enabled():
+    mx.eval(mm.softmax(mx.ones((2, 8)), axis=-1), mm.rms_norm(mx.ones((2, 8)), None, 1e-5))  # of two files
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "variables", "lines"),
+    [(0.3, {}, 1), (0.3, {"MLX_MITTENS_QUIET": "1"}, 0), (0.15, {}, 1), (0.0, {}, 0)],
+)
+def test_a_line_says_that_metal_compiles(seconds, variables, lines):
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW, build(), str(seconds)],
+        cwd=ROOT / "tests",
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("mlx-mittens: Metal compiles each kernel at its first use") == lines
+    assert done.stderr.count("\n") == lines
 
 
 def test_pipelines_through_the_macos_code():

@@ -10,7 +10,7 @@ namespace mittens {
 
 namespace {
 
-constexpr uint32_t no_rows = std::numeric_limits<uint32_t>::max();
+constexpr uint32_t unlimited_rows = std::numeric_limits<uint32_t>::max();
 constexpr uint32_t any_rows = 0;
 
 enum class Where { apple, nvidia, anywhere };
@@ -30,18 +30,18 @@ struct Schedule {
 // On NVIDIA GPUs 8x8 matrices are the tensor cores', which take a product in float32 apart into three.
 constexpr Schedule<GemvKernel> gemv_schedules[] = {
     {"short", GemvKernel::short_row, Where::nvidia, any_rows, any_rows, 1},
-    {"tiles", GemvKernel::tiles, Where::nvidia, 3, 4, most_gemv_rows},
-    {"tiles", GemvKernel::tiles, Where::apple, 5, 5, most_gemv_rows},
-    {"rows", GemvKernel::rows, Where::anywhere, any_rows, any_rows, no_rows},
+    {"tiles", GemvKernel::tiles, Where::nvidia, 3, 4, unlimited_rows},
+    {"tiles", GemvKernel::tiles, Where::apple, 5, 5, unlimited_rows},
+    {"rows", GemvKernel::rows, Where::anywhere, any_rows, any_rows, unlimited_rows},
 };
 
 // On NVIDIA GPUs matrices of floats never pay: they go through shuffles. One row is a product of matrices there, since
 // tensor cores are many times faster than what unpacks the weights.
 constexpr Schedule<AffineKernel> affine_schedules[] = {
-    {"mma_row", AffineKernel::mma_row, Where::nvidia, any_rows, no_rows, 1},
-    {"tiles", AffineKernel::tiles, Where::nvidia, 2, no_rows, no_rows},
-    {"tiles", AffineKernel::tiles, Where::apple, 6, 6, no_rows},
-    {"rows", AffineKernel::rows, Where::anywhere, any_rows, any_rows, no_rows},
+    {"mma_row", AffineKernel::mma_row, Where::nvidia, any_rows, unlimited_rows, 1},
+    {"tiles", AffineKernel::tiles, Where::nvidia, 2, unlimited_rows, unlimited_rows},
+    {"tiles", AffineKernel::tiles, Where::apple, 6, 6, unlimited_rows},
+    {"rows", AffineKernel::rows, Where::anywhere, any_rows, any_rows, unlimited_rows},
 };
 
 // can_run: whether a kernel can compute the problem at all. A schedule that is asked for by name is taken where it can.

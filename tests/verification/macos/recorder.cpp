@@ -1,9 +1,14 @@
 // A recording Metal device: what csrc/backends/metal.cpp asks of MLX's Metal device and encoder, written down as a dispatch
 // that the simulator can execute. Nothing here knows the launch: a wrong index, constant or grid in the macOS code shows.
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
 
+#include "backends/compiled.h"
 #include "backends/frontend.h"
 #include "backends/metal.h"
 #include "mlx/backend/metal/device.h"
@@ -42,6 +47,17 @@ void keep(const mlx::core::array& array, int index, int64_t offset, Buffer::Role
   }
 }
 
+// What MLX's Metal device was asked for that it has to compile, by the name of the library; and how long it takes.
+std::vector<std::string>& libraries() {
+  static std::vector<std::string> names;
+  return names;
+}
+double compile_seconds = 0;
+
+// What stands for the text of a kernel, as a test says it.
+using Text = const char* (*)(const char* file, const char* kernel);
+Text text_of = nullptr;
+
 // Uninitialised storage: the recording device has no state of MLX's own, and none of its members is touched.
 template <typename T>
 T& blank() {
@@ -66,8 +82,14 @@ MTL::Library* Device::get_library(const std::string&, const std::string&) {
 }
 
 MTL::Library* Device::get_library(
-    const std::string&, const CompileOptions&, const std::function<std::string(void)>& builder) {
-  auto* library = new MTL::Library{builder()};
+    const std::string& name, const CompileOptions&, const std::function<std::string(void)>& builder) {
+  static std::map<std::string, MTL::Library*> known;
+  if (const auto found = known.find(name); found != known.end()) {
+    return found->second;
+  }
+  libraries().push_back(name);
+  std::this_thread::sleep_for(std::chrono::duration<double>(compile_seconds));
+  auto* library = known[name] = new MTL::Library{builder()};
   for (const auto& [name, pipeline] : compiled()) {
     library->names.strings.push_back({name});
   }
@@ -117,16 +139,55 @@ void CommandEncoder::dispatch_threadgroups(MTL::Size threadgroups, MTL::Size thr
 
 namespace mittens::frontend {
 
-// Stands for the text: the simulator compiles the file itself.
-std::string metal_source(const std::string& file) {
-  return file;
+// Stands for the text: the simulator compiles the file itself, or the source that a test registered.
+MetalText metal_text(const std::string& file, const std::string& kernel) {
+  if (const char* text = text_of ? text_of(file.c_str(), kernel.c_str()) : nullptr) {
+    return {text, kernel};
+  }
+  return {file, ""};
 }
 
-std::string metallib() {
+std::vector<std::string> metal_kernels(const std::string&) {
+  return {};
+}
+
+std::string metallib(const std::string&) {
   return "";
 }
 
 }  // namespace mittens::frontend
+
+// Has a test say what stands for the text of a kernel, which is then the only one in it: the name of a source that is
+// registered. Without it the file stands for itself, with all of its kernels.
+extern "C" __attribute__((visibility("default"))) void mittens_texts(Text texts) {
+  text_of = texts;
+}
+
+// How long the GPU's compiler takes for a library from now on.
+extern "C" __attribute__((visibility("default"))) void mittens_compile_takes(double seconds) {
+  compile_seconds = seconds;
+}
+
+// The libraries that were compiled since the last call, a line each.
+extern "C" __attribute__((visibility("default"))) const char* mittens_libraries() {
+  static std::string text;
+  text.clear();
+  for (const auto& name : libraries()) {
+    text += name + "\n";
+  }
+  libraries().clear();
+  return text.c_str();
+}
+
+// The kernels that the macOS code says were compiled, a line each: "file kernel".
+extern "C" __attribute__((visibility("default"))) const char* mittens_compiled() {
+  static std::string text;
+  text.clear();
+  for (const auto& compiled : mittens::compiled_kernels()) {
+    text += compiled.file + " " + compiled.kernel + "\n";
+  }
+  return text.c_str();
+}
 
 // Says what the GPU's compiler makes of a kernel; without threads it refuses it.
 extern "C" __attribute__((visibility("default"))) void mittens_compile(const char* kernel, size_t threads,
