@@ -14,7 +14,7 @@ from . import _ext
 
 _guard.check_tag(_ext, _mx)
 
-from . import _moved, frontend, nn, ops, simulator
+from . import _moved, calibration, frontend, nn, ops, simulator
 from ._ext import DtypeError, ExportError
 from .backends import executors, strict
 from .ops import *
@@ -24,6 +24,7 @@ from .stats import stats
 __version__ = "0.1.0"
 
 _moved.install()
+calibration.load()
 
 
 def __getattr__(name: str) -> type:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from .. import specs
+from .. import _ext, specs
 from . import machine, mlx_metal, timing
 
 # MLX's buffer-cache limit on the CPU (default 32 MB): beyond it outputs would measure page faults, not the kernel.
@@ -56,6 +56,7 @@ class Row:
     copy_gb_s: float | None = None  # of a copy in turns with them: on a CPU, for large cases
     mittens_host_ms: float | None = None  # what a call takes the host: on a GPU, where it is no part of the
     mx_host_ms: float | None = None  # other times
+    calibrated: bool = False  # whether a calibration of this machine knew the call
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,18 @@ def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[specs.Op,
     ]
 
 
-def _turns(samplers: Mapping[str, Callable[[int], float]], device: str, budget: Budget) -> dict[str, list[float]]:
-    """Lets the contenders take turns until the budget is spent; seconds of each turn."""
+def take_turns(
+    samplers: Mapping[str, Callable[[int], float]], device: str, budget: Budget, shortest: float | None = None
+) -> dict[str, list[float]]:
+    """Lets the contenders take turns until the budget is spent; gives the seconds of a call in each turn.
+
+    Args:
+        samplers: A function for each contender, which times so many calls.
+        device: ``cpu`` or ``gpu``.
+        budget: How many turns.
+        shortest: Seconds of a turn at least; those of the benchmark without it.
+    """
+    shortest = _SHORTEST_SAMPLE[device] if shortest is None else shortest
     counts = {}
     times: dict[str, list[float]] = {name: [] for name in samplers}
     for name, sample in samplers.items():
@@ -103,8 +114,8 @@ def _turns(samplers: Mapping[str, Callable[[int], float]], device: str, budget: 
             times[name].append(seconds)
         else:
             seconds = sample(1)  # the first call of a kernel may have compiled it
-        while seconds * count < _SHORTEST_SAMPLE[device] and count < 1 << 16:
-            count = max(2 * count, math.ceil(_SHORTEST_SAMPLE[device] / max(seconds, 1e-9)))
+        while seconds * count < shortest and count < 1 << 16:
+            count = max(2 * count, math.ceil(shortest / max(seconds, 1e-9)))
             seconds = sample(count)
         counts[name] = count
     slow = [name for name in samplers if times[name]]
@@ -126,7 +137,8 @@ def _copy_gb_s(times: dict[str, list[float]], seconds: float) -> float:
     return machine.cpu_copy().bytes_moved / (ratio * seconds) / 1e9
 
 
-def _scatter(times: Sequence[float]) -> float:
+def scatter(times: Sequence[float]) -> float:
+    """Half the interquartile range of times, relative to their median."""
     low, middle, high = statistics.quantiles(times, n=4)
     return (high - low) / 2 / middle
 
@@ -143,7 +155,11 @@ def measure(
     """Checks and times one case; ``with_peer`` also runs MLX's own Metal kernel beside them."""
     arrays = op.draw(rng, case, specs.DTYPES[dtype])
     cotangents = op.cotangents(rng, case, specs.DTYPES[dtype])
-    check = specs.check(op, case, arrays, cotangents)
+    _ext.calibration_record(True)
+    try:
+        check = specs.check(op, case, arrays, cotangents)
+    finally:
+        asked = _ext.calibration_record(False)
 
     sets = timing.rotation([*arrays, *cotangents], device, op.updated(case))
     contenders = {"mittens": op.ours, "mx": op.twin}
@@ -163,7 +179,7 @@ def measure(
     if copied:  # next to ours in every turn
         copy = lambda count: statistics.mean(machine.cpu_copy()() for _ in range(count))
         turns = {"mittens": samplers["mittens"], "copy": copy, **samplers}
-    times = _turns(turns, device, budget)
+    times = take_turns(turns, device, budget)
 
     median = {name: statistics.median(values) for name, values in times.items()}
     host = {name: statistics.median(samplers[name].host) for name in contenders if samplers[name].host}
@@ -183,8 +199,9 @@ def measure(
         copy_gb_s=_copy_gb_s(times, median["mittens"]) if copied else None,
         mittens_host_ms=host["mittens"] * 1e3 if "mittens" in host else None,
         mx_host_ms=host["mx"] * 1e3 if "mx" in host else None,
+        calibrated=any(known for *_, known in asked),
     )
-    return Outcome(row, max(_scatter(times[name]) for name in contenders), check.passed, check.detail)
+    return Outcome(row, max(scatter(times[name]) for name in contenders), check.passed, check.detail)
 
 
 @contextlib.contextmanager

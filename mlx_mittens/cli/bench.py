@@ -36,6 +36,7 @@ _COLUMNS = (
     Column("peer ms", 3),
     Column("speedup"),
     Column("+-", 7),
+    Column("cal", 7),
     Column("GB/s", 4),
     Column("of copy", 5),
     Column("host us", 9),
@@ -61,6 +62,7 @@ def _cells(outcome: Outcome, case: str) -> list[str]:
         _number(row.peer_ms) if row.peer_ms else "",
         f"{row.speedup:.2f}x" if outcome.passed else "WRONG",
         f"{outcome.spread:.0%}",
+        "*" * row.calibrated,
         _number(row.gb_s),
         f"{row.gb_s / row.copy_gb_s:.0%}" if row.copy_gb_s else "",
         _number(row.mittens_host_ms * 1e3) if row.mittens_host_ms else "",
@@ -97,6 +99,7 @@ def json_rows(outcomes: Sequence[Outcome], with_peer: bool = False) -> list[dict
     unused = ["peer_ms"] * (not with_peer)
     for key in ("copy_gb_s", "mittens_host_ms", "mx_host_ms"):
         unused += [key] * all(row[key] is None for row in rows)
+    unused += ["calibrated"] * (not any(row["calibrated"] for row in rows))
     for row in rows:
         for key in unused:
             del row[key]
@@ -256,6 +259,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"WRONG {outcome.row.op} {outcome.row.case} {outcome.row.dtype}: {outcome.detail} (seed {seed})")
     if outcomes:
         print(_summary(outcomes, info))
+    if any(outcome.row.calibrated for outcome in outcomes):
+        print("* planned by the calibration of this machine; the time is our kernel's where calls go to mx as well.")
     partial = "" if ending.complete else f"{len(outcomes)} of {len(todo)} measured"
     if partial:
         print(f"Incomplete: {partial}.")

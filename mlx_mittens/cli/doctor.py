@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .. import _ext, frontend, simulator, specs
+from .. import _ext, calibration, frontend, simulator, specs
 from ..backends import executors, strict
 from ..bench import machine
 from ..frontend import cache
@@ -300,6 +300,7 @@ def run(arguments: argparse.Namespace) -> int:
         "executor": machine.executor(),
         "executors": found,
         "internals": internals,
+        "calibration": calibration.status(device),
         "seed": seed,
     }
     print("\n".join(f"{name:12} {version}" for name, version in versions.items()))
@@ -313,6 +314,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {name:10} {status}")
     for name, status in internals.items():
         print(f"{name:13} {status}")
+    print(f"{'calibration':13} {head['calibration']}")
     sys.stdout.flush()
     head["compiling"] = compiling = pipelines.probe()
     print(f"{'compiling':12} {pipelines.told(compiling)}", flush=True)

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import agx_compiler, bench, check, doctor, new, registers, run, simulate, validate, warm
+from . import agx_compiler, bench, calibrate, check, doctor, new, registers, run, simulate, validate, warm
 from .options import UsageError
 from .runs import Terminated, exit_status, terminated
 
 _COMMANDS = {
     "agx-compiler": (agx_compiler, "build Mesa's compiler for Apple GPUs, or say where it is"),
     "bench": (bench, "time each op beside its mx twin and check both against float64"),
+    "calibrate": (calibrate, "time ours and mx on this machine, and keep what is faster for ops and the patch"),
     "check": (check, "say what a Mac's compiler would refuse in a .metal file"),
     "doctor": (doctor, "say what is installed and check every case on this machine"),
     "new": (new, "write the files of a new op into a clone of the repository"),

@@ -145,23 +145,44 @@ class JsonFile:
 
 
 @contextlib.contextmanager
-def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """Says on stderr what was done: by a bar of rich's on a terminal, else in lines."""
+def _bar(total: int) -> Iterator[Callable[[str], None] | None]:
+    """A step of rich's bar on stderr; None where that is no terminal or rich is missing."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
-        bar = None
-    else:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    if bar and bar.console.is_terminal:
-        with bar:
-            task = bar.add_task("", total=total)
-            yield lambda text: bar.update(task, advance=1, description=text)
+        yield None
         return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    if not bar.console.is_terminal:
+        yield None
+        return
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+@contextlib.contextmanager
+def steps(total: int) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what was done: by a bar of rich's on a terminal, else in lines."""
     numbers = itertools.count(1)
-    yield lambda text: print(f"[{next(numbers)}/{total}] {text}", file=sys.stderr, flush=True)
+    with _bar(total) as step:
+        yield step or (lambda text: print(f"[{next(numbers)}/{total}] {text}", file=sys.stderr, flush=True))
+
+
+@contextlib.contextmanager
+def grouped_steps(groups: Sequence[str]) -> Iterator[Callable[[str], None]]:
+    """The same, of steps in groups: without a bar a line for each group that is done; ``groups`` has that of each."""
+    ends = {len(groups) - 1 - groups[::-1].index(name): name for name in groups}
+    numbers, done = itertools.count(), itertools.count(1)
+
+    def line(_: str) -> None:
+        if name := ends.get(next(numbers)):
+            print(f"[{next(done)}/{len(ends)}] {name}", file=sys.stderr, flush=True)
+
+    with _bar(len(groups)) as step:
+        yield step or line
 
 
 def progress(ending: Ending | None, measured: int, planned: int) -> dict[str, Any]:

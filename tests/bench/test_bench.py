@@ -171,7 +171,7 @@ def turns(device, **seconds):
     """The times of contenders that take so long a call, and the order in which they were asked."""
     order = []
     samplers = {name: lambda count, name=name: order.append(name) or seconds[name] for name in seconds}
-    return measure._turns(samplers, device, measure.Budget(seconds=0, fewest=3, most=3)), order
+    return measure.take_turns(samplers, device, measure.Budget(seconds=0, fewest=3, most=3)), order
 
 
 def test_contenders_take_turns():

@@ -37,6 +37,7 @@ UNRUN = (
     Unrun("pre-commit", "changes the hooks of the clone, and downloads"),
     Unrun("mkdocs", "needs the extra docs; .ci/run builds the site"),
     Unrun("mlx-mittens bench", "takes minutes on a shared machine; .ci/run runs it"),
+    Unrun("mlx-mittens calibrate", "takes minutes; tests/bench/test_calibration.py runs it on some shapes"),
     Unrun("mlx-mittens doctor", "takes a minute; tests/bench runs it on some ops"),
     Unrun("mlx-mittens new", "writes into the clone; test_new.py runs it"),
     Unrun("mlx-mittens agx-compiler", "builds for minutes; .ci/run runs it"),

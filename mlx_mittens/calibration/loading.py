@@ -1,0 +1,87 @@
+"""The calibrations of this machine, read when the package is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from .. import _ext
+from . import store
+from .store import CalibrationError
+
+# The files that ops and plans follow now, by device.
+loaded: dict[str, Path] = {}
+
+
+def _candidates() -> list[Path]:
+    """The files to read: the one that the environment names, or those of this machine that are there."""
+    if store.is_off():
+        return []
+    if chosen := store.chosen():
+        return [chosen]
+    try:
+        folder = store.folder()
+        names = os.listdir(folder)
+    except (OSError, RuntimeError):  # none was made, or the user has no home
+        return []
+    # Asking for the GPU's name starts its driver, which nobody should wait for without need.
+    devices = [device for device in ("cpu", "gpu") if any(name.startswith(f"{device}-") for name in names)]
+    files = [store.path(device) for device in devices if device == "cpu" or store.has_gpu()]
+    return [file for file in files if file.name in names]
+
+
+def load() -> None:
+    """Makes this machine's calibrations what ops and plans ask; one warning names those that cannot serve.
+
+    It never raises: a package that is imported works without a calibration too.
+    """
+    problems = []
+    try:
+        files = _candidates()
+    except Exception as error:
+        files, problems = [], [f"No calibration is used ({type(error).__name__}: {error})"]
+    for file in files:
+        try:
+            found = store.data(file)
+            store.activate(found)
+            loaded[found["machine"]["device"]] = file
+        except CalibrationError as error:
+            problems.append(f"The calibration {file} {error}")
+        except OSError as error:
+            problems.append(f"The calibration {file} cannot be read ({error.strerror})")
+        except Exception as error:
+            problems.append(f"The calibration {file} cannot be read ({type(error).__name__}: {error})")
+    if problems:
+        _warn(f"{'. '.join(problems)}. It is ignored; {store.HOW_TO_MAKE}.")
+
+
+def _warn(message: str) -> None:
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+    except RuntimeWarning:  # warnings are errors here, and importing a package is not to fail for this one
+        if sys.stderr:
+            print(f"RuntimeWarning: {message}", file=sys.stderr)
+
+
+def unload() -> None:
+    """Ends what `load` began."""
+    for device in loaded:
+        _ext.calibration_load(device, [])
+    loaded.clear()
+
+
+def status(device: str) -> str:
+    """Whether there is a calibration of a device of this machine, and whether it is used."""
+    if store.is_off():
+        return f"off ({store.VARIABLE})"
+    try:
+        file = loaded.get(device) or store.path(device)
+        calibration = store.read(file)
+    except CalibrationError as error:
+        return f"ignored: {file} {error}; {store.HOW_TO_MAKE}"
+    except (OSError, RuntimeError):
+        return f"none; {store.HOW_TO_MAKE}"
+    what = f"of {calibration.date}, {store.summary(calibration.rows)} ({file})"
+    return what if device in loaded else f"not used, as it was made after this process had started: {what}"

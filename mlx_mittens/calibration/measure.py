@@ -1,0 +1,270 @@
+"""Times a call in mx and in our plans, and says which is the fastest.
+
+First our plans take turns with that which the tables give. Then the tables' plan, the fastest of the others and mx do,
+with more turns: the fastest of many noisy times looks faster than it is. If the tables' plan does not win, they do so
+again, and the second time counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+import numpy as np
+
+from .. import _ext, specs
+from ..bench import timing
+from ..bench.measure import Budget, scatter, take_turns
+from ..stats import stats
+from .grid import Item
+from .store import Row
+
+FULL = Budget(seconds=0.1, fewest=5, most=31)
+QUICK = Budget(seconds=0.08, fewest=5, most=21)
+_SCREENING = Budget(seconds=0.02, fewest=3, most=9)
+_SHORTEST_SAMPLE = {"cpu": 2e-3, "gpu": 3e-3}
+
+# log2 of how many times the GPU's cores a plan is to count with, at most.
+_MOST_PARALLELISM = 2
+
+# Where mx takes so many seconds, and so many times as long as ours, larger shapes are left out: they may take minutes.
+_SLOW = 0.1
+_MUCH_SLOWER = 4
+
+# Numbers that are drawn for inputs; larger arrays repeat them, which no row length divides.
+_DRAWN = 2**16 + 1
+
+# How far the results of two plans may differ, in units of the largest: they add up in different orders, in float32.
+_UNITS = {mx.float32: 64, mx.float16: 4, mx.bfloat16: 4}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to compute a call: by mx, or by our plan of some schedule and parallelism."""
+
+    mx: bool = False
+    schedule: str = ""
+    parallelism: int = 0
+
+
+MX = Plan(mx=True)
+TABLES = Plan()  # what the tables give
+
+
+@dataclass(frozen=True)
+class Time:
+    """A median in seconds, and half the interquartile range of the times, relative."""
+
+    seconds: float
+    spread: float
+
+
+class Clock(Protocol):
+    """Times one call."""
+
+    def __call__(self, plans: Sequence[Plan], budget: Budget) -> dict[Plan, Time]:
+        """Lets plans take turns."""
+
+
+Problem = tuple[str, str, int, tuple[int, int, int, int]]
+
+
+@contextlib.contextmanager
+def forced(plan: Plan) -> Iterator[None]:
+    """Our ops follow one plan, whatever the tables and calibrations say."""
+    _ext.calibration_force((False, plan.schedule, plan.parallelism))
+    try:
+        yield
+    finally:
+        _ext.calibration_force(None)
+
+
+class Stopwatch:
+    """The clock of this machine; contenders rotate through the same inputs."""
+
+    def __init__(self, op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None], device: str) -> None:
+        self._op, self._case, self._device = op, case, device
+        self._sets = timing.rotation(arrays, device, op.updated(case))
+
+    def __call__(self, plans: Sequence[Plan], budget: Budget) -> dict[Plan, Time]:
+        samplers = {str(i): self._sampler(plan, i * len(self._sets) // len(plans)) for i, plan in enumerate(plans)}
+        times = take_turns(samplers, self._device, budget, _SHORTEST_SAMPLE[self._device])
+        return {plan: _time(times[str(i)]) for i, plan in enumerate(plans)}
+
+    def _sampler(self, plan: Plan, first: int) -> Callable[[int], float]:
+        op, case = self._op, self._case
+        function = op.twin if plan.mx else op.ours
+        build = lambda group: specs.run(op, function, case, group)
+        sample = timing.sampler(build, op.link(case), op.updated(case), self._sets, first, self._device)
+
+        def forced_sample(count: int) -> float:
+            with forced(plan):
+                return sample(count)
+
+        return sample if plan.mx else forced_sample
+
+
+def _time(times: Sequence[float]) -> Time:
+    return Time(statistics.median(times), scatter(times))
+
+
+class _Repeated:
+    """Random numbers for inputs, few of which are drawn: a time does not depend on them."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        draw = getattr(self._rng, name)
+        place = {"standard_normal": 0, "random": 0, "integers": 2, "uniform": 2}[name]
+
+        def drawn(*arguments: Any, **options: Any) -> np.ndarray:
+            given = list(arguments)
+            shape = options["size"] if "size" in options else given[place]
+            few = min(math.prod(shape) if isinstance(shape, tuple) else shape, _DRAWN)
+            if "size" in options:
+                options["size"] = few
+            else:
+                given[place] = few
+            return np.resize(draw(*given, **options), shape)
+
+        return drawn
+
+
+def draw(item: Item, rng: np.random.Generator) -> list[mx.array | None]:
+    """The inputs of an item."""
+    op, case, dtype = item
+    return op.draw(cast(np.random.Generator, _Repeated(rng)), case, specs.DTYPES[dtype])
+
+
+def _results(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None]) -> list[mx.array]:
+    results = specs.run(op, op.ours, case, arrays)
+    mx.eval(results)
+    return results
+
+
+def asked(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None], device: str) -> list[Problem]:
+    """The problems that a call asks the calibration for; none where no kernel covers it."""
+    _ext.calibration_record(True)
+    try:
+        _results(op, case, arrays)
+    except RuntimeError as error:
+        if "strict mode" not in str(error):
+            raise
+        return []
+    finally:
+        problems = _ext.calibration_record(False)
+    return [
+        (name, dtype, format, tuple(sizes))
+        for name, dtype, format, sizes, where, _ in problems
+        if name == op.name and where == device
+    ]
+
+
+def _agree(a: mx.array, b: mx.array) -> bool:
+    allowed = _UNITS[a.dtype] * specs.EPSILON[a.dtype] * mx.abs(b.astype(mx.float32)).max()
+    return bool(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max() <= allowed)
+
+
+def schedules(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None]) -> list[Plan]:
+    """The schedules that give other kernels than the tables' plan, and the same results."""
+
+    def run(plan: Plan) -> tuple[list[str], list[mx.array]]:
+        stats(reset=True)
+        with forced(plan):
+            results = _results(op, case, arrays)
+        return [kernel for counts in stats(reset=True).values() for kernel in counts["kernels"]], results
+
+    usual, expected = run(TABLES)
+    seen, found = [usual], []
+    for name in _ext.plan_schedules(op.name):
+        kernels, results = run(Plan(schedule=name))
+        if kernels not in seen and all(map(_agree, results, expected)):
+            seen.append(kernels)
+            found.append(Plan(schedule=name))
+    return found
+
+
+def _fastest(times: Mapping[Plan, Time]) -> Plan:
+    return min(times, key=lambda plan: times[plan].seconds)
+
+
+def candidate(clock: Clock, others: Sequence[Plan]) -> Plan:
+    """The plan of ours that looks the fastest: a schedule first, then its parallelism."""
+    best = _fastest(clock([TABLES, *others], _SCREENING)) if others else TABLES
+    neighbours = [replace(best, parallelism=n) for n in (-1, 1)]
+    found = _fastest(clock([best, *neighbours], _SCREENING))
+    if found != best:  # further the same way
+        further = [replace(best, parallelism=found.parallelism * n) for n in range(2, _MOST_PARALLELISM + 1)]
+        found = _fastest(clock([found, *further], _SCREENING))
+    return found
+
+
+def is_hopeless(row: Row) -> bool:
+    """Whether mx is so much slower that larger shapes need not be measured: ours serves them without a row too."""
+    return not row.mx and row.mx_us > _SLOW * 1e6 and row.mx_us > _MUCH_SLOWER * row.best_us
+
+
+def _faster(a: Time, b: Time) -> bool:
+    """Whether one is faster than the other by more than the spread of the two."""
+    return a.seconds * (1 + max(a.spread, b.spread)) < b.seconds
+
+
+def winner(times: Mapping[Plan, Time]) -> tuple[Plan, Plan]:
+    """The fastest plan, and the fastest of ours.
+
+    The tables' plan stands against others that are not faster by more than the spread, and so does ours against mx.
+    """
+    others = [plan for plan in times if plan not in (MX, TABLES) and _faster(times[plan], times[TABLES])]
+    ours = min(others, key=lambda plan: times[plan].seconds, default=TABLES)
+    return (MX if _faster(times[MX], times[ours]) else ours), ours
+
+
+def measure(
+    item: Item,
+    device: str,
+    budget: Budget,
+    rng: np.random.Generator,
+    known: Container[Problem] = (),
+) -> list[Row]:
+    """Times an item, in strict mode; a row for each problem that it asks for and that is not known yet.
+
+    Args:
+        item: The op, the case and the element type.
+        device: ``cpu`` or ``gpu``, which is mx's default device.
+        budget: How long it may take.
+        rng: Draws the inputs.
+        known: Problems that have a row.
+    """
+    op, case, dtype = item
+    arrays = draw(item, rng)
+    problems = [problem for problem in asked(op, case, arrays, device) if problem not in known]
+    if not problems:
+        return []
+    clock = Stopwatch(op, case, arrays, device)
+    plans = [TABLES, MX]
+    if device == "gpu" and (best := candidate(clock, schedules(op, case, arrays))) != TABLES:
+        plans.append(best)
+    times = clock(plans, budget)
+    if winner(times)[0] != TABLES:
+        times = clock(plans, budget)  # so that no pause of the machine during one timing decides
+    fastest, ours = winner(times)
+    microseconds = {plan: round(time.seconds * 1e6, 3) for plan, time in times.items()}
+    return [
+        Row(
+            *(op.name, case.name, *problem[1:]),
+            mx=fastest == MX,
+            schedule=ours.schedule,
+            parallelism=ours.parallelism,
+            mx_us=microseconds[MX],
+            ours_us=microseconds[TABLES],
+            best_us=microseconds[ours],
+            spread=round(max(time.spread for time in times.values()), 3),
+        )
+        for problem in problems
+    ]

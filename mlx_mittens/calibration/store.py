@@ -1,0 +1,248 @@
+"""The file of a calibration: where it is, for which machine and versions it holds, its rows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .. import _ext
+from ..frontend.cache import cache_folder
+
+# Names the file, or is "off".
+VARIABLE = "MLX_MITTENS_CALIBRATION"
+
+# Of the file; one with another number is not read.
+_SCHEMA = 1
+
+HOW_TO_MAKE = "`mlx-mittens calibrate` measures this machine anew"
+
+
+class CalibrationError(Exception):
+    """A file that is no calibration, or none for this machine and these versions; the message says which."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A problem, what computed it fastest, and the times in microseconds.
+
+    Attributes:
+        op: The op.
+        case: The call that was timed.
+        dtype: Its element type.
+        format: What else tells kernels apart, as the extension numbers it.
+        sizes: What its speed depends on, as the extension asks for it.
+        mx: Whether mx is the fastest.
+        schedule: The plan that is the fastest of ours; empty for that which the tables give.
+        parallelism: Its parallelism; 0 for that which the tables give.
+        mx_us: Median time of mx.
+        ours_us: Median time of the plan that the tables give.
+        best_us: Median time of the plan that is the fastest of ours.
+        spread: Half the interquartile range of the times, relative; the largest of the three.
+    """
+
+    op: str
+    case: str
+    dtype: str
+    format: int
+    sizes: tuple[int, int, int, int]
+    mx: bool
+    schedule: str
+    parallelism: int
+    mx_us: float
+    ours_us: float
+    best_us: float
+    spread: float
+
+    @property
+    def problem(self) -> tuple[str, str, int, tuple[int, int, int, int]]:
+        """What the extension knows the row by."""
+        return self.op, self.dtype, self.format, self.sizes
+
+
+@dataclass
+class Calibration:
+    """The rows of a device, and what they hold for."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    date: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``gpu``."""
+        return str(self.machine["device"])
+
+
+def versions() -> dict[str, str]:
+    """What the times depend on beside the machine."""
+    from .. import __version__
+
+    return {"mlx_mittens": __version__, "mlx": mx.__version__}  # type: ignore[attr-defined]  # mlx's stub leaves it out
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What is installed here, as far as it costs nothing to ask: of the CPU also how it is used."""
+    info = mx.device_info(mx.gpu if device == "gpu" else mx.cpu)
+    found: dict[str, Any] = {"device": device, "name": str(info.get("device_name", "unknown"))}
+    found["architecture"] = str(info.get("architecture", "unknown"))
+    if device == "cpu":
+        found["threads"] = _ext.cpu_threads()
+        found["instructions"] = _ext.cpu_instructions
+    return found
+
+
+def has_gpu() -> bool:
+    """Whether mx can use a GPU here."""
+    return bool(mx.is_available(mx.gpu))
+
+
+def folder() -> Path:
+    """Where calibrations are, beside the compiled kernels; it need not be there.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    return cache_folder() / "calibration"
+
+
+def chosen() -> Path | None:
+    """The file that the environment names."""
+    name = os.environ.get(VARIABLE, "")
+    return Path(name) if name not in ("", "off") else None
+
+
+def is_off() -> bool:
+    """Whether the environment turns calibrations off."""
+    return os.environ.get(VARIABLE) == "off"
+
+
+def path(device: str) -> Path:
+    """The file of a device of this machine: the one that the environment names, or one of its own name.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    words = [str(word) for word in machine(device).values()]
+    return chosen() or folder() / (re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-") + ".json")
+
+
+def data(file: Path) -> dict[str, Any]:
+    """What a file of this machine and these versions holds; its rows are as they come.
+
+    Raises:
+        CalibrationError: It is not a calibration, or not for this machine and these versions.
+        OSError: It cannot be read.
+    """
+    import json
+
+    try:
+        found = json.loads(file.read_bytes())
+        made_with, made_on = dict(found["versions"]), dict(found["machine"])
+        schema, device, _, rows = found["schema"], made_on["device"], found["date"], found["rows"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CalibrationError(f"is not a calibration ({type(error).__name__}: {error})") from None
+    if made_with != versions():
+        raise CalibrationError(f"was made with {_listed(made_with)}, installed is {_listed(versions())}")
+    if schema != _SCHEMA or device not in ("cpu", "gpu") or type(rows) is not list:
+        raise CalibrationError("is not a calibration of this version")
+    if device == "gpu" and not has_gpu():
+        raise CalibrationError(f"was made on {_listed(made_on)}, and mx has no GPU here")
+    if made_on != machine(device):
+        raise CalibrationError(f"was made on {_listed(made_on)}, this is {_listed(machine(device))}")
+    return dict(found)
+
+
+def activate(found: dict[str, Any]) -> None:
+    """Makes what a file holds that which ops and plans ask. Makes no `Row` of it, which would take ten times as long.
+
+    Raises:
+        CalibrationError: A row is none that the extension can read.
+    """
+    keys = ("op", "dtype", "format", "sizes", "mx", "schedule", "parallelism")
+    try:
+        rows = [tuple([row[key] for key in keys]) for row in found["rows"]]
+        _ext.calibration_load(found["machine"]["device"], rows)
+    except (KeyError, ValueError) as error:
+        raise CalibrationError(f"has a row that cannot be read ({type(error).__name__}: {error})") from None
+    except TypeError:  # nanobind's message lists all that it would take
+        raise CalibrationError("has a row that cannot be read (a value of another type than expected)") from None
+
+
+def read(file: Path) -> Calibration:
+    """Reads a file.
+
+    Raises:
+        CalibrationError: It is not a calibration, or not for this machine and these versions.
+        OSError: It cannot be read.
+    """
+    found = data(file)
+    try:
+        rows = [_row(values) for values in found["rows"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CalibrationError(f"has a row that cannot be read ({type(error).__name__}: {error})") from None
+    return Calibration(found["machine"], found["versions"], str(found["date"]), rows)
+
+
+def _row(values: dict[str, Any]) -> Row:
+    row = Row(**{**values, "sizes": tuple(values["sizes"])})
+    natural = lambda value: type(value) is int and 0 <= value < 2**32
+    if not (
+        all(type(value) is str for value in (row.op, row.case, row.schedule))
+        and row.dtype in ("float32", "float16", "bfloat16")
+        and len(row.sizes) == 4
+        and all(map(natural, (row.format, *row.sizes)))
+        and type(row.mx) is bool
+        and type(row.parallelism) is int
+        and all(type(value) in (int, float) for value in (row.mx_us, row.ours_us, row.best_us, row.spread))
+    ):
+        raise ValueError(values)
+    return row
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def _text(calibration: Calibration) -> str:
+    import json
+    from dataclasses import asdict
+
+    head = {
+        "schema": _SCHEMA,
+        "versions": calibration.versions,
+        "machine": calibration.machine,
+        "date": calibration.date,
+    }
+    rows = ",\n  ".join(json.dumps(asdict(row)) for row in calibration.rows)
+    return f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def write(file: Path, calibration: Calibration) -> None:
+    """Puts a calibration in the place of a file, which is whole at any moment.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(_text(calibration))
+        os.replace(temporary, file)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many problems there are, and what computes them fastest."""
+    mx_wins = sum(row.mx for row in rows)
+    others = sum(not row.mx and bool(row.schedule or row.parallelism) for row in rows)
+    return f"{len(rows)} problems, {others} with another plan than the tables', {mx_wins} that go to mx"

@@ -1,0 +1,199 @@
+"""Calibrate: times mx and our plans on this machine, and keeps what is faster for the ops and for `patch()`.
+
+A second run measures what is missing. The file is whole at any moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..backends import strict
+from ..bench import machine
+from ..bench.measure import kept_memory
+from ..calibration import Calibration, CalibrationError, Row, grid, loading, measure, store
+from ..table import aligned
+from .bench import check_executor, op_names, select_device
+from .options import UsageError, inputs
+from .runs import Ending, each, grouped_steps
+
+# Seconds from one writing of the file to the next.
+_SAVED_EVERY = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to a parser."""
+    parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
+    parser.add_argument("--quick", action="store_true", help="some shapes of models, under a minute")
+    parser.add_argument("--again", action="store_true", help="measure anew what was measured")
+
+
+class _File:
+    """The calibration at work, written once a second and at the end."""
+
+    def __init__(self, path: Path, calibration: Calibration) -> None:
+        """
+        Raises:
+            UsageError: It cannot be written.
+        """
+        self.path, self.calibration = path, calibration
+        self._saved = 0.0
+        try:
+            self.save()
+        except OSError as error:
+            advice = f"set MLX_MITTENS_CACHE to a folder or {store.VARIABLE} to a file that can be written to"
+            raise UsageError(f"cannot write {path} ({error.strerror}): {advice}") from None
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self.calibration.rows += rows
+        if rows and time.monotonic() - self._saved > _SAVED_EVERY:
+            self.save()
+
+    def save(self) -> None:
+        store.write(self.path, self.calibration)
+        self._saved = time.monotonic()
+
+
+def _begun(path: Path, device: str, names: Sequence[str], again: bool) -> Calibration:
+    """What there is of this machine and these versions, without the rows that are to be measured anew."""
+    new = Calibration(store.machine(device), store.versions(), datetime.date.today().isoformat())
+    try:
+        found = store.read(path)
+    except FileNotFoundError:
+        return new
+    except CalibrationError as error:
+        print(f"{path} {error}: starting over", flush=True)
+        return new
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    if found.machine != new.machine:
+        raise UsageError(f"{path} is of the {found.device}: set {store.VARIABLE} to another file")
+    new.rows = [row for row in found.rows if not (again and row.op in names)]
+    return new
+
+
+def _path(device: str) -> Path:
+    try:
+        return store.path(device)
+    except RuntimeError as error:
+        raise UsageError(f"there is no folder for the calibration ({error}): set MLX_MITTENS_CACHE to one") from None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures this machine.
+
+    Returns:
+        int: 0, or 1 if something could not be measured.
+
+    Raises:
+        UsageError: The arguments cannot be served.
+    """
+    names = op_names(arguments.ops)
+    select_device(arguments.device)
+    device = machine.device()
+    if machine.executor() == "simulator":
+        raise UsageError("the simulator's times say nothing of a machine: unset MLX_MITTENS_SIMULATOR")
+    check_executor(machine.executor())
+    path = _path(device)
+    file = _File(path, _begun(path, device, names, arguments.again))
+    rows = file.calibration.rows
+    print(f"{', '.join(map(str, file.calibration.machine.values()))}; {path}", flush=True)
+    measured = {(row.op, row.case, row.dtype) for row in rows}
+    planned = grid.items(names, device, arguments.quick, _memory(device))
+    todo = [item for item in planned if _key(item) not in measured]
+    if measured and todo:
+        print(f"goes on: {len(measured)} calls were measured before; --again starts over", flush=True)
+    if todo and hasattr(os, "getloadavg") and os.getloadavg()[0] > machine.cores() / 2:
+        load = f"load {os.getloadavg()[0]:.1f} on {machine.cores()} cores"
+        print(f"Other programs keep this machine busy ({load}): times will scatter, and may mislead.", flush=True)
+    failed: list[str] = []
+    ending = Ending()
+    if todo:
+        hopeless = {(row.op, row.case, row.dtype) for row in rows if measure.is_hopeless(row)}
+        slow = [item for item in planned if _key(item) in hopeless]
+        ending = _measure(todo, slow, device, arguments.quick, file, failed)
+    print(_table(rows))
+    print(store.summary(rows))
+    for problem in failed:
+        print(f"not measured: {problem}")
+    if ending.complete:
+        print("Ops and mm.patch() follow it from the next start of Python on.")
+    else:
+        print(f"Incomplete: {ending.reason}. The same command goes on.")
+    if store.is_off():
+        print(f"{store.VARIABLE} is off: nothing follows it until that is unset.")
+    return ending.status or int(bool(failed))
+
+
+def _memory(device: str) -> float:
+    """The bytes of memory of a GPU, which Metal and CUDA call by other names; the grid of a CPU needs little."""
+    info = mx.device_info(mx.gpu) if device == "gpu" else {}
+    return float(info.get("total_memory", info.get("memory_size", math.inf)))
+
+
+def _key(item: grid.Item) -> tuple[str, str, str]:
+    op, case, dtype = item
+    return op.name, case.name, dtype
+
+
+def _name(item: grid.Item) -> str:
+    return " ".join(_key(item))
+
+
+def _measure(
+    todo: Sequence[grid.Item], slow: list[grid.Item], device: str, quick: bool, file: _File, failed: list[str]
+) -> Ending:
+    """Measures each item, but those that are larger than one for which mx takes long and is far slower.
+
+    What fails is kept in words, and does not stop the others.
+    """
+    budget = measure.QUICK if quick else measure.FULL
+    known = {row.problem for row in file.calibration.rows}
+    loading.unload()  # the tables' plans are timed, not what was measured before
+    with grouped_steps([op.name for op, _, _ in todo]) as step, strict(), kept_memory(device):
+
+        def is_left_out(item: grid.Item) -> bool:
+            op, case, dtype = item
+            return any((op.name, dtype) == (o.name, d) and grid.is_larger(case, c) for o, c, d in slow)
+
+        def one(item: grid.Item) -> None:
+            if is_left_out(item):
+                step(_name(item))
+                return
+            try:
+                rows = measure.measure(item, device, budget, inputs(0, _name(item)), known)
+            except (RuntimeError, ValueError, MemoryError) as error:
+                failed.append(f"{_name(item)}: {str(error).splitlines()[0]}")
+                rows = []
+            known.update(row.problem for row in rows)
+            slow.extend(item for row in rows if measure.is_hopeless(row))
+            file.add(rows)
+            step(_name(item))
+            if device == "gpu":
+                mx.clear_cache()
+
+        ending = each(todo, one, _name)
+    try:
+        file.save()
+    except OSError as error:
+        return Ending(1, f"cannot write {file.path} ({error.strerror})")
+    return ending
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """How many calls of each op go where."""
+    lines = [("op", "calls", "tables' plan", "another plan", "mx")]
+    for op in dict.fromkeys(row.op for row in rows):
+        mine = [row for row in rows if row.op == op]
+        to_mx = sum(row.mx for row in mine)
+        others = sum(not row.mx and bool(row.schedule or row.parallelism) for row in mine)
+        lines.append((op, str(len(mine)), str(len(mine) - to_mx - others), str(others), str(to_mx)))
+    return aligned(lines, left=1)

@@ -1,0 +1,551 @@
+"""Calibrations: which plan wins, the file and what is wrong with it, the command, and calls that follow it."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_mittens as mm
+from mlx_mittens import _ext, calibration, specs
+from mlx_mittens.calibration import grid, loading, measure, store
+from mlx_mittens.calibration.measure import MX, TABLES, Plan, Time
+from mlx_mittens.cli import calibrate
+from mlx_mittens.cli.main import main
+
+SOME_ROWS = (
+    store.Row("rms_norm", "a", "float32", 0, (4, 64, 1, 1), True, "", 0, 1.0, 2.0, 2.0, 0.1),
+    store.Row("rms_norm", "b", "float32", 0, (4, 1024, 1, 1), False, "", 0, 2.0, 1.0, 1.0, 0.1),
+)
+
+
+@pytest.fixture(autouse=True)
+def none_left(native):
+    """No test leaves a calibration, nor finds that of the user."""
+    yield
+    loading.unload()
+    _ext.calibration_force(None)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """The file that the environment names; not there yet."""
+    monkeypatch.setenv("MLX_MITTENS_CALIBRATION", str(tmp_path / "calibration.json"))
+    return tmp_path / "calibration.json"
+
+
+def of_this_machine(rows=SOME_ROWS, device="cpu"):
+    return store.Calibration(store.machine(device), store.versions(), "2026-01-02", list(rows))
+
+
+class Machine:
+    """A clock of a made-up machine: microseconds of a plan for a case, spread by a tenth."""
+
+    microseconds = staticmethod(lambda op, case, plan: 10.0 if plan == MX else 5.0)
+    timed: list[tuple[str, str, str]] = []
+
+    def __init__(self, op, case, arrays, device):
+        self._op, self._case = op, case
+        self.timed.append((op.name, case.name, str(next(a for a in arrays if a is not None).dtype)))
+
+    def __call__(self, plans, budget):
+        return {plan: Time(1e-6 * self.microseconds(self._op, self._case, plan), 0.1) for plan in plans}
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Puts a made-up machine in the place of this one; a function gives its times."""
+
+    def make(microseconds=Machine.microseconds):
+        clock = type("Clock", (Machine,), {"microseconds": staticmethod(microseconds), "timed": []})
+        monkeypatch.setattr(measure, "Stopwatch", clock)
+        return clock
+
+    return make
+
+
+@pytest.fixture
+def few_shapes(monkeypatch):
+    """A grid of four shapes for each op that works along rows."""
+    shapes = ((1, 64), (1, 1024), (64, 64), (64, 1024))
+    cases = [specs.Case("calibration", shape) for shape in shapes]
+    monkeypatch.setattr(grid, "_GRIDS", {op.name: lambda device: iter(cases) for op in specs.ROW_OPS})
+    return cases
+
+
+A, B = Plan(schedule="a"), Plan(schedule="b", parallelism=1)
+
+
+@pytest.mark.parametrize(
+    "times, fastest, ours",
+    [
+        ({TABLES: (100, 0.1), MX: (50, 0.1)}, MX, TABLES),
+        ({TABLES: (100, 0.1), MX: (92, 0.1)}, TABLES, TABLES),  # within the spread
+        ({TABLES: (100, 0.1), MX: (92, 0.01)}, TABLES, TABLES),  # of either
+        ({TABLES: (100, 0.01), MX: (92, 0.01)}, MX, TABLES),
+        ({TABLES: (100, 0.01), MX: (200, 0.01), A: (90, 0.01)}, A, A),
+        ({TABLES: (100, 0.1), MX: (200, 0.1), A: (92, 0.1)}, TABLES, TABLES),
+        ({TABLES: (100, 0.01), MX: (200, 0.01), A: (90, 0.01), B: (80, 0.01)}, B, B),
+        ({TABLES: (100, 0.01), MX: (85, 0.01), A: (80, 0.01)}, A, A),
+        ({TABLES: (100, 0.01), MX: (70, 0.01), A: (80, 0.01)}, MX, A),
+        # What has not won by more than its spread does not keep mx from winning.
+        ({TABLES: (100, 0.01), MX: (90, 0.01), A: (89, 0.2)}, MX, TABLES),
+    ],
+    ids=str,
+)
+def test_winner(times, fastest, ours):
+    assert measure.winner({plan: Time(*values) for plan, values in times.items()}) == (fastest, ours)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_winner_is_not_slower_than_mx_by_more_than_the_spread(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(200):
+        times = {plan: Time(rng.uniform(1, 2), rng.uniform(0, 0.3)) for plan in (TABLES, MX, A, B)}
+        fastest, _ = measure.winner(times)
+        spread = max(times[fastest].spread, times[MX].spread)
+        assert times[fastest].seconds <= times[MX].seconds * (1 + spread)
+
+
+def test_a_candidate_is_a_schedule_and_then_its_parallelism():
+    microseconds = {"": 10, "a": 8, "b": 9}
+    for best in (-2, -1, 0, 1, 2):
+        clock = lambda plans, budget, best=best: {
+            plan: Time(microseconds[plan.schedule] + abs(plan.parallelism - best), 0.0) for plan in plans
+        }
+        found = measure.candidate(clock, [Plan(schedule="a"), Plan(schedule="b")])
+        assert found == Plan(schedule="a", parallelism=best)
+        assert measure.candidate(clock, []) == Plan(parallelism=best)
+
+
+@pytest.mark.parametrize("name, shape", [("rms_norm", (4, 1024)), ("gemv", (1, 512, 16))])
+def test_schedules_give_other_kernels_and_the_same_results(name, shape, rng):
+    op, case = specs.get(name), specs.Case("calibration", shape)
+    with mm.simulator.enabled(gpu="nvidia"):
+        arrays = measure.draw((op, case, "float32"), rng)
+        found = measure.schedules(op, case, arrays)
+        assert found and {plan.schedule for plan in found} <= set(_ext.plan_schedules(name))
+        kernels = []
+        for plan in (TABLES, *found):
+            mm.stats(reset=True)
+            with measure.forced(plan):
+                mx.eval(specs.run(op, op.ours, case, arrays))
+            kernels.append(str(mm.stats()[name]["kernels"]))
+        assert len(set(kernels)) == len(kernels) > 1
+        wrong = replace(op, ours=lambda *arrays, **options: op.ours(*arrays, **options) * mx.random.uniform())
+        assert not measure.schedules(wrong, case, arrays), "a plan with other results is none"
+
+
+def test_the_file_holds_what_was_measured(file):
+    written = of_this_machine()
+    store.write(file, written)
+    assert store.read(file) == written
+    assert set(json.loads(file.read_text())) == {"schema", "versions", "machine", "date", "rows"}
+    assert os.listdir(file.parent) == [file.name], "nothing beside it is left"
+
+
+def broken(change):
+    """The text of a file that is right but for a change."""
+    data = {
+        "schema": 1,
+        "versions": store.versions(),
+        "machine": store.machine("cpu"),
+        "date": "2026-01-02",
+        "rows": [{**vars(row)} for row in SOME_ROWS],
+    }
+    return change(data) or json.dumps(data)
+
+
+BAD = {
+    "empty": (lambda data: " ", "is not a calibration"),
+    "cut off": (lambda data: json.dumps(data)[:-30], "is not a calibration"),
+    "no object": (lambda data: "[1, 2]", "is not a calibration"),
+    "nested": (lambda data: "[" * 100000, "is not a calibration"),
+    "no versions": (lambda data: data.pop("versions") and None, "is not a calibration"),
+    "other versions": (lambda data: data["versions"].update(mlx="0.1.2"), "was made with .*mlx 0.1.2, installed is"),
+    "other schema": (lambda data: data.update(schema=99), "is not a calibration of this version"),
+    "other device": (lambda data: data["machine"].update(device="tpu"), "is not a calibration of this version"),
+    "other chip": (lambda data: data["machine"].update(name="Z80"), "was made on .*name Z80.*, this is"),
+    "fewer threads": (lambda data: data["machine"].update(threads=999), "was made on .*threads 999.*, this is"),
+    "no rows": (lambda data: data.pop("rows") and None, "is not a calibration"),
+    "a number of rows": (lambda data: data.update(rows=3), "is not a calibration of this version"),
+    "rows of text": (lambda data: data.update(rows=["x"]), "has a row that cannot be read"),
+    "missing field": (lambda data: data["rows"][0].pop("mx") and None, "has a row that cannot be read"),
+    "three sizes": (lambda data: data["rows"][0].update(sizes=[1, 2, 3]), "has a row that cannot be read"),
+    "sizes of text": (lambda data: data["rows"][0].update(sizes=["a"] * 4), "has a row that cannot be read"),
+    "negative size": (lambda data: data["rows"][0].update(sizes=[-1, 1, 1, 1]), "has a row that cannot be read"),
+    "unknown dtype": (lambda data: data["rows"][0].update(dtype="int4"), "has a row that cannot be read"),
+    "no schedule": (lambda data: data["rows"][0].update(schedule=None), "has a row that cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_ignored_with_one_warning(name, file, lenient):
+    change, reason = BAD[name]
+    file.write_text(broken(change))
+    with pytest.warns(RuntimeWarning, match=reason) as said:
+        calibration.load()
+    assert len(said) == 1
+    assert str(file) in str(said[0].message) and "`mlx-mittens calibrate`" in str(said[0].message)
+    assert not calibration.loaded
+    assert "ignored" in calibration.status("cpu") and "mlx-mittens calibrate" in calibration.status("cpu")
+    mm.stats(reset=True)
+    mx.eval(mm.rms_norm(mx.ones((4, 64)), mx.ones(64), 1e-5))
+    assert not mm.stats()["rms_norm"]["mx"]
+
+
+def test_a_file_that_is_not_there_or_no_file(file):
+    with pytest.warns(RuntimeWarning, match="cannot be read .*No such file.*mlx-mittens calibrate"):
+        calibration.load()
+    file.mkdir()
+    with pytest.warns(RuntimeWarning, match="cannot be read .*mlx-mittens calibrate"):
+        calibration.load()
+    assert not calibration.loaded
+
+
+def test_a_file_of_a_gpu_where_there_is_none(file, monkeypatch):
+    monkeypatch.setattr(store, "has_gpu", lambda: False)
+    file.write_text(broken(lambda data: data.update(machine={"device": "gpu", "name": "X"})))
+    with pytest.warns(RuntimeWarning, match="was made on device gpu, name X, and mx has no GPU here"):
+        calibration.load()
+
+
+@pytest.mark.parametrize("flags, code", [((), "import mlx_mittens"), (("-W", "error"), "import mlx_mittens")], ids=str)
+def test_importing_the_package_never_fails_for_it(flags, code, file):
+    file.write_text("{")
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("It is ignored; `mlx-mittens calibrate`") == 1
+
+
+def test_without_a_calibration_nothing_is_said(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLX_MITTENS_CALIBRATION")
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path / "none"))
+    monkeypatch.setattr(store, "machine", lambda device: pytest.fail("asks for the machine"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibration.load()
+    assert not calibration.loaded
+
+
+def test_the_file_of_this_machine_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLX_MITTENS_CALIBRATION")
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    assert calibration.status("cpu").startswith("none")
+    path = store.path("cpu")
+    assert path.parent == tmp_path / "calibration" and path.name.startswith("cpu-")
+    store.write(path.with_name("cpu-another.json"), of_this_machine())
+    calibration.load()
+    assert not calibration.loaded, "of another machine that shares the folder"
+    store.write(path, of_this_machine())
+    assert calibration.status("cpu").startswith("not used")
+    calibration.load()
+    assert calibration.loaded == {"cpu": path}
+    assert calibration.status("cpu").startswith("of 2026-01-02, 2 problems")
+    loading.unload()
+    monkeypatch.setenv("MLX_MITTENS_CALIBRATION", "off")
+    calibration.load()
+    assert not calibration.loaded and calibration.status("cpu").startswith("off")
+
+
+def slow_in_short_rows(op, case, plan):
+    """A machine on which our kernels are slow for few columns."""
+    return 10.0 if plan == MX else 50.0 if case.shape[-1] < 256 else 5.0
+
+
+def test_patched_calls_follow_the_calibration(few_shapes, made_up, file, lenient):
+    """The whole: a machine on which ours is slower for some shapes, measured, stored, read, followed."""
+    made_up(slow_in_short_rows)
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    rows = store.read(file).rows
+    assert {row.sizes: row.mx for row in rows if row.dtype == "float32"} == {
+        (1, 64, 1, 1): True, (1, 1024, 1, 1): False, (64, 64, 1, 1): True, (64, 1024, 1, 1): False,
+    }  # fmt: skip
+    calibration.load()
+
+    def count(rows, columns):
+        mm.stats(reset=True)
+        mx.eval(mx.fast.rms_norm(mx.ones((rows, columns)), mx.ones(columns), 1e-5))
+        counts = mm.stats().get("rms_norm", {"kernels": {}, "mx": {}})
+        return sum(counts["kernels"].values()), counts["mx"]
+
+    to_mx = {"a problem that mx computes faster, as measured on this machine": 1}
+    ours = {}
+    with mm.patched():
+        for shape, expected in {
+            (1, 64): to_mx, (64, 64): to_mx, (1, 1024): ours, (64, 1024): ours,
+            (2, 64): to_mx, (64, 128): to_mx, (64, 100): to_mx, (33, 33): to_mx, (128, 2048): ours, (40, 600): ours,
+            (1, 300): ours,  # nothing was measured within a factor of two
+            (4, 64): ours,
+        }.items():  # fmt: skip
+            assert count(*shape) == (int(expected == ours), expected), shape
+        with mm.strict():
+            for shape in ((1, 64), (64, 64), (1, 1024)):
+                assert count(*shape) == (1, ours), shape
+    with mm.patched(strict=True):
+        assert count(1, 64) == (1, ours)
+    loading.unload()
+    with mm.patched():
+        assert count(1, 64) == (1, ours)
+
+
+# A small shape of each op that asks a calibration.
+SMALL = {
+    "rms_norm": ((4, 64), {}),
+    "layer_norm": ((4, 64), {}),
+    "add_rms_norm": ((4, 64), {}),
+    "softmax": ((4, 64), {}),
+    "gemv": ((2, 64, 8), {}),
+    "quantized_matmul": ((2, 128, 8), {"bits": 8}),
+    "quantized_swiglu": ((1, 128, 8), {"bits": 4}),
+    "block_matmul": ((2, 64, 8), {"kind": "q8_0"}),
+    "scaled_dot_product_attention": ((1, 4, 2, 1, 70, 64), {}),
+    "quantized_scaled_dot_product_attention": ((1, 4, 2, 1, 70, 64), {"bits": 4}),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_op_follows_the_calibration(name, made_up, file, lenient):
+    made_up(lambda op, case, plan: 1.0 if plan == MX else 50.0)
+    op, case = specs.get(name), specs.Case("calibration", *SMALL[name])
+    with mm.strict():
+        (row,) = measure.measure((op, case, "float16"), "cpu", measure.QUICK, np.random.default_rng(0))
+    assert row.mx and row.op == name and row.dtype == "float16"
+    store.write(file, of_this_machine([row]))
+    calibration.load()
+    arrays = measure.draw((op, case, "float16"), np.random.default_rng(0))
+    mm.stats(reset=True)
+    mx.eval(specs.run(op, op.ours, case, arrays))
+    counts = mm.stats()[name]
+    assert counts["mx"] == {"a problem that mx computes faster, as measured on this machine": 1}
+    assert not counts["kernels"]
+
+
+def test_mx_has_to_win_twice(made_up):
+    asked = []
+
+    def once(op, case, plan):
+        asked.append(plan)
+        return 1.0 if asked.count(MX) == 1 and plan == MX else 5.0
+
+    made_up(once)
+    item = (specs.get("rms_norm"), specs.Case("calibration", (4, 64)), "float32")
+    (row,) = measure.measure(item, "cpu", measure.QUICK, np.random.default_rng(0))
+    assert asked == [TABLES, MX] * 2 and not row.mx and row.mx_us == 5.0
+
+
+def test_a_busy_machine(few_shapes, made_up, file, capsys, monkeypatch):
+    made_up()
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    assert "load 99.0 on" in capsys.readouterr().out
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 99.0, 0.0))
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm", "--again"]) == 0
+    assert "keep this machine busy" not in capsys.readouterr().out
+
+
+def test_a_second_run_measures_what_is_missing(few_shapes, made_up, file, capsys):
+    first = made_up()
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    assert len(first.timed) == 12 and "12 problems" in capsys.readouterr().out
+    second = made_up(lambda op, case, plan: 1.0)
+    few_shapes.append(specs.Case("calibration", (512, 64)))
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm,softmax"]) == 0
+    new = [timed for timed in second.timed if timed[0] == "rms_norm"]
+    assert [name for _, name, _ in new] == ["calibration 512x64"] * 3
+    assert len(second.timed) == 3 + 15 and "goes on: 12 calls" in capsys.readouterr().out
+    rows = store.read(file).rows
+    assert len(rows) == 30 and sum(row.mx_us == 10.0 for row in rows) == 12
+
+    again = made_up(lambda op, case, plan: 2.0)
+    assert main(["calibrate", "--device", "cpu", "--ops", "softmax", "--again"]) == 0
+    assert {op for op, _, _ in again.timed} == {"softmax"} and len(again.timed) == 15
+    rows = store.read(file).rows
+    assert {(row.op, row.mx_us) for row in rows} == {("rms_norm", 10.0), ("rms_norm", 1.0), ("softmax", 2.0)}
+
+
+def test_a_file_of_other_versions_is_measured_anew(few_shapes, made_up, file, capsys):
+    store.write(file, replace(of_this_machine(), versions={"mlx_mittens": "0.0.1", "mlx": "0.1.2"}))
+    made_up()
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    assert "mlx_mittens 0.0.1" in capsys.readouterr().out
+    assert len(store.read(file).rows) == 12
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str)
+def test_what_was_measured_is_kept_when_it_is_stopped(number, status, few_shapes, made_up, file, capsys):
+    def stopped(op, case, plan):
+        if case.shape == (1, 1024):
+            signal.raise_signal(number)
+        return 1.0
+
+    made_up(stopped)
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == status
+    assert "goes on" in capsys.readouterr().out
+    assert [row.case for row in store.read(file).rows] == ["calibration 1x64"] * 3
+    made_up()
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    assert len(store.read(file).rows) == 12
+
+
+def test_what_fails_does_not_stop_the_rest(few_shapes, made_up, file, capsys):
+    def failing(op, case, plan):
+        if case.shape == (1, 1024):
+            raise RuntimeError("out of memory\nand more")
+        return 1.0
+
+    made_up(failing)
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 1
+    assert "not measured: rms_norm calibration 1x1024 float16: out of memory\n" in capsys.readouterr().out
+    assert len(store.read(file).rows) == 9
+
+
+def test_shapes_for_which_mx_would_take_minutes_are_left_out(few_shapes, made_up, file):
+    slow = lambda op, case, plan: 1e6 if plan == MX and case.shape[0] == 64 else 5.0
+    few_shapes += [specs.Case("calibration", (256, 1024)), specs.Case("calibration", (16, 1024))]
+    clock = made_up(slow)
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    assert {name for _, name, _ in clock.timed} == {f"calibration {s}" for s in ("1x64", "1x1024", "64x64", "16x1024")}
+    clock = made_up(slow)
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    assert not clock.timed, "a second run leaves them out too"
+
+
+def test_a_full_disk(few_shapes, made_up, file, monkeypatch, capsys):
+    made_up()
+    monkeypatch.setattr(calibrate, "_SAVED_EVERY", 0.0)
+    write, left = store.write, [3]
+
+    def full(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        write(*arguments)
+
+    monkeypatch.setattr(store, "write", full)
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 1
+    assert "No space left on device" in capsys.readouterr().out
+    assert len(store.read(file).rows) == 2
+
+
+def test_a_call_that_no_kernel_covers_is_left_out(made_up, file):
+    made_up()
+    op = replace(
+        specs.get("rms_norm"), ours=lambda *arrays, eps: mm.rms_norm(*(a.astype(mx.float64) for a in arrays), eps)
+    )
+    item = (op, specs.Case("calibration", (2, 64)), "float32")
+    assert measure.measure(item, "cpu", measure.QUICK, np.random.default_rng(0)) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--ops", "rmsnorm"], ["rmsnorm", "rms_norm, layer_norm"]),
+        pytest.param(
+            ["--device", "gpu"],
+            ["no such device"],
+            marks=pytest.mark.skipif(mx.is_available(mx.gpu), reason="there is a GPU"),
+        ),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, words, file, capsys):
+    assert main(["calibrate", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("mlx-mittens calibrate: ") and all(word in message for word in words)
+    assert not file.exists()
+
+
+def test_a_file_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MLX_MITTENS_CALIBRATION", str(tmp_path / "file" / "below.json"))
+    assert main(["calibrate", "--device", "cpu"]) == 2
+    assert "below.json" in capsys.readouterr().err
+
+
+def test_not_in_the_simulator(file, capsys):
+    with mm.simulator.enabled():
+        assert main(["calibrate", "--device", "cpu"]) == 2
+    assert "MLX_MITTENS_SIMULATOR" in capsys.readouterr().err and not file.exists()
+
+
+def test_times_of_this_machine(few_shapes, file, monkeypatch):
+    """The clock itself: rows with times, for each dtype."""
+    monkeypatch.setattr(measure, "FULL", replace(measure.FULL, seconds=0.0, fewest=2))
+    assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
+    rows = store.read(file).rows
+    assert [row.dtype for row in rows[:3]] == list(specs.DTYPES)
+    for row in rows:
+        assert row.mx_us > 0 and row.ours_us > 0 and row.best_us == row.ours_us and row.spread >= 0
+        assert not row.schedule and not row.parallelism
+
+
+def within_two(a, b):
+    return len(a) == len(b) and all(x <= 2 * y and y <= 2 * x for x, y in zip(a, b))
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("op", [op for op in specs.OPS if op.name in grid._GRIDS], ids=lambda op: op.name)
+def test_models_are_near_a_point_of_the_grid(op, device):
+    points = [case.shape for case in grid.cases(op, device)]
+    synthetic = lambda case: case.vjp or case.label == "large" or case.shape[1:3] == (1, 1)
+    cases = [case for case in op.cases if case.runs_on(device) and not synthetic(case)]
+    flat = lambda shape: (math.prod(shape[:-1]), shape[-1]) if isinstance(op, specs.RowOp) else shape
+    assert not [case.name for case in cases if not any(within_two(flat(case.shape), p) for p in points)]
+
+
+def test_the_grid(monkeypatch):
+    names = [op.name for op in specs.OPS]
+    for device in ("cpu", "gpu"):
+        assert len(grid.items(names, device, quick=True)) < 100 < len(grid.items(names, device))
+    assert {op.name for op, _, _ in grid.items(["softmax"], "cpu")} == {"softmax"}
+    for op in specs.OPS:
+        assert grid.cases(op, "cpu") and grid.cases(op, "gpu") and not any(case.vjp for case in grid.cases(op, "cpu"))
+    all_of_them, fitting = (grid.items(names, "gpu", memory=memory) for memory in (math.inf, 8 << 30))
+    assert 0.8 * len(all_of_them) < len(fitting) < len(all_of_them), "what a small GPU has no memory for is left out"
+    monkeypatch.setattr(grid, "_GRIDS", {})
+    op = specs.get("rms_norm")
+    assert grid.cases(op, "cpu") == [case for case in op.cases if not case.vjp and not case.gpu_only]
+
+
+@pytest.mark.parametrize("op", specs.OPS, ids=lambda op: op.name)
+def test_inputs_are_those_of_the_op(op, rng):
+    """Few numbers are drawn, and arrays have the shapes, types and views that the op draws."""
+    case = replace(op.cases[0], shape=getattr(op, "smallest", (2, 64, 8))[: len(op.cases[0].shape)])
+    drawn, usual = measure.draw((op, case, "float16"), rng), op.draw(rng, case, mx.float16)
+    assert [None if a is None else (a.shape, a.dtype) for a in drawn] == [
+        None if a is None else (a.shape, a.dtype) for a in usual
+    ]
+    for a in drawn:
+        if a is not None and mx.issubdtype(a.dtype, mx.floating):
+            assert bool(mx.isfinite(a).all())
+
+
+def test_bench_marks_rows_that_the_calibration_answered(file, capsys, tmp_path, monkeypatch):
+    op = specs.get("rms_norm")
+    small = [replace(case, shape=shape) for case, shape in zip(op.cases, ((4, 64), (4, 300)))]
+    monkeypatch.setattr(specs, "OPS", (replace(op, cases=tuple(replace(case, quick=True) for case in small)),))
+    store.write(file, of_this_machine())
+    calibration.load()
+    assert main(["bench", "--quick", "--device", "cpu", "--json", str(tmp_path / "bench.json")]) == 0
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    marked = {(row["case"], row["dtype"]) for row in rows if row["calibrated"]}
+    assert marked == {(small[0].name, "float32")} and len(rows) == 6
+    text = capsys.readouterr().out
+    assert "cal" in text and "* planned by the calibration of this machine" in text
+
+
+def test_doctor_says_which_calibration_there_is(file, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(specs, "OPS", tuple(replace(op, tests=op.tests[:1], cases=()) for op in specs.OPS[:1]))
+    store.write(file, of_this_machine())
+    calibration.load()
+    assert main(["doctor", "--device", "cpu", "--ops", "rms_norm", "--json", str(tmp_path / "doctor.json")]) in (0, 1)
+    assert "calibration   of 2026-01-02, 2 problems" in capsys.readouterr().out
+    assert json.loads((tmp_path / "doctor.json").read_text())["calibration"].startswith("of 2026-01-02")
