@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -85,10 +87,34 @@ def named(name: str) -> Gpu:
     return of_chip(chip)
 
 
-def gpu_core_count(registry: str) -> int | None:
-    """The GPU's cores, from what `ioreg -rc AGXAccelerator` prints; None where it does not say."""
-    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', registry)
+def cores_of_this_mac() -> int | None:
+    """Cores of the Apple GPU, as the system lists them; None where it does not, or is no macOS."""
+    if sys.platform != "darwin":
+        return None
+    return _cores_by_registry(_output("ioreg", "-rc", "AGXAccelerator", "-d", "1")) or _cores_by_profiler(
+        _output("system_profiler", "-json", "SPDisplaysDataType")
+    )
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _cores_by_registry(text: str) -> int | None:
+    found = re.search(r'"gpu-core-count" = (\d+)', text)
     return int(found[1]) if found else None
+
+
+def _cores_by_profiler(text: str) -> int | None:
+    try:
+        displays = json.loads(text)["SPDisplaysDataType"]
+        counts = [display["sppci_cores"] for display in displays if str(display.get("sppci_cores", "")).isdigit()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return int(counts[0]) if counts else None
 
 
 def of_mac(device_name: str, architecture: str, cores: int | None) -> Gpu:
@@ -97,7 +123,7 @@ def of_mac(device_name: str, architecture: str, cores: int | None) -> Gpu:
     Args:
         device_name: As Metal has it, such as "Apple M2 Max".
         architecture: As Metal has it, such as "applegpu_g14s".
-        cores: The registry's gpu-core-count, where it could be read.
+        cores: As the system lists them, where it does.
 
     Returns:
         Gpu: That of the known chip, or for a chip that is newer than this package one with what its architecture says.
@@ -127,9 +153,4 @@ def of_mac(device_name: str, architecture: str, cores: int | None) -> Gpu:
 def of_this_mac(_: str = "") -> Gpu:
     """This machine's Apple GPU."""
     info = mx.device_info(mx.gpu)
-    try:
-        command = ["ioreg", "-rc", "AGXAccelerator", "-d", "1"]
-        registry = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.SubprocessError):
-        registry = ""
-    return of_mac(str(info.get("device_name", "")), str(info.get("architecture", "")), gpu_core_count(registry))
+    return of_mac(str(info.get("device_name", "")), str(info.get("architecture", "")), cores_of_this_mac())

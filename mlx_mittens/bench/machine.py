@@ -6,10 +6,8 @@ import concurrent.futures
 import datetime
 import functools
 import glob
-import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -90,36 +88,6 @@ def gpu_architecture() -> str | None:
         return None
     architecture = mx.device_info(mx.gpu).get("architecture")
     return None if architecture is None else str(architecture)
-
-
-def gpu_cores() -> int | None:
-    """Cores of an Apple GPU, as the system lists them; None where it does not."""
-    if sys.platform != "darwin":
-        return None
-    return _cores_by_profiler(_output("system_profiler", "-json", "SPDisplaysDataType")) or _cores_by_registry(
-        _output("ioreg", "-rc", "AGXAccelerator", "-d", "1")
-    )
-
-
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _cores_by_profiler(text: str) -> int | None:
-    try:
-        displays = json.loads(text)["SPDisplaysDataType"]
-        counts = [display["sppci_cores"] for display in displays if str(display.get("sppci_cores", "")).isdigit()]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return int(counts[0]) if counts else None
-
-
-def _cores_by_registry(text: str) -> int | None:
-    found = re.search(r'"gpu-core-count" = (\d+)', text)
-    return int(found[1]) if found else None
 
 
 def copy_gb_s() -> float:

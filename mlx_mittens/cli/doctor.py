@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .. import _ext, calibration, frontend, simulator, specs
+from .. import _ext, calibration, frontend, gpus, simulator, specs
 from ..backends import executors, strict
 from ..bench import machine
 from ..frontend import cache
@@ -295,7 +295,7 @@ def run(arguments: argparse.Namespace) -> int:
         "processor": machine.processor(),
         "gpu": machine.gpu(),
         "gpu_architecture": machine.gpu_architecture(),
-        "gpu_cores": machine.gpu_cores(),
+        "gpu_cores": gpus.cores_of_this_mac(),
         "device": device,
         "executor": machine.executor(),
         "executors": found,

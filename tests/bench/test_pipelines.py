@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mlx_mittens import specs
+from mlx_mittens import gpus, specs
 from mlx_mittens.bench import machine
 from mlx_mittens.cli import doctor, pipelines
 from mlx_mittens.cli.main import main
@@ -160,7 +160,7 @@ def test_doctor_records_pipelines_and_the_gpu(planted, few_cases, monkeypatch, t
     monkeypatch.setattr(doctor, "_has_pipelines", lambda device: True)
     monkeypatch.setattr(pipelines.frontend, "files", lambda: FILES)
     monkeypatch.setattr(machine, "gpu_architecture", lambda: "applegpu_g13s")
-    monkeypatch.setattr(machine, "gpu_cores", lambda: 16)
+    monkeypatch.setattr(gpus, "cores_of_this_mac", lambda: 16)
     file = tmp_path / "doctor.json"
     assert main(["doctor", "--json", str(file)]) == 0, "a kernel that no op launches fails nothing"
     found = json.loads(file.read_text())
@@ -186,7 +186,14 @@ REGISTRY = '+-o AGXAcceleratorG13X  <class AGXAcceleratorG13X>\n    {\n      "gp
 
 @pytest.mark.parametrize(
     ("profiler", "registry", "cores"),
-    [(PROFILER, REGISTRY, 16), ("", REGISTRY, 14), ("{}", REGISTRY, 14), ("not JSON", "", None), ("", "", None)],
+    [
+        (PROFILER, REGISTRY, 14),
+        (PROFILER, "", 16),
+        ("", REGISTRY, 14),
+        ("{}", REGISTRY, 14),
+        ("not JSON", "", None),
+        ("", "", None),
+    ],
 )
 def test_cores_of_the_gpu(monkeypatch, tmp_path, profiler, registry, cores):
     """By the system's own commands, of which either may be missing or say nothing."""
@@ -198,7 +205,7 @@ def test_cores_of_the_gpu(monkeypatch, tmp_path, profiler, registry, cores):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert machine.gpu_cores() == cores
+    assert gpus.cores_of_this_mac() == cores
 
 
 # The comparison with Mesa's registers.

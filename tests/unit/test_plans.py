@@ -151,12 +151,6 @@ def test_the_gpu_of_a_mac(name, architecture, cores, expected):
     assert gpu.caches_registers == (gpu.generation >= 15)
 
 
-def test_cores_of_the_registry():
-    text = '    | "gpu-core-count" = 38\n    | "GPUConfigurationVariable" = {"num_gps"=8,"num_cores"=40}\n'
-    assert gpus.gpu_core_count(text) == 38
-    assert gpus.gpu_core_count("") is None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="The decisions of the plans.")
     parser.add_argument("--write", action="store_true", help=f"to {FILE.name}, which a test compares")
