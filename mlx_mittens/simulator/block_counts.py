@@ -55,6 +55,11 @@ def simdgroups(launch: Launch) -> int:
     return math.prod(launch.threadgroups) * math.ceil(math.prod(launch.threads) / LANES)
 
 
+def counts_of(launch: Launch) -> tuple[float, ...]:
+    """What `executions` asks of a launch: with the same code and counts it finds the same."""
+    return simdgroups(launch), *(_total(launch, name) for name in _COUNTS)
+
+
 def executions(code: MachineCode, launch: Launch) -> Executions:
     """Finds how often each block is executed."""
     number = simdgroups(launch)
@@ -81,7 +86,7 @@ def executions(code: MachineCode, launch: Launch) -> Executions:
     # Of all executions with these counts, the least, loops being entered each time. Sizes are relative to what was
     # found so far, or else a loop of many rounds would weigh more than the counts that ask for it.
     size = np.full(len(paths), 1 + max((totals[name] / number for name in told), default=1.0))
-    best = np.zeros(len(paths))
+    best = np.ones(len(paths))
     for _ in range(_ROUNDS):
         flow = (enters - leaves) / np.maximum(1, enters @ size)[:, None]  # what enters a joint leaves it
         entered = _ENTRY * (entries - around) / np.maximum(1, around @ size)[:, None]
@@ -89,7 +94,7 @@ def executions(code: MachineCode, launch: Launch) -> Executions:
         rest = np.zeros(len(entered) + len(paths))
         wanted = np.concatenate([np.zeros(len(flow)), np.full(1, _FLOW), _COUNT * weights * counted, rest])
         matrix = np.vstack([*(row * size for row in rows), np.eye(len(paths))])
-        best = size * _nonnegative_least_squares(matrix, wanted)
+        best = size * _nonnegative_least_squares(matrix, wanted, best > 0)
         size = best + 1
     times = blocks @ best * number
     return Executions(
@@ -194,10 +199,16 @@ def _uncounted(code: MachineCode, found: Mapping[str, np.ndarray]) -> int:
     return number
 
 
-def _nonnegative_least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Least squares with no number below zero, by block principal pivoting; the matrix has full column rank."""
+def _nonnegative_least_squares(matrix: np.ndarray, wanted: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Least squares with no number below zero, by block principal pivoting; the matrix has full column rank.
+
+    Args:
+        matrix: Its columns are weighted.
+        wanted: The sums of them that are asked for.
+        free: Which weights are first taken to be above zero; near the solution it is found sooner.
+    """
     gram, right = matrix.T @ matrix, matrix.T @ wanted
-    free = np.ones(len(right), bool)
+    free = free.copy()
     fewest, patience = len(right) + 1, _PATIENCE
     found = np.zeros(len(right))
     for _ in range(10 * len(right)):
