@@ -130,16 +130,9 @@ def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip)
     widening = {"bfi"} if dtype == "bfloat16" and chip.native_bfloat else set()
     threads = math.prod(launch.threads)
     instructions = dict.fromkeys((*_FIELDS_OF_KINDS.values(), *_FIELDS.values()), 0.0)
-    rounds = 0.0
-    for block in code.blocks:
-        times = executed.blocks[block.label]
-        # Loads of one block are on their way together; those of the next wait for what this one makes of them.
-        rounds += times if block.opcodes.get("device_load") else 0
-        for opcode, count in block.opcodes.items():
-            if opcode in widening:
-                continue
-            name = _FIELDS.get(opcode) or _FIELDS_OF_KINDS[machine_code.kind_of(opcode)]
-            instructions[name] += times * count
+    for opcode, count in executed.opcodes.items():
+        if opcode not in widening:
+            instructions[_FIELDS.get(opcode) or _FIELDS_OF_KINDS[machine_code.kind_of(opcode)]] += count
     bytes_each = launch.counts["threadgroup_bytes"]
     threads_a_core = code.threads_a_core
     if bytes_each:
@@ -152,7 +145,7 @@ def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip)
         lines=launch.distinct_lines,
         summed_lines=launch.threadgroup_lines,
         instructions=Instructions(**instructions),
-        rounds=rounds / simdgroups(launch),
+        rounds=executed.rounds / simdgroups(launch),
         matrix_dtype=dtype,
     )
 
