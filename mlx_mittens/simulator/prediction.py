@@ -31,7 +31,8 @@ from .profile import Launch, profiled
 # A prediction whose counts are missed by more says so.
 MISMATCH = 0.1
 
-# Threadgroup memory of a core, which bounds how many threadgroups it holds.
+# Threadgroup memory of a core of the M1 and M2, which bounds how many threadgroups it holds. That of later cores is a
+# part of a cache; the model leaves this bound out for them (chips.py).
 _THREADGROUP_MEMORY = 60 * 1024
 
 _FIELDS = {
