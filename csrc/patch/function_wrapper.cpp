@@ -56,6 +56,10 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flagged, PyObject* 
     }
   }
   const nb::object original = nb::borrow(own(self)->original);
+  if (!original.is_valid()) {
+    PyErr_Format(PyExc_TypeError, "[%s] the original function was deleted", op_of(self));
+    return nullptr;
+  }
   PyObject* result = PyObject_Vectorcall(original.ptr(), args, count, names);
   if (result && own(self)->strict && !aside) {
     Py_DECREF(result);

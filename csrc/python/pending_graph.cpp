@@ -152,8 +152,7 @@ class PendingGraph {
       const auto place = walk.places.find(input.id());
       const bool is_made_here = place != walk.places.end();
       taken.append(nb::make_tuple(tuple_of(input.shape()), name_of(input.dtype()), input.itemsize(),
-                                  is_made_here ? place->second : -1,
-                                  !is_made_here && input.flags().row_contiguous));
+                                  is_made_here ? place->second : -1, !is_made_here && input.flags().row_contiguous));
     }
     nb::list made;
     const auto number = static_cast<int64_t>(nb::len(walk.operations));
