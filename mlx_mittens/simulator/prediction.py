@@ -241,7 +241,9 @@ class PredictedLaunches(list[L]):
             lines.append(f"{number} one after another: {whole.microseconds:.0f} us on {self.chip.name}")
         else:
             lines.append(f"{number} on {self.chip.name}" + ", of which some are not compiled" * bool(self))
-        lines += [f"left out, {count} times: {name}" for name, count in sorted(self.left_out.items())]
+        lines += [
+            f"left out: {name}, {count} time{'s' * (count != 1)}" for name, count in sorted(self.left_out.items())
+        ]
         return "\n".join([*lines, "Predicted, not measured."])
 
 
