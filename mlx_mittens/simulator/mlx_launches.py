@@ -31,15 +31,15 @@ _MAPS = {
     *("LessEqual", "Log", "Log10", "Log1p", "Log2", "LogAddExp", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum"),
     *("Minimum", "Multiply", "NaNEqual", "Negative", "NotEqual", "Power", "Real", "Remainder", "RightShift", "Round"),
     *("Rsqrt", "Select", "Sigmoid", "Sign", "Sin", "Sinh", "Sqrt", "Square", "Subtract", "Tan", "Tanh"),
-    *("Arange", "Full", "RandomBits", "mx.fast.rope"),
+    *("Arange", "Full", "RandomBits", "RoPE", "mx.fast.rope"),
 }
 _FUNCTIONS = {
     *("ArcCos", "ArcSin", "ArcTan", "Cos", "Cosh", "Erf", "Exp", "Expm1", "Log", "Log1p", "Log2", "Power", "Sigmoid"),
-    *("Sin", "Sinh", "Tan", "Tanh", "mx.fast.rope"),
+    *("Sin", "Sinh", "Tan", "Tanh", "RoPE", "mx.fast.rope"),
 }
 _ROWS = {
     *("And", "ArgReduce", "LogSumExp", "Max", "Min", "Or", "Prod", "Reduce", "Sum"),
-    *("mx.fast.rms_norm", "mx.fast.layer_norm", "mx.fast.cross_entropy"),
+    *("LayerNorm", "RMSNorm", "mx.fast.rms_norm", "mx.fast.layer_norm", "mx.fast.cross_entropy"),
 }
 _PRODUCTS = {"AddMM", "Matmul"}
 _KERNEL_TYPES = {"float32", "float16", "bfloat16"}
@@ -108,7 +108,7 @@ def _estimated(operation: Operation, graph: Sequence[Operation]) -> tuple[Estima
         return (Estimate(name, estimates.norm(max(1, operation.inputs[0].size // max(1, columns)), columns, nbytes)),)
     if name in _PRODUCTS:
         return (Estimate(name, _product(operation, graph)),)
-    if name == "mx.fast.scaled_dot_product_attention":
+    if name in ("ScaledDotProductAttention", "mx.fast.scaled_dot_product_attention"):
         return _attention(operation, nbytes)
     return _others(operation, graph, nbytes, output)
 
@@ -138,7 +138,7 @@ def _others(
         weights = taken * 2
         each = Instructions(floats=1, conversions=1, integers=1.5)
         return (Estimate(name, _swept(weights, taken + output.nbytes, each)),)
-    if name in ("mx.quantize", "mx.dequantize", "Scan", "Sort", "ArgSort", "Partition", "ArgPartition"):
+    if name in ("Quantize", "mx.quantize", "mx.dequantize", "Scan", "Sort", "ArgSort", "Partition", "ArgPartition"):
         return (Estimate(name, _mapped(max(output.size, inputs[0].size), nbytes)),)
     return None
 

@@ -12,7 +12,8 @@ import mlx_mittens as mm
 from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler
 from mlx_mittens.apple.chips import find_chip
-from mlx_mittens.simulator import EstimatedLaunch
+from mlx_mittens.simulator import EstimatedLaunch, mlx_launches
+from mlx_mittens.simulator.mlx_graph import Array, Operation
 from tests.helpers import tiny
 
 problem = frontend.compiler_problem() or agx_compiler.problem()
@@ -139,6 +140,14 @@ def test_values_that_python_asks_for_are_evaluations():
     counts = names(launches)
     once = ("Add", "Sum", "Multiply", "mx.fast.rms_norm", "Greater", "Subtract")
     assert {name: counts[name] for name in once} == dict.fromkeys(once, 1)
+
+
+def test_primitives_of_a_gpu_are_estimated_too():
+    """Where mx's device is a GPU, functions of mx.fast are primitives of their own."""
+    rows = Array((512, 4096), "float16", 2)
+    for name in ("RMSNorm", "LayerNorm", "RoPE", "ScaledDotProductAttention", "Quantize"):
+        (estimate,) = mlx_launches.plan(Operation(name, (), (rows,), (rows,)), [])
+        assert estimate.work.lines == 2 * 512 * 4096 * 2 / 128, name
 
 
 def test_another_peer_is_refused():
