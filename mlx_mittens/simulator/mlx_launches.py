@@ -20,7 +20,7 @@ from .mlx_graph import ANOTHER_OUTPUT, Array, Operation
 # Operations that only say how memory is read.
 _VIEWS = {
     *("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims", "Slice", "Split"),
-    *("Squeeze", "StopGradient", "Transpose", "View", ANOTHER_OUTPUT),
+    *("Squeeze", "StopGradient", "Transpose", ANOTHER_OUTPUT),
 }
 # These copy what does not lie in memory row by row.
 _COPIES_IF_SCATTERED = {"Contiguous", "Flatten", "Reshape", "Unflatten"}
@@ -40,6 +40,10 @@ _FUNCTIONS = {
 _ROWS = {
     *("And", "ArgReduce", "LogSumExp", "Max", "Min", "Or", "Prod", "Reduce", "Sum"),
     *("LayerNorm", "RMSNorm", "mx.fast.rms_norm", "mx.fast.layer_norm", "mx.fast.cross_entropy"),
+}
+_SCANS_AND_SORTS = {
+    *("ArgPartition", "ArgSort", "CumLogAddExp", "CumMax", "CumMin", "CumProd", "CumSum", "Partition", "SearchSorted"),
+    "Sort",
 }
 _PRODUCTS = {"AddMM", "Matmul"}
 _KERNEL_TYPES = {"float32", "float16", "bfloat16"}
@@ -84,7 +88,7 @@ def plan(operation: Operation, graph: Sequence[Operation]) -> Peer | tuple[Estim
         graph: The operations of its evaluation.
     """
     name = operation.name
-    if name in _VIEWS:
+    if _is_view(name):
         return ()
     if name in _COPIES_IF_SCATTERED:
         return () if _is_by_rows(operation.inputs[0], graph) else (_moved(operation, graph),)
@@ -94,6 +98,10 @@ def plan(operation: Operation, graph: Sequence[Operation]) -> Peer | tuple[Estim
         return estimated
     inputs = tuple((a.shape, a.dtype) for a in operation.inputs)
     return Peer((name, operation.details, operation.options, inputs, _is_turned(operation, graph)), call, estimated)
+
+
+def _is_view(name: str) -> bool:
+    return name in _VIEWS or name.startswith("View ")  # of another type, which the name has
 
 
 def _estimated(operation: Operation, graph: Sequence[Operation]) -> tuple[Estimate, ...] | None:
@@ -123,7 +131,7 @@ def _others(
     if name in ("Gather", "GatherAxis", "DynamicSlice"):
         indices = sum(a.nbytes for a in inputs[1:])
         return (Estimate(name, _mapped(output.size, indices + 2 * output.nbytes)),)
-    if name in ("Scatter", "ScatterAxis"):
+    if name.startswith("Scatter"):  # the name has what it does with values
         return (Estimate(name, _mapped(inputs[-1].size, sum(a.nbytes for a in inputs[1:]) + inputs[-1].nbytes)),)
     if name == "Concatenate":  # a copy for each
         return tuple(Estimate(name, _mapped(a.size, 2 * a.nbytes)) for a in inputs if a.size)
@@ -138,7 +146,7 @@ def _others(
         weights = taken * 2
         each = Instructions(floats=1, conversions=1, integers=1.5)
         return (Estimate(name, _swept(weights, taken + output.nbytes, each)),)
-    if name in ("Quantize", "mx.quantize", "mx.dequantize", "Scan", "Sort", "ArgSort", "Partition", "ArgPartition"):
+    if name in ("Quantize", "mx.quantize", "mx.dequantize") or name in _SCANS_AND_SORTS:
         return (Estimate(name, _mapped(max(output.size, inputs[0].size), nbytes)),)
     return None
 
@@ -216,7 +224,7 @@ def _bytes_there(array: Array, graph: Sequence[Operation]) -> float:
     nbytes = array.nbytes
     while array.maker is not None:
         maker = graph[array.maker]
-        if maker.name not in _VIEWS | _COPIES_IF_SCATTERED or not maker.inputs:
+        if not (_is_view(maker.name) or maker.name in _COPIES_IF_SCATTERED) or not maker.inputs:
             break
         array = maker.inputs[0]
         nbytes = min(nbytes, array.nbytes)
@@ -238,7 +246,7 @@ def _is_by_rows(array: Array, graph: Sequence[Operation]) -> bool:
         return _is_by_rows(taken, graph) and (not cut or math.prod(array.shape[: cut[-1]]) == 1)
     if maker.name in ("Broadcast", "BroadcastAxes", "AsStrided"):
         return maker.inputs[0].size == array.size and _is_by_rows(maker.inputs[0], graph)
-    if maker.name in _VIEWS and maker.inputs:
+    if _is_view(maker.name) and maker.inputs:
         return _is_by_rows(maker.inputs[0], graph)
     return True
 

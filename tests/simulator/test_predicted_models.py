@@ -123,6 +123,20 @@ def test_what_no_launch_is_known_for_is_left_out_by_name():
     assert {one.name for one in launches} >= {"Add", "Real"}
 
 
+def test_many_operations_are_known():
+    x, at = mx.ones((4, 8)), mx.array([0, 1])
+
+    def many(x, at):
+        found = [x.view(mx.int32), mx.cumsum(x), mx.cumprod(x), mx.sort(x), mx.argsort(x), mx.argmax(x), mx.max(x, 0)]
+        found += [mx.logsumexp(x), x.at[at].add(x[:2]), mx.pad(x, 1), mx.topk(x, 2), mx.random.categorical(x)]
+        found += [mx.take_along_axis(x, at[:1, None], 1), mx.concatenate([x, x]), mx.where(x > 0, x, 1), x.all()]
+        return [*found, mx.put_along_axis(x, mx.zeros((4, 1), mx.int32), x[:, :1], 1), mx.var(x), mx.tri(4)]
+
+    launches = predicted(many, x, at)
+    assert not launches.left_out and len(launches) > 20
+    assert not predicted(lambda x: x.view(mx.int32), x)
+
+
 def test_our_ops_outside_of_the_simulator_are_left_out_by_name():
     launches = predicted(lambda x: mm.softmax(x, axis=-1, stream=mx.cpu), mx.ones((2, 64)))
     assert not launches and sum(launches.left_out.values()) == 1
