@@ -19,12 +19,12 @@ TABLE = Path(__file__).parent / "results" / "agx.md"
 def sources() -> str:
     """A digest of all that the figures depend on beside the compilers: our kernels, and what translates them."""
     texts = [frontend.flatten(file) for file in frontend.files()]
-    return cache.key(*texts, build._library_key(), agx_compiler._PATCH.read_text())[:16]
+    return cache.key(*map(build.prebuilt_key, texts), agx_compiler.PATCH.read_text())[:16]
 
 
 def made_with() -> str:
     """The line of the file that says what its figures depend on beside the kernels."""
-    return f"{compiler.find_compiler().identity}, asahi_clc of Mesa {agx_compiler.VERSION}."
+    return f"{compiler.find_compiler().identity}, asahi_clc of Mesa {agx_compiler.version()}."
 
 
 def ours() -> list[Request]:
@@ -45,7 +45,7 @@ def rows(requests: Iterable[Request]) -> list[str]:
             figures += [*(code.kinds[kind] for kind in machine_code.KINDS), len(code.loops)]
             lines.append(f"| `{row.kernel}` | {' | '.join(map(str, figures))} |")
         else:
-            lines.append(f"| `{row.kernel}` | {registers.NOT_COMPILED} |{' |' * (len(headings) - 2)}")
+            lines.append(f"| `{row.kernel}` | {machine_code.NOT_COMPILED} |{' |' * (len(headings) - 2)}")
     return lines
 
 

@@ -4,7 +4,8 @@
 and the more a thread takes the fewer threads fit. So each of the two says a range of the other.
 
 The table is Markdown with the columns ``kernel``, ``half registers`` and ``threads a core``. It may have a column
-``declared threads``: the limit that the kernel's source declares, which Metal never exceeds. Others are ignored.
+``declared threads``: the limit that the kernel's source declares, which Metal never exceeds. Others are ignored. A row
+of a kernel that Mesa does not compile says so in place of its numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mittens.apple.chips import THREADS_BY_HALF_REGISTERS
+from mlx_mittens.apple.machine_code import NOT_COMPILED
 
 TABLE = Path(__file__).parent / "results" / "agx.md"
 COLUMNS = ("kernel", "half registers", "threads a core")
@@ -50,14 +52,14 @@ class Comparison:
     steps: int | None
 
 
-def read_table(text: str) -> dict[str, Code]:
-    """The rows of the first table that has the columns.
+def read_table(text: str) -> dict[str, Code | None]:
+    """The rows of the first table that has the columns; None of a kernel that is not compiled.
 
     Raises:
         ValueError: There is none, or a cell is no number.
     """
     columns: list[str] | None = None
-    found: dict[str, Code] = {}
+    found: dict[str, Code | None] = {}
     for number, line in enumerate(text.splitlines(), 1):
         cells = [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
         if columns is None:
@@ -66,6 +68,9 @@ def read_table(text: str) -> dict[str, Code]:
             break
         elif not set("".join(cells)) <= set("-: "):
             row = dict(zip(columns, cells))
+            if NOT_COMPILED in cells:
+                found[row["kernel"].rpartition(":")[2]] = None
+                continue
             try:
                 declared = row.get("declared threads", "").replace(",", "")
                 code = Code(int(row["half registers"]), int(row["threads a core"]), int(declared) if declared else None)
@@ -100,7 +105,7 @@ def compare(code: Code, mac_threads: int) -> int | None:
     return _step(mac_threads) - _step(code.threads)  # the Mac reaches the limit, Mesa's code does not
 
 
-def compare_all(pipelines: list[dict[str, Any]], table: dict[str, Code]) -> list[Comparison]:
+def compare_all(pipelines: list[dict[str, Any]], table: dict[str, Code | None]) -> list[Comparison]:
     """The kernels that both sides have, those that differ most first."""
     found = []
     for pipeline in pipelines:
@@ -113,7 +118,7 @@ def compare_all(pipelines: list[dict[str, Any]], table: dict[str, Code]) -> list
     return sorted(found, key=lambda c: (-abs(c.steps or 0), c.kernel))
 
 
-def report(doctor: dict[str, Any], table: dict[str, Code]) -> str:
+def report(doctor: dict[str, Any], table: dict[str, Code | None]) -> str:
     """The comparison as Markdown.
 
     Raises:
@@ -140,6 +145,9 @@ def report(doctor: dict[str, Any], table: dict[str, Code]) -> str:
         f"{sum(n for s, n in steps.items() if s is not None and s < 0)} take less.",
         f"The other {steps[None]} reach the declared limit on both sides.",
     ]
+    missing = sorted({p["kernel"] for p in pipelines if p["kernel"] in table and table[p["kernel"]] is None})
+    if missing:
+        lines += ["", f"Mesa's compiler has no code of {len(missing)}: {', '.join(f'`{name}`' for name in missing)}."]
     digits = "".join(c for c in architecture.partition("_g")[2] if c.isdigit())
     if digits and int(digits) > NEWEST_FIXED:
         lines += [

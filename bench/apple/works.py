@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_mittens.apple.chips import Chip, find_chip
+from mlx_mittens.apple.estimates import elementwise, matrix_product, norm, vector_product
 from mlx_mittens.apple.model import CONSTANTS, LINE_BYTES, MATRIX_FLOP, Constants, Instructions, Prediction, Work, chain
 
 POINTS = Path(__file__).parent / "points.csv"
@@ -94,52 +95,6 @@ def read_points() -> tuple[Point, ...]:
 Launches = list[tuple[Work, int]]
 
 
-def _steel_gemm(batch: int, m: int, n: int, k: int, dtype: str, size: int, tensor_units: bool = False) -> Work:
-    """MLX's steel GEMM with 64 rows of the product in a threadgroup, 64 or 32 columns, 16 of K at a time.
-
-    Four simdgroups of 32x32 (float) or two of 64x32 (half types): 8 or 12 fragments for 16 or 32 multiplies.
-    """
-    columns = 64 if n > 32 else 32
-    half = dtype != "float32"
-    simdgroups = 2 if half else 4
-    tiles = batch * math.ceil(m / 64) * math.ceil(n / columns)
-    multiplies = tiles * 8 * (columns / 8) * math.ceil(k / 8)
-    steps = math.ceil(k / 16)
-    # Each step copies 64 + columns rows of 16 values to threadgroup memory, four or eight values an instruction.
-    copies = tiles * steps * (64 + columns) * 16 / (8 if half else 4) / 32
-    return Work(
-        threadgroups=tiles,
-        threads=32 * simdgroups,
-        half_registers=144,  # MLX's steel attention, the nearest of its kernels that was compiled, has 129 to 143
-        lines=batch * (m * k + k * n + m * n) * size / LINE_BYTES,
-        fragment_lines=batch * m * n * size / LINE_BYTES,
-        summed_lines=tiles * (64 * k + columns * k + 64 * columns) * size / LINE_BYTES,
-        instructions=Instructions(
-            matrix=multiplies,
-            fragments=multiplies * (0.375 if half else 0.5),
-            loads=copies,
-            stores=copies,
-            integers=tiles * simdgroups * steps * 6,
-            control=tiles * simdgroups * steps * 4,
-        ),
-        rounds=steps,
-        matrix_dtype=dtype,
-        tensor_units=tensor_units,
-    )
-
-
-def _elementwise(values: float, nbytes: float, each: Instructions) -> Work:
-    """A kernel that maps values one by one, 1024 threads a threadgroup."""
-    simdgroups = values / 32
-    return Work(
-        threadgroups=max(1.0, values / 1024),
-        threads=1024,
-        lines=nbytes / LINE_BYTES,
-        instructions=simdgroups * (each + Instructions(loads=1, stores=1, integers=3)),
-        rounds=1,
-    )
-
-
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
@@ -149,21 +104,21 @@ def _gemm(point: Point, chip: Chip) -> Launches:
     nax = point.kernel.endswith("nax")
     if point.shape.startswith("Linear"):
         batch, m, k, n = _numbers(point.shape.replace("dim", ""))[0:3] + _numbers(point.shape)[-1:]
-        product = (_steel_gemm(1, batch * m, n, k, point.dtype, size), 1)
+        product = (matrix_product(1, batch * m, n, k, point.dtype, size), 1)
         if point.version in _PRODUCT_AND_SUM or (point.chip, point.version) in _PRODUCT_AND_SUM_TABLES:
             values = batch * m * n
-            return [product, (_elementwise(values, 2 * values * size, Instructions(floats=1)), 1)]
+            return [product, (elementwise(values, 2 * values * size, Instructions(floats=1)), 1)]
         return [product]
     if point.shape.startswith("MatMul"):
         first, second = (_numbers(part) for part in point.shape.split("dim=")[1:])
         if len(second) == 2:  # one right side: its products are one
-            return [(_steel_gemm(1, math.prod(first[:-1]), second[1], first[-1], point.dtype, size), 1)]
-        return [(_steel_gemm(first[0], first[1], second[2], first[2], point.dtype, size), 1)]
+            return [(matrix_product(1, math.prod(first[:-1]), second[1], first[-1], point.dtype, size), 1)]
+        return [(matrix_product(first[0], first[1], second[2], first[2], point.dtype, size), 1)]
     if "^3" in point.shape:
         m = k = n = _numbers(point.shape)[0]
     else:
         m, k, _, n = _numbers(point.shape)
-    return [(_steel_gemm(1, m, n, k, point.dtype, size, nax), 1)]
+    return [(matrix_product(1, m, n, k, point.dtype, size, nax), 1)]
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -175,7 +130,7 @@ def _release(version: str) -> tuple[int, int]:
 def _gemm_skinny(point: Point, chip: Chip) -> Launches:
     """Few rows of a product in tiles of 64: the multiplies are of whole tiles, the bytes of the rows there are."""
     m, k, n, _ = _numbers(point.shape)
-    return [(_steel_gemm(1, m, n, k, point.dtype, 2), 1)]
+    return [(matrix_product(1, m, n, k, point.dtype, 2), 1)]
 
 
 def _gemv(point: Point, chip: Chip) -> Launches:
@@ -190,20 +145,8 @@ def _gemv(point: Point, chip: Chip) -> Launches:
         numbers = _numbers(point.shape)
         rows, k = numbers[-2], numbers[-1]
         size = 4 if point.dtype == "float32" else 2
-    steps = k / 128
     staged = _release(point.version) < _GEMV_READS_ALL
-    simdgroups = math.ceil(rows / 4)
-    each = Instructions(floats=16, loads=5, integers=14, multiplies=2, control=8)
-    work = Work(
-        threadgroups=math.ceil(rows / 32),
-        threads=256,
-        half_registers=103 if size == 4 else 91,
-        lines=(rows * k + k + rows) * size / LINE_BYTES,
-        summed_lines=(rows * k + math.ceil(rows / 32) * k) * size / LINE_BYTES,
-        instructions=simdgroups * steps * each,
-        rounds=2 * steps if staged else steps,
-    )
-    return [(work, 1)]
+    return [(vector_product(rows, k, size, 2 if staged else 1), 1)]
 
 
 def _softmax(point: Point, chip: Chip) -> Launches:
@@ -226,24 +169,14 @@ def _softmax(point: Point, chip: Chip) -> Launches:
 
 
 def _layer_norm(point: Point, chip: Chip) -> Launches:
-    shape = _numbers(point.shape)
-    columns, rows = shape[-1], math.prod(shape[:-1])
-    threads = min(1024, math.ceil(columns / 256) * 32)
-    work = Work(
-        threadgroups=rows,
-        threads=threads,
-        lines=point.bytes / LINE_BYTES,
-        instructions=rows * columns / 32 * Instructions(floats=6, loads=0.75, stores=0.25)
-        + rows * threads / 32 * Instructions(reductions=4, rsqrts=1, loads=2, stores=2, integers=12, control=10),
-        rounds=3,
-    )
-    return [(work, 1)]
+    *outer, columns = _numbers(point.shape)
+    return [(norm(math.prod(outer), columns, point.bytes), 1)]
 
 
 def _mapped(point: Point, chip: Chip) -> Launches:
     """ReLU, Sigmoid and a copy: bytes are those of the input and of the output."""
     each = Instructions(floats=1, exponentials=1, reciprocals=1) if "Sigmoid" in point.shape else Instructions(floats=1)
-    return [(_elementwise(point.bytes / 8, point.bytes, each), 1)]
+    return [(elementwise(point.bytes / 8, point.bytes, each), 1)]
 
 
 def _reduce_all(point: Point, chip: Chip) -> Launches:

@@ -55,7 +55,12 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flagged, PyObject* 
       return nullptr;
     }
   }
-  PyObject* result = PyObject_Vectorcall(own(self)->original, args, count, names);
+  const nb::object original = nb::borrow(own(self)->original);
+  if (!original.is_valid()) {
+    PyErr_Format(PyExc_TypeError, "[%s] the original function was deleted", op_of(self));
+    return nullptr;
+  }
+  PyObject* result = PyObject_Vectorcall(original.ptr(), args, count, names);
   if (result && own(self)->strict && !aside) {
     Py_DECREF(result);
     PyErr_Format(PyExc_RuntimeError, "[%s] strict patch: no kernel of mlx_mittens covers %s", op_of(self),
@@ -130,6 +135,7 @@ PyMethodDef methods[] = {
 
 PyMemberDef members[] = {
     {"attempt", T_OBJECT, offsetof(FunctionWrapper, attempt), 0, "What is called first, or None."},
+    {"original", T_OBJECT_EX, offsetof(FunctionWrapper, original), 0, "What is called where the attempt gives None."},
     {"strict", T_BOOL, offsetof(FunctionWrapper, strict), 0, "Whether a call that goes to the original is an error."},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(FunctionWrapper, vectorcall), READONLY, nullptr},
     {"__dictoffset__", T_PYSSIZET, offsetof(FunctionWrapper, dict), READONLY, nullptr},

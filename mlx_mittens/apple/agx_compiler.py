@@ -2,7 +2,8 @@
 
 It is built from Debian's source package of Mesa, with a patch (mesa.patch) that leaves out what needs LLVM, lets
 registers be spilled, and prints statistics and machine code. The result stays in the cache of compiled kernels, under
-the version of Mesa and a key of the patch. Mesa's licence is MIT.
+a key of the patch, the options and the machine's architecture, with its version of Mesa beside it. Mesa's licence is
+MIT.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,13 +22,13 @@ from pathlib import Path
 
 from ..frontend import cache
 
-VERSION = "25.0.7"
+VERSION = "25.0.7"  # of Mesa, for which the patch is written
+TRIED = (VERSION,)  # versions of Mesa with which the build and the table of bench/results/agx.md were made
 VARIABLE = "MLX_MITTENS_ASAHI_CLC"
 COMMAND = "mlx-mittens agx-compiler"
 
-_PATCH = Path(__file__).with_name("mesa.patch")
+PATCH = Path(__file__).with_name("mesa.patch")
 _SUITE = "trixie"  # whose Mesa it is; the machine itself may run another Debian
-_ARCHIVE = f"mesa_{VERSION}.orig.tar.xz"
 _ARCHIVE_SHA256 = "592272df3cf01e85e7db300c449df5061092574d099da275d19e97ef0510f8a6"
 _TARGET = "src/asahi/clc/asahi_clc"
 _PYTHON_TOOLS = ("meson", "ninja", "mako", "pyyaml", "packaging")
@@ -49,8 +51,20 @@ class BuildError(RuntimeError):
 
 
 def _cached() -> Path:
-    """Where the cache has the program of this version and patch."""
-    return cache.cache_folder() / f"asahi_clc-{VERSION}-{cache.key(_PATCH.read_text(), ' '.join(_OPTIONS))[:16]}"
+    """Where the cache has the program of this patch, for machines of this kind."""
+    made_of = PATCH.read_text(), " ".join(_OPTIONS), sys.platform, platform.machine()
+    return cache.cache_folder() / f"asahi_clc-{cache.key(*made_of)[:16]}"
+
+
+def _note(program: Path) -> Path:
+    """The file beside a program that was built that says which Mesa it is of."""
+    return program.with_name(f"{program.name}.version")
+
+
+def version() -> str:
+    """The version of Mesa that `find` has; ``unknown`` of a program that was built elsewhere."""
+    note = _note(find())
+    return note.read_text().strip() if note.is_file() else "unknown"
 
 
 def problem() -> str:
@@ -98,10 +112,12 @@ def build(force: bool = False, report: Callable[[str], None] = lambda line: None
     _require_programs(report)
     with tempfile.TemporaryDirectory(prefix="mlx-mittens-mesa-") as scratch:
         work = Path(scratch)
-        report(f"download Mesa {VERSION}: source package of Debian {_SUITE}")
-        archive = _download(work)
-        report("unpack and patch")
-        source = _unpack(archive, work)
+        report(f"download Mesa: source package of Debian {_SUITE}")
+        archive, found = _download(work)
+        if found not in TRIED:
+            report(f"Debian {_SUITE} has Mesa {found}; this was tried with {', '.join(TRIED)} only")
+        report(f"unpack and patch Mesa {found}")
+        source = _unpack(archive, found, work)
         report("install " + ", ".join(_PYTHON_TOOLS) + " for the build")
         environment = _python_tools(work)
         report("configure")
@@ -118,6 +134,7 @@ def build(force: bool = False, report: Callable[[str], None] = lambda line: None
             _call([strip, made])
         os.chmod(made, 0o755)
         final = folder / path.name
+        _note(final).write_text(f"{found}\n")
         os.replace(made, final)
     return final
 
@@ -152,7 +169,7 @@ def _require_programs(report: Callable[[str], None]) -> None:
     if not shutil.which("apt-get"):
         raise BuildError(
             "there is no apt-get, by which the source of Mesa is fetched: build on Debian 12 or 13, or set "
-            f"{VARIABLE} to an asahi_clc that was built with {_PATCH}"
+            f"{VARIABLE} to an asahi_clc that was built with {PATCH}"
         )
     packages = [package for program, package in _PROGRAMS.items() if not shutil.which(program)]
     if not packages:
@@ -176,8 +193,12 @@ def _mirror() -> str:
     raise BuildError("apt has no mirror of Debian here: add one to its sources, and run apt-get update")
 
 
-def _download(work: Path) -> Path:
-    """Fetches the source by apt, which checks signatures, with lists of its own: the machine's stay as they are."""
+def _download(work: Path) -> tuple[Path, str]:
+    """Fetches the source by apt, which checks signatures, with lists of its own: the machine's stay as they are.
+
+    Returns:
+        tuple[Path, str]: The archive, and its version of Mesa.
+    """
     sources, lists = work / "sources.list", work / "lists"
     (lists / "partial").mkdir(parents=True)
     sources.write_text(f"deb-src {_mirror()} {_SUITE} main\n")
@@ -189,24 +210,41 @@ def _download(work: Path) -> Path:
     (work / "apt").mkdir()
     _call(["apt-get", *options, "-qq", "update"])
     _call(["apt-get", *options, "-qq", "source", "--download-only", "mesa"], folder=work)
-    archive = work / _ARCHIVE
-    if not archive.is_file():
-        found = ", ".join(sorted(path.name for path in work.glob("mesa_*.orig.tar.*"))) or "nothing"
-        raise BuildError(f"Debian {_SUITE} has {found}: expected {_ARCHIVE}, for which the patch is written")
-    if hashlib.sha256(archive.read_bytes()).hexdigest() != _ARCHIVE_SHA256:
-        raise BuildError(f"{_ARCHIVE} is not the file that the patch is written for: its SHA-256 differs")
-    return archive
+    archives = sorted(work.glob("mesa_*.orig.tar.*z"))
+    if len(archives) != 1:
+        names = ", ".join(path.name for path in archives) or "none"
+        raise BuildError(
+            f"apt-get source has fetched no archive of Mesa from Debian {_SUITE}: expected one, got {names}"
+        )
+    (archive,) = archives
+    found = archive.name.removeprefix("mesa_").partition(".orig.tar.")[0]
+    if found == VERSION and hashlib.sha256(archive.read_bytes()).hexdigest() != _ARCHIVE_SHA256:
+        raise BuildError(f"{archive.name} is not the file that the patch is written for: its SHA-256 differs")
+    return archive, found
 
 
-def _unpack(archive: Path, work: Path) -> Path:
+def _unpack(archive: Path, found: str, work: Path) -> Path:
+    """Unpacks and patches the source.
+
+    Raises:
+        BuildError: The patch does not fit this version.
+    """
     with tarfile.open(archive) as files:
         if hasattr(tarfile, "data_filter"):
             files.extractall(work, filter="data")
         else:
             files.extractall(work)
-    source = work / f"mesa-{VERSION}"
-    _call(["patch", "-s", "-p1", "-d", source, "-i", _PATCH])
-    return source
+    folders = [path for path in work.glob("mesa-*") if (path / "src").is_dir()]
+    if len(folders) != 1:
+        raise BuildError(f"{archive.name} has no folder mesa-{found} with Mesa's source: expected it and no other")
+    try:
+        _call(["patch", "-s", "-p1", "-d", folders[0], "-i", PATCH])
+    except BuildError as error:
+        raise BuildError(
+            f"the patch does not fit Mesa {found}, which Debian {_SUITE} has; it was tried with {', '.join(TRIED)}. "
+            f"Build asahi_clc of Mesa {VERSION} with {PATCH} elsewhere, and set {VARIABLE} to it.\n{error}"
+        ) from None
+    return folders[0]
 
 
 def _python_tools(work: Path) -> dict[str, str]:

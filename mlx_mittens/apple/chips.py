@@ -24,7 +24,9 @@ THREADS_BY_HALF_REGISTERS = (
     (232, 448),
     (256, 384),
 )
-# The scheduler's own limit. A core whose registers are a cache is taken to reach it; Apple publishes no figure.
+# The scheduler's own limit. A core of the M3 and later is taken to reach it: registers, threadgroup memory and first
+# cache are one memory there ("dynamic caching"), whose size and whose share for each Apple does not publish. So neither
+# registers nor threadgroup memory bound its threads here, as the 60 KB of an M1 or M2 do.
 _MOST_THREADS = 3072
 _OPTIONAL_INTEGERS = {"register_file_KB", "first_cache_KB", "second_cache_KB", "system_cache_MB", "dispatch_cycles"}
 
@@ -57,7 +59,8 @@ class Chip:
         matrix_float_cycles: The same of float operands.
         tensor_flop_per_core_cycle: Peak of the tensor units on half operands; None where there are none.
         coissue: Whether a core issues float and integer instructions beside each other.
-        dynamic_caching: Whether registers are a cache, so that their number does not bound the threads of a core.
+        dynamic_caching: Whether registers and threadgroup memory are parts of a cache, so that neither is known to
+            bound the threads of a core.
         native_bfloat: Whether bfloat operands need no instructions of their own.
         eval_round_trip_us: What `mx.eval` of a small array takes as the host sees it.
         gemm_float32_TFLOPs: What MLX's float32 product reached.

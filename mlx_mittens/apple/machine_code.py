@@ -23,6 +23,7 @@ from .. import frontend
 from ..frontend import CompileError, cache, spirv_module
 from . import agx_compiler
 
+NOT_COMPILED = "not compiled"  # what tables and texts say of a kernel without machine code
 KINDS = ("float", "integer", "complex", "simd", "matrix", "load", "store", "control")
 
 _OPCODES = {

@@ -166,8 +166,8 @@ class Work:
         threadgroups: Threadgroups of the launch.
         threads: Threads of a threadgroup.
         half_registers: 16-bit registers of a lane; None means that they do not bound the threads of a core.
-        threads_a_core: Threads that a core of M1 or M2 holds at once, where the compiler says it; else it follows
-            from the registers.
+        threads_a_core: Threads that a core of M1 or M2 holds at once, as registers and threadgroup memory have it,
+            where they are known; else it follows from `half_registers`. Later chips have no such bound: see chips.py.
         lines: Distinct 128-byte lines read and written.
         fragment_lines: Those of `lines` that are stored in pieces, as 8x8 fragments of a product are.
         summed_lines: Lines of each threadgroup, summed over threadgroups. 0 means that none is read twice.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,6 +273,20 @@ def _full_attention(q, k, v, scale, causal, stream):
     return output.transpose(0, 2, 1, 3)
 
 
+def has_attention_kernel(q: Sequence[int], k: Sequence[int]) -> bool:
+    """Whether MLX has one kernel for attention without an array mask, of values as wide as keys.
+
+    Args:
+        q: Shape of the queries, [B, H, Tq, D].
+        k: Shape of the keys, [B, KV, Tk, D].
+    """
+    _, heads, queries, width = q
+    _, key_heads, keys, _ = k
+    if queries > 8:
+        return width in (64, 80, 128)
+    return width in (64, 96, 128, 256) and queries <= keys and queries * heads // key_heads <= _SIMD
+
+
 def _attention_of_case(q, k, v, mask_array, sinks_array, *, mask, sinks, window, stream: Stream = None) -> mx.array:
     return scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask, stream=stream)
 
@@ -280,10 +294,8 @@ def _attention_of_case(q, k, v, mask_array, sinks_array, *, mask, sinks, window,
 def _covers_attention(case: specs.Case, options: Mapping[str, Any]) -> bool:
     if options["mask"] not in (None, "causal") or options["sinks"] or options["window"] is not None:
         return False
-    _, heads, key_heads, queries, keys, width = case.shape
-    if queries > 8:
-        return width in (64, 80, 128)
-    return width in (64, 96, 128, 256) and queries <= keys and queries * heads // key_heads <= _SIMD
+    batch, heads, key_heads, queries, keys, width = case.shape
+    return has_attention_kernel((batch, heads, queries, width), (batch, key_heads, keys, width))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from .. import frontend, simulator, specs
 from ..apple.chips import Chip
+from ..apple.machine_code import NOT_COMPILED
 from ..bench import mlx_metal
 from ..bench.measure import plan
 from ..table import Column, show
@@ -147,8 +148,8 @@ def _predicted(
                 chip.name,
                 own.microseconds if own else None,
                 other.microseconds if other else None,
-                own.limit if own else "not compiled",
-                other.limit if other else "not compiled" if "mlx" in sides else "",
+                own.limit if own else NOT_COMPILED,
+                other.limit if other else NOT_COMPILED if "mlx" in sides else "",
             )
         )
     entry = {"op": op.name, "case": case.name, "dtype": dtype, **{by: side.json() for by, side in sides.items()}}

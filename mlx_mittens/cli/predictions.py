@@ -10,6 +10,7 @@ from typing import Any
 from ..apple import agx_compiler
 from ..apple.chips import Chip, chips, find_chip
 from ..apple.expected import expected_error
+from ..apple.machine_code import NOT_COMPILED
 from ..apple.model import Prediction
 from ..simulator import Launch
 from ..simulator.prediction import PredictedLaunch, predict_launches, total
@@ -94,7 +95,7 @@ def _kernel_lines(by: str, side: Side, chosen: Sequence[Chip]) -> list[str]:
     for launch in side.launches:
         lines.append(f"{by}: {launch.launch.kernel}")
         if launch.code is None:
-            lines += ["  not compiled", *(f"  {line}" for line in launch.problem.splitlines()[1:4])]
+            lines += [f"  {NOT_COMPILED}", *(f"  {line}" for line in launch.problem.splitlines()[1:4])]
             continue
         code = launch.code
         spilled = f", {code.spills} spills, {code.fills} fills" if code.spills or code.fills else ""
@@ -107,7 +108,7 @@ def _kernel_lines(by: str, side: Side, chosen: Sequence[Chip]) -> list[str]:
 
 
 def _cells(prediction: Prediction | None) -> list[str]:
-    return ["not compiled", ""] if prediction is None else [f"{prediction.microseconds:.1f}", prediction.limit]
+    return [NOT_COMPILED, ""] if prediction is None else [f"{prediction.microseconds:.1f}", prediction.limit]
 
 
 def show(op: str, chosen: Sequence[Chip], ours: Side, theirs: Side | None) -> None:

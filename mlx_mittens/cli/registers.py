@@ -20,7 +20,6 @@ COLUMNS = (
     *(table.Column(kind, rank=4 + i) for i, kind in enumerate(machine_code.KINDS)),
     table.Column("loops", rank=3),
 )
-NOT_COMPILED = "not compiled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +43,7 @@ class Row:
     def cells(self) -> list[str]:
         code = self.code
         if isinstance(code, CompileError):
-            return [self.file, self.kernel, NOT_COMPILED, *[""] * (len(COLUMNS) - 3)]
+            return [self.file, self.kernel, machine_code.NOT_COMPILED, *[""] * (len(COLUMNS) - 3)]
         counts = [code.half_registers, code.threads_a_core, code.spills, code.fills, code.instructions]
         counts += [code.kinds[kind] for kind in machine_code.KINDS]
         return [self.file, self.kernel, *map(str, counts), str(len(code.loops))]

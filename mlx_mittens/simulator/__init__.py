@@ -8,15 +8,17 @@ from collections.abc import Iterator
 
 from .. import _ext, gpus
 from .metal_kernel import Kernel, metal_kernel, redirect, restore
-from .prediction import PredictedLaunch, predicted
+from .prediction import EstimatedLaunch, PredictedLaunch, PredictedLaunches, predicted
 from .profile import Launch, LineCounts, profiled
 
 __all__ = [
+    "EstimatedLaunch",
     "Fault",
     "Kernel",
     "Launch",
     "LineCounts",
     "PredictedLaunch",
+    "PredictedLaunches",
     "enabled",
     "metal_kernel",
     "predicted",

@@ -7,6 +7,7 @@ as the simulator counted them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,12 +41,17 @@ class Executions:
 
     Attributes:
         blocks: By the block's label.
+        opcodes: How often the instructions of each opcode are executed, in all blocks.
+        rounds: How often blocks with loads from device memory are executed: loads of one block are on their way
+            together, and those of the next wait for what this one makes of them.
         mismatch: By how much the counts of the simulator are missed, as a share of the count that is missed most.
         uncounted: Loops that compute and have none of the counted instructions. How often they run is not known: once
             each time that they are come to.
     """
 
     blocks: Mapping[str, float]
+    opcodes: Mapping[str, float]
+    rounds: float
     mismatch: float
     uncounted: int
 
@@ -53,6 +59,11 @@ class Executions:
 def simdgroups(launch: Launch) -> int:
     """Simdgroups of a launch."""
     return math.prod(launch.threadgroups) * math.ceil(math.prod(launch.threads) / LANES)
+
+
+def counts_of(launch: Launch) -> tuple[float, ...]:
+    """What `executions` asks of a launch: with the same code and counts it finds the same."""
+    return simdgroups(launch), *(_total(launch, name) for name in _COUNTS)
 
 
 def executions(code: MachineCode, launch: Launch) -> Executions:
@@ -81,7 +92,7 @@ def executions(code: MachineCode, launch: Launch) -> Executions:
     # Of all executions with these counts, the least, loops being entered each time. Sizes are relative to what was
     # found so far, or else a loop of many rounds would weigh more than the counts that ask for it.
     size = np.full(len(paths), 1 + max((totals[name] / number for name in told), default=1.0))
-    best = np.zeros(len(paths))
+    best = np.ones(len(paths))
     for _ in range(_ROUNDS):
         flow = (enters - leaves) / np.maximum(1, enters @ size)[:, None]  # what enters a joint leaves it
         entered = _ENTRY * (entries - around) / np.maximum(1, around @ size)[:, None]
@@ -89,11 +100,17 @@ def executions(code: MachineCode, launch: Launch) -> Executions:
         rest = np.zeros(len(entered) + len(paths))
         wanted = np.concatenate([np.zeros(len(flow)), np.full(1, _FLOW), _COUNT * weights * counted, rest])
         matrix = np.vstack([*(row * size for row in rows), np.eye(len(paths))])
-        best = size * _nonnegative_least_squares(matrix, wanted)
+        best = size * _nonnegative_least_squares(matrix, wanted, best > 0)
         size = best + 1
-    times = blocks @ best * number
+    times = [float(time) for time in blocks @ best * number]
+    opcodes: dict[str, float] = {}
+    for block, time in zip(code.blocks, times):
+        for opcode, count in block.opcodes.items():
+            opcodes[opcode] = opcodes.get(opcode, 0.0) + time * count
     return Executions(
-        {block.label: float(time) for block, time in zip(code.blocks, times)},
+        {block.label: time for block, time in zip(code.blocks, times)},
+        opcodes,
+        sum(time for block, time in zip(code.blocks, times) if block.opcodes.get("device_load")),
         max((abs(s - c) for s, c, name in zip(counts @ best, counted, told) if name != _SIMD), default=0.0),
         _uncounted(code, found),
     )
@@ -194,15 +211,21 @@ def _uncounted(code: MachineCode, found: Mapping[str, np.ndarray]) -> int:
     return number
 
 
-def _nonnegative_least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Least squares with no number below zero, by block principal pivoting; the matrix has full column rank."""
-    gram, right = matrix.T @ matrix, matrix.T @ wanted
-    free = np.ones(len(right), bool)
+def _nonnegative_least_squares(matrix: np.ndarray, wanted: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Least squares with no number below zero, by block principal pivoting; the matrix has full column rank.
+
+    Args:
+        matrix: Its columns are weighted.
+        wanted: The sums of them that are asked for.
+        free: Which weights are first taken to be above zero; near the solution it is found sooner.
+    """
+    gram, right = _product(matrix.T, matrix), matrix.T @ wanted
+    free = free.copy()
     fewest, patience = len(right) + 1, _PATIENCE
     found = np.zeros(len(right))
     for _ in range(10 * len(right)):
         found = np.zeros(len(right))
-        found[free] = np.linalg.solve(gram[np.ix_(free, free)], right[free])
+        found[free] = _solution(gram[np.ix_(free, free)], right[free, None])[:, 0]
         slope = gram @ found - right
         wrong = np.where(free, found < 0, slope < -1e-9 * np.abs(right).max(initial=1.0))
         number = int(wrong.sum())
@@ -216,3 +239,28 @@ def _nonnegative_least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.nda
             wrong[: int(np.flatnonzero(wrong)[-1])] = False
         free ^= wrong
     return np.maximum(found, 0)
+
+
+# numpy's BLAS takes several threads for larger matrices. Where other programs run, those wait for each other, and a
+# solution of a few hundred numbers takes many times as long.
+_SMALL = 64
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The product of matrices, in one thread."""
+    result = np.zeros((a.shape[0], b.shape[1]))
+    starts = [range(0, size, _SMALL) for size in (a.shape[0], b.shape[1], a.shape[1])]
+    for i, j, k in itertools.product(*starts):
+        result[i : i + _SMALL, j : j + _SMALL] += a[i : i + _SMALL, k : k + _SMALL] @ b[k : k + _SMALL, j : j + _SMALL]
+    return result
+
+
+def _solution(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The solution x of ``a @ x = b``, in one thread; the matrix is positive definite."""
+    if len(a) <= _SMALL:
+        return np.linalg.solve(a, b)
+    both = np.linalg.solve(a[:_SMALL, :_SMALL], np.hstack([a[:_SMALL, _SMALL:], b[:_SMALL]]))
+    of_rest, alone = np.hsplit(both, [len(a) - _SMALL])
+    below = a[_SMALL:, :_SMALL]
+    rest = _solution(a[_SMALL:, _SMALL:] - _product(below, of_rest), b[_SMALL:] - _product(below, alone))
+    return np.vstack([alone - _product(of_rest, rest), rest])

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Literal, TypeVar, overload
 
+import mlx.core as mx
+
+from .. import _ext
 from ..apple import agx_compiler, machine_code
 from ..apple.chips import Chip, find_chip
-from ..apple.machine_code import MachineCode
+from ..apple.machine_code import NOT_COMPILED, MachineCode
 from ..apple.model import Instructions, Prediction, Work, chain, predict
 from ..frontend import CompileError
-from . import user_sources
-from .block_counts import Executions, executions, simdgroups
+from ..table import aligned
+from . import mlx_graph, mlx_launches, user_sources
+from .block_counts import Executions, counts_of, executions, simdgroups
 from .profile import Launch, profiled
 
 # A prediction whose counts are missed by more says so.
 MISMATCH = 0.1
 
-# Threadgroup memory of a core, which bounds how many threadgroups it holds.
+# Threadgroup memory of a core of the M1 and M2, which bounds how many threadgroups it holds. That of later cores is a
+# part of a cache; the model leaves this bound out for them (chips.py).
 _THREADGROUP_MEMORY = 60 * 1024
 
 _FIELDS = {
@@ -93,7 +101,7 @@ class PredictedLaunch:
     def __str__(self) -> str:
         name = f"{self.launch.file}: {self.launch.kernel}"
         if self.prediction is None or self.code is None:
-            return f"{name}: not compiled"
+            return f"{name}: {NOT_COMPILED}"
         text = (
             f"{name}: {self.prediction.microseconds:.1f} us on {self.chip.name}, limited by {self.prediction.limit}; "
             f"{self.code.half_registers} half registers, {self.code.threads_a_core} threads a core"
@@ -123,16 +131,9 @@ def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip)
     widening = {"bfi"} if dtype == "bfloat16" and chip.native_bfloat else set()
     threads = math.prod(launch.threads)
     instructions = dict.fromkeys((*_FIELDS_OF_KINDS.values(), *_FIELDS.values()), 0.0)
-    rounds = 0.0
-    for block in code.blocks:
-        times = executed.blocks[block.label]
-        # Loads of one block are on their way together; those of the next wait for what this one makes of them.
-        rounds += times if block.opcodes.get("device_load") else 0
-        for opcode, count in block.opcodes.items():
-            if opcode in widening:
-                continue
-            name = _FIELDS.get(opcode) or _FIELDS_OF_KINDS[machine_code.kind_of(opcode)]
-            instructions[name] += times * count
+    for opcode, count in executed.opcodes.items():
+        if opcode not in widening:
+            instructions[_FIELDS.get(opcode) or _FIELDS_OF_KINDS[machine_code.kind_of(opcode)]] += count
     bytes_each = launch.counts["threadgroup_bytes"]
     threads_a_core = code.threads_a_core
     if bytes_each:
@@ -145,7 +146,7 @@ def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip)
         lines=launch.distinct_lines,
         summed_lines=launch.threadgroup_lines,
         instructions=Instructions(**instructions),
-        rounds=rounds / simdgroups(launch),
+        rounds=executed.rounds / simdgroups(launch),
         matrix_dtype=dtype,
     )
 
@@ -156,10 +157,106 @@ def predict_launches(launches: Sequence[Launch], chip: Chip) -> list[PredictedLa
     Raises:
         RuntimeError: There is no Mesa compiler; the message says how to get it.
     """
-    return [_predicted(launch, chip) for launch in launches]
+    compiler = _Compiler(chip)
+    return [compiler.predicted(launch) for launch in launches]
 
 
-def total(launches: Sequence[PredictedLaunch]) -> Prediction | None:
+@dataclass(frozen=True)
+class EstimatedLaunch:
+    """A launch of MLX's whose kernel is not at hand, and its time on a chip as its bytes and operations have it.
+
+    Attributes:
+        name: The operation, such as ``mx.fast.rms_norm`` or ``Add``.
+        work: What the launch does.
+        chip: The chip.
+    """
+
+    name: str
+    work: Work
+    chip: Chip
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The time by itself, and what limits it."""
+        return predict(self.work, self.chip)
+
+    def on(self, chip: Chip) -> EstimatedLaunch:
+        """The same launch on another chip."""
+        return replace(self, chip=chip)
+
+    def __str__(self) -> str:
+        time = f"{self.prediction.microseconds:.1f} us on {self.chip.name}, limited by {self.prediction.limit}"
+        return f"{self.name}: {time}; {ESTIMATED}"
+
+
+ESTIMATED = "estimated from bytes"
+
+L = TypeVar("L", bound="PredictedLaunch | EstimatedLaunch")
+
+
+class PredictedLaunches(list[L]):
+    """The launches of a block on a chip; printed as a table of kernels, those that take longest first.
+
+    Attributes:
+        chip: The chip.
+        left_out: What is not in the list, with how often it was met: operations of mx that no launch is known for.
+    """
+
+    def __init__(self, chip: Chip) -> None:
+        super().__init__()
+        self.chip = chip
+        self.left_out: Counter[str] = Counter()
+
+    @property
+    def total(self) -> Prediction | None:
+        """The time of all, each waiting for the one before; None of no launches, and where one does not compile."""
+        return total(self)
+
+    def on(self, chip: Chip) -> PredictedLaunches[L]:
+        """The same launches on another chip."""
+        other: PredictedLaunches[L] = PredictedLaunches(chip)
+        other.extend(launch.on(chip) for launch in self)  # type: ignore[misc]  # the same class as the launch
+        other.left_out = self.left_out.copy()
+        return other
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str], list[float | None]] = {}
+        limits: dict[tuple[str, str], str] = {}
+        for launch in self:
+            kernel = launch.name if isinstance(launch, EstimatedLaunch) else launch.launch.kernel
+            prediction = launch.prediction
+            key = kernel, _origin(launch)
+            groups.setdefault(key, []).append(prediction.microseconds if prediction else None)
+            limits[key] = prediction.limit if prediction else NOT_COMPILED
+        sums = {key: sum(time or 0 for time in times) for key, times in groups.items()}
+        rows = [["kernel", "of", "limited by", "launches", "us"]]
+        for key in sorted(groups, key=lambda key: -sums[key]):
+            kernel, origin = key
+            shown = kernel if len(kernel) <= _WIDEST else f"{kernel[: _WIDEST - 2]}.."
+            rows.append([shown, origin, limits[key], str(len(groups[key])), f"{sums[key]:.1f}"])
+        lines = [aligned(rows, left=3)] if groups else []
+        number = f"{len(self)} launch{'es' * (len(self) != 1)}"
+        whole = self.total
+        if whole is not None:
+            lines.append(f"{number} one after another: {whole.microseconds:.0f} us on {self.chip.name}")
+        else:
+            lines.append(f"{number} on {self.chip.name}" + ", of which some are not compiled" * bool(self))
+        lines += [
+            f"left out: {name}, {count} time{'s' * (count != 1)}" for name, count in sorted(self.left_out.items())
+        ]
+        return "\n".join([*lines, "Predicted, not measured."])
+
+
+_WIDEST = 34  # name of a kernel in the table
+
+
+def _origin(launch: PredictedLaunch | EstimatedLaunch) -> str:
+    if isinstance(launch, EstimatedLaunch):
+        return f"MLX, {ESTIMATED}"
+    return "MLX" if launch.launch.file.startswith("mlx/") else "mlx_mittens"
+
+
+def total(launches: Sequence[PredictedLaunch | EstimatedLaunch]) -> Prediction | None:
     """The time of launches one after another, each waiting for the one before; None where one does not compile."""
     works = [launch.work for launch in launches]
     if not works or None in works:
@@ -167,40 +264,125 @@ def total(launches: Sequence[PredictedLaunch]) -> Prediction | None:
     return chain([work for work in works if work is not None], launches[0].chip)
 
 
-@contextlib.contextmanager
-def predicted(chip: str) -> Iterator[list[PredictedLaunch]]:
+@overload
+def predicted(chip: str) -> AbstractContextManager[PredictedLaunches[PredictedLaunch]]: ...
+
+
+@overload
+def predicted(
+    chip: str, peer: Literal["metal"]
+) -> AbstractContextManager[PredictedLaunches[PredictedLaunch | EstimatedLaunch]]: ...
+
+
+def predicted(chip: str, peer: Literal["metal"] | None = None) -> AbstractContextManager[PredictedLaunches[Any]]:
     """Predicts the time of every launch that the simulator runs in the block; the list has them once it is left.
 
         with mm.simulator.enabled(), mm.simulator.predicted(chip="m2-max") as launches:
             mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu))
-        print(launches[0])
+        print(launches[0], launches.total)
 
-    The times are predictions, which no Mac has measured: docs/apple.md has the model's errors. What mx runs itself is
-    not in the list. The simulator runs at its own speed, some ten thousand times slower than a GPU.
+    The times are predictions, which no Mac has measured: docs/apple.md has the model's errors. The simulator runs at
+    its own speed, some ten thousand times slower than a GPU.
+
+    With ``peer="metal"`` what mx computes itself is in the list too, as the launches of MLX's own Metal kernels: those
+    that are headers in its wheel run in the simulator, on drawn inputs of the same shapes, after the block; the others
+    are estimated from the bytes that they move. So a model can be predicted with and without the patch:
+
+        with mm.simulator.predicted(chip="m2-max", peer="metal") as launches:
+            mx.eval(model(tokens))
+        print(launches)  # a table of kernels
+
+    These are the operations of what ``mx.eval`` and ``mx.async_eval`` are given in the block, and of arrays whose
+    values Python asks for, but for numpy's, which asks without a call. ``launches.left_out`` has the names of those
+    that no launch is known for.
 
     Args:
         chip: An Apple GPU, such as ``"m2-max"``.
+        peer: ``"metal"``: what mx computes is in the list, as MLX's Metal kernels.
 
     Raises:
-        ValueError: If the chip is unknown; the message lists the known ones.
-        RuntimeError: If there is no Mesa compiler; the message says how to get it.
+        ValueError: If the chip is unknown; the message lists the known ones. If peer is another.
+        RuntimeError: If there is no Mesa compiler; the message says how to get it. Within another such block, or that
+            of ``profiled``.
     """
+    if peer not in (None, "metal"):
+        raise ValueError(f"[predicted] peer is {peer!r}: expected 'metal' or None")
     known = find_chip(chip)
     agx_compiler.find()
-    launches: list[PredictedLaunch] = []
-    with profiled() as recorded:
+    return _predicting(known, peer is not None)
+
+
+@contextlib.contextmanager
+def _predicting(chip: Chip, with_mx: bool) -> Iterator[PredictedLaunches[Any]]:
+    launches: PredictedLaunches[Any] = PredictedLaunches(chip)
+    with profiled() as recorded, contextlib.ExitStack() as stack:
+        recorder = stack.enter_context(mlx_graph.Recorder()) if with_mx else None
         yield launches
-    launches += predict_launches(recorded, known)
+    launches += predict_launches(recorded, chip)
+    if recorder:
+        _add_launches_of_mx(launches, recorder)
 
 
-def _predicted(launch: Launch, chip: Chip) -> PredictedLaunch:
+def _add_launches_of_mx(launches: PredictedLaunches[Any], recorder: mlx_graph.Recorder) -> None:
+    """Adds what MLX launches for the operations that it evaluated; each of its kernels is simulated once a shape."""
+    done: dict[tuple[object, ...], list[PredictedLaunch | EstimatedLaunch]] = {}
+    estimate = lambda some: [EstimatedLaunch(each.name, each.work, launches.chip) for each in some]
+    for operations, simulated in recorder.evaluations:
+        for operation in operations:
+            if operation.is_ours:
+                if not simulated:
+                    launches.left_out[f"{operation.name} (outside of mm.simulator.enabled())"] += 1
+                continue
+            planned = mlx_launches.plan(operation, operations)
+            if planned is None:
+                launches.left_out[operation.name] += 1
+            elif isinstance(planned, tuple):
+                launches += estimate(planned)
+            else:
+                if planned.key not in done:
+                    done[planned.key] = [*_simulated(planned.call, launches.chip)] or [*estimate(planned.instead)]
+                launches += done[planned.key]
+
+
+def _simulated(call: Callable[[], mx.array], chip: Chip) -> list[PredictedLaunch]:
+    """The launches of a call of MLX's kernels; none where one does not compile or has a fault."""
+    with contextlib.suppress(_ext.SimulatorFault, CompileError):
+        with profiled() as recorded:
+            mx.eval(call())
+        found = predict_launches(recorded, chip)
+        if all(launch.code is not None for launch in found):
+            return found
+    return []
+
+
+class _Compiler:
+    """Compiles launches, and counts what their blocks execute: once for launches that are alike."""
+
+    def __init__(self, chip: Chip) -> None:
+        self._chip = chip
+        self._codes: dict[tuple[object, ...], MachineCode | CompileError] = {}
+        self._executions: dict[tuple[object, ...], Executions] = {}
+
+    def predicted(self, launch: Launch) -> PredictedLaunch:
+        """A launch with its machine code."""
+        kind = launch.library, launch.kernel, math.prod(launch.threads), tuple(sorted(launch.constants.items()))
+        if kind not in self._codes:
+            self._codes[kind] = _compiled(launch)
+        code = self._codes[kind]
+        if isinstance(code, CompileError):
+            return PredictedLaunch(launch, None, None, str(code), self._chip)
+        alike = *kind, *counts_of(launch)
+        if alike not in self._executions:
+            self._executions[alike] = executions(code, launch)
+        return PredictedLaunch(launch, code, self._executions[alike], "", self._chip)
+
+
+def _compiled(launch: Launch) -> MachineCode | CompileError:
     file = user_sources.register(launch.library, launch.file)
-    constants: dict[int, object] = dict(launch.constants)
     try:
-        code = machine_code.compile(file, launch.kernel, math.prod(launch.threads), constants)
+        return machine_code.compile(file, launch.kernel, math.prod(launch.threads), dict(launch.constants))
     except CompileError as error:
-        return PredictedLaunch(launch, None, None, str(error), chip)
-    return PredictedLaunch(launch, code, executions(code, launch), "", chip)
+        return error
 
 
 def _dtype(kernel: str) -> str:

@@ -1,13 +1,14 @@
 """The commands `registers` and `agx-compiler`."""
 
+import re
 import runpy
-import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from mlx_mittens import frontend, table
-from mlx_mittens.apple import agx_compiler, kernels
+from mlx_mittens.apple import agx_compiler, kernels, machine_code
 from mlx_mittens.bench import mlx_instances
 from mlx_mittens.cli import main, registers
 from mlx_mittens.frontend import CompileError
@@ -76,7 +77,7 @@ def test_a_kernel_without_machine_code_has_no_number(capsys, monkeypatch):
     assert main.main(["registers", "softmax"]) == 1
     captured = capsys.readouterr()
     line = captured.out.splitlines()[1]
-    assert line.split(maxsplit=2)[2] == "not compiled"
+    assert line.split(maxsplit=2)[2] == machine_code.NOT_COMPILED
     assert "kernel 'bad' of a.metal does not compile:\nerror: Mesa refuses it: no textures" in captured.err
 
 
@@ -123,22 +124,111 @@ def test_a_failed_step_ends_in_its_last_lines():
         agx_compiler._call(["sh", "-c", "echo no space left; exit 3"])
 
 
-def test_another_version_of_mesa_is_refused(monkeypatch, tmp_path):
+def fetched(monkeypatch, *names):
+    """Has apt fetch archives of these names."""
+
     def call(command, environment=None, folder=None):
         if "indextargets" in command:
             return "http://mirror.test/debian-security/\nhttp://mirror.test/debian/\n"
         if "source" in command:
-            (folder / "mesa_26.1.0.orig.tar.xz").write_text("")
+            for name in names:
+                (folder / name).write_text("")
         return ""
 
     monkeypatch.setattr(agx_compiler, "_call", call)
-    with pytest.raises(agx_compiler.BuildError, match="has mesa_26.1.0.orig.tar.xz: expected mesa_25.0.7"):
-        agx_compiler._download(tmp_path)
+
+
+def test_another_version_of_mesa_is_fetched(monkeypatch, tmp_path):
+    fetched(monkeypatch, "mesa_26.1.0.orig.tar.xz", "mesa_26.1.0-1.debian.tar.xz")
+    assert agx_compiler._download(tmp_path) == (tmp_path / "mesa_26.1.0.orig.tar.xz", "26.1.0")
     assert (tmp_path / "sources.list").read_text().startswith("deb-src http://mirror.test/debian/ ")
 
 
-def test_the_patch_names_only_what_the_source_has():
-    listed = subprocess.run(["patch", "--version"], capture_output=True)
-    assert listed.returncode == 0
-    text = agx_compiler._PATCH.read_text()
-    assert text.count("--- a/src/asahi/") == text.count("+++ b/src/asahi/") == 5
+def test_the_known_version_has_to_be_the_known_file(monkeypatch, tmp_path):
+    fetched(monkeypatch, "mesa_25.0.7.orig.tar.xz")
+    with pytest.raises(agx_compiler.BuildError, match="its SHA-256 differs"):
+        agx_compiler._download(tmp_path)
+
+
+def test_without_an_archive_the_build_says_so(monkeypatch, tmp_path):
+    fetched(monkeypatch)
+    with pytest.raises(agx_compiler.BuildError, match="has fetched no archive of Mesa from Debian trixie.*got none"):
+        agx_compiler._download(tmp_path)
+
+
+HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@.*")
+
+
+def hunks():
+    """What the patch changes: for each file its hunks, each with its first lines, their numbers and its text."""
+    found = {}
+    for line in agx_compiler.PATCH.read_text().splitlines():
+        if line.startswith("--- a/"):
+            found[line.removeprefix("--- a/").split()[0]] = current = []
+        elif match := HUNK.fullmatch(line):
+            current.append((*(int(number or 1) for number in match.groups()), []))
+        elif found and current and not line.startswith("+++ "):
+            current[-1][4].append(line)
+    return found
+
+
+def source(version, folder, *, change=lambda file, line: line, moved=0):
+    """An archive of Mesa that has no more than the lines that the patch needs, at their places or further down."""
+    top = folder / "made" / f"mesa-{version}"
+    for file, parts in hunks().items():
+        lines = []
+        for start, _, _, _, text in parts:
+            lines += ["" for _ in range(moved + start - 1 - len(lines))]
+            lines += [change(file, line[1:]) for line in text if line[:1] in (" ", "-", "")]
+        (top / file).parent.mkdir(parents=True, exist_ok=True)
+        (top / file).write_text("\n".join(lines) + "\n")
+    archive = folder / f"mesa_{version}.orig.tar.xz"
+    with tarfile.open(archive, "w:xz") as files:
+        files.add(top, top.name)
+    (folder / "work").mkdir()
+    return archive
+
+
+def test_the_patch_is_whole():
+    """Every hunk has as many lines as its head says, and files are those of the compiler for Apple GPUs."""
+    found = hunks()
+    assert len(found) == 5 and all(file.startswith("src/asahi/") for file in found)
+    for file, parts in found.items():
+        shift = 0
+        for start, before, now, after, text in parts:
+            assert before == sum(line[:1] in (" ", "-", "") for line in text), (file, start)
+            assert after == sum(line[:1] in (" ", "+", "") for line in text), (file, start)
+            assert now == start + shift, (file, start)
+            shift += after - before
+
+
+@pytest.mark.parametrize(("version", "moved"), [("25.0.7", 0), ("26.1.0", 7)])
+def test_the_patch_goes_into_sources_that_have_its_lines(version, moved, tmp_path):
+    patched = agx_compiler._unpack(source(version, tmp_path, moved=moved), version, tmp_path / "work")
+    for file, parts in hunks().items():
+        text = (patched / file).read_text()
+        for *_, lines in parts:
+            assert "\n".join(line[1:] for line in lines if not line.startswith("-")) in text, file
+
+
+def test_a_version_that_the_patch_does_not_fit_says_what_to_do(tmp_path):
+    archive = source("26.1.0", tmp_path, change=lambda file, line: line.replace("assert", "check").replace("(", "["))
+    words = "(?s)does not fit Mesa 26.1.0, .*tried with 25.0.7.*Build asahi_clc of Mesa 25.0.7 .*MLX_MITTENS_ASAHI_CLC"
+    with pytest.raises(agx_compiler.BuildError, match=words):
+        agx_compiler._unpack(archive, "26.1.0", tmp_path / "work")
+
+
+def test_the_program_in_the_cache_is_of_this_machine(monkeypatch):
+    here = agx_compiler._cached()
+    monkeypatch.setattr(agx_compiler.platform, "machine", lambda: "riscv64")
+    assert agx_compiler._cached() != here and agx_compiler._cached().parent == here.parent
+
+
+def test_the_version_is_that_of_the_program(monkeypatch, tmp_path):
+    program = tmp_path / "asahi_clc"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv(agx_compiler.VARIABLE, str(program))
+    assert agx_compiler.version() == "unknown"
+    agx_compiler._note(program).write_text("26.1.0\n")
+    assert agx_compiler.version() == "26.1.0"

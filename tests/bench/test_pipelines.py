@@ -238,6 +238,11 @@ def test_the_table_is_read_by_the_names_of_its_columns():
         "three_float32": mac_registers.Code(255, 384),
         "never_on_the_mac": mac_registers.Code(50, 1024),
     }
+    refused = "| `three_float32` | not compiled | | | |"
+    assert mac_registers.read_table(TABLE.replace("| `three_float32` | 12 | 255 | 384 | |", refused)) == {
+        **table,
+        "three_float32": None,
+    }
     with pytest.raises(ValueError, match="no table with the columns kernel, half registers, threads a core"):
         mac_registers.read_table("| kernel | registers |\n|---|---|\n| `a` | 1 |\n")
     with pytest.raises(ValueError, match="line 7: .*expected numbers"):
@@ -291,6 +296,15 @@ def test_the_report(tmp_path, capsys):
     ]
     assert "Refused: `wrong`: Unable to load kernel wrong" in text
     assert "shares registers out" not in text
+    assert "has no code of" not in text
+
+
+def test_the_report_names_kernels_that_mesa_does_not_compile():
+    table = mac_registers.read_table(TABLE.replace("| 12 | 255 | 384 | |", "| not compiled | | | |"))
+    found = {"gpu": "", "gpu_architecture": "applegpu_g13g", "gpu_cores": 8, "system": "", "pipelines": [ONE, THREE]}
+    text = mac_registers.report(found, table)
+    assert "Mesa's compiler has no code of 1: `three_float32`." in text
+    assert "1 kernels are on both sides" in text
 
 
 def test_a_newer_gpu_says_less():

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import mlx_mittens as mm
 from mlx_mittens.bench import architectures
 
-_SMALL = {
+SMALL = {
     "hidden_size": 128,
     "num_hidden_layers": 2,
     "intermediate_size": 256,
@@ -34,7 +34,7 @@ FAMILIES = ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b", "gemma-3-1b", "gpt-oss
 
 def config(name: str) -> dict[str, Any]:
     """An architecture with few and small layers."""
-    return {**architectures.ARCHITECTURES[name], **_SMALL, **_OWN.get(name, {})}
+    return {**architectures.ARCHITECTURES[name], **SMALL, **_OWN.get(name, {})}
 
 
 def build(name: str, dtype: mx.Dtype, bits: int | None = None, **changes: Any) -> nn.Module:

@@ -30,6 +30,16 @@ def test_the_original_gets_the_arguments_as_they_came(attempt):
     assert function_wrapper(attempt)() == ("original", (), {})
 
 
+def test_the_original_can_be_replaced():
+    made = function_wrapper()
+    assert made.original is original
+    made.original = lambda *args: args
+    assert made(1, 2) == (1, 2)
+    del made.original
+    with pytest.raises(TypeError, match="the original function was deleted"):
+        made()
+
+
 def test_what_an_attempt_gives_is_the_result():
     assert function_wrapper(lambda x, *, y: x + y)(1, y=2) == 3
     assert function_wrapper(lambda: 0)() == 0  # false, but not None

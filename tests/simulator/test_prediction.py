@@ -201,7 +201,7 @@ def test_a_kernel_that_mesa_refuses_is_not_compiled(monkeypatch):
     monkeypatch.setattr(machine_code, "compile", refuse)
     launch = predict("y[i] = x[i];")
     assert launch.work is None and launch.prediction is None
-    assert "no such thing" in launch.problem and str(launch).endswith("not compiled")
+    assert "no such thing" in launch.problem and str(launch).endswith(machine_code.NOT_COMPILED)
     assert prediction.total([launch]) is None
 
 

@@ -54,7 +54,7 @@ def test_rows_are_what_the_compilers_make(every):
     """With another clang the figures may differ; every kernel still compiles."""
     requests = [*agx.ours(), *mlx_instances.requests()][::every]
     rows = agx.rows(requests)[2:]
-    assert len(rows) == len(requests) and not [row for row in rows if "not compiled" in row]
+    assert len(rows) == len(requests) and not [row for row in rows if machine_code.NOT_COMPILED in row]
     kept = agx.TABLE.read_text()
     if agx.made_with() in kept:
         assert [row for row in rows if f"{row}\n" not in kept] == [], STALE

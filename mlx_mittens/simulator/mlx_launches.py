@@ -1,0 +1,336 @@
+"""The launches that MLX makes of an operation on Metal: its own kernels, or an estimate of what they move.
+
+MLX's kernels are run in the simulator on drawn inputs of the operation's shapes. What is no header in the wheel is
+estimated: each such operation is one launch, or as many as MLX makes of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..apple import estimates
+from ..apple.model import Instructions, Work
+from .mlx_graph import ANOTHER_OUTPUT, Array, Operation
+
+# Operations that only say how memory is read.
+_VIEWS = {
+    *("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims", "Slice", "Split"),
+    *("Squeeze", "StopGradient", "Transpose", ANOTHER_OUTPUT),
+}
+# These copy what does not lie in memory row by row.
+_COPIES_IF_SCATTERED = {"Contiguous", "Flatten", "Reshape", "Unflatten"}
+_MAPS = {
+    *("Abs", "Add", "ArcCos", "ArcCosh", "ArcSin", "ArcSinh", "ArcTan", "ArcTan2", "ArcTanh", "AsType", "BitwiseAnd"),
+    *("BitwiseInvert", "BitwiseOr", "BitwiseXor", "Ceil", "Conjugate", "Cos", "Cosh", "DivMod", "Divide", "Equal"),
+    *("Erf", "ErfInv", "Exp", "Expm1", "Floor", "FloorDivide", "Greater", "GreaterEqual", "Imag", "LeftShift", "Less"),
+    *("LessEqual", "Log", "Log10", "Log1p", "Log2", "LogAddExp", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum"),
+    *("Minimum", "Multiply", "NaNEqual", "Negative", "NotEqual", "Power", "Real", "Remainder", "RightShift", "Round"),
+    *("Rsqrt", "Select", "Sigmoid", "Sign", "Sin", "Sinh", "Sqrt", "Square", "Subtract", "Tan", "Tanh"),
+    *("Arange", "Full", "RandomBits", "RoPE", "mx.fast.rope"),
+}
+_FUNCTIONS = {
+    *("ArcCos", "ArcSin", "ArcTan", "Cos", "Cosh", "Erf", "Exp", "Expm1", "Log", "Log1p", "Log2", "Power", "Sigmoid"),
+    *("Sin", "Sinh", "Tan", "Tanh", "RoPE", "mx.fast.rope"),
+}
+_ROWS = {
+    *("And", "ArgReduce", "LogSumExp", "Max", "Min", "Or", "Prod", "Reduce", "Sum"),
+    *("LayerNorm", "RMSNorm", "mx.fast.rms_norm", "mx.fast.layer_norm", "mx.fast.cross_entropy"),
+}
+_SCANS_AND_SORTS = {
+    *("ArgPartition", "ArgSort", "CumLogAddExp", "CumMax", "CumMin", "CumProd", "CumSum", "Partition", "SearchSorted"),
+    "Sort",
+}
+_PRODUCTS = {"AddMM", "Matmul"}
+_KERNEL_TYPES = {"float32", "float16", "bfloat16"}
+_CPU = mx.Device(mx.cpu)
+# Rows up to which a product reads its matrix as for one.
+_FEW_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A launch of a kernel whose code is not at hand.
+
+    Attributes:
+        name: The operation.
+        work: What it does.
+    """
+
+    name: str
+    work: Work
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A call of MLX's own kernels on drawn inputs.
+
+    Attributes:
+        key: What tells it from others.
+        call: Makes the inputs and gives the outputs, still to be computed.
+        instead: Its launches where its kernels do not run in the simulator.
+    """
+
+    key: tuple[object, ...]
+    call: Callable[[], mx.array]
+    instead: tuple[Estimate, ...]
+
+
+def plan(operation: Operation, graph: Sequence[Operation]) -> Peer | tuple[Estimate, ...] | None:
+    """What MLX launches for an operation: nothing for a view of memory; None where it is not known.
+
+    Args:
+        operation: It.
+        graph: The operations of its evaluation.
+    """
+    name = operation.name
+    if _is_view(name):
+        return ()
+    if name in _COPIES_IF_SCATTERED:
+        return () if _is_by_rows(operation.inputs[0], graph) else (_moved(operation, graph),)
+    estimated = _estimated(operation, graph)
+    call = _peer(operation, graph)
+    if estimated is None or call is None:
+        return estimated
+    inputs = tuple((a.shape, a.dtype) for a in operation.inputs)
+    return Peer((name, operation.details, operation.options, inputs, _is_turned(operation, graph)), call, estimated)
+
+
+def _is_view(name: str) -> bool:
+    return name in _VIEWS or name.startswith("View ")  # of another type, which the name has
+
+
+def _estimated(operation: Operation, graph: Sequence[Operation]) -> tuple[Estimate, ...] | None:
+    name, output = operation.name, operation.outputs[0]
+    nbytes = _read(operation.inputs, graph) + sum(a.nbytes for a in operation.outputs)
+    if name in _MAPS or name.startswith("Compiled"):
+        functions = len([word for word in ("Sigmoid", "Exp", "Tanh", "Erf") if word in name]) or name in _FUNCTIONS
+        each = Instructions(floats=1, exponentials=float(functions), reciprocals=float(functions))
+        return (Estimate(name, estimates.elementwise(sum(a.size for a in operation.outputs), nbytes, each)),)
+    if name in _ROWS or name == "Softmax":
+        columns = operation.inputs[0].shape[-1] if operation.inputs[0].shape else 1
+        return (Estimate(name, estimates.norm(max(1, operation.inputs[0].size // max(1, columns)), columns, nbytes)),)
+    if name in _PRODUCTS:
+        return (Estimate(name, _product(operation, graph)),)
+    if name in ("ScaledDotProductAttention", "mx.fast.scaled_dot_product_attention"):
+        return _attention(operation, nbytes)
+    return _others(operation, graph, nbytes, output)
+
+
+def _others(
+    operation: Operation, graph: Sequence[Operation], nbytes: float, output: Array
+) -> tuple[Estimate, ...] | None:
+    """Operations that mostly move bytes."""
+    name, inputs = operation.name, operation.inputs
+    if name in ("SliceUpdate", "DynamicSliceUpdate"):  # in place: the update is read and written
+        return (Estimate(name, _mapped(inputs[1].size, 2 * inputs[1].nbytes)),)
+    if name in ("Gather", "GatherAxis", "DynamicSlice"):
+        indices = sum(a.nbytes for a in inputs[1:])
+        return (Estimate(name, _mapped(output.size, indices + 2 * output.nbytes)),)
+    if name.startswith("Scatter"):  # the name has what it does with values
+        return (Estimate(name, _mapped(inputs[-1].size, sum(a.nbytes for a in inputs[1:]) + inputs[-1].nbytes)),)
+    if name == "Concatenate":  # a copy for each
+        return tuple(Estimate(name, _mapped(a.size, 2 * a.nbytes)) for a in inputs if a.size)
+    if name == "Pad":
+        return (
+            Estimate(name, _mapped(output.size, output.nbytes)),
+            Estimate(name, _mapped(inputs[0].size, 2 * inputs[0].nbytes)),
+        )
+    if name in ("QuantizedMatmul", "GatherQMM", "GatherMM"):
+        taken = _read(inputs, graph) if name == "QuantizedMatmul" else _gathered(inputs, output)
+        # A weight of 4 bits takes a mask, a conversion and a multiply-add, in a lane's turn.
+        weights = taken * 2
+        each = Instructions(floats=1, conversions=1, integers=1.5)
+        return (Estimate(name, _swept(weights, taken + output.nbytes, each)),)
+    if name in ("Quantize", "mx.quantize", "mx.dequantize") or name in _SCANS_AND_SORTS:
+        return (Estimate(name, _mapped(max(output.size, inputs[0].size), nbytes)),)
+    return None
+
+
+def _gathered(inputs: Sequence[Array], output: Array) -> float:
+    """Bytes of the matrices that a product chooses, each as often as it is chosen."""
+    x, *rest = inputs
+    matrices = [a for a in rest if len(a.shape) >= 3]
+    chosen = max([math.prod(output.shape[:-2]), 1])
+    return x.nbytes + sum(a.nbytes / a.shape[0] * min(chosen, a.shape[0]) for a in matrices)
+
+
+def _mapped(values: float, nbytes: float) -> Work:
+    return estimates.elementwise(values, nbytes)
+
+
+def _swept(weights: float, nbytes: float, each: Instructions) -> Work:
+    """Weights that are read once, 64 threads a threadgroup."""
+    found = estimates.elementwise(weights / 16, nbytes)
+    return Work(
+        threadgroups=max(1.0, weights / (64 * 64)),
+        threads=64,
+        lines=found.lines,
+        instructions=found.instructions + weights / 32 * each,
+        rounds=4,
+    )
+
+
+def _moved(operation: Operation, graph: Sequence[Operation]) -> Estimate:
+    output = operation.outputs[0]
+    return Estimate(f"{operation.name} (copy)", _mapped(output.size, 2 * output.nbytes))
+
+
+def _product(operation: Operation, graph: Sequence[Operation]) -> Work:
+    a, b = operation.inputs[:2]
+    *outer, m, n = operation.outputs[0].shape if len(operation.outputs[0].shape) > 1 else (1, 1)
+    k = a.shape[-1]
+    batch = math.prod(outer)
+    if len(b.shape) == 2:
+        batch, m = 1, batch * m
+    if m <= _FEW_ROWS:
+        return estimates.vector_product(batch * n, k, a.itemsize)
+    return estimates.matrix_product(batch, m, n, k, a.dtype, a.itemsize, tensor_units=True)
+
+
+def _attention(operation: Operation, nbytes: float) -> tuple[Estimate, ...]:
+    """A product, a softmax and a product, where no kernel of one piece is known here."""
+    name = operation.name
+    q, k, v = (operation.argument(each) for each in ("q", "k", "v"))
+    if q is None or k is None or v is None:
+        return (Estimate(name, _mapped(operation.outputs[0].size, nbytes)),)
+    batch, heads, length, width = q.shape
+    keys = k.shape[2]
+    scores = batch * heads * length * keys
+    if length <= _FEW_ROWS:
+        pair = [
+            estimates.vector_product(batch * k.shape[1] * keys, width, q.itemsize),
+            estimates.vector_product(batch * k.shape[1] * v.shape[3], keys, q.itemsize),
+        ]
+    else:
+        pair = [
+            estimates.matrix_product(batch * heads, length, keys, width, q.dtype, q.itemsize, tensor_units=True),
+            estimates.matrix_product(batch * heads, length, v.shape[3], keys, q.dtype, q.itemsize, tensor_units=True),
+        ]
+    softmax = estimates.norm(batch * heads * length, keys, 2 * scores * q.itemsize)
+    return tuple(Estimate(name, work) for work in (pair[0], softmax, pair[1]))
+
+
+def _read(inputs: Sequence[Array], graph: Sequence[Operation]) -> float:
+    """Bytes that are read: of what is broadcast those there are."""
+    return sum(_bytes_there(a, graph) for a in inputs)
+
+
+def _bytes_there(array: Array, graph: Sequence[Operation]) -> float:
+    nbytes = array.nbytes
+    while array.maker is not None:
+        maker = graph[array.maker]
+        if not (_is_view(maker.name) or maker.name in _COPIES_IF_SCATTERED) or not maker.inputs:
+            break
+        array = maker.inputs[0]
+        nbytes = min(nbytes, array.nbytes)
+    return nbytes
+
+
+def _is_by_rows(array: Array, graph: Sequence[Operation]) -> bool:
+    """Whether an array lies in memory row by row; of one that was there before and does not, no."""
+    if array.maker is None:
+        return array.row_contiguous
+    maker = graph[array.maker]
+    if maker.name == "Transpose":
+        taken = maker.inputs[0]
+        kept = [axis for axis in maker.details if taken.shape[axis] > 1]
+        return kept == sorted(kept) and _is_by_rows(taken, graph)
+    if maker.name in ("Slice", "Split"):
+        taken = maker.inputs[0]
+        cut = [i for i, (whole, part) in enumerate(zip(taken.shape, array.shape)) if whole != part]
+        return _is_by_rows(taken, graph) and (not cut or math.prod(array.shape[: cut[-1]]) == 1)
+    if maker.name in ("Broadcast", "BroadcastAxes", "AsStrided"):
+        return maker.inputs[0].size == array.size and _is_by_rows(maker.inputs[0], graph)
+    if _is_view(maker.name) and maker.inputs:
+        return _is_by_rows(maker.inputs[0], graph)
+    return True
+
+
+def _is_turned(operation: Operation, graph: Sequence[Operation]) -> bool:
+    """Whether a product's second operand is the transposed view of a matrix that lies row by row."""
+    if operation.name != "Matmul":
+        return False
+    b = operation.inputs[1]
+    if b.maker is None:
+        return not b.row_contiguous
+    maker = graph[b.maker]
+    return maker.name == "Transpose" and maker.details == (1, 0)
+
+
+def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
+    """A call of MLX's kernels with the operation's shapes, where one is known."""
+    from ..bench import mlx_metal
+
+    name, inputs = operation.name, operation.inputs
+    if name == "Softmax" and inputs[0].dtype in _KERNEL_TYPES:
+        (precise,) = operation.details
+        return lambda: mlx_metal.softmax(_drawn(inputs[0]), precise=precise, stream=_CPU)
+    if name == "QuantizedMatmul":
+        group_size, bits, affine, transposed = operation.details
+        if not affine or not transposed or len(inputs) != 4 or len(inputs[1].shape) != 2:
+            return None
+        if inputs[0].dtype not in _KERNEL_TYPES or inputs[0].dtype != inputs[2].dtype:
+            return None
+        return lambda: mlx_metal.quantized_matmul(
+            *(_drawn(inputs[0]), _drawn(inputs[1]), _drawn(inputs[2]), _drawn(inputs[3])),
+            group_size=group_size,
+            bits=bits,
+            stream=_CPU,
+        )
+    if name == "Matmul":
+        return _gemv(operation, graph)
+    if name == "mx.fast.scaled_dot_product_attention":
+        return _sdpa(operation)
+    return None
+
+
+def _gemv(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
+    from ..bench import mlx_metal
+
+    x, matrix = operation.inputs
+    turned = _is_turned(operation, graph)
+    if len(matrix.shape) != 2 or x.size != x.shape[-1] or x.dtype not in _KERNEL_TYPES or x.dtype != matrix.dtype:
+        return None
+    w = Array(matrix.shape[::-1] if turned else matrix.shape, matrix.dtype, matrix.itemsize)
+    return lambda: mlx_metal.gemv(_drawn(w), _drawn(x), transpose=turned, stream=_CPU)
+
+
+def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
+    from ..bench import mlx_metal
+
+    q, k, v = (operation.argument(each) for each in ("q", "k", "v"))
+    options = dict(operation.options)
+    mask = options.get("mask", "None")
+    if q is None or k is None or v is None or q.dtype not in _KERNEL_TYPES or len(operation.arguments) > 3:
+        return None
+    if mask not in ("None", "causal") or k.shape != v.shape or not mlx_metal.has_attention_kernel(q.shape, k.shape):
+        return None
+    scale, way = float(options["scale"]), None if mask == "None" else mask
+    return lambda: mlx_metal.scaled_dot_product_attention(
+        _drawn(q), _drawn(k), _drawn(v), scale=scale, mask=way, stream=_CPU
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _values(size: int, dtype: str) -> mx.array:
+    kind = getattr(mx, dtype)
+    if kind == mx.uint32:
+        return mx.random.randint(0, 2**31 - 1, (size,), key=mx.random.key(0)).astype(kind)
+    return (0.1 * mx.random.normal((size,), key=mx.random.key(1))).astype(kind)
+
+
+def _drawn(array: Array) -> mx.array:
+    """An array of the same shape and type with values of no meaning."""
+    with mx.stream(mx.cpu):
+        few = min(array.size, 1 << 16)
+        values = _values(few, array.dtype)
+        if few < array.size:
+            values = mx.concatenate([values] * -(-array.size // few))[: array.size]
+        drawn = values.reshape(array.shape)
+        mx.eval(drawn)
+    return drawn
