@@ -1,6 +1,6 @@
 """Renders a bench result as Markdown, or draws the speed of each op.
 
-python bench/report.py bench/results/FILE.json [--dtype bfloat16] [--ops a,b] [--plot FILE.svg]
+python bench/report.py bench/results/FILE.json [--dtype bfloat16] [--ops a,b] [--summary] [--plot FILE.svg]
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ import argparse
 import json
 import math
 import statistics
+from collections.abc import Sequence
+
+# Ops that share a row of the README's table.
+README_GROUPS = (("rms_norm", "layer_norm", "add_rms_norm"), ("quantized_matmul", "quantized_swiglu"))
 
 
 def report(result: dict, dtypes: set[str], ops: set[str] | None = None) -> str:
@@ -58,7 +62,36 @@ def of_op(row: dict) -> str:
     """The op of a row; prompts and decoding are two, since a rule may send the one to mx and not the other."""
     if row["op"] != "scaled_dot_product_attention":
         return row["op"]
-    return f"attention, {'decode' if row['case'].startswith('decode') else 'prompts'}"
+    return f"{row['op']}, {'decode' if row['case'].startswith('decode') else 'prompts'}"
+
+
+def _mean_and_least(speedups: Sequence[float]) -> str:
+    if not speedups:
+        return " | |"
+    numbers = [statistics.geometric_mean(speedups), min(speedups)]
+    return "".join(f" {number:.3g} |" if number >= 10 else f" {number:.2f} |" for number in numbers)
+
+
+def summary(result: dict, groups: Sequence[Sequence[str]] = ()) -> str:
+    """A row for each op, prompts and decoding apart: the geometric mean and the least of its speeds relative to mx and
+    to MLX's own Metal kernel.
+
+    Args:
+        result: What `mlx-mittens bench --json` wrote.
+        groups: Ops that share a row.
+    """
+    together = {op: ", ".join(group) for group in groups for op in group}
+    rows: dict[str, list[dict]] = {}
+    for row in result["rows"]:
+        op = of_op(row)
+        rows.setdefault(together.get(op, op), []).append(row)
+    lines = ["| op | rows | mx: mean | mx: least | MLX's Metal: mean | MLX's Metal: least |"]
+    lines.append("|---|--:|--:|--:|--:|--:|")
+    for name, its in rows.items():
+        peers = [row["peer_ms"] / row["mittens_ms"] for row in its if row.get("peer_ms")]
+        speeds = _mean_and_least([row["speedup"] for row in its])
+        lines.append(f"| {name} | {len(its)} |{speeds}{_mean_and_least(peers)}")
+    return "\n".join(lines)
 
 
 def draw(result: dict, path: str) -> None:
@@ -68,7 +101,7 @@ def draw(result: dict, path: str) -> None:
 
     speedups: dict[str, list[float]] = {}
     for row in result["rows"]:
-        speedups.setdefault(of_op(row), []).append(row["speedup"])
+        speedups.setdefault(of_op(row).removeprefix("scaled_dot_product_"), []).append(row["speedup"])
     names = sorted(speedups, key=lambda name: statistics.geometric_mean(speedups[name]))
     figure = Figure(figsize=(8, 0.5 + 0.35 * len(names)), layout="constrained")
     axes = figure.subplots()
@@ -95,12 +128,16 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("--dtype", default="float32,float16,bfloat16")
     parser.add_argument("--ops")
+    parser.add_argument("--summary", action="store_true", help="print a row for each op")
     parser.add_argument("--plot", metavar="FILE", help="draw the speed of each op to FILE instead")
     arguments = parser.parse_args()
     with open(arguments.file) as file:
         result = json.load(file)
     if arguments.plot:
         draw(result, arguments.plot)
+        return
+    if arguments.summary:
+        print(summary(result))
         return
     print(report(result, set(arguments.dtype.split(",")), set(arguments.ops.split(",")) if arguments.ops else None))
 

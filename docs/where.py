@@ -28,7 +28,7 @@ class Place:
         family: The folder of `python`, `cpp`, `kernels` and `tests`.
         python: The declaration, below mlx_mittens/ops.
         cpp: Below csrc/ops/FAMILY.
-        plan: What chooses the kernel and its grid, below csrc/ops/FAMILY.
+        plans: What chooses the kernel and its grid, below csrc/ops/FAMILY.
         kernels: Below metal/FAMILY.
         nvidia: Kernels that plans for NVIDIA GPUs alone launch, below metal/FAMILY.
         cpu: Below csrc/cpu/isa/FAMILY.
@@ -38,7 +38,7 @@ class Place:
     ops: tuple[str, ...]
     family: str
     cpp: str
-    plan: str
+    plans: tuple[str, ...]
     kernels: tuple[str, ...]
     cpu: tuple[str, ...]
     tests: tuple[str, ...]
@@ -53,7 +53,7 @@ class Place:
         return [
             ("mlx_mittens/ops", (self.python,)),
             (f"csrc/ops/{self.family}", (self.cpp,)),
-            (f"csrc/ops/{self.family}", (self.plan,)),
+            (f"csrc/ops/{self.family}", self.plans),
             (f"metal/{self.family}", self.kernels),
             (f"metal/{self.family}", self.nvidia),
             (f"csrc/cpu/isa/{self.family}", self.cpu),
@@ -63,54 +63,60 @@ class Place:
 
 _PLACES = (
     Place(
-        ("rms_norm",), "norm", "rms_norm.cpp", "plan.cpp", ("rms_norm.metal", "norm_vjp.metal"),
+        ("rms_norm",), "norm", "rms_norm.cpp", ("plan.cpp",),
+        ("rms_norm.metal", "norm_vjp.metal"),
         ("rms_norm.cpp",), ("test_rms_norm.py", "test_long_rows.py"),
     ),
     Place(
-        ("layer_norm",), "norm", "layer_norm.cpp", "plan.cpp", ("layer_norm.metal", "norm_vjp.metal"),
+        ("layer_norm",), "norm", "layer_norm.cpp", ("plan.cpp",),
+        ("layer_norm.metal", "norm_vjp.metal"),
         ("layer_norm.cpp",), ("test_layer_norm.py", "test_long_rows.py"),
     ),
     Place(
-        ("add_rms_norm",), "norm", "add_rms_norm.cpp", "plan.cpp", ("add_rms_norm.metal", "norm_vjp.metal"),
+        ("add_rms_norm",), "norm", "add_rms_norm.cpp", ("plan.cpp",),
+        ("add_rms_norm.metal", "norm_vjp.metal"),
         ("rms_norm.cpp",), ("test_add_rms_norm.py", "test_long_rows.py"),
     ),
     Place(
-        ("softmax",), "norm", "softmax.cpp", "plan.cpp", ("softmax.metal", "softmax_vjp.metal"),
+        ("softmax",), "norm", "softmax.cpp", ("plan.cpp",), ("softmax.metal", "softmax_vjp.metal"),
         ("softmax.cpp",), ("test_softmax.py", "test_long_rows.py"),
     ),
     Place(
-        ("gemv",), "matmul", "gemv.cpp", "gemv.cpp", ("gemv.metal", "gemv_tiles.metal", "splitk_reduce.metal"),
+        ("gemv",), "matmul", "gemv.cpp", ("plan.cpp",),
+        ("gemv.metal", "gemv_tiles.metal", "splitk_reduce.metal"),
         ("gemv.cpp",), ("test_gemv.py", "test_gemv_short.py", "test_product_traffic.py"), ("nvidia/gemv_short.metal",),
     ),
     Place(
-        ("quantized_matmul",), "matmul", "quantized_matmul.cpp", "affine.cpp",
+        ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan.cpp",),
         ("qmv.metal", "qmm.metal", "qvm.metal", "splitk_reduce.metal"), ("quantized_matmul.cpp",),
         ("test_quantized_matmul.py", "test_qmv_mma.py", "test_product_traffic.py"), ("nvidia/qmv_mma.metal",),
     ),
     Place(
-        ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", "affine.cpp", ("quantized_swiglu.metal",),
+        ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan.cpp",), ("quantized_swiglu.metal",),
         ("quantized_matmul.cpp",), ("test_quantized_swiglu.py",), ("nvidia/quantized_swiglu_mma.metal",),
     ),
     Place(
-        ("block_matmul",), "matmul", "gguf_matmul.cpp", "row_products.cpp", ("gguf_matmul.metal",), ("gguf.cpp",),
+        ("block_matmul",), "matmul", "gguf_matmul.cpp", ("plan.cpp",),
+        ("gguf_matmul.metal",), ("gguf.cpp",),
         ("test_gguf.py", "test_product_traffic.py"),
     ),
     Place(
-        ("block_quantize", "block_dequantize"), "matmul", "gguf_quantize.cpp", "gguf_quantize.cpp",
+        ("block_quantize", "block_dequantize"), "matmul", "gguf_quantize.cpp", ("gguf_quantize.cpp",),
         ("gguf_quantize.metal",), ("gguf.cpp",), ("test_gguf.py",),
     ),
     Place(
-        ("scaled_dot_product_attention",), "attention", "attention.cpp", "attention_launch.cpp",
+        ("scaled_dot_product_attention",), "attention", "attention.cpp", ("plan.cpp",),
         ("attention_prefill.metal", "attention_decode.metal", "attention_mma.metal", "attention_combine.metal"),
         ("attention.cpp",), ("test_attention.py", "test_attention_combine.py", "test_attention_traffic.py"),
     ),
     Place(
-        ("quantized_scaled_dot_product_attention",), "attention", "quantized_attention.cpp", "attention_launch.cpp",
+        ("quantized_scaled_dot_product_attention",), "attention", "quantized_attention.cpp", ("plan.cpp",),
         ("attention_decode_packed.metal", "attention_combine.metal"), ("attention.cpp",),
         ("test_quantized_attention.py", "test_attention_traffic.py"),
     ),
     Place(
-        ("rope_append",), "cache", "rope_append.cpp", "rope_append.cpp", ("rope_append.metal",), ("rope_append.cpp",),
+        ("rope_append",), "cache", "rope_append.cpp", ("rope_append.cpp",),
+        ("rope_append.metal",), ("rope_append.cpp",),
         ("test_rope_append.py", "test_cache_step.py"),
     ),
 )  # fmt: skip
@@ -123,7 +129,7 @@ def _as_new_ops_are() -> Iterator[Place]:
         declarations = (ROOT / "mlx_mittens" / "ops" / f"{family}.py").read_text()
         for op in re.findall(r"^@defined_in_extension\ndef (\w+)\(", declarations, re.M):
             if op not in named:
-                yield Place((op,), family, f"{op}.cpp", f"{op}.cpp", (f"{op}.metal",), (), (f"test_{op}.py",))
+                yield Place((op,), family, f"{op}.cpp", (f"{op}.cpp",), (f"{op}.metal",), (), (f"test_{op}.py",))
 
 
 PLACES = (*_PLACES, *_as_new_ops_are())

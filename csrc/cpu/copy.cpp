@@ -13,7 +13,7 @@ namespace {
 constexpr size_t piece_elements = 1 << 14;  // for one thread at a time
 
 template <typename T>
-void gather(const T* source, T* target, const int32_t* shape, const int64_t* strides, size_t dims) {
+void copy_rows(const T* source, T* target, const int32_t* shape, const int64_t* strides, size_t dims) {
   const size_t outer = dims - 1;
   const size_t columns = shape[outer];
   size_t rows = 1;
@@ -45,11 +45,11 @@ void copy_strided(const void* source, void* target, size_t item_bytes, const int
                   size_t dims) {
   switch (item_bytes) {
     case 1:
-      return gather(static_cast<const uint8_t*>(source), static_cast<uint8_t*>(target), shape, strides, dims);
+      return copy_rows(static_cast<const uint8_t*>(source), static_cast<uint8_t*>(target), shape, strides, dims);
     case 2:
-      return gather(static_cast<const uint16_t*>(source), static_cast<uint16_t*>(target), shape, strides, dims);
+      return copy_rows(static_cast<const uint16_t*>(source), static_cast<uint16_t*>(target), shape, strides, dims);
     case 4:
-      return gather(static_cast<const uint32_t*>(source), static_cast<uint32_t*>(target), shape, strides, dims);
+      return copy_rows(static_cast<const uint32_t*>(source), static_cast<uint32_t*>(target), shape, strides, dims);
   }
   throw std::logic_error("[mlx_mittens] elements of " + std::to_string(item_bytes) + " bytes are not copied");
 }

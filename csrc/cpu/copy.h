@@ -1,4 +1,4 @@
-// Gathering a strided view into row contiguous memory.
+// The copy of a strided view into row contiguous memory.
 #pragma once
 
 #include <cstddef>

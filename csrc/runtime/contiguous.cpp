@@ -8,6 +8,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "params/runtime.h"
+#include "runtime/array_layout.h"
 
 namespace mittens {
 
@@ -77,14 +78,14 @@ Launch copy_launch(const mx::array& source, const mx::array& target) {
   params.start = -lowest;
   params.dims = static_cast<uint32_t>(outer);
   params.columns = view.shape[outer];
-  params.chunks = (params.columns + kThreads - 1) / kThreads;
+  params.chunks = ceil_divide(params.columns, kThreads);
 
   const int64_t item = source.itemsize();
   Launch launch;
   launch.file = "runtime/copy.metal";
   launch.kernel = "copy_strided_" + std::to_string(item);
   launch.threadgroups = {static_cast<uint32_t>(source.size() / params.columns * params.chunks), 1, 1};
-  launch.threads = {std::min(kThreads, (params.columns + 31) / 32 * 32), 1, 1};
+  launch.threads = {std::min(kThreads, ceil_divide(params.columns, 32) * 32), 1, 1};
   launch.input(source, lowest * item, (highest - lowest + 1) * item).output(target).params(params);
   return launch;
 }
@@ -108,7 +109,7 @@ void fill_rows(mx::array& target, const mx::array* row, mx::Stream stream) {
   copy(rows, target, stream);
 }
 
-mx::array gatherable(mx::array array, mx::Stream stream) {
+mx::array copyable(mx::array array, mx::Stream stream) {
   if (array.ndim() > kCopyDims + 1) {
     return mx::contiguous(array, false, stream);
   }

@@ -1,13 +1,14 @@
-// Kernels read rows: what is not row contiguous is gathered first, by a kernel of ours, when the op is evaluated. mx's
-// own contiguous() would be one more node in every graph, and copies each slice of a larger array.
+// Row contiguous copies. Kernels read rows: an array that is not row contiguous is copied first, by a kernel of ours,
+// when the op is evaluated. mx's own contiguous() would be one more node in every graph, and copies each slice of a
+// larger array.
 #pragma once
 
 #include "runtime/primitive.h"
 
 namespace mittens {
 
-// The array as copy_strided can gather it: of too many dimensions it goes through mx's contiguous().
-mx::array gatherable(mx::array array, mx::Stream stream);
+// The array if copy_strided can copy it; of too many dimensions what mx's contiguous() makes of it.
+mx::array copyable(mx::array array, mx::Stream stream);
 
 // The array's elements in row contiguous memory of their own, which lives until what was given to the stream so far,
 // and what is given to it next, is done.

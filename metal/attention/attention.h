@@ -27,7 +27,7 @@ constexpr float score_unit() {
 
 // The weight of a score, less the maximum.
 template <typename T>
-inline float weight_of(float difference) {
+inline float softmax_weight(float difference) {
   if constexpr (is_same_v<T, float>) {
     return exp_of<float>(difference);
   } else {
@@ -47,11 +47,6 @@ inline bool is_nan(float v) {
 // Whether a row may not see some key.
 inline bool may_hide(constant AttentionParams& params) {
   return params.causal || params.mask != no_mask;
-}
-
-// What scores are taken from. Where only -inf has been seen it is not that: -inf - -inf would be NaN.
-inline float finite_maximum(float maximum) {
-  return maximum == -INFINITY ? 0.0f : maximum;
 }
 
 }  // namespace mittens

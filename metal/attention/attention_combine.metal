@@ -37,21 +37,15 @@ inline Shares load_shares(const device float4* sums, const device float* maxima,
   return shares;
 }
 
-// The sum of weights, and the maximum that they are weights against.
-struct Total {
-  float maximum;
-  float total;
-};
-
-// Of all splits, in every lane; sink: the maximum of one more, whose total is 1, if there is one.
+// The state of all splits, in every lane. sink: the maximum of one more, whose l is 1, if there is one.
 template <typename T>
-inline Total total_of(
+inline SoftmaxState<float> merged_state(
     const device float* maxima, const device float* totals, uint splits, float sink, bool has_sink, uint lane) {
-  Total own{has_sink ? sink : -INFINITY, has_sink && lane == 0 ? 1.0f : 0.0f};
+  SoftmaxState<float> own{has_sink ? sink : -INFINITY, has_sink && lane == 0 ? 1.0f : 0.0f};
   for (uint first = lane; first < splits; first += at_once * 32) {
     float m[at_once];
     float t[at_once];
-    float maximum = own.maximum;
+    float maximum = own.m;
 #pragma unroll
     for (uint i = 0; i < at_once; ++i) {
       const bool there = first + i * 32 < splits;
@@ -63,15 +57,15 @@ inline Total total_of(
       maximum = max(maximum, m[i]);
     }
     const float base = finite_maximum(maximum);
-    own.total *= weight_of<T>(own.maximum - base);
+    own.l *= softmax_weight<T>(own.m - base);
 #pragma unroll
     for (uint i = 0; i < at_once; ++i) {
-      own.total = fma(t[i], weight_of<T>(m[i] - base), own.total);
+      own.l = fma(t[i], softmax_weight<T>(m[i] - base), own.l);
     }
-    own.maximum = maximum;
+    own.m = maximum;
   }
-  const float maximum = simd_max(own.maximum);
-  return {maximum, simd_sum(own.total * weight_of<T>(own.maximum - finite_maximum(maximum)))};
+  const float maximum = simd_max(own.m);
+  return {maximum, simd_sum(own.l * softmax_weight<T>(own.m - finite_maximum(maximum)))};
 }
 
 template <typename T>
@@ -95,8 +89,8 @@ template <typename T>
 
   Shares shares = load_shares(sums, maxima, t / quads, splits, stride);
   const float sink = params.has_sinks ? float(sinks[row / params.queries % params.heads]) * score_unit<T>() : 0.0f;
-  const Total all = total_of<T>(maxima, totals, splits, sink, params.has_sinks, lane);
-  const float base = finite_maximum(all.maximum);
+  const SoftmaxState<float> all = merged_state<T>(maxima, totals, splits, sink, params.has_sinks, lane);
+  const float base = finite_maximum(all.m);
   float4 sum = float4(0.0f);
   for (uint first = t / quads; first < splits; first += at_once * sharers) {
     if (first >= at_once * sharers) {
@@ -104,7 +98,7 @@ template <typename T>
     }
 #pragma unroll
     for (uint i = 0; i < at_once; ++i) {
-      const float weight = weight_of<T>(shares.maxima[i] - base);
+      const float weight = softmax_weight<T>(shares.maxima[i] - base);
       // Where a row sees nothing of a split, that is the sum of hidden values, which may have overflowed.
       const bool hidden = weight == 0.0f && shares.maxima[i] <= lowest_score;
       sum = hidden ? sum : fma(shares.sums[i], float4(weight), sum);
@@ -126,7 +120,7 @@ template <typename T>
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      y[(size_t(row) * row_quads + quad) * 4 + j] = T(sum[j] / all.total);
+      y[(size_t(row) * row_quads + quad) * 4 + j] = T(sum[j] / all.l);
     }
   }
 }

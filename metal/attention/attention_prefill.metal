@@ -45,8 +45,7 @@ struct Prefill {
 
   Fragments<T, Q> queries[R];
   Fragments<float, D / 8> sums[R];
-  RowValues<R> maximum;
-  RowValues<R> total;  // of the lane's columns
+  SoftmaxState<RowValues<R>> state;  // l: of the lane's columns
 };
 
 // Where a simdgroup's rows and head are.
@@ -127,12 +126,12 @@ inline void add_mask(
 }
 
 template <int R, int C>
-inline void weights_of(thread Tile<float, R, C>& scores) {
+inline void softmax_weights(thread Tile<float, R, C>& scores) {
 #pragma unroll
   for (int r = 0; r < R; ++r) {
 #pragma unroll
     for (int c = 0; c < C; ++c) {
-      scores.at[r][c] = float2(weight_of<float>(scores.at[r][c].x), weight_of<float>(scores.at[r][c].y));
+      scores.at[r][c] = float2(softmax_weight<float>(scores.at[r][c].x), softmax_weight<float>(scores.at[r][c].y));
     }
   }
 }
@@ -240,16 +239,16 @@ inline void attend(
     fill_columns_from(scores, params.keys - key, -INFINITY, place.lane);
   }
 
-  RowValues<R> base = own.maximum;
+  RowValues<R> base = own.state.m;
   row_max(scores, base);
   RowValues<R> factor;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const float raised = base.at[r];
     base.at[r] = finite_maximum(raised);
-    factor.at[r] = weight_of<T>(own.maximum.at[r] - base.at[r]);
-    own.maximum.at[r] = raised;
-    own.total.at[r] *= factor.at[r];
+    factor.at[r] = softmax_weight<T>(own.state.m.at[r] - base.at[r]);
+    own.state.m.at[r] = raised;
+    own.state.l.at[r] *= factor.at[r];
 #pragma unroll
     for (int d = 0; d < D / 8; ++d) {
       own.sums[r].at[d] *= factor.at[r];
@@ -257,11 +256,11 @@ inline void attend(
   }
   subtract_rows(scores, base);
   if constexpr (is_same_v<T, float>) {
-    weights_of(scores);
+    softmax_weights(scores);
   } else {
     exp2_of(scores);
   }
-  row_sum_of_lane(scores, own.total);
+  row_sum_of_lane(scores, own.state.l);
   const Tile<T, R, C> weights = converted<T>(scores);
   multiply_values<T, D, R, C>(weights, own, place, key, params);
 }
@@ -327,8 +326,8 @@ template <typename T, int D, int R>
   }
 
   Prefill<T, D, R> own;
-  fill(own.maximum, -INFINITY);
-  fill(own.total, 0.0f);
+  fill(own.state.m, -INFINITY);
+  fill(own.state.l, 0.0f);
   if (Prefill<T, D, R>::Q == D / 8) {
     load_queries(own, place, 0, params);
   }
@@ -356,7 +355,7 @@ template <typename T, int D, int R>
       bool unseeing = false;
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        unseeing = unseeing || own.maximum.at[r] <= hidden_score(params);
+        unseeing = unseeing || own.state.m.at[r] <= hidden_score(params);
       }
       if (left_out || params.mask == additive_mask || !simd_any(unseeing)) {
         break;
@@ -380,13 +379,13 @@ template <typename T, int D, int R>
   uint left = 0;  // blocks of rows
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    float total = lanes_of_row_sum(own.total.at[r]);
+    float total = lanes_of_row_sum(own.state.l.at[r]);
     float factor = 1;
     if (params.has_sinks) {
       const float sink = float(sinks[head]) * score_unit<T>();
-      const float base = finite_maximum(max(own.maximum.at[r], sink));
-      factor = weight_of<T>(own.maximum.at[r] - base);
-      total = fma(total, factor, weight_of<T>(sink - base));
+      const float base = finite_maximum(max(own.state.m.at[r], sink));
+      factor = softmax_weight<T>(own.state.m.at[r] - base);
+      total = fma(total, factor, softmax_weight<T>(sink - base));
     }
     const float share = factor / total;
     shares.at[r] = share;
@@ -417,7 +416,7 @@ template <typename T, int D, int R>
 #pragma unroll 1
   for (uint i = 0; left != 0 && i < 8 * R * parts; ++i) {
     const uint own_row = i / parts;
-    const float maximum = own_row < 8 ? own.maximum.at[0] : own.maximum.at[R - 1];  // R is 1 or 2
+    const float maximum = own_row < 8 ? own.state.m.at[0] : own.state.m.at[R - 1];  // R is 1 or 2
     const float share = own_row < 8 ? shares.at[0] : shares.at[R - 1];
     const ushort from = tile_lane(own_row % 8, 0);
     const float row_maximum = simd_shuffle(maximum, from);

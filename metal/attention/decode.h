@@ -231,10 +231,10 @@ inline RowTotal row_total(
     total.largest = max(total.largest, sink);
   }
   total.base = finite_maximum(total.largest);
-  total.denominator = weight_of<T>(sink - total.base);
+  total.denominator = softmax_weight<T>(sink - total.base);
 #pragma unroll
   for (int s = 0; s < decode_simdgroups; ++s) {
-    total.weights[s] = weight_of<T>(maxima[row * decode_simdgroups + s] - total.base);
+    total.weights[s] = softmax_weight<T>(maxima[row * decode_simdgroups + s] - total.base);
     total.denominator = fma(totals[row * decode_simdgroups + s], total.weights[s], total.denominator);
   }
   return total;
@@ -431,7 +431,7 @@ inline uint decode(
     if (simd_any(grew)) {
 #pragma unroll
       for (int b = 0; b < Shape::blocks; ++b) {
-        const float factor = weight_of<T>(maximum[b] - finite_maximum(raised[b]));
+        const float factor = softmax_weight<T>(maximum[b] - finite_maximum(raised[b]));
         maximum[b] = raised[b];
         total[b] *= factor;
 #pragma unroll
@@ -449,7 +449,7 @@ inline uint decode(
       const float base = finite_maximum(maximum[b]);
 #pragma unroll
       for (int i = 0; i < Shape::own; ++i) {
-        scores[b][i] = weight_of<T>(scores[b][i] - base);
+        scores[b][i] = softmax_weight<T>(scores[b][i] - base);
         total[b] += scores[b][i];
       }
     }

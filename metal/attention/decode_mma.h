@@ -142,12 +142,8 @@ inline void load_next(
 }
 
 template <typename T>
-inline float2 weights_of(float2 differences) {
-  return float2(weight_of<T>(differences.x), weight_of<T>(differences.y));
-}
-
-inline float2 finite_maximum(float2 maximum) {
-  return float2(finite_maximum(maximum.x), finite_maximum(maximum.y));
+inline float2 softmax_weights(float2 differences) {
+  return float2(softmax_weight<T>(differences.x), softmax_weight<T>(differences.y));
 }
 
 // Returns what is left to write_seen.
@@ -235,7 +231,7 @@ inline uint decode_tiles(
 #pragma unroll
         for (int b = 0; b < B; ++b) {
           const float2 raised = max(maximum[b], lanes_of_column_max(largest[b]));
-          const float2 factor = weights_of<T>(maximum[b] - finite_maximum(raised));
+          const float2 factor = softmax_weights<T>(maximum[b] - finite_maximum(raised));
           total[b] *= factor;
           rescale(own, b, v, scores, finite_maximum(maximum[b]), finite_maximum(raised), factor);
           maximum[b] = raised;
@@ -248,7 +244,7 @@ inline uint decode_tiles(
 #pragma unroll
         for (int c = 0; c < C; ++c) {
           scores.at[b][c] -= base;
-          total[b] += weights_of<T>(scores.at[b][c]);
+          total[b] += softmax_weights<T>(scores.at[b][c]);
         }
       }
       add_values(own, v, scores);

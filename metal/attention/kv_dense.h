@@ -190,7 +190,7 @@ inline void add_values(
     vec<T, 2> weights[B];
 #pragma unroll
     for (int b = 0; b < B; ++b) {
-      const float2 weight = weights_of<T>(distances.at[b][c]);
+      const float2 weight = softmax_weights<T>(distances.at[b][c]);
       weights[b] = vec<T, 2>(T(weight.x), T(weight.y));
     }
 #pragma unroll

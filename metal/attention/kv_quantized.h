@@ -304,7 +304,7 @@ inline void rescale(
       largest = max(largest, scores.at[b][c] - raised + scale_exponent(affine_of<T>(values.affine[c].scales, g)));
     }
     own.tops[b][g] = max(top, lanes_of_column_max(largest));
-    const float2 of_block = weights_of<T>(top - finite_maximum(own.tops[b][g]));
+    const float2 of_block = softmax_weights<T>(top - finite_maximum(own.tops[b][g]));
 #pragma unroll
     for (int n = g * W / 8; n < (g + 1) * W / 8; ++n) {
       own.sums.at[b][n] *= of_block;
@@ -330,9 +330,9 @@ inline void add_values(
       half2 weights[B];
 #pragma unroll
       for (int b = 0; b < B; ++b) {
-        const float2 scaled = weights_of<T>(distances.at[b][c] + exponent - finite_maximum(own.tops[b][g]));
+        const float2 scaled = softmax_weights<T>(distances.at[b][c] + exponent - finite_maximum(own.tops[b][g]));
         weights[b] = half2(scale < 0 ? -scaled : scaled);
-        own.biases[b][g] = fma(weights_of<T>(distances.at[b][c]), float2(bias), own.biases[b][g]);
+        own.biases[b][g] = fma(softmax_weights<T>(distances.at[b][c]), float2(bias), own.biases[b][g]);
       }
 #pragma unroll
       for (int e = 0; e < V; ++e) {
@@ -355,7 +355,7 @@ inline void complete(thread PackedTiles<T, bits, W, D, B>& own) {
   for (int b = 0; b < B; ++b) {
 #pragma unroll
     for (int g = 0; g < D / W; ++g) {
-      const float2 factor = weights_of<T>(own.tops[b][g]);
+      const float2 factor = softmax_weights<T>(own.tops[b][g]);
       const float2 bias = lanes_of_column_sum(own.biases[b][g]);
 #pragma unroll
       for (int n = g * W / 8; n < (g + 1) * W / 8; ++n) {

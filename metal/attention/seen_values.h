@@ -45,11 +45,11 @@ inline float masked_score(float score, uint key, ScoredRow row, constant Attenti
   return sees(row, key, params) ? score : hidden_score(params);
 }
 
-// Adds a zero that the compiler cannot know, so that it recomputes what depends on `place` instead of keeping it in
+// Adds a zero that the compiler cannot know, so that it recomputes what depends on the value instead of keeping it in
 // registers.
-template <typename Place>
-inline Place found_anew(Place place, constant AttentionParams& params) {
-  return place + Place(params.key_heads == 0 ? 1 : 0);
+template <typename V>
+inline V found_anew(V value, constant AttentionParams& params) {
+  return value + V(params.key_heads == 0 ? 1 : 0);
 }
 
 inline int64_t head_offset(int64_t start, constant int64_t* strides, uint batch, uint head) {
@@ -103,7 +103,7 @@ inline float seen_sum(
       }
       score = fma(simd_sum(product), params.scale, score);
     }
-    const float weight = weight_of<T>(score - base);
+    const float weight = softmax_weight<T>(score - base);
     if (seen || weight != 0.0f) {
       const float value = element_at(values, key, column);
       sum = seen || is_finite(value) ? fma(weight, value, sum) : sum;

@@ -23,11 +23,11 @@ template <typename T, bool Normed>
 struct Head {
   const device T* row;
   const device T* weight;
-  float inverse_rms;
+  float rstd;
 
   float at(uint column) const {
     const T x = row[column];
-    return Normed ? round_to<T>(normalize_edge<T>(x, inverse_rms, true, weight[column])) : float(x);
+    return Normed ? round_to<T>(normalize_edge<T>(x, rstd, true, weight[column])) : float(x);
   }
 };
 
@@ -114,7 +114,7 @@ template <typename T, bool Normed>
       const float x = float(row[column]);
       sum += x * x;
     }
-    inverse = inverse_rms(simd_sum(sum), width, params.eps);
+    inverse = rstd(simd_sum(sum), width, params.eps);
   }
   rotate_part<T, Normed>(
       Head<T, Normed>{row, is_query ? query_norm : key_norm, inverse}, freqs, target, params, token, first, step);

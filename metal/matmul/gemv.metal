@@ -171,7 +171,7 @@ template <typename T, int W, int M, int R>
     }
   }
 
-  scatter_sum(totals, lane);
+  simd_reduce_scatter(totals, lane);
   constexpr int lanes = 32 / C;
   float sum = totals[0];
   uint index = lane % lanes == 0 ? lane / lanes : C;  // of the sum, r * M + m

@@ -151,7 +151,7 @@ inline float take_block(
 template <Format F, bool exact, int M, int B, bool lines>
 inline void pass_blocks(
     thread const Activations<block_columns, M>& a, bool inside, Tiles<lines> tiles, thread TileShare<F, B>& share,
-    uint first, uint end, uint two23, threadgroup uint4* scratch, Gathering to) {
+    uint first, uint end, uint two23, threadgroup uint4* scratch, PartialProducts to) {
   for (; first < end; first += B) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // all lanes have taken their blocks of the tiles before
     store_tiles(share, tiles, first, to.lane, scratch);
@@ -175,7 +175,7 @@ inline void pass_blocks(
         }
       }
     }
-    gather(totals, to, first * M);
+    add_totals(totals, to, first * M);
   }
 }
 
@@ -205,7 +205,7 @@ template <typename T, Format F, int M, int B, bool lines>
   threadgroup uint4* exchange = scratch + simdgroup * scratch_size<F, B>();
   x += size_t(first_row) * params.columns;
 
-  Gathering to;
+  PartialProducts to;
   to.partials = partials + simdgroup * products;
   to.lane = lane;
   const uint step = simdgroups * 32 * block_columns;
@@ -240,7 +240,7 @@ template <typename T, Format F, int M, int B, bool lines>
     const uint row = first_row + i % M;
     const uint output = first_output + i / M;
     if (row < params.rows) {
-      const float sum = sum_headroom<F>() * gathered(partials, i, products, simdgroups) +
+      const float sum = sum_headroom<F>() * sum_of_simdgroups(partials, i, products, simdgroups) +
           (params.has_bias ? float(bias[output]) : 0.0f);
       y[size_t(row) * params.outputs + output] = T(sum);
     }

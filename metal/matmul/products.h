@@ -1,4 +1,4 @@
-// Products of packed weights with the activations that lanes hold, and the gathering of a threadgroup's sums.
+// Products of packed weights with the activations that lanes hold, and their sums over lanes and simdgroups.
 #pragma once
 
 #include "matmul/activations.h"
@@ -45,26 +45,26 @@ inline void clear(thread float (&v)[C]) {
   }
 }
 
-// Where the products of a simdgroup gather: partials[r * M + m], set by its first columns, added to by the others.
-struct Gathering {
+// The products of a simdgroup: partials[r * M + m], set by its first columns, added to by the others.
+struct PartialProducts {
   threadgroup float* partials;
   uint lane;
   bool add;
 };
 
-// Adds the lanes' totals up and leaves them from partial `first` on.
+// Adds the lanes' totals up and stores them from partial `first` on.
 template <int C>
-inline void gather(thread float (&totals)[C], Gathering to, uint first) {
+inline void add_totals(thread float (&totals)[C], PartialProducts to, uint first) {
   constexpr int sharing = 32 / C;
-  scatter_sum(totals, to.lane);
+  simd_reduce_scatter(totals, to.lane);
   if (to.lane % sharing == 0) {
     threadgroup float& partial = to.partials[first + to.lane / sharing];
     partial = to.add ? partial + totals[0] : totals[0];
   }
 }
 
-// What the simdgroups have of product i, added up.
-inline float gathered(threadgroup const float* partials, uint i, uint products, uint simdgroups) {
+// Product i, summed over the simdgroups.
+inline float sum_of_simdgroups(threadgroup const float* partials, uint i, uint products, uint simdgroups) {
   float sum = 0;
 #pragma unroll 1
   for (uint s = 0; s < simdgroups; ++s) {

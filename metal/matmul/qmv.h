@@ -97,7 +97,7 @@ inline void load_batch(AffineWeights<T> w, uint first, thread AffineBatch<T, P, 
 // A weight times 2^bit_of(i), from what unpack_word made of integer i: with its own bias, since that of the middle
 // would be rounded once more.
 template <Format F>
-inline float weight_of(float q, int i, float scale, float bias) {
+inline float dequantized_weight(float q, int i, float scale, float bias) {
   return fma(q + zero_of<F>() / activation_scale<F>(i), scale, bias / activation_scale<F>(i));
 }
 
@@ -113,7 +113,7 @@ inline void multiply_weights(
     unpack_word<F, true>(words[p], two23, q);
 #pragma unroll
     for (int i = 0; i < word_size<F>(); ++i) {
-      q[i] = weight_of<F>(q[i], i, scale, bias);
+      q[i] = dequantized_weight<F>(q[i], i, scale, bias);
     }
     add_products<F>(a, q, p, sums);
   }
@@ -146,7 +146,7 @@ inline void multiply(
 template <typename T, int bits, bool exact, int P, int M, int B>
 inline void pass_rows(
     thread const Activations<P * 32 / bits, M>& a, bool inside, AffineWeights<T> w, thread AffineBatch<T, P, B>& batch,
-    uint first, uint end, uint two23, Gathering to) {
+    uint first, uint end, uint two23, PartialProducts to) {
   for (; first < end; first += B) {
     float totals[B * M];
     clear(totals);
@@ -156,7 +156,7 @@ inline void pass_rows(
         load_batch<T, P, B>(w, first + B, batch);
       }
     }
-    gather(totals, to, first * M);
+    add_totals(totals, to, first * M);
   }
 }
 
@@ -165,7 +165,7 @@ inline void pass_rows(
 template <typename T, int bits, bool exact, int P, int M, int B>
 inline void pass_all_rows(
     thread const Activations<P * 32 / bits, M>& a, bool inside, AffineWeights<T> w, thread AffineBatch<T, P, B>& batch,
-    uint rows, uint two23, Gathering to) {
+    uint rows, uint two23, PartialProducts to) {
   const uint batched = rows / B * B;
   pass_rows<T, bits, exact, P, M, B>(a, inside, w, batch, 0, batched, two23, to);
   if (batched < rows) {

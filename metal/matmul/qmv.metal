@@ -39,7 +39,7 @@ template <typename T, int bits, int P, int M, int B>
   x += (size_t(group.z) * params.rows + first_row) * params.columns;
   const AffineWeights<T> matrix = matrix_of(w, scales, biases, params, group.z, first_output);
 
-  Gathering to;
+  PartialProducts to;
   to.partials = partials + simdgroup * products;
   to.lane = lane;
   for (uint begin = simdgroup * 32 * V; begin < params.columns; begin += simdgroups * 32 * V) {
@@ -64,7 +64,8 @@ template <typename T, int bits, int P, int M, int B>
     const uint row = first_row + i % M;
     const uint output = first_output + i / M;
     if (row < params.rows) {
-      const float sum = gathered(partials, i, products, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
+      const float sum =
+          sum_of_simdgroups(partials, i, products, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
       y[(size_t(group.z) * params.rows + row) * params.outputs + output] = T(sum);
     }
   }

@@ -42,7 +42,7 @@ template <typename T, int bits, int P, int M, int B>
   const AffineWeights<T> gate_matrix = matrix_of(gate, gate_scales, gate_biases, params, 0, first_output);
   const AffineWeights<T> up_matrix = matrix_of(up, up_scales, up_biases, params, 0, first_output);
 
-  Gathering to;
+  PartialProducts to;
   to.lane = lane;
   for (uint begin = simdgroup * 32 * V; begin < params.columns; begin += simdgroups * 32 * V) {
     const uint column = begin + lane * V;
@@ -68,8 +68,8 @@ template <typename T, int bits, int P, int M, int B>
   for (uint i = t; i < outputs * M; i += simdgroups * 32) {
     const uint row = first_row + i % M;
     if (row < params.rows) {
-      const float gated = gathered(partials, i, products, simdgroups);
-      const float linear = gathered(partials + simdgroups * products, i, products, simdgroups);
+      const float gated = sum_of_simdgroups(partials, i, products, simdgroups);
+      const float linear = sum_of_simdgroups(partials + simdgroups * products, i, products, simdgroups);
       y[size_t(row) * params.outputs + first_output + i / M] = T(gated / (1.0f + precise::exp(-gated)) * linear);
     }
   }

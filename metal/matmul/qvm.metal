@@ -104,7 +104,7 @@ template <typename T, int bits, int M>
       if constexpr (is_same_v<T, float>) {  // the weights themselves, as in matmul/qmv.h
 #pragma unroll
         for (int j = 0; j < owned; ++j) {
-          q[j] = weight_of<affine<bits>()>(q[j], j % (32 / bits), row_scales[i], row_biases[i]);
+          q[j] = dequantized_weight<affine<bits>()>(q[j], j % (32 / bits), row_scales[i], row_biases[i]);
         }
       }
 #pragma unroll

@@ -35,7 +35,7 @@ inline float lanes_max(float v) {
 }
 
 // Where a thread stands in its threadgroup, as the reductions need it.
-struct Place {
+struct ThreadPosition {
   uint lane;
   uint simdgroup;
   uint simdgroups;
@@ -43,29 +43,29 @@ struct Place {
 
 // One barrier: each simdgroup leaves its sum in scratch[32], then every simdgroup adds them in the same order.
 // A scratch may serve again only after another barrier.
-inline float threadgroup_sum(float v, threadgroup float* scratch, Place place) {
+inline float threadgroup_sum(float v, threadgroup float* scratch, ThreadPosition position) {
   v = simd_sum(v);
-  if (place.lane == 0) {
-    scratch[place.simdgroup] = v;
+  if (position.lane == 0) {
+    scratch[position.simdgroup] = v;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  return simd_sum(place.lane < place.simdgroups ? scratch[place.lane] : 0.0f);
+  return simd_sum(position.lane < position.simdgroups ? scratch[position.lane] : 0.0f);
 }
 
 // The first K of v, summed for the barrier of one; scratch[32 * K].
 template <int K, int M>
-inline void threadgroup_sums(thread float (&v)[M], threadgroup float* scratch, Place place) {
+inline void threadgroup_sums(thread float (&v)[M], threadgroup float* scratch, ThreadPosition position) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     v[k] = simd_sum(v[k]);
-    if (place.lane == 0) {
-      scratch[32 * k + place.simdgroup] = v[k];
+    if (position.lane == 0) {
+      scratch[32 * k + position.simdgroup] = v[k];
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    v[k] = simd_sum(place.lane < place.simdgroups ? scratch[32 * k + place.lane] : 0.0f);
+    v[k] = simd_sum(position.lane < position.simdgroups ? scratch[32 * k + position.lane] : 0.0f);
   }
 }
 

@@ -21,18 +21,18 @@ inline float square_sum(thread const RowPart<T, N>& part) {
   return sum;
 }
 
-inline float inverse_rms(float square_sum, uint columns, float eps) {
+inline float rstd(float square_sum, uint columns, float eps) {
   return precise::rsqrt(square_sum / float(columns) + eps);
 }
 
-// x * inverse_rms is rounded to T before the weight is applied, as mx does.
+// x * rstd is rounded to T before the weight is applied, as mx does.
 template <typename T>
-inline uint4 normalize_pack(uint4 x, float inverse_rms, bool has_weight, uint4 weight) {
+inline uint4 normalize_pack(uint4 x, float rstd, bool has_weight, uint4 weight) {
   float v[16 / sizeof(T)];
   unpack<T>(x, v);
 #pragma unroll
   for (int j = 0; j < pack_size<T>(); ++j) {
-    v[j] *= inverse_rms;
+    v[j] *= rstd;
   }
   if (has_weight) {
     float w[16 / sizeof(T)];
@@ -47,8 +47,8 @@ inline uint4 normalize_pack(uint4 x, float inverse_rms, bool has_weight, uint4 w
 }
 
 template <typename T>
-inline float normalize_edge(T x, float inverse_rms, bool has_weight, T weight) {
-  const float v = float(x) * inverse_rms;
+inline float normalize_edge(T x, float rstd, bool has_weight, T weight) {
+  const float v = float(x) * rstd;
   return has_weight ? round_to<T>(v) * float(weight) : v;
 }
 
@@ -86,7 +86,7 @@ inline void load_weights(
 // their turn comes.
 template <typename T, int N>
 inline void write_part(
-    thread RowPart<T, N>& part, thread WeightAhead<T, N>& ahead, float inverse_rms, const device T* weight,
+    thread RowPart<T, N>& part, thread WeightAhead<T, N>& ahead, float rstd, const device T* weight,
     bool has_weight, bool weight_aligned, device T* y_row, bool y_aligned, RowSpan span, uint first, uint stride,
     uint end) {
   constexpr int A = weights_ahead<N>();
@@ -106,7 +106,7 @@ inline void write_part(
     }
     store_pack(
         y_row + span.head + p * pack_size<T>(), y_aligned,
-        normalize_pack<T>(part.packs[0], inverse_rms, has_weight, w));
+        normalize_pack<T>(part.packs[0], rstd, has_weight, w));
 #pragma unroll
     for (int k = 1; k < N; ++k) {
       part.packs[k - 1] = part.packs[k];
@@ -119,7 +119,7 @@ inline void write_part(
 template <typename T, int N, typename Params>
 inline void range_normalize(
     const device T* x_row, bool x_aligned, const device T* weight, device T* y_row, bool y_aligned,
-    constant Params& params, RowSpan span, uint begin, uint end, bool edges, float inverse_rms, uint t, uint threads) {
+    constant Params& params, RowSpan span, uint begin, uint end, bool edges, float rstd, uint t, uint threads) {
   const bool weight_aligned = packs_aligned<T>(params.weight_phase, span);
   RowPart<T, N> part;
   WeightAhead<T, N> ahead;
@@ -127,13 +127,13 @@ inline void range_normalize(
     load_packs(x_row, span, x_aligned, first, threads, end, uint4(0), part);
     load_weights(weight, params.has_weight, weight_aligned, span, t, first, threads, end, ahead);
     write_part(
-        part, ahead, inverse_rms, weight, params.has_weight, weight_aligned, y_row, y_aligned, span, first, threads,
+        part, ahead, rstd, weight, params.has_weight, weight_aligned, y_row, y_aligned, span, first, threads,
         end);
   }
   if (edges) {
     const T w = params.has_weight ? load_edge(weight, span, t, 0) : T(0);
     const T x = load_edge(x_row, span, t, 0);
-    store_edge(y_row, span, t, normalize_edge<T>(x, inverse_rms, params.has_weight, w));
+    store_edge(y_row, span, t, normalize_edge<T>(x, rstd, params.has_weight, w));
   }
 }
 

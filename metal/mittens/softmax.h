@@ -20,41 +20,48 @@ inline float exp_of(float v) {
   return power;
 }
 
-// A maximum and the sum of exp(x - maximum). Nothing seen yet is {-inf, 0}.
-struct MaxSum {
-  float maximum;
-  float sum;
+// The online softmax of what has been seen of a row, or of several rows: the maximum m, and l, the sum of exp(x - m).
+// Nothing seen yet is {-inf, 0}.
+template <typename V>
+struct SoftmaxState {
+  V m;
+  V l;
 };
 
-// What to subtract before exp where only -inf has been seen so far: -inf - -inf would be NaN.
-inline float finite_base(float maximum) {
+// What to subtract before exp. Where only -inf has been seen it is not the maximum: -inf - -inf would be NaN.
+inline float finite_maximum(float maximum) {
   return maximum == -INFINITY ? 0.0f : maximum;
 }
 
-template <typename T>
-inline MaxSum merge(MaxSum a, MaxSum b) {
-  const float maximum = max(a.maximum, b.maximum);
-  const float base = finite_base(maximum);
-  return MaxSum{maximum, a.sum * exp_of<T>(a.maximum - base) + b.sum * exp_of<T>(b.maximum - base)};
+inline float2 finite_maximum(float2 maximum) {
+  return float2(finite_maximum(maximum.x), finite_maximum(maximum.y));
 }
 
 template <typename T>
-inline MaxSum simd_merge(MaxSum own) {
-  const float maximum = simd_max(own.maximum);
-  return MaxSum{maximum, simd_sum(own.sum * exp_of<T>(own.maximum - finite_base(maximum)))};
+inline SoftmaxState<float> merge(SoftmaxState<float> a, SoftmaxState<float> b) {
+  const float maximum = max(a.m, b.m);
+  const float base = finite_maximum(maximum);
+  return SoftmaxState<float>{maximum, a.l * exp_of<T>(a.m - base) + b.l * exp_of<T>(b.m - base)};
+}
+
+template <typename T>
+inline SoftmaxState<float> simd_merge(SoftmaxState<float> own) {
+  const float maximum = simd_max(own.m);
+  return SoftmaxState<float>{maximum, simd_sum(own.l * exp_of<T>(own.m - finite_maximum(maximum)))};
 }
 
 // Merges what the simdgroups hold, with one barrier; scratch[64].
 template <typename T>
-inline MaxSum threadgroup_merge(MaxSum own, threadgroup float* scratch, Place place) {
-  if (place.lane == 0) {
-    scratch[place.simdgroup] = own.maximum;
-    scratch[32 + place.simdgroup] = own.sum;
+inline SoftmaxState<float> threadgroup_merge(
+    SoftmaxState<float> own, threadgroup float* scratch, ThreadPosition position) {
+  if (position.lane == 0) {
+    scratch[position.simdgroup] = own.m;
+    scratch[32 + position.simdgroup] = own.l;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  MaxSum other = MaxSum{-INFINITY, 0};
-  if (place.lane < place.simdgroups) {
-    other = MaxSum{scratch[place.lane], scratch[32 + place.lane]};
+  SoftmaxState<float> other = SoftmaxState<float>{-INFINITY, 0};
+  if (position.lane < position.simdgroups) {
+    other = SoftmaxState<float>{scratch[position.lane], scratch[32 + position.lane]};
   }
   return simd_merge<T>(other);
 }
@@ -111,22 +118,22 @@ inline void scale(thread Exponentials<T, N>& e, float factor, thread RowPart<T, 
   part.edge = T(e.edge * factor);
 }
 
-// Maximum and sum of the packs begin .. end, and of this thread's edge element if the caller takes the edges: the sum
+// The state of the packs begin .. end, and of this thread's edge element if the caller takes the edges: the sum
 // is rescaled when a batch of packs raises the maximum.
 template <typename T, int N>
-inline MaxSum range_max_sum(
+inline SoftmaxState<float> range_softmax_state(
     const device T* x_row, RowSpan span, uint begin, uint end, bool edges, uint t, uint threads) {
   RowPart<T, N> part;
   Exponentials<T, N> e;
   part.edge = edges ? load_edge(x_row, span, t, -INFINITY) : T(-INFINITY);
-  MaxSum own = MaxSum{-INFINITY, 0};
+  SoftmaxState<float> own = SoftmaxState<float>{-INFINITY, 0};
   // The edge element goes in with the first batch, which may hold no pack.
   for (uint first = begin + t; first == begin + t || first < end; first += N * threads) {
     load_packs(x_row, span, true, first, threads, end, pack_of<T>(-INFINITY), part);
-    const float raised = max(own.maximum, maximum(part));
-    const float base = finite_base(raised);
-    own.sum = own.sum * exp_of<T>(own.maximum - base) + exponentials(part, base, e);
-    own.maximum = raised;
+    const float raised = max(own.m, maximum(part));
+    const float base = finite_maximum(raised);
+    own.l = own.l * exp_of<T>(own.m - base) + exponentials(part, base, e);
+    own.m = raised;
     part.edge = T(-INFINITY);
   }
   return own;
@@ -137,18 +144,18 @@ inline MaxSum range_max_sum(
 template <typename T, int N>
 inline void range_softmax(
     thread RowPart<T, N>& part, const device T* x_row, device T* y_row, bool y_aligned, RowSpan span, uint begin,
-    uint end, bool edges, MaxSum all, uint t, uint threads) {
-  const float inverse_sum = 1.0f / all.sum;
+    uint end, bool edges, SoftmaxState<float> all, uint t, uint threads) {
+  const float inverse_sum = 1.0f / all.l;
   Exponentials<T, N> e;
   part.edge = T(0);
   for (uint first = begin + t; first < end; first += N * threads) {
-    exponentials(part, all.maximum, e);
+    exponentials(part, all.m, e);
     scale(e, inverse_sum, part);
     store_packs(y_row, span, y_aligned, first, threads, end, part);
     load_packs(x_row, span, true, first + N * threads, threads, end, uint4(0), part);
   }
   if (edges) {
-    store_edge(y_row, span, t, exp_of<T>(float(load_edge(x_row, span, t, 0)) - all.maximum) * inverse_sum);
+    store_edge(y_row, span, t, exp_of<T>(float(load_edge(x_row, span, t, 0)) - all.m) * inverse_sum);
   }
 }
 

@@ -70,7 +70,7 @@ inline void add_and_normalize_rows(
     const bool sum_aligned = packs_aligned<T, Whole>(params.sum_phase + row * columns, spans[r]);
     store_packs(sum + start, spans[r], sum_aligned, t, L, spans[r].packs, parts[r]);
     store_edge(sum + start, spans[r], t, float(parts[r].edge));
-    const float n = inverse_rms(lanes_sum<L>(square_sum(parts[r])), columns, params.eps);
+    const float n = rstd(lanes_sum<L>(square_sum(parts[r])), columns, params.eps);
     store_edge(y + start, spans[r], t, normalize_edge<T>(parts[r].edge, n, params.has_weight, ahead[r].edge));
     write_part(
         parts[r], ahead[r], n, weight, params.has_weight, packs_aligned<T, Whole>(params.weight_phase, spans[r]),
@@ -101,7 +101,8 @@ template <typename T, int L, int N, int R>
 template <typename T, int N, bool Whole>
 inline void add_and_normalize_row(
     const device T* x, const device T* residual, const device T* weight, device T* y, device T* sum,
-    constant AddRmsNormParams& params, uint row, uint t, uint threads, threadgroup float* scratch, Place place) {
+    constant AddRmsNormParams& params, uint row, uint t, uint threads, threadgroup float* scratch,
+    ThreadPosition position) {
   const uint columns = params.row.columns;
   const uint shift = row * columns;
   const RowSpan span = row_span<T, Whole>(params.x_phase + shift, columns);
@@ -121,7 +122,7 @@ inline void add_and_normalize_row(
   add_part(part, residuals);
   store_packs(sum + start, span, sum_aligned, t, threads, span.packs, part);
   store_edge(sum + start, span, t, float(part.edge));
-  const float n = inverse_rms(threadgroup_sum(square_sum(part), scratch, place), columns, params.eps);
+  const float n = rstd(threadgroup_sum(square_sum(part), scratch, position), columns, params.eps);
   store_edge(y + start, span, t, normalize_edge<T>(part.edge, n, params.has_weight, ahead.edge));
   write_part(
       part, ahead, n, weight, params.has_weight, weight_aligned, y + start,
@@ -143,11 +144,11 @@ template <typename T, int N>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float scratch[32];
-  const Place place = Place{lane, simdgroup, simdgroups};
+  const ThreadPosition position = ThreadPosition{lane, simdgroup, simdgroups};
   if (params.row.whole) {
-    add_and_normalize_row<T, N, true>(x, residual, weight, y, sum, params, row, t, threads, scratch, place);
+    add_and_normalize_row<T, N, true>(x, residual, weight, y, sum, params, row, t, threads, scratch, position);
   } else {
-    add_and_normalize_row<T, N, false>(x, residual, weight, y, sum, params, row, t, threads, scratch, place);
+    add_and_normalize_row<T, N, false>(x, residual, weight, y, sum, params, row, t, threads, scratch, position);
   }
 }
 
@@ -203,10 +204,10 @@ template <typename T, int N>
   const float own = range_add<T, N>(
       x + start, residual + start, packs_aligned<T>(params.residual_phase + shift, span), sum + start, sum_aligned,
       span, 0, span.packs, true, t, threads);
-  const float squares = threadgroup_sum(own, scratch, Place{lane, simdgroup, simdgroups});
+  const float squares = threadgroup_sum(own, scratch, ThreadPosition{lane, simdgroup, simdgroups});
   range_normalize<T, N>(
       sum + start, sum_aligned, weight, y + start, packs_aligned<T>(params.y_phase + shift, span), params, span, 0,
-      span.packs, true, inverse_rms(squares, columns, params.eps), t, threads);
+      span.packs, true, rstd(squares, columns, params.eps), t, threads);
 }
 
 template <typename T, int N>
@@ -235,7 +236,7 @@ template <typename T, int N>
   const float own = range_add<T, N>(
       x + start, residual + start, packs_aligned<T>(params.residual_phase + shift, span), sum + start,
       packs_aligned<T>(params.sum_phase + shift, span), span, begin, end, split == 0, t, threads);
-  const float squares = threadgroup_sum(own, scratch, Place{lane, simdgroup, simdgroups});
+  const float squares = threadgroup_sum(own, scratch, ThreadPosition{lane, simdgroup, simdgroups});
   if (t == 0) {
     partials[group] = squares;
   }
@@ -268,7 +269,7 @@ template <typename T, int N>
   range_normalize<T, N>(
       sum + start, packs_aligned<T>(params.sum_phase + shift, span), weight, y + start,
       packs_aligned<T>(params.y_phase + shift, span), params, span, begin, end, split == 0,
-      inverse_rms(simd_sum(squares), columns, params.eps), t, threads);
+      rstd(simd_sum(squares), columns, params.eps), t, threads);
 }
 
 instantiate_types("add_rms_norm_simd8", add_rms_norm_simd, 8, 1, 2)

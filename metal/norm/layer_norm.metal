@@ -29,7 +29,7 @@ struct RowTerms {
 };
 
 inline RowTerms row_terms(Moments moments, uint columns, float eps) {
-  return RowTerms{0.5f * moments.mean, 2.0f * precise::rsqrt(moments.deviation / float(columns) + eps)};
+  return RowTerms{0.5f * moments.mean, 2.0f * precise::rsqrt(moments.m2 / float(columns) + eps)};
 }
 
 inline float normed(float x, RowTerms row) {
@@ -196,7 +196,7 @@ template <typename T, int L, int N, int R>
 template <typename T, int N, bool Whole>
 inline void normalize_row(
     const device T* x, const device T* weight, const device T* bias, device T* y, constant LayerNormParams& params,
-    uint row, uint t, uint threads, threadgroup float* scratch, Place place) {
+    uint row, uint t, uint threads, threadgroup float* scratch, ThreadPosition position) {
   const uint columns = params.row.columns;
   const RowSpan span = row_span<T, Whole>(params.x_phase + row * columns, columns);
   const size_t start = size_t(row) * columns;
@@ -207,7 +207,7 @@ inline void normalize_row(
 
   const Moments own = simd_merge(part_moments(part, t < span.edges, t, threads, span.packs));
   const PackTerms terms = load_terms<T, Whole>(weight, bias, params, span, t, span.packs);
-  const Moments moments = simdgroups_merge(own, scratch, place);
+  const Moments moments = simdgroups_merge(own, scratch, position);
   const RowTerms terms_of_row = row_terms(moments, columns, params.eps);
 
   store_edge(y + start, span, t, normalize_edge<T>(part.edge, terms_of_row, weight, bias, params, span, t));
@@ -230,11 +230,11 @@ template <typename T, int N>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float scratch[96];
-  const Place place = Place{lane, simdgroup, simdgroups};
+  const ThreadPosition position = ThreadPosition{lane, simdgroup, simdgroups};
   if (params.row.whole) {
-    normalize_row<T, N, true>(x, weight, bias, y, params, row, t, threads, scratch, place);
+    normalize_row<T, N, true>(x, weight, bias, y, params, row, t, threads, scratch, position);
   } else {
-    normalize_row<T, N, false>(x, weight, bias, y, params, row, t, threads, scratch, place);
+    normalize_row<T, N, false>(x, weight, bias, y, params, row, t, threads, scratch, position);
   }
 }
 
@@ -276,7 +276,7 @@ template <typename T, int N>
   const size_t start = size_t(row) * columns;
 
   const Moments own = simd_merge(range_moments<T, N>(x + start, span, 0, span.packs, true, t, threads));
-  const Moments moments = simdgroups_merge(own, scratch, Place{lane, simdgroup, simdgroups});
+  const Moments moments = simdgroups_merge(own, scratch, ThreadPosition{lane, simdgroup, simdgroups});
   range_normalize<T, N>(
       x + start, weight, bias, y + start, params, packs_aligned<T>(params.y_phase + row * columns, span), span, 0,
       span.packs, true, moments, t, threads);
@@ -285,7 +285,7 @@ template <typename T, int N>
 template <typename T, int N>
 [[kernel, max_total_threads_per_threadgroup(256)]] void layer_norm_split_sums(
     const device T* x [[buffer(0)]],        // [rows, columns]
-    device float* partials [[buffer(1)]],   // [rows, splits, 3]: count, mean, deviation
+    device float* partials [[buffer(1)]],   // [rows, splits, 3]: count, mean, m2
     constant LayerNormParams& params [[buffer(2)]],
     uint group [[threadgroup_position_in_grid]],
     uint t [[thread_position_in_threadgroup]],
@@ -303,11 +303,11 @@ template <typename T, int N>
 
   const Moments own = simd_merge(
       range_moments<T, N>(x + size_t(row) * columns, span, begin, end, split == 0, t, threads));
-  const Moments moments = simdgroups_merge(own, scratch, Place{lane, simdgroup, simdgroups});
+  const Moments moments = simdgroups_merge(own, scratch, ThreadPosition{lane, simdgroup, simdgroups});
   if (t == 0) {
     partials[3 * group] = moments.count;
     partials[3 * group + 1] = moments.mean;
-    partials[3 * group + 2] = moments.deviation;
+    partials[3 * group + 2] = moments.m2;
   }
 }
 
@@ -316,7 +316,7 @@ template <typename T, int N>
     const device T* x [[buffer(0)]],             // [rows, columns]
     const device T* weight [[buffer(1)]],        // [columns]
     const device T* bias [[buffer(2)]],          // [columns]
-    const device float* partials [[buffer(3)]],  // [rows, splits, 3]: count, mean, deviation
+    const device float* partials [[buffer(3)]],  // [rows, splits, 3]: count, mean, m2
     device T* y [[buffer(4)]],                   // [rows, columns]
     constant LayerNormParams& params [[buffer(5)]],
     uint group [[threadgroup_position_in_grid]],

@@ -308,7 +308,7 @@ template <typename T, int N, bool Centred>
   threadgroup float mean_scratch[2][32];
   constexpr int sums = Centred ? 3 : 2;
   threadgroup float scratch[2][32 * sums];
-  const Place place = Place{lane, simdgroup, simdgroups};
+  const ThreadPosition position = ThreadPosition{lane, simdgroup, simdgroups};
   const uint columns = params.row.columns;
   const ColumnMap map = ColumnMap{params.row.whole != 0, t, threads, 0, columns};
 
@@ -348,11 +348,11 @@ template <typename T, int N, bool Centred>
     }
     float mean = 0;
     if (Centred) {
-      mean = scaled_mean(threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], place), float(columns));
+      mean = scaled_mean(threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], position), float(columns));
     }
     const float3 own = part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, mean, map);
     float row_sums[3] = {own.x, own.y, own.z};
-    threadgroup_sums<sums>(row_sums, scratch[turn], place);
+    threadgroup_sums<sums>(row_sums, scratch[turn], position);
     const Coefficients c =
         row_coefficients<Centred>(mean, row_sums[0], row_sums[1], row_sums[2], columns, params.eps);
     if (!early) {
@@ -380,7 +380,7 @@ inline Statistics merge(Statistics a, Statistics b) {
     s.products = a.products + b.products + a.g * (a.moments.mean - s.moments.mean) +
         b.g * (b.moments.mean - s.moments.mean);
   } else {
-    s.moments = Moments{0, 0, a.moments.deviation + b.moments.deviation};
+    s.moments = Moments{0, 0, a.moments.m2 + b.moments.m2};
     s.products = a.products + b.products;
   }
   s.g = a.g + b.g;
@@ -394,7 +394,7 @@ inline Statistics simd_merge(Statistics s) {
     Statistics other;
     other.moments.count = simd_shuffle_xor(s.moments.count, mask);
     other.moments.mean = simd_shuffle_xor(s.moments.mean, mask);
-    other.moments.deviation = simd_shuffle_xor(s.moments.deviation, mask);
+    other.moments.m2 = simd_shuffle_xor(s.moments.m2, mask);
     other.g = simd_shuffle_xor(s.g, mask);
     other.products = simd_shuffle_xor(s.products, mask);
     s = merge<Centred>(s, other);
@@ -411,7 +411,7 @@ template <typename P>
 inline void write_statistics(P p, Statistics s) {
   p[0] = s.moments.count;
   p[1] = s.moments.mean;
-  p[2] = s.moments.deviation;
+  p[2] = s.moments.m2;
   p[3] = s.g;
   p[4] = s.products;
 }
@@ -461,7 +461,7 @@ template <typename T, int N, bool Centred>
     }
     const float3 sums =
         part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, batch.moments.mean, map);
-    batch.moments.deviation = sums.x;
+    batch.moments.m2 = sums.x;
     batch.products = sums.y;
     batch.g = sums.z;
     own = merge<Centred>(own, batch);
@@ -503,7 +503,7 @@ template <bool Centred>
   }
   s = simd_merge<Centred>(s);
   const Coefficients c = row_coefficients<Centred>(
-      s.moments.mean, s.moments.deviation, s.products, s.g, params.row.columns, params.eps);
+      s.moments.mean, s.moments.m2, s.products, s.g, params.row.columns, params.eps);
   if (lane == 0) {
     coefficients[row] = float4(c.half_mean, c.n, c.slope, c.shift);
   }

@@ -39,7 +39,7 @@ inline void normalize_rows(
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const uint row = first_row + r * (32 / L);
-    const float n = inverse_rms(lanes_sum<L>(square_sum(parts[r])), columns, params.eps);
+    const float n = rstd(lanes_sum<L>(square_sum(parts[r])), columns, params.eps);
     device T* y_row = y + size_t(row) * columns;
     store_edge(y_row, spans[r], t, normalize_edge<T>(parts[r].edge, n, params.has_weight, ahead[r].edge));
     write_part(
@@ -69,7 +69,7 @@ template <typename T, int L, int N, int R>
 template <typename T, int N, bool Whole>
 inline void normalize_row(
     const device T* x, const device T* weight, device T* y, constant RmsNormParams& params, uint row, uint t,
-    uint threads, threadgroup float* scratch, Place place) {
+    uint threads, threadgroup float* scratch, ThreadPosition position) {
   const uint columns = params.row.columns;
   const RowSpan span = row_span<T, Whole>(params.x_phase + row * columns, columns);
   const device T* x_row = x + size_t(row) * columns;
@@ -80,7 +80,7 @@ inline void normalize_row(
   part.edge = load_edge(x_row, span, t, 0);
   WeightAhead<T, N> ahead;
   load_weights(weight, params.has_weight, weight_aligned, span, t, t, threads, span.packs, ahead);
-  const float n = inverse_rms(threadgroup_sum(square_sum(part), scratch, place), columns, params.eps);
+  const float n = rstd(threadgroup_sum(square_sum(part), scratch, position), columns, params.eps);
   device T* y_row = y + size_t(row) * columns;
   store_edge(y_row, span, t, normalize_edge<T>(part.edge, n, params.has_weight, ahead.edge));
   write_part(
@@ -101,11 +101,11 @@ template <typename T, int N>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float scratch[32];
-  const Place place = Place{lane, simdgroup, simdgroups};
+  const ThreadPosition position = ThreadPosition{lane, simdgroup, simdgroups};
   if (params.row.whole) {
-    normalize_row<T, N, true>(x, weight, y, params, row, t, threads, scratch, place);
+    normalize_row<T, N, true>(x, weight, y, params, row, t, threads, scratch, position);
   } else {
-    normalize_row<T, N, false>(x, weight, y, params, row, t, threads, scratch, place);
+    normalize_row<T, N, false>(x, weight, y, params, row, t, threads, scratch, position);
   }
 }
 
@@ -143,8 +143,8 @@ template <typename T, int N>
 
   const float sum = threadgroup_sum(
       range_square_sum<T, N>(x + start, span, 0, span.packs, true, t, threads), scratch,
-      Place{lane, simdgroup, simdgroups});
-  const float n = inverse_rms(sum, columns, params.eps);
+      ThreadPosition{lane, simdgroup, simdgroups});
+  const float n = rstd(sum, columns, params.eps);
   range_normalize<T, N>(
       x + start, true, weight, y + start, packs_aligned<T>(params.y_phase + row * columns, span), params, span, 0,
       span.packs, true, n, t, threads);
@@ -171,7 +171,7 @@ template <typename T, int N>
 
   const float sum = threadgroup_sum(
       range_square_sum<T, N>(x + size_t(row) * columns, span, begin, end, split == 0, t, threads), scratch,
-      Place{lane, simdgroup, simdgroups});
+      ThreadPosition{lane, simdgroup, simdgroups});
   if (t == 0) {
     sums[group] = sum;
   }
@@ -200,7 +200,7 @@ template <typename T, int N>
   for (uint i = lane; i < params.row.splits; i += 32) {
     sum += sums[row * params.row.splits + i];
   }
-  const float n = inverse_rms(simd_sum(sum), columns, params.eps);
+  const float n = rstd(simd_sum(sum), columns, params.eps);
   range_normalize<T, N>(
       x + start, true, weight, y + start, packs_aligned<T>(params.y_phase + row * columns, span), params, span, begin,
       end, split == 0, n, t, threads);

@@ -67,7 +67,7 @@ template <typename T, int L, int N, int R>
 template <typename T, int N, bool Whole>
 inline void softmax_row(
     const device T* x, device T* y, constant SoftmaxParams& params, uint row, uint t, uint threads,
-    threadgroup float* scratch, Place place) {
+    threadgroup float* scratch, ThreadPosition position) {
   const uint columns = params.row.columns;
   const RowSpan span = row_span<T, Whole>(params.x_phase + row * columns, columns);
   const size_t start = size_t(row) * columns;
@@ -77,12 +77,12 @@ inline void softmax_row(
   part.edge = load_edge(x + start, span, t, -INFINITY);
 
   // Each simdgroup takes exponentials against its own maximum, so that one barrier serves maximum and sum.
-  MaxSum own;
-  own.maximum = simd_max(maximum(part));
+  SoftmaxState<float> own;
+  own.m = simd_max(maximum(part));
   Exponentials<T, N> e;
-  own.sum = simd_sum(exponentials(part, finite_base(own.maximum), e));
-  const MaxSum all = threadgroup_merge<T>(own, scratch, place);
-  scale(e, exp_of<T>(own.maximum - all.maximum) / all.sum, part);
+  own.l = simd_sum(exponentials(part, finite_maximum(own.m), e));
+  const SoftmaxState<float> all = threadgroup_merge<T>(own, scratch, position);
+  scale(e, exp_of<T>(own.m - all.m) / all.l, part);
   const bool aligned = packs_aligned<T, Whole>(params.y_phase + row * columns, span);
   store_packs(y + start, span, aligned, t, threads, span.packs, part);
   store_edge(y + start, span, t, float(part.edge));
@@ -100,11 +100,11 @@ template <typename T, int N>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float scratch[64];
-  const Place place = Place{lane, simdgroup, simdgroups};
+  const ThreadPosition position = ThreadPosition{lane, simdgroup, simdgroups};
   if (params.row.whole) {
-    softmax_row<T, N, true>(x, y, params, row, t, threads, scratch, place);
+    softmax_row<T, N, true>(x, y, params, row, t, threads, scratch, position);
   } else {
-    softmax_row<T, N, false>(x, y, params, row, t, threads, scratch, place);
+    softmax_row<T, N, false>(x, y, params, row, t, threads, scratch, position);
   }
 }
 
@@ -124,10 +124,11 @@ template <typename T, int N>
   const RowSpan span = row_span<T>(params.x_phase + row * columns, columns);
   const size_t start = size_t(row) * columns;
 
-  const MaxSum own = simd_merge<T>(range_max_sum<T, N>(x + start, span, 0, span.packs, true, t, threads));
+  const SoftmaxState<float> own =
+      simd_merge<T>(range_softmax_state<T, N>(x + start, span, 0, span.packs, true, t, threads));
   RowPart<T, N> part;
   load_packs(x + start, span, true, t, threads, span.packs, uint4(0), part);
-  const MaxSum all = threadgroup_merge<T>(own, scratch, Place{lane, simdgroup, simdgroups});
+  const SoftmaxState<float> all = threadgroup_merge<T>(own, scratch, ThreadPosition{lane, simdgroup, simdgroups});
   range_softmax(
       part, x + start, y + start, packs_aligned<T>(params.y_phase + row * columns, span), span, 0, span.packs, true, all,
       t, threads);
@@ -152,11 +153,11 @@ template <typename T, int N>
   const uint begin = split * params.row.packs_per_split;
   const uint end = min(begin + params.row.packs_per_split, span.packs);
 
-  const MaxSum own =
-      simd_merge<T>(range_max_sum<T, N>(x + size_t(row) * columns, span, begin, end, split == 0, t, threads));
-  const MaxSum all = threadgroup_merge<T>(own, scratch, Place{lane, simdgroup, simdgroups});
+  const SoftmaxState<float> own =
+      simd_merge<T>(range_softmax_state<T, N>(x + size_t(row) * columns, span, begin, end, split == 0, t, threads));
+  const SoftmaxState<float> all = threadgroup_merge<T>(own, scratch, ThreadPosition{lane, simdgroup, simdgroups});
   if (t == 0) {
-    partials[group] = float2(all.maximum, all.sum);
+    partials[group] = float2(all.m, all.l);
   }
 }
 
@@ -180,10 +181,10 @@ template <typename T, int N>
 
   RowPart<T, N> part;
   load_packs(x + start, span, true, begin + t, threads, end, uint4(0), part);
-  MaxSum all = MaxSum{-INFINITY, 0};
+  SoftmaxState<float> all = SoftmaxState<float>{-INFINITY, 0};
   for (uint i = lane; i < params.row.splits; i += 32) {
     const float2 partial = partials[row * params.row.splits + i];
-    all = merge<T>(all, MaxSum{partial.x, partial.y});
+    all = merge<T>(all, SoftmaxState<float>{partial.x, partial.y});
   }
   range_softmax(
       part, x + start, y + start, packs_aligned<T>(params.y_phase + row * columns, span), span, begin, end, split == 0,

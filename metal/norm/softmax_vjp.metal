@@ -136,7 +136,7 @@ template <typename T, int N>
 
   float sums[2] = {0, 0};
   add_part(part, gradients, sums);
-  threadgroup_sums<2>(sums, scratch, Place{lane, simdgroup, simdgroups});
+  threadgroup_sums<2>(sums, scratch, ThreadPosition{lane, simdgroup, simdgroups});
   const float mean = weighted_mean(sums[0], sums[1]);
   store_edge(dx + start, span, t, gradient(part.edge, gradients.edge, mean));
   gradient_part(part, gradients, mean);
@@ -200,7 +200,7 @@ template <typename T, int N>
 
   float sums[2] = {0, 0};
   add_range<T, N>(y + start, dy + start, dy_aligned, span, 0, span.packs, true, t, threads, sums);
-  threadgroup_sums<2>(sums, scratch, Place{lane, simdgroup, simdgroups});
+  threadgroup_sums<2>(sums, scratch, ThreadPosition{lane, simdgroup, simdgroups});
   range_gradient<T, N>(
       y + start, dy + start, dy_aligned, dx + start, packs_aligned<T>(params.dx_phase + shift, span), span, 0,
       span.packs, true, weighted_mean(sums[0], sums[1]), t, threads);
@@ -232,7 +232,7 @@ template <typename T, int N>
   add_range<T, N>(
       y + start, dy + start, packs_aligned<T>(params.dy_phase + shift, span), span, begin, end, split == 0, t,
       threads, sums);
-  threadgroup_sums<2>(sums, scratch, Place{lane, simdgroup, simdgroups});
+  threadgroup_sums<2>(sums, scratch, ThreadPosition{lane, simdgroup, simdgroups});
   if (t == 0) {
     partials[group] = float2(sums[0], sums[1]);
   }

@@ -1,7 +1,7 @@
 // Count, mean and sum of squared deviations of a set of values; two such merge without cancellation (Chan, Golub and
 // LeVeque 1979). For rows that do not stay in registers.
 //
-// The mean of finite values is finite whatever their size, and a deviation past the range of float32 is infinite and
+// The mean of finite values is finite whatever their size, and an m2 past the range of float32 is infinite and
 // never NaN: sums that could overflow on the way are taken of values scaled by a power of two, in a multiply-add where
 // an addition would be.
 #pragma once
@@ -14,7 +14,7 @@ namespace mittens {
 struct Moments {
   float count;
   float mean;
-  float deviation;  // sum of (x - mean)^2
+  float m2;  // sum of (x - mean)^2
 };
 
 // So many values have a scaled sum in range.
@@ -45,7 +45,7 @@ inline Moments merge(Moments a, Moments b) {
   result.count = count;
   result.mean = fma(a.mean, a.count * inverse, b.mean * share);
   // The count comes first: 0 times the square of a large difference would be NaN.
-  result.deviation = a.deviation + b.deviation + a.count * share * difference * difference;
+  result.m2 = a.m2 + b.m2 + a.count * share * difference * difference;
   return result;
 }
 
@@ -60,7 +60,7 @@ inline Moments lanes_merge(Moments m, float count, uint lane) {
   all.count = count;
   all.mean = 2.0f * (half_origin + sum / (max(count, 1.0f) * scale));
   const float difference = m.mean - all.mean;
-  all.deviation = lanes_sum<L>(fma(m.count * difference, difference, m.deviation));
+  all.m2 = lanes_sum<L>(fma(m.count * difference, difference, m.m2));
   return all;
 }
 
@@ -69,16 +69,16 @@ inline Moments simd_merge(Moments m) {
 }
 
 // Of what each simdgroup has in all of its lanes. One barrier; scratch[96].
-inline Moments simdgroups_merge(Moments m, threadgroup float* scratch, Place place) {
-  if (place.lane == 0) {
-    scratch[place.simdgroup] = m.count;
-    scratch[32 + place.simdgroup] = m.mean;
-    scratch[64 + place.simdgroup] = m.deviation;
+inline Moments simdgroups_merge(Moments m, threadgroup float* scratch, ThreadPosition position) {
+  if (position.lane == 0) {
+    scratch[position.simdgroup] = m.count;
+    scratch[32 + position.simdgroup] = m.mean;
+    scratch[64 + position.simdgroup] = m.m2;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   Moments other = Moments{0, 0, 0};
-  if (place.lane < place.simdgroups) {
-    other = Moments{scratch[place.lane], scratch[32 + place.lane], scratch[64 + place.lane]};
+  if (position.lane < position.simdgroups) {
+    other = Moments{scratch[position.lane], scratch[32 + position.lane], scratch[64 + position.lane]};
   }
   return simd_merge(other);
 }
@@ -160,8 +160,8 @@ inline Moments part_moments(thread const RowPart<T, N>& part, bool has_edge, uin
   const float n = float(count);
   const float shift = scaled_mean(sum, max(n, 1.0f));
   constexpr float whole = 1.0f / quarter;
-  const float deviation = squares < INFINITY ? max(squares - n * shift * shift, 0.0f) : squares;
-  return Moments{n, whole * (origin + shift), whole * whole * deviation};
+  const float m2 = squares < INFINITY ? max(squares - n * shift * shift, 0.0f) : squares;
+  return Moments{n, whole * (origin + shift), whole * whole * m2};
 }
 
 // Moments of the packs begin .. end, and of this thread's edge element if the caller takes the edges.

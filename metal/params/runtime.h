@@ -7,10 +7,10 @@
 
 namespace mittens {
 
-// A strided view of `rows` rows, gathered into row contiguous memory.
 // An enumerator: Metal takes no variable outside of a function that is not in constant memory.
 enum { kCopyDims = 8 };
 
+// The copy of a strided view into row contiguous memory.
 struct CopyParams {
   int64_t strides[kCopyDims];  // of the outer dimensions, in elements
   int64_t column_stride;

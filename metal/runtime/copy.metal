@@ -1,4 +1,4 @@
-// Gathers a strided view into row contiguous memory:
+// Copies a strided view into row contiguous memory:
 //
 //   target[r, c] = source[start + sum_d index_d(r) * strides[d] + c * column_stride]
 //

@@ -12,7 +12,7 @@ def test_multiplying_with_a_gguf_file():
 
 
 def test_a_missing_gguf_file_is_named():
-    result = scripts.attempt("gguf_matmul.py", "no.gguf")
+    result = scripts.try_run("gguf_matmul.py", "no.gguf")
     assert result.returncode == 2 and "no.gguf is not a file" in result.stderr
 
 

@@ -509,23 +509,22 @@ def float_product(rows, b, c):
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_float32(rng, blocks):
-    """Of numbers of any size. A term loses up to three units by the cut of each lower part, and four as the product of
-    both is left out; sums are rounded five times."""
+    """Of numbers of any size."""
     for _ in range(20):
         a = (rng.normal(size=(blocks, 8, 8)) * 10.0 ** rng.integers(-8, 9, (blocks, 8, 1))).astype(np.float32)
         b = (rng.normal(size=(8, 8)) * 10.0 ** rng.integers(-8, 9, (1, 8))).astype(np.float32)
         c = rng.normal(size=(blocks, 8, 8)).astype(np.float32)
         terms = np.abs(a).astype(np.float64) @ np.abs(b)
         error = np.abs(float_product(a, b, c) - (a.astype(np.float64) @ b + c))
-        assert (error <= 2.0**-23 * (16 * terms + np.abs(c))).all()
+        assert (error <= tolerances.of_tf32_products(terms, c)).all()
 
 
 def test_float32_is_not_biased(rng):
-    """Errors of lower parts are of either sign and do not add up. If upper parts were cut, they would: 2^-22 each."""
+    """Errors of lower parts are of either sign and do not add up."""
     a, b = (1 + rng.random((2, 500, 8, 8))).astype(np.float32)
     none = np.zeros((1, 8, 8), np.float32)
     errors = [float_product(x[None], y, none)[0] / (x.astype(np.float64) @ y) - 1 for x, y in zip(a, b, strict=True)]
-    assert abs(np.mean(errors)) < 2.0**-26
+    assert abs(np.mean(errors)) < tolerances.TF32_BIAS
 
 
 def test_float32_of_the_largest(rng):
@@ -536,7 +535,7 @@ def test_float32_of_the_largest(rng):
     exact = a[0].astype(np.float64) @ b
     terms = np.abs(a[0]).astype(np.float64) @ np.abs(b)
     product = float_product(a, b, np.zeros((1, 8, 8), np.float32))[0]
-    assert (np.abs(product - exact) <= 2.0**-23 * 16 * terms).all()
+    assert (np.abs(product - exact) <= tolerances.of_tf32_products(terms)).all()
 
 
 @pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -201,12 +202,18 @@ def make_programs(folder: Path) -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join([str(folder), os.environ["PATH"]])}
 
 
+# The folders of a clone; a tree in which someone works may hold others, of any size.
+FOLDERS = (".ci", "bench", "cmake", "csrc", "docs", "examples", "metal", "mlx_mittens", "tests")
+
+
 def make_clone(folder: Path) -> None:
-    """Makes a folder with what a clone has, into which commands may write."""
+    """Makes a copy of what a clone has, so that what commands write does not reach the tree."""
     folder.mkdir()
     for path in ROOT.iterdir():
-        if path.name not in (".git", "build", ".pytest_cache", "__pycache__"):
-            (folder / path.name).symlink_to(path)
+        if path.name in FOLDERS:
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.is_file() and path.name != ".git":
+            shutil.copy(path, folder)
 
 
 def check_metal(block: Block, folder: Path, environment: dict[str, str]) -> None:

@@ -102,7 +102,7 @@ def one_by_one(library: str):
 
 
 def strided_views(rng: np.random.Generator):
-    """What reaches runtime/copy.metal: a view that is gathered before the norm."""
+    """What reaches runtime/copy.metal: a view that is copied before the norm."""
     for dtype in (mx.float16, mx.float32):
         x = mx.array(rng.standard_normal((6, 40, 3))).astype(dtype)
         yield x.transpose(2, 0, 1)

@@ -11,11 +11,11 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 def run(name: str, *arguments: object) -> str:
     """Runs an example and gives what it printed, or fails with it."""
-    result = attempt(name, *arguments)
+    result = try_run(name, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
-def attempt(name: str, *arguments: object) -> subprocess.CompletedProcess:
+def try_run(name: str, *arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)

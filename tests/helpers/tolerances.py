@@ -41,6 +41,10 @@ OUTLIERS = 2e-4
 # the norm of it by some times as much in the worst of a row.
 FAR_FROM_ZERO = 5e-3
 
+# The mean of the errors of such products as `of_tf32_products` is for, whose signs are even: an eighth of a unit. Upper
+# parts that are cut and not rounded would make it two units.
+TF32_BIAS = 2.0**-26
+
 # 16-bit types.
 #
 # One rounding and the float32 errors before it: a little more than a unit, so that the neighbour of the right number is
@@ -85,6 +89,15 @@ def of_roundings(dtype: mx.Dtype) -> float:
     powers of two.
     """
     return units(4, dtype)
+
+
+def of_tf32_products(terms: np.ndarray, addends: np.ndarray | float = 0.0) -> np.ndarray:
+    """Of float32 products that are made of three in TF32, by the size of their terms and of what they are added to.
+
+    A term loses up to three units by the cut of each lower part, and four as the product of both is left out; sums are
+    rounded five times.
+    """
+    return units(1, mx.float32) * (16 * terms + np.abs(addends))
 
 
 def of_layer(dtype: mx.Dtype) -> float:

@@ -14,13 +14,33 @@ CASES = [
     for counted in COUNTS["CASES"]
 ]
 STALE = "run python docs/counts.py --write"
+LOADED_AND_STORED = re.compile(r"^(\| (?:MLX: )?`\w+` \| [^|]+ \|) [\d,]+ \| [\d,]+ \|", re.M)
+
+
+def of_any_compiler(rows: str) -> str:
+    """Rows without bytes loaded and stored: a compiler merges accesses and leaves out those that it does not need.
+
+    Barriers, SIMD and matrix operations and threadgroup arrays are calls of the simulator, which it has to leave alone.
+    """
+    return LOADED_AND_STORED.sub(r"\1 * | * |", rows)
 
 
 @pytest.mark.parametrize("counted", CASES)
 def test_a_case_has_the_counts_of_the_page(counted, native):
-    if COUNTS["made_with"]() not in COUNTS["in_docs"]():
-        pytest.skip(f"the page was written with another compiler: {COUNTS['in_docs']().splitlines()[0]}")
-    assert COUNTS["rows"](counted) in COUNTS["in_docs"](), STALE
+    rows, page = COUNTS["rows"](counted), COUNTS["in_docs"]()
+    if COUNTS["made_with"]() not in page:
+        rows, page = of_any_compiler(rows), of_any_compiler(page)
+    assert rows in page, STALE
+
+
+def test_of_another_compiler_all_but_loads_and_stores_is_compared():
+    page = COUNTS["in_docs"]()
+    kernels = re.findall(r"^\| (?:MLX: )?`.*$", page, re.M)
+    rows = [line for line in of_any_compiler(page).splitlines() if "`" in line]
+    assert len(rows) == len(kernels) and len(kernels) >= len(CASES)
+    for row, kernel in zip(rows, kernels):
+        cells = kernel.split(" | ")
+        assert row.split(" | ") == [*cells[:2], "*", "*", *cells[4:]]
 
 
 def test_the_page_has_the_cases_of_the_table():

@@ -32,13 +32,13 @@ MITTENS_INLINE size_t smaller(size_t a, size_t b) {
   return a < b ? a : b;
 }
 
-MITTENS_INLINE constexpr size_t divide_up(size_t a, size_t b) {
+MITTENS_INLINE constexpr size_t ceil_divide(size_t a, size_t b) {
   return a / b + (a % b != 0);
 }
 
 // In whole units.
 MITTENS_INLINE size_t padded(size_t columns) {
-  return divide_up(columns, unit) * unit;
+  return ceil_divide(columns, unit) * unit;
 }
 
 // Calls f with a value of the element type.
@@ -74,18 +74,18 @@ class Rows {
 
  public:
   Rows(const Op& op, size_t rows, size_t columns)
-      : op_(op), rows_(rows), columns_(columns), blocks_(divide_up(columns, column_block)) {}
+      : op_(op), rows_(rows), columns_(columns), blocks_(ceil_divide(columns, column_block)) {}
 
   void run() const {
     if (rows_ == 0 || columns_ == 0) {
       return;
     }
     const size_t row_bytes = columns_ * Op::bytes;
-    const size_t groups = divide_up(rows_, Op::rows_together);
+    const size_t groups = ceil_divide(rows_, Op::rows_together);
     if (rows_ * row_bytes <= serial_bytes || threads() == 1) {
       whole_rows(0, rows_);
     } else if (groups >= 2 * threads() || blocks_ == 1) {
-      parallel_for(groups, divide_up(piece_bytes, row_bytes * Op::rows_together), [&](size_t begin, size_t end) {
+      parallel_for(groups, ceil_divide(piece_bytes, row_bytes * Op::rows_together), [&](size_t begin, size_t end) {
         whole_rows(begin * Op::rows_together, smaller(end * Op::rows_together, rows_));
       });
     } else {
@@ -134,7 +134,7 @@ class Rows {
 
   // Few long rows: their blocks are reduced in parallel, then mapped in parallel.
   void split_rows(size_t groups) const {
-    const size_t piece = divide_up(piece_bytes, column_block * Op::bytes);
+    const size_t piece = ceil_divide(piece_bytes, column_block * Op::bytes);
     const Scratch kept(rows_ * kept_of_row());
     const Scratch memory(rows_ * (blocks_ + 1) * sizeof(Stats) / sizeof(float));
     Stats* stats = reinterpret_cast<Stats*>(memory.data());

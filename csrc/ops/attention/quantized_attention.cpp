@@ -116,10 +116,10 @@ AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Tr
   return attend(op, std::move(call), stream);
 }
 
-std::optional<mx::array> attempt(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
-                                 const MaskArgument& mask, int group_size, int bits,
-                                 const std::optional<mx::array>& sinks, std::optional<int> window,
-                                 mx::StreamOrDevice where) {
+std::optional<mx::array> try_quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values,
+                                                 float scale, const MaskArgument& mask, int group_size, int bits,
+                                                 const std::optional<mx::array>& sinks, std::optional<int> window,
+                                                 mx::StreamOrDevice where) {
   return found_in(checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where));
 }
 
@@ -132,7 +132,7 @@ mx::array quantized_attention(const mx::array& queries, const Triple& q_keys, co
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt, &quantized_attention, "queries"_a, "q_keys"_a, "q_values"_a, "scale"_a,
+  define(module, op, &try_quantized_attention, &quantized_attention, "queries"_a, "q_keys"_a, "q_values"_a, "scale"_a,
          "mask"_a.none() = nb::none(), "group_size"_a = 64, "bits"_a = 8, nb::kw_only(), "sinks"_a.none() = nb::none(),
          "window"_a.none() = nb::none(), "stream"_a = nb::none());
 }

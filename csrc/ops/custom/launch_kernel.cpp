@@ -122,7 +122,7 @@ Arrays launch(const std::string& file, const std::string& kernel, const std::vec
   for (const auto& [index, array] : inputs) {
     place(index);
     plan.input_indices.push_back(index);
-    arrays.push_back(by_rows ? gatherable(array, stream) : array);
+    arrays.push_back(by_rows ? copyable(array, stream) : array);
   }
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;

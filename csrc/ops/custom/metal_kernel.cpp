@@ -20,6 +20,7 @@
 #include "mlx/primitives.h"
 #include "mlx/transforms.h"
 #include "python/registry.h"
+#include "runtime/array_layout.h"
 #include "runtime/exporting.h"
 
 namespace nb = nanobind;
@@ -150,7 +151,7 @@ class UserKernel : public mx::Primitive {
     for (int d = 0; d < 3; ++d) {
       dispatch.grid[d] = launch_.grid[d];
       dispatch.threads[d] = std::min(launch_.threadgroup[d], launch_.grid[d]);
-      dispatch.threadgroups[d] = (launch_.grid[d] + dispatch.threads[d] - 1) / dispatch.threads[d];
+      dispatch.threadgroups[d] = ceil_divide(launch_.grid[d], dispatch.threads[d]);
     }
     simulate(launch_.file, launch_.library, dispatch, launch_.options);
   }

@@ -177,7 +177,7 @@ mx::array block_dequantize(const mx::array& blocks, const std::string& kind_name
     checks::fail<DtypeError>(op, "dtype is ", dtype, ": expected float32, float16 or bfloat16");
   }
   const mx::Stream stream = checks::checked_stream(op, where);
-  return only(std::make_shared<BlockDequantize>(stream, kind, dtype), dtype, gatherable(blocks, stream));
+  return only(std::make_shared<BlockDequantize>(stream, kind, dtype), dtype, copyable(blocks, stream));
 }
 
 mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::StreamOrDevice where) {
@@ -190,7 +190,7 @@ mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::S
     checks::fail(op, "w has shape ", w.shape(), ": expected a last axis that is a multiple of ", cpu::block_weights);
   }
   const mx::Stream stream = checks::checked_stream(op, where);
-  return only(std::make_shared<BlockQuantize>(stream, kind), mx::uint8, gatherable(w, stream));
+  return only(std::make_shared<BlockQuantize>(stream, kind), mx::uint8, copyable(w, stream));
 }
 
 namespace {

@@ -136,10 +136,10 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
 
   Arrays inputs;
   inputs.reserve(3);
-  inputs.push_back(gatherable(in_dtype(x, dtype, stream), stream));
-  inputs.push_back(gatherable(in_dtype(residual, dtype, stream), stream));
+  inputs.push_back(copyable(in_dtype(x, dtype, stream), stream));
+  inputs.push_back(copyable(in_dtype(residual, dtype, stream), stream));
   if (weight) {
-    inputs.push_back(gatherable(in_dtype(*weight, dtype, stream), stream));
+    inputs.push_back(copyable(in_dtype(*weight, dtype, stream), stream));
   }
   Arrays outputs = RowPrimitive::outputs_of(std::make_shared<AddRmsNorm>(stream, inputs[0], eps), inputs);
   return {std::move(outputs[0]), std::move(outputs[1])};

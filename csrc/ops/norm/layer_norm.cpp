@@ -129,8 +129,8 @@ class LayerNorm : public RowPrimitive {
   float eps_;
 };
 
-std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::array>& weight,
-                                 const std::optional<mx::array>& bias, float eps, mx::StreamOrDevice where) {
+std::optional<mx::array> try_layer_norm(const mx::array& x, const std::optional<mx::array>& weight,
+                                        const std::optional<mx::array>& bias, float eps, mx::StreamOrDevice where) {
   checks::has_axis(op, "x", x);
   if (weight) {
     checks::per_column(op, "weight", *weight, x);
@@ -152,10 +152,10 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
 
   Arrays inputs;
   inputs.reserve(3);
-  inputs.push_back(gatherable(in_dtype(x, dtype, stream), stream));
+  inputs.push_back(copyable(in_dtype(x, dtype, stream), stream));
   for (const auto* parameter : {&weight, &bias}) {
     if (*parameter) {
-      inputs.push_back(gatherable(in_dtype(**parameter, dtype, stream), stream));
+      inputs.push_back(copyable(in_dtype(**parameter, dtype, stream), stream));
     }
   }
   auto primitive = std::make_shared<LayerNorm>(stream, inputs[0], weight.has_value(), bias.has_value(), eps);
@@ -164,12 +164,12 @@ std::optional<mx::array> attempt(const mx::array& x, const std::optional<mx::arr
 
 mx::array layer_norm(const mx::array& x, const std::optional<mx::array>& weight, const std::optional<mx::array>& bias,
                      float eps, mx::StreamOrDevice where) {
-  auto y = attempt(x, weight, bias, eps, where);
+  auto y = try_layer_norm(x, weight, bias, eps, where);
   return y ? *std::move(y) : mx::fast::layer_norm(x, weight, bias, eps, where);
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt, &layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, nb::kw_only(),
+  define(module, op, &try_layer_norm, &layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, nb::kw_only(),
          "stream"_a = nb::none());
 }
 

@@ -240,13 +240,13 @@ class NormVjp : public KernelPrimitive {
 
 NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>& weight, const mx::array& dy,
                              const std::optional<mx::array>& dsum, NormVjpOptions options, mx::Stream stream) {
-  Arrays inputs = {gatherable(x, stream)};
+  Arrays inputs = {copyable(x, stream)};
   if (weight) {
-    inputs.push_back(gatherable(*weight, stream));
+    inputs.push_back(copyable(*weight, stream));
   }
-  inputs.push_back(gatherable(dy, stream));
+  inputs.push_back(copyable(dy, stream));
   if (dsum) {
-    inputs.push_back(gatherable(*dsum, stream));
+    inputs.push_back(copyable(*dsum, stream));
   }
   auto primitive = std::make_shared<NormVjp>(stream, options, weight.has_value(), dsum.has_value());
   const Arrays outputs =

@@ -78,7 +78,7 @@ class SoftmaxVjp : public RowPrimitive {
   SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, "softmax_vjp", {2, 1, 2}, y) {}
 
   static mx::array apply(const mx::array& y, const mx::array& dy, mx::Stream stream) {
-    return result_of(std::make_shared<SoftmaxVjp>(stream, y), {gatherable(y, stream), gatherable(dy, stream)});
+    return result_of(std::make_shared<SoftmaxVjp>(stream, y), {copyable(y, stream), copyable(dy, stream)});
   }
 
   const char* name() const override {
@@ -178,7 +178,7 @@ std::vector<int> checked_axes(std::vector<int> axes, const mx::array& a) {
 // Along the last axis of a row contiguous array.
 mx::array softmax_rows(mx::array a, mx::Stream stream) {
   Arrays inputs;
-  inputs.push_back(gatherable(std::move(a), stream));
+  inputs.push_back(copyable(std::move(a), stream));
   auto primitive = std::make_shared<Softmax>(stream, inputs[0]);
   return RowPrimitive::result_of(std::move(primitive), std::move(inputs));
 }
@@ -208,7 +208,7 @@ mx::array softmax_axes(const mx::array& a, const std::vector<int>& axes, mx::Str
   return mx::transpose(mx::reshape(y, moved.shape(), stream), back, stream);
 }
 
-std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
+std::optional<mx::array> try_softmax(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
   const bool is_last = is_last_axis(axis, a);
   const std::vector<int> axes = is_last ? std::vector<int>() : checked_axes(named_axes(axis, a), a);
   if (a.size() == 0) {
@@ -232,12 +232,12 @@ std::optional<mx::array> attempt(const mx::array& a, const Axis& axis, bool prec
 }
 
 mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
-  auto y = attempt(a, axis, precise, where);
+  auto y = try_softmax(a, axis, precise, where);
   return y ? *std::move(y) : mx::softmax(a, named_axes(axis, a), precise, where);
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &attempt, &softmax, nb::arg(), "axis"_a = nb::none(), nb::kw_only(), "precise"_a = false,
+  define(module, op, &try_softmax, &softmax, nb::arg(), "axis"_a = nb::none(), nb::kw_only(), "precise"_a = false,
          "stream"_a = nb::none());
 }
 

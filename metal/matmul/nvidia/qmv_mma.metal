@@ -45,7 +45,7 @@ template <typename T>
   if (t < outputs) {
     const uint output = first_output + t;
     const float sum =
-        gathered(partials, t, outputs_per_group, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
+        sum_of_simdgroups(partials, t, outputs_per_group, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
     y[size_t(group.z) * params.outputs + output] = T(sum);
   }
 }

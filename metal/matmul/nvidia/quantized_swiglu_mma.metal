@@ -43,8 +43,8 @@ template <typename T>
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (t < outputs) {
-    const float gated = gathered(partials, t, products, simdgroups);
-    const float linear = gathered(partials, t + group_outputs, products, simdgroups);
+    const float gated = sum_of_simdgroups(partials, t, products, simdgroups);
+    const float linear = sum_of_simdgroups(partials, t + group_outputs, products, simdgroups);
     y[first_output + t] = T(gated / (1.0f + precise::exp(-gated)) * linear);
   }
 }

@@ -571,7 +571,7 @@ def test_types_are_promoted(rng, native):
         assert y.dtype == twin.dtype and mx.allclose(y, twin, SUMS, SUMS).item()
 
 
-def test_what_is_left_to_mx(rng, native):
+def test_what_falls_back_to_mx(rng, native):
     q, k, v = (a.astype(mx.float64) for a in inputs(rng, (1, 2, 1, 6, 9, 16), mx.float32))
     with pytest.raises(RuntimeError, match=r"\[scaled_dot_product_attention\] strict mode: .*float64"):
         mm.scaled_dot_product_attention(q, k, v, scale=0.25)

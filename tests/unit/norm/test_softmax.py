@@ -82,7 +82,7 @@ def test_gradient_of_rows_that_one_element_nearly_fills(dtype, executor, rng, sh
     size = np.maximum(y, smallest)
     moved = np.sqrt(((size * (dy - mean)) ** 2).sum(axis=-1, keepdims=True))
     rounded = 2 * unit * size * (np.abs(dy - mean) + moved) + unit * smallest
-    assert (np.abs(dx - y * (dy - mean)) <= rounded + 2**-20 * y * (np.abs(dy) + np.abs(mean))).all()
+    assert (np.abs(dx - y * (dy - mean)) <= rounded + units(8, mx.float32) * y * (np.abs(dy) + np.abs(mean))).all()
 
 
 def test_gradients_of_a_row_that_rounds_to_zero(native):

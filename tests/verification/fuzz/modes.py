@@ -70,7 +70,7 @@ def called(function: Function, arrays: Sequence[mx.array] = ()) -> tuple[mx.arra
         raise OpFailed(f"{type(error).__name__}: {error}") from error
 
 
-def attempted(function: Function | None, arrays: Sequence[mx.array] = ()) -> tuple[mx.array, ...] | None:
+def try_evaluate(function: Function | None, arrays: Sequence[mx.array] = ()) -> tuple[mx.array, ...] | None:
     """mx's results, or None where mx has none: its own limits are not ours."""
     try:
         return None if function is None else evaluated(function, arrays)
@@ -108,12 +108,12 @@ def _tolerances(case: Case, results: int) -> list[Tolerance]:
     return [Tolerance(case.units, n) for n in noise]
 
 
-def _calls_left_to_mx() -> int:
+def _fallbacks() -> int:
     return sum(sum(counts["mx"].values()) for counts in mm.stats().values())
 
 
 def _forward(case: Case, mode: str, draw: Draw) -> str | None:
-    function, left = case.ours, _calls_left_to_mx()
+    function, before = case.ours, _fallbacks()
     if mode != "forward":
         function = mx.compile(case.ours, shapeless=mode == "shapeless")
         called(function, case.arrays)
@@ -122,8 +122,8 @@ def _forward(case: Case, mode: str, draw: Draw) -> str | None:
         expected = case.of_nothing()
         return first_difference(results, expected, None, [Tolerance()] * len(expected))
     exact = [np.array(a) for a in evaluated(case.exact, [wide(a) for a in case.arrays])]
-    twins = attempted(case.twin, case.arrays)
-    hides = case.hides and _calls_left_to_mx() == left
+    twins = try_evaluate(case.twin, case.arrays)
+    hides = case.hides and _fallbacks() == before
     return first_difference(results, exact, twins, _tolerances(case, len(exact)), hides)
 
 
@@ -182,7 +182,7 @@ def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
     theirs = _of_some(case.twin, case.arrays, places) if case.twin is not None else None
 
     def of_mx_at(primals, cotangents, directions) -> tuple[mx.array, ...] | None:
-        return attempted(theirs and (lambda: derive(theirs, primals, cotangents, directions)))
+        return try_evaluate(theirs and (lambda: derive(theirs, primals, cotangents, directions)))
 
     twins = of_mx_at(primals, cotangents, directions)
     plain = [Tolerance(case.units, whole=True)] * len(exact)
@@ -255,9 +255,9 @@ def _vmap(case: Case, mode: str, draw: Draw) -> str | None:
         axis = 0 if case.empty else draw.integer(0, a.ndim)  # as above: strided arrays without elements
         batched[i] = mx.stack([a, *others], axis=axis)
         axes[i] = axis - (a.ndim + 1) if draw.chance(0.3) else axis
-    left = _calls_left_to_mx()
+    before = _fallbacks()
     results = called(mx.vmap(case.ours, in_axes=tuple(axes)), batched)
-    hides = case.hides and _calls_left_to_mx() == left
+    hides = case.hides and _fallbacks() == before
     where = f"in_axes={axes}, {count} elements"
     if case.empty:
         expected = [np.stack([value] * count) for value in case.of_nothing()]
@@ -267,7 +267,7 @@ def _vmap(case: Case, mode: str, draw: Draw) -> str | None:
         [a if axis is None else mx.take(a, i, axis=axis) for a, axis in zip(batched, axes)] for i in range(count)
     ]
     exact = [evaluated(case.exact, [wide(a) for a in arrays]) for arrays in elements]
-    twins = [attempted(case.twin, arrays) for arrays in elements]
+    twins = [try_evaluate(case.twin, arrays) for arrays in elements]
     stacked = [np.stack([np.array(a) for a in results]) for results in zip(*exact)]
     theirs = None if None in twins else [mx.stack(results) for results in zip(*twins)]
     tolerances = [

@@ -27,21 +27,21 @@ static AttentionPlan plan_attention(const Attention& call) {
   AttentionPlan plan;
   plan.heads = call.batch * call.key_heads;
   plan.rows = call.heads / call.key_heads * call.queries;
-  const size_t wanted = divide_up(tasks_per_thread * threads(), plan.heads);
+  const size_t wanted = ceil_divide(tasks_per_thread * threads(), plan.heads);
   if (plan.rows <= few_rows) {
     plan.block_rows = plan.rows;
   } else {
     const size_t lanes = wide * width;
     const size_t most = block_floats / (call.width + call.value_width) / lanes * lanes;
-    const size_t balanced = divide_up(divide_up(plan.rows, wanted), lanes) * lanes;
+    const size_t balanced = ceil_divide(ceil_divide(plan.rows, wanted), lanes) * lanes;
     plan.block_rows = smaller(most > lanes ? most : lanes, balanced);
   }
-  plan.blocks = divide_up(plan.rows, plan.block_rows);
+  plan.blocks = ceil_divide(plan.rows, plan.block_rows);
   const size_t keys = call.window ? smaller(call.keys, call.window + call.queries) : call.keys;
-  const size_t most_shares = divide_up(keys, fewest_share_keys);
-  plan.shares = smaller(divide_up(wanted, plan.blocks), most_shares);
-  plan.share_keys = divide_up(divide_up(call.keys, plan.shares), 64) * 64;
-  plan.shares = divide_up(call.keys, plan.share_keys);
+  const size_t most_shares = ceil_divide(keys, fewest_share_keys);
+  plan.shares = smaller(ceil_divide(wanted, plan.blocks), most_shares);
+  plan.share_keys = ceil_divide(ceil_divide(call.keys, plan.shares), 64) * 64;
+  plan.shares = ceil_divide(call.keys, plan.share_keys);
   const size_t products = plan.rows * keys * (call.width + call.value_width) * plan.heads;
   plan.grain = products < serial_products ? plan.heads * plan.blocks * plan.shares : 1;
   return plan;
@@ -73,7 +73,7 @@ static void run_attention(const Attention& call) {
     }
   });
   if (plan.shares > 1) {
-    parallel_for(plan.heads * plan.rows, divide_up(plan.heads * plan.rows, threads()), [&](size_t begin, size_t end) {
+    parallel_for(plan.heads * plan.rows, ceil_divide(plan.heads * plan.rows, threads()), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
         const Head<T> head(call, i / plan.rows);
         combine(head, partials(i / plan.rows), i % plan.rows, plan.shares);

@@ -214,7 +214,7 @@ class RowBlock {
 
   void run(Range share, size_t share_index, const Partials& partials) const {
     const Attention& call = head_.call;
-    const size_t rows = divide_up(n_, width) * width;
+    const size_t rows = ceil_divide(n_, width) * width;
     const size_t keys_stride = panel_stride(call.width);
     const size_t values_stride = panel_stride(call.value_width);
     const Scratch scratch(rows * (call.width + call.value_width + 2) + width * padded_width(call.value_width) +
@@ -258,7 +258,7 @@ class RowBlock {
 
   // Rows of a panel start in different sets of the cache.
   static size_t panel_stride(size_t columns) {
-    return divide_up(columns, 32) * 32 + 16;
+    return ceil_divide(columns, 32) * 32 + 16;
   }
 
   template <typename Body>
@@ -267,7 +267,7 @@ class RowBlock {
     queries += r * head_.call.width;
     values += r * head_.call.value_width;
     state += r * 2;
-    switch (divide_up(n, width)) {
+    switch (ceil_divide(n, width)) {
       case 1:
         return body(RowTile<T, 1>(head_, first_ + r, n, queries, values, state));
       case 2:

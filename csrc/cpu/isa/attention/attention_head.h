@@ -9,7 +9,7 @@
 namespace mittens::cpu::MITTENS_ISA {
 
 MITTENS_INLINE size_t padded_width(size_t n) {
-  return divide_up(n, width) * width;
+  return ceil_divide(n, width) * width;
 }
 
 // Keys that a query sees, but for what a mask hides.

@@ -43,7 +43,7 @@ Turns<T> fill_turns(const RopeAppend& call, size_t token, float* memory) {
 }
 
 template <typename T>
-MITTENS_INLINE float inverse_rms(const T* x, size_t columns, float eps) {
+MITTENS_INLINE float rstd(const T* x, size_t columns, float eps) {
   Sums squares;
   each_unit(columns, [&](size_t i, auto part, int k) MITTENS_INLINED {
     const Floats v = load(x + i, part);
@@ -54,7 +54,7 @@ MITTENS_INLINE float inverse_rms(const T* x, size_t columns, float eps) {
 
 template <typename T>
 void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const RopeAppend& call) {
-  const float n = weight ? inverse_rms(x, call.width, call.eps) : 1.0f;
+  const float n = weight ? rstd(x, call.width, call.eps) : 1.0f;
   const auto input = [&](size_t i, auto part) MITTENS_INLINED {
     const Floats v = load(x + i, part);
     return weight ? round<T>(round<T>(v * n) * load(weight + i, part)) : v;

@@ -61,7 +61,7 @@ class ColumnProducts {
     float* panel = memory;  // [tiles, rows of weights, tile_outputs]
     float* scales = panel + column_panel_rows * panel_outputs;
     const size_t size = smaller(panel_outputs, outputs_ - n);
-    const size_t tiles = divide_up(rounded_up(size, Source::step), tile_outputs);
+    const size_t tiles = ceil_divide(rounded_up(size, Source::step), tile_outputs);
     for (size_t begin = 0; begin < columns; begin += column_panel_rows) {
       const size_t length = smaller(column_panel_rows, columns - begin);
       for (size_t k = 0; k < length; ++k) {
@@ -192,14 +192,14 @@ template <typename Source, typename T, typename SourceOf, typename Finish>
 void column_products(const SourceOf& source_of, const T* x, size_t matrices, size_t rows, size_t columns,
                      size_t outputs, const Finish& finish) {
   using Products = ColumnProducts<Source>;
-  const size_t steps = divide_up(outputs, Source::step);
+  const size_t steps = ceil_divide(outputs, Source::step);
 
   auto direct = [&](const float* widened, size_t matrix, size_t count, size_t row, size_t size) {
     const Source example = source_of(matrix);
-    size_t piece = divide_up(direct_steps_bytes, larger(example.bytes(Source::step), 1));
-    piece = rounded_up(smaller(piece, divide_up(steps, 2 * threads())), larger(largest_group / Source::step, 1));
-    const size_t pieces = divide_up(steps, piece);
-    const size_t wide_pieces = count * divide_up(example.bytes(outputs), direct_steps_bytes);
+    size_t piece = ceil_divide(direct_steps_bytes, larger(example.bytes(Source::step), 1));
+    piece = rounded_up(smaller(piece, ceil_divide(steps, 2 * threads())), larger(largest_group / Source::step, 1));
+    const size_t pieces = ceil_divide(steps, piece);
+    const size_t wide_pieces = count * ceil_divide(example.bytes(outputs), direct_steps_bytes);
     const size_t splits =
         wide_pieces < fewest_pieces ? smaller(larger(columns / split_rows, 1), fewest_pieces / wide_pieces) : 1;
     const size_t stride = steps * Source::step;
@@ -227,7 +227,7 @@ void column_products(const SourceOf& source_of, const T* x, size_t matrices, siz
   };
 
   auto panel = [&](const float* widened, size_t matrix, size_t count, size_t row, size_t size) {
-    const size_t blocks = divide_up(outputs, Products::panel_outputs);
+    const size_t blocks = ceil_divide(outputs, Products::panel_outputs);
     parallel_for(count * blocks, 1, [&](size_t begin, size_t end) {
       const size_t needed = Products::panel_memory(source_of(matrix));
       const Scratch memory(needed + (size + 1) * Products::panel_outputs);
@@ -251,7 +251,7 @@ void column_products(const SourceOf& source_of, const T* x, size_t matrices, siz
     each_part(rows, batch_rows, [&](size_t row, size_t size) {
       const size_t count = smaller(together, matrices - matrix);
       const Scratch widened(count * size * columns);
-      parallel_for(count * size, divide_up(16384, columns), [&](size_t begin, size_t end) {
+      parallel_for(count * size, ceil_divide(16384, columns), [&](size_t begin, size_t end) {
         widen_row(x + (matrix * rows + row + begin) * columns, widened.data() + begin * columns,
                   (end - begin) * columns);
       });

@@ -22,15 +22,15 @@ MITTENS_INLINE size_t larger(size_t a, size_t b) {
 }
 
 MITTENS_INLINE size_t rounded_up(size_t n, size_t multiple) {
-  return divide_up(n, multiple) * multiple;
+  return ceil_divide(n, multiple) * multiple;
 }
 
 // Calls f(begin, size) for n in as few parts of at most most as there can be, all of about the same size.
 template <typename F>
 MITTENS_INLINE void each_part(size_t n, size_t most, const F& f) {
   size_t begin = 0;
-  for (size_t parts = divide_up(n, most); parts > 0; --parts) {
-    const size_t size = divide_up(n - begin, parts);
+  for (size_t parts = ceil_divide(n, most); parts > 0; --parts) {
+    const size_t size = ceil_divide(n - begin, parts);
     f(begin, size);
     begin += size;
   }
@@ -40,7 +40,7 @@ MITTENS_INLINE void each_part(size_t n, size_t most, const F& f) {
 constexpr int smallest_part(size_t least, size_t greatest, size_t most) {
   size_t smallest = most;
   for (size_t n = least; n <= greatest; ++n) {
-    const size_t part = n / divide_up(n, most);
+    const size_t part = n / ceil_divide(n, most);
     smallest = part < smallest ? part : smallest;
   }
   return static_cast<int>(smallest);
@@ -88,7 +88,7 @@ struct Arranged {
   static constexpr size_t step = (Source::vectors + sums) * width;
 
   static size_t size(size_t columns) {
-    return divide_up(columns, Source::step) * step;
+    return ceil_divide(columns, Source::step) * step;
   }
 
   // Whether the row is multiplied by `reduction`: where it is large, and a scale comes after the integers.

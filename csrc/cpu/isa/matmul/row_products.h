@@ -165,7 +165,7 @@ class RowProducts {
     repeat<outputs>(
         [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
     // What comes after a row's end are the rows after all of these.
-    const size_t steps = divide_up(columns_, Source::step);
+    const size_t steps = ceil_divide(columns_, Source::step);
     const size_t row_bytes = source_.stride_bytes();
     const size_t steps_ahead = prefetch_bytes / Source::step_bytes;
     const size_t near_steps = steps > steps_ahead ? steps - steps_ahead : 0;
@@ -281,20 +281,20 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
     const size_t x_stride = X::size(columns);
     const Scratch arranged(count * size * x_stride);
     bool reduced[batch_rows] = {};
-    parallel_for(count * size, divide_up(16384, columns), [&](size_t begin, size_t end) {
+    parallel_for(count * size, ceil_divide(16384, columns), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
         reduced[i] = X::fill(x + (matrix * rows + row + i) * columns, columns, arranged.data() + i * x_stride);
       }
     });
     const Source example = source_of(matrix, 0);
     const size_t row_bytes = larger(sources * example.bytes(columns), 1);
-    size_t block = rounded_up(divide_up(product_piece_bytes, row_bytes), tile_outputs);
+    size_t block = rounded_up(ceil_divide(product_piece_bytes, row_bytes), tile_outputs);
     block = direct.value ? smaller(block, 256) : panel_outputs;
-    if (count * divide_up(outputs, block) < 2 * threads()) {
-      block = rounded_up(divide_up(outputs, divide_up(2 * threads(), count)), tile_outputs);
+    if (count * ceil_divide(outputs, block) < 2 * threads()) {
+      block = rounded_up(ceil_divide(outputs, ceil_divide(2 * threads(), count)), tile_outputs);
       block = direct.value ? block : smaller(block, panel_outputs);
     }
-    const size_t blocks = divide_up(outputs, block);
+    const size_t blocks = ceil_divide(outputs, block);
     const bool serial = count * outputs * row_bytes * size <= serial_bytes;
     parallel_for(count * blocks, serial ? count * blocks : 1, [&](size_t begin, size_t end) {
       const size_t needed = RowProducts<Source>::memory(example, columns, direct.value);

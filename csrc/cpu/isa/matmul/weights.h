@@ -128,7 +128,7 @@ struct Affine {
   }
   // Scales and offsets of all groups, and of some beyond, as the last step reads a whole vector of them.
   size_t floats(size_t columns) const {
-    return (divide_up(columns >> group_bits, width) + 1) * width;
+    return (ceil_divide(columns >> group_bits, width) + 1) * width;
   }
   size_t memory(size_t columns) const {
     return 2 * floats(columns);
@@ -154,7 +154,7 @@ struct Affine {
         write(offsets + i, fma(Float{} + middle, scale, load_in_order(b + i, part)), All());
       });
     });
-    const size_t end = divide_up(groups, width) * width;
+    const size_t end = ceil_divide(groups, width) * width;
     write(memory + end, Float{}, All());
     write(offsets + end, Float{}, All());
     return {words + n * words_stride + begin / vectors, memory, offsets};

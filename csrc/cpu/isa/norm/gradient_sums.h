@@ -13,7 +13,7 @@ struct GradientSums {
   static constexpr size_t rows = 32;  // of one block; an op's rows_together
 
   static size_t size(size_t all_rows, size_t columns) {
-    return divide_up(all_rows, rows) * padded(columns);
+    return ceil_divide(all_rows, rows) * padded(columns);
   }
 
   MITTENS_INLINE void add(size_t row, size_t column, Floats v) const {
@@ -28,7 +28,7 @@ struct GradientSums {
     if (!gradient) {
       return;
     }
-    const size_t blocks = divide_up(all_rows, rows);
+    const size_t blocks = ceil_divide(all_rows, rows);
     const size_t grain = blocks * columns * sizeof(float) <= serial_bytes ? columns : piece;
     parallel_for(columns, grain, [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; i += piece) {

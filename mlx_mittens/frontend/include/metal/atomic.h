@@ -31,12 +31,9 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
 // Each is a function of its own that the watcher does not trace: it is told of the access as an atomic one instead.
 #if defined(__NVPTX__) || defined(__SPIRV__)
 #define MITTENS_ATOMIC MITTENS_INLINE
-#else
-#define MITTENS_ATOMIC MITTENS_RUNTIME
-#endif
-#ifdef __SPIRV__
 #define MITTENS_ANNOUNCE(reads)
 #else
+#define MITTENS_ATOMIC MITTENS_RUNTIME
 #define MITTENS_ANNOUNCE(reads)                                                                                        \
   mittens::announce_atomic((const volatile void*)object, sizeof(T), reads, MITTENS_CALLER)
 #endif

@@ -3,9 +3,11 @@
 
 namespace mittens {
 
-// Anything in memory: for a pointer parameter its address, for a reference what stands there.
+// Anything in memory: for a pointer parameter its address, for a reference what stands there. A is void* where one
+// address space holds all others; in SPIR-V none does, and A keeps its own.
+template <typename A>
 struct Address {
-  void* address;
+  A address;
   template <typename P>
   MITTENS_INLINE P as() const {
     if constexpr (__is_pointer(P)) {
@@ -77,56 +79,40 @@ MITTENS_INLINE void assign(To* to, From* from) {
   }
 }
 
-#ifdef __SPIRV__
-// The type of an entry's parameter: a pointer as it is, to what a reference refers to.
+#if defined(__SPIRV__) || defined(__NVPTX__)
+// The type of an entry's parameter: a pointer as it is. What a reference refers to comes by value in PTX, and by its
+// address in SPIR-V.
 template <unsigned index, typename K>
 struct Parameter;
 template <unsigned index, typename... P>
 struct Parameter<index, void (*)(P...)> {
   using Own = __type_pack_element<index, P...>;
-  using type = metal::conditional_t<__is_pointer(Own), Own, __remove_reference_t(Own)*>;
+#ifdef __SPIRV__
+  using Referred = __remove_reference_t(Own)*;
+#else
+  using Referred = metal::decay_t<Own>;
+#endif
+  using type = metal::conditional_t<__is_pointer(Own), Own, Referred>;
 };
 template <unsigned index, typename K>
 using parameter_t = typename Parameter<index, K>::type;
+#endif
 
-// An address that keeps its address space: there is none that holds all.
+#ifdef __SPIRV__
 template <typename T>
-struct TypedAddress {
-  T address;
-  template <typename P>
-  MITTENS_INLINE P as() const {
-    if constexpr (__is_pointer(P)) {
-      return (P)address;
-    } else {
-      return *(__remove_reference_t(P)*)address;
-    }
-  }
-};
-template <typename T>
-MITTENS_INLINE TypedAddress<T> address_of(T parameter) {
+MITTENS_INLINE Address<T> address_of(T parameter) {
   return {parameter};
 }
 
-MITTENS_INLINE TypedAddress<MITTENS_THREADGROUP char*> dynamic_threadgroup_memory() {
+MITTENS_INLINE Address<MITTENS_THREADGROUP char*> dynamic_threadgroup_memory() {
   static __attribute__((address_space(3), loader_uninitialized)) char memory[MITTENS_THREADGROUP_BYTES];
   return {memory};
 }
 #elif !defined(__NVPTX__)
-MITTENS_RUNTIME inline Address argument(void* const* buffers, unsigned index) {
+MITTENS_RUNTIME inline Address<void*> argument(void* const* buffers, unsigned index) {
   return {buffers[index]};
 }
 #else
-// The type of an entry's parameter: a pointer as it is, what a reference refers to by value.
-template <unsigned index, typename K>
-struct Parameter;
-template <unsigned index, typename... P>
-struct Parameter<index, void (*)(P...)> {
-  using Own = __type_pack_element<index, P...>;
-  using type = metal::conditional_t<__is_pointer(Own), Own, metal::decay_t<Own>>;
-};
-template <unsigned index, typename K>
-using parameter_t = typename Parameter<index, K>::type;
-
 // A pointer's contents, where the launch hands over the bytes themselves.
 template <unsigned size>
 struct alignas(16) Bytes {
@@ -134,7 +120,7 @@ struct alignas(16) Bytes {
 };
 
 template <typename T>
-MITTENS_INLINE Address address_of(const T& parameter) {
+MITTENS_INLINE Address<void*> address_of(const T& parameter) {
   if constexpr (__is_pointer(T)) {
     return {(void*)parameter};
   } else {
@@ -143,7 +129,7 @@ MITTENS_INLINE Address address_of(const T& parameter) {
 }
 
 extern "C" MITTENS_THREADGROUP char mittens_dynamic_threadgroup_memory[];
-MITTENS_INLINE Address dynamic_threadgroup_memory() {
+MITTENS_INLINE Address<void*> dynamic_threadgroup_memory() {
   return {(void*)mittens_dynamic_threadgroup_memory};
 }
 #endif

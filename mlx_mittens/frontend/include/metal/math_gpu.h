@@ -1,10 +1,26 @@
-// Float32 mathematics that a GPU target builds from its own trunc, exp2, exp, log2, sqrt, sin and cos, which come first.
+// Float32 mathematics that a GPU target builds from its own trunc, exp2, exp_scaled, log, sqrt, sin and cos, which come
+// first.
 #pragma once
 
 namespace mittens::math {
 
 MITTENS_INLINE float round(float x) {
   return trunc(x + copysign(0.49999997f, x));
+}
+MITTENS_INLINE float exact_divide(float x, float y) {
+  return x / y;
+}
+MITTENS_INLINE float exact_exp(float x) {
+  return exp_scaled(x, 0.0f);
+}
+MITTENS_INLINE float fast_exp(float x) {
+  return fast_exp2(x * log2_e);
+}
+MITTENS_INLINE float fast_exp10(float x) {
+  return fast_exp2(x * log2_10);
+}
+MITTENS_INLINE float fast_log(float x) {
+  return fast_log2(x) * ln_2;
 }
 MITTENS_INLINE float exact_log10(float x) {
   return exact_log(x) * 0.434294481903251827651f;

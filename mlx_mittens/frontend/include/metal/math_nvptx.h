@@ -28,9 +28,6 @@ MITTENS_INLINE float exact_rsqrt(float x) {
 MITTENS_INLINE float fast_rsqrt(float x) {
   return __nvvm_rsqrt_approx_f(x);
 }
-MITTENS_INLINE float exact_divide(float x, float y) {
-  return x / y;
-}
 MITTENS_INLINE float fast_divide(float x, float y) {
   return __nvvm_div_approx_f(x, y);
 }
@@ -51,20 +48,11 @@ MITTENS_INLINE float exp_scaled(float x, float shift) {
   const float part = __builtin_fmaf(limited, log2_e_rest, __builtin_fmaf(limited, log2_e, -whole));
   return x != x ? x : exp2_of(whole + shift, part);
 }
-MITTENS_INLINE float exact_exp(float x) {
-  return exp_scaled(x, 0.0f);
-}
 MITTENS_INLINE float fast_exp2(float x) {
   return __nvvm_ex2_approx_ftz_f(x);
 }
-MITTENS_INLINE float fast_exp(float x) {
-  return __nvvm_ex2_approx_ftz_f(x * log2_e);
-}
 MITTENS_INLINE float fast_log2(float x) {
   return __nvvm_lg2_approx_ftz_f(x);
-}
-MITTENS_INLINE float fast_log(float x) {
-  return __nvvm_lg2_approx_ftz_f(x) * ln_2;
 }
 
 // x = 2^whole * m with m in [sqrt(1/2), sqrt(2)); log(m) = 2 atanh((m - 1) / (m + 1)), a series in its square.
@@ -92,9 +80,6 @@ MITTENS_INLINE float exact_exp10(float x) {
   const float whole = rint(limited * log2_10);
   const float part = __builtin_fmaf(limited, log2_10_rest, __builtin_fmaf(limited, log2_10, -whole));
   return x != x ? x : exp2_of(whole, part);
-}
-MITTENS_INLINE float fast_exp10(float x) {
-  return fast_exp2(x * log2_10);
 }
 MITTENS_INLINE float fast_sin(float x) {
   return __nvvm_sin_approx_ftz_f(x);

@@ -40,9 +40,6 @@ MITTENS_INLINE float exact_rsqrt(float x) {
 MITTENS_INLINE float fast_rsqrt(float x) {
   return nir_frsq(x);
 }
-MITTENS_INLINE float exact_divide(float x, float y) {
-  return x / y;
-}
 MITTENS_INLINE float fast_divide(float x, float y) {
   return x * nir_frcp(y);
 }
@@ -65,17 +62,8 @@ MITTENS_INLINE float exp2_of_product(float x, float factor, float factor_rest, f
 MITTENS_INLINE float exp_scaled(float x, float shift) {
   return exp2_of_product(x, log2_e, log2_e_rest, 130.0f, shift);
 }
-MITTENS_INLINE float exact_exp(float x) {
-  return exp_scaled(x, 0.0f);
-}
-MITTENS_INLINE float fast_exp(float x) {
-  return nir_fexp2(x * log2_e);
-}
 MITTENS_INLINE float exact_exp10(float x) {
   return exp2_of_product(x, log2_10, log2_10_rest, 60.0f, 0.0f);
-}
-MITTENS_INLINE float fast_exp10(float x) {
-  return nir_fexp2(x * log2_10);
 }
 
 MITTENS_INLINE float exact_log2(float x) {
@@ -88,9 +76,6 @@ MITTENS_INLINE float exact_log(float x) {
   constexpr float ln_2_rest = -1.9046543e-9f;  // ln(2) - ln_2
   const float log = nir_flog2(x);
   return __builtin_isinf(log) ? log : __builtin_fmaf(log, ln_2, log * ln_2_rest);
-}
-MITTENS_INLINE float fast_log(float x) {
-  return nir_flog2(x) * ln_2;
 }
 
 MITTENS_INLINE float fast_sin(float x) {

@@ -5,20 +5,9 @@
 // the other with the bits of the number in other places, so that what is exchanged by xor stays so.
 #pragma once
 
-#include "metal/lanes.h"
+#include "metal/gpu_base.h"
 
 namespace mittens {
-
-enum Scope : unsigned { quad_scope, simdgroup_scope, threadgroup_scope };
-enum Memory : unsigned { no_memory = 0, device_memory = 1, threadgroup_memory = 2 };
-
-// Where an operation stands matters to the simulator alone.
-struct Site {};
-constexpr Site here() {
-  return {};
-}
-
-#define MITTENS_CALLER nullptr
 
 constexpr unsigned all_lanes = 0xffffffff;
 
@@ -81,34 +70,8 @@ MITTENS_INLINE uint thread_index_in_simdgroup() {
 MITTENS_INLINE uint simdgroup_index_in_threadgroup() {
   return thread_index_in_threadgroup() / 32;
 }
-MITTENS_INLINE uint simdgroups_per_threadgroup() {
-  return (ntid().x * ntid().y * ntid().z + 31) / 32;
-}
-
-MITTENS_INLINE uint3 dispatch_threads_per_threadgroup() {
-  return ntid();
-}
-MITTENS_INLINE uint thread_index_in_quadgroup() {
-  return thread_index_in_threadgroup() % 4;
-}
-MITTENS_INLINE uint quadgroup_index_in_threadgroup() {
-  return thread_index_in_threadgroup() / 4;
-}
-MITTENS_INLINE uint quadgroups_per_threadgroup() {
-  return (ntid().x * ntid().y * ntid().z + 3) / 4;
-}
-MITTENS_INLINE uint threads_per_simdgroup() {
-  return 32;
-}
-MITTENS_INLINE uint thread_execution_width() {
-  return 32;
-}
 
 }  // namespace attribute
-
-MITTENS_INLINE unsigned lane() {
-  return attribute::thread_index_in_simdgroup();
-}
 
 // A value goes through the warp in 32-bit words.
 template <typename T, typename F>
@@ -143,6 +106,12 @@ MITTENS_INLINE T shuffle_xor(Scope scope, const char* name, Site site, T value, 
 #endif
 }
 
+}  // namespace mittens
+
+#include "metal/gpu.h"
+
+namespace mittens {
+
 template <typename F, typename T>
 MITTENS_INLINE T reduce(Scope scope, const char*, Site, T value) {
   if constexpr (__is_same(T, int) || __is_same(T, uint)) {
@@ -150,26 +119,12 @@ MITTENS_INLINE T reduce(Scope scope, const char*, Site, T value) {
       return F::redux(value);
     }
   }
-  for (unsigned step = scope == quad_scope ? 2 : 16; step > 0; step /= 2) {
-    value = F::apply(value, shuffle_xor(value, step));
-  }
-  return value;
+  return reduce_by_exchanges<F>(scope, value);
 }
 
 template <typename F, typename T>
 MITTENS_INLINE T prefix(Scope scope, const char*, Site, T value, T first, bool inclusive) {
-  const unsigned width = scope == quad_scope ? 4 : 32;
-  const unsigned at = lane() % width;
-  T sum = value;
-  for (unsigned step = 1; step < width; step *= 2) {
-    const T below = shuffle(simdgroup_scope, "", Site{}, sum, (lane() - step) % 32);
-    sum = at >= step ? F::apply(below, sum) : sum;
-  }
-  if (inclusive) {
-    return sum;
-  }
-  const T before = shuffle(simdgroup_scope, "", Site{}, sum, (lane() - 1) % 32);
-  return at == 0 ? first : before;
+  return prefix_by_shuffles<F>(scope, value, first, inclusive);
 }
 
 // mask with the bits whose numbers differ in bits i and i + by of the number in each other's place.
@@ -190,7 +145,7 @@ MITTENS_INLINE unsigned ballot(Scope scope, const char*, Site, bool value) {
   mask = exchanged<1, 1>(mask);  // bits 1, 2 and 3 of the warp's numbers are bits 3, 1 and 2 of Metal's
   mask = exchanged<2, 1>(mask);
 #endif
-  return scope == quad_scope ? mask >> (lane() & ~3u) & 15 : mask;
+  return bits_of_scope(scope, mask);
 }
 
 MITTENS_INLINE bool any(Scope scope, const char* name, Site site, bool value) {
@@ -230,7 +185,7 @@ MITTENS_INLINE float2 matrix_multiply(Site, float2 a, float2 b, float2 c, unsign
 }
 
 #ifdef MITTENS_MATRIX_LANES
-// The same on the tensor cores, which want the transposed of b. tensor_products.py makes real instructions of these.
+// The same on the tensor cores, which want the transposed of b. mma_lowering.py makes real instructions of these.
 MITTENS_INLINE unsigned transposed_words(unsigned word) {
   unsigned turned;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
@@ -270,10 +225,4 @@ MITTENS_INLINE float2 tensor_multiply(float2 a, float2 b, float2 c) {
 }
 #endif
 
-MITTENS_INLINE void announce_atomic(const volatile void*, unsigned long, bool, const void*) {}
-
 }  // namespace mittens
-
-#define MITTENS_THREADGROUP_ARRAY(name, ...) \
-  using name##_array = __VA_ARGS__;          \
-  static __attribute__((address_space(3), loader_uninitialized)) name##_array name

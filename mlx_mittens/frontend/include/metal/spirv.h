@@ -4,7 +4,7 @@
 // Functions named nir_... are operations of Mesa's compiler. Where OpenCL has the operation, its name is used.
 #pragma once
 
-#include "metal/lanes.h"
+#include "metal/gpu_base.h"
 
 #define MITTENS_PURE __attribute__((const))
 #define MITTENS_TOGETHER __attribute__((convergent))
@@ -56,17 +56,6 @@ long MITTENS_PURE mul_hi(long, long);
 
 namespace mittens {
 
-enum Scope : unsigned { quad_scope, simdgroup_scope, threadgroup_scope };
-enum Memory : unsigned { no_memory = 0, device_memory = 1, threadgroup_memory = 2 };
-
-// Where an operation stands matters to the simulator alone.
-struct Site {};
-constexpr Site here() {
-  return {};
-}
-
-#define MITTENS_CALLER nullptr
-
 namespace attribute {
 
 MITTENS_INLINE uint3 thread_position_in_threadgroup() {
@@ -76,9 +65,6 @@ MITTENS_INLINE uint3 threadgroup_position_in_grid() {
   return nir_load_workgroup_id();
 }
 MITTENS_INLINE uint3 threads_per_threadgroup() {
-  return nir_load_workgroup_size();
-}
-MITTENS_INLINE uint3 dispatch_threads_per_threadgroup() {
   return nir_load_workgroup_size();
 }
 // How many threadgroups there are is not in a register of the GPU: it comes with the arguments.
@@ -100,32 +86,8 @@ MITTENS_INLINE uint thread_index_in_simdgroup() {
 MITTENS_INLINE uint simdgroup_index_in_threadgroup() {
   return nir_load_subgroup_id();
 }
-MITTENS_INLINE uint simdgroups_per_threadgroup() {
-  const uint3 threads = nir_load_workgroup_size();
-  return (threads.x * threads.y * threads.z + 31) / 32;
-}
-MITTENS_INLINE uint thread_index_in_quadgroup() {
-  return nir_load_subgroup_invocation() % 4;
-}
-MITTENS_INLINE uint quadgroup_index_in_threadgroup() {
-  return nir_load_local_invocation_index() / 4;
-}
-MITTENS_INLINE uint quadgroups_per_threadgroup() {
-  const uint3 threads = nir_load_workgroup_size();
-  return (threads.x * threads.y * threads.z + 3) / 4;
-}
-MITTENS_INLINE uint threads_per_simdgroup() {
-  return 32;
-}
-MITTENS_INLINE uint thread_execution_width() {
-  return 32;
-}
 
 }  // namespace attribute
-
-MITTENS_INLINE unsigned lane() {
-  return attribute::thread_index_in_simdgroup();
-}
 
 template <typename T>
 constexpr bool is_native = __is_same(T, float) || __is_same(T, half) || __is_same(T, int) || __is_same(T, uint);
@@ -164,10 +126,19 @@ MITTENS_INLINE T shuffle(Scope scope, const char*, Site, T value, unsigned sourc
 }
 
 template <typename T>
-MITTENS_INLINE T shuffle_xor(Scope scope, const char*, Site, T value, unsigned mask) {
-  const unsigned bits = scope == quad_scope ? mask % 4 : mask % 32;
-  return by_words(value, [bits](auto word) { return sub_group_shuffle_xor(word, bits); });
+MITTENS_INLINE T shuffle_xor(T value, unsigned mask) {
+  return by_words(value, [mask](auto word) { return sub_group_shuffle_xor(word, mask); });
 }
+template <typename T>
+MITTENS_INLINE T shuffle_xor(Scope scope, const char*, Site, T value, unsigned mask) {
+  return shuffle_xor(value, scope == quad_scope ? mask % 4 : mask % 32);
+}
+
+}  // namespace mittens
+
+#include "metal/gpu.h"
+
+namespace mittens {
 
 struct Sum;
 struct Product;
@@ -211,37 +182,22 @@ MITTENS_INLINE T reduce(Scope scope, const char* name, Site site, T value) {
         }
       }
     }
-    for (unsigned step = scope == quad_scope ? 2 : 16; step > 0; step /= 2) {
-      value = F::apply(value, shuffle_xor(scope, name, site, value, step));
-    }
-    return value;
+    return reduce_by_exchanges<F>(scope, value);
   }
 }
 
 template <typename F, typename T>
-MITTENS_INLINE T prefix(Scope scope, const char* name, Site site, T value, T first, bool inclusive) {
+MITTENS_INLINE T prefix(Scope scope, const char*, Site, T value, T first, bool inclusive) {
   if constexpr (is_native<T> && __is_same(F, Sum)) {
     if (scope == simdgroup_scope) {
       return inclusive ? sub_group_scan_inclusive_add(value) : sub_group_scan_exclusive_add(value);
     }
   }
-  const unsigned width = scope == quad_scope ? 4 : 32;
-  const unsigned at = lane() % width;
-  T sum = value;
-  for (unsigned step = 1; step < width; step *= 2) {
-    const T below = shuffle(simdgroup_scope, name, site, sum, (lane() - step) % 32);
-    sum = at >= step ? F::apply(below, sum) : sum;
-  }
-  if (inclusive) {
-    return sum;
-  }
-  const T before = shuffle(simdgroup_scope, name, site, sum, (lane() - 1) % 32);
-  return at == 0 ? first : before;
+  return prefix_by_shuffles<F>(scope, value, first, inclusive);
 }
 
 MITTENS_INLINE unsigned ballot(Scope scope, const char*, Site, bool value) {
-  const unsigned mask = sub_group_ballot(value).x;
-  return scope == quad_scope ? mask >> (lane() & ~3u) & 15 : mask;
+  return bits_of_scope(scope, sub_group_ballot(value).x);
 }
 
 MITTENS_INLINE bool any(Scope scope, const char* name, Site site, bool value) {
@@ -274,7 +230,3 @@ MITTENS_INLINE float2 matrix_multiply(Site, float2 a, float2 b, float2 c, unsign
 #define MITTENS_MATRIX_LANES
 
 }  // namespace mittens
-
-#define MITTENS_THREADGROUP_ARRAY(name, ...) \
-  using name##_array = __VA_ARGS__;          \
-  static __attribute__((address_space(3), loader_uninitialized)) name##_array name
