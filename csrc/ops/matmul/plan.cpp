@@ -104,11 +104,8 @@ RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t pr
   const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(registers);
   RowProductsPlan plan{};
   plan.simdgroups = simdgroups_for(chunks, outputs, gpu);
-  // On NVIDIA GPUs as many simdgroups as are resident: as much as possible is on its way then, and none waits for
-  // another to end. On Apple's several times as many, since a core starts a threadgroup sooner than it would wait for
-  // the last of a few large ones.
-  const uint64_t waves = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 8;
-  const uint64_t wanted = ceil_divide(outputs * plan.simdgroups, resident_simdgroups * waves * batched) * batched;
+  // As many simdgroups as are resident: as much as possible is on its way then, and none waits for another to end.
+  const uint64_t wanted = ceil_divide(outputs * plan.simdgroups, resident_simdgroups * batched) * batched;
   const uint64_t fitting = kProductPartials / (plan.simdgroups * products) / batched * batched;
   const uint64_t most = std::min(products == 1 ? most_outputs : 2 * most_outputs, fitting);
   plan.outputs_per_group = static_cast<uint32_t>(std::clamp(wanted, batched, most));
@@ -240,6 +237,8 @@ void plan_affine_mma_row(AffinePlan& plan, const AffineKernels& kernels, const P
 void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, mx::Dtype dtype, const ProductSizes& sizes,
                        const Gpu& gpu) {
   constexpr uint32_t fewest_columns = 256;  // that a simdgroup is left with
+  // A core of Apple's holds few of these kernels' simdgroups: one for each threadgroup leaves it waiting.
+  const uint32_t fewest = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 2;
   plan.rows = sizes.rows <= 8 ? 8 : 16;
   plan.run = format.group_size == 32 || dtype == mx::float32 ? 32 : 64;
   plan.outputs_per_group = format.bits == 4 ? 32 : dtype == mx::float32 ? 8 : 16;
@@ -249,7 +248,8 @@ void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, mx::Dtype d
   const uint32_t chunks = ceil_divide(sizes.columns, plan.run * runs);
   const uint64_t groups = uint64_t(ceil_divide(std::max(sizes.outputs, 1u), plan.outputs_per_group)) * sizes.matrices;
   const uint32_t most = std::clamp(ceil_divide(sizes.columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
-  plan.simdgroups = plan_tile_simdgroups(groups, chunks, tiles_registers(format, plan.rows, plan.run), 1, most, gpu);
+  plan.simdgroups = plan_tile_simdgroups(groups, chunks, tiles_registers(format, plan.rows, plan.run),
+                                         std::min(fewest, most), most, gpu);
 }
 
 template <typename Kernel, size_t n>
