@@ -137,12 +137,12 @@ def of_mac(device_name: str, architecture: str, cores: int | None) -> Gpu:
     generation = int(letters[1]) if letters else max(chip.generation for chip in chips().values())
     tier = {"s": "max", "d": "ultra"}.get(letters[2] if letters else "", "base")
     alike = [chip for chip in chips().values() if chip.tier == tier]
-    newest = of_chip(max(alike, key=lambda chip: (min(chip.generation, generation), chip.cores)))
+    like_it = of_chip(min(alike, key=lambda chip: (abs(chip.generation - generation), -chip.cores)))
     return replace(
-        newest,
+        like_it,
         name=device_name,
         generation=generation,
-        cores=cores or newest.cores,
+        cores=cores or like_it.cores,
         clock_GHz=0,
         bandwidth_GBps=0,
         last_level_cache_MB=0,

@@ -48,6 +48,7 @@ struct State {
   std::mutex mutex;
   bool enabled;
   Name gpu = "apple";
+  Name planned_for;  // in place of gpu, where it is not empty
   simulator::Options options{};
   // Of each "file:kernel" that ran: the most threads that a threadgroup had, and how many the kernel declares.
   std::map<std::string, std::pair<uint64_t, uint32_t>> launched;
@@ -143,6 +144,13 @@ void bind(nb::module_& module) {
       },
       "The settings that simulator_configure takes.");
   module.def(
+      "simulator_plan_for",
+      [](const std::string& gpu) {
+        std::lock_guard lock(state().mutex);
+        state().planned_for = gpu;
+      },
+      nb::arg("gpu"), "Plans for this GPU, whatever simulator_configure says; the empty name ends that.");
+  module.def(
       "launched_kernels",
       [] {
         std::lock_guard lock(state().mutex);
@@ -194,7 +202,7 @@ bool simulator_enabled() {
 
 Name simulator_gpu() {
   std::lock_guard lock(state().mutex);
-  return state().gpu;
+  return state().planned_for.text().empty() ? state().gpu : state().planned_for;
 }
 
 simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role) {

@@ -130,13 +130,11 @@ def _predicted(
     op: specs.Op, case: specs.Case, dtype: str, chips: Sequence[Chip], seed: int
 ) -> tuple[list[Row], dict[str, Any]]:
     kind = specs.DTYPES[dtype]
-    launches = own_launches(op, case, kind, seed)
-    sides = {"mlx_mittens": Side.of([*map(simulator.Launch.of, launches)], chips)}
+    sides = {"mlx_mittens": Side.of(own_launches(op, case, kind, chips, seed))}
     peer = mlx_metal.of(op, case)
     if peer:
         with contextlib.suppress(simulator.Fault):  # of MLX's kernels some are known for one that has no effect
-            launches = peer_launches(op, peer, case, kind, seed)
-            sides["mlx"] = Side.of([*map(simulator.Launch.of, launches)], chips)
+            sides["mlx"] = Side.of([(chips, peer_launches(op, peer, case, kind, seed))])
     rows = []
     for chip in chips:
         own, other = (sides[by].predictions.get(chip.name) if by in sides else None for by in ("mlx_mittens", "mlx"))

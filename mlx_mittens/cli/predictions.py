@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,28 +45,46 @@ class Side:
     """The launches of one call, by us or by MLX, on each chip.
 
     Attributes:
-        launches: The launches on the first chip.
-        predictions: The time of all of them, by chip; empty where one does not compile.
+        launches: The launches by chip, each on its chip.
+        predictions: The time of all of them, by chip; none where one does not compile.
     """
 
-    launches: list[PredictedLaunch]
+    launches: dict[str, list[PredictedLaunch]]
     predictions: dict[str, Prediction]
 
     @classmethod
-    def of(cls, launches: Sequence[Launch], chosen: Sequence[Chip]) -> Side:
-        """Compiles the kernels once, and predicts for each chip."""
-        compiled = predict_launches(launches, chosen[0])
-        predictions = {}
-        for chip in chosen:
-            prediction = total([launch.on(chip) for launch in compiled])
-            if prediction is not None:
-                predictions[chip.name] = prediction
-        return cls(compiled, predictions)
+    def of(cls, planned: Sequence[tuple[Sequence[Chip], Sequence[dict[str, Any]]]]) -> Side:
+        """Compiles the kernels once, and predicts for each chip.
+
+        Args:
+            planned: Chips whose plans come to the same launches, and these as the simulator recorded them.
+        """
+        launches, predictions = {}, {}
+        for chosen, recorded in planned:
+            compiled = predict_launches([*map(Launch.of, recorded)], chosen[0])
+            for chip in chosen:
+                launches[chip.name] = [launch.on(chip) for launch in compiled]
+                prediction = total(launches[chip.name])
+                if prediction is not None:
+                    predictions[chip.name] = prediction
+        return cls(launches, predictions)
+
+    def kernels(self) -> list[dict[str, PredictedLaunch]]:
+        """One entry for each kernel, with its launch on each chip that has it; chips may have others."""
+        found: dict[tuple[str, int], dict[str, PredictedLaunch]] = {}
+        for chip, launches in self.launches.items():
+            times: Counter[str] = Counter()
+            for launch in launches:
+                kernel = launch.launch.kernel
+                found.setdefault((kernel, times[kernel]), {})[chip] = launch
+                times[kernel] += 1
+        return [*found.values()]
 
     def json(self) -> dict[str, Any]:
         """The kernels and the times, as JSON has them."""
         kernels = []
-        for launch in self.launches:
+        for by_chip in self.kernels():
+            launch = next(iter(by_chip.values()))
             entry: dict[str, Any] = {"file": launch.launch.file, "kernel": launch.launch.kernel}
             if launch.code is None:
                 entry["problem"] = launch.problem
@@ -77,7 +96,7 @@ class Side:
                     "spills": code.spills,
                     "fills": code.fills,
                     "loops_taken_to_run_once": launch.uncounted,
-                    "chips": {name: _time(launch.on(find_chip(name)).prediction) for name in self.predictions},
+                    "chips": {name: _time(each.prediction) for name, each in by_chip.items()},
                 }
             kernels.append(entry)
         return {"kernels": kernels, "chips": {name: _time(p) for name, p in self.predictions.items()}}
@@ -92,15 +111,18 @@ def _time(prediction: Prediction | None) -> dict[str, Any]:
 
 def _kernel_lines(by: str, side: Side, chosen: Sequence[Chip]) -> list[str]:
     lines = []
-    for launch in side.launches:
-        lines.append(f"{by}: {launch.launch.kernel}")
+    kernels = side.kernels()
+    for by_chip in kernels:
+        launch = next(iter(by_chip.values()))
+        some = f" ({', '.join(by_chip)})" if len(by_chip) < len(chosen) else ""
+        lines.append(f"{by}: {launch.launch.kernel}{some}")
         if launch.code is None:
             lines += [f"  {NOT_COMPILED}", *(f"  {line}" for line in launch.problem.splitlines()[1:4])]
             continue
         code = launch.code
         spilled = f", {code.spills} spills, {code.fills} fills" if code.spills or code.fills else ""
         lines.append(f"  {code.half_registers} half registers, {code.threads_a_core} threads a core{spilled}")
-        if len(chosen) == 1 and launch.prediction is not None and len(side.launches) > 1:
+        if len(chosen) == 1 and launch.prediction is not None and len(kernels) > 1:
             lines.append(f"  {launch.prediction.microseconds:.1f} us, limited by {launch.prediction.limit}")
         if launch.uncounted:
             lines.append(f"  loops that only compute, taken to run once: {launch.uncounted}")

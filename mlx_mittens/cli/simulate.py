@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from .. import _ext, frontend, simulator, specs
+from ..apple.chips import Chip
 from ..backends import strict
 from ..bench import mlx_metal
 from . import predictions
@@ -48,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     file = JsonFile(arguments.json)
     rows: list[str] = []
     try:
-        check, launches = simulate(op, case, dtype, arguments.seed, not arguments.no_watch)
+        gpu = gpu_of(case, chips[0]) if chips else case.gpu
+        check, launches = simulate(op, case, dtype, arguments.seed, not arguments.no_watch, gpu)
     except simulator.Fault as fault:
         print(f"{op.name}, {case.name}, {arguments.dtype}: FAULT\n{fault}")
         file.write(
@@ -63,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     fewest = op.bytes_moved(case, dtype)
     if moved:
         print(f"\n{moved:,} bytes of device memory moved; {moved / fewest:.2f} times the fewest, {fewest:,}")
-    sides = {"mlx_mittens": predictions.Side.of([*map(simulator.Launch.of, launches)], chips)} if chips else {}
+    sides = {}
+    if chips:
+        sides["mlx_mittens"] = predictions.Side.of(own_launches(op, case, dtype, chips, arguments.seed, launches))
     peer = mlx_metal.of(op, case) if arguments.peer else None
     if peer:
         try:
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             _print(launches)
             rows += [json.dumps({"by": "mlx", **_with_names(launch)}) for launch in launches]
             if chips:
-                sides["mlx"] = predictions.Side.of([*map(simulator.Launch.of, launches)], chips)
+                sides["mlx"] = predictions.Side.of([(chips, launches)])
         except simulator.Fault as fault:  # of MLX's kernels some are known for one that has no effect
             print(f"\nFAULT of MLX's kernel (--no-watch runs it all the same)\n{fault}")
     elif arguments.peer:
@@ -99,9 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def simulate(
-    op: specs.Op, case: specs.Case, dtype: mx.Dtype, seed: int = 0, watch: bool = True
+    op: specs.Op, case: specs.Case, dtype: mx.Dtype, seed: int = 0, watch: bool = True, gpu: str | None = None
 ) -> tuple[specs.Check, list[dict[str, Any]]]:
-    """Runs a case in the simulator.
+    """Runs a case in the simulator, planned for a GPU; without one for the case's.
 
     Returns:
         How right it was, and for each launch its file, kernel, threadgroups, threads, counts, and where accesses are
@@ -113,8 +117,9 @@ def simulate(
     rng = np.random.default_rng(seed)
     arrays = op.draw(rng, case, dtype)
     cotangents = op.cotangents(rng, case, dtype)
+    gpu = gpu or case.gpu
     with mx.stream(mx.cpu), strict():
-        ours, launches = _recorded(lambda: specs.run(op, op.ours, case, arrays, cotangents), seed, watch, case)
+        ours, launches = _recorded(lambda: specs.run(op, op.ours, case, arrays, cotangents), seed, watch, gpu)
         twin = specs.run(op, op.twin, case, arrays, cotangents)
         mx.eval(twin)
     exact = op.exact(case, arrays, cotangents)
@@ -128,11 +133,43 @@ def _with_names(launch: dict[str, Any]) -> dict[str, Any]:
     return {**launch, "lines": [asdict(simulator.LineCounts(*line)) for line in launch["lines"]]}
 
 
-def own_launches(op: specs.Op, case: specs.Case, dtype: mx.Dtype, seed: int = 0) -> list[dict[str, Any]]:
-    """What our kernels do for a case, profiled, without a look at the result."""
+def gpu_of(case: specs.Case, chip: Chip) -> str:
+    """The GPU that a case is planned for where its time on a chip is asked for."""
+    return chip.name if case.gpu == "apple" else case.gpu
+
+
+def own_launches(
+    op: specs.Op,
+    case: specs.Case,
+    dtype: mx.Dtype,
+    chips: Sequence[Chip],
+    seed: int = 0,
+    first: list[dict[str, Any]] | None = None,
+) -> list[tuple[list[Chip], list[dict[str, Any]]]]:
+    """What our kernels do for a case, profiled, without a look at the result.
+
+    Args:
+        first: The launches by the plan for the first chip, where they are known.
+
+    Returns:
+        For each set of chips whose plans come to the same launches these, simulated once.
+    """
     arrays = op.draw(np.random.default_rng(seed), case, dtype)
-    with mx.stream(mx.cpu), strict():
-        return _recorded(lambda: specs.run(op, op.ours, case, arrays), seed, True, case)[1]
+
+    def launches(gpu: str, dry: bool) -> list[dict[str, Any]]:
+        with mx.stream(mx.cpu), strict():
+            return _recorded(lambda: specs.run(op, op.ours, case, arrays), seed, True, gpu, dry)[1]
+
+    decided: dict[str, list[Chip]] = {}
+    for chip in chips:
+        decision = launches(gpu_of(case, chip), dry=True)
+        key = str([(launch["kernel"], launch["threadgroups"], launch["threads"]) for launch in decision])
+        decided.setdefault(key, []).append(chip)
+    found = []
+    for alike in decided.values():
+        known = first if first is not None and alike[0] is chips[0] else None
+        found.append((alike, known if known is not None else launches(gpu_of(case, alike[0]), dry=False)))
+    return found
 
 
 def peer_launches(
@@ -146,15 +183,15 @@ def peer_launches(
     """What MLX's own Metal kernels do for a case, on the inputs that ours get."""
     arrays = op.draw(np.random.default_rng(seed), case, dtype)
     with mx.stream(mx.cpu):
-        return _recorded(lambda: specs.run(op, peer, case, arrays), seed, watch, case)[1]
+        return _recorded(lambda: specs.run(op, peer, case, arrays), seed, watch, case.gpu)[1]
 
 
 def _recorded(
-    build: Callable[[], list[mx.array]], seed: int, watch: bool, case: specs.Case
+    build: Callable[[], list[mx.array]], seed: int, watch: bool, gpu: str, dry: bool = False
 ) -> tuple[list[mx.array], list[dict[str, Any]]]:
-    """What a call gives in the simulator, evaluated, and the launches that this takes."""
-    with simulator.enabled(seed=seed, watch=watch, gpu=case.gpu):
-        _ext.simulator_record(True, profile=watch)
+    """What a call gives in the simulator, evaluated, and the launches that this takes; dry, none of them runs."""
+    with simulator.enabled(seed=seed, watch=watch, gpu=gpu):
+        _ext.simulator_record(True, profile=watch, dry=dry)
         try:
             result = build()
             mx.eval(result)

@@ -281,8 +281,8 @@ def predicted(chip: str, peer: Literal["metal"] | None = None) -> AbstractContex
             mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu))
         print(launches[0], launches.total)
 
-    The times are predictions, which no Mac has measured: docs/apple.md has the model's errors. The simulator runs at
-    its own speed, some ten thousand times slower than a GPU.
+    Ops in the block are planned for the chip. The times are predictions, which no Mac has measured: docs/apple.md has
+    the model's errors. The simulator runs at its own speed, some ten thousand times slower than a GPU.
 
     With ``peer="metal"`` what mx computes itself is in the list too, as the launches of MLX's own Metal kernels: those
     that are headers in its wheel run in the simulator, on drawn inputs of the same shapes, after the block; the others
@@ -317,6 +317,8 @@ def _predicting(chip: Chip, with_mx: bool) -> Iterator[PredictedLaunches[Any]]:
     launches: PredictedLaunches[Any] = PredictedLaunches(chip)
     with profiled() as recorded, contextlib.ExitStack() as stack:
         recorder = stack.enter_context(mlx_graph.Recorder()) if with_mx else None
+        stack.callback(_ext.simulator_plan_for, "")
+        _ext.simulator_plan_for(chip.name)
         yield launches
     launches += predict_launches(recorded, chip)
     if recorder:

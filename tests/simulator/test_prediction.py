@@ -1,16 +1,18 @@
 """Predicted launches: trip counts of loops from the simulator's counts, times of launches with a known limit."""
 
 import dataclasses
+import itertools
 import json
+import math
 
 import mlx.core as mx
 import pytest
 
 import mlx_mittens as mm
-from mlx_mittens import frontend, specs
+from mlx_mittens import _ext, frontend, specs
 from mlx_mittens.apple import agx_compiler, machine_code
 from mlx_mittens.apple.chips import find_chip
-from mlx_mittens.cli import simulate
+from mlx_mittens.cli import predictions, simulate
 from mlx_mittens.cli.main import main
 from mlx_mittens.frontend import CompileError
 from mlx_mittens.simulator import prediction
@@ -78,8 +80,9 @@ SHIPPED = {
 def test_kernels_of_ours_execute_what_the_simulator_counts(name):
     op = specs.get(SHIPPED[name][0])
     case = simulate.find_case(op, SHIPPED[name][1])
-    launches = [mm.simulator.Launch.of(one) for one in simulate.own_launches(op, case, mx.float16)]
-    predicted = prediction.predict_launches(launches, find_chip("m2-max"))
+    chip = find_chip("m2-max")
+    ((_, launches),) = simulate.own_launches(op, case, mx.float16, [chip])
+    predicted = prediction.predict_launches([*map(mm.simulator.Launch.of, launches)], chip)
     # The copy that makes arrays contiguous loads their shapes, which the simulator does not tell from elements.
     own = [launch for launch in predicted if not launch.launch.kernel.startswith("copy_strided")]
     for launch in own:
@@ -282,3 +285,32 @@ def test_bench_predicts_its_cases(tmp_path, capsys):
         assert row["mlx_mittens"]["kernels"][0]["half_registers"] > 0
         assert row["mlx_mittens"]["chips"]["m1"]["microseconds"] > row["mlx_mittens"]["chips"]["m3-max"]["microseconds"]
     assert "Predicted, not measured" in out and picture.stat().st_size > 1000
+
+
+@needs_compilers
+def test_ops_are_planned_for_the_chip(native):
+    """A large GPU has work for more threadgroups."""
+    q, kv = mx.zeros((1, 8, 1, 64), mx.float16), mx.zeros((1, 1, 8192, 64), mx.float16)
+    grids = {}
+    for chip in ("m1-7", "m3-ultra"):
+        with mm.simulator.enabled(), mm.simulator.predicted(chip=chip) as launches:
+            mx.eval(mm.scaled_dot_product_attention(q, kv, kv, scale=1.0, stream=mx.cpu))
+        grids[chip] = launches[0].launch.threadgroups
+    with mm.simulator.enabled():
+        assert _ext.gpu()["name"] == "m2-max"
+    assert math.prod(grids["m1-7"]) < math.prod(grids["m3-ultra"])
+
+
+@needs_compilers
+def test_chips_of_other_plans_are_simulated_by_them(native):
+    op = specs.get("scaled_dot_product_attention")
+    case = simulate.find_case(op, "decode 1x32x8x1x1024x64")
+    chosen = [find_chip(name) for name in ("m1", "m1-max", "m3-ultra")]
+    planned = simulate.own_launches(op, case, mx.float16, chosen)
+    assert sorted(chip.name for chips, _ in planned for chip in chips) == ["m1", "m1-max", "m3-ultra"]
+    grids = [[launch["threadgroups"] for launch in launches] for _, launches in planned]
+    assert len(grids) > 1 and all(a != b for a, b in itertools.combinations(grids, 2))
+    side = predictions.Side.of(planned)
+    entry = side.json()["kernels"][0]
+    assert {*entry["chips"]} == {*side.predictions} == {chip.name for chip in chosen}
+    assert entry["kernel"].startswith("attention_decode")
