@@ -40,7 +40,9 @@ constexpr std::array<std::pair<uint32_t, uint32_t>, 10> threads_by_half_register
     {232, 448},
     {256, 384},
 }};
-constexpr uint32_t most_threads_of_cached_registers = 3072;
+// Where registers are a cache, a core is counted on for twice as many. Up to three times may be there; plans by those
+// shared out more than was predicted to pay.
+constexpr uint32_t of_cached_registers = 2;
 
 Gpu gpu_from(nb::handle spec) {
   auto field = [&](const char* name) { return spec.attr(name); };
@@ -147,12 +149,9 @@ uint32_t Gpu::resident_simdgroups(Registers registers) const {
     const uint32_t of_a_lane = (registers.nvidia + 7) / 8 * 8;
     return schedulers * std::clamp(scheduler_registers / (simdgroup * of_a_lane), 1u, most);
   }
-  if (caches_registers) {
-    return most_threads_of_cached_registers / simdgroup;
-  }
   const auto fits = std::find_if(threads_by_half_registers.begin(), threads_by_half_registers.end() - 1,
                                  [&](const auto& row) { return registers.apple <= row.first; });
-  return fits->second / simdgroup;
+  return fits->second / simdgroup * (caches_registers ? of_cached_registers : 1);
 }
 
 Gpu Gpu::with_parallelism(int power) const {
