@@ -91,14 +91,15 @@ def cores_of_this_mac() -> int | None:
     """Cores of the Apple GPU, as the system lists them; None where it does not, or is no macOS."""
     if sys.platform != "darwin":
         return None
-    return _cores_by_registry(_output("ioreg", "-rc", "AGXAccelerator", "-d", "1")) or _cores_by_profiler(
-        _output("system_profiler", "-json", "SPDisplaysDataType")
+    registry = _output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"], seconds=5)
+    return _cores_by_registry(registry) or _cores_by_profiler(
+        _output(["system_profiler", "-json", "SPDisplaysDataType"], seconds=20)
     )
 
 
-def _output(*command: str) -> str:
+def _output(command: list[str], seconds: int) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -55,14 +55,18 @@ class Driver {
       check(device_get_attribute(&value, number, device), "cuDeviceGetAttribute");
       return value;
     };
+    auto if_known = [&](int number) {
+      int value = 0;
+      return device_get_attribute(&value, number, device) ? 0 : value;
+    };
     // Numbers of CUdevice_attribute.
     return {.name = name.data(),
             .compute_capability = 10 * attribute(75) + attribute(76),
             .multiprocessors = attribute(16),
-            .clock_khz = attribute(13),
-            .memory_clock_khz = attribute(36),
-            .memory_bus_bits = attribute(37),
-            .second_cache_bytes = attribute(38)};
+            .clock_khz = if_known(13),
+            .memory_clock_khz = if_known(36),
+            .memory_bus_bits = if_known(37),
+            .second_cache_bytes = if_known(38)};
   }
 
   CUfunc_st* load(const std::string& ptx, const std::string& entry) const {

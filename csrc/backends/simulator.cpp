@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -37,6 +38,7 @@ struct Run {
   std::array<uint32_t, 3> threadgroups;
   std::array<uint32_t, 3> threads;
   simulator::Counts counts;
+  size_t arguments = 0;  // of a launch that did not run: a hash of what it was given by value
 };
 
 // Host code that makes the dispatch of a launch, in place of dispatch_of: in tests the macOS code over a recording
@@ -179,6 +181,7 @@ void bind(nb::module_& module) {
           entry["threadgroups"] = nb::make_tuple(run.threadgroups[0], run.threadgroups[1], run.threadgroups[2]);
           entry["threads"] = nb::make_tuple(run.threads[0], run.threads[1], run.threads[2]);
           entry["counts"] = simulator::dict_of(run.counts);
+          entry["arguments"] = run.arguments;
           if (run.counts.profiled) {
             entry["lines"] = simulator::lines_of(run.counts);
           }
@@ -262,13 +265,21 @@ bool keep_dry(const std::string& file, const simulator::Dispatch& dispatch) {
   if (state().dry) {
     const auto& groups = dispatch.threadgroups;
     const auto& threads = dispatch.threads;
+    size_t arguments = dispatch.threadgroup_bytes;
+    for (const auto& buffer : dispatch.buffers) {
+      if (buffer.role == simulator::Buffer::constant && buffer.data) {
+        const std::string_view bytes(static_cast<const char*>(buffer.data), buffer.bytes);
+        arguments = arguments * 31 + std::hash<std::string_view>()(bytes);
+      }
+    }
     state().runs.push_back({.file = file,
                             .kernel = dispatch.kernel,
                             .library = "",
                             .constants = {},
                             .threadgroups = {groups[0], groups[1], groups[2]},
                             .threads = {threads[0], threads[1], threads[2]},
-                            .counts = {}});
+                            .counts = {},
+                            .arguments = arguments});
   }
   return state().dry;
 }

@@ -157,6 +157,7 @@ uint32_t Gpu::resident_simdgroups(Registers registers) const {
 Gpu Gpu::with_parallelism(int power) const {
   Gpu gpu = *this;
   if (power != 0) {
+    power = std::clamp(power, -8, 8);
     gpu.cores = std::max(static_cast<uint32_t>(std::lround(std::ldexp(cores, power))), 1u);
   }
   return gpu;
@@ -167,6 +168,10 @@ const Gpu& gpu_of(mx::Stream stream) {
     return simulated_gpu();
   }
   return cuda::available() ? nvidia_gpu(stream.device.index) : mac_gpu();
+}
+
+bool runs_kernels(mx::Stream stream) {
+  return stream.device == mx::Device::gpu || simulator_enabled();
 }
 
 bool mlx_uses_matrix_units(const Gpu& gpu, mx::Dtype dtype) {

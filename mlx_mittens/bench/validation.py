@@ -257,7 +257,10 @@ def validate(
         raise OurFailure(f"{type(error).__name__}: {error}") from error
     mx.clear_cache()
     say("float32")
-    return _compare(model, prompt, theirs, ours, along, counted)
+    try:
+        return _compare(model, prompt, theirs, ours, along, counted)
+    except Exception as error:
+        raise Failure(f"in float32, which is to judge, {type(error).__name__}: {error}") from error
 
 
 def _ours(
@@ -284,7 +287,7 @@ def _compare(
         candidates[same] = ours[same]
 
     largest, errors, typical, sizes = [], [], [], []
-    judged: dict[int, tuple[int, float, float]] = {}  # float32's token, how far ours is ahead, and a unit
+    judged: dict[int, tuple[int, float, float]] = {}  # float32's token, how far ours is ahead, and rounding's share
     exact = _float32_logits(model, [*prompt, *theirs.tokens[:-1]], len(prompt) - 1)
     for i, c in enumerate(exact):
         a, b = (np.array(run.logits[i].astype(mx.float32)) for run in (along, theirs))
@@ -296,13 +299,13 @@ def _compare(
         if i in candidates:
             token, other = candidates[i], theirs.tokens[i]
             unit = max(abs(c[token]), abs(c[other])) * max(EPSILON[theirs.logits[i].dtype], _FLOAT32)
-            judged[i] = int(c.argmax()), float(c[token]) - float(c[other]), float(unit)
+            off = by_mx.max() if np.isfinite(by_mx.max()) else 0.0  # logits of mx that overflow excuse nothing
+            judged[i] = int(c.argmax()), float(c[token]) - float(c[other]), float(max(unit, off))
     error, mx_error = map(float, np.max(errors, axis=0))
     typical_error, typical_mx_error = map(float, np.median(typical, axis=0))
-    off = mx_error if math.isfinite(mx_error) else 0.0  # logits of mx that overflow excuse nothing
     differences = [
-        Difference(i, candidates[i], theirs.tokens[i], best, ahead, -ahead <= max(off, unit))
-        for i, (best, ahead, unit) in sorted(judged.items())
+        Difference(i, candidates[i], theirs.tokens[i], best, ahead, -ahead <= rounding)
+        for i, (best, ahead, rounding) in sorted(judged.items())
     ]
     return Validation(
         prompt_tokens=len(prompt),

@@ -183,7 +183,10 @@ def schedules(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None])
     usual, expected = run(TABLES)
     seen, found = [usual], []
     for name in _ext.plan_schedules(op.name):
-        kernels, results = run(Plan(schedule=name))
+        try:
+            kernels, results = run(Plan(schedule=name))
+        except RuntimeError:  # a schedule that cannot be had here is none to choose
+            continue
         if kernels not in seen and all(map(_agree, results, expected)):
             seen.append(kernels)
             found.append(Plan(schedule=name))

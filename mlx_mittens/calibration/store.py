@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import _ext
+from .. import _ext, gpus
 from ..frontend.cache import cache_folder
 
 # Names the file, or is "off".
@@ -26,6 +26,10 @@ HOW_TO_MAKE = "`mlx-mittens calibrate` measures this machine anew"
 
 class CalibrationError(Exception):
     """A file that is no calibration, or none for this machine and these versions; the message says which."""
+
+
+class OtherVersionsError(CalibrationError):
+    """The calibration was made with other versions than those installed."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ def machine(device: str) -> dict[str, Any]:
     if device == "cpu":
         found["threads"] = _ext.cpu_threads()
         found["instructions"] = _ext.cpu_instructions
+    elif found["architecture"].startswith("applegpu"):  # of two sizes by one name
+        found["cores"] = gpus.of_this_mac().cores
     return found
 
 
@@ -150,7 +156,7 @@ def data(file: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CalibrationError(f"is not a calibration ({type(error).__name__}: {error})") from None
     if made_with != versions():
-        raise CalibrationError(f"was made with {_listed(made_with)}, installed is {_listed(versions())}")
+        raise OtherVersionsError(f"was made with {_listed(made_with)}, installed is {_listed(versions())}")
     if schema != _SCHEMA or device not in ("cpu", "gpu") or type(rows) is not list:
         raise CalibrationError("is not a calibration of this version")
     if device == "gpu" and not has_gpu():

@@ -70,6 +70,9 @@ def _begun(path: Path, device: str, names: Sequence[str], again: bool) -> Calibr
     except FileNotFoundError:
         return new
     except CalibrationError as error:
+        if store.chosen() and not isinstance(error, store.OtherVersionsError):  # it may be anything
+            advice = f"set {store.VARIABLE} to a file that is not there yet, or delete this one"
+            raise UsageError(f"{path} {error}: {advice}") from None
         print(f"{path} {error}: starting over", flush=True)
         return new
     except OSError as error:
@@ -170,8 +173,8 @@ def _measure(
                 return
             try:
                 rows = measure.measure(item, device, budget, inputs(0, _name(item)), known)
-            except (RuntimeError, ValueError, MemoryError) as error:
-                failed.append(f"{_name(item)}: {str(error).splitlines()[0]}")
+            except Exception as error:  # the others can be measured
+                failed.append(f"{_name(item)}: {(str(error) or type(error).__name__).splitlines()[0]}")
                 rows = []
             known.update(row.problem for row in rows)
             slow.extend(item for row in rows if measure.is_hopeless(row))

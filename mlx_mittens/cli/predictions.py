@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,12 +71,12 @@ class Side:
         return cls(launches, predictions)
 
     def kernels(self) -> list[dict[str, PredictedLaunch]]:
-        """One entry for each kernel, with its launch on each chip that has it; chips may have others."""
-        found: dict[tuple[str, int], dict[str, PredictedLaunch]] = {}
+        """One entry for each kernel of so many threads, with its launch on each chip that has it."""
+        found: dict[tuple[tuple[str, int], int], dict[str, PredictedLaunch]] = {}
         for chip, launches in self.launches.items():
-            times: Counter[str] = Counter()
+            times: Counter[tuple[str, int]] = Counter()
             for launch in launches:
-                kernel = launch.launch.kernel
+                kernel = launch.launch.kernel, math.prod(launch.launch.threads)  # which its registers depend on
                 found.setdefault((kernel, times[kernel]), {})[chip] = launch
                 times[kernel] += 1
         return [*found.values()]

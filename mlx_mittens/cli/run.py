@@ -38,19 +38,19 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: There is no such command.
     """
     point = _find(*arguments.words)
-    with patched(), _process(list(arguments.words)):
-        try:
+    try:
+        with patched(), _process(list(arguments.words)):
             function = point.load()
-        except PatchError as error:
-            print(f"mlx-mittens run: {error}", file=sys.stderr)
-            return 1
-        stats(reset=True)
-        try:
-            return _status(function())
-        finally:
-            if arguments.stats:
-                sys.stdout.flush()
-                print(stats() or "no kernel ran, and no call went to mx", file=sys.stderr, flush=True)
+            stats(reset=True)
+            try:
+                return _status(function())
+            finally:
+                if arguments.stats:
+                    sys.stdout.flush()
+                    print(stats() or "no kernel ran, and no call went to mx", file=sys.stderr, flush=True)
+    except PatchError as error:
+        print(f"mlx-mittens run: {error}", file=sys.stderr)
+        return 1
 
 
 def _find(name: str, *given: str) -> importlib.metadata.EntryPoint:

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _status(file: JsonFile, head: dict[str, Any], differences: list[Difference], passed: bool) -> int:
-    rows = [json.dumps(asdict(found) | {"passed": found.passed}) for found in differences]
+    rows = [json.dumps(_finite(asdict(found)) | {"passed": found.passed}) for found in differences]
     file.write(head, "differences", rows, last=True)
     if file.problem:
         print(f"mlx-mittens validate: {file.problem}", file=sys.stderr)
@@ -100,8 +100,13 @@ def _status(file: JsonFile, head: dict[str, Any], differences: list[Difference],
 
 def _as_json(found: Validation) -> dict[str, Any]:
     values = {key: value for key, value in asdict(found).items() if key != "differences"}
-    finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
-    return {"passed": found.passed, **{key: finite(value) for key, value in values.items()}}
+    return {"passed": found.passed, **_finite(values)}
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with None in place of numbers that JSON does not have."""
+    is_none = lambda value: isinstance(value, float) and not math.isfinite(value)
+    return {key: None if is_none(value) else value for key, value in values.items()}
 
 
 def report(found: Validation, loaded: LoadedModel, ours: str) -> list[str]:

@@ -62,7 +62,10 @@ def _has_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("model*.safetensors"))
-    return all((folder / name).is_file() for name in json.loads(index.read_text())["weight_map"].values())
+    try:
+        return all((folder / name).is_file() for name in json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):  # cut off
+        return False
 
 
 def _dtype(config: dict[str, Any]) -> mx.Dtype:
@@ -97,7 +100,7 @@ def _found(arguments: argparse.Namespace) -> tuple[str, Build]:
 
         return "its own weights", lambda: load_model(folder)[0]
     quantization = config.get("quantization")
-    if quantization is None and "quantization_config" in config:
+    if quantization is None and config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise UsageError(f"{name} has no weights here, and which layers are {method} is known from them: download it")
     return "random weights", lambda: architectures.from_config(config, _dtype(config), quantization)
@@ -140,12 +143,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.model}, {weights}, on {executor}", flush=True)
     try:
         model = build()
-    except (ValueError, KeyError, TypeError) as error:  # mlx-lm's words on a configuration that it does not know
+    except Exception as error:  # mlx-lm's words on a configuration or on weights that it cannot read
         raise UsageError(f"mlx-lm cannot make {arguments.model}: {error}") from None
     before = len(_ext.compiled_kernels())
     start = time.perf_counter()
-    with patched():
-        _generate(model, prompts, arguments.tokens, arguments.kv_bits)
+    try:
+        with patched():
+            _generate(model, prompts, arguments.tokens, arguments.kv_bits)
+    except Exception as error:
+        raise UsageError(f"{arguments.model} does not run: {error}") from None
     mx.synchronize()
     total = time.perf_counter() - start
     compiled = _ext.compiled_kernels()[before:]

@@ -120,18 +120,22 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._open = True
-        for name in COMPOSED:
-            *folders, leaf = name.split(".")
-            self._hook(functools.reduce(getattr, folders, mx), leaf, name)
-        for target in TARGETS:  # the patch has layers call mx.fast.rope itself
-            if target.op == "rope" and target.is_loaded() and target.module != "mlx.core":
-                owner, leaf = target.owner()
-                if isinstance(getattr(owner, leaf), _ext.FunctionWrapper):
-                    self._hook(owner, leaf, "fast.rope")
-        for name in _EVALUATE:
-            self._replace(mx, name, self._evaluating(getattr(mx, name)))
-        for name in _ARRAY_METHODS:
-            self._replace(mx.array, name, self._evaluating(getattr(mx.array, name)))
+        try:
+            for name in COMPOSED:
+                *folders, leaf = name.split(".")
+                self._hook(functools.reduce(getattr, folders, mx), leaf, name)
+            for target in TARGETS:  # the patch has layers call mx.fast.rope itself
+                if target.op == "rope" and target.is_loaded() and target.module != "mlx.core":
+                    owner, leaf = target.owner()
+                    if isinstance(getattr(owner, leaf), _ext.FunctionWrapper):
+                        self._hook(owner, leaf, "fast.rope")
+            for name in _EVALUATE:
+                self._replace(mx, name, self._evaluating(getattr(mx, name)))
+            for name in _ARRAY_METHODS:
+                self._replace(mx.array, name, self._evaluating(getattr(mx.array, name)))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -88,7 +88,7 @@ def plan(operation: Operation, graph: Sequence[Operation]) -> Peer | tuple[Estim
         graph: The operations of its evaluation.
     """
     name = operation.name
-    if _is_view(name):
+    if _is_view(name) or all(output.size == 0 for output in operation.outputs):
         return ()
     if name in _COPIES_IF_SCATTERED:
         return () if _is_by_rows(operation.inputs[0], graph) else (_moved(operation, graph),)
@@ -112,8 +112,8 @@ def _estimated(operation: Operation, graph: Sequence[Operation]) -> tuple[Estima
         each = Instructions(floats=1, exponentials=float(functions), reciprocals=float(functions))
         return (Estimate(name, estimates.elementwise(sum(a.size for a in operation.outputs), nbytes, each)),)
     if name in _ROWS or name == "Softmax":
-        columns = operation.inputs[0].shape[-1] if operation.inputs[0].shape else 1
-        return (Estimate(name, estimates.norm(max(1, operation.inputs[0].size // max(1, columns)), columns, nbytes)),)
+        columns = max(1, operation.inputs[0].shape[-1]) if operation.inputs[0].shape else 1
+        return (Estimate(name, estimates.norm(max(1, operation.inputs[0].size // columns), columns, nbytes)),)
     if name in _PRODUCTS:
         return (Estimate(name, _product(operation, graph)),)
     if name in ("ScaledDotProductAttention", "mx.fast.scaled_dot_product_attention"):
@@ -267,7 +267,7 @@ def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.a
     from ..bench import mlx_metal
 
     name, inputs = operation.name, operation.inputs
-    if name == "Softmax" and inputs[0].dtype in _KERNEL_TYPES:
+    if name == "Softmax" and inputs[0].shape and inputs[0].dtype in _KERNEL_TYPES:
         (precise,) = operation.details
         return lambda: mlx_metal.softmax(_drawn(inputs[0]), precise=precise, stream=_CPU)
     if name == "QuantizedMatmul":

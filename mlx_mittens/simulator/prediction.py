@@ -347,8 +347,8 @@ def _add_launches_of_mx(launches: PredictedLaunches[Any], recorder: mlx_graph.Re
 
 
 def _simulated(call: Callable[[], mx.array], chip: Chip) -> list[PredictedLaunch]:
-    """The launches of a call of MLX's kernels; none where one does not compile or has a fault."""
-    with contextlib.suppress(_ext.SimulatorFault, CompileError):
+    """The launches of a call of MLX's kernels; none where one does not compile, has a fault or takes no such shape."""
+    with contextlib.suppress(_ext.SimulatorFault, CompileError, ValueError, RuntimeError):
         with profiled() as recorded:
             mx.eval(call())
         found = predict_launches(recorded, chip)

@@ -288,6 +288,12 @@ def test_bench_predicts_its_cases(tmp_path, capsys):
 
 
 @needs_compilers
+def test_a_gradient_on_chips(native, capsys):
+    assert main(["simulate", "rms_norm", "test 2085x5 vjp", "--chip", "m2,m3-ultra"]) == 0
+    assert "norm_vjp" in capsys.readouterr().out
+
+
+@needs_compilers
 def test_ops_are_planned_for_the_chip(native):
     """A large GPU has work for more threadgroups."""
     q, kv = mx.zeros((1, 8, 1, 64), mx.float16), mx.zeros((1, 1, 8192, 64), mx.float16)

@@ -13,10 +13,14 @@ import pytest
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, gpus
+from mlx_mittens.frontend import sources
+from mlx_mittens.frontend.instantiations import metal_kernels
 
 FILE = Path(__file__).with_name("plans.txt")
 GPUS = ("m1", "m2-max", "m3-ultra", "m5", "h200")
 HALF = mx.float16
+ATTENTION = [file for file in sources.files() if file.startswith("attention/")]
+KERNELS = {name for file in ATTENTION for name in metal_kernels(file)}
 
 Call = Callable[[], object]
 
@@ -122,6 +126,33 @@ def test_small_and_large_gpus_differ(native):
     """An 8-core M1 shares keys and columns among fewer threadgroups than an Ultra of 80 cores."""
     for call in (attention(1, 1, 20000)[1], rows("softmax", 24, 131072)[1], gemv(1, 4096, 1024, False)[1]):
         assert decision(call, "m1") != decision(call, "m3-ultra")
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("dtype", [HALF, mx.float32])
+@pytest.mark.parametrize("queries", [1, 2, 100])
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_schedules_asked_for_by_name_have_kernels(native, ratio, queries, dtype, bits):
+    """A calibration names a schedule for problems near the one that was measured, which may have no such kernel."""
+    q, shape = mx.zeros((1, 2 * ratio, queries, 64), dtype), (1, 2, 300)
+    scales = mx.zeros((*shape, 1), dtype)
+    packed = (mx.zeros((*shape, 64 * bits // 32), mx.uint32), scales, scales)
+    kv = mx.zeros((*shape, 64), dtype)
+
+    def call():
+        if bits:
+            return mm.quantized_scaled_dot_product_attention(q, packed, packed, scale=1.0, group_size=64, bits=bits)
+        return mm.scaled_dot_product_attention(q, kv, kv, scale=1.0)
+
+    with mm.strict():
+        for name in _ext.plan_schedules("scaled_dot_product_attention"):
+            _ext.calibration_force((False, name, 0))
+            try:
+                for gpu in ("m2-max", "h200"):
+                    for launch in decision(call, gpu).split("; "):
+                        assert launch.split(" ")[0] in KERNELS, (name, gpu)
+            finally:
+                _ext.calibration_force(None)
 
 
 def test_what_no_plan_is_for(native):

@@ -64,11 +64,30 @@ bool can_run(const AttentionSchedule& schedule, const AttentionSizes& sizes, con
          sizes.width <= schedule.most_width;
 }
 
+// Whether metal/attention has a kernel, which matters where one is asked for by name: what matrices are always better
+// at is left to them.
+bool has_kernel(AttentionKernel kernel, const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
+  const bool is_half = dtype != mx::float32;
+  if (kernel == AttentionKernel::prefill) {
+    return !is_half || (sizes.width != 64 && sizes.width != 128);
+  }
+  if (kernel == AttentionKernel::mma || sizes.width > 128) {
+    return true;
+  }
+  constexpr uint64_t most_rows = 16;
+  const uint64_t rows = std::min(std::bit_ceil(uint64_t(sizes.ratio()) * sizes.queries), most_rows);
+  if (is_half) {
+    return rows <= (options.bits != 0 ? 1 : 2);
+  }
+  return options.bits != 0 || rows != 8;
+}
+
 AttentionKernel choose(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype, const Gpu& gpu,
                        const Name& asked_for) {
   if (!asked_for.text().empty()) {
     for (const auto& schedule : schedules) {
-      if (asked_for.text() == schedule.name && can_run(schedule, sizes, options, dtype)) {
+      if (asked_for.text() == schedule.name && can_run(schedule, sizes, options, dtype) &&
+          has_kernel(schedule.kernel, sizes, options, dtype)) {
         return schedule.kernel;
       }
     }
@@ -204,6 +223,9 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
 const char* why_mx_attention(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
                              mx::Stream stream) {
   // mx makes a mask of all scores for a window.
+  if (!runs_kernels(stream)) {
+    return nullptr;
+  }
   const bool is_short = options.window > 0 && int64_t(options.window) * 4 <= sizes.keys;
   if (is_short || options.bits != 0) {
     return nullptr;

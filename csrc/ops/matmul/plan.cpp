@@ -80,7 +80,7 @@ uint32_t wanted_simdgroups(const Gpu& gpu) {
 // take in their rounds would be no columns, five or three if those leave less; more only where few outputs would leave
 // a GPU idle.
 uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs, const Gpu& gpu) {
-  const uint64_t few_outputs = 2 * gpu.cores - 8;
+  const uint64_t few_outputs = std::max(2 * gpu.cores, 8u) - 8;
   if (outputs < few_outputs) {
     return ceil_divide(chunks, ceil_divide(chunks, kProductSimdgroups));
   }
@@ -333,6 +333,9 @@ GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weigh
 }
 
 const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream) {
+  if (!runs_kernels(stream)) {
+    return nullptr;
+  }
   const Gpu& gpu = gpu_of(stream);
   if (gpu.vendor == Gpu::Vendor::nvidia) {
     return tensor_cores_win(sizes, transpose, dtype) ? tensor_cores : nullptr;
@@ -395,10 +398,10 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
 
 const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
                           const ProductSizes& sizes, mx::Stream stream) {
-  const Gpu& gpu = gpu_of(stream);
-  if (!format.transpose) {
+  if (!format.transpose || !runs_kernels(stream)) {
     return nullptr;
   }
+  const Gpu& gpu = gpu_of(stream);
   if (gpu.vendor == Gpu::Vendor::nvidia) {
     // Where mx goes over to tensor cores, and ours does not (bench/results/h200.json).
     const bool wins = kernels.has_tiles && dtype == mx::float32 && uint64_t(sizes.matrices) * sizes.rows >= 12;

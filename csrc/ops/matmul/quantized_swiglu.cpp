@@ -181,6 +181,12 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) 
       (stream.device == mx::Device::gpu && leading_size(inputs[0], 1) > kernels.most_rows)) {
     return std::nullopt;
   }
+  const mx::array& w = inputs[1];
+  const ProductSizes sizes{1, static_cast<uint32_t>(leading_size(inputs[0], 1)),
+                           static_cast<uint32_t>(inputs[0].shape(-1)), static_cast<uint32_t>(w.shape(0))};
+  if (prefer_mx(product_problem(op, gate.dtype(), affine_number(*format), sizes), nullptr, stream)) {
+    return std::nullopt;
+  }
   Arrays all = inputs;
   all.insert(all.end(), up.inputs().begin() + 1, up.inputs().end());
   return first_output(std::make_shared<QuantizedSwiglu>(stream, *format), std::move(all));
