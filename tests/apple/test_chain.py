@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 problem = frontend.compiler_problem() or agx_compiler.problem()
 # What the model reaches on published times of these kinds: nine in ten of its errors are below.
 MOST = 0.20
+TYPICAL = 0.05  # of half of the points
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_published_times_are_predicted_by_the_whole_chain(chain):
     for row in rows:
         assert abs(row.error) < MOST, (row.point, row.chain)
         assert row.chain.limit == "device memory"
-    assert statistics.median(abs(row.error) for row in rows) < 0.05
+    assert statistics.median(abs(row.error) for row in rows) < TYPICAL
     for kernel in chain.QUICK:
         (launch,), times = chain.simulated(kernel)
         assert launch.mismatch < 0.1

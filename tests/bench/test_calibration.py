@@ -379,8 +379,16 @@ def test_a_file_of_other_versions_is_measured_anew(few_shapes, made_up, file, ca
     assert len(store.read(file).rows) == 12
 
 
+@pytest.fixture
+def same_signals():
+    """A command that SIGTERM ended ignores further ones, for as long as its process has yet to live."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str)
-def test_what_was_measured_is_kept_when_it_is_stopped(number, status, few_shapes, made_up, file, capsys):
+def test_what_was_measured_is_kept_when_it_is_stopped(number, status, few_shapes, made_up, file, capsys, same_signals):
     def stopped(op, case, plan):
         if case.shape == (1, 1024):
             signal.raise_signal(number)

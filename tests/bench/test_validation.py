@@ -8,6 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.tolerances import LAYERS
 
 import mlx_mittens as mm
 from mlx_mittens import _ext
@@ -137,12 +138,12 @@ def test_logits_are_those_along_mx_tokens(monkeypatch):
         along = validation._generate(whole, prompt, 20, along=theirs.tokens)
     exact = np.array(whole(mx.array([[*prompt, *theirs.tokens[:-1]]]))[0, len(prompt) - 1 :])
     assert [len(run.logits) for run in (theirs, along)] == [20, 20] and theirs.tokens == exact.argmax(1).tolist()
-    np.testing.assert_allclose(np.array(mx.stack(theirs.logits)), exact, atol=1e-3)
+    np.testing.assert_allclose(np.array(mx.stack(theirs.logits)), exact, atol=LAYERS)
     right = 12 - len(prompt)  # steps before ours is wrong, which then sees mx's tokens and not its own
-    np.testing.assert_allclose(np.array(mx.stack(along.logits[:right])), exact[:right], atol=1e-3)
+    np.testing.assert_allclose(np.array(mx.stack(along.logits[:right])), exact[:right], atol=LAYERS)
     assert np.abs(np.array(along.logits[right + 1]) - exact[right + 1]).max() > 1
     judge = list(validation._float32_logits(whole, [*prompt, *theirs.tokens[:-1]], len(prompt) - 1))
-    np.testing.assert_allclose(np.stack(judge), exact, atol=1e-3)
+    np.testing.assert_allclose(np.stack(judge), exact, atol=LAYERS)
 
 
 def test_float32_judges_a_16_bit_model_in_steps(monkeypatch):
@@ -152,7 +153,7 @@ def test_float32_judges_a_16_bit_model_in_steps(monkeypatch):
     halves = np.array(whole(mx.array([tokens]))[0, 20:].astype(mx.float32))
     steps = np.stack(list(validation._float32_logits(whole, tokens, 20)))
     monkeypatch.setattr(validation, "_STEP", 1000)
-    np.testing.assert_allclose(steps, np.stack(list(validation._float32_logits(whole, tokens, 20))), atol=1e-3)
+    np.testing.assert_allclose(steps, np.stack(list(validation._float32_logits(whole, tokens, 20))), atol=LAYERS)
     assert steps.shape == halves.shape and np.abs(steps - halves).max() > 1e-2
 
 

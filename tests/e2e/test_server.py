@@ -49,7 +49,10 @@ def answers(code: str, folder, log) -> list[str]:
             pytest.fail(log.read_text())
         finally:
             server.terminate()
-            assert server.wait(60) == -signal.SIGTERM, log.read_text()  # as without the patch
+            try:
+                assert server.wait(60) == -signal.SIGTERM, log.read_text()  # as without the patch
+            finally:
+                server.kill()
 
 
 def test_two_requests_at_once(trained, tmp_path):
