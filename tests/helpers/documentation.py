@@ -182,7 +182,7 @@ def run_tests(block: Block, folder: Path, environment: dict[str, str]) -> None:
 def run_command(command: Command, folder: Path, environment: dict[str, str]) -> str:
     """Runs a command by bash; returns what it prints."""
     line = ["bash", "-euo", "pipefail", "-c", command.text]
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise Broken(f"{command.place}: {command.text}\nends with {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -18,4 +18,4 @@ def run(name: str, *arguments: object) -> str:
 
 def try_run(name: str, *arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
