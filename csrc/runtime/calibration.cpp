@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <tuple>
 #include <unordered_map>
@@ -68,7 +69,7 @@ struct State {
   std::atomic<bool> watched = false;  // whether a choice is forced or problems are recorded, which takes the lock
   std::optional<Choice> forced;
   bool recording = false;
-  std::map<Asked, bool> asked;
+  std::set<Asked> asked;
 };
 
 State& state() {
@@ -207,12 +208,9 @@ std::vector<Asked> record(bool recording) {
   State& all = state();
   std::lock_guard lock(all.mutex);
   all.recording = recording;
-  std::vector<Asked> asked;
-  for (const auto& [problem, _] : std::exchange(all.asked, {})) {
-    asked.push_back(problem);
-  }
+  const std::set<Asked> asked = std::exchange(all.asked, {});
   update_active();
-  return asked;
+  return {asked.begin(), asked.end()};
 }
 
 void bind(nb::module_& module) {
@@ -240,14 +238,10 @@ const Register registered(bind);
 
 }  // namespace
 
-Schedules::Schedules(std::initializer_list<const char*> ops, const std::vector<std::string>& names) {
-  for (const char* op : ops) {
-    std::vector<std::string>& known = schedules()[op];
-    for (const std::string& name : names) {
-      if (std::find(known.begin(), known.end(), name) == known.end()) {
-        known.push_back(name);
-      }
-    }
+void Schedules::add(const char* op, const char* name) {
+  std::vector<std::string>& known = schedules()[op];
+  if (std::find(known.begin(), known.end(), name) == known.end()) {
+    known.emplace_back(name);
   }
 }
 
@@ -257,7 +251,7 @@ Choice calibrated(const Problem& problem, mx::Stream stream) {
     return {};
   }
   const auto& sizes = problem.sizes;
-  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {  // which mx is not to be given for speed
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {  // mx divides by zero for some of these
     return {};
   }
   const size_t device = device_of(stream);
@@ -268,8 +262,8 @@ Choice calibrated(const Problem& problem, mx::Stream stream) {
   }
   std::lock_guard lock(all.mutex);
   if (all.recording) {
-    all.asked[{problem.op, dtype_name(problem.dtype), problem.format, problem.sizes, devices[device], choice.known}] =
-        true;
+    all.asked.emplace(problem.op, dtype_name(problem.dtype), problem.format, problem.sizes, devices[device],
+                      choice.known);
   }
   return all.forced.value_or(choice);
 }

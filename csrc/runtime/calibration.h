@@ -3,10 +3,9 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
-#include <string>
-#include <vector>
 
 #include "backends/name.h"
 #include "mlx/dtype.h"
@@ -34,7 +33,17 @@ struct Choice {
 // Tells calibration what schedules the plan table of some ops has, for as long as the process lives.
 class Schedules {
  public:
-  Schedules(std::initializer_list<const char*> ops, const std::vector<std::string>& names);
+  template <typename Row, size_t n>
+  Schedules(std::initializer_list<const char*> ops, const Row (&table)[n]) {
+    for (const char* op : ops) {
+      for (const Row& row : table) {
+        add(op, row.name);
+      }
+    }
+  }
+
+ private:
+  static void add(const char* op, const char* name);
 };
 
 // The choice measured nearest to a problem, no size of which is more than twice or less than half of the problem's.

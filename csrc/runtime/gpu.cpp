@@ -27,7 +27,7 @@ namespace {
 constexpr const char* module_of_gpus = "mlx_mittens.gpus";
 constexpr uint32_t simdgroup = 32;
 
-// Half registers of a lane, and the threads that a core of the M1 and M2 families holds then (apple/chips.py).
+// Half registers of a lane, and the threads that a core of the M1 and M2 families holds then.
 constexpr std::array<std::pair<uint32_t, uint32_t>, 10> threads_by_half_registers = {{
     {104, 1024},
     {112, 896},
@@ -119,6 +119,11 @@ const Gpu& nvidia_gpu(int index) {
 }
 
 void bind(nb::module_& module) {
+  nb::list threads;
+  for (const auto& [half_registers, count] : threads_by_half_registers) {
+    threads.append(nb::make_tuple(half_registers, count));
+  }
+  module.attr("threads_by_half_registers") = nb::tuple(threads);
   module.def(
       "gpu",
       [] {

@@ -11,19 +11,10 @@ import functools
 from dataclasses import dataclass, fields
 from importlib import resources
 
+from .. import _ext
+
 # Half registers of a lane -> threads that a core of the M1 and M2 families holds at once.
-THREADS_BY_HALF_REGISTERS = (
-    (104, 1024),
-    (112, 896),
-    (128, 832),
-    (136, 768),
-    (144, 704),
-    (160, 640),
-    (184, 576),
-    (208, 512),
-    (232, 448),
-    (256, 384),
-)
+THREADS_BY_HALF_REGISTERS: tuple[tuple[int, int], ...] = _ext.threads_by_half_registers
 # The scheduler's own limit. A core of the M3 and later is taken to reach it: registers, threadgroup memory and first
 # cache are one memory there ("dynamic caching"), whose size and whose share for each Apple does not publish. So neither
 # registers nor threadgroup memory bound its threads here, as the 60 KB of an M1 or M2 do.

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
-#include <stdexcept>
 
 #include "params/attention.h"
 #include "runtime/array_layout.h"
 #include "runtime/gpu.h"
+#include "runtime/plan_table.h"
 
 namespace mittens {
 
@@ -16,7 +16,6 @@ namespace {
 constexpr uint32_t most_decode_queries = 16;
 constexpr uint32_t many = std::numeric_limits<uint32_t>::max();
 
-enum class Where { nvidia, anywhere };
 enum class Storage { dense, packed, either };  // of keys and values
 enum class Type { half, float32, either };
 enum class Queries { few, prompt, either };
@@ -64,8 +63,7 @@ bool can_run(const AttentionSchedule& schedule, const AttentionSizes& sizes, con
          sizes.width <= schedule.most_width;
 }
 
-// Whether metal/attention has a kernel, which matters where one is asked for by name: what matrices are always better
-// at is left to them.
+// Whether metal/attention has a kernel: what matrices are always better at is left to them.
 bool has_kernel(AttentionKernel kernel, const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
   const bool is_half = dtype != mx::float32;
   if (kernel == AttentionKernel::prefill) {
@@ -84,23 +82,14 @@ bool has_kernel(AttentionKernel kernel, const AttentionSizes& sizes, const Atten
 
 AttentionKernel choose(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype, const Gpu& gpu,
                        const Name& asked_for) {
-  if (!asked_for.text().empty()) {
-    for (const auto& schedule : schedules) {
-      if (asked_for.text() == schedule.name && can_run(schedule, sizes, options, dtype) &&
-          has_kernel(schedule.kernel, sizes, options, dtype)) {
-        return schedule.kernel;
-      }
-    }
-  }
-  const uint64_t rows = uint64_t(sizes.ratio()) * sizes.queries;
-  for (const auto& schedule : schedules) {
-    const bool is_here = schedule.where == Where::anywhere || gpu.vendor == Gpu::Vendor::nvidia;
-    if (is_here && rows >= schedule.fewest_rows && rows <= schedule.most_rows &&
-        can_run(schedule, sizes, options, dtype)) {
-      return schedule.kernel;
-    }
-  }
-  throw std::logic_error("[mlx_mittens] the table of attention kernels does not end with one that fits all");
+  const auto has_kernel_for = [&](const AttentionSchedule& schedule) {
+    return can_run(schedule, sizes, options, dtype) && has_kernel(schedule.kernel, sizes, options, dtype);
+  };
+  const auto pays = [&](const AttentionSchedule& schedule) {
+    const uint64_t rows = uint64_t(sizes.ratio()) * sizes.queries;
+    return is_here(schedule.where, gpu) && rows >= schedule.fewest_rows && rows <= schedule.most_rows;
+  };
+  return choose_row(schedules, asked_for, has_kernel_for, pays).kernel;
 }
 
 Registers registers_of(const AttentionPlan& plan, const AttentionOptions& options, mx::Dtype dtype) {
@@ -151,13 +140,7 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
   plan.splits = std::max(ceil_divide(sizes.keys - first, plan.keys_per_split), 1u);
 }
 
-const Schedules registered({"scaled_dot_product_attention", "quantized_scaled_dot_product_attention"}, [] {
-  std::vector<std::string> names;
-  for (const auto& schedule : schedules) {
-    names.emplace_back(schedule.name);
-  }
-  return names;
-}());
+const Schedules registered({"scaled_dot_product_attention", "quantized_scaled_dot_product_attention"}, schedules);
 
 // From how many rows of queries on mx is faster where there are tensor cores: it has kernels of cuDNN's for them in
 // half types, and in float32 composes attention of products in TF32.

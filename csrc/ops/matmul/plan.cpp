@@ -5,6 +5,7 @@
 
 #include "params/matmul.h"
 #include "runtime/array_layout.h"
+#include "runtime/plan_table.h"
 
 namespace mittens {
 
@@ -12,8 +13,6 @@ namespace {
 
 constexpr uint32_t unlimited_rows = std::numeric_limits<uint32_t>::max();
 constexpr uint32_t any_rows = 0;
-
-enum class Where { apple, nvidia, anywhere };
 
 // A row of a table: the first that fits is taken.
 template <typename Kernel>
@@ -44,28 +43,18 @@ constexpr Schedule<AffineKernel> affine_schedules[] = {
     {"rows", AffineKernel::rows, Where::anywhere, any_rows, any_rows, unlimited_rows},
 };
 
-// can_run: whether a kernel can compute the problem at all. A schedule that is asked for by name is taken where it can.
+// can_run: whether a kernel can compute the problem at all.
 template <typename Kernel, size_t n, typename CanRun>
-Kernel first_that_fits(const Schedule<Kernel> (&table)[n], const Gpu& gpu, mx::Dtype dtype, uint32_t rows,
-                       const Name& asked_for, CanRun can_run) {
-  const Where here = gpu.vendor == Gpu::Vendor::nvidia ? Where::nvidia : Where::apple;
-  auto is_here = [&](const Schedule<Kernel>& schedule) {
-    return schedule.where == Where::anywhere || schedule.where == here;
+Kernel choose(const Schedule<Kernel> (&table)[n], const Gpu& gpu, mx::Dtype dtype, uint32_t rows, const Name& asked_for,
+              CanRun can_run) {
+  const auto can_run_here = [&](const Schedule<Kernel>& schedule) {
+    return is_here(schedule.where, gpu) && can_run(schedule.kernel);
   };
-  if (!asked_for.text().empty()) {
-    for (const auto& schedule : table) {
-      if (is_here(schedule) && asked_for.text() == schedule.name && can_run(schedule.kernel)) {
-        return schedule.kernel;
-      }
-    }
-  }
-  for (const auto& schedule : table) {
+  const auto pays = [&](const Schedule<Kernel>& schedule) {
     const uint32_t fewest = dtype == mx::float32 ? schedule.fewest_rows_float32 : schedule.fewest_rows_half;
-    if (is_here(schedule) && rows >= fewest && rows <= schedule.most_rows && can_run(schedule.kernel)) {
-      return schedule.kernel;
-    }
-  }
-  return table[n - 1].kernel;
+    return rows >= fewest && rows <= schedule.most_rows;
+  };
+  return choose_row(table, asked_for, can_run_here, pays).kernel;
 }
 
 // A launch is to have so many simdgroups for each core: several times what it holds.
@@ -252,17 +241,8 @@ void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, mx::Dtype d
                                          std::min(fewest, most), most, gpu);
 }
 
-template <typename Kernel, size_t n>
-std::vector<std::string> names_of(const Schedule<Kernel> (&table)[n]) {
-  std::vector<std::string> names;
-  for (const auto& schedule : table) {
-    names.emplace_back(schedule.name);
-  }
-  return names;
-}
-
-const Schedules of_gemv({"gemv"}, names_of(gemv_schedules));
-const Schedules of_affine({"quantized_matmul", "quantized_swiglu"}, names_of(affine_schedules));
+const Schedules of_gemv({"gemv"}, gemv_schedules);
+const Schedules of_affine({"quantized_matmul", "quantized_swiglu"}, affine_schedules);
 
 constexpr const char* tensor_cores = "many rows of x where there are tensor cores";
 constexpr const char* matrix_units = "many rows of x where there are matrix units";
@@ -284,7 +264,7 @@ GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weigh
   const uint32_t loads = short_loads(ceil_divide(sizes.columns, 16 / mx::size_of(dtype)));
   const GemvShape tiles = gemv_tiles_shape(dtype, sizes.rows, sizes.outputs);
   GemvPlan plan{};
-  plan.kernel = first_that_fits(gemv_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](GemvKernel kernel) {
+  plan.kernel = choose(gemv_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](GemvKernel kernel) {
     switch (kernel) {
       case GemvKernel::short_row:
         return weights.packs && sizes.rows == 1 && loads > 0;
@@ -371,7 +351,7 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
   const Choice choice = calibrated(product_problem(kernels.op, dtype, affine_number(format), sizes), stream);
   const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
   AffinePlan plan{};
-  plan.kernel = first_that_fits(affine_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](AffineKernel kernel) {
+  plan.kernel = choose(affine_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](AffineKernel kernel) {
     switch (kernel) {
       case AffineKernel::mma_row:
         return sizes.rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;

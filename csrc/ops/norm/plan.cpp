@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "mlx/utils.h"
+#include "runtime/plan_table.h"
 
 namespace mittens {
 
@@ -26,29 +27,13 @@ struct Rows {
   uint32_t edges;
 };
 
-// The first that fits the rows, of this schedule if one is named.
-const RowVariant* first_that_fits(const Rows& rows, const Gpu& gpu, const RowPlanOptions& options, Name schedule) {
-  for (const auto& variant : row_variants) {
-    const bool is_asked_for =
-        schedule.text().empty() ? rows.rows <= variant.most_rows * gpu.cores : schedule.text() == variant.name;
-    if (is_asked_for && rows.packs <= variant.most_packs && rows.edges <= variant.lanes &&
-        variant.packs <= options.most_packs && (options.most_splits > 1 || variant.kernel != RowKernel::split)) {
-      return &variant;
-    }
-  }
-  return nullptr;
-}
-
-const RowVariant& choose(const Rows& rows, const Gpu& gpu, const RowPlanOptions& options, Name schedule) {
-  if (!schedule.text().empty()) {
-    if (const RowVariant* variant = first_that_fits(rows, gpu, options, schedule)) {
-      return *variant;
-    }
-  }
-  if (const RowVariant* variant = first_that_fits(rows, gpu, options, Name())) {
-    return *variant;
-  }
-  throw std::logic_error("[mlx_mittens] the table of row kernels does not end with one that fits all");
+const RowVariant& choose(const Rows& rows, const Gpu& gpu, const RowPlanOptions& options, const Name& asked_for) {
+  const auto can_run = [&](const RowVariant& variant) {
+    return rows.packs <= variant.most_packs && rows.edges <= variant.lanes && variant.packs <= options.most_packs &&
+           (options.most_splits > 1 || variant.kernel != RowKernel::split);
+  };
+  const auto pays = [&](const RowVariant& variant) { return rows.rows <= variant.most_rows * gpu.cores; };
+  return choose_row(row_variants, asked_for, can_run, pays);
 }
 
 // The first that fits is taken; past what registers hold of a row, the three kernels that read it twice.
@@ -63,13 +48,7 @@ constexpr uint32_t few_threads = 1 << 16;  // in all blocks: fewer, with less to
 constexpr uint32_t rows_per_block = 16;  // past that
 constexpr uint32_t statistics_packs = 2048;  // of a row, for a threadgroup of the statistics kernel
 
-const Schedules registered({"rms_norm", "layer_norm", "add_rms_norm", "softmax"}, [] {
-  std::vector<std::string> names;
-  for (const auto& variant : row_variants) {
-    names.emplace_back(variant.name);
-  }
-  return names;
-}());
+const Schedules registered({"rms_norm", "layer_norm", "add_rms_norm", "softmax"}, row_variants);
 
 }  // namespace
 
