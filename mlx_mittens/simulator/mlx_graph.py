@@ -74,7 +74,8 @@ class Operation:
         details: What else its kernel depends on, of primitives.
         inputs: Arrays that it takes; of a call in the order of `arguments`.
         outputs: Arrays that it makes.
-        arguments: Names of a call's arguments that are arrays; of those without a name their position.
+        arguments: Names of a call's arguments that are arrays; of those without a name their position, of those in a
+            list with their index.
         options: A call's other arguments by name, as text.
     """
 
@@ -174,8 +175,11 @@ class Recorder:
             if self._open and outputs:
                 given = [arg for arg in args if not isinstance(arg, dict)]  # a layer is a dict
                 named = {names[i] if i < len(names) else str(i): value for i, value in enumerate(given)} | kwargs
+                named.pop("stream", None)
                 arrays = {key: value for key, value in named.items() if isinstance(value, mx.array)}
-                options = {key: str(value) for key, value in named.items() if key not in arrays and key != "stream"}
+                options = {key: str(_without_arrays(value)) for key, value in named.items() if key not in arrays}
+                for key in options:
+                    arrays |= {f"{key}[{i}]": part for i, part in enumerate(_arrays(named[key]))}
                 self._graph.note(outputs, list(arrays.values()), len(self._calls))
                 self._calls.append(_Call(f"mx.{name}", tuple(arrays), tuple(options.items())))
             return result
@@ -225,3 +229,15 @@ def _arrays(tree: Any) -> Iterator[mx.array]:
     elif isinstance(tree, (list, tuple)):
         for part in tree:
             yield from _arrays(part)
+
+
+def _without_arrays(tree: Any) -> Any:
+    """The same with a word in the place of each array, whose text would evaluate it."""
+    if isinstance(tree, mx.array):
+        return "array"
+    if isinstance(tree, dict):
+        return {key: _without_arrays(part) for key, part in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        parts = [_without_arrays(part) for part in tree]
+        return parts if isinstance(tree, list) else tuple(parts)
+    return tree

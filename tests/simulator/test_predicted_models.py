@@ -13,7 +13,7 @@ from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.simulator import EstimatedLaunch, mlx_launches
-from mlx_mittens.simulator.mlx_graph import Array, Operation
+from mlx_mittens.simulator.mlx_graph import Array, Operation, Recorder
 from tests.helpers import tiny
 
 problem = frontend.compiler_problem() or agx_compiler.problem()
@@ -154,6 +154,18 @@ def test_values_that_python_asks_for_are_evaluations():
     counts = names(launches)
     once = ("Add", "Sum", "Multiply", "mx.fast.rms_norm", "Greater", "Subtract")
     assert {name: counts[name] for name in once} == dict.fromkeys(once, 1)
+
+
+def test_arrays_in_lists_are_inputs_and_are_not_evaluated(monkeypatch):
+    monkeypatch.setattr(mx.fast, "rope", lambda a, dims, freqs: a * freqs[1][0])
+    with Recorder() as recorder:
+        y = mx.fast.rope(mx.ones(4), 2, freqs=(3, [mx.exp(mx.zeros(4))]))
+        assert not recorder.evaluations
+        mx.eval(y)
+    *_, made, call = recorder.evaluations[0][0]
+    assert (made.name, call.name) == ("Exp", "mx.fast.rope")
+    assert call.arguments == ("a", "freqs[0]") and len(call.inputs) == 2
+    assert dict(call.options) == {"1": "2", "freqs": "(3, ['array'])"}
 
 
 def test_primitives_of_a_gpu_are_estimated_too():
