@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import platform
 import re
 import sys
 import time
@@ -42,6 +43,13 @@ def test_a_minute(worker, subject, executor):
 def test_second_derivatives_of_one_column_are_right(worker):
     """Their terms cancel, and of what rounding leaves mx's may have nothing."""
     assert_no_findings(worker, Chunk("add_rms_norm", "native", 77, 1264, 1))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="baseline is an instruction set of x86-64")
+def test_equal_products_in_lanes_of_four_are_right(monkeypatch):
+    monkeypatch.setenv("MLX_MITTENS_CPU", "baseline")
+    with Worker() as worker:
+        assert_no_findings(worker, Chunk("gemv", "native", 0, 48, 1))
 
 
 @pytest.mark.nightly

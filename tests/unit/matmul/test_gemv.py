@@ -1,9 +1,15 @@
 """Products of a few rows with a dense matrix."""
 
+import json
+import platform
+import subprocess
+import sys
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.matrices import draw, exact_product
+from helpers.support import child_environment
 from helpers.tolerances import SUMS, assert_error_at_most_that_of_mx, assert_product_right, of_terms
 
 import mlx_mittens as mm
@@ -124,6 +130,38 @@ def test_the_edge_of_float16(executor):
 def test_error_is_at_most_that_of_mx(rng, dtype, executor):
     w, x = draw(rng, (64, 2048), dtype), draw(rng, (1, 2048), dtype)
     assert_error_at_most_that_of_mx(mm.gemv(w, x), x @ w.T, exact_product(widen(x), widen(w)))
+
+
+# Prints the largest error of sums of 2,048 equal products, in units of float32, by where the weights come from.
+EQUAL_PRODUCTS = """
+import json
+import mlx.core as mx, mlx_mittens as mm, numpy as np
+mx.set_default_device(mx.cpu)
+rng, worst = np.random.default_rng(0), {"dense": 0.0, "8 bits": 0.0}
+words = mx.full((4, 2048 // 4), 0xC8C8C8C8, mx.uint32)  # four times 200
+for rows in (1, 2, 4, 15):
+    for x, weight in rng.uniform(1, 2, (20, 2)).astype(np.float32):
+        of_x, of_groups = mx.full((rows, 2048), x), mx.full((4, 32), weight)
+        biases = mx.zeros((4, 32))
+        for name, y, exact in (
+            ("dense", mm.gemv(mx.full((4, 2048), weight), of_x), 1.0),
+            ("8 bits", mm.quantized_matmul(of_x, words, of_groups, biases, group_size=64, bits=8), 200.0),
+        ):
+            y = np.array(y, np.float64) / (exact * 2048 * float(x) * float(weight))
+            worst[name] = max(worst[name], abs(y - 1).max() / 2**-23)
+print(json.dumps(worst))
+"""
+
+
+def test_equal_products_in_few_lanes():
+    """A lane of four adds 512 of them, and all roundings go the same way: an eighth of a unit for each in a chain."""
+    environment = child_environment()
+    if platform.machine() in ("x86_64", "AMD64"):
+        environment["MLX_MITTENS_CPU"] = "baseline"
+    done = subprocess.run([sys.executable, "-c", EQUAL_PRODUCTS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # Chains of 32, 16 of them, and 4 lanes; as much again for the products, before they are rounded.
+    assert {name: error for name, error in json.loads(done.stdout).items() if error > 8} == {}
 
 
 @pytest.mark.parametrize("transpose", [True, False])

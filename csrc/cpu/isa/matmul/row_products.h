@@ -16,6 +16,39 @@ constexpr size_t few_rows = 16;  // of x: for them a panel is one tile wide, whi
 constexpr size_t prefetch_bytes = 512;  // from a step to what is asked for meanwhile
 constexpr size_t product_piece_bytes = 64 << 10;  // of weights, for one thread at a time
 
+// Additions to one sum, after which it goes to a total. The roundings of equal terms all go the same way: the error
+// grows with the chain. In wide vectors chains are shorter by themselves, and totals would cost registers.
+constexpr bool narrow_vectors = width == 4;
+constexpr size_t longest_chain = narrow_vectors ? 32 : 64;
+
+// Sums along the lanes; chained: with totals.
+template <int rows, int outputs, bool chained>
+struct LaneSums {
+  Float v[rows][outputs] = {};
+  Float totals[rows][outputs] = {};
+  template <int m>
+  MITTENS_INLINE const Float (&of_row() const)[outputs] {
+    return totals[m];
+  }
+  MITTENS_INLINE void end_chains() {
+    repeat<rows>([&](auto m) MITTENS_INLINED {
+      repeat<outputs>([&](auto i) MITTENS_INLINED {
+        totals[m.value][i.value] = totals[m.value][i.value] + v[m.value][i.value];
+        v[m.value][i.value] = Float{};
+      });
+    });
+  }
+};
+template <int rows, int outputs>
+struct LaneSums<rows, outputs, false> {
+  Float v[rows][outputs] = {};
+  template <int m>
+  MITTENS_INLINE const Float (&of_row() const)[outputs] {
+    return v[m];
+  }
+  MITTENS_INLINE void end_chains() {}
+};
+
 // Each y[n] = total(v[n]) + (add ? y[n] : 0).
 template <int n>
 MITTENS_INLINE void write_totals(float* y, const Float (&v)[n], bool add) {
@@ -116,11 +149,11 @@ class RowProducts {
     const size_t x_stride = X::size(columns_);
     const size_t scales = source_.memory(columns_);
     typename Source::Row w[outputs];
-    Float sum[rows][outputs] = {};
+    LaneSums<rows, outputs, narrow_vectors> sum;
     repeat<outputs>(
         [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
     const size_t group_bytes = outputs * source_.stride_bytes();
-    each_step<Source>(columns_, [&](size_t s, auto part) MITTENS_INLINED {
+    auto add_step = [&](size_t s, auto part) MITTENS_INLINED {
       const float* at = x + s * X::step;
       typename Source::Raw raw[outputs];
       Float scale[outputs], bias[outputs];
@@ -147,12 +180,15 @@ class RowProducts {
         repeat<rows>([&](auto m) MITTENS_INLINED {
           const Float activations = held(read<Float>(at + m.value * x_stride + v.value * width, All()));
           repeat<outputs>([&](auto i) MITTENS_INLINED {
-            sum[m.value][i.value] = fma(weights[i.value], activations, sum[m.value][i.value]);
+            sum.v[m.value][i.value] = fma(weights[i.value], activations, sum.v[m.value][i.value]);
           });
         });
       });
-    });
-    repeat<rows>([&](auto m) MITTENS_INLINED { write_totals(sums + m.value * stride, sum[m.value], false); });
+    };
+    constexpr size_t steps = narrow_vectors ? longest_chain / Source::vectors : 0;
+    each_step<Source, steps>(columns_, add_step, [&]() MITTENS_INLINED { sum.end_chains(); });
+    repeat<rows>([&](auto m)
+                     MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), false); });
   }
 
   template <int rows, int outputs>
@@ -161,7 +197,8 @@ class RowProducts {
     const size_t x_stride = X::size(columns_);
     const size_t scales = source_.memory(columns_);
     typename Source::Row w[outputs];
-    Float sum[rows][outputs] = {};
+    constexpr bool chained = narrow_vectors || !Source::scaled;
+    LaneSums<rows, outputs, chained> sum;
     repeat<outputs>(
         [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
     // What comes after a row's end are the rows after all of these.
@@ -169,7 +206,7 @@ class RowProducts {
     const size_t row_bytes = source_.stride_bytes();
     const size_t steps_ahead = prefetch_bytes / Source::step_bytes;
     const size_t near_steps = steps > steps_ahead ? steps - steps_ahead : 0;
-    each_step<Source>(columns_, [&](size_t s, auto part) MITTENS_INLINED {
+    auto add_step = [&](size_t s, auto part) MITTENS_INLINED {
       const float* at = x + s * X::step;
       const size_t ahead = s < near_steps ? prefetch_bytes : prefetch_bytes + (outputs - 1) * row_bytes;
       repeat<outputs>([&](auto i) MITTENS_INLINED {
@@ -181,7 +218,7 @@ class RowProducts {
           repeat<rows>([&](auto m) MITTENS_INLINED {
             const Float activations = read<Float>(at + m.value * x_stride + v.value * width, All());
             if constexpr (!Source::scaled) {
-              sum[m.value][i.value] = fma(weights, activations, sum[m.value][i.value]);
+              sum.v[m.value][i.value] = fma(weights, activations, sum.v[m.value][i.value]);
             } else if constexpr (v.value == 0) {
               partial[m.value] = weights * activations;
             } else {
@@ -192,19 +229,23 @@ class RowProducts {
         if constexpr (Source::scaled) {
           const Float scale = source_.scale(w[i.value], s);
           repeat<rows>([&](auto m) MITTENS_INLINED {
-            sum[m.value][i.value] = fma(partial[m.value], scale, sum[m.value][i.value]);
+            sum.v[m.value][i.value] = fma(partial[m.value], scale, sum.v[m.value][i.value]);
           });
         }
         if constexpr (Source::offset) {
           const Float bias = source_.bias(w[i.value], s);
           repeat<rows>([&](auto m) MITTENS_INLINED {
             const Float of_step = read<Float>(at + m.value * x_stride + Source::vectors * width, All());
-            sum[m.value][i.value] = fma(bias, of_step, sum[m.value][i.value]);
+            sum.v[m.value][i.value] = fma(bias, of_step, sum.v[m.value][i.value]);
           });
         }
       });
-    });
-    repeat<rows>([&](auto m) MITTENS_INLINED { write_totals(sums + m.value * stride, sum[m.value], false); });
+    };
+    constexpr size_t additions = Source::scaled ? 1 + Source::offset : Source::vectors;  // of a step
+    each_step<Source, chained ? longest_chain / additions : 0>(columns_, add_step,
+                                                               [&]() MITTENS_INLINED { sum.end_chains(); });
+    repeat<rows>([&](auto m)
+                     MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), false); });
   }
 
   // The next panel is that of the same rows, or of the next ones.
@@ -251,19 +292,32 @@ class RowProducts {
   template <int rows>
   static void tile(const float* x, size_t x_stride, const float* w, size_t length, float* sums, size_t stride,
                    bool add) {
-    Float sum[rows][tile_outputs] = {};
-    for (size_t k = 0; k < length; k += width) {
+    LaneSums<rows, tile_outputs, narrow_vectors> sum;
+    auto add_columns = [&](size_t k) MITTENS_INLINED {
       Float weights[tile_outputs];
       repeat<tile_outputs>([&](auto i)
                                MITTENS_INLINED { weights[i.value] = read<Float>(w + i.value * length + k, All()); });
       repeat<rows>([&](auto m) MITTENS_INLINED {
         const Float activations = read<Float>(x + m.value * x_stride + k, All());
         repeat<tile_outputs>([&](auto i) MITTENS_INLINED {
-          sum[m.value][i.value] = fma(weights[i.value], activations, sum[m.value][i.value]);
+          sum.v[m.value][i.value] = fma(weights[i.value], activations, sum.v[m.value][i.value]);
         });
       });
+    };
+    if constexpr (narrow_vectors) {
+      for (size_t k = 0; k < length;) {
+        for (const size_t end = smaller(k + longest_chain * width, length); k < end; k += width) {
+          add_columns(k);
+        }
+        sum.end_chains();
+      }
+    } else {
+      for (size_t k = 0; k < length; k += width) {
+        add_columns(k);
+      }
     }
-    repeat<rows>([&](auto m) MITTENS_INLINED { write_totals(sums + m.value * stride, sum[m.value], add); });
+    repeat<rows>([&](auto m)
+                     MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), add); });
   }
 
   const Source& source_;
