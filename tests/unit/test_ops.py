@@ -16,7 +16,7 @@ from mlx_mittens.specs import Case, Spread
 
 SMALL = Case("small", (6, 40))
 
-# test_variants.py runs all of the table's shapes in the simulator.
+# test_quick.py and test_variants.py run all of the table's shapes in the simulator.
 unsimulated = pytest.mark.parametrize("executor", [name for name in EXECUTORS if name != "simulator"], indirect=True)
 
 

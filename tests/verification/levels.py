@@ -62,7 +62,7 @@ def _in_dialect() -> set[str]:
 
 def _simulated() -> set[str]:
     """Launched in this process, by an op, with the watcher on."""
-    _recorded()  # simulates the whole table
+    _recorded()  # simulates a run for each
     return set(_ext.launched_kernels()) & set(variants())
 
 
