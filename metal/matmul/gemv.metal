@@ -212,7 +212,7 @@ template <typename T, int W, int M>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr int ahead = M > 4 ? 2 : 4;  // rows of weights on their way at once
-  threadgroup float scratch[output_simdgroups * 32 * W];
+  threadgroup float scratch[kOutputSimdgroups * 32 * W];
   const OutputLanes at{params.lanes, lane, simdgroup};
   const uint first_row = group.y * M;
   const uint rows = params.rows - first_row;

@@ -16,11 +16,9 @@
 using namespace metal;
 using namespace mittens;
 
-constant constexpr int block_columns = 32;
-
 template <Format F>
 constexpr int block_bytes() {
-  return 2 + block_columns * bits_of<F>() / 8;
+  return 2 + kBlockColumns * bits_of<F>() / 8;
 }
 
 // Packs that hold 32 blocks, which start on any even byte, and how many of the whole ones each lane brings in: lane 0 may
@@ -150,7 +148,7 @@ inline float take_block(
 // Lets rows first .. end pass by, B at a time; `share` is of the first of them.
 template <Format F, bool exact, int M, int B, bool lines>
 inline void pass_blocks(
-    thread const Activations<block_columns, M>& a, bool inside, Tiles<lines> tiles, thread TileShare<F, B>& share,
+    thread const Activations<kBlockColumns, M>& a, bool inside, Tiles<lines> tiles, thread TileShare<F, B>& share,
     uint first, uint end, uint two23, threadgroup uint4* scratch, PartialProducts to) {
   for (; first < end; first += B) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // all lanes have taken their blocks of the tiles before
@@ -201,22 +199,22 @@ template <typename T, Format F, int M, int B, bool lines>
   const uint outputs = min(params.outputs - first_output, params.outputs_per_group);
   const uint first_row = group.y * M;
   const uint products = params.outputs_per_group * M;  // of a simdgroup
-  const size_t row_bytes = size_t(params.columns / block_columns) * block_bytes<F>();
+  const size_t row_bytes = size_t(params.columns / kBlockColumns) * block_bytes<F>();
   threadgroup uint4* exchange = scratch + simdgroup * scratch_size<F, B>();
   x += size_t(first_row) * params.columns;
 
   PartialProducts to;
   to.partials = partials + simdgroup * products;
   to.lane = lane;
-  const uint step = simdgroups * 32 * block_columns;
-  for (uint begin = simdgroup * 32 * block_columns; begin < params.columns; begin += step) {
-    const bool inside = begin + lane * block_columns < params.columns;
+  const uint step = simdgroups * 32 * kBlockColumns;
+  for (uint begin = simdgroup * 32 * kBlockColumns; begin < params.columns; begin += step) {
+    const bool inside = begin + lane * kBlockColumns < params.columns;
     Tiles<lines> tiles;
     tiles.blocks = blocks;
-    tiles.first = first_output * row_bytes + begin / block_columns * block_bytes<F>();
+    tiles.first = first_output * row_bytes + begin / kBlockColumns * block_bytes<F>();
     tiles.row_bytes = row_bytes;
-    tiles.size = min((params.columns - begin) / block_columns, 32u) * block_bytes<F>();
-    ActivationPacks<T, block_columns, M> packs;
+    tiles.size = min((params.columns - begin) / kBlockColumns, 32u) * block_bytes<F>();
+    ActivationPacks<T, kBlockColumns, M> packs;
     load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
     // The first weights are on their way while the activations are made ready.
     const uint batched = outputs / B * B;
@@ -224,7 +222,7 @@ template <typename T, Format F, int M, int B, bool lines>
     if (batched > 0) {
       load_tiles(tiles, 0, lane, share);
     }
-    Activations<block_columns, M> a;
+    Activations<kBlockColumns, M> a;
     take_activations<T, F, exact>(packs, lane, exchange, a);
     to.add = begin >= step;
     pass_blocks<F, exact>(a, inside, tiles, share, 0, batched, params.two23, exchange, to);

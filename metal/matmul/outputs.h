@@ -3,10 +3,9 @@
 #pragma once
 
 #include "matmul/splitk.h"
+#include "params/matmul.h"
 
 namespace mittens {
-
-constant constexpr int output_simdgroups = 8;  // of every threadgroup
 
 struct OutputLanes {
   uint lanes;  // along the outputs: a power of two
@@ -20,11 +19,11 @@ inline uint worker_of(OutputLanes at) {
 }
 
 inline uint workers_of(OutputLanes at) {
-  return output_simdgroups * (32 / at.lanes);
+  return kOutputSimdgroups * (32 / at.lanes);
 }
 
 // Adds up what the workers have for their W outputs; thread i of the first lanes * W (at most 256) gets output i of
-// the threadgroup, the others 0. scratch [output_simdgroups * 32 * W] may serve again after another barrier.
+// the threadgroup, the others 0. scratch [kOutputSimdgroups * 32 * W] may serve again after another barrier.
 template <int W>
 inline float outputs_sum(thread float (&v)[W], OutputLanes at, threadgroup float* scratch) {
   for (uint mask = 16; mask >= at.lanes; mask /= 2) {
@@ -44,7 +43,7 @@ inline float outputs_sum(thread float (&v)[W], OutputLanes at, threadgroup float
   const uint t = at.simdgroup * 32 + at.lane;
   float sum = 0;
   if (t < width) {
-    for (int s = 0; s < output_simdgroups; ++s) {
+    for (int s = 0; s < kOutputSimdgroups; ++s) {
       sum += scratch[s * width + t];
     }
   }

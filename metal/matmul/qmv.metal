@@ -71,14 +71,14 @@ template <typename T, int bits, int P, int M, int B>
   }
 }
 
-#define instantiate_rows(bits, P, M, B) \
-  instantiate_types("quantized_matmul_rows_" #bits "bit_" #M, quantized_matmul_rows, bits, P, M, B)
+#define instantiate_rows(bits, M, B) \
+  instantiate_types("quantized_matmul_rows_" #bits "bit_" #M, quantized_matmul_rows, bits, lane_words(bits, M), M, B)
 
-instantiate_rows(4, 4, 1, 4)
-instantiate_rows(4, 2, 2, 4)
-instantiate_rows(4, 2, 4, 2)
-instantiate_rows(4, 1, 8, 2)
-instantiate_rows(8, 4, 1, 4)
-instantiate_rows(8, 4, 2, 4)
-instantiate_rows(8, 4, 4, 2)
-instantiate_rows(8, 2, 8, 2)
+instantiate_rows(4, 1, 4)
+instantiate_rows(4, 2, 4)
+instantiate_rows(4, 4, 2)
+instantiate_rows(4, 8, 2)
+instantiate_rows(8, 1, 4)
+instantiate_rows(8, 2, 4)
+instantiate_rows(8, 4, 2)
+instantiate_rows(8, 8, 2)

@@ -75,12 +75,12 @@ template <typename T, int bits, int P, int M, int B>
   }
 }
 
-#define instantiate_swiglu(bits, P, M, B) \
-  instantiate_types("quantized_swiglu_" #bits "bit_" #M, quantized_swiglu, bits, P, M, B)
+#define instantiate_swiglu(bits, M, B) \
+  instantiate_types("quantized_swiglu_" #bits "bit_" #M, quantized_swiglu, bits, lane_words(bits, M), M, B)
 
-instantiate_swiglu(4, 4, 1, 4)
-instantiate_swiglu(4, 2, 2, 4)
-instantiate_swiglu(4, 2, 4, 2)
-instantiate_swiglu(8, 4, 1, 4)
-instantiate_swiglu(8, 4, 2, 4)
-instantiate_swiglu(8, 4, 4, 2)
+instantiate_swiglu(4, 1, 4)
+instantiate_swiglu(4, 2, 4)
+instantiate_swiglu(4, 4, 2)
+instantiate_swiglu(8, 1, 4)
+instantiate_swiglu(8, 2, 4)
+instantiate_swiglu(8, 4, 2)

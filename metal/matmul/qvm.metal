@@ -54,7 +54,7 @@ template <typename T, int bits, int M>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr int ahead = 4;  // rows of weights on their way at once
-  threadgroup float scratch[output_simdgroups * 32 * owned];
+  threadgroup float scratch[kOutputSimdgroups * 32 * owned];
   const OutputLanes at{params.lanes, lane, simdgroup};
   const uint split = group.y % params.splits;
   const uint first_row = group.y / params.splits * M;

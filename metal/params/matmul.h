@@ -75,6 +75,17 @@ enum {
   kRowStep = 512,           // columns of a simdgroup
 };
 
+enum {
+  kOutputSimdgroups = 8,  // of a threadgroup whose lanes go along the outputs (matmul/outputs.h)
+  kBlockColumns = 32,     // of a GGUF block, which a lane takes at once
+};
+
+// Words of affine weights that a lane takes at once, for so many rows of x (matmul/qmv.metal and
+// matmul/quantized_swiglu.metal).
+constexpr int lane_words(int bits, int rows) {
+  return bits == 4 ? (rows == 1 ? 4 : rows <= 4 ? 2 : 1) : (rows <= 4 ? 4 : 2);
+}
+
 struct BlocksParams {
   uint32_t rows;               // of x
   uint32_t columns;            // of x

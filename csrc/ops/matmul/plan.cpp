@@ -186,14 +186,6 @@ uint32_t lanes_along(uint32_t outputs, uint32_t owned) {
 
 // --- affine weights
 
-// Columns that a lane of the rows kernel owns (instantiate_rows in matmul/qmv.metal).
-uint32_t lane_columns(int bits, uint32_t rows) {
-  if (bits == 4) {
-    return rows == 1 ? 32 : rows <= 4 ? 16 : 8;
-  }
-  return rows <= 4 ? 16 : 8;
-}
-
 // Of matmul/qmm.metal. NVIDIA GPUs are not given those in float32.
 Registers tiles_registers(const AffineFormat& format, uint32_t rows, uint32_t run) {
   if (run == 32) {
@@ -205,7 +197,8 @@ Registers tiles_registers(const AffineFormat& format, uint32_t rows, uint32_t ru
 void plan_affine_rows(AffinePlan& plan, const AffineKernels& kernels, const AffineFormat& format,
                       const ProductSizes& sizes, const Gpu& gpu) {
   const uint32_t together = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), kernels.most_rows);
-  const uint32_t chunks = ceil_divide(sizes.columns, 32 * lane_columns(format.bits, together));
+  const uint32_t lane_columns = lane_words(format.bits, static_cast<int>(together)) * 32 / format.bits;
+  const uint32_t chunks = ceil_divide(sizes.columns, 32 * lane_columns);
   const uint64_t each = uint64_t(sizes.outputs) * sizes.matrices * ceil_divide(sizes.rows, together);
   const Registers registers{255, together > 2 ? 255u : 128u};
   static_cast<RowProductsPlan&>(plan) = plan_row_products(chunks, each, together * kernels.matrices, registers, gpu);
@@ -325,7 +318,6 @@ const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dty
 
 ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
                          uint32_t most_splits, mx::Stream stream) {
-  constexpr uint32_t simdgroups = 8;  // output_simdgroups of matmul/outputs.h
   constexpr uint32_t fewest_steps = 4;  // rows of weights for each worker of a split
   const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
   ColumnsPlan plan;
@@ -333,13 +325,13 @@ ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, cons
   plan.row_blocks = ceil_divide(sizes.rows, plan.rows);
   plan.lanes = lanes_along(sizes.outputs, kernels.owned);
   plan.tiles = ceil_divide(sizes.outputs, plan.lanes * kernels.owned);
-  plan.threads = 32 * simdgroups;
+  plan.threads = 32 * kOutputSimdgroups;
 
   const uint32_t lanes = lanes_along(sizes.outputs, kernels.most_owned);
   const uint64_t threadgroups =
       uint64_t(ceil_divide(sizes.outputs, lanes * kernels.most_owned)) * plan.row_blocks * sizes.matrices;
-  const uint32_t worthwhile = sizes.columns / (simdgroups * (32 / lanes) * fewest_steps);
-  const uint32_t wanted = ceil_divide(wanted_simdgroups(gpu) / simdgroups, std::max<uint64_t>(threadgroups, 1));
+  const uint32_t worthwhile = sizes.columns / (kOutputSimdgroups * (32 / lanes) * fewest_steps);
+  const uint32_t wanted = ceil_divide(wanted_simdgroups(gpu) / kOutputSimdgroups, std::max<uint64_t>(threadgroups, 1));
   const uint32_t splits = std::clamp(worthwhile, 1u, std::min(std::max(wanted, 1u), most_splits));
   plan.columns_per_split = ceil_divide(std::max(sizes.columns, 1u), splits);
   plan.splits = ceil_divide(std::max(sizes.columns, 1u), plan.columns_per_split);
@@ -396,10 +388,9 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
 
 RowProductsPlan plan_gguf(const Problem& problem, const ProductSizes& sizes, mx::Stream stream) {
   constexpr uint32_t most_rows = 2;  // of x that a kernel takes at once
-  constexpr uint32_t lane_columns = 32;
   const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
   const uint32_t rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), most_rows);
-  const uint32_t chunks = ceil_divide(sizes.columns, 32 * lane_columns);
+  const uint32_t chunks = ceil_divide(sizes.columns, 32u * kBlockColumns);
   const uint64_t outputs = uint64_t(sizes.outputs) * ceil_divide(sizes.rows, rows);
   // Those of one row, which two rows are planned by as well.
   RowProductsPlan plan = plan_row_products(chunks, outputs, rows, {255, 168}, gpu);
