@@ -27,7 +27,7 @@ struct Head {
 
   float at(uint column) const {
     const T x = row[column];
-    return Normed ? round_to<T>(normalize_edge<T>(x, rstd, true, weight[column])) : float(x);
+    return Normed ? round_to<T>(round_to<T>(float(x) * rstd) * float(weight[column])) : float(x);
   }
 };
 

@@ -61,10 +61,18 @@ inline uint4 pack(thread const float (&v)[16 / sizeof(T)]) {
   return bits;
 }
 
-// The values of a pack as T has them: two at once, where one at a time would be four instructions each on NVIDIA GPUs.
-template <typename T>
-inline void round_values(thread float (&v)[16 / sizeof(T)]) {
-  unpack<T>(pack<T>(v), v);
+// The values as T has them: those of a pack two at once, where one at a time would be four instructions each on NVIDIA
+// GPUs.
+template <typename T, int W>
+inline void round_values(thread float (&v)[W]) {
+  if constexpr (W == pack_size<T>()) {
+    unpack<T>(pack<T>(v), v);
+  } else {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      v[i] = round_to<T>(v[i]);
+    }
+  }
 }
 
 // A pack whose elements all equal v.

@@ -41,6 +41,28 @@ struct ThreadPosition {
   uint simdgroups;
 };
 
+// Numbers moved to memory and back.
+template <typename P>
+inline void write_stat(P p, float v) {
+  p[0] = v;
+}
+
+template <typename P>
+inline void read_stat(P p, thread float& v) {
+  v = p[0];
+}
+
+template <typename P>
+inline void write_stat(P p, float2 v) {
+  p[0] = v.x;
+  p[1] = v.y;
+}
+
+template <typename P>
+inline void read_stat(P p, thread float2& v) {
+  v = float2(p[0], p[1]);
+}
+
 // One barrier: each simdgroup leaves its sum in scratch[32], then every simdgroup adds them in the same order.
 // A scratch may serve again only after another barrier.
 inline float threadgroup_sum(float v, threadgroup float* scratch, ThreadPosition position) {

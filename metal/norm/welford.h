@@ -7,7 +7,7 @@
 #pragma once
 
 #include "mittens/reduce.h"
-#include "mittens/row_io.h"
+#include "mittens/row_op.h"
 
 namespace mittens {
 
@@ -49,11 +49,12 @@ inline Moments merge(Moments a, Moments b) {
   return result;
 }
 
-// Of the L lanes that share a row, whose counts add up to `count`, at once. What differs from the first lane's mean is
-// averaged, so that a mean far from zero costs no digits.
+// Of the L lanes that share a row, at once, whose counts add up to `total`, if that is known and not 0. What differs from the first lane's mean is averaged, so that a mean far
+// from zero costs no digits.
 template <int L>
-inline Moments lanes_merge(Moments m, float count, uint lane) {
+inline Moments lanes_merge(Moments m, uint lane, float total) {
   constexpr float scale = 1.0f / 8589934592.0f;  // 2^-33: no count times it reaches 1
+  const float count = total > 0 ? total : lanes_sum<L>(m.count);
   const float half_origin = 0.5f * simd_shuffle(m.mean, ushort(lane & ~(L - 1)));
   const float sum = lanes_sum<L>(m.count * scale * fma(0.5f, m.mean, -half_origin));
   Moments all;
@@ -64,90 +65,45 @@ inline Moments lanes_merge(Moments m, float count, uint lane) {
   return all;
 }
 
-inline Moments simd_merge(Moments m) {
-  return lanes_merge<32>(m, simd_sum(m.count), 0);
+template <typename P>
+inline void write_stat(P p, Moments m) {
+  p[0] = m.count;
+  p[1] = m.mean;
+  p[2] = m.m2;
 }
 
-// Of what each simdgroup has in all of its lanes. One barrier; scratch[96].
-inline Moments simdgroups_merge(Moments m, threadgroup float* scratch, ThreadPosition position) {
-  if (position.lane == 0) {
-    scratch[position.simdgroup] = m.count;
-    scratch[32 + position.simdgroup] = m.mean;
-    scratch[64 + position.simdgroup] = m.m2;
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  Moments other = Moments{0, 0, 0};
-  if (position.lane < position.simdgroups) {
-    other = Moments{scratch[position.lane], scratch[32 + position.lane], scratch[64 + position.lane]};
-  }
-  return simd_merge(other);
-}
-
-// Scaled sum of the packs first, first + stride, ... and of the edge element; what lies outside the row holds zeros.
-template <typename T, int N>
-inline float part_sum(thread const RowPart<T, N>& part) {
-  float sum = add_scaled(0.0f, float(part.edge));
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float v[16 / sizeof(T)];
-    unpack<T>(part.packs[i], v);
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      sum = add_scaled(sum, v[j]);
-    }
-  }
-  return sum;
-}
-
-// Sum of (x - mean)^2 over the packs below end, and over the edge element if this thread has one.
-template <typename T, int N>
-inline float part_deviation(
-    thread const RowPart<T, N>& part, float mean, bool has_edge, uint first, uint stride, uint end) {
-  const float half_mean = 0.5f * mean;
-  const float from_mean = half_centred(float(part.edge), half_mean);
-  float sum = has_edge ? from_mean * from_mean : 0.0f;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (first + i * stride < end) {
-      float v[16 / sizeof(T)];
-      unpack<T>(part.packs[i], v);
-#pragma unroll
-      for (int j = 0; j < pack_size<T>(); ++j) {
-        const float difference = half_centred(v[j], half_mean);
-        sum += difference * difference;
-      }
-    }
-  }
-  return 4.0f * sum;
+template <typename P>
+inline void read_stat(P p, thread Moments& m) {
+  m = Moments{p[0], p[1], p[2]};
 }
 
 // Moments of the packs below end, and of the edge element if this thread has one. They are taken in one pass, so that
 // no unpacked value is held, from the mean of the first pack: it is among them, so that what is taken off the squares
 // in the end is at most N times what is left, however far the mean is from zero.
-template <typename T, int N>
-inline Moments part_moments(thread const RowPart<T, N>& part, bool has_edge, uint first, uint stride, uint end) {
+template <typename T, int K, int N>
+inline Moments moments_of(thread const RowParts<T, K, N>& parts, RowBatch batch) {
   // What differs from the origin is taken a quarter: squares may grow by N before the last step.
   constexpr float quarter = 0.25f;
   float origin = 0;
-  if (first < end) {
+  if (batch.has(0)) {
     float v[16 / sizeof(T)];
-    unpack<T>(part.packs[0], v);
+    unpack<T>(parts.packs[0][0], v);
 #pragma unroll
     for (int j = 0; j < pack_size<T>(); ++j) {
       origin = fma(v[j], quarter / float(pack_size<T>()), origin);
     }
-  } else if (has_edge) {
-    origin = quarter * float(part.edge);
+  } else if (batch.edge) {
+    origin = quarter * float(parts.edges[0]);
   }
-  uint count = has_edge ? 1 : 0;
-  const float edge = has_edge ? fma(float(part.edge), quarter, -origin) : 0.0f;
+  uint count = batch.edge ? 1 : 0;
+  const float edge = batch.edge ? fma(float(parts.edges[0]), quarter, -origin) : 0.0f;
   float sum = add_scaled(0.0f, edge);
   float squares = edge * edge;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (first + i * stride < end) {
+    if (batch.has(i)) {
       float v[16 / sizeof(T)];
-      unpack<T>(part.packs[i], v);
+      unpack<T>(parts.packs[0][i], v);
 #pragma unroll
       for (int j = 0; j < pack_size<T>(); ++j) {
         const float difference = fma(v[j], quarter, -origin);
@@ -162,23 +118,6 @@ inline Moments part_moments(thread const RowPart<T, N>& part, bool has_edge, uin
   constexpr float whole = 1.0f / quarter;
   const float m2 = squares < INFINITY ? max(squares - n * shift * shift, 0.0f) : squares;
   return Moments{n, whole * (origin + shift), whole * whole * m2};
-}
-
-// Moments of the packs begin .. end, and of this thread's edge element if the caller takes the edges.
-template <typename T, int N>
-inline Moments range_moments(
-    const device T* x_row, RowSpan span, uint begin, uint end, bool edges, uint t, uint threads) {
-  RowPart<T, N> part;
-  bool has_edge = edges && t < span.edges;
-  part.edge = has_edge ? load_edge(x_row, span, t, 0) : T(0);
-  Moments own = Moments{0, 0, 0};
-  // The edge element goes in with the first batch, which may hold no pack.
-  for (uint first = begin + t; first == begin + t || first < end; first += N * threads) {
-    load_packs(x_row, span, true, first, threads, end, uint4(0), part);
-    own = merge(own, part_moments(part, has_edge, first, threads, end));
-    has_edge = false;
-  }
-  return own;
 }
 
 }  // namespace mittens

@@ -16,36 +16,14 @@ struct RowParams {
   uint32_t whole;            // every row of every array starts on a 16-byte boundary and fills packs
 };
 
-// A phase counts elements between the last 16-byte boundary and the array's start.
-struct RmsNormParams {
+// Of an op along rows (metal/mittens/row_op.h). A phase counts elements between the last 16-byte boundary and the start
+// of an array.
+struct RowOpParams {
   RowParams row;
-  uint32_t x_phase;
-  uint32_t weight_phase;
-  uint32_t y_phase;
-  uint32_t has_weight;
-  float eps;
-};
-
-struct AddRmsNormParams {
-  RowParams row;
-  uint32_t x_phase;
-  uint32_t residual_phase;
-  uint32_t weight_phase;
-  uint32_t y_phase;
-  uint32_t sum_phase;
-  uint32_t has_weight;
-  float eps;
-};
-
-// A phase counts elements between the last 16-byte boundary and the array's start.
-struct LayerNormParams {
-  RowParams row;
-  uint32_t x_phase;
-  uint32_t weight_phase;
-  uint32_t bias_phase;
-  uint32_t y_phase;
-  uint32_t has_weight;
-  uint32_t has_bias;
+  uint32_t row_phases[2];     // of inputs [rows, columns]
+  uint32_t weight_phases[2];  // of inputs [columns]
+  uint32_t has_weights[2];
+  uint32_t y_phases[2];  // of results [rows, columns]
   float eps;
 };
 
@@ -63,20 +41,6 @@ struct ColumnSumParams {
   uint32_t blocks;
   uint32_t columns;
   uint32_t first;  // 0 where dweight is wanted, 1 where only dbias is
-};
-
-// A phase counts elements between the last 16-byte boundary and the array's start.
-struct SoftmaxParams {
-  RowParams row;
-  uint32_t x_phase;
-  uint32_t y_phase;
-};
-
-struct SoftmaxVjpParams {
-  RowParams row;
-  uint32_t y_phase;
-  uint32_t dy_phase;
-  uint32_t dx_phase;
 };
 
 }  // namespace mittens

@@ -64,29 +64,7 @@ class AddRmsNorm : public RowPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    const mx::array& x = inputs[0];
-    const mx::array& residual = inputs[1];
-    const bool has_weight = inputs.size() > 2;
-    const mx::array& weight = has_weight ? inputs[2] : x;
-    const mx::array& y = outputs[0];
-    const mx::array& sum = outputs[1];
-    const RowPlan plan = this->plan({&x, &residual, &weight, &y, &sum}, outputs);
-    const AddRmsNormParams params{plan.params, phase_of(x),   phase_of(residual), phase_of(weight),
-                                  phase_of(y), phase_of(sum), has_weight,         eps_};
-    auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
-
-    if (plan.kernel == RowKernel::split) {
-      return in_order(
-          launch("split_sums").input(x).input(residual).output(sum).output(outputs[2]).params(params),
-          launch("split_write").input(sum).input_if(has_weight, weight).input(outputs[2]).output(y).params(params));
-    }
-    return in_order(launch(plan.variant)
-                        .input(x)
-                        .input(residual)
-                        .input_if(has_weight, weight)
-                        .output(y)
-                        .output(sum)
-                        .params(params));
+    return row_launches(file, inputs, {inputs.size() > 2 ? 2 : -1}, outputs, eps_);
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {

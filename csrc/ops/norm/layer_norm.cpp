@@ -62,30 +62,7 @@ class LayerNorm : public RowPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    const mx::array& x = inputs[0];
-    const mx::array& weight = has_weight_ ? inputs[weight_index()] : x;
-    const mx::array& bias = has_bias_ ? inputs[bias_index()] : x;
-    const RowPlan plan = this->plan({&x, &weight, &bias, &outputs[0]}, outputs);
-    const LayerNormParams params{plan.params,          phase_of(x), phase_of(weight), phase_of(bias),
-                                 phase_of(outputs[0]), has_weight_, has_bias_,        eps_};
-    auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
-
-    if (plan.kernel == RowKernel::split) {
-      return in_order(launch("split_sums").input(x).output(outputs[1]).params(params),
-                      launch("split_write")
-                          .input(x)
-                          .input_if(has_weight_, weight)
-                          .input_if(has_bias_, bias)
-                          .input(outputs[1])
-                          .output(outputs[0])
-                          .params(params));
-    }
-    return in_order(launch(plan.variant)
-                        .input(x)
-                        .input_if(has_weight_, weight)
-                        .input_if(has_bias_, bias)
-                        .output(outputs[0])
-                        .params(params));
+    return row_launches(file, inputs, {weight_index(), bias_index()}, outputs, eps_);
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {

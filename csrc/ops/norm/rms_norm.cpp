@@ -62,22 +62,7 @@ class RmsNorm : public RowPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    const mx::array& x = inputs[0];
-    const bool has_weight = inputs.size() > 1;
-    const mx::array& weight = has_weight ? inputs[1] : x;
-    const RowPlan plan = this->plan({&x, &weight, &outputs[0]}, outputs);
-    const RmsNormParams params{plan.params, phase_of(x), phase_of(weight), phase_of(outputs[0]), has_weight, eps_};
-    auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
-
-    if (plan.kernel == RowKernel::split) {
-      return in_order(launch("split_sums").input(x).output(outputs[1]).params(params), launch("split_write")
-                                                                                           .input(x)
-                                                                                           .input_if(has_weight, weight)
-                                                                                           .input(outputs[1])
-                                                                                           .output(outputs[0])
-                                                                                           .params(params));
-    }
-    return in_order(launch(plan.variant).input(x).input_if(has_weight, weight).output(outputs[0]).params(params));
+    return row_launches(file, inputs, {inputs.size() > 1 ? 1 : -1}, outputs, eps_);
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {

@@ -1,5 +1,7 @@
 #include "ops/norm/row_primitive.h"
 
+#include <algorithm>
+
 #include "mlx/ops.h"
 #include "runtime/array_util.h"
 
@@ -58,6 +60,69 @@ void RowPrimitive::allocate(const Arrays& inputs, Arrays& outputs) {
   for (size_t i = 1; i < outputs.size(); ++i) {
     allocate_output(outputs[i], stream());
   }
+}
+
+std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, std::initializer_list<int> weights,
+                                               const Arrays& outputs, float eps) {
+  const mx::array& x = inputs[0];
+  RowPlan plan = plan_rows(x, stream(), plan_options(has_workspace_ ? splits_of_workspace(outputs.back()) : 1));
+  const auto first_result = outputs.begin();
+  const auto results_end = first_result + layout_.results;
+  plan.params.whole = std::all_of(inputs.begin(), inputs.end(), has_whole_rows) &&
+                      std::all_of(first_result, results_end, has_whole_rows);
+  RowOpParams params{};
+  params.row = plan.params;
+  for (int i = 0; i < layout_.row_inputs; ++i) {
+    params.row_phases[i] = phase_of(inputs[i]);
+  }
+  int weight_index = 0;
+  for (int input : weights) {
+    params.has_weights[weight_index] = input >= 0;
+    params.weight_phases[weight_index++] = input >= 0 ? phase_of(inputs[input]) : 0;
+  }
+  for (int i = 0; i < layout_.results; ++i) {
+    params.y_phases[i] = phase_of(outputs[i]);
+  }
+  params.eps = eps;
+
+  auto launch = [&](const char* variant) { return row_launch(file, op_, variant, plan, x.dtype()); };
+  auto add_rows = [&](Launch& launch) {
+    for (int i = 0; i < layout_.row_inputs; ++i) {
+      launch.input(inputs[i]);
+    }
+  };
+  auto add_weights = [&](Launch& launch) {
+    for (int input : weights) {
+      launch.input_if(input >= 0, inputs[std::max(input, 0)]);
+    }
+  };
+  if (plan.kernel != RowKernel::split) {
+    Launch rows = launch(plan.variant);
+    add_rows(rows);
+    add_weights(rows);
+    for (int i = 0; i < layout_.results; ++i) {
+      rows.output(outputs[i]);
+    }
+    rows.params(params);
+    return in_order(std::move(rows));
+  }
+  // The second kernel reads the last result of several, which the first one wrote.
+  const bool rereads = layout_.results > 1;
+  Launch sums = launch("split_sums");
+  add_rows(sums);
+  if (rereads) {
+    sums.output(outputs[layout_.results - 1]);
+  }
+  sums.output(outputs.back()).params(params);
+  Launch write = launch("split_write");
+  if (rereads) {
+    write.input(outputs[layout_.results - 1]);
+  } else {
+    add_rows(write);
+  }
+  add_weights(write);
+  write.input(outputs.back()).output(outputs[0]).params(params);
+  return in_order(std::move(sums), std::move(write));
 }
 
 Arrays RowPrimitive::with_workspace(Arrays results) {

@@ -1,7 +1,6 @@
 // What the primitives that work along rows share: outputs of x's shape, and a workspace where a row is split.
 #pragma once
 
-#include <algorithm>
 #include <initializer_list>
 #include <memory>
 
@@ -44,14 +43,11 @@ class RowPrimitive : public KernelPrimitive {
 
   void allocate(const Arrays& inputs, Arrays& outputs) override;
 
-  // For arrays of rows as long as each other, the first of them x; outputs are those of launches.
-  RowPlan plan(std::initializer_list<const mx::array*> arrays, const Arrays& outputs) {
-    const uint32_t splits = has_workspace_ ? splits_of_workspace(outputs.back()) : 1;
-    RowPlan plan = plan_rows(**arrays.begin(), stream(), plan_options(splits));
-    plan.params.whole =
-        std::all_of(arrays.begin(), arrays.end(), [](const mx::array* array) { return has_whole_rows(*array); });
-    return plan;
-  }
+  // The launches of a row op's kernels (metal/mittens/row_op.h), "<file's stem>_<variant>". Inputs are as the class has
+  // them, and for each of `weights` the input that it is, or -1 where it is absent; outputs are those of launches. An
+  // op of several results writes the last of them on the way to the first.
+  std::vector<Launch> row_launches(Name file, const Arrays& inputs, std::initializer_list<int> weights,
+                                   const Arrays& outputs, float eps = 0);
 
   bool has_workspace() const {
     return has_workspace_;

@@ -49,16 +49,7 @@ class Softmax : public RowPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    const mx::array& x = inputs[0];
-    const RowPlan plan = this->plan({&x, &outputs[0]}, outputs);
-    const SoftmaxParams params{plan.params, phase_of(x), phase_of(outputs[0])};
-    auto launch = [&](const char* variant) { return row_launch(file, op, variant, plan, x.dtype()); };
-
-    if (plan.kernel == RowKernel::split) {
-      return in_order(launch("split_sums").input(x).output(outputs[1]).params(params),
-                      launch("split_write").input(x).input(outputs[1]).output(outputs[0]).params(params));
-    }
-    return in_order(launch(plan.variant).input(x).output(outputs[0]).params(params));
+    return row_launches(file, inputs, {}, outputs);
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -95,17 +86,7 @@ class SoftmaxVjp : public RowPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    const mx::array& y = inputs[0];
-    const mx::array& dy = inputs[1];
-    const RowPlan plan = this->plan({&y, &dy, &outputs[0]}, outputs);
-    const SoftmaxVjpParams params{plan.params, phase_of(y), phase_of(dy), phase_of(outputs[0])};
-    auto launch = [&](const char* variant) { return row_launch(vjp_file, "softmax_vjp", variant, plan, y.dtype()); };
-
-    if (plan.kernel == RowKernel::split) {
-      return in_order(launch("split_sums").input(y).input(dy).output(outputs[1]).params(params),
-                      launch("split_write").input(y).input(dy).input(outputs[1]).output(outputs[0]).params(params));
-    }
-    return in_order(launch(plan.variant).input(y).input(dy).output(outputs[0]).params(params));
+    return row_launches(vjp_file, inputs, {}, outputs);
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
