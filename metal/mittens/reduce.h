@@ -74,21 +74,4 @@ inline float threadgroup_sum(float v, threadgroup float* scratch, ThreadPosition
   return simd_sum(position.lane < position.simdgroups ? scratch[position.lane] : 0.0f);
 }
 
-// The first K of v, summed for the barrier of one; scratch[32 * K].
-template <int K, int M>
-inline void threadgroup_sums(thread float (&v)[M], threadgroup float* scratch, ThreadPosition position) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    v[k] = simd_sum(v[k]);
-    if (position.lane == 0) {
-      scratch[32 * k + position.simdgroup] = v[k];
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    v[k] = simd_sum(position.lane < position.simdgroups ? scratch[32 * k + position.lane] : 0.0f);
-  }
-}
-
 }  // namespace mittens

@@ -43,45 +43,6 @@ inline bool packs_aligned(uint phase, RowSpan span) {
   return Whole || (phase + span.head) % pack_size<T>() == 0;
 }
 
-// What one thread holds of a row: the packs first, first + stride, ... below end, and one edge element.
-template <typename T, int N>
-struct RowPart {
-  uint4 packs[N];
-  T edge;
-};
-
-template <typename T, int N>
-inline void clear(thread RowPart<T, N>& part) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    part.packs[i] = uint4(0);
-  }
-  part.edge = T(0);
-}
-
-template <typename T, int N>
-inline void load_packs(
-    const device T* row, RowSpan span, bool aligned, uint first, uint stride, uint end, uint4 fill,
-    thread RowPart<T, N>& part) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const uint p = first + i * stride;
-    part.packs[i] = p < end ? load_pack(row + span.head + p * pack_size<T>(), aligned) : fill;
-  }
-}
-
-template <typename T, int N>
-inline void store_packs(
-    device T* row, RowSpan span, bool aligned, uint first, uint stride, uint end, thread const RowPart<T, N>& part) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const uint p = first + i * stride;
-    if (p < end) {
-      store_pack(row + span.head + p * pack_size<T>(), aligned, part.packs[i]);
-    }
-  }
-}
-
 // The edge element of this thread, or fill.
 template <typename T>
 inline T load_edge(const device T* row, RowSpan span, uint thread_index, float fill) {

@@ -83,6 +83,8 @@ template <typename T>
 struct RowInput {
   const device T* data;
   uint phase;
+  bool shared;  // one row [columns] serves all; 1 stands for elements outside of it
+  bool absent;
 };
 
 template <typename T>
@@ -98,6 +100,22 @@ struct WeightInput {
   bool present;
 };
 
+// Arrays as RowOpParams has them: input k, weight c, result i.
+template <typename T>
+inline RowInput<T> input_of(const device T* data, constant RowOpParams& params, int k) {
+  return RowInput<T>{data, params.row_phases[k], false, false};
+}
+
+template <typename T>
+inline WeightInput<T> weight_of(const device T* data, constant RowOpParams& params, int c) {
+  return WeightInput<T>{data, params.weight_phases[c], params.has_weights[c] != 0};
+}
+
+template <typename T>
+inline RowOutput<T> output_of(device T* data, constant RowOpParams& params, int i) {
+  return RowOutput<T>{data, params.y_phases[i]};
+}
+
 // For an op that reads the memory, and no other's result.
 struct NoOp {
   using Row = bool;
@@ -110,14 +128,15 @@ struct RowPlace {
   size_t start;
   uint shift;
   bool whole;
+  bool single;  // elements are moved one at a time, unless the row is whole
 
   template <typename T>
   bool aligned(uint phase) const {
-    return whole || packs_aligned<T>(phase + shift, span);
+    return whole || (!single && packs_aligned<T>(phase + shift, span));
   }
   template <typename T>
   bool weight_aligned(uint phase) const {
-    return whole || packs_aligned<T>(phase, span);
+    return whole || (!single && packs_aligned<T>(phase, span));
   }
 };
 
@@ -126,7 +145,7 @@ inline RowPlace row_place(uint phase, uint row, constant RowParams& params, bool
   const uint shift = row * params.columns;
   const uint columns = row < params.rows ? params.columns : 0;
   const RowSpan span = whole ? row_span<T, true>(0, columns) : row_span<T>(phase + shift, columns);
-  return RowPlace{span, size_t(row) * params.columns, shift, whole};
+  return RowPlace{span, size_t(row) * params.columns, shift, whole, false};
 }
 
 // What one thread takes of a row at once: the packs first, first + stride, ... below end, and perhaps edge element t.
@@ -173,29 +192,58 @@ inline void store_packs(device T* row, RowBatch batch, thread const uint4 (&pack
   }
 }
 
-// `leads` where packs are those of the op's first input.
-template <bool leads, int N, typename Op>
-inline void load_parts(Op op, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts) {
-  using T = typename Op::Element;
+// Leaves parts as they are if `always` is true. The compiler does not know that it is: what comes after unpacks them
+// anew, instead of holding values of all packs.
+template <typename T, int K, int N>
+inline void repack(thread RowParts<T, K, N>& parts, bool always) {
 #pragma unroll
-  for (int k = 0; k < Op::inputs; ++k) {
-    const device T* row = op.rows[k].data + place.start + place.span.head;
-    if ((leads && k == 0) || place.aligned<T>(op.rows[k].phase)) {
-      load_packs<true>(row, op.fill(), batch, parts.packs[k]);
-    } else {
-      load_packs<false>(row, op.fill(), batch, parts.packs[k]);
+  for (int k = 0; k < K; ++k) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      parts.packs[k][i] = always ? parts.packs[k][i] : uint4(0);
     }
+  }
+}
+
+// Input k of an op; `leads` where packs are those of this one.
+template <bool leads, int N, typename Op>
+inline void load_input(Op op, int k, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts) {
+  using T = typename Op::Element;
+  const RowInput<T> input = op.rows[k];
+  const device T* row = input.data + (input.shared ? 0 : place.start) + place.span.head;
+  batch.end = input.absent ? 0 : batch.end;
+  const float fill = input.shared ? 1.0f : op.fill();
+  if (leads || (input.shared ? place.weight_aligned<T>(input.phase) : place.aligned<T>(input.phase))) {
+    load_packs<true>(row, fill, batch, parts.packs[k]);
+  } else {
+    load_packs<false>(row, fill, batch, parts.packs[k]);
   }
 }
 
 // The edge element of the thread, where it has one.
 template <int N, typename Op>
-inline void load_edges(Op op, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts) {
+inline void load_edge(Op op, int k, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts) {
   using T = typename Op::Element;
+  const device T* row = op.rows[k].data + (op.rows[k].shared ? 0 : place.start);
+  const bool there = batch.edge && !op.rows[k].absent;
+  parts.edges[k] = there ? row[edge_column<T>(place.span, batch.t)] : T(op.rows[k].shared ? 1.0f : op.fill());
+}
+
+// `leads` where packs are those of the first input.
+template <bool leads, int N, typename Op>
+inline void load_parts(Op op, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts) {
+  load_input<leads, N>(op, 0, place, batch, parts);
+#pragma unroll
+  for (int k = 1; k < Op::inputs; ++k) {
+    load_input<false, N>(op, k, place, batch, parts);
+  }
+}
+
+template <int N, typename Op>
+inline void load_edges(Op op, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts) {
 #pragma unroll
   for (int k = 0; k < Op::inputs; ++k) {
-    const device T* row = op.rows[k].data + place.start;
-    parts.edges[k] = batch.edge ? row[edge_column<T>(place.span, batch.t)] : T(op.fill());
+    load_edge<N>(op, k, place, batch, parts);
   }
 }
 

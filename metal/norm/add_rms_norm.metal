@@ -33,21 +33,6 @@ struct AddRows {
   }
 };
 
-template <typename T>
-inline AddRows<T> add_op(const device T* x, const device T* residual, device T* sum, constant RowOpParams& params) {
-  return AddRows<T>{{{x, params.row_phases[0]}, {residual, params.row_phases[1]}}, {sum, params.y_phases[1]}};
-}
-
-template <typename T>
-inline RmsNorm<T> norm_op(
-    const device T* sum, const device T* weight, device T* y, constant RowOpParams& params) {
-  return RmsNorm<T>{
-      {{sum, params.y_phases[1]}},
-      {{weight, params.weight_phases[0], params.has_weights[0] != 0}},
-      {y, params.y_phases[0]},
-      params.eps};
-}
-
 template <typename T, typename Schedule>
 [[kernel, threads_at_most(Schedule::launched, Schedule::nvidia)]] void add_rms_norm(
     const device T* x [[buffer(0)]],         // [rows, columns]
@@ -58,9 +43,13 @@ template <typename T, typename Schedule>
     constant RowOpParams& params [[buffer(5)]],
     row_thread_parameters) {
   threadgroup float scratch[32];
-  run_rows(
-      Schedule(), add_op(x, residual, sum, params), norm_op<T>(sum, weight, y, params), params.row, row_thread,
-      scratch);
+  const AddRows<T> add = {{input_of(x, params, 0), input_of(residual, params, 1)}, output_of(sum, params, 1)};
+  const RmsNorm<T> norm = {
+      {{sum, params.y_phases[1]}},
+      {weight_of(weight, params, 0)},
+      output_of(y, params, 0),
+      params.eps};
+  run_rows(Schedule(), add, norm, params.row, row_thread, scratch);
 }
 
 template <typename T>
@@ -72,8 +61,8 @@ template <typename T>
     constant RowOpParams& params [[buffer(4)]],
     row_thread_parameters) {
   threadgroup float scratch[32];
-  const RmsNorm<T> norm = norm_op<T>(sum, nullptr, nullptr, params);
-  run_split_sums(add_op(x, residual, sum, params), norm, params.row, partials, row_thread, scratch);
+  const AddRows<T> add = {{input_of(x, params, 0), input_of(residual, params, 1)}, output_of(sum, params, 1)};
+  run_split_sums(add, RmsNorm<T>{{}, {}, {}, 0}, params.row, partials, row_thread, scratch);
 }
 
 template <typename T>
@@ -84,7 +73,12 @@ template <typename T>
     device T* y [[buffer(3)]],                   // [rows, columns]
     constant RowOpParams& params [[buffer(4)]],
     row_thread_parameters) {
-  run_split_write(norm_op(sum, weight, y, params), params.row, partials, row_thread);
+  const RmsNorm<T> norm = {
+      {{sum, params.y_phases[1]}},
+      {weight_of(weight, params, 0)},
+      output_of(y, params, 0),
+      params.eps};
+  run_split_write(norm, params.row, partials, row_thread);
 }
 
 instantiate_rows("add_rms_norm", add_rms_norm)

@@ -7,7 +7,7 @@
 // and T((x - mean) * n) is 0. y may be x. Schedules: mittens/row_op.h.
 #include <metal_stdlib>
 
-#include "norm/welford.h"
+#include "mittens/welford.h"
 
 using namespace metal;
 using namespace mittens;
@@ -66,17 +66,6 @@ struct LayerNorm {
   }
 };
 
-template <typename T>
-inline LayerNorm<T> layer_norm_op(
-    const device T* x, const device T* weight, const device T* bias, device T* y, constant RowOpParams& params) {
-  return LayerNorm<T>{
-      {{x, params.row_phases[0]}},
-      {{weight, params.weight_phases[0], params.has_weights[0] != 0},
-       {bias, params.weight_phases[1], params.has_weights[1] != 0}},
-      {y, params.y_phases[0]},
-      params.eps};
-}
-
 template <typename T, typename Schedule>
 [[kernel, threads_at_most(Schedule::launched, Schedule::nvidia)]] void layer_norm(
     const device T* x [[buffer(0)]],       // [rows, columns]
@@ -86,7 +75,12 @@ template <typename T, typename Schedule>
     constant RowOpParams& params [[buffer(4)]],
     row_thread_parameters) {
   threadgroup float scratch[96];
-  run_rows(Schedule(), NoOp(), layer_norm_op(x, weight, bias, y, params), params.row, row_thread, scratch);
+  const LayerNorm<T> op = {
+      {input_of(x, params, 0)},
+      {weight_of(weight, params, 0), weight_of(bias, params, 1)},
+      output_of(y, params, 0),
+      params.eps};
+  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch);
 }
 
 template <typename T>
@@ -96,7 +90,7 @@ template <typename T>
     constant RowOpParams& params [[buffer(2)]],
     row_thread_parameters) {
   threadgroup float scratch[96];
-  const LayerNorm<T> op = layer_norm_op<T>(x, nullptr, nullptr, nullptr, params);
+  const LayerNorm<T> op = {{input_of(x, params, 0)}, {}, {}, 0};
   run_split_sums(NoOp(), op, params.row, partials, row_thread, scratch);
 }
 
@@ -109,7 +103,12 @@ template <typename T>
     device T* y [[buffer(4)]],                   // [rows, columns]
     constant RowOpParams& params [[buffer(5)]],
     row_thread_parameters) {
-  run_split_write(layer_norm_op(x, weight, bias, y, params), params.row, partials, row_thread);
+  const LayerNorm<T> op = {
+      {input_of(x, params, 0)},
+      {weight_of(weight, params, 0), weight_of(bias, params, 1)},
+      output_of(y, params, 0),
+      params.eps};
+  run_split_write(op, params.row, partials, row_thread);
 }
 
 instantiate_rows("layer_norm", layer_norm)

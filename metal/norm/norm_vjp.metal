@@ -10,194 +10,171 @@
 //
 //   simd     one simdgroup a row; the simdgroups of a threadgroup add up their shares before they leave them
 //   block    one threadgroup a row, the row in registers: x and dy are read once
-//   statistics, coefficients, columns   for rows too long for registers: partial sums of each part of a row, merged to
-//            four numbers a row, then each thread goes down the rows in the columns it keeps
+//   statistics, coefficients, columns   for rows too long for registers: sums of each part of a row (the split_sums of
+//            mittens/row_op.h), merged to four numbers a row, then each thread goes down the rows in the columns it keeps
 #include <metal_stdlib>
 
-#include "mittens/instantiate.h"
-#include "mittens/reduce.h"
-#include "norm/columns.h"
-#include "norm/welford.h"
-#include "params/norm.h"
+#include "mittens/row_gradient.h"
+#include "mittens/welford.h"
 
 using namespace metal;
 using namespace mittens;
 
-// dx = n g - slope c - shift, c = x - mean; layer_norm takes half of x - mean for c, which does not overflow, and twice
-// the slope.
-struct Coefficients {
-  float half_mean;
-  float n;
-  float slope;
-  float shift;
+// Of some elements of a row: moments of x, sums of g and of g (x - mean). For rms_norm mean and g are 0.
+struct VjpSums {
+  Moments moments;
+  float g;
+  float products;
 };
 
-// From the row's sums of (x - mean)^2, g (x - mean) and g.
-template <bool Centred>
-inline Coefficients row_coefficients(float mean, float squares, float products, float g, uint columns, float eps) {
-  const float count = float(columns);
-  Coefficients c;
-  c.half_mean = 0.5f * mean;
-  c.n = precise::rsqrt(squares / count + eps);
-  // Where the squares overflow the products may do so too.
-  c.slope = c.n > 0.0f ? (Centred ? 2.0f : 1.0f) * c.n * c.n * c.n * (products / count) : 0.0f;
-  c.shift = Centred ? c.n * (g / count) : 0.0f;
-  return c;
+template <typename P>
+inline void write_stat(P p, VjpSums s) {
+  write_stat(p, s.moments);
+  p[3] = s.g;
+  p[4] = s.products;
 }
 
-// The thread's columns of a row that may be absent: then zeros.
-template <typename T, int N>
-inline void load_part_if(bool there, const device T* row, ColumnMap map, thread ColumnPart<N>& part) {
-  map.end = there ? map.end : 0;
-  load_part(row, map, part);
+template <typename P>
+inline void read_stat(P p, thread VjpSums& s) {
+  read_stat(p, s.moments);
+  s.g = p[3];
+  s.products = p[4];
 }
 
-// The weight of the thread's columns. In float32 it is 1 where there is none: a choice between dy and dy * weight would
-// take registers for both. In half types the choice keeps the weight packed.
-template <typename T, int N>
-inline void load_weight(const device T* weight, bool has_weight, ColumnMap map, thread ColumnPart<N>& part) {
-  load_part_if(has_weight, weight, map, part);
-  if (is_same_v<T, float> && !has_weight) {
+// The op that dx is, with K = 3 inputs x, dy and weight, or with dsum too, which layer_norm leaves alone.
+template <typename T, bool Centred, int K>
+struct NormVjp {
+  using Element = T;
+  using Stat = VjpSums;
+  using Row = float4;  // half_mean, n, slope, shift: dx = n g - slope c - shift with c = x, or half of x - mean
+  enum { inputs = K, weights = 0, reduces = 1, numbers = 5, adds = K == 4 && !Centred };
+  RowInput<T> rows[K];
+  RowOutput<T> y;
+  float eps;
+
+  float fill() const {
+    return 0;
+  }
+  Stat none() const {
+    return Stat{Moments{0, 0, 0}, 0, 0};
+  }
+  float centred(float x, float half_mean) const {
+    return Centred ? half_centred(x, half_mean) : x;
+  }
+  float share(float x, float dy, Row row) const {
+    return dy * (centred(x, row.x) * (Centred ? 2.0f * row.y : row.y));
+  }
+  template <int N>
+  Stat of(thread const RowParts<T, K, N>& parts, RowBatch batch) const {
+    Stat s = none();
+    if (Centred) {
+      float sum = batch.edge ? add_scaled(0.0f, float(parts.edges[0])) : 0.0f;
+      uint count = batch.edge ? 1 : 0;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        float x[16 / sizeof(T)];
+        unpack<T>(parts.packs[0][i], x);
+#pragma unroll
+        for (int j = 0; j < pack_size<T>(); ++j) {
+          sum = add_scaled(sum, x[j]);
+        }
+        count += batch.has(i) ? pack_size<T>() : 0;
+      }
+      s.moments.count = float(count);
+      s.moments.mean = scaled_mean(sum, max(float(count), 1.0f));
+    }
+    const float half_mean = 0.5f * s.moments.mean;
+    float3 sums = float3(0);  // of c^2, g c and g
+    if (batch.edge) {
+      const float c = centred(float(parts.edges[0]), half_mean);
+      const float g = float(parts.edges[1]) * float(parts.edges[2]);
+      sums = float3(c * c, g * c, g);
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      part.packs[i] = pack_of<T>(1.0f);
+      if (!Centred || batch.has(i)) {
+        float c[16 / sizeof(T)];
+        float g[16 / sizeof(T)];
+        float w[16 / sizeof(T)];
+        unpack<T>(parts.packs[0][i], c);
+        unpack<T>(parts.packs[1][i], g);
+        unpack<T>(parts.packs[2][i], w);
+#pragma unroll
+        for (int j = 0; j < pack_size<T>(); ++j) {
+          c[j] = centred(c[j], half_mean);
+          g[j] *= w[j];
+          sums.x += c[j] * c[j];
+          sums.y += g[j] * c[j];
+          sums.z += g[j];
+        }
+      }
+    }
+    s.moments.m2 = Centred ? 4.0f * sums.x : sums.x;
+    s.products = Centred ? 2.0f * sums.y : sums.y;
+    s.g = Centred ? sums.z : 0.0f;
+    return s;
+  }
+  Stat merge(Stat a, Stat b) const {
+    if (!Centred) {
+      return Stat{Moments{0, 0, a.moments.m2 + b.moments.m2}, 0, a.products + b.products};
+    }
+    const Moments all = mittens::merge(a.moments, b.moments);
+    const float products = a.products + b.products + a.g * (a.moments.mean - all.mean) +
+        b.g * (b.moments.mean - all.mean);
+    return Stat{all, a.g + b.g, products};
+  }
+  template <int L>
+  Stat across(Stat own, uint lane, float total) const {
+    if (!Centred) {
+      return Stat{Moments{0, 0, lanes_sum<L>(own.moments.m2)}, 0, lanes_sum<L>(own.products)};
+    }
+    const Moments all = lanes_merge<L>(own.moments, lane, total);
+    const float products = own.products + own.g * (own.moments.mean - all.mean);
+    return Stat{all, lanes_sum<L>(own.g), lanes_sum<L>(products)};
+  }
+  Row done(Stat s, uint columns) const {
+    const float count = float(columns);
+    const float n = precise::rsqrt(s.moments.m2 / count + eps);
+    // Where the squares overflow the products may do so too.
+    const float slope = n > 0.0f ? (Centred ? 2.0f : 1.0f) * n * n * n * (s.products / count) : 0.0f;
+    return float4(0.5f * s.moments.mean, n, slope, n * (s.g / count));
+  }
+  template <int W>
+  void write(thread float (&v)[K][W], thread const float (&)[1][W], Row row) const {
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      const float dx = row.y * (v[1][i] * v[2][i]) - row.z * centred(v[0][i], row.x);
+      v[0][i] = Centred ? dx - row.w : dx;
+      if (adds) {
+        v[0][i] += v[K - 1][i];
+      }
     }
   }
-}
-
-// dsum of the thread's columns, zeros where there is none, as for layer_norm: on its way while the row's sums are taken.
-template <bool Centred, typename T, int N>
-inline void load_dsum(const device T* row, bool has_dsum, ColumnMap map, thread ColumnPart<N>& part) {
-  if (!Centred) {
-    load_part_if(has_dsum, row, map, part);
-  }
-}
-
-// g = dy * weight of one pack, and centred = x, or half of x - mean if Centred; zeros outside the columns.
-template <typename T, bool Centred>
-inline void load_terms(
-    uint4 x, uint4 dy, uint4 weight, bool has_weight, float half_mean, ColumnMap map, uint i,
-    thread float (&centred)[16 / sizeof(T)], thread float (&g)[16 / sizeof(T)]) {
-  unpack<T>(x, centred);
-  unpack<T>(dy, g);
-  if (is_same_v<T, float> || has_weight) {
-    float w[16 / sizeof(T)];
-    unpack<T>(weight, w);
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      g[j] *= w[j];
-    }
-  }
-  if (Centred) {
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      centred[j] = column_of<T>(map, i) + j < map.end ? half_centred(centred[j], half_mean) : 0.0f;
-    }
-  }
-}
-
-// What a thread adds to the row's sums: x: (x - mean)^2, y: g (x - mean), z: g.
-template <typename T, int N, bool Centred>
-inline float3 part_sums(
-    thread const ColumnPart<N>& x, thread const ColumnPart<N>& dy, thread const ColumnPart<N>& weight, bool has_weight,
-    float mean, ColumnMap map) {
-  const float half_mean = 0.5f * mean;
-  float3 sums = float3(0.0f, 0.0f, 0.0f);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float centred[16 / sizeof(T)];
-    float g[16 / sizeof(T)];
-    load_terms<T, Centred>(x.packs[i], dy.packs[i], weight.packs[i], has_weight, half_mean, map, i, centred, g);
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      sums.x += centred[j] * centred[j];
-      sums.y += g[j] * centred[j];
-      sums.z += g[j];
-    }
-  }
-  return Centred ? sums * float3(4.0f, 2.0f, 1.0f) : sums;
-}
-
-// Scaled, as scaled_mean takes it.
-template <typename T, int N>
-inline float columns_sum(thread const ColumnPart<N>& x) {
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float v[16 / sizeof(T)];
-    unpack<T>(x.packs[i], v);
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      sum = add_scaled(sum, v[j]);
-    }
-  }
-  return sum;
-}
-
-// A thread's share of dweight and dbias, in its columns; if Centred of half of dweight until `finish`.
-template <typename T, int N>
-struct Shares {
-  float weight[N][16 / sizeof(T)];
-  float bias[N][16 / sizeof(T)];
 };
 
+// dweight's and dbias' parts of partials, if they are wanted.
 template <typename T, int N>
-inline void clear(thread Shares<T, N>& shares) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      shares.weight[i][j] = 0;
-      shares.bias[i][j] = 0;
-    }
+inline void store_shares(
+    device float* partials, constant NormVjpParams& params, bool centred, uint block, thread const Shares<T, N>& shares,
+    RowBatch batch) {
+  const size_t columns = params.arrays.row.columns;
+  if (params.partial_sums > 0) {
+    store_sums<T, N>(partials + block * columns, shares.weight, params.arrays.row, batch);
+  }
+  if (centred && params.partial_sums == 2) {
+    store_sums<T, N>(partials + (params.blocks + block) * columns, shares.bias, params.arrays.row, batch);
   }
 }
 
-// What a thread's shares are once it is through with its rows.
-template <bool Centred, typename T, int N>
-inline void finish(thread Shares<T, N>& shares) {
-#pragma unroll
-  for (int i = 0; Centred && i < N; ++i) {
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      shares.weight[i][j] *= 2.0f;
-    }
-  }
-}
-
-// Writes one row's dx and adds to the shares.
-template <typename T, int N, bool Centred>
-inline void write_row(
-    thread const ColumnPart<N>& x, thread const ColumnPart<N>& dy, thread const ColumnPart<N>& weight,
-    thread const ColumnPart<N>& dsum, device T* dx_row, constant NormVjpParams& params, Coefficients c, ColumnMap map,
-    thread Shares<T, N>& shares) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float centred[16 / sizeof(T)];
-    float g[16 / sizeof(T)];
-    float dx[16 / sizeof(T)];
-    float gradient[16 / sizeof(T)];
-    load_terms<T, Centred>(
-        x.packs[i], dy.packs[i], weight.packs[i], params.has_weight, c.half_mean, map, i, centred, g);
-    unpack<T>(dy.packs[i], gradient);
-#pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      dx[j] = c.n * g[j] - c.slope * centred[j] - c.shift;
-      shares.weight[i][j] += gradient[j] * (centred[j] * c.n);
-      if (Centred) {
-        shares.bias[i][j] += gradient[j];
-      }
-    }
-    if (!Centred) {
-      float added[16 / sizeof(T)];
-      unpack<T>(dsum.packs[i], added);
-#pragma unroll
-      for (int j = 0; j < pack_size<T>(); ++j) {
-        dx[j] += added[j];
-      }
-    }
-    store_columns(dx_row, map, i, dx);
-  }
+template <typename T, bool Centred>
+inline NormVjp<T, Centred, 4> vjp_op(
+    const device T* x, const device T* weight, const device T* dy, const device T* dsum, device T* dx,
+    constant NormVjpParams& params) {
+  constant RowOpParams& arrays = params.arrays;
+  const RowInput<T> weights = {weight, arrays.weight_phases[0], true, arrays.has_weights[0] == 0};
+  const RowInput<T> added = {dsum, arrays.row_phases[3], false, params.has_dsum == 0};
+  return NormVjp<T, Centred, 4>{
+      {input_of(x, arrays, 0), input_of(dy, arrays, 1), weights, added}, output_of(dx, arrays, 0), arrays.eps};
 }
 
 template <typename T, int N, bool Centred>
@@ -209,82 +186,31 @@ template <typename T, int N, bool Centred>
     device T* dx [[buffer(4)]],             // [rows, columns]
     device float* partials [[buffer(5)]],   // [2][blocks, columns]
     constant NormVjpParams& params [[buffer(6)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint t [[thread_position_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    row_thread_parameters) {
   constexpr uint most_columns = 32 * N * 16 / sizeof(T);
   threadgroup float combined[Centred ? 2 * most_columns : most_columns];
-  const uint columns = params.row.columns;
-  const ColumnMap map = ColumnMap{params.row.whole != 0, lane, 32, 0, columns};
-
-  ColumnPart<N> w;
-  ColumnPart<N> x_part;
-  ColumnPart<N> dy_part;
-  ColumnPart<N> dsum_part;
-  load_weight(weight, params.has_weight, map, w);
-  Shares<T, N> shares;
-  clear(shares);
-  for (uint row = group * simdgroups + simdgroup; row < params.row.rows; row += params.blocks * simdgroups) {
-    const size_t start = size_t(row) * columns;
-    load_part(x + start, map, x_part);
-    load_part(dy + start, map, dy_part);
-    load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
-    const float mean = Centred ? scaled_mean(simd_sum(columns_sum<T>(x_part)), float(columns)) : 0.0f;
-    const float3 own = part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, mean, map);
-    const float g = Centred ? simd_sum(own.z) : 0.0f;
-    const Coefficients c =
-        row_coefficients<Centred>(mean, simd_sum(own.x), simd_sum(own.y), g, columns, params.eps);
-    write_row<T, N, Centred>(x_part, dy_part, w, dsum_part, dx + start, params, c, map, shares);
-  }
-  finish<Centred>(shares);
-
+  constant RowParams& geometry = params.arrays.row;
+  const RowBatch batch = column_batch<T>(geometry, lane, lane, 32, geometry.columns, true);
+  const Shares<T, N> shares = vjp_rows<N, false>(
+      vjp_op<T, Centred>(x, weight, dy, dsum, dx, params), LaneTeam<32>{lane, 32, lane, geometry.columns}, geometry,
+      group * simdgroups + simdgroup, params.blocks * simdgroups, batch);
   if (params.partial_sums == 0) {
     return;
   }
   // One simdgroup after the other, so that the order of the sum is fixed.
   for (uint turn = 0; turn < simdgroups; ++turn) {
     if (simdgroup == turn) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-#pragma unroll
-        for (int j = 0; j < pack_size<T>(); ++j) {
-          const uint column = column_of<T>(map, i) + j;
-          if (column < columns) {
-            combined[column] = (turn == 0 ? 0.0f : combined[column]) + shares.weight[i][j];
-            if (Centred) {
-              const uint at = most_columns + column;
-              combined[at] = (turn == 0 ? 0.0f : combined[at]) + shares.bias[i][j];
-            }
-          }
-        }
+      add_sums<T, N>(combined, shares.weight, params.arrays.row, batch, turn == 0);
+      if (Centred) {
+        add_sums<T, N>(combined + most_columns, shares.bias, params.arrays.row, batch, turn == 0);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  for (uint column = t; column < columns; column += threads) {
-    partials[size_t(group) * columns + column] = combined[column];
+  for (uint column = t; column < geometry.columns; column += threads) {
+    partials[size_t(group) * geometry.columns + column] = combined[column];
     if (Centred && params.partial_sums == 2) {
-      partials[size_t(params.blocks + group) * columns + column] = combined[most_columns + column];
-    }
-  }
-}
-
-// Leaves a thread's shares at its columns of block `block`.
-template <typename T, int N, bool Centred>
-inline void write_shares(
-    thread const Shares<T, N>& shares, ColumnMap map, uint block, constant NormVjpParams& params,
-    device float* partials) {
-  const size_t columns = params.row.columns;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (params.partial_sums > 0) {
-      store_sums<T>(partials + block * columns, map, i, shares.weight[i]);
-    }
-    if (Centred && params.partial_sums == 2) {
-      store_sums<T>(partials + (params.blocks + block) * columns, map, i, shares.bias[i]);
+      partials[size_t(params.blocks + group) * geometry.columns + column] = combined[most_columns + column];
     }
   }
 }
@@ -298,189 +224,30 @@ template <typename T, int N, bool Centred>
     device T* dx [[buffer(4)]],             // [rows, columns]
     device float* partials [[buffer(5)]],   // [2][blocks, columns]
     constant NormVjpParams& params [[buffer(6)]],
-    uint block [[threadgroup_position_in_grid]],
-    uint t [[thread_position_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
-  // Every other row has its own scratch, so that one barrier a reduction is enough.
-  threadgroup float mean_scratch[2][32];
-  constexpr int sums = Centred ? 3 : 2;
-  threadgroup float scratch[2][32 * sums];
-  const ThreadPosition position = ThreadPosition{lane, simdgroup, simdgroups};
-  const uint columns = params.row.columns;
-  const ColumnMap map = ColumnMap{params.row.whole != 0, t, threads, 0, columns};
-
-  ColumnPart<N> w;
-  ColumnPart<N> x_part;
-  ColumnPart<N> dy_part;
-  ColumnPart<N> dsum_part;
-  load_weight(weight, params.has_weight, map, w);
-  Shares<T, N> shares;
-  clear(shares);
-  // The next row is on its way while a row's sums are taken, where there are registers for both.
-  constexpr bool ahead = N == 1 || (N == 2 && (sizeof(T) == 4 || !Centred));
-  ColumnPart<N> next_x;
-  ColumnPart<N> next_dy;
-  if (ahead) {
-    load_part(x + size_t(block) * columns, map, next_x);
-    load_part(dy + size_t(block) * columns, map, next_dy);
-  }
-  uint turn = 0;
-  for (uint row = block; row < params.row.rows; row += params.blocks) {
-    const size_t start = size_t(row) * columns;
-    if (!ahead) {
-      load_part(x + start, map, x_part);
-      load_part(dy + start, map, dy_part);
-    } else {
-      x_part = next_x;
-      dy_part = next_dy;
-      if (row + params.blocks < params.row.rows) {
-        const size_t next = start + size_t(params.blocks) * columns;
-        load_part(x + next, map, next_x);
-        load_part(dy + next, map, next_dy);
-      }
-    }
-    constexpr bool early = N < 4;  // there are registers for it
-    if (early) {
-      load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
-    }
-    float mean = 0;
-    if (Centred) {
-      mean = scaled_mean(threadgroup_sum(columns_sum<T>(x_part), mean_scratch[turn], position), float(columns));
-    }
-    const float3 own = part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, mean, map);
-    float row_sums[3] = {own.x, own.y, own.z};
-    threadgroup_sums<sums>(row_sums, scratch[turn], position);
-    const Coefficients c =
-        row_coefficients<Centred>(mean, row_sums[0], row_sums[1], row_sums[2], columns, params.eps);
-    if (!early) {
-      load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
-    }
-    write_row<T, N, Centred>(x_part, dy_part, w, dsum_part, dx + start, params, c, map, shares);
-    turn = 1 - turn;
-  }
-  finish<Centred>(shares);
-  write_shares<T, N, Centred>(shares, map, block, params, partials);
+    row_thread_parameters) {
+  threadgroup float scratch[2 * 160];
+  constexpr bool ahead = N == 1 || (N == 2 && sizeof(T) == 4);  // there are registers for it
+  constant RowParams& geometry = params.arrays.row;
+  const RowBatch batch = column_batch<T>(geometry, t, t, threads, geometry.columns, true);
+  const Shares<T, N> shares = vjp_rows<N, ahead>(
+      vjp_op<T, Centred>(x, weight, dy, dsum, dx, params), threadgroup_team(geometry, row_thread, scratch), geometry, group,
+      params.blocks, batch);
+  store_shares(partials, params, Centred, group, shares, batch);
 }
 
-// The sums of part of a row: moments of x, sum of g, sum of g (x - the part's mean).
-struct Statistics {
-  Moments moments;
-  float g;
-  float products;
-};
-
-template <bool Centred>
-inline Statistics merge(Statistics a, Statistics b) {
-  Statistics s;
-  if (Centred) {
-    s.moments = merge(a.moments, b.moments);
-    s.products = a.products + b.products + a.g * (a.moments.mean - s.moments.mean) +
-        b.g * (b.moments.mean - s.moments.mean);
-  } else {
-    s.moments = Moments{0, 0, a.moments.m2 + b.moments.m2};
-    s.products = a.products + b.products;
-  }
-  s.g = a.g + b.g;
-  return s;
-}
-
-template <bool Centred>
-inline Statistics simd_merge(Statistics s) {
-#pragma unroll
-  for (ushort mask = 16; mask > 0; mask /= 2) {
-    Statistics other;
-    other.moments.count = simd_shuffle_xor(s.moments.count, mask);
-    other.moments.mean = simd_shuffle_xor(s.moments.mean, mask);
-    other.moments.m2 = simd_shuffle_xor(s.moments.m2, mask);
-    other.g = simd_shuffle_xor(s.g, mask);
-    other.products = simd_shuffle_xor(s.products, mask);
-    s = merge<Centred>(s, other);
-  }
-  return s;
-}
-
-template <typename P>
-inline Statistics read_statistics(P p) {
-  return Statistics{Moments{p[0], p[1], p[2]}, p[3], p[4]};
-}
-
-template <typename P>
-inline void write_statistics(P p, Statistics s) {
-  p[0] = s.moments.count;
-  p[1] = s.moments.mean;
-  p[2] = s.moments.m2;
-  p[3] = s.g;
-  p[4] = s.products;
-}
-
-template <typename T, int N, bool Centred>
+template <typename T, bool Centred>
 [[kernel, max_total_threads_per_threadgroup(256)]] void norm_vjp_statistics(
     const device T* x [[buffer(0)]],          // [rows, columns]
     const device T* weight [[buffer(1)]],     // [columns]
     const device T* dy [[buffer(2)]],         // [rows, columns]
     device float* statistics [[buffer(3)]],   // [rows, splits, 5]
     constant NormVjpParams& params [[buffer(4)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint t [[thread_position_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float scratch[32 * 5];
-  const uint columns = params.row.columns;
-  const uint row = group / params.row.splits;
-  const uint split_columns = params.row.packs_per_split * pack_size<T>();
-  const uint begin = (group % params.row.splits) * split_columns;
-  const uint end = min(begin + split_columns, columns);
-  const size_t start = size_t(row) * columns;
-
-  Statistics own = Statistics{Moments{0, 0, 0}, 0, 0};
-  for (uint from = begin; from < end; from += N * threads * pack_size<T>()) {
-    const ColumnMap map = ColumnMap{params.row.whole != 0, t, threads, from, end};
-    ColumnPart<N> x_part;
-    ColumnPart<N> dy_part;
-    ColumnPart<N> w;
-    load_part(x + start, map, x_part);
-    load_part(dy + start, map, dy_part);
-    load_weight(weight, params.has_weight, map, w);
-    Statistics batch = Statistics{Moments{0, 0, 0}, 0, 0};
-    if (Centred) {
-      uint count = 0;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-#pragma unroll
-        for (int j = 0; j < pack_size<T>(); ++j) {
-          count += column_of<T>(map, i) + j < end ? 1 : 0;
-        }
-      }
-      batch.moments.count = float(count);
-      batch.moments.mean = count > 0 ? scaled_mean(columns_sum<T>(x_part), float(count)) : 0.0f;
-    }
-    const float3 sums =
-        part_sums<T, N, Centred>(x_part, dy_part, w, params.has_weight, batch.moments.mean, map);
-    batch.moments.m2 = sums.x;
-    batch.products = sums.y;
-    batch.g = sums.z;
-    own = merge<Centred>(own, batch);
-  }
-  own = simd_merge<Centred>(own);
-  if (lane == 0) {
-    write_statistics(scratch + 5 * simdgroup, own);
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (simdgroup == 0) {
-    Statistics all = Statistics{Moments{0, 0, 0}, 0, 0};
-    if (lane < simdgroups) {
-      all = read_statistics(scratch + 5 * lane);
-    }
-    all = simd_merge<Centred>(all);
-    if (lane == 0) {
-      write_statistics(statistics + 5 * size_t(group), all);
-    }
-  }
+    row_thread_parameters) {
+  threadgroup float scratch[160];
+  constant RowOpParams& arrays = params.arrays;
+  const RowInput<T> weights = {weight, arrays.weight_phases[0], true, arrays.has_weights[0] == 0};
+  const NormVjp<T, Centred, 3> op = {{input_of(x, arrays, 0), input_of(dy, arrays, 1), weights}, {}, arrays.eps};
+  run_split_sums(NoOp(), op, arrays.row, statistics, row_thread, scratch);
 }
 
 // One simdgroup a row.
@@ -493,24 +260,26 @@ template <bool Centred>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
+  constant RowParams& geometry = params.arrays.row;
   const uint row = group * simdgroups + simdgroup;
-  if (row >= params.row.rows) {
+  if (row >= geometry.rows) {
     return;
   }
-  Statistics s = Statistics{Moments{0, 0, 0}, 0, 0};
-  for (uint i = lane; i < params.row.splits; i += 32) {
-    s = merge<Centred>(s, read_statistics(statistics + 5 * (size_t(row) * params.row.splits + i)));
+  const NormVjp<float, Centred, 3> op = {{}, {}, params.arrays.eps};
+  VjpSums all = op.none();
+  for (uint i = lane; i < geometry.splits; i += 32) {
+    VjpSums part;
+    read_stat(statistics + 5 * (size_t(row) * geometry.splits + i), part);
+    all = op.merge(all, part);
   }
-  s = simd_merge<Centred>(s);
-  const Coefficients c = row_coefficients<Centred>(
-      s.moments.mean, s.moments.m2, s.products, s.g, params.row.columns, params.eps);
+  const float4 terms = op.done(op.template across<32>(all, lane, float(geometry.columns)), geometry.columns);
   if (lane == 0) {
-    coefficients[row] = float4(c.half_mean, c.n, c.slope, c.shift);
+    coefficients[row] = terms;
   }
 }
 
-// Threadgroups are numbered block by block; within a block each takes threads * N packs of columns.
-template <typename T, int N, bool Centred>
+// Threadgroups are numbered block by block; within a block each takes a pack of columns a thread.
+template <typename T, bool Centred>
 [[kernel, max_total_threads_per_threadgroup(256)]] void norm_vjp_columns(
     const device T* x [[buffer(0)]],                   // [rows, columns]
     const device T* weight [[buffer(1)]],              // [columns]
@@ -523,32 +292,16 @@ template <typename T, int N, bool Centred>
     uint group [[threadgroup_position_in_grid]],
     uint t [[thread_position_in_threadgroup]],
     uint threads [[threads_per_threadgroup]]) {
-  const uint columns = params.row.columns;
-  const uint group_columns = threads * N * pack_size<T>();
-  const uint groups = (columns + group_columns - 1) / group_columns;
+  constant RowParams& geometry = params.arrays.row;
+  const uint group_columns = threads * pack_size<T>();
+  const uint groups = (geometry.columns + group_columns - 1) / group_columns;
   const uint block = group / groups;
-  const uint begin = (group % groups) * group_columns;
-  const uint end = min(begin + group_columns, columns);
-  const ColumnMap map = ColumnMap{params.row.whole != 0, t, threads, begin, end};
-
-  ColumnPart<N> w;
-  ColumnPart<N> x_part;
-  ColumnPart<N> dy_part;
-  ColumnPart<N> dsum_part;
-  load_weight(weight, params.has_weight, map, w);
-  Shares<T, N> shares;
-  clear(shares);
-  for (uint row = block; row < params.row.rows; row += params.blocks) {
-    const size_t start = size_t(row) * columns;
-    load_part(x + start, map, x_part);
-    load_part(dy + start, map, dy_part);
-    load_dsum<Centred>(dsum + start, params.has_dsum, map, dsum_part);
-    const float4 c = coefficients[row];
-    write_row<T, N, Centred>(
-        x_part, dy_part, w, dsum_part, dx + start, params, Coefficients{c.x, c.y, c.z, c.w}, map, shares);
-  }
-  finish<Centred>(shares);
-  write_shares<T, N, Centred>(shares, map, block, params, partials);
+  const uint begin = group % groups * threads;
+  const RowBatch batch = column_batch<T>(geometry, begin + t, t, threads, begin + threads, begin == 0);
+  const Shares<T, 1> shares = vjp_rows<1, false>(
+      vjp_op<T, Centred>(x, weight, dy, dsum, dx, params), KnownRows{coefficients}, geometry, block, params.blocks,
+      batch);
+  store_shares(partials, params, Centred, block, shares, batch);
 }
 
 // dweight = sum over blocks of partials[0], dbias of partials[1]: 32 columns a threadgroup, each simdgroup takes every
@@ -608,15 +361,15 @@ instantiate_types("rms_norm_vjp_simd2", norm_vjp_simd, 2, false)
 instantiate_types("rms_norm_vjp_block1", norm_vjp_block, 1, false)
 instantiate_types("rms_norm_vjp_block2", norm_vjp_block, 2, false)
 instantiate_kernel("rms_norm_vjp_block4_float32", norm_vjp_block, float, 4, false)
-instantiate_types("rms_norm_vjp_statistics", norm_vjp_statistics, 2, false)
+instantiate_types("rms_norm_vjp_statistics", norm_vjp_statistics, false)
 instantiate_kernel("rms_norm_vjp_coefficients", norm_vjp_coefficients, false)
-instantiate_types("rms_norm_vjp_columns", norm_vjp_columns, 1, false)
+instantiate_types("rms_norm_vjp_columns", norm_vjp_columns, false)
 instantiate_types("layer_norm_vjp_simd1", norm_vjp_simd, 1, true)
 instantiate_types("layer_norm_vjp_simd2", norm_vjp_simd, 2, true)
 instantiate_types("layer_norm_vjp_block1", norm_vjp_block, 1, true)
 instantiate_types("layer_norm_vjp_block2", norm_vjp_block, 2, true)
 instantiate_kernel("layer_norm_vjp_block4_float32", norm_vjp_block, float, 4, true)
-instantiate_types("layer_norm_vjp_statistics", norm_vjp_statistics, 2, true)
+instantiate_types("layer_norm_vjp_statistics", norm_vjp_statistics, true)
 instantiate_kernel("layer_norm_vjp_coefficients", norm_vjp_coefficients, true)
-instantiate_types("layer_norm_vjp_columns", norm_vjp_columns, 1, true)
+instantiate_types("layer_norm_vjp_columns", norm_vjp_columns, true)
 instantiate_types("norm_vjp_column_sum", norm_vjp_column_sum, 16)

@@ -10,16 +10,6 @@
 using namespace metal;
 using namespace mittens;
 
-template <typename T>
-inline RmsNorm<T> rms_norm_op(
-    const device T* x, const device T* weight, device T* y, constant RowOpParams& params) {
-  return RmsNorm<T>{
-      {{x, params.row_phases[0]}},
-      {{weight, params.weight_phases[0], params.has_weights[0] != 0}},
-      {y, params.y_phases[0]},
-      params.eps};
-}
-
 template <typename T, typename Schedule>
 [[kernel, threads_at_most(Schedule::launched, Schedule::nvidia)]] void rms_norm(
     const device T* x [[buffer(0)]],       // [rows, columns]
@@ -28,7 +18,9 @@ template <typename T, typename Schedule>
     constant RowOpParams& params [[buffer(3)]],
     row_thread_parameters) {
   threadgroup float scratch[32];
-  run_rows(Schedule(), NoOp(), rms_norm_op(x, weight, y, params), params.row, row_thread, scratch);
+  const RmsNorm<T> op = {
+      {input_of(x, params, 0)}, {weight_of(weight, params, 0)}, output_of(y, params, 0), params.eps};
+  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch);
 }
 
 template <typename T>
@@ -38,7 +30,7 @@ template <typename T>
     constant RowOpParams& params [[buffer(2)]],
     row_thread_parameters) {
   threadgroup float scratch[32];
-  const RmsNorm<T> op = rms_norm_op<T>(x, nullptr, nullptr, params);
+  const RmsNorm<T> op = {{input_of(x, params, 0)}, {}, {}, 0};
   run_split_sums(NoOp(), op, params.row, partials, row_thread, scratch);
 }
 
@@ -50,7 +42,9 @@ template <typename T>
     device T* y [[buffer(3)]],                   // [rows, columns]
     constant RowOpParams& params [[buffer(4)]],
     row_thread_parameters) {
-  run_split_write(rms_norm_op(x, weight, y, params), params.row, partials, row_thread);
+  const RmsNorm<T> op = {
+      {input_of(x, params, 0)}, {weight_of(weight, params, 0)}, output_of(y, params, 0), params.eps};
+  run_split_write(op, params.row, partials, row_thread);
 }
 
 instantiate_rows("rms_norm", rms_norm)

@@ -29,24 +29,27 @@ struct Softmax {
     return Stat{-INFINITY, 0};
   }
   template <int N>
-  Stat of(thread const RowParts<T, 1, N>& x, RowBatch) const {
+  Stat of(thread const RowParts<T, 1, N>& x, RowBatch batch) const {
+    RowParts<T, 1, N> parts = x;
     Stat own = Stat{float(x.edges[0]), 0};
-    float v[N][16 / sizeof(T)];
+    float v[16 / sizeof(T)];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      unpack<T>(x.packs[0][i], v[i]);
+      unpack<T>(parts.packs[0][i], v);
 #pragma unroll
       for (int j = 0; j < pack_size<T>(); ++j) {
-        own.m = max(own.m, v[i][j]);
+        own.m = max(own.m, v[j]);
       }
     }
+    repack(parts, batch.stride > 0);
     const float base = finite_maximum(own.m);
     own.l = exp_of<T>(float(x.edges[0]) - base);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
+      unpack<T>(parts.packs[0][i], v);
 #pragma unroll
       for (int j = 0; j < pack_size<T>(); ++j) {
-        own.l += exp_of<T>(v[i][j] - base);
+        own.l += exp_of<T>(v[j] - base);
       }
     }
     return own;
@@ -71,11 +74,6 @@ struct Softmax {
   }
 };
 
-template <typename T>
-inline Softmax<T> softmax_op(const device T* x, device T* y, constant RowOpParams& params) {
-  return Softmax<T>{{{x, params.row_phases[0]}}, {y, params.y_phases[0]}};
-}
-
 template <typename T, typename Schedule>
 [[kernel, threads_at_most(Schedule::launched, Schedule::nvidia)]] void softmax(
     const device T* x [[buffer(0)]],  // [rows, columns]
@@ -83,7 +81,8 @@ template <typename T, typename Schedule>
     constant RowOpParams& params [[buffer(2)]],
     row_thread_parameters) {
   threadgroup float scratch[64];
-  run_rows(Schedule(), NoOp(), softmax_op(x, y, params), params.row, row_thread, scratch);
+  const Softmax<T> op = {{input_of(x, params, 0)}, output_of(y, params, 0)};
+  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch);
 }
 
 template <typename T>
@@ -93,7 +92,7 @@ template <typename T>
     constant RowOpParams& params [[buffer(2)]],
     row_thread_parameters) {
   threadgroup float scratch[64];
-  run_split_sums(NoOp(), softmax_op<T>(x, nullptr, params), params.row, partials, row_thread, scratch);
+  run_split_sums(NoOp(), Softmax<T>{{input_of(x, params, 0)}, {}}, params.row, partials, row_thread, scratch);
 }
 
 template <typename T>
@@ -103,7 +102,8 @@ template <typename T>
     device T* y [[buffer(2)]],                   // [rows, columns]
     constant RowOpParams& params [[buffer(3)]],
     row_thread_parameters) {
-  run_split_write(softmax_op(x, y, params), params.row, partials, row_thread);
+  const Softmax<T> op = {{input_of(x, params, 0)}, output_of(y, params, 0)};
+  run_split_write(op, params.row, partials, row_thread);
 }
 
 instantiate_rows("softmax", softmax)

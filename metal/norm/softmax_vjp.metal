@@ -64,11 +64,6 @@ struct SoftmaxVjp {
   }
 };
 
-template <typename T>
-inline SoftmaxVjp<T> softmax_vjp_op(const device T* y, const device T* dy, device T* dx, constant RowOpParams& params) {
-  return SoftmaxVjp<T>{{{y, params.row_phases[0]}, {dy, params.row_phases[1]}}, {dx, params.y_phases[0]}};
-}
-
 template <typename T, typename Schedule>
 [[kernel, threads_at_most(Schedule::launched, Schedule::nvidia)]] void softmax_vjp(
     const device T* y [[buffer(0)]],   // [rows, columns]
@@ -77,7 +72,8 @@ template <typename T, typename Schedule>
     constant RowOpParams& params [[buffer(3)]],
     row_thread_parameters) {
   threadgroup float scratch[64];
-  run_rows(Schedule(), NoOp(), softmax_vjp_op(y, dy, dx, params), params.row, row_thread, scratch);
+  const SoftmaxVjp<T> op = {{input_of(y, params, 0), input_of(dy, params, 1)}, output_of(dx, params, 0)};
+  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch);
 }
 
 template <typename T>
@@ -88,7 +84,8 @@ template <typename T>
     constant RowOpParams& params [[buffer(3)]],
     row_thread_parameters) {
   threadgroup float scratch[64];
-  run_split_sums(NoOp(), softmax_vjp_op<T>(y, dy, nullptr, params), params.row, partials, row_thread, scratch);
+  const SoftmaxVjp<T> op = {{input_of(y, params, 0), input_of(dy, params, 1)}, {}};
+  run_split_sums(NoOp(), op, params.row, partials, row_thread, scratch);
 }
 
 template <typename T>
@@ -99,7 +96,8 @@ template <typename T>
     device T* dx [[buffer(3)]],                  // [rows, columns]
     constant RowOpParams& params [[buffer(4)]],
     row_thread_parameters) {
-  run_split_write(softmax_vjp_op(y, dy, dx, params), params.row, partials, row_thread);
+  const SoftmaxVjp<T> op = {{input_of(y, params, 0), input_of(dy, params, 1)}, output_of(dx, params, 0)};
+  run_split_write(op, params.row, partials, row_thread);
 }
 
 instantiate_rows("softmax_vjp", softmax_vjp)

@@ -20,7 +20,7 @@ struct RowParams {
 // of an array.
 struct RowOpParams {
   RowParams row;
-  uint32_t row_phases[2];     // of inputs [rows, columns]
+  uint32_t row_phases[4];     // of inputs [rows, columns]
   uint32_t weight_phases[2];  // of inputs [columns]
   uint32_t has_weights[2];
   uint32_t y_phases[2];  // of results [rows, columns]
@@ -29,12 +29,10 @@ struct RowOpParams {
 
 // A kernel's share of the gradients of rms_norm and layer_norm.
 struct NormVjpParams {
-  RowParams row;
+  RowOpParams arrays;  // x, dy, and dsum at 3; weight; dx
   uint32_t blocks;  // threadgroups along the rows: block b takes rows b, b + blocks, ...
-  uint32_t has_weight;
   uint32_t has_dsum;
   uint32_t partial_sums;  // of the parameters' gradients, written to partials: 0, 1 (weight) or 2 (and bias)
-  float eps;
 };
 
 struct ColumnSumParams {

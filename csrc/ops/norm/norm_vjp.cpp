@@ -221,13 +221,19 @@ class NormVjp : public KernelPrimitive {
 
   NormVjpParams params_of(const Arrays& inputs, const Arrays& outputs, const NormVjpPlan& plan) const {
     NormVjpParams params{};
+    RowOpParams& arrays = params.arrays;
     const bool whole = has_whole_rows(outputs[0]) && std::all_of(inputs.begin(), inputs.end(), has_whole_rows);
-    params.row = {plan.rows, plan.columns, plan.splits, plan.packs_per_split, whole};
+    arrays.row = {plan.rows, plan.columns, plan.splits, plan.packs_per_split, whole};
+    arrays.row_phases[0] = phase_of(inputs[0]);
+    arrays.row_phases[1] = phase_of(dy(inputs));
+    arrays.row_phases[3] = has_dsum_ ? phase_of(*dsum(inputs)) : 0;
+    arrays.has_weights[0] = has_weight_;
+    arrays.weight_phases[0] = has_weight_ ? phase_of(inputs[1]) : 0;
+    arrays.y_phases[0] = phase_of(outputs[0]);
+    arrays.eps = options_.eps;
     params.blocks = plan.blocks;
-    params.has_weight = has_weight_;
     params.has_dsum = has_dsum_;
     params.partial_sums = partial_sums();
-    params.eps = options_.eps;
     return params;
   }
 
