@@ -675,7 +675,8 @@ inline void run_split_write(
     read_stat(partials + Op::numbers * size_t(thread_of.group / params.splits * params.splits + i), other);
     all = op.merge(all, other);
   }
-  range_write<true, split_packs>(op, op.done(op.template across<32>(all, thread_of.position.lane, float(params.columns)), params.columns), range);
+  all = op.template across<32>(all, thread_of.position.lane, float(params.columns));
+  range_write<true, split_packs>(op, op.done(all, params.columns), range);
 }
 
 }  // namespace mittens

@@ -49,8 +49,8 @@ inline Moments merge(Moments a, Moments b) {
   return result;
 }
 
-// Of the L lanes that share a row, at once, whose counts add up to `total`, if that is known and not 0. What differs from the first lane's mean is averaged, so that a mean far
-// from zero costs no digits.
+// Of the L lanes that share a row, at once; their counts add up to `total`, where that is known and not 0. What differs
+// from the first lane's mean is averaged, so that a mean far from zero costs no digits.
 template <int L>
 inline Moments lanes_merge(Moments m, uint lane, float total) {
   constexpr float scale = 1.0f / 8589934592.0f;  // 2^-33: no count times it reaches 1

@@ -10,8 +10,8 @@
 //
 //   simd     one simdgroup a row; the simdgroups of a threadgroup add up their shares before they leave them
 //   block    one threadgroup a row, the row in registers: x and dy are read once
-//   statistics, coefficients, columns   for rows too long for registers: sums of each part of a row (the split_sums of
-//            mittens/row_op.h), merged to four numbers a row, then each thread goes down the rows in the columns it keeps
+//   statistics, coefficients, columns   for rows too long for registers: sums of each part of a row (split_sums of
+//            mittens/row_op.h), merged to four numbers a row, then each thread goes down the rows in its columns
 #include <metal_stdlib>
 
 #include "mittens/row_gradient.h"
@@ -230,8 +230,8 @@ template <typename T, int N, bool Centred>
   constant RowParams& geometry = params.arrays.row;
   const RowBatch batch = column_batch<T>(geometry, t, t, threads, geometry.columns, true);
   const Shares<T, N> shares = vjp_rows<N, ahead>(
-      vjp_op<T, Centred>(x, weight, dy, dsum, dx, params), threadgroup_team(geometry, row_thread, scratch), geometry, group,
-      params.blocks, batch);
+      vjp_op<T, Centred>(x, weight, dy, dsum, dx, params), threadgroup_team(geometry, row_thread, scratch), geometry,
+      group, params.blocks, batch);
   store_shares(partials, params, Centred, group, shares, batch);
 }
 
