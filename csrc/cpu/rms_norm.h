@@ -5,12 +5,12 @@
 
 namespace mittens::cpu {
 
-// y = round(x / sqrt(mean(x^2) + eps)) * weight, rounded again. y may be x.
+// y = round(x / sqrt(mean(x^2) + eps)) * (weight + weight_offset), rounded again. y may be x.
 void rms_norm(Type type,
               const void* x,  // [rows, columns]
               const void* weight,  // [columns] or nullptr
               void* y,  // [rows, columns]
-              size_t rows, size_t columns, float eps);
+              size_t rows, size_t columns, float eps, float weight_offset);
 
 // sum = round(x + residual); y = rms_norm(sum). Either output may be either input.
 void add_rms_norm(Type type,
@@ -19,7 +19,7 @@ void add_rms_norm(Type type,
                   const void* weight,  // [columns] or nullptr
                   void* y,  // [rows, columns]
                   void* sum,  // [rows, columns]
-                  size_t rows, size_t columns, float eps);
+                  size_t rows, size_t columns, float eps, float weight_offset);
 
 // Gradients of rms_norm. With dsum they are those of add_rms_norm, x being the sum: dx for its x and its residual
 // alike.
@@ -30,6 +30,6 @@ void rms_norm_vjp(Type type,
                   const void* dsum,  // [rows, columns], added to dx, or nullptr
                   void* dx,  // [rows, columns], may be x, dy or dsum
                   void* dweight,  // [columns] or nullptr
-                  size_t rows, size_t columns, float eps);
+                  size_t rows, size_t columns, float eps, float weight_offset);
 
 }  // namespace mittens::cpu

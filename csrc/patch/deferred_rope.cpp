@@ -123,19 +123,24 @@ std::optional<PendingRmsNorm> unnormed(const mx::array& heads) {
   return norm;
 }
 
-bool is_weight_of(const mx::array& weight, const mx::array& heads) {
-  return weight.dtype() == heads.dtype() && weight.shape() == mx::Shape{heads.shape(-1)};
+bool has_weight_of(const PendingRmsNorm& norm) {
+  return norm.weight && norm.weight->dtype() == norm.x.dtype() && norm.weight->shape() == mx::Shape{norm.x.shape(-1)};
+}
+
+// The scale of a norm, as an array.
+mx::array scale_of(const PendingRmsNorm& norm, mx::Stream stream) {
+  return norm.weight_offset == 0 ? *norm.weight : compose_scale(*norm.weight, norm.weight_offset, stream);
 }
 
 // Takes norms of both out of heads, for the kernel to apply.
-void take_norms(mx::array& queries, mx::array& keys, Rotary& rotary) {
+void take_norms(mx::array& queries, mx::array& keys, Rotary& rotary, mx::Stream stream) {
   const auto of_queries = unnormed(queries), of_keys = unnormed(keys);
-  if (of_queries && of_keys && of_queries->eps == of_keys->eps && is_weight_of(of_queries->weight, of_queries->x) &&
-      is_weight_of(of_keys->weight, of_keys->x)) {
+  if (of_queries && of_keys && of_queries->eps == of_keys->eps && has_weight_of(*of_queries) &&
+      has_weight_of(*of_keys)) {
     queries = of_queries->x;
     keys = of_keys->x;
-    rotary.query_norm = of_queries->weight;
-    rotary.key_norm = of_keys->weight;
+    rotary.query_norm = scale_of(*of_queries, stream);
+    rotary.key_norm = scale_of(*of_keys, stream);
     rotary.eps = of_keys->eps;
   }
 }
@@ -187,7 +192,7 @@ std::optional<CacheStep> append_with_rope(const mx::array& keys, const mx::array
   if (rotary.freqs && is_pending(*rotary.freqs)) {
     return std::nullopt;
   }
-  take_norms(*queries, *heads, rotary);
+  take_norms(*queries, *heads, rotary, of_keys.stream);
   auto append =
       rope_append_of(*queries, *heads, new_values, keys, values, rotary, of_keys.offset, first, of_keys.stream);
   if (!append || !may_be_a_step(*append)) {

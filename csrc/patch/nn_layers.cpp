@@ -11,9 +11,9 @@
 
 #include "ops/matmul/gemv.h"
 #include "ops/matmul/quantized_matmul.h"
-#include "ops/norm/norms.h"
 #include "patch/deferred_rope.h"
 #include "patch/nn_module.h"
+#include "patch/pending_norm.h"
 #include "python/registry.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
@@ -56,16 +56,25 @@ std::optional<mx::array> try_quantized_linear(const nb::dict& layer, const mx::a
 }
 
 // mlx.nn.RMSNorm. What this leaves is mx.fast.rms_norm's, as above.
-std::optional<mx::array> try_rms_norm_layer(const nb::dict& layer, mx::array& x) {
+std::optional<mx::array> try_norm_layer(const nb::dict& layer, mx::array& x, float weight_offset) {
   static PyObject* const weight = name("weight");
   static PyObject* const eps = name("eps");
-  static const auto attempt = lenient("rms_norm", &try_pending_add_rms_norm);
+  static const auto attempt = lenient("rms_norm", &try_pending_rms_norm);
   const auto w = array(layer, weight);
   if (!w) {
     return std::nullopt;
   }
   const Tentative tentative;
-  return attempt(x, *w, attribute<float>(layer, eps), {});
+  return attempt(x, *w, attribute<float>(layer, eps), weight_offset, {});
+}
+
+std::optional<mx::array> try_rms_norm_layer(const nb::dict& layer, mx::array& x) {
+  return try_norm_layer(layer, x, 0.0f);
+}
+
+// mlx-lm's norms of Gemma, whose scale is 1 + weight.
+std::optional<mx::array> try_offset_rms_norm_layer(const nb::dict& layer, mx::array& x) {
+  return try_norm_layer(layer, x, 1.0f);
 }
 
 // mlx.nn.RoPE, and mlx-lm's of Llama 3.
@@ -81,6 +90,7 @@ void bind(nb::module_& module) {
   module.def("try_linear", &try_linear, "layer"_a, "x"_a);
   module.def("try_quantized_linear", &try_quantized_linear, "layer"_a, "x"_a);
   module.def("try_rms_norm_layer", &try_rms_norm_layer, "layer"_a, "x"_a);
+  module.def("try_offset_rms_norm_layer", &try_offset_rms_norm_layer, "layer"_a, "x"_a);
   module.def("try_rope_layer", &try_rope_layer, "layer"_a, "x"_a, "offset"_a = 0);
 }
 

@@ -1,7 +1,7 @@
 // A residual sum and its root mean square norm in one pass over memory:
 //
 //   sum[r, c] = T(x[r, c] + residual[r, c])
-//   y[r, c]   = T(sum[r, c] * n[r]) * weight[c],   n[r] = 1 / sqrt(mean_c(sum[r, c]^2) + eps)
+//   y[r, c]   = T(sum[r, c] * n[r]) * (weight[c] + offset),   n[r] = 1 / sqrt(mean_c(sum[r, c]^2) + eps)
 //
 // x, residual, y, sum [rows, columns], weight [columns] or absent; float32 inside, the norm is that of the rounded sum.
 // y may be x and sum may be residual. Schedules: mittens/row_op.h. Where a row does not stay in registers, the norm
@@ -48,7 +48,8 @@ template <typename T, typename Schedule>
       {{sum, params.y_phases[1]}},
       {weight_of(weight, params, 0)},
       output_of(y, params, 0),
-      params.eps};
+      params.eps,
+      params.weight_offsets[0]};
   run_rows(Schedule(), add, norm, params.row, row_thread, scratch);
 }
 
@@ -62,7 +63,7 @@ template <typename T>
     row_thread_parameters) {
   threadgroup float scratch[32];
   const AddRows<T> add = {{input_of(x, params, 0), input_of(residual, params, 1)}, output_of(sum, params, 1)};
-  run_split_sums(add, RmsNorm<T>{{}, {}, {}, 0}, params.row, partials, row_thread, scratch);
+  run_split_sums(add, RmsNorm<T>{{}, {}, {}, 0, 0}, params.row, partials, row_thread, scratch);
 }
 
 template <typename T>
@@ -77,7 +78,8 @@ template <typename T>
       {{sum, params.y_phases[1]}},
       {weight_of(weight, params, 0)},
       output_of(y, params, 0),
-      params.eps};
+      params.eps,
+      params.weight_offsets[0]};
   run_split_write(norm, params.row, partials, row_thread);
 }
 

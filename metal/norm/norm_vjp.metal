@@ -1,4 +1,5 @@
-// Gradients of rms_norm and layer_norm. With g = dy * weight, mean = 0 for rms_norm, n = 1 / sqrt(variance + eps):
+// Gradients of rms_norm and layer_norm. With g = dy * (weight + offset), mean = 0 for rms_norm and
+// n = 1 / sqrt(variance + eps):
 //
 //   dx[r, c]   = n g - n^3 mean_c(g (x - mean)) (x - mean) - n mean_c(g) + dsum        (mean_c(g) taken 0 for rms_norm)
 //   dweight[c] = sum_r dy (x - mean) n,   dbias[c] = sum_r dy
@@ -58,6 +59,7 @@ struct NormVjp {
   RowInput<T> rows[K];
   RowOutput<T> y;
   float eps;
+  float weight_offset;
 
   float fill() const {
     return 0;
@@ -67,6 +69,10 @@ struct NormVjp {
   }
   float centred(float x, float half_mean) const {
     return Centred ? half_centred(x, half_mean) : x;
+  }
+  // What dy is multiplied with: 1 where there is no weight, and then no offset.
+  float scale(float weight) const {
+    return Centred ? weight : weight + weight_offset;
   }
   float share(float x, float dy, Row row) const {
     return dy * (centred(x, row.x) * (Centred ? 2.0f * row.y : row.y));
@@ -94,7 +100,7 @@ struct NormVjp {
     float3 sums = float3(0);  // of c^2, g c and g
     if (batch.edge) {
       const float c = centred(float(parts.edges[0]), half_mean);
-      const float g = float(parts.edges[1]) * float(parts.edges[2]);
+      const float g = float(parts.edges[1]) * scale(float(parts.edges[2]));
       sums = float3(c * c, g * c, g);
     }
 #pragma unroll
@@ -109,7 +115,7 @@ struct NormVjp {
 #pragma unroll
         for (int j = 0; j < pack_size<T>(); ++j) {
           c[j] = centred(c[j], half_mean);
-          g[j] *= w[j];
+          g[j] *= scale(w[j]);
           sums.x += c[j] * c[j];
           sums.y += g[j] * c[j];
           sums.z += g[j];
@@ -150,7 +156,7 @@ struct NormVjp {
   void write(thread float (&v)[K][W], thread const float (&)[1][W], Row row) const {
 #pragma unroll
     for (int i = 0; i < W; ++i) {
-      const float dx = row.y * (v[1][i] * v[2][i]) - row.z * centred(v[0][i], row.x);
+      const float dx = row.y * (v[1][i] * scale(v[2][i])) - row.z * centred(v[0][i], row.x);
       v[0][i] = Centred ? dx - row.w : dx;
       if (adds) {
         v[0][i] += v[K - 1][i];
@@ -181,7 +187,8 @@ inline NormVjp<T, Centred, 4> vjp_op(
   const RowInput<T> weights = {weight, arrays.weight_phases[0], true, arrays.has_weights[0] == 0};
   const RowInput<T> added = {dsum, arrays.row_phases[3], false, params.has_dsum == 0};
   return NormVjp<T, Centred, 4>{
-      {input_of(x, arrays, 0), input_of(dy, arrays, 1), weights, added}, output_of(dx, arrays, 0), arrays.eps};
+      {input_of(x, arrays, 0), input_of(dy, arrays, 1), weights, added}, output_of(dx, arrays, 0), arrays.eps,
+      arrays.weight_offsets[0]};
 }
 
 template <typename T, int N, bool Centred>
@@ -253,7 +260,8 @@ template <typename T, bool Centred>
   threadgroup float scratch[160];
   constant RowOpParams& arrays = params.arrays;
   const RowInput<T> weights = {weight, arrays.weight_phases[0], true, arrays.has_weights[0] == 0};
-  const NormVjp<T, Centred, 3> op = {{input_of(x, arrays, 0), input_of(dy, arrays, 1), weights}, {}, arrays.eps};
+  const NormVjp<T, Centred, 3> op = {{input_of(x, arrays, 0), input_of(dy, arrays, 1), weights}, {}, arrays.eps,
+                                     arrays.weight_offsets[0]};
   run_split_sums(NoOp(), op, arrays.row, statistics, row_thread, scratch);
 }
 
@@ -272,7 +280,7 @@ template <bool Centred>
   if (row >= geometry.rows) {
     return;
   }
-  const NormVjp<float, Centred, 3> op = {{}, {}, params.arrays.eps};
+  const NormVjp<float, Centred, 3> op = {{}, {}, params.arrays.eps, 0};
   VjpSums all = op.none();
   for (uint i = lane; i < geometry.splits; i += 32) {
     VjpSums part;

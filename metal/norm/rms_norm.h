@@ -1,10 +1,42 @@
-// The op of rms_norm, and of what ends in one: y = T(x n) weight, n = 1 / sqrt(mean(x^2) + eps).
+// The op of rms_norm, and of what ends in one: y = T(x n) (weight + offset), n = 1 / sqrt(mean(x^2) + eps).
 #pragma once
 
 #include "mittens/rms.h"
 #include "mittens/row_op.h"
 
 namespace mittens {
+
+// Sum of squares of what one thread holds of a row.
+template <typename T, int N>
+inline float square_sum(thread const uint4 (&packs)[N], T edge) {
+  float sum = float(edge) * float(edge);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float v[16 / sizeof(T)];
+    unpack<T>(packs[i], v);
+#pragma unroll
+    for (int j = 0; j < pack_size<T>(); ++j) {
+      sum += v[j] * v[j];
+    }
+  }
+  return sum;
+}
+
+// x * n is rounded to T before the scale is applied, as mx does.
+template <typename T, int W>
+inline void normalize(thread float (&v)[W], float n, bool has_weight, thread const float (&weight)[W], float offset) {
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    v[i] *= n;
+  }
+  if (has_weight) {
+    round_values<T>(v);
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      v[i] *= weight[i] + offset;
+    }
+  }
+}
 
 template <typename T>
 struct RmsNorm {
@@ -16,6 +48,7 @@ struct RmsNorm {
   WeightInput<T> columns[1];
   RowOutput<T> y;
   float eps;
+  float weight_offset;
 
   float fill() const {
     return 0;
@@ -25,17 +58,7 @@ struct RmsNorm {
   }
   template <int N>
   Stat of(thread const RowParts<T, 1, N>& x, RowBatch) const {
-    float sum = float(x.edges[0]) * float(x.edges[0]);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      float v[16 / sizeof(T)];
-      unpack<T>(x.packs[0][i], v);
-#pragma unroll
-      for (int j = 0; j < pack_size<T>(); ++j) {
-        sum += v[j] * v[j];
-      }
-    }
-    return sum;
+    return square_sum(x.packs[0], x.edges[0]);
   }
   Stat merge(Stat a, Stat b) const {
     return a + b;
@@ -47,20 +70,9 @@ struct RmsNorm {
   Row done(Stat sum, uint columns_of_row) const {
     return rstd(sum, columns_of_row, eps);
   }
-  // x * n is rounded to T before the weight is applied, as mx does.
   template <int W>
   void write(thread float (&v)[1][W], thread const float (&w)[1][W], Row n) const {
-#pragma unroll
-    for (int i = 0; i < W; ++i) {
-      v[0][i] *= n;
-    }
-    if (columns[0].present) {
-      round_values<T>(v[0]);
-#pragma unroll
-      for (int i = 0; i < W; ++i) {
-        v[0][i] *= w[0][i];
-      }
-    }
+    normalize<T>(v[0], n, columns[0].present, w[0], weight_offset);
   }
 };
 

@@ -1,6 +1,6 @@
 // Root mean square norm over the last axis:
 //
-//   y[r, c] = T(x[r, c] * n[r]) * weight[c],   n[r] = 1 / sqrt(mean_c(x[r, c]^2) + eps)
+//   y[r, c] = T(x[r, c] * n[r]) * (weight[c] + offset),   n[r] = 1 / sqrt(mean_c(x[r, c]^2) + eps)
 //
 // x, y [rows, columns], weight [columns] or absent; sums in float32. y may be x. Schedules: mittens/row_op.h.
 #include <metal_stdlib>
@@ -19,7 +19,8 @@ template <typename T, typename Schedule>
     row_thread_parameters) {
   threadgroup float scratch[32];
   const RmsNorm<T> op = {
-      {input_of(x, params, 0)}, {weight_of(weight, params, 0)}, output_of(y, params, 0), params.eps};
+      {input_of(x, params, 0)}, {weight_of(weight, params, 0)}, output_of(y, params, 0), params.eps,
+      params.weight_offsets[0]};
   run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch);
 }
 
@@ -30,7 +31,7 @@ template <typename T>
     constant RowOpParams& params [[buffer(2)]],
     row_thread_parameters) {
   threadgroup float scratch[32];
-  const RmsNorm<T> op = {{input_of(x, params, 0)}, {}, {}, 0};
+  const RmsNorm<T> op = {{input_of(x, params, 0)}, {}, {}, 0, 0};
   run_split_sums(NoOp(), op, params.row, partials, row_thread, scratch);
 }
 
@@ -43,7 +44,8 @@ template <typename T>
     constant RowOpParams& params [[buffer(4)]],
     row_thread_parameters) {
   const RmsNorm<T> op = {
-      {input_of(x, params, 0)}, {weight_of(weight, params, 0)}, output_of(y, params, 0), params.eps};
+      {input_of(x, params, 0)}, {weight_of(weight, params, 0)}, output_of(y, params, 0), params.eps,
+      params.weight_offsets[0]};
   run_split_write(op, params.row, partials, row_thread);
 }
 

@@ -23,8 +23,39 @@ struct RowOpParams {
   uint32_t row_phases[4];     // of inputs [rows, columns]
   uint32_t weight_phases[2];  // of inputs [columns]
   uint32_t has_weights[2];
+  float weight_offsets[2];  // added to the weights
   uint32_t y_phases[2];  // of results [rows, columns]
   float eps;
+};
+
+// Rows [outer, middle, inner, columns], by strides in elements; those of columns are 1.
+struct HeadRows {
+  int64_t strides[3];
+  uint32_t middle;
+  uint32_t inner;
+  uint32_t rows;  // outer * middle * inner
+  uint32_t phase;
+};
+
+struct QkNormParams {
+  RowParams row;  // of an array of one row
+  HeadRows queries;
+  HeadRows keys;
+  uint32_t query_weight_phase;
+  uint32_t key_weight_phase;
+  uint32_t query_output_phase;
+  uint32_t key_output_phase;
+  uint32_t has_query_weight;
+  uint32_t has_key_weight;
+  float eps;
+  float weight_offset;  // added to the weights
+};
+
+struct SoftcapParams {
+  uint64_t size;
+  uint32_t x_phase;
+  uint32_t y_phase;
+  float cap;
 };
 
 // A kernel's share of the gradients of rms_norm and layer_norm.

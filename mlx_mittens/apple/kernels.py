@@ -13,6 +13,9 @@ FILES: dict[str, tuple[str, ...]] = {
     "layer_norm": ("norm/layer_norm.metal", "norm/norm_vjp.metal"),
     "add_rms_norm": ("norm/add_rms_norm.metal", "norm/norm_vjp.metal"),
     "softmax": ("norm/softmax.metal", "norm/softmax_vjp.metal"),
+    "norm_add_norm": ("norm/norm_add_norm.metal", "norm/norm_vjp.metal"),
+    "qk_norm": ("norm/qk_norm.metal", "norm/norm_vjp.metal"),
+    "softcap": ("norm/softcap.metal",),
     "gemv": ("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/splitk_reduce.metal"),
     "quantized_matmul": (*("matmul/qmv.metal", "matmul/qmm.metal", "matmul/qvm.metal", "matmul/splitk_reduce.metal"),),
     "quantized_swiglu": ("matmul/quantized_swiglu.metal",),
@@ -20,11 +23,10 @@ FILES: dict[str, tuple[str, ...]] = {
     "block_quantize": ("matmul/gguf_quantize.metal",),
     "block_dequantize": ("matmul/gguf_quantize.metal",),
     "scaled_dot_product_attention": (
-        *("attention/attention_prefill.metal", "attention/attention_decode.metal", "attention/attention_mma.metal"),
-        "attention/attention_combine.metal",
+        *("attention/attention.metal", "attention/attention_combine.metal", "attention/attention_backward.metal"),
     ),
     "quantized_scaled_dot_product_attention": (
-        *("attention/attention_decode_packed.metal", "attention/attention_combine.metal"),
+        *("attention/attention_packed.metal", "attention/attention_combine.metal"),
     ),
     "rope_append": ("cache/rope_append.metal",),
 }

@@ -111,6 +111,7 @@ _GRIDS: dict[str, Callable[[str], Iterator[Case]]] = {
     "rms_norm": _norm,
     "layer_norm": _norm,
     "add_rms_norm": _norm,
+    "norm_add_norm": _norm,
     "softmax": _softmax,
     "gemv": _dense,
     "quantized_matmul": _quantized,

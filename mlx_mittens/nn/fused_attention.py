@@ -21,7 +21,8 @@ import mlx.nn as nn
 from .. import _ext
 from ..ops.attention import quantized_scaled_dot_product_attention
 from . import caches
-from .modules import Linear, QuantizedLinear, RMSNorm
+from .modules import Linear, QuantizedLinear
+from .norms import call_of, is_norm, offset_of, scale_of
 
 __all__ = ["are_alike", "attend_with_ours", "decode_a_little", "join", "joinable", "joined_attention", "part"]
 
@@ -61,16 +62,10 @@ def _attending(call: types.FunctionType) -> types.FunctionType:
     return ours
 
 
-def _call_of(module: nn.Module) -> Any:
-    """The call of a module's class, without what the patch has put in its place."""
-    call = type(module).__call__
-    return call.__wrapped__ if isinstance(call, _ext.FunctionWrapper) else call
-
-
 def attend_with_ours(module: nn.Module) -> types.FunctionType | None:
     """The call of a module whose attention mlx-lm's function does, on ours; none if it is no such module."""
     base = sys.modules.get("mlx_lm.models.base")
-    call = _call_of(module)
+    call = call_of(module)
     if base is None or not isinstance(call, types.FunctionType):
         return None
     if call.__globals__.get("scaled_dot_product_attention") is base.scaled_dot_product_attention and (
@@ -78,6 +73,12 @@ def attend_with_ours(module: nn.Module) -> types.FunctionType | None:
     ):
         return _attending(call)
     return None
+
+
+def _are_one_kernel(owner: Any) -> bool:
+    """Whether the norms of an attention's heads are of one kind."""
+    first, second = owner["q_norm"], owner["k_norm"]
+    return is_norm(first) and is_norm(second) and first.eps == second.eps and offset_of(first) == offset_of(second)
 
 
 def _rotary_of(owner: nn.Module) -> tuple[_ext.Rotary | None, list[str]]:
@@ -90,10 +91,10 @@ def _rotary_of(owner: nn.Module) -> tuple[_ext.Rotary | None, list[str]]:
     turn = {"freqs": rope["_freqs"]} if type(rope) is Llama3RoPE else {"base": rope.base, "scale": rope.scale}
     if "q_norm" not in owner:
         return _ext.Rotary(rope.dims, **turn), ["rope"]
-    first, second = owner["q_norm"], owner["k_norm"]
-    if type(first) is not RMSNorm or type(second) is not RMSNorm or first.eps != second.eps:
+    if not _are_one_kernel(owner):
         return None, []
-    turn |= {"query_norm": first["weight"], "key_norm": second["weight"], "eps": first.eps}
+    first, second = owner["q_norm"], owner["k_norm"]
+    turn |= {"query_norm": scale_of(first), "key_norm": scale_of(second), "eps": first.eps}
     return _ext.Rotary(rope.dims, **turn), ["rope", "q_norm", "k_norm"]
 
 
@@ -152,7 +153,7 @@ def _is_known(code: types.CodeType | None) -> bool:
 def joinable(module: nn.Module) -> bool:
     """Whether a module is an attention whose three projections can be one, by its parts and by what its call names."""
     return (
-        _is_known(getattr(_call_of(module), "__code__", None))
+        _is_known(getattr(call_of(module), "__code__", None))
         and all(name in module for name in (*_PROJECTIONS, "o_proj", "rope"))
         and are_alike([module[name] for name in _PROJECTIONS])
     )
@@ -178,6 +179,16 @@ def decode_a_little(module: nn.Module, x: mx.array) -> mx.array:
     return mx.concatenate([a.reshape(-1) for a in results])
 
 
+def _norm_heads(attention: Any, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
+    first, second = attention["q_norm"], attention["k_norm"]
+    if not _are_one_kernel(attention):
+        return first(queries), second(keys)
+    try:
+        return _ext.qk_norm(queries, keys, first["weight"], second["weight"], first.eps, weight_offset=offset_of(first))
+    except _ext.ExportError:
+        return first(queries), second(keys)
+
+
 def _turn(attention: Any, heads: mx.array, cache: Any, plain: bool) -> tuple[mx.array, mx.array, mx.array]:
     """Turned queries, and keys and values with those of a cache before them, by the modules of an attention."""
     n_queries, n_keys = attention.n_heads, attention.n_kv_heads
@@ -185,8 +196,8 @@ def _turn(attention: Any, heads: mx.array, cache: Any, plain: bool) -> tuple[mx.
     rope = attention["rope"]
     if "q_norm" in attention:
         queries, keys, values = mx.split(heads, (n_queries, n_queries + n_keys), axis=1)
-        queries = rope(attention["q_norm"](queries), offset=offset)
-        keys = rope(attention["k_norm"](keys), offset=offset)
+        queries, keys = _norm_heads(attention, queries, keys)
+        queries, keys = rope(queries, offset=offset), rope(keys, offset=offset)
     else:
         both, values = mx.split(heads, (n_queries + n_keys,), axis=1)
         queries, keys = mx.split(rope(both, offset=offset), (n_queries,), axis=1)

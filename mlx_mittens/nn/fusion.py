@@ -18,10 +18,17 @@ import mlx.nn as nn
 from .. import _ext
 from .fused_attention import are_alike, attend_with_ours, decode_a_little, join, joinable, joined_attention, part
 from .modules import QuantizedLinear, RMSNorm
+from .norms import call_of, is_norm, looks_offset, offset_norm, offset_of
 
 __all__ = ["fuse_blocks"]
 
 _BLOCK = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+# Blocks that normalize what comes out of the attention and of the feed-forward part too: the norm of the attention's
+# output, the one before the feed-forward part, and that of its output. Gemma 2 and 3, GLM-4.
+_SANDWICHES = (
+    ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+)
 _GATED = ("gate_proj", "up_proj", "down_proj")
 # Holds modules that another one needs, so that they are no part of its weights.
 _Held = types.SimpleNamespace
@@ -33,13 +40,13 @@ class _Carried(threading.local):
     """What the last block of this thread gave, normalized already as the module after it will want it."""
 
     total: mx.array | None = None
-    norm: RMSNorm | None = None
+    norm: nn.Module | None = None
     normed: mx.array | None = None
 
-    def put(self, total: mx.array, norm: RMSNorm, normed: mx.array) -> None:
+    def put(self, total: mx.array, norm: nn.Module, normed: mx.array) -> None:
         self.total, self.norm, self.normed = total, norm, normed
 
-    def take(self, x: mx.array, norm: RMSNorm) -> mx.array | None:
+    def take(self, x: mx.array, norm: nn.Module) -> mx.array | None:
         normed = self.normed if x is self.total and norm is self.norm else None
         self.total = self.norm = self.normed = None
         return normed
@@ -56,21 +63,84 @@ class _LastRMSNorm(RMSNorm):
         return super().__call__(x) if normed is None else normed
 
 
-def _fused_block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+def _last_offset_norm(self: Any, x: mx.array) -> mx.array:
+    """The same where the scale is 1 + weight."""
+    normed = _carried.take(x, self)
+    return offset_norm(self, x) if normed is None else normed
+
+
+_last_offset_norm.weight_offset = 1.0  # type: ignore[attr-defined]
+
+
+def _normed_input(self: Any, x: mx.array) -> mx.array | None:
+    """The input of a block normalized, or none where the block is to do all itself."""
     normed = _carried.take(x, self["input_layernorm"])
+    if normed is not None:
+        return normed
+    if _ext.exporting():  # During export no residual is passed on to the next block.
+        return None
+    return cast(mx.array, self["input_layernorm"](x))
+
+
+def _fused_block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    normed = _normed_input(self, x)
     if normed is None:
-        if _ext.exporting():  # During export no residual is passed on to the next block.
-            return super(type(self), self).__call__(x, mask, cache)
-        normed = self["input_layernorm"](x)
-    norm = self["post_attention_layernorm"]
-    normed, h = _ext.add_rms_norm(self["self_attn"](normed, mask, cache), x, norm["weight"], norm.eps)
+        return super(type(self), self).__call__(x, mask, cache)
+    normed, h = _add_norm(self["self_attn"](normed, mask, cache), x, self["post_attention_layernorm"])
     y = self["mlp"](normed)
     following = getattr(self, "_following", None)
     if following is None:
         return h + y
-    normed, total = _ext.add_rms_norm(y, h, following.norm["weight"], following.norm.eps)
+    normed, total = _add_norm(y, h, following.norm)
     _carried.put(total, following.norm, normed)
     return total
+
+
+def _add_norm(x: mx.array, residual: mx.array, norm: Any) -> tuple[mx.array, mx.array]:
+    return _ext.add_rms_norm(x, residual, norm["weight"], norm.eps, weight_offset=offset_of(norm))
+
+
+def _fused_sandwich(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    sandwich = self._sandwich
+    normed = None if sandwich.clips and x.dtype == mx.float16 else _normed_input(self, x)
+    if normed is None:
+        return super(type(self), self).__call__(x, mask, cache)
+    of_attention, before_mlp, of_mlp = (self[name] for name in sandwich.norms)
+    normed, h = _norm_add_norm(self["self_attn"](normed, mask, cache), x, of_attention, before_mlp)
+    y = self["mlp"](normed)
+    following = getattr(self, "_following", None)
+    if following is None or following.norm.eps != of_mlp.eps:
+        return h + of_mlp(y)
+    normed, total = _norm_add_norm(y, h, of_mlp, following.norm)
+    _carried.put(total, following.norm, normed)
+    return total
+
+
+def _norm_add_norm(x: mx.array, residual: mx.array, norm: Any, following: Any) -> tuple[mx.array, mx.array]:
+    return _ext.norm_add_norm(
+        x,
+        residual,
+        norm["weight"],
+        following["weight"],
+        norm.eps,
+        weight_offset=offset_of(norm),
+        next_weight_offset=offset_of(following),
+    )
+
+
+def _sandwich_of(module: nn.Module) -> types.SimpleNamespace | None:
+    """The norms of a block that has them on both sides of its parts; none if it is no such block."""
+    code = getattr(call_of(module), "__code__", None)
+    for norms in _SANDWICHES:
+        names = {"self_attn", "mlp", "input_layernorm", *norms}
+        if not all(name in module for name in names) or code is None:
+            continue
+        # Gemma 3 keeps sums in float16 finite, which a trial does not show.
+        clips = "clip_residual" in code.co_names
+        known = set(code.co_names) <= {*names, "clip_residual"}
+        if known and all(is_norm(module[name]) for name in norms) and len({module[name].eps for name in norms}) == 1:
+            return _Held(norms=norms, clips=clips)
+    return None
 
 
 def _is_pair(gate: Any, up: Any) -> bool:
@@ -142,6 +212,10 @@ def fuse_blocks(model: nn.Module) -> None:
     """Fuses what can be fused of a model whose modules are ours already."""
     modules: list[nn.Module] = [module for _, module in model.named_modules()]
     for module in modules:
+        if looks_offset(module):
+            weight = module["weight"]
+            _try(module, offset_norm, weight.shape[0], weight.dtype)
+    for module in modules:
         if call := attend_with_ours(module):
             module.__class__ = _subclass(type(module), call)
             if joinable(module):
@@ -154,7 +228,12 @@ def fuse_blocks(model: nn.Module) -> None:
             module._pair = _Held(gate=gate, up=module["up_proj"])
             _try(module, _fused_mlp, *_input_of(gate))
     for module in modules:
-        if all(name in module for name in _BLOCK) and type(module["post_attention_layernorm"]) is RMSNorm:
+        if sandwich := _sandwich_of(module):
+            module._sandwich = sandwich
+            weight = module[sandwich.norms[0]]["weight"]
+            if not _try(module, _fused_sandwich, weight.shape[0], weight.dtype):
+                del module._sandwich
+        elif all(name in module for name in _BLOCK) and is_norm(module["post_attention_layernorm"]):
             weight = module["post_attention_layernorm"]["weight"]
             _try(module, _fused_block, weight.shape[0], weight.dtype, lambda block, x: block(x, "causal"))
     for module in modules:
@@ -162,7 +241,7 @@ def fuse_blocks(model: nn.Module) -> None:
 
 
 def _is_fused(module: Any) -> bool:
-    return type(module).__call__ is _fused_block
+    return type(module).__call__ in (_fused_block, _fused_sandwich)
 
 
 def _chain(module: nn.Module) -> None:
@@ -174,6 +253,9 @@ def _chain(module: nn.Module) -> None:
     if type(last) is RMSNorm:
         last.__class__ = _LastRMSNorm
         norms.append(last)
+    elif type(last).__call__ is offset_norm:
+        last.__class__ = _subclass(type(last).__mro__[1], _last_offset_norm)
+        norms.append(last)
     for layer, norm in zip(layers, norms):
-        if isinstance(norm, RMSNorm):
+        if is_norm(norm):
             layer._following = _Held(norm=norm)

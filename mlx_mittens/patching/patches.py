@@ -21,6 +21,7 @@ __all__ = ["patch", "patched", "unpatch"]
 class _Settings:
     switches: frozenset[str]
     strict: bool
+    exact: bool
 
 
 class _Patch:
@@ -93,12 +94,12 @@ _installed: dict[str, _Patch] = {}  # by the target's name
 _on_import = _OnImport()
 
 
-def _settings(strict: bool, switches: dict[str, bool]) -> _Settings:
+def _settings(strict: bool, exact: bool, switches: dict[str, bool]) -> _Settings:
     known = list(dict.fromkeys(target.switch for target in TARGETS))
     for name in switches:
         if name not in known:
-            raise TypeError(f"[patch] no switch named {name!r}: expected {', '.join(known)} or strict")
-    return _Settings(frozenset(name for name in known if switches.get(name, True)), bool(strict))
+            raise TypeError(f"[patch] no switch named {name!r}: expected {', '.join(known)}, strict or exact")
+    return _Settings(frozenset(name for name in known if switches.get(name, True)), bool(strict), bool(exact))
 
 
 def _apply() -> None:
@@ -121,6 +122,7 @@ def _apply() -> None:
     else:
         exporting.unmark("patch")
     _ext.set_strict_patch(strict)
+    _ext.set_exact_attention(settings is not None and settings.exact)
     waiting = len(loaded) < len(wanted)
     if waiting and _on_import not in sys.meta_path:
         sys.meta_path.insert(0, _on_import)
@@ -128,7 +130,7 @@ def _apply() -> None:
         sys.meta_path.remove(_on_import)
 
 
-def patch(*, strict: bool = False, **switches: bool) -> None:
+def patch(*, strict: bool = False, exact: bool = False, **switches: bool) -> None:
     """Puts the ops in the place of mx's own, for the whole process and until ``unpatch()``.
 
     What no kernel covers goes on to the original function, with its arguments as they came; ``stats()`` counts both.
@@ -139,22 +141,25 @@ def patch(*, strict: bool = False, **switches: bool) -> None:
 
     Args:
         strict (bool): Whether a call that no kernel covers is an error instead.
+        exact (bool): Whether all attention is exact, also that of ``mm.nn`` and of direct calls: a query among several
+            gets, bit for bit, what it gets alone (see ``mlx_mittens.scaled_dot_product_attention``). For speculative
+            decoding, where the verification of several tokens is compared with decoding one by one.
         switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
             the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and
             ``mlx.nn.Embedding.as_linear``, and of mlx-lm, as soon as it is imported,
-            ``quantized_scaled_dot_product_attention``, ``cache`` for appending to ``KVCache``, together with
-            ``mx.fast.rope`` before it, ``swiglu`` for the product of two quantized layers, which becomes one with
-            them, and ``attention_layer`` for the attention of Llama, Qwen and their like, which with a plain cache does
-            a token's rotary embedding, append and attention in one step, where ``cache`` and
-            ``scaled_dot_product_attention`` are on.
+            ``quantized_scaled_dot_product_attention``, ``softcap`` for the logits of Gemma 2, ``cache`` for appending
+            to ``KVCache``, together with ``mx.fast.rope`` before it, ``swiglu`` for the product of two quantized
+            layers, which becomes one with them, and ``attention_layer`` for the attention of Llama, Qwen and their
+            like, which with a plain cache does a token's rotary embedding, append and attention in one step, where
+            ``cache`` and ``scaled_dot_product_attention`` are on.
 
     Raises:
         TypeError: There is no such switch.
         mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
     """
     global _base
-    settings = _settings(strict, switches)
+    settings = _settings(strict, exact, switches)
     with _lock:
         before, _base = _base, settings
         try:
@@ -177,7 +182,7 @@ def unpatch() -> None:
 
 
 @contextlib.contextmanager
-def patched(*, strict: bool = False, **switches: bool) -> Iterator[None]:
+def patched(*, strict: bool = False, exact: bool = False, **switches: bool) -> Iterator[None]:
     """``patch()`` for the length of a block.
 
     The functions are the process's, so other threads see them replaced too. Blocks may nest and overlap in several
@@ -185,13 +190,14 @@ def patched(*, strict: bool = False, **switches: bool) -> Iterator[None]:
 
     Args:
         strict (bool): As in ``patch()``.
+        exact (bool): As in ``patch()``.
         switches (bool): As in ``patch()``.
 
     Raises:
         TypeError: There is no such switch.
         mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
     """
-    block = (object(), _settings(strict, switches))
+    block = (object(), _settings(strict, exact, switches))
     with _lock:
         _blocks.append(block)
         try:

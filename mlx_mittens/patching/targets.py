@@ -72,6 +72,33 @@ def digest(function: Any) -> str:
     return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()[:16]
 
 
+@functools.cache
+def _digest_in(module: types.ModuleType, name: str) -> str:
+    """The digest of a function of a module's source, whatever decorators made of it; empty where there is none."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return hashlib.sha256(repr(_plain(functions)).encode()).hexdigest()[:16]
+
+
+def _gemma3_block(block: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """A decoder layer of Gemma 3, whose sums a compiled function computes: that hides them from the norms after them.
+
+    In float16 it keeps them finite too, which stays its own.
+    """
+    if x.dtype == mx.float16 or _digest_in(sys.modules[type(block).__module__], "clip_residual") != _CLIP_RESIDUAL:
+        return None
+    h = x + block.post_attention_layernorm(block.self_attn(block.input_layernorm(x), mask, cache))
+    return h + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(h)))
+
+
+def _gemma2_logits(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+    """The logits of Gemma 2, bounded in one kernel."""
+    return _ext.softcap(model.model.embed_tokens.as_linear(model.model(inputs, cache)), model.final_logit_softcapping)
+
+
 @dataclass(frozen=True)
 class Target:
     """A function of another package, and the op that stands in for it."""
@@ -153,7 +180,7 @@ class Target:
 
 
 TARGETS = [
-    Target("rms_norm", "rms_norm", "mlx.core", "fast.rms_norm", _ext.try_pending_add_rms_norm),
+    Target("rms_norm", "rms_norm", "mlx.core", "fast.rms_norm", _ext.try_pending_rms_norm),
     Target(
         "rms_norm",
         "rms_norm",
@@ -256,6 +283,55 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"),
     ),
 )
+
+# Norms of mlx-lm's models whose scale is 1 + weight, by what their calls do.
+_OFFSET_NORMS = (
+    ("2d57c26ef3b93b3f", ("gemma.RMSNorm", "gemma2.RMSNorm", "gemma3_text.RMSNorm", "recurrent_gemma.RMSNorm")),
+    ("2d57c26ef3b93b3f", ("muse_glimmer.CenteredRMSNorm",)),
+    ("f76fa6adf0a299f2", ("minimax_m3_vl.GemmaRMSNorm",)),
+)
+
+TARGETS += [
+    Target(
+        "rms_norm",
+        "rms_norm",
+        f"mlx_lm.models.{norm.partition('.')[0]}",
+        f"{norm.partition('.')[2]}.__call__",
+        _ext.try_offset_rms_norm_layer,
+        ("self", "x"),
+        optional=True,
+        partial=True,  # what it leaves is mx.fast.rms_norm's
+        text=text,
+    )
+    for text, norms in _OFFSET_NORMS
+    for norm in norms
+]
+
+_CLIP_RESIDUAL = "2faf093f497711a9"  # the digest of mlx-lm's gemma3_text.clip_residual
+
+TARGETS += [
+    Target(
+        "rms_norm",
+        "rms_norm",
+        "mlx_lm.models.gemma3_text",
+        "TransformerBlock.__call__",
+        _gemma3_block,
+        ("self", "x", "mask", "cache"),
+        optional=True,
+        partial=True,  # not float16
+        text="b4f558b84aa97783",
+    ),
+    Target(
+        "softcap",
+        "softcap",
+        "mlx_lm.models.gemma2",
+        "Model.__call__",
+        _gemma2_logits,
+        ("self", "inputs", "cache"),
+        optional=True,
+        text="e7841159ea6a3916",
+    ),
+]
 
 TARGETS += [
     Target(

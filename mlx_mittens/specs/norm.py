@@ -132,9 +132,36 @@ _NORM_CASES = (
 _LARGE_CASES = (Case("large", (4096, 4096)), Case("large", (16384, 8192), gpu_only=True))
 
 
-def _add_then_rms_norm(x, residual, weight, eps, *, stream=None):
+def _rms_norm(x, weight, eps, *, weight_offset=0.0, stream=None):
+    scale = mx.add(weight_offset, weight, stream=stream) if weight_offset else weight
+    return mx.fast.rms_norm(x, scale, eps, stream=stream)
+
+
+def _add_then_rms_norm(x, residual, weight, eps, *, weight_offset=0.0, stream=None):
     total = mx.add(x, residual, stream=stream)
-    return mx.fast.rms_norm(total, weight, eps, stream=stream), total
+    return _rms_norm(total, weight, eps, weight_offset=weight_offset, stream=stream), total
+
+
+def _norm_then_add_then_norm(
+    x, residual, weight, next_weight, eps, *, weight_offset=0.0, next_weight_offset=0.0, stream=None
+):
+    normed = _rms_norm(x, weight, eps, weight_offset=weight_offset, stream=stream)
+    return _add_then_rms_norm(residual, normed, next_weight, eps, weight_offset=next_weight_offset, stream=stream)
+
+
+def _two_rms_norms(queries, keys, query_weight, key_weight, eps, *, weight_offset=0.0, stream=None):
+    return (
+        _rms_norm(queries, query_weight, eps, weight_offset=weight_offset, stream=stream),
+        _rms_norm(keys, key_weight, eps, weight_offset=weight_offset, stream=stream),
+    )
+
+
+def _softcap(logits, cap, *, stream=None):
+    return mx.multiply(mx.tanh(mx.divide(logits, cap, stream=stream), stream=stream), cap, stream=stream)
+
+
+# Gemma's norms, whose scale is 1 + weight.
+_GEMMA = {"weight_offset": 1.0}
 
 
 # Those that work along rows.
@@ -143,15 +170,16 @@ ROW_OPS: tuple[RowOp, ...] = (
         name="rms_norm",
         parameters=(("x", "rows"), ("weight", "weight")),
         ours=norm.rms_norm,
-        twin=mx.fast.rms_norm,
+        twin=_rms_norm,
         twin_text="`mx.fast.rms_norm`",
         reference=reference.rms_norm,
         reference_vjp=reference.rms_norm_vjp,
         summary="root mean square norm of the last axis",
         options={"eps": 1e-5},
-        tests=_NORM_TESTS,
+        tests=_NORM_TESTS + _tests((3, 65), (2, 1032), options=_GEMMA),
         cases=_NORM_CASES
         + (
+            Case("Gemma 2 2B prompt", (512, 2304), _GEMMA),
             Case("Qwen3-0.6B q norm", (1, 16, 512, 128)),
             Case("Qwen3-0.6B k norm, decode", (1, 8, 1, 128)),
         )
@@ -223,8 +251,90 @@ ROW_OPS: tuple[RowOp, ...] = (
         rounds_first=True,
         summary="residual sum and its norm in one kernel",
         options={"eps": 1e-5},
-        tests=_NORM_TESTS,
+        tests=_NORM_TESTS + _tests((3, 65), (2, 1032), options=_GEMMA),
         cases=_NORM_CASES + _LARGE_CASES + (Case("Llama-3.1-8B prompt", (512, 4096), vjp=True, quick=True),),
+    ),
+    RowOp(
+        name="norm_add_norm",
+        parameters=(("x", "rows"), ("residual", "rows"), ("weight", "weight"), ("next_weight", "weight")),
+        outputs=2,
+        ours=norm.norm_add_norm,
+        twin=_norm_then_add_then_norm,
+        twin_text="two `mx.fast.rms_norm`, a sum between them",
+        reference=reference.norm_add_norm,
+        reference_vjp=reference.norm_add_norm_vjp,
+        rounds_first=True,
+        summary="norm of a block's output, residual sum and its norm in one kernel",
+        options={"eps": 1e-5},
+        tests=_NORM_TESTS + _tests((3, 65), (2, 1032), options={**_GEMMA, "next_weight_offset": 1.0}),
+        cases=(
+            Case("Gemma 2 2B decode", (1, 2304), {**_GEMMA, "next_weight_offset": 1.0}, quick=True),
+            Case("Gemma 3 1B prompt", (512, 1152), {**_GEMMA, "next_weight_offset": 1.0}, quick=True),
+            Case("GLM-4 9B decode", (1, 4096)),
+            Case("GLM-4 9B prompt", (512, 4096)),
+        )
+        + _LARGE_CASES
+        + (Case("GLM-4 9B prompt", (512, 4096), vjp=True, quick=True),),
+    ),
+    RowOp(
+        name="qk_norm",
+        parameters=(("queries", "rows"), ("keys", "rows"), ("query_weight", "weight"), ("key_weight", "weight")),
+        outputs=2,
+        ours=norm.qk_norm,
+        twin=_two_rms_norms,
+        twin_text="two `mx.fast.rms_norm`",
+        reference=reference.qk_norm,
+        reference_vjp=reference.qk_norm_vjp,
+        summary="norms of the heads of queries and of keys in one kernel",
+        options={"eps": 1e-6},
+        # Heads on both sides of every threshold of csrc/ops/norm/qk_norm.cpp.
+        tests=_tests(
+            (1, 1),
+            (3, 7),
+            (5, 12),
+            (9, 24),
+            (2, 3, 33),
+            (1, 4, 2, 64),
+            (7, 65),
+            (2, 3, 4, 128),
+            (2, 200),
+            (3, 256),
+            (9, 255),
+            (3, 300),
+            (3, 480),
+            (5, 512),
+            (2, 600),
+            (3, 1025),
+            (2, 2050),
+            (513, 64),
+        )
+        + _tests((2, 3, 96), options=_GEMMA),
+        cases=(
+            Case("16 heads, decode", (1, 16, 1, 128), quick=True),
+            Case("16 heads, prompt", (1, 16, 512, 128), quick=True),
+            Case("4 heads of Gemma 3, prompt", (1, 4, 512, 256), _GEMMA),
+            Case("16 heads, prompt", (1, 16, 512, 128), vjp=True, quick=True),
+        ),
+    ),
+    RowOp(
+        name="softcap",
+        parameters=(("logits", "rows"),),
+        ours=norm.softcap,
+        twin=_softcap,
+        twin_text="`cap * mx.tanh(logits / cap)`",
+        reference=reference.softcap,
+        reference_vjp=reference.softcap_vjp,
+        # Where it is nearly linear, where it bends, and where it has come to the cap.
+        inputs=Spread(deviation=15.0, offset=10.0, outlier=20.0),
+        summary="smooth bound of logits",
+        options={"cap": 30.0},
+        tests=_tests((1, 1), (3, 7), (5, 33), (2, 3, 64), (2, 1024), (3, 1025), (1, 4100), (9, 2881)),
+        cases=(
+            Case("Gemma 2 vocabulary", (1, 256000), quick=True),
+            Case("Gemma 2 scores, prompt", (1, 8, 512, 512), {"cap": 50.0}, quick=True),
+        )
+        + _LARGE_CASES
+        + (Case("Gemma 2 scores, prompt", (1, 8, 512, 512), {"cap": 50.0}, vjp=True, quick=True),),
     ),
 )
 

@@ -45,16 +45,16 @@ def _sum(*terms: np.ndarray, magnitude: bool) -> np.ndarray:
     return sum((np.abs(term) if magnitude else term for term in terms), start=np.zeros(()))
 
 
-def rms_norm(x, weight, eps: float) -> np.ndarray:
+def rms_norm(x, weight, eps: float, weight_offset: float = 0.0) -> np.ndarray:
     x, weight = _widen(x), _widen(weight)
     y = x / np.sqrt(_mean(x * x) + eps)
-    return y if weight is None else y * weight
+    return y if weight is None else y * (weight + weight_offset)
 
 
-def rms_norm_vjp(x, weight, dy, eps: float, magnitude: bool = False, rounded: bool = False):
+def rms_norm_vjp(x, weight, dy, eps: float, weight_offset: float = 0.0, magnitude: bool = False, rounded: bool = False):
     x, weight, dy = _widen(x), _widen(weight), _widen(dy)
     n = 1 / np.sqrt(_mean(x * x) + eps)
-    g = dy if weight is None else dy * weight
+    g = dy if weight is None else dy * (weight + weight_offset)
     dx = _sum(n * g, -x * n**3 * _mean(g * x), magnitude=magnitude)
     terms = dy * x * n
     return dx, None if weight is None else _over_rows(terms, magnitude, terms if rounded else 0.0)
@@ -102,16 +102,83 @@ def softmax_vjp(a, dy, axis: Axis = None, magnitude: bool = False, smallest: flo
     return (size * _sum(dy, -mean, moved, magnitude=True),)
 
 
-def add_rms_norm(x, residual, weight, eps: float) -> tuple[np.ndarray, np.ndarray]:
+def add_rms_norm(x, residual, weight, eps: float, weight_offset: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
     total = _widen(x) + _widen(residual)
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, weight_offset), total
 
 
-def add_rms_norm_vjp(x, residual, weight, dnormed, dtotal, eps: float, magnitude: bool = False):
+def add_rms_norm_vjp(
+    x, residual, weight, dnormed, dtotal, eps: float, weight_offset: float = 0.0, magnitude: bool = False
+):
     # What is normed is a sum that was rounded to the inputs' type.
-    dx, dweight = rms_norm_vjp(_widen(x) + _widen(residual), weight, dnormed, eps, magnitude, rounded=True)
+    total = _widen(x) + _widen(residual)
+    dx, dweight = rms_norm_vjp(total, weight, dnormed, eps, weight_offset, magnitude, rounded=True)
     dx = _sum(dx, _widen(dtotal), magnitude=magnitude)
     return dx, dx, dweight
+
+
+def norm_add_norm(
+    x, residual, weight, next_weight, eps: float, weight_offset: float = 0.0, next_weight_offset: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    return add_rms_norm(rms_norm(x, weight, eps, weight_offset), residual, next_weight, eps, next_weight_offset)
+
+
+def norm_add_norm_vjp(
+    x,
+    residual,
+    weight,
+    next_weight,
+    dnormed,
+    dtotal,
+    eps: float,
+    weight_offset: float = 0.0,
+    next_weight_offset: float = 0.0,
+    magnitude: bool = False,
+):
+    x, first = _widen(x), rms_norm(x, weight, eps, weight_offset)
+    dtotal, _, dnext = add_rms_norm_vjp(
+        first, residual, next_weight, dnormed, dtotal, eps, next_weight_offset, magnitude
+    )
+    # What comes back through the sum is as large as its terms, whatever is left of them.
+    if magnitude:
+        n = 1 / np.sqrt(_mean(x * x) + eps)
+        g = dtotal if weight is None else dtotal * np.abs(_widen(weight) + weight_offset)
+        dx = n * g + np.abs(x) * n**3 * _mean(g * np.abs(x))
+        return dx, dtotal, None if weight is None else _over_rows(dtotal, True, dtotal * np.abs(x) * n), dnext
+    dx, dweight = rms_norm_vjp(x, weight, dtotal, eps, weight_offset)
+    return dx, dtotal, dweight, dnext
+
+
+def qk_norm(
+    queries, keys, query_weight, key_weight, eps: float, weight_offset: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    return rms_norm(queries, query_weight, eps, weight_offset), rms_norm(keys, key_weight, eps, weight_offset)
+
+
+def qk_norm_vjp(
+    queries,
+    keys,
+    query_weight,
+    key_weight,
+    dqueries,
+    dkeys,
+    eps: float,
+    weight_offset: float = 0.0,
+    magnitude: bool = False,
+):
+    of_queries = rms_norm_vjp(queries, query_weight, dqueries, eps, weight_offset, magnitude)
+    of_keys = rms_norm_vjp(keys, key_weight, dkeys, eps, weight_offset, magnitude)
+    return of_queries[0], of_keys[0], of_queries[1], of_keys[1]
+
+
+def softcap(logits, cap: float) -> np.ndarray:
+    return cap * np.tanh(_widen(logits) / cap)
+
+
+def softcap_vjp(logits, dy, cap: float, magnitude: bool = False):
+    dy = _widen(dy)
+    squared = np.tanh(_widen(logits) / cap) ** 2
+    return (_sum(dy, -dy * squared, magnitude=magnitude),)
 
 
 def dequantize(words: np.ndarray, scales, biases, group_size: int, bits: int) -> np.ndarray:

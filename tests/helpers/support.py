@@ -19,9 +19,10 @@ EXECUTORS = ["native", "simulator"] + ["gpu"] * mx.is_available(mx.gpu)
 DEVICES = ["cpu"] + ["gpu"] * mx.is_available(mx.gpu)
 
 
-def absences(op: specs.Op, arrays: Sequence[mx.array]) -> list[list[mx.array | None]]:
-    """The arguments with every choice of weight and bias left out."""
-    choices = [(a,) if kind == "rows" else (a, None) for (_, kind), a in zip(op.parameters, arrays)]
+def absences(op: specs.Op, arrays: Sequence[mx.array], case: specs.Case) -> list[list[mx.array | None]]:
+    """The arguments with every choice of weight and bias left out; an offset is one of a weight that is there."""
+    whole = any(name.endswith("weight_offset") and value for name, value in case.options.items())
+    choices = [(a,) if kind == "rows" or whole else (a, None) for (_, kind), a in zip(op.parameters, arrays)]
     return [list(choice) for choice in product(*choices)]
 
 

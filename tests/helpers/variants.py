@@ -11,10 +11,10 @@ def simulate(op, dtype, seed, rng, wanted=None):
     A run is a case and the number of a choice of absent arguments; `wanted` says which to simulate, all by default.
     """
     for case in op.checks():
-        numbers = [i for i in range(len(absences(op, op.parameters))) if wanted is None or wanted(case, i)]
+        numbers = [i for i in range(len(absences(op, op.parameters, case))) if wanted is None or wanted(case, i)]
         if not numbers:
             continue
-        choices = absences(op, op.draw(rng, case, dtype))
+        choices = absences(op, op.draw(rng, case, dtype), case)
         cotangents = op.cotangents(rng, case, dtype)
         for i in numbers:
             with mm.simulator.enabled(seed=seed, gpu=case.gpu):

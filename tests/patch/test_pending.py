@@ -130,6 +130,43 @@ def test_a_sum_and_its_norm_are_one_kernel(rng, dtype):
         assert normed.dtype == dtype
 
 
+def test_a_norm_the_sum_and_its_norm_are_one_kernel(rng, dtype):
+    x, residual = normal(rng, 2, 3, 64, dtype=dtype), normal(rng, 2, 3, 64, dtype=dtype)
+    first, second = normal(rng, 64, dtype=dtype), normal(rng, 64, dtype=dtype)
+
+    def run(order):
+        normed = mx.fast.rms_norm(x, first, 1e-5)
+        total = normed + residual if order else residual + normed
+        del normed
+        return total, mx.fast.rms_norm(total, second, 1e-5)
+
+    for order in (0, 1):
+        expected = evaluated(run(order))
+        mm.stats(reset=True)
+        with mm.patched(strict=True):
+            results = evaluated(run(order))
+        assert launched() == {"norm_add_norm": 1}
+        for what, a, b in zip(("sum", "norm"), results, expected, strict=True):
+            assert a.dtype == dtype
+            assert_near(a, b, what, 2 * of_roundings(dtype))
+
+
+def test_a_norm_that_is_wanted_elsewhere_is_computed_once(rng):
+    x, residual = normal(rng, 2, 64), normal(rng, 2, 64)
+    mm.stats(reset=True)
+    with mm.patched(strict=True):
+        normed = mx.fast.rms_norm(x, None, 1e-5)
+        total = residual + normed
+        y = mx.fast.rms_norm(total, None, 1e-5)
+        mx.eval(y, normed)
+    assert launched() == {"rms_norm": 1, "add_rms_norm": 1}
+    mm.stats(reset=True)
+    with mm.patched(strict=True):
+        total = residual + mx.fast.rms_norm(x, None, 1e-5)
+        mx.eval(mx.fast.rms_norm(total, None, 1e-3))  # another eps: not one kernel
+    assert launched() == {"rms_norm": 1, "add_rms_norm": 1}
+
+
 def test_a_sum_alone_is_evaluated_with_its_norm_or_without(rng):
     x, residual = normal(rng, 2, 64), normal(rng, 2, 64)
     with mm.patched():

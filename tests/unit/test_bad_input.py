@@ -19,9 +19,14 @@ NORMS = {
     "rms_norm": lambda x=X, weight=W, eps=1e-5: mm.rms_norm(x, weight, eps),
     "layer_norm": lambda x=X, weight=W, bias=W, eps=1e-5: mm.layer_norm(x, weight, bias, eps),
     "add_rms_norm": lambda x=X, residual=X, weight=W, eps=1e-5: mm.add_rms_norm(x, residual, weight, eps),
+    "norm_add_norm": lambda x=X, residual=X, weight=W, next_weight=W, eps=1e-5: mm.norm_add_norm(
+        x, residual, weight, next_weight, eps
+    ),
 }
 VECTORS = [("rms_norm", "weight"), ("layer_norm", "weight"), ("layer_norm", "bias"), ("add_rms_norm", "weight")]
+VECTORS += [("norm_add_norm", "weight"), ("norm_add_norm", "next_weight")]
 ROWS = [("rms_norm", "x"), ("layer_norm", "x"), ("add_rms_norm", "x"), ("add_rms_norm", "residual")]
+ROWS += [("norm_add_norm", "x"), ("norm_add_norm", "residual")]
 
 
 def message_of(error, function, *arguments, **options) -> str:
@@ -133,17 +138,20 @@ def test_wrong_rank(op, argument, shape):
 @pytest.mark.parametrize("op", NORMS)
 def test_scalar(op):
     scalars = {"x": mx.array(1.0), "weight": None}
-    if op == "add_rms_norm":
+    if op in ("add_rms_norm", "norm_add_norm"):
         scalars["residual"] = mx.array(1.0)
+    if op == "norm_add_norm":
+        scalars["next_weight"] = None
     if op == "layer_norm":
         scalars["bias"] = None
     assert_names(message_of(ValueError, NORMS[op], **scalars), f"[{op}]", "x")
 
 
+@pytest.mark.parametrize("op", ["add_rms_norm", "norm_add_norm"])
 @pytest.mark.parametrize("shape", [(3, 9), (4, 8), (8, 3)], ids=str)
-def test_residual_of_another_shape(shape):
-    message = message_of(ValueError, NORMS["add_rms_norm"], residual=mx.ones(shape))
-    assert_names(message, "[add_rms_norm]", "residual", *shape)
+def test_residual_of_another_shape(shape, op):
+    message = message_of(ValueError, NORMS[op], residual=mx.ones(shape))
+    assert_names(message, f"[{op}]", "residual", *shape)
 
 
 @pytest.mark.parametrize("axis", [2, -3, (0, 5), 100], ids=str)
@@ -186,10 +194,10 @@ def test_signatures_are_those_of_the_twins():
     parameters = {
         name: list(inspect.signature(getattr(mm, name)).parameters.values()) for name in (op.name for op in specs.OPS)
     }
-    assert [p.name for p in parameters["rms_norm"]] == ["x", "weight", "eps", "stream"]
+    assert [p.name for p in parameters["rms_norm"]] == ["x", "weight", "eps", "weight_offset", "stream"]
     assert [p.name for p in parameters["layer_norm"]] == ["x", "weight", "bias", "eps", "stream"]
     assert [p.name for p in parameters["softmax"]] == ["a", "axis", "precise", "stream"]
-    assert [p.name for p in parameters["add_rms_norm"]] == ["x", "residual", "weight", "eps", "stream"]
+    assert [p.name for p in parameters["add_rms_norm"]] == ["x", "residual", "weight", "eps", "weight_offset", "stream"]
     assert parameters["softmax"][0].kind is inspect.Parameter.POSITIONAL_ONLY
     assert all(p[-1].kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
 

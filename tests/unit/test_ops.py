@@ -47,7 +47,7 @@ def test_absent_weight_and_bias(op, dtype, executor, rng):
         Case("absent", (3, 65), vjp=True),
         Case("absent", (2, 2051), vjp=True),
     ):
-        for arrays in absences(op, op.draw(rng, case, dtype)):
+        for arrays in absences(op, op.draw(rng, case, dtype), case):
             assert_right(op, case, arrays, op.cotangents(rng, case, dtype))
 
 
@@ -78,7 +78,7 @@ def test_types_are_those_of_mx(op, native, rng):
     """Of results and gradients, whatever is absent."""
     drawn = op.draw(rng, SMALL, mx.float32)
     for dtypes in itertools.product(specs.DTYPES.values(), repeat=len(drawn)):
-        for arrays in absences(op, [a.astype(dtype) for a, dtype in zip(drawn, dtypes)]):
+        for arrays in absences(op, [a.astype(dtype) for a, dtype in zip(drawn, dtypes)], SMALL):
             here = [None if a is None else a.dtype for a in arrays]
             outputs, twins = (specs.call(f, arrays, op.arguments(SMALL)) for f in (op.ours, op.twin))
             assert [a.dtype for a in outputs] == [a.dtype for a in twins], here
@@ -101,7 +101,8 @@ VIEWS = {
 }
 
 
-# Where a row starts between two 16-byte boundaries its sum is taken in another order.
+# Where a row starts between two 16-byte boundaries its sum is taken in another order. qk_norm reads all rows in place
+# whose columns are.
 READ_IN_PLACE = ("rows of a taller array", "odd offset")
 
 
@@ -117,7 +118,7 @@ def test_views(op, dtype, executor, rng, view):
         ]
         mx.eval(arrays, cotangents, flat)
         assert_right(op, case, arrays, cotangents)
-        if view in READ_IN_PLACE:
+        if view in READ_IN_PLACE or op.name == "qk_norm":
             continue
         seen = specs.run(op, op.ours, case, arrays, cotangents)
         plain = specs.run(op, op.ours, case, *flat)

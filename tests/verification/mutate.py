@@ -168,7 +168,7 @@ def _probes(op, case, dtype, rng):
     yield drawn
     if math.prod(case.shape) > 5000:
         return
-    yield from absences(op, drawn)[1:]
+    yield from absences(op, drawn, case)[1:]
     if not case.vjp:
         yield [a if a is None else mx.concatenate([a, a], axis=-1)[..., : a.shape[-1]] for a in drawn]
         yield [a if a is None else mx.repeat(a, 2, axis=-1)[..., ::2] for a in drawn]

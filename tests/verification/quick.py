@@ -37,7 +37,7 @@ def every_key() -> set[Key]:
         for op in specs.OPS
         for case in op.checks()
         for dtype in specs.DTYPES
-        for i in range(len(absences(op, op.parameters)))
+        for i in range(len(absences(op, op.parameters, case)))
     }
 
 

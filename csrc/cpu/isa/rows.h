@@ -93,20 +93,7 @@ class Rows {
     }
   }
 
- private:
-  Block block(size_t row, size_t index, float* kept) const {
-    const size_t begin = index * column_block;
-    return {row, begin, smaller(column_block, columns_ - begin), kept ? kept + begin : nullptr};
-  }
-
-  static Stats merged(const Stats* stats, size_t blocks) {
-    Stats all = stats[0];
-    for (size_t i = 1; i < blocks; ++i) {
-      all = Op::merge(all, stats[i]);
-    }
-    return all;
-  }
-
+  // So many rows, by this thread.
   void whole_rows(size_t begin, size_t end) const {
     if (blocks_ == 1) {
       alignas(64) float kept[Op::keeps(1) ? column_block : 1];
@@ -130,6 +117,20 @@ class Rows {
       }
     }
     publish();
+  }
+
+ private:
+  Block block(size_t row, size_t index, float* kept) const {
+    const size_t begin = index * column_block;
+    return {row, begin, smaller(column_block, columns_ - begin), kept ? kept + begin : nullptr};
+  }
+
+  static Stats merged(const Stats* stats, size_t blocks) {
+    Stats all = stats[0];
+    for (size_t i = 1; i < blocks; ++i) {
+      all = Op::merge(all, stats[i]);
+    }
+    return all;
   }
 
   // Few long rows: their blocks are reduced in parallel, then mapped in parallel.

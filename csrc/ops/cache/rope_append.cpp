@@ -15,6 +15,7 @@
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "ops/norm/norms.h"
+#include "ops/norm/weight_offset.h"
 #include "params/cache.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -107,7 +108,7 @@ CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream
       continue;  // mx's reductions of such may not end
     }
     if (rope.has_norms) {
-      parts[i] = compose_rms_norm(parts[i], inputs[3 + rope.has_freqs + i], rope.eps, s);
+      parts[i] = compose_rms_norm(parts[i], inputs[3 + rope.has_freqs + i], rope.eps, no_offset, s);
     }
     parts[i] = mx::fast::rope(parts[i], rope.dims, false, base, rope.scale, rope.offset, freqs, s);
   }

@@ -1,6 +1,4 @@
-#include <algorithm>
 #include <optional>
-#include <string_view>
 #include <utility>
 
 #include <nanobind/nanobind.h>
@@ -33,7 +31,8 @@ const Name file = "norm/add_rms_norm.metal";
 // x and residual [.., columns] and weight [columns], if there is one -> y and the sum.
 class AddRmsNorm : public RowPrimitive {
  public:
-  AddRmsNorm(mx::Stream stream, const mx::array& x, float eps) : RowPrimitive(stream, op, {2, 2, 1}, x), eps_(eps) {}
+  AddRmsNorm(mx::Stream stream, const mx::array& x, float eps, float weight_offset)
+      : RowPrimitive(stream, op, {2, 2, 1}, x), eps_(eps), weight_offset_(weight_offset) {}
 
   const char* name() const override {
     return "MittensAddRmsNorm";
@@ -41,16 +40,20 @@ class AddRmsNorm : public RowPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& norm = static_cast<const AddRmsNorm&>(other);
-    return eps_ == norm.eps_ && has_workspace() == norm.has_workspace();
+    return eps_ == norm.eps_ && weight_offset_ == norm.weight_offset_ && has_workspace() == norm.has_workspace();
   }
 
   // The gradients with respect to x and to the residual are the same: that of the sum.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
     const auto weight = optional_input(primals, 2);
-    const NormGradients gradients = norm_gradients(
-        outputs[1], weight, cotangents[0], cotangents[1],
-        {.centred = false, .eps = eps_, .weight_gradient = argnums.back() == 2, .bias_gradient = false}, stream());
+    const NormGradients gradients = norm_gradients(outputs[1], weight, cotangents[0], cotangents[1],
+                                                   {.centred = false,
+                                                    .eps = eps_,
+                                                    .weight_gradient = argnums.back() == 2,
+                                                    .bias_gradient = false,
+                                                    .weight_offset = weight_offset_},
+                                                   stream());
     Arrays selected;
     for (int argument : argnums) {
       selected.push_back(argument == 2 ? *gradients.weight : gradients.x);
@@ -60,32 +63,36 @@ class AddRmsNorm : public RowPrimitive {
 
  protected:
   std::shared_ptr<RowPrimitive> like(const mx::array& x) override {
-    return std::make_shared<AddRmsNorm>(stream(), x, eps_);
+    return std::make_shared<AddRmsNorm>(stream(), x, eps_, weight_offset_);
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    return row_launches(file, inputs, {inputs.size() > 2 ? 2 : -1}, outputs, eps_);
+    return row_launches(file, inputs, {{inputs.size() > 2 ? 2 : -1, weight_offset_}}, outputs, eps_);
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const size_t columns = inputs[0].shape(-1);
-    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), residual = data_of(inputs[1]),
-            weight = inputs.size() > 2 ? data_of(inputs[2]) : nullptr, y = data_of(outputs[0]),
-            sum = data_of(outputs[1]), rows = inputs[0].size() / columns, columns,
-            eps = eps_] { cpu::add_rms_norm(type, x, residual, weight, y, sum, rows, columns, eps); };
+    return
+        [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), residual = data_of(inputs[1]),
+         weight = inputs.size() > 2 ? data_of(inputs[2]) : nullptr, y = data_of(outputs[0]), sum = data_of(outputs[1]),
+         rows = inputs[0].size() / columns, columns, eps = eps_,
+         offset = weight_offset_] { cpu::add_rms_norm(type, x, residual, weight, y, sum, rows, columns, eps, offset); };
   }
 
   Arrays composed(const Arrays& inputs) override {
     const mx::array sum = mx::add(inputs[0], inputs[1], stream());
-    return with_workspace({compose_rms_norm(sum, optional_input(inputs, 2), eps_, stream()), sum});
+    return with_workspace({compose_rms_norm(sum, optional_input(inputs, 2), eps_, weight_offset_, stream()), sum});
   }
 
  private:
   float eps_;
+  float weight_offset_;
 };
 
+}  // namespace
+
 std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array& residual,
-                                             const std::optional<mx::array>& weight, float eps,
+                                             const std::optional<mx::array>& weight, float eps, float weight_offset,
                                              mx::StreamOrDevice where) {
   checks::has_axis(op, "x", x);
   checks::same_shape(op, "residual", residual, x);
@@ -93,6 +100,7 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
     checks::per_column(op, "weight", *weight, x);
   }
   checks::epsilon(op, eps);
+  const float offset = checked_offset(op, "weight_offset", weight_offset, "weight", weight);
   const mx::Dtype sum_dtype = checks::floating(op, {{"x", x}, {"residual", residual}});
   const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"residual", residual}, {"weight", weight}});
   const mx::Stream stream = checks::checked_stream(op, where);
@@ -102,14 +110,16 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
   }
   if (!is_covered || prefer_mx(row_problem(op, x, dtype), nullptr, stream)) {
     const mx::array sum = mx::add(x, residual, stream);
+    const bool is_offset = weight && offset != 0;
+    const auto scale = is_offset ? compose_scale(*weight, offset, stream) : weight;
     const mx::array y =
-        sum.size() == 0 ? mx::zeros(sum.shape(), dtype, stream) : mx::fast::rms_norm(sum, weight, eps, stream);
+        sum.size() == 0 ? mx::zeros(sum.shape(), dtype, stream) : mx::fast::rms_norm(sum, scale, eps, stream);
     return {y, sum};
   }
   // A weight of a wider type widens the norm but not the sum: two outputs of two types.
   if (dtype != sum_dtype) {
     const mx::array sum = mx::add(x, residual, stream);
-    return {rms_norm(sum, weight, eps, stream), sum};
+    return {rms_norm(sum, weight, eps, offset, stream), sum};
   }
 
   Arrays inputs;
@@ -119,46 +129,15 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
   if (weight) {
     inputs.push_back(copyable(in_dtype(*weight, dtype, stream), stream));
   }
-  Arrays outputs = RowPrimitive::outputs_of(std::make_shared<AddRmsNorm>(stream, inputs[0], eps), inputs);
+  Arrays outputs = RowPrimitive::outputs_of(std::make_shared<AddRmsNorm>(stream, inputs[0], eps, offset), inputs);
   return {std::move(outputs[0]), std::move(outputs[1])};
-}
-
-// Whether a sum that nothing has computed or asked for yet can be computed with its norm. A sum with one row for all is
-// none: it would have to be copied.
-bool is_pending_sum(const mx::array& sum, mx::Stream stream) {
-  if (!is_pending(sum) || std::string_view(sum.primitive().name()) != "Add" || sum.primitive().stream() != stream ||
-      sum.is_tracer() || !is_held_alone(sum)) {
-    return false;
-  }
-  const auto is_whole = [&](const mx::array& part) {
-    return part.dtype() == sum.dtype() && part.shape() == sum.shape() &&
-           !(part.has_primitive() && std::string_view(part.primitive().name()) == "Broadcast");
-  };
-  return std::all_of(sum.inputs().begin(), sum.inputs().end(), is_whole);
-}
-
-}  // namespace
-
-// rms_norm as the patch has it: under it a model adds a residual and then normalizes the sum, which is one kernel. The
-// sum becomes that kernel's, as by mx's own assignment to a part of an array: who holds its Python object sees it.
-std::optional<mx::array> try_pending_add_rms_norm(mx::array& x, const std::optional<mx::array>& weight, float eps,
-                                                  mx::StreamOrDevice where) {
-  const bool is_one_type = x.ndim() > 0 && has_kernels(x.dtype()) && (!weight || weight->dtype() == x.dtype());
-  if (!is_one_type || !is_pending_sum(x, checks::checked_stream("rms_norm", where))) {
-    return try_rms_norm(x, weight, eps, where);
-  }
-  const auto [y, sum] = add_rms_norm(x.inputs()[0], x.inputs()[1], weight, eps, where);
-  x.overwrite_descriptor(sum);
-  return y;
 }
 
 namespace {
 
 void bind(nb::module_& module) {
-  module.def("try_pending_add_rms_norm", lenient("rms_norm", &try_pending_add_rms_norm), "x"_a, "weight"_a.none(),
-             "eps"_a, nb::kw_only(), "stream"_a = nb::none());
   bind_function(module, op, &add_rms_norm, "x"_a, "residual"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
-                "stream"_a = nb::none());
+                "weight_offset"_a = 0.0f, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -134,7 +134,7 @@ class NormVjp : public KernelPrimitive {
       if (options.centred) {
         cpu::layer_norm_vjp(type, x, weight, dy, dx, dweight, dbias, rows, columns, options.eps);
       } else {
-        cpu::rms_norm_vjp(type, x, weight, dy, dsum, dx, dweight, rows, columns, options.eps);
+        cpu::rms_norm_vjp(type, x, weight, dy, dsum, dx, dweight, rows, columns, options.eps, options.weight_offset);
       }
     };
   }
@@ -149,7 +149,9 @@ class NormVjp : public KernelPrimitive {
       x = mx::subtract(x, row_mean(x), s);
     }
     const mx::array gradient = wide(dy(inputs));
-    const mx::array g = has_weight_ ? mx::multiply(gradient, wide(inputs[1]), s) : gradient;
+    const mx::array g = has_weight_
+                            ? mx::multiply(gradient, mx::add(wide(inputs[1]), mx::array(options_.weight_offset), s), s)
+                            : gradient;
     const mx::array n = mx::rsqrt(mx::add(row_mean(mx::square(x, s)), mx::array(options_.eps), s), s);
     const mx::array normed = mx::multiply(x, n, s);
     mx::array dx = mx::subtract(g, mx::multiply(normed, row_mean(mx::multiply(g, normed, s)), s), s);
@@ -229,6 +231,7 @@ class NormVjp : public KernelPrimitive {
     arrays.row_phases[3] = has_dsum_ ? phase_of(*dsum(inputs)) : 0;
     arrays.has_weights[0] = has_weight_;
     arrays.weight_phases[0] = has_weight_ ? phase_of(inputs[1]) : 0;
+    arrays.weight_offsets[0] = options_.weight_offset;
     arrays.y_phases[0] = phase_of(outputs[0]);
     arrays.eps = options_.eps;
     params.blocks = plan.blocks;

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "mlx/array.h"
+#include "ops/norm/weight_offset.h"
 #include "runtime/primitive.h"
 
 namespace mittens {
@@ -14,6 +15,7 @@ struct NormVjpOptions {
   float eps;
   bool weight_gradient;
   bool bias_gradient;
+  float weight_offset = no_offset;
 
   bool operator==(const NormVjpOptions&) const = default;
 };

@@ -2,31 +2,44 @@
 #pragma once
 
 #include <optional>
+#include <utility>
 
 #include "runtime/primitive.h"
 
 namespace mittens {
 
-mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice where);
+mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, float weight_offset,
+                   mx::StreamOrDevice where);
 
 // None where no kernel covers a call.
 std::optional<mx::array> try_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps,
-                                      mx::StreamOrDevice where);
+                                      float weight_offset, mx::StreamOrDevice where);
 
-// The same as one kernel with a sum that nothing has computed or asked for yet: x becomes that kernel's.
-std::optional<mx::array> try_pending_add_rms_norm(mx::array& x, const std::optional<mx::array>& weight, float eps,
-                                                  mx::StreamOrDevice where);
+std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array& residual,
+                                             const std::optional<mx::array>& weight, float eps, float weight_offset,
+                                             mx::StreamOrDevice where);
+
+// The normed sum and the sum of residual and the norm of x.
+std::pair<mx::array, mx::array> norm_add_norm(const mx::array& x, const mx::array& residual,
+                                              const std::optional<mx::array>& weight,
+                                              const std::optional<mx::array>& next_weight, float eps,
+                                              float weight_offset, float next_weight_offset, mx::StreamOrDevice where);
 
 // What a norm that nothing has computed yet is of; none where an array is no such thing.
 struct PendingRmsNorm {
   mx::array x;
-  mx::array weight;
+  std::optional<mx::array> weight;
   float eps;
+  float weight_offset;
 };
 std::optional<PendingRmsNorm> pending_rms_norm(const mx::array& y);
 
 // In mx operations, rounded as rms_norm rounds.
-mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::Stream stream);
+mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, float weight_offset,
+                           mx::Stream stream);
+
+// The scale of a norm in mx operations, rounded to the weight's type.
+mx::array compose_scale(const mx::array& weight, float weight_offset, mx::Stream stream);
 
 inline std::optional<mx::array> optional_input(const Arrays& inputs, size_t index) {
   return index < inputs.size() ? std::optional(inputs[index]) : std::nullopt;

@@ -48,7 +48,7 @@ constexpr uint32_t few_threads = 1 << 16;  // in all blocks: fewer, with less to
 constexpr uint32_t rows_per_block = 16;  // past that
 constexpr uint32_t statistics_packs = 2048;  // of a row, for a threadgroup of the statistics kernel
 
-const Schedules registered({"rms_norm", "layer_norm", "add_rms_norm", "softmax"}, row_variants);
+const Schedules registered({"rms_norm", "layer_norm", "add_rms_norm", "norm_add_norm", "softmax"}, row_variants);
 
 }  // namespace
 

@@ -29,7 +29,8 @@ const Name file = "norm/rms_norm.metal";
 // x [.., columns] and weight [columns], if there is one -> y.
 class RmsNorm : public RowPrimitive {
  public:
-  RmsNorm(mx::Stream stream, const mx::array& x, float eps) : RowPrimitive(stream, op, {1, 1, 1}, x), eps_(eps) {}
+  RmsNorm(mx::Stream stream, const mx::array& x, float eps, float weight_offset)
+      : RowPrimitive(stream, op, {1, 1, 1}, x), eps_(eps), weight_offset_(weight_offset) {}
 
   const char* name() const override {
     return "MittensRmsNorm";
@@ -37,18 +38,26 @@ class RmsNorm : public RowPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& norm = static_cast<const RmsNorm&>(other);
-    return eps_ == norm.eps_ && has_workspace() == norm.has_workspace();
+    return eps_ == norm.eps_ && weight_offset_ == norm.weight_offset_ && has_workspace() == norm.has_workspace();
   }
 
   float eps() const {
     return eps_;
   }
 
+  float weight_offset() const {
+    return weight_offset_;
+  }
+
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
     const auto weight = optional_input(primals, 1);
-    const NormGradients gradients = norm_gradients(
-        primals[0], weight, cotangents[0], std::nullopt,
-        {.centred = false, .eps = eps_, .weight_gradient = argnums.back() == 1, .bias_gradient = false}, stream());
+    const NormGradients gradients = norm_gradients(primals[0], weight, cotangents[0], std::nullopt,
+                                                   {.centred = false,
+                                                    .eps = eps_,
+                                                    .weight_gradient = argnums.back() == 1,
+                                                    .bias_gradient = false,
+                                                    .weight_offset = weight_offset_},
+                                                   stream());
     Arrays selected;
     for (int argument : argnums) {
       selected.push_back(argument == 0 ? gradients.x : *gradients.weight);
@@ -58,38 +67,40 @@ class RmsNorm : public RowPrimitive {
 
  protected:
   std::shared_ptr<RowPrimitive> like(const mx::array& x) override {
-    return std::make_shared<RmsNorm>(stream(), x, eps_);
+    return std::make_shared<RmsNorm>(stream(), x, eps_, weight_offset_);
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    return row_launches(file, inputs, {inputs.size() > 1 ? 1 : -1}, outputs, eps_);
+    return row_launches(file, inputs, {{inputs.size() > 1 ? 1 : -1, weight_offset_}}, outputs, eps_);
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const size_t columns = inputs[0].shape(-1);
     return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]),
             weight = inputs.size() > 1 ? data_of(inputs[1]) : nullptr, y = data_of(outputs[0]),
-            rows = inputs[0].size() / columns, columns,
-            eps = eps_] { cpu::rms_norm(type, x, weight, y, rows, columns, eps); };
+            rows = inputs[0].size() / columns, columns, eps = eps_,
+            offset = weight_offset_] { cpu::rms_norm(type, x, weight, y, rows, columns, eps, offset); };
   }
 
   Arrays composed(const Arrays& inputs) override {
-    return with_workspace({compose_rms_norm(inputs[0], optional_input(inputs, 1), eps_, stream())});
+    return with_workspace({compose_rms_norm(inputs[0], optional_input(inputs, 1), eps_, weight_offset_, stream())});
   }
 
  private:
   float eps_;
+  float weight_offset_;
 };
 
 }  // namespace
 
 std::optional<mx::array> try_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps,
-                                      mx::StreamOrDevice where) {
+                                      float weight_offset, mx::StreamOrDevice where) {
   checks::has_axis(op, "x", x);
   if (weight) {
     checks::per_column(op, "weight", *weight, x);
   }
   checks::epsilon(op, eps);
+  const float offset = checked_offset(op, "weight_offset", weight_offset, "weight", weight);
   const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"weight", weight}});
   const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
@@ -105,36 +116,57 @@ std::optional<mx::array> try_rms_norm(const mx::array& x, const std::optional<mx
   if (weight) {
     inputs.push_back(copyable(in_dtype(*weight, dtype, stream), stream));
   }
-  auto primitive = std::make_shared<RmsNorm>(stream, inputs[0], eps);
+  auto primitive = std::make_shared<RmsNorm>(stream, inputs[0], eps, offset);
   return RowPrimitive::result_of(std::move(primitive), std::move(inputs));
 }
 
-mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice where) {
-  auto y = try_rms_norm(x, weight, eps, where);
-  return y ? *std::move(y) : mx::fast::rms_norm(x, weight, eps, where);
+mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, float weight_offset,
+                   mx::StreamOrDevice where) {
+  auto y = try_rms_norm(x, weight, eps, weight_offset, where);
+  if (y) {
+    return *std::move(y);
+  }
+  const bool is_offset = weight && weight_offset != 0;
+  return mx::fast::rms_norm(x, is_offset ? compose_scale(*weight, weight_offset, mx::to_stream(where)) : weight, eps,
+                            where);
 }
 
 std::optional<PendingRmsNorm> pending_rms_norm(const mx::array& y) {
-  if (!is_pending(y) || y.inputs().size() != 2) {
+  const auto* norm = is_pending(y) ? dynamic_cast<const RmsNorm*>(&y.primitive()) : nullptr;
+  if (!norm) {
     return std::nullopt;
   }
-  const auto* norm = dynamic_cast<const RmsNorm*>(&y.primitive());
-  return norm ? std::optional<PendingRmsNorm>({y.inputs()[0], y.inputs()[1], norm->eps()}) : std::nullopt;
+  return PendingRmsNorm{y.inputs()[0], optional_input(y.inputs(), 1), norm->eps(), norm->weight_offset()};
 }
 
-mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::Stream s) {
+mx::array compose_scale(const mx::array& weight, float weight_offset, mx::Stream s) {
+  const bool is_narrow = weight.dtype() == mx::float16 || weight.dtype() == mx::bfloat16;
+  const mx::array wide = weight.dtype() == mx::float64 ? weight : in_dtype(weight, mx::float32, s);
+  const mx::array scale = mx::add(wide, mx::array(weight_offset, wide.dtype()), s);
+  return is_narrow ? mx::astype(scale, weight.dtype(), s) : scale;
+}
+
+mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, float weight_offset,
+                           mx::Stream s) {
   const mx::array wide = mx::astype(x, mx::float32, s);
   const mx::array square = mx::mean(mx::square(wide, s), -1, true, s);
   const mx::array n = mx::rsqrt(mx::add(square, mx::array(eps), s), s);
   const mx::array y = mx::astype(mx::multiply(wide, n, s), x.dtype(), s);
-  return weight ? mx::multiply(y, *weight, s) : y;
+  if (!weight) {
+    return y;
+  }
+  if (weight_offset == 0) {
+    return mx::multiply(y, *weight, s);
+  }
+  const mx::array scale = mx::add(mx::astype(*weight, mx::float32, s), mx::array(weight_offset), s);
+  return mx::astype(mx::multiply(mx::astype(y, mx::float32, s), scale, s), x.dtype(), s);
 }
 
 namespace {
 
 void bind(nb::module_& module) {
   define(module, op, &try_rms_norm, &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
-         "stream"_a = nb::none());
+         "weight_offset"_a = 0.0f, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -62,7 +62,7 @@ void RowPrimitive::allocate(const Arrays& inputs, Arrays& outputs) {
   }
 }
 
-std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, std::initializer_list<int> weights,
+std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, std::initializer_list<Weight> weights,
                                                const Arrays& outputs, float eps) {
   const mx::array& x = inputs[0];
   RowPlan plan = plan_rows(x, stream(), plan_options(has_workspace_ ? splits_of_workspace(outputs.back()) : 1));
@@ -76,9 +76,10 @@ std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, 
     params.row_phases[i] = phase_of(inputs[i]);
   }
   int weight_index = 0;
-  for (int input : weights) {
-    params.has_weights[weight_index] = input >= 0;
-    params.weight_phases[weight_index++] = input >= 0 ? phase_of(inputs[input]) : 0;
+  for (const Weight& weight : weights) {
+    params.has_weights[weight_index] = weight.input >= 0;
+    params.weight_offsets[weight_index] = weight.offset;
+    params.weight_phases[weight_index++] = weight.input >= 0 ? phase_of(inputs[weight.input]) : 0;
   }
   for (int i = 0; i < layout_.results; ++i) {
     params.y_phases[i] = phase_of(outputs[i]);
@@ -92,8 +93,8 @@ std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, 
     }
   };
   auto add_weights = [&](Launch& launch) {
-    for (int input : weights) {
-      launch.input_if(input >= 0, inputs[std::max(input, 0)]);
+    for (const Weight& weight : weights) {
+      launch.input_if(weight.input >= 0, inputs[std::max(weight.input, 0)]);
     }
   };
   if (plan.kernel != RowKernel::split) {

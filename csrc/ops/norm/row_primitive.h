@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "ops/norm/plan.h"
+#include "ops/norm/weight_offset.h"
 #include "runtime/primitive.h"
 
 namespace mittens {
@@ -16,7 +17,7 @@ class RowPrimitive : public KernelPrimitive {
   struct Layout {
     int row_inputs;
     int results;
-    int workspace;  // float32 numbers that each of a split row's threadgroups leaves
+    int workspace;  // float32 numbers that each of a split row's threadgroups leaves; 0 where rows are not split
     uint32_t packs = usual_packs;  // that a thread of the op's block kernels holds at most
   };
 
@@ -24,7 +25,7 @@ class RowPrimitive : public KernelPrimitive {
       : KernelPrimitive(stream),
         op_(op),
         layout_(layout),
-        has_workspace_(wants_workspace(x, stream, plan_options(no_limit))) {}
+        has_workspace_(layout.workspace > 0 && wants_workspace(x, stream, plan_options(no_limit))) {}
 
   // The lazy result of a primitive that has one.
   static mx::array result_of(std::shared_ptr<RowPrimitive> primitive, Arrays inputs);
@@ -43,10 +44,17 @@ class RowPrimitive : public KernelPrimitive {
 
   void allocate(const Arrays& inputs, Arrays& outputs) override;
 
+  // An array [columns] of a row op's kernels: the input that it is, or -1 where it is absent, and what is added to it.
+  struct Weight {
+    Weight(int input, float offset = no_offset) : input(input), offset(offset) {}
+
+    int input;
+    float offset;
+  };
+
   // The launches of a row op's kernels (metal/mittens/row_op.h), "<file's stem>_<variant>". Inputs are as the class has
-  // them, and for each of `weights` the input that it is, or -1 where it is absent; outputs are those of launches. An
-  // op of several results writes the last of them on the way to the first.
-  std::vector<Launch> row_launches(Name file, const Arrays& inputs, std::initializer_list<int> weights,
+  // them; outputs are those of launches. An op of several results writes the last of them on the way to the first.
+  std::vector<Launch> row_launches(Name file, const Arrays& inputs, std::initializer_list<Weight> weights,
                                    const Arrays& outputs, float eps = 0);
 
   bool has_workspace() const {

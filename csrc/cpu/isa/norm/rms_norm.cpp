@@ -1,77 +1,11 @@
 #include "cpu/rms_norm.h"
 
 #include "cpu/isa/norm/gradient_sums.h"
+#include "cpu/isa/norm/rms_row.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
-// y = x / sqrt(mean(x^2) + eps) * weight; with a residual, x + residual stands for x and is written to sum too.
-template <typename T, bool with_residual>
-struct RmsNorm {
-  const T* x;
-  const T* residual;
-  const T* weight;
-  T* y;
-  T* sum;
-  size_t columns;
-  float eps;
-  bool through;
-
-  static constexpr size_t rows_together = 1;
-  static constexpr size_t bytes = (with_residual ? 4 : 2) * sizeof(T);
-  static constexpr bool keeps(size_t) {
-    return false;
-  }
-  struct Stats {
-    float squares;
-  };
-
-  template <typename Part>
-  MITTENS_INLINE Floats input(size_t i, Part part) const {
-    if constexpr (with_residual) {
-      return round<T>(load(x + i, part) + load(residual + i, part));
-    } else {
-      return load(x + i, part);
-    }
-  }
-
-  Stats reduce(const Block& block) const {
-    const size_t at = block.row * columns + block.begin;
-    Sums squares;
-    each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
-      const Floats v = input(at + i, part);
-      squares.add_product(k, v, v);
-    });
-    return {squares.total()};
-  }
-
-  static Stats merge(Stats a, Stats b) {
-    return {a.squares + b.squares};
-  }
-
-  void map(const Block& block, Stats row, Stats) const {
-    const size_t at = block.row * columns + block.begin;
-    const float n = inverse_root(row.squares / static_cast<float>(columns) + eps);
-    const size_t next = at + block.size;
-    const bool past = through && aligned(y + at) && (!with_residual || aligned(sum + at));
-    each_unit(block.size, [&, *this](size_t i, auto part, int) MITTENS_INLINED {
-      prefetch(x + next + i);
-      if constexpr (with_residual) {
-        prefetch(residual + next + i);
-      }
-      const Floats v = input(at + i, part);
-      Floats normed = v * n;
-      if (weight) {
-        normed = round<T>(normed) * load(weight + block.begin + i, part);
-      }
-      if constexpr (with_residual) {
-        store(sum + at + i, v, part, past);
-      }
-      store(y + at + i, normed, part, past);
-    });
-  }
-};
-
-// With n = 1 / sqrt(mean(x^2) + eps) and g = dy * weight:
+// With n = 1 / sqrt(mean(x^2) + eps) and g = dy * (weight + weight_offset):
 // dx = n * g - n^3 * mean(g * x) * x + dsum; dweight = sum over rows of dy * x * n.
 template <typename T>
 struct RmsNormVjp {
@@ -83,6 +17,7 @@ struct RmsNormVjp {
   GradientSums dweight;
   size_t columns;
   float eps;
+  float weight_offset;
   bool through;
 
   static constexpr size_t rows_together = GradientSums::rows;
@@ -96,7 +31,7 @@ struct RmsNormVjp {
 
   template <typename Part>
   MITTENS_INLINE Floats scaled(Floats g, size_t column, Part part) const {
-    return weight ? g * load(weight + column, part) : g;
+    return weight ? g * (load(weight + column, part) + weight_offset) : g;
   }
 
   Stats reduce(const Block& block) const {
@@ -136,35 +71,42 @@ struct RmsNormVjp {
   }
 };
 
-void rms_norm(Type type, const void* x, const void* weight, void* y, size_t rows, size_t columns, float eps) {
+void rms_norm(Type type, const void* x, const void* weight, void* y, size_t rows, size_t columns, float eps,
+              float weight_offset) {
   with_type(type, [&](auto t) {
     using T = decltype(t);
     const bool through = passes_caches(rows * columns * sizeof(T), y, x);
-    const RmsNorm<T, false> op{(const T*)x, nullptr, (const T*)weight, (T*)y, nullptr, columns, eps, through};
+    const RmsRows<T, RowsOf<T>, NormTo<T>> op{
+        {(const T*)x, columns}, {(T*)y, columns, through}, (const T*)weight, weight_offset, columns, eps};
     Rows(op, rows, columns).run();
   });
 }
 
 void add_rms_norm(Type type, const void* x, const void* residual, const void* weight, void* y, void* sum, size_t rows,
-                  size_t columns, float eps) {
+                  size_t columns, float eps, float weight_offset) {
   with_type(type, [&](auto t) {
     using T = decltype(t);
     const size_t bytes = rows * columns * sizeof(T);
     const bool through = passes_caches(bytes, y, x, residual) && passes_caches(bytes, sum, x, residual);
-    const RmsNorm<T, true> op{(const T*)x, (const T*)residual, (const T*)weight, (T*)y, (T*)sum, columns, eps, through};
+    const RmsRows<T, SumOfRows<T>, NormAndInputTo<T>> op{{{(const T*)x, columns}, {(const T*)residual, columns}},
+                                                         {{(T*)y, columns, through}, {(T*)sum, columns, through}},
+                                                         (const T*)weight,
+                                                         weight_offset,
+                                                         columns,
+                                                         eps};
     Rows(op, rows, columns).run();
   });
 }
 
 void rms_norm_vjp(Type type, const void* x, const void* weight, const void* dy, const void* dsum, void* dx,
-                  void* dweight, size_t rows, size_t columns, float eps) {
+                  void* dweight, size_t rows, size_t columns, float eps, float weight_offset) {
   with_type(type, [&](auto t) {
     using T = decltype(t);
     const bool through = passes_caches(rows * columns * sizeof(T), dx, x, dy) && dx != dsum;
     const Scratch memory(dweight ? GradientSums::size(rows, columns) : 0);
     const GradientSums sums{dweight ? memory.data() : nullptr, padded(columns)};
     const RmsNormVjp<T> op{(const T*)x, (const T*)weight, (const T*)dy, (const T*)dsum, (T*)dx,
-                           sums,        columns,          eps,          through};
+                           sums,        columns,          eps,          weight_offset,  through};
     Rows(op, rows, columns).run();
     sums.finish((T*)dweight, rows, columns);
   });

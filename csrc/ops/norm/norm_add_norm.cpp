@@ -1,0 +1,183 @@
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+
+#include "cpu/norm_add_norm.h"
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "ops/norm/norm_vjp.h"
+#include "ops/norm/norms.h"
+#include "ops/norm/row_primitive.h"
+#include "ops/norm/weight_offset.h"
+#include "params/norm.h"
+#include "python/registry.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "norm_add_norm";
+const Name file = "norm/norm_add_norm.metal";
+
+struct NormAddNormOptions {
+  float eps;
+  bool has_weight;
+  bool has_next_weight;
+  float weight_offset;
+  float next_weight_offset;
+
+  bool operator==(const NormAddNormOptions&) const = default;
+};
+
+// x and residual [.., columns], weight and next weight [columns], those that there are -> y and the sum.
+class NormAddNorm : public RowPrimitive {
+ public:
+  NormAddNorm(mx::Stream stream, const mx::array& x, const NormAddNormOptions& options)
+      : RowPrimitive(stream, op, {2, 2, 0}, x), options_(options) {}
+
+  const char* name() const override {
+    return "MittensNormAddNorm";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return options_ == static_cast<const NormAddNorm&>(other).options_;
+  }
+
+  // The gradient of the sum is that of the residual and, through the first norm, of x.
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    const auto is_wanted = [&](int argument) {
+      return std::find(argnums.begin(), argnums.end(), argument) != argnums.end();
+    };
+    const int next = 2 + options_.has_weight;
+    const bool wants_weight = options_.has_weight && is_wanted(2);
+    const NormGradients of_sum = norm_gradients(outputs[1], next_weight(primals), cotangents[0], cotangents[1],
+                                                {.centred = false,
+                                                 .eps = options_.eps,
+                                                 .weight_gradient = options_.has_next_weight && is_wanted(next),
+                                                 .bias_gradient = false,
+                                                 .weight_offset = options_.next_weight_offset},
+                                                stream());
+    std::optional<NormGradients> of_x;
+    if (is_wanted(0) || wants_weight) {
+      of_x = norm_gradients(primals[0], weight(primals), of_sum.x, std::nullopt,
+                            {.centred = false,
+                             .eps = options_.eps,
+                             .weight_gradient = wants_weight,
+                             .bias_gradient = false,
+                             .weight_offset = options_.weight_offset},
+                            stream());
+    }
+    Arrays selected;
+    for (int argument : argnums) {
+      selected.push_back(argument == 0                          ? of_x->x
+                         : argument == 1                        ? of_sum.x
+                         : argument == 2 && options_.has_weight ? *of_x->weight
+                                                                : *of_sum.weight);
+    }
+    return selected;
+  }
+
+ protected:
+  std::shared_ptr<RowPrimitive> like(const mx::array& x) override {
+    return std::make_shared<NormAddNorm>(stream(), x, options_);
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const int weight = options_.has_weight ? 2 : -1;
+    const int next = options_.has_next_weight ? 2 + options_.has_weight : -1;
+    return row_launches(file, inputs, {{weight, options_.weight_offset}, {next, options_.next_weight_offset}}, outputs,
+                        options_.eps);
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const size_t columns = inputs[0].shape(-1);
+    const cpu::NormScale scale{options_.has_weight ? data_of(inputs[2]) : nullptr, options_.weight_offset};
+    const cpu::NormScale next{options_.has_next_weight ? data_of(inputs.back()) : nullptr, options_.next_weight_offset};
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), residual = data_of(inputs[1]), scale, next,
+            y = data_of(outputs[0]), sum = data_of(outputs[1]), rows = inputs[0].size() / columns, columns,
+            eps = options_.eps] { cpu::norm_add_norm(type, x, residual, scale, next, y, sum, rows, columns, eps); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::array normed =
+        compose_rms_norm(inputs[0], weight(inputs), options_.eps, options_.weight_offset, stream());
+    const mx::array sum = mx::add(inputs[1], normed, stream());
+    return {compose_rms_norm(sum, next_weight(inputs), options_.eps, options_.next_weight_offset, stream()), sum};
+  }
+
+ private:
+  std::optional<mx::array> weight(const Arrays& inputs) const {
+    return options_.has_weight ? std::optional(inputs[2]) : std::nullopt;
+  }
+  std::optional<mx::array> next_weight(const Arrays& inputs) const {
+    return options_.has_next_weight ? std::optional(inputs.back()) : std::nullopt;
+  }
+
+  NormAddNormOptions options_;
+};
+
+}  // namespace
+
+std::pair<mx::array, mx::array> norm_add_norm(const mx::array& x, const mx::array& residual,
+                                              const std::optional<mx::array>& weight,
+                                              const std::optional<mx::array>& next_weight, float eps,
+                                              float weight_offset, float next_weight_offset, mx::StreamOrDevice where) {
+  checks::has_axis(op, "x", x);
+  checks::same_shape(op, "residual", residual, x);
+  if (weight) {
+    checks::per_column(op, "weight", *weight, x);
+  }
+  if (next_weight) {
+    checks::per_column(op, "next_weight", *next_weight, x);
+  }
+  checks::epsilon(op, eps);
+  const float offset = checked_offset(op, "weight_offset", weight_offset, "weight", weight);
+  const float next_offset = checked_offset(op, "next_weight_offset", next_weight_offset, "next_weight", next_weight);
+  const mx::Dtype dtype =
+      checks::floating(op, {{"x", x}, {"residual", residual}, {"weight", weight}, {"next_weight", next_weight}});
+  const mx::Stream stream = checks::checked_stream(op, where);
+  // A weight of a wider type than what comes before it widens what comes after it alone: outputs of two types.
+  const mx::Dtype normed_dtype = checks::floating(op, {{"x", x}, {"weight", weight}});
+  const bool is_one_type = normed_dtype == dtype && checks::promoted({{"residual", residual}, {"x", x}}) == dtype;
+  if (!is_one_type || !has_kernels(dtype) || prefer_mx(row_problem(op, x, dtype), nullptr, stream)) {
+    return add_rms_norm(rms_norm(x, weight, eps, offset, stream), residual, next_weight, eps, next_offset, stream);
+  }
+
+  Arrays inputs;
+  inputs.reserve(4);
+  inputs.push_back(copyable(in_dtype(x, dtype, stream), stream));
+  inputs.push_back(copyable(in_dtype(residual, dtype, stream), stream));
+  for (const auto* scale : {&weight, &next_weight}) {
+    if (*scale) {
+      inputs.push_back(copyable(in_dtype(**scale, dtype, stream), stream));
+    }
+  }
+  const NormAddNormOptions options{eps, weight.has_value(), next_weight.has_value(), offset, next_offset};
+  Arrays outputs = RowPrimitive::outputs_of(std::make_shared<NormAddNorm>(stream, inputs[0], options), inputs);
+  return {std::move(outputs[0]), std::move(outputs[1])};
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  bind_function(module, op, &norm_add_norm, "x"_a, "residual"_a, "weight"_a.none(), "next_weight"_a.none(), "eps"_a,
+                nb::kw_only(), "weight_offset"_a = 0.0f, "next_weight_offset"_a = 0.0f, "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,84 @@
+#include "patch/pending_norm.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include <nanobind/nanobind.h>
+
+#include "mlx_internals/buffer_ownership.h"
+#include "ops/norm/norms.h"
+#include "python/registry.h"
+#include "runtime/checks.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+// Whether a sum that nothing has computed or asked for yet can be computed with its norm. A sum with one row for all is
+// none: it would have to be copied.
+bool is_pending_sum(const mx::array& sum, mx::Stream stream) {
+  if (!is_pending(sum) || std::string_view(sum.primitive().name()) != "Add" || sum.primitive().stream() != stream ||
+      sum.is_tracer() || !is_held_alone(sum)) {
+    return false;
+  }
+  const auto is_whole = [&](const mx::array& part) {
+    return part.dtype() == sum.dtype() && part.shape() == sum.shape() &&
+           !(part.has_primitive() && std::string_view(part.primitive().name()) == "Broadcast");
+  };
+  return std::all_of(sum.inputs().begin(), sum.inputs().end(), is_whole);
+}
+
+// The norm that a term of a sum is, where the sum alone needs it and one kernel can apply both norms.
+std::optional<PendingRmsNorm> norm_of_term(const mx::array& term, const mx::array& sum, float eps) {
+  auto norm = is_held_alone(term) && !term.is_tracer() ? pending_rms_norm(term) : std::nullopt;
+  const bool is_one_kernel = norm && norm->eps == eps && term.primitive().stream() == sum.primitive().stream();
+  return is_one_kernel ? norm : std::nullopt;
+}
+
+std::pair<mx::array, mx::array> norm_of_sum(const mx::array& sum, const std::optional<mx::array>& weight, float eps,
+                                            float weight_offset, mx::StreamOrDevice where) {
+  for (int i : {0, 1}) {
+    const mx::array& other = sum.inputs()[1 - i];
+    if (const auto norm = norm_of_term(sum.inputs()[i], sum, eps)) {
+      return norm_add_norm(norm->x, other, norm->weight, weight, eps, norm->weight_offset, weight_offset, where);
+    }
+  }
+  return add_rms_norm(sum.inputs()[0], sum.inputs()[1], weight, eps, weight_offset, where);
+}
+
+}  // namespace
+
+// The sum becomes the kernel's, as by mx's own assignment to a part of an array: who holds its Python object sees it.
+std::optional<mx::array> try_pending_rms_norm(mx::array& x, const std::optional<mx::array>& weight, float eps,
+                                              float weight_offset, mx::StreamOrDevice where) {
+  const bool is_one_type = x.ndim() > 0 && has_kernels(x.dtype()) && (!weight || weight->dtype() == x.dtype());
+  if (!is_one_type || !is_pending_sum(x, checks::checked_stream("rms_norm", where))) {
+    return try_rms_norm(x, weight, eps, weight_offset, where);
+  }
+  const auto [y, sum] = norm_of_sum(x, weight, eps, weight_offset, where);
+  x.overwrite_descriptor(sum);
+  return y;
+}
+
+namespace {
+
+// mx.fast.rms_norm.
+std::optional<mx::array> try_mx_rms_norm(mx::array& x, const std::optional<mx::array>& weight, float eps,
+                                         mx::StreamOrDevice where) {
+  return try_pending_rms_norm(x, weight, eps, 0.0f, where);
+}
+
+void bind(nb::module_& module) {
+  module.def("try_pending_rms_norm", lenient("rms_norm", &try_mx_rms_norm), "x"_a, "weight"_a.none(), "eps"_a,
+             nb::kw_only(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,94 @@
+// A norm, a residual sum and its norm in one pass over memory:
+//
+//   sum[r, c] = T(residual[r, c] + T(T(x[r, c] * m[r]) * scale[c])),   m[r] = 1 / sqrt(mean_c(x[r, c]^2) + eps)
+//   y[r, c]   = T(sum[r, c] * n[r]) * next_scale[c],                   n[r] = 1 / sqrt(mean_c(sum[r, c]^2) + eps)
+//
+// x, residual, y, sum [rows, columns]; scale = weight + offset, [columns] or absent; float32 inside. y may be x and sum
+// may be residual. Schedules: mittens/row_op.h, but that rows are not split. Where a row does not stay in registers, the
+// second norm reads the sum that was written.
+#include <metal_stdlib>
+
+#include "norm/rms_norm.h"
+
+using namespace metal;
+using namespace mittens;
+
+// The residual plus the norm of the first input.
+template <typename T>
+struct NormAdd {
+  using Element = T;
+  using Stat = float;  // sum of squares
+  using Row = float;   // m
+  enum { inputs = 2, weights = 1, reduces = 1, numbers = 1 };
+  RowInput<T> rows[2];
+  WeightInput<T> columns[1];
+  RowOutput<T> y;
+  float eps;
+  float weight_offset;
+
+  float fill() const {
+    return 0;
+  }
+  Stat none() const {
+    return 0;
+  }
+  template <int N>
+  Stat of(thread const RowParts<T, 2, N>& parts, RowBatch) const {
+    return square_sum(parts.packs[0], parts.edges[0]);
+  }
+  Stat merge(Stat a, Stat b) const {
+    return a + b;
+  }
+  template <int L>
+  Stat across(Stat own, uint, float) const {
+    return lanes_sum<L>(own);
+  }
+  Row done(Stat sum, uint columns_of_row) const {
+    return rstd(sum, columns_of_row, eps);
+  }
+  template <int W>
+  void write(thread float (&v)[2][W], thread const float (&w)[1][W], Row m) const {
+    normalize<T>(v[0], m, columns[0].present, w[0], weight_offset);
+    round_values<T>(v[0]);
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      v[0][i] += v[1][i];
+    }
+  }
+};
+
+template <typename T, typename Schedule>
+[[kernel, threads_at_most(Schedule::launched, Schedule::nvidia)]] void norm_add_norm(
+    const device T* x [[buffer(0)]],            // [rows, columns]
+    const device T* residual [[buffer(1)]],     // [rows, columns]
+    const device T* weight [[buffer(2)]],       // [columns]
+    const device T* next_weight [[buffer(3)]],  // [columns]
+    device T* y [[buffer(4)]],                  // [rows, columns]
+    device T* sum [[buffer(5)]],                // [rows, columns]
+    constant RowOpParams& params [[buffer(6)]],
+    row_thread_parameters) {
+  threadgroup float scratch[64];
+  const NormAdd<T> first = NormAdd<T>{
+      {input_of(x, params, 0), input_of(residual, params, 1)},
+      {weight_of(weight, params, 0)},
+      output_of(sum, params, 1),
+      params.eps,
+      params.weight_offsets[0]};
+  const RmsNorm<T> norm = RmsNorm<T>{
+      {{sum, params.y_phases[1]}},
+      {weight_of(next_weight, params, 1)},
+      output_of(y, params, 0),
+      params.eps,
+      params.weight_offsets[1]};
+  run_rows(Schedule(), first, norm, params.row, row_thread, scratch);
+}
+
+instantiate_types("norm_add_norm_simd8", norm_add_norm, InLanes<8, 1, 2>)
+instantiate_types("norm_add_norm_simd16", norm_add_norm, InLanes<16, 1, 2>)
+instantiate_types("norm_add_norm_simd32", norm_add_norm, InLanes<32, 1, 2>)
+instantiate_types("norm_add_norm_simd32x2", norm_add_norm, InLanes<32, 2, 1>)
+instantiate_types("norm_add_norm_simd32x4", norm_add_norm, InLanes<32, 4, 1>)
+instantiate_types("norm_add_norm_block1", norm_add_norm, InThreadgroup<1>)
+instantiate_types("norm_add_norm_block2", norm_add_norm, InThreadgroup<2>)
+instantiate_types("norm_add_norm_block4", norm_add_norm, InThreadgroup<4>)
+instantiate_types("norm_add_norm_looped", norm_add_norm, Looped<4>)

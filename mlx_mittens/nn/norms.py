@@ -1,0 +1,62 @@
+"""The norms of a model's blocks: those of ``mlx.nn``, and those of Gemma, whose scale is 1 + weight.
+
+mlx-lm has a class of the latter in each model that needs it. Such a module is known by what its call names, and shown
+to be one by a trial.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .. import _ext
+from .modules import RMSNorm
+
+__all__ = ["call_of", "is_norm", "looks_offset", "offset_norm", "offset_of", "scale_of"]
+
+_NAMES = {"mx", "fast", "rms_norm", "weight", "eps"}
+
+
+def call_of(module: nn.Module) -> Any:
+    """The call of a module's class, without what the patch has put in its place."""
+    call = type(module).__call__
+    return call.__wrapped__ if isinstance(call, _ext.FunctionWrapper) else call
+
+
+def offset_norm(self: Any, x: mx.array) -> mx.array:
+    """The call of a module whose scale is 1 + weight."""
+    try:
+        return _ext.rms_norm(x, self["weight"], self.eps, weight_offset=1.0)
+    except _ext.ExportError:
+        return super(type(self), self).__call__(x)
+
+
+offset_norm.weight_offset = 1.0  # type: ignore[attr-defined]  # a mark of such calls
+
+
+def looks_offset(module: nn.Module) -> bool:
+    """Whether a module may be a norm whose scale is 1 + weight: its call does nothing else that has a name."""
+    code = getattr(call_of(module), "__code__", None)
+    if not isinstance(code, types.CodeType) or code.co_freevars or set(module) != {"weight"}:
+        return False
+    numbers = {value for value in code.co_consts if not isinstance(value, (str, tuple, type(None)))}
+    return _NAMES == set(code.co_names) and numbers == {1.0}
+
+
+def is_norm(module: Any) -> bool:
+    """Whether a module is a root mean square norm of ours."""
+    return isinstance(module, RMSNorm) or offset_of(module) > 0
+
+
+def offset_of(norm: Any) -> float:
+    """What such a norm adds to its weight."""
+    return float(getattr(type(norm).__call__, "weight_offset", 0.0))
+
+
+def scale_of(norm: Any) -> mx.array:
+    """The scale of such a norm, in its weight's type."""
+    weight: mx.array = norm["weight"]
+    return (weight.astype(mx.float32) + 1.0).astype(weight.dtype) if offset_of(norm) else weight
