@@ -23,8 +23,7 @@ struct AttentionRows {
   int group_size;
 };
 
-// Masked keys of a bool mask, and those outside of a causal range or a window, count as mx has them: with the lowest
-// finite score.
+// A row that sees no key, by mask, causality and window, gets 0.
 enum class MaskKind { none, boolean, additive };
 
 struct AttentionMask {
@@ -48,9 +47,13 @@ struct Attention {
   AttentionMask mask;
   const void* sinks;  // [heads] or nullptr: a score without a value
   void* y;  // [batch, heads, queries, value_width], row contiguous
+  float* logsumexp;  // [batch, heads, queries] or nullptr: of a row's scores and its sink; -infinity without a score
   float scale;
   bool causal;  // query i sees keys up to i + keys - queries
   int64_t window;  // and of those the last so many; 0: all
+  // Whether each query's result is to be bit for bit that of a call of this query and the keys in its range alone, with
+  // any number of threads.
+  bool exact;
 };
 
 void attention(const Attention& call);

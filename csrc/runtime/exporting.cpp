@@ -56,6 +56,7 @@ std::string what_makes(std::string_view primitive) {
       {"CacheBuffer", "rope_append"},
       {"LayerNormVjp", "layer_norm"},
       {"SoftmaxVjp", "softmax"},
+      {"ScaledDotProductAttentionVjp", "scaled_dot_product_attention"},
       {"Launch", "ops.custom.launch"},
       {"MetalKernel", "simulator.metal_kernel"},
       {"RmsNormVjp", ""},  // of rms_norm or of add_rms_norm

@@ -2,7 +2,7 @@
 
 A simdgroup takes 8 rows of queries and walks along the keys, 16 at a time. It keeps the softmax so far: each row's
 maximum and sum, and the sum of the values. Where a maximum grows, the sums are scaled down. Scores are never in memory.
-metal/attention/attention_prefill.metal is this, with masks, sinks and loads of 16 bytes.
+metal/attention/attention.h is this, with masks, sinks and loads of 16 bytes.
 """
 
 import mlx.core as mx

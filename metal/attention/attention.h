@@ -1,52 +1,231 @@
-// What the attention kernels share. Scores are in units of log2(e) for half types, whose weights are then powers of
-// two; in float32 they stay as they are, since the rounding of that product would show.
+// Attention, transposed, of 8 rows of queries that share keys and values:
+//
+//   S = K Q^T,   P = exp(S - m),   O = V^T P,   y = (O / l)^T,   m, l: maximum and sum of P's columns
+//
+// so that keys and values are left operands as they lie in memory, and the weights P a right one as they are. A lane has
+// two neighbouring rows of queries throughout.
+//
+// The rows that share keys are the heads of a group times the queries. In decoding (Share::keys) the simdgroups of a
+// threadgroup have the same 8 rows and share out their keys; in prompts (Share::rows) each has rows of its own.
 #pragma once
 
-#include <metal_stdlib>
-
-#include "mittens/softmax.h"
-#include "params/attention.h"
-
-using namespace metal;
+#include "attention/mask.h"
+#include "mittens/fragment_layout.h"
+#include "mittens/online_softmax.h"
+#include "mittens/operand.h"
 
 namespace mittens {
 
-constant constexpr float lowest_score = -3.402823466e38f;
+enum class Share { keys, rows };
 
-// The score of a key that a row must not see. A row that sees none then has the mean of all values, as mx gives it; an
-// additive mask hides by -inf, as mx's would have to, and such a row is NaN.
-inline float hidden_score(constant AttentionParams& params) {
-  return params.mask == additive_mask ? -INFINITY : lowest_score;
+// Simdgroups of a threadgroup, for heads of so many elements.
+template <Share share>
+constexpr int attention_simdgroups(int width) {
+  return share == Share::keys ? kDecodeSimdgroups : attention_prompt_simdgroups(width);
 }
 
-// By what a mask or a sink becomes a score.
-template <typename T>
-constexpr float score_unit() {
-  return is_same_v<T, float> ? 1.0f : M_LOG2E_F;
+// For heads of D elements, and values of DV.
+template <typename Type, int D, int DV, Share shared>
+struct AttentionShape {
+  using T = Type;
+  using Operand = typename OperandOf<T>::type;
+  static constant constexpr Share share = shared;
+  static constant constexpr int simdgroups = attention_simdgroups<share>(D);
+  static constant constexpr int slices = attention_value_slices(DV);
+  static constant constexpr int columns = DV / slices;  // of the values
+  static constant constexpr int width = D;
+  static constant constexpr int key_blocks = attention_key_blocks(DV, is_same_v<T, half>);
+  // Threadgroup memory, in float4: queries as right operands, of each simdgroup that has its own, and in the end sums.
+  static constant constexpr int queries = D * 8 * sizeof(Operand) / 16;
+  static constant constexpr int all_queries = share == Share::rows ? simdgroups * queries : queries;
+  static constant constexpr int sums = share == Share::rows ? 0 : (columns / 8 + 2) * 32 / 2;
+  static constant constexpr int scratch = all_queries > sums ? all_queries : sums;
+};
+
+// A simdgroup's part of the work.
+struct AttentionPlace {
+  uint batch;
+  uint key_head;
+  uint split;   // of the keys
+  uint slice;   // of the columns of the values
+  uint first;   // row
+  uint rows;    // that share these keys
+  uint lane;
+  uint simdgroup;
+  uint simdgroups;
+};
+
+template <typename Shape>
+inline AttentionPlace place_of(
+    uint3 group, uint lane, uint simdgroup, uint simdgroups, constant AttentionParams& params) {
+  const uint block = Shape::share == Share::keys ? group.x : group.x * simdgroups + simdgroup;
+  return AttentionPlace{
+      group.z / params.key_heads,
+      group.z % params.key_heads,
+      group.y / Shape::slices,
+      group.y % Shape::slices,
+      block * 8,
+      params.ratio * params.queries,
+      lane,
+      simdgroup,
+      simdgroups};
 }
 
-// The weight of a score, less the maximum.
-template <typename T>
-inline float softmax_weight(float difference) {
-  if constexpr (is_same_v<T, float>) {
-    return exp_of<float>(difference);
-  } else {
-    return fast::exp2(difference);
+// The lane's elements of 8 rows of queries as right operands, whose rows are in the order of the runs of keys. Zeros
+// past the last row.
+template <int D, int E, typename T, typename U>
+inline void stage_queries(
+    threadgroup vec<U, 2>* to, const device T* queries, AttentionPlace place, uint first_part, uint parts,
+    constant AttentionParams& params) {
+  const uint own = place.first + tile_column(place.lane);
+  const device T* rows[2];
+#pragma unroll
+  for (uint i = 0; i < 2; ++i) {
+    const uint row = min(own + i, place.rows - 1);
+    rows[i] = queries + params.query.start + place.batch * params.query.batch +
+        (place.key_head * params.ratio + row / params.queries) * params.query.head +
+        row % params.queries * params.query.token;
+  }
+  for (uint n = first_part; n < D / 8; n += parts) {
+    const uint column = column_of_right<E>(n, tile_row(place.lane));
+    vec<U, 2> pair = vec<U, 2>(U(0), U(0));
+    pair.x = own < place.rows ? U(rows[0][column]) : pair.x;
+    pair.y = own + 1 < place.rows ? U(rows[1][column]) : pair.y;
+    to[n * 32 + place.lane] = pair;
   }
 }
 
-// Not by arithmetic, which a compiler may take to have neither NaN nor infinity.
-inline bool is_finite(float v) {
-  return (as_type<uint>(v) & 0x7f800000u) != 0x7f800000u;
+// Other simdgroups' sums over the same rows, one after the other, become those of the last one.
+template <typename T, int N>
+inline void merge_simdgroups(
+    thread Tile<float, N, 1>& sums, thread OnlineSoftmax<T>& softmax, threadgroup float2* scratch,
+    AttentionPlace place) {
+  for (uint s = 0; s + 1 < place.simdgroups; ++s) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (place.simdgroup == s) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        scratch[n * 32 + place.lane] = sums.at[n][0];
+      }
+      scratch[N * 32 + place.lane] = softmax.m;
+      scratch[(N + 1) * 32 + place.lane] = softmax.l;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (place.simdgroup == s + 1) {
+      const float2 other = scratch[N * 32 + place.lane];
+      const float2 m = max(softmax.m, other);
+      const float2 own_decay = softmax_weights<T>(softmax.m - finite_maximum(m));
+      const float2 decay = softmax_weights<T>(other - finite_maximum(m));
+      softmax.m = m;
+      softmax.l = softmax.l * own_decay + scratch[(N + 1) * 32 + place.lane] * decay;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        sums.at[n][0] = sums.at[n][0] * own_decay + scratch[n * 32 + place.lane] * decay;
+      }
+    }
+  }
 }
 
-inline bool is_nan(float v) {
-  return (as_type<uint>(v) & 0x7fffffffu) > 0x7f800000u;
+// y = O / l, or where other threadgroups have keys of the same rows, what attention_combine.metal puts together.
+template <int E, typename T, int N>
+inline void write_rows(
+    thread const Tile<float, N, 1>& sums, OnlineSoftmax<T> softmax, device T* y, device float* logsumexp,
+    threadgroup const AttentionRow* rows, AttentionPlace place, constant AttentionParams& params) {
+  const float2 l = lanes_of_column_sum(softmax.l);
+  const size_t all_rows = size_t(params.batches) * params.key_heads * params.ratio * params.queries;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    threadgroup const AttentionRow& own = rows[tile_column(place.lane) + i];
+    const size_t row = own.result;
+    if (row == no_row) {
+      continue;
+    }
+    const float m = seen_maximum(softmax.m[i], own, params);
+    const float factor = params.splits > 1 ? 1.0f : inverse_sum(m, l[i]);
+    device float* partials = (device float*)y;
+#pragma unroll
+    for (int part = 0; part < N / E; ++part) {
+      const uint column = place.slice * N * 8 + column_of_sum<E>(part * E, tile_row(place.lane));
+      if (column < params.value_width) {
+        float values[E];
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+          values[e] = sums.at[part * E + e][0][i] * factor;
+        }
+        if (params.splits == 1) {
+          store_neighbours<T, E>(y + row * params.value_width + column, values);
+        } else {
+          store_neighbours<float, E>(
+              partials + (place.split * all_rows + row) * params.value_width + column, values);
+        }
+      }
+    }
+    if (tile_row(place.lane) == 0 && place.slice == 0) {
+      if (params.splits > 1) {
+        device float* of_row = partials + params.splits * all_rows * params.value_width + row * params.splits + place.split;
+        of_row[0] = m;
+        of_row[all_rows * params.splits] = l[i];
+      } else if (params.has_logsumexp) {
+        logsumexp[row] = logsumexp_of<T>(m, l[i]);
+      }
+    }
+  }
 }
 
-// Whether a row may not see some key.
-inline bool may_hide(constant AttentionParams& params) {
-  return params.causal || params.mask != no_mask;
+template <typename Shape, typename T, typename Keys, typename Values>
+inline void attention(
+    const device T* queries, Keys keys, Values values, const device T* mask, const device T* sinks, device T* y,
+    device float* logsumexp, constant AttentionParams& params, AttentionPlace place, threadgroup float4* scratch,
+    threadgroup AttentionRow* rows) {
+  using Operand = typename Shape::Operand;
+  constexpr int C = Shape::key_blocks;
+  constexpr int N = Shape::columns / 8;
+  constexpr bool shares_keys = Shape::share == Share::keys;
+  if (!shares_keys && place.first >= place.rows) {
+    return;
+  }
+  const uint workers = shares_keys ? place.simdgroups : 1;
+  const uint worker = shares_keys ? place.simdgroup : 0;
+  const uint step = workers * 8 * C;
+  threadgroup vec<Operand, 2>* q =
+      (threadgroup vec<Operand, 2>*)(scratch + (shares_keys ? 0 : place.simdgroup * Shape::queries));
+  stage_queries<Shape::width, Keys::size>(q, queries, place, worker, workers, params);
+  rows += place.simdgroup * 8;
+  const KeyRange range = find_rows(rows, place, params, step);
+  shares_keys ? threadgroup_barrier(mem_flags::mem_threadgroup) : simdgroup_barrier(mem_flags::mem_threadgroup);
+
+  Tile<float, N, 1> sums;
+  fill(sums, 0.0f);
+  OnlineSoftmax<T> softmax = first_state<T>(sinks, place, params, worker);
+#pragma unroll 1
+  for (uint key = range.begin + worker * 8 * C; key < range.end; key += step) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);  // queries are read anew, not kept in registers
+    const bool all_seen = key >= range.seen_by_all_begin && key + 8 * C <= range.seen_by_all_end;
+    const uint hidden = all_seen ? 0 : hidden_keys<C>(key, rows, mask, params, place.lane);
+    if (simd_all(hidden == all_hidden<C>())) {
+      continue;
+    }
+    Tile<float, C, 1> scores;
+    fill(scores, 0.0f);
+    multiply_rows<Shape::width>(scores, keys, key, params.keys, q, place.lane);
+    multiply(scores, params.scale);
+    if (!all_seen) {
+      mask_scores(scores, hidden, key, rows, mask, params, place.lane);
+    }
+    softmax.update(scores, sums);
+    const Tile<Operand, C, 1> weights = converted<Operand>(scores);
+    if (all_seen) {
+      multiply_transposed<false>(sums, values, key, params.keys, weights, place.lane);
+    } else if (!simd_all(multiply_transposed<true>(sums, values, key, params.keys, weights, place.lane))) {
+      add_not_finite(sums, values, key, params.keys, weights, place.lane);
+    }
+  }
+  if (shares_keys) {
+    merge_simdgroups(sums, softmax, (threadgroup float2*)scratch, place);
+  }
+  if (!shares_keys || place.simdgroup + 1 == place.simdgroups) {
+    write_rows<Values::size>(sums, softmax, y, logsumexp, rows, place, params);
+  }
 }
 
 }  // namespace mittens

@@ -1,15 +1,16 @@
 // What threadgroups leave that share the keys of a row, put together: of each split the sum of its values, each
 // weighted by its distance from the split's maximum, that maximum, and the sum of the weights.
 //
-//   y = sum_s e^(m[s] - m) * sums[s] / (sum_s e^(m[s] - m) * totals[s] + e^(sink - m)),   m = max(m[s], sink)
+//   y = sum_s e^(m[s] - m) * sums[s] / sum_s e^(m[s] - m) * totals[s],   m = max m[s]
 //
 // A threadgroup takes 32 columns of a row. Eight neighbouring lanes load four of them each, of the same split, and four
 // splits at once; which of them counts how much is found while these are on their way. The order of the sum is always
 // the same.
 #include <metal_stdlib>
 
-#include "attention/attention.h"
+#include "mittens/online_softmax.h"
 #include "mittens/instantiate.h"
+#include "params/attention.h"
 
 using namespace metal;
 using namespace mittens;
@@ -37,11 +38,11 @@ inline Shares load_shares(const device float4* sums, const device float* maxima,
   return shares;
 }
 
-// The state of all splits, in every lane. sink: the maximum of one more, whose l is 1, if there is one.
+// The state of all splits, in every lane.
 template <typename T>
 inline SoftmaxState<float> merged_state(
-    const device float* maxima, const device float* totals, uint splits, float sink, bool has_sink, uint lane) {
-  SoftmaxState<float> own{has_sink ? sink : -INFINITY, has_sink && lane == 0 ? 1.0f : 0.0f};
+    const device float* maxima, const device float* totals, uint splits, uint lane) {
+  SoftmaxState<float> own{-INFINITY, 0.0f};
   for (uint first = lane; first < splits; first += at_once * 32) {
     float m[at_once];
     float t[at_once];
@@ -71,8 +72,8 @@ inline SoftmaxState<float> merged_state(
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(combine_threads)]] void attention_combine(
     const device float* partials [[buffer(0)]],  // sums [splits, rows, width], maxima and totals [rows, splits]
-    const device T* sinks [[buffer(1)]],         // [heads]
-    device T* y [[buffer(2)]],                   // [rows, width]
+    device T* y [[buffer(1)]],                   // [rows, width]
+    device float* logsumexp [[buffer(2)]],       // [rows]
     constant AttentionCombineParams& params [[buffer(3)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint t [[thread_index_in_threadgroup]],
@@ -88,8 +89,7 @@ template <typename T>
   const device float* totals = maxima + size_t(params.rows) * splits;
 
   Shares shares = load_shares(sums, maxima, t / quads, splits, stride);
-  const float sink = params.has_sinks ? float(sinks[row / params.queries % params.heads]) * score_unit<T>() : 0.0f;
-  const SoftmaxState<float> all = merged_state<T>(maxima, totals, splits, sink, params.has_sinks, lane);
+  const SoftmaxState<float> all = merged_state<T>(maxima, totals, splits, lane);
   const float base = finite_maximum(all.m);
   float4 sum = float4(0.0f);
   for (uint first = t / quads; first < splits; first += at_once * sharers) {
@@ -98,10 +98,7 @@ template <typename T>
     }
 #pragma unroll
     for (uint i = 0; i < at_once; ++i) {
-      const float weight = softmax_weight<T>(shares.maxima[i] - base);
-      // Where a row sees nothing of a split, that is the sum of hidden values, which may have overflowed.
-      const bool hidden = weight == 0.0f && shares.maxima[i] <= lowest_score;
-      sum = hidden ? sum : fma(shares.sums[i], float4(weight), sum);
+      sum = fma(shares.sums[i], float4(softmax_weight<T>(shares.maxima[i] - base)), sum);
     }
   }
 
@@ -114,13 +111,17 @@ template <typename T>
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (t < quads && quad < row_quads) {
+    const float inverse = inverse_sum(all.m, all.l);
 #pragma unroll
     for (uint other = 1; other < combine_threads / 32; ++other) {
       sum += scratch[other * quads + t];
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      y[(size_t(row) * row_quads + quad) * 4 + j] = T(sum[j] / all.l);
+      y[(size_t(row) * row_quads + quad) * 4 + j] = T(sum[j] * inverse);
+    }
+    if (quad == 0 && params.has_logsumexp) {
+      logsumexp[row] = logsumexp_of<T>(all.m, all.l);
     }
   }
 }

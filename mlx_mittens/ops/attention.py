@@ -24,6 +24,7 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
     window: int | None = None,
     force_fused: bool = False,
+    exact: bool = False,
     stream: StreamOrDevice = None,
 ) -> mx.array:
     """Attention: ``softmax(scale * q @ k.T + mask) @ v``, for each head.
@@ -43,7 +44,7 @@ def scaled_dot_product_attention(
     Args:
         q (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
         k (array): Keys of shape ``[batch, key_heads, keys, width]``; ``heads`` is a multiple of ``key_heads``.
-        v (array): Values of shape ``[batch, key_heads, keys, value_width]``.
+        v (array): Values of shape ``[batch, key_heads, keys, value_width]``, of any width.
         scale (float): Factor of the scores, such as ``width ** -0.5``.
         mask (str or array, optional): ``"causal"``: the last query sees all keys, each one before it one key less. An
             array that broadcasts to ``[batch, heads, queries, keys]``: of bool, what may be seen; of numbers that
@@ -53,14 +54,19 @@ def scaled_dot_product_attention(
         window (int, optional): A query sees of the keys up to its own position, counted as for ``"causal"``, the last
             ``window`` ones.
         force_fused (bool): By one kernel, or an error where neither ours nor mx has one.
+        exact (bool): Whether a query gets, bit for bit, what an exact call of this query alone gives, over the keys in
+            its range: of ``keys`` keys and ``queries`` queries, with ``mask="causal"`` or a window, query ``i`` has the
+            first ``keys - queries + i + 1``. So a model that verifies several tokens at once sees what it sees token by
+            token. It holds for any number of threads on one machine, and costs the sharing of keys among queries. Not
+            for derivatives, nor for ``mx.vmap`` over ``sinks``. ``mlx_mittens.patch(exact=True)`` turns it on for all
+            calls.
         stream (optional): Stream or device to run on.
 
     Returns:
         array: Of shape ``[batch, heads, queries, value_width]`` and the promoted type of ``q``, ``k`` and ``v``. A
-        query that sees no key gets the same on every device: the mean of all values, of which those that are not finite
-        count as 0; or NaN where an additive mask is -infinity throughout; or zeros with ``sinks``. So does mx on the
-        CPU, but for hidden NaN; MLX's Metal kernels, which such a call may go to, give zeros for a few queries and the
-        mean of some values for many.
+        query that sees no key gets 0, on every device and by every kind of mask, and its gradients are 0. (mx differs
+        by device: on the CPU it gives the mean of all values, or NaN by an additive mask; its Metal kernels for a few
+        queries give 0.)
 
     Raises:
         DtypeError: An argument is not of a type named above.
@@ -85,14 +91,14 @@ def quantized_scaled_dot_product_attention(
     *,
     sinks: mx.array | None = None,
     window: int | None = None,
+    exact: bool = False,
     stream: StreamOrDevice = None,
 ) -> mx.array:
     """Attention over a packed key-value cache, read once as it is packed.
 
     Takes what ``mlx_lm.models.base.quantized_scaled_dot_product_attention`` takes, with sinks and a window besides.
-    Kernels cover 4 and 8 bits, and on GPUs values as wide as the keys. Other calls are composed of mx operations: in
-    these, NaN among hidden scales and biases reaches the result. Gradients are those of ``queries``, an additive
-    ``mask`` and ``sinks``.
+    Kernels cover 4 and 8 bits. Other calls are composed of mx operations: in these, NaN among hidden scales and biases
+    reaches the result. Gradients are those of ``queries``, an additive ``mask`` and ``sinks``.
 
     Args:
         queries (array): Queries of shape ``[batch, heads, queries, width]``; float32, float16 or bfloat16.
@@ -105,6 +111,7 @@ def quantized_scaled_dot_product_attention(
         bits (int): 1, 2, 3, 4, 5, 6 or 8.
         sinks (array, optional): A score for each head that takes part in the softmax without a value.
         window (int, optional): A query sees of the keys up to its own position the last ``window`` ones.
+        exact (bool): As in ``scaled_dot_product_attention``.
         stream (optional): Stream or device to run on.
 
     Returns:

@@ -1,7 +1,8 @@
 """Rows of the table of ops for attention; `specs` puts them together.
 
 The shape of a case is ``(batch, heads, key_heads, queries, keys, width)``. Of the options, ``mask`` says what mask is
-drawn: ``causal``, ``bool``, ``additive`` or none; ``sinks``, whether there are sinks.
+drawn: ``causal``, ``bool``, ``additive`` or none; ``sinks``, whether there are sinks; ``value_width``, how wide values
+are where that is another width than the keys'.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import attention
+from .attention_gradients import exact_attention_vjp
 from .op import Case, Exact, Op, add_outliers, dequantized, draw_packed, on_all_cores, widen
 
 # Scores of float64 that are held at once.
@@ -23,7 +25,7 @@ _PIECE = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOp(Op):
-    """Attention over keys and values as they are, or packed. Gradients are tested beside the table."""
+    """Attention over keys and values as they are, or packed; the gradients of cases of few scores."""
 
     packed: bool = False
 
@@ -33,12 +35,15 @@ class AttentionOp(Op):
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         batch, heads, key_heads, queries, keys, width = case.shape
         options = self.arguments(case)
-        rows = [(batch, key_heads, keys, width)]
-        if self.packed:
-            groups = (batch, key_heads, keys, width // options["group_size"])
-            rows = [(batch, key_heads, keys, width * options["bits"] // 32), groups, groups]
+        rows = []
+        for columns in (width, options["value_width"] or width):
+            if self.packed:
+                groups = (batch, key_heads, keys, columns // options["group_size"])
+                rows += [(batch, key_heads, keys, columns * options["bits"] // 32), groups, groups]
+            else:
+                rows.append((batch, key_heads, keys, columns))
         mask = (batch, 1, queries, keys) if options["mask"] == "bool" else (heads, queries, keys)
-        return [(batch, heads, queries, width), *rows, *rows, mask, (heads,)]
+        return [(batch, heads, queries, width), *rows, mask, (heads,)]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
         # Keys and values of decoding are the front of a larger cache; those of a prompt are transposed, as layers make
@@ -61,6 +66,12 @@ class AttentionOp(Op):
                 arrays.append(_draw(rng, (batch, tokens, heads, width), dtype).swapaxes(1, 2))
         return arrays
 
+    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
+        if not case.vjp or self.packed:
+            return super().cotangents(rng, case, dtype)
+        batch, heads, _, queries, _, width = case.shape
+        return [_draw(rng, (batch, heads, queries, width), dtype)]
+
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         batch, heads, _, queries, keys, width = case.shape
         options = self.arguments(case)
@@ -70,11 +81,15 @@ class AttentionOp(Op):
             there = {"mask": options["mask"] in ("bool", "additive"), "sinks": options["sinks"]}.get(kind, True)
             item = 1 if kind == "mask" and options["mask"] == "bool" else sizes.get(name, dtype.size)
             size += there * item * int(np.prod(shape))
-        return size + batch * heads * queries * width * dtype.size
+        return size + batch * heads * queries * (options["value_width"] or width) * dtype.size
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
         *rows, mask, sinks = arrays
+        if case.vjp:
+            queries, k, v, dy = (a for a in (*rows, *cotangents) if a is not None)
+            causal, scale = options["mask"] == "causal", case.shape[-1] ** -0.5
+            return exact_attention_vjp(queries, k, v, dy, scale, mask, sinks, causal, options["window"])
         q, *rest = (a for a in rows if a is not None)
         if self.packed:
             keys, values = (
@@ -100,7 +115,8 @@ def exact_attention(
 ) -> Exact:
     """Attention in float64, some queries of a head at a time.
 
-    The scores and their exponentials are float32 in every type; where one of them is off, so is a weight.
+    The scores and their exponentials are float32 in every type; where one of them is off, so is a weight. A query that
+    sees no key gets 0.
     """
     batch, heads, queries, _ = q.shape
     key_heads, keys = k.shape[1:3]
@@ -126,18 +142,18 @@ def exact_attention(
             seen &= key <= position
         if window:
             seen &= key > position - window
-        hidden = float(np.finfo(np.float32).min)
         if added is not None:
-            scores, hidden = scores + added[b, h, some], -np.inf
+            scores = scores + added[b, h, some]
+            seen &= added[b, h, some] > -np.inf
         elif allowed is not None:
             seen &= allowed[b, h, some]
-        scores = np.where(seen, scores, hidden)
+        scores = np.where(seen, scores, -np.inf)
         most = scores.max(-1, keepdims=True, initial=-np.inf if sink_scores is None else sink_scores[h])
         weights = np.exp(scores - most)
         total = weights.sum(-1, keepdims=True)
         if sink_scores is not None:
             total = total + np.exp(sink_scores[h] - most)
-        weights /= total
+        weights = np.where(seen.any(-1, keepdims=True), weights / total, 0)
         value[b, h, some] = weights @ weighted
         size[b, h, some] = weights @ np.abs(weighted)
         off = weights * (1 + sizes + np.where(weights > 0, np.abs(scores), 0))
@@ -175,7 +191,7 @@ def _mask_of(mask: str | None, array: mx.array | None) -> None | str | mx.array:
     return "causal" if mask == "causal" else array
 
 
-def _ours(q, k, v, array, sinks_array, mask, sinks, window):
+def _ours(q, k, v, array, sinks_array, *, mask, sinks, window, value_width):
     return attention.scaled_dot_product_attention(
         q, k, v, scale=q.shape[-1] ** -0.5, mask=_mask_of(mask, array), sinks=sinks_array, window=window
     )
@@ -193,12 +209,24 @@ def twin_mask(mask: None | str | mx.array, window: int | None, queries: int, key
     return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-mx.inf, mask.dtype))
 
 
-def _twin(q, k, v, array, sinks_array, mask, sinks, window):
+def zero_unseeing(y: mx.array, mask: None | str | mx.array, window: int | None, queries: int, keys: int) -> mx.array:
+    """A result of mx, in which rows that see no key are what their device makes of them, with 0 for these rows."""
+    seen = twin_mask(mask, window, queries, keys)
+    if isinstance(seen, str):
+        seen = mx.arange(keys) <= mx.arange(queries)[:, None] + keys - queries
+    if seen is None:
+        return y
+    shown = seen if seen.dtype == mx.bool_ else mx.not_equal(seen, -mx.inf)
+    shown = shown if shown.ndim else shown.reshape(1)
+    return mx.where(shown.any(-1, keepdims=True), y, mx.zeros_like(y))
+
+
+def _twin(q, k, v, array, sinks_array, *, mask, sinks, window, value_width):
     seen = twin_mask(_mask_of(mask, array), window, q.shape[2], k.shape[2])
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=seen, sinks=sinks_array)
 
 
-def _ours_packed(q, *rest, mask, sinks, window, group_size, bits):
+def _ours_packed(q, *rest, mask, sinks, window, value_width, group_size, bits):
     *packed, array, sinks_array = rest
     return attention.quantized_scaled_dot_product_attention(
         q, tuple(packed[:3]), tuple(packed[3:]), q.shape[-1] ** -0.5, _mask_of(mask, array), group_size, bits,
@@ -206,7 +234,7 @@ def _ours_packed(q, *rest, mask, sinks, window, group_size, bits):
     )  # fmt: skip
 
 
-def _twin_packed(q, *rest, mask, sinks, window, group_size, bits):
+def _twin_packed(q, *rest, mask, sinks, window, value_width, group_size, bits):
     *packed, array, sinks_array = rest
     seen = twin_mask(_mask_of(mask, array), window, q.shape[2], packed[0].shape[2])
     return composed(q, packed[:3], packed[3:], q.shape[-1] ** -0.5, seen, sinks_array, group_size, bits)
@@ -250,13 +278,16 @@ def composed(
     return product(scores.reshape(grouped), values, False).reshape(batch, heads, queries, -1)
 
 
-def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
-    return tuple(Case("test", shape, options) for shape in shapes)
+def _tests(*shapes: tuple[int, ...], vjp: bool = False, **options: Any) -> tuple[Case, ...]:
+    return tuple(Case("test", shape, options, vjp=vjp) for shape in shapes)
 
 
 # A product, exponentials and another product, each of which rounds: measured by what these roundings move
 # (Exact.inner), the worst of 1600 draws of the tests was 2.9 units off.
 UNITS = 8
+
+# Queries and keys.
+_FEW_AND_MANY = ((1, 40), (20, 20))
 
 # Small enough for the simulator, where tests/verification/test_levels.py demands that they reach every variant of the
 # kernels.
@@ -268,9 +299,14 @@ _TESTS = (
     + _tests((1, 2, 1, 2, 90, 64), (1, 2, 1, 40, 40, 64), mask="causal", window=17)
     + _tests((1, 1, 1, 40, 40, 128), mask="causal", window=2)
     + _tests((1, 2, 1, 1, 540, 256))  # more splits than lanes
-    + _tests(*((1, 2, 1, n, m, width) for width in (72, 80, 96, 192, 256) for n, m in ((1, 40), (20, 20))))
-    # Every number of heads that a kernel lets share keys.
-    + _tests(*((1, r, 1, 1, 37, width) for width in (64, 128, 256) for r in (1, 2, 4, 8, 16)))
+    + _tests(*((1, 2, 1, *n, width) for width in (32, 48, 72, 80, 96, 112, 192, 256, 512) for n in _FEW_AND_MANY))
+    + tuple(
+        case
+        for width, value_width in ((96, 64), (192, 128), (576, 512))
+        for case in _tests(*((1, 2, 1, *n, width) for n in _FEW_AND_MANY), value_width=value_width)
+    )
+    + _tests(*((1, heads, 1, 1, 37, width) for width in (64, 128) for heads in (1, 7, 8, 9, 16)))
+    + _tests(*((1, 2, 1, 18, 40, width) for width in (64, 128, 256)), mask="additive", sinks=True, vjp=True)
 )
 
 _PACKED_TESTS = tuple(
@@ -280,7 +316,8 @@ _PACKED_TESTS = tuple(
         *_tests((1, 8, 2, 1, 70, 64), (2, 2, 1, 3, 33, 128), bits=bits),
         *_tests((1, 4, 2, 2, 45, 64), (1, 8, 2, 2, 37, 128), bits=bits, group_size=32, mask="causal", sinks=True),
         *_tests((1, 4, 2, 2, 37, 128), bits=bits, group_size=128, mask="bool"),
-        *_tests(*((1, r, 1, 1, 37, width) for width in (64, 128, 256) for r in (1, 4, 8, 16)), bits=bits),
+        *_tests(*((1, 9, 1, *n, width) for width in (64, 128, 192, 256) for n in _FEW_AND_MANY), bits=bits),
+        *_tests(*((1, 1, 1, *n, 96) for n in _FEW_AND_MANY), bits=bits, group_size=32),
     )
 )
 
@@ -328,7 +365,7 @@ ATTENTION_OPS: tuple[Op, ...] = (
         twin=_twin,
         twin_text="`mx.fast.scaled_dot_product_attention`",
         summary="attention of prompts and of decoding",
-        options={"mask": None, "sinks": False, "window": None},
+        options={"mask": None, "sinks": False, "window": None, "value_width": None},
         tests=_TESTS,
         cases=_decode((1024, 4096, 8192, 65536)) + _PREFILL,
         units=UNITS,
@@ -340,7 +377,7 @@ ATTENTION_OPS: tuple[Op, ...] = (
         twin=_twin_packed,
         twin_text="mlx-lm's function of this name",
         summary="attention over a quantized cache",
-        options={"mask": None, "sinks": False, "window": None, "group_size": 64, "bits": 8},
+        options={"mask": None, "sinks": False, "window": None, "value_width": None, "group_size": 64, "bits": 8},
         tests=_PACKED_TESTS,
         cases=tuple(
             Case("decode", (1, 32, 8, 1, keys, 128), {"bits": bits}, quick=keys == 1024, gpu_only=keys > 1024)

@@ -10,7 +10,7 @@ import numpy as np
 from helpers.matrices import draw
 from mlx_mittens import specs
 from mlx_mittens.specs import widen
-from mlx_mittens.specs.attention import exact_attention
+from mlx_mittens.specs.attention import exact_attention, twin_mask, zero_unseeing
 
 MASKS = ("none", "causal", "bool", "additive", "row")
 
@@ -93,6 +93,15 @@ def poisoned(array: mx.array, keys: np.ndarray, value: float, columns=slice(None
 def without(y: mx.array, rows: np.ndarray, exact: specs.Exact) -> mx.array:
     """y, with what is right in the place of some rows of queries."""
     return mx.where(mx.array(rows)[:, None], mx.array(exact.value.astype(np.float32)).astype(y.dtype), y)
+
+
+def mx_attention(q, k, v, scale, mask=None, sinks=None, window=None):
+    """What mx gives on the CPU, with 0 for rows that see no key."""
+    queries, keys = q.shape[2], k.shape[2]
+    with mx.stream(mx.cpu):
+        seen = twin_mask(mask, window, queries, keys)
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
+        return zero_unseeing(y, mask, window, queries, keys)
 
 
 def exact_of(q, k, v, scale, mask=None, sinks=None, window=None):

@@ -288,8 +288,6 @@ def _hidden(options):
         at = np.arange(queries)[:, None] + keys - queries
         key = np.arange(keys)[None]
         seen = (key <= at) & (key > at - options.get("window", keys + queries))
-        if queries > keys and keys:  # rows that see none: not of this test
-            seen |= ~seen.any(axis=1, keepdims=True)
         return _attention(q, k, v, seen)
 
     return exact

@@ -20,6 +20,10 @@ GRADIENTS = {
     "layer_norm": {"layer_norm_vjp"},
     "softmax": {"softmax", "softmax_vjp"},
     "add_rms_norm": {"add_rms_norm", "rms_norm_vjp"},
+    "norm_add_norm": {"norm_add_norm", "rms_norm_vjp"},
+    "qk_norm": {"rms_norm_vjp"},
+    "softcap": set(),
+    "scaled_dot_product_attention": {"scaled_dot_product_attention", "scaled_dot_product_attention_vjp"},
 }
 
 # Ops of ours in a composition, which run their native code there.

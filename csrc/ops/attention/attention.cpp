@@ -1,6 +1,7 @@
 #include "ops/attention/attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include <nanobind/nanobind.h>
@@ -25,6 +26,8 @@ namespace {
 
 constexpr const char* op = "scaled_dot_product_attention";
 
+std::atomic<bool> exact_patch = false;
+
 // Why a call of these shapes, in elements, cannot run on the stream, or an empty string.
 std::string not_covered(const mx::Shape& queries, const mx::Shape& values, mx::Dtype dtype,
                         const AttentionOptions& options, mx::Stream stream) {
@@ -36,7 +39,7 @@ std::string not_covered(const mx::Shape& queries, const mx::Shape& values, mx::D
     return std::to_string(bits) + " bits";
   }
   const bool kernels = stream.device == mx::Device::gpu || simulator_enabled();
-  return kernels ? attention_not_covered(queries, values) : "";
+  return kernels ? attention_not_covered(queries, values, bits) : "";
 }
 
 bool has_empty(const mx::Shape& shape) {
@@ -152,31 +155,101 @@ std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, i
   return mx::logical_and(seen, mx::greater(mx::add(key, mx::array(options.window), s), query, s), s);
 }
 
+mx::array shown_by(const mx::array& mask, mx::Stream s) {
+  return mask.dtype() == mx::bool_ ? mask : mx::not_equal(mask, mx::array(-INFINITY, mask.dtype()), s);
+}
+
+mx::array any_of_row(const mx::array& seen, mx::Stream s) {
+  // MLX 0.32.4 crashes in a shapeless graph that reduces an axis of one element.
+  return seen.shape(-1) == 1 ? seen : mx::any(seen, -1, true, s);
+}
+
+std::optional<mx::array> seeing_queries(const AttentionCall& call, mx::Stream s) {
+  const mx::Shape scores = call.scores_shape();
+  std::optional<mx::array> seen;
+  if (call.mask || scores[2] > scores[3]) {
+    seen = seen_keys(call.options, 0, scores[2], scores[2], scores[3], s);
+  }
+  if (call.mask) {
+    const mx::array shown = shown_by(*call.mask, s);
+    seen = seen ? mx::logical_and(*seen, shown, s) : shown;
+  }
+  return seen ? std::optional(any_of_row(*seen, s)) : std::nullopt;
+}
+
 AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
+  call.options.exact = call.options.exact || exact_patch;
   const mx::Shape scores = call.scores_shape();
   const mx::Shape shape = {scores[0], scores[1], scores[2], call.value_width()};
   if (scores[3] == 0 || has_empty(shape)) {
     return mx::zeros(shape, call.queries.dtype(), stream);
   }
-  const int bits = call.options.bits;
-  std::string missing =
-      not_covered(call.queries.shape(), unpacked(call.values[0], bits), call.queries.dtype(), call.options, stream);
+  const mx::Shape values = unpacked(call.values[0], call.options.bits);
+  std::string missing = not_covered(call.queries.shape(), values, call.queries.dtype(), call.options, stream);
   if (!missing.empty()) {
     fallback(op, std::move(missing));
     return call;
   }
-  const AttentionSizes sizes = attention_sizes(call.queries.shape(), {0, call.keys[0].shape(1), scores[3], 0});
+  const AttentionSizes sizes = attention_sizes(call.queries.shape(), call.keys[0].shape(), values);
   const mx::Dtype type = call.queries.dtype();
   const char* reason = why_mx_attention(sizes, call.options, type, stream);
-  if (!call.force_fused && prefer_mx(attention_problem(op, sizes, call.options, type), reason, stream)) {
+  if (!call.force_fused && !call.options.exact &&
+      prefer_mx(attention_problem(op, sizes, call.options, type), reason, stream)) {
     return call;
   }
   return apply_attention(std::move(call), stream);
 }
 
-std::optional<mx::array> found_in(AttentionResult result) {
-  auto* y = std::get_if<mx::array>(&result);
-  return y ? std::optional(std::move(*y)) : std::nullopt;
+namespace {
+
+mx::array slice_axis(const mx::array& a, int axis, int begin, int end, mx::Stream s) {
+  mx::Shape start(a.ndim(), 0), stop = a.shape();
+  start[axis] = begin;
+  stop[axis] = end;
+  return mx::slice(a, start, stop, s);
+}
+
+// What mx gives for each query and the keys in its range alone.
+mx::array query_by_query(const AttentionCall& call, ByMx by_mx, mx::Stream s) {
+  const mx::Shape scores = call.scores_shape();
+  const int queries = scores[2], keys = scores[3];
+  const bool causal = call.options.causal || call.options.window;
+  Arrays rows;
+  for (int i = 0; i < queries; ++i) {
+    const int end = causal ? std::clamp(keys - queries + i + 1, 0, keys) : keys;
+    if (end == 0) {
+      rows.push_back(mx::zeros({scores[0], scores[1], 1, call.value_width()}, call.queries.dtype(), s));
+      continue;
+    }
+    AttentionCall row = call;
+    row.queries = slice_axis(call.queries, 2, i, i + 1, s);
+    for (Arrays* arrays : {&row.keys, &row.values}) {
+      for (mx::array& array : *arrays) {
+        array = slice_axis(array, 2, 0, end, s);
+      }
+    }
+    if (call.mask) {
+      row.mask = call.mask->shape(2) == 1 ? *call.mask : slice_axis(*call.mask, 2, i, i + 1, s);
+      row.mask = row.mask->shape(3) == 1 ? *row.mask : slice_axis(*row.mask, 3, 0, end, s);
+    }
+    rows.push_back(by_mx(row, s));
+  }
+  return mx::concatenate(rows, 2, s);
+}
+
+}  // namespace
+
+mx::array finished(AttentionResult result, ByMx by_mx, mx::Stream stream) {
+  if (auto* y = std::get_if<mx::array>(&result)) {
+    return std::move(*y);
+  }
+  const auto& call = std::get<AttentionCall>(result);
+  return call.options.exact ? query_by_query(call, by_mx, stream) : by_mx(call, stream);
+}
+
+std::optional<mx::array> found_in(AttentionResult result, ByMx by_mx, mx::Stream stream) {
+  const auto* left = std::get_if<AttentionCall>(&result);
+  return left && !left->options.exact ? std::nullopt : std::optional(finished(std::move(result), by_mx, stream));
 }
 
 namespace {
@@ -193,8 +266,13 @@ mx::array by_mx(const AttentionCall& call, mx::Stream s) {
            : mask->dtype() == mx::bool_ ? mx::logical_and(*mask, seen, s)
                                         : mx::where(seen, *mask, mx::array(-INFINITY, mask->dtype()), s);
   }
-  return mx::fast::scaled_dot_product_attention(call.queries, call.keys[0], call.values[0], call.options.scale, mode,
-                                                mask, call.sinks, call.force_fused, s);
+  const std::optional<mx::array> sees = seeing_queries(call, s);
+  if (sees && mask && mask->dtype() != mx::bool_) {
+    mask = mx::where(*sees, *mask, mx::array(0.0f, mask->dtype()), s);  // NaN would reach the gradients of others
+  }
+  const mx::array y = mx::fast::scaled_dot_product_attention(
+      call.queries, call.keys[0], call.values[0], call.options.scale, mode, mask, call.sinks, call.force_fused, s);
+  return sees ? mx::where(*sees, y, mx::array(0.0f, y.dtype()), s) : y;
 }
 
 Arrays alone(mx::array array) {
@@ -205,7 +283,7 @@ Arrays alone(mx::array array) {
 
 AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                         const MaskArgument& mask, const std::optional<mx::array>& sinks, std::optional<int> window,
-                        bool force_fused, mx::StreamOrDevice where) {
+                        bool force_fused, bool exact, mx::StreamOrDevice where) {
   for (const auto& [name, array] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)}) {
     if (array->ndim() != 4) {
       checks::fail(op, name, " has shape ", array->shape(), ": expected four dimensions");
@@ -219,7 +297,7 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
                      alone(in_dtype(v, dtype, stream)),
                      std::nullopt,
                      std::nullopt,
-                     {.scale = scale},
+                     {.scale = scale, .exact = exact},
                      force_fused};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
@@ -228,27 +306,32 @@ AttentionResult checked(const mx::array& q, const mx::array& k, const mx::array&
 
 mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
                                        const MaskArgument& mask, const std::optional<mx::array>& sinks,
-                                       std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
-  auto result = checked(q, k, v, scale, mask, sinks, window, force_fused, where);
-  const auto* left = std::get_if<AttentionCall>(&result);
-  return left ? by_mx(*left, checks::checked_stream(op, where)) : std::get<mx::array>(std::move(result));
+                                       std::optional<int> window, bool force_fused, bool exact,
+                                       mx::StreamOrDevice where) {
+  return finished(checked(q, k, v, scale, mask, sinks, window, force_fused, exact, where), by_mx,
+                  checks::checked_stream(op, where));
+}
+
+std::optional<mx::array> try_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
+                                       const MaskArgument& mask, const std::optional<mx::array>& sinks,
+                                       std::optional<int> window, bool force_fused, bool exact,
+                                       mx::StreamOrDevice where) {
+  return found_in(checked(q, k, v, scale, mask, sinks, window, force_fused, exact, where), by_mx,
+                  checks::checked_stream(op, where));
 }
 
 void bind(nb::module_& module) {
   define(module, op, &try_attention, &scaled_dot_product_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
          "mask"_a.none() = nb::none(), "sinks"_a.none() = nb::none(), "window"_a.none() = nb::none(),
-         "force_fused"_a = false, "stream"_a = nb::none());
+         "force_fused"_a = false, "exact"_a = false, "stream"_a = nb::none());
+  module.def(
+      "set_exact_attention", [](bool value) { exact_patch = value; }, "value"_a,
+      "Whether every attention is exact, as mlx_mittens.patch(exact=True) has it.");
 }
 
 const Register registered(bind);
 
 }  // namespace
-
-std::optional<mx::array> try_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-                                       const MaskArgument& mask, const std::optional<mx::array>& sinks,
-                                       std::optional<int> window, bool force_fused, mx::StreamOrDevice where) {
-  return found_in(checked(q, k, v, scale, mask, sinks, window, force_fused, where));
-}
 
 std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const mx::Shape& k, const mx::Shape& v,
                                                        mx::Dtype dtype, float scale, mx::Stream stream) {
@@ -256,7 +339,7 @@ std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const
   if (has_empty(q) || has_empty(k) || has_empty(v)) {
     return nullptr;
   }
-  const AttentionOptions options{.scale = scale};
+  const AttentionOptions options{.scale = scale, .exact = exact_patch};
   if (std::string reason = not_covered(q, v, dtype, options, stream); !reason.empty()) {
     fallback(op, std::move(reason));
     return nullptr;

@@ -44,6 +44,19 @@ void check_heads(const char* op, const mx::Shape& queries, const mx::Shape& keys
 std::optional<mx::array> seen_keys(const AttentionOptions& options, int first, int last, int queries, int keys,
                                    mx::Stream stream);
 
+// Which keys a mask of bool or of numbers shows, of bool.
+mx::array shown_by(const mx::array& mask, mx::Stream stream);
+
+// Which rows of [.., queries, keys] of bool have a key that is seen, as one column.
+mx::array any_of_row(const mx::array& seen, mx::Stream stream);
+
+// Which queries see a key, of bool, broadcasting to the result; nothing where all do. What mx gives the others depends
+// on the device.
+std::optional<mx::array> seeing_queries(const AttentionCall& call, mx::Stream stream);
+
+// A view of the scores' shape, with strides of 0 where the mask is broadcast.
+mx::array broadcast_mask(const mx::array& mask, const mx::Shape& scores, mx::Stream stream);
+
 mx::array apply_attention(AttentionCall call, mx::Stream stream);
 std::shared_ptr<mx::Primitive> attention_primitive(const AttentionOptions& options, mx::Stream stream);
 
@@ -52,13 +65,14 @@ using AttentionResult = std::variant<mx::array, AttentionCall>;
 
 AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream);
 
-// The result, if there is one.
-std::optional<mx::array> found_in(AttentionResult result);
+// How mx computes a call.
+using ByMx = mx::array (*)(const AttentionCall&, mx::Stream);
 
-// scaled_dot_product_attention, or nothing where no kernel covers the call.
-std::optional<mx::array> try_attention(const mx::array& q, const mx::array& k, const mx::array& v, float scale,
-                                       const MaskArgument& mask, const std::optional<mx::array>& sinks,
-                                       std::optional<int> window, bool force_fused, mx::StreamOrDevice where);
+// The result, if need be by mx.
+mx::array finished(AttentionResult result, ByMx by_mx, mx::Stream stream);
+
+// The result, if there is one. A call that has to be exact is not left to mx's own function.
+std::optional<mx::array> found_in(AttentionResult result, ByMx by_mx, mx::Stream stream);
 
 // The primitive of a call without mask and sinks, of queries, keys and values of these shapes; none where no kernel
 // covers it or there is nothing to do.

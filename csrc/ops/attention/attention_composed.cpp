@@ -64,28 +64,35 @@ class Composition {
       scores = mx::where(of_all_rows, scores, mx::stop_gradient(scores_of(q, k_), s_), s_);
     }
     std::optional<mx::array> visible = seen_keys(call_.options, first, last, queries_, keys_, s_);
-    float hidden = std::numeric_limits<float>::lowest();
     if (call_.mask) {
       mx::array mask = grouped_mask(first, last);
       if (mask.dtype() != mx::bool_) {
-        hidden = -std::numeric_limits<float>::infinity();
         scores = mx::add(scores, mx::astype(mask, mx::float32, s_), s_);
-        mask = mx::not_equal(mask, mx::array(hidden, mask.dtype()), s_);
       }
+      mask = shown_by(mask, s_);
       visible = visible ? mx::logical_and(*visible, mask, s_) : mask;
     }
     if (visible) {
-      scores = mx::where(*visible, scores, mx::array(hidden), s_);
+      scores = mx::where(*visible, scores, mx::array(-std::numeric_limits<float>::infinity()), s_);
     }
+    // Rows that see no key: their softmax of zeros is finite, and so are its derivatives.
+    std::optional<mx::array> sees;
+    if (visible && (call_.mask || queries_ > keys_)) {
+      sees = any_of_row(*visible, s_);
+      scores = mx::where(*sees, scores, mx::array(0.0f), s_);
+    }
+    const auto of_keys = [&](const mx::array& weights) {
+      return joined(sees ? mx::where(*sees, weights, mx::array(0.0f), s_) : weights);
+    };
     if (!call_.sinks) {
-      return {q, visible, joined(mx::softmax(scores, -1, true, s_)), std::nullopt};
+      return {q, visible, of_keys(mx::softmax(scores, -1, true, s_)), std::nullopt};
     }
     mx::Shape shape = scores.shape();
     shape.back() = 1;
     const mx::array sinks = mx::reshape(mx::astype(*call_.sinks, mx::float32, s_), {1, key_heads_, ratio_, 1, 1}, s_);
     scores = mx::concatenate({mx::broadcast_to(sinks, shape, s_), scores}, -1, s_);
     const Arrays parts = mx::split(mx::softmax(scores, -1, true, s_), mx::Shape{1}, -1, s_);
-    return {q, visible, joined(parts[1]), parts[0]};
+    return {q, visible, of_keys(parts[1]), parts[0]};
   }
 
   mx::array output(const Chunk& chunk, int first, int last) const {

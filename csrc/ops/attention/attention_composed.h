@@ -36,6 +36,8 @@ struct WantedGradients {
   bool values = false;
   bool mask = false;
   bool sinks = false;
+
+  bool operator==(const WantedGradients&) const = default;
 };
 
 AttentionGradients attention_gradients(const DenseAttention& call, const mx::array& cotangent,

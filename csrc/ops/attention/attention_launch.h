@@ -17,6 +17,7 @@ struct AttentionOptions {
   bool has_sinks = false;  // an input after the mask: [heads], of the queries' type
   int bits = 0;  // of packed keys and values: 4 or 8; 0: they are of the queries' type
   int group_size = 0;  // of packed keys and values
+  bool exact = false;  // a query's result is bit for bit that of a call of this query and the keys in its range alone
 
   bool operator==(const AttentionOptions&) const = default;
 };
@@ -27,12 +28,13 @@ struct AttentionOptions {
 //   values   [batch, key_heads, keys, value_width]    likewise
 //   mask     [batch, heads, queries, keys]            any strides, 0 where it is broadcast
 //   sinks    [heads]                                  contiguous
-// Output: y [batch, heads, queries, value_width], row contiguous.
+// Output: y [batch, heads, queries, value_width], row contiguous, and if wanted logsumexp [batch, heads, queries] in
+// float32: the natural logarithm of the sum of e^score of a row, -inf where it sees no key.
 
 // Why no kernel covers these shapes, for the rule that sends the call to mx. Empty: one does.
-std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& values);
+std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& values, int bits);
 
 std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, const mx::array& y,
-                                       const AttentionOptions& options, mx::Stream stream);
+                                       const mx::array* logsumexp, const AttentionOptions& options, mx::Stream stream);
 
 }  // namespace mittens

@@ -5,6 +5,8 @@
 #include "cpu/attention.h"
 #include "mlx/ops.h"
 #include "ops/attention/attention.h"
+#include "ops/attention/attention_backward.h"
+#include "ops/attention/attention_backward_launch.h"
 #include "ops/attention/attention_composed.h"
 #include "runtime/array_layout.h"
 #include "runtime/checks.h"
@@ -18,7 +20,9 @@ namespace {
 // scales and biases; values likewise; a mask of four dimensions that broadcast; sinks.
 class Attention : public KernelPrimitive {
  public:
-  Attention(mx::Stream stream, AttentionOptions options) : KernelPrimitive(stream), options_(options) {}
+  // has_logsumexp: the second output, for gradients.
+  Attention(mx::Stream stream, AttentionOptions options, bool has_logsumexp = false)
+      : KernelPrimitive(stream), options_(options), has_logsumexp_(has_logsumexp) {}
 
   static mx::array apply(AttentionCall call, mx::Stream stream) {
     Arrays inputs;
@@ -40,14 +44,20 @@ class Attention : public KernelPrimitive {
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return options_ == static_cast<const Attention&>(other).options_;
+    const auto& attention = static_cast<const Attention&>(other);
+    return options_ == attention.options_ && has_logsumexp_ == attention.has_logsumexp_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    return {shape_of_y(inputs)};
+    std::vector<mx::Shape> shapes = {shape_of_y(inputs)};
+    if (has_logsumexp_) {
+      shapes.push_back({shapes[0][0], shapes[0][1], shapes[0][2]});
+    }
+    return shapes;
   }
 
-  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
     WantedGradients wanted;
     for (int argument : argnums) {
       check_differentiable(primals, argument);
@@ -57,7 +67,7 @@ class Attention : public KernelPrimitive {
       wanted.mask |= argument == mask_index();
       wanted.sinks |= argument == sinks_index();
     }
-    const AttentionGradients gradients = attention_gradients(dense(primals), cotangents[0], wanted, stream());
+    const AttentionGradients gradients = gradients_of(primals, cotangents[0], wanted, outputs);
     Arrays result;
     for (int argument : argnums) {
       result.push_back(argument == 0               ? *gradients.queries
@@ -99,24 +109,29 @@ class Attention : public KernelPrimitive {
       a = mx::broadcast_to(a, shape, stream());
       batched[i] = mx::flatten(a, 0, 1, stream());
     }
-    const mx::array y = mx::unflatten(apply(batched, options_, stream()), 0, {size, batch}, stream());
-    return {{y}, {0}};
+    Arrays outputs = results(std::move(batched), options_, has_logsumexp_, stream());
+    for (mx::array& output : outputs) {
+      output = mx::unflatten(output, 0, {size, batch}, stream());
+    }
+    return {outputs, std::vector<int>(outputs.size(), 0)};
   }
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    // The kernels load 16 bytes at once, of scales and biases single elements.
+    const auto alignment = [this](int i) { return options_.bits == 0 || i == 0 || i % 3 == 1 ? 16 : 1; };
     bool as_is = !options_.has_mask;
     for (int i = 0; i < after_values() && as_is; ++i) {
-      as_is = has_rows(inputs[i], 1);
+      as_is = has_rows(inputs[i], alignment(i));
     }
     if (as_is && (!options_.has_sinks || is_contiguous(inputs.back()))) {
       return inputs;
     }
     for (int i = 0; i < after_values(); ++i) {
-      copies.push_back(with_rows(inputs[i], 1, stream()));
+      copies.push_back(with_rows(inputs[i], alignment(i), stream()));
     }
     if (options_.has_mask) {
-      copies.push_back(broadcast_mask(inputs));
+      copies.push_back(broadcast_mask(inputs[mask_index()], scores_shape(inputs), stream()));
     }
     if (options_.has_sinks) {
       copies.push_back(contiguous_rows(inputs.back(), stream()));
@@ -125,16 +140,16 @@ class Attention : public KernelPrimitive {
   }
 
   bool sums_nothing(const Arrays& inputs) const override {
-    return inputs[first_key()].shape(2) == 0;
+    return inputs[first_key()].shape(2) == 0 || inputs[first_value()].shape(3) == 0;
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     // A graph that was made for the CPU's native code may run in the simulator, a compiled one with other shapes.
-    const std::string missing = attention_not_covered(inputs[0].shape(), outputs[0].shape());
+    const std::string missing = attention_not_covered(inputs[0].shape(), outputs[0].shape(), options_.bits);
     if (!missing.empty()) {
       checks::fail(op(), "was called where native code or other shapes were expected: no kernel covers ", missing);
     }
-    return attention_launches(inputs, outputs[0], options_, stream());
+    return attention_launches(inputs, outputs[0], has_logsumexp_ ? &outputs[1] : nullptr, options_, stream());
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -160,21 +175,51 @@ class Attention : public KernelPrimitive {
     }
     call.sinks = options_.has_sinks ? data_of(inputs.back()) : nullptr;
     call.y = data_of(outputs[0]);
+    call.logsumexp = has_logsumexp_ ? outputs[1].data<float>() : nullptr;
     call.scale = options_.scale;
     call.causal = options_.causal;
     call.window = options_.window;
+    call.exact = options_.exact;
     return [call] { cpu::attention(call); };
   }
 
   Arrays composed(const Arrays& inputs) override {
-    return {composed_attention(dense(inputs), stream())};
+    const DenseAttention call = dense(inputs);
+    Arrays outputs = {composed_attention(call, stream())};
+    if (has_logsumexp_) {
+      outputs.push_back(composed_logsumexp(call, stream()));
+    }
+    return outputs;
   }
 
  private:
   static mx::array apply(Arrays inputs, const AttentionOptions& options, mx::Stream stream) {
-    auto primitive = std::make_shared<Attention>(stream, options);
-    mx::Shape shape = primitive->shape_of_y(inputs);
-    return only_output(std::move(shape), std::move(primitive), std::move(inputs));
+    // MLX does not say whether it traces for gradients. A graph that is compiled or mapped has a row's logsumexp too.
+    const bool is_traced = std::any_of(inputs.begin(), inputs.end(), [](const mx::array& a) { return a.is_tracer(); });
+    const bool has_columns = options.bits == 0 && inputs[0].shape(3) > 0 && inputs[2].shape(3) > 0;
+    return results(std::move(inputs), options, is_traced && has_columns, stream)[0];
+  }
+
+  static Arrays results(Arrays inputs, const AttentionOptions& options, bool has_logsumexp, mx::Stream stream) {
+    auto primitive = std::make_shared<Attention>(stream, options, has_logsumexp);
+    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+    if (!has_logsumexp) {
+      return {only_output(std::move(shapes[0]), std::move(primitive), std::move(inputs))};
+    }
+    return mx::array::make_arrays(std::move(shapes), {inputs[0].dtype(), mx::float32}, primitive, inputs);
+  }
+
+  AttentionGradients gradients_of(const Arrays& primals, const mx::array& cotangent, const WantedGradients& wanted,
+                                  const Arrays& outputs) {
+    const DenseAttention call = dense(primals);
+    if (!attention_backward_covers(call, stream())) {
+      return attention_gradients(call, cotangent, wanted, stream());
+    }
+    if (has_logsumexp_) {
+      return attention_backward(call, outputs[0], outputs[1], cotangent, wanted, stream());
+    }
+    const Arrays again = results(primals, options_, true, stream());
+    return attention_backward(call, again[0], again[1], cotangent, wanted, stream());
   }
 
   const char* op() const {
@@ -230,22 +275,8 @@ class Attention : public KernelPrimitive {
     }
   }
 
-  // A view of the scores' shape, with strides of 0 where the mask is broadcast.
-  mx::array broadcast_mask(const Arrays& inputs) {
-    const mx::array& given = inputs[mask_index()];
-    const mx::Shape shape = {inputs[0].shape(0), inputs[0].shape(1), inputs[0].shape(2), inputs[first_key()].shape(2)};
-    bool backwards = false;
-    for (int axis = 0; axis < 4; ++axis) {
-      backwards |= given.strides(axis) < 0;
-    }
-    const mx::array mask = backwards ? contiguous(given, stream()) : given;
-    mx::Strides strides = mask.strides();
-    for (int axis = 0; axis < 4; ++axis) {
-      strides[axis] = mask.shape(axis) == 1 ? 0 : strides[axis];
-    }
-    mx::array view(shape, mask.dtype(), nullptr, {});
-    view.copy_shared_buffer(mask, strides, {}, mask.data_size());
-    return view;
+  mx::Shape scores_shape(const Arrays& inputs) const {
+    return {inputs[0].shape(0), inputs[0].shape(1), inputs[0].shape(2), inputs[first_key()].shape(2)};
   }
 
   static cpu::AttentionView view(const mx::array& array) {
@@ -260,9 +291,25 @@ class Attention : public KernelPrimitive {
   }
 
   AttentionOptions options_;
+  bool has_logsumexp_;
 };
 
 }  // namespace
+
+mx::array broadcast_mask(const mx::array& given, const mx::Shape& shape, mx::Stream stream) {
+  bool backwards = false;
+  for (int axis = 0; axis < 4; ++axis) {
+    backwards |= given.strides(axis) < 0;
+  }
+  const mx::array mask = backwards ? contiguous(given, stream) : given;
+  mx::Strides strides = mask.strides();
+  for (int axis = 0; axis < 4; ++axis) {
+    strides[axis] = mask.shape(axis) == 1 ? 0 : strides[axis];
+  }
+  mx::array view(shape, mask.dtype(), nullptr, {});
+  view.copy_shared_buffer(mask, strides, {}, mask.data_size());
+  return view;
+}
 
 mx::array apply_attention(AttentionCall call, mx::Stream stream) {
   return Attention::apply(std::move(call), stream);

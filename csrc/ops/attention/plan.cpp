@@ -1,8 +1,6 @@
 #include "ops/attention/plan.h"
 
 #include <algorithm>
-#include <bit>
-#include <limits>
 
 #include "params/attention.h"
 #include "runtime/array_layout.h"
@@ -14,130 +12,51 @@ namespace mittens {
 namespace {
 
 constexpr uint32_t most_decode_queries = 16;
-constexpr uint32_t many = std::numeric_limits<uint32_t>::max();
-
-enum class Storage { dense, packed, either };  // of keys and values
-enum class Type { half, float32, either };
-enum class Queries { few, prompt, either };
 
 struct AttentionSchedule {
   const char* name;
   AttentionKernel kernel;
-  Where where;
-  Storage storage;
-  Type type;
-  Queries queries;
-  uint32_t fewest_width;
-  uint32_t most_width;
-  // Rows of queries that share keys.
-  uint32_t fewest_rows;
-  uint32_t most_rows;
+  uint32_t fewest_queries;
 };
 
-// The first that fits is taken. Matrices of 8 rows: where they are full enough, and for packed keys and values from two
-// rows on, since a matrix that is mostly empty takes less than to unpack for each row. In float32 they have 8 rows at
-// most, as 16 would take more registers than there are; prompts by them take 0.12 to 0.95 of the time on an H200, while
-// on Apple's GPUs the prefill kernel's simdgroups share what they load by a core's cache.
+// The first that fits is taken.
 constexpr AttentionSchedule schedules[] = {
-    {"mma", AttentionKernel::mma, Where::anywhere, Storage::packed, Type::half, Queries::either, 0, 128, 2, many},
-    {"mma", AttentionKernel::mma, Where::anywhere, Storage::dense, Type::half, Queries::few, 0, 128, 3, many},
-    {"mma", AttentionKernel::mma, Where::anywhere, Storage::dense, Type::half, Queries::prompt, 64, 64, 3, many},
-    {"mma", AttentionKernel::mma, Where::anywhere, Storage::dense, Type::half, Queries::prompt, 128, 128, 3, many},
-    {"mma", AttentionKernel::mma, Where::anywhere, Storage::dense, Type::float32, Queries::few, 0, 128, 5, 8},
-    {"mma", AttentionKernel::mma, Where::nvidia, Storage::dense, Type::float32, Queries::prompt, 64, 64, 3, many},
-    {"mma", AttentionKernel::mma, Where::nvidia, Storage::dense, Type::float32, Queries::prompt, 128, 128, 3, many},
-    {"prefill", AttentionKernel::prefill, Where::anywhere, Storage::dense, Type::either, Queries::prompt, 0, 256, 1,
-     many},
-    {"decode", AttentionKernel::decode, Where::anywhere, Storage::either, Type::either, Queries::either, 0, 256, 1,
-     many},
+    {"prompt", AttentionKernel::prompt, most_decode_queries + 1},
+    {"decode", AttentionKernel::decode, 0},
 };
 
-bool can_run(const AttentionSchedule& schedule, const AttentionSizes& sizes, const AttentionOptions& options,
-             mx::Dtype dtype) {
-  const Storage storage = options.bits == 0 ? Storage::dense : Storage::packed;
-  const Type type = dtype == mx::float32 ? Type::float32 : Type::half;
-  const Queries queries = sizes.is_prompt() ? Queries::prompt : Queries::few;
-  return (schedule.storage == Storage::either || schedule.storage == storage) &&
-         (schedule.type == Type::either || schedule.type == type) &&
-         (schedule.queries == Queries::either || schedule.queries == queries) && sizes.width >= schedule.fewest_width &&
-         sizes.width <= schedule.most_width;
+// Registers of the kernels' inner loops, as half registers of Apple's GPUs and as registers of NVIDIA's.
+Registers registers_of(const AttentionSizes& sizes, const AttentionOptions& options) {
+  const uint32_t columns = sizes.value_width / attention_value_slices(static_cast<int>(sizes.value_width));
+  const uint32_t apple = columns <= 64 ? 128 : columns <= 128 ? 160 : columns <= 192 ? 192 : 232;
+  return {options.bits != 0 ? std::min(apple + 24, 255u) : apple, columns <= 64 ? 96u : columns <= 128 ? 128u : 168u};
 }
 
-// Whether metal/attention has a kernel: what matrices are always better at is left to them.
-bool has_kernel(AttentionKernel kernel, const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
-  const bool is_half = dtype != mx::float32;
-  if (kernel == AttentionKernel::prefill) {
-    return !is_half || (sizes.width != 64 && sizes.width != 128);
-  }
-  if (kernel == AttentionKernel::mma || sizes.width > 128) {
-    return true;
-  }
-  constexpr uint64_t most_rows = 16;
-  const uint64_t rows = std::min(std::bit_ceil(uint64_t(sizes.ratio()) * sizes.queries), most_rows);
-  if (is_half) {
-    return rows <= (options.bits != 0 ? 1 : 2);
-  }
-  return options.bits != 0 || rows != 8;
-}
-
-AttentionKernel choose(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype, const Gpu& gpu,
-                       const Name& asked_for) {
-  const auto has_kernel_for = [&](const AttentionSchedule& schedule) {
-    return can_run(schedule, sizes, options, dtype) && has_kernel(schedule.kernel, sizes, options, dtype);
-  };
-  const auto pays = [&](const AttentionSchedule& schedule) {
-    const uint64_t rows = uint64_t(sizes.ratio()) * sizes.queries;
-    return is_here(schedule.where, gpu) && rows >= schedule.fewest_rows && rows <= schedule.most_rows;
-  };
-  return choose_row(schedules, asked_for, has_kernel_for, pays).kernel;
-}
-
-Registers registers_of(const AttentionPlan& plan, const AttentionOptions& options, mx::Dtype dtype) {
-  if (plan.kernel == AttentionKernel::decode) {
-    return {255, plan.rows > 4 ? 255u : 168u};
-  }
-  if (dtype == mx::float32 || plan.rows > 8) {
-    return {255, plan.width == 64 ? 168u : 255u};
-  }
-  return {255, options.bits == 0 || plan.width == 64 ? 128u : 168u};
-}
+// The order in which the keys of a row are summed up depends on this alone if the plan is exact.
+constexpr uint32_t exact_keys_per_split = 1024;
 
 void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
                     const Gpu& gpu) {
-  const bool by_matrices = plan.kernel == AttentionKernel::mma;
-  plan.width = std::max(std::bit_ceil(sizes.width), 64u);
-  const uint32_t rows = sizes.ratio() * sizes.queries;
-  plan.rows = std::min(std::bit_ceil(rows), plan.width > 128 ? 8u : 16u);
-  if (by_matrices) {
-    const bool only_eight = dtype == mx::float32 || (options.bits != 0 && options.group_size < 64);
-    plan.rows = only_eight ? 8 : std::max(plan.rows, 8u);
-  } else if (options.bits != 0 && plan.rows == 2) {
-    plan.rows = 4;  // there are fewer kernels of packed keys
+  const auto columns = static_cast<int>(sizes.value_width);
+  const uint32_t step = plan.simdgroups * 8 * attention_key_blocks(columns, dtype == mx::float16);
+  const uint32_t first = first_key(sizes, options) / step * step;
+  const uint32_t keys = sizes.keys - first;
+  if (options.exact) {
+    plan.keys_per_split = exact_keys_per_split;
+  } else {
+    const uint32_t resident_threadgroups =
+        gpu.cores * (gpu.resident_simdgroups(registers_of(sizes, options)) / plan.simdgroups);
+    const uint32_t steps = ceil_divide(keys, step);
+    const uint64_t groups =
+        uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks * attention_value_slices(columns);
+    // Steps that take no longer than half of them and a second kernel.
+    constexpr uint32_t serial_steps = 8;
+    const uint32_t wanted = steps > serial_steps ? static_cast<uint32_t>(resident_threadgroups / groups) : 1;
+    // Putting many shares together takes longer than some steps.
+    const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
+    plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
   }
-  plan.row_blocks = ceil_divide(rows, plan.rows);
-  const uint32_t resident_threadgroups =
-      gpu.cores * (gpu.resident_simdgroups(registers_of(plan, options, dtype)) / kDecodeSimdgroups);
-  uint32_t step = kDecodeSimdgroups * (plan.rows == 1 ? 8 : 4) * (256 / plan.width);  // DecodeShape::tile
-  if (by_matrices) {
-    const uint32_t elements = plan.width * plan.rows / 8;
-    uint32_t tiles = elements > 64 || dtype == mx::float32 ? 1 : 2;  // TileShape::C
-    if (options.bits != 0) {
-      tiles = options.group_size < 64 || elements > 128 ? 1 : 2;
-    }
-    step = kDecodeSimdgroups * 8 * tiles;
-  }
-  const uint32_t first = first_key(sizes, options);
-  const uint32_t steps = ceil_divide(sizes.keys - first, step);
-  const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks;
-  // Steps that take no longer than half of them and a second kernel.
-  const uint32_t serial_steps = by_matrices ? (plan.rows > 8 || options.bits != 0 ? 4 : 8) : plan.rows > 4 ? 2 : 4;
-  // Whether a row of a prompt sees any key at all is known where all of them are.
-  const bool may_split = steps > serial_steps && !(sizes.is_prompt() && options.has_mask);
-  const uint32_t wanted = may_split ? static_cast<uint32_t>(resident_threadgroups / groups) : 1;
-  // Putting many shares together takes longer than some steps.
-  const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
-  plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
-  plan.splits = std::max(ceil_divide(sizes.keys - first, plan.keys_per_split), 1u);
+  plan.splits = std::max(ceil_divide(keys, plan.keys_per_split), 1u);
 }
 
 const Schedules registered({"scaled_dot_product_attention", "quantized_scaled_dot_product_attention"}, schedules);
@@ -164,9 +83,10 @@ bool AttentionSizes::is_prompt() const {
   return queries > most_decode_queries;
 }
 
-AttentionSizes attention_sizes(const mx::Shape& queries, const mx::Shape& keys) {
-  return {static_cast<uint32_t>(queries[0]), static_cast<uint32_t>(queries[1]), static_cast<uint32_t>(keys[1]),
-          static_cast<uint32_t>(queries[2]), static_cast<uint32_t>(keys[2]),    static_cast<uint32_t>(queries[3])};
+AttentionSizes attention_sizes(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values) {
+  const auto size = [](int n) { return static_cast<uint32_t>(n); };
+  return {size(queries[0]), size(queries[1]), size(keys[1]),  size(queries[2]),
+          size(keys[2]),    size(queries[3]), size(values[3])};
 }
 
 Problem attention_problem(const char* op, const AttentionSizes& sizes, const AttentionOptions& options,
@@ -189,15 +109,21 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
   const char* op = options.bits ? "quantized_scaled_dot_product_attention" : "scaled_dot_product_attention";
   const Choice choice = calibrated(attention_problem(op, sizes, options, dtype), stream);
   const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
+  const auto can_run = [&](const AttentionSchedule& schedule) {
+    return !options.exact || schedule.kernel == AttentionKernel::decode;
+  };
+  const auto pays = [&](const AttentionSchedule& schedule) { return sizes.queries >= schedule.fewest_queries; };
   AttentionPlan plan{};
-  plan.kernel = choose(sizes, options, dtype, gpu, choice.schedule);
-  if (plan.kernel == AttentionKernel::prefill) {
-    plan.width = sizes.width;
-    plan.rows = kPrefillSimdgroups * 8 * (sizes.width == 64 ? 2 : 1);  // R of attention/attention_prefill.metal
-    plan.row_blocks = ceil_divide(sizes.queries, plan.rows);
+  plan.kernel = choose_row(schedules, choice.schedule, can_run, pays).kernel;
+  plan.simdgroups = plan.kernel == AttentionKernel::decode ? kDecodeSimdgroups
+                                                           : attention_prompt_simdgroups(static_cast<int>(sizes.width));
+  const uint32_t blocks = ceil_divide(sizes.ratio() * sizes.queries, 8);
+  if (plan.kernel == AttentionKernel::prompt) {
+    plan.row_blocks = ceil_divide(blocks, plan.simdgroups);
     plan.splits = 1;
     plan.keys_per_split = sizes.keys;
   } else {
+    plan.row_blocks = blocks;
     share_out_keys(plan, sizes, options, dtype, gpu);
   }
   return plan;

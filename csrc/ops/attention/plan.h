@@ -17,6 +17,7 @@ struct AttentionSizes {
   uint32_t queries;
   uint32_t keys;
   uint32_t width;
+  uint32_t value_width;
 
   uint32_t ratio() const {
     return heads / key_heads;
@@ -27,7 +28,8 @@ struct AttentionSizes {
   bool is_prompt() const;
 };
 
-AttentionSizes attention_sizes(const mx::Shape& queries, const mx::Shape& keys);
+// Shapes in elements, also of keys and values that lie packed.
+AttentionSizes attention_sizes(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values);
 
 // What an attention is for calibration.
 Problem attention_problem(const char* op, const AttentionSizes& sizes, const AttentionOptions& options,
@@ -37,14 +39,15 @@ Problem attention_problem(const char* op, const AttentionSizes& sizes, const Att
 // such.
 uint32_t first_key(const AttentionSizes& sizes, const AttentionOptions& options);
 
-enum class AttentionKernel { mma, prefill, decode };
+// In decoding the simdgroups of a threadgroup share the keys of 8 rows of queries, and threadgroups may share them
+// further; in prompts each simdgroup has 8 rows of its own and all their keys.
+enum class AttentionKernel { decode, prompt };
 
 struct AttentionPlan {
   AttentionKernel kernel;
-  uint32_t width;  // of the kernel: decode and mma have 64, 128 and 256
-  uint32_t rows;  // of a threadgroup, which share each key that it reads
-  uint32_t row_blocks;
-  uint32_t splits;
+  uint32_t simdgroups;  // of a threadgroup
+  uint32_t row_blocks;  // threadgroups that share out the rows of a key head
+  uint32_t splits;  // threadgroups that share out the keys of a row
   uint32_t keys_per_split;
 };
 

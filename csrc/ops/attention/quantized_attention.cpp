@@ -64,15 +64,17 @@ mx::array by_mx(const AttentionCall& call, mx::Stream s) {
       product(mx::reshape(scaled, {batch, key_heads, ratio * queries, call.queries.shape(3)}, s), call.keys, true),
       scores_shape, s);
   std::optional<mx::array> seen = seen_keys(call.options, 0, queries, queries, keys, s);
-  mx::array hidden(mx::finfo(dtype).min, dtype);
-  if (call.mask && call.mask->dtype() == mx::bool_) {
-    seen = seen ? mx::logical_and(*seen, *call.mask, s) : *call.mask;
-  } else if (call.mask) {
-    scores = mx::add(scores, *call.mask, s);
-    hidden = mx::array(-std::numeric_limits<float>::infinity(), dtype);
+  const std::optional<mx::array> sees = seeing_queries(call, s);
+  if (call.mask) {
+    scores = call.mask->dtype() == mx::bool_ ? scores : mx::add(scores, *call.mask, s);
+    const mx::array shown = shown_by(*call.mask, s);
+    seen = seen ? mx::logical_and(*seen, shown, s) : shown;
   }
   if (seen) {
-    scores = mx::where(*seen, scores, hidden, s);
+    scores = mx::where(*seen, scores, mx::array(-std::numeric_limits<float>::infinity(), dtype), s);
+  }
+  if (sees) {
+    scores = mx::where(*sees, scores, mx::array(0.0f, dtype), s);  // a softmax of -infinity alone is NaN
   }
   if (call.sinks) {
     const mx::array each = mx::reshape(*call.sinks, {1, heads, 1, 1}, s);
@@ -82,13 +84,14 @@ mx::array by_mx(const AttentionCall& call, mx::Stream s) {
   } else {
     scores = mx::softmax(scores, -1, true, s);
   }
-  const mx::array y = product(mx::reshape(scores, {batch, key_heads, ratio * queries, keys}, s), call.values, false);
-  return mx::reshape(y, {batch, heads, queries, y.shape(-1)}, s);
+  mx::array y = product(mx::reshape(scores, {batch, key_heads, ratio * queries, keys}, s), call.values, false);
+  y = mx::reshape(y, {batch, heads, queries, y.shape(-1)}, s);
+  return sees ? mx::where(*sees, y, mx::array(0.0f, dtype), s) : y;
 }
 
 AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
                         const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
-                        std::optional<int> window, mx::StreamOrDevice where) {
+                        std::optional<int> window, bool exact, mx::StreamOrDevice where) {
   affine_format(op, group_size, bits, true);
   if (queries.ndim() != 4) {
     checks::fail(op, "queries has shape ", queries.shape(), ": expected four dimensions");
@@ -110,7 +113,7 @@ AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Tr
                      {value_words, typed(value_scales), typed(value_biases)},
                      std::nullopt,
                      std::nullopt,
-                     {.scale = scale, .bits = bits, .group_size = group_size}};
+                     {.scale = scale, .bits = bits, .group_size = group_size, .exact = exact}};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
   return attend(op, std::move(call), stream);
@@ -119,22 +122,22 @@ AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Tr
 std::optional<mx::array> try_quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values,
                                                  float scale, const MaskArgument& mask, int group_size, int bits,
                                                  const std::optional<mx::array>& sinks, std::optional<int> window,
-                                                 mx::StreamOrDevice where) {
-  return found_in(checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where));
+                                                 bool exact, mx::StreamOrDevice where) {
+  return found_in(checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, exact, where), by_mx,
+                  checks::checked_stream(op, where));
 }
 
 mx::array quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values, float scale,
                               const MaskArgument& mask, int group_size, int bits, const std::optional<mx::array>& sinks,
-                              std::optional<int> window, mx::StreamOrDevice where) {
-  auto result = checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, where);
-  const auto* left = std::get_if<AttentionCall>(&result);
-  return left ? by_mx(*left, checks::checked_stream(op, where)) : std::get<mx::array>(std::move(result));
+                              std::optional<int> window, bool exact, mx::StreamOrDevice where) {
+  return finished(checked(queries, q_keys, q_values, scale, mask, group_size, bits, sinks, window, exact, where), by_mx,
+                  checks::checked_stream(op, where));
 }
 
 void bind(nb::module_& module) {
   define(module, op, &try_quantized_attention, &quantized_attention, "queries"_a, "q_keys"_a, "q_values"_a, "scale"_a,
          "mask"_a.none() = nb::none(), "group_size"_a = 64, "bits"_a = 8, nb::kw_only(), "sinks"_a.none() = nb::none(),
-         "window"_a.none() = nb::none(), "stream"_a = nb::none());
+         "window"_a.none() = nb::none(), "exact"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -7,7 +7,6 @@ import pytest
 import mlx_mittens as mm
 
 TILE = 8
-SIMDGROUPS = 4
 
 
 def arrays(rng, heads, key_heads, queries, keys, width, dtype=mx.float16):
@@ -26,33 +25,19 @@ def prompt(counted, arrays, **options):
     return counted(attend(arrays, **options))[0]
 
 
+@pytest.mark.parametrize("gpu", ["apple", "nvidia"])
 @pytest.mark.parametrize(
-    "width, rows, dtype", [(64, 16, mx.float32), (128, 8, mx.float32), (80, 8, mx.float16), (256, 8, mx.float16)]
+    "width, dtype", [(64, mx.float32), (128, mx.float32), (128, mx.float16), (80, mx.float16), (256, mx.float16)]
 )
-def test_prefill_does_the_least_its_tiles_need(rng, counted, width, rows, dtype):
+def test_prompts_do_the_least_their_tiles_need(rng, counted, width, dtype, gpu):
     """Each simdgroup reads every key and value once for its rows, and no product is computed twice."""
     heads, queries, keys = 2, 128, 160
-    counts = prompt(counted, arrays(rng, heads, 1, queries, keys, width, dtype))
+    counts = counted(attend(arrays(rng, heads, 1, queries, keys, width, dtype)), gpu=gpu)[0]
     assert counts["matrix_operations"] == 2 * heads * (queries // TILE) * (keys // TILE) * (width // TILE)
     row = dtype.size * width
-    assert counts["device_bytes_loaded"] <= 1.01 * heads * row * (queries // rows * 2 * keys + queries)
+    assert counts["device_bytes_loaded"] <= 1.01 * heads * row * (queries // TILE * 2 * keys + queries)
     assert counts["device_bytes_stored"] == heads * queries * row
-    assert counts["threadgroup_barriers"] == 0 and counts["threadgroup_bytes"] == 0
-
-
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("dtype, rows", [(mx.float16, 16), (mx.float32, 8)])
-def test_a_prompt_by_tiles_reads_each_key_once_for_its_rows(rng, counted, width, dtype, rows):
-    """The simdgroups of a threadgroup share out the keys. Each reads the queries (in float32 one reads them for all),
-    and no product is computed twice."""
-    heads, queries, keys = 2, 128, 160
-    drawn = arrays(rng, heads, 1, queries, keys, width, dtype)
-    counts = counted(attend(drawn), gpu="nvidia")[0]
-    assert counts["matrix_operations"] == 2 * heads * (queries // TILE) * (keys // TILE) * (width // TILE)
-    readers = 1 if dtype == mx.float32 else counts["threads"] // 32 // (heads * queries // rows)
-    row = dtype.size * width
-    assert counts["device_bytes_loaded"] <= 1.01 * heads * row * (queries // rows * 2 * keys + readers * queries)
-    assert counts["bank_conflicts"] == 0
+    assert counts["threadgroup_barriers"] == 0 and counts["bank_conflicts"] == 0
 
 
 @pytest.mark.parametrize("width, tokens", [(64, 2048), (128, 1024)])
@@ -63,9 +48,9 @@ def test_a_causal_prompt_costs_half(rng, counted, width, tokens):
         assert causal[name] <= 0.56 * full[name]
 
 
-@pytest.mark.parametrize("width, rows, block", [(128, 16, 8), (80, 8, 16)])
-def test_keys_outside_the_window_are_not_read(rng, counted, width, rows, block):
-    window, queries, keys = 64, 512, 1024
+@pytest.mark.parametrize("width, block", [(128, 8), (64, 16)])
+def test_keys_outside_the_window_are_not_read(rng, counted, width, block):
+    window, queries, keys, rows = 64, 512, 1024, 8
     counts = prompt(counted, arrays(rng, 1, 1, queries, keys, width), window=window)
     blocks = (window + rows - 1 + 2 * (block - 1)) // block  # that a simdgroup's rows can touch
     assert counts["matrix_operations"] <= 2 * (queries // TILE) * blocks * (block // TILE) * (width // TILE)
@@ -80,14 +65,12 @@ def test_blocks_of_a_mask_that_hide_all_are_skipped(rng, counted, width):
     assert counts["matrix_operations"] * 8 == full["matrix_operations"]
 
 
-def test_a_row_that_sees_nothing_brings_back_what_was_skipped(rng, counted):
-    """It has the mean of all values."""
+def test_a_row_that_sees_nothing_costs_nothing(rng, counted):
     drawn = arrays(rng, 1, 1, 64, 512, 128)
     seen = np.zeros((64, 512), bool)
     seen[1:, 96:160] = True
     counts, full = prompt(counted, drawn, mask=mx.array(seen)), prompt(counted, drawn)
-    blocks = 64 // 16
-    assert counts["matrix_operations"] == full["matrix_operations"] // blocks * (1 + blocks / 8)
+    assert counts["matrix_operations"] * 8 == full["matrix_operations"]
 
 
 @pytest.mark.parametrize(
@@ -108,24 +91,19 @@ def test_nan_that_all_rows_see_costs_little(rng, counted, heads, queries, width,
     assert bytes_loaded <= (1.01 if what == "key" else 2.5) * least
 
 
-# 16 heads of 256 elements are shared by two threadgroups: their sums do not fit the registers of one.
-@pytest.mark.parametrize(
-    "ratio, width", [(ratio, width) for ratio in (1, 2, 4, 8, 16) for width in (64, 128, 256) if ratio * width <= 2048]
-)
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("ratio", [1, 2, 4, 8, 16])
 def test_decode_reads_each_key_and_value_once(rng, counted, ratio, width):
-    """For all heads of a group together; only what they add up to goes through memory again."""
+    """For 8 heads of a group together; only what they add up to goes through memory again."""
     key_heads, keys = 2, 1024
-    heads = key_heads * ratio
+    heads, blocks = key_heads * ratio, -(-ratio // TILE)
     first, second = counted(attend(arrays(rng, heads, key_heads, 1, keys, width)))
     cache = key_heads * keys * 2 * width * 2
-    queries = first["device_bytes_loaded"] - cache
     threadgroups = first["threads"] // 128
-    readers = (
-        SIMDGROUPS if ratio > 2 and width <= 128 else 1
-    )  # where products are of matrices, each has its own queries
-    assert 0 <= queries <= threadgroups * readers * ratio * width * 2
+    queries = first["device_bytes_loaded"] - blocks * cache
+    assert queries == threadgroups * ratio // blocks * width * 2
     assert second["device_bytes_stored"] == heads * width * 2
-    assert first["device_bytes_stored"] == threadgroups * ratio * (width + 2) * 4
+    assert first["device_bytes_stored"] == threadgroups * ratio // blocks * (width + 2) * 4
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -139,15 +117,15 @@ def test_packed_decode_reads_the_cache_once(rng, counted, ratio, bits):
         lambda: mm.quantized_scaled_dot_product_attention(q, *packed, 0.1, None, group_size=group, bits=bits)
     )[0]
     words = sum(part[0].nbytes for part in packed)
-    # A lane has 8 elements, in products of matrices 16, which share a scale and a bias with those of others.
-    scales = key_heads * keys * 2 * (width // (16 if ratio > 1 else 8)) * 4
-    queries = counts["device_bytes_loaded"] - words - scales
-    assert 0 <= queries <= counts["threads"] // 32 * ratio * width * 2
+    # A lane's run of 16 elements, of 4-bit keys 32, has a scale and a bias.
+    runs = width // (32 if bits == 4 else 16) + width // 16
+    queries = counts["device_bytes_loaded"] - words - key_heads * keys * runs * 4
+    assert queries == counts["threads"] // 128 * ratio * width * 2
 
 
-# A matrix of 8 keys is loaded by half lines, of which the next load has the other half: twice as many for the keys.
-@pytest.mark.parametrize("ratio, most", [(1, 1.05), (4, 1.5)])
-def test_lanes_share_lines(rng, counted, ratio, most):
-    """What a simdgroup loads of keys and values at once fills the lines that it touches."""
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_lanes_share_lines(rng, counted, ratio):
+    """What a simdgroup loads of values at once fills the lines that it touches. Eight keys are loaded by half lines, of
+    which the next load has the other half."""
     counts = counted(attend(arrays(rng, ratio, 1, 1, 1024, 128)))[0]
-    assert counts["device_lines"] <= most * counts["device_lines_fewest"]
+    assert counts["device_lines"] <= 1.5 * counts["device_lines_fewest"]

@@ -8,6 +8,9 @@ namespace mittens::cpu::MITTENS_ISA {
 // Up to so many rows that share keys go with lanes along a key; more fill lanes of their own.
 constexpr size_t few_rows = width / 2;
 
+constexpr size_t tasks_per_thread = 4;
+constexpr size_t serial_products = 512 << 10;  // fewer are done sooner than another thread wakes up
+
 // How the work is cut: heads times blocks of rows times shares of the keys.
 struct AttentionPlan {
   size_t heads;
@@ -22,8 +25,6 @@ struct AttentionPlan {
 static AttentionPlan plan_attention(const Attention& call) {
   constexpr size_t block_floats = 32 << 10;  // of queries and results that a task keeps close
   constexpr size_t fewest_share_keys = 256;
-  constexpr size_t tasks_per_thread = 4;
-  constexpr size_t serial_products = 512 << 10;
   AttentionPlan plan;
   plan.heads = call.batch * call.key_heads;
   plan.rows = call.heads / call.key_heads * call.queries;
@@ -54,7 +55,7 @@ static void run_attention(const Attention& call) {
   const size_t head_size = plan.shares * plan.rows * row_size;
   const Scratch scratch(plan.shares > 1 ? plan.heads * head_size : 0);
   const auto partials = [&](size_t head) {
-    return Partials(plan.shares > 1 ? scratch.data() + head * head_size : nullptr, call.value_width);
+    return Partials(plan.shares > 1 ? scratch.data() + head * head_size : nullptr, call.value_width, plan.rows);
   };
   parallel_for(plan.heads * plan.blocks * plan.shares, plan.grain, [&](size_t begin, size_t end) {
     for (size_t task = begin; task < end; ++task) {
@@ -65,7 +66,7 @@ static void run_attention(const Attention& call) {
       const Head<T> head(call, index);
       const Range keys{share * plan.share_keys, smaller((share + 1) * plan.share_keys, call.keys)};
       if (plan.rows <= few_rows) {
-        FewRows<T>(head).run(keys, share, partials(index));
+        FewRows<T>(head, 0, plan.rows).run(keys, share, partials(index));
       } else {
         const size_t first = block * plan.block_rows;
         RowBlock<T>(head, first, smaller(plan.block_rows, plan.rows - first)).run(keys, share, partials(index));
@@ -76,14 +77,86 @@ static void run_attention(const Attention& call) {
     parallel_for(plan.heads * plan.rows, ceil_divide(plan.heads * plan.rows, threads()), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
         const Head<T> head(call, i / plan.rows);
-        combine(head, partials(i / plan.rows), i % plan.rows, plan.shares);
+        combine(head, partials(i / plan.rows), i % plan.rows, {0, plan.shares});
+      }
+    });
+  }
+}
+
+static Range both(Range a, Range b) {
+  return {a.begin > b.begin ? a.begin : b.begin, smaller(a.end, b.end)};
+}
+
+// Keys or values in float32, where they cannot be loaded as they lie and are read more than once.
+template <typename T>
+struct Widened {
+  Scratch memory;
+  WideRows rows;
+
+  Widened(const HeadRows<T>& from, bool repeats, Range range, size_t columns)
+      : memory(repeats && !from.whole() ? (range.end - range.begin) * columns : 0) {
+    if (repeats && !from.whole()) {
+      from.widen(range.begin, range.end - range.begin, memory.data(), columns);
+      rows = {memory.data(), range.begin};
+    }
+  }
+};
+
+// Each token by itself, in shares that begin at the same keys in every call: neither the number of tokens nor that of
+// threads changes what is computed for it, nor in which order.
+template <typename T>
+static void run_token_by_token(const Attention& call) {
+  constexpr size_t share_keys = 512;
+  constexpr size_t most_tokens = 16;  // that read a share of the keys one after the other, while the caches hold it
+  const auto shares_of = [](Range keys) {
+    return keys.begin < keys.end ? Range{keys.begin / share_keys, ceil_divide(keys.end, share_keys)} : Range{0, 0};
+  };
+  const size_t heads = call.batch * call.key_heads, ratio = call.heads / call.key_heads;
+  for (size_t first = 0; first < call.queries; first += most_tokens) {
+    const size_t tokens = smaller(most_tokens, call.queries - first), rows = tokens * ratio;
+    const Range reach = Head<T>(call, 0).range(first * ratio, rows), all = shares_of(reach);
+    const size_t shares = all.end - all.begin;
+    const size_t head_size = shares * rows * Partials::row_size(call.value_width);
+    const Scratch scratch(heads * head_size);
+    const auto partials = [&](size_t head) {
+      return Partials(scratch.data() + head * head_size, call.value_width, rows, first * ratio, all.begin);
+    };
+    const size_t pieces = heads * shares < tasks_per_thread * threads() ? tokens : 1;
+    const size_t products = heads * rows * (reach.end - reach.begin) * (call.width + call.value_width);
+    const size_t tasks = heads * pieces * shares;
+    parallel_for(tasks, products < serial_products ? tasks : 1, [&](size_t begin, size_t end) {
+      for (size_t task = begin; task < end; ++task) {
+        const size_t share = all.begin + task % shares, piece = task / shares % pieces, index = task / shares / pieces;
+        const Range part{share * share_keys, smaller((share + 1) * share_keys, call.keys)};
+        const Head<T> head(call, index);
+        const size_t begin_token = first + piece * tokens / pieces, end_token = first + (piece + 1) * tokens / pieces;
+        const Range read = both(part, head.range(begin_token * ratio, (end_token - begin_token) * ratio));
+        const bool repeats = end_token - begin_token > 1 && read.begin < read.end;
+        const Widened<T> keys(head.keys, repeats, read, padded_width(call.width));
+        const Widened<T> values(head.values, repeats, read, padded_width(call.value_width));
+        for (size_t token = begin_token; token < end_token; ++token) {
+          const Range seen = both(part, head.range(token * ratio));
+          if (seen.begin < seen.end) {
+            FewRows<T>(head, token * ratio, ratio, keys.rows, values.rows).run(part, share, partials(index));
+          }
+        }
+      }
+    });
+    parallel_for(heads * rows, ceil_divide(heads * rows, threads()), [&](size_t begin, size_t end) {
+      for (size_t i = begin; i < end; ++i) {
+        const Head<T> head(call, i / rows);
+        const size_t row = first * ratio + i % rows;
+        combine(head, partials(i / rows), row, shares_of(head.range(row)));
       }
     });
   }
 }
 
 void attention(const Attention& call) {
-  with_type(call.type, [&](auto t) { run_attention<decltype(t)>(call); });
+  with_type(call.type, [&](auto t) {
+    using T = decltype(t);
+    call.exact ? run_token_by_token<T>(call) : run_attention<T>(call);
+  });
 }
 
 }  // namespace mittens::cpu::MITTENS_ISA

@@ -157,8 +157,13 @@ class Head {
     return static_cast<const T*>(call.q.data) + offset(call.q, row);
   }
 
+  // Of a row among those of the call, [batch, heads, queries].
+  size_t index(size_t row) const {
+    return (batch_ * call.heads + head(row)) * call.queries + token(row);
+  }
+
   T* output(size_t row) const {
-    return static_cast<T*>(call.y) + ((batch_ * call.heads + head(row)) * call.queries + token(row)) * call.value_width;
+    return static_cast<T*>(call.y) + index(row) * call.value_width;
   }
 
   Range range(size_t row) const {
@@ -212,8 +217,11 @@ class Head {
   // Writes a row's result from its state: the largest score, the sum of exponentials relative to it, and the sum of
   // values so weighted, in whole vectors.
   void finish(size_t row, float max, float sum, float* values) const {
-    if (max == -infinity && sum == 0.0f) {
-      return finish_unseen(row);
+    if (call.logsumexp) {
+      call.logsumexp[index(row)] = logsumexp(row, max, sum);
+    }
+    if (max == -infinity && sum == 0.0f && !sees_key(row)) {
+      return write_zeros(row);
     }
     const bool is_nan = sum != sum;  // all of the row is, whatever its values
     if (may_hide() && !is_nan && !all_finite(values)) {
@@ -235,6 +243,12 @@ class Head {
  private:
   bool may_hide() const {
     return call.causal || call.window != 0 || call.mask.kind != MaskKind::none;
+  }
+
+  float logsumexp(size_t row, float max, float sum) const {
+    const float sink = has_sinks() ? this->sink(row) : -infinity;
+    const float top = sink > max ? sink : max;
+    return top == -infinity ? top : top + __builtin_logf(sum * exp(max - top) + exp(sink - top));
   }
 
   bool all_finite(const float* sums) const {
@@ -319,40 +333,23 @@ class Head {
     return load_one(few);
   }
 
-  bool hidden(size_t row, size_t key, Range seen) const {
-    return key < seen.begin || key >= seen.end || (call.mask.kind == MaskKind::boolean && mask(row, key, 1)[0] < 0.0f);
-  }
-
-  // No key has a score above -infinity. Hidden keys then count with the lowest finite one, in equal parts; with a sink
-  // they weigh nothing beside it, and where an additive mask hides them there is nothing. Hidden values that are not
-  // finite count as 0.
-  void finish_unseen(size_t row) const {
-    const size_t columns = call.value_width;
-    const Scratch scratch(2 * padded_width(columns));
-    float* sums = scratch.data();
-    float* one = sums + padded_width(columns);
-    for (size_t i = 0; i < columns; i += width) {
-      write(sums + i, Float{}, All());
-    }
-    size_t count = 0;
+  bool sees_key(size_t row) const {
     const Range seen = range(row);
-    const bool has_sink = has_sinks() && sink(row) > -infinity;
-    if (call.mask.kind != MaskKind::additive && !has_sink) {
-      for (size_t key = 0; key < call.keys; ++key) {
-        if (hidden(row, key, seen)) {
-          values.widen(key, 1, one, 0);
-          ++count;
-          for (size_t i = 0; i < columns; i += width) {
-            const Float value = read<Float>(one + i, All());
-            write(sums + i, read<Float>(sums + i, All()) + (value - value == 0.0f ? value : Float{}), All());
-          }
-        }
+    if (call.mask.kind == MaskKind::none) {
+      return seen.begin < seen.end;
+    }
+    for (size_t key = seen.begin; key < seen.end; ++key) {
+      if (mask(row, key, 1)[0] != -infinity) {
+        return true;
       }
     }
-    const float divisor = has_sink ? 1.0f : static_cast<float>(count);
+    return false;
+  }
+
+  void write_zeros(size_t row) const {
     T* y = output(row);
-    for (size_t i = 0; i < columns; i += width) {
-      store_one(y + i, read<Float>(sums + i, All()) / divisor, columns - i);
+    for (size_t i = 0; i < call.value_width; i += width) {
+      store_one(y + i, Float{}, call.value_width - i);
     }
   }
 };

@@ -13,16 +13,26 @@ constexpr size_t sums_at_once = 16;
 constexpr size_t sums_at_once = 8;
 #endif
 
-// All rows of a head, and the keys of one share.
+// Keys or values that have been widened to float32, in whole vectors, from one on; or none.
+struct WideRows {
+  const float* data = nullptr;
+  size_t first = 0;
+};
+
+// Some rows of a head, and the keys of one share. Keys and values may have been widened before; the results are the
+// same, bit for bit.
 template <typename T>
 class FewRows {
  public:
   static constexpr size_t block_keys = 64;
   static constexpr size_t panel_keys = 16;  // widened at once, where that is not done in registers
 
-  explicit FewRows(const Head<T>& head)
+  FewRows(const Head<T>& head, size_t first, size_t rows, WideRows wide_keys = {}, WideRows wide_values = {})
       : head_(head),
-        rows_(head.rows),
+        wide_keys_(wide_keys),
+        wide_values_(wide_values),
+        first_(first),
+        rows_(rows),
         columns_(padded_width(head.call.width)),
         value_columns_(padded_width(head.call.value_width)) {}
 
@@ -36,34 +46,38 @@ class FewRows {
     float* const panel = state + rows_ * 3 * width;
 
     start(queries, values, state);
-    const Range seen = head_.range(0, rows_);
+    const Range seen = head_.range(first_, rows_);
     const size_t end = smaller(share.end, seen.end);
     for (size_t begin = share.begin > seen.begin ? share.begin : seen.begin; begin < end; begin += block_keys) {
       const size_t n = smaller(block_keys, end - begin);
       const auto take_keys = [&](size_t j, size_t m, const auto* rows, int64_t stride) {
         multiply_keys(queries, rows, stride, m, scores + j,
-                      [&](size_t i) MITTENS_INLINED { head_.values.prefetch(begin + j + i); });
+                      [&](size_t i) MITTENS_INLINED { prefetch(head_.values, wide_values_, begin + j + i); });
       };
       const auto take_values = [&](size_t j, size_t m, const auto* rows, int64_t stride) {
         add_values(scores + j, state, rows, stride, m, values,
-                   [&](size_t i) MITTENS_INLINED { head_.keys.prefetch(begin + block_keys + j + i); });
+                   [&](size_t i) MITTENS_INLINED { prefetch(head_.keys, wide_keys_, begin + block_keys + j + i); });
         for (size_t r = 0; r < rows_; ++r) {
           state[3 * r + 2] = 1.0f;
         }
       };
-      in_reach(head_.keys, columns_, begin, n, panel, take_keys);
+      in_reach(head_.keys, wide_keys_, columns_, begin, n, panel, take_keys);
       soften(begin, n, scores, state);
-      in_reach(head_.values, value_columns_, begin, n, panel, take_values);
+      in_reach(head_.values, wide_values_, value_columns_, begin, n, panel, take_values);
     }
     for (size_t r = 0; r < rows_; ++r) {
-      leave(head_, partials, share_index, r, state[3 * r], state[3 * r + 1], values + r * value_columns_);
+      leave(head_, partials, share_index, first_ + r, state[3 * r], state[3 * r + 1], values + r * value_columns_);
     }
   }
 
  private:
   // Calls body(j, m, rows, stride) with rows [begin + j, begin + j + m) that vectors can be loaded from.
   template <typename Body>
-  void in_reach(const HeadRows<T>& rows, size_t columns, size_t begin, size_t n, float* panel, const Body& body) const {
+  void in_reach(const HeadRows<T>& rows, WideRows wide, size_t columns, size_t begin, size_t n, float* panel,
+                const Body& body) const {
+    if (wide.data) {
+      return body(0, n, wide.data + (begin - wide.first) * columns, static_cast<int64_t>(columns));
+    }
     if (rows.whole()) {
       return body(0, n, rows.row(begin), rows.stride());
     }
@@ -74,11 +88,17 @@ class FewRows {
     }
   }
 
+  static MITTENS_INLINE void prefetch(const HeadRows<T>& rows, WideRows wide, size_t i) {
+    if (!wide.data) {
+      rows.prefetch(i);
+    }
+  }
+
   void start(float* queries, float* values, float* state) const {
     const size_t columns = head_.call.width;
     const Float scale = spread(head_.call.scale);
     for (size_t r = 0; r < rows_; ++r) {
-      const T* query = head_.query(r);
+      const T* query = head_.query(first_ + r);
       for (size_t c = 0; c < columns; c += width) {
         const Float q = c + width <= columns ? load_one(query + c) : load_one(query + c, Some{columns - c});
         write(queries + r * columns_ + c, q * scale, All());
@@ -144,14 +164,14 @@ class FewRows {
       lane[i] = static_cast<int32_t>(i);
     }
     for (size_t r = 0; r < rows_; ++r, scores += block_keys, state += 3) {
-      const Range seen = head_.range(r);
+      const Range seen = head_.range(first_ + r);
       const int32_t low = static_cast<int32_t>(seen.begin > begin ? smaller(seen.begin - begin, n) : 0);
       const int32_t high = static_cast<int32_t>(seen.end > begin ? smaller(seen.end - begin, n) : 0);
       Float most = Float{} - infinity;
       for (size_t j = 0; j < n; j += width) {
         Float s = read<Float>(scores + j, All());
         if (masked) {
-          s = head_.masked(s, head_.mask(r, begin + j, n - j));
+          s = head_.masked(s, head_.mask(first_ + r, begin + j, n - j));
         }
         const Int at = lane + static_cast<int32_t>(j);
         s = at < high ? s : Float{} - infinity;
@@ -211,6 +231,9 @@ class FewRows {
   }
 
   const Head<T>& head_;
+  WideRows wide_keys_;
+  WideRows wide_values_;
+  size_t first_;
   size_t rows_;
   size_t columns_;  // in whole vectors
   size_t value_columns_;

@@ -1,0 +1,85 @@
+// Attention over keys and values of 4 and 8 bits, as mx.quantize packs them: attention/attention.h for each type and
+// width of heads.
+#include <metal_stdlib>
+
+#include "attention/attention.h"
+#include "mittens/instantiate.h"
+
+using namespace metal;
+using namespace mittens;
+
+inline uint start_of(constant TokenRows& rows, AttentionPlace place) {
+  return uint(rows.start + place.batch * rows.batch + place.key_head * rows.head);
+}
+
+// The runs of a head's keys or values.
+template <typename T, int bits, int E>
+inline Affine<T, bits, E> head_of(
+    const device uint* words, const device T* scales, const device T* biases, constant TokenRows& rows, constant TokenRows& scale_rows,
+    constant TokenRows& bias_rows, uint group_shift, AttentionPlace place) {
+  using Integers = typename Affine<T, bits, E>::Integers;
+  constexpr int of_word = 32 / bits;
+  constexpr uint runs = E < of_word ? of_word / E : 1;  // of a word
+  constexpr uint words_of = E < of_word ? 1 : E / of_word;  // of a run
+  return Affine<T, bits, E>{
+      (const device Integers*)words,
+      scales,
+      biases,
+      start_of(rows, place) * runs / words_of,
+      uint(rows.token) * runs / words_of,
+      start_of(scale_rows, place),
+      uint(scale_rows.token),
+      start_of(bias_rows, place),
+      uint(bias_rows.token),
+      group_shift};
+}
+
+template <typename T, int bits, int D, Share share>
+[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_packed(
+    const device T* queries [[buffer(0)]],         // [batch, heads, queries, D]
+    const device uint* keys [[buffer(1)]],         // [batch, key_heads, keys, D * bits / 32]
+    const device T* key_scales [[buffer(2)]],      // [batch, key_heads, keys, groups]
+    const device T* key_biases [[buffer(3)]],
+    const device uint* values [[buffer(4)]],       // like the keys
+    const device T* value_scales [[buffer(5)]],
+    const device T* value_biases [[buffer(6)]],
+    const device T* mask [[buffer(7)]],            // [batch, heads, queries, keys], or of bools
+    const device T* sinks [[buffer(8)]],           // [heads]
+    device T* y [[buffer(9)]],                     // [batch, heads, queries, D], or float partial results
+    device float* logsumexp [[buffer(10)]],        // [batch, heads, queries]
+    constant AttentionParams& params [[buffer(11)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  using Shape = AttentionShape<T, D, D, share>;
+  constexpr int most = 128 / bits < 32 ? 128 / bits : 32;  // 16 bytes, and no more than a group
+  threadgroup float4 scratch[Shape::scratch];
+  threadgroup AttentionRow rows[8 * Shape::simdgroups];
+  const AttentionPlace place = place_of<Shape>(group, lane, simdgroup, simdgroups, params);
+  attention<Shape>(
+      queries,
+      head_of<T, bits, run_size(D, 4, most)>(
+          keys, key_scales, key_biases, params.key, params.key_scale, params.key_bias, params.group_shift, place),
+      head_of<T, bits, run_size(D, 8, most)>(
+          values, value_scales, value_biases, params.value, params.value_scale, params.value_bias, params.group_shift,
+          place),
+      mask, sinks, y, logsumexp, params, place, scratch, rows);
+}
+
+#define instantiate_share(T, name, bits, D)                                                              \
+  instantiate_kernel("attention_decode_" #bits "bit_" #D "_" name, attention_packed, T, bits, D, Share::keys) \
+  instantiate_kernel("attention_prompt_" #bits "bit_" #D "_" name, attention_packed, T, bits, D, Share::rows)
+#define instantiate_width(D)                    \
+  instantiate_share(float, "float32", 4, D)     \
+  instantiate_share(half, "float16", 4, D)      \
+  instantiate_share(bfloat, "bfloat16", 4, D)   \
+  instantiate_share(float, "float32", 8, D)     \
+  instantiate_share(half, "float16", 8, D)      \
+  instantiate_share(bfloat, "bfloat16", 8, D)
+
+instantiate_width(64)
+instantiate_width(96)
+instantiate_width(128)
+instantiate_width(192)
+instantiate_width(256)

@@ -1,0 +1,137 @@
+// Which keys the rows of queries see, and what a mask adds to their scores. A hidden key has a score of -inf, whatever it
+// holds.
+#pragma once
+
+#include "mittens/online_softmax.h"
+#include "params/attention.h"
+
+namespace mittens {
+
+// A row of queries: what it sees by causality and a window, where its mask is, and where its result is among the rows of
+// y. They lie in threadgroup memory, as registers are needed for other things.
+struct AttentionRow {
+  uint begin;
+  uint end;
+  uint mask;
+  uint result;
+};
+
+constant constexpr uint no_row = 0xffffffffu;
+
+// What a simdgroup has to look at: all that one of its rows may see, and therein what all of them see.
+struct KeyRange {
+  uint begin;
+  uint end;
+  uint seen_by_all_begin;
+  uint seen_by_all_end;
+};
+
+// Of 8 rows. The range begins on a multiple of `step`, so that it does not depend on the range in which order keys are
+// summed up.
+template <typename Place>
+inline KeyRange find_rows(threadgroup AttentionRow* rows, Place place, constant AttentionParams& params, uint step) {
+  const uint first = params.first_key / step * step + place.split * params.keys_per_split;
+  const uint last = min(first + params.keys_per_split, params.keys);
+  const uint row = min(place.first + place.lane % 8, place.rows - 1);
+  const uint query = row % params.queries;
+  const uint head = place.key_head * params.ratio + row / params.queries;
+  uint begin = first;
+  uint end = last;
+  if (params.causal) {
+    const int past = int(query + params.keys) - int(params.queries) + 1;
+    end = min(int(last), max(past, 0));
+    begin = params.window != 0 && past > int(params.window) ? max(first, uint(past) - params.window) : first;
+  }
+  if (place.lane < 8) {
+    threadgroup AttentionRow& own = rows[place.lane];
+    own.begin = begin;
+    own.end = end;
+    own.mask =
+        uint(params.mask.start + place.batch * params.mask.batch + head * params.mask.head + query * params.mask.token);
+    own.result = place.first + place.lane < place.rows
+        ? (place.batch * params.key_heads + place.key_head) * place.rows + row
+        : no_row;
+  }
+  KeyRange range;
+  range.begin = max(simd_min(begin) / step * step, first);
+  range.end = simd_max(end);
+  range.seen_by_all_begin = params.mask_kind == no_mask ? simd_max(begin) : last;
+  range.seen_by_all_end = simd_min(end);
+  return range;
+}
+
+// The maximum of a row, that of keys which all have a score of -inf told from that of no key. Of an array's mask, no such
+// key counts as seen.
+inline float seen_maximum(float m, threadgroup const AttentionRow& row, constant AttentionParams& params) {
+  return m == -INFINITY && params.mask_kind == no_mask && row.begin < row.end ? lowest_score : m;
+}
+
+// A lane's scores as bits: those of its two rows for each 8 keys.
+template <int C>
+constexpr uint all_hidden() {
+  return (1u << 2 * C) - 1;
+}
+
+// Which of a tile's scores are hidden, as bits. A mask is not read beyond what a row sees otherwise.
+template <int C, typename T>
+inline uint hidden_keys(
+    uint first, threadgroup const AttentionRow* rows, const device T* mask, constant AttentionParams& params, uint lane) {
+  uint hidden = 0;
+#pragma unroll
+  for (uint i = 0; i < 2; ++i) {
+    threadgroup const AttentionRow& own = rows[tile_column(lane) + i];
+#pragma unroll
+    for (uint c = 0; c < C; ++c) {
+      const uint key = first + c * 8 + tile_row(lane);
+      bool sees = key >= own.begin && key < own.end;
+      const uint at = own.mask + (sees ? key : 0) * uint(params.mask_key);
+      if (params.mask_kind == bool_mask) {
+        sees = sees && ((const device uchar*)mask)[at] != 0;
+      } else if (params.mask_kind == additive_mask) {
+        sees = sees && float(mask[at]) != -INFINITY;
+      }
+      hidden |= (sees ? 0u : 1u) << (2 * c + i);
+    }
+  }
+  return hidden;
+}
+
+template <typename T, int C>
+inline void mask_scores(
+    thread Tile<float, C, 1>& scores, uint hidden, uint first, threadgroup const AttentionRow* rows, const device T* mask,
+    constant AttentionParams& params, uint lane) {
+#pragma unroll
+  for (uint i = 0; i < 2; ++i) {
+#pragma unroll
+    for (uint c = 0; c < C; ++c) {
+      const bool sees = (hidden >> (2 * c + i) & 1) == 0;
+      float score = scores.at[c][0][i];
+      if (params.mask_kind == additive_mask) {
+        const uint key = sees ? first + c * 8 + tile_row(lane) : 0;
+        score = fma(float(mask[rows[tile_column(lane) + i].mask + key * uint(params.mask_key)]), score_unit<T>(), score);
+      }
+      scores.at[c][0][i] = sees ? score : -INFINITY;
+    }
+  }
+}
+
+// Before any key: a row's sink, if it has one, of which one simdgroup of all takes care.
+template <typename T, typename Place>
+inline OnlineSoftmax<T> first_state(
+    const device T* sinks, Place place, constant AttentionParams& params, uint worker) {
+  OnlineSoftmax<T> state;
+  state.m = float2(-INFINITY);
+  state.l = float2(0.0f);
+  if (params.has_sinks && worker == 0 && place.split == 0) {
+#pragma unroll
+    for (uint i = 0; i < 2; ++i) {
+      const uint row = min(place.first + tile_column(place.lane) + i, place.rows - 1);
+      const float sink = float(sinks[place.key_head * params.ratio + row / params.queries]) * score_unit<T>();
+      state.m[i] = sink;
+      state.l[i] = tile_row(place.lane) == 0 ? softmax_weight<T>(sink - finite_maximum(sink)) : 0.0f;
+    }
+  }
+  return state;
+}
+
+}  // namespace mittens

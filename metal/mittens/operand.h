@@ -1,0 +1,99 @@
+// Rows of a source as left operands of products with 8 columns. Which columns of a and which rows of b meet in a product
+// is free as long as both agree, so a lane's elements of several matrices are a run of its source.
+#pragma once
+
+#include "mittens/source.h"
+#include "mittens/tile.h"
+
+namespace mittens {
+
+// The column of a that row `row` of right operand n belongs to, where the runs of a have E elements.
+template <int E>
+inline uint column_of_right(int n, uint row) {
+  return n / (E / 2) * 4 * E + row / 2 * E + n % (E / 2) * 2 + row % 2;
+}
+
+// The column of a that row `row` of sums n of a transposed a belongs to.
+template <int E>
+inline uint column_of_sum(int n, uint row) {
+  return n / E * 8 * E + row * E + n % E;
+}
+
+// sums += a b, where a has 8 C rows of D columns from row `first` on, of which those from `rows` on are the last one. b
+// lies in memory as lanes have it.
+template <int D, typename Source, typename U, int C>
+inline void multiply_rows(
+    thread Tile<float, C, 1>& sums, Source a, uint first, uint rows, threadgroup const vec<U, 2>* b, uint lane) {
+  constexpr int E = Source::size;
+#pragma unroll
+  for (int part = 0; part < D / (4 * E); ++part) {
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      const typename Source::Run run =
+          a.load(min(first + c * 8 + tile_row(lane), rows - 1), part * 4 + tile_column(lane) / 2);
+#pragma unroll
+      for (int t = 0; t < E / 2; ++t) {
+        const vec<U, 2> pair = vec<U, 2>(element(a, run, 2 * t), element(a, run, 2 * t + 1));
+        sums.at[c][0] = multiply_tiles<U>(pair, b[(part * E / 2 + t) * 32 + lane], sums.at[c][0]);
+      }
+    }
+  }
+}
+
+// sums += a^T b, where a has 8 C rows of 8 N columns. Returns whether all elements of a are finite; if `guarded` the
+// others count as 0.
+template <bool guarded, typename Source, typename U, int C, int N>
+inline bool multiply_transposed(
+    thread Tile<float, N, 1>& sums, Source a, uint first, uint rows, thread const Tile<U, C, 1>& b, uint lane) {
+  constexpr int E = Source::size;
+  bool finite = true;
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    const uint row = first + c * 8 + tile_column(lane);
+#pragma unroll
+    for (int part = 0; part < N / E; ++part) {
+      const uint own = part * 8 + tile_row(lane);
+      const typename Source::Run upper = a.load(min(row, rows - 1), own);
+      const typename Source::Run lower = a.load(min(row + 1, rows - 1), own);
+#pragma unroll
+      for (int e = 0; e < E; ++e) {
+        vec<U, 2> pair = vec<U, 2>(element(a, upper, e), element(a, lower, e));
+        if (guarded) {
+          const bool finite_upper = is_finite(pair.x);
+          const bool finite_lower = is_finite(pair.y);
+          pair = vec<U, 2>(finite_upper ? pair.x : U(0), finite_lower ? pair.y : U(0));
+          finite = finite && finite_upper && finite_lower;
+        }
+        sums.at[part * E + e][0] = multiply_tiles<U>(pair, b.at[c][0], sums.at[part * E + e][0]);
+      }
+    }
+  }
+  return finite;
+}
+
+// What multiply_transposed left out: infinite and NaN elements times weights that are not 0.
+template <typename Source, typename U, int C, int N>
+inline void add_not_finite(
+    thread Tile<float, N, 1>& sums, Source a, uint first, uint rows, thread const Tile<U, C, 1>& b, uint lane) {
+  constexpr int E = Source::size;
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+#pragma unroll 1
+    for (uint row = 0; row < 8; ++row) {
+      const vec<U, 2> weights = shuffled<U>(b.at[c][0], tile_lane(row, tile_column(lane)));
+#pragma unroll
+      for (int part = 0; part < N / E; ++part) {
+        const typename Source::Run run = a.load(min(first + c * 8 + row, rows - 1), part * 8 + tile_row(lane));
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+          const U value = element(a, run, e);
+          thread float2& sum = sums.at[part * E + e][0];
+          sum.x = is_finite(value) || weights.x == U(0) ? sum.x : fma(float(weights.x), float(value), sum.x);
+          sum.y = is_finite(value) || weights.y == U(0) ? sum.y : fma(float(weights.y), float(value), sum.y);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace mittens
