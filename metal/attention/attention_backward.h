@@ -1,0 +1,271 @@
+// What the kernels of attention_backward.metal share: products of rows that are fetched fragment by fragment, and the
+// weights p and their gradients ds of a block of scores, computed again from the logsumexp of each row.
+//
+// Scores are in units of log2(e) for half types, whose weights are then powers of two.
+#pragma once
+
+#include "mittens/fragment_layout.h"
+#include "mittens/softmax.h"
+#include "params/attention_backward.h"
+
+namespace mittens {
+
+// Rows of a head in packs of 16 bytes: one base and 32-bit indices, which loads take as they are.
+template <typename T>
+struct HeadRows {
+  const device uint4* packs;
+  int stride;  // packs from row to row
+  uint count;
+};
+
+template <typename T>
+constant constexpr int pack_elements = 16 / sizeof(T);
+
+template <typename T>
+inline HeadRows<T> head_rows(
+    const device T* from, constant BackwardView& view, uint batch, uint head, uint count) {
+  HeadRows<T> rows;
+  rows.packs = (const device uint4*)(from + (view.start + batch * view.batch + head * view.head));
+  rows.stride = view.row / pack_elements<T>;
+  rows.count = count;
+  return rows;
+}
+
+// N neighbours of a row from a pack on. Beyond the last row, the last one's.
+template <typename T, int N>
+inline void load_part(HeadRows<T> rows, uint row, uint pack, thread T (&v)[N]) {
+  const int first = int(min(row, rows.count - 1)) * rows.stride + int(pack);
+#pragma unroll
+  for (int i = 0; i < N / pack_elements<T>; ++i) {
+    const uint4 bits = rows.packs[first + i];
+#pragma unroll
+    for (int j = 0; j < pack_elements<T>; ++j) {
+      if constexpr (sizeof(T) == 4) {
+        v[i * 4 + j] = as_type<T>(bits[j]);
+      } else {
+        v[i * 8 + j] = as_type<vec<T, 2>>(bits[j / 2])[j % 2];
+      }
+    }
+  }
+}
+
+// products = a b^T of 8 * R rows of a and 8 * C of b.
+template <typename T, int D, int R, int C>
+inline void multiply_rows(
+    thread Tile<float, R, C>& products, HeadRows<T> a, uint first_a, HeadRows<T> b, uint first_b, uint lane) {
+  constexpr int W = pack_elements<T>;  // matrices of a block, whose columns are dealt out as fragment_layout.h has it
+  fill(products, 0.0f);
+#pragma unroll 1
+  for (uint block = 0; block < D / W; block += 8) {
+    Fragments<T, W> left[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      T v[2 * W];
+      load_part<T, 2 * W>(a, first_a + r * 8 + tile_row(lane), block + tile_column(lane), v);
+#pragma unroll
+      for (int t = 0; t < W; ++t) {
+        left[r].at[t] = vec<T, 2>(v[t], v[W + t]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      T v[W];
+      T w[W];
+      load_part<T, W>(b, first_b + c * 8 + tile_column(lane), block + tile_row(lane), v);
+      load_part<T, W>(b, first_b + c * 8 + tile_column(lane) + 1, block + tile_row(lane), w);
+#pragma unroll
+      for (int t = 0; t < W; ++t) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          products.at[r][c] = multiply_tiles<T>(left[r].at[t], vec<T, 2>(v[t], w[t]), products.at[r][c]);
+        }
+      }
+    }
+  }
+}
+
+// The type of ds in products: float16 cannot hold it.
+template <typename T>
+using ScoreType = conditional_t<is_same_v<T, half>, float, T>;
+
+// sums += weights rows, from row `first` on. U: the type of the products' factors.
+template <typename U, typename T, int D, int R, int C>
+inline void add_weighted(
+    thread Fragments<float, D / 8> (&sums)[R], thread const Tile<float, R, C>& weights, HeadRows<T> rows, uint first,
+    uint lane) {
+  constexpr int V = 4;
+  const Tile<U, R, C> factors = converted<U>(weights);
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+#pragma unroll
+    for (int b = 0; b < D / 8; b += V) {
+      const uint pack = (b * 8 + tile_column(lane) * V) / pack_elements<T>;
+      T v[2 * V];
+      load_part<T, 2 * V>(rows, first + c * 8 + tile_row(lane), pack, v);
+#pragma unroll
+      for (int t = 0; t < V; ++t) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          const vec<U, 2> pair = vec<U, 2>(U(v[2 * t]), U(v[2 * t + 1]));
+          sums[r].at[b + t] = multiply_tiles<U>(factors.at[r][c], pair, sums[r].at[b + t]);
+        }
+      }
+    }
+  }
+}
+
+template <int N, int R>
+inline void clear(thread Fragments<float, N> (&sums)[R]) {
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sums[r].at[i] = float2(0);
+    }
+  }
+}
+
+// Rows of T at `to` from sums that add_weighted made.
+template <typename T, int D, int R>
+inline void store_sums(
+    thread const Fragments<float, D / 8> (&sums)[R], device T* to, uint first, uint count, float factor, uint lane) {
+  constexpr int V = 4;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint row = first + r * 8 + tile_row(lane);
+    if (row < count) {
+#pragma unroll
+      for (int b = 0; b < D / 8; b += V) {
+        Fragments<float, V> part;
+#pragma unroll
+        for (int t = 0; t < V; ++t) {
+          part.at[t] = sums[r].at[b + t] * factor;
+        }
+        store_dealt_pairs<T, V>(part, to + row * D + b * 8, lane);
+      }
+    }
+  }
+}
+
+// A head's scores.
+struct Scores {
+  const device uchar* mask;
+  const device float2* statistics;  // [rows]: the logsumexp in the unit of scores, delta
+};
+
+// By what a mask or a logsumexp becomes a score.
+template <typename T>
+constexpr float backward_unit() {
+  return is_same_v<T, float> ? 1.0f : M_LOG2E_F;
+}
+
+template <typename T>
+inline Scores scores_of(
+    const device uchar* mask, const device float2* statistics, uint batch, uint head,
+    constant AttentionBackwardParams& params) {
+  const int64_t offset = params.mask_start + batch * params.mask_strides[0] + head * params.mask_strides[1];
+  Scores scores;
+  scores.mask = mask + offset * (params.mask == additive_backward_mask ? int(sizeof(T)) : 1);
+  scores.statistics = statistics + (size_t(batch) * params.heads + head) * params.rows;
+  return scores;
+}
+
+// Of the lane's places along an axis of a tile, which come in pairs if they go across: from the tile's start.
+template <bool across>
+inline uint place_of(int n, uint lane) {
+  return across ? n / 2 * 8 + tile_column(lane) + n % 2 : n * 8 + tile_row(lane);
+}
+
+// What a mask of elements M does to scores: one of bools hides, another is added and hides by -inf. keys_first: the
+// tile's rows are keys.
+template <typename T, typename M, bool keys_first, int R, int C>
+inline void apply_mask(
+    thread Tile<float, R, C>& s, Scores scores, uint first_row, uint first_key, uint lane,
+    constant AttentionBackwardParams& params) {
+#pragma unroll
+  for (int a = 0; a < (keys_first ? 2 * C : R); ++a) {
+    const uint row = min(first_row + place_of<keys_first>(a, lane), params.rows - 1);
+    const device M* own = (const device M*)(scores.mask + row * params.mask_row_bytes);
+#pragma unroll
+    for (int b = 0; b < (keys_first ? R : 2 * C); ++b) {
+      const uint key = min(first_key + place_of<!keys_first>(b, lane), params.columns - 1);
+      const M mask = own[int(key) * params.mask_key];
+      const int r = keys_first ? b : a;
+      const int i = keys_first ? a : b;
+      const float score = s.at[r][i / 2][i % 2];
+      if constexpr (is_same_v<M, uchar>) {
+        s.at[r][i / 2][i % 2] = mask != 0 ? score : -INFINITY;
+      } else {
+        s.at[r][i / 2][i % 2] =
+            float(mask) == -INFINITY ? -INFINITY : fma(float(mask), backward_unit<T>(), score);
+      }
+    }
+  }
+}
+
+// Products become scores; -inf where a row does not see a key, or one of them is not there.
+template <typename T, bool keys_first, int R, int C>
+inline void mask_products(
+    thread Tile<float, R, C>& s, Scores scores, uint first_row, uint first_key, uint lane,
+    constant AttentionBackwardParams& params) {
+  multiply(s, params.scale * backward_unit<T>());
+  if (params.mask == bool_backward_mask) {
+    apply_mask<T, uchar, keys_first>(s, scores, first_row, first_key, lane, params);
+  } else if (params.mask == additive_backward_mask) {
+    apply_mask<T, T, keys_first>(s, scores, first_row, first_key, lane, params);
+  }
+#pragma unroll
+  for (int a = 0; a < (keys_first ? 2 * C : R); ++a) {
+    const int row = int(first_row + place_of<keys_first>(a, lane));
+    const int end = row < int(params.rows) ? min(row + params.seen_end, int(params.columns)) : 0;
+#pragma unroll
+    for (int b = 0; b < (keys_first ? R : 2 * C); ++b) {
+      const int key = int(first_key + place_of<!keys_first>(b, lane));
+      const int r = keys_first ? b : a;
+      const int i = keys_first ? a : b;
+      const bool seen = (key < end) & (key >= row + params.seen_begin);
+      s.at[r][i / 2][i % 2] = seen ? s.at[r][i / 2][i % 2] : -INFINITY;
+    }
+  }
+}
+
+template <typename T>
+inline float backward_weight(float difference) {
+  return is_same_v<T, float> ? exp_of<float>(difference) : fast::exp2(difference);
+}
+
+// Scores become p, and products of cotangents and values ds.
+template <typename T, bool keys_first, int R, int C>
+inline void weigh(
+    thread Tile<float, R, C>& s, thread Tile<float, R, C>& dp, Scores scores, uint first_row, uint lane,
+    constant AttentionBackwardParams& params) {
+  constexpr int rows = keys_first ? 2 * C : R;
+  constexpr int keys = keys_first ? R : 2 * C;
+#pragma unroll
+  for (int a = 0; a < rows; ++a) {
+    const uint row = min(first_row + place_of<keys_first>(a, lane), params.rows - 1);
+    const float2 statistics = scores.statistics[row];
+#pragma unroll
+    for (int b = 0; b < keys; ++b) {
+      const int r = keys_first ? b : a;
+      const int i = keys_first ? a : b;
+      const float score = s.at[r][i / 2][i % 2];
+      const bool seen = score != -INFINITY;  // then the logsumexp is not -inf
+      const float p = seen ? backward_weight<T>(score - statistics.x) : 0.0f;
+      s.at[r][i / 2][i % 2] = p;
+      dp.at[r][i / 2][i % 2] = seen ? p * (dp.at[r][i / 2][i % 2] - statistics.y) : 0.0f;
+    }
+  }
+}
+
+// The keys that some of `count` rows from `first` on see, by causality and window, from x to y. to_rows: the rows that
+// see some of `count` keys.
+inline uint2 seen_range(uint first, uint count, bool to_rows, constant AttentionBackwardParams& params) {
+  const int size = int(to_rows ? params.rows : params.columns);
+  const int last = int(first + count) - 1;
+  const int begin = to_rows ? int(first) + 1 - params.seen_end : int(first) + params.seen_begin;
+  const int end = to_rows ? last + 1 - params.seen_begin : last + params.seen_end;
+  return uint2(uint(clamp(begin, 0, size)), uint(clamp(end, 0, size)));
+}
+
+}  // namespace mittens
