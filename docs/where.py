@@ -82,6 +82,18 @@ _PLACES = (
         ("softmax.cpp",), ("test_softmax.py", "test_long_rows.py"),
     ),
     Place(
+        ("norm_add_norm",), "norm", "norm_add_norm.cpp", ("plan.cpp",), ("norm_add_norm.metal", "norm_vjp.metal"),
+        ("norm_add_norm.cpp",), ("test_norm_add_norm.py",),
+    ),
+    Place(
+        ("qk_norm",), "norm", "qk_norm.cpp", ("qk_norm.cpp",), ("qk_norm.metal", "norm_vjp.metal"),
+        ("head_norm.cpp",), ("test_qk_norm.py",),
+    ),
+    Place(
+        ("softcap",), "norm", "softcap.cpp", ("softcap.cpp",), ("softcap.metal",),
+        ("softcap.cpp",), ("test_softcap.py",),
+    ),
+    Place(
         ("gemv",), "matmul", "gemv.cpp", ("plan.cpp",),
         ("gemv.metal", "gemv_tiles.metal", "splitk_reduce.metal"),
         ("gemv.cpp",), ("test_gemv.py", "test_gemv_short.py", "test_product_traffic.py"), ("nvidia/gemv_short.metal",),
@@ -106,12 +118,16 @@ _PLACES = (
     ),
     Place(
         ("scaled_dot_product_attention",), "attention", "attention.cpp", ("plan.cpp",),
-        ("attention_prefill.metal", "attention_decode.metal", "attention_mma.metal", "attention_combine.metal"),
-        ("attention.cpp",), ("test_attention.py", "test_attention_combine.py", "test_attention_traffic.py"),
+        ("attention.metal", "attention_combine.metal", "attention_backward.metal"),
+        ("attention.cpp", "attention_backward.cpp"),
+        (
+            "test_attention.py", "test_attention_backward.py", "test_attention_combine.py", "test_exact.py",
+            "test_attention_traffic.py",
+        ),
     ),
     Place(
         ("quantized_scaled_dot_product_attention",), "attention", "quantized_attention.cpp", ("plan.cpp",),
-        ("attention_decode_packed.metal", "attention_combine.metal"), ("attention.cpp",),
+        ("attention_packed.metal", "attention_combine.metal"), ("attention.cpp",),
         ("test_quantized_attention.py", "test_attention_traffic.py"),
     ),
     Place(

@@ -620,8 +620,7 @@ def test_float32_assembles():
 HALVES = [
     (file, variant.name)
     for file in (
-        "attention/attention_mma.metal",
-        "attention/attention_prefill.metal",
+        "attention/attention.metal",
         "matmul/gemv_tiles.metal",
         "matmul/qmm.metal",
     )
@@ -640,15 +639,16 @@ def test_our_kernels(file, name):
         rf"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col\.f32\.{dtype}\.{dtype}\.f32.*?(mittens|$)", text, re.MULTILINE
     )
     assert len(products) == text.count("mma.sync") > 0
-    assert products.count(("m16n8k8", "mittens")) <= len(products) / 8
+    odd = 2 if "72_72" in name else 0  # nine matrices a row: the last of each has no partner
+    assert products.count(("m16n8k8", "mittens")) <= len(products) / 8 + odd
 
 
 @needs_ptxas
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_decode_tiles(dtype):
+def test_attention(dtype):
     """The products of a tile's scores are joined along the sum, those of its values in pairs."""
-    name = f"attention_decode_tiles_128_8_{dtype}"
-    text = frontend.ptx("attention/attention_mma.metal", name)
+    name = f"attention_decode_128_128_{dtype}"
+    text = frontend.ptx("attention/attention.metal", name)
     shapes = set(re.findall(r"mma\.sync\.aligned\.(m16n8k\d+).*?(mittens|$)", text, re.MULTILINE))
     assert shapes == {("m16n8k16", "mittens"), ("m16n8k8", "")}
     for arch in ("sm_80", "sm_90"):

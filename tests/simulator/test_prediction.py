@@ -296,7 +296,7 @@ def test_a_gradient_on_chips(native, capsys):
 @needs_compilers
 def test_ops_are_planned_for_the_chip(native):
     """A large GPU has work for more threadgroups."""
-    q, kv = mx.zeros((1, 8, 1, 64), mx.float16), mx.zeros((1, 1, 8192, 64), mx.float16)
+    q, kv = mx.zeros((1, 8, 1, 64), mx.float16), mx.zeros((1, 8, 8192, 64), mx.float16)
     grids = {}
     for chip in ("m1-7", "m3-ultra"):
         with mm.simulator.enabled(), mm.simulator.predicted(chip=chip) as launches:

@@ -14,10 +14,11 @@ from verification.fuzz.products import packed, size_of, size_of_packed
 
 import mlx_mittens as mm
 from mlx_mittens.specs import EPSILON
-from mlx_mittens.specs.attention import composed, twin_mask
+from mlx_mittens.specs.attention import composed, twin_mask, zero_unseeing
 
 EPSILON32 = EPSILON[mx.float32]
 QUERIES = (1, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 100)
+PAIRS = ((192, 128), (96, 64), (576, 512))  # of keys and values, as models have them
 WIDTHS = (64, 128, 80, 96, 32, 8, 1, 2, 7, 16, 33, 48, 72, 100, 192, 256, 512)
 WIDTH_WEIGHTS = (8, 7) + (1,) * 15
 MASKS = ("none", "none", "causal", "bool", "few hidden", "hardly any", "additive", "additive -inf")
@@ -46,6 +47,8 @@ def _shape(draw: Draw, most_keys: int, total: int) -> Shape:
     queries, keys = draw.pick(QUERIES), draw.size(most_keys, zero=0.01, small=0.4)
     width = draw.pick(WIDTHS, WIDTH_WEIGHTS)
     value_width = width if draw.chance(0.8) else draw.pick((8, 16, 33, 64, 96, 128, 256))
+    if draw.chance(0.05):
+        width, value_width = draw.pick(PAIRS)
     while batch * key_heads * keys * (width + value_width) > total and keys > 1:
         keys //= 2
     while batch * key_heads * ratio * queries * max(keys, 1) > 2 * total and queries > 1:
@@ -73,22 +76,15 @@ def _mask(draw: Draw, shape: Shape, dtype: mx.Dtype) -> tuple[str, None | str | 
 
 
 def _undefined_rows(
-    mask: None | str | mx.array, window: int | None, shape: Shape, special: bool, keys: mx.array | None = None
+    mask: None | str | mx.array, window: int | None, shape: Shape, special: bool, keys: mx.array
 ) -> np.ndarray:
-    """Rows that see no key, where an additive mask leaves none or values are not finite; and that see an infinite key.
-
-    They are NaN, a mean or zeros, by device and kernel in MLX itself.
-    """
+    """Rows that see an infinite key: they are NaN or finite, by device and kernel in MLX itself."""
     rows = shape.batch, shape.heads, shape.queries
-    seen = exact.visible(mask, window, shape.queries, shape.keys)
-    if special and keys is not None:
-        infinite = np.repeat(np.isinf(to_float64(keys)).any(-1), shape.heads // shape.key_heads, 1)[:, :, None]
-        reached = (infinite if seen is None else infinite & np.array(seen)).any(-1)
-        return _undefined_rows(mask, window, shape, special) | np.broadcast_to(reached, rows)
-    if seen is None or not (special or (isinstance(mask, mx.array) and mask.dtype != mx.bool_)):
+    if not special:
         return np.zeros(rows, bool)
-    seen = np.array(seen)
-    return ~np.broadcast_to(seen, (*rows, shape.keys)).any(-1)
+    seen = exact.visible(mask, window, shape.queries, shape.keys)
+    infinite = np.repeat(np.isinf(to_float64(keys)).any(-1), shape.heads // shape.key_heads, 1)[:, :, None]
+    return np.broadcast_to((infinite if seen is None else infinite & np.array(seen)).any(-1), rows)
 
 
 def scaled_dot_product_attention(draw: Draw) -> Case:
@@ -110,6 +106,7 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
         arrays.append(draw.array(draw.numbers([shape.heads], draw.pick(("normal", "large", "constant"))), result_dtype))
     window = draw.pick((1, 2, 3, 8, 31, 32, 33, 64, 100, 10**6)) if draw.chance(0.25) else None
     scale = float32(draw.pick((shape.width**-0.5, 1.0, 0.1, -0.3, 0.0), (0.8, 0.08, 0.05, 0.05, 0.02)))
+    exactly = draw.chance(0.1)
     undefined = _undefined_rows(mask, window, shape, special, arrays[1])
 
     def rest(a: tuple[mx.array, ...]) -> tuple[None | str | mx.array, mx.array | None]:
@@ -117,12 +114,15 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
 
     def ours(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> mx.array:
         array, sinks = rest(more)
-        return mm.scaled_dot_product_attention(q, k, v, scale=scale, mask=array, sinks=sinks, window=window)
+        return mm.scaled_dot_product_attention(
+            q, k, v, scale=scale, mask=array, sinks=sinks, window=window, exact=exactly
+        )
 
     def twin(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> mx.array:
         array, sinks = rest(more)
         seen = twin_mask(array, window, shape.queries, shape.keys)
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
+        return zero_unseeing(y, array, window, shape.queries, shape.keys)
 
     def in_float64(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> mx.array:
         array, sinks = rest(more)
@@ -141,7 +141,9 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
 
     gradients = [0, 1, 2] + [3] * (masked and mask.dtype != mx.bool_) + [len(arrays) - 1] * with_sinks
     return Case(
-        describe(arrays, draw, numbers=kind, mask=mask_kind, sinks=with_sinks, window=window, scale=scale),
+        describe(
+            arrays, draw, numbers=kind, mask=mask_kind, sinks=with_sinks, window=window, scale=scale, exact=exactly
+        ),
         arrays,
         ours,
         twin,
@@ -174,8 +176,8 @@ def quantized_scaled_dot_product_attention(draw: Draw) -> Case:
         arrays.append(draw.array(draw.numbers([shape.heads]), dtype))
     window = draw.pick((1, 2, 8, 33, 64, 10**6)) if draw.chance(0.2) else None
     scale = float32(shape.width**-0.5)
-    undefined = _undefined_rows(mask, window, shape, special=False)
     options = {"group_size": group_size, "bits": bits}
+    exactly = draw.chance(0.1)
 
     def rest(a: tuple[mx.array, ...]) -> tuple[None | str | mx.array, mx.array | None]:
         return a[6] if masked else mask, a[-1] if with_sinks else None
@@ -183,13 +185,14 @@ def quantized_scaled_dot_product_attention(draw: Draw) -> Case:
     def ours(q: mx.array, *a: mx.array) -> mx.array:
         array, sinks = rest(a)
         return mm.quantized_scaled_dot_product_attention(
-            q, a[:3], a[3:6], scale, array, sinks=sinks, window=window, **options
+            q, a[:3], a[3:6], scale, array, sinks=sinks, window=window, exact=exactly, **options
         )
 
     def twin(q: mx.array, *a: mx.array) -> mx.array:
         array, sinks = rest(a)
         seen = twin_mask(array, window, shape.queries, shape.keys)
-        return composed(q, a[:3], a[3:6], scale, seen, sinks, **options)
+        y = composed(q, a[:3], a[3:6], scale, seen, sinks, **options)
+        return zero_unseeing(y, array, window, shape.queries, shape.keys)
 
     def in_float64(q: mx.array, *a: mx.array) -> mx.array:
         array, sinks = rest(a)
@@ -204,16 +207,16 @@ def quantized_scaled_dot_product_attention(draw: Draw) -> Case:
         total = EPSILON32 * (16 + 4 * scores) * largest
         if draw.gpu and dtype != mx.float32:
             total = total + 2 * EPSILON[dtype] * largest
-        return [np.where(undefined[..., None], np.inf, total)]
+        return [total]
 
     return Case(
-        describe(arrays, draw, numbers=kind, mask=mask_kind, sinks=with_sinks, window=window, **options),
+        describe(arrays, draw, numbers=kind, mask=mask_kind, sinks=with_sinks, window=window, exact=exactly, **options),
         arrays,
         ours,
         twin,
         in_float64,
         of_nothing=lambda: [np.zeros(shape.of_result)],
-        differentiable=[] if undefined.any() else [0],
+        differentiable=[0],
         noise=noise,
         ordinary=mask_kind not in ("hardly any", "additive -inf"),
     )

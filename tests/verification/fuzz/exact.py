@@ -78,7 +78,7 @@ def attention(
 ) -> mx.array:
     """Attention in which what a query does not see matters nothing, whatever it holds.
 
-    A query that sees a NaN or an infinity gets NaN; one that sees no key gets the mean of the values.
+    A query that sees a NaN or an infinity gets NaN; one that sees no key gets 0.
     """
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     k, v = (mx.repeat(a, heads // a.shape[1], axis=1) for a in (k, v))
@@ -96,10 +96,9 @@ def attention(
     total = weights.sum(-1, keepdims=True)
     weights = weights / (total if sinks is None else total + mx.exp(sinks - most))
     finite = mx.isfinite(v)
+    if seen is not None:
+        weights = weights * mx.broadcast_to(seen, scores.shape).any(-1, keepdims=True)
     if seen is None or mx.all(finite).item():
         return weights @ v
-    counted = mx.broadcast_to(seen, scores.shape)
-    if sinks is None:
-        counted = counted | ~counted.any(-1, keepdims=True)
-    reached = counted.astype(FLOAT64) @ (~finite).astype(FLOAT64)
+    reached = mx.broadcast_to(seen, scores.shape).astype(FLOAT64) @ (~finite).astype(FLOAT64)
     return mx.where(reached > 0, mx.array(mx.nan, FLOAT64), weights @ mx.where(finite, v, mx.array(0.0, FLOAT64)))
