@@ -47,7 +47,7 @@ AttentionParams params_of(const AttentionSizes& sizes, const AttentionOptions& o
   params.queries = sizes.queries;
   params.keys = sizes.keys;
   params.value_width = sizes.value_width;
-  params.first_key = first_key(sizes, options);
+  params.first_key = plan.first_key;
   params.window = std::max(options.window, 0);
   params.causal = options.causal || params.window > 0;
   params.has_sinks = options.has_sinks;

@@ -11,8 +11,6 @@ namespace mittens {
 
 namespace {
 
-constexpr uint32_t most_decode_queries = 16;
-
 struct AttentionSchedule {
   const char* name;
   AttentionKernel kernel;
@@ -21,7 +19,7 @@ struct AttentionSchedule {
 
 // The first that fits is taken.
 constexpr AttentionSchedule schedules[] = {
-    {"prompt", AttentionKernel::prompt, most_decode_queries + 1},
+    {"prompt", AttentionKernel::prompt, 17},
     {"decode", AttentionKernel::decode, 0},
 };
 
@@ -32,23 +30,30 @@ Registers registers_of(const AttentionSizes& sizes, const AttentionOptions& opti
   return {options.bits != 0 ? std::min(apple + 24, 255u) : apple, columns <= 64 ? 96u : columns <= 128 ? 128u : 168u};
 }
 
+// The first key that any query sees.
+uint32_t first_key(const AttentionSizes& sizes, const AttentionOptions& options) {
+  if (options.window <= 0 || options.has_mask || sizes.queries > sizes.keys) {
+    return 0;
+  }
+  const int64_t first = int64_t(sizes.keys) - sizes.queries - options.window + 1;
+  return static_cast<uint32_t>(std::max<int64_t>(first, 0));
+}
+
 // The order in which the keys of a row are summed up depends on this alone if the plan is exact.
 constexpr uint32_t exact_keys_per_split = 1024;
 
-void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
+// step: keys that a threadgroup takes at once.
+void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const AttentionOptions& options, uint32_t step,
                     const Gpu& gpu) {
-  const auto columns = static_cast<int>(sizes.value_width);
-  const uint32_t step = plan.simdgroups * 8 * attention_key_blocks(columns, dtype == mx::float16);
-  const uint32_t first = first_key(sizes, options) / step * step;
-  const uint32_t keys = sizes.keys - first;
+  const uint32_t keys = sizes.keys - plan.first_key;
   if (options.exact) {
     plan.keys_per_split = exact_keys_per_split;
   } else {
     const uint32_t resident_threadgroups =
         gpu.cores * (gpu.resident_simdgroups(registers_of(sizes, options)) / plan.simdgroups);
     const uint32_t steps = ceil_divide(keys, step);
-    const uint64_t groups =
-        uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks * attention_value_slices(columns);
+    const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks *
+                            attention_value_slices(static_cast<int>(sizes.value_width));
     // Steps that take no longer than half of them and a second kernel.
     constexpr uint32_t serial_steps = 8;
     const uint32_t wanted = steps > serial_steps ? static_cast<uint32_t>(resident_threadgroups / groups) : 1;
@@ -79,10 +84,6 @@ bool matrix_units_win(const AttentionSizes& sizes) {
 
 }  // namespace
 
-bool AttentionSizes::is_prompt() const {
-  return queries > most_decode_queries;
-}
-
 AttentionSizes attention_sizes(const mx::Shape& queries, const mx::Shape& keys, const mx::Shape& values) {
   const auto size = [](int n) { return static_cast<uint32_t>(n); };
   return {size(queries[0]), size(queries[1]), size(keys[1]),  size(queries[2]),
@@ -96,14 +97,6 @@ Problem attention_problem(const char* op, const AttentionSizes& sizes, const Att
   return {op, dtype, format, {sizes.batches * sizes.key_heads, sizes.ratio(), sizes.queries, sizes.keys}};
 }
 
-uint32_t first_key(const AttentionSizes& sizes, const AttentionOptions& options) {
-  if (options.window <= 0 || options.has_mask || sizes.queries > sizes.keys) {
-    return 0;
-  }
-  const int64_t first = int64_t(sizes.keys) - sizes.queries - options.window + 1;
-  return static_cast<uint32_t>(std::max<int64_t>(first, 0));
-}
-
 AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
                              mx::Stream stream) {
   const char* op = options.bits ? "quantized_scaled_dot_product_attention" : "scaled_dot_product_attention";
@@ -115,16 +108,17 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
   const auto pays = [&](const AttentionSchedule& schedule) { return sizes.queries >= schedule.fewest_queries; };
   AttentionPlan plan{};
   plan.kernel = choose_row(schedules, choice.schedule, can_run, pays).kernel;
-  plan.simdgroups = plan.kernel == AttentionKernel::decode ? kDecodeSimdgroups
-                                                           : attention_prompt_simdgroups(static_cast<int>(sizes.width));
-  const uint32_t blocks = ceil_divide(sizes.ratio() * sizes.queries, 8);
-  if (plan.kernel == AttentionKernel::prompt) {
-    plan.row_blocks = ceil_divide(blocks, plan.simdgroups);
-    plan.splits = 1;
-    plan.keys_per_split = sizes.keys;
-  } else {
-    plan.row_blocks = blocks;
-    share_out_keys(plan, sizes, options, dtype, gpu);
+  const bool decodes = plan.kernel == AttentionKernel::decode;
+  plan.simdgroups = decodes ? kDecodeSimdgroups : attention_prompt_simdgroups(static_cast<int>(sizes.width));
+  const uint32_t step = (decodes ? plan.simdgroups : 1) * 8 *
+                        attention_key_blocks(static_cast<int>(sizes.value_width), dtype == mx::float16);
+  const uint32_t start = options.exact ? exact_keys_per_split : step;  // what the first key is a multiple of
+  plan.first_key = first_key(sizes, options) / start * start;
+  plan.row_blocks = ceil_divide(sizes.ratio() * sizes.queries, decodes ? 8 : 8 * plan.simdgroups);
+  plan.splits = 1;
+  plan.keys_per_split = sizes.keys;
+  if (decodes) {
+    share_out_keys(plan, sizes, options, step, gpu);
   }
   return plan;
 }

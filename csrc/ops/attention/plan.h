@@ -25,7 +25,6 @@ struct AttentionSizes {
   uint64_t rows() const {
     return uint64_t(batches) * heads * queries;
   }
-  bool is_prompt() const;
 };
 
 // Shapes in elements, also of keys and values that lie packed.
@@ -34,10 +33,6 @@ AttentionSizes attention_sizes(const mx::Shape& queries, const mx::Shape& keys, 
 // What an attention is for calibration.
 Problem attention_problem(const char* op, const AttentionSizes& sizes, const AttentionOptions& options,
                           mx::Dtype dtype);
-
-// The first key that any query sees. Rows that see none have the mean of all values, so all are read where there may be
-// such.
-uint32_t first_key(const AttentionSizes& sizes, const AttentionOptions& options);
 
 // In decoding the simdgroups of a threadgroup share the keys of 8 rows of queries, and threadgroups may share them
 // further; in prompts each simdgroup has 8 rows of its own and all their keys.
@@ -48,6 +43,7 @@ struct AttentionPlan {
   uint32_t simdgroups;  // of a threadgroup
   uint32_t row_blocks;  // threadgroups that share out the rows of a key head
   uint32_t splits;  // threadgroups that share out the keys of a row
+  uint32_t first_key;  // those before are not read
   uint32_t keys_per_split;
 };
 

@@ -93,6 +93,12 @@ def test_kernels(rng, executor, kind, queries, keys, bits):
         check(dense, q, [k], [v], *options)
 
 
+def test_windows_longer_than_a_share(rng, executor):
+    """Their first keys lie on both sides of a step, of which the shares of a row do not depend."""
+    q, k, v = inputs(rng, (1, 2, 1, 3, 1300, 64), mx.float16)
+    check(dense, q, [k], [v], None, 1107, None)
+
+
 def test_prompts_and_odd_shapes(rng, dtype, native):
     """More queries than are taken at once; heads of many queries, widths that fill no vector, views."""
     for shape, value_width in (((1, 2, 1, 40, 600, 64), 64), ((2, 20, 1, 3, 530, 72), 40), ((1, 3, 3, 4, 1500, 7), 3)):
