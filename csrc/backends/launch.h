@@ -87,6 +87,10 @@ struct Launch {
     arguments.emplace_back(Output{array});
     return std::move(*this);
   }
+  // For an output that may be absent, null: then another array stands in.
+  Launch&& output_if(const mx::array* array, const mx::array& other) {
+    return array ? output(*array) : stand_in(other);
+  }
   Launch&& update(const mx::array& array) {
     arguments.emplace_back(Output{array, true});
     return std::move(*this);

@@ -42,19 +42,6 @@ struct AttentionShape {
   static constant constexpr int scratch = all_queries > sums ? all_queries : sums;
 };
 
-// A simdgroup's part of the work.
-struct AttentionPlace {
-  uint batch;
-  uint key_head;
-  uint split;   // of the keys
-  uint slice;   // of the columns of the values
-  uint first;   // row
-  uint rows;    // that share these keys
-  uint lane;
-  uint simdgroup;
-  uint simdgroups;
-};
-
 template <typename Shape>
 inline AttentionPlace place_of(
     uint3 group, uint lane, uint simdgroup, uint simdgroups, constant AttentionParams& params) {

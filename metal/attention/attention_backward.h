@@ -5,7 +5,7 @@
 #pragma once
 
 #include "mittens/fragment_layout.h"
-#include "mittens/softmax.h"
+#include "mittens/online_softmax.h"
 #include "params/attention_backward.h"
 
 namespace mittens {
@@ -23,10 +23,10 @@ constant constexpr int pack_elements = 16 / sizeof(T);
 
 template <typename T>
 inline HeadRows<T> head_rows(
-    const device T* from, constant BackwardView& view, uint batch, uint head, uint count) {
+    const device T* from, constant TokenRows& view, uint batch, uint head, uint count) {
   HeadRows<T> rows;
   rows.packs = (const device uint4*)(from + (view.start + batch * view.batch + head * view.head));
-  rows.stride = view.row / pack_elements<T>;
+  rows.stride = int(view.token) / pack_elements<T>;
   rows.count = count;
   return rows;
 }
@@ -153,19 +153,13 @@ struct Scores {
   const device float2* statistics;  // [rows]: the logsumexp in the unit of scores, delta
 };
 
-// By what a mask or a logsumexp becomes a score.
-template <typename T>
-constexpr float backward_unit() {
-  return is_same_v<T, float> ? 1.0f : M_LOG2E_F;
-}
-
 template <typename T>
 inline Scores scores_of(
     const device uchar* mask, const device float2* statistics, uint batch, uint head,
     constant AttentionBackwardParams& params) {
   const int64_t offset = params.mask_start + batch * params.mask_strides[0] + head * params.mask_strides[1];
   Scores scores;
-  scores.mask = mask + offset * (params.mask == additive_backward_mask ? int(sizeof(T)) : 1);
+  scores.mask = mask + offset * (params.mask == additive_mask ? int(sizeof(T)) : 1);
   scores.statistics = statistics + (size_t(batch) * params.heads + head) * params.rows;
   return scores;
 }
@@ -197,7 +191,7 @@ inline void apply_mask(
         s.at[r][i / 2][i % 2] = mask != 0 ? score : -INFINITY;
       } else {
         s.at[r][i / 2][i % 2] =
-            float(mask) == -INFINITY ? -INFINITY : fma(float(mask), backward_unit<T>(), score);
+            float(mask) == -INFINITY ? -INFINITY : fma(float(mask), score_unit<T>(), score);
       }
     }
   }
@@ -208,10 +202,10 @@ template <typename T, bool keys_first, int R, int C>
 inline void mask_products(
     thread Tile<float, R, C>& s, Scores scores, uint first_row, uint first_key, uint lane,
     constant AttentionBackwardParams& params) {
-  multiply(s, params.scale * backward_unit<T>());
-  if (params.mask == bool_backward_mask) {
+  multiply(s, params.scale * score_unit<T>());
+  if (params.mask == bool_mask) {
     apply_mask<T, uchar, keys_first>(s, scores, first_row, first_key, lane, params);
-  } else if (params.mask == additive_backward_mask) {
+  } else if (params.mask == additive_mask) {
     apply_mask<T, T, keys_first>(s, scores, first_row, first_key, lane, params);
   }
 #pragma unroll
@@ -227,11 +221,6 @@ inline void mask_products(
       s.at[r][i / 2][i % 2] = seen ? s.at[r][i / 2][i % 2] : -INFINITY;
     }
   }
-}
-
-template <typename T>
-inline float backward_weight(float difference) {
-  return is_same_v<T, float> ? exp_of<float>(difference) : fast::exp2(difference);
 }
 
 // Scores become p, and products of cotangents and values ds.
@@ -251,7 +240,7 @@ inline void weigh(
       const int i = keys_first ? a : b;
       const float score = s.at[r][i / 2][i % 2];
       const bool seen = score != -INFINITY;  // then the logsumexp is not -inf
-      const float p = seen ? backward_weight<T>(score - statistics.x) : 0.0f;
+      const float p = seen ? softmax_weight<T>(score - statistics.x) : 0.0f;
       s.at[r][i / 2][i % 2] = p;
       dp.at[r][i / 2][i % 2] = seen ? p * (dp.at[r][i / 2][i % 2] - statistics.y) : 0.0f;
     }

@@ -59,7 +59,7 @@ template <typename T>
   sum = simd_sum(sum);
   if (lane == 0) {
     const size_t place = (size_t(group.z) * params.heads + group.y) * params.rows + row;
-    statistics[place] = float2(logsumexp[place] * backward_unit<T>(), sum);
+    statistics[place] = float2(logsumexp[place] * score_unit<T>(), sum);
   }
 }
 
@@ -67,7 +67,7 @@ template <typename T>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_finite(
     const device T* from [[buffer(0)]],
     device T* to [[buffer(1)]],  // [batch, heads, rows, width]
-    constant BackwardView& view [[buffer(2)]],
+    constant TokenRows& view [[buffer(2)]],
     constant uint2& size [[buffer(3)]],  // rows, packs of a row
     uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],

@@ -7,6 +7,19 @@
 
 namespace mittens {
 
+// A simdgroup's part of the work.
+struct AttentionPlace {
+  uint batch;
+  uint key_head;
+  uint split;   // of the keys
+  uint slice;   // of the columns of the values
+  uint first;   // row
+  uint rows;    // that share these keys
+  uint lane;
+  uint simdgroup;
+  uint simdgroups;
+};
+
 // A row of queries: what it sees by causality and a window, where its mask is, and where its result is among the rows of
 // y. They lie in threadgroup memory, as registers are needed for other things.
 struct AttentionRow {
@@ -28,8 +41,9 @@ struct KeyRange {
 
 // Of 8 rows. The range begins on a multiple of `step`, so that it does not depend on the range in which order keys are
 // summed up.
-template <typename Place>
-inline KeyRange find_rows(threadgroup AttentionRow* rows, Place place, constant AttentionParams& params, uint step) {
+inline KeyRange find_rows(
+    threadgroup AttentionRow* rows, AttentionPlace place, constant AttentionParams& params, uint step) {
+  // The first key is a multiple of `step`. Without the division ptxas spills registers of one variant more.
   const uint first = params.first_key / step * step + place.split * params.keys_per_split;
   const uint last = min(first + params.keys_per_split, params.keys);
   const uint row = min(place.first + place.lane % 8, place.rows - 1);
@@ -116,9 +130,9 @@ inline void mask_scores(
 }
 
 // Before any key: a row's sink, if it has one, of which one simdgroup of all takes care.
-template <typename T, typename Place>
+template <typename T>
 inline OnlineSoftmax<T> first_state(
-    const device T* sinks, Place place, constant AttentionParams& params, uint worker) {
+    const device T* sinks, AttentionPlace place, constant AttentionParams& params, uint worker) {
   OnlineSoftmax<T> state;
   state.m = float2(-INFINITY);
   state.l = float2(0.0f);

@@ -53,7 +53,7 @@ struct AttentionParams {
   uint32_t queries;
   uint32_t keys;
   uint32_t value_width;
-  uint32_t first_key;      // that any query sees; those before are not read
+  uint32_t first_key;      // those before are not read; a multiple of what simdgroups take at once
   uint32_t causal;         // query i sees keys up to i + keys - queries
   uint32_t window;         // and of those the last so many; 0: all
   uint32_t mask_kind;      // AttentionMask

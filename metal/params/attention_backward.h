@@ -1,38 +1,27 @@
 // Compiled by C++ and by Metal.
 #pragma once
 
-#ifndef __METAL_VERSION__
-#include <cstdint>
-#endif
+#include "params/attention.h"
 
 namespace mittens {
 
 enum { kBackwardSimdgroups = 4 };  // of a threadgroup
 
-enum BackwardMask : uint32_t { no_backward_mask, bool_backward_mask, additive_backward_mask };
-
-// Rows of a head that start on multiples of 16 bytes; strides are in elements, the last is 1.
-struct BackwardView {
-  int64_t start;  // of the first element, from the start of what is bound
-  int64_t batch;
-  int64_t head;
-  int32_t row;    // a row's first element is less than 2^31 from its head's
-};
-
+// Rows start on multiples of 16 bytes, and less than 2^31 elements from the first of their head.
 struct AttentionBackwardParams {
-  BackwardView queries;
-  BackwardView keys;
-  BackwardView values;
-  BackwardView y;
-  BackwardView dy;
-  BackwardView finite_queries;  // with 0 for what is not finite, where a row may not see some key
-  BackwardView finite_keys;
+  TokenRows queries;
+  TokenRows keys;
+  TokenRows values;
+  TokenRows y;
+  TokenRows dy;
+  TokenRows finite_queries;  // with 0 for what is not finite, where a row may not see some key
+  TokenRows finite_keys;
   int64_t mask_start;
   int64_t mask_strides[2];  // batch, head; 0 where it is broadcast
   int64_t mask_row_bytes;   // from row to row
   int32_t mask_key;         // from key to key
   uint32_t mask_sizes[4];   // as it was given; 1 where it is broadcast
-  uint32_t mask;            // BackwardMask
+  uint32_t mask;            // AttentionMask
   uint32_t batches;
   uint32_t heads;           // of the queries
   uint32_t key_heads;

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers.simulate import kernel, register, run
-from helpers.tolerances import FLOAT16_TWICE, ROUNDINGS, SUM
+from helpers.tolerances import ROUNDINGS, SUM
 
 from mlx_mittens.frontend import dialect
 from mlx_mittens.simulator import Fault
@@ -177,51 +177,6 @@ def test_causal_and_window_fills(rng, at):
     if at >= 0:
         x, y = on_tile(rng, f"fill_columns_from(x, {at}, -9.0f, lane);")
         np.testing.assert_array_equal(y, np.where(column >= at, np.float32(-9), x))
-
-
-@pytest.mark.parametrize("name, dtype", TYPES.items())
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
-@pytest.mark.parametrize("aligned", [True, False])
-def test_dealt_products(rng, name, dtype, width, aligned):
-    """Scores of 8 queries and 8 keys, and their product with 8 values, from vectors of neighbours."""
-    columns = 16 * width
-    shift = 0 if aligned else 1
-    q, k, v = (draw(rng, 8, columns + shift, dtype=dtype) for _ in range(3))
-    row = columns + shift
-    body = f"""
-      Fragments<{name}, 2 * {width}> left;
-      load_dealt_left<{name}, {width}, 2>(left, q + tile_row(lane) * {row}, {str(aligned).lower()}, lane);
-      float2 scores = float2(0);
-      for (int b = 0; b < 2; ++b) {{
-        Fragments<{name}, {width}> right;
-        const device {name}* key = k + tile_column(lane) * {row} + b * 8 * {width};
-        load_dealt_right<{name}, {width}>(right, key, key + {row}, {str(aligned).lower()}, lane);
-        for (int t = 0; t < {width}; ++t) {{
-          scores = multiply_tiles<{name}>(left.at[b * {width} + t], right.at[t], scores);
-        }}
-      }}
-      scores = float2({name}(scores.x * 0.1f), {name}(scores.y * 0.1f));
-      for (int b = 0; b < 2; ++b) {{
-        Fragments<{name}, {width}> values;
-        load_dealt_pairs<{name}, {width}>(
-            values, v + tile_row(lane) * {row} + b * 8 * {width}, tile_row(lane) < 7, {str(aligned).lower()}, lane);
-        Fragments<float, {width}> sums;
-        for (int t = 0; t < {width}; ++t) {{
-          auto pair = vec<{name}, 2>({name}(scores.x), {name}(scores.y));
-          sums.at[t] = multiply_tiles<{name}>(pair, values.at[t], float2(0));
-        }}
-        store_dealt_pairs<float, {width}>(sums, y + tile_row(lane) * {columns} + b * 8 * {width}, lane);
-      }}
-    """
-    arguments = ", ".join(f"const device {name}* {a} [[buffer({i})]]" for i, a in enumerate("qkv"))
-    y = simulate(body, arguments + ", device float* y [[buffer(3)]]", [q, k, v, np.zeros((8, columns), np.float32)])
-    q, k, v = (a[:, :columns].astype(np.float64) for a in (q, k, v))
-    v[7] = 0  # was said not to be there
-    scores = (q @ k.T * 0.1).astype(dtype).astype(np.float64)
-    exact = scores @ v
-    np.testing.assert_allclose(
-        y, exact, rtol=0, atol=(FLOAT16_TWICE if dtype == np.float16 else SUM) * np.abs(exact).max()
-    )
 
 
 def test_a_macs_compiler_would_take_all_of_it():

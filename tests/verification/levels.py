@@ -107,9 +107,14 @@ def spilling() -> set[str]:
     }
 
 
+def listed(file: Path) -> set[str]:
+    """The lines of a list, without its comments."""
+    return {line for line in file.read_text().splitlines() if line and not line.startswith("#")}
+
+
 def known_to_spill() -> set[str]:
     """Those that are known to, and are to be mended."""
-    return {line for line in SPILLS.read_text().splitlines() if line and not line.startswith("#")}
+    return listed(SPILLS)
 
 
 def _machine_code() -> set[str]:

@@ -36,7 +36,7 @@ def test_every_variant_assembles(usages):
 
 
 def known_spills(arch):
-    lines = Path(__file__).with_name("ptx_spills.txt").read_text().splitlines()
+    lines = levels.listed(Path(__file__).with_name("ptx_spills.txt"))
     return {line.partition(" ")[2] for line in lines if line.startswith(arch)}
 
 

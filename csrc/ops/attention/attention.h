@@ -54,6 +54,12 @@ mx::array any_of_row(const mx::array& seen, mx::Stream stream);
 // on the device.
 std::optional<mx::array> seeing_queries(const AttentionCall& call, mx::Stream stream);
 
+// How often mx.vmap maps.
+int mapped_size(const Arrays& inputs, const std::vector<int>& axes);
+
+// An input with the axis that mx.vmap maps, or repeated if that is negative, as a part of its batch.
+mx::array joined_batch(const mx::array& input, int axis, int size, int batch, mx::Stream stream);
+
 // A view of the scores' shape, with strides of 0 where the mask is broadcast.
 mx::array broadcast_mask(const mx::array& mask, const mx::Shape& scores, mx::Stream stream);
 

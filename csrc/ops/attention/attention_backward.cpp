@@ -61,21 +61,13 @@ class AttentionBackward : public KernelPrimitive {
     if (wanted_.sinks || (wanted_.mask && one_mask && batch != 1) || (options_.has_sinks && axes[sinks_index()] >= 0)) {
       return KernelPrimitive::vmap(inputs, axes);
     }
-    int size = 0;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      size = axes[i] >= 0 ? inputs[i].shape(axes[i]) : size;
-    }
+    const int size = mapped_size(inputs, axes);
     Arrays batched = inputs;
     for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
       if (i == sinks_index()) {
         continue;
       }
-      mx::array a =
-          axes[i] < 0 ? mx::expand_dims(inputs[i], 0, stream()) : mx::moveaxis(inputs[i], axes[i], 0, stream());
-      mx::Shape shape = a.shape();
-      shape[0] = size;
-      shape[1] = batch;
-      batched[i] = mx::flatten(mx::broadcast_to(a, shape, stream()), 0, 1, stream());
+      batched[i] = joined_batch(inputs[i], axes[i], size, batch, stream());
     }
     Arrays outputs = apply(std::move(batched), options_, wanted_, stream());
     for (mx::array& output : outputs) {

@@ -21,23 +21,14 @@ constexpr int widths[] = {64, 128, 256};
 
 constexpr uint32_t simdgroup_rows = 8;  // or keys
 
-BackwardView view_of(const mx::array& rows) {
-  BackwardView view{};
-  view.start = -span_of(rows).offset / static_cast<int64_t>(rows.itemsize());
-  view.batch = rows.strides(0);
-  view.head = rows.strides(1);
-  view.row = static_cast<int32_t>(rows.shape(2) == 1 ? 0 : rows.strides(2));
-  return view;
-}
-
 AttentionBackwardParams params_of(const mx::array& queries, const mx::array& keys, const mx::array& values,
                                   const mx::array* mask, const AttentionOptions& options) {
   AttentionBackwardParams params{};
-  params.queries = view_of(queries);
-  params.keys = view_of(keys);
-  params.values = view_of(values);
+  params.queries = token_rows(queries);
+  params.keys = token_rows(keys);
+  params.values = token_rows(values);
   if (mask) {
-    params.mask = mask->dtype() == mx::bool_ ? bool_backward_mask : additive_backward_mask;
+    params.mask = mask->dtype() == mx::bool_ ? bool_mask : additive_mask;
     params.mask_start = -span_of(*mask).offset / static_cast<int64_t>(mask->itemsize());
     std::copy_n(mask->strides().begin(), 2, params.mask_strides);
     params.mask_row_bytes = mask->strides(2) * static_cast<int64_t>(mask->itemsize());
@@ -90,8 +81,8 @@ std::vector<Launch> attention_backward_launches(const BackwardArrays& arrays, co
   const mx::Dtype dtype = arrays.queries.dtype();
   const uint32_t width = arrays.queries.shape(3);
   AttentionBackwardParams params = params_of(arrays.queries, arrays.keys, arrays.values, arrays.mask, options);
-  params.y = view_of(arrays.y);
-  params.dy = view_of(arrays.dy);
+  params.y = token_rows(arrays.y);
+  params.dy = token_rows(arrays.dy);
   size_t next = 0;
   const auto take = [&](bool is_wanted) { return is_wanted ? &outputs[next++] : nullptr; };
   const mx::array *dq = take(wanted.queries), *dk = take(wanted.keys), *dv = take(wanted.values),
@@ -126,14 +117,14 @@ std::vector<Launch> attention_backward_launches(const BackwardArrays& arrays, co
                                static_cast<uint32_t>(rows.shape(0))});
     add_view(launch, rows);
     launch.output(copy);
-    launch.params(view_of(rows));
+    launch.params(token_rows(rows));
     add(launch.params(std::array<uint32_t, 2>{count, packs}));
     return copy;
   };
   const mx::array& finite_keys = dq ? finite(arrays.keys) : arrays.keys;
-  params.finite_keys = view_of(finite_keys);
+  params.finite_keys = token_rows(finite_keys);
   const mx::array& finite_queries = dk ? finite(arrays.queries) : arrays.queries;
-  params.finite_queries = view_of(finite_queries);
+  params.finite_queries = token_rows(finite_queries);
   const auto with_inputs = [&](const char* name, uint32_t of_width, Size3 threadgroups) {
     Launch launch = launch_of(kernel_name(dtype, "attention", name, of_width), threadgroups);
     for (const mx::array* rows : {&arrays.queries, &arrays.keys, &arrays.values, &arrays.dy}) {
@@ -164,8 +155,7 @@ std::vector<Launch> attention_backward_launches(const BackwardArrays& arrays, co
   const auto add_dkv = [&](const char* name, const mx::array* keys, const mx::array* values) {
     Launch launch = with_inputs(name, width, key_blocks);
     add_view(launch, finite_queries);
-    keys ? launch.output(*keys) : launch.stand_in(arrays.keys);
-    values ? launch.output(*values) : launch.stand_in(arrays.values);
+    launch.output_if(keys, arrays.keys).output_if(values, arrays.values);
     add(launch.params(params));
   };
   if (width < 256 && (dk || dv)) {

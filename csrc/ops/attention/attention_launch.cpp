@@ -25,16 +25,9 @@ constexpr Widths dense_widths[] = {{32, 32},   {48, 48},   {64, 64},   {72, 72},
                                    {112, 112}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}, {576, 512}};
 constexpr Widths packed_widths[] = {{64, 64}, {96, 96}, {128, 128}, {192, 192}, {256, 256}};
 
-// Binds a view of any strides and says where its first element is from the lowest that is read.
-int64_t bind_view(Launch& launch, const mx::array& view) {
-  const Span span = span_of(view);
-  launch.input(view, span.offset, span.bytes);
-  return -span.offset / static_cast<int64_t>(view.itemsize());
-}
-
-// The rows of an array of four dimensions.
 TokenRows bind_rows(Launch& launch, const mx::array& rows) {
-  return {bind_view(launch, rows), rows.strides(0), rows.strides(1), rows.strides(2)};
+  add_view(launch, rows);
+  return token_rows(rows);
 }
 
 AttentionParams params_of(const AttentionSizes& sizes, const AttentionOptions& options, const AttentionPlan& plan,
@@ -82,7 +75,7 @@ void bind_inputs(Launch& launch, const std::vector<mx::array>& inputs, const Att
   } else {
     launch.stand_in(queries);
   }
-  options.has_sinks ? launch.input(inputs[next]) : launch.stand_in(queries);
+  launch.input_if(options.has_sinks, options.has_sinks ? inputs[next] : queries);
 }
 
 Launch combine_launch(const mx::array& partials, const mx::array& y, const mx::array* logsumexp,
@@ -98,12 +91,15 @@ Launch combine_launch(const mx::array& partials, const mx::array& y, const mx::a
   constexpr uint32_t columns = 32;  // of a threadgroup
   launch.threadgroups = {params.rows, ceil_divide(sizes.value_width, columns), 1};
   launch.threads = {256, 1, 1};
-  launch.input(partials).output(y);
-  logsumexp ? launch.output(*logsumexp) : launch.stand_in(y);
-  return launch.params(params);
+  return launch.input(partials).output(y).output_if(logsumexp, y).params(params);
 }
 
 }  // namespace
+
+TokenRows token_rows(const mx::array& rows) {
+  const int64_t start = -span_of(rows).offset / static_cast<int64_t>(rows.itemsize());
+  return {start, rows.strides(0), rows.strides(1), rows.strides(2)};
+}
 
 std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& values, int bits) {
   const auto has = [&](Widths widths) { return widths.keys == queries[3] && widths.values == values[3]; };
@@ -139,9 +135,7 @@ std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, con
   launch.threads = {32 * plan.simdgroups, 1, 1};
   bind_inputs(launch, inputs, options, params);
   if (plan.splits == 1) {
-    launch.output(y);
-    logsumexp ? launch.output(*logsumexp) : launch.stand_in(inputs[0]);
-    return in_order(launch.params(params));
+    return in_order(launch.output(y).output_if(logsumexp, inputs[0]).params(params));
   }
   const mx::Shape shape = {static_cast<int>(plan.splits), static_cast<int>(sizes.rows()),
                            static_cast<int>(sizes.value_width + 2)};

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "backends/launch.h"
+#include "params/attention.h"
 
 namespace mittens {
 
@@ -30,6 +31,9 @@ struct AttentionOptions {
 //   sinks    [heads]                                  contiguous
 // Output: y [batch, heads, queries, value_width], row contiguous, and if wanted logsumexp [batch, heads, queries] in
 // float32: the natural logarithm of the sum of e^score of a row, -inf where it sees no key.
+
+// Where the rows of an array of four dimensions are in what add_view binds of it.
+TokenRows token_rows(const mx::array& rows);
 
 // Why no kernel covers these shapes, for the rule that sends the call to mx. Empty: one does.
 std::string attention_not_covered(const mx::Shape& queries, const mx::Shape& values, int bits);

@@ -91,10 +91,7 @@ class Attention : public KernelPrimitive {
     if (options_.has_sinks && axes[sinks_index()] >= 0) {
       return KernelPrimitive::vmap(inputs, axes);
     }
-    int size = 0;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      size = axes[i] >= 0 ? inputs[i].shape(axes[i]) : size;
-    }
+    const int size = mapped_size(inputs, axes);
     const int batch = inputs[0].shape(axes[0] == 0 ? 1 : 0);
     Arrays batched = inputs;
     for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
@@ -102,12 +99,7 @@ class Attention : public KernelPrimitive {
       if (i == sinks_index() || (i == mask_index() && shared && inputs[i].shape(0) == 1)) {
         continue;
       }
-      mx::array a = shared ? mx::expand_dims(inputs[i], 0, stream()) : mx::moveaxis(inputs[i], axes[i], 0, stream());
-      mx::Shape shape = a.shape();
-      shape[0] = size;
-      shape[1] = batch;
-      a = mx::broadcast_to(a, shape, stream());
-      batched[i] = mx::flatten(a, 0, 1, stream());
+      batched[i] = joined_batch(inputs[i], axes[i], size, batch, stream());
     }
     Arrays outputs = results(std::move(batched), options_, has_logsumexp_, stream());
     for (mx::array& output : outputs) {
@@ -295,6 +287,22 @@ class Attention : public KernelPrimitive {
 };
 
 }  // namespace
+
+int mapped_size(const Arrays& inputs, const std::vector<int>& axes) {
+  int size = 0;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    size = axes[i] >= 0 ? inputs[i].shape(axes[i]) : size;
+  }
+  return size;
+}
+
+mx::array joined_batch(const mx::array& input, int axis, int size, int batch, mx::Stream stream) {
+  const mx::array a = axis < 0 ? mx::expand_dims(input, 0, stream) : mx::moveaxis(input, axis, 0, stream);
+  mx::Shape shape = a.shape();
+  shape[0] = size;
+  shape[1] = batch;
+  return mx::flatten(mx::broadcast_to(a, shape, stream), 0, 1, stream);
+}
 
 mx::array broadcast_mask(const mx::array& given, const mx::Shape& shape, mx::Stream stream) {
   bool backwards = false;

@@ -6,6 +6,7 @@
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "ops/norm/norm_vjp.h"
+#include "ops/norm/norms.h"
 #include "ops/norm/row_primitive.h"
 #include "params/norm.h"
 #include "python/registry.h"
@@ -42,9 +43,7 @@ class LayerNorm : public RowPrimitive {
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
-    auto asked = [&](int argument) {
-      return argument > 0 && std::find(argnums.begin(), argnums.end(), argument) != argnums.end();
-    };
+    auto asked = [&](int argument) { return argument > 0 && contains(argnums, argument); };
     const NormGradients gradients = norm_gradients(
         primals[0], weight(primals), cotangents[0], std::nullopt,
         {.centred = true, .eps = eps_, .weight_gradient = asked(weight_index()), .bias_gradient = asked(bias_index())},

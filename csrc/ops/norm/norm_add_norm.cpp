@@ -57,9 +57,7 @@ class NormAddNorm : public RowPrimitive {
   // The gradient of the sum is that of the residual and, through the first norm, of x.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
-    const auto is_wanted = [&](int argument) {
-      return std::find(argnums.begin(), argnums.end(), argument) != argnums.end();
-    };
+    const auto is_wanted = [&](int argument) { return contains(argnums, argument); };
     const int next = 2 + options_.has_weight;
     const bool wants_weight = options_.has_weight && is_wanted(2);
     const NormGradients of_sum = norm_gradients(outputs[1], next_weight(primals), cotangents[0], cotangents[1],

@@ -1,6 +1,7 @@
 // What the norms use of each other.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -40,6 +41,10 @@ mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& w
 
 // The scale of a norm in mx operations, rounded to the weight's type.
 mx::array compose_scale(const mx::array& weight, float weight_offset, mx::Stream stream);
+
+inline bool contains(const std::vector<int>& arguments, int argument) {
+  return std::find(arguments.begin(), arguments.end(), argument) != arguments.end();
+}
 
 inline std::optional<mx::array> optional_input(const Arrays& inputs, size_t index) {
   return index < inputs.size() ? std::optional(inputs[index]) : std::nullopt;

@@ -160,9 +160,7 @@ class QkNorm : public KernelPrimitive {
   }
 
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
-    const auto is_wanted = [&](int argument) {
-      return std::find(argnums.begin(), argnums.end(), argument) != argnums.end();
-    };
+    const auto is_wanted = [&](int argument) { return contains(argnums, argument); };
     std::optional<NormGradients> gradients[2];
     for (int i : {0, 1}) {
       const bool wants_weight = has_weight(i) && is_wanted(weight_index(i));
