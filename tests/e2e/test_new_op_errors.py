@@ -121,8 +121,8 @@ def test_a_kernel_that_is_not_there_is_named_beside_those_that_are(tmp_path, mon
     sources.flatten("norm/rms_norm.metal")  # That of another folder, seen before, is not taken for this one's.
     shutil.copytree(sources.metal_folder(), tmp_path / "metal")
     file = tmp_path / "metal" / "norm" / "rms_norm.metal"
-    file.write_text(file.read_text().replace('"rms_norm_simd8"', '"rms_norm_simd_8"'))
+    file.write_text(file.read_text().replace('instantiate_rows("rms_norm"', 'instantiate_rows("rms_norms"'))
     monkeypatch.setattr(sources, "metal_folder", lambda: tmp_path / "metal")
-    message = r'norm/rms_norm.metal has no kernel "rms_norm_simd8_float32"; it has .*\brms_norm_simd_8_float32\b'
+    message = r'norm/rms_norm.metal has no kernel "rms_norm_simd8_float32"; it has .*\brms_norms_simd8_float32\b'
     with mm.simulator.enabled(), pytest.raises(ValueError, match=message):
         mx.eval(mm.rms_norm(mx.ones((2, 8)), None, 1e-5))
