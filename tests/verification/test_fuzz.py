@@ -40,9 +40,10 @@ def test_a_minute(worker, subject, executor):
     assert_no_findings(worker, Chunk(subject, executor, SEED, 0, cases_of(subject, CASES[executor])))
 
 
-def test_second_derivatives_of_one_column_are_right(worker):
+@pytest.mark.parametrize("subject, seed, case", [("add_rms_norm", 77, 1264), ("scaled_dot_product_attention", 9, 337)])
+def test_second_derivatives_of_one_column_are_right(worker, subject, seed, case):
     """Their terms cancel, and of what rounding leaves mx's may have nothing."""
-    assert_no_findings(worker, Chunk("add_rms_norm", "native", 77, 1264, 1))
+    assert_no_findings(worker, Chunk(subject, "native", seed, case, 1))
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="baseline is an instruction set of x86-64")
