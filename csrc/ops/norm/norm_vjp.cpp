@@ -252,6 +252,8 @@ NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>&
   Arrays inputs = {copyable(x, stream)};
   if (weight) {
     inputs.push_back(copyable(*weight, stream));
+  } else {
+    options.weight_offset = no_offset;  // as of queries beside keys that have a weight
   }
   inputs.push_back(copyable(dy, stream));
   if (dsum) {

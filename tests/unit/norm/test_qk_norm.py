@@ -59,9 +59,14 @@ def test_weights_that_are_absent(executor, rng, absent):
     queries, keys, *weights = heads(rng, mx.float32)
     weights = [None if i in absent else weight for i, weight in enumerate(weights)]
     offset = 1.0 if len(absent) < 2 else 0.0
-    results = mm.qk_norm(queries, keys, *weights, 1e-6, weight_offset=offset)
-    for a, b, weight in zip(results, (queries, keys), weights, strict=True):
-        assert_near(a, mm.rms_norm(b, weight, 1e-6, weight_offset=offset if weight is not None else 0.0), "norm")
+    norms = lambda *heads: mm.qk_norm(*heads, *weights, 1e-6, weight_offset=offset)
+    results = norms(queries, keys)
+    cotangents = list(map(mx.sin, results))
+    gradients = mx.vjp(norms, [queries, keys], cotangents)[1]
+    for i, (x, weight) in enumerate(zip((queries, keys), weights, strict=True)):
+        norm = lambda x: mm.rms_norm(x, weight, 1e-6, weight_offset=offset if weight is not None else 0.0)
+        assert_near(results[i], norm(x), "norm")
+        assert_near(gradients[i], mx.vjp(norm, [x], [cotangents[i]])[1][0], "gradient")
 
 
 def test_empty_heads(executor, rng):
