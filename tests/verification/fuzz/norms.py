@@ -107,9 +107,7 @@ def add_rms_norm(draw: Draw) -> Case:
 
     def in_float64(x: mx.array, residual: mx.array, weight: mx.array | None = None) -> tuple[mx.array, mx.array]:
         # What is normed is the sum as it was rounded to its type.
-        total = x + residual
-        rounded = total.astype(mx.float32).astype(sum_dtype).astype(mx.float64)
-        total = total + mx.stop_gradient(mx.where(mx.isfinite(rounded), rounded - total, mx.array(0.0, mx.float64)))
+        total = _rounded(x + residual, sum_dtype)
         return exact.rms_norm(total, weight, eps), total
 
     return Case(
@@ -121,6 +119,145 @@ def add_rms_norm(draw: Draw) -> Case:
         of_nothing=lambda: [np.zeros(shape), np.zeros(shape)],
         differentiable=range(len(arrays)),
         ordinary=kinds == ("normal", "normal"),
+    )
+
+
+def _rounded(a: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Numbers in float64 as their type rounds them; derivatives are those of numbers that are not rounded."""
+    rounded = a.astype(mx.float32).astype(dtype).astype(mx.float64)
+    return a + mx.stop_gradient(mx.where(mx.isfinite(rounded), rounded - a, mx.array(0.0, mx.float64)))
+
+
+def _scaled(weight: mx.array | None, offset: float) -> mx.array | None:
+    return None if weight is None else weight + mx.array(offset, weight.dtype)
+
+
+def _twin(x: mx.array, weight: mx.array | None, offset: float, eps: float) -> mx.array:
+    """mx's norm, rounded to the type before the scale as ours is, which is weight + offset in float32."""
+    if weight is None:
+        return mx.fast.rms_norm(x, None, eps)
+    dtype = promoted(x.dtype, weight.dtype)
+    scale = weight.astype(mx.float32) + offset
+    return (mx.fast.rms_norm(x.astype(dtype), None, eps).astype(mx.float32) * scale).astype(dtype)
+
+
+def _are_moderate(weights: list[mx.array]) -> bool:
+    """Whether products of weights with each other and with activations are in the range of float32."""
+    return all((mx.abs(w.astype(mx.float32)) < 1e15).all().item() for w in weights)
+
+
+def norm_add_norm(draw: Draw) -> Case:
+    dtype, shape, kinds = draw.dtype(), rows_shape(draw), (draw.kind(), draw.kind())
+    eps, weighted, next_weighted = float32(draw.pick(EPS)), draw.chance(0.8), draw.chance(0.8)
+    offsets = [draw.pick((0.0, 1.0, -0.5), (0.6, 0.3, 0.1)) if chosen else 0.0 for chosen in (weighted, next_weighted)]
+    arrays = [
+        draw.array(draw.numbers(shape, kinds[0]), dtype),
+        draw.array(draw.numbers(shape, kinds[1]), draw.dtype_like(dtype)),
+    ]
+    arrays += [_vector(draw, shape, dtype) for _ in range(weighted + next_weighted)]
+    norm_dtype = promoted(arrays[0].dtype, *(a.dtype for a in arrays[2 : 2 + weighted]))
+    sum_dtype = promoted(norm_dtype, arrays[1].dtype)
+
+    def parts(*a: mx.array) -> tuple[mx.array, mx.array, mx.array | None, mx.array | None]:
+        return a[0], a[1], a[2] if weighted else None, a[-1] if next_weighted else None
+
+    def ours(*a: mx.array) -> tuple[mx.array, mx.array]:
+        return mm.norm_add_norm(*parts(*a), eps, weight_offset=offsets[0], next_weight_offset=offsets[1])
+
+    def twin(*a: mx.array) -> tuple[mx.array, mx.array]:
+        x, residual, weight, next_weight = parts(*a)
+        total = _twin(x, weight, offsets[0], eps) + residual
+        return _twin(total, next_weight, offsets[1], eps), total
+
+    def in_float64(*a: mx.array) -> tuple[mx.array, mx.array]:
+        x, residual, weight, next_weight = parts(*a)
+        normed = _rounded(exact.rms_norm(x, _scaled(weight, offsets[0]), eps), norm_dtype)
+        total = _rounded(normed + residual, sum_dtype)
+        return exact.rms_norm(total, _scaled(next_weight, offsets[1]), eps), total
+
+    def noise() -> list[np.ndarray | float]:
+        # What the first norm rounds moves the sum, and by it the second norm's scale and its numbers.
+        x, residual, weight, next_weight = (None if a is None else to_float64(a) for a in parts(*arrays))
+
+        def normed(a: np.ndarray, w: np.ndarray | None, offset: float) -> np.ndarray:
+            return a / np.sqrt((a * a).mean(-1, keepdims=True) + eps) * (1 if w is None else w + offset)
+
+        first = normed(x, weight, offsets[0])
+        total = first + residual
+        moved = 2 * EPSILON[norm_dtype] * np.abs(first) + EPSILON[sum_dtype] * np.abs(total)
+        scale = 1 / np.sqrt((total * total).mean(-1, keepdims=True) + eps)
+        widest = 1.0 if next_weight is None else np.abs(next_weight + offsets[1])
+        of_scale = np.sqrt((moved * moved).mean(-1, keepdims=True)) * scale
+        moved_norm = moved * scale * widest + np.abs(normed(total, next_weight, offsets[1])) * of_scale
+        # A sum that cancels to 0 is NaN in the second norm without eps, and what rounding leaves is normed to 1.
+        cancels = (np.abs(total) <= moved).all(-1, keepdims=True) & np.isfinite(total)
+        return [np.where(np.isfinite(a), a, np.where(cancels, np.inf, 0)) for a in (moved_norm, moved)]
+
+    return Case(
+        describe(arrays, draw, numbers=kinds, eps=eps, weight=weighted, next_weight=next_weighted, offsets=offsets),
+        arrays,
+        ours=ours,
+        twin=twin,
+        exact=in_float64,
+        of_nothing=lambda: [np.zeros(shape), np.zeros(shape)],
+        differentiable=range(len(arrays)),
+        noise=noise,
+        ordinary=kinds == ("normal", "normal") and _are_moderate(arrays[2:]),
+    )
+
+
+def qk_norm(draw: Draw) -> Case:
+    dtype, kind = draw.dtype(), draw.kind()
+    width = draw.pick((64, 128, 256, 80, 96, 32, 1, 7, 33, 512, 600), (6, 6) + (1,) * 9)
+    batch, tokens = draw.pick((1, 1, 2, 3)), draw.pick((1, 1, 2, 5, 17, 0), (4, 2, 2, 2, 2, 0.3))
+    heads = [draw.pick((1, 2, 3, 8, 12)) for _ in range(2)]
+    weighted = [draw.chance(0.8) for _ in range(2)]
+    eps, offset = float32(draw.pick(EPS)), draw.pick((0.0, 1.0), (0.7, 0.3)) if any(weighted) else 0.0
+    moved = draw.chance(0.4)  # heads before tokens, as a view
+    arrays = [draw.array(draw.numbers([batch, tokens, n, width], kind), draw.dtype_like(dtype)) for n in heads]
+    arrays = [a.swapaxes(1, 2) for a in arrays] if moved else arrays
+    shapes = [a.shape for a in arrays]
+    arrays += [_vector(draw, [width], a.dtype) for a, chosen in zip(arrays[:2], weighted) if chosen]
+
+    def parts(*a: mx.array) -> tuple[mx.array, mx.array, mx.array | None, mx.array | None]:
+        return a[0], a[1], a[2] if weighted[0] else None, a[-1] if weighted[1] else None
+
+    def in_float64(*a: mx.array) -> tuple[mx.array, mx.array]:
+        queries, keys, query_weight, key_weight = parts(*a)
+        return tuple(
+            exact.rms_norm(x, _scaled(w, offset), eps) for x, w in ((queries, query_weight), (keys, key_weight))
+        )
+
+    def twin(*a: mx.array) -> tuple[mx.array, mx.array]:
+        queries, keys, query_weight, key_weight = parts(*a)
+        return _twin(queries, query_weight, offset, eps), _twin(keys, key_weight, offset, eps)
+
+    return Case(
+        describe(arrays, draw, numbers=kind, eps=eps, weights=weighted, offset=offset),
+        arrays,
+        ours=lambda *a: mm.qk_norm(*parts(*a), eps, weight_offset=offset),
+        twin=twin,
+        exact=in_float64,
+        of_nothing=lambda: [np.zeros(shape) for shape in shapes],
+        differentiable=range(len(arrays)),
+        # The derivative of a norm of one number is what rounding leaves.
+        ordinary=kind == "normal" and width > 1 and _are_moderate(arrays[2:]),
+    )
+
+
+def softcap(draw: Draw) -> Case:
+    dtype, shape, kind = draw.dtype(), rows_shape(draw), draw.kind()
+    cap = float32(draw.pick((30.0, 50.0, 1.0, 1e-3, 1e4)))
+    x = draw.array(draw.numbers(shape, kind), dtype)
+    return Case(
+        describe([x], draw, numbers=kind, cap=cap),
+        [x],
+        ours=lambda a: mm.softcap(a, cap),
+        twin=lambda a: (mx.tanh(a.astype(mx.float32) / cap) * cap).astype(a.dtype),
+        exact=lambda a: mx.tanh(a / mx.array(cap, a.dtype)) * mx.array(cap, a.dtype),
+        of_nothing=lambda: [np.zeros(shape)],
+        differentiable=[0],
+        ordinary=kind == "normal",
     )
 
 
