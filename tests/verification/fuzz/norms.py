@@ -34,6 +34,30 @@ def _vector(draw: Draw, shape: list[int], dtype: mx.Dtype) -> mx.array:
     return draw.array(draw.numbers(shape[-1:], draw.kind()), draw.dtype_like(dtype))
 
 
+def _rounded(a: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Numbers in float64 as their type rounds them; derivatives are those of numbers that are not rounded."""
+    rounded = a.astype(mx.float32).astype(dtype).astype(mx.float64)
+    return a + mx.stop_gradient(mx.where(mx.isfinite(rounded), rounded - a, mx.array(0.0, mx.float64)))
+
+
+def _scaled(weight: mx.array | None, offset: float) -> mx.array | None:
+    return None if weight is None else weight + mx.array(offset, weight.dtype)
+
+
+def _mx_rms_norm(x: mx.array, weight: mx.array | None, offset: float, eps: float) -> mx.array:
+    """mx's norm, rounded to the type before the scale as ours is, which is weight + offset in float32."""
+    if weight is None:
+        return mx.fast.rms_norm(x, None, eps)
+    dtype = promoted(x.dtype, weight.dtype)
+    scale = weight.astype(mx.float32) + offset
+    return (mx.fast.rms_norm(x.astype(dtype), None, eps).astype(mx.float32) * scale).astype(dtype)
+
+
+def _are_moderate(weights: list[mx.array]) -> bool:
+    """Whether products of weights with each other and with activations are in the range of float32."""
+    return all((mx.abs(w.astype(mx.float32)) < 1e15).all().item() for w in weights)
+
+
 def rms_norm(draw: Draw) -> Case:
     dtype, shape, kind = draw.dtype(), rows_shape(draw), draw.kind()
     eps, weighted = float32(draw.pick(EPS)), draw.chance(0.8)
@@ -122,30 +146,6 @@ def add_rms_norm(draw: Draw) -> Case:
     )
 
 
-def _rounded(a: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Numbers in float64 as their type rounds them; derivatives are those of numbers that are not rounded."""
-    rounded = a.astype(mx.float32).astype(dtype).astype(mx.float64)
-    return a + mx.stop_gradient(mx.where(mx.isfinite(rounded), rounded - a, mx.array(0.0, mx.float64)))
-
-
-def _scaled(weight: mx.array | None, offset: float) -> mx.array | None:
-    return None if weight is None else weight + mx.array(offset, weight.dtype)
-
-
-def _twin(x: mx.array, weight: mx.array | None, offset: float, eps: float) -> mx.array:
-    """mx's norm, rounded to the type before the scale as ours is, which is weight + offset in float32."""
-    if weight is None:
-        return mx.fast.rms_norm(x, None, eps)
-    dtype = promoted(x.dtype, weight.dtype)
-    scale = weight.astype(mx.float32) + offset
-    return (mx.fast.rms_norm(x.astype(dtype), None, eps).astype(mx.float32) * scale).astype(dtype)
-
-
-def _are_moderate(weights: list[mx.array]) -> bool:
-    """Whether products of weights with each other and with activations are in the range of float32."""
-    return all((mx.abs(w.astype(mx.float32)) < 1e15).all().item() for w in weights)
-
-
 def norm_add_norm(draw: Draw) -> Case:
     dtype, shape, kinds = draw.dtype(), rows_shape(draw), (draw.kind(), draw.kind())
     eps, weighted, next_weighted = float32(draw.pick(EPS)), draw.chance(0.8), draw.chance(0.8)
@@ -166,8 +166,8 @@ def norm_add_norm(draw: Draw) -> Case:
 
     def twin(*a: mx.array) -> tuple[mx.array, mx.array]:
         x, residual, weight, next_weight = parts(*a)
-        total = _twin(x, weight, offsets[0], eps) + residual
-        return _twin(total, next_weight, offsets[1], eps), total
+        total = _mx_rms_norm(x, weight, offsets[0], eps) + residual
+        return _mx_rms_norm(total, next_weight, offsets[1], eps), total
 
     def in_float64(*a: mx.array) -> tuple[mx.array, mx.array]:
         x, residual, weight, next_weight = parts(*a)
@@ -185,10 +185,10 @@ def norm_add_norm(draw: Draw) -> Case:
         first = normed(x, weight, offsets[0])
         total = first + residual
         moved = 2 * EPSILON[norm_dtype] * np.abs(first) + EPSILON[sum_dtype] * np.abs(total)
-        scale = 1 / np.sqrt((total * total).mean(-1, keepdims=True) + eps)
-        widest = 1.0 if next_weight is None else np.abs(next_weight + offsets[1])
-        of_scale = np.sqrt((moved * moved).mean(-1, keepdims=True)) * scale
-        moved_norm = moved * scale * widest + np.abs(normed(total, next_weight, offsets[1])) * of_scale
+        inverse = 1 / np.sqrt((total * total).mean(-1, keepdims=True) + eps)
+        scales = 1.0 if next_weight is None else np.abs(next_weight + offsets[1])
+        of_inverse = np.sqrt((moved * moved).mean(-1, keepdims=True)) * inverse
+        moved_norm = moved * inverse * scales + np.abs(normed(total, next_weight, offsets[1])) * of_inverse
         # A sum that cancels to 0 is NaN in the second norm without eps, and what rounding leaves is normed to 1.
         cancels = (np.abs(total) <= moved).all(-1, keepdims=True) & np.isfinite(total)
         return [np.where(np.isfinite(a), a, np.where(cancels, np.inf, 0)) for a in (moved_norm, moved)]
@@ -230,7 +230,7 @@ def qk_norm(draw: Draw) -> Case:
 
     def twin(*a: mx.array) -> tuple[mx.array, mx.array]:
         queries, keys, query_weight, key_weight = parts(*a)
-        return _twin(queries, query_weight, offset, eps), _twin(keys, key_weight, offset, eps)
+        return _mx_rms_norm(queries, query_weight, offset, eps), _mx_rms_norm(keys, key_weight, offset, eps)
 
     return Case(
         describe(arrays, draw, numbers=kind, eps=eps, weights=weighted, offset=offset),
