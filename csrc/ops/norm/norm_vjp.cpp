@@ -253,7 +253,7 @@ NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>&
   if (weight) {
     inputs.push_back(copyable(*weight, stream));
   } else {
-    options.weight_offset = no_offset;  // as of queries beside keys that have a weight
+    options.weight_offset = no_offset;  // one offset serves both norms of qk_norm, which may have one weight
   }
   inputs.push_back(copyable(dy, stream));
   if (dsum) {
