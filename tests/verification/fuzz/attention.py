@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -128,18 +129,34 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
         array, sinks = rest(more)
         return exact.attention(q, k, v, scale, array, sinks, window)
 
+    def of_weights() -> np.ndarray:
+        """The rounding of a query's weights, relative to their sum: a score moves by its rounding, and with it its
+        weight."""
+        q, k = map(size_of, arrays[:2])
+        products = (q @ np.repeat(np.swapaxes(k, -1, -2), shape.heads // shape.key_heads, 1)).max(-1, keepdims=True)
+        return EPSILON32 * (8 + 4 * np.minimum(abs(scale) * products, 1e6)) + overflow(products)
+
     def noise() -> list[np.ndarray | float]:
-        # A score moves by its rounding, and with it its weight.
-        q, k, v = map(size_of, arrays[:3])
-        ratio = shape.heads // shape.key_heads
-        products = (q @ np.repeat(np.swapaxes(k, -1, -2), ratio, 1)).max(-1, keepdims=True)
-        total = EPSILON32 * (8 + 4 * np.minimum(abs(scale) * products, 1e6)) * v.max()
-        total = total + overflow(products)
+        largest = size_of(arrays[2]).max()
+        total = of_weights() * largest
         if draw.gpu and result_dtype != mx.float32:
-            total = total + 2 * EPSILON[result_dtype] * v.max()  # the kernels' weights are of the half type
+            total = total + 2 * EPSILON[result_dtype] * largest  # the kernels' weights are of the half type
         return [np.where(undefined[..., None], np.inf, total)]
 
-    gradients = [0, 1, 2] + [3] * (masked and mask.dtype != mx.bool_) + [len(arrays) - 1] * with_sinks
+    with_mask_gradient = masked and mask.dtype != mx.bool_
+    gradients = [0, 1, 2] + [3] * with_mask_gradient + [len(arrays) - 1] * with_sinks
+
+    def gradient_noise(cotangents: Sequence[mx.array]) -> list[float]:
+        # A score's gradient is its weight times the difference of two products: of the cotangent with the value, and
+        # with the row's result. That one is rounded to its type, so that what cancels exactly leaves its rounding.
+        (q, k, _), y, cotangent = map(size_of, arrays[:3]), size_of(ours(*arrays)), size_of(cotangents[0])
+        rows = shape.queries * (shape.heads // shape.key_heads)
+        weights = of_weights().max(initial=0)
+        of_score = (EPSILON[result_dtype] + weights) * (cotangent * y).sum(-1).max(initial=0)
+        noise = [abs(scale) * of_score * k.max(initial=0), abs(scale) * of_score * rows * q.max(initial=0)]
+        noise += [weights * rows * cotangent.max(initial=0)]
+        return noise + [of_score * shape.batch * shape.key_heads * rows] * (with_mask_gradient + with_sinks)
+
     return Case(
         describe(
             arrays, draw, numbers=kind, mask=mask_kind, sinks=with_sinks, window=window, scale=scale, exact=exactly
@@ -151,6 +168,7 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
         of_nothing=lambda: [np.zeros(shape.of_result)],
         differentiable=[] if undefined.any() else gradients,
         noise=noise,
+        gradient_noise=gradient_noise,
         ordinary=not special and mask_kind not in ("hardly any", "additive -inf"),
         hides=special and (mask is not None or window is not None),
     )

@@ -25,6 +25,8 @@ class Case:
             arrays hang or die, so nothing of mx's is run there.
         differentiable: Which arguments have gradients to compare.
         noise: What rounding on the way may make of each result, or of all.
+        gradient_noise: The same of the gradients of `differentiable`, by the cotangents, where they are made from a
+            result that was rounded.
         ordinary: Whether numbers are normal ones; gradients are compared only then.
         hides: Whether a mask or a window hides some of the numbers, which mx on a CPU lets through where they are not
             finite: that excuses a call that went to mx, and no kernel.
@@ -39,6 +41,7 @@ class Case:
     of_nothing: Callable[[], list[np.ndarray]]
     differentiable: Sequence[int] = ()
     noise: Callable[[], list[np.ndarray | float]] | None = None
+    gradient_noise: Callable[[Sequence[mx.array]], list[float]] | None = None
     ordinary: bool = True
     hides: bool = False
     units: float = 4.0

@@ -201,17 +201,18 @@ def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
     samples = [(twins, exact)]
     samples += [(of_mx_at(*([_narrow(a) for a in arrays] for arrays in at)), m) for at, m in zip(at_moves, moved)]
     of_mx = 2 * max((e for a, b in samples if a for e in map(_relative_error, a, b)), default=0.0)
+    of_result = case.gradient_noise(cotangents) if case.gradient_noise and mode == "vjp" else [0.0] * len(exact)
     tolerances = []
     for i, (value, result) in enumerate(zip(exact, results)):
         errors = [np.abs(to_float64(a[i]) - b[i]) for a, b in samples if a]
         twice_mx_error = 2 * max((error[np.isfinite(error)].max(initial=0) for error in errors), default=0.0)
         furthest = max(np.nan_to_num(np.abs(m[i] - value)).max(initial=0) for m in moved)
         largest = np.abs(value[np.isfinite(value)]).max(initial=0)
-        noise = max(ALLOWED_MOVES * furthest, of_mx * largest, twice_mx_error)
+        noise = max(ALLOWED_MOVES * furthest, of_mx * largest, twice_mx_error, of_result[i])
         tolerances.append(Tolerance(case.units, noise, whole=True))
         of_moves = ALLOWED_MOVES * max(_relative_error(m[i], value) for m in moved)
         relative, allowed = _relative_error(result, value), max(WORST_GRADIENT[result.dtype], of_mx, of_moves)
-        if relative > allowed and _root_mean_square(to_float64(result) - value) > twice_mx_error:
+        if relative > allowed and _root_mean_square(to_float64(result) - value) > max(twice_mx_error, of_result[i]):
             return f"result {i} is off by {relative:.2e}, by root mean squares; allowed {allowed:.2e}"
     return first_difference(results, exact, twins, tolerances)
 
