@@ -51,7 +51,9 @@ def compile_object(source: pathlib.Path, output: pathlib.Path, site: pathlib.Pat
         ROOT / "metal",
         pathlib.Path(sysconfig.get_paths()["include"]),
     ]
-    command = [*ZIG, "c++", *TARGET, "-std=c++20", "-g0", "-fvisibility=hidden", "-D_METAL_", "-DNB_DOMAIN=mlx"]
+    # What is linked is looked at, and not run: not optimized, and without the checks that Zig adds then.
+    command = [*ZIG, "c++", *TARGET, "-std=c++20", "-O0", "-fno-sanitize=all", "-g0", "-fvisibility=hidden"]
+    command += ["-D_METAL_", "-DNB_DOMAIN=mlx"]
     command += [
         f'-DMITTENS_MLX_VERSION="{MLX}"',
         "-DMITTENS_KNOWN_MLX=1",
@@ -83,10 +85,10 @@ def extension(macos, tmp_path_factory):
     folder = tmp_path_factory.mktemp("objects")
     header = folder / "common.h"
     header.write_text(COMMON)
-    common = compile_object(header, folder / "common.pch", macos, ["-O0", "-x", "c++-header"])
+    common = compile_object(header, folder / "common.pch", macos, ["-x", "c++-header"])
     ours = sorted((ROOT / "csrc").rglob("*.cpp"))
-    sources = [(path, ["-O0", "-include-pch", str(common)]) for path in ours if "isa" not in path.parts]
-    sources += [(path, ["-O1", "-DMITTENS_ISA=neon"]) for path in ours if "isa" in path.parts]
+    sources = [(path, ["-include-pch", str(common)]) for path in ours if "isa" not in path.parts]
+    sources += [(path, ["-DMITTENS_ISA=neon"]) for path in ours if "isa" in path.parts]
     sources += [(macos / "nanobind" / "src" / "nb_combined.cpp", ["-DNB_SHARED=0"])]
 
     def build(item):
