@@ -188,12 +188,6 @@ def peer_launches(
         return _recorded(lambda: specs.run(op, peer, case, arrays), seed, watch, case.gpu)[1]
 
 
-def dry_launches(build: Callable[[], list[mx.array]], gpu: str) -> list[dict[str, Any]]:
-    """The launches of a call as planned for a GPU, none of which runs."""
-    with mx.stream(mx.cpu):
-        return _recorded(build, seed=0, watch=False, gpu=gpu, dry=True)[1]
-
-
 def _recorded(
     build: Callable[[], list[mx.array]], seed: int, watch: bool, gpu: str, dry: bool = False
 ) -> tuple[list[mx.array], list[dict[str, Any]]]:

@@ -1,8 +1,10 @@
 """Runs the cases of the table of ops in the simulator."""
 
+import mlx.core as mx
+
 import mlx_mittens as mm
 from helpers.support import absences
-from mlx_mittens import specs
+from mlx_mittens import _ext, specs
 
 
 def simulate(op, dtype, seed, rng, wanted=None):
@@ -19,3 +21,14 @@ def simulate(op, dtype, seed, rng, wanted=None):
         for i in numbers:
             with mm.simulator.enabled(seed=seed, gpu=case.gpu):
                 yield case, i, specs.check(op, case, choices[i], cotangents)
+
+
+def planned_launches(call, gpu):
+    """The launches that the results of a call come to on a GPU, none of which runs."""
+    with mm.simulator.enabled(gpu=gpu), mx.stream(mx.cpu):
+        _ext.simulator_record(True, dry=True)
+        try:
+            mx.eval(call())
+        finally:
+            launches = _ext.simulator_record(False)
+    return launches

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from helpers.variants import planned_launches
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, gpus
@@ -88,16 +89,15 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
 
 def decision(call: Call, gpu: str) -> str:
     """The launches that a call comes to, none of which runs; or why it goes to mx."""
-    with mm.simulator.enabled(gpu=gpu), mx.stream(mx.cpu):
+    reasons: list[str] = []
+
+    def unless_for_mx() -> object:
         mm.stats(reset=True)
-        _ext.simulator_record(True, dry=True)
-        try:
-            result = call()
-            reasons = [reason for op in mm.stats().values() for reason in op["mx"]]
-            if not reasons:
-                mx.eval(result)
-        finally:
-            launches = _ext.simulator_record(False)
+        result = call()
+        reasons.extend(reason for op in mm.stats().values() for reason in op["mx"])
+        return [] if reasons else result
+
+    launches = planned_launches(unless_for_mx, gpu)
     if reasons:
         return f"mx: {reasons[0]}"
     size = lambda numbers: "x".join(str(n) for n in numbers)
