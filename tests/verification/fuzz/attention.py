@@ -88,6 +88,11 @@ def _undefined_rows(
     return np.broadcast_to((infinite if seen is None else infinite & np.array(seen)).any(-1), rows)
 
 
+def _largest_products(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """The largest product of each query with a key, of sizes: [B, H, Tq, 1]."""
+    return (q @ np.repeat(np.swapaxes(k, -1, -2), q.shape[1] // k.shape[1], 1)).max(-1, keepdims=True)
+
+
 def scaled_dot_product_attention(draw: Draw) -> Case:
     dtype = draw.dtype()
     shape = _shape(draw, draw.limit(1025, 97), draw.limit(40000, 8000))
@@ -130,10 +135,8 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
         return exact.attention(q, k, v, scale, array, sinks, window)
 
     def of_weights() -> np.ndarray:
-        """The rounding of a query's weights, relative to their sum: a score moves by its rounding, and with it its
-        weight."""
-        q, k = map(size_of, arrays[:2])
-        products = (q @ np.repeat(np.swapaxes(k, -1, -2), shape.heads // shape.key_heads, 1)).max(-1, keepdims=True)
+        """What rounding does to a query's weights, which sum to 1: each moves as its score is rounded."""
+        products = _largest_products(*map(size_of, arrays[:2]))
         return EPSILON32 * (8 + 4 * np.minimum(abs(scale) * products, 1e6)) + overflow(products)
 
     def noise() -> list[np.ndarray | float]:
@@ -147,15 +150,15 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
     gradients = [0, 1, 2] + [3] * with_mask_gradient + [len(arrays) - 1] * with_sinks
 
     def gradient_noise(cotangents: Sequence[mx.array]) -> list[float]:
-        # A score's gradient is its weight times the difference of two products: of the cotangent with the value, and
-        # with the row's result. That one is rounded to its type, so that what cancels exactly leaves its rounding.
+        # A score's gradient is its weight times the difference of two products, of the cotangent with the value and
+        # with the row's result. The result is rounded to its type: where the difference is 0, that rounding is left.
         (q, k, _), y, cotangent = map(size_of, arrays[:3]), size_of(ours(*arrays)), size_of(cotangents[0])
         rows = shape.queries * (shape.heads // shape.key_heads)
         weights = of_weights().max(initial=0)
         of_score = (EPSILON[result_dtype] + weights) * (cotangent * y).sum(-1).max(initial=0)
-        noise = [abs(scale) * of_score * k.max(initial=0), abs(scale) * of_score * rows * q.max(initial=0)]
-        noise += [weights * rows * cotangent.max(initial=0)]
-        return noise + [of_score * shape.batch * shape.key_heads * rows] * (with_mask_gradient + with_sinks)
+        of_q, of_k = (abs(scale) * of_score * other for other in (k.max(initial=0), rows * q.max(initial=0)))
+        of_v, of_rest = weights * rows * cotangent.max(initial=0), of_score * shape.batch * shape.key_heads * rows
+        return [of_q, of_k, of_v] + [of_rest] * (with_mask_gradient + with_sinks)
 
     return Case(
         describe(
@@ -218,10 +221,8 @@ def quantized_scaled_dot_product_attention(draw: Draw) -> Case:
         return exact.attention(q, k, v, scale, array, sinks, window)
 
     def noise() -> list[np.ndarray | float]:
-        q, k = size_of(arrays[0]), size_of_packed(*arrays[2:4], **options)
         largest = size_of_packed(*arrays[5:7], **options).max()
-        ratio = shape.heads // shape.key_heads
-        scores = abs(scale) * (q @ np.repeat(np.swapaxes(k, -1, -2), ratio, 1)).max(-1, keepdims=True)
+        scores = abs(scale) * _largest_products(size_of(arrays[0]), size_of_packed(*arrays[2:4], **options))
         total = EPSILON32 * (16 + 4 * scores) * largest
         if draw.gpu and dtype != mx.float32:
             total = total + 2 * EPSILON[dtype] * largest

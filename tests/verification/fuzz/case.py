@@ -25,8 +25,8 @@ class Case:
             arrays hang or die, so nothing of mx's is run there.
         differentiable: Which arguments have gradients to compare.
         noise: What rounding on the way may make of each result, or of all.
-        gradient_noise: The same of the gradients of `differentiable`, by the cotangents, where they are made from a
-            result that was rounded.
+        gradient_noise: What rounding of the result may make of each gradient in `differentiable`, given the cotangents;
+            of those that `mx.vjp` takes.
         ordinary: Whether numbers are normal ones; gradients are compared only then.
         hides: Whether a mask or a window hides some of the numbers, which mx on a CPU lets through where they are not
             finite: that excuses a call that went to mx, and no kernel.
