@@ -23,13 +23,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mlx-mittens" / "sanitize"
 
-# The quick tests. Of most files those of the native code run, for each instruction set, and of these all: not every one
-# names the executor.
+# The quick tests. For each instruction set run those of NATIVE that name the native executor, and all of WHOLE, some of
+# which name none.
 WHOLE = ("zero_sizes", "cache_step", "bad_input")
 NATIVE = sorted(
     path for path in (ROOT / "tests" / "unit").glob("*/test_*.py") if path.stem.removeprefix("test_") not in WHOLE
 )
-# Those of the simulator run once.
+# The tests of the simulator run once.
 SIMULATOR = ("simulator", "simulator_lanes", "simulator_private", "simulator_watcher")
 
 

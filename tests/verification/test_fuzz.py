@@ -50,7 +50,7 @@ def test_a_minute(worker, subject, executor):
     ],
 )
 def test_gradients_whose_terms_cancel_are_right(worker, subject, seed, case):
-    """Of what rounding leaves of them, mx's may have nothing."""
+    """Only rounding is left of them, and mx's may be exactly 0."""
     assert_no_findings(worker, Chunk(subject, "native", seed, case, 1))
 
 

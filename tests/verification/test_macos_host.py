@@ -51,7 +51,7 @@ def compile_object(source: pathlib.Path, output: pathlib.Path, site: pathlib.Pat
         ROOT / "metal",
         pathlib.Path(sysconfig.get_paths()["include"]),
     ]
-    # What is linked is looked at, and not run: not optimized, and without the checks that Zig adds then.
+    # The library is inspected and never run, so it is not optimized; Zig would add checks of undefined behaviour.
     command = [*ZIG, "c++", *TARGET, "-std=c++20", "-O0", "-fno-sanitize=all", "-g0", "-fvisibility=hidden"]
     command += ["-D_METAL_", "-DNB_DOMAIN=mlx"]
     command += [

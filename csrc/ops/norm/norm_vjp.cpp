@@ -253,7 +253,7 @@ NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>&
   if (weight) {
     inputs.push_back(copyable(*weight, stream));
   } else {
-    options.weight_offset = no_offset;  // one offset serves both norms of qk_norm, which may have one weight
+    options.weight_offset = no_offset;  // qk_norm has one offset for two norms, of which one may lack a weight
   }
   inputs.push_back(copyable(dy, stream));
   if (dsum) {
