@@ -101,11 +101,13 @@ _PLACES = (
     Place(
         ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan.cpp",),
         ("qmv.metal", "qmm.metal", "qvm.metal", "splitk_reduce.metal"), ("quantized_matmul.cpp",),
-        ("test_quantized_matmul.py", "test_qmv_mma.py", "test_product_traffic.py"), ("nvidia/qmv_mma.metal",),
+        ("test_quantized_matmul.py", "test_qmv_mma.py", "test_product_traffic.py"),
+        ("nvidia/qmv.metal", "nvidia/qmv_mma.metal"),
     ),
     Place(
         ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan.cpp",), ("quantized_swiglu.metal",),
-        ("quantized_matmul.cpp",), ("test_quantized_swiglu.py",), ("nvidia/quantized_swiglu_mma.metal",),
+        ("quantized_matmul.cpp",), ("test_quantized_swiglu.py",),
+        ("nvidia/quantized_swiglu.metal", "nvidia/quantized_swiglu_mma.metal"),
     ),
     Place(
         ("block_matmul",), "matmul", "gguf_matmul.cpp", ("plan.cpp",),

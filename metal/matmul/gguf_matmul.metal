@@ -6,7 +6,7 @@
 // multiplies one block; since blocks start on any even byte, a simdgroup first brings the 32 blocks of a row in by
 // packs of 16 bytes, neighbours by neighbours, and lanes pick theirs up from threadgroup memory. What lanes load at once
 // are whole lines of 128 bytes, wherever a row begins, if the array of blocks begins on a line (a view may not).
-// Otherwise as matmul/qmv.metal.
+// Otherwise as matmul/nvidia/qmv.metal.
 #include <metal_stdlib>
 
 #include "matmul/products.h"

@@ -17,7 +17,7 @@
 #include <metal_stdlib>
 
 #include "matmul/integer_tiles.h"
-#include "matmul/qmv.h"
+#include "matmul/affine_weights.h"
 #include "matmul/splitk_mma.h"
 #include "mittens/instantiate.h"
 #include "params/matmul.h"

@@ -1,20 +1,20 @@
-// Products of a few rows of x with affine quantized weights:
+// Products of 1, 2 or 4 rows of x with affine quantized weights, on Apple GPUs:
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
-// A threadgroup computes outputs_per_group outputs for M rows of x. Its simdgroups share out the columns, P words of
-// weights a lane at a time (matmul/qmv.h), and add up what they have at the end: one barrier.
+// matmul/rows.h says how: a simdgroup has kRowOutputs outputs. Those of a threadgroup's first dimension share the columns, those of
+// its second have outputs of their own.
 #include <metal_stdlib>
 
-#include "matmul/qmv.h"
+#include "matmul/affine_rows.h"
+#include "matmul/rows.h"
 #include "mittens/instantiate.h"
-#include "params/matmul.h"
 
 using namespace metal;
 using namespace mittens;
 
-template <typename T, int bits, int P, int M, int B>
-[[kernel, threads_at_most(256, M > 2 ? 256 : 512)]] void quantized_matmul_rows(
+template <typename T, int bits, int M>
+[[kernel, max_total_threads_per_threadgroup(256)]] void qmv(
     const device T* x [[buffer(0)]],       // [batch, rows, columns]
     const device uint* w [[buffer(1)]],    // [batch, outputs, columns * bits / 32]
     const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]
@@ -23,62 +23,33 @@ template <typename T, int bits, int P, int M, int B>
     device T* y [[buffer(5)]],             // [batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
     uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr int V = P * 32 / bits;
-  constexpr bool exact = is_same_v<T, float>;
-  threadgroup float partials[kProductPartials];
-  threadgroup uint4 exchanges[kProductSimdgroups * exchange_size];
-
-  const uint first_output = group.x * params.outputs_per_group;
-  const uint outputs = min(params.outputs - first_output, params.outputs_per_group);
+    uint3 thread_at [[thread_position_in_threadgroup]],
+    uint3 threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int R = kRowOutputs;
+  constexpr int C = R * M;
+  threadgroup float partials[kProductSimdgroups * C];
+  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
+  const OwnOutputs outputs = outputs_of<R>(params.outputs, group.x * threads.y + thread_at.y);
   const uint first_row = group.y * M;
-  const uint products = params.outputs_per_group * M;  // of a simdgroup
-  x += (size_t(group.z) * params.rows + first_row) * params.columns;
-  const AffineWeights<T> matrix = matrix_of(w, scales, biases, params, group.z, first_output);
+  const size_t rows_before = size_t(group.z) * params.rows + first_row;
+  const RowsOfX<T> rows = {x + rows_before * params.columns, params.columns, params.rows - first_row};
+  const AffineRows<T, bits, run_columns(M)> matrix[1] = {
+      affine_rows<bits, run_columns(M)>(w, scales, biases, params, group.z).at(outputs.first, outputs.alone)};
 
-  PartialProducts to;
-  to.partials = partials + simdgroup * products;
-  to.lane = lane;
-  for (uint begin = simdgroup * 32 * V; begin < params.columns; begin += simdgroups * 32 * V) {
-    const uint column = begin + lane * V;
-    const bool inside = column < params.columns;
-    const AffineWeights<T> weights = at_column<bits>(matrix, column, params.group_shift);
-    ActivationPacks<T, V, M> packs;
-    load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
-    // The first weights are on their way while the activations are made ready.
-    AffineBatch<T, P, B> batch;
-    if (inside && outputs >= B) {
-      load_batch<T, P, B>(weights, 0, batch);
-    }
-    Activations<V, M> a;
-    take_activations<T, affine<bits>(), exact>(packs, lane, exchanges + simdgroup * exchange_size, a);
-    to.add = begin >= simdgroups * 32 * V;
-    pass_all_rows<T, bits, exact, P, M, B>(a, inside, weights, batch, outputs, params.two23, to);
-  }
-
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = t; i < outputs * M; i += simdgroups * 32) {
-    const uint row = first_row + i % M;
-    const uint output = first_output + i / M;
-    if (row < params.rows) {
-      const float sum =
-          sum_of_simdgroups(partials, i, products, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
-      y[(size_t(group.z) * params.rows + row) * params.outputs + output] = T(sum);
-    }
+  float totals[C];
+  multiply_rows<1, R, M>(rows, matrix, at, totals);
+  const float sum = sum_of_sharers(totals, at, partials);
+  const uint output = outputs.first + lane / (32 / R);
+  const uint m = lane / (32 / C) % M;
+  if (writes<C>(at) && output >= outputs.own && (!outputs.alone || output == outputs.first) && m < rows.rows) {
+    y[(rows_before + m) * params.outputs + output] = T(params.has_bias ? sum + float(bias[output]) : sum);
   }
 }
 
-#define instantiate_rows(bits, M, B) \
-  instantiate_types("quantized_matmul_rows_" #bits "bit_" #M, quantized_matmul_rows, bits, lane_words(bits, M), M, B)
-
-instantiate_rows(4, 1, 4)
-instantiate_rows(4, 2, 4)
-instantiate_rows(4, 4, 2)
-instantiate_rows(4, 8, 2)
-instantiate_rows(8, 1, 4)
-instantiate_rows(8, 2, 4)
-instantiate_rows(8, 4, 2)
-instantiate_rows(8, 8, 2)
+instantiate_types("quantized_matmul_qmv_4bit_1", qmv, 4, 1)
+instantiate_types("quantized_matmul_qmv_4bit_2", qmv, 4, 2)
+instantiate_types("quantized_matmul_qmv_4bit_4", qmv, 4, 4)
+instantiate_types("quantized_matmul_qmv_8bit_1", qmv, 8, 1)
+instantiate_types("quantized_matmul_qmv_8bit_2", qmv, 8, 2)
+instantiate_types("quantized_matmul_qmv_8bit_4", qmv, 8, 4)

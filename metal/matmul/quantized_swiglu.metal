@@ -1,20 +1,21 @@
-// The gated half of a feed-forward block, from affine quantized weights in one launch:
+// The gated half of a feed-forward block for 1, 2 or 4 rows of x, from affine quantized weights in one launch, on Apple
+// GPUs:
 //
 //   y[m, n] = silu(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   silu(v) = v / (1 + exp(-v))
 //
-// Laid out as matmul/qmv.metal; the rows of both matrices pass by the same activations. Sums, silu and the
-// product are in float32, rounded once.
+// As matmul/qmv.metal; a simdgroup has half as many outputs, of both matrices. Sums, silu and the product are in float32,
+// rounded once.
 #include <metal_stdlib>
 
-#include "matmul/qmv.h"
+#include "matmul/affine_rows.h"
+#include "matmul/rows.h"
 #include "mittens/instantiate.h"
-#include "params/matmul.h"
 
 using namespace metal;
 using namespace mittens;
 
-template <typename T, int bits, int P, int M, int B>
-[[kernel, threads_at_most(256, M > 1 ? 384 : 512)]] void quantized_swiglu(
+template <typename T, int bits, int M>
+[[kernel, max_total_threads_per_threadgroup(256)]] void swiglu(
     const device T* x [[buffer(0)]],            // [rows, columns]
     const device uint* gate [[buffer(1)]],      // [outputs, columns * bits / 32]
     const device T* gate_scales [[buffer(2)]],  // [outputs, columns / group]
@@ -25,62 +26,36 @@ template <typename T, int bits, int P, int M, int B>
     device T* y [[buffer(7)]],  // [rows, outputs]
     constant QuantizedParams& params [[buffer(8)]],
     uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr int V = P * 32 / bits;
-  constexpr bool exact = is_same_v<T, float>;
-  threadgroup float partials[kProductPartials];
-  threadgroup uint4 exchanges[kProductSimdgroups * exchange_size];
-
-  const uint first_output = group.x * params.outputs_per_group;
-  const uint outputs = min(params.outputs - first_output, params.outputs_per_group);
+    uint3 thread_at [[thread_position_in_threadgroup]],
+    uint3 threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int R = kRowOutputs / 2;
+  constexpr int C = 2 * R * M;
+  threadgroup float partials[kProductSimdgroups * C];
+  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
+  const OwnOutputs outputs = outputs_of<R>(params.outputs, group.x * threads.y + thread_at.y);
   const uint first_row = group.y * M;
-  const uint products = params.outputs_per_group * M;  // of a simdgroup and one matrix
-  x += size_t(first_row) * params.columns;
-  const AffineWeights<T> gate_matrix = matrix_of(gate, gate_scales, gate_biases, params, 0, first_output);
-  const AffineWeights<T> up_matrix = matrix_of(up, up_scales, up_biases, params, 0, first_output);
+  const RowsOfX<T> rows = {x + size_t(first_row) * params.columns, params.columns, params.rows - first_row};
+  const AffineRows<T, bits, run_columns(M)> matrices[2] = {
+      affine_rows<bits, run_columns(M)>(gate, gate_scales, gate_biases, params, 0).at(outputs.first, outputs.alone),
+      affine_rows<bits, run_columns(M)>(up, up_scales, up_biases, params, 0).at(outputs.first, outputs.alone)};
 
-  PartialProducts to;
-  to.lane = lane;
-  for (uint begin = simdgroup * 32 * V; begin < params.columns; begin += simdgroups * 32 * V) {
-    const uint column = begin + lane * V;
-    const bool inside = column < params.columns;
-    ActivationPacks<T, V, M> packs;
-    load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
-    Activations<V, M> a;
-    take_activations<T, affine<bits>(), exact>(packs, lane, exchanges + simdgroup * exchange_size, a);
-    to.add = begin >= simdgroups * 32 * V;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      const AffineWeights<T> weights = at_column<bits>(i == 0 ? gate_matrix : up_matrix, column, params.group_shift);
-      AffineBatch<T, P, B> batch;
-      if (inside && outputs >= B) {
-        load_batch<T, P, B>(weights, 0, batch);
-      }
-      to.partials = partials + (i * simdgroups + simdgroup) * products;
-      pass_all_rows<T, bits, exact, P, M, B>(a, inside, weights, batch, outputs, params.two23, to);
-    }
-  }
-
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = t; i < outputs * M; i += simdgroups * 32) {
-    const uint row = first_row + i % M;
-    if (row < params.rows) {
-      const float gated = sum_of_simdgroups(partials, i, products, simdgroups);
-      const float linear = sum_of_simdgroups(partials + simdgroups * products, i, products, simdgroups);
-      y[size_t(row) * params.outputs + first_output + i / M] = T(gated / (1.0f + precise::exp(-gated)) * linear);
-    }
+  float totals[C];
+  multiply_rows<2, R, M>(rows, matrices, at, totals);
+  // The upper half of the lanes has the sums of up.
+  const float gated = sum_of_sharers(totals, at, partials);
+  const float linear = simd_shuffle_xor(gated, ushort(16));
+  const uint output = outputs.first + lane / (16 / R);
+  const uint m = lane / (32 / C) % M;
+  if (writes<C>(at) && lane < 16 && output >= outputs.own && (!outputs.alone || output == outputs.first) &&
+      m < rows.rows) {
+    y[size_t(first_row + m) * params.outputs + output] = T(gated / (1.0f + precise::exp(-gated)) * linear);
   }
 }
 
-#define instantiate_swiglu(bits, M, B) \
-  instantiate_types("quantized_swiglu_" #bits "bit_" #M, quantized_swiglu, bits, lane_words(bits, M), M, B)
-
-instantiate_swiglu(4, 1, 4)
-instantiate_swiglu(4, 2, 4)
-instantiate_swiglu(4, 4, 2)
-instantiate_swiglu(8, 1, 4)
-instantiate_swiglu(8, 2, 4)
-instantiate_swiglu(8, 4, 2)
+instantiate_types("quantized_swiglu_qmv_4bit_1", swiglu, 4, 1)
+instantiate_types("quantized_swiglu_qmv_4bit_2", swiglu, 4, 2)
+instantiate_types("quantized_swiglu_qmv_4bit_4", swiglu, 4, 4)
+instantiate_types("quantized_swiglu_qmv_8bit_1", swiglu, 8, 1)
+instantiate_types("quantized_swiglu_qmv_8bit_2", swiglu, 8, 2)
+instantiate_types("quantized_swiglu_qmv_8bit_4", swiglu, 8, 4)

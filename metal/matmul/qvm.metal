@@ -7,7 +7,7 @@
 #include <metal_stdlib>
 
 #include "matmul/outputs.h"
-#include "matmul/qmv.h"
+#include "matmul/affine_weights.h"
 #include "matmul/splitk.h"
 #include "mittens/instantiate.h"
 #include "params/matmul.h"
@@ -101,7 +101,7 @@ template <typename T, int bits, int M>
       const uint k = column + i * workers;
       float q[owned];
       unpack_owned<bits>(words[i], params.two23, q);
-      if constexpr (is_same_v<T, float>) {  // the weights themselves, as in matmul/qmv.h
+      if constexpr (is_same_v<T, float>) {  // the weights themselves, as in matmul/rows.h
 #pragma unroll
         for (int j = 0; j < owned; ++j) {
           q[j] = dequantized_weight<affine<bits>()>(q[j], j % (32 / bits), row_scales[i], row_biases[i]);

@@ -80,10 +80,19 @@ enum {
   kBlockColumns = 32,     // of a GGUF block, which a lane takes at once
 };
 
-// Words of affine weights that a lane takes at once, for so many rows of x (matmul/qmv.metal and
-// matmul/quantized_swiglu.metal).
+// Words of affine weights that a lane takes at once, for so many rows of x (matmul/nvidia/qmv.metal and
+// matmul/nvidia/quantized_swiglu.metal).
 constexpr int lane_words(int bits, int rows) {
   return bits == 4 ? (rows == 1 ? 4 : rows <= 4 ? 2 : 1) : (rows <= 4 ? 4 : 2);
+}
+
+// Sums of a simdgroup for each row of x in products by rows (matmul/rows.h): its outputs, or half as many of each of two
+// matrices.
+enum { kRowOutputs = 4 };
+
+// Columns that a lane takes at once there, for so many rows of x.
+constexpr int run_columns(int rows) {
+  return rows <= 2 ? 16 : 8;
 }
 
 struct BlocksParams {

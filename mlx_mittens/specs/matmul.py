@@ -289,6 +289,11 @@ _QUANTIZED_TESTS = tuple(
         *_tests((6, 640, 9), (11, 448, 37), transpose=True, group_size=64, bits=bits),
         *_tests((1, 256, 6), transpose=True, group_size=64, bits=bits, label="strided"),
     )
+) + tuple(
+    case
+    for bits in (4, 8)
+    for case in _tests((1, 2880, 9), (2, 576, 10), (3, 1024, 7), (5, 640, 5), transpose=True, group_size=32, bits=bits,
+                       gpu="nvidia")
 ) + _tests((1, 2880, 9), (1, 4672, 9), (1, 576, 21), (1, 128, 4099), transpose=True, gpu="nvidia")  # fmt: skip
 
 MATRIX_OPS: tuple[Op, ...] = (
@@ -381,6 +386,11 @@ MATRIX_OPS: tuple[Op, ...] = (
             case
             for bits in (4, 8)
             for case in _tests((1, 2880, 9), (1, 64, 38), (2, 576, 5), (4, 320, 6), (7, 128, 3), bits=bits)
+        )
+        + tuple(
+            case
+            for bits in (4, 8)
+            for case in _tests((1, 320, 9), (2, 576, 5), (4, 320, 6), group_size=32, bits=bits, gpu="nvidia")
         )
         + _tests((1, 2880, 9), (1, 4672, 9), (1, 64, 38), gpu="nvidia"),
         cases=tuple(

@@ -72,7 +72,7 @@ def test_quantized_keys_and_few_rows_take_other_kernels(llama):
     text, _ = in_simulator(llama, "--prompt", "4", "--tokens", "2", "--kv-bits", "4")
     found = kernels(text)
     assert any("attention_packed.metal" in name for name in found)
-    assert "matmul/qmv.metal:quantized_matmul_rows_4bit_4_float16" in found, found
+    assert "matmul/qmv.metal:quantized_matmul_qmv_4bit_4_float16" in found, found
 
 
 def test_on_a_cpu_nothing_needs_compiling(llama, capsys):

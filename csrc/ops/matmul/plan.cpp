@@ -39,8 +39,9 @@ constexpr Schedule<GemvKernel> gemv_schedules[] = {
 constexpr Schedule<AffineKernel> affine_schedules[] = {
     {"mma_row", AffineKernel::mma_row, Where::nvidia, any_rows, unlimited_rows, 1},
     {"tiles", AffineKernel::tiles, Where::nvidia, 2, unlimited_rows, unlimited_rows},
-    {"tiles", AffineKernel::tiles, Where::apple, 6, 6, unlimited_rows},
-    {"rows", AffineKernel::rows, Where::anywhere, any_rows, any_rows, unlimited_rows},
+    {"tiles", AffineKernel::tiles, Where::apple, 5, 5, unlimited_rows},
+    {"rows", AffineKernel::nvidia_rows, Where::nvidia, any_rows, any_rows, unlimited_rows},
+    {"rows", AffineKernel::rows, Where::apple, any_rows, any_rows, unlimited_rows},
 };
 
 // can_run: whether a kernel can compute the problem at all.
@@ -83,9 +84,9 @@ uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs, const Gpu& gpu) {
   return best;
 }
 
-// Packed weights: matmul/qmv.metal, matmul/quantized_swiglu.metal and matmul/gguf_matmul.metal. chunks: of columns,
-// each what a simdgroup takes at once. outputs: of all matrices and blocks of rows. products: of a simdgroup for each
-// output.
+// Packed weights: matmul/nvidia/qmv.metal, matmul/nvidia/quantized_swiglu.metal and matmul/gguf_matmul.metal. chunks:
+// of columns, each what a simdgroup takes at once. outputs: of all matrices and blocks of rows. products: of a
+// simdgroup for each output.
 RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, Registers registers,
                                   const Gpu& gpu) {
   constexpr uint64_t batched = 4;  // outputs whose weights a lane loads at once
@@ -178,6 +179,15 @@ bool matrix_units_win(const ProductSizes& sizes, bool transpose, mx::Dtype dtype
   return sizes.rows > 8 && !is_gemv_wide;
 }
 
+// --- products by rows
+
+constexpr uint32_t most_rows_of_x = 4;  // that a simdgroup takes
+
+// Of matmul/qmv.metal and matmul/quantized_swiglu.metal.
+Registers rows_registers(uint32_t rows) {
+  return rows == 1 ? Registers{139, 128} : rows == 2 ? Registers{193, 128} : Registers{211, 128};
+}
+
 // --- weights [columns, outputs]
 
 uint32_t lanes_along(uint32_t outputs, uint32_t owned) {
@@ -194,8 +204,8 @@ Registers tiles_registers(const AffineFormat& format, uint32_t rows, uint32_t ru
   return format.bits == 4 ? Registers{255, 168} : rows <= 8 ? Registers{171, 96} : Registers{207, 128};
 }
 
-void plan_affine_rows(AffinePlan& plan, const AffineKernels& kernels, const AffineFormat& format,
-                      const ProductSizes& sizes, const Gpu& gpu) {
+void plan_affine_nvidia_rows(AffinePlan& plan, const AffineKernels& kernels, const AffineFormat& format,
+                             const ProductSizes& sizes, const Gpu& gpu) {
   const uint32_t together = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), kernels.most_rows);
   const uint32_t lane_columns = lane_words(format.bits, static_cast<int>(together)) * 32 / format.bits;
   const uint32_t chunks = ceil_divide(sizes.columns, 32 * lane_columns);
@@ -316,6 +326,28 @@ const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dty
   return mlx_uses_matrix_units(gpu, dtype) && matrix_units_win(sizes, transpose, dtype) ? matrix_units : nullptr;
 }
 
+RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu) {
+  constexpr uint32_t few_simdgroups = 2;  // of a threadgroup that shares no columns
+  RowsPlan plan;
+  plan.rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), most_rows_of_x);
+  plan.row_blocks = ceil_divide(sizes.rows, plan.rows);
+  // Of fewer outputs than a simdgroup has each has a simdgroup.
+  plan.output_blocks = sizes.outputs < outputs ? sizes.outputs : ceil_divide(sizes.outputs, outputs);
+  const uint64_t blocks = std::max(uint64_t(plan.output_blocks) * plan.row_blocks * sizes.matrices, uint64_t(1));
+  const uint32_t steps = ceil_divide(sizes.columns, 32u * run_columns(static_cast<int>(plan.rows)));
+  const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(rows_registers(plan.rows));
+  const uint64_t wanted = ceil_divide(resident_simdgroups, blocks);
+  plan.sharers =
+      static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, std::clamp<uint32_t>(steps, 1, kProductSimdgroups)));
+  plan.blocks = std::max(few_simdgroups / plan.sharers, 1u);
+  return plan;
+}
+
+void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices) {
+  launch.threadgroups = {ceil_divide(plan.output_blocks, plan.blocks), plan.row_blocks, matrices};
+  launch.threads = {32 * plan.sharers, plan.blocks, 1};
+}
+
 ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
                          uint32_t most_splits, mx::Stream stream) {
   constexpr uint32_t fewest_steps = 4;  // rows of weights for each worker of a split
@@ -349,6 +381,8 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
         return sizes.rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
       case AffineKernel::tiles:
         return kernels.has_tiles;
+      case AffineKernel::nvidia_rows:
+        return !kernels.has_tiles || dtype == mx::float32 || sizes.rows <= 1;
       case AffineKernel::rows:
         return true;
     }
@@ -361,8 +395,11 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
     case AffineKernel::tiles:
       plan_affine_tiles(plan, format, dtype, sizes, gpu);
       break;
+    case AffineKernel::nvidia_rows:
+      plan_affine_nvidia_rows(plan, kernels, format, sizes, gpu);
+      break;
     case AffineKernel::rows:
-      plan_affine_rows(plan, kernels, format, sizes, gpu);
+      plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, gpu);
       break;
   }
   return plan;

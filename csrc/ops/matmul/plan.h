@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "backends/launch.h"
 #include "ops/matmul/affine.h"
 #include "runtime/calibration.h"
 #include "runtime/gpu.h"
@@ -80,21 +81,37 @@ struct ColumnsKernels {
 ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
                          uint32_t most_splits, mx::Stream stream);
 
+// Simdgroups that have outputs of their own (metal/matmul/rows.h).
+struct RowsPlan {
+  uint32_t rows;  // of x that a simdgroup takes
+  uint32_t row_blocks;  // of so many rows
+  uint32_t output_blocks;  // of the outputs that a simdgroup has
+  uint32_t blocks;  // that a threadgroup has
+  uint32_t sharers;  // simdgroups that share the columns of a block
+};
+
+// outputs: of a simdgroup.
+RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu);
+
+// A launch of a kernel on them, but for its arguments.
+void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices);
+
 // --- affine weights of 4 or 8 bits, [outputs, columns]
 
-enum class AffineKernel { mma_row, tiles, rows };
+enum class AffineKernel { mma_row, tiles, nvidia_rows, rows };
 
 // Kernels of an op. matrices: of weights that pass by one simdgroup, 2 for gate and up.
 struct AffineKernels {
   const char* op;
   uint32_t matrices;
-  uint32_t most_rows;  // of x in a threadgroup of the rows kernel
+  uint32_t most_rows;  // of x in a threadgroup of the kernel by rows for NVIDIA GPUs
   bool has_tiles;
 };
 
 struct AffinePlan : RowProductsPlan {
   AffineKernel kernel;
   uint32_t run;  // tiles: columns that have one scale
+  RowsPlan shared;  // rows
 };
 
 AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,

@@ -30,6 +30,7 @@ namespace {
 
 constexpr const char* op = "quantized_matmul";
 const Name rows_file = "matmul/qmv.metal";
+const Name nvidia_rows_file = "matmul/nvidia/qmv.metal";
 const Name row_file = "matmul/nvidia/qmv_mma.metal";
 const Name tiles_file = "matmul/qmm.metal";
 const Name columns_file = "matmul/qvm.metal";
@@ -210,21 +211,27 @@ class QuantizedMatmul : public KernelPrimitive {
     if (format_.transpose) {
       const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), sizes, stream());
       params.outputs_per_group = plan.outputs_per_group;
-      auto by_rows = [&](Name file, Name kernel) {
-        Launch rows = launch(file, kernel, bias, outputs[0]);
-        rows.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, plan.rows),
-                             sizes.matrices};
-        rows.threads = {32 * plan.simdgroups, 1, 1};
-        return in_order(std::move(rows));
+      auto by_groups = [&](Name file, Name kernel) {
+        Launch groups = launch(file, kernel, bias, outputs[0]);
+        groups.threadgroups = {ceil_divide(sizes.outputs, plan.outputs_per_group), ceil_divide(sizes.rows, plan.rows),
+                               sizes.matrices};
+        groups.threads = {32 * plan.simdgroups, 1, 1};
+        return in_order(std::move(groups));
       };
       switch (plan.kernel) {
         case AffineKernel::mma_row:
-          return by_rows(row_file, kernel_name(x.dtype(), op, "row_4bit"));
+          return by_groups(row_file, kernel_name(x.dtype(), op, "row_4bit"));
         case AffineKernel::tiles:
-          return by_rows(tiles_file,
-                         kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
-        case AffineKernel::rows:
-          return by_rows(rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
+          return by_groups(tiles_file,
+                           kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
+        case AffineKernel::nvidia_rows:
+          return by_groups(nvidia_rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
+        case AffineKernel::rows: {
+          Launch rows = launch(rows_file, kernel_name(x.dtype(), op, "qmv_", format_.bits, "bit_", plan.shared.rows),
+                               bias, outputs[0]);
+          share_out(rows, plan.shared, sizes.matrices);
+          return in_order(std::move(rows));
+        }
       }
     }
     const ColumnsPlan plan = columns_plan(x.dtype(), sizes, splits_of_workspace(outputs));

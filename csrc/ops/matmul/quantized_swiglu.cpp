@@ -25,6 +25,7 @@ namespace {
 
 constexpr const char* op = "quantized_swiglu";
 const Name rows_file = "matmul/quantized_swiglu.metal";
+const Name nvidia_rows_file = "matmul/nvidia/quantized_swiglu.metal";
 const Name row_file = "matmul/nvidia/quantized_swiglu_mma.metal";
 constexpr AffineKernels kernels{op, 2, 4, false};
 
@@ -73,13 +74,20 @@ class QuantizedSwiglu : public KernelPrimitive {
     Launch launch;
     const ProductSizes sizes{1, params.rows, params.columns, params.outputs};
     const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), sizes, stream());
-    const bool by_matrices = plan.kernel == AffineKernel::mma_row;
-    launch.file = by_matrices ? row_file : rows_file;
-    launch.kernel = by_matrices ? kernel_name(x.dtype(), op, "row_4bit")
-                                : kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
-    params.outputs_per_group = plan.outputs_per_group;
-    launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, plan.rows), 1};
-    launch.threads = {32 * plan.simdgroups, 1, 1};
+    if (plan.kernel == AffineKernel::rows) {
+      launch.file = rows_file;
+      launch.kernel = kernel_name(x.dtype(), op, "qmv_", format_.bits, "bit_", plan.shared.rows);
+      share_out(launch, plan.shared, 1);
+    } else {
+      const bool by_matrices = plan.kernel == AffineKernel::mma_row;
+      launch.file = by_matrices ? row_file : nvidia_rows_file;
+      launch.kernel = by_matrices ? kernel_name(x.dtype(), op, "row_4bit")
+                                  : kernel_name(x.dtype(), op, format_.bits, "bit_", plan.rows);
+      params.outputs_per_group = plan.outputs_per_group;
+      launch.threadgroups = {ceil_divide(params.outputs, plan.outputs_per_group), ceil_divide(params.rows, plan.rows),
+                             1};
+      launch.threads = {32 * plan.simdgroups, 1, 1};
+    }
     launch.input(x);
     for (int i = 1; i < 7; ++i) {
       add_view(launch, inputs[i]);

@@ -13,7 +13,7 @@
 #pragma once
 
 #include "matmul/integer_tiles.h"
-#include "matmul/qmv.h"
+#include "matmul/nvidia/qmv.h"
 #include "params/matmul.h"
 
 namespace mittens {

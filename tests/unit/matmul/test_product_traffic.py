@@ -7,6 +7,7 @@ from helpers.matrices import draw
 import mlx_mittens as mm
 
 LINE, PACK = 128, 16  # bytes
+RUN = 16  # columns that a lane takes of affine weights at once
 SHAPES = [(2048, 64), (4096, 40), (2880, 48), (896, 130)]  # columns, outputs
 AFFINE_SHAPES = [(*shape, group) for shape in SHAPES for group in (32, 64, 128) if shape[0] % group == 0]
 
@@ -35,58 +36,73 @@ def test_short_dense_weights(rng, dtype, counted, columns, outputs):
     assert counts["device_bytes_stored"] == outputs * dtype.size
 
 
+def rows_of_blocks(outputs, size):
+    """The rows that blocks of so many take; the last block has some of those before it again."""
+    return [row for first in range(0, outputs, size) for row in range(min(first, outputs - size), outputs)[:size]]
+
+
 def lines_across(rows, row_bytes, run):
-    """Lines that runs of the rows of an array touch beyond the fewest that hold as much, where rows begin within lines.
+    """Lines that runs of some rows of an array touch beyond the fewest, where rows begin within lines.
 
     run: bytes of a row that a simdgroup takes together.
     """
     across = 0
-    for row in range(rows):
+    for row in rows:
         for at in range(0, row_bytes, run):
             begin, size = row * row_bytes + at, min(run, row_bytes - at)
             across += (begin % LINE + size - 1) // LINE - (size - 1) // LINE
     return across
 
 
-def assert_lines(counts, columns, across):
-    """As few lines as may be, and `across` more, of which there are none where rows begin on lines."""
-    assert across == 0 or columns % 2048
-    assert counts["device_lines"] == counts["device_lines_fewest"] + across
+def lines_of_x(columns, itemsize, blocks):
+    """Lines of x that are touched again: of a lane's neighbouring columns each load takes 16 bytes."""
+    lines = 0
+    for begin in range(0, columns, 32 * RUN):
+        lanes = min(32, (columns - begin) // RUN)
+        loads = RUN * itemsize // PACK
+        lines += loads * (-(-lanes * RUN * itemsize // LINE) - -(-lanes * PACK // LINE))
+    return blocks * lines
 
 
-def affine_lines_across(triple, columns, lane_columns):
-    """A simdgroup takes the columns of its lanes at once, of words, scales and biases."""
+def assert_lines(counts, columns, triples, size, itemsize):
+    """As few lines as may be, but for those of x, and where rows begin within lines.
+
+    size: outputs of a simdgroup, which takes the columns of its lanes at once, of words, scales and biases.
+    """
     across = 0
-    for array in triple:
-        outputs, row_bytes = array.shape[0], array.nbytes // array.shape[0]
-        across += lines_across(outputs, row_bytes, 32 * lane_columns * row_bytes // columns)
-    return across
+    for array in (array for triple in triples for array in triple):
+        row_bytes = array.nbytes // array.shape[0]
+        across += lines_across(rows_of_blocks(array.shape[0], size), row_bytes, 32 * RUN * row_bytes // columns)
+    assert across == 0 or columns % 2048
+    blocks = -(-triples[0][0].shape[0] // size)
+    assert counts["device_lines"] == counts["device_lines_fewest"] + across + lines_of_x(columns, itemsize, blocks)
 
 
 @pytest.mark.parametrize("columns, outputs, group", AFFINE_SHAPES)
-@pytest.mark.parametrize("bits, lane_columns", [(4, 32), (8, 16)])
-def test_affine_weights(rng, dtype, counted, columns, outputs, bits, lane_columns, group):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_affine_weights(rng, dtype, counted, columns, outputs, bits, group):
     """Lanes that share a group each load its scale and bias, from one line."""
     x = draw(rng, (1, columns), dtype)
     triple = mx.quantize(draw(rng, (outputs, columns), dtype), group, bits)
     (counts,) = counted(lambda: mm.quantized_matmul(x, *triple, group_size=group, bits=bits))
     words, scales, biases = triple
-    fewest = words.nbytes + group // lane_columns * (scales.nbytes + biases.nbytes)
-    assert loaded_of_weights(counts, x) <= 1.02 * fewest
-    assert_lines(counts, columns, affine_lines_across(triple, columns, lane_columns))
+    fewest = words.nbytes + group // RUN * (scales.nbytes + biases.nbytes)
+    rows = rows_of_blocks(outputs, 4)
+    assert loaded_of_weights(counts, x, times=len(rows) // 4) <= 1.02 * fewest * len(rows) / outputs
+    assert_lines(counts, columns, [triple], 4, dtype.size)
     assert counts["bank_conflicts"] == 0
     assert counts["device_bytes_stored"] == outputs * dtype.size
 
 
 @pytest.mark.parametrize("columns, outputs, group", AFFINE_SHAPES)
-@pytest.mark.parametrize("bits, lane_columns", [(4, 32), (8, 16)])
-def test_gate_and_up(rng, dtype, counted, columns, outputs, bits, lane_columns, group):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gate_and_up(rng, dtype, counted, columns, outputs, bits, group):
     x = draw(rng, (1, columns), dtype)
     gate, up = (mx.quantize(draw(rng, (outputs, columns), dtype), group, bits) for _ in range(2))
     (counts,) = counted(lambda: mm.quantized_swiglu(x, gate, up, group_size=group, bits=bits))
-    fewest = sum(words.nbytes + group // lane_columns * 2 * scales.nbytes for words, scales, _ in (gate, up))
-    assert loaded_of_weights(counts, x) <= 1.02 * fewest
-    assert_lines(counts, columns, 2 * affine_lines_across(gate, columns, lane_columns))
+    fewest = sum(words.nbytes + group // RUN * 2 * scales.nbytes for words, scales, _ in (gate, up))
+    assert loaded_of_weights(counts, x, times=-(-outputs // 2)) <= 1.02 * fewest
+    assert_lines(counts, columns, [gate, up], 2, dtype.size)
     assert counts["bank_conflicts"] == 0
 
 

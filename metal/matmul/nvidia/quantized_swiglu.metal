@@ -1,0 +1,87 @@
+// The gated half of a feed-forward block, from affine quantized weights in one launch, on NVIDIA
+// GPUs:
+//
+//   y[m, n] = silu(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   silu(v) = v / (1 + exp(-v))
+//
+// Laid out as matmul/nvidia/qmv.metal; the rows of both matrices pass by the same activations. Sums, silu and the
+// product are in float32, rounded once.
+#include <metal_stdlib>
+
+#include "matmul/nvidia/qmv.h"
+#include "mittens/instantiate.h"
+#include "params/matmul.h"
+
+using namespace metal;
+using namespace mittens;
+
+template <typename T, int bits, int P, int M, int B>
+[[kernel, threads_at_most(256, M > 1 ? 384 : 512)]] void quantized_swiglu(
+    const device T* x [[buffer(0)]],            // [rows, columns]
+    const device uint* gate [[buffer(1)]],      // [outputs, columns * bits / 32]
+    const device T* gate_scales [[buffer(2)]],  // [outputs, columns / group]
+    const device T* gate_biases [[buffer(3)]],
+    const device uint* up [[buffer(4)]],  // as gate
+    const device T* up_scales [[buffer(5)]],
+    const device T* up_biases [[buffer(6)]],
+    device T* y [[buffer(7)]],  // [rows, outputs]
+    constant QuantizedParams& params [[buffer(8)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr int V = P * 32 / bits;
+  constexpr bool exact = is_same_v<T, float>;
+  threadgroup float partials[kProductPartials];
+  threadgroup uint4 exchanges[kProductSimdgroups * exchange_size];
+
+  const uint first_output = group.x * params.outputs_per_group;
+  const uint outputs = min(params.outputs - first_output, params.outputs_per_group);
+  const uint first_row = group.y * M;
+  const uint products = params.outputs_per_group * M;  // of a simdgroup and one matrix
+  x += size_t(first_row) * params.columns;
+  const AffineWeights<T> gate_matrix = matrix_of(gate, gate_scales, gate_biases, params, 0, first_output);
+  const AffineWeights<T> up_matrix = matrix_of(up, up_scales, up_biases, params, 0, first_output);
+
+  PartialProducts to;
+  to.lane = lane;
+  for (uint begin = simdgroup * 32 * V; begin < params.columns; begin += simdgroups * 32 * V) {
+    const uint column = begin + lane * V;
+    const bool inside = column < params.columns;
+    ActivationPacks<T, V, M> packs;
+    load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
+    Activations<V, M> a;
+    take_activations<T, affine<bits>(), exact>(packs, lane, exchanges + simdgroup * exchange_size, a);
+    to.add = begin >= simdgroups * 32 * V;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const AffineWeights<T> weights = at_column<bits>(i == 0 ? gate_matrix : up_matrix, column, params.group_shift);
+      AffineBatch<T, P, B> batch;
+      if (inside && outputs >= B) {
+        load_batch<T, P, B>(weights, 0, batch);
+      }
+      to.partials = partials + (i * simdgroups + simdgroup) * products;
+      pass_all_rows<T, bits, exact, P, M, B>(a, inside, weights, batch, outputs, params.two23, to);
+    }
+  }
+
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = t; i < outputs * M; i += simdgroups * 32) {
+    const uint row = first_row + i % M;
+    if (row < params.rows) {
+      const float gated = sum_of_simdgroups(partials, i, products, simdgroups);
+      const float linear = sum_of_simdgroups(partials + simdgroups * products, i, products, simdgroups);
+      y[size_t(row) * params.outputs + first_output + i / M] = T(gated / (1.0f + precise::exp(-gated)) * linear);
+    }
+  }
+}
+
+#define instantiate_swiglu(bits, M, B) \
+  instantiate_types("quantized_swiglu_" #bits "bit_" #M, quantized_swiglu, bits, lane_words(bits, M), M, B)
+
+instantiate_swiglu(4, 1, 4)
+instantiate_swiglu(4, 2, 4)
+instantiate_swiglu(4, 4, 2)
+instantiate_swiglu(8, 1, 4)
+instantiate_swiglu(8, 2, 4)
+instantiate_swiglu(8, 4, 2)

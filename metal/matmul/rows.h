@@ -1,0 +1,218 @@
+// The schedule of products of M rows of x with rows of weights:  sum_k x[m, k] * w[n, k].
+//
+// A simdgroup has R outputs of each of N sources. Its lanes share out the columns, a run of neighbours each at a time,
+// and so do several simdgroups of a threadgroup where there are few outputs. A lane keeps its sums in registers until it
+// is through with its columns; lanes beyond the last column stop early. Then a simdgroup adds up what its lanes have, and
+// the threadgroup what its simdgroups have.
+//
+// A source says where rows of weights lie (mittens/source):
+//   Run load(row, column)   a run of Values::size columns, of which column is a multiple
+//   at(row, alone)          the same rows from another one on
+//   scale(run), bias(run)   w[i] = scale * v[i] + bias
+// and its Values what a run holds:
+//   unpack(run.words, q)    q[i] = base + factor(level(i)) * v[i] as halves
+//   levels                  0 .. levels - 1; factor(0) is 1
+//   middle                  the v that stands for about zero
+#pragma once
+
+#include <metal_stdlib>
+
+#include "mittens/simd_reduce_scatter.h"
+
+using namespace metal;
+
+namespace mittens {
+
+// Elements of x in registers: halves stay halves, which products take as they are.
+template <typename T>
+struct ActivationOf {
+  using type = float;
+};
+template <>
+struct ActivationOf<half> {
+  using type = half;
+};
+
+// Rows of x from the first of a threadgroup on; those past the last repeat it.
+template <typename T>
+struct RowsOfX {
+  const device T* x;  // 16-byte aligned
+  uint columns;       // whole runs, from row to row too
+  uint rows;
+};
+
+// A lane's columns of M rows of x; their sums, and what sums of products of a level start from.
+template <typename T, typename Values, int M>
+struct RunOfX {
+  typename ActivationOf<T>::type x[M][Values::size];
+  float sum[M];
+  float start[M][Values::levels];
+};
+
+template <typename T, int E>
+inline void load_run(const device T* p, thread typename ActivationOf<T>::type (&x)[E]) {
+  constexpr int W = 16 / sizeof(T);
+  static_assert(E % W == 0, "a run of x is whole packs");
+#pragma unroll
+  for (int i = 0; i < E / W; ++i) {
+    const uint4 bits = ((const device uint4*)p)[i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (is_same_v<T, float>) {
+        x[i * W + j] = as_type<float>(bits[j]);
+      } else if constexpr (is_same_v<T, half>) {
+        const half2 pair = as_type<half2>(bits[j]);
+        x[i * W + 2 * j] = pair.x;
+        x[i * W + 2 * j + 1] = pair.y;
+      } else {
+        x[i * W + 2 * j] = as_type<float>(bits[j] << 16);
+        x[i * W + 2 * j + 1] = as_type<float>(bits[j] & 0xffff0000u);
+      }
+    }
+  }
+}
+
+template <typename T, typename Values, int M>
+inline void load_x(RowsOfX<T> from, uint column, thread RunOfX<T, Values, M>& run) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    load_run<T>(from.x + (min(uint(m), from.rows - 1) * from.columns + column), run.x[m]);
+    if constexpr (!is_same_v<T, float>) {
+      float sums[Values::levels];
+#pragma unroll
+      for (int level = 0; level < Values::levels; ++level) {
+        sums[level] = 0;
+      }
+#pragma unroll
+      for (int i = 0; i < Values::size; ++i) {
+        sums[Values::level(i)] += float(run.x[m][i]);
+      }
+      run.sum[m] = 0;
+#pragma unroll
+      for (int level = 0; level < Values::levels; ++level) {
+        run.start[m][level] = -(Values::base() + Values::factor(level) * Values::middle()) * sums[level];
+        run.sum[m] += sums[level];
+      }
+    }
+  }
+}
+
+// totals[first + m] += x[m] * w over the columns of a run. In float32 the weights themselves are multiplied: there the
+// rounding of two large sums that cancel would show.
+template <typename T, typename Source, int M, int C>
+inline void add_products(
+    thread const RunOfX<T, typename Source::Values, M>& x, typename Source::Run run, int first,
+    thread float (&totals)[C]) {
+  using Values = typename Source::Values;
+  half q[Values::size];
+  Values::unpack(run.words, q);
+  const float scale = Source::scale(run);
+  if constexpr (is_same_v<T, float>) {
+#pragma unroll
+    for (int i = 0; i < Values::size; ++i) {
+      const float v = float(q[i] - half(Values::base()));
+      const float w = fma(v, scale * (1 / Values::factor(Values::level(i))), Source::bias(run));
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        totals[first + m] = fma(w, x.x[m][i], totals[first + m]);
+      }
+    }
+  } else {
+    const float bias = fma(Values::middle(), scale, Source::bias(run));
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      float sums[Values::levels];
+#pragma unroll
+      for (int level = 0; level < Values::levels; ++level) {
+        sums[level] = x.start[m][level];
+      }
+#pragma unroll
+      for (int i = 0; i < Values::size; ++i) {
+        thread float& sum = sums[Values::level(i)];
+        sum = fma(float(q[i]), float(x.x[m][i]), sum);
+      }
+#pragma unroll
+      for (int level = 1; level < Values::levels; ++level) {
+        sums[0] = fma(sums[level], 1 / Values::factor(level), sums[0]);
+      }
+      totals[first + m] = fma(scale, sums[0], fma(bias, x.sum[m], totals[first + m]));
+    }
+  }
+}
+
+// The outputs of a simdgroup: R from `first` on, of which those before `own` are another's. Where there are fewer than R
+// outputs in all, it has one.
+struct OwnOutputs {
+  uint first;
+  uint own;
+  bool alone;
+};
+
+template <int R>
+inline OwnOutputs outputs_of(uint outputs, uint block) {
+  const bool alone = outputs < R;
+  const uint own = block * (alone ? 1 : R);
+  return {min(own, outputs - (alone ? 1 : R)), own, alone};
+}
+
+// Where a simdgroup stands in its threadgroup: `sharers` of them share the columns of the same outputs.
+struct Sharing {
+  uint position;  // among the sharers' threads
+  uint sharers;
+  uint block;    // of outputs, in the threadgroup
+  uint lane;
+};
+
+// totals[(s * R + r) * M + m] = x[m] * row r of source s, over the lane's columns.
+template <int N, int R, int M, typename T, typename Source>
+inline void multiply_rows(
+    RowsOfX<T> x, thread const Source (&w)[N], Sharing at, thread float (&totals)[N * R * M]) {
+  using Values = typename Source::Values;
+#pragma unroll
+  for (int i = 0; i < N * R * M; ++i) {
+    totals[i] = 0;
+  }
+  for (uint column = at.position * Values::size; column < x.columns; column += at.sharers * (32 * Values::size)) {
+    typename Source::Run runs[N * R];
+#pragma unroll
+    for (int i = 0; i < N * R; ++i) {
+      runs[i] = w[i / R].load(i % R, column);
+    }
+    RunOfX<T, Values, M> run;
+    load_x<T, Values, M>(x, column, run);
+#pragma unroll
+    for (int i = 0; i < N * R; ++i) {
+      add_products<T, Source, M>(run, runs[i], i * M, totals);
+    }
+  }
+}
+
+// Sum i of C over the lanes of all sharers, in the lanes [i * (32 / C), (i + 1) * (32 / C)). All threads of the
+// threadgroup take part. partials: C floats for each simdgroup.
+template <int C>
+inline float sum_of_sharers(thread float (&totals)[C], Sharing at, threadgroup float* partials) {
+  static_assert(C <= 32, "a sum for each lane at most");
+  simd_reduce_scatter(totals, at.lane);
+  if (at.sharers == 1) {
+    return totals[0];
+  }
+  const uint i = at.lane / (32 / C);
+  threadgroup float* of_block = partials + at.block * at.sharers * C;
+  if (at.lane % (32 / C) == 0) {
+    of_block[at.position / 32 * C + i] = totals[0];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float sum = 0;
+  for (uint s = 0; s < at.sharers; ++s) {
+    sum += of_block[s * C + i];
+  }
+  return sum;
+}
+
+// Whether a lane holds a sum that sum_of_sharers made of output r and row m, and this is for its simdgroup to write.
+template <int C>
+inline bool writes(Sharing at) {
+  return at.position < 32 && at.lane % (32 / C) == 0;
+}
+
+}  // namespace mittens

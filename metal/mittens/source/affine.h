@@ -1,0 +1,56 @@
+// Rows of affine quantized weights of 4 or 8 bits, as mx.quantize packs them: w[n, k] = scale * q[n, k] + bias, scale and
+// bias shared by a group of k.
+#pragma once
+
+#include "mittens/source/integers.h"
+
+namespace mittens {
+
+// A matrix from some row on. E: columns that a lane takes at once, a run.
+template <typename T, int bits, int E>
+struct AffineRows {
+  using Values = Integers<bits, E>;
+  struct Run {
+    typename Values::Words words;
+    T scale;
+    T bias;
+  };
+  const device uint* words;
+  const device T* scales;
+  const device T* biases;
+  uint words_stride;  // from row to row
+  uint scales_stride;
+  uint biases_stride;
+  uint group_shift;  // a group is 1 << group_shift columns
+
+  // Columns [column, column + E) of a row; column is a multiple of E.
+  Run load(uint row, uint column) const {
+    const uint group = column >> group_shift;
+    Run run;
+    run.words = Values::load(words + (row * words_stride + column / (32 / bits)));
+    run.scale = scales[row * scales_stride + group];
+    run.bias = biases[row * biases_stride + group];
+    return run;
+  }
+
+  static float scale(Run run) {
+    return float(run.scale);
+  }
+  static float bias(Run run) {
+    return float(run.bias);
+  }
+
+  // The matrix from another row on; alone: with all of its rows at that one.
+  AffineRows at(uint row, bool alone) const {
+    AffineRows result = *this;
+    result.words += size_t(row) * words_stride;
+    result.scales += size_t(row) * scales_stride;
+    result.biases += size_t(row) * biases_stride;
+    result.words_stride = alone ? 0 : words_stride;
+    result.scales_stride = alone ? 0 : scales_stride;
+    result.biases_stride = alone ? 0 : biases_stride;
+    return result;
+  }
+};
+
+}  // namespace mittens
