@@ -318,6 +318,7 @@ _PACKED_TESTS = tuple(
         *_tests((1, 4, 2, 2, 37, 128), bits=bits, group_size=128, mask="bool"),
         *_tests(*((1, 9, 1, *n, width) for width in (64, 128, 192, 256) for n in _FEW_AND_MANY), bits=bits),
         *_tests(*((1, 1, 1, *n, 96) for n in _FEW_AND_MANY), bits=bits, group_size=32),
+        *_tests(*((1, 2, 1, *n, 192) for n in _FEW_AND_MANY), bits=bits, value_width=128),
     )
 )
 

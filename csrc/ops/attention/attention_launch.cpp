@@ -23,7 +23,7 @@ struct Widths {
 };
 constexpr Widths dense_widths[] = {{32, 32},   {48, 48},   {64, 64},   {72, 72},   {80, 80},   {96, 64},   {96, 96},
                                    {112, 112}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}, {576, 512}};
-constexpr Widths packed_widths[] = {{64, 64}, {96, 96}, {128, 128}, {192, 192}, {256, 256}};
+constexpr Widths packed_widths[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
 TokenRows bind_rows(Launch& launch, const mx::array& rows) {
   add_view(launch, rows);
@@ -127,7 +127,7 @@ std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, con
     launch.kernel = kernel_name(dtype, "attention", kernel, sizes.width, "_", sizes.value_width);
   } else {
     launch.file = packed_file;
-    launch.kernel = kernel_name(dtype, "attention", kernel, options.bits, "bit_", sizes.width);
+    launch.kernel = kernel_name(dtype, "attention", kernel, options.bits, "bit_", sizes.width, "_", sizes.value_width);
   }
   const uint32_t slices = attention_value_slices(static_cast<int>(sizes.value_width));
   // x may be the largest.

@@ -88,7 +88,15 @@ def test_widths_on_the_cpu(rng, dtype, native, width, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("width, value_width", [(64, 32), (64, 96), (128, 64), (192, 128)])
+@pytest.mark.parametrize("queries, mask, sinks", [(1, None, True), (5, "causal", False), (20, "causal", True)])
+def test_deepseek_widths_have_kernels(rng, dtype, executor, queries, mask, sinks, bits):
+    q, keys, _ = packed(rng, (1, 6, 2, queries, 300, 192), dtype, 64, bits)
+    values = quantize(rng, (1, 2, 300, 128), dtype, 64, bits)
+    attend(q, keys, values, 192**-0.5, mask, draw(rng, (6,), dtype) if sinks else None, None, 64, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("width, value_width", [(64, 32), (64, 96), (128, 64), (192, 64)])
 @pytest.mark.parametrize("queries", [1, 3, 20])
 def test_values_of_another_width(rng, dtype, lenient, executor, queries, width, value_width, bits):
     q, keys, _ = packed(rng, (1, 4, 2, queries, 50, width), dtype, 32, bits)
