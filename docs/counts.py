@@ -48,6 +48,8 @@ CASES = (
     Counted("norm_add_norm", "test 2x200"),
     Counted("qk_norm", "test 1x4x2x64"),
     Counted("softcap", "test 3x1025"),
+    Counted("sample", "test 5x515"),
+    Counted("sample", "test 1x9001 temperature=0.0"),
     Counted("rms_norm", "130x1030 vjp"),
     Counted("gemv", "1x1024x1024"),
     Counted("gemv", "1x600x72 transpose=False"),

@@ -94,6 +94,10 @@ _PLACES = (
         ("softcap.cpp",), ("test_softcap.py",),
     ),
     Place(
+        ("sample",), "norm", "sample.cpp", ("sample.cpp",), ("sample.metal",),
+        ("sample.cpp",), ("test_sample.py",),
+    ),
+    Place(
         ("gemv",), "matmul", "gemv.cpp", ("plan.cpp",),
         ("gemv.metal", "gemv_tiles.metal", "splitk_reduce.metal"),
         ("gemv.cpp",), ("test_gemv.py", "test_gemv_short.py", "test_product_traffic.py"), ("nvidia/gemv_short.metal",),

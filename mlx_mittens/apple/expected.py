@@ -19,6 +19,7 @@ _KIND_OF_OP = {
     "norm_add_norm": "norm",
     "qk_norm": "norm",
     "softcap": "elementwise",
+    "sample": "norm",
     "gemv": "gemv",
     "quantized_matmul": "4-bit",
     "quantized_swiglu": "4-bit",

@@ -100,6 +100,43 @@ def _gemma2_logits(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
 
 
 @dataclass(frozen=True)
+class _Sampler:
+    """A sampler of mlx-lm's in one op: logarithmic probabilities to tokens."""
+
+    temperature: float
+    filters: dict[str, Any]
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        top_k = self.filters["top_k"]
+        if top_k >= logprobs.shape[-1]:
+            from mlx_lm.sample_utils import apply_top_k
+
+            apply_top_k(logprobs, top_k)  # says what is wrong
+        return _ext.sample(logprobs, temperature=self.temperature, **self.filters)
+
+
+def _make_sampler(
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Any = None,
+) -> _Sampler | None:
+    """A sampler without what the op lacks: XTC, and min-p that keeps several tokens at least."""
+    lacks = xtc_probability > 0 or (min_p != 0 and min_tokens_to_keep != 1)
+    if lacks or not temp > 0 or not 0 <= min_p <= 1 or not isinstance(top_k, int):
+        return None
+    return _Sampler(temp, {"top_k": max(top_k, 0), "top_p": top_p if 0 < top_p < 1 else 0.0, "min_p": min_p})
+
+
+def _greedy(logprobs: mx.array) -> mx.array:
+    return _ext.sample(logprobs, temperature=0.0)
+
+
+@dataclass(frozen=True)
 class Target:
     """A function of another package, and the op that stands in for it."""
 
@@ -261,6 +298,31 @@ TARGETS = [
     Target("linear", "gemv", "mlx.nn", "Embedding.as_linear", _ext.try_linear, ("self", "x")),
     Target("linear", "gemv", "mlx.nn", "AllToShardedLinear.__call__", _all_to_sharded, ("self", "x")),
     Target("linear", "gemv", "mlx.nn", "ShardedToAllLinear.__call__", _sharded_to_all, ("self", "x")),
+]
+
+TARGETS += [
+    Target(
+        "sample",
+        "sample",
+        "mlx_lm.sample_utils",
+        "make_sampler",
+        _make_sampler,
+        optional=True,
+        partial=True,  # not XTC
+        shared=True,
+        text="e0f79a4e34185a13",
+    ),
+    Target(
+        "sample",
+        "sample",
+        "mlx_lm.sample_utils",
+        "greedy_sampler",
+        _greedy,
+        ("logprobs",),
+        optional=True,
+        shared=True,
+        text="244b29234949ba11",
+    ),
 ]
 
 # Attention layers of mlx-lm's models, by what their calls do: those of Llama's kind and those with norms of heads.

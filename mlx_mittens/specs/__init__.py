@@ -26,6 +26,7 @@ from .op import (
     run,
     widen,
 )
+from .sampling import SAMPLE_OPS
 from .shaped import ShapedOp
 
 __all__ = [
@@ -55,7 +56,7 @@ __all__ = [
     "worst",
 ]
 
-OPS: tuple[Op, ...] = ROW_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS
+OPS: tuple[Op, ...] = ROW_OPS + SAMPLE_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS
 
 
 def get(name: str) -> Op:

@@ -17,6 +17,7 @@ _OVERFLOW = {
     mx.float16: 2.0**16 - 2.0**4,
     mx.bfloat16: 2.0**128 - 2.0**119,
     mx.uint8: math.inf,
+    mx.uint32: math.inf,
 }
 
 

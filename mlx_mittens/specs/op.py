@@ -16,11 +16,12 @@ from . import reference
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
-# The distance from 1 to the next number of a type: one unit in the last place, relative. Bytes are right or wrong.
-EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7, mx.uint8: 0.0}
+# The distance from 1 to the next number of a type: one unit in the last place, relative. Whole numbers are right or
+# wrong.
+EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7, mx.uint8: 0.0, mx.uint32: 0.0}
 
 # Below these the steps between a type's numbers shrink no more.
-SMALLEST_NORMAL = {mx.float32: 2.0**-126, mx.float16: 2.0**-14, mx.bfloat16: 2.0**-126, mx.uint8: 1.0}
+SMALLEST_NORMAL = {mx.float32: 2.0**-126, mx.float16: 2.0**-14, mx.bfloat16: 2.0**-126, mx.uint8: 1.0, mx.uint32: 1.0}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ def test_case_names_are_unique(op):
 
 
 def test_get_says_which_ops_there_are():
-    with pytest.raises(KeyError, match="rms_norm, layer_norm, softmax, add_rms_norm, norm_add_norm, qk_norm, softcap"):
+    with pytest.raises(
+        KeyError, match="rms_norm, layer_norm, softmax, add_rms_norm, norm_add_norm, qk_norm, softcap, sample"
+    ):
         specs.get("rmsnorm")
 
 

@@ -1,0 +1,356 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <variant>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+
+#include "cpu/sample.h"
+#include "mlx/ops.h"
+#include "mlx/random.h"
+#include "ops/norm/plan.h"
+#include "params/norm.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/gpu.h"
+#include "runtime/op_binding.h"
+#include "runtime/primitive.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "sample";
+const Name file = "norm/sample.metal";
+const Name combine_kernel = "sample_combine";
+
+constexpr int most_columns = (1 << 20) - 1;  // so many exponentials add up in 64 bits
+constexpr uint32_t most_threads = 512;
+constexpr int partial_size = 5;  // numbers that a threadgroup leaves of its part of a row
+
+struct SampleOptions {
+  float inverse_temperature;
+  int top_k;  // 0 keeps all
+  double top_p;  // 0 keeps all
+  double min_p;  // 0 keeps all
+  bool greedy;
+  bool logprobs;
+  bool splits_key;  // whether numbers are drawn by the second half of the key's split
+
+  bool operator==(const SampleOptions&) const = default;
+
+  bool has_filters() const {
+    return !greedy && (top_k > 0 || top_p > 0 || min_p > 0);
+  }
+};
+
+mx::Shape without_columns(const mx::array& logits) {
+  mx::Shape shape = logits.shape();
+  shape.pop_back();
+  return shape;
+}
+
+// -inf for what is not kept.
+mx::array compose_filters(mx::array x, const SampleOptions& options, mx::Stream s) {
+  const mx::array nothing(-std::numeric_limits<float>::infinity(), x.dtype());
+  const mx::array all = x;
+  if (options.top_p > 0) {
+    const mx::array sorted = mx::sort(all, -1, s);
+    const mx::array wide = mx::astype(sorted, mx::float32, s);
+    const mx::array e = mx::exp(mx::subtract(wide, mx::max(wide, -1, true, s), s), s);
+    const mx::array from = mx::cumsum(e, -1, true, true, s);
+    const mx::array total = mx::sum(e, -1, true, s);
+    const mx::array above = mx::subtract(from, e, s);
+    const mx::array is_dropped =
+        mx::greater_equal(above, mx::multiply(mx::array(static_cast<float>(options.top_p)), total, s), s);
+    const mx::array dropped = mx::sum(mx::astype(is_dropped, mx::int32, s), -1, true, s);
+    x = mx::where(mx::less(all, mx::take_along_axis(sorted, dropped, -1, s), s), nothing, x, s);
+  }
+  if (options.min_p > 0) {
+    const mx::array log_min_p(std::log(options.min_p), all.dtype());
+    x = mx::where(mx::less(all, mx::add(mx::max(all, -1, true, s), log_min_p, s), s), nothing, x, s);
+  }
+  if (options.top_k > 0 && options.top_k < all.shape(-1)) {
+    mx::Shape start(all.ndim(), 0);
+    start.back() = options.top_k;
+    const mx::array order = mx::argpartition(mx::negative(all, s), options.top_k - 1, -1, s);
+    const mx::array rest = mx::slice(order, start, all.shape(), s);
+    x = mx::put_along_axis(x, rest, nothing, -1, s);
+  }
+  return x;
+}
+
+// Tokens, and their logarithmic probabilities where these are asked for.
+Arrays compose_sample(const mx::array& logits, const std::optional<mx::array>& key, const SampleOptions& options,
+                      mx::Stream s) {
+  const mx::array nothing(-std::numeric_limits<float>::infinity(), logits.dtype());
+  const mx::array x = mx::where(mx::isnan(logits, s), nothing, logits, s);
+  const mx::array kept = options.has_filters() ? compose_filters(x, options, s) : x;
+  mx::array sums = kept;
+  if (!options.greedy) {
+    const mx::array drawn_by = options.splits_key ? mx::random::split(*key, s).second : *key;
+    const mx::array scaled = mx::multiply(mx::astype(kept, mx::float32, s), mx::array(options.inverse_temperature), s);
+    sums = mx::add(scaled, mx::random::gumbel(x.shape(), mx::float32, drawn_by, s), s);
+  }
+  const mx::array tokens = mx::argmax(sums, -1, false, s);
+  if (!options.logprobs) {
+    return {tokens};
+  }
+  const mx::array wide = mx::astype(x, mx::float32, s);
+  const mx::array places = mx::stop_gradient(mx::expand_dims(tokens, -1, s), s);
+  const mx::array drawn = mx::squeeze(mx::take_along_axis(wide, places, -1, s), -1, s);
+  return {tokens, mx::subtract(drawn, mx::logsumexp(wide, -1, false, s), s)};
+}
+
+// As a number that is added to an array of the type, which mx rounds to it.
+float rounded_to(double number, mx::Dtype dtype) {
+  const float v = static_cast<float>(number);
+  return dtype == mx::float16    ? static_cast<float>(static_cast<mx::float16_t>(v))
+         : dtype == mx::bfloat16 ? static_cast<float>(static_cast<mx::bfloat16_t>(v))
+                                 : v;
+}
+
+// The least share of 2^-32 is one: 0 would keep all.
+uint32_t in_shares(double top_p) {
+  return static_cast<uint32_t>(std::clamp(top_p * 0x1p32, top_p > 0 ? 1.0 : 0.0, 0x1p32 - 1));
+}
+
+using Filters = cpu::SampleFilters;
+
+Filters filters_of(const mx::array& logits, const SampleOptions& options) {
+  Filters filters{};
+  if (options.has_filters()) {
+    filters.top_k = options.top_k < logits.shape(-1) ? static_cast<uint32_t>(options.top_k) : 0;
+    filters.top_p = in_shares(options.top_p);
+    filters.has_min_p = options.min_p > 0;
+    filters.log_min_p = filters.has_min_p ? rounded_to(std::log(options.min_p), logits.dtype()) : 0;
+  }
+  return filters;
+}
+
+uint32_t packs_of(const mx::array& logits) {
+  return ceil_divide(logits.shape(-1), 16 / logits.itemsize());
+}
+
+// Threadgroups that share a row: as many as fill the GPU, none with fewer packs than threads.
+uint32_t plan_splits(const mx::array& logits, const SampleOptions& options, mx::Stream stream) {
+  constexpr uint32_t threadgroups_of_core = 2, most_splits = 64;
+  const size_t rows = logits.size() / logits.shape(-1);
+  if (options.has_filters() || rows == 0 || !runs_kernels(stream)) {
+    return 1;
+  }
+  const uint32_t threadgroups = threadgroups_of_core * gpu_of(stream).cores;
+  const uint32_t wanted = static_cast<uint32_t>(threadgroups / std::min<size_t>(rows, threadgroups));
+  return std::clamp(std::min(wanted, packs_of(logits) / most_threads), 1u, most_splits);
+}
+
+// logits [.., columns] and, unless greedy, key [2] -> tokens [..], their logarithmic probabilities where these are
+// asked for, and a workspace where threadgroups share rows.
+class Sample : public KernelPrimitive {
+ public:
+  Sample(mx::Stream stream, const SampleOptions& options, bool has_workspace)
+      : KernelPrimitive(stream), options_(options), has_workspace_(has_workspace) {}
+
+  const char* name() const override {
+    return "MittensSample";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& sample = static_cast<const Sample&>(other);
+    return options_ == sample.options_ && has_workspace_ == sample.has_workspace_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    std::vector<mx::Shape> shapes(1 + options_.logprobs, without_columns(inputs[0]));
+    if (has_workspace_) {
+      shapes.push_back(workspace_shape(inputs[0]));
+    }
+    return shapes;
+  }
+
+  static Arrays outputs_of(const std::shared_ptr<Sample>& primitive, const Arrays& inputs) {
+    std::vector<mx::Dtype> dtypes = {mx::uint32};
+    dtypes.resize(1 + primitive->options_.logprobs + primitive->has_workspace_, mx::float32);
+    return mx::array::make_arrays(primitive->output_shapes(inputs), dtypes, primitive, inputs);
+  }
+
+ protected:
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& logits = inputs[0];
+    const mx::array& tokens = outputs[0];
+    const mx::array* logprobs = options_.logprobs ? &outputs[1] : nullptr;
+    const mx::array* workspace = has_workspace_ ? &outputs.back() : nullptr;
+    const uint32_t packs = packs_of(logits);
+    const uint32_t rows = logits.size() / logits.shape(-1);
+    const bool greedy = options_.greedy;
+    const Filters filters = filters_of(logits, options_);
+    SampleParams params{
+        .columns = static_cast<uint32_t>(logits.shape(-1)),
+        .size = static_cast<uint32_t>(logits.size()),
+        .phase = phase_of(logits),
+        .splits = workspace ? static_cast<uint32_t>(workspace->shape(1)) : 1,
+        .packs_per_split = packs,
+        .greedy = greedy,
+        .splits_key = options_.splits_key,
+        .has_logprobs = options_.logprobs,
+        .top_k = filters.top_k,
+        .top_p = filters.top_p,
+        .has_min_p = filters.has_min_p,
+        .log_min_p = filters.log_min_p,
+        .inverse_temperature = options_.inverse_temperature,
+    };
+    params.packs_per_split = ceil_divide(packs, params.splits);
+    constexpr uint32_t simdgroup = 32;
+
+    Launch sample;
+    sample.file = file;
+    sample.kernel = kernel_name(logits.dtype(), op);
+    sample.threadgroups = {rows * params.splits, 1, 1};
+    sample.threads = {std::min(ceil_divide(packs, simdgroup) * simdgroup, most_threads), 1, 1};
+    sample.input(logits).input_if(!greedy, inputs[greedy ? 0 : 1]);
+    if (params.splits == 1) {
+      sample.output(tokens).output_if(logprobs, logits).stand_in(logits);
+      return in_order(std::move(sample.params(params)));
+    }
+    sample.stand_in(logits).stand_in(logits).output(*workspace).params(params);
+    Launch combine;
+    combine.file = file;
+    combine.kernel = combine_kernel;
+    combine.threadgroups = {rows, 1, 1};
+    combine.threads = {simdgroup, 1, 1};
+    combine.input(*workspace).output(tokens).output_if(logprobs, *workspace).params(params);
+    return in_order(std::move(sample), std::move(combine));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& logits = inputs[0];
+    const size_t columns = logits.shape(-1);
+    const cpu::SampleOptions options{filters_of(logits, options_), options_.inverse_temperature, options_.greedy,
+                                     options_.splits_key};
+    return [options, columns, type = native_type(logits.dtype()), x = data_of(logits),
+            key = options.greedy ? nullptr : inputs[1].data<uint32_t>(), tokens = outputs[0].data<uint32_t>(),
+            logprobs = options_.logprobs ? outputs[1].data<float>() : nullptr,
+            rows = logits.size() / columns] { cpu::sample(type, x, key, tokens, logprobs, rows, columns, options); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const auto key = options_.greedy ? std::nullopt : std::optional(inputs[1]);
+    Arrays outputs = compose_sample(inputs[0], key, options_, stream());
+    if (has_workspace_) {
+      outputs.push_back(mx::zeros(workspace_shape(inputs[0]), mx::float32, stream()));
+    }
+    return outputs;
+  }
+
+ private:
+  mx::Shape workspace_shape(const mx::array& logits) {
+    const int rows = static_cast<int>(logits.size() / std::max(logits.shape(-1), 1));
+    return {rows, static_cast<int>(rows == 0 ? 1 : plan_splits(logits, options_, stream())), partial_size};
+  }
+
+  SampleOptions options_;
+  bool has_workspace_;
+};
+
+// The key that mx.random splits for its next number, after which it goes on to the one after that.
+mx::array next_state() {
+  const nb::object random = nb::module_::import_("mlx.core").attr("random");
+  const mx::array state = nb::cast<mx::array>(random.attr("state")[0]);
+  random.attr("uniform")();
+  return state;
+}
+
+void check_key(const mx::array& key) {
+  if (key.dtype() != mx::uint32) {
+    checks::fail<DtypeError>(op, "key has dtype ", key.dtype(), ": expected uint32, as mx.random.key gives");
+  }
+  if (key.shape() != mx::Shape{2}) {
+    checks::fail(op, "key has shape ", key.shape(), ": expected (2), as mx.random.key gives");
+  }
+}
+
+void check_share(const char* name, double value) {
+  if (!(value >= 0 && value <= 1)) {
+    checks::fail(op, name, " is ", value, ": expected a number from 0 to 1");
+  }
+}
+
+using Sampled = std::variant<mx::array, std::pair<mx::array, mx::array>>;
+
+Sampled sampled(Arrays outputs, bool logprobs) {
+  if (logprobs) {
+    return std::pair(std::move(outputs[0]), std::move(outputs[1]));
+  }
+  return std::move(outputs[0]);
+}
+
+Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, double temperature, int top_k,
+               double top_p, double min_p, bool logprobs, mx::StreamOrDevice where) {
+  if (logits.ndim() == 0) {
+    checks::fail(op, "logits has no dimensions: expected at least one, the last of which is the vocabulary");
+  }
+  if (logits.shape(-1) == 0) {
+    checks::fail(op, "logits has shape ", logits.shape(), ": expected at least one logit in a row");
+  }
+  const float inverse = temperature == 0 ? 1 : static_cast<float>(1 / temperature);
+  if (!(temperature >= 0) || !std::isfinite(inverse) || inverse == 0) {
+    checks::fail(op, "temperature is ", temperature, ": expected 0 or a positive number");
+  }
+  if (top_k < 0) {
+    checks::fail(op, "top_k is ", top_k, ": expected a positive number, or 0 to keep all");
+  }
+  check_share("top_p", top_p);
+  check_share("min_p", min_p);
+  if (key) {
+    check_key(*key);
+  }
+  const mx::Dtype dtype = checks::floating(op, {{"logits", logits}});
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const bool greedy = temperature == 0;
+  const SampleOptions options{
+      .inverse_temperature = inverse,
+      .top_k = top_k,
+      .top_p = top_p < 1 ? top_p : 0,
+      .min_p = min_p,
+      .greedy = greedy,
+      .logprobs = logprobs,
+      .splits_key = !greedy && !key,
+  };
+  const auto drawn_by = greedy ? std::nullopt : key ? key : std::optional(next_state());
+  if (logits.size() == 0) {
+    const mx::Shape shape = without_columns(logits);
+    return sampled({mx::zeros(shape, mx::uint32, stream), mx::zeros(shape, mx::float32, stream)}, logprobs);
+  }
+  const bool too_large = logits.shape(-1) > most_columns || logits.size() > std::numeric_limits<uint32_t>::max();
+  if (!has_kernels(dtype) || too_large) {
+    fall_back(op, too_large ? "too many logits" : "float64");
+    return sampled(compose_sample(logits, drawn_by, options, stream), logprobs);
+  }
+  Arrays inputs = {copyable(logits, stream)};
+  if (drawn_by) {
+    inputs.push_back(copyable(*drawn_by, stream));
+  }
+  const bool has_workspace = plan_splits(logits, options, stream) > 1;
+  return sampled(Sample::outputs_of(std::make_shared<Sample>(stream, options, has_workspace), inputs), logprobs);
+}
+
+void bind(nb::module_& module) {
+  bind_function(module, op, &sample, "logits"_a, "key"_a = nb::none(), nb::kw_only(), "temperature"_a = 1.0,
+                "top_k"_a = 0, "top_p"_a = 0.0, "min_p"_a = 0.0, "logprobs"_a = false, "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,545 @@
+// Tokens drawn from logits:
+//
+//   token[r] = argmax_c x[r, c] / temperature + g[r, c]   over the c that are kept
+//
+// x [rows, columns]; g = -log(-log(u)) of the uniform numbers u that mx.random draws for an array of x's shape. Greedy
+// sampling has no g. Of equal sums the first counts; NaN counts as -inf, and a row of nothing else gives token 0.
+//
+// Kept are the logits that pass all of
+//   top-p: x >= the largest v with sum_{x >= v} p(x) >= top_p, p the softmax of the row
+//   min-p: x >= max(x) + log(min_p), rounded to the type
+//   top-k: the k largest, of equal ones the first
+//
+// Nothing is sorted. A threadgroup takes a row. It reads the row for the largest logit of each thread, and for the sum
+// of the exponentials where these are needed. What top-k or top-p ask for among the maxima of the threads bounds the
+// threshold from below; the logits from there on, mostly few, go to threadgroup memory, and bisection over the bits of
+// a logit finds the threshold among them. Where they do not fit, it bisects over the row itself. Exponentials are whole
+// numbers in units of 2^-44, so that the kept set does not depend on the order of sums.
+//
+// Without filters several threadgroups may share a row; sample_combine puts together what they leave.
+#include <metal_stdlib>
+
+#include "mittens/instantiate.h"
+#include "mittens/row_io.h"
+#include "mittens/softmax.h"
+#include "mittens/threefry.h"
+#include "params/norm.h"
+
+using namespace metal;
+using namespace mittens;
+
+constant constexpr uint sample_threads = 512;
+constant constexpr uint list_size = 2048;
+constant constexpr uint partial_size = 5;  // best sum, its column, its logit, maximum, sum of exponentials
+constant constexpr uint no_column = 0xffffffffu;
+
+// ---- mathematics; csrc/cpu/isa/norm/sample.cpp has the same, operation for operation ----
+
+// The logarithm of a normal positive number, within 2 ulp.
+inline float log_of(float x) {
+  const int above = int((as_type<uint>(x) - 0x3f2aaaabu) & 0xff800000u);  // x = 2^e m, m in [2/3, 4/3)
+  const float f = as_type<float>(as_type<uint>(x) - uint(above)) - 1.0f;
+  const float e = float(above >> 23);
+  float p = fma(f, 0x1.1f3fbcp-3f, -0x1.3b28ccp-3f);
+  p = fma(p, f, 0x1.1ea2ecp-3f);
+  p = fma(p, f, -0x1.5032cep-3f);
+  p = fma(p, f, 0x1.99d41ep-3f);
+  p = fma(p, f, -0x1.001480p-2f);
+  p = fma(p, f, 0x1.5554fap-2f);
+  p = fma(p, f, -0x1.ffffd6p-2f);
+  const float square = f * f;
+  return fma(e, 0x1.62e430p-1f, fma(p, square, f));
+}
+
+// Of random bits; the uniform number they make is less than 1, and 0 counts as half of the next one.
+inline float gumbel(uint bits) {
+  const float u = bits == 0 ? 0x1p-33f : min(float(bits) * 0x1p-32f, 0x1.fffffep-1f);
+  return -log_of(-log_of(u));
+}
+constant constexpr float most_gumbel = 16.636f;
+
+// e^d for d <= 0 in units of 2^-44, rounded down.
+inline ulong mass_of(float d) {
+  if (!(d > -31.0f)) {
+    return 0;
+  }
+  const float n = rint(d * 0x1.715476p0f);
+  float r = fma(n, -0x1.62e4p-1f, d);
+  r = fma(n, -0x1.7f7d1cp-20f, r);
+  float p = fma(r, 0x1.6a2434p-10f, 0x1.1239e2p-7f);
+  p = fma(p, r, 0x1.5558f2p-5f);
+  p = fma(p, r, 0x1.555492p-3f);
+  p = fma(p, r, 0x1.fffffcp-2f);
+  const float near = fma(p * r, r, r) + 1.0f;
+  const float e = min(near * as_type<float>(uint(int(n) + 127) << 23), 1.0f);
+  const uint high = uint(e * 0x1p12f);
+  const float rest = fma(float(high), -0x1p-12f, e);
+  return (ulong(high) << 32) | ulong(uint(rest * 0x1p44f));
+}
+
+inline float sum_of(ulong mass) {
+  return float(uint(mass >> 32)) * 0x1p-12f + float(uint(mass)) * 0x1p-44f;
+}
+
+// Whole numbers in the order of the floats: one step for each number of T.
+template <typename T>
+inline uint key_of(float v) {
+  const uint bits = as_type<uint>(v);
+  const uint ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return ordered >> (is_same_v<T, float> ? 0 : is_same_v<T, half> ? 13 : 16);
+}
+
+template <typename T>
+inline float value_of(uint key) {
+  constexpr uint shift = is_same_v<T, float> ? 0 : is_same_v<T, half> ? 13 : 16;
+  const uint ordered = key << shift;
+  const uint bits = ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered & (0xffffffffu << shift);
+  return as_type<float>(bits);
+}
+
+inline float number(float x) {
+  return x == x ? x : -INFINITY;
+}
+
+// ---- a threadgroup ----
+
+struct Team {
+  uint t;
+  uint threads;
+  uint lane;
+  uint simdgroup;
+  uint simdgroups;
+  threadgroup uint* scratch;  // [2, 3, 32]: two results may be on their way
+  uint turn;
+};
+
+inline threadgroup uint* next_scratch(thread Team& team) {
+  team.turn ^= 1;
+  return team.scratch + team.turn * 96;
+}
+
+inline float maximum_of(thread Team& team, float v) {
+  threadgroup uint* parts = next_scratch(team);
+  v = simd_max(v);
+  if (team.lane == 0) {
+    parts[team.simdgroup] = as_type<uint>(v);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return simd_max(team.lane < team.simdgroups ? as_type<float>(parts[team.lane]) : -INFINITY);
+}
+
+// In three parts of 22 bits, whose sums do not overflow.
+inline ulong total_of(thread Team& team, ulong v) {
+  threadgroup uint* parts = next_scratch(team);
+#pragma unroll
+  for (uint i = 0; i < 3; ++i) {
+    const uint part = simd_sum(uint(v >> (22 * i)) & 0x3fffffu);
+    if (team.lane == 0) {
+      parts[i * 32 + team.simdgroup] = part;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  ulong total = 0;
+#pragma unroll
+  for (uint i = 0; i < 3; ++i) {
+    total += ulong(simd_sum(team.lane < team.simdgroups ? parts[i * 32 + team.lane] : 0u)) << (22 * i);
+  }
+  return total;
+}
+
+// What has been drawn so far.
+struct Best {
+  float sum;
+  uint column;
+};
+
+inline bool is_better(float sum, uint column, Best best) {
+  return sum > best.sum || (sum == best.sum && column < best.column);
+}
+
+inline Best best_of_simdgroup(Best best) {
+  const float sum = simd_max(best.sum);
+  return Best{sum, simd_min(best.sum == sum ? best.column : no_column)};
+}
+
+inline Best best_of(thread Team& team, Best best) {
+  threadgroup uint* parts = next_scratch(team);
+  best = best_of_simdgroup(best);
+  if (team.lane == 0) {
+    parts[team.simdgroup] = as_type<uint>(best.sum);
+    parts[32 + team.simdgroup] = best.column;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const bool there = team.lane < team.simdgroups;
+  return best_of_simdgroup(Best{there ? as_type<float>(parts[team.lane]) : -INFINITY,
+                                there ? parts[32 + team.lane] : no_column});
+}
+
+// ---- what is done with each logit ----
+
+// Each has `take`, and `wants`, which may say of the largest of several logits that none of them needs to be taken.
+struct Largest {
+  float m;
+  bool wants(float) const {
+    return true;
+  }
+  void take(float x, uint) {
+    m = max(m, x);
+  }
+};
+
+// How many logits, or how much of the exponentials, are at a value or above.
+struct Above {
+  float least;
+  float m;
+  bool counts;
+  ulong sum;
+  bool wants(float largest) const {
+    return largest >= least;
+  }
+  void take(float x, uint) {
+    if (x >= least) {
+      sum += counts ? ulong(1) : mass_of(x - m);
+    }
+  }
+};
+
+// How many logits come before those of a value after a column.
+struct Before {
+  float value;
+  uint last;
+  ulong sum;
+  bool wants(float largest) const {
+    return largest >= value;
+  }
+  void take(float x, uint column) {
+    sum += x > value || (x == value && column <= last) ? 1 : 0;
+  }
+};
+
+struct Gather {
+  float least;
+  threadgroup float* values;
+  threadgroup uint* columns;
+  threadgroup atomic_uint* count;
+  bool wants(float largest) const {
+    return largest >= least;
+  }
+  void take(float x, uint column) {
+    if (x >= least) {
+      const uint i = atomic_fetch_add_explicit(count, 1u, memory_order_relaxed);
+      if (i < list_size) {
+        values[i] = x;
+        columns[i] = column;
+      }
+    }
+  }
+};
+
+struct Draw {
+  float least;
+  float edge;  // of the logits with this value those after the last column are left out
+  uint last;
+  bool greedy;
+  float inverse_temperature;
+  uint2 key;
+  uint first;  // the row's place in the array
+  uint size;
+  Best best;
+  bool wants(float largest) const {
+    return largest >= least && !(fma(largest, inverse_temperature, greedy ? 0.0f : most_gumbel) < best.sum);
+  }
+  void take(float x, uint column) {
+    if (!wants(x) || (x == edge && column > last)) {
+      return;
+    }
+    const float noise = greedy ? 0.0f : gumbel(random_bits(key, first + column, size));
+    const float sum = fma(x, inverse_temperature, noise);
+    if (is_better(sum, column, best)) {
+      best = Best{sum, column};
+    }
+  }
+};
+
+// ---- where logits are ----
+
+// Part of a row in memory.
+template <typename T>
+struct InRow {
+  const device T* row;
+  RowSpan span;
+  uint first_pack;
+  uint last_pack;
+  uint edges;
+};
+
+// In threadgroup memory.
+struct InList {
+  const threadgroup float* values;
+  const threadgroup uint* columns;
+  uint count;
+};
+
+template <typename T, typename Visitor>
+inline void each(InRow<T> in, Team team, thread Visitor& visitor) {
+  constexpr uint W = 16 / sizeof(T);
+  for (uint i = in.first_pack + team.t; i < in.last_pack + in.edges; i += team.threads) {
+    const bool is_pack = i < in.last_pack;
+    const uint column = is_pack ? in.span.head + i * W : edge_column<T>(in.span, i - in.last_pack);
+    uint4 bits = is_pack ? load_pack(in.row + column, true) : pack_of<T>(float(in.row[column]));
+    float v[W];
+    unpack<T>(bits, v);
+    float largest = -INFINITY;
+#pragma unroll
+    for (uint j = 0; j < W; ++j) {
+      largest = max(largest, number(v[j]));
+    }
+    if (!visitor.wants(largest)) {
+      continue;
+    }
+    // Not unrolled, since what is done with a logit may be long: the next element is always in the lowest bits.
+    const uint count = is_pack ? W : 1;
+#pragma clang loop unroll(disable)
+    for (uint j = 0; j < count; ++j) {
+      unpack<T>(uint4(bits.x, 0, 0, 0), v);
+      visitor.take(number(v[0]), column + j);
+      if (sizeof(T) == 4 || j % 2 == 1) {
+        bits = uint4(bits.y, bits.z, bits.w, bits.x);
+      } else {
+        bits.x >>= 16;
+      }
+    }
+  }
+}
+
+template <typename Visitor>
+inline void each(InList in, Team team, thread Visitor& visitor) {
+  for (uint i = team.t; i < in.count; i += team.threads) {
+    visitor.take(in.values[i], in.columns[i]);
+  }
+}
+
+// The list, or the row where the list has too little room.
+template <typename T>
+struct Logits {
+  InRow<T> row;
+  InList list;
+  bool listed;
+};
+
+template <typename T, typename Visitor>
+inline void each(Logits<T> in, Team team, thread Visitor& visitor) {
+  if (in.listed) {
+    each(in.list, team, visitor);
+  } else {
+    each(in.row, team, visitor);
+  }
+}
+
+// The largest value at or above which there is as much as is wanted, and how much; -inf where all from `least` on are
+// less. Bisects between the bits of two values, the upper of which is the largest of all.
+struct Threshold {
+  float value;
+  ulong sum;
+};
+
+template <typename T>
+inline Threshold threshold_of(
+    Logits<T> logits, thread Team& team, bool counts, ulong wanted, float least, float m) {
+  uint low = key_of<T>(least) - 1;
+  uint high = key_of<T>(m) + 1;
+  Threshold found{-INFINITY, 0};
+  while (high - low > 1) {
+    const uint middle = low + (high - low) / 2;
+    Above above{value_of<T>(middle), m, counts, 0};
+    each(logits, team, above);
+    const ulong sum = total_of(team, above.sum);
+    if (sum >= wanted) {
+      low = middle;
+      found = Threshold{above.least, sum};
+    } else {
+      high = middle;
+    }
+  }
+  return found;
+}
+
+// The column up to which logits of a value are kept, so that they and larger ones are as many as are wanted.
+template <typename T>
+inline uint last_column(Logits<T> logits, thread Team& team, float value, ulong wanted, uint columns) {
+  uint low = 0;
+  uint high = columns - 1;
+  while (low < high) {
+    const uint middle = low + (high - low) / 2;
+    Before before{value, middle, 0};
+    each(logits, team, before);
+    if (total_of(team, before.sum) >= wanted) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(sample_threads)]] void sample(
+    const device T* x [[buffer(0)]],        // [rows, columns]
+    const device uint* key [[buffer(1)]],   // [2]
+    device uint* tokens [[buffer(2)]],      // [rows]
+    device float* logprobs [[buffer(3)]],   // [rows]
+    device uint* partials [[buffer(4)]],    // [rows, splits, partial_size]
+    constant SampleParams& params [[buffer(5)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint t [[thread_position_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  threadgroup float values[list_size];
+  threadgroup uint columns[list_size];
+  threadgroup uint scratch[2 * 3 * 32];
+  threadgroup atomic_uint count;
+  Team team{t, threads, lane, simdgroup, threads / 32, scratch, 0};
+
+  const uint r = group / params.splits;
+  const uint split = group % params.splits;
+  const uint first = r * params.columns;
+  Logits<T> logits;
+  logits.row.row = x + first;
+  logits.row.span = row_span<T>(params.phase + first % pack_size<T>(), params.columns);
+  logits.row.first_pack = min(split * params.packs_per_split, logits.row.span.packs);
+  logits.row.last_pack = min(logits.row.first_pack + params.packs_per_split, logits.row.span.packs);
+  logits.row.edges = split == 0 ? logits.row.span.edges : 0;
+  logits.list = InList{values, columns, threads};
+  logits.listed = false;
+
+  Draw draw;
+  draw.least = -INFINITY;
+  draw.edge = NAN;
+  draw.last = no_column;
+  draw.greedy = params.greedy;
+  draw.inverse_temperature = params.inverse_temperature;
+  draw.key = params.greedy ? uint2(0, 0) : uint2(key[0], key[1]);
+  if (params.splits_key && !params.greedy) {
+    draw.key = second_key(draw.key);
+  }
+  draw.first = first;
+  draw.size = params.size;
+  draw.best = Best{-INFINITY, no_column};
+
+  const bool filters = params.top_k > 0 || params.top_p > 0 || params.has_min_p;
+  Largest own{-INFINITY};
+  float m = -INFINITY;
+  ulong mass = 0;
+  if (filters || params.has_logprobs) {
+    each(logits.row, team, own);
+    m = maximum_of(team, own.m);
+    if (params.top_p > 0 || params.has_logprobs) {
+      Above all{-INFINITY, finite_maximum(m), false, 0};
+      each(logits.row, team, all);
+      mass = total_of(team, all.sum);
+    }
+  }
+
+  if (filters && m < INFINITY && m > -INFINITY) {
+    const ulong part = ulong(params.top_p);
+    const ulong mass_wanted = (mass >> 32) * part + ((mass & 0xffffffffu) * part >> 32);
+    float bound = params.has_min_p ? round_to<T>(m + params.log_min_p) : -INFINITY;
+    if (t == 0) {
+      atomic_store_explicit(&count, 0u, memory_order_relaxed);
+    }
+    values[t] = own.m;
+    columns[t] = t;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    logits.listed = true;
+    // First among the maxima of the threads, then among all that may be kept.
+#pragma clang loop unroll(disable)
+    for (uint step = 0; step < 4; ++step) {
+      const bool exact = step >= 2;
+      const bool counts = step % 2 == 1;
+      if (step == 2) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        logits.listed = false;
+        if (bound > -INFINITY || params.columns <= list_size) {
+          Gather gather{bound, values, columns, &count};
+          each(logits.row, team, gather);
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+          logits.list.count = atomic_load_explicit(&count, memory_order_relaxed);
+          logits.listed = logits.list.count <= list_size;
+        }
+        draw.least = bound;
+      }
+      const ulong wanted = counts ? ulong(params.top_k) : mass_wanted;
+      if (wanted > 0) {
+        const Threshold found = threshold_of(logits, team, counts, wanted, exact ? bound : -INFINITY, m);
+        if (!exact) {
+          bound = max(bound, found.value);
+        } else if (!counts) {
+          draw.least = max(draw.least, found.value);
+        } else if (found.value > -INFINITY && found.value >= draw.least) {
+          draw.least = found.value;
+          if (found.sum > wanted) {
+            draw.edge = found.value;
+            draw.last = last_column(logits, team, found.value, wanted, params.columns);
+          }
+        }
+      }
+    }
+  }
+  each(logits, team, draw);
+  const Best best = best_of(team, draw.best);
+
+  if (t == 0) {
+    const float logit = best.column == no_column ? -INFINITY : number(float(logits.row.row[best.column]));
+    if (params.splits > 1) {
+      device uint* partial = partials + group * partial_size;
+      partial[0] = as_type<uint>(best.sum);
+      partial[1] = best.column;
+      partial[2] = as_type<uint>(logit);
+      partial[3] = as_type<uint>(m);
+      partial[4] = as_type<uint>(sum_of(mass));
+    } else {
+      tokens[r] = best.column == no_column ? 0 : best.column;
+      if (params.has_logprobs) {
+        logprobs[r] = (logit - m) - log_of(sum_of(mass));
+      }
+    }
+  }
+}
+
+// One simdgroup for each row.
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(32)]] void sample_combine(
+    const device uint* partials [[buffer(0)]],  // [rows, splits, partial_size]
+    device uint* tokens [[buffer(1)]],          // [rows]
+    device float* logprobs [[buffer(2)]],       // [rows]
+    constant SampleParams& params [[buffer(3)]],
+    uint r [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const device uint* row = partials + r * params.splits * partial_size;
+  Best best{-INFINITY, no_column};
+  float logit = -INFINITY;
+  SoftmaxState<float> state{-INFINITY, 0.0f};
+  for (uint i = lane; i < params.splits; i += 32) {
+    const device uint* partial = row + i * partial_size;
+    const float sum = as_type<float>(partial[0]);
+    if (is_better(sum, partial[1], best)) {
+      best = Best{sum, partial[1]};
+      logit = as_type<float>(partial[2]);
+    }
+    state = merge<T>(state, SoftmaxState<float>{as_type<float>(partial[3]), as_type<float>(partial[4])});
+  }
+  const Best all = best_of_simdgroup(best);
+  logit = simd_max(best.column == all.column ? logit : -INFINITY);
+  const float m = simd_max(state.m);
+  const float sum = simd_sum(state.l * exp_of<T>(state.m - finite_maximum(m)));
+  if (lane == 0) {
+    tokens[r] = all.column == no_column ? 0 : all.column;
+    if (params.has_logprobs) {
+      logprobs[r] = (logit - m) - log_of(sum);
+    }
+  }
+}
+
+instantiate_types("sample", sample)
+instantiate_kernel("sample_combine", sample_combine, float)

@@ -1,0 +1,168 @@
+"""The row of the table of ops for sampling; `specs` puts it into the table.
+
+The shape of a case is ``(rows, vocabulary)``. A token is right or wrong: its error is 0 or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..ops import norm
+from .op import Case, Exact, Op, widen
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOp(Op):
+    """Tokens drawn from logits. Logarithmic probabilities are tested beside the table."""
+
+    # A shape that any case's options allow.
+    smallest = (2, 33)
+
+    def link(self, case: Case) -> int:
+        return 1  # the key: logits would not be drawn as they are
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        return [case.shape, (2,)]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        # As a model's are: most are improbable, one in a hundred may be drawn.
+        logits = 2 * rng.standard_normal(case.shape, np.float32)
+        logits += np.where(rng.random(case.shape) < 0.01, rng.exponential(4, case.shape), 0).astype(np.float32)
+        key = rng.integers(0, 2**32, 2, dtype=np.uint32)
+        return [mx.array(logits).astype(dtype), mx.array(key)]
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        return math.prod(case.shape) * dtype.size + 4 * case.shape[0]
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        logits, key = arrays
+        assert logits is not None and key is not None
+        options = self.arguments(case)
+        x = widen(logits)
+        if options["temperature"] == 0:
+            return [Exact(first_largest(x).astype(np.float64))]
+        x = np.where(kept(x, logits.dtype, options), x, -np.inf)
+        scale = np.float64(np.float32(1 / options["temperature"]))
+        return [Exact(first_largest(x * scale + gumbel(np.array(key), x.shape)).astype(np.float64))]
+
+
+def first_largest(x: np.ndarray) -> np.ndarray:
+    """Where the largest of each row is, the first of equal ones; NaN counts as -inf."""
+    return np.argmax(np.where(np.isnan(x), -np.inf, x), axis=-1)
+
+
+def kept(x: np.ndarray, dtype: mx.Dtype, options: Mapping[str, Any]) -> np.ndarray:
+    """Which logits the filters keep, in float64."""
+    x = np.where(np.isnan(x), -np.inf, x)
+    order = np.argsort(-x, axis=-1, kind="stable")  # the first of equal ones comes first
+    ranks = np.argsort(order, axis=-1, kind="stable")
+    result = np.ones(x.shape, bool)
+    with np.errstate(invalid="ignore"):
+        mass = np.exp(x - x.max(axis=-1, keepdims=True))
+    if 0 < options.get("top_p", 0) < 1:
+        descending = np.take_along_axis(x, order, axis=-1)
+        total = np.cumsum(np.take_along_axis(mass, order, axis=-1), axis=-1)
+        enough = np.argmax(total >= options["top_p"] * total[..., -1:], axis=-1)
+        result &= x >= np.take_along_axis(descending, enough[..., None], axis=-1)
+    if options.get("min_p", 0) > 0:
+        step = widen(mx.array(math.log(options["min_p"])).astype(dtype))
+        least = (x.max(axis=-1, keepdims=True) + step).astype(np.float32)
+        result &= x >= widen(mx.array(least).astype(dtype))
+    if options.get("top_k", 0) > 0:
+        result &= ranks < options["top_k"]
+    return result
+
+
+def threefry(key: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Threefry-2x32 with 20 rounds."""
+    third = key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
+    words = (key[0], key[1], third)
+    with np.errstate(over="ignore"):
+        first, second = first + key[0], second + key[1]
+        for i in range(5):
+            for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+                first = first + second
+                second = (second << np.uint32(turn) | second >> np.uint32(32 - turn)) ^ first
+            first = first + words[(i + 1) % 3]
+            second = second + words[(i + 2) % 3] + np.uint32(i + 1)
+    return first, second
+
+
+def random_bits(key: np.ndarray, size: int) -> np.ndarray:
+    """The bits that mx.random draws for an array of so many elements."""
+    half, ahead = size // 2, size - size // 2
+    first = np.arange(ahead, dtype=np.uint32)
+    second = first + np.uint32(ahead)
+    if size % 2:
+        second[half] = 0
+    low, high = threefry(key, first, second)
+    return np.concatenate([low, high[:half]])
+
+
+def gumbel(key: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Gumbel noise of an array, in float64, from the float32 uniform numbers that mx.random draws."""
+    bits = random_bits(key, math.prod(shape))
+    uniform = np.minimum(bits.astype(np.float32) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
+    uniform = np.where(bits == 0, 2.0**-33, uniform.astype(np.float64))
+    return -np.log(-np.log(uniform)).reshape(shape)
+
+
+def _ours(logits, key, temperature, **filters):
+    logits = logits if temperature else mx.depends(logits, key)  # a call waits for the one before
+    return norm.sample(logits, key, temperature=temperature, **filters)
+
+
+def _twin(logits, key, temperature, top_k=0, top_p=0.0, min_p=0.0):
+    if temperature == 0:
+        return mx.argmax(mx.depends(logits, key), axis=-1)
+    x = logits
+    if top_p > 0:
+        ascending = mx.sort(x, axis=-1)
+        mass = mx.softmax(ascending.astype(mx.float32), axis=-1)
+        above = mx.cumsum(mass, axis=-1, reverse=True, inclusive=False)
+        dropped = (above >= top_p).sum(axis=-1, keepdims=True)
+        x = mx.where(x < mx.take_along_axis(ascending, dropped, axis=-1), -mx.inf, x)
+    if min_p > 0:
+        x = mx.where(x < x.max(axis=-1, keepdims=True) + math.log(min_p), -mx.inf, x)
+    if 0 < top_k < x.shape[-1]:
+        rest = mx.argpartition(-x, kth=top_k - 1, axis=-1)[..., top_k:]
+        x = mx.put_along_axis(x, rest, mx.array(-mx.inf, x.dtype), axis=-1)
+    return mx.random.categorical(x.astype(mx.float32) * (1 / temperature), key=key)
+
+
+def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
+    return tuple(Case("test", shape, options) for shape in shapes)
+
+
+_CHAT = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
+
+SAMPLE_OPS: tuple[Op, ...] = (
+    SampleOp(
+        name="sample",
+        parameters=(("logits", "rows"), ("key", "rows")),
+        ours=_ours,
+        twin=_twin,
+        twin_text="mlx-lm's samplers",
+        summary="tokens drawn from logits by temperature, top-k, top-p and min-p, without a sort",
+        options={"temperature": 1.0},
+        # Rows of one threadgroup and of several; what passes the filters in threadgroup memory, and past its room.
+        tests=_tests((1, 1), (3, 7), (2, 33), (1, 9001))
+        + _tests((3, 70), (1, 9001), temperature=0.0)
+        + _tests((5, 515), **_CHAT)
+        + _tests((2, 33), (1, 2100), temperature=0.8, top_p=0.9)
+        + _tests((2, 1030), temperature=1.3, top_k=5)
+        + _tests((2, 130), temperature=1.5, min_p=0.1),
+        cases=(
+            Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.0}, quick=True),
+            Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.7}),
+            Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, quick=True),
+            Case("Llama-3 vocabulary, batch", (8, 128256), _CHAT),
+        ),
+    ),
+)

@@ -1,0 +1,123 @@
+"""mlx-lm's samplers, patched."""
+
+import importlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers import tiny
+from mlx_lm import sample_utils
+from mlx_lm.generate import batch_generate, generate_step
+from mlx_lm.sample_utils import make_sampler
+
+import mlx_mittens as mm
+
+pytestmark = pytest.mark.usefixtures("lenient", "native")
+
+OPTIONS = {
+    "greedy": {},
+    "temperature": {"temp": 0.8},
+    "chat": {"temp": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.01},
+}
+OTHERS = (
+    *("rms_norm", "layer_norm", "softmax", "quantized_matmul", "scaled_dot_product_attention", "linear"),
+    *("quantized_scaled_dot_product_attention", "cache", "swiglu", "softcap", "attention_layer"),
+)
+ALONE = dict.fromkeys(OTHERS, False)
+
+
+@pytest.fixture(autouse=True)
+def uncompiled():
+    """mx.compile compiles nothing: on a CPU each of mlx-lm's filters would take seconds."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def reference(temp: float = 0.0, top_p: float = 0.0, top_k: int = 0, min_p: float = 0.0):
+    """mlx-lm's filters, and a draw as mx draws from several rows."""
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        if not temp:
+            return mx.argmax(logprobs, axis=-1)
+        x = sample_utils.apply_top_p(logprobs, top_p) if top_p else logprobs
+        x = sample_utils.apply_min_p(x, min_p) if min_p else x
+        x = sample_utils.apply_top_k(x, top_k) if top_k else x
+        return mx.argmax(x * (1 / temp) + mx.random.gumbel(x.shape), axis=-1)
+
+    return sampler
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_the_same_text(what):
+    """By one seed, greedily and by temperature."""
+    model = tiny.build("qwen3-0.6b", mx.float32)
+
+    def text(make) -> list[int]:
+        mx.random.seed(5)
+        steps = generate_step(mx.array([3, 1, 4, 1, 5]), model, max_tokens=24, sampler=make(**OPTIONS[what]))
+        return [token for token, _ in steps]
+
+    expected = text(reference)
+    mm.stats(reset=True)
+    with mm.patched(**ALONE):
+        assert text(sample_utils.make_sampler) == expected
+    ran = tiny.kernels("sample")
+    assert ran >= 24
+    text(sample_utils.make_sampler)
+    assert tiny.kernels("sample") == ran, "unpatched it runs on mx"
+
+
+def test_the_default_sampler():
+    """What generate_step falls back to."""
+    model = tiny.build("llama-3.2-1b", mx.float16)
+    expected = tiny.tokens(model, [1, 2, 3], 12)
+    mm.stats(reset=True)
+    with mm.patched(strict=True, **ALONE):
+        assert tiny.tokens(model, [1, 2, 3], 12) == expected
+    assert tiny.kernels("sample") >= 12
+
+
+def test_modules_that_imported_it_by_name():
+    generate = importlib.import_module("mlx_lm.generate")
+    original = generate.make_sampler
+    with mm.patched():
+        assert generate.make_sampler is sample_utils.make_sampler is not original
+        assert generate.greedy_sampler is sample_utils.greedy_sampler
+    assert generate.make_sampler is sample_utils.make_sampler is original
+
+
+def test_what_the_op_lacks_is_mlx_lms_own(rng):
+    logprobs = mx.array(rng.standard_normal((2, 50)).astype(np.float32))
+    for options in ({"temp": 0.5, "xtc_probability": 0.5}, {"temp": 0.5, "min_p": 0.1, "min_tokens_to_keep": 3}):
+        mx.random.seed(1)
+        expected = np.array(make_sampler(**options)(logprobs))
+        mm.stats(reset=True)
+        with mm.patched(strict=True):
+            sampler = sample_utils.make_sampler(**options)
+        mx.random.seed(1)
+        np.testing.assert_array_equal(np.array(sampler(logprobs)), expected)
+        assert "sample" not in mm.stats()
+
+
+def test_errors_are_mlx_lms_own():
+    with mm.patched():
+        for options, message in (({"top_k": 60}, "top_k"), ({"min_p": 2.0}, "min_p")):
+            with pytest.raises(ValueError, match=message):
+                sample_utils.make_sampler(temp=1.0, **options)(mx.zeros((1, 50)))
+
+
+def test_a_batch(tmp_path):
+    from mlx_lm import load
+
+    model, tokenizer = load(str(tiny.save(tmp_path / "tiny", "qwen3-0.6b", mx.float32)))
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [8]]
+
+    def texts() -> list[str]:
+        return batch_generate(model, tokenizer, prompts, max_tokens=8).texts
+
+    expected = texts()
+    mm.stats(reset=True)
+    with mm.patched(**ALONE):
+        assert texts() == expected
+    assert tiny.kernels("sample") > 0
