@@ -58,12 +58,12 @@ inline float gumbel(uint bits) {
 }
 constant constexpr float most_gumbel = 16.636f;
 
-// e^d for d <= 0 in units of 2^-44, rounded down.
-inline ulong mass_of(float d) {
-  if (!(d > -31.0f)) {
-    return 0;
-  }
-  const float n = rint(d * 0x1.715476p0f);
+// e^d for d <= 0 in units of 2^-44: x of 2^22 of them and y. Sums with 3/2 of a power of two round to whole numbers,
+// which are then in the lowest bits.
+inline int2 parts_of(float difference) {
+  const float d = max(difference, -40.0f);  // from there on it is 0
+  const float shifted = fma(d, 0x1.715476p0f, 0x1.8p23f);
+  const float n = shifted - 0x1.8p23f;
   float r = fma(n, -0x1.62e4p-1f, d);
   r = fma(n, -0x1.7f7d1cp-20f, r);
   float p = fma(r, 0x1.6a2434p-10f, 0x1.1239e2p-7f);
@@ -71,10 +71,14 @@ inline ulong mass_of(float d) {
   p = fma(p, r, 0x1.555492p-3f);
   p = fma(p, r, 0x1.fffffcp-2f);
   const float near = fma(p * r, r, r) + 1.0f;
-  const float e = min(near * as_type<float>(uint(int(n) + 127) << 23), 1.0f);
-  const uint high = uint(e * 0x1p12f);
-  const float rest = fma(float(high), -0x1p-12f, e);
-  return (ulong(high) << 32) | ulong(uint(rest * 0x1p44f));
+  const float e = as_type<float>(as_type<uint>(near) + (as_type<uint>(shifted) << 23));
+  const float high = e + 0x1.8p1f;
+  const float low = (e - (high - 0x1.8p1f)) + 0x1.8p-21f;
+  return int2(as_type<int>(high) - 0x40400000, as_type<int>(low) - 0x35400000);
+}
+
+inline ulong mass_of(int2 parts) {
+  return ulong((long(parts.x) << 22) + long(parts.y));
 }
 
 inline float sum_of(ulong mass) {
@@ -178,16 +182,6 @@ inline Best best_of(thread Team& team, Best best) {
 // ---- what is done with each logit ----
 
 // Each has `take`, and `wants`, which may say of the largest of several logits that none of them needs to be taken.
-struct Largest {
-  float m;
-  bool wants(float) const {
-    return true;
-  }
-  void take(float x, uint) {
-    m = max(m, x);
-  }
-};
-
 // How many logits, or how much of the exponentials, are at a value or above.
 struct Above {
   float least;
@@ -199,7 +193,7 @@ struct Above {
   }
   void take(float x, uint) {
     if (x >= least) {
-      sum += counts ? ulong(1) : mass_of(x - m);
+      sum += counts ? ulong(1) : mass_of(parts_of(x - m));
     }
   }
 };
@@ -280,13 +274,54 @@ struct InList {
   uint count;
 };
 
+// Turn i of a thread: a pack, or an element at the ends of the row, alone in its pack.
+template <typename T>
+inline uint4 fetched(InRow<T> in, uint i) {
+  return i < in.last_pack ? load_pack(in.row + in.span.head + i * pack_size<T>(), true)
+                          : pack_of<T>(float(in.row[edge_column<T>(in.span, i - in.last_pack)]));
+}
+
+// The largest logit that a thread reads. Several packs are on their way at once.
+template <typename T>
+inline float largest_of(InRow<T> in, Team team) {
+  float m = -INFINITY;
+#pragma clang loop unroll_count(2)
+  for (uint i = in.first_pack + team.t; i < in.last_pack + in.edges; i += team.threads) {
+    float v[16 / sizeof(T)];
+    unpack<T>(fetched(in, i), v);
+#pragma unroll
+    for (uint j = 0; j < 16 / sizeof(T); ++j) {
+      m = max(m, number(v[j]));
+    }
+  }
+  return m;
+}
+
+// The exponentials of the logits that a thread reads.
+template <typename T>
+inline ulong mass_in(InRow<T> in, Team team, float m) {
+  ulong sum = 0;
+#pragma clang loop unroll(disable)
+  for (uint i = in.first_pack + team.t; i < in.last_pack + in.edges; i += team.threads) {
+    const uint count = i < in.last_pack ? 16 / sizeof(T) : 1;
+    float v[16 / sizeof(T)];
+    unpack<T>(fetched(in, i), v);
+    int2 parts = int2(0);
+#pragma unroll
+    for (uint j = 0; j < 16 / sizeof(T); ++j) {
+      parts += parts_of(j < count ? v[j] - m : -INFINITY);
+    }
+    sum += mass_of(parts);
+  }
+  return sum;
+}
+
 template <typename T, typename Visitor>
 inline void each(InRow<T> in, Team team, thread Visitor& visitor) {
   constexpr uint W = 16 / sizeof(T);
+#pragma clang loop unroll(disable)
   for (uint i = in.first_pack + team.t; i < in.last_pack + in.edges; i += team.threads) {
-    const bool is_pack = i < in.last_pack;
-    const uint column = is_pack ? in.span.head + i * W : edge_column<T>(in.span, i - in.last_pack);
-    uint4 bits = is_pack ? load_pack(in.row + column, true) : pack_of<T>(float(in.row[column]));
+    uint4 bits = fetched(in, i);
     float v[W];
     unpack<T>(bits, v);
     float largest = -INFINITY;
@@ -298,6 +333,8 @@ inline void each(InRow<T> in, Team team, thread Visitor& visitor) {
       continue;
     }
     // Not unrolled, since what is done with a logit may be long: the next element is always in the lowest bits.
+    const bool is_pack = i < in.last_pack;
+    const uint column = is_pack ? in.span.head + i * W : edge_column<T>(in.span, i - in.last_pack);
     const uint count = is_pack ? W : 1;
 #pragma clang loop unroll(disable)
     for (uint j = 0; j < count; ++j) {
@@ -336,29 +373,43 @@ inline void each(Logits<T> in, Team team, thread Visitor& visitor) {
   }
 }
 
-// The largest value at or above which there is as much as is wanted, and how much; -inf where all from `least` on are
-// less. Bisects between the bits of two values, the upper of which is the largest of all.
+// The largest value of a scale at or above which there is as much as is wanted, and how much; -inf where there is none.
+// `above` is the least value that was seen to be too large.
 struct Threshold {
   float value;
   ulong sum;
+  float above;
+};
+
+// The numbers of T, or the distances from the largest logit, which have so many bits less.
+template <typename T>
+struct Scale {
+  uint shift;  // 0: the numbers themselves
+  float m;
+  uint last() const {
+    return 0x7f800000u >> shift;
+  }
+  float at(uint i) const {
+    return shift == 0 ? value_of<T>(i) : m - as_type<float>((last() - i) << shift);
+  }
 };
 
 template <typename T>
 inline Threshold threshold_of(
-    Logits<T> logits, thread Team& team, bool counts, ulong wanted, float least, float m) {
-  uint low = key_of<T>(least) - 1;
-  uint high = key_of<T>(m) + 1;
-  Threshold found{-INFINITY, 0};
-  while (high - low > 1) {
+    Logits<T> logits, thread Team& team, bool counts, ulong wanted, Scale<T> scale, uint low, uint high) {
+  Threshold found{-INFINITY, 0, INFINITY};
+  while (high > low + 1) {
     const uint middle = low + (high - low) / 2;
-    Above above{value_of<T>(middle), m, counts, 0};
+    Above above{scale.at(middle), scale.m, counts, 0};
     each(logits, team, above);
     const ulong sum = total_of(team, above.sum);
     if (sum >= wanted) {
       low = middle;
-      found = Threshold{above.least, sum};
+      found.value = above.least;
+      found.sum = sum;
     } else {
       high = middle;
+      found.above = above.least;
     }
   }
   return found;
@@ -382,8 +433,37 @@ inline uint last_column(Logits<T> logits, thread Team& team, float value, ulong 
   return low;
 }
 
+// Of a list of at most as many logits as there are threads, leaves those that pass top-p and top-k, and -inf for others:
+// each thread compares its logit with all. Their exponentials go behind the columns.
+inline void leave_kept(
+    threadgroup float* values, threadgroup uint* columns, uint count, Team team, float m, ulong mass_wanted, uint top_k) {
+  const bool mine = team.t < count;
+  const float x = mine ? values[team.t] : -INFINITY;
+  const uint column = mine ? columns[team.t] : no_column;
+  threadgroup uint* masses = columns + sample_threads;
+  if (mine && mass_wanted > 0) {
+    const ulong mass = mass_of(parts_of(x - m));
+    masses[2 * team.t] = uint(mass);
+    masses[2 * team.t + 1] = uint(mass >> 32);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  uint before = 0;
+  ulong mass_before = 0;
+  for (uint i = 0; mine && i < count; ++i) {
+    const float other = values[i];
+    before += other > x || (other == x && columns[i] < column) ? 1 : 0;
+    if (mass_wanted > 0 && other > x) {
+      mass_before += (ulong(masses[2 * i + 1]) << 32) | ulong(masses[2 * i]);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (mine && ((top_k > 0 && before >= top_k) || (mass_wanted > 0 && mass_before >= mass_wanted))) {
+    values[team.t] = -INFINITY;
+  }
+}
+
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(sample_threads)]] void sample(
+[[kernel, threads_at_most(sample_threads, 768)]] void sample(
     const device T* x [[buffer(0)]],        // [rows, columns]
     const device uint* key [[buffer(1)]],   // [2]
     device uint* tokens [[buffer(2)]],      // [rows]
@@ -428,16 +508,14 @@ template <typename T>
   draw.best = Best{-INFINITY, no_column};
 
   const bool filters = params.top_k > 0 || params.top_p > 0 || params.has_min_p;
-  Largest own{-INFINITY};
+  float own = -INFINITY;
   float m = -INFINITY;
   ulong mass = 0;
   if (filters || params.has_logprobs) {
-    each(logits.row, team, own);
-    m = maximum_of(team, own.m);
+    own = largest_of(logits.row, team);
+    m = maximum_of(team, own);
     if (params.top_p > 0 || params.has_logprobs) {
-      Above all{-INFINITY, finite_maximum(m), false, 0};
-      each(logits.row, team, all);
-      mass = total_of(team, all.sum);
+      mass = total_of(team, mass_in(logits.row, team, finite_maximum(m)));
     }
   }
 
@@ -448,18 +526,23 @@ template <typename T>
     if (t == 0) {
       atomic_store_explicit(&count, 0u, memory_order_relaxed);
     }
-    values[t] = own.m;
+    values[t] = own;
     columns[t] = t;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     logits.listed = true;
-    // First among the maxima of the threads, then among all that may be kept.
+    // Bounds from the maxima of the threads; where these say too little, from the row; then the thresholds themselves.
+    float2 too_large = float2(INFINITY);
+    bool ranked = false;
 #pragma clang loop unroll(disable)
-    for (uint step = 0; step < 4; ++step) {
-      const bool exact = step >= 2;
+    for (uint step = 0; step < 6 && !ranked; ++step) {
       const bool counts = step % 2 == 1;
+      const ulong wanted = counts ? ulong(params.top_k) : mass_wanted;
+      const bool exact = step >= 4;
       if (step == 2) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
         logits.listed = false;
+      }
+      if (step == 4) {
         if (bound > -INFINITY || params.columns <= list_size) {
           Gather gather{bound, values, columns, &count};
           each(logits.row, team, gather);
@@ -468,20 +551,32 @@ template <typename T>
           logits.listed = logits.list.count <= list_size;
         }
         draw.least = bound;
+        ranked = logits.listed && logits.list.count <= threads;
+        if (ranked) {
+          leave_kept(values, columns, logits.list.count, team, m, mass_wanted, params.top_k);
+        }
       }
-      const ulong wanted = counts ? ulong(params.top_k) : mass_wanted;
-      if (wanted > 0) {
-        const Threshold found = threshold_of(logits, team, counts, wanted, exact ? bound : -INFINITY, m);
-        if (!exact) {
-          bound = max(bound, found.value);
-        } else if (!counts) {
-          draw.least = max(draw.least, found.value);
-        } else if (found.value > -INFINITY && found.value >= draw.least) {
-          draw.least = found.value;
-          if (found.sum > wanted) {
-            draw.edge = found.value;
-            draw.last = last_column(logits, team, found.value, wanted, params.columns);
-          }
+      const bool known = step == 2 || step == 3 ? bound > -INFINITY || params.columns <= list_size : ranked;
+      if (wanted == 0 || known) {
+        continue;
+      }
+      const Scale<T> scale{exact ? 0u : step < 2 ? 20u : 17u, m};
+      const float upper = logits.listed ? INFINITY : counts ? too_large.y : too_large.x;
+      const uint low = exact ? key_of<T>(bound) - 1 : 0;
+      const uint high = exact ? min(key_of<T>(m) + 1, key_of<T>(upper)) : scale.last() + 1;
+      const Threshold found = threshold_of(logits, team, counts, wanted, scale, low, high);
+      if (!exact) {
+        bound = max(bound, found.value);
+        if (step >= 2) {
+          too_large = counts ? float2(too_large.x, found.above) : float2(found.above, too_large.y);
+        }
+      } else if (!counts) {
+        draw.least = max(draw.least, found.value);
+      } else if (found.value > -INFINITY && found.value >= draw.least) {
+        draw.least = found.value;
+        if (found.sum > wanted) {
+          draw.edge = found.value;
+          draw.last = last_column(logits, team, found.value, wanted, params.columns);
         }
       }
     }

@@ -93,22 +93,36 @@ MITTENS_INLINE Float gumbel(UInt bits) {
 
 // ---- exponentials in whole units ----
 
-// Of e^d for d <= 0, rounded down: 12, 16 and 16 bits of it.
+// Of e^d for d <= 0: multiples of 2^22 units, and the rest.
 struct Mass {
-  UInt high, middle, low;
-};
+  Int high, low;
 
-MITTENS_INLINE Mass mass_of(Float d) {
-  const Float e = d > -31.0f ? minimum(Float{} + 1.0f, exp(d)) : Float{};
-  const Int high = __builtin_convertvector(e * 0x1p12f, Int);
-  const Float rest = e - __builtin_convertvector(high, Float) * 0x1p-12f;
-  const Int middle = __builtin_convertvector(rest * 0x1p28f, Int);
-  const Float last = rest - __builtin_convertvector(middle, Float) * 0x1p-28f;
-  return {(UInt)high, (UInt)middle, (UInt) __builtin_convertvector(last * 0x1p44f, Int)};
+  MITTENS_INLINE void add(Mass other) {
+    high += other.high;
+    low += other.low;
+  }
+};
+constexpr size_t mass_block = 2048;  // columns whose parts add up in 32 bits
+
+MITTENS_INLINE Mass mass_of(Float difference) {
+  const Float d = maximum(difference, Float{} - 40.0f);
+  const Float shifted = fma(d, Float{} + 0x1.715476p0f, Float{} + 0x1.8p23f);
+  const Float n = shifted - 0x1.8p23f;
+  Float r = fma(n, Float{} - 0x1.62e4p-1f, d);
+  r = fma(n, Float{} - 0x1.7f7d1cp-20f, r);
+  Float p = fma(r, 0x1.6a2434p-10f, 0x1.1239e2p-7f);
+  p = fma(p, r, Float{} + 0x1.5558f2p-5f);
+  p = fma(p, r, Float{} + 0x1.555492p-3f);
+  p = fma(p, r, Float{} + 0x1.fffffcp-2f);
+  const Float near = fma(p * r, r, r) + 1.0f;
+  const Float e = (Float)((UInt)near + ((UInt)shifted << 23));
+  const Float high = e + 0x1.8p1f;
+  const Float low = (e - (high - 0x1.8p1f)) + 0x1.8p-21f;
+  return {(Int)high - 0x40400000, (Int)low - 0x35400000};
 }
 
-MITTENS_INLINE uint64_t total(UInt v) {
-  uint64_t sum = 0;
+MITTENS_INLINE int64_t total(Int v) {
+  int64_t sum = 0;
   for (size_t i = 0; i < width; ++i) {
     sum += v[i];
   }
@@ -116,7 +130,7 @@ MITTENS_INLINE uint64_t total(UInt v) {
 }
 
 MITTENS_INLINE uint64_t total(Mass mass) {
-  return (total(mass.high) << 32) + (total(mass.middle) << 16) + total(mass.low);
+  return static_cast<uint64_t>((total(mass.high) << 22) + total(mass.low));
 }
 
 // ---- the bits of a logit ----
@@ -167,21 +181,14 @@ struct List {
 
 // How many logits, or how much of the exponentials, are at a value or above, which is not -inf.
 uint64_t above(const List& list, float least, float m, bool counts) {
-  constexpr size_t block = 1 << 14;  // so many parts of 16 bits add up in 32
   uint64_t sum = 0;
-  for (size_t begin = 0; begin < list.count; begin += block) {
+  for (size_t begin = 0; begin < list.count; begin += mass_block) {
     Mass part{};
-    for (size_t i = begin; i < smaller(begin + block, list.count); i += width) {
+    for (size_t i = begin; i < smaller(begin + mass_block, list.count); i += width) {
       const Float v = read<Float>(list.values + i, All());
-      const UInt here = (UInt)(v >= least);
-      if (counts) {
-        part.low -= here;
-        continue;
-      }
-      const Mass mass = mass_of(v - m);
-      part.high += mass.high & here;
-      part.middle += mass.middle & here;
-      part.low += mass.low & here;
+      const Int here = v >= least;
+      const Mass mass = counts ? Mass{Int{}, Int{} + 1} : mass_of(v - m);
+      part.add({mass.high & here, mass.low & here});
     }
     sum += total(part);
   }
@@ -342,17 +349,14 @@ struct Sampler {
 
   uint64_t mass_of_row(const T* row, float m) const {
     uint64_t sum = 0;
-    for (size_t begin = 0; begin < columns; begin += column_block) {
+    for (size_t begin = 0; begin < columns; begin += mass_block) {
       Mass all{};
-      each_vector(smaller(column_block, columns - begin), [&](size_t i, auto part) MITTENS_INLINED {
+      each_vector(smaller(mass_block, columns - begin), [&](size_t i, auto part) MITTENS_INLINED {
         Float v = load_in_order(row + begin + i, part);
         if constexpr (!__is_same(decltype(part), All)) {
           v = lanes_from(0) < static_cast<uint32_t>(part.n) ? v : Float{} - infinity;
         }
-        const Mass mass = mass_of(v - m);
-        all.high += mass.high;
-        all.middle += mass.middle;
-        all.low += mass.low;
+        all.add(mass_of(v - m));
       });
       sum += total(all);
     }
