@@ -1,13 +1,21 @@
 """Generates with an mlx-lm model twice, on our kernels and on mx's, and shows the two side by side.
 
 `python examples/generate.py tiny/4bit` runs the model of train_tiny.py; a name of the Hugging Face hub does as well.
-On a CPU mx may take minutes for a token of a large model: its run ends after --mx-seconds.
+On a CPU mx may take minutes for a token of a large model: its run ends after --mx-seconds. In the end it prints which
+op ran on which executor, how often, and what went to mx.
+
+    python examples/generate.py tiny/dense --draft tiny/4bit --kv-bits 8
+    python examples/generate.py tiny/4bit --sampler temperature=0.7,top_k=40,top_p=0.95,min_p=0.01
+
+A draft model proposes tokens that the model verifies. Attention is exact then, so that tokens are those of plain
+decoding. With a sampler the two runs draw different tokens, and are not compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +23,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import load, stream_generate
+from mlx_lm import load, sample_utils, stream_generate
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -32,15 +40,47 @@ class Run:
     prompt_tokens: int = 0
     prompt_tps: float = 0.0
     generation_tps: float = 0.0
+    drafted: int = 0
     ended: str = "in time"
 
 
+SAMPLER = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
+
+
+def sampler_options(text: str) -> dict[str, float]:
+    """``temperature=0.7,top_k=40`` as numbers by name."""
+    options = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if name not in SAMPLER or not equals:
+            raise argparse.ArgumentTypeError(f"{part!r}: expected NAME=NUMBER, NAME one of {', '.join(SAMPLER)}")
+        try:
+            options[name] = SAMPLER[name](value)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{part!r}: expected a number after {name}=") from None
+    if options and not options.get("temperature"):
+        raise argparse.ArgumentTypeError("expected a temperature above 0, as in temperature=0.7")
+    return options
+
+
 def generate(
-    model: nn.Module, tokenizer, prompt: list[int], arguments: argparse.Namespace, title: str, seconds: float
+    model: nn.Module,
+    draft: nn.Module | None,
+    tokenizer,
+    prompt: list[int],
+    arguments: argparse.Namespace,
+    title: str,
+    seconds: float,
 ) -> Run:
-    """Greedy tokens, for so long at most."""
+    """Tokens, for so long at most."""
     run = Run()
     options = {"kv_bits": arguments.kv_bits, "quantized_kv_start": 0} if arguments.kv_bits else {}
+    if draft:
+        options["draft_model"] = draft
+    if arguments.sampler:
+        mx.random.seed(arguments.seed)
+        filters = dict(arguments.sampler)
+        options["sampler"] = sample_utils.make_sampler(filters.pop("temperature"), **filters)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=arguments.tokens)
@@ -50,6 +90,7 @@ def generate(
             run.text += response.text
             run.prompt_tokens, run.prompt_tps = response.prompt_tokens, response.prompt_tps
             run.generation_tps = response.generation_tps
+            run.drafted += response.from_draft
             bar.update(task, completed=len(run.tokens))
             if time.perf_counter() - start > seconds and len(run.tokens) < arguments.tokens:
                 run.ended = f"after {seconds:g} s"
@@ -65,7 +106,8 @@ def as_it_is() -> Iterator[None]:
 def show(runs: dict[str, Run]) -> None:
     table = Table("", "prompt, tokens/s", "generation, tokens/s", "tokens", "ended")
     for name, run in runs.items():
-        table.add_row(name, f"{run.prompt_tps:.1f}", f"{run.generation_tps:.1f}", str(len(run.tokens)), run.ended)
+        count = f"{len(run.tokens)}, {run.drafted} drafted" if run.drafted else str(len(run.tokens))
+        table.add_row(name, f"{run.prompt_tps:.1f}", f"{run.generation_tps:.1f}", count, run.ended)
     ours, theirs = runs.values()
     if theirs.generation_tps:
         table.add_row(
@@ -97,28 +139,36 @@ def main() -> int:
     parser.add_argument("--prompt", default="The for statement is used to iterate over the elements of a sequence")
     parser.add_argument("--tokens", type=int, default=200, help="to generate at most")
     parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="quantize keys and values")
+    parser.add_argument("--draft", help="a smaller model with the same tokenizer, whose tokens the model verifies")
+    parser.add_argument(
+        "--sampler", type=sampler_options, metavar="NAME=NUMBER,...", help=f"of {', '.join(SAMPLER)}; else greedy"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sampler")
     parser.add_argument("--mx-seconds", type=float, default=120, help="mx's run ends after so long")
     parser.add_argument("--check", action="store_true", help="exit with 1 if the tokens differ")
     arguments = parser.parse_args()
+    if arguments.check and arguments.sampler:
+        parser.error("--check compares greedy tokens: leave out --sampler")
 
     model, tokenizer = load(arguments.model)
+    draft = load(arguments.draft)[0] if arguments.draft else None
     prompt = tokenizer.encode(arguments.prompt)
     runs = {}
     for name, context, seconds in (
-        ("mlx_mittens", mm.patched, float("inf")),
+        ("mlx_mittens", functools.partial(mm.patched, exact=draft is not None), float("inf")),
         ("mx", as_it_is, arguments.mx_seconds),
     ):
         with context():
             for _ in stream_generate(model, tokenizer, prompt, max_tokens=2):  # kernels are compiled on first use
                 pass
             mm.stats(reset=True)
-            runs[name] = generate(model, tokenizer, prompt, arguments, name, seconds)
+            runs[name] = generate(model, draft, tokenizer, prompt, arguments, name, seconds)
         if name == "mlx_mittens":
             stats = mm.stats()
         mx.clear_cache()
     print(f"{arguments.prompt}{runs['mlx_mittens'].text}\n")
     show(runs)
-    same = compare(model, prompt, *(run.tokens for run in runs.values()))
+    same = bool(arguments.sampler) or compare(model, prompt, *(run.tokens for run in runs.values()))
     print(f"\n{stats}")
     return 0 if same or not arguments.check else 1
 

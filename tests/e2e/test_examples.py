@@ -38,3 +38,20 @@ def test_generating_side_by_side(trained):
 def test_a_run_of_mx_that_takes_too_long_ends(trained):
     printed = scripts.run("generate.py", trained / "4bit", "--tokens", 40, "--mx-seconds", "0.001", "--kv-bits", 8)
     assert "after 0.001 s" in printed and "the same 1 tokens" in printed
+
+
+def test_generating_with_a_sampler_and_a_draft(trained):
+    sampler = ("--sampler", "temperature=0.8,top_k=20,top_p=0.9,min_p=0.01")
+    printed = scripts.run("generate.py", trained / "4bit", "--tokens", 12, *sampler)
+    assert re.search(r"sample +native \w+ +\d", printed), printed
+    assert "tokens are the same" not in printed
+    draft = ("--draft", trained / "4bit", "--kv-bits", 8)
+    printed = scripts.run("generate.py", trained / "dense", "--tokens", 12, "--prompt", "The if", *draft, "--check")
+    assert "the same 12 tokens" in printed
+    (drafted,) = re.findall(r"mlx_mittens +\S +[\d.]+ +\S +[\d.]+ +\S +12, (\d+) drafted", printed)
+    assert int(drafted) > 0
+
+
+def test_a_sampler_that_is_not_understood_is_named():
+    result = scripts.try_run("generate.py", "tiny", "--sampler", "top_q=1")
+    assert result.returncode == 2 and "'top_q=1': expected NAME=NUMBER, NAME one of temperature, top_k" in result.stderr
