@@ -1,4 +1,4 @@
-"""The benchmark's pictures: speedup over mx and bandwidth against the copy's, a bar for each row; and predictions."""
+"""The benchmark's pictures: speedup over mx and bandwidth against the copy's, a point for each row; and predictions."""
 
 from __future__ import annotations
 
@@ -10,49 +10,75 @@ from .measure import FLOOR, Row
 _COLORS = {"float32": "#4c6a92", "float16": "#d98c3f", "bfloat16": "#6fa287"}
 
 
+_LINE = 0.17  # inches of a case
+
+
 def draw(info: dict[str, Any], rows: Sequence[Row], path: str, note: str = "") -> None:
-    """Draws the rows, one at least, to a .png or .svg file; the note goes into its title."""
+    """Draws the rows, one at least, to a .png or .svg file: a line for each case under its op, a point for each type.
+
+    Args:
+        info: The machine.
+        rows: The rows.
+        path: The file.
+        note: What goes into its title.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    groups = list(dict.fromkeys((row.op, row.case) for row in rows))
-    dtypes = list(dict.fromkeys(row.dtype for row in rows))
-    place = {group: i for i, group in enumerate(groups)}
-    figure = Figure(figsize=(14, 1.8 + 0.42 * len(groups)), layout="constrained")
+    place: dict[tuple[str, str], int] = {}
+    heads: dict[str, int] = {}
+    for row in rows:
+        if row.op not in heads:
+            heads[row.op] = len(heads) + len(place)
+        place.setdefault((row.op, row.case), len(heads) + len(place))
+    lines = len(heads) + len(place)
+    figure = Figure(figsize=(12, 1.2 + _LINE * lines), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
 
-    height = 0.8 / len(dtypes)
-    for i, dtype in enumerate(dtypes):
+    for group, y in place.items():
+        speedups = [row.speedup for row in rows if (row.op, row.case) == group]
+        left.plot([min(1, *speedups), max(1, *speedups)], [y, y], color="#cccccc", linewidth=1, zorder=1)
+        left.annotate(
+            f"{min(speedups):.2f}", (1, y), xycoords=("axes fraction", "data"), va="center", fontsize=6, xytext=(2, 0),
+            textcoords="offset points",
+        )  # fmt: skip
+    for dtype in dict.fromkeys(row.dtype for row in rows):
         mine = [row for row in rows if row.dtype == dtype]
-        places = [place[row.op, row.case] + (i - (len(dtypes) - 1) / 2) * height for row in mine]
-        style = {"height": height, "color": _COLORS[dtype], "label": dtype}
-        bars = left.barh(places, [row.speedup - 1 for row in mine], left=1, **style)
-        left.bar_label(bars, [f" {row.speedup:.2f} " for row in mine], fontsize=6)
-        right.barh(places, [row.gb_s for row in mine], **style)
+        places = [place[row.op, row.case] for row in mine]
+        style = {"markersize": 4.5, "color": _COLORS[dtype], "label": dtype}
+        left.plot([row.speedup for row in mine], places, "o", **style)
+        right.plot([row.gb_s for row in mine], places, "o", **style)
 
     left.set_xscale("log", base=2)
     left.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     left.axvline(1, color="black", linewidth=0.8)
-    left.set_xlabel("speedup over mx")
+    left.set_xlabel("speedup over mx (the least at the right)")
     speedups = [row.speedup for row in rows]
     left.set_xlim(min(0.5, min(speedups) / 1.3), max(2.0, max(speedups) * 1.5))
     floor = FLOOR[info["device"]]
     right.axvline(info["copy_gb_s"], color="black", linewidth=0.8, label=f"copy, {info['copy_gb_s']:.3g} GB/s")
     right.axvline(floor * info["copy_gb_s"], color="black", linewidth=0.8, linestyle=":", label=f"{floor:.0%} of it")
     right.set_xlabel("GB/s")
+    right.set_xlim(left=0)
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
 
-    left.set_yticks(range(len(groups)), [f"{op}   {case}" for op, case in groups], fontsize=8)
-    left.set_ylim(len(groups) - 0.4, -0.6)
+    ticks = sorted([*((y, case, False) for (_, case), y in place.items()), *((y, op, True) for op, y in heads.items())])
+    left.set_yticks([y for y, *_ in ticks], [text for _, text, _ in ticks], fontsize=7)
+    for label, (_, _, is_head) in zip(left.get_yticklabels(), ticks, strict=True):
+        label.set_fontweight("bold" if is_head else "normal")
+    left.set_ylim(lines - 0.4, -0.6)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", alpha=0.25)
         axes.set_axisbelow(True)
+        for y in heads.values():
+            axes.axhline(y - 0.5, color="#cccccc", linewidth=0.6)
     name = info["gpu"] if info["device"] == "gpu" else info["processor"]
     versions = f"mlx-mittens {info['versions']['mlx_mittens']} beside mlx {info['versions']['mlx']}"
-    figure.suptitle(f"{versions} on {name} ({info['executor']}){note}")
+    figure.suptitle(f"{versions} on {name} ({info['executor']}){note}", fontsize=10)
     figure.savefig(path, dpi=150)
 
 
