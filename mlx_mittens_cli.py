@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The entry point of the command: outside of mlx_mittens, to say in a sentence why that package cannot be imported."""
 
 from __future__ import annotations

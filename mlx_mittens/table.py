@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+# What is left of a column, at least, where a table does not fit.
+_NARROWEST = 12
+
 
 @dataclass(frozen=True)
 class Column:
@@ -50,7 +53,29 @@ def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: in
 def _plain(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     kept = _fitting(columns, rows, width)
     lines = [[columns[i].name for i in kept], *([row[i] for i in kept] for row in rows)]
-    return aligned(lines, left=sum(columns[i].left for i in kept)).split("\n")
+    left = sum(columns[i].left for i in kept)
+    return aligned(_narrowed(lines, left, width), left).split("\n")
+
+
+def _narrowed(lines: list[list[str]], left: int, width: int | None) -> list[list[str]]:
+    """Lines whose widest column that is flush left is cut until they fit, where no column can be dropped any more."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    while width is not None and left:
+        excess = sum(widths) + 2 * (len(widths) - 1) - width
+        widest = max(range(left), key=lambda i: widths[i])
+        if excess <= 0 or widths[widest] <= _NARROWEST:
+            break
+        second = max((widths[i] for i in range(left) if i != widest), default=0)
+        widths[widest] = max(widths[widest] - excess, min(second, widths[widest] - 1), _NARROWEST)
+    return [[_cut(cell, w) if i < left else cell for i, (cell, w) in enumerate(zip(line, widths))] for line in lines]
+
+
+def _cut(text: str, width: int) -> str:
+    """A text without its middle, where it is longer than that."""
+    if len(text) <= width:
+        return text
+    tail = (width - 2) // 2
+    return f"{text[: width - 2 - tail]}..{text[-tail:]}"
 
 
 def text(

@@ -7,6 +7,7 @@ The rows are in `chips.csv`. An empty cell is something that nobody has publishe
 from __future__ import annotations
 
 import csv
+import difflib
 import functools
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -130,5 +131,7 @@ def find_chip(name: str) -> Chip:
     wanted = "-".join(name.lower().split())
     known = chips()
     if wanted not in known:
-        raise ValueError(f"no Apple GPU is known as {name!r}; known are {', '.join(known)}")
+        near = difflib.get_close_matches(wanted, known, n=1)
+        hint = f"did you mean {near[0]}? Known" if near else "known"
+        raise ValueError(f"no Apple GPU is known as {name!r}; {hint} are {', '.join(known)}")
     return known[wanted]

@@ -56,15 +56,15 @@ class Row:
     copy_gb_s: float | None = None  # of a copy in turns with them: on a CPU, for large cases
     mittens_host_ms: float | None = None  # what a call takes the host: on a GPU, where it is no part of the
     mx_host_ms: float | None = None  # other times
+    spread: float = 0.0  # half the interquartile range of the times, relative
     calibrated: bool = False  # whether a calibration of this machine knew the call
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row, the scatter of its times (half the interquartile range, relative), and whether its results are right."""
+    """A row, and whether its results are right."""
 
     row: Row
-    spread: float
     passed: bool
     detail: str
 
@@ -199,9 +199,10 @@ def measure(
         copy_gb_s=_copy_gb_s(times, median["mittens"]) if copied else None,
         mittens_host_ms=host["mittens"] * 1e3 if "mittens" in host else None,
         mx_host_ms=host["mx"] * 1e3 if "mx" in host else None,
+        spread=round(max(scatter(times[name]) for name in contenders), 4),
         calibrated=any(known for *_, known in asked),
     )
-    return Outcome(row, max(scatter(times[name]) for name in contenders), check.passed, check.detail)
+    return Outcome(row, check.passed, check.detail)
 
 
 @contextlib.contextmanager

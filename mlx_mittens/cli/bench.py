@@ -23,8 +23,8 @@ from ..backends import executors, strict
 from ..bench import machine
 from ..bench.measure import FULL, QUICK, Outcome, kept_memory, measure, plan
 from ..table import Column, show, terminal_width
-from . import bench_models, bench_predictions, predictions
-from .options import UsageError, add_seed, chosen, drawn, inputs, writable
+from . import bench_compare, bench_files, bench_models, bench_predictions, predictions
+from .options import UsageError, add_ops, add_seed, chosen, drawn, inputs, writable
 from .runs import Ending, JsonFile, each, finish, progress, steps
 
 _COLUMNS = (
@@ -45,6 +45,8 @@ _COLUMNS = (
     Column("mx error", 8),
 )
 
+Item = tuple[specs.Op, specs.Case, str]
+
 
 def _number(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
@@ -61,7 +63,7 @@ def _cells(outcome: Outcome, case: str) -> list[str]:
         _number(row.mx_ms),
         _number(row.peer_ms) if row.peer_ms else "",
         f"{row.speedup:.2f}x" if outcome.passed else "WRONG",
-        f"{outcome.spread:.0%}",
+        f"{row.spread:.0%}",
         "*" * row.calibrated,
         _number(row.gb_s),
         f"{row.gb_s / row.copy_gb_s:.0%}" if row.copy_gb_s else "",
@@ -94,8 +96,10 @@ def _finite(value: Any) -> Any:
 
 
 def json_rows(outcomes: Sequence[Outcome], with_peer: bool = False) -> list[dict[str, Any]]:
-    """The rows as the JSON file holds them; what none of them has is left out."""
+    """The rows as the JSON file holds them; what none of them has is left out. A wrong one says why under ``wrong``."""
     rows = [{key: _finite(value) for key, value in asdict(outcome.row).items()} for outcome in outcomes]
+    for row, outcome in zip(rows, outcomes, strict=True):
+        row.update({} if outcome.passed else {"wrong": outcome.detail})
     unused = ["peer_ms"] * (not with_peer)
     for key in ("copy_gb_s", "mittens_host_ms", "mx_host_ms"):
         unused += [key] * all(row[key] is None for row in rows)
@@ -108,11 +112,16 @@ def json_rows(outcomes: Sequence[Outcome], with_peer: bool = False) -> list[dict
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
-    parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
+    add_ops(parser)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
     parser.add_argument("--peer", choices=("metal",), help="beside ours MLX's own Metal kernels, compiled the same way")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
+    parser.add_argument("--minutes", type=_minutes, metavar="N", help="end after about N minutes, with what is there")
+    parser.add_argument("--resume", metavar="FILE", help="go on with a run that was ended, whose --json is FILE")
+    parser.add_argument(
+        "--compare", nargs=2, metavar=("A.json", "B.json"), help="print what moved between two files, beyond the spread"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw speedup and bandwidth to FILE.png or FILE.svg")
     parser.add_argument(
         "--predict", action="store_true", help="predict times on Apple GPUs, of MLX's Metal kernels too"
@@ -120,6 +129,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     predictions.add_chip_argument(parser)
     add_seed(parser)
     bench_models.add_arguments(parser)
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes above 0")
+    return minutes
 
 
 def op_names(text: str | None) -> list[str]:
@@ -180,12 +199,30 @@ def _check_peer(name: str | None, executor: str) -> None:
         raise UsageError(f"--peer metal: {frontend.compiler_problem()}")
 
 
+def _mixed(items: Sequence[Item]) -> list[Item]:
+    """The first case of every op before the second of any: where time is short, the table has something of each."""
+    turns: Counter[str] = Counter()
+    order = []
+    for item in items:
+        order.append(turns[item[0].name])
+        turns[item[0].name] += 1
+    return [item for _, item in sorted(zip(order, items, strict=True), key=lambda pair: pair[0])]
+
+
+def _check_compare(arguments: argparse.Namespace) -> None:
+    """Refuses options beside ``--compare``, which measures nothing."""
+    others = {name: value for name, value in vars(arguments).items() if name not in ("compare", "command")}
+    given = [name for name, value in others.items() if value not in (None, False)]
+    if given:
+        raise UsageError(f"--{given[0]} does not go with --compare, which only reads two files")
+
+
 def _check_combination(arguments: argparse.Namespace) -> None:
     """Refuses options that would have no effect."""
     if arguments.model is None:
         given, rule = bench_models.given(arguments), "goes with --model"
     else:
-        refused = {name: getattr(arguments, name) for name in ("ops", "quick", "peer", "plot", "seed")}
+        refused = {name: getattr(arguments, name) for name in ("ops", "quick", "peer", "plot", "seed", "resume")}
         given = [name for name, value in refused.items() if value is not None and value is not False]
         rule = "does not go with --model, which takes --device, --json, " + ", ".join(
             f"--{name}" for name in bench_models.DEFAULTS
@@ -203,8 +240,14 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: The arguments cannot be served.
     """
+    if arguments.compare is not None:
+        _check_compare(arguments)
+        return bench_compare.run(arguments)
     bench_predictions.check(arguments)
     _check_combination(arguments)
+    begun = bench_files.Begun.of(arguments.resume) if arguments.resume else None
+    if begun:
+        begun.set_options(arguments)
     names = op_names(arguments.ops)
     _check_plot(arguments.plot)
     writable("--plot", arguments.plot)
@@ -222,32 +265,48 @@ def run(arguments: argparse.Namespace) -> int:
     if not todo:
         raise UsageError(f"none of the cases of {', '.join(names)} is for {device}" + " and --quick" * arguments.quick)
     info = machine.describe()
+    outcomes: list[Outcome] = []
+    if begun:
+        begun.check_machine(info)
+        info["copy_gb_s"] = max(info["copy_gb_s"], begun.machine["copy_gb_s"])
+        outcomes += begun.outcomes
     print(machine.headline(info), flush=True)
 
     seed = info["seed"] = drawn(arguments.seed)
-    outcomes: list[Outcome] = []
+    asked = {**{name: getattr(arguments, name) for name in bench_files.ASKED}, "device": device, "seed": seed}
+    place = {(op.name, case.name, dtype): i for i, (op, case, dtype) in enumerate(todo)}
+    where = lambda outcome: place.get((outcome.row.op, outcome.row.case, outcome.row.dtype), len(place))
+    measured = {(outcome.row.op, outcome.row.case, outcome.row.dtype) for outcome in outcomes}
+    left = [item for item in todo if (item[0].name, item[1].name, item[2]) not in measured]
+    if begun:
+        print(f"goes on with {begun.path}: {len(outcomes)} of {len(todo)} rows are there", flush=True)
+    if arguments.minutes is not None:
+        left = _mixed(left)
 
     def save(ending: Ending | None = None) -> None:
-        head = {"machine": info, **progress(ending, len(outcomes), len(todo))}
+        head = {"machine": info, "asked": asked, **progress(ending, len(outcomes), len(todo))}
         rows = [json.dumps(row) for row in json_rows(outcomes, arguments.peer is not None)]
         file.write(head, "rows", rows, last=ending is not None)
 
-    def name(item: tuple[specs.Op, specs.Case, str]) -> str:
+    def name(item: Item) -> str:
         op, case, dtype = item
         return f"{op.name} {case.name} {dtype}"
 
     save()
-    with steps(len(todo)) as step, strict(), kept_memory(device):
+    ending = Ending()
+    with steps(len(left)) as step, strict(), kept_memory(device):
 
-        def one(item: tuple[specs.Op, specs.Case, str]) -> None:
+        def one(item: Item) -> None:
             op, case, dtype = item
             budget, rng = QUICK if arguments.quick else FULL, inputs(seed, op.name, case.name, dtype)
             outcomes.append(measure(*item, device, budget, rng, arguments.peer is not None))
+            outcomes.sort(key=where)
             save()
             step(name(item))
             mx.clear_cache()
 
-        ending = each(todo, one, name)
+        if left:
+            ending = each(left, one, name, arguments.minutes)
     if ending.complete:
         info["copy_gb_s"] = max(info["copy_gb_s"], machine.copy_gb_s())  # the machine may have been busy at first
     save(ending)

@@ -24,6 +24,7 @@ from ..bench import architectures, machine, model_folders
 from ..bench.model_folders import ModelError
 from ..bench.models import DTYPES, FORMATS, Row, Subject, measure
 from ..table import Column, show
+from .completion import offer_list
 from .options import UsageError, chosen
 from .runs import Ending, JsonFile, each, finish, progress
 
@@ -65,11 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the bench command needs for models."""
     group = parser.add_argument_group("whole models")
     names = ", ".join(architectures.ARCHITECTURES)
-    group.add_argument(
+    model = group.add_argument(
         "--model",
         metavar="A,B",
         help=f"time these instead of ops: {names}, with random weights; folders or hub names of mlx-lm's models",
     )
+    offer_list(model, lambda _: architectures.ARCHITECTURES)
     for name, what, more in (
         ("weights", "formats of random weights", {"metavar": "A,B"}),
         ("dtype", "of random weights that are not quantized", {"metavar": "A,B"}),
@@ -114,7 +116,7 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
         mx.clear_cache()
 
     save()
-    ending = each(todo, one, str)
+    ending = each(todo, one, str, arguments.minutes)
     save(ending)
     if rows:
         print("tokens/s")

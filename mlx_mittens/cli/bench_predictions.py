@@ -28,13 +28,13 @@ _COLUMNS = (
     Column("case", left=True),
     Column("dtype", left=True),
     Column("chip", left=True),
-    Column("us"),
-    Column("MLX us", 1),
+    Column("us", 1),
+    Column("MLX us", 2),
     Column("speedup"),
-    Column("limited by", 2),
-    Column("MLX by", 3),
+    Column("limited by", 3),
+    Column("MLX by", 4),
 )
-_REFUSED = ("device", "peer", "model")
+_REFUSED = ("device", "peer", "model", "resume")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace, file: JsonFile, names: Sequence[str]) -> 
             step(name(item))
             mx.clear_cache()
 
-        ending = each(todo, one, name)
+        ending = each(todo, one, name, arguments.minutes)
     save(ending)
     if rows:
         show(_COLUMNS, [_cells(row) for row in rows], ["33" if (row.speedup or 1) < 1 else "" for row in rows])

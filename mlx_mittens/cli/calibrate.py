@@ -21,7 +21,7 @@ from ..bench.measure import kept_memory
 from ..calibration import Calibration, CalibrationError, Row, grid, loading, measure, store
 from ..table import aligned
 from .bench import check_executor, op_names, select_device
-from .options import UsageError, inputs
+from .options import UsageError, add_ops, inputs
 from .runs import Ending, each, grouped_steps
 
 # Seconds from one writing of the file to the next.
@@ -30,7 +30,7 @@ _SAVED_EVERY = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
-    parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
+    add_ops(parser)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--quick", action="store_true", help="some shapes of models, under a minute")
     parser.add_argument("--again", action="store_true", help="measure anew what was measured")

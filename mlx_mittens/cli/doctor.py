@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ from ..patching import targets
 from ..stats import stats
 from . import pipelines
 from .bench import op_names, select_device
-from .options import add_seed, drawn, inputs
-from .runs import Ending, JsonFile, each, finish, progress
+from .options import add_ops, add_seed, drawn, inputs
+from .runs import Ending, JsonFile, each, finish, progress, quiet_steps
 
 # Larger cases repeat the same kernels, and are not worth the wait.
 _LARGEST = {"cpu": 2**23, "gpu": 2**27}
@@ -97,7 +98,7 @@ def examine(op: specs.Op, case: specs.Case, dtype: str, rng: np.random.Generator
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
-    parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
+    add_ops(parser)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
     add_seed(parser)
@@ -177,6 +178,7 @@ class _Findings:
 
     def __init__(self, file: JsonFile, head: dict[str, Any], planned: int) -> None:
         self.failed: list[Finding] = []
+        self.step: Callable[[str], None] = lambda _: None
         self.notes: list[str] = []  # what is to be said of cases of the current op that passed
         self.count = 0
         self.running: dict[str, str] | None = None
@@ -188,6 +190,7 @@ class _Findings:
     def add(self, finding: Finding) -> None:
         self.count += 1
         self.running = None
+        self.step(f"{finding.op} {finding.case} {finding.dtype}")
         self._rows.append(json.dumps(asdict(finding)))
         if not finding.passed:
             self.failed.append(finding)
@@ -324,7 +327,8 @@ def run(arguments: argparse.Namespace) -> int:
     findings = _Findings(file, head, planned)
     findings.save()
     where = lambda op: " ".join(findings.running.values()) if findings.running else op.name
-    ending = each(ops, lambda op: _examine_op(op, device, seed, environment, findings), where)
+    with quiet_steps(planned) as findings.step:
+        ending = each(ops, lambda op: _examine_op(op, device, seed, environment, findings), where)
     if ending.complete and arguments.json and not arguments.ops and _has_pipelines(device):
         pipelines_ending = each([None], lambda _: _list_pipelines(findings), lambda _: "pipelines")
         ending = ending if pipelines_ending.complete else pipelines_ending

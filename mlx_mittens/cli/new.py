@@ -16,7 +16,8 @@ from pathlib import Path
 import mlx_mittens
 
 from ..frontend import build
-from .options import UsageError
+from .completion import offer
+from .options import UsageError, listed
 
 FAMILIES = ("norm", "matmul", "attention", "cache")
 
@@ -66,7 +67,8 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="of the op and of its kernel: lower-case words joined by _")
-    parser.add_argument("--family", required=True, metavar="F", help=f"one of {', '.join(FAMILIES)}")
+    family = parser.add_argument("--family", required=True, metavar="F", help=f"one of {', '.join(FAMILIES)}")
+    offer(family, lambda _: FAMILIES)
 
 
 def _clone() -> Path:
@@ -155,7 +157,7 @@ def _check(name: str, family: str, root: Path) -> None:
         UsageError: The family is not known, or the name is invalid, or there is something of that name.
     """
     if family not in FAMILIES:
-        raise UsageError(f"--family: there is no family {family!r}; the families are {', '.join(FAMILIES)}")
+        raise UsageError(f"--family: there is no family {family!r}; {listed(family, FAMILIES)}")
     if not _IDENTIFIER.fullmatch(name):
         raise UsageError(
             f"{name!r} is no name for an op: expected words of lower-case letters and digits, joined by _, each of "

@@ -10,12 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import frontend
+from .. import frontend, specs
 from ..frontend.sources import metal_folder
+from .completion import offer_list
+from .nearest import nearest
 
 
 class UsageError(Exception):
     """Arguments that cannot be served, with a message for people."""
+
+
+def add_ops(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--ops``, whose names `chosen` reads."""
+    action = parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
+    offer_list(action, lambda _: [op.name for op in specs.OPS])
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +47,25 @@ def inputs(seed: int, *names: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(" ".join(names).encode())])
 
 
+def listed(word: str, known: Iterable[str]) -> str:
+    """Which names there are, after the one that is nearest to an unknown word, if one is."""
+    known = list(known)
+    found = nearest(word, known)
+    hint = f"did you mean {found}? There are" if found else "there are"
+    return f"{hint} {', '.join(known)}"
+
+
 def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
     """The names that an option lists, separated by commas.
 
     Raises:
-        UsageError: There are none, or one is not known; the message lists those that are.
+        UsageError: There are none, or one is not known; the message suggests the nearest and lists those that are.
     """
     known = list(known)
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise UsageError(f"{option}: {', '.join(unknown) or 'nothing'} given; there are {', '.join(known)}")
+        raise UsageError(f"{option}: {', '.join(unknown) or 'nothing'} given; {listed(','.join(unknown[:1]), known)}")
     return names
 
 

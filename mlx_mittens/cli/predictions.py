@@ -17,13 +17,15 @@ from ..apple.model import Prediction
 from ..simulator import Launch
 from ..simulator.prediction import PredictedLaunch, predict_launches, total
 from ..table import aligned
+from .completion import offer_list
 from .options import UsageError
 
 
 def add_chip_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    action = parser.add_argument(
         "--chip", metavar="NAME", help="predict the time on an Apple GPU: m1, m2-max, ..., some with commas, or all"
     )
+    offer_list(action, lambda _: [*chips(), "all"])
 
 
 def chosen_chips(text: str) -> list[Chip]:
@@ -148,7 +150,7 @@ def show(op: str, chosen: Sequence[Chip], ours: Side, theirs: Side | None) -> No
     print("\n".join(f"  {line}" for line in lines))
     rows = [["chip", "limited by", "us"]]
     if theirs:
-        rows = [["chip", "ours limited by", "MLX's by", "ours, us", "MLX's, us", "speedup"]]
+        rows = [["chip", "ours limited by", "MLX's by", "us", "MLX us", "speedup"]]
     for chip in chosen:
         own = ours.predictions.get(chip.name)
         us, limit = _cells(own)

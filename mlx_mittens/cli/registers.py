@@ -12,7 +12,9 @@ from .. import frontend, table
 from ..apple import agx_compiler, kernels, machine_code
 from ..apple.machine_code import MachineCode, Request
 from ..frontend import CompileError
-from .options import UsageError, registered
+from .completion import offer
+from .options import UsageError, listed, registered
+from .runs import quiet_steps
 
 COLUMNS = (
     *(table.Column("file", left=True), table.Column("kernel", left=True), table.Column("regs")),
@@ -23,9 +25,10 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    of = parser.add_argument(
         "of", nargs="?", metavar="FILE|OP", help="a .metal file, or an op (all of the package's kernels)"
     )
+    offer(of, lambda _: [*kernels.FILES, *frontend.files()])
     parser.add_argument("--kernel", metavar="NAME", help="only kernels with NAME in their name")
     parser.add_argument("--peer", choices=("metal",), help="MLX's own Metal kernels instead")
     parser.add_argument("--disassemble", action="store_true", help="print the machine code")
@@ -51,7 +54,13 @@ class Row:
 
 def rows(requests: Iterable[Request]) -> list[Row]:
     """Compiles kernels, on all processors."""
-    return [Row(asked.file, asked.kernel, code) for asked, code in machine_code.compile_all(requests)]
+    asked = list(requests)
+    found = []
+    with quiet_steps(len(asked)) as step:
+        for request, code in machine_code.compile_all(asked):
+            found.append(Row(request.file, request.kernel, code))
+            step(request.kernel)
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,12 +131,12 @@ def _files(of: str | None) -> Sequence[str]:
         return [of]
     if os.path.exists(of) or of.endswith(".metal"):
         return [registered(of)]
-    raise UsageError(f"{of} is neither a .metal file nor an op; ops are {', '.join(kernels.FILES)}")
+    raise UsageError(f"{of} is neither a .metal file nor an op; {listed(of, kernels.FILES)}")
 
 
 def _of_mlx(of: str | None) -> list[Request]:
     from ..bench import mlx_instances
 
     if of is not None and of not in mlx_instances.ops():
-        raise UsageError(f"--peer metal knows no kernel of MLX's for {of!r}; ops are {', '.join(mlx_instances.ops())}")
+        raise UsageError(f"--peer metal knows no kernel of MLX's for {of!r}; {listed(of, mlx_instances.ops())}")
     return mlx_instances.requests(of)

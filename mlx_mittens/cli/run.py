@@ -15,7 +15,7 @@ from ..bench.model_folders import ModelError, mlx_lm_version
 from ..patching.patches import patched
 from ..patching.targets import PatchError
 from ..stats import stats
-from .options import UsageError
+from .options import UsageError, listed
 
 _PREFIX = "mlx_lm."
 
@@ -66,8 +66,8 @@ def _find(name: str, *given: str) -> importlib.metadata.EntryPoint:
         option = bool(given) and given[0].startswith("-")
         asked = name if option else f"{_PREFIX}{given[0]}" if given else f"{_PREFIX}NAME"
     if name not in found or asked not in found:
-        names = ", ".join(sorted(one for one in found if one.startswith(_PREFIX)))
-        raise UsageError(f"mlx-lm {version} has no command {asked}; there are {names}")
+        names = sorted(one for one in found if one.startswith(_PREFIX))
+        raise UsageError(f"mlx-lm {version} has no command {asked}; {listed(asked, names)}")
     return found[name]
 
 

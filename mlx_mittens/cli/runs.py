@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +18,9 @@ from typing import Any, TypeVar
 from .options import UsageError, writable
 
 T = TypeVar("T")
+
+# Seconds that need no forecast.
+_SHORT = 5.0
 
 
 class Terminated(KeyboardInterrupt):
@@ -71,12 +76,22 @@ class Ending:
         return self.reason is None
 
 
-def each(todo: Sequence[T], do: Callable[[T], None], name: Callable[[T], str]) -> Ending:
-    """Does each in turn, one at least, up to the first that fails or is interrupted; the reason names that one."""
+def each(todo: Sequence[T], do: Callable[[T], None], name: Callable[[T], str], minutes: float | None = None) -> Ending:
+    """Does each in turn, one at least, up to the first that fails or is interrupted; the reason names that one.
+
+    Args:
+        todo: The items, one at least.
+        do: What is done with each.
+        name: The name of one.
+        minutes: No item is begun after so many, which is no failure.
+    """
     interrupt: KeyboardInterrupt
     item = todo[0]
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     try:
-        for item in todo:
+        for number, item in enumerate(todo):
+            if number and time.monotonic() > end:
+                return Ending(0, f"the time limit of {minutes:g} minutes came before {name(item)}")
             do(item)
             if _received:
                 raise Terminated
@@ -149,40 +164,79 @@ def _bar(total: int) -> Iterator[Callable[[str], None] | None]:
     """A step of rich's bar on stderr; None where that is no terminal or rich is missing."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     except ImportError:
         yield None
         return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    if not bar.console.is_terminal:
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    console = Console(stderr=True)
+    if not console.is_terminal:
         yield None
         return
-    with bar:
+    # What is printed meanwhile goes above the bar, but not into it where stdout is a file.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
+        left = _Left(total)
         task = bar.add_task("", total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
+        yield lambda text: bar.update(task, advance=1, description=f"{left.step()} {text}".lstrip())
+
+
+class _Left:
+    """The time that a number of steps still takes, by what those took that are done."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._start = total, 0, time.monotonic()
+
+    def step(self) -> str:
+        """Counts a step; how long the others will take, or an empty string where that is a matter of seconds."""
+        self._done += 1
+        seconds = (time.monotonic() - self._start) / self._done * (self._total - self._done)
+        return f"{duration(seconds)} left" if seconds > _SHORT else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds in a unit that suits them: ``40 s``, ``3 min``, ``1.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 @contextlib.contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """Says on stderr what was done: by a bar of rich's on a terminal, else in lines."""
-    numbers = itertools.count(1)
+    """Says on stderr what was done and the time left: by a bar of rich's on a terminal, else in lines."""
     with _bar(total) as step:
-        yield step or (lambda text: print(f"[{next(numbers)}/{total}] {text}", file=sys.stderr, flush=True))
+        yield step or _lines(total)
+
+
+def _lines(total: int) -> Callable[[str], None]:
+    numbers, left = itertools.count(1), _Left(total)
+
+    def line(text: str) -> None:
+        rest = left.step()
+        print(f"[{next(numbers)}/{total}] {text}{rest and f', {rest}'}", file=sys.stderr, flush=True)
+
+    return line
 
 
 @contextlib.contextmanager
 def grouped_steps(groups: Sequence[str]) -> Iterator[Callable[[str], None]]:
     """The same, of steps in groups: without a bar a line for each group that is done; ``groups`` has that of each."""
     ends = {len(groups) - 1 - groups[::-1].index(name): name for name in groups}
-    numbers, done = itertools.count(), itertools.count(1)
+    numbers, done, left = itertools.count(), itertools.count(1), _Left(len(groups))
 
     def line(_: str) -> None:
+        rest = left.step()
         if name := ends.get(next(numbers)):
-            print(f"[{next(done)}/{len(ends)}] {name}", file=sys.stderr, flush=True)
+            print(f"[{next(done)}/{len(ends)}] {name}{rest and f', {rest}'}", file=sys.stderr, flush=True)
 
     with _bar(len(groups)) as step:
         yield step or line
+
+
+@contextlib.contextmanager
+def quiet_steps(total: int) -> Iterator[Callable[[str], None]]:
+    """The same for what prints its results as they come: only a bar, and nothing where there is none."""
+    with _bar(total) as step:
+        yield step or (lambda _: None)
 
 
 def progress(ending: Ending | None, measured: int, planned: int) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -17,14 +19,26 @@ from .. import _ext, frontend, simulator, specs
 from ..apple.chips import Chip
 from ..backends import strict
 from ..bench import mlx_metal
+from ..table import aligned
 from . import predictions
-from .options import UsageError
+from .completion import offer
+from .options import UsageError, listed
 from .runs import JsonFile
+
+# Cases that are suggested for one that is not there.
+_NEAREST_CASES = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP", help=f"one of {', '.join(op.name for op in specs.OPS)}")
-    parser.add_argument("case", metavar="CASE", help='a case, by words of its name: "8B decode", 512x4096')
+    op = parser.add_argument("op", nargs="?", metavar="OP", help="an op (without one, the ops are listed)")
+    offer(op, lambda _: [op.name for op in specs.OPS])
+    case = parser.add_argument(
+        "case",
+        nargs="?",
+        metavar="CASE",
+        help='a case, by words of its name: "8B decode", 512x4096 (without one, the cases of OP are listed)',
+    )
+    offer(case, lambda given: [case.name for op in specs.OPS if op.name == given.op for case in _known_cases(op)])
     parser.add_argument("--dtype", choices=specs.DTYPES, default="float16")
     parser.add_argument("--seed", type=int, default=0, help="order in which threads run; 0 is the natural one")
     parser.add_argument("--peer", choices=("metal",), help="then MLX's own Metal kernel, for its counts")
@@ -35,13 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulates the case and prints its counts; 0 if it is right and without a fault, else 1."""
+    if arguments.op is None:
+        print(_ops_listed())
+        return 0
+    op = _find_op(arguments.op)
+    if arguments.case is None:
+        print(_cases_listed(op))
+        return 0
+    case = find_case(op, arguments.case)
     if frontend.compiler_problem():
         raise UsageError(frontend.compiler_problem())
-    try:
-        op = specs.get(arguments.op)
-    except KeyError as error:
-        raise UsageError(error.args[0]) from None
-    case = find_case(op, arguments.case)
     chips = predictions.chosen_chips(arguments.chip) if arguments.chip else []
     if chips and arguments.no_watch:
         raise UsageError("--chip needs the counts of accesses: leave out --no-watch")
@@ -202,9 +219,42 @@ def _recorded(
     return result, launches
 
 
+def _find_op(name: str) -> specs.Op:
+    try:
+        return specs.get(name)
+    except KeyError:
+        known = [op.name for op in specs.OPS]
+        raise UsageError(f"no op is called {name!r}; {listed(name, known)}") from None
+
+
+def _ops_listed() -> str:
+    """The ops, each with the number of its cases."""
+    rows = [["op", "cases"], *([op.name, str(len(_known_cases(op)))] for op in specs.OPS)]
+    return f"{aligned(rows, left=1)}\n\nmlx-mittens simulate OP lists the cases of an op."
+
+
+def _cases_listed(op: specs.Op) -> str:
+    """The cases of an op: purpose, shape and options, each in a column of its own."""
+    known = _known_cases(op)
+    table = aligned([["case", "shape", "options"], *(list(case.columns) for case in known)], left=3)
+    example = f'mlx-mittens simulate {op.name} "{known[0].label} {known[0].columns[1]}"'
+    return f"{table}\n\nWords of a line name its case: {example}"
+
+
+def _known_cases(op: specs.Op) -> list[specs.Case]:
+    """The cases of an op, those of tests after those that are timed, each once."""
+    return list({case.name: case for case in (*op.cases, *op.tests)}.values())
+
+
+def _likeness(asked: Sequence[str], words: Sequence[str]) -> float:
+    """How like the words of a name are to those that were asked for."""
+    ratio = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()
+    return sum(max(ratio(word, other) for other in words) for word in asked)
+
+
 def find_case(op: specs.Op, words: str) -> specs.Case:
     """The case whose name has all these words; whole words go before parts of them, then short names before long."""
-    known = [*op.cases, *op.tests]
+    known = _known_cases(op)
     asked = words.lower().split()
 
     def like(case: specs.Case) -> bool:
@@ -213,8 +263,13 @@ def find_case(op: specs.Op, words: str) -> specs.Case:
 
     found = [case for case in known if like(case)]
     if not found:
-        names = "\n  ".join(dict.fromkeys(case.name for case in known))
-        raise UsageError(f"{op.name} has no case {words!r}; it has\n  {names}")
+        names = [case.name for case in known]
+        near = sorted(names, key=lambda name: -_likeness(asked, re.split("[ -]", name.lower())))[:_NEAREST_CASES]
+        lines = "\n  ".join(near)
+        raise UsageError(
+            f"{op.name} has no case {words!r}; the nearest are\n  {lines}\n"
+            f"mlx-mittens simulate {op.name} lists all {len(names)}"
+        )
     return min(found, key=lambda case: (not set(asked) <= set(case.name.lower().split()), len(case.name)))
 
 

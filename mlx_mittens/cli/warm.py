@@ -23,7 +23,9 @@ from ..bench.models import DTYPES, FORMATS
 from ..patching.patches import patched
 from ..table import Column, show
 from .bench import check_executor, select_device
-from .options import UsageError
+from .completion import offer
+from .options import UsageError, listed
+from .runs import quiet_steps
 
 _COLUMNS = (Column("file", left=True), Column("kernel", left=True), Column("seconds"))
 
@@ -38,7 +40,10 @@ Build = Callable[[], nn.Module]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
     names = ", ".join(architectures.ARCHITECTURES)
-    parser.add_argument("model", metavar="MODEL", help=f"a folder or a hub's name of a model of mlx-lm, or {names}")
+    model = parser.add_argument(
+        "model", metavar="MODEL", help=f"a folder or a hub's name of a model of mlx-lm, or {names}"
+    )
+    offer(model, lambda _: architectures.ARCHITECTURES)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where it will run (mx's default device)")
     parser.add_argument("--weights", choices=FORMATS, help="of an architecture that is named (4-bit)")
     parser.add_argument("--dtype", choices=DTYPES, help="of what is not quantized in it (bfloat16)")
@@ -88,8 +93,8 @@ def _found(arguments: argparse.Namespace) -> tuple[str, Build]:
     if options:
         raise UsageError(f"--{options[0]} is for the name of an architecture: {name} says itself what its weights are")
     if not model_folders.is_one(name):
-        names = ", ".join(architectures.ARCHITECTURES)
-        raise UsageError(f"{name} is no folder, no name of the hub such as mlx-community/NAME, and none of {names}")
+        known = listed(name, architectures.ARCHITECTURES)
+        raise UsageError(f"{name} is no folder and no name of the hub such as mlx-community/NAME; {known}")
     try:
         path = model_folders.check(name)
     except model_folders.ModelError as error:
@@ -110,10 +115,11 @@ def _generate(model: nn.Module, prompts: Sequence[int], tokens: int, kv_bits: in
     """Runs mlx-lm's loop over prompts of these lengths."""
     from mlx_lm.generate import generate_step
 
-    for length in prompts:
-        prompt = mx.arange(length) % 64 + 1
-        for _ in generate_step(prompt, model, max_tokens=tokens, kv_bits=kv_bits, quantized_kv_start=0):
-            pass
+    with quiet_steps(len(prompts) * tokens) as step:
+        for length in prompts:
+            prompt = mx.arange(length) % 64 + 1
+            for _ in generate_step(prompt, model, max_tokens=tokens, kv_bits=kv_bits, quantized_kv_start=0):
+                step(f"prompt of {length} tokens")
 
 
 def run(arguments: argparse.Namespace) -> int:

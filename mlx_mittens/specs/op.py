@@ -50,9 +50,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        words = [self.label, "x".join(map(str, self.shape)) or "scalar"]
-        words += [f"{key}={value}" for key, value in self.options.items() if key != "precise"]
-        return " ".join(words + ["vjp"] * self.vjp + ["nvidia"] * (self.gpu == "nvidia"))
+        return " ".join(word for word in self.columns if word)
+
+    @property
+    def columns(self) -> tuple[str, str, str]:
+        """The parts of the name: the label, the shape, and whatever else tells the case from others."""
+        more = [f"{key}={value}" for key, value in self.options.items() if key != "precise"]
+        more += ["vjp"] * self.vjp + ["nvidia"] * (self.gpu == "nvidia")
+        return self.label, "x".join(map(str, self.shape)) or "scalar", " ".join(more)
 
     def runs_on(self, device: str) -> bool:
         return not (self.cpu_only if device == "gpu" else self.gpu_only)

@@ -40,7 +40,7 @@ def test_what_nobody_published_is_none():
 
 
 def test_an_unknown_chip_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'m9'.*known are m1-7, m1, .*m5-max"):
+    with pytest.raises(ValueError, match=r"'m9'.*nown are m1-7, m1, .*m5-max"):
         find_chip("m9")
 
 

@@ -51,7 +51,7 @@ def test_mlx_kernels(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["softmaxx"], "neither a .metal file nor an op; ops are rms_norm"),
+        (["softmaxx"], "neither a .metal file nor an op; did you mean softmax? There are rms_norm"),
         (["none.metal"], "cannot read none.metal: No such file"),
         (["softmax", "--kernel", "nothing"], "none has 'nothing' in its name; there are\n  softmax_"),
         (["rope_append", "--peer", "metal"], "knows no kernel of MLX's for 'rope_append'"),

@@ -25,6 +25,7 @@ from mlx_mittens.cli import bench, runs
 from mlx_mittens.cli.main import main
 
 KEYS = ["op", "case", "dtype", "device", "executor", "mittens_ms", "mx_ms", "speedup", "gb_s", "error", "mx_error"]
+KEYS += ["spread"]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def test_json(tmp_path, capsys, monkeypatch):
     file = tmp_path / "result.json"
     assert main(["bench", "--quick", "--device", "cpu", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
-    assert set(result) == {"machine", "complete", "measured", "planned", "rows"}
+    assert set(result) == {"machine", "asked", "complete", "measured", "planned", "rows"}
     assert result["complete"] is True and result["measured"] == result["planned"] == len(result["rows"])
     assert {row["op"] for row in result["rows"]} == {op.name for op in specs.OPS}
     assert {row["dtype"] for row in result["rows"]} == set(specs.DTYPES)
@@ -129,7 +130,7 @@ def test_no_matplotlib(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["bnech"], ["bench", "--device", "tpu"], ["bench", "--frobnicate"], ["bench", "--seed", "-1"]],
+    [["bnech"], ["bench", "--device", "tpu"], ["bench", "--frobnicate"], ["bench", "--seed", "-1"]],
     ids=str,
 )
 def test_usage(arguments):
@@ -161,7 +162,7 @@ def test_a_copy_takes_turns_with_large_cases(tmp_path, capsys, monkeypatch):
     file = tmp_path / "result.json"
     assert main(["bench", "--quick", "--device", "cpu", "--ops", "softmax,gemv", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert all(list(row) == [*KEYS, "copy_gb_s"] for row in rows)
+    assert all(list(row) == [*KEYS[:-1], "copy_gb_s", "spread"] for row in rows)
     assert {row["copy_gb_s"] is None for row in rows} == {True, False}
     assert all(0.1 < row["copy_gb_s"] < 10000 for row in rows if row["copy_gb_s"])
     assert "of copy" in capsys.readouterr().out
@@ -550,9 +551,9 @@ def test_nothing_to_measure(monkeypatch, capsys):
 
 def outcome(op, case, dtype, passed=True, **more):
     numbers = {"mittens_ms": 1234.5, "mx_ms": 0.0012345, "speedup": 123.456, "gb_s": 1234.5}
-    numbers |= {"error": 1e-8, "mx_error": 2e-8, "mittens_host_ms": 0.1, "mx_host_ms": 0.2}
+    numbers |= {"error": 1e-8, "mx_error": 2e-8, "mittens_host_ms": 0.1, "mx_host_ms": 0.2, "spread": 0.123}
     row = measure.Row(op.name, case.name, dtype, "cpu", "native", **numbers, **more)
-    return measure.Outcome(row, 0.123, passed, "")
+    return measure.Outcome(row, passed, "")
 
 
 def on_a_terminal(monkeypatch, width):

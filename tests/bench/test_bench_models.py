@@ -173,8 +173,11 @@ def test_a_function_within_a_layer_counts_once(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--model", "llama-9"], "--model: llama-9 given; there are llama-3.2-1b"),
-        (["--model", "qwen3-0.6b", "--weights", "3-bit"], "--weights: 3-bit given; there are 4-bit"),
+        (["--model", "llama-9"], "--model: llama-9 given; did you mean llama-3."),
+        (
+            ["--model", "qwen3-0.6b", "--weights", "3-bit"],
+            "--weights: 3-bit given; did you mean ",
+        ),
         (["--model", "qwen3-0.6b", "--dtype", "float64"], "--dtype: float64 given"),
         (["--model", "qwen3-0.6b", "--tokens", "1"], "--tokens take 2 or more"),
         (["--model", "qwen3-0.6b", "--seconds", "nan"], "--seconds more than 0"),

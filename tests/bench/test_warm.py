@@ -159,7 +159,7 @@ def packed_elsewhere(folder):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "nowhere is no folder, no name of the hub such as mlx-community/NAME, and none of llama-3.2-1b"),
+        (["nowhere"], "nowhere is no folder and no name of the hub such as mlx-community/NAME; there are llama-3.2-1b"),
         (["FOLDER/.."], "has no config.json"),
         (["FOLDER", "--weights", "4-bit"], "--weights is for the name of an architecture"),
         (["FOLDER", "--prompt", "0"], "--prompt 0: expected numbers of tokens"),

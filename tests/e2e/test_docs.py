@@ -36,6 +36,7 @@ class Unrun:
 UNRUN = (
     Unrun("pip ", "downloads packages, or builds for minutes; .ci/run and test_package.py build"),
     Unrun("python3 -m venv", "makes an environment that the next commands would have to fill"),
+    Unrun("eval", "changes the shell of the reader; test_command_line.py asks for completions"),
     Unrun("source", "belongs to the shell of the reader"),
     Unrun("pre-commit", "changes the hooks of the clone, and downloads"),
     Unrun("mkdocs", "needs the extra docs; .ci/run builds the site"),

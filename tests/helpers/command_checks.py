@@ -133,7 +133,8 @@ def check_mlx_mittens(words: Sequence[str]) -> None:
 
 
 def _check_case(arguments: argparse.Namespace) -> int:
-    simulate.find_case(specs.get(arguments.op), arguments.case)
+    if arguments.case is not None:
+        simulate.find_case(specs.get(arguments.op), arguments.case)
     for name in arguments.chip.split(",") if arguments.chip else ():
         find_chip(name)
     return 0
@@ -195,6 +196,13 @@ def _check_mkdocs(words: Sequence[str]) -> None:
         raise Broken(f"mkdocs.yml and docs/ differ in {sorted(listed ^ pages)}")
 
 
+def _check_completion(words: Sequence[str]) -> None:
+    if words[1:] != ["$(register-python-argcomplete mlx-mittens)"]:
+        raise Broken(f"{shlex.join(words)}: expected the line that argcomplete documents")
+    if "PYTHON_ARGCOMPLETE_OK" not in (ROOT / "mlx_mittens_cli.py").read_text():
+        raise Broken("mlx_mittens_cli.py has no PYTHON_ARGCOMPLETE_OK, which argcomplete looks for")
+
+
 def _check_script(words: Sequence[str]) -> None:
     check_file(words[0])
     subprocess.run(["bash", "-n", ROOT / words[0]], check=True)
@@ -218,6 +226,7 @@ def check_command(command: Command) -> None:
         "source": lambda words: None if words[1:] == [".venv/bin/activate"] else _unknown(command),
         "python": lambda words: check_python(words, filled.variables),
         "python3": _check_venv,
+        "eval": _check_completion,
     }
     try:
         checks.get(words[0], lambda words: _unknown(command))(words)

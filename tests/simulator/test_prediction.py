@@ -217,7 +217,7 @@ def test_records_do_not_nest():
 
 
 def test_an_unknown_chip_lists_the_known_ones():
-    with pytest.raises(ValueError, match="no Apple GPU is known as 'm9'; known are .*m2-max"):
+    with pytest.raises(ValueError, match="no Apple GPU is known as 'm9'; .*nown are .*m2-max"):
         predict("y[i] = x[i];", chip="m9")
     with pytest.raises(ValueError, match="m2-max"), mm.simulator.predicted(chip="m9"):
         pass

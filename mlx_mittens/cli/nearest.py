@@ -1,0 +1,35 @@
+"""The nearest of some known words to one that is unknown, as errors suggest it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+# The similarity, of 1 for the same word, from which on a word is suggested.
+_LIKE = 0.6
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is most like this one, or that has it as a part; None where none is like it."""
+    folded: dict[str, str] = {}
+    for one in known:
+        folded.setdefault(_folded(one), one)
+    asked = _folded(word)
+    if not asked:
+        return None
+    close = difflib.get_close_matches(asked, folded, n=1, cutoff=_LIKE)
+    if close:
+        return folded[close[0]]
+    parts = [one for one in folded if asked in one]
+    return folded[min(parts, key=len)] if parts else None
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """A clause that suggests the nearest known word, or an empty string."""
+    found = nearest(word, known)
+    return "" if found is None else f"; did you mean {found}?"
+
+
+def _folded(word: str) -> str:
+    """A word without case and without what joins its parts."""
+    return word.lower().lstrip("-").replace("_", "").replace("-", "").replace(" ", "")

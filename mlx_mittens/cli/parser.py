@@ -1,0 +1,69 @@
+"""The parser of the command line: what it does not know it answers with the nearest word that it knows."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from .nearest import nearest, suggestion
+
+# Positional arguments that take all that follows, options too: they belong to another program.
+_TAKE_ALL = (argparse.PARSER, argparse.REMAINDER)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and suggests what may have been meant."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}\n{self.prog} --help shows what it takes", file=sys.stderr)
+        raise SystemExit(2)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As of argparse, but an unknown option is reported before a missing argument is, which it may stand for."""
+        given = sys.argv[1:] if args is None else list(args)
+        if not any(action.nargs in _TAKE_ALL for action in self._actions):
+            for word in given:
+                if word == "--":
+                    break
+                self._check_option(word)
+        return super().parse_known_args(given, namespace)
+
+    def options(self) -> list[str]:
+        """The long options."""
+        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+    def refuse(self, words: Sequence[str], known: Iterable[str]) -> NoReturn:
+        """Ends the program for words that no argument takes.
+
+        Args:
+            words: They, one at least.
+            known: What the command takes as values of options, which may have been meant.
+        """
+        word = words[0]
+        self._check_option(word)
+        if word.startswith("-") and word != "-":
+            self.error(f"unknown option {word}")
+        hint = ""
+        if "--ops" in self.options():
+            meant = nearest(word, known)
+            hint = f"; did you mean --ops {meant}?" if meant else ""
+        self.error(f"unexpected argument {word!r}{hint}")
+
+    def _check_option(self, word: str) -> None:
+        name = word.partition("=")[0]
+        known = self.options()
+        if len(name) > 2 and name.startswith("--") and not any(option.startswith(name) for option in known):
+            self.error(f"unknown option {name}{suggestion(name, known)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """argparse's hook for `choices`, whose message has no suggestion before Python 3.14."""
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        what = "command" if isinstance(action, argparse._SubParsersAction) else "value"
+        options = "/".join(action.option_strings)
+        where = f"{options}: " if options else ""
+        hint = suggestion(str(value), known)
+        self.error(f"{where}unknown {what} {value!r}{hint or '; there are ' + ', '.join(known)}")

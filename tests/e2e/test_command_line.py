@@ -1,0 +1,139 @@
+"""The command line for people: what it shows, what it suggests, and that its tables fit a terminal."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from mlx_mittens import specs, table
+from mlx_mittens.cli import main, nearest, runs
+
+WIDTH = 80
+
+
+def said(capsys, *arguments):
+    """What a command that cannot be served prints on stderr; its exit status is 2."""
+    try:
+        status = main.main(list(arguments))
+    except SystemExit as ended:
+        status = ended.code
+    printed = capsys.readouterr()
+    assert status == 2 and printed.out == ""
+    return printed.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]], ids=str)
+def test_alone_it_shows_what_it_can_do(capsys, arguments):
+    try:
+        assert main.main(arguments) == 0
+    except SystemExit as ended:
+        assert ended.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.startswith(f"  {name} ") for line in lines) for name in main._COMMANDS)
+    assert max(map(len, lines)) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bnech"], "unknown command 'bnech'; did you mean bench?"),
+        (["dokter"], "did you mean doctor?"),
+        (["xyz"], "unknown command 'xyz'; there are doctor, bench"),
+        (["bench", "softmax"], "unexpected argument 'softmax'; did you mean --ops softmax?"),
+        (["bench", "rmsnorm"], "unexpected argument 'rmsnorm'; did you mean --ops rms_norm?"),
+        (["bench", "--quik"], "unknown option --quik; did you mean --quick?"),
+        (["bench", "--jsn=x"], "unknown option --jsn; did you mean --json?"),
+        (["bench", "--frobnicate"], "unknown option --frobnicate\n"),
+        (["bench", "-q"], "unknown option -q"),
+        (["new", "l2_norm", "--famly", "norm"], "unknown option --famly; did you mean --family?"),
+        (["bench", "--ops", "softmax,rmsnorm"], "--ops: rmsnorm given; did you mean rms_norm? There are rms_norm,"),
+        (["bench", "--predict", "--chip", "m2max"], "'m2max'; did you mean m2-max?"),
+        (["bench", "--model", "lama-3.2-1b"], "did you mean llama-3.2-1b?"),
+        (["simulate", "softmx", "3x7"], "no op is called 'softmx'; did you mean softmax?"),
+        (["simulate", "softmax", "Qwen vocablary"], "the nearest are\n  Qwen3 vocabulary"),
+        (["simulate", "softmax", "3x7", "--dtype", "flot16"], "--dtype: unknown value 'flot16'; did you mean float16?"),
+        (["warm", "qwen3-06b"], "did you mean qwen3-0.6b?"),
+        (["doctor", "--versoin"], "unknown option --versoin"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_nearest_is_suggested(capsys, arguments, words):
+    assert words in said(capsys, *arguments)
+
+
+def test_options_of_other_programs_are_theirs(capsys):
+    assert "no command mlx_lm.generat; did you mean mlx_lm.generate?" in said(
+        capsys, "run", "mlx_lm.generat", "--no-such-option-here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [("SOFTMAX", "softmax"), ("rms-norm", "rms_norm"), ("attention", "scaled_dot_product_attention"), ("", None),
+     ("zzz", None)],
+)  # fmt: skip
+def test_nearest(word, found):
+    assert nearest.nearest(word, [op.name for op in specs.OPS]) == found
+
+
+def test_simulate_lists_ops_and_cases(capsys):
+    assert main.main(["simulate"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1 : 1 + len(specs.OPS)]] == [op.name for op in specs.OPS]
+    for op in specs.OPS:
+        assert main.main(["simulate", op.name]) == 0
+        text = capsys.readouterr().out
+        assert "1x1" in text or op.cases[0].columns[1] in text
+        lines = text.splitlines()
+        assert max(map(len, lines[:-1])) <= WIDTH and lines[0].split() == ["case", "shape", "options"]
+        assert len(lines) == 3 + len({case.name for case in (*op.cases, *op.tests)})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tables_fit_the_terminal(seed):
+    draw = random.Random(seed)
+    columns = [table.Column("op", left=True), table.Column("case", left=True), table.Column("dtype", left=True)]
+    columns += [table.Column(f"c{i}", rank=draw.randint(0, 1) * i) for i in range(4)]
+    cell = lambda most: "x" * draw.randint(1, most)
+    rows = [[cell(60), cell(120), cell(40), *(cell(8) for _ in range(4))] for _ in range(10)]
+    text = table.text(columns, rows, WIDTH)
+    assert max(map(len, text.split("\n"))) <= WIDTH
+    assert all(row[1] in table.text(columns, rows, None) for row in rows), "a pipe gets whole cells"
+
+
+def test_what_fits_is_not_cut():
+    columns = [table.Column("op", left=True), table.Column("case", left=True), table.Column("ms")]
+    assert "x" * 70 in table.text(columns, [["softmax", "x" * 70, "1.0"]], WIDTH)
+    assert table.text(columns, [["a", "b" * 90 + "end", "1.0"]], WIDTH).split("\n")[1].split()[0].endswith("end")
+
+
+def test_the_time_left_is_said_where_it_is_long(monkeypatch, capsys):
+    clock = iter([0.0, 1.0, 60.0, 61.0])
+    monkeypatch.setattr(runs.time, "monotonic", lambda: next(clock))
+    with runs.steps(3) as step:
+        for name in ("a", "b", "c"):
+            step(name)
+    assert capsys.readouterr().err.splitlines() == ["[1/3] a", "[2/3] b, 30 s left", "[3/3] c"]
+    assert [runs.duration(seconds) for seconds in (5.4, 300, 7200)] == ["5 s", "5 min", "2.0 h"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("mlx-mittens be", "bench"),
+        ("mlx-mittens bench --qui", "--quick"),
+        ("mlx-mittens bench --ops softmax,rms", "softmax,rms_norm"),
+        ("mlx-mittens simulate layer", "layer_norm"),
+        ("mlx-mittens bench --predict --chip m2-max-", "m2-max-30"),
+    ],
+)
+def test_a_shell_completes(tmp_path, line, expected):
+    pytest.importorskip("argcomplete")
+    answer = tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n"}
+    environment = {**os.environ, **asked, "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    command = [sys.executable, "-c", "from mlx_mittens_cli import main; main()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert [word.strip() for word in answer.read_text().split("\n")] == [expected], done.stderr
