@@ -8,7 +8,21 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__, specs
-from . import agx_compiler, bench, calibrate, check, completion, doctor, new, registers, run, simulate, validate, warm
+from . import (
+    agx_compiler,
+    bench,
+    cache,
+    calibrate,
+    check,
+    completion,
+    doctor,
+    new,
+    registers,
+    run,
+    simulate,
+    validate,
+    warm,
+)
 from .options import UsageError
 from .parser import Parser
 from .runs import Terminated, exit_status, terminated
@@ -17,6 +31,7 @@ _GROUPS = {
     "This machine": {
         "doctor": (doctor, "say what is installed and check every case on this machine"),
         "bench": (bench, "time each op beside its mx twin and check both against float64"),
+        "cache": (cache, "say what is kept on disk, or delete it"),
         "calibrate": (calibrate, "time ours and mx here, and keep what is faster for each call"),
     },
     "Models of mlx-lm": {

@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from . import cache_limit
+
 
 def cache_folder() -> Path:
     """$MLX_MITTENS_CACHE, else mlx-mittens in the user's cache folder; it need not be there.
@@ -70,6 +72,20 @@ def _temporary_folder(problem: str) -> Path:
     return _temporary[problem]
 
 
+_checked: set[Path] = set()  # folders whose size this process has looked at
+
+
+def _keep_below_limit(folder: Path) -> None:
+    """Deletes old files where the cache is too large; once for a process, since it takes as long as a listing."""
+    if folder in _checked:
+        return
+    _checked.add(folder)
+    try:
+        cache_limit.trim(folder)
+    except ValueError as error:
+        warnings.warn(f"{error}. Nothing is deleted.", RuntimeWarning, stacklevel=3)
+
+
 def key(*parts: str) -> str:
     """A name for what is made of these parts."""
     digest = hashlib.sha256()
@@ -95,6 +111,7 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
         try:
             make(Path(temporary))
             os.replace(temporary, path)
+            _keep_below_limit(path.parent)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
