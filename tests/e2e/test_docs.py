@@ -50,6 +50,7 @@ UNRUN = (
         "mlx-mittens simulate softmax 512x4096 --chip", "needs what agx-compiler builds; test_prediction.py runs such"
     ),
     Unrun("python bench/mac_registers.py", "needs a file from a Mac; test_pipelines.py has one made up"),
+    Unrun("python bench/machines.py --write", "writes a page; test_machines.py checks what it writes"),
     Unrun("pytest -", "runs all tests of a tier, this one too"),
     Unrun("python -m verification.levels", "takes minutes; test_levels.py calls what it calls"),
     Unrun("python -m verification.quick", "takes minutes; test_quick.py checks what it writes"),
