@@ -21,7 +21,19 @@ from helpers.documentation import PAGES, ROOT, Broken, Command, blocks
 from mlx_mittens import specs
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.bench import machine
-from mlx_mittens.cli import agx_compiler, bench, bench_predictions, check, doctor, main, new, registers, simulate
+from mlx_mittens.cli import (
+    agx_compiler,
+    bench,
+    bench_compare,
+    bench_files,
+    bench_predictions,
+    check,
+    doctor,
+    main,
+    new,
+    registers,
+    simulate,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -116,6 +128,8 @@ def check_mlx_mittens(words: Sequence[str]) -> None:
         mock.patch.object(doctor, "select_device", lambda name: None),
         mock.patch.object(bench, "_check_peer", lambda *_: None),  # needs a GPU
         mock.patch.object(bench_predictions, "run", _accept),
+        mock.patch.object(bench_compare, "run", _accept),
+        mock.patch.object(bench_files.Begun, "of", lambda path: None),
         mock.patch.object(agx_compiler, "run", _accept),
         mock.patch.object(new, "run", _accept),
         mock.patch.object(registers, "run", _accept),
