@@ -132,6 +132,15 @@ def _make_sampler(
     return _Sampler(temp, {"top_k": max(top_k, 0), "top_p": top_p if 0 < top_p < 1 else 0.0, "min_p": min_p})
 
 
+def _causal_mask(
+    N: int, offset: int = 0, window_size: int | None = None, right_padding: Any = None, left_padding: Any = None
+) -> mx.array | None:
+    """The mask of a window alone, which attention knows by the array."""
+    if not isinstance(window_size, int) or not isinstance(offset, int) or not (N > 0 and window_size > 0):
+        return None
+    return _ext.window_mask(N, offset, window_size) if right_padding is None and left_padding is None else None
+
+
 def _greedy(logprobs: mx.array) -> mx.array:
     return _ext.sample(logprobs, temperature=0.0)
 
@@ -254,6 +263,17 @@ TARGETS = [
         _ext.try_quantized_scaled_dot_product_attention,
         ("queries", "q_keys", "q_values", "scale", "mask", "group_size", "bits"),
         optional=True,
+    ),
+    Target(
+        "scaled_dot_product_attention",
+        "scaled_dot_product_attention",
+        "mlx_lm.models.base",
+        "create_causal_mask",
+        _causal_mask,
+        ("N", "offset", "window_size", "right_padding", "left_padding"),
+        optional=True,
+        partial=True,  # masks of windows
+        shared=True,
     ),
     Target(
         "cache",

@@ -10,6 +10,7 @@
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "ops/attention/plan.h"
+#include "ops/attention/window_mask.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
@@ -107,6 +108,11 @@ void take_mask(const char* op, AttentionCall& call, const MaskArgument& argument
     checks::fail<DtypeError>(op, "mask has dtype ", mask.dtype(), ": expected bool, or one that promotes to ", dtype);
   }
   const mx::Shape scores = call.scores_shape();
+  const auto known = window ? std::nullopt : window_of(mask);
+  if (known && mask.shape(0) == scores[2] && mask.shape(1) == scores[3]) {
+    call.options.window = *known;
+    return;
+  }
   const int missing = 4 - static_cast<int>(mask.ndim());
   bool broadcasts = missing >= 0;
   for (int axis = std::max(missing, 0); axis < 4 && broadcasts; ++axis) {
