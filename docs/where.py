@@ -31,7 +31,7 @@ class Place:
         plans: What chooses the kernel and its grid, below csrc/ops/FAMILY.
         kernels: Below metal/FAMILY.
         nvidia: Kernels that plans for NVIDIA GPUs alone launch, below metal/FAMILY.
-        cpu: Below csrc/cpu/isa/FAMILY.
+        cpu: Below csrc/cpu/isa/FAMILY, or below csrc/cpu where it is not compiled for each instruction set.
         tests: Below tests/unit/FAMILY.
     """
 
@@ -43,6 +43,7 @@ class Place:
     cpu: tuple[str, ...]
     tests: tuple[str, ...]
     nvidia: tuple[str, ...] = ()
+    cpu_folder: str = ""
 
     @property
     def python(self) -> str:
@@ -56,7 +57,7 @@ class Place:
             (f"csrc/ops/{self.family}", self.plans),
             (f"metal/{self.family}", self.kernels),
             (f"metal/{self.family}", self.nvidia),
-            (f"csrc/cpu/isa/{self.family}", self.cpu),
+            (self.cpu_folder or f"csrc/cpu/isa/{self.family}", self.cpu),
             (f"tests/unit/{self.family}", self.tests),
         ]
 
@@ -141,6 +142,17 @@ _PLACES = (
         ("rope_append.metal",), ("rope_append.cpp",),
         ("test_rope_append.py", "test_cache_step.py"),
     ),
+    Place(
+        ("gather_qmm",), "moe", "gather_qmm.cpp", (), (), ("gather.cpp",), ("test_gather.py",), cpu_folder="csrc/cpu",
+    ),
+    Place(
+        ("gather_mm",), "moe", "gather_mm.cpp", (), (), ("gather.cpp",), ("test_gather.py",), cpu_folder="csrc/cpu",
+    ),
+    Place(
+        ("gather_swiglu",), "moe", "gather_swiglu.cpp", (), (), ("gather.cpp",), ("test_gather_swiglu.py",),
+        cpu_folder="csrc/cpu",
+    ),
+    Place(("route_top_k",), "moe", "route_top_k.cpp", (), (), ("route_top_k.cpp",), ("test_route_top_k.py",)),
 )  # fmt: skip
 
 

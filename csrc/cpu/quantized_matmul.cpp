@@ -12,9 +12,9 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
   quantized_matmul_versions[isa_index()](type, w, x, bias, y, matrices, rows, columns, outputs);
 }
 
-void quantized_swiglu(Type type, const QuantizedWeights& gate, const QuantizedWeights& up, const void* x, void* y,
-                      size_t rows, size_t columns, size_t outputs) {
-  quantized_swiglu_versions[isa_index()](type, gate, up, x, y, rows, columns, outputs);
+void quantized_swiglu(Type type, const QuantizedWeights* gate, const QuantizedWeights* up, const void* x, void* y,
+                      size_t matrices, size_t rows, size_t columns, size_t outputs) {
+  quantized_swiglu_versions[isa_index()](type, gate, up, x, y, matrices, rows, columns, outputs);
 }
 
 }  // namespace mittens::cpu

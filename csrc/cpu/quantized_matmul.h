@@ -27,12 +27,13 @@ void quantized_matmul(Type type,  // of scales, biases, x, bias and y
                       void* y,  // [matrices, rows, outputs]
                       size_t matrices, size_t rows, size_t columns, size_t outputs);
 
-// y = round(silu(x @ gate.T) * (x @ up.T)), silu(v) = v / (1 + exp(-v)), all in float32 and rounded once.
+// y[i] = round(silu(x[i] @ gate[i].T) * (x[i] @ up[i].T)) for each pair of matrices i, silu(v) = v / (1 + exp(-v)), all
+// in float32 and rounded once.
 void quantized_swiglu(Type type,
-                      const QuantizedWeights& gate,  // transposed
-                      const QuantizedWeights& up,  // transposed
-                      const void* x,  // [rows, columns]
-                      void* y,  // [rows, outputs]
-                      size_t rows, size_t columns, size_t outputs);
+                      const QuantizedWeights* gate,  // [matrices], transposed
+                      const QuantizedWeights* up,  // [matrices], transposed
+                      const void* x,  // [matrices, rows, columns]
+                      void* y,  // [matrices, rows, outputs]
+                      size_t matrices, size_t rows, size_t columns, size_t outputs);
 
 }  // namespace mittens::cpu

@@ -1,13 +1,15 @@
 """The ops, a module a family."""
 
-from . import attention, cache, matmul, norm
+from . import attention, cache, matmul, moe, norm
 from .attention import *
 from .cache import *
 from .matmul import *
+from .moe import *
 from .norm import *
 
 __all__: list[str] = []
 __all__ += attention.__all__
 __all__ += cache.__all__
 __all__ += matmul.__all__
+__all__ += moe.__all__
 __all__ += norm.__all__

@@ -12,6 +12,7 @@ from .attention import ATTENTION_OPS
 from .cache import ROPE_OPS
 from .compare import Check, check, compare, error, tolerance, worst
 from .matmul import MATRIX_OPS
+from .moe import MOE_OPS
 from .norm import ROW_OPS, RowOp, Spread
 from .op import (
     DTYPES,
@@ -56,7 +57,7 @@ __all__ = [
     "worst",
 ]
 
-OPS: tuple[Op, ...] = ROW_OPS + SAMPLE_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS
+OPS: tuple[Op, ...] = ROW_OPS + SAMPLE_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS + MOE_OPS
 
 
 def get(name: str) -> Op:

@@ -16,13 +16,15 @@ from mlx_mittens.specs import reference
 
 Sizes = dict[str, int]
 GROUP = 32
+EXPERTS = 3  # of a mixture
 
 
 @dataclass(frozen=True)
 class Argument:
     """An array argument: what it holds, and the names of its dimensions."""
 
-    holds: str  # "numbers", "groups" (scales or biases), "words" (packed integers), "bool", or a kind of blocks
+    holds: str  # "numbers", "groups" (scales or biases), "words" (packed integers), "bool", "indices", or a kind of
+    # blocks
     dims: tuple[str, ...]
     bits: int = 0  # of packed integers
 
@@ -35,6 +37,8 @@ class Argument:
         shape = [*extra, *(sizes[d] for d in self.dims)]
         if self.holds == "bool":
             return mx.array(rng.random(shape) < 0.7)
+        if self.holds == "indices":
+            return mx.array(rng.integers(0, EXPERTS, shape, dtype=np.int32))
         if self.holds == "words":
             shape[-1] = shape[-1] * self.bits // 32
             return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
@@ -338,6 +342,59 @@ def _rope_calls() -> list[Call]:
     ]  # fmt: skip
 
 
+def _gathered(weights: str, pairs: str = "rhs"):
+    """Products where a size of tokens, of chosen experts, of columns or of outputs is zero."""
+
+    def exact(x, **others):
+        return [np.zeros((*others[pairs].shape, x.shape[-2], others[weights].shape[1]))]
+
+    return exact
+
+
+def _moe_calls() -> list[Call]:
+    sizes = {"tokens": 3, "chosen": 2, "rows": 2, "columns": 64, "outputs": 5}
+    fixed = lambda sizes: {"experts": EXPERTS}
+    x, rhs = numbers("tokens", "rows", "columns"), Argument("indices", ("tokens", "chosen"))
+    calls = []
+    for bits in (3, 4, 8):
+        parts = lambda: triple("experts", "outputs", "columns", bits=bits)
+        arguments = {"x": x, **dict(zip(("w", "scales", "biases"), parts())), "rhs": rhs}
+        calls.append(
+            Call("gather_qmm", f"of {bits} bits", sizes, arguments, partial(_gather_qmm, bits=bits), _gathered("w"),
+                 derived=fixed, covered=bits != 3)
+        )  # fmt: skip
+    arguments = {"x": x}
+    for name in ("gate", "up"):
+        arguments |= dict(zip((name, f"{name}_scales", f"{name}_biases"), triple("experts", "outputs", "columns")))
+    calls.append(
+        Call("gather_swiglu", "", sizes, {**arguments, "rhs": rhs}, _gather_swiglu, _gathered("gate"), derived=fixed)
+    )
+    w = numbers("experts", "outputs", "columns")
+    calls.append(Call("gather_mm", "", sizes, {"x": x, "w": w, "rhs": rhs}, _gather_mm, _gathered("w"), derived=fixed))
+    router = {"logits": numbers("tokens", "columns"), "bias": numbers("columns")}
+    some = {"tokens": 3, "columns": 7}
+    for scores in ("softmax", "sigmoid"):
+        calls.append(
+            Call("route_top_k", scores, some, router, partial(mm.route_top_k, k=2, scores=scores),
+                 lambda logits, bias: [np.zeros((*logits.shape[:-1], 2))] * 2,
+                 has_gradients=lambda name: name == "logits")
+        )  # fmt: skip
+    return calls
+
+
+def _gather_qmm(x, w, scales, biases, rhs, bits):
+    return mm.gather_qmm(x[:, None], w, scales, biases, rhs_indices=rhs, group_size=GROUP, bits=bits)
+
+
+def _gather_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, rhs):
+    triples = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
+    return mm.gather_swiglu(x[:, None], *triples, rhs_indices=rhs, group_size=GROUP)
+
+
+def _gather_mm(x, w, rhs):
+    return mm.gather_mm(x[:, None], w.swapaxes(-1, -2), rhs_indices=rhs)
+
+
 def _shaped_calls() -> list[Call]:
     calls = []
     for op in specs.OPS:
@@ -356,5 +413,6 @@ CALLS = [
     *_block_calls(),
     *_attention_calls(),
     *_rope_calls(),
+    *_moe_calls(),
     *_shaped_calls(),
 ]

@@ -27,7 +27,11 @@ GRADIENTS = {
 }
 
 # Ops of ours in a composition, which run their native code there.
-INSIDE = {"quantized_swiglu": {"quantized_matmul"}, "block_matmul": {"block_dequantize"}}
+INSIDE = {
+    "quantized_swiglu": {"quantized_matmul"},
+    "block_matmul": {"block_dequantize"},
+    "gather_swiglu": {"gather_qmm"},
+}
 
 # No operation of mx makes blocks of GGUF or reads them: their composition is the op itself, with its native code.
 OF_THEMSELVES = {

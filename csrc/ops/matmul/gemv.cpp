@@ -190,7 +190,7 @@ class Gemv : public KernelPrimitive {
     return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), w = data_of(inputs[1]),
             stride = static_cast<size_t>(inputs[1].strides(0)), bias = inputs.size() > 2 ? data_of(inputs[2]) : nullptr,
             y = data_of(outputs[0]), transpose = transpose_, sizes = sizes_of(inputs)] {
-      cpu::gemv(type, w, stride, transpose, x, bias, y, sizes.rows, sizes.columns, sizes.outputs);
+      cpu::gemv(type, &w, stride, transpose, x, bias, y, 1, sizes.rows, sizes.columns, sizes.outputs);
     };
   }
 

@@ -1,4 +1,4 @@
-#include <optional>
+#include "ops/matmul/quantized_swiglu.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
@@ -100,7 +100,7 @@ class QuantizedSwiglu : public KernelPrimitive {
             gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
             up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows = leading_size(inputs[0], 1),
             columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
-      cpu::quantized_swiglu(type, gate, up, x, y, rows, columns, count);
+      cpu::quantized_swiglu(type, &gate, &up, x, y, 1, rows, columns, count);
     };
   }
 
@@ -175,9 +175,8 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   return first_output(std::make_shared<QuantizedSwiglu>(stream, format), std::move(inputs));
 }
 
-// silu(gate) * up of two quantized products that nothing has computed yet, as one: under the patch a model multiplies
-// first and then asks for this. Products of more rows than a kernel takes at once stay two, which may go by tiles, and
-// so do those of a gradient, which would multiply again on its way back.
+}  // namespace
+
 std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) {
   const auto format = pending_product(gate);
   if (!format || pending_product(up) != format || gate.shape() != up.shape()) {
@@ -200,8 +199,9 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) 
   return first_output(std::make_shared<QuantizedSwiglu>(stream, *format), std::move(all));
 }
 
+namespace {
+
 void bind(nb::module_& module) {
-  module.def("try_swiglu", &try_swiglu, "gate"_a, "x"_a);
   bind_function(module, op, &quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
                 "bits"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
 }

@@ -32,9 +32,9 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
   });
 }
 
-void quantized_swiglu(Type type, const QuantizedWeights& gate, const QuantizedWeights& up, const void* x, void* y,
-                      size_t rows, size_t columns, size_t outputs) {
-  with_format(type, gate.bits, [&](auto t, auto bits) {
+void quantized_swiglu(Type type, const QuantizedWeights* gate, const QuantizedWeights* up, const void* x, void* y,
+                      size_t matrices, size_t rows, size_t columns, size_t outputs) {
+  with_format(type, gate->bits, [&](auto t, auto bits) {
     using T = decltype(t);
     using Source = Affine<decltype(bits)::value, __is_same(T, float)>;
     auto finish = [&](size_t row, size_t n, size_t size, const float* gates, const float* ups) {
@@ -43,8 +43,8 @@ void quantized_swiglu(Type type, const QuantizedWeights& gate, const QuantizedWe
         store_in_order((T*)y + row * outputs + n + i, g / (exp(-g) + 1.0f) * read<Float>(ups + i, part), part);
       });
     };
-    auto source_of = [&](size_t, int j) { return Source(j == 0 ? gate : up, type); };
-    row_products<Source, 2>(source_of, (const T*)x, 1, rows, columns, outputs, finish);
+    auto source_of = [&](size_t i, int j) { return Source((j == 0 ? gate : up)[i], type); };
+    row_products<Source, 2>(source_of, (const T*)x, matrices, rows, columns, outputs, finish);
   });
 }
 

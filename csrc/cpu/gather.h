@@ -1,0 +1,39 @@
+// Products of rows with chosen matrices of a stack on the CPU: the experts of a mixture.
+//
+// Pairs of an input and a matrix are sorted by the matrix, so that each chosen matrix is read once for all its rows.
+#pragma once
+
+#include "cpu/quantized_matmul.h"
+
+namespace mittens::cpu {
+
+// Which input meets which matrix.
+struct Gather {
+  const uint32_t* matrices;  // [pairs], indices into the stack
+  const uint32_t* inputs;  // [pairs], indices into x; nullptr: pair p has input p / pairs_per_input
+  size_t pairs_per_input;
+  size_t pairs;
+  size_t stack;  // matrices that there are
+  size_t input_count;  // inputs that there are
+  size_t rows;  // of an input
+  size_t columns;
+  size_t outputs;
+};
+
+// y[p] = round(x[inputs[p]] times the matrix matrices[p]) for each pair, as quantized_matmul has it, and NaN where an
+// index is out of range.
+void gather_quantized(Type type,
+                      const QuantizedWeights* stack,  // [stack]
+                      const Gather& gather,
+                      const void* x,  // [input_count, rows, columns]
+                      void* y);  // [pairs, rows, outputs]
+
+// The same with dense matrices, as gemv has it.
+void gather_dense(Type type, const void* const* stack, size_t weight_stride, bool transpose, const Gather& gather,
+                  const void* x, void* y);
+
+// The same of two stacks, as quantized_swiglu has it.
+void gather_swiglu(Type type, const QuantizedWeights* gate, const QuantizedWeights* up, const Gather& gather,
+                   const void* x, void* y);
+
+}  // namespace mittens::cpu

@@ -1,0 +1,111 @@
+#include "cpu/route_top_k.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "cpu/isa/rows.h"
+
+namespace mittens::cpu::MITTENS_ISA {
+
+namespace {
+
+constexpr float least_sum = 1e-20f;  // that weights are divided by: of scores that are all zero
+
+// What is NaN stays so, in the vectors and in the sum of their exponentials.
+void softmax_in_place(float* values, size_t n) {
+  float most = -__builtin_inff();
+  for (size_t i = 0; i < n; ++i) {
+    most = values[i] > most ? values[i] : most;
+  }
+  float sum = 0;
+  each_vector(n, [&](size_t i, auto part)
+                     MITTENS_INLINED { write(values + i, exp(read<Float>(values + i, part) - most), part); });
+  for (size_t i = 0; i < n; ++i) {
+    sum += values[i];
+  }
+  for (size_t i = 0; i < n; ++i) {
+    values[i] /= sum;
+  }
+}
+
+// The k experts that come first by their keys.
+void choose(const float* keys, bool descending, uint32_t* order, size_t experts, size_t k) {
+  std::iota(order, order + experts, 0u);
+  const auto number = [](float key) { return key == key; };
+  const auto before = [=](uint32_t a, uint32_t b) {
+    if (number(keys[a]) != number(keys[b])) {
+      return number(keys[a]) == descending;
+    }
+    if (keys[a] != keys[b] && number(keys[a])) {
+      return keys[a] > keys[b];
+    }
+    return descending ? a < b : a > b;
+  };
+  std::partial_sort(order, order + k, order + experts, before);
+  if (!descending) {
+    std::reverse(order, order + k);
+  }
+}
+
+template <typename T>
+void route_row(const Route& route, const T* logits, const float* bias, uint32_t* indices, T* weights, size_t experts,
+               size_t k, float* memory) {
+  float* scores = memory;
+  float* keys = memory + experts;
+  float* chosen = keys + experts;
+  auto* order = reinterpret_cast<uint32_t*>(chosen + k);
+  each_vector(experts,
+              [&](size_t i, auto part) MITTENS_INLINED { write(scores + i, load_in_order(logits + i, part), part); });
+  if (route.scores == Scores::softmax) {
+    softmax_in_place(scores, experts);
+  } else if (route.scores == Scores::sigmoid) {
+    each_vector(experts, [&](size_t i, auto part) MITTENS_INLINED {
+      const Float x = read<Float>(scores + i, part);
+      write(scores + i, 1.0f / (exp(-x) + 1.0f), part);
+    });
+  }
+  // Rounded to the type, as mx's scores are where experts are chosen by them.
+  T* rounded = reinterpret_cast<T*>(order + experts);
+  each_vector(experts, [&](size_t i, auto part) MITTENS_INLINED {
+    store_in_order(rounded + i, read<Float>(scores + i, part), part);
+    write(keys + i, load_in_order(rounded + i, part), part);
+  });
+  for (size_t i = 0; bias && i < experts; ++i) {
+    keys[i] += bias[i];
+  }
+  choose(keys, route.descending, order, experts, k);
+  for (size_t i = 0; i < k; ++i) {
+    indices[i] = order[i];
+    chosen[i] = scores[order[i]];
+  }
+  float factor = route.scale;
+  if (route.scores == Scores::chosen) {
+    softmax_in_place(chosen, k);
+  } else if (route.renormalize) {
+    float sum = least_sum;
+    for (size_t i = 0; i < k; ++i) {
+      sum += chosen[i];
+    }
+    factor /= sum;
+  }
+  each_vector(k, [&](size_t i, auto part)
+                     MITTENS_INLINED { store_in_order(weights + i, read<Float>(chosen + i, part) * factor, part); });
+}
+
+}  // namespace
+
+void route_top_k(Type type, const Route& route, const void* logits, const float* bias, uint32_t* indices, void* weights,
+                 size_t rows, size_t experts, size_t k) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    parallel_for(rows, ceil_divide(4096, experts), [&](size_t begin, size_t end) {
+      const Scratch memory(4 * experts + k);
+      for (size_t row = begin; row < end; ++row) {
+        route_row(route, (const T*)logits + row * experts, bias, indices + row * k, (T*)weights + row * k, experts, k,
+                  memory.data());
+      }
+    });
+  });
+}
+
+}  // namespace mittens::cpu::MITTENS_ISA

@@ -1,0 +1,28 @@
+// A mixture's choice of experts on the CPU.
+#pragma once
+
+#include "cpu/types.h"
+
+namespace mittens::cpu {
+
+enum class Scores { softmax, sigmoid, chosen };  // chosen: the softmax of the chosen logits alone
+
+struct Route {
+  Scores scores;
+  bool renormalize;
+  bool descending;
+  float scale;
+};
+
+// For each row of logits the experts of the k largest round(scores) + bias, and their weights: scale * scores, without
+// the bias, divided by their sum where they are renormalized. In descending order, the first of equals first; or in
+// ascending order, the last of equals last. NaN counts as the least in descending order, as the largest in ascending.
+void route_top_k(Type type,  // of logits and weights
+                 const Route& route,
+                 const void* logits,  // [rows, experts]
+                 const float* bias,  // [experts] or nullptr
+                 uint32_t* indices,  // [rows, k]
+                 void* weights,  // [rows, k]
+                 size_t rows, size_t experts, size_t k);
+
+}  // namespace mittens::cpu

@@ -1,0 +1,283 @@
+#include "ops/moe/gather.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/ops.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+
+namespace mittens {
+
+namespace {
+
+// As uint32, which negative numbers are out of range in. Those of 64 bits stay out of range.
+mx::array as_indices(const mx::array& indices, mx::Stream stream) {
+  if (indices.dtype() == mx::uint32) {
+    return indices;
+  }
+  mx::array within = indices;
+  if (indices.itemsize() == 8) {
+    within = mx::minimum(within, mx::array(std::numeric_limits<uint32_t>::max(), indices.dtype()), stream);
+    if (indices.dtype() == mx::int64) {
+      within = mx::maximum(within, mx::array(-1, mx::int64), stream);
+    }
+  }
+  return mx::astype(within, mx::uint32, stream);
+}
+
+mx::Shape batch_of(const mx::array& array) {
+  return {array.shape().begin(), array.shape().end() - 2};
+}
+
+// All of a batch.
+mx::array all_of(const mx::Shape& batch, mx::Stream stream) {
+  int size = 1;
+  for (int n : batch) {
+    size *= n;
+  }
+  return mx::reshape(mx::arange(0, size, 1, mx::uint32, stream), batch, stream);
+}
+
+// Whether each input is that of neighbouring pairs: the first axes are those of the batch, which is 1 along the others.
+bool are_neighbours(const mx::Shape& batch, const mx::Shape& pairs) {
+  if (batch.size() != pairs.size()) {
+    return std::all_of(batch.begin(), batch.end(), [](int n) { return n == 1; });
+  }
+  const auto first = std::mismatch(batch.begin(), batch.end(), pairs.begin()).first;
+  return std::all_of(first, batch.end(), [](int n) { return n == 1; });
+}
+
+mx::array with_shape(const mx::array& array, const mx::Shape& shape, mx::Stream stream) {
+  return array.shape() == shape ? array : mx::broadcast_to(array, shape, stream);
+}
+
+uint32_t size_of_batch(const mx::array& array) {
+  return static_cast<uint32_t>(leading_size(array, 2));
+}
+
+// Whether each index is one of so many, [pairs.., 1, 1].
+mx::array in_range(const mx::array& indices, uint32_t count, mx::Stream stream) {
+  return mx::expand_dims(mx::less(indices, mx::array(count, mx::uint32), stream), {-2, -1}, stream);
+}
+
+mx::array clipped(const mx::array& indices, uint32_t count, mx::Stream stream) {
+  return mx::minimum(indices, mx::array(count - 1, mx::uint32), stream);
+}
+
+// Which input each pair has where pairs do not say it.
+mx::array implied_inputs(const mx::Shape& batch, const mx::Shape& pairs, mx::Stream stream) {
+  return with_shape(all_of(batch.size() == pairs.size() ? batch : mx::Shape(pairs.size(), 1), stream), pairs, stream);
+}
+
+}  // namespace
+
+void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
+                   const std::optional<mx::array>& rhs_indices) {
+  for (const auto& [name, indices] : {std::pair("lhs_indices", &lhs_indices), std::pair("rhs_indices", &rhs_indices)}) {
+    if (*indices && !mx::issubdtype((*indices)->dtype(), mx::integer)) {
+      checks::fail<DtypeError>(op, name, " has dtype ", (*indices)->dtype(), ": expected integers");
+    }
+  }
+}
+
+Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
+                   const std::optional<mx::array>& lhs_indices, const std::optional<mx::array>& rhs_indices,
+                   mx::Stream stream) {
+  const mx::array experts = rhs_indices ? as_indices(*rhs_indices, stream) : all_of(batch_of(stack), stream);
+  const mx::Shape batch = lhs_indices ? lhs_indices->shape() : batch_of(x);
+  mx::Shape shape;
+  try {
+    shape = mx::broadcast_shapes(batch, experts.shape());
+  } catch (const std::invalid_argument&) {
+    checks::fail(op, lhs_indices ? "lhs_indices has shape " : "x has a batch of shape ", batch,
+                 rhs_indices ? ", rhs_indices has shape " : ", the stack of matrices has shape ", experts.shape(),
+                 ": expected shapes that broadcast");
+  }
+  Pairs pairs{with_shape(experts, shape, stream), std::nullopt};
+  if (lhs_indices) {
+    pairs.inputs = with_shape(as_indices(*lhs_indices, stream), shape, stream);
+  } else if (!are_neighbours(batch, shape)) {
+    pairs.inputs = with_shape(all_of(batch, stream), shape, stream);
+  }
+  return pairs;
+}
+
+mx::array input_indices(const Pairs& pairs, const mx::array& x, mx::Stream stream) {
+  return pairs.inputs ? *pairs.inputs : implied_inputs(batch_of(x), pairs.experts.shape(), stream);
+}
+
+mx::array guarded(const Pairs& pairs, const mx::array& x, const mx::array& stack, const mx::Shape& shape,
+                  mx::Dtype dtype,
+                  const std::function<mx::array(const mx::array& inputs, const mx::array& experts)>& product,
+                  mx::Stream stream) {
+  const bool is_empty = std::count(shape.begin(), shape.end(), 0) > 0;
+  if (is_empty || x.shape(-1) == 0) {
+    return mx::zeros(shape, dtype, stream);
+  }
+  const uint32_t inputs = size_of_batch(x), experts = size_of_batch(stack);
+  const mx::array nan(std::numeric_limits<float>::quiet_NaN(), dtype);
+  if (inputs == 0 || experts == 0) {
+    return mx::broadcast_to(nan, shape, stream);
+  }
+  mx::array valid = in_range(pairs.experts, experts, stream);
+  if (pairs.inputs) {
+    valid = mx::logical_and(valid, in_range(*pairs.inputs, inputs, stream), stream);
+  }
+  const mx::array y =
+      product(clipped(input_indices(pairs, x, stream), inputs, stream), clipped(pairs.experts, experts, stream));
+  return mx::where(valid, mx::astype(y, dtype, stream), nan, stream);
+}
+
+std::vector<mx::Shape> GatherPrimitive::output_shapes(const Arrays& inputs) {
+  const Pairs pairs = pairs_of(inputs);
+  mx::Shape shape = pairs.experts.shape();
+  if (!pairs.inputs && !are_neighbours(batch_of(inputs[0]), shape)) {
+    checks::fail(name(), "x has a batch of shape ", batch_of(inputs[0]), ", the indices have shape ", shape,
+                 ": expected the shapes that the function was compiled for");
+  }
+  shape.push_back(inputs[0].shape(-2));
+  shape.push_back(outputs_of(inputs));
+  return {shape};
+}
+
+std::vector<Launch> GatherPrimitive::launches(const Arrays& inputs, Arrays& outputs) {
+  mx::cpu::get_command_encoder(stream()).dispatch(native(inputs, outputs));
+  return {};
+}
+
+const Arrays& GatherPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
+  copies = stacks_of(inputs);
+  prepare_stacks(copies);
+  copies.insert(copies.begin(), contiguous_rows(inputs[0], stream()));
+  for (size_t i = 1 + stacks_; i < inputs.size(); ++i) {
+    copies.push_back(contiguous_rows(inputs[i], stream()));
+  }
+  return copies;
+}
+
+cpu::Gather GatherPrimitive::native_gather(const Arrays& inputs) const {
+  const Pairs pairs = pairs_of(inputs);
+  const mx::array& x = inputs[0];
+  const size_t count = pairs.experts.size(), batch = leading_size(x, 2);
+  return {
+      .matrices = pairs.experts.data<uint32_t>(),
+      .inputs = pairs.inputs ? pairs.inputs->data<uint32_t>() : nullptr,
+      .pairs_per_input = batch > 0 ? std::max<size_t>(count / batch, 1) : 1,
+      .pairs = count,
+      .stack = leading_size(inputs[1], 2),
+      .input_count = batch,
+      .rows = static_cast<size_t>(x.shape(-2)),
+      .columns = static_cast<size_t>(x.shape(-1)),
+      .outputs = static_cast<size_t>(outputs_of(inputs)),
+  };
+}
+
+Arrays GatherPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+                            const Arrays& outputs) {
+  const mx::array& x = primals[0];
+  const mx::array& dy = cotangents[0];
+  const Pairs pairs = pairs_of(primals);
+  Arrays gradients;
+  for (int argument : argnums) {
+    std::optional<mx::array> of_pairs;
+    if (argument == 0 && dy.size() > 0 && x.size() > 0) {
+      of_pairs = transposed(dy, stacks_of(primals), pairs.experts);
+    }
+    if (!of_pairs) {
+      gradients.push_back(KernelPrimitive::vjp(primals, cotangents, {argument}, outputs)[0]);
+      continue;
+    }
+    // NaN stood where an index is out of range, whatever x is there.
+    const int batch = static_cast<int>(size_of_batch(x)), rows = x.shape(-2), columns = x.shape(-1);
+    mx::array valid = in_range(pairs.experts, size_of_batch(primals[1]), stream());
+    const mx::array inputs = input_indices(pairs, x, stream());
+    valid = mx::logical_and(valid, in_range(inputs, batch, stream()), stream());
+    const mx::array wide = mx::astype(*of_pairs, mx::float32, stream());
+    const mx::array terms = mx::where(valid, wide, mx::zeros_like(wide, stream()), stream());
+    const int count = static_cast<int>(pairs.experts.size());
+    const mx::array sum = mx::scatter_add(mx::zeros({batch, rows, columns}, mx::float32, stream()),
+                                          mx::reshape(clipped(inputs, batch, stream()), {count}, stream()),
+                                          mx::reshape(terms, {count, 1, rows, columns}, stream()), 0, stream());
+    gradients.push_back(mx::astype(mx::reshape(sum, x.shape(), stream()), x.dtype(), stream()));
+  }
+  return gradients;
+}
+
+std::pair<Arrays, std::vector<int>> GatherPrimitive::vmap(const Arrays& inputs, const std::vector<int>& axes) {
+  int size = 0;
+  Arrays batched = inputs;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (axes[i] >= 0) {
+      batched[i] = mx::moveaxis(inputs[i], axes[i], 0, stream());
+      size = batched[i].shape(0);
+    }
+  }
+  auto broadcast = [&](const mx::array& array, bool is_batched) {
+    if (is_batched) {
+      return array;
+    }
+    mx::Shape shape = array.shape();
+    shape.insert(shape.begin(), size);
+    return mx::broadcast_to(array, shape, stream());
+  };
+  // Of element b the first is b times as many further on. What is out of range stays so.
+  auto moved = [&](const mx::array& indices, uint32_t count) {
+    mx::Shape shape(indices.ndim(), 1);
+    shape[0] = size;
+    const mx::array first = mx::multiply(mx::reshape(mx::arange(0, size, 1, mx::uint32, stream()), shape, stream()),
+                                         mx::array(count, mx::uint32), stream());
+    const mx::array valid = mx::less(indices, mx::array(count, mx::uint32), stream());
+    return mx::where(valid, mx::add(indices, first, stream()),
+                     mx::array(std::numeric_limits<uint32_t>::max(), mx::uint32), stream());
+  };
+  const size_t at = 1 + stacks_;
+  const bool of_x = axes[0] >= 0, of_inputs = inputs.size() > at + 1 && axes[at + 1] >= 0;
+  bool of_stacks = false;
+  for (size_t i = 1; i < at; ++i) {
+    of_stacks = of_stacks || axes[i] >= 0;
+  }
+  Pairs pairs{broadcast(batched[at], axes[at] >= 0), std::nullopt};
+  if (inputs.size() > at + 1) {
+    pairs.inputs = broadcast(batched[at + 1], of_inputs);
+  } else {
+    mx::Shape batch = inputs[0].shape(), shape = inputs[at].shape();
+    if (of_x) {
+      batch.erase(batch.begin() + axes[0]);
+    }
+    if (axes[at] >= 0) {
+      shape.erase(shape.begin() + axes[at]);
+    }
+    batch.resize(batch.size() - 2);
+    pairs.inputs = broadcast(implied_inputs(batch, shape, stream()), false);
+  }
+  if (of_x) {
+    uint32_t count = 1;
+    for (size_t d = 1; d + 2 < batched[0].ndim(); ++d) {
+      count *= static_cast<uint32_t>(batched[0].shape(static_cast<int>(d)));
+    }
+    pairs.inputs = moved(*pairs.inputs, count);
+  }
+  Arrays stacks = {batched.begin() + 1, batched.begin() + static_cast<ptrdiff_t>(at)};
+  if (of_stacks) {
+    for (size_t i = 0; i < stacks_; ++i) {
+      stacks[i] = broadcast(stacks[i], axes[1 + i] >= 0);
+    }
+    pairs.experts = moved(pairs.experts, size > 0 ? size_of_batch(stacks[0]) / size : 0);
+  }
+  return {{apply(batched[0], stacks, pairs)}, {0}};
+}
+
+Arrays gather_inputs(const mx::array& x, Arrays stacks, const Pairs& pairs) {
+  stacks.insert(stacks.begin(), x);
+  stacks.push_back(pairs.experts);
+  if (pairs.inputs) {
+    stacks.push_back(*pairs.inputs);
+  }
+  return stacks;
+}
+
+}  // namespace mittens

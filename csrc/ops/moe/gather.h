@@ -1,0 +1,111 @@
+// What the products with chosen experts share: their indices, and what follows from these.
+//
+// A pair is an input, [rows, columns] of x, and an expert, a matrix of a stack. Indices are computed when MLX evaluates
+// them, so that nothing before can refuse one that is out of range: its pair gives NaN, and reads nothing.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "cpu/gather.h"
+#include "mlx/utils.h"
+#include "ops/matmul/affine.h"
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+// The indices of the pairs, uint32 and of one shape. No inputs: pair p has input p / (pairs for each input).
+struct Pairs {
+  mx::array experts;
+  std::optional<mx::array> inputs;
+};
+
+// Throws DtypeError for indices that are no integers.
+void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
+                   const std::optional<mx::array>& rhs_indices);
+
+// The pairs of a call, whose indices broadcast; those that are absent are all of the batch of x, or of the stack.
+Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
+                   const std::optional<mx::array>& lhs_indices, const std::optional<mx::array>& rhs_indices,
+                   mx::Stream stream);
+
+// The indices of the inputs, also where pairs leave them out.
+mx::array input_indices(const Pairs& pairs, const mx::array& x, mx::Stream stream);
+
+// What mx's gather makes of pairs, which reads past its arrays where an index is out of range: the product is asked for
+// indices within them, and the pairs concerned are NaN. Its result is [pairs.., rows, outputs], which must be given in
+// case there is nothing to multiply.
+mx::array guarded(const Pairs& pairs, const mx::array& x, const mx::array& stack, const mx::Shape& shape,
+                  mx::Dtype dtype,
+                  const std::function<mx::array(const mx::array& inputs, const mx::array& experts)>& product,
+                  mx::Stream stream);
+
+// The primitive of such an op: x [.., rows, columns], the arrays of stacks [.., ..], the indices of experts, and those
+// of inputs where there are any -> y [pairs.., rows, outputs].
+class GatherPrimitive : public KernelPrimitive {
+ public:
+  // stacks: how many arrays the weights are.
+  GatherPrimitive(mx::Stream stream, size_t stacks) : KernelPrimitive(stream), stacks_(stacks) {}
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override;
+
+  // Of x by the op itself where it has a transposed one, else by the composition.
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override;
+
+  // As one call with more inputs, or more experts.
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override;
+
+ protected:
+  virtual int outputs_of(const Arrays& inputs) const = 0;
+  // The op on other arrays.
+  virtual mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) = 0;
+  // The cotangent of each pair times its expert transposed; nothing where the op is not linear in x.
+  virtual std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) {
+    return std::nullopt;
+  }
+  // Makes the stacks [.., rows, row] what the kernels read.
+  virtual void prepare_stacks(Arrays& stacks) = 0;
+
+  // There are no kernels: where the simulator is on, the native code runs.
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override;
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override;
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].shape(-1) == 0;
+  }
+
+  Arrays stacks_of(const Arrays& inputs) const {
+    return {inputs.begin() + 1, inputs.begin() + 1 + static_cast<ptrdiff_t>(stacks_)};
+  }
+  Pairs pairs_of(const Arrays& inputs) const {
+    return {inputs[1 + stacks_], inputs.size() > 2 + stacks_ ? std::optional(inputs[2 + stacks_]) : std::nullopt};
+  }
+  // For the native code.
+  cpu::Gather native_gather(const Arrays& inputs) const;
+
+ private:
+  size_t stacks_;
+};
+
+// The inputs of such a primitive.
+Arrays gather_inputs(const mx::array& x, Arrays stacks, const Pairs& pairs);
+
+mx::array gather_mm(const mx::array& a, const mx::array& b, const std::optional<mx::array>& lhs_indices,
+                    const std::optional<mx::array>& rhs_indices, bool sorted_indices, mx::StreamOrDevice where);
+
+mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales,
+                     const std::optional<mx::array>& biases, const std::optional<mx::array>& lhs_indices,
+                     const std::optional<mx::array>& rhs_indices, bool transpose, std::optional<int> group_size,
+                     std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& global_scale,
+                     bool sorted_indices, mx::StreamOrDevice where);
+
+// The format of an array that is to be gather_qmm's, by the transposes of its experts, and not yet computed. Its inputs
+// are x, the triple and the indices. Nothing for any other array.
+std::optional<AffineFormat> pending_gather(const mx::array& y);
+
+// silu(gate) * up of two such arrays as one: under the patch a model multiplies first and then asks for this. Those of
+// a gradient stay two.
+std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::array& up);
+
+}  // namespace mittens

@@ -1,0 +1,162 @@
+#include <functional>
+#include <optional>
+
+#include <nanobind/nanobind.h>
+
+#include "mlx/ops.h"
+#include "ops/moe/gather.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "gather_mm";
+
+// A matrix [.., columns, outputs] of b as the native code reads it: rows that lie in memory as they are, of columns (as
+// mlx-lm's experts have them) or of outputs.
+enum class Rows { none, of_columns, of_outputs };
+
+Rows rows_of(const mx::array& b) {
+  auto are_rows = [&](int along, int across) {
+    return (b.shape(along) <= 1 || b.strides(along) == 1) && (b.shape(across) <= 1 || b.strides(across) >= 0);
+  };
+  return are_rows(-2, -1) ? Rows::of_columns : are_rows(-1, -2) ? Rows::of_outputs : Rows::none;
+}
+
+class GatherMm : public GatherPrimitive {
+ public:
+  explicit GatherMm(mx::Stream stream) : GatherPrimitive(stream, 1) {}
+
+  const char* name() const override {
+    return "MittensGatherMm";
+  }
+
+  bool is_equivalent(const mx::Primitive&) const override {
+    return true;
+  }
+
+  // y is linear in a, and in b.
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
+    const Pairs pairs = pairs_of(primals);
+    std::optional<mx::array> sum;
+    for (size_t i = 0; i < argnums.size(); ++i) {
+      const mx::array part =
+          argnums[i] == 0 ? apply(tangents[i], {primals[1]}, pairs) : apply(primals[0], {tangents[i]}, pairs);
+      sum = sum ? mx::add(*sum, part, stream()) : part;
+    }
+    return {*sum};
+  }
+
+ protected:
+  int outputs_of(const Arrays& inputs) const override {
+    return inputs[1].shape(-1);
+  }
+
+  mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) override {
+    return first_output(std::make_shared<GatherMm>(stream()), gather_inputs(x, stacks, pairs));
+  }
+
+  std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) override {
+    return apply(dy, {mx::swapaxes(stacks[0], -1, -2, stream())}, {experts, std::nullopt});
+  }
+
+  void prepare_stacks(Arrays& stacks) override {
+    if (rows_of(stacks[0]) == Rows::none) {
+      stacks[0] = contiguous(stacks[0], stream());
+    }
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& b = inputs[1];
+    const bool transpose = rows_of(b) == Rows::of_columns;
+    std::vector<const void*> stack(leading_size(b, 2));
+    const char* first = static_cast<const char*>(data_of(b));
+    for (size_t i = 0; i < stack.size(); ++i) {
+      int64_t offset = 0;
+      size_t rest = i;
+      for (int d = static_cast<int>(b.ndim()) - 3; d >= 0; rest /= b.shape(d), --d) {
+        offset += static_cast<int64_t>(rest % b.shape(d)) * b.strides(d);
+      }
+      stack[i] = first + offset * static_cast<int64_t>(b.itemsize());
+    }
+    return [type = native_type(b.dtype()), stack = std::move(stack),
+            stride = static_cast<size_t>(b.strides(transpose ? -1 : -2)), transpose, gather = native_gather(inputs),
+            x = data_of(inputs[0]),
+            y = data_of(outputs[0])] { cpu::gather_dense(type, stack.data(), stride, transpose, gather, x, y); };
+  }
+
+  // In float32: mx has no other on a CPU.
+  Arrays composed(const Arrays& inputs) override {
+    auto wide = [&](size_t i) { return in_dtype(inputs[i], mx::float32, stream()); };
+    return {guarded(
+        pairs_of(inputs), inputs[0], inputs[1], output_shapes(inputs)[0], inputs[0].dtype(),
+        [&](const mx::array& lhs, const mx::array& rhs) {
+          return mx::gather_mm(wide(0), wide(1), lhs, rhs, false, stream());
+        },
+        stream())};
+  }
+};
+
+std::optional<mx::array> try_gather_mm(const mx::array& a, const mx::array& b,
+                                       const std::optional<mx::array>& lhs_indices,
+                                       const std::optional<mx::array>& rhs_indices, bool sorted_indices,
+                                       mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  for (const auto& [name, array] : {std::pair("a", &a), std::pair("b", &b)}) {
+    if (array->ndim() < 2) {
+      checks::fail(op, name, " has shape ", array->shape(), ": expected at least two dimensions");
+    }
+  }
+  if (a.shape(-1) != b.shape(-2)) {
+    checks::fail(op, "a has ", a.shape(-1), " columns, b has shape ", b.shape(), ": expected matrices of ", b.shape(-2),
+                 " columns");
+  }
+  check_indices(op, lhs_indices, rhs_indices);
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"a", a}, {"b", b}});
+  if (stream.device == mx::Device::gpu) {
+    return fallback(op, "experts on a GPU");
+  }
+  const Pairs pairs = gather_pairs(op, a, b, lhs_indices, rhs_indices, stream);
+  return first_output(std::make_shared<GatherMm>(stream),
+                      gather_inputs(in_dtype(a, dtype, stream), {in_dtype(b, dtype, stream)}, pairs));
+}
+
+}  // namespace
+
+mx::array gather_mm(const mx::array& a, const mx::array& b, const std::optional<mx::array>& lhs_indices,
+                    const std::optional<mx::array>& rhs_indices, bool sorted_indices, mx::StreamOrDevice where) {
+  if (auto y = try_gather_mm(a, b, lhs_indices, rhs_indices, sorted_indices, where)) {
+    return *std::move(y);
+  }
+  // mx's, with indices within the arrays.
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const Pairs pairs = gather_pairs(op, a, b, lhs_indices, rhs_indices, stream);
+  auto product = [&](const mx::array& lhs, const mx::array& rhs) {
+    return mx::gather_mm(a, b, lhs, rhs, sorted_indices, stream);
+  };
+  const mx::array shaped = product(input_indices(pairs, a, stream), pairs.experts);
+  return guarded(pairs, a, b, shaped.shape(), shaped.dtype(), product, stream);
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  define(module, op, &try_gather_mm, &gather_mm, nb::arg(), nb::arg(), "lhs_indices"_a.none() = nb::none(),
+         "rhs_indices"_a.none() = nb::none(), nb::kw_only(), "sorted_indices"_a = false, "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,196 @@
+#include <functional>
+#include <optional>
+#include <string>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "mlx/ops.h"
+#include "ops/matmul/affine.h"
+#include "ops/moe/gather.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "gather_qmm";
+
+class GatherQmm : public GatherPrimitive {
+ public:
+  GatherQmm(mx::Stream stream, AffineFormat format) : GatherPrimitive(stream, 3), format_(format) {}
+
+  const char* name() const override {
+    return "MittensGatherQmm";
+  }
+
+  const AffineFormat& format() const {
+    return format_;
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return format_ == static_cast<const GatherQmm&>(other).format_;
+  }
+
+  // y is linear in x, and in scales and biases together.
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
+    std::vector<std::optional<mx::array>> tangent(primals.size());
+    for (size_t i = 0; i < argnums.size(); ++i) {
+      tangent[argnums[i]] = tangents[i];
+    }
+    const Pairs pairs = pairs_of(primals);
+    mx::array sum = tangent[0] ? apply(*tangent[0], stacks_of(primals), pairs)
+                               : mx::zeros(output_shapes(primals)[0], primals[0].dtype(), stream());
+    if (tangent[2] || tangent[3]) {
+      const mx::array none = mx::zeros_like(primals[2], stream());
+      const mx::array by_groups =
+          apply(primals[0], {primals[1], tangent[2].value_or(none), tangent[3].value_or(none)}, pairs);
+      sum = mx::add(sum, by_groups, stream());
+    }
+    return {sum};
+  }
+
+ protected:
+  int outputs_of(const Arrays& inputs) const override {
+    const mx::array& w = inputs[1];
+    return format_.transpose ? w.shape(-2) : static_cast<int>(int64_t(w.shape(-1)) * 32 / format_.bits);
+  }
+
+  mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) override {
+    return first_output(std::make_shared<GatherQmm>(stream(), format_), gather_inputs(x, stacks, pairs));
+  }
+
+  std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) override {
+    AffineFormat format = format_;
+    format.transpose = !format.transpose;
+    return first_output(std::make_shared<GatherQmm>(stream(), format),
+                        gather_inputs(dy, stacks, {experts, std::nullopt}));
+  }
+
+  void prepare_stacks(Arrays& stacks) override {
+    if (!is_prepared_affine(stacks[0], stacks[1], stacks[2])) {
+      stacks = prepared_affine(stacks[0], stacks[1], stacks[2], stream());
+    }
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    return [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_),
+            gather = native_gather(inputs), x = data_of(inputs[0]),
+            y = data_of(outputs[0])] { cpu::gather_quantized(type, stack.data(), gather, x, y); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    auto wide = [&](size_t i) { return in_dtype(inputs[i], mx::float32, stream()); };
+    return {guarded(
+        pairs_of(inputs), inputs[0], inputs[1], output_shapes(inputs)[0], inputs[0].dtype(),
+        [&](const mx::array& lhs, const mx::array& rhs) {
+          return mx::gather_qmm(wide(0), inputs[1], wide(2), wide(3), lhs, rhs, format_.transpose, format_.group_size,
+                                format_.bits, "affine", std::nullopt, false, stream());
+        },
+        stream())};
+  }
+
+ private:
+  AffineFormat format_;
+};
+
+std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                        const std::optional<mx::array>& biases,
+                                        const std::optional<mx::array>& lhs_indices,
+                                        const std::optional<mx::array>& rhs_indices, bool transpose,
+                                        std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+                                        const std::optional<mx::array>& global_scale, bool sorted_indices,
+                                        mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  if (mode != "affine" && mode != "mxfp4" && mode != "mxfp8" && mode != "nvfp4") {
+    checks::fail(op, "mode is '", mode, "': expected affine, mxfp4, mxfp8 or nvfp4");
+  }
+  if (x.ndim() < 2) {
+    checks::fail(op, "x has shape ", x.shape(), ": expected at least two dimensions");
+  }
+  check_indices(op, lhs_indices, rhs_indices);
+  if (mode != "affine") {
+    return fallback(op, "mode " + mode);
+  }
+  if (!biases) {
+    checks::fail(op, "biases is None: expected an array, which affine quantization has");
+  }
+  if (global_scale) {
+    checks::fail(op, "global_scale is an array: expected None, which affine quantization has");
+  }
+  const AffineFormat format = affine_format(op, group_size, bits, transpose);
+  check_affine(op, x, w, scales, *biases, format);
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x}, {"scales", scales}, {"biases", *biases}});
+  if (!has_affine_kernels(format)) {
+    return fallback(op, std::to_string(format.bits) + " bits");
+  }
+  if (stream.device == mx::Device::gpu) {
+    return fallback(op, "experts on a GPU");
+  }
+  const Pairs pairs = gather_pairs(op, x, w, lhs_indices, rhs_indices, stream);
+  auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
+  return first_output(std::make_shared<GatherQmm>(stream, format),
+                      gather_inputs(typed(x), {w, typed(scales), typed(*biases)}, pairs));
+}
+
+// mx's, with indices within the arrays.
+mx::array gather_qmm_of_mx(const mx::array& x, const mx::array& w, const mx::array& scales,
+                           const std::optional<mx::array>& biases, const std::optional<mx::array>& lhs_indices,
+                           const std::optional<mx::array>& rhs_indices, bool transpose, std::optional<int> group_size,
+                           std::optional<int> bits, const std::string& mode,
+                           const std::optional<mx::array>& global_scale, bool sorted_indices, mx::Stream stream) {
+  const Pairs pairs = gather_pairs(op, x, w, lhs_indices, rhs_indices, stream);
+  auto product = [&](const mx::array& lhs, const mx::array& rhs) {
+    return mx::gather_qmm(x, w, scales, biases, lhs, rhs, transpose, group_size, bits, mode, global_scale,
+                          sorted_indices, stream);
+  };
+  const mx::array shaped = product(input_indices(pairs, x, stream), pairs.experts);  // checks what it is given
+  return guarded(pairs, x, w, shaped.shape(), shaped.dtype(), product, stream);
+}
+
+}  // namespace
+
+std::optional<AffineFormat> pending_gather(const mx::array& y) {
+  if (!is_pending(y)) {
+    return std::nullopt;
+  }
+  const auto* product = dynamic_cast<const GatherQmm*>(&y.primitive());
+  return product && product->format().transpose ? std::optional(product->format()) : std::nullopt;
+}
+
+mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales,
+                     const std::optional<mx::array>& biases, const std::optional<mx::array>& lhs_indices,
+                     const std::optional<mx::array>& rhs_indices, bool transpose, std::optional<int> group_size,
+                     std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& global_scale,
+                     bool sorted_indices, mx::StreamOrDevice where) {
+  if (auto y = try_gather_qmm(x, w, scales, biases, lhs_indices, rhs_indices, transpose, group_size, bits, mode,
+                              global_scale, sorted_indices, where)) {
+    return *std::move(y);
+  }
+  return gather_qmm_of_mx(x, w, scales, biases, lhs_indices, rhs_indices, transpose, group_size, bits, mode,
+                          global_scale, sorted_indices, checks::checked_stream(op, where));
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  define(module, op, &try_gather_qmm, &gather_qmm, nb::arg(), nb::arg(), "scales"_a, "biases"_a.none() = nb::none(),
+         "lhs_indices"_a.none() = nb::none(), "rhs_indices"_a.none() = nb::none(), "transpose"_a = true,
+         "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine",
+         "global_scale"_a.none() = nb::none(), nb::kw_only(), "sorted_indices"_a = false, "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,252 @@
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include "cpu/route_top_k.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/ops.h"
+#include "mlx/transforms.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+#include "runtime/primitive.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "route_top_k";
+constexpr float least_sum = 1e-20f;
+
+struct Routing {
+  int k;
+  cpu::Scores scores;
+  bool renormalize;
+  bool descending;
+  float scale;
+
+  bool operator==(const Routing&) const = default;
+};
+
+using Outputs = std::tuple<mx::array, mx::array>;
+
+// The same of mx operations, in float32.
+Arrays composition_of(const mx::array& logits, const std::optional<mx::array>& bias, const Routing& routing,
+                      mx::Stream stream) {
+  const mx::array wide = in_dtype(logits, mx::float32, stream);
+  mx::array scores = wide;
+  if (routing.scores == cpu::Scores::softmax) {
+    scores = mx::softmax(wide, -1, true, stream);
+  } else if (routing.scores == cpu::Scores::sigmoid) {
+    scores = mx::sigmoid(wide, stream);
+  }
+  mx::array keys = in_dtype(in_dtype(scores, logits.dtype(), stream), mx::float32, stream);
+  keys = mx::stop_gradient(bias ? mx::add(keys, *bias, stream) : keys, stream);
+  const int experts = logits.shape(-1);
+  const mx::array order = mx::argsort(routing.descending ? mx::negative(keys, stream) : keys, -1, stream);
+  mx::Shape start(logits.ndim(), 0), stop = logits.shape();
+  (routing.descending ? stop : start).back() = routing.descending ? routing.k : experts - routing.k;
+  const mx::array indices = mx::slice(order, start, stop, stream);
+  mx::array weights = mx::take_along_axis(scores, indices, -1, stream);
+  if (routing.scores == cpu::Scores::chosen) {
+    weights = mx::softmax(weights, -1, true, stream);
+  } else if (routing.renormalize) {
+    const mx::array sum = mx::add(mx::sum(weights, -1, true, stream), mx::array(least_sum), stream);
+    weights = mx::divide(weights, sum, stream);
+  }
+  if (routing.scale != 1) {
+    weights = mx::multiply(weights, mx::array(routing.scale), stream);
+  }
+  return {indices, in_dtype(weights, logits.dtype(), stream)};
+}
+
+// logits [.., experts], bias [experts] in float32, if there is one -> indices and weights [.., k].
+class RouteTopK : public KernelPrimitive {
+ public:
+  RouteTopK(mx::Stream stream, Routing routing) : KernelPrimitive(stream), routing_(routing) {}
+
+  static Outputs apply(Arrays inputs, const Routing& routing, mx::Stream stream) {
+    auto primitive = std::make_shared<RouteTopK>(stream, routing);
+    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+    const mx::Dtype dtype = inputs[0].dtype();
+    const Arrays made = mx::array::make_arrays(std::move(shapes), {mx::uint32, dtype}, primitive, inputs);
+    return {made[0], made[1]};
+  }
+
+  const char* name() const override {
+    return "MittensRouteTopK";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return routing_ == static_cast<const RouteTopK&>(other).routing_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    mx::Shape shape = inputs[0].shape();
+    if (shape.back() < routing_.k) {
+      checks::fail(op, "k is ", routing_.k, ", logits have shape ", shape, ": expected at least as many experts");
+    }
+    shape.back() = routing_.k;
+    return {shape, shape};
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    // Of the weights alone: indices have no derivative.
+    auto weights = [&](const Arrays& these) {
+      Arrays inputs = primals;
+      for (size_t i = 0; i < argnums.size(); ++i) {
+        inputs[argnums[i]] = these[i];
+      }
+      return Arrays{composed(inputs)[1]};
+    };
+    Arrays arguments;
+    for (int argument : argnums) {
+      arguments.push_back(primals[argument]);
+    }
+    if (cotangents[1].size() == 0) {
+      for (mx::array& argument : arguments) {
+        argument = mx::zeros_like(argument, stream());
+      }
+      return arguments;
+    }
+    return mx::vjp(weights, arguments, {cotangents[1]}).second;
+  }
+
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    const int size = axes[0] >= 0 ? inputs[0].shape(axes[0]) : inputs[1].shape(axes[1]);
+    mx::array logits = axes[0] >= 0 ? mx::moveaxis(inputs[0], axes[0], 0, stream()) : inputs[0];
+    if (axes[0] < 0) {
+      mx::Shape shape = logits.shape();
+      shape.insert(shape.begin(), size);
+      logits = mx::broadcast_to(logits, shape, stream());
+    }
+    if (inputs.size() < 2 || axes[1] < 0) {
+      Arrays moved = inputs;
+      moved[0] = logits;
+      const auto [indices, weights] = apply(std::move(moved), routing_, stream());
+      return {{indices, weights}, {0, 0}};
+    }
+    // A bias for each.
+    mx::Shape shape(logits.ndim(), 1);
+    shape.front() = size;
+    shape.back() = logits.shape(-1);
+    const mx::array bias = mx::reshape(mx::moveaxis(inputs[1], axes[1], 0, stream()), shape, stream());
+    return {composition_of(logits, bias, routing_, stream()), {0, 0}};
+  }
+
+ protected:
+  // There are no kernels: where the simulator is on, the native code runs.
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    mx::cpu::get_command_encoder(stream()).dispatch(native(inputs, outputs));
+    return {};
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    return [type = native_type(inputs[0].dtype()),
+            route = cpu::Route{routing_.scores, routing_.renormalize, routing_.descending, routing_.scale},
+            logits = data_of(inputs[0]), bias = inputs.size() > 1 ? inputs[1].data<float>() : nullptr,
+            indices = outputs[0].data<uint32_t>(), weights = data_of(outputs[1]), rows = leading_size(inputs[0], 1),
+            experts = static_cast<size_t>(inputs[0].shape(-1)), k = static_cast<size_t>(routing_.k)] {
+      cpu::route_top_k(type, route, logits, bias, indices, weights, rows, experts, k);
+    };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    return composition_of(inputs[0], inputs.size() > 1 ? std::optional(inputs[1]) : std::nullopt, routing_, stream());
+  }
+
+ private:
+  Routing routing_;
+};
+
+cpu::Scores scores_of(const std::string& scores) {
+  if (scores == "softmax") {
+    return cpu::Scores::softmax;
+  }
+  if (scores == "sigmoid") {
+    return cpu::Scores::sigmoid;
+  }
+  if (scores == "chosen") {
+    return cpu::Scores::chosen;
+  }
+  checks::fail(op, "scores is '", scores, "': expected softmax, sigmoid or chosen");
+}
+
+struct Call {
+  Arrays inputs;
+  Routing routing;
+};
+
+Call checked(const mx::array& logits, int k, const std::optional<mx::array>& bias, const std::string& scores,
+             bool renormalize, bool descending, float scale, mx::Stream stream) {
+  if (logits.ndim() < 1) {
+    checks::fail(op, "logits has no dimensions: expected at least one, the last of which is that of the experts");
+  }
+  const int experts = logits.shape(-1);
+  if (k < 1 || k > experts) {
+    checks::fail(op, "k is ", k, ", logits has ", experts, " columns: expected 1 to as many as there are experts");
+  }
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != experts)) {
+    checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", experts, " elements");
+  }
+  if (!std::isfinite(scale)) {
+    checks::fail(op, "scale is ", scale, ": expected a finite number");
+  }
+  const Routing routing{k, scores_of(scores), renormalize, descending, scale};
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"logits", logits}});
+  Arrays inputs = {in_dtype(logits, dtype, stream)};
+  if (bias) {
+    checks::kernel_dtype(op, {{"bias", bias}});
+    inputs.push_back(in_dtype(*bias, mx::float32, stream));
+  }
+  return {std::move(inputs), routing};
+}
+
+std::optional<Outputs> try_route_top_k(const mx::array& logits, int k, const std::optional<mx::array>& bias,
+                                       const std::string& scores, bool renormalize, bool descending, float scale,
+                                       mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  Call call = checked(logits, k, bias, scores, renormalize, descending, scale, stream);
+  if (stream.device == mx::Device::gpu) {
+    return fallback(op, "a router on a GPU");
+  }
+  return RouteTopK::apply(std::move(call.inputs), call.routing, stream);
+}
+
+Outputs route_top_k(const mx::array& logits, int k, const std::optional<mx::array>& bias, const std::string& scores,
+                    bool renormalize, bool descending, float scale, mx::StreamOrDevice where) {
+  if (auto outputs = try_route_top_k(logits, k, bias, scores, renormalize, descending, scale, where)) {
+    return *std::move(outputs);
+  }
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const Call call = checked(logits, k, bias, scores, renormalize, descending, scale, stream);
+  const Arrays all =
+      composition_of(call.inputs[0], bias ? std::optional(call.inputs[1]) : std::nullopt, call.routing, stream);
+  return {all[0], all[1]};
+}
+
+void bind(nb::module_& module) {
+  define(module, op, &try_route_top_k, &route_top_k, "logits"_a, "k"_a, "bias"_a.none() = nb::none(),
+         "scores"_a = "softmax", "renormalize"_a = false, "descending"_a = true, nb::kw_only(), "scale"_a = 1.0f,
+         "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,203 @@
+"""Mixtures of experts: products of tokens with the experts that a router has chosen for them.
+
+As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On
+the CPU any number of tokens is native: each chosen expert is read once for all its tokens, and no other is read. On
+GPUs they go to mx.
+
+Indices are computed when MLX evaluates them, so that no call can refuse one that is out of range. Its results are NaN,
+and nothing outside the arrays is read, also where mx computes them. Negative indices are out of range.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ._declaration import StreamOrDevice, defined_in_extension
+
+__all__ = ["gather_mm", "gather_qmm", "gather_swiglu", "route_top_k"]
+
+
+@defined_in_extension
+def gather_qmm(
+    x: mx.array,
+    w: mx.array,
+    /,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    lhs_indices: mx.array | None = None,
+    rhs_indices: mx.array | None = None,
+    transpose: bool = True,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    global_scale: mx.array | None = None,
+    *,
+    sorted_indices: bool = False,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Product of inputs with chosen quantized matrices: ``x[lhs] @ dequantize(w[rhs]).T`` for each pair of indices.
+
+    The twin of ``mx.gather_qmm``, which has neither ``vmap`` nor forward derivatives. The native code covers affine
+    quantization of 4 and 8 bits; sums are taken in float32 and rounded once.
+
+    Args:
+        x (array): Inputs of shape ``[batch..., rows, columns]``; float32, float16 or bfloat16.
+        w (array): Integers packed in uint32 as ``mx.quantize`` does it, a stack of matrices.
+        scales (array): Scale of each group, of ``w``'s leading shape.
+        biases (array, optional): Offset of each group, of ``scales``' shape; needed for affine quantization.
+        lhs_indices (array, optional): Integers, which index the batch of ``x`` as if it had one axis; all of the batch
+            by default.
+        rhs_indices (array, optional): The same for the stack of matrices. Both broadcast. A pair with an index out of
+            range gives NaN.
+        transpose (bool): Whether the groups go along the columns of ``x``.
+        group_size (int, optional): 32, 64 or 128; 64 by default.
+        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8; 4 by default.
+        mode (str): ``affine``, or a mode of ``mx.gather_qmm`` that goes to mx.
+        global_scale (array, optional): Scale of a matrix in ``nvfp4``.
+        sorted_indices (bool): Promises mx that the indices are sorted. The native code sorts them itself.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[indices..., rows, outputs]`` and the promoted type of ``x``, ``scales`` and ``biases``.
+
+    Raises:
+        DtypeError: ``w`` is not uint32, indices are no integers, or another argument not of a floating-point type
+            named above.
+        ValueError: Shapes, bits, group size or mode do not fit together or do not exist.
+
+    Source:
+        Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017,
+        https://arxiv.org/abs/1701.06538.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def gather_mm(
+    a: mx.array,
+    b: mx.array,
+    /,
+    lhs_indices: mx.array | None = None,
+    rhs_indices: mx.array | None = None,
+    *,
+    sorted_indices: bool = False,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Product of inputs with chosen matrices: ``a[lhs] @ b[rhs]`` for each pair of indices.
+
+    The twin of ``mx.gather_mm``, which has neither ``vmap`` nor forward derivatives, and on the CPU no half types.
+    Sums are taken in float32 and rounded once.
+
+    Args:
+        a (array): Inputs of shape ``[batch..., rows, columns]``; float32, float16 or bfloat16.
+        b (array): Matrices of shape ``[stack..., columns, outputs]``. They are read where they lie if one of the last
+            two axes is contiguous, as in the transpose of ``[stack..., outputs, columns]``.
+        lhs_indices (array, optional): Integers, which index the batch of ``a`` as if it had one axis; all of the batch
+            by default.
+        rhs_indices (array, optional): The same for the stack of ``b``. Both broadcast. A pair with an index out of
+            range gives NaN.
+        sorted_indices (bool): Promises mx that the indices are sorted. The native code sorts them itself.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[indices..., rows, outputs]`` and the promoted type of ``a`` and ``b``.
+
+    Raises:
+        DtypeError: Indices are no integers, or another argument not of a floating-point type named above.
+        ValueError: Shapes do not fit together.
+
+    Source:
+        Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017,
+        https://arxiv.org/abs/1701.06538.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def gather_swiglu(
+    x: mx.array,
+    gate: tuple[mx.array, mx.array, mx.array],
+    up: tuple[mx.array, mx.array, mx.array],
+    lhs_indices: mx.array | None = None,
+    rhs_indices: mx.array | None = None,
+    group_size: int | None = None,
+    bits: int | None = None,
+    *,
+    sorted_indices: bool = False,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """The gated half of chosen experts: ``silu(x[lhs] @ gate[rhs].T) * (x[lhs] @ up[rhs].T)``.
+
+    Everything is computed in float32 and rounded once.
+
+    Args:
+        x (array): Inputs of shape ``[batch..., rows, columns]``; float32, float16 or bfloat16.
+        gate (tuple): ``(w, scales, biases)`` of a stack of matrices, as ``mx.quantize`` gives them.
+        up (tuple): The same, of the same shape.
+        lhs_indices (array, optional): As of ``gather_qmm``.
+        rhs_indices (array, optional): As of ``gather_qmm``. A pair with an index out of range gives NaN.
+        group_size (int, optional): 32, 64 or 128; 64 by default.
+        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8; 4 by default.
+        sorted_indices (bool): As of ``gather_qmm``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[indices..., rows, outputs]`` and the promoted type of ``x``, scales and biases.
+
+    Raises:
+        DtypeError: A ``w`` is not uint32, indices are no integers, or another argument not of a floating-point type
+            named above.
+        ValueError: Shapes, bits or group size do not fit together or do not exist.
+
+    Source:
+        Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def route_top_k(
+    logits: mx.array,
+    k: int,
+    bias: mx.array | None = None,
+    scores: str = "softmax",
+    renormalize: bool = False,
+    descending: bool = True,
+    *,
+    scale: float = 1.0,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array]:
+    """A router's choice: the ``k`` experts of the largest scores, and their weights.
+
+    Scores are computed in float32. Experts are chosen by the scores rounded to the type of ``logits``, plus the bias in
+    float32. Weights are scores without the bias, and rounded once.
+
+    Of equal scores those are chosen that mx chooses: the first for ``mx.argpartition(-scores, k - 1)[..., :k]``, which
+    is the descending choice, and the last for ``mx.argpartition(scores, -k)[..., -k:]``, the ascending one. mx leaves
+    the order of the chosen open, here they are sorted. Gradients are those of the weights.
+
+    Args:
+        logits (array): Of shape ``[..., experts]``; float32, float16 or bfloat16.
+        k (int): How many to choose.
+        bias (array, optional): Of shape ``[experts]``; what is added where experts are chosen.
+        scores (str): ``softmax`` or ``sigmoid`` of the logits, or ``chosen``: experts are chosen by the logits, and
+            weights are the softmax of the chosen.
+        renormalize (bool): Whether weights are divided by their sum.
+        descending (bool): Whether the largest comes first. NaN comes last in either order.
+        scale (float): What weights are multiplied by.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple: Indices in uint32 and weights in the type of ``logits``, both of shape ``[..., k]``.
+
+    Raises:
+        DtypeError: An argument is not of a floating-point type named above.
+        ValueError: ``k`` is not one of 1 to the number of experts, ``scores`` is not known, or shapes do not fit
+            together.
+
+    Source:
+        DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, https://arxiv.org/abs/2412.19437, for the bias and the
+        renormalized sigmoid; Jiang et al., "Mixtral of Experts", 2024, https://arxiv.org/abs/2401.04088, for the
+        softmax of the chosen.
+    """
+    raise NotImplementedError

@@ -1,0 +1,276 @@
+"""Rows of the table of ops for mixtures of experts; `specs` puts them into the table.
+
+The shape of a case is ``(tokens, chosen, experts, columns, outputs)``: each token is multiplied with so many of the
+experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..ops import moe
+from .op import DTYPES, Case, Exact, Op, add_outliers, dequantized, draw_packed, widen
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherOp(Op):
+    """Tokens, weights of experts, and for each token the experts chosen. Gradients are tested beside the table.
+
+    Attributes:
+        stacks: How many stacks of matrices there are.
+    """
+
+    # The least shape that any case's options allow.
+    smallest = (2, 2, 3, 64, 8)
+    stacks: int = 1
+
+    def dtypes(self, case: Case) -> Iterable[str]:
+        return ("bfloat16",) if case.gpu_only else DTYPES
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        tokens, chosen, experts, columns, outputs = case.shape
+        options = self.arguments(case)
+        indices = (tokens, chosen)
+        if "bits" not in options:
+            return [(tokens, columns), *[(experts, outputs, columns)] * self.stacks, indices]
+        groups = (experts, outputs, columns // options["group_size"])
+        triple = [(experts, outputs, columns * options["bits"] // 32), groups, groups]
+        return [(tokens, columns), *triple * self.stacks, indices]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        tokens, chosen, experts, columns, _ = case.shape
+        options = self.arguments(case)
+        arrays: list[mx.array | None] = []
+        for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
+            if name == "indices":
+                order = rng.random((tokens, experts)).argsort(-1)
+                arrays.append(mx.array(order[:, :chosen].astype(np.uint32)))
+            elif name != "x" and "bits" in options:
+                arrays.append(draw_packed(rng, name, shape, options["bits"], dtype, columns**-0.5))
+            else:
+                numbers = rng.standard_normal(shape, dtype=np.float32)
+                add_outliers(rng, numbers)
+                arrays.append(mx.array(numbers * np.float32(1 if name == "x" else columns**-0.5)).astype(dtype))
+        return arrays
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        tokens, chosen, experts, columns, outputs = case.shape
+        options = self.arguments(case)
+        weight = options["bits"] / 8 + 2 * dtype.size / options["group_size"] if "bits" in options else dtype.size
+        read = min(tokens * chosen, experts) * columns * outputs * weight * self.stacks
+        return int(read) + dtype.size * (tokens * columns + tokens * chosen * outputs) + 4 * tokens * chosen
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        x, *stacks, indices = (a for a in arrays if a is not None)
+        chosen = np.array(indices)
+        of_pairs = np.broadcast_to(widen(x)[:, None, None], (*chosen.shape, 1, x.shape[-1]))
+        size = len(stacks) // self.stacks
+        weights = [self._matrices(case, stacks[i : i + size]) for i in range(0, len(stacks), size)]
+        products = [_products(of_pairs, w, chosen) for w in weights]
+        return [_gated(*products) if self.stacks == 2 else products[0]]
+
+    def _matrices(self, case: Case, stack: Sequence[mx.array]) -> np.ndarray:
+        """A stack in float64."""
+        options = self.arguments(case)
+        if "bits" not in options:
+            return widen(stack[0])
+        words, scales, biases = stack
+        return dequantized(words, scales, biases, options["group_size"], options["bits"])
+
+
+def _products(x: np.ndarray, w: np.ndarray, chosen: np.ndarray) -> Exact:
+    """Each of x times the transpose of its matrix, and the size of such sums."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        matrices = np.swapaxes(w[chosen], -1, -2)
+        return Exact(x @ matrices, np.sqrt((x * x) @ (matrices * matrices)))
+
+
+def _gated(gate: Exact, up: Exact) -> Exact:
+    assert gate.magnitude is not None and up.magnitude is not None
+    with np.errstate(over="ignore"):
+        silu = gate.value / (1 + np.exp(-gate.value))
+    size = np.abs(silu) * up.magnitude + (gate.magnitude + np.abs(silu)) * np.abs(up.value)
+    return Exact(silu * up.value, size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOp(Op):
+    """Logits of experts. The shape of a case is ``(tokens, experts)``. Gradients are tested beside the table."""
+
+    smallest = (2, 16)
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        return [case.shape, case.shape[-1:]]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        logits = rng.standard_normal(case.shape, dtype=np.float32) * np.float32(2)
+        bias = rng.standard_normal(case.shape[-1:], dtype=np.float32) * np.float32(0.1)
+        with_bias = self.arguments(case)["scores"] == "sigmoid"
+        return [mx.array(logits).astype(dtype), mx.array(bias) if with_bias else None]
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        tokens, experts = case.shape
+        return dtype.size * tokens * experts + (dtype.size + 4) * tokens * self.arguments(case)["k"]
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        # Experts are told apart by scores in the type of the logits: those of mx, whose last bit may decide.
+        options = self.arguments(case)
+        indices = np.array(_mx_route(*arrays, **options)[0])
+        logits = widen(arrays[0])
+        assert logits is not None
+        if options["scores"] == "sigmoid":
+            weights = np.take_along_axis(1 / (1 + np.exp(-logits)), indices, -1)
+        else:
+            exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+            weights = np.take_along_axis(exponentials, indices, -1)
+            over_chosen = options["scores"] == "chosen"
+            weights = weights / (weights if over_chosen else exponentials).sum(-1, keepdims=True)
+        if options.get("renormalize"):
+            weights = weights / weights.sum(-1, keepdims=True)
+        return [Exact(indices.astype(np.float64)), Exact(weights * options.get("scale", 1.0))]
+
+
+def _route(logits, bias, k, **options):
+    return moe.route_top_k(logits, k, bias, **options)
+
+
+def _mx_route(logits, bias, k, scores, renormalize=False, descending=True, scale=1.0):
+    wide = logits.astype(mx.float32)
+    values = {"softmax": lambda: mx.softmax(wide, -1, precise=True), "sigmoid": lambda: mx.sigmoid(wide)}
+    values = values.get(scores, lambda: wide)()
+    keys = values.astype(logits.dtype).astype(mx.float32) + (0 if bias is None else bias)
+    indices = mx.argsort(-keys, -1)[..., :k] if descending else mx.argsort(keys, -1)[..., -k:]
+    weights = mx.take_along_axis(values, indices, -1)
+    if scores == "chosen":
+        weights = mx.softmax(weights, -1, precise=True)
+    elif renormalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return indices, (weights * scale).astype(logits.dtype)
+
+
+def _gather_qmm(x, w, scales, biases, indices, **options):
+    return moe.gather_qmm(x[:, None, None], w, scales, biases, rhs_indices=indices, **options)
+
+
+def _mx_gather_qmm(x, w, scales, biases, indices, **options):
+    return mx.gather_qmm(x[:, None, None], w, scales, biases, rhs_indices=indices, **options)
+
+
+def _gather_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, indices, **options):
+    triples = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
+    return moe.gather_swiglu(x[:, None, None], *triples, rhs_indices=indices, **options)
+
+
+def _mx_gather_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, indices, **options):
+    product = lambda *triple: _mx_gather_qmm(x, *triple, indices, **options)
+    linear = product(gate, gate_scales, gate_biases)
+    return linear * mx.sigmoid(linear) * product(up, up_scales, up_biases)
+
+
+def _gather_mm(x, w, indices):
+    return moe.gather_mm(x[:, None, None], w.swapaxes(-1, -2), rhs_indices=indices)
+
+
+def _mx_gather_mm(x, w, indices):
+    if mx.default_device() == mx.gpu:
+        return mx.gather_mm(x[:, None, None], w.swapaxes(-1, -2), rhs_indices=indices)
+    # In half types mx has none on a CPU.
+    wide = w.astype(mx.float32).swapaxes(-1, -2)
+    return mx.gather_mm(x[:, None, None].astype(mx.float32), wide, rhs_indices=indices).astype(x.dtype)
+
+
+def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
+    return tuple(Case("test", shape, options) for shape in shapes)
+
+
+# The first product of an expert: (experts, chosen, columns, outputs).
+_MODELS = {
+    "Granite 3.1 1B-A400M": (32, 8, 1024, 512),
+    "OLMoE 1B-7B": (64, 8, 2048, 1024),
+    "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "Mixtral 8x7B": (8, 2, 4096, 14336),
+    "gpt-oss 20B": (32, 4, 2880, 2880),
+}
+_ON_CPU = ("Granite 3.1 1B-A400M", "OLMoE 1B-7B")
+
+
+def _models(tokens: tuple[int, ...] = (1,), **options: Any) -> tuple[Case, ...]:
+    return tuple(
+        Case(
+            model,
+            (count, chosen, experts, columns, outputs),
+            options,
+            quick=count == 1 and model == _ON_CPU[0],
+            gpu_only=model not in _ON_CPU or (not options and model != _ON_CPU[0]),
+        )
+        for count in tokens
+        for model, (experts, chosen, columns, outputs) in _MODELS.items()
+    )
+
+
+_SHAPES = ((1, 2, 4, 64, 9), (1, 8, 16, 320, 10), (5, 3, 4, 128, 7), (3, 1, 2, 96, 33), (33, 2, 3, 64, 5))
+
+MOE_OPS: tuple[Op, ...] = (
+    GatherOp(
+        name="gather_qmm",
+        parameters=tuple((name, "rows") for name in ("x", "w", "scales", "biases", "indices")),
+        ours=_gather_qmm,
+        twin=_mx_gather_qmm,
+        twin_text="`mx.gather_qmm`",
+        summary="tokens times their experts, of 4-bit or 8-bit weights",
+        options={"group_size": 64, "bits": 4},
+        tests=tuple(case for bits in (4, 8) for case in _tests(*_SHAPES, group_size=32, bits=bits)),
+        cases=_models((1, 4, 64), bits=4),
+    ),
+    GatherOp(
+        name="gather_mm",
+        parameters=tuple((name, "rows") for name in ("x", "w", "indices")),
+        ours=_gather_mm,
+        twin=_mx_gather_mm,
+        twin_text="`mx.gather_mm`",
+        summary="tokens times their experts, of dense weights",
+        tests=_tests(*_SHAPES, (2, 2, 3, 37, 5)),
+        cases=_models((1, 4)),
+    ),
+    GatherOp(
+        name="gather_swiglu",
+        parameters=tuple(
+            (name, "rows")
+            for name in ("x", *(f"{w}{end}" for w in ("gate", "up") for end in ("", "_scales", "_biases")), "indices")
+        ),
+        ours=_gather_swiglu,
+        twin=_mx_gather_swiglu,
+        twin_text="`nn.silu(gate) * up` of two `mx.gather_qmm`",
+        summary="gate, activation and product of the experts in one kernel",
+        options={"group_size": 64, "bits": 4},
+        tests=tuple(case for bits in (4, 8) for case in _tests(*_SHAPES[:4], group_size=32, bits=bits)),
+        cases=_models((1, 4), bits=4),
+        stacks=2,
+    ),
+    RouterOp(
+        name="route_top_k",
+        parameters=(("logits", "rows"), ("bias", "rows")),
+        outputs=2,
+        ours=_route,
+        twin=_mx_route,
+        twin_text="softmax or sigmoid, `mx.argpartition`, `mx.take_along_axis`",
+        summary="a router's experts and their weights in one kernel",
+        options={"k": 8, "scores": "softmax"},
+        tests=tuple(
+            Case("test", (tokens, experts), {"scores": scores, "renormalize": scores == "sigmoid", "descending": order})
+            for scores in ("softmax", "sigmoid", "chosen")
+            for tokens, experts, order in ((1, 8, True), (3, 60, True), (2, 128, False), (5, 257, True))
+        ),
+        cases=(
+            Case("Qwen3-30B-A3B", (1, 128), {"renormalize": True, "descending": False}, quick=True),
+            Case("Qwen3-30B-A3B", (64, 128), {"renormalize": True, "descending": False}),
+            Case("Mixtral 8x7B", (1, 8), {"k": 2, "scores": "chosen"}),
+            Case("DeepSeek-V3", (1, 256), {"scores": "sigmoid", "renormalize": True, "scale": 2.5}),
+        ),
+    ),
+)

@@ -1,0 +1,133 @@
+"""A router's choice."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.tolerances import ROUNDINGS, SUMS, assert_near, units
+
+import mlx_mittens as mm
+from mlx_mittens import specs
+
+
+def logits_of(rng, shape, dtype=mx.float32):
+    return mx.array(rng.standard_normal(shape).astype(np.float32) * 2).astype(dtype)
+
+
+@pytest.mark.parametrize("descending", [True, False])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
+def test_beside_numpy(rng, dtype, native, scores, descending):
+    for tokens, experts, k in [(1, 8, 2), (5, 128, 8), (3, 17, 17), (2, 1, 1)]:
+        logits = logits_of(rng, (tokens, experts), dtype)
+        indices, weights = mm.route_top_k(logits, k, None, scores, descending=descending, scale=1.5)
+        assert indices.dtype == mx.uint32 and weights.dtype == dtype and indices.shape == weights.shape == (tokens, k)
+        x, chosen = specs.widen(logits), np.array(indices)
+        # Experts are chosen by scores in the type of the logits.
+        wide = logits.astype(mx.float32)
+        values = {"softmax": mx.softmax(wide, -1), "sigmoid": mx.sigmoid(wide), "chosen": wide}[scores]
+        keys = specs.widen(values.astype(dtype))
+        most = np.sort(keys, -1)[:, experts - k :]
+        np.testing.assert_array_equal(np.take_along_axis(keys, chosen, -1), most[:, ::-1] if descending else most)
+        of_chosen = np.take_along_axis(x, chosen, -1)
+        if scores == "sigmoid":
+            expected = 1 / (1 + np.exp(-of_chosen))
+        else:
+            total = np.exp(of_chosen if scores == "chosen" else x).sum(-1, keepdims=True)
+            expected = np.exp(of_chosen) / total
+        tolerance = max(units(1, dtype), 4 * ROUNDINGS)
+        np.testing.assert_allclose(specs.widen(weights), 1.5 * expected, rtol=tolerance)
+
+
+@pytest.mark.parametrize("descending", [True, False])
+def test_ties_are_those_of_mx(rng, native, descending):
+    """Sets of experts are the same for scores of few values; the order is settled."""
+    for _ in range(50):
+        experts = int(rng.integers(2, 40))
+        k = int(rng.integers(1, experts + 1))
+        logits = mx.array(rng.integers(0, 4, (3, experts)).astype(np.float32))
+        indices = np.array(mm.route_top_k(logits, k, None, "chosen", descending=descending)[0])
+        if descending:
+            of_mx = mx.argpartition(-logits, k - 1)[..., :k]
+            expected = np.argsort(-np.array(logits), -1, kind="stable")[:, :k]
+        else:
+            of_mx = mx.argpartition(logits, -k)[..., -k:]
+            expected = np.argsort(np.array(logits), -1, kind="stable")[:, experts - k :]
+        np.testing.assert_array_equal(indices, expected)
+        np.testing.assert_array_equal(np.sort(indices, -1), np.sort(np.array(of_mx), -1))
+
+
+def test_bias_chooses_and_does_not_weigh(rng, native):
+    """As the routers of DeepSeek-V3."""
+    logits = logits_of(rng, (4, 16))
+    bias = mx.array(rng.standard_normal(16).astype(np.float32))
+    indices, weights = mm.route_top_k(logits, 3, bias, "sigmoid", renormalize=True, scale=2.5)
+    scores = mx.sigmoid(logits)
+    expected = np.argsort(-np.array(scores + bias), -1, kind="stable")[:, :3]
+    np.testing.assert_array_equal(np.array(indices), expected)
+    chosen = np.take_along_axis(specs.widen(scores), expected, -1)
+    np.testing.assert_allclose(np.array(weights), 2.5 * chosen / chosen.sum(-1, keepdims=True), rtol=ROUNDINGS)
+
+
+def test_renormalized(rng, dtype, native):
+    logits = logits_of(rng, (2, 3, 32), dtype)
+    _, weights = mm.route_top_k(logits, 4, renormalize=True)
+    np.testing.assert_allclose(specs.widen(weights).sum(-1), 1, atol=max(units(4, dtype), ROUNDINGS))
+    same, others = (
+        mm.route_top_k(logits.astype(mx.float32), 4, None, *how) for how in (("softmax", True), ("chosen",))
+    )
+    np.testing.assert_array_equal(np.array(same[0]), np.array(others[0]))
+    np.testing.assert_allclose(np.array(same[1]), np.array(others[1]), rtol=SUMS)
+
+
+@pytest.mark.parametrize("fill", [mx.nan, mx.inf, -mx.inf])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
+def test_indices_stay_in_range(native, scores, fill):
+    for descending in (True, False):
+        row = mx.array([1.0, fill, 0.5, fill, 2.0])
+        for logits in (row, mx.full((5,), fill)):
+            indices = np.array(mm.route_top_k(logits, 3, None, scores, descending=descending)[0])
+            assert len(set(indices.tolist())) == 3 and (indices < 5).all()
+
+
+def test_gradients(rng, native):
+    logits = logits_of(rng, (3, 12))
+    cotangent = logits_of(rng, (3, 4))
+    for scores in ("softmax", "sigmoid", "chosen"):
+        indices, _ = mm.route_top_k(logits, 4, None, scores, True)
+
+        def dense(x):
+            values = {"softmax": mx.softmax(x, -1), "sigmoid": mx.sigmoid(x), "chosen": x}[scores]
+            chosen = mx.take_along_axis(values, indices, -1)
+            return mx.softmax(chosen, -1) if scores == "chosen" else chosen / chosen.sum(-1, keepdims=True)
+
+        ours = lambda x: mm.route_top_k(x, 4, None, scores, True)[1]
+        (found,), (expected,) = (mx.vjp(f, [logits], [cotangent])[1] for f in (ours, dense))
+        assert_near(found, expected, scores)
+
+
+def test_vmap_and_compile(rng, native):
+    logits, bias = logits_of(rng, (3, 2, 9)), logits_of(rng, (3, 9))
+    call = lambda x, b: mm.route_top_k(x, 2, b, "sigmoid")
+    for axes in ((0, 0), (0, None), (None, 0)):
+        given = [a if axis == 0 else a[0] for a, axis in zip((logits, bias), axes)]
+        mapped = mx.vmap(call, in_axes=axes)(*given)
+        for i in range(3):
+            one = call(*(a[i] if axis == 0 else a for a, axis in zip(given, axes)))
+            np.testing.assert_array_equal(np.array(mapped[0][i]), np.array(one[0]))
+            np.testing.assert_allclose(np.array(mapped[1][i]), np.array(one[1]), rtol=ROUNDINGS)
+    compiled = mx.compile(call)(logits, bias[0])
+    np.testing.assert_array_equal(np.array(compiled[0]), np.array(call(logits, bias[0])[0]))
+
+
+def test_bad_input(native):
+    logits = mx.zeros((2, 8))
+    for k in (0, 9, -1):
+        with pytest.raises(ValueError, match=rf"\[route_top_k\] k is {k}, logits has 8 columns"):
+            mm.route_top_k(logits, k)
+    with pytest.raises(ValueError, match=r"\[route_top_k\] scores is 'tanh': expected softmax, sigmoid or chosen"):
+        mm.route_top_k(logits, 2, None, "tanh")
+    with pytest.raises(ValueError, match=r"\[route_top_k\] bias has shape \(7\)"):
+        mm.route_top_k(logits, 2, mx.zeros((7,)))
+    with pytest.raises(mm.DtypeError, match=r"\[route_top_k\] logits has dtype int32"):
+        mm.route_top_k(logits.astype(mx.int32), 2)
+    with pytest.raises(ValueError, match=r"\[route_top_k\] scale is inf"):
+        mm.route_top_k(logits, 2, scale=mx.inf)
