@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
+from .experts import route
 from .fused_attention import are_alike, attend_with_ours, decode_a_little, join, joinable, joined_attention, part
 from .modules import QuantizedLinear, RMSNorm
 from .norms import call_of, is_norm, looks_offset, offset_norm, offset_of
@@ -222,6 +223,8 @@ def fuse_blocks(model: nn.Module) -> None:
                 join(module)
                 if not _try(module, joined_attention, *_input_of(module["q_proj"]), decode_a_little):
                     part(module)
+    for module in modules:
+        route(module)
     for module in modules:
         if all(name in module for name in _GATED) and _is_pair(module["gate_proj"], module["up_proj"]):
             gate = module["gate_proj"]

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from .. import _ext, exporting
 from ..ops.matmul import gemv
 from ..ops.norm import layer_norm, rms_norm
+from .experts import expert_twin
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -125,7 +126,7 @@ def adopt(model: Module) -> Module:
     """Makes the modules of a model, or a single one, ours in place: each that has a twin here becomes of its class."""
     exporting.mark("modules")
     for _, module in model.named_modules():
-        twin = _TWINS.get(type(module))
+        twin = _TWINS.get(type(module)) or expert_twin(type(module))
         if twin is not None:
             # The class alone changes: a module that several others hold stays one.
             module.__class__ = twin

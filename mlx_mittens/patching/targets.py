@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import sys
-import textwrap
-import types
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +16,10 @@ import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
 
 from .. import _ext
+from . import routers
+from .digests import digest, digest_in
 
-__all__ = ["TARGETS", "Target", "PatchError", "digest", "importing", "unknown"]
+__all__ = ["TARGETS", "Target", "PatchError", "digest", "importing", "mixture_of", "unknown"]
 
 importing: set[str] = set()  # modules that are not yet what they will be
 
@@ -44,51 +42,12 @@ def _sharded_to_all(module: Any, x: mx.array) -> mx.array | None:
     return y + module["bias"] if "bias" in module else y
 
 
-def _plain(node: Any) -> Any:
-    """A syntax tree as tuples, the same in all versions of Python: later ones have fields that are mostly empty."""
-    if isinstance(node, ast.AST):
-        fields = ((name, _plain(value)) for name, value in ast.iter_fields(node) if value not in (None, []))
-        return (type(node).__name__, *fields)
-    return tuple(map(_plain, node)) if isinstance(node, list) else node
-
-
-@functools.cache
-def digest(function: Any) -> str:
-    """What a function of Python's does, in 16 letters: of its source, but for comments, annotations and layout.
-
-    Empty where there is no source, and of a function around another: that does more than the source says.
-    """
-    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
-        return ""
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return ""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            node.returns = None
-        elif isinstance(node, ast.arg):
-            node.annotation = None
-    return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()[:16]
-
-
-@functools.cache
-def _digest_in(module: types.ModuleType, name: str) -> str:
-    """The digest of a function of a module's source, whatever decorators made of it; empty where there is none."""
-    try:
-        tree = ast.parse(inspect.getsource(module))
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    return hashlib.sha256(repr(_plain(functions)).encode()).hexdigest()[:16]
-
-
 def _gemma3_block(block: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
     """A decoder layer of Gemma 3, whose sums a compiled function computes: that hides them from the norms after them.
 
     In float16 it keeps them finite too, which stays its own.
     """
-    if x.dtype == mx.float16 or _digest_in(sys.modules[type(block).__module__], "clip_residual") != _CLIP_RESIDUAL:
+    if x.dtype == mx.float16 or digest_in(sys.modules[type(block).__module__], "clip_residual") != _CLIP_RESIDUAL:
         return None
     h = x + block.post_attention_layernorm(block.self_attn(block.input_layernorm(x), mask, cache))
     return h + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(h)))
@@ -311,9 +270,11 @@ TARGETS = [
         "swiglu",
         _ext.try_swiglu,
         optional=True,
-        partial=True,  # only two quantized products that are still to be computed are one
+        partial=True,  # only two quantized products, of experts or not, that are still to be computed are one
         shared=True,
     ),
+    Target("experts", "gather_qmm", "mlx.core", "gather_qmm", _ext.try_gather_qmm),
+    Target("experts", "gather_mm", "mlx.core", "gather_mm", _ext.try_gather_mm),
     Target("linear", "gemv", "mlx.nn", "Linear.__call__", _ext.try_linear, ("self", "x")),
     Target("linear", "gemv", "mlx.nn", "Embedding.as_linear", _ext.try_linear, ("self", "x")),
     Target("linear", "gemv", "mlx.nn", "AllToShardedLinear.__call__", _all_to_sharded, ("self", "x")),
@@ -365,6 +326,65 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"),
     ),
 )
+
+# Mixtures of mlx-lm's models, by what their calls do.
+_MIXTURES: tuple[tuple[Attempt, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (routers.qwen3_mixture, "2a9a20a86d90a438", ("qwen3_moe.Qwen3MoeSparseMoeBlock",), ("self", "x")),
+    (routers.qwen3_next_mixture, "0313c3d16a342105", ("qwen3_next.Qwen3NextSparseMoeBlock",), ("self", "x")),
+    (routers.qwen2_mixture, "54e4f78f3734e168", ("qwen2_moe.Qwen2MoeSparseMoeBlock",), ("self", "x")),
+    (routers.mixtral_mixture, "5cfd70c78b6a5528", ("mixtral.MixtralSparseMoeBlock",), ("self", "x")),
+    (routers.olmoe_mixture, "b53932468e28e424", ("olmoe.OlmoeSparseMoeBlock",), ("self", "x")),
+    (routers.gpt_oss_mixture, "5ead727eea53c6b9", ("gpt_oss.MLPBlock",), ("self", "x")),
+    (routers.ernie_mixture, "b5c501d168204ec2", ("ernie4_5_moe.Ernie4_5_MoeMLP",), ("self", "x")),
+    (routers.mellum_mixture, "320d35b3ff5b8a32", ("mellum.MellumSparseMoeBlock",), ("self", "x")),
+    (routers.deepseek_gate, "b4c556f956e97230", ("deepseek.MoEGate",), ("self", "x")),
+    (routers.deepseek_v2_gate, "f5c49a1d2678de7c", ("deepseek_v2.MoEGate",), ("self", "x")),
+    (
+        routers.deepseek_v3_gate,
+        "51d7e60aa00e0751",
+        (
+            *("deepseek_v3.MoEGate", "deepseek_v32.MoEGate", "dots1.Dots1TopkRouter", "exaone_moe.MoEGate"),
+            *("glm4_moe.MoEGate", "glm4_moe_lite.MoEGate", "mimo_v2_flash.MoEGate"),
+        ),
+        ("self", "x"),
+    ),
+    (
+        routers.granite_gate,
+        "3fc5b5c918b88f8f",
+        ("granitemoe.GraniteMoeTopKGating",),
+        ("self", "hidden_states"),
+    ),
+    (
+        routers.granite_hybrid_gate,
+        "e593c4112bc047e7",
+        ("granitemoehybrid.GraniteMoeHybridTopKGating",),
+        ("self", "hidden_states"),
+    ),
+)
+
+TARGETS += [
+    Target(
+        "router",
+        "route_top_k",
+        f"mlx_lm.models.{mixture.partition('.')[0]}",
+        f"{mixture.partition('.')[2]}.__call__",
+        attempt,
+        parameters,
+        optional=True,
+        partial=True,  # not groups of experts, and no sharded layers
+        text=text,
+    )
+    for attempt, text, mixtures, parameters in _MIXTURES
+    for mixture in mixtures
+]
+
+
+def mixture_of(base: type) -> Attempt | None:
+    """What computes the call of a class of mixtures or routers, where it is one that is known."""
+    call = base.__call__
+    text = digest(call.__wrapped__ if isinstance(call, _ext.FunctionWrapper) else call)
+    return next((attempt for attempt, known, _, _ in _MIXTURES if text == known), None)
+
 
 # Norms of mlx-lm's models whose scale is 1 + weight, by what their calls do.
 _OFFSET_NORMS = (

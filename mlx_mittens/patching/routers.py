@@ -1,0 +1,131 @@
+"""The mixtures of mlx-lm's models, whose routers choose experts in one kernel.
+
+A function here computes what the call of a known class does, and gives None where that is to be called: where a layer
+is sharded, or no kernel chooses. `targets` names the classes by what their calls do.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .. import _ext
+from .digests import digest_in
+
+__all__ = [
+    "deepseek_gate",
+    "deepseek_v2_gate",
+    "deepseek_v3_gate",
+    "ernie_mixture",
+    "gpt_oss_mixture",
+    "granite_gate",
+    "granite_hybrid_gate",
+    "mellum_mixture",
+    "mixtral_mixture",
+    "olmoe_mixture",
+    "qwen2_mixture",
+    "qwen3_mixture",
+    "qwen3_next_mixture",
+]
+
+
+# The functions by which gates of DeepSeek-V3's kind choose.
+_GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
+
+
+def _weighted(y: mx.array, weights: mx.array) -> mx.array:
+    return (y * weights[..., None]).sum(axis=-2)
+
+
+def qwen3_mixture(block: Any, x: mx.array) -> mx.array | None:
+    if block.sharding_group is not None:
+        return None
+    chosen = _ext.try_route_top_k(block.gate(x), block.top_k, None, "softmax", block.norm_topk_prob, False)
+    if chosen is None:
+        return None
+    y = block.switch_mlp(x, chosen[0])
+    return _weighted(y, chosen[1]).astype(y.dtype)
+
+
+def mellum_mixture(block: Any, x: mx.array) -> mx.array | None:
+    chosen = _ext.try_route_top_k(block.gate(x), block.top_k, None, "softmax", block.norm_topk_prob, False)
+    return None if chosen is None else _weighted(block.switch_mlp(x, chosen[0]), chosen[1])
+
+
+def _beside_shared_expert(block: Any, x: mx.array, renormalize: bool, descending: bool) -> mx.array | None:
+    chosen = _ext.try_route_top_k(block.gate(x), block.top_k, None, "softmax", renormalize, descending)
+    if chosen is None:
+        return None
+    y = _weighted(block.switch_mlp(x, chosen[0]), chosen[1])
+    return y + mx.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
+
+
+def qwen3_next_mixture(block: Any, x: mx.array) -> mx.array | None:
+    return None if block.sharding_group is not None else _beside_shared_expert(block, x, block.norm_topk_prob, False)
+
+
+def qwen2_mixture(block: Any, x: mx.array) -> mx.array | None:
+    return _beside_shared_expert(block, x, False, True)
+
+
+def mixtral_mixture(block: Any, x: mx.array) -> mx.array | None:
+    chosen = _ext.try_route_top_k(block.gate(x), block.num_experts_per_tok, None, "chosen")
+    return None if chosen is None else _weighted(block.switch_mlp(x, chosen[0]), chosen[1])
+
+
+def olmoe_mixture(block: Any, x: mx.array) -> mx.array | None:
+    flat = x.reshape(-1, x.shape[-1])
+    chosen = _ext.try_route_top_k(block.gate(flat), block.top_k, None, "softmax", block.norm_topk_prob)
+    return None if chosen is None else _weighted(block.switch_mlp(flat, chosen[0]), chosen[1]).reshape(x.shape)
+
+
+def gpt_oss_mixture(block: Any, x: mx.array) -> mx.array | None:
+    if block.sharding_group is not None:
+        return None
+    chosen = _ext.try_route_top_k(block.router(x), block.num_experts_per_tok, None, "chosen", False, False)
+    return None if chosen is None else _weighted(block.experts(x, chosen[0]), chosen[1])
+
+
+def ernie_mixture(block: Any, x: mx.array) -> mx.array | None:
+    scores = {nn.Softmax: "softmax", nn.Sigmoid: "sigmoid"}[type(block.gate_act)]
+    chosen = _ext.try_route_top_k(block.gate(x).astype(mx.float32), block.k, None, scores, True)
+    if chosen is None:
+        return None
+    y = block.switch_mlp(x, chosen[0])
+    y = _weighted(y, chosen[1]).astype(y.dtype)
+    return y if block.shared_experts is None else y + block.shared_experts(x)
+
+
+def deepseek_gate(gate: Any, x: mx.array) -> Any:
+    return _ext.try_route_top_k(x @ gate.weight.T, gate.top_k)
+
+
+def deepseek_v2_gate(gate: Any, x: mx.array) -> Any:
+    if gate.topk_method == "group_limited_greedy":
+        return None
+    return _ext.try_route_top_k(x @ gate.weight.T, gate.top_k, scale=gate.routed_scaling_factor)
+
+
+def deepseek_v3_gate(gate: Any, x: mx.array) -> Any:
+    module = sys.modules[type(gate).__module__]
+    if gate.n_group > 1 or digest_in(module, "group_expert_select") not in _GROUP_SELECTS:
+        return None
+    return _ext.try_route_top_k(
+        (x @ gate.weight.T).astype(mx.float32),
+        gate.top_k,
+        gate.e_score_correction_bias,
+        "sigmoid",
+        gate.norm_topk_prob and gate.top_k > 1,
+        scale=gate.routed_scaling_factor,
+    )
+
+
+def granite_gate(gate: Any, hidden_states: mx.array) -> Any:
+    return _ext.try_route_top_k(gate.layer(hidden_states).astype(mx.float32), gate.top_k, None, "chosen", False, False)
+
+
+def granite_hybrid_gate(gate: Any, hidden_states: mx.array) -> Any:
+    return _ext.try_route_top_k(gate.layer(hidden_states), gate.top_k, None, "chosen", False, False)

@@ -1,0 +1,160 @@
+"""Mixtures of mlx-lm under the patch and converted: the same tokens, by our experts and routers."""
+
+import importlib
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from helpers import tiny
+from helpers.tolerances import LAYERS, assert_near
+from mlx_lm.models import switch_layers
+
+import mlx_mittens as mm
+from mlx_mittens.bench import architectures
+from mlx_mittens.patching import routers
+from mlx_mittens.patching.targets import TARGETS, mixture_of
+
+pytestmark = pytest.mark.usefixtures("native", "lenient")
+
+_BASE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+}
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1}
+_DEEPSEEK = {
+    "num_key_value_heads": 2, "moe_intermediate_size": 64, "n_shared_experts": 1, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_layer_freq": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "qk_nope_head_dim": 32,
+    "n_group": 1, "topk_group": 1, "rope_scaling": _YARN, "attention_bias": False,
+}  # fmt: skip
+MODELS = {
+    "qwen3_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": 64, "head_dim": 32, "tie_word_embeddings": False, "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "num_key_value_heads": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": 32},
+    "deepseek_v2": {**_DEEPSEEK, "topk_method": "greedy"},
+    "deepseek_v3": {**_DEEPSEEK, "topk_method": "noaux_tc", "norm_topk_prob": True, "scoring_func": "sigmoid"},
+}  # fmt: skip
+
+
+def build(name, bits, rng, dtype=mx.float32):
+    mx.random.seed(int(rng.integers(2**31)))
+    quantization = None if bits is None else {"bits": bits, "group_size": 64}
+    return architectures.from_config({"model_type": name, **_BASE, **MODELS[name]}, dtype, quantization)
+
+
+def layers_of(model):
+    return [m for _, m in model.named_modules() if isinstance(m, switch_layers.SwitchGLU)]
+
+
+@pytest.mark.parametrize("bits", [4, None])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens(rng, name, bits):
+    model, prompt = build(name, bits, rng), rng.integers(1, 300, 7).tolist()
+    theirs = tiny.tokens(model, prompt, 12)
+    product = "gather_mm" if bits is None else "gather_qmm"
+    fused = bits is not None and name != "gpt_oss"  # whose activation is another
+    with mm.patched():
+        mm.stats(reset=True)
+        assert tiny.tokens(model, prompt, 12) == theirs
+    assert tiny.kernels(product) > 0 and tiny.kernels("route_top_k") > 0
+    assert (tiny.kernels("gather_swiglu") > 0) == fused
+    mm.nn.convert(model)
+    mm.stats(reset=True)
+    assert tiny.tokens(model, prompt, 12) == theirs
+    assert tiny.kernels(product) > 0 and tiny.kernels("route_top_k") > 0
+    assert (tiny.kernels("gather_swiglu") > 0) == fused
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_half_types_run_on_a_cpu(rng, name):
+    """Where mx's own gather_mm refuses them."""
+    model, prompt = build(name, None, rng, mx.bfloat16), mx.array(rng.integers(1, 300, (1, 5)))
+    with pytest.raises(RuntimeError, match="float32"):
+        mx.eval(model(prompt))
+    with mm.patched():
+        y = model(prompt)
+        mx.eval(y)
+    assert y.dtype == mx.bfloat16 and bool(mx.isfinite(y).all())
+
+
+def test_many_tokens(rng):
+    """mlx-lm sorts them by their experts."""
+    model, prompt = build("qwen3_moe", 4, rng), mx.array(rng.integers(1, 300, (2, 40)))
+    expected = model(prompt)
+    with mm.patched():
+        assert_near(model(prompt), expected, "patched", LAYERS)
+    assert_near(mm.nn.convert(model)(prompt), expected, "converted", LAYERS)
+
+
+def test_gradients_of_a_mixture(rng):
+    """By the weights of the layers before it, with a router that learns."""
+    model, prompt = build("qwen3_moe", None, rng), mx.array(rng.integers(1, 300, (1, 6)))
+    weight = model.model.layers[0].mlp.gate.weight
+
+    def loss(weight):
+        model.model.layers[0].mlp.gate.weight = weight
+        return (model(prompt) ** 2).mean()
+
+    expected = mx.grad(loss)(weight)
+    with mm.patched():
+        assert_near(mx.grad(loss)(weight), expected, "gradient of a router", LAYERS)
+
+
+def test_quantized_after_it_was_converted(rng):
+    model, prompt = mm.nn.convert(build("mixtral", None, rng)), mx.array(rng.integers(1, 300, (1, 5)))
+    nn.quantize(model, 64, 4)
+    mm.stats(reset=True)
+    ours = model(prompt)
+    mx.eval(ours)
+    assert tiny.kernels("gather_qmm") > 0 and tiny.kernels("gather_swiglu") > 0
+    assert {type(layer.gate_proj).__name__ for layer in layers_of(model)} == {"QuantizedSwitchLinear"}
+
+
+def test_export_leaves_experts_to_mx(rng, tmp_path):
+    model, prompt = build("mixtral", 4, rng), mx.array([[1, 2, 3]])
+    expected = model(prompt)
+    for prepare in (lambda: mm.patch(), lambda: mm.nn.convert(model)):
+        prepare()
+        try:
+            file = str(tmp_path / "model.mlxfn")
+            mx.export_function(file, lambda x: model(x), prompt)
+            (result,) = mx.import_function(file)(prompt)
+            assert_near(result, expected, "exported", LAYERS)
+        finally:
+            mm.unpatch()
+
+
+def test_every_known_mixture_is_there():
+    """Each class that the table names has the call that is known."""
+    named = {target.name for target in TARGETS if target.switch == "router"}
+    assert len(named) >= 15
+    for target in TARGETS:
+        if target.switch == "router":
+            importlib.import_module(target.module)
+            assert target.is_known(), f"{target.name} is another in this mlx-lm"
+
+
+def test_groups_of_experts_are_left_alone(rng):
+    deepseek = importlib.import_module("mlx_lm.models.deepseek_v3")
+    gate = build("deepseek_v3", None, rng).model.layers[1].mlp.gate
+    x = mx.array(rng.standard_normal((1, 4, 64)).astype(np.float32))
+    assert mixture_of(deepseek.MoEGate) is routers.deepseek_v3_gate
+    indices, weights = routers.deepseek_v3_gate(gate, x)
+    theirs = gate(x)
+    order, other = (mx.argsort(a, -1) for a in (indices, theirs[0]))
+    assert_near(mx.take_along_axis(weights, order, -1), mx.take_along_axis(theirs[1], other, -1), "weights")
+    np.testing.assert_array_equal(np.sort(np.array(indices)), np.sort(np.array(theirs[0])))
+    gate.n_group = 2
+    assert routers.deepseek_v3_gate(gate, x) is None
