@@ -4,9 +4,11 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 
 import pytest
 
@@ -210,3 +212,34 @@ def test_an_editable_install_finds_its_ptx(editable):
     path.write_text(f"// {build.prebuilt_key(frontend.flatten(file))}\nprebuilt")
     assert frontend.has_prebuilt_ptx()
     assert frontend.ptx(file, kernel).endswith("\nprebuilt")
+
+
+# What a source archive leaves out: it belongs to the repository, not to the package.
+NOT_IN_SOURCE = (".ci/", ".github/", ".pre-commit-config.yaml", ".gitignore", ".clang-format")
+
+
+def test_a_source_archive_holds_what_the_build_needs(tmp_path):
+    """Every file of the repository, and nothing that was built or lies beside it."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git repository: an archive was unpacked")
+    code = "import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / done.stdout.split()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    assert names - {"PKG-INFO", ".gitignore", ".clang-format"} >= {
+        name for name in tracked if not name.startswith(NOT_IN_SOURCE)
+    }
+    assert not [name for name in names if name.startswith((".ci/", ".github/", "build/", "dist/", ".git/"))]
+
+
+def test_versions_of_mlx_are_the_same_everywhere():
+    """The pin of pyproject.toml, and what the documentation and the guard say of it."""
+    text = (ROOT / "pyproject.toml").read_text()
+    pins = set(re.findall(r"mlx(?:\[\w+\])?==([\d.]+)", text))
+    assert len(pins) == 1, pins
+    (version,) = pins
+    for page in ("README.md", "docs/versioning.md", "docs/configuration.md", "cmake/guard.py"):
+        assert f"mlx {version}" in (ROOT / page).read_text(), page

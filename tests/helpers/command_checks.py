@@ -60,7 +60,8 @@ def check_pip(words: Sequence[str]) -> None:
     parser.add_argument("requirements", nargs="*")
     parser.add_argument("-e", "--editable", nargs="?")
     parser.add_argument("-C", "--config-settings", action="append", default=[])
-    parser.add_argument("--force-reinstall", action="store_true")
+    for option in ("--force-reinstall", "--no-build-isolation", "--no-deps"):
+        parser.add_argument(option, action="store_true")
     asked = parser.parse_args(words[1:])
     settings = project()
     known = [*settings["build-system"]["requires"], *settings["project"]["dependencies"]]

@@ -1,0 +1,57 @@
+"""tools/next_mlx.py, on headers and pages that are made up; it downloads nothing here."""
+
+import importlib.metadata
+import pathlib
+import runpy
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    before = list(sys.path)
+    yield runpy.run_path(str(ROOT / "tools" / "next_mlx.py"))
+    sys.path[:] = before
+
+
+def test_the_headers_that_the_code_includes(tool):
+    include = tool["installed"]() / "include"
+    names = tool["included"](include)
+    assert {"mlx/array.h", "mlx/ops.h", "mlx/backend/cpu/encoder.h"} <= set(names)
+    assert "mlx/small_vector.h" in names, "what array.h includes"
+    assert "mlx/backend/metal/kernels/softmax.h" in tool["metal_kernels"](include)
+    assert list(tool["differences"](include, include, names)) == []
+
+
+def test_what_changed_is_counted(tool, tmp_path):
+    for folder, text in (("old", "a\nb\nc\n"), ("new", "a\nB\nc\nd\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one.h").write_text(text)
+    (tmp_path / "old" / "two.h").write_text("")
+    found = list(tool["differences"](tmp_path / "old", tmp_path / "new", ["one.h", "two.h"]))
+    assert found == ["one.h: 1 lines go, 2 come", "two.h is gone"]
+
+
+def test_the_installed_mlx_lm_is_known(tool, tmp_path):
+    assert tool["mlx_lm"](tmp_path) == []
+
+
+def test_an_mlx_lm_without_its_models_is_reported(tool, tmp_path):
+    (tmp_path / "mlx_lm").mkdir()
+    (tmp_path / "mlx_lm" / "__init__.py").write_text("")
+    assert tool["mlx_lm"](tmp_path)
+
+
+def test_the_version_is_written_where_it_stands(tool, tmp_path, monkeypatch):
+    old = importlib.metadata.version("mlx")
+    for name in tool["_PINNED"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text() + f"mlx-lm {old}, mlx {old}, mlx=={old}.1\n")
+    monkeypatch.setitem(tool["write"].__globals__, "ROOT", tmp_path)
+    assert set(tool["write"](old, "9.8.7")) == set(tool["_PINNED"])
+    text = (tmp_path / "pyproject.toml").read_text()
+    assert 'requires = [\n  "scikit-build-core' in text and '"mlx==9.8.7"' in text and '"mlx[cpu]==9.8.7"' in text
+    assert f"mlx-lm {old}, mlx 9.8.7, mlx=={old}.1" in text
