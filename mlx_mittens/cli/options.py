@@ -79,7 +79,7 @@ def registered(path: str) -> str:
     if resolved.is_relative_to(metal_folder().resolve()):
         return resolved.relative_to(metal_folder().resolve()).as_posix()
     try:
-        frontend.register_source(path, resolved.read_text(encoding="utf-8", errors="replace"))
+        frontend.register_source(path, resolved.read_text(encoding="utf-8", errors="replace"), resolved.parent)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     return path

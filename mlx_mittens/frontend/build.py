@@ -8,7 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from . import cache, compiler, sources, spirv_module
+from . import cache, compiler, conversions, sources, spirv_module
 from .bfloat_lowering import UnknownOperation
 from .errors import CompileError
 from .mma_lowering import joined_products
@@ -55,6 +55,7 @@ def _clean(log: str) -> str:
     text = "\n".join(lines)
     for folder in [INCLUDE, *_mlx_include()]:
         text = text.replace(f"{folder}/", "")
+    text = re.sub(r"(?m)^(.*?:\d+:\d+:)(?:\{[\d:-]+\})+:", r"\1", text)  # the ranges that conversions asks for
     for space, number in (("device", 1), ("threadgroup", 3), ("constant", 0), ("constant", 4)):
         text = text.replace(f"__attribute__((address_space({number})))", space)
     return re.sub(r"([\w:]+) __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"vec<\1, \2>", text)
@@ -144,6 +145,17 @@ def _prelude(translation: Translation) -> str:
     )
 
 
+def _compiled(
+    found: compiler.Compiler, flags: list[str], text: str, translation: Translation
+) -> subprocess.CompletedProcess[str]:
+    """Calls clang, with Metal's conversions written out where it has none."""
+
+    def run(text: str, more: list[str]) -> subprocess.CompletedProcess[str]:
+        return found.run([*flags, *more], text)
+
+    return conversions.compiled(run, text, translation.methods, str(INCLUDE))[0]
+
+
 def _simulator_text(translation: Translation, file: str) -> str:
     """The translation, an entry for each variant, and the table of them."""
     parts = [_prelude(translation)]
@@ -199,7 +211,7 @@ def simulator_library(file: str, watch: bool = True, constants: dict[int, object
         compiled = path.with_suffix(".o")
         try:
             flags_here = [*flags, f"-I{INCLUDE}", f"-I{_abi_folder()}", "-o", str(compiled)]
-            done = found.run(flags_here, _simulator_text(translation, file))
+            done = _compiled(found, flags_here, _simulator_text(translation, file), translation)
             if done.returncode:
                 raise CompileError(file, None, _clean(done.stderr))
             linked = subprocess.run([*found.linker, str(compiled), "-o", str(path)], capture_output=True, text=True)
@@ -286,7 +298,8 @@ def ptx(
 
     def make(path: Path) -> None:
         translation = translate(file, constants, nvidia=True)
-        done = found.run([*flags, f"-I{INCLUDE}", "-o", "-"], _ptx_text(translation, file, kernel, sizes))
+        text = _ptx_text(translation, file, kernel, sizes)
+        done = _compiled(found, [*flags, f"-I{INCLUDE}", "-o", "-"], text, translation)
         if done.returncode:
             raise CompileError(file, kernel, _clean(done.stderr))
         path.write_text(joined_products(_with_limit(done.stdout)))
@@ -296,7 +309,11 @@ def ptx(
 
 # What dynamic threadgroup memory is taken to be: as much as a threadgroup of an Apple GPU may have.
 _MOST_THREADGROUP_BYTES = 32768
-_THREADGROUPS = ("threadgroups_per_grid", "threads_per_grid")  # attributes that are no registers of an Apple GPU
+_THREADGROUPS = (
+    "threadgroups_per_grid",
+    "threads_per_grid",
+    "grid_size",
+)  # attributes that are no registers of an Apple GPU
 
 
 def _spirv_text(translation: Translation, file: str, name: str) -> str:
@@ -350,7 +367,8 @@ def spirv(file: str, kernel: str, threads: int | None = None, constants: dict[in
 
     def make(path: Path) -> None:
         translation = translate(file, constants)
-        done = found.run([*flags, f"-I{INCLUDE}", "-o", "-"], _spirv_text(translation, file, kernel))
+        text = _spirv_text(translation, file, kernel)
+        done = _compiled(found, [*flags, f"-I{INCLUDE}", "-o", "-"], text, translation)
         if done.returncode:
             raise CompileError(file, kernel, _clean(done.stderr))
         try:

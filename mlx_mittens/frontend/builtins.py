@@ -49,6 +49,8 @@ _FUNCTIONS = frozenset(
 
     infinity quiet_NaN signaling_NaN epsilon lowest denorm_min round_error
 
+    assert atomic_max_explicit atomic_min_explicit vec_elements
+
     make_uniform is_function_constant_defined is_same is_same_v is_integral is_floating_point begin end size
     """.split()
 )
@@ -65,11 +67,28 @@ _ATTRIBUTES = frozenset(
     """.split()
 )
 
+# What a kernel may be told of its thread, and of how many components it is at most.
+SCALAR_POSITIONS = frozenset(
+    """
+    dispatch_quadgroups_per_threadgroup dispatch_simdgroups_per_threadgroup quadgroup_index_in_threadgroup
+    quadgroups_per_threadgroup simdgroup_index_in_threadgroup simdgroups_per_threadgroup thread_execution_width
+    thread_index_in_quadgroup thread_index_in_simdgroup thread_index_in_threadgroup threads_per_simdgroup
+    """.split()
+)
+GRID_POSITIONS = frozenset(
+    """
+    dispatch_threads_per_threadgroup grid_origin grid_size stage_in_grid_origin stage_in_grid_size
+    thread_position_in_grid thread_position_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid
+    threads_per_grid threads_per_threadgroup
+    """.split()
+)
+POSITIONS = SCALAR_POSITIONS | GRID_POSITIONS
+
 _TYPE = re.compile(
     r"(packed_)?(bool|char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float)[234]?$"
     r"|(half|float)[234]x[234]$|u?int(8|16|32|64)_t$|(size|ptrdiff|intptr|uintptr|float16|bfloat16|complex64)_t$"
     r"|(vec|array|matrix|uniform|atomic|simdgroup_matrix|simdgroup_(half|float|bfloat)8x8|simd_vote|quad_vote)$"
-    r"|atomic_(bool|int|uint|float|ulong)$|(signed|unsigned)$|mem_flags$|numeric_limits$|(enable_if|conditional)(_t)?$"
+    r"|(array_ref|matrix|atomic_flag|vector_\w+|simd_\w+[234])$|atomic_(bool|int|uint|float|ulong)$|(signed|unsigned)$|mem_flags$|numeric_limits$|(enable_if|conditional)(_t)?$"
 )
 
 
@@ -86,3 +105,12 @@ def is_attribute(name: str) -> bool:
 def is_type(name: str) -> bool:
     """Whether this is a type of Metal's language or standard library."""
     return _TYPE.match(name) is not None
+
+
+# Of clang's own functions and of Apple's those that MLX's kernels call.
+ALLOWED_INTERNALS = frozenset(
+    """
+    __builtin_ctz __builtin_clz __builtin_popcount __builtin_bit_cast __builtin_unreachable __builtin_expect
+    __builtin_assume
+    """.split()
+)

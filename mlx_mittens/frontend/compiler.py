@@ -16,7 +16,7 @@ from pathlib import Path
 OLDEST_CLANG = 19
 
 _COMMON = ["-x", "c++", "-std=c++20", "-nostdinc", "-ffreestanding", "-fno-exceptions", "-fno-rtti", "-w"]
-_PREPROCESS = ["-E", "-undef", "-D__METAL_VERSION__=310", "-D__METAL__", "-D__METAL_MACOS__", "-D__HAVE_BFLOAT__"]
+_PREPROCESS = ["-E", "-undef", "-D__METAL__", "-D__METAL_MACOS__", "-D__HAVE_BFLOAT__"]
 _CPU = [
     *("-c", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-omit-frame-pointer"),
     # Half and bfloat round after every operation, as they do on a GPU.
@@ -69,8 +69,9 @@ class Compiler:
         return subprocess.run([*self.clang, *arguments, "-"], input=text, capture_output=True, text=True)
 
 
-def preprocess_flags(include: list[Path]) -> list[str]:
-    return [*_COMMON, *_PREPROCESS, *(f"-I{path}" for path in include)]
+def preprocess_flags(include: list[Path], version: int = 310) -> list[str]:
+    """For a text of a version of Metal's language, 310 for 3.1."""
+    return [*_COMMON, *_PREPROCESS, f"-D__METAL_VERSION__={version}", *(f"-I{path}" for path in include)]
 
 
 def cpu_flags(watch: bool) -> list[str]:

@@ -1,10 +1,12 @@
 """What a Mac's compiler would refuse although clang, in plain C++, takes it.
 
-Three looks at a file, each of which finds what the others cannot:
+Four looks at a file, each of which finds what the others cannot:
 
-- dialect_text, its text after the preprocessor: words that Metal does not have, address spaces left out;
-- clang's diagnostics: errors, and what is newer than C++14 (`if constexpr` and other extensions aside);
-- dialect_code, clang's intermediate code of every kernel: recursion, threadgroup memory that does not fit.
+- lint_source, its text after the preprocessor: words that Metal does not have, address spaces left out;
+- lint_kernels, the arguments of its kernels;
+- clang's diagnostics: errors, what is newer than C++14 (`if constexpr` and other extensions aside), and floats that
+  become bfloat without a cast;
+- lint_ir, clang's intermediate code of every kernel: recursion, threadgroup memory that does not fit.
 """
 
 from __future__ import annotations
@@ -13,51 +15,79 @@ import functools
 import importlib.metadata
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from . import build, cache, compiler, sources
-from .errors import CompileError, Problem
+from . import build, cache, compiler, conversions, sources
+from .advice import advised
+from .errors import ERROR, NOTE, UNCOVERED, CompileError, Problem
 from .lint_ir import recursion, threadgroup_memory
 from .lint_source import Text
-from .rewrite import RewriteError, rewrite
+from .rewrite import LineMap, RewriteError, Translation, rewrite
 
-_DIAGNOSTIC = re.compile(r"^(.+?):(\d+):(?:\d+:)? (?:fatal )?(error|warning): (.*)$", re.M)
+STANDARDS = {"metal3.1": 310, "metal3.2": 320, "metal4.0": 400}
 
 
-def check(file: str) -> list[Problem]:
+@dataclass(frozen=True)
+class Options:
+    """How a file is compiled: folders of headers, macros as NAME or NAME=VALUE, and the version of the language."""
+
+    include: tuple[str, ...] = ()
+    define: tuple[str, ...] = ()
+    standard: str = "metal3.1"
+
+    @property
+    def version(self) -> int:
+        return STANDARDS[self.standard]
+
+
+_UNCOVERED_HEADER = re.compile(
+    r"^[ \t]*#[ \t]*(?:include|import)[ \t]*[<\"](metal_(?:tensor|texture|raytracing|mesh|visible_function_table|"
+    r"imageblocks|command_buffer|cooperative_tensor)|MetalPerformancePrimitives/[^>\"]*|tensor/[^>\"]*)[>\"]",
+    re.M,
+)
+
+
+def check(file: str, options: Options = Options()) -> list[Problem]:
     """Checks a .metal file, every kernel that it instantiates included.
 
     Args:
         file: One of `files()`, or a registered source.
+        options: How it is compiled.
 
     Returns:
-        The problems, by file and line; none if a Mac should take it.
+        The problems, by file and line; none if it has no mistake that this check knows of.
     """
-    return _known_problems(file, strict=True)
+    return _known_problems(file, options, strict=True)
 
 
 def refused(file: str) -> list[Problem]:
     """What any Mac's compiler would refuse in a file, for a kernel that is about to run.
 
-    These are the problems of `check` without the doubtful ones, and without those of memory: only a launch knows how
+    These are the errors of `check` without the doubtful ones, and without those of memory: only a launch knows how
     much it asks for.
     """
-    return _known_problems(file, strict=False)
+    return [
+        problem
+        for problem in _known_problems(file, Options(standard="metal3.2"), strict=False)
+        if problem.severity == ERROR
+    ]
 
 
-def _known_problems(file: str, strict: bool) -> list[Problem]:
+def _known_problems(file: str, options: Options, strict: bool) -> list[Problem]:
     """The problems of a file, from the cache if this text was checked before."""
     try:
-        flat = sources.flatten(file)
+        flat = sources.flatten(file, options.include)
     except CompileError as error:
-        return _diagnostics(error.log, file)
+        return _own_errors(error.log, file)
     what = flat, build._library_key(), _mlx_version(), compiler.find_compiler().identity
-    name = cache.key("dialect", file, str(strict), *what)
+    name = cache.key("dialect", file, str(strict), repr(options), *what)
 
     def make(path: Path) -> None:
-        path.write_text(json.dumps([[p.file, p.line, p.what] for p in _problems(file, flat, strict)]))
+        problems = _problems(file, flat, strict, options)
+        path.write_text(json.dumps([[p.file, p.line, p.what, p.column, p.severity] for p in problems]))
 
-    known = cache.cached(f"{Path(file).stem}-{name}.json", make).read_text()
+    known = cache.cached(f"{Path(file).stem[:80]}-{name}.json", make).read_text()
     return [Problem(*problem) for problem in json.loads(known)]
 
 
@@ -67,51 +97,216 @@ def _mlx_version() -> str:
     return importlib.metadata.version("mlx")
 
 
-def _problems(file: str, flat: str, strict: bool) -> list[Problem]:
+def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Problem]:
+    place = _Places(file, flat, options)
+    notes = [*_other_characters(flat, place)] if strict else []
+    if (header := _UNCOVERED_HEADER.search(sources.without_comments(flat))) is not None:
+        line = LineMap(flat).at(header.start())
+        return [Problem(*line, f"<{header[1]}> is not covered by this check", 1, UNCOVERED)]
     found = compiler.find_compiler()
-    done = found.run(compiler.preprocess_flags([build.INCLUDE, *build._mlx_include()]), flat)
+    folders = [build.INCLUDE, *build._mlx_include(), *map(Path, options.include)]
+    defines = [f"-D{definition}" for definition in options.define]
+    done = found.run([*compiler.preprocess_flags(folders, options.version), *defines], flat)
     if done.returncode:
-        return _diagnostics(done.stderr, file)
+        return _sorted([*notes, *_own_errors(build._clean(done.stderr), file)])
     text = done.stdout
     for folder in build._mlx_include():
         text = text.replace(f'"{folder}/', '"')
-    problems: list[Problem] = []
+    problems = notes
     try:
-        problems = Text(text).problems(strict)
-        translation = rewrite(text, {})
+        words = Text(text, lambdas=options.version >= 320)
+        found_in_text = [place.refined(problem) for problem in words.problems(strict)]
+        uncovered = [problem for problem in found_in_text if problem.severity == UNCOVERED]
+        if uncovered:
+            return _sorted([*notes, *uncovered])
+        problems = [*notes, *found_in_text]
+        translation = rewrite(text, {}, dialect=True)
         compiled = build._simulator_text(translation, file)
     except RewriteError as error:
-        return sorted({*problems, *_diagnostics(str(error), file)})
+        return _sorted([*problems, *_own_errors(str(error), file)])
     except CompileError as error:
-        return sorted({*problems, *_diagnostics(error.log, file)})
-    flags = [*_flags(), f"-isystem{build.INCLUDE}", f"-isystem{build._abi_folder()}"]
-    flags += ["-DMITTENS_STRICT_DIALECT"] if strict else []
-    done = found.run(flags, compiled)
-    problems += _diagnostics(done.stderr, file)
-    if done.returncode == 0:
-        problems += recursion(done.stdout, str(build.INCLUDE))
-        problems += threadgroup_memory(done.stdout, translation) if strict else []
-    return sorted(set(problems))
+        return _sorted([*problems, *_own_errors(error.log, file)])
+    problems += _Compilation(file, text, translation, compiled, strict, options, place).problems()
+    return _sorted(problems)
 
 
-def _flags() -> list[str]:
+def _sorted(problems: list[Problem]) -> list[Problem]:
+    return sorted(set(problems), key=lambda p: (p.file, p.line, p.column, p.what))
+
+
+class _Compilation:
+    """Clang's view of a translation."""
+
+    def __init__(
+        self,
+        file: str,
+        text: str,
+        translation: Translation,
+        compiled: str,
+        strict: bool,
+        options: Options,
+        place: _Places,
+    ):
+        self.file, self.translation, self.strict, self.place = file, translation, strict, place
+        self.lines = LineMap(text)
+        # Without line markers, clang's places are those of the text.
+        blank = re.sub(r'^#(?:line)? \d+ "[^\n]*$', lambda m: " " * len(m[0]), translation.text, flags=re.M)
+        self.base = compiled.index(translation.text)
+        self.end = self.base + len(blank)
+        self.compiled = compiled[: self.base] + blank + compiled[self.base + len(translation.text) :]
+        self.flags = [*_flags(options), f"-isystem{build.INCLUDE}", f"-isystem{build._abi_folder()}"]
+        self.flags += ["-DMITTENS_DIALECT", f"-DMITTENS_METAL_VERSION={options.version}"]
+        if 'bf16_math.h"' in text:
+            self.flags.append("-DMITTENS_BFLOAT_MATH")
+
+    def problems(self) -> list[Problem]:
+        found = compiler.find_compiler()
+        done, self.edited = conversions.compiled(
+            lambda text, more: found.run([*self.flags, *more], text),
+            self.compiled,
+            self.translation.methods,
+            str(build.INCLUDE),
+        )
+        self.places = conversions.Places(self.edited.text)
+        problems = [*self._diagnostics(done.stderr)]
+        if done.returncode == 0:
+            problems += [self._located(p) for p in recursion(done.stdout, str(build.INCLUDE))]
+            problems += threadgroup_memory(done.stdout, self.translation) if self.strict else []
+        elif not any(problem.severity == ERROR for problem in problems):
+            problems.append(Problem(self.file, 1, f"clang fails: {done.stderr.strip()[-300:] or 'without a word'}"))
+        return problems
+
+    def _located(self, problem: Problem) -> Problem:
+        if problem.file not in ("<stdin>", "-", ""):
+            return problem
+        return self._problem(problem.line, 1, problem.what, problem.severity) or problem
+
+    def _problem(self, line: int, column: int, what: str, severity: str) -> Problem | None:
+        offset = self.edited.original(self.places.offset(line, column))
+        if not self.base <= offset < self.end:
+            return None
+        offset = min(self.translation.original(offset - self.base), len(self.lines._text) - 1)
+        file, at = self.lines.at(offset)
+        word = re.match(r"\w*", self.lines._text[offset:])[0]  # type: ignore[index]
+        return self.place.refined(Problem(file, at, what, self.lines.column(offset), severity), word)
+
+    def _diagnostics(self, log: str) -> list[Problem]:
+        problems: list[Problem] = []
+        elsewhere: list[Problem] = []
+        lines = log.splitlines()
+        for i, line in enumerate(lines):
+            head = _HEAD.match(line)
+            if not head or head["kind"] not in ("error", "fatal error", "warning"):
+                continue
+            what = _in_metals_words(head["what"].split(" [-W")[0])
+            if head["kind"] == "warning":
+                if not _counts(what):
+                    continue
+            problem = self._from(head, what)
+            if problem is None:  # in our own library: where it was asked for
+                for other in lines[i + 1 :]:
+                    note = _HEAD.match(other)
+                    if note and note["kind"] != "note":
+                        break
+                    if note and (problem := self._from(note, what)):
+                        break
+            if problem is not None:
+                problems.append(problem)
+            elif head["kind"] != "warning":
+                elsewhere.append(Problem(self.file, 1, advised(what), 1))
+        # What is said of the calls of kernels follows from what is wrong with them.
+        return problems or elsewhere
+
+    def _from(self, head: re.Match[str], what: str) -> Problem | None:
+        if head["file"] == "<stdin>":
+            return self._problem(int(head["line"]), int(head["column"]), advised(what), ERROR)
+        return None
+
+
+_HEAD = re.compile(
+    r"^(?P<file>.+?):(?P<line>\d+):(?P<column>\d+):(?:\{[\d:{}-]+\}:)? "
+    r"(?P<kind>fatal error|error|warning|note): (?P<what>.*)$"
+)
+
+
+def _in_metals_words(what: str) -> str:
+    for space, number in (("device", 1), ("threadgroup", 3), ("constant", 0), ("constant", 4)):
+        what = what.replace(f"__attribute__((address_space({number})))", space)
+    return re.sub(r"([\w:]+) __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"vec<\1, \2>", what)
+
+
+def _counts(warning: str) -> bool:
+    """Whether what clang only warns of is a mistake in Metal."""
+    if "::mittens::" in warning:
+        return False
+    if warning.startswith("implicit conversion"):
+        return re.search(
+            r"to '[^']*(?:__bf16|bfloat)[^']*'|\(aka '[^']*__bf16[^']*'\)$", warning
+        ) is not None and not re.match(r".*from '(?:const )?(?:bfloat|__bf16)", warning)
+    return "incompatible with C++" not in warning or any(new in warning for new in _NEWER)
+
+
+def _flags(options: Options) -> list[str]:
     flags = [flag for flag in compiler._COMMON if flag != "-w"]
     flags += ["-S", "-emit-llvm", "-O0", "-Xclang", "-disable-llvm-passes", "-gline-tables-only", "-o", "-"]
-    flags += ["-Wno-everything", "-Wpre-c++17-compat", "-Wpre-c++20-compat", "-Wvla-extension", "-Wvla-cxx-extension"]
+    flags += ["-Wno-everything", "-Wvla-extension", "-Wvla-cxx-extension", "-Wimplicit-float-conversion"]
     flags += ["-Wc++20-designator", "-Wimplicit-function-declaration", "-ferror-limit=0", "-fno-caret-diagnostics"]
+    if options.version < 400:
+        flags += ["-Wpre-c++17-compat"]
+    flags += ["-Wpre-c++20-compat"]
     return [*flags, "-fvisibility=hidden", "-ffp-contract=off"]
 
 
 # Of what is newer than C++14, the little that clang does not take there as an extension.
 _NEWER = ("class template argument deduction", "declared with 'auto'", "'consteval'", "'constinit'")
 
+_OWN = re.compile(r"^(.+?):(\d+):(?:(\d+):)? (?:fatal )?(?:error): (.*)$", re.M)
 
-def _diagnostics(log: str, file: str) -> list[Problem]:
-    problems = []
-    for name, line, kind, what in _DIAGNOSTIC.findall(build._clean(log)):
-        if kind == "warning":
-            if "::mittens::" in what or ("incompatible with C++" in what and not any(new in what for new in _NEWER)):
-                continue
-            what = what.split(" [-W")[0]
-        problems.append(Problem(name, int(line), what))
-    return problems or ([Problem(file, 1, log.strip())] if "error" in log else [])
+
+def _own_errors(log: str, file: str) -> list[Problem]:
+    """What the front end itself says, and the preprocessor."""
+    problems = [
+        Problem(name, int(line), advised(what), int(column or 1)) for name, line, column, what in _OWN.findall(log)
+    ]
+    return problems or [Problem(file, 1, log.strip(), 1)]
+
+
+def _other_characters(flat: str, place: _Places) -> list[Problem]:
+    """Characters that are not ASCII, outside of comments."""
+    if flat.isascii():
+        return []
+    lines = LineMap(flat)
+    notes = []
+    for other in re.finditer(r"[^\x00-\x7f]+", sources.without_comments(flat)):
+        what = f"{other[0]!r} is not ASCII: it may stand in a comment only where MLX compiles the text"
+        notes.append(Problem(*lines.at(other.start()), what, lines.column(other.start()), NOTE))
+    return notes
+
+
+class _Places:
+    """Columns of a file's own text, which the preprocessor may have moved."""
+
+    def __init__(self, file: str, flat: str, options: Options):
+        self.lines: dict[tuple[str, int], str] = {}
+        name, number = file, 1
+        for line in flat.split("\n"):
+            marker = re.match(r'#line (\d+) "([^"\n]*)"$', line)
+            if marker:
+                name, number = marker[2], int(marker[1])
+            else:
+                self.lines[name, number] = line
+                number += 1
+
+    def refined(self, problem: Problem, word: str = "") -> Problem:
+        """The problem with the column at which the word stands in the user's line."""
+        line = self.lines.get((problem.file, problem.line))
+        if line is None:
+            return problem
+        column = min(max(problem.column, 1), len(line) + 1)
+        if not word:
+            named = re.search(r"'(\w+)'", problem.what)
+            word = named[1] if named and not line.startswith(named[1], column - 1) else ""
+        if word and not line.startswith(word, column - 1):
+            places = [m.start() + 1 for m in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", line)]
+            column = min(places, key=lambda at: abs(at - column)) if places else column
+        return Problem(problem.file, problem.line, problem.what, column, problem.severity)

@@ -22,13 +22,22 @@ class CompileError(RuntimeError):
         super().__init__(f"{what} does not compile:\n{self.log}")
 
 
+ERROR, WARNING, NOTE, UNCOVERED = "error", "warning", "note", "not covered"
+
+
 @dataclass(frozen=True, order=True)
 class Problem:
-    """Something that a Mac's compiler would refuse."""
+    """Something that a Mac's compiler would refuse, or that is to be known of a text.
+
+    The severity is "error", "warning" (it compiles, and cannot be launched), "note" (it compiles and runs) or "not
+    covered" (it is not known whether it does).
+    """
 
     file: str
     line: int
     what: str
+    column: int = 0
+    severity: str = ERROR
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.what}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .errors import Problem
+from .errors import WARNING, Problem
 from .rewrite import Translation
 
 THREADGROUP_BYTES = 32 * 1024
@@ -43,8 +43,11 @@ def threadgroup_memory(code: str, translation: Translation) -> list[Problem]:
         entry = next((name for name in functions if f"mittens_entry_{number}P" in name), None)
         size = _total(entry, edges, own, {}) if entry else 0
         if size > THREADGROUP_BYTES:
-            what = f"kernel {variant.name!r} has {size} bytes of threadgroup memory: at most {THREADGROUP_BYTES}"
-            problems.append(Problem(*translation.kernels[variant.function].site, what))
+            what = (
+                f"kernel {variant.name!r} has {size} bytes of threadgroup memory: it compiles, but no GPU launches "
+                f"more than {THREADGROUP_BYTES}, make its arrays smaller"
+            )
+            problems.append(Problem(*translation.kernels[variant.function].site, what, 1, WARNING))
     return problems
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
-from .builtins import is_attribute, is_builtin, is_type
-from .errors import Problem
+from .builtins import ALLOWED_INTERNALS, is_attribute, is_type
+from .errors import NOTE, UNCOVERED, Problem
+from .lint_kernels import Signatures
 from .rewrite import _Rewriter
 
 _SPACES = {"device", "constant", "threadgroup", "thread", "ray_data", "object_data"}
@@ -20,6 +22,10 @@ _FORBIDDEN = {
     "virtual": "Metal has no virtual functions: write a template",
     "typeid": "Metal has no type identification: compare types with metal::is_same",
     "dynamic_cast": "Metal has no dynamic_cast: write static_cast",
+    "register": "Metal has no register: leave the word out",
+    "wchar_t": "Metal has no wchar_t: write char or ushort",
+    "char16_t": "Metal has no char16_t: write ushort",
+    "char32_t": "Metal has no char32_t: write uint",
     "thread_local": "Metal has no thread_local: declare a variable in the kernel",
     "asm": "Metal has no inline assembly: call a function of metal_stdlib",
     "__asm__": "Metal has no inline assembly: call a function of metal_stdlib",
@@ -29,11 +35,10 @@ _FORBIDDEN = {
     "co_return": "Metal has no coroutines: write a loop",
     "co_yield": "Metal has no coroutines: write a loop",
 }
-_NOT_A_CALL = {
-    *("if", "else", "for", "while", "do", "switch", "case", "return", "and", "or", "not", "void", "auto", "constexpr"),
-    *("sizeof", "alignof", "alignas", "decltype", "static_assert", "static_cast", "reinterpret_cast", "const_cast"),
-    *("operator", "explicit", "noexcept", "kernel", "defined", "__attribute__", "_Pragma"),
-}
+_STAGES = {"vertex", "fragment", "mesh", "object"}
+_RESERVED = {"vertex", "fragment", "kernel"}
+_STRINGS_BEHIND = {"static_assert", "_Pragma", "extern", "asm", "__asm__", "__asm", "log", "log_debug", "log_error"}
+_SPACE_ADVICE = "write device, constant, threadgroup or thread before it"
 _NOT_A_TYPE = {"return", "else", "case", "goto", "do", "operator", "new", "throw", "and", "or", "not"}
 _WORD = re.compile(r"[A-Za-z_]\w*$")
 
@@ -41,12 +46,14 @@ _WORD = re.compile(r"[A-Za-z_]\w*$")
 class Text:
     """The text of a file after the preprocessor."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, lambdas: bool = False):
         reader = _Rewriter(text, {})
         self.tokens, self.partner, self.token = reader.tokens, reader.partner, reader.token
         self.skip, self.commas = reader.after_template_arguments, reader.commas
         self.reader = reader
         reader._attributes()
+        reader._members = {}
+        self.lambdas = lambdas
         self.found: list[Problem] = []
         self.doubtful: list[Problem] = []  # what not every one of Apple's compilers refuses
         self.functions: set[str] = set()
@@ -55,11 +62,15 @@ class Text:
         """What is found; what is doubtful only if that is asked for."""
         self._scope(0, len(self.tokens))
         self._words()
+        for finding in Signatures(self.reader).findings():
+            self.report(finding.token, finding.what, severity="error" if finding.covered else UNCOVERED)
         return [*self.found, *(self.doubtful if strict else [])]
 
-    def report(self, i: int, what: str, doubtful: bool = False) -> None:
-        file, line = self.reader.lines.at(self.reader.spans[i][0])
-        (self.doubtful if doubtful else self.found).append(Problem(file, line, what))
+    def report(self, i: int, what: str, doubtful: bool = False, severity: str = "error") -> None:
+        position = self.reader.spans[i][0]
+        file, line = self.reader.lines.at(position)
+        problem = Problem(file, line, what, self.reader.lines.column(position), severity)
+        (self.doubtful if doubtful else self.found).append(problem)
 
     # Namespaces and classes: declarations and definitions, one after the other.
 
@@ -135,12 +146,19 @@ class Text:
             if not in_class or "=" not in words:
                 self._signature(start, opening)
         elif self._needs_space(start, end):
-            self.report(start, f"pointer or reference {self._named(start, end)[-1]!r} names no address space")
+            self.report(
+                start, f"pointer or reference {self._named(start, end)[-1]!r} names no address space: {_SPACE_ADVICE}"
+            )
         elif not in_class and len(words) > 1 and not {"constant", "struct", "class", "union", "sampler"} & set(words):
             name = self._named(start, end)[-1]
-            self.report(start, f"{name!r} is a variable outside of a function: it has to be 'constant'")
+            self.report(
+                start, f"{name!r} is a variable outside of a function: it has to be 'constant', write that before it"
+            )
         elif in_class and "static" in words and "constant" not in words:
-            self.report(start, f"{self._named(start, end)[-1]!r} is a static member: it has to be 'constant'")
+            self.report(
+                start,
+                f"{self._named(start, end)[-1]!r} is a static member: it has to be 'constant', write that before it",
+            )
 
     def _signature(self, start: int, opening: int) -> None:
         words = self.tokens[start:opening]
@@ -148,11 +166,17 @@ class Text:
         name = "".join(words[at:])
         self.functions.add(name)
         if self._needs_space(start, start + at):
-            self.report(start, f"what {name!r} returns names no address space")
+            self.report(start, f"what {name!r} returns names no address space: {_SPACE_ADVICE}")
         for first, last in self.commas(opening + 1, self.partner[opening]):
             if self._needs_space(first, last):
                 argument = next((t for t in reversed(self._named(first, last)) if _WORD.match(t)), "?")
-                self.report(first, f"argument {argument!r} of {name!r} names no address space")
+                self.report(first, f"argument {argument!r} of {name!r} names no address space: {_SPACE_ADVICE}")
+            elif self._is_array(first, last):
+                argument = self._named(first, last)[-1]
+                what = (
+                    f"array argument {argument!r} of {name!r} is a pointer and names no address space: {_SPACE_ADVICE}"
+                )
+                self.report(first, what)
 
     def _named(self, first: int, last: int) -> list[str]:
         """Tokens of a declaration that are outside of brackets and before its default value."""
@@ -166,6 +190,15 @@ class Text:
                 tokens.append(self.tokens[i])
                 i += 1
         return tokens
+
+    def _is_array(self, first: int, last: int) -> bool:
+        """Whether a parameter is an array without an address space."""
+        words = self.tokens[first:last]
+        end = words.index("=") if "=" in words else len(words)
+        brackets = [j for j in range(first, first + end) if self.tokens[j] == "[" and not self.reader.in_attribute[j]]
+        plain = bool(brackets) and brackets[0] > first + 1 and not _SPACES & set(words) and "(" not in words[:end]
+        # Where the type is a template's argument, Metal takes it to be in the thread's memory.
+        return plain and not self.parameters & set(words)
 
     def _needs_space(self, first: int, last: int) -> bool:
         tokens = self._named(first, last)
@@ -182,19 +215,17 @@ class Text:
         for i in range(brace + 1, end):
             token, before = self.tokens[i], self.tokens[i - 1]
             depth += {"{": 1, "}": -1}.get(token, 0)
-            if token == "static":
-                if self.token(i + 1) not in ("constexpr", "const", "constant"):
-                    self.report(
-                        i,
-                        f"{name!r} has a static variable: keep it in a buffer, "
-                        "or write 'constant' outside of a function",
-                    )
+            if token == "static" and self.token(i + 1) not in ("constexpr", "const", "constant"):
+                self.report(
+                    i,
+                    f"{name!r} has a static variable: keep it in a buffer, or write 'constant' outside of a function",
+                )
             elif token == "[" and self.token(i + 1) != "[" and self._starts_expression(before):
-                if self.token(self.partner[i] + 1) in ("(", "{", "<"):
-                    self.report(i, "Metal has no lambda expressions: write a function")
+                if not self.lambdas and self.token(self.partner[i] + 1) in ("(", "{", "<"):
+                    self.report(i, "Metal 3.1 has no lambda expressions: write a function, or check --std metal3.2")
             elif token == "threadgroup" and before in (";", "{", "}", ":"):
                 self._threadgroup(i, name, kernel, depth)
-            elif is_type(token) and self.token(i + 1) in ("*", "&"):
+            elif (is_type(token) or token in self.types) and self.token(i + 1) in ("*", "&"):
                 self._pointer(i)
 
     def _pointer(self, i: int) -> None:
@@ -202,9 +233,9 @@ class Text:
         before = self.token(i - 2 if self.token(i - 1) == "const" else i - 1)
         name, after = self.token(i + 2), self.token(i + 3)
         if before in (";", "{", "}", "(") and _WORD.match(name) and after in ("=", ";", ":", ",", "{"):
-            self.report(i, f"pointer or reference {name!r} names no address space")
+            self.report(i, f"pointer or reference {name!r} names no address space: {_SPACE_ADVICE}")
         elif (before, name) in (("(", ")"), ("<", ">")):
-            self.report(i, f"'{self.tokens[i]}{self.tokens[i + 1]}' names no address space")
+            self.report(i, f"'{self.tokens[i]}{self.tokens[i + 1]}' names no address space: {_SPACE_ADVICE}")
 
     @staticmethod
     def _starts_expression(before: str) -> bool:
@@ -218,12 +249,11 @@ class Text:
         if {"*", "&"} & set(self._named(i, end)):
             return
         if not kernel:
-            self.report(i, f"threadgroup memory stands in {name!r}, which is not a kernel")
-        elif depth > 0:
-            what = f"threadgroup memory stands in a block of {name!r}: it belongs at the kernel's top"
-            self.report(i, what, doubtful=True)
+            what = f"threadgroup memory stands in {name!r}, which is not a kernel: declare it in one, pass a pointer"
+            self.report(i, what)
         if initialised:
-            self.report(i, "threadgroup memory has an initial value", doubtful=True)
+            what = "threadgroup memory has an initial value, which is not stored: write it, then threadgroup_barrier"
+            self.report(i, what, doubtful=True, severity=NOTE)
 
     # Words, wherever they stand.
 
@@ -231,22 +261,126 @@ class Text:
         declared = self._declared()
         for i, token in enumerate(self.tokens):
             before, after = self.token(i - 1), self.token(i + 1)
+            if token[0] == '"' and not self.reader.in_attribute[i]:
+                self._string(i)
             if not _WORD.match(token) or before in (".", "->") or (token == "delete" and before == "="):
                 continue
             if self.reader.in_attribute[i]:
                 if before in ("[", ",") and not is_attribute(token) and self.reader.in_attribute[i - 1]:
-                    self.report(i, f"Metal has no attribute {token!r}", doubtful=True)
+                    self.report(i, f"Metal has no attribute {token!r}: leave it out", doubtful=True)
                 continue
             if token in _FORBIDDEN:
                 self.report(i, _FORBIDDEN[token])
+            elif token in _STAGES | _RESERVED:
+                self._stage(i)
+            elif token == "long" and after in ("long", "double"):
+                self.report(i, f"Metal has no long {after}: write {'long' if after == 'long' else 'float'}")
+            elif token == "noexcept" and after == "(" and before not in (")", "const", "thread", "device"):
+                self.report(i, "Metal has no operator noexcept: write what it would say, true or false")
+            elif token in ("struct", "class") and before != "enum":
+                self._base(i)
             elif token == "std" and after == "::":
                 self.report(i, "Metal has no std::, write metal::")
             elif token.startswith(("__builtin_", "__nvvm", "__sanitizer", "MITTENS_")):
-                self.report(i, f"{token!r} is not Metal's", doubtful=True)
-            elif token not in declared and token not in _NOT_A_CALL and not is_type(token):
-                end = self.skip(i + 1)
-                if self.token(end) == "(" and not is_builtin(token) and not token.startswith("__is_"):
-                    self.report(i, f"Metal has no function {token!r}", doubtful=True)
+                if token not in ALLOWED_INTERNALS:
+                    self.report(i, f"{token!r} is not Metal's: call a function of metal_stdlib", doubtful=True)
+            elif before == "::" and self.token(i - 2) == "mittens" and token not in declared:
+                self.report(i, f"Metal has no function {token!r}: call one of metal_stdlib", doubtful=True)
+
+    def _string(self, i: int) -> None:
+        j = i - 1
+        while j >= 0 and self.tokens[j] not in (";", "{", "}"):
+            if self.tokens[j] in _STRINGS_BEHIND or self.tokens[j].startswith("os_log"):
+                return
+            j -= 1
+        self.report(i, "Metal has no strings: write numbers, in an array of char")
+
+    def _stage(self, i: int) -> None:
+        """A function of a graphics pipeline, or a word that is no name."""
+        token, before, after = self.tokens[i], self.token(i - 1), self.token(i + 1)
+        starts = before in ("", ";", "}", "{", ">", "]", "inline", "static", "extern")
+        if token == "kernel" and (starts or before in ("template", ")")) and _WORD.match(after):
+            return
+        if starts and _WORD.match(after):
+            j = i + 1
+            while self.token(j) not in ("(", ";", "{", "}", "=", ""):
+                j = max(j + 1, self.skip(j))
+            if self.token(j) == "(" and token in _STAGES:
+                self.report(i, f"{token} functions are not covered by this check", severity=UNCOVERED)
+                return
+        if token in _RESERVED:
+            self.report(i, f"{token!r} is a word of Metal's language: choose another name")
+
+    def _base(self, i: int) -> None:
+        """Metal derives classes only from such as its own, which hold nothing."""
+        j = i + 1
+        while self.token(j) not in (":", "{", ";", "(", ")", ",", ">", "=", ""):
+            j = max(j + 1, self.skip(j))
+        if self.token(j) != ":" or self.token(j + 1) == ":":
+            return
+        names = []
+        while self.token(j) not in ("{", ";", ""):
+            names.append(self.tokens[j])
+            j = max(j + 1, self.skip(j))
+        for name in names:
+            if name in self.holding:
+                self.report(i, f"Metal has no derived classes: make {name!r} a member")
+
+    @functools.cached_property
+    def holding(self) -> set[str]:
+        """Classes of the text that hold something, or are no templates and derived from nothing."""
+        found = set()
+        for i, token in enumerate(self.tokens):
+            if token not in ("struct", "class") or not _WORD.match(self.token(i + 1)):
+                continue
+            brace = self.skip(i + 2)
+            if self.token(brace) != "{":
+                continue
+            template = self.token(i - 1) == ">"
+            if not template or self._has_data(brace):
+                found.add(self.tokens[i + 1])
+        return found
+
+    def _has_data(self, brace: int) -> bool:
+        start = i = brace + 1
+        while i < self.partner[brace]:
+            token = self.tokens[i]
+            if token in "([{":
+                i = self.partner[i]
+                if token == "{":
+                    start = i + 1
+            elif token == ";":
+                words = self.tokens[start:i]
+                kinds = {"static", "using", "typedef", "template", "friend", "enum", "struct", "(", "operator"}
+                if words and not kinds & set(words):
+                    return True
+                start = i + 1
+            i += 1
+        return False
+
+    @functools.cached_property
+    def parameters(self) -> set[str]:
+        """Names of types that are arguments of templates."""
+        return {self.token(i + 1) for i, token in enumerate(self.tokens) if token == "typename"} | {
+            self.token(i + 1) for i, token in enumerate(self.tokens) if token == "class" and self.token(i - 1) in "<,"
+        }
+
+    @functools.cached_property
+    def types(self) -> set[str]:
+        """Types that the text declares: classes, aliases, template parameters."""
+        names = set()
+        for i, token in enumerate(self.tokens):
+            after = self.token(i + 1)
+            if token in ("struct", "class", "union", "enum", "typename") and _WORD.match(after):
+                names.add(after)
+            elif token == "using" and self.token(i + 2) == "=":
+                names.add(after)
+            elif token == "typedef":
+                end = i
+                while self.token(end) not in (";", ""):
+                    end = self.partner[end] + 1 if self.tokens[end] in ("(", "[", "{") else end + 1
+                names.add(self.token(end - 1))
+        return names
 
     def _declared(self) -> set[str]:
         """Names that the text itself declares: functions, types, template parameters, variables."""

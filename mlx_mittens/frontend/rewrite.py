@@ -7,8 +7,6 @@ Words that are types or address spaces in Metal need no rewriting: the standard 
 - explicit instantiations of kernels go, and become variants;
 - ``threadgroup float x[32];`` becomes a call of the target's MITTENS_THREADGROUP_ARRAY;
 - arrays as parameters (``constant int strides[2]``) become pointers;
-- constants that are the size of an array, and numbers that are references to constant memory, become const, which they
-  are in Metal;
 - function constants get their values;
 - ``1.0`` is a float, ``1.0h`` and ``1.0bf`` become ``half(1.0f)`` and ``bfloat(1.0f)``;
 - ``vec<T, 4>(a, b, c, d)`` becomes ``mittens::construct<vec<T, 4>>(a, b, c, d)``, and the ``uint4`` of
@@ -22,9 +20,11 @@ from __future__ import annotations
 import bisect
 import functools
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .builtins import POSITIONS as _POSITIONS
 from .builtins import is_type
 
 _TOKEN = re.compile(
@@ -38,6 +38,9 @@ _FLOAT_LITERAL = re.compile(
 )
 _VECTOR = re.compile(r"(bool|u?char|u?short|u?int|u?long|half|bfloat|float)([234])$")
 _SPACES = ("device", "constant", "threadgroup", "thread")
+_OF_STRINGS = ("static_assert", "_Pragma", "extern", "asm", "__asm__", "__attribute__", "diagnose_if")
+_STORAGE = ("static", "constexpr", "const", "inline", "extern")
+_SPACED = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")
 _OPEN = {"(": ")", "[": "]", "{": "}"}
 _CLOSE = {close: open for open, close in _OPEN.items()}
 
@@ -89,15 +92,56 @@ class Translation:
     kernels: dict[str, Kernel] = field(default_factory=dict)
     variants: list[Variant] = field(default_factory=list)
     function_constants: dict[str, tuple[int, str]] = field(default_factory=dict)  # name: index, type
+    methods: set[str] = field(default_factory=set)  # of objects in other memory than the thread's own
+    edits: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, length of what stands there now
+
+    def original(self, offset: int) -> int:
+        """Where a place of the text was before it was rewritten."""
+        shift = 0
+        for begin, end, length in self.edits:
+            if begin + shift >= offset:
+                break
+            if offset < begin + shift + length:
+                return begin
+            shift += length - (end - begin)
+        return offset - shift
 
 
 class RewriteError(Exception):
     """What is wrong with a text, as a compiler says it: file, line, error."""
 
 
+_ARITHMETIC = re.compile(r"(?:\d[\dxXa-fA-F]*[uUlL]*|[-+*/%()|&^~]|<<|>>|\s)+$")
+
+
+def _integer(text: str) -> int | None:
+    """The value of an expression of numbers; None if it is another."""
+    if not _ARITHMETIC.match(text) or "**" in text:
+        return None
+    try:
+        return int(eval(re.sub(r"(?<=[\dA-Fa-f])[uUlL]+\b", "", text).replace("/", "//"), {"__builtins__": {}}))
+    except (SyntaxError, ArithmeticError, ValueError, TypeError):
+        return None
+
+
+def _inexact(literal: str) -> str:
+    """A float next to this one that no bfloat holds, so that clang warns where it becomes one."""
+    try:
+        value = float.fromhex(literal) if literal[:2].lower() == "0x" else float(literal)
+        bits = struct.unpack("<I", struct.pack("<f", value))[0] | 1
+    except (ValueError, OverflowError):
+        return literal + "f"
+    return (
+        struct.unpack("<f", struct.pack("<I", bits))[0].hex() + "f"
+        if bits & 0x7F800000 != 0x7F800000
+        else literal + "f"
+    )
+
+
 class _Rewriter:
-    def __init__(self, text: str, constants: dict[int, str]):
+    def __init__(self, text: str, constants: dict[int, str], dialect: bool = False):
         self.text = text
+        self.dialect = dialect
         self.constants = constants
         matches = [m for m in _TOKEN.finditer(text) if not m[0].startswith("#")]
         self.tokens = [m[0] for m in matches]
@@ -126,6 +170,31 @@ class _Rewriter:
     def error(self, message: str, i: int) -> RewriteError:
         file, line = self.lines.at(self.spans[i][0])
         return RewriteError(f"{file}:{line}: {message}")
+
+    def integer(self, text: str, i: int) -> int:
+        """The value of a constant expression: of an index."""
+        expression = re.sub(r"\b[A-Za-z_]\w*\b", lambda m: str(self._named_integers.get(m[0], m[0])), text)
+        value = _integer(expression)
+        if value is None:
+            raise self.error(f"error: {text!r} is no constant expression: write a number", i)
+        return value
+
+    @functools.cached_property
+    def _named_integers(self) -> dict[str, int]:
+        """Integers that the text names: `constant int N = 4;`, `enum { N = 4 };`."""
+        names: dict[str, int] = {}
+        for i, token in enumerate(self.tokens):
+            if token == "=" and _IDENTIFIER.match(self.token(i - 1)):
+                end = i + 1
+                while self.token(end) not in (";", ",", "}", ""):
+                    end += 1
+                text = re.sub(
+                    r"\b[A-Za-z_]\w*\b", lambda m: str(names.get(m[0], m[0])), "".join(self.tokens[i + 1 : end])
+                )
+                value = _integer(text) if end - i < 12 else None
+                if value is not None:
+                    names.setdefault(self.tokens[i - 1], value)
+        return names
 
     # Tokens first..last-1, as text and as edits of it.
 
@@ -207,6 +276,7 @@ class _Rewriter:
         for begin, end, new in sorted(self.edits, key=lambda edit: (edit[0], -edit[1])):
             if begin >= done:  # else within what a larger edit replaced
                 parts += [self.text[done:begin], new]
+                self.result.edits.append((begin, end, len(new)))
                 done = end
         return "".join(parts) + self.text[done:]
 
@@ -235,6 +305,8 @@ class _Rewriter:
     # Member functions: `void f() const device { ... }`.
 
     def _member_functions(self) -> None:
+        kept: set[tuple[int, str]] = set()
+        self._members: dict[int, set[tuple[int, str]]] = {}
         for i, token in enumerate(self.tokens):
             if token not in _SPACES or self.dropped[i]:
                 continue
@@ -249,8 +321,46 @@ class _Rewriter:
                 continue
             if token == "thread":
                 self.replace(i, i + 1, "")
+                continue
+            start = self._member_start(before)
+            name = self.tokens[self.partner[before] - 1]
+            head = (start and self._enclosing(start), " ".join(self.tokens[start:i]))
+            self.result.methods.add(name)
+            if head in self._plain_members(head[0]) or head in kept:
+                self.replace(start, self._member_end(after), "")
             else:
-                self.replace(self._member_start(before), self._member_end(after), "")
+                kept.add(head)
+                self.replace(i, i + 1, "")
+
+    def _enclosing(self, i: int) -> int:
+        """The bracket within which a token stands; -1 if none."""
+        i -= 1
+        while i >= 0 and self.tokens[i] not in _OPEN:
+            i = self.partner[i] - 1 if self.tokens[i] in _CLOSE else i - 1
+        return i
+
+    def _plain_members(self, brace: int) -> set[tuple[int, str]]:
+        """The heads of the member functions of a class that work on objects of the thread's own memory."""
+        if brace not in self._members:
+            heads = set()
+            start, i = brace + 1, brace + 1
+            while 0 <= i < self.partner[brace]:
+                token = self.tokens[i]
+                if token in ";}" or (token == ":" and self.token(i - 1) in ("public", "private", "protected")):
+                    start = i + 1
+                if token == "(" and self.token(self.partner[i] + 1) in ("const", "thread", "{", ";", ":", "noexcept"):
+                    end = self.partner[i] + 1
+                    while self.token(end) in ("const", "volatile", "noexcept"):
+                        end += 1
+                    if self.token(end) not in _SPACES or self.token(end) == "thread":
+                        heads.add((brace, " ".join(self.tokens[start:end])))
+                if token in _OPEN:
+                    i = self.partner[i]
+                    if token == "{":
+                        start = i + 1
+                i += 1
+            self._members[brace] = heads
+        return self._members[brace]
 
     def _member_start(self, closing: int) -> int:
         i = self.partner[closing] - 1
@@ -293,7 +403,7 @@ class _Rewriter:
             return self._kernel(i + 1)
         if token == "threadgroup" and self.token(i - 1) in (";", "{", "}", ")", ":"):
             return self._threadgroup_array(i)
-        if token == "constant" and self.token(i - 1) in (";", "}", "", "static"):
+        if token == "constant" and self.token(i - 1) in (";", "}", "{", "", *_STORAGE):
             return self._constant(i)
         if token in _SPACES and self.token(i - 1) in ("(", ",", "const"):
             return self._parameter(i)
@@ -303,7 +413,11 @@ class _Rewriter:
             return self._vector_constructor(i)
         if self.token(i + 1) == "(" and (vector := _VECTOR.match(token)):
             self._vector_array(i, vector)
+            if self.token(i - 1) == "::":  # metal::float4(x): the macro brings its own
+                self.replace(i - 2 if _IDENTIFIER.match(self.token(i - 2)) else i - 1, i, "")
             return None
+        if token[0] == '"' and self.token(i - 1) in ("(", ",", "{") and self.token(i - 2) not in _OF_STRINGS:
+            return self._string(i)
         if token[0].isdigit() or token[0] == ".":
             return self._number(i)
         if token == "*" and self.token(i - 1) in (";", "{", "}", ")"):
@@ -336,9 +450,11 @@ class _Rewriter:
             j += 1
         if self.tokens[j] == "decltype":
             j = self.partner[j + 1] + 1
-        first = j
-        while self.token(j) not in ("<", "(", ";"):
-            j += 1
+        while self.token(j) not in ("<", "(", ";") or (self.token(j) == "<" and self._is_type_argument(j)):
+            j = self.after_template_arguments(j) if self.token(j) == "<" else j + 1
+        first = j - 1
+        while self.token(first - 1) == "::":
+            first -= 2
         function = "".join(self.tokens[first:j])
         after = self.after_template_arguments(j)
         arguments = self.source(j + 1, after - 1) if after > j else None
@@ -347,6 +463,10 @@ class _Rewriter:
         self.result.variants.append(Variant(name, function, arguments, self.lines.at(self.spans[i][0])))
         self.replace(i, end + 1, "")
         return end
+
+    def _is_type_argument(self, i: int) -> bool:
+        """Whether a template argument list belongs to the type of an instantiated kernel, whose name follows."""
+        return _IDENTIFIER.match(self.token(self.after_template_arguments(i))) is not None
 
     def _kernel(self, i: int) -> int | None:
         name, opening = self.token(i + 1), i + 2
@@ -363,6 +483,9 @@ class _Rewriter:
             self.lines.at(self.spans[i][0]),
         )
         self.result.kernels[name] = kernel
+        for j in range(opening + 1, closing):
+            if self.tokens[j] in _SPACES and not self.dropped[j] and self.token(j - 1) in ("(", ",", "const"):
+                self._parameter(j)
         return closing
 
     def _template_before(self, i: int) -> str | None:
@@ -385,7 +508,7 @@ class _Rewriter:
         for start, end in parts:
             attributes = self.attributes_between(start, end)
             if "buffer" in attributes:
-                used.add(int(attributes["buffer"]))
+                used.add(self.integer(attributes["buffer"], start))
         for start, end in parts:
             attributes = self.attributes_between(start, end)
             live = [j for j in range(start, end) if not self.dropped[j]]
@@ -395,12 +518,18 @@ class _Rewriter:
             kind_of = " ".join(self.tokens[j] for j in live[:at])
             kind: str | None
             index: int | None = None
+            if array is not None and _SPACED.search(kind_of):
+                kind_of += " *"
             if "buffer" in attributes:
-                kind, index = "buffer", int(attributes["buffer"])
+                kind, index = "buffer", self.integer(attributes["buffer"], start)
             elif "threadgroup" in attributes:
-                kind, index = "threadgroup", int(attributes["threadgroup"])
+                kind, index = "threadgroup", self.integer(attributes["threadgroup"], start)
             else:
-                kind = next((a for a in attributes if a != "function_constant"), None)
+                kind = next((a for a in attributes if a in _POSITIONS), None)
+                unknown = [a for a in attributes if a != "function_constant"]
+                if kind is None and unknown:
+                    what = f"error: argument {name!r} of a kernel has no attribute of Metal's but {unknown[0]!r}"
+                    raise self.error(what, start)
             if kind is None:
                 if not re.search(r"[*&]\s*(const|restrict|__restrict)?$", kind_of):
                     raise self.error(f"error: argument {name!r} of a kernel has no attribute", start)
@@ -412,15 +541,19 @@ class _Rewriter:
 
     def _declarators(self, i: int) -> tuple[str, list[tuple[str, str]], int] | None:
         """A type and its variables, `name` and `[extents]`, from token i to the semicolon; None if it has pointers."""
+        while self.token(i) in ("alignas", "__attribute__") and self.token(i + 1) == "(":
+            i = self.partner[i + 1] + 1
         j = i
-        while self.token(j) in ("const", "volatile", "typename"):
+        while self.token(j) in ("const", "volatile", "typename", "static"):
+            j += 1
+        while self.token(j) in ("unsigned", "signed"):
             j += 1
         while _IDENTIFIER.match(self.token(j)):
             j = self.after_template_arguments(j + 1)
             if self.token(j) != "::":
                 break
             j += 1
-        if self.token(j) == "const":
+        while self.token(j) in ("const", "volatile"):
             j += 1
         type_text = self.source(i, j)
         variables = []
@@ -429,6 +562,9 @@ class _Rewriter:
             while self.token(k) == "[":
                 k = self.partner[k] + 1
             variables.append((name, self.source(j + 1, k)))
+            if self.token(k) in ("=", "{"):  # an initial value, which Metal does not store
+                while self.token(k) not in (",", ";", ""):
+                    k = self.partner[k] + 1 if self.tokens[k] in _OPEN else k + 1
             if self.token(k) == ";":
                 return type_text, variables, k
             if self.token(k) != ",":
@@ -451,9 +587,8 @@ class _Rewriter:
         while _IDENTIFIER.match(self.token(j)):
             j = self.after_template_arguments(j + 1)
         if self.token(i - 1) != "const" and self.tokens[i] == "constant" and self.tokens[i + 2 : i + 3] == ["&"]:
-            if not is_type(self.tokens[i + 1]):
-                return None  # members of a struct may be handed on as pointers that are not const
-            self.edits.append((self.spans[i][1], self.spans[i][1], " const"))
+            if is_type(self.tokens[i + 1]):  # members of a struct may be handed on as pointers that are not const
+                self.edits.append((self.spans[i][1], self.spans[i][1], " const"))
             return None
         if self.token(j) != "[" or self.token(self.partner[j] + 1) not in (",", ")"):
             return None
@@ -461,26 +596,23 @@ class _Rewriter:
         self.replace(j - 1, self.partner[j] + 1, f"* {name}")
         return j
 
-    @functools.cached_property
-    def _in_brackets(self) -> set[str]:
-        """Names in the sizes of arrays, and in indices."""
-        brackets = [i for i, token in enumerate(self.tokens) if token == "["]
-        return {token for i in brackets for token in self.tokens[i + 1 : self.partner[i]]}
-
     def _constant(self, i: int) -> int | None:
         j = i + 1
         while self.token(j) not in (";", "=", "(", "{", "") or (j < len(self.tokens) and self.in_attribute[j]):
             j += 1
         attributes = self.attributes_between(i, j)
         if "function_constant" not in attributes:
-            plain = self.token(j) == "=" and not {"*", "&", "[", "const", "constexpr"} & set(self.tokens[i:j])
-            if plain and self.tokens[j - 1] in self._in_brackets:
+            words = self.tokens[i:j]
+            number = self.token(j) == "=" and not {"*", "&", "[", "const", "constexpr"} & set(words)
+            if number and len(words) < 5 and self.token(i - 1) not in ("const", "constexpr"):
                 self.edits.append((self.spans[i][1], self.spans[i][1], " const"))
             return None
-        live = [k for k in range(i + 1, j) if not self.dropped[k]]
+        while self.token(i - 1) in _STORAGE:
+            i -= 1
+        live = [k for k in range(i, j) if not self.dropped[k] and self.tokens[k] not in (*_STORAGE, "constant")]
         name = self.tokens[live[-1]]
-        type_text = " ".join(self.tokens[k] for k in live[:-1] if self.tokens[k] != "const")
-        index = int(attributes["function_constant"])
+        type_text = "".join(f"{self.tokens[k]} " for k in live[:-1]).replace(" :: ", "::").strip()
+        index = self.integer(attributes["function_constant"], i)
         self.result.function_constants[name] = (index, type_text)
         value = self.constants.get(index)
         value = f"{type_text}({value})" if value is not None else f"{type_text}()"
@@ -516,11 +648,33 @@ class _Rewriter:
             if declarator[0] == "&" or (declarator[0] == "*" and qualified):
                 self.replace(i, i + 1, f"vec<{vector[1]}, {vector[2]}>")
 
+    def _string(self, i: int) -> int:
+        """A string, which only logs take, is in constant memory."""
+        end = i
+        while self.token(end + 1)[:1] == '"':
+            end += 1
+        before = i - 1
+        while self.token(before) not in ("(", ";", "{", "}", ""):
+            before = self.partner[before] - 1 if self.tokens[before] in _CLOSE else before - 1
+        if self.token(before - 1) not in _OF_STRINGS and not self.dropped[i]:
+            self.edits.append((self.spans[i][0], self.spans[i][0], "(constant const char*)("))
+            self.edits.append((self.spans[end][1], self.spans[end][1], ")"))
+        return end
+
+    def _is_float(self, i: int) -> bool:
+        """Whether a number that is to be checked ends in the f of a float."""
+        token = self.tokens[i]
+        return (
+            self.dialect and token[-1] in "fF" and token[-2:].lower() != "bf" and ("." in token or "e" in token.lower())
+        )
+
     def _number(self, i: int) -> int:
-        literal = _FLOAT_LITERAL.match(self.tokens[i])
+        literal = _FLOAT_LITERAL.match(self.tokens[i].rstrip("fF") if self._is_float(i) else self.tokens[i])
         if literal:
             type_text = {None: None, "h": "half", "b": "bfloat"}[literal[2] and literal[2][0].lower()]
             value = literal[1] + "f"
+            if self.dialect and not literal[2]:
+                value = _inexact(literal[1])
             self.edits.append((*self.spans[i], f"{type_text}({value})" if type_text else value))
         return i
 
@@ -542,14 +696,15 @@ class _Rewriter:
         return i
 
 
-def rewrite(text: str, constants: dict[int, str]) -> Translation:
+def rewrite(text: str, constants: dict[int, str], dialect: bool = False) -> Translation:
     """Rewrites preprocessed Metal for clang.
 
     Args:
         text: What the preprocessor made of a .metal file, line markers included.
         constants: Values of function constants by index, as they are written in C++.
+        dialect: Whether the text is to be checked, not run: then its floats are none that a bfloat holds.
     """
-    return _Rewriter(text, constants).run()
+    return _Rewriter(text, constants, dialect).run()
 
 
 class LineMap:
@@ -566,3 +721,7 @@ class LineMap:
         """The file and the line of a position."""
         start, file, line = self._marks[bisect.bisect_right(self._starts, position) - 1]
         return file, line + self._text.count("\n", start, position)
+
+    def column(self, position: int) -> int:
+        """The column of a position, from 1."""
+        return position - self._text.rfind("\n", 0, position)

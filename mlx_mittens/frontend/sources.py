@@ -15,6 +15,7 @@ _OTHER = re.compile(r"[^\x00-\x7f]")
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.M)
 
 _registered: dict[str, str] = {}
+_folders: dict[str, Path] = {}  # of registered sources that are files: where their headers may stand
 
 
 def metal_folder() -> Path:
@@ -31,12 +32,17 @@ def files() -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.metal"))
 
 
-def register_source(name: str, text: str) -> None:
+def register_source(name: str, text: str, folder: Path | None = None) -> None:
     """Makes a text known as a .metal file of this name, for as long as the process lives.
 
-    It may include our own headers ("mittens/...") and those of MLX ("mlx/backend/metal/kernels/...").
+    It may include our own headers ("mittens/..."), those of MLX ("mlx/backend/metal/kernels/...") and those of the
+    folder.
     """
     _registered[name] = text
+    if folder is not None:
+        _folders[name] = folder
+    else:
+        _folders.pop(name, None)
 
 
 def is_registered(file: str) -> bool:
@@ -59,23 +65,23 @@ def source(file: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def flatten(file: str) -> str:
+def flatten(file: str, include: tuple[str, ...] = ()) -> str:
     """One text with our own headers inlined, each once, for Metal's run-time compiler, which resolves none.
 
     ``#line`` directives say where every line came from. Headers that are not ours stay included.
 
     Raises:
-        CompileError: If a header is missing, or the text is not ASCII outside of comments.
+        CompileError: If a header is missing, or the text of one of our own files is not ASCII outside of comments.
     """
-    where = metal_folder(), file
+    where = metal_folder(), _folders.get(file), include, file
     known = _flattened.get(where)
     if known is None or any(_stamp(name, path) != stamp for name, path, stamp in known[1]):
-        known = _flattened[where] = _flatten(file)
+        known = _flattened[where] = _flatten(file, [Path(folder) for folder in include])
     return known[0]
 
 
 # What was flattened, by folder and file, and of each text in it whether it has changed since.
-_flattened: dict[tuple[Path, str], tuple[str, list[tuple[str, Path | None, object]]]] = {}
+_flattened: dict[tuple[object, ...], tuple[str, list[tuple[str, Path | None, object]]]] = {}
 
 
 def _stamp(name: str, path: Path | None) -> object:
@@ -96,7 +102,7 @@ def _place(name: str, text: str, at: int) -> str:
     return f"{name}:{line + text.count(chr(10), start, at)}"
 
 
-def _flatten(file: str) -> tuple[str, list[tuple[str, Path | None, object]]]:
+def _flatten(file: str, include: list[Path]) -> tuple[str, list[tuple[str, Path | None, object]]]:
     folder = metal_folder()
     first = None if file in _registered else folder / file
     stamps = [(file, first, _stamp(file, first))]
@@ -105,7 +111,7 @@ def _flatten(file: str) -> tuple[str, list[tuple[str, Path | None, object]]]:
     def inline(name: str, text: str, at: Path) -> str:
         if not text.isascii():
             text = _COMMENT.sub(lambda m: _OTHER.sub("?", m[0]) if m[0][0] == "/" else m[0], text)
-            other = _OTHER.search(text)
+            other = None if file in _registered else _OTHER.search(text)
             if other:
                 what = f"{other[0]!r} is not ASCII: it may stand in a comment only"
                 raise CompileError(file, None, f"{_place(name, text, other.start())}: error: {what}")
@@ -113,12 +119,13 @@ def _flatten(file: str) -> tuple[str, list[tuple[str, Path | None, object]]]:
         parts, done = [f'#line 1 "{name}"\n'], 0
         for match in _INCLUDE.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            header = next((p for p in (at / match[1], folder / match[1]) if p.is_file()), None)
+            header = next((p for p in (f / match[1] for f in (at, folder, *include)) if p.is_file()), None)
             parts.append(text[done : match.start()])
             done = match.end()
             if header is None:
-                if not match[1].startswith("mlx/"):
-                    raise CompileError(file, None, f'{name}:{line}: error: there is no header "{match[1]}"')
+                if not match[1].startswith(("mlx/", "metal_")):
+                    what = f'there is no header "{match[1]}": put it beside the file, or say where it is by -I FOLDER'
+                    raise CompileError(file, None, f"{name}:{line}: error: {what}")
                 parts.append(match[0].strip())
             elif header.resolve() not in included:
                 included.add(header.resolve())
@@ -128,4 +135,4 @@ def _flatten(file: str) -> tuple[str, list[tuple[str, Path | None, object]]]:
         parts.append(text[done:])
         return "".join(parts)
 
-    return inline(file, source(file), folder), stamps
+    return inline(file, source(file), _folders.get(file, folder)), stamps

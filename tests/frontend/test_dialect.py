@@ -134,11 +134,6 @@ BROKEN = {
         3,
         "float f(float v) { threadgroup float s[4]; s[0] = v; return s[0]; }" + in_kernel("y[i] = f(x[i]);"),
     ),
-    "threadgroup memory in a block": (
-        "in a block",
-        6,
-        in_kernel("if (i < 4) { threadgroup float s[4]; s[i] = x[i]; y[i] = s[i]; }"),
-    ),
     "initial value of threadgroup memory": (
         "initial value",
         6,

@@ -10,12 +10,25 @@ using Bits = metal::conditional_t<sizeof(T) == 8, ulong, uint>;
 
 namespace metal {
 
-enum memory_order { memory_order_relaxed = __ATOMIC_RELAXED, memory_order_seq_cst = __ATOMIC_SEQ_CST };
+enum memory_order {
+  memory_order_relaxed = __ATOMIC_RELAXED,
+#if !defined(MITTENS_METAL_VERSION) || MITTENS_METAL_VERSION >= 320
+  memory_order_acquire = __ATOMIC_ACQUIRE,
+  memory_order_release = __ATOMIC_RELEASE,
+  memory_order_acq_rel = __ATOMIC_ACQ_REL,
+#endif
+  memory_order_seq_cst = __ATOMIC_SEQ_CST
+};
 enum thread_scope { thread_scope_thread, thread_scope_simdgroup, thread_scope_threadgroup, thread_scope_device };
 
 template <typename T>
 struct atomic {
+#ifdef MITTENS_DIALECT
+  static_assert(is_any_of<T, int, uint, bool, float, ulong>(),
+                "an atomic is of int, uint, bool, float or ulong: keep the value in the bits of an atomic_uint");
+#else
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomic of a type that is neither 4 nor 8 bytes wide");
+#endif
   T value;
 };
 using atomic_int = atomic<int>;
@@ -44,11 +57,36 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
 #else
 #define MITTENS_ATOMIC_NUMBER(space) &object->value
 #endif
-#define MITTENS_FETCH(space, name, builtin)                                                                            \
-  template <typename T, typename U>                                                                                    \
+// Which types the operations take.
+#ifdef MITTENS_DIALECT
+#define MITTENS_SUM_TYPE(T)                                                                                            \
+  __attribute__((diagnose_if(!metal::is_any_of<T, int, uint, float>(),                                                 \
+                             "atomic sums are of int, uint and float; atomic_ulong has atomic_max_explicit and "      \
+                             "atomic_min_explicit alone", "error")))
+#define MITTENS_BITS_TYPE(T)                                                                                           \
+  __attribute__((diagnose_if(!metal::is_any_of<T, int, uint>(),                                                        \
+                             "this atomic operation is of int and uint: write a loop of "                             \
+                             "atomic_compare_exchange_weak_explicit; atomic_ulong has atomic_max_explicit and "       \
+                             "atomic_min_explicit", "error")))
+#define MITTENS_LONG_TYPE(T)                                                                                           \
+  __attribute__((diagnose_if(!__is_same(T, ulong), "this is of atomic_ulong: write atomic_fetch_max_explicit or "      \
+                                                   "atomic_fetch_min_explicit", "error")))
+#else
+#define MITTENS_SUM_TYPE(T)
+#define MITTENS_BITS_TYPE(T)
+#define MITTENS_LONG_TYPE(T)
+#endif
+#define MITTENS_FETCH(space, name, builtin, types)                                                                     \
+  template <typename T, typename U> types(T)                                                                           \
   MITTENS_ATOMIC T atomic_fetch_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) {         \
     MITTENS_ANNOUNCE(true);                                                                                            \
     return __atomic_fetch_##builtin(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);                       \
+  }
+#define MITTENS_UPDATE(space, name)                                                                                    \
+  template <typename T, typename U> MITTENS_LONG_TYPE(T)                                                               \
+  MITTENS_ATOMIC void atomic_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) {            \
+    MITTENS_ANNOUNCE(false);                                                                                           \
+    __atomic_fetch_##name(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);                                 \
   }
 #define MITTENS_ATOMICS(space)                                                                                         \
   template <typename T>                                                                                                \
@@ -79,17 +117,23 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
     *expected = as_type<T>(seen);                                                                                      \
     return same;                                                                                                       \
   }                                                                                                                    \
-  MITTENS_FETCH(space, add, add)                                                                                       \
-  MITTENS_FETCH(space, sub, sub)                                                                                       \
-  MITTENS_FETCH(space, min, min)                                                                                       \
-  MITTENS_FETCH(space, max, max)                                                                                       \
-  MITTENS_FETCH(space, and, and)                                                                                       \
-  MITTENS_FETCH(space, or, or)                                                                                         \
-  MITTENS_FETCH(space, xor, xor)
+  MITTENS_FETCH(space, add, add, MITTENS_SUM_TYPE)                                                                                       \
+  MITTENS_FETCH(space, sub, sub, MITTENS_SUM_TYPE)                                                                                       \
+  MITTENS_FETCH(space, min, min, MITTENS_BITS_TYPE)                                                                                       \
+  MITTENS_FETCH(space, max, max, MITTENS_BITS_TYPE)                                                                                       \
+  MITTENS_FETCH(space, and, and, MITTENS_BITS_TYPE)                                                                                       \
+  MITTENS_FETCH(space, or, or, MITTENS_BITS_TYPE)                                                                                         \
+  MITTENS_FETCH(space, xor, xor, MITTENS_BITS_TYPE)                                                                    \
+  MITTENS_UPDATE(space, min)                                                                                           \
+  MITTENS_UPDATE(space, max)
 MITTENS_ATOMICS(MITTENS_DEVICE)
 MITTENS_ATOMICS(MITTENS_THREADGROUP)
 #undef MITTENS_ATOMICS
 #undef MITTENS_FETCH
+#undef MITTENS_UPDATE
+#undef MITTENS_SUM_TYPE
+#undef MITTENS_BITS_TYPE
+#undef MITTENS_LONG_TYPE
 #undef MITTENS_ATOMIC_NUMBER
 #undef MITTENS_ANNOUNCE
 #undef MITTENS_ATOMIC

@@ -50,6 +50,18 @@ MITTENS_ATTRIBUTE(quadgroup_index_in_threadgroup, thread.index / abi::quad_width
 MITTENS_ATTRIBUTE(quadgroups_per_threadgroup, thread.quadgroups)
 MITTENS_ATTRIBUTE(threads_per_simdgroup, abi::simd_width)
 MITTENS_ATTRIBUTE(thread_execution_width, abi::simd_width)
+MITTENS_ATTRIBUTE(grid_size, triple(thread.threads_per_grid))
+MITTENS_ATTRIBUTE(grid_origin, 0 * triple(thread.threadgroup))
+MITTENS_ATTRIBUTE(dispatch_simdgroups_per_threadgroup,
+                  (thread.dispatch_threads_per_threadgroup[0] * thread.dispatch_threads_per_threadgroup[1] *
+                       thread.dispatch_threads_per_threadgroup[2] +
+                   abi::simd_width - 1) /
+                      abi::simd_width)
+MITTENS_ATTRIBUTE(dispatch_quadgroups_per_threadgroup,
+                  (thread.dispatch_threads_per_threadgroup[0] * thread.dispatch_threads_per_threadgroup[1] *
+                       thread.dispatch_threads_per_threadgroup[2] +
+                   abi::quad_width - 1) /
+                      abi::quad_width)
 #undef MITTENS_ATTRIBUTE
 
 }  // namespace attribute

@@ -26,6 +26,9 @@ MITTENS_INLINE uint thread_index_in_simdgroup();
 MITTENS_INLINE uint3 dispatch_threads_per_threadgroup() {
   return threads_per_threadgroup();
 }
+MITTENS_INLINE uint3 grid_origin() {
+  return uint3{0, 0, 0};
+}
 MITTENS_INLINE uint simdgroups_per_threadgroup() {
   const uint3 threads = threads_per_threadgroup();
   return (threads.x * threads.y * threads.z + 31) / 32;
@@ -39,6 +42,12 @@ MITTENS_INLINE uint quadgroup_index_in_threadgroup() {
 MITTENS_INLINE uint quadgroups_per_threadgroup() {
   const uint3 threads = threads_per_threadgroup();
   return (threads.x * threads.y * threads.z + 3) / 4;
+}
+MITTENS_INLINE uint dispatch_simdgroups_per_threadgroup() {
+  return simdgroups_per_threadgroup();
+}
+MITTENS_INLINE uint dispatch_quadgroups_per_threadgroup() {
+  return quadgroups_per_threadgroup();
 }
 MITTENS_INLINE uint threads_per_simdgroup() {
   return 32;

@@ -59,6 +59,55 @@ MITTENS_INLINE T mulhi(T x, T y) {
       },
       x, y);
 }
+// Where the result does not fit, the nearest number that does.
+template <typename T>
+MITTENS_INLINE T addsat(T x, T y) {
+  return mittens::map<T>(
+      [](auto x, auto y) {
+        using E = decltype(x);
+        E sum;
+        const bool over = __builtin_add_overflow(x, y, &sum);
+        return over ? (y < 0 ? numeric_limits<E>::min() : numeric_limits<E>::max()) : sum;
+      },
+      x, y);
+}
+template <typename T>
+MITTENS_INLINE T subsat(T x, T y) {
+  return mittens::map<T>(
+      [](auto x, auto y) {
+        using E = decltype(x);
+        E difference;
+        const bool over = __builtin_sub_overflow(x, y, &difference);
+        const bool below = is_signed_v<E> ? y > 0 : true;
+        return over ? (below ? numeric_limits<E>::min() : numeric_limits<E>::max()) : difference;
+      },
+      x, y);
+}
+// Half of a sum that does not overflow, rounded down and up.
+template <typename T>
+MITTENS_INLINE T hadd(T x, T y) {
+  return mittens::map<T>([](auto x, auto y) { return decltype(x)((x & y) + ((x ^ y) >> 1)); }, x, y);
+}
+template <typename T>
+MITTENS_INLINE T rhadd(T x, T y) {
+  return mittens::map<T>([](auto x, auto y) { return decltype(x)((x | y) - ((x ^ y) >> 1)); }, x, y);
+}
+template <typename T>
+MITTENS_INLINE T madhi(T x, T y, T z) {
+  return mulhi(x, y) + z;
+}
+template <typename T>
+MITTENS_INLINE T madsat(T x, T y, T z) {
+  return mittens::map<T>(
+      [](auto x, auto y, auto z) {
+        using E = decltype(x);
+        E product, sum;
+        const bool over = __builtin_mul_overflow(x, y, &product) || __builtin_add_overflow(product, z, &sum);
+        const bool below = is_signed_v<E> && ((x < 0) != (y < 0));
+        return over ? (below ? numeric_limits<E>::min() : numeric_limits<E>::max()) : sum;
+      },
+      x, y, z);
+}
 template <typename T>
 MITTENS_INLINE T mad24(T x, T y, T z) {
   return x * y + z;

@@ -4,7 +4,13 @@
 
 #define device MITTENS_DEVICE
 #define threadgroup MITTENS_THREADGROUP
+// It is const in Metal. Where code is made it is not, since clang gives functions of `constant T*` and of
+// `thread const T*` the same symbol; the rewriter makes const what has to be.
+#ifdef MITTENS_DIALECT
+#define constant MITTENS_CONSTANT const
+#else
 #define constant MITTENS_CONSTANT
+#endif
 #define thread
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_CONST MITTENS_CONSTANT constexpr
@@ -64,10 +70,39 @@
 #define M_LOG2E_H half(M_LOG2E_F)
 #define M_LN2_H half(M_LN2_F)
 #define M_SQRT2_H half(M_SQRT2_F)
+#ifdef MITTENS_DIALECT
+// Constants that no bfloat holds, so that clang warns where one becomes a bfloat.
+#define INFINITY __FLT_MAX__
+#define NAN __FLT_MAX__
+#define HUGE_VALF __FLT_MAX__
+#else
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
 #define HUGE_VALF __builtin_inff()
+#endif
 #define MAXFLOAT __FLT_MAX__
+#define MAXHALF half(65504.0f)
+#define HUGE_VALH half(__builtin_inff())
+#define HALF_DIG 3
+#define HALF_MANT_DIG 11
+#define FLT_MANT_DIG __FLT_MANT_DIG__
+#define FLT_MAX_EXP __FLT_MAX_EXP__
+#define FLT_MIN_EXP __FLT_MIN_EXP__
+#define FLT_RADIX 2
+#define BFLT_MAX bfloat(0x1.fep127f)
+#define BFLT_MIN bfloat(0x1p-126f)
+#define BFLT_EPSILON bfloat(0x1p-7f)
+#define FP_ILOGB0 (-2147483647 - 1)
+#define FP_ILOGBNAN (-2147483647 - 1)
+#define M_PI_2_H half(M_PI_2_F)
+#define M_PI_4_H half(M_PI_4_F)
+#define M_1_PI_H half(M_1_PI_F)
+#define M_2_PI_H half(M_2_PI_F)
+#define M_LN10_H half(M_LN10_F)
+#define M_LOG10E_H half(M_LOG10E_F)
+#define M_SQRT1_2_H half(M_SQRT1_2_F)
+#define M_2_SQRTPI_H half(M_2_SQRTPI_F)
+#define assert(condition) ((void)(condition))
 #define FLT_MAX __FLT_MAX__
 #define FLT_MIN __FLT_MIN__
 #define FLT_EPSILON __FLT_EPSILON__

@@ -9,12 +9,85 @@
 #include "metal/math_cpu.h"
 #endif
 
+namespace mittens::math {
+
+// Of x half turns.
+#define MITTENS_HALF_TURNS(prefix)                                \
+  MITTENS_INLINE float prefix##_sinpi(float x) {                  \
+    return prefix##_sin((x - 2.0f * rint(0.5f * x)) * 3.14159265358979f); \
+  }                                                               \
+  MITTENS_INLINE float prefix##_cospi(float x) {                  \
+    return prefix##_cos((x - 2.0f * rint(0.5f * x)) * 3.14159265358979f); \
+  }                                                               \
+  MITTENS_INLINE float prefix##_tanpi(float x) {                  \
+    return prefix##_tan((x - rint(x)) * 3.14159265358979f);       \
+  }
+MITTENS_HALF_TURNS(exact)
+MITTENS_HALF_TURNS(fast)
+#undef MITTENS_HALF_TURNS
+
+}  // namespace mittens::math
+
 namespace mittens {
 
 template <typename T>
-constexpr bool is_float = __is_same(Element<T>, float) || __is_same(Element<T>, half) || __is_same(Element<T>, bfloat);
+constexpr bool is_bfloat = __is_same(Element<T>, bfloat);
 template <typename T>
-using FloatOnly = metal::enable_if_t<is_float<T>>;
+constexpr bool is_float = __is_same(Element<T>, float) || __is_same(Element<T>, half) || is_bfloat<T>;
+
+// Metal's own mathematics have no form for bfloat, which converts to float; MLX's headers bring such forms.
+#if defined(MITTENS_DIALECT) && !defined(MITTENS_BFLOAT_MATH)
+template <typename T>
+constexpr bool has_math = !is_bfloat<T>;
+#else
+template <typename T>
+constexpr bool has_math = true;
+#endif
+template <typename T>
+using FloatOnly = metal::enable_if_t<is_float<T> && has_math<T>>;
+
+// What a function of floating-point numbers computes in, where its arguments differ in type: a vector, of which numbers
+// become all elements, or the one of float and half that occurs; float for bfloat. Void where Metal finds none.
+template <typename... A>
+struct Mixed {
+  static constexpr int floats = (0 + ... + int(__is_same(A, float)));
+  static constexpr int halfs = (0 + ... + int(__is_same(A, half)));
+  static constexpr int bfloats = (0 + ... + int(__is_same(A, bfloat)));
+  static constexpr int numbers = (0 + ... + int(__is_arithmetic(A)));
+  template <bool all_kinds>
+  using scalar = metal::conditional_t<
+      (all_kinds || floats + bfloats == int(sizeof...(A))) && halfs == 0 && floats + bfloats != 0, float,
+      metal::conditional_t<all_kinds && halfs != 0 && floats + bfloats == 0, half, void>>;
+};
+template <typename... A>
+struct Widest {
+  using type = void;
+};
+template <typename A, typename... Rest>
+struct Widest<A, Rest...> {
+  using type = metal::conditional_t<Vector<A>::is_vector, A, typename Widest<Rest...>::type>;
+};
+template <bool all_kinds, typename... A>
+struct MixedType {
+  using Wide = typename Widest<A...>::type;
+  static constexpr bool fits = has_math<Wide> && (true && ... && (__is_same(A, Wide) || (__is_arithmetic(A))));
+  using Number = metal::conditional_t<Mixed<A...>::numbers == int(sizeof...(A)),
+                                      typename Mixed<A...>::template scalar<all_kinds>, void>;
+  using type = metal::conditional_t<__is_same(Wide, void), Number, metal::conditional_t<fits, Wide, void>>;
+};
+template <typename... A>
+struct AllSame {
+  static constexpr bool value = false;
+};
+template <typename A, typename... Rest>
+struct AllSame<A, Rest...> {
+  static constexpr bool value = (true && ... && __is_same(A, Rest)) && (!is_bfloat<A> || has_math<A>);
+};
+// Only where the arguments differ (or are of bfloat without forms for it), and one type serves them all.
+template <bool all_kinds, typename... A>
+using mixed_t = typename metal::enable_if<!AllSame<A...>::value && !__is_same(typename MixedType<all_kinds, A...>::type, void),
+                                          typename MixedType<all_kinds, A...>::type>::type;
+
 template <typename T>
 using Truth = metal::conditional_t<Vector<T>::is_vector, bool __attribute__((ext_vector_type(Vector<T>::size))), bool>;
 
@@ -26,12 +99,30 @@ namespace metal {
   template <typename T, typename = mittens::FloatOnly<T>>                                           \
   MITTENS_INLINE T name(T x) {                                                                      \
     return mittens::map<T>([](auto x) { return decltype(x)(mittens::math::exact(float(x))); }, x);  \
-  }
+  }                                                                                                 \
+  MITTENS_MIXED1(name)
 #define MITTENS_BINARY(name, exact)                                                                 \
   template <typename T, typename = mittens::FloatOnly<T>>                                           \
   MITTENS_INLINE constexpr T name(T x, T y) {                                                       \
     return mittens::map<T>(                                                                         \
         [](auto x, auto y) { return decltype(x)(mittens::math::exact(float(x), float(y))); }, x, y); \
+  }                                                                                                 \
+  MITTENS_MIXED2(name, true)
+// The same functions where arguments differ in type.
+#define MITTENS_MIXED1(name)                                                                        \
+  template <typename T, typename M = mittens::mixed_t<true, T>>                                     \
+  MITTENS_INLINE M name(T x) {                                                                      \
+    return name(mittens::construct<M>(x));                                                                              \
+  }
+#define MITTENS_MIXED2(name, all_kinds)                                                             \
+  template <typename A, typename B, typename M = mittens::mixed_t<all_kinds, A, B>>                 \
+  MITTENS_INLINE constexpr M name(A x, B y) {                                                       \
+    return name(mittens::construct<M>(x), mittens::construct<M>(y));                                                                        \
+  }
+#define MITTENS_MIXED3(name, all_kinds)                                                             \
+  template <typename A, typename B, typename C, typename M = mittens::mixed_t<all_kinds, A, B, C>>  \
+  MITTENS_INLINE constexpr M name(A x, B y, C z) {                                                  \
+    return name(mittens::construct<M>(x), mittens::construct<M>(y), mittens::construct<M>(z));                                                                  \
   }
 
 // The functions whose fast forms differ are written for each namespace; the others stand once and are shared.
@@ -46,6 +137,9 @@ namespace metal {
   MITTENS_UNARY(cos, prefix##cos)      \
   MITTENS_UNARY(tan, prefix##tan)      \
   MITTENS_UNARY(tanh, prefix##tanh)    \
+  MITTENS_UNARY(sinpi, prefix##sinpi)  \
+  MITTENS_UNARY(cospi, prefix##cospi)  \
+  MITTENS_UNARY(tanpi, prefix##tanpi)  \
   MITTENS_UNARY(sqrt, prefix##sqrt)    \
   MITTENS_UNARY(rsqrt, prefix##rsqrt)  \
   MITTENS_BINARY(divide, prefix##divide) \
@@ -83,7 +177,7 @@ MITTENS_BINARY(copysign, copysign)
 #undef MITTENS_UNARY
 #undef MITTENS_BINARY
 
-template <typename T>
+template <typename T, typename = enable_if_t<mittens::has_math<T>>>
 MITTENS_INLINE T abs(T x) {
   if constexpr (mittens::is_float<T>) {
     return fabs(x);
@@ -93,7 +187,7 @@ MITTENS_INLINE T abs(T x) {
 }
 
 // Of a number and a NaN the number, as fmin and fmax; of integers the order of their type.
-template <typename T>
+template <typename T, typename = enable_if_t<mittens::has_math<T>>>
 MITTENS_INLINE constexpr T min(T x, T y) {
   if constexpr (mittens::is_float<T>) {
     return fmin(x, y);
@@ -101,7 +195,7 @@ MITTENS_INLINE constexpr T min(T x, T y) {
     return mittens::map<T>([](auto x, auto y) { return y < x ? y : x; }, x, y);
   }
 }
-template <typename T>
+template <typename T, typename = enable_if_t<mittens::has_math<T>>>
 MITTENS_INLINE constexpr T max(T x, T y) {
   if constexpr (mittens::is_float<T>) {
     return fmax(x, y);
@@ -109,33 +203,38 @@ MITTENS_INLINE constexpr T max(T x, T y) {
     return mittens::map<T>([](auto x, auto y) { return x < y ? y : x; }, x, y);
   }
 }
-template <typename T>
+template <typename T, typename = enable_if_t<mittens::has_math<T>>>
 MITTENS_INLINE constexpr T min3(T x, T y, T z) {
   return min(x, min(y, z));
 }
-template <typename T>
+template <typename T, typename = enable_if_t<mittens::has_math<T>>>
 MITTENS_INLINE constexpr T max3(T x, T y, T z) {
   return max(x, max(y, z));
 }
-template <typename T>
+template <typename T, typename = enable_if_t<mittens::has_math<T>>>
 MITTENS_INLINE constexpr T clamp(T x, T low, T high) {
   return min(max(x, low), high);
 }
-
-// A vector against one number for all its elements.
-#define MITTENS_WITH_SCALAR(name)                                                               \
-  template <typename T, typename = enable_if_t<mittens::Vector<T>::is_vector>>                  \
-  MITTENS_INLINE T name(T x, mittens::Element<T> y) {                                           \
-    return name(x, T(y));                                                                       \
-  }
-MITTENS_WITH_SCALAR(min)
-MITTENS_WITH_SCALAR(max)
-MITTENS_WITH_SCALAR(pow)
-#undef MITTENS_WITH_SCALAR
-template <typename T, typename = enable_if_t<mittens::Vector<T>::is_vector>>
-MITTENS_INLINE T clamp(T x, mittens::Element<T> low, mittens::Element<T> high) {
-  return clamp(x, T(low), T(high));
+template <typename T, typename = enable_if_t<mittens::has_math<T>>>
+MITTENS_INLINE constexpr T median3(T x, T y, T z) {
+  return max(min(x, y), min(max(x, y), z));
 }
+#define MITTENS_FLOATS3(name, function)                           \
+  template <typename T, typename = mittens::FloatOnly<T>>         \
+  MITTENS_INLINE constexpr T name(T x, T y, T z) {                \
+    return function(x, y, z);                                     \
+  }
+MITTENS_FLOATS3(fmin3, min3)
+MITTENS_FLOATS3(fmax3, max3)
+MITTENS_FLOATS3(fmedian3, median3)
+#undef MITTENS_FLOATS3
+MITTENS_MIXED1(abs)
+MITTENS_MIXED2(min, false)
+MITTENS_MIXED2(max, false)
+MITTENS_MIXED3(min3, false)
+MITTENS_MIXED3(max3, false)
+MITTENS_MIXED3(median3, false)
+MITTENS_MIXED3(clamp, false)
 
 template <typename T, typename = mittens::FloatOnly<T>>
 MITTENS_INLINE T fma(T x, T y, T z) {
@@ -180,11 +279,79 @@ template <typename T, typename = enable_if_t<mittens::is_float<T> && !mittens::V
 MITTENS_INLINE T ldexp(T x, int exponent) {
   return T(mittens::math::ldexp(float(x), exponent));
 }
-template <typename T, typename = enable_if_t<mittens::is_float<T> && !mittens::Vector<T>::is_vector>>
+template <typename T, typename = mittens::FloatOnly<T>>
 MITTENS_INLINE T modf(T x, T& whole) {
   whole = trunc(x);
   return x - whole;
 }
+template <typename T, typename = mittens::FloatOnly<T>>
+MITTENS_INLINE T sincos(T x, T& cosine) {
+  cosine = cos(x);
+  return sin(x);
+}
+
+// The integers that belong to a floating-point number or vector.
+template <typename T>
+MITTENS_INLINE constexpr auto whole_numbers_of() {
+  if constexpr (mittens::Vector<T>::is_vector) {
+    return vec<int, mittens::Vector<T>::size>{};
+  } else {
+    return int{};
+  }
+}
+template <typename T>
+using whole_t = decltype(whole_numbers_of<T>());
+
+template <typename T, typename = mittens::FloatOnly<T>>
+MITTENS_INLINE whole_t<T> ilogb(T x) {
+  return mittens::map<whole_t<T>>(
+      [](auto x) { return int(as_type<uint>(float(x)) >> 23 & 255) - 127; }, x);
+}
+template <typename T, typename = enable_if_t<mittens::is_float<T> && !mittens::Vector<T>::is_vector>>
+MITTENS_INLINE T frexp(T x, int& exponent) {
+  const float value = float(x);
+  const bool plain = value != 0.0f && value - value == 0.0f;
+  exponent = plain ? ilogb(value) + 1 : 0;
+  return plain ? T(mittens::math::ldexp(value, -exponent)) : x;
+}
+template <typename T, typename = enable_if_t<mittens::is_float<T> && mittens::Vector<T>::is_vector>>
+MITTENS_INLINE T frexp(T x, whole_t<T>& exponent) {
+  T result;
+  for (int i = 0; i < mittens::Vector<T>::size; ++i) {
+    int power;
+    result[i] = frexp(mittens::Element<T>(x[i]), power);
+    exponent[i] = power;
+  }
+  return result;
+}
+template <typename T, typename = enable_if_t<mittens::is_float<T> && mittens::Vector<T>::is_vector>>
+MITTENS_INLINE T ldexp(T x, whole_t<T> exponent) {
+  return mittens::map<T>([](auto x, auto power) { return ldexp(x, int(power)); }, x, exponent);
+}
+template <typename T, typename = enable_if_t<__is_same(T, float) || __is_same(T, half)>>
+MITTENS_INLINE T nextafter(T x, T y) {
+  using Bits = conditional_t<sizeof(T) == 4, uint, ushort>;
+  if (x != x || y != y) {
+    return x + y;
+  }
+  if (x == y) {
+    return y;
+  }
+  if (x == T(0)) {
+    return y > x ? as_type<T>(Bits(1)) : -as_type<T>(Bits(1));
+  }
+  const bool away = (y > x) == (x > T(0));
+  return as_type<T>(Bits(as_type<Bits>(x) + (away ? 1 : -1)));
+}
+
+MITTENS_MIXED3(fma, true)
+MITTENS_MIXED3(mix, true)
+MITTENS_MIXED2(step, true)
+MITTENS_MIXED3(smoothstep, true)
+MITTENS_MIXED2(fdim, true)
+MITTENS_MIXED1(saturate)
+MITTENS_MIXED1(sign)
+MITTENS_MIXED1(fract)
 
 #define MITTENS_TEST(name, test)                                    \
   template <typename T, typename = mittens::FloatOnly<T>>           \
@@ -262,27 +429,109 @@ template <typename V>
 MITTENS_INLINE V normalize(V x) {
   return x * rsqrt(dot(x, x));
 }
+template <typename V>
+MITTENS_INLINE mittens::Element<V> distance_squared(V x, V y) {
+  return length_squared(x - y);
+}
+template <typename V>
+MITTENS_INLINE V faceforward(V normal, V incident, V reference) {
+  return dot(incident, reference) < mittens::Element<V>(0) ? normal : -normal;
+}
+template <typename V>
+MITTENS_INLINE V reflect(V incident, V normal) {
+  return incident - normal * (mittens::Element<V>(2) * dot(normal, incident));
+}
+template <typename V>
+MITTENS_INLINE V refract(V incident, V normal, mittens::Element<V> ratio) {
+  using E = mittens::Element<V>;
+  const E cosine = dot(normal, incident);
+  const E rest = E(1) - ratio * ratio * (E(1) - cosine * cosine);
+  return rest < E(0) ? V(E(0)) : incident * ratio - normal * (ratio * cosine + sqrt(rest));
+}
 template <typename T>
 MITTENS_INLINE vec<T, 3> cross(vec<T, 3> x, vec<T, 3> y) {
   return x.yzx * y.zxy - x.zxy * y.yzx;
 }
 
+template <typename T, typename = mittens::FloatOnly<T>>
+MITTENS_INLINE mittens::Truth<T> isunordered(T x, T y) {
+  return isnan(x) || isnan(y);
+}
+template <typename T, typename = mittens::FloatOnly<T>>
+MITTENS_INLINE mittens::Truth<T> isordered(T x, T y) {
+  return !isunordered(x, y);
+}
+
+#define MITTENS_SHARED \
+  using metal::abs; \
+  using metal::acos; \
+  using metal::acosh; \
+  using metal::asin; \
+  using metal::asinh; \
+  using metal::atan; \
+  using metal::atan2; \
+  using metal::atanh; \
+  using metal::ceil; \
+  using metal::clamp; \
+  using metal::copysign; \
+  using metal::cosh; \
+  using metal::cross; \
+  using metal::distance; \
+  using metal::distance_squared; \
+  using metal::dot; \
+  using metal::fabs; \
+  using metal::fdim; \
+  using metal::faceforward; \
+  using metal::floor; \
+  using metal::fma; \
+  using metal::fmax; \
+  using metal::fmax3; \
+  using metal::fmedian3; \
+  using metal::fmin; \
+  using metal::fmin3; \
+  using metal::fmod; \
+  using metal::fract; \
+  using metal::frexp; \
+  using metal::ilogb; \
+  using metal::ldexp; \
+  using metal::length; \
+  using metal::length_squared; \
+  using metal::max; \
+  using metal::max3; \
+  using metal::median3; \
+  using metal::min; \
+  using metal::min3; \
+  using metal::mix; \
+  using metal::modf; \
+  using metal::nextafter; \
+  using metal::normalize; \
+  using metal::reflect; \
+  using metal::refract; \
+  using metal::rint; \
+  using metal::round; \
+  using metal::saturate; \
+  using metal::sign; \
+  using metal::sincos; \
+  using metal::sinh; \
+  using metal::smoothstep; \
+  using metal::step; \
+  using metal::trunc; \
+  using metal::isfinite; \
+  using metal::isinf; \
+  using metal::isnan; \
+  using metal::isnormal; \
+  using metal::isordered; \
+  using metal::isunordered; \
+  using metal::signbit;
 namespace precise {
-using metal::fma;
-using metal::fmax;
-using metal::fmin;
-using metal::max;
-using metal::min;
+MITTENS_SHARED
 }  // namespace precise
 namespace fast {
-using metal::abs;
-using metal::clamp;
-using metal::fabs;
-using metal::fma;
-using metal::fmax;
-using metal::fmin;
-using metal::max;
-using metal::min;
+MITTENS_SHARED
 }  // namespace fast
+#undef MITTENS_SHARED
+#undef MITTENS_MIXED1
+#undef MITTENS_MIXED2
+#undef MITTENS_MIXED3
 
 }  // namespace metal

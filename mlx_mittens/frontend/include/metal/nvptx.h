@@ -57,6 +57,9 @@ MITTENS_INLINE uint3 threadgroups_per_grid() {
 MITTENS_INLINE uint3 threads_per_grid() {
   return nctaid() * ntid();
 }
+MITTENS_INLINE uint3 grid_size() {
+  return threads_per_grid();
+}
 MITTENS_INLINE uint3 thread_position_in_grid() {
   return ctaid() * ntid() + thread_position_in_threadgroup();
 }

@@ -138,18 +138,48 @@ class simd_vote {
 };
 using quad_vote = simd_vote;
 
-// Metal's own functions take no bfloat: MLX's headers bring some that do.
-#ifdef MITTENS_STRICT_DIALECT
+// The types that they take, of Metal's own functions; MLX's headers bring some for others.
+#ifdef MITTENS_DIALECT
 template <typename T>
-constexpr bool holds_bfloat() {
-  return __is_same(T, bfloat) || __is_same(T, vec<bfloat, 2>) || __is_same(T, vec<bfloat, 3>) ||
-      __is_same(T, vec<bfloat, 4>);
+constexpr bool is_any_of() {
+  return false;
 }
+template <typename T, typename First, typename... Rest>
+constexpr bool is_any_of() {
+  if constexpr (sizeof...(Rest) == 0) {
+    return __is_same(T, First);
+  } else {
+    return __is_same(T, First) || is_any_of<T, Rest...>();
+  }
+}
+template <typename T>
+constexpr bool is_lane_integer = is_any_of<mittens::Element<T>, char, signed char, uchar, short, ushort, int, uint>();
+template <typename T>
+constexpr bool is_lane_number = is_lane_integer<T> || is_any_of<mittens::Element<T>, half, float>();
+#ifdef MITTENS_BFLOAT_MATH
+template <typename T>
+constexpr bool is_lane_bfloat = false;
+#else
+template <typename T>
+constexpr bool is_lane_bfloat = __is_same(mittens::Element<T>, bfloat);
+#endif
 #define MITTENS_SIMD_TYPE(T)                                                                                      \
-  __attribute__((diagnose_if(metal::holds_bfloat<T>(), "SIMD-group functions take no bfloat: pass its bits, by " \
-                                                       "as_type", "error")))
+  __attribute__((diagnose_if(metal::is_lane_bfloat<T>, "SIMD-group functions take no bfloat: pass its bits, by " \
+                                                       "as_type<ushort>, or a float", "error")))                 \
+  __attribute__((diagnose_if(__is_same(mittens::Element<T>, bool),                                               \
+                             "SIMD-group functions take no bool: pass ushort(x), or call simd_any, simd_all or " \
+                             "simd_ballot", "error")))                                                           \
+  __attribute__((diagnose_if(sizeof(mittens::Element<T>) == 8 && __is_integral(mittens::Element<T>),             \
+                             "SIMD-group functions take no integer of 64 bits: pass as_type<uint2>(x)", "error"))) \
+  __attribute__((diagnose_if(__is_class(T) || __is_pointer(T),                                                   \
+                             "SIMD-group functions take numbers and vectors: pass the members one by one", "error")))
+#define MITTENS_SIMD_BITS(T)                                                                               \
+  __attribute__((diagnose_if(!metal::is_lane_integer<T>, "this SIMD-group function takes integers of 8, 16 " \
+                                                         "or 32 bits: pass the number's bits, by as_type",  \
+                             "error")))
 #else
 #define MITTENS_SIMD_TYPE(T)
+#define MITTENS_SIMD_BITS(T)
 #endif
 
 #define MITTENS_LANE_OPERATIONS(group, scope, width)                                                               \
@@ -213,9 +243,9 @@ constexpr bool holds_bfloat() {
   MITTENS_REDUCTION(group, scope, product, Product)                                                                \
   MITTENS_REDUCTION(group, scope, min, Minimum)                                                                    \
   MITTENS_REDUCTION(group, scope, max, Maximum)                                                                    \
-  MITTENS_REDUCTION(group, scope, and, And)                                                                        \
-  MITTENS_REDUCTION(group, scope, or, Or)                                                                          \
-  MITTENS_REDUCTION(group, scope, xor, Xor)                                                                        \
+  MITTENS_REDUCTION_OF_BITS(group, scope, and, And)                                                                        \
+  MITTENS_REDUCTION_OF_BITS(group, scope, or, Or)                                                                          \
+  MITTENS_REDUCTION_OF_BITS(group, scope, xor, Xor)                                                                        \
   MITTENS_PREFIX(group, scope, sum, Sum, 0)                                                                        \
   MITTENS_PREFIX(group, scope, product, Product, 1)                                                                \
   MITTENS_INLINE group##_vote group##_ballot(bool value, mittens::Site site = mittens::here()) {                   \
@@ -232,6 +262,11 @@ constexpr bool holds_bfloat() {
   }                                                                                                                \
   MITTENS_INLINE bool group##_is_first() {                                                                         \
     return mittens::lane() % width == 0;                                                                           \
+  }
+#define MITTENS_REDUCTION_OF_BITS(group, scope, name, F)                                 \
+  template <typename T> MITTENS_SIMD_BITS(T)                                             \
+  MITTENS_INLINE T group##_##name(T data, mittens::Site site = mittens::here()) {        \
+    return mittens::reduce<mittens::F>(scope, #group "_" #name, site, data);             \
   }
 #define MITTENS_REDUCTION(group, scope, name, F)                                         \
   template <typename T> MITTENS_SIMD_TYPE(T)                                             \
@@ -253,5 +288,7 @@ MITTENS_LANE_OPERATIONS(quad, mittens::quad_scope, 4)
 #undef MITTENS_REDUCTION
 #undef MITTENS_PREFIX
 #undef MITTENS_SIMD_TYPE
+#undef MITTENS_SIMD_BITS
+#undef MITTENS_REDUCTION_OF_BITS
 
 }  // namespace metal

@@ -31,7 +31,7 @@ using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
 using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
 using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
 
-template <typename T, int rows, int columns>
+template <typename T, int rows, int columns = rows>
 MITTENS_INLINE simdgroup_matrix<T, rows, columns> make_filled_simdgroup_matrix(T value) {
   simdgroup_matrix<T, rows, columns> result;
   result.thread_elements() = vec<T, 2>(value);

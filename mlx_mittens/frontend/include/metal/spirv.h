@@ -74,6 +74,9 @@ MITTENS_INLINE uint3 threadgroups_per_grid(uint3 threadgroups) {
 MITTENS_INLINE uint3 threads_per_grid(uint3 threadgroups) {
   return threadgroups * nir_load_workgroup_size();
 }
+MITTENS_INLINE uint3 grid_size(uint3 threadgroups) {
+  return threads_per_grid(threadgroups);
+}
 MITTENS_INLINE uint3 thread_position_in_grid() {
   return nir_load_workgroup_id() * nir_load_workgroup_size() + nir_load_local_invocation_id();
 }

@@ -12,8 +12,12 @@
 #endif
 #include "metal/math.h"
 #include "metal/integer.h"
+#include "metal/pack.h"
+#include "metal/matrix.h"
 #include "metal/simdgroup.h"
 #include "metal/simdgroup_matrix.h"
 #include "metal/atomic.h"
+#include "metal/logging.h"
 #include "metal/entry.h"
+#include "metal/conversions.h"
 #include "metal/keywords.h"

@@ -17,6 +17,12 @@ using bool_constant = integral_constant<bool, v>;
 using true_type = bool_constant<true>;
 using false_type = bool_constant<false>;
 
+template <typename... B>
+struct _disjunction : bool_constant<(false || ... || bool(B::value))> {};
+template <typename... B>
+struct _conjunction : bool_constant<(true && ... && bool(B::value))> {};
+template <typename B>
+struct _negation : bool_constant<!bool(B::value)> {};
 template <typename T, typename U>
 struct is_same : bool_constant<__is_same(T, U)> {};
 template <bool condition, typename T = void>
@@ -218,16 +224,54 @@ MITTENS_INLINE constexpr uniform<T> make_uniform(T value) {
 template <typename T, size_t N>
 struct array {
   T elements[N];
-  constexpr T& operator[](size_t i) {
+  MITTENS_INLINE constexpr T& operator[](size_t i) {
     return elements[i];
   }
-  constexpr const T& operator[](size_t i) const {
+  MITTENS_INLINE constexpr const T& operator[](size_t i) const {
     return elements[i];
   }
-  constexpr size_t size() const {
+  MITTENS_INLINE constexpr size_t size() const {
     return N;
   }
+  MITTENS_INLINE constexpr T* data() {
+    return elements;
+  }
+  MITTENS_INLINE constexpr const T* data() const {
+    return elements;
+  }
+  MITTENS_INLINE constexpr T* begin() {
+    return elements;
+  }
+  MITTENS_INLINE constexpr const T* begin() const {
+    return elements;
+  }
+  MITTENS_INLINE constexpr T* end() {
+    return elements + N;
+  }
+  MITTENS_INLINE constexpr const T* end() const {
+    return elements + N;
+  }
 };
+
+template <typename T>
+struct vec_elements : integral_constant<ushort, mittens::Vector<T>::size> {};
+template <typename T>
+constexpr ushort vec_elements_v = vec_elements<T>::value;
+
+// What Metal's own headers derive their limits from; texts of MLX's specialize them for types of their own.
+struct _fp_numeric_limits_impl_base {
+  static constexpr bool is_specialized = true;
+  static constexpr bool is_signed = true;
+  static constexpr bool is_integer = false;
+  static constexpr bool has_infinity = true;
+  static constexpr bool has_quiet_NaN = true;
+};
+struct _integer_numeric_limits_impl_base {
+  static constexpr bool is_specialized = true;
+  static constexpr bool is_integer = true;
+};
+template <typename T>
+struct _numeric_limits_impl {};
 
 template <typename T>
 struct numeric_limits {

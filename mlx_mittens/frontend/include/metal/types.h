@@ -59,23 +59,73 @@ MITTENS_VECTORS(bfloat)
 MITTENS_VECTORS(float)
 #undef MITTENS_VECTORS
 
-// Packed vectors are aligned as their elements.
+// Packed vectors are aligned as their elements. One of three elements is a struct, since clang's takes four.
 #define MITTENS_PACKED(type)                                                                           \
   using packed_##type##2 = type __attribute__((ext_vector_type(2), aligned(__alignof__(type))));       \
   using packed_##type##4 = type __attribute__((ext_vector_type(4), aligned(__alignof__(type))));       \
   struct packed_##type##3 {                                                                            \
-    type x, y, z;                                                                                      \
-  };
+    union {                                                                                            \
+      struct {                                                                                         \
+        type x, y, z;                                                                                  \
+      };                                                                                               \
+      struct {                                                                                         \
+        type r, g, b;                                                                                  \
+      };                                                                                               \
+      type element[3];                                                                                 \
+    };                                                                                                 \
+    packed_##type##3() = default;                                                                      \
+    MITTENS_INLINE constexpr packed_##type##3(type x, type y, type z) : x(x), y(y), z(z) {}            \
+    MITTENS_INLINE constexpr packed_##type##3(type##3 v) : x(v[0]), y(v[1]), z(v[2]) {}                \
+    MITTENS_INLINE explicit constexpr packed_##type##3(type v) : x(v), y(v), z(v) {}                   \
+    MITTENS_INLINE constexpr operator type##3() const {                                                \
+      return type##3{x, y, z};                                                                         \
+    }                                                                                                  \
+    MITTENS_INLINE type& operator[](int i) {                                                           \
+      return element[i];                                                                               \
+    }                                                                                                  \
+    MITTENS_INLINE const type& operator[](int i) const {                                               \
+      return element[i];                                                                               \
+    }                                                                                                  \
+  };                                                                                                   \
+  MITTENS_PACKED_OPERATOR(type, +)                                                                     \
+  MITTENS_PACKED_OPERATOR(type, -)                                                                     \
+  MITTENS_PACKED_OPERATOR(type, *)                                                                     \
+  MITTENS_PACKED_OPERATOR(type, /)
+#define MITTENS_PACKED_OPERATOR(type, symbol)                                                          \
+  MITTENS_INLINE type##3 operator symbol(packed_##type##3 a, packed_##type##3 b) {                     \
+    return type##3(a) symbol type##3(b);                                                               \
+  }                                                                                                    \
+  MITTENS_INLINE type##3 operator symbol(packed_##type##3 a, type##3 b) {                              \
+    return type##3(a) symbol b;                                                                        \
+  }                                                                                                    \
+  MITTENS_INLINE type##3 operator symbol(type##3 a, packed_##type##3 b) {                              \
+    return a symbol type##3(b);                                                                        \
+  }                                                                                                    \
+  MITTENS_INLINE type##3 operator symbol(packed_##type##3 a, type b) {                                 \
+    return type##3(a) symbol b;                                                                        \
+  }                                                                                                    \
+  MITTENS_INLINE type##3 operator symbol(type a, packed_##type##3 b) {                                 \
+    return a symbol type##3(b);                                                                        \
+  }                                                                                                    \
+  MITTENS_INLINE packed_##type##3& operator symbol##=(packed_##type##3& a, type##3 b) {                \
+    return a = type##3(a) symbol b;                                                                    \
+  }                                                                                                    \
+  MITTENS_INLINE packed_##type##3& operator symbol##=(packed_##type##3& a, type b) {                   \
+    return a = type##3(a) symbol b;                                                                    \
+  }
 MITTENS_PACKED(char)
 MITTENS_PACKED(uchar)
 MITTENS_PACKED(short)
 MITTENS_PACKED(ushort)
 MITTENS_PACKED(int)
 MITTENS_PACKED(uint)
+MITTENS_PACKED(long)
+MITTENS_PACKED(ulong)
 MITTENS_PACKED(half)
 MITTENS_PACKED(bfloat)
 MITTENS_PACKED(float)
 #undef MITTENS_PACKED
+#undef MITTENS_PACKED_OPERATOR
 
 namespace mittens {
 
@@ -97,15 +147,57 @@ struct Vector<const T> : Vector<T> {};
 template <typename T>
 using Element = typename Vector<T>::Element;
 
+// A packed vector of three as a vector, anything else as it is.
+template <typename T>
+struct IsPacked {
+  static constexpr bool value = false;
+};
+template <typename T>
+constexpr bool is_packed = IsPacked<T>::value;
+template <typename T>
+MITTENS_INLINE constexpr T unpacked(T x) {
+  return x;
+}
+#define MITTENS_UNPACKED(type)                                           \
+  template <>                                                            \
+  struct IsPacked<packed_##type##3> {                                    \
+    static constexpr bool value = true;                                  \
+  };                                                                     \
+  MITTENS_INLINE constexpr type##3 unpacked(packed_##type##3 x) {        \
+    return x;                                                            \
+  }
+MITTENS_UNPACKED(char)
+MITTENS_UNPACKED(uchar)
+MITTENS_UNPACKED(short)
+MITTENS_UNPACKED(ushort)
+MITTENS_UNPACKED(int)
+MITTENS_UNPACKED(uint)
+MITTENS_UNPACKED(long)
+MITTENS_UNPACKED(ulong)
+MITTENS_UNPACKED(half)
+MITTENS_UNPACKED(bfloat)
+MITTENS_UNPACKED(float)
+#undef MITTENS_UNPACKED
+
+// half and bfloat, which clang does not convert to one another, go by way of float.
+template <typename To, typename From>
+MITTENS_INLINE constexpr To scalar_cast(From x) {
+  if constexpr ((__is_same(From, half) && __is_same(To, bfloat)) || (__is_same(From, bfloat) && __is_same(To, half))) {
+    return static_cast<To>(static_cast<float>(x));
+  } else {
+    return static_cast<To>(x);
+  }
+}
+
 // Elements one by one are not for constant expressions: clang's evaluator does not survive them.
 template <typename V, typename A>
 MITTENS_INLINE void append(V& vector, int& at, A part) {
   if constexpr (Vector<A>::is_vector) {
     for (int i = 0; i < Vector<A>::size; ++i) {
-      vector[at++] = static_cast<Element<V>>(part[i]);
+      vector[at++] = scalar_cast<Element<V>>(Element<A>(part[i]));
     }
   } else {
-    vector[at++] = static_cast<Element<V>>(part);
+    vector[at++] = scalar_cast<Element<V>>(part);
   }
 }
 template <typename V, typename... A>
@@ -116,23 +208,36 @@ MITTENS_INLINE V concatenate(A... parts) {
   return vector;
 }
 
+template <typename V, typename A>
+MITTENS_INLINE constexpr V convert_elements(A vector) {
+  if constexpr (sizeof(Element<A>) == 2 && sizeof(Element<V>) == 2 && !__is_same(Element<A>, Element<V>) &&
+                __is_floating_point(Element<A>) && __is_floating_point(Element<V>)) {
+    using Float = float __attribute__((ext_vector_type(Vector<V>::size)));
+    return __builtin_convertvector(__builtin_convertvector(vector, Float), V);
+  } else {
+    return __builtin_convertvector(vector, V);
+  }
+}
+
 // Metal's constructors, which clang's vectors lack: float4(x), float4(half4), float4(a, b, c, d), float4(xy, z, w).
 template <typename V, typename... A>
 MITTENS_INLINE constexpr V construct(A... a) {
-  if constexpr (sizeof...(A) == 0) {
+  if constexpr ((false || ... || is_packed<A>)) {
+    return construct<V>(unpacked(a)...);
+  } else if constexpr (sizeof...(A) == 0) {
     return V(Element<V>(0));
   } else if constexpr (sizeof...(A) > 1) {
     static_assert((0 + ... + Vector<A>::size) == Vector<V>::size, "a vector is made from too few or too many elements");
     if constexpr ((false || ... || Vector<A>::is_vector)) {
       return concatenate<V>(a...);
     } else {
-      return V{static_cast<Element<V>>(a)...};
+      return V{scalar_cast<Element<V>>(a)...};
     }
   } else if constexpr ((false || ... || Vector<A>::is_vector)) {
     static_assert((0 + ... + Vector<A>::size) == Vector<V>::size, "a vector is made from one of another size");
-    return (__builtin_convertvector(a, V), ...);
+    return (convert_elements<V>(a), ...);
   } else {
-    return (V(static_cast<Element<V>>(a)), ...);
+    return (V(scalar_cast<Element<V>>(a)), ...);
   }
 }
 

@@ -1,0 +1,334 @@
+"""Conversions that Metal has and clang does not, found by compiling and written out as calls of our library.
+
+Clang has no copy of a struct from one address space to another, casts no vector to one of another size, and converts no
+half to bfloat. It says where it stops, by the lines and columns of the expressions; there a call of
+metal/conversions.h is put around the expression, and the text is compiled again. Lines stay as many as they were.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+
+RANGES = ["-fdiagnostics-print-source-range-info", "-ferror-limit=0", "-fno-caret-diagnostics"]
+
+_ERROR = re.compile(
+    r"^(?P<file>.*?):(?P<line>\d+):(?P<column>\d+):(?P<ranges>(?:\{[\d:-]+\})*):? (?:fatal )?error: (?P<what>.*)$", re.M
+)
+_RANGE = re.compile(r"\{(\d+):(\d+)-(\d+):(\d+)\}")
+_ROUNDS = 12
+
+_COPY = re.compile(
+    r"no matching (?:constructor for initialization of|function for call to|member function for call to)"
+    r"|no viable conversion from"
+    r"|no viable constructor copying|call to implicitly-deleted copy constructor"
+    r"|binding reference of type '(?:const )?[^']*' to value of type '[^']*' changes address space"
+)
+# An object with a constructor of its own in constant memory: it becomes one of no address space.
+_IN_CONSTANT = re.compile(
+    r"no matching constructor for initialization of '(?:const )?__attribute__\(\(address_space\([04]\)\)\)"
+)
+_PLAIN, _COMMENT = "plain", "comment"
+_ASSIGNMENT = re.compile(r"no viable overloaded '(?P<operator>[-+*/%&|^]?=|<<=|>>=)'")
+_OPERANDS = re.compile(
+    r"incompatible operand types \(|invalid operands to binary expression \("
+    r"|cannot convert between vector and non-scalar values \("
+)
+_OBJECT = re.compile(
+    r"cannot initialize object parameter of type '(?:const )?[^']*' with an expression of type '[^']*'"
+    r"|'this' argument to member function '\w+' is an lvalue, but function has|no matching member function for call to"
+    r"|no viable overloaded operator\[\] for type"
+)
+_LIBRARY = re.compile(r"matrix<|array<|packed_\w+3|(?:float|half)[234]x[234]|uniform<")
+_CAST = re.compile(
+    r"(?:C-style cast|static_cast|functional-style cast|) ?from (?:vector |scalar )?'[^']*' (?:\(.*?\) )?"
+    r"(?:\(aka '[^']*'\) )?"
+    r"(?:\(vector.*?\) )?to .*(?:different size|is not allowed)"
+)
+_ELEMENTS = re.compile(
+    r"excess elements in (?:scalar|vector|ext-vector) initializer|cannot initialize a (?:value|variable) of type"
+)
+_TRUTHS = re.compile(
+    r"invalid operands to binary expression \('.*\(vector of (\d) '(\w+)' values\) and "
+    r"'(?:bool\d'\)|.*\(vector of \d '(\w+)' values\)\))"
+)
+_LIBRARY_CALL = re.compile(r"no matching function for call to '(?:transpose|determinant)'")
+
+
+class Places:
+    """Offsets of a text by line and column, and the other way round."""
+
+    def __init__(self, text: str):
+        self.starts = [0]
+        for newline in re.finditer("\n", text):
+            self.starts.append(newline.end())
+        self.bytes_differ = not text.isascii()
+        self.text = text
+
+    def offset(self, line: int, column: int) -> int:
+        start = self.starts[min(line, len(self.starts)) - 1]
+        if self.bytes_differ:  # clang counts bytes
+            end = self.starts[line] if line < len(self.starts) else len(self.text)
+            return start + len(self.text[start:end].encode()[: column - 1].decode(errors="ignore"))
+        return start + column - 1
+
+    def line(self, offset: int) -> tuple[int, int]:
+        line = bisect.bisect_right(self.starts, offset)
+        return line, offset - self.starts[line - 1] + 1
+
+
+class Edited:
+    """A text with insertions, which finds its way back to the places of what it was."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.insertions: list[tuple[int, int]] = []  # where in the new text, and how long
+
+    def insert(self, pieces: list[tuple[int, int, str]]) -> None:
+        """Puts texts in at offsets of the present text; of those at one offset in the order of their second number."""
+        parts, done, shift = [], 0, 0
+        places = []
+        for at, _, text in sorted(pieces, key=lambda piece: piece[:2]):
+            parts += [self.text[done:at], text]
+            places.append((at + shift, len(text)))
+            done, shift = at, shift + len(text)
+        shifts = sorted((at, len(text)) for at, _, text in pieces)
+        moved = []
+        for at, length in self.insertions:
+            moved.append((at + sum(n for place, n in shifts if place <= at), length))
+        self.text = "".join([*parts, self.text[done:]])
+        self.insertions = sorted([*moved, *places])
+
+    def original(self, offset: int) -> int:
+        """Where a place of the present text was before any insertion."""
+        back = 0
+        for at, length in self.insertions:
+            if at >= offset:
+                break
+            back += min(length, offset - at)
+        return offset - back
+
+
+@dataclass(frozen=True)
+class _Error:
+    what: str
+    at: int
+    ranges: list[tuple[int, int]]
+
+
+def _errors(log: str, places: Places) -> list[_Error]:
+    found = []
+    for match in _ERROR.finditer(log):
+        if match["ranges"]:
+            ranges = [
+                (places.offset(int(a), int(b)), places.offset(int(c), int(d)))
+                for a, b, c, d in _RANGE.findall(match["ranges"])
+            ]
+            line = int(_RANGE.match(match["ranges"])[1])  # type: ignore[index]
+            found.append(_Error(match["what"], places.offset(line, int(match["column"])), ranges))
+    return found
+
+
+def compiled(
+    run: Callable[[str, list[str]], subprocess.CompletedProcess[str]], text: str, methods: set[str], header: str
+) -> tuple[subprocess.CompletedProcess[str], Edited]:
+    """Compiles a text, with conversions written out where clang asks for them.
+
+    Args:
+        run: Calls clang with a text and more flags.
+        text: What is to be compiled.
+        methods: Names of member functions that the text declares for other address spaces than the thread's.
+        header: The folder of our library, errors in which are not mended.
+
+    Returns:
+        What the last compilation said, and the text with its insertions.
+    """
+    edited = Edited(text)
+    tried: set[tuple[int, int, str]] = set()
+    for _ in range(_ROUNDS):
+        done = run(edited.text, RANGES)
+        if done.returncode == 0:
+            break
+        log = "\n".join(line for line in done.stderr.splitlines() if not line.startswith(header))
+        pieces = _pieces(edited, log, methods, tried)
+        if not pieces:
+            break
+        edited.insert(pieces)
+    return done, edited
+
+
+def _pieces(
+    edited: Edited, log: str, methods: set[str], tried: set[tuple[int, int, str]]
+) -> list[tuple[int, int, str]]:
+    """The insertions that the errors of a compilation ask for, none of them within another."""
+    text = edited.text
+    wraps: list[tuple[int, int, str]] = []
+
+    def wrap(begin: int, end: int, call: str) -> None:
+        key = edited.original(begin), edited.original(end), call.split("<")[0]
+        if key not in tried and begin < end and not text.startswith(f"::mittens::{call}(", begin):
+            tried.add(key)
+            wraps.append((begin, end, call))
+
+    for error in _errors(log, Places(text)):
+        for begin, end, call in _wraps(text, error, methods):
+            wrap(begin, end, call)
+    pieces: list[tuple[int, int, str]] = []
+    taken: list[tuple[int, int]] = []
+    for begin, end, call in sorted(set(wraps), key=lambda w: w[1] - w[0]):
+        if not any(begin < e and b < end for b, e in taken):
+            taken.append((begin, end))
+            before, after = {_PLAIN: ("/*", "*/static const"), _COMMENT: ("/*", "*/")}.get(
+                call, (f"::mittens::{call}(", ")")
+            )
+            pieces += [(begin, 1, before), (end, 0, after)]
+        else:  # asked for again in the next round
+            tried.discard((edited.original(begin), edited.original(end), call.split("<")[0]))
+    return pieces
+
+
+def _wraps(text: str, error: _Error, methods: set[str]) -> list[tuple[int, int, str]]:
+    """Ranges and the functions of metal/conversions.h that are to be called with them."""
+    what, ranges = error.what, error.ranges
+    if not ranges:
+        return []
+    if (assignment := _ASSIGNMENT.match(what)) and len(ranges) == 2:
+        left = "place" if assignment["operator"] == "=" else "in_thread"
+        return [(*ranges[0], left), (*ranges[1], "in_thread")]
+    if what.startswith("no viable conversion"):
+        return _copies(text, ranges)
+    if (truths := _TRUTHS.match(what)) and len(ranges) == 2 and "bool" in (truths[2], truths[3] or "bool"):
+        if truths[2] == (truths[3] or "bool") == "bool":  # of bool, clang has & and | alone
+            return [(error.at + 1, error.at + 2, _COMMENT)] if text[error.at : error.at + 2] in ("&&", "||") else []
+        number = ranges[1] if truths[2] == "bool" else ranges[0]
+        return [(*number, f"convert<::metal::vec<bool, {truths[1]}>>")]
+    if _LIBRARY_CALL.match(what):
+        opening = text.find("(", error.at)
+        return [(opening + 1, _closing(text, opening), "in_thread")] if opening > 0 else []
+    if _OPERANDS.match(what) and len(ranges) == 2:
+        if not what.startswith("incompatible") and not _LIBRARY.search(what):
+            return []
+        return [(*found, "in_thread") for found in ranges]
+    if _IN_CONSTANT.match(what):
+        word = list(re.finditer(r"\bconstant\b", text[max(0, error.at - 200) : error.at]))
+        start = max(0, error.at - 200)
+        return [(start + word[-1].start(), start + word[-1].end(), _PLAIN)] if word else []
+    if _CAST.match(what):
+        return _cast(text, ranges)
+    if _OBJECT.match(what):
+        begin, end = ranges[0]
+        if member := re.match(r"(.*?)\s*(?:\.|->)\s*(?:template\s+)?(\w+)$", text[begin:end], re.S):
+            return [(begin, begin + len(member[1]), "in_thread")] if member[2] in methods else []
+        called = re.match(r"\s*(?:\.|->)\s*(?:template\s+)?(\w+)", text[end:])
+        if _LIBRARY.search(what) or (called and called[1] in methods) or re.match(r"\s*\[", text[end:]):
+            return [(begin, end, "in_thread")]
+        return []
+    if _ELEMENTS.match(what) and (built := _built(text, error)):
+        return [built]
+    if _COPY.match(what) and not what.startswith("no matching function"):
+        return _copies(text, ranges)
+    return []
+
+
+_VECTOR_CALL = re.compile(r"(?:bool|u?char|u?short|u?int|u?long|half|bfloat|float)[234]\s*\(")
+
+
+def _copies(text: str, ranges: list[tuple[int, int]]) -> list[tuple[int, int, str]]:
+    """What is copied: what stands in braces, and the arguments of a vector's constructor, which is a macro of ours."""
+    found = []
+    for begin, end in ranges:
+        call = _VECTOR_CALL.match(text, begin)
+        if text[begin] == "{" and text[end - 1] == "}":
+            found += _parts(text, begin + 1, end - 1)
+        elif call and _closing(text, call.end() - 1) == end - 1:
+            found += _parts(text, call.end(), end - 1)
+        else:
+            found.append((begin, end))
+    return [(*part, "in_thread") for part in found]
+
+
+def _parts(text: str, begin: int, end: int) -> list[tuple[int, int]]:
+    """What stands between the commas of a list."""
+    parts, start, i = [], begin, begin
+    while i < end:
+        if text[i] in "([{":
+            i = _closing(text, i)
+        elif text[i] == ",":
+            parts.append((start, i))
+            start = i + 1
+        i += 1
+    parts.append((start, end))
+    return [
+        (a + len(text[a:b]) - len(text[a:b].lstrip()), a + len(text[a:b].rstrip()))
+        for a, b in parts
+        if text[a:b].strip()
+    ]
+
+
+def _cast(text: str, ranges: list[tuple[int, int]]) -> list[tuple[int, int, str]]:
+    """`(float4)x`, `static_cast<float4>(x)`, `V(x)`: the operand is converted first, so that the cast does nothing."""
+    if len(ranges) < 2:
+        return []
+    (begin, _), (first, last) = ranges[0], ranges[-1]
+    head = text[begin:first].strip()
+    name = (
+        re.match(r"static_cast\s*<(.*)>\s*\($", head, re.S)
+        or re.match(r"\((.*)\)$", head, re.S)
+        or re.match(r"(.*?)[({]$", head, re.S)
+    )
+    return [(first, last, f"convert<{name[1].strip()}>")] if name else []
+
+
+_OPENING = {"(": ")", "{": "}"}
+_NO_TYPES = {"return", "else", "case", "typename", "const", "auto", "in"}
+_TYPE_BEFORE = re.compile(r"((?:::)?[A-Za-z_][\w:]*(?:\s*<[^;{}()]*>)?)\s*$")
+
+
+def _built(text: str, error: _Error) -> tuple[int, int, str] | None:
+    """`float2 v(1, 2)`, `V(1, 2)`, `V{xy, z, w}`: a vector from parts, in brackets behind a type or a variable."""
+    opening = _opening_before(text, error.ranges[0][0])
+    if opening is None:
+        return None
+    closing = _closing(text, opening)
+    inner = text[opening + 1 : closing]
+    if closing < 0 or not inner.strip() or inner.lstrip().startswith("::mittens::"):
+        return None
+    if template := re.search(r"((?:::)?[A-Za-z_][\w:]*\s*<[^;{}()]*>)\s*$", text[:opening]):
+        target = template[1]
+    elif word := re.search(r"([A-Za-z_][\w:]*)\s*(?:=\s*)?$", text[:opening]):
+        declared = _TYPE_BEFORE.search(text, max(0, word.start() - 200), word.start())
+        target = declared[1] if declared and declared[1] not in _NO_TYPES else word[1]
+    else:
+        return None
+    begin = opening + 1 + len(inner) - len(inner.lstrip())
+    return begin, opening + 1 + len(inner.rstrip()), f"convert<{target}>"
+
+
+def _opening_before(text: str, at: int) -> int | None:
+    """The bracket, round or curly, that opens last before a place and is not closed there."""
+    depth = 0
+    for i in range(at - 1, max(at - 4000, -1), -1):
+        if text[i] in ")}]":
+            depth += 1
+        elif text[i] in "({[":
+            if depth == 0:
+                return i if text[i] in _OPENING else None
+            depth -= 1
+        elif text[i] == ";" and depth == 0:
+            return None
+    return None
+
+
+def _closing(text: str, opening: int) -> int:
+    depth = 0
+    for i in range(opening, len(text)):
+        if text[i] in "({[":
+            depth += 1
+        elif text[i] in ")}]":
+            depth -= 1
+            if depth == 0:
+                return i
+    return -1

@@ -1,0 +1,1 @@
+#include <simd/simd.h>

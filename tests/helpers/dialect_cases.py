@@ -1,0 +1,204 @@
+# ruff: noqa: E501  (a line a kernel)
+"""Small kernels with the verdict that Apple's compiler gives: of each kind a few, one a construct."""
+
+HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
+
+_IN_PLACE = "kernel void k(device {0}* a [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ {1} }}\n"
+
+
+def on(type_name, body, before=""):
+    """A kernel on an array of a type."""
+    return before + _IN_PLACE.format(type_name, body)
+
+
+PAIR = "struct Pair { float low; float high; };\n"
+
+ACCEPTED = {
+    # Characters, headers, macros.
+    "comment in another alphabet": "// α ≤ β, naïve\n" + on("float", "a[i] += 1;"),
+    "simd header": "#include <simd/simd.h>\n" + on("float", "simd_float3 v = {1, 2, 3}; a[i] = v.z + simd::float2(a[i]).x;"),
+    "pragmas": on("float", "\n#pragma unroll(4)\nfor (int j = 0; j < 4; ++j) a[i] += j;"),
+    # Function constants.
+    "function constant of an expression": (
+        "constant int mode [[function_constant(4 * 2 + 1)]];\nconstant bool chosen = is_function_constant_defined(mode);\n"
+        + on("float", "if (chosen && mode == 2) a[i] = 0;")
+    ),
+    "function constant of a macro": (
+        "#define FIRST 7\nconstant uint width [[function_constant(FIRST)]];\n" + on("uint", "a[i] *= width;")
+    ),
+    "function constant with other words": (
+        "static constant constexpr const uint width [[function_constant(0)]];\n" + on("uint", "a[i] *= width;")
+    ),
+    # Structs between address spaces.
+    "struct from device": on("Pair", "Pair p = a[i]; p.low += 1; a[i] = p;", PAIR),
+    "struct by const auto": on("Pair", "const auto p = a[i]; a[i].low = p.high;", PAIR),
+    "struct in braces": on("Pair", "Pair p{a[i]}; a[i].low = p.high;", PAIR),
+    "struct in an array": on("Pair", "Pair p[2] = {a[0], a[1]}; a[i] = p[i & 1];", PAIR),
+    "struct from device to device": on("Pair", "a[i] = a[i + 1];", PAIR),
+    "struct chosen": on("Pair", "Pair p = i > 3 ? a[i] : Pair{1, 2}; a[i] = p;", PAIR),
+    "struct returned": on("Pair", "a[i] = get(a, i);", PAIR + "Pair get(device Pair* p, uint i) { return p[i]; }\n"),
+    "struct by value": on("Pair", "a[i].low = sum(a[i]);", PAIR + "float sum(Pair p) { return p.low + p.high; }\n"),
+    "struct through a template": on(
+        "Pair", "a[i] = swapped(a + i);", PAIR + "template <typename P> auto swapped(P p) { Pair q = *p; return Pair{q.high, q.low}; }\n"
+    ),
+    "struct within a struct": on(
+        "Outer", "Pair p = a[i].inner; a[i].inner = Pair{p.high, p.low};", PAIR + "struct Outer { Pair inner; int n; };\n"
+    ),
+    "struct from constant": PAIR
+    + "kernel void k(device float* a, constant Pair& p, constant Pair* q) { Pair x = p; Pair y = q[1]; a[0] = x.low + y.high; }\n",
+    "struct in threadgroup memory": on(
+        "Pair",
+        "threadgroup Pair all[8]; all[i & 7] = a[i]; threadgroup_barrier(mem_flags::mem_threadgroup); a[i] = all[0];",
+        PAIR,
+    ),
+    "member function of device memory": on(
+        "Pair", "a[i].low = a[i].sum();", "struct Pair { float low, high; float sum() const device { return low + high; } };\n"
+    ),
+    "member function of two memories": on(
+        "Pair",
+        "Pair p = a[i]; a[i].low = a[i].sum() + p.sum();",
+        "struct Pair { float low, high; float sum() const device { return low + high; } "
+        "float sum() const thread { return low - high; } };\n",
+    ),
+    # Vectors and matrices.
+    "C cast": on("float4", "half4 h = (half4)a[i]; a[i] = (float4)h;"),
+    "cast by name": on("float4", "a[i] = static_cast<float4>(static_cast<int4>(a[i]));"),
+    "alias as a constructor": on("float4", "using V = float4; a[i] = V(1, 2, 3, 4) + V(half4(2)) + V(3);"),
+    "template argument as a constructor": on(
+        "float4",
+        "a[i] = wide<float4>(half4(a[i]));",
+        "template <typename V, typename U> V wide(U u) { V v = V(u); return V{v}; }\n",
+    ),
+    "declared with parentheses": on("float4", "float2 u(1, 2); float4 v(u, 3, 4); const half4 w(v); a[i] = v + float4(w);"),
+    "declared with braces": on("float4", "float4 v{1, 2, 3, 4}; float4 w = {v.xy, 5, 6}; a[i] = v * w;"),
+    "vec of a template": on("float4", "vec<half, 4> h(a[i]); a[i] = vec<float, 4>(h);"),
+    "qualified constructor": on("float4", "a[i] = metal::float4(1.0f) + metal::float4(a[i].xyz, 1);"),
+    "truth of vectors": on("float4", "bool4 m = a[i] < 2; a[i] = select(a[i], float4(0), m && !(a[i] == 1)); if (any(m)) a[i] += 1;"),
+    "packed vectors": on("packed_float3", "float3 v = a[i]; a[i] = v * 2; a[i].x = a[i][1] + float3(a[i]).z; a[i] = packed_float3(v);"),
+    "numbers that widen": on("float4", "a[i] = clamp(a[i], 0.0f, 1.0f) + mix(a[i], a[i] + 1, 0.5f) + max(a[i], 0.0f) + fma(a[i], 2.0f, a[i]) + pow(a[i], 2);"),
+    "number against an integer": on("float", "a[i] = pow(a[i], 2) + fmod(a[i], 3) + fmax(a[i], 0);"),
+    "half to bfloat": on("bfloat", "half h = half(a[i]); a[i] = bfloat(h); a[i] = (bfloat)h;"),
+    "bfloat arithmetic": on("bfloat", "bfloat x = a[i]; a[i] = x * x + bfloat(2.0f); float f = x; if (x < a[i] && f > 0) a[i] = -x; a[i] += x;"),
+    "mathematics of a bfloat as float": on("bfloat", "float f = exp(a[i]) + max(a[i], a[i + 1]); a[i] = bfloat(f); a[i] = bfloat(1);"),
+    "matrix of constant memory": "kernel void k(device float3* a, constant float3x3& m, uint i [[thread_position_in_grid]]) { "
+    "a[i] = m * a[i] + m[1]; float3x3 t = transpose(m) * 2.0f; a[i] += t[0] * determinant(t); }\n",
+    "matrix built": on("float", "float2x2 m(1, 2, 3, 4); half4x4 h(1.0h); float2x3 c = float2x3(float3(1), float3(2)); a[i] = m[1].x + h[0][0] + c[1][2] + (m * float2(1, 2)).y;"),
+    "matrix in device memory": on("float4x4", "float4x4 m = a[i]; a[i] = m + m; a[i][2] = float4(1); a[i][0][1] = 3;"),
+    # Constants, threadgroup memory.
+    "constant as an array's size": "constant int N = 2 * 3;\n" + on("float", "float v[N]; for (int j = 0; j < N; ++j) v[j] = a[j]; a[i] = v[N - 1];"),
+    "constant as a case": "constant int ONE = 1;\n" + on("int", "switch (a[i]) { case ONE: a[i] = 2; break; default: a[i] = 3; }"),
+    "constant as a template argument": "constant uint N = 3;\ntemplate <uint n> uint times(uint x) { return n * x; }\n" + on("uint", "a[i] = times<N>(i);"),
+    "threadgroup array in a block": on("float", "if (i < 64) { threadgroup float s[64]; s[i] = a[i]; a[i] = s[i]; }"),
+    "threadgroup array that is aligned": on("float", "threadgroup alignas(16) half s[64]; s[i] = half(a[i]); a[i] = s[i];"),
+    "two threadgroup arrays": on("float", "threadgroup float s[8] = {0}, t[4][4]; s[i] = 1; t[i][0] = 2; a[i] = s[i] + t[i][0];"),
+    "array argument of constant memory": "kernel void k(device float* a, constant const int strides[3], uint i [[thread_position_in_grid]]) { a[i * strides[2]] = strides[0]; }\n",
+    # The library.
+    "sincos": on("float4", "float4 c; a[i] = sincos(a[i], c) + c; half h; a[i].x = sincos(half(1), h) + h;"),
+    "parts of numbers": on("float", "int e; float m = frexp(a[i], e); float w; a[i] = modf(m, w) + ldexp(w, e) + ilogb(m) + nextafter(m, w);"),
+    "fast and precise": on("float", "a[i] = fast::sin(a[i]) + precise::cos(a[i]) + fast::fma(a[i], a[i], 1.0f) + precise::atan2(a[i], 2.0f) + fast::max3(a[i], 1.0f, 2.0f);"),
+    "geometry": on("float3", "a[i] = reflect(a[i], normalize(a[i])) + cross(a[i], a[0]) * distance_squared(a[i], a[1]) + refract(a[i], a[0], 0.5f);"),
+    "integers": on("uint", "a[i] = mulhi(a[i], 3u) + absdiff(a[i], 2u) + rotate(a[i], 3u) + popcount(a[i]) + clz(a[i]) + addsat(a[i], 1u) + hadd(a[i], 2u) + extract_bits(a[i], 2u, 4u) + mad24(a[i], 2u, 1u) + reverse_bits(a[i]);"),
+    "packed numbers": on("uint", "a[i] = pack_float_to_unorm4x8(float4(0.5)) + pack_half_to_snorm2x16(half2(1)); float4 f = unpack_snorm4x8_to_float(a[i]); a[i] += uint(f.x);"),
+    "limits": on("float", "a[i] = FLT_MAX + float(HALF_MAX) + M_PI_F + INFINITY + numeric_limits<float>::infinity() + numeric_limits<half>::max() + INT_MAX + MAXFLOAT;"),
+    "assertion": on("float", "assert(i < 10); a[i] = 1;"),
+    "atomics": "kernel void k(device atomic_int* n, device atomic_float* f, device atomic_bool* b, device atomic_ulong* m, uint i [[thread_position_in_grid]]) { "
+    "atomic_fetch_add_explicit(n, 1, memory_order_relaxed); atomic_fetch_sub_explicit(f, 0.5f, memory_order_relaxed); "
+    "atomic_fetch_or_explicit(n + 1, 2, memory_order_relaxed); atomic_min_explicit(m, ulong(i), memory_order_relaxed); "
+    "atomic_store_explicit(b, true, memory_order_relaxed); int e = 0; "
+    "atomic_compare_exchange_weak_explicit(n, &e, 3, memory_order_relaxed, memory_order_relaxed); }\n",
+    "simdgroups": on("half2", "a[i] = simd_sum(a[i]) + simd_shuffle_down(a[i], 1) + simd_prefix_inclusive_sum(a[i]) + quad_max(a[i]); uint v = simd_or(i) + simd_and(i); if (simd_any(v > 3)) a[i] = simd_broadcast(a[i], 3);"),
+    "simdgroup matrices": on("float", "simdgroup_float8x8 x, y; simdgroup_load(x, a, 8); y = make_filled_simdgroup_matrix<float, 8, 8>(1.0f); simdgroup_multiply_accumulate(x, x, y, x); simdgroup_store(x, a, 8, ulong2(0, 0), false);"),
+    "array type": on("float", "array<float, 3> v = {1, 2, 3}; v[1] = a[i]; float sum = 0; for (float x : v) sum += x; a[i] = sum + v.size();"),
+    "vec_elements": on("ushort", "a[i] = vec_elements<float3>::value;"),
+    # Kernels and templates.
+    "instantiated through a typedef": (
+        "template <typename T> kernel void f(device T* a, uint i [[thread_position_in_grid]]) { a[i] += T(1); }\n"
+        "typedef decltype(f<float>) f_t;\ntemplate [[host_name(\"f_float\")]] kernel f_t f<float>;\n"
+        "template [[host_name(\"f_half\")]] kernel decltype(f<half>) f<half>;\n"
+    ),
+    "specialized": on("float", "a[i] = name<float>();", "template <typename T> T name() { return T(1); }\ntemplate <> float name<float>() { return 2; }\n"),
+    "constructor with initializers": on("float", "Range r(2, 3); a[i] = r.size();", "struct Range { int first; int last; Range(int f, int l) : first(f), last(l) {} int size() const { return last - first; } };\n"),
+    "traits that are derived": on("float", "a[i] = is_wide<float>::value;", "template <typename T> struct is_wide : metal::false_type {};\ntemplate <> struct is_wide<float> : metal::true_type {};\n"),
+    "array argument of a template's type": on("float", "float v[2]; load(v, a + i); a[i] = v[1];", "template <typename T, int n> void load(T v[n], const device T* p) { for (int j = 0; j < n; ++j) v[j] = p[j]; }\n".replace("load(v", "load(v")).replace("load(v, a", "load<float, 2>(v, a"),
+    "positions": "kernel void k(device uint* a, uint3 t [[thread_position_in_grid]], ushort3 l [[thread_position_in_threadgroup]], uint3 n [[threads_per_grid]], ushort s [[simdgroup_index_in_threadgroup]], uint q [[thread_index_in_quadgroup]], uint x [[dispatch_simdgroups_per_threadgroup]], uint3 o [[grid_origin]]) { a[t.x] = l.y + n.z + s + q + x + o.x; }\n",
+    "argument buffer": "struct Args { device float* out [[id(0)]]; uint n [[id(1)]]; };\nkernel void k(constant Args& args [[buffer(0)]], uint i [[thread_position_in_grid]]) { args.out[i] = args.n; }\n",
+}  # fmt: skip
+
+# The line of the mistake, a part of what is said of it, and the text without its two first lines.
+REFUSED = {
+    # Address spaces.
+    "pointer argument": (3, "names no address space", "void f(uint* p) { *p = 1; }\n" + on("uint", "uint x; f(&x); a[i] = x;")),
+    "pointer argument of an alias": (4, "names no address space", "typedef uint word;\nvoid f(word* p) { *p = 1; }\n" + on("uint", "a[i] = 1;")),
+    "cast to an alias's pointer": (4, "names no address space", "using word = uint;\n" + on("uint", "uint2 x = 1; a[i] = *(word*)&x;")),
+    "array argument": (3, "names no address space", "float f(const float v[2]) { return v[0]; }\n" + on("float", "float v[2] = {1, 2}; a[i] = f(v);")),
+    "device by value": (3, "no pointer", "kernel void k(device float y [[buffer(0)]]) { y = 1; }\n"),
+    "number in a buffer": (3, "no pointer", "kernel void k(float y [[buffer(0)]], device float* a) { a[0] = y; }\n"),
+    "device as threadgroup": (3, "address space", on("float", "threadgroup float* p = a; p[0] = 1;")),
+    "member function of thread memory": (4, "works on thread memory|address space", "struct P { float x; float twice() const { return 2 * x; } };\n" + on("P", "a[i].x = a[i].twice();")),
+    "variable outside of functions": (3, "has to be 'constant'", "const float scale = 2;\n" + on("float", "a[i] *= scale;")),
+    "constant without a value": (3, "must be initialized", "constant int n;\n" + on("int", "a[i] = n;")),
+    "write to constant": (3, "'constant' memory", "kernel void k(constant float* a, uint i [[thread_position_in_grid]]) { a[i] = 1; }\n"),
+    "write to a constant struct": (4, "'constant' memory", PAIR + "kernel void k(constant Pair& p) { p.low = 1; }\n"),
+    # Types.
+    "double": (3, "no double", on("float", "double d = a[i]; a[i] = d;")),
+    "long long": (3, "no long long", on("float", "long long n = 1; a[i] = n;")),
+    "bfloat from float": (3, "becomes a bfloat", on("bfloat", "float f = 1; a[i] = f;")),
+    "bfloat from a literal": (3, "becomes a bfloat", on("bfloat", "bfloat b = 0.5f; a[i] = b;")),
+    "bfloat by a sum with float": (3, "becomes a bfloat", on("bfloat", "a[i] = a[i] * 2.0f;")),
+    "bfloat returned": (3, "becomes a bfloat", "bfloat f(float x) { return x; }\n" + on("bfloat", "a[i] = f(1);")),
+    "bfloat as an argument": (4, "becomes a bfloat", "bfloat f(bfloat x) { return x; }\n" + on("bfloat", "a[i] = f(1.5f);")),
+    "bfloat from infinity": (3, "becomes a bfloat", on("bfloat", "a[i] = i ? a[i] : -INFINITY;")),
+    "bfloat from mathematics": (3, "becomes a bfloat", on("bfloat", "a[i] = exp(a[i]);")),
+    "bfloat to half": (3, "half", on("bfloat", "half h = a[i]; a[i] = bfloat(h);")),
+    "MLX's name of bfloat": (3, "write bfloat", on("bfloat16_t", "a[i] = a[i];")),
+    "vectors of two types": (3, "convert explicitly", on("float4", "int4 n = a[i]; a[i] = float4(n);")),
+    "vectors of two sizes": (3, "vector|convert", on("float4", "float2 v = a[i]; a[i].xy = v;")),
+    "components of two sets": (3, "xyzw", on("float4", "a[i] = a[i].xyrg;")),
+    "strings": (3, "no strings", on("float", 'constant char* s = "x"; a[i] = s[0];')),
+    # Functions for types that they do not have.
+    "clamp of float and int": (3, "no matching function for call to 'clamp'", on("float", "a[i] = clamp(a[i], 0, 1);")),
+    "max of float and int": (3, "no matching function for call to 'max'", on("float", "a[i] = max(a[i], 0);")),
+    "exp of int": (3, "no matching function for call to 'exp'", on("int", "a[i] = exp(a[i]);")),
+    "shuffle of bool": (3, "take no bool", on("float", "a[i] = simd_shuffle_xor(a[i] > 0, 1);")),
+    "sum of bfloat": (3, "take no bfloat", on("bfloat", "float f = simd_sum(a[i]); a[i] = bfloat(f);")),
+    "shuffle of long": (3, "64 bits", on("long", "a[i] = simd_broadcast(a[i], 0);")),
+    "and of floats": (3, "takes integers", on("float", "a[i] = simd_xor(a[i]);")),
+    "shuffle of a struct": (4, "numbers and vectors", PAIR + on("float", "Pair p{1, 2}; a[i] = simd_shuffle(p, 0).low;")),
+    "atomic of half": (3, "an atomic is of", "kernel void k(device atomic<half>* a) { atomic_store_explicit(a, half(1), memory_order_relaxed); }\n"),
+    "sum of atomic ulong": (3, "atomic_max_explicit", "kernel void k(device atomic_ulong* a) { atomic_fetch_add_explicit(a, 1ul, memory_order_relaxed); }\n"),
+    "maximum of atomic float": (3, "atomic_compare_exchange", "kernel void k(device atomic_float* a) { atomic_fetch_max_explicit(a, 1.0f, memory_order_relaxed); }\n"),
+    "name of CUDA": (3, "write threadgroup_barrier", on("float", "__syncthreads(); a[i] = 1;")),
+    "function of C": (3, "write exp", on("float", "a[i] = expf(a[i]);")),
+    "header of C++": (3, "no header <cmath>", "#include <cmath>\n" + on("float", "a[i] = 1;")),
+    "name out of scope": (3, "undeclared", on("float", "{ float x = 1; } a[i] = x;")),
+    # Arguments of kernels.
+    "buffer index of 31": (3, "0 to 30", "kernel void k(device float* a [[buffer(31)]]) { a[0] = 1; }\n"),
+    "one buffer index twice": (3, "as 'a' has", "kernel void k(device float* a [[buffer(1)]], constant float& b [[buffer(1)]]) { a[0] = b; }\n"),
+    "one threadgroup index twice": (3, "as 's' has", "kernel void k(threadgroup float* s [[threadgroup(0)]], threadgroup float* t [[threadgroup(0)]], device float* a) { s[0] = 1; t[0] = 2; a[0] = s[0]; }\n"),
+    "threadgroup argument without an index": (3, "no index", "kernel void k(threadgroup float* s, device float* a) { s[0] = 1; a[0] = s[0]; }\n"),
+    "threadgroup memory in a buffer": (3, "that is of device or constant memory", "kernel void k(threadgroup float* s [[buffer(0)]]) { s[0] = 1; }\n"),
+    "argument of thread memory": (3, "thread memory", "kernel void k(thread float* s [[buffer(0)]]) { s[0] = 1; }\n"),
+    "signed position": (3, "is 'int'", "kernel void k(device float* a, int i [[thread_position_in_grid]]) { a[i] = 1; }\n"),
+    "position of four": (3, "is 'uint4'", "kernel void k(device float* a, uint4 i [[thread_position_in_grid]]) { a[i.x] = 1; }\n"),
+    "index of two": (3, "is 'uint2'", "kernel void k(device float* a, uint2 i [[thread_index_in_simdgroup]]) { a[i.x] = 1; }\n"),
+    "positions of two widths": (3, "equally many", "kernel void k(device float* a, uint i [[thread_position_in_grid]], uint3 n [[threads_per_grid]]) { a[i] = n.x; }\n"),
+    "argument without an attribute": (3, "no attribute", "kernel void k(device float* a, uint i) { a[i] = 1; }\n"),
+    # Words and classes.
+    "vertex as a name": (3, "is a word of Metal's", on("float", "float vertex = 1; a[i] = vertex;")),
+    "register": (3, "no register", on("float", "register float x = 1; a[i] = x;")),
+    "operator noexcept": (3, "noexcept", on("float", "a[i] = noexcept(a[i]);")),
+    "virtual": (3, "no virtual", "struct A { virtual float f() { return 1; } };\n" + on("float", "a[i] = 1;")),
+    "derived class": (4, "no derived classes", PAIR + "struct Triple : public Pair { float mid; };\n" + on("float", "a[i] = 1;")),
+    "kernel that is called": (4, "is called", on("float", "a[i] = 1;") + "kernel void j(device float* a, uint i [[thread_position_in_grid]]) { k(a, i); }\n"),
+    "kernel that is a member": (3, "is a member function", "struct S { kernel void k(device float* a) { a[0] = 1; } };\n"),
+    "recursion": (3, "calls itself", "int f(int n) { return n < 2 ? 1 : n * f(n - 1); }\n" + on("int", "a[i] = f(3);")),
+    "lambda": (3, "lambda", on("float", "auto f = [](float x) { return x; }; a[i] = f(1);")),
+    "too much threadgroup memory": (3, "it compiles, but no GPU launches more than 32768", on("float", "threadgroup float s[9000]; s[i] = 1; a[i] = s[i];")),
+}  # fmt: skip
+
+UNCOVERED = {
+    "tensor": "#include <metal_tensor>\n" + on("float", "a[i] = 1;"),
+    "texture": "kernel void k(texture2d<float> t [[texture(0)]], device float* a) { a[0] = 1; }\n",
+    "vertex function": "vertex float4 v(uint i [[vertex_id]], constant float4* p) { return p[i]; }\n",
+    "fragment function": "fragment float4 f() { return float4(1); }\n",
+}
