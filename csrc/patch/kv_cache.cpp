@@ -3,6 +3,7 @@
 
 #include "patch/kv_cache.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -47,14 +48,13 @@ mx::array tokens_until(const mx::array& buffer, int end) {
   return mx::slice(buffer, mx::Shape(4, 0), stop);
 }
 
-// The buffer with the fresh tokens from `first` on, and its tokens up to their end.
-std::pair<mx::array, mx::array> appended(const mx::array& buffer, const mx::array& fresh, int first) {
+// The buffer with the fresh tokens from `first` on.
+mx::array appended(const mx::array& buffer, const mx::array& fresh, int first) {
   mx::Shape start(4, 0);
   mx::Shape stop = buffer.shape();
   start[tokens_axis] = first;
   stop[tokens_axis] = first + fresh.shape(tokens_axis);
-  mx::array whole = mx::slice_update(buffer, fresh, start, stop);
-  return {whole, tokens_until(whole, stop[tokens_axis])};
+  return mx::slice_update(buffer, fresh, start, stop);
 }
 
 // The buffers become what they are now, as by mx's own assignment to a part of an array: who else holds the Python
@@ -66,20 +66,25 @@ void replace(mx::array& keys, mx::array& values, const mx::array& new_keys, cons
 
 using Seen = std::pair<mx::array, mx::array>;
 
-std::optional<Seen> append_to_cache(mx::array& keys, mx::array& values, const mx::array& new_keys,
-                                    const mx::array& new_values, int first) {
+// Puts new tokens into the buffers from `first` on; what these hold up to `end`, none if there is no room.
+std::optional<Seen> put_into_cache(mx::array& keys, mx::array& values, const mx::array& new_keys,
+                                   const mx::array& new_values, int first, int end) {
   if (!has_room(keys, new_keys, first) || !has_room(values, new_values, first)) {
     return std::nullopt;
   }
   if (const auto step = append_with_rope(keys, values, new_keys, new_values, first)) {
     replace(keys, values, step->keys, step->values);
-    const int end = first + new_keys.shape(tokens_axis);
     return Seen{tokens_until(step->keys, end), tokens_until(step->values, end)};
   }
-  const auto [all_keys, seen_keys] = appended(keys, new_keys, first);
-  const auto [all_values, seen_values] = appended(values, new_values, first);
+  const mx::array all_keys = appended(keys, new_keys, first), all_values = appended(values, new_values, first);
   replace(keys, values, all_keys, all_values);
-  return Seen{seen_keys, seen_values};
+  return Seen{tokens_until(all_keys, end), tokens_until(all_values, end)};
+}
+
+std::optional<Seen> append_to_cache(mx::array& keys, mx::array& values, const mx::array& new_keys,
+                                    const mx::array& new_values, int first) {
+  const int tokens = new_keys.ndim() == 4 ? new_keys.shape(tokens_axis) : 0;
+  return put_into_cache(keys, values, new_keys, new_values, first, first + tokens);
 }
 
 // mlx-lm's KVCache.update_and_fetch, but where the cache has no room or is of another class.
@@ -92,6 +97,31 @@ std::optional<Seen> try_update_and_fetch(const nb::object& cache, const mx::arra
   auto seen = append_to_cache(plain->keys(), plain->values(), new_keys, new_values, plain->offset());
   if (seen) {
     plain->advance(new_keys.shape(tokens_axis));
+  }
+  return seen;
+}
+
+// mlx-lm's RotatingKVCache.update_and_fetch of one token, but where the buffers grow or shrink.
+std::optional<Seen> try_rotating_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
+                                                  const mx::array& new_values) {
+  static PyObject* const index_name = name("_idx");
+  static PyObject* const most_name = name("max_size");
+  static PyObject* const kept_name = name("keep");
+  auto buffers = PlainCache::of(cache, PlainCache::Kind::rotating);
+  if (!buffers || new_keys.ndim() != 4 || new_keys.shape(tokens_axis) != 1 || buffers->keys().ndim() != 4) {
+    return std::nullopt;
+  }
+  const int most = attribute<int>(cache, most_name), size = buffers->keys().shape(tokens_axis);
+  const int end = buffers->offset() + 1;
+  if (size > most || (end > size && size < most)) {
+    return std::nullopt;
+  }
+  int index = attribute<int>(cache, index_name);
+  index = index == most ? attribute<int>(cache, kept_name) : index;
+  auto seen = put_into_cache(buffers->keys(), buffers->values(), new_keys, new_values, index, std::min(end, size));
+  if (seen) {
+    buffers->advance(1);
+    nb::setattr(cache, nb::handle(index_name), nb::int_(index + 1));
   }
   return seen;
 }
@@ -174,6 +204,7 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
 
 void bind(nb::module_& module) {
   module.def("try_update_and_fetch", &try_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
+  module.def("try_rotating_update_and_fetch", &try_rotating_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
   module.def(
       "append_to_cache", &append_to_cache, "keys"_a, "values"_a, "new_keys"_a, "new_values"_a, "first"_a,
       "Puts new tokens into the buffers of keys and values from `first` on. Both up to the last of them; none if "
@@ -202,11 +233,11 @@ PlainCache::PlainCache(nb::handle cache, nb::object keys, nb::object values)
       values_(std::move(values)),
       offset_(attribute<int>(cache, offset_name())) {}
 
-std::optional<PlainCache> PlainCache::of(nb::handle cache) {
+std::optional<PlainCache> PlainCache::of(nb::handle cache, Kind kind) {
   static PyObject* const module = name("mlx_lm.models.cache");
-  static PyObject* const plain = name("KVCache");
+  static PyObject* const classes[] = {name("KVCache"), name("RotatingKVCache")};
   static PyObject* const names[] = {name("keys"), name("values")};
-  if (!cache.type().is(member(module, plain))) {
+  if (!cache.type().is(member(module, classes[static_cast<int>(kind)]))) {
     return std::nullopt;
   }
   nb::object keys = attribute(cache, names[0]);

@@ -11,10 +11,11 @@
 
 namespace mittens {
 
-// A KVCache that holds tokens; a subclass of it is none.
+// A KVCache that holds tokens, or the buffers of a RotatingKVCache; a subclass of it is none.
 class PlainCache {
  public:
-  static std::optional<PlainCache> of(nanobind::handle cache);
+  enum class Kind { plain, rotating };
+  static std::optional<PlainCache> of(nanobind::handle cache, Kind kind = Kind::plain);
 
   mx::array& keys() const {
     return *nanobind::inst_ptr<mx::array>(keys_);

@@ -118,6 +118,7 @@ class Target:
     partial: bool = False  # some calls are the original's in strict mode too
     shared: bool = False  # the package's other modules import it by name
     text: str = ""  # the digest of the one function that is known here; another is left alone
+    rests_on: str = ""  # a function of the same owner that the digest is of instead
     needs: tuple[str, ...] = ()  # other switches, without which it is left alone
 
     @property
@@ -169,7 +170,7 @@ class Target:
             owner, leaf = self.owner()
         except PatchError:
             return False
-        function = getattr(owner, leaf)
+        function = getattr(owner, self.rests_on or leaf, None)
         return digest(function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function) == self.text
 
     def _complaint(self, what: str) -> str:
@@ -243,6 +244,18 @@ TARGETS = [
         ("self", "keys", "values"),
         optional=True,
         partial=True,  # a cache that has no room makes it
+    ),
+    Target(
+        "cache",
+        "cache",
+        "mlx_lm.models.cache",
+        "RotatingKVCache.update_and_fetch",
+        _ext.try_rotating_update_and_fetch,
+        ("self", "keys", "values"),
+        optional=True,
+        partial=True,  # one token, where buffers neither grow nor shrink
+        text="d0410a633604cfa8",
+        rests_on="_update_in_place",
     ),
     Target(
         "cache",

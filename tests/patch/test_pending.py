@@ -430,4 +430,5 @@ def test_a_models_token_is_so_many_kernels(rng, name):
         "quantized_swiglu": layers,
         "rope_append": layers,
         "scaled_dot_product_attention": layers,
+        "sample": 1,
     }

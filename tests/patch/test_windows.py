@@ -82,6 +82,56 @@ def test_prompts_in_chunks_over_a_rotating_cache(name, chunk):
         assert tiny.tokens(model, prompt, 12, prefill_step_size=chunk) == expected
 
 
+def steps(rng, rotating: cache.RotatingKVCache, prompt: int, tokens: int, together: int) -> list[np.ndarray]:
+    """What attention sees after a prompt and then token by token, evaluated so many at once."""
+    heads = [mx.array(rng.standard_normal((1, n, prompt + tokens, 64)).astype(np.float32)) for n in (4, 2, 2)]
+    pending, results = [], []
+    for first, end in [(0, prompt), *((i, i + 1) for i in range(prompt, prompt + tokens))]:
+        q, k, v = (a[:, :, first:end] * 1 for a in heads)
+        q, k = (mx.fast.rope(a, 64, traditional=False, base=1e4, scale=1.0, offset=rotating.offset) for a in (q, k))
+        mask = rotating.make_mask(end - first)
+        keys, values = rotating.update_and_fetch(k, v)
+        pending.append(mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.125, mask=mask))
+        if len(pending) == together:
+            mx.eval(pending)
+            results += map(np.array, pending)
+            pending = []
+    return [*results, *map(np.array, pending), np.array(keys), np.array(values), np.array(rotating.keys)]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("most, keep, prompt", [(8, 0, 5), (8, 0, 20), (12, 4, 3), (12, 4, 30), (300, 0, 250)], ids=str)
+def test_tokens_into_a_rotating_cache(most, keep, prompt, together):
+    """Its order of keys, before and after they rotate, and where its buffers grow."""
+    caches = [cache.RotatingKVCache(most, keep) for _ in range(2)]
+    tokens = 60 if most == 300 else 20
+    expected = steps(np.random.default_rng(1), caches[0], prompt, tokens, together)
+    mm.stats(reset=True)
+    with mm.patched():
+        found = steps(np.random.default_rng(1), caches[1], prompt, tokens, together)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(a, b, atol=LAYERS, err_msg=f"step {i}")
+    ours, theirs = (([c.offset, c._idx, c.max_size, c.keep]) for c in caches[::-1])
+    assert ours == theirs
+    if together == 1:  # otherwise buffers are still to be computed, and are updated by mx
+        assert tiny.kernels("rope_append") >= tokens - 3, "a prompt, growth and the token after it are mlx-lm's"
+
+
+def test_a_rotating_cache_that_is_shared_is_copied():
+    """What holds the keys of before keeps them, although the oldest is overwritten."""
+    rotating = cache.RotatingKVCache(4)
+    fresh = lambda i: mx.full((1, 2, 1, 64), float(i))
+    with mm.patched():
+        for i in range(4):
+            rotating.update_and_fetch(fresh(i), fresh(i))
+        before = rotating.keys[:, :, :3]
+        later = before * 1
+        rotating.update_and_fetch(fresh(9), fresh(9))
+        mx.eval(rotating.keys, later)
+    assert later[0, 0, :, 0].tolist() == before[0, 0, :, 0].tolist() == [0, 1, 2]
+    assert rotating.keys[0, 0, :, 0].tolist() == [9, 1, 2, 3]
+
+
 def test_gradients_and_compiled_functions(rng):
     q, k, v = heads(rng, 9, 9)
 
