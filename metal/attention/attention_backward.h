@@ -6,15 +6,17 @@
 
 #include "mittens/fragment_layout.h"
 #include "mittens/online_softmax.h"
+#include "mittens/source.h"
 #include "params/attention_backward.h"
 
 namespace mittens {
 
-// Rows of a head in packs of 16 bytes: one base and 32-bit indices, which loads take as they are.
+// Rows of a head in packs of 16 bytes: the array and 32-bit indices, which loads take as they are.
 template <typename T>
 struct HeadRows {
   const device uint4* packs;
-  int stride;  // packs from row to row
+  uint start;   // packs
+  uint stride;  // packs from row to row
   uint count;
 };
 
@@ -23,27 +25,30 @@ constant constexpr int pack_elements = 16 / sizeof(T);
 
 template <typename T>
 inline HeadRows<T> head_rows(
-    const device T* from, constant TokenRows& view, uint batch, uint head, uint count) {
+    const device T* from, thread const TokenRows& view, uint batch, uint head, uint count) {
   HeadRows<T> rows;
-  rows.packs = (const device uint4*)(from + (view.start + batch * view.batch + head * view.head));
-  rows.stride = int(view.token) / pack_elements<T>;
+  rows.packs = (const device uint4*)from;
+  rows.start = uint((view.start + batch * view.batch + head * view.head) / pack_elements<T>);
+  rows.stride = uint(view.token / pack_elements<T>);
   rows.count = count;
   return rows;
 }
 
-// N neighbours of a row from a pack on. Beyond the last row, the last one's.
-template <typename T, int N>
-inline void load_part(HeadRows<T> rows, uint row, uint pack, thread T (&v)[N]) {
-  const int first = int(min(row, rows.count - 1)) * rows.stride + int(pack);
+// N neighbours of a row from part `part` on, in parts of W. Beyond the last row, the last one's.
+template <typename T, int W, int N>
+inline void load_part(HeadRows<T> rows, uint row, uint part, thread T (&v)[N]) {
+  constexpr uint parts = pack_elements<T> / W;
+  const device typename Words<W * sizeof(T)>::type* from = (const device typename Words<W * sizeof(T)>::type*)rows.packs;
+  const uint first = (rows.start + min(row, rows.count - 1) * rows.stride) * parts + part;
 #pragma unroll
-  for (int i = 0; i < N / pack_elements<T>; ++i) {
-    const uint4 bits = rows.packs[first + i];
+  for (int i = 0; i < N / W; ++i) {
+    const typename Words<W * sizeof(T)>::type bits = from[first + i];
 #pragma unroll
-    for (int j = 0; j < pack_elements<T>; ++j) {
+    for (int j = 0; j < W; ++j) {
       if constexpr (sizeof(T) == 4) {
-        v[i * 4 + j] = as_type<T>(bits[j]);
+        v[i * W + j] = as_type<T>(word_of(bits, j));
       } else {
-        v[i * 8 + j] = as_type<vec<T, 2>>(bits[j / 2])[j % 2];
+        v[i * W + j] = as_type<vec<T, 2>>(word_of(bits, j / 2))[j % 2];
       }
     }
   }
@@ -53,7 +58,8 @@ inline void load_part(HeadRows<T> rows, uint row, uint pack, thread T (&v)[N]) {
 template <typename T, int D, int R, int C>
 inline void multiply_rows(
     thread Tile<float, R, C>& products, HeadRows<T> a, uint first_a, HeadRows<T> b, uint first_b, uint lane) {
-  constexpr int W = pack_elements<T>;  // matrices of a block, whose columns are dealt out as fragment_layout.h has it
+  // Matrices of a block, whose columns are dealt out as fragment_layout.h has it.
+  constexpr int W = D * sizeof(T) > 256 ? pack_elements<T> / 2 : pack_elements<T>;
   fill(products, 0.0f);
 #pragma unroll 1
   for (uint block = 0; block < D / W; block += 8) {
@@ -61,7 +67,7 @@ inline void multiply_rows(
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       T v[2 * W];
-      load_part<T, 2 * W>(a, first_a + r * 8 + tile_row(lane), block + tile_column(lane), v);
+      load_part<T, W>(a, first_a + r * 8 + tile_row(lane), block + tile_column(lane), v);
 #pragma unroll
       for (int t = 0; t < W; ++t) {
         left[r].at[t] = vec<T, 2>(v[t], v[W + t]);
@@ -99,9 +105,10 @@ inline void add_weighted(
   for (int c = 0; c < C; ++c) {
 #pragma unroll
     for (int b = 0; b < D / 8; b += V) {
-      const uint pack = (b * 8 + tile_column(lane) * V) / pack_elements<T>;
+      constexpr int W = pack_elements<T>;
+      const uint pack = (b * 8 + tile_column(lane) * V) / W;
       T v[2 * V];
-      load_part<T, 2 * V>(rows, first + c * 8 + tile_row(lane), pack, v);
+      load_part<T, W>(rows, first + c * 8 + tile_row(lane), pack, v);
 #pragma unroll
       for (int t = 0; t < V; ++t) {
 #pragma unroll
@@ -150,17 +157,20 @@ inline void store_sums(
 // A head's scores.
 struct Scores {
   const device uchar* mask;
-  const device float2* statistics;  // [rows]: the logsumexp in the unit of scores, delta
+  int64_t mask_start;               // elements
+  const device float2* statistics;  // [batch, heads, rows]: the logsumexp in the unit of scores, delta
+  uint first;                       // of the head's statistics
 };
 
 template <typename T>
 inline Scores scores_of(
     const device uchar* mask, const device float2* statistics, uint batch, uint head,
-    constant AttentionBackwardParams& params) {
-  const int64_t offset = params.mask_start + batch * params.mask_strides[0] + head * params.mask_strides[1];
+    thread const AttentionBackwardParams& params) {
   Scores scores;
-  scores.mask = mask + offset * (params.mask == additive_mask ? int(sizeof(T)) : 1);
-  scores.statistics = statistics + (size_t(batch) * params.heads + head) * params.rows;
+  scores.mask = mask;
+  scores.mask_start = params.mask_start + batch * params.mask_strides[0] + head * params.mask_strides[1];
+  scores.statistics = statistics;
+  scores.first = (batch * params.heads + head) * params.rows;
   return scores;
 }
 
@@ -175,11 +185,12 @@ inline uint place_of(int n, uint lane) {
 template <typename T, typename M, bool keys_first, int R, int C>
 inline void apply_mask(
     thread Tile<float, R, C>& s, Scores scores, uint first_row, uint first_key, uint lane,
-    constant AttentionBackwardParams& params) {
+    thread const AttentionBackwardParams& params) {
 #pragma unroll
   for (int a = 0; a < (keys_first ? 2 * C : R); ++a) {
     const uint row = min(first_row + place_of<keys_first>(a, lane), params.rows - 1);
-    const device M* own = (const device M*)(scores.mask + row * params.mask_row_bytes);
+    const device M* own =
+        (const device M*)(scores.mask + row * params.mask_row_bytes) + scores.mask_start;
 #pragma unroll
     for (int b = 0; b < (keys_first ? R : 2 * C); ++b) {
       const uint key = min(first_key + place_of<!keys_first>(b, lane), params.columns - 1);
@@ -201,7 +212,7 @@ inline void apply_mask(
 template <typename T, bool keys_first, int R, int C>
 inline void mask_products(
     thread Tile<float, R, C>& s, Scores scores, uint first_row, uint first_key, uint lane,
-    constant AttentionBackwardParams& params) {
+    thread const AttentionBackwardParams& params) {
   multiply(s, params.scale * score_unit<T>());
   if (params.mask == bool_mask) {
     apply_mask<T, uchar, keys_first>(s, scores, first_row, first_key, lane, params);
@@ -227,13 +238,13 @@ inline void mask_products(
 template <typename T, bool keys_first, int R, int C>
 inline void weigh(
     thread Tile<float, R, C>& s, thread Tile<float, R, C>& dp, Scores scores, uint first_row, uint lane,
-    constant AttentionBackwardParams& params) {
+    thread const AttentionBackwardParams& params) {
   constexpr int rows = keys_first ? 2 * C : R;
   constexpr int keys = keys_first ? R : 2 * C;
 #pragma unroll
   for (int a = 0; a < rows; ++a) {
     const uint row = min(first_row + place_of<keys_first>(a, lane), params.rows - 1);
-    const float2 statistics = scores.statistics[row];
+    const float2 statistics = scores.statistics[scores.first + row];
 #pragma unroll
     for (int b = 0; b < keys; ++b) {
       const int r = keys_first ? b : a;
@@ -249,7 +260,7 @@ inline void weigh(
 
 // The keys that some of `count` rows from `first` on see, by causality and window, from x to y. to_rows: the rows that
 // see some of `count` keys.
-inline uint2 seen_range(uint first, uint count, bool to_rows, constant AttentionBackwardParams& params) {
+inline uint2 seen_range(uint first, uint count, bool to_rows, thread const AttentionBackwardParams& params) {
   const int size = int(to_rows ? params.rows : params.columns);
   const int last = int(first + count) - 1;
   const int begin = to_rows ? int(first) + 1 - params.seen_end : int(first) + params.seen_begin;

@@ -14,6 +14,8 @@
 //   dmask      a simdgroup takes 8 rows and 32 keys of the mask along all that it is broadcast to
 //   dsinks     a threadgroup takes a head
 //
+// A kernel copies its parameters before its first branch: Apple GPUs then keep them in registers that all threads share.
+//
 // Nothing is staged and nobody waits; a sum belongs to one simdgroup, so that its order is always the same. Heads of
 // other widths than 64, 128 and 256 come padded with zeros. What float16 cannot hold, ds, stays in float32.
 //
@@ -34,10 +36,11 @@ template <typename T>
     const device T* dy [[buffer(1)]],
     const device float* logsumexp [[buffer(2)]],  // [batch, heads, rows]
     device float2* statistics [[buffer(3)]],      // [batch, heads, rows]: the logsumexp as scores are, delta
-    constant AttentionBackwardParams& params [[buffer(4)]],
+    constant AttentionBackwardParams& parameters [[buffer(4)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const AttentionBackwardParams params = parameters;
   const uint row = group.x * kBackwardSimdgroups + simdgroup;
   if (row >= params.rows) {
     return;
@@ -67,7 +70,7 @@ template <typename T>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_finite(
     const device T* from [[buffer(0)]],
     device T* to [[buffer(1)]],  // [batch, heads, rows, width]
-    constant TokenRows& view [[buffer(2)]],
+    constant TokenRows& source [[buffer(2)]],
     constant uint2& size [[buffer(3)]],  // rows, packs of a row
     uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
@@ -75,6 +78,7 @@ template <typename T>
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr int W = pack_elements<T>;
   const uint row = group.x * kBackwardSimdgroups + simdgroup;
+  const TokenRows view = source;
   const HeadRows<T> rows = head_rows(from, view, group.z, group.y, size.x);
   for (uint pack = lane; row < size.x && pack < size.y; pack += 32) {
     T v[W];
@@ -99,11 +103,12 @@ template <typename T, int D, int C>
     const device float2* statistics [[buffer(5)]],  // [batch, heads, rows]
     const device T* finite_k [[buffer(6)]],
     device T* dq [[buffer(7)]],
-    constant AttentionBackwardParams& params [[buffer(8)]],
+    constant AttentionBackwardParams& parameters [[buffer(8)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const AttentionBackwardParams params = parameters;
   // The last rows, which see the most if causal, start first.
   const uint first = ((groups.x - 1 - group.x) * kBackwardSimdgroups + simdgroup) * 8;
   if (first >= params.rows) {
@@ -144,10 +149,11 @@ template <typename T, int D, int C, bool for_keys, bool for_values>
     const device T* finite_q [[buffer(6)]],
     device T* dk [[buffer(7)]],
     device T* dv [[buffer(8)]],
-    constant AttentionBackwardParams& params [[buffer(9)]],
+    constant AttentionBackwardParams& parameters [[buffer(9)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const AttentionBackwardParams params = parameters;
   const uint first = (group.x * kBackwardSimdgroups + simdgroup) * 8;
   if (first >= params.columns) {
     return;
@@ -202,12 +208,13 @@ template <typename T, int D>
     const device uchar* mask [[buffer(4)]],       // of T
     const device float2* statistics [[buffer(5)]],  // [batch, heads, rows]
     device T* dmask [[buffer(6)]],                // params.mask_sizes
-    constant AttentionBackwardParams& params [[buffer(7)]],
+    constant AttentionBackwardParams& parameters [[buffer(7)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const AttentionBackwardParams params = parameters;
   constexpr int C = 4;
-  constant uint32_t* sizes = params.mask_sizes;
+  thread const uint32_t* sizes = params.mask_sizes;
   const uint2 batches = sizes[0] == 1 ? uint2(0, params.batches) : uint2(group.z / sizes[1], group.z / sizes[1] + 1);
   const uint2 heads = sizes[1] == 1 ? uint2(0, params.heads) : uint2(group.z % sizes[1], group.z % sizes[1] + 1);
   const uint first_row = group.y * 8;
@@ -297,11 +304,11 @@ instantiate_types("attention_statistics", attention_statistics)
 instantiate_types("attention_finite", attention_finite)
 instantiate_types("attention_dq_64", attention_dq, 64, 4)
 instantiate_types("attention_dq_128", attention_dq, 128, 2)
-instantiate_types("attention_dq_256", attention_dq, 256, 2)
+instantiate_types("attention_dq_256", attention_dq, 256, 1)
 instantiate_types("attention_dkv_64", attention_dkv, 64, 2, true, true)
-instantiate_types("attention_dkv_128", attention_dkv, 128, 2, true, true)
-instantiate_types("attention_dk_256", attention_dkv, 256, 2, true, false)
-instantiate_types("attention_dv_256", attention_dkv, 256, 2, false, true)
+instantiate_types("attention_dkv_128", attention_dkv, 128, 1, true, true)
+instantiate_types("attention_dk_256", attention_dkv, 256, 1, true, false)
+instantiate_types("attention_dv_256", attention_dkv, 256, 1, false, true)
 instantiate_types("attention_dmask_64", attention_dmask, 64)
 instantiate_types("attention_dmask_128", attention_dmask, 128)
 instantiate_types("attention_dmask_256", attention_dmask, 256)
