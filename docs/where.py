@@ -143,16 +143,21 @@ _PLACES = (
         ("test_rope_append.py", "test_cache_step.py"),
     ),
     Place(
-        ("gather_qmm",), "moe", "gather_qmm.cpp", (), (), ("gather.cpp",), ("test_gather.py",), cpu_folder="csrc/cpu",
+        ("gather_qmm",), "moe", "gather_qmm.cpp", ("gather.cpp",), ("gather_qmm.metal",),
+        ("gather.cpp",), ("test_gather.py",), cpu_folder="csrc/cpu",
     ),
     Place(
-        ("gather_mm",), "moe", "gather_mm.cpp", (), (), ("gather.cpp",), ("test_gather.py",), cpu_folder="csrc/cpu",
+        ("gather_mm",), "moe", "gather_mm.cpp", ("gather_mm.cpp",), ("gather_mm.metal",),
+        ("gather.cpp",), ("test_gather.py",), cpu_folder="csrc/cpu",
     ),
     Place(
-        ("gather_swiglu",), "moe", "gather_swiglu.cpp", (), (), ("gather.cpp",), ("test_gather_swiglu.py",),
-        cpu_folder="csrc/cpu",
+        ("gather_swiglu",), "moe", "gather_swiglu.cpp", ("gather.cpp",), ("gather_swiglu.metal",),
+        ("gather.cpp",), ("test_gather_swiglu.py",), cpu_folder="csrc/cpu",
     ),
-    Place(("route_top_k",), "moe", "route_top_k.cpp", (), (), ("route_top_k.cpp",), ("test_route_top_k.py",)),
+    Place(
+        ("route_top_k",), "moe", "route_top_k.cpp", ("route_top_k.cpp",), ("route_top_k.metal",),
+        ("route_top_k.cpp",), ("test_route_top_k.py",),
+    ),
 )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Mixtures of experts: products of tokens with the experts that a router has chosen for them.
 
 As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On
-the CPU any number of tokens is native: each chosen expert is read once for all its tokens, and no other is read. On
-GPUs they go to mx.
+the CPU any number of tokens is native: each chosen expert is read once for all its tokens, and no other is read. On a
+GPU the kernels take up to 64 rows of results, as one token or a few have, and read the expert of each; more go to mx.
 
 Indices are computed when MLX evaluates them, so that no call can refuse one that is out of range. Its results are NaN,
 and nothing outside the arrays is read, also where mx computes them. Negative indices are out of range.
@@ -37,8 +37,8 @@ def gather_qmm(
 ) -> mx.array:
     """Product of inputs with chosen quantized matrices: ``x[lhs] @ dequantize(w[rhs]).T`` for each pair of indices.
 
-    The twin of ``mx.gather_qmm``, which has neither ``vmap`` nor forward derivatives. The native code covers affine
-    quantization of 4 and 8 bits; sums are taken in float32 and rounded once.
+    The twin of ``mx.gather_qmm``, which has neither ``vmap`` nor forward derivatives. Kernels and native code cover
+    affine quantization of 4 and 8 bits, kernels with ``transpose`` alone. Sums are taken in float32 and rounded once.
 
     Args:
         x (array): Inputs of shape ``[batch..., rows, columns]``; float32, float16 or bfloat16.
@@ -86,7 +86,7 @@ def gather_mm(
     """Product of inputs with chosen matrices: ``a[lhs] @ b[rhs]`` for each pair of indices.
 
     The twin of ``mx.gather_mm``, which has neither ``vmap`` nor forward derivatives, and on the CPU no half types.
-    Sums are taken in float32 and rounded once.
+    Sums are taken in float32 and rounded once. On a GPU matrices whose columns are not contiguous are copied.
 
     Args:
         a (array): Inputs of shape ``[batch..., rows, columns]``; float32, float16 or bfloat16.
@@ -171,6 +171,8 @@ def route_top_k(
 
     Scores are computed in float32. Experts are chosen by the scores rounded to the type of ``logits``, plus the bias in
     float32. Weights are scores without the bias, and rounded once.
+
+    On a GPU a kernel has up to 512 experts, of which it chooses up to 32; mx computes the rest.
 
     Of equal scores those are chosen that mx chooses: the first for ``mx.argpartition(-scores, k - 1)[..., :k]``, which
     is the descending choice, and the last for ``mx.argpartition(scores, -k)[..., -k:]``, the ascending one. mx leaves

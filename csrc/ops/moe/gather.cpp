@@ -6,6 +6,7 @@
 
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
+#include "ops/matmul/plan.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
@@ -84,6 +85,15 @@ void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
   }
 }
 
+const char* why_mx_gather(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream) {
+  if (stream.device != mx::Device::gpu) {
+    return nullptr;
+  }
+  constexpr size_t most_rows = 64;  // from there on mlx-lm sorts them by their experts, and mx multiplies matrices
+  const size_t rows = pairs.experts.size() * x.shape(-2);
+  return !transpose ? "experts that are not transposed" : rows > most_rows ? "more than 64 rows of results" : nullptr;
+}
+
 Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
                    const std::optional<mx::array>& lhs_indices, const std::optional<mx::array>& rhs_indices,
                    mx::Stream stream) {
@@ -144,9 +154,25 @@ std::vector<mx::Shape> GatherPrimitive::output_shapes(const Arrays& inputs) {
   return {shape};
 }
 
-std::vector<Launch> GatherPrimitive::launches(const Arrays& inputs, Arrays& outputs) {
+std::vector<Launch> GatherPrimitive::native_alone(const Arrays& inputs, Arrays& outputs) {
+  if (stream().device == mx::Device::gpu) {
+    checks::fail<std::logic_error>(name(), "has no kernel for these experts");
+  }
   mx::cpu::get_command_encoder(stream()).dispatch(native(inputs, outputs));
   return {};
+}
+
+void GatherPrimitive::add_pairs(Launch& launch, const Arrays& inputs) const {
+  const mx::array& experts = inputs[1 + stacks_];
+  const bool has_inputs = inputs.size() > 2 + stacks_;
+  launch.input(experts);
+  launch.input_if(has_inputs, has_inputs ? inputs[2 + stacks_] : experts);
+}
+
+PairParams GatherPrimitive::pair_params(const Arrays& inputs) const {
+  const cpu::Gather gather = native_gather(inputs);
+  return {static_cast<uint32_t>(gather.stack), static_cast<uint32_t>(gather.input_count),
+          static_cast<uint32_t>(gather.pairs_per_input), gather.inputs != nullptr};
 }
 
 const Arrays& GatherPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
@@ -174,6 +200,21 @@ cpu::Gather GatherPrimitive::native_gather(const Arrays& inputs) const {
       .columns = static_cast<size_t>(x.shape(-1)),
       .outputs = static_cast<size_t>(outputs_of(inputs)),
   };
+}
+
+GatherQmmParams GatherPrimitive::share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
+                                                 uint32_t simdgroup_outputs) {
+  const mx::array& x = inputs[0];
+  GatherQmmParams params{affine_params(inputs[1], inputs[2], inputs[3], format), pair_params(inputs)};
+  const auto pairs = static_cast<uint32_t>(pairs_of(inputs).experts.size());
+  params.weights.matrices = pairs;
+  params.weights.rows = x.shape(-2);
+  params.weights.columns = x.shape(-1);
+  params.weights.outputs = outputs_of(inputs);
+  const ProductSizes one_row{pairs * params.weights.rows, 1, params.weights.columns, params.weights.outputs};
+  share_out(launch, plan_rows(one_row, simdgroup_outputs, gpu_of(stream())), pairs);
+  launch.threadgroups.y = params.weights.rows;
+  return params;
 }
 
 Arrays GatherPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -267,6 +308,9 @@ std::pair<Arrays, std::vector<int>> GatherPrimitive::vmap(const Arrays& inputs, 
       stacks[i] = broadcast(stacks[i], axes[1 + i] >= 0);
     }
     pairs.experts = moved(pairs.experts, size > 0 ? size_of_batch(stacks[0]) / size : 0);
+  }
+  if (why_mx_gather(batched[0], pairs, true, stream())) {
+    return {composed(gather_inputs(batched[0], stacks, pairs)), {0}};
   }
   return {{apply(batched[0], stacks, pairs)}, {0}};
 }

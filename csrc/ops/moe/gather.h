@@ -11,6 +11,7 @@
 #include "cpu/gather.h"
 #include "mlx/utils.h"
 #include "ops/matmul/affine.h"
+#include "params/moe.h"
 #include "runtime/primitive.h"
 
 namespace mittens {
@@ -24,6 +25,9 @@ struct Pairs {
 // Throws DtypeError for indices that are no integers.
 void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
                    const std::optional<mx::array>& rhs_indices);
+
+// Why a call is mx's on a GPU, or null.
+const char* why_mx_gather(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream);
 
 // The pairs of a call, whose indices broadcast; those that are absent are all of the batch of x, or of the stack.
 Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
@@ -68,8 +72,15 @@ class GatherPrimitive : public KernelPrimitive {
   // Makes the stacks [.., rows, row] what the kernels read.
   virtual void prepare_stacks(Arrays& stacks) = 0;
 
-  // There are no kernels: where the simulator is on, the native code runs.
-  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override;
+  // No launches: the native code runs, where the simulator is on and there is no kernel for a call.
+  std::vector<Launch> native_alone(const Arrays& inputs, Arrays& outputs);
+  // Adds the indices to a launch.
+  void add_pairs(Launch& launch, const Arrays& inputs) const;
+  PairParams pair_params(const Arrays& inputs) const;
+  // The params of a kernel with affine quantized weights, the first triple of which is the first stacks; gives the
+  // launch its grid, whose simdgroups have so many outputs.
+  GatherQmmParams share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
+                                  uint32_t simdgroup_outputs);
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override;
   bool sums_nothing(const Arrays& inputs) const override {
     return inputs[0].shape(-1) == 0;

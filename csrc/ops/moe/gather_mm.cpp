@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <functional>
 #include <optional>
 
@@ -21,6 +22,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "gather_mm";
+const Name file = "moe/gather_mm.metal";
 
 // A matrix [.., columns, outputs] of b as the native code reads it: rows that lie in memory as they are, of columns (as
 // mlx-lm's experts have them) or of outputs.
@@ -31,6 +33,13 @@ Rows rows_of(const mx::array& b) {
     return (b.shape(along) <= 1 || b.strides(along) == 1) && (b.shape(across) <= 1 || b.strides(across) >= 0);
   };
   return are_rows(-2, -1) ? Rows::of_columns : are_rows(-1, -2) ? Rows::of_outputs : Rows::none;
+}
+
+// Whether the kernel can read b where it lies: rows of columns, and one stride from matrix to matrix. Of no matrices
+// it reads nothing.
+bool has_matrices(const mx::array& b) {
+  const bool are_apart = b.ndim() < 3 || (b.ndim() == 3 && b.strides(0) >= 0);
+  return b.size() == 0 || (rows_of(b) == Rows::of_columns && are_apart);
 }
 
 class GatherMm : public GatherPrimitive {
@@ -67,13 +76,49 @@ class GatherMm : public GatherPrimitive {
   }
 
   std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) override {
-    return apply(dy, {mx::swapaxes(stacks[0], -1, -2, stream())}, {experts, std::nullopt});
+    const Arrays turned = {mx::swapaxes(stacks[0], -1, -2, stream())};
+    const Pairs pairs{experts, std::nullopt};
+    // A kernel reads rows of what it sums over.
+    return stream().device == mx::Device::gpu ? composed(gather_inputs(dy, turned, pairs))[0]
+                                              : apply(dy, turned, pairs);
   }
 
   void prepare_stacks(Arrays& stacks) override {
-    if (rows_of(stacks[0]) == Rows::none) {
+    if (stacks[0].size() > 0 && rows_of(stacks[0]) == Rows::none) {
       stacks[0] = contiguous(stacks[0], stream());
     }
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const std::optional<mx::array> copied = has_matrices(inputs[1]) ? std::nullopt : std::optional(copy_of(inputs[1]));
+    const mx::array& b = copied ? *copied : inputs[1];
+    const auto pack = static_cast<int64_t>(16 / x.itemsize());
+    const bool one_matrix = b.ndim() < 3;
+    GatherMmParams params{};
+    params.pairs = pair_params(inputs);
+    params.matrix_stride = one_matrix ? 0 : b.strides(-3);
+    params.row_stride = static_cast<uint32_t>(b.shape(-1) > 1 ? b.strides(-1) : 0);
+    params.rows = x.shape(-2);
+    params.columns = x.shape(-1);
+    params.outputs = b.shape(-1);
+    params.packs = params.columns % pack == 0 && params.row_stride % pack == 0 && params.matrix_stride % pack == 0 &&
+                   b.offset() % 16 == 0;
+    const uint32_t blocks = ceil_divide(params.outputs, kGatherOutputs);
+    const uint32_t simdgroups = std::min<uint32_t>(blocks, 2);
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(x.dtype(), op);
+    launch.threadgroups = {ceil_divide(blocks, simdgroups), params.rows,
+                           static_cast<uint32_t>(pairs_of(inputs).experts.size())};
+    launch.threads = {32 * simdgroups, 1, 1};
+    if (copied) {
+      launch.owner = std::make_shared<mx::array>(b);
+    }
+    launch.input(x);
+    add_view(launch, copied ? *static_cast<const mx::array*>(launch.owner.get()) : b);
+    add_pairs(launch, inputs);
+    return in_order(launch.output(outputs[0]).params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -93,6 +138,26 @@ class GatherMm : public GatherPrimitive {
             stride = static_cast<size_t>(b.strides(transpose ? -1 : -2)), transpose, gather = native_gather(inputs),
             x = data_of(inputs[0]),
             y = data_of(outputs[0])] { cpu::gather_dense(type, stack.data(), stride, transpose, gather, x, y); };
+  }
+
+  // [stack, columns, outputs] in memory of [stack, outputs, columns].
+  mx::array copy_of(const mx::array& b) {
+    const int columns = b.shape(-2), outputs = b.shape(-1);
+    const mx::array swapped = with_last_axes_swapped(b, b.shape());
+    const mx::array rows = contiguous(swapped, stream());
+    const int matrices = static_cast<int>(leading_size(b, 2));
+    mx::array view({matrices, columns, outputs}, b.dtype(), nullptr, {});
+    view.copy_shared_buffer(rows, {int64_t(columns) * outputs, 1, columns}, {}, rows.data_size());
+    return view;
+  }
+
+  static mx::array with_last_axes_swapped(const mx::array& b, mx::Shape shape) {
+    mx::Strides strides = b.strides();
+    std::swap(shape[shape.size() - 1], shape[shape.size() - 2]);
+    std::swap(strides[strides.size() - 1], strides[strides.size() - 2]);
+    mx::array view(std::move(shape), b.dtype(), nullptr, {});
+    view.copy_shared_buffer(b, strides, {}, b.data_size());
+    return view;
   }
 
   // In float32: mx has no other on a CPU.
@@ -123,10 +188,10 @@ std::optional<mx::array> try_gather_mm(const mx::array& a, const mx::array& b,
   }
   check_indices(op, lhs_indices, rhs_indices);
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"a", a}, {"b", b}});
-  if (stream.device == mx::Device::gpu) {
-    return fallback(op, "experts on a GPU");
-  }
   const Pairs pairs = gather_pairs(op, a, b, lhs_indices, rhs_indices, stream);
+  if (const char* reason = why_mx_gather(a, pairs, true, stream)) {
+    return fallback(op, reason);
+  }
   return first_output(std::make_shared<GatherMm>(stream),
                       gather_inputs(in_dtype(a, dtype, stream), {in_dtype(b, dtype, stream)}, pairs));
 }

@@ -24,6 +24,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "gather_qmm";
+const Name file = "moe/gather_qmm.metal";
 
 class GatherQmm : public GatherPrimitive {
  public:
@@ -72,8 +73,28 @@ class GatherQmm : public GatherPrimitive {
   std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) override {
     AffineFormat format = format_;
     format.transpose = !format.transpose;
-    return first_output(std::make_shared<GatherQmm>(stream(), format),
-                        gather_inputs(dy, stacks, {experts, std::nullopt}));
+    const Pairs pairs{experts, std::nullopt};
+    auto primitive = std::make_shared<GatherQmm>(stream(), format);
+    if (why_mx_gather(dy, pairs, format.transpose, stream())) {
+      return primitive->composed(gather_inputs(dy, stacks, pairs))[0];
+    }
+    return first_output(std::move(primitive), gather_inputs(dy, stacks, pairs));
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    if (!format_.transpose) {
+      return native_alone(inputs, outputs);
+    }
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(inputs[0].dtype(), op, format_.bits, "bit");
+    const GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs);
+    launch.input(inputs[0]);
+    for (int i = 1; i < 4; ++i) {
+      add_view(launch, inputs[i]);
+    }
+    add_pairs(launch, inputs);
+    return in_order(launch.output(outputs[0]).params(params));
   }
 
   void prepare_stacks(Arrays& stacks) override {
@@ -133,10 +154,10 @@ std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, 
   if (!has_affine_kernels(format)) {
     return fallback(op, std::to_string(format.bits) + " bits");
   }
-  if (stream.device == mx::Device::gpu) {
-    return fallback(op, "experts on a GPU");
-  }
   const Pairs pairs = gather_pairs(op, x, w, lhs_indices, rhs_indices, stream);
+  if (const char* reason = why_mx_gather(x, pairs, transpose, stream)) {
+    return fallback(op, reason);
+  }
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
   return first_output(std::make_shared<GatherQmm>(stream, format),
                       gather_inputs(typed(x), {w, typed(scales), typed(*biases)}, pairs));

@@ -24,6 +24,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "gather_swiglu";
+const Name file = "moe/gather_swiglu.metal";
 
 using Triple = std::tuple<mx::array, mx::array, mx::array>;
 
@@ -59,7 +60,31 @@ class GatherSwiglu : public GatherPrimitive {
     return first_output(std::make_shared<GatherSwiglu>(stream(), format_), gather_inputs(x, stacks, pairs));
   }
 
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(inputs[0].dtype(), op, format_.bits, "bit");
+    const GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs / 2);
+    launch.input(inputs[0]);
+    for (int i = 1; i < 7; ++i) {
+      add_view(launch, inputs[i]);
+    }
+    add_pairs(launch, inputs);
+    return in_order(launch.output(outputs[0]).params(params));
+  }
+
   void prepare_stacks(Arrays& stacks) override {
+    // One set of strides serves both triples.
+    bool are_alike = true;
+    for (size_t i = 0; i < 3; ++i) {
+      are_alike = are_alike && stacks[i].strides() == stacks[i + 3].strides();
+    }
+    if (!are_alike) {
+      for (mx::array& stack : stacks) {
+        stack = contiguous_rows(stack, stream());
+      }
+      return;
+    }
     for (size_t first : {0, 3}) {
       if (!is_prepared_affine(stacks[first], stacks[first + 1], stacks[first + 2])) {
         const Arrays ready = prepared_affine(stacks[first], stacks[first + 1], stacks[first + 2], stream());
@@ -117,10 +142,10 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
   if (!has_affine_kernels(format)) {
     return by_mx(std::to_string(format.bits) + " bits");
   }
-  if (stream.device == mx::Device::gpu) {
-    return by_mx("experts on a GPU");
-  }
   const Pairs pairs = gather_pairs(op, x, stacks[0], lhs_indices, rhs_indices, stream);
+  if (const char* reason = why_mx_gather(x, pairs, true, stream)) {
+    return by_mx(reason);
+  }
   for (size_t i : {1, 2, 4, 5}) {
     stacks[i] = in_dtype(stacks[i], dtype, stream);
   }

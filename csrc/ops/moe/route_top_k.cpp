@@ -12,6 +12,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
+#include "params/moe.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
@@ -29,7 +30,15 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "route_top_k";
+const Name file = "moe/route_top_k.metal";
 constexpr float least_sum = 1e-20f;
+static_assert(int(cpu::Scores::softmax) == kScoresSoftmax && int(cpu::Scores::sigmoid) == kScoresSigmoid &&
+              int(cpu::Scores::chosen) == kScoresChosen);
+
+// Whether the kernel holds the scores.
+bool is_small(int experts, int k) {
+  return experts <= kMostExperts && k <= kMostChosen;
+}
 
 struct Routing {
   int k;
@@ -149,10 +158,31 @@ class RouteTopK : public KernelPrimitive {
   }
 
  protected:
-  // There are no kernels: where the simulator is on, the native code runs.
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    mx::cpu::get_command_encoder(stream()).dispatch(native(inputs, outputs));
-    return {};
+    const mx::array& logits = inputs[0];
+    const int experts = logits.shape(-1);
+    if (!is_small(experts, routing_.k)) {
+      if (stream().device == mx::Device::gpu) {
+        checks::fail<std::logic_error>(op, "has no kernel for ", experts, " experts");
+      }
+      mx::cpu::get_command_encoder(stream()).dispatch(native(inputs, outputs));
+      return {};
+    }
+    const bool has_bias = inputs.size() > 1;
+    const RouteParams params{static_cast<uint32_t>(experts),
+                             static_cast<uint32_t>(routing_.k),
+                             static_cast<uint32_t>(routing_.scores),
+                             routing_.renormalize,
+                             routing_.descending,
+                             has_bias,
+                             routing_.scale};
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(logits.dtype(), op);
+    launch.threadgroups = {static_cast<uint32_t>(leading_size(logits, 1)), 1, 1};
+    launch.threads = {32, 1, 1};
+    launch.input(logits).input_if(has_bias, has_bias ? inputs[1] : logits);
+    return in_order(launch.output(outputs[0]).output(outputs[1]).params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -221,8 +251,9 @@ std::optional<Outputs> try_route_top_k(const mx::array& logits, int k, const std
                                        mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   Call call = checked(logits, k, bias, scores, renormalize, descending, scale, stream);
-  if (stream.device == mx::Device::gpu) {
-    return fallback(op, "a router on a GPU");
+  if (stream.device == mx::Device::gpu && !is_small(logits.shape(-1), k)) {
+    return fallback(op, "more than " + std::to_string(kMostExperts) + " experts, or more than " +
+                            std::to_string(kMostChosen) + " chosen");
   }
   return RouteTopK::apply(std::move(call.inputs), call.routing, stream);
 }

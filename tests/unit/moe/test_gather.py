@@ -70,7 +70,7 @@ def tokens(rng, count, dtype=mx.float32, rows=1, columns=K):
 @pytest.mark.parametrize(
     "count, rows, columns, outputs", [(1, 1, 64, 1), (7, 1, 320, 32), (64, 1, 64, 64), (3, 5, 96, 32)]
 )
-def test_products(case, rng, dtype, native, count, rows, columns, outputs, transpose):
+def test_products(case, rng, dtype, executor, count, rows, columns, outputs, transpose):
     outputs = outputs if transpose else 64
     if dtype != mx.float32 and not case.covered:
         return
@@ -82,7 +82,7 @@ def test_products(case, rng, dtype, native, count, rows, columns, outputs, trans
     assert_product_right(y, expected, dtype)
 
 
-def test_every_index_has_its_pair(case, rng, native):
+def test_every_index_has_its_pair(case, rng, executor):
     """Of any shapes that broadcast, over batches of several axes, on both sides."""
     weights = case.weights(experts=6)
     x, flat = tokens(rng, 4), case.wide(weights)
@@ -111,7 +111,7 @@ def test_every_index_has_its_pair(case, rng, native):
 
 
 @pytest.mark.parametrize("dtype", [mx.int8, mx.uint8, mx.int32, mx.uint32, mx.int64, mx.uint64])
-def test_indices_of_every_type(case, rng, native, dtype):
+def test_indices_of_every_type(case, rng, executor, dtype):
     """Those out of range give NaN, and read nothing: the arrays end where they end."""
     weights, x = case.weights(), tokens(rng, 3)
     most = {1: 127, 4: 2**31 - 1, 8: 2**40}[dtype.size]
@@ -123,7 +123,7 @@ def test_indices_of_every_type(case, rng, native, dtype):
     assert_product_right(y, exact(specs.widen(x), case.wide(weights), lhs, rhs), mx.float32)
 
 
-def test_64_bits_do_not_wrap(case, rng, native):
+def test_64_bits_do_not_wrap(case, rng, executor):
     weights, x = case.weights(), tokens(rng, 1)
     rhs = mx.array([2**32, 2**32 + 1, -(2**32), 1], mx.int64)
     y = np.array(case.call(x, weights, rhs=rhs))
@@ -147,7 +147,7 @@ def test_beside_mx(case, rng, native):
     assert_near(case.call(x, weights, rhs=rhs), expected, "mx", SUMS)
 
 
-def test_views_are_read_where_they_lie(case, rng, native):
+def test_views_are_read_where_they_lie(case, rng, executor):
     """Every other expert, every other token, transposed indices."""
     if not case.covered:
         return
@@ -161,7 +161,7 @@ def test_views_are_read_where_they_lie(case, rng, native):
     assert_near(y, plain, "views", SUMS)
 
 
-def test_each_expert_once_for_all_its_rows(rng, native):
+def test_each_expert_once_for_all_its_rows(rng, executor):
     """64 tokens that all chose one expert."""
     weights, x = stacks(rng), tokens(rng, 64)
     y = mm.gather_qmm(x, *weights, rhs_indices=mx.full((64,), 3, mx.uint32), group_size=32)
@@ -169,7 +169,7 @@ def test_each_expert_once_for_all_its_rows(rng, native):
     assert_product_right(y, exact, mx.float32)
 
 
-def test_special_values_stay_in_their_pair(case, rng, dtype, native):
+def test_special_values_stay_in_their_pair(case, rng, dtype, executor):
     if not case.covered:
         return
     weights, x = case.weights(dtype), tokens(rng, 4, dtype)
@@ -182,7 +182,7 @@ def test_special_values_stay_in_their_pair(case, rng, dtype, native):
         np.testing.assert_array_equal(specs.widen(y[i]), specs.widen(clean[i]))
 
 
-def test_gradients(case, rng, native):
+def test_gradients(case, rng, executor):
     """By x and by the weights, beside a dense product; pairs out of range have none."""
     if not case.covered:
         return
@@ -228,7 +228,7 @@ def test_gradient_of_x_in_half_types(case, rng, native):
 
 @pytest.mark.parametrize("over", ["x", "weights", "lhs", "rhs", "x weights", "x weights lhs rhs", "x rhs"])
 @pytest.mark.parametrize("with_lhs", [True, False])
-def test_vmap(case, rng, native, over, with_lhs):
+def test_vmap(case, rng, executor, over, with_lhs):
     """A loop of calls; what is out of range does not reach the next element's experts, nor its inputs."""
     if not case.covered or (not with_lhs and "lhs" in over):
         return
@@ -258,7 +258,7 @@ def test_vmap(case, rng, native, over, with_lhs):
         assert np.isnan(np.array(expected)).any() and np.isfinite(np.array(expected)).any()
 
 
-def test_compile(case, rng, native):
+def test_compile(case, rng, executor):
     if not case.covered:
         return
     weights = case.weights()
@@ -270,7 +270,7 @@ def test_compile(case, rng, native):
         )
 
 
-def test_sizes_of_zero(case, rng, native):
+def test_sizes_of_zero(case, rng, executor):
     for experts, outputs, columns, count, pairs in [
         (0, N, K, 3, 2), (E, 0, K, 3, 2), (E, N, 0, 3, 2), (E, N, K, 0, 2), (E, N, K, 3, 0), (0, N, K, 0, 2),
     ]:  # fmt: skip

@@ -22,7 +22,7 @@ def tokens(rng, count, dtype=mx.float32):
     return draw(rng, (count, 1, 1, K), dtype, outliers=False) / (2 * K**0.5)
 
 
-def test_products(weights, rng, dtype, native):
+def test_products(weights, rng, dtype, executor):
     gate, up, bits = weights(dtype)
     for count in (1, 7, 64):
         x, rhs = tokens(rng, count, dtype), rng.integers(-1, E + 2, (count, 2))
@@ -38,7 +38,7 @@ def test_products(weights, rng, dtype, native):
             assert_product_right(y[i, e], exact, dtype)
 
 
-def test_is_two_products(weights, rng, native):
+def test_is_two_products(weights, rng, executor):
     gate, up, bits = weights()
     x, lhs, rhs = tokens(rng, 4)[:, 0], mx.array([0, 3, 3, 9]), mx.array([4, 4, 0, 1])
     product = lambda x, triple: mm.gather_qmm(x, *triple, lhs, rhs, True, 32, bits)

@@ -15,7 +15,7 @@ def logits_of(rng, shape, dtype=mx.float32):
 
 @pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
-def test_beside_numpy(rng, dtype, native, scores, descending):
+def test_beside_numpy(rng, dtype, executor, scores, descending):
     for tokens, experts, k in [(1, 8, 2), (5, 128, 8), (3, 17, 17), (2, 1, 1)]:
         logits = logits_of(rng, (tokens, experts), dtype)
         indices, weights = mm.route_top_k(logits, k, None, scores, descending=descending, scale=1.5)
@@ -38,7 +38,7 @@ def test_beside_numpy(rng, dtype, native, scores, descending):
 
 
 @pytest.mark.parametrize("descending", [True, False])
-def test_ties_are_those_of_mx(rng, native, descending):
+def test_ties_are_those_of_mx(rng, executor, descending):
     """Sets of experts are the same for scores of few values; the order is settled."""
     for _ in range(50):
         experts = int(rng.integers(2, 40))
@@ -55,7 +55,7 @@ def test_ties_are_those_of_mx(rng, native, descending):
         np.testing.assert_array_equal(np.sort(indices, -1), np.sort(np.array(of_mx), -1))
 
 
-def test_bias_chooses_and_does_not_weigh(rng, native):
+def test_bias_chooses_and_does_not_weigh(rng, executor):
     """As the routers of DeepSeek-V3."""
     logits = logits_of(rng, (4, 16))
     bias = mx.array(rng.standard_normal(16).astype(np.float32))
@@ -67,7 +67,7 @@ def test_bias_chooses_and_does_not_weigh(rng, native):
     np.testing.assert_allclose(np.array(weights), 2.5 * chosen / chosen.sum(-1, keepdims=True), rtol=ROUNDINGS)
 
 
-def test_renormalized(rng, dtype, native):
+def test_renormalized(rng, dtype, executor):
     logits = logits_of(rng, (2, 3, 32), dtype)
     _, weights = mm.route_top_k(logits, 4, renormalize=True)
     np.testing.assert_allclose(specs.widen(weights).sum(-1), 1, atol=max(units(4, dtype), ROUNDINGS))
@@ -80,7 +80,7 @@ def test_renormalized(rng, dtype, native):
 
 @pytest.mark.parametrize("fill", [mx.nan, mx.inf, -mx.inf])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
-def test_indices_stay_in_range(native, scores, fill):
+def test_indices_stay_in_range(executor, scores, fill):
     for descending in (True, False):
         row = mx.array([1.0, fill, 0.5, fill, 2.0])
         for logits in (row, mx.full((5,), fill)):
@@ -88,7 +88,7 @@ def test_indices_stay_in_range(native, scores, fill):
             assert len(set(indices.tolist())) == 3 and (indices < 5).all()
 
 
-def test_gradients(rng, native):
+def test_gradients(rng, executor):
     logits = logits_of(rng, (3, 12))
     cotangent = logits_of(rng, (3, 4))
     for scores in ("softmax", "sigmoid", "chosen"):
@@ -104,7 +104,7 @@ def test_gradients(rng, native):
         assert_near(found, expected, scores)
 
 
-def test_vmap_and_compile(rng, native):
+def test_vmap_and_compile(rng, executor):
     logits, bias = logits_of(rng, (3, 2, 9)), logits_of(rng, (3, 9))
     call = lambda x, b: mm.route_top_k(x, 2, b, "sigmoid")
     for axes in ((0, 0), (0, None), (None, 0)):

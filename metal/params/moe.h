@@ -1,0 +1,47 @@
+// Parameters of the mixtures of experts. Compiled by C++ and by Metal.
+#pragma once
+
+#include "params/matmul.h"
+
+namespace mittens {
+
+// The pairs of a launch, one for each place of the grid's third dimension.
+struct PairParams {
+  uint32_t matrices;  // that there are
+  uint32_t inputs;    // that there are
+  uint32_t pairs_per_input;
+  uint32_t has_inputs;  // whether pairs name theirs
+};
+
+struct GatherQmmParams {
+  QuantizedParams weights;  // matrices: pairs; rows: of an input
+  PairParams pairs;
+};
+
+enum { kGatherOutputs = 4, kGatherSimdgroups = 8 };  // outputs of a simdgroup, simdgroups of a threadgroup at most
+
+struct GatherMmParams {
+  PairParams pairs;
+  int64_t matrix_stride;  // elements from matrix to matrix
+  uint32_t row_stride;    // from output to output
+  uint32_t rows;          // of an input
+  uint32_t columns;
+  uint32_t outputs;
+  uint32_t packs;  // whether rows are whole packs, each on a boundary of 16 bytes
+};
+
+enum { kMostExperts = 512, kMostChosen = 32 };  // of a router
+
+enum { kScoresSoftmax, kScoresSigmoid, kScoresChosen };
+
+struct RouteParams {
+  uint32_t experts;
+  uint32_t k;
+  uint32_t scores;
+  uint32_t renormalize;
+  uint32_t descending;
+  uint32_t has_bias;
+  float scale;
+};
+
+}  // namespace mittens
