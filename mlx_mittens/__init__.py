@@ -1,5 +1,7 @@
 """Hand-tuned Metal kernels for MLX, called like mx's own operations."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from . import _guard
 
 _guard.check_built()
@@ -17,7 +19,13 @@ _guard.check_tag(_ext, _mx)
 from . import _moved, calibration, frontend, nn, ops, simulator
 from ._ext import DtypeError, ExportError
 from .backends import executors, strict
-from .ops import *
+
+# A family at a time: of `ops`, whose list of names is put together, type checkers would see nothing.
+from .ops.attention import *
+from .ops.cache import *
+from .ops.matmul import *
+from .ops.moe import *
+from .ops.norm import *
 from .patching import PatchError, patch, patched, unpatch
 from .stats import stats
 
@@ -27,13 +35,15 @@ _moved.install()
 calibration.load()
 
 
-def __getattr__(name: str) -> type:
-    if name == "SeamError":
-        import warnings
+if not _TYPE_CHECKING:  # which would take every name for one that is there
 
-        warnings.warn("mlx_mittens.SeamError is now mlx_mittens.PatchError", DeprecationWarning, stacklevel=2)
-        return PatchError
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> type:
+        if name == "SeamError":
+            import warnings
+
+            warnings.warn("mlx_mittens.SeamError is now mlx_mittens.PatchError", DeprecationWarning, stacklevel=2)
+            return PatchError
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

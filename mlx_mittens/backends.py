@@ -11,7 +11,12 @@ from . import _ext, frontend
 
 
 def executors() -> dict[str, str]:
-    """The ways kernels can run here: name to ``"ready"``, or to what is missing."""
+    """The ways kernels can run here: name to ``"ready"``, or to what is missing.
+
+    Example:
+        >>> sorted(mm.executors())
+        ['cuda', 'metal', 'native', 'simulator']
+    """
     if not _ext.metal_built:
         metal = "not on this platform: macOS 14 or later on Apple silicon"
     else:
@@ -31,6 +36,10 @@ def strict(enabled: bool = True) -> Iterator[None]:
     """Makes an op that would go on to mx raise instead, so that no measurement times mx against itself.
 
     The environment variable ``MLX_MITTENS_STRICT=1`` does the same for a whole process.
+
+    Example:
+        >>> with mm.strict():
+        ...     y = mm.softmax(mx.ones((2, 8)), axis=-1)
     """
     before = _ext.strict()
     _ext.set_strict(enabled)

@@ -33,6 +33,12 @@ def stats(*, reset: bool = False) -> Stats:
     Returns:
         Stats: For each op a dictionary of ``kernels``, executor and kernel to how often it ran, and one of ``mx``, why
             calls went to mx to how many.
+
+    Example:
+        >>> counts = mm.stats(reset=True)
+        >>> mx.eval(mm.softmax(mx.ones((2, 8)), axis=-1))
+        >>> sorted(mm.stats())
+        ['softmax']
     """
     result = Stats()
     runs, left = _ext.stats(reset)

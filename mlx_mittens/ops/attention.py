@@ -72,6 +72,11 @@ def scaled_dot_product_attention(
         DtypeError: An argument is not of a type named above.
         ValueError: Shapes do not fit together, ``mask`` is another string, or ``window`` is not positive.
 
+    Example:
+        >>> q, k, v = (mx.random.normal((1, heads, 10, 64)) for heads in (8, 2, 2))
+        >>> mm.scaled_dot_product_attention(q, k, v, scale=64**-0.5, mask="causal").shape
+        (1, 8, 10, 64)
+
     Source:
         Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135; Milakov and Gimelshein, "Online normalizer
         calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
@@ -122,6 +127,12 @@ def quantized_scaled_dot_product_attention(
         DtypeError: Words are not uint32, or another argument not of a type named above.
         ValueError: Shapes, bits or group size do not fit together or do not exist, ``mask`` is another string, or
             ``window`` is not positive.
+
+    Example:
+        >>> q, k = mx.random.normal((1, 8, 1, 64)), mx.random.normal((1, 2, 10, 64))
+        >>> packed = mx.quantize(k, 64, 8)
+        >>> mm.quantized_scaled_dot_product_attention(q, packed, packed, 64**-0.5).shape
+        (1, 8, 1, 64)
 
     Source:
         As ``scaled_dot_product_attention``; affine quantization in groups as in Jacob et al., 2017,

@@ -63,6 +63,12 @@ def rope_append(
         ValueError: Shapes do not fit together, the tokens do not fit into the buffers, ``dims`` is odd or exceeds the
             width, or not exactly one of ``base`` and ``freqs`` or only one of the norms is given.
 
+    Example:
+        >>> heads, keys, values = mx.ones((1, 8, 1, 64)), mx.zeros((1, 2, 16, 64)), mx.zeros((1, 2, 16, 64))
+        >>> queries, keys, values = mm.rope_append(heads, keys, values, 64, base=10000.0, offset=5)
+        >>> queries.shape, values[0, 0, 5, 0].item()
+        ((1, 4, 1, 64), 1.0)
+
     Source:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
         https://arxiv.org/abs/2104.09864.

@@ -42,6 +42,11 @@ def gemv(
         DtypeError: An argument is not of a floating-point type named above.
         ValueError: ``w`` is not a matrix, or shapes do not fit together.
 
+    Example:
+        >>> x, w = mx.random.normal((1, 64)), mx.random.normal((128, 64))
+        >>> mm.gemv(w, x, mx.zeros((128,))).shape
+        (1, 128)
+
     Source:
         Named after ``gemv`` of the BLAS: Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra
         Subprograms", 1988.
@@ -93,6 +98,11 @@ def quantized_matmul(
         DtypeError: ``w`` is not uint32, or another argument not of a floating-point type named above.
         ValueError: Shapes, bits, group size or mode do not fit together or do not exist.
 
+    Example:
+        >>> x, w = mx.random.normal((1, 64)), mx.random.normal((128, 64))
+        >>> mm.quantized_matmul(x, *mx.quantize(w, 64, 4), group_size=64, bits=4).shape
+        (1, 128)
+
     Source:
         Affine quantization in groups, as in Jacob et al., "Quantization and Training of Neural Networks for Efficient
         Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877.
@@ -132,6 +142,12 @@ def quantized_swiglu(
         DtypeError: A ``w`` is not uint32, or another argument not of a floating-point type named above.
         ValueError: Shapes, bits or group size do not fit together or do not exist.
 
+    Example:
+        >>> x = mx.random.normal((1, 64))
+        >>> gate, up = (mx.quantize(mx.random.normal((128, 64)), 64, 4) for _ in range(2))
+        >>> mm.quantized_swiglu(x, gate, up, 64, 4).shape
+        (1, 128)
+
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
     """
@@ -163,6 +179,11 @@ def block_matmul(
         DtypeError: ``blocks`` is not uint8, or another argument not of a floating-point type named above.
         ValueError: ``kind`` is not known, a row is no whole number of blocks, or shapes do not fit together.
 
+    Example:
+        >>> x, w = mx.random.normal((1, 64)), mx.random.normal((128, 64))
+        >>> mm.block_matmul(x, mm.block_quantize(w, "q4_0"), "q4_0").shape
+        (1, 128)
+
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
@@ -188,6 +209,10 @@ def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> 
         DtypeError: ``w`` is not of a floating-point type named above.
         ValueError: ``kind`` is not known, or the columns are no multiple of 32.
 
+    Example:
+        >>> mm.block_quantize(mx.random.normal((128, 64)), "q8_0").shape
+        (128, 68)
+
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.
     """
@@ -212,6 +237,11 @@ def block_dequantize(
     Raises:
         DtypeError: ``blocks`` is not uint8, or ``dtype`` not a floating-point type named above.
         ValueError: ``kind`` is not known, or a row is no whole number of blocks.
+
+    Example:
+        >>> blocks = mm.block_quantize(mx.ones((2, 32)), "q8_0")
+        >>> mm.block_dequantize(blocks, "q8_0").shape
+        (2, 32)
 
     Source:
         The block formats of ggml, https://github.com/ggml-org/ggml.

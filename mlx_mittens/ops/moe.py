@@ -65,6 +65,11 @@ def gather_qmm(
             named above.
         ValueError: Shapes, bits, group size or mode do not fit together or do not exist.
 
+    Example:
+        >>> x, experts = mx.random.normal((1, 64)), mx.quantize(mx.random.normal((8, 32, 64)), 64, 4)
+        >>> mm.gather_qmm(x, *experts, rhs_indices=mx.array([3, 5]), group_size=64, bits=4).shape
+        (2, 1, 32)
+
     Source:
         Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017,
         https://arxiv.org/abs/1701.06538.
@@ -105,6 +110,11 @@ def gather_mm(
     Raises:
         DtypeError: Indices are no integers, or another argument not of a floating-point type named above.
         ValueError: Shapes do not fit together.
+
+    Example:
+        >>> a, experts = mx.random.normal((1, 64)), mx.random.normal((8, 64, 32))
+        >>> mm.gather_mm(a, experts, rhs_indices=mx.array([3, 5])).shape
+        (2, 1, 32)
 
     Source:
         Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017,
@@ -148,6 +158,11 @@ def gather_swiglu(
         DtypeError: A ``w`` is not uint32, indices are no integers, or another argument not of a floating-point type
             named above.
         ValueError: Shapes, bits or group size do not fit together or do not exist.
+
+    Example:
+        >>> x, experts = mx.random.normal((1, 64)), mx.quantize(mx.random.normal((8, 32, 64)), 64, 4)
+        >>> mm.gather_swiglu(x, experts, experts, rhs_indices=mx.array([3, 5])).shape
+        (2, 1, 32)
 
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
@@ -196,6 +211,11 @@ def route_top_k(
         DtypeError: An argument is not of a floating-point type named above.
         ValueError: ``k`` is not one of 1 to the number of experts, ``scores`` is not known, or shapes do not fit
             together.
+
+    Example:
+        >>> indices, weights = mm.route_top_k(mx.array([[0.0, 2.0, 1.0]]), 2)
+        >>> indices.tolist()
+        [[1, 2]]
 
     Source:
         DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, https://arxiv.org/abs/2412.19437, for the bias and the

@@ -77,6 +77,12 @@ def layer_norm(
         ValueError: ``x`` has no axis, ``weight`` or ``bias`` is not of shape ``[columns]``, or ``eps`` is negative or
             not finite.
 
+    Example:
+        >>> x = mx.random.normal((2, 8))
+        >>> y = mm.layer_norm(x, mx.ones((8,)), mx.zeros((8,)), 1e-5)
+        >>> y.shape
+        (2, 8)
+
     Source:
         Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450.
     """
@@ -105,6 +111,11 @@ def softmax(
     Raises:
         DtypeError: ``a`` is not of a floating-point type named above.
         ValueError: An axis is out of range or named twice.
+
+    Example:
+        >>> mm.softmax(mx.array([[1.0, 1.0], [-mx.inf, 0.0]]), axis=-1)
+        array([[0.5, 0.5],
+               [0, 1]], dtype=float32)
 
     Source:
         The largest value and the sum of a row are found in one pass, as in Milakov and Gimelshein, "Online normalizer
@@ -144,6 +155,12 @@ def add_rms_norm(
         DtypeError: The arguments promote to no floating-point type.
         ValueError: ``x`` has no axis, ``residual`` is not of ``x``'s shape, ``weight`` is not of shape ``[columns]``,
             ``eps`` is negative or not finite, or ``weight_offset`` is not finite or comes without a weight.
+
+    Example:
+        >>> x, residual = mx.random.normal((2, 8)), mx.random.normal((2, 8))
+        >>> y, total = mm.add_rms_norm(x, residual, mx.ones((8,)), 1e-5)
+        >>> mx.array_equal(total, x + residual).item()
+        True
 
     Source:
         The pre-norm residual block of Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020,

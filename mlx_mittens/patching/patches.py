@@ -158,6 +158,10 @@ def patch(*, strict: bool = False, exact: bool = False, **switches: bool) -> Non
     Raises:
         TypeError: There is no such switch.
         mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
+
+    Example:
+        >>> mm.patch(softmax=False)  # all but softmax
+        >>> mm.unpatch()
     """
     global _base
     settings = _settings(strict, exact, switches)
@@ -175,6 +179,10 @@ def unpatch() -> None:
 
     A graph that ``mx.compile`` traced under the patch holds our kernels, and stays on them until it is traced anew: for
     inputs of another shape or type, or once the function is compiled again.
+
+    Example:
+        >>> mm.patch()
+        >>> mm.unpatch()
     """
     global _base
     with _lock:
@@ -197,6 +205,10 @@ def patched(*, strict: bool = False, exact: bool = False, **switches: bool) -> I
     Raises:
         TypeError: There is no such switch.
         mlx_mittens.PatchError: A function to replace is not where it was; nothing is replaced then.
+
+    Example:
+        >>> with mm.patched(strict=True):
+        ...     y = mx.fast.rms_norm(mx.ones((2, 8)), mx.ones((8,)), 1e-5)  # runs our kernel
     """
     block = (object(), _settings(strict, exact, switches))
     with _lock:
