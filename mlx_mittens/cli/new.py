@@ -23,6 +23,9 @@ FAMILIES = ("norm", "matmul", "attention", "cache")
 
 SKELETONS = Path(__file__).with_name("skeletons")
 
+# Uses every public name, for a type checker.
+_TYPED = "tests/typing/every_name.py"
+
 # What the skeletons have in the place of the op's name, and of its class's.
 _NAME, _CLASS = "op_name", "OpName"
 
@@ -219,6 +222,9 @@ def write(name: str, family: str, root: Path) -> list[str]:
     if "ShapedOp(" in row:
         rows = _with_import(rows, ".shaped", {"ShapedOp"}, ".op")
     texts[specs] = rows + row
+    typed = root / _TYPED
+    if typed.is_file():
+        texts[_TYPED] = typed.read_text(encoding="utf-8") + _skeleton(family, "typed.py.in", name)
     for path, text in texts.items():
         (root / path).write_text(text, encoding="utf-8")
     _format(root, list(texts))
