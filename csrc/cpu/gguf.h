@@ -1,28 +1,39 @@
-// GGUF blocks on the CPU: 32 weights w = d * (q - zero) as a half d, then their integers. q4_0: 16 bytes, byte i with
-// integer i below and i + 16 above, zero 8. q8_0: 32 signed bytes.
+// GGUF blocks on the CPU. q4_0, q5_0 and q8_0: 32 weights w = d * (q - zero) as a half d, then their integers; q4_1 and
+// q5_1: w = d * q + m with a half m after d. Of 4 bits byte i has integer i below and i + 16 above; fifth bits stand
+// before. q2_k to q6_k: 256 weights in groups of 16 or 32, whose scales, and minima but in q3_k and q6_k, are integers
+// times a half of the block. iq4_nl and iq4_xs: as q4_0 and q4_k without minima, with 16 values in the place of
+// integers.
 #pragma once
 
 #include "cpu/types.h"
 
 namespace mittens::cpu {
 
-enum class BlockKind { q4_0, q8_0 };
+enum class BlockKind { q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs };
 
-constexpr size_t block_weights = 32;
+constexpr size_t block_weights(BlockKind kind) {
+  return kind < BlockKind::q2_k || kind == BlockKind::iq4_nl ? 32 : 256;
+}
 
 constexpr size_t block_bytes(BlockKind kind) {
-  return kind == BlockKind::q4_0 ? 18 : 34;
+  constexpr size_t bytes[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 18, 136};
+  return bytes[static_cast<size_t>(kind)];
+}
+
+// Whether there is a quantizer, the package's.
+constexpr bool is_quantizable(BlockKind kind) {
+  return kind <= BlockKind::q8_0;
 }
 
 // y[m, n] = round(sum_k x[m, k] * w[n, k] + bias[n]), sums in float32.
 void block_matmul(Type type, BlockKind kind,
-                  const uint8_t* blocks,  // [outputs, columns / 32, block_bytes]
+                  const uint8_t* blocks,  // [outputs, columns / block_weights, block_bytes]
                   const void* x,  // [rows, columns]
                   const void* bias,  // [outputs] or nullptr
                   void* y,  // [rows, outputs]
                   size_t rows, size_t columns, size_t outputs);
 
-// y = round(d * (q - zero)), the product in float32.
+// y = round(w), computed in float32.
 void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y, size_t count);
 
 // Byte for byte what the gguf package's quantizer makes of the weights widened to float32.

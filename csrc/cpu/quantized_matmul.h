@@ -1,21 +1,26 @@
-// Products with affine quantized weights on the CPU: w = scale * q + bias for groups of q, sums in float32.
+// Products with quantized weights on the CPU, in the formats of mx.quantize; sums in float32.
 #pragma once
 
 #include "cpu/types.h"
 
 namespace mittens::cpu {
 
-// One matrix. q are unsigned integers of 4 or 8 bits, packed in words from the lowest bit up. Strides are from row to
-// row, in elements of the array; rows lie in memory as they are.
+// affine: w = scale * q + bias, q unsigned integers, scales and biases of the type of x. mxfp4, mxfp8: w = scale * q, q
+// floats of 4 or 8 bits (E2M1, E4M3), scales powers of two in a byte (E8M0). nvfp4: as mxfp4 with scales as E4M3.
+enum class QuantizedMode { affine, mxfp4, mxfp8, nvfp4 };
+
+// One matrix. q are packed in words from the lowest bit up. Strides are from row to row, in elements of the array; rows
+// lie in memory as they are.
 struct QuantizedWeights {
   const uint32_t* words;  // [outputs, columns * bits / 32]; not transposed [columns, outputs * bits / 32]
   const void* scales;  // [outputs, columns / group_size]; not transposed [columns, outputs / group_size]
-  const void* biases;  // as scales
+  const void* biases;  // as scales; affine alone
   size_t words_stride;
   size_t scales_stride;
   size_t biases_stride;
-  int bits;  // 4 or 8
-  int group_size;  // 32, 64 or 128
+  QuantizedMode mode;
+  int bits;  // affine: 2, 3, 4, 5, 6 or 8
+  int group_size;  // affine: 32, 64 or 128; nvfp4: 16
   bool transpose;  // the groups go along the columns of x
 };
 

@@ -7,7 +7,7 @@
 // rounded once.
 #include <metal_stdlib>
 
-#include "matmul/affine_rows.h"
+#include "matmul/quantized_rows.h"
 #include "matmul/rows.h"
 #include "mittens/instantiate.h"
 

@@ -8,11 +8,11 @@
 // A source says where rows of weights lie (mittens/source):
 //   Run load(row, column)   a run of Values::size columns, of which column is a multiple
 //   at(row, alone)          the same rows from another one on
-//   scale(run), bias(run)   w[i] = scale * v[i] + bias
+//   scale(run), bias(run)   w[i] = scale * v[i] + bias; has_bias: whether there is one
 // and its Values what a run holds:
 //   unpack(run.words, q)    q[i] = base + factor(level(i)) * v[i] as halves
-//   levels                  0 .. levels - 1; factor(0) is 1
-//   middle                  the v that stands for about zero
+//   levels                  0 .. levels - 1
+//   middle                  the v that stands for about zero, in sources that have a bias
 #pragma once
 
 #include <metal_stdlib>
@@ -90,7 +90,8 @@ inline void load_x(RowsOfX<T> from, uint column, thread RunOfX<T, Values, M>& ru
       run.sum[m] = 0;
 #pragma unroll
       for (int level = 0; level < Values::levels; ++level) {
-        run.start[m][level] = -(Values::base() + Values::factor(level) * Values::middle()) * sums[level];
+        const float origin = Values::base() + Values::factor(level) * Values::middle();
+        run.start[m][level] = origin == 0.0f ? 0.0f : -origin * sums[level];
         run.sum[m] += sums[level];
       }
     }
@@ -111,14 +112,20 @@ inline void add_products(
 #pragma unroll
     for (int i = 0; i < Values::size; ++i) {
       const float v = float(q[i] - half(Values::base()));
-      const float w = fma(v, scale * (1 / Values::factor(Values::level(i))), Source::bias(run));
+      const float unit = 1 / Values::factor(Values::level(i));
+      float w;
+      if constexpr (Source::has_bias) {
+        w = fma(v, scale * unit, Source::bias(run));
+      } else {
+        w = v * unit * scale;
+      }
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         totals[first + m] = fma(w, x.x[m][i], totals[first + m]);
       }
     }
   } else {
-    const float bias = fma(Values::middle(), scale, Source::bias(run));
+    const float bias = Source::has_bias ? fma(Values::middle(), scale, Source::bias(run)) : 0.0f;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       float sums[Values::levels];
@@ -131,11 +138,15 @@ inline void add_products(
         thread float& sum = sums[Values::level(i)];
         sum = fma(float(q[i]), float(x.x[m][i]), sum);
       }
+      if constexpr (Values::factor(0) != 1.0f) {
+        sums[0] *= 1 / Values::factor(0);
+      }
 #pragma unroll
       for (int level = 1; level < Values::levels; ++level) {
         sums[0] = fma(sums[level], 1 / Values::factor(level), sums[0]);
       }
-      totals[first + m] = fma(scale, sums[0], fma(bias, x.sum[m], totals[first + m]));
+      const float total = Source::has_bias ? fma(bias, x.sum[m], totals[first + m]) : totals[first + m];
+      totals[first + m] = fma(scale, sums[0], total);
     }
   }
 }

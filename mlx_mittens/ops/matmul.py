@@ -7,6 +7,8 @@ cores or an Apple GPU's matrix units (M5). On the CPU any number of rows is nati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
@@ -67,12 +69,15 @@ def quantized_matmul(
     mode: str = "affine",
     *,
     bias: mx.array | None = None,
+    exact: bool = False,
     stream: StreamOrDevice = None,
 ) -> mx.array:
     """Product with quantized weights: ``x @ dequantize(w).T``, or ``x @ dequantize(w)`` without ``transpose``.
 
     The twin of ``mx.quantized_matmul``, with an offset of the result besides. The kernels cover affine quantization of
-    4 and 8 bits; sums, also those of the activations, are taken in float32 and rounded once.
+    4 and 8 bits, and with ``transpose`` for up to 4 rows of ``x`` all modes and bits but 1; the native code of CPUs
+    covers these for any number of rows and without ``transpose``. Sums, also those of the activations, are taken in
+    float32 and rounded once.
 
     On GPUs a result may be infinite or NaN where the exact product is in range: with activations above 1e33 in
     bfloat16, which the integers multiply before the scale, or above 1e36 in float32; and without ``transpose`` with
@@ -82,13 +87,14 @@ def quantized_matmul(
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
         w (array): Integers packed in uint32 as ``mx.quantize`` does it, one matrix or a stack of them, whose leading
             axes broadcast with those of ``x``.
-        scales (array): Scale of each group, of ``w``'s leading shape.
-        biases (array, optional): Offset of each group, of ``scales``' shape; needed for affine quantization.
+        scales (array): Scale of each group, of ``w``'s leading shape; uint8 in modes but ``affine``.
+        biases (array, optional): Offset of each group, of ``scales``' shape: in ``affine`` mode alone.
         transpose (bool): Whether the groups go along the columns of ``x``.
-        group_size (int, optional): 32, 64 or 128; 64 by default.
-        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8; 4 by default.
-        mode (str): ``affine``, or a mode of ``mx.quantized_matmul`` that goes to mx.
+        group_size (int, optional): In ``affine`` mode 32, 64 or 128, 64 by default; else that of the mode, 32 or 16.
+        bits (int, optional): In ``affine`` mode 1, 2, 3, 4, 5, 6 or 8, 4 by default; else those of the mode.
+        mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``, as ``mx.quantize`` has them.
         bias (array, optional): Offset of the result, of shape ``[outputs]``.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows are then computed one by one.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -105,7 +111,8 @@ def quantized_matmul(
 
     Source:
         Affine quantization in groups, as in Jacob et al., "Quantization and Training of Neural Networks for Efficient
-        Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877.
+        Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877. The ``mx`` modes: "OCP
+        Microscaling Formats (MX) Specification", 2023.
     """
     raise NotImplementedError
 
@@ -113,11 +120,13 @@ def quantized_matmul(
 @defined_in_extension
 def quantized_swiglu(
     x: mx.array,
-    gate: tuple[mx.array, mx.array, mx.array],
-    up: tuple[mx.array, mx.array, mx.array],
+    gate: Sequence[mx.array],
+    up: Sequence[mx.array],
     group_size: int | None = None,
     bits: int | None = None,
+    mode: str = "affine",
     *,
+    exact: bool = False,
     stream: StreamOrDevice = None,
 ) -> mx.array:
     """The gated half of a feed-forward block in one kernel: ``silu(x @ gate.T) * (x @ up.T)``.
@@ -129,10 +138,13 @@ def quantized_swiglu(
 
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
-        gate (tuple): ``(w, scales, biases)`` as ``mx.quantize`` gives them, two-dimensional.
-        up (tuple): The same, of the same shape.
-        group_size (int, optional): 32, 64 or 128; 64 by default.
-        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8; 4 by default.
+        gate (sequence): ``(w, scales, biases)`` as ``mx.quantize`` gives them, two-dimensional; ``(w, scales)`` in
+            modes but ``affine``.
+        up (sequence): The same, of the same shape.
+        group_size (int, optional): As of `quantized_matmul`.
+        bits (int, optional): As of `quantized_matmul`.
+        mode (str): As of `quantized_matmul`.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows are then computed one by one.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -140,7 +152,7 @@ def quantized_swiglu(
 
     Raises:
         DtypeError: A ``w`` is not uint32, or another argument not of a floating-point type named above.
-        ValueError: Shapes, bits or group size do not fit together or do not exist.
+        ValueError: Shapes, bits, group size or mode do not fit together or do not exist.
 
     Example:
         >>> x = mx.random.normal((1, 64))
@@ -161,6 +173,7 @@ def block_matmul(
     kind: str,
     bias: mx.array | None = None,
     *,
+    exact: bool = False,
     stream: StreamOrDevice = None,
 ) -> mx.array:
     """Product with weights as a GGUF file stores them: ``x @ block_dequantize(blocks, kind).T + bias``.
@@ -168,8 +181,10 @@ def block_matmul(
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
         blocks (array): uint8 of shape ``[outputs, bytes]``, each row a whole number of blocks.
-        kind (str): ``q4_0`` or ``q8_0``.
+        kind (str): ``q4_0`` or ``q8_0``; on CPUs also ``q4_1``, ``q5_0``, ``q5_1``, ``q2_k`` to ``q6_k``, ``iq4_nl``
+            or ``iq4_xs``, for which there are no kernels.
         bias (array, optional): Offset of shape ``[outputs]``.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows are then computed one by one.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -199,11 +214,13 @@ def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> 
 
     Args:
         w (array): Weights of shape ``[..., columns]``, columns a multiple of 32; float32, float16 or bfloat16.
-        kind (str): ``q4_0`` (4.5 bits a weight) or ``q8_0`` (8.5 bits a weight).
+        kind (str): ``q4_0`` (4.5 bits a weight) or ``q8_0`` (8.5 bits a weight); on CPUs also ``q4_1`` (5 bits),
+            ``q5_0`` (5.5 bits) or ``q5_1`` (6 bits).
         stream (optional): Stream or device to run on.
 
     Returns:
-        array: uint8 of shape ``[..., bytes]``, 18 (``q4_0``) or 34 (``q8_0``) bytes for 32 weights.
+        array: uint8 of shape ``[..., bytes]``, for 32 weights 18 bytes (``q4_0``), 20 (``q4_1``), 22 (``q5_0``), 24
+        (``q5_1``) or 34 (``q8_0``).
 
     Raises:
         DtypeError: ``w`` is not of a floating-point type named above.
@@ -227,7 +244,7 @@ def block_dequantize(
 
     Args:
         blocks (array): uint8 of shape ``[..., bytes]``, each row a whole number of blocks.
-        kind (str): ``q4_0`` or ``q8_0``.
+        kind (str): ``q4_0`` or ``q8_0``; on CPUs any kind of `block_matmul`.
         dtype (Dtype): float32, float16 or bfloat16.
         stream (optional): Stream or device to run on.
 

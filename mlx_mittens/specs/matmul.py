@@ -59,7 +59,8 @@ class MatrixOp(Op):
         step = 2 if case.label == "strided" else 1
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
-            if name == "bias" and not has_bias(case):
+            without_biases = name == "biases" and self.arguments(case).get("mode", "affine") != "affine"
+            if without_biases or (name == "bias" and not has_bias(case)):
                 arrays.append(None)
                 continue
             shape = (shape[0] * step, *shape[1:]) if name not in ("x", "bias") else shape
@@ -71,6 +72,8 @@ class MatrixOp(Op):
         rows, columns, outputs = case.shape
         options = self.arguments(case)
         sizes = {"w": 4 if self.layout != "dense" else dtype.size, "blocks": 1, "gate": 4, "up": 4}
+        if options.get("mode", "affine") != "affine":
+            sizes |= {"scales": 1, "biases": 0}
         inputs = sum(
             sizes.get(name, dtype.size) * int(np.prod(shape))
             for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True)
@@ -107,6 +110,10 @@ def has_bias(case: Case) -> bool:
 def _draw(
     rng: np.random.Generator, name: str, shape: tuple[int, ...], scale: float, dtype: mx.Dtype, options: dict[str, Any]
 ) -> mx.array:
+    if name == "scales" and options.get("mode", "affine") != "affine":
+        # Exponents of powers of two, or of floats with three bits after them.
+        middle = 127 if options["mode"] != "nvfp4" else 56
+        return mx.array(rng.integers(middle - 12, middle + 1, shape, dtype=np.uint8))
     if "bits" in options and name != "x":
         return draw_packed(rng, name, shape, options["bits"], dtype, scale)
     if name == "blocks":
@@ -160,8 +167,9 @@ def _rows_of(weights: Sequence[np.ndarray], options: dict[str, Any], layout: str
         return weights[0].astype(np.float64)
     if layout == "blocks":
         return _block_weights(weights[0], options["kind"])
-    words, scales, biases = weights
-    return reference.dequantize(words, scales, biases, options["group_size"], options["bits"])
+    words, scales, *biases = weights
+    mode = options.get("mode", "affine")
+    return reference.dequantize(words, scales, *(biases or [None]), options["group_size"], options["bits"], mode)
 
 
 def _product(
@@ -291,6 +299,14 @@ _QUANTIZED_TESTS = tuple(
     )
 ) + tuple(
     case
+    for bits in (2, 3, 5, 6)
+    for case in _tests((1, 1088, 9), (3, 576, 6), transpose=True, group_size=32, bits=bits)
+) + tuple(
+    case
+    for mode, bits, group_size in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
+    for case in _tests((1, 1088, 9), (3, 576, 6), transpose=True, group_size=group_size, bits=bits, mode=mode)
+) + tuple(
+    case
     for bits in (4, 8)
     for case in _tests((1, 2880, 9), (2, 576, 10), (3, 1024, 7), (5, 640, 5), transpose=True, group_size=32, bits=bits,
                        gpu="nvidia")
@@ -358,7 +374,7 @@ MATRIX_OPS: tuple[Op, ...] = (
         ours=matmul.quantized_matmul,
         twin=mx.quantized_matmul,
         twin_text="`mx.quantized_matmul`",
-        summary="a few rows times 4-bit or 8-bit weights",
+        summary="a few rows times quantized weights",
         options={"group_size": 64, "bits": 4},
         tests=_QUANTIZED_TESTS,
         cases=_models((1, 2, 4, 8, 16), bits=4)

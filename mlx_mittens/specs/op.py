@@ -165,9 +165,12 @@ def widen(a: mx.array | None) -> np.ndarray | None:
     return None if a is None else np.array(a.astype(mx.float32)).astype(np.float64)
 
 
-def dequantized(words: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> np.ndarray:
+def dequantized(
+    words: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int, mode: str = "affine"
+) -> np.ndarray:
     """What `mx.quantize` packed, in float64."""
-    return reference.dequantize(np.array(words), widen(scales), widen(biases), group_size, bits)
+    scales = widen(scales) if mode == "affine" else np.array(scales)
+    return reference.dequantize(np.array(words), scales, widen(biases), group_size, bits, mode)
 
 
 def on_all_cores(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:

@@ -181,12 +181,38 @@ def softcap_vjp(logits, dy, cap: float, magnitude: bool = False):
     return (_sum(dy, -dy * squared, magnitude=magnitude),)
 
 
-def dequantize(words: np.ndarray, scales, biases, group_size: int, bits: int) -> np.ndarray:
-    """What affine quantization packed into words of 32 bits, the first integer in the lowest ones."""
-    integers = (words[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)) & (2**bits - 1)
-    integers = integers.reshape(*words.shape[:-1], -1, group_size)
+def _integers(words: np.ndarray, bits: int) -> np.ndarray:
+    """Integers one after another in words of 32 bits, the first in the lowest ones."""
+    if 32 % bits == 0:
+        integers = (words[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)) & (2**bits - 1)
+        return integers.reshape(*words.shape[:-1], -1)
+    ones = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+    return (ones.reshape(*words.shape[:-1], -1, bits) << np.arange(bits, dtype=np.uint8)).sum(-1)
+
+
+def small_floats(bits: np.ndarray, exponent_bits: int, fraction_bits: int) -> np.ndarray:
+    """Floats of a sign, an exponent and a fraction, without infinities; of 8 bits the largest is no number."""
+    fraction = (bits & (2**fraction_bits - 1)) / 2.0**fraction_bits
+    exponent = (bits >> fraction_bits & (2**exponent_bits - 1)).astype(int)
+    least = 2 - 2 ** (exponent_bits - 1)
+    size = np.where(exponent == 0, np.ldexp(fraction, least), np.ldexp(1 + fraction, least + exponent - 1))
+    if fraction_bits == 3:
+        size = np.where((bits & 0x7F) == 0x7F, np.nan, size)
+    return np.where(bits >> (exponent_bits + fraction_bits) & 1, -size, size)
+
+
+def dequantize(words: np.ndarray, scales, biases, group_size: int, bits: int, mode: str = "affine") -> np.ndarray:
+    """What `mx.quantize` packed, in float64; modes but affine have no biases."""
+    values = _integers(words, bits)
+    if mode != "affine":
+        scales = np.array(scales)
+        powers = np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(int) - 127))
+        scales = small_floats(scales, 4, 3) if mode == "nvfp4" else powers
+        values = small_floats(values, *((4, 3) if bits == 8 else (2, 1)))
+    values = values.reshape(*words.shape[:-1], -1, group_size)
     with np.errstate(invalid="ignore"):  # NaN from infinities is an answer like any other
-        rows = integers * _widen(scales)[..., None] + _widen(biases)[..., None]
+        rows = values * _widen(scales)[..., None]
+        rows = rows if biases is None else rows + _widen(biases)[..., None]
     return rows.reshape(*words.shape[:-1], -1)
 
 

@@ -8,6 +8,7 @@
 #include "runtime/array_layout.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
+#include "runtime/gpu.h"
 
 namespace mittens {
 
@@ -15,6 +16,21 @@ namespace {
 
 constexpr size_t most_batch_axes = 4;
 constexpr int64_t word_alignment = 16;
+constexpr size_t most_rare_rows = 4;
+
+// In the order of cpu::QuantizedMode, with what MLX takes where nothing is given.
+struct Mode {
+  const char* name;
+  cpu::QuantizedMode mode;
+  int group_size;
+  int bits;
+};
+constexpr Mode modes[] = {
+    {"affine", cpu::QuantizedMode::affine, 64, 4},
+    {"mxfp4", cpu::QuantizedMode::mxfp4, 32, 4},
+    {"mxfp8", cpu::QuantizedMode::mxfp8, 32, 8},
+    {"nvfp4", cpu::QuantizedMode::nvfp4, 16, 4},
+};
 
 // The axes before the last two of an array's view, merged where the strides of all three arrays of a triple allow.
 struct Stack {
@@ -56,8 +72,20 @@ bool has_few_axes(const mx::array& w, const mx::array& scales, const mx::array& 
 
 }  // namespace
 
-AffineFormat affine_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose) {
-  const AffineFormat format{group_size.value_or(64), bits.value_or(4), transpose};
+AffineFormat affine_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose,
+                           const std::string& mode) {
+  const Mode* known = std::find_if(std::begin(modes), std::end(modes), [&](const Mode& m) { return mode == m.name; });
+  if (known == std::end(modes)) {
+    checks::fail(op, "mode is '", mode, "': expected affine, mxfp4, mxfp8 or nvfp4");
+  }
+  const AffineFormat format{group_size.value_or(known->group_size), bits.value_or(known->bits), transpose, known->mode};
+  if (!format.has_biases()) {
+    if (format.bits != known->bits || format.group_size != known->group_size) {
+      checks::fail(op, "bits is ", format.bits, " and group_size is ", format.group_size, ": mode ", mode, " expects ",
+                   known->bits, " and ", known->group_size);
+    }
+    return format;
+  }
   if (format.bits < 1 || format.bits > 8 || format.bits == 7) {
     checks::fail(op, "bits is ", format.bits, ": expected 1, 2, 3, 4, 5, 6 or 8");
   }
@@ -67,12 +95,28 @@ AffineFormat affine_format(const char* op, std::optional<int> group_size, std::o
   return format;
 }
 
+const char* mode_name(const AffineFormat& format) {
+  return modes[static_cast<size_t>(format.mode)].name;
+}
+
 bool has_affine_kernels(const AffineFormat& format) {
-  return format.bits == 4 || format.bits == 8;
+  return format.has_biases() && (format.bits == 4 || format.bits == 8);
+}
+
+const char* why_not_covered(const AffineFormat& format, size_t rows, mx::Stream stream) {
+  if (format.bits == 1) {
+    return "1 bit";
+  }
+  if (!runs_kernels(stream) || has_affine_kernels(format)) {
+    return nullptr;
+  }
+  return !format.transpose       ? "weights along the outputs in a rare format"
+         : rows > most_rare_rows ? "more than 4 rows of x with weights in a rare format"
+                                 : nullptr;
 }
 
 AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
-                         const mx::array& biases, const AffineFormat& format) {
+                         const std::optional<mx::array>& biases, const AffineFormat& format) {
   if (x.ndim() < 1) {
     checks::fail(op, "x has no dimensions: expected at least one");
   }
@@ -82,11 +126,25 @@ AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w,
   if (w.ndim() < 2) {
     checks::fail(op, "w has shape ", w.shape(), ": expected at least two dimensions");
   }
-  checks::floating(op, {{"scales", scales}});
-  checks::floating(op, {{"biases", biases}});
-  if (biases.shape() != scales.shape()) {
-    checks::fail(op, "biases has shape ", biases.shape(), ", scales has shape ", scales.shape(),
-                 ": expected the same shape");
+  if (format.has_biases()) {
+    if (!biases) {
+      checks::fail(op, "biases is None: expected an array, which affine quantization has");
+    }
+    checks::floating(op, {{"scales", scales}});
+    checks::floating(op, {{"biases", *biases}});
+    if (biases->shape() != scales.shape()) {
+      checks::fail(op, "biases has shape ", biases->shape(), ", scales has shape ", scales.shape(),
+                   ": expected the same shape");
+    }
+  } else {
+    if (biases) {
+      checks::fail(op, "biases has shape ", biases->shape(), ": expected None, as mode ", mode_name(format),
+                   " has no biases");
+    }
+    if (scales.dtype() != mx::uint8) {
+      checks::fail<DtypeError>(op, "scales has dtype ", scales.dtype(),
+                               ": expected uint8, as mx.quantize gives them in ", "mode ", mode_name(format));
+    }
   }
   const int packed = static_cast<int>(int64_t(w.shape(-1)) * 32 / format.bits);
   const bool is_of_w =
@@ -169,6 +227,7 @@ std::vector<cpu::QuantizedWeights> native_affine(const mx::array& w, const mx::a
         .words_stride = static_cast<size_t>(w.strides(-2)),
         .scales_stride = static_cast<size_t>(scales.strides(-2)),
         .biases_stride = static_cast<size_t>(biases.strides(-2)),
+        .mode = format.mode,
         .bits = format.bits,
         .group_size = format.group_size,
         .transpose = format.transpose,

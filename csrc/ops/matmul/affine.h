@@ -1,4 +1,5 @@
-// Affine quantized weights as the ops take them: a triple of packed words, scales and biases.
+// Quantized weights as the ops take them: a triple of packed words, scales and biases. Modes but affine have no biases:
+// there the scales stand in their place.
 #pragma once
 
 #include <optional>
@@ -15,7 +16,11 @@ struct AffineFormat {
   int group_size;
   int bits;
   bool transpose;
+  cpu::QuantizedMode mode = cpu::QuantizedMode::affine;
 
+  bool has_biases() const {
+    return mode == cpu::QuantizedMode::affine;
+  }
   bool operator==(const AffineFormat&) const = default;
 };
 
@@ -24,15 +29,22 @@ struct AffineShape {
   int outputs;
 };
 
-// MLX's defaults where nothing is given; throws unless mx knows bits and group size.
-AffineFormat affine_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose);
+// MLX's defaults where nothing is given; throws unless mx knows mode, bits and group size.
+AffineFormat affine_format(const char* op, std::optional<int> group_size, std::optional<int> bits, bool transpose,
+                           const std::string& mode = "affine");
 
-// Whether there are kernels for the bits.
+const char* mode_name(const AffineFormat& format);
+
+// Affine quantization of 4 and 8 bits has all kernels. Other formats have those of a few rows by the rows of weights,
+// and native code.
 bool has_affine_kernels(const AffineFormat& format);
+
+// Why nothing but mx computes a product with so many rows of x; null if kernels, or on a CPU native code, do.
+const char* why_not_covered(const AffineFormat& format, size_t rows, mx::Stream stream);
 
 // What the shapes of a triple say; throws where they contradict each other, the format or x.
 AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
-                         const mx::array& biases, const AffineFormat& format);
+                         const std::optional<mx::array>& biases, const AffineFormat& format);
 
 // mx's product with quantized weights of any mode, for what no kernel covers.
 mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const mx::array& scales,

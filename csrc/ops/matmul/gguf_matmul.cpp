@@ -7,6 +7,7 @@
 
 #include "cpu/gguf.h"
 #include "mlx/ops.h"
+#include "ops/matmul/exact.h"
 #include "ops/matmul/gguf.h"
 #include "ops/matmul/plan.h"
 #include "params/matmul.h"
@@ -16,6 +17,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -120,7 +122,7 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
     checks::fail(op, "x has no dimensions: expected at least one");
   }
   const int64_t columns = int64_t(blocks.shape(1)) / static_cast<int64_t>(cpu::block_bytes(kind)) *
-                          static_cast<int64_t>(cpu::block_weights);
+                          static_cast<int64_t>(cpu::block_weights(kind));
   if (x.shape(-1) != columns) {
     checks::fail(op, "x has ", x.shape(-1), " columns, blocks has shape ", blocks.shape(), ", which is ", columns,
                  " weights of ", kind_name, " a row: expected ", columns, " columns");
@@ -134,9 +136,10 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
     inputs.push_back(in_dtype(*bias, dtype, stream));
   }
   const size_t rows = leading_size(x, 1);
-  const bool is_covered = stream.device != mx::Device::gpu || rows <= most_gemv_rows;
+  const bool has_kernel = !runs_kernels(stream) || has_block_kernels(kind);
+  const bool is_covered = has_kernel && (stream.device != mx::Device::gpu || rows <= most_gemv_rows);
   if (!is_covered) {
-    fall_back(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
+    fall_back(op, has_kernel ? "more than " + std::to_string(most_gemv_rows) + " rows of x" : "kind " + kind_name);
   }
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
                            static_cast<uint32_t>(blocks.shape(0))};
@@ -148,9 +151,18 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   return first_output(std::make_shared<BlockMatmul>(stream, kind), std::move(inputs));
 }
 
+mx::array bound_block_matmul(const mx::array& x, const mx::array& blocks, const std::string& kind_name,
+                             const std::optional<mx::array>& bias, bool exact, mx::StreamOrDevice where) {
+  const auto product = [&](const mx::array& rows) { return block_matmul(rows, blocks, kind_name, bias, where); };
+  if (!exact || x.ndim() < 1 || leading_size(x, 1) <= 1) {
+    return product(x);
+  }
+  return row_by_row(x, where, product);
+}
+
 void bind(nb::module_& module) {
-  bind_function(module, op, &block_matmul, "x"_a, "blocks"_a, "kind"_a, "bias"_a.none() = nb::none(), nb::kw_only(),
-                "stream"_a = nb::none());
+  bind_function(module, op, &bound_block_matmul, "x"_a, "blocks"_a, "kind"_a, "bias"_a.none() = nb::none(),
+                nb::kw_only(), "exact"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <iterator>
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -9,6 +12,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -48,7 +52,8 @@ class BlockDequantize : public KernelPrimitive {
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     mx::Shape shape = inputs[0].shape();
-    shape.back() = shape.back() / static_cast<int>(cpu::block_bytes(kind_)) * static_cast<int>(cpu::block_weights);
+    shape.back() =
+        shape.back() / static_cast<int>(cpu::block_bytes(kind_)) * static_cast<int>(cpu::block_weights(kind_));
     return {shape};
   }
 
@@ -68,13 +73,15 @@ class BlockDequantize : public KernelPrimitive {
 
  protected:
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    return in_order(
-        block_launch("block_dequantize", kind_, dtype_, inputs[0], outputs[0], outputs[0].size() / cpu::block_weights));
+    return in_order(block_launch("block_dequantize", kind_, dtype_, inputs[0], outputs[0],
+                                 outputs[0].size() / cpu::block_weights(kind_)));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     return [type = native_type(dtype_), kind = kind_, blocks = inputs[0].data<uint8_t>(), w = data_of(outputs[0]),
-            count = outputs[0].size() / cpu::block_weights] { cpu::block_dequantize(type, kind, blocks, w, count); };
+            count = outputs[0].size() / cpu::block_weights(kind_)] {
+      cpu::block_dequantize(type, kind, blocks, w, count);
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -101,7 +108,8 @@ class BlockQuantize : public KernelPrimitive {
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     mx::Shape shape = inputs[0].shape();
-    shape.back() = shape.back() / static_cast<int>(cpu::block_weights) * static_cast<int>(cpu::block_bytes(kind_));
+    shape.back() =
+        shape.back() / static_cast<int>(cpu::block_weights(kind_)) * static_cast<int>(cpu::block_bytes(kind_));
     return {shape};
   }
 
@@ -122,13 +130,14 @@ class BlockQuantize : public KernelPrimitive {
  protected:
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     return in_order(block_launch("block_quantize", kind_, inputs[0].dtype(), inputs[0], outputs[0],
-                                 inputs[0].size() / cpu::block_weights));
+                                 inputs[0].size() / cpu::block_weights(kind_)));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     return [type = native_type(inputs[0].dtype()), kind = kind_, w = data_of(inputs[0]),
-            blocks = outputs[0].data<uint8_t>(),
-            count = inputs[0].size() / cpu::block_weights] { cpu::block_quantize(type, kind, w, blocks, count); };
+            blocks = outputs[0].data<uint8_t>(), count = inputs[0].size() / cpu::block_weights(kind_)] {
+      cpu::block_quantize(type, kind, w, blocks, count);
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -139,6 +148,17 @@ class BlockQuantize : public KernelPrimitive {
   cpu::BlockKind kind_;
 };
 
+// In the order of cpu::BlockKind.
+constexpr const char* kind_names[] = {"q4_0", "q4_1", "q5_0", "q5_1", "q8_0",   "q2_k",
+                                      "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"};
+
+// Kinds without kernels are made and unpacked on a CPU.
+void check_stream(const char* op, cpu::BlockKind kind, mx::Stream stream) {
+  if (runs_kernels(stream) && !has_block_kernels(kind)) {
+    checks::fail(op, "kind is '", block_kind_name(kind), "': expected q4_0 or q8_0 on a GPU; pass stream=mx.cpu");
+  }
+}
+
 mx::array only(const std::shared_ptr<KernelPrimitive>& primitive, mx::Dtype dtype, const mx::array& input) {
   return mx::array::make_arrays(primitive->output_shapes({input}), {dtype}, primitive, {input})[0];
 }
@@ -146,16 +166,23 @@ mx::array only(const std::shared_ptr<KernelPrimitive>& primitive, mx::Dtype dtyp
 }  // namespace
 
 const char* block_kind_name(cpu::BlockKind kind) {
-  return kind == cpu::BlockKind::q4_0 ? "q4_0" : "q8_0";
+  return kind_names[static_cast<size_t>(kind)];
 }
 
 cpu::BlockKind block_kind(const char* op, const std::string& name) {
-  for (cpu::BlockKind kind : {cpu::BlockKind::q4_0, cpu::BlockKind::q8_0}) {
-    if (name == block_kind_name(kind)) {
-      return kind;
+  const auto found = std::find(std::begin(kind_names), std::end(kind_names), name);
+  if (found == std::end(kind_names)) {
+    std::string known = kind_names[0];
+    for (size_t i = 1; i < std::size(kind_names); ++i) {
+      known += std::string(i + 1 < std::size(kind_names) ? ", " : " or ") + kind_names[i];
     }
+    checks::fail(op, "kind is '", name, "': expected ", known);
   }
-  checks::fail(op, "kind is '", name, "': expected q4_0 or q8_0");
+  return static_cast<cpu::BlockKind>(found - std::begin(kind_names));
+}
+
+bool has_block_kernels(cpu::BlockKind kind) {
+  return kind == cpu::BlockKind::q4_0 || kind == cpu::BlockKind::q8_0;
 }
 
 void check_blocks(const char* op, const mx::array& blocks, cpu::BlockKind kind) {
@@ -177,6 +204,7 @@ mx::array block_dequantize(const mx::array& blocks, const std::string& kind_name
     checks::fail<DtypeError>(op, "dtype is ", dtype, ": expected float32, float16 or bfloat16");
   }
   const mx::Stream stream = checks::checked_stream(op, where);
+  check_stream(op, kind, stream);
   return only(std::make_shared<BlockDequantize>(stream, kind, dtype), dtype, copyable(blocks, stream));
 }
 
@@ -186,10 +214,16 @@ mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::S
   if (!has_kernels(w.dtype())) {
     checks::fail<DtypeError>(op, "w has dtype ", w.dtype(), ": expected float32, float16 or bfloat16");
   }
-  if (w.ndim() < 1 || w.shape(-1) % cpu::block_weights != 0) {
-    checks::fail(op, "w has shape ", w.shape(), ": expected a last axis that is a multiple of ", cpu::block_weights);
+  if (!cpu::is_quantizable(kind)) {
+    checks::fail(op, "kind is '", kind_name, "', which the gguf package does not make either: expected q4_0, q4_1, ",
+                 "q5_0, q5_1 or q8_0");
+  }
+  const int weights = static_cast<int>(cpu::block_weights(kind));
+  if (w.ndim() < 1 || w.shape(-1) % weights != 0) {
+    checks::fail(op, "w has shape ", w.shape(), ": expected a last axis that is a multiple of ", weights);
   }
   const mx::Stream stream = checks::checked_stream(op, where);
+  check_stream(op, kind, stream);
   return only(std::make_shared<BlockQuantize>(stream, kind), mx::uint8, copyable(w, stream));
 }
 

@@ -41,7 +41,7 @@ constexpr Schedule<AffineKernel> affine_schedules[] = {
     {"tiles", AffineKernel::tiles, Where::nvidia, 2, unlimited_rows, unlimited_rows},
     {"tiles", AffineKernel::tiles, Where::apple, 5, 5, unlimited_rows},
     {"rows", AffineKernel::nvidia_rows, Where::nvidia, any_rows, any_rows, unlimited_rows},
-    {"rows", AffineKernel::rows, Where::apple, any_rows, any_rows, unlimited_rows},
+    {"rows", AffineKernel::rows, Where::anywhere, any_rows, any_rows, unlimited_rows},
 };
 
 // can_run: whether a kernel can compute the problem at all.
@@ -181,8 +181,6 @@ bool matrix_units_win(const ProductSizes& sizes, bool transpose, mx::Dtype dtype
 
 // --- products by rows
 
-constexpr uint32_t most_rows_of_x = 4;  // that a simdgroup takes
-
 // Of matmul/qmv.metal and matmul/quantized_swiglu.metal.
 Registers rows_registers(uint32_t rows) {
   return rows == 1 ? Registers{139, 128} : rows == 2 ? Registers{193, 128} : Registers{211, 128};
@@ -257,7 +255,7 @@ Problem product_problem(const char* op, mx::Dtype dtype, uint32_t format, const 
 }
 
 uint32_t affine_number(const AffineFormat& format) {
-  return (format.bits * 1000 + format.group_size) * 2 + format.transpose;
+  return ((static_cast<uint32_t>(format.mode) * 10 + format.bits) * 1000 + format.group_size) * 2 + format.transpose;
 }
 
 GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weights, uint32_t most_splits,
@@ -326,10 +324,10 @@ const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dty
   return mlx_uses_matrix_units(gpu, dtype) && matrix_units_win(sizes, transpose, dtype) ? matrix_units : nullptr;
 }
 
-RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu) {
+RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, uint32_t most_rows, const Gpu& gpu) {
   constexpr uint32_t few_simdgroups = 2;  // of a threadgroup that shares no columns
   RowsPlan plan;
-  plan.rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), most_rows_of_x);
+  plan.rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), most_rows);
   plan.row_blocks = ceil_divide(sizes.rows, plan.rows);
   // Of fewer outputs than a simdgroup has each has a simdgroup.
   plan.output_blocks = sizes.outputs < outputs ? sizes.outputs : ceil_divide(sizes.outputs, outputs);
@@ -374,15 +372,16 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
                        const ProductSizes& sizes, mx::Stream stream) {
   const Choice choice = calibrated(product_problem(kernels.op, dtype, affine_number(format), sizes), stream);
   const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
+  const bool all = has_affine_kernels(format);
   AffinePlan plan{};
   plan.kernel = choose(affine_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](AffineKernel kernel) {
     switch (kernel) {
       case AffineKernel::mma_row:
-        return sizes.rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
+        return all && sizes.rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
       case AffineKernel::tiles:
-        return kernels.has_tiles;
+        return all && kernels.has_tiles;
       case AffineKernel::nvidia_rows:
-        return !kernels.has_tiles || dtype == mx::float32 || sizes.rows <= 1;
+        return all && (!kernels.has_tiles || dtype == mx::float32 || sizes.rows <= 1);
       case AffineKernel::rows:
         return true;
     }
@@ -399,7 +398,7 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
       plan_affine_nvidia_rows(plan, kernels, format, sizes, gpu);
       break;
     case AffineKernel::rows:
-      plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, gpu);
+      plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, all ? 4 : 2, gpu);
       break;
   }
   return plan;

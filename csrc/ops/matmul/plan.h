@@ -90,8 +90,8 @@ struct RowsPlan {
   uint32_t sharers;  // simdgroups that share the columns of a block
 };
 
-// outputs: of a simdgroup.
-RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu);
+// outputs: of a simdgroup. most_rows: of x that there is a kernel for.
+RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, uint32_t most_rows, const Gpu& gpu);
 
 // A launch of a kernel on them, but for its arguments.
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices);

@@ -11,6 +11,7 @@
 
 #include "mlx/ops.h"
 #include "ops/matmul/affine.h"
+#include "ops/matmul/exact.h"
 #include "ops/matmul/plan.h"
 #include "ops/matmul/splitk.h"
 #include "python/registry.h"
@@ -84,8 +85,7 @@ class QuantizedMatmul : public KernelPrimitive {
     Arrays gradients;
     for (int argument : argnums) {
       if (argument == 0) {
-        gradients.push_back(quantized_matmul(dy, primals[1], primals[2], primals[3], !format_.transpose,
-                                             format_.group_size, format_.bits, "affine", std::nullopt, stream()));
+        gradients.push_back(product(dy, {primals[1], primals[2], primals[3]}, !format_.transpose));
       } else if (argument == 4) {
         std::vector<int> axes(dy.ndim() - 1);
         std::iota(axes.begin(), axes.end(), 0);
@@ -150,8 +150,7 @@ class QuantizedMatmul : public KernelPrimitive {
         batched[0] = mx::reshape(batched[0], {size, rows, shape.back()}, stream());
       }
     }
-    mx::array y = quantized_matmul(batched[0], batched[1], batched[2], batched[3], format_.transpose,
-                                   format_.group_size, format_.bits, "affine", std::nullopt, stream());
+    mx::array y = product(batched[0], {batched[1], batched[2], batched[3]}, format_.transpose);
     shape.back() = y.shape(-1);
     y = mx::reshape(y, shape, stream());
     if (bias) {
@@ -227,8 +226,10 @@ class QuantizedMatmul : public KernelPrimitive {
         case AffineKernel::nvidia_rows:
           return by_groups(nvidia_rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
         case AffineKernel::rows: {
-          Launch rows = launch(rows_file, kernel_name(x.dtype(), op, "qmv_", format_.bits, "bit_", plan.shared.rows),
-                               bias, outputs[0]);
+          const uint32_t of_x = plan.shared.rows;
+          const Name kernel = format_.has_biases() ? kernel_name(x.dtype(), op, "qmv_", format_.bits, "bit_", of_x)
+                                                   : kernel_name(x.dtype(), op, "qmv_", mode_name(format_), "_", of_x);
+          Launch rows = launch(rows_file, kernel, bias, outputs[0]);
           share_out(rows, plan.shared, sizes.matrices);
           return in_order(std::move(rows));
         }
@@ -258,12 +259,22 @@ class QuantizedMatmul : public KernelPrimitive {
   }
 
   Arrays composed(const Arrays& inputs) override {
-    mx::array y = mx::quantized_matmul(inputs[0], inputs[1], inputs[2], inputs[3], format_.transpose,
-                                       format_.group_size, format_.bits, "affine", stream());
+    mx::array y = mx::quantized_matmul(inputs[0], inputs[1], inputs[2], biases_of(inputs[3]), format_.transpose,
+                                       format_.group_size, format_.bits, mode_name(format_), stream());
     return with_workspace(inputs.size() > 4 ? mx::add(y, inputs[4], stream()) : y, inputs);
   }
 
  private:
+  // Of a triple: nothing where scales stand in their place.
+  std::optional<mx::array> biases_of(const mx::array& biases) const {
+    return format_.has_biases() ? std::optional(biases) : std::nullopt;
+  }
+
+  mx::array product(const mx::array& x, const Arrays& triple, bool transpose) {
+    return quantized_matmul(x, triple[0], triple[1], biases_of(triple[2]), transpose, format_.group_size, format_.bits,
+                            mode_name(format_), std::nullopt, stream());
+  }
+
   ProductSizes sizes_of(const Arrays& inputs) const {
     const mx::array& x = inputs[0];
     const mx::array& w = inputs[1];
@@ -323,26 +334,17 @@ std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::arra
                                               const std::string& mode, const std::optional<mx::array>& bias,
                                               mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  if (mode != "affine") {
-    if (mode != "mxfp4" && mode != "mxfp8" && mode != "nvfp4") {
-      checks::fail(op, "mode is '", mode, "': expected affine, mxfp4, mxfp8 or nvfp4");
-    }
-    return fallback(op, "mode " + mode);
-  }
-  if (!biases) {
-    checks::fail(op, "biases is None: expected an array, which affine quantization has");
-  }
-  const AffineFormat format = affine_format(op, group_size, bits, transpose);
-  const AffineShape shape = check_affine(op, x, w, scales, *biases, format);
+  const AffineFormat format = affine_format(op, group_size, bits, transpose, mode);
+  const AffineShape shape = check_affine(op, x, w, scales, biases, format);
   if (bias && (bias->ndim() != 1 || bias->shape(0) != shape.outputs)) {
     checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", shape.outputs, " elements");
   }
-  const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x}, {"bias", bias}, {"scales", scales}, {"biases", *biases}});
+  const bool affine = format.has_biases();
+  const mx::Dtype dtype =
+      affine ? checks::kernel_dtype(op, {{"x", x}, {"bias", bias}, {"scales", scales}, {"biases", *biases}})
+             : checks::kernel_dtype(op, {{"x", x}, {"bias", bias}});
   if (x.ndim() <= 2 && leading_size(w, 2) == 0) {
     checks::fail(op, "w has shape ", w.shape(), ", x has shape ", x.shape(), ": expected at least one matrix");
-  }
-  if (!has_affine_kernels(format)) {
-    return fallback(op, std::to_string(format.bits) + " bits");
   }
   if (w.ndim() > 2 && x.ndim() <= 2) {
     return fallback(op, "an x of fewer than three dimensions with a stack of matrices");
@@ -352,8 +354,8 @@ std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::arra
   inputs.reserve(5);
   inputs.push_back(in_dtype(x, dtype, stream));
   inputs.push_back(w);
-  inputs.push_back(in_dtype(scales, dtype, stream));
-  inputs.push_back(in_dtype(*biases, dtype, stream));
+  inputs.push_back(affine ? in_dtype(scales, dtype, stream) : scales);
+  inputs.push_back(affine ? in_dtype(*biases, dtype, stream) : scales);
   if (w.ndim() > 2) {
     const BatchShapes batch = batch_shapes(x, w);
     inputs[0] = with_batch(inputs[0], batch.x, stream);
@@ -363,6 +365,9 @@ std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::arra
   }
   const size_t matrices = leading_size(inputs[1], 2);
   const size_t rows = matrices == 0 ? 0 : leading_size(inputs[0], 1) / matrices;
+  if (const char* reason = why_not_covered(format, rows, stream)) {
+    return fallback(op, reason);
+  }
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return fallback(op, "more than " + std::to_string(most_gemv_rows) + " rows of x for a matrix");
   }
@@ -402,11 +407,32 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
 
 namespace {
 
+mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                 const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                                 std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& bias,
+                                 bool exact, mx::StreamOrDevice where) {
+  const auto product = [&](const mx::array& rows) {
+    return quantized_matmul(rows, w, scales, biases, transpose, group_size, bits, mode, bias, where);
+  };
+  if (!exact) {
+    return product(x);
+  }
+  check_affine(op, x, w, scales, biases, affine_format(op, group_size, bits, transpose, mode));
+  if (w.ndim() != 2) {
+    checks::fail(op, "w has shape ", w.shape(), ": exact=True expects one matrix, of two dimensions");
+  }
+  return leading_size(x, 1) > 1 ? row_by_row(x, where, product) : product(x);
+}
+
 void bind(nb::module_& module) {
-  define(module, op, &try_quantized_matmul, &quantized_matmul, nb::arg(), nb::arg(), "scales"_a,
-         "biases"_a.none() = nb::none(), "transpose"_a = true, "group_size"_a.none() = nb::none(),
-         "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(),
-         "stream"_a = nb::none());
+  bind_function(module, op, &bound_quantized_matmul, nb::arg(), nb::arg(), "scales"_a, "biases"_a.none() = nb::none(),
+                "transpose"_a = true, "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(),
+                "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(), "exact"_a = false,
+                "stream"_a = nb::none());
+  module.def("try_quantized_matmul", lenient(op, &try_quantized_matmul), nb::arg(), nb::arg(), "scales"_a,
+             "biases"_a.none() = nb::none(), "transpose"_a = true, "group_size"_a.none() = nb::none(),
+             "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(),
+             "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -1,11 +1,14 @@
 #include "ops/matmul/quantized_swiglu.h"
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "ops/matmul/affine.h"
+#include "ops/matmul/exact.h"
 #include "ops/matmul/plan.h"
 #include "ops/matmul/quantized_matmul.h"
 #include "python/registry.h"
@@ -14,6 +17,7 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
+#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -29,7 +33,20 @@ const Name nvidia_rows_file = "matmul/nvidia/quantized_swiglu.metal";
 const Name row_file = "matmul/nvidia/quantized_swiglu_mma.metal";
 constexpr AffineKernels kernels{op, 2, 4, false};
 
-using Triple = std::tuple<mx::array, mx::array, mx::array>;
+// w, scales and, in affine quantization, biases.
+using Triple = Arrays;
+
+void check_triple(const char* name, const Triple& triple, const mx::array& x, const AffineFormat& format) {
+  const size_t expected = format.has_biases() ? 3 : 2;
+  if (triple.size() != expected) {
+    checks::fail(op, name, " has ", triple.size(), " arrays: mode ", mode_name(format), " expects ", expected,
+                 expected == 3 ? ", w, scales and biases" : ", w and scales");
+  }
+  check_affine(op, x, triple[0], triple[1], expected == 3 ? std::optional(triple[2]) : std::nullopt, format);
+  if (triple[0].ndim() != 2) {
+    checks::fail(op, name, "'s w has shape ", triple[0].shape(), ": expected two dimensions");
+  }
+}
 
 // x [.., columns] and the triples gate and up -> y [.., outputs].
 class QuantizedSwiglu : public KernelPrimitive {
@@ -106,8 +123,9 @@ class QuantizedSwiglu : public KernelPrimitive {
 
   Arrays composed(const Arrays& inputs) override {
     auto product = [&](int first) {
-      return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], inputs[first + 2], true, format_.group_size,
-                              format_.bits, "affine", std::nullopt, stream());
+      const auto biases = format_.has_biases() ? std::optional(inputs[first + 2]) : std::nullopt;
+      return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], biases, true, format_.group_size,
+                              format_.bits, mode_name(format_), std::nullopt, stream());
     };
     const mx::array gate = product(1);
     return {mx::multiply(mx::multiply(gate, mx::sigmoid(gate, stream()), stream()), product(4), stream())};
@@ -118,39 +136,36 @@ class QuantizedSwiglu : public KernelPrimitive {
 };
 
 mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,
-                           std::optional<int> bits, mx::StreamOrDevice where) {
+                           std::optional<int> bits, const std::string& mode, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const AffineFormat format = affine_format(op, group_size, bits, true);
-  const AffineShape shape = check_affine(op, x, std::get<0>(gate), std::get<1>(gate), std::get<2>(gate), format);
-  check_affine(op, x, std::get<0>(up), std::get<1>(up), std::get<2>(up), format);
-  for (const auto& [name, w] : {std::pair("gate", &std::get<0>(gate)), std::pair("up", &std::get<0>(up))}) {
-    if (w->ndim() != 2) {
-      checks::fail(op, name, "'s w has shape ", w->shape(), ": expected two dimensions");
-    }
+  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  check_triple("gate", gate, x, format);
+  check_triple("up", up, x, format);
+  const int outputs = gate[0].shape(0);
+  if (up[0].shape(0) != outputs) {
+    checks::fail(op, "up's w has ", up[0].shape(0), " rows, gate's has ", outputs, ": expected the same number");
   }
-  if (std::get<0>(up).shape(0) != shape.outputs) {
-    checks::fail(op, "up's w has ", std::get<0>(up).shape(0), " rows, gate's has ", shape.outputs,
-                 ": expected the same number");
-  }
-  const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x},
-                                                    {"gate's scales", std::get<1>(gate)},
-                                                    {"gate's biases", std::get<2>(gate)},
-                                                    {"up's scales", std::get<1>(up)},
-                                                    {"up's biases", std::get<2>(up)}});
+  const bool affine = format.has_biases();
+  const mx::Dtype dtype = affine ? checks::kernel_dtype(op, {{"x", x},
+                                                             {"gate's scales", gate[1]},
+                                                             {"gate's biases", gate[2]},
+                                                             {"up's scales", up[1]},
+                                                             {"up's biases", up[2]}})
+                                 : checks::kernel_dtype(op, {{"x", x}});
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
   Arrays inputs;
   inputs.reserve(7);
   inputs.push_back(typed(x));
   for (const Triple* triple : {&gate, &up}) {
-    const auto& [w, scales, biases] = *triple;
-    inputs.push_back(w);
-    inputs.push_back(typed(scales));
-    inputs.push_back(typed(biases));
+    inputs.push_back((*triple)[0]);
+    inputs.push_back(affine ? typed((*triple)[1]) : (*triple)[1]);
+    inputs.push_back(affine ? typed((*triple)[2]) : (*triple)[1]);
   }
   auto products_of_mx = [&] {
     auto product = [&](int first) {
-      return quantized_matmul_of_mx(inputs[0], inputs[first], inputs[first + 1], inputs[first + 2], true,
-                                    format.group_size, format.bits, "affine", stream);
+      const auto biases = affine ? std::optional(inputs[first + 2]) : std::nullopt;
+      return quantized_matmul_of_mx(inputs[0], inputs[first], inputs[first + 1], biases, true, format.group_size,
+                                    format.bits, mode, stream);
     };
     const mx::array linear = product(1);
     return mx::multiply(mx::multiply(linear, mx::sigmoid(linear, stream), stream), product(4), stream);
@@ -159,15 +174,18 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     fall_back(op, reason);
     return products_of_mx();
   };
-  if (!has_affine_kernels(format)) {
-    return by_mx(std::to_string(format.bits) + " bits");
-  }
   const size_t rows = leading_size(x, 1);
+  if (runs_kernels(stream) && !has_affine_kernels(format)) {
+    return by_mx("a rare format on a GPU");
+  }
+  if (const char* reason = why_not_covered(format, rows, stream)) {
+    return by_mx(reason);
+  }
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return by_mx("more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
-  const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(shape.columns),
-                           static_cast<uint32_t>(shape.outputs)};
+  const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(x.shape(-1)),
+                           static_cast<uint32_t>(outputs)};
   const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
   if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
     return products_of_mx();
@@ -188,6 +206,9 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) 
       (stream.device == mx::Device::gpu && leading_size(inputs[0], 1) > kernels.most_rows)) {
     return std::nullopt;
   }
+  if (runs_kernels(stream) && !has_affine_kernels(*format)) {
+    return std::nullopt;
+  }
   const mx::array& w = inputs[1];
   const ProductSizes sizes{1, static_cast<uint32_t>(leading_size(inputs[0], 1)),
                            static_cast<uint32_t>(inputs[0].shape(-1)), static_cast<uint32_t>(w.shape(0))};
@@ -201,9 +222,23 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) 
 
 namespace {
 
+mx::array bound_quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up,
+                                 std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+                                 bool exact, mx::StreamOrDevice where) {
+  const auto gated = [&](const mx::array& rows) {
+    return quantized_swiglu(rows, gate, up, group_size, bits, mode, where);
+  };
+  if (!exact || x.ndim() < 1 || leading_size(x, 1) <= 1) {
+    return gated(x);
+  }
+  check_triple("gate", gate, x, affine_format(op, group_size, bits, true, mode));
+  return row_by_row(x, where, gated);
+}
+
 void bind(nb::module_& module) {
-  bind_function(module, op, &quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
-                "bits"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+  bind_function(module, op, &bound_quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
+                "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "exact"_a = false,
+                "stream"_a = nb::none());
 }
 
 const Register registered(bind);

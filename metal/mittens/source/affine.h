@@ -1,15 +1,16 @@
-// Rows of affine quantized weights of 4 or 8 bits, as mx.quantize packs them: w[n, k] = scale * q[n, k] + bias, scale and
-// bias shared by a group of k.
+// Rows of affine quantized weights of 2, 3, 4, 5, 6 or 8 bits, as mx.quantize packs them: w[n, k] = scale * q[n, k] + bias,
+// scale and bias shared by a group of k.
 #pragma once
 
 #include "mittens/source/integers.h"
 
 namespace mittens {
 
-// A matrix from some row on. E: columns that a lane takes at once, a run.
+// A matrix from some row on. E: columns that a lane takes at once, a run; 16 with 3, 5 or 6 bits.
 template <typename T, int bits, int E>
 struct AffineRows {
-  using Values = Integers<bits, E>;
+  using Values = typename IntegersOf<bits, E>::type;
+  static constant constexpr bool has_bias = true;
   struct Run {
     typename Values::Words words;
     T scale;
@@ -27,7 +28,7 @@ struct AffineRows {
   Run load(uint row, uint column) const {
     const uint group = column >> group_shift;
     Run run;
-    run.words = Values::load(words + (row * words_stride + column / (32 / bits)));
+    run.words = Values::load(words, row * words_stride, column);
     run.scale = scales[row * scales_stride + group];
     run.bias = biases[row * biases_stride + group];
     return run;

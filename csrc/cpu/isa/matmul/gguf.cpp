@@ -1,6 +1,7 @@
 #include "cpu/gguf.h"
 
 #include "cpu/isa/matmul/row_products.h"
+#include "cpu/isa/matmul/unpacked.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
@@ -8,15 +9,52 @@ namespace {
 
 constexpr size_t piece_blocks = 512;  // for one thread at a time
 
-template <typename F>
-void with_blocks(Type type, BlockKind kind, const F& f) {
-  with_type(type, [&](auto t) {
-    kind == BlockKind::q4_0 ? f(t, Index<static_cast<int>(BlockKind::q4_0)>())
-                            : f(t, Index<static_cast<int>(BlockKind::q8_0)>());
-  });
+template <BlockKind kind>
+struct Kind {
+  static constexpr BlockKind value = kind;
+};
+
+// Calls f with a value of the element type and a Kind, of those that have a source or a quantizer of their own.
+template <BlockKind... kinds, typename F>
+void with_kinds(Type type, BlockKind kind, const F& f) {
+  with_type(type, [&](auto t) { ((kind == kinds ? f(t, Kind<kinds>()) : void()), ...); });
 }
 
-constexpr size_t vectors = block_weights / width;
+bool has_source(BlockKind kind) {
+  return kind == BlockKind::q4_0 || kind == BlockKind::q8_0;
+}
+
+Unpacked unpacked_from(BlockKind kind, const uint8_t* blocks, size_t columns) {
+  Unpacked source{};
+  switch (kind) {
+#define MITTENS_UNPACK(kind)                         \
+  case BlockKind::kind:                              \
+    source.unpack = &unpack_blocks<BlockKind::kind>; \
+    break
+    MITTENS_UNPACK(q4_1);
+    MITTENS_UNPACK(q5_0);
+    MITTENS_UNPACK(q5_1);
+    MITTENS_UNPACK(q2_k);
+    MITTENS_UNPACK(q3_k);
+    MITTENS_UNPACK(q4_k);
+    MITTENS_UNPACK(q5_k);
+    MITTENS_UNPACK(q6_k);
+    MITTENS_UNPACK(iq4_nl);
+    MITTENS_UNPACK(iq4_xs);
+#undef MITTENS_UNPACK
+    case BlockKind::q4_0:
+    case BlockKind::q8_0:
+      break;
+  }
+  source.rows = blocks;
+  source.row_stride = columns / block_weights(kind) * block_bytes(kind);
+  source.row_bytes = static_cast<double>(block_bytes(kind)) / static_cast<double>(block_weights(kind));
+  return source;
+}
+
+constexpr size_t most_quantized = 32;  // weights of a block that there is a quantizer for
+
+constexpr size_t vectors = most_quantized / width;
 
 // Towards zero, for |x| < 2^31.
 MITTENS_INLINE Float truncated(Float x) {
@@ -46,7 +84,7 @@ MITTENS_INLINE float furthest(const Float (&w)[vectors]) {
     largest = most[i] > largest ? most[i] : largest;
   }
   largest = largest < smallest_nan ? largest : smallest_nan;
-  for (size_t i = 0; i < block_weights; ++i) {
+  for (size_t i = 0; i < most_quantized; ++i) {
     if (((Int)magnitude(w[i / width]))[i % width] >= largest) {
       return w[i / width][i % width];
     }
@@ -62,7 +100,7 @@ MITTENS_INLINE void quantize(const Float (&w)[vectors], uint8_t* block) {
   const float d = q4 ? most / -8 : size / 127;
   const float inverse = d == 0 ? 0 : 1 / d;
   store_scale(block, d);
-  uint8_t q[block_weights];  // 0 where the quotient is no finite number
+  uint8_t q[most_quantized];  // 0 where the quotient is no finite number
   for (size_t v = 0; v < vectors; ++v) {
     const Float scaled = w[v] * inverse;
     Float rounded;
@@ -79,7 +117,7 @@ MITTENS_INLINE void quantize(const Float (&w)[vectors], uint8_t* block) {
     __builtin_memcpy(q + v * width, &bytes, width);
   }
   if (!q4) {
-    __builtin_memcpy(block + 2, q, block_weights);
+    __builtin_memcpy(block + 2, q, most_quantized);
     return;
   }
   for (size_t i = 0; i < 16; ++i) {
@@ -87,50 +125,124 @@ MITTENS_INLINE void quantize(const Float (&w)[vectors], uint8_t* block) {
   }
 }
 
+// Of integers 0 .. most. with_minimum: w = d * q + m; else w = d * (q - zero), zero half of them.
+template <BlockKind kind>
+MITTENS_INLINE void quantize_up(const Float (&values)[vectors], uint8_t* block) {
+  constexpr bool with_minimum = kind == BlockKind::q4_1 || kind == BlockKind::q5_1;
+  constexpr bool fifth = kind != BlockKind::q4_1;
+  constexpr int most = fifth ? 31 : 15;
+  float w[most_quantized];
+  __builtin_memcpy(w, values, sizeof(w));
+  float origin = 0, d;
+  if constexpr (with_minimum) {
+    float least = w[0], greatest = w[0];
+    for (float v : w) {  // a NaN stays
+      least = v < least || v != v ? v : least;
+      greatest = v > greatest || v != v ? v : greatest;
+    }
+    origin = least;
+    d = (greatest - least) / most;
+  } else {
+    d = furthest(values) / -16;
+  }
+  const float inverse = d == 0 ? 0 : 1 / d;
+  store_scale(block, d);
+  if constexpr (with_minimum) {
+    store_scale(block + 2, origin);
+  }
+  uint8_t q[most_quantized];  // 0 where the quotient is no finite number
+  for (size_t i = 0; i < most_quantized; ++i) {
+    const float scaled = (with_minimum ? w[i] - origin : w[i]) * inverse;
+    const float raised = scaled + (with_minimum ? 0.5f : 16.5f);
+    const int whole = __builtin_fabsf(scaled) < infinity ? static_cast<int>(raised) : 0;
+    q[i] = static_cast<uint8_t>(whole < most ? whole : most);
+  }
+  uint8_t* nibbles = block + block_bytes(kind) - 16;
+  for (size_t i = 0; i < 16; ++i) {
+    nibbles[i] = static_cast<uint8_t>((q[i] & 15) | q[i + 16] << 4);
+  }
+  if constexpr (fifth) {
+    uint32_t upper = 0;
+    for (size_t i = 0; i < most_quantized; ++i) {
+      upper |= static_cast<uint32_t>(q[i] >> 4) << i;
+    }
+    __builtin_memcpy(nibbles - 4, &upper, 4);
+  }
+}
+
 }  // namespace
 
 void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* x, const void* bias, void* y,
                   size_t rows, size_t columns, size_t outputs) {
-  with_blocks(type, kind, [&](auto t, auto kind) {
+  const auto multiply = [&](auto t, const auto& source) {
     using T = decltype(t);
-    using Source = Blocks<static_cast<BlockKind>(decltype(kind)::value)>;
-    const Source source{blocks, columns / block_weights};
+    using Source = std::remove_cvref_t<decltype(source)>;
     row_products<Source, 1>([&](size_t, int) { return source; }, (const T*)x, 1, rows, columns, outputs,
                             [&](size_t row, size_t n, size_t size, const float* sums, const float*) {
                               round_row((T*)y + row * outputs + n, sums, bias ? (const T*)bias + n : nullptr, size);
                             });
-  });
+  };
+  if (has_source(kind)) {
+    with_kinds<BlockKind::q4_0, BlockKind::q8_0>(type, kind, [&](auto t, auto kind) {
+      constexpr BlockKind value = decltype(kind)::value;
+      multiply(t, Blocks<value>{blocks, columns / block_weights(value)});
+    });
+  } else {
+    with_type(type, [&](auto t) { multiply(t, unpacked_from(kind, blocks, columns)); });
+  }
 }
 
 void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y, size_t count) {
-  with_blocks(type, kind, [&](auto t, auto kind) {
+  if (has_source(kind)) {
+    with_kinds<BlockKind::q4_0, BlockKind::q8_0>(type, kind, [&](auto t, auto kind) {
+      using T = decltype(t);
+      constexpr BlockKind value = decltype(kind)::value;
+      const Blocks<value> source{blocks, count};
+      parallel_for(count, piece_blocks, [&](size_t begin, size_t end) {
+        for (size_t b = begin; b < end; ++b) {
+          widen_step(source, blocks, b, All(), [&](size_t v, Float w) MITTENS_INLINED {
+            store_in_order((T*)y + b * block_weights(value) + v * width, w);
+          });
+        }
+      });
+    });
+    return;
+  }
+  const size_t weights = block_weights(kind);
+  const Unpacked source = unpacked_from(kind, blocks, count * weights);
+  with_type(type, [&](auto t) {
     using T = decltype(t);
-    using Source = Blocks<static_cast<BlockKind>(decltype(kind)::value)>;
-    const Source source{blocks, count};
-    parallel_for(count, piece_blocks, [&](size_t begin, size_t end) {
+    parallel_for(count, piece_blocks * 32 / weights, [&](size_t begin, size_t end) {
+      float widened[256];
       for (size_t b = begin; b < end; ++b) {
-        widen_step(source, blocks, b, All(), [&](size_t v, Float w) MITTENS_INLINED {
-          store_in_order((T*)y + b * block_weights + v * width, w);
-        });
+        source.row(0, b * weights, weights, widened);
+        for (size_t i = 0; i < weights; i += width) {
+          store_in_order((T*)y + b * weights + i, read<Float>(widened + i, All()));
+        }
       }
     });
   });
 }
 
 void block_quantize(Type type, BlockKind kind, const void* w, uint8_t* blocks, size_t count) {
-  with_blocks(type, kind, [&](auto t, auto kind) {
-    using T = decltype(t);
-    constexpr BlockKind block_kind = static_cast<BlockKind>(decltype(kind)::value);
-    parallel_for(count, piece_blocks, [&](size_t begin, size_t end) {
-      for (size_t b = begin; b < end; ++b) {
-        Float values[vectors];
-        for (size_t v = 0; v < vectors; ++v) {
-          values[v] = load_in_order((const T*)w + b * block_weights + v * width);
-        }
-        quantize<block_kind>(values, blocks + b * block_bytes(block_kind));
-      }
-    });
-  });
+  with_kinds<BlockKind::q4_0, BlockKind::q4_1, BlockKind::q5_0, BlockKind::q5_1, BlockKind::q8_0>(
+      type, kind, [&](auto t, auto kind) {
+        using T = decltype(t);
+        constexpr BlockKind value = decltype(kind)::value;
+        parallel_for(count, piece_blocks, [&](size_t begin, size_t end) {
+          for (size_t b = begin; b < end; ++b) {
+            Float values[vectors];
+            for (size_t v = 0; v < vectors; ++v) {
+              values[v] = load_in_order((const T*)w + b * most_quantized + v * width);
+            }
+            if constexpr (value == BlockKind::q4_0 || value == BlockKind::q8_0) {
+              quantize<value>(values, blocks + b * block_bytes(value));
+            } else {
+              quantize_up<value>(values, blocks + b * block_bytes(value));
+            }
+          }
+        });
+      });
 }
 
 }  // namespace mittens::cpu::MITTENS_ISA

@@ -204,7 +204,7 @@ struct Blocks {
   const uint8_t* blocks;
   size_t row_blocks;
 
-  static constexpr size_t step = block_weights;
+  static constexpr size_t step = block_weights(kind);
   static constexpr int vectors = step / width;
   static constexpr bool scaled = true;
   static constexpr bool offset = false;

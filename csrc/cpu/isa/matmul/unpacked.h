@@ -1,0 +1,216 @@
+// The source of rows in formats that have none of their own: a row is widened to float32 when it is begun, by a
+// function of its format.
+#pragma once
+
+#include "cpu/isa/matmul/weights.h"
+
+namespace mittens::cpu::MITTENS_ISA {
+
+// Columns [begin, begin + size) of a row, in whole groups or blocks. scales, biases: of the row, if it has any.
+using Unpack = void (*)(const uint8_t* row, const void* scales, const void* biases, size_t begin, size_t size,
+                        float* to);
+
+struct Unpacked : Dense<float> {
+  Unpack unpack;
+  const uint8_t* rows;
+  const char* scales;
+  const char* biases;
+  size_t row_stride;  // bytes, as the next two
+  size_t scales_stride;
+  size_t biases_stride;
+  double row_bytes;  // of a column
+
+  static constexpr bool scaled = false;
+
+  size_t memory(size_t size) const {
+    return ceil_divide(size, unit) * unit;
+  }
+  size_t bytes(size_t columns) const {
+    return static_cast<size_t>(static_cast<double>(columns) * row_bytes);
+  }
+  size_t stride_bytes() const {
+    return 0;  // what comes next is not in memory yet
+  }
+  Row row(size_t n, size_t begin, size_t size, float* memory) const {
+    unpack(rows + n * row_stride, scales + n * scales_stride, biases + n * biases_stride, begin, size, memory);
+    return memory;
+  }
+};
+
+// --- groups of integers or small floats, as mx.quantize packs them
+
+// Element i of a type that is known when the row is begun.
+template <typename T>
+MITTENS_INLINE float widen_one(const void* p, size_t i) {
+  return load_in_order(static_cast<const T*>(p) + i, Some{1})[0];
+}
+
+// Integers one after another from the lowest bit up, which 8 of them leave on a whole byte.
+template <typename T, int bits, int group>
+void unpack_affine(const uint8_t* row, const void* scales, const void* biases, size_t begin, size_t size, float* to) {
+  const uint8_t* from = row + begin * bits / 8;
+  for (size_t g = begin / group; g < (begin + size) / group; ++g, to += group) {
+    const float scale = widen_one<T>(scales, g), bias = widen_one<T>(biases, g);
+    for (size_t i = 0; i < group; i += 8, from += bits) {
+      uint64_t word = 0;
+      __builtin_memcpy(&word, from, bits);
+      for (size_t j = 0; j < 8; ++j) {
+        to[i + j] = static_cast<float>((word >> (j * bits)) & ((1u << bits) - 1)) * scale + bias;
+      }
+    }
+  }
+}
+
+MITTENS_INLINE float float_of_bits(uint32_t bits) {
+  return __builtin_bit_cast(float, bits);
+}
+
+// Sign, 2 bits of exponent, 1 of the fraction; 0, 0.5, 1, 1.5, 2, 3, 4, 6. The exponent's bias comes by a product.
+MITTENS_INLINE float e2m1(uint32_t bits) {
+  return float_of_bits((bits & 7) << 22 | (bits & 8) << 28) * 0x1p126f;
+}
+
+// Sign, 4 bits of exponent, 3 of the fraction; the largest is no number.
+MITTENS_INLINE float e4m3(uint32_t bits) {
+  const uint32_t size = (bits & 0x7f) == 0x7f ? 0x7fc00000 : (bits & 0x7f) << 20;
+  return float_of_bits(size | (bits & 0x80) << 24) * 0x1p120f;
+}
+
+// A power of two; the largest is no number.
+MITTENS_INLINE float e8m0(uint32_t bits) {
+  return float_of_bits(bits == 0 ? 0x00400000 : bits == 0xff ? 0x7fc00000 : bits << 23);
+}
+
+template <QuantizedMode mode>
+void unpack_floats(const uint8_t* row, const void* scales, const void*, size_t begin, size_t size, float* to) {
+  constexpr size_t group = mode == QuantizedMode::nvfp4 ? 16 : 32;
+  constexpr bool bytes = mode == QuantizedMode::mxfp8;
+  const uint8_t* from = row + (bytes ? begin : begin / 2);
+  for (size_t g = begin / group; g < (begin + size) / group; ++g, to += group, from += bytes ? group : group / 2) {
+    const uint8_t bits = static_cast<const uint8_t*>(scales)[g];
+    const float scale = mode == QuantizedMode::nvfp4 ? e4m3(bits) : e8m0(bits);
+    for (size_t i = 0; i < group; ++i) {
+      to[i] = scale * (bytes ? e4m3(from[i]) : e2m1(from[i / 2] >> (i % 2 * 4) & 15));
+    }
+  }
+}
+
+// --- GGUF blocks. A product of a scale and an integer is exact, so that no order of these products rounds.
+
+MITTENS_INLINE float half_at(const uint8_t* p) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, 2);
+  return widen(Half{} + bits)[0];
+}
+
+// Nibbles of 16 bytes and a fifth bit of each of the 32 integers.
+template <bool fifth, typename F>
+MITTENS_INLINE void each_of_32(const uint8_t* nibbles, const uint8_t* fifths, const F& f) {
+  uint32_t upper = 0;
+  if (fifth) {
+    __builtin_memcpy(&upper, fifths, 4);
+  }
+  for (size_t i = 0; i < 16; ++i) {
+    f(i, static_cast<int>((nibbles[i] & 15) | (upper >> i & 1) << 4));
+    f(i + 16, static_cast<int>(nibbles[i] >> 4 | (upper >> (i + 16) & 1) << 4));
+  }
+}
+
+// Scales and minima of the 8 groups of q4_k and q5_k, 6 bits each.
+struct GroupScales {
+  uint8_t scale[8], minimum[8];
+  explicit GroupScales(const uint8_t* p) {
+    for (size_t i = 0; i < 4; ++i) {
+      scale[i] = p[i] & 63;
+      minimum[i] = p[i + 4] & 63;
+      scale[i + 4] = static_cast<uint8_t>((p[i + 8] & 15) | p[i] >> 6 << 4);
+      minimum[i + 4] = static_cast<uint8_t>(p[i + 8] >> 4 | p[i + 4] >> 6 << 4);
+    }
+  }
+};
+
+constexpr float iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+template <BlockKind kind>
+MITTENS_INLINE void unpack_block(const uint8_t* b, float* to) {
+  if constexpr (kind == BlockKind::q4_1) {
+    const float d = half_at(b), m = half_at(b + 2);
+    each_of_32<false>(b + 4, b, [&](size_t i, int q) MITTENS_INLINED { to[i] = d * static_cast<float>(q) + m; });
+  } else if constexpr (kind == BlockKind::q5_0) {
+    const float d = half_at(b);
+    each_of_32<true>(b + 6, b + 2, [&](size_t i, int q) MITTENS_INLINED { to[i] = d * static_cast<float>(q - 16); });
+  } else if constexpr (kind == BlockKind::q5_1) {
+    const float d = half_at(b), m = half_at(b + 2);
+    each_of_32<true>(b + 8, b + 4, [&](size_t i, int q) MITTENS_INLINED { to[i] = d * static_cast<float>(q) + m; });
+  } else if constexpr (kind == BlockKind::iq4_nl) {
+    const float d = half_at(b);
+    each_of_32<false>(b + 2, b, [&](size_t i, int q) MITTENS_INLINED { to[i] = d * iq4_values[q]; });
+  } else if constexpr (kind == BlockKind::iq4_xs) {
+    const float d = half_at(b);
+    uint16_t upper;
+    __builtin_memcpy(&upper, b + 2, 2);
+    for (size_t g = 0; g < 8; ++g) {
+      const int scale = (b[4 + g / 2] >> (g % 2 * 4) & 15) | (upper >> (2 * g) & 3) << 4;
+      const float dl = d * static_cast<float>(scale - 32);
+      each_of_32<false>(b + 8 + g * 16, b,
+                        [&](size_t i, int q) MITTENS_INLINED { to[g * 32 + i] = dl * iq4_values[q]; });
+    }
+  } else if constexpr (kind == BlockKind::q2_k) {
+    const float d = half_at(b + 80), least = half_at(b + 82);
+    for (size_t g = 0; g < 16; ++g) {
+      const float dl = d * static_cast<float>(b[g] & 15), ml = least * static_cast<float>(b[g] >> 4);
+      const uint8_t* q = b + 16 + g / 8 * 32 + g % 2 * 16;
+      for (size_t i = 0; i < 16; ++i) {
+        to[g * 16 + i] = dl * static_cast<float>(q[i] >> (g % 8 / 2 * 2) & 3) - ml;
+      }
+    }
+  } else if constexpr (kind == BlockKind::q3_k) {
+    const float d = half_at(b + 108);
+    for (size_t g = 0; g < 16; ++g) {
+      const int low = b[96 + g % 8] >> (g / 8 * 4) & 15, high = b[104 + g % 4] >> (g / 4 * 2) & 3;
+      const float dl = d * static_cast<float>((low | high << 4) - 32);
+      const uint8_t* q = b + 32 + g / 8 * 32 + g % 2 * 16;
+      const uint8_t* upper = b + g % 2 * 16;
+      for (size_t i = 0; i < 16; ++i) {
+        const int two = q[i] >> (g % 8 / 2 * 2) & 3;
+        to[g * 16 + i] = dl * static_cast<float>((upper[i] >> (g / 2) & 1) ? two : two - 4);
+      }
+    }
+  } else if constexpr (kind == BlockKind::q4_k || kind == BlockKind::q5_k) {
+    constexpr bool fifth = kind == BlockKind::q5_k;
+    const float d = half_at(b), least = half_at(b + 2);
+    const GroupScales scales(b + 4);
+    for (size_t g = 0; g < 8; ++g) {
+      const float dl = d * static_cast<float>(scales.scale[g]), ml = least * static_cast<float>(scales.minimum[g]);
+      const uint8_t* q = b + (fifth ? 48 : 16) + g / 2 * 32;
+      for (size_t i = 0; i < 32; ++i) {
+        const int upper = fifth ? (b[16 + i] >> g & 1) << 4 : 0;
+        to[g * 32 + i] = dl * static_cast<float>((q[i] >> (g % 2 * 4) & 15) | upper) - ml;
+      }
+    }
+  } else {
+    static_assert(kind == BlockKind::q6_k);
+    const float d = half_at(b + 208);
+    for (size_t g = 0; g < 16; ++g) {
+      const float dl = d * static_cast<float>(static_cast<int8_t>(b[192 + g]));
+      const size_t part = g % 8 / 2, at = g % 2 * 16;  // of 128 weights: 32 at a time
+      const uint8_t* low = b + g / 8 * 64 + part % 2 * 32 + at;
+      const uint8_t* high = b + 128 + g / 8 * 32 + at;
+      for (size_t i = 0; i < 16; ++i) {
+        const int q = (low[i] >> (part / 2 * 4) & 15) | (high[i] >> (part * 2) & 3) << 4;
+        to[g * 16 + i] = dl * static_cast<float>(q - 32);
+      }
+    }
+  }
+}
+
+template <BlockKind kind>
+void unpack_blocks(const uint8_t* row, const void*, const void*, size_t begin, size_t size, float* to) {
+  constexpr size_t weights = block_weights(kind);
+  const uint8_t* block = row + begin / weights * block_bytes(kind);
+  for (size_t i = 0; i < size; i += weights, block += block_bytes(kind)) {
+    unpack_block<kind>(block, to + i);
+  }
+}
+
+}  // namespace mittens::cpu::MITTENS_ISA

@@ -1,0 +1,71 @@
+// Quantized weights as the sources of products by rows (matmul/rows.h).
+#pragma once
+
+#include "matmul/batch.h"
+#include "mittens/source/affine.h"
+#include "mittens/source/small_floats.h"
+#include "params/matmul.h"
+
+namespace mittens {
+
+// Matrix `index` of a stack.
+template <int bits, int E, typename T>
+inline AffineRows<T, bits, E> affine_rows(
+    const device uint* w, const device T* scales, const device T* biases, constant QuantizedParams& params, uint index) {
+  return {
+      w + matrix_offset(params.batch, params.weight_strides, index),
+      scales + matrix_offset(params.batch, params.scales_strides, index),
+      biases + matrix_offset(params.batch, params.biases_strides, index),
+      params.weight_stride,
+      params.scales_stride,
+      params.biases_stride,
+      params.group_shift,
+  };
+}
+
+// The same by format, for E columns at a time where it leaves a choice.
+enum QuantizedFormat {
+  affine_2 = 2,
+  affine_3 = 3,
+  affine_4 = 4,
+  affine_5 = 5,
+  affine_6 = 6,
+  affine_8 = 8,
+  mxfp4 = 16,
+  mxfp8 = 17,
+  nvfp4 = 18,
+};
+
+template <typename T, QuantizedFormat F, int E>
+struct QuantizedRows {
+  using Scale = T;
+  using Source = AffineRows<T, F, E>;
+  static Source of(
+      const device uint* w, const device T* scales, const device T* biases, constant QuantizedParams& params,
+      uint index) {
+    return affine_rows<F, E>(w, scales, biases, params, index);
+  }
+};
+
+template <int bits, int group_shift, int E>
+struct FloatRowsOf {
+  using Scale = uchar;
+  using Source = FloatRows<bits, group_shift, E>;
+  static Source of(
+      const device uint* w, const device uchar* scales, const device uchar*, constant QuantizedParams& params,
+      uint index) {
+    return {
+        w + matrix_offset(params.batch, params.weight_strides, index),
+        scales + matrix_offset(params.batch, params.scales_strides, index), params.weight_stride,
+        params.scales_stride};
+  }
+};
+
+template <typename T, int E>
+struct QuantizedRows<T, mxfp4, E> : FloatRowsOf<4, 5, E> {};
+template <typename T, int E>
+struct QuantizedRows<T, mxfp8, E> : FloatRowsOf<8, 5, E> {};
+template <typename T, int E>
+struct QuantizedRows<T, nvfp4, E> : FloatRowsOf<4, 4, E> {};
+
+}  // namespace mittens

@@ -1,0 +1,55 @@
+"""exact=True: a row of several is bit for bit the row alone."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.matrices import draw, quantize
+from helpers.tolerances import SUMS
+
+import mlx_mittens as mm
+
+
+def assert_rows_alone(of, x):
+    together = np.array(of(x).astype(mx.float32))
+    alone = [np.array(of(x[i : i + 1]).astype(mx.float32)) for i in range(x.shape[0])]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("rows", [2, 5, 16])
+@pytest.mark.parametrize("bits, transpose", [(4, True), (4, False), (8, True), (3, True)])
+def test_quantized_matmul(rng, dtype, executor, rows, bits, transpose):
+    triple, bias = quantize(rng, (64, 576), dtype, 32, bits), draw(rng, (64 if transpose else 576,), dtype)
+    x = draw(rng, (rows, 576 if transpose else 64), dtype)
+    exact = lambda x: mm.quantized_matmul(x, *triple, transpose, 32, bits, bias=bias, exact=True)
+    assert_rows_alone(exact, x)
+    alone = mm.quantized_matmul(x[:1], *triple, transpose, 32, bits, bias=bias)
+    assert mx.array_equal(exact(x[:1]), alone).item()
+    assert mx.array_equal(exact(x.reshape(rows, 1, -1))[:, 0], exact(x)).item()
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+def test_others(rng, dtype, executor, rows):
+    gate, up = (quantize(rng, (9, 320), dtype, 64, 4) for _ in range(2))
+    x = draw(rng, (rows, 320), dtype) / 20
+    assert_rows_alone(lambda x: mm.quantized_swiglu(x, gate, up, exact=True), x)
+    with mx.stream(mx.cpu):
+        blocks = mm.block_quantize(draw(rng, (9, 320), mx.float32), "q4_0")
+    assert_rows_alone(lambda x: mm.block_matmul(x, blocks, "q4_0", exact=True), x)
+
+
+def test_gradients(rng, native):
+    triple = quantize(rng, (8, 64), mx.float32, 64, 4)
+    x, cotangent = draw(rng, (3, 64), mx.float32), draw(rng, (3, 8), mx.float32)
+    found, expected = (
+        mx.vjp(lambda x: mm.quantized_matmul(x, *triple, exact=exact), [x], [cotangent])[1][0]
+        for exact in (True, False)
+    )
+    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=SUMS, atol=SUMS)
+
+
+def test_one_matrix(rng, native):
+    stack = quantize(rng, (2, 8, 64), mx.float32, 64, 4)
+    with pytest.raises(ValueError, match=r"w has shape \(2,8,8\): exact=True expects one matrix"):
+        mm.quantized_matmul(mx.zeros((2, 3, 64)), *stack, exact=True)
+    with pytest.raises(ValueError, match="x has 32 columns"):
+        mm.quantized_matmul(mx.zeros((3, 32)), *quantize(rng, (8, 64), mx.float32, 64, 4), exact=True)

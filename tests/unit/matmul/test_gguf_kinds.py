@@ -1,0 +1,115 @@
+"""The GGUF kinds that are native on the CPU alone: byte for byte those of the gguf package, and products with them."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.matrices import draw, exact_product
+from helpers.tolerances import SUMS, assert_product_right, of_terms
+
+import mlx_mittens as mm
+from mlx_mittens.specs import widen
+
+gguf = pytest.importorskip("gguf")
+
+KINDS = ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
+QUANTIZED = ("q4_1", "q5_0", "q5_1")
+# Where a block's halves begin, in bytes: scales and minima.
+HALVES = {
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q6_k": (208,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q4_1": (0, 2),
+    "q5_1": (0, 2),
+}
+
+
+def type_of(kind):
+    return getattr(gguf.GGMLQuantizationType, "IQ4_" + kind[4:].upper() if kind[0] == "i" else kind.upper())
+
+
+def size_of(kind):
+    """Weights and bytes of a block."""
+    return gguf.GGML_QUANT_SIZES[type_of(kind)]
+
+
+def draw_blocks(rng, rows, count, kind):
+    """Rows of blocks of any bytes, with finite halves; and the weights in float64."""
+    size = size_of(kind)[1]
+    blocks = rng.integers(0, 256, (rows, count, size), dtype=np.uint8)
+    for at in HALVES.get(kind, (0,)):
+        halves = rng.normal(size=(rows, count, 1)) / 20
+        blocks[..., at : at + 2] = halves.astype(np.float16).view(np.uint8)
+    blocks = blocks.reshape(rows, -1)
+    return blocks, gguf.dequantize(blocks, type_of(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantize_matches_the_package(rng, dtype, native, kind):
+    blocks, w = draw_blocks(rng, 40, 3, kind)
+    found = mm.block_dequantize(mx.array(blocks), kind, dtype)
+    np.testing.assert_array_equal(widen(found), widen(mx.array(w).astype(dtype)))
+    some = mm.block_dequantize(mx.array(blocks)[::3], kind)
+    np.testing.assert_array_equal(np.array(some), w[::3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_bytes_are_read_within_their_block(rng, native, kind):
+    """Halves that are no number, too: what the package makes of them."""
+    blocks = rng.integers(0, 256, (64, size_of(kind)[1]), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(blocks, type_of(kind))
+    np.testing.assert_array_equal(np.array(mm.block_dequantize(mx.array(blocks), kind)), expected)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantize_matches_the_package(rng, dtype, native, kind):
+    w = rng.standard_normal((300, 32)) * np.exp2(rng.integers(-12, 12, (300, 1)))
+    w[::7], w[1::7] = 0, rng.integers(-8, 9, w[1::7].shape) / 2
+    w[2::7], w[3::7] = rng.choice([-1.5, 1.5], w[2::7].shape), 1.25
+    w = np.array(mx.array(w.astype(np.float32)).astype(dtype).astype(mx.float32))
+    with np.errstate(all="ignore"):
+        expected = gguf.quantize(w, type_of(kind))
+    blocks = mm.block_quantize(mx.array(w).astype(dtype), kind)
+    np.testing.assert_array_equal(np.array(blocks), expected)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantize_no_finite_number(native, kind):
+    """What has a NaN is NaN; nothing else comes of it."""
+    w = np.ones((4, 32), np.float32)
+    w[0, 3], w[1, 5], w[2, 7] = np.nan, np.inf, -np.inf
+    found = np.array(mm.block_dequantize(mm.block_quantize(mx.array(w), kind), kind))
+    assert np.isnan(found[0]).all() and not np.isfinite(found[1:3]).any() and (np.abs(found[3] - 1) < 1e-3).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, count, outputs", [(1, 1, 1), (1, 3, 9), (2, 9, 5), (7, 2, 33), (9, 5, 70), (33, 1, 12)])
+def test_products(rng, dtype, native, kind, rows, count, outputs):
+    blocks, w = draw_blocks(rng, outputs, count, kind)
+    x = draw(rng, (rows, w.shape[1]), dtype)
+    bias = draw(rng, (outputs,), dtype) if rows % 2 else None
+    y = mm.block_matmul(x, mx.array(blocks), kind, bias)
+    assert_product_right(y, exact_product(widen(x), w.astype(np.float64), widen(bias)), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_vmap_and_compile(rng, native, kind):
+    blocks, w = draw_blocks(rng, 6, 1, kind)
+    x, cotangent = draw(rng, (3, w.shape[1]), mx.float32), draw(rng, (3, 6), mx.float32)
+    ours = lambda x: mm.block_matmul(x, mx.array(blocks), kind)
+    (found,), (expected,) = (mx.vjp(f, [x], [cotangent])[1] for f in (ours, lambda x: x @ mx.array(w).T))
+    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=SUMS, atol=of_terms(100))
+    for f in (mx.vmap(ours), mx.compile(ours)):
+        np.testing.assert_allclose(np.array(f(x)), np.array(ours(x)), rtol=SUMS, atol=of_terms(100))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_there_is_no_kernel_yet(kind):
+    weights, size = size_of(kind)
+    with mm.simulator.enabled():
+        with pytest.raises(RuntimeError, match=f"kind {kind}"):
+            mm.block_matmul(mx.zeros((1, weights)), mx.zeros((2, size), mx.uint8), kind)
+        with pytest.raises(ValueError, match=f"kind is '{kind}': expected q4_0 or q8_0 on a GPU"):
+            mm.block_dequantize(mx.zeros((2, size), mx.uint8), kind)
