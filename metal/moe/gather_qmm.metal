@@ -5,7 +5,7 @@
 // NaN where an index is out of range. matmul/rows.h says how; a threadgroup has outputs of one row of a pair.
 #include <metal_stdlib>
 
-#include "matmul/affine_rows.h"
+#include "matmul/quantized_rows.h"
 #include "matmul/rows.h"
 #include "mittens/instantiate.h"
 #include "moe/pairs.h"

@@ -6,7 +6,7 @@
 // float32, rounded once.
 #include <metal_stdlib>
 
-#include "matmul/affine_rows.h"
+#include "matmul/quantized_rows.h"
 #include "matmul/rows.h"
 #include "mittens/instantiate.h"
 #include "moe/pairs.h"

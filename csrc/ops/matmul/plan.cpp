@@ -324,7 +324,7 @@ const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dty
   return mlx_uses_matrix_units(gpu, dtype) && matrix_units_win(sizes, transpose, dtype) ? matrix_units : nullptr;
 }
 
-RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, uint32_t most_rows, const Gpu& gpu) {
+RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu, uint32_t most_rows) {
   constexpr uint32_t few_simdgroups = 2;  // of a threadgroup that shares no columns
   RowsPlan plan;
   plan.rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), most_rows);
@@ -398,7 +398,7 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
       plan_affine_nvidia_rows(plan, kernels, format, sizes, gpu);
       break;
     case AffineKernel::rows:
-      plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, all ? 4 : 2, gpu);
+      plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, gpu, all ? 4 : 2);
       break;
   }
   return plan;
