@@ -1,7 +1,11 @@
 #include "simulator/watcher.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <map>
+#include <mutex>
+#include <set>
 
 #include "simulator/runtime.h"
 #include "simulator/simulation.h"
@@ -18,7 +22,31 @@ constexpr unsigned kSeveralThreadgroups = 2045;
 constexpr unsigned kAtomicAccess = 2046;
 constexpr uint32_t kLastSimdEpoch = (1u << 21) - 1;
 
+std::mutex notes_mutex;
+std::set<std::string> notes;
+std::atomic<bool> equal_writes_are_faults = false;
+std::atomic<uint64_t> launch_count = 0;
+
 }  // namespace
+
+void fault_on_equal_writes(bool fault) {
+  equal_writes_are_faults = fault;
+}
+
+std::vector<std::string> take_notes() {
+  const std::lock_guard lock(notes_mutex);
+  std::vector<std::string> taken(notes.begin(), notes.end());
+  notes.clear();
+  return taken;
+}
+
+uint64_t launches() {
+  return launch_count;
+}
+
+void Watcher::count_launch() {
+  ++launch_count;
+}
 
 Watcher::Watcher(Simulation& simulation, const Library& library, const Stacks& stacks, Counts& counts)
     : simulation_(simulation), library_(library), stacks_(stacks), counts_(counts) {}
@@ -69,6 +97,9 @@ void Watcher::load(const void* address, size_t bytes, const void* caller) {
   if (outside_) {
     settle(at, access);
   }
+  if (!postponed_.empty()) {
+    compare();
+  }
   if (Region* region = region_of(at, access)) {
     count(*region, at - region->begin, access);
     if (!region->cells.empty()) {
@@ -82,6 +113,9 @@ void Watcher::store(const void* address, size_t bytes, const void* caller) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   if (outside_) {
     settle(at, access);
+  }
+  if (!postponed_.empty()) {
+    compare();
   }
   if (Region* region = region_of(at, access)) {
     if (!region->writable) {
@@ -98,6 +132,9 @@ void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, con
   if (outside_) {
     settle(at, access);
   }
+  if (!postponed_.empty()) {
+    compare();
+  }
   if (Region* region = region_of(at, access)) {
     profile(*region, at - region->begin, access);
     if (!region->cells.empty()) {
@@ -112,7 +149,35 @@ void Watcher::outside_array(const void* caller) {
   }
 }
 
+void Watcher::postpone(const Region& region, size_t offset, const Access& access, const Stamp& other) {
+  const size_t bytes = std::min<size_t>(size_t{1} << region.granule_bits, region.bytes - offset);
+  Postponed store{&region, offset, bytes, access, other, {}};
+  std::memcpy(store.before, reinterpret_cast<const void*>(region.begin + offset), bytes);
+  postponed_.push_back(store);
+}
+
+// The stores have happened.
+void Watcher::compare() {
+  const std::vector<Postponed> stores = std::move(postponed_);
+  postponed_.clear();
+  for (const Postponed& store : stores) {
+    const Region& region = *store.region;
+    if (std::memcmp(store.before, reinterpret_cast<const void*>(region.begin + store.offset), store.bytes) != 0) {
+      race(region, store.offset, store.access, store.other, "written");
+    }
+    if (noted_.emplace(&region, store.access.caller).second) {
+      const char* kind = region.space == Region::device ? "buffer \"" : "threadgroup array \"";
+      const std::lock_guard lock(notes_mutex);
+      notes.insert("[" + simulation_.kernel_name() + "] several threads write one value" + where(store.access.caller) +
+                   " to " + kind + region.name + "\" with no barrier between: one of them would do");
+    }
+  }
+}
+
 void Watcher::settle() {
+  if (!postponed_.empty()) {
+    compare();
+  }
   if (outside_) {
     fail(simulation_.running_name() + " uses an index outside an array of its own" + where(outside_));
   }
@@ -272,7 +337,11 @@ void Watcher::on_store(Region& region, Cell& cell, size_t offset, const Access& 
   const abi::Thread& thread = *runtime()->thread;
   if (cell.write.epoch != 0 && !in_order(cell.write, region, clock, thread) &&
       !(access.kind == kAtomic && cell.write.who == kAtomicAccess)) {
-    race(region, offset, access, cell.write, "written");
+    if (access.kind == kStore && cell.write.who != kAtomicAccess && !equal_writes_are_faults) {
+      postpone(region, offset, access, cell.write);
+    } else {
+      race(region, offset, access, cell.write, "written");
+    }
   }
   if (cell.read.epoch != 0 && !in_order(cell.read, region, clock, thread)) {
     race(region, offset, access, cell.read, "read");
@@ -335,7 +404,12 @@ void Watcher::fail(const std::string& what) {
 }
 
 void Watcher::race(const Region& region, size_t offset, const Access& access, const Stamp& other, const char* did) {
-  const Clock& clock = clock_of(region);
+  fail(race_text(region, offset, access, other, did));
+}
+
+std::string Watcher::race_text(const Region& region, size_t offset, const Access& access, const Stamp& other,
+                               const char* did) const {
+  const Clock& clock = clocks_[region.space == Region::threadgroup];
   std::string by;
   if (other.who < kSimdgroup) {
     by = "thread " + std::to_string(other.who);
@@ -352,8 +426,8 @@ void Watcher::race(const Region& region, size_t offset, const Access& access, co
                                   [](uint32_t epoch, const auto& threadgroup) { return epoch < threadgroup.first; });
     by += " of threadgroup " + simulator::text_of((after - 1)->second.threadgroup);
   }
-  fail(text_of(access) + place_of(region, offset) + ", " + did + " by " + by + where(other.caller) +
-       (elsewhere ? " in the same launch: a race between threadgroups" : " with no barrier between: a race"));
+  return text_of(access) + place_of(region, offset) + ", " + did + " by " + by + where(other.caller) +
+         (elsewhere ? " in the same launch: a race between threadgroups" : " with no barrier between: a race");
 }
 
 }  // namespace mittens::simulator

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,6 +23,13 @@
 namespace mittens::simulator {
 
 class Simulation;
+
+// Several threads that write one value to one place race by the letter, and no GPU shows it. They are noted, or faults.
+void fault_on_equal_writes(bool fault);
+// What was noted since the last call, each kind once.
+std::vector<std::string> take_notes();
+// How many launches this process has simulated.
+uint64_t launches();
 
 // When and by whom: an epoch of the memory (0 is never), a thread and its simdgroup's epoch; and where in the code.
 struct Stamp {
@@ -60,6 +68,7 @@ class Watcher {
   Watcher(Simulation& simulation, const Library& library, const Stacks& stacks, Counts& counts);
 
   void start(const Options& options) {
+    count_launch();
     watching_ = options.watch && library_.watched();
     if (options.count) {
       traffic_ = std::make_unique<MemoryTraffic>(counts_);
@@ -114,6 +123,8 @@ class Watcher {
   void barrier(abi::Scope scope, unsigned simdgroup, unsigned memory);
 
  private:
+  static void count_launch();
+
   enum Kind { kLoad, kStore, kAtomic };
 
   // The epochs of one kind of memory.
@@ -130,6 +141,18 @@ class Watcher {
     const void* caller;
   };
 
+  // A store over what another thread stored, which is a race unless both are of one value: that shows after the store.
+  struct Postponed {
+    const Region* region;
+    size_t offset;
+    size_t bytes;
+    Access access;
+    Stamp other;
+    unsigned char before[4];
+  };
+
+  void postpone(const Region& region, size_t offset, const Access& access, const Stamp& other);
+  void compare();
   void settle(uintptr_t address, const Access& access);
   Region* region_of(uintptr_t address, const Access& access);
   Region* outside_of_regions(uintptr_t address, const Access& access);
@@ -152,6 +175,8 @@ class Watcher {
   std::string place_of(const Region& region, size_t offset) const;
   std::string who_did(const Stamp& stamp, const char* what, const Region& region) const;
   [[noreturn]] void fail(const std::string& what);
+  std::string race_text(const Region& region, size_t offset, const Access& access, const Stamp& other,
+                        const char* did) const;
   [[noreturn]] void race(const Region& region, size_t offset, const Access& access, const Stamp& other,
                          const char* did);
 
@@ -160,6 +185,8 @@ class Watcher {
   const Stacks& stacks_;
   Counts& counts_;
   bool watching_ = false;
+  std::vector<Postponed> postponed_;
+  std::set<std::pair<const Region*, const void*>> noted_;
   const void* outside_ = nullptr;  // where an index is beyond its array, until settled
   Clock clocks_[2];  // of device memory, of threadgroup memory
   std::vector<std::pair<uint32_t, abi::Thread>> threadgroups_;  // the device epoch in which each began, and where it is

@@ -67,11 +67,7 @@ def refused(file: str) -> list[Problem]:
     These are the errors of `check` without the doubtful ones, and without those of memory: only a launch knows how
     much it asks for.
     """
-    return [
-        problem
-        for problem in _known_problems(file, Options(standard="metal3.2"), strict=False)
-        if problem.severity == ERROR
-    ]
+    return [problem for problem in _known_problems(file, Options(), strict=False) if problem.severity == ERROR]
 
 
 def _known_problems(file: str, options: Options, strict: bool) -> list[Problem]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 from .. import _ext, gpus
+from . import pretence
 from .metal_kernel import Kernel, metal_kernel, redirect, restore
 from .prediction import EstimatedLaunch, PredictedLaunch, PredictedLaunches, predicted
 from .profile import Launch, LineCounts, profiled
@@ -20,7 +21,9 @@ __all__ = [
     "PredictedLaunch",
     "PredictedLaunches",
     "enabled",
+    "launched",
     "metal_kernel",
+    "notes",
     "predicted",
     "profiled",
 ]
@@ -32,11 +35,20 @@ STEP_LIMIT = 1_000_000_000
 
 _lock = threading.Lock()
 _open: list[tuple[object, int, bool, int, str]] = []  # a token and the settings of every block that is open
+_equal_writes: list[tuple[object, bool]] = []  # a token and whether equal writes are faults, of every open block
+_pretending: list[object] = []  # the tokens of the open blocks that pretend to be on a Mac
 _before: tuple[bool, int, bool, int, str]  # the settings from before the first block that is open
 
 
 @contextlib.contextmanager
-def enabled(seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT, gpu: str = "apple") -> Iterator[None]:
+def enabled(
+    seed: int = 0,
+    watch: bool = True,
+    step_limit: int = STEP_LIMIT,
+    gpu: str = "apple",
+    pretend_metal: bool = False,
+    equal_writes: str = "note",
+) -> Iterator[None]:
     """Sends ops on the CPU, and the kernels of ``mx.fast.metal_kernel``, through the simulator.
 
     Ops are lazy: what counts is where they are evaluated, not where they are called. The environment variable
@@ -56,11 +68,18 @@ def enabled(seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT, gpu
         gpu: Which GPU the simulator stands for: an Apple chip such as "m2-max" (``mlx-mittens simulate --help`` lists
             them), "h200", or "apple" or "nvidia" for a usual one. Which kernels the ops choose and how they share out
             work depends on it; on a GPU with matrix units, such as the M5's, some calls go to mx.
+        pretend_metal: Whether MLX answers as on a Mac, for libraries that ask before they launch a kernel:
+            ``mx.metal.is_available()`` is true, and ``mx.gpu`` is a device that works. Kernels that a module did not
+            make at its import, since there was no Metal, are made.
+        equal_writes: What several threads that write one value to one place are, with no barrier between: ``"note"``
+            (see ``notes``) or ``"fault"``.
 
     Raises:
-        ValueError: There is no such GPU.
+        ValueError: There is no such GPU, or ``equal_writes`` is neither of the two.
     """
     gpus.named(gpu)
+    if equal_writes not in ("note", "fault"):
+        raise ValueError(f"[enabled] equal_writes is {equal_writes!r}: expected 'note' or 'fault'")
     global _before
     block = (object(), seed, watch, step_limit, gpu)
     with _lock:
@@ -69,13 +88,35 @@ def enabled(seed: int = 0, watch: bool = True, step_limit: int = STEP_LIMIT, gpu
             redirect()
         _open.append(block)
         _ext.simulator_configure(True, *block[1:])
+        _equal_writes.append((block[0], equal_writes == "fault"))
+        _ext.simulator_fault_on_equal_writes(_equal_writes[-1][1])
+        if pretend_metal:
+            _pretending.append(block[0])
+            if len(_pretending) == 1:
+                pretence.pretend()
     try:
         yield
     finally:
         with _lock:
             _open.remove(block)
+            if block[0] in _pretending:
+                _pretending.remove(block[0])
+                if not _pretending:
+                    pretence.stop()
+            _equal_writes[:] = [setting for setting in _equal_writes if setting[0] is not block[0]]
+            _ext.simulator_fault_on_equal_writes(bool(_equal_writes) and _equal_writes[-1][1])
             if _open:
                 _ext.simulator_configure(True, *_open[-1][1:])
             else:
                 restore()
                 _ext.simulator_configure(*_before)
+
+
+def launched() -> int:
+    """How many kernels this process has run in the simulator: the same number before and after means that none ran."""
+    return int(_ext.simulator_launches())
+
+
+def notes() -> list[str]:
+    """What the watcher saw since the last call that no GPU shows, such as several threads that write one value."""
+    return list(_ext.simulator_notes())

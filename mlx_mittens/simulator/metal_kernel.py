@@ -21,6 +21,7 @@ from .. import _ext, frontend
 from ..apple import agx_compiler
 from ..apple.chips import find_chip
 from ..frontend import dialect
+from ..frontend.sources import without_comments
 from . import user_sources
 from .prediction import PredictedLaunch, predict_launches
 from .profile import profiled
@@ -33,6 +34,8 @@ _compiling = threading.Lock()
 # What MLX puts before every such kernel.
 _PRELUDE = '#include <metal_stdlib>\n#include "mlx/backend/metal/kernels/utils.h"\nusing namespace metal;\n'
 _FAST_MATH = 2  # as MLX numbers its math modes
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _QUOTED_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"[^"]*"', re.M)
 
 
@@ -92,6 +95,9 @@ class Kernel:
             Fault: From the evaluation of an output, if the kernel does what a GPU would not forgive.
         """
         arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
+        if len(output_shapes) != len(output_dtypes):
+            counts = f"output_shapes has {len(output_shapes)} entries and output_dtypes {len(output_dtypes)}"
+            _fail(f"{counts}: expected one of each for every output")
         shapes = [_checked_shape(i, shape) for i, shape in enumerate(output_shapes)]
         grid, threadgroup = _check(grid, threadgroup, template)
         generated = _generate(
@@ -154,6 +160,13 @@ class Kernel:
                 line = part.count("\n", 0, include.start()) + 1
                 problem = "error: Metal's run-time compiler finds no quoted include"
                 raise frontend.CompileError(file, generated.kernel, f"{name}:{line}: {problem}")
+            other = _NOT_ASCII.search(without_comments(part))
+            if other:
+                line = part.count("\n", 0, other.start()) + 1
+                problem = (
+                    f"error: {other[0]!r} is not ASCII: MLX hands the text over as ASCII, write it in a comment only"
+                )
+                raise frontend.CompileError(file, generated.kernel, f"{name}:{line}: {problem}")
         if self._source:
             at = text.rindex(self._source)
             end = at + len(self._source)
@@ -191,8 +204,17 @@ def metal_kernel(
 
     Returns:
         A kernel, called as that of ``mx.fast.metal_kernel``.
+
+    Raises:
+        ValueError: A name is none of Metal's language.
     """
     names = list(input_names), list(output_names)
+    if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+        _fail(f"name is {name!r}: expected letters, digits and _, since it becomes the name of a function")
+    for what, given in (("input_names", names[0]), ("output_names", names[1])):
+        for word in given:
+            if not _IDENTIFIER.fullmatch(word):
+                _fail(f"{what} has {word!r}: expected a name of letters, digits and _, as in C")
     made = _mlx_metal_kernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs, compile_options)
     return Kernel(made, name, header, source)  # type: ignore[arg-type]  # mlx's stub has it return object
 

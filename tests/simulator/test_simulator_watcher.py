@@ -288,7 +288,7 @@ PLANTS = {
     "threadgroups_write_one_place": Plant(
         ["race between threadgroups", "written by thread", "threadgroup (0, 0, 0)"],
         """
-        y[i] = x[i];
+        y[i] = x[i] + at;
         y[64 + i] = x[i];
         """,
         """

@@ -22,6 +22,7 @@
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/exporting.h"
+#include "simulator/watcher.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
@@ -186,6 +187,10 @@ void bind(nb::module_& module) {
              nb::kw_only(), nb::arg("file"), nb::arg("library"), nb::arg("kernel"), nb::arg("grid"),
              nb::arg("threadgroup"), nb::arg("infos"), nb::arg("initial"), nb::arg("by_rows"),
              "The outputs of a kernel of mx.fast.metal_kernel, which runs in the simulator when they are evaluated.");
+  module.def("simulator_launches", &simulator::launches, "How many launches this process has simulated.");
+  module.def("simulator_notes", &simulator::take_notes, "What the watcher noted since the last call.");
+  module.def("simulator_fault_on_equal_writes", &simulator::fault_on_equal_writes, nb::arg("fault"),
+             "Whether several threads that write one value to one place are a fault, or noted.");
 }
 
 const Register registered(bind);

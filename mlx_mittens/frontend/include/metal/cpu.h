@@ -162,9 +162,10 @@ MITTENS_RUNTIME inline float2 matrix_multiply(Site site, float2 a, float2 b, flo
 MITTENS_RUNTIME inline void* threadgroup_memory_of(const void* key, const char* name, unsigned long bytes, Site site) {
   return runtime->threadgroup_array(key, name, bytes, site);
 }
+// A pointer, since what a reference refers to may be read before the branch that reads it.
 template <typename T>
-MITTENS_INLINE MITTENS_THREADGROUP T& threadgroup_array(const void* key, const char* name, Site site) {
-  return *(MITTENS_THREADGROUP T*)threadgroup_memory_of(key, name, sizeof(T), site);
+MITTENS_INLINE MITTENS_THREADGROUP T* threadgroup_array(const void* key, const char* name, Site site) {
+  return (MITTENS_THREADGROUP T*)threadgroup_memory_of(key, name, sizeof(T), site);
 }
 
 // Other threads see an atomic operation as one: the simulator never switches threads within it.
@@ -177,4 +178,4 @@ MITTENS_RUNTIME inline void announce_atomic(const volatile void* address, unsign
 
 #define MITTENS_THREADGROUP_ARRAY(name, ...)  \
   static char name##_key;                     \
-  auto& name = ::mittens::threadgroup_array<__VA_ARGS__>(&name##_key, #name, ::mittens::here())
+  auto& name = *::mittens::threadgroup_array<__VA_ARGS__>(&name##_key, #name, ::mittens::here())
