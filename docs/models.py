@@ -1,0 +1,291 @@
+"""Which kernels serve each model file of the installed mlx-lm: the table of docs/models.md.
+
+Each file's model is built small and with random weights of 4 bits, and runs under the patch: a prompt, then a token.
+
+python docs/models.py            prints it
+python docs/models.py --write    writes it into docs/models.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import dataclasses
+import importlib
+import importlib.metadata
+import pkgutil
+import re
+import tempfile
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent / "models.md"
+PATTERN = re.compile(r"(?<=<!-- models: begin -->\n).*?(?=<!-- models: end -->)", re.S)
+
+MOST_BYTES = 1 << 28
+
+# Sizes by the names that model files give them.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "dim", "d_model", "n_embd", "model_dim", "embedding_dim", "emb_dim"), 128),
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers"), 4),
+    **dict.fromkeys(("intermediate_size", "hidden_dim", "ffn_dim", "mlp_hidden_size", "d_ff", "n_inner"), 256),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "n_head", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_key_value_groups"), 2),
+    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "head_size"), 64),
+    **dict.fromkeys(("vocab_size", "n_vocab"), 320),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon"), 1e-5),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base", "rotary_base", "rope_base"), 1e4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 256),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "window_size"), 8),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "moe_router_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_hidden_size"), 64),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "use_bias", "qkv_bias", "use_qkv_bias"), False),
+    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), True),
+    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 64),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    "qk_rope_head_dim": 32,
+    "rotary_pct": 0.5,
+    "partial_rotary_factor": 1.0,
+    "routed_scaling_factor": 1.0,
+    "moe_layer_freq": 1,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "sliding_window_pattern": 2,
+    "hidden_act": "silu",
+    "logit_scale": 1.0,
+    "rope_scaling": None,
+}
+
+
+_YARN = {
+    **{"type": "yarn", "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1, "rope_theta": 1e4},
+    "llama_4_scaling_beta": 0.1,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+# Fields of single files, and what their text models are called where they have one of several kinds.
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("afmoe", "exaone_moe"), {"layer_types": _ALTERNATING, "is_moe_layer": [False, True] * 2}),
+    **dict.fromkeys(("deepseek_v2", "kimi_k25"), {"rope_scaling": _YARN}),
+    **dict.fromkeys(("ministral3", "mistral4"), {"rope_parameters": _YARN}),
+    **dict.fromkeys(("minicpm", "seed_oss"), {"head_dim": 32}),
+    "baichuan_m1": {"sliding_window_layers": [0, 2], "conv_window": 2},
+    "cohere2": {"head_dim": 32},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+    },
+    "exaone": {"head_dim": 32, "num_layers": 4},
+    "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
+    "gemma4_text": {"layer_types": _ALTERNATING, "num_kv_shared_layers": 0},
+    "gptj": {"rotary_dim": 32},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
+    "kimi_linear": {
+        "linear_attn_config": {
+            **{"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 64},
+            "short_conv_kernel_size": 4,
+        }
+    },
+    "lfm2": {"full_attn_idxs": [1, 3], "conv_L_cache": 3},
+    "lfm2_moe": {"full_attn_idxs": [1, 3], "conv_L_cache": 3},
+    "llama4_text": {"no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 256},
+    "mamba2": {"time_step_limit": (0.0, 1e9), "intermediate_size": 256, "n_groups": 1, "state_size": 16},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "logits_soft_cap": 30.0},
+}
+
+
+# Files whose small model ends the process, without the patch too.
+LEFT_OUT = {"phi3small": "mx ends by a segmentation fault at these sizes"}
+
+TEXT_MODELS = {
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n",
+    "gemma4": "gemma4_text",
+    "lfm2-vl": "lfm2",
+    "llama4": "llama4_text",
+    "mistral3": "llama",
+    "pixtral": "llama",
+    "qwen2_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+
+
+def files() -> list[str]:
+    """The model files that have a model of their own."""
+    import mlx_lm.models as models
+
+    names = sorted(module.name for module in pkgutil.iter_modules(models.__path__) if not module.ispkg)
+    texts = {name: (Path(models.__path__[0]) / f"{name}.py").read_text() for name in names}
+    return [name for name in names if "class Model(" in texts[name] and "class ModelArgs" in texts[name]]
+
+
+def arguments(cls: Any, name: str) -> Any:
+    """The arguments of a small model, by the names of its fields."""
+    types = typing.get_type_hints(cls)
+    given = {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        if field.name == "model_type":
+            given[field.name] = name
+        elif field.name in OWN.get(name, {}):
+            given[field.name] = OWN[name][field.name]
+        elif field.name == "text_config":
+            given[field.name] = {**SIZES, "model_type": TEXT_MODELS.get(name, name)}
+        elif field.name in SIZES:
+            given[field.name] = SIZES[field.name]
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            given[field.name] = {int: 4, float: 1.0, bool: False, str: "silu"}.get(types[field.name])
+    return cls(**given)
+
+
+# Operations that launch nothing where arrays lie as they should.
+VIEWS = {
+    *("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "Depends", "ExpandDims", "Flatten", "MittensCacheBuffer"),
+    *("Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten", "View"),
+}
+
+
+def operations(y: Any) -> collections.Counter[str]:
+    """The operations that an array is still to be computed by."""
+    import mlx.core as mx
+
+    with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
+        mx.export_to_dot(file.name, y)
+        labels = re.findall(r'label ="(\w+)"', file.read())
+    return collections.Counter(label for label in labels if label not in VIEWS)
+
+
+def measure(name: str) -> dict[str, Any]:
+    """What a model file's model runs under the patch, for a prompt and for a token.
+
+    Of each: launches of our kernels by op, operations of mx's, and calls that went to mx with the reason.
+    """
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import cache
+
+    import mlx_mittens as mm
+
+    mx.set_default_device(mx.cpu)
+    mx.random.seed(0)
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    model = module.Model(arguments(module.ModelArgs, name))
+    size = sum(a.nbytes for _, a in tree_flatten(model.parameters()))
+    if size > MOST_BYTES:
+        raise ValueError(f"its parameters take {size >> 20} MB: the table of sizes lacks some of its fields")
+    model.set_dtype(mx.float16)
+    fits = lambda _, part: hasattr(part, "to_quantized") and part.weight.shape[-1] % 64 == 0
+    nn.quantize(model, 64, 4, class_predicate=fits)
+    mx.eval(model.parameters())
+    caches = cache.make_prompt_cache(model)
+    found: dict[str, Any] = {"layers": len(model.layers)}
+    with mm.patched():
+        # Each prompt is longer than the windows. The first token after one may make room in the caches.
+        for kind, tokens in (("", 9), ("prompt", 11), ("", 1), ("token", 1)):
+            inputs = mx.array([list(range(tokens))])
+            # As it is made, with what mx.compile fuses. It is not evaluated: on a CPU that would compile C++.
+            graph = operations(model(inputs, cache=copy.deepcopy(caches))) if kind else {}
+            mm.stats(reset=True)
+            mx.disable_compile()
+            try:
+                mx.eval(model(inputs, cache=caches), [one.state for one in caches])
+            finally:
+                mx.enable_compile()
+            stats = mm.stats(reset=True)
+            if kind:
+                found[kind] = {
+                    "ours": {op: sum(one["kernels"].values()) for op, one in sorted(stats.items()) if one["kernels"]},
+                    "mx": {op: n for op, n in sorted(graph.items()) if not op.startswith("Mittens")},
+                    "why": {op: sorted(one["mx"]) for op, one in sorted(stats.items()) if one["mx"]},
+                }
+    return found
+
+
+def measured(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The same of several files; of one that fails, why."""
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        try:
+            results[name] = {"failed": LEFT_OUT[name]} if name in LEFT_OUT else measure(name)
+        except (Exception, SystemExit) as error:  # one asks for a package and exits
+            results[name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:90]}
+    return results
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{op} {n}" for op, n in counts.items())
+
+
+def _mx_text(counts: dict[str, int]) -> str:
+    """Operations of mx's, the most frequent first; what mx.compile fused has the names of its parts."""
+    fused = {op: n for op, n in counts.items() if op.startswith("Compiled")}
+    plain = sorted(((op, n) for op, n in counts.items() if op not in fused), key=lambda one: (-one[1], one[0]))
+    parts = [f"fused {sum(fused.values())}"] if fused else []
+    return ", ".join(parts + [f"{op} {n}" for op, n in plain])
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    """A line of the table."""
+    if "failed" in found:
+        return f"| {name} | | | | | not measured: {found['failed'].replace('|', '/')} |"
+    token = found["token"]
+    launches = (sum(token["ours"].values()) + sum(token["mx"].values())) / found["layers"]
+    why = "; ".join(f"{op}: {', '.join(reasons)}" for op, reasons in token["why"].items())
+    cells = [
+        name,
+        _counts(found["prompt"]["ours"]),
+        _counts(token["ours"]),
+        f"{launches:.1f}",
+        _mx_text(token["mx"]),
+        why,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def made_with() -> str:
+    """The line that names what the table depends on beside the package."""
+    return f"mlx-lm {importlib.metadata.version('mlx-lm')}, mlx {importlib.metadata.version('mlx')}."
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    heading = "| file | prompt | token | launches a layer | of mx, a token | why |\n|---|---|---|--:|---|---|\n"
+    return f"{made_with()}\n\n{heading}" + "".join(f"{row(name, results[name])}\n" for name in sorted(results))
+
+
+def rows_of_page() -> dict[str, list[str]]:
+    """The cells of each file's row in docs/models.md, but for those that were not measured."""
+    found = PATTERN.search(PAGE.read_text())
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (found[0] if found else "").splitlines()]
+    return {line[0]: line for line in cells[4:] if line and line[3]}
+
+
+def counts_of(cell: str) -> dict[str, int]:
+    """A cell of counts, as numbers by name."""
+    return {op: int(n) for op, _, n in (part.rpartition(" ") for part in cell.split(", ") if part)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", help="model files; all by default")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/models.md")
+    options = parser.parse_args()
+    text = table(measured(options.files or files()))
+    if options.write:
+        PAGE.write_text(PATTERN.sub(lambda _: text, PAGE.read_text()))
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
