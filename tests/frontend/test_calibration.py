@@ -1,0 +1,117 @@
+"""What is known to be right calibrates the front end: MLX's own kernels are taken, and broken text never breaks it."""
+
+import random
+import re
+import resource
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from helpers.dialect_cases import ACCEPTED, HEADER
+
+from mlx_mittens import frontend
+from mlx_mittens.frontend import dialect
+
+KERNELS = "mlx/backend/metal/kernels"
+FOLDER = Path(mx.__file__).parent / "include" / KERNELS
+
+# What a header needs before it, where MLX's own .metal files or its run-time compilation include it.
+_STEEL = ("steel/gemm/gemm.h",)
+_CONVOLUTION = ("steel/conv/conv.h",)
+BEFORE = {
+    "fp_quantized.h": _STEEL + ("quantized_utils.h",),
+    "quantized.h": _STEEL + ("quantized_utils.h",),
+    "indexing/scatter.h": ("atomic.h", "reduction/ops.h", "indexing/indexing.h"),
+    "indexing/scatter_axis.h": ("atomic.h", "reduction/ops.h"),
+    "reduce.h": ("atomic.h", "reduction/ops.h", "reduce_utils.h"),
+    "reduction/ops.h": ("atomic.h",),
+    "reduction/reduce_all.h": ("atomic.h", "reduction/ops.h", "reduce_utils.h"),
+    "reduction/reduce_col.h": ("atomic.h", "reduction/ops.h", "reduce_utils.h"),
+    "reduction/reduce_row.h": ("atomic.h", "reduction/ops.h", "reduce_utils.h"),
+    "searchsorted.h": ("sort.h",),
+    "scan.h": ("binary_ops.h",),
+    **{
+        f"steel/gemm/kernels/steel_gemm_{name}.h": _STEEL
+        for name in ("fused", "gather", "masked", "segmented", "splitk")
+    },
+    "steel/conv/kernels/steel_conv.h": _STEEL + _CONVOLUTION,
+    "steel/conv/kernels/steel_conv_3d.h": _STEEL + _CONVOLUTION,
+    "steel/conv/kernels/steel_conv_general.h": _STEEL + _CONVOLUTION,
+}
+# They are parts of others, which are taken.
+PARTS = re.compile(r"steel/conv/loader.*\.h")
+# Matrix units of the M5, by tensors of Metal 4: not covered.
+TENSORS = re.compile(r".*nax.*\.h")
+
+
+def headers():
+    found = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.h"))
+    return [name for name in found if not PARTS.fullmatch(name) and not TENSORS.fullmatch(name)]
+
+
+def check_header(name):
+    """The problems of a kernel header of MLX, with what it needs before it."""
+    included = "".join(f'#include "{KERNELS}/{header}"\n' for header in ("utils.h", *BEFORE.get(name, ()), name))
+    kernel = "[[kernel]] void nothing(device int* y [[buffer(0)]]) { y[0] = 1; }\n"
+    file = f"mlx_{name.replace('/', '_')}.metal"
+    frontend.register_source(file, HEADER + included + kernel)
+    return dialect.check(file)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", headers())
+def test_every_kernel_source_of_mlx_is_taken(name):
+    assert check_header(name) == []
+
+
+@pytest.mark.parametrize("name", ["binary_ops.h", "fft.h", "gated_delta_update.h", "reduce.h", "scan.h"])
+def test_kernel_sources_of_mlx_are_taken(name):
+    assert check_header(name) == []
+
+
+def test_the_checked_file_is_that_of_mlx():
+    assert "quantized.h" in headers() and len(headers()) > 60
+
+
+def test_quantized_kernels_are_checked_in_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert check_header("quantized.h") == []
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime < 10
+
+
+def mutated(text, rng):
+    """The text with one to three tokens dropped, doubled, swapped or replaced by another of it."""
+    tokens = re.findall(r"\w+|\s+|[^\w\s]", text)
+    for _ in range(rng.randint(1, 3)):
+        i, j = rng.randrange(len(tokens)), rng.randrange(len(tokens))
+        kind = rng.randrange(4)
+        if kind == 0:
+            tokens[i] = ""
+        elif kind == 1:
+            tokens[i] *= 2
+        elif kind == 2:
+            tokens[i], tokens[j] = tokens[j], tokens[i]
+        else:
+            tokens[i] = tokens[j]
+    return "".join(tokens)
+
+
+def check_mutants(count, seed):
+    rng = random.Random(seed)
+    texts = list(ACCEPTED.values())
+    for number in range(count):
+        text = mutated(rng.choice(texts), rng)
+        frontend.register_source("mutant.metal", HEADER + text)
+        for problem in dialect.check("mutant.metal"):
+            assert problem.line >= 1 and problem.what, (seed, number, text)
+
+
+def test_mutated_kernels_have_a_verdict():
+    check_mutants(40, seed=1)
+
+
+@pytest.mark.nightly
+def test_many_mutated_kernels_have_a_verdict():
+    check_mutants(2000, seed=2)
