@@ -121,7 +121,7 @@ class _Repeated:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         draw = getattr(self._rng, name)
-        place = {"standard_normal": 0, "random": 0, "integers": 2, "uniform": 2}[name]
+        place = {"standard_normal": 0, "random": 0, "exponential": 1, "integers": 2, "uniform": 2}[name]
 
         def drawn(*arguments: Any, **options: Any) -> np.ndarray:
             given = list(arguments)
