@@ -28,8 +28,15 @@ class Column:
     left: bool = False
 
 
-def aligned(lines: Sequence[Sequence[str]], left: int) -> str:
-    """Lines of cells in columns, so many of which are flush left and the others flush right."""
+def aligned(lines: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:
+    """Lines of cells in columns, so many of which are flush left and the others flush right.
+
+    Args:
+        lines: The cells.
+        left: How many columns are flush left.
+        width: That of the terminal, into which columns that are flush left are cut; None cuts nothing.
+    """
+    lines = _narrowed(lines, left, width)
     widths = [max(map(len, column)) for column in zip(*lines)]
     texts = []
     for line in lines:
@@ -54,10 +61,10 @@ def _plain(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int 
     kept = _fitting(columns, rows, width)
     lines = [[columns[i].name for i in kept], *([row[i] for i in kept] for row in rows)]
     left = sum(columns[i].left for i in kept)
-    return aligned(_narrowed(lines, left, width), left).split("\n")
+    return aligned(lines, left, width).split("\n")
 
 
-def _narrowed(lines: list[list[str]], left: int, width: int | None) -> list[list[str]]:
+def _narrowed(lines: Sequence[Sequence[str]], left: int, width: int | None) -> Sequence[Sequence[str]]:
     """Lines whose widest column that is flush left is cut until they fit, where no column can be dropped any more."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     while width is not None and left:

@@ -75,10 +75,20 @@ def _cells(outcome: Outcome, case: str) -> list[str]:
 
 
 def _short_names(op: specs.Op) -> dict[str, str]:
-    """An op's cases by their names, each without its options where label and shape tell it from the others."""
-    short = {case.name: replace(case, options={}).name for case in op.cases}
-    shared = Counter(short.values())
-    return {name: text if shared[text] == 1 else name for name, text in short.items()}
+    """An op's cases by their names, each with no more of its options than tell it from the others."""
+    short = {}
+    for case in op.cases:
+        for count in range(len(case.options) + 1):
+            text, others = _cut(case, count), [other for other in op.cases if other is not case]
+            if all(_cut(other, count) != text for other in others):
+                break
+        short[case.name] = text
+    return short
+
+
+def _cut(case: specs.Case, count: int) -> str:
+    """A case's name with the first of its options only."""
+    return replace(case, options=dict(list(case.options.items())[:count])).name
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:

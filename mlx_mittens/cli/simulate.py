@@ -19,7 +19,7 @@ from .. import _ext, frontend, simulator, specs
 from ..apple.chips import Chip
 from ..backends import strict
 from ..bench import mlx_metal
-from ..table import aligned
+from ..table import aligned, terminal_width
 from . import predictions
 from .completion import offer
 from .options import UsageError, listed
@@ -236,7 +236,7 @@ def _ops_listed() -> str:
 def _cases_listed(op: specs.Op) -> str:
     """The cases of an op: purpose, shape and options, each in a column of its own."""
     known = _known_cases(op)
-    table = aligned([["case", "shape", "options"], *(list(case.columns) for case in known)], left=3)
+    table = aligned([["case", "shape", "options"], *(list(case.columns) for case in known)], 3, terminal_width())
     example = f'mlx-mittens simulate {op.name} "{known[0].label} {known[0].columns[1]}"'
     return f"{table}\n\nWords of a line name its case: {example}"
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mlx_mittens import specs, table
-from mlx_mittens.cli import main, nearest, runs
+from mlx_mittens.cli import main, nearest, runs, simulate
 
 WIDTH = 80
 
@@ -78,7 +78,8 @@ def test_nearest(word, found):
     assert nearest.nearest(word, [op.name for op in specs.OPS]) == found
 
 
-def test_simulate_lists_ops_and_cases(capsys):
+def test_simulate_lists_ops_and_cases(capsys, monkeypatch):
+    monkeypatch.setattr(simulate, "terminal_width", lambda: WIDTH)
     assert main.main(["simulate"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1 : 1 + len(specs.OPS)]] == [op.name for op in specs.OPS]
