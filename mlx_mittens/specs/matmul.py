@@ -167,9 +167,10 @@ def _rows_of(weights: Sequence[np.ndarray], options: dict[str, Any], layout: str
         return weights[0].astype(np.float64)
     if layout == "blocks":
         return _block_weights(weights[0], options["kind"])
-    words, scales, *biases = weights
+    words, scales = weights[:2]
+    biases = weights[2] if len(weights) > 2 else None
     mode = options.get("mode", "affine")
-    return reference.dequantize(words, scales, *(biases or [None]), options["group_size"], options["bits"], mode)
+    return reference.dequantize(words, scales, biases, options["group_size"], options["bits"], mode)
 
 
 def _product(

@@ -169,8 +169,8 @@ def dequantized(
     words: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int, mode: str = "affine"
 ) -> np.ndarray:
     """What `mx.quantize` packed, in float64."""
-    scales = widen(scales) if mode == "affine" else np.array(scales)
-    return reference.dequantize(np.array(words), scales, widen(biases), group_size, bits, mode)
+    wide = widen(scales) if mode == "affine" else np.array(scales)
+    return reference.dequantize(np.array(words), wide, widen(biases), group_size, bits, mode)
 
 
 def on_all_cores(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
