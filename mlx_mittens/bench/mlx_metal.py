@@ -318,7 +318,9 @@ class Peer:
 PEERS: dict[str, Peer] = {
     "softmax": Peer(softmax, lambda case, options: options["axis"] == -1),
     "gemv": Peer(gemv, lambda case, options: case.shape[0] == 1 and not has_bias(case)),
-    "quantized_matmul": Peer(quantized_matmul, lambda case, options: options.get("transpose", True)),
+    "quantized_matmul": Peer(
+        quantized_matmul, lambda case, options: options.get("transpose", True) and "mode" not in options
+    ),
     "scaled_dot_product_attention": Peer(_attention_of_case, _covers_attention),
 }
 

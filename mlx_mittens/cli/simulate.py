@@ -88,8 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
     peer = mlx_metal.of(op, case) if arguments.peer else None
     if peer:
         try:
+            simulator.notes()  # those of our kernels are not the peer's
             launches = peer_launches(op, peer, case, dtype, arguments.seed, not arguments.no_watch)
             _print(launches)
+            for note in simulator.notes():
+                print(f"\nNOTE on MLX's kernel\n{note}")
             rows += [json.dumps({"by": "mlx", **_with_names(launch)}) for launch in launches]
             if chips:
                 sides["mlx"] = predictions.Side.of([(chips, launches)])

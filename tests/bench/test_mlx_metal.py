@@ -234,7 +234,7 @@ def test_what_the_watcher_finds_in_them(draw, device, finding):
     if device == "gpu":
         assert_near(found, expected)
         return
-    with pytest.raises(Fault, match=message):
+    with mm.simulator.enabled(equal_writes="fault"), pytest.raises(Fault, match=message):
         mx.eval(found)
 
 
