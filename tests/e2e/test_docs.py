@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import command_checks, documentation
 from helpers.documentation import PAGES, ROOT, Block, Broken, Command
 
@@ -153,12 +154,24 @@ def test_every_block_is_in_a_language_that_is_tested():
 
 
 def untested(found: list[Block]) -> list[str]:
-    languages = lambda page: ("python", "bash", "metal", *["text"] * (page in TEXT_PAGES))
+    languages = lambda page: ("python", "bash", "metal", "yaml", *["text"] * (page in TEXT_PAGES))
     return [
         f"{block.place}: a block in {block.language or 'no language'}: expected {', '.join(languages(block.page))}"
         for block in found
         if block.language not in languages(block.page)
     ]
+
+
+WORKFLOWS = [block for block in BLOCKS if block.language == "yaml"]
+
+
+@pytest.mark.parametrize("block", WORKFLOWS, ids=lambda block: block.place)
+def test_commands_of_a_workflow_are_accepted(block):
+    steps = [step for job in yaml.safe_load(block.text)["jobs"].values() for step in job["steps"]]
+    commands = [Command(block.place, step["run"]) for step in steps if "run" in step]
+    assert commands
+    for command in commands:
+        command_checks.check_command(command)
 
 
 def test_no_row_is_of_commands_that_no_page_has():

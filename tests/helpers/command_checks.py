@@ -13,10 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from packaging.requirements import Requirement
 
+import mlx_mittens_pytest
 from helpers.documentation import PAGES, ROOT, Broken, Command, blocks
 from mlx_mittens import specs
 from mlx_mittens.apple.chips import find_chip
@@ -68,7 +70,7 @@ def check_pip(words: Sequence[str]) -> None:
     extras = settings["project"]["optional-dependencies"]
     known = [Requirement(text) for text in (*known, *(text for some in extras.values() for text in some))]
     for text in (*asked.requirements, *filter(None, [asked.editable])):
-        local = re.fullmatch(r"\.(?:\[([\w,]+)\])?", text)
+        local = re.fullmatch(r"(?:\.|mlx-mittens)(?:\[([\w,]+)\])?", text)
         if local:
             missing = set(filter(None, (local[1] or "").split(","))) - set(extras)
             if missing:
@@ -92,6 +94,9 @@ def check_pytest(words: Sequence[str]) -> None:
     parser.add_argument("-m", dest="marker")
     parser.add_argument("-k", dest="keyword")
     parser.add_argument("-n", dest="workers", choices=("auto", "1", "2"))
+    mlx_mittens_pytest.pytest_addoption(
+        SimpleNamespace(getgroup=lambda name: SimpleNamespace(addoption=parser.add_argument))
+    )
     asked = parser.parse_args(words[1:])
     saved = {block.test_file for page in PAGES for block in blocks(page) if block.is_test_file}
     for path in asked.paths:
