@@ -278,7 +278,7 @@ def test_a_quantized_layer_is_one_kernel(rng, dtype, bits, bias):
         assert_near(a, b, "gradient", units(16, dtype))
 
 
-@pytest.mark.parametrize("bits, group_size, mode", [(3, 64, "affine"), (4, 32, "mxfp4")])
+@pytest.mark.parametrize("bits, group_size, mode", [(1, 64, "affine")])
 def test_a_quantized_layer_that_no_kernel_covers_is_counted_once(lenient, rng, bits, group_size, mode):
     layer = nn.QuantizedLinear(64, 48, group_size=group_size, bits=bits, mode=mode)
     x = mx.array(rng.normal(size=(3, 64)).astype(np.float32))

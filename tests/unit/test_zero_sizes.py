@@ -126,7 +126,9 @@ def child(executor: str, first: int):
 
 
 def test_every_op_has_a_call():
-    assert {call.op for call in CALLS} >= {op.name for op in OPS} | {"block_quantize", "block_dequantize"}
+    """But sample, which draws from no empty row: test_sample.py has its zero rows and its error."""
+    ops = {op.name for op in OPS} - {"sample"}
+    assert {call.op for call in CALLS} >= ops | {"block_quantize", "block_dequantize"}
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
