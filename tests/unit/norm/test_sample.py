@@ -279,3 +279,11 @@ def test_what_goes_to_mx(lenient, native):
     assert mm.sample(mx.array([0.0, 5, 1]).astype(mx.float64), temperature=0.0, stream=mx.cpu).item() == 1
     tokens, logprobs = mm.sample(mx.zeros((1, 2**20)), mx.random.key(1), top_k=5, logprobs=True)
     assert tokens.item() < 5 and logprobs.item() == pytest.approx(-20 * math.log(2), rel=ROUNDINGS)
+
+
+def test_no_rows_and_no_logits(executor):
+    y = mm.sample(mx.zeros((0, 5)), temperature=0.0)
+    mx.eval(y)
+    assert y.shape == (0,)
+    with pytest.raises(ValueError, match=r"\[sample\] logits has shape \(3,0\): expected at least one logit in a row"):
+        mm.sample(mx.zeros((3, 0)), temperature=0.0)
