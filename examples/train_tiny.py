@@ -1,12 +1,14 @@
 """Trains a small Llama-shaped model on text that every Python brings, with our ops and their gradients.
 
 `python examples/train_tiny.py --out tiny` writes tiny/dense and tiny/4bit in mlx-lm's format, for examples/generate.py
-or mlx-lm itself, and tiny/loss.png. Nothing is downloaded.
+or mlx-lm itself, and tiny/loss.png. With --moe the model is a mixture of experts of Qwen3's kind, and there is
+tiny/mxfp4 too. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import pathlib
@@ -19,7 +21,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map
-from mlx_lm.models import llama
+from mlx_lm.models import llama, qwen3_moe
 from mlx_lm.utils import load_tokenizer, quantize_model, save
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -55,7 +57,7 @@ def make_tokenizer(text: str, folder: pathlib.Path) -> Tokenizer:
 
 def make_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> dict:
     heads = arguments.width // 64
-    return {
+    config = {
         "model_type": "llama",
         "hidden_size": arguments.width,
         "num_hidden_layers": arguments.layers,
@@ -64,10 +66,23 @@ def make_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> dict:
         "num_key_value_heads": max(1, heads // 2),
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
         "eos_token_id": tokenizer.token_to_id(END),
+    }
+    if not arguments.moe:
+        return config
+    # As many weights for a token as the dense model has: half of its feed-forward for each of two experts.
+    return config | {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 3 * arguments.width // 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 
@@ -104,7 +119,7 @@ def train(model: nn.Module, tokens: np.ndarray, arguments: argparse.Namespace) -
     return losses
 
 
-def plot(losses: list[float], path: pathlib.Path) -> None:
+def plot(losses: list[float], kind: str, path: pathlib.Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -113,7 +128,7 @@ def plot(losses: list[float], path: pathlib.Path) -> None:
     axes = figure.subplots()
     axes.plot(range(1, len(losses) + 1), losses, color="#4c6a92")
     axes.axhline(math.log(VOCABULARY), color="black", linewidth=0.8, linestyle=":", label="a uniform guess")
-    axes.set(xlabel="step", ylabel="loss, nats for a token", title="A small Llama on the Python language reference")
+    axes.set(xlabel="step", ylabel="loss, nats for a token", title=f"A small {kind} on the Python language reference")
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
@@ -128,6 +143,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens of a piece of text")
     parser.add_argument("--width", type=int, default=256, help="a multiple of 64: that is a head's width")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--moe", action="store_true", help="a mixture of 8 experts, of which each token takes 2")
     parser.add_argument("--rate", type=float, default=5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="to save in")
@@ -143,7 +159,8 @@ def main() -> None:
     if len(tokens) <= arguments.length + 1:
         parser.error(f"the text has {len(tokens)} tokens: expected more than {arguments.length + 1}, one piece")
     config = make_config(arguments, tokenizer)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
+    architecture = qwen3_moe if arguments.moe else llama
+    model = architecture.Model(architecture.ModelArgs.from_dict(config))
     print(f"{len(tokens)} tokens of text")
 
     mm.patch()
@@ -154,17 +171,17 @@ def main() -> None:
     print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} in {seconds:.0f} s, {done / seconds:.0f} tokens/s")
     print(mm.stats())
 
-    plot(losses, arguments.out / "loss.png")
+    plot(losses, "mixture of experts" if arguments.moe else "Llama", arguments.out / "loss.png")
     model.update(tree_map(lambda a: a.astype(getattr(mx, arguments.dtype)), model.parameters()))
     wrapped = load_tokenizer(folder)
-    parameters = model.parameters()
-    save(
-        folder, folder, model, wrapped, config
-    )  # gives the model's weights away; mlx-lm before 0.32 knows no other way
-    model.update(parameters)
-    quantized, config = quantize_model(model, config, group_size=64, bits=4)
-    save(arguments.out / "4bit", folder, quantized, wrapped, config)
-    print(f"wrote {folder}, {arguments.out / '4bit'} and {arguments.out / 'loss.png'}")
+    # Copies are saved and quantized: both take the model's weights away.
+    save(folder, folder, copy.deepcopy(model), wrapped, config)
+    written = [folder]
+    for name, mode in (("4bit", "affine"), *([("mxfp4", "mxfp4")] if arguments.moe else [])):
+        quantized, described = quantize_model(copy.deepcopy(model), config, None, None, mode=mode)
+        save(arguments.out / name, folder, quantized, wrapped, described)
+        written.append(arguments.out / name)
+    print(f"wrote {', '.join(map(str, written))} and {arguments.out / 'loss.png'}")
 
 
 if __name__ == "__main__":

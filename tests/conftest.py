@@ -162,3 +162,12 @@ def trained(tmp_path_factory):
     printed = scripts.run("train_tiny.py", "--out", folder, "--steps", 12, "--layers", 2, "--batch", 4, "--length", 64)
     (folder / "printed.txt").write_text(printed)
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained_mixture(tmp_path_factory):
+    """The same of a mixture of experts: as it is, in 4 bits and in mxfp4."""
+    folder = tmp_path_factory.mktemp("mixture")
+    printed = scripts.run("train_tiny.py", "--moe", "--out", folder, "--steps", 8, "--width", 128, "--batch", 2)
+    (folder / "printed.txt").write_text(printed)
+    return folder

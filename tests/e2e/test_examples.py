@@ -3,7 +3,12 @@
 import json
 import re
 
-from helpers import scripts
+import pytest
+from helpers import scripts, tiny
+from mlx_lm import load
+from mlx_lm.sample_utils import make_logits_processors
+
+import mlx_mittens as mm
 
 
 def test_multiplying_with_a_gguf_file():
@@ -26,6 +31,26 @@ def test_training_lowers_the_loss_and_writes_both_models(trained):
     assert config["quantization"]["bits"] == 4 and config["head_dim"] == 64
     for folder in ("dense", "4bit"):
         assert (trained / folder / "model.safetensors").stat().st_size > 100_000
+
+
+@pytest.mark.usefixtures("native", "lenient")
+@pytest.mark.parametrize("weights", ["4bit", "mxfp4"])
+def test_a_mixture_generates_the_same_tokens(trained_mixture, weights):
+    """Patched, converted and on mx. After few steps a model repeats itself, unless recent tokens are penalized."""
+    model, tokenizer = load(str(trained_mixture / weights))
+    assert model.layers[0].mlp.switch_mlp.down_proj.mode == ("affine" if weights == "4bit" else "mxfp4")
+    prompt = tokenizer.encode("The for statement is used to iterate over")
+    options = {"logits_processors": make_logits_processors(repetition_penalty=100.0)}
+    theirs = tiny.tokens(model, prompt, 200, **options)
+    mm.stats(reset=True)
+    with mm.patched():
+        assert tiny.tokens(model, prompt, 200, **options) == theirs
+    assert tiny.kernels("route_top_k") > 0
+    counts = mm.stats()["gather_qmm"]
+    assert counts["kernels"] if weights == "4bit" else counts["mx"].keys() == {"mode mxfp4"}
+    mm.nn.convert(model)
+    assert tiny.tokens(model, prompt, 200, **options) == theirs
+    assert len(set(theirs)) > 20
 
 
 def test_generating_side_by_side(trained):
