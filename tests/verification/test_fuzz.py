@@ -11,12 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import log
-from verification.fuzz import compare, modes, norms, run
+from verification.fuzz import compare, modes, norms, run, sampling
 from verification.fuzz.draw import Draw
 from verification.fuzz.memory import PROGRAMS
 from verification.fuzz.run import NIGHTLY, Log, chunks
 from verification.fuzz.subjects import SUBJECTS, cases_of, draw_trial, executors_of
 from verification.fuzz.worker import Chunk, Worker
+
+import mlx_mittens as mm
 
 SEED = 31
 CASES = {"native": 60, "apple": 20, "nvidia": 20}
@@ -130,6 +132,25 @@ def test_nothing_excuses_what_hidden_numbers_do():
     exact, ours = np.ones(2), mx.array([1.0, mx.nan])
     assert compare.difference(ours, exact, ours, compare.Tolerance()) is None
     assert compare.difference(ours, exact, ours, compare.Tolerance(), finite_only=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_wrong_tokens_are_found(native, temperature, filters):
+    logits, key = mx.random.normal((3, 40), key=mx.random.key(1)), mx.random.key(2)
+    options = {"temperature": temperature, **filters}
+    tokens, logprobs = mm.sample(logits, key, logprobs=True, **options)
+    assert sampling.why_wrong(logits, key, options, tokens, logprobs) is None
+    assert "row 0: token" in sampling.why_wrong(logits, key, options, (tokens + 1) % 40, None)
+    assert "row 0: logprob" in sampling.why_wrong(logits, key, options, tokens, logprobs * 1.001)
+    assert sampling.why_wrong(logits, key, options, tokens + 40, None) == f"row 0: token {tokens[0].item() + 40} of 40"
+
+
+def test_tokens_that_filters_drop_are_found(native):
+    logits, key = mx.array([0.0, 1.0, 5.0, -20.0]), mx.random.key(2)
+    for filters in ({"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.9}):
+        found = sampling.why_wrong(logits, key, {"temperature": 1e5, **filters}, mx.array(3, mx.uint32), None)
+        assert "is not kept" in found
 
 
 def test_a_crash_names_its_case():

@@ -16,6 +16,7 @@ from verification.fuzz.case import Case
 from verification.fuzz.draw import Draw
 from verification.fuzz.memory import PROGRAMS, memory
 from verification.fuzz.patched import patched_errors
+from verification.fuzz.sampling import sample
 from verification.fuzz.threads import threads
 from verification.fuzz.trial import Trial
 
@@ -57,6 +58,7 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
 }
 SUBJECTS = {
     **OPS,
+    "sample": sample,
     "block_bytes": block_bytes,
     "bad_input": bad_input,
     "patched_errors": patched_errors,

@@ -1,0 +1,149 @@
+"""Random calls of sample: a token has to be one that the filters keep, and the largest with its noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from verification.fuzz.compare import LARGEST, to_float64
+from verification.fuzz.draw import Draw, describe
+from verification.fuzz.trial import Trial
+
+import mlx_mittens as mm
+from mlx_mittens.specs import EPSILON
+from mlx_mittens.specs.sampling import first_largest, gumbel, kept
+
+EPSILON32 = EPSILON[mx.float32]
+MODES = {"forward": 0.5, "compiled": 0.15, "state": 0.15, "vmap": 0.2}
+
+# How far the share of a logit may be from float64: sums of up to 2^20 exponentials, each of which is rounded.
+SHARE = 1e-5
+
+
+def _options(draw: Draw) -> dict[str, Any]:
+    options: dict[str, Any] = {"temperature": draw.pick((0.0, 1.0, 0.7, 0.1, 2.5, 100.0), (3, 4, 3, 1, 2, 1))}
+    if draw.chance(0.4):
+        options["top_k"] = draw.pick((1, 2, 5, 40, 500, draw.integer(1, 5000)))
+    if draw.chance(0.4):
+        options["top_p"] = draw.pick((0.0, 1e-9, 0.1, 0.5, 0.9, 0.99, 1.0, float(draw.rng.random())))
+    if draw.chance(0.3):
+        options["min_p"] = draw.pick((0.0, 1e-9, 0.01, 0.1, 0.9, 1.0, float(draw.rng.random())))
+    return options
+
+
+def _shape(draw: Draw) -> list[int]:
+    """Rows of one threadgroup mostly, and some that several share."""
+    columns = max(draw.size(draw.limit(4097, 513)), 1)
+    if draw.chance(draw.limit(15, 8) / 100):
+        columns = draw.integer(4096, draw.limit(160_000, 10_000))
+    if columns > 4097:
+        return [1, columns]
+    shape = [columns]
+    for _ in range(draw.pick((0, 1, 1, 2, 3))):
+        length = draw.pick((0, 1, 2, 3, 7, 9), (0.03, 0.5, 0.2, 0.1, 0.1, 0.07))
+        shape.insert(0, length if math.prod(shape) * length <= draw.limit(30_000, 3000) else 1)
+    return shape
+
+
+def _wrong_row(
+    x: np.ndarray, dtype: mx.Dtype, noise: np.ndarray, options: dict[str, Any], token: int, logprob: float | None
+) -> str | None:
+    """What is wrong with the token of one row of logits in float64, or None."""
+    if not 0 <= token < x.size:
+        return f"token {token} of {x.size}"
+    x = np.where(np.isnan(x), -np.inf, x)
+    if logprob is not None:
+        largest = x.max()
+        total = largest + np.log(np.exp(x - largest).sum()) if np.isfinite(largest) else np.nan
+        exact = x[token] - total
+        of_mx = abs(mx.logsumexp(mx.array(x.astype(np.float32))).item() - total)  # which batched calls are composed of
+        allowed = max(8 * EPSILON32 * (abs(exact) + abs(largest) + 16), 2 * np.nan_to_num(of_mx))
+        if np.isnan(exact) != np.isnan(logprob) or abs(logprob - exact) > allowed:
+            return f"logprob {logprob}, exact {exact}"
+    temperature = options["temperature"]
+    if temperature == 0 or np.isinf(x.max()):
+        expected = int(first_largest(x[None])[0])
+        return None if token == expected else f"token {token}, the first of the largest is {expected}"
+    # Where the sum of exponentials comes near top_p, rounding decides what is kept.
+    top_p = options.get("top_p", 0.0)
+    near = lambda change: {**options, "top_p": min(max(top_p * (1 + change) + change, 1e-300), 1)} if top_p else options
+    certain, possible = (kept(x[None], dtype, near(change))[0] for change in (-SHARE, SHARE))
+    if not possible[token]:
+        return f"token {token}, whose logit is {x[token]}, is not kept"
+    scaled = x * np.float64(np.float32(1 / temperature))
+    scaled = np.where(np.abs(scaled) > LARGEST[mx.float32], np.copysign(np.inf, scaled), scaled)
+    score = scaled + noise
+    best = np.where(certain, score, -np.inf).max()
+    if np.isinf(best):
+        expected = int(np.argmax(np.where(certain, score, -np.inf)))
+        return None if token == expected else f"token {token}, expected {expected}"
+    allowed = 8 * EPSILON32 * (np.abs(scaled[possible & np.isfinite(scaled)]).max(initial=0) + 32)
+    if score[token] < best - allowed:
+        return f"token {token} has {score[token]:.9g} with its noise, another {best:.9g}"
+    return None
+
+
+def why_wrong(
+    logits: mx.array, key: mx.array, options: dict[str, Any], tokens: mx.array, logprobs: mx.array | None
+) -> str | None:
+    """What is wrong with the tokens of logits, or None."""
+    shape = tuple(logits.shape[:-1])
+    if tokens.dtype != mx.uint32 or tuple(tokens.shape) != shape:
+        return f"tokens are {tokens.dtype}{list(tokens.shape)}, expected uint32{list(shape)}"
+    if logprobs is not None and (logprobs.dtype != mx.float32 or tuple(logprobs.shape) != shape):
+        return f"logprobs are {logprobs.dtype}{list(logprobs.shape)}, expected float32{list(shape)}"
+    x = to_float64(logits).reshape(-1, logits.shape[-1])
+    drawn = np.array(tokens).reshape(-1)
+    likely = None if logprobs is None else to_float64(logprobs).reshape(-1)
+    noise = gumbel(np.array(key), x.shape) if x.size and options["temperature"] else np.zeros(x.shape)
+    for row in range(len(x)):
+        logprob = None if likely is None else float(likely[row])
+        with np.errstate(all="ignore"):
+            text = _wrong_row(x[row], logits.dtype, noise[row], options, int(drawn[row]), logprob)
+        if text:
+            return f"row {row}: {text}"
+    return None
+
+
+def sample(draw: Draw) -> Trial:
+    """A call as it is, compiled, without a key, or batched."""
+    mode, options, logprobs = draw.pick(list(MODES), list(MODES.values())), _options(draw), draw.chance(0.5)
+    dtype, kind, shape = draw.dtype(), draw.kind(), _shape(draw)
+    count = draw.integer(1, 3) if mode == "vmap" and math.prod(shape) <= 30_000 else 1
+    shape = [count, *shape] if mode == "vmap" else shape
+    keys = draw.rng.integers(0, 2**32, (count, 2), dtype=np.uint32)
+    batched_keys, seed = mode == "vmap" and draw.chance(0.5), draw.integer(0, 2**31)
+    logits = draw.array(draw.numbers(shape, kind), dtype)
+    text = describe([logits], draw, numbers=kind, options=options, logprobs=logprobs, keys=keys.tolist(), seed=seed)
+
+    def outputs(result: mx.array | tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array | None]:
+        return result if isinstance(result, tuple) else (result, None)
+
+    def called(*arrays: mx.array) -> mx.array | tuple[mx.array, mx.array]:
+        return mm.sample(*arrays, **options, logprobs=logprobs)
+
+    def run() -> str | None:
+        key = mx.array(keys[0])
+        function: Callable[..., Any] = called
+        if mode == "vmap":
+            key = mx.array(keys) if batched_keys else key
+            tokens, likely = outputs(mx.vmap(function, in_axes=(0, 0 if batched_keys else None))(logits, key))
+            for i in range(count):
+                own_key = key[i] if batched_keys else key
+                wrong = why_wrong(logits[i], own_key, options, tokens[i], None if likely is None else likely[i])
+                if wrong:
+                    return f"element {i} of {count}: {wrong}"
+            return None
+        if mode == "state":
+            mx.random.seed(seed)
+            key = mx.random.split(mx.random.key(seed))[1]
+            return why_wrong(logits, key, options, *outputs(function(logits)))
+        if mode == "compiled":
+            function = mx.compile(called)
+            mx.eval(function(logits, key))
+        return why_wrong(logits, key, options, *outputs(function(logits, key)))
+
+    return Trial(mode, text, run)
