@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import importlib
 import importlib.metadata
+import inspect
 import pkgutil
 import re
 import tempfile
@@ -63,20 +64,39 @@ SIZES: dict[str, Any] = {
 }
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _YARN = {
     **{"type": "yarn", "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128},
     **{"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1, "rope_theta": 1e4},
     "llama_4_scaling_beta": 0.1,
 }
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_LFM2 = {
+    **{"full_attn_idxs": [1, 3], "conv_L_cache": 3, "conv_bias": False, "block_ff_dim": 256, "block_dim": 128},
+    **{"block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 64},
+}
+_LONGCAT = {
+    **{"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity", "attention_method": "MLA"},
+    **{"ffn_hidden_size": 256, "expert_ffn_hidden_size": 64, "zero_expert_num": 2, "num_layers": 4},
+}
+_KIMI_LINEAR = {"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 64}
+_GEMMA4 = {
+    **{"layer_types": _ALTERNATING, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 320},
+    **{"hidden_size_per_layer_input": 64, "global_head_dim": 128, "num_global_key_value_heads": 1},
+}
 
-# Fields of single files, and what their text models are called where they have one of several kinds.
+# Fields of single files, and of the text configurations in them.
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("afmoe", "exaone_moe"), {"layer_types": _ALTERNATING, "is_moe_layer": [False, True] * 2}),
     **dict.fromkeys(("deepseek_v2", "kimi_k25"), {"rope_scaling": _YARN}),
+    **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA4),
+    **dict.fromkeys(("lfm2", "lfm2-vl"), _LFM2),
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), _LONGCAT),
     **dict.fromkeys(("ministral3", "mistral4"), {"rope_parameters": _YARN}),
-    **dict.fromkeys(("minicpm", "seed_oss"), {"head_dim": 32}),
-    "baichuan_m1": {"sliding_window_layers": [0, 2], "conv_window": 2},
+    # Tied embeddings of these are multiplied as they are stored, which quantized ones cannot be.
+    **dict.fromkeys(("minicpm", "seed_oss"), {"head_dim": 32, "tie_word_embeddings": False}),
+    "afm7": {"num_layers": 4, "num_kv_reuse_layers": 1},
+    "baichuan_m1": {"sliding_window_layers": [0, 2], "conv_window": 2, "tie_word_embeddings": False},
     "cohere2": {"head_dim": 32},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2},
@@ -84,26 +104,101 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "exaone": {"head_dim": 32, "num_layers": 4},
     "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
-    "gemma4_text": {"layer_types": _ALTERNATING, "num_kv_shared_layers": 0},
+    "gemma3n": {
+        **{"layer_types": _ALTERNATING, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.95, 0, 0]},
+        **{"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 320, "rope_local_base_freq": 1e4},
+        **{"altup_num_inputs": 4, "altup_coef_clip": 120.0, "altup_correct_scale": True, "altup_active_idx": 0},
+        **{"laurel_rank": 64, "final_logit_softcapping": 30.0},
+    },
+    "glm_moe_dsa": {
+        **{"rope_parameters": _ROPE, "index_head_dim": 64, "index_n_heads": 4, "index_topk": 8},
+        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    },
     "gptj": {"rotary_dim": 32},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "granitemoehybrid": {
+        **{"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 256, "mamba_n_heads": 4},
+        **{"mamba_d_head": 64, "mamba_proj_bias": False, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_groups": 1},
+        "mamba_conv_bias": True,
+    },
+    "hunyuan": {
+        **{"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}, "use_qk_norm": True},
+        **{"use_mixed_mlp_moe": True, "num_shared_expert": 1, "use_cla": True, "cla_share_factor": 2},
+    },
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
-    "kimi_linear": {
-        "linear_attn_config": {
-            **{"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 64},
-            "short_conv_kernel_size": 4,
+    "kimi_k3": {
+        **{"hidden_act": "situ", "num_experts_per_token": 2, "num_shared_experts": 1, "attn_res_block_size": 2},
+        "linear_attn_config": {**_KIMI_LINEAR, "short_conv_kernel_size": 4},
+    },
+    "kimi_linear": {"linear_attn_config": {**_KIMI_LINEAR, "short_conv_kernel_size": 4}},
+    "lfm2_moe": {"full_attn_idxs": [1, 3], "conv_L_cache": 3},
+    "llama4": {
+        **{"attention_chunk_size": 8, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 256},
+        **{"use_qk_norm": True, "num_experts_per_tok": 1},
+    },
+    "llama4_text": {"no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 256, "tie_word_embeddings": False},
+    "mamba2": {"time_step_limit": (0.0, 1e9), "intermediate_size": 256, "n_groups": 1, "state_size": 16},
+    "mellum": {
+        "layer_types": _ALTERNATING,
+        "rope_parameters": {"full_attention": _YARN, "sliding_attention": _ROPE},
+    },
+    "mimo_v2_flash": {
+        **{"moe_layer_freq": [0, 1, 1, 1], "hybrid_layer_pattern": [0, 1, 0, 1], "swa_num_attention_heads": 4},
+        **{"swa_num_key_value_heads": 2, "swa_head_dim": 64, "swa_v_head_dim": 64, "swa_rope_theta": 1e4},
+        **{"add_swa_attention_sink_bias": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    },
+    "minicpm3": {
+        "rope_scaling": {
+            **{"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [1.0] * 16},
+            "original_max_position_embeddings": 256,
         }
     },
-    "lfm2": {"full_attn_idxs": [1, 3], "conv_L_cache": 3},
-    "lfm2_moe": {"full_attn_idxs": [1, 3], "conv_L_cache": 3},
-    "llama4_text": {"no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 256},
-    "mamba2": {"time_step_limit": (0.0, 1e9), "intermediate_size": 256, "n_groups": 1, "state_size": 16},
+    "minimax_m3_vl": {
+        **{"moe_layer_freq": [0, 1, 1, 1], "dense_intermediate_size": 256, "shared_intermediate_size": 64},
+        **{"index_n_heads": 2, "index_head_dim": 64, "index_block_size": 4, "index_topk_blocks": 2},
+        **{"rotary_dim": 32, "rope_parameters": None, "layer_types": None, "mlp_layer_types": None},
+    },
+    "nemotron-nas": {
+        "block_configs": [{"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}}] * 3
+        + [{"attention": {"no_op": True}, "ffn": {"replace_with_linear": True}}]
+    },
+    "nemotron_h": {
+        **{"hybrid_override_pattern": ["M", "*", "E", "-"], "mamba_num_heads": 4, "mamba_head_dim": 64},
+        **{"ssm_state_size": 16, "n_groups": 1, "moe_shared_expert_intermediate_size": 64},
+    },
+    "openelm": {
+        **{"num_query_heads": [4] * 4, "num_kv_heads": [2] * 4, "ffn_multipliers": [2.0] * 4},
+        "ffn_dim_divisor": 64,
+    },
+    # Logits of fixed tokens are set to -inf.
+    "phi3small": {"ff_intermediate_size": 256, "dense_attention_every_n_layers": 2, "vocab_size": 100352},
+    "plamo": {"n_shared_head": 2},
+    "prism_hadamard_qwen35": {
+        **{"schema_version": 1, "tensor_namespace": "mlx-lm-text", "num_experts": 0, "intermediate_size": 512},
+        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+        "modules": [
+            {"path": f"model.layers.{i}.mlp.{name}_proj", "embedding": False, "dtype": "float16", "block": block}
+            for i in range(4)
+            for name, block in (("gate", 0), ("up", 0), ("down", 512))
+        ],
+    },
+    "qwen": {"kv_channels": 32, "intermediate_size": 512},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "logits_soft_cap": 30.0},
+    "spark2_5": {
+        **{"layer_types": _ALTERNATING, "hidden_act": "gelu"},
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+    },
+    "step3p5": {
+        **{"layer_types": _ALTERNATING, "num_attention_groups": 2, "moe_top_k": 2, "moe_intermediate_size": 64},
+        "share_expert_dim": 64,
+    },
 }
 
-
-# Files whose small model ends the process, without the patch too.
-LEFT_OUT = {"phi3small": "mx ends by a segmentation fault at these sizes"}
+# Files that are not measured.
+LEFT_OUT = {
+    "bitnet": "its products are an mx.fast.metal_kernel, which needs a Mac",
+    "muse_spark": "its rotary embedding is an mx.fast.metal_kernel, which needs a Mac",
+    "olmo": "it needs the package ai2-olmo",
+}
 
 TEXT_MODELS = {
     "gemma3": "gemma3_text",
@@ -140,12 +235,22 @@ def arguments(cls: Any, name: str) -> Any:
         elif field.name in OWN.get(name, {}):
             given[field.name] = OWN[name][field.name]
         elif field.name == "text_config":
-            given[field.name] = {**SIZES, "model_type": TEXT_MODELS.get(name, name)}
+            given[field.name] = {**SIZES, "model_type": TEXT_MODELS.get(name, name), **OWN.get(name, {})}
         elif field.name in SIZES:
             given[field.name] = SIZES[field.name]
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             given[field.name] = {int: 4, float: 1.0, bool: False, str: "silu"}.get(types[field.name])
     return cls(**given)
+
+
+def is_quantized(model: Any, path: str, part: Any) -> bool | dict[str, Any]:
+    """Whether mlx-lm quantizes a part of a model, and how."""
+    if not hasattr(part, "to_quantized") or part.weight.shape[-1] % 64 != 0:
+        return False
+    if "mode" not in inspect.signature(part.to_quantized).parameters:
+        return False  # afm7's layers of one weight cannot be quantized by mlx 0.32
+    chooses = getattr(model, "quant_predicate", None)
+    return True if chooses is None else chooses(path, part)
 
 
 # Operations that launch nothing where arrays lie as they should.
@@ -165,29 +270,36 @@ def operations(y: Any) -> collections.Counter[str]:
     return collections.Counter(label for label in labels if label not in VIEWS)
 
 
-def measure(name: str) -> dict[str, Any]:
-    """What a model file's model runs under the patch, for a prompt and for a token.
-
-    Of each: launches of our kernels by op, operations of mx's, and calls that went to mx with the reason.
-    """
+def build(name: str, dtype: Any = None) -> Any:
+    """The small model of a file, in float16 by default."""
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.utils import tree_flatten
-    from mlx_lm.models import cache
 
-    import mlx_mittens as mm
-
-    mx.set_default_device(mx.cpu)
     mx.random.seed(0)
     module = importlib.import_module(f"mlx_lm.models.{name}")
     model = module.Model(arguments(module.ModelArgs, name))
     size = sum(a.nbytes for _, a in tree_flatten(model.parameters()))
     if size > MOST_BYTES:
         raise ValueError(f"its parameters take {size >> 20} MB: the table of sizes lacks some of its fields")
-    model.set_dtype(mx.float16)
-    fits = lambda _, part: hasattr(part, "to_quantized") and part.weight.shape[-1] % 64 == 0
-    nn.quantize(model, 64, 4, class_predicate=fits)
+    model.set_dtype(dtype or mx.float16)
+    nn.quantize(model, 64, 4, class_predicate=lambda path, part: is_quantized(model, path, part))
     mx.eval(model.parameters())
+    return model
+
+
+def measure(name: str) -> dict[str, Any]:
+    """What a model file's model runs under the patch, for a prompt and for a token.
+
+    Of each: launches of our kernels by op, operations of mx's, and calls that went to mx with the reason.
+    """
+    import mlx.core as mx
+    from mlx_lm.models import cache
+
+    import mlx_mittens as mm
+
+    mx.set_default_device(mx.cpu)
+    model = build(name)
     caches = cache.make_prompt_cache(model)
     found: dict[str, Any] = {"layers": len(model.layers)}
     with mm.patched():
