@@ -15,6 +15,7 @@ import pytest
 from helpers import tiny
 from helpers.tolerances import LAYERS, SUMS
 from mlx_lm.models.cache import KVCache
+from mlx_lm.sample_utils import make_sampler
 
 import mlx_mittens as mm
 import mlx_mittens.ops.custom  # which the package itself does not import
@@ -80,6 +81,40 @@ def test_a_model(rng, tmp_path, lenient, ours, name, bits, export):
     counts = mm.stats()
     assert sum(counts["rms_norm"]["kernels"].values()) + sum(counts["add_rms_norm"]["kernels"].values()) > 0
     assert_close([model(tokens)], [expected])
+
+
+@pytest.mark.parametrize("bits", [4, None])
+@pytest.mark.parametrize("ours", ["patched", "converted"])
+def test_a_mixture(rng, tmp_path, lenient, ours, bits):
+    """The router and the products with chosen experts too."""
+    model = tiny.build("gpt-oss-20b", mx.float32, bits)
+    tokens = mx.array(rng.integers(1, 300, (1, 7)))
+    expected, names = model(tokens), primitives(model, tokens)
+    if ours == "converted":
+        mm.nn.convert(model)
+    mm.patch()
+    found = primitives(model, tokens)
+    assert found - {"Concatenate", "Slice", "Split"} <= names, found
+    assert_close(through_file(tmp_path / "mixture.mlxfn", model, tokens), [expected])
+    mm.stats(reset=True)
+    mx.eval(model(tokens))
+    counts = mm.stats()
+    assert counts["gather_qmm" if bits else "gather_mm"]["kernels"] and counts["route_top_k"]["kernels"]
+
+
+@pytest.mark.parametrize("export", [through_file, through_exporter])
+@pytest.mark.parametrize("options", [{"temp": 0.0}, {"temp": 0.7}, {"temp": 0.7, "top_k": 5, "top_p": 0.9}], ids=str)
+def test_a_sampler(rng, tmp_path, options, export):
+    """It draws by the state that it found when it was exported."""
+    logits = mx.array(rng.normal(size=(3, 40)).astype(np.float32))
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    with mm.patched():
+        sampler = make_sampler(**options)
+        assert not any("Mittens" in name for name in primitives(sampler, logprobs))
+        mx.random.seed(5)
+        (tokens,) = export(tmp_path / "sampler.mlxfn", sampler, logprobs)
+        mx.random.seed(5)
+        assert mx.array_equal(tokens, sampler(logprobs))
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -150,6 +185,9 @@ DIRECT = {
     "rms_norm": lambda x: mm.rms_norm(x, None, 1e-5),
     "layer_norm": lambda x: mx.grad(lambda x: mm.layer_norm(x, None, None, 1e-5).sum())(x),
     "softmax": lambda x: mm.softmax(x, axis=-1),
+    "sample": lambda x: mm.sample(x),
+    "gather_mm": lambda x: mm.gather_mm(x, draw(2, 64, 8), rhs_indices=mx.array([[0, 1]])),
+    "route_top_k": lambda x: mm.route_top_k(x, 2)[1],
     "add_rms_norm": lambda x: mm.add_rms_norm(x, x, None, 1e-5)[0],
     "gemv": lambda x: mm.gemv(draw(8, 64), x),
     "quantized_matmul": lambda x: mm.quantized_matmul(x, *mx.quantize(draw(8, 64))),
