@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("model", help="a folder in mlx-lm's format, or a name of the hub")
     parser.add_argument("--prompt", default="The for statement is used to iterate over the elements of a sequence")
     parser.add_argument("--tokens", type=int, default=200, help="to generate at most")
-    parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="quantize keys and values")
+    parser.add_argument("--kv-bits", type=int, choices=(2, 3, 4, 6, 8), help="quantize keys and values")
     parser.add_argument("--draft", help="a smaller model with the same tokenizer, whose tokens the model verifies")
     parser.add_argument(
         "--sampler", type=sampler_options, metavar="NAME=NUMBER,...", help=f"of {', '.join(SAMPLER)}; else greedy"

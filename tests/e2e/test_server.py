@@ -1,4 +1,4 @@
-"""mlx-lm's server with the patch on, answering two requests at once."""
+"""mlx-lm's server with the patch on, answering eight requests at once."""
 
 import concurrent.futures
 import json
@@ -11,7 +11,16 @@ import urllib.request
 
 import pytest
 
-PROMPTS = ["The if statement is used for", "A list display yields a new list object, the contents"]
+PROMPTS = [
+    "The if statement is used for",
+    "A list display yields a new list object, the contents",
+    "The for",
+    "A function definition defines a user-defined function object. Its",
+    "An expression",
+    "The with statement is used to wrap the execution of a block with methods",
+    "Names refer to",
+    "The import statement",
+]
 SERVE = "import sys; from mlx_mittens_cli import main; sys.argv[1:1] = ['run', 'mlx_lm.server']; sys.exit(main())"
 PLAIN = "import sys; from mlx_lm.server import main; sys.argv[0] = 'server'; main()"
 
@@ -31,8 +40,8 @@ def complete(port: int, prompt: str) -> str:
         return json.load(response)["choices"][0]["text"]
 
 
-def answers(code: str, folder, log) -> list[str]:
-    """What a server of its own answers to two requests that are sent at the same time."""
+def answers(code: str, folder, log, *at_once: int) -> list[list[str]]:
+    """What a server of its own answers to all prompts, of which so many are sent at the same time: in turns."""
     port = free_port()
     command = [sys.executable, "-c", code, "--model", str(folder), "--port", str(port)]
     with open(log, "w") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
@@ -43,8 +52,11 @@ def answers(code: str, folder, log) -> list[str]:
                     if a.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.1)
-            with concurrent.futures.ThreadPoolExecutor(2) as pool:
-                return list(pool.map(lambda prompt: complete(port, prompt), PROMPTS))
+            texts = []
+            for threads in at_once:
+                with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+                    texts.append(list(pool.map(lambda prompt: complete(port, prompt), PROMPTS)))
+            return texts
         except OSError:
             pytest.fail(log.read_text())
         finally:
@@ -55,7 +67,8 @@ def answers(code: str, folder, log) -> list[str]:
                 server.kill()
 
 
-def test_two_requests_at_once(trained, tmp_path):
-    ours = answers(SERVE, trained / "4bit", tmp_path / "ours.log")
-    theirs = answers(PLAIN, trained / "4bit", tmp_path / "theirs.log")
-    assert ours == theirs and all(ours)
+def test_eight_requests_at_once(trained, tmp_path):
+    """The texts of requests one by one, and of mx."""
+    together, alone = answers(SERVE, trained / "4bit", tmp_path / "ours.log", 8, 1)
+    (theirs,) = answers(PLAIN, trained / "4bit", tmp_path / "theirs.log", 8)
+    assert together == alone == theirs and all(together)
