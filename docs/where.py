@@ -117,11 +117,11 @@ _PLACES = (
     Place(
         ("block_matmul",), "matmul", "gguf_matmul.cpp", ("plan.cpp",),
         ("gguf_matmul.metal",), ("gguf.cpp",),
-        ("test_gguf.py", "test_product_traffic.py"),
+        ("test_gguf.py", "test_gguf_kinds.py", "test_product_traffic.py"),
     ),
     Place(
         ("block_quantize", "block_dequantize"), "matmul", "gguf_quantize.cpp", ("gguf_quantize.cpp",),
-        ("gguf_quantize.metal",), ("gguf.cpp",), ("test_gguf.py",),
+        ("gguf_quantize.metal",), ("gguf.cpp",), ("test_gguf.py", "test_gguf_kinds.py"),
     ),
     Place(
         ("scaled_dot_product_attention",), "attention", "attention.cpp", ("plan.cpp",),

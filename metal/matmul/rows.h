@@ -12,7 +12,8 @@
 // and its Values what a run holds:
 //   unpack(run.words, q)    q[i] = base + factor(level(i)) * v[i] as halves
 //   levels                  0 .. levels - 1
-//   middle                  the v that stands for about zero, in sources that have a bias
+//   middle                  the v that stands for zero, or about so in sources that have a bias
+//   headroom                what sums of x are taken times: 1, or so little that with it and `factor` no sum overflows
 #pragma once
 
 #include <metal_stdlib>
@@ -85,16 +86,30 @@ inline void load_x(RowsOfX<T> from, uint column, thread RunOfX<T, Values, M>& ru
       }
 #pragma unroll
       for (int i = 0; i < Values::size; ++i) {
-        sums[Values::level(i)] += float(run.x[m][i]);
+        thread float& sum = sums[Values::level(i)];
+        sum = fma(float(run.x[m][i]), Values::headroom(), sum);
       }
       run.sum[m] = 0;
 #pragma unroll
       for (int level = 0; level < Values::levels; ++level) {
         const float origin = Values::base() + Values::factor(level) * Values::middle();
-        run.start[m][level] = origin == 0.0f ? 0.0f : -origin * sums[level];
+        run.start[m][level] = origin == 0.0f ? 0.0f : -origin / Values::headroom() * sums[level];
         run.sum[m] += sums[level];
       }
     }
+  }
+}
+
+// Weight i of a run, of which q is unpacked: a multiply-add, so that it is rounded once.
+template <typename Source>
+inline float weight_of(typename Source::Run run, half q, int i) {
+  using Values = typename Source::Values;
+  const float unit = 1 / Values::factor(Values::level(i));
+  if constexpr (Source::has_bias) {
+    return fma(float(q) - Values::base(), Source::scale(run) * unit, Source::bias(run));
+  } else {
+    const float origin = Values::base() + Values::factor(Values::level(i)) * Values::middle();
+    return (float(q) - origin) * unit * Source::scale(run);
   }
 }
 
@@ -107,25 +122,21 @@ inline void add_products(
   using Values = typename Source::Values;
   half q[Values::size];
   Values::unpack(run.words, q);
-  const float scale = Source::scale(run);
   if constexpr (is_same_v<T, float>) {
 #pragma unroll
     for (int i = 0; i < Values::size; ++i) {
-      const float v = float(q[i] - half(Values::base()));
-      const float unit = 1 / Values::factor(Values::level(i));
-      float w;
-      if constexpr (Source::has_bias) {
-        w = fma(v, scale * unit, Source::bias(run));
-      } else {
-        w = v * unit * scale;
-      }
+      const float w = weight_of<Source>(run, q[i], i);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         totals[first + m] = fma(w, x.x[m][i], totals[first + m]);
       }
     }
   } else {
-    const float bias = Source::has_bias ? fma(Values::middle(), scale, Source::bias(run)) : 0.0f;
+    constexpr bool small = Values::headroom() != 1.0f;
+    const float plain = Source::scale(run);
+    const float scale = small ? plain * (1 / Values::factor(0)) : plain;
+    const float bias =
+        Source::has_bias ? fma(Values::middle(), plain, Source::bias(run)) * (1 / Values::headroom()) : 0.0f;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       float sums[Values::levels];
@@ -138,7 +149,7 @@ inline void add_products(
         thread float& sum = sums[Values::level(i)];
         sum = fma(float(q[i]), float(x.x[m][i]), sum);
       }
-      if constexpr (Values::factor(0) != 1.0f) {
+      if constexpr (Values::factor(0) != 1.0f && !small) {
         sums[0] *= 1 / Values::factor(0);
       }
 #pragma unroll

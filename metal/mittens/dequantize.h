@@ -10,15 +10,13 @@ using namespace metal;
 namespace mittens {
 
 enum Format {
-  affine4,  // MLX: integers from the lowest bit up, neighbours next to each other
+  affine4,  // integers from the lowest bit up, neighbours next to each other
   affine8,
-  q4_0,  // GGUF: byte i of 16 holds integer i below and integer i + 16 above
-  q8_0,  // GGUF: signed bytes, here with the highest bit turned over
 };
 
 template <Format F>
 constexpr int bits_of() {
-  return F == affine4 || F == q4_0 ? 4 : 8;
+  return F == affine4 ? 4 : 8;
 }
 
 // Integers in a word.
@@ -27,8 +25,8 @@ constexpr int word_size() {
   return 32 / bits_of<F>();
 }
 
-// The middle of the integers, which all are taken from: in GGUF it stands for zero, and elsewhere too it is near the
-// zero of weights that have both signs, so that sums do not grow large only to cancel.
+// The middle of the integers, which all are taken from: it is near the zero of weights that have both signs, so that
+// sums do not grow large only to cancel.
 template <Format F>
 constexpr int zero_of() {
   return 1 << (bits_of<F>() - 1);
@@ -37,7 +35,7 @@ constexpr int zero_of() {
 // The column, from the first of a word's run of words on, that integer i of the word belongs to.
 template <Format F>
 constexpr int packed_column(int word, int i) {
-  return F == q4_0 ? 4 * word + i / 2 + (i % 2) * 16 : word * word_size<F>() + i;
+  return word * word_size<F>() + i;
 }
 
 // The bit at which integer i stands when it is taken out: the upper ones of 4 bits after a shift by 9, so that the
@@ -59,17 +57,10 @@ constexpr float remainder_of(int i) {
   return !exact && bit_of<F>(i) >= 15 ? origin_of<F>(i) : 0.0f;
 }
 
-// Products with GGUF's integers, whose scale comes after their sum, are taken so many times smaller: those of 32
-// columns with what unpack_word leaves do not overflow before the scale.
-template <Format F>
-constexpr float sum_headroom() {
-  return F == q4_0 || F == q8_0 ? float(1 << 14) : 1.0f;
-}
-
 // What to multiply an activation by, so that it fits integer i of a word.
 template <Format F>
 constexpr float activation_scale(int i) {
-  return 1.0f / (sum_headroom<F>() * float(1 << bit_of<F>(i)));
+  return 1.0f / float(1 << bit_of<F>(i));
 }
 
 // two23 is 2^23 as the bits of a float. It comes from the host: a constant that the compiler knows would cost a

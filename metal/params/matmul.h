@@ -77,7 +77,6 @@ enum {
 
 enum {
   kOutputSimdgroups = 8,  // of a threadgroup whose lanes go along the outputs (matmul/outputs.h)
-  kBlockColumns = 32,     // of a GGUF block, which a lane takes at once
 };
 
 // Words of affine weights that a lane takes at once, for so many rows of x (matmul/nvidia/qmv.metal and
@@ -96,12 +95,11 @@ constexpr int run_columns(int rows) {
 }
 
 struct BlocksParams {
-  uint32_t rows;               // of x
-  uint32_t columns;            // of x
-  uint32_t outputs;            // columns of y
-  uint32_t outputs_per_group;  // that a threadgroup computes
+  uint32_t rows;       // of x
+  uint32_t columns;    // of x
+  uint32_t outputs;    // columns of y
+  uint32_t row_bytes;  // of blocks
   uint32_t has_bias;
-  uint32_t two23;              // 2^23 as a float's bits (mittens/dequantize.h)
 };
 
 struct BlockCountParams {

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <bit>
 #include <optional>
 
 #include <nanobind/nanobind.h>
@@ -29,7 +28,6 @@ namespace {
 
 constexpr const char* op = "block_matmul";
 const Name file = "matmul/gguf_matmul.metal";
-constexpr int line = 128;  // bytes
 
 Problem problem(mx::Dtype dtype, cpu::BlockKind kind, const ProductSizes& sizes) {
   return product_problem(op, dtype, static_cast<uint32_t>(kind), sizes);
@@ -73,19 +71,15 @@ class BlockMatmul : public KernelPrimitive {
     params.rows = static_cast<uint32_t>(leading_size(x, 1));
     params.columns = x.shape(-1);
     params.outputs = inputs[1].shape(0);
+    params.row_bytes = inputs[1].shape(1);
     params.has_bias = inputs.size() > 2;
-    params.two23 = std::bit_cast<uint32_t>(8388608.0f);
     const ProductSizes sizes{1, params.rows, params.columns, params.outputs};
-    const RowProductsPlan plan = plan_gguf(problem(x.dtype(), kind_, sizes), sizes, stream());
-    params.outputs_per_group = plan.outputs_per_group;
+    const RowsPlan plan = plan_gguf(problem(x.dtype(), kind_, sizes), sizes, stream());
 
     Launch launch;
     launch.file = file;
-    const char* begin = inputs[1].shape(1) % line == 0 ? "lines_" : "any_";  // of rows of blocks
-    launch.kernel = kernel_name(x.dtype(), op, begin, block_kind_name(kind_), "_", plan.rows);
-    launch.threadgroups = {ceil_divide(params.outputs, params.outputs_per_group), ceil_divide(params.rows, plan.rows),
-                           1};
-    launch.threads = {32 * plan.simdgroups, 1, 1};
+    launch.kernel = kernel_name(x.dtype(), op, block_kind_name(kind_), "_", plan.rows);
+    share_out(launch, plan, 1);
     const mx::array& bias = params.has_bias ? inputs[2] : x;
     launch.input(x).input(inputs[1]).input_if(params.has_bias, bias).output(outputs[0]).params(params);
     return in_order(std::move(launch));

@@ -84,9 +84,8 @@ uint32_t simdgroups_for(uint32_t chunks, uint64_t outputs, const Gpu& gpu) {
   return best;
 }
 
-// Packed weights: matmul/nvidia/qmv.metal, matmul/nvidia/quantized_swiglu.metal and matmul/gguf_matmul.metal. chunks:
-// of columns, each what a simdgroup takes at once. outputs: of all matrices and blocks of rows. products: of a
-// simdgroup for each output.
+// Packed weights: matmul/nvidia/qmv.metal and matmul/nvidia/quantized_swiglu.metal. chunks: of columns, each what a
+// simdgroup takes at once. outputs: of all matrices and blocks of rows. products: of a simdgroup for each output.
 RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t products, Registers registers,
                                   const Gpu& gpu) {
   constexpr uint64_t batched = 4;  // outputs whose weights a lane loads at once
@@ -181,7 +180,7 @@ bool matrix_units_win(const ProductSizes& sizes, bool transpose, mx::Dtype dtype
 
 // --- products by rows
 
-// Of matmul/qmv.metal and matmul/quantized_swiglu.metal.
+// Of matmul/qmv.metal and matmul/quantized_swiglu.metal; those of matmul/gguf_matmul.metal take less.
 Registers rows_registers(uint32_t rows) {
   return rows == 1 ? Registers{139, 128} : rows == 2 ? Registers{193, 128} : Registers{211, 128};
 }
@@ -422,16 +421,12 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
   return wins && mlx_uses_matrix_units(gpu, dtype) ? matrix_units : nullptr;
 }
 
-RowProductsPlan plan_gguf(const Problem& problem, const ProductSizes& sizes, mx::Stream stream) {
-  constexpr uint32_t most_rows = 2;  // of x that a kernel takes at once
+RowsPlan plan_gguf(const Problem& problem, const ProductSizes& sizes, mx::Stream stream) {
   const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
-  const uint32_t rows = std::min(std::bit_ceil(std::max(sizes.rows, 1u)), most_rows);
-  const uint32_t chunks = ceil_divide(sizes.columns, 32u * kBlockColumns);
-  const uint64_t outputs = uint64_t(sizes.outputs) * ceil_divide(sizes.rows, rows);
-  // Those of one row, which two rows are planned by as well.
-  RowProductsPlan plan = plan_row_products(chunks, outputs, rows, {255, 168}, gpu);
-  plan.rows = rows;
-  return plan;
+  // There are kernels of one row and of four.
+  ProductSizes planned = sizes;
+  planned.rows = sizes.rows > 1 ? std::max(sizes.rows, 4u) : 1;
+  return plan_rows(planned, kRowOutputs, gpu);
 }
 
 }  // namespace mittens

@@ -123,6 +123,6 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
 
 // --- weights of GGUF files, [outputs, columns]
 
-RowProductsPlan plan_gguf(const Problem& problem, const ProductSizes& sizes, mx::Stream stream);
+RowsPlan plan_gguf(const Problem& problem, const ProductSizes& sizes, mx::Stream stream);
 
 }  // namespace mittens

@@ -58,6 +58,9 @@ struct Integers {
   static constexpr float middle() {
     return float(1 << (bits - 1));
   }
+  static constexpr float headroom() {
+    return 1.0f;
+  }
 
   // From a column on, of the row that begins at word `row`.
   static Words load(const device uint* p, uint row, uint column) {
@@ -106,6 +109,9 @@ struct OddIntegers {
   }
   static constexpr float middle() {
     return float(1 << (bits - 1));
+  }
+  static constexpr float headroom() {
+    return 1.0f;
   }
 
   // Rows are whole words, so that no word is beyond the row that a run is in.

@@ -28,6 +28,9 @@ struct SmallFloats {
   static constexpr float middle() {
     return 0.0f;
   }
+  static constexpr float headroom() {
+    return 1.0f;
+  }
 
   static Words load(const device uint* p, uint row, uint column) {
     Words words;
