@@ -59,6 +59,41 @@ void Watcher::add(size_t slot, Region region) {
     profile_->add(slot, region.buffer, region.offset, region.bytes);
   }
   regions_[slot] = std::move(region);
+  if (watching_) {
+    find_aliases(regions_[slot]);
+  }
+}
+
+// Arguments that were given the same memory. The simulator keeps a copy for each, and a GPU's compiler takes them for
+// memory of their own.
+void Watcher::find_aliases(Region& region) {
+  if (region.space != Region::device || region.constant) {
+    return;
+  }
+  for (Region& other : regions_) {
+    const bool overlaps = other.space == Region::device && !other.constant && &other != &region &&
+                          other.given() < region.given() + region.bytes && region.given() < other.given() + other.bytes;
+    if (overlaps && other.writable) {
+      region.aliases.push_back(&other);
+    }
+    if (overlaps && region.writable) {
+      other.aliases.push_back(&region);
+    }
+  }
+}
+
+void Watcher::check_aliases(const Region& region, size_t offset, const Access& access) {
+  for (const Region* other : region.aliases) {
+    const uintptr_t begin = std::max(region.given() + offset, other->given());
+    const uintptr_t end = std::min(region.given() + offset + access.bytes, other->given() + other->bytes);
+    for (uintptr_t at = begin; at < end; ++at) {
+      const Stamp& write = other->cells[(at - other->given()) >> other->granule_bits].write;
+      if (write.epoch != 0) {
+        fail(text_of(access) + place_of(region, offset) + ", which was written through \"" + other->name + "\"" +
+             where(write.caller) + ": one buffer is bound to both, and a compiler may reorder their accesses");
+      }
+    }
+  }
 }
 
 void Watcher::start_threadgroup(const uint32_t (&position)[3]) {
@@ -104,6 +139,9 @@ void Watcher::load(const void* address, size_t bytes, const void* caller) {
     count(*region, at - region->begin, access);
     if (!region->cells.empty()) {
       check_cells(*region, at - region->begin, access);
+    }
+    if (!region->aliases.empty()) {
+      check_aliases(*region, at - region->begin, access);
     }
   }
 }

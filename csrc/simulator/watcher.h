@@ -61,6 +61,11 @@ struct Region {
   size_t packed = 0;  // of a threadgroup array: where it lies among the others, one after the other
   unsigned granule_bits = 2;
   std::vector<Cell> cells = {};  // none where nothing may be written
+  std::vector<const Region*> aliases = {};  // others of the same memory of the caller's, which may be written
+
+  uintptr_t given() const {  // in the caller's memory
+    return buffer + offset;
+  }
 };
 
 class Watcher {
@@ -159,6 +164,8 @@ class Watcher {
   void count(const Region& region, size_t offset, const Access& access);
   void profile(const Region& region, size_t offset, const Access& access);
   void check_cells(Region& region, size_t offset, const Access& access);
+  void find_aliases(Region& region);
+  void check_aliases(const Region& region, size_t offset, const Access& access);
   void on_load(Region& region, Cell& cell, size_t offset, const Access& access);
   void on_store(Region& region, Cell& cell, size_t offset, const Access& access);
   bool in_order(const Stamp& earlier, const Region& region, const Clock& clock, const abi::Thread& thread) const;

@@ -121,8 +121,8 @@ def advised(message: str) -> str:
         if instead:
             return f"{message.split(';')[0]}: write {instead}"
         return f"{message}: declare it before, in this block or around it" if message.startswith("use of") else message
-    if message.startswith("implicit conversion") and "bf16" in message:
-        return "a float becomes a bfloat without a cast: write bfloat(...) around it"
+    if "__bf16" in message and "_Float16" in message and "incompatible" in message:
+        return "half and bfloat become one another by a cast alone: write bfloat(...) or half(...) around it"
     for pattern, advice in _ADVICE:
         if pattern.search(message):
             return f"{message}: {advice}"

@@ -152,8 +152,6 @@ class _Compilation:
         self.compiled = compiled[: self.base] + blank + compiled[self.base + len(translation.text) :]
         self.flags = [*_flags(options), f"-isystem{build.INCLUDE}", f"-isystem{build._abi_folder()}"]
         self.flags += ["-DMITTENS_DIALECT", f"-DMITTENS_METAL_VERSION={options.version}"]
-        if 'bf16_math.h"' in text:
-            self.flags.append("-DMITTENS_BFLOAT_MATH")
 
     def problems(self) -> list[Problem]:
         found = compiler.find_compiler()
@@ -198,6 +196,7 @@ class _Compilation:
             if head["kind"] == "warning":
                 if not _counts(what):
                     continue
+                what = _conversion(what) or what
             problem = self._from(head, what)
             if problem is None:  # in our own library: where it was asked for
                 for other in lines[i + 1 :]:
@@ -236,16 +235,37 @@ def _counts(warning: str) -> bool:
     if "::mittens::" in warning:
         return False
     if warning.startswith("implicit conversion"):
-        return re.search(
-            r"to '[^']*(?:__bf16|bfloat)[^']*'|\(aka '[^']*__bf16[^']*'\)$", warning
-        ) is not None and not re.match(r".*from '(?:const )?(?:bfloat|__bf16)", warning)
+        return _conversion(warning) is not None
     return "incompatible with C++" not in warning or any(new in warning for new in _NEWER)
+
+
+_FLOATS = re.compile(
+    r"implicit conversion .*floating-point precision: (?P<source>'[^']*'.*?) to (?P<target>'[^']*'.*)$"
+)
+
+
+def _conversion(warning: str) -> str | None:
+    """What Metal refuses of clang's implicit conversions between floating-point types; integers become a bfloat."""
+    if not (types := _FLOATS.match(warning)):
+        return None
+    source, target = (re.search(r"__bf16|bfloat", types[name]) is not None for name in ("source", "target"))
+    if target and not source:
+        return "a float becomes a bfloat without a cast: write bfloat(...) around it"
+    if source and re.search(r"_Float16|half", types["target"]):
+        return "a bfloat and a half have no type in common: write float(...) around one of them"
+    return None
 
 
 def _flags(options: Options) -> list[str]:
     flags = [flag for flag in compiler._COMMON if flag != "-w"]
     flags += ["-S", "-emit-llvm", "-O0", "-Xclang", "-disable-llvm-passes", "-gline-tables-only", "-o", "-"]
-    flags += ["-Wno-everything", "-Wvla-extension", "-Wvla-cxx-extension", "-Wimplicit-float-conversion"]
+    flags += [
+        "-Wno-everything",
+        "-Wvla-extension",
+        "-Wvla-cxx-extension",
+        "-Wimplicit-float-conversion",
+        "-Wdouble-promotion",
+    ]
     flags += ["-Wc++20-designator", "-Wimplicit-function-declaration", "-ferror-limit=0", "-fno-caret-diagnostics"]
     if options.version < 400:
         flags += ["-Wpre-c++17-compat"]

@@ -676,7 +676,21 @@ class _Rewriter:
             if self.dialect and not literal[2]:
                 value = _inexact(literal[1])
             self.edits.append((*self.spans[i], f"{type_text}({value})" if type_text else value))
+        elif self.dialect and self.tokens[i].isdigit() and self._becomes_float(i):
+            self.edits.append((*self.spans[i], _inexact(self.tokens[i])))
         return i
+
+    def _becomes_float(self, i: int) -> bool:
+        """Whether an integer is cast to float where it stands, or is the initial value of one: `const float x = 1;`."""
+        before = i - 2 if self.token(i - 1) in ("+", "-") else i - 1
+        opened = self.token(before) in ("(", "{") and self.token(i + 1) in (")", "}")
+        cast = self.tokens[max(before - 4, 0) : before]
+        if opened and (cast[-1:] == ["float"] or cast == ["static_cast", "<", "float", ">"]):
+            return True
+        if self.tokens[max(before - 2, 0) : before + 1] == ["(", "float", ")"]:
+            return True
+        initial = opened or (self.token(before) == "=" and self.token(i + 1) in (",", ";"))
+        return initial and self.token(before - 2) == "float" and _IDENTIFIER.match(self.token(before - 1)) is not None
 
     def _assignment(self, i: int) -> int | None:
         """``*((threadgroup A*)(x)) = *((const device A*)(y));``: structs cross address spaces by a function."""

@@ -741,3 +741,29 @@ def test_watching_costs_at_most_eight_times():
             run(file, "softmax", data, 16, 1024, watch=watch)
         seconds[watch] = time.process_time() - start
     assert seconds[True] < 8 * seconds[False], seconds
+
+
+class TestOneBufferAtTwoIndices:
+    TEXT = kernel(
+        "  y[i] = x[i] + 1;\n  if (again) { y[i] += x[i + 1 < 32 ? i : 0]; }",
+        "const device float* x [[buffer(0)]], device float* y [[buffer(1)]], constant int& again [[buffer(2)]]",
+    )
+
+    def launch(self, x, y, again):
+        return run(register(self.TEXT), "test", [("input", x), ("inout", y), np.int32(again).tobytes()])
+
+    def test_what_was_written_through_one_is_not_read_through_the_other(self):
+        memory = np.arange(32, dtype=np.float32)
+        with pytest.raises(Fault, match=r'buffer "x", which was written through "y".*bound to both'):
+            self.launch(memory, memory, again=True)
+
+    def test_an_element_that_is_read_before_it_is_written_is_no_fault(self):
+        memory = np.arange(32, dtype=np.float32)
+        self.launch(memory, memory, again=False)
+        assert (memory == np.arange(32) + 1).all()
+
+    def test_parts_that_do_not_overlap_are_no_fault(self):
+        memory = np.arange(64, dtype=np.float32)
+        self.launch(memory[:32], memory[32:], again=True)
+        with pytest.raises(Fault, match="written through"):
+            self.launch(memory[:32], memory[16:48], again=True)

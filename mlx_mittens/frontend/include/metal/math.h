@@ -36,7 +36,7 @@ template <typename T>
 constexpr bool is_float = __is_same(Element<T>, float) || __is_same(Element<T>, half) || is_bfloat<T>;
 
 // Metal's own mathematics have no form for bfloat, which converts to float; MLX's headers bring such forms.
-#if defined(MITTENS_DIALECT) && !defined(MITTENS_BFLOAT_MATH)
+#ifdef MITTENS_DIALECT
 template <typename T>
 constexpr bool has_math = !is_bfloat<T>;
 #else
@@ -275,9 +275,13 @@ template <typename T, typename = mittens::FloatOnly<T>>
 MITTENS_INLINE T fdim(T x, T y) {
   return mittens::map<T>([](auto x, auto y) { return x > y ? decltype(x)(x - y) : decltype(x)(0); }, x, y);
 }
-template <typename T, typename = enable_if_t<mittens::is_float<T> && !mittens::Vector<T>::is_vector>>
+template <typename T, typename = enable_if_t<mittens::is_float<T> && mittens::has_math<T> && !mittens::Vector<T>::is_vector>>
 MITTENS_INLINE T ldexp(T x, int exponent) {
   return T(mittens::math::ldexp(float(x), exponent));
+}
+template <typename T, typename M = mittens::mixed_t<true, T>>
+MITTENS_INLINE M ldexp(T x, int exponent) {
+  return ldexp(M(x), exponent);
 }
 template <typename T, typename = mittens::FloatOnly<T>>
 MITTENS_INLINE T modf(T x, T& whole) {
@@ -307,14 +311,14 @@ MITTENS_INLINE whole_t<T> ilogb(T x) {
   return mittens::map<whole_t<T>>(
       [](auto x) { return int(as_type<uint>(float(x)) >> 23 & 255) - 127; }, x);
 }
-template <typename T, typename = enable_if_t<mittens::is_float<T> && !mittens::Vector<T>::is_vector>>
+template <typename T, typename = enable_if_t<mittens::is_float<T> && mittens::has_math<T> && !mittens::Vector<T>::is_vector>>
 MITTENS_INLINE T frexp(T x, int& exponent) {
   const float value = float(x);
   const bool plain = value != 0.0f && value - value == 0.0f;
   exponent = plain ? ilogb(value) + 1 : 0;
   return plain ? T(mittens::math::ldexp(value, -exponent)) : x;
 }
-template <typename T, typename = enable_if_t<mittens::is_float<T> && mittens::Vector<T>::is_vector>>
+template <typename T, typename = enable_if_t<mittens::is_float<T> && mittens::has_math<T> && mittens::Vector<T>::is_vector>>
 MITTENS_INLINE T frexp(T x, whole_t<T>& exponent) {
   T result;
   for (int i = 0; i < mittens::Vector<T>::size; ++i) {
@@ -324,7 +328,7 @@ MITTENS_INLINE T frexp(T x, whole_t<T>& exponent) {
   }
   return result;
 }
-template <typename T, typename = enable_if_t<mittens::is_float<T> && mittens::Vector<T>::is_vector>>
+template <typename T, typename = enable_if_t<mittens::is_float<T> && mittens::has_math<T> && mittens::Vector<T>::is_vector>>
 MITTENS_INLINE T ldexp(T x, whole_t<T> exponent) {
   return mittens::map<T>([](auto x, auto power) { return ldexp(x, int(power)); }, x, exponent);
 }
@@ -353,8 +357,9 @@ MITTENS_MIXED1(saturate)
 MITTENS_MIXED1(sign)
 MITTENS_MIXED1(fract)
 
+// A bfloat is tested as the float that it becomes.
 #define MITTENS_TEST(name, test)                                    \
-  template <typename T, typename = mittens::FloatOnly<T>>           \
+  template <typename T, typename = enable_if_t<mittens::is_float<T> && (mittens::has_math<T> || __is_arithmetic(T))>> \
   MITTENS_INLINE mittens::Truth<T> name(T x) {                      \
     if constexpr (mittens::Vector<T>::is_vector) {                  \
       mittens::Truth<T> result = {};                                \
@@ -405,7 +410,7 @@ MITTENS_INLINE constexpr T select(T no, T yes, M mask) {
   return mittens::map<T>([](auto no, auto yes, auto mask) { return mask ? yes : no; }, no, yes, mask);
 }
 
-template <typename V>
+template <typename V, typename = enable_if_t<mittens::has_math<V>>>
 MITTENS_INLINE mittens::Element<V> dot(V x, V y) {
   mittens::Element<V> sum = x[0] * y[0];
   for (int i = 1; i < mittens::Vector<V>::size; ++i) {
@@ -413,42 +418,42 @@ MITTENS_INLINE mittens::Element<V> dot(V x, V y) {
   }
   return sum;
 }
-template <typename V>
+template <typename V, typename = enable_if_t<mittens::has_math<V>>>
 MITTENS_INLINE mittens::Element<V> length_squared(V x) {
   return dot(x, x);
 }
-template <typename V>
+template <typename V, typename = enable_if_t<mittens::has_math<V>>>
 MITTENS_INLINE mittens::Element<V> length(V x) {
   return sqrt(dot(x, x));
 }
-template <typename V>
+template <typename V, typename = enable_if_t<mittens::has_math<V>>>
 MITTENS_INLINE mittens::Element<V> distance(V x, V y) {
   return length(x - y);
 }
-template <typename V>
+template <typename V, typename = enable_if_t<mittens::has_math<V>>>
 MITTENS_INLINE V normalize(V x) {
   return x * rsqrt(dot(x, x));
 }
-template <typename V>
+template <typename V, typename = enable_if_t<mittens::has_math<V>>>
 MITTENS_INLINE mittens::Element<V> distance_squared(V x, V y) {
   return length_squared(x - y);
 }
-template <typename V>
+template <typename V, typename = enable_if_t<mittens::has_math<V>>>
 MITTENS_INLINE V faceforward(V normal, V incident, V reference) {
   return dot(incident, reference) < mittens::Element<V>(0) ? normal : -normal;
 }
-template <typename V>
+template <typename V, typename = enable_if_t<mittens::has_math<V>>>
 MITTENS_INLINE V reflect(V incident, V normal) {
   return incident - normal * (mittens::Element<V>(2) * dot(normal, incident));
 }
-template <typename V>
+template <typename V, typename = enable_if_t<mittens::has_math<V>>>
 MITTENS_INLINE V refract(V incident, V normal, mittens::Element<V> ratio) {
   using E = mittens::Element<V>;
   const E cosine = dot(normal, incident);
   const E rest = E(1) - ratio * ratio * (E(1) - cosine * cosine);
   return rest < E(0) ? V(E(0)) : incident * ratio - normal * (ratio * cosine + sqrt(rest));
 }
-template <typename T>
+template <typename T, typename = enable_if_t<mittens::has_math<T>>>
 MITTENS_INLINE vec<T, 3> cross(vec<T, 3> x, vec<T, 3> y) {
   return x.yzx * y.zxy - x.zxy * y.yzx;
 }

@@ -156,13 +156,8 @@ template <typename T>
 constexpr bool is_lane_integer = is_any_of<mittens::Element<T>, char, signed char, uchar, short, ushort, int, uint>();
 template <typename T>
 constexpr bool is_lane_number = is_lane_integer<T> || is_any_of<mittens::Element<T>, half, float>();
-#ifdef MITTENS_BFLOAT_MATH
-template <typename T>
-constexpr bool is_lane_bfloat = false;
-#else
 template <typename T>
 constexpr bool is_lane_bfloat = __is_same(mittens::Element<T>, bfloat);
-#endif
 #define MITTENS_SIMD_TYPE(T)                                                                                      \
   __attribute__((diagnose_if(metal::is_lane_bfloat<T>, "SIMD-group functions take no bfloat: pass its bits, by " \
                                                        "as_type<ushort>, or a float", "error")))                 \

@@ -21,3 +21,4 @@
 #include "metal/entry.h"
 #include "metal/conversions.h"
 #include "metal/keywords.h"
+#include "metal/compiler_names.h"

@@ -147,6 +147,11 @@ template <typename T>
 struct is_trivially_copyable : bool_constant<__is_trivially_copyable(T)> {};
 template <typename T, typename U>
 struct is_convertible : bool_constant<__is_convertible(T, U)> {};
+// To clang all numbers convert to bfloat; to Metal float and half do not.
+template <>
+struct is_convertible<float, bfloat> : false_type {};
+template <>
+struct is_convertible<half, bfloat> : false_type {};
 template <typename T, typename... A>
 struct is_constructible : bool_constant<__is_constructible(T, A...)> {};
 template <typename T, typename U>
@@ -302,6 +307,12 @@ struct numeric_limits {
 template <typename T>
 struct numeric_limits<const T> : numeric_limits<T> {};
 
+// To the check a float is one that no bfloat holds, so that clang warns where it becomes a bfloat.
+#ifdef MITTENS_DIALECT
+#define MITTENS_NO_BFLOAT(type, value) (__is_same(type, float) ? __FLT_MAX__ : value)
+#else
+#define MITTENS_NO_BFLOAT(type, value) value
+#endif
 #define MITTENS_LIMITS(type, largest, smallest, step, denormal, bits)     \
   template <>                                                             \
   struct numeric_limits<type> {                                           \
@@ -327,10 +338,10 @@ struct numeric_limits<const T> : numeric_limits<T> {};
       return type(denormal);                                              \
     }                                                                     \
     static constexpr type infinity() {                                    \
-      return type(__builtin_inff());                                      \
+      return type(MITTENS_NO_BFLOAT(type, __builtin_inff()));             \
     }                                                                     \
     static constexpr type quiet_NaN() {                                   \
-      return type(__builtin_nanf(""));                                    \
+      return type(MITTENS_NO_BFLOAT(type, __builtin_nanf("")));           \
     }                                                                     \
     static constexpr type signaling_NaN() {                               \
       return type(__builtin_nanf(""));                                    \
@@ -340,5 +351,6 @@ MITTENS_LIMITS(float, __FLT_MAX__, __FLT_MIN__, __FLT_EPSILON__, __FLT_DENORM_MI
 MITTENS_LIMITS(half, 65504.0f, 0x1p-14f, 0x1p-10f, 0x1p-24f, 11)
 MITTENS_LIMITS(bfloat, 0x1.fep127f, 0x1p-126f, 0x1p-7f, 0x1p-133f, 8)
 #undef MITTENS_LIMITS
+#undef MITTENS_NO_BFLOAT
 
 }  // namespace metal
