@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.tolerances import SUM, assert_near
 
 import mlx_mittens as mm
 
@@ -80,7 +81,7 @@ class TestGates:
             assert mm.simulator.launched() > before, shape
             assert ssm._ssm_kernel is not None
         for ours, theirs in zip(found, expected):
-            np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=0, atol=1e-5)
+            assert_near(ours, theirs, "gated delta", SUM)
 
 
 def test_equal_writes_are_noted_or_faults():
