@@ -1,7 +1,18 @@
 """The Metal front end off a Mac: .metal text through clang, to the simulator on the CPU, to PTX for NVIDIA GPUs, and to
 SPIR-V for Mesa's compiler for Apple GPUs."""
 
-from .build import entry_name, has_prebuilt_ptx, metallib, ptx, signature, simulator_library, spirv, translate, variants
+from .build import (
+    all_ptx,
+    entry_name,
+    has_prebuilt_ptx,
+    metallib,
+    ptx,
+    signature,
+    simulator_library,
+    spirv,
+    translate,
+    variants,
+)
 from .compiler import compiler_problem
 from .errors import CompileError
 from .instantiations import metal_kernels, metal_text
@@ -12,6 +23,7 @@ __all__ = [
     "Argument",
     "CompileError",
     "Variant",
+    "all_ptx",
     "compiler_problem",
     "entry_name",
     "files",

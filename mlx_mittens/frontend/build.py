@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import cache, compiler, conversions, sources, spirv_module
+from . import cache, compiler, conversions, ptx_module, sources, spirv_module
 from .bfloat_lowering import UnknownOperation
 from .errors import CompileError
 from .mma_lowering import joined_products
@@ -228,36 +231,50 @@ def entry_name(kernel: str) -> str:
     return re.sub(r"\W", "_", kernel)
 
 
-def _ptx_text(translation: Translation, file: str, name: str, bytes_sizes: dict[int, int]) -> str:
-    variant, kernel = _find(file, name, translation)
-    pointer = f"decltype(&{variant.expression})"
-    parameters = []
-    for position, argument in enumerate(kernel.arguments):
-        if argument.kind == "buffer" and argument.index is not None:
-            size = bytes_sizes.get(argument.index)
-            type_text = f"::mittens::Bytes<{size}>" if size else f"::mittens::parameter_t<{position}, {pointer}>"
-            parameters.append((argument.index, f"{type_text} p{position}"))
-    declared = ", ".join(text for _, text in sorted(parameters))
-    declaration, limit = _max_threads(variant, kernel, 0)
-    call = _call(variant, kernel, "::mittens::address_of(p{position})", "::mittens::dynamic_threadgroup_memory()")
+def _ptx_text(translation: Translation, file: str, names: Sequence[str], bytes_sizes: dict[int, int]) -> str:
     matrices = "#define MITTENS_MATRIX_LANES\n" if "simdgroup_multiply" in translation.text else ""
-    return (
-        f"{matrices}{_prelude(translation)}{declaration}"
-        f'extern "C" __attribute__((used)) int mittens_max_threads = {limit};\n'
-        f'extern "C" __attribute__((nvptx_kernel)) void mittens_entry({declared}) __asm__("{entry_name(name)}");\n'
-        f'extern "C" __attribute__((nvptx_kernel)) void mittens_entry({declared}) {{\n'
-        f"{call}}}\n"
-    )
+    parts = [matrices, _prelude(translation)]
+    for number, name in enumerate(names):
+        variant, kernel = _find(file, name, translation)
+        pointer = f"decltype(&{variant.expression})"
+        parameters = []
+        for position, argument in enumerate(kernel.arguments):
+            if argument.kind == "buffer" and argument.index is not None:
+                size = bytes_sizes.get(argument.index)
+                type_text = f"::mittens::Bytes<{size}>" if size else f"::mittens::parameter_t<{position}, {pointer}>"
+                parameters.append((argument.index, f"{type_text} p{position}"))
+        declared = ", ".join(text for _, text in sorted(parameters))
+        declaration, limit = _max_threads(variant, kernel, number)
+        call = _call(variant, kernel, "::mittens::address_of(p{position})", "::mittens::dynamic_threadgroup_memory()")
+        head = f'extern "C" __attribute__((nvptx_kernel)) void mittens_entry_{number}({declared})'
+        parts.append(
+            f"{declaration}"
+            f'extern "C" __attribute__((used)) int mittens_max_threads_{entry_name(name)} = {limit};\n'
+            f'{head} __asm__("{entry_name(name)}");\n{head} {{\n{call}}}\n'
+        )
+    return "".join(parts)
 
 
-_MAX_THREADS = re.compile(r"^.*\bmittens_max_threads\b = (\d+);\n", re.M)
+def _ptx(
+    file: str, names: Sequence[str], bytes_sizes: dict[int, int] | None, arch: str, constants: dict[int, object] | None
+) -> dict[str, str]:
+    """The PTX of some variants of a file, from one call of clang, by the names of their entries."""
+    found = compiler.find_compiler()
+    flat, sizes = sources.flatten(file), bytes_sizes or {}
+    flags = compiler.ptx_flags(arch, flat)
+    what = [flat, *names, repr(sorted(sizes.items())), repr(sorted(_constant_texts(constants).items()))]
+    name = cache.key(*what, _library_key(), found.identity, " ".join(flags))
 
+    def make(path: Path) -> None:
+        translation = translate(file, constants, nvidia=True)
+        text = _ptx_text(translation, file, names, sizes)
+        done = _compiled(found, [*flags, f"-I{INCLUDE}", "-o", "-"], text, translation)
+        if done.returncode:
+            raise CompileError(file, names[0] if len(names) == 1 else None, _clean(done.stderr))
+        path.write_text(done.stdout)
 
-def _with_limit(text: str) -> str:
-    """The registers of a kernel depend on how many threads it may be launched with: say it, in PTX's own words."""
-    limit = _MAX_THREADS.search(text)
-    text = _MAX_THREADS.sub("", text)
-    return re.sub(r"(\.entry [^{]*?\))\s*\n\{", rf"\1\n.maxntid {limit[1] if limit else 1024}, 1, 1\n{{", text)
+    text = cache.cached(f"{entry_name(names[0])[:80]}-{name}.ptx", make).read_text()
+    return {entry: joined_products(text) for entry, text in ptx_module.entries(text).items()}
 
 
 def ptx(
@@ -284,27 +301,38 @@ def ptx(
         KeyError: If the file has no such kernel.
     """
     prebuilt = _installed() / "ptx" / arch / f"{entry_name(kernel)}.ptx"
-    flat = sources.flatten(file)
-    sizes = bytes_sizes or {}
-    if not sizes and not constants and prebuilt.is_file():
+    if not bytes_sizes and not constants and prebuilt.is_file():
         text = prebuilt.read_text()
-        if text.startswith(f"// {prebuilt_key(flat)}\n"):
+        if text.startswith(f"// {prebuilt_key(sources.flatten(file))}\n"):
             return text
-    found = compiler.find_compiler()
-    flags = compiler.ptx_flags(arch, flat)
-    texts = _constant_texts(constants)
-    what = [flat, kernel, repr(sorted(sizes.items())), repr(sorted(texts.items()))]
-    name = cache.key(*what, _library_key(), found.identity, " ".join(flags))
+    return _ptx(file, [kernel], bytes_sizes, arch, constants)[entry_name(kernel)]
 
-    def make(path: Path) -> None:
-        translation = translate(file, constants, nvidia=True)
-        text = _ptx_text(translation, file, kernel, sizes)
-        done = _compiled(found, [*flags, f"-I{INCLUDE}", "-o", "-"], text, translation)
-        if done.returncode:
-            raise CompileError(file, kernel, _clean(done.stderr))
-        path.write_text(joined_products(_with_limit(done.stdout)))
 
-    return cache.cached(f"{entry_name(kernel)[:80]}-{name}.ptx", make).read_text()
+# Variants that are compiled by one call of clang, which parses the library and the file once for all of them.
+_VARIANTS_PER_CALL = 12
+
+
+def all_ptx(files: Sequence[str], arch: str = "sm_80") -> dict[tuple[str, str], str]:
+    """The PTX of every variant of some files, in a third of the time that `ptx` takes for each.
+
+    Returns:
+        dict[tuple[str, str], str]: By file and the name of the variant.
+
+    Raises:
+        CompileError: If a kernel does not compile.
+    """
+
+    def some(part: tuple[str, list[str]]) -> dict[tuple[str, str], str]:
+        file, names = part
+        texts = _ptx(file, names, None, arch, None)
+        return {(file, name): texts[entry_name(name)] for name in names}
+
+    parts = []
+    for file in files:
+        names = [variant.name for variant in variants(file)]
+        parts += [(file, names[i : i + _VARIANTS_PER_CALL]) for i in range(0, len(names), _VARIANTS_PER_CALL)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {key: text for texts in pool.map(some, parts) for key, text in texts.items()}
 
 
 # What dynamic threadgroup memory is taken to be: as much as a threadgroup of an Apple GPU may have.

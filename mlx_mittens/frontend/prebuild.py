@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import build, compiler, sources
@@ -23,15 +21,11 @@ def prebuild(folder: Path) -> int:
     for stale in target.glob("*.ptx"):
         stale.unlink()
 
-    def write(item: tuple[str, str]) -> None:
-        file, kernel = item
-        text = f"// {build.prebuilt_key(sources.flatten(file))}\n{build.ptx(file, kernel, arch=ARCH)}"
-        (target / f"{build.entry_name(kernel)}.ptx").write_text(text)
-
-    kernels = [(file, variant.name) for file in sources.files() for variant in build.variants(file)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(write, kernels))
-    return len(kernels)
+    texts = build.all_ptx(sources.files(), ARCH)
+    for (file, kernel), text in texts.items():
+        path = target / f"{build.entry_name(kernel)}.ptx"
+        path.write_text(f"// {build.prebuilt_key(sources.flatten(file))}\n{text}")
+    return len(texts)
 
 
 if __name__ == "__main__":

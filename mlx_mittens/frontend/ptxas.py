@@ -46,14 +46,8 @@ def find() -> str | None:
 
 def all_ptx(arch: str = "sm_80") -> dict[str, str]:
     """The PTX of every variant of every .metal file, by the name of its entry."""
-
-    def of(item: tuple[str, str]) -> str:
-        return frontend.ptx(*item, arch=arch)
-
-    kernels = [(file, variant.name) for file in frontend.files() for variant in frontend.variants(file)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        texts = list(pool.map(of, kernels))
-    return {frontend.entry_name(name): text for (_, name), text in zip(kernels, texts, strict=True)}
+    texts = frontend.all_ptx(frontend.files(), arch)
+    return {frontend.entry_name(name): text for (_, name), text in texts.items()}
 
 
 def assemble(texts: Mapping[str, str], arch: str) -> dict[str, Usage]:

@@ -758,18 +758,3 @@ def test_prebuilt(tmp_path, monkeypatch):
         assert not frontend.ptx("norm/softmax.metal", some.stem).endswith("// prebuilt\n")
     finally:
         sources._registered.pop("norm/softmax.metal")
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_ptx_assembles(file, tmp_path):
-    """One variant a function, where ptxas is at hand; every variant is assembled by bench's own check."""
-    import shutil
-
-    ptxas = shutil.which("ptxas")
-    if not ptxas:
-        pytest.skip("no ptxas")
-    one_each = {variant.function: variant.name for variant in frontend.variants(file)}
-    for name in one_each.values():
-        path = tmp_path / f"{name}.ptx"
-        path.write_text(frontend.ptx(file, name))
-        subprocess.run([ptxas, "-arch=sm_80", str(path), "-o", str(tmp_path / "out")], check=True)
