@@ -5,34 +5,57 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
-from mlx_mittens.frontend import compiler, ptxas
+from mlx_mittens import frontend
+from mlx_mittens.frontend import build, cache, compiler, ptxas
 
 TABLE = Path(__file__).parent / "results" / "registers.md"
 ARCHITECTURES = ("sm_80", "sm_90")
 
 
+def sources() -> str:
+    """A digest of all that the figures depend on beside the compilers: our kernels, and what translates them."""
+    return cache.key(*(build.prebuilt_key(frontend.flatten(file)) for file in frontend.files()))[:16]
+
+
+def made_with() -> str:
+    """The line of the file that says what its figures depend on beside the kernels."""
+    version = subprocess.run([str(ptxas.find()), "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"V([\d.]+)", version)
+    return f"{compiler.find_compiler().identity}, ptxas {release[1] if release else '?'}."
+
+
+def kernels() -> list[tuple[str, str]]:
+    """The file and the name of every variant, by name."""
+    found = [(file, variant.name) for file in frontend.files() for variant in frontend.variants(file)]
+    return sorted(found, key=lambda kernel: kernel[1])
+
+
+def rows(kernels: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of a table, one a kernel."""
+    texts = {frontend.entry_name(name): text for (_, name), text in frontend.all_ptx(kernels).items()}
+    usages = {arch: ptxas.assemble(texts, arch) for arch in ARCHITECTURES}
+    headings = [f"{arch} {figure}" for arch in ARCHITECTURES for figure in ("registers", "spills", "stack")]
+    lines = [f"| kernel | {' | '.join(headings)} | shared |", "|---|" + "--:|" * (len(headings) + 1)]
+    for name in texts:
+        here = [usages[arch][name] for arch in ARCHITECTURES]
+        cells = [f"{usage.registers} | {usage.spill_stores} + {usage.spill_loads} | {usage.stack}" for usage in here]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {here[-1].shared} |")
+    return lines
+
+
 def table() -> str:
     """The table, and what it was made with."""
-    texts = ptxas.all_ptx()
-    usages = {arch: ptxas.assemble(texts, arch) for arch in ARCHITECTURES}
-    version = subprocess.run([ptxas.find(), "--version"], capture_output=True, text=True).stdout
-    release = re.search(r"V([\d.]+)", version)
     lines = [
         "# Registers and memory of every kernel on NVIDIA GPUs",
         "",
-        f"Made by `python bench/registers.py` with {compiler.find_compiler().identity},",
-        f"ptxas {release[1] if release else '?'}.",
-        "Registers of a thread; spills (bytes stored, bytes loaded) and shared memory in bytes.",
+        f"Made by `python bench/registers.py` with {made_with()} Of sources `{sources()}`.",
+        "Registers of a thread; spills (bytes stored + bytes loaded), the stack and shared memory in bytes.",
         "",
-        "| kernel | " + " | ".join(f"{arch} registers | spills" for arch in ARCHITECTURES) + " | shared |",
-        "|---|" + "--:|--:|" * len(ARCHITECTURES) + "--:|",
+        *rows(kernels()),
     ]
-    for name in sorted(texts):
-        here = [usages[arch][name] for arch in ARCHITECTURES]
-        cells = [f"{usage.registers} | {usage.spill_stores} + {usage.spill_loads}" for usage in here]
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {here[-1].shared} |")
     return "\n".join(lines) + "\n"
 
 

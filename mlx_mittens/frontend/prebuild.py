@@ -21,7 +21,8 @@ def prebuild(folder: Path) -> int:
     for stale in target.glob("*.ptx"):
         stale.unlink()
 
-    texts = build.all_ptx(sources.files(), ARCH)
+    kernels = [(file, variant.name) for file in sources.files() for variant in build.variants(file)]
+    texts = build.all_ptx(kernels, ARCH)
     for (file, kernel), text in texts.items():
         path = target / f"{build.entry_name(kernel)}.ptx"
         path.write_text(f"// {build.prebuilt_key(sources.flatten(file))}\n{text}")

@@ -35,7 +35,10 @@ def entries(text: str) -> dict[str, str]:
         text: Of entries, and for each a variable ``mittens_max_threads_`` with its name: the most threads that it
             may be launched with. Its registers depend on them: they are said in PTX's own words.
     """
-    head, shared, functions, limits = [], [], [], {}
+    head: list[str] = []
+    shared: list[tuple[re.Match[str] | None, str]] = []
+    functions: list[tuple[str, str]] = []
+    limits: dict[str, str] = {}
     for statement in _statements(text):
         if entry := _ENTRY.search(statement):
             functions.append((entry[1], statement))

@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import frontend
-
 # A call that assembles a few files costs less than a call for each; a call with all of them would use one core.
 _FILES_PER_CALL = 30
 
@@ -42,12 +40,6 @@ def find() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         pass
     return shutil.which("ptxas")
-
-
-def all_ptx(arch: str = "sm_80") -> dict[str, str]:
-    """The PTX of every variant of every .metal file, by the name of its entry."""
-    texts = frontend.all_ptx(frontend.files(), arch)
-    return {frontend.entry_name(name): text for (_, name), text in texts.items()}
 
 
 def assemble(texts: Mapping[str, str], arch: str) -> dict[str, Usage]:

@@ -78,7 +78,7 @@ template <typename T, int n> [[kernel, max_total_threads_per_threadgroup(32 * n)
 """ + "".join(f'instantiate_kernel("sums_{t}_{n}", sums, {t}, {n})\n' for t in ("float", "half") for n in range(1, 8))
     file = "ptx_module/sums.metal"
     frontend.register_source(file, text)
-    found = frontend.all_ptx([file])
+    found = frontend.all_ptx([(file, variant.name) for variant in frontend.variants(file)])
     assert len(found) == 14
     for name in ("sums_float_1", "sums_half_4", "sums_half_7"):
         assert found[file, name] == frontend.ptx(file, name)

@@ -7,7 +7,6 @@ from xdist.scheduler import LoadScopeScheduling
 # Files whose tests share a result that takes minutes: one worker runs them all, and computes it once. Largest first.
 TOGETHER = {
     "test_macos_recording.py": "the levels",
-    "test_ptx.py": "the levels",
     "test_levels.py": "the levels",
     "test_macos_host.py": "the macOS extension",
 }
