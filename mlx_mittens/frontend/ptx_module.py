@@ -51,8 +51,8 @@ def entries(text: str) -> dict[str, str]:
     texts = {}
     for name, function in functions:
         used = [statement for what, statement in shared if not what or _mentions(function, what[0])]
-        limit = f")\n.maxntid {limits.get(name, _MOST_THREADS)}, 1, 1"
-        function = _LABEL.sub(_first_functions, _END_OF_PARAMETERS.sub(limit, function, count=1))
+        threads = f")\n.maxntid {limits.get(name, _MOST_THREADS)}, 1, 1"
+        function = _LABEL.sub(_first_functions, _END_OF_PARAMETERS.sub(threads, function, count=1))
         texts[name] = "\n".join([*head, *used, function]) + "\n"
     return texts
 
