@@ -191,6 +191,17 @@ def test_mlx_without_its_files_is_an_import_error(monkeypatch):
         mm._guard.check_libmlx()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="on a Mac mlx brings its library along")
+def test_mlx_without_a_backend_is_an_import_error_that_says_what_to_add(tmp_path, monkeypatch):
+    """As `pip install mlx-mittens` without an extra leaves it on Linux."""
+    spec = type("spec", (), {"submodule_search_locations": [str(tmp_path)]})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    version = importlib.metadata.version("mlx")
+    with pytest.raises(ImportError) as error:
+        mm._guard.check_libmlx()
+    assert f'pip install "mlx[cpu]=={version}"' in str(error.value) and f"mlx[cuda13]=={version}" in str(error.value)
+
+
 @pytest.mark.parametrize("arguments", [["doctor", "--ops", "softmax"], ["--version"], ["check", "{file}"]], ids=str)
 def test_a_broken_pipe_ends_quietly(tmp_path, arguments):
     file = tmp_path / "wrong.metal"

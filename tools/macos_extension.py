@@ -1,0 +1,184 @@
+"""The extension for macOS on Apple silicon, cross-compiled on Linux by ziglang.
+
+It is compiled against MLX as released for macOS and the headers of the Python that runs this, and linked with the
+released libmlx.dylib. macOS' own libraries are not here: the extension may take from libc++ and libobjc what
+libmlx.dylib takes, and what macos_libcxx.txt lists. tools/macos_wheel.py packs it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MACOS = (14, 0)
+RPATH = "@loader_path/../mlx/lib"
+NANOBIND = "3.1.0"
+
+# What most sources include, parsed once, with its templates instantiated.
+_COMMON = """
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/variant.h>
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
+#include "mlx/transforms.h"
+"""
+
+
+def mlx_version() -> str:
+    return importlib.metadata.version("mlx")
+
+
+def download(folder: Path) -> Path:
+    """A site-packages folder with MLX for macOS, as released, and nanobind's sources."""
+    version, (major, minor) = mlx_version(), sys.version_info[:2]
+    mac = [f"--platform=macosx_{MACOS[0]}_{MACOS[1]}_arm64", f"--python-version={major}.{minor}"]
+    mac += ["--implementation=cp", f"mlx=={version}", f"mlx-metal=={version}"]
+    wheels = folder / "wheels"
+    for arguments in (mac, [f"nanobind=={NANOBIND}"]):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        subprocess.run([*command, "--dest", str(wheels), *arguments], check=True)
+    site = folder / "site"
+    for wheel in wheels.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(site)
+    return site
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Zig's clang for macOS.
+
+    Attributes:
+        site: The folder that `download` made.
+        optimize: The level of optimization, such as "-O2".
+    """
+
+    site: Path
+    optimize: str = "-O2"
+
+    def run(self, *arguments: object, target: str) -> None:
+        """Runs it; raises RuntimeError with what it says where it fails."""
+        includes = [
+            self.site / "mlx" / "include",
+            self.site / "mlx" / "include" / "metal_cpp",
+            self.site / "nanobind" / "include",
+            self.site / "nanobind" / "ext" / "robin_map" / "include",
+            ROOT / "tests" / "verification" / "macos" / "include",
+            ROOT / "csrc",
+            ROOT / "metal",
+            sysconfig.get_paths()["include"],
+        ]
+        # Zig would add checks of undefined behaviour, and take what only a later macOS has in its libc++.
+        command = [*_zig(), "c++", "-target", f"aarch64-macos.{MACOS[0]}.{MACOS[1]}", "-std=c++20", self.optimize]
+        annotations = "_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS"
+        command += [f"-U{annotations}", f"-D{annotations}=1"]
+        command += ["-fno-sanitize=all", "-g0", "-fvisibility=hidden", "-D_METAL_", "-DNB_DOMAIN=mlx", "-DNDEBUG"]
+        command += [f'-DMITTENS_MLX_VERSION="{mlx_version()}"', "-DMITTENS_KNOWN_MLX=1"]
+        command += [f"-I{folder}" for folder in includes]
+        _checked([*command, *map(str, arguments)], target)
+
+    def precompiled(self, text: str, folder: Path) -> list[str]:
+        """Compiles the text as a header; the options with which sources include it."""
+        header, compiled = folder / "common.h", folder / "common.pch"
+        header.write_text(text)
+        once = ["-Xclang", "-fpch-instantiate-templates"]  # else each source would instantiate them again
+        self.run("-x", "c++-header", *once, "-c", header, "-o", compiled, target="the common header")
+        return ["-include-pch", str(compiled), *once]
+
+    def objects(self, folder: Path) -> list[Path]:
+        """The objects of all C++ files, and of nanobind."""
+        common = self.precompiled(_COMMON, folder)
+        sources = sorted((ROOT / "csrc").rglob("*.cpp"))
+        # What takes longest comes first.
+        items = [(path, ["-DMITTENS_ISA=neon"]) for path in sources if "isa" in path.parts]
+        items += [(self.site / "nanobind" / "src" / "nb_combined.cpp", ["-DNB_SHARED=0"])]
+        items += [(path, common) for path in sources if "isa" not in path.parts]
+        items += [(ROOT / "tools" / "macos_availability.cpp", [])]
+
+        def build(item: tuple[Path, list[str]]) -> Path:
+            path, options = item
+            output = folder / "_".join(path.with_suffix(".o").parts[-4:])  # files of several folders have the same stem
+            self.run(*options, "-c", path, "-o", output, target=str(path))
+            return output
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(build, items))
+
+
+def build(site: Path, folder: Path, optimize: str = "-O2") -> Path:
+    """Compiles and links the extension; its path. Raises RuntimeError with the first error of the compiler."""
+    objects = Compiler(site, optimize).objects(folder)
+    library = folder / "_ext.so"
+    libmlx = site / "mlx" / "lib" / "libmlx.dylib"
+    # By `build-lib`: `c++` would compile libc++ first, and link it into the extension.
+    command = [*_zig(), "build-lib", "-dynamic", "-target", f"aarch64-macos.{MACOS[0]}.{MACOS[1]}", "-O", "ReleaseFast"]
+    command += ["-fno-compiler-rt", "-fno-ubsan-rt", "-fstrip", "-lc", "-dead_strip", "-fallow-shlib-undefined"]
+    command += ["-rpath", RPATH, "-install_name", "@rpath/_ext.so", f"-femit-bin={library}"]
+    _checked([*command, *map(str, objects), str(libmlx), *map(str, stubs(libmlx, folder))], "the extension")
+    return library
+
+
+def stubs(libmlx: Path, folder: Path) -> list[Path]:
+    """Text stubs of libc++ and libobjc, for the linker."""
+    taken = imports(libmlx)
+    exported = {"/usr/lib/libc++.1.dylib": taken["/usr/lib/libc++.1.dylib"] | listed()}
+    exported["/usr/lib/libobjc.A.dylib"] = taken["/usr/lib/libobjc.A.dylib"]
+    written = []
+    for name, symbols in exported.items():
+        path = folder / f"{Path(name).name.partition('.')[0]}.tbd"
+        path.write_text(_stub(name, symbols))
+        written.append(path)
+    return written
+
+
+def listed() -> set[str]:
+    """The symbols of libc++ that macos_libcxx.txt lists."""
+    lines = (ROOT / "tools" / "macos_libcxx.txt").read_text().splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+def imports(library: Path) -> Mapping[str, set[str]]:
+    """The symbols that a library for macOS takes from others, by the library that it takes them from."""
+    import lief
+
+    found: dict[str, set[str]] = {}
+    binary = lief.parse(str(library))
+    for symbol in binary.imported_symbols:
+        known = symbol.has_binding_info and symbol.binding_info.has_library
+        found.setdefault(symbol.binding_info.library.name if known else "", set()).add(symbol.name)
+    return found
+
+
+def _stub(name: str, symbols: Iterable[str]) -> str:
+    return f"""--- !tapi-tbd
+tbd-version: 4
+targets: [ arm64-macos ]
+install-name: '{name}'
+exports:
+  - targets: [ arm64-macos ]
+    symbols: [ {", ".join(repr(symbol) for symbol in sorted(symbols))} ]
+...
+"""
+
+
+def _zig() -> list[str]:
+    if importlib.util.find_spec("ziglang") is None:
+        raise RuntimeError('there is no ziglang to cross-compile with: pip install "ziglang>=0.17"')
+    return [sys.executable, "-m", "ziglang"]
+
+
+def _checked(command: list[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{what}:\n{done.stderr}")

@@ -1,0 +1,232 @@
+"""A wheel for macOS on Apple silicon, made and examined on any machine.
+
+python tools/macos_wheel.py FOLDER      cross-compiles the extension (macos_extension.py) and writes a wheel of it
+python tools/macos_wheel.py FILE.whl    examines a wheel, also one that a Mac has built
+
+The wheel is for the Python that runs this. It has no metallib: MLX compiles kernels at their first use. The package
+must be installed, and ziglang and lief: `pip install -e ".[cpu,test]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import csv
+import ctypes
+import hashlib
+import importlib.util
+import io
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import lief
+import macos_extension
+from macos_extension import MACOS, ROOT, RPATH
+
+# What a Mac has, or what is installed beside the package.
+_LIBRARIES = (
+    "@rpath/libmlx.dylib",
+    "/usr/lib/libSystem.B.dylib",
+    "/usr/lib/libc++.1.dylib",
+    "/usr/lib/libobjc.A.dylib",
+)
+_FRAMEWORKS = "/System/Library/Frameworks/"
+
+_METADATA = (
+    "import sys; from scikit_build_core.build import prepare_metadata_for_build_wheel as f; print(f(sys.argv[1]))"
+)
+
+
+def tag() -> str:
+    """The wheel's tag, of the Python that runs this: its headers are those that the extension is compiled with."""
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return f"{python}-{python}-macosx_{MACOS[0]}_{MACOS[1]}_arm64"
+
+
+def extension_name() -> str:
+    """What the extension is called on a Mac."""
+    return f"mlx_mittens/_ext.cpython-{sys.version_info.major}{sys.version_info.minor}-darwin.so"
+
+
+def contents(extension: Path) -> dict[str, bytes]:
+    """The files of the wheel but RECORD, by their names in it. The stub is that of the installed package."""
+    spec = importlib.util.find_spec("mlx_mittens._ext")
+    assert spec is not None and spec.origin is not None, "mlx_mittens is installed here, which has the stub"
+    built = Path(spec.origin).parent
+    package = ROOT / "mlx_mittens"
+    files = {f"mlx_mittens/{path.relative_to(package).as_posix()}": path for path in _sources(package)}
+    files |= {
+        f"mlx_mittens/metal/{path.relative_to(ROOT / 'metal').as_posix()}": path for path in _sources(ROOT / "metal")
+    }
+    files["mlx_mittens/frontend/include/simulator/abi.h"] = ROOT / "csrc" / "simulator" / "abi.h"
+    files["mlx_mittens_cli.py"] = ROOT / "mlx_mittens_cli.py"
+    files |= {f"mlx_mittens/{name}": built / name for name in ("_ext.pyi", "_build.py")}
+    files[extension_name()] = extension
+    return {name: path.read_bytes() for name, path in files.items()} | _metadata()
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".so", ".metallib"):
+            yield path
+
+
+def _metadata() -> dict[str, bytes]:
+    """The dist-info folder that the build backend makes, under this wheel's tag."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", _METADATA, folder]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"scikit-build-core makes no metadata:\n{done.stderr}")
+        info = Path(folder) / done.stdout.split()[-1]
+        found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in info.rglob("*") if path.is_file()}
+    lines = found[f"{info.name}/WHEEL"].decode().splitlines()
+    kept = [line for line in lines if line and not line.startswith("Tag: ")]
+    found[f"{info.name}/WHEEL"] = "\n".join([*kept, f"Tag: {tag()}", ""]).encode()
+    return found
+
+
+def pack(extension: Path, folder: Path) -> Path:
+    """Writes the wheel; its path."""
+    files = contents(extension)
+    info = next(name.partition("/")[0] for name in files if name.endswith(".dist-info/WHEEL"))
+    files[f"{info}/RECORD"] = record(files, info)
+    path = folder / f"{info.removesuffix('.dist-info')}-{tag()}.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name, data in sorted(files.items()):
+            entry = zipfile.ZipInfo(name)  # of 1980: the same files make the same wheel
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            wheel.writestr(entry, data)
+    return path
+
+
+def record(files: Mapping[str, bytes], info: str) -> bytes:
+    """RECORD: the hash and the size of each file."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    for name, data in sorted(files.items()):
+        rows.writerow([name, f"sha256={_hash(data)}", len(data)])
+    rows.writerow([f"{info}/RECORD", "", ""])
+    return text.getvalue().encode()
+
+
+def _hash(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+def problems(path: Path, libmlx: Path) -> list[str]:
+    """What is wrong with a wheel; nothing, if a Mac can use it with this libmlx.dylib."""
+    with zipfile.ZipFile(path) as wheel:
+        files = {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
+    found = [*_record_problems(files), *_tag_problems(path, files), *_content_problems(files)]
+    extensions = [name for name in files if name.startswith("mlx_mittens/_ext.") and name.endswith(".so")]
+    if len(extensions) != 1:
+        return [*found, f"expected one extension, got {extensions or 'none'}"]
+    return [*found, *_extension_problems(files[extensions[0]], libmlx)]
+
+
+def _record_problems(files: Mapping[str, bytes]) -> Iterator[str]:
+    name = next((name for name in files if name.endswith(".dist-info/RECORD")), None)
+    if name is None:
+        yield "there is no RECORD"
+        return
+    listed = {row[0]: row[1] for row in csv.reader(files[name].decode().splitlines())}
+    for file in sorted(set(listed) ^ set(files)):
+        yield f"RECORD and the wheel differ in {file}"
+    for file, hashed in listed.items():
+        if file in files and file != name and hashed != f"sha256={_hash(files[file])}":
+            yield f"RECORD has another hash of {file}"
+
+
+def _tag_problems(path: Path, files: Mapping[str, bytes]) -> Iterator[str]:
+    named = "-".join(path.stem.split("-")[2:])
+    said = [
+        line.removeprefix("Tag: ")
+        for name, data in files.items()
+        if name.endswith(".dist-info/WHEEL")
+        for line in data.decode().splitlines()
+        if line.startswith("Tag: ")
+    ]
+    if said != [named]:
+        yield f"the file's name has the tag {named}, WHEEL has {said}"
+    if not named.endswith(f"macosx_{MACOS[0]}_{MACOS[1]}_arm64"):
+        yield f"the tag is {named}: expected macOS {MACOS[0]}.{MACOS[1]} on arm64"
+
+
+def _content_problems(files: Mapping[str, bytes]) -> Iterator[str]:
+    wanted = ["mlx_mittens/py.typed", "mlx_mittens/_ext.pyi", "mlx_mittens/_build.py", "mlx_mittens_cli.py"]
+    wanted += [f"mlx_mittens/metal/{path.relative_to(ROOT / 'metal').as_posix()}" for path in _sources(ROOT / "metal")]
+    for name in wanted:
+        if name not in files:
+            yield f"{name} is missing"
+    for name in files:
+        if "linux" in name or name.endswith((".ptx", ".pyc")):
+            yield f"{name} is of no use on a Mac"
+
+
+def _extension_problems(data: bytes, libmlx: Path) -> Iterator[str]:
+    fat = lief.MachO.parse(list(data))
+    binaries = list(fat) if fat is not None else []
+    if [binary.header.cpu_type for binary in binaries] != [lief.MachO.Header.CPU_TYPE.ARM64]:
+        yield "the extension is no Mach-O file of arm64 alone"
+        return
+    (binary,) = binaries
+    if [rpath.path for rpath in binary.rpaths] != [RPATH]:
+        yield f"the rpath is {[rpath.path for rpath in binary.rpaths]}: expected {RPATH}"
+    oldest = tuple(binary.build_version.minos[:2]) if binary.build_version else ()
+    if oldest != MACOS:
+        yield f"the extension is for macOS {oldest} and later: expected {MACOS}"
+    own = lief.MachO.LoadCommand.TYPE.ID_DYLIB  # the extension's own name: Zig links a library, CMake a module
+    libraries = [library.name for library in binary.libraries if library.command != own]
+    if _LIBRARIES[0] not in libraries:
+        yield "the extension does not load libmlx"
+    for name in libraries:
+        if name not in _LIBRARIES and not name.startswith(_FRAMEWORKS):
+            yield f"the extension loads {name}, which no Mac has"
+    if "_PyInit__ext" not in {symbol.name for symbol in binary.exported_symbols}:
+        yield "the extension exports no _PyInit__ext, which Python looks for"
+    yield from symbol_problems(binary, libmlx)
+
+
+def symbol_problems(binary: lief.MachO.Binary, libmlx: Path) -> Iterator[str]:
+    """Symbols that nothing on a Mac has.
+
+    A symbol names the library that it is taken from, and the linker looked there; only of libmlx another one may be
+    installed. One that names none is Python's, or is weak and may come from any library that is loaded.
+    """
+    released = lief.parse(str(libmlx))
+    in_libmlx = {symbol.name for symbol in released.exported_symbols}
+    in_any = in_libmlx.union(macos_extension.listed(), *macos_extension.imports(libmlx).values())
+    for symbol in binary.imported_symbols:
+        bound = symbol.has_binding_info and symbol.binding_info.has_library
+        library = symbol.binding_info.library.name if bound else ""
+        if library == _LIBRARIES[0] and symbol.name not in in_libmlx:
+            yield f"the extension needs {symbol.name}, which {libmlx.name} does not export"
+        if not library and symbol.name not in in_any and not hasattr(ctypes.pythonapi, symbol.name.removeprefix("_")):
+            yield (
+                f"the extension needs {symbol.name}, which Python and libmlx have not, and of which no "
+                f"library of macOS {MACOS[0]} is known to have it: if libc++ does, list it in tools/macos_libcxx.txt"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, metavar="FOLDER|FILE.whl")
+    path = parser.parse_args().path
+    with tempfile.TemporaryDirectory() as scratch:
+        site = macos_extension.download(Path(scratch))
+        if path.suffix != ".whl":
+            path.mkdir(parents=True, exist_ok=True)
+            path = pack(macos_extension.build(site, Path(scratch)), path)
+            print(path)
+        found = problems(path, site / "mlx" / "lib" / "libmlx.dylib")
+    print("\n".join(found) or "a Mac can use it")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
