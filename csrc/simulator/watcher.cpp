@@ -104,6 +104,7 @@ void Watcher::start_threadgroup(const uint32_t (&position)[3]) {
   if (profile_) {
     profile_->start_threadgroup();
   }
+  privates_.clear();
   if (watching_) {
     abi::Thread thread{};
     std::copy(std::begin(position), std::end(position), thread.threadgroup);
@@ -184,6 +185,43 @@ void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, con
 void Watcher::outside_array(const void* caller) {
   if (watching_) {
     outside_ = caller;
+  }
+}
+
+void Watcher::private_array(const void* address, size_t bytes, const char* name) {
+  if (!watching_) {
+    return;
+  }
+  const unsigned thread = runtime()->thread->index;
+  if (privates_.size() <= thread) {
+    privates_.resize(thread + 1);
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  std::vector<Private>& arrays = privates_[thread];
+  std::erase_if(arrays, [&](const Private& array) {
+    return array.begin < begin + bytes && begin < array.begin + array.written.size();
+  });
+  if (name) {
+    arrays.push_back({begin, name, std::vector<bool>(bytes)});
+  }
+}
+
+void Watcher::check_privates(uintptr_t address, const Access& access) {
+  const unsigned thread = runtime()->thread->index;
+  if (thread >= privates_.size() || outside_) {
+    return;
+  }
+  for (Private& array : privates_[thread]) {
+    const uintptr_t begin = std::max(address, array.begin);
+    const uintptr_t end = std::min(address + access.bytes, array.begin + array.written.size());
+    for (uintptr_t at = begin; at < end; ++at) {
+      if (access.kind != kLoad) {
+        array.written[at - array.begin] = true;
+      } else if (!array.written[at - array.begin]) {
+        fail(text_of(access) + "at byte " + std::to_string(at - array.begin) + " of its own array \"" + array.name +
+             "\", which nothing has written: uninitialised");
+      }
+    }
   }
 }
 
@@ -283,6 +321,9 @@ Region* Watcher::outside_of_regions(uintptr_t address, const Access& access) {
   if (!known && library_.has_extent()) {
     fail(text_of(access) + (address < 4096 ? "through a null pointer: of a buffer that the launch did not bind?"
                                            : "outside of every buffer"));
+  }
+  if (!privates_.empty()) {
+    check_privates(address, access);
   }
   return nullptr;
 }

@@ -124,6 +124,8 @@ class Watcher {
   // An index is beyond its array, as the compiler knows its size. The access that follows says whether the array is one
   // of the threadgroup's, which has a name; else it is a thread's own, and settle() faults.
   void outside_array(const void* caller);
+  // An array of numbers of the running thread's own, declared without values, begins to live; without a name, it ends.
+  void private_array(const void* address, size_t bytes, const char* name);
   void settle();
   void barrier(abi::Scope scope, unsigned simdgroup, unsigned memory);
 
@@ -146,6 +148,13 @@ class Watcher {
     const void* caller;
   };
 
+  // An array of a thread's own, and which of its bytes were written.
+  struct Private {
+    uintptr_t begin;
+    const char* name;
+    std::vector<bool> written;
+  };
+
   // A store over what another thread stored, which is a race unless both are of one value: that shows after the store.
   struct Postponed {
     const Region* region;
@@ -161,6 +170,7 @@ class Watcher {
   void settle(uintptr_t address, const Access& access);
   Region* region_of(uintptr_t address, const Access& access);
   Region* outside_of_regions(uintptr_t address, const Access& access);
+  void check_privates(uintptr_t address, const Access& access);
   void count(const Region& region, size_t offset, const Access& access);
   void profile(const Region& region, size_t offset, const Access& access);
   void check_cells(Region& region, size_t offset, const Access& access);
@@ -194,6 +204,7 @@ class Watcher {
   bool watching_ = false;
   std::vector<Postponed> postponed_;
   std::set<std::pair<const Region*, const void*>> noted_;
+  std::vector<std::vector<Private>> privates_;  // by thread of the running threadgroup
   const void* outside_ = nullptr;  // where an index is beyond its array, until settled
   Clock clocks_[2];  // of device memory, of threadgroup memory
   std::vector<std::pair<uint32_t, abi::Thread>> threadgroups_;  // the device epoch in which each began, and where it is

@@ -75,7 +75,9 @@ def _constant_texts(constants: dict[int, object] | None) -> Constants:
 
 
 @functools.lru_cache(maxsize=256)
-def _translate(file: str, flat: str, constants: tuple[tuple[int, str], ...], nvidia: bool) -> Translation:
+def _translate(
+    file: str, flat: str, constants: tuple[tuple[int, str], ...], nvidia: bool, private: bool = False
+) -> Translation:
     found = compiler.find_compiler()
     flags = [*compiler.preprocess_flags([INCLUDE, *_mlx_include()]), *["-DMITTENS_NVIDIA"] * nvidia]
     done = found.run(flags, flat)
@@ -85,14 +87,16 @@ def _translate(file: str, flat: str, constants: tuple[tuple[int, str], ...], nvi
     for folder in _mlx_include():
         text = text.replace(f'"{folder}/', '"')
     try:
-        return rewrite(text, dict(constants))
+        return rewrite(text, dict(constants), private=private)
     except RewriteError as error:
         raise CompileError(file, None, str(error)) from None
 
 
-def translate(file: str, constants: dict[int, object] | None = None, nvidia: bool = False) -> Translation:
+def translate(
+    file: str, constants: dict[int, object] | None = None, nvidia: bool = False, private: bool = False
+) -> Translation:
     """A .metal file as clang is to compile it, for NVIDIA's GPUs or for the simulator, and the kernels in it."""
-    return _translate(file, sources.flatten(file), tuple(sorted(_constant_texts(constants).items())), nvidia)
+    return _translate(file, sources.flatten(file), tuple(sorted(_constant_texts(constants).items())), nvidia, private)
 
 
 def variants(file: str) -> list[Variant]:
@@ -187,13 +191,16 @@ def _simulator_text(translation: Translation, file: str) -> str:
     return "".join(parts)
 
 
-def simulator_library(file: str, watch: bool = True, constants: dict[int, object] | None = None) -> str:
+def simulator_library(
+    file: str, watch: bool = True, constants: dict[int, object] | None = None, private: bool = False
+) -> str:
     """A shared object that holds all variants of a .metal file, for the simulator.
 
     Args:
         file: One of `files()`, or a registered source.
         watch: Whether the memory watcher is to see its accesses.
         constants: Values of function constants, by index.
+        private: Whether it is to see those to arrays of a thread's own too, which then stay in memory.
 
     Returns:
         The path of a file in the cache.
@@ -204,11 +211,11 @@ def simulator_library(file: str, watch: bool = True, constants: dict[int, object
     found = compiler.find_compiler()
     flags = compiler.cpu_flags(watch)
     texts = _constant_texts(constants)
-    what = [sources.flatten(file), repr(sorted(texts.items()))]
+    what = [sources.flatten(file), repr(sorted(texts.items())), *["private"] * private]
     name = cache.key(*what, _library_key(), found.identity, " ".join(flags), _processor())
 
     def make(path: Path) -> None:
-        translation = translate(file, constants)
+        translation = translate(file, constants, private=private)
         if not translation.variants:
             raise CompileError(file, None, "error: the file has no kernel")
         compiled = path.with_suffix(".o")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -12,6 +13,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from . import cache
 
 OLDEST_CLANG = 19
 
@@ -105,6 +108,18 @@ def _version(command: tuple[str, ...]) -> tuple[int, str] | None:
     return (int(found[1]), found[0]) if found else None
 
 
+def _known_version(zig: Path) -> tuple[int, str] | None:
+    """That of the clang in a zig, which is asked once: it takes longer than all else that a known kernel needs."""
+
+    def ask(path: Path) -> None:
+        path.write_text(json.dumps(_version((str(zig), "clang"))))
+
+    stamp = zig.stat()
+    name = cache.key(str(zig), str(stamp.st_mtime_ns), str(stamp.st_size))
+    number, text = json.loads(cache.cached(f"zig-{name}.json", ask).read_text()) or (0, "")
+    return (number, text) if number else None
+
+
 def _ziglang() -> Path | None:
     spec = importlib.util.find_spec("ziglang")
     if spec is None or spec.origin is None:
@@ -126,7 +141,7 @@ def _find() -> Compiler | str:
             return f"MLX_MITTENS_CLANG is {chosen!r}, which is not a clang++ that runs"
     zig = _ziglang()
     if zig is not None:
-        version = _version((str(zig), "clang"))
+        version = _known_version(zig)
         if version:
             linker = (str(zig), "ld.lld", "-shared")
             if sys.platform == "darwin":

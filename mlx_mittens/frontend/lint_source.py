@@ -179,7 +179,7 @@ class Text:
                 self.report(first, what)
 
     def _named(self, first: int, last: int) -> list[str]:
-        """Tokens of a declaration that are outside of brackets and before its default value."""
+        """Tokens of a declaration that are outside of brackets and before its default value, at least one."""
         tokens, i = [], first
         while i < last and self.tokens[i] != "=":
             if self.tokens[i] == "<" and self.skip(i) > i:
@@ -189,7 +189,7 @@ class Text:
             else:
                 tokens.append(self.tokens[i])
                 i += 1
-        return tokens
+        return tokens or [self.token(first)]
 
     def _is_array(self, first: int, last: int) -> bool:
         """Whether a parameter is an array without an address space."""

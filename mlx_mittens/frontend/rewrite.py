@@ -39,6 +39,10 @@ _FLOAT_LITERAL = re.compile(
 _VECTOR = re.compile(r"(bool|u?char|u?short|u?int|u?long|half|bfloat|float)([234])$")
 _SPACES = ("device", "constant", "threadgroup", "thread")
 _OF_STRINGS = ("static_assert", "_Pragma", "extern", "asm", "__asm__", "__attribute__", "diagnose_if")
+_NO_DECLARATION = frozenset(
+    "return else case goto delete new throw typedef using struct class union enum template constexpr const static "
+    "extern threadgroup device constant if for while do switch break continue default".split()
+)
 _STORAGE = ("static", "constexpr", "const", "inline", "extern")
 _SPACED = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")
 _OPEN = {"(": ")", "[": "]", "{": "}"}
@@ -139,8 +143,9 @@ def _inexact(literal: str) -> str:
 
 
 class _Rewriter:
-    def __init__(self, text: str, constants: dict[int, str], dialect: bool = False):
+    def __init__(self, text: str, constants: dict[int, str], dialect: bool = False, private: bool = False):
         self.text = text
+        self.private = private
         self.dialect = dialect
         self.constants = constants
         matches = [m for m in _TOKEN.finditer(text) if not m[0].startswith("#")]
@@ -403,6 +408,8 @@ class _Rewriter:
             return self._kernel(i + 1)
         if token == "threadgroup" and self.token(i - 1) in (";", "{", "}", ")", ":"):
             return self._threadgroup_array(i)
+        if self.private and self.token(i - 1) in (";", "{", "}"):
+            self._private_arrays(i)
         if token == "constant" and self.token(i - 1) in (";", "}", "{", "", *_STORAGE):
             return self._constant(i)
         if token in _SPACES and self.token(i - 1) in ("(", ",", "const"):
@@ -514,6 +521,8 @@ class _Rewriter:
             live = [j for j in range(start, end) if not self.dropped[j]]
             array = next((j for j in live if self.tokens[j] == "["), None)
             at = (live.index(array) if array is not None else len(live)) - 1
+            if at < 0:
+                raise self.error("error: a kernel has an argument without a name: write one, or drop the comma", start)
             name = self.tokens[live[at]]
             kind_of = " ".join(self.tokens[j] for j in live[:at])
             kind: str | None
@@ -539,8 +548,36 @@ class _Rewriter:
             arguments.append(Argument(name, kind, index, kind_of))
         return arguments
 
-    def _declarators(self, i: int) -> tuple[str, list[tuple[str, str]], int] | None:
-        """A type and its variables, `name` and `[extents]`, from token i to the semicolon; None if it has pointers."""
+    def _private_arrays(self, i: int) -> None:
+        """`float x[4];` in a function: the watcher sees what is read of it before it is written."""
+        first = i + 1 if self.tokens[i] == "thread" else i
+        if self.tokens[first] in _NO_DECLARATION or not _IDENTIFIER.match(self.tokens[first]):
+            return
+        found = self._declarators(first)
+        brace = self._enclosing(i)
+        if found is None or brace < 0 or not self._is_block(brace):
+            return
+        watched = [name for name, extents, has_value in found[1] if extents and not has_value]
+        for j in range(first, found[2]):
+            if self.tokens[j] in watched and self.token(j + 1) == "[":
+                self.edits.append((self.spans[j][1], self.spans[j][1], "_memory"))
+        end = self.spans[found[2]][1]
+        self.edits += [(end, end, f" MITTENS_PRIVATE_ARRAY({name})") for name in watched]
+
+    def _is_block(self, brace: int) -> bool:
+        """Whether a brace opens statements, not a class, a namespace or a list of values."""
+        start = brace - 1
+        while start >= 0 and self.tokens[start] not in (";", "{", "}"):
+            start = self.partner[start] - 1 if self.tokens[start] in ")]" else start - 1
+        head = self.tokens[start + 1 : brace]
+        classes = {"struct", "class", "union", "enum", "namespace", "extern"}
+        return self.tokens[brace] == "{" and head[-1:] != ["="] and not (classes & set(head) and ")" not in head)
+
+    def _declarators(self, i: int) -> tuple[str, list[tuple[str, str, bool]], int] | None:
+        """A type and its variables, from token i to the semicolon; None if it has pointers.
+
+        Of each variable its name, its `[extents]` and whether it has an initial value.
+        """
         while self.token(i) in ("alignas", "__attribute__") and self.token(i + 1) == "(":
             i = self.partner[i + 1] + 1
         j = i
@@ -561,7 +598,7 @@ class _Rewriter:
             name, k = self.tokens[j], j + 1
             while self.token(k) == "[":
                 k = self.partner[k] + 1
-            variables.append((name, self.source(j + 1, k)))
+            variables.append((name, self.source(j + 1, k), self.token(k) in ("=", "{")))
             if self.token(k) in ("=", "{"):  # an initial value, which Metal does not store
                 while self.token(k) not in (",", ";", ""):
                     k = self.partner[k] + 1 if self.tokens[k] in _OPEN else k + 1
@@ -577,7 +614,7 @@ class _Rewriter:
         if found is None:
             return None
         type_text, variables, end = found
-        calls = [f"MITTENS_THREADGROUP_ARRAY({name}, {type_text} {extents})" for name, extents in variables]
+        calls = [f"MITTENS_THREADGROUP_ARRAY({name}, {type_text} {extents})" for name, extents, _ in variables]
         self.replace(i, end, "; ".join(calls))
         return end
 
@@ -710,15 +747,16 @@ class _Rewriter:
         return i
 
 
-def rewrite(text: str, constants: dict[int, str], dialect: bool = False) -> Translation:
+def rewrite(text: str, constants: dict[int, str], dialect: bool = False, private: bool = False) -> Translation:
     """Rewrites preprocessed Metal for clang.
 
     Args:
         text: What the preprocessor made of a .metal file, line markers included.
         constants: Values of function constants by index, as they are written in C++.
         dialect: Whether the text is to be checked, not run: then its floats are none that a bfloat holds.
+        private: Whether the watcher is to see arrays of a thread's own.
     """
-    return _Rewriter(text, constants, dialect).run()
+    return _Rewriter(text, constants, dialect, private).run()
 
 
 class LineMap:

@@ -276,7 +276,7 @@ def _library(file: str, text: str, kernel: str) -> str:
     watch = _ext.simulator_state()[2]
     with _compiling:  # kernels of one name may differ in their text
         frontend.register_source(file, text)
-        library = frontend.simulator_library(file, watch)
+        library = frontend.simulator_library(file, watch, private=watch)
         refused = dialect.refused(file)
     user_sources.keep(library, text)
     if refused:

@@ -112,6 +112,20 @@ def test_mutated_kernels_have_a_verdict():
     check_mutants(40, seed=1)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kernel void k(device float* a, , uint i [[thread_position_in_grid]]) { a[i] = 1; }",
+        "kernel void k(, device float* a [[buffer(0)]]) { a[0] = 1; }",
+        "kernel void k(device float* a, [[buffer(0)]]) { a[0] = 1; }",
+        "= Pair { float low; };\nfloat sum(= p) { return p.low; }",
+    ],
+)
+def test_mutants_that_once_ended_the_check(text):
+    frontend.register_source("mutant.metal", HEADER + text)
+    assert any(problem.severity == "error" for problem in dialect.check("mutant.metal"))
+
+
 @pytest.mark.nightly
 def test_many_mutated_kernels_have_a_verdict():
     check_mutants(2000, seed=2)

@@ -18,7 +18,7 @@ def register(text: str) -> str:
     return name
 
 
-def run(file, kernel, arguments, threadgroups=1, threads=32, *, watch=True, constants=None, **options):
+def run(file, kernel, arguments, threadgroups=1, threads=32, *, watch=True, constants=None, private=False, **options):
     """Runs a kernel; arguments are arrays or bytes: the last is the output unless they are (role, array) pairs.
 
     Returns the counts; outputs are written in place.
@@ -30,7 +30,7 @@ def run(file, kernel, arguments, threadgroups=1, threads=32, *, watch=True, cons
         role = role or ("constant" if isinstance(data, bytes) else "output" if i == last else "input")
         data = data.reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else data
         triples.append(("", role, data))
-    library = frontend.simulator_library(file, watch, constants)
+    library = frontend.simulator_library(file, watch, constants, private)
     return _ext.simulate(library, kernel, triples, _triple(threadgroups), _triple(threads), watch=watch, **options)
 
 

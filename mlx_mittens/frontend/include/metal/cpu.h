@@ -176,6 +176,43 @@ MITTENS_RUNTIME inline void announce_atomic(const volatile void* address, unsign
 
 }  // namespace mittens
 
+namespace mittens {
+
+// The number that an array of a thread's own is of, in as many dimensions as it has; void of anything else.
+template <typename T>
+struct Numbers {
+  static constexpr bool value = __is_arithmetic(T);
+};
+template <typename T, unsigned long N>
+struct Numbers<T[N]> : Numbers<T> {};
+
+MITTENS_RUNTIME inline void* watch_private(void* array, unsigned long bytes, const char* name) {
+  return runtime->private_array(array, bytes, name);
+}
+
+// An array that is declared without values, for as long as it lives. Vectors are left out: one element of them is
+// written by reading the others. A pointer, since what an array holds may be read before the branch that reads it.
+template <typename A>
+struct PrivateArray {
+  A* array;
+  MITTENS_INLINE PrivateArray(A& memory, const char* name) : array(&memory) {
+    if constexpr (Numbers<A>::value) {
+      array = (A*)watch_private(&memory, sizeof(A), name);
+    }
+  }
+  PrivateArray(const PrivateArray&) = delete;
+  MITTENS_INLINE ~PrivateArray() {
+    if constexpr (Numbers<A>::value) {
+      watch_private(array, sizeof(A), nullptr);
+    }
+  }
+};
+
+}  // namespace mittens
+
+#define MITTENS_PRIVATE_ARRAY(name)                                                                          \
+  const ::mittens::PrivateArray<decltype(name##_memory)> name##_watched(name##_memory, #name);               \
+  auto& name = *name##_watched.array;
 #define MITTENS_THREADGROUP_ARRAY(name, ...)  \
   static char name##_key;                     \
   auto& name = *::mittens::threadgroup_array<__VA_ARGS__>(&name##_key, #name, ::mittens::here())
