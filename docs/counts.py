@@ -81,6 +81,7 @@ CASES = (
     Counted("gather_qmm", "1x8x16x320x10 bits=4"),
     Counted("gather_mm", "test 1x8x16x320x10"),
     Counted("gather_swiglu", "1x8x16x320x10 bits=4"),
+    Counted("gather_sum", "1x8x16x320x10 bits=4"),
     Counted("route_top_k", "2x128 scores=softmax"),
 )
 

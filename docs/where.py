@@ -155,6 +155,10 @@ _PLACES = (
         ("gather.cpp",), ("test_gather_swiglu.py",), cpu_folder="csrc/cpu",
     ),
     Place(
+        ("gather_sum",), "moe", "gather_sum.cpp", ("gather_sum.cpp",), ("gather_qmm.metal",),
+        ("weighted_sum.cpp",), ("test_gather_sum.py",),
+    ),
+    Place(
         ("route_top_k",), "moe", "route_top_k.cpp", ("route_top_k.cpp",), ("route_top_k.metal",),
         ("route_top_k.cpp",), ("test_route_top_k.py",),
     ),

@@ -1,8 +1,10 @@
-// Products of inputs with chosen matrices of a stack of affine quantized ones:
+// Products of inputs with chosen matrices of a stack of quantized ones, and sums of some of them:
 //
-//   y[p, m, n] = sum_k x[input of p, m, k] * w[matrix of p, n, k],   w = scales * q + biases for each group of k
+//   y[t, m, n] = sum_p weights[p] * (sum_k x[input of p, m, k] * w[matrix of p, n, k] + bias[matrix of p, n])
 //
-// NaN where an index is out of range. matmul/rows.h says how; a threadgroup has outputs of one row of a pair.
+// over the pairs p of t. Without weights that is one pair; with weights a simdgroup has each of at most kMostSummed.
+// w = scales * q + biases for each group of k, in modes but affine without biases. NaN where an index is out of range.
+// matmul/rows.h says how; a threadgroup has outputs of one row.
 #include <metal_stdlib>
 
 #include "matmul/quantized_rows.h"
@@ -13,34 +15,57 @@
 using namespace metal;
 using namespace mittens;
 
-template <typename T, int bits>
-[[kernel, max_total_threads_per_threadgroup(256)]] void gather_qmm(
-    const device T* x [[buffer(0)]],       // [inputs, rows, columns]
-    const device uint* w [[buffer(1)]],    // [matrices, outputs, columns * bits / 32]
-    const device T* scales [[buffer(2)]],  // [matrices, outputs, columns / group]
-    const device T* biases [[buffer(3)]],
-    const device uint* matrices [[buffer(4)]],  // [pairs]
-    const device uint* inputs [[buffer(5)]],    // [pairs]
-    device T* y [[buffer(6)]],                  // [pairs, rows, outputs]
-    constant GatherQmmParams& params [[buffer(7)]],
+template <typename T, QuantizedFormat F>
+[[kernel, max_total_threads_per_threadgroup(32 * kMostSummed)]] void gather_qmm(
+    const device T* x [[buffer(0)]],     // [inputs, rows, columns]
+    const device uint* w [[buffer(1)]],  // [matrices, outputs, columns * bits / 32]
+    const device typename QuantizedRows<T, F, 16>::Scale* scales [[buffer(2)]],  // [.., columns / group]
+    const device typename QuantizedRows<T, F, 16>::Scale* biases [[buffer(3)]],  // as scales, if any
+    const device T* bias [[buffer(4)]],         // [matrices, outputs]
+    const device float* weights [[buffer(5)]],  // [pairs]
+    const device uint* matrices [[buffer(6)]],  // [pairs]
+    const device uint* inputs [[buffer(7)]],    // [pairs]
+    device T* y [[buffer(8)]],                  // [sums, rows, outputs]
+    constant GatherQmmParams& params [[buffer(9)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint3 thread_at [[thread_position_in_threadgroup]],
     uint3 threads [[threads_per_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
+  using Rows = QuantizedRows<T, F, F == affine_8 ? 8 : 16>;  // fewer columns take fewer registers
   constexpr int R = kRowOutputs;
-  threadgroup float partials[kProductSimdgroups * R];
+  threadgroup float partials[kMostSummed * R];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   const OwnOutputs outputs = outputs_of<R>(params.weights.outputs, group.x * threads.y + thread_at.y);
-  const Pair pair = pair_of(matrices, inputs, params.pairs, group.z);
+  const bool is_sum = params.has_weights;
+  const uint first = group.z * params.pairs_per_sum;
+  const Pair each = pair_of(matrices, inputs, params.pairs, first + min(lane, params.pairs_per_sum - 1));
   float sum = not_a_number();
-  if (pair.is_valid) {
+  if (simd_min(uint(each.is_valid)) != 0) {
+    const uint p = first + (is_sum ? at.position / 32 : 0);
+    const Pair pair = pair_of(matrices, inputs, params.pairs, p);
     const size_t row = size_t(pair.input) * params.weights.rows + group.y;
     const RowsOfX<T> rows = {x + row * params.weights.columns, params.weights.columns, 1};
-    const AffineRows<T, bits, run_columns(1)> matrix[1] = {
-        affine_rows<bits, run_columns(1)>(w, scales, biases, params.weights, pair.matrix)
-            .at(outputs.first, outputs.alone)};
+    const typename Rows::Source matrix[1] = {
+        Rows::of(w, scales, biases, params.weights, pair.matrix).at(outputs.first, outputs.alone)};
+    const Sharing in_pair = {is_sum ? lane : at.position, is_sum ? 1 : at.sharers, at.block, lane};
+    float addend = 0;
+    if (params.weights.has_bias && in_pair.position < R) {
+      const uint output = outputs.first + (outputs.alone ? 0 : in_pair.position);
+      addend = float(bias[size_t(pair.matrix) * params.weights.outputs + output]);
+    }
     float totals[R];
-    multiply_rows<1, R, 1>(rows, matrix, at, totals);
+    multiply_rows<1, R, 1>(rows, matrix, in_pair, totals);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      totals[r] += int(in_pair.position) == r ? addend : 0.0f;
+    }
+    if (is_sum) {
+      const float weight = weights[p];
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        totals[r] *= weight;
+      }
+    }
     sum = sum_of_sharers(totals, at, partials);
   }
   const uint output = outputs.first + lane / (32 / R);
@@ -49,5 +74,6 @@ template <typename T, int bits>
   }
 }
 
-instantiate_types("gather_qmm_4bit", gather_qmm, 4)
-instantiate_types("gather_qmm_8bit", gather_qmm, 8)
+instantiate_types("gather_qmm_4bit", gather_qmm, affine_4)
+instantiate_types("gather_qmm_8bit", gather_qmm, affine_8)
+instantiate_types("gather_qmm_mxfp4", gather_qmm, mxfp4)

@@ -1,9 +1,9 @@
-// The gated half of chosen experts, from affine quantized weights in one launch:
+// The gated half of chosen experts, from quantized weights in one launch:
 //
-//   y[p, m, n] = silu(sum_k x[.., m, k] * gate[.., n, k]) * sum_k x[.., m, k] * up[.., n, k]
+//   gate[p, m, n] = sum_k x[.., m, k] * gate[.., n, k] + gate_bias[.., n], and the same of up
+//   y[p, m, n] = gate * sigmoid(alpha * gate) * (up + offset), both clipped where there is a limit
 //
-// As moe/gather_qmm.metal; a simdgroup has half as many outputs, of both matrices. Sums, silu and the product are in
-// float32, rounded once.
+// As moe/gather_qmm.metal; a simdgroup has half as many outputs, of both matrices. All is in float32, rounded once.
 #include <metal_stdlib>
 
 #include "matmul/quantized_rows.h"
@@ -14,23 +14,26 @@
 using namespace metal;
 using namespace mittens;
 
-template <typename T, int bits>
+template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void gather_swiglu(
-    const device T* x [[buffer(0)]],            // [inputs, rows, columns]
-    const device uint* gate [[buffer(1)]],      // [matrices, outputs, columns * bits / 32]
-    const device T* gate_scales [[buffer(2)]],  // [matrices, outputs, columns / group]
-    const device T* gate_biases [[buffer(3)]],
-    const device uint* up [[buffer(4)]],  // as gate
-    const device T* up_scales [[buffer(5)]],
-    const device T* up_biases [[buffer(6)]],
-    const device uint* matrices [[buffer(7)]],  // [pairs]
-    const device uint* inputs [[buffer(8)]],    // [pairs]
-    device T* y [[buffer(9)]],                  // [pairs, rows, outputs]
-    constant GatherQmmParams& params [[buffer(10)]],
+    const device T* x [[buffer(0)]],        // [inputs, rows, columns]
+    const device uint* gate [[buffer(1)]],  // [matrices, outputs, columns * bits / 32]
+    const device typename QuantizedRows<T, F, 8>::Scale* gate_scales [[buffer(2)]],  // [.., columns / group]
+    const device typename QuantizedRows<T, F, 8>::Scale* gate_biases [[buffer(3)]],  // as scales, if any
+    const device uint* up [[buffer(4)]],                                                         // as gate
+    const device typename QuantizedRows<T, F, 8>::Scale* up_scales [[buffer(5)]],
+    const device typename QuantizedRows<T, F, 8>::Scale* up_biases [[buffer(6)]],
+    const device T* gate_bias [[buffer(7)]],    // [matrices, outputs]
+    const device T* up_bias [[buffer(8)]],      // [matrices, outputs]
+    const device uint* matrices [[buffer(9)]],  // [pairs]
+    const device uint* inputs [[buffer(10)]],   // [pairs]
+    device T* y [[buffer(11)]],                 // [pairs, rows, outputs]
+    constant GatherQmmParams& params [[buffer(12)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint3 thread_at [[thread_position_in_threadgroup]],
     uint3 threads [[threads_per_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
+  using Rows = QuantizedRows<T, F, 8>;
   constexpr int R = kRowOutputs / 2;
   constexpr int C = 2 * R;
   threadgroup float partials[kProductSimdgroups * C];
@@ -41,17 +44,28 @@ template <typename T, int bits>
   if (pair.is_valid) {
     const size_t row = size_t(pair.input) * params.weights.rows + group.y;
     const RowsOfX<T> rows = {x + row * params.weights.columns, params.weights.columns, 1};
-    const AffineRows<T, bits, run_columns(1)> both[2] = {
-        affine_rows<bits, run_columns(1)>(gate, gate_scales, gate_biases, params.weights, pair.matrix)
-            .at(outputs.first, outputs.alone),
-        affine_rows<bits, run_columns(1)>(up, up_scales, up_biases, params.weights, pair.matrix)
-            .at(outputs.first, outputs.alone)};
+    const typename Rows::Source both[2] = {
+        Rows::of(gate, gate_scales, gate_biases, params.weights, pair.matrix).at(outputs.first, outputs.alone),
+        Rows::of(up, up_scales, up_biases, params.weights, pair.matrix).at(outputs.first, outputs.alone)};
+    float addend = 0;
+    if (params.weights.has_bias && at.position < C) {
+      const uint output = outputs.first + (outputs.alone ? 0 : at.position % R);
+      const device T* bias = at.position < R ? gate_bias : up_bias;
+      addend = float(bias[size_t(pair.matrix) * params.weights.outputs + output]);
+    }
     float totals[C];
     multiply_rows<2, R, 1>(rows, both, at, totals);
+#pragma unroll
+    for (int i = 0; i < C; ++i) {
+      totals[i] += int(at.position) == i ? addend : 0.0f;
+    }
     // The upper half of the lanes has the sums of up.
     gated = sum_of_sharers(totals, at, partials);
-    const float linear = simd_shuffle_xor(gated, ushort(16));
-    gated = gated / (1.0f + precise::exp(-gated)) * linear;
+    // Comparisons, which leave a NaN as it is.
+    gated = gated > params.limit ? params.limit : gated;
+    gated = lane >= 16 && gated < -params.limit ? -params.limit : gated;
+    const float linear = simd_shuffle_xor(gated, ushort(16)) + params.offset;
+    gated = gated / (1.0f + precise::exp(-params.alpha * gated)) * linear;
   }
   const uint output = outputs.first + lane / (16 / R);
   if (writes<C>(at) && lane < 16 && output >= outputs.own && (!outputs.alone || output == outputs.first)) {
@@ -59,5 +73,6 @@ template <typename T, int bits>
   }
 }
 
-instantiate_types("gather_swiglu_4bit", gather_swiglu, 4)
-instantiate_types("gather_swiglu_8bit", gather_swiglu, 8)
+instantiate_types("gather_swiglu_4bit", gather_swiglu, affine_4)
+instantiate_types("gather_swiglu_8bit", gather_swiglu, affine_8)
+instantiate_types("gather_swiglu_mxfp4", gather_swiglu, mxfp4)

@@ -13,9 +13,16 @@ struct PairParams {
   uint32_t has_inputs;  // whether pairs name theirs
 };
 
+enum { kMostSummed = 16 };  // pairs of a sum, for each of which a threadgroup has a simdgroup
+
 struct GatherQmmParams {
-  QuantizedParams weights;  // matrices: pairs; rows: of an input
+  QuantizedParams weights;  // matrices: pairs; rows: of an input; has_bias: of each output of each matrix
   PairParams pairs;
+  uint32_t pairs_per_sum;  // as many simdgroups share outputs where there are weights, else 1
+  uint32_t has_weights;
+  float alpha;             // of gather_swiglu's activation, from here on
+  float limit;             // infinity: none
+  float offset;
 };
 
 enum { kGatherOutputs = 4, kGatherSimdgroups = 8 };  // outputs of a simdgroup, simdgroups of a threadgroup at most

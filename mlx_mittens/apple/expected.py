@@ -32,6 +32,7 @@ _KIND_OF_OP = {
     "gather_qmm": "4-bit",
     "gather_mm": "gemv",
     "gather_swiglu": "4-bit",
+    "gather_sum": "4-bit",
     "route_top_k": "norm",
 }
 

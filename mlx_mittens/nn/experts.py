@@ -13,12 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
+from ..patching.feed_forward import SWITCH_LAYERS, gated
 from ..patching.targets import mixture_of
 
 __all__ = ["expert_twin", "route"]
-
-_MODULE = "mlx_lm.models.switch_layers"
-_MOST_UNSORTED = 64  # indices, from which on mlx-lm sorts tokens by their experts
 
 
 def _switch_linear(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -63,30 +61,10 @@ def _to_quantized(self: Any, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def _switch_glu(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-    gate, up = self["gate_proj"], self["up_proj"]
-    # A GPU goes through many tokens sorted by their experts, as mlx-lm does it.
-    many = indices.size >= _MOST_UNSORTED and mx.default_device() == mx.gpu
-    if many or not _is_pair(gate, up) or type(self.activation).__name__ != "SwiGLU" or _ext.exporting():
+    hidden = gated(self, x, indices)
+    if hidden is None:
         return cast(mx.array, super(type(self), self).__call__(x, indices))
-    indices = mx.stop_gradient(indices)
-    y = _ext.gather_swiglu(
-        mx.expand_dims(x, (-2, -3)),
-        (gate["weight"], gate["scales"], gate["biases"]),
-        (up["weight"], up["scales"], up["biases"]),
-        None,
-        indices,
-        gate.group_size,
-        gate.bits,
-    )
-    return cast(mx.array, self["down_proj"](y, indices).squeeze(-2))
-
-
-def _is_pair(gate: Any, up: Any) -> bool:
-    """Whether two layers of experts can be multiplied with in one kernel."""
-    if not all(type(layer).__call__ is _quantized_switch_linear and layer.mode == "affine" for layer in (gate, up)):
-        return False
-    formats = {(layer.group_size, layer.bits, layer["weight"].shape) for layer in (gate, up)}
-    return len(formats) == 1 and "bias" not in gate and "bias" not in up
+    return cast(mx.array, self["down_proj"](hidden, mx.stop_gradient(indices)).squeeze(-2))
 
 
 _CALLS: dict[str, dict[str, Callable[..., Any]]] = {
@@ -98,7 +76,7 @@ _CALLS: dict[str, dict[str, Callable[..., Any]]] = {
 
 def expert_twin(base: type) -> type | None:
     """The class of ours for one of mlx-lm's layers of experts; none for any other class."""
-    return _twin(base) if base.__module__ == _MODULE and base.__name__ in _CALLS else None
+    return _twin(base) if base.__module__ == SWITCH_LAYERS and base.__name__ in _CALLS else None
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On
 the CPU any number of tokens is native: each chosen expert is read once for all its tokens, and no other is read. On a
 GPU the kernels take up to 64 rows of results, as one token or a few have, and read the expert of each; more go to mx.
+They have affine weights of 4 and 8 bits and mxfp4; native code has all formats of `mx.quantize` but 1 bit.
 
 Indices are computed when MLX evaluates them, so that no call can refuse one that is out of range. Its results are NaN,
 and nothing outside the arrays is read, also where mx computes them. Negative indices are out of range.
@@ -10,11 +11,13 @@ and nothing outside the arrays is read, also where mx computes them. Negative in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["gather_mm", "gather_qmm", "gather_swiglu", "route_top_k"]
+__all__ = ["gather_mm", "gather_qmm", "gather_sum", "gather_swiglu", "route_top_k"]
 
 
 @defined_in_extension
@@ -37,23 +40,23 @@ def gather_qmm(
 ) -> mx.array:
     """Product of inputs with chosen quantized matrices: ``x[lhs] @ dequantize(w[rhs]).T`` for each pair of indices.
 
-    The twin of ``mx.gather_qmm``, which has neither ``vmap`` nor forward derivatives. Kernels and native code cover
-    affine quantization of 4 and 8 bits, kernels with ``transpose`` alone. Sums are taken in float32 and rounded once.
+    The twin of ``mx.gather_qmm``, which has neither ``vmap`` nor forward derivatives. Kernels have ``transpose`` alone.
+    Sums are taken in float32 and rounded once.
 
     Args:
         x (array): Inputs of shape ``[batch..., rows, columns]``; float32, float16 or bfloat16.
         w (array): Integers packed in uint32 as ``mx.quantize`` does it, a stack of matrices.
         scales (array): Scale of each group, of ``w``'s leading shape.
-        biases (array, optional): Offset of each group, of ``scales``' shape; needed for affine quantization.
+        biases (array, optional): Offset of each group, of ``scales``' shape; in affine quantization alone.
         lhs_indices (array, optional): Integers, which index the batch of ``x`` as if it had one axis; all of the batch
             by default.
         rhs_indices (array, optional): The same for the stack of matrices. Both broadcast. A pair with an index out of
             range gives NaN.
         transpose (bool): Whether the groups go along the columns of ``x``.
-        group_size (int, optional): 32, 64 or 128; 64 by default.
-        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8; 4 by default.
-        mode (str): ``affine``, or a mode of ``mx.gather_qmm`` that goes to mx.
-        global_scale (array, optional): Scale of a matrix in ``nvfp4``.
+        group_size (int, optional): 32, 64 or 128 in affine quantization; by default that of ``mx.quantize``.
+        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8 in affine quantization; by default that of ``mx.quantize``.
+        mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``.
+        global_scale (array, optional): Scale of a matrix in ``nvfp4``; such calls go to mx.
         sorted_indices (bool): Promises mx that the indices are sorted. The native code sorts them itself.
         stream (optional): Stream or device to run on.
 
@@ -126,28 +129,38 @@ def gather_mm(
 @defined_in_extension
 def gather_swiglu(
     x: mx.array,
-    gate: tuple[mx.array, mx.array, mx.array],
-    up: tuple[mx.array, mx.array, mx.array],
+    gate: Sequence[mx.array],
+    up: Sequence[mx.array],
     lhs_indices: mx.array | None = None,
     rhs_indices: mx.array | None = None,
     group_size: int | None = None,
     bits: int | None = None,
+    mode: str = "affine",
     *,
+    bias: tuple[mx.array, mx.array] | None = None,
+    activation: str = "swiglu",
     sorted_indices: bool = False,
     stream: StreamOrDevice = None,
 ) -> mx.array:
     """The gated half of chosen experts: ``silu(x[lhs] @ gate[rhs].T) * (x[lhs] @ up[rhs].T)``.
 
-    Everything is computed in float32 and rounded once.
+    Kernels compute everything in float32 and round once. On the CPU experts with a bias or another activation are two
+    products, and what follows in mx.
 
     Args:
         x (array): Inputs of shape ``[batch..., rows, columns]``; float32, float16 or bfloat16.
-        gate (tuple): ``(w, scales, biases)`` of a stack of matrices, as ``mx.quantize`` gives them.
+        gate (tuple): ``(w, scales, biases)`` of a stack of matrices, as ``mx.quantize`` gives them; in modes but
+            ``affine`` without biases.
         up (tuple): The same, of the same shape.
         lhs_indices (array, optional): As of ``gather_qmm``.
         rhs_indices (array, optional): As of ``gather_qmm``. A pair with an index out of range gives NaN.
-        group_size (int, optional): 32, 64 or 128; 64 by default.
-        bits (int, optional): 1, 2, 3, 4, 5, 6 or 8; 4 by default.
+        group_size (int, optional): As of ``gather_qmm``.
+        bits (int, optional): As of ``gather_qmm``.
+        mode (str): As of ``gather_qmm``.
+        bias (tuple, optional): What is added to the products of ``gate`` and of ``up``, each of shape
+            ``[stack..., outputs]``.
+        activation (str): ``swiglu``, or ``clipped`` as gpt-oss has it: ``g * sigmoid(1.702 * g) * (u + 1)`` of
+            ``g = min(gate, 7)`` and ``u = clip(up, -7, 7)``.
         sorted_indices (bool): As of ``gather_qmm``.
         stream (optional): Stream or device to run on.
 
@@ -157,7 +170,7 @@ def gather_swiglu(
     Raises:
         DtypeError: A ``w`` is not uint32, indices are no integers, or another argument not of a floating-point type
             named above.
-        ValueError: Shapes, bits or group size do not fit together or do not exist.
+        ValueError: Shapes, bits, group size, mode or activation do not fit together or do not exist.
 
     Example:
         >>> x, experts = mx.random.normal((1, 64)), mx.quantize(mx.random.normal((8, 32, 64)), 64, 4)
@@ -166,6 +179,61 @@ def gather_swiglu(
 
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def gather_sum(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    indices: mx.array,
+    weights: mx.array,
+    *,
+    bias: mx.array | None = None,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Weighted sum of products with chosen experts: ``sum_i weights[i] * (x[i] @ w[indices[i]].T + bias[indices[i]])``.
+
+    The last product of a mixture, with what its router weighs experts by. On a GPU it is one launch for up to 16
+    experts of each sum and up to 64 products in all. Sums are taken in float32 and rounded once; on the CPU their terms
+    are rounded before. Other calls are `gather_qmm` and a sum in mx.
+
+    Args:
+        x (array): Of shape ``[..., chosen, columns]``; float32, float16 or bfloat16.
+        w (array): Integers packed in uint32 as ``mx.quantize`` does it, a stack of matrices.
+        scales (array): Scale of each group, of ``w``'s leading shape.
+        biases (array, optional): Offset of each group, of ``scales``' shape; in affine quantization alone.
+        indices (array): Integers of shape ``[..., chosen]``, which index the stack as if it had one axis. A sum with an
+            index out of range is NaN.
+        weights (array): Of shape ``[..., chosen]``, of a floating-point type; float32 is not rounded.
+        bias (array, optional): What is added to each product, of shape ``[stack..., outputs]``.
+        group_size (int, optional): As of ``gather_qmm``.
+        bits (int, optional): As of ``gather_qmm``.
+        mode (str): As of ``gather_qmm``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[..., outputs]`` and the promoted type of ``x``, ``scales``, ``biases`` and ``bias``.
+
+    Raises:
+        DtypeError: ``w`` is not uint32, indices are no integers, or another argument not of a floating-point type
+            named above.
+        ValueError: Shapes, bits, group size or mode do not fit together or do not exist.
+
+    Example:
+        >>> x, experts = mx.random.normal((2, 64)), mx.quantize(mx.random.normal((8, 32, 64)), 64, 4)
+        >>> mm.gather_sum(x, *experts, mx.array([3, 5]), mx.array([0.7, 0.3])).shape
+        (32,)
+
+    Source:
+        Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017,
+        https://arxiv.org/abs/1701.06538.
     """
     raise NotImplementedError
 

@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from .. import _ext
 from .digests import digest_in
+from .feed_forward import weighted_experts
 
 __all__ = [
     "deepseek_gate",
@@ -36,30 +37,25 @@ __all__ = [
 _GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
 
 
-def _weighted(y: mx.array, weights: mx.array) -> mx.array:
-    return (y * weights[..., None]).sum(axis=-2)
-
-
 def qwen3_mixture(block: Any, x: mx.array) -> mx.array | None:
     if block.sharding_group is not None:
         return None
     chosen = _ext.try_route_top_k(block.gate(x), block.top_k, None, "softmax", block.norm_topk_prob, False)
     if chosen is None:
         return None
-    y = block.switch_mlp(x, chosen[0])
-    return _weighted(y, chosen[1]).astype(y.dtype)
+    return weighted_experts(block.switch_mlp, x, chosen[0], chosen[1], rounded=True)
 
 
 def mellum_mixture(block: Any, x: mx.array) -> mx.array | None:
     chosen = _ext.try_route_top_k(block.gate(x), block.top_k, None, "softmax", block.norm_topk_prob, False)
-    return None if chosen is None else _weighted(block.switch_mlp(x, chosen[0]), chosen[1])
+    return None if chosen is None else weighted_experts(block.switch_mlp, x, chosen[0], chosen[1])
 
 
 def _beside_shared_expert(block: Any, x: mx.array, renormalize: bool, descending: bool) -> mx.array | None:
     chosen = _ext.try_route_top_k(block.gate(x), block.top_k, None, "softmax", renormalize, descending)
     if chosen is None:
         return None
-    y = _weighted(block.switch_mlp(x, chosen[0]), chosen[1])
+    y = weighted_experts(block.switch_mlp, x, chosen[0], chosen[1])
     return y + mx.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
 
 
@@ -73,20 +69,20 @@ def qwen2_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 def mixtral_mixture(block: Any, x: mx.array) -> mx.array | None:
     chosen = _ext.try_route_top_k(block.gate(x), block.num_experts_per_tok, None, "chosen")
-    return None if chosen is None else _weighted(block.switch_mlp(x, chosen[0]), chosen[1])
+    return None if chosen is None else weighted_experts(block.switch_mlp, x, chosen[0], chosen[1])
 
 
 def olmoe_mixture(block: Any, x: mx.array) -> mx.array | None:
     flat = x.reshape(-1, x.shape[-1])
     chosen = _ext.try_route_top_k(block.gate(flat), block.top_k, None, "softmax", block.norm_topk_prob)
-    return None if chosen is None else _weighted(block.switch_mlp(flat, chosen[0]), chosen[1]).reshape(x.shape)
+    return None if chosen is None else weighted_experts(block.switch_mlp, flat, chosen[0], chosen[1]).reshape(x.shape)
 
 
 def gpt_oss_mixture(block: Any, x: mx.array) -> mx.array | None:
     if block.sharding_group is not None:
         return None
     chosen = _ext.try_route_top_k(block.router(x), block.num_experts_per_tok, None, "chosen", False, False)
-    return None if chosen is None else _weighted(block.experts(x, chosen[0]), chosen[1])
+    return None if chosen is None else weighted_experts(block.experts, x, chosen[0], chosen[1])
 
 
 def ernie_mixture(block: Any, x: mx.array) -> mx.array | None:
@@ -94,8 +90,7 @@ def ernie_mixture(block: Any, x: mx.array) -> mx.array | None:
     chosen = _ext.try_route_top_k(block.gate(x).astype(mx.float32), block.k, None, scores, True)
     if chosen is None:
         return None
-    y = block.switch_mlp(x, chosen[0])
-    y = _weighted(y, chosen[1]).astype(y.dtype)
+    y = weighted_experts(block.switch_mlp, x, chosen[0], chosen[1], rounded=True)
     return y if block.shared_experts is None else y + block.shared_experts(x)
 
 

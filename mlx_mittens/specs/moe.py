@@ -23,11 +23,15 @@ class GatherOp(Op):
 
     Attributes:
         stacks: How many stacks of matrices there are.
+        sums: Whether the products of a token are summed, with an x for each of them.
+        dense: Parameters that are no weights of experts.
     """
 
     # The least shape that any case's options allow.
     smallest = (2, 2, 3, 64, 8)
     stacks: int = 1
+    sums: bool = False
+    dense: tuple[str, ...] = ("x", "indices", "weights", "bias")
 
     def dtypes(self, case: Case) -> Iterable[str]:
         return ("bfloat16",) if case.gpu_only else DTYPES
@@ -36,42 +40,67 @@ class GatherOp(Op):
         tokens, chosen, experts, columns, outputs = case.shape
         options = self.arguments(case)
         indices = (tokens, chosen)
+        if self.sums:
+            return [(tokens, chosen, columns), *self._triple(case), indices, indices, (experts, outputs)]
         if "bits" not in options:
             return [(tokens, columns), *[(experts, outputs, columns)] * self.stacks, indices]
+        return [(tokens, columns), *self._triple(case) * self.stacks, indices]
+
+    def _triple(self, case: Case) -> list[tuple[int, ...]]:
+        """Words, scales and biases of a stack."""
+        _, _, experts, columns, outputs = case.shape
+        options = self.arguments(case)
         groups = (experts, outputs, columns // options["group_size"])
-        triple = [(experts, outputs, columns * options["bits"] // 32), groups, groups]
-        return [(tokens, columns), *triple * self.stacks, indices]
+        return [(experts, outputs, columns * options["bits"] // 32), groups, groups]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
         tokens, chosen, experts, columns, _ = case.shape
         options = self.arguments(case)
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
+            is_affine = options.get("mode", "affine") == "affine"
             if name == "indices":
                 order = rng.random((tokens, experts)).argsort(-1)
                 arrays.append(mx.array(order[:, :chosen].astype(np.uint32)))
-            elif name != "x" and "bits" in options:
+            elif name.endswith("biases") and not is_affine:
+                arrays.append(None)
+            elif name.endswith("scales") and not is_affine:  # powers of two, about columns**-0.5
+                exponents = rng.integers(-3, 1, shape) + 127 - round(np.log2(columns) / 2)
+                arrays.append(mx.array(exponents.astype(np.uint8)))
+            elif name not in self.dense and "bits" in options:
                 arrays.append(draw_packed(rng, name, shape, options["bits"], dtype, columns**-0.5))
             else:
                 numbers = rng.standard_normal(shape, dtype=np.float32)
                 add_outliers(rng, numbers)
-                arrays.append(mx.array(numbers * np.float32(1 if name == "x" else columns**-0.5)).astype(dtype))
+                arrays.append(mx.array(numbers * np.float32(columns**-0.5 if name == "w" else 1)).astype(dtype))
         return arrays
 
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         tokens, chosen, experts, columns, outputs = case.shape
         options = self.arguments(case)
-        weight = options["bits"] / 8 + 2 * dtype.size / options["group_size"] if "bits" in options else dtype.size
+        weight = float(dtype.size)
+        if "bits" in options:
+            scale = 2 * dtype.size if options.get("mode", "affine") == "affine" else 1
+            weight = options["bits"] / 8 + scale / options["group_size"]
         read = min(tokens * chosen, experts) * columns * outputs * weight * self.stacks
-        return int(read) + dtype.size * (tokens * columns + tokens * chosen * outputs) + 4 * tokens * chosen
+        small = tokens * (chosen * columns + outputs if self.sums else columns + chosen * outputs)
+        return int(read) + dtype.size * small + 4 * tokens * chosen * (2 if self.sums else 1)
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-        x, *stacks, indices = (a for a in arrays if a is not None)
+        given = dict(zip((name for name, _ in self.parameters), arrays, strict=True))
+        x, indices = widen(given["x"]), given["indices"]
+        assert x is not None
+        stacks = [a for name, a in given.items() if a is not None and name not in self.dense]
         chosen = np.array(indices)
-        of_pairs = np.broadcast_to(widen(x)[:, None, None], (*chosen.shape, 1, x.shape[-1]))
+        of_pairs = x[:, :, None] if self.sums else x[:, None, None]
+        of_pairs = np.broadcast_to(of_pairs, (*chosen.shape, 1, x.shape[-1]))
         size = len(stacks) // self.stacks
         weights = [self._matrices(case, stacks[i : i + size]) for i in range(0, len(stacks), size)]
         products = [_products(of_pairs, w, chosen) for w in weights]
+        if self.sums:
+            factors, bias = widen(given["weights"]), widen(given["bias"])
+            assert factors is not None and bias is not None
+            return [_summed(products[0], factors, bias[chosen])]
         return [_gated(*products) if self.stacks == 2 else products[0]]
 
     def _matrices(self, case: Case, stack: Sequence[mx.array]) -> np.ndarray:
@@ -79,8 +108,9 @@ class GatherOp(Op):
         options = self.arguments(case)
         if "bits" not in options:
             return widen(stack[0])
-        words, scales, biases = stack
-        return dequantized(words, scales, biases, options["group_size"], options["bits"])
+        words, scales, *biases = stack
+        mode = options.get("mode", "affine")
+        return dequantized(words, scales, biases[0] if biases else None, options["group_size"], options["bits"], mode)
 
 
 def _products(x: np.ndarray, w: np.ndarray, chosen: np.ndarray) -> Exact:
@@ -88,6 +118,13 @@ def _products(x: np.ndarray, w: np.ndarray, chosen: np.ndarray) -> Exact:
     with np.errstate(invalid="ignore", over="ignore"):
         matrices = np.swapaxes(w[chosen], -1, -2)
         return Exact(x @ matrices, np.sqrt((x * x) @ (matrices * matrices)))
+
+
+def _summed(products: Exact, weights: np.ndarray, bias: np.ndarray) -> Exact:
+    assert products.magnitude is not None
+    weights = weights[..., None]
+    value = ((products.value[..., 0, :] + bias) * weights).sum(axis=-2)
+    return Exact(value, np.sqrt(((products.magnitude[..., 0, :] * weights) ** 2).sum(axis=-2)))
 
 
 def _gated(gate: Exact, up: Exact) -> Exact:
@@ -161,8 +198,18 @@ def _mx_gather_qmm(x, w, scales, biases, indices, **options):
     return mx.gather_qmm(x[:, None, None], w, scales, biases, rhs_indices=indices, **options)
 
 
+def _gather_sum(x, w, scales, biases, indices, weights, bias, **options):
+    return moe.gather_sum(x, w, scales, biases, indices, weights, bias=bias, **options)
+
+
+def _mx_gather_sum(x, w, scales, biases, indices, weights, bias, **options):
+    y = mx.gather_qmm(x[..., None, :], w, scales, biases, rhs_indices=indices, **options).squeeze(-2)
+    return ((y + bias[indices]) * weights[..., None]).sum(axis=-2)
+
+
 def _gather_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, indices, **options):
-    triples = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
+    triples = [(gate, gate_scales, gate_biases), (up, up_scales, up_biases)]
+    triples = [tuple(a for a in triple if a is not None) for triple in triples]
     return moe.gather_swiglu(x[:, None, None], *triples, rhs_indices=indices, **options)
 
 
@@ -215,6 +262,10 @@ def _models(tokens: tuple[int, ...] = (1,), **options: Any) -> tuple[Case, ...]:
 
 _SHAPES = ((1, 2, 4, 64, 9), (1, 8, 16, 320, 10), (5, 3, 4, 128, 7), (3, 1, 2, 96, 33))
 _MANY = Case("test", (33, 2, 3, 64, 5), {"group_size": 32}, cpu_only=True)
+_MXFP4 = {"mode": "mxfp4", "group_size": 32, "bits": 4}
+
+# Of gpt-oss 20B with the weights that it has.
+_GPT_OSS = Case("gpt-oss 20B", (1, 4, 32, 2880, 2880), _MXFP4, gpu_only=True)
 
 MOE_OPS: tuple[Op, ...] = (
     GatherOp(
@@ -223,10 +274,14 @@ MOE_OPS: tuple[Op, ...] = (
         ours=_gather_qmm,
         twin=_mx_gather_qmm,
         twin_text="`mx.gather_qmm`",
-        summary="tokens times their experts, of 4-bit or 8-bit weights",
+        summary="tokens times their experts, of quantized weights",
         options={"group_size": 64, "bits": 4},
-        tests=(*(case for bits in (4, 8) for case in _tests(*_SHAPES, group_size=32, bits=bits)), _MANY),
-        cases=_models((1, 4), bits=4),
+        tests=(
+            *(case for bits in (4, 8) for case in _tests(*_SHAPES, group_size=32, bits=bits)),
+            *_tests(*_SHAPES[1:3], **_MXFP4),
+            _MANY,
+        ),
+        cases=(*_models((1, 4), bits=4), _GPT_OSS),
     ),
     GatherOp(
         name="gather_mm",
@@ -249,9 +304,33 @@ MOE_OPS: tuple[Op, ...] = (
         twin_text="`nn.silu(gate) * up` of two `mx.gather_qmm`",
         summary="gate, activation and product of the experts in one kernel",
         options={"group_size": 64, "bits": 4},
-        tests=tuple(case for bits in (4, 8) for case in _tests(*_SHAPES, group_size=32, bits=bits)),
-        cases=_models((1, 4), bits=4),
+        tests=(
+            *(case for bits in (4, 8) for case in _tests(*_SHAPES, group_size=32, bits=bits)),
+            *_tests(*_SHAPES[1:3], **_MXFP4),
+        ),
+        cases=(*_models((1, 4), bits=4), _GPT_OSS),
         stacks=2,
+    ),
+    GatherOp(
+        name="gather_sum",
+        parameters=tuple((name, "rows") for name in ("x", "w", "scales", "biases", "indices", "weights", "bias")),
+        ours=_gather_sum,
+        twin=_mx_gather_sum,
+        twin_text="`(mx.gather_qmm * weights).sum(-2)`",
+        summary="the chosen experts' products and their weighted sum in one kernel",
+        options={"group_size": 64, "bits": 4},
+        tests=(
+            *_tests((1, 8, 16, 320, 10), (5, 3, 4, 128, 7), group_size=32, bits=4),
+            *_tests((3, 1, 2, 96, 33), (2, 16, 16, 64, 3), group_size=32, bits=8),
+            *_tests((1, 4, 8, 320, 9), **_MXFP4),
+        ),
+        cases=(
+            Case("Qwen3-30B-A3B", (1, 8, 128, 768, 2048), {"bits": 4}, gpu_only=True),
+            Case("Mixtral 8x7B", (1, 2, 8, 14336, 4096), {"bits": 4}, gpu_only=True),
+            Case("Granite 3.1 1B-A400M", (1, 8, 32, 512, 1024), {"bits": 4}, quick=True),
+            _GPT_OSS,
+        ),
+        sums=True,
     ),
     RouterOp(
         name="route_top_k",

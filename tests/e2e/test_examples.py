@@ -45,9 +45,7 @@ def test_a_mixture_generates_the_same_tokens(trained_mixture, weights):
     mm.stats(reset=True)
     with mm.patched():
         assert tiny.tokens(model, prompt, 200, **options) == theirs
-    assert tiny.kernels("route_top_k") > 0
-    counts = mm.stats()["gather_qmm"]
-    assert counts["kernels"] if weights == "4bit" else counts["mx"].keys() == {"mode mxfp4"}
+    assert all(tiny.kernels(op) > 0 for op in ("route_top_k", "gather_swiglu", "gather_sum"))
     mm.nn.convert(model)
     assert tiny.tokens(model, prompt, 200, **options) == theirs
     assert len(set(theirs)) > 20

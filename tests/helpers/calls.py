@@ -361,7 +361,7 @@ def _moe_calls() -> list[Call]:
         arguments = {"x": x, **dict(zip(("w", "scales", "biases"), parts())), "rhs": rhs}
         calls.append(
             Call("gather_qmm", f"of {bits} bits", sizes, arguments, partial(_gather_qmm, bits=bits), _gathered("w"),
-                 derived=fixed, covered=bits != 3)
+                 derived=fixed, covered=bits != 3 or not mx.is_available(mx.gpu))
         )  # fmt: skip
     arguments = {"x": x}
     for name in ("gate", "up"):
@@ -369,6 +369,13 @@ def _moe_calls() -> list[Call]:
     calls.append(
         Call("gather_swiglu", "", sizes, {**arguments, "rhs": rhs}, _gather_swiglu, _gathered("gate"), derived=fixed)
     )
+    arguments = {
+        "x": numbers("tokens", "chosen", "columns"), "rhs": rhs, "weights": numbers("tokens", "chosen"),
+        **dict(zip(("w", "scales", "biases"), triple("experts", "outputs", "columns"))),
+    }  # fmt: skip
+    zeros = lambda x, w, **others: [np.zeros((x.shape[0], w.shape[1]))]
+    sums = {name: size for name, size in sizes.items() if name != "rows"}
+    calls.append(Call("gather_sum", "", sums, arguments, _gather_sum, zeros, derived=fixed))
     w = numbers("experts", "outputs", "columns")
     calls.append(Call("gather_mm", "", sizes, {"x": x, "w": w, "rhs": rhs}, _gather_mm, _gathered("w"), derived=fixed))
     router = {"logits": numbers("tokens", "columns"), "bias": numbers("columns")}
@@ -389,6 +396,10 @@ def _gather_qmm(x, w, scales, biases, rhs, bits):
 def _gather_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, rhs):
     triples = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
     return mm.gather_swiglu(x[:, None], *triples, rhs_indices=rhs, group_size=GROUP)
+
+
+def _gather_sum(x, rhs, weights, w, scales, biases):
+    return mm.gather_sum(x, w, scales, biases, rhs, weights, group_size=GROUP)
 
 
 def _gather_mm(x, w, rhs):

@@ -63,8 +63,9 @@ def layers_of(model):
 def test_tokens(rng, name, bits):
     model, prompt = build(name, bits, rng), rng.integers(1, 300, 7).tolist()
     theirs = tiny.tokens(model, prompt, 12)
-    product = "gather_mm" if bits is None else "gather_qmm"
-    fused = bits is not None and name != "gpt_oss"  # whose activation is another
+    fused = bits is not None
+    summed = fused and not name.startswith("deepseek")  # whose mixtures are mlx-lm's, but for the gates
+    product = "gather_sum" if summed else "gather_qmm" if fused else "gather_mm"
     with mm.patched():
         mm.stats(reset=True)
         assert tiny.tokens(model, prompt, 12) == theirs
@@ -75,6 +76,16 @@ def test_tokens(rng, name, bits):
     assert tiny.tokens(model, prompt, 12) == theirs
     assert tiny.kernels(product) > 0 and tiny.kernels("route_top_k") > 0
     assert (tiny.kernels("gather_swiglu") > 0) == fused
+
+
+def test_routers_alone_leave_experts_to_mx(rng):
+    model, prompt = build("qwen3_moe", 4, rng), mx.array([[1, 2, 3]])
+    expected = model(prompt)
+    with mm.patched(experts=False):
+        mm.stats(reset=True)
+        assert_near(model(prompt), expected, "router", LAYERS)
+    assert tiny.kernels("route_top_k") > 0
+    assert not mm.stats().keys() & {"gather_qmm", "gather_swiglu", "gather_sum"}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -118,7 +129,7 @@ def test_quantized_after_it_was_converted(rng):
     mm.stats(reset=True)
     ours = model(prompt)
     mx.eval(ours)
-    assert tiny.kernels("gather_qmm") > 0 and tiny.kernels("gather_swiglu") > 0
+    assert tiny.kernels("gather_sum") > 0 and tiny.kernels("gather_swiglu") > 0
     assert {type(layer.gate_proj).__name__ for layer in layers_of(model)} == {"QuantizedSwitchLinear"}
 
 

@@ -39,6 +39,7 @@ def products(x: mx.array, w: mx.array, packed: Packed) -> None:
     assert_type(mm.gather_mm(x, w, rhs_indices=w), mx.array)
     assert_type(mm.gather_qmm(x, *packed, rhs_indices=w), mx.array)
     assert_type(mm.gather_swiglu(x, packed, packed), mx.array)
+    assert_type(mm.gather_sum(x, *packed, w, x), mx.array)
     assert_type(mm.route_top_k(x, 2), tuple[mx.array, mx.array])
 
 

@@ -31,6 +31,7 @@ INSIDE = {
     "quantized_swiglu": {"quantized_matmul"},
     "block_matmul": {"block_dequantize"},
     "gather_swiglu": {"gather_qmm"},
+    "gather_sum": {"gather_qmm"},
 }
 
 # No operation of mx makes blocks of GGUF or reads them: their composition is the op itself, with its native code.

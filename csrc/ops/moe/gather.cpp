@@ -13,9 +13,6 @@
 
 namespace mittens {
 
-namespace {
-
-// As uint32, which negative numbers are out of range in. Those of 64 bits stay out of range.
 mx::array as_indices(const mx::array& indices, mx::Stream stream) {
   if (indices.dtype() == mx::uint32) {
     return indices;
@@ -29,6 +26,8 @@ mx::array as_indices(const mx::array& indices, mx::Stream stream) {
   }
   return mx::astype(within, mx::uint32, stream);
 }
+
+namespace {
 
 mx::Shape batch_of(const mx::array& array) {
   return {array.shape().begin(), array.shape().end() - 2};
@@ -89,9 +88,30 @@ const char* why_mx_gather(const mx::array& x, const Pairs& pairs, bool transpose
   if (stream.device != mx::Device::gpu) {
     return nullptr;
   }
-  constexpr size_t most_rows = 64;  // from there on mlx-lm sorts them by their experts, and mx multiplies matrices
+  constexpr size_t most_rows = 64;  // beyond them mlx-lm sorts them by their experts, and mx multiplies matrices
   const size_t rows = pairs.experts.size() * x.shape(-2);
   return !transpose ? "experts that are not transposed" : rows > most_rows ? "more than 64 rows of results" : nullptr;
+}
+
+bool has_gather_kernels(const AffineFormat& format) {
+  return has_affine_kernels(format) || format.mode == cpu::QuantizedMode::mxfp4;
+}
+
+const char* why_not_gathered(const AffineFormat& format, mx::Stream stream) {
+  const bool on_gpu = stream.device == mx::Device::gpu;
+  return format.bits == 1 ? "1 bit" : on_gpu && !has_gather_kernels(format) ? "experts in a rare format" : nullptr;
+}
+
+Name gather_kernel(mx::Dtype dtype, const char* op, const AffineFormat& format) {
+  return format.has_biases() ? kernel_name(dtype, op, format.bits, "bit") : kernel_name(dtype, op, mode_name(format));
+}
+
+GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs) {
+  GatherQmmParams params{affine_params(stack[0], stack[1], stack[2], format), {}, 1, 0, 1.0f, 0.0f, 0.0f};
+  params.weights.rows = x.shape(-2);
+  params.weights.columns = x.shape(-1);
+  params.weights.outputs = outputs;
+  return params;
 }
 
 Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
@@ -118,6 +138,27 @@ Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
 
 mx::array input_indices(const Pairs& pairs, const mx::array& x, mx::Stream stream) {
   return pairs.inputs ? *pairs.inputs : implied_inputs(batch_of(x), pairs.experts.shape(), stream);
+}
+
+void check_bias_of_experts(const char* op, const char* name, const mx::array& bias, const mx::array& w) {
+  const mx::Shape expected(w.shape().begin(), w.shape().end() - 1);
+  if (bias.shape() != expected) {
+    checks::fail(op, name, " has shape ", bias.shape(), ", w has shape ", w.shape(), ": expected shape ", expected);
+  }
+}
+
+mx::array plus_bias_of_experts(const mx::array& y, const mx::array& bias, const std::optional<mx::array>& indices,
+                               mx::Stream stream) {
+  const int outputs = bias.shape(-1);
+  const mx::Shape batch(bias.shape().begin(), bias.shape().end() - 1);
+  const auto experts = static_cast<uint32_t>(leading_size(bias, 1));
+  const mx::array chosen = indices ? as_indices(*indices, stream) : all_of(batch, stream);
+  if (experts == 0 || outputs == 0) {
+    return y;
+  }
+  const mx::array flat = mx::reshape(bias, {static_cast<int>(experts), outputs}, stream);
+  const mx::array rows = mx::take(flat, clipped(chosen, experts, stream), 0, stream);
+  return mx::add(y, mx::expand_dims(rows, -2, stream), stream);
 }
 
 mx::array guarded(const Pairs& pairs, const mx::array& x, const mx::array& stack, const mx::Shape& shape,
@@ -204,13 +245,10 @@ cpu::Gather GatherPrimitive::native_gather(const Arrays& inputs) const {
 
 GatherQmmParams GatherPrimitive::share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
                                                  uint32_t simdgroup_outputs) {
-  const mx::array& x = inputs[0];
-  GatherQmmParams params{affine_params(inputs[1], inputs[2], inputs[3], format), pair_params(inputs)};
+  GatherQmmParams params = gather_params(stacks_of(inputs), format, inputs[0], outputs_of(inputs));
+  params.pairs = pair_params(inputs);
   const auto pairs = static_cast<uint32_t>(pairs_of(inputs).experts.size());
   params.weights.matrices = pairs;
-  params.weights.rows = x.shape(-2);
-  params.weights.columns = x.shape(-1);
-  params.weights.outputs = outputs_of(inputs);
   const ProductSizes one_row{pairs * params.weights.rows, 1, params.weights.columns, params.weights.outputs};
   share_out(launch, plan_rows(one_row, simdgroup_outputs, gpu_of(stream())), pairs);
   launch.threadgroups.y = params.weights.rows;

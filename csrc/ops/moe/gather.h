@@ -22,12 +22,26 @@ struct Pairs {
   std::optional<mx::array> inputs;
 };
 
+// As uint32, which negative numbers are out of range in. Those of 64 bits stay out of range.
+mx::array as_indices(const mx::array& indices, mx::Stream stream);
+
 // Throws DtypeError for indices that are no integers.
 void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
                    const std::optional<mx::array>& rhs_indices);
 
 // Why a call is mx's on a GPU, or null.
 const char* why_mx_gather(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream);
+
+// Whether there are kernels of experts in a format: affine of 4 and 8 bits, and mxfp4. Native code has all but 1 bit.
+bool has_gather_kernels(const AffineFormat& format);
+
+// Why nothing here covers experts in a format, or null.
+const char* why_not_gathered(const AffineFormat& format, mx::Stream stream);
+
+// The params of a kernel with stacks of quantized weights, but for the pairs and the grid.
+GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs);
+
+Name gather_kernel(mx::Dtype dtype, const char* op, const AffineFormat& format);
 
 // The pairs of a call, whose indices broadcast; those that are absent are all of the batch of x, or of the stack.
 Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
@@ -36,6 +50,13 @@ Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
 
 // The indices of the inputs, also where pairs leave them out.
 mx::array input_indices(const Pairs& pairs, const mx::array& x, mx::Stream stream);
+
+// Throws unless bias has a number for each output of each of a stack's matrices [.., outputs, ..].
+void check_bias_of_experts(const char* op, const char* name, const mx::array& bias, const mx::array& w);
+
+// Products [indices.., rows, outputs] plus the biases of their experts. Absent indices are all of the stack.
+mx::array plus_bias_of_experts(const mx::array& y, const mx::array& bias, const std::optional<mx::array>& indices,
+                               mx::Stream stream);
 
 // What mx's gather makes of pairs, which reads past its arrays where an index is out of range: the product is asked for
 // indices within them, and the pairs concerned are NaN. Its result is [pairs.., rows, outputs], which must be given in
@@ -77,8 +98,8 @@ class GatherPrimitive : public KernelPrimitive {
   // Adds the indices to a launch.
   void add_pairs(Launch& launch, const Arrays& inputs) const;
   PairParams pair_params(const Arrays& inputs) const;
-  // The params of a kernel with affine quantized weights, the first triple of which is the first stacks; gives the
-  // launch its grid, whose simdgroups have so many outputs.
+  // The params of a kernel with quantized weights, the first triple of which is the first stacks; gives the launch its
+  // grid, whose simdgroups have so many outputs.
   GatherQmmParams share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
                                   uint32_t simdgroup_outputs);
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override;
@@ -86,6 +107,9 @@ class GatherPrimitive : public KernelPrimitive {
     return inputs[0].shape(-1) == 0;
   }
 
+  size_t stacks() const {
+    return stacks_;
+  }
   Arrays stacks_of(const Arrays& inputs) const {
     return {inputs.begin() + 1, inputs.begin() + 1 + static_cast<ptrdiff_t>(stacks_)};
   }
@@ -110,6 +134,12 @@ mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& sc
                      const std::optional<mx::array>& rhs_indices, bool transpose, std::optional<int> group_size,
                      std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& global_scale,
                      bool sorted_indices, mx::StreamOrDevice where);
+
+// The same of several: y[.., n] = sum_i weights[.., i] * (x[.., i] @ w[indices[.., i]].T + bias[indices[.., i]]).
+mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& scales,
+                     const std::optional<mx::array>& biases, const mx::array& indices, const mx::array& weights,
+                     const std::optional<mx::array>& bias, std::optional<int> group_size, std::optional<int> bits,
+                     const std::string& mode, mx::StreamOrDevice where);
 
 // The format of an array that is to be gather_qmm's, by the transposes of its experts, and not yet computed. Its inputs
 // are x, the triple and the indices. Nothing for any other array.

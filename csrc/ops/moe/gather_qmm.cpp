@@ -82,17 +82,19 @@ class GatherQmm : public GatherPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    if (!format_.transpose) {
+    if (!format_.transpose || !has_gather_kernels(format_)) {
       return native_alone(inputs, outputs);
     }
     Launch launch;
     launch.file = file;
-    launch.kernel = kernel_name(inputs[0].dtype(), op, format_.bits, "bit");
+    launch.kernel = gather_kernel(inputs[0].dtype(), op, format_);
     const GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs);
     launch.input(inputs[0]);
     for (int i = 1; i < 4; ++i) {
       add_view(launch, inputs[i]);
     }
+    launch.stand_in(inputs[0]);  // there are no biases of outputs
+    launch.stand_in(inputs[0]);  // and no weights
     add_pairs(launch, inputs);
     return in_order(launch.output(outputs[0]).params(params));
   }
@@ -110,12 +112,15 @@ class GatherQmm : public GatherPrimitive {
   }
 
   Arrays composed(const Arrays& inputs) override {
-    auto wide = [&](size_t i) { return in_dtype(inputs[i], mx::float32, stream()); };
+    auto wide = [&](size_t i) {
+      return i == 0 || format_.has_biases() ? in_dtype(inputs[i], mx::float32, stream()) : inputs[i];
+    };
+    const auto biases = format_.has_biases() ? std::optional(wide(3)) : std::nullopt;
     return {guarded(
         pairs_of(inputs), inputs[0], inputs[1], output_shapes(inputs)[0], inputs[0].dtype(),
         [&](const mx::array& lhs, const mx::array& rhs) {
-          return mx::gather_qmm(wide(0), inputs[1], wide(2), wide(3), lhs, rhs, format_.transpose, format_.group_size,
-                                format_.bits, "affine", std::nullopt, false, stream());
+          return mx::gather_qmm(wide(0), inputs[1], wide(2), biases, lhs, rhs, format_.transpose, format_.group_size,
+                                format_.bits, mode_name(format_), std::nullopt, false, stream());
         },
         stream())};
   }
@@ -132,35 +137,32 @@ std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, 
                                         const std::optional<mx::array>& global_scale, bool sorted_indices,
                                         mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  if (mode != "affine" && mode != "mxfp4" && mode != "mxfp8" && mode != "nvfp4") {
-    checks::fail(op, "mode is '", mode, "': expected affine, mxfp4, mxfp8 or nvfp4");
-  }
+  const AffineFormat format = affine_format(op, group_size, bits, transpose, mode);
   if (x.ndim() < 2) {
     checks::fail(op, "x has shape ", x.shape(), ": expected at least two dimensions");
   }
   check_indices(op, lhs_indices, rhs_indices);
-  if (mode != "affine") {
-    return fallback(op, "mode " + mode);
-  }
-  if (!biases) {
-    checks::fail(op, "biases is None: expected an array, which affine quantization has");
-  }
+  check_affine(op, x, w, scales, biases, format);
+  const bool affine = format.has_biases();
   if (global_scale) {
-    checks::fail(op, "global_scale is an array: expected None, which affine quantization has");
+    if (format.mode != cpu::QuantizedMode::nvfp4) {
+      checks::fail(op, "global_scale is an array: expected None, as mode ", mode, " has no global scale");
+    }
+    return fallback(op, "a global scale");
   }
-  const AffineFormat format = affine_format(op, group_size, bits, transpose);
-  check_affine(op, x, w, scales, *biases, format);
-  const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x}, {"scales", scales}, {"biases", *biases}});
-  if (!has_affine_kernels(format)) {
-    return fallback(op, std::to_string(format.bits) + " bits");
+  const mx::Dtype dtype = affine ? checks::kernel_dtype(op, {{"x", x}, {"scales", scales}, {"biases", *biases}})
+                                 : checks::kernel_dtype(op, {{"x", x}});
+  if (const char* reason = why_not_gathered(format, stream)) {
+    return fallback(op, reason);
   }
   const Pairs pairs = gather_pairs(op, x, w, lhs_indices, rhs_indices, stream);
   if (const char* reason = why_mx_gather(x, pairs, transpose, stream)) {
     return fallback(op, reason);
   }
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
-  return first_output(std::make_shared<GatherQmm>(stream, format),
-                      gather_inputs(typed(x), {w, typed(scales), typed(*biases)}, pairs));
+  return first_output(
+      std::make_shared<GatherQmm>(stream, format),
+      gather_inputs(typed(x), {w, affine ? typed(scales) : scales, affine ? typed(*biases) : scales}, pairs));
 }
 
 // mx's, with indices within the arrays.

@@ -1,9 +1,15 @@
+#include <algorithm>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "mlx/ops.h"
 #include "ops/matmul/affine.h"
@@ -26,29 +32,71 @@ namespace {
 constexpr const char* op = "gather_swiglu";
 const Name file = "moe/gather_swiglu.metal";
 
-using Triple = std::tuple<mx::array, mx::array, mx::array>;
+// w, scales and, in affine quantization, biases.
+using Triple = Arrays;
 
-// silu(x[lhs] @ gate[rhs].T) * (x[lhs] @ up[rhs].T) of mx operations, the products ours where they are covered.
-mx::array of_products(const mx::array& x, const Arrays& stacks, const std::optional<mx::array>& lhs,
-                      const std::optional<mx::array>& rhs, const AffineFormat& format, bool sorted, mx::Stream stream) {
-  auto product = [&](size_t first) {
-    return mittens::gather_qmm(x, stacks[first], stacks[first + 1], stacks[first + 2], lhs, rhs, true,
-                               format.group_size, format.bits, "affine", std::nullopt, sorted, stream);
+// gate * sigmoid(alpha * gate) * (up + offset), of values that a limit clips: gate from above, up on both sides.
+struct Activation {
+  const char* name;
+  float alpha;
+  float limit;
+  float offset;
+
+  bool operator==(const Activation& other) const {
+    return name == other.name;
+  }
+};
+constexpr Activation activations[] = {
+    {"swiglu", 1.0f, std::numeric_limits<float>::infinity(), 0.0f},
+    {"clipped", 1.702f, 7.0f, 1.0f},  // gpt-oss
+};
+
+mx::array activated(mx::array gate, mx::array up, const Activation& activation, mx::Stream stream) {
+  if (activation == activations[0]) {
+    return mx::multiply(mx::multiply(gate, mx::sigmoid(gate, stream), stream), up, stream);
+  }
+  const mx::Dtype dtype = gate.dtype();
+  auto number = [](float value) { return mx::array(value); };
+  gate = mx::minimum(mx::astype(gate, mx::float32, stream), number(activation.limit), stream);
+  up = mx::clip(mx::astype(up, mx::float32, stream), number(-activation.limit), number(activation.limit), stream);
+  gate = mx::multiply(gate, mx::sigmoid(mx::multiply(gate, number(activation.alpha), stream), stream), stream);
+  return mx::astype(mx::multiply(gate, mx::add(up, number(activation.offset), stream), stream), dtype, stream);
+}
+
+// What a call is: two stacks of w, scales and biases, and biases of outputs if there are any.
+struct Experts {
+  Arrays stacks;
+  AffineFormat format;
+  Activation activation;
+};
+
+// Of mx operations, the products ours where they are covered.
+mx::array of_products(const mx::array& x, const Experts& experts, const std::optional<mx::array>& lhs,
+                      const std::optional<mx::array>& rhs, bool sorted, mx::Stream stream) {
+  const auto& [stacks, format, activation] = experts;
+  auto product = [&](size_t matrix) {
+    const size_t first = 3 * matrix;
+    const auto biases = format.has_biases() ? std::optional(stacks[first + 2]) : std::nullopt;
+    const mx::array y =
+        mittens::gather_qmm(x, stacks[first], stacks[first + 1], biases, lhs, rhs, true, format.group_size, format.bits,
+                            mode_name(format), std::nullopt, sorted, stream);
+    return stacks.size() == 6 ? y : plus_bias_of_experts(y, stacks[6 + matrix], rhs, stream);
   };
-  const mx::array gate = product(0);
-  return mx::multiply(mx::multiply(gate, mx::sigmoid(gate, stream), stream), product(3), stream);
+  return activated(product(0), product(1), activation, stream);
 }
 
 class GatherSwiglu : public GatherPrimitive {
  public:
-  GatherSwiglu(mx::Stream stream, AffineFormat format) : GatherPrimitive(stream, 6), format_(format) {}
+  GatherSwiglu(mx::Stream stream, AffineFormat format, Activation activation, size_t stacks)
+      : GatherPrimitive(stream, stacks), format_(format), activation_(activation) {}
 
   const char* name() const override {
     return "MittensGatherSwiglu";
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return format_ == static_cast<const GatherSwiglu&>(other).format_;
+    const auto& swiglu = static_cast<const GatherSwiglu&>(other);
+    return format_ == swiglu.format_ && activation_ == swiglu.activation_ && stacks() == swiglu.stacks();
   }
 
  protected:
@@ -57,23 +105,37 @@ class GatherSwiglu : public GatherPrimitive {
   }
 
   mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) override {
-    return first_output(std::make_shared<GatherSwiglu>(stream(), format_), gather_inputs(x, stacks, pairs));
+    return first_output(std::make_shared<GatherSwiglu>(stream(), format_, activation_, stacks.size()),
+                        gather_inputs(x, stacks, pairs));
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    if (!has_gather_kernels(format_)) {
+      return native_alone(inputs, outputs);
+    }
     Launch launch;
     launch.file = file;
-    launch.kernel = kernel_name(inputs[0].dtype(), op, format_.bits, "bit");
-    const GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs / 2);
+    launch.kernel = gather_kernel(inputs[0].dtype(), op, format_);
+    GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs / 2);
+    params.weights.has_bias = has_bias();
+    params.alpha = activation_.alpha;
+    params.limit = activation_.limit;
+    params.offset = activation_.offset;
     launch.input(inputs[0]);
     for (int i = 1; i < 7; ++i) {
       add_view(launch, inputs[i]);
+    }
+    for (int i : {7, 8}) {
+      launch.input_if(has_bias(), inputs[has_bias() ? i : 0]);
     }
     add_pairs(launch, inputs);
     return in_order(launch.output(outputs[0]).params(params));
   }
 
   void prepare_stacks(Arrays& stacks) override {
+    for (size_t i = 6; i < stacks.size(); ++i) {
+      stacks[i] = contiguous_rows(stacks[i], stream());
+    }
     // One set of strides serves both triples.
     bool are_alike = true;
     for (size_t i = 0; i < 3; ++i) {
@@ -94,6 +156,9 @@ class GatherSwiglu : public GatherPrimitive {
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    if (has_bias() || activation_ != activations[0]) {
+      return nullptr;
+    }
     return [type = native_type(inputs[0].dtype()), gate = native_affine(inputs[1], inputs[2], inputs[3], format_),
             up = native_affine(inputs[4], inputs[5], inputs[6], format_), gather = native_gather(inputs),
             x = data_of(inputs[0]),
@@ -102,54 +167,85 @@ class GatherSwiglu : public GatherPrimitive {
 
   Arrays composed(const Arrays& inputs) override {
     const Pairs pairs = pairs_of(inputs);
-    return {of_products(inputs[0], stacks_of(inputs), input_indices(pairs, inputs[0], stream()), pairs.experts, format_,
-                        false, stream())};
+    return {of_products(inputs[0], {stacks_of(inputs), format_, activation_}, input_indices(pairs, inputs[0], stream()),
+                        pairs.experts, false, stream())};
   }
 
  private:
+  bool has_bias() const {
+    return stacks() > 6;
+  }
+
   AffineFormat format_;
+  Activation activation_;
 };
 
 mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up,
                         const std::optional<mx::array>& lhs_indices, const std::optional<mx::array>& rhs_indices,
-                        std::optional<int> group_size, std::optional<int> bits, bool sorted_indices,
-                        mx::StreamOrDevice where) {
+                        std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+                        const std::optional<std::pair<mx::array, mx::array>>& bias, const std::string& activation,
+                        bool sorted_indices, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const AffineFormat format = affine_format(op, group_size, bits, true);
+  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const auto* known = std::find_if(std::begin(activations), std::end(activations),
+                                   [&](const Activation& a) { return activation == a.name; });
+  if (known == std::end(activations)) {
+    checks::fail(op, "activation is '", activation, "': expected swiglu or clipped");
+  }
   if (x.ndim() < 2) {
     checks::fail(op, "x has shape ", x.shape(), ": expected at least two dimensions");
   }
   check_indices(op, lhs_indices, rhs_indices);
-  Arrays stacks;
-  for (const Triple* triple : {&gate, &up}) {
-    const auto& [w, scales, biases] = *triple;
-    check_affine(op, x, w, scales, biases, format);
-    stacks.insert(stacks.end(), {w, scales, biases});
+  const bool affine = format.has_biases();
+  Experts experts{{}, format, *known};
+  Arrays& stacks = experts.stacks;
+  for (const auto& [name, triple] : {std::pair("gate", &gate), std::pair("up", &up)}) {
+    const size_t expected = affine ? 3 : 2;
+    if (triple->size() != expected) {
+      checks::fail(op, name, " has ", triple->size(), " arrays: mode ", mode, " expects ", expected,
+                   affine ? ", w, scales and biases" : ", w and scales");
+    }
+    const auto& arrays = *triple;
+    check_affine(op, x, arrays[0], arrays[1], affine ? std::optional(arrays[2]) : std::nullopt, format);
+    stacks.insert(stacks.end(), {arrays[0], arrays[1], arrays[affine ? 2 : 1]});
   }
   if (stacks[3].shape() != stacks[0].shape()) {
     checks::fail(op, "up's w has shape ", stacks[3].shape(), ", gate's has shape ", stacks[0].shape(),
                  ": expected the same shape");
   }
+  if (bias) {
+    check_bias_of_experts(op, "gate's bias", bias->first, stacks[0]);
+    check_bias_of_experts(op, "up's bias", bias->second, stacks[0]);
+    stacks.insert(stacks.end(), {bias->first, bias->second});
+  }
+  const auto optional = [&](bool there, size_t i) { return there ? std::optional(stacks[i]) : std::nullopt; };
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"x", x},
-                                                    {"gate's scales", stacks[1]},
-                                                    {"gate's biases", stacks[2]},
-                                                    {"up's scales", stacks[4]},
-                                                    {"up's biases", stacks[5]}});
+                                                    {"gate's scales", optional(affine, 1)},
+                                                    {"gate's biases", optional(affine, 2)},
+                                                    {"up's scales", optional(affine, 4)},
+                                                    {"up's biases", optional(affine, 5)},
+                                                    {"gate's bias", optional(bias.has_value(), 6)},
+                                                    {"up's bias", optional(bias.has_value(), 7)}});
   auto by_mx = [&](const std::string& reason) {
     fall_back(op, reason);
-    return of_products(x, stacks, lhs_indices, rhs_indices, format, sorted_indices, stream);
+    return of_products(x, experts, lhs_indices, rhs_indices, sorted_indices, stream);
   };
-  if (!has_affine_kernels(format)) {
-    return by_mx(std::to_string(format.bits) + " bits");
+  if (bias && x.shape(-1) == 0) {  // nothing is multiplied
+    return of_products(x, experts, lhs_indices, rhs_indices, sorted_indices, stream);
+  }
+  if (const char* reason = why_not_gathered(format, stream)) {
+    return by_mx(reason);
   }
   const Pairs pairs = gather_pairs(op, x, stacks[0], lhs_indices, rhs_indices, stream);
   if (const char* reason = why_mx_gather(x, pairs, true, stream)) {
     return by_mx(reason);
   }
-  for (size_t i : {1, 2, 4, 5}) {
-    stacks[i] = in_dtype(stacks[i], dtype, stream);
+  for (size_t i = 0; i < stacks.size(); ++i) {
+    if (i > 5 || (affine && i % 3 != 0)) {
+      stacks[i] = in_dtype(stacks[i], dtype, stream);
+    }
   }
-  return first_output(std::make_shared<GatherSwiglu>(stream, format),
+  return first_output(std::make_shared<GatherSwiglu>(stream, format, *known, stacks.size()),
                       gather_inputs(in_dtype(x, dtype, stream), stacks, pairs));
 }
 
@@ -174,7 +270,7 @@ std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::arra
   Arrays all(inputs.begin(), inputs.begin() + 4);
   all.insert(all.end(), others.begin() + 1, others.begin() + 4);
   all.insert(all.end(), inputs.begin() + 4, inputs.end());
-  return first_output(std::make_shared<GatherSwiglu>(stream, *format), std::move(all));
+  return first_output(std::make_shared<GatherSwiglu>(stream, *format, activations[0], 6), std::move(all));
 }
 
 namespace {
@@ -182,7 +278,8 @@ namespace {
 void bind(nb::module_& module) {
   bind_function(module, op, &gather_swiglu, "x"_a, "gate"_a, "up"_a, "lhs_indices"_a.none() = nb::none(),
                 "rhs_indices"_a.none() = nb::none(), "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(),
-                nb::kw_only(), "sorted_indices"_a = false, "stream"_a = nb::none());
+                "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(), "activation"_a = "swiglu",
+                "sorted_indices"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

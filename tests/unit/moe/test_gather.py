@@ -27,7 +27,8 @@ def exact(x, w, lhs, rhs):
     return product
 
 
-OPS = ("gather_qmm 4", "gather_qmm 8", "gather_qmm 2", "gather_mm")
+# Those of 1 bit go to mx.
+OPS = ("gather_qmm 4", "gather_qmm 8", "gather_qmm 1", "gather_mm")
 
 
 @pytest.fixture(params=OPS)
@@ -311,23 +312,43 @@ def test_bad_input(case, rng, native):
         case.call(x[0, 0], weights, rhs=some)
 
 
-def test_modes_that_go_to_mx(rng, lenient, native):
-    """With the same guarantee: indices out of range give NaN."""
-    w = draw(rng, (E, 32, K), mx.float32)
-    for mode, group_size, bits in [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4)]:
-        words, scales = mx.quantize(w, group_size, bits, mode)
-        x, rhs = tokens(rng, 3), mx.array([0, E, E - 1])
-        y = mm.gather_qmm(x, words, scales, rhs_indices=rhs, group_size=group_size, bits=bits, mode=mode)
-        safe = mx.gather_qmm(
-            x, words, scales, rhs_indices=mx.array([0, 0, E - 1]), group_size=group_size, bits=bits, mode=mode
-        )
-        assert np.isnan(np.array(y[1])).all()
-        np.testing.assert_array_equal(np.array(y)[::2], np.array(safe)[::2])
+@pytest.mark.parametrize(
+    "mode, group_size, bits", [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4), ("affine", 64, 3)]
+)
+def test_every_format(rng, dtype, native, lenient, mode, group_size, bits):
+    """On the CPU natively; indices out of range give NaN wherever it is."""
+    words, scales, *biases = mx.quantize(draw(rng, (E, 32, K), mx.float32), group_size, bits, mode)
+    biases = [a.astype(dtype) for a in biases]
+    scales = scales.astype(dtype) if biases else scales
+    x, rhs = tokens(rng, 3, dtype), np.array([0, E, E - 1])
+    options = {"group_size": group_size, "bits": bits, "mode": mode}
+    mm.stats(reset=True)
+    y = mm.gather_qmm(x, words, scales, *biases, rhs_indices=mx.array(rhs), **options)
+    w = specs.dequantized(words, scales, biases[0] if biases else None, group_size, bits, mode)
+    assert_product_right(y, exact(specs.widen(x), w, np.arange(3), rhs), dtype)
+    assert y.dtype == dtype and (mm.stats()["gather_qmm"]["mx"] == {}) == (not mx.is_available(mx.gpu))
+    loss = lambda x: mm.gather_qmm(x, words, scales, *biases, rhs_indices=mx.array([0, 1, 4]), **options).sum()
+    tolerance = LAYERS if dtype == mx.float32 else GRADIENTS_16_BIT
+    assert_near(mx.grad(loss)(x), w.sum(axis=-2)[[0, 1, 4]][:, None], "gradient", tolerance)
+
+
+def test_bad_formats(rng, native):
+    words, scales = mx.quantize(draw(rng, (E, 32, K), mx.float32), mode="mxfp4")
+    x, rhs = tokens(rng, 3), mx.array([0, 1, 2])
+    call = lambda *parts, **options: mm.gather_qmm(x, words, *parts, rhs_indices=rhs, **options)
     with pytest.raises(ValueError, match=r"\[gather_qmm\] mode is 'int4': expected affine, mxfp4, mxfp8 or nvfp4"):
-        mm.gather_qmm(x, words, scales, rhs_indices=rhs, mode="int4")
+        call(scales, mode="int4")
+    with pytest.raises(
+        ValueError, match=r"\[gather_qmm\] biases has shape .*: expected None, as mode mxfp4 has no biases"
+    ):
+        call(scales, scales, mode="mxfp4")
+    with pytest.raises(mm.DtypeError, match=r"\[gather_qmm\] scales has dtype float32: expected uint8"):
+        call(scales.astype(mx.float32), mode="mxfp4")
+    with pytest.raises(ValueError, match=r"\[gather_qmm\] global_scale is an array: expected None"):
+        call(scales, mode="mxfp4", global_scale=mx.array(1.0))
 
 
 def test_strict(rng, native):
-    words, scales = mx.quantize(draw(rng, (E, 32, K), mx.float32), mode="mxfp4")
-    with pytest.raises(RuntimeError, match="no kernel of mlx_mittens covers mode mxfp4"):
-        mm.gather_qmm(tokens(rng, 1), words, scales, rhs_indices=mx.array([0]), mode="mxfp4")
+    words, *parts = mx.quantize(draw(rng, (E, 32, K), mx.float32), 64, 1)
+    with pytest.raises(RuntimeError, match="no kernel of mlx_mittens covers 1 bit"):
+        mm.gather_qmm(tokens(rng, 1), words, *parts, rhs_indices=mx.array([0]), bits=1)

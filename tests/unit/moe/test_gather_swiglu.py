@@ -3,8 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.matrices import draw, exact_swiglu, quantize
-from helpers.tolerances import LAYERS, SUMS, assert_near, assert_product_right
+from helpers.matrices import draw, exact_product, exact_swiglu, quantize
+from helpers.tolerances import LAYERS, SUMS, assert_near, assert_product_right, of_layer
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -54,11 +54,34 @@ def test_is_two_products(weights, rng, executor):
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), rtol=SUMS, atol=SUMS)
 
 
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_gpt_oss(rng, dtype, executor, mode):
+    """With biases, an activation that clips, and outputs that a limit meets."""
+    options = {"group_size": 32, "bits": 4, "mode": mode}
+    parts = [mx.quantize(draw(rng, (E, N, K), mx.float32), **options) for _ in "gu"]
+    parts = [[a.astype(dtype) if a.dtype == mx.float32 else a for a in stack] for stack in parts]
+    bias = tuple(draw(rng, (E, N), dtype) for _ in "gu")
+    x, rhs = 20 * tokens(rng, 3, dtype), mx.array([[0, E], [4, 1], [2, 2]])
+    y = specs.widen(mm.gather_swiglu(x, *parts, rhs_indices=rhs, bias=bias, activation="clipped", **options))
+    chosen = np.minimum(np.array(rhs), E - 1)
+    gate, up = (
+        exact_product(specs.widen(x), specs.dequantized(*stack, *[None] * (3 - len(stack)), 32, 4, mode)[chosen])
+        for stack in parts
+    )
+    g, u = (a.value + specs.widen(b)[chosen][..., None, :] for a, b in zip((gate, up), bias, strict=True))
+    assert (g > 7).any() and (abs(u) > 7).any() and (g < 0).any()
+    g, u = np.minimum(g, 7), np.clip(u, -7, 7)
+    expected = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+    assert np.isnan(y[0, 1]).all()
+    expected[0, 1] = y[0, 1] = 0
+    np.testing.assert_allclose(y, expected, rtol=of_layer(dtype), atol=of_layer(dtype) * abs(expected).max())
+
+
 def test_bits_that_go_to_mx(rng, lenient, native):
-    gate, up = (quantize(rng, (E, N, K), mx.float32, 32, 3) for _ in "gu")
+    gate, up = (quantize(rng, (E, N, K), mx.float32, 32, 1) for _ in "gu")
     x, rhs = tokens(rng, 2), mx.array([[0, E], [4, 1]])
-    y = np.array(mm.gather_swiglu(x, gate, up, rhs_indices=rhs, group_size=32, bits=3))
-    product = lambda triple: mx.gather_qmm(x, *triple, rhs_indices=mx.array([[0, 0], [4, 1]]), group_size=32, bits=3)
+    y = np.array(mm.gather_swiglu(x, gate, up, rhs_indices=rhs, group_size=32, bits=1))
+    product = lambda triple: mx.gather_qmm(x, *triple, rhs_indices=mx.array([[0, 0], [4, 1]]), group_size=32, bits=1)
     expected = np.array(product(gate) * mx.sigmoid(product(gate)) * product(up))
     assert np.isnan(y[0, 1]).all()
     for at in ((0, 0), (1, 0), (1, 1)):
@@ -78,3 +101,10 @@ def test_bad_input(weights, rng, native):
         call(x=x[..., :32])
     with pytest.raises(ValueError, match=r"\[gather_swiglu\] x has shape \(64\): expected at least two dimensions"):
         call(x=x[0, 0, 0])
+    with pytest.raises(ValueError, match=r"\[gather_swiglu\] gate has 3 arrays: mode mxfp4 expects 2, w and scales"):
+        mm.gather_swiglu(x, gate, up, rhs_indices=rhs, mode="mxfp4")
+    with pytest.raises(ValueError, match=r"\[gather_swiglu\] activation is 'gelu': expected swiglu or clipped"):
+        mm.gather_swiglu(x, gate, up, rhs_indices=rhs, group_size=32, bits=bits, activation="gelu")
+    with pytest.raises(ValueError, match=r"\[gather_swiglu\] up's bias has shape \(12\), w has shape"):
+        bias = (mx.ones((E, N)), mx.ones((N,)))
+        mm.gather_swiglu(x, gate, up, rhs_indices=rhs, group_size=32, bits=bits, bias=bias)

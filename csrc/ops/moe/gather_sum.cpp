@@ -1,0 +1,223 @@
+#include <functional>
+#include <optional>
+#include <string>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include "cpu/parallel.h"
+#include "cpu/weighted_sum.h"
+#include "mlx/ops.h"
+#include "ops/matmul/affine.h"
+#include "ops/matmul/plan.h"
+#include "ops/moe/gather.h"
+#include "python/registry.h"
+#include "runtime/array_layout.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/gpu.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "gather_sum";
+const Name file = "moe/gather_qmm.metal";
+constexpr size_t most_sums = 64;  // as of gather_qmm
+
+// Of mx operations, the products ours where they are covered; the sum is in float32.
+mx::array of_products(const mx::array& x, const Arrays& stack, const mx::array& indices, const mx::array& weights,
+                      const std::optional<mx::array>& bias, const AffineFormat& format, mx::Dtype dtype,
+                      mx::Stream stream) {
+  const auto biases = format.has_biases() ? std::optional(stack[2]) : std::nullopt;
+  mx::array y =
+      mittens::gather_qmm(mx::expand_dims(x, -2, stream), stack[0], stack[1], biases, std::nullopt, indices, true,
+                          format.group_size, format.bits, mode_name(format), std::nullopt, false, stream);
+  y = mx::astype(y, mx::float32, stream);
+  if (bias) {
+    y = plus_bias_of_experts(y, *bias, indices, stream);
+  }
+  const mx::array wide = mx::expand_dims(mx::astype(weights, mx::float32, stream), -1, stream);
+  return mx::astype(mx::sum(mx::multiply(mx::squeeze(y, -2, stream), wide, stream), -2, false, stream), dtype, stream);
+}
+
+// x [.., chosen, columns], the triple, the biases of outputs if there are any, indices and weights [.., chosen] in
+// uint32 and float32 -> y [.., outputs].
+class GatherSum : public KernelPrimitive {
+ public:
+  GatherSum(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
+
+  const char* name() const override {
+    return "MittensGatherSum";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return format_ == static_cast<const GatherSum&>(other).format_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    mx::Shape shape(inputs[0].shape().begin(), inputs[0].shape().end() - 2);
+    shape.push_back(inputs[1].shape(-2));
+    return {shape};
+  }
+
+ protected:
+  bool sums_nothing(const Arrays& inputs) const override {
+    return inputs[0].shape(-2) == 0 || inputs[0].shape(-1) == 0;
+  }
+
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    copies = {contiguous_rows(inputs[0], stream())};
+    Arrays triple(inputs.begin() + 1, inputs.begin() + 4);
+    if (!is_prepared_affine(triple[0], triple[1], triple[2])) {
+      triple = prepared_affine(triple[0], triple[1], triple[2], stream());
+    }
+    copies.insert(copies.end(), triple.begin(), triple.end());
+    for (size_t i = 4; i < inputs.size(); ++i) {
+      copies.push_back(contiguous_rows(inputs[i], stream()));
+    }
+    return copies;
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& x = inputs[0];
+    const bool has_bias = inputs.size() > 6;
+    const mx::array& indices = inputs[inputs.size() - 2];
+    const uint32_t chosen = x.shape(-2);
+    const auto sums = static_cast<uint32_t>(indices.size() / chosen);
+    GatherQmmParams params = gather_params({inputs[1], inputs[2], inputs[3]}, format_, x, inputs[1].shape(-2));
+    params.weights.matrices = sums;
+    params.weights.rows = 1;
+    params.weights.has_bias = has_bias;
+    params.pairs = {static_cast<uint32_t>(leading_size(inputs[1], 2)), sums * chosen, 1, 0};
+    params.pairs_per_sum = chosen;
+    params.has_weights = 1;
+    Launch launch;
+    launch.file = file;
+    launch.kernel = gather_kernel(x.dtype(), "gather_qmm", format_);
+    const ProductSizes one_row{sums, 1, params.weights.columns, params.weights.outputs};
+    RowsPlan plan = plan_rows(one_row, kRowOutputs, gpu_of(stream()));
+    plan.sharers = chosen;
+    plan.blocks = 1;
+    share_out(launch, plan, sums);
+    launch.input(x);
+    for (int i = 1; i < 4; ++i) {
+      add_view(launch, inputs[i]);
+    }
+    launch.input_if(has_bias, inputs[has_bias ? 4 : 0]);
+    launch.input(inputs.back());
+    launch.input(indices);
+    launch.stand_in(indices);
+    return in_order(launch.output(outputs[0]).params(params));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const bool has_bias = inputs.size() > 6;
+    const mx::array& indices = inputs[inputs.size() - 2];
+    const cpu::Gather gather{
+        .matrices = indices.data<uint32_t>(),
+        .inputs = nullptr,
+        .pairs_per_input = 1,
+        .pairs = indices.size(),
+        .stack = leading_size(inputs[1], 2),
+        .input_count = indices.size(),
+        .rows = 1,
+        .columns = static_cast<size_t>(inputs[0].shape(-1)),
+        .outputs = static_cast<size_t>(inputs[1].shape(-2)),
+    };
+    return
+        [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_), gather,
+         x = data_of(inputs[0]), bias = has_bias ? data_of(inputs[4]) : nullptr, weights = inputs.back().data<float>(),
+         chosen = static_cast<size_t>(inputs[0].shape(-2)), y = data_of(outputs[0])] {
+          const cpu::Scratch products(gather.pairs * gather.outputs);
+          cpu::gather_quantized(type, stack.data(), gather, x, products.data());
+          cpu::weighted_sum(type, products.data(), bias, gather.matrices, gather.stack, weights, y,
+                            gather.pairs / chosen, chosen, gather.outputs);
+        };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const auto bias = inputs.size() > 6 ? std::optional(inputs[4]) : std::nullopt;
+    return {of_products(inputs[0], {inputs[1], inputs[2], inputs[3]}, inputs[inputs.size() - 2], inputs.back(), bias,
+                        format_, inputs[0].dtype(), stream())};
+  }
+
+ private:
+  AffineFormat format_;
+};
+
+}  // namespace
+
+mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& scales,
+                     const std::optional<mx::array>& biases, const mx::array& indices, const mx::array& weights,
+                     const std::optional<mx::array>& bias, std::optional<int> group_size, std::optional<int> bits,
+                     const std::string& mode, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  if (x.ndim() < 2) {
+    checks::fail(op, "x has shape ", x.shape(), ": expected at least two dimensions");
+  }
+  if (!mx::issubdtype(indices.dtype(), mx::integer)) {
+    checks::fail<DtypeError>(op, "indices has dtype ", indices.dtype(), ": expected integers");
+  }
+  check_affine(op, x, w, scales, biases, format);
+  const mx::Shape pairs(x.shape().begin(), x.shape().end() - 1);
+  for (const auto& [name, array] : {std::pair("indices", &indices), std::pair("weights", &weights)}) {
+    if (array->shape() != pairs) {
+      checks::fail(op, name, " has shape ", array->shape(), ", x has shape ", x.shape(), ": expected shape ", pairs);
+    }
+  }
+  checks::floating(op, {{"weights", weights}});
+  if (bias) {
+    check_bias_of_experts(op, "bias", *bias, w);
+  }
+  const bool affine = format.has_biases();
+  const auto optional = [&](const mx::array& array) { return affine ? std::optional(array) : std::nullopt; };
+  const mx::Dtype dtype =
+      checks::kernel_dtype(op, {{"x", x}, {"scales", optional(scales)}, {"biases", biases}, {"bias", bias}});
+  const size_t chosen = pairs.back(), sums = leading_size(x, 2);
+  std::string reason;
+  if (const char* why = why_not_gathered(format, stream)) {
+    reason = why;
+  } else if (chosen > kMostSummed) {
+    reason = "sums of more than " + std::to_string(kMostSummed) + " experts";
+  } else if (stream.device == mx::Device::gpu && sums * chosen > most_sums) {
+    reason = "more than 64 rows of results";
+  }
+  const bool is_bias = bias && x.shape(-1) == 0;  // nothing is multiplied
+  if (!reason.empty() || is_bias) {
+    if (!is_bias) {
+      fall_back(op, reason);
+    }
+    return of_products(x, {w, scales, biases.value_or(scales)}, indices, weights, bias, format, dtype, stream);
+  }
+  auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
+  Arrays inputs = {typed(x), w, affine ? typed(scales) : scales, affine ? typed(*biases) : scales};
+  if (bias) {
+    inputs.push_back(typed(*bias));
+  }
+  inputs.push_back(as_indices(indices, stream));
+  inputs.push_back(in_dtype(weights, mx::float32, stream));
+  return first_output(std::make_shared<GatherSum>(stream, format), std::move(inputs));
+}
+
+namespace {
+
+void bind(nb::module_& module) {
+  bind_function(module, op, &gather_sum, "x"_a, "w"_a, "scales"_a, "biases"_a.none(), "indices"_a, "weights"_a,
+                nb::kw_only(), "bias"_a.none() = nb::none(), "group_size"_a.none() = nb::none(),
+                "bits"_a.none() = nb::none(), "mode"_a = "affine", "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

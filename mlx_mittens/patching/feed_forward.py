@@ -1,0 +1,120 @@
+"""The experts of a few tokens in two launches: gate, activation and up, then the weighted sum of what comes down.
+
+mlx-lm's layers are known by their classes' names: who has a model has imported them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+
+from .. import _ext
+
+__all__ = ["SWITCH_LAYERS", "gated", "weighted_experts"]
+
+SWITCH_LAYERS = "mlx_lm.models.switch_layers"
+_MOST_UNSORTED = 64  # indices, from which on mlx-lm sorts tokens by their experts
+
+# The activation of gather_swiglu that computes what a class of mlx-lm's does.
+_ACTIVATIONS = {
+    f"{SWITCH_LAYERS}.SwiGLU": "swiglu",
+    "mlx_lm.models.gpt_oss.SwiGLU": "clipped",  # before 0.32
+    "mlx_lm.models.activations.SwigluOAI": "clipped",
+}
+_CLIPPED = (1.702, 7.0)  # of gpt-oss
+
+
+def _is_a(layer: Any, name: str) -> bool:
+    """Whether a layer is of mlx-lm's class, or of the one that `nn.convert` makes of it."""
+    bases = type(layer).__mro__[: 2 if type(layer).__module__.startswith("mlx_mittens.") else 1]
+    return any(base.__module__ == SWITCH_LAYERS and base.__name__ == name for base in bases)
+
+
+def _is_wanted(layer: Any) -> bool:
+    """Whether a layer was converted, or experts are patched."""
+    return type(layer).__module__.startswith("mlx_mittens.") or isinstance(mx.gather_qmm, _ext.FunctionWrapper)
+
+
+def _activation(module: Any) -> str | None:
+    kind = type(module)
+    constants = (getattr(module, "_alpha", _CLIPPED[0]), getattr(module, "_limit", _CLIPPED[1]))
+    known = _ACTIVATIONS.get(f"{kind.__module__}.{kind.__name__}")
+    return known if known != "clipped" or constants == _CLIPPED else None
+
+
+def _stack(layer: Any) -> tuple[mx.array, ...]:
+    return tuple(layer[name] for name in ("weight", "scales", "biases") if layer.get(name) is not None)
+
+
+def _format(layer: Any) -> tuple[Any, ...]:
+    return layer.group_size, layer.bits, layer.mode
+
+
+def _is_plain(layer: Any) -> bool:
+    return _is_a(layer, "QuantizedSwitchLinear") and layer.get("global_scale") is None
+
+
+def gated(glu: Any, x: mx.array, indices: mx.array) -> mx.array | None:
+    """What a SwitchGLU gives to its last layer, of shape ``[..., chosen, 1, hidden]``.
+
+    None where it is not one launch: of layers that are not quantized alike, or of many tokens on a GPU, which goes
+    through them sorted by their experts.
+    """
+    gate, up = glu["gate_proj"], glu["up_proj"]
+    many = indices.size >= _MOST_UNSORTED and mx.default_device() == mx.gpu
+    activation = _activation(glu.activation)
+    if many or activation is None or _ext.exporting() or not (_is_plain(gate) and _is_plain(up)):
+        return None
+    alike = _format(gate) == _format(up) and gate["weight"].shape == up["weight"].shape
+    if not alike or ("bias" in gate) != ("bias" in up):
+        return None
+    return cast(
+        mx.array,
+        _ext.gather_swiglu(
+            mx.expand_dims(x, (-2, -3)),
+            _stack(gate),
+            _stack(up),
+            None,
+            mx.stop_gradient(indices),
+            *_format(gate),
+            bias=(gate["bias"], up["bias"]) if "bias" in gate else None,
+            activation=activation,
+        ),
+    )
+
+
+def weighted_experts(
+    glu: Callable[..., mx.array], x: mx.array, indices: mx.array, weights: mx.array, rounded: bool = False
+) -> mx.array:
+    """The weighted sum of a SwitchGLU's outputs over the experts of each token.
+
+    rounded: whether it is of the type of these outputs, that of the weights apart.
+    """
+    layer: Any = glu
+    few = indices.size < _MOST_UNSORTED and (rounded or weights.dtype == x.dtype)
+    known = few and _is_a(layer, "SwitchGLU") and _is_wanted(layer) and _is_plain(layer["down_proj"])
+    hidden = gated(layer, x, indices) if known else None
+    if hidden is None:
+        y = glu(x, indices)
+        total = (y * weights[..., None]).sum(axis=-2)
+        return total.astype(y.dtype) if rounded else total
+    down = layer["down_proj"]
+    w, scales, *biases = _stack(down)
+    group_size, bits, mode = _format(down)
+    return cast(
+        mx.array,
+        _ext.gather_sum(
+            hidden.squeeze(-2),
+            w,
+            scales,
+            biases[0] if biases else None,
+            mx.stop_gradient(indices),
+            weights,
+            bias=down.get("bias"),
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
+        ),
+    )
