@@ -9,7 +9,6 @@ from importlib.metadata import entry_points
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.tolerances import SUM, assert_near
 
 import mlx_mittens as mm
 
@@ -64,24 +63,6 @@ class TestGates:
         assert mm.simulator.launched() == before + 1
         np.testing.assert_array_equal(np.array(y), 2 * np.arange(64.0))
         assert not mx.metal.is_available() and mx.gpu is gpu and library._kernel is library._other is None
-
-    def test_kernels_of_mlx_lm_run(self):
-        from mlx_lm.models import gated_delta, ssm
-
-        shape = {"B": 1, "T": 3, "Hk": 1, "Hv": 2, "Dk": 32, "Dv": 8}
-        mx.random.seed(0)
-        q, k = (mx.random.normal((1, 3, 1, 32)) / 6 for _ in range(2))
-        v, g = mx.random.normal((1, 3, 2, 8)), mx.random.uniform(0.5, 1, (1, 3, 2))
-        beta, state = mx.random.uniform(0, 1, (1, 3, 2)), mx.zeros((1, 2, 8, 32))
-        expected = gated_delta.gated_delta_ops(q, k, v, g, beta, state)
-        with mm.simulator.enabled(pretend_metal=True):
-            before = mm.simulator.launched()
-            found = gated_delta.gated_delta_kernel(q, k, v, g, beta, state)
-            mx.eval(*found)
-            assert mm.simulator.launched() > before, shape
-            assert ssm._ssm_kernel is not None
-        for ours, theirs in zip(found, expected):
-            assert_near(ours, theirs, "gated delta", SUM)
 
 
 def test_equal_writes_are_noted_or_faults():

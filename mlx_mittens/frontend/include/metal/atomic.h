@@ -47,84 +47,84 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
 #define MITTENS_ANNOUNCE(reads)
 #else
 #define MITTENS_ATOMIC MITTENS_RUNTIME
-#define MITTENS_ANNOUNCE(reads)                                                                                        \
+#define MITTENS_ANNOUNCE(reads) \
   mittens::announce_atomic((const volatile void*)object, sizeof(T), reads, MITTENS_CALLER)
 #endif
 #ifdef __SPIRV__
 // Mesa has no atomics of float. As instructions they are like those of integers.
-#define MITTENS_ATOMIC_NUMBER(space)                                                                                   \
+#define MITTENS_ATOMIC_NUMBER(space) \
   ((volatile space metal::conditional_t<__is_floating_point(T), mittens::Bits<T>, T>*)&object->value)
 #else
 #define MITTENS_ATOMIC_NUMBER(space) &object->value
 #endif
 // Which types the operations take.
 #ifdef MITTENS_DIALECT
-#define MITTENS_SUM_TYPE(T)                                                                                            \
-  __attribute__((diagnose_if(!metal::is_any_of<T, int, uint, float>(),                                                 \
-                             "atomic sums are of int, uint and float; atomic_ulong has atomic_max_explicit and "      \
+#define MITTENS_SUM_TYPE(T)                                                                                      \
+  __attribute__((diagnose_if(!metal::is_any_of<T, int, uint, float>(),                                           \
+                             "atomic sums are of int, uint and float; atomic_ulong has atomic_max_explicit and " \
                              "atomic_min_explicit alone", "error")))
-#define MITTENS_BITS_TYPE(T)                                                                                           \
-  __attribute__((diagnose_if(!metal::is_any_of<T, int, uint>(),                                                        \
-                             "this atomic operation is of int and uint: write a loop of "                             \
-                             "atomic_compare_exchange_weak_explicit; atomic_ulong has atomic_max_explicit and "       \
+#define MITTENS_BITS_TYPE(T)                                                                                    \
+  __attribute__((diagnose_if(!metal::is_any_of<T, int, uint>(),                                                 \
+                             "this atomic operation is of int and uint: write a loop of "                       \
+                             "atomic_compare_exchange_weak_explicit; atomic_ulong has atomic_max_explicit and " \
                              "atomic_min_explicit", "error")))
-#define MITTENS_LONG_TYPE(T)                                                                                           \
-  __attribute__((diagnose_if(!__is_same(T, ulong), "this is of atomic_ulong: write atomic_fetch_max_explicit or "      \
+#define MITTENS_LONG_TYPE(T)                                                                                      \
+  __attribute__((diagnose_if(!__is_same(T, ulong), "this is of atomic_ulong: write atomic_fetch_max_explicit or " \
                                                    "atomic_fetch_min_explicit", "error")))
 #else
 #define MITTENS_SUM_TYPE(T)
 #define MITTENS_BITS_TYPE(T)
 #define MITTENS_LONG_TYPE(T)
 #endif
-#define MITTENS_FETCH(space, name, builtin, types)                                                                     \
-  template <typename T, typename U> types(T)                                                                           \
-  MITTENS_ATOMIC T atomic_fetch_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) {         \
-    MITTENS_ANNOUNCE(true);                                                                                            \
-    return __atomic_fetch_##builtin(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);                       \
+#define MITTENS_FETCH(space, name, builtin, types)                                                             \
+  template <typename T, typename U> types(T)                                                                   \
+  MITTENS_ATOMIC T atomic_fetch_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) { \
+    MITTENS_ANNOUNCE(true);                                                                                    \
+    return __atomic_fetch_##builtin(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);               \
   }
-#define MITTENS_UPDATE(space, name)                                                                                    \
-  template <typename T, typename U> MITTENS_LONG_TYPE(T)                                                               \
-  MITTENS_ATOMIC void atomic_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) {            \
-    MITTENS_ANNOUNCE(false);                                                                                           \
-    __atomic_fetch_##name(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);                                 \
+#define MITTENS_UPDATE(space, name)                                                                         \
+  template <typename T, typename U> MITTENS_LONG_TYPE(T)                                                    \
+  MITTENS_ATOMIC void atomic_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) { \
+    MITTENS_ANNOUNCE(false);                                                                                \
+    __atomic_fetch_##name(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);                      \
   }
-#define MITTENS_ATOMICS(space)                                                                                         \
-  template <typename T>                                                                                                \
-  MITTENS_ATOMIC T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {                        \
-    MITTENS_ANNOUNCE(true);                                                                                            \
-    return as_type<T>(__atomic_load_n((const volatile space mittens::Bits<T>*)object, __ATOMIC_RELAXED));              \
-  }                                                                                                                    \
-  template <typename T, typename U>                                                                                    \
-  MITTENS_ATOMIC void atomic_store_explicit(volatile space atomic<T>* object, U desired, memory_order) {               \
-    MITTENS_ANNOUNCE(false);                                                                                           \
-    __atomic_store_n((volatile space mittens::Bits<T>*)object, as_type<mittens::Bits<T>>(T(desired)),                  \
-                     __ATOMIC_RELAXED);                                                                                \
-  }                                                                                                                    \
-  template <typename T, typename U>                                                                                    \
-  MITTENS_ATOMIC T atomic_exchange_explicit(volatile space atomic<T>* object, U desired, memory_order) {               \
-    MITTENS_ANNOUNCE(true);                                                                                            \
-    return as_type<T>(__atomic_exchange_n((volatile space mittens::Bits<T>*)object,                                    \
-                                          as_type<mittens::Bits<T>>(T(desired)), __ATOMIC_RELAXED));                   \
-  }                                                                                                                    \
-  template <typename T, typename U>                                                                                    \
-  MITTENS_ATOMIC bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>* object, T* expected, U desired,  \
-                                                            memory_order, memory_order) {                              \
-    MITTENS_ANNOUNCE(true);                                                                                            \
-    mittens::Bits<T> seen = as_type<mittens::Bits<T>>(*expected);                                                      \
-    const bool same = __atomic_compare_exchange_n((volatile space mittens::Bits<T>*)object, &seen,                     \
-                                                  as_type<mittens::Bits<T>>(T(desired)), true, __ATOMIC_RELAXED,       \
-                                                  __ATOMIC_RELAXED);                                                   \
-    *expected = as_type<T>(seen);                                                                                      \
-    return same;                                                                                                       \
-  }                                                                                                                    \
-  MITTENS_FETCH(space, add, add, MITTENS_SUM_TYPE)                                                                                       \
-  MITTENS_FETCH(space, sub, sub, MITTENS_SUM_TYPE)                                                                                       \
-  MITTENS_FETCH(space, min, min, MITTENS_BITS_TYPE)                                                                                       \
-  MITTENS_FETCH(space, max, max, MITTENS_BITS_TYPE)                                                                                       \
-  MITTENS_FETCH(space, and, and, MITTENS_BITS_TYPE)                                                                                       \
-  MITTENS_FETCH(space, or, or, MITTENS_BITS_TYPE)                                                                                         \
-  MITTENS_FETCH(space, xor, xor, MITTENS_BITS_TYPE)                                                                    \
-  MITTENS_UPDATE(space, min)                                                                                           \
+#define MITTENS_ATOMICS(space)                                                                                        \
+  template <typename T>                                                                                               \
+  MITTENS_ATOMIC T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {                       \
+    MITTENS_ANNOUNCE(true);                                                                                           \
+    return as_type<T>(__atomic_load_n((const volatile space mittens::Bits<T>*)object, __ATOMIC_RELAXED));             \
+  }                                                                                                                   \
+  template <typename T, typename U>                                                                                   \
+  MITTENS_ATOMIC void atomic_store_explicit(volatile space atomic<T>* object, U desired, memory_order) {              \
+    MITTENS_ANNOUNCE(false);                                                                                          \
+    __atomic_store_n((volatile space mittens::Bits<T>*)object, as_type<mittens::Bits<T>>(T(desired)),                 \
+                     __ATOMIC_RELAXED);                                                                               \
+  }                                                                                                                   \
+  template <typename T, typename U>                                                                                   \
+  MITTENS_ATOMIC T atomic_exchange_explicit(volatile space atomic<T>* object, U desired, memory_order) {              \
+    MITTENS_ANNOUNCE(true);                                                                                           \
+    return as_type<T>(__atomic_exchange_n((volatile space mittens::Bits<T>*)object,                                   \
+                                          as_type<mittens::Bits<T>>(T(desired)), __ATOMIC_RELAXED));                  \
+  }                                                                                                                   \
+  template <typename T, typename U>                                                                                   \
+  MITTENS_ATOMIC bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>* object, T* expected, U desired, \
+                                                            memory_order, memory_order) {                             \
+    MITTENS_ANNOUNCE(true);                                                                                           \
+    mittens::Bits<T> seen = as_type<mittens::Bits<T>>(*expected);                                                     \
+    const bool same = __atomic_compare_exchange_n((volatile space mittens::Bits<T>*)object, &seen,                    \
+                                                  as_type<mittens::Bits<T>>(T(desired)), true, __ATOMIC_RELAXED,      \
+                                                  __ATOMIC_RELAXED);                                                  \
+    *expected = as_type<T>(seen);                                                                                     \
+    return same;                                                                                                      \
+  }                                                                                                                   \
+  MITTENS_FETCH(space, add, add, MITTENS_SUM_TYPE)                                                                    \
+  MITTENS_FETCH(space, sub, sub, MITTENS_SUM_TYPE)                                                                    \
+  MITTENS_FETCH(space, min, min, MITTENS_BITS_TYPE)                                                                   \
+  MITTENS_FETCH(space, max, max, MITTENS_BITS_TYPE)                                                                   \
+  MITTENS_FETCH(space, and, and, MITTENS_BITS_TYPE)                                                                   \
+  MITTENS_FETCH(space, or, or, MITTENS_BITS_TYPE)                                                                     \
+  MITTENS_FETCH(space, xor, xor, MITTENS_BITS_TYPE)                                                                   \
+  MITTENS_UPDATE(space, min)                                                                                          \
   MITTENS_UPDATE(space, max)
 MITTENS_ATOMICS(MITTENS_DEVICE)
 MITTENS_ATOMICS(MITTENS_THREADGROUP)

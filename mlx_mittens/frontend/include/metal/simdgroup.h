@@ -158,124 +158,124 @@ template <typename T>
 constexpr bool is_lane_number = is_lane_integer<T> || is_any_of<mittens::Element<T>, half, float>();
 template <typename T>
 constexpr bool is_lane_bfloat = __is_same(mittens::Element<T>, bfloat);
-#define MITTENS_SIMD_TYPE(T)                                                                                      \
-  __attribute__((diagnose_if(metal::is_lane_bfloat<T>, "SIMD-group functions take no bfloat: pass its bits, by " \
-                                                       "as_type<ushort>, or a float", "error")))                 \
-  __attribute__((diagnose_if(__is_same(mittens::Element<T>, bool),                                               \
-                             "SIMD-group functions take no bool: pass ushort(x), or call simd_any, simd_all or " \
-                             "simd_ballot", "error")))                                                           \
-  __attribute__((diagnose_if(sizeof(mittens::Element<T>) == 8 && __is_integral(mittens::Element<T>),             \
+#define MITTENS_SIMD_TYPE(T)                                                                                       \
+  __attribute__((diagnose_if(metal::is_lane_bfloat<T>, "SIMD-group functions take no bfloat: pass its bits, by "   \
+                                                       "as_type<ushort>, or a float", "error")))                   \
+  __attribute__((diagnose_if(__is_same(mittens::Element<T>, bool),                                                 \
+                             "SIMD-group functions take no bool: pass ushort(x), or call simd_any, simd_all or "   \
+                             "simd_ballot", "error")))                                                             \
+  __attribute__((diagnose_if(sizeof(mittens::Element<T>) == 8 && __is_integral(mittens::Element<T>),               \
                              "SIMD-group functions take no integer of 64 bits: pass as_type<uint2>(x)", "error"))) \
-  __attribute__((diagnose_if(__is_class(T) || __is_pointer(T),                                                   \
+  __attribute__((diagnose_if(__is_class(T) || __is_pointer(T),                                                     \
                              "SIMD-group functions take numbers and vectors: pass the members one by one", "error")))
-#define MITTENS_SIMD_BITS(T)                                                                               \
+#define MITTENS_SIMD_BITS(T)                                                                                 \
   __attribute__((diagnose_if(!metal::is_lane_integer<T>, "this SIMD-group function takes integers of 8, 16 " \
-                                                         "or 32 bits: pass the number's bits, by as_type",  \
+                                                         "or 32 bits: pass the number's bits, by as_type",   \
                              "error")))
 #else
 #define MITTENS_SIMD_TYPE(T)
 #define MITTENS_SIMD_BITS(T)
 #endif
 
-#define MITTENS_LANE_OPERATIONS(group, scope, width)                                                               \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_shuffle(T data, ushort lane, mittens::Site site = mittens::here()) {                    \
-    return mittens::shuffle(scope, #group "_shuffle", site, data, lane);                                           \
-  }                                                                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_broadcast(T data, ushort lane, mittens::Site site = mittens::here()) {                  \
-    return mittens::shuffle(scope, #group "_broadcast", site, data, lane);                                         \
-  }                                                                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_broadcast_first(T data, mittens::Site site = mittens::here()) {                         \
-    return mittens::shuffle(scope, #group "_broadcast_first", site, data, 0);                                      \
-  }                                                                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_shuffle_xor(T data, ushort mask, mittens::Site site = mittens::here()) {                \
-    return mittens::shuffle_xor(scope, #group "_shuffle_xor", site, data, mask);                                   \
-  }                                                                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_shuffle_up(T data, ushort delta, mittens::Site site = mittens::here()) {                \
-    const uint lane = mittens::lane() % width;                                                                     \
-    return mittens::shuffle(scope, #group "_shuffle_up", site, data, lane >= delta ? lane - delta : lane);         \
-  }                                                                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_shuffle_down(T data, ushort delta, mittens::Site site = mittens::here()) {              \
-    const uint lane = mittens::lane() % width;                                                                     \
+#define MITTENS_LANE_OPERATIONS(group, scope, width)                                                                \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_shuffle(T data, ushort lane, mittens::Site site = mittens::here()) {                     \
+    return mittens::shuffle(scope, #group "_shuffle", site, data, lane);                                            \
+  }                                                                                                                 \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_broadcast(T data, ushort lane, mittens::Site site = mittens::here()) {                   \
+    return mittens::shuffle(scope, #group "_broadcast", site, data, lane);                                          \
+  }                                                                                                                 \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_broadcast_first(T data, mittens::Site site = mittens::here()) {                          \
+    return mittens::shuffle(scope, #group "_broadcast_first", site, data, 0);                                       \
+  }                                                                                                                 \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_shuffle_xor(T data, ushort mask, mittens::Site site = mittens::here()) {                 \
+    return mittens::shuffle_xor(scope, #group "_shuffle_xor", site, data, mask);                                    \
+  }                                                                                                                 \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_shuffle_up(T data, ushort delta, mittens::Site site = mittens::here()) {                 \
+    const uint lane = mittens::lane() % width;                                                                      \
+    return mittens::shuffle(scope, #group "_shuffle_up", site, data, lane >= delta ? lane - delta : lane);          \
+  }                                                                                                                 \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_shuffle_down(T data, ushort delta, mittens::Site site = mittens::here()) {               \
+    const uint lane = mittens::lane() % width;                                                                      \
     return mittens::shuffle(scope, #group "_shuffle_down", site, data, lane + delta < width ? lane + delta : lane); \
-  }                                                                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_shuffle_rotate_up(T data, ushort delta, mittens::Site site = mittens::here()) {         \
-    return mittens::shuffle(scope, #group "_shuffle_rotate_up", site, data, (mittens::lane() - delta) % width);    \
-  }                                                                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_shuffle_rotate_down(T data, ushort delta, mittens::Site site = mittens::here()) {       \
-    return mittens::shuffle(scope, #group "_shuffle_rotate_down", site, data, (mittens::lane() + delta) % width);  \
-  }                                                                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_shuffle_and_fill_up(T data, T filling, ushort delta, ushort modulo = width,             \
-                                               mittens::Site site = mittens::here()) {                             \
-    const uint lane = mittens::lane() % width;                                                                     \
-    const uint start = lane - lane % modulo;                                                                       \
-    const uint at = lane - start;                                                                                  \
-    const T moved = mittens::shuffle(scope, #group "_shuffle_and_fill_up", site, data, lane - delta);              \
-    const T filled = mittens::shuffle(scope, #group "_shuffle_and_fill_up", site, filling,                         \
-                                      start + (at + modulo - delta) % modulo);                                     \
-    return at >= delta ? moved : filled;                                                                           \
-  }                                                                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                       \
-  MITTENS_INLINE T group##_shuffle_and_fill_down(T data, T filling, ushort delta, ushort modulo = width,           \
-                                                 mittens::Site site = mittens::here()) {                           \
-    const uint lane = mittens::lane() % width;                                                                     \
-    const uint start = lane - lane % modulo;                                                                       \
-    const uint at = lane - start;                                                                                  \
-    const T moved = mittens::shuffle(scope, #group "_shuffle_and_fill_down", site, data, lane + delta);            \
-    const T filled = mittens::shuffle(scope, #group "_shuffle_and_fill_down", site, filling,                       \
-                                      start + (at + delta) % modulo);                                              \
-    return at + delta < modulo ? moved : filled;                                                                   \
-  }                                                                                                                \
-  MITTENS_REDUCTION(group, scope, sum, Sum)                                                                        \
-  MITTENS_REDUCTION(group, scope, product, Product)                                                                \
-  MITTENS_REDUCTION(group, scope, min, Minimum)                                                                    \
-  MITTENS_REDUCTION(group, scope, max, Maximum)                                                                    \
-  MITTENS_REDUCTION_OF_BITS(group, scope, and, And)                                                                        \
-  MITTENS_REDUCTION_OF_BITS(group, scope, or, Or)                                                                          \
-  MITTENS_REDUCTION_OF_BITS(group, scope, xor, Xor)                                                                        \
-  MITTENS_PREFIX(group, scope, sum, Sum, 0)                                                                        \
-  MITTENS_PREFIX(group, scope, product, Product, 1)                                                                \
-  MITTENS_INLINE group##_vote group##_ballot(bool value, mittens::Site site = mittens::here()) {                   \
-    return group##_vote(mittens::ballot(scope, #group "_ballot", site, value));                                    \
-  }                                                                                                                \
-  MITTENS_INLINE group##_vote group##_active_threads_mask(mittens::Site site = mittens::here()) {                  \
-    return group##_vote(mittens::ballot(scope, #group "_active_threads_mask", site, true));                        \
-  }                                                                                                                \
-  MITTENS_INLINE bool group##_any(bool value, mittens::Site site = mittens::here()) {                              \
-    return mittens::any(scope, #group "_any", site, value);                                                        \
-  }                                                                                                                \
-  MITTENS_INLINE bool group##_all(bool value, mittens::Site site = mittens::here()) {                              \
-    return !mittens::any(scope, #group "_all", site, !value);                                                      \
-  }                                                                                                                \
-  MITTENS_INLINE bool group##_is_first() {                                                                         \
-    return mittens::lane() % width == 0;                                                                           \
+  }                                                                                                                 \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_shuffle_rotate_up(T data, ushort delta, mittens::Site site = mittens::here()) {          \
+    return mittens::shuffle(scope, #group "_shuffle_rotate_up", site, data, (mittens::lane() - delta) % width);     \
+  }                                                                                                                 \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_shuffle_rotate_down(T data, ushort delta, mittens::Site site = mittens::here()) {        \
+    return mittens::shuffle(scope, #group "_shuffle_rotate_down", site, data, (mittens::lane() + delta) % width);   \
+  }                                                                                                                 \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_shuffle_and_fill_up(T data, T filling, ushort delta, ushort modulo = width,              \
+                                               mittens::Site site = mittens::here()) {                              \
+    const uint lane = mittens::lane() % width;                                                                      \
+    const uint start = lane - lane % modulo;                                                                        \
+    const uint at = lane - start;                                                                                   \
+    const T moved = mittens::shuffle(scope, #group "_shuffle_and_fill_up", site, data, lane - delta);               \
+    const T filled = mittens::shuffle(scope, #group "_shuffle_and_fill_up", site, filling,                          \
+                                      start + (at + modulo - delta) % modulo);                                      \
+    return at >= delta ? moved : filled;                                                                            \
+  }                                                                                                                 \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
+  MITTENS_INLINE T group##_shuffle_and_fill_down(T data, T filling, ushort delta, ushort modulo = width,            \
+                                                 mittens::Site site = mittens::here()) {                            \
+    const uint lane = mittens::lane() % width;                                                                      \
+    const uint start = lane - lane % modulo;                                                                        \
+    const uint at = lane - start;                                                                                   \
+    const T moved = mittens::shuffle(scope, #group "_shuffle_and_fill_down", site, data, lane + delta);             \
+    const T filled = mittens::shuffle(scope, #group "_shuffle_and_fill_down", site, filling,                        \
+                                      start + (at + delta) % modulo);                                               \
+    return at + delta < modulo ? moved : filled;                                                                    \
+  }                                                                                                                 \
+  MITTENS_REDUCTION(group, scope, sum, Sum)                                                                         \
+  MITTENS_REDUCTION(group, scope, product, Product)                                                                 \
+  MITTENS_REDUCTION(group, scope, min, Minimum)                                                                     \
+  MITTENS_REDUCTION(group, scope, max, Maximum)                                                                     \
+  MITTENS_REDUCTION_OF_BITS(group, scope, and, And)                                                                 \
+  MITTENS_REDUCTION_OF_BITS(group, scope, or, Or)                                                                   \
+  MITTENS_REDUCTION_OF_BITS(group, scope, xor, Xor)                                                                 \
+  MITTENS_PREFIX(group, scope, sum, Sum, 0)                                                                         \
+  MITTENS_PREFIX(group, scope, product, Product, 1)                                                                 \
+  MITTENS_INLINE group##_vote group##_ballot(bool value, mittens::Site site = mittens::here()) {                    \
+    return group##_vote(mittens::ballot(scope, #group "_ballot", site, value));                                     \
+  }                                                                                                                 \
+  MITTENS_INLINE group##_vote group##_active_threads_mask(mittens::Site site = mittens::here()) {                   \
+    return group##_vote(mittens::ballot(scope, #group "_active_threads_mask", site, true));                         \
+  }                                                                                                                 \
+  MITTENS_INLINE bool group##_any(bool value, mittens::Site site = mittens::here()) {                               \
+    return mittens::any(scope, #group "_any", site, value);                                                         \
+  }                                                                                                                 \
+  MITTENS_INLINE bool group##_all(bool value, mittens::Site site = mittens::here()) {                               \
+    return !mittens::any(scope, #group "_all", site, !value);                                                       \
+  }                                                                                                                 \
+  MITTENS_INLINE bool group##_is_first() {                                                                          \
+    return mittens::lane() % width == 0;                                                                            \
   }
-#define MITTENS_REDUCTION_OF_BITS(group, scope, name, F)                                 \
-  template <typename T> MITTENS_SIMD_BITS(T)                                             \
-  MITTENS_INLINE T group##_##name(T data, mittens::Site site = mittens::here()) {        \
-    return mittens::reduce<mittens::F>(scope, #group "_" #name, site, data);             \
+#define MITTENS_REDUCTION_OF_BITS(group, scope, name, F)                          \
+  template <typename T> MITTENS_SIMD_BITS(T)                                      \
+  MITTENS_INLINE T group##_##name(T data, mittens::Site site = mittens::here()) { \
+    return mittens::reduce<mittens::F>(scope, #group "_" #name, site, data);      \
   }
-#define MITTENS_REDUCTION(group, scope, name, F)                                         \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                             \
-  MITTENS_INLINE T group##_##name(T data, mittens::Site site = mittens::here()) {        \
-    return mittens::reduce<mittens::F>(scope, #group "_" #name, site, data);             \
+#define MITTENS_REDUCTION(group, scope, name, F)                                  \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                      \
+  MITTENS_INLINE T group##_##name(T data, mittens::Site site = mittens::here()) { \
+    return mittens::reduce<mittens::F>(scope, #group "_" #name, site, data);      \
   }
-#define MITTENS_PREFIX(group, scope, name, F, neutral)                                                                \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                          \
-  MITTENS_INLINE T group##_prefix_inclusive_##name(T data, mittens::Site site = mittens::here()) {                    \
-    return mittens::prefix<mittens::F>(scope, #group "_prefix_inclusive_" #name, site, data, T(neutral), true);       \
-  }                                                                                                                   \
-  template <typename T> MITTENS_SIMD_TYPE(T)                                                                          \
-  MITTENS_INLINE T group##_prefix_exclusive_##name(T data, mittens::Site site = mittens::here()) {                    \
-    return mittens::prefix<mittens::F>(scope, #group "_prefix_exclusive_" #name, site, data, T(neutral), false);      \
+#define MITTENS_PREFIX(group, scope, name, F, neutral)                                                           \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                     \
+  MITTENS_INLINE T group##_prefix_inclusive_##name(T data, mittens::Site site = mittens::here()) {               \
+    return mittens::prefix<mittens::F>(scope, #group "_prefix_inclusive_" #name, site, data, T(neutral), true);  \
+  }                                                                                                              \
+  template <typename T> MITTENS_SIMD_TYPE(T)                                                                     \
+  MITTENS_INLINE T group##_prefix_exclusive_##name(T data, mittens::Site site = mittens::here()) {               \
+    return mittens::prefix<mittens::F>(scope, #group "_prefix_exclusive_" #name, site, data, T(neutral), false); \
   }
 MITTENS_LANE_OPERATIONS(simd, mittens::simdgroup_scope, 32)
 MITTENS_LANE_OPERATIONS(quad, mittens::quad_scope, 4)
