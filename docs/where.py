@@ -107,7 +107,7 @@ _PLACES = (
         ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan.cpp",),
         ("qmv.metal", "qmm.metal", "qvm.metal", "splitk_reduce.metal"), ("quantized_matmul.cpp",),
         ("test_quantized_matmul.py", "test_qmv_mma.py", "test_product_traffic.py"),
-        ("nvidia/qmv.metal", "nvidia/qmv_mma.metal"),
+        ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
     ),
     Place(
         ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan.cpp",), ("quantized_swiglu.metal",),

@@ -1,240 +1,74 @@
-// Products of several rows of x with affine quantized weights, by 8x8 matrices (fewest_tile_rows in
-// csrc/ops/matmul/quantized_matmul.cpp says from how many rows on):
+// Products of several rows of x with quantized weights by 8x8 matrices, on Apple GPUs, and in rare formats on all:
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
-// A matrix of weights is 8 outputs by 8 columns, one of activations 8 columns by 8 rows of x. The integers are
-// multiplied as they are, less some zero that keeps them exact in T; a run of 32 or 64 columns, which have one scale and
-// one bias, leaves
-//
-//   scale * ((q - zero) * x) + (bias + scale * zero) * (1 * x)
-//
-// In float32 it is the weights that are multiplied: there the rounding of two large sums that cancel would show.
-//
-// Which columns meet is free as long as both operands agree: of each 8 that a lane has of a row of weights, matrix t takes
-// t and t + 4. The simdgroups of a threadgroup share out the columns, U runs at a time, all of which are on their way
-// before anything is multiplied; of the four lanes that share a row of weights, each loads scale and bias of one run.
+// in modes but affine without biases. matmul/matrices.h says how. Simdgroups of a threadgroup's first dimension share
+// the columns, those of its second have 8 rows of x each and read the same weights at the same time.
 #include <metal_stdlib>
 
-#include "matmul/integer_tiles.h"
-#include "matmul/affine_weights.h"
-#include "matmul/splitk_mma.h"
+#include "matmul/matrices.h"
+#include "matmul/quantized_rows.h"
 #include "mittens/instantiate.h"
-#include "params/matmul.h"
 
 using namespace metal;
 using namespace mittens;
 
-constant constexpr int tile = 8;
-
-// The integers of matrix u of a run, of a lane's words.
-template <typename T, int bits, int words>
-inline vec<T, 2> integer_pair(thread const uint (&from)[words], int u) {
-  constexpr uint offset = integer_offset<T>(0x4b000000u);
-  const int t = u % 4;
-  if constexpr (bits == 4) {
-    return nibble_pair<T>(from[u / 4], t, offset);
-  } else {
-    const uint both = side_by_side(from[u / 4 * 2], from[u / 4 * 2 + 1], t / 2);
-    return less_zero<T, bits>((both >> (8 * (t % 2))) & 0x00ff00ffu, offset);
-  }
-}
-
-// What a lane loads of U runs of the weights: its columns of all of them, and scale and bias of one.
-template <typename T, int bits, int R, int run, int U>
-struct LaneWeights {
-  static constant constexpr int words = run / 4 * bits / 32;
-  uint integers[R][U][words];
-  vec<T, 2> affine[R];
-};
-
-// rows: of the lane's outputs, which are the same or later ones where some are not there.
-template <typename T, int bits, int R, int run, int U>
-inline void load_weights(
-    AffineWeights<T> w, thread const uint (&rows)[R], uint begin, uint columns, uint lane, uint group_shift,
-    thread LaneWeights<T, bits, R, run, U>& to) {
-  const uint quarter = tile_column(lane) / 2;
-  const device uint* words = w.words + (begin + quarter * (run / 4)) / (32 / bits);
-  const uint group = (begin + quarter % U * run) >> group_shift;
-#pragma unroll
-  for (int n = 0; n < R; ++n) {
-#pragma unroll
-    for (int g = 0; g < U; ++g) {
-      load_words(words + rows[n] * w.words_stride + g * (run * bits / 32), to.integers[n][g]);
-    }
-    to.affine[n] =
-        vec<T, 2>(w.scales[rows[n] * w.scales_stride + group], w.biases[rows[n] * w.biases_stride + group]);
-  }
-}
-
-// A lane's right operands of a run.
-template <typename T, int MB, int run>
-struct LaneRows {
-  vec<T, 2> at[run / tile][MB];
-};
-
-// x points at the lane's columns of the first row. Rows that are not there stand for the last one: nobody asks for what
-// comes of them.
-template <typename T, int MB, int run>
-inline void load_rows(const device T* x, uint rows, uint columns, uint lane, thread LaneRows<T, MB, run>& to) {
-#pragma unroll
-  for (int block = 0; block < MB; ++block) {
-#pragma unroll
-    for (int j = 0; j < run / 32; ++j) {
-      vec<T, 4> row[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint m = min(block * tile + tile_column(lane) + i, rows - 1);
-        row[i] = *(const device vec<T, 4>*)(x + m * columns + j * tile);
-      }
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        to.at[j * 4 + t][block] = vec<T, 2>(row[0][t], row[1][t]);
-      }
-    }
-  }
-}
-
-// sums += w x over run g of those in `weights`.
-template <typename T, int bits, int R, int MB, int run, int U>
-inline void add_run(
-    thread const LaneWeights<T, bits, R, run, U>& weights, int g, thread const LaneRows<T, MB, run>& x, uint lane,
-    thread Tile<float, R, MB>& sums) {
-  constexpr bool exact = is_same_v<T, float>;
-  const ushort source = tile_lane(tile_row(lane), 2 * g);
-  float2 affine[R];
-#pragma unroll
-  for (int n = 0; n < R; ++n) {
-    const vec<T, 2> own = shuffled<T>(weights.affine[n], source);
-    affine[n] = float2(float(own.x), float(own.y));
-  }
-  Tile<float, R, MB> products;
-  Tile<float, 1, MB> activations;
-  fill(products, 0.0f);
-  fill(activations, 0.0f);
-#pragma unroll
-  for (int u = 0; u < run / tile; ++u) {
-#pragma unroll
-    for (int n = 0; n < R; ++n) {
-      vec<T, 2> q = integer_pair<T, bits>(weights.integers[n][g], u);
-      if constexpr (exact) {
-        q = fma(q + tile_zero<T, bits>(), float2(affine[n].x), float2(affine[n].y));
-      }
-#pragma unroll
-      for (int block = 0; block < MB; ++block) {
-        products.at[n][block] = multiply_tiles<T>(q, x.at[u][block], products.at[n][block]);
-      }
-    }
-#pragma unroll
-    for (int block = 0; block < MB && !exact; ++block) {
-      activations.at[0][block] =
-          multiply_tiles<T>(vec<T, 2>(T(1), T(1)), x.at[u][block], activations.at[0][block]);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < R; ++n) {
-    const float scale = exact ? 1.0f : affine[n].x;
-    const float zero = fma(tile_zero<T, bits>(), affine[n].x, affine[n].y);
-#pragma unroll
-    for (int block = 0; block < MB; ++block) {
-      sums.at[n][block] += scale * products.at[n][block];
-      if constexpr (!exact) {
-        sums.at[n][block] += zero * activations.at[0][block];
-      }
-    }
-  }
-}
-
-// sums += w x over U runs from column `begin` on.
-template <int U, typename T, int bits, int run, int R, int MB>
-inline void add_runs(
-    const device T* x, AffineWeights<T> w, thread const uint (&rows)[R], uint begin, uint count, uint columns, uint lane,
-    uint group_shift, thread Tile<float, R, MB>& sums) {
-  LaneWeights<T, bits, R, run, U> weights;
-  LaneRows<T, MB, run> activations[U];
-  load_weights(w, rows, begin, columns, lane, group_shift, weights);
-  x += begin + tile_row(lane) / 2 * (run / 4) + tile_row(lane) % 2 * 4;
-#pragma unroll
-  for (int g = 0; g < U; ++g) {
-    load_rows(x + g * run, count, columns, lane, activations[g]);
-  }
-#pragma unroll
-  for (int g = 0; g < U; ++g) {
-    add_run<T, bits>(weights, g, activations[g], lane, sums);
-  }
-}
-
-// most: threads by which NVIDIA's compiler allots registers: with these no variant spills.
-template <typename T, int bits, int R, int MB, int run, int U, int most>
-[[kernel, threads_at_most(256, most)]] void quantized_matmul_tiles(
-    const device T* x [[buffer(0)]],       // [batch, rows, columns]
-    const device uint* w [[buffer(1)]],    // [batch, outputs, columns * bits / 32]
-    const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]
-    const device T* biases [[buffer(3)]],  // [batch, outputs, columns / group]
-    const device T* bias [[buffer(4)]],    // [outputs]
-    device T* y [[buffer(5)]],             // [batch, rows, outputs]
+template <typename T, QuantizedFormat F>
+[[kernel, max_total_threads_per_threadgroup(256)]] void qmm(
+    const device T* x [[buffer(0)]],     // [batch, rows, columns]
+    const device uint* w [[buffer(1)]],  // [batch, outputs, columns * bits / 32]
+    const device typename QuantizedRows<T, F, 16>::Scale* scales [[buffer(2)]],  // [batch, outputs, columns / group]
+    const device typename QuantizedRows<T, F, 16>::Scale* biases [[buffer(3)]],  // as scales, if any
+    const device T* bias [[buffer(4)]],  // [outputs]
+    device T* y [[buffer(5)]],           // [batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
     uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
-  using Partials = TilePartials<R, MB>;
-  threadgroup float partials[Partials::all];
-  constexpr uint width = U * run;
+    uint3 thread_at [[thread_position_in_threadgroup]],
+    uint3 threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int R = kMatrixOutputs / 8;
+  using Partials = TilePartials<R, 1>;
+  threadgroup float all_partials[Partials::all];
+  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
+  threadgroup float* partials = all_partials + at.block * at.sharers * (Partials::rows * Partials::row);
 
   const uint first_output = group.x * Partials::outputs;
   const uint outputs = min(params.outputs - first_output, uint(Partials::outputs));
-  const uint first_row = group.y * Partials::rows;
-  const uint count = min(params.rows - first_row, uint(Partials::rows));
-  x += (size_t(group.z) * params.rows + first_row) * params.columns;
-  const AffineWeights<T> matrix = matrix_of(w, scales, biases, params, group.z, first_output);
-  // Outputs that are not there stand for the last one, too.
-  uint rows[R];
+  const uint first_row = (group.y * threads.y + at.block) * Partials::rows;
+  const size_t rows_before = size_t(group.z) * params.rows;
+  const RowsOfX<T> rows =
+      rows_of_block(x + rows_before * params.columns, params.rows, params.columns, first_row);
+  uint lane_outputs[R];
 #pragma unroll
-  for (int n = 0; n < R; ++n) {
-    rows[n] = min(n * tile + tile_row(lane), outputs - 1);
+  for (int r = 0; r < R; ++r) {
+    lane_outputs[r] = min(r * 8 + tile_row(lane), outputs - 1);  // the last one for those that are not there
   }
 
-  Tile<float, R, MB> sums;
+  Tile<float, R, 1> sums;
   fill(sums, 0.0f);
-  for (uint begin = simdgroup * width; begin < params.columns; begin += simdgroups * width) {
-    if (U == 1 || begin + width <= params.columns) {
-      add_runs<U, T, bits, run>(x, matrix, rows, begin, count, params.columns, lane, params.group_shift, sums);
-    } else {
-      for (uint last = begin; last < params.columns; last += run) {
-        add_runs<1, T, bits, run>(x, matrix, rows, last, count, params.columns, lane, params.group_shift, sums);
-      }
-    }
-  }
+  const typename QuantizedRows<T, F, 16>::Source matrix[1] = {
+      QuantizedRows<T, F, 16>::of(w, scales, biases, params, group.z).at(first_output, false)};
+  multiply_matrices<1, R>(rows, matrix, lane_outputs, at, sums);
 
-  leave_sums(sums, partials, simdgroup, tile_row(lane), lane);
+  leave_sums(sums, partials, at.position / 32, tile_row(lane), lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = t; i < Partials::rows * Partials::outputs; i += simdgroups * 32) {
+  for (uint i = at.position; i < Partials::rows * Partials::outputs; i += threads.x) {
     const uint m = i / Partials::outputs;
     const uint n = i % Partials::outputs;
-    if (m < count && n < outputs) {
+    if (first_row + m < params.rows && n < outputs) {
+      const float sum = left_sum<Partials>(partials, n, m, at.sharers);
       const uint output = first_output + n;
-      const float sum =
-          left_sum<Partials>(partials, n, m, simdgroups) + (params.has_bias ? float(bias[output]) : 0.0f);
-      y[(size_t(group.z) * params.rows + first_row + m) * params.outputs + output] = T(sum);
+      y[(rows_before + first_row + m) * params.outputs + output] = T(params.has_bias ? sum + float(bias[output]) : sum);
     }
   }
 }
 
-#define instantiate_tile(type, dtype, bits, R, MB, M, run, U, most)                                                  \
-  instantiate_kernel("quantized_matmul_tiles_" #bits "bit_" #M "_by" #run "_" #dtype, quantized_matmul_tiles, type,  \
-                     bits, R, MB, run, U, most)
-
-// float_R: in float32, whose products are many instructions on NVIDIA.
-#define instantiate_tiles(bits, R, float_R, MB, M, U, most)            \
-  instantiate_tile(float, float32, bits, float_R, MB, M, 32, 1, most)  \
-  instantiate_tile(half, float16, bits, R, MB, M, 32, U, most)         \
-  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 32, U, most)      \
-  instantiate_tile(half, float16, bits, R, MB, M, 64, U, most)         \
-  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 64, U, most)
-
-instantiate_tiles(4, 4, 4, 1, 8, 4, 288)
-instantiate_tiles(4, 4, 4, 2, 16, 2, 256)
-instantiate_tiles(8, 2, 1, 1, 8, 2, 288)
-instantiate_tiles(8, 2, 1, 2, 16, 2, 256)
+instantiate_types("quantized_matmul_qmm_2bit", qmm, affine_2)
+instantiate_types("quantized_matmul_qmm_3bit", qmm, affine_3)
+instantiate_types("quantized_matmul_qmm_4bit", qmm, affine_4)
+instantiate_types("quantized_matmul_qmm_5bit", qmm, affine_5)
+instantiate_types("quantized_matmul_qmm_6bit", qmm, affine_6)
+instantiate_types("quantized_matmul_qmm_8bit", qmm, affine_8)
+instantiate_types("quantized_matmul_qmm_mxfp4", qmm, mxfp4)
+instantiate_types("quantized_matmul_qmm_mxfp8", qmm, mxfp8)
+instantiate_types("quantized_matmul_qmm_nvfp4", qmm, nvfp4)

@@ -1,4 +1,4 @@
-// Products of 1, 2 or 4 rows of x with quantized weights, on Apple GPUs, and in rare formats on all:
+// Products of 1, 2 or 4 rows of x with quantized weights, on Apple GPUs, and of one row in rare formats on all:
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
@@ -55,18 +55,11 @@ instantiate_types("quantized_matmul_qmv_8bit_1", qmv, affine_8, 1)
 instantiate_types("quantized_matmul_qmv_8bit_2", qmv, affine_8, 2)
 instantiate_types("quantized_matmul_qmv_8bit_4", qmv, affine_8, 4)
 
-// Rare formats: two rows at a time at most.
+// Rare formats: several rows go by matrices (matmul/qmm.metal).
 instantiate_types("quantized_matmul_qmv_2bit_1", qmv, affine_2, 1)
-instantiate_types("quantized_matmul_qmv_2bit_2", qmv, affine_2, 2)
 instantiate_types("quantized_matmul_qmv_3bit_1", qmv, affine_3, 1)
-instantiate_types("quantized_matmul_qmv_3bit_2", qmv, affine_3, 2)
 instantiate_types("quantized_matmul_qmv_5bit_1", qmv, affine_5, 1)
-instantiate_types("quantized_matmul_qmv_5bit_2", qmv, affine_5, 2)
 instantiate_types("quantized_matmul_qmv_6bit_1", qmv, affine_6, 1)
-instantiate_types("quantized_matmul_qmv_6bit_2", qmv, affine_6, 2)
 instantiate_types("quantized_matmul_qmv_mxfp4_1", qmv, mxfp4, 1)
-instantiate_types("quantized_matmul_qmv_mxfp4_2", qmv, mxfp4, 2)
 instantiate_types("quantized_matmul_qmv_mxfp8_1", qmv, mxfp8, 1)
-instantiate_types("quantized_matmul_qmv_mxfp8_2", qmv, mxfp8, 2)
 instantiate_types("quantized_matmul_qmv_nvfp4_1", qmv, nvfp4, 1)
-instantiate_types("quantized_matmul_qmv_nvfp4_2", qmv, nvfp4, 2)

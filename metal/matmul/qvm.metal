@@ -1,160 +1,88 @@
-// Products of a few rows of x with affine quantized weights that are packed along the outputs:
+// Products of a few rows of x with quantized weights that are packed along the outputs, by 8x8 matrices, on Apple GPUs,
+// and in rare formats on all:
 //
 //   y[m, n] = sum_k x[m, k] * w[k, n] + b[n],   w[k, n] = scales[k, n / group] * q[k, n] + biases[k, n / group]
 //
-// A lane owns 8 outputs; rows of weights are dealt to the lanes and simdgroups left over (matmul/outputs.h), and to
-// threadgroups where outputs are few: these leave partial sums, which matmul/splitk_reduce.metal adds up.
+// in modes but affine without biases. matmul/matrices.h says how. A simdgroup has 64 outputs of 8 rows of x. Simdgroups
+// of a threadgroup's first dimension share the rows of weights, those of its second have outputs of their own; and so do
+// threadgroups, which then leave partial sums for matmul/splitk_reduce.metal.
 #include <metal_stdlib>
 
-#include "matmul/outputs.h"
-#include "matmul/affine_weights.h"
+#include "matmul/matrices.h"
+#include "matmul/quantized_rows.h"
 #include "matmul/splitk.h"
 #include "mittens/instantiate.h"
-#include "params/matmul.h"
 
 using namespace metal;
 using namespace mittens;
 
-constant constexpr int owned = 8;  // outputs of a lane
-
-// The words that hold a lane's outputs in one row of weights.
-template <int bits>
-inline uint2 load_owned(const device uint* p) {
-  if constexpr (bits == 8) {
-    return *(const device uint2*)p;
-  } else {
-    return uint2(*p, 0);
-  }
-}
-
-template <int bits>
-inline void unpack_owned(uint2 words, uint two23, thread float (&q)[owned]) {
-#pragma unroll
-  for (int i = 0; i < owned * bits / 32; ++i) {
-    float v[32 / bits];
-    unpack_word<affine<bits>(), true>(words[i], two23, v);
-#pragma unroll
-    for (int j = 0; j < 32 / bits; ++j) {
-      q[i * 32 / bits + j] = v[j];
-    }
-  }
-}
-
-template <typename T, int bits, int M>
-[[kernel, threads_at_most(256, 384)]] void quantized_matmul_columns(
-    const device T* x [[buffer(0)]],       // [batch, rows, columns]
-    const device uint* w [[buffer(1)]],    // [batch, columns, outputs * bits / 32]
-    const device T* scales [[buffer(2)]],  // [batch, columns, outputs / group]
-    const device T* biases [[buffer(3)]],  // [batch, columns, outputs / group]
-    const device T* bias [[buffer(4)]],    // [outputs]
-    device T* y [[buffer(5)]],             // [batch, rows, outputs], or float [splits, batch, rows, outputs]
+template <typename T, QuantizedFormat F>
+[[kernel, max_total_threads_per_threadgroup(256)]] void qvm(
+    const device T* x [[buffer(0)]],     // [batch, rows, columns]
+    const device uint* w [[buffer(1)]],  // [batch, columns, outputs * bits / 32]
+    const device typename QuantizedRows<T, F, 16>::Scale* scales [[buffer(2)]],  // [batch, columns, outputs / group]
+    const device typename QuantizedRows<T, F, 16>::Scale* biases [[buffer(3)]],  // as scales, if any
+    const device T* bias [[buffer(4)]],  // [outputs]
+    device T* y [[buffer(5)]],           // [batch, rows, outputs], or float [splits, batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
     uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  constexpr int ahead = 4;  // rows of weights on their way at once
-  threadgroup float scratch[kOutputSimdgroups * 32 * owned];
-  const OutputLanes at{params.lanes, lane, simdgroup};
+    uint3 thread_at [[thread_position_in_threadgroup]],
+    uint3 threads [[threads_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int C = 8;
+  constexpr uint outputs = C * 8;
+  constexpr uint step = 32;  // rows of weights
+  threadgroup float all_partials[kProductSimdgroups * 8 * outputs];
+  const uint sharers = threads.x / 32;
+  const uint sharer = thread_at.x / 32;
+  threadgroup float* partials = all_partials + thread_at.y * sharers * (8 * outputs);
+
   const uint split = group.y % params.splits;
-  const uint first_row = group.y / params.splits * M;
-  const uint rows = params.rows - first_row;
-  const uint output = (group.x * at.lanes + lane % at.lanes) * owned;
-  const bool inside = output < params.outputs;
+  const uint first_row = group.y / params.splits * 8;
+  const size_t rows_before = size_t(group.z) * params.rows;
+  const RowsOfX<T> rows = rows_of_block(x + rows_before * params.columns, params.rows, params.columns, first_row);
+  const uint first_output = (group.x * threads.y + thread_at.y) * outputs;
+  const uint quarter = tile_column(lane) / 2 * 16;
+  const bool is_there = first_output + quarter < params.outputs;
+  const uint begin = split * params.columns_per_split + sharer * step;
   const uint end = min(split * params.columns_per_split + params.columns_per_split, params.columns);
-  const uint workers = workers_of(at);
-  const size_t first_of_batch = size_t(group.z) * params.rows + first_row;
-  x += first_of_batch * params.columns;
-  w += matrix_offset(params.batch, params.weight_strides, group.z) + output / (32 / bits);
-  scales += matrix_offset(params.batch, params.scales_strides, group.z) + (output >> params.group_shift);
-  biases += matrix_offset(params.batch, params.biases_strides, group.z) + (output >> params.group_shift);
 
-  float totals[M][owned];  // each times a power of two, see unpack_word
-  float bias_totals[M];
+  Tile<float, 1, C> sums;
+  fill(sums, 0.0f);
+  if (first_output < params.outputs) {
+    multiply_transposed(
+        rows, QuantizedRows<T, F, 16>::of(w, scales, biases, params, group.z), is_there ? first_output + quarter : 0,
+        begin, end, sharers * step, lane, sums);
+  }
 #pragma unroll
-  for (int m = 0; m < M; ++m) {
-    bias_totals[m] = 0;
+  for (int u = 0; u < C; ++u) {
 #pragma unroll
-    for (int i = 0; i < owned; ++i) {
-      totals[m][i] = 0;
+    for (int i = 0; i < 2; ++i) {
+      partials[(sharer * 8 + tile_row(lane)) * outputs + quarter + u + i * C] = sums.at[0][u][i];
     }
   }
-  uint column = split * params.columns_per_split + worker_of(at);
-  while (inside && column < end) {
-    uint2 words[ahead];
-    float row_scales[ahead];
-    float row_biases[ahead];
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      const uint k = column + i * workers;
-      words[i] = uint2(0);
-      row_scales[i] = 0;
-      row_biases[i] = 0;
-      if (k < end) {
-        words[i] = load_owned<bits>(w + size_t(k) * params.weight_stride);
-        row_scales[i] = float(scales[size_t(k) * params.scales_stride]);
-        row_biases[i] = float(biases[size_t(k) * params.biases_stride]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      const uint k = column + i * workers;
-      float q[owned];
-      unpack_owned<bits>(words[i], params.two23, q);
-      if constexpr (is_same_v<T, float>) {  // the weights themselves, as in matmul/rows.h
-#pragma unroll
-        for (int j = 0; j < owned; ++j) {
-          q[j] = dequantized_weight<affine<bits>()>(q[j], j % (32 / bits), row_scales[i], row_biases[i]);
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        const float x_k = k < end ? float(x[min(uint(m), rows - 1) * params.columns + k]) : 0.0f;
-        if constexpr (is_same_v<T, float>) {
-#pragma unroll
-          for (int j = 0; j < owned; ++j) {
-            totals[m][j] += x_k * q[j];
-          }
-        } else {
-          const float scaled = x_k * row_scales[i];
-          bias_totals[m] += x_k * middle_bias<bits>(row_scales[i], row_biases[i]);
-#pragma unroll
-          for (int j = 0; j < owned; ++j) {
-            totals[m][j] += scaled * q[j];
-          }
-        }
-      }
-    }
-    column += ahead * workers;
-  }
-
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   const SplitPlace place{
       split, params.splits, size_t(params.matrices) * params.rows * params.outputs, params.has_bias != 0};
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-#pragma unroll
-    for (int i = 0; i < owned; ++i) {
-      totals[m][i] = totals[m][i] * activation_scale<affine<bits>()>(i % (32 / bits)) + bias_totals[m];
-    }
-    const float sum = outputs_sum<owned>(totals[m], at, scratch);
-    const uint n = group.x * at.lanes * owned + t;
-    if (t < at.lanes * owned && n < params.outputs && uint(m) < rows) {
-      store_split(y, (first_of_batch + m) * params.outputs + n, sum, bias, n, place);
-    }
-    if (m + 1 < M) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = thread_at.x; i < 8 * outputs; i += threads.x) {
+    const uint m = i / outputs;
+    const uint n = first_output + i % outputs;
+    if (first_row + m < params.rows && n < params.outputs) {
+      float sum = 0;
+      for (uint s = 0; s < sharers; ++s) {
+        sum += partials[s * (8 * outputs) + i];
+      }
+      store_split(y, (rows_before + first_row + m) * params.outputs + n, sum, bias, n, place);
     }
   }
 }
 
-#define instantiate_columns(bits, M) \
-  instantiate_types("quantized_matmul_columns_" #bits "bit_" #M, quantized_matmul_columns, bits, M)
-
-instantiate_columns(4, 1)
-instantiate_columns(4, 2)
-instantiate_columns(4, 4)
-instantiate_columns(4, 8)
-instantiate_columns(8, 1)
-instantiate_columns(8, 2)
-instantiate_columns(8, 4)
-instantiate_columns(8, 8)
+instantiate_types("quantized_matmul_qvm_2bit", qvm, affine_2)
+instantiate_types("quantized_matmul_qvm_3bit", qvm, affine_3)
+instantiate_types("quantized_matmul_qvm_4bit", qvm, affine_4)
+instantiate_types("quantized_matmul_qvm_5bit", qvm, affine_5)
+instantiate_types("quantized_matmul_qvm_6bit", qvm, affine_6)
+instantiate_types("quantized_matmul_qvm_8bit", qvm, affine_8)
+instantiate_types("quantized_matmul_qvm_mxfp4", qvm, mxfp4)
+instantiate_types("quantized_matmul_qvm_mxfp8", qvm, mxfp8)
+instantiate_types("quantized_matmul_qvm_nvfp4", qvm, nvfp4)

@@ -94,6 +94,9 @@ constexpr int run_columns(int rows) {
   return rows <= 2 ? 16 : 8;
 }
 
+// Outputs of a simdgroup in products of several rows by matrices (matmul/matrices.h).
+enum { kMatrixOutputs = 32 };
+
 struct BlocksParams {
   uint32_t rows;       // of x
   uint32_t columns;    // of x

@@ -75,9 +75,8 @@ def quantized_matmul(
     """Product with quantized weights: ``x @ dequantize(w).T``, or ``x @ dequantize(w)`` without ``transpose``.
 
     The twin of ``mx.quantized_matmul``, with an offset of the result besides. The kernels cover affine quantization of
-    4 and 8 bits, and with ``transpose`` for up to 4 rows of ``x`` all modes and bits but 1; the native code of CPUs
-    covers these for any number of rows and without ``transpose``. Sums, also those of the activations, are taken in
-    float32 and rounded once.
+    4 and 8 bits, and with ``transpose`` all modes and bits but 1; the native code of CPUs covers these without
+    ``transpose`` too. Sums, also those of the activations, are taken in float32 and rounded once.
 
     On GPUs a result may be infinite or NaN where the exact product is in range: with activations above 1e33 in
     bfloat16, which the integers multiply before the scale, or above 1e36 in float32; and without ``transpose`` with
@@ -94,7 +93,7 @@ def quantized_matmul(
         bits (int, optional): In ``affine`` mode 1, 2, 3, 4, 5, 6 or 8, 4 by default; else those of the mode.
         mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``, as ``mx.quantize`` has them.
         bias (array, optional): Offset of the result, of shape ``[outputs]``.
-        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows are then computed one by one.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows then share no work.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -144,7 +143,7 @@ def quantized_swiglu(
         group_size (int, optional): As of `quantized_matmul`.
         bits (int, optional): As of `quantized_matmul`.
         mode (str): As of `quantized_matmul`.
-        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows are then computed one by one.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows then share no work.
         stream (optional): Stream or device to run on.
 
     Returns:

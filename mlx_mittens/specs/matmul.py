@@ -59,7 +59,7 @@ class MatrixOp(Op):
         step = 2 if case.label == "strided" else 1
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
-            without_biases = name == "biases" and self.arguments(case).get("mode", "affine") != "affine"
+            without_biases = name.endswith("biases") and self.arguments(case).get("mode", "affine") != "affine"
             if without_biases or (name == "bias" and not has_bias(case)):
                 arrays.append(None)
                 continue
@@ -73,7 +73,8 @@ class MatrixOp(Op):
         options = self.arguments(case)
         sizes = {"w": 4 if self.layout != "dense" else dtype.size, "blocks": 1, "gate": 4, "up": 4}
         if options.get("mode", "affine") != "affine":
-            sizes |= {"scales": 1, "biases": 0}
+            sizes |= {name: 1 for name, _ in self.parameters if name.endswith("scales")}
+            sizes |= {name: 0 for name, _ in self.parameters if name.endswith("biases")}
         inputs = sum(
             sizes.get(name, dtype.size) * int(np.prod(shape))
             for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True)
@@ -92,7 +93,8 @@ class MatrixOp(Op):
         x, weights = (given[1], given[:1]) if self.layout == "dense" else (given[0], given[1:])
         product = lambda part: _product(widen(x), part, options, self.layout, options.get("transpose", True))
         if self.layout == "gated":
-            return [_gated(product(weights[:3]), product(weights[3:]))]
+            half = len(weights) // 2
+            return [_gated(product(weights[:half]), product(weights[half:]))]
         value, size = product(weights)
         return [Exact(value if bias is None else value + widen(bias), size)]
 
@@ -110,10 +112,13 @@ def has_bias(case: Case) -> bool:
 def _draw(
     rng: np.random.Generator, name: str, shape: tuple[int, ...], scale: float, dtype: mx.Dtype, options: dict[str, Any]
 ) -> mx.array:
-    if name == "scales" and options.get("mode", "affine") != "affine":
+    if name.endswith("scales") and options.get("mode", "affine") != "affine":
         # Exponents of powers of two, or of floats with three bits after them.
         middle = 127 if options["mode"] != "nvfp4" else 56
         return mx.array(rng.integers(middle - 12, middle + 1, shape, dtype=np.uint8))
+    if options.get("mode") == "mxfp8" and name != "x":
+        sizes = rng.integers(0, 0x7F, (*shape[:-1], shape[-1] * 4), dtype=np.uint8)  # without the one that is no number
+        return mx.array((sizes | rng.integers(0, 2, sizes.shape, dtype=np.uint8) << 7).view(np.uint32))
     if "bits" in options and name != "x":
         return draw_packed(rng, name, shape, options["bits"], dtype, scale)
     if name == "blocks":
@@ -201,7 +206,8 @@ def _gated(gate: tuple[np.ndarray, np.ndarray], up: tuple[np.ndarray, np.ndarray
 
 
 def _quantized_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, **options):
-    return matmul.quantized_swiglu(x, (gate, gate_scales, gate_biases), (up, up_scales, up_biases), **options)
+    triples = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
+    return matmul.quantized_swiglu(x, *([a for a in triple if a is not None] for triple in triples), **options)
 
 
 def _mx_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, **options):
@@ -286,31 +292,43 @@ def _models(rows: tuple[int, ...] = (1,), **options: Any) -> tuple[Case, ...]:
     )
 
 
+_FLOATS = (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))  # modes with their bits and group sizes
+
 _QUANTIZED_TESTS = tuple(
     case
     for bits in (4, 8)
     for case in (
-        *_tests((1, 2880, 9), (1, 96, 37), (2, 576, 10), (3, 1024, 7), (5, 640, 5), (7, 192, 18), (16, 320, 9),
-                (1, 8448, 3), transpose=True, group_size=32, bits=bits),
+        *_tests((1, 2880, 9), (1, 96, 37), (2, 576, 10), (3, 1024, 7), (7, 192, 38), (16, 320, 9), (1, 8448, 3),
+                transpose=True, group_size=32, bits=bits),
+        *_tests((1, 4096, 64), (4, 70, 320), (13, 20, 32), transpose=False, group_size=32, bits=bits),
         *_tests((1, 4096, 64), (2, 33, 320), (4, 70, 64), (8, 41, 96), (13, 20, 32), transpose=False, group_size=32,
-                bits=bits),
-        *_tests((1, 256, 6), (7, 512, 35), transpose=True, group_size=128, bits=bits),
-        *_tests((6, 640, 9), (11, 448, 37), transpose=True, group_size=64, bits=bits),
+                bits=bits, gpu="nvidia"),
+        *_tests((1, 256, 6), transpose=True, group_size=128, bits=bits),
+        *_tests((11, 448, 37), transpose=True, group_size=64, bits=bits),
         *_tests((1, 256, 6), transpose=True, group_size=64, bits=bits, label="strided"),
     )
 ) + tuple(
     case
     for bits in (2, 3, 5, 6)
-    for case in _tests((1, 1088, 9), (3, 576, 6), transpose=True, group_size=32, bits=bits)
+    for case in (
+        *_tests((1, 1088, 9), (3, 576, 6), (9, 608, 37), transpose=True, group_size=32, bits=bits),
+        *_tests((9, 41, 96), transpose=False, group_size=32, bits=bits),
+    )
 ) + tuple(
     case
-    for mode, bits, group_size in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
-    for case in _tests((1, 1088, 9), (3, 576, 6), transpose=True, group_size=group_size, bits=bits, mode=mode)
+    for mode, bits, group_size in _FLOATS
+    for case in (
+        *_tests((1, 1088, 9), (3, 576, 6), (9, 608, 37), transpose=True, group_size=group_size, bits=bits, mode=mode),
+        *_tests((9, 41, 96), transpose=False, group_size=group_size, bits=bits, mode=mode),
+    )
 ) + tuple(
     case
     for bits in (4, 8)
-    for case in _tests((1, 2880, 9), (2, 576, 10), (3, 1024, 7), (5, 640, 5), transpose=True, group_size=32, bits=bits,
-                       gpu="nvidia")
+    for case in (
+        *_tests((1, 2880, 9), (2, 576, 10), (3, 1024, 7), (5, 640, 5), (11, 320, 9), transpose=True, group_size=32,
+                bits=bits, gpu="nvidia"),
+        *_tests((6, 640, 35), (11, 448, 37), transpose=True, group_size=64, bits=bits, gpu="nvidia"),
+    )
 ) + _tests((1, 2880, 9), (1, 4672, 9), (1, 576, 21), (1, 128, 4099), transpose=True, gpu="nvidia")  # fmt: skip
 
 MATRIX_OPS: tuple[Op, ...] = (
@@ -403,6 +421,12 @@ MATRIX_OPS: tuple[Op, ...] = (
             case
             for bits in (4, 8)
             for case in _tests((1, 2880, 9), (1, 64, 38), (2, 576, 5), (4, 320, 6), (7, 128, 3), bits=bits)
+        )
+        + tuple(case for bits in (2, 3, 5, 6) for case in _tests((1, 1088, 9), (9, 576, 21), bits=bits))
+        + tuple(
+            case
+            for mode, bits, group_size in _FLOATS
+            for case in _tests((1, 1088, 9), (9, 608, 21), group_size=group_size, bits=bits, mode=mode)
         )
         + tuple(
             case

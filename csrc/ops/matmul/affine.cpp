@@ -8,7 +8,6 @@
 #include "runtime/array_layout.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
-#include "runtime/gpu.h"
 
 namespace mittens {
 
@@ -16,7 +15,6 @@ namespace {
 
 constexpr size_t most_batch_axes = 4;
 constexpr int64_t word_alignment = 16;
-constexpr size_t most_rare_rows = 4;
 
 // In the order of cpu::QuantizedMode, with what MLX takes where nothing is given.
 struct Mode {
@@ -99,20 +97,17 @@ const char* mode_name(const AffineFormat& format) {
   return modes[static_cast<size_t>(format.mode)].name;
 }
 
+const char* format_name(const AffineFormat& format) {
+  constexpr const char* affine[] = {"", "", "2bit", "3bit", "4bit", "5bit", "6bit", "", "8bit"};
+  return format.has_biases() ? affine[format.bits] : mode_name(format);
+}
+
 bool has_affine_kernels(const AffineFormat& format) {
   return format.has_biases() && (format.bits == 4 || format.bits == 8);
 }
 
-const char* why_not_covered(const AffineFormat& format, size_t rows, mx::Stream stream) {
-  if (format.bits == 1) {
-    return "1 bit";
-  }
-  if (!runs_kernels(stream) || has_affine_kernels(format)) {
-    return nullptr;
-  }
-  return !format.transpose       ? "weights along the outputs in a rare format"
-         : rows > most_rare_rows ? "more than 4 rows of x with weights in a rare format"
-                                 : nullptr;
+const char* why_not_covered(const AffineFormat& format) {
+  return format.bits == 1 ? "1 bit" : nullptr;
 }
 
 AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,

@@ -35,12 +35,15 @@ AffineFormat affine_format(const char* op, std::optional<int> group_size, std::o
 
 const char* mode_name(const AffineFormat& format);
 
-// Affine quantization of 4 and 8 bits has all kernels. Other formats have those of a few rows by the rows of weights,
-// and native code.
+// What names of kernels have: 4bit for affine quantization, else the mode. Of a format that has kernels.
+const char* format_name(const AffineFormat& format);
+
+// Affine quantization of 4 and 8 bits has all kernels. Other formats have those for Apple GPUs, which then serve on
+// all, and native code.
 bool has_affine_kernels(const AffineFormat& format);
 
-// Why nothing but mx computes a product with so many rows of x; null if kernels, or on a CPU native code, do.
-const char* why_not_covered(const AffineFormat& format, size_t rows, mx::Stream stream);
+// Why nothing but mx computes a product; null if kernels, or on a CPU native code, do.
+const char* why_not_covered(const AffineFormat& format);
 
 // What the shapes of a triple say; throws where they contradict each other, the format or x.
 AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,

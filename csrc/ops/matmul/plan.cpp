@@ -11,7 +11,6 @@ namespace mittens {
 
 namespace {
 
-constexpr uint32_t unlimited_rows = std::numeric_limits<uint32_t>::max();
 constexpr uint32_t any_rows = 0;
 
 // A row of a table: the first that fits is taken.
@@ -39,9 +38,9 @@ constexpr Schedule<GemvKernel> gemv_schedules[] = {
 constexpr Schedule<AffineKernel> affine_schedules[] = {
     {"mma_row", AffineKernel::mma_row, Where::nvidia, any_rows, unlimited_rows, 1},
     {"tiles", AffineKernel::tiles, Where::nvidia, 2, unlimited_rows, unlimited_rows},
-    {"tiles", AffineKernel::tiles, Where::apple, 5, 5, unlimited_rows},
     {"rows", AffineKernel::nvidia_rows, Where::nvidia, any_rows, any_rows, unlimited_rows},
     {"rows", AffineKernel::rows, Where::anywhere, any_rows, any_rows, unlimited_rows},
+    {"tiles", AffineKernel::matrices, Where::anywhere, any_rows, any_rows, unlimited_rows},
 };
 
 // can_run: whether a kernel can compute the problem at all.
@@ -101,8 +100,8 @@ RowProductsPlan plan_row_products(uint32_t chunks, uint64_t outputs, uint32_t pr
   return plan;
 }
 
-// Products by 8x8 matrices: matmul/gemv_tiles.metal and matmul/qmm.metal. Simdgroups of a threadgroup, `fewest` to
-// `most`, that are through with their chunks of columns in the fewest rounds. Threadgroups that find no room on any
+// Products by 8x8 matrices: matmul/gemv_tiles.metal and matmul/nvidia/qmm.metal. Simdgroups of a threadgroup, `fewest`
+// to `most`, that are through with their chunks of columns in the fewest rounds. Threadgroups that find no room on any
 // core start when others end, and take as long again: the rounds of all these waves count. Of several numbers it is the
 // smallest, since each simdgroup takes time to start.
 uint32_t plan_tile_simdgroups(uint64_t threadgroups, uint32_t chunks, Registers registers, uint32_t fewest,
@@ -193,12 +192,13 @@ uint32_t lanes_along(uint32_t outputs, uint32_t owned) {
 
 // --- affine weights
 
-// Of matmul/qmm.metal. NVIDIA GPUs are not given those in float32.
+// Of matmul/qmm.metal.
+constexpr Registers matrices_registers{183, 128};
+
+// Of matmul/nvidia/qmm.metal.
 Registers tiles_registers(const AffineFormat& format, uint32_t rows, uint32_t run) {
-  if (run == 32) {
-    return format.bits == 4 ? Registers{217, 128} : Registers{175, 80};
-  }
-  return format.bits == 4 ? Registers{255, 168} : rows <= 8 ? Registers{171, 96} : Registers{207, 128};
+  const uint32_t most = run == 32 ? (format.bits == 4 ? 128 : 80) : format.bits == 4 ? 168 : rows <= 8 ? 96 : 128;
+  return {255, most};
 }
 
 void plan_affine_nvidia_rows(AffinePlan& plan, const AffineKernels& kernels, const AffineFormat& format,
@@ -223,22 +223,16 @@ void plan_affine_mma_row(AffinePlan& plan, const AffineKernels& kernels, const P
   plan.simdgroups = ceil_divide(chunks, ceil_divide(chunks, wanted));  // none has a round less than another needs
 }
 
-void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, mx::Dtype dtype, const ProductSizes& sizes,
-                       const Gpu& gpu) {
+void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, const ProductSizes& sizes, const Gpu& gpu) {
   constexpr uint32_t fewest_columns = 256;  // that a simdgroup is left with
-  // A core of Apple's holds few of these kernels' simdgroups: one for each threadgroup leaves it waiting.
-  const uint32_t fewest = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 2;
   plan.rows = sizes.rows <= 8 ? 8 : 16;
-  plan.run = format.group_size == 32 || dtype == mx::float32 ? 32 : 64;
-  plan.outputs_per_group = format.bits == 4 ? 32 : dtype == mx::float32 ? 8 : 16;
-  const uint32_t runs = dtype == mx::float32                 ? 1
-                        : format.bits == 4 && plan.rows == 8 ? 4
-                                                             : 2;  // that are taken at once
+  plan.run = format.group_size == 32 ? 32 : 64;
+  plan.outputs_per_group = format.bits == 4 ? 32 : 16;
+  const uint32_t runs = format.bits == 4 && plan.rows == 8 ? 4 : 2;  // that are taken at once
   const uint32_t chunks = ceil_divide(sizes.columns, plan.run * runs);
   const uint64_t groups = uint64_t(ceil_divide(std::max(sizes.outputs, 1u), plan.outputs_per_group)) * sizes.matrices;
   const uint32_t most = std::clamp(ceil_divide(sizes.columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
-  plan.simdgroups = plan_tile_simdgroups(groups, chunks, tiles_registers(format, plan.rows, plan.run),
-                                         std::min(fewest, most), most, gpu);
+  plan.simdgroups = plan_tile_simdgroups(groups, chunks, tiles_registers(format, plan.rows, plan.run), 1, most, gpu);
 }
 
 const Schedules of_gemv({"gemv"}, gemv_schedules);
@@ -345,6 +339,28 @@ void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices) {
   launch.threads = {32 * plan.sharers, plan.blocks, 1};
 }
 
+MatricesPlan plan_matrices(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu) {
+  constexpr uint32_t rows_of_x = 8;
+  constexpr uint32_t step = 64;  // columns that a simdgroup takes at once
+  constexpr uint32_t most_row_blocks = 2;
+  MatricesPlan plan;
+  const uint32_t row_blocks = ceil_divide(std::max(sizes.rows, 1u), rows_of_x);
+  plan.row_blocks = std::min(row_blocks, most_row_blocks);
+  plan.row_groups = ceil_divide(row_blocks, plan.row_blocks);
+  plan.output_blocks = ceil_divide(std::max(sizes.outputs, 1u), outputs);
+  const uint64_t blocks = uint64_t(plan.output_blocks) * plan.row_groups * plan.row_blocks * sizes.matrices;
+  const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(matrices_registers);
+  const uint64_t wanted = ceil_divide(resident_simdgroups, std::max(blocks, uint64_t(1)));
+  const uint32_t most = std::min(std::max(ceil_divide(sizes.columns, step), 1u), kProductSimdgroups / plan.row_blocks);
+  plan.sharers = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, most));
+  return plan;
+}
+
+void share_out(Launch& launch, const MatricesPlan& plan, uint32_t matrices) {
+  launch.threadgroups = {plan.output_blocks, plan.row_groups, matrices};
+  launch.threads = {32 * plan.sharers, plan.row_blocks, 1};
+}
+
 ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
                          uint32_t most_splits, mx::Stream stream) {
   constexpr uint32_t fewest_steps = 4;  // rows of weights for each worker of a split
@@ -367,22 +383,57 @@ ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, cons
   return plan;
 }
 
+QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const ProductSizes& sizes, uint32_t most_splits,
+                 mx::Stream stream) {
+  constexpr uint32_t most_rows = 8;  // of x that a threadgroup takes
+  QvmPlan plan{};
+  plan.by_matrices = gpu_of(stream).vendor != Gpu::Vendor::nvidia || !has_affine_kernels(format);
+  if (!plan.by_matrices) {
+    plan.columns = plan_columns(problem, sizes, {8, 8, most_rows}, most_splits, stream);
+    static_cast<Splits&>(plan) = plan.columns;
+    return plan;
+  }
+  constexpr uint32_t block_outputs = 64;
+  constexpr uint32_t step = 32;  // rows of weights that a simdgroup takes at once
+  constexpr uint32_t most_blocks = 4;  // of 4 bits, a line of memory
+  constexpr uint32_t fewest_steps = 4;  // of a simdgroup
+  const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
+  const uint32_t output_blocks = ceil_divide(std::max(sizes.outputs, 1u), block_outputs);
+  const uint32_t steps = ceil_divide(std::max(sizes.columns, 1u), step);
+  plan.row_blocks = ceil_divide(sizes.rows, most_rows);
+  plan.blocks = std::min(output_blocks, most_blocks);
+  plan.output_groups = ceil_divide(output_blocks, plan.blocks);
+  plan.sharers = std::min(kProductSimdgroups / plan.blocks, steps);
+  const uint64_t simdgroups =
+      uint64_t(plan.output_groups) * plan.blocks * plan.sharers * std::max(plan.row_blocks, 1u) * sizes.matrices;
+  const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(matrices_registers);
+  const uint32_t wanted = ceil_divide(resident_simdgroups, std::max(simdgroups, uint64_t(1)));
+  const uint32_t worthwhile = std::max(steps / (plan.sharers * fewest_steps), 1u);
+  const uint32_t steps_per_split = ceil_divide(steps, std::min({wanted, worthwhile, most_splits}));
+  plan.columns_per_split = steps_per_split * step;
+  plan.splits = ceil_divide(steps, steps_per_split);
+  return plan;
+}
+
 AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
                        const ProductSizes& sizes, mx::Stream stream) {
   const Choice choice = calibrated(product_problem(kernels.op, dtype, affine_number(format), sizes), stream);
   const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
   const bool all = has_affine_kernels(format);
+  const uint32_t most_rows = all ? kernels.most_shared_rows : 1;
   AffinePlan plan{};
   plan.kernel = choose(affine_schedules, gpu, dtype, sizes.rows, choice.schedule, [&](AffineKernel kernel) {
     switch (kernel) {
       case AffineKernel::mma_row:
         return all && sizes.rows == 1 && dtype != mx::float32 && format.bits == 4 && format.group_size >= 64;
       case AffineKernel::tiles:
-        return all && kernels.has_tiles;
+        return all && kernels.has_tiles && dtype != mx::float32;
       case AffineKernel::nvidia_rows:
         return all && (!kernels.has_tiles || dtype == mx::float32 || sizes.rows <= 1);
-      case AffineKernel::rows:
+      case AffineKernel::matrices:
         return true;
+      case AffineKernel::rows:
+        return sizes.rows <= most_rows;
     }
     return false;
   });
@@ -391,13 +442,16 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
       plan_affine_mma_row(plan, kernels, sizes, gpu);
       break;
     case AffineKernel::tiles:
-      plan_affine_tiles(plan, format, dtype, sizes, gpu);
+      plan_affine_tiles(plan, format, sizes, gpu);
       break;
     case AffineKernel::nvidia_rows:
       plan_affine_nvidia_rows(plan, kernels, format, sizes, gpu);
       break;
+    case AffineKernel::matrices:
+      plan.by_matrices = plan_matrices(sizes, kMatrixOutputs / kernels.matrices, gpu);
+      break;
     case AffineKernel::rows:
-      plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, gpu, all ? 4 : 2);
+      plan.shared = plan_rows(sizes, kRowOutputs / kernels.matrices, gpu, most_rows);
       break;
   }
   return plan;

@@ -20,6 +20,7 @@ struct ProductSizes {
   uint32_t outputs;
 };
 
+inline constexpr uint32_t unlimited_rows = std::numeric_limits<uint32_t>::max();
 inline constexpr uint32_t unlimited_splits = std::numeric_limits<uint32_t>::max();
 
 // What a product is for calibration. format: of the weights, one number for each that has kernels of its own.
@@ -81,6 +82,19 @@ struct ColumnsKernels {
 ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
                          uint32_t most_splits, mx::Stream stream);
 
+// Quantized weights: on NVIDIA GPUs matmul/nvidia/qvm.metal where it has the format, else matmul/qvm.metal.
+struct QvmPlan : Splits {
+  bool by_matrices;
+  ColumnsPlan columns;  // not by matrices
+  uint32_t row_blocks;  // of 8 rows of x; from here on by matrices
+  uint32_t output_groups;  // of blocks
+  uint32_t blocks;  // of 64 outputs, that a threadgroup has
+  uint32_t sharers;  // simdgroups that share the rows of weights of a block
+};
+
+QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const ProductSizes& sizes, uint32_t most_splits,
+                 mx::Stream stream);
+
 // Simdgroups that have outputs of their own (metal/matmul/rows.h).
 struct RowsPlan {
   uint32_t rows;  // of x that a simdgroup takes
@@ -96,22 +110,37 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu, 
 // A launch of a kernel on them, but for its arguments.
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices);
 
-// --- affine weights of 4 or 8 bits, [outputs, columns]
+// Simdgroups that have outputs and up to 8 rows of x of their own (metal/matmul/matrices.h).
+struct MatricesPlan {
+  uint32_t output_blocks;  // of the outputs that a simdgroup has
+  uint32_t row_groups;  // of row_blocks
+  uint32_t row_blocks;  // of 8 rows of x, that a threadgroup has
+  uint32_t sharers;  // simdgroups that share the columns of a block
+};
 
-enum class AffineKernel { mma_row, tiles, nvidia_rows, rows };
+// outputs: of a simdgroup.
+MatricesPlan plan_matrices(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu);
+
+void share_out(Launch& launch, const MatricesPlan& plan, uint32_t matrices);
+
+// --- quantized weights, [outputs, columns]
+
+enum class AffineKernel { mma_row, tiles, nvidia_rows, matrices, rows };
 
 // Kernels of an op. matrices: of weights that pass by one simdgroup, 2 for gate and up.
 struct AffineKernels {
   const char* op;
   uint32_t matrices;
   uint32_t most_rows;  // of x in a threadgroup of the kernel by rows for NVIDIA GPUs
-  bool has_tiles;
+  bool has_tiles;  // on NVIDIA GPUs
+  uint32_t most_shared_rows;  // of x that the kernel by rows takes; one in rare formats
 };
 
 struct AffinePlan : RowProductsPlan {
   AffineKernel kernel;
   uint32_t run;  // tiles: columns that have one scale
   RowsPlan shared;  // rows
+  MatricesPlan by_matrices;  // matrices
 };
 
 AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,

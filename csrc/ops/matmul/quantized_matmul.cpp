@@ -33,20 +33,24 @@ constexpr const char* op = "quantized_matmul";
 const Name rows_file = "matmul/qmv.metal";
 const Name nvidia_rows_file = "matmul/nvidia/qmv.metal";
 const Name row_file = "matmul/nvidia/qmv_mma.metal";
-const Name tiles_file = "matmul/qmm.metal";
-const Name columns_file = "matmul/qvm.metal";
+const Name tiles_file = "matmul/nvidia/qmm.metal";
+const Name matrices_file = "matmul/qmm.metal";
+const Name transposed_file = "matmul/qvm.metal";
+const Name nvidia_transposed_file = "matmul/nvidia/qvm.metal";
 constexpr uint32_t most_kernel_rows = 8;  // of x that a kernel takes at once
-constexpr AffineKernels kernels{op, 1, most_kernel_rows, true};
+constexpr AffineKernels kernels{op, 1, most_kernel_rows, true, 4};
 constexpr uint32_t most_matrices = 65535;  // of a grid's third dimension on NVIDIA GPUs
 
 // x [.., rows, columns], w, scales and biases [.., rows, ..] and bias [outputs], if there is one -> y [.., rows,
-// outputs]. The axes before w's last two are those of x, or 1 at the end: there x's axes count as rows.
+// outputs]. The axes before w's last two are those of x, or 1 at the end: there x's axes count as rows. exact: every
+// matrix is computed as if it were the only one.
 class QuantizedMatmul : public KernelPrimitive {
  public:
-  QuantizedMatmul(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
+  QuantizedMatmul(mx::Stream stream, AffineFormat format, bool exact)
+      : KernelPrimitive(stream), format_(format), exact_(exact) {}
 
-  static mx::array apply(Arrays inputs, AffineFormat format, mx::Stream stream) {
-    auto primitive = std::make_shared<QuantizedMatmul>(stream, format);
+  static mx::array apply(Arrays inputs, AffineFormat format, bool exact, mx::Stream stream) {
+    auto primitive = std::make_shared<QuantizedMatmul>(stream, format, exact);
     if (!format.transpose) {
       return first_output(std::move(primitive), std::move(inputs));
     }
@@ -59,7 +63,8 @@ class QuantizedMatmul : public KernelPrimitive {
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return format_ == static_cast<const QuantizedMatmul&>(other).format_;
+    const auto& product = static_cast<const QuantizedMatmul&>(other);
+    return format_ == product.format_ && exact_ == product.exact_;
   }
 
   const AffineFormat& format() const {
@@ -72,7 +77,7 @@ class QuantizedMatmul : public KernelPrimitive {
     }
     const ProductSizes sizes = sizes_of(inputs);
     const uint64_t elements = uint64_t(sizes.matrices) * sizes.rows * sizes.outputs;
-    const ColumnsPlan plan = columns_plan(inputs[0].dtype(), sizes, unlimited_splits);
+    const QvmPlan plan = qvm_plan(inputs[0].dtype(), sizes, unlimited_splits);
     return {shape_of_y(inputs), workspace_shape(plan.splits, elements)};
   }
 
@@ -104,7 +109,7 @@ class QuantizedMatmul : public KernelPrimitive {
       tangent[argnums[i]] = tangents[i];
     }
     auto product = [&](const mx::array& x, const mx::array& scales, const mx::array& biases) {
-      return apply({x, primals[1], scales, biases}, format_, stream());
+      return apply({x, primals[1], scales, biases}, format_, exact_, stream());
     };
     mx::array sum = tangent[0] ? product(*tangent[0], primals[2], primals[3])
                                : mx::zeros(output_shapes(primals)[0], primals[0].dtype(), stream());
@@ -208,7 +213,7 @@ class QuantizedMatmul : public KernelPrimitive {
     };
 
     if (format_.transpose) {
-      const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), sizes, stream());
+      const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), planned(sizes), stream());
       params.outputs_per_group = plan.outputs_per_group;
       auto by_groups = [&](Name file, Name kernel) {
         Launch groups = launch(file, kernel, bias, outputs[0]);
@@ -225,24 +230,38 @@ class QuantizedMatmul : public KernelPrimitive {
                            kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
         case AffineKernel::nvidia_rows:
           return by_groups(nvidia_rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
+        case AffineKernel::matrices: {
+          Launch matrices =
+              launch(matrices_file, kernel_name(x.dtype(), op, "qmm_", format_name(format_)), bias, outputs[0]);
+          share_out(matrices, plan.by_matrices, sizes.matrices);
+          return in_order(std::move(matrices));
+        }
         case AffineKernel::rows: {
-          const uint32_t of_x = plan.shared.rows;
-          const Name kernel = format_.has_biases() ? kernel_name(x.dtype(), op, "qmv_", format_.bits, "bit_", of_x)
-                                                   : kernel_name(x.dtype(), op, "qmv_", mode_name(format_), "_", of_x);
-          Launch rows = launch(rows_file, kernel, bias, outputs[0]);
+          Launch rows =
+              launch(rows_file, kernel_name(x.dtype(), op, "qmv_", format_name(format_), "_", plan.shared.rows), bias,
+                     outputs[0]);
           share_out(rows, plan.shared, sizes.matrices);
           return in_order(std::move(rows));
         }
       }
     }
-    const ColumnsPlan plan = columns_plan(x.dtype(), sizes, splits_of_workspace(outputs));
-    params.lanes = plan.lanes;
+    const QvmPlan plan = qvm_plan(x.dtype(), sizes, splits_of_workspace(outputs));
+    params.lanes = plan.columns.lanes;
     params.splits = plan.splits;
     params.columns_per_split = plan.columns_per_split;
-    Launch columns = launch(columns_file, kernel_name(x.dtype(), op, "columns_", format_.bits, "bit_", plan.rows), bias,
-                            outputs[plan.splits > 1 ? 1 : 0]);
-    columns.threadgroups = {plan.tiles, plan.row_blocks * plan.splits, sizes.matrices};
-    columns.threads = {plan.threads, 1, 1};
+    mx::array& sums = outputs[plan.splits > 1 ? 1 : 0];
+    Launch columns;
+    if (plan.by_matrices) {
+      columns = launch(transposed_file, kernel_name(x.dtype(), op, "qvm_", format_name(format_)), bias, sums);
+      columns.threadgroups = {plan.output_groups, plan.row_blocks * plan.splits, sizes.matrices};
+      columns.threads = {32 * plan.sharers, plan.blocks, 1};
+    } else {
+      const ColumnsPlan& by_columns = plan.columns;
+      columns = launch(nvidia_transposed_file,
+                       kernel_name(x.dtype(), op, "columns_", format_.bits, "bit_", by_columns.rows), bias, sums);
+      columns.threadgroups = {by_columns.tiles, by_columns.row_blocks * plan.splits, sizes.matrices};
+      columns.threads = {by_columns.threads, 1, 1};
+    }
     if (plan.splits == 1) {
       return in_order(std::move(columns));
     }
@@ -251,11 +270,17 @@ class QuantizedMatmul : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const ProductSizes sizes = sizes_of(inputs);
-    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), y = data_of(outputs[0]),
-            weights = native_affine(inputs[1], inputs[2], inputs[3], format_),
-            bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes] {
-      cpu::quantized_matmul(type, weights.data(), x, bias, y, sizes.matrices, sizes.rows, sizes.columns, sizes.outputs);
-    };
+    const size_t item = inputs[0].itemsize();
+    return
+        [type = native_type(inputs[0].dtype()), x = static_cast<const char*>(data_of(inputs[0])),
+         y = static_cast<char*>(data_of(outputs[0])), weights = native_affine(inputs[1], inputs[2], inputs[3], format_),
+         bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes, together = planned(sizes).matrices, item] {
+          for (size_t i = 0; i < sizes.matrices; i += together) {
+            const size_t rows = i * sizes.rows;
+            cpu::quantized_matmul(type, weights.data() + i, x + rows * sizes.columns * item, bias,
+                                  y + rows * sizes.outputs * item, together, sizes.rows, sizes.columns, sizes.outputs);
+          }
+        };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -292,12 +317,18 @@ class QuantizedMatmul : public KernelPrimitive {
     return shape;
   }
 
-  ColumnsPlan columns_plan(mx::Dtype dtype, const ProductSizes& sizes, uint32_t most_splits) {
-    const Problem problem = product_problem(op, dtype, affine_number(format_), sizes);
-    return plan_columns(problem, sizes, {8, 8, most_kernel_rows}, most_splits, stream());
+  QvmPlan qvm_plan(mx::Dtype dtype, const ProductSizes& sizes, uint32_t most_splits) {
+    const Problem problem = product_problem(op, dtype, affine_number(format_), planned(sizes));
+    return plan_qvm(problem, format_, planned(sizes), most_splits, stream());
+  }
+
+  ProductSizes planned(ProductSizes sizes) const {
+    sizes.matrices = exact_ ? std::min(sizes.matrices, 1u) : sizes.matrices;
+    return sizes;
   }
 
   AffineFormat format_;
+  bool exact_;
 };
 
 // The shapes to which the axes before the last two of x and of w broadcast. Axes at the end along which w does not
@@ -326,13 +357,11 @@ mx::array with_batch(const mx::array& array, mx::Shape shape, mx::Stream stream)
   return array.shape() == shape ? array : mx::broadcast_to(array, shape, stream);
 }
 
-}  // namespace
-
-std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
-                                              const std::optional<mx::array>& biases, bool transpose,
-                                              std::optional<int> group_size, std::optional<int> bits,
-                                              const std::string& mode, const std::optional<mx::array>& bias,
-                                              mx::StreamOrDevice where) {
+// exact: x has several rows, of which each is for one and the same matrix alone.
+std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                     const std::optional<mx::array>& biases, bool transpose,
+                                     std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+                                     const std::optional<mx::array>& bias, bool exact, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   const AffineFormat format = affine_format(op, group_size, bits, transpose, mode);
   const AffineShape shape = check_affine(op, x, w, scales, biases, format);
@@ -356,7 +385,13 @@ std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::arra
   inputs.push_back(w);
   inputs.push_back(affine ? in_dtype(scales, dtype, stream) : scales);
   inputs.push_back(affine ? in_dtype(*biases, dtype, stream) : scales);
-  if (w.ndim() > 2) {
+  if (exact) {
+    const int rows = static_cast<int>(leading_size(x, 1));
+    inputs[0] = mx::reshape(inputs[0], {rows, 1, x.shape(-1)}, stream);
+    for (int i = 1; i < 4; ++i) {
+      inputs[i] = with_batch(inputs[i], {rows}, stream);
+    }
+  } else if (w.ndim() > 2) {
     const BatchShapes batch = batch_shapes(x, w);
     inputs[0] = with_batch(inputs[0], batch.x, stream);
     for (int i = 1; i < 4; ++i) {
@@ -365,7 +400,7 @@ std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::arra
   }
   const size_t matrices = leading_size(inputs[1], 2);
   const size_t rows = matrices == 0 ? 0 : leading_size(inputs[0], 1) / matrices;
-  if (const char* reason = why_not_covered(format, rows, stream)) {
+  if (const char* reason = why_not_covered(format)) {
     return fallback(op, reason);
   }
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
@@ -374,7 +409,7 @@ std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::arra
   if (matrices > most_matrices) {
     return fallback(op, "more than " + std::to_string(most_matrices) + " matrices");
   }
-  const ProductSizes sizes{static_cast<uint32_t>(matrices), static_cast<uint32_t>(rows),
+  const ProductSizes sizes{exact ? 1 : static_cast<uint32_t>(matrices), static_cast<uint32_t>(rows),
                            static_cast<uint32_t>(shape.columns), static_cast<uint32_t>(shape.outputs)};
   const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
   if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
@@ -383,7 +418,23 @@ std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::arra
   if (bias) {
     inputs.push_back(in_dtype(*bias, dtype, stream));
   }
-  return QuantizedMatmul::apply(std::move(inputs), format, stream);
+  const mx::array y = QuantizedMatmul::apply(std::move(inputs), format, exact, stream);
+  if (!exact) {
+    return y;
+  }
+  mx::Shape shape_of_y = x.shape();
+  shape_of_y.back() = shape.outputs;
+  return mx::reshape(y, std::move(shape_of_y), stream);
+}
+
+}  // namespace
+
+std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                              const std::optional<mx::array>& biases, bool transpose,
+                                              std::optional<int> group_size, std::optional<int> bits,
+                                              const std::string& mode, const std::optional<mx::array>& bias,
+                                              mx::StreamOrDevice where) {
+  return try_product(x, w, scales, biases, transpose, group_size, bits, mode, bias, false, where);
 }
 
 std::optional<AffineFormat> pending_product(const mx::array& y) {
@@ -421,7 +472,11 @@ mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const m
   if (w.ndim() != 2) {
     checks::fail(op, "w has shape ", w.shape(), ": exact=True expects one matrix, of two dimensions");
   }
-  return leading_size(x, 1) > 1 ? row_by_row(x, where, product) : product(x);
+  if (leading_size(x, 1) <= 1) {
+    return product(x);
+  }
+  auto y = try_product(x, w, scales, biases, transpose, group_size, bits, mode, bias, true, where);
+  return y ? *std::move(y) : row_by_row(x, where, product);
 }
 
 void bind(nb::module_& module) {

@@ -17,7 +17,6 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
-#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -28,10 +27,10 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "quantized_swiglu";
-const Name rows_file = "matmul/quantized_swiglu.metal";
+const Name file = "matmul/quantized_swiglu.metal";
 const Name nvidia_rows_file = "matmul/nvidia/quantized_swiglu.metal";
 const Name row_file = "matmul/nvidia/quantized_swiglu_mma.metal";
-constexpr AffineKernels kernels{op, 2, 4, false};
+constexpr AffineKernels kernels{op, 2, 4, false, 2};
 
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
@@ -48,17 +47,20 @@ void check_triple(const char* name, const Triple& triple, const mx::array& x, co
   }
 }
 
-// x [.., columns] and the triples gate and up -> y [.., outputs].
+// x [.., columns] and the triples gate and up -> y [.., outputs]. exact: every row of x is computed as if it were
+// alone.
 class QuantizedSwiglu : public KernelPrimitive {
  public:
-  QuantizedSwiglu(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
+  QuantizedSwiglu(mx::Stream stream, AffineFormat format, bool exact)
+      : KernelPrimitive(stream), format_(format), exact_(exact) {}
 
   const char* name() const override {
     return "MittensQuantizedSwiglu";
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return format_ == static_cast<const QuantizedSwiglu&>(other).format_;
+    const auto& swiglu = static_cast<const QuantizedSwiglu&>(other);
+    return format_ == swiglu.format_ && exact_ == swiglu.exact_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -89,12 +91,16 @@ class QuantizedSwiglu : public KernelPrimitive {
     params.columns = x.shape(-1);
     params.outputs = inputs[1].shape(0);
     Launch launch;
-    const ProductSizes sizes{1, params.rows, params.columns, params.outputs};
+    const ProductSizes sizes{1, exact_ ? 1 : params.rows, params.columns, params.outputs};
     const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), sizes, stream());
     if (plan.kernel == AffineKernel::rows) {
-      launch.file = rows_file;
-      launch.kernel = kernel_name(x.dtype(), op, "qmv_", format_.bits, "bit_", plan.shared.rows);
+      launch.file = file;
+      launch.kernel = kernel_name(x.dtype(), op, "qmv_", format_name(format_), "_", plan.shared.rows);
       share_out(launch, plan.shared, 1);
+    } else if (plan.kernel == AffineKernel::matrices) {
+      launch.file = file;
+      launch.kernel = kernel_name(x.dtype(), op, "qmm_", format_name(format_));
+      share_out(launch, plan.by_matrices, 1);
     } else {
       const bool by_matrices = plan.kernel == AffineKernel::mma_row;
       launch.file = by_matrices ? row_file : nvidia_rows_file;
@@ -105,6 +111,9 @@ class QuantizedSwiglu : public KernelPrimitive {
                              1};
       launch.threads = {32 * plan.simdgroups, 1, 1};
     }
+    if (exact_) {
+      launch.threadgroups.y = params.rows;
+    }
     launch.input(x);
     for (int i = 1; i < 7; ++i) {
       add_view(launch, inputs[i]);
@@ -113,11 +122,16 @@ class QuantizedSwiglu : public KernelPrimitive {
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
-    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), y = data_of(outputs[0]),
+    const size_t rows = leading_size(inputs[0], 1);
+    return [type = native_type(inputs[0].dtype()), x = static_cast<const char*>(data_of(inputs[0])),
+            y = static_cast<char*>(data_of(outputs[0])), item = inputs[0].itemsize(),
             gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
-            up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows = leading_size(inputs[0], 1),
+            up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows, together = exact_ ? 1 : rows,
             columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
-      cpu::quantized_swiglu(type, &gate, &up, x, y, 1, rows, columns, count);
+      for (size_t row = 0; row < rows; row += together) {
+        cpu::quantized_swiglu(type, &gate, &up, x + row * columns * item, y + row * count * item, 1, together, columns,
+                              count);
+      }
     };
   }
 
@@ -133,10 +147,11 @@ class QuantizedSwiglu : public KernelPrimitive {
 
  private:
   AffineFormat format_;
+  bool exact_;
 };
 
 mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,
-                           std::optional<int> bits, const std::string& mode, mx::StreamOrDevice where) {
+                           std::optional<int> bits, const std::string& mode, bool exact, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   const AffineFormat format = affine_format(op, group_size, bits, true, mode);
   check_triple("gate", gate, x, format);
@@ -161,24 +176,24 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     inputs.push_back(affine ? typed((*triple)[1]) : (*triple)[1]);
     inputs.push_back(affine ? typed((*triple)[2]) : (*triple)[1]);
   }
-  auto products_of_mx = [&] {
+  auto product_of_rows = [&](const mx::array& x) {
     auto product = [&](int first) {
       const auto biases = affine ? std::optional(inputs[first + 2]) : std::nullopt;
-      return quantized_matmul_of_mx(inputs[0], inputs[first], inputs[first + 1], biases, true, format.group_size,
-                                    format.bits, mode, stream);
+      return quantized_matmul_of_mx(x, inputs[first], inputs[first + 1], biases, true, format.group_size, format.bits,
+                                    mode, stream);
     };
     const mx::array linear = product(1);
     return mx::multiply(mx::multiply(linear, mx::sigmoid(linear, stream), stream), product(4), stream);
+  };
+  auto products_of_mx = [&] {
+    return exact ? row_by_row(inputs[0], stream, product_of_rows) : product_of_rows(inputs[0]);
   };
   auto by_mx = [&](const std::string& reason) {
     fall_back(op, reason);
     return products_of_mx();
   };
-  const size_t rows = leading_size(x, 1);
-  if (runs_kernels(stream) && !has_affine_kernels(format)) {
-    return by_mx("a rare format on a GPU");
-  }
-  if (const char* reason = why_not_covered(format, rows, stream)) {
+  const size_t rows = exact ? 1 : leading_size(x, 1);  // that share their work
+  if (const char* reason = why_not_covered(format)) {
     return by_mx(reason);
   }
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
@@ -190,7 +205,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
     return products_of_mx();
   }
-  return first_output(std::make_shared<QuantizedSwiglu>(stream, format), std::move(inputs));
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, format, exact), std::move(inputs));
 }
 
 }  // namespace
@@ -206,9 +221,6 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) 
       (stream.device == mx::Device::gpu && leading_size(inputs[0], 1) > kernels.most_rows)) {
     return std::nullopt;
   }
-  if (runs_kernels(stream) && !has_affine_kernels(*format)) {
-    return std::nullopt;
-  }
   const mx::array& w = inputs[1];
   const ProductSizes sizes{1, static_cast<uint32_t>(leading_size(inputs[0], 1)),
                            static_cast<uint32_t>(inputs[0].shape(-1)), static_cast<uint32_t>(w.shape(0))};
@@ -217,7 +229,7 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) 
   }
   Arrays all = inputs;
   all.insert(all.end(), up.inputs().begin() + 1, up.inputs().end());
-  return first_output(std::make_shared<QuantizedSwiglu>(stream, *format), std::move(all));
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, *format, false), std::move(all));
 }
 
 namespace {
@@ -225,14 +237,8 @@ namespace {
 mx::array bound_quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up,
                                  std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
                                  bool exact, mx::StreamOrDevice where) {
-  const auto gated = [&](const mx::array& rows) {
-    return quantized_swiglu(rows, gate, up, group_size, bits, mode, where);
-  };
-  if (!exact || x.ndim() < 1 || leading_size(x, 1) <= 1) {
-    return gated(x);
-  }
-  check_triple("gate", gate, x, affine_format(op, group_size, bits, true, mode));
-  return row_by_row(x, where, gated);
+  const bool several = x.ndim() > 0 && leading_size(x, 1) > 1;
+  return quantized_swiglu(x, gate, up, group_size, bits, mode, exact && several, where);
 }
 
 void bind(nb::module_& module) {

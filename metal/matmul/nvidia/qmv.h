@@ -5,7 +5,7 @@
 // show.
 #pragma once
 
-#include "matmul/affine_weights.h"
+#include "matmul/nvidia/affine_weights.h"
 #include "matmul/products.h"
 #include "params/matmul.h"
 

@@ -12,7 +12,7 @@
 // multiplied makes place for what comes next, so that memory is never left without something to load.
 #pragma once
 
-#include "matmul/integer_tiles.h"
+#include "matmul/nvidia/integer_tiles.h"
 #include "matmul/nvidia/qmv.h"
 #include "params/matmul.h"
 

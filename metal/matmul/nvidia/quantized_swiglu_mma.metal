@@ -1,4 +1,4 @@
-// As matmul/quantized_swiglu.metal, for one row of x with 4-bit weights, in half types (matmul/nvidia/qmv_mma.h;
+// As matmul/quantized_swiglu.metal, for rows of x one by one with 4-bit weights, in half types (matmul/nvidia/qmv_mma.h;
 // row_by_matrices in csrc/ops/matmul/affine.cpp says where):
 //
 //   y[n] = silu(sum_k x[k] * gate[n, k]) * sum_k x[k] * up[n, k],   silu(v) = v / (1 + exp(-v))
@@ -14,14 +14,14 @@ using namespace mittens;
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(512)]] void quantized_swiglu_row(
-    const device T* x [[buffer(0)]],            // [columns]
+    const device T* x [[buffer(0)]],            // [rows, columns]
     const device uint* gate [[buffer(1)]],      // [outputs, columns / 8]
     const device T* gate_scales [[buffer(2)]],  // [outputs, columns / group]
     const device T* gate_biases [[buffer(3)]],
     const device uint* up [[buffer(4)]],  // as gate
     const device T* up_scales [[buffer(5)]],
     const device T* up_biases [[buffer(6)]],
-    device T* y [[buffer(7)]],  // [outputs]
+    device T* y [[buffer(7)]],  // [rows, outputs]
     constant QuantizedParams& params [[buffer(8)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint t [[thread_index_in_threadgroup]],
@@ -39,13 +39,13 @@ template <typename T>
   AffineWeights<T> matrices[row_blocks];
   matrices[0] = at_output(matrix_of(gate, gate_scales, gate_biases, params, 0, first_output), own);
   matrices[1] = at_output(matrix_of(up, up_scales, up_biases, params, 0, first_output), own);
-  multiply_row(x, matrices, params, lane, simdgroup, simdgroups, partials + simdgroup * products);
+  multiply_row(x + size_t(group.y) * params.columns, matrices, params, lane, simdgroup, simdgroups, partials + simdgroup * products);
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (t < outputs) {
     const float gated = sum_of_simdgroups(partials, t, products, simdgroups);
     const float linear = sum_of_simdgroups(partials, t + group_outputs, products, simdgroups);
-    y[first_output + t] = T(gated / (1.0f + precise::exp(-gated)) * linear);
+    y[size_t(group.y) * params.outputs + first_output + t] = T(gated / (1.0f + precise::exp(-gated)) * linear);
   }
 }
 

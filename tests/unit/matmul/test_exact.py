@@ -27,6 +27,16 @@ def test_quantized_matmul(rng, dtype, executor, rows, bits, transpose):
     assert mx.array_equal(exact(x.reshape(rows, 1, -1))[:, 0], exact(x)).item()
 
 
+def test_one_launch(rng):
+    x, triple = draw(rng, (4, 512), mx.float16), quantize(rng, (12, 512), mx.float16, 64, 4)
+    with mm.simulator.enabled(), mm.simulator.profiled() as launches:
+        mx.eval(mm.quantized_matmul(x, *triple, exact=True), mm.quantized_swiglu(x, triple, triple, exact=True))
+    assert [launch.kernel for launch in launches] == [
+        "quantized_matmul_qmv_4bit_1_float16",
+        "quantized_swiglu_qmv_4bit_1_float16",
+    ]
+
+
 @pytest.mark.parametrize("rows", [2, 7])
 def test_others(rng, dtype, executor, rows):
     gate, up = (quantize(rng, (9, 320), dtype, 64, 4) for _ in range(2))

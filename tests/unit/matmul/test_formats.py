@@ -63,14 +63,21 @@ def test_few_rows(rng, dtype, executor, form, rows, columns, outputs):
     assert_product_right(multiply(x, arrays, form, bias=bias), exact_product(widen(x), w, widen(bias)), dtype)
 
 
-@pytest.mark.parametrize("form", FORMATS[::3] + FLOATS, ids=str)
-def test_what_goes_to_mx_on_a_gpu(rng, form):
-    arrays, _ = quantize(rng, (64, 64), mx.float32, form)
+@pytest.mark.parametrize("form", [*AFFINE[1::3], *FLOATS], ids=lambda f: f"{f[0]}-{f[1]}-{f[2]}")
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("rows, groups, other", [(1, 3, 300), (5, 5, 1), (8, 9, 41), (16, 1, 33)])
+def test_several_rows(rng, dtype, form, rows, groups, other, transpose):
+    """By matrices: columns and outputs that fill none, and a second block of rows."""
+    packed = -(-groups * form[2] // 32) * 32
+    arrays, w = quantize(rng, (other, packed), dtype, form)
+    x, bias = (
+        draw(rng, (rows, packed if transpose else other), dtype),
+        draw(rng, (other if transpose else packed,), dtype),
+    )
     with mm.simulator.enabled():
-        with pytest.raises(RuntimeError, match="more than 4 rows of x with weights in a rare format"):
-            multiply(mx.zeros((5, 64)), arrays, form)
-        with pytest.raises(RuntimeError, match="weights along the outputs in a rare format"):
-            multiply(mx.zeros((1, 64)), arrays, form, transpose=False)
+        y = multiply(x, arrays, form, transpose, bias)
+        mx.eval(y)
+    assert_product_right(y, exact_product(widen(x), w if transpose else w.T, widen(bias)), dtype)
 
 
 def test_several_panels(rng, native, form):
@@ -120,6 +127,17 @@ def test_stacks_and_strides(rng, native, form):
 
 @pytest.mark.parametrize("rows", [1, 3, 9, 20])
 def test_gate_and_up(rng, dtype, native, form, rows):
+    assert_gated(rng, dtype, form, rows)
+
+
+@pytest.mark.parametrize("form", [*AFFINE[1::3], *FLOATS], ids=lambda f: f"{f[0]}-{f[1]}-{f[2]}")
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_gate_and_up_by_kernels(rng, dtype, form, rows):
+    with mm.simulator.enabled():
+        assert_gated(rng, dtype, form, rows)
+
+
+def assert_gated(rng, dtype, form, rows):
     mode, bits, group = form
     (gate, g), (up, u) = (quantize(rng, (21, 160 if group < 64 else 256), dtype, form) for _ in range(2))
     x = draw(rng, (rows, g.shape[1]), dtype) * (0.1 / g.shape[1] ** 0.5)
