@@ -21,6 +21,7 @@ struct RopeAppend {
   const float* freqs;  // [pairs] or nullptr
   const void* query_norm;  // [width] or nullptr
   const void* key_norm;  // [width] or nullptr
+  const int32_t* offsets;  // [batch], or nullptr where `offset` is that of all
   void* queries;  // [batch, query heads, tokens, width]
   void* keys;  // [batch, key heads, key capacity, width], of which the new tokens are written
   void* values;  // [batch, key heads, value capacity, width]

@@ -35,15 +35,33 @@ struct DeferredRope {
   int dims;
   std::optional<float> base;
   float scale;
-  int offset;
+  std::variant<int, WeakArray> offset;
   std::optional<WeakArray> freqs;
   mx::Stream stream;
 
   bool turns_as(const DeferredRope& other) const {
     const auto f = frequencies(), g = other.frequencies();
     const bool same_freqs = f ? g && f->id() == g->id() : !g;
-    return dims == other.dims && base == other.base && scale == other.scale && offset == other.offset && same_freqs &&
+    return dims == other.dims && base == other.base && scale == other.scale && has_offset_of(other) && same_freqs &&
            stream == other.stream;
+  }
+
+  // None where the array of the offsets has gone.
+  std::optional<Offset> first_position() const {
+    if (const int* position = std::get_if<int>(&offset)) {
+      return *position;
+    }
+    auto offsets = std::get<WeakArray>(offset).lock();
+    return offsets ? std::optional<Offset>(*std::move(offsets)) : std::nullopt;
+  }
+
+  bool has_offset_of(const DeferredRope& other) const {
+    const auto a = first_position(), b = other.first_position();
+    if (!a || !b || a->index() != b->index()) {
+      return false;
+    }
+    const auto* offsets = std::get_if<mx::array>(&*a);
+    return offsets ? offsets->id() == std::get<mx::array>(*b).id() : std::get<int>(*a) == std::get<int>(*b);
   }
 
   std::optional<mx::array> frequencies() const {
@@ -151,19 +169,18 @@ std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional
                                   float scale, const std::variant<int, mx::array>& offset,
                                   const std::optional<mx::array>& freqs, mx::StreamOrDevice where) {
   const int* position = std::get_if<int>(&offset);
-  if (!position) {
-    return std::nullopt;
-  }
-  mx::array y = mx::fast::rope(x, dims, traditional, base, scale, *position, freqs, where);
+  mx::array y = position ? mx::fast::rope(x, dims, traditional, base, scale, *position, freqs, where)
+                         : mx::fast::rope(x, dims, traditional, base, scale, std::get<mx::array>(offset), freqs, where);
   if (is_covered_by_kernels(y, traditional, base, scale)) {
-    calls.of[calls.next] = DeferredRope{WeakArray(y),
-                                        WeakArray(x),
-                                        dims,
-                                        base,
-                                        scale,
-                                        *position,
-                                        freqs ? std::optional(WeakArray(*freqs)) : std::nullopt,
-                                        mx::to_stream(where)};
+    calls.of[calls.next] =
+        DeferredRope{WeakArray(y),
+                     WeakArray(x),
+                     dims,
+                     base,
+                     scale,
+                     position ? std::variant<int, WeakArray>(*position) : WeakArray(std::get<mx::array>(offset)),
+                     freqs ? std::optional(WeakArray(*freqs)) : std::nullopt,
+                     mx::to_stream(where)};
     calls.next = 1 - calls.next;
   }
   return y;
@@ -192,9 +209,13 @@ std::optional<CacheStep> append_with_rope(const mx::array& keys, const mx::array
   if (rotary.freqs && is_pending(*rotary.freqs)) {
     return std::nullopt;
   }
+  const auto offset = of_keys.first_position();
+  const auto* offsets = offset ? std::get_if<mx::array>(&*offset) : nullptr;
+  if (!offset || (offsets && !Line(*offsets).comes_before_results_of(line))) {
+    return std::nullopt;
+  }
   take_norms(*queries, *heads, rotary, of_keys.stream);
-  auto append =
-      rope_append_of(*queries, *heads, new_values, keys, values, rotary, of_keys.offset, first, of_keys.stream);
+  auto append = rope_append_of(*queries, *heads, new_values, keys, values, rotary, *offset, first, of_keys.stream);
   if (!append || !may_be_a_step(*append)) {
     return std::nullopt;
   }

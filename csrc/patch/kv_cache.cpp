@@ -101,6 +101,49 @@ std::optional<Seen> try_update_and_fetch(const nb::object& cache, const mx::arra
   return seen;
 }
 
+// mlx-lm's ChunkedKVCache.update_and_fetch, but where the cache has no room.
+std::optional<Seen> try_chunked_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
+                                                 const mx::array& new_values) {
+  static PyObject* const start_name = name("start_position");
+  auto chunk = PlainCache::of(cache, PlainCache::Kind::chunked);
+  if (!chunk) {
+    return std::nullopt;
+  }
+  const int first = chunk->offset() - attribute<int>(cache, start_name);
+  auto seen = append_to_cache(chunk->keys(), chunk->values(), new_keys, new_values, first);
+  if (seen) {
+    chunk->advance(new_keys.shape(tokens_axis));
+  }
+  return seen;
+}
+
+// mlx-lm's BatchKVCache.update_and_fetch, but where the cache has no room. Its offset is an array, one a row.
+std::optional<Seen> try_batch_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
+                                               const mx::array& new_values) {
+  static PyObject* const module = name("mlx_lm.models.cache");
+  static PyObject* const batch = name("BatchKVCache");
+  static PyObject* const index_name = name("_idx");
+  static PyObject* const offset = name("offset");
+  static PyObject* const names[] = {name("keys"), name("values")};
+  if (!cache.type().is(member(module, batch))) {
+    return std::nullopt;
+  }
+  const nb::object keys = attribute(cache, names[0]), values = attribute(cache, names[1]);
+  const nb::object offsets = attribute(cache, offset);
+  if (!as_array(keys) || !as_array(values) || !as_array(offsets) || new_keys.ndim() != 4) {
+    return std::nullopt;
+  }
+  const int index = attribute<int>(cache, index_name), tokens = new_keys.shape(tokens_axis);
+  auto seen =
+      append_to_cache(*nb::inst_ptr<mx::array>(keys), *nb::inst_ptr<mx::array>(values), new_keys, new_values, index);
+  if (seen) {
+    const mx::array& positions = *as_array(offsets);
+    nb::setattr(cache, nb::handle(offset), nb::cast(mx::add(positions, mx::array(tokens, positions.dtype()))));
+    nb::setattr(cache, nb::handle(index_name), nb::int_(index + tokens));
+  }
+  return seen;
+}
+
 // mlx-lm's RotatingKVCache.update_and_fetch of one token, but where the buffers grow or shrink.
 std::optional<Seen> try_rotating_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
                                                   const mx::array& new_values) {
@@ -204,6 +247,8 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
 
 void bind(nb::module_& module) {
   module.def("try_update_and_fetch", &try_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
+  module.def("try_chunked_update_and_fetch", &try_chunked_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
+  module.def("try_batch_update_and_fetch", &try_batch_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
   module.def("try_rotating_update_and_fetch", &try_rotating_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
   module.def(
       "append_to_cache", &append_to_cache, "keys"_a, "values"_a, "new_keys"_a, "new_values"_a, "first"_a,
@@ -235,7 +280,7 @@ PlainCache::PlainCache(nb::handle cache, nb::object keys, nb::object values)
 
 std::optional<PlainCache> PlainCache::of(nb::handle cache, Kind kind) {
   static PyObject* const module = name("mlx_lm.models.cache");
-  static PyObject* const classes[] = {name("KVCache"), name("RotatingKVCache")};
+  static PyObject* const classes[] = {name("KVCache"), name("RotatingKVCache"), name("ChunkedKVCache")};
   static PyObject* const names[] = {name("keys"), name("values")};
   if (!cache.type().is(member(module, classes[static_cast<int>(kind)]))) {
     return std::nullopt;

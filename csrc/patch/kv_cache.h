@@ -11,10 +11,10 @@
 
 namespace mittens {
 
-// A KVCache that holds tokens, or the buffers of a RotatingKVCache; a subclass of it is none.
+// A KVCache that holds tokens, or the buffers of a cache of another kind; a subclass of it is none.
 class PlainCache {
  public:
-  enum class Kind { plain, rotating };
+  enum class Kind { plain, rotating, chunked };
   static std::optional<PlainCache> of(nanobind::handle cache, Kind kind = Kind::plain);
 
   mx::array& keys() const {

@@ -4,6 +4,8 @@
 //   y[i]         = x[i] * cos(m * f[i]) - x[pairs + i] * sin(m * f[i])
 //   y[pairs + i] = x[i] * sin(m * f[i]) + x[pairs + i] * cos(m * f[i]),   f[i] = base^(-i / pairs) or 1 / freqs[i]
 //
+// A batch may have an offset for each of its rows.
+//
 // Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * weight) of its head, as
 // rms_norm has it.
 //
@@ -33,10 +35,10 @@ struct Head {
 
 template <typename T, bool Normed>
 inline void rotate_part(
-    Head<T, Normed> head, const device float* freqs, device T* target, constant RopeAppendParams& params, uint token,
+    Head<T, Normed> head, const device float* freqs, device T* target, constant RopeAppendParams& params, int at,
     uint first, uint step) {
   const uint pairs = params.pairs;
-  const float position = params.scale * float(params.offset + int(token));
+  const float position = params.scale * float(at);
   if (first < pairs) {
     const float frequency =
         params.has_freqs ? 1.0f / freqs[first] : precise::exp2(-(float(first) / float(pairs)) * params.log2_base);
@@ -67,10 +69,11 @@ template <typename T, bool Normed>
     const device float* freqs [[buffer(3)]],    // [pairs]
     const device T* query_norm [[buffer(4)]],   // [width]
     const device T* key_norm [[buffer(5)]],     // [width]
-    device T* queries [[buffer(6)]],            // [batch, query heads, tokens, width]
-    device T* keys [[buffer(7)]],               // [batch, key heads, key capacity, width]
-    device T* values [[buffer(8)]],             // [batch, key heads, value capacity, width]
-    constant RopeAppendParams& params [[buffer(9)]],
+    const device int* offsets [[buffer(6)]],    // [batch]
+    device T* queries [[buffer(7)]],            // [batch, query heads, tokens, width]
+    device T* keys [[buffer(8)]],               // [batch, key heads, key capacity, width]
+    device T* values [[buffer(9)]],             // [batch, key heads, value capacity, width]
+    constant RopeAppendParams& params [[buffer(10)]],
     uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -116,8 +119,9 @@ template <typename T, bool Normed>
     }
     inverse = rstd(simd_sum(sum), width, params.eps);
   }
+  const int at = (params.has_offsets ? offsets[batch] : params.offset) + int(token);
   rotate_part<T, Normed>(
-      Head<T, Normed>{row, is_query ? query_norm : key_norm, inverse}, freqs, target, params, token, first, step);
+      Head<T, Normed>{row, is_query ? query_norm : key_norm, inverse}, freqs, target, params, at, first, step);
 }
 
 instantiate_types("rope_append", rope_append, false)

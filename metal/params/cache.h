@@ -24,6 +24,7 @@ struct RopeAppendParams {
   float log2_base;
   float eps;
   uint32_t has_freqs;
+  uint32_t has_offsets;     // a position for each row of the batch
 };
 
 }  // namespace mittens

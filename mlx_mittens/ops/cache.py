@@ -21,7 +21,7 @@ def rope_append(
     *,
     base: float | None = None,
     scale: float = 1.0,
-    offset: int,
+    offset: int | mx.array,
     freqs: mx.array | None = None,
     query_norm: mx.array | None = None,
     key_norm: mx.array | None = None,
@@ -45,13 +45,14 @@ def rope_append(
         dims (int): Elements of a head that are rotated, an even number; the others stay as they are.
         base (float, optional): Pair ``i`` turns by ``base ** (-2 * i / dims)`` radians a position.
         scale (float): Factor of the positions.
-        offset (int): Position of the first token.
+        offset (int or array): Position of the first token; an array of integers of shape ``[batch]`` has one for each
+            row of the batch.
         freqs (array, optional): In place of ``base``: pair ``i`` turns by ``1 / freqs[i]``; shape ``[dims / 2]``.
         query_norm (array, optional): Weight of the norm of each head of queries, of shape ``[width]``; together with
             ``key_norm``.
         key_norm (array, optional): Weight of the norm of each head of keys.
         eps (float): Of the norms; finite and not negative.
-        start (int, optional): Where in the buffers the first token goes; ``offset`` if it is not given.
+        start (int, optional): Where in the buffers the first token goes; ``offset`` if it is not given, which is then a number.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -59,7 +60,7 @@ def rope_append(
             buffers with the new tokens.
 
     Raises:
-        DtypeError: An array is not of a floating-point type.
+        DtypeError: An array is not of a floating-point type, or ``offset`` not of integers.
         ValueError: Shapes do not fit together, the tokens do not fit into the buffers, ``dims`` is odd or exceeds the
             width, or not exactly one of ``base`` and ``freqs`` or only one of the norms is given.
 

@@ -249,6 +249,26 @@ TARGETS = [
         "cache",
         "cache",
         "mlx_lm.models.cache",
+        "ChunkedKVCache.update_and_fetch",
+        _ext.try_chunked_update_and_fetch,
+        ("self", "keys", "values"),
+        optional=True,
+        partial=True,  # as above
+    ),
+    Target(
+        "cache",
+        "cache",
+        "mlx_lm.models.cache",
+        "BatchKVCache.update_and_fetch",
+        _ext.try_batch_update_and_fetch,
+        ("self", "keys", "values"),
+        optional=True,
+        partial=True,  # as above
+    ),
+    Target(
+        "cache",
+        "cache",
+        "mlx_lm.models.cache",
         "RotatingKVCache.update_and_fetch",
         _ext.try_rotating_update_and_fetch,
         ("self", "keys", "values"),

@@ -9,6 +9,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 
 #include "cpu/copy.h"
 #include "cpu/rope_append.h"
@@ -45,20 +46,23 @@ struct Rope {
   int start;
   bool has_freqs;
   bool has_norms;
+  bool has_offsets;
   bool is_apart;  // the new heads are three arrays
 
   bool operator==(const Rope&) const = default;
 };
 
-Rope rope_of(const Rotary& rotary, int offset, int start, bool is_apart = false) {
+Rope rope_of(const Rotary& rotary, const Offset& offset, int start, bool is_apart = false) {
+  const int* of_all = std::get_if<int>(&offset);
   return {.dims = rotary.dims,
           .base = rotary.base.value_or(0.0f),
           .scale = rotary.scale,
           .eps = rotary.eps,
-          .offset = offset,
+          .offset = of_all ? *of_all : 0,
           .start = start,
           .has_freqs = rotary.freqs.has_value(),
           .has_norms = rotary.query_norm.has_value(),
+          .has_offsets = !of_all,
           .is_apart = is_apart};
 }
 
@@ -74,9 +78,9 @@ std::optional<mx::Shape> shape_of_heads(const mx::array& heads, int width) {
 }
 
 Arrays inputs_of(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary,
-                 mx::Stream stream) {
+                 const Offset& offset, mx::Stream stream) {
   Arrays inputs;
-  inputs.reserve(8);
+  inputs.reserve(9);
   inputs.push_back(heads);
   inputs.push_back(keys);
   inputs.push_back(values);
@@ -86,6 +90,9 @@ Arrays inputs_of(const mx::array& heads, const mx::array& keys, const mx::array&
   if (rotary.query_norm) {
     inputs.push_back(*rotary.query_norm);
     inputs.push_back(*rotary.key_norm);
+  }
+  if (const auto* offsets = std::get_if<mx::array>(&offset)) {
+    inputs.push_back(in_dtype(*offsets, mx::int32, stream));
   }
   return inputs;
 }
@@ -110,7 +117,9 @@ CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream
     if (rope.has_norms) {
       parts[i] = compose_rms_norm(parts[i], inputs[3 + rope.has_freqs + i], rope.eps, no_offset, s);
     }
-    parts[i] = mx::fast::rope(parts[i], rope.dims, false, base, rope.scale, rope.offset, freqs, s);
+    parts[i] = rope.has_offsets ? mx::fast::rope(parts[i], rope.dims, false, base, rope.scale,
+                                                 inputs[3 + rope.has_freqs + 2 * rope.has_norms], freqs, s)
+                                : mx::fast::rope(parts[i], rope.dims, false, base, rope.scale, rope.offset, freqs, s);
   }
   const auto appended = [&](const mx::array& buffer, const mx::array& fresh) {
     const int after = rope.start + fresh.shape(tokens_axis);
@@ -132,8 +141,9 @@ CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream
   return {parts[0], appended(inputs[1], parts[1]), appended(inputs[2], parts[2])};
 }
 
-// heads, buffers of keys and of values, frequencies and norms of queries and of keys, if there are any, and where heads
-// are those of queries alone, new keys and values -> queries and the buffers, in place where nobody else needs them.
+// heads, buffers of keys and of values, frequencies, norms of queries and of keys and offsets, if there are any, and
+// where heads are those of queries alone, new keys and values -> queries and the buffers, in place where nobody else
+// needs them.
 // Heads are [batch, heads, tokens, width], or [batch, tokens, heads * width] where they are apart.
 class RopeAppend : public KernelPrimitive {
  public:
@@ -202,6 +212,7 @@ class RopeAppend : public KernelPrimitive {
         .log2_base = rope_.has_freqs ? 0.0f : std::log2(rope_.base),
         .eps = rope_.eps,
         .has_freqs = rope_.has_freqs,
+        .has_offsets = rope_.has_offsets,
     };
     constexpr uint32_t simdgroups = 4;  // of a threadgroup, each with 64 columns of a head
     const uint32_t columns = (shape.query_heads + 2 * shape.key_heads) * ceil_divide(shape.width, 64u);
@@ -217,6 +228,7 @@ class RopeAppend : public KernelPrimitive {
     optional(freqs(inputs));
     optional(norm(inputs, 0));
     optional(norm(inputs, 1));
+    optional(offsets(inputs));
     launch.output(outputs[0]).update(outputs[1]).update(outputs[2]).params(params);
 
     std::vector<Launch> all;
@@ -244,6 +256,7 @@ class RopeAppend : public KernelPrimitive {
         .freqs = static_cast<const float*>(data(freqs(inputs))),
         .query_norm = data(norm(inputs, 0)),
         .key_norm = data(norm(inputs, 1)),
+        .offsets = static_cast<const int32_t*>(data(offsets(inputs))),
         .queries = data_of(outputs[0]),
         .keys = data_of(outputs[1]),
         .values = data_of(outputs[2]),
@@ -352,6 +365,10 @@ class RopeAppend : public KernelPrimitive {
     return rope_.has_norms ? &inputs[3 + rope_.has_freqs + which] : nullptr;
   }
 
+  const mx::array* offsets(const Arrays& inputs) const {
+    return rope_.has_offsets ? &inputs[3 + rope_.has_freqs + 2 * rope_.has_norms] : nullptr;
+  }
+
   Rope rope_;
 };
 
@@ -405,6 +422,21 @@ void check_rotary(const Rotary& rotary, const mx::array& heads) {
   }
 }
 
+// Of arrays [batch, ..].
+void check_offset(const Offset& offset, const mx::array& batched) {
+  const auto* offsets = std::get_if<mx::array>(&offset);
+  if (!offsets) {
+    return;
+  }
+  if (!mx::issubdtype(offsets->dtype(), mx::integer)) {
+    checks::fail<DtypeError>(op, "offset has dtype ", offsets->dtype(), ": expected an integer");
+  }
+  if (offsets->shape() != mx::Shape{batched.shape(0)}) {
+    checks::fail(op, "offset has shape ", offsets->shape(), ": expected a number, or (", batched.shape(0),
+                 "), one for each row of the batch");
+  }
+}
+
 void check(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary, int start) {
   if (heads.ndim() != 4) {
     checks::fail(op, "heads has shape ", heads.shape(), ": expected four dimensions");
@@ -424,12 +456,15 @@ void check(const mx::array& heads, const mx::array& keys, const mx::array& value
 using Result = std::tuple<mx::array, mx::array, mx::array>;
 
 Result rope_append(const mx::array& heads, const mx::array& keys, const mx::array& values, const Rotary& rotary,
-                   int offset, std::optional<int> start, mx::StreamOrDevice where) {
-  const int first = start.value_or(offset);
+                   const Offset& offset, std::optional<int> start, mx::StreamOrDevice where) {
+  if (!start && std::holds_alternative<mx::array>(offset)) {
+    checks::fail(op, "offset is an array and start is not given: expected where in the buffers the first token goes");
+  }
+  const int first = start ? *start : std::get<int>(offset);
   const mx::Stream stream = checks::checked_stream(op, where);
   auto append = rope_append_of(heads, keys, values, rotary, offset, first, stream);
   CacheStep step = append ? apply_rope_append(*std::move(append))
-                          : compose_rope_append(inputs_of(heads, keys, values, rotary, stream),
+                          : compose_rope_append(inputs_of(heads, keys, values, rotary, offset, stream),
                                                 rope_of(rotary, offset, first), stream);
   return {std::move(step.result), std::move(step.keys), std::move(step.values)};
 }
@@ -453,8 +488,9 @@ const Register registered(bind);
 }  // namespace
 
 std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
-                                     const Rotary& rotary, int offset, int start, mx::Stream stream) {
+                                     const Rotary& rotary, const Offset& offset, int start, mx::Stream stream) {
   check(heads, keys, values, rotary, start);
+  check_offset(offset, heads);
   const mx::Dtype dtype = checks::floating(op, {{"heads", heads}});
   const char* reason = has_kernels(dtype) ? nullptr : "float64";
   for (const auto& [name, array] : {std::pair("keys", &keys), std::pair("values", &values)}) {
@@ -473,12 +509,12 @@ std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& ke
   mx::Shape queries = heads.shape();
   queries[1] -= 2 * keys.shape(1);
   return Append{std::make_shared<RopeAppend>(stream, rope_of(rotary, offset, start)),
-                inputs_of(heads, keys, values, rotary, stream), std::move(queries)};
+                inputs_of(heads, keys, values, rotary, offset, stream), std::move(queries)};
 }
 
 std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
                                      const mx::array& new_values, const mx::array& keys, const mx::array& values,
-                                     const Rotary& rotary, int offset, int start, mx::Stream stream) {
+                                     const Rotary& rotary, const Offset& offset, int start, mx::Stream stream) {
   if (keys.ndim() != 4 || values.ndim() != 4 || !has_kernels(keys.dtype()) || values.dtype() != keys.dtype() ||
       start < 0) {
     return std::nullopt;
@@ -507,11 +543,12 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
   }
   try {
     check_rotary(rotary, keys);
+    check_offset(offset, keys);
   } catch (const std::invalid_argument&) {  // which the caller's own op says
     return std::nullopt;
   }
   Append append{std::make_shared<RopeAppend>(stream, rope_of(rotary, offset, start, true)),
-                inputs_of(new_queries, keys, values, rotary, stream), *queries};
+                inputs_of(new_queries, keys, values, rotary, offset, stream), *queries};
   append.inputs.push_back(new_keys);
   append.inputs.push_back(new_values);
   return append;

@@ -66,6 +66,36 @@ def test_scale_and_start(dtype, executor, rng):
         assert_same_bits(result[:, :, 7:], buffer[:, :, 7:], "after")
 
 
+@pytest.mark.parametrize("options", [{}, {"base": None}, {"eps": 1e-5}], ids=str)
+def test_an_offset_for_each_row(dtype, executor, rng, options):
+    """A row is bit for bit that of a call with its number; before left padding ends numbers are negative."""
+    case = case_of(3, 2, 1, 2, 64, **options)
+    heads, keys, values, freqs, query_norm, key_norm = draw(rng, case, dtype)
+    arguments = OP.arguments(case)
+    rest = {"base": arguments["base"], "freqs": freqs, "query_norm": query_norm, "key_norm": key_norm}
+    rest |= {"start": 4, "eps": arguments["eps"] or 1e-6}
+    offsets = [9, -3, 500]
+    rows = mm.rope_append(heads, keys, values, 64, offset=mx.array(offsets), **rest)
+    for i, offset in enumerate(offsets):
+        alone = mm.rope_append(*(a[i : i + 1] for a in (heads, keys, values)), 64, offset=offset, **rest)
+        for name, a, b in zip(("queries", "keys", "values"), rows, alone, strict=True):
+            assert_same_bits(a[i : i + 1], b, name)
+
+
+def test_an_offset_for_each_row_is_composed(native, rng):
+    """Under transformations too."""
+    heads, keys, values, *_ = draw(rng, case_of(3, 2, 1, 2, 64))
+    offsets = mx.array([9, -3, 40])
+
+    def queries(heads):
+        return mm.rope_append(heads, keys, values, 64, base=1e4, offset=offsets, start=4)[0]
+
+    twin = lambda heads: mx.fast.rope(heads[:, :2], 64, traditional=False, base=1e4, scale=1.0, offset=offsets)
+    assert_near(queries(heads), twin(heads), "queries", SUM)
+    slopes = [mx.grad(lambda heads: (f(heads) ** 3).sum())(heads) for f in (queries, twin)]
+    assert_near(*slopes, "gradient", SUMS)
+
+
 def test_the_last_room_and_different_capacities(dtype, executor, rng):
     heads, keys, values, *_ = draw(rng, case_of(1, 2, 1, 3, 64), dtype)
     keys, values = keys[:, :, :10], values[:, :, :11]
@@ -264,6 +294,8 @@ BAD = {
     "no room": ({"offset": 7}, ["room for 9", "3 of them from 7"]),
     "no room at start": ({"start": 7}, ["room for 9", "3 of them from 7"]),
     "negative start": ({"start": -1}, ["from -1"]),
+    "offsets of other rows": ({"offset": mx.zeros(3, mx.int32), "start": 0}, ["offset has shape (3)", "(2), one for"]),
+    "offsets without a start": ({"offset": mx.zeros(2, mx.int32)}, ["offset is an array", "start is not given"]),
     "odd dims": ({"dims": 7}, ["dims is 7", "even"]),
     "no dims": ({"dims": 0}, ["dims is 0"]),
     "too many dims": ({"dims": 66}, ["dims is 66", "width of 64"]),
@@ -292,3 +324,5 @@ def test_bad_input(what):
 def test_bad_type():
     with pytest.raises(mm.DtypeError, match=r"\[rope_append\] heads has dtype int32"):
         mm.rope_append(HEADS.astype(mx.int32), KEYS, KEYS, 64, base=1e4, offset=0)
+    with pytest.raises(mm.DtypeError, match=r"\[rope_append\] offset has dtype float32: expected an integer"):
+        mm.rope_append(HEADS, KEYS, KEYS, 64, base=1e4, offset=mx.zeros(2), start=0)

@@ -29,9 +29,10 @@ struct Turns {
 };
 
 template <typename T>
-Turns<T> fill_turns(const RopeAppend& call, size_t token, float* memory) {
+Turns<T> fill_turns(const RopeAppend& call, size_t batch, size_t token, float* memory) {
   float* sines = memory + padded(call.pairs);
-  const float position = call.scale * static_cast<float>(call.offset + static_cast<int>(token));
+  const int offset = call.offsets ? call.offsets[batch] : call.offset;
+  const float position = call.scale * static_cast<float>(offset + static_cast<int>(token));
   const double log_base = call.freqs ? 0.0 : __builtin_log2(static_cast<double>(call.base));
   for (size_t i = 0; i < call.pairs; ++i) {
     const float exponent = static_cast<float>(-log_base * static_cast<double>(i) / static_cast<double>(call.pairs));
@@ -100,8 +101,8 @@ void rope_append(const RopeAppend& call) {
     parallel_for(call.batch * call.tokens, serial_bytes / bytes + 1, [&](size_t begin, size_t end) {
       const Scratch memory(2 * padded(call.pairs));
       for (size_t i = begin; i < end; ++i) {
-        const size_t token = i % call.tokens;
-        append_token(call, i / call.tokens, token, fill_turns<T>(call, token, memory.data()));
+        const size_t batch = i / call.tokens, token = i % call.tokens;
+        append_token(call, batch, token, fill_turns<T>(call, batch, token, memory.data()));
       }
     });
   });
