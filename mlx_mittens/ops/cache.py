@@ -52,7 +52,8 @@ def rope_append(
             ``key_norm``.
         key_norm (array, optional): Weight of the norm of each head of keys.
         eps (float): Of the norms; finite and not negative.
-        start (int, optional): Where in the buffers the first token goes; ``offset`` if it is not given, which is then a number.
+        start (int, optional): Where in the buffers the first token goes; ``offset`` if it is not given, and that is a
+            number.
         stream (optional): Stream or device to run on.
 
     Returns:
