@@ -129,7 +129,7 @@ std::vector<T> chosen_of(const T* stack, const uint32_t* matrices, size_t count)
 void gather_quantized(Type type, const QuantizedWeights* stack, const Gather& gather, const void* x, void* y) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {
     const auto chosen = chosen_of(stack, matrices, count);
-    quantized_matmul(type, chosen.data(), x, nullptr, y, count, rows, gather.columns, gather.outputs);
+    quantized_matmul(type, chosen.data(), x, nullptr, y, count, rows, gather.columns, gather.outputs, false);
   });
 }
 
@@ -137,7 +137,8 @@ void gather_dense(Type type, const void* const* stack, size_t weight_stride, boo
                   const void* x, void* y) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {
     const auto chosen = chosen_of(stack, matrices, count);
-    gemv(type, chosen.data(), weight_stride, transpose, x, nullptr, y, count, rows, gather.columns, gather.outputs);
+    gemv(type, chosen.data(), weight_stride, transpose, x, nullptr, y, count, rows, gather.columns, gather.outputs,
+         false);
   });
 }
 
@@ -145,7 +146,7 @@ void gather_swiglu(Type type, const QuantizedWeights* gate, const QuantizedWeigh
                    const void* x, void* y) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {
     const auto gates = chosen_of(gate, matrices, count), ups = chosen_of(up, matrices, count);
-    quantized_swiglu(type, gates.data(), ups.data(), x, y, count, rows, gather.columns, gather.outputs);
+    quantized_swiglu(type, gates.data(), ups.data(), x, y, count, rows, gather.columns, gather.outputs, false);
   });
 }
 

@@ -7,8 +7,8 @@ namespace mittens::cpu {
 MITTENS_VERSIONS(gemv)
 
 void gemv(Type type, const void* const* w, size_t weight_stride, bool transpose, const void* x, const void* bias,
-          void* y, size_t matrices, size_t rows, size_t columns, size_t outputs) {
-  gemv_versions[isa_index()](type, w, weight_stride, transpose, x, bias, y, matrices, rows, columns, outputs);
+          void* y, size_t matrices, size_t rows, size_t columns, size_t outputs, bool exact) {
+  gemv_versions[isa_index()](type, w, weight_stride, transpose, x, bias, y, matrices, rows, columns, outputs, exact);
 }
 
 }  // namespace mittens::cpu

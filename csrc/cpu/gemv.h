@@ -14,6 +14,7 @@ void gemv(Type type,
           const void* x,  // [matrices, rows, columns]
           const void* bias,  // [outputs] or nullptr
           void* y,  // [matrices, rows, outputs]
-          size_t matrices, size_t rows, size_t columns, size_t outputs);
+          size_t matrices, size_t rows, size_t columns, size_t outputs,
+          bool exact);  // a row of up to 32 is bit for bit what it is alone; transposed alone
 
 }  // namespace mittens::cpu

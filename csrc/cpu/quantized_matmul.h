@@ -30,7 +30,8 @@ void quantized_matmul(Type type,  // of scales, biases, x, bias and y
                       const void* x,  // [matrices, rows, columns]
                       const void* bias,  // [outputs] or nullptr
                       void* y,  // [matrices, rows, outputs]
-                      size_t matrices, size_t rows, size_t columns, size_t outputs);
+                      size_t matrices, size_t rows, size_t columns, size_t outputs,
+                      bool exact);  // a row of up to 32 is bit for bit what it is alone; transposed alone
 
 // y[i] = round(silu(x[i] @ gate[i].T) * (x[i] @ up[i].T)) for each pair of matrices i, silu(v) = v / (1 + exp(-v)), all
 // in float32 and rounded once.
@@ -39,6 +40,7 @@ void quantized_swiglu(Type type,
                       const QuantizedWeights* up,  // [matrices], transposed
                       const void* x,  // [matrices, rows, columns]
                       void* y,  // [matrices, rows, outputs]
-                      size_t matrices, size_t rows, size_t columns, size_t outputs);
+                      size_t matrices, size_t rows, size_t columns, size_t outputs,
+                      bool exact);  // as above
 
 }  // namespace mittens::cpu

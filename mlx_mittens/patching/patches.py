@@ -122,7 +122,7 @@ def _apply() -> None:
     else:
         exporting.unmark("patch")
     _ext.set_strict_patch(strict)
-    _ext.set_exact_attention(settings is not None and settings.exact)
+    _ext.set_exact(settings is not None and settings.exact)
     waiting = len(loaded) < len(wanted)
     if waiting and _on_import not in sys.meta_path:
         sys.meta_path.insert(0, _on_import)
@@ -141,9 +141,10 @@ def patch(*, strict: bool = False, exact: bool = False, **switches: bool) -> Non
 
     Args:
         strict (bool): Whether a call that no kernel covers is an error instead.
-        exact (bool): Whether all attention is exact, also that of ``mm.nn`` and of direct calls: a query among several
-            gets, bit for bit, what it gets alone (see ``mlx_mittens.scaled_dot_product_attention``). For speculative
-            decoding, where the verification of several tokens is compared with decoding one by one.
+        exact (bool): Whether a token among several gets, bit for bit, what it gets alone, also by ``mm.nn`` and by
+            direct calls: all attention (see ``mlx_mittens.scaled_dot_product_attention``), and on a CPU products of up
+            to 32 rows. For speculative decoding, where the verification of several tokens is compared with decoding
+            one by one.
         switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
             the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and

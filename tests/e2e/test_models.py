@@ -10,7 +10,7 @@ import pytest
 from helpers import tiny
 from helpers.tolerances import LAYERS, SUM, SUMS
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import gpt_oss
 from mlx_lm.models.cache import (
     RotatingKVCache,
@@ -181,6 +181,28 @@ def test_speculative_decoding(model, prompt, drafted, rng):
     with mm.patched():
         steps = speculative_generate_step(mx.array(prompt), model, draft, num_draft_tokens=drafted, max_tokens=24)
         assert [token for token, _, _ in steps] == alone
+
+
+@pytest.mark.parametrize("dtype, bits", [(mx.float16, 8), (mx.bfloat16, None), (mx.float32, 4)], ids=str)
+def test_exact_drafts_are_verified_bit_for_bit(dtype, bits, prompt, rng):
+    """Whatever is proposed, the log probabilities are those of one token after the other."""
+    model = tiny.build("llama-3.2-1b", dtype, bits, hidden_size=256, intermediate_size=576)
+    draft = copy.deepcopy(model)
+    noise = mx.array(rng.normal(size=256).astype(np.float32)).astype(dtype)
+    draft.model.norm.weight = draft.model.norm.weight + noise / 2
+    with mm.patched(exact=True):
+        alone = list(generate_step(mx.array(prompt), model, max_tokens=40))
+        for drafted in (2, 5, 8):
+            steps = list(
+                speculative_generate_step(mx.array(prompt), model, draft, num_draft_tokens=drafted, max_tokens=40)
+            )
+            accepted = sum(from_draft for _, _, from_draft in steps)
+            assert 0 < accepted < 40
+            for (token, logprobs), (plain, expected) in zip(
+                [step[:2] for step in steps], [(int(a), b) for a, b in alone], strict=True
+            ):
+                assert token == plain
+                assert mx.array_equal(logprobs, expected).item()
 
 
 def test_a_compiled_step(model, prompt):

@@ -1,7 +1,6 @@
 #include "ops/attention/attention.h"
 
 #include <algorithm>
-#include <atomic>
 #include <utility>
 
 #include <nanobind/nanobind.h>
@@ -15,6 +14,7 @@
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
+#include "runtime/exact.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 
@@ -26,8 +26,6 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "scaled_dot_product_attention";
-
-std::atomic<bool> exact_patch = false;
 
 // Why a call of these shapes, in elements, cannot run on the stream, or an empty string.
 std::string not_covered(const mx::Shape& queries, const mx::Shape& values, mx::Dtype dtype,
@@ -184,7 +182,7 @@ std::optional<mx::array> seeing_queries(const AttentionCall& call, mx::Stream s)
 }
 
 AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
-  call.options.exact = call.options.exact || exact_patch;
+  call.options.exact = call.options.exact || is_exact();
   const mx::Shape scores = call.scores_shape();
   const mx::Shape shape = {scores[0], scores[1], scores[2], call.value_width()};
   if (scores[3] == 0 || has_empty(shape)) {
@@ -330,9 +328,6 @@ void bind(nb::module_& module) {
   define(module, op, &try_attention, &scaled_dot_product_attention, "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a,
          "mask"_a.none() = nb::none(), "sinks"_a.none() = nb::none(), "window"_a.none() = nb::none(),
          "force_fused"_a = false, "exact"_a = false, "stream"_a = nb::none());
-  module.def(
-      "set_exact_attention", [](bool value) { exact_patch = value; }, "value"_a,
-      "Whether every attention is exact, as mlx_mittens.patch(exact=True) has it.");
 }
 
 const Register registered(bind);
@@ -345,7 +340,7 @@ std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const
   if (has_empty(q) || has_empty(k) || has_empty(v)) {
     return nullptr;
   }
-  const AttentionOptions options{.scale = scale, .exact = exact_patch};
+  const AttentionOptions options{.scale = scale, .exact = is_exact()};
   if (std::string reason = not_covered(q, v, dtype, options, stream); !reason.empty()) {
     fallback(op, std::move(reason));
     return nullptr;

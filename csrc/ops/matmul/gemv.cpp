@@ -16,6 +16,7 @@
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
+#include "runtime/exact.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 #include "runtime/primitive.h"
@@ -53,7 +54,7 @@ class Gemv : public KernelPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& gemv = static_cast<const Gemv&>(other);
-    return transpose_ == gemv.transpose_ && may_split_ == gemv.may_split_;
+    return transpose_ == gemv.transpose_ && may_split_ == gemv.may_split_ && exact_ == gemv.exact_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -189,8 +190,8 @@ class Gemv : public KernelPrimitive {
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), w = data_of(inputs[1]),
             stride = static_cast<size_t>(inputs[1].strides(0)), bias = inputs.size() > 2 ? data_of(inputs[2]) : nullptr,
-            y = data_of(outputs[0]), transpose = transpose_, sizes = sizes_of(inputs)] {
-      cpu::gemv(type, &w, stride, transpose, x, bias, y, 1, sizes.rows, sizes.columns, sizes.outputs);
+            y = data_of(outputs[0]), transpose = transpose_, sizes = sizes_of(inputs), exact = exact_] {
+      cpu::gemv(type, &w, stride, transpose, x, bias, y, 1, sizes.rows, sizes.columns, sizes.outputs, exact);
     };
   }
 
@@ -243,6 +244,7 @@ class Gemv : public KernelPrimitive {
 
   bool transpose_;
   bool may_split_;
+  bool exact_ = is_exact();  // on a CPU
 };
 
 }  // namespace

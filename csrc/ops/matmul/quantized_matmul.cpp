@@ -19,6 +19,7 @@
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
+#include "runtime/exact.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 
@@ -64,7 +65,7 @@ class QuantizedMatmul : public KernelPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& product = static_cast<const QuantizedMatmul&>(other);
-    return format_ == product.format_ && exact_ == product.exact_;
+    return format_ == product.format_ && exact_ == product.exact_ && alike_ == product.alike_;
   }
 
   const AffineFormat& format() const {
@@ -274,11 +275,13 @@ class QuantizedMatmul : public KernelPrimitive {
     return
         [type = native_type(inputs[0].dtype()), x = static_cast<const char*>(data_of(inputs[0])),
          y = static_cast<char*>(data_of(outputs[0])), weights = native_affine(inputs[1], inputs[2], inputs[3], format_),
-         bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes, together = planned(sizes).matrices, item] {
+         bias = inputs.size() > 4 ? data_of(inputs[4]) : nullptr, sizes, together = planned(sizes).matrices, item,
+         alike = alike_] {
           for (size_t i = 0; i < sizes.matrices; i += together) {
             const size_t rows = i * sizes.rows;
             cpu::quantized_matmul(type, weights.data() + i, x + rows * sizes.columns * item, bias,
-                                  y + rows * sizes.outputs * item, together, sizes.rows, sizes.columns, sizes.outputs);
+                                  y + rows * sizes.outputs * item, together, sizes.rows, sizes.columns, sizes.outputs,
+                                  alike);
           }
         };
   }
@@ -329,6 +332,7 @@ class QuantizedMatmul : public KernelPrimitive {
 
   AffineFormat format_;
   bool exact_;
+  bool alike_ = is_exact();  // on a CPU rows of a product sum as a row alone does
 };
 
 // The shapes to which the axes before the last two of x and of w broadcast. Axes at the end along which w does not

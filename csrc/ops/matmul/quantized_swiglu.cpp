@@ -16,6 +16,7 @@
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
+#include "runtime/exact.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 
@@ -60,7 +61,7 @@ class QuantizedSwiglu : public KernelPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& swiglu = static_cast<const QuantizedSwiglu&>(other);
-    return format_ == swiglu.format_ && exact_ == swiglu.exact_;
+    return format_ == swiglu.format_ && exact_ == swiglu.exact_ && alike_ == swiglu.alike_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -127,10 +128,11 @@ class QuantizedSwiglu : public KernelPrimitive {
             y = static_cast<char*>(data_of(outputs[0])), item = inputs[0].itemsize(),
             gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
             up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows, together = exact_ ? 1 : rows,
-            columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
+            columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0)),
+            alike = alike_] {
       for (size_t row = 0; row < rows; row += together) {
         cpu::quantized_swiglu(type, &gate, &up, x + row * columns * item, y + row * count * item, 1, together, columns,
-                              count);
+                              count, alike);
       }
     };
   }
@@ -148,6 +150,7 @@ class QuantizedSwiglu : public KernelPrimitive {
  private:
   AffineFormat format_;
   bool exact_;
+  bool alike_ = is_exact();  // on a CPU rows sum as a row alone does
 };
 
 mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,

@@ -47,6 +47,22 @@ def test_others(rng, dtype, executor, rows):
     assert_rows_alone(lambda x: mm.block_matmul(x, blocks, "q4_0", exact=True), x)
 
 
+@pytest.mark.parametrize("shape", [(40, 576), (12, 2048), (7, 130)], ids=str)
+def test_the_patch_on_a_cpu(rng, dtype, native, shape):
+    """Its products of up to 32 rows read the weights once all the same."""
+    triples = [quantize(rng, (shape[0], 576), dtype, 64, bits) for bits in (2, 3, 4, 8)] if shape[1] == 576 else []
+    dense, bias = draw(rng, shape, dtype), draw(rng, shape[:1], dtype)
+    with mm.patched(exact=True):
+        for rows in (2, 3, 9, 31, 32):
+            x = draw(rng, (rows, shape[1]), dtype)
+            assert_rows_alone(lambda x: mm.gemv(dense, x, bias), x)
+            for triple, bits in zip(triples, (2, 3, 4, 8)):
+                assert_rows_alone(lambda x, t=triple, b=bits: mm.quantized_matmul(x, *t, group_size=64, bits=b), x)
+        if triples:
+            gate, up = triples[2], quantize(rng, (shape[0], 576), dtype, 64, 4)
+            assert_rows_alone(lambda x: mm.quantized_swiglu(x, gate, up), x / 20)
+
+
 def test_gradients(rng, native):
     triple = quantize(rng, (8, 64), mx.float32, 64, 4)
     x, cotangent = draw(rng, (3, 64), mx.float32), draw(rng, (3, 8), mx.float32)

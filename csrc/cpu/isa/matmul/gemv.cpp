@@ -6,7 +6,7 @@
 namespace mittens::cpu::MITTENS_ISA {
 
 void gemv(Type type, const void* const* w, size_t weight_stride, bool transpose, const void* x, const void* bias,
-          void* y, size_t matrices, size_t rows, size_t columns, size_t outputs) {
+          void* y, size_t matrices, size_t rows, size_t columns, size_t outputs, bool exact) {
   with_type(type, [&](auto t) {
     using T = decltype(t);
     using Source = Dense<T>;
@@ -15,7 +15,7 @@ void gemv(Type type, const void* const* w, size_t weight_stride, bool transpose,
       round_row((T*)y + row * outputs + n, sums, bias ? (const T*)bias + n : nullptr, size);
     };
     if (transpose) {
-      row_products<Source, 1>(source_of, (const T*)x, matrices, rows, columns, outputs, finish);
+      row_products<Source, 1>(source_of, (const T*)x, matrices, rows, columns, outputs, finish, exact);
     } else {
       column_products<Source>(source_of, (const T*)x, matrices, rows, columns, outputs, finish);
     }

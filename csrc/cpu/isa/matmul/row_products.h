@@ -9,6 +9,7 @@
 namespace mittens::cpu::MITTENS_ISA {
 
 constexpr size_t most_direct_rows = 8;
+constexpr size_t most_exact_rows = 32;
 constexpr int tile_outputs = many_registers ? 4 : 2;
 constexpr size_t panel_outputs = 64;
 constexpr size_t panel_columns = 1024;
@@ -88,7 +89,13 @@ class RowProducts {
   }
 
   // sums[m * stride + i] = the product of row m of x and row n + i, i < size. x: Arranged, with sums.
-  void direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
+  // exact: a sum does not depend on the number of rows.
+  void direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory,
+              bool exact) const {
+    if (exact && rows > 2) {
+      exact_groups(x, rows, n, size, sums, stride, memory);
+      return;
+    }
     if (rows > 4 && many_registers && Source::vectors >= 4) {  // what is read for a step serves long
       direct_groups<5, 8, 2>(x, rows, n, size, sums, stride, memory);
       return;
@@ -119,6 +126,31 @@ class RowProducts {
 
  private:
   static constexpr int most_outputs = 4;
+
+  // One or two rows of x at a time along some rows of weights, which stay in the first cache meanwhile.
+  void exact_groups(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,
+                    float* memory) const {
+    constexpr int outputs = many_registers ? 4 : 2;
+    size_t i = 0;
+    for (; i + outputs <= size; i += outputs) {
+      pairs_of_rows<outputs>(x, rows, n + i, sums + i, stride, memory);
+    }
+    for (; i < size; ++i) {
+      pairs_of_rows<1>(x, rows, n + i, sums + i, stride, memory);
+    }
+  }
+
+  template <int outputs>
+  void pairs_of_rows(const float* x, size_t rows, size_t n, float* sums, size_t stride, float* memory) const {
+    const size_t x_stride = Arranged<Source, Source::offset>::size(columns_);
+    size_t row = 0;
+    for (; row + 2 <= rows; row += 2) {
+      along<2, outputs>(x + row * x_stride, n, sums + row * stride, stride, memory);
+    }
+    if (row < rows) {
+      along<1, outputs>(x + row * x_stride, n, sums + row * stride, stride, memory);
+    }
+  }
 
   // least: rows.
   template <int least, int most, int outputs>
@@ -327,9 +359,10 @@ class RowProducts {
 // For each of the matrices, x [matrices, rows, columns] times the rows of its sources, of which there are one or two.
 //   source_of(matrix, j)                      source j of a matrix
 //   finish(row, n, size, first, second)       takes the sums of outputs [n, n + size) of a row of x
+//   exact                                     sums of up to 32 rows do not depend on how many there are
 template <typename Source, int sources, typename T, typename SourceOf, typename Finish>
 void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t rows, size_t columns, size_t outputs,
-                  const Finish& finish) {
+                  const Finish& finish, bool exact = false) {
   auto batch = [&](auto direct, size_t matrix, size_t count, size_t row, size_t size) {
     using X = Arranged<Source, direct.value && Source::offset>;
     const size_t x_stride = X::size(columns);
@@ -363,7 +396,7 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
           const float* from = arranged.data() + part * size * x_stride;
           float* to = sums + j * size * block;
           if constexpr (direct.value) {
-            products.direct(from, size, n, part_size, to, block, memory.data());
+            products.direct(from, size, n, part_size, to, block, memory.data(), exact);
           } else {
             products.panel(from, size, n, part_size, to, block, memory.data());
           }
@@ -384,7 +417,7 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
   for (size_t matrix = 0; matrix < matrices; matrix += together) {
     each_part(rows, batch_rows, [&](size_t row, size_t size) {
       const size_t count = smaller(together, matrices - matrix);
-      if (size <= most_direct_rows) {
+      if (size <= most_direct_rows || (exact && size <= most_exact_rows)) {
         batch(Index<1>(), matrix, count, row, size);
       } else {
         batch(Index<0>(), matrix, count, row, size);
