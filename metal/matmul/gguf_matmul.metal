@@ -45,6 +45,21 @@ template <typename T, BlockKind kind, int M>
 }
 
 instantiate_types("block_matmul_q4_0_1", block_matmul, q4_0, 1)
-    instantiate_types("block_matmul_q4_0_4", block_matmul, q4_0, 4)
-        instantiate_types("block_matmul_q8_0_1", block_matmul, q8_0, 1)
-            instantiate_types("block_matmul_q8_0_4", block_matmul, q8_0, 4)
+instantiate_types("block_matmul_q4_0_4", block_matmul, q4_0, 4)
+instantiate_types("block_matmul_q8_0_1", block_matmul, q8_0, 1)
+instantiate_types("block_matmul_q8_0_4", block_matmul, q8_0, 4)
+instantiate_types("block_matmul_q4_k_1", block_matmul, q4_k, 1)
+instantiate_types("block_matmul_q4_k_4", block_matmul, q4_k, 4)
+instantiate_types("block_matmul_q5_k_1", block_matmul, q5_k, 1)
+instantiate_types("block_matmul_q5_k_4", block_matmul, q5_k, 4)
+instantiate_types("block_matmul_q6_k_1", block_matmul, q6_k, 1)
+instantiate_types("block_matmul_q6_k_4", block_matmul, q6_k, 4)
+
+// Rarer kinds: one row at a time.
+instantiate_types("block_matmul_q4_1_1", block_matmul, q4_1, 1)
+instantiate_types("block_matmul_q5_0_1", block_matmul, q5_0, 1)
+instantiate_types("block_matmul_q5_1_1", block_matmul, q5_1, 1)
+instantiate_types("block_matmul_q2_k_1", block_matmul, q2_k, 1)
+instantiate_types("block_matmul_q3_k_1", block_matmul, q3_k, 1)
+instantiate_types("block_matmul_iq4_nl_1", block_matmul, iq4_nl, 1)
+instantiate_types("block_matmul_iq4_xs_1", block_matmul, iq4_xs, 1)

@@ -1,6 +1,5 @@
-// GGUF blocks from weights, and weights from blocks: w = d * (q - zero) for 32 weights at a time, one simdgroup a
-// block and one lane a weight. A block is a half d, then 16 bytes of 4-bit integers (q4_0: byte i holds integer i
-// below and integer i + 16 above, zero is 8) or 32 signed bytes (q8_0).
+// GGUF blocks from weights in q4_0 and q8_0, and weights from blocks of every kind (mittens/source/gguf.h). A simdgroup
+// makes a block, a lane for each weight. A thread unpacks kDequantizedColumns weights, each rounded once.
 //
 // q4_0: d = m / -8, m the weight of largest magnitude (the first of equals), q = min(15, floor(w / d + 8.5)).
 // q8_0: d = max |w| / 127, q = w / d rounded to nearest, halves away from zero.
@@ -9,7 +8,10 @@
 // subnormal numbers for zero do so with d, of which a half keeps nothing.)
 #include <metal_stdlib>
 
+#include "matmul/rows.h"
 #include "mittens/instantiate.h"
+#include "mittens/pack.h"
+#include "mittens/source/gguf.h"
 #include "params/matmul.h"
 
 using namespace metal;
@@ -45,10 +47,6 @@ inline uint largest_bits(float v) {
 // Blocks that are written start on even addresses. (Two stores of a byte each came out wrong on an H200: ptxas.)
 inline void store_half(device uchar* p, float v) {
   *(device half*)p = half(v);
-}
-
-inline float load_half(const device uchar* p) {
-  return float(as_type<half>(ushort(p[0] | (p[1] << 8))));
 }
 
 template <typename T>
@@ -104,50 +102,59 @@ template <typename T>
   }
 }
 
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void dequantize_q4_0(
-    const device uchar* blocks [[buffer(0)]],  // [count, 18]
-    device T* w [[buffer(1)]],                 // [count, 32]
-    constant BlockCountParams& params [[buffer(2)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint block = group * simdgroups + simdgroup;
-  if (block >= params.count) {
-    return;
+// Columns [at, at + 16) of a block, in any of the kinds: one kernel, since there is nothing to it but its loads.
+template <typename T, BlockKind kind>
+inline void dequantize_run(const device uchar* blocks, device T* w, uint run) {
+  using Rows = BlockRows<kind, kDequantizedColumns>;
+  constexpr uint runs = Block<kind, kDequantizedColumns>::weights / kDequantizedColumns;
+  const Rows from = {blocks + size_t(run / runs) * Block<kind, kDequantizedColumns>::bytes, 0};
+  const typename Rows::Run loaded = from.load(0, run % runs * kDequantizedColumns);
+  half q[kDequantizedColumns];
+  Rows::Values::unpack(loaded.words, q);
+  constexpr int W = pack_size<T>();
+#pragma unroll
+  for (int i = 0; i < kDequantizedColumns / W; ++i) {
+    float v[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      v[j] = weight_of<Rows>(loaded, q[i * W + j], i * W + j);
+    }
+    ((device uint4*)w)[size_t(run) * (kDequantizedColumns / W) + i] = pack<T>(v);
   }
-  const device uchar* in = blocks + size_t(block) * q4_0_bytes;
-  const uint byte = in[2 + lane % 16];
-  const int q = int(lane < 16 ? byte & 15 : byte >> 4) - 8;
-  w[size_t(block) * block_weights + lane] = T(load_half(in) * float(q));
 }
 
+#define dequantize_case(kind)               \
+  case kind:                                \
+    dequantize_run<T, kind>(blocks, w, at); \
+    break;
+
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void dequantize_q8_0(
-    const device uchar* blocks [[buffer(0)]],  // [count, 34]
-    device T* w [[buffer(1)]],                 // [count, 32]
-    constant BlockCountParams& params [[buffer(2)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint block = group * simdgroups + simdgroup;
-  if (block >= params.count) {
+[[kernel, max_total_threads_per_threadgroup(256)]] void block_dequantize(
+    const device uchar* blocks [[buffer(0)]],  // [count, bytes of a block]
+    device T* w [[buffer(1)]],                 // [count, weights of a block]
+    constant DequantizeParams& params [[buffer(2)]],
+    uint at [[thread_position_in_grid]]) {
+  if (at >= params.runs) {
     return;
   }
-  const device uchar* in = blocks + size_t(block) * q8_0_bytes;
-  const int byte = in[2 + lane];
-  w[size_t(block) * block_weights + lane] = T(load_half(in) * float(byte < 128 ? byte : byte - 256));
+  switch (params.kind) {
+    dequantize_case(q4_0)
+    dequantize_case(q4_1)
+    dequantize_case(q5_0)
+    dequantize_case(q5_1)
+    dequantize_case(q8_0)
+    dequantize_case(q2_k)
+    dequantize_case(q3_k)
+    dequantize_case(q4_k)
+    dequantize_case(q5_k)
+    dequantize_case(q6_k)
+    dequantize_case(iq4_nl)
+    dequantize_case(iq4_xs)
+    default:
+      break;
+  }
 }
 
-#define instantiate_kind(kind)                                                    \
-  instantiate_kernel("block_quantize_" #kind "_float32", quantize_##kind, float)  \
-  instantiate_kernel("block_quantize_" #kind "_float16", quantize_##kind, half)   \
-  instantiate_kernel("block_quantize_" #kind "_bfloat16", quantize_##kind, bfloat)      \
-  instantiate_kernel("block_dequantize_" #kind "_float32", dequantize_##kind, float)    \
-  instantiate_kernel("block_dequantize_" #kind "_float16", dequantize_##kind, half)     \
-  instantiate_kernel("block_dequantize_" #kind "_bfloat16", dequantize_##kind, bfloat)
-
-instantiate_kind(q4_0)
-instantiate_kind(q8_0)
+instantiate_types("block_dequantize", block_dequantize)
+instantiate_types("block_quantize_q4_0", quantize_q4_0)
+instantiate_types("block_quantize_q8_0", quantize_q8_0)

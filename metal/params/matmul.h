@@ -109,4 +109,11 @@ struct BlockCountParams {
   uint32_t count;  // of blocks
 };
 
+enum { kDequantizedColumns = 16 };  // of a thread
+
+struct DequantizeParams {
+  uint32_t kind;  // BlockKind
+  uint32_t runs;  // of kDequantizedColumns weights
+};
+
 }  // namespace mittens

@@ -180,8 +180,8 @@ def block_matmul(
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
         blocks (array): uint8 of shape ``[outputs, bytes]``, each row a whole number of blocks.
-        kind (str): ``q4_0`` or ``q8_0``; on CPUs also ``q4_1``, ``q5_0``, ``q5_1``, ``q2_k`` to ``q6_k``, ``iq4_nl``
-            or ``iq4_xs``, for which there are no kernels.
+        kind (str): ``q4_0``, ``q4_1``, ``q5_0``, ``q5_1``, ``q8_0``, ``q2_k`` to ``q6_k``, ``iq4_nl`` or ``iq4_xs``.
+            On a GPU kernels take up to 16 rows of ``x``; more are multiplied with dequantized weights.
         bias (array, optional): Offset of shape ``[outputs]``.
         exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows are then computed one by one.
         stream (optional): Stream or device to run on.
@@ -243,7 +243,7 @@ def block_dequantize(
 
     Args:
         blocks (array): uint8 of shape ``[..., bytes]``, each row a whole number of blocks.
-        kind (str): ``q4_0`` or ``q8_0``; on CPUs any kind of `block_matmul`.
+        kind (str): Any kind of `block_matmul`.
         dtype (Dtype): float32, float16 or bfloat16.
         stream (optional): Stream or device to run on.
 

@@ -13,10 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import matmul
-from . import reference
+from . import gguf, reference
 from .op import DTYPES, Case, Exact, Op, add_outliers, draw_packed, on_all_cores, widen
-
-_BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 
 # Numbers that are drawn; larger arrays repeat them, which no row length divides.
 _DRAWN = 2**24 + 43
@@ -45,10 +43,10 @@ class MatrixOp(Op):
         if self.layout == "dense":
             return [w, (rows, columns), (outputs,)]
         if self.layout == "blocks":
-            return [(rows, columns), (outputs, columns // 32 * _BLOCK_BYTES[options["kind"]])]
+            return [(rows, columns), (outputs, gguf.KINDS[options["kind"]].row_bytes(columns))]
         if self.layout == "block":
-            width = columns // 32 * _BLOCK_BYTES[options["kind"]] if self.name == "block_dequantize" else columns
-            return [(rows, width)]
+            row_bytes = gguf.KINDS[options["kind"]].row_bytes(columns)
+            return [(rows, row_bytes if self.name == "block_dequantize" else columns)]
         groups = (w[0], w[1] // options["group_size"])
         triple = [(w[0], w[1] * options["bits"] // 32), groups, groups]
         return [(rows, columns), *triple * (2 if self.layout == "gated" else 1)]
@@ -81,8 +79,8 @@ class MatrixOp(Op):
         )
         if self.layout != "block":
             return inputs + rows * outputs * dtype.size
-        width = columns // 32 * _BLOCK_BYTES[options["kind"]]
-        return inputs + rows * (columns * dtype.size if self.name == "block_dequantize" else width)
+        row_bytes = gguf.KINDS[options["kind"]].row_bytes(columns)
+        return inputs + rows * (columns * dtype.size if self.name == "block_dequantize" else row_bytes)
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
@@ -100,7 +98,7 @@ class MatrixOp(Op):
 
     def _exact_blocks(self, array: mx.array, options: dict[str, Any]) -> Exact:
         if self.name == "block_dequantize":
-            return Exact(_block_weights(np.array(array), options["kind"]))
+            return Exact(gguf.weights(np.array(array), options["kind"]))
         return Exact(_quantized_blocks(np.array(array.astype(mx.float32)), options["kind"]).astype(np.float64))
 
 
@@ -122,11 +120,11 @@ def _draw(
     if "bits" in options and name != "x":
         return draw_packed(rng, name, shape, options["bits"], dtype, scale)
     if name == "blocks":
-        size = _BLOCK_BYTES[options["kind"]]
-        blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, size), dtype=np.uint8)
-        step = scale * (0.2 if options["kind"] == "q4_0" else 0.02)
-        d = (rng.uniform(0.5, 1.5, blocks.shape[:-1]) * step).astype(np.float16)
-        blocks[..., :2] = d[..., None].view(np.uint8)
+        kind = gguf.KINDS[options["kind"]]
+        blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // kind.bytes, kind.bytes), dtype=np.uint8)
+        for at, step in zip(kind.halves, (kind.step, kind.minimum), strict=False):
+            halves = (rng.uniform(0.5, 1.5, blocks.shape[:-1]) * (scale * step)).astype(np.float16)
+            blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
         return mx.array(blocks.reshape(shape))
     size = int(np.prod(shape))
     a = rng.standard_normal(min(size, _DRAWN), dtype=np.float32)
@@ -135,17 +133,6 @@ def _draw(
         a *= np.float32(scale)
     add_outliers(rng, a)
     return mx.array(a).astype(dtype)
-
-
-def _block_weights(blocks: np.ndarray, kind: str) -> np.ndarray:
-    """GGUF blocks in float64."""
-    blocks = blocks.reshape(*blocks.shape[:-1], -1, _BLOCK_BYTES[kind])
-    d = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float64)
-    if kind == "q8_0":
-        integers = blocks[..., 2:].view(np.int8).astype(np.float64)
-    else:
-        integers = np.concatenate([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], axis=-1).astype(np.float64) - 8
-    return (d * integers).reshape(*blocks.shape[:-2], -1)
 
 
 def _quantized_blocks(w: np.ndarray, kind: str) -> np.ndarray:
@@ -171,7 +158,7 @@ def _rows_of(weights: Sequence[np.ndarray], options: dict[str, Any], layout: str
     if layout == "dense":
         return weights[0].astype(np.float64)
     if layout == "blocks":
-        return _block_weights(weights[0], options["kind"])
+        return gguf.weights(weights[0], options["kind"])
     words, scales = weights[:2]
     biases = weights[2] if len(weights) > 2 else None
     mode = options.get("mode", "affine")
@@ -225,7 +212,9 @@ def _mx_blocks(x, blocks, kind):
 
 
 def _mx_dequantize(blocks, kind, dtype=mx.float32):
-    parts = blocks.reshape(*blocks.shape[:-1], -1, _BLOCK_BYTES[kind])
+    if kind not in ("q4_0", "q8_0"):
+        return mx.array(gguf.weights(np.array(blocks), kind).astype(np.float32)).astype(dtype)
+    parts = blocks.reshape(*blocks.shape[:-1], -1, gguf.KINDS[kind].bytes)
     d = mx.view(mx.contiguous(parts[..., :2]), mx.float16).astype(mx.float32)
     if kind == "q8_0":
         integers = mx.view(mx.contiguous(parts[..., 2:]), mx.int8).astype(mx.float32)
@@ -468,6 +457,12 @@ MATRIX_OPS: tuple[Op, ...] = (
                 *_tests((1, 2880, 9), (1, 96, 38), (2, 1056, 5), (5, 64, 7), kind=kind),
                 *_tests((1, 96, 5), kind=kind, label="strided"),
             )
+        )
+        + tuple(case for kind in ("q4_k", "q5_k", "q6_k") for case in _tests((1, 1280, 9), (5, 256, 7), kind=kind))
+        + tuple(
+            case
+            for kind in ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "iq4_nl", "iq4_xs")
+            for case in _tests((1, 768, 6), kind=kind)
         ),
         cases=tuple(
             Case("Llama-3.1-8B", (1, columns, outputs), {"kind": kind}, quick=outputs == 4096, gpu_only=outputs != 4096)
@@ -498,7 +493,8 @@ MATRIX_OPS: tuple[Op, ...] = (
             Case("test", (9, 96, 0), {"kind": kind, "dtype": dtype})
             for kind in ("q4_0", "q8_0")
             for dtype in (mx.float32, mx.float16, mx.bfloat16)
-        ),
+        )
+        + tuple(Case("test", (3, 256, 0), {"kind": kind, "dtype": mx.float32}) for kind in sorted(gguf.KINDS)),
         cases=(Case("Llama-3.1-8B", (4096, 4096, 0), {"kind": "q4_0"}, quick=True),),
         layout="block",
     ),

@@ -14,9 +14,6 @@ const char* block_kind_name(cpu::BlockKind kind);
 // Throws for a name that stands for no kind.
 cpu::BlockKind block_kind(const char* op, const std::string& name);
 
-// Whether GPUs have kernels for a kind.
-bool has_block_kernels(cpu::BlockKind kind);
-
 // Throws unless blocks are bytes, and a row of them a whole number of blocks.
 void check_blocks(const char* op, const mx::array& blocks, cpu::BlockKind kind);
 

@@ -74,7 +74,7 @@ class BlockMatmul : public KernelPrimitive {
     params.row_bytes = inputs[1].shape(1);
     params.has_bias = inputs.size() > 2;
     const ProductSizes sizes{1, params.rows, params.columns, params.outputs};
-    const RowsPlan plan = plan_gguf(problem(x.dtype(), kind_, sizes), sizes, stream());
+    const RowsPlan plan = plan_gguf(problem(x.dtype(), kind_, sizes), kind_, sizes, stream());
 
     Launch launch;
     launch.file = file;
@@ -130,10 +130,9 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
     inputs.push_back(in_dtype(*bias, dtype, stream));
   }
   const size_t rows = leading_size(x, 1);
-  const bool has_kernel = !runs_kernels(stream) || has_block_kernels(kind);
-  const bool is_covered = has_kernel && (stream.device != mx::Device::gpu || rows <= most_gemv_rows);
+  const bool is_covered = stream.device != mx::Device::gpu || rows <= most_gemv_rows;
   if (!is_covered) {
-    fall_back(op, has_kernel ? "more than " + std::to_string(most_gemv_rows) + " rows of x" : "kind " + kind_name);
+    fall_back(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
                            static_cast<uint32_t>(blocks.shape(0))};

@@ -22,18 +22,7 @@ namespace mittens {
 
 namespace {
 
-constexpr uint32_t blocks_per_group = 8;  // one for each simdgroup
-
-// One simdgroup for each block, whichever way it goes.
-Launch block_launch(const char* op, cpu::BlockKind kind, mx::Dtype dtype, const mx::array& from, mx::array& to,
-                    size_t count) {
-  Launch launch;
-  launch.file = "matmul/gguf_quantize.metal";
-  launch.kernel = kernel_name(dtype, op, block_kind_name(kind));
-  launch.threadgroups = {ceil_divide(count, blocks_per_group), 1, 1};
-  launch.threads = {32 * blocks_per_group, 1, 1};
-  return launch.input(from).output(to).params(BlockCountParams{static_cast<uint32_t>(count)});
-}
+const Name file = "matmul/gguf_quantize.metal";
 
 // blocks uint8 [.., bytes of a row] -> w [.., columns].
 class BlockDequantize : public KernelPrimitive {
@@ -72,9 +61,20 @@ class BlockDequantize : public KernelPrimitive {
   }
 
  protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    return row_contiguous(inputs, stream(), copies, runs_kernels(stream()) ? 16 : 1);
+  }
+
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    return in_order(block_launch("block_dequantize", kind_, dtype_, inputs[0], outputs[0],
-                                 outputs[0].size() / cpu::block_weights(kind_)));
+    constexpr uint32_t threads = 256;
+    const uint32_t runs = static_cast<uint32_t>(outputs[0].size() / kDequantizedColumns);
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(dtype_, "block_dequantize");
+    launch.threadgroups = {ceil_divide(runs, threads), 1, 1};
+    launch.threads = {threads, 1, 1};
+    launch.input(inputs[0]).output(outputs[0]).params(DequantizeParams{static_cast<uint32_t>(kind_), runs});
+    return in_order(std::move(launch));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -129,8 +129,15 @@ class BlockQuantize : public KernelPrimitive {
 
  protected:
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    return in_order(block_launch("block_quantize", kind_, inputs[0].dtype(), inputs[0], outputs[0],
-                                 inputs[0].size() / cpu::block_weights(kind_)));
+    constexpr uint32_t simdgroups = 8;  // of a threadgroup, each with a block
+    const size_t count = inputs[0].size() / cpu::block_weights(kind_);
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(inputs[0].dtype(), "block_quantize", block_kind_name(kind_));
+    launch.threadgroups = {ceil_divide(count, simdgroups), 1, 1};
+    launch.threads = {32 * simdgroups, 1, 1};
+    launch.input(inputs[0]).output(outputs[0]).params(BlockCountParams{static_cast<uint32_t>(count)});
+    return in_order(std::move(launch));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -152,11 +159,9 @@ class BlockQuantize : public KernelPrimitive {
 constexpr const char* kind_names[] = {"q4_0", "q4_1", "q5_0", "q5_1", "q8_0",   "q2_k",
                                       "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"};
 
-// Kinds without kernels are made and unpacked on a CPU.
-void check_stream(const char* op, cpu::BlockKind kind, mx::Stream stream) {
-  if (runs_kernels(stream) && !has_block_kernels(kind)) {
-    checks::fail(op, "kind is '", block_kind_name(kind), "': expected q4_0 or q8_0 on a GPU; pass stream=mx.cpu");
-  }
+// Other kinds are made on a CPU.
+bool has_quantize_kernel(cpu::BlockKind kind) {
+  return kind == cpu::BlockKind::q4_0 || kind == cpu::BlockKind::q8_0;
 }
 
 mx::array only(const std::shared_ptr<KernelPrimitive>& primitive, mx::Dtype dtype, const mx::array& input) {
@@ -181,10 +186,6 @@ cpu::BlockKind block_kind(const char* op, const std::string& name) {
   return static_cast<cpu::BlockKind>(found - std::begin(kind_names));
 }
 
-bool has_block_kernels(cpu::BlockKind kind) {
-  return kind == cpu::BlockKind::q4_0 || kind == cpu::BlockKind::q8_0;
-}
-
 void check_blocks(const char* op, const mx::array& blocks, cpu::BlockKind kind) {
   if (blocks.dtype() != mx::uint8) {
     checks::fail<DtypeError>(op, "blocks has dtype ", blocks.dtype(), ": expected uint8, as a .gguf file stores them");
@@ -204,7 +205,6 @@ mx::array block_dequantize(const mx::array& blocks, const std::string& kind_name
     checks::fail<DtypeError>(op, "dtype is ", dtype, ": expected float32, float16 or bfloat16");
   }
   const mx::Stream stream = checks::checked_stream(op, where);
-  check_stream(op, kind, stream);
   return only(std::make_shared<BlockDequantize>(stream, kind, dtype), dtype, copyable(blocks, stream));
 }
 
@@ -223,7 +223,9 @@ mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::S
     checks::fail(op, "w has shape ", w.shape(), ": expected a last axis that is a multiple of ", weights);
   }
   const mx::Stream stream = checks::checked_stream(op, where);
-  check_stream(op, kind, stream);
+  if (runs_kernels(stream) && !has_quantize_kernel(kind)) {
+    checks::fail(op, "kind is '", kind_name, "': expected q4_0 or q8_0 on a GPU; pass stream=mx.cpu");
+  }
   return only(std::make_shared<BlockQuantize>(stream, kind), mx::uint8, copyable(w, stream));
 }
 

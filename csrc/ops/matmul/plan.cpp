@@ -179,7 +179,7 @@ bool matrix_units_win(const ProductSizes& sizes, bool transpose, mx::Dtype dtype
 
 // --- products by rows
 
-// Of matmul/qmv.metal and matmul/quantized_swiglu.metal; those of matmul/gguf_matmul.metal take less.
+// Of matmul/qmv.metal and matmul/quantized_swiglu.metal; most of matmul/gguf_matmul.metal take less.
 Registers rows_registers(uint32_t rows) {
   return rows == 1 ? Registers{139, 128} : rows == 2 ? Registers{193, 128} : Registers{211, 128};
 }
@@ -475,12 +475,21 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
   return wins && mlx_uses_matrix_units(gpu, dtype) ? matrix_units : nullptr;
 }
 
-RowsPlan plan_gguf(const Problem& problem, const ProductSizes& sizes, mx::Stream stream) {
+RowsPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream) {
   const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
-  // There are kernels of one row and of four.
+  // There are kernels of one row and, of the kinds that most files have, of four.
   ProductSizes planned = sizes;
   planned.rows = sizes.rows > 1 ? std::max(sizes.rows, 4u) : 1;
-  return plan_rows(planned, kRowOutputs, gpu);
+  switch (kind) {
+    case cpu::BlockKind::q4_0:
+    case cpu::BlockKind::q8_0:
+    case cpu::BlockKind::q4_k:
+    case cpu::BlockKind::q5_k:
+    case cpu::BlockKind::q6_k:
+      return plan_rows(planned, kRowOutputs, gpu);
+    default:
+      return plan_rows(sizes, kRowOutputs, gpu, 1);
+  }
 }
 
 }  // namespace mittens

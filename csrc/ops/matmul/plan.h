@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "backends/launch.h"
+#include "cpu/gguf.h"
 #include "ops/matmul/affine.h"
 #include "runtime/calibration.h"
 #include "runtime/gpu.h"
@@ -152,6 +153,6 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
 
 // --- weights of GGUF files, [outputs, columns]
 
-RowsPlan plan_gguf(const Problem& problem, const ProductSizes& sizes, mx::Stream stream);
+RowsPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream);
 
 }  // namespace mittens

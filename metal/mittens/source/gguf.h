@@ -1,19 +1,32 @@
-// Rows of GGUF blocks, byte for byte as a .gguf file stores them. Blocks begin on any 2 bytes.
+// Rows of GGUF blocks, byte for byte as a .gguf file stores them. Blocks begin on any 2 bytes unless said so. d, m: halves.
 //
-//   q4_0   18 bytes for 32 weights   w = d * (q - 8)     d, then byte i of 16 has q[i] below and q[i + 16] above
-//   q8_0   34 bytes for 32 weights   w = d * q           d, then signed bytes
+//   kind     bytes, weights   w              layout
+//   q4_0      18,  32   d * (v - 8)          d, nibbles
+//   q4_1      20,  32   d * v + m            d, m, nibbles
+//   q5_0      22,  32   d * (v - 16)         d, fifths, nibbles
+//   q5_1      24,  32   d * v + m            d, m, fifths, nibbles
+//   q8_0      34,  32   d * v                d, signed bytes
+//   iq4_nl    18,  32   d * value[v]         as q4_0
+//   q2_k      84, 256   d * s * v - m * t    16 bytes of s and t, pairs, d, m
+//   q3_k     110, 256   d * s * (v - 4)      thirds, pairs, 12 bytes of s, d
+//   q4_k     144, 256   d * s * v - m * t    d, m, 12 bytes of s and t, nibbles
+//   q5_k     176, 256   d * s * v - m * t    d, m, 12 bytes of s and t, fifths, nibbles
+//   q6_k     210, 256   d * s * (v - 32)     nibbles, pairs above them, 16 signed bytes s, d
+//   iq4_xs   136, 256   d * s * value[v]     d, 2 bits of each s, 4 bits of each s, nibbles
 //
-// d is a half. A run of columns has one scale. Its integers become bytes, four of a word, and these become halves as in
+// Nibbles of 32 columns are 16 bytes, column i below and i + 16 above; in q4_k to q6_k of 64 columns 32 bytes. s and t are
+// integers of 16 or 32 columns.
+//
+// A run of columns has one scale and one bias. Its integers become bytes, four of a word, and these become halves as in
 // mittens/source/integers.h; here the base is small, so that no sum of products overflows before the scale.
 #pragma once
 
-#include <metal_stdlib>
-
-using namespace metal;
+#include "mittens/source/integers.h"
 
 namespace mittens {
 
-enum BlockKind { q4_0, q8_0 };
+// In the order of cpu::BlockKind (csrc/cpu/gguf.h).
+enum BlockKind { q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs };
 
 // Words on any 2 bytes.
 template <int count>
@@ -29,29 +42,82 @@ inline half load_half(const device uchar* p) {
   return *(const device half*)p;
 }
 
+// Bits 0 .. 3 at bit `to` of the four bytes of a word.
+template <int to>
+inline uint spread(uint bits) {
+  return (bits & 15) * (0x00204081u << to) & (0x01010101u << to);
+}
+
 // E columns of a block of weights, as they lie in memory.
 //   load(block, at)   from column `at` on, a multiple of E
-//   integers(bytes)   v + zero, four of a word; w = scale() * v, or scale() * (v + zero) + bias() where there is one
+//   integers(p)       v of columns 4 * p .. 4 * p + 3, one in each byte
+//   scale(), bias()   w = scale() * (v - zero), or scale() * v + bias() where there is one, with zero about in the middle
 template <BlockKind kind, int E>
 struct Block;
 
-template <int E>
-struct Block<q4_0, E> {
-  static constant constexpr int bytes = 18;
-  static constant constexpr int weights = 32;
-  static constant constexpr int zero = 8;
-  static constant constexpr bool has_bias = false;
+template <int size, int columns, int middle, bool biased>
+struct BlockShape {
+  static constant constexpr int bytes = size;
+  static constant constexpr int weights = columns;
+  static constant constexpr int zero = middle;
+  static constant constexpr bool has_bias = biased;
+};
+
+// --- 32 weights: q4_0, q4_1, q5_0, q5_1
+
+template <int E, int bits, bool biased>
+struct SmallBlock
+    : BlockShape<2 + 2 * biased + 4 * (bits == 5) + 16, 32, 1 << (bits - 1), biased> {
+  static constant constexpr int first = 2 + 2 * biased;  // byte after the halves
   uint nibbles[E / 4];
   uint shift;
+  uint fifths;
+  half d;
+  half m;
+
+  void load(const device uchar* block, uint at) {
+    d = load_half(block);
+    m = biased ? load_half(block + 2) : half(0);
+    fifths = 0;
+    if constexpr (bits == 5) {
+      const device uchar* of_run = block + first + at / 8;
+      fifths = E == 16 ? uint(*(const device ushort*)of_run) : uint(*of_run);
+    }
+    load_words(block + (first + 4 * (bits == 5)) + at % 16, nibbles);
+    shift = at / 16 * 4;
+  }
+  uint integers(int p) const {
+    const uint four = nibbles[p] >> shift & 0x0f0f0f0fu;
+    return bits == 5 ? four | spread<4>(fifths >> (4 * p)) : four;
+  }
+  float scale() const {
+    return float(d);
+  }
+  float bias() const {
+    return float(m);
+  }
+};
+
+template <int E>
+struct Block<q4_0, E> : SmallBlock<E, 4, false> {};
+template <int E>
+struct Block<q4_1, E> : SmallBlock<E, 4, true> {};
+template <int E>
+struct Block<q5_0, E> : SmallBlock<E, 5, false> {};
+template <int E>
+struct Block<q5_1, E> : SmallBlock<E, 5, true> {};
+
+template <int E>
+struct Block<q8_0, E> : BlockShape<34, 32, 128, false> {
+  uint numbers[E / 4];
   half d;
 
   void load(const device uchar* block, uint at) {
     d = load_half(block);
-    load_words(block + 2 + at % 16, nibbles);
-    shift = at / 16 * 4;
+    load_words(block + 2 + at, numbers);
   }
-  uint integers(int word) const {
-    return nibbles[word] >> shift & 0x0f0f0f0fu;
+  uint integers(int p) const {
+    return numbers[p] ^ 0x80808080u;
   }
   float scale() const {
     return float(d);
@@ -61,24 +127,188 @@ struct Block<q4_0, E> {
   }
 };
 
-template <int E>
-struct Block<q8_0, E> {
-  static constant constexpr int bytes = 34;
-  static constant constexpr int weights = 32;
-  static constant constexpr int zero = 128;
-  static constant constexpr bool has_bias = false;
-  uint numbers[E / 4];
-  half d;
+// --- 256 weights in groups of 32, with a scale and a minimum of 6 bits: q4_k, q5_k, whose blocks begin on 16 bytes
+
+template <int E, bool fifth>
+struct GroupBlock : BlockShape<fifth ? 176 : 144, 256, fifth ? 16 : 8, true> {
+  uint words[E / 4];
+  uint shift;  // of nibbles
+  float times;
+  float plus;
 
   void load(const device uchar* block, uint at) {
-    d = load_half(block);
-    load_words(block + 2 + at, numbers);
+    const uint group = at / 32;
+    shift = group % 2 * 4;
+    const device uchar* bits = block + 4 + group % 4;
+    const uint first = bits[0], second = bits[4], third = bits[8];
+    times = float(load_half(block)) * float(group < 4 ? first & 63 : (third & 15) | first >> 6 << 4);
+    plus = -float(load_half(block + 2)) * float(group < 4 ? second & 63 : third >> 4 | second >> 6 << 4);
+    load_uints((const device uint*)(block + (fifth ? 48 : 16) + (group / 2 * 32 + at % 32)), words);
+    if constexpr (fifth) {
+      uint fifths[E / 4];
+      load_uints((const device uint*)(block + 16 + at % 32), fifths);
+#pragma unroll
+      for (int p = 0; p < E / 4; ++p) {
+        words[p] = nibbles(p) | (fifths[p] >> group & 0x01010101u) << 4;
+      }
+    }
   }
-  uint integers(int word) const {
-    return numbers[word] ^ 0x80808080u;
+  uint nibbles(int p) const {
+    return words[p] >> shift & 0x0f0f0f0fu;
+  }
+  uint integers(int p) const {
+    return fifth ? words[p] : nibbles(p);
   }
   float scale() const {
-    return float(d);
+    return times;
+  }
+  float bias() const {
+    return plus;
+  }
+};
+
+template <int E>
+struct Block<q4_k, E> : GroupBlock<E, false> {};
+template <int E>
+struct Block<q5_k, E> : GroupBlock<E, true> {};
+
+// --- 256 weights in groups of 16: of 128 columns those of 32 after another are bits of the same 32 bytes
+
+template <int E>
+struct Block<q2_k, E> : BlockShape<84, 256, 2, true> {
+  uint pairs[E / 4];
+  uint shift;
+  half d;
+  half m;
+  uchar bits;  // of the scale and the minimum
+
+  void load(const device uchar* block, uint at) {
+    bits = block[at / 16];
+    load_words(block + 16 + (at / 128 * 32 + at % 32), pairs);
+    shift = at % 128 / 32 * 2;
+    d = load_half(block + 80);
+    m = load_half(block + 82);
+  }
+  uint integers(int p) const {
+    return pairs[p] >> shift & 0x03030303u;
+  }
+  float scale() const {
+    return float(d) * float(bits & 15);
+  }
+  float bias() const {
+    return -float(m) * float(bits >> 4);
+  }
+};
+
+template <int E>
+struct Block<q3_k, E> : BlockShape<110, 256, 4, false> {
+  uint words[E / 4];
+  float times;
+
+  void load(const device uchar* block, uint at) {
+    uint thirds[E / 4];
+    load_words(block + at % 32, thirds);
+    load_words(block + 32 + (at / 128 * 32 + at % 32), words);
+#pragma unroll
+    for (int p = 0; p < E / 4; ++p) {
+      const uint third = thirds[p] >> (at / 32) & 0x01010101u;
+      words[p] = (words[p] >> (at % 128 / 32 * 2) & 0x03030303u) | third << 2;
+    }
+    const uint lower = block[96 + at / 16 % 8] >> (at / 128 * 4) & 15;
+    const uint upper = block[104 + at / 16 % 4] >> (at / 64 * 2) & 3;
+    times = float(load_half(block + 108)) * (float(lower | upper << 4) - 32.0f);
+  }
+  uint integers(int p) const {
+    return words[p];
+  }
+  float scale() const {
+    return times;
+  }
+  float bias() const {
+    return 0.0f;
+  }
+};
+
+template <int E>
+struct Block<q6_k, E> : BlockShape<210, 256, 32, false> {
+  uint nibbles[E / 4];
+  uint pairs[E / 4];
+  uint at;
+  half d;
+  uchar bits;  // of the scale
+
+  void load(const device uchar* block, uint column) {
+    at = column;
+    load_words(block + (at / 128 * 64 + at % 64), nibbles);
+    load_words(block + 128 + (at / 128 * 32 + at % 32), pairs);
+    bits = block[192 + at / 16];
+    d = load_half(block + 208);
+  }
+  uint integers(int p) const {
+    const uint upper = pairs[p] >> (at % 128 / 32 * 2) & 0x03030303u;
+    return (nibbles[p] >> (at % 128 / 64 * 4) & 0x0f0f0f0fu) | upper << 4;
+  }
+  float scale() const {
+    return float(d) * (float(bits ^ 128) - 128.0f);
+  }
+  float bias() const {
+    return 0.0f;
+  }
+};
+
+// --- 4 bits that stand for one of 16 values: iq4_nl, iq4_xs
+
+// The values, 128 larger.
+constant constexpr uchar iq4_values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+inline uint iq4_word(uint four) {
+  uint word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    word |= uint(iq4_values[four >> (8 * i) & 15]) << (8 * i);
+  }
+  return word;
+}
+
+template <int E>
+struct Block<iq4_nl, E> : BlockShape<18, 32, 128, false> {
+  Block<q4_0, E> indices;
+
+  void load(const device uchar* block, uint at) {
+    indices.load(block, at);
+  }
+  uint integers(int p) const {
+    return iq4_word(indices.integers(p));
+  }
+  float scale() const {
+    return indices.scale();
+  }
+  float bias() const {
+    return 0.0f;
+  }
+};
+
+template <int E>
+struct Block<iq4_xs, E> : BlockShape<136, 256, 128, false> {
+  uint nibbles[E / 4];
+  uint at;
+  half d;
+  ushort upper;  // bits of the scales
+  uchar lower;
+
+  void load(const device uchar* block, uint column) {
+    at = column;
+    d = load_half(block);
+    upper = *(const device ushort*)(block + 2);
+    lower = block[4 + at / 64];
+    load_words(block + 8 + (at / 32 * 16 + at % 16), nibbles);
+  }
+  uint integers(int p) const {
+    return iq4_word(nibbles[p] >> (at % 32 / 16 * 4) & 0x0f0f0f0fu);
+  }
+  float scale() const {
+    const uint six = (lower >> (at % 64 / 32 * 4) & 15u) | (upper >> (at / 32 * 2) & 3u) << 4;
+    return float(d) * (float(six) - 32.0f);
   }
   float bias() const {
     return 0.0f;

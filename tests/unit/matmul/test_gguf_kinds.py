@@ -1,4 +1,4 @@
-"""The GGUF kinds that are native on the CPU alone: byte for byte those of the gguf package, and products with them."""
+"""GGUF kinds but q4_0 and q8_0: byte for byte those of the gguf package, and products with them."""
 
 import mlx.core as mx
 import numpy as np
@@ -7,22 +7,13 @@ from helpers.matrices import draw, exact_product
 from helpers.tolerances import FLOAT16, SUMS, assert_product_right, of_terms
 
 import mlx_mittens as mm
+from mlx_mittens import specs
 from mlx_mittens.specs import widen
 
 gguf = pytest.importorskip("gguf")
 
 KINDS = ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
 QUANTIZED = ("q4_1", "q5_0", "q5_1")
-# Where a block's halves begin, in bytes: scales and minima.
-HALVES = {
-    "q2_k": (80, 82),
-    "q3_k": (108,),
-    "q6_k": (208,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q4_1": (0, 2),
-    "q5_1": (0, 2),
-}
 
 
 def type_of(kind):
@@ -34,19 +25,18 @@ def size_of(kind):
     return gguf.GGML_QUANT_SIZES[type_of(kind)]
 
 
-def draw_blocks(rng, rows, count, kind):
+def draw_blocks(rng, rows, count, kind, size=1 / 20):
     """Rows of blocks of any bytes, with finite halves; and the weights in float64."""
-    size = size_of(kind)[1]
-    blocks = rng.integers(0, 256, (rows, count, size), dtype=np.uint8)
-    for at in HALVES.get(kind, (0,)):
-        halves = rng.normal(size=(rows, count, 1)) / 20
+    blocks = rng.integers(0, 256, (rows, count, size_of(kind)[1]), dtype=np.uint8)
+    for at in specs.gguf.KINDS[kind].halves:
+        halves = rng.normal(size=(rows, count, 1)) * size
         blocks[..., at : at + 2] = halves.astype(np.float16).view(np.uint8)
     blocks = blocks.reshape(rows, -1)
     return blocks, gguf.dequantize(blocks, type_of(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dequantize_matches_the_package(rng, dtype, native, kind):
+def test_dequantize_matches_the_package(rng, dtype, executor, kind):
     blocks, w = draw_blocks(rng, 40, 3, kind)
     found = mm.block_dequantize(mx.array(blocks), kind, dtype)
     np.testing.assert_array_equal(widen(found), widen(mx.array(w).astype(dtype)))
@@ -55,12 +45,20 @@ def test_dequantize_matches_the_package(rng, dtype, native, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_bytes_are_read_within_their_block(rng, native, kind):
+def test_any_bytes_are_read_within_their_block(rng, executor, kind):
     """Halves that are no number, too: what the package makes of them."""
     blocks = rng.integers(0, 256, (64, size_of(kind)[1]), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = gguf.dequantize(blocks, type_of(kind))
     np.testing.assert_array_equal(np.array(mm.block_dequantize(mx.array(blocks), kind)), expected)
+
+
+@pytest.mark.parametrize("kind", ("q4_0", "q8_0", *KINDS))
+def test_the_reference_matches_the_package(rng, kind):
+    known = specs.gguf.KINDS[kind]
+    assert (known.weights, known.bytes) == size_of(kind)
+    blocks, w = draw_blocks(rng, 5, 3, kind)
+    np.testing.assert_array_equal(specs.gguf.weights(blocks, kind).astype(np.float32), w)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -87,11 +85,48 @@ def test_quantize_no_finite_number(native, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows, count, outputs", [(1, 1, 1), (1, 3, 9), (2, 9, 5), (7, 2, 33), (9, 5, 70), (33, 1, 12)])
 def test_products(rng, dtype, native, kind, rows, count, outputs):
+    assert_products_right(rng, dtype, kind, rows, count, outputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, count, outputs", [(1, 1, 1), (1, 9, 5), (5, 1, 6)])
+def test_products_of_kernels(rng, dtype, executor, kind, rows, count, outputs):
+    assert_products_right(rng, dtype, kind, rows, count, outputs)
+
+
+def assert_products_right(rng, dtype, kind, rows, count, outputs):
     blocks, w = draw_blocks(rng, outputs, count, kind)
     x = draw(rng, (rows, w.shape[1]), dtype)
     bias = draw(rng, (outputs,), dtype) if rows % 2 else None
     y = mm.block_matmul(x, mx.array(blocks), kind, bias)
     assert_product_right(y, exact_product(widen(x), w.astype(np.float64), widen(bias)), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_products_of_large_activations(rng, dtype, executor, kind, rows):
+    """Neither integers times activations nor sums that cancel overflow, where the product does not."""
+    largest = mx.finfo(dtype).max
+    blocks, w = draw_blocks(rng, 5, 2, kind, size=3e-7)
+    x = rng.choice([-1, 1], (rows, w.shape[1])) * rng.uniform(0.9, 1, (rows, w.shape[1])) * largest
+    x[0, 1:-1] = rng.standard_normal(w.shape[1] - 2)
+    x = mx.array(x.astype(np.float32)).astype(dtype)
+    exact = exact_product(widen(x), w.astype(np.float64))
+    y = mm.block_matmul(x, mx.array(blocks), kind)
+    assert (np.abs(widen(x)) @ np.abs(w.astype(np.float64)).T < largest).all()
+    assert_product_right(y, exact, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_views(rng, executor, kind):
+    """Blocks on every boundary of a larger file."""
+    blocks, w = draw_blocks(rng, 5, 1, kind)
+    x = draw(rng, (1, w.shape[1]), mx.float32)
+    for offset in (2, 5, 16):
+        file = mx.array(np.concatenate([np.zeros(offset, np.uint8), blocks.reshape(-1)]))
+        view = file[offset:].reshape(blocks.shape)
+        np.testing.assert_array_equal(np.array(mm.block_dequantize(view, kind)), w)
+        assert_product_right(mm.block_matmul(x, view, kind), exact_product(widen(x), w.astype(np.float64)), mx.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,11 +140,7 @@ def test_gradients_vmap_and_compile(rng, native, kind):
         np.testing.assert_allclose(np.array(f(x)), np.array(ours(x)), rtol=SUMS, atol=of_terms(100))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_a_gpu_there_is_no_kernel_yet(kind):
-    weights, size = size_of(kind)
-    with mm.simulator.enabled():
-        with pytest.raises(RuntimeError, match=f"kind {kind}"):
-            mm.block_matmul(mx.zeros((1, weights)), mx.zeros((2, size), mx.uint8), kind)
-        with pytest.raises(ValueError, match=f"kind is '{kind}': expected q4_0 or q8_0 on a GPU"):
-            mm.block_dequantize(mx.zeros((2, size), mx.uint8), kind)
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantizers_without_kernels(kind):
+    with mm.simulator.enabled(), pytest.raises(ValueError, match=f"kind is '{kind}': expected q4_0 or q8_0 on a GPU"):
+        mm.block_quantize(mx.zeros((2, 32)), kind)
