@@ -34,12 +34,13 @@ def kernels() -> list[tuple[str, str]]:
 
 
 def rows(kernels: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines of a table, one a kernel."""
+    """Lines of a table, one a kernel; those of whole files, since what clang compiles at once may differ a little."""
+    kernels = list(kernels)
     texts = {frontend.entry_name(name): text for (_, name), text in frontend.all_ptx(kernels).items()}
     usages = {arch: ptxas.assemble(texts, arch) for arch in ARCHITECTURES}
     headings = [f"{arch} {figure}" for arch in ARCHITECTURES for figure in ("registers", "spills", "stack")]
     lines = [f"| kernel | {' | '.join(headings)} | shared |", "|---|" + "--:|" * (len(headings) + 1)]
-    for name in texts:
+    for name in (frontend.entry_name(name) for _, name in kernels):
         here = [usages[arch][name] for arch in ARCHITECTURES]
         cells = [f"{usage.registers} | {usage.spill_stores} + {usage.spill_loads} | {usage.stack}" for usage in here]
         lines.append(f"| `{name}` | {' | '.join(cells)} | {here[-1].shared} |")

@@ -61,6 +61,8 @@ CASES = (
     Counted("quantized_matmul", "16x320x9 bits=4"),
     Counted("quantized_matmul", "1x128x4099 nvidia"),
     Counted("quantized_matmul", "1x2880x9 bits=4 nvidia"),
+    Counted("quantized_matmul", "11x320x9 bits=4 nvidia"),
+    Counted("quantized_matmul", "1x4096x64 transpose=False bits=4 nvidia"),
     Counted("quantized_swiglu", "1x2880x9 bits=4"),
     Counted("quantized_swiglu", "1x320x9 bits=4 nvidia"),
     Counted("quantized_swiglu", "1x2880x9 nvidia"),

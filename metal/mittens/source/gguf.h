@@ -66,9 +66,8 @@ struct BlockShape {
 // --- 32 weights: q4_0, q4_1, q5_0, q5_1
 
 template <int E, int bits, bool biased>
-struct SmallBlock
-    : BlockShape<2 + 2 * biased + 4 * (bits == 5) + 16, 32, 1 << (bits - 1), biased> {
-  static constant constexpr int first = 2 + 2 * biased;  // byte after the halves
+struct SmallBlock : BlockShape<(biased ? 20 : 18) + (bits == 5 ? 4 : 0), 32, 1 << (bits - 1), biased> {
+  static constant constexpr int first = biased ? 4 : 2;  // byte after the halves
   uint nibbles[E / 4];
   uint shift;
   uint fifths;
@@ -97,15 +96,6 @@ struct SmallBlock
     return float(m);
   }
 };
-
-template <int E>
-struct Block<q4_0, E> : SmallBlock<E, 4, false> {};
-template <int E>
-struct Block<q4_1, E> : SmallBlock<E, 4, true> {};
-template <int E>
-struct Block<q5_0, E> : SmallBlock<E, 5, false> {};
-template <int E>
-struct Block<q5_1, E> : SmallBlock<E, 5, true> {};
 
 template <int E>
 struct Block<q8_0, E> : BlockShape<34, 32, 128, false> {
@@ -166,11 +156,6 @@ struct GroupBlock : BlockShape<fifth ? 176 : 144, 256, fifth ? 16 : 8, true> {
     return plus;
   }
 };
-
-template <int E>
-struct Block<q4_k, E> : GroupBlock<E, false> {};
-template <int E>
-struct Block<q5_k, E> : GroupBlock<E, true> {};
 
 // --- 256 weights in groups of 16: of 128 columns those of 32 after another are bits of the same 32 bytes
 
@@ -272,7 +257,7 @@ inline uint iq4_word(uint four) {
 
 template <int E>
 struct Block<iq4_nl, E> : BlockShape<18, 32, 128, false> {
-  Block<q4_0, E> indices;
+  SmallBlock<E, 4, false> indices;
 
   void load(const device uchar* block, uint at) {
     indices.load(block, at);
@@ -315,6 +300,38 @@ struct Block<iq4_xs, E> : BlockShape<136, 256, 128, false> {
   }
 };
 
+// The type of a kind's block. Metal has no derived classes that hold something.
+template <BlockKind kind, int E>
+struct BlockType {
+  using type = Block<kind, E>;
+};
+template <int E>
+struct BlockType<q4_0, E> {
+  using type = SmallBlock<E, 4, false>;
+};
+template <int E>
+struct BlockType<q4_1, E> {
+  using type = SmallBlock<E, 4, true>;
+};
+template <int E>
+struct BlockType<q5_0, E> {
+  using type = SmallBlock<E, 5, false>;
+};
+template <int E>
+struct BlockType<q5_1, E> {
+  using type = SmallBlock<E, 5, true>;
+};
+template <int E>
+struct BlockType<q4_k, E> {
+  using type = GroupBlock<E, false>;
+};
+template <int E>
+struct BlockType<q5_k, E> {
+  using type = GroupBlock<E, true>;
+};
+template <BlockKind kind, int E>
+using BlockOf = typename BlockType<kind, E>::type;
+
 // A run of a block as values of products by rows (matmul/rows.h).
 template <BlockKind kind, int E>
 struct BlockValues {
@@ -331,13 +348,13 @@ struct BlockValues {
     return 1.0f / 64;
   }
   static constexpr float middle() {
-    return float(Block<kind, E>::zero);
+    return float(BlockOf<kind, E>::zero);
   }
   static constexpr float headroom() {
     return 1.0f / 64;
   }
 
-  static void unpack(Block<kind, E> run, thread half (&q)[E]) {
+  static void unpack(BlockOf<kind, E> run, thread half (&q)[E]) {
 #pragma unroll
     for (int p = 0; p < E / 4; ++p) {
       const uint word = run.integers(p);
@@ -355,18 +372,18 @@ struct BlockValues {
 template <BlockKind kind, int E>
 struct BlockRows {
   using Values = BlockValues<kind, E>;
-  static constant constexpr bool has_bias = Block<kind, E>::has_bias;
+  static constant constexpr bool has_bias = BlockOf<kind, E>::has_bias;
   struct Run {
-    Block<kind, E> words;
+    BlockOf<kind, E> words;
   };
   const device uchar* blocks;
   uint stride;  // bytes from row to row
 
   // Columns [column, column + E) of a row; column is a multiple of E.
   Run load(uint row, uint column) const {
-    constexpr uint weights = Block<kind, E>::weights;
+    constexpr uint weights = BlockOf<kind, E>::weights;
     Run run;
-    run.words.load(blocks + (row * stride + column / weights * Block<kind, E>::bytes), column % weights);
+    run.words.load(blocks + (row * stride + column / weights * BlockOf<kind, E>::bytes), column % weights);
     return run;
   }
 
