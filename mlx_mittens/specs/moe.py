@@ -320,9 +320,9 @@ MOE_OPS: tuple[Op, ...] = (
         summary="the chosen experts' products and their weighted sum in one kernel",
         options={"group_size": 64, "bits": 4},
         tests=(
-            *_tests((1, 8, 16, 320, 10), (5, 3, 4, 128, 7), group_size=32, bits=4),
+            *_tests((1, 8, 16, 320, 10), (5, 9, 12, 128, 7), group_size=32, bits=4),
             *_tests((3, 1, 2, 96, 33), (2, 16, 16, 64, 3), group_size=32, bits=8),
-            *_tests((1, 4, 8, 320, 9), **_MXFP4),
+            *_tests((1, 9, 16, 320, 9), **_MXFP4),
         ),
         cases=(
             Case("Qwen3-30B-A3B", (1, 8, 128, 768, 2048), {"bits": 4}, gpu_only=True),

@@ -76,7 +76,9 @@ def _most_threads() -> dict[str, int]:
     """For each variant of ops on rows, the threads of the largest threadgroup in the table's launches, as planned."""
     rng = np.random.default_rng(0)
     most: dict[str, int] = {}
-    for op, dtype in itertools.product((*specs.ROW_OPS, specs.get("sample")), specs.DTYPES.values()):
+    for op, dtype in itertools.product(
+        (*specs.ROW_OPS, specs.get("sample"), specs.get("gather_sum")), specs.DTYPES.values()
+    ):
         for case in op.checks():
             arrays, cotangents = op.draw(rng, case, dtype), op.cotangents(rng, case, dtype)
             with mm.strict():
