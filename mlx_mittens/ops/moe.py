@@ -40,7 +40,7 @@ def gather_qmm(
 ) -> mx.array:
     """Product of inputs with chosen quantized matrices: ``x[lhs] @ dequantize(w[rhs]).T`` for each pair of indices.
 
-    The twin of ``mx.gather_qmm``, which has neither ``vmap`` nor forward derivatives. Kernels have ``transpose`` alone.
+    The twin of ``mx.gather_qmm``, which has neither ``vmap`` nor forward derivatives. Kernels need ``transpose``.
     Sums are taken in float32 and rounded once.
 
     Args:

@@ -1,18 +1,15 @@
 """What `doctor --json` records of a Mac: pipelines and GPU, with planted answers of Metal; and the comparison."""
 
-import importlib.util
 import json
-import pathlib
 import sys
 
 import pytest
+from helpers import scripts
 
 from mlx_mittens import gpus, specs
 from mlx_mittens.bench import machine
 from mlx_mittens.cli import doctor, pipelines
 from mlx_mittens.cli.main import main
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 # In the processes that compile pipelines: two files of kernels, of which Metal refuses one.
 PLANTED = """
@@ -210,10 +207,7 @@ def test_cores_of_the_gpu(monkeypatch, tmp_path, profiler, registry, cores):
 
 # The comparison with Mesa's registers.
 
-SPEC = importlib.util.spec_from_file_location("mac_registers", ROOT / "bench" / "mac_registers.py")
-mac_registers = importlib.util.module_from_spec(SPEC)
-sys.modules["mac_registers"] = mac_registers
-SPEC.loader.exec_module(mac_registers)
+mac_registers = scripts.load("mac_registers")
 
 TABLE = """# Registers
 

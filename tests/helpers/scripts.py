@@ -1,12 +1,25 @@
-"""Running the example scripts as a user does."""
+"""Running the example scripts as a user does, and loading those of the benchmark."""
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import subprocess
 import sys
+from types import ModuleType
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def load(name: str) -> ModuleType:
+    """The module of bench/<name>.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where its dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(name: str, *arguments: object) -> str:

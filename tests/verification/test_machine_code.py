@@ -1,9 +1,7 @@
 """The level of Apple's machine code: every variant compiles, none spills but those that are known to."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from helpers import scripts
 from verification import levels
 
 from mlx_mittens import frontend
@@ -15,14 +13,7 @@ STALE = "run python bench/agx.py"
 SAMPLE = 12  # of so many kernels one is compiled again by default
 
 
-def _script():
-    spec = importlib.util.spec_from_file_location("agx", Path(__file__).parents[2] / "bench" / "agx.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-agx = _script()
+agx = scripts.load("agx")
 
 
 def test_the_table_is_of_the_kernels_as_they_are():

@@ -1,9 +1,9 @@
 """The GPU's level that needs no GPU: the PTX of every variant assembles, and keeps what it computes in registers."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from helpers import scripts
 from verification import levels
 
 from mlx_mittens import frontend
@@ -18,15 +18,7 @@ MOST_SHARED = 32 * 1024
 needs_ptxas = pytest.mark.skipif(ptxas.find() is None, reason="no ptxas: pip install nvidia-cuda-nvcc")
 
 
-def _script():
-    path = Path(__file__).parents[2] / "bench" / "registers.py"
-    spec = importlib.util.spec_from_file_location("registers", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-registers = _script()
+registers = scripts.load("registers")
 each_architecture = pytest.mark.parametrize("arch", registers.ARCHITECTURES)
 
 
