@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-__all__ = ["ARCHITECTURES", "build", "from_config"]
+__all__ = ["ARCHITECTURES", "build", "fitting_layers", "from_config", "period"]
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -128,6 +129,67 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         },
         "sliding_window": 128,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32000,
+        "rope_theta": 1000000.0,
+    },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "intermediate_size": 5120,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+        "tie_word_embeddings": False,
+    },
 }
 
 # Drawing billions of numbers on a CPU would take longer than what is measured. A prime, so that no two rows are alike.
@@ -179,7 +241,9 @@ def _weights(model: nn.Module, dtype: mx.Dtype) -> list[tuple[str, mx.array]]:
     return weights
 
 
-def build(name: str, dtype: mx.Dtype, bits: int | None = None, group_size: int = 64, **changes: Any) -> nn.Module:
+def build(
+    name: str, dtype: mx.Dtype, bits: int | None = None, group_size: int = 64, mode: str = "affine", **changes: Any
+) -> nn.Module:
     """A model of mlx-lm's own class with random weights, none of them downloaded.
 
     Args:
@@ -187,13 +251,56 @@ def build(name: str, dtype: mx.Dtype, bits: int | None = None, group_size: int =
         dtype (Dtype): Of what is not quantized.
         bits (int, optional): 4 or 8 to quantize linear layers and embeddings; with ``None`` nothing is quantized.
         group_size (int): Of the quantization.
+        mode (str): Of the quantization, as ``mx.quantize`` takes it.
         changes: What differs from the published configuration, for a smaller model.
 
     Returns:
         mlx.nn.Module: The model, its weights in memory.
     """
-    quantization = None if bits is None else {"bits": bits, "group_size": group_size}
-    return from_config({**ARCHITECTURES[name], **changes}, dtype, quantization)
+    return from_config({**ARCHITECTURES[name], **changes}, dtype, _quantization(bits, group_size, mode))
+
+
+def _quantization(bits: int | None, group_size: int, mode: str) -> dict[str, Any] | None:
+    return None if bits is None else {"bits": bits, "group_size": group_size, "mode": mode}
+
+
+def fitting_layers(
+    name: str, dtype: mx.Dtype, nbytes: int, bits: int | None = None, group_size: int = 64, mode: str = "affine"
+) -> int:
+    """How many layers of an architecture fit so many bytes, beside its embeddings and its head.
+
+    Args:
+        name (str): One of ``ARCHITECTURES``.
+        dtype (Dtype): Of what is not quantized.
+        nbytes (int): For the weights.
+        bits, group_size, mode: As `build` takes them.
+
+    Returns:
+        int: All or the first of them, a multiple of `period`; 0 if so few are too many.
+    """
+    layers: dict[int, int] = {}
+    others = 0
+    model = _lazy(ARCHITECTURES[name], _quantization(bits, group_size, mode))
+    for path, a in dict(tree_flatten(model.parameters())).items():
+        size = a.nbytes if a.dtype in (mx.uint8, mx.uint32) else a.size * dtype.size
+        found = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
+        if found:
+            layers[int(found[1])] = layers.get(int(found[1]), 0) + size
+        else:
+            others += size
+    fitting = 0
+    left = nbytes - others
+    while fitting < len(layers) and layers[fitting] <= left:
+        left -= layers[fitting]
+        fitting += 1
+    return fitting if fitting == len(layers) else fitting - fitting % period(name)
+
+
+def period(name: str) -> int:
+    """After how many layers of an architecture its kinds of layers repeat; mlx-lm's classes need as many at least."""
+    config = ARCHITECTURES[name]
+    of_kinds = config.get("sliding_window_pattern") or config.get("full_attention_interval")
+    return int(of_kinds or (2 if config["model_type"] == "gpt_oss" else 1))
 
 
 def from_config(config: dict[str, Any], dtype: mx.Dtype, quantization: dict[str, Any] | None = None) -> nn.Module:
@@ -211,10 +318,18 @@ def from_config(config: dict[str, Any], dtype: mx.Dtype, quantization: dict[str,
     Raises:
         ValueError: mlx-lm has no such model.
     """
+    model = _lazy(config, quantization)
+    model.update(tree_unflatten(_weights(model, dtype)))
+    model.eval()
+    return model
+
+
+def _lazy(config: dict[str, Any], quantization: dict[str, Any] | None) -> nn.Module:
+    """The model with weights that are never computed: they have shapes and types."""
     from mlx_lm.utils import _get_classes
 
     model_class, arguments = _get_classes(config)
-    model = model_class(arguments.from_dict(config))  # lazily: the weights it draws are never computed
+    model = model_class(arguments.from_dict(config))
     if quantization is not None:
         group_size, mode = quantization["group_size"], quantization.get("mode", "affine")
 
@@ -227,6 +342,4 @@ def from_config(config: dict[str, Any], dtype: mx.Dtype, quantization: dict[str,
             return asked(path, module) if asked else True
 
         nn.quantize(model, group_size, quantization["bits"], mode=mode, class_predicate=choice)
-    model.update(tree_unflatten(_weights(model, dtype)))
-    model.eval()
     return model

@@ -75,6 +75,40 @@ def cache_bytes() -> int:
     return max(sizes) or _DEFAULT_CACHE_BYTES
 
 
+def available_bytes() -> int | None:
+    """Memory that the default device has for what is still to be made; None where the system does not say."""
+    if device() == "gpu":
+        info = mx.device_info(mx.gpu)
+        known = [info.get(name) for name in ("free_memory", "max_recommended_working_set_size", "total_memory")]
+        return next((int(value) for value in known if value), None)
+    if sys.platform == "darwin":
+        size = _sysctl("hw.memsize")
+        return int(size) // 2 if size.isdigit() else None
+    found = []
+    try:
+        with open("/proc/meminfo") as lines:
+            found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        pass
+    return min([*found, *_container_bytes()], default=None)
+
+
+def _container_bytes() -> list[int]:
+    """What the limit of a container leaves, in either version of control groups; empty without a limit."""
+    left = []
+    folder = "/sys/fs/cgroup"
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(f"{folder}/{limit}") as most, open(f"{folder}/{used}") as now:
+                left.append(max(0, int(most.read()) - int(now.read())))
+        except (OSError, ValueError):  # not there; "max" is no limit
+            continue
+    return left
+
+
 def gpu() -> str | None:
     """The GPU's name, where mx can use one."""
     if not mx.is_available(mx.gpu):

@@ -27,12 +27,22 @@ from ..patching.patches import patched
 from ..patching.targets import TARGETS
 from . import architectures, machine, model_folders
 
-FORMATS: dict[str, int | None] = {"4-bit": 4, "8-bit": 8, "half": None}
+# Formats of random weights, as `architectures.build` takes them. "mxfp4" is what `mlx_lm.convert --q-mode mxfp4` makes.
+FORMATS: dict[str, dict[str, Any]] = {
+    "4-bit": {"bits": 4},
+    "8-bit": {"bits": 8},
+    "half": {},
+    "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+}
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 
 # Turns of the contenders at most, and after how many seconds none begins any more.
 _TURNS = 5
 _TURN_SECONDS = 8.0
+
+# The share of the memory that is available which random weights may take: caches, joined copies of the weights of
+# attention in the converted model, and other processes need the rest.
+_SHARE_OF_MEMORY = 0.5
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,8 @@ class Row:
     converted: Speed  # by nn.convert
     mx: Speed | None
     problem: str | None = None  # why mx could not run it
+    layers: int | None = None  # that were timed
+    published_layers: int | None = None  # that the architecture has; of a user's model the same
 
     @property
     def ratio(self) -> float:
@@ -73,16 +85,50 @@ class Subject:
     model: str  # the name of an architecture; a folder or a name on the hub
     weights: str = ""
     dtype: str = ""
+    layers: int | None = None  # of random weights; None: as many as the memory has room for
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.model, self.weights, self.dtype)))
 
     def load(self) -> tuple[Subject, nn.Module]:
         """The model, and the subject with the format that it has."""
-        if self.weights:
-            return self, architectures.build(self.model, DTYPES[self.dtype], FORMATS[self.weights])
-        loaded = model_folders.load(self.model)
-        return Subject(self.model, loaded.weights, loaded.dtype), loaded.model
+        if not self.weights:
+            loaded = model_folders.load(self.model)
+            return Subject(self.model, loaded.weights, loaded.dtype), loaded.model
+        dtype, quantization = DTYPES[self.dtype], FORMATS[self.weights]
+        layers = layers_for_memory(self.model, dtype, quantization) if self.layers is None else self.layers
+        layers = min(layers, published_layers(self.model))
+        model = architectures.build(self.model, dtype, **quantization, num_hidden_layers=layers)
+        return Subject(self.model, self.weights, self.dtype, layers), model
+
+
+def published_layers(name: str) -> int:
+    """The layers of an architecture."""
+    return int(architectures.ARCHITECTURES[name]["num_hidden_layers"])
+
+
+def layers_for_memory(name: str, dtype: mx.Dtype, quantization: dict[str, Any]) -> int:
+    """How many layers of an architecture with random weights are built: all, if half of the memory holds them.
+
+    Args:
+        name: One of ``ARCHITECTURES``.
+        dtype: Of what is not quantized.
+        quantization: As in `FORMATS`.
+
+    Raises:
+        MemoryError: The fewest are too many.
+    """
+    available = machine.available_bytes()
+    if available is None:
+        return published_layers(name)
+    room = int(available * _SHARE_OF_MEMORY)
+    fitting = architectures.fitting_layers(name, dtype, room, **quantization)
+    if not fitting:
+        raise MemoryError(
+            f"{architectures.period(name)} of the layers of {name} need more than half of the memory available, "
+            f"{room / 1e9:.1f} GB: choose smaller weights, or --layers"
+        )
+    return fitting
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -216,8 +262,17 @@ def measure(
     if "mx" in decode:
         prompts["mx"] = lambda: _prompt_speed(model, prompt, 1 / decode["mx"].tokens_per_s, seconds)
     prefill, _ = _in_turns(prompts)
+    layers = len(getattr(model, "layers", ())) or None
+    published = published_layers(subject.model) if subject.model in architectures.ARCHITECTURES else layers
     row = functools.partial(
-        Row, subject.model, subject.weights, subject.dtype, device=machine.device(), problem=problem
+        Row,
+        subject.model,
+        subject.weights,
+        subject.dtype,
+        device=machine.device(),
+        problem=problem,
+        layers=layers,
+        published_layers=published,
     )
     return [
         row(phase=phase, mittens=speeds["mittens"], converted=speeds["converted"], mx=speeds.get("mx"))

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from ..bench import architectures, machine, model_folders
 from ..bench.model_folders import ModelError
-from ..bench.models import DTYPES, FORMATS, Row, Subject, measure
+from ..bench.models import DTYPES, FORMATS, Row, Subject, measure, published_layers
 from ..table import Column, show
 from .completion import offer_list
 from .options import UsageError, chosen
@@ -39,22 +39,27 @@ _COLUMNS = (
     Column("patched/mx", 2),
     Column("converted/mx", 4),
     Column("mx timed", 5),
+    Column("layers", 1),
 )
 
 
 def _cells(row: Row) -> list[str]:
-    """A row as text, under `_COLUMNS`; where mx was given fewer tokens it says how many."""
+    """A row as text, under `_COLUMNS`; where mx was given fewer tokens, or the model has fewer layers, how many."""
     ours = [f"{row.mittens.tokens_per_s:.4g}", f"{row.converted.tokens_per_s:.4g}"]
     if row.mx is None:
         theirs = ["cannot", "", "", ""]
     else:
         fewer = str(row.mx.tokens) if row.mx.tokens < row.mittens.tokens else ""
         theirs = [f"{row.mx.tokens_per_s:.3g}", f"{row.ratio:.2f}x", f"{row.converted_ratio:.2f}x", fewer]
-    return [row.model, row.weights, row.dtype, row.phase, *ours, *theirs]
+    layers = f"{row.layers} of {row.published_layers}" if row.layers != row.published_layers else ""
+    return [row.model, row.weights, row.dtype, row.phase, *ours, *theirs, layers]
 
 
 # What the options are that make no sense without --model, where they are not given.
-DEFAULTS = {"weights": ",".join(FORMATS), "dtype": "bfloat16", "prompt": 128, "tokens": 64, "seconds": 30.0}
+DEFAULTS: dict[str, Any] = {
+    **{"weights": "4-bit,8-bit,half", "dtype": "bfloat16", "layers": None},
+    **{"prompt": 128, "tokens": 64, "seconds": 30.0},
+}
 
 
 def given(arguments: argparse.Namespace) -> list[str]:
@@ -75,11 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what, more in (
         ("weights", "formats of random weights", {"metavar": "A,B"}),
         ("dtype", "of random weights that are not quantized", {"metavar": "A,B"}),
+        ("layers", "of random weights at most", {"type": int}),
         ("prompt", "tokens of the prompt", {"type": int}),
         ("tokens", "tokens to decode at most", {"type": int}),
         ("seconds", "for one figure, about", {"type": float}),
     ):
-        text = f"{what} ({DEFAULTS[name]})"
+        text = f"{what} ({DEFAULTS[name] or 'as many as half of the memory holds'})"
         group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text, **more)
 
 
@@ -93,7 +99,8 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     if min(options.prompt, options.tokens) < 2 or not options.seconds > 0:
         raise UsageError("--prompt and --tokens take 2 or more, --seconds more than 0")
     todo = _subjects(options)
-    unused = [name for name in ("weights", "dtype") if name in vars(arguments)]
+    _check_layers(todo, options.layers)
+    unused = [name for name in ("weights", "dtype", "layers") if name in vars(arguments)]
     if unused and not any(subject.weights for subject in todo):
         raise UsageError(f"--{unused[0]} is of random weights: {todo[0].model} has its own")
     _check_models(todo)
@@ -144,7 +151,7 @@ def _subjects(options: argparse.Namespace) -> list[Subject]:
             raise UsageError(f"{error}, folders and names on the Hugging Face hub") from None
     subjects: list[Subject] = []
     for name in names:
-        subjects += [Subject(name)] if _is_users(name) else [Subject(name, *one) for one in formats]
+        subjects += [Subject(name)] if _is_users(name) else [Subject(name, *one, options.layers) for one in formats]
     return subjects
 
 
@@ -170,6 +177,18 @@ def _check_models(subjects: Sequence[Subject]) -> None:
                 raise ModelError(f"mlx-lm {version} has no {module}")
         except ModelError as error:
             raise UsageError(f"--model {subject.model}: {error}") from None
+
+
+def _check_layers(subjects: Sequence[Subject], layers: int | None) -> None:
+    """Refuses a number of layers that a model cannot have."""
+    if layers is None:
+        return
+    if layers < 1:
+        raise UsageError(f"--layers {layers}: expected 1 or more")
+    for name in {subject.model: None for subject in subjects if subject.weights}:
+        period, published = architectures.period(name), published_layers(name)
+        if layers < published and layers % period:
+            raise UsageError(f"--layers {layers}: expected a multiple of {period} for {name}, whose layers take turns")
 
 
 def _as_json(row: Row) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from .. import _ext
 from ..bench import architectures, machine, model_folders
-from ..bench.models import DTYPES, FORMATS
+from ..bench.models import DTYPES, FORMATS, layers_for_memory
 from ..patching.patches import patched
 from ..table import Column, show
 from .bench import check_executor, select_device
@@ -88,7 +88,11 @@ def _found(arguments: argparse.Namespace) -> tuple[str, Build]:
     name, options = arguments.model, [option for option in ("weights", "dtype") if getattr(arguments, option)]
     if name in architectures.ARCHITECTURES:
         weights, dtype = arguments.weights or "4-bit", arguments.dtype or "bfloat16"
-        build = lambda: architectures.build(name, DTYPES[dtype], FORMATS[weights])
+
+        def build() -> nn.Module:
+            layers = layers_for_memory(name, DTYPES[dtype], FORMATS[weights])
+            return architectures.build(name, DTYPES[dtype], **FORMATS[weights], num_hidden_layers=layers)
+
         return f"random weights, {weights} {dtype}", build
     if options:
         raise UsageError(f"--{options[0]} is for the name of an architecture: {name} says itself what its weights are")

@@ -1,5 +1,6 @@
 """The benchmark of whole models, on models too small to measure anything."""
 
+import functools
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ from mlx_mittens.cli.main import main
 @pytest.fixture(autouse=True)
 def small(monkeypatch, lenient):
     monkeypatch.setattr(machine, "copy_gb_s", lambda: 10.0)
-    for name in tiny.FAMILIES:
+    for name in (*tiny.FAMILIES, "qwen3-30b-a3b", "qwen3-next-80b-a3b"):
         monkeypatch.setitem(architectures.ARCHITECTURES, name, tiny.config(name))
 
 
@@ -119,7 +120,7 @@ def test_the_table_fits_a_terminal(monkeypatch, capsys):
     speed = lambda value: models.Speed(value, 64)
     rows = [
         models.Row("gpt-oss-20b", weights, "bfloat16", "cpu", phase, speed(12345.6), speed(12345.6), mx)
-        for weights in bench_models.FORMATS
+        for weights in ("4-bit", "8-bit", "half")
         for phase, mx in (("decode", models.Speed(0.0692, 1)), ("prefill 2048", None))
     ]
     table.show(bench_models._COLUMNS, [bench_models._cells(row) for row in rows], [""] * len(rows))
@@ -141,6 +142,40 @@ def test_the_converted_model_has_the_same_weights():
 def test_what_mx_cannot_run_is_said(tmp_path, capsys):
     rows = bench(tmp_path, "--model", "gpt-oss-20b", "--weights", "8-bit", "--dtype", "bfloat16")["rows"]
     assert all(row["mittens"]["tokens_per_s"] > 0 for row in rows)
+
+
+def test_a_mixture_of_fewer_layers_says_so(tmp_path, monkeypatch, capsys):
+    model = tiny.build("qwen3-30b-a3b", mx.bfloat16, 4, group_size=32, mode="mxfp4")
+    whole = sum(a.nbytes for _, a in tree_flatten(model.parameters()))
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * (whole - 1))
+    rows = bench(tmp_path, "--model", "qwen3-30b-a3b", "--weights", "mxfp4")["rows"]
+    assert [(row["weights"], row["layers"], row["published_layers"]) for row in rows] == [("mxfp4", 1, 2)] * 2
+    assert all(row["mittens"]["tokens_per_s"] > 0 for row in rows)
+    assert sum(line.endswith("1 of 2") for line in capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * whole)
+    rows = bench(tmp_path, "--model", "qwen3-30b-a3b", "--weights", "mxfp4")["rows"]
+    assert [(row["layers"], row["published_layers"]) for row in rows] == [(2, 2)] * 2
+    rows = bench(tmp_path, "--model", "qwen3-30b-a3b", "--weights", "mxfp4", "--layers", "1")["rows"]
+    assert [row["layers"] for row in rows] == [1, 1]
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1000)
+    assert main(["bench", "--model", "qwen3-30b-a3b", "--weights", "mxfp4"]) == 1
+    assert "1 of the layers of qwen3-30b-a3b need more than half of the memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b", "llama-3.2-1b"])
+@pytest.mark.parametrize("weights", ["half", "4-bit", "mxfp4"])
+def test_layers_that_fit_are_those_that_are_built(name, weights, monkeypatch):
+    build = functools.partial(architectures.build, name, mx.float16, **models.FORMATS[weights])
+    size = lambda layers: sum(a.nbytes for _, a in tree_flatten(build(num_hidden_layers=layers).parameters()))
+    fitting = lambda nbytes: architectures.fitting_layers(name, mx.float16, nbytes, **models.FORMATS[weights])
+    period = architectures.period(name)
+    monkeypatch.setitem(architectures.ARCHITECTURES[name], "num_hidden_layers", 2 * period)
+    one, two = size(period), size(2 * period)
+    assert [fitting(n) for n in (one - 1, one, two - 1, two, 10 * two)] == [0, period, period, 2 * period, 2 * period]
+
+
+def test_the_memory_available_is_known_here():
+    assert machine.available_bytes() is None or machine.available_bytes() > 1 << 20
 
 
 def test_a_slow_contender_is_timed_on_fewer_tokens(tmp_path, capsys):
@@ -180,6 +215,8 @@ def test_a_function_within_a_layer_counts_once(monkeypatch):
         ),
         (["--model", "qwen3-0.6b", "--dtype", "float64"], "--dtype: float64 given"),
         (["--model", "qwen3-0.6b", "--tokens", "1"], "--tokens take 2 or more"),
+        (["--model", "qwen3-0.6b", "--layers", "0"], "--layers 0: expected 1 or more"),
+        (["--model", "gpt-oss-20b", "--layers", "1"], "--layers 1: expected a multiple of 2 for gpt-oss-20b"),
         (["--model", "qwen3-0.6b", "--seconds", "nan"], "--seconds more than 0"),
         (["--model", ""], "--model: nothing given; there are llama-3.2-1b"),
         (["--model", "qwen3-0.6b", "--ops", "softmax"], "--ops does not go with --model"),

@@ -28,6 +28,12 @@ _OWN = {
     "qwen2.5-0.5b": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "gemma-3-1b": {"sliding_window": 8, "sliding_window_pattern": 2},
     "gpt-oss-20b": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3-30b-a3b": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "qwen3-next-80b-a3b": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        **{"shared_expert_intermediate_size": 64, "full_attention_interval": 2},
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    },
 }
 FAMILIES = ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b", "gemma-3-1b", "gpt-oss-20b"]  # a class of mlx-lm each
 
