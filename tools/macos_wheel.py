@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import importlib.util
 import io
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,9 @@ _LIBRARIES = (
     "/usr/lib/libobjc.A.dylib",
 )
 _FRAMEWORKS = "/System/Library/Frameworks/"
+
+# Beside the package: what the entry points name.
+_MODULES = ("mlx_mittens_cli.py", "mlx_mittens_pytest.py")
 
 _METADATA = (
     "import sys; from scikit_build_core.build import prepare_metadata_for_build_wheel as f; print(f(sys.argv[1]))"
@@ -63,7 +67,7 @@ def contents(extension: Path) -> dict[str, bytes]:
         f"mlx_mittens/metal/{path.relative_to(ROOT / 'metal').as_posix()}": path for path in _sources(ROOT / "metal")
     }
     files["mlx_mittens/frontend/include/simulator/abi.h"] = ROOT / "csrc" / "simulator" / "abi.h"
-    files["mlx_mittens_cli.py"] = ROOT / "mlx_mittens_cli.py"
+    files |= {name: ROOT / name for name in _MODULES}
     files |= {f"mlx_mittens/{name}": built / name for name in ("_ext.pyi", "_build.py")}
     files[extension_name()] = extension
     return {name: path.read_bytes() for name, path in files.items()} | _metadata()
@@ -158,14 +162,21 @@ def _tag_problems(path: Path, files: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def _content_problems(files: Mapping[str, bytes]) -> Iterator[str]:
-    wanted = ["mlx_mittens/py.typed", "mlx_mittens/_ext.pyi", "mlx_mittens/_build.py", "mlx_mittens_cli.py"]
+    wanted = ["mlx_mittens/py.typed", "mlx_mittens/_ext.pyi", "mlx_mittens/_build.py"]
     wanted += [f"mlx_mittens/metal/{path.relative_to(ROOT / 'metal').as_posix()}" for path in _sources(ROOT / "metal")]
+    wanted += [f"{module}.py" for module in _entry_modules(files)]
     for name in wanted:
         if name not in files:
             yield f"{name} is missing"
     for name in files:
         if "linux" in name or name.endswith((".ptx", ".pyc")):
             yield f"{name} is of no use on a Mac"
+
+
+def _entry_modules(files: Mapping[str, bytes]) -> list[str]:
+    """The modules that the command and the plugins are in."""
+    text = next((data.decode() for name, data in files.items() if name.endswith(".dist-info/entry_points.txt")), "")
+    return re.findall(r"^[^=\n]+= ?([\w.]+)", text, re.M)
 
 
 def _extension_problems(data: bytes, libmlx: Path) -> Iterator[str]:

@@ -68,6 +68,7 @@ def test_a_mac_can_use_the_wheel(wheel, libmlx):
 # A fault of a wheel, and what is said of it.
 FAULTS = {
     "a missing file": (lambda files: files.pop("mlx_mittens/metal/norm/softmax.metal"), "softmax.metal is missing"),
+    "a missing plugin": (lambda files: files.pop("mlx_mittens_pytest.py"), "mlx_mittens_pytest.py is missing"),
     "a file of Linux": (
         lambda files: files.update({"mlx_mittens/_ext.cpython-312-x86_64-linux-gnu.so": b"\x7fELF"}),
         "is of no use on a Mac",
