@@ -1,0 +1,235 @@
+"""The path of a user of a wheel, in a fresh environment in which there is no compiler.
+
+python tools/try_wheel.py FILE.whl                        with the Python that runs this
+python tools/try_wheel.py FILE.whl --python python3.12    with another one, which the wheel is for
+python tools/try_wheel.py FILE.whl --tests                the tests with the marker `quick`, too
+
+It installs the wheel as the README says, step by step, and checks what each step makes possible: what `import` says
+without MLX's library, the quick benchmark, a kernel of mx.fast.metal_kernel without and with the simulator's clang, a
+tiny model with and without the patch. pip downloads what the wheel requires. The exit status is 1 where a step fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers import documentation  # noqa: E402
+
+# Variables that would find another compiler, or another Python's packages.
+_DROPPED = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "VIRTUAL_ENV")
+_DROPPED_PREFIXES = ("CMAKE_", "CCACHE_", "MLX_", "PYTHON")
+
+# What runs its tests needs besides the extras `kernels` and `lm`.
+_TEST_PACKAGES = ("pytest-xdist", "gguf", "ml_dtypes")
+
+
+class Failed(Exception):
+    """A step went wrong; its text says how."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment outside of which nothing is found.
+
+    Attributes:
+        folder: The environment's.
+        variables: Of every program that is run.
+    """
+
+    folder: Path
+    variables: Mapping[str, str]
+
+    @classmethod
+    def make(cls, python: str, scratch: Path) -> Environment:
+        folder = scratch / "environment"
+        cache = subprocess.run([python, "-m", "pip", "cache", "dir"], capture_output=True, text=True).stdout.strip()
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
+        dropped = lambda name: name in _DROPPED or name.startswith(_DROPPED_PREFIXES)
+        variables = {name: value for name, value in os.environ.items() if not dropped(name)}
+        variables |= {
+            "PATH": str(folder / "bin"),
+            "XDG_CACHE_HOME": str(scratch / "cache"),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
+        return cls(folder, variables | ({"PIP_CACHE_DIR": cache} if cache else {}))
+
+    def run(self, program: str, *arguments: object, folder: Path, fails: bool = False) -> str:
+        """Runs a program of the environment; what it prints, on both streams.
+
+        Raises:
+            Failed: It ends with an error, or, if it is to fail, without one.
+        """
+        command = [str(self.folder / "bin" / program), *map(str, arguments)]
+        done = subprocess.run(
+            command, env=self.variables, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if bool(done.returncode) != fails:
+            raise Failed(
+                f"{program} {' '.join(map(str, arguments))} ends with {done.returncode}\n{done.stdout[-4000:]}"
+            )
+        return done.stdout
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A wheel and the environment that it is tried in."""
+
+    wheel: Path
+    environment: Environment
+    folder: Path
+
+    def install(self, extras: str = "", *others: str) -> None:
+        named = f"{self.wheel}[{extras}]" if extras else str(self.wheel)
+        self.environment.run("python", "-m", "pip", "install", "--quiet", named, *others, folder=self.folder)
+
+    def python(self, *arguments: object, fails: bool = False) -> str:
+        return self.environment.run("python", *arguments, folder=self.folder, fails=fails)
+
+    def alone(self) -> str:
+        """Installed without extras, Linux has no libmlx: the import says what to add."""
+        self.install()
+        said = self.python("-c", "import mlx_mittens", fails=True).strip().splitlines()[-1]
+        return _containing(said, "ImportError", "pip install", "mlx[cpu]==")
+
+    def bench(self) -> str:
+        """The quick benchmark: no row is wrong."""
+        self.install("cpu,bench")
+        self.environment.run("mlx-mittens", "bench", "--quick", "--json", "bench.json", folder=self.folder)
+        rows = json.loads((self.folder / "bench.json").read_text())["rows"]
+        wrong = [row for row in rows if "wrong" in row]
+        if wrong or not rows:
+            raise Failed(f"{len(wrong)} of {len(rows)} rows are wrong")
+        return f"{len(rows)} rows, none is wrong"
+
+    def readme(self) -> str:
+        """The README's first snippet."""
+        first = next(block for block in _readme() if block.language == "python" and "mm.rms_norm" in block.text)
+        (self.folder / "first.py").write_text(first.text)
+        return " ".join(self.python("first.py").split())[:60]
+
+    def kernel_without_clang(self) -> str:
+        """A kernel of the user's without the simulator's clang: the error says what to add."""
+        test = _kernel_test()
+        (self.folder / test.test_file).write_text(test.text + f"\n{test.test_file.removesuffix('.py')}()\n")
+        said = self.python(test.test_file, fails=True).strip().splitlines()[-1]
+        return _containing(said, "pip install ziglang")
+
+    def kernel(self) -> str:
+        """The README's test of a kernel, by pytest."""
+        self.install("kernels,lm")
+        test = _kernel_test()
+        (self.folder / test.test_file).write_text(test.text)
+        return self.environment.run("pytest", "-q", test.test_file, folder=self.folder).strip().splitlines()[-1]
+
+    def model(self) -> str:
+        """A model that is trained here: in 4 bits it gives the same tokens with the patch and without."""
+        train, generate = ROOT / "examples" / "train_tiny.py", ROOT / "examples" / "generate.py"
+        self.python(train, "--out", "tiny", "--steps", 20, "--width", 128)
+        said = self.python(generate, "tiny/4bit", "--tokens", 16, "--check").splitlines()
+        return next(line for line in said if line.startswith("the same"))
+
+    def ptx(self) -> str:
+        """The kernels as PTX, where the wheel was built with them: one for each variant."""
+        inside = {name for name in zipfile.ZipFile(self.wheel).namelist() if name.endswith(".ptx")}
+        if not inside:
+            return "none in this wheel"
+        code = (
+            "from mlx_mittens.frontend import build, sources\n"
+            "for file in sources.files():\n"
+            "    key = build.prebuilt_key(sources.flatten(file))\n"
+            "    for variant in build.variants(file): print(build.entry_name(variant.name), key)\n"
+        )
+        wanted = dict(line.split(maxsplit=1) for line in self.python("-c", code).splitlines())
+        found = {Path(name).stem: _first_line(self.wheel, name).removeprefix("// ") for name in inside}
+        if found != wanted:
+            differing = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+            raise Failed(
+                f"{len(differing)} of {len(wanted)} variants have no PTX, or that of other text: {differing[:3]}"
+            )
+        return f"{len(found)} files, one for each variant"
+
+    def tests(self) -> str:
+        """The tests with the marker `quick`, of the clone, on what is installed."""
+        self.environment.run("python", "-m", "pip", "install", "--quiet", *_TEST_PACKAGES, folder=self.folder)
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "2",
+            "-m",
+            "quick",
+            "--rootdir",
+            ROOT,
+            "-c",
+            ROOT / "pyproject.toml",
+        ]
+        said = self.environment.run("pytest", *options, ROOT / "tests" / "verification", folder=self.folder)
+        return said.strip().splitlines()[-1].strip("= ")
+
+
+def _readme() -> list[documentation.Block]:
+    return documentation.blocks(ROOT / "README.md")
+
+
+def _kernel_test() -> documentation.Block:
+    return next(block for block in _readme() if block.is_test_file)
+
+
+def _first_line(wheel: Path, name: str) -> str:
+    with zipfile.ZipFile(wheel) as archive, archive.open(name) as file:
+        return file.readline().decode().strip()
+
+
+def _containing(said: str, *words: str) -> str:
+    if missing := [word for word in words if word not in said]:
+        raise Failed(f"{missing} is not in what was said: {said}")
+    return said
+
+
+def steps(trial: Trial, tests: bool) -> list[Callable[[], str]]:
+    """In the order in which a user takes them; each builds on those before it."""
+    found = [trial.alone, trial.bench, trial.readme, trial.kernel_without_clang, trial.kernel, trial.model, trial.ptx]
+    return [*found, trial.tests] if tests else found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheel", type=Path, metavar="FILE.whl")
+    parser.add_argument(
+        "--python", default=sys.executable, help="that the environment is made of (the one that runs this)"
+    )
+    parser.add_argument("--tests", action="store_true", help="run the tests with the marker `quick`, too")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "elsewhere"
+        folder.mkdir()
+        environment = Environment.make(arguments.python, Path(scratch))
+        for step in steps(Trial(arguments.wheel.resolve(), environment, folder), arguments.tests):
+            start = time.monotonic()
+            try:
+                said, failed = step(), False
+            except Failed as error:
+                said, failed = str(error), True
+            seconds = time.monotonic() - start
+            print(f"{'FAILED' if failed else 'ok':6} {seconds:4.0f} s  {step.__name__:20} {said}", flush=True)
+            if failed:
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
