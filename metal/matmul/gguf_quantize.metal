@@ -106,8 +106,8 @@ template <typename T>
 template <typename T, BlockKind kind>
 inline void dequantize_run(const device uchar* blocks, device T* w, uint run) {
   using Rows = BlockRows<kind, kDequantizedColumns>;
-  constexpr uint runs = BlockOf<kind, kDequantizedColumns>::weights / kDequantizedColumns;
-  const Rows from = {blocks + size_t(run / runs) * BlockOf<kind, kDequantizedColumns>::bytes, 0};
+  constexpr uint runs = BlockOf<kind, kDequantizedColumns>::Shape::weights / kDequantizedColumns;
+  const Rows from = {blocks + size_t(run / runs) * BlockOf<kind, kDequantizedColumns>::Shape::bytes, 0};
   const typename Rows::Run loaded = from.load(0, run % runs * kDequantizedColumns);
   half q[kDequantizedColumns];
   Rows::Values::unpack(loaded.words, q);

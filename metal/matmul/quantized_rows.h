@@ -36,7 +36,7 @@ enum QuantizedFormat {
   nvfp4 = 18,
 };
 
-template <typename T, QuantizedFormat F, int E>
+template <typename T, QuantizedFormat F, int E, bool floats = (F >= mxfp4)>
 struct QuantizedRows {
   using Scale = T;
   using Source = AffineRows<T, F, E>;
@@ -47,10 +47,10 @@ struct QuantizedRows {
   }
 };
 
-template <int bits, int group_shift, int E>
-struct FloatRowsOf {
+template <typename T, QuantizedFormat F, int E>
+struct QuantizedRows<T, F, E, true> {
   using Scale = uchar;
-  using Source = FloatRows<bits, group_shift, E>;
+  using Source = FloatRows<F == mxfp8 ? 8 : 4, F == nvfp4 ? 4 : 5, E>;
   static Source of(
       const device uint* w, const device uchar* scales, const device uchar*, constant QuantizedParams& params,
       uint index) {
@@ -60,12 +60,5 @@ struct FloatRowsOf {
         params.scales_stride};
   }
 };
-
-template <typename T, int E>
-struct QuantizedRows<T, mxfp4, E> : FloatRowsOf<4, 5, E> {};
-template <typename T, int E>
-struct QuantizedRows<T, mxfp8, E> : FloatRowsOf<8, 5, E> {};
-template <typename T, int E>
-struct QuantizedRows<T, nvfp4, E> : FloatRowsOf<4, 4, E> {};
 
 }  // namespace mittens

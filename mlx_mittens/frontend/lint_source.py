@@ -312,51 +312,31 @@ class Text:
             self.report(i, f"{token!r} is a word of Metal's language: choose another name")
 
     def _base(self, i: int) -> None:
-        """Metal derives classes only from such as its own, which hold nothing."""
+        """Metal derives no classes, but where a pragma switches its internals on, as its own headers and MLX's do."""
         j = i + 1
-        while self.token(j) not in (":", "{", ";", "(", ")", ",", ">", "=", ""):
-            j = max(j + 1, self.skip(j))
-        if self.token(j) != ":" or self.token(j + 1) == ":":
+        while self.token(j) not in (":", "{", ";", "(", ")", ",", ">", "=", "") or self.token(j - 1) == "alignas":
+            j = self.partner[j] + 1 if self.token(j) in ("(", "[") else max(j + 1, self.skip(j))
+        if self.token(j) != ":":
             return
-        names = []
-        while self.token(j) not in ("{", ";", ""):
-            names.append(self.tokens[j])
+        bases, after = [], ":"
+        while self.token(j) not in ("{", ";", "(", ")", ""):
+            if _WORD.match(self.token(j)) and after in (":", ",", "::", "public", "private", "protected", "typename"):
+                bases.append(self.tokens[j])
+            after = self.tokens[j]
             j = max(j + 1, self.skip(j))
-        for name in names:
-            if name in self.holding:
-                self.report(i, f"Metal has no derived classes: make {name!r} a member")
+        if self.token(j) == "{" and bases and not self._in_internals(i):
+            self.report(i, f"Metal has no derived classes: make {bases[-1]!r} a member, or repeat what it declares")
+
+    def _in_internals(self, i: int) -> bool:
+        """Whether token i stands behind `#pragma METAL internals : enable`."""
+        switches = [on for at, on in self.internals if at < self.reader.spans[i][0]]
+        return bool(switches) and switches[-1]
 
     @functools.cached_property
-    def holding(self) -> set[str]:
-        """Classes of the text that hold something, or are no templates and derived from nothing."""
-        found = set()
-        for i, token in enumerate(self.tokens):
-            if token not in ("struct", "class") or not _WORD.match(self.token(i + 1)):
-                continue
-            brace = self.skip(i + 2)
-            if self.token(brace) != "{":
-                continue
-            template = self.token(i - 1) == ">"
-            if not template or self._has_data(brace):
-                found.add(self.tokens[i + 1])
-        return found
-
-    def _has_data(self, brace: int) -> bool:
-        start = i = brace + 1
-        while i < self.partner[brace]:
-            token = self.tokens[i]
-            if token in "([{":
-                i = self.partner[i]
-                if token == "{":
-                    start = i + 1
-            elif token == ";":
-                words = self.tokens[start:i]
-                kinds = {"static", "using", "typedef", "template", "friend", "enum", "struct", "(", "operator"}
-                if words and not kinds & set(words):
-                    return True
-                start = i + 1
-            i += 1
-        return False
+    def internals(self) -> list[tuple[int, bool]]:
+        """Where the text switches Metal's internals, and whether on."""
+        pragma = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+METAL[ \t]+internals[ \t]*:[ \t]*(enable|disable)", re.M)
+        return [(m.start(), m[1] == "enable") for m in pragma.finditer(self.reader.text)]
 
     @functools.cached_property
     def parameters(self) -> set[str]:

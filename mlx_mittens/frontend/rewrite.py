@@ -157,6 +157,7 @@ class _Rewriter:
         self.result = Translation("")
         self.lines = LineMap(text)
         self.partner = self._match_brackets()
+        self._list_ends: dict[int, int] = {}
 
     def _match_brackets(self) -> list[int]:
         partner, stack = [-1] * len(self.tokens), []
@@ -225,36 +226,56 @@ class _Rewriter:
 
     def after_template_arguments(self, i: int) -> int:
         """The token after the template argument list that opens at i, or i if none does."""
-        if self.token(i) != "<":
+        if self.token(i) != "<" or self._is_operator(i):
             return i
-        depth, j = 0, i
+        return self._list_end(i + 1) + 1 or i
+
+    def _is_operator(self, i: int) -> bool:
+        """Whether an angle bracket is part of `<<`, `<=`, `>=`; of `>>` each closes a list."""
+        second = ("<", "=") if self.tokens[i] == "<" else ("=",)
+        return self.token(i + 1) in second and self.spans[i][1] == self.spans[i + 1][0]
+
+    def _list_end(self, j: int) -> int:
+        """The `>` that closes the template argument list within which token j stands; -1 if none does.
+
+        Where a `<` may open a list or be a comparison, it opens one if the rest can then be closed.
+        """
+        if j in self._list_ends:
+            return self._list_ends[j]
+        start, found = j, -1
         while j < len(self.tokens):
             token = self.tokens[j]
             if token in _OPEN:
-                j = self.partner[j]
-            elif token == "<":
-                depth += 1
-            elif token == ">":
-                depth -= 1
-                if depth == 0:
-                    return j + 1
-            elif token in ";{}":
+                j = self.partner[j] + 1
+            elif token in (";", ")", "]", "}"):
                 break
-            j += 1
-        return i
+            elif token in ("<", ">") and self._is_operator(j):
+                j += 2
+            elif token == ">":
+                found = j
+                break
+            elif token == "<" and _IDENTIFIER.match(self.token(j - 1)):
+                inner = self._list_end(j + 1)
+                found = self._list_end(inner + 1) if inner >= 0 else -1
+                if found < 0:
+                    found = self._list_end(j + 1)
+                break
+            else:
+                j += 1
+        self._list_ends[start] = found
+        return found
 
     def commas(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """The parts between the top-level commas of first..last-1."""
-        start, i, depth = first, first, 0
+        start, i = first, first
         while i < last:
             token = self.tokens[i]
             if token in _OPEN:
                 i = self.partner[i]
-            elif token == "<":
-                depth += 1
-            elif token == ">":
-                depth -= 1
-            elif token == "," and depth <= 0:
+            elif token == "<" and _IDENTIFIER.match(self.token(i - 1)):
+                end = self.after_template_arguments(i)
+                i = end - 1 if i < end <= last else i
+            elif token == ",":
                 yield start, i
                 start = i + 1
             i += 1
@@ -501,12 +522,11 @@ class _Rewriter:
             i -= 1
         if self.token(i) != ">":
             return None
-        end, depth = i, 0
-        while i >= 0:
-            depth += {">": 1, "<": -1}.get(self.tokens[i], 0)
-            if depth == 0:
-                return self.source(i + 1, end) if self.token(i - 1) == "template" else None
-            i -= 1
+        end = i
+        while i >= 0 and self.tokens[i] not in (";", "{", "}"):
+            if self.tokens[i] == "template" and self.after_template_arguments(i + 1) == end + 1:
+                return self.source(i + 2, end)
+            i = self.partner[i] - 1 if self.tokens[i] in ")]" else i - 1
         return None
 
     def _arguments(self, first: int, last: int) -> list[Argument]:

@@ -66,7 +66,8 @@ struct BlockShape {
 // --- 32 weights: q4_0, q4_1, q5_0, q5_1
 
 template <int E, int bits, bool biased>
-struct SmallBlock : BlockShape<(biased ? 20 : 18) + (bits == 5 ? 4 : 0), 32, 1 << (bits - 1), biased> {
+struct SmallBlock {
+  using Shape = BlockShape<(biased ? 20 : 18) + (bits == 5 ? 4 : 0), 32, 1 << (bits - 1), biased>;
   static constant constexpr int first = biased ? 4 : 2;  // byte after the halves
   uint nibbles[E / 4];
   uint shift;
@@ -98,7 +99,8 @@ struct SmallBlock : BlockShape<(biased ? 20 : 18) + (bits == 5 ? 4 : 0), 32, 1 <
 };
 
 template <int E>
-struct Block<q8_0, E> : BlockShape<34, 32, 128, false> {
+struct Block<q8_0, E> {
+  using Shape = BlockShape<34, 32, 128, false>;
   uint numbers[E / 4];
   half d;
 
@@ -120,7 +122,8 @@ struct Block<q8_0, E> : BlockShape<34, 32, 128, false> {
 // --- 256 weights in groups of 32, with a scale and a minimum of 6 bits: q4_k, q5_k, whose blocks begin on 16 bytes
 
 template <int E, bool fifth>
-struct GroupBlock : BlockShape<fifth ? 176 : 144, 256, fifth ? 16 : 8, true> {
+struct GroupBlock {
+  using Shape = BlockShape<fifth ? 176 : 144, 256, fifth ? 16 : 8, true>;
   uint words[E / 4];
   uint shift;  // of nibbles
   float times;
@@ -160,7 +163,8 @@ struct GroupBlock : BlockShape<fifth ? 176 : 144, 256, fifth ? 16 : 8, true> {
 // --- 256 weights in groups of 16: of 128 columns those of 32 after another are bits of the same 32 bytes
 
 template <int E>
-struct Block<q2_k, E> : BlockShape<84, 256, 2, true> {
+struct Block<q2_k, E> {
+  using Shape = BlockShape<84, 256, 2, true>;
   uint pairs[E / 4];
   uint shift;
   half d;
@@ -186,7 +190,8 @@ struct Block<q2_k, E> : BlockShape<84, 256, 2, true> {
 };
 
 template <int E>
-struct Block<q3_k, E> : BlockShape<110, 256, 4, false> {
+struct Block<q3_k, E> {
+  using Shape = BlockShape<110, 256, 4, false>;
   uint words[E / 4];
   float times;
 
@@ -215,7 +220,8 @@ struct Block<q3_k, E> : BlockShape<110, 256, 4, false> {
 };
 
 template <int E>
-struct Block<q6_k, E> : BlockShape<210, 256, 32, false> {
+struct Block<q6_k, E> {
+  using Shape = BlockShape<210, 256, 32, false>;
   uint nibbles[E / 4];
   uint pairs[E / 4];
   uint at;
@@ -256,7 +262,8 @@ inline uint iq4_word(uint four) {
 }
 
 template <int E>
-struct Block<iq4_nl, E> : BlockShape<18, 32, 128, false> {
+struct Block<iq4_nl, E> {
+  using Shape = BlockShape<18, 32, 128, false>;
   SmallBlock<E, 4, false> indices;
 
   void load(const device uchar* block, uint at) {
@@ -274,7 +281,8 @@ struct Block<iq4_nl, E> : BlockShape<18, 32, 128, false> {
 };
 
 template <int E>
-struct Block<iq4_xs, E> : BlockShape<136, 256, 128, false> {
+struct Block<iq4_xs, E> {
+  using Shape = BlockShape<136, 256, 128, false>;
   uint nibbles[E / 4];
   uint at;
   half d;
@@ -300,7 +308,7 @@ struct Block<iq4_xs, E> : BlockShape<136, 256, 128, false> {
   }
 };
 
-// The type of a kind's block. Metal has no derived classes that hold something.
+// The type of a kind's block. Metal has no derived classes.
 template <BlockKind kind, int E>
 struct BlockType {
   using type = Block<kind, E>;
@@ -348,7 +356,7 @@ struct BlockValues {
     return 1.0f / 64;
   }
   static constexpr float middle() {
-    return float(BlockOf<kind, E>::zero);
+    return float(BlockOf<kind, E>::Shape::zero);
   }
   static constexpr float headroom() {
     return 1.0f / 64;
@@ -372,7 +380,7 @@ struct BlockValues {
 template <BlockKind kind, int E>
 struct BlockRows {
   using Values = BlockValues<kind, E>;
-  static constant constexpr bool has_bias = BlockOf<kind, E>::has_bias;
+  static constant constexpr bool has_bias = BlockOf<kind, E>::Shape::has_bias;
   struct Run {
     BlockOf<kind, E> words;
   };
@@ -381,9 +389,9 @@ struct BlockRows {
 
   // Columns [column, column + E) of a row; column is a multiple of E.
   Run load(uint row, uint column) const {
-    constexpr uint weights = BlockOf<kind, E>::weights;
+    constexpr uint weights = BlockOf<kind, E>::Shape::weights;
     Run run;
-    run.words.load(blocks + (row * stride + column / weights * BlockOf<kind, E>::bytes), column % weights);
+    run.words.load(blocks + (row * stride + column / weights * BlockOf<kind, E>::Shape::bytes), column % weights);
     return run;
   }
 
