@@ -74,6 +74,12 @@ template <typename T, QuantizedFormat F>
   }
 }
 
+instantiate_types("gather_qmm_2bit", gather_qmm, affine_2)
+instantiate_types("gather_qmm_3bit", gather_qmm, affine_3)
 instantiate_types("gather_qmm_4bit", gather_qmm, affine_4)
+instantiate_types("gather_qmm_5bit", gather_qmm, affine_5)
+instantiate_types("gather_qmm_6bit", gather_qmm, affine_6)
 instantiate_types("gather_qmm_8bit", gather_qmm, affine_8)
 instantiate_types("gather_qmm_mxfp4", gather_qmm, mxfp4)
+instantiate_types("gather_qmm_mxfp8", gather_qmm, mxfp8)
+instantiate_types("gather_qmm_nvfp4", gather_qmm, nvfp4)

@@ -73,6 +73,12 @@ template <typename T, QuantizedFormat F>
   }
 }
 
+instantiate_types("gather_swiglu_2bit", gather_swiglu, affine_2)
+instantiate_types("gather_swiglu_3bit", gather_swiglu, affine_3)
 instantiate_types("gather_swiglu_4bit", gather_swiglu, affine_4)
+instantiate_types("gather_swiglu_5bit", gather_swiglu, affine_5)
+instantiate_types("gather_swiglu_6bit", gather_swiglu, affine_6)
 instantiate_types("gather_swiglu_8bit", gather_swiglu, affine_8)
 instantiate_types("gather_swiglu_mxfp4", gather_swiglu, mxfp4)
+instantiate_types("gather_swiglu_mxfp8", gather_swiglu, mxfp8)
+instantiate_types("gather_swiglu_nvfp4", gather_swiglu, nvfp4)

@@ -3,7 +3,7 @@
 As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On
 the CPU any number of tokens is native: each chosen expert is read once for all its tokens, and no other is read. On a
 GPU the kernels take up to 64 rows of results, as one token or a few have, and read the expert of each; more go to mx.
-They have affine weights of 4 and 8 bits and mxfp4; native code has all formats of `mx.quantize` but 1 bit.
+Both have all formats of `mx.quantize` but 1 bit.
 
 Indices are computed when MLX evaluates them, so that no call can refuse one that is out of range. Its results are NaN,
 and nothing outside the arrays is read, also where mx computes them. Negative indices are out of range.

@@ -110,15 +110,8 @@ def has_bias(case: Case) -> bool:
 def _draw(
     rng: np.random.Generator, name: str, shape: tuple[int, ...], scale: float, dtype: mx.Dtype, options: dict[str, Any]
 ) -> mx.array:
-    if name.endswith("scales") and options.get("mode", "affine") != "affine":
-        # Exponents of powers of two, or of floats with three bits after them.
-        middle = 127 if options["mode"] != "nvfp4" else 56
-        return mx.array(rng.integers(middle - 12, middle + 1, shape, dtype=np.uint8))
-    if options.get("mode") == "mxfp8" and name != "x":
-        sizes = rng.integers(0, 0x7F, (*shape[:-1], shape[-1] * 4), dtype=np.uint8)  # without the one that is no number
-        return mx.array((sizes | rng.integers(0, 2, sizes.shape, dtype=np.uint8) << 7).view(np.uint32))
     if "bits" in options and name != "x":
-        return draw_packed(rng, name, shape, options["bits"], dtype, scale)
+        return draw_packed(rng, name, shape, options["bits"], dtype, scale, options.get("mode", "affine"))
     if name == "blocks":
         kind = gguf.KINDS[options["kind"]]
         blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // kind.bytes, kind.bytes), dtype=np.uint8)

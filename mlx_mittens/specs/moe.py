@@ -58,17 +58,14 @@ class GatherOp(Op):
         options = self.arguments(case)
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
-            is_affine = options.get("mode", "affine") == "affine"
+            mode = options.get("mode", "affine")
             if name == "indices":
                 order = rng.random((tokens, experts)).argsort(-1)
                 arrays.append(mx.array(order[:, :chosen].astype(np.uint32)))
-            elif name.endswith("biases") and not is_affine:
+            elif name.endswith("biases") and mode != "affine":
                 arrays.append(None)
-            elif name.endswith("scales") and not is_affine:  # powers of two, about columns**-0.5
-                exponents = rng.integers(-3, 1, shape) + 127 - round(np.log2(columns) / 2)
-                arrays.append(mx.array(exponents.astype(np.uint8)))
             elif name not in self.dense and "bits" in options:
-                arrays.append(draw_packed(rng, name, shape, options["bits"], dtype, columns**-0.5))
+                arrays.append(draw_packed(rng, name, shape, options["bits"], dtype, columns**-0.5, mode))
             else:
                 numbers = rng.standard_normal(shape, dtype=np.float32)
                 add_outliers(rng, numbers)
@@ -263,6 +260,11 @@ def _models(tokens: tuple[int, ...] = (1,), **options: Any) -> tuple[Case, ...]:
 _SHAPES = ((1, 2, 4, 64, 9), (1, 8, 16, 320, 10), (5, 3, 4, 128, 7), (3, 1, 2, 96, 33))
 _MANY = Case("test", (33, 2, 3, 64, 5), {"group_size": 32}, cpu_only=True)
 _MXFP4 = {"mode": "mxfp4", "group_size": 32, "bits": 4}
+_RARE: tuple[dict[str, Any], ...] = (
+    *({"group_size": 32, "bits": bits} for bits in (2, 3, 5, 6)),
+    {"mode": "mxfp8", "group_size": 32, "bits": 8},
+    {"mode": "nvfp4", "group_size": 16, "bits": 4},
+)
 
 # Of gpt-oss 20B with the weights that it has.
 _GPT_OSS = Case("gpt-oss 20B", (1, 4, 32, 2880, 2880), _MXFP4, gpu_only=True)
@@ -279,6 +281,7 @@ MOE_OPS: tuple[Op, ...] = (
         tests=(
             *(case for bits in (4, 8) for case in _tests(*_SHAPES, group_size=32, bits=bits)),
             *_tests(*_SHAPES[1:3], **_MXFP4),
+            *(case for options in _RARE for case in _tests(_SHAPES[1], **options)),
             _MANY,
         ),
         cases=(*_models((1, 4), bits=4), _GPT_OSS),
@@ -307,6 +310,7 @@ MOE_OPS: tuple[Op, ...] = (
         tests=(
             *(case for bits in (4, 8) for case in _tests(*_SHAPES, group_size=32, bits=bits)),
             *_tests(*_SHAPES[1:3], **_MXFP4),
+            *(case for options in _RARE for case in _tests(_SHAPES[1], **options)),
         ),
         cases=(*_models((1, 4), bits=4), _GPT_OSS),
         stacks=2,
@@ -323,6 +327,7 @@ MOE_OPS: tuple[Op, ...] = (
             *_tests((1, 8, 16, 320, 10), (5, 9, 12, 128, 7), group_size=32, bits=4),
             *_tests((3, 1, 2, 96, 33), (2, 16, 16, 64, 3), group_size=32, bits=8),
             *_tests((1, 9, 16, 320, 9), **_MXFP4),
+            *(case for options in (_RARE[1], _RARE[-1]) for case in _tests((2, 4, 5, 64, 6), **options)),
         ),
         cases=(
             Case("Qwen3-30B-A3B", (1, 8, 128, 768, 2048), {"bits": 4}, gpu_only=True),

@@ -186,11 +186,25 @@ def add_outliers(rng: np.random.Generator, a: np.ndarray, times: float = 20.0) -
 
 
 def draw_packed(
-    rng: np.random.Generator, name: str, shape: tuple[int, ...], bits: int, dtype: mx.Dtype, scale: float = 1.0
+    rng: np.random.Generator,
+    name: str,
+    shape: tuple[int, ...],
+    bits: int,
+    dtype: mx.Dtype,
+    scale: float = 1.0,
+    mode: str = "affine",
 ) -> mx.array:
-    """Words, scales or biases, as their name ends, of affine weights that spread about zero by the scale."""
+    """Words, scales or biases, as their name ends, of quantized weights that spread about zero by the scale."""
     if not name.endswith(("scales", "biases")):
-        return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
+        words = rng.integers(0, 2**32, shape, dtype=np.uint32)
+        if mode == "mxfp8":  # a byte of ones but for its sign is no number
+            sizes = words.view(np.uint8) & 0x7F
+            words = np.where(sizes == 0x7F, 0, words.view(np.uint8)).view(np.uint32)
+        return mx.array(words)
+    if mode != "affine":  # powers of two, or floats with three bits after the exponent
+        one, octave = (56, 8) if mode == "nvfp4" else (127, 1)
+        middle = one + round(octave * np.log2(scale))
+        return mx.array(np.maximum(rng.integers(middle - 12, middle + 1, shape), 0).astype(np.uint8))
     step = rng.uniform(0.5, 1.5, shape).astype(np.float32) * np.float32(scale * 4 / 2**bits)
     return mx.array(step if name.endswith("scales") else step * np.float32(-(2 ** (bits - 1)))).astype(dtype)
 

@@ -93,19 +93,6 @@ const char* why_mx_gather(const mx::array& x, const Pairs& pairs, bool transpose
   return !transpose ? "experts that are not transposed" : rows > most_rows ? "more than 64 rows of results" : nullptr;
 }
 
-bool has_gather_kernels(const AffineFormat& format) {
-  return has_affine_kernels(format) || format.mode == cpu::QuantizedMode::mxfp4;
-}
-
-const char* why_not_gathered(const AffineFormat& format, mx::Stream stream) {
-  const bool on_gpu = stream.device == mx::Device::gpu;
-  return format.bits == 1 ? "1 bit" : on_gpu && !has_gather_kernels(format) ? "experts in a rare format" : nullptr;
-}
-
-Name gather_kernel(mx::Dtype dtype, const char* op, const AffineFormat& format) {
-  return format.has_biases() ? kernel_name(dtype, op, format.bits, "bit") : kernel_name(dtype, op, mode_name(format));
-}
-
 GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs) {
   GatherQmmParams params{affine_params(stack[0], stack[1], stack[2], format), {}, 1, 0, 1.0f, 0.0f, 0.0f};
   params.weights.rows = x.shape(-2);

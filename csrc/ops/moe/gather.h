@@ -32,16 +32,8 @@ void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
 // Why a call is mx's on a GPU, or null.
 const char* why_mx_gather(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream);
 
-// Whether there are kernels of experts in a format: affine of 4 and 8 bits, and mxfp4. Native code has all but 1 bit.
-bool has_gather_kernels(const AffineFormat& format);
-
-// Why nothing here covers experts in a format, or null.
-const char* why_not_gathered(const AffineFormat& format, mx::Stream stream);
-
 // The params of a kernel with stacks of quantized weights, but for the pairs and the grid.
 GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs);
-
-Name gather_kernel(mx::Dtype dtype, const char* op, const AffineFormat& format);
 
 // The pairs of a call, whose indices broadcast; those that are absent are all of the batch of x, or of the stack.
 Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,

@@ -82,12 +82,12 @@ class GatherQmm : public GatherPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    if (!format_.transpose || !has_gather_kernels(format_)) {
+    if (!format_.transpose) {
       return native_alone(inputs, outputs);
     }
     Launch launch;
     launch.file = file;
-    launch.kernel = gather_kernel(inputs[0].dtype(), op, format_);
+    launch.kernel = kernel_name(inputs[0].dtype(), op, format_name(format_));
     const GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs);
     launch.input(inputs[0]);
     for (int i = 1; i < 4; ++i) {
@@ -152,7 +152,7 @@ std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, 
   }
   const mx::Dtype dtype = affine ? checks::kernel_dtype(op, {{"x", x}, {"scales", scales}, {"biases", *biases}})
                                  : checks::kernel_dtype(op, {{"x", x}});
-  if (const char* reason = why_not_gathered(format, stream)) {
+  if (const char* reason = why_not_covered(format)) {
     return fallback(op, reason);
   }
   const Pairs pairs = gather_pairs(op, x, w, lhs_indices, rhs_indices, stream);

@@ -101,7 +101,7 @@ class GatherSum : public KernelPrimitive {
     params.has_weights = 1;
     Launch launch;
     launch.file = file;
-    launch.kernel = gather_kernel(x.dtype(), "gather_qmm", format_);
+    launch.kernel = kernel_name(x.dtype(), "gather_qmm", format_name(format_));
     const ProductSizes one_row{sums, 1, params.weights.columns, params.weights.outputs};
     RowsPlan plan = plan_rows(one_row, kRowOutputs, gpu_of(stream()));
     plan.sharers = chosen;
@@ -184,7 +184,7 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
       checks::kernel_dtype(op, {{"x", x}, {"scales", optional(scales)}, {"biases", biases}, {"bias", bias}});
   const size_t chosen = pairs.back(), sums = leading_size(x, 2);
   std::string reason;
-  if (const char* why = why_not_gathered(format, stream)) {
+  if (const char* why = why_not_covered(format)) {
     reason = why;
   } else if (chosen > kMostSummed) {
     reason = "sums of more than " + std::to_string(kMostSummed) + " experts";

@@ -110,12 +110,9 @@ class GatherSwiglu : public GatherPrimitive {
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    if (!has_gather_kernels(format_)) {
-      return native_alone(inputs, outputs);
-    }
     Launch launch;
     launch.file = file;
-    launch.kernel = gather_kernel(inputs[0].dtype(), op, format_);
+    launch.kernel = kernel_name(inputs[0].dtype(), op, format_name(format_));
     GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs / 2);
     params.weights.has_bias = has_bias();
     params.alpha = activation_.alpha;
@@ -233,7 +230,7 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
   if (bias && x.shape(-1) == 0) {  // nothing is multiplied
     return of_products(x, experts, lhs_indices, rhs_indices, sorted_indices, stream);
   }
-  if (const char* reason = why_not_gathered(format, stream)) {
+  if (const char* reason = why_not_covered(format)) {
     return by_mx(reason);
   }
   const Pairs pairs = gather_pairs(op, x, stacks[0], lhs_indices, rhs_indices, stream);

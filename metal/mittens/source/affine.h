@@ -6,7 +6,7 @@
 
 namespace mittens {
 
-// A matrix from some row on. E: columns that a lane takes at once, a run; 16 with 3, 5 or 6 bits.
+// A matrix from some row on. E: columns that a lane takes at once, a run; 16 with 2, 3, 5 or 6 bits.
 template <typename T, int bits, int E>
 struct AffineRows {
   using Values = typename IntegersOf<bits, E>::type;

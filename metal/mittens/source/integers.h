@@ -158,6 +158,10 @@ struct IntegersOf {
   using type = Integers<bits, E>;
 };
 template <int E>
+struct IntegersOf<2, E> {
+  using type = Integers<2, 16>;
+};
+template <int E>
 struct IntegersOf<3, E> {
   using type = OddIntegers<3>;
 };

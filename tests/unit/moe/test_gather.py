@@ -313,20 +313,22 @@ def test_bad_input(case, rng, native):
 
 
 @pytest.mark.parametrize(
-    "mode, group_size, bits", [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4), ("affine", 64, 3)]
+    "mode, group_size, bits",
+    [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4), *(("affine", 64, bits) for bits in (2, 3, 5, 6))],
 )
-def test_every_format(rng, dtype, native, lenient, mode, group_size, bits):
-    """On the CPU natively; indices out of range give NaN wherever it is."""
+def test_every_format(rng, dtype, executor, mode, group_size, bits):
+    """Indices out of range give NaN wherever it is."""
     words, scales, *biases = mx.quantize(draw(rng, (E, 32, K), mx.float32), group_size, bits, mode)
     biases = [a.astype(dtype) for a in biases]
     scales = scales.astype(dtype) if biases else scales
     x, rhs = tokens(rng, 3, dtype), np.array([0, E, E - 1])
     options = {"group_size": group_size, "bits": bits, "mode": mode}
-    mm.stats(reset=True)
     y = mm.gather_qmm(x, words, scales, *biases, rhs_indices=mx.array(rhs), **options)
     w = specs.dequantized(words, scales, biases[0] if biases else None, group_size, bits, mode)
     assert_product_right(y, exact(specs.widen(x), w, np.arange(3), rhs), dtype)
-    assert y.dtype == dtype and (mm.stats()["gather_qmm"]["mx"] == {}) == (not mx.is_available(mx.gpu))
+    assert y.dtype == dtype
+    if executor == "gpu":  # there mx has the experts that are not transposed
+        return
     loss = lambda x: mm.gather_qmm(x, words, scales, *biases, rhs_indices=mx.array([0, 1, 4]), **options).sum()
     tolerance = LAYERS if dtype == mx.float32 else GRADIENTS_16_BIT
     assert_near(mx.grad(loss)(x), w.sum(axis=-2)[[0, 1, 4]][:, None], "gradient", tolerance)
