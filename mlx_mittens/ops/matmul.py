@@ -183,7 +183,7 @@ def block_matmul(
         kind (str): ``q4_0``, ``q4_1``, ``q5_0``, ``q5_1``, ``q8_0``, ``q2_k`` to ``q6_k``, ``iq4_nl`` or ``iq4_xs``.
             On a GPU kernels take up to 16 rows of ``x``; more are multiplied with dequantized weights.
         bias (array, optional): Offset of shape ``[outputs]``.
-        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows are then computed one by one.
+        exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows then share no work.
         stream (optional): Stream or device to run on.
 
     Returns:

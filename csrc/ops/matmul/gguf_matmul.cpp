@@ -33,17 +33,20 @@ Problem problem(mx::Dtype dtype, cpu::BlockKind kind, const ProductSizes& sizes)
   return product_problem(op, dtype, static_cast<uint32_t>(kind), sizes);
 }
 
-// x [.., columns], blocks [outputs, bytes of a row] and bias [outputs], if there is one -> y [.., outputs].
+// x [.., columns], blocks [outputs, bytes of a row] and bias [outputs], if there is one -> y [.., outputs]. exact:
+// every row of x is computed as if it were alone.
 class BlockMatmul : public KernelPrimitive {
  public:
-  BlockMatmul(mx::Stream stream, cpu::BlockKind kind) : KernelPrimitive(stream), kind_(kind) {}
+  BlockMatmul(mx::Stream stream, cpu::BlockKind kind, bool exact)
+      : KernelPrimitive(stream), kind_(kind), exact_(exact) {}
 
   const char* name() const override {
     return "MittensBlockMatmul";
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    return kind_ == static_cast<const BlockMatmul&>(other).kind_;
+    const auto& product = static_cast<const BlockMatmul&>(other);
+    return kind_ == product.kind_ && exact_ == product.exact_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -73,25 +76,33 @@ class BlockMatmul : public KernelPrimitive {
     params.outputs = inputs[1].shape(0);
     params.row_bytes = inputs[1].shape(1);
     params.has_bias = inputs.size() > 2;
-    const ProductSizes sizes{1, params.rows, params.columns, params.outputs};
+    const ProductSizes sizes{1, exact_ ? 1 : params.rows, params.columns, params.outputs};
     const RowsPlan plan = plan_gguf(problem(x.dtype(), kind_, sizes), kind_, sizes, stream());
 
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(x.dtype(), op, block_kind_name(kind_), "_", plan.rows);
     share_out(launch, plan, 1);
+    if (exact_) {
+      launch.threadgroups.y = params.rows;
+    }
     const mx::array& bias = params.has_bias ? inputs[2] : x;
     launch.input(x).input(inputs[1]).input_if(params.has_bias, bias).output(outputs[0]).params(params);
     return in_order(std::move(launch));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
-    return [type = native_type(inputs[0].dtype()), kind = kind_, x = data_of(inputs[0]),
-            blocks = inputs[1].data<uint8_t>(), bias = inputs.size() > 2 ? data_of(inputs[2]) : nullptr,
-            y = data_of(outputs[0]), rows = leading_size(inputs[0], 1),
-            columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
-      cpu::block_matmul(type, kind, blocks, x, bias, y, rows, columns, count);
-    };
+    const size_t rows = leading_size(inputs[0], 1);
+    return
+        [type = native_type(inputs[0].dtype()), kind = kind_, x = static_cast<const char*>(data_of(inputs[0])),
+         blocks = inputs[1].data<uint8_t>(), bias = inputs.size() > 2 ? data_of(inputs[2]) : nullptr,
+         y = static_cast<char*>(data_of(outputs[0])), item = inputs[0].itemsize(), rows, together = exact_ ? 1 : rows,
+         columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0))] {
+          for (size_t row = 0; row < rows; row += together) {
+            cpu::block_matmul(type, kind, blocks, x + row * columns * item, bias, y + row * count * item, together,
+                              columns, count);
+          }
+        };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -102,10 +113,11 @@ class BlockMatmul : public KernelPrimitive {
 
  private:
   cpu::BlockKind kind_;
+  bool exact_;
 };
 
 mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::string& kind_name,
-                       const std::optional<mx::array>& bias, mx::StreamOrDevice where) {
+                       const std::optional<mx::array>& bias, bool exact, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   const cpu::BlockKind kind = block_kind(op, kind_name);
   check_blocks(op, blocks, kind);
@@ -129,7 +141,8 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   if (bias) {
     inputs.push_back(in_dtype(*bias, dtype, stream));
   }
-  const size_t rows = leading_size(x, 1);
+  exact = exact && leading_size(x, 1) > 1;
+  const size_t rows = exact ? 1 : leading_size(x, 1);  // that share their work
   const bool is_covered = stream.device != mx::Device::gpu || rows <= most_gemv_rows;
   if (!is_covered) {
     fall_back(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
@@ -137,25 +150,16 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
                            static_cast<uint32_t>(blocks.shape(0))};
   if (!is_covered || prefer_mx(problem(dtype, kind, sizes), nullptr, stream)) {
-    const mx::array w = block_dequantize(blocks, kind_name, dtype, stream);
-    const mx::array y = mx::matmul(inputs[0], mx::transpose(w, stream), stream);
-    return plus_bias(y, bias, stream);
+    const mx::array w = mx::transpose(block_dequantize(blocks, kind_name, dtype, stream), stream);
+    const auto product = [&](const mx::array& rows) { return mx::matmul(rows, w, stream); };
+    return plus_bias(exact ? row_by_row(inputs[0], stream, product) : product(inputs[0]), bias, stream);
   }
-  return first_output(std::make_shared<BlockMatmul>(stream, kind), std::move(inputs));
-}
-
-mx::array bound_block_matmul(const mx::array& x, const mx::array& blocks, const std::string& kind_name,
-                             const std::optional<mx::array>& bias, bool exact, mx::StreamOrDevice where) {
-  const auto product = [&](const mx::array& rows) { return block_matmul(rows, blocks, kind_name, bias, where); };
-  if (!exact || x.ndim() < 1 || leading_size(x, 1) <= 1) {
-    return product(x);
-  }
-  return row_by_row(x, where, product);
+  return first_output(std::make_shared<BlockMatmul>(stream, kind, exact), std::move(inputs));
 }
 
 void bind(nb::module_& module) {
-  bind_function(module, op, &bound_block_matmul, "x"_a, "blocks"_a, "kind"_a, "bias"_a.none() = nb::none(),
-                nb::kw_only(), "exact"_a = false, "stream"_a = nb::none());
+  bind_function(module, op, &block_matmul, "x"_a, "blocks"_a, "kind"_a, "bias"_a.none() = nb::none(), nb::kw_only(),
+                "exact"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

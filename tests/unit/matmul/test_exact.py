@@ -29,11 +29,15 @@ def test_quantized_matmul(rng, dtype, executor, rows, bits, transpose):
 
 def test_one_launch(rng):
     x, triple = draw(rng, (4, 512), mx.float16), quantize(rng, (12, 512), mx.float16, 64, 4)
+    blocks = mm.block_quantize(draw(rng, (12, 512), mx.float32), "q4_0")
+    mx.eval(blocks)
     with mm.simulator.enabled(), mm.simulator.profiled() as launches:
         mx.eval(mm.quantized_matmul(x, *triple, exact=True), mm.quantized_swiglu(x, triple, triple, exact=True))
+        mx.eval(mm.block_matmul(x, blocks, "q4_0", exact=True))
     assert [launch.kernel for launch in launches] == [
         "quantized_matmul_qmv_4bit_1_float16",
         "quantized_swiglu_qmv_4bit_1_float16",
+        "block_matmul_q4_0_1_float16",
     ]
 
 
