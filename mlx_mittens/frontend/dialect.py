@@ -122,8 +122,20 @@ def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Prob
         return _sorted([*problems, *_own_errors(str(error), file)])
     except CompileError as error:
         return _sorted([*problems, *_own_errors(error.log, file)])
+    problems += [place.refined(problem) for problem in _named_twice(translation)]
     problems += _Compilation(file, text, translation, compiled, strict, options, place).problems()
     return _sorted(problems)
+
+
+def _named_twice(translation: Translation) -> list[Problem]:
+    """Kernels under a name that another has."""
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    for variant in translation.variants:
+        if variant.name in seen:
+            problems.append(Problem(*variant.site, f"two kernels have the name {variant.name!r}: choose another"))
+        seen.add(variant.name)
+    return problems
 
 
 def _sorted(problems: list[Problem]) -> list[Problem]:
@@ -234,11 +246,14 @@ def _counts(warning: str) -> bool:
     """Whether what clang only warns of is a mistake in Metal."""
     if "::mittens::" in warning:
         return False
+    if "cannot be narrowed" in warning:
+        return _NARROWED.match(warning) is not None
     if warning.startswith("implicit conversion"):
         return _conversion(warning) is not None
     return "incompatible with C++" not in warning or any(new in warning for new in _NEWER)
 
 
+_NARROWED = re.compile(r"(?:type|.*from type) '(?:float|half)'.* cannot be narrowed to '[^']*(?:char|short|int|long)'")
 _FLOATS = re.compile(
     r"implicit conversion .*floating-point precision: (?P<source>'[^']*'.*?) to (?P<target>'[^']*'.*)$"
 )
@@ -265,6 +280,8 @@ def _flags(options: Options) -> list[str]:
         "-Wvla-cxx-extension",
         "-Wimplicit-float-conversion",
         "-Wdouble-promotion",
+        "-Wc++11-narrowing",
+        "-Wno-error=c++11-narrowing",
     ]
     flags += ["-Wc++20-designator", "-Wimplicit-function-declaration", "-ferror-limit=0", "-fno-caret-diagnostics"]
     if options.version < 400:

@@ -74,6 +74,11 @@ class Signatures:
         head = brace - 1
         while head >= 0 and self.tokens[head] not in (";", "{", "}", ")"):
             head -= 1
+        outer = brace
+        while outer >= 0:
+            if self.tokens[outer] == "{" and self.token(outer - 1) == "namespace":
+                yield Finding(name, f"kernel {self.tokens[name]!r} is in a namespace without a name: give it one")
+            outer = self.reader._enclosing(outer)
         if brace >= 0 and {"struct", "class", "union"} & set(self.tokens[head + 1 : brace]):
             yield Finding(name, f"kernel {self.tokens[name]!r} is a member function: write it outside of the class")
 
@@ -118,6 +123,9 @@ class Signatures:
                     live[0], f"argument {argument!r} of kernel {kernel!r} is not covered by this check", False
                 )
                 continue
+            if self._pointers(live[:array]) > 1:
+                what = f"argument {argument!r} of kernel {kernel!r} is a pointer to a pointer: put one into a struct"
+                yield Finding(live[0], what)
             pointer = array < len(words) or bool({"*", "&"} & set(words))
             spaces = {"device", "constant", "threadgroup", "thread"} & set(words)
             yield from self._space(live[0], kernel, argument, pointer, spaces, attributes)
@@ -139,6 +147,15 @@ class Signatures:
             if number > MOST_ARGUMENTS:
                 yield Finding(name, f"kernel {kernel!r} has {number} {kind} arguments: at most {MOST_ARGUMENTS}")
         yield from self._widths(kernel, widths)
+
+    def _pointers(self, live: list[int]) -> int:
+        """How many stars a parameter has outside of template arguments."""
+        count, end = 0, -1
+        for j in live:
+            if j >= end:
+                end = max(end, self.reader.after_template_arguments(j))
+                count += self.tokens[j] == "*"
+        return count
 
     def _space(
         self, at: int, kernel: str, argument: str, pointer: bool, spaces: set[str], attributes: dict[str, str]

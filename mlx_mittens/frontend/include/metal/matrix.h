@@ -89,6 +89,13 @@ template <typename T, int C, int R>
 MITTENS_INLINE matrix<T, C, R> operator*(remove_cv_t<T> a, const matrix<T, C, R>& b) {
   return b * a;
 }
+#ifdef MITTENS_DIALECT
+// Metal scales a matrix by a number of its own type alone.
+template <typename T, int C, int R, typename S, typename = enable_if_t<__is_arithmetic(S) && !__is_same(S, remove_cv_t<T>)>>
+matrix<T, C, R> operator*(const matrix<T, C, R>&, S) = delete;
+template <typename T, int C, int R, typename S, typename = enable_if_t<__is_arithmetic(S) && !__is_same(S, remove_cv_t<T>)>>
+matrix<T, C, R> operator*(S, const matrix<T, C, R>&) = delete;
+#endif
 template <typename T, int C, int R>
 MITTENS_INLINE vec<T, R> operator*(const matrix<T, C, R>& a, vec<T, C> b) {
   vec<T, R> sum = a[0] * b[0];

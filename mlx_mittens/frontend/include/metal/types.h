@@ -228,6 +228,10 @@ MITTENS_INLINE constexpr V construct(A... a) {
     return V(Element<V>(0));
   } else if constexpr (sizeof...(A) > 1) {
     static_assert((0 + ... + Vector<A>::size) == Vector<V>::size, "a vector is made from too few or too many elements");
+#ifdef MITTENS_DIALECT
+    static_assert((true && ... && (!Vector<A>::is_vector || __is_same(Element<A>, Element<V>))),
+                  "a vector is made from parts of its own type: convert the part, as in float3(v)");
+#endif
     if constexpr ((false || ... || Vector<A>::is_vector)) {
       return concatenate<V>(a...);
     } else {
