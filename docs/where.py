@@ -162,6 +162,10 @@ _PLACES = (
         ("route_top_k",), "moe", "route_top_k.cpp", ("route_top_k.cpp",), ("route_top_k.metal",),
         ("route_top_k.cpp",), ("test_route_top_k.py",),
     ),
+    Place(
+        ("gated_delta_update",), "recurrence", "gated_delta_update.cpp", ("gated_delta_update.cpp",),
+        ("gated_delta_update.metal",), ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_gated_delta_update.py",),
+    ),
 )  # fmt: skip
 
 

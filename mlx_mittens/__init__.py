@@ -26,6 +26,7 @@ from .ops.cache import *
 from .ops.matmul import *
 from .ops.moe import *
 from .ops.norm import *
+from .ops.recurrence import *
 from .patching import PatchError, patch, patched, unpatch
 from .stats import stats
 

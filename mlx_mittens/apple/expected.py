@@ -34,6 +34,7 @@ _KIND_OF_OP = {
     "gather_swiglu": "4-bit",
     "gather_sum": "4-bit",
     "route_top_k": "norm",
+    "gated_delta_update": "elementwise",
 }
 
 

@@ -1,11 +1,12 @@
 """The ops, a module a family."""
 
-from . import attention, cache, matmul, moe, norm
+from . import attention, cache, matmul, moe, norm, recurrence
 from .attention import *
 from .cache import *
 from .matmul import *
 from .moe import *
 from .norm import *
+from .recurrence import *
 
 __all__: list[str] = []
 __all__ += attention.__all__
@@ -13,3 +14,4 @@ __all__ += cache.__all__
 __all__ += matmul.__all__
 __all__ += moe.__all__
 __all__ += norm.__all__
+__all__ += recurrence.__all__

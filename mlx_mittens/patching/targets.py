@@ -100,6 +100,24 @@ def _causal_mask(
     return _ext.window_mask(N, offset, window_size) if right_padding is None and left_padding is None else None
 
 
+def _gated_delta(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array] | None:
+    """A step of mlx-lm's, or a prompt."""
+    return _ext.try_gated_delta_update(q, k, v, g, beta, state, mask)
+
+
+def _fast_gated_delta(*arrays: mx.array | None, **options: Any) -> list[mx.array] | None:
+    outputs = _ext.try_gated_delta_update(*arrays, **options)
+    return None if outputs is None else list(outputs)
+
+
 def _greedy(logprobs: mx.array) -> mx.array:
     return _ext.sample(logprobs, temperature=0.0)
 
@@ -312,6 +330,28 @@ TARGETS = [
     Target("linear", "gemv", "mlx.nn", "Embedding.as_linear", _ext.try_linear, ("self", "x")),
     Target("linear", "gemv", "mlx.nn", "AllToShardedLinear.__call__", _all_to_sharded, ("self", "x")),
     Target("linear", "gemv", "mlx.nn", "ShardedToAllLinear.__call__", _sharded_to_all, ("self", "x")),
+]
+
+TARGETS += [
+    Target(
+        "recurrence",
+        "gated_delta_update",
+        "mlx.core",
+        "fast.gated_delta_update",
+        _fast_gated_delta,
+    ),
+    *(
+        Target(
+            "recurrence",
+            "gated_delta_update",
+            "mlx_lm.models.gated_delta",
+            name,
+            _gated_delta,
+            ("q", "k", "v", "g", "beta", "state", "mask"),
+            optional=True,
+        )
+        for name in ("gated_delta_ops", "gated_delta_kernel")
+    ),
 ]
 
 TARGETS += [

@@ -27,6 +27,7 @@ from .op import (
     run,
     widen,
 )
+from .recurrence import RECURRENCE_OPS
 from .sampling import SAMPLE_OPS
 from .shaped import ShapedOp
 
@@ -57,7 +58,7 @@ __all__ = [
     "worst",
 ]
 
-OPS: tuple[Op, ...] = ROW_OPS + SAMPLE_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS + MOE_OPS
+OPS: tuple[Op, ...] = ROW_OPS + SAMPLE_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS + MOE_OPS + RECURRENCE_OPS
 
 
 def get(name: str) -> Op:

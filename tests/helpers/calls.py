@@ -389,6 +389,28 @@ def _moe_calls() -> list[Call]:
     return calls
 
 
+def _recurrence_calls() -> list[Call]:
+    sizes = {"batch": 2, "steps": 3, "key_heads": 2, "rows": 3, "columns": 8}
+    keys = numbers("batch", "steps", "key_heads", "columns")
+    per_head = ("batch", "steps", "heads")
+    arguments = {
+        **{"q": keys, "k": keys, "v": numbers(*per_head, "rows"), "gamma": numbers(*per_head)},
+        **{"beta": numbers(*per_head), "initial_state": numbers("batch", "heads", "rows", "columns")},
+    }
+
+    def exact(q, k, v, gamma, beta, initial_state):
+        return [np.zeros(v.shape), initial_state]
+
+    def gated_delta(q, k, v, gamma, beta, initial_state):
+        part = lambda a: (a / 2) ** 2 / ((a / 2) ** 2 + 1)  # between 0 and 1, of any type
+        return mm.gated_delta_update(q / 4, k / 4, v, part(gamma), part(beta), initial_state)
+
+    return [
+        Call("gated_delta_update", "", sizes, arguments, gated_delta, exact,
+             derived=lambda sizes: {"heads": 2 * sizes["key_heads"]})
+    ]  # fmt: skip
+
+
 def _gather_qmm(x, w, scales, biases, rhs, bits):
     return mm.gather_qmm(x[:, None], w, scales, biases, rhs_indices=rhs, group_size=GROUP, bits=bits)
 
@@ -425,5 +447,6 @@ CALLS = [
     *_attention_calls(),
     *_rope_calls(),
     *_moe_calls(),
+    *_recurrence_calls(),
     *_shaped_calls(),
 ]

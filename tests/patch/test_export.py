@@ -188,6 +188,7 @@ DIRECT = {
     "sample": lambda x: mm.sample(x),
     "gather_mm": lambda x: mm.gather_mm(x, draw(2, 64, 8), rhs_indices=mx.array([[0, 1]])),
     "route_top_k": lambda x: mm.route_top_k(x, 2)[1],
+    "gated_delta_update": lambda x: mm.gated_delta_update(*[x[None, None]] * 3, *[draw(1, 1, x.shape[0])] * 2)[0],
     "add_rms_norm": lambda x: mm.add_rms_norm(x, x, None, 1e-5)[0],
     "gemv": lambda x: mm.gemv(draw(8, 64), x),
     "quantized_matmul": lambda x: mm.quantized_matmul(x, *mx.quantize(draw(8, 64))),

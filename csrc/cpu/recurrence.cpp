@@ -1,0 +1,19 @@
+#include "cpu/recurrence.h"
+
+#include "cpu/dispatch.h"
+
+namespace mittens::cpu {
+
+MITTENS_VERSIONS(recurrence)
+MITTENS_VERSIONS(recurrence_vjp)
+
+void recurrence(Type type, const Recurrence& shape, const RecurrenceInputs& inputs, void* y, float* state) {
+  recurrence_versions[isa_index()](type, shape, inputs, y, state);
+}
+
+void recurrence_vjp(Type type, const Recurrence& shape, const RecurrenceInputs& inputs, const void* dy,
+                    const float* dstate, const RecurrenceGradients& gradients) {
+  recurrence_vjp_versions[isa_index()](type, shape, inputs, dy, dstate, gradients);
+}
+
+}  // namespace mittens::cpu

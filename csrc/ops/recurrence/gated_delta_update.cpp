@@ -1,0 +1,253 @@
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+
+#include "cpu/recurrence.h"
+#include "mlx/fast.h"
+#include "mlx/ops.h"
+#include "ops/recurrence/recurrence.h"
+#include "ops/recurrence/state_params.h"
+#include "params/recurrence.h"
+#include "python/registry.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/gpu.h"
+#include "runtime/op_binding.h"
+#include "runtime/primitive.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "gated_delta_update";
+const Name file = "recurrence/gated_delta_update.metal";
+
+using Outputs = std::tuple<mx::array, mx::array>;
+
+// The inputs of a recurrence with the delta rule -> y and the last state.
+class GatedDeltaUpdate : public KernelPrimitive {
+ public:
+  GatedDeltaUpdate(mx::Stream stream, const RecurrenceOptions& options) : KernelPrimitive(stream), options_(options) {}
+
+  static Outputs apply(Arrays inputs, const RecurrenceOptions& options, mx::Stream stream) {
+    check_base<GatedDeltaUpdate>();
+    auto primitive = std::make_shared<GatedDeltaUpdate>(stream, options);
+    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+    const mx::Dtype dtype = inputs[0].dtype();
+    const Arrays made = mx::array::make_arrays(std::move(shapes), {dtype, mx::float32}, primitive, inputs);
+    return {made[0], made[1]};
+  }
+
+  const char* name() const override {
+    return "MittensGatedDeltaUpdate";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return options_ == static_cast<const GatedDeltaUpdate&>(other).options_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    const RecurrenceArrays arrays(inputs, options_);
+    return {arrays.v.shape(), {arrays.v.shape(0), arrays.v.shape(2), arrays.v.shape(3), arrays.q.shape(3)}};
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    if (runs_kernels(stream())) {
+      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+    }
+    const Arrays all = recurrence_vjp(primals, cotangents, options_, stream());
+    Arrays gradients;
+    for (int argument : argnums) {
+      gradients.push_back(all[argument]);
+    }
+    return gradients;
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    return row_contiguous(inputs, stream(), copies, 16);
+  }
+
+  // Each row of the state is read before it is written, by the same threads.
+  void allocate(const Arrays& inputs, Arrays& outputs) override {
+    allocate_output(outputs[0], stream());
+    if (options_.has_state) {
+      take_or_allocate(outputs[1], inputs[5], stream(), 2);
+    } else {
+      allocate_output(outputs[1], stream());
+    }
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const RecurrenceArrays arrays(inputs, options_);
+    GatedDeltaParams params;
+    params.state = state_params(arrays.q, arrays.v, options_.has_state, options_.has_mask);
+    params.gate_per_column = arrays.gates.ndim() == 4;
+    params.wide_rates = arrays.rates.dtype() == mx::float32;
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(arrays.q.dtype(), op);
+    launch.threadgroups = state_grid(params.state, arrays.q.shape(0));
+    launch.threads = {32 * kStateSimdgroups, 1, 1};
+    launch.input(arrays.q).input(arrays.k).input(arrays.v).input(arrays.gates).input(arrays.rates);
+    launch.input_if(options_.has_state, options_.has_state ? *arrays.state : arrays.gates);
+    launch.input_if(options_.has_mask, options_.has_mask ? *arrays.mask : arrays.gates);
+    return in_order(launch.output(outputs[0]).output(outputs[1]).params(params));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const RecurrenceArrays arrays(inputs, options_);
+    const auto size = [](const mx::array& a, int axis) { return static_cast<size_t>(a.shape(axis)); };
+    return
+        [type = native_type(arrays.q.dtype()),
+         shape = cpu::Recurrence{size(arrays.q, 0), size(arrays.q, 1), size(arrays.v, 2), size(arrays.q, 2),
+                                 size(arrays.v, 3), size(arrays.q, 3), options_.delta_rule, arrays.gates.ndim() == 4},
+         data =
+             cpu::RecurrenceInputs{data_of(arrays.q), data_of(arrays.k), data_of(arrays.v), arrays.gates.data<float>(),
+                                   data_of(arrays.rates), native_type(arrays.rates.dtype()),
+                                   arrays.state ? arrays.state->data<float>() : nullptr,
+                                   arrays.mask ? arrays.mask->data<bool>() : nullptr},
+         y = data_of(outputs[0]), state = outputs[1].data<float>()] { cpu::recurrence(type, shape, data, y, state); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    return recurrence_composed(inputs, options_, stream());
+  }
+
+ private:
+  RecurrenceOptions options_;
+};
+
+struct Call {
+  Arrays inputs;
+  RecurrenceOptions options;
+  mx::Dtype state_dtype;
+};
+
+Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma, const mx::array& beta,
+             const std::optional<mx::array>& state, const std::optional<mx::array>& mask, mx::Stream stream) {
+  if (q.ndim() != 4) {
+    checks::fail(op, "q has shape ", q.shape(), ": expected [batch, steps, key heads, columns]");
+  }
+  if (k.shape() != q.shape()) {
+    checks::fail(op, "k has shape ", k.shape(), ", q has shape ", q.shape(), ": expected the same shape");
+  }
+  const int key_heads = q.shape(2);
+  if (v.ndim() != 4 || v.shape(0) != q.shape(0) || v.shape(1) != q.shape(1) ||
+      (key_heads == 0 ? v.shape(2) != 0 : v.shape(2) % key_heads != 0)) {
+    checks::fail(op, "v has shape ", v.shape(), ", q has shape ", q.shape(),
+                 ": expected [batch, steps, heads, rows], the heads a multiple of the key heads");
+  }
+  const mx::Shape per_head = {v.shape(0), v.shape(1), v.shape(2)};
+  mx::Shape per_column = per_head;
+  per_column.push_back(q.shape(3));
+  if (gamma.shape() != per_head && gamma.shape() != per_column) {
+    checks::fail(op, "gamma has shape ", gamma.shape(), ": expected ", per_head, " or ", per_column);
+  }
+  if (beta.shape() != per_head) {
+    checks::fail(op, "beta has shape ", beta.shape(), ": expected ", per_head);
+  }
+  const mx::Shape of_state = {v.shape(0), v.shape(2), v.shape(3), q.shape(3)};
+  if (state && state->shape() != of_state) {
+    checks::fail(op, "initial_state has shape ", state->shape(), ": expected ", of_state);
+  }
+  const mx::Shape of_mask = {q.shape(0), q.shape(1)};
+  if (mask && mask->shape() != of_mask) {
+    checks::fail(op, "mask has shape ", mask->shape(), ": expected ", of_mask);
+  }
+  if (mask && mask->dtype() != mx::bool_) {
+    checks::fail<DtypeError>(op, "mask has dtype ", mask->dtype(), ": expected bool");
+  }
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"q", q}, {"k", k}, {"v", v}});
+  checks::kernel_dtype(op, {{"gamma", gamma}});
+  checks::kernel_dtype(op, {{"beta", beta}});
+  Arrays inputs = {in_dtype(q, dtype, stream), in_dtype(k, dtype, stream), in_dtype(v, dtype, stream),
+                   in_dtype(gamma, mx::float32, stream),
+                   beta.dtype() == dtype ? beta : in_dtype(beta, mx::float32, stream)};
+  if (state) {
+    checks::kernel_dtype(op, {{"initial_state", *state}});
+    inputs.push_back(in_dtype(*state, mx::float32, stream));
+  }
+  if (mask) {
+    inputs.push_back(*mask);
+  }
+  return {std::move(inputs), {true, state.has_value(), mask.has_value()}, state ? state->dtype() : mx::float32};
+}
+
+// What no step leaves, or a state without columns.
+std::optional<Outputs> of_nothing(const Call& call, mx::Stream stream) {
+  const mx::array &q = call.inputs[0], &v = call.inputs[2];
+  if (q.size() > 0 && v.size() > 0) {
+    return std::nullopt;
+  }
+  const mx::Shape shape = {v.shape(0), v.shape(2), v.shape(3), q.shape(3)};
+  return Outputs{mx::zeros_like(v, stream), call.options.has_state ? in_dtype(call.inputs[5], call.state_dtype, stream)
+                                                                   : mx::zeros(shape, mx::float32, stream)};
+}
+
+// MLX's kernels for Apple GPUs multiply chunks of a prompt as matrices.
+bool mlx_is_ahead(const Call& call, mx::Stream stream) {
+  return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple && call.inputs[3].ndim() == 3 &&
+         prefer_fallback(op, "gates of heads on an Apple GPU, for which MLX has kernels");
+}
+
+std::optional<Outputs> try_gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v,
+                                              const mx::array& gamma, const mx::array& beta,
+                                              const std::optional<mx::array>& state,
+                                              const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  Call call = checked(q, k, v, gamma, beta, state, mask, stream);
+  if (auto outputs = of_nothing(call, stream)) {
+    return outputs;
+  }
+  if (runs_kernels(stream) && q.shape(3) > kMostStateColumns) {
+    return fallback(op, "more than " + std::to_string(kMostStateColumns) + " columns");
+  }
+  if (mlx_is_ahead(call, stream)) {
+    return std::nullopt;
+  }
+  auto [y, last] = GatedDeltaUpdate::apply(std::move(call.inputs), call.options, stream);
+  return Outputs{y, in_dtype(last, call.state_dtype, stream)};
+}
+
+Outputs gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma,
+                           const mx::array& beta, const std::optional<mx::array>& state,
+                           const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
+  if (auto outputs = try_gated_delta_update(q, k, v, gamma, beta, state, mask, where)) {
+    return *std::move(outputs);
+  }
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const Call call = checked(q, k, v, gamma, beta, state, mask, stream);
+  if (gamma.ndim() == 3) {
+    const std::optional<mx::array> wide = state ? std::optional(call.inputs[5]) : std::nullopt;
+    const Arrays all = mx::fast::gated_delta_update(call.inputs[0], call.inputs[1], call.inputs[2], call.inputs[3],
+                                                    call.inputs[4], wide, mask, stream);
+    return {in_dtype(all[0], call.inputs[0].dtype(), stream), in_dtype(all[1], call.state_dtype, stream)};
+  }
+  const Arrays all = recurrence_composed(call.inputs, call.options, stream);
+  return {all[0], in_dtype(all[1], call.state_dtype, stream)};
+}
+
+void bind(nb::module_& module) {
+  define(module, op, &try_gated_delta_update, &gated_delta_update, "q"_a, "k"_a, "v"_a, "gamma"_a, "beta"_a,
+         "initial_state"_a.none() = nb::none(), "mask"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens

@@ -1,0 +1,33 @@
+// How the rows of a recurrence's state are shared out among the lanes of a GPU.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+
+#include "backends/launch.h"
+#include "params/recurrence.h"
+
+namespace mittens {
+
+// keys [batch, steps, key_heads, columns], values [batch, steps, heads, rows]
+inline StateParams state_params(const mx::array& keys, const mx::array& values, bool has_state, bool has_mask) {
+  const auto size = [](const mx::array& a, int axis) { return static_cast<uint32_t>(a.shape(axis)); };
+  StateParams params;
+  params.steps = size(keys, 1);
+  params.heads = size(values, 2);
+  params.key_heads = size(keys, 2);
+  params.rows = size(values, 3);
+  params.columns = size(keys, 3);
+  params.lanes = std::bit_ceil((params.columns + kStateValues - 1) / kStateValues);
+  params.packs = params.columns % 8 == 0;
+  params.has_state = has_state;
+  params.has_mask = has_mask;
+  return params;
+}
+
+inline Size3 state_grid(const StateParams& params, int batch) {
+  const uint32_t rows = kStateSimdgroups * 32 / params.lanes;  // of a threadgroup
+  return {static_cast<uint32_t>(batch) * params.heads, (params.rows + rows - 1) / rows, 1};
+}
+
+}  // namespace mittens

@@ -1,0 +1,45 @@
+// Parameters of the linear recurrences. Compiled by C++ and by Metal.
+#pragma once
+
+#ifndef __METAL_VERSION__
+#include <cstdint>
+#endif
+
+namespace mittens {
+
+enum {
+  kStateValues = 16,  // of a row of the state, that a lane holds
+  kMostStateColumns = 32 * kStateValues,
+  kStateSimdgroups = 4  // of a threadgroup
+};
+
+// A state [rows, columns] for each head of each sequence.
+struct StateParams {
+  uint32_t steps;
+  uint32_t heads;
+  uint32_t key_heads;  // each of which heads / key_heads heads share
+  uint32_t rows;
+  uint32_t columns;
+  uint32_t lanes;  // of a simdgroup that hold a row; a power of two
+  uint32_t packs;  // whether rows are whole groups of 8, each on a boundary of 16 bytes
+  uint32_t has_state;  // else it begins with zeros
+  uint32_t has_mask;
+};
+
+struct GatedDeltaParams {
+  StateParams state;
+  uint32_t gate_per_column;  // else one for a head
+  uint32_t wide_rates;  // whether they are float32
+};
+
+struct SsmParams {
+  StateParams state;
+  uint32_t wide_decays;  // whether these inputs are float32
+  uint32_t wide_skips;
+  uint32_t wide_steps;
+  uint32_t wide_biases;
+  float least_step;
+  float most_step;
+};
+
+}  // namespace mittens

@@ -1,0 +1,68 @@
+"""Linear recurrences: what keeps a state for each head instead of keys and values."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ._declaration import StreamOrDevice, defined_in_extension
+
+__all__ = ["gated_delta_update"]
+
+
+@defined_in_extension
+def gated_delta_update(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    gamma: mx.array,
+    beta: mx.array,
+    initial_state: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array]:
+    """The gated delta rule, for one token or a prompt: ``mx.fast.gated_delta_update``, also with a gate per column.
+
+    Each head has a state ``S`` of shape ``[rows, columns]``. A step computes::
+
+        S = S * gamma;  S = S + beta * (v - S @ k) outer k;  y = S @ q
+
+    Neither ``q`` nor ``k`` is scaled or normalized. The state is float32 throughout, and written in place if nobody
+    else needs it. On a GPU a kernel has up to 512 columns; gates of heads on an Apple GPU are MLX's own. Gradients are
+    native on the CPU, where states are computed again from one in 32; on a GPU they are those of products of matrices
+    over chunks of steps.
+
+    Args:
+        q (array): Queries of shape ``[batch, steps, key_heads, columns]``; float32, float16 or bfloat16.
+        k (array): Keys of ``q``'s shape.
+        v (array): Values of shape ``[batch, steps, heads, rows]``, ``heads`` a multiple of ``key_heads``: so many
+            neighbouring heads share a key head.
+        gamma (array): Gates between 0 and 1, of shape ``[batch, steps, heads]`` or
+            ``[batch, steps, heads, columns]``; they are taken in float32.
+        beta (array): Rates of shape ``[batch, steps, heads]``.
+        initial_state (array, optional): Of shape ``[batch, heads, rows, columns]``; zeros by default.
+        mask (array, optional): Of bool and shape ``[batch, steps]``. A step where it is false leaves the state as it
+            is, and its ``y`` is 0.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple: ``y`` of ``v``'s shape and the promoted type of ``q``, ``k`` and ``v``, and the last state, of the type
+        of ``initial_state``, else float32.
+
+    Raises:
+        DtypeError: ``mask`` is not bool, or another argument not of a floating-point type named above.
+        ValueError: Shapes do not fit together, or there is no step.
+
+    Example:
+        >>> q = k = mx.random.normal((1, 5, 2, 64)) * 0.1
+        >>> v, gates = mx.random.normal((1, 5, 4, 32)), mx.full((1, 5, 4), 0.9)
+        >>> y, state = mm.gated_delta_update(q, k, v, gates, gates)
+        >>> y.shape, state.shape
+        ((1, 5, 4, 32), (1, 4, 32, 64))
+
+    Source:
+        Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
+        https://arxiv.org/abs/2412.06464; Kimi Team, "Kimi Linear", 2025, https://arxiv.org/abs/2510.26692, for gates
+        per column.
+    """
+    raise NotImplementedError

@@ -1,0 +1,144 @@
+"""Rows of the table of ops for linear recurrences; `specs` puts them into the table.
+
+The shape of a case is ``(batch, steps, key_heads, heads, rows, columns)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..ops import recurrence
+from .op import DTYPES, Case, Exact, Op, add_outliers, widen
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaOp(Op):
+    """Queries, keys, values, gates, rates and a state. Gradients and masks are tested beside the table.
+
+    Options of a case are ``per_column``, whether gates are, and ``state``, whether there is one.
+    """
+
+    # The least shape that any case's options allow.
+    smallest = (1, 2, 1, 2, 3, 8)
+
+    def link(self, case: Case) -> int:
+        return 5 if self._has_state(case) else 2
+
+    def updated(self, case: Case) -> Mapping[int, int]:
+        return {5: 1} if self._has_state(case) else {}
+
+    def dtypes(self, case: Case) -> Iterable[str]:
+        return ("bfloat16",) if case.gpu_only else DTYPES
+
+    def _has_state(self, case: Case) -> bool:
+        return self.arguments(case).get("state", True)
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        batch, steps, key_heads, heads, rows, columns = case.shape
+        per_head = (batch, steps, heads)
+        gates = (*per_head, columns) if self.arguments(case).get("per_column") else per_head
+        keys = (batch, steps, key_heads, columns)
+        return [keys, keys, (*per_head, rows), gates, per_head, (batch, heads, rows, columns)]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        shapes = self.shapes(case)
+        numbers = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+        for i in (0, 1):  # as they are normalized
+            numbers[i] /= np.sqrt((numbers[i] ** 2).sum(-1, keepdims=True) + np.float32(1e-6))
+        add_outliers(rng, numbers[2])
+        gates = rng.uniform(0.5, 1, shapes[3]).astype(np.float32)
+        rates = rng.uniform(0, 1, shapes[4]).astype(np.float32)
+        arrays = [mx.array(a).astype(dtype) for a in (*numbers[:3], rates)]
+        return [*arrays[:3], mx.array(gates), arrays[3], mx.array(numbers[5]) if self._has_state(case) else None]
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        q, k, v, gates, rates, state = (math.prod(shape) for shape in self.shapes(case))
+        return dtype.size * (q + k + 2 * v + rates) + 4 * (gates + (2 if self._has_state(case) else 1) * state)
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        return exact_recurrence(*map(widen, arrays))
+
+
+def exact_recurrence(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    gates: np.ndarray,
+    rates: np.ndarray,
+    state: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
+    delta_rule: bool = True,
+) -> list[Exact]:
+    """A recurrence by its definition, in float64: y and the last state."""
+    (batch, steps, key_heads, columns), (heads, rows) = q.shape, v.shape[2:]
+    q, k = (a.repeat(heads // key_heads, 2) for a in (q, k))
+    s = np.zeros((batch, heads, rows, columns)) if state is None else state
+    size = np.abs(s)
+    gates = gates[..., None] if gates.ndim == 3 else gates
+    y, y_size = np.zeros(v.shape), np.zeros(v.shape)
+    for t in range(steps):
+        key = k[:, t, :, None, :]
+        decayed = s * gates[:, t, :, None]
+        error = v[:, t] - (decayed * key).sum(-1) if delta_rule else v[:, t]
+        update = rates[:, t, :, None] * error
+        after = decayed + update[..., None] * key
+        size_after = size * gates[:, t, :, None] + np.abs(update)[..., None] * np.abs(key)
+        seen = np.ones((batch, 1, 1, 1), bool) if mask is None else mask[:, t].reshape(batch, 1, 1, 1)
+        s, size = np.where(seen, after, s), np.where(seen, size_after, size)
+        y[:, t] = np.where(seen[..., 0], (s * q[:, t, :, None, :]).sum(-1), 0)
+        y_size[:, t] = np.where(seen[..., 0], (size * np.abs(q[:, t, :, None, :])).sum(-1), 0)
+    return [Exact(y, y_size), Exact(s, size)]
+
+
+def _ours(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
+    return recurrence.gated_delta_update(q, k, v, gamma, beta, initial_state)
+
+
+def _twin(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
+    if not per_column:
+        return mx.fast.gated_delta_update(q, k, v, gamma, beta, initial_state)
+    (batch, steps, key_heads, columns), (heads, rows) = q.shape, v.shape[2:]
+    s = mx.zeros((batch, heads, rows, columns)) if initial_state is None else initial_state
+    queries, keys = (mx.repeat(a, heads // key_heads, 2) for a in (q, k))
+    results = []
+    for t in range(steps):
+        key, query = keys[:, t, :, None, :], queries[:, t, :, None, :]
+        s = s * gamma[:, t, :, None]
+        s = s + key * ((v[:, t] - (s * key).sum(-1)) * beta[:, t, :, None])[..., None]
+        results.append((s * query).sum(-1).astype(q.dtype))
+    return mx.stack(results, axis=1), s
+
+
+def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
+    return tuple(Case("test", shape, options) for shape in shapes)
+
+
+RECURRENCE_OPS: tuple[Op, ...] = (
+    GatedDeltaOp(
+        name="gated_delta_update",
+        parameters=tuple((name, "rows") for name in ("q", "k", "v", "gamma", "beta", "initial_state")),
+        outputs=2,
+        ours=_ours,
+        twin=_twin,
+        twin_text="`mx.fast.gated_delta_update`, mlx-lm's `gated_delta_update`",
+        summary="the gated delta rule over a prompt or a token, with its state",
+        # One lane a row of the state, several, and all of a simdgroup; rows that are whole packs, and others.
+        tests=(
+            *_tests((1, 1, 2, 4, 33, 128), (2, 5, 1, 2, 9, 64), (1, 3, 2, 2, 5, 33), (1, 2, 1, 1, 3, 8)),
+            *_tests((1, 2, 1, 2, 3, 264), state=False),
+            *_tests((1, 4, 2, 4, 6, 128), (2, 3, 1, 2, 5, 20), per_column=True),
+        ),
+        cases=(
+            Case("Qwen3-Next", (1, 1, 16, 32, 128, 128), quick=True),
+            Case("Qwen3-Next, prompt", (1, 64, 16, 32, 128, 128)),
+            Case("Qwen3-Next, prompt", (1, 1024, 16, 32, 128, 128), gpu_only=True),
+            Case("Kimi Linear", (1, 1, 32, 32, 128, 128), {"per_column": True}),
+        ),
+    ),
+)
