@@ -62,7 +62,8 @@ class GatedDeltaOp(Op):
         return dtype.size * (q + k + 2 * v + rates) + 4 * (gates + (2 if self._has_state(case) else 1) * state)
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-        return exact_recurrence(*map(widen, arrays))
+        q, k, v, gates, rates = (widen(a) for a in arrays[:5] if a is not None)
+        return exact_recurrence(q, k, v, gates, rates, widen(arrays[5]))
 
 
 def exact_recurrence(
