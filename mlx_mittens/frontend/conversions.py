@@ -216,6 +216,8 @@ def _wraps(text: str, error: _Error, methods: set[str]) -> list[tuple[int, int, 
         word = list(re.finditer(r"\bconstant\b", text[max(0, error.at - 200) : error.at]))
         start = max(0, error.at - 200)
         return [(start + word[-1].start(), start + word[-1].end(), _PLAIN)] if word else []
+    if what.startswith("no matching conversion for C-style cast") and _LIBRARY.search(what):
+        return [(*ranges[-1], "in_thread")]
     if _CAST.match(what):
         return _cast(text, ranges)
     if _OBJECT.match(what):

@@ -352,7 +352,8 @@ class _Rewriter:
             name = self.tokens[self.partner[before] - 1]
             head = (start and self._enclosing(start), " ".join(self.tokens[start:i]))
             self.result.methods.add(name)
-            if head in self._plain_members(head[0]) or head in kept:
+            defaulted = follows == "=" and self.token(after + 1) == "default"  # clang makes one of its own
+            if defaulted or head in self._plain_members(head[0]) or head in kept:
                 self.replace(start, self._member_end(after), "")
             else:
                 kept.add(head)
@@ -448,7 +449,7 @@ class _Rewriter:
             return self._string(i)
         if token[0].isdigit() or token[0] == ".":
             return self._number(i)
-        if token == "*" and self.token(i - 1) in (";", "{", "}", ")"):
+        if token == "*" and self._begins_statement(i):
             return self._assignment(i)
         return None
 
@@ -745,9 +746,21 @@ class _Rewriter:
         if opened and (cast[-1:] == ["float"] or cast == ["static_cast", "<", "float", ">"]):
             return True
         if self.tokens[max(before - 2, 0) : before + 1] == ["(", "float", ")"]:
-            return True
+            return self.token(before - 3) not in ("sizeof", "alignof")
         initial = opened or (self.token(before) == "=" and self.token(i + 1) in (",", ";"))
         return initial and self.token(before - 2) == "float" and _IDENTIFIER.match(self.token(before - 1)) is not None
+
+    def _begins_statement(self, i: int) -> bool:
+        before = self.token(i - 1)
+        if before == ")":
+            return self.token(self.partner[i - 1] - 1) in ("if", "for", "while")
+        return before in (";", "{", "}", "else", "do")
+
+    def _outside(self, first: int, last: int) -> Iterator[int]:
+        """Tokens of first..last-1 that stand in no brackets, and those that open some."""
+        while first < last:
+            yield first
+            first = self.partner[first] + 1 if self.tokens[first] in _OPEN else first + 1
 
     def _assignment(self, i: int) -> int | None:
         """``*((threadgroup A*)(x)) = *((const device A*)(y));``: structs cross address spaces by a function."""
@@ -761,6 +774,8 @@ class _Rewriter:
             end = self.partner[end] + 1 if self.tokens[end] in _OPEN else end + 1
         if not any(self.tokens[k] in _SPACES for k in range(i, end)):
             return None
+        if self.tokens[end - 1] != ")" or any(self.tokens[k] not in _OPEN for k in self._outside(equals + 2, end)):
+            return None  # an expression of what is read: `*(device float*)p + 1`
         self.edits.append((self.spans[i][0], self.spans[i][1], "::mittens::assign("))
         self.edits.append((self.spans[equals][0], self.spans[equals + 1][1], ","))
         self.edits.append((self.spans[end][0], self.spans[end][0], ")"))
