@@ -51,6 +51,14 @@ nb::tuple details_of(const mx::Primitive& primitive) {
     const auto [group_size, bits, mode, transpose] = static_cast<const mx::QuantizedMatmul&>(primitive).state();
     return nb::make_tuple(group_size, bits, mode == mx::QuantizationMode::Affine, transpose);
   }
+  if (name == "GatherQMM") {
+    const auto [group_size, bits, mode, transpose, left_sorted, right_sorted] =
+        static_cast<const mx::GatherQMM&>(primitive).state();
+    const char* format = mode == mx::QuantizationMode::Affine  ? "affine"
+                         : mode == mx::QuantizationMode::Mxfp4 ? "mxfp4"
+                                                               : "another";
+    return nb::make_tuple(group_size, bits, format, transpose);
+  }
   if (name == "Softmax") {
     return nb::make_tuple(static_cast<const mx::Softmax&>(primitive).state());
   }

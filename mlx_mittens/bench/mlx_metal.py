@@ -28,6 +28,7 @@ _HEADERS = {
     "softmax": ("utils.h", "softmax.h"),
     "gemv": ("utils.h", "gemv.h"),
     "quantized": ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h"),
+    "fp_quantized": ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h"),
     "splitk": ("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_splitk.h"),
     "sdpa_vector": ("utils.h", "sdpa_vector.h"),
     "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
@@ -139,13 +140,59 @@ def quantized_matmul(
         kernel = instance("quantized", "affine_qmv_wide", type_text, group_size, bits, vectors, lanes, False)
         groups = [_ceil(m, vectors), _ceil(n, 2 * _SIMD // lanes), 1]
         return launch(*kernel, arguments | {7: int32(m)}, groups, [_SIMD, 2, 1], stream=stream)[0]
-    pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
-    rows, whole = 8, k % (pack * (1 if bits == 2 else 2) * _SIMD) == 0
+    rows, whole = 8, k % (_values_a_word(bits) * (1 if bits == 2 else 2) * _SIMD) == 0
     partial = [n % rows != 0] if whole else []
     kernel = instance(
         "quantized", "affine_qmv_fast" if whole else "affine_qmv", type_text, group_size, bits, False, *partial
     )
     return launch(*kernel, arguments, [m, _ceil(n, rows), 1], [_SIMD, 2, 1], stream=stream)[0]
+
+
+def gather_qmv(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    lhs_indices: mx.array,
+    rhs_indices: mx.array,
+    group_size: int = 64,
+    bits: int = 4,
+    mode: str = "affine",
+    *,
+    stream: Stream = None,
+) -> mx.array:
+    """``mx.gather_qmm`` of single rows: x [..., 1, K], weights [E, N, K], indices of one shape; no global scale.
+
+    It is what MLX launches for a token of a mixture, whose indices are not sorted.
+    """
+    if x.shape[-2] != 1 or lhs_indices.shape != rhs_indices.shape:
+        raise ValueError(f"[peer.gather_qmv] x has shape {x.shape}: expected [..., 1, K], and indices of one shape")
+    k, n = x.shape[-1], w.shape[-2]
+    whole = n % 8 == 0 and k % (_values_a_word(bits) * (1 if bits == 2 else 2) * _SIMD) == 0
+    affine = mode == "affine"
+    function = f"{'affine' if affine else 'fp'}_gather_qmv{'_fast' * whole}"
+    kernel = instance("quantized" if affine else "fp_quantized", function, _TYPES[x.dtype], group_size, bits)
+    values: list[Any] = [w, scales, biases if affine else mx.zeros((1,)), x, lhs_indices, rhs_indices]
+    values += [Output([*lhs_indices.shape, 1, n], x.dtype), int32(k), int32(n)]
+    values += [int32(x.ndim - 2), _ints(x.shape), _longs(x.shape), int32(w.ndim - 2), _ints(w.shape)]
+    values += [_longs(a.shape) for a in (w, scales, *([biases] if biases is not None else []))]
+    values += [int32(1), _ints((lhs_indices.size,)), int64(1), int64(1)]
+    groups = [1, _ceil(n, 8), lhs_indices.size]
+    return launch(*kernel, dict(enumerate(values)), groups, [_SIMD, 2, 1], stream=stream)[0]
+
+
+def _values_a_word(bits: int) -> int:
+    return 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
+
+
+def _ints(values: Sequence[int]) -> bytes:
+    return struct.pack(f"={len(values)}i", *values)
+
+
+def _longs(shape: Sequence[int]) -> bytes:
+    """Strides of a shape that lies in memory row by row."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return struct.pack(f"={len(strides)}q", *strides)
 
 
 def _fewest_rows_of_qmm(k: int, n: int) -> int:

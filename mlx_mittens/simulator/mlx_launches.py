@@ -282,11 +282,42 @@ def _peer(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.a
             bits=bits,
             stream=_CPU,
         )
+    if name == "GatherQMM":
+        return _gather_qmv(operation)
     if name == "Matmul":
         return _gemv(operation, graph)
     if name == "mx.fast.scaled_dot_product_attention":
         return _sdpa(operation)
     return None
+
+
+def _gather_qmv(operation: Operation) -> Callable[[], mx.array] | None:
+    """Single rows with chosen experts, which are drawn as different ones."""
+    from ..bench import mlx_metal
+
+    group_size, bits, mode, transposed = operation.details
+    x, w, scales, *rest = operation.inputs
+    *biases, lhs, rhs = rest
+    if not transposed or mode not in ("affine", "mxfp4") or x.dtype not in _KERNEL_TYPES or len(w.shape) != 3:
+        return None
+    if x.shape[-2] != 1 or len(biases) != (mode == "affine") or lhs.size != rhs.size:
+        return None
+    if mode == "affine" and scales.dtype != x.dtype:
+        return None
+
+    def call() -> mx.array:
+        chosen = mx.arange(rhs.size, dtype=mx.uint32)
+        rows = x.size // x.shape[-1]
+        return mlx_metal.gather_qmv(
+            *(_drawn(x), _drawn(w), _drawn(scales), _drawn(biases[0]) if biases else None),
+            *(chosen * rows // rhs.size, chosen % w.shape[0]),
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
+            stream=_CPU,
+        )
+
+    return call
 
 
 def _gemv(operation: Operation, graph: Sequence[Operation]) -> Callable[[], mx.array] | None:
@@ -319,8 +350,9 @@ def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
 @functools.lru_cache(maxsize=16)
 def _values(size: int, dtype: str) -> mx.array:
     kind = getattr(mx, dtype)
-    if kind == mx.uint32:
-        return mx.random.randint(0, 2**31 - 1, (size,), key=mx.random.key(0)).astype(kind)
+    if kind in (mx.uint32, mx.uint8):  # bytes are exponents
+        low, high = (0, 2**31 - 1) if kind == mx.uint32 else (118, 122)
+        return mx.random.randint(low, high, (size,), key=mx.random.key(0)).astype(kind)
     return (0.1 * mx.random.normal((size,), key=mx.random.key(1))).astype(kind)
 
 

@@ -68,6 +68,21 @@ def test_gemv_of_the_transpose(draw, dtype, shape):
     assert_near(mlx_metal.gemv(w, x, transpose=False), (x.astype(mx.float32) @ w.astype(mx.float32)).astype(dtype))
 
 
+@pytest.mark.parametrize("mode, group_size", [("affine", 64), ("mxfp4", 32)])
+@pytest.mark.parametrize("shape, fast", [((6, 16, 512), True), ((4, 12, 576), False)], ids=str)
+def test_gather_qmv(draw, launches, mode, group_size, shape, fast):
+    weights = mx.quantize(draw(*shape), group_size, 4, mode=mode)
+    w, scales, *biases = weights
+    x = draw(1, 3, 1, shape[2])
+    lhs, rhs = mx.array([[0, 1, 2]], mx.uint32), mx.array([[3, 0, 3]], mx.uint32)
+    found = mlx_metal.gather_qmv(x, w, scales, biases[0] if biases else None, lhs, rhs, group_size, 4, mode)
+    whole = mx.dequantize(*weights, group_size=group_size, bits=4, mode=mode)
+    assert_near(found, mx.stack([x[0, i] @ whole[e].T for i, e in enumerate((3, 0, 3))])[None], SUMS)
+    again = lambda: mlx_metal.gather_qmv(x, w, scales, biases[0] if biases else None, lhs, rhs, group_size, 4, mode)
+    ((kernel, *geometry),) = launches(again)
+    assert geometry == [(1, -(-shape[1] // 8), 3), (32, 2, 1)] and ("_fast_" in kernel) == fast
+
+
 QUANTIZED = [
     # rows of x, weights, the kernels that MLX launches, their threadgroups
     (1, (16, 512), ["qmv_fast"], [(1, 2, 1)]),
