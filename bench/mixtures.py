@@ -29,6 +29,9 @@ Predictions, not measurements: no Mac was at hand. float16, `python bench/mixtur
 published shapes with random weights: the router, its choice, the experts and their sum. mx's `gather_qmm` is its own
 Metal kernel `gather_qmv` in the simulator; its small operations are estimated from their bytes. Ours is planned for the
 first chip. [docs/apple.md](../../docs/apple.md) says how far such predictions are off. Speed is mx's time by ours.
+
+The two experts of Mixtral are 198 MB at 4 bits. Memory bounds both sides there, and mx's three products alone are
+predicted at 561 us on the M2 Max.
 """
 
 

@@ -273,7 +273,9 @@ def test_assembles(family):
             *[("affine_qmv_wide", t, 64, bits, rows, 8, False) for rows in (2, 5) for bits in (4, 8)],
             ("affine_qmm_t", t, 64, 4, True, False),
             ("affine_qmm_t_splitk", t, 64, 4, True),
+            *[(f"affine_gather_{f}", t, 64, 4) for f in ("qmv", "qmv_fast")],
         ],
+        "fp_quantized": [(f"fp_gather_{f}", t, 32, 4) for f in ("qmv", "qmv_fast")],
         "splitk": [("gemm_splitk_accum", "float", t)],
         "sdpa_vector": [
             ("sdpa_vector", t, 128, 128),
