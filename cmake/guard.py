@@ -6,6 +6,13 @@ import pathlib
 import re
 import sys
 
+# The first with mx::allocator::Data, which csrc/mlx_internals holds.
+OLDEST_MLX = "0.32.4"
+
+
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
 
 def folder(package: str, holding: str) -> pathlib.Path:
     """The package's folder with such a file: mlx is a namespace, of which a stray folder may be a part."""
@@ -33,6 +40,11 @@ def nanobind_tag(nanobind: pathlib.Path) -> int:
 def main() -> None:
     mlx, nanobind = folder("mlx", "core.*.so"), folder("nanobind", "src/nb_internals.h")
     version = importlib.metadata.version("mlx")
+    if numbers(version) < numbers(OLDEST_MLX):
+        sys.exit(
+            f"mlx {version} is installed for {sys.executable}: mlx_mittens can be built for mlx {OLDEST_MLX} or later "
+            f'(pip install "mlx=={OLDEST_MLX}", on Linux "mlx[cpu]=={OLDEST_MLX}")'
+        )
     of_mlx, of_nanobind = nanobind_tag_of_mlx(mlx), nanobind_tag(nanobind)
     if of_mlx != of_nanobind:
         sys.exit(

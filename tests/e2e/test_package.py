@@ -123,6 +123,15 @@ def test_configure_guard_names_both_tags(tmp_path):
     )
 
 
+def test_configure_guard_names_the_oldest_mlx(tmp_path):
+    metadata = tmp_path / "mlx-0.32.3.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx\nVersion: 0.32.3\n")
+    result = guard_on(tmp_path, tag_of_mlx())
+    assert result.returncode != 0
+    assert "mlx 0.32.3 is installed" in result.stderr and "0.32.4 or later" in result.stderr
+
+
 def test_configure_guard_accepts_the_same_tag(tmp_path):
     result = guard_on(tmp_path, tag_of_mlx())
     assert result.returncode == 0, result.stderr
