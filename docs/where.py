@@ -95,7 +95,7 @@ _PLACES = (
         ("softcap.cpp",), ("test_softcap.py",),
     ),
     Place(
-        ("sample",), "norm", "sample.cpp", ("sample.cpp",), ("sample.metal",),
+        ("sample",), "sampling", "sample.cpp", ("sample.cpp",), ("sample.metal",),
         ("sample.cpp",), ("test_sample.py",),
     ),
     Place(

@@ -27,6 +27,7 @@ from .ops.matmul import *
 from .ops.moe import *
 from .ops.norm import *
 from .ops.recurrence import *
+from .ops.sampling import *
 from .patching import PatchError, patch, patched, unpatch
 from .stats import stats
 

@@ -1,4 +1,4 @@
-// Tokens drawn from logits on the CPU; metal/norm/sample.metal says which.
+// Tokens drawn from logits on the CPU; metal/sampling/sample.metal says which.
 #pragma once
 
 #include "cpu/types.h"

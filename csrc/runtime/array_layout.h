@@ -35,4 +35,9 @@ void add_view(Launch& launch, const mx::array& view);
 // Product of all dimensions but the last `inner`.
 size_t leading_size(const mx::array& array, int inner);
 
+// Elements between the last 16-byte boundary and the array's start.
+inline uint32_t phase_of(const mx::array& array) {
+  return static_cast<uint32_t>(array.offset() % 16 / array.itemsize());
+}
+
 }  // namespace mittens

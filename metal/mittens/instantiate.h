@@ -1,13 +1,20 @@
 // Naming template instantiations of kernels, so that the host finds them by name, and how many threads they may have.
 #pragma once
 
+namespace mittens {
+
+#ifdef MITTENS_NVIDIA
+constant constexpr bool is_nvidia = true;
+#else
+constant constexpr bool is_nvidia = false;
+#endif
+
+}  // namespace mittens
+
 // An attribute of kernels: a threadgroup has at most `launched` threads. Apple's compiler takes registers from a thread
 // where more than 256 are declared. NVIDIA's allots them by `nvidia`, which leaves more threads room on a core.
-#ifdef MITTENS_NVIDIA
-#define threads_at_most(launched, nvidia) max_total_threads_per_threadgroup(nvidia)
-#else
-#define threads_at_most(launched, nvidia) max_total_threads_per_threadgroup(launched)
-#endif
+#define threads_at_most(launched, nvidia) \
+  max_total_threads_per_threadgroup(mittens::is_nvidia ? int(nvidia) : int(launched))
 
 #define instantiate_kernel(name, function, ...) \
   template [[host_name(name)]] [[kernel]] decltype(function<__VA_ARGS__>) function<__VA_ARGS__>;

@@ -48,10 +48,10 @@ struct RowThread {
 
 // The schedules of a whole row. The host chooses by the length of a row (csrc/ops/norm/plan.h).
 
-// L lanes a row, 32 / L * R rows a simdgroup, no barrier; the row stays in registers, in N packs a lane.
-template <int L, int N, int R>
+// L lanes a row, no barrier; the row stays in registers, in N packs a lane.
+template <int L, int N>
 struct InLanes {
-  enum { launched = 256, nvidia = 256 };
+  enum { launched = 256, nvidia = 256, rows = rows_of_lane(N, is_nvidia) };
 };
 
 // One threadgroup a row, which stays in registers, in N packs a thread: one read, one barrier.
@@ -65,14 +65,6 @@ template <int N>
 struct Looped {
   enum { launched = 512, nvidia = 512 };
 };
-
-// Packs that a thread takes at once of a row which a threadgroup loops over: on Apple GPUs more registers would leave
-// room for fewer threads.
-#ifdef MITTENS_NVIDIA
-constant constexpr int looped_packs = 4;
-#else
-constant constexpr int looped_packs = 2;
-#endif
 
 // Packs that a thread of a split row takes at once. split_sums leaves the Stat of each part of a row in partials, and
 // split_write merges them.
@@ -590,10 +582,11 @@ inline void range_write(Op op, typename Op::Row terms, RowRange range) {
   }
 }
 
-template <int L, int N, int R, typename First, typename Op>
+template <int L, int N, typename First, typename Op>
 inline void run_rows(
-    InLanes<L, N, R>, First first, Op op, constant RowParams& params, RowThread thread_of,
+    InLanes<L, N>, First first, Op op, constant RowParams& params, RowThread thread_of,
     threadgroup float* scratch) {
+  constexpr int R = InLanes<L, N>::rows;
   const ThreadPosition position = thread_of.position;
   const uint row =
       (thread_of.group * position.simdgroups + position.simdgroup) * (32 / L * R) + position.lane / L;
@@ -684,14 +677,14 @@ inline void run_split_write(
 // Kernels of the table of schedules in csrc/ops/norm/plan.h, one for each element type. `function` takes the element
 // type and the schedule.
 #define instantiate_rows(name, function)                       \
-  instantiate_types(name "_simd8", function, InLanes<8, 1, 2>)   \
-  instantiate_types(name "_simd16", function, InLanes<16, 1, 2>) \
-  instantiate_types(name "_simd32", function, InLanes<32, 1, 2>) \
-  instantiate_types(name "_simd32x2", function, InLanes<32, 2, 1>) \
-  instantiate_types(name "_simd32x4", function, InLanes<32, 4, 1>) \
+  instantiate_types(name "_simd8", function, InLanes<8, 1>)   \
+  instantiate_types(name "_simd16", function, InLanes<16, 1>) \
+  instantiate_types(name "_simd32", function, InLanes<32, 1>) \
+  instantiate_types(name "_simd32x2", function, InLanes<32, 2>) \
+  instantiate_types(name "_simd32x4", function, InLanes<32, 4>) \
   instantiate_types(name "_block1", function, InThreadgroup<1>) \
   instantiate_types(name "_block2", function, InThreadgroup<2>) \
   instantiate_types(name "_block4", function, InThreadgroup<4>) \
-  instantiate_types(name "_looped", function, Looped<looped_packs>) \
+  instantiate_types(name "_looped", function, Looped<looped_packs(is_nvidia)>) \
   instantiate_types(name "_split_sums", function##_split_sums) \
   instantiate_types(name "_split_write", function##_split_write)

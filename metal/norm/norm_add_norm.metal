@@ -83,11 +83,11 @@ template <typename T, typename Schedule>
   run_rows(Schedule(), first, norm, params.row, row_thread, scratch);
 }
 
-instantiate_types("norm_add_norm_simd8", norm_add_norm, InLanes<8, 1, 2>)
-instantiate_types("norm_add_norm_simd16", norm_add_norm, InLanes<16, 1, 2>)
-instantiate_types("norm_add_norm_simd32", norm_add_norm, InLanes<32, 1, 2>)
-instantiate_types("norm_add_norm_simd32x2", norm_add_norm, InLanes<32, 2, 1>)
-instantiate_types("norm_add_norm_simd32x4", norm_add_norm, InLanes<32, 4, 1>)
+instantiate_types("norm_add_norm_simd8", norm_add_norm, InLanes<8, 1>)
+instantiate_types("norm_add_norm_simd16", norm_add_norm, InLanes<16, 1>)
+instantiate_types("norm_add_norm_simd32", norm_add_norm, InLanes<32, 1>)
+instantiate_types("norm_add_norm_simd32x2", norm_add_norm, InLanes<32, 2>)
+instantiate_types("norm_add_norm_simd32x4", norm_add_norm, InLanes<32, 4>)
 instantiate_types("norm_add_norm_block1", norm_add_norm, InThreadgroup<1>)
 instantiate_types("norm_add_norm_block2", norm_add_norm, InThreadgroup<2>)
 instantiate_types("norm_add_norm_block4", norm_add_norm, InThreadgroup<4>)

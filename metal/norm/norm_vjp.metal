@@ -21,13 +21,6 @@
 using namespace metal;
 using namespace mittens;
 
-// Whether a thread of two packs of half types has registers for the next row.
-#ifdef MITTENS_NVIDIA
-constant constexpr bool spare_registers = true;
-#else
-constant constexpr bool spare_registers = false;
-#endif
-
 // Of some elements of a row: moments of x, sums of g and of g (x - mean). For rms_norm mean and g are 0.
 struct VjpSums {
   Moments moments;
@@ -240,7 +233,8 @@ template <typename T, int N, bool Centred>
     constant NormVjpParams& params [[buffer(6)]],
     row_thread_parameters) {
   threadgroup float scratch[2 * 160];
-  constexpr bool ahead = N == 1 || (N == 2 && (sizeof(T) == 4 || (spare_registers && !Centred)));
+  // NVIDIA's threads of two packs of half types have registers for the next row.
+  constexpr bool ahead = N == 1 || (N == 2 && (sizeof(T) == 4 || (is_nvidia && !Centred)));
   constant RowParams& geometry = params.arrays.row;
   const RowBatch batch = column_batch<T>(geometry, t, t, threads, geometry.columns, true);
   const Shares<T, N> shares = vjp_rows<N, ahead>(

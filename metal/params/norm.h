@@ -7,6 +7,17 @@
 
 namespace mittens {
 
+// Rows that a lane holds at once, so many packs of each. On NVIDIA GPUs two of one pack each bring more loads under way;
+// on Apple GPUs their registers leave room for fewer threads.
+constexpr int rows_of_lane(int packs, bool is_nvidia) {
+  return packs == 1 && is_nvidia ? 2 : 1;
+}
+
+// Packs that a thread takes at once of a row which a threadgroup loops over, by the same reason.
+constexpr int looped_packs(bool is_nvidia) {
+  return is_nvidia ? 4 : 2;
+}
+
 // What every row kernel is told of its geometry.
 struct RowParams {
   uint32_t rows;
@@ -56,22 +67,6 @@ struct SoftcapParams {
   uint32_t x_phase;
   uint32_t y_phase;
   float cap;
-};
-
-struct SampleParams {
-  uint32_t columns;
-  uint32_t size;  // logits of all rows
-  uint32_t phase;
-  uint32_t splits;  // threadgroups that share a row, 1 unless the row is split
-  uint32_t packs_per_split;  // 16-byte packs each of them takes
-  uint32_t greedy;
-  uint32_t splits_key;  // whether numbers are drawn by the second half of the key's split
-  uint32_t has_logprobs;
-  uint32_t top_k;  // 0 keeps all
-  uint32_t top_p;  // in units of 2^-32; 0 keeps all
-  uint32_t has_min_p;
-  float log_min_p;  // rounded to the type of the logits
-  float inverse_temperature;
 };
 
 // A kernel's share of the gradients of rms_norm and layer_norm.

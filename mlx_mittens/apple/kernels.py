@@ -16,7 +16,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "norm_add_norm": ("norm/norm_add_norm.metal", "norm/norm_vjp.metal"),
     "qk_norm": ("norm/qk_norm.metal", "norm/norm_vjp.metal"),
     "softcap": ("norm/softcap.metal",),
-    "sample": ("norm/sample.metal",),
+    "sample": ("sampling/sample.metal",),
     "gemv": ("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/splitk_reduce.metal"),
     "quantized_matmul": (*("matmul/qmv.metal", "matmul/qmm.metal", "matmul/qvm.metal", "matmul/splitk_reduce.metal"),),
     "quantized_swiglu": ("matmul/quantized_swiglu.metal",),

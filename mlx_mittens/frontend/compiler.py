@@ -109,15 +109,24 @@ def _version(command: tuple[str, ...]) -> tuple[int, str] | None:
 
 
 def _known_version(zig: Path) -> tuple[int, str] | None:
-    """That of the clang in a zig, which is asked once: it takes longer than all else that a known kernel needs."""
+    """That of the clang in a zig, which is asked once: it takes longer than all else that a known kernel needs.
+
+    One that does not answer, as where a time limit ends it, is asked again the next time.
+    """
 
     def ask(path: Path) -> None:
-        path.write_text(json.dumps(_version((str(zig), "clang"))))
+        version = _version((str(zig), "clang"))
+        if version is None:
+            raise ChildProcessError(f"{zig} does not say its version")
+        path.write_text(json.dumps(version))
 
     stamp = zig.stat()
     name = cache.key(str(zig), str(stamp.st_mtime_ns), str(stamp.st_size))
-    number, text = json.loads(cache.cached(f"zig-{name}.json", ask).read_text()) or (0, "")
-    return (number, text) if number else None
+    try:
+        number, text = json.loads(cache.cached(f"zig-{name}.json", ask).read_text())
+    except ChildProcessError:
+        return None
+    return number, text
 
 
 def _ziglang() -> Path | None:

@@ -1,12 +1,13 @@
 """The ops, a module a family."""
 
-from . import attention, cache, matmul, moe, norm, recurrence
+from . import attention, cache, matmul, moe, norm, recurrence, sampling
 from .attention import *
 from .cache import *
 from .matmul import *
 from .moe import *
 from .norm import *
 from .recurrence import *
+from .sampling import *
 
 __all__: list[str] = []
 __all__ += attention.__all__
@@ -15,3 +16,4 @@ __all__ += matmul.__all__
 __all__ += moe.__all__
 __all__ += norm.__all__
 __all__ += recurrence.__all__
+__all__ += sampling.__all__

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..ops import norm
+from ..ops import sampling
 from .op import Case, Exact, Op, widen
 
 
@@ -115,7 +115,7 @@ def gumbel(key: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def _ours(logits, key, temperature, **filters):
     logits = logits if temperature else mx.depends(logits, key)  # a call waits for the one before
-    return norm.sample(logits, key, temperature=temperature, **filters)
+    return sampling.sample(logits, key, temperature=temperature, **filters)
 
 
 def _twin(logits, key, temperature, top_k=0, top_p=0.0, min_p=0.0):

@@ -640,6 +640,19 @@ def test_no_compiler(monkeypatch):
         compiler._find.cache_clear()
 
 
+def test_a_zig_that_did_not_answer_is_asked_again(monkeypatch, tmp_path):
+    from mlx_mittens.frontend import compiler
+
+    zig = tmp_path / "zig"
+    zig.write_text("")
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path / "cache"))
+    answers = iter([None, (22, "clang version 22.1.8")])
+    monkeypatch.setattr(compiler, "_version", lambda command: next(answers))
+    assert compiler._known_version(zig) is None
+    assert compiler._known_version(zig) == (22, "clang version 22.1.8")
+    assert compiler._known_version(zig) == (22, "clang version 22.1.8")  # which is known now
+
+
 # PTX.
 
 

@@ -69,7 +69,8 @@ RowPlan plan_rows(const mx::array& x, mx::Stream stream, const RowPlanOptions& o
   RowPlan plan{variant.kernel, variant.name, {rows, columns, 1, packs, 0}, variant.lanes, rows};
   switch (variant.kernel) {
     case RowKernel::simd: {
-      const uint32_t simdgroups = ceil_divide(rows, simdgroup / variant.lanes * variant.rows);
+      const int held = rows_of_lane(static_cast<int>(variant.packs), gpu.vendor == Gpu::Vendor::nvidia);
+      const uint32_t simdgroups = ceil_divide(rows, simdgroup / variant.lanes * held);
       const uint32_t together = std::clamp(simdgroups, 1u, most_simdgroups);
       plan.threads = simdgroup * together;
       plan.threadgroups = ceil_divide(simdgroups, together);

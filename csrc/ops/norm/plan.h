@@ -24,8 +24,7 @@ struct RowVariant {
   RowKernel kernel;
   const char* name;
   uint32_t lanes;  // threads that share a row: exactly (simd), at most (others)
-  uint32_t packs;  // a thread holds at once
-  uint32_t rows;  // a lane holds at once
+  uint32_t packs;  // a thread holds at once, at most
 };
 
 inline constexpr uint32_t no_limit = std::numeric_limits<uint32_t>::max();
@@ -36,24 +35,26 @@ inline constexpr uint32_t usual_packs = 4;  // that a thread of an op's block ke
 // flight and fewer simdgroups meet at the barrier, eight of them in kernels that have the registers. Long rows, past
 // what the registers of 512 threads hold: a threadgroup each where there are enough of them to fill a GPU or too little
 // in one to share, else several.
+// clang-format off
 inline constexpr RowVariant row_variants[] = {
-    {8, no_limit, RowKernel::simd, "simd8", 8, 1, 2},
-    {16, no_limit, RowKernel::simd, "simd16", 16, 1, 2},
-    {32, no_limit, RowKernel::simd, "simd32", 32, 1, 2},
-    {64, no_limit, RowKernel::simd, "simd32x2", 32, 2, 1},
-    {128, 4, RowKernel::block, "block1", 128, 1, 1},
-    {128, no_limit, RowKernel::simd, "simd32x4", 32, 4, 1},
-    {512, 0.5, RowKernel::block, "block1", 512, 1, 1},
-    {512, no_limit, RowKernel::block, "block2", 512, 2, 1},
-    {1024, 0.5, RowKernel::block, "block2", 512, 2, 1},
-    {2048, 0.5, RowKernel::block, "block4", 512, 4, 1},
-    {2048, no_limit, RowKernel::block, "block8", 512, 8, 1},
-    {2048, no_limit, RowKernel::block, "block4", 512, 4, 1},
-    {4096, 0.0625, RowKernel::split, "split", 256, 2, 1},
-    {4096, no_limit, RowKernel::looped, "looped", 512, 4, 1},
-    {no_limit, 2, RowKernel::split, "split", 256, 2, 1},
-    {no_limit, no_limit, RowKernel::looped, "looped", 512, 4, 1},
+    {8, no_limit, RowKernel::simd, "simd8", 8, 1},
+    {16, no_limit, RowKernel::simd, "simd16", 16, 1},
+    {32, no_limit, RowKernel::simd, "simd32", 32, 1},
+    {64, no_limit, RowKernel::simd, "simd32x2", 32, 2},
+    {128, 4, RowKernel::block, "block1", 128, 1},
+    {128, no_limit, RowKernel::simd, "simd32x4", 32, 4},
+    {512, 0.5, RowKernel::block, "block1", 512, 1},
+    {512, no_limit, RowKernel::block, "block2", 512, 2},
+    {1024, 0.5, RowKernel::block, "block2", 512, 2},
+    {2048, 0.5, RowKernel::block, "block4", 512, 4},
+    {2048, no_limit, RowKernel::block, "block8", 512, 8},
+    {2048, no_limit, RowKernel::block, "block4", 512, 4},
+    {4096, 0.0625, RowKernel::split, "split", 256, 2},
+    {4096, no_limit, RowKernel::looped, "looped", 512, 4},
+    {no_limit, 2, RowKernel::split, "split", 256, 2},
+    {no_limit, no_limit, RowKernel::looped, "looped", 512, 4},
 };
+// clang-format on
 
 struct RowPlan {
   RowKernel kernel;
@@ -130,11 +131,6 @@ struct NormVjpPlan {
 inline constexpr uint32_t norm_vjp_simdgroups = 8;  // in a threadgroup of the simd and column kernels
 
 NormVjpPlan plan_norm_vjp(const mx::array& x, const NormVjpOptions& options);
-
-// Elements between the last 16-byte boundary and the array's start.
-inline uint32_t phase_of(const mx::array& array) {
-  return static_cast<uint32_t>(array.offset() % 16 / array.itemsize());
-}
 
 // Whether every row of an array starts on a 16-byte boundary and fills packs.
 inline bool has_whole_rows(const mx::array& array) {

@@ -11,8 +11,7 @@
 #include "cpu/sample.h"
 #include "mlx/ops.h"
 #include "mlx/random.h"
-#include "ops/norm/plan.h"
-#include "params/norm.h"
+#include "params/sampling.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
@@ -31,7 +30,7 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "sample";
-const Name file = "norm/sample.metal";
+const Name file = "sampling/sample.metal";
 const Name combine_kernel = "sample_combine";
 
 constexpr int most_columns = (1 << 20) - 1;  // so many exponentials add up in 64 bits

@@ -23,7 +23,7 @@
 #include "mittens/row_io.h"
 #include "mittens/softmax.h"
 #include "mittens/threefry.h"
-#include "params/norm.h"
+#include "params/sampling.h"
 
 using namespace metal;
 using namespace mittens;
@@ -33,7 +33,7 @@ constant constexpr uint list_size = 2048;
 constant constexpr uint partial_size = 5;  // best sum, its column, its logit, maximum, sum of exponentials
 constant constexpr uint no_column = 0xffffffffu;
 
-// ---- mathematics; csrc/cpu/isa/norm/sample.cpp has the same, operation for operation ----
+// ---- mathematics; csrc/cpu/isa/sampling/sample.cpp has the same, operation for operation ----
 
 // The logarithm of a normal positive number, within 2 ulp.
 inline float log_of(float x) {

@@ -1,0 +1,26 @@
+// Parameters of sampling. Compiled by C++ and by Metal.
+#pragma once
+
+#ifndef __METAL_VERSION__
+#include <cstdint>
+#endif
+
+namespace mittens {
+
+struct SampleParams {
+  uint32_t columns;
+  uint32_t size;  // logits of all rows
+  uint32_t phase;
+  uint32_t splits;  // threadgroups that share a row, 1 unless the row is split
+  uint32_t packs_per_split;  // 16-byte packs each of them takes
+  uint32_t greedy;
+  uint32_t splits_key;  // whether numbers are drawn by the second half of the key's split
+  uint32_t has_logprobs;
+  uint32_t top_k;  // 0 keeps all
+  uint32_t top_p;  // in units of 2^-32; 0 keeps all
+  uint32_t has_min_p;
+  float log_min_p;  // rounded to the type of the logits
+  float inverse_temperature;
+};
+
+}  // namespace mittens
