@@ -196,11 +196,10 @@ def draw_packed(
 ) -> mx.array:
     """Words, scales or biases, as their name ends, of quantized weights that spread about zero by the scale."""
     if not name.endswith(("scales", "biases")):
-        words = rng.integers(0, 2**32, shape, dtype=np.uint32)
-        if mode == "mxfp8":  # a byte of ones but for its sign is no number
-            sizes = words.view(np.uint8) & 0x7F
-            words = np.where(sizes == 0x7F, 0, words.view(np.uint8)).view(np.uint32)
-        return mx.array(words)
+        if mode == "mxfp8":
+            sizes = rng.integers(0, 0x7F, (*shape[:-1], shape[-1] * 4), dtype=np.uint8)  # but 0x7F, which is no number
+            return mx.array((sizes | rng.integers(0, 2, sizes.shape, dtype=np.uint8) << 7).view(np.uint32))
+        return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
     if mode != "affine":  # powers of two, or floats with three bits after the exponent
         one, octave = (56, 8) if mode == "nvfp4" else (127, 1)
         middle = one + round(octave * np.log2(scale))
