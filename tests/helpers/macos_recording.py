@@ -118,7 +118,7 @@ def recorded_kernels() -> frozenset[str]:
     """
     rng = np.random.default_rng(0)
     chosen = quick.chosen()
-    with through_macos_code():
+    with through_macos_code(), mm.strict():
         _ext.simulator_record(True)
         for op in specs.OPS:
             for dtype in specs.DTYPES:
