@@ -62,6 +62,12 @@ def rng(request):
 
 
 @pytest.fixture(autouse=True)
+def mx_random(request):
+    """What MLX draws, as the weights of a new module, is this test's own too."""
+    mx.random.seed(int(os.environ[SEED]) ^ zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
 def strict():
     """No test passes because mx did the work."""
     with mm.strict():
