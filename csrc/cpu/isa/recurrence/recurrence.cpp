@@ -70,7 +70,8 @@ void recurrence(Type type, const Recurrence& shape, const RecurrenceInputs& inpu
     using T = decltype(t);
     const size_t blocks = ceil_divide(shape.rows, rows_of_task);
     const size_t work = smaller(shape.rows, rows_of_task) * shape.columns * shape.steps;
-    parallel_for(shape.batch * shape.heads * blocks, ceil_divide(work_of_piece, work), [&](size_t begin, size_t end) {
+    const size_t grain = work == 0 ? 1 : ceil_divide(work_of_piece, work);  // a compiled function may meet sizes of 0
+    parallel_for(shape.batch * shape.heads * blocks, grain, [&](size_t begin, size_t end) {
       const size_t stride = whole_vectors(shape.columns);
       const Scratch memory((rows_of_task + 3) * stride + 2 * whole_vectors(rows_of_task));
       for (size_t task = begin; task < end; ++task) {
