@@ -1,6 +1,6 @@
-// Linear recurrences on the CPU: a state S [rows, columns] for each head of each sequence, and for each step
+// The gated delta rule on the CPU: a state S [rows, columns] for each head of each sequence, and for each step
 //
-//   S = S * gate;   S += rate (v - S k) k^T   or, without the delta rule,   S += rate v k^T;   y = S q
+//   S = S * gate;   S += rate (v - S k) k^T;   y = S q
 //
 // A step that the mask hides leaves S alone, and its y is 0.
 #pragma once
@@ -16,7 +16,6 @@ struct Recurrence {
   size_t key_heads;  // each of which heads / key_heads heads share
   size_t rows;
   size_t columns;
-  bool delta_rule;
   bool gate_per_column;  // else one for a head
 };
 

@@ -32,14 +32,4 @@ struct GatedDeltaParams {
   uint32_t wide_rates;  // whether they are float32
 };
 
-struct SsmParams {
-  StateParams state;
-  uint32_t wide_decays;  // whether these inputs are float32
-  uint32_t wide_skips;
-  uint32_t wide_steps;
-  uint32_t wide_biases;
-  float least_step;
-  float most_step;
-};
-
 }  // namespace mittens

@@ -74,7 +74,6 @@ def exact_recurrence(
     rates: np.ndarray,
     state: np.ndarray | None = None,
     mask: np.ndarray | None = None,
-    delta_rule: bool = True,
 ) -> list[Exact]:
     """A recurrence by its definition, in float64: y and the last state."""
     (batch, steps, key_heads, columns), (heads, rows) = q.shape, v.shape[2:]
@@ -86,7 +85,7 @@ def exact_recurrence(
     for t in range(steps):
         key = k[:, t, :, None, :]
         decayed = s * gates[:, t, :, None]
-        error = v[:, t] - (decayed * key).sum(-1) if delta_rule else v[:, t]
+        error = v[:, t] - (decayed * key).sum(-1)
         update = rates[:, t, :, None] * error
         after = decayed + update[..., None] * key
         size_after = size * gates[:, t, :, None] + np.abs(update)[..., None] * np.abs(key)

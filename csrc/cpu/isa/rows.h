@@ -36,9 +36,24 @@ MITTENS_INLINE constexpr size_t ceil_divide(size_t a, size_t b) {
   return a / b + (a % b != 0);
 }
 
+MITTENS_INLINE size_t rounded_up(size_t n, size_t multiple) {
+  return ceil_divide(n, multiple) * multiple;
+}
+
 // In whole units.
 MITTENS_INLINE size_t padded(size_t columns) {
-  return ceil_divide(columns, unit) * unit;
+  return rounded_up(columns, unit);
+}
+
+// In whole vectors.
+MITTENS_INLINE size_t padded_width(size_t n) {
+  return rounded_up(n, width);
+}
+
+// Element i of an array of T.
+template <typename T>
+MITTENS_INLINE float widen_one(const void* p, size_t i) {
+  return load_in_order(static_cast<const T*>(p) + i, Some{1})[0];
 }
 
 // Calls f with a value of the element type.

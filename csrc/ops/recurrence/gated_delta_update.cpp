@@ -9,7 +9,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 
-#include "cpu/recurrence.h"
 #include "mlx/fast.h"
 #include "mlx/ops.h"
 #include "ops/recurrence/recurrence.h"
@@ -18,7 +17,6 @@
 #include "python/registry.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
-#include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
 #include "runtime/gpu.h"
 #include "runtime/op_binding.h"
@@ -36,7 +34,7 @@ const Name file = "recurrence/gated_delta_update.metal";
 
 using Outputs = std::tuple<mx::array, mx::array>;
 
-// The inputs of a recurrence with the delta rule -> y and the last state.
+// The inputs of a recurrence -> y and the last state.
 class GatedDeltaUpdate : public KernelPrimitive {
  public:
   GatedDeltaUpdate(mx::Stream stream, const RecurrenceOptions& options) : KernelPrimitive(stream), options_(options) {}
@@ -95,7 +93,7 @@ class GatedDeltaUpdate : public KernelPrimitive {
     const RecurrenceArrays arrays(inputs, options_);
     GatedDeltaParams params;
     params.state = state_params(arrays.q, arrays.v, options_.has_state, options_.has_mask);
-    params.gate_per_column = arrays.gates.ndim() == 4;
+    params.gate_per_column = arrays.gate_per_column();
     params.wide_rates = arrays.rates.dtype() == mx::float32;
     Launch launch;
     launch.file = file;
@@ -110,17 +108,9 @@ class GatedDeltaUpdate : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const RecurrenceArrays arrays(inputs, options_);
-    const auto size = [](const mx::array& a, int axis) { return static_cast<size_t>(a.shape(axis)); };
     return
-        [type = native_type(arrays.q.dtype()),
-         shape = cpu::Recurrence{size(arrays.q, 0), size(arrays.q, 1), size(arrays.v, 2), size(arrays.q, 2),
-                                 size(arrays.v, 3), size(arrays.q, 3), options_.delta_rule, arrays.gates.ndim() == 4},
-         data =
-             cpu::RecurrenceInputs{data_of(arrays.q), data_of(arrays.k), data_of(arrays.v), arrays.gates.data<float>(),
-                                   data_of(arrays.rates), native_type(arrays.rates.dtype()),
-                                   arrays.state ? arrays.state->data<float>() : nullptr,
-                                   arrays.mask ? arrays.mask->data<bool>() : nullptr},
-         y = data_of(outputs[0]), state = outputs[1].data<float>()] { cpu::recurrence(type, shape, data, y, state); };
+        [type = native_type(arrays.q.dtype()), sizes = arrays.native_sizes(), data = arrays.native_inputs(),
+         y = data_of(outputs[0]), state = outputs[1].data<float>()] { cpu::recurrence(type, sizes, data, y, state); };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -184,7 +174,7 @@ Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const m
   if (mask) {
     inputs.push_back(*mask);
   }
-  return {std::move(inputs), {true, state.has_value(), mask.has_value()}, state ? state->dtype() : mx::float32};
+  return {std::move(inputs), {state.has_value(), mask.has_value()}, state ? state->dtype() : mx::float32};
 }
 
 // What no step leaves, or a state without columns.

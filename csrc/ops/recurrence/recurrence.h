@@ -1,14 +1,15 @@
-// Linear recurrences: a state S [rows, columns] for each head of each sequence, and for each step
+// The gated delta rule: a state S [rows, columns] for each head of each sequence, and for each step
 //
-//   S = S * gate;   S += rate (v - S k) k^T   or, without the delta rule,   S += rate v k^T;   y = S q
+//   S = S * gate;   S += rate (v - S k) k^T;   y = S q
 #pragma once
 
+#include "cpu/recurrence.h"
+#include "runtime/cpu_types.h"
 #include "runtime/primitive.h"
 
 namespace mittens {
 
 struct RecurrenceOptions {
-  bool delta_rule;
   bool has_state;  // else it begins with zeros
   bool has_mask;
 
@@ -24,7 +25,7 @@ Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& option
 Arrays recurrence_vjp(const Arrays& inputs, const Arrays& cotangents, const RecurrenceOptions& options,
                       mx::Stream stream);
 
-// For the native code: the sizes, and what it reads.
+// The inputs by name.
 struct RecurrenceArrays {
   const mx::array &q, &k, &v, &gates, &rates;
   const mx::array *state, *mask;
@@ -37,6 +38,24 @@ struct RecurrenceArrays {
         rates(inputs[4]),
         state(options.has_state ? &inputs[5] : nullptr),
         mask(options.has_mask ? &inputs[options.has_state ? 6 : 5] : nullptr) {}
+
+  bool gate_per_column() const {
+    return gates.ndim() == 4;
+  }
+  cpu::Recurrence native_sizes() const {
+    const auto size = [](const mx::array& a, int axis) { return static_cast<size_t>(a.shape(axis)); };
+    return {size(q, 0), size(q, 1), size(v, 2), size(q, 2), size(v, 3), size(q, 3), gate_per_column()};
+  }
+  cpu::RecurrenceInputs native_inputs() const {
+    return {data_of(q),
+            data_of(k),
+            data_of(v),
+            gates.data<float>(),
+            data_of(rates),
+            native_type(rates.dtype()),
+            state ? state->data<float>() : nullptr,
+            mask ? mask->data<bool>() : nullptr};
+  }
 };
 
 }  // namespace mittens

@@ -54,7 +54,7 @@ mx::array turned(const mx::array& a, mx::Stream stream) {
 }
 
 // y of a chunk [batch, key_heads, group, n, rows]; the state [batch, key_heads, group, rows, columns] goes on.
-mx::array over_chunk(const Chunk& chunk, bool delta_rule, mx::array& state, mx::Stream s) {
+mx::array over_chunk(const Chunk& chunk, mx::array& state, mx::Stream s) {
   const int n = chunk.q.shape(3);
   const bool per_column = chunk.log_gates.shape(4) > 1;
   const mx::array since = mx::cumsum(chunk.log_gates, 3, false, true, s);  // the start of the chunk
@@ -70,23 +70,19 @@ mx::array over_chunk(const Chunk& chunk, bool delta_rule, mx::array& state, mx::
         decayed(mx::subtract(mx::expand_dims(since, 4, s), mx::expand_dims(since, 3, s), s), mx::expand_dims(seen, 2));
     const mx::array keys = mx::multiply(decays, mx::expand_dims(chunk.k, 3, s), s);
     qk = mx::sum(mx::multiply(keys, mx::expand_dims(chunk.q, 4, s), s), -1, false, s);
-    kk = delta_rule ? mx::sum(mx::multiply(keys, mx::expand_dims(chunk.k, 4, s), s), -1, false, s) : qk;
+    kk = mx::sum(mx::multiply(keys, mx::expand_dims(chunk.k, 4, s), s), -1, false, s);
   } else {
     const mx::array decays = decayed(mx::subtract(since, turned(since, s), s), seen);
     const mx::array keys = turned(chunk.k, s);
     qk = mx::multiply(mx::matmul(chunk.q, keys, s), decays, s);
-    kk = delta_rule ? mx::multiply(mx::matmul(chunk.k, keys, s), decays, s) : qk;
+    kk = mx::multiply(mx::matmul(chunk.k, keys, s), decays, s);
   }
   const mx::array decay = mx::exp(since, s);
   const mx::array of_state = turned(state, s);
-  mx::array updates = chunk.v;  // what each key is multiplied by
-  if (delta_rule) {
-    updates = mx::subtract(updates, mx::matmul(mx::multiply(chunk.k, decay, s), of_state, s), s);
-  }
+  // What each key is multiplied by.
+  mx::array updates = mx::subtract(chunk.v, mx::matmul(mx::multiply(chunk.k, decay, s), of_state, s), s);
   updates = mx::multiply(chunk.rates, updates, s);
-  if (delta_rule) {
-    updates = mx::matmul(inverse_of_one_plus(mx::multiply(chunk.rates, kk, s), n, s), updates, s);
-  }
+  updates = mx::matmul(inverse_of_one_plus(mx::multiply(chunk.rates, kk, s), n, s), updates, s);
   const mx::array y = mx::add(mx::matmul(mx::multiply(chunk.q, decay, s), of_state, s), mx::matmul(qk, updates, s), s);
   mx::Shape start(5, 0), stop = since.shape();
   start[3] = n - 1;
@@ -109,7 +105,7 @@ Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& option
     const mx::array moved = mx::reshape(wide, {batch, steps, key_heads, heads_of_key, size}, stream);
     return mx::transpose(moved, {0, 2, 3, 1, 4}, stream);
   };
-  const bool per_column = arrays.gates.ndim() == 4;
+  const bool per_column = arrays.gate_per_column();
   const mx::array q = by_head(arrays.q, 1, columns), k = by_head(arrays.k, 1, columns);
   const mx::array v = by_head(arrays.v, group, rows);
   mx::array gates = by_head(arrays.gates, group, per_column ? columns : 1);
@@ -133,7 +129,7 @@ Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& option
       return mx::slice(a, start, stop, stream);
     };
     const Chunk chunk{part(q), part(k), part(v), part(log_gates), part(rates)};
-    results.push_back(over_chunk(chunk, options.delta_rule, state, stream));
+    results.push_back(over_chunk(chunk, state, stream));
   }
   mx::array y = results.size() > 1 ? mx::concatenate(results, 3, stream) : results[0];
   if (mask) {

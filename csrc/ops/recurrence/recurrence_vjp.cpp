@@ -2,14 +2,12 @@
 #include <functional>
 #include <memory>
 
-#include "cpu/recurrence.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "ops/recurrence/recurrence.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
-#include "runtime/cpu_types.h"
 
 namespace mittens {
 
@@ -46,22 +44,13 @@ class RecurrenceVjp : public KernelPrimitive {
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const RecurrenceArrays arrays(inputs, options_);
     const mx::array &dy = inputs[inputs.size() - 2], &dstate = inputs.back();
-    const auto size = [](const mx::array& a, int axis) { return static_cast<size_t>(a.shape(axis)); };
-    return
-        [type = native_type(arrays.q.dtype()),
-         shape = cpu::Recurrence{size(arrays.q, 0), size(arrays.q, 1), size(arrays.v, 2), size(arrays.q, 2),
-                                 size(arrays.v, 3), size(arrays.q, 3), options_.delta_rule, arrays.gates.ndim() == 4},
-         data =
-             cpu::RecurrenceInputs{data_of(arrays.q), data_of(arrays.k), data_of(arrays.v), arrays.gates.data<float>(),
-                                   data_of(arrays.rates), native_type(arrays.rates.dtype()),
-                                   arrays.state ? arrays.state->data<float>() : nullptr,
-                                   arrays.mask ? arrays.mask->data<bool>() : nullptr},
-         dy = data_of(dy), dstate = dstate.data<float>(),
-         gradients =
-             cpu::RecurrenceGradients{data_of(outputs[0]), data_of(outputs[1]), data_of(outputs[2]),
-                                      outputs[3].data<float>(), outputs[4].data<float>(), outputs[5].data<float>()}] {
-          cpu::recurrence_vjp(type, shape, data, dy, dstate, gradients);
-        };
+    return [type = native_type(arrays.q.dtype()), sizes = arrays.native_sizes(), data = arrays.native_inputs(),
+            dy = data_of(dy), dstate = dstate.data<float>(),
+            gradients = cpu::RecurrenceGradients{data_of(outputs[0]), data_of(outputs[1]), data_of(outputs[2]),
+                                                 outputs[3].data<float>(), outputs[4].data<float>(),
+                                                 outputs[5].data<float>()}] {
+      cpu::recurrence_vjp(type, sizes, data, dy, dstate, gradients);
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -70,7 +59,7 @@ class RecurrenceVjp : public KernelPrimitive {
     Arrays primals(inputs.begin(), inputs.begin() + 5);
     primals[4] = in_dtype(primals[4], mx::float32, stream());
     primals.push_back(options_.has_state ? inputs[5] : mx::zeros(cotangents[1].shape(), mx::float32, stream()));
-    const RecurrenceOptions with_state{options_.delta_rule, true, options_.has_mask};
+    const RecurrenceOptions with_state{true, options_.has_mask};
     const auto function = [&](const Arrays& some) {
       Arrays all = some;
       if (options_.has_mask) {

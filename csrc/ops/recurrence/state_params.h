@@ -1,11 +1,11 @@
 // How the rows of a recurrence's state are shared out among the lanes of a GPU.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 
 #include "backends/launch.h"
 #include "params/recurrence.h"
+#include "runtime/array_layout.h"
 
 namespace mittens {
 
@@ -18,7 +18,7 @@ inline StateParams state_params(const mx::array& keys, const mx::array& values, 
   params.key_heads = size(keys, 2);
   params.rows = size(values, 3);
   params.columns = size(keys, 3);
-  params.lanes = std::bit_ceil((params.columns + kStateValues - 1) / kStateValues);
+  params.lanes = std::bit_ceil(ceil_divide(params.columns, kStateValues));
   params.packs = params.columns % 8 == 0;
   params.has_state = has_state;
   params.has_mask = has_mask;
@@ -27,7 +27,7 @@ inline StateParams state_params(const mx::array& keys, const mx::array& values, 
 
 inline Size3 state_grid(const StateParams& params, int batch) {
   const uint32_t rows = kStateSimdgroups * 32 / params.lanes;  // of a threadgroup
-  return {static_cast<uint32_t>(batch) * params.heads, (params.rows + rows - 1) / rows, 1};
+  return {static_cast<uint32_t>(batch) * params.heads, ceil_divide(params.rows, rows), 1};
 }
 
 }  // namespace mittens

@@ -173,7 +173,7 @@ class BackwardBlock {
     return n_;
   }
   size_t padded_rows() const {
-    return ceil_divide(n_, width) * width;
+    return padded_width(n_);
   }
   // [keys, rows]
   Panel p() const {

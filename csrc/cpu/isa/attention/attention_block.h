@@ -214,7 +214,7 @@ class RowBlock {
 
   void run(Range share, size_t share_index, const Partials& partials) const {
     const Attention& call = head_.call;
-    const size_t rows = ceil_divide(n_, width) * width;
+    const size_t rows = padded_width(n_);
     const size_t keys_stride = panel_stride(call.width);
     const size_t values_stride = panel_stride(call.value_width);
     const Scratch scratch(rows * (call.width + call.value_width + 2) + width * padded_width(call.value_width) +

@@ -8,10 +8,6 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-MITTENS_INLINE size_t padded_width(size_t n) {
-  return ceil_divide(n, width) * width;
-}
-
 // Keys that a query sees, but for what a mask hides.
 struct Range {
   size_t begin;

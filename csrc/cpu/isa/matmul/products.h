@@ -21,10 +21,6 @@ MITTENS_INLINE size_t larger(size_t a, size_t b) {
   return a > b ? a : b;
 }
 
-MITTENS_INLINE size_t rounded_up(size_t n, size_t multiple) {
-  return ceil_divide(n, multiple) * multiple;
-}
-
 // Calls f(begin, size) for n in as few parts of at most most as there can be, all of about the same size.
 template <typename F>
 MITTENS_INLINE void each_part(size_t n, size_t most, const F& f) {

@@ -39,12 +39,6 @@ struct Unpacked : Dense<float> {
 
 // --- groups of integers or small floats, as mx.quantize packs them
 
-// Element i of a type that is known when the row is begun.
-template <typename T>
-MITTENS_INLINE float widen_one(const void* p, size_t i) {
-  return load_in_order(static_cast<const T*>(p) + i, Some{1})[0];
-}
-
 // Integers one after another from the lowest bit up, which 8 of them leave on a whole byte.
 template <typename T, int bits, int group>
 void unpack_affine(const uint8_t* row, const void* scales, const void* biases, size_t begin, size_t size, float* to) {

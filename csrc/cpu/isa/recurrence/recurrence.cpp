@@ -12,22 +12,20 @@ constexpr size_t work_of_piece = 64 << 10;  // elements of the state, times step
 template <typename T>
 void rows_over_steps(const Recurrence& shape, const RecurrenceInputs& inputs, size_t sequence, size_t head,
                      size_t first_row, size_t rows, T* y, float* state, float* memory) {
-  const size_t columns = shape.columns, stride = whole_vectors(columns);
+  const size_t columns = shape.columns, stride = padded_width(columns);
   const size_t key_head = head / (shape.heads / shape.key_heads);
   float* s = memory;
   float* k = s + rows_of_task * stride;
   float* q = k + stride;
   float* gates = q + stride;
   float* values = gates + stride;
-  float* results = values + whole_vectors(rows_of_task);
+  float* results = values + padded_width(rows_of_task);
   const size_t state_at = ((sequence * shape.heads + head) * shape.rows + first_row) * columns;
   for (size_t r = 0; r < rows; ++r) {
     if (inputs.state) {
       read_row(inputs.state + state_at + r * columns, columns, s + r * stride);
     } else {
-      for (size_t i = 0; i < stride; i += width) {
-        write(s + r * stride + i, Float{}, All());
-      }
+      clear(s + r * stride, stride);
     }
   }
   for (size_t t = 0; t < shape.steps; ++t) {
@@ -50,10 +48,10 @@ void rows_over_steps(const Recurrence& shape, const RecurrenceInputs& inputs, si
     float predicted[rows_at_once], update[rows_at_once];
     size_t r = 0;
     for (; r + rows_at_once <= rows; r += rows_at_once) {
-      advance<rows_at_once>(s + r * stride, stride, step, shape.delta_rule, values + r, predicted, update, results + r);
+      advance<rows_at_once>(s + r * stride, stride, step, values + r, predicted, update, results + r);
     }
     for (; r < rows; ++r) {
-      advance<1>(s + r * stride, stride, step, shape.delta_rule, values + r, predicted, update, results + r);
+      advance<1>(s + r * stride, stride, step, values + r, predicted, update, results + r);
     }
     each_vector(rows, [&](size_t i, auto part)
                           MITTENS_INLINED { store_in_order(result + i, read<Float>(results + i, All()), part); });
@@ -72,8 +70,8 @@ void recurrence(Type type, const Recurrence& shape, const RecurrenceInputs& inpu
     const size_t work = smaller(shape.rows, rows_of_task) * shape.columns * shape.steps;
     const size_t grain = work == 0 ? 1 : ceil_divide(work_of_piece, work);  // a compiled function may meet sizes of 0
     parallel_for(shape.batch * shape.heads * blocks, grain, [&](size_t begin, size_t end) {
-      const size_t stride = whole_vectors(shape.columns);
-      const Scratch memory((rows_of_task + 3) * stride + 2 * whole_vectors(rows_of_task));
+      const size_t stride = padded_width(shape.columns);
+      const Scratch memory((rows_of_task + 3) * stride + 2 * padded_width(rows_of_task));
       for (size_t task = begin; task < end; ++task) {
         const size_t head = task / blocks, first_row = task % blocks * rows_of_task;
         rows_over_steps(shape, inputs, head / shape.heads, head % shape.heads, first_row,

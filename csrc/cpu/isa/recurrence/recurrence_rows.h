@@ -8,8 +8,10 @@ namespace mittens::cpu::MITTENS_ISA {
 
 constexpr int rows_at_once = 4;  // that share what they read of keys and queries
 
-MITTENS_INLINE size_t whole_vectors(size_t n) {
-  return ceil_divide(n, width) * width;
+MITTENS_INLINE void clear(float* p, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    p[i] = 0;
+  }
 }
 
 // The elements as float32; zeros up to whole vectors.
@@ -21,7 +23,7 @@ MITTENS_INLINE void widened(const T* p, size_t n, float* out) {
 // One number of an array.
 MITTENS_INLINE float number(Type type, const void* p, size_t i) {
   float v = 0;
-  with_type(type, [&](auto t) MITTENS_INLINED { v = load_in_order((const decltype(t)*)p + i, Some{1})[0]; });
+  with_type(type, [&](auto t) MITTENS_INLINED { v = widen_one<decltype(t)>(p, i); });
   return v;
 }
 
@@ -39,26 +41,19 @@ struct Step {
 };
 
 // So many rows [R, stride] go on by a step. `update` gets what k is multiplied by for each row, `predicted` what the
-// state had for k (0 without the delta rule), and `y` the result where there is to be one.
+// state had for k, and `y` the result where there is to be one.
 template <int R>
-MITTENS_INLINE void advance(float* s, size_t stride, const Step& step, bool delta_rule, const float* v,
-                            float* predicted, float* update, float* y) {
-  for (int r = 0; r < R; ++r) {
-    predicted[r] = 0;
-  }
-  if (delta_rule) {
-    Float sums[R] = {};
-    for (size_t i = 0; i < stride; i += width) {
-      const Float k = read<Float>(step.k + i, All()), gate = step.gate_at(i);
-      for (int r = 0; r < R; ++r) {
-        sums[r] = fma(read<Float>(s + r * stride + i, All()) * gate, k, sums[r]);
-      }
-    }
+MITTENS_INLINE void advance(float* s, size_t stride, const Step& step, const float* v, float* predicted, float* update,
+                            float* y) {
+  Float sums[R] = {};
+  for (size_t i = 0; i < stride; i += width) {
+    const Float k = read<Float>(step.k + i, All()), gate = step.gate_at(i);
     for (int r = 0; r < R; ++r) {
-      predicted[r] = total(sums[r]);
+      sums[r] = fma(read<Float>(s + r * stride + i, All()) * gate, k, sums[r]);
     }
   }
   for (int r = 0; r < R; ++r) {
+    predicted[r] = total(sums[r]);
     update[r] = step.rate * (v[r] - predicted[r]);
   }
   Float results[R] = {};

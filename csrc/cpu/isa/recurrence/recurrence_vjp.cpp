@@ -7,19 +7,13 @@ namespace {
 
 constexpr size_t steps_of_chunk = 32;  // whose states are held at once
 
-MITTENS_INLINE void clear(float* p, size_t n) {
-  for (size_t i = 0; i < n; ++i) {
-    p[i] = 0;
-  }
-}
-
 // Memory of one thread, parted by need.
 struct Parts {
   float* next;
 
   MITTENS_INLINE float* take(size_t n) {
     float* p = next;
-    next += ceil_divide(n, unit) * unit;
+    next += padded(n);
     return p;
   }
 };
@@ -37,7 +31,7 @@ class KeyHead {
         gradients_(gradients),
         sequence_(sequence),
         key_head_(key_head),
-        stride_(whole_vectors(shape.columns)) {
+        stride_(padded_width(shape.columns)) {
     const size_t steps = shape.steps;
     Parts parts{memory};
     k_ = parts.take(steps * stride_);
@@ -56,7 +50,7 @@ class KeyHead {
   }
 
   static size_t memory(const Recurrence& shape) {
-    const size_t stride = whole_vectors(shape.columns), of_rows = rows_at_once * stride;
+    const size_t stride = padded_width(shape.columns), of_rows = rows_at_once * stride;
     const size_t numbers = 6 * shape.steps * stride + shape.steps +
                            (ceil_divide(shape.steps, steps_of_chunk) + steps_of_chunk + 2) * of_rows +
                            2 * steps_of_chunk * rows_at_once;
@@ -178,7 +172,7 @@ class KeyHead {
   MITTENS_INLINE void values_at(const T* p, size_t t, size_t head, size_t row, float* values) const {
     const T* first = p + number_at(t, head) * shape_.rows + row;
     for (int r = 0; r < R; ++r) {
-      values[r] = load_in_order(first + r, Some{1})[0];
+      values[r] = widen_one<T>(first, r);
     }
   }
 
@@ -189,7 +183,7 @@ class KeyHead {
     }
     float values[R];
     values_at<R>((const T*)inputs_.v, t, head, row, values);
-    advance<R>(s_, stride_, step_at(t, head), shape_.delta_rule, values, predicted_ + of_chunk * rows_at_once,
+    advance<R>(s_, stride_, step_at(t, head), values, predicted_ + of_chunk * rows_at_once,
                updates_ + of_chunk * rows_at_once, nullptr);
   }
 
@@ -227,7 +221,7 @@ class KeyHead {
       const float gradient = total(of_update[r]);
       const float error = values[r] - predicted_[of_chunk * rows_at_once + r];
       drates_[t] += gradient * error;
-      of_predicted[r] = shape_.delta_rule ? -step.rate * gradient : 0.0f;
+      of_predicted[r] = -step.rate * gradient;
       store_in_order(dv + r, Float{} + step.rate * gradient, Some{1});
     }
     for (size_t i = 0; i < stride_; i += width) {

@@ -454,7 +454,7 @@ void sample(Type type, const void* x, const uint32_t* key, uint32_t* tokens, flo
       const T* values = sampler.x + row * columns;
       tokens[row] = best.column == no_column ? 0 : best.column;
       if (logprobs) {
-        const float logit = load_in_order(values + tokens[row], Some{1})[0];
+        const float logit = widen_one<T>(values, tokens[row]);
         const float sum = static_cast<float>(static_cast<double>(mass) * 0x1p-44);
         logprobs[row] = mass == 0 ? __builtin_nanf("") : ((logit == logit ? logit : -infinity) - m) - log(sum);
       }
