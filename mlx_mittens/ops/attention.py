@@ -35,7 +35,8 @@ def scaled_dot_product_attention(
 
     Keys and values that are hidden from a query do not change its result, even if they are NaN or infinite: the unused
     part of a cache may hold anything. Rows that meet such values are computed a second time, which is slow. Where mx
-    does the work, hidden NaN may reach the result.
+    does the work, hidden NaN may reach the result. GPU kernels, as mx's, sum up weighted values before they divide by
+    the sum of the weights: where such a sum passes the largest float32, the result is infinite or NaN.
 
     On an NVIDIA GPU most calls of more than 32 queries (in float32: 128) go to mx, which has kernels of cuDNN there. On
     an Apple GPU with matrix units (M5) those of more than 16 queries do, in float32 unless ``MLX_ENABLE_TF32`` is 0.

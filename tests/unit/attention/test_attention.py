@@ -275,6 +275,20 @@ def test_nan_and_infinity(rng, dtype, executor, queries, value):
         assert mx.array_equal(mx.isnan(y), mx.isnan(twin)).item()
 
 
+@pytest.mark.parametrize("queries, keys", [(1, 6), (1, 1200), (20, 70)])
+@pytest.mark.parametrize("how", ["plain", "sinks", "causal"])
+def test_values_near_the_largest_float(rng, native, queries, keys, how):
+    """Their sums overflow on the way, their averages do not."""
+    q, k, v = inputs(rng, (1, 2, 1, queries, keys, 64), mx.float32, outliers=False)
+    v[..., 3] = 3e38
+    v[..., 7] = -3e38
+    mask, sinks = "causal" if how == "causal" else None, mx.zeros(2) if how == "sinks" else None
+    y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1, mask=mask, sinks=sinks))
+    exact = exact_of(q, k, v, 0.1, mask, sinks)
+    assert np.all(np.isfinite(np.array(y)))
+    assert_attention_right(y, None, exact, mx.float32)
+
+
 def check_hidden(rng, dtype, queries, how, width, keys=40):
     """Keys and values are NaN, infinite or huge. Rows that do not see them are right; rows that see NaN are NaN."""
     hidden = hidden_keys(rng, how, queries, keys, dtype)

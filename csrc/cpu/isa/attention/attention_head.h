@@ -219,16 +219,17 @@ class Head {
     if (max == -infinity && sum == 0.0f && !sees_key(row)) {
       return write_zeros(row);
     }
-    const bool is_nan = sum != sum;  // all of the row is, whatever its values
-    if (may_hide() && !is_nan && !all_finite(values)) {
-      sum_seen(row, max, values);
-    }
     float factor = 1.0f / sum;
     if (has_sinks()) {
       const float sink = this->sink(row);
       const float top = sink > max ? sink : max;
       const float part = exp(max - top);
       factor = part / (sum * part + exp(sink - top));
+    }
+    const bool is_nan = sum != sum;  // all of the row is, whatever its values
+    if (!is_nan && !all_finite(values)) {
+      average_anew(row, max, factor, values);
+      factor = 1.0f;
     }
     T* y = output(row);
     for (size_t i = 0; i < call.value_width; i += width) {
@@ -237,10 +238,6 @@ class Head {
   }
 
  private:
-  bool may_hide() const {
-    return call.causal || call.window != 0 || call.mask.kind != MaskKind::none;
-  }
-
   float logsumexp(size_t row, float max, float sum) const {
     const float sink = has_sinks() ? this->sink(row) : -infinity;
     const float top = sink > max ? sink : max;
@@ -255,9 +252,11 @@ class Head {
     return sum_of(zeros) == 0.0f;
   }
 
-  // Sums up the columns that are not finite anew, of the keys alone that the row sees, until all these are NaN. Blocks
-  // of keys multiply all values with the weights of all rows, and 0 times NaN or infinity is NaN.
-  void sum_seen(size_t row, float max, float* sums) const {
+  // Multiplies sums with a row's factor. Those that are not finite are made anew, of the keys alone that the row sees
+  // and with weights of sum one, until all of them are NaN: blocks of keys multiply all values with the weights of all
+  // rows, and 0 times NaN or infinity is NaN; and sums of values near the largest float overflow where their average
+  // does not.
+  void average_anew(size_t row, float max, float factor, float* sums) const {
     const size_t columns = padded_width(call.width);
     const size_t value_columns = padded_width(call.value_width);
     const Scratch scratch(2 * columns + 2 * value_columns);
@@ -284,7 +283,7 @@ class Head {
       for (size_t i = 0; i < columns; i += width) {
         products = fma(read<Float>(query + i, All()), read<Float>(key_row + i, All()), products);
       }
-      const Float weight = spread(exp_one<T>(masked(spread(sum_of(products)), hides) - shift)[0]);
+      const Float weight = spread(exp_one<T>(masked(spread(sum_of(products)), hides) - shift)[0] * factor);
       values.widen(key, 1, value_row, 0);
       Float open = {};
       for (size_t i = 0; i < value_columns; i += width) {
@@ -297,7 +296,7 @@ class Head {
     }
     for (size_t i = 0; i < value_columns; i += width) {
       const Float before = read<Float>(sums + i, All());
-      write(sums + i, before - before == 0.0f ? before : read<Float>(anew + i, All()), All());
+      write(sums + i, before - before == 0.0f ? before * factor : read<Float>(anew + i, All()), All());
     }
   }
 
