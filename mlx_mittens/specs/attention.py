@@ -17,7 +17,7 @@ import numpy as np
 
 from ..ops import attention
 from .attention_gradients import exact_attention_vjp
-from .op import Case, Exact, Op, add_outliers, dequantized, draw_packed, on_all_cores, widen
+from .op import Case, Exact, Op, add_outliers, cases_for_tests, dequantized, draw_packed, on_all_cores, widen
 
 # Scores of float64 that are held at once.
 _PIECE = 2**22
@@ -278,10 +278,6 @@ def composed(
     return product(scores.reshape(grouped), values, False).reshape(batch, heads, queries, -1)
 
 
-def _tests(*shapes: tuple[int, ...], vjp: bool = False, **options: Any) -> tuple[Case, ...]:
-    return tuple(Case("test", shape, options, vjp=vjp) for shape in shapes)
-
-
 # A product, exponentials and another product, each of which rounds: measured by what these roundings move
 # (Exact.inner), the worst of 1600 draws of the tests was 2.9 units off.
 UNITS = 8
@@ -292,33 +288,37 @@ _FEW_AND_MANY = ((1, 40), (20, 20))
 # Small enough for the simulator, where tests/verification/test_levels.py demands that they reach every variant of the
 # kernels.
 _TESTS = (
-    _tests((2, 4, 2, 1, 70, 64), (1, 8, 1, 2, 33, 128), (1, 2, 2, 1, 300, 64))
-    + _tests((1, 4, 2, 3, 50, 64), (1, 4, 1, 5, 40, 128), (2, 2, 1, 20, 37, 64), mask="causal")
-    + _tests((1, 4, 2, 4, 45, 64), (1, 2, 1, 18, 40, 64), mask="bool", sinks=True)
-    + _tests((1, 4, 2, 2, 45, 64), (1, 2, 1, 18, 40, 128), mask="additive")
-    + _tests((1, 2, 1, 2, 90, 64), (1, 2, 1, 40, 40, 64), mask="causal", window=17)
-    + _tests((1, 1, 1, 40, 40, 128), mask="causal", window=2)
-    + _tests((1, 2, 1, 1, 540, 256))  # more splits than lanes
-    + _tests(*((1, 2, 1, *n, width) for width in (32, 48, 72, 80, 96, 112, 192, 256, 512) for n in _FEW_AND_MANY))
+    cases_for_tests((2, 4, 2, 1, 70, 64), (1, 8, 1, 2, 33, 128), (1, 2, 2, 1, 300, 64))
+    + cases_for_tests((1, 4, 2, 3, 50, 64), (1, 4, 1, 5, 40, 128), (2, 2, 1, 20, 37, 64), mask="causal")
+    + cases_for_tests((1, 4, 2, 4, 45, 64), (1, 2, 1, 18, 40, 64), mask="bool", sinks=True)
+    + cases_for_tests((1, 4, 2, 2, 45, 64), (1, 2, 1, 18, 40, 128), mask="additive")
+    + cases_for_tests((1, 2, 1, 2, 90, 64), (1, 2, 1, 40, 40, 64), mask="causal", window=17)
+    + cases_for_tests((1, 1, 1, 40, 40, 128), mask="causal", window=2)
+    + cases_for_tests((1, 2, 1, 1, 540, 256))  # more splits than lanes
+    + cases_for_tests(
+        *((1, 2, 1, *n, width) for width in (32, 48, 72, 80, 96, 112, 192, 256, 512) for n in _FEW_AND_MANY)
+    )
     + tuple(
         case
         for width, value_width in ((96, 64), (192, 128), (576, 512))
-        for case in _tests(*((1, 2, 1, *n, width) for n in _FEW_AND_MANY), value_width=value_width)
+        for case in cases_for_tests(*((1, 2, 1, *n, width) for n in _FEW_AND_MANY), value_width=value_width)
     )
-    + _tests(*((1, heads, 1, 1, 37, width) for width in (64, 128) for heads in (1, 7, 8, 9, 16)))
-    + _tests(*((1, 2, 1, 18, 40, width) for width in (64, 128, 256)), mask="additive", sinks=True, vjp=True)
+    + cases_for_tests(*((1, heads, 1, 1, 37, width) for width in (64, 128) for heads in (1, 7, 8, 9, 16)))
+    + cases_for_tests(*((1, 2, 1, 18, 40, width) for width in (64, 128, 256)), mask="additive", sinks=True, vjp=True)
 )
 
 _PACKED_TESTS = tuple(
     case
     for bits in (4, 8)
     for case in (
-        *_tests((1, 8, 2, 1, 70, 64), (2, 2, 1, 3, 33, 128), bits=bits),
-        *_tests((1, 4, 2, 2, 45, 64), (1, 8, 2, 2, 37, 128), bits=bits, group_size=32, mask="causal", sinks=True),
-        *_tests((1, 4, 2, 2, 37, 128), bits=bits, group_size=128, mask="bool"),
-        *_tests(*((1, 9, 1, *n, width) for width in (64, 128, 192, 256) for n in _FEW_AND_MANY), bits=bits),
-        *_tests(*((1, 1, 1, *n, 96) for n in _FEW_AND_MANY), bits=bits, group_size=32),
-        *_tests(*((1, 2, 1, *n, 192) for n in _FEW_AND_MANY), bits=bits, value_width=128),
+        *cases_for_tests((1, 8, 2, 1, 70, 64), (2, 2, 1, 3, 33, 128), bits=bits),
+        *cases_for_tests(
+            (1, 4, 2, 2, 45, 64), (1, 8, 2, 2, 37, 128), bits=bits, group_size=32, mask="causal", sinks=True
+        ),
+        *cases_for_tests((1, 4, 2, 2, 37, 128), bits=bits, group_size=128, mask="bool"),
+        *cases_for_tests(*((1, 9, 1, *n, width) for width in (64, 128, 192, 256) for n in _FEW_AND_MANY), bits=bits),
+        *cases_for_tests(*((1, 1, 1, *n, 96) for n in _FEW_AND_MANY), bits=bits, group_size=32),
+        *cases_for_tests(*((1, 2, 1, *n, 192) for n in _FEW_AND_MANY), bits=bits, value_width=128),
     )
 )
 

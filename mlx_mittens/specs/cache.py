@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops import cache
 from . import reference
-from .op import Case, Exact, Op, add_outliers, widen
+from .op import Case, Exact, Op, add_outliers, cases_for_tests, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +98,6 @@ def _twin(heads, keys, values, freqs, query_norm, key_norm, dims, base, offset, 
     return queries, keys, values
 
 
-def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
-    return tuple(Case("test", shape, options) for shape in shapes)
-
-
 _LLAMA3 = {"base": None}  # its frequencies are scaled, and given as such
 
 ROPE_OPS: tuple[Op, ...] = (
@@ -115,16 +110,16 @@ ROPE_OPS: tuple[Op, ...] = (
         twin_text="two `mx.fast.rope`, two slice updates",
         summary="rotary embedding and append to a key-value cache in one kernel",
         options={"dims": 64, "base": 10000.0, "offset": 7, "eps": None},
-        tests=_tests((1, 4, 2, 1, 64), (2, 3, 1, 5, 64), (2, 1, 2, 3, 65))
-        + _tests((1, 4, 2, 2, 96), **_LLAMA3)
-        + _tests((2, 3, 1, 3, 80), dims=80, eps=1e-6)
-        + _tests((1, 2, 1, 2, 66), dims=66)
-        + _tests((1, 2, 1, 2, 128), dims=128, eps=1e-6)
-        + _tests((1, 1, 1, 2, 194), dims=194, **_LLAMA3)
-        + _tests((1, 1, 1, 2, 2), dims=2)
-        + _tests((1, 2, 1, 2, 129), dims=2, eps=1e-5, **_LLAMA3)
-        + _tests((1, 2, 1, 1, 64), offset=0)
-        + _tests((1, 2, 1, 2, 64), offset=300),
+        tests=cases_for_tests((1, 4, 2, 1, 64), (2, 3, 1, 5, 64), (2, 1, 2, 3, 65))
+        + cases_for_tests((1, 4, 2, 2, 96), **_LLAMA3)
+        + cases_for_tests((2, 3, 1, 3, 80), dims=80, eps=1e-6)
+        + cases_for_tests((1, 2, 1, 2, 66), dims=66)
+        + cases_for_tests((1, 2, 1, 2, 128), dims=128, eps=1e-6)
+        + cases_for_tests((1, 1, 1, 2, 194), dims=194, **_LLAMA3)
+        + cases_for_tests((1, 1, 1, 2, 2), dims=2)
+        + cases_for_tests((1, 2, 1, 2, 129), dims=2, eps=1e-5, **_LLAMA3)
+        + cases_for_tests((1, 2, 1, 1, 64), offset=0)
+        + cases_for_tests((1, 2, 1, 2, 64), offset=300),
         cases=(
             Case("Llama-3.2-1B decode", (1, 32, 8, 1, 64), {**_LLAMA3, "offset": 200}, quick=True),
             Case("Llama-3.1-8B decode", (1, 32, 8, 1, 128), {**_LLAMA3, "dims": 128, "offset": 200}),

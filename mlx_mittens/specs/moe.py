@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import moe
-from .op import DTYPES, Case, Exact, Op, add_outliers, dequantized, draw_packed, widen
+from .op import DTYPES, Case, Exact, Op, add_outliers, cases_for_tests, dequantized, draw_packed, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +228,6 @@ def _mx_gather_mm(x, w, indices):
     return mx.gather_mm(x[:, None, None].astype(mx.float32), wide, rhs_indices=indices).astype(x.dtype)
 
 
-def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
-    return tuple(Case("test", shape, options) for shape in shapes)
-
-
 # The first product of an expert: (experts, chosen, columns, outputs).
 _MODELS = {
     "Granite 3.1 1B-A400M": (32, 8, 1024, 512),
@@ -279,9 +275,9 @@ MOE_OPS: tuple[Op, ...] = (
         summary="tokens times their experts, of quantized weights",
         options={"group_size": 64, "bits": 4},
         tests=(
-            *(case for bits in (4, 8) for case in _tests(*_SHAPES, group_size=32, bits=bits)),
-            *_tests(*_SHAPES[1:3], **_MXFP4),
-            *(case for options in _RARE for case in _tests(_SHAPES[1], **options)),
+            *(case for bits in (4, 8) for case in cases_for_tests(*_SHAPES, group_size=32, bits=bits)),
+            *cases_for_tests(*_SHAPES[1:3], **_MXFP4),
+            *(case for options in _RARE for case in cases_for_tests(_SHAPES[1], **options)),
             _MANY,
         ),
         cases=(*_models((1, 4), bits=4), _GPT_OSS),
@@ -293,7 +289,7 @@ MOE_OPS: tuple[Op, ...] = (
         twin=_mx_gather_mm,
         twin_text="`mx.gather_mm`",
         summary="tokens times their experts, of dense weights",
-        tests=_tests(*_SHAPES, (2, 2, 3, 37, 5)),
+        tests=cases_for_tests(*_SHAPES, (2, 2, 3, 37, 5)),
         cases=_models((1, 4)),
     ),
     GatherOp(
@@ -308,9 +304,9 @@ MOE_OPS: tuple[Op, ...] = (
         summary="gate, activation and product of the experts in one kernel",
         options={"group_size": 64, "bits": 4},
         tests=(
-            *(case for bits in (4, 8) for case in _tests(*_SHAPES, group_size=32, bits=bits)),
-            *_tests(*_SHAPES[1:3], **_MXFP4),
-            *(case for options in _RARE for case in _tests(_SHAPES[1], **options)),
+            *(case for bits in (4, 8) for case in cases_for_tests(*_SHAPES, group_size=32, bits=bits)),
+            *cases_for_tests(*_SHAPES[1:3], **_MXFP4),
+            *(case for options in _RARE for case in cases_for_tests(_SHAPES[1], **options)),
         ),
         cases=(*_models((1, 4), bits=4), _GPT_OSS),
         stacks=2,
@@ -324,10 +320,10 @@ MOE_OPS: tuple[Op, ...] = (
         summary="the chosen experts' products and their weighted sum in one kernel",
         options={"group_size": 64, "bits": 4},
         tests=(
-            *_tests((1, 8, 16, 320, 10), (5, 9, 12, 128, 7), group_size=32, bits=4),
-            *_tests((3, 1, 2, 96, 33), (2, 16, 16, 64, 3), group_size=32, bits=8),
-            *_tests((1, 9, 16, 320, 9), **_MXFP4),
-            *(case for options in _RARE for case in _tests((1, 9, 12, 64, 6), **options)),
+            *cases_for_tests((1, 8, 16, 320, 10), (5, 9, 12, 128, 7), group_size=32, bits=4),
+            *cases_for_tests((3, 1, 2, 96, 33), (2, 16, 16, 64, 3), group_size=32, bits=8),
+            *cases_for_tests((1, 9, 16, 320, 9), **_MXFP4),
+            *(case for options in _RARE for case in cases_for_tests((1, 9, 12, 64, 6), **options)),
         ),
         cases=(
             Case("Qwen3-30B-A3B", (1, 8, 128, 768, 2048), {"bits": 4}, gpu_only=True),

@@ -63,6 +63,11 @@ class Case:
         return not (self.cpu_only if device == "gpu" else self.gpu_only)
 
 
+def cases_for_tests(*shapes: tuple[int, ...], vjp: bool = False, **options: Any) -> tuple[Case, ...]:
+    """Cases of these shapes that are there to be tested alone."""
+    return tuple(Case("test", shape, options, vjp=vjp) for shape in shapes)
+
+
 @dataclass(frozen=True)
 class Exact:
     """A result in float64, and what its rounding is to be measured by.

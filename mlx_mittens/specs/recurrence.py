@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops import recurrence
-from .op import DTYPES, Case, Exact, Op, add_outliers, widen
+from .op import DTYPES, Case, Exact, Op, add_outliers, cases_for_tests, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +114,6 @@ def _twin(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
     return mx.stack(results, axis=1), s
 
 
-def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
-    return tuple(Case("test", shape, options) for shape in shapes)
-
-
 RECURRENCE_OPS: tuple[Op, ...] = (
     GatedDeltaOp(
         name="gated_delta_update",
@@ -130,9 +125,9 @@ RECURRENCE_OPS: tuple[Op, ...] = (
         summary="the gated delta rule over a prompt or a token, with its state",
         # One lane a row of the state, several, and all of a simdgroup; rows that are whole packs, and others.
         tests=(
-            *_tests((1, 1, 2, 4, 33, 128), (2, 5, 1, 2, 9, 64), (1, 3, 2, 2, 5, 33), (1, 2, 1, 1, 3, 8)),
-            *_tests((1, 2, 1, 2, 3, 264), state=False),
-            *_tests((1, 4, 2, 4, 6, 128), (2, 3, 1, 2, 5, 20), per_column=True),
+            *cases_for_tests((1, 1, 2, 4, 33, 128), (2, 5, 1, 2, 9, 64), (1, 3, 2, 2, 5, 33), (1, 2, 1, 1, 3, 8)),
+            *cases_for_tests((1, 2, 1, 2, 3, 264), state=False),
+            *cases_for_tests((1, 4, 2, 4, 6, 128), (2, 3, 1, 2, 5, 20), per_column=True),
         ),
         cases=(
             Case("Qwen3-Next", (1, 1, 16, 32, 128, 128), quick=True),

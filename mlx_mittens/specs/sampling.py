@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import sampling
-from .op import Case, Exact, Op, widen
+from .op import Case, Exact, Op, cases_for_tests, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +136,6 @@ def _twin(logits, key, temperature, top_k=0, top_p=0.0, min_p=0.0):
     return mx.random.categorical(x.astype(mx.float32) * (1 / temperature), key=key)
 
 
-def _tests(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
-    return tuple(Case("test", shape, options) for shape in shapes)
-
-
 _CHAT = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
 
 SAMPLE_OPS: tuple[Op, ...] = (
@@ -152,12 +148,12 @@ SAMPLE_OPS: tuple[Op, ...] = (
         summary="tokens drawn from logits by temperature, top-k, top-p and min-p, without a sort",
         options={"temperature": 1.0},
         # Rows of one threadgroup and of several; what passes the filters in threadgroup memory, and past its room.
-        tests=_tests((1, 1), (3, 7), (2, 33), (1, 9001))
-        + _tests((3, 70), (1, 9001), temperature=0.0)
-        + _tests((5, 515), **_CHAT)
-        + _tests((2, 33), (1, 2100), temperature=0.8, top_p=0.9)
-        + _tests((2, 1030), temperature=1.3, top_k=5)
-        + _tests((2, 130), temperature=1.5, min_p=0.1),
+        tests=cases_for_tests((1, 1), (3, 7), (2, 33), (1, 9001))
+        + cases_for_tests((3, 70), (1, 9001), temperature=0.0)
+        + cases_for_tests((5, 515), **_CHAT)
+        + cases_for_tests((2, 33), (1, 2100), temperature=0.8, top_p=0.9)
+        + cases_for_tests((2, 1030), temperature=1.3, top_k=5)
+        + cases_for_tests((2, 130), temperature=1.5, min_p=0.1),
         cases=(
             Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.0}, quick=True),
             Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.7}),
