@@ -1,4 +1,5 @@
-// Naming template instantiations of kernels, so that the host finds them by name, and how many threads they may have.
+// Names of template instantiations of kernels, by which the host finds them, how many threads these may have, and which
+// GPUs they are compiled for.
 #pragma once
 
 namespace mittens {

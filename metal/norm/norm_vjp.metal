@@ -233,7 +233,7 @@ template <typename T, int N, bool Centred>
     constant NormVjpParams& params [[buffer(6)]],
     row_thread_parameters) {
   threadgroup float scratch[2 * 160];
-  // NVIDIA's threads of two packs of half types have registers for the next row.
+  // On NVIDIA GPUs a thread of two packs of a half type has registers left for the next row.
   constexpr bool ahead = N == 1 || (N == 2 && (sizeof(T) == 4 || (is_nvidia && !Centred)));
   constant RowParams& geometry = params.arrays.row;
   const RowBatch batch = column_batch<T>(geometry, t, t, threads, geometry.columns, true);

@@ -11,7 +11,8 @@ using namespace metal;
 
 namespace mittens {
 
-// Which row of which head this lane works on. Lanes beyond the last row read its inputs, and neither read nor write a state.
+// Which row of which head this lane works on. Lanes beyond the last row read its inputs, and neither read nor write a
+// state.
 struct StatePlace {
   uint sequence;
   uint head;
