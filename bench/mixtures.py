@@ -30,8 +30,7 @@ published shapes with random weights: the router, its choice, the experts and th
 Metal kernel `gather_qmv` in the simulator; its small operations are estimated from their bytes. Ours is planned for the
 first chip. [docs/apple.md](../../docs/apple.md) says how far such predictions are off. Speed is mx's time by ours.
 
-The two experts of Mixtral are 198 MB at 4 bits. Memory bounds both sides there, and mx's three products alone are
-predicted at 561 us on the M2 Max.
+The two experts of Mixtral are 198 MB at 4 bits: there the time to read them bounds both sides.
 """
 
 

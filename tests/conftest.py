@@ -63,7 +63,7 @@ def rng(request):
 
 @pytest.fixture(autouse=True)
 def mx_random(request):
-    """What MLX draws, as the weights of a new module, is this test's own too."""
+    """Seeds MLX's generator, which draws the weights of new modules, from the same two."""
     mx.random.seed(int(os.environ[SEED]) ^ zlib.crc32(request.node.nodeid.encode()))
 
 

@@ -164,19 +164,7 @@ class Trial:
     def tests(self) -> str:
         """The tests with the marker `quick`, of the clone, on what is installed."""
         self.environment.run("python", "-m", "pip", "install", "--quiet", *_TEST_PACKAGES, folder=self.folder)
-        options = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-n",
-            "2",
-            "-m",
-            "quick",
-            "--rootdir",
-            ROOT,
-            "-c",
-            ROOT / "pyproject.toml",
-        ]
+        options = [*"-q -p no:cacheprovider -n 2 -m quick".split(), "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
         said = self.environment.run("pytest", *options, ROOT / "tests" / "verification", folder=self.folder)
         return said.strip().splitlines()[-1].strip("= ")
 

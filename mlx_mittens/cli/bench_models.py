@@ -57,8 +57,12 @@ def _cells(row: Row) -> list[str]:
 
 # What the options are that make no sense without --model, where they are not given.
 DEFAULTS: dict[str, Any] = {
-    **{"weights": "4-bit,8-bit,half", "dtype": "bfloat16", "layers": None},
-    **{"prompt": 128, "tokens": 64, "seconds": 30.0},
+    "weights": "4-bit,8-bit,half",
+    "dtype": "bfloat16",
+    "layers": None,
+    "prompt": 128,
+    "tokens": 64,
+    "seconds": 30.0,
 }
 
 

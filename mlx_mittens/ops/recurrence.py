@@ -51,7 +51,7 @@ def gated_delta_update(
 
     Raises:
         DtypeError: ``mask`` is not bool, or another argument not of a floating-point type named above.
-        ValueError: Shapes do not fit together, or there is no step.
+        ValueError: Shapes do not fit together.
 
     Example:
         >>> q = k = mx.random.normal((1, 5, 2, 64)) * 0.1
