@@ -17,16 +17,6 @@ Unpack unpack_of_group(int group_size) {
 
 template <typename T>
 Unpack unpack_of(const QuantizedWeights& w) {
-  switch (w.mode) {
-    case QuantizedMode::mxfp4:
-      return &unpack_floats<QuantizedMode::mxfp4>;
-    case QuantizedMode::mxfp8:
-      return &unpack_floats<QuantizedMode::mxfp8>;
-    case QuantizedMode::nvfp4:
-      return &unpack_floats<QuantizedMode::nvfp4>;
-    case QuantizedMode::affine:
-      break;
-  }
   return w.bits == 2   ? unpack_of_group<T, 2>(w.group_size)
          : w.bits == 3 ? unpack_of_group<T, 3>(w.group_size)
          : w.bits == 5 ? unpack_of_group<T, 5>(w.group_size)
@@ -39,17 +29,16 @@ Source source_from(const QuantizedWeights& w, Type type) {
   if constexpr (!__is_same(Source, Unpacked)) {
     return Source(w, type);
   } else {
-    const bool affine = w.mode == QuantizedMode::affine;
-    const size_t item = affine ? sizeof(T) : 1;
+    const size_t item = sizeof(T);
     Unpacked source{};
     source.unpack = unpack_of<T>(w);
     source.rows = reinterpret_cast<const uint8_t*>(w.words);
     source.scales = static_cast<const char*>(w.scales);
-    source.biases = static_cast<const char*>(affine ? w.biases : w.scales);
+    source.biases = static_cast<const char*>(w.biases);
     source.row_stride = w.words_stride * sizeof(uint32_t);
     source.scales_stride = w.scales_stride * item;
-    source.biases_stride = affine ? w.biases_stride * item : 0;
-    source.row_bytes = w.bits / 8.0 + static_cast<double>(item * (1 + affine)) / w.group_size;
+    source.biases_stride = w.biases_stride * item;
+    source.row_bytes = w.bits / 8.0 + static_cast<double>(2 * item) / w.group_size;
     return source;
   }
 }
@@ -68,8 +57,12 @@ void with_format(Type type, const QuantizedWeights& w, const F& f) {
       f(t, SourceType<Affine<4, exact>>());
     } else if (w.mode == QuantizedMode::affine && w.bits == 8) {
       f(t, SourceType<Affine<8, exact>>());
-    } else {
+    } else if (w.mode == QuantizedMode::affine) {
       f(t, SourceType<Unpacked>());
+    } else if (w.bits == 4) {
+      f(t, SourceType<SmallFloats<4>>());
+    } else {
+      f(t, SourceType<SmallFloats<8>>());
     }
   });
 }

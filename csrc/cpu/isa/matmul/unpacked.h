@@ -37,7 +37,7 @@ struct Unpacked : Dense<float> {
   }
 };
 
-// --- groups of integers or small floats, as mx.quantize packs them
+// --- groups of integers, as mx.quantize packs them
 
 // Integers one after another from the lowest bit up, which 8 of them leave on a whole byte.
 template <typename T, int bits, int group>
@@ -51,40 +51,6 @@ void unpack_affine(const uint8_t* row, const void* scales, const void* biases, s
       for (size_t j = 0; j < 8; ++j) {
         to[i + j] = static_cast<float>((word >> (j * bits)) & ((1u << bits) - 1)) * scale + bias;
       }
-    }
-  }
-}
-
-MITTENS_INLINE float float_of_bits(uint32_t bits) {
-  return __builtin_bit_cast(float, bits);
-}
-
-// Sign, 2 bits of exponent, 1 of the fraction; 0, 0.5, 1, 1.5, 2, 3, 4, 6. The exponent's bias comes by a product.
-MITTENS_INLINE float e2m1(uint32_t bits) {
-  return float_of_bits((bits & 7) << 22 | (bits & 8) << 28) * 0x1p126f;
-}
-
-// Sign, 4 bits of exponent, 3 of the fraction; the largest is no number.
-MITTENS_INLINE float e4m3(uint32_t bits) {
-  const uint32_t size = (bits & 0x7f) == 0x7f ? 0x7fc00000 : (bits & 0x7f) << 20;
-  return float_of_bits(size | (bits & 0x80) << 24) * 0x1p120f;
-}
-
-// A power of two; the largest is no number.
-MITTENS_INLINE float e8m0(uint32_t bits) {
-  return float_of_bits(bits == 0 ? 0x00400000 : bits == 0xff ? 0x7fc00000 : bits << 23);
-}
-
-template <QuantizedMode mode>
-void unpack_floats(const uint8_t* row, const void* scales, const void*, size_t begin, size_t size, float* to) {
-  constexpr size_t group = mode == QuantizedMode::nvfp4 ? 16 : 32;
-  constexpr bool bytes = mode == QuantizedMode::mxfp8;
-  const uint8_t* from = row + (bytes ? begin : begin / 2);
-  for (size_t g = begin / group; g < (begin + size) / group; ++g, to += group, from += bytes ? group : group / 2) {
-    const uint8_t bits = static_cast<const uint8_t*>(scales)[g];
-    const float scale = mode == QuantizedMode::nvfp4 ? e4m3(bits) : e8m0(bits);
-    for (size_t i = 0; i < group; ++i) {
-      to[i] = scale * (bytes ? e4m3(from[i]) : e2m1(from[i / 2] >> (i % 2 * 4) & 15));
     }
   }
 }

@@ -1,5 +1,5 @@
-// Where the weights of a product come from: dense elements, affine quantized integers, GGUF blocks. Products are
-// written once over such sources. A source gives rows in steps of some vectors:
+// Where the weights of a product come from: dense elements, affine quantized integers, small floats, GGUF blocks.
+// Products are written once over such sources. A source gives rows in steps of some vectors:
 //   vectors                     of width weights that a step has; step: its columns
 //   column(v, i)                which of the step's columns is in lane i of vector v
 //   scaled, offset              weights are scale * value + offset, and not value itself; both vectors of a step
@@ -81,6 +81,58 @@ MITTENS_INLINE Float centered(UInt words) {
   return (Float)sum - (static_cast<float>(1 << (23 - at)) + static_cast<float>(1 << (bits - 1)));
 }
 
+// Scales of groups of columns in steps of whole words of neighbours, widened to float32 when a row is begun.
+struct ScalesOfWords {
+  int group_bits;  // log2 of the group's size
+  size_t step;
+  UInt group_of_lane;  // within a step
+
+  MITTENS_INLINE ScalesOfWords(int group_size, size_t columns_of_word)
+      : group_bits(__builtin_ctz(static_cast<unsigned>(group_size))), step(columns_of_word * width) {
+    for (size_t i = 0; i < width; ++i) {
+      group_of_lane[i] = static_cast<uint32_t>(i * columns_of_word >> group_bits);
+    }
+  }
+
+  // Of all groups, and of some beyond, as the last step reads a whole vector of them.
+  size_t floats(size_t columns) const {
+    return (ceil_divide(columns >> group_bits, width) + 1) * width;
+  }
+
+  // Zeros from the last whole vector of the groups on.
+  void clear_end(float* values, size_t columns) const {
+    write(values + floats(columns) - width, Float{}, All());
+  }
+
+  // One for each word of step s.
+  MITTENS_INLINE Float of_step(const float* values, size_t s) const {
+    const float* first = values + (s * step >> group_bits);
+#if defined(__AVX512F__)
+    return (Float)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)group_of_lane, _mm512_loadu_ps(first));
+#elif defined(__AVX2__)
+    return (Float)_mm256_permutevar8x32_ps(_mm256_loadu_ps(first), (__m256i)group_of_lane);
+#else
+    Float scales = Float{} + *first;
+    if (step >> group_bits > 1) {
+      for (size_t i = 0; i < width; ++i) {
+        scales[i] = first[group_of_lane[i]];
+      }
+    }
+    return scales;
+#endif
+  }
+};
+
+// Words of step s of a row; zeros beyond the part.
+template <int vectors, typename Part>
+MITTENS_INLINE UInt read_words(const uint32_t* row, size_t s, Part part) {
+  if constexpr (__is_same(Part, All)) {
+    return read<UInt>(row + s * width, All());
+  } else {
+    return read<UInt>(row + s * width, Some{part.n / vectors});
+  }
+}
+
 // Words of integers with scales and biases of a type that is known when a row is begun. Vector v has the integer v of
 // each of width words. exact: each weight is multiplied as it is, and not its integer with the scale left to the sum.
 template <int bits, bool exact>
@@ -92,8 +144,7 @@ struct Affine {
   size_t words_stride;
   size_t scales_stride;
   size_t biases_stride;
-  int group_bits;  // log2 of the group's size
-  UInt group_of_lane;  // within a step
+  ScalesOfWords groups;
 
   static constexpr int vectors = 32 / bits;
   static constexpr size_t step = vectors * width;
@@ -117,24 +168,16 @@ struct Affine {
         words_stride(w.words_stride),
         scales_stride(w.scales_stride),
         biases_stride(w.biases_stride),
-        group_bits(__builtin_ctz(static_cast<unsigned>(w.group_size))) {
-    for (size_t i = 0; i < width; ++i) {
-      group_of_lane[i] = static_cast<uint32_t>(i * vectors >> group_bits);
-    }
-  }
+        groups(w.group_size, vectors) {}
 
   static constexpr size_t column(size_t v, size_t i) {
     return i * vectors + v;
   }
-  // Scales and offsets of all groups, and of some beyond, as the last step reads a whole vector of them.
-  size_t floats(size_t columns) const {
-    return (ceil_divide(columns >> group_bits, width) + 1) * width;
-  }
   size_t memory(size_t columns) const {
-    return 2 * floats(columns);
+    return 2 * groups.floats(columns);
   }
   size_t bytes(size_t columns) const {
-    return columns * bits / 8 + (columns >> group_bits) * (type == Type::float32 ? 8 : 4);
+    return columns * bits / 8 + (columns >> groups.group_bits) * (type == Type::float32 ? 8 : 4);
   }
 
   size_t stride_bytes() const {
@@ -142,21 +185,20 @@ struct Affine {
   }
 
   Row row(size_t n, size_t begin, size_t size, float* memory) const {
-    const size_t groups = size >> group_bits, first = begin >> group_bits;
-    float* offsets = memory + floats(size);
+    const size_t first = begin >> groups.group_bits;
+    float* offsets = memory + groups.floats(size);
     with_type(type, [&](auto t) {
       using T = decltype(t);
       const T* s = static_cast<const T*>(scales) + n * scales_stride + first;
       const T* b = static_cast<const T*>(biases) + n * biases_stride + first;
-      each_vector(groups, [&](size_t i, auto part) MITTENS_INLINED {
+      each_vector(size >> groups.group_bits, [&](size_t i, auto part) MITTENS_INLINED {
         const Float scale = load_in_order(s + i, part);
         write(memory + i, scale, All());
         write(offsets + i, fma(Float{} + middle, scale, load_in_order(b + i, part)), All());
       });
     });
-    const size_t end = ceil_divide(groups, width) * width;
-    write(memory + end, Float{}, All());
-    write(offsets + end, Float{}, All());
+    groups.clear_end(memory, size);
+    groups.clear_end(offsets, size);
     return {words + n * words_stride + begin / vectors, memory, offsets};
   }
 
@@ -166,11 +208,7 @@ struct Affine {
 
   template <typename Part>
   MITTENS_INLINE Raw read(const Row& row, size_t s, Part part) const {
-    if constexpr (__is_same(Part, All)) {
-      return cpu::MITTENS_ISA::read<UInt>(row.words + s * width, All());
-    } else {
-      return cpu::MITTENS_ISA::read<UInt>(row.words + s * width, Some{part.n / vectors});
-    }
+    return read_words<vectors>(row.words, s, part);
   }
 
   template <int v>
@@ -179,22 +217,124 @@ struct Affine {
   }
 
   MITTENS_INLINE Float scale(const Row& row, size_t s) const {
-    return of_groups(row.scales, s);
+    return groups.of_step(row.scales, s);
   }
   MITTENS_INLINE Float bias(const Row& row, size_t s) const {
-    return of_groups(row.offsets, s);
+    return groups.of_step(row.offsets, s);
+  }
+};
+
+// Floats of few bits without infinities: a sign above the exponent, and that above the fraction. Shifted to the place
+// of float32's the bits below the least exponent would be subnormal, which many machines multiply slowly.
+template <int exponent_bits, int fraction_bits>
+MITTENS_INLINE Float widen_small(UInt size) {
+  constexpr int bias = (1 << (exponent_bits - 1)) - 1;
+  const UInt placed = size << (23 - fraction_bits);
+  const Float normal = (Float)(placed + (static_cast<uint32_t>(127 - bias) << 23));
+  constexpr uint32_t least = static_cast<uint32_t>(128 - bias) << 23;
+  const Float below = (Float)(placed | least) - __builtin_bit_cast(float, least);
+  return size < (1u << fraction_bits) ? below : normal;
+}
+
+// E4M3 in the lowest byte of each word, the largest of which is no number.
+MITTENS_INLINE Float e4m3(UInt bits) {
+  const UInt size = bits & 0x7f;
+  const UInt widened = (UInt)widen_small<4, 3>(size) | (bits & 0x80) << 24;
+  return (Float)(size == 0x7f ? UInt{} + 0x7fc00000 : widened);
+}
+
+// E2M1 in the lowest 4 bits of each word: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. What is above is left out.
+MITTENS_INLINE Float e2m1(UInt bits) {
+#if defined(__AVX512F__)
+  const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+  return (Float)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)bits, values);
+#elif defined(__AVX2__)
+  const __m256 sizes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+  const UInt size = (UInt)_mm256_permutevar8x32_ps(sizes, (__m256i)bits);
+  return (Float)(size | (bits << 28 & 0x80000000));
+#else
+  return (Float)((UInt)widen_small<2, 1>(bits & 7) | (bits << 28 & 0x80000000));
+#endif
+}
+
+// Powers of two in bytes, the largest of which is no number.
+MITTENS_INLINE Float e8m0(UInt bits) {
+  return (Float)(bits == 0 ? UInt{} + 0x00400000 : bits == 0xff ? UInt{} + 0x7fc00000 : bits << 23);
+}
+
+// Words of floats of 4 or 8 bits, E2M1 or E4M3, with a scale in a byte for each group. Vectors as those of Affine.
+template <int bits>
+struct SmallFloats {
+  const uint32_t* words;
+  const uint8_t* scales;
+  size_t words_stride;
+  size_t scales_stride;
+  bool powers;  // scales are E8M0, and not E4M3
+  ScalesOfWords groups;
+
+  static constexpr int vectors = 32 / bits;
+  static constexpr size_t step = vectors * width;
+  static constexpr size_t step_bytes = width * sizeof(uint32_t);
+  static constexpr bool scaled = true;
+  static constexpr bool offset = false;
+  static constexpr bool sums_apart = true;
+  struct Row {
+    const uint32_t* words;
+    const float* scales;
+  };
+  using Raw = UInt;
+
+  MITTENS_INLINE SmallFloats(const QuantizedWeights& w, Type)
+      : words(w.words),
+        scales(static_cast<const uint8_t*>(w.scales)),
+        words_stride(w.words_stride),
+        scales_stride(w.scales_stride),
+        powers(w.mode != QuantizedMode::nvfp4),
+        groups(w.group_size, vectors) {}
+
+  static constexpr size_t column(size_t v, size_t i) {
+    return i * vectors + v;
+  }
+  size_t memory(size_t columns) const {
+    return groups.floats(columns);
+  }
+  size_t bytes(size_t columns) const {
+    return columns * bits / 8 + (columns >> groups.group_bits);
+  }
+  size_t stride_bytes() const {
+    return words_stride * sizeof(uint32_t);
   }
 
- private:
-  MITTENS_INLINE Float of_groups(const float* values, size_t s) const {
-    const float* first = values + (s * step >> group_bits);
-#if defined(__AVX512F__)
-    return (Float)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)group_of_lane, _mm512_loadu_ps(first));
-#elif defined(__AVX2__)
-    return (Float)_mm256_permutevar8x32_ps(_mm256_loadu_ps(first), (__m256i)group_of_lane);
-#else
-    return Float{} + *first;  // a step is no longer than the smallest group
-#endif
+  Row row(size_t n, size_t begin, size_t size, float* memory) const {
+    const uint8_t* from = scales + n * scales_stride + (begin >> groups.group_bits);
+    each_vector(size >> groups.group_bits, [&](size_t i, auto part) MITTENS_INLINED {
+      uint8_t some[width] = {};
+      if constexpr (!__is_same(decltype(part), All)) {
+        __builtin_memcpy(some, from + i, part.n);
+      }
+      const UInt bytes = read_bytes(__is_same(decltype(part), All) ? from + i : some);
+      write(memory + i, powers ? e8m0(bytes) : e4m3(bytes), All());
+    });
+    groups.clear_end(memory, size);
+    return {words + n * words_stride + begin / vectors, memory};
+  }
+
+  static MITTENS_INLINE const void* address(const Row& row, size_t s) {
+    return row.words + s * width;
+  }
+
+  template <typename Part>
+  MITTENS_INLINE Raw read(const Row& row, size_t s, Part part) const {
+    return read_words<vectors>(row.words, s, part);
+  }
+
+  template <int v>
+  static MITTENS_INLINE Float value(Raw raw) {
+    return bits == 4 ? e2m1(raw >> (v * bits)) : e4m3(raw >> (v * bits));
+  }
+
+  MITTENS_INLINE Float scale(const Row& row, size_t s) const {
+    return groups.of_step(row.scales, s);
   }
 };
 
