@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -98,7 +99,7 @@ def _twin(heads, keys, values, freqs, query_norm, key_norm, dims, base, offset, 
     return queries, keys, values
 
 
-_LLAMA3 = {"base": None}  # its frequencies are scaled, and given as such
+_LLAMA3: dict[str, Any] = {"base": None}  # its frequencies are scaled, and given as such
 
 ROPE_OPS: tuple[Op, ...] = (
     RopeAppendOp(

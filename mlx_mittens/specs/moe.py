@@ -255,7 +255,7 @@ def _models(tokens: tuple[int, ...] = (1,), **options: Any) -> tuple[Case, ...]:
 
 _SHAPES = ((1, 2, 4, 64, 9), (1, 8, 16, 320, 10), (5, 3, 4, 128, 7), (3, 1, 2, 96, 33))
 _MANY = Case("test", (33, 2, 3, 64, 5), {"group_size": 32}, cpu_only=True)
-_MXFP4 = {"mode": "mxfp4", "group_size": 32, "bits": 4}
+_MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 _RARE: tuple[dict[str, Any], ...] = (
     *({"group_size": 32, "bits": bits} for bits in (2, 3, 5, 6)),
     {"mode": "mxfp8", "group_size": 32, "bits": 8},

@@ -136,7 +136,7 @@ def _twin(logits, key, temperature, top_k=0, top_p=0.0, min_p=0.0):
     return mx.random.categorical(x.astype(mx.float32) * (1 / temperature), key=key)
 
 
-_CHAT = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
+_CHAT: dict[str, Any] = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
 
 SAMPLE_OPS: tuple[Op, ...] = (
     SampleOp(
