@@ -28,6 +28,12 @@ def convert(model: Module, *, fuse: bool = True) -> Module:
 
     Returns:
         mlx.nn.Module: The same model.
+
+    Example:
+        >>> import mlx.nn as nn
+        >>> model = mm.nn.convert(nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)))
+        >>> isinstance(model.layers[1], mm.nn.RMSNorm)
+        True
     """
     adopt(model)
     if fuse:

@@ -19,6 +19,7 @@ from ..ops.norm import layer_norm, rms_norm
 from .experts import expert_twin
 
 Module = TypeVar("Module", bound=nn.Module)
+Made = TypeVar("Made", bound="_Exported")
 
 
 class _Exported:
@@ -26,13 +27,17 @@ class _Exported:
 
     __slots__ = ()
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls: type[Made], *args: Any, **kwargs: Any) -> Made:
         exporting.mark("modules")
         return super().__new__(cls)
 
 
 class RMSNorm(_Exported, nn.RMSNorm):
-    """``mlx.nn.RMSNorm`` on ``mlx_mittens.rms_norm``."""
+    """``mlx.nn.RMSNorm`` on ``mlx_mittens.rms_norm``.
+
+    Example:
+        >>> y = mm.nn.RMSNorm(8, eps=1e-5)(mx.ones((2, 8)))
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
         try:
@@ -42,7 +47,11 @@ class RMSNorm(_Exported, nn.RMSNorm):
 
 
 class LayerNorm(_Exported, nn.LayerNorm):
-    """``mlx.nn.LayerNorm`` on ``mlx_mittens.layer_norm``."""
+    """``mlx.nn.LayerNorm`` on ``mlx_mittens.layer_norm``.
+
+    Example:
+        >>> y = mm.nn.LayerNorm(8, bias=False)(mx.ones((2, 8)))
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
         try:
@@ -52,7 +61,12 @@ class LayerNorm(_Exported, nn.LayerNorm):
 
 
 class Linear(_Exported, nn.Linear):
-    """``mlx.nn.Linear`` on ``mlx_mittens.gemv``."""
+    """``mlx.nn.Linear`` on ``mlx_mittens.gemv``.
+
+    Example:
+        >>> mm.nn.Linear(64, 16)(mx.ones((2, 64))).shape
+        (2, 16)
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
         try:
@@ -88,13 +102,25 @@ def _quantized_product(twin: Callable[..., mx.array]) -> Callable[..., mx.array]
 
 
 class QuantizedLinear(_Exported, nn.QuantizedLinear):
-    """``mlx.nn.QuantizedLinear`` on ``mlx_mittens.quantized_matmul``, the bias within the kernel."""
+    """``mlx.nn.QuantizedLinear`` on ``mlx_mittens.quantized_matmul``, the bias within the kernel.
 
-    __call__ = _quantized_product(nn.QuantizedLinear.__call__)
+    Example:
+        >>> layer = mm.nn.QuantizedLinear(64, 16, group_size=32, bits=4)
+        >>> layer(mx.ones((2, 64))).shape
+        (2, 16)
+    """
+
+    __call__: Callable[..., mx.array] = _quantized_product(nn.QuantizedLinear.__call__)
 
 
 class Embedding(_Exported, nn.Embedding):
-    """``mlx.nn.Embedding``, whose ``as_linear`` is ``mlx_mittens.gemv``."""
+    """``mlx.nn.Embedding``, whose ``as_linear`` is ``mlx_mittens.gemv``.
+
+    Example:
+        >>> table = mm.nn.Embedding(100, 64)
+        >>> table.as_linear(table(mx.array([3]))).shape  # the logits of a model with tied weights
+        (1, 100)
+    """
 
     def as_linear(self, x: mx.array) -> mx.array:
         try:
@@ -107,9 +133,15 @@ class Embedding(_Exported, nn.Embedding):
 
 
 class QuantizedEmbedding(_Exported, nn.QuantizedEmbedding):
-    """``mlx.nn.QuantizedEmbedding``, whose ``as_linear`` is ``mlx_mittens.quantized_matmul``."""
+    """``mlx.nn.QuantizedEmbedding``, whose ``as_linear`` is ``mlx_mittens.quantized_matmul``.
 
-    as_linear = _quantized_product(nn.QuantizedEmbedding.as_linear)
+    Example:
+        >>> table = mm.nn.QuantizedEmbedding(100, 64, group_size=32, bits=4)
+        >>> table.as_linear(table(mx.array([3]))).shape
+        (1, 100)
+    """
+
+    as_linear: Callable[..., mx.array] = _quantized_product(nn.QuantizedEmbedding.as_linear)
 
 
 _TWINS: dict[type[nn.Module], type[nn.Module]] = {

@@ -76,6 +76,11 @@ def enabled(
 
     Raises:
         ValueError: There is no such GPU, or ``equal_writes`` is neither of the two.
+
+    Example:
+        >>> with mm.simulator.enabled(seed=1):
+        ...     y = mm.softmax(mx.ones((2, 8)), axis=-1, stream=mx.cpu)
+        ...     mx.eval(y)  # within the block, or the native code runs
     """
     gpus.named(gpu)
     if equal_writes not in ("note", "fault"):
@@ -113,10 +118,27 @@ def enabled(
 
 
 def launched() -> int:
-    """How many kernels this process has run in the simulator: the same number before and after means that none ran."""
+    """How many kernels this process has run in the simulator: the same number before and after means that none ran.
+
+    Example:
+        >>> before = mm.simulator.launched()
+        >>> with mm.simulator.enabled():
+        ...     mx.eval(mm.softmax(mx.ones((2, 8)), axis=-1, stream=mx.cpu))
+        >>> mm.simulator.launched() - before
+        1
+    """
     return int(_ext.simulator_launches())
 
 
 def notes() -> list[str]:
-    """What the watcher saw since the last call that no GPU shows, such as several threads that write one value."""
+    """What the watcher saw since the last call that no GPU shows, such as several threads that write one value.
+
+    Example:
+        >>> earlier = mm.simulator.notes()
+        >>> kernel = mm.simulator.metal_kernel("one", ["x"], ["y"], "y[0] = x[0];")
+        >>> sizes = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(1,)]}
+        >>> mx.eval(kernel(inputs=[mx.ones(1)], output_dtypes=[mx.float32], **sizes))
+        >>> len(mm.simulator.notes())  # 32 threads wrote the same value
+        1
+    """
     return list(_ext.simulator_notes())

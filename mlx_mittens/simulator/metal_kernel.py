@@ -130,9 +130,6 @@ class Kernel:
     def predict(self, *, chip: str, **arguments: Any) -> PredictedLaunch:
         """Runs the kernel, and predicts how long the same launch takes on an Apple GPU.
 
-            launch = kernel.predict(inputs=[x], output_shapes=[x.shape], ..., chip="m2-max")
-            print(launch)  # its time, what limits it, registers, threads a core
-
         Args:
             chip: An Apple GPU, such as ``"m2-max"``.
             arguments: Those of a call. The launch is simulated, so keep it small enough to wait for.
@@ -143,6 +140,14 @@ class Kernel:
             RuntimeError: If there is no Mesa compiler; the message says how to get it. Also in a block of ``profiled``
                 or ``predicted``.
             Fault: If the kernel does what a GPU would not forgive.
+
+        Example:
+            >>> source = "uint i = thread_position_in_grid.x; y[i] = 2 * x[i];"
+            >>> kernel = mm.simulator.metal_kernel("doubled", ["x"], ["y"], source)
+            >>> sizes = {"grid": (64, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(64,)]}
+            >>> launch = kernel.predict(chip="m2-max", inputs=[mx.ones(64)], output_dtypes=[mx.float32], **sizes)
+            >>> launch.prediction.microseconds > 0  # print(launch): also what limits it, registers, threads a core
+            True
         """
         known = find_chip(chip)
         agx_compiler.find()
@@ -207,6 +212,13 @@ def metal_kernel(
 
     Raises:
         ValueError: A name is none of Metal's language.
+
+    Example:
+        >>> source = "uint i = thread_position_in_grid.x; y[i] = 2 * x[i];"
+        >>> kernel = mm.simulator.metal_kernel("doubled", ["x"], ["y"], source)
+        >>> sizes = {"grid": (4, 1, 1), "threadgroup": (4, 1, 1), "output_shapes": [(4,)]}
+        >>> kernel(inputs=[mx.arange(4.0)], output_dtypes=[mx.float32], **sizes)
+        [array([0, 2, 4, 6], dtype=float32)]
     """
     names = list(input_names), list(output_names)
     if not re.fullmatch(r"[A-Za-z0-9_]+", name):

@@ -277,20 +277,12 @@ def predicted(
 def predicted(chip: str, peer: Literal["metal"] | None = None) -> AbstractContextManager[PredictedLaunches[Any]]:
     """Predicts the time of every launch that the simulator runs in the block; the list has them once it is left.
 
-        with mm.simulator.enabled(), mm.simulator.predicted(chip="m2-max") as launches:
-            mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu))
-        print(launches[0], launches.total)
-
     Ops in the block are planned for the chip. The times are predictions, which no Mac has measured: docs/apple.md has
     the model's errors. The simulator runs at its own speed, some ten thousand times slower than a GPU.
 
     With ``peer="metal"`` what mx computes itself is in the list too, as the launches of MLX's own Metal kernels: those
     that are headers in its wheel run in the simulator, on drawn inputs of the same shapes, after the block; the others
-    are estimated from the bytes that they move. So a model can be predicted with and without the patch:
-
-        with mm.simulator.predicted(chip="m2-max", peer="metal") as launches:
-            mx.eval(model(tokens))
-        print(launches)  # a table of kernels
+    are estimated from the bytes that they move. So a model can be predicted with and without the patch.
 
     These are the operations of what ``mx.eval`` and ``mx.async_eval`` are given in the block, and of arrays whose
     values Python asks for, but for numpy's, which asks without a call. ``launches.left_out`` has the names of those
@@ -304,6 +296,15 @@ def predicted(chip: str, peer: Literal["metal"] | None = None) -> AbstractContex
         ValueError: If the chip is unknown; the message lists the known ones. If peer is another.
         RuntimeError: If there is no Mesa compiler; the message says how to get it. Within another such block, or that
             of ``profiled``.
+
+    Example:
+        >>> x, weight = mx.ones((4, 1024)), mx.ones((1024,))
+        >>> with mm.simulator.enabled(), mm.simulator.predicted(chip="m2-max") as ours:
+        ...     mx.eval(mm.rms_norm(x, weight, 1e-5, stream=mx.cpu))
+        >>> with mm.simulator.predicted(chip="m2-max", peer="metal") as of_mx:
+        ...     mx.eval(mx.fast.rms_norm(x, weight, 1e-5, stream=mx.cpu))
+        >>> len(ours), len(of_mx)  # print(ours): a table of kernels and times
+        (1, 1)
     """
     if peer not in (None, "metal"):
         raise ValueError(f"[predicted] peer is {peer!r}: expected 'metal' or None")

@@ -106,16 +106,18 @@ _recording = threading.Lock()
 def profiled() -> Iterator[list[Launch]]:
     """Profiles every launch that the simulator runs in the block; the list holds them once the block is left.
 
-        with mm.simulator.enabled(), mm.simulator.profiled() as launches:
-            mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu))
-        print(launches[0].distinct_lines)
-
     The profile takes a part of the simulator's speed, so it is off outside of such a block. Kernels of
     ``mm.simulator.metal_kernel`` need no ``enabled``. There is one record in a process: blocks do not nest.
 
     Raises:
         RuntimeError: Within another such block, or that of ``predicted``.
         ValueError: A kernel ran with ``watch=False``.
+
+    Example:
+        >>> with mm.simulator.enabled(), mm.simulator.profiled() as launches:
+        ...     mx.eval(mm.softmax(mx.ones((4, 1024)), axis=-1, stream=mx.cpu))
+        >>> launches[0].distinct_lines_loaded  # four rows of 4 KB, in lines of 128 bytes
+        128
     """
     launches: list[Launch] = []
     if not _recording.acquire(blocking=False):

@@ -57,6 +57,34 @@ def process(model: nn.Module, call: Callable[[], Any]) -> None:
     with mm.patched(), mm.strict(), mm.simulator.enabled(seed=1):
         call()
     assert_type(mm.executors(), dict[str, str])
-    print(mm.stats(reset=True), mm.nn.convert(model), mm.frontend.files())
+    print(mm.stats(reset=True), mm.frontend.files())
     errors: tuple[type[Exception], ...] = (mm.DtypeError, mm.ExportError, mm.PatchError, mm.simulator.Fault)
     print(errors)
+
+
+def modules(x: mx.array, model: nn.Module) -> None:
+    assert_type(mm.nn.convert(model, fuse=False), nn.Module)
+    for norm in (mm.nn.RMSNorm(8), mm.nn.LayerNorm(8)):
+        assert_type(norm(x), mx.array)
+    assert_type(mm.nn.Linear(8, 8)(x), mx.array)
+    assert_type(mm.nn.QuantizedLinear(64, 8)(x), mx.array)
+    assert_type(mm.nn.Embedding(8, 8).as_linear(x), mx.array)
+    assert_type(mm.nn.QuantizedEmbedding(8, 64).as_linear(x), mx.array)
+
+
+def simulated(x: mx.array, call: Callable[[], Any]) -> None:
+    kernel = mm.simulator.metal_kernel("copied", ["x"], ["y"], "y[0] = x[0];")
+    assert_type(kernel, mm.simulator.Kernel)
+    sizes: dict[str, Any] = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [x.shape]}
+    assert_type(kernel(inputs=[x], output_dtypes=[x.dtype], **sizes), list[mx.array])
+    assert_type(kernel.predict(chip="m1", inputs=[x]), mm.simulator.PredictedLaunch)
+    with mm.simulator.profiled() as launches:
+        call()
+    assert_type(launches, list[mm.simulator.Launch])
+    assert_type(launches[0].lines, tuple[mm.simulator.LineCounts, ...])
+    with mm.simulator.predicted("m1", peer="metal") as predicted:
+        call()
+    either = mm.simulator.PredictedLaunch | mm.simulator.EstimatedLaunch
+    print(isinstance(predicted, mm.simulator.PredictedLaunches), isinstance(predicted[0], either))
+    assert_type(mm.simulator.launched(), int)
+    assert_type(mm.simulator.notes(), list[str])
