@@ -352,6 +352,8 @@ _PREFILL = (
     Case("prompt", (1, 32, 8, 512, 512, 128), {"mask": "causal"}, gpu_only=True),
     Case("prompt", (1, 32, 8, 2048, 2048, 64), {"mask": "causal"}, gpu_only=True),
     Case("prompt", (1, 32, 8, 2048, 2048, 128), {"mask": "causal"}, gpu_only=True),
+    Case("training", (1, 8, 2, 512, 512, 128), {"mask": "causal"}, vjp=True),
+    Case("training", (1, 32, 8, 2048, 2048, 128), {"mask": "causal"}, vjp=True, gpu_only=True),
 )
 
 _KEYS = (("k", "rows"), ("v", "rows"))
