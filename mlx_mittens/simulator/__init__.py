@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from .. import _ext, gpus
 from . import pretence
-from .metal_kernel import Kernel, metal_kernel, redirect, restore
+from .metal_kernel import Kernel, metal_kernel, redirect
 from .prediction import EstimatedLaunch, PredictedLaunch, PredictedLaunches, predicted
 from .profile import Launch, LineCounts, profiled
 
@@ -31,6 +31,7 @@ __all__ = [
 
 Fault = _ext.SimulatorFault
 
+_NO_METAL = "No Metal back-end"  # MLX's error of a kernel where there is no Metal
 STEP_LIMIT = 1_000_000_000
 
 _lock = threading.Lock()
@@ -55,11 +56,13 @@ def enabled(
     ``MLX_MITTENS_SIMULATOR=1`` does the same for the ops of a whole process.
 
     A kernel of ``mx.fast.metal_kernel`` goes to the simulator if it is called within the block, on a Mac too, in place
-    of the GPU. The block applies to kernels created inside it, and to existing kernels stored in a module attribute. It
-    does not apply to an existing kernel that is stored elsewhere, such as in a local variable.
+    of the GPU. The first block of a process puts a switch in the place of ``mx.fast.metal_kernel`` and of all kernels
+    that it has made, in whatever module, object, container or closure they are held; the switch stays, and outside of
+    blocks it calls MLX. Out of its reach are a kernel that was made before the first block and is held by a local
+    variable of a function that runs, or by a set: without Metal the error of its call says so.
 
     The settings are the process's: blocks may nest, and overlap in several threads. The one entered last counts, and
-    all is as before once the last is left.
+    they are as before once the last is left.
 
     Args:
         seed: Shuffles the order in which threads and threadgroups run; 0 is the natural order.
@@ -76,6 +79,7 @@ def enabled(
 
     Raises:
         ValueError: There is no such GPU, or ``equal_writes`` is neither of the two.
+        RuntimeError: From the block, where it called a kernel without Metal that is out of reach.
 
     Example:
         >>> with mm.simulator.enabled(seed=1):
@@ -90,7 +94,7 @@ def enabled(
     with _lock:
         if not _open:
             _before = _ext.simulator_state()
-            redirect()
+            redirect(True)
         _open.append(block)
         _ext.simulator_configure(True, *block[1:])
         _equal_writes.append((block[0], equal_writes == "fault"))
@@ -101,6 +105,14 @@ def enabled(
                 pretence.pretend()
     try:
         yield
+    except RuntimeError as error:
+        if _NO_METAL not in str(error):
+            raise
+        raise RuntimeError(
+            f"{error} A kernel of mx.fast.metal_kernel was called that the simulator cannot reach: it was made before "
+            "the first block of mm.simulator.enabled(), and is held by a local variable. Make it within the block, or "
+            "hold it in a module, an object or a container"
+        ) from error
     finally:
         with _lock:
             _open.remove(block)
@@ -113,7 +125,7 @@ def enabled(
             if _open:
                 _ext.simulator_configure(True, *_open[-1][1:])
             else:
-                restore()
+                redirect(False)
                 _ext.simulator_configure(*_before)
 
 

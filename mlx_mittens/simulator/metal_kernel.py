@@ -6,10 +6,10 @@ compile for the GPU, signature and all, on machines without one too.
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import re
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from ..apple import agx_compiler
 from ..apple.chips import find_chip
 from ..frontend import dialect
 from ..frontend.sources import without_comments
-from . import user_sources
+from . import holders, user_sources
 from .prediction import PredictedLaunch, predict_launches
 from .profile import profiled
 
@@ -311,38 +311,35 @@ class _Switched:
         self._simulated = simulated
 
     def __call__(self, **arguments: Any) -> list[mx.array]:
-        return (self._simulated if _replaced and not _ext.exporting() else self._mlx_kernel)(**arguments)
+        return (self._simulated if _redirects and not _ext.exporting() else self._mlx_kernel)(**arguments)
 
 
 def _switched_metal_kernel(*args: Any, **arguments: Any) -> _Switched:
+    if not _redirects:
+        made: Any = _mlx_metal_kernel(*args, **arguments)
+        return _Switched(made, Kernel(made))
     simulated = metal_kernel(*args, **arguments)
     return _Switched(simulated._mlx_kernel, simulated)
 
 
-_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []  # a namespace, a name in it, what it was, what it is now
+_redirects = False
 
 
-def redirect() -> None:
-    """Puts a switch in the place of ``mx.fast.metal_kernel`` and of the kernels that modules hold by name."""
-    for module in list(sys.modules.values()):
-        namespace = getattr(module, "__dict__", {})
-        for name, value in list(namespace.items()) if namespace is not globals() else ():
-            if value is _mlx_metal_kernel:
-                now: Callable[..., Any] = _switched_metal_kernel
-            elif _is_kernel(value):
-                now = _Switched(value, Kernel(value))
-            else:
-                continue
-            namespace[name] = now
-            _replaced.append((namespace, name, value, now))
+def redirect(on: bool) -> None:
+    """Sends the kernels of ``mx.fast.metal_kernel`` to the simulator, or leaves them to MLX again.
+
+    The first time a switch is put in the place of the function and of all kernels that it has made, wherever they are
+    held. It stays there: kernels that are made later, with redirection on or off, have it from the beginning.
+    """
+    global _redirects
+    _redirects = on
+    if on and mx.fast.metal_kernel is _mlx_metal_kernel:
+        made_before = [value for value in gc.get_objects() if value is _mlx_metal_kernel or _is_kernel(value)]
+        holders.replace(made_before, _switch_of, keep=(globals(),))
 
 
-def restore() -> None:
-    """Undoes `redirect`."""
-    while _replaced:
-        namespace, name, was, now = _replaced.pop()
-        if namespace.get(name) is now:
-            namespace[name] = was
+def _switch_of(value: Any) -> Callable[..., Any]:
+    return _switched_metal_kernel if value is _mlx_metal_kernel else _Switched(value, Kernel(value))
 
 
 def _is_kernel(value: Any) -> bool:

@@ -1,5 +1,7 @@
 """Kernels of mx.fast.metal_kernel in the simulator: what they compute, what is caught, what is refused."""
 
+import subprocess
+import sys
 import threading
 
 import mlx.core as mx
@@ -400,22 +402,81 @@ def make():
 needs_no_metal = pytest.mark.skipif(mx.metal.is_available(), reason="here MLX runs its kernels itself")
 
 
-def test_enabled_redirects_and_restores():
-    original = mx.fast.metal_kernel
+def test_enabled_redirects_kernels_that_are_made_in_it():
     with mm.simulator.enabled():
         kernel = make()
         assert call(kernel)
         with mm.simulator.enabled(seed=3):
             assert call(kernel)
         assert call(make())
-    assert mx.fast.metal_kernel is original
 
 
-def test_enabled_reaches_kernels_that_a_module_made_before():
-    before = held_by_module
-    with mm.simulator.enabled():
-        assert call(held_by_module)
-    assert held_by_module is before
+# In a process of its own, in which no block was before.
+HELD_BEFORE = """
+import functools, sys
+import mlx.core as mx
+import mlx_mittens as mm
+
+def make():
+    return mx.fast.metal_kernel(name="k", input_names=["a"], output_names=["out"],
+                                source="uint i = thread_position_in_grid.x; out[i] = 2 * a[i];")
+
+def call(kernel):
+    y, = kernel(inputs=[mx.arange(8.0)], output_shapes=[(8,)], output_dtypes=[mx.float32], grid=(8, 1, 1),
+                threadgroup=(8, 1, 1))
+    return y.tolist() == [2.0 * i for i in range(8)]
+
+class Attribute:
+    def __init__(self):
+        self.kernel = make()
+
+class Slot:
+    __slots__ = "kernel"
+    def __init__(self):
+        self.kernel = make()
+
+class OfClass:
+    kernel = make()
+
+def closure():
+    kernel = make()
+    return lambda: kernel
+
+def default(kernel=make()):
+    return kernel
+
+attribute, slot, closed, lists, deep = Attribute(), Slot(), closure(), [make()], ({"a": (1, make())},)
+bound, inner, maker = functools.partial(call, make()), functools.partial(make()), mx.fast.metal_kernel
+make = functools.partial(maker, name="k", input_names=["a"], output_names=["out"],
+                         source="uint i = thread_position_in_grid.x; out[i] = 2 * a[i];")
+"""
+HELD = (
+    "call(attribute.kernel)",
+    "call(slot.kernel)",
+    "call(OfClass.kernel)",
+    "call(OfClass().kernel)",
+    "call(closed())",
+    "call(default())",
+    "call(lists[0])",
+    'call(deep[0]["a"][1])',
+    "bound()",
+    "call(inner)",
+    "call(make())",
+)
+
+
+def test_enabled_reaches_kernels_that_were_made_before():
+    calls = "".join(f"    assert {held}, {held!r}\n" for held in HELD)
+    text = f"{HELD_BEFORE}\nfor _ in range(2):\n  with mm.simulator.enabled():\n{calls}"
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+@needs_no_metal
+def test_a_kernel_out_of_reach_is_an_error_that_says_how():
+    text = f"{HELD_BEFORE}\ndef run():\n  kernel = make()\n  with mm.simulator.enabled():\n    call(kernel)\nrun()\n"
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert ran.returncode == 1 and "Make it within the block" in ran.stderr, ran.stderr
 
 
 @needs_no_metal
@@ -428,14 +489,14 @@ def test_outside_of_enabled_kernels_are_mlxs():
 
 
 def test_a_fault_inside_enabled_leaves_all_as_it_was():
-    original, before = mx.fast.metal_kernel, mm._ext.simulator_state()
+    before = mm._ext.simulator_state()
     with pytest.raises(Fault), mm.simulator.enabled(seed=9):
         mx.eval(run(FAULTS["race"][0], [mx.arange(64.0)]))
-    assert mx.fast.metal_kernel is original and mm._ext.simulator_state() == before
+    assert mm._ext.simulator_state() == before
 
 
 def test_overlapping_blocks_in_threads():
-    original, before = mx.fast.metal_kernel, mm._ext.simulator_state()
+    before = mm._ext.simulator_state()
     entered, leave, results = threading.Event(), threading.Event(), []
 
     def other():
@@ -453,7 +514,7 @@ def test_overlapping_blocks_in_threads():
     leave.set()
     thread.join(60)
     assert results == [True]
-    assert mx.fast.metal_kernel is original and mm._ext.simulator_state() == before
+    assert mm._ext.simulator_state() == before
 
 
 def test_kernels_in_many_threads_at_once():
