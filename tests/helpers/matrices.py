@@ -27,12 +27,17 @@ def quantize(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype, 
     return words, scales, biases
 
 
-def with_one_nan(blocks: np.ndarray, block_bytes: int) -> np.ndarray:
-    """Bytes of GGUF blocks with the same NaN for every scale that is one: numpy's maximum of several leaves any."""
-    blocks = blocks.copy()
-    scales = blocks.reshape(-1, block_bytes)[:, :2].copy().view(np.float16)
-    scales[np.isnan(scales)] = np.nan
-    blocks.reshape(-1, block_bytes)[:, :2] = scales.view(np.uint8)
+def with_one_nan(blocks: np.ndarray, kind: str) -> np.ndarray:
+    """Bytes of GGUF blocks with the same NaN for every half that is one: numpy's maximum of several leaves any.
+
+    So does its minimum of zeros of both signs, which is 0 here.
+    """
+    blocks, each = blocks.copy(), specs.gguf.KINDS[kind]
+    for at in each.halves:
+        halves = blocks.reshape(-1, each.bytes)[:, at : at + 2].copy().view(np.float16)
+        halves[np.isnan(halves)] = np.nan
+        halves += np.float16(0) if at else np.float16(-0.0)
+        blocks.reshape(-1, each.bytes)[:, at : at + 2] = halves.view(np.uint8)
     return blocks
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-from helpers.matrices import BLOCK_BYTES
+import numpy as np
+
+from mlx_mittens.specs import gguf
 
 FLOAT64 = mx.float64
 
@@ -37,20 +39,9 @@ def dequantize(words: mx.array, scales: mx.array, biases: mx.array, group_size: 
     return (groups * mx.expand_dims(scales, -1) + mx.expand_dims(biases, -1)).reshape(*words.shape[:-1], -1)
 
 
-def block_scales(blocks: mx.array, kind: str) -> mx.array:
-    """The scales of GGUF blocks, one a block."""
-    block = blocks.reshape(*blocks.shape[:-1], -1, BLOCK_BYTES[kind])
-    return mx.contiguous(block[..., :2]).view(mx.float16).astype(FLOAT64)[..., 0]
-
-
 def dequantize_blocks(blocks: mx.array, kind: str) -> mx.array:
-    """Weights of GGUF blocks: a scale in float16, then 32 integers."""
-    block, scale = blocks.reshape(*blocks.shape[:-1], -1, BLOCK_BYTES[kind]), block_scales(blocks, kind)[..., None]
-    if kind == "q8_0":
-        integers = mx.contiguous(block[..., 2:]).view(mx.int8).astype(FLOAT64)
-    else:
-        integers = mx.concatenate([block[..., 2:] & 15, block[..., 2:] >> 4], -1).astype(FLOAT64) - 8
-    return (scale * integers).reshape(*blocks.shape[:-1], -1)
+    """Weights of GGUF blocks."""
+    return mx.array(gguf.weights(np.array(blocks), kind), FLOAT64)
 
 
 def visible(mask: None | str | mx.array, window: int | None, queries: int, keys: int) -> mx.array | None:

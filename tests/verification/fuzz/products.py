@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
-from helpers.matrices import BLOCK_BYTES
 from verification.fuzz import exact
 from verification.fuzz.case import Case
 from verification.fuzz.compare import overflow, to_float64
 from verification.fuzz.draw import Draw, describe, promoted
 
 import mlx_mittens as mm
-from mlx_mittens.specs import EPSILON
+from mlx_mittens.specs import EPSILON, gguf
 
 EPSILON32 = EPSILON[mx.float32]
 ROWS = (1, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33)
@@ -201,18 +200,32 @@ def quantized_swiglu(draw: Draw) -> Case:
 
 def draw_blocks(draw: Draw, outputs: int, columns: int, kind: str, wild: bool) -> np.ndarray:
     """Random bytes of blocks; scales of normal weights unless they are to be wild: any number, infinity and NaN too."""
-    count = columns // 32
-    blocks = draw.rng.integers(0, 256, [outputs, count, BLOCK_BYTES[kind]], dtype=np.uint8)
+    each = gguf.KINDS[kind]
+    count = columns // each.weights
+    blocks = draw.rng.integers(0, 256, [outputs, count, each.bytes], dtype=np.uint8)
     if not wild:
-        scales = np.asarray(draw.rng.standard_normal([outputs, count]) * 0.1, dtype=np.float16)
-        blocks[..., :2] = scales[..., None].view(np.uint8)
-    return blocks.reshape(outputs, count * BLOCK_BYTES[kind])
+        for at, size in zip(each.halves, (each.step, each.minimum)):
+            scales = np.asarray(draw.rng.standard_normal([outputs, count]) * abs(size), dtype=np.float16)
+            blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(outputs, count * each.bytes)
+
+
+def size_of_blocks(blocks: mx.array, kind: str) -> np.ndarray:
+    """A bound of the terms that weights are computed from: a scale times an integer, and what is taken off it.
+
+    Both are less than three times the largest weight of a block, whose integers are random.
+    """
+    weights, each = size_of(exact.dequantize_blocks(blocks, kind)), gguf.KINDS[kind]
+    of_blocks = weights.reshape(*weights.shape[:-1], -1, each.weights).max(-1, initial=0)
+    return 3 * np.repeat(of_blocks, each.weights, -1)
 
 
 def block_matmul(draw: Draw) -> Case:
-    dtype, blocks_kind = draw.dtype(), draw.pick(("q4_0", "q8_0"))
-    columns = 32 * draw.pick((0, 1, 1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64), [0.02] + [0.98 / 12] * 12)
-    columns = min(columns, draw.limit(2048, 1056))
+    dtype, blocks_kind = draw.dtype(), draw.pick(list(gguf.KINDS))
+    each = gguf.KINDS[blocks_kind].weights
+    counts = (0, 1, 1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64) if each == 32 else (0, 1, 1, 2, 3, 4, 5, 8)
+    columns = each * draw.pick(counts, [0.02] + [0.98 / (len(counts) - 1)] * (len(counts) - 1))
+    columns = min(columns, draw.limit(2048, 1056 if each == 32 else 1024))
     outputs = draw.size(max(1, min(draw.limit(1025, 97), draw.limit(16000, 3000) // max(columns, 1))), zero=0.01)
     leading, wild, kind = leading_axes(draw), draw.chance(0.2), draw.kind()
     arrays = [
@@ -230,9 +243,7 @@ def block_matmul(draw: Draw) -> Case:
         return with_bias(x @ exact.dequantize_blocks(blocks, blocks_kind).T, bias)
 
     def noise() -> list[np.ndarray | float]:
-        weights = size_of(exact.dequantize_blocks(arrays[1], blocks_kind))
-        if draw.gpu and blocks_kind == "q4_0":  # the kernels take 8 of each integer off in the end, times the scale
-            weights = weights + 8 * np.repeat(size_of(exact.block_scales(arrays[1], blocks_kind)), 32, -1)
+        weights = size_of_blocks(arrays[1], blocks_kind)
         return [4 * EPSILON32 * (size_of(arrays[0]) @ weights.T + sum(map(size_of, arrays[2:])))]
 
     return Case(

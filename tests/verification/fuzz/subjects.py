@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
-from verification.fuzz import attention, cache, modes, norms, products
+from verification.fuzz import attention, cache, experts, modes, norms, products
 from verification.fuzz.aliasing import aliasing
 from verification.fuzz.bad_input import bad_input
 from verification.fuzz.blocks import block_bytes
@@ -51,6 +51,10 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         products.quantized_matmul,
         products.quantized_swiglu,
         products.block_matmul,
+        experts.gather_qmm,
+        experts.gather_swiglu,
+        experts.gather_sum,
+        experts.route_top_k,
         attention.scaled_dot_product_attention,
         attention.quantized_scaled_dot_product_attention,
         cache.rope_append,
