@@ -220,15 +220,21 @@ def _in_turns(contenders: dict[str, Callable[[], Speed]]) -> tuple[dict[str, Spe
     return best, problem
 
 
+# What `measure` does of a model, one after another.
+STEPS = 3
+
+
 def measure(
-    subject: Subject, tokens: int, prompt: int, seconds: float, say: Callable[[str], None]
+    subject: Subject, tokens: int, prompt: int, seconds: float, step: Callable[[str], None]
 ) -> tuple[list[Row], dict[str, float]]:
     """Times one model in one format; rows for decode and prefill, and the share of a token's time of each op.
+
+    ``step`` is told of each of the `STEPS` that is done.
 
     Raises:
         model_folders.ModelError: A model of the user's cannot be loaded.
     """
-    say(f"{subject}: weights")
+    asked = subject
     subject, model = subject.load()
     converted = converted_copy(model)
     with patched():
@@ -246,7 +252,7 @@ def measure(
 
         return under_patch
 
-    say(f"{subject}: decode")
+    step(f"{asked}: loaded and compiled")
     decode, problem = _in_turns(
         {
             "mittens": ours(lambda: _decode(model, caches, tokens, seconds)),
@@ -254,7 +260,7 @@ def measure(
             "mx": lambda: _decode(model, caches, tokens, seconds),
         }
     )
-    say(f"{subject}: prefill")
+    step(f"{asked}: decode")
     prompts = {
         "mittens": ours(lambda: _prompt_speed(model, prompt, 0.0001, seconds)),
         "converted": lambda: _prompt_speed(converted, prompt, 0.0001, seconds),
@@ -262,6 +268,7 @@ def measure(
     if "mx" in decode:
         prompts["mx"] = lambda: _prompt_speed(model, prompt, 1 / decode["mx"].tokens_per_s, seconds)
     prefill, _ = _in_turns(prompts)
+    step(f"{asked}: prefill")
     layers = len(getattr(model, "layers", ())) or None
     published = published_layers(subject.model) if subject.model in architectures.ARCHITECTURES else layers
     row = functools.partial(

@@ -145,6 +145,27 @@ class _Run:
     logits: list[mx.array]  # of each position, (vocabulary,)
 
 
+class _Progress:
+    """Says how far a long run is, and how long the rest will take."""
+
+    def __init__(self, count: int, say: Callable[[str], None], seconds: float = math.inf) -> None:
+        self._count, self._say, self._seconds = count, say, seconds
+        self._start = self._said = time.perf_counter()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the seconds have passed."""
+        return time.perf_counter() - self._start > self._seconds
+
+    def step(self, done: int) -> None:
+        now = time.perf_counter()
+        if now - self._said > _SAY_SECONDS:
+            self._said = now
+            passed = now - self._start
+            left = min(passed / done * (self._count - done), self._seconds - passed)
+            self._say(f"  {done} of {self._count}, {max(left, 0):.0f} s left")
+
+
 def _generate(
     model: nn.Module,
     prompt: Sequence[int],
@@ -168,16 +189,13 @@ def _generate(
     options: dict[str, Any] = {"max_tokens": count, "logits_processors": [keep]}
     if along:
         options["sampler"] = next_given
-    start = said = time.perf_counter()
+    progress = _Progress(count, say, seconds)
     with _own_stream(loop) as stream:
         for token, logprobs in loop.generate_step(mx.array(list(prompt)), model, **options, **stream):
             found.tokens.append(mx.argmax(logprobs).item() if along else token)  # type: ignore[arg-type]
-            now = time.perf_counter()
-            if now - start > seconds:
+            if progress.is_late:
                 break
-            if now - said > _SAY_SECONDS:
-                said = now
-                say(f"  {len(found.tokens)} of {count}")
+            progress.step(len(found.tokens))
     del found.logits[len(found.tokens) :]
     mx.eval(found.logits)
     return found
@@ -236,7 +254,7 @@ def validate(
         count (int): Tokens to generate.
         convert (bool): Whether ours is the model after ``nn.convert``, instead of the model under the patch.
         seconds (float): After about so long mx's run ends; what it generated until then is compared.
-        say (Callable): Is told which run begins, and how far a long one is.
+        say (Callable): Is told which run begins, how far a long one is and how long the rest takes.
 
     Raises:
         Failure: mx cannot run the model.
@@ -252,32 +270,41 @@ def validate(
         raise Failure("its logits are not numbers")
     say(f"ours: {count}")
     try:
-        ours, along, counted = _ours(model, prompt, theirs.tokens, convert)
+        ours, along, counted = _ours(model, prompt, theirs.tokens, convert, say)
     except Exception as error:
         raise OurFailure(f"{type(error).__name__}: {error}") from error
     mx.clear_cache()
     say("float32")
     try:
-        return _compare(model, prompt, theirs, ours, along, counted)
+        return _compare(model, prompt, theirs, ours, along, counted, say)
     except Exception as error:
         raise Failure(f"in float32, which is to judge, {type(error).__name__}: {error}") from error
 
 
 def _ours(
-    model: nn.Module, prompt: Sequence[int], theirs: Sequence[int], convert: bool
+    model: nn.Module, prompt: Sequence[int], theirs: Sequence[int], convert: bool, say: Callable[[str], None]
 ) -> tuple[list[int], _Run, Stats]:
     """Our greedy tokens, our run along mx's tokens, and what was counted in the first."""
     subject = converted_copy(model) if convert else model
     with contextlib.nullcontext() if convert else patched():
         stats(reset=True)
-        own = _generate(subject, prompt, len(theirs))
+        own = _generate(subject, prompt, len(theirs), say=say)
         counted = stats()
         same = own.tokens == list(theirs)
-        return own.tokens, own if same else _generate(subject, prompt, len(theirs), along=theirs), counted
+        if same:
+            return own.tokens, own, counted
+        say(f"ours along mx's tokens: {len(theirs)}")
+        return own.tokens, _generate(subject, prompt, len(theirs), along=theirs, say=say), counted
 
 
 def _compare(
-    model: nn.Module, prompt: Sequence[int], theirs: _Run, ours: list[int], along: _Run, counted: Stats
+    model: nn.Module,
+    prompt: Sequence[int],
+    theirs: _Run,
+    ours: list[int],
+    along: _Run,
+    counted: Stats,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Validation:
     count = len(theirs.tokens)
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs.tokens)) if a != b), count)
@@ -289,7 +316,9 @@ def _compare(
     largest, errors, typical, sizes = [], [], [], []
     judged: dict[int, tuple[int, float, float]] = {}  # float32's token, how far ours is ahead, and rounding's share
     exact = _float32_logits(model, [*prompt, *theirs.tokens[:-1]], len(prompt) - 1)
+    progress = _Progress(count, say)
     for i, c in enumerate(exact):
+        progress.step(i + 1)
         a, b = (np.array(run.logits[i].astype(mx.float32)) for run in (along, theirs))
         by_ours, by_mx = _difference(a, c), _difference(b, c)
         largest.append(_difference(a, b).max())

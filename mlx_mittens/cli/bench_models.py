@@ -13,7 +13,6 @@ import importlib.util
 import itertools
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,11 +21,11 @@ import mlx.core as mx
 
 from ..bench import architectures, machine, model_folders
 from ..bench.model_folders import ModelError
-from ..bench.models import DTYPES, FORMATS, Row, Subject, measure, published_layers
+from ..bench.models import DTYPES, FORMATS, STEPS, Row, Subject, measure, published_layers
 from ..table import Column, show
 from .completion import offer_list
 from .options import UsageError, chosen
-from .runs import Ending, JsonFile, each, finish, progress
+from .runs import Ending, JsonFile, each, finish, progress, steps
 
 _COLUMNS = (
     Column("model", left=True),
@@ -119,15 +118,15 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
         file.write(head, "rows", [json.dumps(_as_json(row)) for row in rows], last=ending is not None)
 
     def one(subject: Subject) -> None:
-        say = lambda text: print(text, file=sys.stderr, flush=True)
-        new, parts = measure(subject, options.tokens, options.prompt, options.seconds, say)
+        new, parts = measure(subject, options.tokens, options.prompt, options.seconds, step)
         rows.extend(new)
         share[str(Subject(new[0].model, new[0].weights, new[0].dtype))] = parts
         save()
         mx.clear_cache()
 
     save()
-    ending = each(todo, one, str, arguments.minutes)
+    with steps(STEPS * len(todo)) as step:
+        ending = each(todo, one, str, arguments.minutes)
     save(ending)
     if rows:
         print("tokens/s")

@@ -157,6 +157,16 @@ def test_float32_judges_a_16_bit_model_in_steps(monkeypatch):
     assert steps.shape == halves.shape and np.abs(steps - halves).max() > 1e-2
 
 
+def test_a_long_run_says_how_long_the_rest_takes(monkeypatch):
+    clock = iter([0.0, 4.0, 12.0, 13.0, 30.0])
+    monkeypatch.setattr(validation.time, "perf_counter", lambda: next(clock))
+    said = []
+    progress = validation._Progress(100, said.append, seconds=60)
+    for done in (1, 3, 4, 50):
+        progress.step(done)
+    assert said == ["  3 of 100, 48 s left", "  50 of 100, 30 s left"]
+
+
 def test_functions_that_mx_compiles_run_on_ours_after_mx():
     step = mx.compile(lambda x: mx.softmax(x, axis=-1))
 
