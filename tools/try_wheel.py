@@ -2,7 +2,8 @@
 
 python tools/try_wheel.py FILE.whl                        with the Python that runs this
 python tools/try_wheel.py FILE.whl --python python3.12    with another one, which the wheel is for
-python tools/try_wheel.py FILE.whl --tests                the tests with the marker `quick`, too
+python tools/try_wheel.py FILE.whl --tests                then the tests with the marker `quick`, too
+python tools/try_wheel.py FILE.whl --tests-only           these tests alone
 
 It installs the wheel as the README says, step by step, and checks what each step makes possible: what `import` says
 without MLX's library, the quick benchmark, a kernel of mx.fast.metal_kernel without and with the simulator's clang, a
@@ -53,7 +54,7 @@ class Environment:
     variables: Mapping[str, str]
 
     @classmethod
-    def make(cls, python: str, scratch: Path) -> Environment:
+    def make(cls, python: str, scratch: Path, kernels: Path) -> Environment:
         folder = scratch / "environment"
         cache = subprocess.run([python, "-m", "pip", "cache", "dir"], capture_output=True, text=True).stdout.strip()
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
@@ -62,6 +63,7 @@ class Environment:
         variables |= {
             "PATH": str(folder / "bin"),
             "XDG_CACHE_HOME": str(scratch / "cache"),
+            "MLX_MITTENS_CACHE": str(kernels),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
         return cls(folder, variables | ({"PIP_CACHE_DIR": cache} if cache else {}))
@@ -163,7 +165,7 @@ class Trial:
 
     def tests(self) -> str:
         """The tests with the marker `quick`, of the clone, on what is installed."""
-        self.environment.run("python", "-m", "pip", "install", "--quiet", *_TEST_PACKAGES, folder=self.folder)
+        self.install("kernels,lm", *_TEST_PACKAGES)
         options = [*"-q -p no:cacheprovider -n 2 -m quick".split(), "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
         said = self.environment.run("pytest", *options, ROOT / "tests" / "verification", folder=self.folder)
         return said.strip().splitlines()[-1].strip("= ")
@@ -188,10 +190,9 @@ def _containing(said: str, *words: str) -> str:
     return said
 
 
-def steps(trial: Trial, tests: bool) -> list[Callable[[], str]]:
+def steps(trial: Trial) -> list[Callable[[], str]]:
     """In the order in which a user takes them; each builds on those before it."""
-    found = [trial.alone, trial.bench, trial.readme, trial.kernel_without_clang, trial.kernel, trial.model, trial.ptx]
-    return [*found, trial.tests] if tests else found
+    return [trial.alone, trial.bench, trial.readme, trial.kernel_without_clang, trial.kernel, trial.model, trial.ptx]
 
 
 def main() -> int:
@@ -200,13 +201,18 @@ def main() -> int:
     parser.add_argument(
         "--python", default=sys.executable, help="that the environment is made of (the one that runs this)"
     )
-    parser.add_argument("--tests", action="store_true", help="run the tests with the marker `quick`, too")
+    parser.add_argument("--cache", type=Path, help="folder that keeps compiled kernels for the next wheel (none)")
+    parser.add_argument("--tests", action="store_true", help="then run the tests with the marker `quick`, too")
+    parser.add_argument("--tests-only", action="store_true", help="run these tests alone")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "elsewhere"
         folder.mkdir()
-        environment = Environment.make(arguments.python, Path(scratch))
-        for step in steps(Trial(arguments.wheel.resolve(), environment, folder), arguments.tests):
+        kernels = arguments.cache.resolve() if arguments.cache else Path(scratch) / "kernels"
+        environment = Environment.make(arguments.python, Path(scratch), kernels)
+        trial = Trial(arguments.wheel.resolve(), environment, folder)
+        path = [] if arguments.tests_only else steps(trial)
+        for step in [*path, *[trial.tests] * (arguments.tests or arguments.tests_only)]:
             start = time.monotonic()
             try:
                 said, failed = step(), False

@@ -54,6 +54,7 @@ UNRUN = (
     Unrun("python bench/machines.py --write", "writes a page; test_machines.py checks what it writes"),
     Unrun("python tools/macos_wheel.py", "compiles for minutes; test_macos_host.py calls what it calls"),
     Unrun("python tools/try_wheel.py", "downloads packages, and takes minutes"),
+    Unrun("python tools/arm64_wheel.py", "compiles for an hour; test_native_cases.py calls what it runs"),
     Unrun("python tools/next_mlx.py", "downloads packages; test_next_mlx.py calls what it calls"),
     Unrun("pytest -", "runs all tests of a tier, this one too"),
     Unrun("python -m verification.levels", "takes minutes; test_levels.py calls what it calls"),
