@@ -30,21 +30,21 @@ _NEEDED = {_EMULATOR: "qemu-user-static", _COMPILER: "g++-aarch64-linux-gnu", "a
 _PLATFORMS = ("linux_aarch64", "manylinux_2_35_aarch64", "manylinux_2_28_aarch64", "manylinux_2_17_aarch64")
 
 # Every op, on the CPU: the tests that need neither a compiler nor hours under an emulator.
-_TESTS = ("tests/unit/test_ops.py", "-k", "test_values_and_gradients and native")
+_TESTS = (ROOT / "tests" / "unit" / "test_ops.py", "-k", "test_values_and_gradients and native")
 
 
 class Failed(Exception):
     """A step went wrong; its text says how."""
 
 
-def run(command: Sequence[object], **environment: str) -> None:
-    """Runs a program, whose output is shown.
+def run(command: Sequence[object], folder: Path = ROOT, **environment: str) -> None:
+    """Runs a program in a folder; its output is shown.
 
     Raises:
         Failed: It ends with an error.
     """
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=ROOT, env={**os.environ, **environment})
+    done = subprocess.run(words, cwd=folder, env={**os.environ, **environment})
     if done.returncode:
         raise Failed(f"{' '.join(words)} ends with {done.returncode}")
 
@@ -158,7 +158,8 @@ def main() -> int:
         wheel = there.build()
         there.install("--no-deps", wheel)
         run([there.python, ROOT / "tools" / "native_cases.py", "--seconds", arguments.seconds])
-        run([there.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS])
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
+        run([there.python, *pytest, *_TESTS], there.folder)  # in the clone Python would import the source folder
     except Failed as error:
         print(error, file=sys.stderr)
         return 1
