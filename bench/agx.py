@@ -11,15 +11,14 @@ from mlx_mittens.apple import agx_compiler, kernels, machine_code
 from mlx_mittens.apple.machine_code import MachineCode, Request
 from mlx_mittens.bench import mlx_instances
 from mlx_mittens.cli import registers
-from mlx_mittens.frontend import build, cache, compiler
+from mlx_mittens.frontend import build, compiler
 
 TABLE = Path(__file__).parent / "results" / "agx.md"
 
 
 def sources() -> str:
     """A digest of all that the figures depend on beside the compilers: our kernels, and what translates them."""
-    texts = [frontend.flatten(file) for file in frontend.files()]
-    return cache.key(*map(build.prebuilt_key, texts), agx_compiler.PATCH.read_text())[:16]
+    return build.key_of_kernels(agx_compiler.PATCH.read_text())
 
 
 def made_with() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import build, cache, compiler, ptxas
+from mlx_mittens.frontend import build, compiler, ptxas
 
 TABLE = Path(__file__).parent / "results" / "registers.md"
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -17,7 +17,7 @@ ARCHITECTURES = ("sm_80", "sm_90")
 
 def sources() -> str:
     """A digest of all that the figures depend on beside the compilers: our kernels, and what translates them."""
-    return cache.key(*(build.prebuilt_key(frontend.flatten(file)) for file in frontend.files()))[:16]
+    return build.key_of_kernels()
 
 
 def made_with() -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..ops import matmul
 from . import gguf, reference
-from .op import DTYPES, Case, Exact, Op, add_outliers, draw_packed, on_all_cores, widen
+from .op import DTYPES, Case, Exact, Op, add_outliers, draw_packed, gated, on_all_cores, widen
 
 # Numbers that are drawn; larger arrays repeat them, which no row length divides.
 _DRAWN = 2**24 + 43
@@ -92,9 +92,9 @@ class MatrixOp(Op):
         product = lambda part: _product(widen(x), part, options, self.layout, options.get("transpose", True))
         if self.layout == "gated":
             half = len(weights) // 2
-            return [_gated(product(weights[:half]), product(weights[half:]))]
-        value, size = product(weights)
-        return [Exact(value if bias is None else value + widen(bias), size)]
+            return [gated(product(weights[:half]), product(weights[half:]))]
+        sums = product(weights)
+        return [sums if bias is None else Exact(sums.value + widen(bias), sums.magnitude)]
 
     def _exact_blocks(self, array: mx.array, options: dict[str, Any]) -> Exact:
         if self.name == "block_dequantize":
@@ -160,7 +160,7 @@ def _rows_of(weights: Sequence[np.ndarray], options: dict[str, Any], layout: str
 
 def _product(
     x: np.ndarray, weights: Sequence[mx.array], options: dict[str, Any], layout: str, transpose: bool
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Exact:
     """x times weights, and the size that such a sum of terms has; weights are widened piece by piece."""
     narrow = [np.array(a if a.dtype in (mx.uint32, mx.uint8) else a.astype(mx.float32)) for a in weights]
     columns = x.shape[-1]
@@ -174,15 +174,8 @@ def _product(
 
     values, squares = zip(*on_all_cores(piece, range(0, len(narrow[0]), step)))
     if transpose:
-        return np.concatenate(values, -1), np.sqrt(np.concatenate(squares, -1))
-    return sum(values), np.sqrt(sum(squares))
-
-
-def _gated(gate: tuple[np.ndarray, np.ndarray], up: tuple[np.ndarray, np.ndarray]) -> Exact:
-    with np.errstate(over="ignore"):
-        silu = gate[0] / (1 + np.exp(-gate[0]))
-    size = np.abs(silu) * up[1] + (gate[1] + np.abs(silu)) * np.abs(up[0])
-    return Exact(silu * up[0], size)
+        return Exact(np.concatenate(values, -1), np.sqrt(np.concatenate(squares, -1)))
+    return Exact(sum(values), np.sqrt(sum(squares)))
 
 
 def _quantized_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, **options):

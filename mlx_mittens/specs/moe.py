@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import moe
-from .op import DTYPES, Case, Exact, Op, add_outliers, cases_for_tests, dequantized, draw_packed, widen
+from .op import DTYPES, Case, Exact, Op, add_outliers, cases_for_tests, dequantized, draw_packed, gated, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class GatherOp(Op):
             factors, bias = widen(given["weights"]), widen(given["bias"])
             assert factors is not None and bias is not None
             return [_summed(products[0], factors, bias[chosen])]
-        return [_gated(*products) if self.stacks == 2 else products[0]]
+        return [gated(*products) if self.stacks == 2 else products[0]]
 
     def _matrices(self, case: Case, stack: Sequence[mx.array]) -> np.ndarray:
         """A stack in float64."""
@@ -122,14 +122,6 @@ def _summed(products: Exact, weights: np.ndarray, bias: np.ndarray) -> Exact:
     weights = weights[..., None]
     value = ((products.value[..., 0, :] + bias) * weights).sum(axis=-2)
     return Exact(value, np.sqrt(((products.magnitude[..., 0, :] * weights) ** 2).sum(axis=-2)))
-
-
-def _gated(gate: Exact, up: Exact) -> Exact:
-    assert gate.magnitude is not None and up.magnitude is not None
-    with np.errstate(over="ignore"):
-        silu = gate.value / (1 + np.exp(-gate.value))
-    size = np.abs(silu) * up.magnitude + (gate.magnitude + np.abs(silu)) * np.abs(up.value)
-    return Exact(silu * up.value, size)
 
 
 @dataclass(frozen=True, kw_only=True)
