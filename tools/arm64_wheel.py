@@ -137,7 +137,7 @@ def requirements() -> list[str]:
     """What the wheel and its tests import."""
     version = importlib.metadata.version("mlx")
     nanobind = importlib.metadata.version("nanobind")
-    return [f"mlx[cpu]=={version}", f"nanobind=={nanobind}", "numpy", "pytest", "gguf", "ml_dtypes"]
+    return [f"mlx[cpu]=={version}", f"nanobind=={nanobind}", "numpy", "pytest", "pytest-xdist", "gguf", "ml_dtypes"]
 
 
 def main() -> int:

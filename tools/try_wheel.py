@@ -34,7 +34,7 @@ _DROPPED = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "VIRTUAL_ENV")
 _DROPPED_PREFIXES = ("CMAKE_", "CCACHE_", "MLX_", "PYTHON")
 
 # What runs its tests needs besides the extras `kernels` and `lm`.
-_TEST_PACKAGES = ("pytest-xdist", "gguf", "ml_dtypes")
+_TEST_PACKAGES = ("pytest-xdist", "gguf", "lief", "ml_dtypes")
 
 
 class Failed(Exception):

@@ -12,11 +12,13 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -44,6 +46,10 @@ _OPTIONS = (
     # Assertions stay: they are how it says what it does not compile.
     *("-Dbuildtype=plain", "-Doptimization=1", "-Db_ndebug=false", "-Dcpp_rtti=false", "-Dc_args=-w", "-Dcpp_args=-w"),
 )
+
+# What ninja prints before each file when it prints into a pipe; and how often it is passed on.
+_NINJA = re.compile(r"\[(\d+)/(\d+)\]")
+_SAY_SECONDS = 10.0
 
 
 class BuildError(RuntimeError):
@@ -126,7 +132,7 @@ def build(force: bool = False, report: Callable[[str], None] = lambda line: None
         _call([*meson, "setup", build_folder, source, "--native-file", _native_file(work), *_OPTIONS], environment)
         report("compile")
         ninja = shutil.which("ninja", path=environment["PATH"]) or "ninja"
-        _call([ninja, "-C", build_folder, _TARGET], environment)
+        _call([ninja, "-C", build_folder, _TARGET], environment, each_line=_Compiled(report))
         handle, made = tempfile.mkstemp(prefix=".asahi_clc", dir=folder)
         os.close(handle)
         shutil.copyfile(build_folder / _TARGET, made)
@@ -139,15 +145,35 @@ def build(force: bool = False, report: Callable[[str], None] = lambda line: None
     return final
 
 
+class _Compiled:
+    """Reads the lines of ninja, and reports how many files are compiled and how long the others will take."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._start = self._said = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        now = time.monotonic()
+        if (counts := _NINJA.match(line)) and now - self._said > _SAY_SECONDS:
+            self._said = now
+            done, total = int(counts[1]), int(counts[2])
+            left = (now - self._start) / done * (total - done)
+            self._report(f"  {done} of {total}, {left:.0f} s left")
+
+
 def _call(
-    command: Sequence[str | Path], environment: Mapping[str, str] | None = None, folder: Path | None = None
+    command: Sequence[str | Path],
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    each_line: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Runs a step, in a folder; returns what it prints.
+    """Runs a step, in a folder; returns what it prints, of which ``each_line`` is told while it runs.
 
     Raises:
         BuildError: It fails; the message ends in the last lines that it printed.
     """
-    done = subprocess.run(
+    lines = []
+    with subprocess.Popen(
         [str(part) for part in command],
         env=environment,
         cwd=folder,
@@ -155,11 +181,15 @@ def _call(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-    )
-    if done.returncode:
-        last = "\n".join(done.stdout.splitlines()[-25:])
-        raise BuildError(f"{Path(str(command[0])).name} failed (status {done.returncode}):\n{last}")
-    return done.stdout
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            each_line(line)
+    if process.returncode:
+        last = "".join(lines[-25:]).rstrip("\n")
+        raise BuildError(f"{Path(str(command[0])).name} failed (status {process.returncode}):\n{last}")
+    return "".join(lines)
 
 
 def _require_programs(report: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 import re
 import runpy
 import tarfile
+import types
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,15 @@ def test_what_the_build_lacks_is_said(capsys, monkeypatch, tmp_path):
 def test_a_failed_step_ends_in_its_last_lines():
     with pytest.raises(agx_compiler.BuildError, match="(?s)sh failed .status 3.:\nno space left"):
         agx_compiler._call(["sh", "-c", "echo no space left; exit 3"])
+
+
+def test_a_long_build_says_how_long_the_rest_takes(monkeypatch):
+    clock = iter([0.0, 1.0, 5.0, 20.0])
+    monkeypatch.setattr(agx_compiler, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    said = []
+    lines = "echo ninja: Entering directory; echo '[1/100] cc a'; echo '[40/100] cc b'"
+    printed = agx_compiler._call(["sh", "-c", lines], each_line=agx_compiler._Compiled(said.append))
+    assert printed.count("\n") == 3 and said == ["  40 of 100, 30 s left"]
 
 
 def fetched(monkeypatch, *names):
