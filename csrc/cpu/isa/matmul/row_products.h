@@ -18,9 +18,14 @@ constexpr size_t prefetch_bytes = 512;  // from a step to what is asked for mean
 constexpr size_t product_piece_bytes = 64 << 10;  // of weights, for one thread at a time
 
 // Additions to one sum, after which it goes to a total. The roundings of equal terms all go the same way: the error
-// grows with the chain. In wide vectors chains are shorter by themselves, and totals would cost registers.
+// grows with the chain. Of the sums of a tile the totals lie in memory; in half types, where the rounding of the result
+// is larger, chains of wide vectors are as long as there are columns.
 constexpr bool narrow_vectors = width == 4;
 constexpr size_t longest_chain = narrow_vectors ? 32 : 64;
+template <typename T>
+constexpr size_t longest_tile_chain = __is_same(T, float) ? 16
+                                      : narrow_vectors    ? 32
+                                                          : size_t{1} << 40;
 
 // Sums along the lanes; chained: with totals.
 template <int rows, int outputs, bool chained>
@@ -81,7 +86,8 @@ MITTENS_INLINE void write_totals(float* y, const Float (&v)[n], bool add) {
 template <typename Source>
 class RowProducts {
  public:
-  RowProducts(const Source& source, size_t columns) : source_(source), columns_(columns) {}
+  // chain: additions to a sum of a tile.
+  RowProducts(const Source& source, size_t columns, size_t chain) : source_(source), columns_(columns), chain_(chain) {}
 
   static size_t memory(const Source& source, size_t columns, bool direct) {
     return direct ? most_outputs * source.memory(columns)
@@ -181,7 +187,7 @@ class RowProducts {
     const size_t x_stride = X::size(columns_);
     const size_t scales = source_.memory(columns_);
     typename Source::Row w[outputs];
-    LaneSums<rows, outputs, narrow_vectors> sum;
+    LaneSums<rows, outputs, true> sum;
     repeat<outputs>(
         [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
     const size_t group_bytes = outputs * source_.stride_bytes();
@@ -217,8 +223,7 @@ class RowProducts {
         });
       });
     };
-    constexpr size_t steps = narrow_vectors ? longest_chain / Source::vectors : 0;
-    each_step<Source, steps>(columns_, add_step, [&]() MITTENS_INLINED { sum.end_chains(); });
+    each_step<Source>(columns_, chain_ / Source::vectors, add_step, [&]() MITTENS_INLINED { sum.end_chains(); });
     repeat<rows>([&](auto m)
                      MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), false); });
   }
@@ -274,8 +279,11 @@ class RowProducts {
       });
     };
     constexpr size_t additions = Source::scaled ? 1 + Source::offset : Source::vectors;  // of a step
-    each_step<Source, chained ? longest_chain / additions : 0>(columns_, add_step,
-                                                               [&]() MITTENS_INLINED { sum.end_chains(); });
+    if constexpr (chained) {
+      each_step<Source>(columns_, longest_chain / additions, add_step, [&]() MITTENS_INLINED { sum.end_chains(); });
+    } else {
+      each_step<Source>(columns_, add_step);
+    }
     repeat<rows>([&](auto m)
                      MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), false); });
   }
@@ -304,7 +312,7 @@ class RowProducts {
         with_index<smallest_part(most_direct_rows + 1, batch_rows, tile_rows), tile_rows>(count, [&](auto m) {
           for (size_t i = 0; i < size; i += tile_outputs) {
             tile<m.value>(x + row * x_stride + begin, x_stride, panel + i * length, length, sums + row * stride + i,
-                          stride, begin != 0);
+                          stride, begin != 0, chain_);
           }
         });
       });
@@ -322,9 +330,9 @@ class RowProducts {
   }
 
   template <int rows>
-  static void tile(const float* x, size_t x_stride, const float* w, size_t length, float* sums, size_t stride,
-                   bool add) {
-    LaneSums<rows, tile_outputs, narrow_vectors> sum;
+  static void tile(const float* x, size_t x_stride, const float* w, size_t length, float* sums, size_t stride, bool add,
+                   size_t chain) {
+    LaneSums<rows, tile_outputs, true> sum;
     auto add_columns = [&](size_t k) MITTENS_INLINED {
       Float weights[tile_outputs];
       repeat<tile_outputs>([&](auto i)
@@ -336,17 +344,11 @@ class RowProducts {
         });
       });
     };
-    if constexpr (narrow_vectors) {
-      for (size_t k = 0; k < length;) {
-        for (const size_t end = smaller(k + longest_chain * width, length); k < end; k += width) {
-          add_columns(k);
-        }
-        sum.end_chains();
-      }
-    } else {
-      for (size_t k = 0; k < length; k += width) {
+    for (size_t k = 0; k < length;) {
+      for (const size_t end = smaller(k + chain * width, length); k < end; k += width) {
         add_columns(k);
       }
+      sum.end_chains();
     }
     repeat<rows>([&](auto m)
                      MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), add); });
@@ -354,6 +356,7 @@ class RowProducts {
 
   const Source& source_;
   size_t columns_;
+  size_t chain_;
 };
 
 // For each of the matrices, x [matrices, rows, columns] times the rows of its sources, of which there are one or two.
@@ -392,7 +395,7 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
         const size_t part_size = smaller(block, outputs - n);
         for (int j = 0; j < sources; ++j) {
           const Source source = source_of(matrix + part, j);
-          const RowProducts<Source> products(source, columns);
+          const RowProducts<Source> products(source, columns, longest_tile_chain<T>);
           const float* from = arranged.data() + part * size * x_stride;
           float* to = sums + j * size * block;
           if constexpr (direct.value) {

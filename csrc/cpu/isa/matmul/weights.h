@@ -406,23 +406,19 @@ MITTENS_INLINE void each_step(size_t columns, const Body& body) {
   }
 }
 
-// The same; and end() after every so many of them, and after the last ones. 0: without end().
-template <typename Source, size_t steps, typename Body, typename End>
-MITTENS_INLINE void each_step(size_t columns, const Body& body, const End& end) {
-  if constexpr (steps == 0) {
-    each_step<Source>(columns, body);
-  } else {
-    const size_t whole = columns / Source::step;
-    for (size_t s = 0; s < whole;) {
-      for (const size_t last = smaller(s + steps, whole); s < last; ++s) {
-        body(s, All());
-      }
-      end();
+// The same; and end() after every so many of them, and after the last ones.
+template <typename Source, typename Body, typename End>
+MITTENS_INLINE void each_step(size_t columns, size_t steps, const Body& body, const End& end) {
+  const size_t whole = columns / Source::step;
+  for (size_t s = 0; s < whole;) {
+    for (const size_t last = smaller(s + steps, whole); s < last; ++s) {
+      body(s, All());
     }
-    if (columns % Source::step) {
-      body(whole, Some{columns % Source::step});
-      end();
-    }
+    end();
+  }
+  if (columns % Source::step) {
+    body(whole, Some{columns % Source::step});
+    end();
   }
 }
 
