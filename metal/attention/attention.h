@@ -36,7 +36,7 @@ struct AttentionShape {
   static constant constexpr int width = D;
   static constant constexpr int key_blocks = attention_key_blocks(DV, is_same_v<T, half>);
   // Threadgroup memory, in float4: queries as right operands, of each simdgroup that has its own, and in the end sums.
-  static constant constexpr int queries = D * 8 * sizeof(Operand) / 16;
+  static constant constexpr int queries = D * kQueryRows * sizeof(Operand) / 16;
   static constant constexpr int all_queries = share == Share::rows ? simdgroups * queries : queries;
   static constant constexpr int sums = share == Share::rows ? 0 : (columns / 8 + 2) * 32 / 2;
   static constant constexpr int scratch = all_queries > sums ? all_queries : sums;
@@ -51,7 +51,7 @@ inline AttentionPlace place_of(
       group.z % params.key_heads,
       group.y / Shape::slices,
       group.y % Shape::slices,
-      block * 8,
+      block * kQueryRows,
       params.ratio * params.queries,
       lane,
       simdgroup,
@@ -173,11 +173,12 @@ inline void attention(
   }
   const uint workers = shares_keys ? place.simdgroups : 1;
   const uint worker = shares_keys ? place.simdgroup : 0;
-  const uint step = workers * 8 * C;
+  constexpr uint taken = kKeyRows * C;
+  const uint step = workers * taken;
   threadgroup vec<Operand, 2>* q =
       (threadgroup vec<Operand, 2>*)(scratch + (shares_keys ? 0 : place.simdgroup * Shape::queries));
   stage_queries<Shape::width, Keys::size>(q, queries, place, worker, workers, params);
-  rows += place.simdgroup * 8;
+  rows += place.simdgroup * kQueryRows;
   const KeyRange range = find_rows(rows, place, params, step);
   shares_keys ? threadgroup_barrier(mem_flags::mem_threadgroup) : simdgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -185,9 +186,9 @@ inline void attention(
   fill(sums, 0.0f);
   OnlineSoftmax<T> softmax = first_state<T>(sinks, place, params, worker);
 #pragma unroll 1
-  for (uint key = range.begin + worker * 8 * C; key < range.end; key += step) {
+  for (uint key = range.begin + worker * taken; key < range.end; key += step) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // queries are read anew, not kept in registers
-    const bool all_seen = key >= range.seen_by_all_begin && key + 8 * C <= range.seen_by_all_end;
+    const bool all_seen = key >= range.seen_by_all_begin && key + taken <= range.seen_by_all_end;
     const uint hidden = all_seen ? 0 : hidden_keys<C>(key, rows, mask, params, place.lane);
     if (simd_all(hidden == all_hidden<C>())) {
       continue;

@@ -33,7 +33,7 @@ template <typename T, int D, int DV, Share share>
   using Shape = AttentionShape<T, D, DV, share>;
   constexpr int most = 16 / sizeof(T);
   threadgroup float4 scratch[Shape::scratch];
-  threadgroup AttentionRow rows[8 * Shape::simdgroups];
+  threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];
   const AttentionPlace place = place_of<Shape>(group, lane, simdgroup, simdgroups, params);
   attention<Shape>(
       queries, head_of<T, run_size(D, 4, most)>(keys, params.key, place, 0),

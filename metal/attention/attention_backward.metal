@@ -110,7 +110,7 @@ template <typename T, int D, int C>
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const AttentionBackwardParams params = parameters;
   // The last rows, which see the most if causal, start first.
-  const uint first = ((groups.x - 1 - group.x) * kBackwardSimdgroups + simdgroup) * 8;
+  const uint first = ((groups.x - 1 - group.x) * kBackwardSimdgroups + simdgroup) * kQueryRows;
   if (first >= params.rows) {
     return;
   }
@@ -154,7 +154,7 @@ template <typename T, int D, int C, bool for_keys, bool for_values>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const AttentionBackwardParams params = parameters;
-  const uint first = (group.x * kBackwardSimdgroups + simdgroup) * 8;
+  const uint first = (group.x * kBackwardSimdgroups + simdgroup) * kKeyRows;
   if (first >= params.columns) {
     return;
   }
@@ -213,17 +213,17 @@ template <typename T, int D>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const AttentionBackwardParams params = parameters;
-  constexpr int C = 4;
+  constexpr int C = kMaskBlocks;
   thread const uint32_t* sizes = params.mask_sizes;
   const uint2 batches = sizes[0] == 1 ? uint2(0, params.batches) : uint2(group.z / sizes[1], group.z / sizes[1] + 1);
   const uint2 heads = sizes[1] == 1 ? uint2(0, params.heads) : uint2(group.z % sizes[1], group.z % sizes[1] + 1);
-  const uint first_row = group.y * 8;
-  const uint first_key = (group.x * kBackwardSimdgroups + simdgroup) * 8 * C;
+  const uint first_row = group.y * kQueryRows;
+  const uint first_key = (group.x * kBackwardSimdgroups + simdgroup) * kKeyRows * C;
   if (first_key >= sizes[3]) {
     return;
   }
-  const uint end_row = sizes[2] == 1 ? params.rows : first_row + 8;
-  const uint end_key = sizes[3] == 1 ? params.columns : first_key + 8 * C;
+  const uint end_row = sizes[2] == 1 ? params.rows : first_row + kQueryRows;
+  const uint end_key = sizes[3] == 1 ? params.columns : first_key + kKeyRows * C;
   Tile<float, 1, C> sums;
   fill(sums, 0.0f);
 #pragma unroll 1

@@ -55,7 +55,7 @@ template <typename T, int bits, int D, int DV, Share share>
   using Shape = AttentionShape<T, D, DV, share>;
   constexpr int most = 128 / bits < 32 ? 128 / bits : 32;  // 16 bytes, and no more than a group
   threadgroup float4 scratch[Shape::scratch];
-  threadgroup AttentionRow rows[8 * Shape::simdgroups];
+  threadgroup AttentionRow rows[kQueryRows * Shape::simdgroups];
   const AttentionPlace place = place_of<Shape>(group, lane, simdgroup, simdgroups, params);
   attention<Shape>(
       queries,

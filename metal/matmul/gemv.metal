@@ -109,6 +109,7 @@ template <typename T, int W, int M, int R>
     uint3 thread_at [[thread_position_in_threadgroup]],
     uint3 threads [[threads_per_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
+  static_assert(R == gemv_outputs(M), "the plan counts with other outputs");
   constexpr int C = R * M;
   constexpr int steps = M > 4 ? 1 : 2;  // loads of a lane on their way at once, for each row of weights
   threadgroup float partials[kProductSimdgroups * C];

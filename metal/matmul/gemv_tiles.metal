@@ -1,5 +1,4 @@
-// Products of several rows of x with a dense matrix, by 8x8 matrices, sums in float32 (fewest_tile_rows in
-// csrc/ops/matmul/gemv.cpp says from how many rows on):
+// Products of several rows of x with a dense matrix, by 8x8 matrices, sums in float32 (csrc/ops/matmul/plan.cpp says from how many rows on):
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n]
 //
@@ -14,8 +13,8 @@
 //
 // All that a simdgroup takes at once is on its way before anything is multiplied. On an H200 it is this that decides, and
 // how much of x is loaded beside the weights: 8 rows of 4096 to 14336 in half types took 35 us instead of 31 with half the
-// loads on their way. Many outputs let a threadgroup have 32, so that half as much of x is loaded (tiles_shape in
-// csrc/ops/matmul/gemv.cpp). Neighbours begin with other columns: where all threadgroups went over the same ones at a time, the
+// loads on their way. Many outputs let a threadgroup have 32, so that half as much of x is loaded (gemv_tiles_shape in
+// csrc/ops/matmul/plan.cpp). Neighbours begin with other columns: where all threadgroups went over the same ones at a time, the
 // same took 30.1 us instead of 29.3.
 //
 // Rows of both start on 16 bytes, and a threadgroup's outputs are all there: the last one begins where that is so, and
@@ -39,10 +38,10 @@ constexpr int depth() {
   return pack_size<T>() / 2;
 }
 
-// Columns of a run, 128 bytes: what a load takes of a row.
+// Columns of a run: what a load takes of a row.
 template <typename T>
 constexpr int run() {
-  return 2 * tile * depth<T>();
+  return kGemvRunBytes / sizeof(T);
 }
 
 // The output, of a block of 8, that a row of a matrix stands for.
@@ -148,8 +147,8 @@ inline void add_runs(
   }
 }
 
-// U: runs at a time. most: threads by which NVIDIA's compiler allots registers.
-template <typename T, int MB, int N, int U, int most>
+// most: threads by which NVIDIA's compiler allots registers.
+template <typename T, int MB, int N, int most>
 [[kernel, threads_at_most(256, most)]] void gemv_tiles(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [outputs, columns]
@@ -162,6 +161,7 @@ template <typename T, int MB, int N, int U, int most>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   using Partials = TilePartials<N, MB>;
+  constexpr int U = gemv_runs(Partials::rows, Partials::outputs);
   constexpr uint width = U * run<T>();
   threadgroup float partials[Partials::all];
   const uint last_output = params.outputs - Partials::outputs;
@@ -203,17 +203,17 @@ template <typename T, int MB, int N, int U, int most>
   }
 }
 
-#define instantiate_tiles(name, T, M, N, U, most) \
-  instantiate_kernel("gemv_tiles_" name, gemv_tiles, T, M / 8, N / 8, U, most)
+#define instantiate_tiles(name, T, M, N, most) \
+  instantiate_kernel("gemv_tiles_" name, gemv_tiles, T, M / 8, N / 8, most)
 
-instantiate_tiles("8x16_float32", float, 8, 16, 2, 512)
-instantiate_tiles("8x16_float16", half, 8, 16, 2, 640)
-instantiate_tiles("8x16_bfloat16", bfloat, 8, 16, 2, 640)
-instantiate_tiles("8x32_float32", float, 8, 32, 1, 512)
-instantiate_tiles("8x32_float16", half, 8, 32, 1, 512)
-instantiate_tiles("8x32_bfloat16", bfloat, 8, 32, 1, 512)
-instantiate_tiles("16x16_float32", float, 16, 16, 1, 512)
-instantiate_tiles("16x16_float16", half, 16, 16, 1, 512)
-instantiate_tiles("16x16_bfloat16", bfloat, 16, 16, 1, 512)
-instantiate_tiles("16x32_float16", half, 16, 32, 1, 512)
-instantiate_tiles("16x32_bfloat16", bfloat, 16, 32, 1, 512)
+instantiate_tiles("8x16_float32", float, 8, 16, 512)
+instantiate_tiles("8x16_float16", half, 8, 16, 640)
+instantiate_tiles("8x16_bfloat16", bfloat, 8, 16, 640)
+instantiate_tiles("8x32_float32", float, 8, 32, 512)
+instantiate_tiles("8x32_float16", half, 8, 32, 512)
+instantiate_tiles("8x32_bfloat16", bfloat, 8, 32, 512)
+instantiate_tiles("16x16_float32", float, 16, 16, 512)
+instantiate_tiles("16x16_float16", half, 16, 16, 512)
+instantiate_tiles("16x16_bfloat16", bfloat, 16, 16, 512)
+instantiate_tiles("16x32_float16", half, 16, 32, 512)
+instantiate_tiles("16x32_bfloat16", bfloat, 16, 32, 512)

@@ -67,6 +67,7 @@ inline void multiply_matrices(
   using Values = typename Source::Values;
   constexpr int half_run = Values::size / 2;
   constexpr uint width = 4 * Values::size;
+  static_assert(width == kMatrixStep, "the plan counts with another step");
   const uint of_weights = tile_column(at.lane) / 2 * Values::size;
   const uint of_x = tile_row(at.lane) * half_run;
   const uint first = min(tile_column(at.lane), x.rows - 1) * x.columns + of_x;

@@ -27,7 +27,7 @@ template <typename T, QuantizedFormat F>
     uint3 threads [[threads_per_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int R = kMatrixOutputs / 8;
-  using Partials = TilePartials<R, 1>;
+  using Partials = TilePartials<R, kMatrixRows / 8>;
   threadgroup float all_partials[Partials::all];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   threadgroup float* partials = all_partials + at.block * at.sharers * (Partials::rows * Partials::row);

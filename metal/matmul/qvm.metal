@@ -29,9 +29,9 @@ template <typename T, QuantizedFormat F>
     uint3 thread_at [[thread_position_in_threadgroup]],
     uint3 threads [[threads_per_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int C = 8;
-  constexpr uint outputs = C * 8;
-  constexpr uint step = 32;  // rows of weights
+  constexpr uint outputs = kTransposedOutputs;
+  constexpr int C = outputs / 8;
+  constexpr uint step = kTransposedStep;
   threadgroup float all_partials[kProductSimdgroups * 8 * outputs];
   const uint sharers = threads.x / 32;
   const uint sharer = thread_at.x / 32;

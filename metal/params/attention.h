@@ -7,6 +7,9 @@
 
 namespace mittens {
 
+// Of a simdgroup: rows of queries, and keys of a block.
+enum { kQueryRows = 8, kKeyRows = 8 };
+
 // Simdgroups of a threadgroup: in decoding they share the keys of the same rows, in prompts each has rows of its own, whose
 // queries lie in threadgroup memory.
 enum { kDecodeSimdgroups = 4 };
@@ -14,7 +17,7 @@ constexpr int attention_prompt_simdgroups(int width) {
   return width <= 128 ? 4 : width <= 256 ? 2 : 1;
 }
 
-// How many times 8 keys a simdgroup takes at once: what the registers have room for.
+// Blocks of keys that a simdgroup takes at once: what the registers have room for.
 constexpr int attention_key_blocks(int value_width, bool is_half) {
   return value_width <= 64 && is_half ? 2 : 1;
 }

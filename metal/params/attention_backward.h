@@ -5,7 +5,10 @@
 
 namespace mittens {
 
-enum { kBackwardSimdgroups = 4 };  // of a threadgroup
+enum {
+  kBackwardSimdgroups = 4,  // of a threadgroup
+  kMaskBlocks = 4,  // of keys, that a simdgroup takes for the gradient of a mask
+};
 
 // Rows start on multiples of 16 bytes, and less than 2^31 elements from the first of their head.
 struct AttentionBackwardParams {

@@ -9,6 +9,18 @@ namespace mittens {
 
 enum { kShortSimdgroups = 8 };  // of a threadgroup of gemv_short, each with an output of its own
 
+// Outputs of a simdgroup of matmul/gemv.metal, for so many rows of x.
+constexpr int gemv_outputs(int rows) {
+  return rows > 8 ? 2 : 4;
+}
+
+// Runs of weights that a simdgroup of matmul/gemv_tiles.metal takes at once of each row, for so many rows of x and
+// outputs of a threadgroup.
+enum { kGemvRunBytes = 128 };
+constexpr int gemv_runs(int rows, int outputs) {
+  return rows == 8 && outputs == 16 ? 2 : 1;
+}
+
 struct GemvParams {
   uint32_t rows;               // of x
   uint32_t columns;            // of x
@@ -94,8 +106,29 @@ constexpr int run_columns(int rows) {
   return rows <= 2 ? 16 : 8;
 }
 
-// Outputs of a simdgroup in products of several rows by matrices (matmul/matrices.h).
-enum { kMatrixOutputs = 32 };
+// Of a simdgroup in products of several rows by matrices (matmul/matrices.h).
+enum {
+  kMatrixOutputs = 32,
+  kMatrixRows = 8,  // of x
+  kMatrixStep = 64,  // columns that it takes at once
+};
+
+// Of a simdgroup where weights are [columns, outputs] (matmul/qvm.metal).
+enum {
+  kTransposedOutputs = 64,
+  kTransposedStep = 32,  // rows of weights that it takes at once
+};
+
+enum { kOwnedOutputs = 8 };  // of a lane of matmul/nvidia/qvm.metal
+
+// Outputs of a threadgroup of matmul/nvidia/qmm.metal, and runs of weights that have one scale that its simdgroups take
+// at once of each, for so many rows of x.
+constexpr int affine_tile_outputs(int bits) {
+  return bits == 4 ? 32 : 16;
+}
+constexpr int affine_tile_runs(int bits, int rows) {
+  return bits == 4 && rows == 8 ? 4 : 2;
+}
 
 struct BlocksParams {
   uint32_t rows;       // of x

@@ -19,8 +19,6 @@ const Name file = "attention/attention_backward.metal";
 
 constexpr int widths[] = {64, 128, 256};
 
-constexpr uint32_t simdgroup_rows = 8;  // or keys
-
 AttentionBackwardParams params_of(const mx::array& queries, const mx::array& keys, const mx::array& values,
                                   const mx::array* mask, const AttentionOptions& options) {
   AttentionBackwardParams params{};
@@ -144,14 +142,15 @@ std::vector<Launch> attention_backward_launches(const BackwardArrays& arrays, co
   sums.output(statistics);
   sums.params(params);
   add(std::move(sums));
-  const uint32_t block = kBackwardSimdgroups * simdgroup_rows;
+  constexpr uint32_t row_block = kBackwardSimdgroups * kQueryRows;
+  constexpr uint32_t key_block = kBackwardSimdgroups * kKeyRows;
   if (dq) {
-    Launch launch = with_inputs("dq_", width, {ceil_divide(params.rows, block), heads, batches});
+    Launch launch = with_inputs("dq_", width, {ceil_divide(params.rows, row_block), heads, batches});
     add_view(launch, finite_keys);
     launch.output(*dq);
     add(launch.params(params));
   }
-  const Size3 key_blocks = {ceil_divide(params.columns, block), params.key_heads, batches};
+  const Size3 key_blocks = {ceil_divide(params.columns, key_block), params.key_heads, batches};
   const auto add_dkv = [&](const char* name, const mx::array* keys, const mx::array* values) {
     Launch launch = with_inputs(name, width, key_blocks);
     add_view(launch, finite_queries);
@@ -170,9 +169,9 @@ std::vector<Launch> attention_backward_launches(const BackwardArrays& arrays, co
   }
   if (dmask) {
     const uint32_t* sizes = params.mask_sizes;
-    Launch launch =
-        with_inputs("dmask_", width,
-                    {ceil_divide(sizes[3], 32 * kBackwardSimdgroups), ceil_divide(sizes[2], 8), sizes[0] * sizes[1]});
+    Launch launch = with_inputs("dmask_", width,
+                                {ceil_divide(sizes[3], kMaskBlocks * key_block),
+                                 ceil_divide(sizes[2], uint32_t(kQueryRows)), sizes[0] * sizes[1]});
     launch.output(*dmask);
     add(launch.params(params));
   }

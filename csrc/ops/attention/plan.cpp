@@ -110,11 +110,11 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
   plan.kernel = choose_row(schedules, choice.schedule, can_run, pays).kernel;
   const bool decodes = plan.kernel == AttentionKernel::decode;
   plan.simdgroups = decodes ? kDecodeSimdgroups : attention_prompt_simdgroups(static_cast<int>(sizes.width));
-  const uint32_t step = (decodes ? plan.simdgroups : 1) * 8 *
+  const uint32_t step = (decodes ? plan.simdgroups : 1) * kKeyRows *
                         attention_key_blocks(static_cast<int>(sizes.value_width), dtype == mx::float16);
   const uint32_t start = options.exact ? exact_keys_per_split : step;  // what the first key is a multiple of
   plan.first_key = first_key(sizes, options) / start * start;
-  plan.row_blocks = ceil_divide(sizes.ratio() * sizes.queries, decodes ? 8 : 8 * plan.simdgroups);
+  plan.row_blocks = ceil_divide(sizes.ratio() * sizes.queries, kQueryRows * (decodes ? 1 : plan.simdgroups));
   plan.splits = 1;
   plan.keys_per_split = sizes.keys;
   if (decodes) {

@@ -136,18 +136,18 @@ struct GemvShape {
 GemvShape gemv_rows_shape(mx::Dtype dtype, uint32_t rows) {
   const uint32_t pack = 16 / mx::size_of(dtype);
   const uint32_t together = std::min<uint32_t>(std::bit_ceil(std::max(rows, 1u)), most_gemv_rows);
-  return {together > 8 ? 2u : 4u, 32 * pack, 2, 2, together};
+  return {static_cast<uint32_t>(gemv_outputs(static_cast<int>(together))), 32 * pack, 2, 2, together};
 }
 
 // matmul/gemv_tiles.metal. Many outputs let a threadgroup have 32, so that less of x is loaded beside the weights; 16
 // rows in float32 leave no registers for them.
 GemvShape gemv_tiles_shape(mx::Dtype dtype, uint32_t rows, uint32_t outputs) {
   constexpr uint32_t many_outputs = 8192;
-  const uint32_t run = dtype == mx::float32 ? 32 : 64;
-  if (outputs >= many_outputs && (rows <= 8 || dtype != mx::float32)) {
-    return {32, run, 256 / run, 4, rows > 8 ? 16u : 8u};
-  }
-  return rows > 8 ? GemvShape{16, run, 256 / run, 4, 16} : GemvShape{16, 2 * run, 128 / run, 4, 8};
+  constexpr uint32_t busy_columns = 256;  // that keep a simdgroup busy
+  const int together = rows > 8 ? 16 : 8;
+  const int own_outputs = outputs >= many_outputs && (rows <= 8 || dtype != mx::float32) ? 32 : 16;
+  const uint32_t chunk = gemv_runs(together, own_outputs) * kGemvRunBytes / mx::size_of(dtype);
+  return {static_cast<uint32_t>(own_outputs), chunk, busy_columns / chunk, 4, static_cast<uint32_t>(together)};
 }
 
 // The loads of a lane that cover a row of so many packs of columns, 0 where matmul/nvidia/gemv_short.metal has no
@@ -227,8 +227,8 @@ void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, const Produ
   constexpr uint32_t fewest_columns = 256;  // that a simdgroup is left with
   plan.rows = sizes.rows <= 8 ? 8 : 16;
   plan.run = format.group_size == 32 ? 32 : 64;
-  plan.outputs_per_group = format.bits == 4 ? 32 : 16;
-  const uint32_t runs = format.bits == 4 && plan.rows == 8 ? 4 : 2;  // that are taken at once
+  plan.outputs_per_group = affine_tile_outputs(format.bits);
+  const uint32_t runs = affine_tile_runs(format.bits, static_cast<int>(plan.rows));
   const uint32_t chunks = ceil_divide(sizes.columns, plan.run * runs);
   const uint64_t groups = uint64_t(ceil_divide(std::max(sizes.outputs, 1u), plan.outputs_per_group)) * sizes.matrices;
   const uint32_t most = std::clamp(ceil_divide(sizes.columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
@@ -340,18 +340,17 @@ void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices) {
 }
 
 MatricesPlan plan_matrices(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu) {
-  constexpr uint32_t rows_of_x = 8;
-  constexpr uint32_t step = 64;  // columns that a simdgroup takes at once
   constexpr uint32_t most_row_blocks = 2;
   MatricesPlan plan;
-  const uint32_t row_blocks = ceil_divide(std::max(sizes.rows, 1u), rows_of_x);
+  const uint32_t row_blocks = ceil_divide(std::max(sizes.rows, 1u), uint32_t(kMatrixRows));
   plan.row_blocks = std::min(row_blocks, most_row_blocks);
   plan.row_groups = ceil_divide(row_blocks, plan.row_blocks);
   plan.output_blocks = ceil_divide(std::max(sizes.outputs, 1u), outputs);
   const uint64_t blocks = uint64_t(plan.output_blocks) * plan.row_groups * plan.row_blocks * sizes.matrices;
   const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(matrices_registers);
   const uint64_t wanted = ceil_divide(resident_simdgroups, std::max(blocks, uint64_t(1)));
-  const uint32_t most = std::min(std::max(ceil_divide(sizes.columns, step), 1u), kProductSimdgroups / plan.row_blocks);
+  const uint32_t most =
+      std::min(std::max(ceil_divide(sizes.columns, uint32_t(kMatrixStep)), 1u), kProductSimdgroups / plan.row_blocks);
   plan.sharers = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, most));
   return plan;
 }
@@ -385,22 +384,20 @@ ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, cons
 
 QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const ProductSizes& sizes, uint32_t most_splits,
                  mx::Stream stream) {
-  constexpr uint32_t most_rows = 8;  // of x that a threadgroup takes
   QvmPlan plan{};
   plan.by_matrices = gpu_of(stream).vendor != Gpu::Vendor::nvidia || !has_affine_kernels(format);
   if (!plan.by_matrices) {
-    plan.columns = plan_columns(problem, sizes, {8, 8, most_rows}, most_splits, stream);
+    plan.columns = plan_columns(problem, sizes, {kOwnedOutputs, kOwnedOutputs, kMatrixRows}, most_splits, stream);
     static_cast<Splits&>(plan) = plan.columns;
     return plan;
   }
-  constexpr uint32_t block_outputs = 64;
-  constexpr uint32_t step = 32;  // rows of weights that a simdgroup takes at once
+  constexpr uint32_t step = kTransposedStep;
   constexpr uint32_t most_blocks = 4;  // of 4 bits, a line of memory
   constexpr uint32_t fewest_steps = 4;  // of a simdgroup
   const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
-  const uint32_t output_blocks = ceil_divide(std::max(sizes.outputs, 1u), block_outputs);
+  const uint32_t output_blocks = ceil_divide(std::max(sizes.outputs, 1u), uint32_t(kTransposedOutputs));
   const uint32_t steps = ceil_divide(std::max(sizes.columns, 1u), step);
-  plan.row_blocks = ceil_divide(sizes.rows, most_rows);
+  plan.row_blocks = ceil_divide(sizes.rows, uint32_t(kMatrixRows));
   plan.blocks = std::min(output_blocks, most_blocks);
   plan.output_groups = ceil_divide(output_blocks, plan.blocks);
   plan.sharers = std::min(kProductSimdgroups / plan.blocks, steps);

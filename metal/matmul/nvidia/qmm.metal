@@ -212,17 +212,17 @@ template <typename T, int bits, int R, int MB, int run, int U, int most>
   }
 }
 
-#define instantiate_tile(type, dtype, bits, R, MB, M, run, U, most)                                                  \
-  instantiate_kernel("quantized_matmul_tiles_" #bits "bit_" #M "_by" #run "_" #dtype, quantized_matmul_tiles, type,  \
-                     bits, R, MB, run, U, most)
+#define instantiate_tile(type, dtype, bits, M, run, most)                                                           \
+  instantiate_kernel("quantized_matmul_tiles_" #bits "bit_" #M "_by" #run "_" #dtype, quantized_matmul_tiles, type, \
+                     bits, affine_tile_outputs(bits) / 8, M / 8, run, affine_tile_runs(bits, M), most)
 
-#define instantiate_tiles(bits, R, MB, M, U, most)                     \
-  instantiate_tile(half, float16, bits, R, MB, M, 32, U, most)         \
-  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 32, U, most)      \
-  instantiate_tile(half, float16, bits, R, MB, M, 64, U, most)         \
-  instantiate_tile(bfloat, bfloat16, bits, R, MB, M, 64, U, most)
+#define instantiate_tiles(bits, M, most)                 \
+  instantiate_tile(half, float16, bits, M, 32, most)     \
+  instantiate_tile(bfloat, bfloat16, bits, M, 32, most)  \
+  instantiate_tile(half, float16, bits, M, 64, most)     \
+  instantiate_tile(bfloat, bfloat16, bits, M, 64, most)
 
-instantiate_tiles(4, 4, 1, 8, 4, 288)
-instantiate_tiles(4, 4, 2, 16, 2, 256)
-instantiate_tiles(8, 2, 1, 8, 2, 288)
-instantiate_tiles(8, 2, 2, 16, 2, 256)
+instantiate_tiles(4, 8, 288)
+instantiate_tiles(4, 16, 256)
+instantiate_tiles(8, 8, 288)
+instantiate_tiles(8, 16, 256)

@@ -15,7 +15,7 @@
 using namespace metal;
 using namespace mittens;
 
-constant constexpr int owned = 8;  // outputs of a lane
+constant constexpr int owned = kOwnedOutputs;
 
 // The words that hold a lane's outputs in one row of weights.
 template <int bits>
