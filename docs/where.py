@@ -95,7 +95,7 @@ _PLACES = (
         ("softcap.cpp",), ("test_softcap.py",),
     ),
     Place(
-        ("sample",), "sampling", "sample.cpp", ("sample.cpp",), ("sample.metal",),
+        ("sample",), "sampling", "sample.cpp", ("plan.cpp",), ("sample.metal",),
         ("sample.cpp",), ("test_sample.py",),
     ),
     Place(
@@ -163,7 +163,7 @@ _PLACES = (
         ("route_top_k.cpp",), ("test_route_top_k.py",),
     ),
     Place(
-        ("gated_delta_update",), "recurrence", "gated_delta_update.cpp", ("gated_delta_update.cpp",),
+        ("gated_delta_update",), "recurrence", "gated_delta_update.cpp", ("plan.cpp",),
         ("gated_delta_update.metal",), ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_gated_delta_update.py",),
     ),
 )  # fmt: skip

@@ -7,6 +7,11 @@
 
 namespace mittens {
 
+enum {
+  kSampleThreads = 512,  // of a threadgroup, at most
+  kSamplePartial = 5,  // numbers that a threadgroup leaves of its part of a row
+};
+
 struct SampleParams {
   uint32_t columns;
   uint32_t size;  // logits of all rows

@@ -28,9 +28,9 @@
 using namespace metal;
 using namespace mittens;
 
-constant constexpr uint sample_threads = 512;
+constant constexpr uint sample_threads = kSampleThreads;
 constant constexpr uint list_size = 2048;
-constant constexpr uint partial_size = 5;  // best sum, its column, its logit, maximum, sum of exponentials
+constant constexpr uint partial_size = kSamplePartial;  // best sum, its column, its logit, maximum, sum of exponentials
 constant constexpr uint no_column = 0xffffffffu;
 
 // ---- mathematics; csrc/cpu/isa/sampling/sample.cpp has the same, operation for operation ----

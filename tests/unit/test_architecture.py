@@ -54,6 +54,15 @@ def included(folder: str) -> dict[str, set[str]]:
 REGISTRY = {("python", "registry.h"), ("python", "array_caster.h"), ("python", "simulator.h")}
 
 
+def test_plans_alone_ask_which_gpu_it_is():
+    asking = re.compile(r"\bgpu_of\(|\bVendor\b")
+    files = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp")]
+    found = {path.relative_to(ROOT / "csrc").as_posix() for path in files if asking.search(path.read_text())}
+    shared = {"runtime/gpu.h", "runtime/gpu.cpp", "runtime/plan_table.h"}
+    assert shared <= found
+    assert {name for name in found - shared if not re.fullmatch(r"ops/\w+/plan\.cpp", name)} == set()
+
+
 @pytest.mark.parametrize("folder", ["csrc", "metal"])
 def test_folders_include_in_no_circle(folder):
     graph = included(folder)

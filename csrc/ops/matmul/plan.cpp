@@ -334,6 +334,10 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu, 
   return plan;
 }
 
+RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, mx::Stream stream) {
+  return plan_rows(sizes, outputs, gpu_of(stream));
+}
+
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices) {
   launch.threadgroups = {ceil_divide(plan.output_blocks, plan.blocks), plan.row_blocks, matrices};
   launch.threads = {32 * plan.sharers, plan.blocks, 1};

@@ -108,6 +108,8 @@ struct RowsPlan {
 // outputs: of a simdgroup. most_rows: of x that there is a kernel for.
 RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu, uint32_t most_rows = 4);
 
+RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, mx::Stream stream);
+
 // A launch of a kernel on them, but for its arguments.
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices);
 

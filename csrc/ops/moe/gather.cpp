@@ -237,7 +237,7 @@ GatherQmmParams GatherPrimitive::share_out_pairs(Launch& launch, const Arrays& i
   const auto pairs = static_cast<uint32_t>(pairs_of(inputs).experts.size());
   params.weights.matrices = pairs;
   const ProductSizes one_row{pairs * params.weights.rows, 1, params.weights.columns, params.weights.outputs};
-  share_out(launch, plan_rows(one_row, simdgroup_outputs, gpu_of(stream())), pairs);
+  share_out(launch, plan_rows(one_row, simdgroup_outputs, stream()), pairs);
   launch.threadgroups.y = params.weights.rows;
   return params;
 }

@@ -18,7 +18,6 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
-#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -103,7 +102,7 @@ class GatherSum : public KernelPrimitive {
     launch.file = file;
     launch.kernel = kernel_name(x.dtype(), "gather_qmm", format_name(format_));
     const ProductSizes one_row{sums, 1, params.weights.columns, params.weights.outputs};
-    RowsPlan plan = plan_rows(one_row, kRowOutputs, gpu_of(stream()));
+    RowsPlan plan = plan_rows(one_row, kRowOutputs, stream());
     plan.sharers = chosen;
     plan.blocks = 1;
     share_out(launch, plan, sums);

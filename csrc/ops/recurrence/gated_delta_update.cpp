@@ -11,6 +11,7 @@
 
 #include "mlx/fast.h"
 #include "mlx/ops.h"
+#include "ops/recurrence/plan.h"
 #include "ops/recurrence/recurrence.h"
 #include "ops/recurrence/state_params.h"
 #include "params/recurrence.h"
@@ -188,10 +189,9 @@ std::optional<Outputs> of_nothing(const Call& call, mx::Stream stream) {
                                                                    : mx::zeros(shape, mx::float32, stream)};
 }
 
-// MLX's kernels for Apple GPUs multiply chunks of a prompt as matrices.
 bool mlx_is_ahead(const Call& call, mx::Stream stream) {
-  return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple && call.inputs[3].ndim() == 3 &&
-         prefer_fallback(op, "gates of heads on an Apple GPU, for which MLX has kernels");
+  const char* reason = why_mx_gated_delta_update(call.inputs[3].ndim() == 3, stream);
+  return reason && prefer_fallback(op, reason);
 }
 
 std::optional<Outputs> try_gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v,

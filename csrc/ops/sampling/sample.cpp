@@ -11,6 +11,7 @@
 #include "cpu/sample.h"
 #include "mlx/ops.h"
 #include "mlx/random.h"
+#include "ops/sampling/plan.h"
 #include "params/sampling.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -18,7 +19,6 @@
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
-#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 #include "runtime/primitive.h"
 
@@ -34,8 +34,7 @@ const Name file = "sampling/sample.metal";
 const Name combine_kernel = "sample_combine";
 
 constexpr int most_columns = (1 << 20) - 1;  // so many exponentials add up in 64 bits
-constexpr uint32_t most_threads = 512;
-constexpr int partial_size = 5;  // numbers that a threadgroup leaves of its part of a row
+constexpr int partial_size = kSamplePartial;
 
 struct SampleOptions {
   float inverse_temperature;
@@ -141,16 +140,9 @@ uint32_t packs_of(const mx::array& logits) {
   return ceil_divide(logits.shape(-1), 16 / logits.itemsize());
 }
 
-// Threadgroups that share a row: as many as fill the GPU, none with fewer packs than threads.
 uint32_t plan_splits(const mx::array& logits, const SampleOptions& options, mx::Stream stream) {
-  constexpr uint32_t threadgroups_of_core = 2, most_splits = 64;
   const size_t rows = logits.size() / logits.shape(-1);
-  if (options.has_filters() || rows == 0 || !runs_kernels(stream)) {
-    return 1;
-  }
-  const uint32_t threadgroups = threadgroups_of_core * gpu_of(stream).cores;
-  const uint32_t wanted = static_cast<uint32_t>(threadgroups / std::min<size_t>(rows, threadgroups));
-  return std::clamp(std::min(wanted, packs_of(logits) / most_threads), 1u, most_splits);
+  return options.has_filters() ? 1 : plan_sample_splits(rows, packs_of(logits), stream);
 }
 
 // logits [.., columns] and, unless greedy, key [2] -> tokens [..], their logarithmic probabilities where these are
@@ -215,7 +207,7 @@ class Sample : public KernelPrimitive {
     sample.file = file;
     sample.kernel = kernel_name(logits.dtype(), op);
     sample.threadgroups = {rows * params.splits, 1, 1};
-    sample.threads = {std::min(ceil_divide(packs, simdgroup) * simdgroup, most_threads), 1, 1};
+    sample.threads = {std::min(ceil_divide(packs, simdgroup) * simdgroup, uint32_t(kSampleThreads)), 1, 1};
     sample.input(logits).input_if(!greedy, inputs[greedy ? 0 : 1]);
     if (params.splits == 1) {
       sample.output(tokens).output_if(logprobs, logits).stand_in(logits);

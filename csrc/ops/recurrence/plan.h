@@ -1,0 +1,13 @@
+// Where mx is faster at recurrences. All that depends on the GPU is here.
+#pragma once
+
+#include "mlx/stream.h"
+
+namespace mittens {
+
+namespace mx = mlx::core;
+
+// Why mx is faster; null where it is not known to be. gate_of_head: whether all columns of a head share a gate.
+const char* why_mx_gated_delta_update(bool gate_of_head, mx::Stream stream);
+
+}  // namespace mittens
