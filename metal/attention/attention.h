@@ -11,6 +11,7 @@
 
 #include "attention/mask.h"
 #include "mittens/fragment_layout.h"
+#include "mittens/instantiate.h"
 #include "mittens/online_softmax.h"
 #include "mittens/operand.h"
 
@@ -34,7 +35,9 @@ struct AttentionShape {
   static constant constexpr int slices = attention_value_slices(DV);
   static constant constexpr int columns = DV / slices;  // of the values
   static constant constexpr int width = D;
-  static constant constexpr int key_blocks = attention_key_blocks(DV, is_same_v<T, half>);
+  // In decoding on Apple GPUs registers are worth more: with one they hold 832 threads a core instead of 704.
+  static constant constexpr int key_blocks =
+      share == Share::keys && !is_nvidia ? 1 : attention_key_blocks(DV, is_same_v<T, half>);
   // Threadgroup memory, in float4: queries as right operands, of each simdgroup that has its own, and in the end sums.
   static constant constexpr int queries = D * kQueryRows * sizeof(Operand) / 16;
   static constant constexpr int all_queries = share == Share::rows ? simdgroups * queries : queries;

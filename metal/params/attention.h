@@ -17,7 +17,7 @@ constexpr int attention_prompt_simdgroups(int width) {
   return width <= 128 ? 4 : width <= 256 ? 2 : 1;
 }
 
-// Blocks of keys that a simdgroup takes at once: what the registers have room for.
+// Blocks of keys that a simdgroup takes at once, at most: what the registers have room for.
 constexpr int attention_key_blocks(int value_width, bool is_half) {
   return value_width <= 64 && is_half ? 2 : 1;
 }
