@@ -1,0 +1,128 @@
+"""Predicted times of attention and of ops on rows on Apple GPUs, beside MLX's own Metal kernels.
+
+python bench/predicted.py FILE                predicts what FILE does not have yet, and prints the document
+python bench/predicted.py FILE --minutes 0    prints the document of what FILE has
+python bench/predicted.py FILE --write        writes bench/results/predicted.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mittens import simulator, specs
+from mlx_mittens.apple.chips import find_chip
+from mlx_mittens.bench import mlx_metal
+from mlx_mittens.cli.predictions import Side
+from mlx_mittens.cli.simulate import own_launches, peer_launches
+from mlx_mittens.specs import Case
+
+CHIPS = ("m1", "m1-max", "m2-pro", "m3-max", "m4-max", "m5")
+OPS = (
+    "scaled_dot_product_attention", "quantized_scaled_dot_product_attention",
+    "rms_norm", "add_rms_norm", "layer_norm", "softmax",
+)  # fmt: skip
+# What the simulator runs in minutes.
+MOST_BYTES = 40_000_000
+MOST_PRODUCTS = 1 << 29  # of the scores and the outputs of an attention
+FILE = Path(__file__).parent / "results" / "predicted.md"
+
+HEAD = """# Attention and ops on rows, predicted beside MLX's kernels
+
+Predictions, not measurements: no Mac was at hand. float16, plans of each chip, MLX 0.32.4's Metal kernels,
+`python bench/predicted.py FILE --write`. [docs/apple.md](../../docs/apple.md) says how far such predictions are off.
+A cell has our time in microseconds, MLX's, and MLX's by ours; ours alone where MLX's wheel has no kernel to show. The
+cases are those of the benchmark that were simulated in the time at hand. An attention is batch x heads x key heads x
+queries x keys x width. MLX's matrix units are not in the figures of the M5: where MLX uses them the plan leaves the
+call to mx.
+"""
+
+
+def products(case: Case) -> int:
+    """Multiplications of an attention."""
+    batch, heads, _, queries, keys, width = case.shape
+    return 2 * batch * heads * queries * keys * width
+
+
+def cases() -> Iterator[tuple[specs.Op, Case]]:
+    for op in map(specs.get, OPS):
+        for case in op.cases:
+            fits = op.bytes_moved(case, mx.float16) <= MOST_BYTES
+            if op.name.endswith("attention"):
+                fits = fits and products(case) <= MOST_PRODUCTS
+            if fits and case.gpu == "apple" and not case.vjp:
+                yield op, case
+
+
+def predicted(op: specs.Op, case: Case) -> dict[str, list[Any]]:
+    """By chip our time, MLX's or None, and what limits ours."""
+    chips = [find_chip(name) for name in CHIPS]
+    ours = Side.of(own_launches(op, case, mx.float16, chips)).predictions
+    theirs = {}
+    peer = mlx_metal.of(op, case)
+    if peer:
+        with contextlib.suppress(simulator.Fault):  # of MLX's kernels some are known for one that has no effect
+            theirs = Side.of([(chips, peer_launches(op, peer, case, mx.float16))]).predictions
+    other = {name: theirs[name].microseconds if name in theirs else None for name in CHIPS}
+    return {name: [ours[name].microseconds, other[name], ours[name].limit] for name in CHIPS if name in ours}
+
+
+def cell(ours: float, theirs: float | None) -> str:
+    return f"{ours:.1f}" if theirs is None else f"{ours:.1f}, {theirs:.1f}, {theirs / ours:.2f}"
+
+
+def document(found: dict[str, dict[str, list[Any]]]) -> str:
+    lines = [HEAD]
+    for name in OPS:
+        if not any(key.startswith(f"{name}: ") for key in found):
+            continue
+        speeds: dict[str, list[float]] = {chip: [] for chip in CHIPS}
+        lines += [f"## {name}", "", "| case | " + " | ".join(CHIPS) + " | limit on m1 |"]
+        lines.append("|---|" + "--:|" * len(CHIPS) + "---|")
+        for key, by_chip in found.items():
+            op, case = key.split(": ", 1)
+            if op != name:
+                continue
+            cells = [cell(*by_chip[chip][:2]) if chip in by_chip else "" for chip in CHIPS]
+            lines.append(f"| {case} | " + " | ".join(cells) + f" | {by_chip['m1'][2]} |")
+            for chip, (ours, theirs, _) in by_chip.items():
+                speeds[chip] += [] if theirs is None else [theirs / ours]
+        if speeds["m1"]:
+            means = [f"{statistics.geometric_mean(s):.2f} (least {min(s):.2f})" for s in speeds.values()]
+            lines.append("| geometric mean of the speeds | " + " | ".join(means) + " | |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="JSON of what was predicted, kept and continued")
+    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so long")
+    arguments = parser.parse_args()
+    end = time.monotonic() + 60 * arguments.minutes
+    found = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
+    for op, case in cases():
+        key = f"{op.name}: {case.name}"
+        if key not in found and time.monotonic() < end:
+            found[key] = predicted(op, case)
+            arguments.file.write_text(json.dumps(found))
+            print(key, {chip: cell(*times[:2]) for chip, times in found[key].items()}, flush=True)
+    text = document(found)
+    if arguments.write:
+        FILE.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
