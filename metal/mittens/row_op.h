@@ -51,7 +51,7 @@ struct RowThread {
 // L lanes a row, no barrier; the row stays in registers, in N packs a lane.
 template <int L, int N>
 struct InLanes {
-  enum { launched = 256, nvidia = 256, rows = rows_of_lane(N, is_nvidia) };
+  enum { launched = 256, nvidia = 256 };
 };
 
 // One threadgroup a row, which stays in registers, in N packs a thread: one read, one barrier.
@@ -482,48 +482,40 @@ inline Op lead_of(NoOp, Op op) {
   return op;
 }
 
-// R rows, `step` apart, in registers.
-template <int N, int R, typename First, typename Op, typename Team>
-inline void rows_held(First first, Op op, Team team, constant RowParams& params, uint row, uint step, bool whole) {
+// A row in registers.
+template <int N, typename First, typename Op, typename Team>
+inline void row_held(First first, Op op, Team team, constant RowParams& params, uint row, bool whole) {
   const auto lead = lead_of(first, op);
   using Lead = decltype(lead_of(first, op));
   // Where weights would take too many registers from the row, they are on their way from its own sums on.
-  constexpr bool late = Op::reduces && R == 1 && (Op::weights > 1 || (!is_same_v<First, NoOp> && N > 2));
-  RowPlace places[R];
-  RowBatch batches[R];
-  PartsOf<Lead, N> parts[R];
-  WeightParts<Lead, N> lead_weights[R];
-  WeightParts<Op, N> weights[R];
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    places[r] = row_place<typename Op::Element>(lead.rows[0].phase, row + r * step, params, whole);
-    batches[r] =
-        RowBatch{team.t, team.stride, places[r].span.packs, team.t, !whole && team.t < places[r].span.edges};
-    load_parts<true, N>(lead, places[r], batches[r], parts[r]);
-    load_edges<N>(lead, places[r], batches[r], parts[r]);
-    if constexpr (!is_same_v<First, NoOp>) {
-      load_weights<N>(first, places[r], batches[r], lead_weights[r]);
-    }
-    if (!late) {
-      load_weights<N>(op, places[r], batches[r], weights[r]);
-    }
+  constexpr bool late = Op::reduces && (Op::weights > 1 || (!is_same_v<First, NoOp> && N > 2));
+  const RowPlace place = row_place<typename Op::Element>(lead.rows[0].phase, row, params, whole);
+  const RowBatch batch =
+      RowBatch{team.t, team.stride, place.span.packs, team.t, !whole && team.t < place.span.edges};
+  PartsOf<Lead, N> parts;
+  WeightParts<Lead, N> lead_weights;
+  WeightParts<Op, N> weights;
+  load_parts<true, N>(lead, place, batch, parts);
+  load_edges<N>(lead, place, batch, parts);
+  if constexpr (!is_same_v<First, NoOp>) {
+    load_weights<N>(first, place, batch, lead_weights);
   }
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    auto input = row_input<N>(first, team, params.columns, op, places[r], batches[r], parts[r], lead_weights[r]);
-    typename Op::Row terms = typename Op::Row();
-    if constexpr (Op::reduces) {
-      const typename Op::Stat own = op.of(input, batches[r]);
-      if (late) {
-        load_weights<N>(op, places[r], batches[r], weights[r]);
-      }
-      terms = op.done(team.after(first).all(op, own), params.columns);
-    }
-    if (batches[r].edge) {
-      write_edge<N>(op, terms, places[r], batches[r], input);
-    }
-    write_parts<N>(op, terms, places[r], batches[r], input, weights[r]);
+  if (!late) {
+    load_weights<N>(op, place, batch, weights);
   }
+  auto input = row_input<N>(first, team, params.columns, op, place, batch, parts, lead_weights);
+  typename Op::Row terms = typename Op::Row();
+  if constexpr (Op::reduces) {
+    const typename Op::Stat own = op.of(input, batch);
+    if (late) {
+      load_weights<N>(op, place, batch, weights);
+    }
+    terms = op.done(team.after(first).all(op, own), params.columns);
+  }
+  if (batch.edge) {
+    write_edge<N>(op, terms, place, batch, input);
+  }
+  write_parts<N>(op, terms, place, batch, input, weights);
 }
 
 // A part of a row that does not stay in registers: packs begin .. end, and the edges if the caller takes them.
@@ -586,15 +578,13 @@ template <int L, int N, typename First, typename Op>
 inline void run_rows(
     InLanes<L, N>, First first, Op op, constant RowParams& params, RowThread thread_of,
     threadgroup float* scratch) {
-  constexpr int R = InLanes<L, N>::rows;
   const ThreadPosition position = thread_of.position;
-  const uint row =
-      (thread_of.group * position.simdgroups + position.simdgroup) * (32 / L * R) + position.lane / L;
+  const uint row = (thread_of.group * position.simdgroups + position.simdgroup) * (32 / L) + position.lane / L;
   const LaneTeam<L> team = LaneTeam<L>{position.lane % L, L, position.lane, params.columns};
   if (params.whole) {
-    rows_held<N, R>(first, op, team, params, row, 32 / L, true);
+    row_held<N>(first, op, team, params, row, true);
   } else {
-    rows_held<N, R>(first, op, team, params, row, 32 / L, false);
+    row_held<N>(first, op, team, params, row, false);
   }
 }
 
@@ -608,9 +598,9 @@ inline void run_rows(
     threadgroup float* scratch) {
   const ThreadgroupTeam team = threadgroup_team(params, thread_of, scratch);
   if (params.whole) {
-    rows_held<N, 1>(first, op, team, params, thread_of.group, 1, true);
+    row_held<N>(first, op, team, params, thread_of.group, true);
   } else {
-    rows_held<N, 1>(first, op, team, params, thread_of.group, 1, false);
+    row_held<N>(first, op, team, params, thread_of.group, false);
   }
 }
 

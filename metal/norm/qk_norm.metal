@@ -59,9 +59,9 @@ template <typename T, int L, int N>
   const LaneTeam<L> team = LaneTeam<L>{lane % L, L, lane, params.row.columns};
   // The array of one row has no second one: lanes past the last row take it.
   if (params.row.whole) {
-    rows_held<N, 1>(NoOp(), op, team, params.row, uint(row >= rows), 1, true);
+    row_held<N>(NoOp(), op, team, params.row, uint(row >= rows), true);
   } else {
-    rows_held<N, 1>(NoOp(), op, team, params.row, uint(row >= rows), 1, false);
+    row_held<N>(NoOp(), op, team, params.row, uint(row >= rows), false);
   }
 }
 

@@ -7,13 +7,8 @@
 
 namespace mittens {
 
-// Rows that a lane holds at once, so many packs of each. Two rows of one pack keep more loads in flight on NVIDIA GPUs;
-// on Apple GPUs their registers leave room for fewer threads.
-constexpr int rows_of_lane(int packs, bool is_nvidia) {
-  return packs == 1 && is_nvidia ? 2 : 1;
-}
-
-// Packs that a thread takes at once of a row which a threadgroup loops over, for the same reason.
+// Packs that a thread takes at once of a row which a threadgroup loops over. More keep more loads in flight; on Apple
+// GPUs their registers leave room for fewer threads.
 constexpr int looped_packs(bool is_nvidia) {
   return is_nvidia ? 4 : 2;
 }

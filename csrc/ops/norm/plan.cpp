@@ -69,10 +69,7 @@ RowPlan plan_rows(const mx::array& x, mx::Stream stream, const RowPlanOptions& o
   RowPlan plan{variant.kernel, variant.name, {rows, columns, 1, packs, 0}, variant.lanes, rows};
   switch (variant.kernel) {
     case RowKernel::simd: {
-      // The simulator's kernels are those of Apple GPUs, whatever GPU it stands for.
-      const bool is_nvidia = gpu.vendor == Gpu::Vendor::nvidia && stream.device == mx::Device::gpu;
-      const int held = rows_of_lane(static_cast<int>(variant.packs), is_nvidia);
-      const uint32_t simdgroups = ceil_divide(rows, simdgroup / variant.lanes * held);
+      const uint32_t simdgroups = ceil_divide(rows, simdgroup / variant.lanes);
       const uint32_t together = std::clamp(simdgroups, 1u, most_simdgroups);
       plan.threads = simdgroup * together;
       plan.threadgroups = ceil_divide(simdgroups, together);
