@@ -70,7 +70,7 @@ class Format:
         """A bound of the weights' sizes."""
         if self.mode == "affine":
             return size_of_packed(arrays[1], arrays[2], self.group_size, self.bits)
-        return np.abs(np.nan_to_num(np.array(self.matrices(*arrays)), posinf=0, neginf=0))
+        return _finite_size(self.matrices(*arrays))
 
     def overflow(self, draw: Draw, x: np.ndarray) -> np.ndarray | float:
         """Kernels multiply with what is packed, at most 448, and scale the sums of a group afterwards."""
@@ -144,6 +144,16 @@ def _sizes(choice: Choice, x: mx.array, weights: np.ndarray, indices: mx.array) 
     return size_of(x) @ np.swapaxes(weights[experts], -1, -2)
 
 
+def _in_float64(weights: Sequence[mx.array]) -> list[mx.array]:
+    """Packed weights with scales and biases of affine groups in float64."""
+    return [a.astype(mx.float64) if a.dtype in FLOATS else a for a in weights]
+
+
+def _finite_size(values: mx.array) -> np.ndarray:
+    """Absolute values, with 0 for what is infinite or no number."""
+    return np.abs(np.nan_to_num(np.array(values), posinf=0, neginf=0))
+
+
 def gather_qmm(draw: Draw) -> Case:
     dtype, form = draw.dtype(), Format.of(draw)
     choice = Choice.of(draw, form, 4, several_rows=True)
@@ -203,9 +213,9 @@ def gather_swiglu(draw: Draw) -> Case:
     def noise() -> list[np.ndarray | float]:
         products, errors = [], []
         for weights in (arrays[1 : 1 + count], arrays[1 + count : -1]):
-            wide = [a if a.dtype in (mx.uint32, mx.uint8) else a.astype(mx.float64) for a in weights]
+            wide = _in_float64(weights)
             y = _product(form, choice, True)(arrays[0].astype(mx.float64), wide, arrays[-1])
-            products.append(np.abs(np.nan_to_num(np.array(y), posinf=0, neginf=0)))
+            products.append(_finite_size(y))
             errors.append(4 * EPSILON32 * _sizes(choice, arrays[0], form.size(wide), arrays[-1]))
         # silu's slope is at most 1.1, that of the clipped one less than 1.2.
         total = 2 * (errors[0] * 1.2 * (products[1] + 1 + errors[1]) + errors[1] * products[0])
@@ -256,13 +266,13 @@ def gather_sum(draw: Draw) -> Case:
         return sums
 
     def noise() -> list[np.ndarray | float]:
-        wide = [a if a.dtype in (mx.uint32, mx.uint8) else a.astype(mx.float64) for a in arrays[1 : 1 + count]]
+        wide = _in_float64(arrays[1 : 1 + count])
         sizes = _sizes(choice, arrays[0][..., None, :], form.size(wide), indices)[..., 0, :]
         of_bias = size_of(arrays[-1]).max(0, initial=0) if len(arrays) > 3 + count else 0.0
         errors = 4 * EPSILON32 * (sizes + of_bias)
         if not draw.gpu:  # the native code rounds the terms, and those with a bias
             terms = _product(form, choice, True)(arrays[0].astype(mx.float64)[..., None, :], wide, indices)
-            size = np.abs(np.nan_to_num(np.array(terms)[..., 0, :], posinf=0, neginf=0))
+            size = _finite_size(terms)[..., 0, :]
             types = [a.dtype for a in arrays if a.dtype in FLOATS]
             errors = errors + max(specs.EPSILON[t] for t in types) * (size + of_bias)
             errors[size + of_bias > 0.99 * min(LARGEST[t] for t in types)] = np.inf
