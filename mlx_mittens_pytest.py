@@ -36,6 +36,7 @@ class _Simulated:
         self.seeds = max(1, config.getoption("--metal-seeds"))
         self.before = simulator.launched()
         self.elsewhere = 0  # launches of xdist's workers
+        self.notes: set[str] = set()  # theirs
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(simulator.enabled(pretend_metal=True))
 
@@ -62,17 +63,19 @@ class _Simulated:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        self.elsewhere += getattr(node, "workeroutput", {}).get("metal_launches", 0)
+        output = getattr(node, "workeroutput", {})
+        self.elsewhere += output.get("metal_launches", 0)
+        self.notes.update(output.get("metal_notes", ()))
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output["metal_launches"] = self.launches
+            output["metal_launches"], output["metal_notes"] = self.launches, self.simulator.notes()
         elif self.launches == 0 and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for note in self.simulator.notes():
+        for note in sorted(self.notes.union(self.simulator.notes())):
             terminalreporter.write_line(f"metal simulator: note: {note}")
         if self.launches:
             terminalreporter.write_line(f"metal simulator: {self.launches} launches")

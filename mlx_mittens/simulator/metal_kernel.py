@@ -6,6 +6,7 @@ compile for the GPU, signature and all, on machines without one too.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import operator
@@ -272,6 +273,8 @@ def _checked_shape(i: int, given: Any) -> tuple[int, ...]:
 
 def _generate(mlx_kernel: Callable[..., Any], arrays: list[mx.array], **arguments: Any) -> _Generated:
     """Has MLX write the kernel for inputs of these shapes and dtypes."""
+    if isinstance(mlx_kernel, _Switched):  # what a Kernel from before the first block holds by now
+        mlx_kernel = mlx_kernel._mlx_kernel
     exported: list[dict[str, Any]] = []
     stand_ins = [mx.zeros(a.shape, a.dtype) for a in arrays]
     mx.export_function(exported.append, lambda *inputs: mlx_kernel(inputs=list(inputs), **arguments), *stand_ins)
@@ -306,21 +309,31 @@ def _element(value: float, dtype: mx.Dtype) -> bytes:
 class _Switched:
     """A kernel of MLX's that goes to the simulator while redirection is on."""
 
-    def __init__(self, mlx_kernel: Callable[..., Any], simulated: Kernel):
+    def __init__(self, mlx_kernel: Callable[..., Any], simulated: Callable[[], Kernel]):
         self._mlx_kernel = mlx_kernel
-        self._simulated = simulated
+        self._make_simulated = simulated
 
-    def __call__(self, **arguments: Any) -> list[mx.array]:
-        return (self._simulated if _redirects and not _ext.exporting() else self._mlx_kernel)(**arguments)
+    @functools.cached_property
+    def _simulated(self) -> Kernel:
+        return self._make_simulated()
+
+    def __call__(self, *args: Any, **arguments: Any) -> list[mx.array]:
+        if _redirects and not _ext.exporting():
+            return self._simulated(*args, **arguments)
+        made: list[mx.array] = self._mlx_kernel(*args, **arguments)
+        return made
 
 
 def _switched_metal_kernel(*args: Any, **arguments: Any) -> _Switched:
-    if not _redirects:
-        made: Any = _mlx_metal_kernel(*args, **arguments)
-        return _Switched(made, Kernel(made))
-    simulated = metal_kernel(*args, **arguments)
-    return _Switched(simulated._mlx_kernel, simulated)
+    if _redirects:
+        simulated = metal_kernel(*args, **arguments)
+        return _Switched(simulated._mlx_kernel, lambda: simulated)
+    # Errors are MLX's own until the kernel is called in a block.
+    made: Any = _mlx_metal_kernel(*args, **arguments)
+    return _Switched(made, functools.partial(metal_kernel, *args, **arguments))
 
+
+_switched_metal_kernel.__doc__ = _mlx_metal_kernel.__doc__
 
 _redirects = False
 
@@ -339,7 +352,7 @@ def redirect(on: bool) -> None:
 
 
 def _switch_of(value: Any) -> Callable[..., Any]:
-    return _switched_metal_kernel if value is _mlx_metal_kernel else _Switched(value, Kernel(value))
+    return _switched_metal_kernel if value is _mlx_metal_kernel else _Switched(value, functools.partial(Kernel, value))
 
 
 def _is_kernel(value: Any) -> bool:

@@ -144,3 +144,22 @@ class TestPlugin:
         status, out = self.run(tmp_path, "def test_nothing(): pass", "--metal-simulator")
         assert status == 1 and "1 passed" in out and "no kernel ran" in out, out
         assert self.run(tmp_path, "def test_nothing(): pass")[0] == 0
+
+    def test_workers_of_xdist_tell_what_they_ran(self, tmp_path):
+        text = """
+        import mlx.core as mx, gated_library
+        def test_twice():
+            assert mx.array_equal(gated_library.twice(mx.arange(64.0)), 2 * mx.arange(64.0))
+        def test_equal_writes():
+            kernel = mx.fast.metal_kernel(name="same", input_names=["x"], output_names=["y"], source="y[0] = 1;")
+            sizes = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(1,)]}
+            mx.eval(kernel(inputs=[mx.zeros(1)], output_dtypes=[mx.float32], **sizes))
+        """
+        status, out = self.run(tmp_path, text, "--metal-simulator", "-n", "2")
+        assert status == 0 and "2 passed" in out and "metal simulator: 2 launches" in out, out
+        assert "note: [custom_kernel_same" in out and "no kernel ran" not in out, out
+
+    def test_workers_of_xdist_that_ran_no_kernel_fail(self, tmp_path):
+        text = "def test_nothing(): pass\ndef test_more(): pass\n"
+        status, out = self.run(tmp_path, text, "--metal-simulator", "-n", "2")
+        assert status == 1 and "2 passed" in out and "no kernel ran" in out, out

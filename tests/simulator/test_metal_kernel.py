@@ -12,6 +12,7 @@ from helpers.tolerances import SUMS
 import mlx_mittens as mm
 from mlx_mittens.frontend import CompileError, dialect
 from mlx_mittens.simulator import Fault
+from mlx_mittens.simulator.metal_kernel import _mlx_metal_kernel as mlx_metal_kernel
 
 DOUBLED = """
     uint i = thread_position_in_grid.x;
@@ -446,6 +447,7 @@ def default(kernel=make()):
     return kernel
 
 attribute, slot, closed, lists, deep = Attribute(), Slot(), closure(), [make()], ({"a": (1, make())},)
+simulated = mm.simulator.metal_kernel("k", ["a"], ["out"], "uint i = thread_position_in_grid.x; out[i] = 2 * a[i];")
 bound, inner, maker = functools.partial(call, make()), functools.partial(make()), mx.fast.metal_kernel
 make = functools.partial(maker, name="k", input_names=["a"], output_names=["out"],
                          source="uint i = thread_position_in_grid.x; out[i] = 2 * a[i];")
@@ -461,6 +463,7 @@ HELD = (
     'call(deep[0]["a"][1])',
     "bound()",
     "call(inner)",
+    "call(simulated)",
     "call(make())",
 )
 
@@ -486,6 +489,43 @@ def test_outside_of_enabled_kernels_are_mlxs():
     for mlx_kernel in (kernel, make(), held_by_module):
         with pytest.raises(RuntimeError, match="No Metal back-end"):
             call(mlx_kernel)
+
+
+def message_of(function, *args, **arguments):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        function(*args, **arguments)
+    return type(caught.value), str(caught.value)
+
+
+def test_outside_of_enabled_errors_are_mlxs():
+    with mm.simulator.enabled():
+        pass
+    names = {"name": "made", "input_names": ["a"], "output_names": ["out"], "source": DOUBLED}
+    for args, arguments in ((("made",), {}), ((), {**names, "more": 1}), ((), {**names, "source": ""})):
+        try:
+            mlx_metal_kernel(*args, **arguments)
+        except TypeError:
+            assert message_of(mx.fast.metal_kernel, *args, **arguments) == message_of(
+                mlx_metal_kernel, *args, **arguments
+            )
+        else:
+            mx.fast.metal_kernel(*args, **arguments)
+    theirs, switched = mlx_metal_kernel(**names), mx.fast.metal_kernel(**names)
+    assert message_of(switched, [mx.zeros(1)]) == message_of(theirs, [mx.zeros(1)])
+    assert message_of(switched, inputs=[mx.zeros(1)]) == message_of(theirs, inputs=[mx.zeros(1)])
+    assert mx.fast.metal_kernel.__doc__ == mlx_metal_kernel.__doc__
+
+
+def test_a_kernel_made_between_blocks_has_the_users_lines():
+    with mm.simulator.enabled():
+        pass
+    kernel = mx.fast.metal_kernel(name="mine", input_names=["a"], output_names=["out"], source="out[0] = 1;\nnone();")
+    named = mx.fast.metal_kernel(name="not mine", input_names=["a"], output_names=["out"], source=DOUBLED)
+    with mm.simulator.enabled():
+        with pytest.raises(CompileError, match=r"(?m)^mine\.metal:2:"):
+            call(kernel)
+        with pytest.raises(ValueError, match="name is 'not mine'"):
+            call(named)
 
 
 def test_a_fault_inside_enabled_leaves_all_as_it_was():
