@@ -1,6 +1,7 @@
 """Builds the extension with sanitizers, and runs the quick tests and the fuzz on it.
 
     python tests/verification/sanitize.py address    ASan and UBSan, with each instruction set that this machine has
+    python tests/verification/sanitize.py address --instructions avx512    one part of that
     python tests/verification/sanitize.py thread     ThreadSanitizer, on the tests of threads
 
 The environment that runs this needs GCC, and what builds and tests the package: `pip install -e ".[cpu,test]"`, with
@@ -120,6 +121,9 @@ def environment(name: str) -> dict[str, str]:
     }
 
 
+INSTRUCTION_SETS = ("avx512", "avx2", "baseline", "neon")
+
+
 def instruction_sets(python: Path, options: Mapping[str, str]) -> Iterator[str]:
     """Those that this machine has, the best one first.
 
@@ -129,7 +133,7 @@ def instruction_sets(python: Path, options: Mapping[str, str]) -> Iterator[str]:
     command = [python, "-c", "import mlx_mittens"]
     unset = {key: value for key, value in options.items() if key != "MLX_MITTENS_CPU"}
     subprocess.run(command, env=unset, cwd=ROOT / "tests", check=True)
-    for name in ("avx512", "avx2", "baseline", "neon"):
+    for name in INSTRUCTION_SETS:
         environment = {**options, "MLX_MITTENS_CPU": name}
         tried = subprocess.run(command, env=environment, cwd=ROOT / "tests", stderr=subprocess.PIPE, text=True)
         if tried.returncode == 0:
@@ -165,12 +169,19 @@ def main() -> None:
     parser.add_argument("sanitizer", choices=SANITIZERS)
     parser.add_argument("--cases", type=int, default=100, help="of the fuzz, for each op; in the simulator a tenth")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--instructions", nargs="+", choices=INSTRUCTION_SETS, help="instead of all of this machine")
     arguments = parser.parse_args()
     python, options = build(arguments.sanitizer), environment(arguments.sanitizer)
-    i = -1
-    for i, instructions in enumerate(instruction_sets(python, options)):
+    sets = list(instruction_sets(python, options))
+    asked = [name for name in sets if name in (arguments.instructions or sets)]
+    if not asked:
+        sys.exit(
+            f"this machine has none of the instruction sets: {', '.join(arguments.instructions or INSTRUCTION_SETS)}"
+        )
+    for instructions in asked:
         for for_each, command in commands(arguments.sanitizer, arguments.cases, arguments.jobs):
-            if i and not for_each:
+            # What is no instruction set's own runs with the best one.
+            if not for_each and instructions != sets[0]:
                 continue
             print(f"{instructions}: python {' '.join(command)}", flush=True)
             # Not where the package's source lies, which Python would find first.
@@ -178,8 +189,6 @@ def main() -> None:
             ran = subprocess.run([python, *command], env=chosen, cwd=ROOT / "tests")
             if ran.returncode:
                 sys.exit(f"{instructions}: failed, with status {ran.returncode}")
-    if i < 0:
-        sys.exit("this machine has none of the instruction sets")
     print("nothing was reported")
 
 
