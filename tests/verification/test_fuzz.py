@@ -57,10 +57,12 @@ def test_gradients_whose_terms_cancel_are_right(worker, subject, seed, case):
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="baseline is an instruction set of x86-64")
-def test_equal_products_in_lanes_of_four_are_right(monkeypatch):
+@pytest.mark.parametrize("subject, case", [("gemv", 48), ("sample", 14)])
+def test_equal_numbers_in_lanes_of_four_are_right(monkeypatch, subject, case):
+    """The fewest lanes, so that each adds most of a row: rounding adds up, and whole numbers reach 32 bits."""
     monkeypatch.setenv("MLX_MITTENS_CPU", "baseline")
     with Worker() as worker:
-        assert_no_findings(worker, Chunk("gemv", "native", 0, 48, 1))
+        assert_no_findings(worker, Chunk(subject, "native", 0, case, 1))
 
 
 @pytest.mark.nightly

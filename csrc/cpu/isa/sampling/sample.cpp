@@ -102,7 +102,8 @@ struct Mass {
     low += other.low;
   }
 };
-constexpr size_t mass_block = 2048;  // columns whose parts add up in 32 bits
+// Columns whose parts add up in 32 bits: 1 is 2^22, so that a lane takes 511 of them.
+constexpr size_t mass_block = 256 * width;
 
 MITTENS_INLINE Mass mass_of(Float difference) {
   const Float d = maximum(difference, Float{} - 40.0f);
