@@ -4,7 +4,7 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 3;
+constexpr unsigned version = 4;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
@@ -63,8 +63,9 @@ struct Runtime {
   void (*load)(const void* address, unsigned long bytes, const void* caller);
   void (*store)(const void* address, unsigned long bytes, const void* caller);
   void (*outside_array)(const void* caller);  // an index beyond an array of a thread's own
-  // An array of a thread's own begins to live, or without a name ends. Returns the address.
-  void* (*private_array)(void* address, unsigned long bytes, const char* name);
+  // An array of a thread's own begins to live, or without a name ends; an element has `unit` bytes. Returns the
+  // address.
+  void* (*private_array)(void* address, unsigned long bytes, unsigned long unit, const char* name);
   void (*out_of_steps)();
 };
 

@@ -55,8 +55,8 @@ abi::Runtime* runtime() {
       .store = [](const void* address, unsigned long bytes,
                   const void* caller) { current->watcher.store(address, bytes, caller); },
       .outside_array = [](const void* caller) { current->watcher.outside_array(caller); },
-      .private_array = [](void* address, unsigned long bytes, const char* name) -> void* {
-        current->watcher.private_array(address, bytes, name);
+      .private_array = [](void* address, unsigned long bytes, unsigned long unit, const char* name) -> void* {
+        current->watcher.private_array(address, bytes, unit, name);
         return address;
       },
       .out_of_steps = [] { current->out_of_steps(); },

@@ -188,7 +188,7 @@ void Watcher::outside_array(const void* caller) {
   }
 }
 
-void Watcher::private_array(const void* address, size_t bytes, const char* name) {
+void Watcher::private_array(const void* address, size_t bytes, size_t unit, const char* name) {
   if (!watching_) {
     return;
   }
@@ -198,11 +198,10 @@ void Watcher::private_array(const void* address, size_t bytes, const char* name)
   }
   const auto begin = reinterpret_cast<uintptr_t>(address);
   std::vector<Private>& arrays = privates_[thread];
-  std::erase_if(arrays, [&](const Private& array) {
-    return array.begin < begin + bytes && begin < array.begin + array.written.size();
-  });
+  std::erase_if(arrays,
+                [&](const Private& array) { return array.begin < begin + bytes && begin < array.begin + array.bytes; });
   if (name) {
-    arrays.push_back({begin, name, std::vector<bool>(bytes)});
+    arrays.push_back({begin, name, bytes, unit, std::vector<bool>(bytes / unit)});
   }
 }
 
@@ -213,13 +212,16 @@ void Watcher::check_privates(uintptr_t address, const Access& access) {
   }
   for (Private& array : privates_[thread]) {
     const uintptr_t begin = std::max(address, array.begin);
-    const uintptr_t end = std::min(address + access.bytes, array.begin + array.written.size());
-    for (uintptr_t at = begin; at < end; ++at) {
+    const uintptr_t end = std::min(address + access.bytes, array.begin + array.bytes);
+    if (begin >= end) {
+      continue;
+    }
+    for (size_t i = (begin - array.begin) / array.unit; i * array.unit < end - array.begin; ++i) {
       if (access.kind != kLoad) {
-        array.written[at - array.begin] = true;
-      } else if (!array.written[at - array.begin]) {
-        fail(text_of(access) + "at byte " + std::to_string(at - array.begin) + " of its own array \"" + array.name +
-             "\", which nothing has written: uninitialised");
+        array.written[i] = true;
+      } else if (!array.written[i]) {
+        fail(text_of(access) + "at byte " + std::to_string(std::max(i * array.unit, begin - array.begin)) +
+             " of its own array \"" + array.name + "\", which nothing has written: uninitialised");
       }
     }
   }

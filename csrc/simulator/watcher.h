@@ -124,8 +124,9 @@ class Watcher {
   // An index is beyond its array, as the compiler knows its size. The access that follows says whether the array is one
   // of the threadgroup's, which has a name; else it is a thread's own, and settle() faults.
   void outside_array(const void* caller);
-  // An array of numbers of the running thread's own, declared without values, begins to live; without a name, it ends.
-  void private_array(const void* address, size_t bytes, const char* name);
+  // An array of the running thread's own, declared without values, begins to live; without a name, it ends. An element
+  // of `unit` bytes is written once a part of it is: a copy of a struct reads all of its members.
+  void private_array(const void* address, size_t bytes, size_t unit, const char* name);
   void settle();
   void barrier(abi::Scope scope, unsigned simdgroup, unsigned memory);
 
@@ -148,10 +149,12 @@ class Watcher {
     const void* caller;
   };
 
-  // An array of a thread's own, and which of its bytes were written.
+  // An array of a thread's own, and which of its elements were written.
   struct Private {
     uintptr_t begin;
     const char* name;
+    size_t bytes;
+    size_t unit;
     std::vector<bool> written;
   };
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import cache, compiler, conversions, ptx_module, sources, spirv_module
+from . import cache, compiler, conversions, ptx_module, sources, spirv_module, vector_lanes, vector_truths
 from .bfloat_lowering import UnknownOperation
 from .errors import CompileError
 from .mma_lowering import joined_products
@@ -200,7 +200,8 @@ def simulator_library(
         file: One of `files()`, or a registered source.
         watch: Whether the memory watcher is to see its accesses.
         constants: Values of function constants, by index.
-        private: Whether it is to see those to arrays of a thread's own too, which then stay in memory.
+        private: Whether it is to see those to arrays of a thread's own too, which then stay in memory, and of vectors
+            the components.
 
     Returns:
         The path of a file in the cache.
@@ -211,7 +212,9 @@ def simulator_library(
     found = compiler.find_compiler()
     flags = compiler.cpu_flags(watch)
     texts = _constant_texts(constants)
-    what = [sources.flatten(file), repr(sorted(texts.items())), *["private"] * private]
+    flat = sources.flatten(file)
+    what = [flat, repr(sorted(texts.items())), *["private"] * private]
+    vectors = (private or (not watch and sources.is_registered(file))) and vector_truths.has_vectors(flat)
     name = cache.key(*what, _library_key(), found.identity, " ".join(flags), _processor())
 
     def make(path: Path) -> None:
@@ -220,8 +223,18 @@ def simulator_library(
             raise CompileError(file, None, "error: the file has no kernel")
         compiled = path.with_suffix(".o")
         try:
-            flags_here = [*flags, f"-I{INCLUDE}", f"-I{_abi_folder()}", "-o", str(compiled)]
-            done = _compiled(found, flags_here, _simulator_text(translation, file), translation)
+            includes = [f"-I{INCLUDE}", f"-I{_abi_folder()}"]
+            text = _simulator_text(translation, file)
+            if vectors:
+                done = _compiled(found, [*compiler.unoptimized_flags(flags), *includes], text, translation)
+                text = vector_truths.with_truths(done.stdout)
+                if watch and not done.returncode:
+                    done = found.run(compiler.optimized_flags(flags), text)
+                    text = vector_lanes.with_lanes(done.stdout)
+                if not done.returncode:
+                    done = found.run([*compiler.object_flags(flags, optimized=watch), "-o", str(compiled)], text)
+            else:
+                done = _compiled(found, [*flags, *includes, "-o", str(compiled)], text, translation)
             if done.returncode:
                 raise CompileError(file, None, _clean(done.stderr))
             linked = subprocess.run([*found.linker, str(compiled), "-o", str(path)], capture_output=True, text=True)

@@ -83,6 +83,28 @@ def cpu_flags(watch: bool) -> list[str]:
     return [*_COMMON, *_CPU, tune, *(_WATCHED if watch else _STEPS)]
 
 
+_NO_PASSES = ["-Xclang", "-disable-llvm-passes"]
+_LANGUAGE = ("-c", "-x", "c++", "-std=c++20", "-nostdinc")  # what says nothing of LLVM's text
+
+
+def unoptimized_flags(cpu: list[str]) -> list[str]:
+    """As those for the CPU, to LLVM's text before any pass."""
+    return [*(flag for flag in cpu if flag != "-c"), "-S", "-emit-llvm", *_NO_PASSES, "-o", "-"]
+
+
+def optimized_flags(cpu: list[str]) -> list[str]:
+    """From LLVM's text to the same after all passes."""
+    return ["-x", "ir", *(flag for flag in cpu if flag not in _LANGUAGE), "-S", "-emit-llvm", "-o", "-"]
+
+
+def object_flags(cpu: list[str], optimized: bool) -> list[str]:
+    """From LLVM's text, of which all passes may have been, to machine code."""
+    kept = [flag for flag in cpu if flag not in _LANGUAGE]
+    if optimized:
+        kept = [*(flag for flag in kept if not flag.startswith("-fsanitize")), *_NO_PASSES]
+    return ["-x", "ir", "-c", *kept]
+
+
 def ptx_flags(arch: str, text: str) -> list[str]:
     """For a text, which may ask for options of LLVM's own in lines that begin with ``// nvptx: ``."""
     asked = [flag for option in re.findall(r"^// nvptx: (\S+)$", text, re.M) for flag in ("-mllvm", option)]

@@ -55,6 +55,7 @@ _TRUTHS = re.compile(
     r"invalid operands to binary expression \('.*\(vector of (\d) '(\w+)' values\) and "
     r"'(?:bool\d'\)|.*\(vector of \d '(\w+)' values\)\))"
 )
+_COMPONENTS = re.compile(r"illegal vector component name '([xyzw]+|[rgba]+)'$")  # of bool: others are right or wrong
 _LIBRARY_CALL = re.compile(r"no matching function for call to '(?:transpose|determinant)'")
 
 
@@ -181,8 +182,12 @@ def _pieces(
     for begin, end, call in sorted(set(wraps), key=lambda w: w[1] - w[0]):
         if not any(begin < e and b < end for b, e in taken):
             taken.append((begin, end))
+            if call.startswith("components"):
+                dot = text.rindex(".", begin, end)
+                pieces += [(begin, 1, f"::mittens::{call}("), (dot, 0, ")/*"), (end, 0, "*/")]
+                continue
             before, after = {_PLAIN: ("/*", "*/static const"), _COMMENT: ("/*", "*/")}.get(
-                call, (f"::mittens::{call}(", ")")
+                call, ("/*", f"*/{call}") if call[0] == "[" else (f"::mittens::{call}(", ")")
             )
             pieces += [(begin, 1, before), (end, 0, after)]
         else:  # asked for again in the next round
@@ -198,6 +203,9 @@ def _wraps(text: str, error: _Error, methods: set[str]) -> list[tuple[int, int, 
     if (assignment := _ASSIGNMENT.match(what)) and len(ranges) == 2:
         left = "place" if assignment["operator"] == "=" else "in_thread"
         return [(*ranges[0], left), (*ranges[1], "in_thread")]
+    components = _COMPONENTS.match(what)
+    if components and re.match(rf"\.\s*{components[1]}\b", text[text.rfind(".", 0, error.at) : error.at + 5]):
+        return [_components(text, error, components[1])]
     if what.startswith("no viable conversion"):
         return _copies(text, ranges)
     if (truths := _TRUTHS.match(what)) and len(ranges) == 2 and "bool" in (truths[2], truths[3] or "bool"):
@@ -233,6 +241,44 @@ def _wraps(text: str, error: _Error, methods: set[str]) -> list[tuple[int, int, 
     if _COPY.match(what) and not what.startswith("no matching function"):
         return _copies(text, ranges)
     return []
+
+
+def _components(text: str, error: _Error, names: str) -> tuple[int, int, str]:
+    """`b.x`, `b.xy` of a vector of truths."""
+    end = error.at + len(names)
+    order = [("xyzw" if names[0] in "xyzw" else "rgba").index(name) for name in names]
+    if len(order) == 1:
+        return text.rindex(".", 0, error.at), end, f"[{order[0]}]"
+    assigned = re.match(r"\s*=(?!=)", text[end : end + 80]) is not None
+    return (
+        _postfix_start(text, text.rindex(".", 0, error.at)),
+        end,
+        f"components{'_of' if assigned else ''}<{', '.join(map(str, order))}>",
+    )
+
+
+def _postfix_start(text: str, end: int) -> int:
+    """Where the expression begins that a place behind it, such as a dot, belongs to: `f(x)[2].m`."""
+    i = end
+    while i > 0:
+        if text[i - 1] in ")]":
+            i = _opening_of(text, i - 1)
+        elif text[i - 1].isalnum() or text[i - 1] in "_.:":
+            i -= 1
+        elif text[i - 2 : i] == "->":
+            i -= 2
+        else:
+            break
+    return i
+
+
+def _opening_of(text: str, closing: int) -> int:
+    depth = 0
+    for i in range(closing, -1, -1):
+        depth += (text[i] in ")]}") - (text[i] in "([{")
+        if depth == 0:
+            return i
+    return 0
 
 
 _VECTOR_CALL = re.compile(r"(?:bool|u?char|u?short|u?int|u?long|half|bfloat|float)[234]\s*\(")

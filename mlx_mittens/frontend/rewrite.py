@@ -440,6 +440,8 @@ class _Rewriter:
             return self._function_constant_test(i)
         if token == "vec" and self.token(i + 1) == "<":
             return self._vector_constructor(i)
+        if token == "(":
+            self._vector_cast(i)
         if self.token(i + 1) == "(" and (vector := _VECTOR.match(token)):
             self._vector_array(i, vector)
             if self.token(i - 1) == "::":  # metal::float4(x): the macro brings its own
@@ -697,6 +699,47 @@ class _Rewriter:
         self.edits.append((self.spans[first][0], self.spans[first][0], "::mittens::construct<"))
         self.edits.append((self.spans[end - 1][1], self.spans[end - 1][1], ">"))
         return i
+
+    def _vector_cast(self, i: int) -> None:
+        """`(float4)x`: clang takes the bits of a vector of the same size, Metal converts its elements."""
+        closing = self.partner[i]
+        kind = self.tokens[i + 1 : closing]
+        named = len(kind) == 1 and _VECTOR.match(kind[0]) is not None
+        if not named and not (kind[:2] == ["vec", "<"] and self.after_template_arguments(i + 2) == closing):
+            return
+        before = self.token(i - 1)
+        if before in (")", "]", ">") or (_IDENTIFIER.match(before) and before not in ("return", "case", "else", "do")):
+            return  # the parameters of a function, of sizeof
+        end = self._operand_end(closing + 1)
+        if end > closing + 1:
+            self.edits.append((*self.spans[closing], f")::mittens::convert<{''.join(kind)}>("))
+            self.edits.append((self.spans[end - 1][1], self.spans[end - 1][1], ")"))
+
+    def _operand_end(self, i: int) -> int:
+        """The token behind the operand of a cast that starts at i; i if none does."""
+        start = i
+        while self.token(i) in ("-", "+", "!", "~", "*", "&"):
+            i += 1
+        if self.token(i) == "(":
+            inner, i = self.tokens[i + 1 : self.partner[i]], self.partner[i] + 1
+            if len(inner) == 1 and is_type(inner[0]):
+                return self._operand_end(i)
+        elif _IDENTIFIER.match(self.token(i)):
+            i = self.after_template_arguments(i + 1)
+            while self.token(i) == "::":
+                i = self.after_template_arguments(i + 2)
+        elif self.token(i)[:1].isdigit() or self.token(i)[:1] == ".":
+            i += 1
+        else:
+            return start
+        while True:
+            token = self.token(i)
+            if token in ("(", "["):
+                i = self.partner[i] + 1
+            elif token in (".", "->") and _IDENTIFIER.match(self.token(i + 1)):
+                i += 2
+            else:
+                return i
 
     def _vector_array(self, i: int, vector: re.Match[str]) -> None:
         """`uint4 (&name)[2]`: here the type is no constructor, as which it is a macro."""

@@ -71,9 +71,28 @@ UNINITIALISED = {
     "two dimensions": "thread float v[2][2];\nfor (int j = 0; j < n; ++j) { v[j / 2][j % 2] = x[j]; }\ny[i] = v[1][1];",
     "in a function": "float v[4];\nfirst(v, x, n);\ny[i] = v[3];",
     "of a template": "y[i] = last<float, 4>(x, n);",
+    "vectors": "float4 v[4];\nfor (int j = 0; j < n; ++j) { v[j] = x[j]; }\ny[i] = v[3].z;",
+    "a sum of vectors": "half2 v[4];\nv[3] = 0;\nfor (int j = 0; j < n; ++j) { v[j] = 0; }\nfor (int j = 0; j < 4; ++j) { v[j] += half2(x[j]); }\ny[i] = v[1].x;",
+    "a component's sum": "float4 v[4];\nfor (int j = 0; j < n; ++j) { v[j].x = 0; }\nfor (int j = 0; j < 4; ++j) { v[j].x += x[j]; }\ny[i] = v[1].x;",
+    "an index of a component": "int2 v[4]; float4 w = 0;\nfor (int j = 0; j < n; ++j) { v[j].x = 1; }\nw[v[3].x & 3] = x[0];\ny[i] = w.y;",
+    "vectors in a function": "float3 v[4];\nfirst_components(v, x, n);\ny[i] = v[2].x;",
+    "vectors of a template": "y[i] = last<float2, 4>(x, n).y;",
+    "structs": "Pair v[4];\nfor (int j = 0; j < n; ++j) { v[j].a = x[j]; }\ny[i] = v[3].a;",
+    "a sum in a struct": "Pair v[4];\nfor (int j = 0; j < n; ++j) { v[j].a = v[j].b = 1; }\nfor (int j = 0; j < 4; ++j) { v[j].b += x[j]; }\ny[i] = v[0].b;",
+    "vectors in a struct": "Both v[2][2];\nfor (int j = 0; j < n; ++j) { v[j / 2][j % 2].f = float4(1); v[j / 2][j % 2].n = j; }\ny[i] = v[1][1].f.w;",
+    "a struct that is copied": "Pair v[4];\nfor (int j = 0; j < n; ++j) { v[j].a = 1; }\nPair p = v[3];\ny[i] = n == 4 ? p.a : p.b;",
+    "matrices": "float2x2 v[4];\nfor (int j = 0; j < n; ++j) { v[j][0][1] = 1; }\ny[i] = v[2][0][1];",
+    "packed vectors": "packed_float3 v[4];\nfor (int j = 0; j < n; ++j) { v[j] = packed_float3(1, 2, 3); }\ny[i] = v[3].z;",
     "a sum": "float v[4];\nv[3] = 0;\nfor (int j = 0; j < n; ++j) { v[j] = 0; }\nfor (int j = 0; j < 4; ++j) { v[j] += x[j]; }\ny[i] = v[2];",
 }  # fmt: skip
-FUNCTIONS = """inline void first(thread float* v, const device float* x, int n) {
+FUNCTIONS = """struct Pair { float a, b; };
+struct Both { float4 f; int n; half2 h; };
+inline void first_components(thread float3* v, const device float* x, int n) {
+  for (int j = 0; j < n; ++j) { v[j].x = x[j]; }
+}
+inline void set(thread float4& v, int j, float value) { v[j] = value; v.z = value; }
+inline void swap_pairs(thread Pair (&v)[4]) { Pair p = v[0]; v[0] = v[3]; v[3] = p; }
+inline void first(thread float* v, const device float* x, int n) {
   for (int j = 0; j < n; ++j) { v[j] = x[j]; }
 }
 template <typename T, int size> T last(const device float* x, int n) {
@@ -109,6 +128,15 @@ SOUND = {
     "a guarded element": "float v[8]; for (int j = 0; j < n; ++j) v[j] = x[j]; float s = 0; for (int j = 0; j < 8; ++j) s += j < n ? v[j] : 0; y[i] = s;",
     "an element of vectors": "float4 v[2]; v[0].x = 1; v[0].y = v[1].z = 2; y[i] = v[0].x + v[1].z;",
     "an early return": "float v[2]; if (i > 40) { return; } v[0] = 1; { float v[2]; v[1] = 3; y[i] = v[1]; } y[i] += v[0];",
+    "components one by one": "float4 v[2]; for (int j = 0; j < n; ++j) { v[0][j] = x[j]; v[1].xy = v[1].zw = float2(x[j]); } y[i] = v[0].z + v[1].w;",
+    "components by reference": "float4 v[2]; set(v[0], 1, x[2]); thread float4& w = v[1]; w.z = w.x = 3; thread float4* p = v; p[1].y = (*p).y; (*p)[2] = p->y; y[i] = w.z + v[0].z;",
+    "components in structs": "Both v[2]; v[0].f.y = x[1]; v[0].h.x = 2; v[1].n = v[0].f.y > 0 ? 1 : 2; Both w[2]; w[1].h = v[0].h; w[0].f[n - 4] = 1; y[i] = v[1].n + w[1].h.x + w[0].f.x;",
+    "structs in part": "Pair v[4]; for (int j = 0; j < 4; ++j) { v[j].b = x[j]; } Pair w[2] = {v[0], v[1]}; Pair u[2]; u[1] = w[0]; swap_pairs(v); y[i] = u[1].b + v[3].b;",
+    "structs with values": "struct Most { float m = 1; int at; }; struct Made { float f; Made() : f(2) {} }; Most v[2]; Made w[2]; Pair u[2] = {}; y[i] = v[1].m + w[1].f + u[n - 3].b;",
+    "vectors with values": "float4 v[2] = {}; const float2 w[2] = {float2(1), float2(2)}; bool4 b[2]; b[0].x = true; y[i] = v[n - 3].x + w[n % 2].y + b[0].x;",
+    "matrices of simdgroups": "simdgroup_float8x8 v[2]; v[0] = make_filled_simdgroup_matrix<float, 8, 8>(1.0f); simdgroup_multiply(v[1], v[0], v[0]); simdgroup_half8x8 w[1]; threadgroup half h[64]; h[i] = h[i + 32] = 1; threadgroup_barrier(mem_flags::mem_threadgroup); simdgroup_load(w[0], h, 8); y[i] = v[1].thread_elements()[0];",
+    "a library's results": "float4 v[3]; float4 s = sincos(float4(x[1]), v[0]); int4 e[1]; v[1] = frexp(s, e[0]); v[2] = modf(s, v[1]); y[i] = v[0].x + v[2].y + e[0].z;",
+    "pointers and types": "const device float* p[2]; p[0] = p[1] = x + 1; bool t[2]; t[0] = t[1] = p[0][0] == x[1]; array<float, 2> w[2]; w[0][1] = 2; y[i] = t[n - 4] + w[0][1];",
     "a struct": "struct Pair { float a[2]; }; Pair p; p.a[0] = x[i % 4]; Pair q = p; y[i] = q.a[0];",
     "values": "float v[4] = {}; const int w[2] = {1, 2}; bool b[2] = {true}; y[i] = v[n - 1] + w[n % 2] + b[1];",
     "a copy": "uint v[2]; *(thread float2*)v = float2(1, 2); y[i] = as_type<float>(v[1]);",

@@ -20,6 +20,27 @@ MITTENS_INLINE constexpr auto convert(From... from) {
   return construct<metal::remove_cv_t<To>>(from...);
 }
 
+// b.xy of a vector of truths, whose components clang only has by their index.
+template <int... k, typename V>
+MITTENS_INLINE auto components(V vector) {
+  metal::vec<bool, sizeof...(k)> result;
+  int at = 0;
+  ((result[at++] = vector[k]), ...);
+  return result;
+}
+template <typename V, int... k>
+struct Components {
+  V& vector;
+  MITTENS_INLINE void operator=(metal::vec<bool, sizeof...(k)> value) {
+    int at = 0;
+    ((vector[k] = value[at++]), ...);
+  }
+};
+template <int... k, typename V>
+MITTENS_INLINE Components<V, k...> components_of(V& vector) {
+  return {vector};
+}
+
 template <typename T>
 constexpr bool is_object = __is_class(T) || __is_union(T);
 

@@ -29,10 +29,10 @@ namespace attribute {
 MITTENS_INLINE uint3 triple(const unsigned (&values)[3]) {
   return uint3{values[0], values[1], values[2]};
 }
-#define MITTENS_ATTRIBUTE(name, value)           \
-  MITTENS_RUNTIME inline auto name() {           \
+#define MITTENS_ATTRIBUTE(name, value)            \
+  MITTENS_RUNTIME inline auto name() {            \
     const abi::Thread& thread = *runtime->thread; \
-    return value;                                \
+    return value;                                 \
   }
 MITTENS_ATTRIBUTE(thread_position_in_grid, triple(thread.position_in_grid))
 MITTENS_ATTRIBUTE(thread_position_in_threadgroup, triple(thread.position_in_threadgroup))
@@ -176,43 +176,57 @@ MITTENS_RUNTIME inline void announce_atomic(const volatile void* address, unsign
 
 }  // namespace mittens
 
+namespace metal {
+template <typename T, int rows, int columns>
+struct simdgroup_matrix;
+}  // namespace metal
+
 namespace mittens {
 
-// The number that an array of a thread's own is of, in as many dimensions as it has; void of anything else.
+// What an array of a thread's own is of, in as many dimensions as it has.
 template <typename T>
-struct Numbers {
-  static constexpr bool value = __is_arithmetic(T);
+struct ArrayOf {
+  using type = T;
 };
 template <typename T, unsigned long N>
-struct Numbers<T[N]> : Numbers<T> {};
+struct ArrayOf<T[N]> : ArrayOf<T> {};
 
-MITTENS_RUNTIME inline void* watch_private(void* array, unsigned long bytes, const char* name) {
-  return runtime->private_array(array, bytes, name);
+template <typename T>
+constexpr bool is_simdgroup_matrix = false;
+template <typename T, int rows, int columns>
+constexpr bool is_simdgroup_matrix<metal::simdgroup_matrix<T, rows, columns>> = true;
+
+MITTENS_RUNTIME inline void* watch_private(void* array, unsigned long bytes, unsigned long unit, const char* name) {
+  return runtime->private_array(array, bytes, unit, name);
 }
 
-// An array that is declared without values, for as long as it lives. Vectors are left out: one element of them is
-// written by reading the others. A pointer, since what an array holds may be read before the branch that reads it.
+// An array that is declared without values, for as long as it lives. A pointer, since what an array holds may be read
+// before the branch that reads it. Constructors of its elements have written it. Left out are simdgroup matrices, of
+// which the library writes components, and vectors of bool, which clang packs into bits.
 template <typename A>
 struct PrivateArray {
+  using Value = typename ArrayOf<A>::type;
+  static constexpr bool is_watched = __is_trivially_constructible(Value) && !is_simdgroup_matrix<Value> &&
+                                     !(Vector<Value>::is_vector && __is_same(Element<Value>, bool));
   A* array;
   MITTENS_INLINE PrivateArray(A& memory, const char* name) : array(&memory) {
-    if constexpr (Numbers<A>::value) {
-      array = (A*)watch_private(&memory, sizeof(A), name);
+    if constexpr (is_watched) {
+      array = (A*)watch_private(&memory, sizeof(A), sizeof(Value), name);
     }
   }
   PrivateArray(const PrivateArray&) = delete;
   MITTENS_INLINE ~PrivateArray() {
-    if constexpr (Numbers<A>::value) {
-      watch_private(array, sizeof(A), nullptr);
+    if constexpr (is_watched) {
+      watch_private(array, sizeof(A), sizeof(Value), nullptr);
     }
   }
 };
 
 }  // namespace mittens
 
-#define MITTENS_PRIVATE_ARRAY(name)                                                                          \
-  const ::mittens::PrivateArray<decltype(name##_memory)> name##_watched(name##_memory, #name);               \
+#define MITTENS_PRIVATE_ARRAY(name)                                                            \
+  const ::mittens::PrivateArray<decltype(name##_memory)> name##_watched(name##_memory, #name); \
   auto& name = *name##_watched.array;
-#define MITTENS_THREADGROUP_ARRAY(name, ...)  \
-  static char name##_key;                     \
+#define MITTENS_THREADGROUP_ARRAY(name, ...) \
+  static char name##_key;                    \
   auto& name = *::mittens::threadgroup_array<__VA_ARGS__>(&name##_key, #name, ::mittens::here())

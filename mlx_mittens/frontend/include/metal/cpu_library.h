@@ -22,12 +22,12 @@ MITTENS_HIDDEN void __ubsan_handle_out_of_bounds_minimal() {
   mittens::runtime->outside_array(__builtin_return_address(0));
 }
 
-#define MITTENS_TRACE(bytes)                                                     \
-  MITTENS_HIDDEN void __sanitizer_cov_load##bytes(void* address) {               \
-    mittens::runtime->load(address, bytes, __builtin_return_address(0));         \
-  }                                                                              \
-  MITTENS_HIDDEN void __sanitizer_cov_store##bytes(void* address) {              \
-    mittens::runtime->store(address, bytes, __builtin_return_address(0));        \
+#define MITTENS_TRACE(bytes)                                              \
+  MITTENS_HIDDEN void __sanitizer_cov_load##bytes(void* address) {        \
+    mittens::runtime->load(address, bytes, __builtin_return_address(0));  \
+  }                                                                       \
+  MITTENS_HIDDEN void __sanitizer_cov_store##bytes(void* address) {       \
+    mittens::runtime->store(address, bytes, __builtin_return_address(0)); \
   }
 MITTENS_TRACE(1)
 MITTENS_TRACE(2)
@@ -35,6 +35,24 @@ MITTENS_TRACE(4)
 MITTENS_TRACE(8)
 MITTENS_TRACE(16)
 #undef MITTENS_TRACE
+
+// Of a vector the components of a mask or one, as vector_lanes.py finds them; where it lies wrong, whole.
+#define MITTENS_TRACE_LANES(kind, lanes, condition)                                                                 \
+  MITTENS_HIDDEN __attribute__((used)) void mittens_##kind##_##lanes(char* address, unsigned align, unsigned count, \
+                                                                     unsigned bytes, unsigned lanes) {              \
+    if ((unsigned long)address % align) {                                                                           \
+      mittens::runtime->kind(address, count * bytes, __builtin_return_address(0));                                  \
+    }                                                                                                               \
+    for (unsigned i = 0; i < count; ++i) {                                                                          \
+      if (condition) {                                                                                              \
+        mittens::runtime->kind(address + i * bytes, bytes, __builtin_return_address(0));                            \
+      }                                                                                                             \
+    }                                                                                                               \
+  }
+MITTENS_TRACE_LANES(load, mask, mask >> i & 1)
+MITTENS_TRACE_LANES(store, mask, mask >> i & 1)
+MITTENS_TRACE_LANES(store, lane, lane == i)
+#undef MITTENS_TRACE_LANES
 
 MITTENS_HIDDEN void* memcpy(void* to, const void* from, size_t bytes) {
 #ifdef MITTENS_WATCHED
@@ -103,12 +121,12 @@ MITTENS_HIDDEN half __truncsfhf2(float x) {
 
 }  // extern "C"
 
-#define MITTENS_LIBRARY(kernels, kernel_count)                                                              \
-  extern "C" __attribute__((no_sanitize("coverage"), visibility("default"))) const mittens::abi::Library*   \
-  mittens_library(mittens::abi::Runtime* runtime) {                                                         \
-    mittens::runtime = runtime;                                                                             \
+#define MITTENS_LIBRARY(kernels, kernel_count)                                                                       \
+  extern "C" __attribute__((no_sanitize("coverage"), visibility("default"))) const mittens::abi::Library*            \
+  mittens_library(mittens::abi::Runtime* runtime) {                                                                  \
+    mittens::runtime = runtime;                                                                                      \
     static const mittens::abi::Library library = {mittens::abi::version, MITTENS_IS_WATCHED, kernels, kernel_count}; \
-    return &library;                                                                                        \
+    return &library;                                                                                                 \
   }
 #ifdef MITTENS_WATCHED
 #define MITTENS_IS_WATCHED true

@@ -61,8 +61,8 @@ MITTENS_VECTORS(float)
 
 // Packed vectors are aligned as their elements. One of three elements is a struct, since clang's takes four.
 #define MITTENS_PACKED(type)                                                                           \
-  using packed_##type##2 = type __attribute__((ext_vector_type(2), aligned(__alignof__(type))));       \
-  using packed_##type##4 = type __attribute__((ext_vector_type(4), aligned(__alignof__(type))));       \
+  typedef type##2 packed_##type##2 __attribute__((aligned(__alignof__(type))));                        \
+  typedef type##4 packed_##type##4 __attribute__((aligned(__alignof__(type))));                        \
   struct packed_##type##3 {                                                                            \
     union {                                                                                            \
       struct {                                                                                         \
