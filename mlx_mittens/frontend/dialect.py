@@ -110,7 +110,7 @@ def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Prob
         text = text.replace(f'"{folder}/', '"')
     problems = notes
     try:
-        words = Text(text, lambdas=options.version >= 320)
+        words = Text(text, lambdas=options.version >= 320, fences=options.version >= 320)
         found_in_text = [place.refined(problem) for problem in words.problems(strict)]
         uncovered = [problem for problem in found_in_text if problem.severity == UNCOVERED]
         if uncovered:

@@ -46,7 +46,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*$")
 class Text:
     """The text of a file after the preprocessor."""
 
-    def __init__(self, text: str, lambdas: bool = False):
+    def __init__(self, text: str, lambdas: bool = False, fences: bool = True):
         reader = _Rewriter(text, {})
         self.tokens, self.partner, self.token = reader.tokens, reader.partner, reader.token
         self.skip, self.commas = reader.after_template_arguments, reader.commas
@@ -54,6 +54,7 @@ class Text:
         reader._attributes()
         reader._members = {}
         self.lambdas = lambdas
+        self.fences = fences
         self.found: list[Problem] = []
         self.doubtful: list[Problem] = []  # what not every one of Apple's compilers refuses
         self.functions: set[str] = set()
@@ -266,6 +267,8 @@ class Text:
             if not _WORD.match(token) or before in (".", "->") or (token == "delete" and before == "="):
                 continue
             if self.reader.in_attribute[i]:
+                if token == "function_constant":
+                    self._function_constant(i)
                 if before in ("[", ",") and not is_attribute(token) and self.reader.in_attribute[i - 1]:
                     self.report(i, f"Metal has no attribute {token!r}: leave it out", doubtful=True)
                 continue
@@ -279,6 +282,8 @@ class Text:
                 self.report(i, "Metal has no operator noexcept: write what it would say, true or false")
             elif token in ("struct", "class") and before != "enum":
                 self._base(i)
+            elif token.startswith("atomic_") and after == "(":
+                self._memory_order(i)
             elif token == "std" and after == "::":
                 self.report(i, "Metal has no std::, write metal::")
             elif token.startswith(("__builtin_", "__nvvm", "__sanitizer", "MITTENS_")):
@@ -286,6 +291,43 @@ class Text:
                     self.report(i, f"{token!r} is not Metal's: call a function of metal_stdlib", doubtful=True)
             elif before == "::" and self.token(i - 2) == "mittens" and token not in declared:
                 self.report(i, f"Metal has no function {token!r}: call one of metal_stdlib", doubtful=True)
+
+    def _memory_order(self, i: int) -> None:
+        """Atomic operations are relaxed; others are the orders of a fence, which Metal 3.2 brought."""
+        token = self.tokens[i]
+        if token == "atomic_thread_fence":
+            if not self.fences:
+                what = "Metal 3.1 has no atomic_thread_fence: write threadgroup_barrier, or check --std metal3.2"
+                self.report(i, what, doubtful=True)
+        elif token.endswith("_explicit"):
+            for j in range(i + 2, self.partner[i + 1]):
+                if self.tokens[j].startswith("memory_order_") and self.tokens[j] != "memory_order_relaxed":
+                    what = (
+                        f"{token} with {self.tokens[j]}: atomic operations are relaxed, write memory_order_relaxed, "
+                        "and atomic_thread_fence of Metal 3.2 before or behind it"
+                    )
+                    self.report(j, what)
+
+    def _function_constant(self, i: int) -> None:
+        """One is of a number or a vector, and has no value in the text."""
+        first = i
+        while self.token(first - 1) not in (";", "}", "{", "", "(", ","):
+            first -= 1
+        declared = [j for j in range(first, i) if not self.reader.in_attribute[j] and _WORD.match(self.tokens[j])]
+        classes = [j for j in declared[:-1] if self.tokens[j] in self.classes]
+        if classes and "constant" in (self.tokens[j] for j in declared):
+            what = f"{self.tokens[declared[-1]]!r} is a function constant of a struct: write one for each number in it"
+            self.report(classes[0], what)
+
+    @functools.cached_property
+    def classes(self) -> set[str]:
+        """Classes that the text declares."""
+        words = ("struct", "class", "union")
+        return {
+            self.token(i + 1)
+            for i, token in enumerate(self.tokens)
+            if token in words and _WORD.match(self.token(i + 1))
+        }
 
     def _string(self, i: int) -> None:
         j = i - 1

@@ -486,7 +486,10 @@ class _Rewriter:
         first = j - 1
         while self.token(first - 1) == "::":
             first -= 2
-        function = "".join(self.tokens[first:j])
+        function = "".join(self.tokens[first:j]).removeprefix("::")
+        spaces = self._namespaces(i)
+        names = ["::".join([*spaces[:n], function]) for n in range(len(spaces), 0, -1)]
+        function = next((name for name in names if name in self.result.kernels), function)
         after = self.after_template_arguments(j)
         arguments = self.source(j + 1, after - 1) if after > j else None
         # Names are put together from pieces: "a" "b".
@@ -506,6 +509,7 @@ class _Rewriter:
         closing = self.partner[opening]
         attributes = self._attributes_before(i)
         attributes.update(self.attributes_between(closing, closing + 2))
+        name = "::".join([*self._namespaces(i), name])
         kernel = Kernel(
             name,
             self._template_before(i),
@@ -518,6 +522,20 @@ class _Rewriter:
             if self.tokens[j] in _SPACES and not self.dropped[j] and self.token(j - 1) in ("(", ",", "const"):
                 self._parameter(j)
         return closing
+
+    def _namespaces(self, i: int) -> list[str]:
+        """The namespaces in which token i stands, the outermost first, without inline ones."""
+        names: list[str] = []
+        brace = self._enclosing(i)
+        while brace >= 0:
+            first = brace
+            while first > 0 and (self.tokens[first - 1] == "::" or _IDENTIFIER.match(self.tokens[first - 1])):
+                first -= 1
+            head = self.tokens[first:brace]
+            if "namespace" in head and "inline" not in head:
+                names[:0] = [token for token in head[head.index("namespace") + 1 :] if token != "::"]
+            brace = self._enclosing(brace)
+        return names
 
     def _template_before(self, i: int) -> str | None:
         i -= 1

@@ -58,6 +58,10 @@ def test_language_versions():
     text = on("float", "auto twice = [](float x) { return 2 * x; }; a[i] = twice(a[i]);")
     assert "lambda" in checked("lambda", text)[0].what
     assert checked("lambda", text, standard="metal3.2") == []
+    fence = on(
+        "float", "a[i] = 1; atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device);"
+    )
+    assert checked("fence", fence) != [] and checked("fence", fence, standard="metal3.2") == []
     guarded = "#if __METAL_VERSION__ < 320\n#error too old\n#endif\n" + on("float", "a[i] = 1;")
     assert checked("old", guarded) != [] and checked("old", guarded, standard="metal4.0") == []
 

@@ -4,7 +4,7 @@
 namespace mittens {
 
 template <typename T>
-using Bits = metal::conditional_t<sizeof(T) == 8, ulong, uint>;
+using Bits = metal::conditional_t<sizeof(T) == 8, ulong, metal::conditional_t<sizeof(T) == 1, uchar, uint>>;
 
 }  // namespace mittens
 
@@ -35,7 +35,11 @@ using atomic_int = atomic<int>;
 using atomic_uint = atomic<uint>;
 using atomic_ulong = atomic<ulong>;
 using atomic_float = atomic<float>;
+#ifdef MITTENS_DIALECT
+using atomic_bool = atomic<bool>;
+#else
 using atomic_bool = atomic<uint>;
+#endif
 
 MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
