@@ -161,7 +161,9 @@ class _Rewriter:
 
     def _match_brackets(self) -> list[int]:
         partner, stack = [-1] * len(self.tokens), []
+        self._outer: list[int] = []  # of each token the bracket within which it stands
         for i, token in enumerate(self.tokens):
+            self._outer.append(stack[-1] if stack else -1)
             if token in _OPEN:
                 stack.append(i)
             elif token in _CLOSE:
@@ -361,10 +363,7 @@ class _Rewriter:
 
     def _enclosing(self, i: int) -> int:
         """The bracket within which a token stands; -1 if none."""
-        i -= 1
-        while i >= 0 and self.tokens[i] not in _OPEN:
-            i = self.partner[i] - 1 if self.tokens[i] in _CLOSE else i - 1
-        return i
+        return self._outer[i]
 
     def _plain_members(self, brace: int) -> set[tuple[int, str]]:
         """The heads of the member functions of a class that work on objects of the thread's own memory."""
