@@ -2,6 +2,8 @@
 //
 //   S = S * gate;   S += rate (v - S k) k^T;   y = S q
 //
+// State spaces do not correct: S += rate v k^T.
+//
 // A step that the mask hides leaves S alone, and its y is 0.
 #pragma once
 
@@ -17,6 +19,7 @@ struct Recurrence {
   size_t rows;
   size_t columns;
   bool gate_per_column;  // else one for a head
+  bool corrects;  // whether what the state has for k is taken off v
 };
 
 struct RecurrenceInputs {

@@ -28,6 +28,7 @@ struct StateParams {
 
 struct GatedDeltaParams {
   StateParams state;
+  uint32_t corrects;  // whether what the state has for k is taken off v
   uint32_t gate_per_column;  // else one for a head
   uint32_t wide_rates;  // whether they are float32
 };

@@ -2,7 +2,8 @@
 //
 //   S = S * gate;   S += beta (v - S k) k^T;   y = S q
 //
-// The gate is one number, or one for each column. A step that the mask hides leaves S alone, and its y is 0.
+// State spaces do not correct: S += beta v k^T. The gate is one number, or one for each column. A step that the mask
+// hides leaves S alone, and its y is 0.
 //
 // Rows of S depend on q and k alone, not on each other: the lanes that share a row keep it in registers over all steps.
 // A step takes two sums over these lanes. A threadgroup of 4 simdgroups has rows of one head.
@@ -70,12 +71,15 @@ template <typename T>
       }
       load_values(k, place.lane, state, columns);
       float predicted = 0;
+      if (params.corrects) {
 #pragma unroll
-      for (int i = 0; i < kStateValues; ++i) {
-        predicted = fma(s[i], columns[i], predicted);
+        for (int i = 0; i < kStateValues; ++i) {
+          predicted = fma(s[i], columns[i], predicted);
+        }
+        predicted = row_sum(predicted, state.lanes);
       }
       const float rate = number(rates, params.wide_rates, (first_step + step) * state.heads + place.head);
-      const float delta = rate * (float(v[0]) - row_sum(predicted, state.lanes));
+      const float delta = rate * (float(v[0]) - predicted);
 #pragma unroll
       for (int i = 0; i < kStateValues; ++i) {
         s[i] = fma(delta, columns[i], s[i]);

@@ -35,6 +35,7 @@ _KIND_OF_OP = {
     "gather_sum": "4-bit",
     "route_top_k": "norm",
     "gated_delta_update": "elementwise",
+    "ssm_update": "elementwise",
 }
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["gated_delta_update"]
+__all__ = ["gated_delta_update", "ssm_update"]
 
 
 @defined_in_extension
@@ -64,5 +64,72 @@ def gated_delta_update(
         Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
         https://arxiv.org/abs/2412.06464; Kimi Team, "Kimi Linear", 2025, https://arxiv.org/abs/2510.26692, for gates
         per column.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def ssm_update(
+    hidden_states: mx.array,
+    A_log: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+    *,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array]:
+    """The state-space step of Mamba 2, for one token or a prompt: mlx-lm's ``ssm_update``.
+
+    Each head has a state ``S`` of shape ``[rows, columns]``. A step computes, with ``x`` of ``hidden_states``::
+
+        dt = clip(softplus(dt + dt_bias), *time_step_limit)
+        S = S * exp(-exp(A_log) * dt);  S = S + dt * x outer B;  y = S @ C + D * x
+
+    Time steps, decays and the state are float32 throughout, and the state is written in place if nobody else needs it.
+    On a GPU a kernel has up to 512 columns. Gradients are native on the CPU; on a GPU they are those of products of
+    matrices over chunks of steps.
+
+    Args:
+        hidden_states (array): ``x`` of shape ``[batch, steps, heads, rows]``; float32, float16 or bfloat16.
+        A_log (array): Logarithms of the rates of decay, of shape ``[heads]``.
+        B (array): What writes the state, of shape ``[batch, steps, groups, columns]``, ``heads`` a multiple of
+            ``groups``: so many neighbouring heads share a group.
+        C (array): What reads the state, of ``B``'s shape.
+        D (array): What passes by the state, of shape ``[heads]``.
+        dt (array): Time steps before ``softplus``, of shape ``[batch, steps, heads]``.
+        dt_bias (array): Of shape ``[heads]``.
+        state (array, optional): Of shape ``[batch, heads, rows, columns]``; zeros by default.
+        time_step_limit (tuple): The least and the greatest time step.
+        mask (array, optional): Of bool and shape ``[batch, steps]``. A step where it is false leaves the state as it
+            is, and its ``y`` is ``D * x``.
+        lengths (array, optional): Of integers and shape ``[batch]``. Steps from there on are hidden, as by ``mask``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple: ``y`` of the shape of ``hidden_states`` and the promoted type of it and ``D``, and the last state, of
+        the type of ``state``, else float32.
+
+    Raises:
+        DtypeError: ``mask`` is not bool, ``lengths`` not of integers, or another argument not of a floating-point type
+            named above.
+        ValueError: Shapes do not fit together, or the limits are not in order.
+
+    Example:
+        >>> x, dt = mx.random.normal((1, 5, 4, 32)), mx.zeros((1, 5, 4))
+        >>> b = c = mx.random.normal((1, 5, 2, 64))
+        >>> head = mx.ones(4)
+        >>> y, state = mm.ssm_update(x, head, b, c, head, dt, head)
+        >>> y.shape, state.shape
+        ((1, 5, 4, 32), (1, 4, 32, 64))
+
+    Source:
+        Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+        Duality", 2024, https://arxiv.org/abs/2405.21060.
     """
     raise NotImplementedError

@@ -118,6 +118,26 @@ def _fast_gated_delta(*arrays: mx.array | None, **options: Any) -> list[mx.array
     return None if outputs is None else list(outputs)
 
 
+def _state_space(
+    x: mx.array,
+    A_log: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+    step: int = 256,
+) -> tuple[mx.array, mx.array] | None:
+    """A prompt, or a token off Apple's GPUs. Lengths without a mask mean something else there."""
+    if lengths is not None and mask is None:
+        return None
+    return _ext.try_ssm_update(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
+
+
 def _greedy(logprobs: mx.array) -> mx.array:
     return _ext.sample(logprobs, temperature=0.0)
 
@@ -351,6 +371,19 @@ TARGETS += [
             optional=True,
         )
         for name in ("gated_delta_ops", "gated_delta_kernel")
+    ),
+    Target(
+        "recurrence",
+        "ssm_update",
+        "mlx_lm.models.ssm",
+        "ssm_attn",
+        _state_space,
+        (
+            *("x", "A_log", "B", "C", "D", "dt", "dt_bias", "state", "time_step_limit", "mask", "lengths"),
+            "step",
+        ),
+        optional=True,
+        partial=True,  # not lengths without a mask
     ),
 ]
 

@@ -65,6 +65,69 @@ class GatedDeltaOp(Op):
         return exact_recurrence(q, k, v, gates, rates, widen(arrays[5]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateSpaceOp(Op):
+    """Inputs, rates of decay, B, C, D, time steps, their bias and a state."""
+
+    smallest = (1, 2, 1, 2, 3, 8)
+
+    def link(self, case: Case) -> int:
+        return 7
+
+    def updated(self, case: Case) -> Mapping[int, int]:
+        return {7: 1}
+
+    def dtypes(self, case: Case) -> Iterable[str]:
+        return ("bfloat16",) if case.gpu_only else DTYPES
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        batch, steps, groups, heads, rows, columns = case.shape
+        per_head, keys = (batch, steps, heads), (batch, steps, groups, columns)
+        return [(*per_head, rows), (heads,), keys, keys, (heads,), per_head, (heads,), (batch, heads, rows, columns)]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        numbers = [rng.standard_normal(shape, dtype=np.float32) for shape in self.shapes(case)]
+        add_outliers(rng, numbers[0])
+        return [*(mx.array(a).astype(dtype) for a in numbers[:7]), mx.array(numbers[7])]
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        x, a, b, c, d, dt, bias, state = (math.prod(shape) for shape in self.shapes(case))
+        return dtype.size * (2 * x + a + b + c + d + dt + bias) + 8 * state
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        x, a_log, b, c, d, dt, bias, state = (widen(a) for a in arrays if a is not None)
+        return exact_state_space(x, a_log, b, c, d, dt, bias, state)
+
+
+def exact_state_space(
+    x: np.ndarray,
+    a_log: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    d: np.ndarray,
+    dt: np.ndarray,
+    dt_bias: np.ndarray,
+    state: np.ndarray | None = None,
+    limits: tuple[float, float] = (0.001, 100.0),
+    mask: np.ndarray | None = None,
+) -> list[Exact]:
+    """A state space by its definition, in float64: y and the last state."""
+    (batch, steps, heads, rows), (groups, columns) = x.shape, b.shape[2:]
+    b, c = (a.repeat(heads // groups, 2) for a in (b, c))
+    dt = np.clip(np.logaddexp(dt + dt_bias, 0), *limits)
+    s = np.zeros((batch, heads, rows, columns)) if state is None else state
+    size = np.abs(s)
+    y, y_size = x * d[:, None], np.abs(x * d[:, None])
+    for t in range(steps):
+        decay = np.exp(-np.exp(a_log) * dt[:, t])[..., None, None]
+        added = (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None, :]
+        seen = np.ones((batch, 1, 1, 1), bool) if mask is None else mask[:, t].reshape(batch, 1, 1, 1)
+        s, size = np.where(seen, s * decay + added, s), np.where(seen, size * decay + np.abs(added), size)
+        y[:, t] += np.where(seen[..., 0], (s * c[:, t, :, None, :]).sum(-1), 0)
+        y_size[:, t] += np.where(seen[..., 0], (size * np.abs(c[:, t, :, None, :])).sum(-1), 0)
+    return [Exact(y, y_size), Exact(s, size)]
+
+
 def exact_recurrence(
     q: np.ndarray,
     k: np.ndarray,
@@ -114,6 +177,24 @@ def _twin(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
     return mx.stack(results, axis=1), s
 
 
+def _ssm(x, a_log, b, c, d, dt, dt_bias, state):
+    return recurrence.ssm_update(x, a_log, b, c, d, dt, dt_bias, state)
+
+
+def _ssm_twin(x, a_log, b, c, d, dt, dt_bias, state):
+    heads, groups = x.shape[2], b.shape[2]
+    wide = dt.astype(mx.float32) + dt_bias.astype(mx.float32)
+    step = mx.clip(mx.logaddexp(wide, 0), 0.001, 100.0)
+    decays = mx.exp(-mx.exp(a_log.astype(mx.float32)) * step)
+    writes, reads = (mx.repeat(a, heads // groups, 2).astype(mx.float32) for a in (b, c))
+    results = []
+    for t in range(x.shape[1]):
+        added = (step[:, t, :, None] * x[:, t])[..., None] * writes[:, t, :, None, :]
+        state = state * decays[:, t, :, None, None] + added
+        results.append((state @ reads[:, t, :, :, None])[..., 0].astype(x.dtype))
+    return mx.stack(results, axis=1) + x * d[:, None], state
+
+
 RECURRENCE_OPS: tuple[Op, ...] = (
     GatedDeltaOp(
         name="gated_delta_update",
@@ -134,6 +215,23 @@ RECURRENCE_OPS: tuple[Op, ...] = (
             Case("Qwen3-Next, prompt", (1, 64, 16, 32, 128, 128)),
             Case("Qwen3-Next, prompt", (1, 1024, 16, 32, 128, 128), gpu_only=True),
             Case("Kimi Linear", (1, 1, 32, 32, 128, 128), {"per_column": True}),
+        ),
+    ),
+    StateSpaceOp(
+        name="ssm_update",
+        parameters=(
+            *(("hidden_states", "rows"), ("A_log", "rows"), ("B", "rows"), ("C", "rows"), ("D", "rows")),
+            *(("dt", "rows"), ("dt_bias", "rows"), ("state", "rows")),
+        ),
+        outputs=2,
+        ours=_ssm,
+        twin=_ssm_twin,
+        twin_text="mlx-lm's `ssm_update`",
+        summary="the state-space step of Mamba 2 over a prompt or a token, with its state",
+        tests=(*cases_for_tests((1, 1, 1, 4, 33, 128), (2, 5, 1, 2, 9, 64), (1, 3, 2, 4, 5, 33)),),
+        cases=(
+            Case("Mamba 2, 2.7B", (1, 1, 1, 80, 64, 128), quick=True),
+            Case("Mamba 2, 2.7B, prompt", (1, 64, 1, 80, 64, 128)),
         ),
     ),
 )

@@ -405,9 +405,22 @@ def _recurrence_calls() -> list[Call]:
         part = lambda a: (a / 2) ** 2 / ((a / 2) ** 2 + 1)  # between 0 and 1, of any type
         return mm.gated_delta_update(q / 4, k / 4, v, part(gamma), part(beta), initial_state)
 
+    spaces = {
+        **{"x": numbers(*per_head, "rows"), "a_log": numbers("heads"), "b": keys, "c": keys, "d": numbers("heads")},
+        **{"dt": numbers(*per_head), "bias": numbers("heads"), "state": arguments["initial_state"]},
+    }
+
+    def exact_space(x, a_log, b, c, d, dt, bias, state):
+        return [x * d[:, None], state]
+
+    def state_space(x, a_log, b, c, d, dt, bias, state):
+        return mm.ssm_update(x, a_log / 4, b / 4, c / 4, d, dt, bias, state)
+
     return [
         Call("gated_delta_update", "", sizes, arguments, gated_delta, exact,
-             derived=lambda sizes: {"heads": 2 * sizes["key_heads"]})
+             derived=lambda sizes: {"heads": 2 * sizes["key_heads"]}),
+        Call("ssm_update", "", sizes, spaces, state_space, exact_space,
+             derived=lambda sizes: {"heads": 2 * sizes["key_heads"]}),
     ]  # fmt: skip
 
 

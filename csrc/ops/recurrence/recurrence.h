@@ -1,6 +1,8 @@
 // The gated delta rule: a state S [rows, columns] for each head of each sequence, and for each step
 //
 //   S = S * gate;   S += rate (v - S k) k^T;   y = S q
+//
+// State spaces do not correct: S += rate v k^T.
 #pragma once
 
 #include "cpu/recurrence.h"
@@ -12,6 +14,7 @@ namespace mittens {
 struct RecurrenceOptions {
   bool has_state;  // else it begins with zeros
   bool has_mask;
+  bool corrects;  // whether what the state has for k is taken off v
 
   bool operator==(const RecurrenceOptions&) const = default;
 };
@@ -19,6 +22,9 @@ struct RecurrenceOptions {
 // q, k [batch, steps, key_heads, columns], v [batch, steps, heads, rows] of one dtype, gates [batch, steps, heads] or
 // [batch, steps, heads, columns] in float32, rates [batch, steps, heads] in that dtype or float32, the state [batch,
 // heads, rows, columns] in float32, and a mask [batch, steps] of booleans -> y, of v's shape, and the last state.
+Arrays recurrence(Arrays inputs, const RecurrenceOptions& options, mx::Stream stream);
+
+// The same by products of matrices.
 Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& options, mx::Stream stream);
 
 // The gradients of these inputs by native code, for the cotangents of y and of the last state; zeros of the mask.
@@ -29,6 +35,7 @@ Arrays recurrence_vjp(const Arrays& inputs, const Arrays& cotangents, const Recu
 struct RecurrenceArrays {
   const mx::array &q, &k, &v, &gates, &rates;
   const mx::array *state, *mask;
+  bool corrects;
 
   RecurrenceArrays(const Arrays& inputs, const RecurrenceOptions& options)
       : q(inputs[0]),
@@ -37,14 +44,15 @@ struct RecurrenceArrays {
         gates(inputs[3]),
         rates(inputs[4]),
         state(options.has_state ? &inputs[5] : nullptr),
-        mask(options.has_mask ? &inputs[options.has_state ? 6 : 5] : nullptr) {}
+        mask(options.has_mask ? &inputs[options.has_state ? 6 : 5] : nullptr),
+        corrects(options.corrects) {}
 
   bool gate_per_column() const {
     return gates.ndim() == 4;
   }
   cpu::Recurrence native_sizes() const {
     const auto size = [](const mx::array& a, int axis) { return static_cast<size_t>(a.shape(axis)); };
-    return {size(q, 0), size(q, 1), size(v, 2), size(q, 2), size(v, 3), size(q, 3), gate_per_column()};
+    return {size(q, 0), size(q, 1), size(v, 2), size(q, 2), size(v, 3), size(q, 3), gate_per_column(), corrects};
   }
   cpu::RecurrenceInputs native_inputs() const {
     return {data_of(q),

@@ -54,7 +54,7 @@ mx::array turned(const mx::array& a, mx::Stream stream) {
 }
 
 // y of a chunk [batch, key_heads, group, n, rows]; the state [batch, key_heads, group, rows, columns] goes on.
-mx::array over_chunk(const Chunk& chunk, mx::array& state, mx::Stream s) {
+mx::array over_chunk(const Chunk& chunk, mx::array& state, bool corrects, mx::Stream s) {
   const int n = chunk.q.shape(3);
   const bool per_column = chunk.log_gates.shape(4) > 1;
   const mx::array since = mx::cumsum(chunk.log_gates, 3, false, true, s);  // the start of the chunk
@@ -80,9 +80,14 @@ mx::array over_chunk(const Chunk& chunk, mx::array& state, mx::Stream s) {
   const mx::array decay = mx::exp(since, s);
   const mx::array of_state = turned(state, s);
   // What each key is multiplied by.
-  mx::array updates = mx::subtract(chunk.v, mx::matmul(mx::multiply(chunk.k, decay, s), of_state, s), s);
+  mx::array updates = chunk.v;
+  if (corrects) {
+    updates = mx::subtract(updates, mx::matmul(mx::multiply(chunk.k, decay, s), of_state, s), s);
+  }
   updates = mx::multiply(chunk.rates, updates, s);
-  updates = mx::matmul(inverse_of_one_plus(mx::multiply(chunk.rates, kk, s), n, s), updates, s);
+  if (corrects) {
+    updates = mx::matmul(inverse_of_one_plus(mx::multiply(chunk.rates, kk, s), n, s), updates, s);
+  }
   const mx::array y = mx::add(mx::matmul(mx::multiply(chunk.q, decay, s), of_state, s), mx::matmul(qk, updates, s), s);
   mx::Shape start(5, 0), stop = since.shape();
   start[3] = n - 1;
@@ -129,7 +134,7 @@ Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& option
       return mx::slice(a, start, stop, stream);
     };
     const Chunk chunk{part(q), part(k), part(v), part(log_gates), part(rates)};
-    results.push_back(over_chunk(chunk, state, stream));
+    results.push_back(over_chunk(chunk, state, options.corrects, stream));
   }
   mx::array y = results.size() > 1 ? mx::concatenate(results, 3, stream) : results[0];
   if (mask) {

@@ -43,8 +43,12 @@ void rows_over_steps(const Recurrence& shape, const RecurrenceInputs& inputs, si
     if (shape.gate_per_column) {
       read_row(inputs.gates + gate_at * columns, columns, gates);
     }
-    const Step step{k, q, shape.gate_per_column ? gates : nullptr, shape.gate_per_column ? 0.0f : inputs.gates[gate_at],
-                    number(inputs.rate_type, inputs.rates, gate_at)};
+    const Step step{k,
+                    q,
+                    shape.gate_per_column ? gates : nullptr,
+                    shape.gate_per_column ? 0.0f : inputs.gates[gate_at],
+                    number(inputs.rate_type, inputs.rates, gate_at),
+                    shape.corrects};
     float predicted[rows_at_once], update[rows_at_once];
     size_t r = 0;
     for (; r + rows_at_once <= rows; r += rows_at_once) {

@@ -34,6 +34,7 @@ struct Step {
   const float* gates;  // [stride], or nullptr: `gate`
   float gate;
   float rate;
+  bool corrects;
 
   MITTENS_INLINE Float gate_at(size_t column) const {
     return gates ? read<Float>(gates + column, All()) : Float{} + gate;
@@ -46,14 +47,14 @@ template <int R>
 MITTENS_INLINE void advance(float* s, size_t stride, const Step& step, const float* v, float* predicted, float* update,
                             float* y) {
   Float sums[R] = {};
-  for (size_t i = 0; i < stride; i += width) {
+  for (size_t i = 0; step.corrects && i < stride; i += width) {
     const Float k = read<Float>(step.k + i, All()), gate = step.gate_at(i);
     for (int r = 0; r < R; ++r) {
       sums[r] = fma(read<Float>(s + r * stride + i, All()) * gate, k, sums[r]);
     }
   }
   for (int r = 0; r < R; ++r) {
-    predicted[r] = total(sums[r]);
+    predicted[r] = step.corrects ? total(sums[r]) : 0.0f;
     update[r] = step.rate * (v[r] - predicted[r]);
   }
   Float results[R] = {};

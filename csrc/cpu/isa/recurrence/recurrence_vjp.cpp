@@ -164,8 +164,12 @@ class KeyHead {
 
   MITTENS_INLINE Step step_at(size_t t, size_t head) const {
     const size_t at = number_at(t, head);
-    return {k_ + t * stride_, q_ + t * stride_, shape_.gate_per_column ? gates_ + t * stride_ : nullptr,
-            shape_.gate_per_column ? 0.0f : inputs_.gates[at], number(inputs_.rate_type, inputs_.rates, at)};
+    return {k_ + t * stride_,
+            q_ + t * stride_,
+            shape_.gate_per_column ? gates_ + t * stride_ : nullptr,
+            shape_.gate_per_column ? 0.0f : inputs_.gates[at],
+            number(inputs_.rate_type, inputs_.rates, at),
+            shape_.corrects};
   }
 
   template <int R>
@@ -221,7 +225,7 @@ class KeyHead {
       const float gradient = total(of_update[r]);
       const float error = values[r] - predicted_[of_chunk * rows_at_once + r];
       drates_[t] += gradient * error;
-      of_predicted[r] = -step.rate * gradient;
+      of_predicted[r] = step.corrects ? -step.rate * gradient : 0.0f;
       store_in_order(dv + r, Float{} + step.rate * gradient, Some{1});
     }
     for (size_t i = 0; i < stride_; i += width) {

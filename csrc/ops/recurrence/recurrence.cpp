@@ -1,0 +1,108 @@
+// The recurrence behind the ops of this folder: one kernel, native code, or products of matrices.
+#include <functional>
+#include <memory>
+
+#include "ops/recurrence/recurrence.h"
+#include "ops/recurrence/state_params.h"
+#include "params/recurrence.h"
+#include "runtime/array_util.h"
+#include "runtime/gpu.h"
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* kernel = "gated_delta_update";
+const Name file = "recurrence/gated_delta_update.metal";
+
+// The inputs of a recurrence -> y and the last state.
+class RecurrenceStep : public KernelPrimitive {
+ public:
+  RecurrenceStep(mx::Stream stream, const RecurrenceOptions& options) : KernelPrimitive(stream), options_(options) {}
+
+  const char* name() const override {
+    return options_.corrects ? "MittensGatedDeltaUpdate" : "MittensSsmUpdate";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return options_ == static_cast<const RecurrenceStep&>(other).options_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    const RecurrenceArrays arrays(inputs, options_);
+    return {arrays.v.shape(), {arrays.v.shape(0), arrays.v.shape(2), arrays.v.shape(3), arrays.q.shape(3)}};
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    if (runs_kernels(stream())) {
+      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+    }
+    const Arrays all = recurrence_vjp(primals, cotangents, options_, stream());
+    Arrays gradients;
+    for (int argument : argnums) {
+      gradients.push_back(all[argument]);
+    }
+    return gradients;
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    return row_contiguous(inputs, stream(), copies, 16);
+  }
+
+  // Each row of the state is read before it is written, by the same threads.
+  void allocate(const Arrays& inputs, Arrays& outputs) override {
+    allocate_output(outputs[0], stream());
+    if (options_.has_state) {
+      take_or_allocate(outputs[1], inputs[5], stream(), 2);
+    } else {
+      allocate_output(outputs[1], stream());
+    }
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const RecurrenceArrays arrays(inputs, options_);
+    GatedDeltaParams params;
+    params.state = state_params(arrays.q, arrays.v, options_.has_state, options_.has_mask);
+    params.corrects = options_.corrects;
+    params.gate_per_column = arrays.gate_per_column();
+    params.wide_rates = arrays.rates.dtype() == mx::float32;
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(arrays.q.dtype(), kernel);
+    launch.threadgroups = state_grid(params.state, arrays.q.shape(0));
+    launch.threads = {32 * kStateSimdgroups, 1, 1};
+    launch.input(arrays.q).input(arrays.k).input(arrays.v).input(arrays.gates).input(arrays.rates);
+    launch.input_if(options_.has_state, options_.has_state ? *arrays.state : arrays.gates);
+    launch.input_if(options_.has_mask, options_.has_mask ? *arrays.mask : arrays.gates);
+    return in_order(launch.output(outputs[0]).output(outputs[1]).params(params));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const RecurrenceArrays arrays(inputs, options_);
+    return
+        [type = native_type(arrays.q.dtype()), sizes = arrays.native_sizes(), data = arrays.native_inputs(),
+         y = data_of(outputs[0]), state = outputs[1].data<float>()] { cpu::recurrence(type, sizes, data, y, state); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    return recurrence_composed(inputs, options_, stream());
+  }
+
+ private:
+  RecurrenceOptions options_;
+};
+
+}  // namespace
+
+Arrays recurrence(Arrays inputs, const RecurrenceOptions& options, mx::Stream stream) {
+  check_base<RecurrenceStep>();
+  auto primitive = std::make_shared<RecurrenceStep>(stream, options);
+  std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+  const mx::Dtype dtype = inputs[0].dtype();
+  return mx::array::make_arrays(std::move(shapes), {dtype, mx::float32}, primitive, inputs);
+}
+
+}  // namespace mittens

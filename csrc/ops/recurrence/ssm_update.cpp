@@ -1,0 +1,168 @@
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+
+#include "mlx/ops.h"
+#include "ops/recurrence/recurrence.h"
+#include "params/recurrence.h"
+#include "python/registry.h"
+#include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/fallback.h"
+#include "runtime/gpu.h"
+#include "runtime/op_binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "ssm_update";
+
+using Optional = std::optional<mx::array>;
+using Limits = std::pair<double, double>;
+using Outputs = std::tuple<mx::array, mx::array>;
+
+struct Call {
+  Arrays inputs;  // of a recurrence: C, B, x, the decays, the time steps, the state and the mask
+  RecurrenceOptions options;
+  mx::Dtype state_dtype;
+};
+
+void has_shape(const char* name, const mx::array& array, const mx::Shape& shape) {
+  if (array.shape() != shape) {
+    checks::fail(op, name, " has shape ", array.shape(), ": expected ", shape);
+  }
+}
+
+// The steps that are seen.
+Optional seen_steps(const Optional& mask, const Optional& lengths, int steps, mx::Stream stream) {
+  if (!lengths) {
+    return mask;
+  }
+  const mx::array position = mx::arange(0, steps, lengths->dtype(), stream);
+  const mx::array within = mx::less(position, mx::expand_dims(*lengths, 1, stream), stream);
+  return mask ? mx::logical_and(*mask, within, stream) : within;
+}
+
+Call checked(const mx::array& x, const mx::array& a_log, const mx::array& b, const mx::array& c, const mx::array& d,
+             const mx::array& dt, const mx::array& dt_bias, const Optional& state, const Limits& limits,
+             const Optional& mask, const Optional& lengths, mx::Stream stream) {
+  if (x.ndim() != 4) {
+    checks::fail(op, "hidden_states has shape ", x.shape(), ": expected [batch, steps, heads, rows]");
+  }
+  const int batch = x.shape(0), steps = x.shape(1), heads = x.shape(2);
+  if (b.ndim() != 4 || b.shape(0) != batch || b.shape(1) != steps ||
+      (b.shape(2) == 0 ? heads != 0 : heads % b.shape(2) != 0)) {
+    checks::fail(op, "B has shape ", b.shape(), ", hidden_states has shape ", x.shape(),
+                 ": expected [batch, steps, groups, columns], the heads a multiple of the groups");
+  }
+  has_shape("C", c, b.shape());
+  has_shape("A_log", a_log, {heads});
+  has_shape("D", d, {heads});
+  has_shape("dt", dt, {batch, steps, heads});
+  has_shape("dt_bias", dt_bias, {heads});
+  if (state) {
+    has_shape("state", *state, {batch, heads, x.shape(3), b.shape(3)});
+  }
+  if (mask) {
+    has_shape("mask", *mask, {batch, steps});
+    if (mask->dtype() != mx::bool_) {
+      checks::fail<DtypeError>(op, "mask has dtype ", mask->dtype(), ": expected bool");
+    }
+  }
+  if (lengths) {
+    has_shape("lengths", *lengths, {batch});
+    if (!mx::issubdtype(lengths->dtype(), mx::integer)) {
+      checks::fail<DtypeError>(op, "lengths has dtype ", lengths->dtype(), ": expected an integer type");
+    }
+  }
+  if (!(limits.first <= limits.second)) {
+    checks::fail(op, "time_step_limit is (", limits.first, ", ", limits.second,
+                 "): expected the least and the greatest time step, in this order");
+  }
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"hidden_states", x}, {"B", b}, {"C", c}});
+  checks::kernel_dtype(op, {{"A_log", a_log}});
+  checks::kernel_dtype(op, {{"D", d}});
+  checks::kernel_dtype(op, {{"dt", dt}});
+  checks::kernel_dtype(op, {{"dt_bias", dt_bias}});
+  mx::array step = mx::add(in_dtype(dt, mx::float32, stream), in_dtype(dt_bias, mx::float32, stream), stream);
+  step = mx::logaddexp(step, mx::array(0.0f), stream);
+  step =
+      mx::clip(step, mx::array(static_cast<float>(limits.first)), mx::array(static_cast<float>(limits.second)), stream);
+  const mx::array rate = mx::exp(in_dtype(a_log, mx::float32, stream), stream);
+  const mx::array decay = mx::exp(mx::negative(mx::multiply(step, rate, stream), stream), stream);
+  Arrays inputs = {in_dtype(c, dtype, stream), in_dtype(b, dtype, stream), in_dtype(x, dtype, stream), decay, step};
+  if (state) {
+    checks::kernel_dtype(op, {{"state", *state}});
+    inputs.push_back(in_dtype(*state, mx::float32, stream));
+  }
+  const Optional seen = seen_steps(mask, lengths, steps, stream);
+  if (seen) {
+    inputs.push_back(*seen);
+  }
+  return {std::move(inputs), {state.has_value(), seen.has_value(), false}, state ? state->dtype() : mx::float32};
+}
+
+// y with what D lets through.
+Outputs finished(const Call& call, const mx::array& y, const mx::array& last, const mx::array& x, const mx::array& d,
+                 mx::Stream stream) {
+  const mx::array skipped = mx::multiply(x, mx::expand_dims(d, 1, stream), stream);
+  const mx::Dtype dtype = mx::issubdtype(x.dtype(), mx::floating) ? x.dtype() : y.dtype();
+  return {mx::add(in_dtype(y, dtype, stream), skipped, stream), in_dtype(last, call.state_dtype, stream)};
+}
+
+// What no step leaves, or a state without columns.
+Arrays of_nothing(const Call& call, mx::Stream stream) {
+  const mx::array &c = call.inputs[0], &x = call.inputs[2];
+  const mx::Shape shape = {x.shape(0), x.shape(2), x.shape(3), c.shape(3)};
+  return {mx::zeros_like(x, stream), call.options.has_state ? call.inputs[5] : mx::zeros(shape, mx::float32, stream)};
+}
+
+std::optional<Outputs> try_ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& b,
+                                      const mx::array& c, const mx::array& d, const mx::array& dt,
+                                      const mx::array& dt_bias, const Optional& state, const Limits& limits,
+                                      const Optional& mask, const Optional& lengths, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  Call call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
+  if (c.size() == 0 || x.size() == 0) {
+    const Arrays all = of_nothing(call, stream);
+    return finished(call, all[0], all[1], x, d, stream);
+  }
+  if (runs_kernels(stream) && c.shape(3) > kMostStateColumns) {
+    return fallback(op, "more than " + std::to_string(kMostStateColumns) + " columns");
+  }
+  const Arrays all = recurrence(call.inputs, call.options, stream);
+  return finished(call, all[0], all[1], x, d, stream);
+}
+
+Outputs ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& b, const mx::array& c,
+                   const mx::array& d, const mx::array& dt, const mx::array& dt_bias, const Optional& state,
+                   const Limits& limits, const Optional& mask, const Optional& lengths, mx::StreamOrDevice where) {
+  if (auto outputs = try_ssm_update(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, where)) {
+    return *std::move(outputs);
+  }
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const Call call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
+  const Arrays all = recurrence_composed(call.inputs, call.options, stream);
+  return finished(call, all[0], all[1], x, d, stream);
+}
+
+void bind(nb::module_& module) {
+  define(module, op, &try_ssm_update, &ssm_update, "hidden_states"_a, "A_log"_a, "B"_a, "C"_a, "D"_a, "dt"_a,
+         "dt_bias"_a, "state"_a.none() = nb::none(), "time_step_limit"_a = Limits(0.001, 100.0),
+         "mask"_a.none() = nb::none(), "lengths"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens
