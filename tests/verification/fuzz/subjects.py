@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
-from verification.fuzz import attention, cache, experts, modes, norms, products
+from verification.fuzz import attention, cache, experts, modes, norms, products, recurrences
 from verification.fuzz.aliasing import aliasing
 from verification.fuzz.bad_input import bad_input
 from verification.fuzz.blocks import block_bytes
@@ -58,6 +58,8 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         attention.scaled_dot_product_attention,
         attention.quantized_scaled_dot_product_attention,
         cache.rope_append,
+        recurrences.gated_delta_update,
+        recurrences.ssm_update,
     )
 }
 SUBJECTS = {
@@ -73,7 +75,7 @@ SUBJECTS = {
 NATIVE_ONLY = ("patched_errors", "threads", "memory")
 
 # A case of these takes as long as so many of an op.
-COST = {"threads": 100, "memory": 1000}
+COST = {"ssm_update": 6, "threads": 100, "memory": 1000}  # mx compiles the time steps of each shape for seconds
 
 # Cases that it takes to cover each kind.
 FEWEST = {"threads": 2, "memory": len(PROGRAMS)}
