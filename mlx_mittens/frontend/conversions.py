@@ -103,6 +103,13 @@ class Edited:
         self.text = "".join([*parts, self.text[done:]])
         self.insertions = sorted([*moved, *places])
 
+    def followed_by(self, end: int, text: str) -> Edited:
+        """The same insertions in a text that is the same up to a place; those behind it are left out."""
+        moved = end + sum(length for at, length in self.insertions if self.original(at) < end)
+        edited = Edited(self.text[:moved] + text[end:])
+        edited.insertions = [insertion for insertion in self.insertions if insertion[0] < moved]
+        return edited
+
     def original(self, offset: int) -> int:
         """Where a place of the present text was before any insertion."""
         back = 0
@@ -134,20 +141,23 @@ def _errors(log: str, places: Places) -> list[_Error]:
 
 
 def compiled(
-    run: Callable[[str, list[str]], subprocess.CompletedProcess[str]], text: str, methods: set[str], header: str
+    run: Callable[[str, list[str]], subprocess.CompletedProcess[str]],
+    text: str | Edited,
+    methods: set[str],
+    header: str,
 ) -> tuple[subprocess.CompletedProcess[str], Edited]:
     """Compiles a text, with conversions written out where clang asks for them.
 
     Args:
         run: Calls clang with a text and more flags.
-        text: What is to be compiled.
+        text: What is to be compiled, perhaps with insertions.
         methods: Names of member functions that the text declares for other address spaces than the thread's.
         header: The folder of our library, errors in which are not mended.
 
     Returns:
         What the last compilation said, and the text with its insertions.
     """
-    edited = Edited(text)
+    edited = text if isinstance(text, Edited) else Edited(text)
     tried: set[tuple[int, int, str]] = set()
     for _ in range(_ROUNDS):
         done = run(edited.text, RANGES)

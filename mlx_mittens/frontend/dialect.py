@@ -14,8 +14,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import os
 import re
-from dataclasses import dataclass
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import build, cache, compiler, conversions, sources
@@ -23,7 +26,7 @@ from .advice import advised
 from .errors import ERROR, NOTE, UNCOVERED, CompileError, Problem
 from .lint_ir import recursion, threadgroup_memory
 from .lint_source import Text
-from .rewrite import LineMap, RewriteError, Translation, rewrite
+from .rewrite import LineMap, RewriteError, Translation, Variant, rewrite
 
 STANDARDS = {"metal3.1": 310, "metal3.2": 320, "metal4.0": 400}
 
@@ -142,6 +145,14 @@ def _sorted(problems: list[Problem]) -> list[Problem]:
     return sorted(set(problems), key=lambda p: (p.file, p.line, p.column, p.what))
 
 
+_MANY = 200  # kernels
+
+
+def _sizes(variant: Variant) -> list[int]:
+    """The numbers in a kernel's template arguments."""
+    return [int(number) for number in re.findall(r"\b\d+\b", variant.template_args or "")]
+
+
 class _Compilation:
     """Clang's view of a translation."""
 
@@ -166,21 +177,67 @@ class _Compilation:
         self.flags += ["-DMITTENS_DIALECT", f"-DMITTENS_METAL_VERSION={options.version}"]
 
     def problems(self) -> list[Problem]:
-        found = compiler.find_compiler()
-        done, self.edited = conversions.compiled(
-            lambda text, more: found.run([*self.flags, *more], text),
-            self.compiled,
-            self.translation.methods,
-            str(build.INCLUDE),
-        )
+        if len(self.translation.variants) < _MANY:
+            done, self.edited = self._run(self.compiled, self.flags)
+            code, coded = done.stdout, self.translation
+        else:
+            done, self.edited, code, coded = self._many()
         self.places = conversions.Places(self.edited.text)
         problems = [*self._diagnostics(done.stderr)]
         if done.returncode == 0:
-            problems += [self._located(p) for p in recursion(done.stdout, str(build.INCLUDE))]
-            problems += threadgroup_memory(done.stdout, self.translation) if self.strict else []
+            problems += [self._located(p) for p in recursion(code, str(build.INCLUDE))]
+            problems += threadgroup_memory(code, coded) if self.strict else []
         elif not any(problem.severity == ERROR for problem in problems):
             problems.append(Problem(self.file, 1, f"clang fails: {done.stderr.strip()[-300:] or 'without a word'}"))
         return problems
+
+    def _many(self) -> tuple[subprocess.CompletedProcess[str], conversions.Edited, str, Translation]:
+        """Of many kernels the diagnostics, and the code of a few: each function with its least and largest arguments.
+
+        The few also say which conversions the text needs.
+        """
+        few: dict[object, Variant] = {}
+        for variant in sorted(self.translation.variants, key=_sizes):
+            kind = variant.function, (variant.template_args or "").split(",")[0]
+            few.setdefault((kind, "least"), variant)
+            few[kind, "largest"] = variant
+        chosen = replace(self.translation, variants=list({v.name: v for v in few.values()}.values()))
+        text = build._simulator_text(chosen, self.file)
+        coded, edited = self._run(
+            self.compiled[: self.end] + text[self.base + len(self.translation.text) :], self.flags
+        )
+        known = edited.followed_by(self.end, self.compiled)
+        syntax = [*self.flags, "-fsyntax-only"]
+        done = self._all(known, syntax)
+        if done.returncode:  # perhaps for a conversion that none of the few needs
+            done, known = self._run(known, syntax)
+        return done, known, coded.stdout, chosen
+
+    def _all(self, known: conversions.Edited, flags: list[str]) -> subprocess.CompletedProcess[str]:
+        """Compiles all kernels, on every processor a part of them."""
+        found, variants = compiler.find_compiler(), self.translation.variants
+        count = max(1, min(os.cpu_count() or 1, len(variants) // _MANY))
+        texts = [
+            build._simulator_text(replace(self.translation, variants=variants[k::count]), self.file)
+            for k in range(count)
+        ]
+        compiled = [self.compiled[: self.end] + text[self.base + len(self.translation.text) :] for text in texts]
+        with ThreadPoolExecutor(count) as pool:
+            done = list(
+                pool.map(
+                    lambda text: found.run([*flags, *conversions.RANGES], known.followed_by(self.end, text).text),
+                    compiled,
+                )
+            )
+        return max(done, key=lambda one: one.returncode)
+
+    def _run(
+        self, text: str | conversions.Edited, flags: list[str]
+    ) -> tuple[subprocess.CompletedProcess[str], conversions.Edited]:
+        found = compiler.find_compiler()
+        return conversions.compiled(
+            lambda text, more: found.run([*flags, *more], text), text, self.translation.methods, str(build.INCLUDE)
+        )
 
     def _located(self, problem: Problem) -> Problem:
         if problem.file not in ("<stdin>", "-", ""):

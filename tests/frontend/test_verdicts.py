@@ -66,6 +66,32 @@ def test_language_versions():
     assert checked("old", guarded) != [] and checked("old", guarded, standard="metal4.0") == []
 
 
+def test_a_file_of_many_kernels():
+    head = (
+        "struct Pair { float low, high; };\n"
+        "template <typename T, int n> kernel void f(device T* a [[buffer(0)]], device Pair* p [[buffer(1)]]) {\n"
+        " threadgroup float s[n * 64]; s[0] = 1; Pair q = p[n]; a[n] = T(q.low + s[0]); BODY }\n"
+    )
+    lines = [
+        f'template [[host_name("f{n}")]] kernel void f<float, {n}>(device float*, device Pair*);\n'
+        for n in range(1, 251)
+    ]
+
+    def problems(body, n=120):
+        return [
+            (p.severity, p.line, p.what)
+            for p in checked(
+                "crowd",
+                head.replace("BODY", body) + "".join(lines[:n]),
+            )
+        ]
+
+    assert problems("", 250)[0][0] == "warning" and "more than 32768" in problems("", 250)[0][2]
+    assert problems("", 127) == [] and problems('static_assert(n < 249 || n > 249, "249");', 248)[1:] == []
+    found = problems('static_assert(n != 211, "not 211");', 220)
+    assert ("error", 5) in [problem[:2] for problem in found] and any("211" in problem[2] for problem in found)
+
+
 class TestCommand:
     def test_headers_and_macros(self, tmp_path, capsys):
         (tmp_path / "beside.h").write_text("inline float twice(float x) { return 2 * x; }\n")
