@@ -200,7 +200,7 @@ def test_bad_masks_lengths_limits_and_types(rng):
 
 
 def test_patched_it_is_mlx_lms(rng, lenient):
-    """On Apple GPUs only prompts."""
+    """But for lengths without a mask, which mean something else there."""
     from mlx_lm.models import ssm
 
     *arrays, state = draw(rng, 1, 4, 1, 2, 8, 32)
