@@ -160,7 +160,8 @@ class _Rewriter:
         self._list_ends: dict[int, int] = {}
 
     def _match_brackets(self) -> list[int]:
-        partner, stack = [-1] * len(self.tokens), []
+        partner = [-1] * len(self.tokens)
+        stack: list[int] = []
         self._outer: list[int] = []  # of each token the bracket within which it stands
         for i, token in enumerate(self.tokens):
             self._outer.append(stack[-1] if stack else -1)
