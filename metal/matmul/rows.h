@@ -37,9 +37,14 @@ struct ActivationOf<half> {
 // Rows of x from the first of a threadgroup on; those past the last repeat it.
 template <typename T>
 struct RowsOfX {
+  using Type = T;
   const device T* x;  // 16-byte aligned
   uint columns;       // whole runs, from row to row too
   uint rows;
+
+  const device T* at(uint m, uint column) const {
+    return x + (min(m, rows - 1) * columns + column);
+  }
 };
 
 // A lane's columns of M rows of x; their sums, and what sums of products of a level start from.
@@ -73,11 +78,11 @@ inline void load_run(const device T* p, thread typename ActivationOf<T>::type (&
   }
 }
 
-template <typename T, typename Values, int M>
-inline void load_x(RowsOfX<T> from, uint column, thread RunOfX<T, Values, M>& run) {
+template <typename T, typename Values, int M, typename X>
+inline void load_x(thread const X& from, uint column, thread RunOfX<T, Values, M>& run) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
-    load_run<T>(from.x + (min(uint(m), from.rows - 1) * from.columns + column), run.x[m]);
+    load_run<T>(from.at(m, column), run.x[m]);
     if constexpr (!is_same_v<T, float>) {
       float sums[Values::levels];
 #pragma unroll
@@ -186,9 +191,10 @@ struct Sharing {
 };
 
 // totals[(s * R + r) * M + m] = x[m] * row r of source s, over the lane's columns.
-template <int N, int R, int M, typename T, typename Source>
+template <int N, int R, int M, typename X, typename Source>
 inline void multiply_rows(
-    RowsOfX<T> x, thread const Source (&w)[N], Sharing at, thread float (&totals)[N * R * M]) {
+    thread const X& x, thread const Source (&w)[N], Sharing at, thread float (&totals)[N * R * M]) {
+  using T = typename X::Type;
   using Values = typename Source::Values;
 #pragma unroll
   for (int i = 0; i < N * R * M; ++i) {

@@ -6,7 +6,7 @@
 
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
-#include "ops/matmul/plan.h"
+#include "ops/moe/plan.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
@@ -85,12 +85,10 @@ void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
 }
 
 const char* why_mx_gather(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream) {
-  if (stream.device != mx::Device::gpu) {
-    return nullptr;
+  if (!transpose && stream.device == mx::Device::gpu) {
+    return "experts that are not transposed";
   }
-  constexpr size_t most_rows = 64;  // beyond them mlx-lm sorts them by their experts, and mx multiplies matrices
-  const size_t rows = pairs.experts.size() * x.shape(-2);
-  return !transpose ? "experts that are not transposed" : rows > most_rows ? "more than 64 rows of results" : nullptr;
+  return why_mx_experts(pairs.experts.size() * x.shape(-2), stream);
 }
 
 GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs) {
@@ -203,6 +201,13 @@ PairParams GatherPrimitive::pair_params(const Arrays& inputs) const {
           static_cast<uint32_t>(gather.pairs_per_input), gather.inputs != nullptr};
 }
 
+bool GatherPrimitive::shares_pairs(const Arrays& inputs, const AffineFormat& format, uint32_t matrices) const {
+  constexpr size_t most_elements = std::numeric_limits<uint32_t>::max();  // that kernels count in x
+  const size_t elements = inputs[0].size();
+  return elements > 0 && elements <= most_elements &&
+         shares_experts(format, matrices, pairs_of(inputs).experts.size(), leading_size(inputs[1], 2));
+}
+
 const Arrays& GatherPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
   copies = stacks_of(inputs);
   prepare_stacks(copies);
@@ -234,11 +239,8 @@ GatherQmmParams GatherPrimitive::share_out_pairs(Launch& launch, const Arrays& i
                                                  uint32_t simdgroup_outputs) {
   GatherQmmParams params = gather_params(stacks_of(inputs), format, inputs[0], outputs_of(inputs));
   params.pairs = pair_params(inputs);
-  const auto pairs = static_cast<uint32_t>(pairs_of(inputs).experts.size());
-  params.weights.matrices = pairs;
-  const ProductSizes one_row{pairs * params.weights.rows, 1, params.weights.columns, params.weights.outputs};
-  share_out(launch, plan_rows(one_row, simdgroup_outputs, stream()), pairs);
-  launch.threadgroups.y = params.weights.rows;
+  params.weights.matrices = static_cast<uint32_t>(pairs_of(inputs).experts.size());
+  mittens::share_out_pairs(launch, sizes_of(params.weights), simdgroup_outputs, stream());
   return params;
 }
 

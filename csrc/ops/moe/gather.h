@@ -94,6 +94,8 @@ class GatherPrimitive : public KernelPrimitive {
   // grid, whose simdgroups have so many outputs.
   GatherQmmParams share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
                                   uint32_t simdgroup_outputs);
+  // Whether pairs of the same expert are one product, in a kernel of its own.
+  bool shares_pairs(const Arrays& inputs, const AffineFormat& format, uint32_t matrices) const;
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override;
   bool sums_nothing(const Arrays& inputs) const override {
     return inputs[0].shape(-1) == 0;

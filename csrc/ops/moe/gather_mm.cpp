@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <functional>
 #include <optional>
 
@@ -6,6 +5,7 @@
 
 #include "mlx/ops.h"
 #include "ops/moe/gather.h"
+#include "ops/moe/plan.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
@@ -104,14 +104,11 @@ class GatherMm : public GatherPrimitive {
     params.outputs = b.shape(-1);
     params.packs = params.columns % pack == 0 && params.row_stride % pack == 0 && params.matrix_stride % pack == 0 &&
                    b.offset() % 16 == 0;
-    const uint32_t blocks = ceil_divide(params.outputs, kGatherOutputs);
-    const uint32_t simdgroups = std::min<uint32_t>(blocks, 2);
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(x.dtype(), op);
-    launch.threadgroups = {ceil_divide(blocks, simdgroups), params.rows,
-                           static_cast<uint32_t>(pairs_of(inputs).experts.size())};
-    launch.threads = {32 * simdgroups, 1, 1};
+    const auto pairs = static_cast<uint32_t>(pairs_of(inputs).experts.size());
+    share_out_dense(launch, {pairs, params.rows, params.columns, params.outputs});
     if (copied) {
       launch.owner = std::make_shared<mx::array>(b);
     }

@@ -87,14 +87,17 @@ class GatherQmm : public GatherPrimitive {
     }
     Launch launch;
     launch.file = file;
-    launch.kernel = kernel_name(inputs[0].dtype(), op, format_name(format_));
+    const bool shares = shares_pairs(inputs, format_, 1);
+    launch.kernel = kernel_name(inputs[0].dtype(), shares ? "gather_qmm_shared" : op, format_name(format_));
     const GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs);
     launch.input(inputs[0]);
     for (int i = 1; i < 4; ++i) {
       add_view(launch, inputs[i]);
     }
     launch.stand_in(inputs[0]);  // there are no biases of outputs
-    launch.stand_in(inputs[0]);  // and no weights
+    if (!shares) {
+      launch.stand_in(inputs[0]);  // and no weights
+    }
     add_pairs(launch, inputs);
     return in_order(launch.output(outputs[0]).params(params));
   }

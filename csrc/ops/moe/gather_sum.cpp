@@ -10,8 +10,8 @@
 #include "cpu/weighted_sum.h"
 #include "mlx/ops.h"
 #include "ops/matmul/affine.h"
-#include "ops/matmul/plan.h"
 #include "ops/moe/gather.h"
+#include "ops/moe/plan.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
@@ -29,7 +29,6 @@ namespace {
 
 constexpr const char* op = "gather_sum";
 const Name file = "moe/gather_qmm.metal";
-constexpr size_t most_sums = 64;  // as of gather_qmm
 
 // Of mx operations, the products ours where they are covered; the sum is in float32.
 mx::array of_products(const mx::array& x, const Arrays& stack, const mx::array& indices, const mx::array& weights,
@@ -101,11 +100,7 @@ class GatherSum : public KernelPrimitive {
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(x.dtype(), "gather_qmm", format_name(format_));
-    const ProductSizes one_row{sums, 1, params.weights.columns, params.weights.outputs};
-    RowsPlan plan = plan_rows(one_row, kRowOutputs, stream());
-    plan.sharers = chosen;
-    plan.blocks = 1;
-    share_out(launch, plan, sums);
+    share_out_sums(launch, sizes_of(params.weights), kRowOutputs, chosen, stream());
     launch.input(x);
     for (int i = 1; i < 4; ++i) {
       add_view(launch, inputs[i]);
@@ -187,8 +182,8 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
     reason = why;
   } else if (chosen > kMostSummed) {
     reason = "sums of more than " + std::to_string(kMostSummed) + " experts";
-  } else if (stream.device == mx::Device::gpu && sums * chosen > most_sums) {
-    reason = "more than 64 rows of results";
+  } else if (const char* faster = why_mx_experts(sums * chosen, stream)) {
+    reason = faster;
   }
   const bool is_bias = bias && x.shape(-1) == 0;  // nothing is multiplied
   if (!reason.empty() || is_bias) {

@@ -112,7 +112,8 @@ class GatherSwiglu : public GatherPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     Launch launch;
     launch.file = file;
-    launch.kernel = kernel_name(inputs[0].dtype(), op, format_name(format_));
+    launch.kernel = kernel_name(inputs[0].dtype(), shares_pairs(inputs, format_, 2) ? "gather_swiglu_shared" : op,
+                                format_name(format_));
     GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs / 2);
     params.weights.has_bias = has_bias();
     params.alpha = activation_.alpha;

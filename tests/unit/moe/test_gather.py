@@ -113,6 +113,28 @@ def test_every_index_has_its_pair(case, rng, executor):
         assert_product_right(y, exact(specs.widen(those), flat, left, right), mx.float32)
 
 
+@pytest.mark.parametrize("mode, bits", [("affine", 4), ("affine", 8), ("mxfp4", 4)])
+def test_pairs_that_share_an_expert(rng, dtype, executor, mode, bits):
+    """On GPUs up to four pairs of an expert are one product; each gives what it gives beside any others."""
+    w = mx.random.normal((E, N, K), key=mx.random.key(0)).astype(dtype)
+    w, *scales = mx.quantize(w, 32, bits, mode=mode)
+    options = {"group_size": 32, "bits": bits, "mode": mode}
+    rhs = np.array([3, 3, 1, 3, 9, 3, 1, 3, 0, 9, 3, 3, 1, 3, 3])
+    x = tokens(rng, len(rhs), dtype)
+
+    def products(order):
+        of = (x[mx.array(order)], w, *(scales if len(scales) == 2 else (*scales, None)))
+        y = mm.gather_qmm(*of, rhs_indices=mx.array(rhs[order]), **options)
+        return y[mx.array(np.argsort(order))]
+
+    y = products(np.arange(len(rhs)))
+    of_groups = [s if mode == "mxfp4" else s.astype(mx.float32) for s in scales]  # else weights are rounded
+    wide = specs.widen(mx.dequantize(w, *of_groups, **options))
+    expected = exact(specs.widen(x), wide, np.arange(len(rhs)), rhs)
+    assert_product_right(y, expected, dtype)
+    assert_same_bits(products(rng.permutation(len(rhs))), y, "permuted")
+
+
 @pytest.mark.parametrize("dtype", [mx.int8, mx.uint8, mx.int32, mx.uint32, mx.int64, mx.uint64])
 def test_indices_of_every_type(case, rng, executor, dtype):
     """Those out of range give NaN, and read nothing: the arrays end where they end."""

@@ -1,0 +1,54 @@
+#include "ops/moe/plan.h"
+
+#include <algorithm>
+
+#include "params/moe.h"
+#include "runtime/array_layout.h"
+
+namespace mittens {
+
+namespace {
+
+void give_grid(Launch& launch, const ProductSizes& sizes, uint32_t output_groups) {
+  launch.threadgroups = {output_groups, sizes.rows, sizes.matrices};
+}
+
+RowsPlan plan_places(const ProductSizes& sizes, uint32_t outputs, mx::Stream stream) {
+  return plan_rows({sizes.matrices * sizes.rows, 1, sizes.columns, sizes.outputs}, outputs, stream);
+}
+
+}  // namespace
+
+const char* why_mx_experts(size_t rows, mx::Stream stream) {
+  constexpr size_t most_rows = 64;  // beyond them mlx-lm sorts them by their experts, and mx multiplies matrices
+  return stream.device == mx::Device::gpu && rows > most_rows ? "more than 64 rows of results" : nullptr;
+}
+
+bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts) {
+  using cpu::QuantizedMode;
+  const bool has_kernel =
+      format.mode == QuantizedMode::affine ? format.bits == 4 || format.bits == 8 : format.mode == QuantizedMode::mxfp4;
+  // From there on it was faster on an H100 (bench/results/h100.md).
+  return has_kernel && experts > 0 && matrices * pairs >= 2 * experts;
+}
+
+void share_out_pairs(Launch& launch, const ProductSizes& sizes, uint32_t outputs, mx::Stream stream) {
+  const RowsPlan plan = plan_places(sizes, outputs, stream);
+  give_grid(launch, sizes, ceil_divide(plan.output_blocks, plan.blocks));
+  launch.threads = {32 * plan.sharers, plan.blocks, 1};
+}
+
+void share_out_sums(Launch& launch, const ProductSizes& sizes, uint32_t outputs, uint32_t chosen, mx::Stream stream) {
+  give_grid(launch, sizes, plan_places(sizes, outputs, stream).output_blocks);
+  launch.threads = {32 * chosen, 1, 1};
+}
+
+void share_out_dense(Launch& launch, const ProductSizes& sizes) {
+  constexpr uint32_t most_simdgroups = 2;
+  const uint32_t blocks = ceil_divide(sizes.outputs, uint32_t(kGatherOutputs));
+  const uint32_t simdgroups = std::min(blocks, most_simdgroups);
+  give_grid(launch, sizes, ceil_divide(blocks, simdgroups));
+  launch.threads = {32 * simdgroups, 1, 1};
+}
+
+}  // namespace mittens
