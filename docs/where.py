@@ -167,7 +167,7 @@ _PLACES = (
         ("gated_delta_update.metal",), ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_gated_delta_update.py",),
     ),
     Place(
-        ("ssm_update",), "recurrence", "ssm_update.cpp", (), ("gated_delta_update.metal",),
+        ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("gated_delta_update.metal",),
         ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_ssm_update.py",),
     ),
 )  # fmt: skip

@@ -92,8 +92,8 @@ def ssm_update(
         S = S * exp(-exp(A_log) * dt);  S = S + dt * x outer B;  y = S @ C + D * x
 
     Time steps, decays and the state are float32 throughout, and the state is written in place if nobody else needs it.
-    On a GPU a kernel has up to 512 columns. Gradients are native on the CPU; on a GPU they are those of products of
-    matrices over chunks of steps.
+    On a GPU a kernel has up to 512 columns and up to 8 steps; more steps are products of matrices over chunks of them,
+    and so are all gradients there. On the CPU gradients are native.
 
     Args:
         hidden_states (array): ``x`` of shape ``[batch, steps, heads, rows]``; float32, float16 or bfloat16.

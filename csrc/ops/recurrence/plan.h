@@ -9,5 +9,6 @@ namespace mx = mlx::core;
 
 // Why mx is faster; null where it is not known to be. gate_of_head: whether all columns of a head share a gate.
 const char* why_mx_gated_delta_update(bool gate_of_head, mx::Stream stream);
+const char* why_mx_ssm_update(int steps, mx::Stream stream);
 
 }  // namespace mittens

@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include "mlx/ops.h"
+#include "ops/recurrence/plan.h"
 #include "ops/recurrence/recurrence.h"
 #include "params/recurrence.h"
 #include "python/registry.h"
@@ -126,6 +127,11 @@ Arrays of_nothing(const Call& call, mx::Stream stream) {
   return {mx::zeros_like(x, stream), call.options.has_state ? call.inputs[5] : mx::zeros(shape, mx::float32, stream)};
 }
 
+bool mx_is_ahead(const Call& call, mx::Stream stream) {
+  const char* reason = why_mx_ssm_update(call.inputs[0].shape(1), stream);
+  return reason && prefer_fallback(op, reason);
+}
+
 std::optional<Outputs> try_ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& b,
                                       const mx::array& c, const mx::array& d, const mx::array& dt,
                                       const mx::array& dt_bias, const Optional& state, const Limits& limits,
@@ -138,6 +144,9 @@ std::optional<Outputs> try_ssm_update(const mx::array& x, const mx::array& a_log
   }
   if (runs_kernels(stream) && c.shape(3) > kMostStateColumns) {
     return fallback(op, "more than " + std::to_string(kMostStateColumns) + " columns");
+  }
+  if (mx_is_ahead(call, stream)) {
+    return std::nullopt;
   }
   const Arrays all = recurrence(call.inputs, call.options, stream);
   return finished(call, all[0], all[1], x, d, stream);

@@ -1,5 +1,7 @@
 """The state-space step: masks, lengths, states, gradients, and what its arguments have to be."""
 
+import contextlib
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -213,3 +215,33 @@ def test_patched_it_is_mlx_lms(rng, lenient):
         assert sum(mm.stats()["ssm_update"]["kernels"].values()) == 1
     for a, b in zip(ours, mm.ssm_update(*arrays, state), strict=True):
         assert_same_bits(a, b, str(a.shape))
+
+
+@pytest.mark.parametrize("gpu", ["m2-max", "nvidia"])
+def test_on_a_gpu_many_steps_are_mxs(rng, lenient, gpu):
+    """Products of matrices over chunks of steps; mlx-lm's own under a patch, unless it is strict."""
+    from mlx_lm.models import ssm
+
+    *arrays, state = draw(rng, 2, 9, 1, 2, 8, 32)
+    few = [a[:, :8] if a.ndim > 1 else a for a in arrays]
+    expected = exact_state_space(*map(specs.widen, (*arrays, state)))
+    reason = "more than 8 steps on a GPU, which mx multiplies as matrices"
+
+    def run(*inputs):
+        """Results, launches of kernels, and why calls went to mx; under no patch, a patch and a strict one."""
+        for patch in (contextlib.nullcontext(), mm.patched(), mm.patched(strict=True)):
+            with patch:
+                function = mm.ssm_update if isinstance(patch, contextlib.nullcontext) else ssm.ssm_attn
+                mm.stats(reset=True)
+                outputs = function(*inputs)
+                mx.eval(outputs)
+                stats = mm.stats()["ssm_update"]
+            yield outputs, sum(stats["kernels"].values()), list(stats["mx"])
+
+    with mm.simulator.enabled(gpu=gpu):
+        assert [result[1:] for result in run(*few, state)] == [(1, [])] * 3
+        results = list(run(*arrays, state))
+        assert [result[1:] for result in results] == [(0, [reason]), (0, [reason]), (1, [])]
+    for outputs, *_ in results:
+        for ours, exact in zip(outputs, expected, strict=True):
+            assert_near(ours, exact.value, str(ours.shape))
