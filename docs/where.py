@@ -170,6 +170,10 @@ _PLACES = (
         ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("gated_delta_update.metal",),
         ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_ssm_update.py",),
     ),
+    Place(
+        ("linear_attention",), "recurrence", "linear_attention.cpp", ("plan.cpp",), ("gated_delta_update.metal",),
+        ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_linear_attention.py",),
+    ),
 )  # fmt: skip
 
 

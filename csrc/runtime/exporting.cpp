@@ -55,7 +55,7 @@ std::string what_makes(std::string_view primitive) {
       {"CacheStep", "rope_append"},  // and modules, which step aside
       {"CacheBuffer", "rope_append"},
       {"LayerNormVjp", "layer_norm"},
-      {"RecurrenceVjp", ""},  // of gated_delta_update or of ssm_update
+      {"RecurrenceVjp", ""},  // of any of the recurrences
       {"SoftmaxVjp", "softmax"},
       {"ScaledDotProductAttentionVjp", "scaled_dot_product_attention"},
       {"Launch", "ops.custom.launch"},

@@ -36,6 +36,7 @@ _KIND_OF_OP = {
     "route_top_k": "norm",
     "gated_delta_update": "elementwise",
     "ssm_update": "elementwise",
+    "linear_attention": "elementwise",
 }
 
 

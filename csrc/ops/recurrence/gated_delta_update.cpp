@@ -81,7 +81,9 @@ Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const m
   if (mask) {
     inputs.push_back(*mask);
   }
-  return {std::move(inputs), {state.has_value(), mask.has_value(), true}, state ? state->dtype() : mx::float32};
+  return {std::move(inputs),
+          {state.has_value(), mask.has_value(), RecurrenceOp::gated_delta_update},
+          state ? state->dtype() : mx::float32};
 }
 
 // What no step leaves, or a state without columns.

@@ -16,7 +16,7 @@ const char* why_mx_gated_delta_update(bool gate_of_head, mx::Stream stream) {
   return wins ? "gates of heads on an Apple GPU, for which MLX has kernels" : nullptr;
 }
 
-const char* why_mx_ssm_update(int steps, mx::Stream stream) {
+const char* why_mx_uncorrected(int steps, mx::Stream stream) {
   // Without corrections a chunk of steps is a few products of matrices, where the kernel takes one step at a time.
   const bool many = runs_kernels(stream) && steps > most_uncorrected_steps;
   return many ? "more than 8 steps on a GPU, which mx multiplies as matrices" : nullptr;

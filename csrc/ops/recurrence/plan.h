@@ -8,7 +8,8 @@ namespace mittens {
 namespace mx = mlx::core;
 
 // Why mx is faster; null where it is not known to be. gate_of_head: whether all columns of a head share a gate.
+// uncorrected: ssm_update and linear_attention.
 const char* why_mx_gated_delta_update(bool gate_of_head, mx::Stream stream);
-const char* why_mx_ssm_update(int steps, mx::Stream stream);
+const char* why_mx_uncorrected(int steps, mx::Stream stream);
 
 }  // namespace mittens

@@ -22,7 +22,14 @@ class RecurrenceStep : public KernelPrimitive {
   RecurrenceStep(mx::Stream stream, const RecurrenceOptions& options) : KernelPrimitive(stream), options_(options) {}
 
   const char* name() const override {
-    return options_.corrects ? "MittensGatedDeltaUpdate" : "MittensSsmUpdate";
+    switch (options_.op) {
+      case RecurrenceOp::gated_delta_update:
+        return "MittensGatedDeltaUpdate";
+      case RecurrenceOp::ssm_update:
+        return "MittensSsmUpdate";
+      default:
+        return "MittensLinearAttention";
+    }
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
@@ -66,7 +73,7 @@ class RecurrenceStep : public KernelPrimitive {
     const RecurrenceArrays arrays(inputs, options_);
     GatedDeltaParams params;
     params.state = state_params(arrays.q, arrays.v, options_.has_state, options_.has_mask);
-    params.corrects = options_.corrects;
+    params.corrects = options_.corrects();
     params.gate_per_column = arrays.gate_per_column();
     params.wide_rates = arrays.rates.dtype() == mx::float32;
     Launch launch;

@@ -2,7 +2,7 @@
 //
 //   S = S * gate;   S += rate (v - S k) k^T;   y = S q
 //
-// State spaces do not correct: S += rate v k^T.
+// State spaces and linear attention do not correct: S += rate v k^T.
 #pragma once
 
 #include "cpu/recurrence.h"
@@ -11,10 +11,17 @@
 
 namespace mittens {
 
+enum class RecurrenceOp { gated_delta_update, ssm_update, linear_attention };
+
 struct RecurrenceOptions {
   bool has_state;  // else it begins with zeros
   bool has_mask;
-  bool corrects;  // whether what the state has for k is taken off v
+  RecurrenceOp op;
+
+  // Whether what the state has for k is taken off v.
+  bool corrects() const {
+    return op == RecurrenceOp::gated_delta_update;
+  }
 
   bool operator==(const RecurrenceOptions&) const = default;
 };
@@ -45,7 +52,7 @@ struct RecurrenceArrays {
         rates(inputs[4]),
         state(options.has_state ? &inputs[5] : nullptr),
         mask(options.has_mask ? &inputs[options.has_state ? 6 : 5] : nullptr),
-        corrects(options.corrects) {}
+        corrects(options.corrects()) {}
 
   bool gate_per_column() const {
     return gates.ndim() == 4;

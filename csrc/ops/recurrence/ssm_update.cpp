@@ -109,7 +109,9 @@ Call checked(const mx::array& x, const mx::array& a_log, const mx::array& b, con
   if (seen) {
     inputs.push_back(*seen);
   }
-  return {std::move(inputs), {state.has_value(), seen.has_value(), false}, state ? state->dtype() : mx::float32};
+  return {std::move(inputs),
+          {state.has_value(), seen.has_value(), RecurrenceOp::ssm_update},
+          state ? state->dtype() : mx::float32};
 }
 
 // y with what D lets through.
@@ -128,7 +130,7 @@ Arrays of_nothing(const Call& call, mx::Stream stream) {
 }
 
 bool mx_is_ahead(const Call& call, mx::Stream stream) {
-  const char* reason = why_mx_ssm_update(call.inputs[0].shape(1), stream);
+  const char* reason = why_mx_uncorrected(call.inputs[0].shape(1), stream);
   return reason && prefer_fallback(op, reason);
 }
 

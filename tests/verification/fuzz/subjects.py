@@ -60,6 +60,7 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         cache.rope_append,
         recurrences.gated_delta_update,
         recurrences.ssm_update,
+        recurrences.linear_attention,
     )
 }
 SUBJECTS = {
