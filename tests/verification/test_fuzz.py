@@ -49,6 +49,7 @@ def test_a_minute(worker, subject, executor):
         ("scaled_dot_product_attention", 9, 337),
         ("scaled_dot_product_attention", 31, 505),
         ("scaled_dot_product_attention", 31, 526),
+        ("ssm_update", 0, 5),
     ],
 )
 def test_gradients_whose_terms_cancel_are_right(worker, subject, seed, case):

@@ -60,19 +60,22 @@ mx::array over_chunk(const Chunk& chunk, mx::array& state, bool corrects, mx::St
   const mx::array since = mx::cumsum(chunk.log_gates, 3, false, true, s);  // the start of the chunk
   const mx::array nothing(-std::numeric_limits<float>::infinity());
   const mx::array seen = triangle(n, [](int i, int j) { return j <= i; });
-  const auto decayed = [&](const mx::array& difference, const mx::array& seen) {
-    return mx::exp(mx::where(mx::astype(seen, mx::bool_, s), difference, nothing, s), s);
+  const mx::array before = triangle(n, [](int i, int j) { return j < i; });
+  // Over the steps between each two, added up one by one: what is left of the difference of two large sums is rounding.
+  const auto decays_of = [&](const mx::array& log_gates, const mx::array& seen, const mx::array& before) {
+    const mx::array sums = mx::cumsum(mx::multiply(log_gates, before, s), 3, false, true, s);
+    return mx::exp(mx::where(mx::astype(seen, mx::bool_, s), sums, nothing, s), s);
   };
   // The product of a with each key, decayed over the steps between them.
   mx::array qk = seen, kk = seen;
   if (per_column) {
     const mx::array decays =
-        decayed(mx::subtract(mx::expand_dims(since, 4, s), mx::expand_dims(since, 3, s), s), mx::expand_dims(seen, 2));
+        decays_of(mx::expand_dims(chunk.log_gates, 4, s), mx::expand_dims(seen, 2), mx::expand_dims(before, 2));
     const mx::array keys = mx::multiply(decays, mx::expand_dims(chunk.k, 3, s), s);
     qk = mx::sum(mx::multiply(keys, mx::expand_dims(chunk.q, 4, s), s), -1, false, s);
     kk = mx::sum(mx::multiply(keys, mx::expand_dims(chunk.k, 4, s), s), -1, false, s);
   } else {
-    const mx::array decays = decayed(mx::subtract(since, turned(since, s), s), seen);
+    const mx::array decays = decays_of(chunk.log_gates, seen, before);
     const mx::array keys = turned(chunk.k, s);
     qk = mx::multiply(mx::matmul(chunk.q, keys, s), decays, s);
     kk = mx::multiply(mx::matmul(chunk.k, keys, s), decays, s);
@@ -92,7 +95,8 @@ mx::array over_chunk(const Chunk& chunk, mx::array& state, bool corrects, mx::St
   mx::Shape start(5, 0), stop = since.shape();
   start[3] = n - 1;
   const mx::array whole = mx::slice(since, start, stop, s);
-  const mx::array keys = mx::multiply(chunk.k, mx::exp(mx::subtract(whole, since, s), s), s);
+  const mx::array until_end = mx::cumsum(chunk.log_gates, 3, true, false, s);
+  const mx::array keys = mx::multiply(chunk.k, mx::exp(until_end, s), s);
   state = mx::add(mx::multiply(state, mx::exp(whole, s), s), mx::matmul(turned(updates, s), keys, s), s);
   return y;
 }

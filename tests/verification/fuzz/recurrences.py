@@ -128,11 +128,11 @@ def ssm_update(draw: Draw) -> Case:
     def ours(*a):
         return mm.ssm_update(*a[:7], a[7] if has_state else None, limits, mask)
 
-    def in_float64(x, a_log, b, c, d, dt, bias, state=None):
+    def in_type_of(x, a_log, b, c, d, dt, bias, state=None):
         b, c = (mx.repeat(a, heads // groups, 2) for a in (b, c))
-        least, most = (mx.array(np.float64(np.float32(limit)), mx.float64) for limit in limits)
+        least, most = (mx.array(np.float64(np.float32(limit)), x.dtype) for limit in limits)
         dt = mx.clip(mx.logaddexp(dt + bias, mx.zeros_like(dt)), least, most)
-        s = mx.zeros((batch, heads, rows, columns), mx.float64) if state is None else state
+        s = mx.zeros((batch, heads, rows, columns), x.dtype) if state is None else state
         results = []
         for t in range(steps):
             seen = _seen(mask, t)
@@ -143,6 +143,10 @@ def ssm_update(draw: Draw) -> Case:
             results.append(y if seen is None else mx.where(seen[..., 0], y, mx.zeros_like(y)))
         return mx.stack(results, axis=1) + x * d[:, None], s
 
+    def of_mx(*a):
+        y, last = in_type_of(*(each.astype(mx.float32) for each in a))
+        return y.astype(dtype), last
+
     def by_definition() -> list[Exact]:
         wide = [to_float64(a) for a in arrays]
         state = wide[7] if has_state else None
@@ -152,8 +156,8 @@ def ssm_update(draw: Draw) -> Case:
         describe(arrays, draw, kind=kind, limits=limits, mask=None if mask is None else mask.tolist()),
         arrays,
         ours=ours,
-        twin=None,
-        exact=in_float64,
+        twin=of_mx,
+        exact=in_type_of,
         of_nothing=lambda: [e.value for e in by_definition()],
         differentiable=range(len(arrays)),
         noise=lambda: _noise(by_definition(), steps, columns, 2 * EPSILON[dtype]),  # D * x is added in the type
