@@ -31,6 +31,8 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "rope_append": ("cache/rope_append.metal",),
     "gather_sum": ("moe/gather_qmm.metal",),
+    "ssm_update": ("recurrence/gated_delta_update.metal",),
+    "linear_attention": ("recurrence/gated_delta_update.metal",),
 }
 
 
