@@ -10,18 +10,17 @@ _LIKE = 0.6
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is most like this one, or that has it as a part; None where none is like it."""
+    """The first known word that has this one as a part, else the one most like it; None where none is like it."""
     folded: dict[str, str] = {}
     for one in known:
         folded.setdefault(_folded(one), one)
     asked = _folded(word)
     if not asked:
         return None
-    close = difflib.get_close_matches(asked, folded, n=1, cutoff=_LIKE)
-    if close:
-        return folded[close[0]]
     parts = [one for one in folded if asked in one]
-    return folded[min(parts, key=len)] if parts else None
+    close = difflib.get_close_matches(asked, folded, n=1, cutoff=_LIKE)
+    found = parts[:1] or close
+    return folded[found[0]] if found else None
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
