@@ -1,5 +1,4 @@
 #include <optional>
-#include <string>
 #include <tuple>
 
 #include <nanobind/nanobind.h>
@@ -9,12 +8,9 @@
 #include "mlx/ops.h"
 #include "ops/recurrence/plan.h"
 #include "ops/recurrence/recurrence.h"
-#include "params/recurrence.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
-#include "runtime/fallback.h"
-#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -28,26 +24,10 @@ constexpr const char* op = "gated_delta_update";
 
 using Outputs = std::tuple<mx::array, mx::array>;
 
-struct Call {
-  Arrays inputs;
-  RecurrenceOptions options;
-  mx::Dtype state_dtype;
-};
-
-Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma, const mx::array& beta,
-             const std::optional<mx::array>& state, const std::optional<mx::array>& mask, mx::Stream stream) {
-  if (q.ndim() != 4) {
-    checks::fail(op, "q has shape ", q.shape(), ": expected [batch, steps, key heads, columns]");
-  }
-  if (k.shape() != q.shape()) {
-    checks::fail(op, "k has shape ", k.shape(), ", q has shape ", q.shape(), ": expected the same shape");
-  }
-  const int key_heads = q.shape(2);
-  if (v.ndim() != 4 || v.shape(0) != q.shape(0) || v.shape(1) != q.shape(1) ||
-      (key_heads == 0 ? v.shape(2) != 0 : v.shape(2) % key_heads != 0)) {
-    checks::fail(op, "v has shape ", v.shape(), ", q has shape ", q.shape(),
-                 ": expected [batch, steps, heads, rows], the heads a multiple of the key heads");
-  }
+RecurrenceCall checked(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma,
+                       const mx::array& beta, const std::optional<mx::array>& state,
+                       const std::optional<mx::array>& mask, mx::Stream stream) {
+  check_queries_keys_values(op, q, k, v);
   const mx::Shape per_head = {v.shape(0), v.shape(1), v.shape(2)};
   mx::Shape per_column = per_head;
   per_column.push_back(q.shape(3));
@@ -86,39 +66,18 @@ Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const m
           state ? state->dtype() : mx::float32};
 }
 
-// What no step leaves, or a state without columns.
-std::optional<Outputs> of_nothing(const Call& call, mx::Stream stream) {
-  const mx::array &q = call.inputs[0], &v = call.inputs[2];
-  if (q.size() > 0 && v.size() > 0) {
-    return std::nullopt;
-  }
-  const mx::Shape shape = {v.shape(0), v.shape(2), v.shape(3), q.shape(3)};
-  return Outputs{mx::zeros_like(v, stream), call.options.has_state ? in_dtype(call.inputs[5], call.state_dtype, stream)
-                                                                   : mx::zeros(shape, mx::float32, stream)};
-}
-
-bool mlx_is_ahead(const Call& call, mx::Stream stream) {
-  const char* reason = why_mx_gated_delta_update(call.inputs[3].ndim() == 3, stream);
-  return reason && prefer_fallback(op, reason);
-}
-
 std::optional<Outputs> try_gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v,
                                               const mx::array& gamma, const mx::array& beta,
                                               const std::optional<mx::array>& state,
                                               const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  Call call = checked(q, k, v, gamma, beta, state, mask, stream);
-  if (auto outputs = of_nothing(call, stream)) {
-    return outputs;
-  }
-  if (runs_kernels(stream) && q.shape(3) > kMostStateColumns) {
-    return fallback(op, "more than " + std::to_string(kMostStateColumns) + " columns");
-  }
-  if (mlx_is_ahead(call, stream)) {
+  const RecurrenceCall call = checked(q, k, v, gamma, beta, state, mask, stream);
+  const char* why_mx = why_mx_gated_delta_update(gamma.ndim() == 3, stream);
+  const std::optional<Arrays> all = try_recurrence(op, call, why_mx, stream);
+  if (!all) {
     return std::nullopt;
   }
-  const Arrays all = recurrence(std::move(call.inputs), call.options, stream);
-  return Outputs{all[0], in_dtype(all[1], call.state_dtype, stream)};
+  return Outputs{(*all)[0], in_dtype((*all)[1], call.state_dtype, stream)};
 }
 
 Outputs gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma,
@@ -128,7 +87,7 @@ Outputs gated_delta_update(const mx::array& q, const mx::array& k, const mx::arr
     return *std::move(outputs);
   }
   const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call = checked(q, k, v, gamma, beta, state, mask, stream);
+  const RecurrenceCall call = checked(q, k, v, gamma, beta, state, mask, stream);
   if (gamma.ndim() == 3) {
     const std::optional<mx::array> wide = state ? std::optional(call.inputs[5]) : std::nullopt;
     const Arrays all = mx::fast::gated_delta_update(call.inputs[0], call.inputs[1], call.inputs[2], call.inputs[3],

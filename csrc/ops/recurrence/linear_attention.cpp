@@ -1,6 +1,5 @@
 #include <cmath>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <variant>
@@ -12,12 +11,9 @@
 #include "mlx/ops.h"
 #include "ops/recurrence/plan.h"
 #include "ops/recurrence/recurrence.h"
-#include "params/recurrence.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
-#include "runtime/fallback.h"
-#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -31,12 +27,6 @@ constexpr const char* op = "linear_attention";
 
 using Decay = std::variant<std::monostate, double, mx::array>;
 using Outputs = std::tuple<mx::array, mx::array>;
-
-struct Call {
-  Arrays inputs;  // of a recurrence
-  RecurrenceOptions options;
-  mx::Dtype state_dtype;
-};
 
 // What a head's state is multiplied by in a step, for [batch, steps, heads].
 mx::array gates_of(const Decay& decay, const mx::Shape& per_head, mx::Stream stream) {
@@ -54,20 +44,10 @@ mx::array gates_of(const Decay& decay, const mx::Shape& per_head, mx::Stream str
   return mx::full(per_head, number ? static_cast<float>(*number) : 1.0f, mx::float32, stream);
 }
 
-Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const Decay& decay, std::optional<float> scale,
-             const std::optional<mx::array>& state, mx::Stream stream) {
-  if (q.ndim() != 4) {
-    checks::fail(op, "q has shape ", q.shape(), ": expected [batch, steps, key heads, columns]");
-  }
-  if (k.shape() != q.shape()) {
-    checks::fail(op, "k has shape ", k.shape(), ", q has shape ", q.shape(), ": expected the same shape");
-  }
-  const int key_heads = q.shape(2), columns = q.shape(3);
-  if (v.ndim() != 4 || v.shape(0) != q.shape(0) || v.shape(1) != q.shape(1) ||
-      (key_heads == 0 ? v.shape(2) != 0 : v.shape(2) % key_heads != 0)) {
-    checks::fail(op, "v has shape ", v.shape(), ", q has shape ", q.shape(),
-                 ": expected [batch, steps, heads, rows], the heads a multiple of the key heads");
-  }
+RecurrenceCall checked(const mx::array& q, const mx::array& k, const mx::array& v, const Decay& decay,
+                       std::optional<float> scale, const std::optional<mx::array>& state, mx::Stream stream) {
+  check_queries_keys_values(op, q, k, v);
+  const int columns = q.shape(3);
   const mx::Shape of_state = {v.shape(0), v.shape(2), v.shape(3), columns};
   if (state && state->shape() != of_state) {
     checks::fail(op, "state has shape ", state->shape(), ": expected ", of_state);
@@ -94,34 +74,12 @@ Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const D
           state ? state->dtype() : mx::float32};
 }
 
-// What no step leaves, or a state without columns.
-Arrays of_nothing(const Call& call, mx::Stream stream) {
-  const mx::array &q = call.inputs[0], &v = call.inputs[2];
-  const mx::Shape shape = {v.shape(0), v.shape(2), v.shape(3), q.shape(3)};
-  return {mx::zeros_like(v, stream), call.options.has_state ? call.inputs[5] : mx::zeros(shape, mx::float32, stream)};
-}
-
-bool mx_is_ahead(const Call& call, mx::Stream stream) {
-  const char* reason = why_mx_uncorrected(call.inputs[0].shape(1), stream);
-  return reason && prefer_fallback(op, reason);
-}
-
-bool is_covered(const Call& call, mx::Stream stream) {
-  if (runs_kernels(stream) && call.inputs[0].shape(3) > kMostStateColumns) {
-    fall_back(op, "more than " + std::to_string(kMostStateColumns) + " columns");
-    return false;
-  }
-  return !mx_is_ahead(call, stream);
-}
-
 Outputs linear_attention(const mx::array& q, const mx::array& k, const mx::array& v, const Decay& decay,
                          std::optional<float> scale, const std::optional<mx::array>& state, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call = checked(q, k, v, decay, scale, state, stream);
-  const bool is_empty = call.inputs[0].size() == 0 || call.inputs[2].size() == 0;
-  const Arrays all = is_empty                   ? of_nothing(call, stream)
-                     : is_covered(call, stream) ? recurrence(call.inputs, call.options, stream)
-                                                : recurrence_composed(call.inputs, call.options, stream);
+  const RecurrenceCall call = checked(q, k, v, decay, scale, state, stream);
+  const std::optional<Arrays> made = try_recurrence(op, call, why_mx_uncorrected(q.shape(1), stream), stream);
+  const Arrays all = made ? *made : recurrence_composed(call.inputs, call.options, stream);
   return {all[0], in_dtype(all[1], call.state_dtype, stream)};
 }
 

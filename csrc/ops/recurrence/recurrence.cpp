@@ -1,11 +1,16 @@
 // The recurrence behind the ops of this folder: one kernel, native code, or products of matrices.
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 
+#include "mlx/ops.h"
 #include "ops/recurrence/recurrence.h"
 #include "ops/recurrence/state_params.h"
 #include "params/recurrence.h"
 #include "runtime/array_util.h"
+#include "runtime/checks.h"
+#include "runtime/fallback.h"
 #include "runtime/gpu.h"
 #include "runtime/primitive.h"
 
@@ -104,7 +109,40 @@ class RecurrenceStep : public KernelPrimitive {
 
 }  // namespace
 
-Arrays recurrence(Arrays inputs, const RecurrenceOptions& options, mx::Stream stream) {
+void check_queries_keys_values(const char* op, const mx::array& q, const mx::array& k, const mx::array& v) {
+  if (q.ndim() != 4) {
+    checks::fail(op, "q has shape ", q.shape(), ": expected [batch, steps, key heads, columns]");
+  }
+  if (k.shape() != q.shape()) {
+    checks::fail(op, "k has shape ", k.shape(), ", q has shape ", q.shape(), ": expected the same shape");
+  }
+  const int key_heads = q.shape(2);
+  if (v.ndim() != 4 || v.shape(0) != q.shape(0) || v.shape(1) != q.shape(1) ||
+      (key_heads == 0 ? v.shape(2) != 0 : v.shape(2) % key_heads != 0)) {
+    checks::fail(op, "v has shape ", v.shape(), ", q has shape ", q.shape(),
+                 ": expected [batch, steps, heads, rows], the heads a multiple of the key heads");
+  }
+}
+
+std::optional<Arrays> try_recurrence(const char* op, const RecurrenceCall& call, const char* why_mx,
+                                     mx::Stream stream) {
+  const RecurrenceArrays arrays(call.inputs, call.options);
+  if (arrays.q.size() == 0 || arrays.v.size() == 0) {
+    const mx::Shape shape = {arrays.v.shape(0), arrays.v.shape(2), arrays.v.shape(3), arrays.q.shape(3)};
+    return Arrays{mx::zeros_like(arrays.v, stream),
+                  arrays.state ? *arrays.state : mx::zeros(shape, mx::float32, stream)};
+  }
+  if (runs_kernels(stream) && arrays.q.shape(3) > kMostStateColumns) {
+    fall_back(op, "more than " + std::to_string(kMostStateColumns) + " columns");
+    return std::nullopt;
+  }
+  if (why_mx && prefer_fallback(op, why_mx)) {
+    return std::nullopt;
+  }
+  return recurrence(call.inputs, call.options, stream);
+}
+
+Arrays recurrence(const Arrays& inputs, const RecurrenceOptions& options, mx::Stream stream) {
   check_base<RecurrenceStep>();
   auto primitive = std::make_shared<RecurrenceStep>(stream, options);
   std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);

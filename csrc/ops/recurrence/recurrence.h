@@ -5,6 +5,8 @@
 // State spaces and linear attention do not correct: S += rate v k^T.
 #pragma once
 
+#include <optional>
+
 #include "cpu/recurrence.h"
 #include "runtime/cpu_types.h"
 #include "runtime/primitive.h"
@@ -26,10 +28,25 @@ struct RecurrenceOptions {
   bool operator==(const RecurrenceOptions&) const = default;
 };
 
+// A checked call of one of the ops.
+struct RecurrenceCall {
+  Arrays inputs;  // as of recurrence()
+  RecurrenceOptions options;
+  mx::Dtype state_dtype;  // of the last state that the caller gets
+};
+
+// Throw unless they are [batch, steps, key heads, columns] twice and [batch, steps, heads, rows], the heads a multiple
+// of the key heads.
+void check_queries_keys_values(const char* op, const mx::array& q, const mx::array& k, const mx::array& v);
+
+// y and the last state, in float32: zeros where there is nothing to compute. Nothing, and said so in mm.stats(), where
+// a GPU has no kernel for the columns, or where mx is preferred for the reason given, if any.
+std::optional<Arrays> try_recurrence(const char* op, const RecurrenceCall& call, const char* why_mx, mx::Stream stream);
+
 // q, k [batch, steps, key_heads, columns], v [batch, steps, heads, rows] of one dtype, gates [batch, steps, heads] or
 // [batch, steps, heads, columns] in float32, rates [batch, steps, heads] in that dtype or float32, the state [batch,
 // heads, rows, columns] in float32, and a mask [batch, steps] of booleans -> y, of v's shape, and the last state.
-Arrays recurrence(Arrays inputs, const RecurrenceOptions& options, mx::Stream stream);
+Arrays recurrence(const Arrays& inputs, const RecurrenceOptions& options, mx::Stream stream);
 
 // The same by products of matrices.
 Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& options, mx::Stream stream);

@@ -1,5 +1,4 @@
 #include <optional>
-#include <string>
 #include <tuple>
 #include <utility>
 
@@ -10,12 +9,9 @@
 #include "mlx/ops.h"
 #include "ops/recurrence/plan.h"
 #include "ops/recurrence/recurrence.h"
-#include "params/recurrence.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
-#include "runtime/fallback.h"
-#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -30,12 +26,6 @@ constexpr const char* op = "ssm_update";
 using Optional = std::optional<mx::array>;
 using Limits = std::pair<double, double>;
 using Outputs = std::tuple<mx::array, mx::array>;
-
-struct Call {
-  Arrays inputs;  // of a recurrence: C, B, x, the decays, the time steps, the state and the mask
-  RecurrenceOptions options;
-  mx::Dtype state_dtype;
-};
 
 void has_shape(const char* name, const mx::array& array, const mx::Shape& shape) {
   if (array.shape() != shape) {
@@ -53,9 +43,9 @@ Optional seen_steps(const Optional& mask, const Optional& lengths, int steps, mx
   return mask ? mx::logical_and(*mask, within, stream) : within;
 }
 
-Call checked(const mx::array& x, const mx::array& a_log, const mx::array& b, const mx::array& c, const mx::array& d,
-             const mx::array& dt, const mx::array& dt_bias, const Optional& state, const Limits& limits,
-             const Optional& mask, const Optional& lengths, mx::Stream stream) {
+RecurrenceCall checked(const mx::array& x, const mx::array& a_log, const mx::array& b, const mx::array& c,
+                       const mx::array& d, const mx::array& dt, const mx::array& dt_bias, const Optional& state,
+                       const Limits& limits, const Optional& mask, const Optional& lengths, mx::Stream stream) {
   if (x.ndim() != 4) {
     checks::fail(op, "hidden_states has shape ", x.shape(), ": expected [batch, steps, heads, rows]");
   }
@@ -115,23 +105,12 @@ Call checked(const mx::array& x, const mx::array& a_log, const mx::array& b, con
 }
 
 // y with what D lets through.
-Outputs finished(const Call& call, const mx::array& y, const mx::array& last, const mx::array& x, const mx::array& d,
+Outputs finished(const RecurrenceCall& call, const Arrays& results, const mx::array& x, const mx::array& d,
                  mx::Stream stream) {
   const mx::array skipped = mx::multiply(x, mx::expand_dims(d, 1, stream), stream);
-  const mx::Dtype dtype = mx::issubdtype(x.dtype(), mx::floating) ? x.dtype() : y.dtype();
-  return {mx::add(in_dtype(y, dtype, stream), skipped, stream), in_dtype(last, call.state_dtype, stream)};
-}
-
-// What no step leaves, or a state without columns.
-Arrays of_nothing(const Call& call, mx::Stream stream) {
-  const mx::array &c = call.inputs[0], &x = call.inputs[2];
-  const mx::Shape shape = {x.shape(0), x.shape(2), x.shape(3), c.shape(3)};
-  return {mx::zeros_like(x, stream), call.options.has_state ? call.inputs[5] : mx::zeros(shape, mx::float32, stream)};
-}
-
-bool mx_is_ahead(const Call& call, mx::Stream stream) {
-  const char* reason = why_mx_uncorrected(call.inputs[0].shape(1), stream);
-  return reason && prefer_fallback(op, reason);
+  const mx::Dtype dtype = mx::issubdtype(x.dtype(), mx::floating) ? x.dtype() : results[0].dtype();
+  return {mx::add(in_dtype(results[0], dtype, stream), skipped, stream),
+          in_dtype(results[1], call.state_dtype, stream)};
 }
 
 std::optional<Outputs> try_ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& b,
@@ -139,19 +118,9 @@ std::optional<Outputs> try_ssm_update(const mx::array& x, const mx::array& a_log
                                       const mx::array& dt_bias, const Optional& state, const Limits& limits,
                                       const Optional& mask, const Optional& lengths, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  Call call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
-  if (c.size() == 0 || x.size() == 0) {
-    const Arrays all = of_nothing(call, stream);
-    return finished(call, all[0], all[1], x, d, stream);
-  }
-  if (runs_kernels(stream) && c.shape(3) > kMostStateColumns) {
-    return fallback(op, "more than " + std::to_string(kMostStateColumns) + " columns");
-  }
-  if (mx_is_ahead(call, stream)) {
-    return std::nullopt;
-  }
-  const Arrays all = recurrence(call.inputs, call.options, stream);
-  return finished(call, all[0], all[1], x, d, stream);
+  const RecurrenceCall call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
+  const std::optional<Arrays> all = try_recurrence(op, call, why_mx_uncorrected(x.shape(1), stream), stream);
+  return all ? std::optional(finished(call, *all, x, d, stream)) : std::nullopt;
 }
 
 Outputs ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& b, const mx::array& c,
@@ -161,9 +130,8 @@ Outputs ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& 
     return *std::move(outputs);
   }
   const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
-  const Arrays all = recurrence_composed(call.inputs, call.options, stream);
-  return finished(call, all[0], all[1], x, d, stream);
+  const RecurrenceCall call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
+  return finished(call, recurrence_composed(call.inputs, call.options, stream), x, d, stream);
 }
 
 void bind(nb::module_& module) {
