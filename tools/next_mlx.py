@@ -170,11 +170,14 @@ def _with_headers(path: Path) -> str:
 
 
 def write(old: str, new: str) -> list[str]:
-    """Puts the new version in the place of the pinned one; the files that changed."""
+    """Puts the new version in the place of the pinned one; the files that changed.
+
+    A version "or later" is the oldest that the code can be built for, `guard.OLDEST_MLX`, and stays.
+    """
     changed = []
     for name in _PINNED:
         text = (ROOT / name).read_text()
-        renewed = re.sub(rf"(\bmlx(?:\[\w+\])?==|\bmlx ){re.escape(old)}(?![\d.]*\d)", rf"\g<1>{new}", text)
+        renewed = re.sub(rf"(\bmlx(?:\[\w+\])?==|\bmlx ){re.escape(old)}(?![\d.]*\d| or later)", rf"\g<1>{new}", text)
         if renewed != text:
             (ROOT / name).write_text(renewed)
             changed.append(name)
@@ -207,7 +210,7 @@ def main() -> int:
     print("\n".join(report.lines))
     if arguments.write:
         print("\n".join(["written:", *(f"  {name}" for name in write(pinned, arguments.version))]))
-        print("read csrc/mlx_internals beside the new headers, then set known_mlx in csrc/CMakeLists.txt")
+        print("read csrc/mlx_internals beside the new headers, then set known_mlx in csrc/CMakeLists.txt and in docs/")
     return int(report.changed)
 
 

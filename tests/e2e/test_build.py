@@ -243,3 +243,12 @@ def test_versions_of_mlx_are_the_same_everywhere():
     (version,) = pins
     for page in ("README.md", "docs/versioning.md", "docs/configuration.md", "cmake/guard.py"):
         assert f"mlx {version}" in (ROOT / page).read_text(), page
+
+
+def test_the_mlx_whose_private_parts_are_known_is_the_same_everywhere():
+    """That of csrc/CMakeLists.txt in the pages that say what is off beside another, and the oldest one of the guard."""
+    (known,) = re.findall(r"set\(known_mlx ([\d.]+)\)", (ROOT / "csrc" / "CMakeLists.txt").read_text())
+    for page in ("architecture", "nvidia", "patching"):
+        assert f"mlx {known}" in (ROOT / "docs" / f"{page}.md").read_text().replace("MLX is not version", "mlx"), page
+    (oldest,) = re.findall(r'OLDEST_MLX = "([\d.]+)"', (ROOT / "cmake" / "guard.py").read_text())
+    assert f"mlx {oldest} or later" in (ROOT / "docs" / "versioning.md").read_text()

@@ -55,3 +55,14 @@ def test_the_version_is_written_where_it_stands(tool, tmp_path, monkeypatch):
     text = (tmp_path / "pyproject.toml").read_text()
     assert 'requires = [\n  "scikit-build-core' in text and '"mlx==9.8.7"' in text and '"mlx[cpu]==9.8.7"' in text
     assert f"mlx-lm {old}, mlx 9.8.7, mlx=={old}.1" in text
+
+
+def test_the_oldest_mlx_stays_where_the_pinned_one_is_written(tool, tmp_path, monkeypatch):
+    """The two may be the same."""
+    page = tmp_path / "docs" / "versioning.md"
+    page.parent.mkdir()
+    page.write_text("Built for mlx 0.32.4. It must be mlx 0.32.4 or later.\n")
+    monkeypatch.setitem(tool["write"].__globals__, "ROOT", tmp_path)
+    monkeypatch.setitem(tool["write"].__globals__, "_PINNED", ("docs/versioning.md",))
+    assert tool["write"]("0.32.4", "0.33.0") == ["docs/versioning.md"]
+    assert page.read_text() == "Built for mlx 0.33.0. It must be mlx 0.32.4 or later.\n"
