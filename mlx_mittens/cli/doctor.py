@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -273,7 +274,8 @@ def _internals() -> dict[str, str]:
     problem, layers = _ext.mlx_internals_problem(), targets.unknown()
     mlx = f"off ({problem}): key-value caches are copied where MLX copies them" if problem else "on"
     unknown = f"off for {', '.join(layers)}: their code is not the one that is known here; mlx-lm's own runs"
-    return {"mlx internals": mlx, "mlx-lm layers": unknown if layers else "on"}
+    known = "on" if importlib.util.find_spec("mlx_lm") else 'mlx-lm is not installed: pip install "mlx-mittens[lm]"'
+    return {"mlx internals": mlx, "mlx-lm layers": unknown if layers else known}
 
 
 def run(arguments: argparse.Namespace) -> int:

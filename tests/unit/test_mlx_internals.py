@@ -1,5 +1,6 @@
 """What rests on private parts of MLX turns itself off where MLX or mlx-lm is not the known one; ops keep working."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from mlx_mittens.patching import targets
 
 # A token of a tiny model with a cache, patched and not; prints the largest difference, and the kernels that ran.
 TOKENS = """
+import importlib.util
 import json
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -72,3 +74,8 @@ def test_doctor_names_a_layer_whose_code_is_another(monkeypatch):
 def test_doctor_says_that_they_are_off(monkeypatch):
     monkeypatch.setattr(_ext, "mlx_internals_problem", lambda: "built for mlx 9.9.9, known is 0.32.4")
     assert doctor._internals()["mlx internals"].startswith("off (built for mlx 9.9.9, known is 0.32.4)")
+
+
+def test_doctor_says_that_mlx_lm_is_not_installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert doctor._internals()["mlx-lm layers"].startswith("mlx-lm is not installed")
