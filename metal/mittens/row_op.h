@@ -315,55 +315,74 @@ inline typename Op::Element write_edge(
   return T(v[0][0]);
 }
 
+// Writes pack p of y for the first pack of each input and weight; the ones behind them move up.
+template <int N, typename Op>
+inline void write_next(
+    Op op, typename Op::Row row, RowPlace place, RowBatch batch, uint p, thread PartsOf<Op, N>& parts,
+    thread WeightParts<Op, N>& weights) {
+  using T = typename Op::Element;
+  constexpr int ahead = WeightParts<Op, N>::ahead;
+  uint4 x[Op::inputs];
+  uint4 w[Op::weights > 0 ? Op::weights : 1];
+#pragma unroll
+  for (int k = 0; k < Op::inputs; ++k) {
+    x[k] = parts.packs[k][0];
+#pragma unroll
+    for (int n = 1; n < N; ++n) {
+      parts.packs[k][n - 1] = parts.packs[k][n];
+    }
+  }
+  if constexpr (Op::weights > 0) {
+#pragma unroll
+    for (int c = 0; c < Op::weights; ++c) {
+      w[c] = weights.packs[c][0];
+#pragma unroll
+      for (int n = 1; n < ahead; ++n) {
+        weights.packs[c][n - 1] = weights.packs[c][n];
+      }
+      if (N > ahead) {
+        const bool aligned = place.weight_aligned<T>(op.columns[c].phase);
+        weights.packs[c][ahead - 1] =
+            load_weight(op.columns[c], aligned, place, p + ahead * batch.stride, batch.end);
+      }
+    }
+  }
+  device T* y = op.y.data + place.start + place.span.head;
+  store_pack(y + p * pack_size<T>(), place.aligned<T>(op.y.phase), write_pack(op, row, x, w));
+}
+
 // Writes y for the inputs in parts, which it uses up: a loop whose packs move up keeps them packed until their turn
-// comes.
+// comes. On Apple GPUs it does not count them, or the compiler would unroll it and hold values of all packs.
 template <int N, typename Op>
 inline void write_parts(
     Op op, typename Op::Row row, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts,
     thread WeightParts<Op, N>& weights) {
-  using T = typename Op::Element;
-  constexpr int ahead = WeightParts<Op, N>::ahead;
-  device T* y = op.y.data + place.start;
-  const bool aligned = place.aligned<T>(op.y.phase);
-  bool weight_aligned[Op::weights > 0 ? Op::weights : 1];
-  if constexpr (Op::weights > 0) {
-#pragma unroll
-    for (int c = 0; c < Op::weights; ++c) {
-      weight_aligned[c] = place.weight_aligned<T>(op.columns[c].phase);
-    }
-  }
+  if constexpr (is_nvidia || N == 1) {
 #pragma unroll 1
-  for (int i = 0; i < N; ++i) {
-    const uint p = batch.pack(i);
-    if (p >= batch.end) {
-      break;
+    for (int i = 0; i < N && batch.has(i); ++i) {
+      write_next<N>(op, row, place, batch, batch.pack(i), parts, weights);
     }
-    uint4 x[Op::inputs];
-    uint4 w[Op::weights > 0 ? Op::weights : 1];
-#pragma unroll
-    for (int k = 0; k < Op::inputs; ++k) {
-      x[k] = parts.packs[k][0];
-#pragma unroll
-      for (int n = 1; n < N; ++n) {
-        parts.packs[k][n - 1] = parts.packs[k][n];
-      }
+  } else {
+    const uint end = min(batch.end, batch.pack(N));
+#pragma unroll 1
+    for (uint p = batch.first; p < end; p += batch.stride) {
+      write_next<N>(op, row, place, batch, p, parts, weights);
     }
-    if constexpr (Op::weights > 0) {
-#pragma unroll
-      for (int c = 0; c < Op::weights; ++c) {
-        w[c] = weights.packs[c][0];
-#pragma unroll
-        for (int n = 1; n < ahead; ++n) {
-          weights.packs[c][n - 1] = weights.packs[c][n];
-        }
-        if (N > ahead) {
-          weights.packs[c][ahead - 1] =
-              load_weight(op.columns[c], weight_aligned[c], place, p + ahead * batch.stride, batch.end);
-        }
-      }
-    }
-    store_pack(y + place.span.head + p * pack_size<T>(), aligned, write_pack(op, row, x, w));
   }
+}
+
+// Whether on Apple GPUs there are no registers for N packs of each input of an op whose result is kept: those of the
+// first input are held, the others are loaded when their turn comes.
+template <typename Op, int N>
+constexpr bool late_inputs() {
+  return !is_nvidia && (Op::reduces ? N > 1 : N > 2);
+}
+
+template <typename Op>
+inline uint4 load_late(Op op, int k, RowPlace place, uint p) {
+  using T = typename Op::Element;
+  const device T* row = op.rows[k].data + place.start + place.span.head;
+  return load_pack(row + p * pack_size<T>(), place.aligned<T>(op.rows[k].phase));
 }
 
 // Writes y, which is kept: the input of the next op.
@@ -383,7 +402,7 @@ inline RowParts<typename Op::Element, 1, N> rewrite_parts(
       uint4 w[Op::weights > 0 ? Op::weights : 1];
 #pragma unroll
       for (int k = 0; k < Op::inputs; ++k) {
-        x[k] = parts.packs[k][i];
+        x[k] = k > 0 && late_inputs<Op, N>() ? load_late(op, k, place, batch.pack(i)) : parts.packs[k][i];
       }
       if constexpr (Op::weights > 0) {
 #pragma unroll

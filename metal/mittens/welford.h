@@ -54,7 +54,7 @@ inline Moments merge(Moments a, Moments b) {
 template <int L>
 inline Moments lanes_merge(Moments m, uint lane, float total) {
   constexpr float scale = 1.0f / 8589934592.0f;  // 2^-33: no count times it reaches 1
-  const float count = total > 0 ? total : lanes_sum<L>(m.count);
+  const float count = L < 32 || total > 0 ? total : lanes_sum<L>(m.count);
   const float half_origin = 0.5f * simd_shuffle(m.mean, ushort(lane & ~(L - 1)));
   const float sum = lanes_sum<L>(m.count * scale * fma(0.5f, m.mean, -half_origin));
   Moments all;

@@ -41,7 +41,7 @@ struct Softmax {
         own.m = max(own.m, v[j]);
       }
     }
-    repack(parts, batch.stride > 0);
+    repack(parts, is_nvidia ? batch.stride > 0 : rows[0].phase < 16);
     const float base = finite_maximum(own.m);
     own.l = exp_of<T>(float(x.edges[0]) - base);
 #pragma unroll

@@ -8,9 +8,9 @@
 namespace mittens {
 
 // Packs that a thread takes at once of a row which a threadgroup loops over. More keep more loads in flight; on Apple
-// GPUs their registers leave room for fewer threads.
+// GPUs two threadgroups fit a core with one, where their registers leave room for one with two.
 constexpr int looped_packs(bool is_nvidia) {
-  return is_nvidia ? 4 : 2;
+  return is_nvidia ? 4 : 1;
 }
 
 // What every row kernel is told of its geometry.
