@@ -97,7 +97,7 @@ namespace {
 
 nb::dict simulate(const std::string& path, const std::string& kernel, nb::list arguments, Triple threadgroups,
                   Triple threads, uint32_t threadgroup_bytes, uint64_t seed, bool watch, std::optional<Triple> grid,
-                  uint64_t step_limit, bool complete, bool early_exits, bool count, bool profile) {
+                  uint64_t step_limit, bool complete, bool active_lanes, bool early_exits, bool count, bool profile) {
   const auto library = Library::at(path);
   Dispatch dispatch{.kernel = kernel,
                     .buffers = {},
@@ -128,6 +128,7 @@ nb::dict simulate(const std::string& path, const std::string& kernel, nb::list a
                  {.seed = seed,
                   .step_limit = step_limit,
                   .watch = watch,
+                  .active_lanes = active_lanes,
                   .early_exits = early_exits,
                   .count = count,
                   .profile = profile,
@@ -145,8 +146,8 @@ void bind(nb::module_& module) {
   module.def("simulate", &simulate, nb::arg("library"), nb::arg("kernel"), nb::arg("arguments"),
              nb::arg("threadgroups"), nb::arg("threads"), nb::arg("threadgroup_bytes") = 0, nb::arg("seed") = 0,
              nb::arg("watch") = true, nb::arg("grid") = nb::none(), nb::arg("step_limit") = Options{}.step_limit,
-             nb::arg("complete") = true, nb::arg("early_exits") = false, nb::arg("count") = false,
-             nb::arg("profile") = false,
+             nb::arg("complete") = true, nb::arg("active_lanes") = false, nb::arg("early_exits") = false,
+             nb::arg("count") = false, nb::arg("profile") = false,
              "Runs a kernel of a library that frontend.simulator_library made.\n\n"
              "arguments: a list of (name, role, buffer) or (name, role, buffer, offset) by buffer index; the role is\n"
              "input, output, constant or inout, the buffer anything contiguous with the buffer protocol, or None.\n"

@@ -4,7 +4,7 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 4;
+constexpr unsigned version = 5;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
@@ -31,14 +31,14 @@ struct Thread {
   unsigned quadgroups;
 };
 
-// What the lanes of a simdgroup (or of a quad) hand each other in one operation. Lanes that do not exist hold 0xff.
+// What the lanes of a simdgroup (or of a quad) hand each other in one operation. Lanes that are not active hold 0xff.
 struct Lanes {
   struct alignas(16) Value {
     unsigned char bytes[16];
   };
   Value value[simd_width];
   Value result;  // of `combine`, which the last lane to arrive calls once for all
-  unsigned count;
+  unsigned active;  // a bit for each lane that is at the operation
 };
 using Combine = void (*)(Lanes& lanes);
 

@@ -21,6 +21,10 @@ std::string plural(size_t count, const char* noun) {
   return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
 }
 
+unsigned all_of(const Rendezvous& rendezvous) {
+  return ~0u >> (abi::simd_width - rendezvous.count);
+}
+
 uint64_t product(const uint32_t (&size)[3]) {
   return uint64_t{size[0]} * size[1] * size[2];
 }
@@ -201,9 +205,10 @@ void Simulation::start_threads(const uint32_t (&position)[3]) {
   }
   counts_.threads += count;
 
-  const auto start_rendezvous = [count](std::vector<Rendezvous>& rendezvous_points, unsigned width) {
+  const auto start_rendezvous = [count](std::vector<Rendezvous>& rendezvous_points, abi::Scope scope, unsigned width) {
     for (unsigned i = 0; i * width < count; ++i) {
       Rendezvous& rendezvous = rendezvous_points[i];
+      rendezvous.scope = scope;
       rendezvous.first = i * width;
       rendezvous.count = std::min(width, count - rendezvous.first);
       rendezvous.arrived = 0;
@@ -211,11 +216,11 @@ void Simulation::start_threads(const uint32_t (&position)[3]) {
       if (rendezvous.count < abi::simd_width) {
         std::memset(rendezvous.lanes, 0xff, sizeof(rendezvous.lanes));
       }
-      rendezvous.lanes[0].count = rendezvous.lanes[1].count = rendezvous.count;
     }
   };
-  start_rendezvous(quads_, abi::quad_width);
-  start_rendezvous(simdgroups_, abi::simd_width);
+  start_rendezvous(quads_, abi::quad_scope, abi::quad_width);
+  start_rendezvous(simdgroups_, abi::simdgroup_scope, abi::simd_width);
+  threadgroup_.scope = abi::threadgroup_scope;
   threadgroup_.first = 0;
   threadgroup_.count = count;
   threadgroup_.arrived = 0;
@@ -242,7 +247,8 @@ void Simulation::run_threadgroup(const uint32_t (&position)[3]) {
   do {
     running_ = next_ready();
     switch_context(main_context_, running_->context);
-  } while (!fault_ && options_.early_exits && release_barrier_without_finished());
+  } while (!fault_ && ((options_.active_lanes && release_active_lanes()) ||
+                       (options_.early_exits && release_barrier_without_finished())));
   if (!fault_ && finished_ < fibers_.size()) {
     fault_ = explain_deadlock();
   }
@@ -280,11 +286,12 @@ Fiber* Simulation::next_ready() {
   return next;
 }
 
-void Simulation::release(const Rendezvous& rendezvous, unsigned but) {
+// Those that wait there; the last to arrive runs on.
+void Simulation::release(const Rendezvous& rendezvous) {
   // With a seed, sometimes before those who wait already, so that some threads run far ahead of others.
   const bool in_front = options_.seed && generator_() % 2;
   const auto make_ready = [&](unsigned index) {
-    if (fibers_[index].state == Fiber::finished) {
+    if (fibers_[index].state != Fiber::waiting || fibers_[index].scope != rendezvous.scope) {
       return;
     }
     fibers_[index].state = Fiber::ready;
@@ -299,9 +306,7 @@ void Simulation::release(const Rendezvous& rendezvous, unsigned but) {
   };
   if (!options_.seed) {
     for (unsigned index = rendezvous.first; index < rendezvous.first + rendezvous.count; ++index) {
-      if (index != but) {
-        make_ready(index);
-      }
+      make_ready(index);
     }
     return;
   }
@@ -310,9 +315,7 @@ void Simulation::release(const Rendezvous& rendezvous, unsigned but) {
   for (unsigned i = 0; i < rendezvous.count; ++i) {
     const unsigned at = (i + turn) % rendezvous.count;
     const unsigned index = whole ? order_[at] : rendezvous.first + at;
-    if (index != but) {
-      make_ready(index);
-    }
+    make_ready(index);
   }
 }
 
@@ -322,16 +325,14 @@ Rendezvous& Simulation::rendezvous_of(abi::Scope scope, const abi::Thread& threa
                                          : quads_[thread.index / abi::quad_width];
 }
 
-void Simulation::arrive(Rendezvous& rendezvous, abi::Scope scope, const abi::Operation& operation,
-                        abi::Combine combine) {
+void Simulation::arrive(Rendezvous& rendezvous, const abi::Operation& operation) {
   watcher.settle();
-  const unsigned index = running_->thread.index;
   if (rendezvous.arrived == 0) {
     rendezvous.operation = operation;
   } else if (rendezvous.operation.caller != operation.caller || rendezvous.operation.name != operation.name) {
     for (unsigned other = rendezvous.first; other < rendezvous.first + rendezvous.count; ++other) {
       const Fiber& fiber = fibers_[other];
-      if (fiber.state == Fiber::waiting && fiber.scope == scope) {
+      if (fiber.state == Fiber::waiting && fiber.scope == rendezvous.scope) {
         fail("divergence: " + name_of(*running_) + " is at " + operation.name + ", " + text_of(operation.site) +
              ", while " + name_of(fiber) + " waits at " + fiber.operation.name + ", " + text_of(fiber.operation.site));
       }
@@ -339,18 +340,65 @@ void Simulation::arrive(Rendezvous& rendezvous, abi::Scope scope, const abi::Ope
   }
   if (++rendezvous.arrived < rendezvous.count) {
     running_->state = Fiber::waiting;
-    running_->scope = scope;
+    running_->scope = rendezvous.scope;
     running_->operation = operation;
     resume_next();
     return;
   }
-  rendezvous.arrived = 0;
-  watcher.meet(scope, running_->thread.simdgroup);
-  if (combine) {
-    combine(rendezvous.lanes[rendezvous.parity]);
+  if (rendezvous.scope == abi::threadgroup_scope) {
+    rendezvous.arrived = 0;
+    watcher.meet(rendezvous.scope, running_->thread.simdgroup);
+    release(rendezvous);
+  } else {
+    exchange_active(rendezvous, all_of(rendezvous));
   }
+}
+
+// Ends the operation of a simdgroup or a quad.
+void Simulation::exchange_active(Rendezvous& rendezvous, unsigned active) {
+  abi::Lanes& lanes = rendezvous.lanes[rendezvous.parity];
+  lanes.active = active;
+  rendezvous.arrived = 0;
   rendezvous.parity ^= 1;
-  release(rendezvous, index);
+  watcher.meet(rendezvous.scope, fibers_[rendezvous.first].thread.simdgroup);
+  if (rendezvous.combine) {
+    rendezvous.combine(lanes);
+  }
+  release(rendezvous);
+}
+
+// Nothing can run any more: the lanes that wait at an operation are its active ones if the others cannot come before
+// these go on, because they have returned or wait for all of a larger scope. Returns whether there are such.
+bool Simulation::release_active_lanes() {
+  bool released = false;
+  for (std::vector<Rendezvous>* rendezvous_points : {&quads_, &simdgroups_}) {
+    for (Rendezvous& rendezvous : *rendezvous_points) {
+      if (released && rendezvous.scope == abi::simdgroup_scope) {
+        break;  // a lane may come to it from a quad's operation
+      }
+      if (rendezvous.arrived == 0 || rendezvous.needs_all) {
+        continue;
+      }
+      abi::Lanes& lanes = rendezvous.lanes[rendezvous.parity];
+      unsigned active = 0;
+      bool others_wait_for_it = true;
+      for (unsigned lane = 0; lane < rendezvous.count; ++lane) {
+        const Fiber& fiber = fibers_[rendezvous.first + lane];
+        if (fiber.state == Fiber::waiting && fiber.scope == rendezvous.scope) {
+          active |= 1u << lane;
+          continue;
+        }
+        std::memset(lanes.value[lane].bytes, 0xff, sizeof(lanes.value[lane].bytes));
+        others_wait_for_it &= fiber.state == Fiber::finished || fiber.scope > rendezvous.scope;
+      }
+      if (others_wait_for_it) {
+        ++counts_.simd_operations;
+        exchange_active(rendezvous, active);
+        released = true;
+      }
+    }
+  }
+  return released;
 }
 
 const abi::Lanes& Simulation::exchange(abi::Scope scope, const abi::Operation& operation, const void* value,
@@ -363,7 +411,9 @@ const abi::Lanes& Simulation::exchange(abi::Scope scope, const abi::Operation& o
     ++(operation.matrix ? counts_.matrix_operations : counts_.simd_operations);
   }
   watcher.operation(operation.matrix ? Profile::matrix : Profile::simd, operation, thread);
-  arrive(rendezvous, scope, operation, combine);
+  rendezvous.needs_all = operation.matrix;
+  rendezvous.combine = combine;
+  arrive(rendezvous, operation);
   return lanes;
 }
 
@@ -375,7 +425,9 @@ void Simulation::barrier(abi::Scope scope, const abi::Operation& operation, unsi
     watcher.barrier(scope, thread.simdgroup, memory);
   }
   watcher.operation(Profile::barrier, operation, thread);
-  arrive(rendezvous, scope, operation, nullptr);
+  rendezvous.needs_all = true;
+  rendezvous.combine = nullptr;
+  arrive(rendezvous, operation);
 }
 
 void* Simulation::threadgroup_array(const void* key, const char* name, unsigned long bytes, abi::Site site) {
@@ -442,7 +494,7 @@ bool Simulation::release_barrier_without_finished() {
   }
   threadgroup_.arrived = 0;
   watcher.meet(abi::threadgroup_scope, 0);
-  release(threadgroup_, threadgroup_.count);
+  release(threadgroup_);
   return true;
 }
 

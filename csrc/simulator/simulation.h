@@ -25,10 +25,13 @@ struct Fiber {
 struct Rendezvous {
   abi::Lanes lanes[2];  // of this operation, and of the last one, which not every lane may have read yet
   unsigned parity;
+  abi::Scope scope;
   unsigned first;  // thread
   unsigned count;
   unsigned arrived;
   abi::Operation operation;
+  bool needs_all;  // whether no lane may miss the operation: a barrier, a product of matrices
+  abi::Combine combine;  // of the operation, or null
 };
 
 class Simulation {
@@ -70,10 +73,12 @@ class Simulation {
   void bind_buffers();
   void run_threadgroup(const uint32_t (&position)[3]);
   void start_threads(const uint32_t (&position)[3]);
-  void release(const Rendezvous& rendezvous, unsigned but);
+  void release(const Rendezvous& rendezvous);
   void resume_next();
   Fiber* next_ready();
-  void arrive(Rendezvous& rendezvous, abi::Scope scope, const abi::Operation& operation, abi::Combine combine);
+  void arrive(Rendezvous& rendezvous, const abi::Operation& operation);
+  void exchange_active(Rendezvous& rendezvous, unsigned active);
+  bool release_active_lanes();
   Rendezvous& rendezvous_of(abi::Scope scope, const abi::Thread& thread);
   bool release_barrier_without_finished();
   std::string explain_deadlock();

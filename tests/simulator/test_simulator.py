@@ -317,6 +317,97 @@ def test_no_divergence(divergence_files, name):
         run(divergence_files[name], name, [np.zeros(64, np.int32)], 1, 64, seed=seed)
 
 
+# Operations of the lanes that are at them, by Metal's rule: what the lanes of a simdgroup get.
+ACTIVE = {
+    "sum": ("  if (lane < 7) { out[i] = simd_sum(lane + 1); }", [28] * 7),
+    "sum_of_scattered_lanes": (
+        "  if (lane % 5 == 3) { out[i] = simd_sum(lane); }",
+        dict.fromkeys(range(3, 32, 5), 93),
+    ),
+    "least_of_those_left": (
+        "  if (lane < 9) { return; }\n  out[i] = simd_min(lane);",
+        dict.fromkeys(range(9, 32), 9),
+    ),
+    "prefix": (
+        "  if (lane & 1) { out[i] = simd_prefix_exclusive_sum(lane); }",
+        {lane: sum(range(1, lane, 2)) for lane in range(1, 32, 2)},
+    ),
+    "ballot": (
+        "  if (lane > 27) { out[i] = int(uint(simd_vote::vote_t(simd_ballot(lane & 1))) >> 28); }",
+        dict.fromkeys(range(28, 32), 10),
+    ),
+    "mask": (
+        "  if (lane < 4) { out[i] = int(simd_vote::vote_t(simd_active_threads_mask())); }",
+        [15] * 4,
+    ),
+    "all_and_any": ("  if (lane < 2) { out[i] = simd_all(lane < 2) * 2 + simd_any(lane > 1); }", [2, 2]),
+    "first": (
+        "  if (lane > 4 && lane < 8) { out[i] = 100 * simd_is_first() + simd_broadcast_first(int(lane)); }",
+        {5: 105, 6: 5, 7: 5},
+    ),
+    "shuffle": ("  if (lane < 8) { out[i] = simd_shuffle_up(lane + 1, 1); }", [1, 1, 2, 3, 4, 5, 6, 7]),
+    "loop_of_different_length": (
+        "  int sum = 0;\n  for (uint k = 0; k < lane; ++k) { sum += simd_sum(1); }\n  out[i] = sum;",
+        [sum(range(31, 31 - lane, -1)) for lane in range(32)],
+    ),
+    "quad": ("  if (lane % 4 < 3) { out[i] = quad_sum(1); }", {lane: 3 for lane in range(32) if lane % 4 < 3}),
+    "quad_then_whole": (
+        "  int sum = 0;\n  if (lane % 4 < 2) { sum = quad_sum(1); }\n  out[i] = simd_sum(sum);",
+        [32] * 32,
+    ),
+    "twice": (
+        "  threadgroup int shared[2];\n  if (lane < 3) { shared[simdgroup] = simd_sum(1) + simd_sum(2); }\n"
+        "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  out[i] = shared[simdgroup] + simd_sum(1);",
+        [41] * 32,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def active_file():
+    """Before the barrier some lanes wait for the others, where none returns."""
+    wait = "\n  threadgroup_barrier(mem_flags::mem_threadgroup);"
+    bodies = {name: body + ("" if "return" in body else wait) for name, (body, _) in ACTIVE.items()}
+    return register("".join(kernel("  out[i] = -1;\n" + body, OUT, name) for name, body in bodies.items()))
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_operations_of_active_lanes(active_file, name):
+    expected = ACTIVE[name][1]
+    values = expected if isinstance(expected, dict) else dict(enumerate(expected))
+    for seed in range(4):
+        out = np.zeros(64, np.int32)
+        run(active_file, name, [out], 1, 64, seed=seed, active_lanes=True)
+        for simdgroup in out.reshape(2, 32).tolist():
+            assert simdgroup == [values.get(lane, -1) for lane in range(32)]
+
+
+@pytest.mark.parametrize(
+    "name", ["barrier_in_a_branch", "two_sums", "simdgroup_barrier_missed", "matrix_in_a_branch", "sum_against_shuffle"]
+)
+def test_what_no_lane_may_miss(divergence_files, name):
+    """And operations that lanes of one simdgroup are at together: which is first on a GPU, the simulator cannot say."""
+    message = fault(divergence_files[name], name, [np.zeros(64, np.int32)], 1, 64, active_lanes=True)
+    assert "divergence" in message
+
+
+def test_a_lane_that_is_not_active_has_no_value():
+    """A shuffle from it is undefined in Metal; here it is NaN."""
+    file = register(
+        kernel("  if (lane < 8) { out[i] = simd_shuffle_down(float(lane), 4); }", "device float* out [[buffer(0)]]")
+    )
+    out = np.zeros(32, np.float32)
+    run(file, "test", [("inout", out)], 1, 32, active_lanes=True)
+    assert out[:4].tolist() == [4, 5, 6, 7] and np.isnan(out[4:8]).all()
+
+
+def test_kernels_of_metal_kernel_have_active_lanes():
+    source = "uint i = thread_position_in_grid.x; y[i] = 0; if (i < 5) { y[i] = simd_sum(x[i]); }"
+    kernel = mm.simulator.metal_kernel("sums", ["x"], ["y"], source)
+    sizes = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(32,)], "output_dtypes": [mx.float32]}
+    assert kernel(inputs=[mx.arange(32.0)], **sizes)[0].tolist() == [10.0] * 5 + [0.0] * 27
+
+
 def test_kernels_that_lean_on_early_exits():
     """As MLX's gemv does: on a GPU the lanes that have returned do not hold up the others of their simdgroup."""
     body = "  out[i] = 2;\n  if (lane != 0) { return; }\n  threadgroup_barrier(mem_flags::mem_none);"

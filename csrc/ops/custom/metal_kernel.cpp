@@ -176,8 +176,10 @@ Arrays user_kernel(Arrays inputs, const std::vector<std::vector<int>>& shapes, c
   for (const auto& shape : shapes) {
     output_shapes.emplace_back(shape.begin(), shape.end());
   }
-  const UserLaunch launch{
-      file, library, kernel, grid, threadgroup, std::move(infos), std::move(elements), by_rows, simulator_options()};
+  simulator::Options options = simulator_options();
+  options.active_lanes = true;
+  const UserLaunch launch{file,    library, kernel, grid, threadgroup, std::move(infos), std::move(elements),
+                          by_rows, options};
   const auto primitive = std::make_shared<UserKernel>(mx::default_stream(mx::Device::cpu), launch);
   return mx::array::make_arrays(std::move(output_shapes), dtypes, primitive, inputs);
 }

@@ -95,16 +95,34 @@ MITTENS_INLINE T shuffle_xor(Scope scope, const char* name, Site site, T value, 
   return shuffle(scope, name, site, value, lane() ^ mask);
 }
 
-// All lanes in the order of a butterfly, which is how the NVIDIA target adds too.
+MITTENS_INLINE bool is_active(const abi::Lanes& lanes, unsigned lane) {
+  return lanes.active >> lane & 1;
+}
+
+template <typename T>
+MITTENS_RUNTIME T broadcast_first(Scope scope, const char* name, Site site, T value) {
+  const abi::Lanes& lanes = meet(scope, name, site, MITTENS_CALLER, &value, sizeof(T));
+  return value_of<T>(lanes.value[__builtin_ctz(lanes.active)]);
+}
+
+// All lanes in the order of a butterfly, which is how the NVIDIA target adds too. Where a lane is not active, what would
+// be added to its value takes its place.
 template <typename T, typename F>
 __attribute__((no_sanitize("coverage"))) void combine_lanes(abi::Lanes& lanes) {
   T values[abi::simd_width];
-  for (unsigned i = 0; i < lanes.count; ++i) {
-    values[i] = value_of<T>(lanes.value[i]);
+  bool has_value[abi::simd_width];
+  for (unsigned i = 0; i < abi::simd_width; ++i) {
+    has_value[i] = is_active(lanes, i);
+    if (has_value[i]) {
+      values[i] = value_of<T>(lanes.value[i]);
+    }
   }
   for (unsigned step = abi::simd_width / 2; step > 0; step /= 2) {
-    for (unsigned i = 0; i < step && i + step < lanes.count; ++i) {
-      values[i] = F::apply(values[i], values[i + step]);
+    for (unsigned i = 0; i < step; ++i) {
+      if (has_value[i + step]) {
+        values[i] = has_value[i] ? F::apply(values[i], values[i + step]) : values[i + step];
+        has_value[i] = true;
+      }
     }
   }
   __builtin_memcpy(lanes.result.bytes, &values[0], sizeof(T));
@@ -122,7 +140,9 @@ MITTENS_RUNTIME T prefix(Scope scope, const char* name, Site site, T value, T fi
   const unsigned end = (scope == quad_scope ? lane() % abi::quad_width : lane()) + (inclusive ? 1 : 0);
   T result = first;
   for (unsigned i = 0; i < end; ++i) {
-    result = F::apply(result, value_of<T>(lanes.value[i]));
+    if (is_active(lanes, i)) {
+      result = F::apply(result, value_of<T>(lanes.value[i]));
+    }
   }
   return result;
 }
@@ -130,8 +150,8 @@ MITTENS_RUNTIME T prefix(Scope scope, const char* name, Site site, T value, T fi
 MITTENS_RUNTIME inline unsigned ballot(Scope scope, const char* name, Site site, bool value) {
   const abi::Lanes& lanes = meet(scope, name, site, MITTENS_CALLER, &value, sizeof(value));
   unsigned mask = 0;
-  for (unsigned i = 0; i < lanes.count; ++i) {
-    mask |= unsigned(value_of<bool>(lanes.value[i])) << i;
+  for (unsigned i = 0; i < abi::simd_width; ++i) {
+    mask |= unsigned(is_active(lanes, i) && value_of<bool>(lanes.value[i])) << i;
   }
   return mask;
 }

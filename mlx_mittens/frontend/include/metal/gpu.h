@@ -28,6 +28,11 @@ MITTENS_INLINE T prefix_by_shuffles(Scope scope, T value, T first, bool inclusiv
   return at == 0 ? first : before;
 }
 
+template <typename T>
+MITTENS_INLINE T broadcast_first(Scope scope, const char* name, Site site, T value) {
+  return shuffle(scope, name, site, value, 0);
+}
+
 // Of the lanes' bits those of the scope, which then begin at bit 0.
 MITTENS_INLINE unsigned bits_of_scope(Scope scope, unsigned mask) {
   return scope == quad_scope ? mask >> (lane() & ~3u) & 15 : mask;

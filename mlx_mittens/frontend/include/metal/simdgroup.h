@@ -188,7 +188,7 @@ constexpr bool is_lane_bfloat = __is_same(mittens::Element<T>, bfloat);
   }                                                                                                                 \
   template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
   MITTENS_INLINE T group##_broadcast_first(T data, mittens::Site site = mittens::here()) {                          \
-    return mittens::shuffle(scope, #group "_broadcast_first", site, data, 0);                                       \
+    return mittens::broadcast_first(scope, #group "_broadcast_first", site, data);                                  \
   }                                                                                                                 \
   template <typename T> MITTENS_SIMD_TYPE(T)                                                                        \
   MITTENS_INLINE T group##_shuffle_xor(T data, ushort mask, mittens::Site site = mittens::here()) {                 \
@@ -255,8 +255,9 @@ constexpr bool is_lane_bfloat = __is_same(mittens::Element<T>, bfloat);
   MITTENS_INLINE bool group##_all(bool value, mittens::Site site = mittens::here()) {                               \
     return !mittens::any(scope, #group "_all", site, !value);                                                       \
   }                                                                                                                 \
-  MITTENS_INLINE bool group##_is_first() {                                                                          \
-    return mittens::lane() % width == 0;                                                                            \
+  MITTENS_INLINE bool group##_is_first(mittens::Site site = mittens::here()) {                                      \
+    const unsigned active = mittens::ballot(scope, #group "_is_first", site, true);                                 \
+    return mittens::lane() % width == unsigned(__builtin_ctz(active));                                              \
   }
 #define MITTENS_REDUCTION_OF_BITS(group, scope, name, F)                          \
   template <typename T> MITTENS_SIMD_BITS(T)                                      \
