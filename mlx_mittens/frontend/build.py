@@ -104,12 +104,16 @@ def variants(file: str) -> list[Variant]:
     return translate(file).variants
 
 
+def _kernel_of(file: str, variant: Variant, translation: Translation) -> Kernel:
+    if variant.function not in translation.kernels:
+        raise CompileError(file, variant.name, f"error: it instantiates {variant.function}, which is not a kernel")
+    return translation.kernels[variant.function]
+
+
 def _find(file: str, kernel: str, translation: Translation) -> tuple[Variant, Kernel]:
     for variant in translation.variants:
         if variant.name == kernel:
-            if variant.function not in translation.kernels:
-                raise CompileError(file, kernel, f"error: it instantiates {variant.function}, which is not a kernel")
-            return variant, translation.kernels[variant.function]
+            return variant, _kernel_of(file, variant, translation)
     raise KeyError(f"{file} has no kernel {kernel!r}; it has {', '.join(v.name for v in translation.variants)}")
 
 
@@ -168,7 +172,7 @@ def _simulator_text(translation: Translation, file: str) -> str:
     parts = [_prelude(translation)]
     table = []
     for number, variant in enumerate(translation.variants):
-        kernel = _find(file, variant.name, translation)[1]
+        kernel = _kernel_of(file, variant, translation)
         places = "::mittens::argument(buffers, {index})", "::mittens::argument(threadgroup_buffers, {index})"
         declaration, limit = _max_threads(variant, kernel, number)
         parts.append(

@@ -142,39 +142,58 @@ def _inexact(literal: str) -> str:
     )
 
 
+class _Tokens:
+    """The tokens of a text, which nobody changes.
+
+    Attributes:
+        tokens: Each as it is written.
+        spans: Where each stands.
+        partner: Of each bracket the one that belongs to it; -1 of other tokens.
+        outer: Of each token the bracket within which it stands, or -1.
+    """
+
+    def __init__(self, text: str):
+        matches = [m for m in _TOKEN.finditer(text) if not m[0].startswith("#")]
+        self.tokens = [m[0] for m in matches]
+        self.spans = [m.span() for m in matches]
+        self.partner = [-1] * len(self.tokens)
+        self.outer: list[int] = []
+        stack: list[int] = []
+        for i, token in enumerate(self.tokens):
+            self.outer.append(stack[-1] if stack else -1)
+            if token in _OPEN:
+                stack.append(i)
+            elif token in _CLOSE:
+                if not stack or self.tokens[stack[-1]] != _CLOSE[token]:
+                    raise self._error(text, f"{token!r} closes nothing", i)
+                self.partner[i] = stack.pop()
+                self.partner[self.partner[i]] = i
+        if stack:
+            raise self._error(text, f"{self.tokens[stack[-1]]!r} is never closed", stack[-1])
+
+    def _error(self, text: str, what: str, i: int) -> RewriteError:
+        file, line = LineMap(text).at(self.spans[i][0])
+        return RewriteError(f"{file}:{line}: error: {what}")
+
+
+# A check reads a text twice, and rewrites it once.
+_tokens_of = functools.lru_cache(maxsize=1)(_Tokens)
+
+
 class _Rewriter:
     def __init__(self, text: str, constants: dict[int, str], dialect: bool = False, private: bool = False):
         self.text = text
         self.private = private
         self.dialect = dialect
         self.constants = constants
-        matches = [m for m in _TOKEN.finditer(text) if not m[0].startswith("#")]
-        self.tokens = [m[0] for m in matches]
-        self.spans = [m.span() for m in matches]
+        found = _tokens_of(text)
+        self.tokens, self.spans, self.partner, self._outer = found.tokens, found.spans, found.partner, found.outer
         self.edits: list[tuple[int, int, str]] = []
         self.dropped = [False] * len(self.tokens)
         self.in_attribute = [False] * len(self.tokens)
         self.result = Translation("")
         self.lines = LineMap(text)
-        self.partner = self._match_brackets()
         self._list_ends: dict[int, int] = {}
-
-    def _match_brackets(self) -> list[int]:
-        partner = [-1] * len(self.tokens)
-        stack: list[int] = []
-        self._outer: list[int] = []  # of each token the bracket within which it stands
-        for i, token in enumerate(self.tokens):
-            self._outer.append(stack[-1] if stack else -1)
-            if token in _OPEN:
-                stack.append(i)
-            elif token in _CLOSE:
-                if not stack or self.tokens[stack[-1]] != _CLOSE[token]:
-                    raise self.error(f"error: {token!r} closes nothing", i)
-                partner[i] = stack.pop()
-                partner[partner[i]] = i
-        if stack:
-            raise self.error(f"error: {self.tokens[stack[-1]]!r} is never closed", stack[-1])
-        return partner
 
     def error(self, message: str, i: int) -> RewriteError:
         file, line = self.lines.at(self.spans[i][0])
@@ -864,11 +883,12 @@ class LineMap:
         self._text = text
         self._marks = [(0, "", 1), *((m.end(), m[2], int(m[1])) for m in self._MARKER.finditer(text))]
         self._starts = [start for start, _, _ in self._marks]
+        self._ends = [m.start() for m in re.finditer("\n", text)]  # of lines
 
     def at(self, position: int) -> tuple[str, int]:
         """The file and the line of a position."""
         start, file, line = self._marks[bisect.bisect_right(self._starts, position) - 1]
-        return file, line + self._text.count("\n", start, position)
+        return file, line + bisect.bisect_left(self._ends, position) - bisect.bisect_left(self._ends, start)
 
     def column(self, position: int) -> int:
         """The column of a position, from 1."""
