@@ -2,12 +2,17 @@
 // from row to row, and its shares of these sums in registers; they add up in a fixed order.
 //
 // The op's inputs are x, dy, weight (shared by all rows) and, where `adds` is 1, what is added to dx. Beside what
-// row_op.h says it has share(x, dy, row), an element's share of dweight.
+// row_op.h says it has share(x, dy, row), an element's share of dweight, and whole, which is set here: packs are aligned.
 #pragma once
 
 #include "mittens/row_op.h"
 
 namespace mittens {
+
+// Whether packs of the weight are loaded one by one for a row's sums, too: on Apple GPUs registers have no room for N.
+constexpr bool late_weights(int N) {
+  return !is_nvidia && N > 2;
+}
 
 // A thread's share of dweight and dbias, in its columns.
 template <typename T, int N>
@@ -128,12 +133,13 @@ template <int N, bool ahead, bool whole, typename Op, typename Team>
 inline Shares<typename Op::Element, N> vjp_rows(
     Op op, Team team, constant RowParams& params, uint first_row, uint step, RowBatch batch) {
   using T = typename Op::Element;
-  constexpr bool late = N > 2;  // there are no registers for all packs of all arrays
+  constexpr bool late = N > (is_nvidia ? 2 : 1);  // there are no registers for all packs of all arrays
   const uint columns = params.columns;
   Shares<T, N> shares = {};
   PartsOf<Op, N> parts;
   PartsOf<Op, N> next;
   batch.edge = !whole && batch.edge;
+  op.whole = whole;
   load_input<false, N>(op, 2, at_row<T>(0, columns, whole), batch, parts);
   load_edge<N>(op, 2, at_row<T>(0, columns, whole), batch, parts);
   if (ahead) {
@@ -163,7 +169,7 @@ inline Shares<typename Op::Element, N> vjp_rows(
       }
       load_edge<N>(op, 3, place, batch, parts);
     }
-    if (late) {
+    if (late && !late_weights(N)) {
       load_input<false, N>(op, 2, place, batch, parts);
     }
     typename Op::Row terms;

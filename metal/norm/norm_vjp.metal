@@ -53,6 +53,7 @@ struct NormVjp {
   RowOutput<T> y;
   float eps;
   float weight_offset;
+  bool whole;  // of kernels that deal columns: packs of the weight are aligned
 
   float fill() const {
     return 0;
@@ -67,11 +68,17 @@ struct NormVjp {
   float scale(float weight) const {
     return Centred ? weight : weight + weight_offset;
   }
+  // A pack of the weight in the kernels that deal columns.
+  uint4 weight_pack(RowBatch batch, int i) const {
+    const bool there = !rows[2].absent && batch.has(i);
+    return there ? load_pack(rows[2].data + batch.pack(i) * pack_size<T>(), whole) : pack_of<T>(1.0f);
+  }
   float share(float x, float dy, Row row) const {
     return dy * (centred(x, row.x) * (Centred ? 2.0f * row.y : row.y));
   }
   template <int N>
-  Stat of(thread const RowParts<T, K, N>& parts, RowBatch batch) const {
+  Stat of(thread const RowParts<T, K, N>& row, RowBatch batch) const {
+    RowParts<T, K, N> parts = row;
     Stat s = none();
     if (Centred) {
       float sum = batch.edge ? add_scaled(0.0f, float(parts.edges[0])) : 0.0f;
@@ -88,6 +95,7 @@ struct NormVjp {
       }
       s.moments.count = float(count);
       s.moments.mean = scaled_mean(sum, max(float(count), 1.0f));
+      repack(parts, is_nvidia || N == 1 || rows[0].phase < 16);
     }
     const float half_mean = 0.5f * s.moments.mean;
     float3 sums = float3(0);  // of c^2, g c and g
@@ -104,7 +112,7 @@ struct NormVjp {
         float w[16 / sizeof(T)];
         unpack<T>(parts.packs[0][i], c);
         unpack<T>(parts.packs[1][i], g);
-        unpack<T>(parts.packs[2][i], w);
+        unpack<T>(late_weights(N) && K == 4 ? weight_pack(batch, i) : parts.packs[2][i], w);
 #pragma unroll
         for (int j = 0; j < pack_size<T>(); ++j) {
           c[j] = centred(c[j], half_mean);
