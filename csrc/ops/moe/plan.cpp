@@ -28,7 +28,7 @@ bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs,
   using cpu::QuantizedMode;
   const bool has_kernel =
       format.mode == QuantizedMode::affine ? format.bits == 4 || format.bits == 8 : format.mode == QuantizedMode::mxfp4;
-  // From there on it was faster on an H100 (bench/results/h100.md).
+  // From there on it was faster on an H100 (bench/results/h100.md); predicted for Apple GPUs in shared-experts.md.
   return has_kernel && experts > 0 && matrices * pairs >= 2 * experts;
 }
 
