@@ -20,8 +20,9 @@ def replace(olds: list[Any], new_of: Callable[[Any], Any], keep: tuple[Any, ...]
         new_of: Makes the new object of an old one; what it holds is not looked at.
         keep: Holders that are left as they are.
     """
-    left_alone = {id(olds), *map(id, keep)}
-    holders = gc.get_referrers(*olds)
+    arguments = tuple(olds)  # Python 3.14 finds the tuple of a call's arguments among the holders
+    left_alone = {id(olds), id(arguments), *map(id, keep)}
+    holders = gc.get_referrers(*arguments)
     pairs = {id(old): (old, new_of(old)) for old in olds}
     for holder in holders:
         if id(holder) not in left_alone and not isinstance(holder, types.FrameType):
