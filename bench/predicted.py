@@ -40,10 +40,10 @@ HEAD = """# Attention and ops on rows, predicted beside MLX's kernels
 
 Predictions, not measurements: no Mac was at hand. float16, plans of each chip, MLX 0.32.4's Metal kernels,
 `python bench/predicted.py FILE --write`. [docs/apple.md](../../docs/apple.md) says how far such predictions are off.
-A cell has our time in microseconds, MLX's, and MLX's by ours; ours alone where MLX's wheel has no kernel to show. The
-cases are those of the benchmark that were simulated in the time at hand. An attention is batch x heads x key heads x
-queries x keys x width. MLX's matrix units are not in the figures of the M5: where MLX uses them the plan leaves the
-call to mx.
+A cell has our time in microseconds, MLX's, and MLX's by ours; ours alone where MLX has no kernel for it. MLX's norms,
+which its wheel lacks, are those of its repository at 846d176 (`MLX_MITTENS_MLX_SOURCE`). The cases are those of the
+benchmark that were simulated in the time at hand. An attention is batch x heads x key heads x queries x keys x width.
+MLX's matrix units are not in the figures of the M5: where MLX uses them the plan leaves the call to mx.
 """
 
 

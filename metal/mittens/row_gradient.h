@@ -2,7 +2,7 @@
 // from row to row, and its shares of these sums in registers; they add up in a fixed order.
 //
 // The op's inputs are x, dy, weight (shared by all rows) and, where `adds` is 1, what is added to dx. Beside what
-// row_op.h says it has share(x, dy, row), an element's share of dweight, and whole, which is set here: packs are aligned.
+// row_op.h says it has share(x, dy, row), an element's share of dweight, and `whole`, set here where packs are aligned.
 #pragma once
 
 #include "mittens/row_op.h"

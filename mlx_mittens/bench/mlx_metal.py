@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -34,6 +36,9 @@ _HEADERS = {
     "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
 }
 _TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
+_DTYPES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+# Names a checkout of MLX's repository, for kernels that the wheel lacks.
+CHECKOUT = "MLX_MITTENS_MLX_SOURCE"
 _SIMD = 32
 _MOST_THREADS = 1024
 
@@ -61,6 +66,23 @@ def instance(family: str, function: str, *template: object) -> tuple[str, str]:
     return file, kernel
 
 
+def has_checkout() -> bool:
+    """Whether `CHECKOUT` names a folder with the kernels that MLX's wheel lacks."""
+    return (Path(os.environ.get(CHECKOUT, "")) / _KERNELS / "rms_norm.metal").is_file()
+
+
+def _of_checkout(file: str) -> str:
+    """Registers a .metal file of MLX's repository; returns its name as a source."""
+    if not has_checkout():
+        folder = os.environ.get(CHECKOUT)
+        raise ValueError(
+            f"[peer] {CHECKOUT} is {folder!r}: expected a checkout of MLX's repository, since MLX's wheel lacks {file}"
+        )
+    name = f"mlx/{file}"
+    frontend.register_source(name, (Path(os.environ[CHECKOUT]) / _KERNELS / file).read_text())
+    return name
+
+
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -76,6 +98,43 @@ def softmax(a: mx.array, axis: int = -1, precise: bool = True, *, stream: Stream
     threads = _MOST_THREADS if looped else _SIMD * _ceil(_ceil(columns, reads), _SIMD)
     arguments: Arguments = {0: a, 1: Output(a.shape, a.dtype), 2: int32(columns)}
     return launch(*kernel, arguments, [a.size // columns], [threads], stream=stream)[0]
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float, *, weight_offset: float = 0, stream: Stream = None) -> mx.array:
+    """``mx.fast.rms_norm``: one threadgroup a row, which is read twice from 4097 columns on. Needs `CHECKOUT`.
+
+    Raises:
+        ValueError: There is an offset, which MLX's kernel has not, or no checkout.
+    """
+    if weight_offset:
+        raise ValueError(f"[peer.rms_norm] weight_offset is {weight_offset}: expected 0")
+    kernel = _of_checkout("rms_norm.metal"), f"rms{'_looped' * (x.shape[-1] > 4096)}{_DTYPES[x.dtype]}"
+    return _norm(kernel, [x, weight], eps, 4 if x.shape[-1] <= 4096 else None, {20: True}, stream)
+
+
+def layer_norm(x: mx.array, weight: mx.array, bias: mx.array, eps: float, *, stream: Stream = None) -> mx.array:
+    """``mx.fast.layer_norm``: one threadgroup a row, which is read twice from 6657 columns on. Needs `CHECKOUT`.
+
+    Raises:
+        ValueError: There is no checkout.
+    """
+    kernel = _of_checkout("layer_norm.metal"), f"layer_norm{'_looped' * (x.shape[-1] > 6656)}{_DTYPES[x.dtype]}"
+    return _norm(kernel, [x, weight, bias], eps, 8 if x.shape[-1] <= 6656 else None, {}, stream)
+
+
+def _fills_threads(columns: int) -> bool:
+    """Whether each thread of MLX's layer_norm has columns, or it loops: one without writes past an array of its own."""
+    return columns > 6656 or 8 * (_SIMD * _ceil(_ceil(columns, 8), _SIMD) - 1) <= columns
+
+
+def _norm(kernel, inputs, eps, reads, constants, stream):
+    """reads: values of a thread that takes its share of the row at once; None of one that loops over the row."""
+    x, *parameters = inputs
+    columns = x.shape[-1]
+    values = [*inputs, Output(x.shape, x.dtype), float32(eps), int32(columns), *[int32(1)] * len(parameters)]
+    threads = _SIMD * _ceil(_ceil(columns, reads), _SIMD) if reads else _MOST_THREADS
+    groups = [x.size // columns]
+    return launch(*kernel, dict(enumerate(values)), groups, [threads], constants=constants, stream=stream)[0]
 
 
 def gemv(
@@ -364,6 +423,8 @@ class Peer:
 
 PEERS: dict[str, Peer] = {
     "softmax": Peer(softmax, lambda case, options: options["axis"] == -1),
+    "rms_norm": Peer(rms_norm, lambda case, options: not options.get("weight_offset") and has_checkout()),
+    "layer_norm": Peer(layer_norm, lambda case, options: _fills_threads(case.shape[-1]) and has_checkout()),
     "gemv": Peer(gemv, lambda case, options: case.shape[0] == 1 and not has_bias(case)),
     "quantized_matmul": Peer(
         quantized_matmul, lambda case, options: options.get("transpose", True) and "mode" not in options

@@ -56,6 +56,83 @@ def test_softmax_has_mlxs_geometry(draw, launches, columns, threads):
     assert ("looped" in kernel) == (columns > 4096)
 
 
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder with kernels of the names and arguments of MLX's norms: a thread takes every `threads`-th element."""
+    template = """
+    #include "mlx/backend/metal/kernels/utils.h"
+    template <typename T>
+    [[kernel]] void NAME(const device T* x, const device T* w, PARAMETERS device T* out, constant float& eps,
+        constant uint& size, constant uint& w_stride, STRIDES uint row [[threadgroup_position_in_grid]],
+        uint t [[thread_position_in_threadgroup]], uint threads [[threads_per_threadgroup]]) {
+      threadgroup float shared[2];
+      x += row * size;
+      if (t == 0) {
+        float mean = 0, squares = 0;
+        for (uint i = 0; i < size; ++i) mean += CENTRED * float(x[i]) / size;
+        for (uint i = 0; i < size; ++i) squares += (float(x[i]) - mean) * (float(x[i]) - mean);
+        shared[0] = mean;
+        shared[1] = rsqrt(squares / size + eps);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (uint i = t; i < size; i += threads)
+        out[row * size + i] = T((float(x[i]) - shared[0]) * shared[1] * w[w_stride * i] BIAS);
+    }
+    #define both(name, type) \\
+      instantiate_kernel(FIRST #name, NAME, type) instantiate_kernel(FIRST "_looped" #name, NAME, type)
+    both(float32, float) both(float16, half) both(bfloat16, bfloat16_t)
+    """
+    names = ("NAME", "FIRST", "CENTRED", "PARAMETERS", "STRIDES", "BIAS")
+    words = {
+        "rms_norm": ("rms", '"rms"', "0", "", "", ""),
+        "layer_norm": (
+            *("layer", '"layer_norm"', "1", "const device T* b,", "constant uint& b_stride,"),
+            "+ float(b[b_stride * i])",
+        ),
+    }
+    folder = tmp_path / "mlx/backend/metal/kernels"
+    folder.mkdir(parents=True)
+    for file, values in words.items():
+        text = template
+        for name, value in zip(names, values):
+            text = text.replace(name, value)
+        (folder / f"{file}.metal").write_text(text)
+    monkeypatch.setenv(mlx_metal.CHECKOUT, str(tmp_path))
+
+
+@pytest.mark.parametrize("columns", [7, 256, 4100, 6664])
+def test_norms_of_a_checkout(checkout, draw, dtype, columns):
+    x, w, b = draw(2, columns, dtype=dtype), draw(columns, dtype=dtype), draw(columns, dtype=dtype)
+    assert_near(mlx_metal.rms_norm(x, w, 1e-5), mx.fast.rms_norm(x, w, 1e-5))
+    assert_near(mlx_metal.layer_norm(x, w, b, 1e-5), mx.fast.layer_norm(x, w, b, 1e-5))
+
+
+@pytest.mark.parametrize(
+    "columns, rms, layer",
+    [(7, 32, 32), (129, 64, 32), (4096, 1024, 512), (4097, 1024, 544), (6656, 1024, 832), (6657, 1024, 1024)],
+)
+def test_norms_have_mlxs_geometry(checkout, draw, launches, columns, rms, layer):
+    x, w = draw(3, columns), draw(columns)
+    (first,) = launches(lambda: mlx_metal.rms_norm(x, w, 1e-5))
+    (second,) = launches(lambda: mlx_metal.layer_norm(x, w, w, 1e-5))
+    assert first[1:] == ((3, 1, 1), (rms, 1, 1)) and ("looped" in first[0]) == (columns > 4096)
+    assert second[1:] == ((3, 1, 1), (layer, 1, 1)) and ("looped" in second[0]) == (columns > 6656)
+
+
+def test_norms_need_a_checkout(draw, monkeypatch):
+    monkeypatch.delenv(mlx_metal.CHECKOUT, raising=False)
+    with pytest.raises(ValueError, match=f"{mlx_metal.CHECKOUT} is None: expected a checkout"):
+        mlx_metal.rms_norm(draw(2, 64), draw(64), 1e-5)
+
+
+def test_layer_norm_is_covered_where_each_thread_has_columns(checkout):
+    op = specs.get("layer_norm")
+    covered = {
+        columns for columns in (100, 248, 256, 768, 1000, 7000) if mlx_metal.of(op, specs.Case("x", (2, columns)))
+    }
+    assert covered == {248, 256, 768, 7000}
+
+
 @pytest.mark.parametrize("shape", [(64, 256), (100, 1000), (64, 48), (4100, 70), (2052, 96)], ids=str)
 def test_gemv(draw, dtype, shape):
     w, x = draw(*shape, dtype=dtype), draw(shape[1], dtype=dtype)
@@ -314,7 +391,8 @@ def test_what_the_table_takes_for_covered_runs(rng):
         for case in (*op.tests, *op.cases)
         if mlx_metal.of(op, case) and np.prod(case.shape) <= 120_000
     ]
-    assert {op.name for op, _ in covered} == set(mlx_metal.PEERS)
+    of_a_checkout = set() if mlx_metal.has_checkout() else {"rms_norm", "layer_norm"}
+    assert {op.name for op, _ in covered} == set(mlx_metal.PEERS) - of_a_checkout
     with mm.simulator.enabled(watch=False):
         for op, case in covered:
             arrays = op.draw(rng, case, mx.float32)
