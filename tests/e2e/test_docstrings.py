@@ -42,7 +42,7 @@ def test_the_example_runs(name, lenient):
 
 
 def test_every_public_name_is_used_where_types_are_checked():
-    """mypy checks the file with the package (see pyproject.toml)."""
+    """mypy and pyright check the file (see pyproject.toml)."""
     used = {ast.unparse(node) for node in ast.walk(ast.parse(USES.read_text())) if isinstance(node, ast.Attribute)}
     names = {f"mm.{name}" for name in mm.__all__}
     names |= {f"mm.{module.__name__.rpartition('.')[2]}.{name}" for module in MODULES for name in module.__all__}
