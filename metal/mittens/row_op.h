@@ -66,6 +66,11 @@ struct Looped {
   enum { launched = 512, nvidia = 512 };
 };
 
+// One threadgroup a row, which stays in registers on NVIDIA GPUs, and is read twice on Apple's: of ops whose N packs a
+// thread would leave room for half as many threads there.
+template <int N>
+using InThreadgroupOrLooped = conditional_t<is_nvidia, InThreadgroup<N>, Looped<1>>;
+
 // Packs that a thread of a split row takes at once. split_sums leaves the Stat of each part of a row in partials, and
 // split_write merges them.
 constant constexpr int split_packs = 2;

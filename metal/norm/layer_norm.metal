@@ -112,4 +112,4 @@ template <typename T>
 }
 
 instantiate_rows("layer_norm", layer_norm)
-instantiate_types("layer_norm_block8", layer_norm, InThreadgroup<8>)
+instantiate_types("layer_norm_block8", layer_norm, InThreadgroupOrLooped<8>)
