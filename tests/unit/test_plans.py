@@ -64,6 +64,46 @@ def attention(batch: int, queries: int, keys: int, dtype: mx.Dtype = HALF, bits:
     )
 
 
+def experts(op: str, tokens: int, chosen: int, experts: int, columns: int, outputs: int, bits: int = 4):
+    """A product with the experts that tokens choose: the first ones, whichever they are."""
+    indices = mx.zeros((tokens, chosen), mx.uint32)
+    matrix = mx.zeros((experts, outputs, columns * bits // 32), mx.uint32)
+    scales = mx.zeros((experts, outputs, columns // 64), HALF)
+    packed, options = (matrix, scales, scales), {"group_size": 64, "bits": bits}
+    x = mx.zeros((tokens, 1, 1, columns), HALF)
+    calls = {
+        "gather_qmm": lambda: mm.gather_qmm(x, *packed, rhs_indices=indices, transpose=True, **options),
+        "gather_swiglu": lambda: mm.gather_swiglu(x, packed, packed, rhs_indices=indices, **options),
+    }
+    return f"{op} {tokens}x{chosen}x{experts}x{columns}x{outputs} {bits}-bit", calls[op]
+
+
+def routed(tokens: int, experts: int, chosen: int) -> tuple[str, Call]:
+    logits = mx.zeros((tokens, experts), HALF)
+    return f"route_top_k {tokens}x{experts} {chosen}", lambda: mm.route_top_k(logits, chosen)
+
+
+def delta(steps: int, heads: int = 32, width: int = 128, gates_of_columns: bool = False) -> tuple[str, Call]:
+    q, v = mx.zeros((1, steps, heads // 2, width), HALF), mx.zeros((1, steps, heads, width), HALF)
+    g, beta = mx.zeros((1, steps, heads, *([width] if gates_of_columns else []))), mx.zeros((1, steps, heads))
+    state = mx.zeros((1, heads, width, width))
+    label = f"gated_delta_update {steps}x{heads}x{width}{' gates of columns' if gates_of_columns else ''}"
+    return label, lambda: mm.gated_delta_update(q, q, v, g, beta, state)
+
+
+def state_space(steps: int) -> tuple[str, Call]:
+    heads, rows, columns = 80, 64, 128
+    x, b, head = mx.zeros((1, steps, heads, rows), HALF), mx.zeros((1, steps, 1, columns), HALF), mx.zeros((heads,))
+    dt, state = mx.zeros((1, steps, heads)), mx.zeros((1, heads, rows, columns))
+    return f"ssm_update {steps}x{heads}x{rows}x{columns}", lambda: mm.ssm_update(x, head, b, b, head, dt, head, state)
+
+
+def sampled(rows: int, vocabulary: int, **options: float) -> tuple[str, Call]:
+    logits, key = mx.zeros((rows, vocabulary), HALF), mx.random.key(0)
+    named = "".join(f" {name}={value}" for name, value in options.items())
+    return f"sample {rows}x{vocabulary}{named}", lambda: mm.sample(logits, key, **options)
+
+
 def problems() -> dict[str, list[tuple[str, Call]]]:
     """By family."""
     return {
@@ -83,6 +123,22 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
             attention(1, 1, 500), attention(1, 1, 4096), attention(1, 1, 20000), attention(8, 1, 4096),
             attention(1, 8, 4096), attention(1, 100, 1000), attention(1, 100, 1000, mx.float32),
             attention(1, 1, 4096, mx.float32), attention(1, 1, 4096, bits=4),
+        ],
+        "moe": [
+            experts("gather_qmm", 1, 8, 64, 2048, 1024), experts("gather_qmm", 8, 2, 8, 2048, 1024),
+            experts("gather_qmm", 16, 8, 8, 2048, 1024), experts("gather_qmm", 1, 2, 8, 2048, 1024, bits=3),
+            experts("gather_swiglu", 1, 8, 64, 2048, 768), experts("gather_swiglu", 4, 2, 8, 2048, 768),
+            experts("gather_swiglu", 4, 2, 8, 2048, 768, bits=8), experts("gather_swiglu", 4, 2, 16, 2048, 768),
+            routed(1, 128, 8), routed(64, 128, 8), routed(1, 32, 4),
+        ],
+        "recurrence": [
+            delta(1), delta(8), delta(64), delta(1, gates_of_columns=True), delta(1, heads=8, width=64),
+            state_space(1), state_space(8), state_space(9),
+        ],
+        "sampling": [
+            sampled(1, 151936, temperature=0.0), sampled(1, 151936, temperature=0.7),
+            sampled(1, 151936, temperature=0.7, top_k=40, top_p=0.9), sampled(8, 32000, temperature=1.0, min_p=0.05),
+            sampled(1, 1000, temperature=0.0), sampled(64, 32000, temperature=0.0),
         ],
     }  # fmt: skip
 
@@ -114,7 +170,7 @@ def pinned() -> list[str]:
     return FILE.read_text().splitlines()
 
 
-@pytest.mark.parametrize("family", ["norm", "matmul", "attention"])
+@pytest.mark.parametrize("family", ["norm", "matmul", "attention", "moe", "recurrence", "sampling"])
 def test_decisions(native, lenient, family):
     known = pinned()
     of_family = [i for i, line in enumerate(known) if line.startswith(f"{family}: ")]
