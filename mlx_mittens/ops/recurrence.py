@@ -90,8 +90,8 @@ def linear_attention(
         S = decay * S + v outer k;  y = S @ (scale * q)
 
     The state is float32 throughout, and written in place if nobody else needs it. On a GPU a kernel has up to 512
-    columns and up to 8 steps; more steps are products of matrices over chunks of them, and so are all gradients there.
-    On the CPU gradients are native.
+    columns; on Apple GPUs more than 8 steps are products of matrices over chunks of them, and so are all gradients on
+    GPUs. On the CPU gradients are native.
 
     Args:
         q (array): Queries of shape ``[batch, steps, key_heads, columns]``; float32, float16 or bfloat16.
@@ -151,8 +151,8 @@ def ssm_update(
         S = S * exp(-exp(A_log) * dt);  S = S + dt * x outer B;  y = S @ C + D * x
 
     Time steps, decays and the state are float32 throughout, and the state is written in place if nobody else needs it.
-    On a GPU a kernel has up to 512 columns and up to 8 steps; more steps are products of matrices over chunks of them,
-    and so are all gradients there. On the CPU gradients are native.
+    On a GPU a kernel has up to 512 columns; on Apple GPUs more than 8 steps are products of matrices over chunks of
+    them, and so are all gradients on GPUs. On the CPU gradients are native.
 
     Args:
         hidden_states (array): ``x`` of shape ``[batch, steps, heads, rows]``; float32, float16 or bfloat16.

@@ -167,7 +167,7 @@ def test_bad_numbers_and_types(rng):
         mm.linear_attention(*(a.astype(mx.int32) for a in (q, k, v)))
 
 
-def test_on_a_gpu_many_steps_are_products(rng, lenient):
+def test_on_an_apple_gpu_many_steps_are_products(rng, lenient):
     few, many = (draw(rng, 2, steps, 1, 2, 8, 32) for steps in (8, 9))
     with mm.simulator.enabled():
         mm.stats(reset=True)
@@ -179,6 +179,6 @@ def test_on_a_gpu_many_steps_are_products(rng, lenient):
         mx.eval(outputs)
         stats = mm.stats()["linear_attention"]
         assert not stats["kernels"]
-        assert list(stats["mx"]) == ["more than 8 steps on a GPU, which mx multiplies as matrices"]
+        assert list(stats["mx"]) == ["more than 8 steps on an Apple GPU, which mx multiplies as matrices"]
     for a, b in zip(outputs, exact(*map(specs.widen, many)), strict=True):
         assert_near(a, b, str(a.shape))
