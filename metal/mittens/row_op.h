@@ -61,15 +61,15 @@ struct InThreadgroup {
 };
 
 // One threadgroup a row, which is read twice, N packs a thread at once.
-template <int N>
+template <int N, int Threads = 512>
 struct Looped {
-  enum { launched = 512, nvidia = 512 };
+  enum { launched = Threads, nvidia = 512 };
 };
 
 // One threadgroup a row, which stays in registers on NVIDIA GPUs, and is read twice on Apple's: of ops whose N packs a
 // thread would leave room for half as many threads there.
 template <int N>
-using InThreadgroupOrLooped = conditional_t<is_nvidia, InThreadgroup<N>, Looped<1>>;
+using InThreadgroupOrLooped = conditional_t<is_nvidia, InThreadgroup<N>, Looped<1, InThreadgroup<N>::launched>>;
 
 // Packs that a thread of a split row takes at once. split_sums leaves the Stat of each part of a row in partials, and
 // split_write merges them.
@@ -628,9 +628,10 @@ inline void run_rows(
   }
 }
 
-template <int N, typename First, typename Op>
+template <int N, int Threads, typename First, typename Op>
 inline void run_rows(
-    Looped<N>, First first, Op op, constant RowParams& params, RowThread thread_of, threadgroup float* scratch) {
+    Looped<N, Threads>, First first, Op op, constant RowParams& params, RowThread thread_of,
+    threadgroup float* scratch) {
   const auto lead = lead_of(first, op);
   const RowPlace place =
       row_place<typename Op::Element>(lead.rows[0].phase, thread_of.group, params, false);
