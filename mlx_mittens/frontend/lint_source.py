@@ -58,6 +58,7 @@ class Text:
         self.found: list[Problem] = []
         self.doubtful: list[Problem] = []  # what not every one of Apple's compilers refuses
         self.functions: set[str] = set()
+        self.pointers: set[str] = set()  # aliases of pointers and references that name no address space
 
     def problems(self, strict: bool) -> list[Problem]:
         """What is found; what is doubtful only if that is asked for."""
@@ -140,6 +141,8 @@ class Text:
 
     def _declaration(self, start: int, end: int, in_class: bool) -> None:
         words = self.tokens[start:end]
+        if words and words[0] in ("using", "typedef"):
+            self._alias(start, end)
         if not words or words[0] in ("using", "typedef", "template", "static_assert", "friend", "enum", "concept"):
             return
         opening = self._parameters(start, end)
@@ -161,12 +164,21 @@ class Text:
                 f"{self._named(start, end)[-1]!r} is a static member: it has to be 'constant', write that before it",
             )
 
+    def _alias(self, start: int, end: int) -> None:
+        """An alias of a pointer without an address space; Metal takes that of a template's argument to be thread."""
+        is_using = self.tokens[start] == "using"
+        if is_using and self.token(start + 2) != "=":
+            return
+        first = start + 3 if is_using else start + 1
+        if self._needs_space(first, end, named=not is_using) and not self.parameters & set(self.tokens[first:end]):
+            self.pointers.add(self.token(start + 1 if is_using else end - 1))
+
     def _signature(self, start: int, opening: int) -> None:
         words = self.tokens[start:opening]
         at = words.index("operator") if "operator" in words else len(words) - 1
         name = "".join(words[at:])
         self.functions.add(name)
-        if self._needs_space(start, start + at):
+        if self._needs_space(start, start + at, named=False):
             self.report(start, f"what {name!r} returns names no address space: {_SPACE_ADVICE}")
         for first, last in self.commas(opening + 1, self.partner[opening]):
             if self._needs_space(first, last):
@@ -201,9 +213,11 @@ class Text:
         # Where the type is a template's argument, Metal takes it to be in the thread's memory.
         return plain and not self.parameters & set(words)
 
-    def _needs_space(self, first: int, last: int) -> bool:
+    def _needs_space(self, first: int, last: int, named: bool = True) -> bool:
+        """Whether a declaration, whose last token is a name if it has one, is of a pointer without an address space."""
         tokens = self._named(first, last)
-        return bool({"*", "&"} & set(tokens)) and not _SPACES & set(tokens)
+        types = set(tokens[:-1] if named else tokens)
+        return bool({"*", "&"} & set(tokens) or self.pointers & types) and not _SPACES & set(tokens)
 
     # Functions.
 

@@ -68,10 +68,15 @@ def test_a_sound_kernel_passes():
       return sum;
     }
     inline float area(float2 v) { return v.x * v.y; }
+    typedef thread float* Own;
+    using Given = const device float*;
+    template <typename U> using PointerTo = U*;
+    inline float first_of(Own own, Given given, float Other) { return own[0] + given[0] + Other; }
     """
     body = """threadgroup float shared[64];
     float values[4] = {x[i], 1, 2, 3};
     const device float4* packs = (const device float4*)(x);
+    values[1] = first_of(values, x, 1);
     shared[i] = area(float2(1, 2)) * simd_sum(metal::exp(x[i]));
     threadgroup_barrier(mem_flags::mem_threadgroup);
     y[i] = total(values, shared, scale) + Pair(3).a + table[1] + dot(packs[0], float4(1)) * precise::sqrt(2.0f);"""
@@ -111,6 +116,26 @@ BROKEN = {
         "'o' of 'add' names no address space",
         5,
         "struct Sum {\n  float v;\n  void add(const Sum& o) { v += o.v; }\n};",
+    ),
+    "alias of a pointer": (
+        "'p' of 'get' names no address space",
+        3,
+        "typedef const float* Floats; float get(Floats p) { return *p; }",
+    ),
+    "alias of a reference": (
+        "'v' of 'set' names no address space",
+        3,
+        "using Result = float&; void set(const Result v) { v = 1; }",
+    ),
+    "alias of a pointer, returned": (
+        "'first' returns",
+        3,
+        "using Floats = float*; inline Floats first(thread float* p) { return p; }",
+    ),
+    "alias of a pointer, as a member": (
+        "'p' names no address space",
+        3,
+        "using Floats = float*; struct A { Floats p; };" + in_kernel("y[i] = 1;"),
     ),
     "reference result": ("'first' returns", 3, "float& first(thread float* p) { return *p; }"),
     "kernel argument": (
