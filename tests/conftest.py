@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import zlib
 from dataclasses import replace
 
@@ -24,6 +25,10 @@ SEED = "MLX_MITTENS_TEST_SEED"
 
 # Tests that name no device run on the CPU, also on a machine with a GPU. mlx-lm reads the default when it is imported.
 mx.set_default_device(mx.cpu)
+
+# A process that a shell starts in the background ignores Ctrl-C, and so would those that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
