@@ -10,18 +10,8 @@ import tempfile
 from pathlib import Path
 
 from mlx_mittens.bench import machine
-from mlx_mittens.bench.serving import Answers, Server
+from mlx_mittens.bench.serving import PROMPTS, Answers, Server
 
-PROMPTS = [
-    *(
-        "The if statement is used for",
-        "A list display yields a new list object, the contents",
-        "The for",
-        "Names refer to",
-    ),
-    *("A function definition defines a user-defined function object. Its", "An expression", "The import statement"),
-    "The with statement is used to wrap the execution of a block with methods",
-]
 AT_ONCE = (1, 8)
 
 

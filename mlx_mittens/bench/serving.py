@@ -14,6 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+# Beginnings of text on Python, as examples/train_tiny.py trains on, of several lengths.
+PROMPTS = [
+    "The if statement is used for",
+    "A list display yields a new list object, the contents",
+    "The for",
+    "A function definition defines a user-defined function object. Its",
+    "An expression",
+    "The with statement is used to wrap the execution of a block with methods",
+    "Names refer to",
+    "The import statement",
+]
+
 _PATCHED = "import sys; from mlx_mittens_cli import main; sys.argv[1:1] = ['run', 'mlx_lm.server']; sys.exit(main())"
 _PLAIN = "import sys; from mlx_lm.server import main; sys.argv[0] = 'server'; main()"
 _START_SECONDS = 120.0

@@ -2,18 +2,7 @@
 
 import pytest
 
-from mlx_mittens.bench.serving import Server, ServerError
-
-PROMPTS = [
-    "The if statement is used for",
-    "A list display yields a new list object, the contents",
-    "The for",
-    "A function definition defines a user-defined function object. Its",
-    "An expression",
-    "The with statement is used to wrap the execution of a block with methods",
-    "Names refer to",
-    "The import statement",
-]
+from mlx_mittens.bench.serving import PROMPTS, Server, ServerError
 
 
 def test_eight_requests_at_once(trained, tmp_path):

@@ -16,7 +16,6 @@ from mlx_mittens.patching import targets
 
 # A token of a tiny model with a cache, patched and not; prints the largest difference, and the kernels that ran.
 TOKENS = """
-import importlib.util
 import json
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
