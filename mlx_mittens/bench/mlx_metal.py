@@ -36,7 +36,8 @@ _HEADERS = {
     "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
 }
 _TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
-_DTYPES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+# Columns of a row that MLX's norms hold at most, in 4 and 8 a thread; they loop over longer ones.
+_RMS_HELD, _LAYER_HELD = 4096, 6656
 # Names a checkout of MLX's repository, for kernels that the wheel lacks.
 CHECKOUT = "MLX_MITTENS_MLX_SOURCE"
 _SIMD = 32
@@ -83,6 +84,10 @@ def _of_checkout(file: str) -> str:
     return name
 
 
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -101,30 +106,32 @@ def softmax(a: mx.array, axis: int = -1, precise: bool = True, *, stream: Stream
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float, *, weight_offset: float = 0, stream: Stream = None) -> mx.array:
-    """``mx.fast.rms_norm``: one threadgroup a row, which is read twice from 4097 columns on. Needs `CHECKOUT`.
+    """``mx.fast.rms_norm``: one threadgroup a row, which is read twice past `_RMS_HELD` columns. Needs `CHECKOUT`.
 
     Raises:
         ValueError: There is an offset, which MLX's kernel has not, or no checkout.
     """
     if weight_offset:
         raise ValueError(f"[peer.rms_norm] weight_offset is {weight_offset}: expected 0")
-    kernel = _of_checkout("rms_norm.metal"), f"rms{'_looped' * (x.shape[-1] > 4096)}{_DTYPES[x.dtype]}"
-    return _norm(kernel, [x, weight], eps, 4 if x.shape[-1] <= 4096 else None, {20: True}, stream)
+    looped = x.shape[-1] > _RMS_HELD
+    kernel = _of_checkout("rms_norm.metal"), f"rms{'_looped' * looped}{_name(x.dtype)}"
+    return _norm(kernel, [x, weight], eps, None if looped else 4, {20: True}, stream)
 
 
 def layer_norm(x: mx.array, weight: mx.array, bias: mx.array, eps: float, *, stream: Stream = None) -> mx.array:
-    """``mx.fast.layer_norm``: one threadgroup a row, which is read twice from 6657 columns on. Needs `CHECKOUT`.
+    """``mx.fast.layer_norm``: one threadgroup a row, which is read twice past `_LAYER_HELD` columns. Needs `CHECKOUT`.
 
     Raises:
         ValueError: There is no checkout.
     """
-    kernel = _of_checkout("layer_norm.metal"), f"layer_norm{'_looped' * (x.shape[-1] > 6656)}{_DTYPES[x.dtype]}"
-    return _norm(kernel, [x, weight, bias], eps, 8 if x.shape[-1] <= 6656 else None, {}, stream)
+    looped = x.shape[-1] > _LAYER_HELD
+    kernel = _of_checkout("layer_norm.metal"), f"layer_norm{'_looped' * looped}{_name(x.dtype)}"
+    return _norm(kernel, [x, weight, bias], eps, None if looped else 8, {}, stream)
 
 
 def _fills_threads(columns: int) -> bool:
-    """Whether each thread of MLX's layer_norm has columns, or it loops: one without writes past an array of its own."""
-    return columns > 6656 or 8 * (_SIMD * _ceil(_ceil(columns, 8), _SIMD) - 1) <= columns
+    """Whether MLX's layer_norm loops, or each thread has columns: one without writes past an array of its own."""
+    return columns > _LAYER_HELD or 8 * (_SIMD * _ceil(_ceil(columns, 8), _SIMD) - 1) <= columns
 
 
 def _norm(kernel, inputs, eps, reads, constants, stream):
