@@ -38,9 +38,8 @@ struct Options {
   uint64_t seed = 0;  // shuffles threads and threadgroups; 0 leaves them in order
   uint64_t step_limit = 1'000'000'000;  // branches that one threadgroup may take
   bool watch = true;  // needs a library that was compiled to be watched
-  // Whether an operation of a simdgroup or a quad is of the lanes that are at it, where the others have returned or
-  // wait for a larger scope: Metal's rule. Without it, all lanes have to be at it, as where kernels run on NVIDIA GPUs
-  // too.
+  // Whether an operation of a simdgroup or a quad works on its active lanes, as in Metal, where the others have
+  // returned or wait for a larger scope. Without it an inactive lane is a fault: our kernels run on NVIDIA GPUs too.
   bool active_lanes = false;
   bool early_exits = false;  // whether threads that have returned count as arrived at threadgroup barriers
   bool count = false;  // whether accesses are gathered by simdgroup, for device_accesses to bank_conflicts of Counts
