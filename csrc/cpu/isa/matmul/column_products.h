@@ -12,6 +12,9 @@ namespace mittens::cpu::MITTENS_ISA {
 constexpr size_t most_direct_columns_rows = 8;
 constexpr int tile_vectors = many_registers ? 4 : 2;
 constexpr size_t column_panel_rows = 256;  // of weights
+// Additions to a sum that starts at zero: the roundings of equal products all go the same way, and their error grows
+// with the chain. Where weights are read directly, it is the rows that are read together.
+constexpr size_t column_chain = 64;
 constexpr size_t column_panel_vectors = width == 4 ? 32 : 16;
 constexpr size_t direct_steps_bytes = 1 << 10;  // of a row of weights, for one thread at a time
 constexpr size_t split_rows = 1024;  // of weights, at least
@@ -70,8 +73,11 @@ class ColumnProducts {
       each_part(rows, tile_rows, [&](size_t row, size_t count) {
         with_index<smallest_part(most_direct_columns_rows + 1, batch_rows, tile_rows), tile_rows>(count, [&](auto m) {
           for (size_t t = 0; t < tiles; ++t) {
-            tile<m.value>(x + row * columns + begin, columns, panel + t * column_panel_rows * tile_outputs, length,
-                          sums + row * panel_outputs + t * tile_outputs, begin != 0);
+            for (size_t k = 0; k < length; k += column_chain) {
+              tile<m.value>(x + row * columns + begin + k, columns, panel + (t * column_panel_rows + k) * tile_outputs,
+                            smaller(column_chain, length - k), sums + row * panel_outputs + t * tile_outputs,
+                            begin + k != 0);
+            }
           }
         });
       });
@@ -124,12 +130,7 @@ class ColumnProducts {
     const size_t next = count * source_.stride_bytes();
     each_step<Source>(size, [&](size_t s, auto part) MITTENS_INLINED {
       float* at = sums + (begin + s) * step;
-      Float sum[rows][vectors];
-      repeat<rows>([&](auto m) MITTENS_INLINED {
-        repeat<vectors>([&](auto v) MITTENS_INLINED {
-          sum[m.value][v.value] = read<Float>(at + m.value * stride + v.value * width, All());
-        });
-      });
+      Float sum[rows][vectors] = {};
       repeat<count>([&](auto r) MITTENS_INLINED {
         __builtin_prefetch(static_cast<const char*>(Source::address(w[r.value], s)) + next);
         Float activations[rows];
@@ -141,7 +142,8 @@ class ColumnProducts {
       });
       repeat<rows>([&](auto m) MITTENS_INLINED {
         repeat<vectors>([&](auto v) MITTENS_INLINED {
-          write(at + m.value * stride + v.value * width, sum[m.value][v.value], All());
+          float* total = at + m.value * stride + v.value * width;
+          write(total, read<Float>(total, All()) + sum[m.value][v.value], All());
         });
       });
     });
