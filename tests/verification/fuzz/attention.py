@@ -76,6 +76,12 @@ def _mask(draw: Draw, shape: Shape, dtype: mx.Dtype) -> tuple[str, None | str | 
     return kind, draw.array(draw.rng.random(axes) < shown, mx.bool_)
 
 
+def _has_gradients(kind: str, mask: None | str | mx.array) -> bool:
+    """Whether mx differentiates the reference: its gradient of `where` is NaN where what is not chosen is."""
+    masked = isinstance(mask, mx.array)
+    return kind not in ("hardly any", "additive -inf") and not (masked and np.isnan(to_float64(mask)).any())
+
+
 def _undefined_rows(
     mask: None | str | mx.array, window: int | None, shape: Shape, special: bool, keys: mx.array
 ) -> np.ndarray:
@@ -172,7 +178,7 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
         differentiable=[] if undefined.any() else gradients,
         noise=noise,
         gradient_noise=gradient_noise,
-        ordinary=not special and mask_kind not in ("hardly any", "additive -inf"),
+        ordinary=not special and _has_gradients(mask_kind, mask),
         hides=special and (mask is not None or window is not None),
     )
 
@@ -237,5 +243,6 @@ def quantized_scaled_dot_product_attention(draw: Draw) -> Case:
         of_nothing=lambda: [np.zeros(shape.of_result)],
         differentiable=[0],
         noise=noise,
-        ordinary=mask_kind not in ("hardly any", "additive -inf"),
+        ordinary=_has_gradients(mask_kind, mask),
+        is_sliced=exactly and shape.queries > 1,
     )

@@ -30,6 +30,7 @@ class Case:
         ordinary: Whether numbers are normal ones; gradients are compared only then.
         hides: Whether a mask or a window hides some of the numbers, which mx on a CPU lets through where they are not
             finite: that excuses a call that went to mx, and no kernel.
+        is_sliced: Whether a call that is left to mx is sliced: mx cannot compile slices for any shape.
         units: Units in the last place that a result may be off.
     """
 
@@ -44,6 +45,7 @@ class Case:
     gradient_noise: Callable[[Sequence[mx.array]], list[float]] | None = None
     ordinary: bool = True
     hides: bool = False
+    is_sliced: bool = False
     units: float = 4.0
 
     @property

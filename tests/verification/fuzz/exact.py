@@ -88,7 +88,8 @@ def attention(
     weights = weights / (total if sinks is None else total + mx.exp(sinks - most))
     finite = mx.isfinite(v)
     if seen is not None:
-        weights = weights * mx.broadcast_to(seen, scores.shape).any(-1, keepdims=True)
+        # That of a hidden key is 0 also where another score of the row is NaN, or where the row sees nothing.
+        weights = mx.where(seen, weights, mx.array(0.0, FLOAT64))
     if seen is None or mx.all(finite).item():
         return weights @ v
     reached = mx.broadcast_to(seen, scores.shape).astype(FLOAT64) @ (~finite).astype(FLOAT64)

@@ -13,7 +13,7 @@ from verification.fuzz.compare import Tolerance, first_difference, to_float64
 from verification.fuzz.draw import FLOATS, Draw
 
 import mlx_mittens as mm
-from mlx_mittens.specs import EPSILON
+from mlx_mittens.specs import EPSILON, SMALLEST_NORMAL
 
 MODES = {
     "forward": 0.5,
@@ -27,8 +27,8 @@ MODES = {
 GRADIENTS = ("vjp", "jvp", "second order")
 
 # How often the float64 gradient is taken at inputs moved by half a unit each, and how many such moves are allowed:
-# a sum of n terms rounds n times.
-MOVES = 4
+# a sum of n terms rounds n times. The furthest of few moves is a matter of luck, by a factor of two.
+MOVES = 16
 ALLOWED_MOVES = 16
 
 # What a gradient may be off, by root mean squares, however little rounding explains.
@@ -41,6 +41,8 @@ def draw_mode(draw: Draw, case: Case) -> str:
     mode = draw.pick(list(MODES), list(MODES.values()))
     if case.empty and mode in GRADIENTS:
         return "vjp"
+    if case.empty and mode == "shapeless":
+        return "compiled"  # mx 0.32.4 takes the larger of the sizes 0 and 1 where it fuses broadcasts for any shape
     return mode if mode not in GRADIENTS or (case.differentiable and case.ordinary) else "forward"
 
 
@@ -88,6 +90,8 @@ def run(case: Case, mode: str, draw: Draw) -> str | None:
         error = failure.__cause__
         if case.empty and (isinstance(error, ValueError) and str(error).startswith("[") or "NYI" in str(error)):
             return None  # an op may refuse what has no elements, if it says so; and mx what it has not implemented
+        if case.is_sliced and mode == "shapeless" and "Slice cannot infer output shapes" in str(error):
+            return None
         if not case.empty and case.twin is not None and _twin_fails(case, how, mode, drawn):
             return None  # what mx refuses, ours may
         return str(failure)
@@ -172,6 +176,10 @@ def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
     results = called(lambda: derive(ours, primals, cotangents, directions))
     if case.empty:
         return _gradients_of_nothing(results, primals)
+    if mode != "second order" and any(a.dtype == mx.float16 and not mx.isfinite(a).all().item() for a in results):
+        # Terms that a composition rounds to float16 may be beyond it where their sum is not. Derivatives are linear.
+        cotangents, directions = ([a * 2.0**-8 for a in arrays] for arrays in (cotangents, directions))
+        results = called(lambda: derive(ours, primals, cotangents, directions))
     exact_of = _of_some(case.exact, [wide(a) for a in case.arrays], places)
 
     def exact_at(primals, cotangents, directions) -> list[np.ndarray]:
@@ -194,7 +202,8 @@ def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
     # cancel whatever the inputs are, as those of a norm of one column, moves do not show it, and mx's gradients may be
     # 0 by luck: so mx's are taken at all moved inputs too, in float32, in which all ops compute. Twice mx's absolute
     # error there is allowed as well, since a relative error says nothing where the exact gradient is 0: as that of a
-    # mask of one column, which moves all scores of a row alike. A case may know what rounding of its result does.
+    # mask of one column, which moves all scores of a row alike. A case may know what rounding of its result does. What
+    # is made of numbers below the smallest normal one, as of weights of a softmax, has few bits.
     inputs = (primals, cotangents, directions)
     at_moves = [[[_moved(a, draw) for a in arrays] for arrays in inputs] for _ in range(MOVES)]
     moved = [exact_at(*arrays) for arrays in at_moves]
@@ -206,7 +215,7 @@ def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
     for i, (value, result) in enumerate(zip(exact, results)):
         errors = [np.abs(to_float64(a[i]) - b[i]) for a, b in samples if a]
         twice_mx_error = 2 * max((error[np.isfinite(error)].max(initial=0) for error in errors), default=0.0)
-        absolute = max(twice_mx_error, of_result[i])
+        absolute = max(twice_mx_error, of_result[i], ALLOWED_MOVES * SMALLEST_NORMAL[mx.float32])
         furthest = max(np.nan_to_num(np.abs(m[i] - value)).max(initial=0) for m in moved)
         largest = np.abs(value[np.isfinite(value)]).max(initial=0)
         noise = max(ALLOWED_MOVES * furthest, of_mx * largest, absolute)
