@@ -222,7 +222,7 @@ def _mixed(items: Sequence[Item]) -> list[Item]:
 def _check_compare(arguments: argparse.Namespace) -> None:
     """Refuses options beside ``--compare``, which measures nothing."""
     others = {name: value for name, value in vars(arguments).items() if name not in ("compare", "command")}
-    given = [name for name, value in others.items() if value not in (None, False)]
+    given = [name for name, value in others.items() if value is not None and value is not False]
     if given:
         raise UsageError(f"--{given[0]} does not go with --compare, which only reads two files")
 

@@ -39,16 +39,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='a case, by words of its name: "8B decode", 512x4096 (without one, the cases of OP are listed)',
     )
     offer(case, lambda given: [case.name for op in specs.OPS if op.name == given.op for case in _known_cases(op)])
-    parser.add_argument("--dtype", choices=specs.DTYPES, default="float16")
-    parser.add_argument("--seed", type=int, default=0, help="order in which threads run; 0 is the natural one")
+    parser.add_argument("--dtype", choices=specs.DTYPES, help="of the inputs (float16)")
+    parser.add_argument("--seed", type=int, help="order in which threads run; 0 is the natural one (0)")
     parser.add_argument("--peer", choices=("metal",), help="then MLX's own Metal kernel, for its counts")
     predictions.add_chip_argument(parser)
     parser.add_argument("--json", metavar="FILE", help="write the counts to FILE, those of every line of the source")
     parser.add_argument("--no-watch", action="store_true", help="do not check accesses: faster, and fewer counts")
 
 
+def _check_listing(arguments: argparse.Namespace) -> None:
+    """Refuses options that would have no effect without a case."""
+    options = {name: getattr(arguments, name) for name in ("dtype", "seed", "peer", "chip", "json", "no_watch")}
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    if given:
+        raise UsageError(f"--{given[0].replace('_', '-')} goes with OP and CASE, which mlx-mittens simulate lists")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Simulates the case and prints its counts; 0 if it is right and without a fault, else 1."""
+    if arguments.case is None:
+        _check_listing(arguments)
     if arguments.op is None:
         print(_ops_listed())
         return 0
@@ -57,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(_cases_listed(op))
         return 0
     case = find_case(op, arguments.case)
+    arguments.dtype, arguments.seed = arguments.dtype or "float16", arguments.seed or 0
     if frontend.compiler_problem():
         raise UsageError(frontend.compiler_problem())
     chips = predictions.chosen_chips(arguments.chip) if arguments.chip else []

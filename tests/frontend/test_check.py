@@ -111,6 +111,10 @@ def test_simulate_says_what_the_watcher_finds_in_mlxs_own_kernel(capsys):
     [
         (["no_such_op", "3x7"], "no op is called 'no_such_op'; there are rms_norm"),
         (["rms_norm", "no such case"], "no case 'no such case'; the nearest are\n  "),
+        (["rms_norm", "--json", "x.json"], "--json goes with OP and CASE, which mlx-mittens simulate lists"),
+        (["--chip", "m1"], "--chip goes with OP and CASE"),
+        (["rms_norm", "--no-watch"], "--no-watch goes with OP and CASE"),
+        (["rms_norm", "--seed", "0"], "--seed goes with OP and CASE"),
     ],
 )
 def test_simulate_says_what_there_is(arguments, message, capsys):
