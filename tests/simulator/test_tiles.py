@@ -110,14 +110,17 @@ def test_products(rng, name, dtype, operation):
     np.testing.assert_allclose(y, exact, rtol=0, atol=SUM * np.abs(exact).max())
 
 
-def test_transposed(rng):
-    x, y = on_tile(
-        rng,
-        "const Tile<float, 3, 2> turned = transposed(x, lane);",
-        (24, 16),
-        "store<float>(turned, y, 16, lane);",
+@pytest.mark.parametrize("name", [*TYPES, "bfloat"])
+def test_transposed(rng, name):
+    """Small integers, which all types have; a pair of 16-bit ones is shuffled as one word."""
+    given = rng.integers(-100, 100, (16, 24)).astype(np.float32)
+    body = (
+        f"Tile<float, 2, 3> x; load(x, given, 24, lane); Tile<{name}, 2, 3> tile = converted<{name}>(x);"
+        f"const Tile<{name}, 3, 2> turned = transposed(tile, lane); store<float>(turned, y, 16, lane);"
     )
-    np.testing.assert_array_equal(y, x.T)
+    arguments = "const device float* given [[buffer(0)]], device float* y [[buffer(1)]]"
+    y = simulate(body, arguments, [given, np.zeros((24, 16), np.float32)])
+    np.testing.assert_array_equal(y, given.T)
 
 
 def test_conversion(rng):
