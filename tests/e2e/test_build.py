@@ -245,6 +245,20 @@ def test_versions_of_mlx_are_the_same_everywhere():
         assert f"mlx {version}" in (ROOT / page).read_text(), page
 
 
+def test_versions_of_mlx_lm_are_the_same_everywhere():
+    """A range and no pin: mlx-lm 0.31.3 is the newest for Python 3.10, whose users install the extras too."""
+    text = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r'"mlx-lm(.*?)"', text)
+    assert len(named) == 2 and len(set(named)) == 1, named
+    oldest, newest = re.fullmatch(r">=([\d.]+),<=([\d.]+)", named[0]).groups()
+    assert 'requires-python = ">=3.10,' in text and oldest == "0.31.3"
+    for page in ("patching", "versioning", "configuration"):
+        assert f"{oldest} to {newest}" in (ROOT / "docs" / f"{page}.md").read_text(), page
+    for page in ("README.md", "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        assert not re.search(r"mlx-lm(\[.*?\])?[=~]=", (ROOT / page).read_text()), page
+    assert f"Python 3.10 has mlx-lm {oldest}" in (ROOT / "docs" / "patching.md").read_text()
+
+
 def test_the_mlx_whose_private_parts_are_known_is_the_same_everywhere():
     """That of csrc/CMakeLists.txt in the pages that say what is off beside another, and the oldest one of the guard."""
     (known,) = re.findall(r"set\(known_mlx ([\d.]+)\)", (ROOT / "csrc" / "CMakeLists.txt").read_text())
