@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import log
-from verification.fuzz import compare, modes, norms, run, sampling
+from verification.fuzz import bad_input, compare, modes, norms, run, sampling
 from verification.fuzz.draw import Draw
 from verification.fuzz.memory import PROGRAMS
 from verification.fuzz.run import NIGHTLY, Log, chunks
@@ -19,6 +19,7 @@ from verification.fuzz.subjects import SUBJECTS, cases_of, draw_trial, executors
 from verification.fuzz.worker import Chunk, Worker
 
 import mlx_mittens as mm
+from mlx_mittens import specs
 
 SEED = 31
 CASES = {"native": 60, "apple": 20, "nvidia": 20}
@@ -35,6 +36,18 @@ def assert_no_findings(worker: Worker, chunk: Chunk):
     outcome = worker.run(chunk)
     assert not outcome.findings, "\n".join(map(str, outcome.findings))
     assert outcome.cases == chunk.count
+
+
+def test_every_op_is_fuzzed():
+    ops = {op.name for op in specs.OPS}
+    assert set(SUBJECTS) >= ops - {"block_quantize", "block_dequantize"}, "block_bytes has these two"
+    assert set(bad_input.right_calls(mx.float32)) == ops
+
+
+@pytest.mark.parametrize("subject", bad_input.right_calls(mx.float32))
+def test_right_calls_are_right(subject):
+    arguments, options = bad_input.right_calls(mx.float32)[subject]()
+    mx.eval(*modes.as_tuple(getattr(mm, subject)(*arguments, **options)))
 
 
 @pytest.mark.parametrize("subject, executor", PAIRS)

@@ -53,7 +53,11 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
         more = {"transpose": True, "group_size": 32, "bits": 4, "mode": "affine", "bias": array(8)}
         return [array(2, 64), words], {"scales": scales, "biases": biases, **more}
 
+    def chosen(*arrays: Any, **more: Any) -> tuple[list[Any], dict[str, Any]]:
+        return list(arrays), {"rhs_indices": mx.array([[0, 1]]), "sorted_indices": False, **more}
+
     q, kv = (1, 4, 3, 64), (1, 2, 8, 64)
+    steps = (1, 3, 2)  # of a batch and heads
     norms = {"query_norm": array(8), "key_norm": array(8), "eps": 1e-6}
     return {
         "rms_norm": lambda: ([array(3, 8), array(8), 1e-5], {}),
@@ -81,6 +85,37 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
         "rope_append": lambda: (
             [array(1, 6, 2, 8), array(1, 2, 9, 8), array(1, 2, 9, 8), 8],
             {"base": 1e4, "offset": 3, "scale": 1.0, "start": 3, **norms},
+        ),
+        "norm_add_norm": lambda: (
+            [array(3, 8), array(3, 8), array(8), array(8), 1e-5],
+            {"weight_offset": 1.0, "next_weight_offset": 1.0},
+        ),
+        "qk_norm": lambda: ([array(1, 2, 3, 8), array(1, 1, 3, 8), array(8), array(8), 1e-5], {"weight_offset": 1.0}),
+        "softcap": lambda: ([array(3, 8), 30.0], {}),
+        "gather_qmm": lambda: chosen(array(1, 2, 64), *quantized(3, 8, 64, bits=4), group_size=32, bits=4),
+        "gather_mm": lambda: chosen(array(1, 2, 8), array(3, 8, 5)),
+        "gather_swiglu": lambda: chosen(
+            array(1, 2, 64), *(quantized(3, 8, 64, bits=4) for _ in range(2)), group_size=32, bits=4
+        ),
+        "gather_sum": lambda: (
+            [array(1, 2, 64), *quantized(3, 8, 64, bits=4), mx.array([[0, 1]]), array(1, 2)],
+            {"bias": array(3, 8), "group_size": 32, "bits": 4},
+        ),
+        "route_top_k": lambda: (
+            [array(3, 8), 2, array(8), "sigmoid"],
+            {"renormalize": True, "descending": True, "scale": 1.0},
+        ),
+        "gated_delta_update": lambda: (
+            [*(array(*steps, 8) for _ in range(3)), *(array(*steps) for _ in range(2)), array(1, 2, 8, 8)],
+            {"mask": mx.ones((1, 3), mx.bool_)},
+        ),
+        "ssm_update": lambda: (
+            [array(*steps, 8), array(2), *(array(*steps, 8) for _ in range(2)), array(2), array(*steps), array(2)],
+            {"state": array(1, 2, 8, 8), "time_step_limit": (0.001, 100.0), "mask": mx.ones((1, 3), mx.bool_)},
+        ),
+        "linear_attention": lambda: (
+            [array(*steps, 8) for _ in range(3)],
+            {"decay": array(2), "scale": 1.0, "state": array(1, 2, 8, 8)},
         ),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -183,6 +183,40 @@ def gather_qmm(draw: Draw) -> Case:
         differentiable=[0],
         noise=noise,
         ordinary=kind == "normal" and choice.has(indices),
+    )
+
+
+def gather_mm(draw: Draw) -> Case:
+    dtype = draw.dtype()
+    choice = Choice.of(draw, Format("affine", 4, 32), 4, several_rows=True)
+    choice = replace(choice, columns=max(1, draw.size(draw.limit(600, 97))))
+    kinds, indices, transposed = (draw.kind(), draw.kind()), choice.indices(draw), draw.chance(0.6)
+    shape = [choice.outputs, choice.columns] if transposed else [choice.columns, choice.outputs]
+    arrays = [
+        draw.array(draw.numbers([choice.tokens, 1, choice.rows, choice.columns], kinds[0]), dtype),
+        draw.array(draw.numbers([choice.experts, *shape], kinds[1]), draw.dtype_like(dtype)),
+        indices,
+    ]
+    matrices = lambda w: w.swapaxes(-1, -2) if transposed else w
+
+    def product(x: mx.array, w: mx.array, indices: mx.array) -> mx.array:
+        w, there = choice.of_experts(matrices(w), indices)
+        return _or_nan(x @ w, there[..., None, None])
+
+    def noise() -> list[np.ndarray | float]:
+        weights = size_of(arrays[1]) if transposed else np.swapaxes(size_of(arrays[1]), -1, -2)
+        return [4 * EPSILON32 * _sizes(choice, arrays[0], weights, indices)]
+
+    return Case(
+        describe(arrays, draw, numbers=kinds, transposed=transposed),
+        arrays,
+        ours=lambda x, w, indices: mm.gather_mm(x, matrices(w), rhs_indices=indices),
+        twin=product,
+        exact=product,
+        of_nothing=list,
+        differentiable=[0, 1],
+        noise=noise,
+        ordinary=kinds == ("normal", "normal") and choice.has(indices),
     )
 
 

@@ -52,6 +52,7 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         products.quantized_swiglu,
         products.block_matmul,
         experts.gather_qmm,
+        experts.gather_mm,
         experts.gather_swiglu,
         experts.gather_sum,
         experts.route_top_k,
