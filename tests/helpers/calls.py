@@ -13,9 +13,11 @@ import mlx_mittens as mm
 from helpers.matrices import BLOCK_BYTES
 from mlx_mittens import specs
 from mlx_mittens.specs import reference
+from mlx_mittens.specs.op import draw_packed
 
 Sizes = dict[str, int]
 GROUP = 32
+FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits and group sizes
 EXPERTS = 3  # of a mixture
 
 
@@ -23,10 +25,11 @@ EXPERTS = 3  # of a mixture
 class Argument:
     """An array argument: what it holds, and the names of its dimensions."""
 
-    holds: str  # "numbers", "groups" (scales or biases), "words" (packed integers), "bool", "indices", or a kind of
-    # blocks
+    holds: str  # "numbers", "groups" (scales or biases), "words" (packed integers), "scales" (of a byte), "bool",
+    # "indices", or a kind of blocks
     dims: tuple[str, ...]
     bits: int = 0  # of packed integers
+    mode: str = "affine"  # of mx.quantize
 
     @property
     def is_float(self) -> bool:
@@ -41,7 +44,10 @@ class Argument:
             return mx.array(rng.integers(0, EXPERTS, shape, dtype=np.int32))
         if self.holds == "words":
             shape[-1] = shape[-1] * self.bits // 32
-            return mx.array(rng.integers(0, 2**32, shape, dtype=np.uint32))
+            return draw_packed(rng, "w", tuple(shape), self.bits, dtype, mode=self.mode)
+        if self.holds == "scales":
+            shape[-1] //= FLOAT_MODES[self.mode][1]
+            return draw_packed(rng, "scales", tuple(shape), self.bits, dtype, mode=self.mode)
         if self.holds == "groups":
             shape[-1] //= GROUP
         a = mx.array(rng.standard_normal(shape).astype(np.float32))
@@ -173,7 +179,7 @@ def _quantized_calls() -> list[Call]:
         some = {d: sizes[d] for d in (*dict.fromkeys((*lead, *stack)), "columns", "outputs")}
         function = partial(_quantized_matmul, transpose=transpose, group_size=GROUP, bits=bits)
         exact = _product_of_nothing("w", -2) if transpose else _product_of_nothing("w", -1, 32 / bits)
-        covered = bits in (4, 8) and (not stack or len(lead) > 1)
+        covered = bits != 1 and (not stack or len(lead) > 1)
         if not transpose:
             what += " not transposed"
         calls.append(Call("quantized_matmul", what, some, arguments, function, exact, covered=covered))
@@ -187,6 +193,17 @@ def _quantized_calls() -> list[Call]:
     for bits in (1, 2, 3, 5, 6):
         add(f"of {bits} bits", LEADS["2D"], bits=bits)
         add(f"of {bits} bits", LEADS["2D"], bits=bits, transpose=False)
+    for mode, (bits, group_size) in FLOAT_MODES.items():
+        for transpose in (True, False):
+            dims = ("outputs", "columns") if transpose else ("columns", "outputs")
+            words, scales = Argument("words", dims, bits, mode), Argument("scales", dims, bits, mode)
+            calls.append(
+                Call("quantized_matmul", mode if transpose else mode + " not transposed",
+                     {d: sizes[d] for d in ("rows", "columns", "outputs")},
+                     {"x": numbers("rows", "columns"), "w": words, "scales": scales},
+                     partial(_quantized_matmul, transpose=transpose, group_size=group_size, bits=bits, mode=mode),
+                     _product_of_nothing("w", -2) if transpose else _product_of_nothing("w", -1, 32 / bits))
+            )  # fmt: skip
     for what, lead in LEADS.items():
         some = {d: sizes[d] for d in (*lead, "columns", "outputs")}
         for bits in (8,) if lead else (1, 2, 3, 4, 5, 6):
@@ -196,7 +213,7 @@ def _quantized_calls() -> list[Call]:
                 arguments |= dict(zip((name, f"{name}_scales", f"{name}_biases"), parts))
             calls.append(
                 Call("quantized_swiglu", f"{what} of {bits} bits", some, arguments,
-                     partial(_swiglu, bits=bits), _product_of_nothing("gate", 0), covered=bits in (4, 8))
+                     partial(_swiglu, bits=bits), _product_of_nothing("gate", 0), covered=bits != 1)
             )  # fmt: skip
     return calls
 
