@@ -152,6 +152,13 @@ void bind(nb::module_& module) {
              "arguments: a list of (name, role, buffer) or (name, role, buffer, offset) by buffer index; the role is\n"
              "input, output, constant or inout, the buffer anything contiguous with the buffer protocol, or None.\n"
              "Returns counts of what was done. Raises SimulatorFault.");
+  module.def(
+      "simulator_progress",
+      [] {
+        const Progress now = progress();
+        return nb::make_tuple(now.launch, now.done, now.threadgroups);
+      },
+      "How far the latest launch of this process is: its number, its threadgroups that are done, and all of them.");
 }
 
 const Register registered(bind);

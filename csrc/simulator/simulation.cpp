@@ -1,6 +1,7 @@
 #include "simulator/simulation.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <numeric>
@@ -16,6 +17,11 @@ constexpr size_t kMaxThreadgroupBytes = 32 * 1024;
 constexpr size_t kBufferSlots = 40;  // the arena's others are for threadgroup memory
 
 Simulation* current = nullptr;
+
+// A reader may see the parts of two launches, for as long as one begins.
+std::atomic<uint64_t> launches_begun{0};
+std::atomic<uint64_t> threadgroups_done{0};
+std::atomic<uint64_t> threadgroups_planned{0};
 
 std::string plural(size_t count, const char* noun) {
   return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
@@ -153,6 +159,9 @@ Counts Simulation::run() {
   if (options_.seed) {
     std::shuffle(groups.begin(), groups.end(), generator_);
   }
+  threadgroups_done = 0;
+  threadgroups_planned = groups.size();
+  ++launches_begun;
   const uint64_t row = dispatch_.threadgroups[0];
   const uint64_t plane = row * dispatch_.threadgroups[1];
   for (const uint64_t group : groups) {
@@ -160,6 +169,7 @@ Counts Simulation::run() {
     const auto y = static_cast<uint32_t>(group % plane / row);
     const auto z = static_cast<uint32_t>(group / plane);
     run_threadgroup({x, y, z});
+    threadgroups_done.fetch_add(1, std::memory_order_relaxed);
   }
   watcher.finish();
   for (size_t i = 0; i < dispatch_.buffers.size(); ++i) {
@@ -538,6 +548,10 @@ Counts run(Library& library, const Dispatch& dispatch, const Options& options) {
     }
   } trim;
   return simulation.run();
+}
+
+Progress progress() {
+  return {launches_begun, threadgroups_done, threadgroups_planned};
 }
 
 }  // namespace mittens::simulator

@@ -133,4 +133,13 @@ class Library {
 // Runs the dispatch; the outputs are written only if there was no fault. One at a time: a second caller waits.
 Counts run(Library& library, const Dispatch& dispatch, const Options& options = {});
 
+// How far this process' latest launch is; for other threads to read while it runs.
+struct Progress {
+  uint64_t launch = 0;  // its number, from 1 on
+  uint64_t done = 0;  // threadgroups
+  uint64_t threadgroups = 0;
+};
+
+Progress progress();
+
 }  // namespace mittens::simulator

@@ -234,9 +234,52 @@ def grouped_steps(groups: Sequence[str]) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def quiet_steps(total: int) -> Iterator[Callable[[str], None]]:
-    """The same for what prints its results as they come: only a bar, and nothing where there is none."""
+    """The same for what prints its results as they come: without a bar a line every few seconds, not for each step."""
+    numbers, left, said = itertools.count(1), _Left(total), time.monotonic()
+
+    def line(text: str) -> None:
+        nonlocal said
+        number, rest, now = next(numbers), left.step(), time.monotonic()
+        if rest and now - said > _SHORT:
+            said = now
+            print(f"[{number}/{total}] {text}, {rest}", file=sys.stderr, flush=True)
+
     with _bar(total) as step:
-        yield step or (lambda _: None)
+        yield step or line
+
+
+@contextlib.contextmanager
+def launch_progress(look: Callable[[], tuple[int, int, int]], seconds: float = _SHORT) -> Iterator[None]:
+    """Says on stderr every few seconds how far the launch is that runs, and how long the rest of it will take.
+
+    Args:
+        look: Gives the launch's number in this process, its threadgroups that are done, and all of them.
+        seconds: How often.
+    """
+    ended = threading.Event()
+    before = look()[0]
+
+    def say() -> None:
+        said = time.monotonic()
+        seen, start, first = before, said, 0  # the launch, and when and how far it was seen first
+        while not ended.wait(seconds / 10):
+            now, (number, done, total) = time.monotonic(), look()
+            if number != seen:
+                seen, start, first = number, now, done
+            if number == before or done >= total or now - said < seconds:
+                continue
+            said = now
+            rest = f", {duration((now - start) / (done - first) * (total - done))} left" if done > first else ""
+            text = f"launch {number - before}: {done:,} of {total:,} threadgroups{rest}"
+            print(text, file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def progress(ending: Ending | None, measured: int, planned: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..table import aligned, terminal_width
 from . import predictions
 from .completion import offer
 from .options import UsageError, listed
-from .runs import JsonFile
+from .runs import JsonFile, launch_progress
 
 # Cases that are suggested for one that is not there.
 _NEAREST_CASES = 3
@@ -57,6 +57,11 @@ def _check_listing(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulates the case and prints its counts; 0 if it is right and without a fault, else 1."""
+    with launch_progress(_ext.simulator_progress):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.case is None:
         _check_listing(arguments)
     if arguments.op is None:
@@ -251,8 +256,7 @@ def _cases_listed(op: specs.Op) -> str:
     """The cases of an op: purpose, shape and options, each in a column of its own."""
     known = _known_cases(op)
     table = aligned([["case", "shape", "options"], *(list(case.columns) for case in known)], 3, terminal_width())
-    example = f'mlx-mittens simulate {op.name} "{known[0].label} {known[0].columns[1]}"'
-    return f"{table}\n\nWords of a line name its case: {example}"
+    return f"{table}\n\nWords of a line name its case:\n  mlx-mittens simulate {op.name} {known[0].columns[1]}"
 
 
 def _known_cases(op: specs.Op) -> list[specs.Case]:

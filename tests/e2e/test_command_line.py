@@ -1,9 +1,12 @@
 """The command line for people: what it shows, what it suggests, and that its tables fit a terminal."""
 
+import itertools
 import os
 import random
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -88,8 +91,8 @@ def test_simulate_lists_ops_and_cases(capsys, monkeypatch):
         text = capsys.readouterr().out
         assert "1x1" in text or op.cases[0].columns[1] in text
         lines = text.splitlines()
-        assert max(map(len, lines[:-1])) <= WIDTH and lines[0].split() == ["case", "shape", "options"]
-        assert len(lines) == 3 + len({case.name for case in (*op.cases, *op.tests)})
+        assert max(map(len, lines)) <= WIDTH and lines[0].split() == ["case", "shape", "options"]
+        assert len(lines) == 4 + len({case.name for case in (*op.cases, *op.tests)})
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -118,6 +121,32 @@ def test_the_time_left_is_said_where_it_is_long(monkeypatch, capsys):
             step(name)
     assert capsys.readouterr().err.splitlines() == ["[1/3] a", "[2/3] b, 30 s left", "[3/3] c"]
     assert [runs.duration(seconds) for seconds in (5.4, 300, 7200)] == ["5 s", "5 min", "2.0 h"]
+
+
+def test_the_time_left_is_said_of_what_prints_its_results_as_they_come(monkeypatch, capsys):
+    """Without a bar, as where rich is not installed: a line every few seconds, and none where all is short."""
+    clock = iter([0.0, 0.0, 1.0, 1.0, 6.0, 6.0, 7.0, 7.0])
+    monkeypatch.setattr(runs.time, "monotonic", lambda: next(clock))
+    with runs.quiet_steps(30) as step:
+        for name in ("a", "b", "c"):
+            step(name)
+    assert capsys.readouterr().err.splitlines() == ["[2/30] b, 84 s left"]
+
+
+def test_the_time_left_of_a_launch_is_said(capsys):
+    looks = itertools.chain([(3, 9, 9)] * 5, [(4, 0, 1000)] * 5, ((4, done, 1000) for done in range(1, 1000)))
+    with runs.launch_progress(lambda: next(looks), seconds=0.1):
+        time.sleep(0.35)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) in (1, 2, 3) and re.fullmatch(r"launch 1: \d+ of 1,000 threadgroups, \d+ s left", lines[-1])
+
+
+def test_a_long_launch_says_how_far_it_is(capsys, monkeypatch):
+    """The numbers are the simulator's own, from the thread that runs it."""
+    progress = runs.launch_progress
+    monkeypatch.setattr(simulate, "launch_progress", lambda look: progress(look, seconds=0.05))
+    assert main.main(["simulate", "softmax", "512x4096", "--dtype", "float32"]) == 0
+    assert re.search(r"^launch 1: \d+ of 512 threadgroups, \d+ s left$", capsys.readouterr().err, re.M)
 
 
 @pytest.mark.parametrize(
