@@ -19,14 +19,22 @@ namespace nb = nanobind;
 namespace {
 
 // Both a TypeError, which it is, and a ValueError, which MLX raises for it.
+constexpr const char* kDtypeErrorDoc =
+    R"(An array of a dtype that an op does not take: a TypeError, and a ValueError as MLX raises for it.
+
+Example:
+    >>> try:
+    ...     mm.rms_norm(mx.arange(4), None, 1e-5)
+    ... except mm.DtypeError as error:
+    ...     print(error)
+    [rms_norm] x has dtype int32: expected float32, float16 or bfloat16
+)";
+
 nb::object dtype_error;
 
 void bind_dtype_error(nb::module_& module) {
   nb::object bases = nb::make_tuple(nb::borrow(PyExc_TypeError), nb::borrow(PyExc_ValueError));
-  dtype_error = nb::steal(PyErr_NewExceptionWithDoc("mlx_mittens.DtypeError",
-                                                    "An array of a dtype that an op does not take: a TypeError, and a "
-                                                    "ValueError as MLX raises for it.",
-                                                    bases.ptr(), nullptr));
+  dtype_error = nb::steal(PyErr_NewExceptionWithDoc("mlx_mittens.DtypeError", kDtypeErrorDoc, bases.ptr(), nullptr));
   module.attr("DtypeError") = dtype_error;
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {

@@ -141,8 +141,22 @@ nb::dict simulate(const std::string& path, const std::string& kernel, nb::list a
   return result;
 }
 
+constexpr const char* kFaultDoc =
+    R"(What a kernel did in the simulator that a GPU would not forgive; the message names the thread and the line.
+
+Example:
+    >>> source = "uint i = thread_position_in_grid.x; y[i + 1] = x[i];"
+    >>> kernel = mm.simulator.metal_kernel("shifted", ["x"], ["y"], source)
+    >>> sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)]}
+    >>> try:
+    ...     mx.eval(kernel(inputs=[mx.ones(8)], output_dtypes=[mx.float32], **sizes))
+    ... except mm.simulator.Fault as fault:
+    ...     print("shifted.metal:1" in str(fault))
+    True
+)";
+
 void bind(nb::module_& module) {
-  nb::exception<Fault>(module, "SimulatorFault", PyExc_RuntimeError);
+  nb::exception<Fault>(module, "SimulatorFault", PyExc_RuntimeError).doc() = kFaultDoc;
   module.def("simulate", &simulate, nb::arg("library"), nb::arg("kernel"), nb::arg("arguments"),
              nb::arg("threadgroups"), nb::arg("threads"), nb::arg("threadgroup_bytes") = 0, nb::arg("seed") = 0,
              nb::arg("watch") = true, nb::arg("grid") = nb::none(), nb::arg("step_limit") = Options{}.step_limit,

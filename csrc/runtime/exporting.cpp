@@ -83,9 +83,19 @@ std::string_view unknown_primitive(std::string_view message) {
   return message.starts_with(begin) && at != std::string_view::npos ? message.substr(at + prefix.size()) : "";
 }
 
+constexpr const char* kExportErrorDoc = R"(An op of mlx_mittens in a function that MLX exports.
+
+Example:
+    >>> try:
+    ...     mx.export_function("norm.mlxfn", lambda x: mm.rms_norm(x, None, 1e-5), mx.ones((2, 8)))
+    ... except mm.ExportError as error:
+    ...     print(str(error).partition(":")[0])
+    [export] mlx_mittens.rms_norm cannot be exported
+)";
+
 void bind(nb::module_& module) {
-  static const nb::handle type = PyErr_NewExceptionWithDoc(
-      "mlx_mittens.ExportError", "An op of mlx_mittens in a function that MLX exports.", PyExc_ValueError, nullptr);
+  static const nb::handle type =
+      PyErr_NewExceptionWithDoc("mlx_mittens.ExportError", kExportErrorDoc, PyExc_ValueError, nullptr);
   module.attr("ExportError") = type;
   // Also of what mlx.core throws, whose functions share the translators: where neither the patch nor a module of ours
   // is used, nothing marks what is traced for export, and it is MLX that finds our primitive.

@@ -9,7 +9,17 @@ _WORDS = re.compile(r"(?:kernel '(.*?)' of )?(.*?) does not compile:\n(.*)", re.
 
 
 class CompileError(RuntimeError):
-    """A .metal text that its compiler refused: the file, the kernel if one was asked for, and the compiler's words."""
+    """A .metal text that its compiler refused: the file, the kernel if one was asked for, and the compiler's words.
+
+    Example:
+        >>> kernel = mm.simulator.metal_kernel("halved", ["x"], ["y"], "y[0] = x[0] / two;")
+        >>> sizes = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)]}
+        >>> try:
+        ...     kernel(inputs=[mx.ones(1)], output_dtypes=[mx.float32], **sizes)
+        ... except mm.frontend.CompileError as error:
+        ...     print(error.file, error.log.splitlines()[0])
+        halved.metal halved.metal:1:15: error: use of undeclared identifier 'two'
+    """
 
     def __init__(self, file: str, kernel: str | None = None, log: str | None = None):
         if log is None:  # copied, or passed on by C++: one that is made of the whole message

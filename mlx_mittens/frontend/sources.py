@@ -72,6 +72,11 @@ def flatten(file: str, include: tuple[str, ...] = ()) -> str:
 
     Raises:
         CompileError: If a header is missing, or the text of one of our own files is not ASCII outside of comments.
+
+    Example:
+        >>> header = mm.frontend.flatten("mittens/tile.h")  # as the header of a kernel of mx.fast.metal_kernel
+        >>> '#include "' in header
+        False
     """
     where = metal_folder(), _folders.get(file), include, file
     known = _flattened.get(where)

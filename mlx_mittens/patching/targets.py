@@ -27,7 +27,15 @@ Attempt = Callable[..., Any]  # an op's result, or None where the original is to
 
 
 class PatchError(RuntimeError):
-    """A function that the patch takes the place of is not where it was, or takes other arguments."""
+    """A function that the patch takes the place of is not where it was, or takes other arguments.
+
+    Example:
+        >>> try:
+        ...     mm.patch()
+        ... except mm.PatchError as error:  # mlx-lm is of another version: the message says which switch leaves it out
+        ...     print(error)
+        >>> mm.unpatch()
+    """
 
 
 def _all_to_sharded(module: Any, x: mx.array) -> mx.array | None:

@@ -52,7 +52,15 @@ class _Generated:
 
 
 class Kernel:
-    """A kernel that runs in the simulator; called as what ``mx.fast.metal_kernel`` returns is."""
+    """A kernel that runs in the simulator; called as what ``mx.fast.metal_kernel`` returns is.
+
+    Example:
+        >>> source = "uint i = thread_position_in_grid.x; y[i] = 2 * x[i];"
+        >>> kernel = mm.simulator.metal_kernel("doubled", ["x"], ["y"], source)
+        >>> sizes = {"grid": (4, 1, 1), "threadgroup": (4, 1, 1), "output_shapes": [(4,)]}
+        >>> kernel(inputs=[mx.arange(4.0)], output_dtypes=[mx.float32], **sizes)
+        [array([0, 2, 4, 6], dtype=float32)]
+    """
 
     def __init__(self, mlx_kernel: Callable[..., Any], name: str = "", header: str = "", source: str = ""):
         self._mlx_kernel = mlx_kernel

@@ -64,6 +64,12 @@ class PredictedLaunch:
         executions: How often each block of the machine code is executed; None where it does not compile.
         problem: Why it does not compile, in the compiler's words; else empty.
         chip: The chip.
+
+    Example:
+        >>> with mm.simulator.enabled(), mm.simulator.predicted("m2-max") as launches:
+        ...     mx.eval(mm.softmax(mx.ones((64, 1024)), axis=-1, stream=mx.cpu))
+        >>> launches[0].code.spills, launches[0].prediction.limit != ""
+        (0, True)
     """
 
     launch: Launch
@@ -169,6 +175,12 @@ class EstimatedLaunch:
         name: The operation, such as ``mx.fast.rms_norm`` or ``Add``.
         work: What the launch does.
         chip: The chip.
+
+    Example:
+        >>> with mm.simulator.predicted("m2-max", peer="metal") as launches:
+        ...     mx.eval(mx.fast.rms_norm(mx.ones((64, 1024)), None, 1e-5))
+        >>> launches[-1].name  # MLX's wheel lacks the text of this kernel
+        'mx.fast.rms_norm'
     """
 
     name: str
@@ -200,6 +212,12 @@ class PredictedLaunches(list[L]):
     Attributes:
         chip: The chip.
         left_out: What is not in the list, with how often it was met: operations of mx that no launch is known for.
+
+    Example:
+        >>> with mm.simulator.enabled(), mm.simulator.predicted("m2-max") as launches:
+        ...     mx.eval(mm.softmax(mx.ones((64, 1024)), axis=-1, stream=mx.cpu))
+        >>> print(str(launches).splitlines()[-1])  # above it the table
+        Predicted, not measured.
     """
 
     def __init__(self, chip: Chip) -> None:

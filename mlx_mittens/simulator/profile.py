@@ -26,6 +26,13 @@ class LineCounts:
             known rounds is unrolled and executes its lines once. Of a line that stands in several places of the
             compiled code, as that of an inlined function, the place that was executed most often counts.
         operations: Accesses, merged as `Launch` says, or operations between threads, in all places.
+
+    Example:
+        >>> with mm.simulator.enabled(), mm.simulator.profiled() as launches:
+        ...     mx.eval(mm.softmax(mx.ones((4, 1024)), axis=-1, stream=mx.cpu))
+        >>> busiest = max(launches[0].lines, key=lambda line: line.operations)
+        >>> busiest.operation, busiest.line > 0
+        ('simd', True)
     """
 
     file: str
@@ -62,6 +69,12 @@ class Launch:
         threadgroup_stores: Stores to threadgroup memory.
         lines: Accesses, barriers, SIMD-group and matrix operations by line of the source, in the order of the lines.
         counts: The simulator's other counts, by name.
+
+    Example:
+        >>> with mm.simulator.enabled(), mm.simulator.profiled() as launches:
+        ...     mx.eval(mm.softmax(mx.ones((4, 1024)), axis=-1, stream=mx.cpu))
+        >>> launches[0].file, launches[0].threadgroups
+        ('norm/softmax.metal', (4, 1, 1))
     """
 
     file: str
