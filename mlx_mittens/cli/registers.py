@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,8 +14,11 @@ from ..apple import agx_compiler, kernels, machine_code
 from ..apple.machine_code import MachineCode, Request
 from ..frontend import CompileError
 from .completion import offer
+from .nearest import suggestion
 from .options import UsageError, listed, registered
 from .runs import quiet_steps
+
+_NEAREST = 3  # kernels that are suggested for a name that none has
 
 COLUMNS = (
     *(table.Column("file", left=True), table.Column("kernel", left=True), table.Column("regs")),
@@ -65,15 +69,13 @@ def rows(requests: Iterable[Request]) -> list[Row]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table; 0 if all kernels are compiled, else 1."""
+    _check_name(arguments.of, arguments.peer is not None)
     for problem in (frontend.compiler_problem(), agx_compiler.problem()):
         if problem:
             raise UsageError(problem)
     requests = _of_mlx(arguments.of) if arguments.peer else _ours(arguments.of)
     if arguments.kernel:
-        names = [request.kernel for request in requests]
-        requests = [request for request in requests if arguments.kernel in request.kernel]
-        if not requests:
-            raise UsageError(f"--kernel: none has {arguments.kernel!r} in its name; there are\n  " + "\n  ".join(names))
+        requests = _named(arguments.kernel, requests)
     done = rows(requests)
     if arguments.disassemble:
         for row in done:
@@ -114,6 +116,38 @@ def _print_loops(code: MachineCode) -> None:
     )
 
 
+def _check_name(of: str | None, peer: bool) -> None:
+    """Refuses a name that nothing has, before anything is compiled.
+
+    Raises:
+        UsageError: There is no such op or file; the message suggests the nearest.
+    """
+    if peer:
+        from ..bench import mlx_instances
+
+        if of is not None and of not in mlx_instances.ops():
+            raise UsageError(f"--peer metal knows no kernel of MLX's for {of!r}; {listed(of, mlx_instances.ops())}")
+    elif of is not None and not kernels.files_of(of) and of not in frontend.files() and not os.path.exists(of):
+        if of.endswith(".metal"):
+            raise UsageError(f"there is no file {of}{suggestion(of, frontend.files())}")
+        raise UsageError(f"{of} is neither a .metal file nor an op; {listed(of, kernels.FILES)}")
+
+
+def _named(part: str, requests: Sequence[Request]) -> list[Request]:
+    """Those of kernels with this in their name.
+
+    Raises:
+        UsageError: There are none; the message has the names that are like it.
+    """
+    found = [request for request in requests if part in request.kernel]
+    if not found:
+        names = [request.kernel for request in requests]
+        near = difflib.get_close_matches(part, names, n=_NEAREST, cutoff=0) or names[:_NEAREST]
+        lines = "\n  ".join(near)
+        raise UsageError(f"--kernel: none of {len(names)} has {part!r} in its name; the nearest are\n  {lines}")
+    return found
+
+
 def _ours(of: str | None) -> list[Request]:
     try:
         return kernels.requests(_files(of))
@@ -129,14 +163,10 @@ def _files(of: str | None) -> Sequence[str]:
         return files
     if of in frontend.files():
         return [of]
-    if os.path.exists(of) or of.endswith(".metal"):
-        return [registered(of)]
-    raise UsageError(f"{of} is neither a .metal file nor an op; {listed(of, kernels.FILES)}")
+    return [registered(of)]
 
 
 def _of_mlx(of: str | None) -> list[Request]:
     from ..bench import mlx_instances
 
-    if of is not None and of not in mlx_instances.ops():
-        raise UsageError(f"--peer metal knows no kernel of MLX's for {of!r}; {listed(of, mlx_instances.ops())}")
     return mlx_instances.requests(of)

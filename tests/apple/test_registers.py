@@ -53,8 +53,9 @@ def test_mlx_kernels(capsys):
     ("arguments", "words"),
     [
         (["softmaxx"], "neither a .metal file nor an op; did you mean softmax? There are rms_norm"),
-        (["none.metal"], "cannot read none.metal: No such file"),
-        (["softmax", "--kernel", "nothing"], "none has 'nothing' in its name; there are\n  softmax_"),
+        (["none.metal"], "there is no file none.metal"),
+        (["norm/sofmax.metal"], "there is no file norm/sofmax.metal; did you mean norm/softmax.metal?"),
+        (["softmax", "--kernel", "softmax_blok1_float32"], "in its name; the nearest are\n  softmax_block1_float32\n"),
         (["rope_append", "--peer", "metal"], "knows no kernel of MLX's for 'rope_append'"),
     ],
 )
@@ -69,6 +70,14 @@ def test_without_a_compiler_it_says_what_to_run(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
     assert main.main(["registers", "softmax"]) == 2
     assert "run mlx-mittens agx-compiler" in capsys.readouterr().err
+
+
+def test_a_wrong_name_is_said_before_a_compiler_is_asked_for(capsys, monkeypatch, tmp_path):
+    """It takes minutes to build."""
+    monkeypatch.delenv("MLX_MITTENS_ASAHI_CLC", raising=False)
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    assert main.main(["registers", "softmx"]) == 2
+    assert "did you mean softmax?" in capsys.readouterr().err
 
 
 def test_a_kernel_without_machine_code_has_no_number(capsys, monkeypatch):
