@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -103,7 +104,8 @@ def check(name: str) -> Path:
 def _downloaded(name: str) -> Path:
     """The configuration of a model on the hub, from the hub's cache where it is there."""
     if not _HUB_NAME.fullmatch(name):
-        raise ModelError(f"there is no folder {name}; a name on the Hugging Face hub is OWNER/NAME")
+        here = f"there is no folder {name}{_nearest_folder(name)}"
+        raise ModelError(f"{here}; a name on the Hugging Face hub is OWNER/NAME")
     from huggingface_hub import errors as hub
     from huggingface_hub import hf_hub_download
 
@@ -120,7 +122,18 @@ def _downloaded(name: str) -> Path:
         raise ModelError(f"{name} on the Hugging Face hub has no config.json: {_FORMAT}") from None
     except (hub.HfHubHTTPError, OSError, ValueError) as error:
         reason = f"the Hugging Face hub said: {_first_line(error)}"
-    raise ModelError(f"there is no folder {name}, and {reason}")
+    raise ModelError(f"there is no folder {name}{_nearest_folder(name)}, and {reason}")
+
+
+def _nearest_folder(name: str) -> str:
+    """A clause that suggests the folder of this machine whose name is most like it, or an empty string."""
+    path = Path(name).expanduser()
+    try:
+        beside = [entry.name for entry in os.scandir(path.parent) if (Path(entry) / "config.json").is_file()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f" (did you mean {path.parent / near[0]}?)" if near else ""
 
 
 def load(name: str) -> LoadedModel:

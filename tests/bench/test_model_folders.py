@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -111,6 +113,18 @@ def test_a_file_and_paths_that_lead_nowhere(tmp_path, capsys):
     )
     assert main(["validate", "model"]) == 2
     assert "there is no folder model;" in capsys.readouterr().err
+
+
+def test_the_nearest_folder_is_suggested(folder, tmp_path, capsys, monkeypatch):
+    """Of those that hold a model."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny/4bit", "tiny/4bits"):
+        pathlib.Path(name).mkdir(parents=True)
+    shutil.copy(folder / "config.json", "tiny/4bit")
+    assert said(capsys, "tiny/4bitt").startswith("there is no folder tiny/4bitt (did you mean tiny/4bit?), and ")
+    assert said(capsys, "./tiny/4bitt").startswith("there is no folder ./tiny/4bitt (did you mean tiny/4bit?); a name")
+    assert "did you mean" not in said(capsys, "tiny/else")
 
 
 def test_the_hub_without_a_network(monkeypatch, capsys):
