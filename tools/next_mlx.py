@@ -81,6 +81,20 @@ def download(folder: Path, *requirements: str) -> None:
             zipfile.ZipFile(wheel).extractall(folder)
 
 
+def pinned_version() -> str:
+    """The mlx that pyproject.toml names.
+
+    Raises:
+        SystemExit: Another one is installed, whose headers would be compared.
+    """
+    found = re.search(r'"mlx==([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert found is not None, "pyproject.toml pins mlx"
+    here = importlib.metadata.version("mlx")
+    if here != found[1]:
+        sys.exit(f"mlx {here} is installed, pyproject.toml pins mlx {found[1]}: pip install mlx=={found[1]}")
+    return found[1]
+
+
 def installed() -> Path:
     """The folder of the mlx that is installed here, which is the pinned one."""
     spec = importlib.util.find_spec("mlx")
@@ -132,6 +146,8 @@ def mlx_lm(folder: Path) -> list[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", _ASK_MLX_LM]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    if "No module named 'mlx_mittens'" in done.stderr:
+        return ['not compared, since mlx_mittens is not installed here: pip install -e ".[cpu]"']
     if done.returncode:
         return [f"the patch cannot be imported with it: {done.stderr.strip().splitlines()[-1]}"]
     problems = []
@@ -191,7 +207,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="compile the C++ code against the headers, in minutes")
     parser.add_argument("--write", action="store_true", help="write the version where the pinned one stands")
     arguments = parser.parse_args()
-    pinned = importlib.metadata.version("mlx")
+    pinned = pinned_version()
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
         site, lm = Path(scratch) / "mlx", Path(scratch) / "mlx_lm"

@@ -66,3 +66,20 @@ def test_the_oldest_mlx_stays_where_the_pinned_one_is_written(tool, tmp_path, mo
     monkeypatch.setitem(tool["write"].__globals__, "_PINNED", ("docs/versioning.md",))
     assert tool["write"]("0.32.4", "0.33.0") == ["docs/versioning.md"]
     assert page.read_text() == "Built for mlx 0.33.0. It must be mlx 0.32.4 or later.\n"
+
+
+def test_another_mlx_than_the_pinned_one_is_said(tool, monkeypatch):
+    """Its headers would be compared, and its version looked for where the pinned one stands."""
+    pinned = tool["pinned_version"]()
+    assert f'"mlx=={pinned}"' in (ROOT / "pyproject.toml").read_text()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.8.7")
+    with pytest.raises(SystemExit, match=f"mlx 9.8.7 is installed, .* pins mlx {pinned}"):
+        tool["pinned_version"]()
+
+
+def test_without_the_package_the_patch_is_not_compared(tool, tmp_path, monkeypatch):
+    ask = "raise ModuleNotFoundError(\"No module named 'mlx_mittens'\")"
+    monkeypatch.setitem(tool["mlx_lm"].__globals__, "_ASK_MLX_LM", ask)
+    assert tool["mlx_lm"](tmp_path) == [
+        'not compared, since mlx_mittens is not installed here: pip install -e ".[cpu]"'
+    ]
