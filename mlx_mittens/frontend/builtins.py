@@ -44,8 +44,12 @@ _FUNCTIONS = frozenset(
 
     pack_float_to_snorm4x8 pack_float_to_unorm4x8 pack_float_to_snorm2x16 pack_float_to_unorm2x16
     pack_half_to_snorm4x8 pack_half_to_unorm4x8 pack_half_to_snorm2x16 pack_half_to_unorm2x16
+    pack_float_to_srgb_unorm4x8 pack_float_to_unorm10a2 pack_float_to_unorm565
+    pack_half_to_srgb_unorm4x8 pack_half_to_unorm10a2 pack_half_to_unorm565
     unpack_snorm4x8_to_float unpack_unorm4x8_to_float unpack_snorm2x16_to_float unpack_unorm2x16_to_float
     unpack_snorm4x8_to_half unpack_unorm4x8_to_half unpack_snorm2x16_to_half unpack_unorm2x16_to_half
+    unpack_unorm4x8_srgb_to_float unpack_unorm10a2_to_float unpack_unorm565_to_float
+    unpack_unorm4x8_srgb_to_half unpack_unorm10a2_to_half unpack_unorm565_to_half
 
     infinity quiet_NaN signaling_NaN epsilon lowest denorm_min round_error
 

@@ -278,6 +278,10 @@ constexpr bool is_lane_bfloat = __is_same(mittens::Element<T>, bfloat);
   MITTENS_INLINE T group##_prefix_exclusive_##name(T data, mittens::Site site = mittens::here()) {               \
     return mittens::prefix<mittens::F>(scope, #group "_prefix_exclusive_" #name, site, data, T(neutral), false); \
   }
+// Only fragment functions have helper threads.
+MITTENS_INLINE bool simd_is_helper_thread() {
+  return false;
+}
 MITTENS_LANE_OPERATIONS(simd, mittens::simdgroup_scope, 32)
 MITTENS_LANE_OPERATIONS(quad, mittens::quad_scope, 4)
 #undef MITTENS_LANE_OPERATIONS
