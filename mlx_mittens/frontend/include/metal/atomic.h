@@ -75,42 +75,48 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
 #define MITTENS_LONG_TYPE(T)                                                                                      \
   __attribute__((diagnose_if(!__is_same(T, ulong), "this is of atomic_ulong: write atomic_fetch_max_explicit or " \
                                                    "atomic_fetch_min_explicit", "error")))
+#define MITTENS_MEMORY_TYPE(T, shared)                                                                          \
+  __attribute__((diagnose_if(shared && metal::is_any_of<T, float, ulong>(),                                     \
+                             "atomic_float and atomic_ulong are of device memory alone: in threadgroup memory " \
+                             "keep the bits in an atomic_uint, and write a loop of "                            \
+                             "atomic_compare_exchange_weak_explicit", "error")))
 #else
+#define MITTENS_MEMORY_TYPE(T, shared)
 #define MITTENS_SUM_TYPE(T)
 #define MITTENS_BITS_TYPE(T)
 #define MITTENS_LONG_TYPE(T)
 #endif
-#define MITTENS_FETCH(space, name, builtin, types)                                                             \
-  template <typename T, typename U> types(T)                                                                   \
+#define MITTENS_FETCH(space, shared, name, builtin, types)                                                     \
+  template <typename T, typename U> types(T) MITTENS_MEMORY_TYPE(T, shared)                                    \
   MITTENS_ATOMIC T atomic_fetch_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) { \
     MITTENS_ANNOUNCE(true);                                                                                    \
     return __atomic_fetch_##builtin(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);               \
   }
-#define MITTENS_UPDATE(space, name)                                                                         \
-  template <typename T, typename U> MITTENS_LONG_TYPE(T)                                                    \
+#define MITTENS_UPDATE(space, shared, name)                                                                 \
+  template <typename T, typename U> MITTENS_LONG_TYPE(T) MITTENS_MEMORY_TYPE(T, shared)                     \
   MITTENS_ATOMIC void atomic_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) { \
     MITTENS_ANNOUNCE(false);                                                                                \
     __atomic_fetch_##name(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);                      \
   }
-#define MITTENS_ATOMICS(space)                                                                                        \
-  template <typename T>                                                                                               \
+#define MITTENS_ATOMICS(space, shared)                                                                                \
+  template <typename T> MITTENS_MEMORY_TYPE(T, shared)                                                                \
   MITTENS_ATOMIC T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {                       \
     MITTENS_ANNOUNCE(true);                                                                                           \
     return as_type<T>(__atomic_load_n((const volatile space mittens::Bits<T>*)object, __ATOMIC_RELAXED));             \
   }                                                                                                                   \
-  template <typename T, typename U>                                                                                   \
+  template <typename T, typename U> MITTENS_MEMORY_TYPE(T, shared)                                                    \
   MITTENS_ATOMIC void atomic_store_explicit(volatile space atomic<T>* object, U desired, memory_order) {              \
     MITTENS_ANNOUNCE(false);                                                                                          \
     __atomic_store_n((volatile space mittens::Bits<T>*)object, as_type<mittens::Bits<T>>(T(desired)),                 \
                      __ATOMIC_RELAXED);                                                                               \
   }                                                                                                                   \
-  template <typename T, typename U>                                                                                   \
+  template <typename T, typename U> MITTENS_MEMORY_TYPE(T, shared)                                                    \
   MITTENS_ATOMIC T atomic_exchange_explicit(volatile space atomic<T>* object, U desired, memory_order) {              \
     MITTENS_ANNOUNCE(true);                                                                                           \
     return as_type<T>(__atomic_exchange_n((volatile space mittens::Bits<T>*)object,                                   \
                                           as_type<mittens::Bits<T>>(T(desired)), __ATOMIC_RELAXED));                  \
   }                                                                                                                   \
-  template <typename T, typename U>                                                                                   \
+  template <typename T, typename U> MITTENS_MEMORY_TYPE(T, shared)                                                    \
   MITTENS_ATOMIC bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>* object, T* expected, U desired, \
                                                             memory_order, memory_order) {                             \
     MITTENS_ANNOUNCE(true);                                                                                           \
@@ -121,23 +127,24 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
     *expected = as_type<T>(seen);                                                                                     \
     return same;                                                                                                      \
   }                                                                                                                   \
-  MITTENS_FETCH(space, add, add, MITTENS_SUM_TYPE)                                                                    \
-  MITTENS_FETCH(space, sub, sub, MITTENS_SUM_TYPE)                                                                    \
-  MITTENS_FETCH(space, min, min, MITTENS_BITS_TYPE)                                                                   \
-  MITTENS_FETCH(space, max, max, MITTENS_BITS_TYPE)                                                                   \
-  MITTENS_FETCH(space, and, and, MITTENS_BITS_TYPE)                                                                   \
-  MITTENS_FETCH(space, or, or, MITTENS_BITS_TYPE)                                                                     \
-  MITTENS_FETCH(space, xor, xor, MITTENS_BITS_TYPE)                                                                   \
-  MITTENS_UPDATE(space, min)                                                                                          \
-  MITTENS_UPDATE(space, max)
-MITTENS_ATOMICS(MITTENS_DEVICE)
-MITTENS_ATOMICS(MITTENS_THREADGROUP)
+  MITTENS_FETCH(space, shared, add, add, MITTENS_SUM_TYPE)                                                            \
+  MITTENS_FETCH(space, shared, sub, sub, MITTENS_SUM_TYPE)                                                            \
+  MITTENS_FETCH(space, shared, min, min, MITTENS_BITS_TYPE)                                                           \
+  MITTENS_FETCH(space, shared, max, max, MITTENS_BITS_TYPE)                                                           \
+  MITTENS_FETCH(space, shared, and, and, MITTENS_BITS_TYPE)                                                           \
+  MITTENS_FETCH(space, shared, or, or, MITTENS_BITS_TYPE)                                                             \
+  MITTENS_FETCH(space, shared, xor, xor, MITTENS_BITS_TYPE)                                                           \
+  MITTENS_UPDATE(space, shared, min)                                                                                  \
+  MITTENS_UPDATE(space, shared, max)
+MITTENS_ATOMICS(MITTENS_DEVICE, false)
+MITTENS_ATOMICS(MITTENS_THREADGROUP, true)
 #undef MITTENS_ATOMICS
 #undef MITTENS_FETCH
 #undef MITTENS_UPDATE
 #undef MITTENS_SUM_TYPE
 #undef MITTENS_BITS_TYPE
 #undef MITTENS_LONG_TYPE
+#undef MITTENS_MEMORY_TYPE
 #undef MITTENS_ATOMIC_NUMBER
 #undef MITTENS_ANNOUNCE
 #undef MITTENS_ATOMIC
