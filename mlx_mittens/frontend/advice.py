@@ -82,6 +82,10 @@ _ADVICE: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"cannot initialize .*(?:device|threadgroup|constant|thread)|changes address space"
                    r"|discards.*address space"),
      "keep the pointer in the address space of what it points to"),
+    (re.compile(r"(?:static|reinterpret)_cast from .*\b(?:device|threadgroup|constant)\b.* is not allowed"),
+     "a pointer keeps the address space of what it points to: copy what it points to"),
+    (re.compile(r"not (?:a|an integral) constant expression|must be initialized by a constant expression"),
+     "write what is known when the kernel is compiled, which arguments, variables and function constants are not"),
     (re.compile(r"cannot initialize object parameter of type|'this' argument to member function"),
      "the member function works on thread memory: write device (or constant, threadgroup) behind its parameters, or "
      "copy the object first"),

@@ -48,6 +48,7 @@ _CAST = re.compile(
     r"(?:\(aka '[^']*'\) )?"
     r"(?:\(vector.*?\) )?to .*(?:different size|is not allowed)"
 )
+_TO_POINTER = re.compile(r" to '[^']*(?:[*&]'|' \(aka '[^']*[*&]'\))")
 _ELEMENTS = re.compile(
     r"excess elements in (?:scalar|vector|ext-vector) initializer|cannot initialize a (?:value|variable) of type"
 )
@@ -237,7 +238,7 @@ def _wraps(text: str, error: _Error, methods: set[str]) -> list[tuple[int, int, 
     if what.startswith("no matching conversion for C-style cast") and _LIBRARY.search(what):
         return [(*ranges[-1], "in_thread")]
     if _CAST.match(what):
-        return _cast(text, ranges)
+        return [] if _TO_POINTER.search(what) else _cast(text, ranges)
     if _OBJECT.match(what):
         begin, end = ranges[0]
         if member := re.match(r"(.*?)\s*(?:\.|->)\s*(?:template\s+)?(\w+)$", text[begin:end], re.S):

@@ -6,7 +6,8 @@ Four looks at a file, each of which finds what the others cannot:
 - lint_kernels, the arguments of its kernels;
 - clang's diagnostics: errors, what is newer than C++14 (`if constexpr` and other extensions aside), and floats that
   become bfloat without a cast;
-- lint_ir, clang's intermediate code of every kernel: recursion, threadgroup memory that does not fit.
+- lint_ir, clang's intermediate code of every kernel: recursion, casts between address spaces, threadgroup memory that
+  does not fit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from . import build, cache, compiler, conversions, sources
 from .advice import advised
 from .errors import ERROR, NOTE, UNCOVERED, CompileError, Problem
-from .lint_ir import recursion, threadgroup_memory
+from .lint_ir import casts, recursion, threadgroup_memory
 from .lint_source import Text
 from .rewrite import LineMap, RewriteError, Translation, Variant, rewrite
 
@@ -185,7 +186,8 @@ class _Compilation:
         self.places = conversions.Places(self.edited.text)
         problems = [*self._diagnostics(done.stderr)]
         if done.returncode == 0:
-            problems += [self._located(p) for p in recursion(code, str(build.INCLUDE))]
+            library = str(build.INCLUDE)
+            problems += [self._located(p) for p in (*recursion(code, library), *casts(code, library))]
             problems += threadgroup_memory(code, coded) if self.strict else []
         elif not any(problem.severity == ERROR for problem in problems):
             problems.append(Problem(self.file, 1, f"clang fails: {done.stderr.strip()[-300:] or 'without a word'}"))
@@ -242,7 +244,7 @@ class _Compilation:
     def _located(self, problem: Problem) -> Problem:
         if problem.file not in ("<stdin>", "-", ""):
             return problem
-        return self._problem(problem.line, 1, problem.what, problem.severity) or problem
+        return self._problem(problem.line, problem.column or 1, problem.what, problem.severity) or problem
 
     def _problem(self, line: int, column: int, what: str, severity: str) -> Problem | None:
         offset = self.edited.original(self.places.offset(line, column))
@@ -274,11 +276,11 @@ class _Compilation:
                         break
                     if note and (problem := self._from(note, what)):
                         break
-            if problem is not None:
+            if problem is not None and "'threadgroup_array'" not in what:
                 problems.append(problem)
             elif head["kind"] != "warning":
-                elsewhere.append(Problem(self.file, 1, advised(what), 1))
-        # What is said of the calls of kernels follows from what is wrong with them.
+                elsewhere.append(problem or Problem(self.file, 1, advised(what), 1))
+        # What is said of the calls of kernels, and of our own functions, follows from what is wrong with them.
         return problems or elsewhere
 
     def _from(self, head: re.Match[str], what: str) -> Problem | None:

@@ -1,4 +1,5 @@
-"""What only the code of a kernel shows: calls that come round again, threadgroup memory that does not fit."""
+"""What only the code of a kernel shows: calls that come round again, casts between address spaces, threadgroup memory
+that does not fit."""
 
 from __future__ import annotations
 
@@ -16,6 +17,12 @@ _SYMBOL = re.compile(r"@(\"[^\"]+\"|[\w.$]+)")
 _ARRAY = re.compile(r"@\w*threadgroup_memory_of\w*\([^,]+, [^,]+, i64 (?:noundef )?(\d+)")
 _SUBPROGRAM = re.compile(r'^!(\d+) = distinct !DISubprogram\(name: "([^"]*)".*?file: !(\d+), line: (\d+)', re.M)
 _FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
+_CAST = re.compile(
+    r"addrspacecast (?:\()?ptr(?: addrspace\((\d)\))? [^\n]*? to ptr(?: addrspace\((\d)\))?[^\n]*!dbg !(\d+)"
+)
+_LOCATION = re.compile(r"^!(\d+) = !DILocation\(line: (\d+), column: (\d+), scope: !(\d+)", re.M)
+_SCOPE = re.compile(r"^!(\d+) = (?:distinct )?!DI(?:Subprogram|LexicalBlock)\([^\n]*?file: !(\d+)", re.M)
+_SPACES = {"1": "device", "3": "threadgroup", "4": "constant"}
 
 
 def recursion(code: str, library: str) -> list[Problem]:
@@ -31,6 +38,22 @@ def recursion(code: str, library: str) -> list[Problem]:
             problems.append(
                 Problem(place[1], place[2], f"{place[0]!r} calls itself: Metal has no recursion, write a loop")
             )
+    return problems
+
+
+def casts(code: str, library: str) -> list[Problem]:
+    """Casts from one address space to another, without those of the folder `library`."""
+    found = {match[3]: match for match in _CAST.finditer(code)}
+    if not found:
+        return []
+    files, scopes = dict(_FILE.findall(code)), dict(_SCOPE.findall(code))
+    problems = []
+    for number, line, column, scope in _LOCATION.findall(code):
+        file = files.get(scopes.get(scope, ""), "")
+        if number in found and not file.startswith(library):
+            source, target = (_SPACES.get(found[number][k] or "", "thread") for k in (1, 2))
+            what = f"a pointer to {source} memory is cast to {target} memory: copy what it points to"
+            problems.append(Problem(file, int(line), what, int(column)))
     return problems
 
 

@@ -5,9 +5,9 @@
 // a generic pointer to them, since it may be anywhere, and yet a type of its own to the compiler.
 #define MITTENS_DEVICE __attribute__((address_space(1)))
 #define MITTENS_THREADGROUP __attribute__((address_space(3)))
-#ifdef __SPIRV__
+#if defined(__SPIRV__) || defined(MITTENS_DIALECT)
 // There 0 is a thread's own memory. What is in SPIR-V's constant memory, 2, C++ does not copy: spirv_module.py makes 2
-// of this.
+// of this. The check sees by it what is cast to or from constant memory.
 #define MITTENS_CONSTANT __attribute__((address_space(4)))
 #else
 #define MITTENS_CONSTANT __attribute__((address_space(0)))
