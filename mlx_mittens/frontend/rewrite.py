@@ -470,6 +470,8 @@ class _Rewriter:
             return self._string(i)
         if token[0].isdigit() or token[0] == ".":
             return self._number(i)
+        if token == "float" and self.dialect:
+            self._exact_float(i)
         if token == "*" and self._begins_statement(i):
             return self._assignment(i)
         return None
@@ -711,6 +713,9 @@ class _Rewriter:
         type_text = "".join(f"{self.tokens[k]} " for k in live[:-1]).replace(" :: ", "::").strip()
         index = self.integer(attributes["function_constant"], i)
         self.result.function_constants[name] = (index, type_text)
+        if self.dialect:  # its value is not known before a pipeline is made
+            self.replace(i, j, f"static const {type_text} {name} = ::mittens::function_constant<{type_text}>()")
+            return j
         value = self.constants.get(index)
         value = f"{type_text}({value})" if value is not None else f"{type_text}()"
         self.replace(i, j, f"static constexpr {type_text} {name} = {value}")
@@ -721,7 +726,8 @@ class _Rewriter:
         if name not in self.result.function_constants:
             return None
         index, _ = self.result.function_constants[name]
-        self.replace(i, i + 4, "true" if index in self.constants else "false")
+        known = "::mittens::function_constant<bool>()" if self.dialect else str(index in self.constants).lower()
+        self.replace(i, i + 4, known)
         return i + 3
 
     def _vector_constructor(self, i: int) -> int | None:
@@ -829,6 +835,36 @@ class _Rewriter:
             return self.token(before - 3) not in ("sizeof", "alignof")
         initial = opened or (self.token(before) == "=" and self.token(i + 1) in (",", ";"))
         return initial and self.token(before - 2) == "float" and _IDENTIFIER.match(self.token(before - 1)) is not None
+
+    def _exact_float(self, i: int) -> None:
+        """`constant float x = 2 * n;`, `float(n)`: what clang computes of integers becomes one that no bfloat holds."""
+        if self.token(i + 1) == "(":
+            first, last = i + 2, self.partner[i + 1]
+        elif self.token(i + 2) == "=" and {"const", "constexpr", "constant"} & {self.token(i - 1), self.token(i - 2)}:
+            first = last = i + 3
+            while self.token(last) not in (";", ",", "{", ""):
+                last = self.partner[last] + 1 if self.tokens[last] in _OPEN else last + 1
+        else:
+            return
+        named = last > first and _IDENTIFIER.match(self.tokens[first]) is not None
+        if (named or last > first + 1) and self._is_arithmetic(first, last):
+            self.edits.append((self.spans[first][0], self.spans[first][0], "::mittens::inexact("))
+            self.edits.append((self.spans[last - 1][1], self.spans[last - 1][1], ")"))
+
+    def _is_arithmetic(self, first: int, last: int) -> bool:
+        """Whether tokens are numbers, names and operators, with no call but casts to Metal's types."""
+        k = first
+        while k < last:
+            token, called = self.tokens[k], self.token(k + 1) == "("
+            if token == "sizeof" and called:
+                k = self.partner[k + 1]
+            elif _IDENTIFIER.match(token):
+                if called != is_type(token):
+                    return False
+            elif not token[0].isdigit() and (token not in "()+-*/%<>|^~:?::" or k == first and token == "*"):
+                return False
+            k += 1
+        return True
 
     def _begins_statement(self, i: int) -> bool:
         before = self.token(i - 1)

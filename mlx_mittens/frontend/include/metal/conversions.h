@@ -41,6 +41,21 @@ MITTENS_INLINE Components<V, k...> components_of(V& vector) {
   return {vector};
 }
 
+#ifdef MITTENS_DIALECT
+template <typename T>
+T function_constant();
+
+// A number as a float next to it that no bfloat holds, so that clang warns where it becomes a bfloat.
+template <typename T>
+MITTENS_INLINE constexpr auto inexact(T x) {
+  if constexpr (__is_arithmetic(T)) {
+    return __builtin_bit_cast(float, __builtin_bit_cast(uint, float(x)) | 1u);
+  } else {
+    return x;
+  }
+}
+#endif
+
 template <typename T>
 constexpr bool is_object = __is_class(T) || __is_union(T);
 
