@@ -36,6 +36,18 @@ _FORBIDDEN = {
     "co_yield": "Metal has no coroutines: write a loop",
 }
 _STAGES = {"vertex", "fragment", "mesh", "object"}
+_STAGE_ATTRIBUTES = _STAGES | {"intersection", "patch"}
+_UNCOVERED_TEMPLATE = re.compile(
+    r"(texture(1d|2d|3d|cube|_buffer)\w*|depth(2d|cube)\w*|(visible|intersection)_function_table|intersector|imageblock|mesh"
+    r"|patch_control_point|interpolant|tensor|intersection_(query|result)|cooperative_tensor)$"
+)
+_UNCOVERED_TYPE = re.compile(
+    r"(sampler|((primitive|instance)_)?acceleration_structure|mesh_grid_properties|command_buffer|render_command"
+    r"|compute_command|(render|compute)_pipeline_state)$"
+)
+_LONG_DOUBLE = re.compile(
+    r"(\d+\.\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|\d+[eE][+-]?\d+|0[xX][\da-fA-F.]+[pP][+-]?\d+)[lL]$"
+)
 _RESERVED = {"vertex", "fragment", "kernel"}
 _STRINGS_BEHIND = {"static_assert", "_Pragma", "extern", "asm", "__asm__", "__asm", "log", "log_debug", "log_error"}
 _SPACE_ADVICE = "write device, constant, threadgroup or thread before it"
@@ -141,9 +153,10 @@ class Text:
 
     def _declaration(self, start: int, end: int, in_class: bool) -> None:
         words = self.tokens[start:end]
-        if words and words[0] in ("using", "typedef"):
+        if not words or words[0] in ("template", "static_assert", "friend", "enum", "concept"):
+            return
+        if words[0] in ("using", "typedef"):
             self._alias(start, end)
-        if not words or words[0] in ("using", "typedef", "template", "static_assert", "friend", "enum", "concept"):
             return
         opening = self._parameters(start, end)
         if opening is not None:
@@ -165,7 +178,11 @@ class Text:
             )
 
     def _alias(self, start: int, end: int) -> None:
-        """An alias of a pointer without an address space; Metal takes that of a template's argument to be thread."""
+        """Keeps the name of an alias whose pointer or reference names no address space: it is refused where it is used.
+
+        An alias of a pointer to a template's argument is left out, since Metal takes such a pointer to be of thread
+        memory.
+        """
         is_using = self.tokens[start] == "using"
         if is_using and self.token(start + 2) != "=":
             return
@@ -278,12 +295,17 @@ class Text:
             before, after = self.token(i - 1), self.token(i + 1)
             if token[0] == '"' and not self.reader.in_attribute[i]:
                 self._string(i)
+            elif _LONG_DOUBLE.match(token):
+                self.report(i, f"Metal has no long double: write {token[:-1]}f")
             if not _WORD.match(token) or before in (".", "->") or (token == "delete" and before == "="):
                 continue
             if self.reader.in_attribute[i]:
                 if token == "function_constant":
                     self._function_constant(i)
-                if before in ("[", ",") and not is_attribute(token) and self.reader.in_attribute[i - 1]:
+                named = before in ("[", ",") and self.reader.in_attribute[i - 1]
+                if named and token in _STAGE_ATTRIBUTES:
+                    self.report(i, f"{token} functions are not covered by this check", severity=UNCOVERED)
+                elif named and not is_attribute(token):
                     self.report(i, f"Metal has no attribute {token!r}: leave it out", doubtful=True)
                 continue
             if token in _FORBIDDEN:
@@ -292,8 +314,12 @@ class Text:
                 self._stage(i)
             elif token == "long" and after in ("long", "double"):
                 self.report(i, f"Metal has no long {after}: write {'long' if after == 'long' else 'float'}")
-            elif token == "noexcept" and after == "(" and before not in (")", "const", "thread", "device"):
+            elif token == "noexcept" and after == "(" and before not in (")", "const", *_SPACES):
                 self.report(i, "Metal has no operator noexcept: write what it would say, true or false")
+            elif token == "noexcept" and not self._in_internals(i):
+                self.report(i, "Metal has no noexcept: leave the word out", doubtful=True)
+            elif self._is_uncovered(i):
+                self.report(i, f"{token!r} is not covered by this check", severity=UNCOVERED)
             elif token in ("struct", "class") and before != "enum":
                 self._base(i)
             elif token.startswith("atomic_") and after == "(":
@@ -305,6 +331,17 @@ class Text:
                     self.report(i, f"{token!r} is not Metal's: call a function of metal_stdlib", doubtful=True)
             elif before == "::" and self.token(i - 2) == "mittens" and token not in declared:
                 self.report(i, f"Metal has no function {token!r}: call one of metal_stdlib", doubtful=True)
+
+    def _is_uncovered(self, i: int) -> bool:
+        """Whether token i is a type of textures, ray tracing, mesh functions or Metal 4's tensors, not a name."""
+        token, before = self.tokens[i], self.token(i - 1)
+        if token in self.types or before in ("struct", "class", "enum", "union", "typename"):
+            return False
+        if _UNCOVERED_TEMPLATE.match(token):
+            return self.skip(i + 1) > i + 1
+        if token == "raytracing":
+            return before == "::" or self.token(i + 1) == "::"
+        return _UNCOVERED_TYPE.match(token) is not None and _WORD.match(self.token(i + 1)) is not None
 
     def _memory_order(self, i: int) -> None:
         """Atomic operations are relaxed; others are the orders of a fence, which Metal 3.2 brought."""
