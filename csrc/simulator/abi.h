@@ -4,7 +4,7 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 5;
+constexpr unsigned version = 6;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
@@ -37,7 +37,7 @@ struct Lanes {
     unsigned char bytes[16];
   };
   Value value[simd_width];
-  Value result;  // of `combine`, which the last lane to arrive calls once for all
+  Value result;  // what `combine` makes of the values of the active lanes, once for all of them
   unsigned active;  // a bit for each lane that is at the operation
 };
 using Combine = void (*)(Lanes& lanes);
@@ -49,6 +49,7 @@ struct Operation {
   const char* name;  // "simd_sum": lanes that meet must be at the same operation
   Site site;
   const void* caller;  // the return address: tells apart operations of one line
+  const void* const* frame;  // of the function that was called: the callers of the caller, by their frame pointers
   bool matrix;  // a product of simdgroup matrices, which is counted by itself
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <mutex>
 #include <numeric>
@@ -222,6 +223,7 @@ void Simulation::start_threads(const uint32_t (&position)[3]) {
       rendezvous.first = i * width;
       rendezvous.count = std::min(width, count - rendezvous.first);
       rendezvous.arrived = 0;
+      rendezvous.parted = false;
       rendezvous.parity = 0;
       if (rendezvous.count < abi::simd_width) {
         std::memset(rendezvous.lanes, 0xff, sizeof(rendezvous.lanes));
@@ -234,6 +236,7 @@ void Simulation::start_threads(const uint32_t (&position)[3]) {
   threadgroup_.first = 0;
   threadgroup_.count = count;
   threadgroup_.arrived = 0;
+  threadgroup_.parted = false;
 
   order_.resize(count);
   std::iota(order_.begin(), order_.end(), 0);
@@ -270,6 +273,7 @@ void Simulation::run_threadgroup(const uint32_t (&position)[3]) {
 
 void Simulation::run_thread() {
   entered_fiber();
+  running_->base = static_cast<const void* const*>(__builtin_frame_address(0));
   kernel_.entry(buffers_.data(), threadgroup_buffers_.data());
   watcher.settle();
   running_->state = Fiber::finished;
@@ -296,12 +300,15 @@ Fiber* Simulation::next_ready() {
   return next;
 }
 
-// Those that wait there; the last to arrive runs on.
-void Simulation::release(const Rendezvous& rendezvous) {
+// Those that wait there, of lanes the active ones; the last to arrive runs on.
+void Simulation::release(const Rendezvous& rendezvous, unsigned active) {
   // With a seed, sometimes before those who wait already, so that some threads run far ahead of others.
   const bool in_front = options_.seed && generator_() % 2;
   const auto make_ready = [&](unsigned index) {
     if (fibers_[index].state != Fiber::waiting || fibers_[index].scope != rendezvous.scope) {
+      return;
+    }
+    if (rendezvous.scope != abi::threadgroup_scope && !(active >> (index - rendezvous.first) & 1)) {
       return;
     }
     fibers_[index].state = Fiber::ready;
@@ -335,78 +342,141 @@ Rendezvous& Simulation::rendezvous_of(abi::Scope scope, const abi::Thread& threa
                                          : quads_[thread.index / abi::quad_width];
 }
 
-void Simulation::arrive(Rendezvous& rendezvous, const abi::Operation& operation) {
-  watcher.settle();
-  if (rendezvous.arrived == 0) {
-    rendezvous.operation = operation;
-  } else if (rendezvous.operation.caller != operation.caller || rendezvous.operation.name != operation.name) {
-    for (unsigned other = rendezvous.first; other < rendezvous.first + rendezvous.count; ++other) {
-      const Fiber& fiber = fibers_[other];
-      if (fiber.state == Fiber::waiting && fiber.scope == rendezvous.scope) {
-        fail("divergence: " + name_of(*running_) + " is at " + operation.name + ", " + text_of(operation.site) +
-             ", while " + name_of(fiber) + " waits at " + fiber.operation.name + ", " + text_of(fiber.operation.site));
+Point Simulation::point_of(const abi::Operation& operation) const {
+  Point point;
+  point.callers[point.depth++] = operation.caller;
+  if (options_.active_lanes) {
+    // A frame holds the caller's frame and the return address.
+    const void* const* frame = operation.frame;
+    while (point.depth < Point::kMost) {
+      const auto* next = static_cast<const void* const*>(frame[0]);
+      if (next <= frame || next >= running_->base) {
+        break;
       }
+      frame = next;
+      point.callers[point.depth++] = frame[1];
     }
   }
-  if (++rendezvous.arrived < rendezvous.count) {
-    running_->state = Fiber::waiting;
-    running_->scope = rendezvous.scope;
-    running_->operation = operation;
+  return point;
+}
+
+bool Simulation::is_same(const Fiber& fiber, const Fiber& other) const {
+  return fiber.scope == other.scope && fiber.operation.name == other.operation.name && fiber.point == other.point;
+}
+
+// The lanes that wait in the operation of one of them.
+unsigned Simulation::lanes_with(const Rendezvous& rendezvous, const Fiber& fiber) const {
+  unsigned lanes = 0;
+  for (unsigned lane = 0; lane < rendezvous.count; ++lane) {
+    const Fiber& other = fibers_[rendezvous.first + lane];
+    lanes |= unsigned{other.state == Fiber::waiting && is_same(fiber, other)} << lane;
+  }
+  return lanes;
+}
+
+void Simulation::arrive(Rendezvous& rendezvous, const abi::Operation& operation, abi::Combine combine,
+                        std::optional<unsigned> barrier_memory) {
+  watcher.settle();
+  Fiber& fiber = *running_;
+  fiber.scope = rendezvous.scope;
+  fiber.operation = operation;
+  fiber.point = point_of(operation);
+  fiber.needs_all = barrier_memory || operation.matrix;
+  fiber.combine = combine;
+  if (rendezvous.arrived == 0) {
+    rendezvous.leader = fiber.thread.index;
+  } else if (const Fiber& leader = fibers_[rendezvous.leader]; !is_same(fiber, leader)) {
+    if (!options_.active_lanes || (fiber.needs_all && leader.needs_all)) {
+      fail("divergence: " + name_of(fiber) + " is at " + operation.name + ", " + text_of(operation.site) + ", while " +
+           name_of(leader) + " waits at " + leader.operation.name + ", " + text_of(leader.operation.site));
+    }
+    rendezvous.parted = true;
+  }
+  if (++rendezvous.arrived < rendezvous.count || rendezvous.parted) {
+    fiber.state = Fiber::waiting;
     resume_next();
     return;
   }
+  if (barrier_memory) {
+    ++(rendezvous.scope == abi::threadgroup_scope ? counts_.threadgroup_barriers : counts_.simdgroup_barriers);
+    watcher.barrier(rendezvous.scope, fiber.thread.simdgroup, *barrier_memory);
+  } else {
+    ++(operation.matrix ? counts_.matrix_operations : counts_.simd_operations);
+  }
   if (rendezvous.scope == abi::threadgroup_scope) {
     rendezvous.arrived = 0;
-    watcher.meet(rendezvous.scope, running_->thread.simdgroup);
+    watcher.meet(rendezvous.scope, fiber.thread.simdgroup);
     release(rendezvous);
   } else {
     exchange_active(rendezvous, all_of(rendezvous));
   }
 }
 
-// Ends the operation of a simdgroup or a quad.
+// Ends the operation of some lanes of a simdgroup or a quad; what others brought to theirs is kept.
 void Simulation::exchange_active(Rendezvous& rendezvous, unsigned active) {
   abi::Lanes& lanes = rendezvous.lanes[rendezvous.parity];
-  lanes.active = active;
-  rendezvous.arrived = 0;
   rendezvous.parity ^= 1;
-  watcher.meet(rendezvous.scope, fibers_[rendezvous.first].thread.simdgroup);
-  if (rendezvous.combine) {
-    rendezvous.combine(lanes);
+  abi::Lanes& next = rendezvous.lanes[rendezvous.parity];
+  rendezvous.arrived = 0;
+  rendezvous.parted = false;
+  for (unsigned lane = 0; lane < rendezvous.count; ++lane) {
+    const unsigned index = rendezvous.first + lane;
+    Fiber& fiber = fibers_[index];
+    if (active >> lane & 1) {
+      fiber.lanes = &lanes;
+      continue;
+    }
+    if (fiber.state == Fiber::waiting && fiber.scope == rendezvous.scope) {
+      next.value[lane] = lanes.value[lane];
+      if (rendezvous.arrived++ == 0) {
+        rendezvous.leader = index;
+      }
+      rendezvous.parted |= !is_same(fiber, fibers_[rendezvous.leader]);
+    }
+    std::memset(lanes.value[lane].bytes, 0xff, sizeof(lanes.value[lane].bytes));
   }
-  release(rendezvous);
+  lanes.active = active;
+  watcher.meet(rendezvous.scope, fibers_[rendezvous.first].thread.simdgroup);
+  if (const abi::Combine combine =
+          fibers_[rendezvous.first + static_cast<unsigned>(std::countr_zero(active))].combine) {
+    combine(lanes);
+  }
+  release(rendezvous, active);
 }
 
-// Nothing can run any more: the lanes that wait at an operation are its active ones if the others cannot come before
-// these go on, because they have returned or wait for all of a larger scope. Returns whether there are such.
+// Nothing can run any more. Of the lanes of a simdgroup that wait for others of it, those whose operation is the first
+// in the code are its active lanes: the others cannot come to it before these go on, because they have returned, wait
+// for all of the threadgroup, or wait behind it. Returns whether there are such.
 bool Simulation::release_active_lanes() {
   bool released = false;
-  for (std::vector<Rendezvous>* rendezvous_points : {&quads_, &simdgroups_}) {
-    for (Rendezvous& rendezvous : *rendezvous_points) {
-      if (released && rendezvous.scope == abi::simdgroup_scope) {
-        break;  // a lane may come to it from a quad's operation
-      }
-      if (rendezvous.arrived == 0 || rendezvous.needs_all) {
-        continue;
-      }
-      abi::Lanes& lanes = rendezvous.lanes[rendezvous.parity];
-      unsigned active = 0;
-      bool others_wait_for_it = true;
-      for (unsigned lane = 0; lane < rendezvous.count; ++lane) {
-        const Fiber& fiber = fibers_[rendezvous.first + lane];
-        if (fiber.state == Fiber::waiting && fiber.scope == rendezvous.scope) {
-          active |= 1u << lane;
-          continue;
-        }
-        std::memset(lanes.value[lane].bytes, 0xff, sizeof(lanes.value[lane].bytes));
-        others_wait_for_it &= fiber.state == Fiber::finished || fiber.scope > rendezvous.scope;
-      }
-      if (others_wait_for_it) {
-        ++counts_.simd_operations;
-        exchange_active(rendezvous, active);
-        released = true;
+  for (Rendezvous& simdgroup : simdgroups_) {
+    const Fiber* first = nullptr;
+    for (unsigned index = simdgroup.first; index < simdgroup.first + simdgroup.count; ++index) {
+      const Fiber& fiber = fibers_[index];
+      if (fiber.state == Fiber::waiting && fiber.scope != abi::threadgroup_scope && !fiber.needs_all &&
+          (!first || fiber.point < first->point)) {
+        first = &fiber;
       }
     }
+    if (!first) {
+      continue;
+    }
+    const Fiber chosen = *first;
+    const auto exchange = [&](Rendezvous& rendezvous) {
+      if (const unsigned active = lanes_with(rendezvous, chosen)) {
+        ++counts_.simd_operations;
+        exchange_active(rendezvous, active);
+      }
+    };
+    if (chosen.scope == abi::simdgroup_scope) {
+      exchange(simdgroup);
+    } else {
+      const unsigned quad = simdgroup.first / abi::quad_width;
+      for (unsigned i = 0; i * abi::quad_width < simdgroup.count; ++i) {
+        exchange(quads_[quad + i]);
+      }
+    }
+    released = true;
   }
   return released;
 }
@@ -417,27 +487,16 @@ const abi::Lanes& Simulation::exchange(abi::Scope scope, const abi::Operation& o
   Rendezvous& rendezvous = rendezvous_of(scope, thread);
   abi::Lanes& lanes = rendezvous.lanes[rendezvous.parity];
   std::memcpy(lanes.value[thread.index - rendezvous.first].bytes, value, bytes);
-  if (rendezvous.arrived + 1 == rendezvous.count) {
-    ++(operation.matrix ? counts_.matrix_operations : counts_.simd_operations);
-  }
   watcher.operation(operation.matrix ? Profile::matrix : Profile::simd, operation, thread);
-  rendezvous.needs_all = operation.matrix;
-  rendezvous.combine = combine;
-  arrive(rendezvous, operation);
-  return lanes;
+  arrive(rendezvous, operation, combine);
+  return *running_->lanes;
 }
 
 void Simulation::barrier(abi::Scope scope, const abi::Operation& operation, unsigned memory) {
   const abi::Thread& thread = running_->thread;
   Rendezvous& rendezvous = rendezvous_of(scope, thread);
-  if (rendezvous.arrived + 1 == rendezvous.count) {
-    ++(scope == abi::threadgroup_scope ? counts_.threadgroup_barriers : counts_.simdgroup_barriers);
-    watcher.barrier(scope, thread.simdgroup, memory);
-  }
   watcher.operation(Profile::barrier, operation, thread);
-  rendezvous.needs_all = true;
-  rendezvous.combine = nullptr;
-  arrive(rendezvous, operation);
+  arrive(rendezvous, operation, nullptr, memory);
 }
 
 void* Simulation::threadgroup_array(const void* key, const char* name, unsigned long bytes, abi::Site site) {
@@ -515,10 +574,14 @@ std::string Simulation::explain_deadlock() {
       continue;
     }
     const Rendezvous& rendezvous = rendezvous_of(fiber.scope, fiber.thread);
-    const unsigned missing = rendezvous.count - rendezvous.arrived;
+    const auto is_there = [&fiber, this](const Fiber& other) {
+      return other.state == Fiber::waiting && is_same(fiber, other);
+    };
+    const auto begin = fibers_.begin() + rendezvous.first;
+    const auto missing = rendezvous.count - std::count_if(begin, begin + rendezvous.count, is_there);
     for (unsigned i = rendezvous.first; i < rendezvous.first + rendezvous.count; ++i) {
       const Fiber& other = fibers_[i];
-      if (other.state == Fiber::waiting && other.scope == fiber.scope) {
+      if (is_there(other)) {
         continue;
       }
       return "[" + dispatch_.kernel + "] divergence: " + fiber.operation.name + ", " + text_of(fiber.operation.site) +

@@ -1,6 +1,9 @@
 // One launch in the simulator: its fibers, where they meet, and the memory that they see.
 #pragma once
 
+#include <algorithm>
+#include <functional>
+#include <iterator>
 #include <optional>
 #include <random>
 
@@ -11,14 +14,39 @@
 
 namespace mittens::simulator {
 
+// A place of a kernel's code: an operation between threads, and the calls that led to it.
+struct Point {
+  static constexpr unsigned kMost = 16;
+
+  const void* callers[kMost];  // return addresses, the innermost first
+  unsigned depth = 0;
+
+  bool operator==(const Point& other) const {
+    return depth == other.depth && std::equal(callers, callers + depth, other.callers);
+  }
+  // Whether it comes first in the code: lanes that part meet again behind where they parted.
+  bool operator<(const Point& other) const {
+    return std::lexicographical_compare(std::make_reverse_iterator(callers + depth),
+                                        std::make_reverse_iterator(callers),
+                                        std::make_reverse_iterator(other.callers + other.depth),
+                                        std::make_reverse_iterator(other.callers), std::less<const void*>());
+  }
+};
+
 struct Fiber {
   enum State { ready, waiting, finished };
 
   Context context;
+  const void* const* base;  // above the frames of the kernel
   abi::Thread thread;
   State state;
-  abi::Scope scope;  // of the operation that it waits in
-  abi::Operation operation;  // the same
+  // Of the operation that it waits in, or was in last.
+  abi::Scope scope;
+  abi::Operation operation;
+  Point point;
+  abi::Combine combine;
+  bool needs_all;  // whether no lane may miss it, as a barrier or a product of matrices
+  const abi::Lanes* lanes;  // what it exchanged
 };
 
 // Where the threads of one quad, simdgroup or threadgroup wait for each other.
@@ -29,9 +57,8 @@ struct Rendezvous {
   unsigned first;  // thread
   unsigned count;
   unsigned arrived;
-  abi::Operation operation;
-  bool needs_all;  // whether no lane may miss the operation: a barrier, a product of matrices
-  abi::Combine combine;  // of the operation, or null
+  unsigned leader;  // the thread that arrived first
+  bool parted;  // whether threads wait in several operations
 };
 
 class Simulation {
@@ -73,10 +100,14 @@ class Simulation {
   void bind_buffers();
   void run_threadgroup(const uint32_t (&position)[3]);
   void start_threads(const uint32_t (&position)[3]);
-  void release(const Rendezvous& rendezvous);
+  void release(const Rendezvous& rendezvous, unsigned active = ~0u);
   void resume_next();
   Fiber* next_ready();
-  void arrive(Rendezvous& rendezvous, const abi::Operation& operation);
+  void arrive(Rendezvous& rendezvous, const abi::Operation& operation, abi::Combine combine,
+              std::optional<unsigned> barrier_memory = {});
+  Point point_of(const abi::Operation& operation) const;
+  bool is_same(const Fiber& fiber, const Fiber& other) const;
+  unsigned lanes_with(const Rendezvous& rendezvous, const Fiber& fiber) const;
   void exchange_active(Rendezvous& rendezvous, unsigned active);
   bool release_active_lanes();
   Rendezvous& rendezvous_of(abi::Scope scope, const abi::Thread& thread);

@@ -239,6 +239,11 @@ DIVERGENT = {
         "    threadgroup_barrier(mem_flags::mem_none);\n  }\n  out[i] = 1;",
         ["divergence", ":2", ":4"],
     ),
+    "two_simdgroup_barriers": (
+        "  if (lane < 7) {\n    simdgroup_barrier(mem_flags::mem_none);\n  } else {\n"
+        "    simdgroup_barrier(mem_flags::mem_none);\n  }\n  out[i] = 1;",
+        ["divergence", ":2", ":4"],
+    ),
     "sum_in_a_branch": (
         "  out[i] = 0;\n  if (lane < 7) { out[i] = simd_sum(lane); }",
         ["simd_sum", "missed by 25 of 32", "has returned"],
@@ -355,6 +360,63 @@ ACTIVE = {
         "  int sum = 0;\n  if (lane % 4 < 2) { sum = quad_sum(1); }\n  out[i] = simd_sum(sum);",
         [32] * 32,
     ),
+    # Where lanes part, each branch works on its own; behind it all of them meet.
+    "both_branches": ("  if (lane < 7) { out[i] = simd_sum(lane); } else { out[i] = simd_sum(1); }", [21] * 7 + [25] * 25),
+    "sum_and_shuffle": (
+        "  if (lane & 1) { out[i] = simd_sum(lane); } else { out[i] = simd_shuffle_xor(lane, 2); }",
+        {lane: 256 if lane & 1 else lane ^ 2 for lane in range(32)},
+    ),
+    "branch_then_whole": ("  int x = 0;\n  if (lane < 8) { x = simd_sum(1); }\n  out[i] = simd_sum(x);", [64] * 32),
+    "branches_then_whole": (
+        "  int x = 0;\n  if (lane < 8) { x = simd_sum(1); } else if (lane < 10) { x = simd_sum(2); }\n"
+        "  else { x = simd_max(int(lane)); }\n  out[i] = simd_sum(x);",
+        [8 * 8 + 2 * 4 + 22 * 31] * 32,
+    ),
+    "nested_branches": (
+        "  int x = 0;\n  if (lane < 16) {\n    if (lane & 1) { x = simd_sum(1); }\n    x += 100 * simd_sum(1);\n  }\n"
+        "  out[i] = x + 10000 * simd_sum(1);",
+        {lane: 320000 + (1600 + 8 * (lane & 1) if lane < 16 else 0) for lane in range(32)},
+    ),
+    "helper_in_a_branch_then_whole": (
+        "  int x = 0;\n  if (lane < 8) { x = total_of(1); }\n  out[i] = total_of(x);",
+        [64] * 32,
+    ),
+    "helper_in_both_branches": (
+        "  int x = 0;\n  if (lane < 8) { x = total_of(1); } else { x = total_of(2); }\n  out[i] = total_of(x);",
+        [8 * 8 + 24 * 48] * 32,
+    ),
+    "loop_then_whole": (
+        "  int x = 0;\n  for (uint k = 0; k < lane % 3; ++k) { x += simd_sum(1); }\n  out[i] = simd_sum(x);",
+        [11 * 21 + 10 * 31] * 32,
+    ),
+    "loop_in_a_branch": (
+        "  int x = 0;\n  if (lane & 1) {\n    for (uint k = 0; k < 2 + lane / 32; ++k) { x += simd_sum(1); }\n  } else {\n"
+        "    x = simd_max(int(lane));\n  }\n  out[i] = simd_sum(x);",
+        [16 * 32 + 16 * 30] * 32,
+    ),
+    "loop_that_lanes_leave": (
+        "  int x = 0;\n  for (uint k = 0; k < 4; ++k) {\n    if (lane == k) { break; }\n    x = simd_sum(1);\n  }\n"
+        "  out[i] = x + 100 * simd_sum(1);",
+        [3200, 3231, 3230, 3229] + [3228] * 28,
+    ),
+    "cases_of_a_switch": (
+        "  int x = 0;\n  switch (lane % 3) {\n    case 0: x = simd_sum(1); break;\n    case 1: x = simd_sum(2); break;\n"
+        "    default: x = simd_sum(3);\n  }\n  out[i] = x + 100 * simd_sum(1);",
+        {lane: 3200 + (11, 22, 30)[lane % 3] for lane in range(32)},
+    ),
+    "branch_then_quad": (
+        "  int x = 0;\n  if (lane == 0) { x = simd_sum(5); }\n  out[i] = quad_sum(x + 1);",
+        [9] * 4 + [4] * 28,
+    ),
+    "branch_then_barrier": (
+        "  int x = 0;\n  if (lane < 8) { x = simd_sum(1); }\n  simdgroup_barrier(mem_flags::mem_none);\n"
+        "  out[i] = simd_sum(x);",
+        [64] * 32,
+    ),
+    "prefix_in_both_branches": (
+        "  if (lane & 1) { out[i] = simd_prefix_inclusive_sum(1); } else { out[i] = -simd_prefix_exclusive_sum(1); }",
+        {lane: lane // 2 + 1 if lane & 1 else -(lane // 2) for lane in range(32)},
+    ),
     "twice": (
         "  threadgroup int shared[2];\n  if (lane < 3) { shared[simdgroup] = simd_sum(1) + simd_sum(2); }\n"
         "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  out[i] = shared[simdgroup] + simd_sum(1);",
@@ -368,7 +430,8 @@ def active_file():
     """Before the barrier some lanes wait for the others, where none returns."""
     wait = "\n  threadgroup_barrier(mem_flags::mem_threadgroup);"
     bodies = {name: body + ("" if "return" in body else wait) for name, (body, _) in ACTIVE.items()}
-    return register("".join(kernel("  out[i] = -1;\n" + body, OUT, name) for name, body in bodies.items()))
+    kernels = "".join(kernel("  out[i] = -1;\n" + body, OUT, name) for name, body in bodies.items())
+    return register("int total_of(int x) { return simd_sum(x); }\n" + kernels)
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -383,10 +446,10 @@ def test_operations_of_active_lanes(active_file, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["barrier_in_a_branch", "two_sums", "simdgroup_barrier_missed", "matrix_in_a_branch", "sum_against_shuffle"]
+    "name",
+    ["barrier_in_a_branch", "two_barriers", "two_simdgroup_barriers", "simdgroup_barrier_missed", "matrix_in_a_branch"],
 )
 def test_what_no_lane_may_miss(divergence_files, name):
-    """And operations that lanes of one simdgroup are at together: which is first on a GPU, the simulator cannot say."""
     message = fault(divergence_files[name], name, [np.zeros(64, np.int32)], 1, 64, active_lanes=True)
     assert "divergence" in message
 

@@ -7,6 +7,7 @@
 // Neither traced by the watcher nor moved by the optimiser to where other lanes do not follow.
 #define MITTENS_RUNTIME __attribute__((noinline, nodebug, convergent, nomerge, no_sanitize("coverage")))
 #define MITTENS_CALLER __builtin_return_address(0)
+#define MITTENS_FRAME (const void* const*)__builtin_frame_address(0)
 // A matrix is loaded whole, also where a kernel uses one element of it: the watcher sees both.
 #define MITTENS_WHOLE volatile
 
@@ -73,7 +74,7 @@ MITTENS_INLINE unsigned lane() {
 // What the lanes of `scope` hold, once all of them are here.
 MITTENS_INLINE const abi::Lanes& meet(Scope scope, const char* name, Site site, const void* caller, const void* value,
                                       unsigned bytes, abi::Combine combine = nullptr, bool matrix = false) {
-  return runtime->exchange(scope, {name, site, caller, matrix}, value, bytes, combine);
+  return runtime->exchange(scope, {name, site, caller, MITTENS_FRAME, matrix}, value, bytes, combine);
 }
 
 template <typename T>
@@ -161,7 +162,7 @@ MITTENS_INLINE bool any(Scope scope, const char* name, Site site, bool value) {
 }
 
 MITTENS_RUNTIME inline void barrier(Scope scope, const char* name, Site site, unsigned memory) {
-  runtime->barrier(scope, {name, site, MITTENS_CALLER, false}, memory);
+  runtime->barrier(scope, {name, site, MITTENS_CALLER, MITTENS_FRAME, false}, memory);
 }
 
 // One 8x8 product: each lane brings two elements of a and of b, and leaves with two of a * b + c (see lane_of).
