@@ -66,28 +66,31 @@ RecurrenceCall checked(const mx::array& q, const mx::array& k, const mx::array& 
           state ? state->dtype() : mx::float32};
 }
 
-std::optional<Outputs> try_gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v,
-                                              const mx::array& gamma, const mx::array& beta,
-                                              const std::optional<mx::array>& state,
-                                              const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
-  const mx::Stream stream = checks::checked_stream(op, where);
-  const RecurrenceCall call = checked(q, k, v, gamma, beta, state, mask, stream);
-  const char* why_mx = why_mx_gated_delta_update(gamma.ndim() == 3, stream);
-  const std::optional<Arrays> all = try_recurrence(op, call, why_mx, stream);
+// None where mx is ahead, or no kernel covers the call.
+std::optional<Outputs> by_kernel(const RecurrenceCall& call, bool per_head, mx::Stream stream) {
+  const std::optional<Arrays> all = try_recurrence(op, call, why_mx_gated_delta_update(per_head, stream), stream);
   if (!all) {
     return std::nullopt;
   }
   return Outputs{(*all)[0], in_dtype((*all)[1], call.state_dtype, stream)};
 }
 
+std::optional<Outputs> try_gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v,
+                                              const mx::array& gamma, const mx::array& beta,
+                                              const std::optional<mx::array>& state,
+                                              const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  return by_kernel(checked(q, k, v, gamma, beta, state, mask, stream), gamma.ndim() == 3, stream);
+}
+
 Outputs gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma,
                            const mx::array& beta, const std::optional<mx::array>& state,
                            const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
-  if (auto outputs = try_gated_delta_update(q, k, v, gamma, beta, state, mask, where)) {
-    return *std::move(outputs);
-  }
   const mx::Stream stream = checks::checked_stream(op, where);
   const RecurrenceCall call = checked(q, k, v, gamma, beta, state, mask, stream);
+  if (auto outputs = by_kernel(call, gamma.ndim() == 3, stream)) {
+    return *std::move(outputs);
+  }
   if (gamma.ndim() == 3) {
     const std::optional<mx::array> wide = state ? std::optional(call.inputs[5]) : std::nullopt;
     const Arrays all = mx::fast::gated_delta_update(call.inputs[0], call.inputs[1], call.inputs[2], call.inputs[3],

@@ -113,24 +113,29 @@ Outputs finished(const RecurrenceCall& call, const Arrays& results, const mx::ar
           in_dtype(results[1], call.state_dtype, stream)};
 }
 
+// None where mx is ahead, or no kernel covers the call.
+std::optional<Outputs> by_kernel(const RecurrenceCall& call, const mx::array& x, const mx::array& d,
+                                 mx::Stream stream) {
+  const std::optional<Arrays> all = try_recurrence(op, call, why_mx_uncorrected(x.shape(1), stream), stream);
+  return all ? std::optional(finished(call, *all, x, d, stream)) : std::nullopt;
+}
+
 std::optional<Outputs> try_ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& b,
                                       const mx::array& c, const mx::array& d, const mx::array& dt,
                                       const mx::array& dt_bias, const Optional& state, const Limits& limits,
                                       const Optional& mask, const Optional& lengths, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const RecurrenceCall call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
-  const std::optional<Arrays> all = try_recurrence(op, call, why_mx_uncorrected(x.shape(1), stream), stream);
-  return all ? std::optional(finished(call, *all, x, d, stream)) : std::nullopt;
+  return by_kernel(checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream), x, d, stream);
 }
 
 Outputs ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& b, const mx::array& c,
                    const mx::array& d, const mx::array& dt, const mx::array& dt_bias, const Optional& state,
                    const Limits& limits, const Optional& mask, const Optional& lengths, mx::StreamOrDevice where) {
-  if (auto outputs = try_ssm_update(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, where)) {
-    return *std::move(outputs);
-  }
   const mx::Stream stream = checks::checked_stream(op, where);
   const RecurrenceCall call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
+  if (auto outputs = by_kernel(call, x, d, stream)) {
+    return *std::move(outputs);
+  }
   return finished(call, recurrence_composed(call.inputs, call.options, stream), x, d, stream);
 }
 
