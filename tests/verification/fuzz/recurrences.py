@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -61,6 +61,32 @@ def _correcting(exact: Sequence[Exact], arrays: Sequence[np.ndarray], mask: np.n
     return [Exact(e.value, size) for e, size in zip(exact, (y, s))]
 
 
+def _case(
+    draw: Draw,
+    arrays: Sequence[mx.array],
+    by_definition: Callable[[], list[Exact]],
+    noise: tuple[int, int, float],
+    *,
+    ours: Callable[..., tuple[mx.array, mx.array]],
+    twin: Callable[..., tuple[mx.array, mx.array]] | None,
+    exact: Callable[..., tuple[mx.array, mx.array]],
+    kind: str,
+    **described: object,
+) -> Case:
+    """A call; `noise` has the steps, the columns and the rounding of y, as `_noise` takes them."""
+    return Case(
+        describe(arrays, draw, kind=kind, **described),
+        arrays,
+        ours=ours,
+        twin=twin,
+        exact=exact,
+        of_nothing=lambda: [e.value for e in by_definition()],
+        differentiable=range(len(arrays)),
+        noise=lambda: _noise(by_definition(), *noise),
+        ordinary=kind == "normal",
+    )
+
+
 def gated_delta_update(draw: Draw) -> Case:
     """Keys are about as long as 1, gates and rates between 0 and 1, as models have them."""
     batch, steps, key_heads, heads, rows, columns = _sizes(draw)
@@ -100,16 +126,17 @@ def gated_delta_update(draw: Draw) -> Case:
         wide, seen = [to_float64(a) for a in arrays], None if mask is None else np.array(mask)
         return _correcting(exact_recurrence(*wide[:5], wide[5] if has_state else None, seen), wide, seen)
 
-    return Case(
-        describe(arrays, draw, kind=kind, per_column=per_column, mask=None if mask is None else mask.tolist()),
+    return _case(
+        draw,
         arrays,
+        by_definition,
+        (steps, columns, 0.0),
         ours=ours,
         twin=None if per_column else of_mx,
         exact=in_float64,
-        of_nothing=lambda: [e.value for e in by_definition()],
-        differentiable=range(len(arrays)),
-        noise=lambda: _noise(by_definition(), steps, columns, 0.0),
-        ordinary=kind == "normal",
+        kind=kind,
+        per_column=per_column,
+        mask=None if mask is None else mask.tolist(),
     )
 
 
@@ -152,16 +179,17 @@ def ssm_update(draw: Draw) -> Case:
         state = wide[7] if has_state else None
         return exact_state_space(*wide[:7], state, limits, None if mask is None else np.array(mask))
 
-    return Case(
-        describe(arrays, draw, kind=kind, limits=limits, mask=None if mask is None else mask.tolist()),
+    return _case(
+        draw,
         arrays,
+        by_definition,
+        (steps, columns, 2 * EPSILON[dtype]),  # D * x is added in the type
         ours=ours,
         twin=of_mx,
         exact=in_type_of,
-        of_nothing=lambda: [e.value for e in by_definition()],
-        differentiable=range(len(arrays)),
-        noise=lambda: _noise(by_definition(), steps, columns, 2 * EPSILON[dtype]),  # D * x is added in the type
-        ordinary=kind == "normal",
+        kind=kind,
+        limits=limits,
+        mask=None if mask is None else mask.tolist(),
     )
 
 
@@ -192,14 +220,14 @@ def linear_attention(draw: Draw) -> Case:
         wide = [to_float64(a) for a in arrays]
         return exact_linear_attention(*wide[:4], factor, wide[4] if has_state else None)
 
-    return Case(
-        describe(arrays, draw, kind=kind, scale=scale),
+    return _case(
+        draw,
         arrays,
+        by_definition,
+        (steps, columns, 2 * EPSILON[dtype]),  # queries are scaled in the type
         ours=ours,
         twin=None,
         exact=in_float64,
-        of_nothing=lambda: [e.value for e in by_definition()],
-        differentiable=range(len(arrays)),
-        noise=lambda: _noise(by_definition(), steps, columns, 2 * EPSILON[dtype]),  # queries are scaled in the type
-        ordinary=kind == "normal",
+        kind=kind,
+        scale=scale,
     )
