@@ -47,13 +47,13 @@ def build(name: str, dtype: mx.Dtype, bits: int | None = None, **changes: Any) -
     return architectures.build(name, dtype, bits, **{**config(name), **changes})
 
 
-def save(folder: Path, name: str, dtype: mx.Dtype, bits: int | None = None) -> Path:
+def save(folder: Path, name: str, dtype: mx.Dtype, bits: int | None = None, **changes: Any) -> Path:
     """Writes a small model in mlx-lm's format; its tokenizer has a token for each byte."""
     folder.mkdir()
-    weights = dict(tree_flatten(build(name, dtype, bits).parameters()))
+    weights = dict(tree_flatten(build(name, dtype, bits, **changes).parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     quantization = {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
-    (folder / "config.json").write_text(json.dumps({**config(name), **quantization}))
+    (folder / "config.json").write_text(json.dumps({**config(name), **changes, **quantization}))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, "<end>"])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
