@@ -80,6 +80,8 @@ CASES = (
     Counted("quantized_scaled_dot_product_attention", "1x4x2x2x45x64 bits=4"),
     Counted("rope_append", "1x2x1x1x64 offset=0"),
     Counted("rope_append", "2x3x1x3x80 dims=80"),
+    Counted("quantized_rope_append", "1x4x2x1x64 bits=4"),
+    Counted("quantized_rope_append", "2x1x2x3x96 bits=6"),
     Counted("gather_qmm", "1x8x16x320x10 bits=4"),
     Counted("gather_mm", "test 1x8x16x320x10"),
     Counted("gather_swiglu", "1x8x16x320x10 bits=4"),

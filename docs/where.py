@@ -138,9 +138,14 @@ _PLACES = (
         ("test_quantized_attention.py", "test_attention_traffic.py"),
     ),
     Place(
-        ("rope_append",), "cache", "rope_append.cpp", ("rope_append.cpp",),
+        ("rope_append",), "cache", "rope_append.cpp", ("rope_append_primitive.cpp",),
         ("rope_append.metal",), ("rope_append.cpp",),
         ("test_rope_append.py", "test_cache_step.py"),
+    ),
+    Place(
+        ("quantized_rope_append",), "cache", "quantized_rope_append.cpp", ("rope_append_primitive.cpp",),
+        ("quantized_rope_append.metal",), ("rope_append.cpp",),
+        ("test_quantized_rope_append.py",),
     ),
     Place(
         ("gather_qmm",), "moe", "gather_qmm.cpp", ("gather.cpp",), ("gather_qmm.metal",),

@@ -1,4 +1,5 @@
-// Rotary embedding of new queries and keys, and keys and values into a cache, on the CPU. All arrays are of one type.
+// Rotary embedding of new queries and keys, and keys and values into a cache, on the CPU. All arrays are of one type,
+// but for words of quantized keys and values.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,13 @@ struct Heads {
   int64_t strides[3];  // batch, head, token
 };
 
+// Where new keys or values go, [batch, key heads, capacity, ..]: elements, or words, scales and biases.
+struct CacheBuffer {
+  void* data;
+  void* scales = nullptr;
+  void* biases = nullptr;
+};
+
 struct RopeAppend {
   Type type;
   Heads new_queries;
@@ -23,8 +31,8 @@ struct RopeAppend {
   const void* key_norm;  // [width] or nullptr
   const int32_t* offsets;  // [batch], or nullptr where `offset` is that of all
   void* queries;  // [batch, query heads, tokens, width]
-  void* keys;  // [batch, key heads, key capacity, width], of which the new tokens are written
-  void* values;  // [batch, key heads, value capacity, width]
+  CacheBuffer keys;  // [batch, key heads, key capacity, ..], of which the new tokens are written
+  CacheBuffer values;  // [batch, key heads, value capacity, ..]
   size_t batch;
   size_t query_heads;
   size_t key_heads;
@@ -38,6 +46,9 @@ struct RopeAppend {
   float scale;  // of positions
   float base;
   float eps;  // of the norms
+  bool traditional;  // pairs are neighbours
+  size_t group_size;  // of quantized keys and values: 32, 64 or 128
+  size_t bits;  // 0 where they are not quantized
 };
 
 void rope_append(const RopeAppend& call);

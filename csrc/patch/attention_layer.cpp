@@ -72,10 +72,11 @@ std::optional<Rotary> rotary_of(const nb::dict& layer) {
     return std::nullopt;
   }
   const RopeLayer turn = read_rope(nb::borrow<nb::dict>(found));
-  if (turn.traditional || turn.freqs.has_value() == is_plain) {
+  if (turn.freqs.has_value() == is_plain) {
     return std::nullopt;
   }
-  return Rotary{.dims = turn.dims, .base = turn.base, .scale = turn.scale, .freqs = turn.freqs};
+  return Rotary{
+      .dims = turn.dims, .base = turn.base, .scale = turn.scale, .freqs = turn.freqs, .traditional = turn.traditional};
 }
 
 nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb::handle cache, bool has_norms) {

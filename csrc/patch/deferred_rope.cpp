@@ -33,6 +33,7 @@ struct DeferredRope {
   WeakArray y;
   WeakArray x;
   int dims;
+  bool traditional;
   std::optional<float> base;
   float scale;
   std::variant<int, WeakArray> offset;
@@ -42,8 +43,8 @@ struct DeferredRope {
   bool turns_as(const DeferredRope& other) const {
     const auto f = frequencies(), g = other.frequencies();
     const bool same_freqs = f ? g && f->id() == g->id() : !g;
-    return dims == other.dims && base == other.base && scale == other.scale && has_offset_of(other) && same_freqs &&
-           stream == other.stream;
+    return dims == other.dims && traditional == other.traditional && base == other.base && scale == other.scale &&
+           has_offset_of(other) && same_freqs && stream == other.stream;
   }
 
   // None where the array of the offsets has gone.
@@ -76,10 +77,10 @@ struct Calls {
 };
 thread_local Calls calls;
 
-bool is_covered_by_kernels(const mx::array& y, bool traditional, std::optional<float> base, float scale) {
+bool is_covered_by_kernels(const mx::array& y, std::optional<float> base, float scale) {
   const bool is_finite = std::isfinite(scale) && (!base || (std::isfinite(*base) && *base > 0));
-  return mlx_internals::is_known() && !traditional && is_finite && y.ndim() == 4 && has_kernels(y.dtype()) &&
-         is_pending(y) && !y.is_tracer() && y.siblings().empty();
+  return mlx_internals::is_known() && is_finite && y.ndim() == 4 && has_kernels(y.dtype()) && is_pending(y) &&
+         !y.is_tracer() && y.siblings().empty();
 }
 
 // Whether an array is computed of one that is itself still to be computed: a view of a weight is not.
@@ -171,11 +172,12 @@ std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional
   const int* position = std::get_if<int>(&offset);
   mx::array y = position ? mx::fast::rope(x, dims, traditional, base, scale, *position, freqs, where)
                          : mx::fast::rope(x, dims, traditional, base, scale, std::get<mx::array>(offset), freqs, where);
-  if (is_covered_by_kernels(y, traditional, base, scale)) {
+  if (is_covered_by_kernels(y, base, scale)) {
     calls.of[calls.next] =
         DeferredRope{WeakArray(y),
                      WeakArray(x),
                      dims,
+                     traditional,
                      base,
                      scale,
                      position ? std::variant<int, WeakArray>(*position) : WeakArray(std::get<mx::array>(offset)),
@@ -186,7 +188,7 @@ std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional
   return y;
 }
 
-std::optional<CacheStep> append_with_rope(const mx::array& keys, const mx::array& values, const mx::array& new_keys,
+std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& packing, const mx::array& new_keys,
                                           const mx::array& new_values, int first) {
   const auto& [a, b] = calls.of;
   if (!a || !b || !(a->y.is(new_keys) || b->y.is(new_keys)) || !a->turns_as(*b)) {
@@ -201,11 +203,15 @@ std::optional<CacheStep> append_with_rope(const mx::array& keys, const mx::array
   }
   // The queries become a result of what they must not be needed for.
   const Line line(*queries);
-  if (!is_of_pending(*turned_queries) || is_pending(keys) || is_pending(values) ||
+  if (!is_of_pending(*turned_queries) || std::any_of(buffers.begin(), buffers.end(), is_pending) ||
       !Line(*heads).comes_before_results_of(line) || !Line(new_values).comes_before_results_of(line)) {
     return std::nullopt;
   }
-  Rotary rotary{.dims = of_keys.dims, .base = of_keys.base, .scale = of_keys.scale, .freqs = of_keys.frequencies()};
+  Rotary rotary{.dims = of_keys.dims,
+                .base = of_keys.base,
+                .scale = of_keys.scale,
+                .freqs = of_keys.frequencies(),
+                .traditional = of_keys.traditional};
   if (rotary.freqs && is_pending(*rotary.freqs)) {
     return std::nullopt;
   }
@@ -215,7 +221,7 @@ std::optional<CacheStep> append_with_rope(const mx::array& keys, const mx::array
     return std::nullopt;
   }
   take_norms(*queries, *heads, rotary, of_keys.stream);
-  auto append = rope_append_of(*queries, *heads, new_values, keys, values, rotary, *offset, first, of_keys.stream);
+  auto append = rope_append_of(*queries, *heads, new_values, buffers, packing, rotary, *offset, first, of_keys.stream);
   if (!append || !may_be_a_step(*append)) {
     return std::nullopt;
   }

@@ -6,7 +6,7 @@
 #include <variant>
 
 #include "mlx/utils.h"
-#include "ops/cache/cache_step.h"
+#include "ops/cache/rope_append.h"
 
 namespace mittens {
 
@@ -17,7 +17,7 @@ std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional
 
 // The append of new keys and values to the buffers from `first` on, together with turning the keys and the queries that
 // this thread has turned beside them: who holds those finds the kernel's. None where it is not known that it can be so.
-std::optional<CacheStep> append_with_rope(const mx::array& keys, const mx::array& values, const mx::array& new_keys,
+std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& packing, const mx::array& new_keys,
                                           const mx::array& new_values, int first);
 
 }  // namespace mittens

@@ -4,6 +4,7 @@
 #include "patch/kv_cache.h"
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -28,6 +29,11 @@ using namespace nb::literals;
 namespace mittens {
 
 namespace {
+
+PyObject* offset_name() {
+  static PyObject* const offset = name("offset");
+  return offset;
+}
 
 bool has_room(const mx::array& buffer, const mx::array& fresh, int first) {
   if (buffer.ndim() != 4 || fresh.ndim() != 4 || first < 0) {
@@ -64,6 +70,10 @@ void replace(mx::array& keys, mx::array& values, const mx::array& new_keys, cons
   values.overwrite_descriptor(new_values);
 }
 
+void replace(mx::array& keys, mx::array& values, const CacheStep& step) {
+  replace(keys, values, step.buffers[0], step.buffers[1]);
+}
+
 using Seen = std::pair<mx::array, mx::array>;
 
 // Puts new tokens into the buffers from `first` on; what these hold up to `end`, none if there is no room.
@@ -72,9 +82,9 @@ std::optional<Seen> put_into_cache(mx::array& keys, mx::array& values, const mx:
   if (!has_room(keys, new_keys, first) || !has_room(values, new_values, first)) {
     return std::nullopt;
   }
-  if (const auto step = append_with_rope(keys, values, new_keys, new_values, first)) {
-    replace(keys, values, step->keys, step->values);
-    return Seen{tokens_until(step->keys, end), tokens_until(step->values, end)};
+  if (const auto step = append_with_rope({keys, values}, {}, new_keys, new_values, first)) {
+    replace(keys, values, *step);
+    return Seen{tokens_until(keys, end), tokens_until(values, end)};
   }
   const mx::array all_keys = appended(keys, new_keys, first), all_values = appended(values, new_values, first);
   replace(keys, values, all_keys, all_values);
@@ -123,13 +133,12 @@ std::optional<Seen> try_batch_update_and_fetch(const nb::object& cache, const mx
   static PyObject* const module = name("mlx_lm.models.cache");
   static PyObject* const batch = name("BatchKVCache");
   static PyObject* const index_name = name("_idx");
-  static PyObject* const offset = name("offset");
   static PyObject* const names[] = {name("keys"), name("values")};
   if (!cache.type().is(member(module, batch))) {
     return std::nullopt;
   }
   const nb::object keys = attribute(cache, names[0]), values = attribute(cache, names[1]);
-  const nb::object offsets = attribute(cache, offset);
+  const nb::object offsets = attribute(cache, offset_name());
   if (!as_array(keys) || !as_array(values) || !as_array(offsets) || new_keys.ndim() != 4) {
     return std::nullopt;
   }
@@ -138,10 +147,75 @@ std::optional<Seen> try_batch_update_and_fetch(const nb::object& cache, const mx
       append_to_cache(*nb::inst_ptr<mx::array>(keys), *nb::inst_ptr<mx::array>(values), new_keys, new_values, index);
   if (seen) {
     const mx::array& positions = *as_array(offsets);
-    nb::setattr(cache, nb::handle(offset), nb::cast(mx::add(positions, mx::array(tokens, positions.dtype()))));
+    nb::setattr(cache, nb::handle(offset_name()), nb::cast(mx::add(positions, mx::array(tokens, positions.dtype()))));
     nb::setattr(cache, nb::handle(index_name), nb::int_(index + tokens));
   }
   return seen;
+}
+
+// Words, scales and biases of a quantized cache's keys or values, as mlx-lm holds them; none where there are no such.
+using Held = std::array<mx::array*, 3>;
+
+std::optional<Held> held_triple(nb::handle triple) {
+  if (!nb::isinstance<nb::tuple>(triple) && !nb::isinstance<nb::list>(triple)) {
+    return std::nullopt;
+  }
+  const auto sequence = nb::borrow<nb::sequence>(triple);
+  Held held{};
+  if (nb::len(sequence) != held.size()) {
+    return std::nullopt;
+  }
+  for (size_t i = 0; i < held.size(); ++i) {
+    held[i] = as_array(nb::object(sequence[i]));  // which the sequence keeps
+    if (!held[i]) {
+      return std::nullopt;
+    }
+  }
+  return held;
+}
+
+// mlx-lm's QuantizedKVCache.update_and_fetch where the keys have just been turned and the cache has room: a tuple of
+// keys and of values, each of words, scales and biases. None otherwise.
+nb::object try_quantized_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
+                                          const mx::array& new_values) {
+  static PyObject* const module = name("mlx_lm.models.cache");
+  static PyObject* const quantized = name("QuantizedKVCache");
+  static PyObject* const names[] = {name("keys"), name("values")};
+  static PyObject* const group_size = name("group_size");
+  static PyObject* const bits = name("bits");
+  if (!cache.type().is(member(module, quantized)) || new_keys.ndim() != 4) {
+    return nb::none();
+  }
+  const nb::object kept[] = {attribute(cache, names[0]), attribute(cache, names[1])};
+  Arrays buffers;
+  std::array<Held, 2> held;
+  for (int i : {0, 1}) {
+    const auto found = held_triple(kept[i]);
+    if (!found) {
+      return nb::none();
+    }
+    held[i] = *found;
+    for (const mx::array* array : held[i]) {
+      buffers.push_back(*array);
+    }
+  }
+  const Packing packing{attribute<int>(cache, group_size), attribute<int>(cache, bits)};
+  const int first = attribute<int>(cache, offset_name());
+  const auto step = append_with_rope(buffers, packing, new_keys, new_values, first);
+  if (!step) {
+    return nb::none();
+  }
+  const int end = first + new_keys.shape(tokens_axis);
+  nb::object seen[2];
+  for (int i : {0, 1}) {
+    for (size_t j = 0; j < held[i].size(); ++j) {
+      held[i][j]->overwrite_descriptor(step->buffers[3 * i + j]);
+    }
+    const auto until = [&](size_t j) { return nb::cast(tokens_until(*held[i][j], end)); };
+    seen[i] = nb::make_tuple(until(0), until(1), until(2));
+  }
+  nb::setattr(cache, nb::handle(offset_name()), nb::int_(end));
+  return nb::make_tuple(seen[0], seen[1]);
 }
 
 // mlx-lm's RotatingKVCache.update_and_fetch of one token, but where the buffers grow or shrink.
@@ -166,6 +240,54 @@ std::optional<Seen> try_rotating_update_and_fetch(const nb::object& cache, const
     buffers->advance(1);
     nb::setattr(cache, nb::handle(index_name), nb::int_(index + 1));
   }
+  return seen;
+}
+
+// The same of mlx-lm's BatchRotatingKVCache.
+std::optional<Seen> try_batch_rotating_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
+                                                        const mx::array& new_values) {
+  static PyObject* const module = name("mlx_lm.models.cache");
+  static PyObject* const batch = name("BatchRotatingKVCache");
+  static PyObject* const names[] = {name("keys"), name("values")};
+  static PyObject* const index_name = name("_idx");
+  static PyObject* const count_name = name("_offset");
+  static PyObject* const most_name = name("max_size");
+  static PyObject* const rotated_name = name("rotated");
+  static PyObject* const lengths_name = name("_lengths");
+  static PyObject* const padding_name = name("left_padding");
+  if (!cache.type().is(member(module, batch)) || !attribute(cache, lengths_name).is_none()) {
+    return std::nullopt;
+  }
+  const nb::object keys = attribute(cache, names[0]), values = attribute(cache, names[1]);
+  const nb::object offsets = attribute(cache, offset_name()), padding = attribute(cache, padding_name);
+  if (!as_array(keys) || !as_array(values) || !as_array(offsets) || !as_array(padding) || new_keys.ndim() != 4 ||
+      new_keys.shape(tokens_axis) != 1 || as_array(keys)->ndim() != 4) {
+    return std::nullopt;
+  }
+  const int most = attribute<int>(cache, most_name), size = as_array(keys)->shape(tokens_axis);
+  const int end = attribute<int>(cache, count_name) + 1;
+  if (size > most || (end > size && size < most)) {
+    return std::nullopt;
+  }
+  int index = attribute<int>(cache, index_name);
+  const bool rotated = index == most || attribute<bool>(cache, rotated_name);
+  index = index == most ? 0 : index;
+  auto seen = put_into_cache(*as_array(keys), *as_array(values), new_keys, new_values, index, std::min(end, size));
+  if (!seen) {
+    return std::nullopt;
+  }
+  const mx::array one(1, as_array(offsets)->dtype());
+  const mx::array positions = mx::add(*as_array(offsets), one);
+  if (rotated) {
+    mx::array& paddings = *as_array(padding);
+    paddings.overwrite_descriptor(mx::subtract(paddings, mx::array(1, paddings.dtype())));
+  }
+  nb::setattr(cache, nb::handle(offset_name()), nb::cast(positions));
+  nb::setattr(cache, nb::handle(count_name), nb::int_(end));
+  nb::setattr(cache, nb::handle(index_name), nb::int_(index + 1));
+  nb::setattr(cache, nb::handle(rotated_name), nb::bool_(rotated));
+  // What counts positions is computed at every step, also where no mask of the model reads it.
+  seen->first = mx::depends({seen->first}, {*as_array(padding), positions})[0];
   return seen;
 }
 
@@ -197,8 +319,8 @@ std::optional<TurnedAndSeen> turn_into_cache(const mx::array& heads, mx::array& 
   }
   const CacheStep step = apply_rope_append(*std::move(append));
   const int end = first + heads.shape(tokens_axis);
-  replace(keys, values, step.keys, step.values);
-  return TurnedAndSeen{step.result, tokens_until(step.keys, end), tokens_until(step.values, end)};
+  replace(keys, values, step);
+  return TurnedAndSeen{step.result, tokens_until(keys, end), tokens_until(values, end)};
 }
 
 // The attention of one token's queries over the buffers' tokens up to `end`; null where no kernel covers it.
@@ -215,7 +337,7 @@ mx::array append_and_attend(Append append, std::shared_ptr<mx::Primitive> attent
                             int first) {
   const mx::Shape shape = append.queries;
   const CacheStep step = cache_step(std::move(append), Attending{std::move(attention), shape, first + 1});
-  replace(keys, values, step.keys, step.values);
+  replace(keys, values, step);
   return step.result;
 }
 
@@ -237,9 +359,10 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
   }
   if (!may_be_a_step(*append)) {
     const CacheStep step = apply_rope_append(*std::move(append));
-    const mx::array y(queries, heads.dtype(), std::move(attention),
-                      {step.result, tokens_until(step.keys, first + 1), tokens_until(step.values, first + 1)});
-    replace(keys, values, step.keys, step.values);
+    const mx::array y(
+        queries, heads.dtype(), std::move(attention),
+        {step.result, tokens_until(step.buffers[0], first + 1), tokens_until(step.buffers[1], first + 1)});
+    replace(keys, values, step);
     return mx::reshape(y, {y.shape(0), 1, -1}, stream);
   }
   return append_and_attend(*std::move(append), std::move(attention), keys, values, first);
@@ -250,6 +373,9 @@ void bind(nb::module_& module) {
   module.def("try_chunked_update_and_fetch", &try_chunked_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
   module.def("try_batch_update_and_fetch", &try_batch_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
   module.def("try_rotating_update_and_fetch", &try_rotating_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
+  module.def("try_batch_rotating_update_and_fetch", &try_batch_rotating_update_and_fetch, "cache"_a, "keys"_a,
+             "values"_a);
+  module.def("try_quantized_update_and_fetch", &try_quantized_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
   module.def(
       "append_to_cache", &append_to_cache, "keys"_a, "values"_a, "new_keys"_a, "new_values"_a, "first"_a,
       "Puts new tokens into the buffers of keys and values from `first` on. Both up to the last of them; none if "
@@ -264,11 +390,6 @@ void bind(nb::module_& module) {
 }
 
 const Register registered(bind);
-
-PyObject* offset_name() {
-  static PyObject* const offset = name("offset");
-  return offset;
-}
 
 }  // namespace
 
@@ -318,7 +439,7 @@ std::optional<mx::array> attend(PlainCache& cache, std::shared_ptr<mx::Primitive
                                 const mx::array& keys, const mx::array& values, const Rotary& rotary,
                                 mx::Stream stream) {
   const int first = cache.offset();
-  auto append = rope_append_of(queries, keys, values, cache.keys(), cache.values(), rotary, first, first, stream);
+  auto append = rope_append_of(queries, keys, values, {cache.keys(), cache.values()}, {}, rotary, first, first, stream);
   if (!append || !may_be_a_step(*append)) {
     return std::nullopt;
   }

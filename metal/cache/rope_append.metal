@@ -4,7 +4,7 @@
 //   y[i]         = x[i] * cos(m * f[i]) - x[pairs + i] * sin(m * f[i])
 //   y[pairs + i] = x[i] * sin(m * f[i]) + x[pairs + i] * cos(m * f[i]),   f[i] = base^(-i / pairs) or 1 / freqs[i]
 //
-// A batch may have an offset for each of its rows.
+// Traditional pairs are the neighbours x[2 * i] and x[2 * i + 1] instead. A batch may have an offset for each of its rows.
 //
 // Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * weight) of its head, as
 // rms_norm has it.
@@ -13,53 +13,12 @@
 // counts is that there is one launch, and how long its longest chain is.
 #include <metal_stdlib>
 
+#include "cache/rope.h"
 #include "mittens/instantiate.h"
-#include "mittens/rms.h"
 #include "params/cache.h"
 
 using namespace metal;
 using namespace mittens;
-
-// A head's elements as the rotation takes them.
-template <typename T, bool Normed>
-struct Head {
-  const device T* row;
-  const device T* weight;
-  float rstd;
-
-  float at(uint column) const {
-    const T x = row[column];
-    return Normed ? round_to<T>(round_to<T>(float(x) * rstd) * float(weight[column])) : float(x);
-  }
-};
-
-template <typename T, bool Normed>
-inline void rotate_part(
-    Head<T, Normed> head, const device float* freqs, device T* target, constant RopeAppendParams& params, int at,
-    uint first, uint step) {
-  const uint pairs = params.pairs;
-  const float position = params.scale * float(at);
-  if (first < pairs) {
-    const float frequency =
-        params.has_freqs ? 1.0f / freqs[first] : precise::exp2(-(float(first) / float(pairs)) * params.log2_base);
-    const float angle = position * frequency;
-    const float c = precise::cos(angle);
-    const float s = precise::sin(angle);
-    const float x = head.at(first);
-    const float y = head.at(pairs + first);
-    target[first] = T(x * c - y * s);
-    target[pairs + first] = T(x * s + y * c);
-  }
-  for (uint column = 2 * pairs + first; column < params.width; column += step) {
-    target[column] = T(head.at(column));
-  }
-}
-
-template <typename T>
-inline const device T* row_of(
-    const device T* heads, constant const int64_t (&strides)[3], uint batch, uint head, uint token) {
-  return heads + batch * strides[0] + head * strides[1] + token * strides[2];
-}
 
 template <typename T, bool Normed>
 [[kernel, max_total_threads_per_threadgroup(128)]] void rope_append(
@@ -110,18 +69,9 @@ template <typename T, bool Normed>
     row = row_of(new_keys, params.key_strides, batch, key_head, token);
     target = keys + (size_t(batch * params.key_heads + key_head) * params.key_capacity + params.first + token) * width;
   }
-  float inverse = 1.0f;
-  if (Normed) {
-    float sum = 0;
-    for (uint column = lane; column < width; column += 32) {
-      const float x = float(row[column]);
-      sum += x * x;
-    }
-    inverse = rstd(simd_sum(sum), width, params.eps);
-  }
   const int at = (params.has_offsets ? offsets[batch] : params.offset) + int(token);
-  rotate_part<T, Normed>(
-      Head<T, Normed>{row, is_query ? query_norm : key_norm, inverse}, freqs, target, params, at, first, step);
+  const Head<T, Normed> turned = head_of<T, Normed>(row, is_query ? query_norm : key_norm, params, lane);
+  rotate_part<T, Normed>(turned, freqs, target, params, at, first, step);
 }
 
 instantiate_types("rope_append", rope_append, false)

@@ -25,6 +25,13 @@ struct RopeAppendParams {
   float eps;
   uint32_t has_freqs;
   uint32_t has_offsets;     // a position for each row of the batch
+  uint32_t traditional;     // pairs are neighbours
+};
+
+struct QuantizedRopeAppendParams {
+  RopeAppendParams rope;
+  uint32_t group_size;  // 32, 64 or 128
+  uint32_t bits;        // 2, 3, 4, 5, 6 or 8
 };
 
 }  // namespace mittens

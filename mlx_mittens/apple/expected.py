@@ -29,6 +29,7 @@ _KIND_OF_OP = {
     "scaled_dot_product_attention": "attention",
     "quantized_scaled_dot_product_attention": "attention",
     "rope_append": "elementwise",
+    "quantized_rope_append": "elementwise",
     "gather_qmm": "4-bit",
     "gather_mm": "gemv",
     "gather_swiglu": "4-bit",

@@ -30,6 +30,7 @@ FILES: dict[str, tuple[str, ...]] = {
         *("attention/attention_packed.metal", "attention/attention_combine.metal"),
     ),
     "rope_append": ("cache/rope_append.metal",),
+    "quantized_rope_append": ("cache/quantized_rope_append.metal",),
     "gather_sum": ("moe/gather_qmm.metal",),
     "ssm_update": ("recurrence/gated_delta_update.metal",),
     "linear_attention": ("recurrence/gated_delta_update.metal",),

@@ -10,7 +10,7 @@ import mlx.core as mx
 from .. import _ext
 from ._declaration import StreamOrDevice
 
-__all__ = ["rope_append"]
+__all__ = ["quantized_rope_append", "rope_append"]
 
 
 def rope_append(
@@ -20,6 +20,7 @@ def rope_append(
     dims: int,
     *,
     base: float | None = None,
+    traditional: bool = False,
     scale: float = 1.0,
     offset: int | mx.array,
     freqs: mx.array | None = None,
@@ -31,10 +32,10 @@ def rope_append(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Turns the queries and keys of new tokens and appends keys and values to a cache, in one kernel.
 
-    What a decoder layer does between the product with its weights and attention. Equal to ``mx.fast.rope`` (not
-    traditional) of queries and of keys, after ``mx.fast.rms_norm`` of each head where there are norms, and to writing
-    keys and values into ``keys[:, :, start : start + tokens]`` and ``values[:, :, start : start + tokens]``. Buffers
-    that nothing else refers to are updated in place, also while work on them is on its way; others are copied first.
+    What a decoder layer does between the product with its weights and attention. Equal to ``mx.fast.rope`` of queries
+    and of keys, after ``mx.fast.rms_norm`` of each head where there are norms, and to writing keys and values into
+    ``keys[:, :, start : start + tokens]`` and ``values[:, :, start : start + tokens]``. Buffers that nothing else
+    refers to are updated in place, also while work on them is on its way; others are copied first.
 
     Args:
         heads (array): Heads of queries, then of keys, then of values, of shape
@@ -44,6 +45,8 @@ def rope_append(
         values (array): Buffer of shape ``[batch, key_heads, capacity, width]``; its capacity may be another.
         dims (int): Elements of a head that are rotated, an even number; the others stay as they are.
         base (float, optional): Pair ``i`` turns by ``base ** (-2 * i / dims)`` radians a position.
+        traditional (bool): Whether pairs are neighbours, elements ``2 * i`` and ``2 * i + 1``, instead of ``i`` and
+            ``dims / 2 + i``.
         scale (float): Factor of the positions.
         offset (int or array): Position of the first token; an array of integers of shape ``[batch]`` has one for each
             row of the batch.
@@ -75,5 +78,77 @@ def rope_append(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
         https://arxiv.org/abs/2104.09864.
     """
-    rotary = _ext.Rotary(dims, base, scale, freqs, query_norm, key_norm, eps)
+    rotary = _ext.Rotary(dims, base, scale, freqs, query_norm, key_norm, eps, traditional)
     return _ext.rope_append(heads, keys, values, rotary, offset, start, stream)
+
+
+def quantized_rope_append(
+    heads: mx.array,
+    keys: tuple[mx.array, mx.array, mx.array],
+    values: tuple[mx.array, mx.array, mx.array],
+    dims: int,
+    *,
+    base: float | None = None,
+    traditional: bool = False,
+    scale: float = 1.0,
+    offset: int | mx.array,
+    freqs: mx.array | None = None,
+    query_norm: mx.array | None = None,
+    key_norm: mx.array | None = None,
+    eps: float = 1e-6,
+    start: int | None = None,
+    group_size: int = 64,
+    bits: int = 8,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, tuple[mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array]]:
+    """``rope_append`` into a quantized cache: rotary embedding, quantization and the append, in one kernel.
+
+    Turned keys and values, rounded to the type of ``heads``, are packed as ``mx.quantize`` packs them on the same
+    device. Derivatives are those of ``mx.quantize``, whose words have none.
+
+    Args:
+        heads (array): Heads of queries, then of keys, then of values, of shape
+            ``[batch, query_heads + 2 * key_heads, tokens, width]``; float32, float16 or bfloat16. The width is a
+            multiple of ``group_size``.
+        keys (tuple): ``(words, scales, biases)`` of a buffer of keys, as ``mx.quantize`` gives them for
+            ``[batch, key_heads, capacity, width]``.
+        values (tuple): The same of a buffer of values; its capacity may be another.
+        dims (int): Elements of a head that are rotated, an even number; the others stay as they are.
+        base (float, optional): Pair ``i`` turns by ``base ** (-2 * i / dims)`` radians a position.
+        traditional (bool): Whether pairs are neighbours, elements ``2 * i`` and ``2 * i + 1``, instead of ``i`` and
+            ``dims / 2 + i``.
+        scale (float): Factor of the positions.
+        offset (int or array): Position of the first token; an array of integers of shape ``[batch]`` has one for each
+            row of the batch.
+        freqs (array, optional): In place of ``base``: pair ``i`` turns by ``1 / freqs[i]``; shape ``[dims / 2]``.
+        query_norm (array, optional): Weight of the norm of each head of queries, of shape ``[width]``; together with
+            ``key_norm``.
+        key_norm (array, optional): Weight of the norm of each head of keys.
+        eps (float): Of the norms; finite and not negative.
+        start (int, optional): Where in the buffers the first token goes; ``offset`` if it is not given, and that is a
+            number.
+        group_size (int): 32, 64 or 128.
+        bits (int): 2, 3, 4, 5, 6 or 8.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple(array, tuple, tuple): The turned queries, of shape ``[batch, query_heads, tokens, width]``, and both
+            triples with the new tokens.
+
+    Raises:
+        DtypeError: Words are not uint32, ``offset`` not of integers, or another array not of a type named above.
+        ValueError: Shapes, bits or group size do not fit together or do not exist, the tokens do not fit into the
+            buffers, ``dims`` is odd or exceeds the width, or not exactly one of ``base`` and ``freqs`` or only one of
+            the norms is given.
+
+    Example:
+        >>> heads, keys = mx.ones((1, 8, 1, 64)), mx.quantize(mx.zeros((1, 2, 16, 64)), 64, 4)
+        >>> queries, keys, values = mm.quantized_rope_append(heads, keys, keys, 64, base=1e4, offset=5, bits=4)
+        >>> mx.dequantize(*values, 64, 4)[0, 0, 5, 0].item()
+        1.0
+
+    Source:
+        As ``rope_append``; affine quantization in groups as in Jacob et al., 2017, https://arxiv.org/abs/1712.05877.
+    """
+    rotary = _ext.Rotary(dims, base, scale, freqs, query_norm, key_norm, eps, traditional)
+    return _ext.quantized_rope_append(heads, keys, values, rotary, offset, start, group_size, bits, stream)

@@ -123,7 +123,7 @@ def compare(
     """Compares results with the exact ones and says which element is worst where they do not pass."""
     names = _result_names(op, case, arrays)
     errors, twin_errors, details = [], [], []
-    for name, a, b, c in zip(names, ours, twin, exact, strict=True):
+    for name, a, b, c in zip(names, op.compared(case, ours), op.compared(case, twin), exact, strict=True):
         errors.append(error(a, c))
         twin_errors.append(error(b, c))
         if a.dtype != b.dtype:

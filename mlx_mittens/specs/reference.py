@@ -216,8 +216,10 @@ def dequantize(words: np.ndarray, scales, biases, group_size: int, bits: int, mo
     return rows.reshape(*words.shape[:-1], -1)
 
 
-def rope(x, dims: int, base: float | None, offset: int, freqs=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rotary embedding of ``x``, [..., tokens, width].
+def rope(
+    x, dims: int, base: float | None, offset: int, freqs=None, traditional: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rotary embedding of ``x``, [..., tokens, width]. Traditional pairs are neighbours.
 
     Also gives the size of each element's terms, and how far the rounding of its angle moves it. An angle is a product
     of float32 numbers, one of which may be an exponential.
@@ -228,10 +230,11 @@ def rope(x, dims: int, base: float | None, offset: int, freqs=None) -> tuple[np.
     frequencies = 1 / freqs if base is None else np.exp(-exponents)
     angles = (offset + np.arange(x.shape[-2]))[:, None] * frequencies
     c, s = np.cos(angles), np.sin(angles)
-    a, b = x[..., :pairs], x[..., pairs:dims]
+    low, high = (slice(0, dims, 2), slice(1, dims, 2)) if traditional else (slice(0, pairs), slice(pairs, dims))
+    a, b = x[..., low], x[..., high]
     moved = np.abs(angles) * (1 + exponents) * np.hypot(a, b)
     y, terms, inner = x.copy(), np.abs(x), np.zeros_like(x)
-    y[..., :pairs], y[..., pairs:dims] = a * c - b * s, a * s + b * c
-    terms[..., :pairs], terms[..., pairs:dims] = np.abs(a * c) + np.abs(b * s), np.abs(a * s) + np.abs(b * c)
-    inner[..., :pairs] = inner[..., pairs:dims] = moved
+    y[..., low], y[..., high] = a * c - b * s, a * s + b * c
+    terms[..., low], terms[..., high] = np.abs(a * c) + np.abs(b * s), np.abs(a * s) + np.abs(b * c)
+    inner[..., low] = inner[..., high] = moved
     return y, terms, inner

@@ -359,6 +359,31 @@ def _rope_calls() -> list[Call]:
     ]  # fmt: skip
 
 
+def _quantized_rope_calls() -> list[Call]:
+    sizes = {"batch": 2, "query_heads": 3, "key_heads": 1, "tokens": 2, "capacity": 6, "values_capacity": 7}
+    arguments = {"heads": numbers("batch", "heads", "tokens", "width")}
+    for name, capacity in (("keys", "capacity"), ("values", "values_capacity")):
+        dims = ("batch", "key_heads", capacity, "width")
+        arguments |= dict(zip((name, f"{name}_scales", f"{name}_biases"), triple(*dims), strict=True))
+
+    def run(heads, keys, keys_scales, keys_biases, values, values_scales, values_biases):
+        queries, keys, values = mm.quantized_rope_append(
+            heads, (keys, keys_scales, keys_biases), (values, values_scales, values_biases), dims=8, offset=3, start=0,
+            base=1e4, group_size=GROUP, bits=4,
+        )  # fmt: skip
+        return queries, *keys, *values
+
+    def exact(heads, **buffers):
+        """Where nothing is appended."""
+        query_heads = heads.shape[1] - 2 * buffers["keys"].shape[1]
+        return [reference.rope(heads[:, :query_heads], 8, 1e4, 3)[0], *buffers.values()]
+
+    return [
+        Call("quantized_rope_append", "", {**sizes, "width": GROUP}, arguments, run, exact,
+             derived=lambda sizes: {"heads": sizes["query_heads"] + 2 * sizes["key_heads"]})
+    ]  # fmt: skip
+
+
 def _gathered(weights: str, pairs: str = "rhs"):
     """Products where a size of tokens, of chosen experts, of columns or of outputs is zero."""
 
@@ -487,6 +512,7 @@ CALLS = [
     *_block_calls(),
     *_attention_calls(),
     *_rope_calls(),
+    *_quantized_rope_calls(),
     *_moe_calls(),
     *_recurrence_calls(),
     *_shaped_calls(),

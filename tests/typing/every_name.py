@@ -47,6 +47,8 @@ def attention(q: mx.array, packed: Packed) -> None:
     assert_type(mm.scaled_dot_product_attention(q, q, q, scale=1.0, mask="causal"), mx.array)
     assert_type(mm.quantized_scaled_dot_product_attention(q, packed, packed, 1.0), mx.array)
     assert_type(mm.rope_append(q, q, q, 64, base=1e4, offset=0), tuple[mx.array, mx.array, mx.array])
+    appended = mm.quantized_rope_append(q, packed, packed, 64, base=1e4, offset=0)
+    assert_type(appended, tuple[mx.array, tuple[mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array]])
     assert_type(mm.gated_delta_update(q, q, q, q, q), tuple[mx.array, mx.array])
     assert_type(mm.linear_attention(q, q, q, decay=0.9), tuple[mx.array, mx.array])
     assert_type(mm.ssm_update(q, q, q, q, q, q, q), tuple[mx.array, mx.array])

@@ -19,13 +19,16 @@ class CacheStepPrimitive : public mx::Primitive {
       : mx::Primitive(append.primitive->stream()),
         append_(append.primitive),
         queries_(append.queries),
+        buffer_count_(append.buffers),
         attending_(std::move(attending)) {}
 
   // The arrays of the buffers are evaluated with the result, as other outputs are: who holds them may be another
   // thread, where the stream is not.
   void promise(const CacheStep& step) {
     result_ = Promised(step.result);
-    buffers_ = {Promised(step.keys), Promised(step.values)};
+    for (const mx::array& buffer : step.buffers) {
+      buffers_.emplace_back(buffer);
+    }
   }
 
   const char* name() const override {
@@ -44,15 +47,15 @@ class CacheStepPrimitive : public mx::Primitive {
 
   void eval(const Arrays& inputs, Arrays& outputs, Eval eval) {
     Arrays all;
-    all.reserve(3);
+    all.reserve(1 + buffer_count_);
     attending_ ? all.push_back(unmade(queries_, outputs[0])) : all.push_back(outputs[0]);
-    for (int i : {1, 2}) {
+    for (size_t i = 1; i <= buffer_count_; ++i) {
       all.push_back(unmade(inputs[i].shape(), inputs[i]));
     }
     ((*append_).*eval)(inputs, all);
     Arrays kept;
-    kept.reserve(4);
-    for (int i : {1, 2}) {
+    kept.reserve(2 + buffer_count_);
+    for (size_t i = 1; i <= buffer_count_; ++i) {
       if (!same_memory(all[i], inputs[i])) {
         kept.push_back(all[i]);
       }
@@ -69,7 +72,7 @@ class CacheStepPrimitive : public mx::Primitive {
     count_apart(outputs[0]);
     kept.push_back(uncounted(outputs[0]));
     keep_until_done(std::move(kept), stream());
-    hand_over(all[1], all[2], outputs[0]);
+    hand_over({all.begin() + 1, all.end()}, outputs[0]);
   }
 
   static mx::array unmade(mx::Shape shape, const mx::array& like) {
@@ -88,17 +91,19 @@ class CacheStepPrimitive : public mx::Primitive {
     return seen;
   }
 
-  void hand_over(const mx::array& keys, const mx::array& values, mx::array& result) {
+  void hand_over(Arrays made, mx::array& result) {
     if (result_->is(result)) {
-      buffers_[0].fulfil(keys, result, stream());
-      buffers_[1].fulfil(values, result, stream());
+      for (size_t i = 0; i < made.size(); ++i) {
+        buffers_[i].fulfil(made[i], result, stream());
+      }
     } else {  // mx.compile has made the arrays anew
-      count_apart(result, {keys, values});
+      count_apart(result, std::move(made));
     }
   }
 
   std::shared_ptr<KernelPrimitive> append_;
   mx::Shape queries_;
+  size_t buffer_count_;
   std::optional<Attending> attending_;
   std::optional<Promised> result_;
   std::vector<Promised> buffers_;
@@ -107,7 +112,7 @@ class CacheStepPrimitive : public mx::Primitive {
 // A buffer of a step, until the step fulfils its promise.
 class CacheBuffer : public mx::Primitive {
  public:
-  CacheBuffer(mx::Stream stream, int which) : mx::Primitive(stream), which_(which) {}
+  CacheBuffer(mx::Stream stream, size_t which) : mx::Primitive(stream), which_(which) {}
 
   const char* name() const override {
     return "MittensCacheBuffer";
@@ -129,7 +134,7 @@ class CacheBuffer : public mx::Primitive {
     output.copy_shared_buffer(owner->carried[which_]);
   }
 
-  int which_;
+  size_t which_;
 };
 
 }  // namespace
@@ -137,7 +142,8 @@ class CacheBuffer : public mx::Primitive {
 CacheStep cache_step(Append append, std::optional<Attending> attending, std::optional<mx::array> result) {
   const mx::Stream stream = append.primitive->stream();
   const mx::Dtype dtype = append.inputs[0].dtype();
-  const mx::array keys = append.inputs[1], values = append.inputs[2];
+  const auto first = append.inputs.begin() + 1;
+  const Arrays buffers(first, first + static_cast<std::ptrdiff_t>(append.buffers));
   mx::Shape shape = append.queries;
   if (attending) {
     shape = {shape[0], 1, attending->shape[1] * attending->shape[3]};
@@ -149,10 +155,12 @@ CacheStep cache_step(Append append, std::optional<Attending> attending, std::opt
   } else {
     result.emplace(std::move(shape), dtype, primitive, std::move(append.inputs));
   }
-  const auto buffer = [&](int which, const mx::array& from) {
-    return mx::array(from.shape(), dtype, std::make_shared<CacheBuffer>(stream, which), {*result});
-  };
-  CacheStep step{*result, buffer(0, keys), buffer(1, values)};
+  CacheStep step{*result, {}};
+  step.buffers.reserve(buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    step.buffers.emplace_back(buffers[i].shape(), buffers[i].dtype(), std::make_shared<CacheBuffer>(stream, i),
+                              Arrays{*result});
+  }
   primitive->promise(step);
   return step;
 }

@@ -11,14 +11,15 @@ namespace mittens {
 
 inline constexpr int tokens_axis = 2;  // of a buffer, [batch, heads, tokens, width]
 
-// An append to buffers: heads, the buffers of keys and of values, and more -> queries and both buffers.
+// An append to buffers: heads, the buffers of keys and of values, and more -> queries and the buffers.
 struct Append {
   std::shared_ptr<KernelPrimitive> primitive;
   Arrays inputs;
   mx::Shape queries;
+  size_t buffers;  // so many inputs after the first
 };
 
-// An attention over the first tokens of the buffers.
+// An attention over the first tokens of the buffers, one of keys and one of values.
 struct Attending {
   std::shared_ptr<mx::Primitive> primitive;  // of queries, keys and values
   mx::Shape shape;  // of its output
@@ -28,8 +29,7 @@ struct Attending {
 // The queries, or the attention as [batch, tokens, heads * width] of one token, and the buffers.
 struct CacheStep {
   mx::array result;
-  mx::array keys;
-  mx::array values;
+  Arrays buffers;
 };
 
 // Its buffers may be updated in place while work on them is on its way. It has no derivatives. A pending array of the

@@ -18,19 +18,33 @@ struct Rotary {
   std::optional<mx::array> query_norm;
   std::optional<mx::array> key_norm;
   float eps = 0.0f;  // of the norms
+  bool traditional = false;  // pairs are neighbours
 };
 
 // The position of the first new token: of all rows of the batch, or of each, [batch].
 using Offset = std::variant<int, mx::array>;
 
+// How keys and values are quantized; bits are 0 where they are not.
+struct Packing {
+  int group_size = 0;
+  int bits = 0;
+
+  bool operator==(const Packing&) const = default;
+};
+
+// The buffers of a cache: keys and values, or words, scales and biases of keys, then of values.
+constexpr size_t buffers_of(const Packing& packing) {
+  return packing.bits == 0 ? 2 : 6;
+}
+
 // Checks a call and takes it in; none where no kernel covers it.
 std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
                                      const Rotary& rotary, const Offset& offset, int start, mx::Stream stream);
 
-// The same of new queries, keys and values, each [batch, heads, tokens, width] or [batch, tokens, heads * width]; none
-// where they do not fit.
+// The same of new queries, keys and values, each [batch, heads, tokens, width] or [batch, tokens, heads * width], and
+// of buffers of any kind; none where they do not fit.
 std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
-                                     const mx::array& new_values, const mx::array& keys, const mx::array& values,
+                                     const mx::array& new_values, const Arrays& buffers, const Packing& packing,
                                      const Rotary& rotary, const Offset& offset, int start, mx::Stream stream);
 
 // Whether an append may be a step that updates its buffers in place. Not under a transformation that looks at its

@@ -66,13 +66,19 @@ def test_scale_and_start(dtype, executor, rng):
         assert_same_bits(result[:, :, 7:], buffer[:, :, 7:], "after")
 
 
-@pytest.mark.parametrize("options", [{}, {"base": None}, {"eps": 1e-5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"base": None}, {"eps": 1e-5}, {"traditional": True}], ids=str)
 def test_an_offset_for_each_row(dtype, executor, rng, options):
     """A row is bit for bit that of a call with its number; before left padding ends numbers are negative."""
     case = case_of(3, 2, 1, 2, 64, **options)
     heads, keys, values, freqs, query_norm, key_norm = draw(rng, case, dtype)
     arguments = OP.arguments(case)
-    rest = {"base": arguments["base"], "freqs": freqs, "query_norm": query_norm, "key_norm": key_norm}
+    rest = {
+        "base": arguments["base"],
+        "freqs": freqs,
+        "traditional": arguments["traditional"],
+        "query_norm": query_norm,
+        "key_norm": key_norm,
+    }
     rest |= {"start": 4, "eps": arguments["eps"] or 1e-6}
     offsets = [9, -3, 500]
     rows = mm.rope_append(heads, keys, values, 64, offset=mx.array(offsets), **rest)
@@ -173,7 +179,7 @@ def test_a_cache_over_many_steps(dtype, executor, rng):
     for offset in range(12):
         heads = draw(rng, exact, dtype)[0]
         _, *ours = mm.rope_append(heads, *ours, 64, base=1e4, offset=offset)
-        _, *twin = OP.twin(heads, *twin, None, None, None, dims=64, base=1e4, offset=offset, eps=None)
+        _, *twin = OP.twin(heads, *twin, None, None, None, **{**OP.options, "offset": offset})
     for a, b in zip(ours, twin, strict=True):
         assert_near(a, b, "buffers", of_roundings(dtype))
 
@@ -219,7 +225,11 @@ def test_empty(dtype, executor, rng, shape):
 
 
 def test_gradients(native, rng):
-    for case in (case_of(2, 3, 2, 3, 66), case_of(1, 2, 1, 2, 64, base=None, eps=1e-5)):
+    for case in (
+        case_of(2, 3, 2, 3, 66),
+        case_of(1, 2, 1, 2, 64, base=None, eps=1e-5),
+        case_of(1, 2, 1, 2, 64, traditional=True),
+    ):
         arrays = draw(rng, case)
         there = [i for i, a in enumerate(arrays) if a is not None and OP.parameters[i][0] != "freqs"]
 

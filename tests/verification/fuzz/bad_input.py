@@ -84,7 +84,11 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
         ),
         "rope_append": lambda: (
             [array(1, 6, 2, 8), array(1, 2, 9, 8), array(1, 2, 9, 8), 8],
-            {"base": 1e4, "offset": 3, "scale": 1.0, "start": 3, **norms},
+            {"base": 1e4, "offset": 3, "scale": 1.0, "start": 3, "traditional": True, **norms},
+        ),
+        "quantized_rope_append": lambda: (
+            [array(1, 6, 2, 32), *(quantized(1, 2, 9, 32, bits=4) for _ in range(2)), 8],
+            {"base": 1e4, "offset": 3, "start": 3, "group_size": 32, "bits": 4},
         ),
         "norm_add_norm": lambda: (
             [array(3, 8), array(3, 8), array(8), array(8), 1e-5],

@@ -1,6 +1,8 @@
-"""Random calls of the rotary embedding with its append to a cache."""
+"""Random calls of the rotary embedding with its append to a cache, plain or quantized."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +12,7 @@ from verification.fuzz.compare import to_float64
 from verification.fuzz.draw import Draw, describe, float32
 
 import mlx_mittens as mm
+from mlx_mittens import specs
 from mlx_mittens.specs import EPSILON
 
 EPSILON32 = EPSILON[mx.float32]
@@ -26,7 +29,7 @@ def rope_append(draw: Draw) -> Case:
     value_capacity = capacity if draw.chance(0.7) else start + tokens + draw.integer(0, 8)
     given_start = draw.chance(0.7)
     offset = draw.pick((0, 0, 1, 5, 100, 4095, 100000)) if given_start else start
-    by_freqs, normed = draw.chance(0.3), draw.chance(0.4)
+    by_freqs, normed, traditional = draw.chance(0.3), draw.chance(0.4), draw.chance(0.3)
     base = None if by_freqs else float32(draw.pick((10000.0, 500000.0, 1e6, 100.0)))
     scale = float32(draw.pick((1.0, 1.0, 1.0, 0.5, 2.0)))
     kind = draw.kind(("normal", "normal", "large", "small"))
@@ -50,7 +53,7 @@ def rope_append(draw: Draw) -> Case:
         freqs, query_norm, key_norm = rest(more)
         return mm.rope_append(
             heads, keys, values, dims, base=base, scale=scale, offset=offset, freqs=freqs, query_norm=query_norm,
-            key_norm=key_norm, eps=eps, start=start if given_start else None,
+            key_norm=key_norm, eps=eps, start=start if given_start else None, traditional=traditional,
         )  # fmt: skip
 
     def twin(heads: mx.array, keys: mx.array, values: mx.array, *more: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -59,7 +62,8 @@ def rope_append(draw: Draw) -> Case:
         if normed:
             q, k = mx.fast.rms_norm(q, query_norm, eps), mx.fast.rms_norm(k, key_norm, eps)
         q, k = (
-            mx.fast.rope(a, dims, traditional=False, base=base, scale=scale, offset=offset, freqs=freqs) for a in (q, k)
+            mx.fast.rope(a, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs)
+            for a in (q, k)
         )
         place = mx.array([start])
         return q, mx.slice_update(keys, k, place, [2]), mx.slice_update(values, v, place, [2])
@@ -76,6 +80,10 @@ def rope_append(draw: Draw) -> Case:
         c, s = mx.cos(angles), mx.sin(angles)
 
         def turned(x: mx.array) -> mx.array:
+            if traditional:
+                a, b = x[..., :dims:2], x[..., 1:dims:2]
+                both = mx.stack([a * c - b * s, a * s + b * c], -1).reshape(*x.shape[:-1], dims)
+                return mx.concatenate([both, x[..., dims:]], -1)
             a, b = x[..., :pairs], x[..., pairs:dims]
             return mx.concatenate([a * c - b * s, a * s + b * c, x[..., dims:]], -1)
 
@@ -108,6 +116,7 @@ def rope_append(draw: Draw) -> Case:
             scale=scale,
             freqs=by_freqs,
             norms=normed,
+            traditional=traditional,
         ),  # fmt: skip
         arrays,
         ours,
@@ -117,3 +126,96 @@ def rope_append(draw: Draw) -> Case:
         differentiable=[0, 1, 2] + [len(arrays) - 2, len(arrays) - 1] * normed,
         noise=noise,
     )
+
+
+def quantized_rope_append(draw: Draw) -> Case:
+    """Buffers are compared as what they stand for: of these the twin's own distance is that of its quantization."""
+    dtype, eps = draw.dtype(), float32(1e-6)
+    group_size, bits = draw.pick((32, 32, 64, 64, 128)), draw.pick((2, 3, 4, 4, 5, 6, 8, 8))
+    width = group_size * draw.pick((1, 1, 2, 3))
+    batch, key_heads, query_heads = draw.pick((1, 1, 2, 3)), draw.pick((1, 1, 2, 3)), draw.pick((1, 2, 3, 4, 8))
+    tokens = draw.pick((0, 1, 1, 1, 2, 3, 7, 17), [0.02] + [0.98 / 7] * 7)
+    dims = 2 * draw.integer(1, width // 2) if draw.chance(0.5) else width
+    start = draw.integer(0, 19)
+    capacities = [start + tokens + draw.pick((0, 1, 5, 16)) for _ in range(2)]
+    offset = draw.pick((0, 0, 1, 5, 100, 4095))
+    normed, traditional = draw.chance(0.4), draw.chance(0.3)
+    base = float32(draw.pick((10000.0, 500000.0, 100.0)))
+    arrays = [draw.array(draw.numbers((batch, query_heads + 2 * key_heads, tokens, width), "normal"), dtype)]
+    for capacity in capacities:
+        arrays += mx.quantize(draw.normal((batch, key_heads, capacity, width), dtype), group_size, bits)
+    if normed:
+        arrays += [draw.normal([width], dtype), draw.normal([width], dtype)]
+    turn = {"base": base, "offset": offset, "traditional": traditional}
+
+    def dequantized(triple: Sequence[mx.array]) -> mx.array:
+        return mx.dequantize(*triple, group_size, bits)
+
+    def ours(heads: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        norms = dict(zip(("query_norm", "key_norm"), rest[6:]))
+        queries, keys, values = mm.quantized_rope_append(
+            heads, rest[:3], rest[3:6], dims, eps=eps, start=start, group_size=group_size, bits=bits, **turn, **norms
+        )
+        return queries, dequantized(keys), dequantized(values)
+
+    def before() -> list[mx.array]:
+        """What the buffers stand for, in float64."""
+        return [mx.array(specs.dequantized(*arrays[i : i + 3], group_size, bits), mx.float64) for i in (1, 4)]
+
+    def turned(heads: mx.array, norms: Sequence[mx.array]) -> list[mx.array]:
+        parts = mx.split(heads, [query_heads, query_heads + key_heads], axis=1)
+        for i, norm in enumerate(norms):
+            parts[i] = mx.fast.rms_norm(parts[i], norm, eps)
+        return [mx.fast.rope(a, dims, scale=1.0, **turn) for a in parts[:2]] + parts[2:]
+
+    def twin(heads: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        queries, *fresh = turned(heads, rest[6:])
+        buffers = []
+        for i, new in enumerate(fresh):
+            parts = zip(rest[3 * i :], mx.quantize(new, group_size, bits))
+            buffers.append(dequantized([mx.slice_update(a, b, mx.array([start]), [2]) for a, b in parts]))
+        return queries, *buffers
+
+    def in_float64(heads: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        parts = list(mx.split(heads, [query_heads, query_heads + key_heads], axis=1))
+        for i, norm in enumerate(rest[6:]):
+            parts[i] = exact.rms_norm(parts[i], norm, eps)
+        position = mx.arange(tokens).astype(mx.float64) + offset
+        exponents = mx.arange(dims // 2).astype(mx.float64) / (dims // 2)
+        angles = position[:, None] * mx.exp(-mx.log(mx.array(base, mx.float64)) * exponents)
+        c, s = mx.cos(angles), mx.sin(angles)
+        for i in (0, 1):
+            x = parts[i]
+            if traditional:
+                a, b = x[..., :dims:2], x[..., 1:dims:2]
+                pairs = mx.stack([a * c - b * s, a * s + b * c], -1).reshape(*x.shape[:-1], dims)
+            else:
+                a, b = x[..., : dims // 2], x[..., dims // 2 : dims]
+                pairs = mx.concatenate([a * c - b * s, a * s + b * c], -1)
+            parts[i] = mx.concatenate([pairs, x[..., dims:]], -1)
+        results = [parts[0]]
+        for held, new in zip(before(), parts[1:]):
+            results.append(mx.concatenate([held[:, :, :start], new, held[:, :, start + tokens :]], 2))
+        return tuple(results)
+
+    def noise() -> list[np.ndarray | float]:
+        size = np.sqrt(2) * np.abs(to_float64(arrays[0])).max(initial=0)
+        if normed:
+            size = max(size, max(np.abs(to_float64(a)).max() for a in arrays[-2:]) * np.sqrt(2 * width))
+        angle = (offset + tokens) * (3 + np.log(base))
+        turning = (EPSILON32 * (4 + angle) + 2 * EPSILON[dtype]) * size
+        # A step is at most the range by the levels; a group of numbers of one sign may be taken from 0 on.
+        return [turning, *2 * [turning + 1.1 * 2 * size / (2**bits - 1) + 4 * EPSILON[dtype] * size]]
+
+    return Case(
+        describe(
+            arrays, draw, dims=dims, offset=offset, start=start, base=base, norms=normed, traditional=traditional,
+            group_size=group_size, bits=bits,
+        ),
+        arrays,
+        ours,
+        twin,
+        in_float64,
+        of_nothing=lambda: [np.zeros((batch, query_heads, tokens, width)), *map(to_float64, before())],
+        noise=noise,
+    )  # fmt: skip

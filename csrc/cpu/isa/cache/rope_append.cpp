@@ -24,7 +24,7 @@ MITTENS_INLINE Floats table_at(const float* table, size_t i) {
 // The cosines and sines of a token's angles.
 template <typename T>
 struct Turns {
-  const float* cosines;  // [pairs], in the order of place_of, padded to whole units
+  const float* cosines;  // [pairs], in the order of place_of where pairs are no neighbours, padded to whole units
   const float* sines;
 };
 
@@ -37,8 +37,9 @@ Turns<T> fill_turns(const RopeAppend& call, size_t batch, size_t token, float* m
   for (size_t i = 0; i < call.pairs; ++i) {
     const float exponent = static_cast<float>(-log_base * static_cast<double>(i) / static_cast<double>(call.pairs));
     const float angle = position * (call.freqs ? 1.0f / call.freqs[i] : __builtin_exp2f(exponent));
-    memory[place_of<T>(i)] = __builtin_cosf(angle);
-    sines[place_of<T>(i)] = __builtin_sinf(angle);
+    const size_t place = call.traditional ? i : place_of<T>(i);
+    memory[place] = __builtin_cosf(angle);
+    sines[place] = __builtin_sinf(angle);
   }
   return {memory, sines};
 }
@@ -53,13 +54,37 @@ MITTENS_INLINE float rstd(const T* x, size_t columns, float eps) {
   return inverse_root(squares.total() / static_cast<float>(columns) + eps);
 }
 
+// Pairs of neighbours. Memory for a head, [width], comes with it.
+template <typename T, typename Input>
+MITTENS_INLINE void turn_neighbours(T* y, const Turns<T>& turns, const RopeAppend& call, float* memory,
+                                    const Input& input) {
+  each_unit(call.width, [&](size_t i, auto part, int) MITTENS_INLINED { store(y + i, input(i, part), part); });
+  const size_t rotated = 2 * call.pairs;
+  for (size_t i = 0; i < rotated; i += width) {
+    const Some part{smaller(width, rotated - i)};
+    write(memory + i, load_in_order(y + i, part), part);
+  }
+  for (size_t i = 0; i < call.pairs; ++i) {
+    const float a = memory[2 * i], b = memory[2 * i + 1];
+    memory[2 * i] = a * turns.cosines[i] - b * turns.sines[i];
+    memory[2 * i + 1] = a * turns.sines[i] + b * turns.cosines[i];
+  }
+  for (size_t i = 0; i < rotated; i += width) {
+    const Some part{smaller(width, rotated - i)};
+    store_in_order(y + i, read<Float>(memory + i, part), part);
+  }
+}
+
 template <typename T>
-void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const RopeAppend& call) {
+void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const RopeAppend& call, float* memory) {
   const float n = weight ? rstd(x, call.width, call.eps) : 1.0f;
   const auto input = [&](size_t i, auto part) MITTENS_INLINED {
     const Floats v = load(x + i, part);
     return weight ? round<T>(round<T>(v * n) * load(weight + i, part)) : v;
   };
+  if (call.traditional) {
+    return turn_neighbours(y, turns, call, memory, input);
+  }
   const size_t pairs = call.pairs;
   each_unit(pairs, [&](size_t i, auto part, int) MITTENS_INLINED {
     const Floats c = table_at(turns.cosines, i), s = table_at(turns.sines, i);
@@ -72,8 +97,63 @@ void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const R
   });
 }
 
+constexpr size_t largest_group = 128;
+
+// A group as mx.quantize packs it on a CPU: each step rounds to float32, halves to even.
 template <typename T>
-void append_token(const RopeAppend& call, size_t batch, size_t token, const Turns<T>& turns) {
+void quantize_group(const T* x, size_t size, size_t bits, uint32_t* words, T* scale, T* bias) {
+  const float levels = static_cast<float>((1 << bits) - 1);
+  Float low = Float{} + infinity, high = Float{} - infinity;
+  for (size_t i = 0; i < size; i += width) {
+    const Float v = load_in_order(x + i);
+    low = minimum(v, low);
+    high = maximum(v, high);
+  }
+  const auto smallest = reduce(low, [](auto a, auto b) MITTENS_INLINED { return a < b ? a : b; });
+  const auto largest = reduce(high, [](auto a, auto b) MITTENS_INLINED { return a > b ? a : b; });
+  const bool is_low = __builtin_fabsf(smallest) > __builtin_fabsf(largest);
+  const float range = (largest - smallest) / levels;
+  const float step = range > 1e-7f ? range : 1e-7f;
+  const float edge = is_low ? smallest : largest;
+  float factor = is_low ? step : -step;
+  const float whole = __builtin_rintf(edge / factor);
+  const float origin = whole != 0 ? edge : 0.0f;
+  factor = whole != 0 ? edge / whole : factor;
+  float q[largest_group];
+  for (size_t i = 0; i < size; i += width) {
+    const Float v = nearest((load_in_order(x + i) - origin) / factor);
+    write(q + i, minimum(maximum(v, Float{}), Float{} + levels), All());
+  }
+  uint64_t pending = 0;
+  size_t held = 0;  // bits
+  for (size_t i = 0; i < size; ++i) {
+    pending |= static_cast<uint64_t>(q[i]) << held;
+    held += bits;
+    if (held >= 32) {
+      *words++ = static_cast<uint32_t>(pending);
+      pending >>= 32;
+      held -= 32;
+    }
+  }
+  store_in_order(scale, Float{} + factor, Some{1});
+  store_in_order(bias, Float{} + origin, Some{1});
+}
+
+// Into a row of a buffer.
+template <typename T>
+void quantize_head(const T* x, const RopeAppend& call, const CacheBuffer& buffer, size_t row) {
+  const size_t groups = call.width / call.group_size, words = call.group_size * call.bits / 32;
+  for (size_t group = 0; group < groups; ++group) {
+    const size_t at = row * groups + group;
+    quantize_group(x + group * call.group_size, call.group_size, call.bits,
+                   static_cast<uint32_t*>(buffer.data) + at * words, static_cast<T*>(buffer.scales) + at,
+                   static_cast<T*>(buffer.biases) + at);
+  }
+}
+
+template <typename T>
+void append_token(const RopeAppend& call, size_t batch, size_t token, const Turns<T>& turns, float* memory) {
+  T* turned = reinterpret_cast<T*>(memory + padded(call.width));  // a key on its way to be quantized
   const auto source = [&](const Heads& heads, size_t head) {
     return static_cast<const T*>(heads.data) + static_cast<int64_t>(batch) * heads.strides[0] +
            static_cast<int64_t>(head) * heads.strides[1] + static_cast<int64_t>(token) * heads.strides[2];
@@ -81,14 +161,21 @@ void append_token(const RopeAppend& call, size_t batch, size_t token, const Turn
   for (size_t head = 0; head < call.query_heads; ++head) {
     const size_t row = (batch * call.query_heads + head) * call.tokens + token;
     turn_head(source(call.new_queries, head), static_cast<const T*>(call.query_norm),
-              static_cast<T*>(call.queries) + row * call.width, turns, call);
+              static_cast<T*>(call.queries) + row * call.width, turns, call, memory);
   }
   for (size_t head = 0; head < call.key_heads; ++head) {
     const size_t row = batch * call.key_heads + head;
-    T* key = static_cast<T*>(call.keys) + (row * call.key_capacity + call.first + token) * call.width;
-    T* value = static_cast<T*>(call.values) + (row * call.value_capacity + call.first + token) * call.width;
-    turn_head(source(call.new_keys, head), static_cast<const T*>(call.key_norm), key, turns, call);
-    __builtin_memcpy(value, source(call.new_values, head), call.width * sizeof(T));
+    const size_t key_row = row * call.key_capacity + call.first + token;
+    const size_t value_row = row * call.value_capacity + call.first + token;
+    const T* value = source(call.new_values, head);
+    T* key = call.bits != 0 ? turned : static_cast<T*>(call.keys.data) + key_row * call.width;
+    turn_head(source(call.new_keys, head), static_cast<const T*>(call.key_norm), key, turns, call, memory);
+    if (call.bits != 0) {
+      quantize_head(key, call, call.keys, key_row);
+      quantize_head(value, call, call.values, value_row);
+    } else {
+      __builtin_memcpy(static_cast<T*>(call.values.data) + value_row * call.width, value, call.width * sizeof(T));
+    }
   }
 }
 
@@ -99,10 +186,11 @@ void rope_append(const RopeAppend& call) {
     using T = decltype(t);
     const size_t bytes = (call.query_heads + 2 * call.key_heads) * call.width * sizeof(T);
     parallel_for(call.batch * call.tokens, serial_bytes / bytes + 1, [&](size_t begin, size_t end) {
-      const Scratch memory(2 * padded(call.pairs));
+      const Scratch memory(2 * padded(call.pairs) + 2 * padded(call.width));
+      float* of_head = memory.data() + 2 * padded(call.pairs);
       for (size_t i = begin; i < end; ++i) {
         const size_t batch = i / call.tokens, token = i % call.tokens;
-        append_token(call, batch, token, fill_turns<T>(call, batch, token, memory.data()));
+        append_token(call, batch, token, fill_turns<T>(call, batch, token, memory.data()), of_head);
       }
     });
   });

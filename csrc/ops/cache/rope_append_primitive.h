@@ -1,0 +1,52 @@
+// The primitive behind the appends to a cache: rotary embedding of new queries and keys, and keys and values into
+// buffers that hold elements, or into quantized ones.
+#pragma once
+
+#include "ops/cache/rope_append.h"
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+// What of a call is no array.
+struct Rope {
+  int dims;
+  float base;  // 0 where there are frequencies
+  float scale;
+  float eps;
+  int offset;
+  int start;
+  bool has_freqs;
+  bool has_norms;
+  bool has_offsets;
+  bool traditional;
+  bool is_apart;  // the new heads are three arrays
+  Packing packing;
+
+  bool operator==(const Rope&) const = default;
+
+  size_t buffers() const {
+    return buffers_of(packing);
+  }
+};
+
+Rope rope_of(const Rotary& rotary, const Offset& offset, int start, const Packing& packing, bool is_apart);
+
+// [batch, heads, tokens, width] of heads that may be [batch, tokens, heads * width] as well.
+std::optional<mx::Shape> shape_of_heads(const mx::array& heads, int width);
+
+// The inputs of the primitive but new keys and values that are apart.
+Arrays inputs_of(const mx::array& heads, const Arrays& buffers, const Rotary& rotary, const Offset& offset,
+                 mx::Stream stream);
+
+// What a call is in mx's operations.
+CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream stream);
+
+std::shared_ptr<KernelPrimitive> rope_append_primitive(const Rope& rope, mx::Stream stream);
+
+// What a call may be wrong in, whichever the buffers are. Heads are [.., width]; `batched` is an array [batch, ..].
+void check_rotary(const char* op, const Rotary& rotary, const mx::array& heads);
+void check_offset(const char* op, const Offset& offset, const mx::array& batched);
+// Buffers [batch, key heads, capacity, ..] of so many heads; the name is what holds it.
+void check_room(const char* op, const char* name, const mx::array& buffer, const mx::array& heads, int start);
+
+}  // namespace mittens
