@@ -1,5 +1,5 @@
-"""mlx-lm's plain key-value cache, appended to in one call: indexing its arrays from Python costs the host more than a
-layer's attention.
+"""mlx-lm's plain and quantized key-value caches, appended to in one call: indexing their arrays from Python costs the
+host more than a layer's attention.
 
 The functions give None where the cache has no room, or is another: then it does what it does by itself.
 """
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from .. import _ext
 
-__all__ = ["append", "attend", "turn_and_append"]
+__all__ = ["append", "attend", "turn_and_append", "turn_and_quantize"]
 
 
 def append(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:
@@ -29,6 +29,21 @@ def turn_and_append(cache: Any, heads: mx.array, rotary: _ext.Rotary) -> tuple[m
     if result is not None:
         cache.offset += heads.shape[2]
     return result
+
+
+def turn_and_quantize(cache: Any, heads: mx.array, rotary: _ext.Rotary) -> tuple[Any, ...] | None:
+    """The same of a quantized cache, whose keys and values are words, scales and biases."""
+    end = cache.offset + heads.shape[2]
+    format = cache.group_size, cache.bits
+    try:
+        result = _ext.quantized_rope_append(
+            heads, tuple(cache.keys), tuple(cache.values), rotary, cache.offset, None, *format
+        )
+    except ValueError:  # no room, which the cache makes
+        return None
+    queries, cache.keys, cache.values = result
+    cache.offset = end
+    return queries, *(tuple(a[:, :, :end] for a in part) for part in (cache.keys, cache.values))
 
 
 def attend(cache: Any, heads: mx.array, rotary: _ext.Rotary, scale: float) -> mx.array | None:

@@ -86,9 +86,10 @@ def _rotary_of(owner: nn.Module) -> tuple[_ext.Rotary | None, list[str]]:
     from mlx_lm.models.rope_utils import Llama3RoPE
 
     rope = owner["rope"]
-    if type(rope) not in (nn.RoPE, Llama3RoPE) or rope.traditional:
+    if type(rope) not in (nn.RoPE, Llama3RoPE):
         return None, []
-    turn = {"freqs": rope["_freqs"]} if type(rope) is Llama3RoPE else {"base": rope.base, "scale": rope.scale}
+    turn: dict[str, Any] = {"traditional": rope.traditional}
+    turn |= {"freqs": rope["_freqs"]} if type(rope) is Llama3RoPE else {"base": rope.base, "scale": rope.scale}
     if "q_norm" not in owner:
         return _ext.Rotary(rope.dims, **turn), ["rope"]
     if not _are_one_kernel(owner):
@@ -102,9 +103,9 @@ class _Joined:
     """Linear layers of one input as one layer, and what turns its heads, for as long as they are what they were."""
 
     def __init__(self, owner: nn.Module, names: Sequence[str]):
-        from mlx_lm.models.cache import KVCache
+        from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-        self.plain_cache = KVCache
+        self.plain_cache, self.quantized_cache = KVCache, QuantizedKVCache
         layers = [owner[name] for name in names]
         self.layer = copy.copy(layers[0])
         for name in layers[0]:
@@ -230,6 +231,8 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
             if y is not None:
                 return self["o_proj"](y)
         turned = caches.turn_and_append(cache, heads, joined.rotary)
+    elif type(cache) is joined.quantized_cache and cache.keys is not None and joined.rotary is not None:
+        turned = caches.turn_and_quantize(cache, heads, joined.rotary)
     queries, keys, values = turned or _turn(self, heads, cache, plain)
     y = _attend(queries, keys, values, cache, self.scale, mask)
     if tokens > 1:

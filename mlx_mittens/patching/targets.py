@@ -325,6 +325,29 @@ TARGETS = [
     ),
     Target(
         "cache",
+        "cache",
+        "mlx_lm.models.cache",
+        "BatchRotatingKVCache.update_and_fetch",
+        _ext.try_batch_rotating_update_and_fetch,
+        ("self", "keys", "values"),
+        optional=True,
+        partial=True,  # as above
+        text="a377da578739c8fd",
+        rests_on="_update_in_place",
+    ),
+    Target(
+        "cache",
+        "cache",
+        "mlx_lm.models.cache",
+        "QuantizedKVCache.update_and_fetch",
+        _ext.try_quantized_update_and_fetch,
+        ("self", "keys", "values"),
+        optional=True,
+        partial=True,  # keys that have just been turned, where the cache has room
+        text="e12d801a3f3ff204",
+    ),
+    Target(
+        "cache",
         "rope",
         "mlx.core",
         "fast.rope",

@@ -87,6 +87,22 @@ def test_tokens_give_what_they_gave(rng, executor, dtype, name, batch):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_traditional_rotary_embeddings(rng, monkeypatch, name):
+    layer = Layer(rng, name)
+    monkeypatch.setitem(layer.module, "rope", nn.RoPE(64, traditional=True))
+    expected = layer.run()
+    mx.eval(expected)
+    mm.stats(reset=True)
+    with mm.patched(linear=False):
+        results = layer.run()
+        assert layer.attempt() is not None
+        mx.eval(results)
+    assert sum(mm.stats()["rope_append"]["kernels"].values()) == 3
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        assert_near(a, b, f"result {i}", of_layer(mx.float32))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_token_is_no_more_than_its_products_and_one_step(rng, tmp_path, name):
     layer = Layer(rng, name, mx.float16, bits=4)
     with mm.patched():
@@ -160,7 +176,6 @@ def test_others_stay_what_they_were(rng, monkeypatch, name):
     }
     turns = {
         "another rotary embedding": Turn(64),
-        "a traditional one": nn.RoPE(64, traditional=True),
         "one that is too wide": nn.RoPE(66),
         "one of an odd width": nn.RoPE(33),
         "one without a base": nn.RoPE(64, base=0.0),

@@ -70,3 +70,192 @@ def test_a_batch_that_changes(native):
             results.append(np.array(model(mx.array([[7], [8]]), cache=caches)))
             mx.eval(y)
     np.testing.assert_allclose(results[1], results[0], atol=LAYERS * np.abs(results[0]).max())
+
+
+def append_all(made, lengths, rows=1, width=64, traditional=False, together=1):
+    """A cache after heads of random numbers, turned under whatever is patched; the queries and what it gave last."""
+    rng = np.random.default_rng(3)
+    pending, queries = [], []
+    for tokens in lengths:
+        heads = [mx.array(rng.standard_normal((rows, n, tokens, width)).astype(np.float32)) for n in (4, 2, 2)]
+        mx.eval(heads)
+        q, k, v = (a * 1 for a in heads)
+        turn = {"traditional": traditional, "base": 1e4, "scale": 1.0, "offset": made.offset}
+        q, k = (mx.fast.rope(a, width, **turn) for a in (q, k))
+        seen = made.update_and_fetch(k, v)
+        queries.append(q)
+        pending += [q, seen]
+        if len(queries) % together == 0:
+            mx.eval(pending)
+            pending = []
+    mx.eval(pending)
+    return queries, seen
+
+
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Caches that grow by 16 tokens."""
+    for kind in (cache.KVCache, cache.QuantizedKVCache, cache.BatchRotatingKVCache):
+        monkeypatch.setattr(kind, "step", 16)
+
+
+LENGTHS = [5, 1, 1, 3, 1, 4, 1, 1, 1, 1, 7, 1, 9, 1, 1]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("width, group_size, bits", [
+    (64, 64, 2), (64, 32, 3), (64, 64, 4), (64, 32, 5), (64, 64, 6), (64, 64, 8), (128, 128, 4), (128, 64, 3)
+], ids=str)  # fmt: skip
+def test_tokens_into_a_quantized_cache(native, small_steps, width, group_size, bits, together):
+    """Its words, scales and biases are those of mx.quantize, of the keys in a plain cache, also where it grows."""
+    plain, quantized = cache.KVCache(), cache.QuantizedKVCache(group_size, bits)
+    with mm.patched():
+        expected, _ = append_all(plain, LENGTHS, width=width, together=together)
+        mm.stats(reset=True)
+        found, seen = append_all(quantized, LENGTHS, width=width, together=together)
+    assert quantized.offset == plain.offset == sum(LENGTHS) and quantized.keys[0].shape[2] == plain.keys.shape[2]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.array(a), np.array(b))
+    for ours, part, a in zip(seen, (quantized.keys, quantized.values), (plain.keys, plain.values), strict=True):
+        for x, whole, y in zip(ours, part, mx.quantize(a[:, :, : plain.offset], group_size, bits), strict=True):
+            np.testing.assert_array_equal(np.array(x), np.array(y))
+            np.testing.assert_array_equal(np.array(whole[:, :, : plain.offset]), np.array(y))
+    if together == 1:  # the first prompt and two steps that make room are mlx-lm's, and so is what follows on these
+        assert tiny.kernels("quantized_rope_append") >= len(LENGTHS) - 6
+
+
+def test_a_quantized_cache_is_read_by_who_holds_its_arrays(native, small_steps):
+    """As mx's own assignment to a part of an array: other names of an array see a token, other arrays do not."""
+    quantized = cache.QuantizedKVCache(64, 4)
+    with mm.patched():
+        append_all(quantized, [5, 1])
+        words, before = quantized.keys[0], mx.array(quantized.keys[0])
+        mx.eval(before)
+        old = np.array(before)
+        mm.stats(reset=True)
+        append_all(quantized, [1])
+    assert tiny.kernels("quantized_rope_append") == 1
+    assert words is quantized.keys[0] and not mx.array_equal(words, before)
+    np.testing.assert_array_equal(np.array(before), old)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b"])
+def test_generation_with_a_quantized_cache(native, lenient, name, bits):
+    model, prompt = tiny.build(name, mx.float32), [int(i) for i in np.arange(9) * 7 % 300]
+    options = {"kv_bits": bits, "kv_group_size": 64, "quantized_kv_start": 0}
+    expected = tiny.tokens(model, prompt, 12, **options)
+    mm.stats(reset=True)
+    with mm.patched():
+        assert tiny.tokens(model, prompt, 12, **options) == expected
+    assert sum(mm.stats()["quantized_rope_append"]["kernels"].values()) >= 10 * len(model.layers)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_a_converted_model_with_a_quantized_cache(native, lenient, small_steps, bits):
+    """Also where it grows, which mlx-lm does."""
+    plain, prompt = tiny.build("qwen3-0.6b", mx.float32), [int(i) for i in np.arange(9) * 7 % 300]
+    options = {"kv_bits": bits, "kv_group_size": 64, "quantized_kv_start": 0}
+    expected = tiny.tokens(plain, prompt, 20, **options)
+    model = mm.nn.convert(plain)
+    mm.stats(reset=True)
+    assert tiny.tokens(model, prompt, 20, **options) == expected
+    assert sum(mm.stats()["quantized_rope_append"]["kernels"].values()) >= 16 * len(model.layers)
+
+
+@pytest.mark.parametrize("what", ["a subclass", "arrays of another type", "two arrays", "no turned keys"])
+def test_other_quantized_caches_stay_mlx_lms(native, lenient, small_steps, what):
+    class Subclass(cache.QuantizedKVCache):
+        pass
+
+    def appended():
+        made = (Subclass if what == "a subclass" else cache.QuantizedKVCache)(64, 4)
+        append_all(made, [5, 1])
+        if what == "arrays of another type":
+            made.keys = tuple(a.astype(mx.float16) if a.dtype == mx.float32 else a for a in made.keys)
+        if what == "two arrays":
+            made.keys = made.keys[:2]
+        mm.stats(reset=True)
+        if what == "no turned keys":
+            made.update_and_fetch(*(mx.ones((1, 2, 1, 64)) * i for i in (1, 2)))
+        else:
+            append_all(made, [1])
+        return made
+
+    theirs = appended()
+    with mm.patched():
+        ours = appended()
+    assert "quantized_rope_append" not in mm.stats()
+    for a, b in zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True):
+        np.testing.assert_array_equal(np.array(a), np.array(b))
+
+
+def batch_rotating_steps(made, prompt, tokens, together):
+    """What attention sees of a batch after a prompt and then token by token."""
+    rng = np.random.default_rng(4)
+    heads = [mx.array(rng.standard_normal((2, n, prompt + tokens, 64)).astype(np.float32)) for n in (4, 2, 2)]
+    pending, results = [], []
+    for first, end in [(0, prompt), *((i, i + 1) for i in range(prompt, prompt + tokens))]:
+        q, k, v = (a[:, :, first:end] * 1 for a in heads)
+        q, k = (mx.fast.rope(a, 64, traditional=False, base=1e4, scale=1.0, offset=made.offset) for a in (q, k))
+        mask = made.make_mask(end - first)
+        keys, values = made.update_and_fetch(k, v)
+        pending.append(mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.125, mask=mask))
+        if len(pending) == together:
+            mx.eval(pending)
+            results += map(np.array, pending)
+            pending = []
+    results += map(np.array, pending)
+    return results, [np.array(a) for a in (keys, values, made.keys, made.values)]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("most, prompt", [(8, 5), (8, 20), (24, 5), (30, 30)], ids=str)
+def test_tokens_into_a_batch_of_rotating_caches(native, lenient, small_steps, most, prompt, together):
+    """A start for each row, before and after the keys rotate, and where the buffers grow."""
+    caches, tokens = [cache.BatchRotatingKVCache(most, [0, 3]) for _ in range(2)], 40
+    expected, held = batch_rotating_steps(caches[0], prompt, tokens, together)
+    mm.stats(reset=True)
+    with mm.patched():
+        found, ours = batch_rotating_steps(caches[1], prompt, tokens, together)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        padding = 3 if i == 0 else 0  # a query before a row's start sees nothing
+        np.testing.assert_allclose(a[:, :, padding:], b[:, :, padding:], atol=LAYERS, err_msg=f"step {i}")
+    for a, b in zip(ours, held, strict=True):
+        np.testing.assert_allclose(a, b, atol=LAYERS)
+    for field in ("_idx", "_offset", "max_size", "rotated", "_lengths"):
+        assert getattr(caches[0], field) == getattr(caches[1], field), field
+    for field in ("offset", "left_padding"):
+        assert getattr(caches[0], field).tolist() == getattr(caches[1], field).tolist(), field
+    if together == 1:  # a prompt, growth and the tokens after these are mlx-lm's
+        assert tiny.kernels("rope_append") >= tokens - 5
+
+
+def test_what_counts_positions_is_computed_at_each_step(native, small_steps, tmp_path):
+    """Also where no mask reads it: otherwise a graph would grow with the tokens."""
+    made = cache.BatchRotatingKVCache(8, [0, 2])
+    with mm.patched():
+        append_all(made, [8, *[1] * 12], rows=2)
+        path = tmp_path / "graph.dot"
+        mx.export_to_dot(str(path), made.left_padding, made.offset)
+    assert "Subtract" not in path.read_text() and "Add" not in path.read_text()
+    assert made.left_padding.tolist() == [-12, -10] and made.offset.tolist() == [20, 18]
+
+
+def test_traditional_rotary_embeddings_are_in_the_append(native, small_steps):
+    """Pairs of neighbours, into caches of all kinds."""
+    kinds = {
+        "rope_append": cache.KVCache,
+        "quantized_rope_append": lambda: cache.QuantizedKVCache(64, 8),
+    }
+    for op, make in kinds.items():
+        made, plain = make(), make()
+        theirs, _ = append_all(plain, [5, 1, 1, 1], traditional=True)
+        mm.stats(reset=True)
+        with mm.patched():
+            ours, _ = append_all(made, [5, 1, 1, 1], traditional=True)
+        assert tiny.kernels(op) == 3
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(np.array(a), np.array(b), atol=LAYERS)
+        if op == "rope_append":
+            np.testing.assert_allclose(np.array(made.keys[:, :, :8]), np.array(plain.keys[:, :, :8]), atol=LAYERS)

@@ -281,6 +281,7 @@ TURNS = {
     "part of a head": {"dims": 48},
     "frequencies": {"base": None, "freqs": FREQS},
     "scaled": {"scale": 0.25},
+    "traditional": {"traditional": True, "tokens": 3},
     "norms": {"norms": True},
     "norms, tokens": {"norms": True, "tokens": 5, "batch": 2},
 }
@@ -369,7 +370,7 @@ def others(layer: Layer):
         "queries that are not turned": run(rope=(lambda q: q + 0, layer.rope)),
         "other positions": run(rope=(turned_otherwise(offset=4), layer.rope)),
         "another base": run(rope=(turned_otherwise(base=1e3), layer.rope)),
-        "traditional": run(rope=(turned_otherwise(traditional=True),) * 2),
+        "pairs of another kind": run(rope=(turned_otherwise(traditional=True), layer.rope)),
         "positions in an array": run(rope=(turned_otherwise(offset=mx.array(5)),) * 2),
         "a buffer still to be computed": pending_cache,
         "wider queries": run(heads=lambda: [mx.concatenate([h, h], axis=-1) if i == 0 else h
