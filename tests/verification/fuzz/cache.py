@@ -204,8 +204,14 @@ def quantized_rope_append(draw: Draw) -> Case:
             size = max(size, max(np.abs(to_float64(a)).max() for a in arrays[-2:]) * np.sqrt(2 * width))
         angle = (offset + tokens) * (3 + np.log(base))
         turning = (EPSILON32 * (4 + angle) + 2 * EPSILON[dtype]) * size
+        levels = 2**bits - 1
         # A step is at most the range by the levels; a group of numbers of one sign may be taken from 0 on.
-        return [turning, *2 * [turning + 1.1 * 2 * size / (2**bits - 1) + 4 * EPSILON[dtype] * size]]
+        packed = turning + 1.1 * 2 * size / levels + 4 * EPSILON[dtype] * size
+        results: list[np.ndarray | float] = [turning]
+        for i in (1, 4):  # a number is a product and a bias, each rounded, where nothing is appended too
+            scales, biases = (np.abs(to_float64(a)).max(initial=0) for a in arrays[i + 1 : i + 3])
+            results.append(packed + 2 * EPSILON[dtype] * (levels * scales + biases))
+        return results
 
     return Case(
         describe(
@@ -216,6 +222,8 @@ def quantized_rope_append(draw: Draw) -> Case:
         ours,
         twin,
         in_float64,
-        of_nothing=lambda: [np.zeros((batch, query_heads, tokens, width)), *map(to_float64, before())],
+        of_nothing=lambda: [
+            np.zeros((batch, query_heads, tokens, width)), *(to_float64(dequantized(arrays[i : i + 3])) for i in (1, 4))
+        ],
         noise=noise,
     )  # fmt: skip

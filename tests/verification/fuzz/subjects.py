@@ -77,8 +77,8 @@ SUBJECTS = {
 }
 NATIVE_ONLY = ("patched_errors", "threads", "memory")
 
-# A case of these takes as long as so many of an op.
-COST = {"ssm_update": 6, "threads": 100, "memory": 1000}  # mx compiles the time steps of each shape for seconds
+# A case of these takes as long as so many of an op: mx compiles the time steps of each shape, or its quantization.
+COST = {"ssm_update": 6, "quantized_rope_append": 6, "threads": 100, "memory": 1000}
 
 # Cases that it takes to cover each kind.
 FEWEST = {"threads": 2, "memory": len(PROGRAMS)}
