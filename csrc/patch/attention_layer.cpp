@@ -95,7 +95,7 @@ nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb:
   const mx::Dtype dtype = held->keys().dtype();
   const mx::Stream stream = checks::checked_stream("attention layer", {});
   const int heads = attribute<int>(layer, query_heads);
-  auto attention = attention_of_token(*held, heads, attribute<float>(layer, scale), stream);
+  auto attention = attention_of_token(*held, heads, attribute<float>(layer, scale), has_norms, stream);
   const int width = held->keys().shape(-1);
   if (!attention || (has_norms && !read_norms(layer, *rotary, dtype, width))) {
     return nb::none();

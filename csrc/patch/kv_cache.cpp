@@ -348,15 +348,17 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
     return std::nullopt;
   }
   const mx::Stream stream = checks::checked_stream("attend_with_cache", {});
-  auto append = append_of(heads, keys, values, rotary, first, stream);
-  if (!append) {
-    return std::nullopt;
+  std::optional<Append> append;
+  std::shared_ptr<mx::Primitive> attention;
+  {
+    const Tentative tentative;  // the append and the attention are asked for one by one then
+    append = append_of(heads, keys, values, rotary, first, stream);
+    attention = append ? attention_until(keys, values, append->queries[1], first + 1, scale, stream) : nullptr;
   }
-  const mx::Shape queries = append->queries;
-  auto attention = attention_until(keys, values, queries[1], first + 1, scale, stream);
   if (!attention) {
     return std::nullopt;
   }
+  const mx::Shape queries = append->queries;
   if (!may_be_a_step(*append)) {
     const CacheStep step = apply_rope_append(*std::move(append));
     const mx::array y(
@@ -419,7 +421,7 @@ void PlainCache::advance(int tokens) {
   nb::setattr(cache_, nb::handle(offset_name()), nb::int_(offset_));
 }
 
-std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int query_heads, float scale,
+std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int query_heads, float scale, bool has_norms,
                                                   mx::Stream stream) {
   const int end = cache.offset() + 1;
   for (const auto* buffer : {&cache.keys(), &cache.values()}) {
@@ -428,6 +430,11 @@ std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int q
     }
   }
   const Tentative tentative;
+  const mx::array& keys = cache.keys();
+  const mx::Shape heads = {keys.shape(0), query_heads + 2 * keys.shape(1), 1, keys.shape(3)};
+  if (prefer_mx_append(heads, keys.dtype(), has_norms, stream)) {
+    return nullptr;
+  }
   try {
     return attention_until(cache.keys(), cache.values(), query_heads, end, scale, stream);
   } catch (const std::invalid_argument&) {  // the model's own call says what is wrong
@@ -439,6 +446,7 @@ std::optional<mx::array> attend(PlainCache& cache, std::shared_ptr<mx::Primitive
                                 const mx::array& keys, const mx::array& values, const Rotary& rotary,
                                 mx::Stream stream) {
   const int first = cache.offset();
+  const Tentative tentative;
   auto append = rope_append_of(queries, keys, values, {cache.keys(), cache.values()}, {}, rotary, first, first, stream);
   if (!append || !may_be_a_step(*append)) {
     return std::nullopt;

@@ -38,8 +38,9 @@ class PlainCache {
 };
 
 // The attention of one token's queries over what the cache holds and the token itself; null where it has no room for
-// that, or no kernel covers it.
-std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int query_heads, float scale,
+// that, no kernel covers it, or mx is faster at it or at what comes before: the rotary embedding, after norms of heads
+// if there are any, and the append.
+std::shared_ptr<mx::Primitive> attention_of_token(const PlainCache& cache, int query_heads, float scale, bool has_norms,
                                                   mx::Stream stream);
 
 // Does it: the token's queries, keys and values are [batch, 1, heads * width], as is the result, and the latter two are

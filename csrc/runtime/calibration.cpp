@@ -34,7 +34,7 @@ namespace {
 
 using Sizes = std::array<uint32_t, 4>;
 using Row = std::tuple<std::string, std::string, uint32_t, Sizes, bool, std::string, int>;
-using Asked = std::tuple<std::string, std::string, uint32_t, Sizes, std::string, bool>;
+using Asked = std::tuple<std::string, std::string, uint32_t, Sizes, std::string, bool, bool>;
 using Forced = std::tuple<bool, std::string, int>;
 
 struct Point {
@@ -230,22 +230,14 @@ void bind(nb::module_& module) {
       "op"_a, "The names of the schedules in the plan table of an op.");
   module.def(
       "calibration_record", &record, "recording"_a,
-      "Begins or ends to keep the problems of calls; returns those kept so far: op, dtype, format, sizes, device "
-      "and whether a calibration knew them.");
+      "Begins or ends to keep the problems of calls; returns those kept so far: op, dtype, format, sizes, device, "
+      "whether a calibration knew them, and whether a plan asked, which follows a schedule or a parallelism.");
 }
 
 const Register registered(bind);
 
-}  // namespace
-
-void Schedules::add(const char* op, const char* name) {
-  std::vector<std::string>& known = schedules()[op];
-  if (std::find(known.begin(), known.end(), name) == known.end()) {
-    known.emplace_back(name);
-  }
-}
-
-Choice calibrated(const Problem& problem, mx::Stream stream) {
+// planned: a plan asks.
+Choice ask(const Problem& problem, mx::Stream stream, bool planned) {
   State& all = state();
   if (!all.active.load(std::memory_order_relaxed)) {
     return {};
@@ -263,13 +255,26 @@ Choice calibrated(const Problem& problem, mx::Stream stream) {
   std::lock_guard lock(all.mutex);
   if (all.recording) {
     all.asked.emplace(problem.op, dtype_name(problem.dtype), problem.format, problem.sizes, devices[device],
-                      choice.known);
+                      choice.known, planned);
   }
   return all.forced.value_or(choice);
 }
 
+}  // namespace
+
+void Schedules::add(const char* op, const char* name) {
+  std::vector<std::string>& known = schedules()[op];
+  if (std::find(known.begin(), known.end(), name) == known.end()) {
+    known.emplace_back(name);
+  }
+}
+
+Choice calibrated(const Problem& problem, mx::Stream stream) {
+  return ask(problem, stream, true);
+}
+
 bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream) {
-  const Choice choice = calibrated(problem, stream);
+  const Choice choice = ask(problem, stream, false);
   if (choice.known) {
     return choice.mx && prefer_fallback(problem.op, "a problem that mx computes faster, as measured on this machine");
   }

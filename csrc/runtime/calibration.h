@@ -2,10 +2,12 @@
 // nothing was measured near a problem, the plan tables and the rules for mx decide alone.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 
 #include "backends/name.h"
 #include "mlx/dtype.h"
@@ -46,7 +48,13 @@ class Schedules {
   static void add(const char* op, const char* name);
 };
 
-// The choice measured nearest to a problem, no size of which is more than twice or less than half of the problem's.
+// A number of elements, rows or heads as a size of a problem.
+inline uint32_t problem_size(size_t count) {
+  return static_cast<uint32_t>(std::min<size_t>(count, std::numeric_limits<uint32_t>::max()));
+}
+
+// The choice measured nearest to a problem, no size of which is more than twice or less than half of the problem's; for
+// plans, which follow its schedule and its parallelism.
 Choice calibrated(const Problem& problem, mx::Stream stream);
 
 // Whether mx is to compute a problem that a kernel covers as well. By calibration where it knows the problem, else

@@ -203,7 +203,7 @@ def measure(
         mittens_host_ms=host["mittens"] * 1e3 if "mittens" in host else None,
         mx_host_ms=host["mx"] * 1e3 if "mx" in host else None,
         spread=round(max(scatter(times[name]) for name in contenders), 4),
-        calibrated=any(known for *_, known in asked),
+        calibrated=any(known for *_, known, _ in asked),
     )
     return Outcome(row, check.passed, check.detail)
 

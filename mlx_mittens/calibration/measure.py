@@ -148,22 +148,33 @@ def _results(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None]) 
     return results
 
 
-def asked(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None], device: str) -> list[Problem]:
-    """The problems that a call asks the calibration for; none where no kernel covers it."""
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks the calibration for.
+
+    Attributes:
+        problems: Of the call's op; none where no kernel covers the call.
+        planned: Whether a plan asks too, which follows a schedule or a parallelism.
+    """
+
+    problems: list[Problem]
+    planned: bool = False
+
+
+def asked(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None], device: str) -> Asked:
+    """What a call of ours asks the calibration for."""
     _ext.calibration_record(True)
     try:
         _results(op, case, arrays)
     except RuntimeError as error:
         if "strict mode" not in str(error):
             raise
-        return []
+        return Asked([])
     finally:
-        problems = _ext.calibration_record(False)
-    return [
-        (name, dtype, format, tuple(sizes))
-        for name, dtype, format, sizes, where, _ in problems
-        if name == op.name and where == device
-    ]
+        found = _ext.calibration_record(False)
+    mine = [one for one in found if one[0] == op.name and one[4] == device]
+    problems = {(name, dtype, format, tuple(sizes)): None for name, dtype, format, sizes, *_ in mine}
+    return Asked(list(problems), planned=any(planned for *_, planned in mine))
 
 
 def _agree(a: mx.array, b: mx.array) -> bool:
@@ -246,12 +257,13 @@ def measure(
     """
     op, case, dtype = item
     arrays = draw(item, rng)
-    problems = [problem for problem in asked(op, case, arrays, device) if problem not in known]
+    wanted = asked(op, case, arrays, device)
+    problems = [problem for problem in wanted.problems if problem not in known]
     if not problems:
         return []
     clock = Stopwatch(op, case, arrays, device)
     plans = [TABLES, MX]
-    if device == "gpu" and (best := candidate(clock, schedules(op, case, arrays))) != TABLES:
+    if device == "gpu" and wanted.planned and (best := candidate(clock, schedules(op, case, arrays))) != TABLES:
         plans.append(best)
     times = clock(plans, budget)
     if winner(times)[0] != TABLES:

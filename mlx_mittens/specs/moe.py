@@ -60,8 +60,8 @@ class GatherOp(Op):
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
             mode = options.get("mode", "affine")
             if name == "indices":
-                order = rng.random((tokens, experts)).argsort(-1)
-                arrays.append(mx.array(order[:, :chosen].astype(np.uint32)))
+                order = rng.random((tokens, experts)).argsort(-1)[:, :chosen].astype(np.uint32)
+                arrays.append(mx.array(np.sort(order, axis=0) if options.get("sorted_indices") else order))
             elif name.endswith("biases") and mode != "affine":
                 arrays.append(None)
             elif name not in self.dense and "bits" in options:
@@ -208,16 +208,16 @@ def _mx_gather_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biase
     return linear * mx.sigmoid(linear) * product(up, up_scales, up_biases)
 
 
-def _gather_mm(x, w, indices):
-    return moe.gather_mm(x[:, None, None], w.swapaxes(-1, -2), rhs_indices=indices)
+def _gather_mm(x, w, indices, **options):
+    return moe.gather_mm(x[:, None, None], w.swapaxes(-1, -2), rhs_indices=indices, **options)
 
 
-def _mx_gather_mm(x, w, indices):
+def _mx_gather_mm(x, w, indices, **options):
     if mx.default_device() == mx.gpu:
-        return mx.gather_mm(x[:, None, None], w.swapaxes(-1, -2), rhs_indices=indices)
+        return mx.gather_mm(x[:, None, None], w.swapaxes(-1, -2), rhs_indices=indices, **options)
     # In half types mx has none on a CPU.
     wide = w.astype(mx.float32).swapaxes(-1, -2)
-    return mx.gather_mm(x[:, None, None].astype(mx.float32), wide, rhs_indices=indices).astype(x.dtype)
+    return mx.gather_mm(x[:, None, None].astype(mx.float32), wide, rhs_indices=indices, **options).astype(x.dtype)
 
 
 # The first product of an expert: (experts, chosen, columns, outputs).

@@ -301,31 +301,81 @@ SMALL = {
     "rms_norm": ((4, 64), {}),
     "layer_norm": ((4, 64), {}),
     "add_rms_norm": ((4, 64), {}),
+    "norm_add_norm": ((4, 64), {}),
+    "qk_norm": ((4, 64), {}),
+    "softcap": ((4, 64), {}),
     "softmax": ((4, 64), {}),
+    "sample": ((2, 33), {"top_k": 5}),
     "gemv": ((2, 64, 8), {}),
     "quantized_matmul": ((2, 128, 8), {"bits": 8}),
     "quantized_swiglu": ((1, 128, 8), {"bits": 4}),
     "block_matmul": ((2, 64, 8), {"kind": "q8_0"}),
     "scaled_dot_product_attention": ((1, 4, 2, 1, 70, 64), {}),
     "quantized_scaled_dot_product_attention": ((1, 4, 2, 1, 70, 64), {"bits": 4}),
+    "rope_append": ((1, 4, 2, 1, 64), {"eps": 1e-6}),
+    "gather_qmm": ((2, 2, 3, 64, 8), {}),
+    "gather_mm": ((2, 2, 3, 64, 8), {}),
+    "gather_swiglu": ((2, 2, 3, 64, 8), {}),
+    "gather_sum": ((2, 2, 3, 64, 8), {}),
+    "route_top_k": ((2, 16), {"k": 2}),
+    "gated_delta_update": ((1, 2, 1, 2, 3, 8), {}),
+    "ssm_update": ((1, 2, 1, 2, 3, 8), {}),
+    "linear_attention": ((1, 2, 1, 2, 3, 8), {}),
 }
+
+
+def test_every_op_of_the_table_is_calibrated():
+    without_twins = {"block_quantize", "block_dequantize"}  # mx has no blocks of GGUF
+    assert set(SMALL) == set(grid._GRIDS) == {op.name for op in specs.OPS} - without_twins
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_op_follows_the_calibration(name, made_up, file, lenient):
     made_up(lambda op, case, plan: 1.0 if plan == MX else 50.0)
+    dtype = "float32" if name == "gather_mm" else "float16"  # mx has no other gather_mm on a CPU
     op, case = specs.get(name), specs.Case("calibration", *SMALL[name])
     with mm.strict():
-        (row,) = measure.measure((op, case, "float16"), "cpu", measure.QUICK, np.random.default_rng(0))
-    assert row.mx and row.op == name and row.dtype == "float16"
+        (row,) = measure.measure((op, case, dtype), "cpu", measure.QUICK, np.random.default_rng(0))
+    assert row.mx and row.op == name and row.dtype == dtype
     store.write(file, of_this_machine([row]))
     calibration.load()
-    arrays = measure.draw((op, case, "float16"), np.random.default_rng(0))
+    arrays = measure.draw((op, case, dtype), np.random.default_rng(0))
     mm.stats(reset=True)
     mx.eval(specs.run(op, op.ours, case, arrays))
-    counts = mm.stats()[name]
+    counts = mm.stats(reset=True)[name]
     assert counts["mx"] == {"a problem that mx computes faster, as measured on this machine": 1}
     assert not counts["kernels"]
+    assert specs.check(op, case, arrays).passed and not mm.stats()[name]["kernels"]
+    with mm.strict():
+        mx.eval(specs.run(op, op.ours, case, arrays))
+    assert mm.stats()[name]["kernels"], "strict mode asks for the kernel"
+
+
+def test_a_gather_that_mx_has_not_stays_here(made_up, lenient):
+    made_up(lambda op, case, plan: 1.0 if plan == MX else 50.0)
+    op, case = specs.get("gather_mm"), specs.Case("calibration", *SMALL["gather_mm"])
+    assert measure.measure((op, case, "float16"), "cpu", measure.QUICK, np.random.default_rng(0)) == []
+    _ext.calibration_force((True, "", 0))
+    assert specs.check(op, case, op.draw(np.random.default_rng(0), case, mx.float16)).passed
+
+
+def test_sorted_pairs_are_problems_of_their_own(rng):
+    op, shape = specs.get("gather_qmm"), (16, 1, 3, 64, 8)
+    problems = []
+    for options in ({}, {"sorted_indices": True}):
+        case = specs.Case("calibration", shape, options)
+        arrays = op.draw(rng, case, mx.float32)
+        assert bool((arrays[-1][1:] >= arrays[-1][:-1]).all()) == bool(options)
+        problems += measure.asked(op, case, arrays, "cpu").problems
+    (_, _, first, sizes), (_, _, second, same) = problems
+    assert first + 1 == second and sizes == same == (16, 3, 64, 8)
+
+
+def test_a_plan_asks_for_more_than_whether_mx_is_faster(rng):
+    for name, planned in (("rms_norm", True), ("quantized_matmul", True), ("softcap", False), ("gather_qmm", False)):
+        op, case = specs.get(name), specs.Case("calibration", *SMALL[name])
+        with mm.simulator.enabled(gpu="nvidia"):
+            assert measure.asked(op, case, op.draw(rng, case, mx.float16), "simulator").planned == planned
 
 
 def test_mx_has_to_win_twice(made_up):
@@ -502,11 +552,19 @@ def within_two(a, b):
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("op", [op for op in specs.OPS if op.name in grid._GRIDS], ids=lambda op: op.name)
 def test_models_are_near_a_point_of_the_grid(op, device):
-    points = [case.shape for case in grid.cases(op, device)]
-    synthetic = lambda case: case.vjp or case.label == "large" or case.shape[1:3] == (1, 1)
-    cases = [case for case in op.cases if case.runs_on(device) and not synthetic(case)]
-    flat = lambda shape: (math.prod(shape[:-1]), shape[-1]) if isinstance(op, specs.RowOp) else shape
-    assert not [case.name for case in cases if not any(within_two(flat(case.shape), p) for p in points)]
+    def sizes(case):
+        if op.name == "softcap":
+            return (math.prod(case.shape),)
+        if op.name == "route_top_k":
+            return (*case.shape, op.arguments(case)["k"])
+        return (math.prod(case.shape[:-1]), case.shape[-1]) if isinstance(op, specs.RowOp) else case.shape
+
+    def is_model(case):
+        return not case.vjp and case.label != "large" and (op.name == "rope_append" or case.shape[1:3] != (1, 1))
+
+    points = [sizes(case) for case in grid.cases(op, device)]
+    cases = [case for case in op.cases if case.runs_on(device) and is_model(case)]
+    assert not [case.name for case in cases if not any(within_two(sizes(case), p) for p in points)]
 
 
 def test_the_grid(monkeypatch):

@@ -345,6 +345,11 @@ std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const
     fallback(op, std::move(reason));
     return nullptr;
   }
+  const AttentionSizes sizes = attention_sizes(q, k, v);
+  const char* faster = why_mx_attention(sizes, options, dtype, stream);
+  if (!options.exact && prefer_mx(attention_problem(op, sizes, options, dtype), faster, stream)) {
+    return nullptr;
+  }
   return attention_primitive(options, stream);
 }
 

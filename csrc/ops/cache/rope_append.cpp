@@ -103,6 +103,9 @@ std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& ke
   if (reason) {
     return fallback(op, reason);
   }
+  if (prefer_mx_append(heads.shape(), dtype, rotary.query_norm.has_value(), stream)) {
+    return std::nullopt;
+  }
   mx::Shape queries = heads.shape();
   queries[1] -= 2 * keys.shape(1);
   return Append{rope_append_primitive(rope_of(rotary, offset, start, {}, false), stream),

@@ -37,15 +37,18 @@ constexpr size_t buffers_of(const Packing& packing) {
   return packing.bits == 0 ? 2 : 6;
 }
 
-// Checks a call and takes it in; none where no kernel covers it.
+// Checks a call and takes it in; none where no kernel covers it, or where mx is faster by calibration.
 std::optional<Append> rope_append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
                                      const Rotary& rotary, const Offset& offset, int start, mx::Stream stream);
 
 // The same of new queries, keys and values, each [batch, heads, tokens, width] or [batch, tokens, heads * width], and
-// of buffers of any kind; none where they do not fit.
+// of buffers of any kind; none where they do not fit, or where mx is faster by calibration.
 std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::array& new_keys,
                                      const mx::array& new_values, const Arrays& buffers, const Packing& packing,
                                      const Rotary& rotary, const Offset& offset, int start, mx::Stream stream);
+
+// Whether mx is to turn and append new queries, keys and values, [batch, all heads, tokens, width], by calibration.
+bool prefer_mx_append(const mx::Shape& heads, mx::Dtype dtype, bool has_norms, mx::Stream stream);
 
 // Whether an append may be a step that updates its buffers in place. Not under a transformation that looks at its
 // inputs, which needs an op with derivatives.

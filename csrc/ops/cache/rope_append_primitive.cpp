@@ -14,6 +14,7 @@
 #include "params/cache.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
+#include "runtime/calibration.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
@@ -534,11 +535,25 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
   } catch (const std::invalid_argument&) {  // which the caller's own op says
     return std::nullopt;
   }
+  mx::Shape heads = *queries;
+  heads[1] += 2 * (*fresh_keys)[1];
+  if (packing.bits == 0 && prefer_mx_append(heads, dtype, rotary.query_norm.has_value(), stream)) {
+    return std::nullopt;
+  }
   Append append{rope_append_primitive(rope_of(rotary, offset, start, packing, true), stream),
                 inputs_of(new_queries, buffers, rotary, offset, stream), *queries, buffers.size()};
   append.inputs.push_back(new_keys);
   append.inputs.push_back(new_values);
   return append;
+}
+
+bool prefer_mx_append(const mx::Shape& heads, mx::Dtype dtype, bool has_norms, mx::Stream stream) {
+  const auto size = [&](int axis) { return static_cast<size_t>(heads[axis]); };
+  const Problem problem{"rope_append",
+                        dtype,
+                        has_norms,
+                        {problem_size(size(0) * size(1)), problem_size(size(2)), problem_size(size(3)), 1}};
+  return prefer_mx(problem, nullptr, stream);
 }
 
 bool may_be_a_step(const Append& append) {

@@ -21,6 +21,7 @@ struct ProductSizes {
   uint32_t outputs;
 };
 
+inline constexpr uint32_t most_matrices = 65535;  // of a grid's third dimension on NVIDIA GPUs
 inline constexpr uint32_t unlimited_rows = std::numeric_limits<uint32_t>::max();
 inline constexpr uint32_t unlimited_splits = std::numeric_limits<uint32_t>::max();
 

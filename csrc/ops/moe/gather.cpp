@@ -84,11 +84,16 @@ void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
   }
 }
 
-const char* why_mx_gather(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream) {
+const char* why_not_gathered(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream) {
   if (!transpose && stream.device == mx::Device::gpu) {
     return "experts that are not transposed";
   }
-  return why_mx_experts(pairs.experts.size() * x.shape(-2), stream);
+  return why_not_launched(pairs.experts.size(), x.shape(-2), stream);
+}
+
+ExpertSizes expert_sizes(const mx::array& x, const Pairs& pairs, const mx::array& stack, int outputs) {
+  return {pairs.experts.size() * x.shape(-2), leading_size(stack, 2), static_cast<size_t>(x.shape(-1)),
+          static_cast<size_t>(outputs)};
 }
 
 GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs) {
@@ -336,7 +341,8 @@ std::pair<Arrays, std::vector<int>> GatherPrimitive::vmap(const Arrays& inputs, 
     }
     pairs.experts = moved(pairs.experts, size > 0 ? size_of_batch(stacks[0]) / size : 0);
   }
-  if (why_mx_gather(batched[0], pairs, true, stream())) {
+  const bool is_covered = !why_not_gathered(batched[0], pairs, true, stream());
+  if (!is_covered || prefer_mx_experts(problem(batched[0], stacks, pairs), stream())) {
     return {composed(gather_inputs(batched[0], stacks, pairs)), {0}};
   }
   return {{apply(batched[0], stacks, pairs)}, {0}};

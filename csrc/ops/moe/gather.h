@@ -11,6 +11,7 @@
 #include "cpu/gather.h"
 #include "mlx/utils.h"
 #include "ops/matmul/affine.h"
+#include "ops/moe/plan.h"
 #include "params/moe.h"
 #include "runtime/primitive.h"
 
@@ -29,8 +30,11 @@ mx::array as_indices(const mx::array& indices, mx::Stream stream);
 void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
                    const std::optional<mx::array>& rhs_indices);
 
-// Why a call is mx's on a GPU, or null.
-const char* why_mx_gather(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream);
+// Why no kernel covers a call on a GPU, or null.
+const char* why_not_gathered(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream);
+
+// Of x [.., rows, columns] times matrices of a stack.
+ExpertSizes expert_sizes(const mx::array& x, const Pairs& pairs, const mx::array& stack, int outputs);
 
 // The params of a kernel with stacks of quantized weights, but for the pairs and the grid.
 GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs);
@@ -78,6 +82,8 @@ class GatherPrimitive : public KernelPrimitive {
   virtual int outputs_of(const Arrays& inputs) const = 0;
   // The op on other arrays.
   virtual mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) = 0;
+  // What the op on other arrays is for calibration.
+  virtual Problem problem(const mx::array& x, const Arrays& stacks, const Pairs& pairs) const = 0;
   // The cotangent of each pair times its expert transposed; nothing where the op is not linear in x.
   virtual std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) {
     return std::nullopt;
@@ -135,9 +141,17 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
                      const std::optional<mx::array>& bias, std::optional<int> group_size, std::optional<int> bits,
                      const std::string& mode, mx::StreamOrDevice where);
 
-// The format of an array that is to be gather_qmm's, by the transposes of its experts, and not yet computed. Its inputs
-// are x, the triple and the indices. Nothing for any other array.
-std::optional<AffineFormat> pending_gather(const mx::array& y);
+// An array that is to be gather_qmm's, by the transposes of its experts, and not yet computed. Its inputs are x, the
+// triple and the indices.
+struct PendingGather {
+  AffineFormat format;
+  bool sorted;  // the indices, as the caller promised
+
+  bool operator==(const PendingGather&) const = default;
+};
+
+// Nothing for any other array.
+std::optional<PendingGather> pending_gather(const mx::array& y);
 
 // silu(gate) * up of two such arrays as one: under the patch a model multiplies first and then asks for this. Those of
 // a gradient stay two.

@@ -42,6 +42,10 @@ bool has_matrices(const mx::array& b) {
   return b.size() == 0 || (rows_of(b) == Rows::of_columns && are_apart);
 }
 
+Problem problem_of(const mx::array& x, const mx::array& b, const Pairs& pairs, bool sorted, mx::Dtype dtype) {
+  return experts_problem(op, dtype, 0, sorted, expert_sizes(x, pairs, b, b.shape(-1)));
+}
+
 class GatherMm : public GatherPrimitive {
  public:
   explicit GatherMm(mx::Stream stream) : GatherPrimitive(stream, 1) {}
@@ -69,6 +73,10 @@ class GatherMm : public GatherPrimitive {
  protected:
   int outputs_of(const Arrays& inputs) const override {
     return inputs[1].shape(-1);
+  }
+
+  Problem problem(const mx::array& x, const Arrays& stacks, const Pairs& pairs) const override {
+    return problem_of(x, stacks[0], pairs, false, x.dtype());
   }
 
   mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) override {
@@ -186,8 +194,12 @@ std::optional<mx::array> try_gather_mm(const mx::array& a, const mx::array& b,
   check_indices(op, lhs_indices, rhs_indices);
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"a", a}, {"b", b}});
   const Pairs pairs = gather_pairs(op, a, b, lhs_indices, rhs_indices, stream);
-  if (const char* reason = why_mx_gather(a, pairs, true, stream)) {
+  if (const char* reason = why_not_gathered(a, pairs, true, stream)) {
     return fallback(op, reason);
+  }
+  const bool mx_has_one = stream.device == mx::Device::gpu || dtype == mx::float32;
+  if (mx_has_one && prefer_mx_experts(problem_of(a, b, pairs, sorted_indices, dtype), stream)) {
+    return std::nullopt;
   }
   return first_output(std::make_shared<GatherMm>(stream),
                       gather_inputs(in_dtype(a, dtype, stream), {in_dtype(b, dtype, stream)}, pairs));

@@ -26,16 +26,26 @@ namespace {
 constexpr const char* op = "gather_qmm";
 const Name file = "moe/gather_qmm.metal";
 
+Problem problem_of(const mx::array& x, const mx::array& w, const Pairs& pairs, int outputs, const AffineFormat& format,
+                   bool sorted, mx::Dtype dtype) {
+  return experts_problem(op, dtype, affine_number(format), sorted, expert_sizes(x, pairs, w, outputs));
+}
+
+int outputs_of_stack(const mx::array& w, const AffineFormat& format) {
+  return format.transpose ? w.shape(-2) : static_cast<int>(int64_t(w.shape(-1)) * 32 / format.bits);
+}
+
 class GatherQmm : public GatherPrimitive {
  public:
-  GatherQmm(mx::Stream stream, AffineFormat format) : GatherPrimitive(stream, 3), format_(format) {}
+  GatherQmm(mx::Stream stream, AffineFormat format, bool sorted = false)
+      : GatherPrimitive(stream, 3), format_(format), sorted_(sorted) {}
 
   const char* name() const override {
     return "MittensGatherQmm";
   }
 
-  const AffineFormat& format() const {
-    return format_;
+  PendingGather pending() const {
+    return {format_, sorted_};
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
@@ -62,8 +72,11 @@ class GatherQmm : public GatherPrimitive {
 
  protected:
   int outputs_of(const Arrays& inputs) const override {
-    const mx::array& w = inputs[1];
-    return format_.transpose ? w.shape(-2) : static_cast<int>(int64_t(w.shape(-1)) * 32 / format_.bits);
+    return outputs_of_stack(inputs[1], format_);
+  }
+
+  Problem problem(const mx::array& x, const Arrays& stacks, const Pairs& pairs) const override {
+    return problem_of(x, stacks[0], pairs, outputs_of_stack(stacks[0], format_), format_, false, x.dtype());
   }
 
   mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) override {
@@ -75,7 +88,8 @@ class GatherQmm : public GatherPrimitive {
     format.transpose = !format.transpose;
     const Pairs pairs{experts, std::nullopt};
     auto primitive = std::make_shared<GatherQmm>(stream(), format);
-    if (why_mx_gather(dy, pairs, format.transpose, stream())) {
+    const bool is_covered = !why_not_gathered(dy, pairs, format.transpose, stream());
+    if (!is_covered || prefer_mx_experts(primitive->problem(dy, stacks, pairs), stream())) {
       return primitive->composed(gather_inputs(dy, stacks, pairs))[0];
     }
     return first_output(std::move(primitive), gather_inputs(dy, stacks, pairs));
@@ -130,6 +144,7 @@ class GatherQmm : public GatherPrimitive {
 
  private:
   AffineFormat format_;
+  bool sorted_;  // tells no results apart
 };
 
 std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales,
@@ -159,12 +174,16 @@ std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, 
     return fallback(op, reason);
   }
   const Pairs pairs = gather_pairs(op, x, w, lhs_indices, rhs_indices, stream);
-  if (const char* reason = why_mx_gather(x, pairs, transpose, stream)) {
+  if (const char* reason = why_not_gathered(x, pairs, transpose, stream)) {
     return fallback(op, reason);
+  }
+  const int outputs = outputs_of_stack(w, format);
+  if (prefer_mx_experts(problem_of(x, w, pairs, outputs, format, sorted_indices, dtype), stream)) {
+    return std::nullopt;
   }
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
   return first_output(
-      std::make_shared<GatherQmm>(stream, format),
+      std::make_shared<GatherQmm>(stream, format, sorted_indices),
       gather_inputs(typed(x), {w, affine ? typed(scales) : scales, affine ? typed(*biases) : scales}, pairs));
 }
 
@@ -185,12 +204,12 @@ mx::array gather_qmm_of_mx(const mx::array& x, const mx::array& w, const mx::arr
 
 }  // namespace
 
-std::optional<AffineFormat> pending_gather(const mx::array& y) {
+std::optional<PendingGather> pending_gather(const mx::array& y) {
   if (!is_pending(y)) {
     return std::nullopt;
   }
   const auto* product = dynamic_cast<const GatherQmm*>(&y.primitive());
-  return product && product->format().transpose ? std::optional(product->format()) : std::nullopt;
+  return product && product->pending().format.transpose ? std::optional(product->pending()) : std::nullopt;
 }
 
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales,

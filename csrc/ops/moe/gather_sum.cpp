@@ -182,14 +182,17 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
     reason = why;
   } else if (chosen > kMostSummed) {
     reason = "sums of more than " + std::to_string(kMostSummed) + " experts";
-  } else if (const char* faster = why_mx_experts(sums * chosen, stream)) {
-    reason = faster;
+  } else if (const char* why = why_not_launched(sums, 1, stream)) {
+    reason = why;
   }
   const bool is_bias = bias && x.shape(-1) == 0;  // nothing is multiplied
-  if (!reason.empty() || is_bias) {
-    if (!is_bias) {
-      fall_back(op, reason);
-    }
+  if (!reason.empty() && !is_bias) {
+    fall_back(op, reason);
+  }
+  const ExpertSizes sizes{sums * chosen, leading_size(w, 2), static_cast<size_t>(x.shape(-1)),
+                          static_cast<size_t>(w.shape(-2))};
+  if (!reason.empty() || is_bias ||
+      prefer_mx_experts(experts_problem(op, dtype, affine_number(format), false, sizes), stream)) {
     return of_products(x, {w, scales, biases.value_or(scales)}, indices, weights, bias, format, dtype, stream);
   }
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };

@@ -85,6 +85,12 @@ mx::array of_products(const mx::array& x, const Experts& experts, const std::opt
   return activated(product(0), product(1), activation, stream);
 }
 
+// w: of gate or of up.
+Problem problem_of(const mx::array& x, const mx::array& w, const Pairs& pairs, const AffineFormat& format, bool sorted,
+                   mx::Dtype dtype) {
+  return experts_problem(op, dtype, affine_number(format), sorted, expert_sizes(x, pairs, w, w.shape(-2)));
+}
+
 class GatherSwiglu : public GatherPrimitive {
  public:
   GatherSwiglu(mx::Stream stream, AffineFormat format, Activation activation, size_t stacks)
@@ -102,6 +108,10 @@ class GatherSwiglu : public GatherPrimitive {
  protected:
   int outputs_of(const Arrays& inputs) const override {
     return inputs[1].shape(-2);
+  }
+
+  Problem problem(const mx::array& x, const Arrays& stacks, const Pairs& pairs) const override {
+    return problem_of(x, stacks[0], pairs, format_, false, x.dtype());
   }
 
   mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) override {
@@ -224,19 +234,23 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
                                                     {"up's biases", optional(affine, 5)},
                                                     {"gate's bias", optional(bias.has_value(), 6)},
                                                     {"up's bias", optional(bias.has_value(), 7)}});
+  auto products = [&] { return of_products(x, experts, lhs_indices, rhs_indices, sorted_indices, stream); };
   auto by_mx = [&](const std::string& reason) {
     fall_back(op, reason);
-    return of_products(x, experts, lhs_indices, rhs_indices, sorted_indices, stream);
+    return products();
   };
   if (bias && x.shape(-1) == 0) {  // nothing is multiplied
-    return of_products(x, experts, lhs_indices, rhs_indices, sorted_indices, stream);
+    return products();
   }
   if (const char* reason = why_not_covered(format)) {
     return by_mx(reason);
   }
   const Pairs pairs = gather_pairs(op, x, stacks[0], lhs_indices, rhs_indices, stream);
-  if (const char* reason = why_mx_gather(x, pairs, true, stream)) {
+  if (const char* reason = why_not_gathered(x, pairs, true, stream)) {
     return by_mx(reason);
+  }
+  if (prefer_mx_experts(problem_of(x, stacks[0], pairs, format, sorted_indices, dtype), stream)) {
+    return products();
   }
   for (size_t i = 0; i < stacks.size(); ++i) {
     if (i > 5 || (affine && i % 3 != 0)) {
@@ -250,8 +264,8 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
 }  // namespace
 
 std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::array& up) {
-  const auto format = pending_gather(gate);
-  if (!format || pending_gather(up) != format || gate.shape() != up.shape() || gate.is_tracer()) {
+  const auto pending = pending_gather(gate);
+  if (!pending || pending_gather(up) != pending || gate.shape() != up.shape() || gate.is_tracer()) {
     return std::nullopt;
   }
   const mx::Stream stream = gate.primitive().stream();
@@ -265,10 +279,15 @@ std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::arra
   if (!are_alike) {
     return std::nullopt;
   }
+  const Pairs pairs{inputs[4], std::nullopt};
+  if (prefer_mx_experts(problem_of(inputs[0], inputs[1], pairs, pending->format, pending->sorted, gate.dtype()),
+                        stream)) {
+    return std::nullopt;
+  }
   Arrays all(inputs.begin(), inputs.begin() + 4);
   all.insert(all.end(), others.begin() + 1, others.begin() + 4);
   all.insert(all.end(), inputs.begin() + 4, inputs.end());
-  return first_output(std::make_shared<GatherSwiglu>(stream, *format, activations[0], 6), std::move(all));
+  return first_output(std::make_shared<GatherSwiglu>(stream, pending->format, activations[0], 6), std::move(all));
 }
 
 namespace {

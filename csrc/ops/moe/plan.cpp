@@ -19,6 +19,23 @@ RowsPlan plan_places(const ProductSizes& sizes, uint32_t outputs, mx::Stream str
 
 }  // namespace
 
+Problem experts_problem(const char* op, mx::Dtype dtype, uint32_t format, bool sorted, const ExpertSizes& sizes) {
+  return {op,
+          dtype,
+          format * 2 + sorted,
+          {problem_size(sizes.rows), problem_size(sizes.experts), problem_size(sizes.columns),
+           problem_size(sizes.outputs)}};
+}
+
+bool prefer_mx_experts(const Problem& problem, mx::Stream stream) {
+  return prefer_mx(problem, why_mx_experts(problem.sizes[0], stream), stream);
+}
+
+const char* why_not_launched(size_t pairs, size_t rows, mx::Stream stream) {
+  const bool many = std::max(pairs, rows) > most_matrices;
+  return stream.device == mx::Device::gpu && many ? "more than 65535 pairs of an input and an expert" : nullptr;
+}
+
 const char* why_mx_experts(size_t rows, mx::Stream stream) {
   constexpr size_t most_rows = 64;  // beyond them mlx-lm sorts them by their experts, and mx multiplies matrices
   return stream.device == mx::Device::gpu && rows > most_rows ? "more than 64 rows of results" : nullptr;

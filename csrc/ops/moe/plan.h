@@ -11,8 +11,25 @@
 
 namespace mittens {
 
-// Why so many rows of results are mx's on a GPU, or null.
+struct ExpertSizes {
+  size_t rows;  // of results
+  size_t experts;
+  size_t columns;
+  size_t outputs;
+};
+
+// What a product with chosen experts is for calibration. format: of the weights, one number for each that has kernels
+// of its own. sorted: whether the caller has sorted rows by their experts, for which mx has kernels of its own.
+Problem experts_problem(const char* op, mx::Dtype dtype, uint32_t format, bool sorted, const ExpertSizes& sizes);
+
+// Why mx is faster; null where it is not known to be.
 const char* why_mx_experts(size_t rows, mx::Stream stream);
+
+// Whether mx is to compute such a problem.
+bool prefer_mx_experts(const Problem& problem, mx::Stream stream);
+
+// Why a GPU has no kernel for so many pairs, each of so many rows, or null.
+const char* why_not_launched(size_t pairs, size_t rows, mx::Stream stream);
 
 inline ProductSizes sizes_of(const QuantizedParams& params) {
   return {params.matrices, params.rows, params.columns, params.outputs};

@@ -16,6 +16,7 @@
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
+#include "runtime/calibration.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
@@ -254,6 +255,14 @@ std::optional<Outputs> try_route_top_k(const mx::array& logits, int k, const std
   if (stream.device == mx::Device::gpu && !is_small(logits.shape(-1), k)) {
     return fallback(op, "more than " + std::to_string(kMostExperts) + " experts, or more than " +
                             std::to_string(kMostChosen) + " chosen");
+  }
+  const mx::array& given = call.inputs[0];
+  const Problem problem{op,
+                        given.dtype(),
+                        static_cast<uint32_t>(call.routing.scores),
+                        {problem_size(leading_size(given, 1)), problem_size(given.shape(-1)), problem_size(k), 1}};
+  if (prefer_mx(problem, nullptr, stream)) {
+    return std::nullopt;
   }
   return RouteTopK::apply(std::move(call.inputs), call.routing, stream);
 }

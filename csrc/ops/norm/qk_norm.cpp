@@ -141,6 +141,12 @@ HeadPlan plan_heads(uint64_t rows, uint32_t columns, uint32_t itemsize) {
   return {variant->name, simdgroup * together, ceil_divide(simdgroups, together)};
 }
 
+// What a call is for calibration: the heads of both, and their width.
+Problem heads_problem(const mx::array& queries, const mx::array& keys, mx::Dtype dtype) {
+  const size_t heads = leading_size(queries, 1) + leading_size(keys, 1);
+  return {op, dtype, 0, {problem_size(heads), problem_size(queries.shape(-1)), 1, 1}};
+}
+
 // Queries and keys [.., columns], by any strides of their leading axes, and weights [columns], those that there are ->
 // both normed, row contiguous.
 class QkNorm : public KernelPrimitive {
@@ -342,7 +348,7 @@ std::pair<mx::array, mx::array> qk_norm(const mx::array& queries, const mx::arra
   const mx::Dtype dtype = checks::floating(op, {{"queries", queries}, {"query_weight", query_weight}});
   const mx::Dtype key_dtype = checks::floating(op, {{"keys", keys}, {"key_weight", key_weight}});
   const mx::Stream stream = checks::checked_stream(op, where);
-  if (dtype != key_dtype || !has_kernels(dtype)) {
+  if (dtype != key_dtype || !has_kernels(dtype) || prefer_mx(heads_problem(queries, keys, dtype), nullptr, stream)) {
     return {rms_norm(queries, query_weight, eps, query_weight ? offset : no_offset, stream),
             rms_norm(keys, key_weight, eps, key_weight ? offset : no_offset, stream)};
   }

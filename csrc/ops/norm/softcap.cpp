@@ -5,10 +5,11 @@
 
 #include "cpu/softcap.h"
 #include "mlx/ops.h"
-#include "ops/norm/plan.h"
 #include "params/norm.h"
 #include "python/registry.h"
+#include "runtime/array_layout.h"
 #include "runtime/array_util.h"
+#include "runtime/calibration.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
@@ -91,6 +92,8 @@ mx::array softcap(const mx::array& logits, float cap, mx::StreamOrDevice where) 
   const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
     fall_back(op, "float64");
+  }
+  if (!has_kernels(dtype) || prefer_mx({op, dtype, 0, {problem_size(logits.size()), 1, 1, 1}}, nullptr, stream)) {
     return compose_softcap(logits, cap, stream);
   }
   mx::array x = copyable(logits, stream);

@@ -1,5 +1,8 @@
 #include "ops/recurrence/plan.h"
 
+#include <algorithm>
+#include <array>
+
 #include "runtime/gpu.h"
 
 namespace mittens {
@@ -13,6 +16,14 @@ bool on_apple_gpu(mx::Stream stream) {
 }
 
 }  // namespace
+
+Problem recurrence_problem(const char* op, const RecurrenceArrays& arrays) {
+  const cpu::Recurrence sizes = arrays.native_sizes();
+  const std::array all = {sizes.batch * sizes.heads, sizes.steps, sizes.rows, sizes.columns};
+  std::array<uint32_t, 4> counts;
+  std::transform(all.begin(), all.end(), counts.begin(), problem_size);
+  return {op, arrays.q.dtype(), arrays.gate_per_column(), counts};
+}
 
 const char* why_mx_gated_delta_update(bool gate_of_head, mx::Stream stream) {
   // MLX's kernels for Apple GPUs multiply chunks of a prompt as matrices.

@@ -2,10 +2,15 @@
 #pragma once
 
 #include "mlx/stream.h"
+#include "ops/recurrence/recurrence.h"
+#include "runtime/calibration.h"
 
 namespace mittens {
 
 namespace mx = mlx::core;
+
+// What a call is for calibration: the heads of all sequences, the steps, and the rows and columns of a state.
+Problem recurrence_problem(const char* op, const RecurrenceArrays& arrays);
 
 // Why mx is faster; null where it is not known to be. gate_of_head: whether all columns of a head share a gate.
 // uncorrected: ssm_update and linear_attention.

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "mlx/ops.h"
+#include "ops/recurrence/plan.h"
 #include "ops/recurrence/recurrence.h"
 #include "ops/recurrence/state_params.h"
 #include "params/recurrence.h"
@@ -136,7 +137,7 @@ std::optional<Arrays> try_recurrence(const char* op, const RecurrenceCall& call,
     fall_back(op, "more than " + std::to_string(kMostStateColumns) + " columns");
     return std::nullopt;
   }
-  if (why_mx && prefer_fallback(op, why_mx)) {
+  if (prefer_mx(recurrence_problem(op, arrays), why_mx, stream)) {
     return std::nullopt;
   }
   return recurrence(call.inputs, call.options, stream);

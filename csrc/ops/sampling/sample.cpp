@@ -18,6 +18,7 @@
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
+#include "runtime/calibration.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 #include "runtime/primitive.h"
@@ -143,6 +144,14 @@ uint32_t packs_of(const mx::array& logits) {
 uint32_t plan_splits(const mx::array& logits, const SampleOptions& options, mx::Stream stream) {
   const size_t rows = logits.size() / logits.shape(-1);
   return options.has_filters() ? 1 : plan_sample_splits(rows, packs_of(logits), stream);
+}
+
+// What a call is for calibration: its rows and columns, and what is done with them.
+Problem sample_problem(const mx::array& logits, const SampleOptions& options, mx::Dtype dtype) {
+  const bool filters = !options.greedy;
+  const uint32_t format = options.greedy | options.logprobs << 1 | (filters && options.top_k > 0) << 2 |
+                          (filters && options.top_p > 0) << 3 | (filters && options.min_p > 0) << 4;
+  return {op, dtype, format, {problem_size(leading_size(logits, 1)), problem_size(logits.shape(-1)), 1, 1}};
 }
 
 // logits [.., columns] and, unless greedy, key [2] -> tokens [..], their logarithmic probabilities where these are
@@ -325,6 +334,9 @@ Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, dou
   const bool too_large = logits.shape(-1) > most_columns || logits.size() > std::numeric_limits<uint32_t>::max();
   if (!has_kernels(dtype) || too_large) {
     fall_back(op, too_large ? "too many logits" : "float64");
+    return sampled(compose_sample(logits, drawn_by, options, stream), logprobs);
+  }
+  if (prefer_mx(sample_problem(logits, options, dtype), nullptr, stream)) {
     return sampled(compose_sample(logits, drawn_by, options, stream), logprobs);
   }
   Arrays inputs = {copyable(logits, stream)};

@@ -1,0 +1,63 @@
+"""Models on a machine where mx is faster at everything: a calibration leaves no call of theirs to our kernels."""
+
+import mlx.core as mx
+import pytest
+from helpers import tiny
+
+import mlx_mittens as mm
+from mlx_mittens import _ext
+
+pytestmark = pytest.mark.usefixtures("native", "lenient")
+
+MODELS = [*tiny.FAMILIES, "qwen3-30b-a3b", "qwen3-next-80b-a3b"]
+REASON = "a problem that mx computes faster, as measured on this machine"
+
+
+@pytest.fixture
+def faster_mx():
+    _ext.calibration_force((True, "", 0))
+    yield
+    _ext.calibration_force(None)
+
+
+def on_kernels():
+    return {op: counts["kernels"] for op, counts in mm.stats().items() if counts["kernels"]}
+
+
+def generate(model, prompt, **options):
+    mm.stats(reset=True)
+    return tiny.tokens(model, prompt, 6, **options)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_kernel_runs(name, bits, rng, faster_mx):
+    model, prompt = tiny.build(name, mx.float32, bits), rng.integers(1, 300, 9).tolist()
+    theirs = generate(model, prompt)
+    with mm.patched():
+        assert generate(model, prompt) == theirs and not on_kernels()
+        assert all(REASON in counts["mx"] for counts in mm.stats().values())
+    mm.nn.convert(model)
+    assert generate(model, prompt) == theirs and not on_kernels()
+
+
+@pytest.mark.parametrize("convert", [False, True], ids=["patched", "converted"])
+def test_a_quantized_cache(convert, rng, faster_mx):
+    model, prompt = tiny.build("llama-3.2-1b", mx.float32), rng.integers(1, 300, 9).tolist()
+    options = {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 4}
+    theirs = generate(model, prompt, **options)
+    if convert:
+        mm.nn.convert(model)
+        assert generate(model, prompt, **options) == theirs
+    else:
+        with mm.patched():
+            assert generate(model, prompt, **options) == theirs
+    assert not on_kernels() and "quantized_scaled_dot_product_attention" in mm.stats()
+
+
+def test_a_strict_patch_asks_for_the_kernels(rng, faster_mx):
+    model, prompt = tiny.build("qwen3-0.6b", mx.float32, 4), rng.integers(1, 300, 9).tolist()
+    with mm.patched(strict=True):
+        generate(model, prompt)
+    assert {"rope_append", "scaled_dot_product_attention", "quantized_matmul"} <= on_kernels().keys()
+    assert not any(REASON in counts["mx"] for counts in mm.stats().values())
