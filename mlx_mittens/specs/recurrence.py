@@ -240,14 +240,35 @@ def _linear_attention(q, k, v, decay, state):
     return recurrence.linear_attention(q, k, v, decay=decay, state=state)
 
 
+# Steps whose products with each other are one matrix.
+_CHUNK = 256
+
+
+def _by_products(reads, writes, values, log_decays, state):
+    """An uncorrected recurrence by products of matrices: all are in float32, [batch, steps, heads, ..]."""
+    results = []
+    for start in range(0, values.shape[1], _CHUNK):
+        q, k, v, logs = (a[:, start : start + _CHUNK].swapaxes(1, 2) for a in (reads, writes, values, log_decays))
+        since = mx.cumsum(logs, axis=-1)
+        steps = mx.arange(since.shape[-1])
+        seen = steps[:, None] >= steps
+        decays = mx.exp(mx.where(seen, since[..., None] - since[..., None, :], -mx.inf))
+        of_state = mx.exp(since)[..., None] * (q @ state.swapaxes(-1, -2))
+        results.append(((q @ k.swapaxes(-1, -2) * decays) @ v + of_state).swapaxes(1, 2))
+        left = mx.exp(since[..., -1:] - since)[..., None]
+        state = mx.exp(since[..., -1])[..., None, None] * state + (v * left).swapaxes(-1, -2) @ k
+    return mx.concatenate(results, axis=1), state
+
+
 def _linear_attention_twin(q, k, v, decay, state):
     heads = v.shape[2] // q.shape[2]
     q, k = (mx.repeat(a, heads, 2).astype(mx.float32) for a in (q * q.shape[-1] ** -0.5, k))
-    results = []
-    for t in range(v.shape[1]):
-        state = state * decay[:, None, None] + v[:, t, :, :, None] * k[:, t, :, None, :]
-        results.append((state @ q[:, t, :, :, None])[..., 0].astype(v.dtype))
-    return mx.stack(results, axis=1), state
+    wide = v.astype(mx.float32)
+    if v.shape[1] > 1:
+        y, state = _by_products(q, k, wide, mx.broadcast_to(mx.log(decay), v.shape[:3]), state)
+        return y.astype(v.dtype), state
+    state = state * decay[:, None, None] + wide[:, 0, :, :, None] * k[:, 0, :, None, :]
+    return (state @ q[:, 0, :, :, None])[..., 0].astype(v.dtype)[:, None], state
 
 
 def _ssm(x, a_log, b, c, d, dt, dt_bias, state):
@@ -258,14 +279,16 @@ def _ssm_twin(x, a_log, b, c, d, dt, dt_bias, state):
     heads, groups = x.shape[2], b.shape[2]
     wide = dt.astype(mx.float32) + dt_bias.astype(mx.float32)
     step = mx.clip(mx.logaddexp(wide, 0), 0.001, 100.0)
-    decays = mx.exp(-mx.exp(a_log.astype(mx.float32)) * step)
+    log_decays = -mx.exp(a_log.astype(mx.float32)) * step
     writes, reads = (mx.repeat(a, heads // groups, 2).astype(mx.float32) for a in (b, c))
-    results = []
-    for t in range(x.shape[1]):
-        added = (step[:, t, :, None] * x[:, t])[..., None] * writes[:, t, :, None, :]
-        state = state * decays[:, t, :, None, None] + added
-        results.append((state @ reads[:, t, :, :, None])[..., 0].astype(x.dtype))
-    return mx.stack(results, axis=1) + x * d[:, None], state
+    values = step[..., None] * x
+    if x.shape[1] > 1:
+        y, state = _by_products(reads, writes, values, log_decays, state)
+    else:
+        added = values[:, 0, ..., None] * writes[:, 0, :, None, :]
+        state = state * mx.exp(log_decays[:, 0])[..., None, None] + added
+        y = (state @ reads[:, 0, :, :, None])[..., 0][:, None]
+    return y.astype(x.dtype) + x * d[:, None], state
 
 
 RECURRENCE_OPS: tuple[Op, ...] = (
