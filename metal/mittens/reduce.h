@@ -41,7 +41,29 @@ struct ThreadPosition {
   uint simdgroups;
 };
 
-// Numbers moved to memory and back.
+// Statistics that are sums, as mittens/row_op.h asks for them: of two sets of elements, and of those of the L lanes that
+// share a row.
+template <typename T>
+inline float merge(float a, float b) {
+  return a + b;
+}
+
+template <typename T>
+inline float2 merge(float2 a, float2 b) {
+  return a + b;
+}
+
+template <typename T, int L>
+inline float across(float own, uint, float) {
+  return lanes_sum<L>(own);
+}
+
+template <typename T, int L>
+inline float2 across(float2 own, uint, float) {
+  return float2(lanes_sum<L>(own.x), lanes_sum<L>(own.y));
+}
+
+// Moved to memory and back.
 template <typename P>
 inline void write_stat(P p, float v) {
   p[0] = v;

@@ -6,23 +6,25 @@
 //   columns[weights]  arrays [columns], each of which may be absent
 //   y                 the result [rows, columns]
 //
-// and five functions:
+// and four functions:
 //
 //   none    Stat of no element, where reduces is 1; fill is what stands for elements outside of a row
 //   of      Stat of what one thread holds of a row
-//   merge   Stat of two sets of elements; across<L>, of those of the L lanes that share a row, in each of them
 //   done    Row, what a row needs to know of itself, from the Stat of its elements
 //   write   v[0][i], an element of the result, from those of the inputs v[k][i] and of the weights w[c][i]; it is
 //           called with packs and with single elements
 //
-// write_stat and read_stat move a Stat to memory and back. An op with reduces 0 only writes.
+// A Stat is a sum, or a struct with functions of its own, for results of type T: merge<T> of two sets of elements;
+// across<T, L> of those of the L lanes that share a row, in each of them; write_stat and read_stat to memory and back.
+// An op with reduces 0 only writes.
 //
 // The result of one op may be the input of the next: run_rows takes two. `first` is written in passing, and never read
 // again where a row stays in registers.
 //
-// To add an op: its struct, and three kernels that hand it on (norm/rms_norm.metal); instantiate_rows names them as the
-// table of schedules in csrc/ops/norm/plan.h does. RowPrimitive::row_launches binds arguments in the order of rows,
-// weights, results, params.
+// To add an op: its struct, and a kernel that hands it on to a schedule (norm/rms_norm.metal); instantiate_rows names
+// its variants as the table of schedules in csrc/ops/norm/plan.h does. RowPrimitive::row_launches binds arguments in the
+// order of rows, weights, results, partials, params; partials are of split rows alone, as many as the op's numbers for
+// each part of a row.
 #pragma once
 
 #include "mittens/instantiate.h"
@@ -71,8 +73,16 @@ struct Looped {
 template <int N>
 using InThreadgroupOrLooped = conditional_t<is_nvidia, InThreadgroup<N>, Looped<1, InThreadgroup<N>::launched>>;
 
-// Packs that a thread of a split row takes at once. split_sums leaves the Stat of each part of a row in partials, and
-// split_write merges them.
+// The two launches of a row that several threadgroups share. In the first each leaves the Stat of its part of the row
+// in partials, in the second it merges those of all parts and writes its own.
+struct SplitSums {
+  enum { launched = 256, nvidia = 256 };
+};
+struct SplitWrite {
+  enum { launched = 256, nvidia = 256 };
+};
+
+// Packs that a thread of a split row takes at once.
 constant constexpr int split_packs = 2;
 
 // A phase counts elements between the last 16-byte boundary and an array's start.
@@ -202,6 +212,12 @@ inline void repack(thread RowParts<T, K, N>& parts, bool always) {
   }
 }
 
+// For an op that goes over the parts of a row twice to take its Stat.
+template <typename T, int K, int N>
+inline void unpack_again(thread RowParts<T, K, N>& parts, RowInput<T> input, RowBatch batch) {
+  repack(parts, is_nvidia ? batch.stride > 0 : input.phase < 16);
+}
+
 // Input k of an op; `leads` where packs are those of this one.
 template <bool leads, int N, typename Op>
 inline void load_input(Op op, int k, RowPlace place, RowBatch batch, thread PartsOf<Op, N>& parts) {
@@ -209,7 +225,7 @@ inline void load_input(Op op, int k, RowPlace place, RowBatch batch, thread Part
   const RowInput<T> input = op.rows[k];
   const device T* row = input.data + (input.shared ? 0 : place.start) + place.span.head;
   batch.end = input.absent ? 0 : batch.end;
-  const float fill = input.shared ? 1.0f : op.fill();
+  const float fill = input.shared ? 1.0f : Op::fill;
   if (leads || (input.shared ? place.weight_aligned<T>(input.phase) : place.aligned<T>(input.phase))) {
     load_packs<true>(row, fill, batch, parts.packs[k]);
   } else {
@@ -223,7 +239,7 @@ inline void load_edge(Op op, int k, RowPlace place, RowBatch batch, thread Parts
   using T = typename Op::Element;
   const device T* row = op.rows[k].data + (op.rows[k].shared ? 0 : place.start);
   const bool there = batch.edge && !op.rows[k].absent;
-  parts.edges[k] = there ? row[edge_column<T>(place.span, batch.t)] : T(op.rows[k].shared ? 1.0f : op.fill());
+  parts.edges[k] = there ? row[edge_column<T>(place.span, batch.t)] : T(op.rows[k].shared ? 1.0f : Op::fill);
 }
 
 // `leads` where packs are those of the first input.
@@ -438,8 +454,8 @@ struct LaneTeam {
   uint columns;
 
   template <typename Op>
-  typename Op::Stat all(Op op, typename Op::Stat own) const {
-    return op.template across<L>(own, lane, float(columns));
+  typename Op::Stat all(Op, typename Op::Stat own) const {
+    return across<typename Op::Element, L>(own, lane, float(columns));
   }
 
   template <typename Op>
@@ -458,7 +474,8 @@ struct ThreadgroupTeam {
 
   template <typename Op>
   typename Op::Stat all(Op op, typename Op::Stat own) const {
-    own = op.template across<32>(own, position.lane, 0);
+    using T = typename Op::Element;
+    own = across<T, 32>(own, position.lane, 0);
     if (position.lane == 0) {
       write_stat(scratch + Op::numbers * position.simdgroup, own);
     }
@@ -467,7 +484,7 @@ struct ThreadgroupTeam {
     if (position.lane < position.simdgroups) {
       read_stat(scratch + Op::numbers * position.lane, other);
     }
-    return op.template across<32>(other, position.lane, float(columns));
+    return across<T, 32>(other, position.lane, float(columns));
   }
 
   // For the next op: another part of the scratch.
@@ -492,7 +509,7 @@ inline RowParts<typename Op::Element, 1, N> row_input(
   if constexpr (First::reduces) {
     terms = first.done(team.all(first, first.of(parts, batch)), columns);
   }
-  return rewrite_parts<N>(first, terms, op.fill(), place, batch, parts, weights);
+  return rewrite_parts<N>(first, terms, Op::fill, place, batch, parts, weights);
 }
 
 // The op that reads the arrays.
@@ -562,6 +579,7 @@ template <int N, typename First, typename Op>
 inline typename Op::Stat range_stat(First first, typename First::Row first_terms, Op op, RowRange range) {
   const auto lead = lead_of(first, op);
   using Lead = decltype(lead_of(first, op));
+  using T = typename Op::Element;
   typename Op::Stat own = op.none();
   for (uint at = range.begin + range.t; at == range.begin + range.t || at < range.end; at += N * range.threads) {
     const RowBatch batch = range.batch(at);
@@ -569,12 +587,12 @@ inline typename Op::Stat range_stat(First first, typename First::Row first_terms
     load_parts<true, N>(lead, range.place, batch, parts);
     load_edges<N>(lead, range.place, batch, parts);
     if constexpr (is_same_v<First, NoOp>) {
-      own = op.merge(own, op.of(parts, batch));
+      own = merge<T>(own, op.of(parts, batch));
     } else {
       WeightParts<First, N> weights;
       load_weights<N>(first, range.place, batch, weights);
-      own = op.merge(
-          own, op.of(rewrite_parts<N>(first, first_terms, op.fill(), range.place, batch, parts, weights), batch));
+      own = merge<T>(
+          own, op.of(rewrite_parts<N>(first, first_terms, Op::fill, range.place, batch, parts, weights), batch));
     }
   }
   return own;
@@ -600,8 +618,8 @@ inline void range_write(Op op, typename Op::Row terms, RowRange range) {
 
 template <int L, int N, typename First, typename Op>
 inline void run_rows(
-    InLanes<L, N>, First first, Op op, constant RowParams& params, RowThread thread_of,
-    threadgroup float* scratch) {
+    InLanes<L, N>, First first, Op op, constant RowParams& params, RowThread thread_of, threadgroup float*,
+    device float* = nullptr) {
   const ThreadPosition position = thread_of.position;
   const uint row = (thread_of.group * position.simdgroups + position.simdgroup) * (32 / L) + position.lane / L;
   const LaneTeam<L> team = LaneTeam<L>{position.lane % L, L, position.lane, params.columns};
@@ -619,7 +637,7 @@ inline ThreadgroupTeam threadgroup_team(constant RowParams& params, RowThread th
 template <int N, typename First, typename Op>
 inline void run_rows(
     InThreadgroup<N>, First first, Op op, constant RowParams& params, RowThread thread_of,
-    threadgroup float* scratch) {
+    threadgroup float* scratch, device float* = nullptr) {
   const ThreadgroupTeam team = threadgroup_team(params, thread_of, scratch);
   if (params.whole) {
     row_held<N>(first, op, team, params, thread_of.group, true);
@@ -631,7 +649,7 @@ inline void run_rows(
 template <int N, int Threads, typename First, typename Op>
 inline void run_rows(
     Looped<N, Threads>, First first, Op op, constant RowParams& params, RowThread thread_of,
-    threadgroup float* scratch) {
+    threadgroup float* scratch, device float* = nullptr) {
   const auto lead = lead_of(first, op);
   const RowPlace place =
       row_place<typename Op::Element>(lead.rows[0].phase, thread_of.group, params, false);
@@ -659,9 +677,9 @@ inline RowRange split_range(Lead lead, constant RowParams& params, RowThread thr
 }
 
 template <typename First, typename Op>
-inline void run_split_sums(
-    First first, Op op, constant RowParams& params, device float* partials, RowThread thread_of,
-    threadgroup float* scratch) {
+inline void run_rows(
+    SplitSums, First first, Op op, constant RowParams& params, RowThread thread_of, threadgroup float* scratch,
+    device float* partials) {
   static_assert(!First::reduces, "the whole row is known after one more kernel");
   const RowRange range = split_range(lead_of(first, op), params, thread_of);
   const typename Op::Stat own = range_stat<split_packs>(first, typename First::Row(), op, range);
@@ -673,17 +691,20 @@ inline void run_split_sums(
   }
 }
 
-template <typename Op>
-inline void run_split_write(
-    Op op, constant RowParams& params, const device float* partials, RowThread thread_of) {
+// What `first` makes of the row was written in the first launch, and is read here.
+template <typename First, typename Op>
+inline void run_rows(
+    SplitWrite, First, Op op, constant RowParams& params, RowThread thread_of, threadgroup float*,
+    device float* partials) {
+  using T = typename Op::Element;
   const RowRange range = split_range(op, params, thread_of);
   typename Op::Stat all = op.none();
   for (uint i = thread_of.position.lane; i < params.splits; i += 32) {
     typename Op::Stat other;
     read_stat(partials + Op::numbers * size_t(thread_of.group / params.splits * params.splits + i), other);
-    all = op.merge(all, other);
+    all = merge<T>(all, other);
   }
-  all = op.template across<32>(all, thread_of.position.lane, float(params.columns));
+  all = across<T, 32>(all, thread_of.position.lane, float(params.columns));
   range_write<true, split_packs>(op, op.done(all, params.columns), range);
 }
 
@@ -701,5 +722,5 @@ inline void run_split_write(
   instantiate_types(name "_block2", function, InThreadgroup<2>) \
   instantiate_types(name "_block4", function, InThreadgroup<4>) \
   instantiate_types(name "_looped", function, Looped<looped_packs(is_nvidia)>) \
-  instantiate_types(name "_split_sums", function##_split_sums) \
-  instantiate_types(name "_split_write", function##_split_write)
+  instantiate_types(name "_split_sums", function, SplitSums) \
+  instantiate_types(name "_split_write", function, SplitWrite)

@@ -1,7 +1,7 @@
 // The mathematics of softmax.
 #pragma once
 
-#include <metal_stdlib>
+#include "mittens/reduce.h"
 
 using namespace metal;
 
@@ -43,6 +43,13 @@ inline SoftmaxState<float> merge(SoftmaxState<float> a, SoftmaxState<float> b) {
   const float maximum = max(a.m, b.m);
   const float base = finite_maximum(maximum);
   return SoftmaxState<float>{maximum, a.l * exp_of<T>(a.m - base) + b.l * exp_of<T>(b.m - base)};
+}
+
+// Of the L lanes that share a row.
+template <typename T, int L>
+inline SoftmaxState<float> across(SoftmaxState<float> own, uint, float) {
+  const float m = lanes_max<L>(own.m);
+  return SoftmaxState<float>{m, lanes_sum<L>(own.l * exp_of<T>(own.m - finite_maximum(m)))};
 }
 
 template <typename P>

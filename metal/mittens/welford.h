@@ -36,6 +36,7 @@ inline float half_centred(float x, float half_mean) {
   return fma(x, 0.5f, -half_mean);
 }
 
+template <typename T>
 inline Moments merge(Moments a, Moments b) {
   const float count = a.count + b.count;
   const float inverse = count > 0 ? 1.0f / count : 0.0f;
@@ -51,8 +52,8 @@ inline Moments merge(Moments a, Moments b) {
 
 // Of the L lanes that share a row, at once; their counts add up to `total`, where that is known and not 0. What differs
 // from the first lane's mean is averaged, so that a mean far from zero costs no digits.
-template <int L>
-inline Moments lanes_merge(Moments m, uint lane, float total) {
+template <typename T, int L>
+inline Moments across(Moments m, uint lane, float total) {
   constexpr float scale = 1.0f / 8589934592.0f;  // 2^-33: no count times it reaches 1
   const float count = L < 32 || total > 0 ? total : lanes_sum<L>(m.count);
   const float half_origin = 0.5f * simd_shuffle(m.mean, ushort(lane & ~(L - 1)));

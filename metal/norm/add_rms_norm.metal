@@ -18,12 +18,10 @@ struct AddRows {
   using Element = T;
   using Row = bool;
   enum { inputs = 2, weights = 0, reduces = 0, numbers = 0 };
+  static constant constexpr float fill = 0;
   RowInput<T> rows[2];
   RowOutput<T> y;
 
-  float fill() const {
-    return 0;
-  }
   template <int W>
   void write(thread float (&v)[2][W], thread const float (&)[1][W], Row) const {
 #pragma unroll
@@ -40,7 +38,8 @@ template <typename T, typename Schedule>
     const device T* weight [[buffer(2)]],    // [columns]
     device T* y [[buffer(3)]],               // [rows, columns]
     device T* sum [[buffer(4)]],             // [rows, columns]
-    constant RowOpParams& params [[buffer(5)]],
+    device float* partials [[buffer(5)]],    // [rows, splits]
+    constant RowOpParams& params [[buffer(6)]],
     row_thread_parameters) {
   threadgroup float scratch[32];
   const AddRows<T> add = {{input_of(x, params, 0), input_of(residual, params, 1)}, output_of(sum, params, 1)};
@@ -50,37 +49,7 @@ template <typename T, typename Schedule>
       output_of(y, params, 0),
       params.eps,
       params.weight_offsets[0]};
-  run_rows(Schedule(), add, norm, params.row, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void add_rms_norm_split_sums(
-    const device T* x [[buffer(0)]],         // [rows, columns]
-    const device T* residual [[buffer(1)]],  // [rows, columns]
-    device T* sum [[buffer(2)]],             // [rows, columns]
-    device float* partials [[buffer(3)]],    // [rows, splits]
-    constant RowOpParams& params [[buffer(4)]],
-    row_thread_parameters) {
-  threadgroup float scratch[32];
-  const AddRows<T> add = {{input_of(x, params, 0), input_of(residual, params, 1)}, output_of(sum, params, 1)};
-  run_split_sums(add, RmsNorm<T>{{}, {}, {}, 0, 0}, params.row, partials, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void add_rms_norm_split_write(
-    const device T* sum [[buffer(0)]],           // [rows, columns]
-    const device T* weight [[buffer(1)]],        // [columns]
-    const device float* partials [[buffer(2)]],  // [rows, splits]
-    device T* y [[buffer(3)]],                   // [rows, columns]
-    constant RowOpParams& params [[buffer(4)]],
-    row_thread_parameters) {
-  const RmsNorm<T> norm = {
-      {{sum, params.y_phases[1]}},
-      {weight_of(weight, params, 0)},
-      output_of(y, params, 0),
-      params.eps,
-      params.weight_offsets[0]};
-  run_split_write(norm, params.row, partials, row_thread);
+  run_rows(Schedule(), add, norm, params.row, row_thread, scratch, partials);
 }
 
 instantiate_rows("add_rms_norm", add_rms_norm)

@@ -18,27 +18,18 @@ struct LayerNorm {
   using Stat = Moments;
   using Row = float2;  // mean / 2 and 2 n: (x - mean) n is (x / 2 - mean / 2) 2 n, which does not overflow on the way
   enum { inputs = 1, weights = 2, reduces = 1, numbers = 3 };
+  static constant constexpr float fill = 0;
   RowInput<T> rows[1];
   WeightInput<T> columns[2];
   RowOutput<T> y;
   float eps;
 
-  float fill() const {
-    return 0;
-  }
   Stat none() const {
     return Stat{0, 0, 0};
   }
   template <int N>
   Stat of(thread const RowParts<T, 1, N>& x, RowBatch batch) const {
     return moments_of(x, batch);
-  }
-  Stat merge(Stat a, Stat b) const {
-    return mittens::merge(a, b);
-  }
-  template <int L>
-  Stat across(Stat own, uint lane, float total) const {
-    return lanes_merge<L>(own, lane, total);
   }
   Row done(Stat all, uint columns_of_row) const {
     return float2(0.5f * all.mean, 2.0f * precise::rsqrt(all.m2 / float(columns_of_row) + eps));
@@ -72,43 +63,16 @@ template <typename T, typename Schedule>
     const device T* weight [[buffer(1)]],  // [columns]
     const device T* bias [[buffer(2)]],    // [columns]
     device T* y [[buffer(3)]],             // [rows, columns]
-    constant RowOpParams& params [[buffer(4)]],
-    row_thread_parameters) {
-  threadgroup float scratch[96];
-  const LayerNorm<T> op = {
-      {input_of(x, params, 0)},
-      {weight_of(weight, params, 0), weight_of(bias, params, 1)},
-      output_of(y, params, 0),
-      params.eps};
-  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void layer_norm_split_sums(
-    const device T* x [[buffer(0)]],        // [rows, columns]
-    device float* partials [[buffer(1)]],   // [rows, splits, 3]: count, mean, m2
-    constant RowOpParams& params [[buffer(2)]],
-    row_thread_parameters) {
-  threadgroup float scratch[96];
-  const LayerNorm<T> op = {{input_of(x, params, 0)}, {}, {}, 0};
-  run_split_sums(NoOp(), op, params.row, partials, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void layer_norm_split_write(
-    const device T* x [[buffer(0)]],             // [rows, columns]
-    const device T* weight [[buffer(1)]],        // [columns]
-    const device T* bias [[buffer(2)]],          // [columns]
-    const device float* partials [[buffer(3)]],  // [rows, splits, 3]: count, mean, m2
-    device T* y [[buffer(4)]],                   // [rows, columns]
+    device float* partials [[buffer(4)]],  // [rows, splits, 3]: count, mean, m2
     constant RowOpParams& params [[buffer(5)]],
     row_thread_parameters) {
+  threadgroup float scratch[96];
   const LayerNorm<T> op = {
       {input_of(x, params, 0)},
       {weight_of(weight, params, 0), weight_of(bias, params, 1)},
       output_of(y, params, 0),
       params.eps};
-  run_split_write(op, params.row, partials, row_thread);
+  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch, partials);
 }
 
 instantiate_rows("layer_norm", layer_norm)

@@ -11,7 +11,7 @@
 //
 //   simd     one simdgroup a row; the simdgroups of a threadgroup add up their shares before they leave them
 //   block    one threadgroup a row, the row in registers: x and dy are read once
-//   statistics, coefficients, columns   for rows too long for registers: sums of each part of a row (split_sums of
+//   statistics, coefficients, columns   for rows too long for registers: sums of each part of a row (SplitSums of
 //            mittens/row_op.h), merged to four numbers a row, then each thread goes down the rows in its columns
 #include <metal_stdlib>
 
@@ -22,42 +22,80 @@ using namespace metal;
 using namespace mittens;
 
 // Of some elements of a row: moments of x, sums of g and of g (x - mean). For rms_norm mean and g are 0.
+template <bool Centred>
 struct VjpSums {
   Moments moments;
   float g;
   float products;
 };
 
-template <typename P>
-inline void write_stat(P p, VjpSums s) {
+template <typename T, bool Centred>
+inline VjpSums<Centred> merge(VjpSums<Centred> a, VjpSums<Centred> b) {
+  if (!Centred) {
+    return {Moments{0, 0, a.moments.m2 + b.moments.m2}, 0, a.products + b.products};
+  }
+  const Moments all = merge<T>(a.moments, b.moments);
+  const float products = a.products + b.products + a.g * (a.moments.mean - all.mean) +
+      b.g * (b.moments.mean - all.mean);
+  return {all, a.g + b.g, products};
+}
+
+template <typename T, int L, bool Centred>
+inline VjpSums<Centred> across(VjpSums<Centred> own, uint lane, float total) {
+  if (!Centred) {
+    return {Moments{0, 0, lanes_sum<L>(own.moments.m2)}, 0, lanes_sum<L>(own.products)};
+  }
+  const Moments all = across<T, L>(own.moments, lane, total);
+  const float products = own.products + own.g * (own.moments.mean - all.mean);
+  return {all, lanes_sum<L>(own.g), lanes_sum<L>(products)};
+}
+
+template <typename P, bool Centred>
+inline void write_stat(P p, VjpSums<Centred> s) {
   write_stat(p, s.moments);
   p[3] = s.g;
   p[4] = s.products;
 }
 
-template <typename P>
-inline void read_stat(P p, thread VjpSums& s) {
+template <typename P, bool Centred>
+inline void read_stat(P p, thread VjpSums<Centred>& s) {
   read_stat(p, s.moments);
   s.g = p[3];
   s.products = p[4];
 }
 
-// The op that dx is, with K = 3 inputs x, dy and weight, or with dsum too, which layer_norm leaves alone.
-template <typename T, bool Centred, int K>
+// Count and mean of what a thread holds of x.
+template <typename T, int K, int N>
+inline Moments mean_of(thread const RowParts<T, K, N>& parts, RowBatch batch) {
+  float sum = batch.edge ? add_scaled(0.0f, float(parts.edges[0])) : 0.0f;
+  uint count = batch.edge ? 1 : 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float x[16 / sizeof(T)];
+    unpack<T>(parts.packs[0][i], x);
+#pragma unroll
+    for (int j = 0; j < pack_size<T>(); ++j) {
+      sum = add_scaled(sum, x[j]);
+    }
+    count += batch.has(i) ? pack_size<T>() : 0;
+  }
+  return Moments{float(count), scaled_mean(sum, max(float(count), 1.0f)), 0};
+}
+
+// The op that dx is, with inputs x, dy, weight and dsum, which layer_norm leaves alone.
+template <typename T, bool Centred>
 struct NormVjp {
   using Element = T;
-  using Stat = VjpSums;
+  using Stat = VjpSums<Centred>;
   using Row = float4;  // half_mean, n, slope, shift: dx = n g - slope c - shift with c = x, or half of x - mean
-  enum { inputs = K, weights = 0, reduces = 1, numbers = 5, adds = K == 4 && !Centred };
-  RowInput<T> rows[K];
+  enum { inputs = 4, weights = 0, reduces = 1, numbers = 5, adds = !Centred };
+  static constant constexpr float fill = 0;
+  RowInput<T> rows[4];
   RowOutput<T> y;
   float eps;
   float weight_offset;
   bool whole;  // of kernels that deal columns: packs of the weight are aligned
 
-  float fill() const {
-    return 0;
-  }
   Stat none() const {
     return Stat{Moments{0, 0, 0}, 0, 0};
   }
@@ -77,25 +115,14 @@ struct NormVjp {
     return dy * (centred(x, row.x) * (Centred ? 2.0f * row.y : row.y));
   }
   template <int N>
-  Stat of(thread const RowParts<T, K, N>& row, RowBatch batch) const {
-    RowParts<T, K, N> parts = row;
+  Stat of(thread const RowParts<T, inputs, N>& row, RowBatch batch) const {
+    RowParts<T, inputs, N> parts = row;
     Stat s = none();
     if (Centred) {
-      float sum = batch.edge ? add_scaled(0.0f, float(parts.edges[0])) : 0.0f;
-      uint count = batch.edge ? 1 : 0;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        float x[16 / sizeof(T)];
-        unpack<T>(parts.packs[0][i], x);
-#pragma unroll
-        for (int j = 0; j < pack_size<T>(); ++j) {
-          sum = add_scaled(sum, x[j]);
-        }
-        count += batch.has(i) ? pack_size<T>() : 0;
+      s.moments = mean_of(parts, batch);
+      if (!is_nvidia && N > 1) {
+        unpack_again(parts, rows[0], batch);
       }
-      s.moments.count = float(count);
-      s.moments.mean = scaled_mean(sum, max(float(count), 1.0f));
-      repack(parts, is_nvidia || N == 1 || rows[0].phase < 16);
     }
     const float half_mean = 0.5f * s.moments.mean;
     float3 sums = float3(0);  // of c^2, g c and g
@@ -112,7 +139,7 @@ struct NormVjp {
         float w[16 / sizeof(T)];
         unpack<T>(parts.packs[0][i], c);
         unpack<T>(parts.packs[1][i], g);
-        unpack<T>(late_weights(N) && K == 4 ? weight_pack(batch, i) : parts.packs[2][i], w);
+        unpack<T>(late_weights(N) ? weight_pack(batch, i) : parts.packs[2][i], w);
 #pragma unroll
         for (int j = 0; j < pack_size<T>(); ++j) {
           c[j] = centred(c[j], half_mean);
@@ -128,24 +155,6 @@ struct NormVjp {
     s.g = Centred ? sums.z : 0.0f;
     return s;
   }
-  Stat merge(Stat a, Stat b) const {
-    if (!Centred) {
-      return Stat{Moments{0, 0, a.moments.m2 + b.moments.m2}, 0, a.products + b.products};
-    }
-    const Moments all = mittens::merge(a.moments, b.moments);
-    const float products = a.products + b.products + a.g * (a.moments.mean - all.mean) +
-        b.g * (b.moments.mean - all.mean);
-    return Stat{all, a.g + b.g, products};
-  }
-  template <int L>
-  Stat across(Stat own, uint lane, float total) const {
-    if (!Centred) {
-      return Stat{Moments{0, 0, lanes_sum<L>(own.moments.m2)}, 0, lanes_sum<L>(own.products)};
-    }
-    const Moments all = lanes_merge<L>(own.moments, lane, total);
-    const float products = own.products + own.g * (own.moments.mean - all.mean);
-    return Stat{all, lanes_sum<L>(own.g), lanes_sum<L>(products)};
-  }
   Row done(Stat s, uint columns) const {
     const float count = float(columns);
     const float n = precise::rsqrt(s.moments.m2 / count + eps);
@@ -154,14 +163,11 @@ struct NormVjp {
     return float4(0.5f * s.moments.mean, n, slope, n * (s.g / count));
   }
   template <int W>
-  void write(thread float (&v)[K][W], thread const float (&)[1][W], Row row) const {
+  void write(thread float (&v)[inputs][W], thread const float (&)[1][W], Row row) const {
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       const float dx = row.y * (v[1][i] * scale(v[2][i])) - row.z * centred(v[0][i], row.x);
-      v[0][i] = Centred ? dx - row.w : dx;
-      if (adds) {
-        v[0][i] += v[K - 1][i];
-      }
+      v[0][i] = Centred ? dx - row.w : dx + v[3][i];
     }
   }
 };
@@ -181,13 +187,13 @@ inline void store_shares(
 }
 
 template <typename T, bool Centred>
-inline NormVjp<T, Centred, 4> vjp_op(
+inline NormVjp<T, Centred> vjp_op(
     const device T* x, const device T* weight, const device T* dy, const device T* dsum, device T* dx,
     constant NormVjpParams& params) {
   constant RowOpParams& arrays = params.arrays;
   const RowInput<T> weights = {weight, arrays.weight_phases[0], true, arrays.has_weights[0] == 0};
   const RowInput<T> added = {dsum, arrays.row_phases[3], false, params.has_dsum == 0};
-  return NormVjp<T, Centred, 4>{
+  return NormVjp<T, Centred>{
       {input_of(x, arrays, 0), input_of(dy, arrays, 1), weights, added}, output_of(dx, arrays, 0), arrays.eps,
       arrays.weight_offsets[0]};
 }
@@ -260,11 +266,9 @@ template <typename T, bool Centred>
     constant NormVjpParams& params [[buffer(4)]],
     row_thread_parameters) {
   threadgroup float scratch[160];
-  constant RowOpParams& arrays = params.arrays;
-  const RowInput<T> weights = {weight, arrays.weight_phases[0], true, arrays.has_weights[0] == 0};
-  const NormVjp<T, Centred, 3> op = {{input_of(x, arrays, 0), input_of(dy, arrays, 1), weights}, {}, arrays.eps,
-                                     arrays.weight_offsets[0]};
-  run_split_sums(NoOp(), op, arrays.row, statistics, row_thread, scratch);
+  NormVjp<T, Centred> op = vjp_op<T, Centred>(x, weight, dy, nullptr, nullptr, params);
+  op.rows[3].absent = true;
+  run_rows(SplitSums(), NoOp(), op, params.arrays.row, row_thread, scratch, statistics);
 }
 
 // One simdgroup a row.
@@ -282,14 +286,14 @@ template <bool Centred>
   if (row >= geometry.rows) {
     return;
   }
-  const NormVjp<float, Centred, 3> op = {{}, {}, params.arrays.eps, 0};
-  VjpSums all = op.none();
+  const NormVjp<float, Centred> op = {{}, {}, params.arrays.eps};
+  VjpSums<Centred> all = op.none();
   for (uint i = lane; i < geometry.splits; i += 32) {
-    VjpSums part;
+    VjpSums<Centred> part;
     read_stat(statistics + 5 * (size_t(row) * geometry.splits + i), part);
-    all = op.merge(all, part);
+    all = merge<float>(all, part);
   }
-  const float4 terms = op.done(op.template across<32>(all, lane, float(geometry.columns)), geometry.columns);
+  const float4 terms = op.done(across<float, 32>(all, lane, float(geometry.columns)), geometry.columns);
   if (lane == 0) {
     coefficients[row] = terms;
   }

@@ -44,28 +44,19 @@ struct RmsNorm {
   using Stat = float;  // sum of squares
   using Row = float;   // n
   enum { inputs = 1, weights = 1, reduces = 1, numbers = 1 };
+  static constant constexpr float fill = 0;
   RowInput<T> rows[1];
   WeightInput<T> columns[1];
   RowOutput<T> y;
   float eps;
   float weight_offset;
 
-  float fill() const {
-    return 0;
-  }
   Stat none() const {
     return 0;
   }
   template <int N>
   Stat of(thread const RowParts<T, 1, N>& x, RowBatch) const {
     return square_sum(x.packs[0], x.edges[0]);
-  }
-  Stat merge(Stat a, Stat b) const {
-    return a + b;
-  }
-  template <int L>
-  Stat across(Stat own, uint, float) const {
-    return lanes_sum<L>(own);
   }
   Row done(Stat sum, uint columns_of_row) const {
     return rstd(sum, columns_of_row, eps);

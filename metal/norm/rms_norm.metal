@@ -15,38 +15,14 @@ template <typename T, typename Schedule>
     const device T* x [[buffer(0)]],       // [rows, columns]
     const device T* weight [[buffer(1)]],  // [columns]
     device T* y [[buffer(2)]],             // [rows, columns]
-    constant RowOpParams& params [[buffer(3)]],
-    row_thread_parameters) {
-  threadgroup float scratch[32];
-  const RmsNorm<T> op = {
-      {input_of(x, params, 0)}, {weight_of(weight, params, 0)}, output_of(y, params, 0), params.eps,
-      params.weight_offsets[0]};
-  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void rms_norm_split_sums(
-    const device T* x [[buffer(0)]],        // [rows, columns]
-    device float* partials [[buffer(1)]],   // [rows, splits]
-    constant RowOpParams& params [[buffer(2)]],
-    row_thread_parameters) {
-  threadgroup float scratch[32];
-  const RmsNorm<T> op = {{input_of(x, params, 0)}, {}, {}, 0, 0};
-  run_split_sums(NoOp(), op, params.row, partials, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void rms_norm_split_write(
-    const device T* x [[buffer(0)]],             // [rows, columns]
-    const device T* weight [[buffer(1)]],        // [columns]
-    const device float* partials [[buffer(2)]],  // [rows, splits]
-    device T* y [[buffer(3)]],                   // [rows, columns]
+    device float* partials [[buffer(3)]],  // [rows, splits]
     constant RowOpParams& params [[buffer(4)]],
     row_thread_parameters) {
+  threadgroup float scratch[32];
   const RmsNorm<T> op = {
       {input_of(x, params, 0)}, {weight_of(weight, params, 0)}, output_of(y, params, 0), params.eps,
       params.weight_offsets[0]};
-  run_split_write(op, params.row, partials, row_thread);
+  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch, partials);
 }
 
 instantiate_rows("rms_norm", rms_norm)

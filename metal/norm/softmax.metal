@@ -19,12 +19,10 @@ struct Softmax {
   using Stat = SoftmaxState<float>;
   using Row = float2;  // m and 1 / l
   enum { inputs = 1, weights = 0, reduces = 1, numbers = 2 };
+  static constant constexpr float fill = -INFINITY;
   RowInput<T> rows[1];
   RowOutput<T> y;
 
-  float fill() const {
-    return -INFINITY;
-  }
   Stat none() const {
     return Stat{-INFINITY, 0};
   }
@@ -41,7 +39,7 @@ struct Softmax {
         own.m = max(own.m, v[j]);
       }
     }
-    repack(parts, is_nvidia ? batch.stride > 0 : rows[0].phase < 16);
+    unpack_again(parts, rows[0], batch);
     const float base = finite_maximum(own.m);
     own.l = exp_of<T>(float(x.edges[0]) - base);
 #pragma unroll
@@ -53,14 +51,6 @@ struct Softmax {
       }
     }
     return own;
-  }
-  Stat merge(Stat a, Stat b) const {
-    return mittens::merge<T>(a, b);
-  }
-  template <int L>
-  Stat across(Stat own, uint, float) const {
-    const float m = lanes_max<L>(own.m);
-    return Stat{m, lanes_sum<L>(own.l * exp_of<T>(own.m - finite_maximum(m)))};
   }
   Row done(Stat all, uint) const {
     return float2(all.m, 1.0f / all.l);
@@ -76,34 +66,14 @@ struct Softmax {
 
 template <typename T, typename Schedule>
 [[kernel, threads_at_most(Schedule::launched, Schedule::nvidia)]] void softmax(
-    const device T* x [[buffer(0)]],  // [rows, columns]
-    device T* y [[buffer(1)]],        // [rows, columns]
-    constant RowOpParams& params [[buffer(2)]],
-    row_thread_parameters) {
-  threadgroup float scratch[64];
-  const Softmax<T> op = {{input_of(x, params, 0)}, output_of(y, params, 0)};
-  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void softmax_split_sums(
-    const device T* x [[buffer(0)]],        // [rows, columns]
-    device float* partials [[buffer(1)]],   // [rows, splits, 2]: m and l
-    constant RowOpParams& params [[buffer(2)]],
-    row_thread_parameters) {
-  threadgroup float scratch[64];
-  run_split_sums(NoOp(), Softmax<T>{{input_of(x, params, 0)}, {}}, params.row, partials, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void softmax_split_write(
-    const device T* x [[buffer(0)]],             // [rows, columns]
-    const device float* partials [[buffer(1)]],  // [rows, splits, 2]: m and l
-    device T* y [[buffer(2)]],                   // [rows, columns]
+    const device T* x [[buffer(0)]],       // [rows, columns]
+    device T* y [[buffer(1)]],             // [rows, columns]
+    device float* partials [[buffer(2)]],  // [rows, splits, 2]: m and l
     constant RowOpParams& params [[buffer(3)]],
     row_thread_parameters) {
+  threadgroup float scratch[64];
   const Softmax<T> op = {{input_of(x, params, 0)}, output_of(y, params, 0)};
-  run_split_write(op, params.row, partials, row_thread);
+  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch, partials);
 }
 
 instantiate_rows("softmax", softmax)

@@ -18,12 +18,10 @@ struct SoftmaxVjp {
   using Stat = float2;  // sums of y * dy and of y
   using Row = float;    // the mean of dy, weighted by y
   enum { inputs = 2, weights = 0, reduces = 1, numbers = 2 };
+  static constant constexpr float fill = 0;
   RowInput<T> rows[2];
   RowOutput<T> y;
 
-  float fill() const {
-    return 0;
-  }
   Stat none() const {
     return float2(0);
   }
@@ -44,13 +42,6 @@ struct SoftmaxVjp {
     }
     return sums;
   }
-  Stat merge(Stat a, Stat b) const {
-    return a + b;
-  }
-  template <int L>
-  Stat across(Stat own, uint, float) const {
-    return float2(lanes_sum<L>(own.x), lanes_sum<L>(own.y));
-  }
   // Of a row so long that all y round to zero, zero.
   Row done(Stat sums, uint) const {
     return sums.y == 0.0f ? 0.0f : sums.x / sums.y;
@@ -66,38 +57,15 @@ struct SoftmaxVjp {
 
 template <typename T, typename Schedule>
 [[kernel, threads_at_most(Schedule::launched, Schedule::nvidia)]] void softmax_vjp(
-    const device T* y [[buffer(0)]],   // [rows, columns]
-    const device T* dy [[buffer(1)]],  // [rows, columns]
-    device T* dx [[buffer(2)]],        // [rows, columns]
-    constant RowOpParams& params [[buffer(3)]],
-    row_thread_parameters) {
-  threadgroup float scratch[64];
-  const SoftmaxVjp<T> op = {{input_of(y, params, 0), input_of(dy, params, 1)}, output_of(dx, params, 0)};
-  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void softmax_vjp_split_sums(
-    const device T* y [[buffer(0)]],        // [rows, columns]
-    const device T* dy [[buffer(1)]],       // [rows, columns]
-    device float* partials [[buffer(2)]],   // [rows, splits, 2]: sums of y * dy and of y
-    constant RowOpParams& params [[buffer(3)]],
-    row_thread_parameters) {
-  threadgroup float scratch[64];
-  const SoftmaxVjp<T> op = {{input_of(y, params, 0), input_of(dy, params, 1)}, {}};
-  run_split_sums(NoOp(), op, params.row, partials, row_thread, scratch);
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void softmax_vjp_split_write(
-    const device T* y [[buffer(0)]],             // [rows, columns]
-    const device T* dy [[buffer(1)]],            // [rows, columns]
-    const device float* partials [[buffer(2)]],  // [rows, splits, 2]: sums of y * dy and of y
-    device T* dx [[buffer(3)]],                  // [rows, columns]
+    const device T* y [[buffer(0)]],       // [rows, columns]
+    const device T* dy [[buffer(1)]],      // [rows, columns]
+    device T* dx [[buffer(2)]],            // [rows, columns]
+    device float* partials [[buffer(3)]],  // [rows, splits, 2]: sums of y * dy and of y
     constant RowOpParams& params [[buffer(4)]],
     row_thread_parameters) {
+  threadgroup float scratch[64];
   const SoftmaxVjp<T> op = {{input_of(y, params, 0), input_of(dy, params, 1)}, output_of(dx, params, 0)};
-  run_split_write(op, params.row, partials, row_thread);
+  run_rows(Schedule(), NoOp(), op, params.row, row_thread, scratch, partials);
 }
 
 instantiate_rows("softmax_vjp", softmax_vjp)

@@ -86,44 +86,33 @@ std::vector<Launch> RowPrimitive::row_launches(Name file, const Arrays& inputs, 
   }
   params.eps = eps;
 
-  auto launch = [&](const char* variant) { return row_launch(file, op_, variant, plan, x.dtype()); };
-  auto add_rows = [&](Launch& launch) {
+  // All variants have the same arguments; x stands in for what one leaves alone.
+  enum class Step { whole, sums, write };
+  auto launch = [&](const char* variant, Step step) {
+    Launch launch = row_launch(file, op_, variant, plan, x.dtype());
+    const bool writes = step != Step::sums;
+    // Of several results the last is written with the sums, and then read in place of the inputs.
+    const bool rereads = step == Step::write && layout_.results > 1;
     for (int i = 0; i < layout_.row_inputs; ++i) {
-      launch.input(inputs[i]);
+      launch.input_if(!rereads, inputs[i]);
     }
-  };
-  auto add_weights = [&](Launch& launch) {
     for (const Weight& weight : weights) {
-      launch.input_if(weight.input >= 0, inputs[std::max(weight.input, 0)]);
+      launch.input_if(writes && weight.input >= 0, inputs[std::max(weight.input, 0)]);
     }
+    launch.output_if(writes ? &outputs[0] : nullptr, x);
+    for (int i = 1; i < layout_.results; ++i) {
+      rereads ? launch.input(outputs[i]) : launch.output(outputs[i]);
+    }
+    if (layout_.workspace > 0) {
+      const mx::array& partials = step == Step::whole ? x : outputs.back();
+      step == Step::sums ? launch.output(partials) : launch.input_if(step == Step::write, partials);
+    }
+    return launch.params(params);
   };
   if (plan.kernel != RowKernel::split) {
-    Launch rows = launch(plan.variant);
-    add_rows(rows);
-    add_weights(rows);
-    for (int i = 0; i < layout_.results; ++i) {
-      rows.output(outputs[i]);
-    }
-    rows.params(params);
-    return in_order(std::move(rows));
+    return in_order(launch(plan.variant, Step::whole));
   }
-  // The second kernel reads the last result of several, which the first one wrote.
-  const bool rereads = layout_.results > 1;
-  Launch sums = launch("split_sums");
-  add_rows(sums);
-  if (rereads) {
-    sums.output(outputs[layout_.results - 1]);
-  }
-  sums.output(outputs.back()).params(params);
-  Launch write = launch("split_write");
-  if (rereads) {
-    write.input(outputs[layout_.results - 1]);
-  } else {
-    add_rows(write);
-  }
-  add_weights(write);
-  write.input(outputs.back()).output(outputs[0]).params(params);
-  return in_order(std::move(sums), std::move(write));
+  return in_order(launch("split_sums", Step::sums), launch("split_write", Step::write));
 }
 
 Arrays RowPrimitive::with_workspace(Arrays results) {
