@@ -68,7 +68,7 @@ _ATTRIBUTES = frozenset(
     thread_index_in_simdgroup thread_index_in_threadgroup thread_position_in_grid thread_position_in_threadgroup
     threadgroup_position_in_grid threadgroups_per_grid threads_per_grid threads_per_simdgroup threads_per_threadgroup
     always_inline noinline maybe_unused visible stitchable user id raster_order_group clang gnu loop no_unroll
-    fallthrough nodiscard deprecated
+    fallthrough nodiscard deprecated likely unlikely
     """.split()
 )
 

@@ -48,14 +48,20 @@ _CAST = re.compile(
     r"(?:\(aka '[^']*'\) )?"
     r"(?:\(vector.*?\) )?to .*(?:different size|is not allowed)"
 )
+_OBJECT_CAST = re.compile(
+    r"no matching conversion for (?:C-style cast|functional-style cast|static_cast) from "
+    r"(?P<space>'[^']*(?:\b(?:device|threadgroup|constant)\b|address_space\())?"
+)
 _TO_POINTER = re.compile(r" to '[^']*(?:[*&]'|' \(aka '[^']*[*&]'\))")
 _ELEMENTS = re.compile(
     r"excess elements in (?:scalar|vector|ext-vector) initializer|cannot initialize a (?:value|variable) of type"
 )
 _TRUTHS = re.compile(
-    r"invalid operands to binary expression \('.*\(vector of (\d) '(\w+)' values\) and "
-    r"'(?:bool\d'\)|.*\(vector of \d '(\w+)' values\)\))"
+    r"invalid operands to binary expression \('(?P<type>.*?)' \(.*?vector of (?P<size>\d) '(?P<left>\w+)' values\) and "
+    r"'(?:bool\d'\)|(?P=type)'\)|.*\(vector of \d '(?P<right>\w+)' values\)\))"
 )
+_TRUTH = r"'(?:[^']*Truth<.*?|[^']*)' \((?:aka 'bool __attr|vector of \d 'bool').*"
+_NAMED_TRUTHS = re.compile(rf"invalid operands to binary expression \({_TRUTH} and {_TRUTH}\)$")
 _COMPONENTS = re.compile(r"illegal vector component name '([xyzw]+|[rgba]+)'$")  # of bool: others are right or wrong
 _LIBRARY_CALL = re.compile(r"no matching function for call to '(?:transpose|determinant)'")
 
@@ -219,11 +225,13 @@ def _wraps(text: str, error: _Error, methods: set[str]) -> list[tuple[int, int, 
         return [_components(text, error, components[1])]
     if what.startswith("no viable conversion"):
         return _copies(text, ranges)
-    if (truths := _TRUTHS.match(what)) and len(ranges) == 2 and "bool" in (truths[2], truths[3] or "bool"):
-        if truths[2] == (truths[3] or "bool") == "bool":  # of bool, clang has & and | alone
+    if (truths := _TRUTHS.match(what)) and len(ranges) == 2 and "bool" in (truths["left"], truths["right"] or "bool"):
+        if truths["left"] == (truths["right"] or "bool") == "bool":  # of bool, clang has & and | alone
             return [(error.at + 1, error.at + 2, _COMMENT)] if text[error.at : error.at + 2] in ("&&", "||") else []
-        number = ranges[1] if truths[2] == "bool" else ranges[0]
-        return [(*number, f"convert<::metal::vec<bool, {truths[1]}>>")]
+        number = ranges[1] if truths["left"] == "bool" else ranges[0]
+        return [(*number, f"convert<::metal::vec<bool, {truths['size']}>>")]
+    if _NAMED_TRUTHS.match(what) and text[error.at : error.at + 2] in ("&&", "||"):
+        return [(error.at + 1, error.at + 2, _COMMENT)]
     if _LIBRARY_CALL.match(what):
         opening = text.find("(", error.at)
         return [(opening + 1, _closing(text, opening), "in_thread")] if opening > 0 else []
@@ -235,7 +243,9 @@ def _wraps(text: str, error: _Error, methods: set[str]) -> list[tuple[int, int, 
         word = list(re.finditer(r"\bconstant\b", text[max(0, error.at - 200) : error.at]))
         start = max(0, error.at - 200)
         return [(start + word[-1].start(), start + word[-1].end(), _PLAIN)] if word else []
-    if what.startswith("no matching conversion for C-style cast") and _LIBRARY.search(what):
+    if (cast := _OBJECT_CAST.match(what)) and (cast["space"] or _LIBRARY.search(what)):
+        return [(*ranges[-1], "in_thread")]
+    if what.startswith("invalid argument type") and "unary expression" in what and _LIBRARY.search(what):
         return [(*ranges[-1], "in_thread")]
     if _CAST.match(what):
         return [] if _TO_POINTER.search(what) else _cast(text, ranges)

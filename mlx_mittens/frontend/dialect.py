@@ -335,6 +335,7 @@ def _flags(options: Options) -> list[str]:
     flags += ["-S", "-emit-llvm", "-O0", "-Xclang", "-disable-llvm-passes", "-gline-tables-only", "-o", "-"]
     flags += [
         "-Wno-everything",
+        "-flax-vector-conversions=none",
         "-Wvla-extension",
         "-Wvla-cxx-extension",
         "-Wimplicit-float-conversion",

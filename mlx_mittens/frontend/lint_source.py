@@ -198,6 +198,8 @@ class Text:
         if self._needs_space(start, start + at, named=False):
             self.report(start, f"what {name!r} returns names no address space: {_SPACE_ADVICE}")
         for first, last in self.commas(opening + 1, self.partner[opening]):
+            if "auto" in self._named(first, last):
+                self.report(first, f"an argument of {name!r} is auto: write a template, with a name for its type")
             if self._needs_space(first, last):
                 argument = next((t for t in reversed(self._named(first, last)) if _WORD.match(t)), "?")
                 self.report(first, f"argument {argument!r} of {name!r} names no address space: {_SPACE_ADVICE}")

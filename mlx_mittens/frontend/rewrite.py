@@ -689,7 +689,10 @@ class _Rewriter:
             if is_type(self.tokens[i + 1]):  # members of a struct may be handed on as pointers that are not const
                 self.edits.append((self.spans[i][1], self.spans[i][1], " const"))
             return None
-        if self.token(j) != "[" or self.token(self.partner[j] + 1) not in (",", ")"):
+        after = self.partner[j] + 1 if self.token(j) == "[" else len(self.tokens)
+        while after < len(self.tokens) and self.in_attribute[after]:
+            after += 1
+        if self.token(after) not in (",", ")"):
             return None
         name = self.tokens[j - 1]
         self.replace(j - 1, self.partner[j] + 1, f"* {name}")

@@ -326,6 +326,7 @@ SMALL = {
 
 def test_every_op_of_the_table_is_calibrated():
     without_twins = {"block_quantize", "block_dequantize"}  # mx has no blocks of GGUF
+    without_twins |= {"quantized_rope_append"}  # its plan does not ask
     assert set(SMALL) == set(grid._GRIDS) == {op.name for op in specs.OPS} - without_twins
 
 

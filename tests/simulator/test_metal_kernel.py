@@ -55,6 +55,13 @@ def test_every_dtype_is_read_and_written(dtype):
     assert equal(run(DOUBLED, [a]), 2 * a)
 
 
+def test_simd_functions_in_both_branches():
+    source = """uint i = thread_position_in_grid.x;
+    if (i % 32 < 8) { out[i] = simd_sum(a[i]); } else { out[i] = simd_max(a[i]); }"""
+    out = run(source + " out[i] += simd_sum(1.0f);", [mx.arange(64).astype(mx.float32)])
+    assert out.tolist() == [60.0] * 8 + [63.0] * 24 + [316.0] * 8 + [95.0] * 24
+
+
 def test_bool():
     a = mx.array([True, False] * 20)
     assert equal(run("uint i = thread_position_in_grid.x; out[i] = !a[i];", [a]), mx.logical_not(a))

@@ -361,7 +361,10 @@ ACTIVE = {
         [32] * 32,
     ),
     # Where lanes part, each branch works on its own; behind it all of them meet.
-    "both_branches": ("  if (lane < 7) { out[i] = simd_sum(lane); } else { out[i] = simd_sum(1); }", [21] * 7 + [25] * 25),
+    "both_branches": (
+        "  if (lane < 7) { out[i] = simd_sum(lane); } else { out[i] = simd_sum(1); }",
+        [21] * 7 + [25] * 25,
+    ),
     "sum_and_shuffle": (
         "  if (lane & 1) { out[i] = simd_sum(lane); } else { out[i] = simd_shuffle_xor(lane, 2); }",
         {lane: 256 if lane & 1 else lane ^ 2 for lane in range(32)},
@@ -390,8 +393,8 @@ ACTIVE = {
         [11 * 21 + 10 * 31] * 32,
     ),
     "loop_in_a_branch": (
-        "  int x = 0;\n  if (lane & 1) {\n    for (uint k = 0; k < 2 + lane / 32; ++k) { x += simd_sum(1); }\n  } else {\n"
-        "    x = simd_max(int(lane));\n  }\n  out[i] = simd_sum(x);",
+        "  int x = 0;\n  if (lane & 1) {\n    for (uint k = 0; k < 2 + lane / 32; ++k) { x += simd_sum(1); }\n"
+        "  } else {\n    x = simd_max(int(lane));\n  }\n  out[i] = simd_sum(x);",
         [16 * 32 + 16 * 30] * 32,
     ),
     "loop_that_lanes_leave": (
@@ -400,8 +403,8 @@ ACTIVE = {
         [3200, 3231, 3230, 3229] + [3228] * 28,
     ),
     "cases_of_a_switch": (
-        "  int x = 0;\n  switch (lane % 3) {\n    case 0: x = simd_sum(1); break;\n    case 1: x = simd_sum(2); break;\n"
-        "    default: x = simd_sum(3);\n  }\n  out[i] = x + 100 * simd_sum(1);",
+        "  int x = 0;\n  switch (lane % 3) {\n    case 0: x = simd_sum(1); break;\n"
+        "    case 1: x = simd_sum(2); break;\n    default: x = simd_sum(3);\n  }\n  out[i] = x + 100 * simd_sum(1);",
         {lane: 3200 + (11, 22, 30)[lane % 3] for lane in range(32)},
     ),
     "branch_then_quad": (
