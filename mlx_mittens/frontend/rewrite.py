@@ -36,6 +36,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*$")
 _FLOAT_LITERAL = re.compile(
     r"((?:\d+\.\d*|\.\d+|\d+(?=[eE]|[hHbB]))(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+)(h|H|bf|BF)?$"
 )
+_INTEGER = re.compile(r"(?:0[xX][\da-fA-F]+|\d+)[uUlL]*$")
 _VECTOR = re.compile(r"(bool|u?char|u?short|u?int|u?long|half|bfloat|float)([234])$")
 _SPACES = ("device", "constant", "threadgroup", "thread")
 _OF_STRINGS = ("static_assert", "_Pragma", "extern", "asm", "__asm__", "__attribute__", "diagnose_if")
@@ -855,7 +856,7 @@ class _Rewriter:
             self.edits.append((self.spans[last - 1][1], self.spans[last - 1][1], ")"))
 
     def _is_arithmetic(self, first: int, last: int) -> bool:
-        """Whether tokens are numbers, names and operators, with no call but casts to Metal's types."""
+        """Whether tokens are integers, names and operators, with no call but casts to Metal's types."""
         k = first
         while k < last:
             token, called = self.tokens[k], self.token(k + 1) == "("
@@ -864,7 +865,7 @@ class _Rewriter:
             elif _IDENTIFIER.match(token):
                 if called != is_type(token):
                     return False
-            elif not token[0].isdigit() and (token not in "()+-*/%<>|^~:?::" or k == first and token == "*"):
+            elif not _INTEGER.match(token) and (token not in "()+-*/%|^~:?::" or (k == first and token == "*")):
                 return False
             k += 1
         return True

@@ -18,6 +18,7 @@ struct Member { bfloat v; };
 template <typename T> struct Of { T v; };
 template <typename T> T cast_of(float x) { return static_cast<T>(x); }
 template <typename T> T as_it_is(float x) { return x; }
+template <typename T, int n> constexpr float from() { return T(n); }
 inline bfloat itself(bfloat x) { return x; }
 inline float number() { return 1; }
 inline void set(thread float& x) { x = 1; }
@@ -65,6 +66,8 @@ b[i] = b[i] * b[0] + bfloat(2.0f);
 b[i] = 0;
 float4 w = float4(b[i]); b[i] = bfloat4(w * 2);
 b[i].xy = bfloat2(1.0f, f);
+constexpr float third = 1.0f / 3.0f; f = third;
+constexpr float zero = from<int, 2>(); const float least = n < 3 || f > 0 ? f : from<int, 3>(); f = zero + least;
 simdgroup_bfloat8x8 m; simdgroup_load(m, a, 8); simdgroup_store(m, a, 8);
 """
 
