@@ -207,6 +207,9 @@ DIRECT = {
     "rope_append": lambda x: mm.rope_append(
         mx.stack([x] * 3)[None, :, :2], *[mx.zeros((1, 1, 4, 64))] * 2, 64, base=1e4, offset=0
     )[0],
+    "quantized_rope_append": lambda x: mm.quantized_rope_append(
+        mx.stack([x] * 3)[None, :, :2], *[mx.quantize(mx.zeros((1, 1, 4, 64)))] * 2, 64, base=1e4, offset=0, bits=4
+    )[0],
     "norm_add_norm": lambda x: mm.norm_add_norm(x, x, None, None, 1e-5)[0],
     "qk_norm": lambda x: mm.qk_norm(*[x[None, None]] * 2, None, None, 1e-5)[0],
     "softcap": lambda x: mm.softcap(x, 30.0),
