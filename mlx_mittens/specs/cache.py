@@ -79,10 +79,10 @@ class RopeAppendOp(Op):
                 part, options["dims"], options["base"], options["offset"], freqs, options["traditional"]
             )
             turned.append((value, terms if weight is not None else np.zeros_like(terms), inner))
-        new = slice(options["offset"], options["offset"] + tokens)
+        fresh = slice(options["offset"], options["offset"] + tokens)
         key_terms, key_errors = np.zeros_like(keys), np.zeros_like(keys)
-        keys[:, :, new], key_terms[:, :, new], key_errors[:, :, new] = turned[1]
-        values[:, :, new] = parts[2]
+        keys[:, :, fresh], key_terms[:, :, fresh], key_errors[:, :, fresh] = turned[1]
+        values[:, :, fresh] = parts[2]
         return [Exact(*turned[0]), Exact(keys, key_terms, key_errors), Exact(values)]
 
 
