@@ -181,6 +181,17 @@ std::optional<mx::array> seeing_queries(const AttentionCall& call, mx::Stream s)
   return seen ? std::optional(any_of_row(*seen, s)) : std::nullopt;
 }
 
+namespace {
+
+// An exact call is never left to mx for speed.
+bool prefer_mx_attention(const char* op, const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
+                         mx::Stream stream) {
+  return !options.exact && prefer_mx(attention_problem(op, sizes, options, dtype),
+                                     why_mx_attention(sizes, options, dtype, stream), stream);
+}
+
+}  // namespace
+
 AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
   call.options.exact = call.options.exact || is_exact();
   const mx::Shape scores = call.scores_shape();
@@ -195,10 +206,7 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
     return call;
   }
   const AttentionSizes sizes = attention_sizes(call.queries.shape(), call.keys[0].shape(), values);
-  const mx::Dtype type = call.queries.dtype();
-  const char* reason = why_mx_attention(sizes, call.options, type, stream);
-  if (!call.force_fused && !call.options.exact &&
-      prefer_mx(attention_problem(op, sizes, call.options, type), reason, stream)) {
+  if (!call.force_fused && prefer_mx_attention(op, sizes, call.options, call.queries.dtype(), stream)) {
     return call;
   }
   return apply_attention(std::move(call), stream);
@@ -345,9 +353,7 @@ std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const
     fallback(op, std::move(reason));
     return nullptr;
   }
-  const AttentionSizes sizes = attention_sizes(q, k, v);
-  const char* faster = why_mx_attention(sizes, options, dtype, stream);
-  if (!options.exact && prefer_mx(attention_problem(op, sizes, options, dtype), faster, stream)) {
+  if (prefer_mx_attention(op, attention_sizes(q, k, v), options, dtype, stream)) {
     return nullptr;
   }
   return attention_primitive(options, stream);
