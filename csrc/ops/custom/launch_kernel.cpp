@@ -99,7 +99,7 @@ Arrays launch(const std::string& file, const std::string& kernel, const std::vec
               const std::vector<IndexedOutput>& outputs, const std::vector<IndexedBytes>& constants,
               const std::vector<uint32_t>& absent, Triple threadgroups, Triple threads, uint32_t threadgroup_bytes,
               const std::map<uint32_t, std::string>& function_constants, bool by_rows, mx::StreamOrDevice where) {
-  refuse_export("launch.launch");
+  refuse_export("ops.custom.launch");
   const mx::Stream stream = mx::to_stream(where);
   if (stream.device == mx::Device::gpu && metal::built()) {
     throw std::runtime_error("[launch] kernel " + kernel + ": on a Mac mx.fast.metal_kernel runs kernels of one's own");
