@@ -231,7 +231,9 @@ def test_inputs_stay_as_they_are(composed, rng):
 
 def test_the_workspace_of_split_rows_is_there(composed, rng):
     x = mx.array(rng.standard_normal((1, 90001)).astype(np.float32))
-    assert_near(mm.rms_norm(x, None, 1e-5), mx.fast.rms_norm(x, None, 1e-5), "a split row", SUM)
+    wide = specs.widen(x)
+    right = wide / np.sqrt(np.mean(wide * wide) + 1e-5)  # mx's sum of so many squares is off by more than SUM
+    assert_near(mm.rms_norm(x, None, 1e-5), right, "a split row", SUM)
     assert composed() == {"rms_norm"}
 
 

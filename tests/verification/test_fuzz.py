@@ -58,6 +58,7 @@ def test_a_minute(worker, subject, executor):
 @pytest.mark.parametrize(
     "subject, seed, case",
     [
+        ("layer_norm", 0, 8075),
         ("add_rms_norm", 77, 1264),
         ("scaled_dot_product_attention", 9, 337),
         ("scaled_dot_product_attention", 31, 505),

@@ -76,8 +76,8 @@ class LayerNorm : public RowPrimitive {
   Arrays composed(const Arrays& inputs) override {
     const mx::Stream s = stream();
     const mx::array x = mx::astype(inputs[0], mx::float32, s);
-    const mx::array centred = mx::subtract(x, mx::mean(x, -1, true, s), s);
-    const mx::array variance = mx::mean(mx::square(centred, s), -1, true, s);
+    const mx::array centred = compose_centred(x, s);
+    const mx::array variance = compose_row_mean(mx::square(centred, s), s);
     const mx::array n = mx::rsqrt(mx::add(variance, mx::array(eps_), s), s);
     mx::array y = mx::astype(mx::multiply(centred, n, s), inputs[0].dtype(), s);
     if (has_weight_) {

@@ -7,6 +7,7 @@
 #include "cpu/layer_norm.h"
 #include "cpu/rms_norm.h"
 #include "mlx/ops.h"
+#include "ops/norm/norms.h"
 #include "ops/norm/plan.h"
 #include "params/norm.h"
 #include "runtime/array_util.h"
@@ -143,21 +144,17 @@ class NormVjp : public KernelPrimitive {
     const mx::Stream s = stream();
     const mx::Dtype dtype = inputs[0].dtype();
     auto wide = [&](const mx::array& a) { return mx::astype(a, mx::float32, s); };
-    auto row_mean = [&](const mx::array& a) { return mx::mean(a, -1, true, s); };
-    mx::array x = wide(inputs[0]);
-    if (options_.centred) {
-      x = mx::subtract(x, row_mean(x), s);
-    }
+    auto row_mean = [&](const mx::array& a) { return compose_row_mean(a, s); };
+    auto centred = [&](const mx::array& a) { return options_.centred ? compose_centred(a, s) : a; };
+    const mx::array x = centred(wide(inputs[0]));
     const mx::array gradient = wide(dy(inputs));
-    const mx::array g = has_weight_
-                            ? mx::multiply(gradient, mx::add(wide(inputs[1]), mx::array(options_.weight_offset), s), s)
-                            : gradient;
+    const mx::array scaled =
+        has_weight_ ? mx::multiply(gradient, mx::add(wide(inputs[1]), mx::array(options_.weight_offset), s), s)
+                    : gradient;
+    const mx::array g = centred(scaled);
     const mx::array n = mx::rsqrt(mx::add(row_mean(mx::square(x, s)), mx::array(options_.eps), s), s);
     const mx::array normed = mx::multiply(x, n, s);
     mx::array dx = mx::subtract(g, mx::multiply(normed, row_mean(mx::multiply(g, normed, s)), s), s);
-    if (options_.centred) {
-      dx = mx::subtract(dx, row_mean(g), s);
-    }
     dx = mx::multiply(dx, n, s);
     if (has_dsum_) {
       dx = mx::add(dx, wide(*dsum(inputs)), s);

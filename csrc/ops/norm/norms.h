@@ -35,6 +35,13 @@ struct PendingRmsNorm {
 };
 std::optional<PendingRmsNorm> pending_rms_norm(const mx::array& y);
 
+// The means of rows in mx operations, [.., 1]. mx's sum of a row may be one chain of additions, in which all roundings
+// of equal numbers go the same way: the mean of what is left of the row without that mean is added.
+mx::array compose_row_mean(const mx::array& a, mx::Stream stream);
+
+// A row without its mean, exactly 0 on average but for the rounding of what is left.
+mx::array compose_centred(const mx::array& a, mx::Stream stream);
+
 // In mx operations, rounded as rms_norm rounds.
 mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, float weight_offset,
                            mx::Stream stream);

@@ -139,6 +139,19 @@ std::optional<PendingRmsNorm> pending_rms_norm(const mx::array& y) {
   return PendingRmsNorm{y.inputs()[0], optional_input(y.inputs(), 1), norm->eps(), norm->weight_offset()};
 }
 
+mx::array compose_row_mean(const mx::array& a, mx::Stream s) {
+  const mx::array mean = mx::mean(a, -1, true, s), about = mx::stop_gradient(mean, s);
+  // Where numbers or their sum are infinite nothing is left to add.
+  const mx::array exact = mx::add(about, mx::mean(mx::subtract(a, about, s), -1, true, s), s);
+  return mx::where(mx::isfinite(about, s), exact, mean, s);
+}
+
+mx::array compose_centred(const mx::array& a, mx::Stream s) {
+  // The first mean is a constant: whatever is taken off the whole row, what is left about its mean is the same.
+  const mx::array near = mx::subtract(a, mx::stop_gradient(mx::mean(a, -1, true, s), s), s);
+  return mx::subtract(near, mx::mean(near, -1, true, s), s);
+}
+
 mx::array compose_scale(const mx::array& weight, float weight_offset, mx::Stream s) {
   const bool is_narrow = weight.dtype() == mx::float16 || weight.dtype() == mx::bfloat16;
   const mx::array wide = weight.dtype() == mx::float64 ? weight : in_dtype(weight, mx::float32, s);
@@ -149,7 +162,7 @@ mx::array compose_scale(const mx::array& weight, float weight_offset, mx::Stream
 mx::array compose_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, float weight_offset,
                            mx::Stream s) {
   const mx::array wide = mx::astype(x, mx::float32, s);
-  const mx::array square = mx::mean(mx::square(wide, s), -1, true, s);
+  const mx::array square = compose_row_mean(mx::square(wide, s), s);
   const mx::array n = mx::rsqrt(mx::add(square, mx::array(eps), s), s);
   const mx::array y = mx::astype(mx::multiply(wide, n, s), x.dtype(), s);
   if (!weight) {

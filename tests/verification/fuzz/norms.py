@@ -53,6 +53,16 @@ def _mx_rms_norm(x: mx.array, weight: mx.array | None, offset: float, eps: float
     return (mx.fast.rms_norm(x.astype(dtype), None, eps).astype(mx.float32) * scale).astype(dtype)
 
 
+def _inverse_root(a: np.ndarray, eps: float) -> np.ndarray:
+    """What a norm multiplies its rows by."""
+    return 1 / np.sqrt((a * a).mean(-1, keepdims=True) + eps)
+
+
+def _mean_rounding(x: np.ndarray) -> np.ndarray:
+    """How far x - mean may be off in float32: the mean is rounded at the size of a row's largest number."""
+    return 4 * EPSILON32 * np.abs(x).max(-1, keepdims=True)
+
+
 def _are_moderate(weights: list[mx.array]) -> bool:
     """Whether products of weights with each other and with activations are in the range of float32."""
     return all((mx.abs(w.astype(mx.float32)) < 1e15).all().item() for w in weights)
@@ -92,18 +102,16 @@ def layer_norm(draw: Draw) -> Case:
         return mx.where(mx.isfinite(y) | ~mx.isfinite(x).all(-1, keepdims=True), y, normed_to_zero)
 
     def noise() -> list[np.ndarray | float]:
-        # x - mean is rounded in float32 at the size of x; the product before the bias may be rounded to the type.
+        # x - mean is off by the mean's rounding; the product before the bias may be rounded to the type.
         x, weight, _ = parts(*map(to_float64, arrays))
-        centred = x - x.mean(-1, keepdims=True)
-        inverse = 1 / np.sqrt((centred * centred).mean(-1, keepdims=True) + eps)
-        size = np.abs(centred * inverse) * (1 if weight is None else np.abs(weight))
-        shift = np.abs(x).max(-1, keepdims=True) * inverse * (1 if weight is None else np.abs(weight))
+        centred, off = x - x.mean(-1, keepdims=True), _mean_rounding(x)
+        scale = _inverse_root(centred, eps) * (1 if weight is None else np.abs(weight))
+        size = np.abs(centred) * scale
         step = EPSILON[promoted(*(a.dtype for a in arrays))]
-        total = 4 * EPSILON32 * (size + 4 * shift) + 2 * step * size
+        total = 4 * EPSILON32 * size + 4 * off * scale + 2 * step * size
         # A row of one value is 0 / 0 without eps, and its mean is rounded: what is left of x - mean is normed to 1.
-        largest = np.abs(x).max(-1, keepdims=True)
-        is_rounding = (np.abs(centred) <= 4 * EPSILON32 * largest).all(-1, keepdims=True)
-        undefined = is_rounding & (eps <= (4 * EPSILON32 * largest) ** 2) & np.isfinite(largest)
+        is_rounding = (np.abs(centred) <= off).all(-1, keepdims=True)
+        undefined = is_rounding & (eps <= off**2) & np.isfinite(off)
         return [np.where(undefined, np.inf, np.where(np.isfinite(total), total, 0))]
 
     return Case(
@@ -184,12 +192,12 @@ def norm_add_norm(draw: Draw) -> Case:
         x, residual, weight, next_weight = (None if a is None else to_float64(a) for a in parts(*arrays))
 
         def normed(a: np.ndarray, w: np.ndarray | None, offset: float) -> np.ndarray:
-            return a / np.sqrt((a * a).mean(-1, keepdims=True) + eps) * (1 if w is None else w + offset)
+            return a * _inverse_root(a, eps) * (1 if w is None else w + offset)
 
         first = normed(x, weight, offsets[0])
         total = first + residual
         moved = 2 * EPSILON[norm_dtype] * np.abs(first) + EPSILON[sum_dtype] * np.abs(total)
-        inverse = 1 / np.sqrt((total * total).mean(-1, keepdims=True) + eps)
+        inverse = _inverse_root(total, eps)
         scales = 1.0 if next_weight is None else np.abs(next_weight + offsets[1])
         of_inverse = np.sqrt((moved * moved).mean(-1, keepdims=True)) * inverse
         moved_norm = moved * inverse * scales + np.abs(normed(total, next_weight, offsets[1])) * of_inverse
