@@ -1,5 +1,6 @@
 """The run under sanitizers does not pass if it checks nothing."""
 
+import re
 import subprocess
 
 import pytest
@@ -45,5 +46,24 @@ def test_a_run_without_an_instruction_set_fails(monkeypatch, python):
 
 
 def test_the_named_tests_are_there():
-    assert len(sanitize.tests([*sanitize.WHOLE, *sanitize.SIMULATOR])) == 7
-    assert {"test_rms_norm.py", "test_attention.py"} <= {path.name for path in sanitize.NATIVE}
+    assert len(sanitize.tests([*sanitize.WHOLE, *sanitize.ONCE])) == len({*sanitize.WHOLE, *sanitize.ONCE})
+    assert {"test_rms_norm.py", "test_attention.py", "test_ops.py"} <= {path.name for path in sanitize.NATIVE}
+
+
+@pytest.mark.parametrize("part", ["WHOLE", "ONCE", "NATIVE"])
+def test_every_part_is_run(part):
+    """By the commands of the run, with all files of the part."""
+    files = sanitize.NATIVE if part == "NATIVE" else sanitize.tests(getattr(sanitize, part))
+    runs = [command for _, command in sanitize.commands("address", 10, 2) if {*map(str, files)} <= set(command)]
+    assert len(runs) == 1 and ("-k" in runs[0]) == (part == "NATIVE")
+
+
+@pytest.mark.parametrize("path", sorted(sanitize.UNIT.rglob("test_*.py")), ids=lambda path: path.name)
+def test_every_unit_test_is_in_one_part(path):
+    """Where a test has the executor for a parameter, it is run natively; what has no native test is named elsewhere."""
+    name = sanitize.name_of(path)
+    parts = [part for part in ("WHOLE", "ONCE", "LEFT_OUT") if name in getattr(sanitize, part)]
+    parts += ["NATIVE"] * (path in sanitize.NATIVE)
+    names_executors = bool(re.search(r"\b(executor|EXECUTORS)\b", path.read_text()))
+    assert len(parts) == 1
+    assert names_executors if parts == ["NATIVE"] else not names_executors or parts == ["WHOLE"]
