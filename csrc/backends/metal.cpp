@@ -125,12 +125,9 @@ bool built() {
 }
 
 bool has_matrix_units() {
-#ifdef __APPLE__
   if (__builtin_available(macOS 26.2, *)) {
-    static const bool has = has_matrix_units(mx::metal::device(mx::Device::gpu).get_architecture());
-    return has;
+    return has_matrix_units(mx::metal::device(mx::Device::gpu).get_architecture());
   }
-#endif
   return false;
 }
 

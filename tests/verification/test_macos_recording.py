@@ -1,6 +1,7 @@
 """The macOS dispatch code, run on Linux over a recording device: the simulator executes what it recorded."""
 
 import ctypes
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ import pytest
 from helpers.macos_recording import METAL, ROOT, build, recorded_kernels
 
 import mlx_mittens as mm
-from mlx_mittens import _ext
+from mlx_mittens import _ext, gpus
 
 
 def test_every_op_is_right_through_the_macos_code():
@@ -116,6 +117,24 @@ def test_pipelines_through_the_macos_code():
     lines = library.mittens_pipelines(b"norm/planted.metal").decode().splitlines()
     assert lines[:2] == ["few_registers 1024 0 32", "many_registers 384 8192 32"]
     assert lines[2:] == ["refused: [metal::Device] Unable to load kernel refused"]
+
+
+@pytest.mark.parametrize("architecture, chip", [("applegpu_g17s", "m5"), ("applegpu_g16s", "m4-max")])
+@pytest.mark.parametrize("macos", [(15, 7), (26, 0), (26, 1), (26, 2), (26, 10), (27, 0)], ids=str)
+def test_matrix_units_need_their_gpu_and_their_macos(native, lenient, monkeypatch, architecture, chip, macos):
+    """Only then MLX's kernels use them, and products of many rows go to mx."""
+    library = ctypes.CDLL(build())
+    library.mittens_has_matrix_units.restype = ctypes.c_bool
+    found = library.mittens_has_matrix_units(architecture.encode(), *macos)
+    assert found == (chip == "m5" and macos >= (26, 2))
+    # The plans for a Mac of which the macOS code says so.
+    name = f"{chip}-{'with' if found else 'without'}-matrix-units"
+    gpu = dataclasses.replace(gpus.named(chip), name=name, matrix_units=found)
+    monkeypatch.setattr(gpus, "named", lambda _: gpu)
+    mm.stats(reset=True)
+    with mm.simulator.enabled(gpu=name):
+        mx.eval(mm.gemv(mx.ones((8, 64), mx.float16), mx.ones((16, 64), mx.float16)))
+    assert sum(mm.stats()["gemv"]["mx"].values()) == found
 
 
 def test_without_metal_there_are_no_pipelines():

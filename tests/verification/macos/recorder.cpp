@@ -1,11 +1,14 @@
 // A recording Metal device: what csrc/backends/metal.cpp asks of MLX's Metal device and encoder, written down as a dispatch
 // that the simulator can execute. Nothing here knows the launch: a wrong index, constant or grid in the macOS code shows.
 #include <chrono>
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "backends/compiled.h"
@@ -65,7 +68,18 @@ T& blank() {
   return *reinterpret_cast<T*>(storage);
 }
 
+// The macOS that the macOS code believes to run on: its major and its minor number.
+std::pair<int, int> pretended_macos = {14, 0};
+
 }  // namespace
+
+bool pretended_macos_is_at_least(const char* version) {
+  int major = 0, minor = 0;
+  if (std::sscanf(version, "macOS %d.%d", &major, &minor) != 2) {
+    throw std::runtime_error(std::string(version) + " is no version of macOS");
+  }
+  return pretended_macos >= std::pair(major, minor);
+}
 
 namespace mlx::core::metal {
 
@@ -187,6 +201,17 @@ extern "C" __attribute__((visibility("default"))) const char* mittens_compiled()
     text += compiled.file + " " + compiled.kernel + "\n";
   }
   return text.c_str();
+}
+
+// Whether the macOS code finds matrix units on a Mac with such a GPU and such a macOS.
+extern "C" __attribute__((visibility("default"))) bool mittens_has_matrix_units(const char* architecture, int major,
+                                                                                int minor) {
+  // The one member of the device that is read. It is made here, and never destroyed.
+  static auto* of_device = new (const_cast<std::string*>(
+      &mlx::core::metal::device(mlx::core::Device::gpu).get_architecture())) std::string;
+  *of_device = architecture;
+  pretended_macos = {major, minor};
+  return mittens::metal::has_matrix_units();
 }
 
 // Says what the GPU's compiler makes of a kernel; without threads it refuses it.

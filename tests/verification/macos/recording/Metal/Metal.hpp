@@ -8,6 +8,10 @@
 #include <utility>
 #include <vector>
 
+// Clang's question for the macOS that a program runs on, such as "macOS 26.2": here a test says which one that is.
+bool pretended_macos_is_at_least(const char* version);
+#define __builtin_available(version, ...) pretended_macos_is_at_least(#version)
+
 namespace NS {
 
 using UInteger = std::size_t;
