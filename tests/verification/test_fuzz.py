@@ -80,6 +80,14 @@ def test_equal_numbers_in_lanes_of_four_are_right(monkeypatch, subject, case):
         assert_no_findings(worker, Chunk(subject, "native", 0, case, 1))
 
 
+@pytest.mark.parametrize(
+    "subject, case", [("gather_sum", 62), ("gather_qmm", 18), ("gather_swiglu", 551), ("linear_attention", 892)]
+)
+def test_limits_of_types_and_of_mx_are_known(worker, subject, case):
+    """A term beyond float16 under vmap, a scale below the smallest normal number, slices compiled for any shape."""
+    assert_no_findings(worker, Chunk(subject, "apple", 0, case, 1))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("subject, executor", PAIRS)
 def test_nightly(worker, subject, executor):

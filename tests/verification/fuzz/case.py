@@ -25,6 +25,7 @@ class Case:
             arrays hang or die, so nothing of mx's is run there.
         differentiable: Which arguments have gradients to compare.
         noise: What rounding on the way may make of each result, or of all.
+        noise_of_composition: The same where `mx.vmap` takes the op apart into others, if that is more.
         gradient_noise: What rounding of the result may make of each gradient in `differentiable`, given the cotangents;
             of those that `mx.vjp` takes.
         ordinary: Whether numbers are normal ones; gradients are compared only then.
@@ -42,6 +43,7 @@ class Case:
     of_nothing: Callable[[], list[np.ndarray]]
     differentiable: Sequence[int] = ()
     noise: Callable[[], list[np.ndarray | float]] | None = None
+    noise_of_composition: Callable[[], list[np.ndarray | float]] | None = None
     gradient_noise: Callable[[Sequence[mx.array]], list[float]] | None = None
     ordinary: bool = True
     hides: bool = False

@@ -72,6 +72,13 @@ class Format:
             return size_of_packed(arrays[1], arrays[2], self.group_size, self.bits)
         return _finite_size(self.matrices(*arrays))
 
+    def flushed(self, draw: Draw, arrays: Sequence[mx.array]) -> np.ndarray:
+        """Sizes of the weights that kernels take for 0: the scale of a byte of 0, 2^-127, is no normal number."""
+        size = self.size(arrays)
+        if not draw.gpu or self.mode not in ("mxfp4", "mxfp8"):
+            return np.zeros_like(size)
+        return np.where(np.repeat(np.array(arrays[1]) == 0, self.group_size, -1), size, 0.0)
+
     def overflow(self, draw: Draw, x: np.ndarray) -> np.ndarray | float:
         """Kernels multiply with what is packed, at most 448, and scale the sums of a group afterwards."""
         return overflow(max(2**self.bits - 1, 448) * x.sum(-1, keepdims=True)) if draw.gpu else 0.0
@@ -144,6 +151,14 @@ def _sizes(choice: Choice, x: mx.array, weights: np.ndarray, indices: mx.array) 
     return size_of(x) @ np.swapaxes(weights[experts], -1, -2)
 
 
+def _errors(
+    draw: Draw, form: Format, choice: Choice, x: mx.array, weights: Sequence[mx.array], indices: mx.array
+) -> np.ndarray:
+    """What rounding makes of the products of experts, of shape [tokens, chosen, rows, outputs]."""
+    of_weights = 4 * EPSILON32 * form.size(weights) + form.flushed(draw, weights)
+    return _sizes(choice, x, of_weights, indices)
+
+
 def _in_float64(weights: Sequence[mx.array]) -> list[mx.array]:
     """Packed weights with scales and biases of affine groups in float64."""
     return [a.astype(mx.float64) if a.dtype in FLOATS else a for a in weights]
@@ -170,7 +185,7 @@ def gather_qmm(draw: Draw) -> Case:
         return mm.gather_qmm(x, weights[0], weights[1], biases, rhs_indices=indices, **form.options)
 
     def noise() -> list[np.ndarray | float]:
-        total = 4 * EPSILON32 * _sizes(choice, arrays[0], form.size(arrays[1:-1]), arrays[-1])
+        total = _errors(draw, form, choice, arrays[0], arrays[1:-1], arrays[-1])
         return [total + form.overflow(draw, size_of(arrays[0]))]
 
     return Case(
@@ -245,7 +260,7 @@ def gather_swiglu(draw: Draw) -> Case:
         product = _product(form, choice, in_float64)
         return lambda x, *w: gated(product(x, w[:count], w[-1]), product(x, w[count:-1], w[-1]))
 
-    def noise() -> list[np.ndarray | float]:
+    def noise(is_composed: bool = not draw.gpu) -> list[np.ndarray | float]:
         products, errors, infinite = [], [], 0.0
         for weights in (arrays[1 : 1 + count], arrays[1 + count : -1]):
             wide = _in_float64(weights)
@@ -253,8 +268,8 @@ def gather_swiglu(draw: Draw) -> Case:
             # A limit clips an infinite product, which is infinity minus infinity where scales and biases are apart.
             infinite = infinite + np.where(np.isinf(np.array(y)), np.inf, 0.0)
             products.append(_finite_size(y))
-            errors.append(4 * EPSILON32 * _sizes(choice, arrays[0], form.size(wide), arrays[-1]))
-            if activation == "clipped" and not draw.gpu:  # natively a composition of products, which are rounded
+            errors.append(_errors(draw, form, choice, arrays[0], wide, arrays[-1]))
+            if activation == "clipped" and is_composed:  # of products, which are rounded
                 errors[-1] = errors[-1] + specs.EPSILON[result_dtype] * products[-1]
         # silu's slope is at most 1.1, that of the clipped one less than 1.2.
         total = 2 * (errors[0] * 1.2 * (products[1] + 1 + errors[1]) + errors[1] * products[0])
@@ -271,6 +286,7 @@ def gather_swiglu(draw: Draw) -> Case:
         of_nothing=list,
         differentiable=[0],
         noise=noise,
+        noise_of_composition=lambda: noise(True),
         ordinary=kind == "normal" and choice.has(indices),
     )
 
@@ -304,12 +320,12 @@ def gather_sum(draw: Draw) -> Case:
 
         return sums
 
-    def noise() -> list[np.ndarray | float]:
+    def noise(rounds_terms: bool = not draw.gpu) -> list[np.ndarray | float]:
         wide = _in_float64(arrays[1 : 1 + count])
-        sizes = _sizes(choice, arrays[0][..., None, :], form.size(wide), indices)[..., 0, :]
+        of_products = _errors(draw, form, choice, arrays[0][..., None, :], wide, indices)[..., 0, :]
         of_bias = size_of(arrays[-1]).max(0, initial=0) if len(arrays) > 3 + count else 0.0
-        errors = 4 * EPSILON32 * (sizes + of_bias)
-        if not draw.gpu:  # the native code rounds the terms, and those with a bias
+        errors = of_products + 4 * EPSILON32 * of_bias
+        if rounds_terms:  # as the native code and the composition do, and those with a bias
             terms = _product(form, choice, True)(arrays[0].astype(mx.float64)[..., None, :], wide, indices)
             size = _finite_size(terms)[..., 0, :]
             types = [a.dtype for a in arrays if a.dtype in FLOATS]
@@ -328,6 +344,7 @@ def gather_sum(draw: Draw) -> Case:
         of_nothing=list,
         differentiable=[0, 2 + count],
         noise=noise,
+        noise_of_composition=lambda: noise(True),
         ordinary=kind == "normal" and choice.has(indices),
     )
 

@@ -105,9 +105,10 @@ def _twin_fails(case: Case, how: Callable[[Case, str, Draw], str | None], mode: 
     return False
 
 
-def _tolerances(case: Case, results: int) -> list[Tolerance]:
+def _tolerances(case: Case, results: int, batched: bool = False) -> list[Tolerance]:
+    of_rounding = (batched and case.noise_of_composition) or case.noise
     with np.errstate(all="ignore"):
-        noise = case.noise() if case.noise else [0.0]
+        noise = of_rounding() if of_rounding else [0.0]
     noise = noise if len(noise) == results else noise * results
     return [Tolerance(case.units, n) for n in noise]
 
@@ -291,7 +292,8 @@ def _vmap(case: Case, mode: str, draw: Draw) -> str | None:
     stacked = [np.stack([np.array(a) for a in results]) for results in zip(*exact)]
     theirs = None if None in twins else [mx.stack(results) for results in zip(*twins)]
     tolerances = [
-        Tolerance(t.units, float(np.max(t.noise, initial=0)), whole=True) for t in _tolerances(case, len(stacked))
+        Tolerance(t.units, float(np.max(t.noise, initial=0)), whole=True)
+        for t in _tolerances(case, len(stacked), batched=True)
     ]
     text = first_difference(results, stacked, theirs, tolerances, hides)
     return f"{where}: {text}" if text else None
