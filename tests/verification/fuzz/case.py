@@ -28,6 +28,7 @@ class Case:
         noise_of_composition: The same where `mx.vmap` takes the op apart into others, if that is more.
         gradient_noise: What rounding of the result may make of each gradient in `differentiable`, given the cotangents;
             of those that `mx.vjp` takes.
+        second_order_noise: The same of gradients of gradients, given cotangents and directions: their terms may cancel.
         ordinary: Whether numbers are normal ones; gradients are compared only then.
         hides: Whether a mask or a window hides some of the numbers, which mx on a CPU lets through where they are not
             finite: that excuses a call that went to mx, and no kernel.
@@ -45,6 +46,7 @@ class Case:
     noise: Callable[[], list[np.ndarray | float]] | None = None
     noise_of_composition: Callable[[], list[np.ndarray | float]] | None = None
     gradient_noise: Callable[[Sequence[mx.array]], list[float]] | None = None
+    second_order_noise: Callable[[Sequence[mx.array], Sequence[mx.array]], list[float]] | None = None
     ordinary: bool = True
     hides: bool = False
     is_sliced: bool = False

@@ -203,7 +203,7 @@ def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
     # cancel whatever the inputs are, as those of a norm of one column, moves do not show it, and mx's gradients may be
     # 0 by luck: so mx's are taken at all moved inputs too, in float32, in which all ops compute. Twice mx's absolute
     # error there is allowed as well, since a relative error says nothing where the exact gradient is 0: as that of a
-    # mask of one column, which moves all scores of a row alike. A case may know what rounding of its result does. What
+    # mask of one column, which moves all scores of a row alike. A case may know what rounding does. What
     # is made of numbers below the smallest normal one, as of weights of a softmax, has few bits.
     inputs = (primals, cotangents, directions)
     at_moves = [[[_moved(a, draw) for a in arrays] for arrays in inputs] for _ in range(MOVES)]
@@ -211,12 +211,16 @@ def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
     samples = [(twins, exact)]
     samples += [(of_mx_at(*([_narrow(a) for a in arrays] for arrays in at)), m) for at, m in zip(at_moves, moved)]
     of_mx = 2 * max((e for a, b in samples if a for e in map(_relative_error, a, b)), default=0.0)
-    of_result = case.gradient_noise(cotangents) if case.gradient_noise and mode == "vjp" else [0.0] * len(exact)
+    of_rounding = [0.0] * len(exact)
+    if mode == "vjp" and case.gradient_noise:
+        of_rounding = case.gradient_noise(cotangents)
+    elif mode == "second order" and case.second_order_noise:
+        of_rounding = case.second_order_noise(cotangents, directions)
     tolerances = []
     for i, (value, result) in enumerate(zip(exact, results)):
         errors = [np.abs(to_float64(a[i]) - b[i]) for a, b in samples if a]
         twice_mx_error = 2 * max((error[np.isfinite(error)].max(initial=0) for error in errors), default=0.0)
-        absolute = max(twice_mx_error, of_result[i], ALLOWED_MOVES * SMALLEST_NORMAL[mx.float32])
+        absolute = max(twice_mx_error, of_rounding[i], ALLOWED_MOVES * SMALLEST_NORMAL[mx.float32])
         furthest = max(np.nan_to_num(np.abs(m[i] - value)).max(initial=0) for m in moved)
         largest = np.abs(value[np.isfinite(value)]).max(initial=0)
         noise = max(ALLOWED_MOVES * furthest, of_mx * largest, absolute)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import mlx.core as mx
 import numpy as np
 from verification.fuzz import exact
@@ -63,6 +65,37 @@ def _mean_rounding(x: np.ndarray) -> np.ndarray:
     return 4 * EPSILON32 * np.abs(x).max(-1, keepdims=True)
 
 
+def _second_order_noise(
+    x: mx.array, weight: mx.array | None, eps: float, centred: bool
+) -> Callable[[Sequence[mx.array], Sequence[mx.array]], list[float]]:
+    """What rounding makes of x's second derivatives, which are sums of these terms; 0 of the other gradients.
+
+    With n = 1 / sqrt(mean(c^2) + eps), u = c * n, g = dy * weight, and the directions d of x and e of the weight, their
+    sizes are those of
+        n^2 * (u * mean(d * g) + g * mean(d * u) + d * mean(g * u) + u * mean(d * u) * mean(g * u)) and
+        n * (dy * e + u * mean(dy * e * u)).
+    They cancel where a row has a number or two, whose norm is 1 whatever they are.
+    """
+
+    def noise(cotangents: Sequence[mx.array], directions: Sequence[mx.array]) -> list[float]:
+        mean = lambda a: a.mean(-1, keepdims=True)
+        size = lambda a: np.abs(to_float64(a))
+        with_mean = lambda a: a + mean(a) if centred else a
+        c = to_float64(x)
+        c = c - mean(c) if centred else c
+        n, dy = _inverse_root(c, eps), size(cotangents[0])
+        u, d = np.abs(c * n), with_mean(size(directions[0]))
+        g = with_mean(dy if weight is None else dy * size(weight))
+        of_x = n * n * (u * mean(d * g) + g * mean(d * u) + d * mean(g * u) + u * mean(d * u) * mean(g * u))
+        if weight is not None:
+            e = with_mean(dy * size(directions[1]))
+            of_x = of_x + n * (e + u * mean(e * u))
+        finite = of_x[np.isfinite(of_x)]
+        return [4 * EPSILON32 * float(finite.max(initial=0)), *(0.0 for _ in directions[1:])]
+
+    return noise
+
+
 def _are_moderate(weights: list[mx.array]) -> bool:
     """Whether products of weights with each other and with activations are in the range of float32."""
     return all((mx.abs(w.astype(mx.float32)) < 1e15).all().item() for w in weights)
@@ -81,6 +114,7 @@ def rms_norm(draw: Draw) -> Case:
         exact=lambda x, weight=None: exact.rms_norm(x, weight, eps),
         of_nothing=lambda: [np.zeros(shape)],
         differentiable=range(len(arrays)),
+        second_order_noise=_second_order_noise(arrays[0], arrays[1] if weighted else None, eps, centred=False),
         ordinary=kind == "normal" and _are_moderate(arrays[1:]),
     )
 
@@ -123,6 +157,7 @@ def layer_norm(draw: Draw) -> Case:
         of_nothing=lambda: [np.zeros(shape)],
         differentiable=range(len(arrays)),
         noise=noise,
+        second_order_noise=_second_order_noise(arrays[0], arrays[1] if weighted else None, eps, centred=True),
         ordinary=kind == "normal" and _are_moderate(arrays[1 : 1 + weighted]),
     )
 
