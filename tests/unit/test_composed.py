@@ -237,6 +237,17 @@ def test_the_workspace_of_split_rows_is_there(composed, rng):
     assert composed() == {"rms_norm"}
 
 
+def test_norms_of_a_number_that_outweighs_its_row(composed):
+    """What its square leaves about the mean of squares is all but one number alike, and rounds as equal numbers do."""
+    x = mx.array(np.append(np.full(4095, 0.3), 1e4).astype(np.float32))
+    for wide, norm in (
+        (specs.widen(x), lambda: mm.rms_norm(x, None, 1e-5)),
+        (specs.widen(x) - specs.widen(x).mean(), lambda: mm.layer_norm(x, None, None, 1e-5)),
+    ):
+        assert_near(norm(), wide / np.sqrt(np.mean(wide * wide) + 1e-5), "a norm", units(8, mx.float32))
+    assert composed() == {"rms_norm", "layer_norm"}
+
+
 def test_a_buffer_of_a_cache_is_appended_to(composed, rng):
     heads = mx.array(rng.standard_normal((1, 4, 2, 64)).astype(np.float32))
     keys, values = mx.zeros((1, 1, 8, 64)), mx.zeros((1, 1, 8, 64))

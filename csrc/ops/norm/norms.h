@@ -36,10 +36,10 @@ struct PendingRmsNorm {
 std::optional<PendingRmsNorm> pending_rms_norm(const mx::array& y);
 
 // The means of rows in mx operations, [.., 1]. mx's sum of a row may be one chain of additions, in which all roundings
-// of equal numbers go the same way: the mean of what is left of the row without that mean is added.
+// of nearly equal numbers go the same way. The mean of what the first mean leaves of such a row is added.
 mx::array compose_row_mean(const mx::array& a, mx::Stream stream);
 
-// A row without its mean, exactly 0 on average but for the rounding of what is left.
+// Rows without that mean, more exactly than by its rounded value.
 mx::array compose_centred(const mx::array& a, mx::Stream stream);
 
 // In mx operations, rounded as rms_norm rounds.

@@ -139,17 +139,35 @@ std::optional<PendingRmsNorm> pending_rms_norm(const mx::array& y) {
   return PendingRmsNorm{y.inputs()[0], optional_input(y.inputs(), 1), norm->eps(), norm->weight_offset()};
 }
 
+namespace {
+
+// A row's mean as mx has it, and what is left about it.
+struct RowMean {
+  mx::array mean;
+  mx::array about;  // the same, as a constant: whatever is taken off the whole row, what is left has one derivative
+  mx::array near;
+  mx::array rest;  // the mean of near
+  mx::array is_nearer;  // whether the sum of near rounds less than that of the row: the sizes of both say so
+};
+
+RowMean row_mean_of(const mx::array& a, mx::Stream s) {
+  auto mean_of = [&](const mx::array& terms) { return mx::mean(terms, -1, true, s); };
+  const mx::array mean = mean_of(a);
+  const mx::array about = mx::stop_gradient(mean, s);
+  const mx::array near = mx::subtract(a, about, s);
+  return {mean, about, near, mean_of(near), mx::less(mean_of(mx::abs(near, s)), mx::abs(about, s), s)};
+}
+
+}  // namespace
+
 mx::array compose_row_mean(const mx::array& a, mx::Stream s) {
-  const mx::array mean = mx::mean(a, -1, true, s), about = mx::stop_gradient(mean, s);
-  // Where numbers or their sum are infinite nothing is left to add.
-  const mx::array exact = mx::add(about, mx::mean(mx::subtract(a, about, s), -1, true, s), s);
-  return mx::where(mx::isfinite(about, s), exact, mean, s);
+  const RowMean of = row_mean_of(a, s);
+  return mx::where(of.is_nearer, mx::add(of.about, of.rest, s), of.mean, s);
 }
 
 mx::array compose_centred(const mx::array& a, mx::Stream s) {
-  // The first mean is a constant: whatever is taken off the whole row, what is left about its mean is the same.
-  const mx::array near = mx::subtract(a, mx::stop_gradient(mx::mean(a, -1, true, s), s), s);
-  return mx::subtract(near, mx::mean(near, -1, true, s), s);
+  const RowMean of = row_mean_of(a, s);
+  return mx::where(of.is_nearer, mx::subtract(of.near, of.rest, s), mx::subtract(a, of.mean, s), s);
 }
 
 mx::array compose_scale(const mx::array& weight, float weight_offset, mx::Stream s) {

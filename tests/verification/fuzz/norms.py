@@ -55,9 +55,9 @@ def _mx_rms_norm(x: mx.array, weight: mx.array | None, offset: float, eps: float
     return (mx.fast.rms_norm(x.astype(dtype), None, eps).astype(mx.float32) * scale).astype(dtype)
 
 
-def _inverse_root(a: np.ndarray, eps: float) -> np.ndarray:
-    """What a norm multiplies its rows by."""
-    return 1 / np.sqrt((a * a).mean(-1, keepdims=True) + eps)
+def _root(a: np.ndarray, eps: float) -> np.ndarray:
+    """What a norm divides its rows by."""
+    return np.sqrt((a * a).mean(-1, keepdims=True) + eps)
 
 
 def _mean_rounding(x: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ def _second_order_noise(
         with_mean = lambda a: a + mean(a) if centred else a
         c = to_float64(x)
         c = c - mean(c) if centred else c
-        n, dy = _inverse_root(c, eps), size(cotangents[0])
+        n, dy = 1 / _root(c, eps), size(cotangents[0])
         u, d = np.abs(c * n), with_mean(size(directions[0]))
         g = with_mean(dy if weight is None else dy * size(weight))
         of_x = n * n * (u * mean(d * g) + g * mean(d * u) + d * mean(g * u) + u * mean(d * u) * mean(g * u))
@@ -139,7 +139,7 @@ def layer_norm(draw: Draw) -> Case:
         # x - mean is off by the mean's rounding; the product before the bias may be rounded to the type.
         x, weight, _ = parts(*map(to_float64, arrays))
         centred, off = x - x.mean(-1, keepdims=True), _mean_rounding(x)
-        scale = _inverse_root(centred, eps) * (1 if weight is None else np.abs(weight))
+        scale = (1 if weight is None else np.abs(weight)) / _root(centred, eps)
         size = np.abs(centred) * scale
         step = EPSILON[promoted(*(a.dtype for a in arrays))]
         total = 4 * EPSILON32 * size + 4 * off * scale + 2 * step * size
@@ -227,12 +227,12 @@ def norm_add_norm(draw: Draw) -> Case:
         x, residual, weight, next_weight = (None if a is None else to_float64(a) for a in parts(*arrays))
 
         def normed(a: np.ndarray, w: np.ndarray | None, offset: float) -> np.ndarray:
-            return a * _inverse_root(a, eps) * (1 if w is None else w + offset)
+            return a / _root(a, eps) * (1 if w is None else w + offset)
 
         first = normed(x, weight, offsets[0])
         total = first + residual
         moved = 2 * EPSILON[norm_dtype] * np.abs(first) + EPSILON[sum_dtype] * np.abs(total)
-        inverse = _inverse_root(total, eps)
+        inverse = 1 / _root(total, eps)
         scales = 1.0 if next_weight is None else np.abs(next_weight + offsets[1])
         of_inverse = np.sqrt((moved * moved).mean(-1, keepdims=True)) * inverse
         moved_norm = moved * inverse * scales + np.abs(normed(total, next_weight, offsets[1])) * of_inverse
