@@ -99,6 +99,8 @@ _ADVICE: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"no viable overloaded '='|no matching constructor for initialization|no viable conversion"),
      "write a conversion between the two types"),
     (re.compile(r"invalid operands to binary expression"), "convert one operand to the type of the other"),
+    (re.compile(r"constraints not satisfied for class template 'atomic'"),
+     "an atomic is of int, uint, bool, float or ulong, keep the value in the bits of an atomic_uint"),
     (re.compile(r"cannot be narrowed"), "write the conversion, as in uint(x)"),
     (re.compile(r"incompatible operand types"), "convert one of the two to the type of the other"),
     (re.compile(r"excess elements"), "leave the elements out that there are too many of"),

@@ -6,8 +6,8 @@ Four looks at a file, each of which finds what the others cannot:
 - lint_kernels, the arguments of its kernels;
 - clang's diagnostics: errors, what is newer than C++14 (`if constexpr` and other extensions aside), and floats that
   become bfloat without a cast;
-- lint_ir, clang's intermediate code of every kernel: recursion, casts between address spaces, threadgroup memory that
-  does not fit.
+- lint_ir, clang's intermediate code of every function: recursion, casts between address spaces, calls by pointers,
+  threadgroup memory that does not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from . import build, cache, compiler, conversions, sources
 from .advice import advised
 from .errors import ERROR, NOTE, UNCOVERED, CompileError, Problem
-from .lint_ir import casts, recursion, threadgroup_memory
+from .lint_ir import calls_by_pointer, casts, recursion, threadgroup_memory
 from .lint_source import Text
 from .rewrite import LineMap, RewriteError, Translation, Variant, rewrite
 
@@ -154,6 +154,13 @@ def _sizes(variant: Variant) -> list[int]:
     return [int(number) for number in re.findall(r"\b\d+\b", variant.template_args or "")]
 
 
+# `(thread float*)p` or an alias of such a pointer.
+_SPACE_CAST = re.compile(
+    r"(?:\(\s*(?:const\s+)?|\b(?:using|typedef)\b[^;{}()]*)\b(?:device|constant|threadgroup|thread)\b[^();]*[*&]"
+    r"\s*(?:\)\s*[\w(&]|\w*\s*;)"
+)
+
+
 class _Compilation:
     """Clang's view of a translation."""
 
@@ -175,6 +182,8 @@ class _Compilation:
         self.end = self.base + len(blank)
         self.compiled = compiled[: self.base] + blank + compiled[self.base + len(translation.text) :]
         self.flags = [*_flags(options), f"-isystem{build.INCLUDE}", f"-isystem{build._abi_folder()}"]
+        if _SPACE_CAST.search(text):
+            self.flags.append("-femit-all-decls")  # code of functions too that no kernel calls
         self.flags += ["-DMITTENS_DIALECT", f"-DMITTENS_METAL_VERSION={options.version}"]
 
     def problems(self) -> list[Problem]:
@@ -187,7 +196,8 @@ class _Compilation:
         problems = [*self._diagnostics(done.stderr)]
         if done.returncode == 0:
             library = str(build.INCLUDE)
-            problems += [self._located(p) for p in (*recursion(code, library), *casts(code, library))]
+            found = *recursion(code, library), *casts(code, library), *calls_by_pointer(code, library)
+            problems += [self._located(problem) for problem in found]
             problems += threadgroup_memory(code, coded) if self.strict else []
         elif not any(problem.severity == ERROR for problem in problems):
             problems.append(Problem(self.file, 1, f"clang fails: {done.stderr.strip()[-300:] or 'without a word'}"))

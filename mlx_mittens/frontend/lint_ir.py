@@ -1,14 +1,16 @@
-"""What only the code of a kernel shows: calls that come round again, casts between address spaces, threadgroup memory
-that does not fit."""
+"""What only the code of functions shows: calls that come round again or by pointers, casts between address spaces,
+threadgroup memory that does not fit."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
 from .errors import WARNING, Problem
 from .rewrite import Translation
 
+_ENTRY = re.compile(r"mittens_entry_\d+P")
 THREADGROUP_BYTES = 32 * 1024
 
 _FUNCTION = re.compile(r'^define [^\n]*?@("[^"\n]+"|[\w.$]+)\(([^\n]*)\{\n(.*?)^\}', re.M | re.S)
@@ -16,25 +18,26 @@ _DEBUG = re.compile(r"!dbg !(\d+)")
 _SYMBOL = re.compile(r"@(\"[^\"]+\"|[\w.$]+)")
 _ARRAY = re.compile(r"@\w*threadgroup_memory_of\w*\([^,]+, [^,]+, i64 (?:noundef )?(\d+)")
 _SUBPROGRAM = re.compile(r'^!(\d+) = distinct !DISubprogram\(name: "([^"]*)".*?file: !(\d+), line: (\d+)', re.M)
-_FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
+_FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)", directory: "([^"]*)"', re.M)
 _CAST = re.compile(
     r"addrspacecast (?:\()?ptr(?: addrspace\((\d)\))? [^\n]*? to ptr(?: addrspace\((\d)\))?[^\n]*!dbg !(\d+)"
 )
+_BY_POINTER = re.compile(r"\bcall\b[^@%\n]*(?:%[\w.\"]+ )?%\w+\([^\n]*!dbg !(\d+)")
 _LOCATION = re.compile(r"^!(\d+) = !DILocation\(line: (\d+), column: (\d+), scope: !(\d+)", re.M)
 _SCOPE = re.compile(r"^!(\d+) = (?:distinct )?!DI(?:Subprogram|LexicalBlock)\([^\n]*?file: !(\d+)", re.M)
 _SPACES = {"1": "device", "3": "threadgroup", "4": "constant"}
 
 
 def recursion(code: str, library: str) -> list[Problem]:
-    """Functions that call themselves in clang's intermediate code of a file, without those of the folder `library`."""
+    """Functions that call themselves when a kernel runs, without those of the folder `library`."""
     functions, edges = _calls(code)
-    files = dict(_FILE.findall(code))
-    places = {number: (name, files.get(file, ""), int(line)) for number, name, file, line in _SUBPROGRAM.findall(code)}
+    files = _files(code, library)
+    places = {n: (name, files[file], int(line)) for n, name, file, line in _SUBPROGRAM.findall(code) if file in files}
     problems = []
-    for name in _in_cycles(edges):
+    for name in _in_cycles(_reached(edges)):
         debug = _DEBUG.search(functions[name][0])
         place = places.get(debug[1]) if debug else None
-        if place and not place[1].startswith(library):
+        if place:
             problems.append(
                 Problem(place[1], place[2], f"{place[0]!r} calls itself: Metal has no recursion, write a loop")
             )
@@ -43,18 +46,36 @@ def recursion(code: str, library: str) -> list[Problem]:
 
 def casts(code: str, library: str) -> list[Problem]:
     """Casts from one address space to another, without those of the folder `library`."""
-    found = {match[3]: match for match in _CAST.finditer(code)}
+    found = {}
+    for cast in _CAST.finditer(code):
+        source, target = (_SPACES.get(cast[k] or "", "thread") for k in (1, 2))
+        found[cast[3]] = f"a pointer to {source} memory is cast to {target} memory: copy what it points to"
+    return _located(code, library, found)
+
+
+def calls_by_pointer(code: str, library: str) -> list[Problem]:
+    """Calls of functions by pointers, without those of the folder `library`; template arguments are no pointers."""
+    what = "a function is called by a pointer, which Metal has not: write a template whose argument it is, or a switch"
+    return _located(code, library, {call[1]: what for call in _BY_POINTER.finditer(code)})
+
+
+def _located(code: str, library: str, found: dict[str, str]) -> list[Problem]:
+    """What is found, by the number of its place, without what is in the folder `library`."""
     if not found:
         return []
-    files, scopes = dict(_FILE.findall(code)), dict(_SCOPE.findall(code))
+    files, scopes = _files(code, library), dict(_SCOPE.findall(code))
     problems = []
     for number, line, column, scope in _LOCATION.findall(code):
-        file = files.get(scopes.get(scope, ""), "")
-        if number in found and not file.startswith(library):
-            source, target = (_SPACES.get(found[number][k] or "", "thread") for k in (1, 2))
-            what = f"a pointer to {source} memory is cast to {target} memory: copy what it points to"
-            problems.append(Problem(file, int(line), what, int(column)))
+        file = files.get(scopes.get(scope, ""))
+        if number in found and file is not None:
+            problems.append(Problem(file, int(line), found[number], int(column)))
     return problems
+
+
+def _files(code: str, library: str) -> dict[str, str]:
+    """The files of a text by their numbers, without those of the folder `library`, which may lie below clang's own."""
+    files = _FILE.findall(code)
+    return {n: name for n, name, folder in files if not os.path.join(folder, name).startswith(library)}
 
 
 def threadgroup_memory(code: str, translation: Translation) -> list[Problem]:
@@ -87,6 +108,18 @@ def _total(name: str, edges: dict[str, list[str]], own: dict[str, int], known: d
         known[name] = 0  # should it come round to itself
         known[name] = own[name] + sum(_total(callee, edges, own, known) for callee in edges[name])
     return known[name]
+
+
+def _reached(edges: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What kernels call, themselves or through others; what only clang calls, for a constant, is left out."""
+    reached: dict[str, list[str]] = {}
+    waiting = [name for name in edges if _ENTRY.search(name)]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached[name] = edges[name]
+            waiting += edges[name]
+    return reached
 
 
 def _in_cycles(edges: dict[str, list[str]]) -> Iterator[str]:

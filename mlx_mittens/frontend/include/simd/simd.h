@@ -106,6 +106,12 @@ typedef metal::float4x3 matrix_float4x3;
 typedef metal::float4x3 simd_float4x3;
 typedef metal::float4x4 matrix_float4x4;
 typedef metal::float4x4 simd_float4x4;
+#define matrix_identity_half2x2 (metal::half2x2(1))
+#define matrix_identity_half3x3 (metal::half3x3(1))
+#define matrix_identity_half4x4 (metal::half4x4(1))
+#define matrix_identity_float2x2 (metal::float2x2(1))
+#define matrix_identity_float3x3 (metal::float3x3(1))
+#define matrix_identity_float4x4 (metal::float4x4(1))
 typedef packed_char2 simd_packed_char2;
 typedef packed_char3 simd_packed_char3;
 typedef packed_char4 simd_packed_char4;
