@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,17 @@ def key(*parts: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def _is_there(path: Path) -> bool:
+    """Whether a file is there; then it counts as used now, of which most disks take no note by themselves."""
+    try:
+        changed = os.stat(path).st_mtime
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        os.utime(path, (time.time(), changed))
+    return True
+
+
 def cached(name: str, make: Callable[[Path], None]) -> Path:
     """The path of a file of the cache, made by `make(path)` if it is not there yet.
 
@@ -102,10 +114,10 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
     """
     with contextlib.suppress(RuntimeError):
         path = cache_folder() / name
-        if os.path.exists(path):  # also in a folder that cannot be written to
+        if _is_there(path):  # also in a folder that cannot be written to
             return path
     path = writable_folder() / name
-    if not path.exists():
+    if not _is_there(path):
         handle, temporary = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
         os.close(handle)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ VARIABLE = "MLX_MITTENS_CACHE_LIMIT"
 
 _DEFAULT = 4.0  # GB
 _KEPT_SHARE = 0.8  # of the limit, once it is passed: deleting takes time too
+_LOADING = 60.0  # seconds after its use in which a process may still be about to load a kernel
 
 # What a file is, by how its name ends.
 KINDS = {
@@ -30,7 +32,7 @@ class Entry:
         path: The file.
         kind: What it is: a value of `KINDS`.
         bytes: Its size.
-        used: When it was used last, in seconds since 1970, to the day where the disk notes no more.
+        used: When it was used last, in seconds since 1970.
     """
 
     path: Path
@@ -72,6 +74,8 @@ def entries(folder: Path) -> list[Entry]:
 def trim(folder: Path, limit: int | None = None) -> list[Entry]:
     """Deletes what was used least recently, if the cache is larger than its limit.
 
+    What was used a moment ago stays: another process may be about to load it.
+
     Args:
         folder: The cache folder.
         limit: Its largest size in bytes; `limit_bytes` without it.
@@ -86,7 +90,7 @@ def trim(folder: Path, limit: int | None = None) -> list[Entry]:
         return []
     deleted = []
     for entry in sorted(found, key=lambda entry: entry.used):
-        if size <= _KEPT_SHARE * limit:
+        if size <= _KEPT_SHARE * limit or entry.used > time.time() - _LOADING:
             break
         with contextlib.suppress(OSError):
             entry.path.unlink()

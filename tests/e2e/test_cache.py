@@ -76,6 +76,14 @@ def test_the_oldest_go_first(folder):
     assert names(folder) == {*KERNELS[2:], *OTHERS, ".half-written.ptx"}
 
 
+def test_what_is_used_stays(folder):
+    """Also where the disk takes no note of it, as with relatime: a process may be about to load it."""
+    cache.cached("a-1.ptx", lambda path: pytest.fail("it is there"))
+    assert [entry.path.name for entry in cache_limit.trim(folder, 4000)] == ["b-2.so", "c-3.spv"]
+    assert [entry.path.name for entry in cache_limit.trim(folder, 1)] == ["d-4.agx.gz", "e-5.json"]
+    assert names(folder) == {"a-1.ptx", *OTHERS, ".half-written.ptx"}
+
+
 def test_a_new_kernel_keeps_the_cache_below_its_limit(folder, monkeypatch):
     monkeypatch.setenv(cache_limit.VARIABLE, "0.000004")
     cache.cached("new-6.ptx", lambda path: path.write_bytes(bytes(1000)))
