@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from . import cache_limit
@@ -107,24 +107,51 @@ def _is_there(path: Path) -> bool:
     return True
 
 
+_LONGEST_WAIT = 600.0  # seconds
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Waits while another process or thread makes a file; where the disk has no locks, not at all."""
+    lock = path.with_name(f".{path.name}.lock")
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl  # Windows has none
+
+            file = held.enter_context(open(lock, "w"))
+            end = time.monotonic() + _LONGEST_WAIT
+            while time.monotonic() < end:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.02)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def cached(name: str, make: Callable[[Path], None]) -> Path:
     """The path of a file of the cache, made by `make(path)` if it is not there yet.
 
-    Two processes may make the same file at once: each writes its own and moves it into place.
+    What another process makes at this time is waited for. If that takes too long both make it: each writes its own file
+    and moves it into place.
     """
     with contextlib.suppress(RuntimeError):
         path = cache_folder() / name
         if _is_there(path):  # also in a folder that cannot be written to
             return path
     path = writable_folder() / name
-    if not _is_there(path):
-        handle, temporary = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
-        os.close(handle)
-        try:
-            make(Path(temporary))
-            os.replace(temporary, path)
-            _keep_below_limit(path.parent)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+    with _only_one(path):
+        if not _is_there(path):
+            handle, temporary = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
+            os.close(handle)
+            try:
+                make(Path(temporary))
+                os.replace(temporary, path)
+                _keep_below_limit(path.parent)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
     return path

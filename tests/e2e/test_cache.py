@@ -1,6 +1,8 @@
 """The cache on disk: listed, cleared, and kept below a size."""
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -82,6 +84,34 @@ def test_what_is_used_stays(folder):
     assert [entry.path.name for entry in cache_limit.trim(folder, 4000)] == ["b-2.so", "c-3.spv"]
     assert [entry.path.name for entry in cache_limit.trim(folder, 1)] == ["d-4.agx.gz", "e-5.json"]
     assert names(folder) == {"a-1.ptx", *OTHERS, ".half-written.ptx"}
+
+
+def test_it_is_made_once(folder):
+    made = []
+
+    def make(path):
+        made.append(path)
+        time.sleep(0.3)
+        path.write_bytes(b"kernel")
+
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: cache.cached("new-6.ptx", make), range(4)))
+    assert paths == {folder / "new-6.ptx"} and len(made) == 1
+    assert names(folder) == {*KERNELS, *OTHERS, ".half-written.ptx", "new-6.ptx"}
+
+
+def test_what_could_not_be_made_is_made_by_the_next(folder):
+    def fail(path):
+        time.sleep(0.2)
+        raise ValueError("no")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cache.cached, "new-6.ptx", fail)
+        time.sleep(0.1)
+        second = pool.submit(cache.cached, "new-6.ptx", lambda path: path.write_bytes(b"kernel"))
+        assert second.result().read_bytes() == b"kernel"
+        with pytest.raises(ValueError, match="no"):
+            first.result()
 
 
 def test_a_new_kernel_keeps_the_cache_below_its_limit(folder, monkeypatch):
