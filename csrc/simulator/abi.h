@@ -4,7 +4,7 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 6;
+constexpr unsigned version = 7;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
@@ -13,6 +13,18 @@ constexpr unsigned quad_width = 4;
 struct Site {
   const char* file;
   unsigned line;
+};
+
+// The loops around a place, in whose rounds lanes may part, the outermost first. Beyond `depth` stands the loop that a
+// thread has left, or is between two rounds of.
+struct Rounds {
+  static constexpr unsigned most = 8;  // deeper ones are not told apart
+  struct Loop {
+    unsigned key;  // of the loop in the code, and of the call that led to it; 0 for none
+    unsigned round;
+  };
+  Loop loops[most];
+  unsigned depth;
 };
 
 // The thread that runs now, as Metal's attributes name it.
@@ -29,6 +41,7 @@ struct Thread {
   unsigned simdgroup;
   unsigned simdgroups;
   unsigned quadgroups;
+  Rounds rounds;
 };
 
 // What the lanes of a simdgroup (or of a quad) hand each other in one operation. Lanes that are not active hold 0xff.

@@ -346,6 +346,7 @@ Point Simulation::point_of(const abi::Operation& operation) const {
   Point point;
   point.callers[point.depth++] = operation.caller;
   if (options_.active_lanes) {
+    point.rounds = running_->thread.rounds;
     // A frame holds the caller's frame and the return address.
     const void* const* frame = operation.frame;
     while (point.depth < Point::kMost) {
@@ -361,7 +362,8 @@ Point Simulation::point_of(const abi::Operation& operation) const {
 }
 
 bool Simulation::is_same(const Fiber& fiber, const Fiber& other) const {
-  return fiber.scope == other.scope && fiber.operation.name == other.operation.name && fiber.point == other.point;
+  return fiber.scope == other.scope && fiber.operation.name == other.operation.name && fiber.point == other.point &&
+         (fiber.needs_all || fiber.point.is_in_round_of(other.point));
 }
 
 // The lanes that wait in the operation of one of them.

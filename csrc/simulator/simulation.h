@@ -20,12 +20,37 @@ struct Point {
 
   const void* callers[kMost];  // return addresses, the innermost first
   unsigned depth = 0;
+  abi::Rounds rounds{};
 
   bool operator==(const Point& other) const {
     return depth == other.depth && std::equal(callers, callers + depth, other.callers);
   }
-  // Whether it comes first in the code: lanes that part meet again behind where they parted.
+  bool is_in_round_of(const Point& other) const {
+    const auto is_same = [](const abi::Rounds::Loop& a, const abi::Rounds::Loop& b) {
+      return a.key == b.key && a.round == b.round;
+    };
+    return rounds.depth == other.rounds.depth &&
+           std::equal(rounds.loops, rounds.loops + std::min(rounds.depth, abi::Rounds::most), other.rounds.loops,
+                      is_same);
+  }
+  // Whether it comes first: lanes that part meet again behind where they parted, at the latest where a loop's round
+  // ends.
   bool operator<(const Point& other) const {
+    for (unsigned i = 0; i < abi::Rounds::most; ++i) {
+      const abi::Rounds::Loop& loop = rounds.loops[i];
+      const abi::Rounds::Loop& others = other.rounds.loops[i];
+      const bool is_within = i < rounds.depth;
+      const bool other_is_within = i < other.rounds.depth;
+      if (loop.key != others.key || (!is_within && !other_is_within)) {
+        break;
+      }
+      if (is_within != other_is_within) {
+        return is_within;
+      }
+      if (loop.round != others.round) {
+        return loop.round < others.round;
+      }
+    }
     return std::lexicographical_compare(std::make_reverse_iterator(callers + depth),
                                         std::make_reverse_iterator(callers),
                                         std::make_reverse_iterator(other.callers + other.depth),

@@ -76,7 +76,12 @@ def _constant_texts(constants: dict[int, object] | None) -> Constants:
 
 @functools.lru_cache(maxsize=256)
 def _translate(
-    file: str, flat: str, constants: tuple[tuple[int, str], ...], nvidia: bool, private: bool = False
+    file: str,
+    flat: str,
+    constants: tuple[tuple[int, str], ...],
+    nvidia: bool,
+    private: bool = False,
+    rounds: bool = False,
 ) -> Translation:
     found = compiler.find_compiler()
     flags = [*compiler.preprocess_flags([INCLUDE, *_mlx_include()]), *["-DMITTENS_NVIDIA"] * nvidia]
@@ -87,16 +92,21 @@ def _translate(
     for folder in _mlx_include():
         text = text.replace(f'"{folder}/', '"')
     try:
-        return rewrite(text, dict(constants), private=private)
+        return rewrite(text, dict(constants), private=private, rounds=rounds)
     except RewriteError as error:
         raise CompileError(file, None, str(error)) from None
 
 
 def translate(
-    file: str, constants: dict[int, object] | None = None, nvidia: bool = False, private: bool = False
+    file: str,
+    constants: dict[int, object] | None = None,
+    nvidia: bool = False,
+    private: bool = False,
+    rounds: bool = False,
 ) -> Translation:
     """A .metal file as clang is to compile it, for NVIDIA's GPUs or for the simulator, and the kernels in it."""
-    return _translate(file, sources.flatten(file), tuple(sorted(_constant_texts(constants).items())), nvidia, private)
+    texts = tuple(sorted(_constant_texts(constants).items()))
+    return _translate(file, sources.flatten(file), texts, nvidia, private, rounds)
 
 
 def variants(file: str) -> list[Variant]:
@@ -222,7 +232,8 @@ def simulator_library(
     name = cache.key(*what, _library_key(), found.identity, " ".join(flags), _processor())
 
     def make(path: Path) -> None:
-        translation = translate(file, constants, private=private)
+        # The lanes of our own kernels do not part.
+        translation = translate(file, constants, private=private, rounds=sources.is_registered(file))
         if not translation.variants:
             raise CompileError(file, None, "error: the file has no kernel")
         compiled = path.with_suffix(".o")

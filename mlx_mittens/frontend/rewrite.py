@@ -11,6 +11,7 @@ Words that are types or address spaces in Metal need no rewriting: the standard 
 - ``1.0`` is a float, ``1.0h`` and ``1.0bf`` become ``half(1.0f)`` and ``bfloat(1.0f)``;
 - ``vec<T, 4>(a, b, c, d)`` becomes ``mittens::construct<vec<T, 4>>(a, b, c, d)``, and the ``uint4`` of
   ``uint4 (&name)[2]``, where it is no constructor, ``vec<uint, 4>``;
+- a loop in whose rounds lanes part around functions of their SIMD-group gets a ``mittens::Round``, for the simulator;
 - member functions in the address spaces of device, constant and threadgroup memory go, which clang does not know;
 - ``*(device A*)p = *q`` between address spaces becomes ``mittens::assign``.
 """
@@ -44,6 +45,8 @@ _NO_DECLARATION = frozenset(
     "return else case goto delete new throw typedef using struct class union enum template constexpr const static "
     "extern threadgroup device constant if for while do switch break continue default".split()
 )
+_HEADS = frozenset("if for while switch catch constexpr decltype alignas __attribute__ sizeof".split())
+_PARTING = frozenset("if for while do switch continue break return ?".split())
 _STORAGE = ("static", "constexpr", "const", "inline", "extern")
 _SPACED = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")
 _OPEN = {"(": ")", "[": "]", "{": "}"}
@@ -182,9 +185,17 @@ _tokens_of = functools.lru_cache(maxsize=1)(_Tokens)
 
 
 class _Rewriter:
-    def __init__(self, text: str, constants: dict[int, str], dialect: bool = False, private: bool = False):
+    def __init__(
+        self,
+        text: str,
+        constants: dict[int, str],
+        dialect: bool = False,
+        private: bool = False,
+        rounds: bool = False,
+    ):
         self.text = text
         self.private = private
+        self.rounds = rounds
         self.dialect = dialect
         self.constants = constants
         found = _tokens_of(text)
@@ -308,6 +319,8 @@ class _Rewriter:
     def run(self) -> Translation:
         self._attributes()
         self._member_functions()
+        if self.rounds:
+            self._count_rounds()
         i = 0
         while i < len(self.tokens):
             if not self.dropped[i]:
@@ -627,6 +640,81 @@ class _Rewriter:
         end = self.spans[found[2]][1]
         self.edits += [(end, end, f" MITTENS_PRIVATE_ARRAY({name})") for name in watched]
 
+    def _count_rounds(self) -> None:
+        """Counts the rounds of loops in which lanes part around functions of their SIMD-group."""
+        collective = self._collective()
+        tails: set[int] = set()  # the `while` of `do ... while`
+        for i, token in enumerate(self.tokens):
+            if token not in ("for", "while", "do") or i in tails or self.in_attribute[i]:
+                continue
+            body = i + 1 if token == "do" else self.partner[i + 1] + 1
+            end = self._statement_end(body)
+            if token == "do":
+                tails.add(end)
+            region = range(i + 1, self.partner[end + 1] if token == "do" else end)
+            parts = any(self._may_part(k) for k in range(body, end))
+            if not any(self._is_collective(k, collective) for k in region):
+                continue
+            if not parts and not any(self.tokens[k] in collective for k in region):
+                continue
+            self._insert(body - 1, " { const ::mittens::Round mittens_round; ")
+            self._insert(end - 1, " }")
+
+    def _insert(self, i: int, text: str) -> None:
+        """Puts text behind token i."""
+        self.edits.append((self.spans[i][1], self.spans[i][1], text))
+
+    def _function_of(self, brace: int) -> str | None:
+        """The name of the function whose body a brace opens."""
+        i = brace - 1
+        while self.token(i) in ("const", "volatile", "noexcept", "mutable", *_SPACES):
+            i -= 1
+        name = self.token(self.partner[i] - 1) if self.token(i) == ")" else ""
+        return name if _IDENTIFIER.match(name) and name not in _HEADS else None
+
+    def _collective(self) -> set[str]:
+        """The functions of the text that call a function of SIMD-groups, themselves or through others."""
+        names: set[str] = set()
+        waiting = {i: name for i, token in enumerate(self.tokens) if token == "{" and (name := self._function_of(i))}
+        while True:
+            found = [
+                brace
+                for brace in waiting
+                if any(self._is_collective(k, names) for k in range(brace + 1, self.partner[brace]))
+            ]
+            if not found:
+                return names
+            names |= {waiting.pop(brace) for brace in found}
+
+    def _may_part(self, i: int) -> bool:
+        token = self.tokens[i]
+        is_lazy = token in "&|" and token == self.token(i + 1) and self.spans[i][1] == self.spans[i + 1][0]
+        return is_lazy or token in _PARTING
+
+    def _is_collective(self, i: int, names: set[str]) -> bool:
+        token = self.tokens[i]
+        return (token in names or token.startswith(("simd_", "quad_"))) and self.token(i + 1) in ("(", "<")
+
+    def _statement_end(self, i: int) -> int:
+        """The token behind the statement that starts at i."""
+        while self.token(i) == "[" and self.token(i + 1) == "[":
+            i = self.partner[i] + 1
+        token = self.token(i)
+        if token == "{":
+            return self.partner[i] + 1
+        if token in ("if", "for", "while", "switch"):
+            opening = i + 1
+            while self.token(opening) not in ("(", ""):
+                opening += 1
+            end = self._statement_end(self.partner[opening] + 1)
+            return self._statement_end(end + 1) if token == "if" and self.token(end) == "else" else end
+        if token == "do":
+            end = self._statement_end(i + 1)  # `while`, a pair of brackets and a semicolon
+            return self.partner[end + 1] + 2
+        while self.token(i) not in (";", "", "}"):
+            i = self.partner[i] + 1 if self.tokens[i] in _OPEN else i + 1
+        return i + 1
+
     def _is_block(self, brace: int) -> bool:
         """Whether a brace opens statements, not a class, a namespace or a list of values."""
         start = brace - 1
@@ -902,7 +990,9 @@ class _Rewriter:
         return i
 
 
-def rewrite(text: str, constants: dict[int, str], dialect: bool = False, private: bool = False) -> Translation:
+def rewrite(
+    text: str, constants: dict[int, str], dialect: bool = False, private: bool = False, rounds: bool = False
+) -> Translation:
     """Rewrites preprocessed Metal for clang.
 
     Args:
@@ -910,8 +1000,9 @@ def rewrite(text: str, constants: dict[int, str], dialect: bool = False, private
         constants: Values of function constants by index, as they are written in C++.
         dialect: Whether the text is to be checked, not run: then its floats are none that a bfloat holds.
         private: Whether the watcher is to see arrays of a thread's own.
+        rounds: Whether the simulator is to tell apart the rounds of loops in which lanes part.
     """
-    return _Rewriter(text, constants, dialect, private).run()
+    return _Rewriter(text, constants, dialect, private, rounds).run()
 
 
 class LineMap:

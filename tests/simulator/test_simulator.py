@@ -322,6 +322,11 @@ def test_no_divergence(divergence_files, name):
         run(divergence_files[name], name, [np.zeros(64, np.int32)], 1, 64, seed=seed)
 
 
+def _in_rounds(rounds):
+    """Of sums of all lanes but a third, which is another in each round, the digits in base 1,000."""
+    return sum(1000**at * (496 - sum(range(k, 32, 3))) for at, k in enumerate(reversed(rounds)))
+
+
 # Operations of the lanes that are at them, by Metal's rule: what the lanes of a simdgroup get.
 ACTIVE = {
     "sum": ("  if (lane < 7) { out[i] = simd_sum(lane + 1); }", [28] * 7),
@@ -402,6 +407,42 @@ ACTIVE = {
         "  out[i] = x + 100 * simd_sum(1);",
         [3200, 3231, 3230, 3229] + [3228] * 28,
     ),
+    # In a loop, which is not unrolled, they meet again at the end of each round.
+    "round_that_lanes_skip": (
+        "  int x = 0;\n  for (uint k = 0; k < 3 + lane / 32; ++k) {\n    if (lane % 3 == k) { continue; }\n"
+        "    x = 1000 * x + simd_sum(lane);\n  }\n  out[i] = x;",
+        {lane: _in_rounds([k for k in range(3) if k != lane % 3]) for lane in range(32)},
+    ),
+    "branch_in_a_loop": (
+        "  int x = 0;\n  for (uint k = 0; k < 3 + lane / 32; ++k)\n    if (lane % 3 == k) x += simd_sum(lane);\n"
+        "  out[i] = x;",
+        {lane: sum(range(lane % 3, 32, 3)) for lane in range(32)},
+    ),
+    "operand_in_a_loop": (
+        "  int x = 0;\n  uint k = 0;\n  do x += lane % 3 == k && simd_sum(lane) == 155; while (++k < 3 + lane / 32);\n"
+        "  out[i] = x;",
+        {lane: int(lane % 3 == 2) for lane in range(32)},
+    ),
+    "loop_that_lanes_leave_in_a_loop": (
+        "  int x = 0;\n  for (uint k = 0; k < 2 + lane / 32; ++k) {\n    for (uint j = 0; j < 4 + lane / 32; ++j) {\n"
+        "      if (lane % 4 == j) { break; }\n      x += simd_sum(1);\n    }\n  }\n  out[i] = x;",
+        {lane: 2 * (0, 24, 40, 48)[lane % 4] for lane in range(32)},
+    ),
+    "loops_in_a_row": (
+        "  int x = 0;\n  for (uint k = 0; k < lane % 4; ++k) {\n    if (k < 2) { x += simd_sum(1); }\n  }\n"
+        "  for (uint k = 0; k < 2 + lane / 32; ++k) {\n    if (lane % 2 == k) { x += 100 * simd_sum(1); }\n  }\n"
+        "  out[i] = x;",
+        {lane: 1600 + (0, 24, 40, 40)[lane % 4] for lane in range(32)},
+    ),
+    "loop_of_a_function": (
+        "  int x = in_rounds(lane, lane % 4);\n  out[i] = x + 1000 * in_rounds(lane, 4 + lane / 32);",
+        {lane: (0, 0, 8, 8)[lane % 4] + 128000 for lane in range(32)},
+    ),
+    "head_of_a_loop": (
+        "  int x = 0;\n  uint left = lane % 4;\n  while (simd_any(left > 0)) {\n    if (left == 0) { continue; }\n"
+        "    --left;\n    x += simd_sum(1);\n  }\n  out[i] = x + 1000 * simd_sum(1);",
+        {lane: 32000 + (0, 24, 40, 48)[lane % 4] for lane in range(32)},
+    ),
     "cases_of_a_switch": (
         "  int x = 0;\n  switch (lane % 3) {\n    case 0: x = simd_sum(1); break;\n"
         "    case 1: x = simd_sum(2); break;\n    default: x = simd_sum(3);\n  }\n  out[i] = x + 100 * simd_sum(1);",
@@ -434,7 +475,16 @@ def active_file():
     wait = "\n  threadgroup_barrier(mem_flags::mem_threadgroup);"
     bodies = {name: body + ("" if "return" in body else wait) for name, (body, _) in ACTIVE.items()}
     kernels = "".join(kernel("  out[i] = -1;\n" + body, OUT, name) for name, body in bodies.items())
-    return register("int total_of(int x) { return simd_sum(x); }\n" + kernels)
+    helpers = """int total_of(int x) { return simd_sum(x); }
+    int in_rounds(uint lane, uint rounds) {
+      int x = 0;
+      for (uint k = 0; k < rounds; ++k) {
+        if (lane % 4 == 3 - k || rounds == 4) { x += simd_sum(1); }
+      }
+      return x;
+    }
+    """
+    return register(helpers + kernels)
 
 
 @pytest.mark.parametrize("name", ACTIVE)

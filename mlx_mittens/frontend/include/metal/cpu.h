@@ -189,6 +189,34 @@ MITTENS_INLINE MITTENS_THREADGROUP T* threadgroup_array(const void* key, const c
   return (MITTENS_THREADGROUP T*)threadgroup_memory_of(key, name, sizeof(T), site);
 }
 
+// The round of a loop in which lanes may part. A loop is known by its place in the code and by the call of the function
+// in which it stands.
+MITTENS_RUNTIME inline void begin_round() {
+  const auto* frame = (const void* const*)*MITTENS_FRAME;
+  const unsigned long place = (unsigned long)MITTENS_CALLER * 31 + (unsigned long)frame[1];
+  const unsigned key = unsigned(place ^ place >> 32) | 1;
+  abi::Rounds& rounds = runtime->thread->rounds;
+  if (rounds.depth < abi::Rounds::most) {
+    abi::Rounds::Loop& loop = rounds.loops[rounds.depth];
+    loop = {key, loop.key == key ? loop.round + 1 : 0};
+  }
+  if (++rounds.depth < abi::Rounds::most) {
+    rounds.loops[rounds.depth] = {};
+  }
+}
+MITTENS_RUNTIME inline void end_round() {
+  --runtime->thread->rounds.depth;
+}
+struct Round {
+  MITTENS_INLINE Round() {
+    begin_round();
+  }
+  Round(const Round&) = delete;
+  MITTENS_INLINE ~Round() {
+    end_round();
+  }
+};
+
 // Other threads see an atomic operation as one: the simulator never switches threads within it.
 MITTENS_RUNTIME inline void announce_atomic(const volatile void* address, unsigned long bytes, bool reads,
                                             const void* caller) {
