@@ -47,6 +47,21 @@ def test_each_job_has_a_time_limit():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_ccache_keeps_what_is_compiled_with_the_precompiled_header():
+    """It refuses those objects unless it is told that differing macros and times do not matter."""
+    assert "target_precompile_headers" in (ROOT / "csrc" / "CMakeLists.txt").read_text()
+    steps = [
+        step
+        for file in FILES.glob("workflows/*.yml")
+        for job in yaml.safe_load(file.read_text())["jobs"].values()
+        for step in job["steps"]
+        if "ccache" in step.get("env", {}).values()
+    ]
+    assert steps
+    for step in steps:
+        assert {"pch_defines", "time_macros"} <= set(step["env"].get("CCACHE_SLOPPINESS", "").split(","))
+
+
 def test_a_release_names_the_repository_that_it_is_built_in(tmp_path):
     """The clone names none, for it does not know where it is public."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
