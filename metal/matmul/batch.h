@@ -1,4 +1,4 @@
-// Where a stack's matrix starts.
+// Quantized matrices as parameters of kernels, and where a stack's matrix starts.
 #pragma once
 
 #include <metal_stdlib>
@@ -24,3 +24,10 @@ inline int64_t matrix_offset(constant BatchParams& batch, constant int64_t* stri
 }
 
 }  // namespace mittens
+
+// A quantized matrix w, or a stack, [.., rows, columns * bits / 32], with w_scales and w_biases [.., rows, columns / group],
+// the numbers of its buffers and the type of its scales. Formats without biases leave these unread.
+#define quantized_matrix(w, words, scales, biases, ...)   \
+  const device uint* w [[buffer(words)]],                  \
+  const device __VA_ARGS__* w##_scales [[buffer(scales)]], \
+  const device __VA_ARGS__* w##_biases [[buffer(biases)]]

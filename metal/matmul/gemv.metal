@@ -105,10 +105,7 @@ template <typename T, int W, int M, int R>
     const device T* bias [[buffer(2)]],  // [outputs]
     device T* y [[buffer(3)]],           // [rows, outputs], or float [splits, rows, outputs]
     constant GemvParams& params [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint3 thread_at [[thread_position_in_threadgroup]],
-    uint3 threads [[threads_per_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_plane) {
   static_assert(R == gemv_outputs(M), "the plan counts with other outputs");
   constexpr int C = R * M;
   constexpr int steps = M > 4 ? 1 : 2;  // loads of a lane on their way at once, for each row of weights

@@ -155,11 +155,7 @@ template <typename T, int MB, int N, int most>
     const device T* bias [[buffer(2)]],  // [outputs]
     device T* y [[buffer(3)]],           // [rows, outputs], or float [splits, rows, outputs]
     constant GemvParams& params [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    thread_of_simdgroups) {
   using Partials = TilePartials<N, MB>;
   constexpr int U = gemv_runs(Partials::rows, Partials::outputs);
   constexpr uint width = U * run<T>();

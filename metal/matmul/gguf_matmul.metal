@@ -16,32 +16,18 @@ using namespace mittens;
 
 template <typename T, BlockKind kind, int M>
 [[kernel, max_total_threads_per_threadgroup(256)]] void block_matmul(
-    const device T* x [[buffer(0)]],  // [rows, columns]
+    const device T* x [[buffer(0)]],           // [rows, columns]
     const device uchar* blocks [[buffer(1)]],  // [outputs, row_bytes]
-    const device T* bias [[buffer(2)]],  // [outputs]
-    device T* y [[buffer(3)]],  // [rows, outputs]
-    constant BlocksParams& params [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
-    uint3 thread_at [[thread_position_in_threadgroup]], uint3 threads [[threads_per_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  using Rows = BlockRows<kind, run_columns(M)>;
-  constexpr int R = kRowOutputs;
-  constexpr int C = R * M;
-  threadgroup float partials[kProductSimdgroups * C];
+    const device T* bias [[buffer(2)]],        // [outputs]
+    device T* y [[buffer(3)]],                 // [rows, outputs]
+    constant BlocksParams& params [[buffer(4)]],
+    thread_of_plane) {
+  threadgroup float partials[kProductSimdgroups * kRowOutputs * M];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
-  const OwnOutputs outputs = outputs_of<R>(params.outputs, group.x * threads.y + thread_at.y);
   const uint first_row = group.y * M;
   const RowsOfX<T> rows = {x + size_t(first_row) * params.columns, params.columns, params.rows - first_row};
-  const Rows all = {blocks, params.row_bytes};
-  const Rows matrix[1] = {all.at(outputs.first, outputs.alone)};
-
-  float totals[C];
-  multiply_rows<1, R, M>(rows, matrix, at, totals);
-  const float sum = sum_of_sharers(totals, at, partials);
-  const uint output = outputs.first + lane / (32 / R);
-  const uint m = lane / (32 / C) % M;
-  if (writes<C>(at) && output >= outputs.own && (!outputs.alone || output == outputs.first) && m < rows.rows) {
-    y[size_t(first_row + m) * params.outputs + output] = T(params.has_bias ? sum + float(bias[output]) : sum);
-  }
+  const BlockRows<kind, run_columns(M)> matrix[1] = {{blocks, params.row_bytes}};
+  multiply_by_rows<M>(rows, matrix, bias, y, first_row, group.x * threads.y + thread_at.y, params, at, partials);
 }
 
 instantiate_types("block_matmul_q4_0_1", block_matmul, q4_0, 1)

@@ -1,9 +1,9 @@
 // The schedule of products of up to 8 rows of x with rows of weights by 8x8 matrices, over the sources of
 // matmul/rows.h.
 //
-// A simdgroup has R blocks of 8 outputs of each of N sources. A matrix of weights is 8 outputs by 8 columns, one of activations 8 columns by
-// 8 rows of x. Both are floats: on Apple GPUs their products take as long as those of halves, and weights need no sums
-// of x beside them. Simdgroups of a threadgroup share out the columns.
+// A simdgroup has R blocks of 8 outputs of each of N sources. A matrix of weights is 8 outputs by 8 columns, one of
+// activations 8 columns by 8 rows of x. Both are floats: on Apple GPUs their products take as long as those of halves,
+// and weights need no sums of x beside them. Simdgroups of a threadgroup share out the columns.
 //
 // Each of the four lanes that hold a row of a matrix of weights loads a run of that row. Which columns meet is free as
 // long as both operands agree: matrix u takes elements u and u + size / 2 of each of the four runs. So a lane that
@@ -105,8 +105,8 @@ inline void multiply_matrices(
   }
 }
 
-// sums[u] += x w over the sharer's rows of weights, every `apart` of 32 from `begin` to `end`, where w is [columns, outputs].
-// output: the first of the lane's run; its sums are of elements u and u + size / 2.
+// sums[u] += x w over the sharer's rows of weights, every `apart` of 32 from `begin` to `end`, where w is [columns,
+// outputs]. output: the first of the lane's run; its sums are of elements u and u + size / 2.
 //
 // A matrix of weights is 8 of its rows by 8 outputs. Matrix s of four takes rows s, s + 4, ... of 32, so that a lane
 // loads neighbours of its row of x.
@@ -154,6 +154,52 @@ template <typename T>
 inline RowsOfX<T> rows_of_block(const device T* x, uint rows, uint columns, uint first_row) {
   const uint start = min(first_row, rows - 1);
   return {x + size_t(start) * columns, columns, rows - start};
+}
+
+// Sums that the simdgroups of a threadgroup leave, for kMatrixOutputs outputs in all.
+using MatrixPartials = TilePartials<kMatrixOutputs / 8, kMatrixRows / 8>;
+
+// Writes what 8 rows of x from first_row on give with kMatrixOutputs / N outputs from first_output on. x, y: from the
+// first row on, of y that is rows_before of all. width: threads that share the rows.
+template <typename T, typename Source, int N>
+inline void multiply_by_matrices(
+    const device T* x, thread const Source (&w)[N], const device T* bias, device T* y, size_t rows_before,
+    uint first_row, uint first_output, constant QuantizedParams& params, Sharing at, uint width,
+    threadgroup float* all_partials) {
+  constexpr int R = kMatrixOutputs / 8 / N;
+  constexpr uint own_outputs = R * 8;
+  using Partials = MatrixPartials;
+  threadgroup float* partials = all_partials + at.block * at.sharers * (Partials::rows * Partials::row);
+  const uint outputs = min(params.outputs - first_output, own_outputs);
+  uint lane_outputs[R];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    lane_outputs[r] = min(r * 8 + tile_row(at.lane), outputs - 1);  // the last one for those that are not there
+  }
+  Source own[N];
+#pragma unroll
+  for (int s = 0; s < N; ++s) {
+    own[s] = w[s].at(first_output, false);
+  }
+  Tile<float, N * R, 1> tile;
+  fill(tile, 0.0f);
+  multiply_matrices<N, R>(rows_of_block(x, params.rows, params.columns, first_row), own, lane_outputs, at, tile);
+
+  leave_sums(tile, partials, at.position / 32, tile_row(at.lane), at.lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = at.position; i < Partials::rows * own_outputs; i += width) {
+    const uint m = i / own_outputs;
+    const uint n = i % own_outputs;
+    if (first_row + m < params.rows && n < outputs) {
+      float sums[N];
+#pragma unroll
+      for (int s = 0; s < N; ++s) {
+        sums[s] = left_sum<Partials>(partials, s * own_outputs + n, m, at.sharers);
+      }
+      const uint output = first_output + n;
+      y[(rows_before + first_row + m) * params.outputs + output] = epilogue(sums, bias, params.has_bias, output);
+    }
+  }
 }
 
 }  // namespace mittens

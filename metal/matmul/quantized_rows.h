@@ -2,6 +2,7 @@
 #pragma once
 
 #include "matmul/batch.h"
+#include "mittens/instantiate.h"
 #include "mittens/source/affine.h"
 #include "mittens/source/small_floats.h"
 #include "params/matmul.h"
@@ -61,4 +62,20 @@ struct QuantizedRows<T, F, E, true> {
   }
 };
 
+// Of the scales of a format, and of biases where it has them.
+template <typename T, QuantizedFormat F>
+using ScaleOf = typename QuantizedRows<T, F, 16>::Scale;
+
 }  // namespace mittens
+
+// One instantiation for each format of mx.quantize and element type, called <name>_<format><suffix>_<dtype>.
+#define instantiate_formats(name, suffix, function, ...)                           \
+  instantiate_types(name "_2bit" suffix, function, affine_2, ##__VA_ARGS__)        \
+  instantiate_types(name "_3bit" suffix, function, affine_3, ##__VA_ARGS__)        \
+  instantiate_types(name "_4bit" suffix, function, affine_4, ##__VA_ARGS__)        \
+  instantiate_types(name "_5bit" suffix, function, affine_5, ##__VA_ARGS__)        \
+  instantiate_types(name "_6bit" suffix, function, affine_6, ##__VA_ARGS__)        \
+  instantiate_types(name "_8bit" suffix, function, affine_8, ##__VA_ARGS__)        \
+  instantiate_types(name "_mxfp4" suffix, function, mxfp4, ##__VA_ARGS__)          \
+  instantiate_types(name "_mxfp8" suffix, function, mxfp8, ##__VA_ARGS__)          \
+  instantiate_types(name "_nvfp4" suffix, function, nvfp4, ##__VA_ARGS__)

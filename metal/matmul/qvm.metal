@@ -19,16 +19,11 @@ using namespace mittens;
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void qvm(
     const device T* x [[buffer(0)]],     // [batch, rows, columns]
-    const device uint* w [[buffer(1)]],  // [batch, columns, outputs * bits / 32]
-    const device typename QuantizedRows<T, F, 16>::Scale* scales [[buffer(2)]],  // [batch, columns, outputs / group]
-    const device typename QuantizedRows<T, F, 16>::Scale* biases [[buffer(3)]],  // as scales, if any
+    quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [batch, columns, outputs]
     const device T* bias [[buffer(4)]],  // [outputs]
     device T* y [[buffer(5)]],           // [batch, rows, outputs], or float [splits, batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint3 thread_at [[thread_position_in_threadgroup]],
-    uint3 threads [[threads_per_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_plane) {
   constexpr uint outputs = kTransposedOutputs;
   constexpr int C = outputs / 8;
   constexpr uint step = kTransposedStep;
@@ -51,7 +46,7 @@ template <typename T, QuantizedFormat F>
   fill(sums, 0.0f);
   if (first_output < params.outputs) {
     multiply_transposed(
-        rows, QuantizedRows<T, F, 16>::of(w, scales, biases, params, group.z), is_there ? first_output + quarter : 0,
+        rows, QuantizedRows<T, F, 16>::of(w, w_scales, w_biases, params, group.z), is_there ? first_output + quarter : 0,
         begin, end, sharers * step, lane, sums);
   }
 #pragma unroll
@@ -77,12 +72,4 @@ template <typename T, QuantizedFormat F>
   }
 }
 
-instantiate_types("quantized_matmul_qvm_2bit", qvm, affine_2)
-instantiate_types("quantized_matmul_qvm_3bit", qvm, affine_3)
-instantiate_types("quantized_matmul_qvm_4bit", qvm, affine_4)
-instantiate_types("quantized_matmul_qvm_5bit", qvm, affine_5)
-instantiate_types("quantized_matmul_qvm_6bit", qvm, affine_6)
-instantiate_types("quantized_matmul_qvm_8bit", qvm, affine_8)
-instantiate_types("quantized_matmul_qvm_mxfp4", qvm, mxfp4)
-instantiate_types("quantized_matmul_qvm_mxfp8", qvm, mxfp8)
-instantiate_types("quantized_matmul_qvm_nvfp4", qvm, nvfp4)
+instantiate_formats("quantized_matmul_qvm", "", qvm)

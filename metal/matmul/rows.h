@@ -19,6 +19,7 @@
 #include <metal_stdlib>
 
 #include "mittens/simd_reduce_scatter.h"
+#include "params/matmul.h"
 
 using namespace metal;
 
@@ -237,10 +238,48 @@ inline float sum_of_sharers(thread float (&totals)[C], Sharing at, threadgroup f
   return sum;
 }
 
-// Whether a lane holds a sum that sum_of_sharers made of output r and row m, and this is for its simdgroup to write.
+// Whether a lane holds a sum of an output that sum_of_sharers made, and this is for its simdgroup to write.
 template <int C>
-inline bool writes(Sharing at) {
-  return at.position < 32 && at.lane % (32 / C) == 0;
+inline bool writes(Sharing at, OwnOutputs outputs, uint output) {
+  return at.position < 32 && at.lane % (32 / C) == 0 && output >= outputs.own &&
+         (!outputs.alone || output == outputs.first);
+}
+
+// What is written of the sums of N sources: sum + bias of one, silu(gate) * up of two, rounded once.
+template <typename T, int N>
+inline T epilogue(thread const float (&sums)[N], const device T* bias, bool has_bias, uint output) {
+  if constexpr (N == 2) {
+    return T(sums[0] / (1.0f + precise::exp(-sums[0])) * sums[1]);
+  } else {
+    return T(has_bias ? sums[0] + float(bias[output]) : sums[0]);
+  }
+}
+
+// Writes what M rows of x give with the outputs of a simdgroup, which has block number `block` of them. y: from row
+// first_row of which on.
+template <int M, typename T, typename Source, int N, typename Params>
+inline void multiply_by_rows(
+    RowsOfX<T> rows, thread const Source (&w)[N], const device T* bias, device T* y, size_t first_row, uint block,
+    constant Params& params, Sharing at, threadgroup float* partials) {
+  constexpr int R = kRowOutputs / N;
+  constexpr int C = N * R * M;
+  const OwnOutputs outputs = outputs_of<R>(params.outputs, block);
+  Source own[N];
+#pragma unroll
+  for (int s = 0; s < N; ++s) {
+    own[s] = w[s].at(outputs.first, outputs.alone);
+  }
+  float totals[C];
+  multiply_rows<N, R, M>(rows, own, at, totals);
+  float sums[N] = {sum_of_sharers(totals, at, partials)};
+  if constexpr (N == 2) {
+    sums[1] = simd_shuffle_xor(sums[0], ushort(16));  // the upper half of the lanes has those of the second
+  }
+  const uint output = outputs.first + at.lane / (32 / N / R);
+  const uint m = at.lane / (32 / C) % M;
+  if (writes<C>(at, outputs, output) && (N == 1 || at.lane < 16) && m < rows.rows) {
+    y[(first_row + m) * params.outputs + output] = epilogue(sums, bias, params.has_bias, output);
+  }
 }
 
 }  // namespace mittens

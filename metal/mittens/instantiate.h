@@ -1,5 +1,5 @@
 // Names of template instantiations of kernels, by which the host finds them, how many threads these may have, and which
-// GPUs they are compiled for.
+// GPUs they are compiled for; and the parameters by which a kernel knows where a thread is.
 #pragma once
 
 namespace mittens {
@@ -11,6 +11,21 @@ constant constexpr bool is_nvidia = false;
 #endif
 
 }  // namespace mittens
+
+// Threads of a threadgroup of two dimensions.
+#define thread_of_plane                               \
+  uint3 group [[threadgroup_position_in_grid]],       \
+  uint3 thread_at [[thread_position_in_threadgroup]], \
+  uint3 threads [[threads_per_threadgroup]],          \
+  uint lane [[thread_index_in_simdgroup]]
+
+// Threads of simdgroups in a row.
+#define thread_of_simdgroups                              \
+  uint3 group [[threadgroup_position_in_grid]],           \
+  uint t [[thread_index_in_threadgroup]],                 \
+  uint lane [[thread_index_in_simdgroup]],                \
+  uint simdgroup [[simdgroup_index_in_threadgroup]],      \
+  uint simdgroups [[simdgroups_per_threadgroup]]
 
 // An attribute of kernels: a threadgroup has at most `launched` threads. Apple's compiler takes registers from a thread
 // where more than 256 are declared. NVIDIA's allots them by `nvidia`, which leaves more threads room on a core.

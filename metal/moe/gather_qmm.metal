@@ -10,7 +10,7 @@
 #include "matmul/quantized_rows.h"
 #include "matmul/rows.h"
 #include "mittens/instantiate.h"
-#include "moe/pairs.h"
+#include "moe/shared_pairs.h"
 
 using namespace metal;
 using namespace mittens;
@@ -18,19 +18,14 @@ using namespace mittens;
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(32 * kMostSummed)]] void gather_qmm(
     const device T* x [[buffer(0)]],     // [inputs, rows, columns]
-    const device uint* w [[buffer(1)]],  // [matrices, outputs, columns * bits / 32]
-    const device typename QuantizedRows<T, F, 16>::Scale* scales [[buffer(2)]],  // [.., columns / group]
-    const device typename QuantizedRows<T, F, 16>::Scale* biases [[buffer(3)]],  // as scales, if any
+    quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
     const device T* bias [[buffer(4)]],         // [matrices, outputs]
     const device float* weights [[buffer(5)]],  // [pairs]
     const device uint* matrices [[buffer(6)]],  // [pairs]
     const device uint* inputs [[buffer(7)]],    // [pairs]
     device T* y [[buffer(8)]],                  // [sums, rows, outputs]
     constant GatherQmmParams& params [[buffer(9)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint3 thread_at [[thread_position_in_threadgroup]],
-    uint3 threads [[threads_per_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_plane) {
   using Rows = QuantizedRows<T, F, F == affine_8 ? 8 : 16>;  // fewer columns take fewer registers
   constexpr int R = kRowOutputs;
   threadgroup float partials[kMostSummed * R];
@@ -46,7 +41,7 @@ template <typename T, QuantizedFormat F>
     const size_t row = size_t(pair.input) * params.weights.rows + group.y;
     const RowsOfX<T> rows = {x + row * params.weights.columns, params.weights.columns, 1};
     const typename Rows::Source matrix[1] = {
-        Rows::of(w, scales, biases, params.weights, pair.matrix).at(outputs.first, outputs.alone)};
+        Rows::of(w, w_scales, w_biases, params.weights, pair.matrix).at(outputs.first, outputs.alone)};
     const Sharing in_pair = {is_sum ? lane : at.position, is_sum ? 1 : at.sharers, at.block, lane};
     float addend = 0;
     if (params.weights.has_bias && in_pair.position < R) {
@@ -69,27 +64,8 @@ template <typename T, QuantizedFormat F>
     sum = sum_of_sharers(totals, at, partials);
   }
   const uint output = outputs.first + lane / (32 / R);
-  if (writes<R>(at) && output >= outputs.own && (!outputs.alone || output == outputs.first)) {
+  if (writes<R>(at, outputs, output)) {
     y[(size_t(group.z) * params.weights.rows + group.y) * params.weights.outputs + output] = T(sum);
-  }
-}
-
-template <typename T, int M, typename Source>
-inline void multiply_shared(
-    const device T* x, thread const Source (&matrix)[1], const device T* bias, const device uint* matrices,
-    const device uint* inputs, device T* y, constant GatherQmmParams& params, SharedPairs shared, OwnOutputs outputs,
-    Sharing at, uint row, threadgroup float* partials) {
-  constexpr int R = kRowOutputs;
-  constexpr int C = R * M;
-  RowsOfPairs<T, M> rows;
-  const OwnRow own = rows_of_pairs<T, M>(x, matrices, inputs, params, shared, row, at.lane / (32 / C) % M, rows);
-  float totals[C];
-  multiply_rows<1, R, M>(rows, matrix, at, totals);
-  const float sum = sum_of_sharers(totals, at, partials);
-  const uint output = outputs.first + at.lane / (32 / R);
-  if (writes<C>(at) && output >= outputs.own && (!outputs.alone || output == outputs.first) && own.is_own) {
-    const float addend = params.weights.has_bias ? float(bias[output]) : 0.0f;
-    y[own.row * params.weights.outputs + output] = T(own.is_valid ? sum + addend : not_a_number());
   }
 }
 
@@ -98,54 +74,28 @@ inline void multiply_shared(
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void gather_qmm_shared(
     const device T* x [[buffer(0)]],     // as of gather_qmm without weights, from here on
-    const device uint* w [[buffer(1)]],
-    const device typename QuantizedRows<T, F, 8>::Scale* scales [[buffer(2)]],
-    const device typename QuantizedRows<T, F, 8>::Scale* biases [[buffer(3)]],
+    quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),
     const device T* bias [[buffer(4)]],
     const device uint* matrices [[buffer(5)]],
     const device uint* inputs [[buffer(6)]],
     device T* y [[buffer(7)]],
     constant GatherQmmParams& params [[buffer(8)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint3 thread_at [[thread_position_in_threadgroup]],
-    uint3 threads [[threads_per_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  using Rows = QuantizedRows<T, F, 8>;
-  constexpr int R = kRowOutputs;
-  threadgroup float partials[kProductSimdgroups * R * kMostShared];
+    thread_of_plane) {
+  threadgroup float partials[kProductSimdgroups * kRowOutputs * kMostShared];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
-  const OwnOutputs outputs = outputs_of<R>(params.weights.outputs, group.x * threads.y + thread_at.y);
   const SharedPairs shared = shared_pairs(matrices, params.weights.matrices, group.z, lane);
   if (shared.count == 0) {
     return;
   }
   // One that is out of range gives NaN, whichever matrix is read.
   const uint index = min(matrices[group.z], params.pairs.matrices - 1);
-  const typename Rows::Source matrix[1] = {
-      Rows::of(w, scales, biases, params.weights, index).at(outputs.first, outputs.alone)};
-  bias += params.weights.has_bias ? size_t(index) * params.weights.outputs : 0;
-  if (shared.count == 1) {
-    multiply_shared<T, 1>(
-        x, matrix, bias, matrices, inputs, y, params, shared, outputs, at, group.y, partials);
-  } else if (shared.count == 2) {
-    multiply_shared<T, 2>(
-        x, matrix, bias, matrices, inputs, y, params, shared, outputs, at, group.y, partials);
-  } else {
-    multiply_shared<T, 4>(
-        x, matrix, bias, matrices, inputs, y, params, shared, outputs, at, group.y, partials);
-  }
+  const typename QuantizedRows<T, F, 8>::Source matrix[1] = {
+      QuantizedRows<T, F, 8>::of(w, w_scales, w_biases, params.weights, index)};
+  SharedOperands<T, 1> of = {x, {bias}, matrices, inputs, y, group.y};
+  multiply_shared_pairs(of, matrix, index, params, shared, group.x * threads.y + thread_at.y, at, partials);
 }
 
 instantiate_types("gather_qmm_shared_4bit", gather_qmm_shared, affine_4)
 instantiate_types("gather_qmm_shared_8bit", gather_qmm_shared, affine_8)
 instantiate_types("gather_qmm_shared_mxfp4", gather_qmm_shared, mxfp4)
-
-instantiate_types("gather_qmm_2bit", gather_qmm, affine_2)
-instantiate_types("gather_qmm_3bit", gather_qmm, affine_3)
-instantiate_types("gather_qmm_4bit", gather_qmm, affine_4)
-instantiate_types("gather_qmm_5bit", gather_qmm, affine_5)
-instantiate_types("gather_qmm_6bit", gather_qmm, affine_6)
-instantiate_types("gather_qmm_8bit", gather_qmm, affine_8)
-instantiate_types("gather_qmm_mxfp4", gather_qmm, mxfp4)
-instantiate_types("gather_qmm_mxfp8", gather_qmm, mxfp8)
-instantiate_types("gather_qmm_nvfp4", gather_qmm, nvfp4)
+instantiate_formats("gather_qmm", "", gather_qmm)

@@ -82,7 +82,7 @@ struct QuantizedParams {
 enum {
   kProductSimdgroups = 8,   // of a threadgroup, which share out the columns
   kRowSimdgroups = 16,      // the same in matmul/nvidia/qmv_mma.metal and matmul/nvidia/quantized_swiglu_mma.metal
-  kProductPartials = 1024,  // floats that they leave for the last step (matmul/products.h)
+  kProductPartials = 1024,  // floats that they leave for the last step (matmul/nvidia/products.h)
   kRowBlocks = 2,           // of 8 products of a simdgroup: what a tensor core's left matrix holds
   kRowStep = 512,           // columns of a simdgroup
 };

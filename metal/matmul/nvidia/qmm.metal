@@ -164,11 +164,7 @@ template <typename T, int bits, int R, int MB, int run, int U, int most>
     const device T* bias [[buffer(4)]],    // [outputs]
     device T* y [[buffer(5)]],             // [batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    thread_of_simdgroups) {
   using Partials = TilePartials<R, MB>;
   threadgroup float partials[Partials::all];
   constexpr uint width = U * run;

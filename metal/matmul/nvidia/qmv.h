@@ -6,7 +6,7 @@
 #pragma once
 
 #include "matmul/nvidia/affine_weights.h"
-#include "matmul/products.h"
+#include "matmul/nvidia/products.h"
 #include "params/matmul.h"
 
 namespace mittens {

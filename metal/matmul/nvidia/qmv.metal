@@ -22,11 +22,7 @@ template <typename T, int bits, int P, int M, int B>
     const device T* bias [[buffer(4)]],    // [outputs]
     device T* y [[buffer(5)]],             // [batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    thread_of_simdgroups) {
   constexpr int V = P * 32 / bits;
   constexpr bool exact = is_same_v<T, float>;
   threadgroup float partials[kProductPartials];

@@ -21,11 +21,7 @@ template <typename T>
     const device T* bias [[buffer(4)]],    // [outputs]
     device T* y [[buffer(5)]],             // [batch, outputs]
     constant QuantizedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    thread_of_simdgroups) {
   constexpr uint outputs_per_group = row_blocks * 8;
   threadgroup float partials[kRowSimdgroups * outputs_per_group];
 

@@ -25,11 +25,7 @@ template <typename T, int bits, int P, int M, int B>
     const device T* up_biases [[buffer(6)]],
     device T* y [[buffer(7)]],  // [rows, outputs]
     constant QuantizedParams& params [[buffer(8)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    thread_of_simdgroups) {
   constexpr int V = P * 32 / bits;
   constexpr bool exact = is_same_v<T, float>;
   threadgroup float partials[kProductPartials];

@@ -23,11 +23,7 @@ template <typename T>
     const device T* up_biases [[buffer(6)]],
     device T* y [[buffer(7)]],  // [rows, outputs]
     constant QuantizedParams& params [[buffer(8)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint t [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    thread_of_simdgroups) {
   static_assert(row_blocks == 2, "a block of products of each matrix");
   constexpr uint group_outputs = 8;
   constexpr uint products = row_blocks * group_outputs;  // of a simdgroup

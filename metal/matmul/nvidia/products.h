@@ -1,7 +1,7 @@
 // Products of packed weights with the activations that lanes hold, and their sums over lanes and simdgroups.
 #pragma once
 
-#include "matmul/activations.h"
+#include "matmul/nvidia/activations.h"
 #include "mittens/simd_reduce_scatter.h"
 #include "params/matmul.h"
 

@@ -1,0 +1,150 @@
+// Products of the pairs of an input and a chosen matrix that have the same matrix (moe/pairs.h): of up to kMostShared such
+// pairs, one threadgroup reads the matrix. A pair gives the same whichever it shares with.
+#pragma once
+
+#include "matmul/rows.h"
+#include "moe/pairs.h"
+
+namespace mittens {
+
+// Of a sum of gate, in the lower half of the lanes; the upper half has those of up.
+inline float gated_product(float sum, uint lane, constant GatherQmmParams& params) {
+  // Comparisons, which leave a NaN as it is.
+  sum = sum > params.limit ? params.limit : sum;
+  sum = lane >= 16 && sum < -params.limit ? -params.limit : sum;
+  const float linear = simd_shuffle_xor(sum, ushort(16)) + params.offset;
+  return sum / (1.0f + precise::exp(-params.alpha * sum)) * linear;
+}
+
+enum { kMostShared = 4 };  // pairs of one matrix that a threadgroup takes
+
+// The pairs that a threadgroup takes of those with the matrix of its own.
+struct SharedPairs {
+  uint pairs[kMostShared];  // repeats the last
+  uint count;               // 0: another threadgroup takes its own
+};
+
+// Of the pairs of a matrix the first, and each that is a multiple of kMostShared after it, takes the next ones too.
+inline SharedPairs shared_pairs(const device uint* matrices, uint pairs, uint p, uint lane) {
+  const uint matrix = matrices[p];
+  uint before = 0;
+  for (uint q = lane; q < p; q += 32) {
+    before += matrices[q] == matrix ? 1 : 0;
+  }
+  SharedPairs shared;
+  shared.pairs[0] = p;
+  shared.count = simd_sum(before) % kMostShared == 0 ? 1 : 0;
+#pragma unroll
+  for (int m = 1; m < kMostShared; ++m) {
+    uint next = pairs;
+    for (uint q = shared.pairs[m - 1] + 1 + lane; q < pairs && next == pairs; q += 32) {
+      next = matrices[q] == matrix ? q : pairs;
+    }
+    next = simd_min(next);
+    const bool found = next < pairs;
+    shared.pairs[m] = found ? next : shared.pairs[m - 1];
+    shared.count += found && shared.count > 0 ? 1 : 0;
+  }
+  return shared;
+}
+
+// The rows of x of M shared pairs (as RowsOfX of matmul/rows.h).
+template <typename T, int M>
+struct RowsOfPairs {
+  using Type = T;
+  const device T* x;
+  uint first[M];  // element of each pair's row
+  uint columns;
+
+  const device T* at(uint m, uint column) const {
+    return x + (first[m] + column);
+  }
+};
+
+// A row of results that a lane may write, one of M shared pairs.
+struct OwnRow {
+  size_t row;     // of y
+  bool is_valid;  // else it is NaN
+  bool is_own;    // else it repeats the last pair's
+};
+
+// The rows of x, and the row of y of a lane that gets the sum of pair m. Of a pair that is out of range the first input
+// is read.
+template <typename T, int M>
+inline OwnRow rows_of_pairs(
+    const device T* x, const device uint* matrices, const device uint* inputs, constant GatherQmmParams& params,
+    SharedPairs shared, uint row, uint m, thread RowsOfPairs<T, M>& rows) {
+  rows.x = x;
+  rows.columns = params.weights.columns;
+  OwnRow own;
+#pragma unroll
+  for (uint i = 0; i < M; ++i) {
+    const Pair pair = pair_of(matrices, inputs, params.pairs, shared.pairs[i]);
+    rows.first[i] = ((pair.is_valid ? pair.input : 0) * params.weights.rows + row) * rows.columns;
+    own.row = i <= m ? size_t(shared.pairs[i]) * params.weights.rows + row : own.row;
+    own.is_valid = i <= m ? pair.is_valid : own.is_valid;
+  }
+  own.is_own = m < shared.count;
+  return own;
+}
+
+// What a launch over shared pairs reads and writes: of one matrix the product, of two the gated one.
+template <typename T, int N>
+struct SharedOperands {
+  const device T* x;
+  const device T* bias[N];
+  const device uint* matrices;
+  const device uint* inputs;
+  device T* y;
+  uint row;  // of each input
+};
+
+template <int M, typename T, int N, typename Source>
+inline void multiply_shared(
+    thread const SharedOperands<T, N>& of, thread const Source (&w)[N], constant GatherQmmParams& params,
+    SharedPairs shared, OwnOutputs outputs, Sharing at, threadgroup float* partials) {
+  constexpr int R = kRowOutputs / N;
+  constexpr int C = N * R * M;
+  RowsOfPairs<T, M> rows;
+  const OwnRow own =
+      rows_of_pairs<T, M>(of.x, of.matrices, of.inputs, params, shared, of.row, at.lane / (32 / C) % M, rows);
+  float totals[C];
+  multiply_rows<N, R, M>(rows, w, at, totals);
+  float sum = sum_of_sharers(totals, at, partials);
+  const uint output = outputs.first + at.lane / (32 / N / R) % R;
+  if constexpr (N == 2) {  // the upper half of the lanes has the sums of up
+    if (params.weights.has_bias) {
+      sum += float(of.bias[at.lane < 16 ? 0 : 1][outputs.alone ? outputs.first : output]);
+    }
+    sum = gated_product(sum, at.lane, params);
+  }
+  if (writes<C>(at, outputs, output) && (N == 1 || at.lane < 16) && own.is_own) {
+    if (N == 1 && params.weights.has_bias) {
+      sum += float(of.bias[0][output]);
+    }
+    of.y[own.row * params.weights.outputs + output] = T(own.is_valid ? sum : not_a_number());
+  }
+}
+
+// w: matrix `index` of each of the N stacks. All threads of a threadgroup, which has the pairs of pair p's matrix.
+template <typename T, int N, typename Source>
+inline void multiply_shared_pairs(
+    thread SharedOperands<T, N>& of, thread const Source (&w)[N], uint index, constant GatherQmmParams& params,
+    SharedPairs shared, uint block, Sharing at, threadgroup float* partials) {
+  const OwnOutputs outputs = outputs_of<kRowOutputs / N>(params.weights.outputs, block);
+  Source own[N];
+#pragma unroll
+  for (int s = 0; s < N; ++s) {
+    own[s] = w[s].at(outputs.first, outputs.alone);
+    of.bias[s] += params.weights.has_bias ? size_t(index) * params.weights.outputs : 0;
+  }
+  if (shared.count == 1) {
+    multiply_shared<1>(of, own, params, shared, outputs, at, partials);
+  } else if (shared.count == 2) {
+    multiply_shared<2>(of, own, params, shared, outputs, at, partials);
+  } else {
+    multiply_shared<4>(of, own, params, shared, outputs, at, partials);
+  }
+}
+
+}  // namespace mittens
