@@ -3,12 +3,12 @@
 //   gemv_rows     y[m, n] = sum_k x[m, k] * w[n, k] + b[n]
 //   gemv_columns  y[m, n] = sum_k x[m, k] * w[k, n] + b[n]
 //
-// rows: some simdgroups of a threadgroup share out the columns of x for R rows of weights, W elements a lane at a time, so
-// that each weight is read once whatever M is; others, in the threadgroup's second dimension, do so for the next R rows.
-// columns: a lane owns W outputs, and rows of weights are dealt to the lanes and simdgroups left over. W is 16 bytes
-// where everything is aligned so, else 1. Where outputs are few, several threadgroups share the columns of x;
-// matmul/splitk_reduce.metal then adds up what they leave, always in the same order. On NVIDIA GPUs matmul/nvidia/gemv_short.metal has one row of x
-// with short rows of weights.
+// rows: some simdgroups of a threadgroup share out the columns of x for R rows of weights, W elements a lane at a time,
+// so that each weight is read once whatever M is; others, in the threadgroup's second dimension, do so for the next R
+// rows. columns: a lane owns W outputs, and rows of weights are dealt to the lanes and simdgroups left over. W is 16
+// bytes where everything is aligned so, else 1. Where outputs are few, several threadgroups share the columns of x;
+// matmul/splitk_reduce.metal then adds up what they leave, always in the same order. On NVIDIA GPUs
+// matmul/nvidia/gemv_short.metal has one row of x with short rows of weights.
 #include <metal_stdlib>
 
 #include "matmul/outputs.h"
@@ -98,7 +98,7 @@ inline void add_rows(
   }
 }
 
-template <typename T, int W, int M, int R>
+template <typename T, bool packs, int M, int R>
 [[kernel, threads_at_most(256, M == 2 ? 640 : M == 4 ? 448 : 384)]] void gemv_rows(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [outputs, columns]
@@ -107,6 +107,7 @@ template <typename T, int W, int M, int R>
     constant GemvParams& params [[buffer(4)]],
     thread_of_plane) {
   static_assert(R == gemv_outputs(M), "the plan counts with other outputs");
+  constexpr int W = packs ? pack_size<T>() : 1;
   constexpr int C = R * M;
   constexpr int steps = M > 4 ? 1 : 2;  // loads of a lane on their way at once, for each row of weights
   threadgroup float partials[kProductSimdgroups * C];
@@ -198,8 +199,8 @@ template <typename T, int W, int M, int R>
   }
 }
 
-template <typename T, int W, int M>
-[[kernel, threads_at_most(256, W == 1 ? 512 : M > 8 ? 256 : 384)]] void gemv_columns(
+template <typename T, bool packs, int M>
+[[kernel, threads_at_most(256, !packs ? 512 : M > 8 ? 256 : 384)]] void gemv_columns(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [columns, outputs]
     const device T* bias [[buffer(2)]],  // [outputs]
@@ -209,6 +210,7 @@ template <typename T, int W, int M>
     uint t [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  constexpr int W = packs ? pack_size<T>() : 1;
   constexpr int ahead = M > 4 ? 2 : 4;  // rows of weights on their way at once
   threadgroup float scratch[kOutputSimdgroups * 32 * W];
   const OutputLanes at{params.lanes, lane, simdgroup};
@@ -269,24 +271,17 @@ template <typename T, int W, int M>
   }
 }
 
-#define instantiate_gemv(M, R)                                                             \
-  instantiate_types("gemv_rows_single_" #M "x" #R, gemv_rows, 1, M, R)                     \
-  instantiate_kernel("gemv_columns_pack_" #M "_float32", gemv_columns, float, 4, M)        \
-  instantiate_kernel("gemv_columns_pack_" #M "_float16", gemv_columns, half, 8, M)         \
-  instantiate_kernel("gemv_columns_pack_" #M "_bfloat16", gemv_columns, bfloat, 8, M)      \
-  instantiate_types("gemv_columns_single_" #M, gemv_columns, 1, M)
-
-// Of more rows in packs matmul/gemv_tiles.metal has all.
-#define instantiate_pack_rows(M, R)                                                        \
-  instantiate_kernel("gemv_rows_pack_" #M "x" #R "_float32", gemv_rows, float, 4, M, R)    \
-  instantiate_kernel("gemv_rows_pack_" #M "x" #R "_float16", gemv_rows, half, 8, M, R)     \
-  instantiate_kernel("gemv_rows_pack_" #M "x" #R "_bfloat16", gemv_rows, bfloat, 8, M, R)
+#define instantiate_gemv(M, R)                                             \
+  instantiate_types("gemv_rows_single_" #M "x" #R, gemv_rows, false, M, R) \
+  instantiate_types("gemv_columns_pack_" #M, gemv_columns, true, M)        \
+  instantiate_types("gemv_columns_single_" #M, gemv_columns, false, M)
 
 instantiate_gemv(1, 4)
 instantiate_gemv(2, 4)
 instantiate_gemv(4, 4)
 instantiate_gemv(8, 4)
 instantiate_gemv(16, 2)
-instantiate_pack_rows(1, 4)
-instantiate_pack_rows(2, 4)
-instantiate_pack_rows(4, 4)
+// Of more rows in packs matmul/gemv_tiles.metal has all.
+instantiate_types("gemv_rows_pack_1x4", gemv_rows, true, 1, 4)
+instantiate_types("gemv_rows_pack_2x4", gemv_rows, true, 2, 4)
+instantiate_types("gemv_rows_pack_4x4", gemv_rows, true, 4, 4)

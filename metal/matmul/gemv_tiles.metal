@@ -1,4 +1,5 @@
-// Products of several rows of x with a dense matrix, by 8x8 matrices, sums in float32 (csrc/ops/matmul/plan.cpp says from how many rows on):
+// Products of several rows of x with a dense matrix, by 8x8 matrices, sums in float32 (csrc/ops/matmul/plan.cpp says
+// from how many rows on):
 //
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n]
 //
@@ -8,14 +9,14 @@
 //
 // A load takes four rows of weights, 128 bytes each, the halves of a row by the four lanes of a row of matrices each.
 // Two such loads give each lane one half of two rows; neighbouring rows of lanes then swap one for the other, so that
-// each has both halves of one row. Which columns meet is free as long as both operands agree: matrix t takes neighbours t
-// and t + depth of the 16 bytes that a lane has.
+// each has both halves of one row. Which columns meet is free as long as both operands agree: matrix t takes neighbours
+// t and t + depth of the 16 bytes that a lane has.
 //
-// All that a simdgroup takes at once is on its way before anything is multiplied. On an H200 it is this that decides, and
-// how much of x is loaded beside the weights: 8 rows of 4096 to 14336 in half types took 35 us instead of 31 with half the
-// loads on their way. Many outputs let a threadgroup have 32, so that half as much of x is loaded (gemv_tiles_shape in
-// csrc/ops/matmul/plan.cpp). Neighbours begin with other columns: where all threadgroups went over the same ones at a time, the
-// same took 30.1 us instead of 29.3.
+// All that a simdgroup takes at once is on its way before anything is multiplied. On an H200 it is this that decides,
+// and how much of x is loaded beside the weights: 8 rows of 4096 to 14336 in half types took 35 us instead of 31 with
+// half the loads on their way. Many outputs let a threadgroup have 32, so that half as much of x is loaded
+// (gemv_tiles_shape in csrc/ops/matmul/plan.cpp). Neighbours begin with other columns: where all threadgroups went over
+// the same ones at a time, the same took 30.1 us instead of 29.3.
 //
 // Rows of both start on 16 bytes, and a threadgroup's outputs are all there: the last one begins where that is so, and
 // does again what the one before it does. matmul/gemv.metal takes what does not fit.
@@ -199,17 +200,10 @@ template <typename T, int MB, int N, int most>
   }
 }
 
-#define instantiate_tiles(name, T, M, N, most) \
-  instantiate_kernel("gemv_tiles_" name, gemv_tiles, T, M / 8, N / 8, most)
-
-instantiate_tiles("8x16_float32", float, 8, 16, 512)
-instantiate_tiles("8x16_float16", half, 8, 16, 640)
-instantiate_tiles("8x16_bfloat16", bfloat, 8, 16, 640)
-instantiate_tiles("8x32_float32", float, 8, 32, 512)
-instantiate_tiles("8x32_float16", half, 8, 32, 512)
-instantiate_tiles("8x32_bfloat16", bfloat, 8, 32, 512)
-instantiate_tiles("16x16_float32", float, 16, 16, 512)
-instantiate_tiles("16x16_float16", half, 16, 16, 512)
-instantiate_tiles("16x16_bfloat16", bfloat, 16, 16, 512)
-instantiate_tiles("16x32_float16", half, 16, 32, 512)
-instantiate_tiles("16x32_bfloat16", bfloat, 16, 32, 512)
+instantiate_kernel("gemv_tiles_8x16_float32", gemv_tiles, float, 1, 2, 512)
+instantiate_kernel("gemv_tiles_8x16_float16", gemv_tiles, half, 1, 2, 640)
+instantiate_kernel("gemv_tiles_8x16_bfloat16", gemv_tiles, bfloat, 1, 2, 640)
+instantiate_types("gemv_tiles_8x32", gemv_tiles, 1, 4, 512)
+instantiate_types("gemv_tiles_16x16", gemv_tiles, 2, 2, 512)
+instantiate_kernel("gemv_tiles_16x32_float16", gemv_tiles, half, 2, 4, 512)
+instantiate_kernel("gemv_tiles_16x32_bfloat16", gemv_tiles, bfloat, 2, 4, 512)

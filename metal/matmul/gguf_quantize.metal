@@ -18,8 +18,6 @@ using namespace metal;
 using namespace mittens;
 
 constant constexpr uint block_weights = 32;
-constant constexpr uint q4_0_bytes = 18;
-constant constexpr uint q8_0_bytes = 34;
 
 // Rounded before anything is added to it: a plain product might become part of a multiply-add.
 inline float product(float a, float b) {
@@ -49,37 +47,10 @@ inline void store_half(device uchar* p, float v) {
   *(device half*)p = half(v);
 }
 
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void quantize_q4_0(
-    const device T* w [[buffer(0)]],       // [count, 32]
-    device uchar* blocks [[buffer(1)]],    // [count, 18]
-    constant BlockCountParams& params [[buffer(2)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
-  const uint block = group * simdgroups + simdgroup;
-  if (block >= params.count) {
-    return;
-  }
-  const float v = float(w[size_t(block) * block_weights + lane]);
-  const uint first = simd_min(magnitude_bits(v) >= min(largest_bits(v), smallest_nan) ? lane : 31u);
-  const float d = simd_shuffle(v, ushort(first)) / -8.0f;
-  const float scaled = product(v, inverse(d));
-  const uint q = is_number(scaled) ? uint(clamp(trunc(scaled + 8.5f), 0.0f, 15.0f)) : 0u;
-  const uint upper = simd_shuffle_xor(q, ushort(16));
-  device uchar* out = blocks + size_t(block) * q4_0_bytes;
-  if (lane < 16) {
-    out[2 + lane] = uchar(q | (upper << 4));
-  } else if (lane == 16) {
-    store_half(out, d);
-  }
-}
-
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(256)]] void quantize_q8_0(
-    const device T* w [[buffer(0)]],       // [count, 32]
-    device uchar* blocks [[buffer(1)]],    // [count, 34]
+template <typename T, BlockKind kind>
+[[kernel, max_total_threads_per_threadgroup(256)]] void block_quantize(
+    const device T* w [[buffer(0)]],     // [count, 32]
+    device uchar* blocks [[buffer(1)]],  // [count, bytes of a block]
     constant BlockCountParams& params [[buffer(2)]],
     uint group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
@@ -91,14 +62,28 @@ template <typename T>
   }
   const float v = float(w[size_t(block) * block_weights + lane]);
   const uint largest = largest_bits(v);
-  const float d = largest < smallest_nan ? as_type<float>(largest) / 127.0f : NAN;
-  const float scaled = product(v, inverse(d));
-  const float whole = floor(abs(scaled));
-  const float rounded = is_number(scaled) ? whole + floor(2.0f * (abs(scaled) - whole)) : 0.0f;
-  device uchar* out = blocks + size_t(block) * q8_0_bytes;
-  out[2 + lane] = uchar(int(scaled < 0 ? -rounded : rounded) & 0xff);
-  if (lane == 0) {
-    store_half(out, d);
+  if constexpr (kind == q4_0) {
+    const uint first = simd_min(magnitude_bits(v) >= min(largest, smallest_nan) ? lane : 31u);
+    const float d = simd_shuffle(v, ushort(first)) / -8.0f;
+    const float scaled = product(v, inverse(d));
+    const uint q = is_number(scaled) ? uint(clamp(trunc(scaled + 8.5f), 0.0f, 15.0f)) : 0u;
+    const uint upper = simd_shuffle_xor(q, ushort(16));
+    device uchar* out = blocks + size_t(block) * 18;
+    if (lane < 16) {
+      out[2 + lane] = uchar(q | (upper << 4));
+    } else if (lane == 16) {
+      store_half(out, d);
+    }
+  } else {
+    const float d = largest < smallest_nan ? as_type<float>(largest) / 127.0f : NAN;
+    const float scaled = product(v, inverse(d));
+    const float whole = floor(abs(scaled));
+    const float rounded = is_number(scaled) ? whole + floor(2.0f * (abs(scaled) - whole)) : 0.0f;
+    device uchar* out = blocks + size_t(block) * 34;
+    out[2 + lane] = uchar(int(scaled < 0 ? -rounded : rounded) & 0xff);
+    if (lane == 0) {
+      store_half(out, d);
+    }
   }
 }
 
@@ -138,23 +123,12 @@ template <typename T>
     return;
   }
   switch (params.kind) {
-    dequantize_case(q4_0)
-    dequantize_case(q4_1)
-    dequantize_case(q5_0)
-    dequantize_case(q5_1)
-    dequantize_case(q8_0)
-    dequantize_case(q2_k)
-    dequantize_case(q3_k)
-    dequantize_case(q4_k)
-    dequantize_case(q5_k)
-    dequantize_case(q6_k)
-    dequantize_case(iq4_nl)
-    dequantize_case(iq4_xs)
+    each_block_kind(dequantize_case)
     default:
       break;
   }
 }
 
 instantiate_types("block_dequantize", block_dequantize)
-instantiate_types("block_quantize_q4_0", quantize_q4_0)
-instantiate_types("block_quantize_q8_0", quantize_q8_0)
+instantiate_types("block_quantize_q4_0", block_quantize, q4_0)
+instantiate_types("block_quantize_q8_0", block_quantize, q8_0)

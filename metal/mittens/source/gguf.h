@@ -28,6 +28,9 @@ namespace mittens {
 // In the order of cpu::BlockKind (csrc/cpu/gguf.h).
 enum BlockKind { q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs };
 
+#define each_block_kind(of) \
+  of(q4_0) of(q4_1) of(q5_0) of(q5_1) of(q8_0) of(q2_k) of(q3_k) of(q4_k) of(q5_k) of(q6_k) of(iq4_nl) of(iq4_xs)
+
 // Words on any 2 bytes.
 template <int count>
 inline void load_words(const device uchar* p, thread uint (&words)[count]) {
