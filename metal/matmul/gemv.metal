@@ -258,17 +258,7 @@ template <typename T, bool packs, int M>
   }
 
   const SplitPlace place{group.z, params.splits, size_t(params.rows) * params.outputs, params.has_bias != 0};
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-    const float sum = outputs_sum<W>(totals[m], at, scratch);
-    const uint n = group.x * at.lanes * W + t;
-    if (t < at.lanes * W && n < params.outputs && uint(m) < rows) {
-      store_split(y, size_t(first_row + m) * params.outputs + n, sum, bias, n, place);
-    }
-    if (m + 1 < M) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-  }
+  store_outputs<W>(totals, at, group.x, params.outputs, rows, first_row, bias, y, place, scratch);
 }
 
 #define instantiate_gemv(M, R)                                             \

@@ -26,7 +26,7 @@ struct DequantizedRun {
 
   // What q has of a weight that is nothing but the bias.
   static constexpr float origin(int level) {
-    return Source::has_bias ? Values::base() : Values::base() + Values::factor(level) * Values::middle();
+    return Source::has_bias ? Values::base() : origin_of<Values>(level);
   }
 
   // In half types the origin is taken off the bias, whose rounding is small beside theirs.

@@ -50,4 +50,24 @@ inline float outputs_sum(thread float (&v)[W], OutputLanes at, threadgroup float
   return sum;
 }
 
+// Writes the sums of M rows, of which so many are there, from row first_row of y on. group: number of the threadgroup
+// along the outputs. scratch: as of outputs_sum.
+template <int W, int M, typename T>
+inline void store_outputs(
+    thread float (&totals)[M][W], OutputLanes at, uint group, uint outputs, uint rows, size_t first_row,
+    const device T* bias, device T* y, SplitPlace place, threadgroup float* scratch) {
+  const uint t = at.simdgroup * 32 + at.lane;
+  const uint n = group * at.lanes * W + t;
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    const float sum = outputs_sum<W>(totals[m], at, scratch);
+    if (t < at.lanes * W && n < outputs && uint(m) < rows) {
+      store_split(y, (first_row + m) * outputs + n, sum, bias, n, place);
+    }
+    if (m + 1 < M) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+}
+
 }  // namespace mittens

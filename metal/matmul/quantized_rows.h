@@ -14,14 +14,11 @@ template <int bits, int E, typename T>
 inline AffineRows<T, bits, E> affine_rows(
     const device uint* w, const device T* scales, const device T* biases, constant QuantizedParams& params, uint index) {
   return {
-      w + matrix_offset(params.batch, params.weight_strides, index),
-      scales + matrix_offset(params.batch, params.scales_strides, index),
-      biases + matrix_offset(params.batch, params.biases_strides, index),
-      params.weight_stride,
-      params.scales_stride,
-      params.biases_stride,
-      params.group_shift,
-  };
+      {w + matrix_offset(params.batch, params.weight_strides, index),
+       scales + matrix_offset(params.batch, params.scales_strides, index),
+       biases + matrix_offset(params.batch, params.biases_strides, index), params.weight_stride, params.scales_stride,
+       params.biases_stride},
+      params.group_shift};
 }
 
 // The same by format, for E columns at a time where it leaves a choice.

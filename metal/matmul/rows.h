@@ -48,6 +48,12 @@ struct RowsOfX {
   }
 };
 
+// What q has of the middle.
+template <typename Values>
+constexpr float origin_of(int level) {
+  return Values::base() + Values::factor(level) * Values::middle();
+}
+
 // A lane's columns of M rows of x; their sums, and what sums of products of a level start from.
 template <typename T, typename Values, int M>
 struct RunOfX {
@@ -98,7 +104,7 @@ inline void load_x(thread const X& from, uint column, thread RunOfX<T, Values, M
       run.sum[m] = 0;
 #pragma unroll
       for (int level = 0; level < Values::levels; ++level) {
-        const float origin = Values::base() + Values::factor(level) * Values::middle();
+        const float origin = origin_of<Values>(level);
         run.start[m][level] = origin == 0.0f ? 0.0f : -origin / Values::headroom() * sums[level];
         run.sum[m] += sums[level];
       }
@@ -114,8 +120,7 @@ inline float weight_of(typename Source::Run run, half q, int i) {
   if constexpr (Source::has_bias) {
     return fma(float(q) - Values::base(), Source::scale(run) * unit, Source::bias(run));
   } else {
-    const float origin = Values::base() + Values::factor(Values::level(i)) * Values::middle();
-    return (float(q) - origin) * unit * Source::scale(run);
+    return (float(q) - origin_of<Values>(Values::level(i))) * unit * Source::scale(run);
   }
 }
 

@@ -1,8 +1,9 @@
-// Where affine quantized weights lie: words of integers, scales and biases, each with strides of its own.
+// Affine quantized weights as the kernels for NVIDIA GPUs take them.
 #pragma once
 
 #include "matmul/batch.h"
 #include "mittens/dequantize.h"
+#include "mittens/source/affine.h"
 #include "params/matmul.h"
 
 namespace mittens {
@@ -25,37 +26,23 @@ inline float dequantized_weight(float q, int i, float scale, float bias) {
   return fma(q + zero_of<F>() / activation_scale<F>(i), scale, bias / activation_scale<F>(i));
 }
 
-// A matrix of weights, from some row and column on.
-template <typename T>
-struct AffineWeights {
-  const device uint* words;
-  const device T* scales;
-  const device T* biases;
-  uint words_stride;  // from row to row
-  uint scales_stride;
-  uint biases_stride;
-};
-
 // Matrix `index` from row `first` on.
 template <typename T>
-inline AffineWeights<T> matrix_of(
+inline AffineMatrix<T> matrix_of(
     const device uint* w, const device T* scales, const device T* biases, constant QuantizedParams& params, uint index,
     uint first) {
-  AffineWeights<T> result;
-  result.words =
-      w + matrix_offset(params.batch, params.weight_strides, index) + size_t(first) * params.weight_stride;
-  result.scales =
-      scales + matrix_offset(params.batch, params.scales_strides, index) + size_t(first) * params.scales_stride;
-  result.biases =
-      biases + matrix_offset(params.batch, params.biases_strides, index) + size_t(first) * params.biases_stride;
-  result.words_stride = params.weight_stride;
-  result.scales_stride = params.scales_stride;
-  result.biases_stride = params.biases_stride;
-  return result;
+  return {
+      w + matrix_offset(params.batch, params.weight_strides, index) + size_t(first) * params.weight_stride,
+      scales + matrix_offset(params.batch, params.scales_strides, index) + size_t(first) * params.scales_stride,
+      biases + matrix_offset(params.batch, params.biases_strides, index) + size_t(first) * params.biases_stride,
+      params.weight_stride,
+      params.scales_stride,
+      params.biases_stride,
+  };
 }
 
 template <int bits, typename T>
-inline AffineWeights<T> at_column(AffineWeights<T> matrix, uint column, uint group_shift) {
+inline AffineMatrix<T> at_column(AffineMatrix<T> matrix, uint column, uint group_shift) {
   matrix.words += column / (32 / bits);
   matrix.scales += column >> group_shift;
   matrix.biases += column >> group_shift;

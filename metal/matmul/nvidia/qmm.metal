@@ -48,7 +48,7 @@ struct LaneWeights {
 // rows: of the lane's outputs, which are the same or later ones where some are not there.
 template <typename T, int bits, int R, int run, int U>
 inline void load_weights(
-    AffineWeights<T> w, thread const uint (&rows)[R], uint begin, uint columns, uint lane, uint group_shift,
+    AffineMatrix<T> w, thread const uint (&rows)[R], uint begin, uint columns, uint lane, uint group_shift,
     thread LaneWeights<T, bits, R, run, U>& to) {
   const uint quarter = tile_column(lane) / 2;
   const device uint* words = w.words + (begin + quarter * (run / 4)) / (32 / bits);
@@ -138,7 +138,7 @@ inline void add_run(
 // sums += w x over U runs from column `begin` on.
 template <int U, typename T, int bits, int run, int R, int MB>
 inline void add_runs(
-    const device T* x, AffineWeights<T> w, thread const uint (&rows)[R], uint begin, uint count, uint columns, uint lane,
+    const device T* x, AffineMatrix<T> w, thread const uint (&rows)[R], uint begin, uint count, uint columns, uint lane,
     uint group_shift, thread Tile<float, R, MB>& sums) {
   LaneWeights<T, bits, R, run, U> weights;
   LaneRows<T, MB, run> activations[U];
@@ -157,12 +157,10 @@ inline void add_runs(
 // most: threads by which NVIDIA's compiler allots registers: with these no variant spills.
 template <typename T, int bits, int R, int MB, int run, int U, int most>
 [[kernel, threads_at_most(256, most)]] void quantized_matmul_tiles(
-    const device T* x [[buffer(0)]],       // [batch, rows, columns]
-    const device uint* w [[buffer(1)]],    // [batch, outputs, columns * bits / 32]
-    const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]
-    const device T* biases [[buffer(3)]],  // [batch, outputs, columns / group]
-    const device T* bias [[buffer(4)]],    // [outputs]
-    device T* y [[buffer(5)]],             // [batch, rows, outputs]
+    const device T* x [[buffer(0)]],     // [batch, rows, columns]
+    quantized_matrix(w, 1, 2, 3, T),     // [batch, outputs, columns]
+    const device T* bias [[buffer(4)]],  // [outputs]
+    device T* y [[buffer(5)]],           // [batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
     thread_of_simdgroups) {
   using Partials = TilePartials<R, MB>;
@@ -174,7 +172,7 @@ template <typename T, int bits, int R, int MB, int run, int U, int most>
   const uint first_row = group.y * Partials::rows;
   const uint count = min(params.rows - first_row, uint(Partials::rows));
   x += (size_t(group.z) * params.rows + first_row) * params.columns;
-  const AffineWeights<T> matrix = matrix_of(w, scales, biases, params, group.z, first_output);
+  const AffineMatrix<T> matrix = matrix_of(w, w_scales, w_biases, params, group.z, first_output);
   // Outputs that are not there stand for the last one, too.
   uint rows[R];
 #pragma unroll

@@ -20,7 +20,7 @@ struct AffineBatch {
 };
 
 template <typename T, int P, int B>
-inline void load_batch(AffineWeights<T> w, uint first, thread AffineBatch<T, P, B>& batch) {
+inline void load_batch(AffineMatrix<T> w, uint first, thread AffineBatch<T, P, B>& batch) {
 #pragma unroll
   for (int r = 0; r < B; ++r) {
     load_words<P>(w.words + (first + r) * w.words_stride, batch.words[r]);
@@ -73,7 +73,7 @@ inline void multiply(
 // take part in the sums.
 template <typename T, int bits, bool exact, int P, int M, int B>
 inline void pass_rows(
-    thread const Activations<P * 32 / bits, M>& a, bool inside, AffineWeights<T> w, thread AffineBatch<T, P, B>& batch,
+    thread const Activations<P * 32 / bits, M>& a, bool inside, AffineMatrix<T> w, thread AffineBatch<T, P, B>& batch,
     uint first, uint end, uint two23, PartialProducts to) {
   for (; first < end; first += B) {
     float totals[B * M];
@@ -92,7 +92,7 @@ inline void pass_rows(
 // them.
 template <typename T, int bits, bool exact, int P, int M, int B>
 inline void pass_all_rows(
-    thread const Activations<P * 32 / bits, M>& a, bool inside, AffineWeights<T> w, thread AffineBatch<T, P, B>& batch,
+    thread const Activations<P * 32 / bits, M>& a, bool inside, AffineMatrix<T> w, thread AffineBatch<T, P, B>& batch,
     uint rows, uint two23, PartialProducts to) {
   const uint batched = rows / B * B;
   pass_rows<T, bits, exact, P, M, B>(a, inside, w, batch, 0, batched, two23, to);

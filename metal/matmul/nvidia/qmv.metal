@@ -15,12 +15,10 @@ using namespace mittens;
 
 template <typename T, int bits, int P, int M, int B>
 [[kernel, threads_at_most(256, M > 2 ? 256 : 512)]] void quantized_matmul_rows(
-    const device T* x [[buffer(0)]],       // [batch, rows, columns]
-    const device uint* w [[buffer(1)]],    // [batch, outputs, columns * bits / 32]
-    const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]
-    const device T* biases [[buffer(3)]],  // [batch, outputs, columns / group]
-    const device T* bias [[buffer(4)]],    // [outputs]
-    device T* y [[buffer(5)]],             // [batch, rows, outputs]
+    const device T* x [[buffer(0)]],     // [batch, rows, columns]
+    quantized_matrix(w, 1, 2, 3, T),     // [batch, outputs, columns]
+    const device T* bias [[buffer(4)]],  // [outputs]
+    device T* y [[buffer(5)]],           // [batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
     thread_of_simdgroups) {
   constexpr int V = P * 32 / bits;
@@ -33,7 +31,7 @@ template <typename T, int bits, int P, int M, int B>
   const uint first_row = group.y * M;
   const uint products = params.outputs_per_group * M;  // of a simdgroup
   x += (size_t(group.z) * params.rows + first_row) * params.columns;
-  const AffineWeights<T> matrix = matrix_of(w, scales, biases, params, group.z, first_output);
+  const AffineMatrix<T> matrix = matrix_of(w, w_scales, w_biases, params, group.z, first_output);
 
   PartialProducts to;
   to.partials = partials + simdgroup * products;
@@ -41,7 +39,7 @@ template <typename T, int bits, int P, int M, int B>
   for (uint begin = simdgroup * 32 * V; begin < params.columns; begin += simdgroups * 32 * V) {
     const uint column = begin + lane * V;
     const bool inside = column < params.columns;
-    const AffineWeights<T> weights = at_column<bits>(matrix, column, params.group_shift);
+    const AffineMatrix<T> weights = at_column<bits>(matrix, column, params.group_shift);
     ActivationPacks<T, V, M> packs;
     load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
     // The first weights are on their way while the activations are made ready.

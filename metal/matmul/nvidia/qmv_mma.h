@@ -50,7 +50,7 @@ inline bool is_there(RowColumns<presence> columns, uint column) {
 // were: their scales and biases are 0.
 template <Presence presence, typename T>
 inline void load_row_words(
-    thread const AffineWeights<T> (&w)[row_blocks], RowColumns<presence> columns, uint lane, int b,
+    thread const AffineMatrix<T> (&w)[row_blocks], RowColumns<presence> columns, uint lane, int b,
     thread RowWeights<T>& to) {
   const uint column = columns.begin + b * 128 + tile_column(lane) / 2 * 32;
   if (is_there(columns, column)) {
@@ -63,7 +63,7 @@ inline void load_row_words(
 
 template <Presence presence, typename T>
 inline void load_row_scales(
-    thread const AffineWeights<T> (&w)[row_blocks], RowColumns<presence> columns, uint lane, uint group_shift,
+    thread const AffineMatrix<T> (&w)[row_blocks], RowColumns<presence> columns, uint lane, uint group_shift,
     thread RowWeights<T>& to) {
 #pragma unroll
   for (int r = 0; r < row_blocks; ++r) {
@@ -101,7 +101,7 @@ inline void load_row_activations(
 template <Presence presence, typename T>
 inline void add_row_step(
     thread RowWeights<T>& weights, thread uint (&x)[8], const device T* all,
-    thread const AffineWeights<T> (&w)[row_blocks], RowColumns<presence> next, constant QuantizedParams& params,
+    thread const AffineMatrix<T> (&w)[row_blocks], RowColumns<presence> next, constant QuantizedParams& params,
     uint lane, thread float (&sums)[row_blocks]) {
   const uint offset = integer_offset<T>(params.two23);
   const uint one = is_same_v<T, half> ? 0x0f000f00u : 0x0b800b80u;  // below 2^23 in both halves
@@ -149,7 +149,7 @@ inline void add_row_step(
 // The products of a simdgroup's share of the columns, every so many steps of 512, left in partials[r * 8 + output].
 template <typename T>
 inline void multiply_row(
-    const device T* x, thread const AffineWeights<T> (&w)[row_blocks], constant QuantizedParams& params, uint lane,
+    const device T* x, thread const AffineMatrix<T> (&w)[row_blocks], constant QuantizedParams& params, uint lane,
     uint simdgroup, uint simdgroups, threadgroup float* partials) {
   const uint columns = params.columns;
   float sums[row_blocks];
@@ -185,15 +185,6 @@ inline void multiply_row(
       partials[r * 8 + tile_row(lane)] = sum;
     }
   }
-}
-
-// The matrix from output `output` on, which is the lane's.
-template <typename T>
-inline AffineWeights<T> at_output(AffineWeights<T> w, uint output) {
-  w.words += size_t(output) * w.words_stride;
-  w.scales += size_t(output) * w.scales_stride;
-  w.biases += size_t(output) * w.biases_stride;
-  return w;
 }
 
 }  // namespace mittens

@@ -14,12 +14,10 @@ using namespace mittens;
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(512)]] void quantized_matmul_row(
-    const device T* x [[buffer(0)]],       // [batch, columns]
-    const device uint* w [[buffer(1)]],    // [batch, outputs, columns / 8]
-    const device T* scales [[buffer(2)]],  // [batch, outputs, columns / group]
-    const device T* biases [[buffer(3)]],  // [batch, outputs, columns / group]
-    const device T* bias [[buffer(4)]],    // [outputs]
-    device T* y [[buffer(5)]],             // [batch, outputs]
+    const device T* x [[buffer(0)]],     // [batch, columns]
+    quantized_matrix(w, 1, 2, 3, T),     // [batch, outputs, columns]
+    const device T* bias [[buffer(4)]],  // [outputs]
+    device T* y [[buffer(5)]],           // [batch, outputs]
     constant QuantizedParams& params [[buffer(6)]],
     thread_of_simdgroups) {
   constexpr uint outputs_per_group = row_blocks * 8;
@@ -27,11 +25,11 @@ template <typename T>
 
   const uint first_output = group.x * outputs_per_group;
   const uint outputs = min(params.outputs - first_output, outputs_per_group);
-  const AffineWeights<T> matrix = matrix_of(w, scales, biases, params, group.z, first_output);
-  AffineWeights<T> blocks[row_blocks];
+  const AffineMatrix<T> matrix = matrix_of(w, w_scales, w_biases, params, group.z, first_output);
+  AffineMatrix<T> blocks[row_blocks];
 #pragma unroll
   for (int r = 0; r < row_blocks; ++r) {
-    blocks[r] = at_output(matrix, min(r * 8 + tile_row(lane), outputs - 1));  // the last one for those not there
+    blocks[r] = matrix.row(min(r * 8 + tile_row(lane), outputs - 1));  // the last one for those not there
   }
   multiply_row(
       x + size_t(group.z) * params.columns, blocks, params, lane, simdgroup, simdgroups,

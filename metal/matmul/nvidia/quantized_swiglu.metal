@@ -16,14 +16,10 @@ using namespace mittens;
 
 template <typename T, int bits, int P, int M, int B>
 [[kernel, threads_at_most(256, M > 1 ? 384 : 512)]] void quantized_swiglu(
-    const device T* x [[buffer(0)]],            // [rows, columns]
-    const device uint* gate [[buffer(1)]],      // [outputs, columns * bits / 32]
-    const device T* gate_scales [[buffer(2)]],  // [outputs, columns / group]
-    const device T* gate_biases [[buffer(3)]],
-    const device uint* up [[buffer(4)]],  // as gate
-    const device T* up_scales [[buffer(5)]],
-    const device T* up_biases [[buffer(6)]],
-    device T* y [[buffer(7)]],  // [rows, outputs]
+    const device T* x [[buffer(0)]],     // [rows, columns]
+    quantized_matrix(gate, 1, 2, 3, T),  // [outputs, columns]
+    quantized_matrix(up, 4, 5, 6, T),    // as gate
+    device T* y [[buffer(7)]],           // [rows, outputs]
     constant QuantizedParams& params [[buffer(8)]],
     thread_of_simdgroups) {
   constexpr int V = P * 32 / bits;
@@ -36,8 +32,8 @@ template <typename T, int bits, int P, int M, int B>
   const uint first_row = group.y * M;
   const uint products = params.outputs_per_group * M;  // of a simdgroup and one matrix
   x += size_t(first_row) * params.columns;
-  const AffineWeights<T> gate_matrix = matrix_of(gate, gate_scales, gate_biases, params, 0, first_output);
-  const AffineWeights<T> up_matrix = matrix_of(up, up_scales, up_biases, params, 0, first_output);
+  const AffineMatrix<T> gate_matrix = matrix_of(gate, gate_scales, gate_biases, params, 0, first_output);
+  const AffineMatrix<T> up_matrix = matrix_of(up, up_scales, up_biases, params, 0, first_output);
 
   PartialProducts to;
   to.lane = lane;
@@ -51,7 +47,7 @@ template <typename T, int bits, int P, int M, int B>
     to.add = begin >= simdgroups * 32 * V;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      const AffineWeights<T> weights = at_column<bits>(i == 0 ? gate_matrix : up_matrix, column, params.group_shift);
+      const AffineMatrix<T> weights = at_column<bits>(i == 0 ? gate_matrix : up_matrix, column, params.group_shift);
       AffineBatch<T, P, B> batch;
       if (inside && outputs >= B) {
         load_batch<T, P, B>(weights, 0, batch);

@@ -14,14 +14,10 @@ using namespace mittens;
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(512)]] void quantized_swiglu_row(
-    const device T* x [[buffer(0)]],            // [rows, columns]
-    const device uint* gate [[buffer(1)]],      // [outputs, columns / 8]
-    const device T* gate_scales [[buffer(2)]],  // [outputs, columns / group]
-    const device T* gate_biases [[buffer(3)]],
-    const device uint* up [[buffer(4)]],  // as gate
-    const device T* up_scales [[buffer(5)]],
-    const device T* up_biases [[buffer(6)]],
-    device T* y [[buffer(7)]],  // [rows, outputs]
+    const device T* x [[buffer(0)]],     // [rows, columns]
+    quantized_matrix(gate, 1, 2, 3, T),  // [outputs, columns]
+    quantized_matrix(up, 4, 5, 6, T),    // as gate
+    device T* y [[buffer(7)]],           // [rows, outputs]
     constant QuantizedParams& params [[buffer(8)]],
     thread_of_simdgroups) {
   static_assert(row_blocks == 2, "a block of products of each matrix");
@@ -32,9 +28,9 @@ template <typename T>
   const uint first_output = group.x * group_outputs;
   const uint outputs = min(params.outputs - first_output, group_outputs);
   const uint own = min(tile_row(lane), outputs - 1);  // the last one for those that are not there
-  AffineWeights<T> matrices[row_blocks];
-  matrices[0] = at_output(matrix_of(gate, gate_scales, gate_biases, params, 0, first_output), own);
-  matrices[1] = at_output(matrix_of(up, up_scales, up_biases, params, 0, first_output), own);
+  AffineMatrix<T> matrices[row_blocks];
+  matrices[0] = matrix_of(gate, gate_scales, gate_biases, params, 0, first_output).row(own);
+  matrices[1] = matrix_of(up, up_scales, up_biases, params, 0, first_output).row(own);
   multiply_row(x + size_t(group.y) * params.columns, matrices, params, lane, simdgroup, simdgroups, partials + simdgroup * products);
 
   threadgroup_barrier(mem_flags::mem_threadgroup);

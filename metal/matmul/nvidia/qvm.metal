@@ -42,12 +42,10 @@ inline void unpack_owned(uint2 words, uint two23, thread float (&q)[owned]) {
 
 template <typename T, int bits, int M>
 [[kernel, threads_at_most(256, 384)]] void quantized_matmul_columns(
-    const device T* x [[buffer(0)]],       // [batch, rows, columns]
-    const device uint* w [[buffer(1)]],    // [batch, columns, outputs * bits / 32]
-    const device T* scales [[buffer(2)]],  // [batch, columns, outputs / group]
-    const device T* biases [[buffer(3)]],  // [batch, columns, outputs / group]
-    const device T* bias [[buffer(4)]],    // [outputs]
-    device T* y [[buffer(5)]],             // [batch, rows, outputs], or float [splits, batch, rows, outputs]
+    const device T* x [[buffer(0)]],     // [batch, rows, columns]
+    quantized_matrix(w, 1, 2, 3, T),     // [batch, columns, outputs]
+    const device T* bias [[buffer(4)]],  // [outputs]
+    device T* y [[buffer(5)]],           // [batch, rows, outputs], or float [splits, batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint t [[thread_index_in_threadgroup]],
@@ -65,9 +63,8 @@ template <typename T, int bits, int M>
   const uint workers = workers_of(at);
   const size_t first_of_batch = size_t(group.z) * params.rows + first_row;
   x += first_of_batch * params.columns;
-  w += matrix_offset(params.batch, params.weight_strides, group.z) + output / (32 / bits);
-  scales += matrix_offset(params.batch, params.scales_strides, group.z) + (output >> params.group_shift);
-  biases += matrix_offset(params.batch, params.biases_strides, group.z) + (output >> params.group_shift);
+  const AffineMatrix<T> matrix =
+      at_column<bits>(matrix_of(w, w_scales, w_biases, params, group.z, 0), output, params.group_shift);
 
   float totals[M][owned];  // each times a power of two, see unpack_word
   float bias_totals[M];
@@ -91,9 +88,10 @@ template <typename T, int bits, int M>
       row_scales[i] = 0;
       row_biases[i] = 0;
       if (k < end) {
-        words[i] = load_owned<bits>(w + size_t(k) * params.weight_stride);
-        row_scales[i] = float(scales[size_t(k) * params.scales_stride]);
-        row_biases[i] = float(biases[size_t(k) * params.biases_stride]);
+        const AffineMatrix<T> row = matrix.row(k);
+        words[i] = load_owned<bits>(row.words);
+        row_scales[i] = float(*row.scales);
+        row_biases[i] = float(*row.biases);
       }
     }
 #pragma unroll
@@ -136,15 +134,8 @@ template <typename T, int bits, int M>
     for (int i = 0; i < owned; ++i) {
       totals[m][i] = totals[m][i] * activation_scale<affine<bits>()>(i % (32 / bits)) + bias_totals[m];
     }
-    const float sum = outputs_sum<owned>(totals[m], at, scratch);
-    const uint n = group.x * at.lanes * owned + t;
-    if (t < at.lanes * owned && n < params.outputs && uint(m) < rows) {
-      store_split(y, (first_of_batch + m) * params.outputs + n, sum, bias, n, place);
-    }
-    if (m + 1 < M) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
   }
+  store_outputs<owned>(totals, at, group.x, params.outputs, rows, first_of_batch, bias, y, place, scratch);
 }
 
 #define instantiate_columns(bits, M) \

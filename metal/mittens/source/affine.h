@@ -6,7 +6,26 @@
 
 namespace mittens {
 
-// A matrix from some row on. E: columns that a lane takes at once, a run; 16 with 2, 3, 5 or 6 bits.
+// A matrix from some row and column on: words of integers, scales and biases, each with strides of its own.
+template <typename T>
+struct AffineMatrix {
+  const device uint* words;
+  const device T* scales;
+  const device T* biases;
+  uint words_stride;  // from row to row
+  uint scales_stride;
+  uint biases_stride;
+
+  AffineMatrix row(uint n) const {
+    AffineMatrix result = *this;
+    result.words += size_t(n) * words_stride;
+    result.scales += size_t(n) * scales_stride;
+    result.biases += size_t(n) * biases_stride;
+    return result;
+  }
+};
+
+// Its rows as a source. E: columns that a lane takes at once, a run; 16 with 2, 3, 5 or 6 bits.
 template <typename T, int bits, int E>
 struct AffineRows {
   using Values = typename IntegersOf<bits, E>::type;
@@ -16,21 +35,16 @@ struct AffineRows {
     T scale;
     T bias;
   };
-  const device uint* words;
-  const device T* scales;
-  const device T* biases;
-  uint words_stride;  // from row to row
-  uint scales_stride;
-  uint biases_stride;
+  AffineMatrix<T> matrix;
   uint group_shift;  // a group is 1 << group_shift columns
 
   // Columns [column, column + E) of a row; column is a multiple of E.
   Run load(uint row, uint column) const {
     const uint group = column >> group_shift;
     Run run;
-    run.words = Values::load(words, row * words_stride, column);
-    run.scale = scales[row * scales_stride + group];
-    run.bias = biases[row * biases_stride + group];
+    run.words = Values::load(matrix.words, row * matrix.words_stride, column);
+    run.scale = matrix.scales[row * matrix.scales_stride + group];
+    run.bias = matrix.biases[row * matrix.biases_stride + group];
     return run;
   }
 
@@ -43,13 +57,10 @@ struct AffineRows {
 
   // The matrix from another row on; alone: with all of its rows at that one.
   AffineRows at(uint row, bool alone) const {
-    AffineRows result = *this;
-    result.words += size_t(row) * words_stride;
-    result.scales += size_t(row) * scales_stride;
-    result.biases += size_t(row) * biases_stride;
-    result.words_stride = alone ? 0 : words_stride;
-    result.scales_stride = alone ? 0 : scales_stride;
-    result.biases_stride = alone ? 0 : biases_stride;
+    AffineRows result = {matrix.row(row), group_shift};
+    result.matrix.words_stride = alone ? 0 : matrix.words_stride;
+    result.matrix.scales_stride = alone ? 0 : matrix.scales_stride;
+    result.matrix.biases_stride = alone ? 0 : matrix.biases_stride;
     return result;
   }
 };
