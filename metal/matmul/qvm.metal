@@ -46,8 +46,8 @@ template <typename T, QuantizedFormat F>
   fill(sums, 0.0f);
   if (first_output < params.outputs) {
     multiply_transposed(
-        rows, QuantizedRows<T, F, 16>::of(w, w_scales, w_biases, params, group.z), is_there ? first_output + quarter : 0,
-        begin, end, sharers * step, lane, sums);
+        rows, QuantizedRows<T, F, 16>::of(w, w_scales, w_biases, params, group.z),
+        is_there ? first_output + quarter : 0, begin, end, sharers * step, lane, sums);
   }
 #pragma unroll
   for (int u = 0; u < C; ++u) {

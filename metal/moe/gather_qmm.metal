@@ -69,8 +69,7 @@ template <typename T, QuantizedFormat F>
   }
 }
 
-// The same, without weights, where several pairs have one matrix: of up to kMostShared such pairs, one threadgroup reads
-// the matrix. A pair gives the same whichever it shares with.
+// The same, without weights, where several pairs have one matrix (moe/shared_pairs.h).
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void gather_qmm_shared(
     const device T* x [[buffer(0)]],     // as of gather_qmm without weights, from here on

@@ -61,8 +61,7 @@ template <typename T, QuantizedFormat F>
   }
 }
 
-// The same where several pairs have the same matrices: of up to kMostShared such pairs, one threadgroup reads these. A
-// pair gives the same whichever it shares with.
+// The same where several pairs have the same matrices (moe/shared_pairs.h).
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void gather_swiglu_shared(
     const device T* x [[buffer(0)]],        // as of gather_swiglu, from here on

@@ -1,5 +1,5 @@
-// Products of the pairs of an input and a chosen matrix that have the same matrix (moe/pairs.h): of up to kMostShared such
-// pairs, one threadgroup reads the matrix. A pair gives the same whichever it shares with.
+// Products of the pairs of an input and a chosen matrix that have the same matrix (moe/pairs.h): of up to kMostShared
+// such pairs, one threadgroup reads the matrix. A pair gives the same whichever it shares with.
 #pragma once
 
 #include "matmul/rows.h"
