@@ -11,7 +11,6 @@ MITTENS_VERSIONS(quantized_swiglu)
 
 namespace {
 
-constexpr size_t most_exact_rows = 32;
 // Float32 products with integers of 4 and 8 bits: their sums do not depend on how many rows there are up to so many.
 constexpr size_t alike_rows = 4;
 

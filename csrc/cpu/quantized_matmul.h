@@ -24,6 +24,9 @@ struct QuantizedWeights {
   bool transpose;  // the groups go along the columns of x
 };
 
+// Of x where a row is to be bit for bit what it is alone.
+constexpr size_t most_exact_rows = 32;
+
 // y[i, m, n] = round(sum_k x[i, m, k] * w[i][n, k] + bias[n]) for each matrix i; not transposed w[i][k, n].
 void quantized_matmul(Type type,  // of scales, biases, x, bias and y
                       const QuantizedWeights* w,  // [matrices]
@@ -31,7 +34,7 @@ void quantized_matmul(Type type,  // of scales, biases, x, bias and y
                       const void* bias,  // [outputs] or nullptr
                       void* y,  // [matrices, rows, outputs]
                       size_t matrices, size_t rows, size_t columns, size_t outputs,
-                      bool exact);  // a row of up to 32 is bit for bit what it is alone; transposed alone
+                      bool exact);  // a row of up to most_exact_rows is bit for bit what it is alone; transposed alone
 
 // y[i] = round(silu(x[i] @ gate[i].T) * (x[i] @ up[i].T)) for each pair of matrices i, silu(v) = v / (1 + exp(-v)), all
 // in float32 and rounded once.

@@ -9,7 +9,6 @@
 namespace mittens::cpu::MITTENS_ISA {
 
 constexpr size_t most_direct_rows = 8;
-constexpr size_t most_exact_rows = 32;
 constexpr int tile_outputs = many_registers ? 4 : 2;
 constexpr size_t panel_outputs = 64;
 constexpr size_t panel_columns = 1024;

@@ -123,33 +123,62 @@ struct ScalesOfWords {
   }
 };
 
-// Words of step s of a row; zeros beyond the part.
-template <int vectors, typename Part>
-MITTENS_INLINE UInt read_words(const uint32_t* row, size_t s, Part part) {
-  if constexpr (__is_same(Part, All)) {
-    return read<UInt>(row + s * width, All());
-  } else {
-    return read<UInt>(row + s * width, Some{part.n / vectors});
-  }
-}
-
-// Words of integers with scales and biases of a type that is known when a row is begun. Vector v has the integer v of
-// each of width words. exact: each weight is multiplied as it is, and not its integer with the scale left to the sum.
-template <int bits, bool exact>
-struct Affine {
+// What rows of packed words have in common: vector v of a step has the value v of each of width words. A row has them
+// as `words`, and as `scales` those of its groups.
+template <int bits>
+struct PackedWords {
   const uint32_t* words;
-  const void* scales;
-  const void* biases;
-  Type type;
   size_t words_stride;
-  size_t scales_stride;
-  size_t biases_stride;
   ScalesOfWords groups;
 
   static constexpr int vectors = 32 / bits;
   static constexpr size_t step = vectors * width;
   static constexpr size_t step_bytes = width * sizeof(uint32_t);
   static constexpr bool scaled = true;
+  using Raw = UInt;
+
+  MITTENS_INLINE explicit PackedWords(const QuantizedWeights& w)
+      : words(w.words), words_stride(w.words_stride), groups(w.group_size, vectors) {}
+
+  static constexpr size_t column(size_t v, size_t i) {
+    return i * vectors + v;
+  }
+  size_t stride_bytes() const {
+    return words_stride * sizeof(uint32_t);
+  }
+  MITTENS_INLINE const uint32_t* words_of(size_t n, size_t begin) const {
+    return words + n * words_stride + begin / vectors;
+  }
+  template <typename Row>
+  static MITTENS_INLINE const void* address(const Row& row, size_t s) {
+    return row.words + s * width;
+  }
+  template <typename Row, typename Part>
+  MITTENS_INLINE Raw read(const Row& row, size_t s, Part part) const {
+    if constexpr (__is_same(Part, All)) {
+      return cpu::MITTENS_ISA::read<UInt>(row.words + s * width, All());
+    } else {
+      return cpu::MITTENS_ISA::read<UInt>(row.words + s * width, Some{part.n / vectors});
+    }
+  }
+  template <typename Row>
+  MITTENS_INLINE Float scale(const Row& row, size_t s) const {
+    return groups.of_step(row.scales, s);
+  }
+};
+
+// Integers with scales and biases of a type that is known when a row is begun. exact: each weight is multiplied as it
+// is, and not its integer with the scale left to the sum.
+template <int bits, bool exact>
+struct Affine : PackedWords<bits> {
+  using Words = PackedWords<bits>;
+  using Words::groups;
+  const void* scales;
+  const void* biases;
+  Type type;
+  size_t scales_stride;
+  size_t biases_stride;
+
   static constexpr bool offset = true;
   static constexpr bool sums_apart = !exact;
   static constexpr float middle = bits == 4 ? 8 : 128;
@@ -158,30 +187,20 @@ struct Affine {
     const float* scales;
     const float* offsets;
   };
-  using Raw = UInt;
 
   MITTENS_INLINE Affine(const QuantizedWeights& w, Type type)
-      : words(w.words),
+      : Words(w),
         scales(w.scales),
         biases(w.biases),
         type(type),
-        words_stride(w.words_stride),
         scales_stride(w.scales_stride),
-        biases_stride(w.biases_stride),
-        groups(w.group_size, vectors) {}
+        biases_stride(w.biases_stride) {}
 
-  static constexpr size_t column(size_t v, size_t i) {
-    return i * vectors + v;
-  }
   size_t memory(size_t columns) const {
     return 2 * groups.floats(columns);
   }
   size_t bytes(size_t columns) const {
     return columns * bits / 8 + (columns >> groups.group_bits) * (type == Type::float32 ? 8 : 4);
-  }
-
-  size_t stride_bytes() const {
-    return words_stride * sizeof(uint32_t);
   }
 
   Row row(size_t n, size_t begin, size_t size, float* memory) const {
@@ -199,26 +218,14 @@ struct Affine {
     });
     groups.clear_end(memory, size);
     groups.clear_end(offsets, size);
-    return {words + n * words_stride + begin / vectors, memory, offsets};
-  }
-
-  static MITTENS_INLINE const void* address(const Row& row, size_t s) {
-    return row.words + s * width;
-  }
-
-  template <typename Part>
-  MITTENS_INLINE Raw read(const Row& row, size_t s, Part part) const {
-    return read_words<vectors>(row.words, s, part);
+    return {Words::words_of(n, begin), memory, offsets};
   }
 
   template <int v>
-  static MITTENS_INLINE Float value(Raw raw) {
+  static MITTENS_INLINE Float value(UInt raw) {
     return centered<bits, v * bits>(raw);
   }
 
-  MITTENS_INLINE Float scale(const Row& row, size_t s) const {
-    return groups.of_step(row.scales, s);
-  }
   MITTENS_INLINE Float bias(const Row& row, size_t s) const {
     return groups.of_step(row.offsets, s);
   }
@@ -262,47 +269,33 @@ MITTENS_INLINE Float e8m0(UInt bits) {
   return (Float)(bits == 0 ? UInt{} + 0x00400000 : bits == 0xff ? UInt{} + 0x7fc00000 : bits << 23);
 }
 
-// Words of floats of 4 or 8 bits, E2M1 or E4M3, with a scale in a byte for each group. Vectors as those of Affine.
+// Floats of 4 or 8 bits, E2M1 or E4M3, with a scale in a byte for each group.
 template <int bits>
-struct SmallFloats {
-  const uint32_t* words;
+struct SmallFloats : PackedWords<bits> {
+  using Words = PackedWords<bits>;
+  using Words::groups;
   const uint8_t* scales;
-  size_t words_stride;
   size_t scales_stride;
   bool powers;  // scales are E8M0, and not E4M3
-  ScalesOfWords groups;
 
-  static constexpr int vectors = 32 / bits;
-  static constexpr size_t step = vectors * width;
-  static constexpr size_t step_bytes = width * sizeof(uint32_t);
-  static constexpr bool scaled = true;
   static constexpr bool offset = false;
   static constexpr bool sums_apart = true;
   struct Row {
     const uint32_t* words;
     const float* scales;
   };
-  using Raw = UInt;
 
   MITTENS_INLINE SmallFloats(const QuantizedWeights& w, Type)
-      : words(w.words),
+      : Words(w),
         scales(static_cast<const uint8_t*>(w.scales)),
-        words_stride(w.words_stride),
         scales_stride(w.scales_stride),
-        powers(w.mode != QuantizedMode::nvfp4),
-        groups(w.group_size, vectors) {}
+        powers(w.mode != QuantizedMode::nvfp4) {}
 
-  static constexpr size_t column(size_t v, size_t i) {
-    return i * vectors + v;
-  }
   size_t memory(size_t columns) const {
     return groups.floats(columns);
   }
   size_t bytes(size_t columns) const {
     return columns * bits / 8 + (columns >> groups.group_bits);
-  }
-  size_t stride_bytes() const {
-    return words_stride * sizeof(uint32_t);
   }
 
   Row row(size_t n, size_t begin, size_t size, float* memory) const {
@@ -316,25 +309,12 @@ struct SmallFloats {
       write(memory + i, powers ? e8m0(bytes) : e4m3(bytes), All());
     });
     groups.clear_end(memory, size);
-    return {words + n * words_stride + begin / vectors, memory};
-  }
-
-  static MITTENS_INLINE const void* address(const Row& row, size_t s) {
-    return row.words + s * width;
-  }
-
-  template <typename Part>
-  MITTENS_INLINE Raw read(const Row& row, size_t s, Part part) const {
-    return read_words<vectors>(row.words, s, part);
+    return {Words::words_of(n, begin), memory};
   }
 
   template <int v>
-  static MITTENS_INLINE Float value(Raw raw) {
+  static MITTENS_INLINE Float value(UInt raw) {
     return bits == 4 ? e2m1(raw >> (v * bits)) : e4m3(raw >> (v * bits));
-  }
-
-  MITTENS_INLINE Float scale(const Row& row, size_t s) const {
-    return groups.of_step(row.scales, s);
   }
 };
 
