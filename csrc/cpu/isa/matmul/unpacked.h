@@ -39,18 +39,27 @@ struct Unpacked : Dense<float> {
 
 // --- groups of integers, as mx.quantize packs them
 
-// Integers one after another from the lowest bit up, which 8 of them leave on a whole byte.
+// Integers one after another from the lowest bit up, 32 of them in `bits` words. Four of them lie within 4 bytes of
+// these, which are spread to as many lanes and shifted there.
 template <typename T, int bits, int group>
 void unpack_affine(const uint8_t* row, const void* scales, const void* biases, size_t begin, size_t size, float* to) {
+  typedef uint32_t Words __attribute__((vector_size(16)));
+  typedef int32_t Integers __attribute__((vector_size(16)));
+  typedef float Weights __attribute__((vector_size(16)));
   const uint8_t* from = row + begin * bits / 8;
-  for (size_t g = begin / group; g < (begin + size) / group; ++g, to += group) {
-    const float scale = widen_one<T>(scales, g), bias = widen_one<T>(biases, g);
-    for (size_t i = 0; i < group; i += 8, from += bits) {
-      uint64_t word = 0;
-      __builtin_memcpy(&word, from, bits);
-      for (size_t j = 0; j < 8; ++j) {
-        to[i + j] = static_cast<float>((word >> (j * bits)) & ((1u << bits) - 1)) * scale + bias;
-      }
+  for (size_t g = begin / group; g < (begin + size) / group; ++g) {
+    const Weights scale = Weights{} + widen_one<T>(scales, g), bias = Weights{} + widen_one<T>(biases, g);
+    for (size_t i = 0; i < group; i += 32, from += 4 * bits, to += 32) {
+      repeat<8>([&](auto v) MITTENS_INLINED {
+        constexpr int last = 4 * bits - 4;
+        constexpr int byte = v.value * bits / 2 < last ? v.value * bits / 2 : last;
+        constexpr uint32_t first = v.value * 4 * bits - byte * 8;
+        uint32_t word;
+        __builtin_memcpy(&word, from + byte, 4);
+        const Words shifted = (Words{} + word) >> Words{first, first + bits, first + 2 * bits, first + 3 * bits};
+        const Weights w = __builtin_convertvector((Integers)(shifted & ((1u << bits) - 1)), Weights) * scale + bias;
+        __builtin_memcpy(to + v.value * 4, &w, sizeof w);
+      });
     }
   }
 }
