@@ -63,8 +63,10 @@ template <typename T, QuantizedFormat F>
     }
     sum = sum_of_sharers(totals, at, partials);
   }
-  const uint output = outputs.first + lane / (32 / R);
-  if (writes<R>(at, outputs, output)) {
+  // Found again: kept over the products they would take a register more than there is for 1,024 threads.
+  const OwnOutputs written = outputs_of<R>(params.weights.outputs, group.x * threads.y + thread_at.y);
+  const uint output = written.first + lane / (32 / R);
+  if (writes<R>(at, written, output)) {
     y[(size_t(group.z) * params.weights.rows + group.y) * params.weights.outputs + output] = T(sum);
   }
 }
