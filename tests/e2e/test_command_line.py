@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -167,3 +168,31 @@ def test_a_shell_completes(tmp_path, line, expected):
     command = [sys.executable, "-c", "from mlx_mittens_cli import main; main()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert [word.strip() for word in answer.read_text().split("\n")] == [expected], done.stderr
+
+
+def process(before: str, *arguments: str) -> subprocess.Popen[str]:
+    """The command in a process of its own, after some statements."""
+    code = f"{before}; import sys; sys.argv[0] = 'mlx-mittens'; from mlx_mittens_cli import main; sys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("arguments", [["simulate", "softmax"], ["doctor", "--ops", "softcap"]], ids=" ".join)
+def test_a_reader_that_leaves_early_is_no_error(arguments):
+    """As in `mlx-mittens doctor | head`."""
+    running = process("pass", *arguments)
+    running.stdout.close()
+    said = running.stderr.read()
+    assert running.wait() == 128 + signal.SIGPIPE
+    assert "Traceback" not in said and "BrokenPipe" not in said
+
+
+@pytest.mark.parametrize("arguments", [[], ["doctor"]], ids=" ".join)
+def test_another_mlx_is_said_in_a_sentence(arguments):
+    lies = "m.version = lambda name: '0.99.0' if name == 'mlx' else real(name)"
+    running = process(f"import importlib.metadata as m; real = m.version; {lies}", *arguments)
+    printed, said = running.communicate()
+    assert running.returncode == 1
+    assert said.startswith("mlx-mittens: ") and "installed is mlx 0.99.0" in said and "Traceback" not in said
+    assert ("0.99.0" in printed) == (arguments == ["doctor"]), "doctor says what is installed"
