@@ -99,11 +99,11 @@ def key(*parts: str) -> str:
 def _is_there(path: Path) -> bool:
     """Whether a file is there; then it counts as used now, of which most disks take no note by themselves."""
     try:
-        changed = os.stat(path).st_mtime
+        changed = os.stat(path).st_mtime_ns
     except OSError:
         return False
     with contextlib.suppress(OSError):
-        os.utime(path, (time.time(), changed))
+        os.utime(path, ns=(time.time_ns(), changed))
     return True
 
 
