@@ -40,7 +40,7 @@ def test_prompts_do_the_least_their_tiles_need(rng, counted, width, dtype, gpu):
     assert counts["threadgroup_barriers"] == 0 and counts["bank_conflicts"] == 0
 
 
-@pytest.mark.parametrize("width, tokens", [(64, 2048), (128, 1024)])
+@pytest.mark.parametrize("width, tokens", [(64, 1024), (128, 1024)])
 def test_a_causal_prompt_costs_half(rng, counted, width, tokens):
     drawn = arrays(rng, 1, 1, tokens, tokens, width)
     causal, full = prompt(counted, drawn, mask="causal"), prompt(counted, drawn)
