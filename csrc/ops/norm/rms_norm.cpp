@@ -144,10 +144,10 @@ namespace {
 // A row's mean as mx has it, and what is left about it.
 struct RowMean {
   mx::array mean;
-  mx::array about;  // the same, as a constant: whatever is taken off the whole row, what is left has one derivative
-  mx::array near;
+  mx::array about;  // the mean as a constant: a constant taken off a row changes no derivative
+  mx::array near;  // the row without it
   mx::array rest;  // the mean of near
-  mx::array is_nearer;  // whether the sum of near rounds less than that of the row: the sizes of both say so
+  mx::array is_nearer;  // whether near has smaller numbers than the row, so that their sum rounds less
 };
 
 RowMean row_mean_of(const mx::array& a, mx::Stream s) {

@@ -39,8 +39,8 @@ struct Unpacked : Dense<float> {
 
 // --- groups of integers, as mx.quantize packs them
 
-// Integers one after another from the lowest bit up, 32 of them in `bits` words. Four of them lie within 4 bytes of
-// these, which are spread to as many lanes and shifted there.
+// Integers one after another from the lowest bit up, 32 of them in `bits` words. Four neighbours lie within 4 bytes:
+// these are copied to four lanes, and each lane shifts its integer down.
 template <typename T, int bits, int group>
 void unpack_affine(const uint8_t* row, const void* scales, const void* biases, size_t begin, size_t size, float* to) {
   typedef uint32_t Words __attribute__((vector_size(16)));
