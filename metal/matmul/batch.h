@@ -25,8 +25,9 @@ inline int64_t matrix_offset(constant BatchParams& batch, constant int64_t* stri
 
 }  // namespace mittens
 
-// A quantized matrix w, or a stack, [.., rows, columns * bits / 32], with w_scales and w_biases
-// [.., rows, columns / group], the numbers of its buffers and the type of its scales. Formats without biases leave these unread.
+// The parameters of a quantized matrix w, or of a stack [.., rows, columns * bits / 32], with w_scales and w_biases
+// [.., rows, columns / group]. The arguments are the indices of the three buffers and the type of the scales. Formats
+// without biases do not read w_biases.
 #define quantized_matrix(w, words, scales, biases, ...)   \
   const device uint* w [[buffer(words)]],                  \
   const device __VA_ARGS__* w##_scales [[buffer(scales)]], \

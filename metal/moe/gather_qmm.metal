@@ -63,7 +63,7 @@ template <typename T, QuantizedFormat F>
     }
     sum = sum_of_sharers(totals, at, partials);
   }
-  // Found again: kept over the products they would take a register more than there is for 1,024 threads.
+  // Computed again: held across the products, they would need one register more than 1,024 threads leave to each.
   const OwnOutputs written = outputs_of<R>(params.weights.outputs, group.x * threads.y + thread_at.y);
   const uint output = written.first + lane / (32 / R);
   if (writes<R>(at, written, output)) {

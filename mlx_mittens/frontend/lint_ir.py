@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from .errors import WARNING, Problem
 from .rewrite import Translation
 
-_ENTRY = re.compile(r"mittens_entry_\d+P")
 THREADGROUP_BYTES = 32 * 1024
 
+_ENTRY = re.compile(r"mittens_entry_\d+P")
 _FUNCTION = re.compile(r'^define [^\n]*?@("[^"\n]+"|[\w.$]+)\(([^\n]*)\{\n(.*?)^\}', re.M | re.S)
 _DEBUG = re.compile(r"!dbg !(\d+)")
 _SYMBOL = re.compile(r"@(\"[^\"]+\"|[\w.$]+)")

@@ -636,7 +636,7 @@ class _Rewriter:
         watched = [name for name, extents, has_value in found[1] if extents and not has_value]
         for j in range(first, found[2]):
             if self.tokens[j] in watched and self.token(j + 1) == "[":
-                self.edits.append((self.spans[j][1], self.spans[j][1], "_memory"))
+                self._insert(j, "_memory")
         end = self.spans[found[2]][1]
         self.edits += [(end, end, f" MITTENS_PRIVATE_ARRAY({name})") for name in watched]
 
@@ -776,7 +776,7 @@ class _Rewriter:
             j = self.after_template_arguments(j + 1)
         if self.token(i - 1) != "const" and self.tokens[i] == "constant" and self.tokens[i + 2 : i + 3] == ["&"]:
             if is_type(self.tokens[i + 1]):  # members of a struct may be handed on as pointers that are not const
-                self.edits.append((self.spans[i][1], self.spans[i][1], " const"))
+                self._insert(i, " const")
             return None
         after = self.partner[j] + 1 if self.token(j) == "[" else len(self.tokens)
         while after < len(self.tokens) and self.in_attribute[after]:
@@ -796,7 +796,7 @@ class _Rewriter:
             words = self.tokens[i:j]
             number = self.token(j) == "=" and not {"*", "&", "[", "const", "constexpr"} & set(words)
             if number and len(words) < 5 and self.token(i - 1) not in ("const", "constexpr"):
-                self.edits.append((self.spans[i][1], self.spans[i][1], " const"))
+                self._insert(i, " const")
             return None
         while self.token(i - 1) in _STORAGE:
             i -= 1
@@ -832,7 +832,7 @@ class _Rewriter:
         if self.token(end + 1) in ("&", "*") and self.token(self.partner[end] + 1) == "[":
             return None  # a reference or a pointer to an array: vec<T, 2> (&name)[4]
         self.edits.append((self.spans[first][0], self.spans[first][0], "::mittens::construct<"))
-        self.edits.append((self.spans[end - 1][1], self.spans[end - 1][1], ">"))
+        self._insert(end - 1, ">")
         return i
 
     def _vector_cast(self, i: int) -> None:
@@ -848,7 +848,7 @@ class _Rewriter:
         end = self._operand_end(closing + 1)
         if end > closing + 1:
             self.edits.append((*self.spans[closing], f")::mittens::convert<{''.join(kind)}>("))
-            self.edits.append((self.spans[end - 1][1], self.spans[end - 1][1], ")"))
+            self._insert(end - 1, ")")
 
     def _operand_end(self, i: int) -> int:
         """The token behind the operand of a cast that starts at i; i if none does."""
@@ -894,7 +894,7 @@ class _Rewriter:
             before = self.partner[before] - 1 if self.tokens[before] in _CLOSE else before - 1
         if self.token(before - 1) not in _OF_STRINGS and not self.dropped[i]:
             self.edits.append((self.spans[i][0], self.spans[i][0], "(constant const char*)("))
-            self.edits.append((self.spans[end][1], self.spans[end][1], ")"))
+            self._insert(end, ")")
         return end
 
     def _is_float(self, i: int) -> bool:
@@ -941,7 +941,7 @@ class _Rewriter:
         named = last > first and _IDENTIFIER.match(self.tokens[first]) is not None
         if (named or last > first + 1) and self._is_arithmetic(first, last):
             self.edits.append((self.spans[first][0], self.spans[first][0], "::mittens::inexact("))
-            self.edits.append((self.spans[last - 1][1], self.spans[last - 1][1], ")"))
+            self._insert(last - 1, ")")
 
     def _is_arithmetic(self, first: int, last: int) -> bool:
         """Whether tokens are integers, names and operators, with no call but casts to Metal's types."""
