@@ -72,6 +72,11 @@ def test_gradients_whose_terms_cancel_are_right(worker, subject, executor, seed,
     assert_no_findings(worker, Chunk(subject, executor, seed, case, 1))
 
 
+def test_rows_of_few_different_numbers_are_right(worker):
+    """Roundings of their squares' sum mostly go the same way."""
+    assert_no_findings(worker, Chunk("add_rms_norm", "native", 0, 3642, 1))
+
+
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="baseline is an instruction set of x86-64")
 @pytest.mark.parametrize("subject, case", [("gemv", 48), ("sample", 14)])
 def test_equal_numbers_in_lanes_of_four_are_right(monkeypatch, subject, case):

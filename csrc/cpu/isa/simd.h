@@ -551,14 +551,20 @@ MITTENS_INLINE void repeat(const Body& body) {
 // Accumulators of a loop: neighbouring units go to different ones, so that they do not wait for each other.
 struct Sums {
   Floats v[2] = {};
+  Float ended = {};  // of chains before
   MITTENS_INLINE void add(int k, Floats x) {
     v[k] = v[k] + x;
   }
   MITTENS_INLINE void add_product(int k, Floats x, Floats y) {
     v[k] = fma(x, y, v[k]);
   }
+  MITTENS_INLINE void end_chains() {
+    ended = ended + ((v[0].a + v[0].b) + (v[1].a + v[1].b));
+    v[0] = v[1] = Floats();
+  }
   MITTENS_INLINE float total() const {
-    return reduce((v[0].a + v[0].b) + (v[1].a + v[1].b), [](auto x, auto y) MITTENS_INLINED { return x + y; });
+    return reduce(ended + ((v[0].a + v[0].b) + (v[1].a + v[1].b)),
+                  [](auto x, auto y) MITTENS_INLINED { return x + y; });
   }
 };
 
@@ -600,6 +606,20 @@ MITTENS_INLINE void each_unit(size_t n, const Body& body) {
   if (i < n) {
     body(i, Some{n - i}, 1);
   }
+}
+
+// As each_unit, where body adds to each of `sums` once: no lane adds more than 16 numbers in a chain, whose roundings
+// may all go the same way.
+template <typename Body, typename... S>
+MITTENS_INLINE void each_unit_into(size_t n, const Body& body, S&... sums) {
+  constexpr size_t part = 16 * 2 * unit;
+  size_t begin = 0;
+  do {
+    const size_t left = n - begin;
+    each_unit(left < part ? left : part, [&](size_t i, auto tail, int k) MITTENS_INLINED { body(begin + i, tail, k); });
+    (sums.end_chains(), ...);
+    begin += part;
+  } while (begin < n);
 }
 
 }  // namespace mittens::cpu::MITTENS_ISA

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.tolerances import ROUNDINGS, SUM, assert_right
+from helpers.tolerances import EQUAL_NUMBERS, ROUNDINGS, SUM, assert_right
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -21,6 +21,15 @@ def test_hand_worked(executor):
 def test_vector(dtype, executor, rng):
     case = Case("vector", (333,))
     assert_right(OP, case, OP.draw(rng, case, dtype))
+
+
+@pytest.mark.parametrize("columns", [3754, 4096])
+def test_equal_numbers(executor, rng, columns):
+    """Roundings of one long chain of additions would all go the same way."""
+    values = rng.uniform(1, 9, (64, 1)).astype(np.float32)
+    x = mx.array(np.broadcast_to(values, (64, columns)))
+    np.testing.assert_allclose(np.array(mm.rms_norm(x, None, 0.0)), 1, rtol=0, atol=EQUAL_NUMBERS)
+    np.testing.assert_allclose(np.array(mm.add_rms_norm(x, x, None, 0.0)[0]), 1, rtol=0, atol=EQUAL_NUMBERS)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-3, 10.0, 1])

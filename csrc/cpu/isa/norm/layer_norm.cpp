@@ -9,7 +9,7 @@ template <typename T>
 MITTENS_INLINE float centre(const T* x, size_t n) {
   Sums sum;
   const size_t sample = __is_same(T, float) ? n : smaller(n, 8 * unit);
-  each_unit(sample, [&](size_t i, auto part, int k) MITTENS_INLINED { sum.add(k, load(x + i, part)); });
+  each_unit_into(sample, [&](size_t i, auto part, int k) MITTENS_INLINED { sum.add(k, load(x + i, part)); }, sum);
   return sum.total() / static_cast<float>(sample);
 }
 
@@ -78,14 +78,17 @@ struct LayerNorm {
     const T* values = x + block.row * columns + block.begin;
     const float count = static_cast<float>(block.size);
     Sums sum, squares;
-    each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
-      const Floats c = filled<T>(load(values + i, part), part, start) - start;
-      sum.add(k, c);
-      squares.add_product(k, c, c);
-      if (block.kept) {
-        store(block.kept + i, c);
-      }
-    });
+    each_unit_into(
+        block.size,
+        [&](size_t i, auto part, int k) MITTENS_INLINED {
+          const Floats c = filled<T>(load(values + i, part), part, start) - start;
+          sum.add(k, c);
+          squares.add_product(k, c, c);
+          if (block.kept) {
+            store(block.kept + i, c);
+          }
+        },
+        sum, squares);
     const float step = sum.total() / count;
     return {count, start + step, about_mean(squares.total(), step, count), start};
   }
@@ -161,14 +164,17 @@ struct LayerNormVjp {
     const size_t at = block.row * columns + block.begin;
     const float count = static_cast<float>(block.size);
     Sums sum, squares, gradient, dot;
-    each_unit(block.size, [&, *this](size_t i, auto part, int k) MITTENS_INLINED {
-      const Floats c = filled<T>(load(x + at + i, part), part, start) - start;
-      const Floats g = scaled(load(dy + at + i, part), block.begin + i, part);
-      sum.add(k, c);
-      squares.add_product(k, c, c);
-      gradient.add(k, g);
-      dot.add_product(k, c, g);
-    });
+    each_unit_into(
+        block.size,
+        [&, *this](size_t i, auto part, int k) MITTENS_INLINED {
+          const Floats c = filled<T>(load(x + at + i, part), part, start) - start;
+          const Floats g = scaled(load(dy + at + i, part), block.begin + i, part);
+          sum.add(k, c);
+          squares.add_product(k, c, c);
+          gradient.add(k, g);
+          dot.add_product(k, c, g);
+        },
+        sum, squares, gradient, dot);
     const float step = sum.total() / count, mean_gradient = gradient.total() / count;
     return {count, start + step, about_mean(squares.total(), step, count), mean_gradient,
             dot.total() - step * mean_gradient * count};

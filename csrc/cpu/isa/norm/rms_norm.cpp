@@ -37,11 +37,14 @@ struct RmsNormVjp {
   Stats reduce(const Block& block) const {
     const size_t at = block.row * columns + block.begin;
     Sums squares, dot;
-    each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
-      const Floats v = load(x + at + i, part);
-      squares.add_product(k, v, v);
-      dot.add_product(k, v, scaled(load(dy + at + i, part), block.begin + i, part));
-    });
+    each_unit_into(
+        block.size,
+        [&](size_t i, auto part, int k) MITTENS_INLINED {
+          const Floats v = load(x + at + i, part);
+          squares.add_product(k, v, v);
+          dot.add_product(k, v, scaled(load(dy + at + i, part), block.begin + i, part));
+        },
+        squares, dot);
     return {squares.total(), dot.total()};
   }
 

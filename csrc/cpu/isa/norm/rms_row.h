@@ -105,10 +105,13 @@ struct RmsRows {
   Stats reduce(const Block& block) const {
     const auto from = source.at(block.row, block.begin);
     Sums squares;
-    each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
-      const Floats v = from.load(i, part);
-      squares.add_product(k, v, v);
-    });
+    each_unit_into(
+        block.size,
+        [&](size_t i, auto part, int k) MITTENS_INLINED {
+          const Floats v = from.load(i, part);
+          squares.add_product(k, v, v);
+        },
+        squares);
     return {squares.total()};
   }
 

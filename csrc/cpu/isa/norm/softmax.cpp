@@ -29,12 +29,15 @@ struct Softmax {
     const float max = maxima.total();
     const float shift = max == -infinity ? 0.0f : max;  // a block of -inf adds nothing, not NaN
     Sums sum;
-    each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
-      prefetch(values + block.size + i);
-      const Floats e = exp_below<T>(filled<T>(load(values + i, part), part, -infinity), shift);
-      store(block.kept + i, e);
-      sum.add(k, e);
-    });
+    each_unit_into(
+        block.size,
+        [&](size_t i, auto part, int k) MITTENS_INLINED {
+          prefetch(values + block.size + i);
+          const Floats e = exp_below<T>(filled<T>(load(values + i, part), part, -infinity), shift);
+          store(block.kept + i, e);
+          sum.add(k, e);
+        },
+        sum);
     return {max, sum.total()};
   }
 
@@ -78,11 +81,14 @@ struct SoftmaxVjp {
   Stats reduce(const Block& block) const {
     const size_t at = block.row * columns + block.begin;
     Sums dot, sum;
-    each_unit(block.size, [&](size_t i, auto part, int k) MITTENS_INLINED {
-      const Floats weights = load(y + at + i, part);
-      dot.add_product(k, weights, load(dy + at + i, part));
-      sum.add(k, weights);
-    });
+    each_unit_into(
+        block.size,
+        [&](size_t i, auto part, int k) MITTENS_INLINED {
+          const Floats weights = load(y + at + i, part);
+          dot.add_product(k, weights, load(dy + at + i, part));
+          sum.add(k, weights);
+        },
+        dot, sum);
     return {dot.total(), sum.total()};
   }
 
