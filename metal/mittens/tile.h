@@ -100,12 +100,6 @@ struct RowValues {
   float at[R];
 };
 
-// A value for each column: those of the lane's two columns in each block of 8.
-template <int C>
-struct ColumnValues {
-  float2 at[C];
-};
-
 template <typename T, int R, int C>
 inline void fill(thread Tile<T, R, C>& tile, T value) {
 #pragma unroll
@@ -247,22 +241,6 @@ inline void multiply_add_abt(
   multiply_add(sums, a, turned);
 }
 
-// sums += a^T b
-template <typename T, int R, int K, int C>
-inline void multiply_add_atb(
-    thread Tile<float, R, C>& sums, thread const Tile<T, K, R>& a, thread const Tile<T, K, C>& b, uint lane) {
-  const Tile<T, R, K> turned = transposed(a, lane);
-  multiply_add(sums, turned, b);
-}
-
-// sums += a^T b^T
-template <typename T, int R, int K, int C>
-inline void multiply_add_atbt(
-    thread Tile<float, R, C>& sums, thread const Tile<T, K, R>& a, thread const Tile<T, C, K>& b, uint lane) {
-  const Tile<T, R, K> turned = transposed(a, lane);
-  multiply_add_abt(sums, turned, b, lane);
-}
-
 // Over the four lanes that hold a row.
 inline float lanes_of_row_max(float v) {
   v = max(v, simd_shuffle_xor(v, ushort(1)));
@@ -325,34 +303,6 @@ inline void row_sum(thread const Tile<float, R, C>& tile, thread RowValues<R>& v
   }
 }
 
-// values = max(values, each column's maximum)
-template <int R, int C>
-inline void column_max(thread const Tile<float, R, C>& tile, thread ColumnValues<C>& values) {
-#pragma unroll
-  for (int c = 0; c < C; ++c) {
-    float2 own = tile.at[0][c];
-#pragma unroll
-    for (int r = 1; r < R; ++r) {
-      own = max(own, tile.at[r][c]);
-    }
-    values.at[c] = max(values.at[c], lanes_of_column_max(own));
-  }
-}
-
-// values += each column's sum
-template <int R, int C>
-inline void column_sum(thread const Tile<float, R, C>& tile, thread ColumnValues<C>& values) {
-#pragma unroll
-  for (int c = 0; c < C; ++c) {
-    float2 own = tile.at[0][c];
-#pragma unroll
-    for (int r = 1; r < R; ++r) {
-      own += tile.at[r][c];
-    }
-    values.at[c] += lanes_of_column_sum(own);
-  }
-}
-
 template <typename T, int R, int C>
 inline void add(thread Tile<T, R, C>& tile, thread const Tile<T, R, C>& other) {
 #pragma unroll
@@ -398,17 +348,6 @@ inline void subtract_rows(thread Tile<float, R, C>& tile, thread const RowValues
 }
 
 template <int R, int C>
-inline void add_columns(thread Tile<float, R, C>& tile, thread const ColumnValues<C>& values) {
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-#pragma unroll
-    for (int c = 0; c < C; ++c) {
-      tile.at[r][c] += values.at[c];
-    }
-  }
-}
-
-template <int R, int C>
 inline void exp2_of(thread Tile<float, R, C>& tile) {
 #pragma unroll
   for (int r = 0; r < R; ++r) {
@@ -430,37 +369,6 @@ inline void fill_from(thread Tile<float, R, C>& tile, int first, float value, ui
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         tile.at[r][c][i] = distance + 8 * (c - r) + i >= 0 ? value : tile.at[r][c][i];
-      }
-    }
-  }
-}
-
-// Elements of row i before column i + end.
-template <int R, int C>
-inline void fill_before(thread Tile<float, R, C>& tile, int end, float value, uint lane) {
-  const int distance = int(tile_column(lane)) - int(tile_row(lane)) - end;
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-#pragma unroll
-    for (int c = 0; c < C; ++c) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        tile.at[r][c][i] = distance + 8 * (c - r) + i < 0 ? value : tile.at[r][c][i];
-      }
-    }
-  }
-}
-
-// Columns from `first` on, in every row.
-template <int R, int C>
-inline void fill_columns_from(thread Tile<float, R, C>& tile, uint first, float value, uint lane) {
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-#pragma unroll
-    for (int c = 0; c < C; ++c) {
-#pragma unroll
-      for (uint i = 0; i < 2; ++i) {
-        tile.at[r][c][i] = c * 8 + tile_column(lane) + i >= first ? value : tile.at[r][c][i];
       }
     }
   }
