@@ -200,7 +200,7 @@ template <typename T, bool packs, int M, int R>
 }
 
 template <typename T, bool packs, int M>
-[[kernel, threads_at_most(256, !packs ? 512 : M > 8 ? 256 : 384)]] void gemv_columns(
+[[kernel, threads_at_most(256, packs ? 384 : 512)]] void gemv_columns(
     const device T* x [[buffer(0)]],     // [rows, columns]
     const device T* w [[buffer(1)]],     // [columns, outputs]
     const device T* bias [[buffer(2)]],  // [outputs]
@@ -261,16 +261,16 @@ template <typename T, bool packs, int M>
   store_outputs<W>(totals, at, group.x, params.outputs, rows, first_row, bias, y, place, scratch);
 }
 
-#define instantiate_gemv(M, R)                                             \
-  instantiate_types("gemv_rows_single_" #M "x" #R, gemv_rows, false, M, R) \
-  instantiate_types("gemv_columns_pack_" #M, gemv_columns, true, M)        \
+#define instantiate_gemv(M)                                              \
+  instantiate_types("gemv_rows_single_" #M "x4", gemv_rows, false, M, 4) \
+  instantiate_types("gemv_columns_pack_" #M, gemv_columns, true, M)      \
   instantiate_types("gemv_columns_single_" #M, gemv_columns, false, M)
 
-instantiate_gemv(1, 4)
-instantiate_gemv(2, 4)
-instantiate_gemv(4, 4)
-instantiate_gemv(8, 4)
-instantiate_gemv(16, 2)
+instantiate_gemv(1)
+instantiate_gemv(2)
+instantiate_gemv(4)
+instantiate_gemv(8)
+instantiate_types("gemv_rows_single_16x2", gemv_rows, false, 16, 2)
 // Of more rows in packs matmul/gemv_tiles.metal has all.
 instantiate_types("gemv_rows_pack_1x4", gemv_rows, true, 1, 4)
 instantiate_types("gemv_rows_pack_2x4", gemv_rows, true, 2, 4)

@@ -14,6 +14,9 @@ constexpr int gemv_outputs(int rows) {
   return rows > 8 ? 2 : 4;
 }
 
+// Rows of x that a lane of gemv_columns has sums for, at most: those of 16 rows and a pack fill its registers.
+enum { kGemvColumnsRows = 8 };
+
 // Runs of weights that a simdgroup of matmul/gemv_tiles.metal takes at once of each row, for so many rows of x and
 // outputs of a threadgroup.
 enum { kGemvRunBytes = 128 };

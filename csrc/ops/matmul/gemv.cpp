@@ -230,7 +230,7 @@ class Gemv : public KernelPrimitive {
 
   ColumnsPlan columns_plan(const mx::array& x, const ProductSizes& sizes, bool packs, uint32_t most_splits) {
     const uint32_t pack = pack_elements(x);
-    return plan_columns(product_problem(op, x.dtype(), false, sizes), sizes, {packs ? pack : 1, pack, most_gemv_rows},
+    return plan_columns(product_problem(op, x.dtype(), false, sizes), sizes, {packs ? pack : 1, pack, kGemvColumnsRows},
                         most_splits, stream());
   }
 
