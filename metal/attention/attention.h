@@ -176,8 +176,8 @@ inline void attention(
   }
   const uint workers = shares_keys ? place.simdgroups : 1;
   const uint worker = shares_keys ? place.simdgroup : 0;
-  constexpr uint taken = kKeyRows * C;
-  const uint step = workers * taken;
+  constexpr uint keys_at_once = kKeyRows * C;
+  const uint step = workers * keys_at_once;
   threadgroup vec<Operand, 2>* q =
       (threadgroup vec<Operand, 2>*)(scratch + (shares_keys ? 0 : place.simdgroup * Shape::queries));
   stage_queries<Shape::width, Keys::size>(q, queries, place, worker, workers, params);
@@ -189,9 +189,9 @@ inline void attention(
   fill(sums, 0.0f);
   OnlineSoftmax<T> softmax = first_state<T>(sinks, place, params, worker);
 #pragma unroll 1
-  for (uint key = range.begin + worker * taken; key < range.end; key += step) {
+  for (uint key = range.begin + worker * keys_at_once; key < range.end; key += step) {
     simdgroup_barrier(mem_flags::mem_threadgroup);  // queries are read anew, not kept in registers
-    const bool all_seen = key >= range.seen_by_all_begin && key + taken <= range.seen_by_all_end;
+    const bool all_seen = key >= range.seen_by_all_begin && key + keys_at_once <= range.seen_by_all_end;
     const uint hidden = all_seen ? 0 : hidden_keys<C>(key, rows, mask, params, place.lane);
     if (simd_all(hidden == all_hidden<C>())) {
       continue;
@@ -205,6 +205,7 @@ inline void attention(
     }
     softmax.update(scores, sums);
     const Tile<Operand, C, 1> weights = converted<Operand>(scores);
+    // A weight of 0 hides no infinite value: those of hidden keys are left out where not all are finite.
     if (all_seen) {
       multiply_transposed<false>(sums, values, key, params.keys, weights, place.lane);
     } else if (!simd_all(multiply_transposed<true>(sums, values, key, params.keys, weights, place.lane))) {

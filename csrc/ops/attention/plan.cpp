@@ -49,8 +49,10 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
   if (options.exact) {
     plan.keys_per_split = exact_keys_per_split;
   } else {
-    const uint32_t resident_threadgroups =
-        gpu.cores * (gpu.resident_simdgroups(registers_of(sizes, options)) / plan.simdgroups);
+    const uint32_t resident_of_core = gpu.resident_simdgroups(registers_of(sizes, options)) / plan.simdgroups;
+    // Of what an Apple GPU holds a quarter keeps its memory busy, as predicted; more splits are only more to add up.
+    const uint32_t busy = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 4;
+    const uint32_t resident_threadgroups = std::max(gpu.cores * resident_of_core / busy, 1u);
     const uint32_t steps = ceil_divide(keys, step);
     const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks *
                             attention_value_slices(static_cast<int>(sizes.value_width));
