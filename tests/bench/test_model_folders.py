@@ -6,19 +6,16 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 
 import huggingface_hub
 import mlx.core as mx
 import pytest
-from helpers import tiny
+from helpers import scripts, tiny
 from huggingface_hub import errors as hub
 
 from mlx_mittens.bench import model_folders, models
 from mlx_mittens.bench.model_folders import ModelError
 from mlx_mittens.cli.main import main
-
-MAIN = "import sys; from mlx_mittens_cli import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +50,7 @@ def test_a_name_on_the_hub(folder, tmp_path):
     (repository / "snapshots").mkdir()
     (repository / "snapshots" / ("0" * 40)).symlink_to(folder)
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", MAIN, "validate", "someone/small", "--tokens", "4"]
+    command = scripts.command("validate", "someone/small", "--tokens", 4)
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("someone/small: qwen3, 4-bit, bfloat16; ") and "as good as mx" in done.stdout

@@ -6,10 +6,10 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
+from helpers import scripts
 
 from mlx_mittens import specs, table
 from mlx_mittens.cli import main, nearest, runs, simulate
@@ -165,17 +165,14 @@ def test_a_shell_completes(tmp_path, line, expected):
     answer = tmp_path / "answer"
     asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n"}
     environment = {**os.environ, **asked, "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    command = [sys.executable, "-c", "from mlx_mittens_cli import main; main()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(scripts.command(), env=environment, capture_output=True, text=True)
     assert [word.strip() for word in answer.read_text().split("\n")] == [expected], done.stderr
 
 
 def process(before: str, *arguments: str) -> subprocess.Popen[str]:
     """The command in a process of its own, after some statements."""
-    code = f"{before}; import sys; sys.argv[0] = 'mlx-mittens'; from mlx_mittens_cli import main; sys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = scripts.command(*arguments, before=before)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("arguments", [["simulate", "softmax"], ["doctor", "--ops", "softcap"]], ids=" ".join)

@@ -12,6 +12,7 @@ import zipfile
 
 import mlx.core as mx
 import pytest
+from helpers import scripts
 
 import mlx_mittens as mm
 
@@ -158,17 +159,12 @@ def test_console_script_is_outside_of_the_package():
     assert next(iter(scripts.select(name="mlx-mittens"))).value == "mlx_mittens_cli:main"
 
 
-CONSOLE = "import sys; from mlx_mittens_cli import main; sys.argv[0] = 'mlx-mittens'; sys.exit(main())"
-
-
-def run_command(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *arguments], env={**os.environ, **environment}, cwd="/", capture_output=True, text=True
-    )
+def run_command(*command: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, env={**os.environ, **environment}, cwd="/", capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("command", ["doctor", "bench", "check", "simulate", "--version"])
-@pytest.mark.parametrize("start", [["-c", CONSOLE], ["-m", "mlx_mittens"]], ids=["script", "module"])
+@pytest.mark.parametrize("start", [scripts.command(), [sys.executable, "-m", "mlx_mittens"]], ids=["script", "module"])
 @pytest.mark.parametrize(
     "code, sentence",
     [
@@ -186,7 +182,7 @@ def test_commands_say_in_a_sentence_that_mlx_does_not_fit(tmp_path, command, sta
     result = run_command(*start, command, environment={"PYTHONPATH": str(tmp_path)})
     assert result.returncode == 1
     assert sentence in result.stderr and "Traceback" not in result.stderr and result.stderr.count("\n") == 1
-    if command == "doctor" and start[0] == "-c":
+    if command == "doctor" and "-c" in start:
         versions = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
         assert versions["mlx"] == ("0.99.0" if "0.99.0" in code else "not installed")
         assert versions["numpy"] and versions["mlx-mittens"] and versions["python"] and versions["system"]
@@ -215,7 +211,7 @@ def test_mlx_without_a_backend_is_an_import_error_that_says_what_to_add(tmp_path
 def test_a_broken_pipe_ends_quietly(tmp_path, arguments):
     file = tmp_path / "wrong.metal"
     file.write_text("#include <metal_stdlib>\nkernel void f(device double* x [[buffer(0)]]) { x[0] = 1; }\n")
-    command = [sys.executable, "-c", CONSOLE, *(text.format(file=file) for text in arguments)]
+    command = scripts.command(*(text.format(file=file) for text in arguments))
     reading, writing = os.pipe()
     os.close(reading)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

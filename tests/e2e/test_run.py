@@ -9,7 +9,7 @@ import types
 
 import mlx.core as mx
 import pytest
-from helpers import tiny
+from helpers import scripts, tiny
 
 import mlx_mittens as mm
 from mlx_mittens.cli.main import main
@@ -90,8 +90,7 @@ def test_a_command_in_a_process_of_its_own(folder, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'text': 'a line of text'})}\n" * 4)
     arguments = ["--model", folder, "--data", tmp_path, "--train", "--iters", "2", "--batch-size", "2"]
     arguments += ["--num-layers", "2", "--adapter-path", tmp_path / "adapters", "--max-seq-length", "64"]
-    code = "import sys; from mlx_mittens_cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "run", "--stats", "mlx_lm", "lora", *map(str, arguments)]
+    command = scripts.command("run", "--stats", "mlx_lm", "lora", *arguments)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "adapters" / "adapters.safetensors").is_file() and "quantized_matmul" in done.stderr

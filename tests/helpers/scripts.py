@@ -1,4 +1,4 @@
-"""Running the example scripts as a user does, and loading those of the benchmark."""
+"""Running the command line and the example scripts as a user does, and loading those of the benchmark."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from types import ModuleType
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+
+
+def command(*arguments: object, before: str = "pass") -> list[str]:
+    """`mlx-mittens` in a process of its own, after some statements: what to run."""
+    code = f"{before}; import sys; sys.argv[0] = 'mlx-mittens'; from mlx_mittens_cli import main; sys.exit(main())"
+    return [sys.executable, "-c", code, *map(str, arguments)]
 
 
 def load(name: str) -> ModuleType:
