@@ -26,39 +26,48 @@ METAL = ROOT / "csrc" / "backends" / "metal.cpp"
 SEED = 2  # another thread order than that of test_variants and test_quick
 
 
+# What else the shared object is made of.
+OTHERS = (
+    ROOT / "csrc" / "backends" / "compiled.cpp",
+    *(ROOT / "csrc" / "mlx_internals" / name for name in ("buffer_ownership.cpp", "known.cpp")),
+    ROOT / "tests" / "verification" / "macos" / "recorder.cpp",
+)
+
+
+@functools.cache
+def _folder() -> pathlib.Path:
+    return pathlib.Path(tempfile.mkdtemp(prefix="mlx-mittens-"))
+
+
+def _mlx() -> pathlib.Path:
+    folders = importlib.util.find_spec("mlx").submodule_search_locations
+    return next(pathlib.Path(folder) for folder in folders if (pathlib.Path(folder) / "lib").is_dir())
+
+
+def _call_compiler(*arguments: object) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    result = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@functools.cache
+def _compiled(source: pathlib.Path) -> pathlib.Path:
+    handle, path = tempfile.mkstemp(".o", dir=_folder())
+    os.close(handle)
+    options = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-D_METAL_", "-DMITTENS_KNOWN_MLX=1"]
+    own = (ROOT / folder for folder in ("tests/verification/macos/recording", "csrc", "metal"))
+    _call_compiler(*options, *(f"-I{folder}" for folder in (_mlx() / "include", *own)), "-c", source, "-o", path)
+    return pathlib.Path(path)
+
+
 @functools.cache
 def build(metal: pathlib.Path = METAL) -> str:
     """The macOS code, built against a device that records, as a shared object."""
-    folders = importlib.util.find_spec("mlx").submodule_search_locations
-    mlx = next(pathlib.Path(folder) for folder in folders if (pathlib.Path(folder) / "lib").is_dir())
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    library = pathlib.Path(tempfile.mkdtemp(prefix="mlx-mittens-")) / "recorder.so"
-    command = [
-        compiler,
-        "-std=c++20",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-D_METAL_",
-        "-DMITTENS_KNOWN_MLX=1",
-        "-o",
-        str(library),
-    ]
-    command += [
-        f"-I{mlx / 'include'}",
-        *(f"-I{ROOT / folder}" for folder in ("tests/verification/macos/recording", "csrc", "metal")),
-    ]
-    command += [
-        str(metal),
-        str(ROOT / "csrc" / "backends" / "compiled.cpp"),
-        *(str(ROOT / "csrc" / "mlx_internals" / name) for name in ("buffer_ownership.cpp", "known.cpp")),
-        str(ROOT / "tests" / "verification" / "macos" / "recorder.cpp"),
-    ]
-    command += [f"-L{mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{mlx / 'lib'}"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return str(library)
+    handle, library = tempfile.mkstemp(".so", "recorder", dir=_folder())
+    os.close(handle)
+    libraries = f"-L{_mlx() / 'lib'}", "-lmlx", f"-Wl,-rpath,{_mlx() / 'lib'}"
+    _call_compiler("-shared", "-o", library, *map(_compiled, (metal, *OTHERS)), *libraries)
+    return library
 
 
 @contextlib.contextmanager
