@@ -22,12 +22,13 @@ BACKENDS = ["ring"] + ["nccl"] * (mx.is_available(mx.gpu) and mx.device_count(mx
 PORT = {"ring": "--starting-port", "nccl": "--nccl-port"}
 
 
-def answer(*command: object) -> dict:
+def answers(*command: object) -> list[dict]:
+    """What a command prints, of each model."""
     result = subprocess.run(
-        list(map(str, command)), env=child_environment(), capture_output=True, text=True, timeout=120
+        list(map(str, command)), env=child_environment(), capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads([line for line in result.stdout.splitlines() if line.startswith("{")][-1])
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
 def free_ports() -> int:
@@ -44,35 +45,43 @@ def free_ports() -> int:
     raise RuntimeError("no two neighbouring ports are free")
 
 
-def of_one_and_two(backend: str, folder: pathlib.Path) -> tuple[dict, dict]:
-    """What a model gives on one process and sharded over two: the same tokens."""
-    arguments = (SCRIPT, backend, folder, json.dumps(PROMPT), COUNT)
+@pytest.fixture(scope="module", params=BACKENDS)
+def of_one_and_two(request, trained, tmp_path_factory) -> dict[str, tuple[dict, dict]]:
+    """What each model gives on one process and sharded over two, which run all models one after the other."""
+    backend, folder = request.param, tmp_path_factory.mktemp("mixtures")
+    folders = {name: trained / name for name in ("dense", "4bit")}
+    for name, bits in (("mixture", None), ("mixture in 4 bits", 4)):
+        size = {"moe_intermediate_size": 128}
+        folders[name] = tiny.save(folder / name, "qwen3-30b-a3b", mx.float32, bits, **size)
+    arguments = (SCRIPT, backend, json.dumps(PROMPT), COUNT, *folders.values())
     launch = shutil.which("mlx.launch", path=f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    alone = answer(sys.executable, *arguments)
     options = ("-n", 2, "--backend", backend, PORT[backend], free_ports(), "--python", sys.executable)
-    both = answer(launch, *options, *arguments)
+    pairs = zip(answers(sys.executable, *arguments), answers(launch, *options, *arguments), strict=True)
+    return dict(zip(folders, pairs, strict=True))
+
+
+def with_equal_tokens(alone: dict, both: dict) -> tuple[dict, dict]:
+    """How often the kernels of each op ran on one process, and on the first of two."""
     assert (alone["size"], both["size"]) == (1, 2)
-    assert both["tokens"] == alone["tokens"]
-    return alone, both
+    assert both["tokens"] == alone["tokens"] and len(alone["tokens"]) == COUNT
+    return alone["ran"], both["ran"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("weights, op", [("dense", "gemv"), ("4bit", "quantized_matmul")])
-def test_two_processes_give_the_tokens_of_one(trained, weights, op, backend):
-    alone, both = of_one_and_two(backend, trained / weights)
-    for each in (both, alone):  # of gate and up, which are one kernel where a layer is whole
-        each["ran"][op] += 2 * each["ran"].pop("quantized_swiglu", 0)
+def test_two_processes_give_the_tokens_of_one(of_one_and_two, weights, op):
+    alone, both = with_equal_tokens(*of_one_and_two[weights])
+    for ran in (both, alone):  # of gate and up, which are one kernel where a layer is whole
+        ran[op] += 2 * ran.pop("quantized_swiglu", 0)
     for each in ("rms_norm", op):
-        assert both["ran"][each] == alone["ran"][each] > 0
+        assert both[each] == alone[each] > 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bits", [None, 4])
-def test_two_processes_give_the_tokens_of_a_mixture(tmp_path, bits, backend):
+@pytest.mark.parametrize(
+    "weights, experts", [("mixture", ["gather_mm"]), ("mixture in 4 bits", ["gather_swiglu", "gather_qmm"])]
+)
+def test_two_processes_give_the_tokens_of_a_mixture(of_one_and_two, weights, experts):
     """Each process has a part of every expert. Their sums come before the router's next choice."""
-    folder = tiny.save(tmp_path / "mixture", "qwen3-30b-a3b", mx.float32, bits, moe_intermediate_size=128)
-    alone, both = of_one_and_two(backend, folder)
-    experts = ("gather_swiglu", "gather_qmm") if bits else ("gather_mm",)
+    alone, both = with_equal_tokens(*of_one_and_two[weights])
     for op in (*experts, "rope_append", "scaled_dot_product_attention"):
-        assert both["ran"].get(op, 0) > 0, f"{op}: {both['ran']}"
-    assert alone["ran"]["rope_append"] == both["ran"]["rope_append"]
+        assert both.get(op, 0) > 0, f"{op}: {both}"
+    assert alone["rope_append"] == both["rope_append"]

@@ -9,6 +9,7 @@ TOGETHER = {
     "test_macos_recording.py": "the levels",
     "test_levels.py": "the levels",
     "test_macos_host.py": "the macOS extension",
+    "test_distributed.py": "the sharded models",
 }
 
 
