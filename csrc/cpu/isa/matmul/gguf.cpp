@@ -1,9 +1,12 @@
 #include "cpu/gguf.h"
 
-#include "cpu/isa/matmul/row_products.h"
 #include "cpu/isa/matmul/unpacked.h"
 
 namespace mittens::cpu::MITTENS_ISA {
+
+template void RowProducts<Unpacked>::direct<true>(const float*, size_t, size_t, size_t, float*, size_t, float*,
+                                                  bool) const;
+template void RowProducts<Unpacked>::panel(const float*, size_t, size_t, size_t, float*, size_t, float*) const;
 
 namespace {
 

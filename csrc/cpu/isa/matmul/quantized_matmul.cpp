@@ -1,7 +1,6 @@
 #include "cpu/quantized_matmul.h"
 
 #include "cpu/isa/matmul/column_products.h"
-#include "cpu/isa/matmul/row_products.h"
 #include "cpu/isa/matmul/unpacked.h"
 
 namespace mittens::cpu::MITTENS_ISA {
@@ -52,11 +51,10 @@ struct SourceType {
 template <typename F>
 void with_format(Type type, const QuantizedWeights& w, const F& f) {
   with_type(type, [&](auto t) {
-    constexpr bool exact = __is_same(decltype(t), float);
     if (w.mode == QuantizedMode::affine && w.bits == 4) {
-      f(t, SourceType<Affine<4, exact>>());
+      f(t, SourceType<Affine<4>>());
     } else if (w.mode == QuantizedMode::affine && w.bits == 8) {
-      f(t, SourceType<Affine<8, exact>>());
+      f(t, SourceType<Affine<8>>());
     } else if (w.mode == QuantizedMode::affine) {
       f(t, SourceType<Unpacked>());
     } else if (w.bits == 4) {

@@ -94,40 +94,14 @@ class RowProducts {
   }
 
   // sums[m * stride + i] = the product of row m of x and row n + i, i < size. x: Arranged, with sums.
+  // sums_apart: values and offsets may be summed apart. Two large sums may cancel, which float32 shows.
   // exact: a sum does not depend on the number of rows.
+  template <bool sums_apart>
   void direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory,
-              bool exact) const {
-    if (exact && rows > 2) {
-      exact_groups(x, rows, n, size, sums, stride, memory);
-      return;
-    }
-    if (rows > 4 && many_registers && Source::vectors >= 4) {  // what is read for a step serves long
-      direct_groups<5, 8, 2>(x, rows, n, size, sums, stride, memory);
-      return;
-    }
-    if (rows > 2 || !Source::sums_apart) {
-      direct_groups<Source::sums_apart ? 3 : 1, 4, tile_outputs>(x, rows, n, size, sums, stride, memory);
-      return;
-    }
-    with_index<1, 2>(rows, [&](auto m) {
-      constexpr int outputs = many_registers || m.value == 1 ? 4 : 2;
-      size_t i = 0;
-      for (; i + outputs <= size; i += outputs) {
-        along<m.value, outputs>(x, n + i, sums + i, stride, memory);
-      }
-      for (; i < size; ++i) {
-        along<m.value, 1>(x, n + i, sums + i, stride, memory);
-      }
-    });
-  }
+              bool exact) const;
 
   // The same for any number of rows; stride is at least size, rounded up to whole tiles. x: Arranged, without sums.
-  void panel(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory) const {
-    const size_t most = rows <= few_rows ? tile_outputs : panel_outputs;
-    for (size_t i = 0; i < size; i += most) {
-      one_panel(x, rows, n + i, smaller(most, size - i), most, sums + i, stride, memory);
-    }
-  }
+  void panel(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride, float* memory) const;
 
  private:
   static constexpr int most_outputs = 4;
@@ -358,6 +332,44 @@ class RowProducts {
   size_t chain_;
 };
 
+// Not inline, so that what several files use is compiled in one (unpacked.h).
+template <typename Source>
+template <bool sums_apart>
+void RowProducts<Source>::direct(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,
+                                 float* memory, bool exact) const {
+  if (exact && rows > 2) {
+    exact_groups(x, rows, n, size, sums, stride, memory);
+    return;
+  }
+  if (rows > 4 && many_registers && Source::vectors >= 4) {  // what is read for a step serves long
+    direct_groups<5, 8, 2>(x, rows, n, size, sums, stride, memory);
+    return;
+  }
+  if (rows > 2 || !sums_apart) {
+    direct_groups<sums_apart ? 3 : 1, 4, tile_outputs>(x, rows, n, size, sums, stride, memory);
+    return;
+  }
+  with_index<1, 2>(rows, [&](auto m) {
+    constexpr int outputs = many_registers || m.value == 1 ? 4 : 2;
+    size_t i = 0;
+    for (; i + outputs <= size; i += outputs) {
+      along<m.value, outputs>(x, n + i, sums + i, stride, memory);
+    }
+    for (; i < size; ++i) {
+      along<m.value, 1>(x, n + i, sums + i, stride, memory);
+    }
+  });
+}
+
+template <typename Source>
+void RowProducts<Source>::panel(const float* x, size_t rows, size_t n, size_t size, float* sums, size_t stride,
+                                float* memory) const {
+  const size_t most = rows <= few_rows ? tile_outputs : panel_outputs;
+  for (size_t i = 0; i < size; i += most) {
+    one_panel(x, rows, n + i, smaller(most, size - i), most, sums + i, stride, memory);
+  }
+}
+
 // For each of the matrices, x [matrices, rows, columns] times the rows of its sources, of which there are one or two.
 //   source_of(matrix, j)                      source j of a matrix
 //   finish(row, n, size, first, second)       takes the sums of outputs [n, n + size) of a row of x
@@ -365,6 +377,7 @@ class RowProducts {
 template <typename Source, int sources, typename T, typename SourceOf, typename Finish>
 void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t rows, size_t columns, size_t outputs,
                   const Finish& finish, bool exact = false) {
+  constexpr bool sums_apart = !(Source::offset && __is_same(T, float));
   auto batch = [&](auto direct, size_t matrix, size_t count, size_t row, size_t size) {
     using X = Arranged<Source, direct.value && Source::offset>;
     const size_t x_stride = X::size(columns);
@@ -398,7 +411,7 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
           const float* from = arranged.data() + part * size * x_stride;
           float* to = sums + j * size * block;
           if constexpr (direct.value) {
-            products.direct(from, size, n, part_size, to, block, memory.data(), exact);
+            products.template direct<sums_apart>(from, size, n, part_size, to, block, memory.data(), exact);
           } else {
             products.panel(from, size, n, part_size, to, block, memory.data());
           }

@@ -2,7 +2,7 @@
 // function of its format.
 #pragma once
 
-#include "cpu/isa/matmul/weights.h"
+#include "cpu/isa/matmul/row_products.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
@@ -36,6 +36,11 @@ struct Unpacked : Dense<float> {
     return memory;
   }
 };
+
+// gguf.cpp has the products.
+extern template void RowProducts<Unpacked>::direct<true>(const float*, size_t, size_t, size_t, float*, size_t, float*,
+                                                         bool) const;
+extern template void RowProducts<Unpacked>::panel(const float*, size_t, size_t, size_t, float*, size_t, float*) const;
 
 // --- groups of integers, as mx.quantize packs them
 

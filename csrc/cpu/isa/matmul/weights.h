@@ -3,7 +3,6 @@
 //   vectors                     of width weights that a step has; step: its columns
 //   column(v, i)                which of the step's columns is in lane i of vector v
 //   scaled, offset              weights are scale * value + offset, and not value itself; both vectors of a step
-//   sums_apart                  values and offsets may be summed apart: two large sums may cancel, which float32 shows
 //   Row row(n, begin, size, memory)   columns [begin, begin + size) of row n; begin is a multiple of the step.
 //                               memory: floats for the row's scales, memory(size) of them
 //   Raw read(row, s, part)      step s of a row; part: all of the step, or how many columns of it there are
@@ -30,7 +29,6 @@ struct Dense {
   static constexpr size_t step_bytes = unit * sizeof(T);
   static constexpr bool scaled = false;
   static constexpr bool offset = false;
-  static constexpr bool sums_apart = true;
   using Row = const T*;
   using Raw = Floats;
 
@@ -167,9 +165,8 @@ struct PackedWords {
   }
 };
 
-// Integers with scales and biases of a type that is known when a row is begun. exact: each weight is multiplied as it
-// is, and not its integer with the scale left to the sum.
-template <int bits, bool exact>
+// Integers with scales and biases of a type that is known when a row is begun.
+template <int bits>
 struct Affine : PackedWords<bits> {
   using Words = PackedWords<bits>;
   using Words::groups;
@@ -180,7 +177,6 @@ struct Affine : PackedWords<bits> {
   size_t biases_stride;
 
   static constexpr bool offset = true;
-  static constexpr bool sums_apart = !exact;
   static constexpr float middle = bits == 4 ? 8 : 128;
   struct Row {
     const uint32_t* words;
@@ -279,7 +275,6 @@ struct SmallFloats : PackedWords<bits> {
   bool powers;  // scales are E8M0, and not E4M3
 
   static constexpr bool offset = false;
-  static constexpr bool sums_apart = true;
   struct Row {
     const uint32_t* words;
     const float* scales;
@@ -328,7 +323,6 @@ struct Blocks {
   static constexpr int vectors = step / width;
   static constexpr bool scaled = true;
   static constexpr bool offset = false;
-  static constexpr bool sums_apart = true;
   static constexpr size_t step_bytes = block_bytes(kind);
   using Row = const uint8_t*;
   using Raw = const uint8_t*;
