@@ -22,6 +22,7 @@ from mlx_mittens.cli.main import main
 @pytest.fixture(autouse=True)
 def small(monkeypatch, lenient):
     monkeypatch.setattr(machine, "copy_gb_s", lambda: 10.0)
+    monkeypatch.setattr(models, "_TURNS", 2)  # of which the better counts
     for name in (*tiny.FAMILIES, "qwen3-30b-a3b", "qwen3-next-80b-a3b"):
         monkeypatch.setitem(architectures.ARCHITECTURES, name, tiny.config(name))
 
