@@ -326,7 +326,7 @@ template <typename T, bool Centred>
 }
 
 // dweight = sum over blocks of partials[0], dbias of partials[1]: 32 columns a threadgroup, each simdgroup takes every
-// S-th block. Threadgroups are numbered output by output, from `first` on.
+// S-th block; there are S of them, or as many as blocks. Threadgroups are numbered output by output, from `first` on.
 template <typename T, int S>
 [[kernel, max_total_threads_per_threadgroup(32 * S)]] void norm_vjp_column_sum(
     const device float* partials [[buffer(0)]],  // [2][blocks, columns]
@@ -367,7 +367,7 @@ template <typename T, int S>
     float total = 0;
 #pragma unroll
     for (uint s = 0; s < S; ++s) {
-      total += scratch[s][lane];
+      total += s < params.blocks ? scratch[s][lane] : 0.0f;
     }
     if (which == 0) {
       dweight[column] = T(total);

@@ -18,7 +18,7 @@ namespace mittens {
 namespace {
 
 constexpr uint32_t simdgroup = 32;
-constexpr uint32_t sum_simdgroups = 16;  // in a threadgroup that adds up the blocks' shares
+constexpr uint32_t sum_simdgroups = 16;  // at most, in a threadgroup that adds up the blocks' shares
 
 const Name file = "norm/norm_vjp.metal";
 
@@ -113,8 +113,9 @@ class NormVjp : public KernelPrimitive {
     }
     if (sums) {
       const uint32_t gradients = options_.weight_gradient + options_.bias_gradient;
-      Launch& launch = add(kernel_name(x.dtype(), "norm_vjp", "column_sum"),
-                           gradients * ceil_divide(plan.columns, simdgroup), simdgroup * sum_simdgroups);
+      const uint32_t threadgroups = gradients * ceil_divide(plan.columns, simdgroup);
+      const uint32_t threads = simdgroup * std::min(sum_simdgroups, plan.blocks);
+      Launch& launch = add(kernel_name(x.dtype(), "norm_vjp", "column_sum"), threadgroups, threads);
       launch.input(partials);
       output_or(launch, options_.weight_gradient, outputs[1], x);
       output_or(launch, options_.bias_gradient, outputs[bias_index()], x);
