@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -24,16 +25,13 @@ MACOS = (14, 0)
 RPATH = "@loader_path/../mlx/lib"
 NANOBIND = "3.1.0"
 
-# What most sources include, parsed once, with its templates instantiated.
-_COMMON = """
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/variant.h>
-#include "mlx/fast.h"
-#include "mlx/ops.h"
-#include "mlx/primitives.h"
-#include "mlx/transforms.h"
-"""
+
+def common_header() -> str:
+    """The header that the build precompiles: what most sources include."""
+    cmake = (ROOT / "csrc" / "CMakeLists.txt").read_text()
+    listed = re.search(r"target_precompile_headers\(\s*_ext\s+PRIVATE\s([^)]*)\)", cmake)
+    assert listed is not None
+    return "".join(f"#include {name}\n" for name in listed[1].split())
 
 
 def mlx_version() -> str:
@@ -89,7 +87,7 @@ class Compiler:
         _checked([*command, *map(str, arguments)], target)
 
     def precompiled(self, text: str, folder: Path) -> list[str]:
-        """Compiles the text as a header; the options with which sources include it."""
+        """Compiles the text as a header, with its templates instantiated; the options with which sources include it."""
         header, compiled = folder / "common.h", folder / "common.pch"
         header.write_text(text)
         once = ["-Xclang", "-fpch-instantiate-templates"]  # else each source would instantiate them again
@@ -98,12 +96,14 @@ class Compiler:
 
     def objects(self, folder: Path) -> list[Path]:
         """The objects of all C++ files, and of nanobind."""
-        common = self.precompiled(_COMMON, folder)
+        common = self.precompiled(common_header(), folder)
         sources = sorted((ROOT / "csrc").rglob("*.cpp"))
         # What takes longest comes first.
         items = [(path, ["-DMITTENS_ISA=neon"]) for path in sources if "isa" in path.parts]
         items += [(self.site / "nanobind" / "src" / "nb_combined.cpp", ["-DNB_SHARED=0"])]
-        items += [(path, common) for path in sources if "isa" not in path.parts]
+        plain = {"cpu", "simulator"}  # as in csrc/CMakeLists.txt
+        others = [path for path in sources if "isa" not in path.parts]
+        items += [(path, [] if plain.intersection(path.relative_to(ROOT).parts[:-1]) else common) for path in others]
         items += [(ROOT / "tools" / "macos_availability.cpp", [])]
 
         def build(item: tuple[Path, list[str]]) -> Path:
