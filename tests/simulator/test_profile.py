@@ -1,5 +1,6 @@
 """The profile of launches against counts by hand: distinct lines, merged accesses, executions by line of the source."""
 
+import functools
 import json
 
 import mlx.core as mx
@@ -15,13 +16,24 @@ ARGUMENTS = "const device {0}* x [[buffer(0)]], device {0}* y [[buffer(1)]]"
 FIRST_LINE = 6  # of a body, after the header and the three lines of the signature
 
 
+@functools.cache
+def together(dtype):
+    """One text of the kernels of the tables below, which is compiled at once; the name of each by its body."""
+    tables = {"float": (TOUCHED, EXECUTED), "half": (MERGED,)}[dtype]
+    names = {body: f"body_{i}" for i, (body, _) in enumerate(row for table in tables for row in table.values())}
+    texts = [kernel(body, ARGUMENTS.format(dtype), name) for body, name in names.items()]
+    return register("".join(f"#line {FIRST_LINE - 3}\n{text}" for text in texts)), names
+
+
 def profile(body, dtype="float", x=None, threadgroups=1, threads=32, outputs=4096, seed=0):
     """The profile of a kernel with one input and one output, and its lines as {(line of the body, what): (n, n)}."""
     kind = np.float32 if dtype == "float" else np.float16
     x = np.zeros(65536, kind) if x is None else x.astype(kind)
-    file = register(kernel(body, ARGUMENTS.format(dtype)))
+    file, names = together(dtype)
+    if body not in names:
+        file, names = register(kernel(body, ARGUMENTS.format(dtype))), {body: "test"}
     y = ("inout", np.zeros(outputs, kind))
-    counts = run(file, "test", [x, y], threadgroups, threads, profile=True, seed=seed)
+    counts = run(file, names[body], [x, y], threadgroups, threads, profile=True, seed=seed)
     lines = {(line - FIRST_LINE + 1, f"{what} {memory}".strip()): n for _, line, what, memory, *n in counts["lines"]}
     return counts, {key: tuple(n) for key, n in lines.items()}
 
