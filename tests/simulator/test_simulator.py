@@ -296,30 +296,28 @@ CONVERGENT = {
 
 
 @pytest.fixture(scope="module")
-def divergence_files():
-    """Of one kernel each: the lines that the messages name are then known."""
-    return {
-        name: register(kernel(body[0] if name in DIVERGENT else body, OUT, name))
-        for name, body in {**DIVERGENT, **CONVERGENT}.items()
-    }
+def divergence_file():
+    """All kernels, compiled at once; the lines that the messages name are those of a text with one alone."""
+    bodies = {**{name: body for name, (body, _) in DIVERGENT.items()}, **CONVERGENT}
+    return register("".join(f"#line 3\n{kernel(body, OUT, name)}" for name, body in bodies.items()))
 
 
 @pytest.mark.parametrize("name", DIVERGENT)
-def test_divergence(divergence_files, name):
+def test_divergence(divergence_file, name):
     for watch in (True, False):
         for seed in (0, 1):
-            message = fault(divergence_files[name], name, [np.zeros(64, np.int32)], 1, 64, seed=seed, watch=watch)
+            message = fault(divergence_file, name, [np.zeros(64, np.int32)], 1, 64, seed=seed, watch=watch)
             assert "threadgroup (0, 0, 0)" in message
-            file, before = divergence_files[name], 5  # lines before the body
-            words = [f"{file}:{int(w[1:]) + before}" if w[0] == ":" else w for w in DIVERGENT[name][1]]
+            before = 5  # lines before the body
+            words = [f"{divergence_file}:{int(w[1:]) + before}" if w[0] == ":" else w for w in DIVERGENT[name][1]]
             if seed == 0:
                 assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize("name", CONVERGENT)
-def test_no_divergence(divergence_files, name):
+def test_no_divergence(divergence_file, name):
     for seed in range(4):
-        run(divergence_files[name], name, [np.zeros(64, np.int32)], 1, 64, seed=seed)
+        run(divergence_file, name, [np.zeros(64, np.int32)], 1, 64, seed=seed)
 
 
 def _in_rounds(rounds):
@@ -502,8 +500,8 @@ def test_operations_of_active_lanes(active_file, name):
     "name",
     ["barrier_in_a_branch", "two_barriers", "two_simdgroup_barriers", "simdgroup_barrier_missed", "matrix_in_a_branch"],
 )
-def test_what_no_lane_may_miss(divergence_files, name):
-    message = fault(divergence_files[name], name, [np.zeros(64, np.int32)], 1, 64, active_lanes=True)
+def test_what_no_lane_may_miss(divergence_file, name):
+    message = fault(divergence_file, name, [np.zeros(64, np.int32)], 1, 64, active_lanes=True)
     assert "divergence" in message
 
 

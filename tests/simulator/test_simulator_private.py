@@ -1,6 +1,7 @@
 # ruff: noqa: E501  (a line a kernel)
 """Arrays of a thread's own: an index beyond one is a fault, by the array's size; what stays within is none."""
 
+import functools
 import re
 
 import numpy as np
@@ -37,10 +38,23 @@ HELPER = """inline void fill(thread float (&v)[8], const device float* x, int n)
 """
 
 
+def together(functions, bodies):
+    """A text of many kernels, which is compiled at once, and the name of each by its body; lines as if it were alone."""
+    names = {body: f"body_{i}" for i, body in enumerate(bodies)}
+    line = 3 + functions.count("\n")
+    texts = [f"#line {line}\n{kernel(body, ARGUMENTS, name)}" for body, name in names.items()]
+    return register(functions + "".join(texts)), names
+
+
+@functools.cache
+def shared():
+    return together(HELPER, BODIES.values())
+
+
 def launch(body, n):
-    file = register(HELPER + kernel(body, ARGUMENTS))
+    file, names = shared()
     y = np.zeros(32, np.float32)
-    run(file, "test", [np.arange(16, dtype=np.float32), ("output", y), np.int32(n).tobytes()])
+    run(file, names[body], [np.arange(16, dtype=np.float32), ("output", y), np.int32(n).tobytes()])
     return y
 
 
@@ -103,10 +117,18 @@ template <typename T, int size> T last(const device float* x, int n) {
 """
 
 
+@functools.cache
+def shared_private():
+    return together(FUNCTIONS, [*UNINITIALISED.values(), *SOUND.values()])
+
+
 def launch_private(body, n):
+    file, names = shared_private()
+    if body not in names:
+        file, names = together(FUNCTIONS, [body])
     y = np.zeros(32, np.float32)
     arguments = [np.arange(16, dtype=np.float32), ("output", y), np.int32(n).tobytes()]
-    run(register(FUNCTIONS + kernel(body, ARGUMENTS)), "test", arguments, private=True)
+    run(file, names[body], arguments, private=True)
     return y
 
 
