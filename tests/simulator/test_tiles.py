@@ -1,5 +1,7 @@
 """The tile library, one operation at a time, in the simulator."""
 
+import functools
+
 import numpy as np
 import pytest
 from helpers.simulate import kernel, register, run
@@ -13,10 +15,12 @@ TYPES = {"float": np.float32, "half": np.float16}
 R, C = 2, 3  # matrices of the tiles here: 16 rows, 24 columns
 
 
+registered = functools.cache(register)  # a text that comes again is not compiled again
+
+
 def simulate(body, arguments, arrays, *, threads=32, seed=5):
     """Runs a body; arrays are bound in order, the last is written and returned."""
-    file = register(INCLUDE + kernel(body, arguments))
-    run(file, "test", list(arrays), 1, threads, seed=seed)
+    run(registered(INCLUDE + kernel(body, arguments)), "test", list(arrays), 1, threads, seed=seed)
     return arrays[-1]
 
 
@@ -24,12 +28,13 @@ def draw(rng, *shape, dtype=np.float32):
     return rng.standard_normal(shape).astype(dtype)
 
 
-def on_tile(rng, operations, result_shape=(16, 24), result="store<float>(x, y, 24, lane);"):
-    """Runs operations on a float tile x [16, 24]; returns x and y."""
+def on_tile(rng, operations, result_shape=(16, 24), result="store<float>(x, y, 24, lane);", at=0):
+    """Runs operations on a float tile x [16, 24] and an integer `at`; returns x and y."""
     x = draw(rng, 16, 24)
     y = np.zeros(result_shape, np.float32)
     body = f"Tile<float, {R}, {C}> x; load(x, given, 24, lane);\n{operations}\n{result}"
-    return x, simulate(body, "const device float* given [[buffer(0)]], device float* y [[buffer(1)]]", [x, y])
+    arguments = "const device float* given [[buffer(0)]], constant int& at [[buffer(1)]], device float* y [[buffer(2)]]"
+    return x, simulate(body, arguments, [x, np.int32(at).tobytes(), y])
 
 
 @pytest.mark.parametrize("space", ["device", "threadgroup"])
@@ -58,22 +63,18 @@ def test_load_and_store(rng, name, dtype, space):
 def test_ragged_edges(rng, rows, columns):
     """What is outside is neither read nor written: the arrays end there."""
     x, y = draw(rng, max(rows, 1), max(columns, 1)), np.full((16, 24), np.nan, np.float32)
-    stride = x.shape[1]
-    body = (
-        f"Tile<float, 2, 3> tile; load(tile, x, {stride}, {rows}, {columns}, -7.0f, lane);"
-        "store<float>(tile, y, 24, lane);"
-    )
-    simulate(body, "const device float* x [[buffer(0)]], device float* y [[buffer(1)]]", [x, y])
+    declared = "Tile<float, 2, 3> tile;"
+    body = declared + "load(tile, x, size[2], size[0], size[1], -7.0f, lane); store<float>(tile, y, 24, lane);"
+    size = np.array([rows, columns, x.shape[1]], np.uint32).tobytes()
+    arguments = "const device float* x [[buffer(0)]], constant uint* size [[buffer(1)]], device float* y [[buffer(2)]]"
+    simulate(body, arguments, [x, size, y])
     expected = np.full((16, 24), -7, np.float32)
     expected[:rows, :columns] = x[:rows, :columns]
     np.testing.assert_array_equal(y, expected)
     if rows:
         z = np.zeros((rows, columns), np.float32)
-        body = (
-            "Tile<float, 2, 3> tile; load(tile, y, 24, lane);"
-            f"store<float>(tile, z, {columns}, {rows}, {columns}, lane);"
-        )
-        simulate(body, "const device float* y [[buffer(0)]], device float* z [[buffer(1)]]", [y, z])
+        body = declared + "load(tile, x, 24, lane); store<float>(tile, y, size[1], size[0], size[1], lane);"
+        simulate(body, arguments, [y, size, z])
         np.testing.assert_array_equal(z, expected[:rows, :columns])
 
 
@@ -163,7 +164,7 @@ def test_maps(rng):
 @pytest.mark.parametrize("at", [-30, -8, -3, 0, 1, 5, 8, 23, 24, 40])
 def test_causal_fill(rng, at):
     row, column = np.mgrid[:16, :24]
-    x, y = on_tile(rng, f"fill_from(x, {at}, -9.0f, lane);")
+    x, y = on_tile(rng, "fill_from(x, at, -9.0f, lane);", at=at)
     np.testing.assert_array_equal(y, np.where(column >= row + at, np.float32(-9), x))
 
 
