@@ -5,6 +5,7 @@
 #include <cmath>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -126,6 +127,26 @@ struct Line {
   }
 };
 
+// Whether an array is known to be computed of few others, and not of `result`: a layer's frequencies are, which nothing
+// computes before its first call.
+bool is_of_few_but(const mx::array& array, const mx::array& result) {
+  constexpr size_t most = 64;
+  std::vector<const mx::array*> seen = {&array};
+  for (size_t i = 0; i < seen.size(); ++i) {
+    if (seen[i]->id() == result.id() || seen.size() > most) {
+      return false;
+    }
+    if (is_pending(*seen[i])) {
+      for (const mx::array& input : seen[i]->inputs()) {
+        if (std::none_of(seen.begin(), seen.end(), [&](const mx::array* other) { return other->id() == input.id(); })) {
+          seen.push_back(&input);
+        }
+      }
+    }
+  }
+  return true;
+}
+
 // Heads as they were before a norm that came before their axes changed places, and the norm.
 std::optional<PendingRmsNorm> unnormed(const mx::array& heads) {
   if (auto norm = pending_rms_norm(heads)) {
@@ -203,8 +224,9 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   }
   // The queries become a result of what they must not be needed for.
   const Line line(*queries);
-  if (!is_of_pending(*turned_queries) || std::any_of(buffers.begin(), buffers.end(), is_pending) ||
-      !Line(*heads).comes_before_results_of(line) || !Line(new_values).comes_before_results_of(line)) {
+  const auto may_be_input = [&](const mx::array& array) { return Line(array).comes_before_results_of(line); };
+  if (!is_of_pending(*turned_queries) || !std::all_of(buffers.begin(), buffers.end(), may_be_input) ||
+      !may_be_input(*heads) || !may_be_input(new_values)) {
     return std::nullopt;
   }
   Rotary rotary{.dims = of_keys.dims,
@@ -212,12 +234,12 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
                 .scale = of_keys.scale,
                 .freqs = of_keys.frequencies(),
                 .traditional = of_keys.traditional};
-  if (rotary.freqs && is_pending(*rotary.freqs)) {
+  if (rotary.freqs && !is_of_few_but(*rotary.freqs, *turned_queries)) {
     return std::nullopt;
   }
   const auto offset = of_keys.first_position();
   const auto* offsets = offset ? std::get_if<mx::array>(&*offset) : nullptr;
-  if (!offset || (offsets && !Line(*offsets).comes_before_results_of(line))) {
+  if (!offset || (offsets && !may_be_input(*offsets))) {
     return std::nullopt;
   }
   take_norms(*queries, *heads, rotary, of_keys.stream);
@@ -226,6 +248,14 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
     return std::nullopt;
   }
   return cache_step(*std::move(append), std::nullopt, *turned_queries);
+}
+
+void turn_as_append_does(mx::array& new_keys, const mx::array& new_values) {
+  const Arrays buffers = {mx::zeros(new_keys.shape(), new_keys.dtype()),
+                          mx::zeros(new_values.shape(), new_values.dtype())};
+  if (const auto step = append_with_rope(buffers, {}, new_keys, new_values, 0)) {
+    new_keys.overwrite_descriptor(step->buffers[0]);
+  }
 }
 
 namespace {

@@ -19,6 +19,7 @@
 #include "patch/nn_module.h"
 #include "python/registry.h"
 #include "runtime/checks.h"
+#include "runtime/exact.h"
 #include "runtime/exporting.h"
 #include "runtime/fallback.h"
 
@@ -291,6 +292,25 @@ std::optional<Seen> try_batch_rotating_update_and_fetch(const nb::object& cache,
   return seen;
 }
 
+bool is_nothing(const std::optional<Seen>& seen) {
+  return !seen;
+}
+
+bool is_nothing(const nb::object& seen) {
+  return seen.is_none();
+}
+
+// An update_and_fetch whose keys are turned alike where the cache itself is to append them: a token's keys and queries
+// then have the same bits in every call.
+template <auto try_update>
+auto with_keys_alike(const nb::object& cache, mx::array& new_keys, const mx::array& new_values) {
+  auto seen = try_update(cache, new_keys, new_values);
+  if (is_exact() && is_nothing(seen)) {
+    turn_as_append_does(new_keys, new_values);
+  }
+  return seen;
+}
+
 // The append of a layer's heads of queries, keys and values, of which it turns queries and keys.
 std::optional<Append> append_of(const mx::array& heads, const mx::array& keys, const mx::array& values,
                                 const Rotary& rotary, int first, mx::Stream stream) {
@@ -371,13 +391,17 @@ std::optional<mx::array> attend_with_cache(const mx::array& heads, mx::array& ke
 }
 
 void bind(nb::module_& module) {
-  module.def("try_update_and_fetch", &try_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
-  module.def("try_chunked_update_and_fetch", &try_chunked_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
-  module.def("try_batch_update_and_fetch", &try_batch_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
-  module.def("try_rotating_update_and_fetch", &try_rotating_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
-  module.def("try_batch_rotating_update_and_fetch", &try_batch_rotating_update_and_fetch, "cache"_a, "keys"_a,
+  module.def("try_update_and_fetch", &with_keys_alike<try_update_and_fetch>, "cache"_a, "keys"_a, "values"_a);
+  module.def("try_chunked_update_and_fetch", &with_keys_alike<try_chunked_update_and_fetch>, "cache"_a, "keys"_a,
              "values"_a);
-  module.def("try_quantized_update_and_fetch", &try_quantized_update_and_fetch, "cache"_a, "keys"_a, "values"_a);
+  module.def("try_batch_update_and_fetch", &with_keys_alike<try_batch_update_and_fetch>, "cache"_a, "keys"_a,
+             "values"_a);
+  module.def("try_rotating_update_and_fetch", &with_keys_alike<try_rotating_update_and_fetch>, "cache"_a, "keys"_a,
+             "values"_a);
+  module.def("try_batch_rotating_update_and_fetch", &with_keys_alike<try_batch_rotating_update_and_fetch>, "cache"_a,
+             "keys"_a, "values"_a);
+  module.def("try_quantized_update_and_fetch", &with_keys_alike<try_quantized_update_and_fetch>, "cache"_a, "keys"_a,
+             "values"_a);
   module.def(
       "append_to_cache", &append_to_cache, "keys"_a, "values"_a, "new_keys"_a, "new_values"_a, "first"_a,
       "Puts new tokens into the buffers of keys and values from `first` on. Both up to the last of them; none if "

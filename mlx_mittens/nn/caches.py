@@ -9,10 +9,37 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from .. import _ext
 
-__all__ = ["append", "attend", "turn_and_append", "turn_and_quantize"]
+__all__ = ["append", "attend", "make_room", "turn_and_append", "turn_and_quantize"]
+
+
+def _empty(cache: Any, shape: tuple[int, int, int], width: int, dtype: mx.Dtype) -> Any:
+    if not hasattr(cache, "bits"):
+        return mx.zeros((*shape, width), dtype)
+    words, groups = width * cache.bits // 32, width // cache.group_size
+    return mx.zeros((*shape, words), mx.uint32), *(mx.zeros((*shape, groups), dtype) for _ in range(2))
+
+
+def make_room(cache: Any, tokens: int, heads: int, like: mx.array) -> None:
+    """Grows the buffers of a plain or quantized cache where they do not hold so many tokens more, by as much as its
+    `update_and_fetch` grows them. Heads of keys and of values have the batch, width and dtype of those of `like`."""
+    first = cache.keys[0] if hasattr(cache, "bits") and cache.keys is not None else cache.keys
+    if first is not None and cache.offset + tokens <= first.shape[2]:
+        return
+    shape = (like.shape[0], heads, -(-tokens // cache.step) * cache.step)
+    more = _empty(cache, shape, like.shape[-1], like.dtype)
+    if first is None:
+        cache.keys, cache.values = more, tree_map(mx.zeros_like, more)
+        return
+    end = cache.offset if cache.offset % cache.step else first.shape[2]
+
+    def grown(buffer: mx.array, more: mx.array) -> mx.array:
+        return mx.concatenate([buffer[:, :, :end], more], axis=2)
+
+    cache.keys, cache.values = tree_map(grown, cache.keys, more), tree_map(grown, cache.values, more)
 
 
 def append(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:

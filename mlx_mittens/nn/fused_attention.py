@@ -223,7 +223,10 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
         heads = heads.reshape(batch, count, 1, -1)
     else:
         heads = heads.reshape(batch, tokens, count, -1).transpose(0, 2, 1, 3)
-    plain = type(cache) is joined.plain_cache and cache.keys is not None
+    plain, quantized = type(cache) is joined.plain_cache, type(cache) is joined.quantized_cache
+    if joined.rotary is not None and (plain or quantized):
+        caches.make_room(cache, tokens, self.n_kv_heads, heads)
+    plain = plain and cache.keys is not None
     turned = None
     if plain and joined.rotary is not None:
         if tokens == 1 and mask is None:
@@ -231,7 +234,7 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
             if y is not None:
                 return self["o_proj"](y)
         turned = caches.turn_and_append(cache, heads, joined.rotary)
-    elif type(cache) is joined.quantized_cache and cache.keys is not None and joined.rotary is not None:
+    elif quantized and joined.rotary is not None:
         turned = caches.turn_and_quantize(cache, heads, joined.rotary)
     queries, keys, values = turned or _turn(self, heads, cache, plain)
     y = _attend(queries, keys, values, cache, self.scale, mask)

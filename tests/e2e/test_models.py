@@ -13,6 +13,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import gpt_oss
 from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     load_prompt_cache,
     make_prompt_cache,
@@ -183,9 +185,10 @@ def test_speculative_decoding(model, prompt, drafted, rng):
         assert [token for token, _, _ in steps] == alone
 
 
-@pytest.mark.parametrize("dtype, bits", [(mx.float16, 8), (mx.bfloat16, None), (mx.float32, 4)], ids=str)
-def test_exact_drafts_are_verified_bit_for_bit(dtype, bits, prompt, rng):
-    """Whatever is proposed, the log probabilities are those of one token after the other."""
+@pytest.mark.parametrize("dtype, bits", [(mx.float16, 8), (mx.float16, None), (mx.bfloat16, None)], ids=str)
+def test_exact_drafts_are_verified_bit_for_bit(dtype, bits, prompt, rng, monkeypatch):
+    """Whatever is proposed, the log probabilities are those of one token after the other, also where a buffer ends."""
+    monkeypatch.setattr(KVCache, "step", 16)
     model = tiny.build("llama-3.2-1b", dtype, bits, hidden_size=256, intermediate_size=576)
     draft = copy.deepcopy(model)
     noise = mx.array(rng.normal(size=256).astype(np.float32)).astype(dtype)
@@ -203,6 +206,33 @@ def test_exact_drafts_are_verified_bit_for_bit(dtype, bits, prompt, rng):
             ):
                 assert token == plain
                 assert mx.array_equal(logprobs, expected).item()
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["patched", "converted"])
+@pytest.mark.parametrize("kind", ["plain", "quantized", "rotating"])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_exact_tokens_of_one_call_are_those_of_many(dtype, kind, converted, rng, monkeypatch):
+    """From an empty cache on, over several ends of its buffers."""
+    for cache in (KVCache, QuantizedKVCache, RotatingKVCache):
+        monkeypatch.setattr(cache, "step", 16)
+    make = {"plain": KVCache, "quantized": lambda: QuantizedKVCache(32, 8), "rotating": lambda: RotatingKVCache(64)}
+    model = tiny.build("qwen3-0.6b", dtype, None)
+    if converted:
+        mm.nn.convert(model)
+    tokens = mx.array(rng.integers(1, 300, size=(1, 51)).astype(np.int32))
+
+    def logits(chunks):
+        caches = [make[kind]() for _ in model.layers]
+        results = []
+        for part in mx.split(tokens, chunks, axis=1):
+            results.append(model(part, cache=caches))
+            mx.eval(results[-1])
+        return mx.concatenate(results, axis=1)
+
+    with mm.patched(exact=True):
+        alone = logits(list(range(1, 51)))
+        for chunks in ([1, 4, 13, 15, 20, 29, 33, 34, 42, 47], [7, 8, 9, 17, 25, 31, 36, 48]):
+            assert mx.array_equal(logits(chunks), alone).item()
 
 
 def test_a_compiled_step(model, prompt):

@@ -347,11 +347,11 @@ def others(layer: Layer):
         queries, keys, values = layer.heads()
         return queries, layer.rope(queries)[:, :KEY_HEADS] + keys, values
 
-    def pending_cache():
+    def buffer_of_queries():
         layer.cache = layer.fresh_cache()
-        layer.cache.keys = layer.cache.keys + 0
         queries, keys, values = layer.heads()
         queries, keys = layer.rope(queries), layer.rope(keys)
+        layer.cache.keys = layer.cache.keys + queries[:, :1, :1]
         return [queries, *layer.cache.update_and_fetch(keys, values), layer.cache.keys]
 
     def turned_otherwise(**turn):
@@ -372,7 +372,7 @@ def others(layer: Layer):
         "another base": run(rope=(turned_otherwise(base=1e3), layer.rope)),
         "pairs of another kind": run(rope=(turned_otherwise(traditional=True), layer.rope)),
         "positions in an array": run(rope=(turned_otherwise(offset=mx.array(5)),) * 2),
-        "a buffer still to be computed": pending_cache,
+        "a buffer of the queries": buffer_of_queries,
         "wider queries": run(heads=lambda: [mx.concatenate([h, h], axis=-1) if i == 0 else h
                                             for i, h in enumerate(layer.heads())]),
     }  # fmt: skip
@@ -388,6 +388,25 @@ def test_other_layers_stay_what_they_were(lenient, rng, what):
         results = evaluated(run())
     if what != "keys of other queries":  # which those are tells the kernel apart from what must not be
         assert "rope_append" not in launched()
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        assert_near(a, b, f"result {i}", SUM)
+
+
+def test_a_buffer_may_be_still_to_be_computed(rng):
+    layer = Layer(rng)
+
+    def run():
+        layer.cache = layer.fresh_cache()
+        layer.cache.keys = layer.cache.keys + 0
+        queries, keys, values = layer.heads()
+        queries, keys = layer.rope(queries), layer.rope(keys)
+        return [queries, *layer.cache.update_and_fetch(keys, values), layer.cache.keys]
+
+    expected = evaluated(run())
+    mm.stats(reset=True)
+    with mm.patched(linear=False):
+        results = evaluated(run())
+    assert launched() == {"rope_append": 1}
     for i, (a, b) in enumerate(zip(results, expected, strict=True)):
         assert_near(a, b, f"result {i}", SUM)
 
