@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,7 +45,13 @@ class Run:
     ended: str = "in time"
 
 
-SAMPLER = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
+# What each is read as, and the least and the most that it may be.
+SAMPLER = {
+    "temperature": (float, 0, float("inf")),
+    "top_k": (int, 0, float("inf")),
+    "top_p": (float, 0, 1),
+    "min_p": (float, 0, 1),
+}
 
 
 def sampler_options(text: str) -> dict[str, float]:
@@ -54,33 +61,40 @@ def sampler_options(text: str) -> dict[str, float]:
         name, equals, value = part.partition("=")
         if name not in SAMPLER or not equals:
             raise argparse.ArgumentTypeError(f"{part!r}: expected NAME=NUMBER, NAME one of {', '.join(SAMPLER)}")
+        read, least, most = SAMPLER[name]
         try:
-            options[name] = SAMPLER[name](value)
+            options[name] = read(value)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{part!r}: expected a number after {name}=") from None
+        if not least <= options[name] <= most:
+            raise argparse.ArgumentTypeError(f"{part!r}: expected {name} between {least} and {most}")
     if options and not options.get("temperature"):
         raise argparse.ArgumentTypeError("expected a temperature above 0, as in temperature=0.7")
     return options
 
 
+def options_of(arguments: argparse.Namespace, draft: nn.Module | None) -> dict[str, Any]:
+    """What mlx-lm is asked for beside the prompt; its sampler is that of the patch, if that is on."""
+    options: dict[str, Any] = {"kv_bits": arguments.kv_bits, "quantized_kv_start": 0} if arguments.kv_bits else {}
+    if draft:
+        options["draft_model"] = draft
+    if arguments.sampler:
+        filters = dict(arguments.sampler)
+        options["sampler"] = sample_utils.make_sampler(filters.pop("temperature"), **filters)
+    return options
+
+
 def generate(
     model: nn.Module,
-    draft: nn.Module | None,
     tokenizer,
     prompt: list[int],
     arguments: argparse.Namespace,
+    options: dict[str, Any],
     title: str,
     seconds: float,
 ) -> Run:
     """Tokens, for so long at most."""
     run = Run()
-    options = {"kv_bits": arguments.kv_bits, "quantized_kv_start": 0} if arguments.kv_bits else {}
-    if draft:
-        options["draft_model"] = draft
-    if arguments.sampler:
-        mx.random.seed(arguments.seed)
-        filters = dict(arguments.sampler)
-        options["sampler"] = sample_utils.make_sampler(filters.pop("temperature"), **filters)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=arguments.tokens)
@@ -159,10 +173,12 @@ def main() -> int:
         ("mx", as_it_is, arguments.mx_seconds),
     ):
         with context():
-            for _ in stream_generate(model, tokenizer, prompt, max_tokens=2):  # kernels are compiled on first use
+            options = options_of(arguments, draft)
+            for _ in stream_generate(model, tokenizer, prompt, max_tokens=2, **options):  # compiles what it first uses
                 pass
             mm.stats(reset=True)
-            runs[name] = generate(model, draft, tokenizer, prompt, arguments, name, seconds)
+            mx.random.seed(arguments.seed)
+            runs[name] = generate(model, tokenizer, prompt, arguments, options, name, seconds)
         if name == "mlx_mittens":
             stats = mm.stats()
         mx.clear_cache()

@@ -75,6 +75,13 @@ def test_generating_with_a_sampler_and_a_draft(trained):
     assert int(drafted) > 0
 
 
-def test_a_sampler_that_is_not_understood_is_named():
-    result = scripts.try_run("generate.py", "tiny", "--sampler", "top_q=1")
-    assert result.returncode == 2 and "'top_q=1': expected NAME=NUMBER, NAME one of temperature, top_k" in result.stderr
+@pytest.mark.parametrize(
+    "sampler, why",
+    [
+        ("top_q=1", "'top_q=1': expected NAME=NUMBER, NAME one of temperature, top_k"),
+        ("temperature=1,top_p=7", "'top_p=7': expected top_p between 0 and 1"),
+    ],
+)
+def test_a_sampler_that_is_not_understood_is_named(sampler, why):
+    result = scripts.try_run("generate.py", "tiny", "--sampler", sampler)
+    assert result.returncode == 2 and why in result.stderr
