@@ -1,10 +1,13 @@
 """Rotary embedding and the append to a quantized cache: mx.quantize's words, memory, transformations, bad input."""
 
+import functools
 import math
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import appends
+from helpers.appends import case_of
 from helpers.support import assert_same_bits
 from helpers.tolerances import SUMS, assert_near, assert_right
 
@@ -12,25 +15,11 @@ import mlx_mittens as mm
 from mlx_mittens import specs
 from mlx_mittens.bench import mlx_metal
 from mlx_mittens.ops.custom import Output, launch
-from mlx_mittens.specs import Case
 
 OP = specs.get("quantized_rope_append")
 PARTS = ("words", "scales", "biases")
 FORMATS = [(64, 4), (64, 8), (32, 2), (32, 3), (128, 3), (64, 5), (32, 6), (128, 6), (128, 2), (128, 8)]
-
-
-def case_of(*shape: int, **options) -> Case:
-    return Case("test", shape, options)
-
-
-def draw(rng, case, dtype=mx.float32):
-    arrays = OP.draw(rng, case, dtype)
-    mx.eval([a for a in arrays if a is not None])
-    return arrays
-
-
-def run(case, arrays):
-    return specs.run(OP, OP.ours, case, arrays)
+draw, run = functools.partial(appends.draw, OP), functools.partial(appends.run, OP)
 
 
 def normal(rng, shape, dtype=mx.float32):

@@ -1,33 +1,25 @@
 """Rotary embedding and the append to a cache: values, memory, transformations, bad input."""
 
 import copy
+import functools
 import math
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import appends
+from helpers.appends import case_of
 from helpers.support import assert_same_bits
 from helpers.tolerances import FLOAT16_TWICE, SUM, SUMS, assert_near, assert_right, of_roundings, units
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, specs
-from mlx_mittens.specs import Case, reference
+from mlx_mittens.specs import reference
 
 OP = specs.get("rope_append")
 
 
-def case_of(*shape: int, **options) -> Case:
-    return Case("test", shape, options)
-
-
-def draw(rng, case, dtype=mx.float32):
-    arrays = OP.draw(rng, case, dtype)
-    mx.eval([a for a in arrays if a is not None])
-    return arrays
-
-
-def run(case, arrays):
-    return specs.run(OP, OP.ours, case, arrays)
+draw, run = functools.partial(appends.draw, OP), functools.partial(appends.run, OP)
 
 
 def test_values(dtype, executor, rng):
