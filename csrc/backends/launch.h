@@ -52,7 +52,7 @@ using Argument = std::variant<Input, Output, Bytes, Absent>;
 
 struct Launch {
   Launch() {
-    arguments.reserve(12);  // more than any kernel of ours has: this is on the path of every call
+    arguments.reserve(12);  // all that most kernels have: this is on the path of every call
   }
 
   Name file;  // the .metal file that holds the kernel: "norm/rms_norm.metal"
