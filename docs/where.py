@@ -169,14 +169,14 @@ _PLACES = (
     ),
     Place(
         ("gated_delta_update",), "recurrence", "gated_delta_update.cpp", ("plan.cpp",),
-        ("gated_delta_update.metal",), ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_gated_delta_update.py",),
+        ("recurrence.metal",), ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_gated_delta_update.py",),
     ),
     Place(
-        ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("gated_delta_update.metal",),
+        ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("recurrence.metal",),
         ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_ssm_update.py",),
     ),
     Place(
-        ("linear_attention",), "recurrence", "linear_attention.cpp", ("plan.cpp",), ("gated_delta_update.metal",),
+        ("linear_attention",), "recurrence", "linear_attention.cpp", ("plan.cpp",), ("recurrence.metal",),
         ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_linear_attention.py",),
     ),
 )  # fmt: skip

@@ -26,7 +26,7 @@ struct StateParams {
   uint32_t has_mask;
 };
 
-struct GatedDeltaParams {
+struct RecurrenceParams {
   StateParams state;
   uint32_t corrects;  // whether what the state has for k is taken off v
   uint32_t gate_per_column;  // else one for a head

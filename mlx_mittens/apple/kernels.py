@@ -32,8 +32,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "rope_append": ("cache/rope_append.metal",),
     "quantized_rope_append": ("cache/quantized_rope_append.metal",),
     "gather_sum": ("moe/gather_qmm.metal",),
-    "ssm_update": ("recurrence/gated_delta_update.metal",),
-    "linear_attention": ("recurrence/gated_delta_update.metal",),
+    **dict.fromkeys(("gated_delta_update", "ssm_update", "linear_attention"), ("recurrence/recurrence.metal",)),
 }
 
 

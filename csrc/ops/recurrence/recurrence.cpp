@@ -19,8 +19,8 @@ namespace mittens {
 
 namespace {
 
-constexpr const char* kernel = "gated_delta_update";
-const Name file = "recurrence/gated_delta_update.metal";
+constexpr const char* kernel = "recurrence";
+const Name file = "recurrence/recurrence.metal";
 
 // The inputs of a recurrence -> y and the last state.
 class RecurrenceStep : public KernelPrimitive {
@@ -77,7 +77,7 @@ class RecurrenceStep : public KernelPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const RecurrenceArrays arrays(inputs, options_);
-    GatedDeltaParams params;
+    RecurrenceParams params;
     params.state = state_params(arrays.q, arrays.v, options_.has_state, options_.has_mask);
     params.corrects = options_.corrects();
     params.gate_per_column = arrays.gate_per_column();

@@ -1,9 +1,9 @@
-// The gated delta rule: a state S [rows, columns] for each head, zeros at first or given, and for each step
+// Linear recurrences: a state S [rows, columns] for each head, zeros at first or given, and for each step
 //
-//   S = S * gate;   S += beta (v - S k) k^T;   y = S q
+//   S = S * gate;   S += beta (v - S k) k^T;   y = S q   (the gated delta rule)
+//   S = S * gate;   S += beta v k^T;           y = S q   (state spaces, linear attention)
 //
-// State spaces do not correct: S += beta v k^T. The gate is one number, or one for each column. A step that the mask
-// hides leaves S alone, and its y is 0.
+// The gate is one number, or one for each column. A step that the mask hides leaves S alone, and its y is 0.
 //
 // Rows of S depend on q and k alone, not on each other: the lanes that share a row keep it in registers over all steps.
 // A step takes two sums over these lanes. A threadgroup of 4 simdgroups has rows of one head.
@@ -16,7 +16,7 @@ using namespace metal;
 using namespace mittens;
 
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(32 * kStateSimdgroups)]] void gated_delta_update(
+[[kernel, max_total_threads_per_threadgroup(32 * kStateSimdgroups)]] void recurrence(
     const device T* q [[buffer(0)]],             // [batch, steps, key_heads, columns]
     const device T* k [[buffer(1)]],             // [batch, steps, key_heads, columns]
     const device T* v [[buffer(2)]],             // [batch, steps, heads, rows]
@@ -26,7 +26,7 @@ template <typename T>
     const device bool* mask [[buffer(6)]],       // [batch, steps]
     device T* y [[buffer(7)]],                   // [batch, steps, heads, rows]
     device float* state_out [[buffer(8)]],       // [batch, heads, rows, columns]
-    constant GatedDeltaParams& params [[buffer(9)]],
+    constant RecurrenceParams& params [[buffer(9)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
@@ -105,4 +105,4 @@ template <typename T>
   }
 }
 
-instantiate_types("gated_delta_update", gated_delta_update)
+instantiate_types("recurrence", recurrence)
