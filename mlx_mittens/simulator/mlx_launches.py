@@ -146,6 +146,9 @@ def _others(
         weights = taken * 2
         each = Instructions(floats=1, conversions=1, integers=1.5)
         return (Estimate(name, _swept(weights, taken + output.nbytes, each)),)
+    if name == "Convolution" and len(inputs[1].shape) == 3 and inputs[1].shape[2] == 1:  # a channel by itself
+        taps = Instructions(floats=float(inputs[1].shape[1]), loads=float(inputs[1].shape[1]))
+        return (Estimate(name, estimates.elementwise(output.size, nbytes, taps)),)
     if name in ("Quantize", "mx.quantize", "mx.dequantize") or name in _SCANS_AND_SORTS:
         return (Estimate(name, _mapped(max(output.size, inputs[0].size), nbytes)),)
     return None
@@ -337,7 +340,8 @@ def _sdpa(operation: Operation) -> Callable[[], mx.array] | None:
     q, k, v = (operation.argument(each) for each in ("q", "k", "v"))
     options = dict(operation.options)
     mask = options.get("mask", "None")
-    if q is None or k is None or v is None or q.dtype not in _KERNEL_TYPES or len(operation.arguments) > 3:
+    others = set(operation.arguments) - {"q", "k", "v", "sinks"}  # a sink is a number a head: the launch is as without
+    if q is None or k is None or v is None or q.dtype not in _KERNEL_TYPES or others:
         return None
     if mask not in ("None", "causal") or k.shape != v.shape or not mlx_metal.has_attention_kernel(q.shape, k.shape):
         return None

@@ -116,6 +116,19 @@ def test_products_are_mlx_own_kernels_where_they_are_known():
     assert isinstance(product, EstimatedLaunch) and product.work.instructions.matrix == 512 * 256 * 64 / 512
 
 
+def test_attention_with_sinks_is_one_kernel():
+    q, k, sinks = mx.ones((1, 4, 1, 64), mx.float16), mx.ones((1, 2, 48, 64), mx.float16), mx.ones((4,), mx.float16)
+    attend = lambda q, k, sinks: mx.fast.scaled_dot_product_attention(q, k, k, scale=0.125, sinks=sinks)  # fmt: skip
+    (launch,) = predicted(attend, q, k, sinks)
+    assert launch.launch.kernel.startswith("sdpa_vector")
+
+
+def test_a_convolution_of_each_channel_is_estimated():
+    x, w = mx.ones((1, 4, 256), mx.float16), mx.ones((256, 4, 1), mx.float16)
+    (launch,) = predicted(lambda x, w: mx.conv1d(x, w, groups=256), x, w)
+    assert launch.name == "Convolution" and launch.work.lines == (x.nbytes + w.nbytes + 512) / 128
+
+
 def test_what_no_launch_is_known_for_is_left_out_by_name():
     launches = predicted(lambda x: mx.linalg.inv(x, stream=mx.cpu) + mx.fft.fft(x).real, mx.eye(4))
     assert launches.left_out == {"Inverse": 1, "FFT": 1}
