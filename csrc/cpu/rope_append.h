@@ -46,6 +46,7 @@ struct RopeAppend {
   float scale;  // of positions
   float base;
   float eps;  // of the norms
+  float weight_offset;  // added to their weights
   bool traditional;  // pairs are neighbours
   size_t group_size;  // of quantized keys and values: 32, 64 or 128
   size_t bits;  // 0 where they are not quantized

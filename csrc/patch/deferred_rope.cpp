@@ -167,21 +167,17 @@ bool has_weight_of(const PendingRmsNorm& norm) {
   return norm.weight && norm.weight->dtype() == norm.x.dtype() && norm.weight->shape() == mx::Shape{norm.x.shape(-1)};
 }
 
-// The scale of a norm, as an array.
-mx::array scale_of(const PendingRmsNorm& norm, mx::Stream stream) {
-  return norm.weight_offset == 0 ? *norm.weight : compose_scale(*norm.weight, norm.weight_offset, stream);
-}
-
 // Takes norms of both out of heads, for the kernel to apply.
-void take_norms(mx::array& queries, mx::array& keys, Rotary& rotary, mx::Stream stream) {
+void take_norms(mx::array& queries, mx::array& keys, Rotary& rotary) {
   const auto of_queries = unnormed(queries), of_keys = unnormed(keys);
-  if (of_queries && of_keys && of_queries->eps == of_keys->eps && has_weight_of(*of_queries) &&
-      has_weight_of(*of_keys)) {
+  if (of_queries && of_keys && of_queries->eps == of_keys->eps && of_queries->weight_offset == of_keys->weight_offset &&
+      has_weight_of(*of_queries) && has_weight_of(*of_keys)) {
     queries = of_queries->x;
     keys = of_keys->x;
-    rotary.query_norm = scale_of(*of_queries, stream);
-    rotary.key_norm = scale_of(*of_keys, stream);
+    rotary.query_norm = of_queries->weight;
+    rotary.key_norm = of_keys->weight;
     rotary.eps = of_keys->eps;
+    rotary.weight_offset = of_keys->weight_offset;
   }
 }
 
@@ -242,7 +238,7 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   if (!offset || (offsets && !may_be_input(*offsets))) {
     return std::nullopt;
   }
-  take_norms(*queries, *heads, rotary, of_keys.stream);
+  take_norms(*queries, *heads, rotary);
   auto append = rope_append_of(*queries, *heads, new_values, buffers, packing, rotary, *offset, first, of_keys.stream);
   if (!append || !may_be_a_step(*append)) {
     return std::nullopt;

@@ -15,11 +15,12 @@ template <typename T, bool Normed>
 struct Head {
   const device T* row;
   const device T* weight;
+  float weight_offset;
   float rstd;
 
   float at(uint column) const {
     const T x = row[column];
-    return Normed ? round_to<T>(round_to<T>(float(x) * rstd) * float(weight[column])) : float(x);
+    return Normed ? round_to<T>(round_to<T>(float(x) * rstd) * (float(weight[column]) + weight_offset)) : float(x);
   }
 };
 
@@ -36,7 +37,7 @@ inline Head<T, Normed> head_of(
     }
     inverse = rstd(simd_sum(sum), params.width, params.eps);
   }
-  return {row, weight, inverse};
+  return {row, weight, params.weight_offset, inverse};
 }
 
 // Of the angle by which a pair turns at a position.

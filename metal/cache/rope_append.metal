@@ -6,8 +6,8 @@
 //
 // Traditional pairs are the neighbours x[2 * i] and x[2 * i + 1] instead. A batch may have an offset for each of its rows.
 //
-// Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * weight) of its head, as
-// rms_norm has it.
+// Elements from 2 * pairs on and values stay as they are. With norms, x is first T(T(x * n) * (weight + offset)) of its
+// head, as rms_norm has it.
 //
 // A simdgroup takes 64 columns of a head of a token, so that a lane has at most one pair: rows are short and few, and what
 // counts is that there is one launch, and how long its longest chain is.

@@ -23,6 +23,7 @@ struct RopeAppendParams {
   float scale;              // of positions
   float log2_base;
   float eps;
+  float weight_offset;      // added to the norms' weights
   uint32_t has_freqs;
   uint32_t has_offsets;     // a position for each row of the batch
   uint32_t traditional;     // pairs are neighbours

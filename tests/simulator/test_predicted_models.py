@@ -20,11 +20,12 @@ problem = frontend.compiler_problem() or agx_compiler.problem()
 pytestmark = pytest.mark.skipif(bool(problem), reason=problem)
 
 
-def token(patched, layers=2):
-    """The launches of one token of a tiny Llama with 4-bit weights, after a prompt of three."""
-    model = tiny.build("llama-3.2-1b", mx.float16, bits=4, num_hidden_layers=layers)
+def token(patched, layers=2, name="llama-3.2-1b", dtype=mx.float16):
+    """The launches of one token of a tiny model with 4-bit weights, after a prompt of two and a token."""
+    model = tiny.build(name, dtype, bits=4, num_hidden_layers=layers)
     cache = make_prompt_cache(model)
-    mx.eval(model(mx.array([[1, 2, 3]]), cache=cache))
+    for tokens in ([1, 2], [3]):
+        mx.eval(model(mx.array([tokens]), cache=cache))
     with mm.patched() if patched else contextlib.nullcontext():
         with mm.simulator.enabled(), mm.simulator.predicted("m2-max", peer="metal") as launches:
             mx.eval(model(mx.array([[4]]), cache=cache))
@@ -65,6 +66,13 @@ def test_the_patched_model_is_predicted_beside_it():
     left = {name for name in counts if name[0].isupper() or name.startswith("mx.")}
     assert left == {"Gather", "mx.dequantize"}  # of the embedding, which the patch leaves
     assert not launches.left_out and len(launches) == 26
+
+
+def test_norms_that_add_one_to_their_weights_are_part_of_the_append():
+    """Gemma 3 norms heads of queries and keys, over rotating caches in all layers but one."""
+    counts = names(token(patched=True, name="gemma-3-1b", dtype=mx.bfloat16))
+    assert starting(counts, "rope_append_normed") == 2
+    assert counts["Add"] == 0 and counts["AsType"] <= 1  # that of the embedding's scale
 
 
 def test_a_layer_more_takes_as_many_launches_and_as_much_time_more():

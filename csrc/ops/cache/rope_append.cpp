@@ -68,7 +68,14 @@ Result rope_append(const mx::array& heads, const mx::array& keys, const mx::arra
 Rotary make_rotary(int dims, std::optional<float> base, float scale, std::optional<mx::array> freqs,
                    std::optional<mx::array> query_norm, std::optional<mx::array> key_norm, float eps,
                    bool traditional) {
-  return {dims, base, scale, std::move(freqs), std::move(query_norm), std::move(key_norm), eps, traditional};
+  return {.dims = dims,
+          .base = base,
+          .scale = scale,
+          .freqs = std::move(freqs),
+          .query_norm = std::move(query_norm),
+          .key_norm = std::move(key_norm),
+          .eps = eps,
+          .traditional = traditional};
 }
 
 void bind(nb::module_& module) {

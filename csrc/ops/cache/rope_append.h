@@ -18,6 +18,7 @@ struct Rotary {
   std::optional<mx::array> query_norm;
   std::optional<mx::array> key_norm;
   float eps = 0.0f;  // of the norms
+  float weight_offset = 0.0f;  // added to the norms' weights
   bool traditional = false;  // pairs are neighbours
 };
 

@@ -27,6 +27,7 @@ Rope rope_of(const Rotary& rotary, const Offset& offset, int start, const Packin
           .base = rotary.base.value_or(0.0f),
           .scale = rotary.scale,
           .eps = rotary.eps,
+          .weight_offset = rotary.weight_offset == 0 ? no_offset : rotary.weight_offset,
           .offset = of_all ? *of_all : 0,
           .start = start,
           .has_freqs = rotary.freqs.has_value(),
@@ -95,7 +96,7 @@ CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream
       continue;  // mx's reductions of such may not end
     }
     if (rope.has_norms) {
-      parts[i] = compose_rms_norm(parts[i], inputs[others + rope.has_freqs + i], rope.eps, no_offset, s);
+      parts[i] = compose_rms_norm(parts[i], inputs[others + rope.has_freqs + i], rope.eps, rope.weight_offset, s);
     }
     const auto turned = [&](const auto& offset) {
       return mx::fast::rope(parts[i], rope.dims, rope.traditional, base, rope.scale, offset, freqs, s);
@@ -223,6 +224,7 @@ class RopeAppend : public KernelPrimitive {
         .scale = rope_.scale,
         .log2_base = rope_.has_freqs ? 0.0f : std::log2(rope_.base),
         .eps = rope_.eps,
+        .weight_offset = rope_.weight_offset,
         .has_freqs = rope_.has_freqs,
         .has_offsets = rope_.has_offsets,
         .traditional = rope_.traditional,
@@ -300,6 +302,7 @@ class RopeAppend : public KernelPrimitive {
         .scale = rope_.scale,
         .base = rope_.base,
         .eps = rope_.eps,
+        .weight_offset = rope_.weight_offset,
         .traditional = rope_.traditional,
         .group_size = static_cast<size_t>(rope_.packing.group_size),
         .bits = static_cast<size_t>(rope_.packing.bits),

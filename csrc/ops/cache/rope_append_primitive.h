@@ -13,6 +13,7 @@ struct Rope {
   float base;  // 0 where there are frequencies
   float scale;
   float eps;
+  float weight_offset;
   int offset;
   int start;
   bool has_freqs;

@@ -80,7 +80,7 @@ void turn_head(const T* x, const T* weight, T* y, const Turns<T>& turns, const R
   const float n = weight ? rstd(x, call.width, call.eps) : 1.0f;
   const auto input = [&](size_t i, auto part) MITTENS_INLINED {
     const Floats v = load(x + i, part);
-    return weight ? round<T>(round<T>(v * n) * load(weight + i, part)) : v;
+    return weight ? round<T>(round<T>(v * n) * (load(weight + i, part) + call.weight_offset)) : v;
   };
   if (call.traditional) {
     return turn_neighbours(y, turns, call, memory, input);
