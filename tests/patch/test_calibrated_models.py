@@ -1,5 +1,7 @@
 """Models on a machine where mx is faster at everything: a calibration leaves no call of theirs to our kernels."""
 
+import contextlib
+
 import mlx.core as mx
 import pytest
 from helpers import tiny
@@ -62,3 +64,40 @@ def test_a_strict_patch_asks_for_the_kernels(rng, faster_mx):
         generate(model, prompt)
     assert {"rope_append", "scaled_dot_product_attention", "quantized_matmul"} <= on_kernels().keys()
     assert not any(REASON in counts["mx"] for counts in mm.stats().values())
+
+
+@pytest.fixture
+def rows_of():
+    """Makes the calls of some ops those that mx computes faster, out of all that a function asks for."""
+
+    def make(ops, function):
+        _ext.calibration_record(True)
+        function()
+        asked = _ext.calibration_record(False)
+        rows = {(op, dtype, format, tuple(sizes)) for op, dtype, format, sizes, *_ in asked if op in ops}
+        _ext.calibration_load("cpu", [(*row, True, "", 0) for row in rows])
+
+    yield make
+    _ext.calibration_load("cpu", [])
+
+
+@pytest.mark.parametrize("to_mx", [None, "rope_append", "scaled_dot_product_attention"])
+@pytest.mark.parametrize("convert", [False, True], ids=["patched", "converted"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b"])
+def test_a_layer_counts_one_append_and_one_attention_for_a_token(name, convert, to_mx, rng, rows_of):
+    """Also where one of the two is mx's, and with norms of heads."""
+    model, prompt = tiny.build(name, mx.float32), rng.integers(1, 300, 9).tolist()
+    if convert:
+        mm.nn.convert(model)
+
+    def run(count):
+        with contextlib.nullcontext() if convert else mm.patched():
+            mm.stats(reset=True)
+            tiny.tokens(model, prompt, count)
+        return {op: (sum(ran["kernels"].values()), sum(ran["mx"].values())) for op, ran in mm.stats().items()}
+
+    rows_of([to_mx], lambda: run(9))
+    few, many = run(5), run(9)
+    for op in ("rope_append", "scaled_dot_product_attention"):
+        more = tuple(b - a for a, b in zip(few[op], many[op]))
+        assert more == ((0, 4 * len(model.layers)) if op == to_mx else (4 * len(model.layers), 0)), op
