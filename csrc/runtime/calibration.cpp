@@ -36,6 +36,8 @@ using Sizes = std::array<uint32_t, 4>;
 using Row = std::tuple<std::string, std::string, uint32_t, Sizes, bool, std::string, int>;
 using Asked = std::tuple<std::string, std::string, uint32_t, Sizes, std::string, bool, bool>;
 using Forced = std::tuple<bool, std::string, int>;
+// A kernel, its threadgroups and their threads, and the structs that it is handed.
+using Launched = std::tuple<std::string, std::array<uint32_t, 6>, std::vector<uint8_t>>;
 
 struct Point {
   std::array<float, 4> position;  // log2 of the sizes
@@ -66,10 +68,12 @@ struct State {
   std::array<std::atomic<const Table*>, std::size(devices)> tables{};
   std::vector<std::unique_ptr<const Table>> kept;
   std::atomic<bool> active = false;  // whether a call has anything to ask for
-  std::atomic<bool> watched = false;  // whether a choice is forced or problems are recorded, which takes the lock
+  std::atomic<bool> watched = false;  // whether a choice is forced or anything is recorded, which takes the lock
   std::optional<Choice> forced;
   bool recording = false;
   std::set<Asked> asked;
+  bool recording_launches = false;
+  std::vector<Launched> launched;
 };
 
 State& state() {
@@ -114,15 +118,26 @@ mx::Dtype dtype_named(const std::string& name) {
   throw std::invalid_argument("dtype is '" + name + "': expected float32, float16 or bfloat16");
 }
 
-// What is known of a problem that nothing was measured near to.
+// What is known of a problem that no measurements answer.
 const Choice& unknown() {
   static const Choice none;
   return none;
 }
 
-const Choice& nearest(const std::vector<Point>& points, const std::array<float, 4>& position) {
-  constexpr float farthest = 1.001f;  // a factor of two, and what rounding adds
-  const Point* best = nullptr;
+// What is known of a problem whose neighbours go to mx and have several plans.
+const Choice& any_plan_but_mx() {
+  static const Choice choice{true, true, {}, 0};
+  return choice;
+}
+
+// The choice measured nearest to a problem, where one is near; else that of its neighbours, where they agree.
+const Choice& answer(const std::vector<Point>& points, const std::array<float, 4>& position) {
+  constexpr float near = 1.001f;  // a factor of two in a size, and what rounding adds
+  constexpr float neighbouring = 3.999f;  // less than a factor of 16
+  const Point* nearest = nullptr;
+  const Choice* first = nullptr;  // of the neighbours
+  bool same_side = true, same_plan = true;
+  std::array<bool, 4> from_below{}, from_above{};
   float least = 0;
   for (const Point& point : points) {
     float sum = 0, most = 0;
@@ -131,17 +146,36 @@ const Choice& nearest(const std::vector<Point>& points, const std::array<float, 
       sum += distance;
       most = std::max(most, distance);
     }
-    if (most <= farthest && (!best || sum < least)) {
-      best = &point;
+    if (most > neighbouring) {
+      continue;
+    }
+    if (most <= near && (!nearest || sum < least)) {
+      nearest = &point;
       least = sum;
     }
+    for (size_t i = 0; i < position.size(); ++i) {
+      from_below[i] |= point.position[i] <= position[i] + near;
+      from_above[i] |= point.position[i] >= position[i] - near;
+    }
+    first = first ? first : &point.choice;
+    same_side &= point.choice.mx == first->mx;
+    same_plan &= point.choice.schedule == first->schedule && point.choice.parallelism == first->parallelism;
   }
-  return best ? best->choice : unknown();
+  if (nearest) {
+    return nearest->choice;
+  }
+  const auto all = [](const std::array<bool, 4>& sides) {
+    return std::all_of(sides.begin(), sides.end(), [](bool side) { return side; });
+  };
+  if (!first || !same_side || !all(from_below) || !all(from_above)) {
+    return unknown();
+  }
+  return same_plan ? *first : first->mx ? any_plan_but_mx() : unknown();
 }
 
 const Choice& search(const Table& table, const Problem& problem) {
   const auto found = table.find(Key{problem.op, problem.dtype.val(), problem.format});
-  return found == table.end() ? unknown() : nearest(found->second, position_of(problem.sizes));
+  return found == table.end() ? unknown() : answer(found->second, position_of(problem.sizes));
 }
 
 // Each thread knows the last problems that it looked up, by their parts: a layer asks for the same ones at every token.
@@ -175,7 +209,7 @@ const Choice& look_up(const Problem& problem, const Table& table) {
 void update_active() {
   State& all = state();
   const bool any = std::any_of(all.tables.begin(), all.tables.end(), [](const auto& table) { return table.load(); });
-  all.watched = all.forced || all.recording;
+  all.watched = all.forced || all.recording || all.recording_launches;
   all.active = any || all.watched;
 }
 
@@ -213,6 +247,14 @@ std::vector<Asked> record(bool recording) {
   return {asked.begin(), asked.end()};
 }
 
+std::vector<Launched> record_launches(bool recording) {
+  State& all = state();
+  std::lock_guard lock(all.mutex);
+  all.recording_launches = recording;
+  update_active();
+  return std::exchange(all.launched, {});
+}
+
 void bind(nb::module_& module) {
   module.def(
       "calibration_load", &load, "device"_a, "rows"_a,
@@ -232,6 +274,9 @@ void bind(nb::module_& module) {
       "calibration_record", &record, "recording"_a,
       "Begins or ends to keep the problems of calls; returns those kept so far: op, dtype, format, sizes, device, "
       "whether a calibration knew them, and whether a plan asked, which follows a schedule or a parallelism.");
+  module.def("calibration_launches", &record_launches, "recording"_a,
+             "Begins or ends to keep launches; returns those kept so far: kernel, threadgroups and their threads, and "
+             "the bytes of its structs.");
 }
 
 const Register registered(bind);
@@ -271,6 +316,28 @@ void Schedules::add(const char* op, const char* name) {
 
 Choice calibrated(const Problem& problem, mx::Stream stream) {
   return ask(problem, stream, true);
+}
+
+void record_launch(const Launch& launch) {
+  State& all = state();
+  if (!all.watched.load(std::memory_order_relaxed)) {
+    return;
+  }
+  std::lock_guard lock(all.mutex);
+  if (!all.recording_launches) {
+    return;
+  }
+  const Size3 groups = launch.threadgroups, threads = launch.threads;
+  std::vector<uint8_t> structs;
+  for (const Argument& argument : launch.arguments) {
+    if (const Bytes* bytes = std::get_if<Bytes>(&argument)) {
+      const auto* first = reinterpret_cast<const uint8_t*>(bytes->data.data());
+      structs.insert(structs.end(), first, first + bytes->data.size());
+    }
+  }
+  all.launched.emplace_back(launch.kernel.text(),
+                            std::array{groups.x, groups.y, groups.z, threads.x, threads.y, threads.z},
+                            std::move(structs));
 }
 
 bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream) {

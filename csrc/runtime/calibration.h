@@ -1,5 +1,5 @@
 // What was measured on this machine: for a problem, the plan that won, or that mx did. Plans and ops ask for it; where
-// nothing was measured near a problem, the plan tables and the rules for mx decide alone.
+// no measurement answers, the plan tables and the rules for mx decide alone.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <limits>
 
+#include "backends/launch.h"
 #include "backends/name.h"
 #include "mlx/dtype.h"
 #include "mlx/stream.h"
@@ -53,13 +54,17 @@ inline uint32_t problem_size(size_t count) {
   return static_cast<uint32_t>(std::min<size_t>(count, std::numeric_limits<uint32_t>::max()));
 }
 
-// The choice measured nearest to a problem, no size of which is more than twice or less than half of the problem's; for
-// plans, which follow its schedule and its parallelism.
+// The choice measured nearest to a problem, no size of which is more than twice or less than half of the problem's.
+// Where there is none, the choice of all measurements within a factor of 16 in each size, if they lie around the
+// problem and agree. For plans, which follow its schedule and its parallelism.
 Choice calibrated(const Problem& problem, mx::Stream stream);
 
 // Whether mx is to compute a problem that a kernel covers as well. By calibration where it knows the problem, else
 // where there is a reason for which mx is faster on this GPU. stats() has the reason. Never in strict mode or under a
 // strict patch, which ask for the kernel.
 bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream);
+
+// Keeps a launch while launches are recorded: two plans that come to the same ones are one.
+void record_launch(const Launch& launch);
 
 }  // namespace mittens

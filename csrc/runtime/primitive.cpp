@@ -17,6 +17,7 @@
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "python/registry.h"
+#include "runtime/calibration.h"
 #include "runtime/checks.h"
 #include "runtime/contiguous.h"
 #include "runtime/stats.h"
@@ -187,6 +188,7 @@ void KernelPrimitive::eval_gpu(const Arrays& inputs, Arrays& outputs) {
   }
   Arrays copies;
   for (const auto& launch : launches(prepared(inputs, copies), outputs)) {
+    record_launch(launch);
     run_on_gpu(launch, stream());
     stats::count_run(name(), metal::built() ? "metal" : "cuda", launch.kernel);
   }
@@ -204,6 +206,7 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
     const auto all = launches(ready, outputs);
     run_in_simulator(all, stream());
     for (const auto& launch : all) {
+      record_launch(launch);
       stats::count_run(name(), "simulator", launch.kernel);
     }
   } else if (composition_depth >= preferred_depth() && (task = native(ready, outputs))) {
