@@ -29,6 +29,9 @@ _SHORTEST_SAMPLE = {"cpu": 4e-3, "gpu": 10e-3}
 # A call that takes so many seconds, as mx's may on a CPU, is timed twice: it hardly scatters.
 _SLOW = 0.1
 
+# Turns after which the times may be clear.
+_FEWEST_CLEAR = 3
+
 # On a CPU a copy takes turns with cases that move so many bytes, since on a shared machine its bandwidth changes by the
 # second.
 _COPIED_BYTES = 4 << 20
@@ -98,7 +101,11 @@ def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[specs.Op,
 
 
 def take_turns(
-    samplers: Mapping[str, Callable[[int], float]], device: str, budget: Budget, shortest: float | None = None
+    samplers: Mapping[str, Callable[[int], float]],
+    device: str,
+    budget: Budget,
+    shortest: float | None = None,
+    is_clear: Callable[[Mapping[str, Sequence[float]]], bool] = lambda times: False,
 ) -> dict[str, list[float]]:
     """Lets the contenders take turns until the budget is spent; gives the seconds of a call in each turn.
 
@@ -107,9 +114,11 @@ def take_turns(
         device: ``cpu`` or ``gpu``.
         budget: How many turns.
         shortest: Seconds of a turn at least; those of the benchmark without it.
+        is_clear: Whether times say enough, so that no more turns are taken; asked of three turns or more, and of slow
+            calls beside the first times of the others.
     """
     shortest = _SHORTEST_SAMPLE[device] if shortest is None else shortest
-    counts = {}
+    counts, first = {}, {}
     times: dict[str, list[float]] = {name: [] for name in samplers}
     for name, sample in samplers.items():
         seconds, count = sample(1), 1
@@ -120,9 +129,11 @@ def take_turns(
         while seconds * count < shortest and count < 1 << 16:
             count = max(2 * count, math.ceil(shortest / max(seconds, 1e-9)))
             seconds = sample(count)
-        counts[name] = count
+        counts[name], first[name] = count, [seconds]
     slow = [name for name in samplers if times[name]]
     order = [name for name in samplers if name not in slow]
+    if slow and is_clear(first):
+        return first
     for name in slow:  # their second time, before the others are at work
         times[name].append(samplers[name](counts[name]))
     end = time.perf_counter() + budget.seconds
@@ -130,6 +141,8 @@ def take_turns(
         for name in order if turn % 2 == 0 else reversed(order):
             times[name].append(samplers[name](counts[name]))
         if turn + 1 >= budget.fewest and time.perf_counter() > end:
+            break
+        if turn + 1 >= _FEWEST_CLEAR and is_clear(times):
             break
     return times
 

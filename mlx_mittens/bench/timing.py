@@ -20,8 +20,15 @@ from . import machine
 # Memory that the inputs of a case rotate through, and how many copies of a case's inputs at most.
 _GPU_BYTES = 256 << 20
 _CPU_BYTES = (64 << 20, 512 << 20)
+_CPU_CACHES = 4
 _GPU_SETS = 16384
 _CPU_SETS = 4096
+
+# The same, of a short rotation: inputs of which so many copies fit into the caches stay there.
+_SHORT_GPU_BYTES = 128 << 20
+_SHORT_CPU_BYTES = (32 << 20, 256 << 20)
+_SHORT_CPU_CACHES = 2
+_SHORT_SETS = 512
 _OWN_BUFFER_BYTES = 64 << 20  # smaller inputs are views of one buffer: thousands of buffers would take long to make
 
 # Calls behind other work: MLX lets the host wait once ten command buffers, of a hundred kernels on a large GPU, are on
@@ -48,13 +55,21 @@ def _size(arrays: Sequence[mx.array | None]) -> int:
 
 
 def rotation(
-    arrays: Sequence[mx.array | None], device: str, updated: Container[int] = ()
+    arrays: Sequence[mx.array | None], device: str, updated: Container[int] = (), short: bool = False
 ) -> list[list[mx.array | None]]:
-    """Copies of a set of inputs, together larger than the caches; those that a call updates in buffers of their own."""
+    """Copies of a set of inputs, together larger than the caches; those that a call updates in buffers of their own.
+
+    Args:
+        arrays: The inputs.
+        device: ``cpu`` or ``gpu``.
+        updated: The inputs that a call updates.
+        short: Fewer copies, which take less time to make.
+    """
     if device == "gpu":
-        wanted, limit = _GPU_BYTES, _GPU_SETS
+        wanted, limit = (_SHORT_GPU_BYTES, _SHORT_SETS) if short else (_GPU_BYTES, _GPU_SETS)
     else:
-        wanted, limit = min(max(4 * machine.cache_bytes(), _CPU_BYTES[0]), _CPU_BYTES[1]), _CPU_SETS
+        caches, (least, most) = (_SHORT_CPU_CACHES, _SHORT_CPU_BYTES) if short else (_CPU_CACHES, _CPU_BYTES)
+        wanted, limit = min(max(caches * machine.cache_bytes(), least), most), _SHORT_SETS if short else _CPU_SETS
     count = min(max(2, math.ceil(wanted / max(_size(arrays), 1))), limit)
     sets = [list(group) for group in zip(*(_copies(a, count, i in updated) for i, a in enumerate(arrays)))]
     mx.eval([a for group in sets for a in group if a is not None])

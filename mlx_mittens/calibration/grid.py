@@ -1,13 +1,15 @@
-"""The shapes that a calibration measures, as cases of the table of ops.
+"""The calls that a calibration measures, as cases of the table of ops, in the order in which they are needed.
 
-A measurement answers calls no size of which is more than twice or less than half of its own. So each size goes in steps
-of four, from the smallest to the largest that models have, and a call between two points is answered by the nearer one.
+Each size goes from the smallest to the largest that models have, in coarse steps of up to 16 and in fine ones of 4. A
+fine point is measured only where the points around it do not agree whether mx is faster. A call is answered by a point
+no size of which is more than twice or less than half of its own, or by the points around it, where they agree.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -16,7 +18,43 @@ import mlx.core as mx
 from .. import specs
 from ..specs import Case, Op
 
-Item = tuple[Op, Case, str]  # the string names an element type
+# Of sizes of the coarse points; csrc/runtime/calibration.cpp has it as well.
+_STEP = 16
+
+# The type that is measured where half types agree, and the one that is then left out.
+HALF, OTHER_HALF = "bfloat16", "float16"
+
+# Of the coarse cases of an op, one in so many is timed in both half types.
+_SAMPLED = 3
+
+
+@dataclass(frozen=True)
+class Item:
+    """A call that may be measured.
+
+    Attributes:
+        op: The op.
+        case: Its case.
+        dtype: The name of its element type.
+        fine: Whether it is measured only where the points around it do not agree.
+        sampled: Whether it is timed in both half types, to see whether these agree.
+    """
+
+    op: Op
+    case: Case
+    dtype: str
+    fine: bool = False
+    sampled: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a row knows it by."""
+        return self.op.name, self.case.name, self.dtype
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.key)
+
 
 # Rows of activations, as tokens of a prompt or of a batch, and their columns.
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -27,7 +65,7 @@ _VOCABULARY = 131072  # no steps lead to it: models have either more or far less
 _PRODUCT_ROWS = (1, 4, 16)
 _PROMPT_ROWS = (64, 256)  # on a CPU alone: a GPU's kernels take fewer
 _INNER = (1024, 4096, 16384)
-_OUTPUTS = (256, 1024, 4096, 16384, _VOCABULARY)
+_OUTPUTS = (128, 512, 2048, 8192, 32768, _VOCABULARY)
 
 # Heads, of which so many share keys and values, and their widths.
 _HEADS = 16
@@ -83,103 +121,130 @@ _MOST_ELEMENTS = {"cpu": 2**23, "gpu": 2**27}
 _MOST_WEIGHTS = {"cpu": 2**26, "gpu": 2**29}
 _MOST_PRODUCTS = {"cpu": 2**28, "gpu": 2**34}
 
+# Which size of a case counts its tokens, where it is not the first; and how many of them are few.
+_TOKENS = {
+    **dict.fromkeys(("scaled_dot_product_attention", "quantized_scaled_dot_product_attention", "rope_append"), 3),
+    **dict.fromkeys(("gated_delta_update", "ssm_update", "linear_attention"), 1),
+}
+_FEW = 16
+
+# The sizes of an axis that are taken.
+Thin = Callable[[Sequence[int]], Sequence[int]]
+
+
+def _coarse(axis: Sequence[int]) -> Sequence[int]:
+    """The first and the last size of an axis, and as few between them as steps of at most 16 need."""
+    taken = [axis[0]]
+    for size, further in zip(axis[1:], (*axis[2:], math.inf)):
+        if further > _STEP * taken[-1]:
+            taken.append(size)
+    return taken
+
+
+def _fine(axis: Sequence[int]) -> Sequence[int]:
+    return axis
+
 
 def _cases(shapes: Iterable[tuple[int, ...]], **options: Any) -> Iterator[Case]:
     return (Case("calibration", shape, options) for shape in shapes)
 
 
-def _row_op(columns: Sequence[int], device: str) -> Iterator[Case]:
-    return _cases(shape for shape in product(_ROWS, columns) if math.prod(shape) <= _MOST_ELEMENTS[device])
+def _row_op(columns: Sequence[int], device: str, thin: Thin) -> Iterator[Case]:
+    shapes = product(thin(_ROWS), thin(columns))
+    return _cases(shape for shape in shapes if math.prod(shape) <= _MOST_ELEMENTS[device])
 
 
-def _norm(device: str) -> Iterator[Case]:
-    return _row_op(_COLUMNS, device)
+def _norm(device: str, thin: Thin) -> Iterator[Case]:
+    return _row_op(_COLUMNS, device, thin)
 
 
-def _softmax(device: str) -> Iterator[Case]:
-    return _row_op((*_COLUMNS, _VOCABULARY), device)
+def _softmax(device: str, thin: Thin) -> Iterator[Case]:
+    return _row_op((*_COLUMNS, _VOCABULARY), device, thin)
 
 
-def _matrices(rows: Iterable[int], device: str) -> list[tuple[int, int, int]]:
+def _matrices(rows: Sequence[int], device: str, thin: Thin) -> list[tuple[int, int, int]]:
     return [
         (m, k, n)
-        for m, k, n in product(rows, _INNER, _OUTPUTS)
+        for m, k, n in product(thin(rows), thin(_INNER), thin(_OUTPUTS))
         if k * n <= _MOST_WEIGHTS[device] and m * k * n <= _MOST_PRODUCTS[device]
     ]
 
 
-def _products(device: str) -> list[tuple[int, int, int]]:
-    return _matrices(_PRODUCT_ROWS + (_PROMPT_ROWS if device == "cpu" else ()), device)
+def _products(device: str, thin: Thin) -> list[tuple[int, int, int]]:
+    return _matrices(_PRODUCT_ROWS + (_PROMPT_ROWS if device == "cpu" else ()), device, thin)
 
 
-def _dense(device: str) -> Iterator[Case]:
-    yield from _cases(_products(device))
+def _dense(device: str, thin: Thin) -> Iterator[Case]:
+    yield from _cases(_products(device, thin))
 
 
-def _quantized(device: str) -> Iterator[Case]:
+def _quantized(device: str, thin: Thin) -> Iterator[Case]:
     for bits in (4, 8):
-        yield from _cases(_products(device), bits=bits)
+        yield from _cases(_products(device, thin), bits=bits)
 
 
-def _swiglu(device: str) -> Iterator[Case]:
-    shapes = [(m, k, n) for m, k, n in _matrices((1, 4), device) if k <= n <= 4 * k]
+def _swiglu(device: str, thin: Thin) -> Iterator[Case]:
+    shapes = [(m, k, n) for m, k, n in _matrices((1, 4), device, thin) if k <= n <= 8 * k]
     for bits in (4, 8):
         yield from _cases(shapes, bits=bits)
 
 
-def _gguf(device: str) -> Iterator[Case]:
+def _gguf(device: str, thin: Thin) -> Iterator[Case]:
     for kind in ("q4_0", "q8_0"):
-        yield from _cases(_matrices(_PRODUCT_ROWS, device), kind=kind)
+        yield from _cases(_matrices(_PRODUCT_ROWS, device, thin), kind=kind)
 
 
-def _decode(device: str) -> Iterator[tuple[int, ...]]:
-    for keys, width, ratio in product(_KEYS, _WIDTHS, _RATIOS):
+def _decode(device: str, thin: Thin) -> Iterator[tuple[int, ...]]:
+    for keys, width, ratio in product(thin(_KEYS), _WIDTHS, _RATIOS):
         shape = (1, _HEADS, _HEADS // ratio, 1, keys, width)
         if _HEADS // ratio * keys * width <= _MOST_ELEMENTS[device]:
             yield shape
 
 
-def _attention(device: str) -> Iterator[Case]:
-    yield from _cases(_decode(device))
-    for tokens, width in product(_PROMPTS, _WIDTHS):
+def _attention(device: str, thin: Thin) -> Iterator[Case]:
+    yield from _cases(_decode(device, thin))
+    for tokens, width in product(thin(_PROMPTS), _WIDTHS):
         if _HEADS * tokens * tokens * width <= _MOST_PRODUCTS[device]:
             yield from _cases([(1, _HEADS, _HEADS // 4, tokens, tokens, width)], mask="causal")
 
 
-def _packed_attention(device: str) -> Iterator[Case]:
+def _packed_attention(device: str, thin: Thin) -> Iterator[Case]:
     for bits in (4, 8):
-        yield from _cases(_decode(device), bits=bits)
+        yield from _cases(_decode(device, thin), bits=bits)
 
 
-def _heads(device: str) -> Iterator[Case]:
-    return _cases(shape for shape in product(_HEAD_ROWS, _WIDTHS) if math.prod(shape) <= _MOST_ELEMENTS[device])
+def _heads(device: str, thin: Thin) -> Iterator[Case]:
+    shapes = product(thin(_HEAD_ROWS), thin(_WIDTHS))
+    return _cases(shape for shape in shapes if math.prod(shape) <= _MOST_ELEMENTS[device])
 
 
-def _elements(device: str) -> Iterator[Case]:
-    return _cases((1, size) for size in _ELEMENTS if size <= _MOST_ELEMENTS[device])
+def _elements(device: str, thin: Thin) -> Iterator[Case]:
+    return _cases((1, size) for size in thin(_ELEMENTS) if size <= _MOST_ELEMENTS[device])
 
 
-def _samplers(device: str) -> Iterator[Case]:
+def _samplers(device: str, thin: Thin) -> Iterator[Case]:
     for options in _SAMPLERS:
-        yield from _cases(product(_BATCHES, _WORDS), **options)
+        yield from _cases(product(thin(_BATCHES), _WORDS), **options)
 
 
-def _appends(device: str) -> Iterator[Case]:
+def _appends(device: str, thin: Thin) -> Iterator[Case]:
     heads = (_HEADS, _HEADS // 4)
-    shapes = [(batch, *heads, 1, width) for batch, width in product(_BATCHES, _WIDTHS)]
-    shapes += [(1, *heads, tokens, _USUAL_WIDTH) for tokens in _APPENDED]
+    shapes = [(batch, *heads, 1, width) for batch, width in product(thin(_BATCHES), thin(_WIDTHS))]
+    shapes += [(1, *heads, tokens, _USUAL_WIDTH) for tokens in thin(_APPENDED)]
     for eps in (None, 1e-6):
         for shape in shapes:
             yield from _cases([shape], dims=shape[-1], offset=256, eps=eps)
 
 
-def _mixtures(experts: Iterable[tuple[int, int, int]], most: int, device: str, prompts: bool) -> Iterator[Case]:
+def _mixtures(
+    experts: Iterable[tuple[int, int, int]], most: int, device: str, thin: Thin, prompts: bool = True
+) -> Iterator[Case]:
     for stack, columns, outputs in experts:
         if stack * columns * outputs > most:
             continue
-        for tokens in _FEW_TOKENS:
+        for tokens in thin(_FEW_TOKENS):
             yield from _cases([(tokens, _CHOSEN, stack, columns, outputs)])
-        for pairs in _SORTED_PAIRS if prompts else ():
+        for pairs in thin(_SORTED_PAIRS) if prompts else ():
             if pairs * columns * outputs <= _MOST_PRODUCTS[device]:
                 yield from _cases([(pairs, 1, stack, columns, outputs)], sorted_indices=True)
 
@@ -196,50 +261,50 @@ def _with_bits(cases: Iterable[Case]) -> Iterator[Case]:
         yield Case(case.label, case.shape, {**case.options, "bits": bits})
 
 
-def _gather(device: str) -> Iterator[Case]:
-    return _with_bits(_mixtures(_ALL_EXPERTS, _MOST_EXPERTS[device], device, True))
+def _gather(device: str, thin: Thin) -> Iterator[Case]:
+    return _with_bits(_mixtures(_ALL_EXPERTS, _MOST_EXPERTS[device], device, thin))
 
 
-def _gather_swiglu(device: str) -> Iterator[Case]:
-    return _with_bits(_mixtures(_EXPERTS, _MOST_EXPERTS[device], device, True))
+def _gather_swiglu(device: str, thin: Thin) -> Iterator[Case]:
+    return _with_bits(_mixtures(_EXPERTS, _MOST_EXPERTS[device], device, thin))
 
 
-def _gather_sum(device: str) -> Iterator[Case]:
-    return _with_bits(_mixtures(_transposed(_EXPERTS), _MOST_EXPERTS[device], device, False))
+def _gather_sum(device: str, thin: Thin) -> Iterator[Case]:
+    return _with_bits(_mixtures(_transposed(_EXPERTS), _MOST_EXPERTS[device], device, thin, prompts=False))
 
 
-def _gather_dense(device: str) -> Iterator[Case]:
-    return _mixtures(_ALL_EXPERTS, min(_MOST_EXPERTS[device], _MOST_DENSE_EXPERTS), device, True)
+def _gather_dense(device: str, thin: Thin) -> Iterator[Case]:
+    return _mixtures(_ALL_EXPERTS, min(_MOST_EXPERTS[device], _MOST_DENSE_EXPERTS), device, thin)
 
 
-def _routers(device: str) -> Iterator[Case]:
-    for tokens, (experts, chosen, scores) in product(_ROUTED, _ROUTERS):
+def _routers(device: str, thin: Thin) -> Iterator[Case]:
+    for tokens, (experts, chosen, scores) in product(thin(_ROUTED), _ROUTERS):
         yield from _cases([(tokens, experts)], k=chosen, scores=scores)
 
 
-def _recurrence(heads_of_key: Callable[[int], int], device: str, **options: Any) -> Iterator[Case]:
+def _recurrence(heads_of_key: Callable[[int], int], device: str, thin: Thin, **options: Any) -> Iterator[Case]:
     shapes = [(batch, 1, heads_of_key(heads), heads, rows, columns) for batch, heads, rows, columns in _STATES]
-    shapes += [(1, steps, heads_of_key(64), 64, 128, 128) for steps in _STEPS]
+    shapes += [(1, steps, heads_of_key(64), 64, 128, 128) for steps in thin(_STEPS)]
     for shape in shapes:
         batch, steps, _, *state = shape
         if math.prod((batch, steps, *state)) <= _MOST_PRODUCTS[device]:
             yield from _cases([shape], **options)
 
 
-def _gated_delta(device: str) -> Iterator[Case]:
-    yield from _recurrence(lambda heads: heads // 2, device)
-    yield from _recurrence(lambda heads: heads // 2, device, per_column=True)
+def _gated_delta(device: str, thin: Thin) -> Iterator[Case]:
+    yield from _recurrence(lambda heads: heads // 2, device, thin)
+    yield from _recurrence(lambda heads: heads // 2, device, thin, per_column=True)
 
 
-def _state_space(device: str) -> Iterator[Case]:
-    return _recurrence(lambda heads: 1, device)
+def _state_space(device: str, thin: Thin) -> Iterator[Case]:
+    return _recurrence(lambda heads: 1, device, thin)
 
 
-def _linear_attention(device: str) -> Iterator[Case]:
-    return _recurrence(lambda heads: heads, device)
+def _linear_attention(device: str, thin: Thin) -> Iterator[Case]:
+    return _recurrence(lambda heads: heads, device, thin)
 
 
-_GRIDS: dict[str, Callable[[str], Iterator[Case]]] = {
+_GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
     "rms_norm": _norm,
     "layer_norm": _norm,
     "add_rms_norm": _norm,
@@ -272,17 +337,48 @@ def _usual(op: Op, device: str, quick: bool) -> Iterator[Case]:
 
 
 def cases(op: Op, device: str, quick: bool = False) -> list[Case]:
-    """The cases of an op: of a new one those of the benchmark; in the short form the benchmark's shortest."""
+    """The coarse cases of an op: of a new one those of the benchmark; in the short form the benchmark's shortest."""
     if quick or op.name not in _GRIDS:
         return list(_usual(op, device, quick))
-    return list(_GRIDS[op.name](device))
+    return list(_GRIDS[op.name](device, _coarse))
 
 
-def _dtypes(op: Op, case: Case, device: str) -> Iterable[str]:
-    # Models with quantized weights, and mixtures, compute in half types on a GPU.
-    dtypes = op.dtypes(case)
+def fine_cases(op: Op, device: str) -> list[Case]:
+    """The cases between the coarse ones."""
+    if op.name not in _GRIDS:
+        return []
+    coarse = {case.name for case in cases(op, device)}
+    return [case for case in _GRIDS[op.name](device, _fine) if case.name not in coarse]
+
+
+def _dtypes(op: Op, case: Case, device: str) -> list[str]:
+    # Models with quantized weights, and mixtures, compute in half types on a GPU. mx has no other gather_mm on a CPU.
+    dtypes = list(op.dtypes(case))
+    if op.name == "gather_mm" and device == "cpu":
+        return ["float32"]
     is_half = bool(op.arguments(case).keys() & {"bits", "kind"}) or op.name == "gather_mm"
     return [name for name in dtypes if name != "float32"] if is_half and device == "gpu" else dtypes
+
+
+def _need(item: Item) -> tuple[bool, int, bool]:
+    """Sorts items by how much models need them: half types first, and few tokens before prompts."""
+    rank = 2 if item.dtype == "float32" else int(item.dtype == OTHER_HALF and not item.sampled)
+    return item.fine, rank, item.case.shape[_TOKENS.get(item.op.name, 0)] > _FEW
+
+
+def _distances(case: Case, other: Case) -> list[float] | None:
+    """How far another case is in each size, in steps of two; none where it is of another kind or not a neighbour."""
+    if case.options != other.options or len(case.shape) != len(other.shape):
+        return None
+    found = [math.log2(b / a) for a, b in zip(case.shape, other.shape)]
+    return found if all(abs(distance) < math.log2(_STEP) for distance in found) else None
+
+
+def agree(case: Case, measured: Iterable[tuple[Case, bool]]) -> bool:
+    """Whether the cases around one, of which it is known whether mx is faster, agree on that."""
+    around = [(found, is_mx) for other, is_mx in measured if (found := _distances(case, other)) is not None]
+    surrounded = all(min(sizes) <= 1 and max(sizes) >= -1 for sizes in zip(*(found for found, _ in around)))
+    return bool(around) and surrounded and len({is_mx for _, is_mx in around}) == 1
 
 
 def is_larger(case: Case, other: Case) -> bool:
@@ -304,11 +400,16 @@ def _input_bytes(op: Op, case: Case, dtype: mx.Dtype) -> int:
 def items(names: Iterable[str], device: str, quick: bool = False, memory: float = math.inf) -> list[Item]:
     """What a calibration measures, in order, as far as so many bytes of memory hold it."""
     chosen = set(names)
-    return [
-        (op, case, dtype)
-        for op in specs.OPS
-        if op.name in chosen
-        for case in cases(op, device, quick)
-        for dtype in _dtypes(op, case, device)
-        if _COPIES * _input_bytes(op, case, specs.DTYPES[dtype]) <= memory
-    ]
+    found = []
+    for op in specs.OPS:
+        if op.name not in chosen:
+            continue
+        coarse = [(case, False, number % _SAMPLED == 0) for number, case in enumerate(cases(op, device, quick))]
+        fine = [] if quick else [(case, True, False) for case in fine_cases(op, device)]
+        found += [
+            Item(op, case, dtype, is_fine, is_sampled)
+            for case, is_fine, is_sampled in (*coarse, *fine)
+            for dtype in _dtypes(op, case, device)
+            if _COPIES * _input_bytes(op, case, specs.DTYPES[dtype]) <= memory
+        ]
+    return sorted(found, key=_need)

@@ -2,7 +2,7 @@
 
 First our plans take turns with that which the tables give. Then the tables' plan, the fastest of the others and mx do,
 with more turns: the fastest of many noisy times looks faster than it is. If the tables' plan does not win, they do so
-again, and the second time counts.
+again, and the second time counts. Turns end where each time of the fastest is far below each of the others'.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -20,21 +20,24 @@ import numpy as np
 from .. import _ext, specs
 from ..bench import timing
 from ..bench.measure import Budget, scatter, take_turns
-from ..stats import stats
 from .grid import Item
 from .store import Row
 
 FULL = Budget(seconds=0.1, fewest=5, most=31)
 QUICK = Budget(seconds=0.08, fewest=5, most=21)
-_SCREENING = Budget(seconds=0.02, fewest=3, most=9)
-_SHORTEST_SAMPLE = {"cpu": 2e-3, "gpu": 3e-3}
+_SCREENING = Budget(seconds=0.01, fewest=3, most=5)
+_SHORTEST_SAMPLE = {"cpu": 2e-3, "gpu": 1e-3}
 
 # log2 of how many times the GPU's cores a plan is to count with, at most.
 _MOST_PARALLELISM = 2
 
 # Where mx takes so many seconds, and so many times as long as ours, larger shapes are left out: they may take minutes.
-_SLOW = 0.1
+_SLOW = 0.02
 _MUCH_SLOWER = 4
+
+# A result is clear where the slowest time of the fastest plan, so many times, is below the fastest time of any other.
+_CLEAR = 1.3
+
 
 # Numbers that are drawn for inputs; larger arrays repeat them, which no row length divides.
 _DRAWN = 2**16 + 1
@@ -89,11 +92,11 @@ class Stopwatch:
 
     def __init__(self, op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None], device: str) -> None:
         self._op, self._case, self._device = op, case, device
-        self._sets = timing.rotation(arrays, device, op.updated(case))
+        self._sets = timing.rotation(arrays, device, op.updated(case), short=True)
 
     def __call__(self, plans: Sequence[Plan], budget: Budget) -> dict[Plan, Time]:
         samplers = {str(i): self._sampler(plan, i * len(self._sets) // len(plans)) for i, plan in enumerate(plans)}
-        times = take_turns(samplers, self._device, budget, _SHORTEST_SAMPLE[self._device])
+        times = take_turns(samplers, self._device, budget, _SHORTEST_SAMPLE[self._device], _is_clear)
         return {plan: _time(times[str(i)]) for i, plan in enumerate(plans)}
 
     def _sampler(self, plan: Plan, first: int) -> Callable[[int], float]:
@@ -110,7 +113,13 @@ class Stopwatch:
 
 
 def _time(times: Sequence[float]) -> Time:
-    return Time(statistics.median(times), scatter(times))
+    return Time(statistics.median(times), scatter(times) if len(times) > 1 else 0.0)
+
+
+def _is_clear(times: Mapping[str, Sequence[float]]) -> bool:
+    """Whether one contender is the fastest beyond doubt."""
+    fastest = min(times, key=lambda name: statistics.median(times[name]))
+    return all(_CLEAR * max(times[fastest]) < min(times[name]) for name in times if name != fastest)
 
 
 class _Repeated:
@@ -138,8 +147,7 @@ class _Repeated:
 
 def draw(item: Item, rng: np.random.Generator) -> list[mx.array | None]:
     """The inputs of an item."""
-    op, case, dtype = item
-    return op.draw(cast(np.random.Generator, _Repeated(rng)), case, specs.DTYPES[dtype])
+    return item.op.draw(cast(np.random.Generator, _Repeated(rng)), item.case, specs.DTYPES[item.dtype])
 
 
 def _results(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None]) -> list[mx.array]:
@@ -182,41 +190,58 @@ def _agree(a: mx.array, b: mx.array) -> bool:
     return bool(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max() <= allowed)
 
 
-def schedules(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None]) -> list[Plan]:
-    """The schedules that give other kernels than the tables' plan, and the same results."""
+class Plans:
+    """What of our plans there is for a call: none that comes to the same launches as another."""
 
-    def run(plan: Plan) -> tuple[list[str], list[mx.array]]:
-        stats(reset=True)
-        with forced(plan):
-            results = _results(op, case, arrays)
-        return [kernel for counts in stats(reset=True).values() for kernel in counts["kernels"]], results
+    def __init__(self, op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None]) -> None:
+        self._op, self._case, self._arrays = op, case, arrays
+        launches, self._expected = self._run(TABLES)
+        self._seen = [launches]
 
-    usual, expected = run(TABLES)
-    seen, found = [usual], []
-    for name in _ext.plan_schedules(op.name):
+    def _run(self, plan: Plan) -> tuple[list[Any], list[mx.array]]:
+        _ext.calibration_launches(True)
         try:
-            kernels, results = run(Plan(schedule=name))
-        except RuntimeError:  # a schedule that cannot be had here is none to choose
-            continue
-        if kernels not in seen and all(map(_agree, results, expected)):
-            seen.append(kernels)
-            found.append(Plan(schedule=name))
-    return found
+            with forced(plan):
+                results = _results(self._op, self._case, self._arrays)
+        finally:
+            launches = _ext.calibration_launches(False)
+        return launches, results
+
+    def _is_new(self, plan: Plan) -> bool:
+        try:
+            launches, results = self._run(plan)
+        except RuntimeError:  # a plan that cannot be had here is none to choose
+            return False
+        if launches in self._seen or not all(map(_agree, results, self._expected)):
+            return False
+        self._seen.append(launches)
+        return True
+
+    def schedules(self) -> list[Plan]:
+        """The schedules that give the same results as the tables' plan, but for rounding."""
+        return list(filter(self._is_new, (Plan(schedule=name) for name in _ext.plan_schedules(self._op.name))))
+
+    def with_parallelism(self, plan: Plan, choices: Iterable[int]) -> list[Plan]:
+        """A plan with each parallelism that makes another of it."""
+        return list(filter(self._is_new, (replace(plan, parallelism=n) for n in choices)))
 
 
 def _fastest(times: Mapping[Plan, Time]) -> Plan:
     return min(times, key=lambda plan: times[plan].seconds)
 
 
-def candidate(clock: Clock, others: Sequence[Plan]) -> Plan:
+def candidate(clock: Clock, plans: Plans) -> Plan:
     """The plan of ours that looks the fastest: a schedule first, then its parallelism."""
-    best = _fastest(clock([TABLES, *others], _SCREENING)) if others else TABLES
-    neighbours = [replace(best, parallelism=n) for n in (-1, 1)]
-    found = _fastest(clock([best, *neighbours], _SCREENING))
-    if found != best:  # further the same way
-        further = [replace(best, parallelism=found.parallelism * n) for n in range(2, _MOST_PARALLELISM + 1)]
-        found = _fastest(clock([found, *further], _SCREENING))
-    return found
+    best = TABLES
+    if others := plans.schedules():
+        best = _fastest(clock([TABLES, *others], _SCREENING))
+    if neighbours := plans.with_parallelism(best, (-1, 1)):
+        found = _fastest(clock([best, *neighbours], _SCREENING))
+        further = [found.parallelism * n for n in range(2, _MOST_PARALLELISM + 1)]
+        if found != best and (more := plans.with_parallelism(best, further)):  # the same way
+            found = _fastest(clock([found, *more], _SCREENING))
+        best = found
+    return best
 
 
 def is_hopeless(row: Row) -> bool:
@@ -255,7 +280,7 @@ def measure(
         rng: Draws the inputs.
         known: Problems that have a row.
     """
-    op, case, dtype = item
+    op, case = item.op, item.case
     arrays = draw(item, rng)
     wanted = asked(op, case, arrays, device)
     problems = [problem for problem in wanted.problems if problem not in known]
@@ -263,7 +288,7 @@ def measure(
         return []
     clock = Stopwatch(op, case, arrays, device)
     plans = [TABLES, MX]
-    if device == "gpu" and wanted.planned and (best := candidate(clock, schedules(op, case, arrays))) != TABLES:
+    if device == "gpu" and wanted.planned and (best := candidate(clock, Plans(op, case, arrays))) != TABLES:
         plans.append(best)
     times = clock(plans, budget)
     if winner(times)[0] != TABLES:

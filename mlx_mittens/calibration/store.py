@@ -21,6 +21,9 @@ VARIABLE = "MLX_MITTENS_CALIBRATION"
 # Of the file; one with another number is not read.
 _SCHEMA = 1
 
+# What of a row the extension takes, in its order.
+KEYS = ("op", "dtype", "format", "sizes", "mx", "schedule", "parallelism")
+
 HOW_TO_MAKE = "`mlx-mittens calibrate` measures this machine anew"
 
 
@@ -49,6 +52,7 @@ class Row:
         ours_us: Median time of the plan that the tables give.
         best_us: Median time of the plan that is the fastest of ours.
         spread: Half the interquartile range of the times, relative; the largest of the three.
+        timed: The element type that was timed, where it is the other half type; else empty.
     """
 
     op: str
@@ -63,6 +67,7 @@ class Row:
     ours_us: float
     best_us: float
     spread: float
+    timed: str = ""
 
     @property
     def problem(self) -> tuple[str, str, int, tuple[int, int, int, int]]:
@@ -172,9 +177,8 @@ def activate(found: dict[str, Any]) -> None:
     Raises:
         CalibrationError: A row is none that the extension can read.
     """
-    keys = ("op", "dtype", "format", "sizes", "mx", "schedule", "parallelism")
     try:
-        rows = [tuple([row[key] for key in keys]) for row in found["rows"]]
+        rows = [tuple([row[key] for key in KEYS]) for row in found["rows"]]
         _ext.calibration_load(found["machine"]["device"], rows)
     except (KeyError, ValueError) as error:
         raise CalibrationError(f"has a row that cannot be read ({type(error).__name__}: {error})") from None
@@ -201,7 +205,7 @@ def _row(values: dict[str, Any]) -> Row:
     row = Row(**{**values, "sizes": tuple(values["sizes"])})
     natural = lambda value: type(value) is int and 0 <= value < 2**32
     if not (
-        all(type(value) is str for value in (row.op, row.case, row.schedule))
+        all(type(value) is str for value in (row.op, row.case, row.schedule, row.timed))
         and row.dtype in ("float32", "float16", "bfloat16")
         and len(row.sizes) == 4
         and all(map(natural, (row.format, *row.sizes)))

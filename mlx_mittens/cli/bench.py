@@ -24,7 +24,7 @@ from ..bench import machine
 from ..bench.measure import FULL, QUICK, Outcome, kept_memory, measure, plan
 from ..table import Column, show, terminal_width
 from . import bench_compare, bench_files, bench_models, bench_predictions, predictions
-from .options import UsageError, add_ops, add_seed, chosen, drawn, inputs, writable
+from .options import UsageError, add_minutes, add_ops, add_seed, chosen, drawn, inputs, writable
 from .runs import Ending, JsonFile, each, finish, progress, steps
 
 _COLUMNS = (
@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
     parser.add_argument("--peer", choices=("metal",), help="beside ours MLX's own Metal kernels, compiled the same way")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
-    parser.add_argument("--minutes", type=_minutes, metavar="N", help="end after about N minutes, with what is there")
+    add_minutes(parser)
     parser.add_argument("--resume", metavar="FILE", help="go on with a run that was ended, whose --json is FILE")
     parser.add_argument(
         "--compare", nargs=2, metavar=("A.json", "B.json"), help="print what moved between two files, beyond the spread"
@@ -139,16 +139,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     predictions.add_chip_argument(parser)
     add_seed(parser)
     bench_models.add_arguments(parser)
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes above 0")
-    return minutes
 
 
 def op_names(text: str | None) -> list[str]:

@@ -18,21 +18,25 @@ import mlx.core as mx
 from ..backends import strict
 from ..bench import machine
 from ..bench.measure import kept_memory
-from ..calibration import Calibration, CalibrationError, Row, grid, loading, measure, store
+from ..calibration import Calibration, CalibrationError, Row, grid, inference, loading, measure, store
 from ..table import aligned
 from .bench import check_executor, op_names, select_device
-from .options import UsageError, add_ops, inputs
-from .runs import Ending, each, grouped_steps
+from .options import UsageError, add_minutes, add_ops, inputs
+from .runs import Ending, each, quiet_steps
 
 # Seconds from one writing of the file to the next.
 _SAVED_EVERY = 1.0
+
+# Of a run; the items come in the order in which models need them.
+_MINUTES = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
     add_ops(parser)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
-    parser.add_argument("--quick", action="store_true", help="some shapes of models, under a minute")
+    parser.add_argument("--quick", action="store_true", help="some shapes of models, about a minute")
+    add_minutes(parser, _MINUTES)
     parser.add_argument("--again", action="store_true", help="measure anew what was measured")
 
 
@@ -111,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{', '.join(map(str, file.calibration.machine.values()))}; {path}", flush=True)
     measured = {(row.op, row.case, row.dtype) for row in rows}
     planned = grid.items(names, device, arguments.quick, _memory(device))
-    todo = [item for item in planned if _key(item) not in measured]
+    todo = [item for item in planned if item.key not in measured]
     if measured and todo:
         print(f"goes on: {len(measured)} calls were measured before; --again starts over", flush=True)
     if todo and hasattr(os, "getloadavg") and os.getloadavg()[0] > machine.cores() / 2:
@@ -120,9 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     failed: list[str] = []
     ending = Ending()
     if todo:
-        hopeless = {(row.op, row.case, row.dtype) for row in rows if measure.is_hopeless(row)}
-        slow = [item for item in planned if _key(item) in hopeless]
-        ending = _measure(todo, slow, device, arguments.quick, file, failed)
+        found = inference.Known(planned, rows)
+        ending = _measure(todo, found, device, arguments, file, failed)
     print(_table(rows))
     print(store.summary(rows))
     for problem in failed:
@@ -142,48 +145,45 @@ def _memory(device: str) -> float:
     return float(info.get("total_memory", info.get("memory_size", math.inf)))
 
 
-def _key(item: grid.Item) -> tuple[str, str, str]:
-    op, case, dtype = item
-    return op.name, case.name, dtype
-
-
-def _name(item: grid.Item) -> str:
-    return " ".join(_key(item))
-
-
 def _measure(
-    todo: Sequence[grid.Item], slow: list[grid.Item], device: str, quick: bool, file: _File, failed: list[str]
+    todo: Sequence[grid.Item],
+    found: inference.Known,
+    device: str,
+    arguments: argparse.Namespace,
+    file: _File,
+    failed: list[str],
 ) -> Ending:
-    """Measures each item, but those that are larger than one for which mx takes long and is far slower.
+    """Measures each item that what was measured before it does not tell.
 
     What fails is kept in words, and does not stop the others.
     """
-    budget = measure.QUICK if quick else measure.FULL
+    budget = measure.QUICK if arguments.quick else measure.FULL
     known = {row.problem for row in file.calibration.rows}
     loading.unload()  # the tables' plans are timed, not what was measured before
-    with grouped_steps([op.name for op, _, _ in todo]) as step, strict(), kept_memory(device):
+    with quiet_steps(len(todo)) as step, strict(), kept_memory(device):
 
-        def is_left_out(item: grid.Item) -> bool:
-            op, case, dtype = item
-            return any((op.name, dtype) == (o.name, d) and grid.is_larger(case, c) for o, c, d in slow)
+        def rows_of(item: grid.Item) -> list[Row]:
+            if found.is_left_out(item) or found.is_between(item):
+                return []
+            if rows := found.by_other_half(item):
+                return [row for row in rows if row.problem not in known]
+            try:
+                return measure.measure(item, device, budget, inputs(0, item.name), known)
+            except Exception as error:  # the others can be measured
+                failed.append(f"{item.name}: {(str(error) or type(error).__name__).splitlines()[0]}")
+                return []
+            finally:
+                if device == "gpu":
+                    mx.clear_cache()
 
         def one(item: grid.Item) -> None:
-            if is_left_out(item):
-                step(_name(item))
-                return
-            try:
-                rows = measure.measure(item, device, budget, inputs(0, _name(item)), known)
-            except Exception as error:  # the others can be measured
-                failed.append(f"{_name(item)}: {(str(error) or type(error).__name__).splitlines()[0]}")
-                rows = []
+            rows = rows_of(item)
             known.update(row.problem for row in rows)
-            slow.extend(item for row in rows if measure.is_hopeless(row))
+            found.add(item, rows)
             file.add(rows)
-            step(_name(item))
-            if device == "gpu":
-                mx.clear_cache()
+            step(item.name)
 
-        ending = each(todo, one, _name)
+        ending = each(todo, one, lambda item: item.name, arguments.minutes)
     try:
         file.save()
     except OSError as error:

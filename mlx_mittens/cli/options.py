@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import zlib
 from collections.abc import Iterable
@@ -29,6 +30,22 @@ def add_ops(parser: argparse.ArgumentParser) -> None:
 def add_seed(parser: argparse.ArgumentParser) -> None:
     """Adds ``--seed``; without it the command draws one by `drawn`."""
     parser.add_argument("--seed", type=_natural, metavar="N", help="of random inputs, as a failure prints it (drawn)")
+
+
+def add_minutes(parser: argparse.ArgumentParser, usual: float | None = None) -> None:
+    """Adds ``--minutes``, after which a run ends."""
+    text = "end after about N minutes, with what is there" + (f" ({usual:g})" if usual else "")
+    parser.add_argument("--minutes", type=_minutes, metavar="N", default=usual, help=text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes above 0")
+    return minutes
 
 
 def _natural(text: str) -> int:

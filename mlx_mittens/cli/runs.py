@@ -218,21 +218,6 @@ def _lines(total: int) -> Callable[[str], None]:
 
 
 @contextlib.contextmanager
-def grouped_steps(groups: Sequence[str]) -> Iterator[Callable[[str], None]]:
-    """The same, of steps in groups: without a bar a line for each group that is done; ``groups`` has that of each."""
-    ends = {len(groups) - 1 - groups[::-1].index(name): name for name in groups}
-    numbers, done, left = itertools.count(), itertools.count(1), _Left(len(groups))
-
-    def line(_: str) -> None:
-        rest = left.step()
-        if name := ends.get(next(numbers)):
-            print(f"[{next(done)}/{len(ends)}] {name}{rest and f', {rest}'}", file=sys.stderr, flush=True)
-
-    with _bar(len(groups)) as step:
-        yield step or line
-
-
-@contextlib.contextmanager
 def quiet_steps(total: int) -> Iterator[Callable[[str], None]]:
     """The same for what prints its results as they come: without a bar a line every few seconds, not for each step."""
     numbers, left, said = itertools.count(1), _Left(total), time.monotonic()

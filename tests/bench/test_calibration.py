@@ -4,10 +4,12 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from itertools import product
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 
 import mlx_mittens as mm
 from mlx_mittens import _ext, calibration, specs
+from mlx_mittens.bench.measure import take_turns
 from mlx_mittens.calibration import grid, loading, measure, store
 from mlx_mittens.calibration.measure import MX, TABLES, Plan, Time
 from mlx_mittens.cli import calibrate
@@ -76,7 +79,8 @@ def few_shapes(monkeypatch):
     """A grid of four shapes for each op that works along rows."""
     shapes = ((1, 64), (1, 1024), (64, 64), (64, 1024))
     cases = [specs.Case("calibration", shape) for shape in shapes]
-    monkeypatch.setattr(grid, "_GRIDS", {op.name: lambda device: iter(cases) for op in specs.ROW_OPS})
+    monkeypatch.setattr(grid, "_GRIDS", {op.name: lambda device, thin: iter(cases) for op in specs.ROW_OPS})
+    monkeypatch.setattr(grid, "_SAMPLED", 1)
     return cases
 
 
@@ -120,27 +124,83 @@ def test_a_candidate_is_a_schedule_and_then_its_parallelism():
         clock = lambda plans, budget, best=best: {
             plan: Time(microseconds[plan.schedule] + abs(plan.parallelism - best), 0.0) for plan in plans
         }
-        found = measure.candidate(clock, [Plan(schedule="a"), Plan(schedule="b")])
-        assert found == Plan(schedule="a", parallelism=best)
-        assert measure.candidate(clock, []) == Plan(parallelism=best)
+        assert measure.candidate(clock, MadeUpPlans("a", "b")) == Plan(schedule="a", parallelism=best)
+        assert measure.candidate(clock, MadeUpPlans()) == Plan(parallelism=best)
+        assert measure.candidate(clock, MadeUpPlans("a", most=0)) == Plan(schedule="a")
+
+
+class MadeUpPlans:
+    """Schedules of these names, whose parallelism changes their launches up to so much."""
+
+    def __init__(self, *names, most=2):
+        self._names, self._most = names, most
+
+    def schedules(self):
+        return [Plan(schedule=name) for name in self._names]
+
+    def with_parallelism(self, plan, choices):
+        return [replace(plan, parallelism=n) for n in choices if abs(n) <= self._most]
 
 
 @pytest.mark.parametrize("name, shape", [("rms_norm", (4, 1024)), ("gemv", (1, 512, 16))])
-def test_schedules_give_other_kernels_and_the_same_results(name, shape, rng):
+def test_plans_give_other_launches_and_the_same_results(name, shape, rng):
     op, case = specs.get(name), specs.Case("calibration", shape)
     with mm.simulator.enabled(gpu="nvidia"):
-        arrays = measure.draw((op, case, "float32"), rng)
-        found = measure.schedules(op, case, arrays)
+        arrays = measure.draw(grid.Item(op, case, "float32"), rng)
+        plans = measure.Plans(op, case, arrays)
+        found = plans.schedules()
         assert found and {plan.schedule for plan in found} <= set(_ext.plan_schedules(name))
-        kernels = []
+        assert not plans.schedules() and not plans.with_parallelism(TABLES, [0]), "they come to the same launches"
+        launches = []
         for plan in (TABLES, *found):
-            mm.stats(reset=True)
+            _ext.calibration_launches(True)
             with measure.forced(plan):
                 mx.eval(specs.run(op, op.ours, case, arrays))
-            kernels.append(str(mm.stats()[name]["kernels"]))
-        assert len(set(kernels)) == len(kernels) > 1
+            launches.append(_ext.calibration_launches(False))
+        assert all(launches[0]) and not any(one in launches[:i] for i, one in enumerate(launches))
         wrong = replace(op, ours=lambda *arrays, **options: op.ours(*arrays, **options) * mx.random.uniform())
-        assert not measure.schedules(wrong, case, arrays), "a plan with other results is none"
+        assert not measure.Plans(wrong, case, arrays).schedules(), "a plan with other results is none"
+
+
+def test_parallelism_is_tried_where_it_changes_the_launches(rng):
+    op = specs.get("rms_norm")
+    with mm.simulator.enabled(gpu="m1"):
+        for shape, choices in (((4, 64), []), ((1, 65536), [-2])):  # the second is split: of 8 cores into 32 parts
+            case = specs.Case("calibration", shape)
+            arrays = measure.draw(grid.Item(op, case, "float32"), rng)
+            found = measure.Plans(op, case, arrays).with_parallelism(TABLES, [-1, -2])
+            assert [plan.parallelism for plan in found] == choices
+
+
+@pytest.mark.parametrize(
+    "times, clear",
+    [
+        ({"a": [1, 1.1, 1.2], "b": [1.6, 2, 2]}, True),
+        ({"a": [1, 1.1, 1.2], "b": [1.5, 2, 2]}, False),
+        ({"a": [1, 1, 1], "b": [2, 2, 2], "c": [1.2, 2, 2]}, False),
+        ({"a": [2, 2, 2], "b": [1, 1, 1], "c": [3, 3, 3]}, True),
+    ],
+    ids=str,
+)
+def test_turns_end_where_the_times_are_clear(times, clear):
+    left = {name: iter([values[0]] * 2 + values) for name, values in times.items()}  # the first find the count
+    samplers = {name: lambda count, name=name: next(left[name]) * 1e-3 for name in times}
+    budget = replace(measure.FULL, fewest=3, most=3)
+    taken = take_turns(samplers, "gpu", budget, 1e-3, measure._is_clear)
+    assert measure._is_clear(taken) == clear and all(len(values) == 3 for values in taken.values())
+    endless = {name: lambda count, name=name: statistics.mean(times[name]) * 1e-3 for name in times}
+    assert len(take_turns(endless, "gpu", measure.FULL, 1e-3, lambda times: True)["a"]) == 3
+    assert len(take_turns(endless, "gpu", replace(measure.FULL, most=4), 1e-3, lambda times: False)["a"]) == 4
+
+
+def test_a_slow_call_is_timed_once_if_that_is_clear():
+    called = []
+    samplers = {"ours": lambda count: 1e-4, "mx": lambda count: called.append(count) or 0.5}
+    assert take_turns(samplers, "cpu", measure.FULL, 2e-3, measure._is_clear) == {"ours": [1e-4], "mx": [0.5]}
+    assert called == [1]
+    samplers["mx"] = lambda count: called.append(count) or 0.11
+    samplers["ours"] = lambda count: 0.09
+    assert len(take_turns(samplers, "cpu", measure.FULL, 2e-3, measure._is_clear)["mx"]) == 2
 
 
 def test_the_file_holds_what_was_measured(file):
@@ -282,8 +342,9 @@ def test_patched_calls_follow_the_calibration(few_shapes, made_up, file, lenient
         for shape, expected in {
             (1, 64): to_mx, (64, 64): to_mx, (1, 1024): ours, (64, 1024): ours,
             (2, 64): to_mx, (64, 128): to_mx, (64, 100): to_mx, (33, 33): to_mx, (128, 2048): ours, (40, 600): ours,
-            (1, 300): ours,  # nothing was measured within a factor of two
-            (4, 64): ours,
+            (8, 64): to_mx, (10, 64): to_mx, (8, 1024): ours, (10, 1500): ours,  # the points around them agree
+            (1, 300): ours, (8, 300): ours,  # they do not
+            (4, 64): ours, (1, 16): ours, (256, 64): ours,  # they are farther than 16 times, or on one side alone
         }.items():  # fmt: skip
             assert count(*shape) == (int(expected == ours), expected), shape
         with mm.strict():
@@ -294,6 +355,120 @@ def test_patched_calls_follow_the_calibration(few_shapes, made_up, file, lenient
     loading.unload()
     with mm.patched():
         assert count(1, 64) == (1, ours)
+
+
+def between(points, shape):
+    """Whether points agree about a shape between them, as the command sees it."""
+    return grid.agree(specs.Case("", shape), [(specs.Case("", point), is_mx) for point, is_mx in points.items()])
+
+
+@pytest.mark.parametrize("different", [None, (1, 4), (16, 64)], ids=str)
+def test_what_is_not_measured_is_answered(different, file):
+    """The command leaves a fine point out exactly where a call there is answered by the points around it."""
+    points = {shape: shape == different for shape in product((1, 16), (4, 64))}
+    row = replace(SOME_ROWS[1], schedule="a", parallelism=1)
+    rows = [replace(row, sizes=(*shape, 1, 1), mx=is_mx) for shape, is_mx in points.items()]
+    store.write(file, of_this_machine(rows))
+    calibration.load()
+    for shape in ((4, 16), (4, 4), (4, 64), (1, 16), (16, 16), (5, 11), (64, 16), (4, 1), (4, 256), (400, 4), (8, 16)):
+        _ext.calibration_record(True)
+        mm.rms_norm(mx.ones(shape), mx.ones(shape[-1]), 1e-5)
+        ((*_, known, _),) = _ext.calibration_record(False)
+        near = any(all(abs(math.log2(a / b)) <= 1 for a, b in zip(shape, point)) for point in points)
+        assert known == (near or between(points, shape)), shape
+    assert between(points, (4, 16)) == (different is None) and not between(points, (64, 16))
+
+
+def test_points_that_agree_on_the_plan_give_it(file):
+    def plan_of(first, second):
+        rows = [
+            replace(SOME_ROWS[0], sizes=(1, columns, 1, 1), mx=is_mx, schedule=schedule, parallelism=parallelism)
+            for columns, (is_mx, schedule, parallelism) in ((256, first), (4096, second))
+        ]
+        _ext.calibration_load("simulator", [tuple(getattr(row, key) for key in store.KEYS) for row in rows])
+        with mm.simulator.enabled(gpu="nvidia"), mm.strict():
+            mm.stats(reset=True)
+            mx.eval(mm.rms_norm(mx.ones((1, 1024)), mx.ones(1024), 1e-5))
+        _ext.calibration_load("simulator", [])
+        return next(iter(mm.stats()["rms_norm"]["kernels"]))
+
+    usual, other = plan_of((False, "", 0), (False, "", 0)), plan_of((False, "looped", 0), (False, "looped", 0))
+    assert "looped" in other and "looped" not in usual
+    assert plan_of((False, "looped", 0), (False, "", 0)) == usual
+    assert plan_of((True, "looped", 0), (True, "", 0)) == usual
+
+
+FINE = ((1, 64), (4, 64), (16, 64), (1, 256), (4, 256), (16, 256), (1, 1024), (4, 1024), (16, 1024))
+
+
+@pytest.fixture
+def two_levels(monkeypatch):
+    """A grid of four coarse points and five between them."""
+    cases = [specs.Case("calibration", shape) for shape in FINE]
+    corners = [case for case in cases if case.shape[0] in (1, 16) and case.shape[1] in (64, 1024)]
+    monkeypatch.setattr(
+        grid, "_GRIDS", {"rms_norm": lambda device, thin: iter(cases if thin is grid._fine else corners)}
+    )
+
+
+def run_calibration(*arguments):
+    return main(["calibrate", "--device", "cpu", "--ops", "rms_norm", *arguments])
+
+
+def test_points_between_are_measured_where_those_around_them_do_not_agree(two_levels, made_up, file):
+    clock = made_up()
+    assert run_calibration() == 0
+    corners = {f"calibration {shape}" for shape in ("1x64", "16x64", "1x1024", "16x1024")}
+    assert {name for _, name, _ in clock.timed} == corners
+    assert run_calibration() == 0 and {row.case for row in store.read(file).rows} == corners
+
+    clock = made_up(slow_in_short_rows)
+    assert run_calibration("--again") == 0
+    float32 = [name for _, name, dtype in clock.timed if "float32" in dtype]
+    assert set(float32) == corners | {f"calibration {rows}x256" for rows in (1, 4, 16)}
+    rows = {row.sizes[:2]: row.mx for row in store.read(file).rows if row.dtype == "float32"}
+    assert [rows[shape] for shape in ((1, 64), (1, 256), (1, 1024), (4, 256))] == [True, False, False, False]
+
+
+def test_half_types_that_agree_are_timed_once(few_shapes, made_up, file, monkeypatch):
+    monkeypatch.setattr(grid, "_SAMPLED", 3)  # the first of four cases and the last
+    clock = made_up(slow_in_short_rows)
+    assert run_calibration() == 0
+    timed = [(name.split()[1], dtype.split(".")[-1]) for _, name, dtype in clock.timed]
+    assert [name for name, dtype in timed if dtype == "float16"] == ["1x64", "64x1024"]
+    assert len(timed) == 4 + 2 + 4 and timed.index(("64x1024", "bfloat16")) < timed.index(("1x64", "float32"))
+    rows = store.read(file).rows
+    winners = {dtype: {row.sizes: row.mx for row in rows if row.dtype == dtype} for dtype in specs.DTYPES}
+    assert winners["float16"] == winners["bfloat16"] == winners["float32"] and len(winners["float16"]) == 4
+    assert {(row.case, row.dtype) for row in rows if row.timed} == {
+        (f"calibration {shape}", "float16") for shape in ("1x1024", "64x64")
+    }
+    assert {row.timed for row in rows} == {"", "bfloat16"}
+
+
+def test_half_types_that_do_not_agree_are_both_timed(few_shapes, made_up, file, monkeypatch):
+    monkeypatch.setattr(grid, "_SAMPLED", 3)
+    clock = made_up()
+
+    def slow_in_one_type(op, case, plan):
+        return 10.0 if plan == MX else 50.0 if "bfloat16" in clock.timed[-1][2] else 5.0
+
+    clock.microseconds = staticmethod(slow_in_one_type)
+    assert run_calibration() == 0
+    rows = store.read(file).rows
+    assert len(clock.timed) == len(rows) == 12 and not any(row.timed for row in rows)
+    assert all(row.mx == (row.dtype == "bfloat16") for row in rows)
+
+
+def test_a_time_limit(few_shapes, made_up, file, capsys):
+    made_up()
+    assert run_calibration("--minutes", "1e-9") == 0
+    assert "the time limit of 1e-09 minutes came before" in (said := capsys.readouterr().out) and "goes on" in said
+    assert len(store.read(file).rows) == 1
+    with pytest.raises(SystemExit):
+        run_calibration("--minutes", "0")
+    assert "number of minutes" in capsys.readouterr().err
+    assert run_calibration() == 0 and len(store.read(file).rows) == 12
 
 
 # A small shape of each op that asks a calibration.
@@ -336,11 +511,11 @@ def test_every_op_follows_the_calibration(name, made_up, file, lenient):
     dtype = "float32" if name == "gather_mm" else "float16"  # mx has no other gather_mm on a CPU
     op, case = specs.get(name), specs.Case("calibration", *SMALL[name])
     with mm.strict():
-        (row,) = measure.measure((op, case, dtype), "cpu", measure.QUICK, np.random.default_rng(0))
+        (row,) = measure.measure(grid.Item(op, case, dtype), "cpu", measure.QUICK, np.random.default_rng(0))
     assert row.mx and row.op == name and row.dtype == dtype
     store.write(file, of_this_machine([row]))
     calibration.load()
-    arrays = measure.draw((op, case, dtype), np.random.default_rng(0))
+    arrays = measure.draw(grid.Item(op, case, dtype), np.random.default_rng(0))
     mm.stats(reset=True)
     mx.eval(specs.run(op, op.ours, case, arrays))
     counts = mm.stats(reset=True)[name]
@@ -355,7 +530,7 @@ def test_every_op_follows_the_calibration(name, made_up, file, lenient):
 def test_a_gather_that_mx_has_not_stays_here(made_up, lenient):
     made_up(lambda op, case, plan: 1.0 if plan == MX else 50.0)
     op, case = specs.get("gather_mm"), specs.Case("calibration", *SMALL["gather_mm"])
-    assert measure.measure((op, case, "float16"), "cpu", measure.QUICK, np.random.default_rng(0)) == []
+    assert measure.measure(grid.Item(op, case, "float16"), "cpu", measure.QUICK, np.random.default_rng(0)) == []
     _ext.calibration_force((True, "", 0))
     assert specs.check(op, case, op.draw(np.random.default_rng(0), case, mx.float16)).passed
 
@@ -387,7 +562,7 @@ def test_mx_has_to_win_twice(made_up):
         return 1.0 if asked.count(MX) == 1 and plan == MX else 5.0
 
     made_up(once)
-    item = (specs.get("rms_norm"), specs.Case("calibration", (4, 64)), "float32")
+    item = grid.Item(specs.get("rms_norm"), specs.Case("calibration", (4, 64)), "float32")
     (row,) = measure.measure(item, "cpu", measure.QUICK, np.random.default_rng(0))
     assert asked == [TABLES, MX] * 2 and not row.mx and row.mx_us == 5.0
 
@@ -448,7 +623,7 @@ def test_what_was_measured_is_kept_when_it_is_stopped(number, status, few_shapes
     made_up(stopped)
     assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == status
     assert "goes on" in capsys.readouterr().out
-    assert [row.case for row in store.read(file).rows] == ["calibration 1x64"] * 3
+    assert [row.case for row in store.read(file).rows] == ["calibration 1x64"] * 2
     made_up()
     assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
     assert len(store.read(file).rows) == 12
@@ -499,7 +674,7 @@ def test_a_call_that_no_kernel_covers_is_left_out(made_up, file):
     op = replace(
         specs.get("rms_norm"), ours=lambda *arrays, eps: mm.rms_norm(*(a.astype(mx.float64) for a in arrays), eps)
     )
-    item = (op, specs.Case("calibration", (2, 64)), "float32")
+    item = grid.Item(op, specs.Case("calibration", (2, 64)), "float32")
     assert measure.measure(item, "cpu", measure.QUICK, np.random.default_rng(0)) == []
 
 
@@ -540,7 +715,8 @@ def test_times_of_this_machine(few_shapes, file, monkeypatch):
     monkeypatch.setattr(measure, "FULL", replace(measure.FULL, seconds=0.0, fewest=2))
     assert main(["calibrate", "--device", "cpu", "--ops", "rms_norm"]) == 0
     rows = store.read(file).rows
-    assert [row.dtype for row in rows[:3]] == list(specs.DTYPES)
+    assert [row.dtype for row in rows[:4]] == ["float16", "bfloat16"] * 2
+    assert {row.dtype for row in rows} == set(specs.DTYPES)
     for row in rows:
         assert row.mx_us > 0 and row.ours_us > 0 and row.best_us == row.ours_us and row.spread >= 0
         assert not row.schedule and not row.parallelism
@@ -563,7 +739,7 @@ def test_models_are_near_a_point_of_the_grid(op, device):
     def is_model(case):
         return not case.vjp and case.label != "large" and (op.name == "rope_append" or case.shape[1:3] != (1, 1))
 
-    points = [sizes(case) for case in grid.cases(op, device)]
+    points = [sizes(case) for case in (*grid.cases(op, device), *grid.fine_cases(op, device))]
     cases = [case for case in op.cases if case.runs_on(device) and is_model(case)]
     assert not [case.name for case in cases if not any(within_two(sizes(case), p) for p in points)]
 
@@ -571,8 +747,13 @@ def test_models_are_near_a_point_of_the_grid(op, device):
 def test_the_grid(monkeypatch):
     names = [op.name for op in specs.OPS]
     for device in ("cpu", "gpu"):
-        assert len(grid.items(names, device, quick=True)) < 120 < len(grid.items(names, device))
-    assert {op.name for op, _, _ in grid.items(["softmax"], "cpu")} == {"softmax"}
+        items = grid.items(names, device)
+        first = [item for item in items if not item.fine and (item.dtype != "float16" or item.sampled)]
+        assert len(grid.items(names, device, quick=True)) < 120 < len(first) < {"cpu": 700, "gpu": 900}[device]
+        assert items[: len(first) // 3] == first[: len(first) // 3], "models need them first"
+        assert all(item.dtype != "float32" for item in items[: len(first) // 3])
+        assert [item.fine for item in items] == sorted(item.fine for item in items)
+    assert {item.op.name for item in grid.items(["softmax"], "cpu")} == {"softmax"}
     for op in specs.OPS:
         assert grid.cases(op, "cpu") and grid.cases(op, "gpu") and not any(case.vjp for case in grid.cases(op, "cpu"))
     all_of_them, fitting = (grid.items(names, "gpu", memory=memory) for memory in (math.inf, 8 << 30))
@@ -586,7 +767,7 @@ def test_the_grid(monkeypatch):
 def test_inputs_are_those_of_the_op(op, rng):
     """Few numbers are drawn, and arrays have the shapes, types and views that the op draws."""
     case = replace(op.cases[0], shape=getattr(op, "smallest", (2, 64, 8))[: len(op.cases[0].shape)])
-    drawn, usual = measure.draw((op, case, "float16"), rng), op.draw(rng, case, mx.float16)
+    drawn, usual = measure.draw(grid.Item(op, case, "float16"), rng), op.draw(rng, case, mx.float16)
     assert [None if a is None else (a.shape, a.dtype) for a in drawn] == [
         None if a is None else (a.shape, a.dtype) for a in usual
     ]
