@@ -6,12 +6,16 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+import warnings
 
 
 def main() -> int:
     """Runs the command, or says why it cannot; the exit status is then 1."""
     try:
-        from mlx_mittens.cli.main import main as run
+        with warnings.catch_warnings():
+            if sys.argv[1:2] == ["calibrate"]:  # which makes the file, or says itself what is wrong with it
+                warnings.filterwarnings("ignore", "The calibration ", RuntimeWarning)
+            from mlx_mittens.cli.main import main as run
     except ImportError as error:
         if sys.argv[1:2] == ["doctor"]:
             _say_what_is_installed()

@@ -293,6 +293,8 @@ def run(arguments: argparse.Namespace) -> int:
     device = machine.device()
     seed = drawn(arguments.seed)
     environment = {**os.environ, "MLX_MITTENS_CACHE": str(cache.writable_folder()), "MLX_MITTENS_QUIET": "1"}
+    if device not in calibration.loaded:  # this process has said why; its children need not
+        environment["MLX_MITTENS_CALIBRATION"] = "off"
     versions, found, internals = machine.versions(), executors(), _internals()
     head = {
         "versions": versions,

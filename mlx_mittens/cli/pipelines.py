@@ -143,7 +143,7 @@ def _start(order: dict[str, Any]) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "MLX_MITTENS_QUIET": "1"},
+        env={**os.environ, "MLX_MITTENS_QUIET": "1", "MLX_MITTENS_CALIBRATION": "off"},
         start_new_session=True,  # Ctrl-C and a time limit are the parent's to handle
     )
     assert process.stdin is not None  # it is a pipe

@@ -285,6 +285,32 @@ def test_importing_the_package_never_fails_for_it(flags, code, file):
     assert done.stderr.count("It is ignored; `mlx-mittens calibrate`") == 1
 
 
+def command(*arguments):
+    """Runs the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", "import mlx_mittens_cli, sys; sys.exit(mlx_mittens_cli.main())", *arguments],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_doctor_warns_of_a_file_once(file):
+    file.write_text("{")
+    done = command("doctor", "--device", "cpu", "--ops", "linear_attention")
+    assert done.returncode == 0, done.stderr
+    assert (done.stderr + done.stdout).count("It is ignored; `mlx-mittens calibrate`") == 1
+    assert f"calibration   ignored: {file} is not a calibration" in done.stdout
+
+
+def test_the_command_does_not_warn_of_the_file_that_it_makes(file):
+    options = ("calibrate", "--device", "cpu", "--quick", "--ops", "softcap", "--minutes", "1e-9")
+    done = command(*options)
+    assert done.returncode == 0 and file.exists() and "Warning" not in done.stderr, done.stderr
+    file.write_text("{")
+    done = command(*options)
+    assert done.returncode == 2 and "Warning" not in done.stderr and "is not a calibration" in done.stderr
+
+
 def test_without_a_calibration_nothing_is_said(tmp_path, monkeypatch):
     monkeypatch.delenv("MLX_MITTENS_CALIBRATION")
     monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path / "none"))
