@@ -229,7 +229,8 @@ def _samplers(device: str, thin: Thin) -> Iterator[Case]:
 
 def _appends(device: str, thin: Thin) -> Iterator[Case]:
     heads = (_HEADS, _HEADS // 4)
-    shapes = [(batch, *heads, 1, width) for batch, width in product(thin(_BATCHES), thin(_WIDTHS))]
+    widths = [_USUAL_WIDTH] if thin is _coarse else _WIDTHS
+    shapes = [(batch, *heads, 1, width) for batch, width in product(thin(_BATCHES), widths)]
     shapes += [(1, *heads, tokens, _USUAL_WIDTH) for tokens in thin(_APPENDED)]
     for eps in (None, 1e-6):
         for shape in shapes:
