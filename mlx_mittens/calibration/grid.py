@@ -55,6 +55,11 @@ class Item:
     def name(self) -> str:
         return " ".join(self.key)
 
+    @property
+    def may_be_told(self) -> bool:
+        """Whether others may tell what measuring it would."""
+        return self.fine or (self.dtype == OTHER_HALF and not self.sampled)
+
 
 # Rows of activations, as tokens of a prompt or of a batch, and their columns.
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -361,10 +366,10 @@ def _dtypes(op: Op, case: Case, device: str) -> list[str]:
     return [name for name in dtypes if name != "float32"] if is_half and device == "gpu" else dtypes
 
 
-def _need(item: Item) -> tuple[bool, int, bool]:
+def _need(item: Item) -> tuple[bool, bool, bool, bool]:
     """Sorts items by how much models need them: half types first, and few tokens before prompts."""
-    rank = 2 if item.dtype == "float32" else int(item.dtype == OTHER_HALF and not item.sampled)
-    return item.fine, rank, item.case.shape[_TOKENS.get(item.op.name, 0)] > _FEW
+    is_prompt = item.case.shape[_TOKENS.get(item.op.name, 0)] > _FEW
+    return item.may_be_told, item.fine, item.dtype == "float32", is_prompt
 
 
 def _distances(case: Case, other: Case) -> list[float] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from . import grid, measure
@@ -32,7 +32,7 @@ class Known:
             if key in planned and len(self._rows[key]) == 1:
                 self._items[row.op, row.dtype].append(planned[key])
 
-    def add(self, item: grid.Item, rows: list[Row]) -> None:
+    def add(self, item: grid.Item, rows: Sequence[Row]) -> None:
         """Takes in what was measured of an item."""
         if rows:
             self._rows[item.key] += rows

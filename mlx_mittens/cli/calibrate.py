@@ -159,32 +159,49 @@ def _measure(
     """
     budget = measure.QUICK if arguments.quick else measure.FULL
     known = {row.problem for row in file.calibration.rows}
+    since = time.monotonic()
     loading.unload()  # the tables' plans are timed, not what was measured before
-    with quiet_steps(len(todo)) as step, strict(), kept_memory(device):
 
-        def rows_of(item: grid.Item) -> list[Row]:
-            if found.is_left_out(item) or found.is_between(item):
-                return []
-            if rows := found.by_other_half(item):
-                return [row for row in rows if row.problem not in known]
-            try:
-                return measure.measure(item, device, budget, inputs(0, item.name), known)
-            except Exception as error:  # the others can be measured
-                failed.append(f"{item.name}: {(str(error) or type(error).__name__).splitlines()[0]}")
-                return []
-            finally:
-                if device == "gpu":
-                    mx.clear_cache()
+    def is_told(item: grid.Item) -> bool:
+        """Whether no measurement of an item is needed."""
+        if found.is_left_out(item) or found.is_between(item):
+            return True
+        rows = found.by_other_half(item)
+        add(item, [row for row in rows if row.problem not in known])
+        return bool(rows)
 
-        def one(item: grid.Item) -> None:
-            rows = rows_of(item)
-            known.update(row.problem for row in rows)
-            found.add(item, rows)
-            file.add(rows)
-            step(item.name)
+    def measured(item: grid.Item) -> list[Row]:
+        try:
+            return measure.measure(item, device, budget, inputs(0, item.name), known)
+        except Exception as error:  # the others can be measured
+            failed.append(f"{item.name}: {(str(error) or type(error).__name__).splitlines()[0]}")
+            return []
+        finally:
+            if device == "gpu":
+                mx.clear_cache()
 
-        ending = each(todo, one, lambda item: item.name, arguments.minutes)
+    def add(item: grid.Item, rows: Sequence[Row]) -> None:
+        known.update(row.problem for row in rows)
+        found.add(item, rows)
+        file.add(rows)
+
+    def measure_each(items: Sequence[grid.Item]) -> Ending:
+        if not items:
+            return Ending()
+        with quiet_steps(len(items)) as step:
+
+            def one(item: grid.Item) -> None:
+                if not is_told(item):
+                    add(item, measured(item))
+                step(item.name)
+
+            return each(items, one, lambda item: item.name, arguments.minutes, since)
+
     try:
+        with strict(), kept_memory(device):
+            ending = measure_each([item for item in todo if not item.may_be_told])
+            if ending.complete:  # by now it is known which of the others are needed
+                ending = measure_each([item for item in todo if item.may_be_told and not is_told(item)])
         file.save()
     except OSError as error:
         return Ending(1, f"cannot write {file.path} ({error.strerror})")

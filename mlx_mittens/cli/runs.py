@@ -76,7 +76,13 @@ class Ending:
         return self.reason is None
 
 
-def each(todo: Sequence[T], do: Callable[[T], None], name: Callable[[T], str], minutes: float | None = None) -> Ending:
+def each(
+    todo: Sequence[T],
+    do: Callable[[T], None],
+    name: Callable[[T], str],
+    minutes: float | None = None,
+    since: float | None = None,
+) -> Ending:
     """Does each in turn, one at least, up to the first that fails or is interrupted; the reason names that one.
 
     Args:
@@ -84,10 +90,11 @@ def each(todo: Sequence[T], do: Callable[[T], None], name: Callable[[T], str], m
         do: What is done with each.
         name: The name of one.
         minutes: No item is begun after so many, which is no failure.
+        since: Their beginning, by ``time.monotonic``; now without it.
     """
     interrupt: KeyboardInterrupt
     item = todo[0]
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    end = math.inf if minutes is None else (time.monotonic() if since is None else since) + 60 * minutes
     try:
         for number, item in enumerate(todo):
             if number and time.monotonic() > end:
