@@ -8,7 +8,7 @@ no size of which is more than twice or less than half of its own, or by the poin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -380,11 +380,11 @@ def _distances(case: Case, other: Case) -> list[float] | None:
     return found if all(abs(distance) < math.log2(_STEP) for distance in found) else None
 
 
-def agree(case: Case, measured: Iterable[tuple[Case, bool]]) -> bool:
-    """Whether the cases around one, of which it is known whether mx is faster, agree on that."""
-    around = [(found, is_mx) for other, is_mx in measured if (found := _distances(case, other)) is not None]
+def agree(case: Case, measured: Iterable[tuple[Case, Hashable]]) -> bool:
+    """Whether the cases around one, each with what was found of it, agree on that."""
+    around = [(found, what) for other, what in measured if (found := _distances(case, other)) is not None]
     surrounded = all(min(sizes) <= 1 and max(sizes) >= -1 for sizes in zip(*(found for found, _ in around)))
-    return bool(around) and surrounded and len({is_mx for _, is_mx in around}) == 1
+    return bool(around) and surrounded and len({what for _, what in around}) == 1
 
 
 def is_larger(case: Case, other: Case) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from . import grid, measure
@@ -52,7 +52,7 @@ class Known:
         """Whether the points around a fine item agree, so that calls there are answered without it."""
         others = self._items[item.op.name, item.dtype]
         return item.fine and grid.agree(
-            item.case, [(other.case, row.mx) for other in others for row in self._rows[other.key]]
+            item.case, [(other.case, _faster_than_mx(row)) for other in others for row in self._rows[other.key]]
         )
 
     def by_other_half(self, item: grid.Item) -> list[Row]:
@@ -66,6 +66,14 @@ class Known:
         if not pairs or any(list(map(_winner, a)) != list(map(_winner, b)) for a, b in pairs):
             return []
         return [replace(row, dtype=item.dtype, timed=grid.HALF) for row in self._of(item, grid.HALF)]
+
+
+def _faster_than_mx(row: Row) -> Hashable:
+    """What of ours mx is not faster than: nothing, the plan of the tables, or another one by its name."""
+    if row.mx:
+        return None
+    tables_serve = row.ours_us <= row.mx_us * (1 + row.spread)
+    return measure.TABLES if tables_serve else _winner(row)
 
 
 def _winner(row: Row) -> tuple[bool, str, int]:

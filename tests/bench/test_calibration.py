@@ -18,7 +18,7 @@ import pytest
 import mlx_mittens as mm
 from mlx_mittens import _ext, calibration, specs
 from mlx_mittens.bench.measure import take_turns
-from mlx_mittens.calibration import grid, loading, measure, store
+from mlx_mittens.calibration import grid, inference, loading, measure, store
 from mlx_mittens.calibration.measure import MX, TABLES, Plan, Time
 from mlx_mittens.cli import calibrate
 from mlx_mittens.cli.main import main
@@ -454,6 +454,18 @@ def test_points_between_are_measured_where_those_around_them_do_not_agree(two_le
     assert set(float32) == corners | {f"calibration {rows}x256" for rows in (1, 4, 16)}
     rows = {row.sizes[:2]: row.mx for row in store.read(file).rows if row.dtype == "float32"}
     assert [rows[shape] for shape in ((1, 64), (1, 256), (1, 1024), (4, 256))] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("ours, told", [((1.0, 1.0), True), ((1.0, 9.0), False), ((9.0, 9.0), False)], ids=str)
+def test_plans_that_differ_tell_what_is_between_if_mx_is_slower_than_the_tables_plan(ours, told):
+    """The tables decide there, whose plan must not be slower than mx."""
+    op, points = specs.get("rms_norm"), (specs.Case("calibration", (1, columns)) for columns in (64, 1024))
+    items = [grid.Item(op, case, "float32") for case in points]
+    known = inference.Known(items, [])
+    for item, plan, microseconds in zip(items, ("a", "b"), ours):
+        row = replace(SOME_ROWS[1], case=item.case.name, schedule=plan, mx_us=5.0, ours_us=microseconds, best_us=0.5)
+        known.add(item, [row])
+    assert known.is_between(grid.Item(op, specs.Case("calibration", (1, 256)), "float32", fine=True)) == told
 
 
 def test_half_types_that_agree_are_timed_once(few_shapes, made_up, file, monkeypatch):
