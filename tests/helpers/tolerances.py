@@ -24,8 +24,8 @@ from mlx_mittens.specs.attention import UNITS
 #
 # A handful of roundings: eight units. The norm of a short row, a softmax, an exponential.
 ROUNDINGS = 1e-6
-# The norm of a row of equal numbers, whose roundings all go the same way: half of what the sum of squares is off by, half
-# a unit for each addition of a chain. Of 16, and then of 16 such sums, it is eight units at most; two and a half are found.
+# The norm of a row of equal numbers, whose roundings all go the same way: half of what the sum of squares is off by,
+# and that by half a unit for each addition of a chain. Of 16, and then of 16 such sums, it is eight units at most.
 EQUAL_NUMBERS = 4 * 2.0**-23
 # A mean with float32 exponentials as weights, each of which is some units off: 25 units.
 WEIGHTED_MEAN = 3e-6
