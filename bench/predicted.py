@@ -8,7 +8,6 @@ python bench/predicted.py FILE --write        writes bench/results/predicted.md
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import statistics
@@ -19,11 +18,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mittens import simulator, specs
+from mlx_mittens import specs
 from mlx_mittens.apple.chips import find_chip
-from mlx_mittens.bench import mlx_metal
 from mlx_mittens.cli.predictions import Side
-from mlx_mittens.cli.simulate import own_launches, peer_launches
+from mlx_mittens.cli.simulate import own_launches, peer_side
 from mlx_mittens.specs import Case
 
 CHIPS = ("m1", "m1-max", "m2-pro", "m3-max", "m4-max", "m5")
@@ -67,11 +65,8 @@ def predicted(op: specs.Op, case: Case) -> dict[str, list[Any]]:
     """By chip our time, MLX's or None, and what limits ours."""
     chips = [find_chip(name) for name in CHIPS]
     ours = Side.of(own_launches(op, case, mx.float16, chips)).predictions
-    theirs = {}
-    peer = mlx_metal.of(op, case)
-    if peer:
-        with contextlib.suppress(simulator.Fault):  # of MLX's kernels some are known for one that has no effect
-            theirs = Side.of([(chips, peer_launches(op, peer, case, mx.float16))]).predictions
+    peer = peer_side(op, case, mx.float16, chips)
+    theirs = peer.predictions if peer else {}
     other = {name: theirs[name].microseconds if name in theirs else None for name in CHIPS}
     return {name: [ours[name].microseconds, other[name], ours[name].limit] for name in CHIPS if name in ours}
 

@@ -8,8 +8,6 @@ python bench/apple/plans.py FILE --write        writes bench/results/apple-chip-
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
 import statistics
 import time
@@ -17,16 +15,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kept
 import mlx.core as mx
 import numpy as np
 
 from mlx_mittens import _ext, simulator, specs
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.backends import strict
-from mlx_mittens.bench import mlx_metal
 from mlx_mittens.calibration import grid, measure
 from mlx_mittens.cli.predictions import Side
-from mlx_mittens.cli.simulate import own_launches, peer_launches
+from mlx_mittens.cli.simulate import own_launches, peer_side
 from mlx_mittens.specs import Case
 
 CHIPS = ("m1", "m3-ultra")
@@ -92,10 +90,8 @@ def predicted(op: specs.Op, case: Case) -> dict[str, dict[str, float | None]]:
     for alike, launches in own_launches(op, case, mx.float16, chips):
         times = Side.of([(chips, launches)]).predictions
         plans.update({chip.name: times for chip in alike})
-    theirs = {}
-    if not case.vjp and (peer := mlx_metal.of(op, case)):
-        with contextlib.suppress(simulator.Fault):  # of MLX's kernels some are known for one that has no effect
-            theirs = Side.of([(chips, peer_launches(op, peer, case, mx.float16))]).predictions
+    peer = None if case.vjp else peer_side(op, case, mx.float16, chips)
+    theirs = peer.predictions if peer else {}
     microseconds = lambda times, chip: times[chip].microseconds if chip in times else None
     return {
         chip: {
@@ -199,18 +195,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so long")
     arguments = parser.parse_args()
     end = time.monotonic() + 60 * arguments.minutes
-    found: dict[str, Entry] = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
+    found: dict[str, Entry] = kept.read(arguments.file)
     for op, case in cases():
         key = f"{op.name}: {case.name}"
         if not is_done(found.get(key), op, case) and time.monotonic() < end:
-            found[key] = examined(op, case)
-            arguments.file.write_text(json.dumps(found))
-            print(f"{key}: {found[key]}", flush=True)
+            kept.add(arguments.file, found, key, examined(op, case))
             mx.clear_cache()
-    if arguments.write:
-        FILE.write_text(document(found))
-    else:
-        print(document(found))
+    kept.show(document(found), FILE if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kept
 import mlx.core as mx
 
 import mlx_mittens as mm
@@ -145,16 +145,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name} of what the file has")
     arguments = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    found = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
+    found = kept.read(arguments.file)
     for name, weights in MODELS:
         if name in arguments.models.split(",") and name not in found and not arguments.write:
-            found[name] = predicted(name, weights)
-            arguments.file.write_text(json.dumps(found))
-            print(name, found[name], flush=True)
-    if arguments.write:
-        FILE.write_text(document(found))
-    else:
-        print(document(found))
+            kept.add(arguments.file, found, name, predicted(name, weights))
+    kept.show(document(found), FILE if arguments.write else None)
 
 
 if __name__ == "__main__":

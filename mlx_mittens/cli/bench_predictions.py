@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 from collections.abc import Sequence
@@ -12,16 +11,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import frontend, simulator, specs
+from .. import frontend, specs
 from ..apple.chips import Chip
 from ..apple.machine_code import NOT_COMPILED
-from ..bench import mlx_metal
 from ..bench.measure import plan
 from ..table import Column, show
 from .options import UsageError, drawn
 from .predictions import Side, chosen_chips
 from .runs import Ending, JsonFile, each, finish, progress, steps
-from .simulate import own_launches, peer_launches
+from .simulate import own_launches, peer_side
 
 _COLUMNS = (
     Column("op", left=True),
@@ -131,10 +129,8 @@ def _predicted(
 ) -> tuple[list[Row], dict[str, Any]]:
     kind = specs.DTYPES[dtype]
     sides = {"mlx_mittens": Side.of(own_launches(op, case, kind, chips, seed))}
-    peer = mlx_metal.of(op, case)
-    if peer:
-        with contextlib.suppress(simulator.Fault):  # of MLX's kernels some are known for one that has no effect
-            sides["mlx"] = Side.of([(chips, peer_launches(op, peer, case, kind, seed))])
+    if theirs := peer_side(op, case, kind, chips, seed):
+        sides["mlx"] = theirs
     rows = []
     for chip in chips:
         own, other = (sides[by].predictions.get(chip.name) if by in sides else None for by in ("mlx_mittens", "mlx"))

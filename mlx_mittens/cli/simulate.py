@@ -224,6 +224,19 @@ def peer_launches(
         return _recorded(lambda: specs.run(op, peer, case, arrays), seed, watch, case.gpu)[1]
 
 
+def peer_side(
+    op: specs.Op, case: specs.Case, dtype: mx.Dtype, chips: Sequence[Chip], seed: int = 0
+) -> predictions.Side | None:
+    """MLX's own Metal kernels for a case, predicted; None where it has none, or one that is known to have no effect."""
+    peer = mlx_metal.of(op, case)
+    if peer is None:
+        return None
+    try:
+        return predictions.Side.of([(chips, peer_launches(op, peer, case, dtype, seed))])
+    except simulator.Fault:
+        return None
+
+
 def _recorded(
     build: Callable[[], list[mx.array]], seed: int, watch: bool, gpu: str, dry: bool = False
 ) -> tuple[list[mx.array], list[dict[str, Any]]]:
