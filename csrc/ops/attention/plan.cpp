@@ -50,7 +50,7 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
     plan.keys_per_split = exact_keys_per_split;
   } else {
     const uint32_t resident_of_core = gpu.resident_simdgroups(registers_of(sizes, options)) / plan.simdgroups;
-    // Of what an Apple GPU holds a quarter keeps its memory busy, as predicted; more splits are only more to add up.
+    // By prediction a quarter of what an Apple GPU holds keeps its memory busy; more splits take longer to add up.
     const uint32_t busy = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 4;
     const uint32_t resident_threadgroups = std::max(gpu.cores * resident_of_core / busy, 1u);
     const uint32_t steps = ceil_divide(keys, step);
