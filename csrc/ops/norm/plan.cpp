@@ -3,7 +3,6 @@
 #include <stdexcept>
 
 #include "mlx/utils.h"
-#include "runtime/plan_table.h"
 
 namespace mittens {
 
@@ -32,7 +31,9 @@ const RowVariant& choose(const Rows& rows, const Gpu& gpu, const RowPlanOptions&
     return rows.packs <= variant.most_packs && rows.edges <= variant.lanes && variant.packs <= options.most_packs &&
            (options.most_splits > 1 || variant.kernel != RowKernel::split);
   };
-  const auto pays = [&](const RowVariant& variant) { return rows.rows <= variant.most_rows * gpu.cores; };
+  const auto pays = [&](const RowVariant& variant) {
+    return is_here(variant.where, gpu) && rows.rows <= variant.most_rows * gpu.cores;
+  };
   return choose_row(row_variants, asked_for, can_run, pays);
 }
 

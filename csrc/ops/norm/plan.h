@@ -13,6 +13,7 @@
 #include "runtime/array_layout.h"
 #include "runtime/calibration.h"
 #include "runtime/gpu.h"
+#include "runtime/plan_table.h"
 
 namespace mittens {
 
@@ -25,6 +26,7 @@ struct RowVariant {
   const char* name;
   uint32_t lanes;  // threads that share a row: exactly (simd), at most (others)
   uint32_t packs;  // a thread holds at once, at most
+  Where where = Where::anywhere;
 };
 
 inline constexpr uint32_t no_limit = std::numeric_limits<uint32_t>::max();
@@ -34,7 +36,8 @@ inline constexpr uint32_t usual_packs = 4;  // that a thread of an op's block ke
 // few, one pack a thread for the least latency; where they are many, several packs a thread, so that more loads are in
 // flight and fewer simdgroups meet at the barrier, eight of them in kernels that have the registers. Long rows, past
 // what the registers of 512 threads hold: a threadgroup each where there are enough of them to fill a GPU or too little
-// in one to share, else several.
+// in one to share, else several. These read the row once more, in a second launch, which pays on an Apple GPU for few
+// rows of more than 128 KB (bench/results/rows.md).
 // clang-format off
 inline constexpr RowVariant row_variants[] = {
     {8, no_limit, RowKernel::simd, "simd8", 8, 1},
@@ -49,9 +52,11 @@ inline constexpr RowVariant row_variants[] = {
     {2048, 0.5, RowKernel::block, "block4", 512, 4},
     {2048, no_limit, RowKernel::block, "block8", 512, 8},
     {2048, no_limit, RowKernel::block, "block4", 512, 4},
-    {4096, 0.0625, RowKernel::split, "split", 256, 2},
+    {4096, 0.0625, RowKernel::split, "split", 256, 2, Where::nvidia},
     {4096, no_limit, RowKernel::looped, "looped", 512, 4},
-    {no_limit, 2, RowKernel::split, "split", 256, 2},
+    {8192, no_limit, RowKernel::looped, "looped", 512, 4, Where::apple},
+    {no_limit, 0.125, RowKernel::split, "split", 256, 2, Where::apple},
+    {no_limit, 2, RowKernel::split, "split", 256, 2, Where::nvidia},
     {no_limit, no_limit, RowKernel::looped, "looped", 512, 4},
 };
 // clang-format on

@@ -51,7 +51,7 @@ def test_one_column_gives_the_bias(dtype, executor):
     assert y.tolist() == [[0.25], [0.25]]
 
 
-@pytest.mark.parametrize("columns", [4, 64, 200, 1000, 4104, 40000])
+@pytest.mark.parametrize("columns", [4, 64, 200, 1000, 4104, 70000])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_where_a_value_less_the_mean_overflows_the_bias_remains(executor, dtype, columns):
     """The variance is infinite: normed values are 0, also that of 3e38 in a row whose mean is about -3e38."""
@@ -67,7 +67,7 @@ def test_where_a_value_less_the_mean_overflows_the_bias_remains(executor, dtype,
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("columns", [4, 1000, 40000])
+@pytest.mark.parametrize("columns", [4, 1000, 70000])
 def test_rows_that_are_not_finite_are_nan(executor, columns, value):
     x = np.zeros((1, columns), np.float32)
     x[0, 1] = value
