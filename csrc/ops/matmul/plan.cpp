@@ -326,8 +326,10 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu, 
   plan.output_blocks = sizes.outputs < outputs ? sizes.outputs : ceil_divide(sizes.outputs, outputs);
   const uint64_t blocks = std::max(uint64_t(plan.output_blocks) * plan.row_blocks * sizes.matrices, uint64_t(1));
   const uint32_t steps = ceil_divide(sizes.columns, 32u * run_columns(static_cast<int>(plan.rows)));
+  // Half of what an Apple GPU's cores hold reads as fast, and has fewer sums to bring together.
+  const uint64_t busy = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 2;
   const uint64_t resident_simdgroups = uint64_t(gpu.cores) * gpu.resident_simdgroups(rows_registers(plan.rows));
-  const uint64_t wanted = ceil_divide(resident_simdgroups, blocks);
+  const uint64_t wanted = ceil_divide(resident_simdgroups, busy * blocks);
   plan.sharers =
       static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, std::clamp<uint32_t>(steps, 1, kProductSimdgroups)));
   plan.blocks = std::max(few_simdgroups / plan.sharers, 1u);
