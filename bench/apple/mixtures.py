@@ -1,7 +1,7 @@
 """Predicted time of a mixture's feed-forward for one token on Apple GPUs, beside what mx launches.
 
-python bench/mixtures.py            prints the table
-python bench/mixtures.py --write    writes bench/results/mixtures.md
+python bench/apple/mixtures.py            prints the table
+python bench/apple/mixtures.py --write    writes bench/results/mixtures.md
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mlx_mittens.simulator import PredictedLaunches
 
 CHIPS = ("m2-max", "m4-max")
 MODELS = (("qwen3-30b-a3b", "4-bit"), ("gpt-oss-20b", "mxfp4"), ("mixtral-8x7b", "4-bit"))
-FILE = Path(__file__).parent / "results" / "mixtures.md"
+FILE = Path(__file__).parents[1] / "results" / "mixtures.md"
 
 HEAD = """# A token through a mixture's feed-forward, predicted beside mx's
 
-Predictions, not measurements: no Mac was at hand. float16, `python bench/mixtures.py --write`. Of one layer of the
-published shapes with random weights: the router, its choice, the experts and their sum. mx's `gather_qmm` is its own
-Metal kernel `gather_qmv` in the simulator; its small operations are estimated from their bytes. Ours is planned for the
-first chip. [docs/apple.md](../../docs/apple.md) says how far such predictions are off. Speed is mx's time by ours.
+Predictions, not measurements: no Mac was at hand. float16, `python bench/apple/mixtures.py --write`. Of one layer of
+the published shapes with random weights: the router, its choice, the experts and their sum. mx's `gather_qmm` is its
+own Metal kernel `gather_qmv` in the simulator; its small operations are estimated from their bytes. Ours is planned for
+the first chip. [docs/apple.md](../../docs/apple.md) says how far such predictions are off. Speed is mx's time by ours.
 
 The two experts of Mixtral are 198 MB at 4 bits: there the time to read them bounds both sides.
 """

@@ -1,14 +1,13 @@
 """Predicted times of attention and of ops on rows on Apple GPUs, beside MLX's own Metal kernels.
 
-python bench/predicted.py FILE                predicts what FILE does not have yet, and prints the document
-python bench/predicted.py FILE --minutes 0    prints the document of what FILE has
-python bench/predicted.py FILE --write        writes bench/results/predicted.md
+python bench/apple/predicted.py FILE                predicts what FILE does not have yet, and prints the document
+python bench/apple/predicted.py FILE --minutes 0    prints the document of what FILE has
+python bench/apple/predicted.py FILE --write        writes bench/results/predicted.md
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kept
 import mlx.core as mx
 
 from mlx_mittens import specs
@@ -32,15 +32,16 @@ OPS = (
 # What the simulator runs in minutes.
 MOST_BYTES = 40_000_000
 MOST_PRODUCTS = 1 << 29  # of the scores and the outputs of an attention
-FILE = Path(__file__).parent / "results" / "predicted.md"
+FILE = Path(__file__).parents[1] / "results" / "predicted.md"
 
 HEAD = """# Attention and ops on rows, predicted beside MLX's kernels
 
 Predictions, not measurements: no Mac was at hand. float16, plans of each chip, MLX 0.32.4's Metal kernels,
-`python bench/predicted.py FILE --write`. [docs/apple.md](../../docs/apple.md) says how far such predictions are off.
-A cell has our time in microseconds, MLX's, and MLX's by ours; ours alone where MLX has no kernel for it. MLX's norms,
-which its wheel lacks, are those of its repository at 846d176 (`MLX_MITTENS_MLX_SOURCE`). The cases are those of the
-benchmark that were simulated in the time at hand. An attention is batch x heads x key heads x queries x keys x width.
+`python bench/apple/predicted.py FILE --write`. [docs/apple.md](../../docs/apple.md) says how far such predictions are
+off. A cell has our time in microseconds, MLX's, and MLX's by ours; ours alone where MLX has no kernel for it. MLX's
+norms, which its wheel lacks, are those of its repository at 846d176 (`MLX_MITTENS_MLX_SOURCE`). The cases are those of
+the benchmark that were simulated in the time at hand. An attention is batch x heads x key heads x queries x keys x
+width.
 MLX's matrix units are not in the figures of the M5: where MLX uses them the plan leaves the call to mx.
 """
 
@@ -105,18 +106,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so long")
     arguments = parser.parse_args()
     end = time.monotonic() + 60 * arguments.minutes
-    found = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
+    found = kept.read(arguments.file)
     for op, case in cases():
         key = f"{op.name}: {case.name}"
         if key not in found and time.monotonic() < end:
-            found[key] = predicted(op, case)
-            arguments.file.write_text(json.dumps(found))
-            print(key, {chip: cell(*times[:2]) for chip, times in found[key].items()}, flush=True)
-    text = document(found)
-    if arguments.write:
-        FILE.write_text(text)
-    else:
-        print(text)
+            kept.add(arguments.file, found, key, predicted(op, case))
+    kept.show(document(found), FILE if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Predicted times of products with quantized weights on Apple GPUs, beside MLX's own Metal kernels.
 
-python bench/products.py            prints the table
-python bench/products.py --write    writes bench/results/products.md
+python bench/apple/products.py            prints the table
+python bench/apple/products.py --write    writes bench/results/products.md
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import kept
 import mlx.core as mx
 
 from mlx_mittens import specs
 from mlx_mittens.apple.chips import find_chip
-from mlx_mittens.bench import mlx_metal
 from mlx_mittens.cli.predictions import Side
-from mlx_mittens.cli.simulate import own_launches, peer_launches
+from mlx_mittens.cli.simulate import own_launches, peer_side
 from mlx_mittens.specs import Case
 
 CHIPS = ("m1-max", "m2-max", "m4-max")
 # The model, columns and outputs of a layer, bits.
 LAYERS = (("Llama-3.1-8B", 4096, 4096, 4), ("Llama-3.1-8B", 4096, 1024, 4), ("Llama-3.1-8B", 4096, 1024, 8))
 ROWS = (1, 8)
-FILE = Path(__file__).parent / "results" / "products.md"
+FILE = Path(__file__).parents[1] / "results" / "products.md"
 
 HEAD = """# Products with quantized weights, predicted beside MLX's kernels
 
-Predictions, not measurements: no Mac was at hand. float16, groups of 64, `python bench/products.py --write`. MLX's
-kernels are those that it launches itself: `qmv_fast` for one row, `qmv_wide` for 8 rows.
+Predictions, not measurements: no Mac was at hand. float16, groups of 64, `python bench/apple/products.py --write`.
+MLX's kernels are those that it launches itself: `qmv_fast` for one row, `qmv_wide` for 8 rows.
 [docs/apple.md](../../docs/apple.md) says how far such predictions are off. Speed is MLX's time by ours.
 """
 
@@ -36,8 +36,6 @@ def table() -> str:
     """The document."""
     op = specs.get("quantized_matmul")
     chips = [find_chip(name) for name in CHIPS]
-    peer = mlx_metal.of(op, op.cases[0])
-    assert peer is not None
     head = "| layer | rows | bits | our kernel |"
     lines = [head + "".join(f" {chip}: us | MLX's | speed | limit |" for chip in CHIPS)]
     lines.append("|---|--:|--:|---|" + "--:|--:|--:|---|" * len(CHIPS))
@@ -45,7 +43,8 @@ def table() -> str:
         for rows in ROWS:
             case = Case(model, (rows, columns, outputs), {"bits": bits})
             ours = Side.of(own_launches(op, case, mx.float16, chips))
-            theirs = Side.of([(chips, peer_launches(op, peer, case, mx.float16))])
+            theirs = peer_side(op, case, mx.float16, chips)
+            assert theirs is not None
             kernel = ours.launches[CHIPS[0]][0].launch.kernel.removesuffix("_float16")
             cells = []
             for chip in CHIPS:
@@ -61,8 +60,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
     arguments = parser.parse_args()
-    text = table()
-    if arguments.write:
-        FILE.write_text(text)
-    else:
-        print(text)
+    kept.show(table(), FILE if arguments.write else None)
