@@ -1,4 +1,4 @@
-"""Tokens a second of mlx-lm's server, with the patch and without, for one request at a time and for eight.
+"""Tokens a second of mlx-lm's server, with the patch, also exact, and without, for one request at a time and for eight.
 
 python bench/serving.py FOLDER [--tokens 128]    FOLDER is a model in mlx-lm's format; prints a table
 """
@@ -15,13 +15,18 @@ from mlx_mittens.bench.serving import PROMPTS, Answers, Server
 AT_ONCE = (1, 8)
 
 
-def measure(folder: Path, patched: bool, tokens: int) -> list[Answers]:
+def measure(folder: Path, tokens: int, patched: bool, exact: bool = False) -> list[Answers]:
     """The better of two rounds for each number of requests at once, after a round that compiles."""
-    with tempfile.TemporaryDirectory() as scratch, Server(folder, patched, Path(scratch) / "log") as server:
+    with tempfile.TemporaryDirectory() as scratch, Server(folder, patched, Path(scratch) / "log", exact) as server:
         for at_once in AT_ONCE:
             server.answers(PROMPTS, tokens, at_once)
         rounds = [[server.answers(PROMPTS, tokens, at_once) for _ in range(2)] for at_once in AT_ONCE]
     return [max(pair, key=lambda answers: answers.tokens_per_s) for pair in rounds]
+
+
+def others(a: Answers, b: Answers) -> int:
+    """How many texts differ."""
+    return sum(x != y for x, y in zip(a.texts, b.texts, strict=True))
 
 
 def main() -> None:
@@ -29,14 +34,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
-    ours, theirs = (measure(options.folder, patched, options.tokens) for patched in (True, False))
+    sides = {
+        name: measure(options.folder, options.tokens, *how)
+        for name, how in {"patched": (True,), "patched, exact": (True, True), "mlx-lm": (False,)}.items()
+    }
     print(f"{machine.processor()}, {machine.cores()} cores. {len(PROMPTS)} requests of {options.tokens} tokens:\n")
-    print("| requests at once | patched, tokens/s | mlx-lm, tokens/s | speedup | texts that differ |")
-    print("|--:|--:|--:|--:|--:|")
-    for at_once, our, their in zip(AT_ONCE, ours, theirs, strict=True):
-        differ = sum(a != b for a, b in zip(our.texts, their.texts, strict=True))
-        speedup = our.tokens_per_s / their.tokens_per_s
-        print(f"| {at_once} | {our.tokens_per_s:.4g} | {their.tokens_per_s:.4g} | {speedup:.2f} | {differ} |")
+    print("| server | requests at once | tokens/s | by mlx-lm's | texts other than one by one | than mlx-lm's |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for name, answers in sides.items():
+        for at_once, one, theirs in zip(AT_ONCE, answers, sides["mlx-lm"], strict=True):
+            speedup = one.tokens_per_s / theirs.tokens_per_s
+            alone, mlx_lm = (others(one, than) for than in (answers[0], theirs))
+            print(f"| {name} | {at_once} | {one.tokens_per_s:.4g} | {speedup:.2f} | {alone} | {mlx_lm} |")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ PROMPTS = [
     "The import statement",
 ]
 
-_PATCHED = "import sys; from mlx_mittens_cli import main; sys.argv[1:1] = ['run', 'mlx_lm.server']; sys.exit(main())"
+_PATCHED = "import sys; from mlx_mittens_cli import main; sys.exit(main())"
 _PLAIN = "import sys; from mlx_lm.server import main; sys.argv[0] = 'server'; main()"
 _START_SECONDS = 120.0
 
@@ -61,11 +61,13 @@ class Server:
         folder: A model in mlx-lm's format.
         patched: Whether it runs as ``mlx-mittens run mlx_lm.server``.
         log: A file for what it prints.
+        exact: Whether it runs with ``--exact``, where it is patched.
     """
 
-    def __init__(self, folder: Path, patched: bool, log: Path):
+    def __init__(self, folder: Path, patched: bool, log: Path, exact: bool = False):
         self._log = log
-        self._command = [sys.executable, "-c", _PATCHED if patched else _PLAIN, "--model", str(folder)]
+        words = ["run", *(["--exact"] if exact else []), "mlx_lm.server"] if patched else []
+        self._command = [sys.executable, "-c", _PATCHED if patched else _PLAIN, *words, "--model", str(folder)]
 
     def __enter__(self) -> Server:
         with socket.socket() as unused:

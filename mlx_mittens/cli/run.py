@@ -22,6 +22,7 @@ _PREFIX = "mlx_lm."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser; what follows mlx-lm's command is that command's."""
+    parser.add_argument("--exact", action="store_true", help="a token among several gets the bits that it gets alone")
     parser.add_argument("--stats", action="store_true", help="at the end print on stderr which kernels ran")
     parser.add_argument(
         "words",
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     point = _find(*arguments.words)
     try:
-        with patched(), _process(list(arguments.words)):
+        with patched(exact=arguments.exact), _process(list(arguments.words)):
             function = point.load()
             stats(reset=True)
             try:

@@ -57,6 +57,16 @@ def test_stats(folder, capsys):
     assert printed.err.startswith("op ") and "quantized_matmul" in printed.err and "rms_norm" not in printed.out
 
 
+@pytest.mark.parametrize("options, exact", [([], False), (["--exact"], True)], ids=str)
+def test_exact(monkeypatch, options, exact):
+    during = []
+    monkeypatch.setattr("mlx_lm.chat.main", lambda: during.append(asked[-1]))
+    asked = []
+    monkeypatch.setattr("mlx_mittens.patching.patches._ext.set_exact", asked.append)
+    assert main(["run", *options, "mlx_lm.chat"]) == 0
+    assert during == [exact] and asked[-1] is False
+
+
 def test_arguments_are_the_commands_own(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr("mlx_lm.chat.main", lambda: seen.append(sys.argv))
