@@ -172,8 +172,8 @@ _PLACES = (
         ("recurrence.metal",), ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_gated_delta_update.py",),
     ),
     Place(
-        ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("recurrence.metal",),
-        ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_ssm_update.py",),
+        ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("state_space.metal",),
+        ("state_space.cpp", "recurrence_vjp.cpp"), ("test_ssm_update.py",),
     ),
     Place(
         ("linear_attention",), "recurrence", "linear_attention.cpp", ("plan.cpp",), ("recurrence.metal",),

@@ -2,9 +2,16 @@
 //
 //   S = S * gate;   S += rate (v - S k) k^T;   y = S q
 //
-// State spaces do not correct: S += rate v k^T.
+// Linear attention does not correct: S += rate v k^T.
 //
 // A step that the mask hides leaves S alone, and its y is 0.
+//
+// A state space does not correct either, and has its gates and rates from time steps:
+//
+//   step = clip(log(1 + e^(dt + dt_bias)), least, greatest)
+//   S = S * e^(-step e^A_log);   S += step x B^T;   y = S C + D x
+//
+// A step that the mask hides has D x for y.
 #pragma once
 
 #include "cpu/types.h"
@@ -33,6 +40,26 @@ struct RecurrenceInputs {
   const bool* mask;  // [batch, steps] or nullptr
 };
 
+// Each of its own type.
+struct Numbers {
+  const void* data;
+  Type type;
+};
+
+struct StateSpaceInputs {
+  const void* x;  // [batch, steps, heads, rows]
+  const void* b;  // [batch, steps, key_heads, columns]
+  const void* c;  // [batch, steps, key_heads, columns]
+  Numbers a_log;  // [heads]
+  Numbers d;  // [heads]
+  Numbers dt;  // [batch, steps, heads]
+  Numbers dt_bias;  // [heads]
+  const float* state;  // [batch, heads, rows, columns] or nullptr: zeros
+  const bool* mask;  // [batch, steps] or nullptr
+  float least_step;
+  float greatest_step;
+};
+
 struct RecurrenceGradients {
   void* q;  // of the inputs' shapes, as all are
   void* k;
@@ -47,6 +74,12 @@ void recurrence(Type type,  // of q, k, v and y
                 const Recurrence& shape, const RecurrenceInputs& inputs,
                 void* y,  // [batch, steps, heads, rows]
                 float* state);  // [batch, heads, rows, columns]
+
+void state_space(Type type,  // of x, B and C
+                 const Recurrence& shape, const StateSpaceInputs& inputs,
+                 Type y_type,  // this type, or float32
+                 void* y,  // [batch, steps, heads, rows]
+                 float* state);  // [batch, heads, rows, columns]
 
 // Gradients for the cotangents of y and of the last state. States are computed again, from one that is kept every 32
 // steps.

@@ -13,6 +13,9 @@ enum {
   kStateSimdgroups = 4  // of a threadgroup
 };
 
+// Of the numbers of an array.
+enum { kFloat32, kFloat16, kBfloat16 };
+
 // A state [rows, columns] for each head of each sequence.
 struct StateParams {
   uint32_t steps;
@@ -30,7 +33,18 @@ struct RecurrenceParams {
   StateParams state;
   uint32_t corrects;  // whether what the state has for k is taken off v
   uint32_t gate_per_column;  // else one for a head
-  uint32_t wide_rates;  // whether they are float32
+  uint32_t rate_type;
+};
+
+struct StateSpaceParams {
+  StateParams state;
+  uint32_t a_log_type;
+  uint32_t d_type;
+  uint32_t dt_type;
+  uint32_t dt_bias_type;
+  uint32_t wide_y;  // whether it is float32
+  float least_step;
+  float greatest_step;
 };
 
 }  // namespace mittens

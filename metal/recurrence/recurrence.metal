@@ -1,7 +1,7 @@
 // Linear recurrences: a state S [rows, columns] for each head, zeros at first or given, and for each step
 //
 //   S = S * gate;   S += beta (v - S k) k^T;   y = S q   (the gated delta rule)
-//   S = S * gate;   S += beta v k^T;           y = S q   (state spaces, linear attention)
+//   S = S * gate;   S += beta v k^T;           y = S q   (linear attention)
 //
 // The gate is one number, or one for each column. A step that the mask hides leaves S alone, and its y is 0.
 //
@@ -10,10 +10,57 @@
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
-#include "recurrence/state.h"
+#include "recurrence/over_steps.h"
 
 using namespace metal;
 using namespace mittens;
+
+template <typename T>
+struct GivenNumbers {
+  const device float* gates;  // [1 or columns], the first of this step
+  const device ushort* rates;
+  device T* y;
+  constant RecurrenceParams* params;
+  size_t at;  // in the rates
+
+  GivenNumbers(
+      const device float* first_gates, const device ushort* first_rates, device T* first_y,
+      constant RecurrenceParams& all, StatePlace place)
+      : rates(first_rates), params(&all) {
+    const size_t first_step = size_t(place.sequence) * all.state.steps;
+    const size_t value_stride = size_t(all.state.heads) * all.state.rows;
+    at = first_step * all.state.heads + place.head;
+    gates = first_gates + at * gate_size();
+    y = first_y + first_step * value_stride + place.head * all.state.rows + place.row;
+  }
+
+  uint gate_size() const {
+    return params->gate_per_column ? params->state.columns : 1;
+  }
+  bool corrects() const {
+    return params->corrects;
+  }
+  bool has_column_gates() const {
+    return params->gate_per_column;
+  }
+  const device float* column_gates() const {
+    return gates;
+  }
+  float gate() const {
+    return gates[0];
+  }
+  float rate() const {
+    return number(rates, params->rate_type, at);
+  }
+  void write(float result, const device T*) const {
+    y[0] = T(result);
+  }
+  void next() {
+    gates += params->state.heads * gate_size();
+    y += size_t(params->state.heads) * params->state.rows;
+    at += params->state.heads;
+  }
+};
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(32 * kStateSimdgroups)]] void recurrence(
@@ -21,7 +68,7 @@ template <typename T>
     const device T* k [[buffer(1)]],             // [batch, steps, key_heads, columns]
     const device T* v [[buffer(2)]],             // [batch, steps, heads, rows]
     const device float* gates [[buffer(3)]],     // [batch, steps, heads] or [batch, steps, heads, columns]
-    const device T* rates [[buffer(4)]],         // beta [batch, steps, heads], or of float32
+    const device ushort* rates [[buffer(4)]],    // beta [batch, steps, heads], of rate_type
     const device float* state_in [[buffer(5)]],  // [batch, heads, rows, columns]
     const device bool* mask [[buffer(6)]],       // [batch, steps]
     device T* y [[buffer(7)]],                   // [batch, steps, heads, rows]
@@ -30,79 +77,9 @@ template <typename T>
     uint3 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constant StateParams& state = params.state;
-  const StatePlace place = state_place(group, simdgroup, lane, state);
-  const size_t first_step = size_t(place.sequence) * state.steps;
-  const size_t key_stride = size_t(state.key_heads) * state.columns;
-  const size_t value_stride = size_t(state.heads) * state.rows;
-  const uint gate_size = params.gate_per_column ? state.columns : 1;
-  q += first_step * key_stride + place.key_head * state.columns;
-  k += first_step * key_stride + place.key_head * state.columns;
-  v += first_step * value_stride + place.head * state.rows + place.row;
-  y += first_step * value_stride + place.head * state.rows + place.row;
-  gates += (first_step * state.heads + place.head) * gate_size;
-  const size_t state_at = (size_t(group.x) * state.rows + place.row) * state.columns;
-
-  float s[kStateValues];
-  if (state.has_state && place.writes) {
-    load_values(state_in + state_at, place.lane, state, s);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kStateValues; ++i) {
-      s[i] = 0;
-    }
-  }
-  for (uint step = 0; step < state.steps; ++step) {
-    float result = 0;
-    if (!state.has_mask || mask[first_step + step]) {
-      float columns[kStateValues];
-      if (params.gate_per_column) {
-        load_values(gates, place.lane, state, columns);
-#pragma unroll
-        for (int i = 0; i < kStateValues; ++i) {
-          s[i] *= columns[i];
-        }
-      } else {
-        const float gate = gates[0];
-#pragma unroll
-        for (int i = 0; i < kStateValues; ++i) {
-          s[i] *= gate;
-        }
-      }
-      load_values(k, place.lane, state, columns);
-      float predicted = 0;
-      if (params.corrects) {
-#pragma unroll
-        for (int i = 0; i < kStateValues; ++i) {
-          predicted = fma(s[i], columns[i], predicted);
-        }
-        predicted = row_sum(predicted, state.lanes);
-      }
-      const float rate = number(rates, params.wide_rates, (first_step + step) * state.heads + place.head);
-      const float delta = rate * (float(v[0]) - predicted);
-#pragma unroll
-      for (int i = 0; i < kStateValues; ++i) {
-        s[i] = fma(delta, columns[i], s[i]);
-      }
-      load_values(q, place.lane, state, columns);
-#pragma unroll
-      for (int i = 0; i < kStateValues; ++i) {
-        result = fma(s[i], columns[i], result);
-      }
-      result = row_sum(result, state.lanes);
-    }
-    if (place.writes && place.lane == 0) {
-      y[0] = T(result);
-    }
-    q += key_stride;
-    k += key_stride;
-    v += value_stride;
-    y += value_stride;
-    gates += state.heads * gate_size;
-  }
-  if (place.writes) {
-    store_values(state_out + state_at, place.lane, state, s);
-  }
+  const StatePlace place = state_place(group, simdgroup, lane, params.state);
+  GivenNumbers<T> numbers(gates, rates, y, params, place);
+  over_steps(q, k, v, state_in, mask, state_out, numbers, params.state, place);
 }
 
 instantiate_types("recurrence", recurrence)

@@ -92,10 +92,11 @@ inline float row_sum(float v, uint lanes) {
   return v;
 }
 
-// A number of an array of T, or of float32 where that is what it holds.
-template <typename T>
-inline float number(const device T* p, bool is_wide, size_t i) {
-  return is_wide ? ((const device float*)p)[i] : float(p[i]);
+// A number of an array of one of the types.
+inline float number(const device ushort* p, uint type, size_t i) {
+  return type == kFloat32 ? ((const device float*)p)[i]
+         : type == kFloat16 ? float(((const device half*)p)[i])
+                            : float(((const device bfloat*)p)[i]);
 }
 
 }  // namespace mittens

@@ -17,12 +17,11 @@ bool on_apple_gpu(mx::Stream stream) {
 
 }  // namespace
 
-Problem recurrence_problem(const char* op, const RecurrenceArrays& arrays) {
-  const cpu::Recurrence sizes = arrays.native_sizes();
+Problem recurrence_problem(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes) {
   const std::array all = {sizes.batch * sizes.heads, sizes.steps, sizes.rows, sizes.columns};
   std::array<uint32_t, 4> counts;
   std::transform(all.begin(), all.end(), counts.begin(), problem_size);
-  return {op, arrays.q.dtype(), arrays.gate_per_column(), counts};
+  return {op, dtype, sizes.gate_per_column, counts};
 }
 
 const char* why_mx_gated_delta_update(bool gate_of_head, mx::Stream stream) {

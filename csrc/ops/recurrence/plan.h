@@ -1,8 +1,9 @@
 // Where mx is faster at recurrences. All that depends on the GPU is here.
 #pragma once
 
+#include "cpu/recurrence.h"
+#include "mlx/dtype.h"
 #include "mlx/stream.h"
-#include "ops/recurrence/recurrence.h"
 #include "runtime/calibration.h"
 
 namespace mittens {
@@ -10,7 +11,7 @@ namespace mittens {
 namespace mx = mlx::core;
 
 // What a call is for calibration: the heads of all sequences, the steps, and the rows and columns of a state.
-Problem recurrence_problem(const char* op, const RecurrenceArrays& arrays);
+Problem recurrence_problem(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes);
 
 // Why mx is faster; null where it is not known to be. gate_of_head: whether all columns of a head share a gate.
 // uncorrected: ssm_update and linear_attention.

@@ -81,7 +81,7 @@ class RecurrenceStep : public KernelPrimitive {
     params.state = state_params(arrays.q, arrays.v, options_.has_state, options_.has_mask);
     params.corrects = options_.corrects();
     params.gate_per_column = arrays.gate_per_column();
-    params.wide_rates = arrays.rates.dtype() == mx::float32;
+    params.rate_type = number_type(arrays.rates.dtype());
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(arrays.q.dtype(), kernel);
@@ -125,6 +125,14 @@ void check_queries_keys_values(const char* op, const mx::array& q, const mx::arr
   }
 }
 
+bool goes_to_mx(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes, const char* why_mx, mx::Stream stream) {
+  if (runs_kernels(stream) && sizes.columns > kMostStateColumns) {
+    fall_back(op, "more than " + std::to_string(kMostStateColumns) + " columns");
+    return true;
+  }
+  return prefer_mx(recurrence_problem(op, dtype, sizes), why_mx, stream);
+}
+
 std::optional<Arrays> try_recurrence(const char* op, const RecurrenceCall& call, const char* why_mx,
                                      mx::Stream stream) {
   const RecurrenceArrays arrays(call.inputs, call.options);
@@ -133,11 +141,7 @@ std::optional<Arrays> try_recurrence(const char* op, const RecurrenceCall& call,
     return Arrays{mx::zeros_like(arrays.v, stream),
                   arrays.state ? *arrays.state : mx::zeros(shape, mx::float32, stream)};
   }
-  if (runs_kernels(stream) && arrays.q.shape(3) > kMostStateColumns) {
-    fall_back(op, "more than " + std::to_string(kMostStateColumns) + " columns");
-    return std::nullopt;
-  }
-  if (prefer_mx(recurrence_problem(op, arrays), why_mx, stream)) {
+  if (goes_to_mx(op, arrays.q.dtype(), arrays.native_sizes(), why_mx, stream)) {
     return std::nullopt;
   }
   return recurrence(call.inputs, call.options, stream);

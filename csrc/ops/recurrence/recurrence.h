@@ -39,13 +39,17 @@ struct RecurrenceCall {
 // of the key heads.
 void check_queries_keys_values(const char* op, const mx::array& q, const mx::array& k, const mx::array& v);
 
-// y and the last state, in float32: zeros where there is nothing to compute. Nothing, and said so in mm.stats(), where
-// a GPU has no kernel for the columns, or where mx is preferred for the reason given, if any.
+// Whether mx is to compute a call, for the reason given, if any, or since a GPU has no kernel for the columns; said so
+// in mm.stats().
+bool goes_to_mx(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes, const char* why_mx, mx::Stream stream);
+
+// y and the last state, in float32: zeros where there is nothing to compute. Nothing where the call goes to mx.
 std::optional<Arrays> try_recurrence(const char* op, const RecurrenceCall& call, const char* why_mx, mx::Stream stream);
 
 // q, k [batch, steps, key_heads, columns], v [batch, steps, heads, rows] of one dtype, gates [batch, steps, heads] or
-// [batch, steps, heads, columns] in float32, rates [batch, steps, heads] in that dtype or float32, the state [batch,
-// heads, rows, columns] in float32, and a mask [batch, steps] of booleans -> y, of v's shape, and the last state.
+// [batch, steps, heads, columns] in float32, rates [batch, steps, heads] in any of the kernels' types, the state
+// [batch, heads, rows, columns] in float32, and a mask [batch, steps] of booleans -> y, of v's shape, and the last
+// state.
 Arrays recurrence(const Arrays& inputs, const RecurrenceOptions& options, mx::Stream stream);
 
 // The same by products of matrices.
@@ -54,6 +58,12 @@ Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& option
 // The gradients of these inputs by native code, for the cotangents of y and of the last state; zeros of the mask.
 Arrays recurrence_vjp(const Arrays& inputs, const Arrays& cotangents, const RecurrenceOptions& options,
                       mx::Stream stream);
+
+// Its sizes, from those of queries and values.
+inline cpu::Recurrence native_recurrence(const mx::array& q, const mx::array& v, bool gate_per_column, bool corrects) {
+  const auto size = [](const mx::array& a, int axis) { return static_cast<size_t>(a.shape(axis)); };
+  return {size(q, 0), size(q, 1), size(v, 2), size(q, 2), size(v, 3), size(q, 3), gate_per_column, corrects};
+}
 
 // The inputs by name.
 struct RecurrenceArrays {
@@ -75,8 +85,7 @@ struct RecurrenceArrays {
     return gates.ndim() == 4;
   }
   cpu::Recurrence native_sizes() const {
-    const auto size = [](const mx::array& a, int axis) { return static_cast<size_t>(a.shape(axis)); };
-    return {size(q, 0), size(q, 1), size(v, 2), size(q, 2), size(v, 3), size(q, 3), gate_per_column(), corrects};
+    return native_recurrence(q, v, gate_per_column(), corrects);
   }
   cpu::RecurrenceInputs native_inputs() const {
     return {data_of(q),

@@ -8,7 +8,7 @@
 
 #include "mlx/ops.h"
 #include "ops/recurrence/plan.h"
-#include "ops/recurrence/recurrence.h"
+#include "ops/recurrence/state_space.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
@@ -43,9 +43,16 @@ Optional seen_steps(const Optional& mask, const Optional& lengths, int steps, mx
   return mask ? mx::logical_and(*mask, within, stream) : within;
 }
 
-RecurrenceCall checked(const mx::array& x, const mx::array& a_log, const mx::array& b, const mx::array& c,
-                       const mx::array& d, const mx::array& dt, const mx::array& dt_bias, const Optional& state,
-                       const Limits& limits, const Optional& mask, const Optional& lengths, mx::Stream stream) {
+struct Call {
+  Arrays inputs;  // as of state_space()
+  StateSpaceOptions options;
+  mx::Dtype y_dtype;  // of what the caller gets
+  mx::Dtype state_dtype;
+};
+
+Call checked(const mx::array& x, const mx::array& a_log, const mx::array& b, const mx::array& c, const mx::array& d,
+             const mx::array& dt, const mx::array& dt_bias, const Optional& state, const Limits& limits,
+             const Optional& mask, const Optional& lengths, mx::Stream stream) {
   if (x.ndim() != 4) {
     checks::fail(op, "hidden_states has shape ", x.shape(), ": expected [batch, steps, heads, rows]");
   }
@@ -84,13 +91,8 @@ RecurrenceCall checked(const mx::array& x, const mx::array& a_log, const mx::arr
   checks::kernel_dtype(op, {{"D", d}});
   checks::kernel_dtype(op, {{"dt", dt}});
   checks::kernel_dtype(op, {{"dt_bias", dt_bias}});
-  mx::array step = mx::add(in_dtype(dt, mx::float32, stream), in_dtype(dt_bias, mx::float32, stream), stream);
-  step = mx::logaddexp(step, mx::array(0.0f), stream);
-  step =
-      mx::clip(step, mx::array(static_cast<float>(limits.first)), mx::array(static_cast<float>(limits.second)), stream);
-  const mx::array rate = mx::exp(in_dtype(a_log, mx::float32, stream), stream);
-  const mx::array decay = mx::exp(mx::negative(mx::multiply(step, rate, stream), stream), stream);
-  Arrays inputs = {in_dtype(c, dtype, stream), in_dtype(b, dtype, stream), in_dtype(x, dtype, stream), decay, step};
+  Arrays inputs = {
+      in_dtype(x, dtype, stream), a_log, in_dtype(b, dtype, stream), in_dtype(c, dtype, stream), d, dt, dt_bias};
   if (state) {
     checks::kernel_dtype(op, {{"state", *state}});
     inputs.push_back(in_dtype(*state, mx::float32, stream));
@@ -99,25 +101,34 @@ RecurrenceCall checked(const mx::array& x, const mx::array& a_log, const mx::arr
   if (seen) {
     inputs.push_back(*seen);
   }
+  const mx::Dtype of_x = mx::issubdtype(x.dtype(), mx::floating) ? x.dtype() : dtype;
   return {std::move(inputs),
-          {state.has_value(), seen.has_value(), RecurrenceOp::ssm_update},
+          {state.has_value(), seen.has_value(), static_cast<float>(limits.first), static_cast<float>(limits.second)},
+          mx::promote_types(of_x, d.dtype()),
           state ? state->dtype() : mx::float32};
 }
 
-// y with what D lets through.
-Outputs finished(const RecurrenceCall& call, const Arrays& results, const mx::array& x, const mx::array& d,
-                 mx::Stream stream) {
-  const mx::array skipped = mx::multiply(x, mx::expand_dims(d, 1, stream), stream);
-  const mx::Dtype dtype = mx::issubdtype(x.dtype(), mx::floating) ? x.dtype() : results[0].dtype();
-  return {mx::add(in_dtype(results[0], dtype, stream), skipped, stream),
-          in_dtype(results[1], call.state_dtype, stream)};
+Outputs finished(const Call& call, const Arrays& results, mx::Stream stream) {
+  return {in_dtype(results[0], call.y_dtype, stream), in_dtype(results[1], call.state_dtype, stream)};
+}
+
+// D x and the first state, where there is nothing to add.
+Arrays of_nothing(const StateSpaceArrays& arrays, mx::Stream stream) {
+  return {mx::multiply(arrays.x, mx::expand_dims(arrays.d, 1, stream), stream),
+          arrays.state ? *arrays.state : mx::zeros(arrays.state_shape(), mx::float32, stream)};
 }
 
 // None where mx is ahead, or no kernel covers the call.
-std::optional<Outputs> by_kernel(const RecurrenceCall& call, const mx::array& x, const mx::array& d,
-                                 mx::Stream stream) {
-  const std::optional<Arrays> all = try_recurrence(op, call, why_mx_uncorrected(x.shape(1), stream), stream);
-  return all ? std::optional(finished(call, *all, x, d, stream)) : std::nullopt;
+std::optional<Outputs> by_kernel(const Call& call, mx::Stream stream) {
+  const StateSpaceArrays arrays(call.inputs, call.options);
+  if (arrays.x.size() == 0 || arrays.b.size() == 0) {
+    return finished(call, of_nothing(arrays, stream), stream);
+  }
+  const char* why_mx = why_mx_uncorrected(arrays.x.shape(1), stream);
+  if (goes_to_mx(op, arrays.x.dtype(), arrays.native_sizes(), why_mx, stream)) {
+    return std::nullopt;
+  }
+  return finished(call, state_space(call.inputs, call.options, stream), stream);
 }
 
 std::optional<Outputs> try_ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& b,
@@ -125,18 +136,18 @@ std::optional<Outputs> try_ssm_update(const mx::array& x, const mx::array& a_log
                                       const mx::array& dt_bias, const Optional& state, const Limits& limits,
                                       const Optional& mask, const Optional& lengths, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  return by_kernel(checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream), x, d, stream);
+  return by_kernel(checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream), stream);
 }
 
 Outputs ssm_update(const mx::array& x, const mx::array& a_log, const mx::array& b, const mx::array& c,
                    const mx::array& d, const mx::array& dt, const mx::array& dt_bias, const Optional& state,
                    const Limits& limits, const Optional& mask, const Optional& lengths, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const RecurrenceCall call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
-  if (auto outputs = by_kernel(call, x, d, stream)) {
+  const Call call = checked(x, a_log, b, c, d, dt, dt_bias, state, limits, mask, lengths, stream);
+  if (auto outputs = by_kernel(call, stream)) {
     return *std::move(outputs);
   }
-  return finished(call, recurrence_composed(call.inputs, call.options, stream), x, d, stream);
+  return finished(call, state_space_composed(call.inputs, call.options, stream), stream);
 }
 
 void bind(nb::module_& module) {

@@ -1,4 +1,4 @@
-// How the rows of a recurrence's state are shared out among the lanes of a GPU.
+// What kernels of recurrences are told of arrays, and how the rows of a state are shared out among the lanes of a GPU.
 #pragma once
 
 #include <bit>
@@ -8,6 +8,10 @@
 #include "runtime/array_layout.h"
 
 namespace mittens {
+
+inline uint32_t number_type(mx::Dtype dtype) {
+  return dtype == mx::float32 ? kFloat32 : dtype == mx::float16 ? kFloat16 : kBfloat16;
+}
 
 // keys [batch, steps, key_heads, columns], values [batch, steps, heads, rows]
 inline StateParams state_params(const mx::array& keys, const mx::array& values, bool has_state, bool has_mask) {

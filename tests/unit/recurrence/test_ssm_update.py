@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.support import assert_same_bits
-from helpers.tolerances import DIFFERENCES, SUMS, assert_near, units
+from helpers.tolerances import DIFFERENCES, ROUNDINGS, SUMS, assert_near, units
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -155,6 +155,91 @@ def test_types_and_a_missing_state(rng, executor):
     assert mm.ssm_update(*arrays, state.astype(mx.float16))[1].dtype == mx.float16
     arrays[4] = arrays[4].astype(mx.float32)
     assert mm.ssm_update(*arrays)[0].dtype == mx.float32
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["", "A_log, D and dt_bias in float32"])
+def test_a_token_is_one_launch(rng, wide):
+    """Of the parts of a layer's projection, which lie in one row, and without an operation of mx beside it."""
+    heads, rows, columns = 4, 16, 64
+    sizes = [heads * rows, columns, columns, heads]
+    row = mx.array(rng.normal(size=(1, 1, sum(sizes))).astype(np.float32)).astype(mx.float16)
+    x, b, c, dt = mx.split(row, np.cumsum(sizes)[:-1].tolist(), axis=-1)
+    x, b, c = x.reshape(1, 1, heads, rows), b.reshape(1, 1, 1, columns), c.reshape(1, 1, 1, columns)
+    a_log, d, bias = (
+        mx.array(rng.normal(size=heads).astype(np.float32)).astype(mx.float32 if wide else mx.float16) for _ in range(3)
+    )
+    state = mx.array(rng.normal(size=(1, heads, rows, columns)).astype(np.float32))
+    mx.eval(x, a_log, b, c, d, dt, bias, state)
+    with mm.simulator.enabled(gpu="m2-max"), mm.simulator.predicted(chip="m2-max") as launches:
+        mx.eval(mm.ssm_update(x, a_log, b, c, d, dt, bias, state))
+    assert [launch.launch.kernel for launch in launches] == ["state_space_float16"]
+    assert not launches.left_out
+
+
+# From time steps that are next to nothing to such as e to their power is infinite.
+RAW = np.concatenate([np.linspace(-80, 100, 61), np.linspace(-2, 2, 40), [-1e-3, 0, 1e-3]]).astype(np.float32)
+
+
+@pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.25, 3.0)])
+def test_time_steps_and_decays_beside_float64(executor, limits):
+    """Relative to each: a state of nothing becomes the time step, one of ones what the decay leaves."""
+    heads = len(RAW)
+    a_log, one, zero = mx.linspace(-4, 0, heads), mx.ones((1, 1, 1, 1)), mx.zeros((heads,))
+    bias = mx.full((heads,), 0.125)
+    dt = mx.array(RAW - np.float32(0.125)).reshape(1, 1, heads)
+    raw = np.array(dt, np.float64).reshape(-1) + 0.125
+
+    def states(x, state):
+        values = mx.full((1, 1, heads, 1), x)
+        last = mm.ssm_update(values, a_log, one, one, zero, dt, bias, mx.full((1, heads, 1, 1), state), limits)[1]
+        return np.array(last).reshape(-1)
+
+    step = np.clip(np.logaddexp(raw, 0), *limits)
+    np.testing.assert_allclose(states(1.0, 0.0), step, rtol=ROUNDINGS)
+    left = np.exp(-np.exp(specs.widen(a_log)) * step)
+    # An exponential is off by what its argument is off by, which may be large.
+    argument = np.maximum(1, -np.log(left))
+    np.testing.assert_array_less(np.abs(states(0.0, 1.0) - left), ROUNDINGS * left * argument + np.float32(1e-38))
+
+
+def test_time_steps_that_are_no_numbers(executor):
+    """As mx has them: infinite ones end at the limits, and NaN stays NaN."""
+    raw = mx.array([np.inf, -np.inf, np.nan, 1.0]).reshape(1, 1, 4)
+    one, heads = mx.ones((1, 1, 1, 1)), mx.zeros((4,))
+    last = mm.ssm_update(mx.ones((1, 1, 4, 1)), heads, one, one, heads, raw, heads, None, (0.5, 2.0))[1]
+    np.testing.assert_allclose(np.array(last).reshape(-1), [2, 0.5, np.nan, np.logaddexp(1, 0)], rtol=ROUNDINGS)
+
+
+@pytest.mark.parametrize("half", [mx.float16, mx.bfloat16])
+def test_y_is_rounded_once(rng, executor, half):
+    """Where D is float32 so is y, of which a y of the half type is the rounding."""
+    arrays = draw(rng, 2, 3, 1, 4, 33, 24, half)
+    wide = [a.astype(mx.float32) if i == 4 else a for i, a in enumerate(arrays)]
+    mask = mx.array([[True, False, True], [True, True, True]])
+    y, exact = (mm.ssm_update(*given, mask=mask)[0] for given in (arrays, wide))
+    assert (y.dtype, exact.dtype) == (half, mx.float32)
+    assert_same_bits(y, exact.astype(half), "y")
+
+
+def test_each_input_may_be_of_another_type(rng, executor):
+    arrays = draw(rng, 2, 3, 1, 2, 5, 24)
+    types = (mx.float16, mx.bfloat16, mx.float16, mx.float16, mx.bfloat16, mx.float32, mx.float16, mx.bfloat16)
+    given = [a.astype(t) for a, t in zip(arrays, types, strict=True)]
+    found = mm.ssm_update(*given)
+    assert [a.dtype for a in found] == [mx.float32, mx.bfloat16]
+    for ours, exact in zip(found, exact_state_space(*map(specs.widen, given)), strict=True):
+        assert_near(ours, exact.value, str(ours.shape), max(SUMS, units(1, ours.dtype)))
+
+
+def test_vmap(rng, executor):
+    """Over what a batch is made of, with the numbers of heads shared."""
+    arrays = draw(rng, 3, 2, 1, 2, 5, 24)
+    one = [a if a.ndim == 1 else a[:, None] for a in arrays]
+    axes = tuple(None if a.ndim == 1 else 0 for a in arrays)
+    for mapped, whole in zip(
+        mx.vmap(lambda *a: mm.ssm_update(*a), in_axes=axes)(*one), mm.ssm_update(*arrays), strict=True
+    ):
+        assert_near(mapped[:, 0], whole, str(whole.shape))
 
 
 def test_compiled(rng, executor):
