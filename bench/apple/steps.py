@@ -43,9 +43,8 @@ Predictions, not measurements: no Mac was at hand. `python bench/apple/steps.py 
 chip; [docs/apple.md](../../docs/apple.md) says how far such predictions are off. Speed is their time by ours.
 
 - ssm_update: `mm.ssm_update` beside mlx-lm's `ssm_update_kernel`, whose Metal kernel runs in the simulator. The results
-  agree, which the script checks. Ours computes decays, time steps and what D lets through in thirteen operations of mx
-  around its kernel, which are estimated from bytes, and mlx-lm in its kernel, but for one compiled operation. So under
-  the patch mlx-lm's kernel stays in place for a token.
+  agree, which the script checks. Ours is one launch; mlx-lm's kernel has its time steps from one compiled operation of
+  mx, which is estimated from bytes.
 - quantized cache: rotary embedding of queries and keys, the append to mlx-lm's `QuantizedKVCache` and attention over
   it, with the patch and without.
 """

@@ -146,6 +146,22 @@ def _state_space(
     return _ext.try_ssm_update(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
 
 
+def _state_space_token(
+    hidden_states: mx.array,
+    A_log: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: mx.array,
+    time_step_limit: tuple[float, float],
+) -> tuple[mx.array, mx.array] | None:
+    """A token on Apple's GPUs, whose y has the type of hidden_states there, whatever D's is."""
+    results = _ext.try_ssm_update(hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit)
+    return results and (results[0].astype(hidden_states.dtype), results[1])
+
+
 def _greedy(logprobs: mx.array) -> mx.array:
     return _ext.sample(logprobs, temperature=0.0)
 
@@ -415,6 +431,15 @@ TARGETS += [
         ),
         optional=True,
         partial=True,  # not lengths without a mask
+    ),
+    Target(
+        "recurrence",
+        "ssm_update",
+        "mlx_lm.models.ssm",
+        "ssm_update_kernel",
+        _state_space_token,
+        ("hidden_states", "A_log", "B", "C", "D", "dt", "dt_bias", "state", "time_step_limit"),
+        optional=True,
     ),
 ]
 

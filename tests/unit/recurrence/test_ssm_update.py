@@ -302,6 +302,26 @@ def test_patched_it_is_mlx_lms(rng, lenient):
         assert_same_bits(a, b, str(a.shape))
 
 
+@pytest.mark.parametrize("dtype_of_d", [mx.float16, mx.float32])
+def test_patched_a_token_of_mlx_lms_kernel_is_ours(rng, dtype_of_d):
+    """The results and their types are those of mlx-lm's kernel, which takes two launches."""
+    from mlx_lm.models import ssm
+
+    *arrays, state = draw(rng, 2, 1, 2, 4, 8, 32, mx.float16)
+    arrays[4] = arrays[4].astype(dtype_of_d)
+    with mm.simulator.enabled(gpu="m2-max", pretend_metal=True):
+        theirs = ssm.ssm_update_kernel(*arrays, state, (0.001, 100.0))
+        mx.eval(theirs)
+        with mm.patched():
+            mm.stats(reset=True)
+            ours = ssm.ssm_update_kernel(*arrays, state, (0.001, 100.0))
+            mx.eval(ours)
+            assert sum(mm.stats()["ssm_update"]["kernels"].values()) == 1
+    assert [a.dtype for a in ours] == [a.dtype for a in theirs] == [mx.float16, mx.float32]
+    for a, b in zip(ours, theirs, strict=True):
+        assert_near(a, b, str(a.shape), max(SUMS, units(1, a.dtype)))
+
+
 @pytest.mark.parametrize("gpu", ["m2-max", "nvidia"])
 def test_on_an_apple_gpu_many_steps_are_mxs(rng, lenient, gpu):
     """Products of matrices over chunks of steps; mlx-lm's own under a patch, unless it is strict."""
