@@ -89,6 +89,7 @@ CASES = (
     Counted("route_top_k", "2x128 scores=softmax"),
     Counted("gated_delta_update", "test 1x1x2x4x33x128"),
     Counted("ssm_update", "test 1x1x1x4x33x128"),
+    Counted("linear_attention", "test 1x1x2x4x33x128"),
 )
 
 _HEAD = (

@@ -176,8 +176,8 @@ _PLACES = (
         ("state_space.cpp", "recurrence_vjp.cpp"), ("test_ssm_update.py",),
     ),
     Place(
-        ("linear_attention",), "recurrence", "linear_attention.cpp", ("plan.cpp",), ("recurrence.metal",),
-        ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_linear_attention.py",),
+        ("linear_attention",), "recurrence", "linear_attention.cpp", ("plan.cpp",), ("linear_attention.metal",),
+        ("linear_attention.cpp", "recurrence_vjp.cpp"), ("test_linear_attention.py",),
     ),
 )  # fmt: skip
 

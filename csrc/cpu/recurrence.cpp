@@ -7,6 +7,7 @@ namespace mittens::cpu {
 MITTENS_VERSIONS(recurrence)
 MITTENS_VERSIONS(recurrence_vjp)
 MITTENS_VERSIONS(state_space)
+MITTENS_VERSIONS(linear_attention)
 
 void recurrence(Type type, const Recurrence& shape, const RecurrenceInputs& inputs, void* y, float* state) {
   recurrence_versions[isa_index()](type, shape, inputs, y, state);
@@ -20,6 +21,10 @@ void recurrence_vjp(Type type, const Recurrence& shape, const RecurrenceInputs& 
 void state_space(Type type, const Recurrence& shape, const StateSpaceInputs& inputs, Type y_type, void* y,
                  float* state) {
   state_space_versions[isa_index()](type, shape, inputs, y_type, y, state);
+}
+
+void linear_attention(Type type, const Recurrence& shape, const LinearAttentionInputs& inputs, void* y, float* state) {
+  linear_attention_versions[isa_index()](type, shape, inputs, y, state);
 }
 
 }  // namespace mittens::cpu

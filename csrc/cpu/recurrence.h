@@ -60,6 +60,16 @@ struct StateSpaceInputs {
   float greatest_step;
 };
 
+struct LinearAttentionInputs {
+  const void* q;  // [batch, steps, key_heads, columns]
+  const void* k;  // [batch, steps, key_heads, columns]
+  const void* v;  // [batch, steps, heads, rows]
+  Numbers decays;  // [heads], or none: `decay`
+  const float* state;  // [batch, heads, rows, columns] or nullptr: zeros
+  float decay;
+  float scale;
+};
+
 struct RecurrenceGradients {
   void* q;  // of the inputs' shapes, as all are
   void* k;
@@ -80,6 +90,11 @@ void state_space(Type type,  // of x, B and C
                  Type y_type,  // this type, or float32
                  void* y,  // [batch, steps, heads, rows]
                  float* state);  // [batch, heads, rows, columns]
+
+// y = scale S q, gates that are the decays of heads, rates of 1.
+void linear_attention(Type type, const Recurrence& shape, const LinearAttentionInputs& inputs,
+                      void* y,  // [batch, steps, heads, rows]
+                      float* state);  // [batch, heads, rows, columns]
 
 // Gradients for the cotangents of y and of the last state. States are computed again, from one that is kept every 32
 // steps.

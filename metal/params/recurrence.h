@@ -31,7 +31,6 @@ struct StateParams {
 
 struct RecurrenceParams {
   StateParams state;
-  uint32_t corrects;  // whether what the state has for k is taken off v
   uint32_t gate_per_column;  // else one for a head
   uint32_t rate_type;
 };
@@ -45,6 +44,14 @@ struct StateSpaceParams {
   uint32_t wide_y;  // whether it is float32
   float least_step;
   float greatest_step;
+};
+
+struct LinearAttentionParams {
+  StateParams state;
+  uint32_t has_decays;  // else `decay`
+  uint32_t decay_type;
+  float decay;
+  float scale;
 };
 
 }  // namespace mittens

@@ -1,7 +1,6 @@
-// Linear recurrences: a state S [rows, columns] for each head, zeros at first or given, and for each step
+// The gated delta rule: a state S [rows, columns] for each head, zeros at first or given, and for each step
 //
-//   S = S * gate;   S += beta (v - S k) k^T;   y = S q   (the gated delta rule)
-//   S = S * gate;   S += beta v k^T;           y = S q   (linear attention)
+//   S = S * gate;   S += beta (v - S k) k^T;   y = S q
 //
 // The gate is one number, or one for each column. A step that the mask hides leaves S alone, and its y is 0.
 //
@@ -38,7 +37,7 @@ struct GivenNumbers {
     return params->gate_per_column ? params->state.columns : 1;
   }
   bool corrects() const {
-    return params->corrects;
+    return true;
   }
   bool has_column_gates() const {
     return params->gate_per_column;

@@ -32,7 +32,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "rope_append": ("cache/rope_append.metal",),
     "quantized_rope_append": ("cache/quantized_rope_append.metal",),
     "gather_sum": ("moe/gather_qmm.metal",),
-    **dict.fromkeys(("gated_delta_update", "linear_attention"), ("recurrence/recurrence.metal",)),
+    "gated_delta_update": ("recurrence/recurrence.metal",),
+    "linear_attention": ("recurrence/linear_attention.metal",),
     "ssm_update": ("recurrence/state_space.metal",),
 }
 

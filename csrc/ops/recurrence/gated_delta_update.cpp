@@ -24,9 +24,14 @@ constexpr const char* op = "gated_delta_update";
 
 using Outputs = std::tuple<mx::array, mx::array>;
 
-RecurrenceCall checked(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma,
-                       const mx::array& beta, const std::optional<mx::array>& state,
-                       const std::optional<mx::array>& mask, mx::Stream stream) {
+struct Call {
+  Arrays inputs;  // as of recurrence()
+  RecurrenceOptions options;
+  mx::Dtype state_dtype;  // of the last state that the caller gets
+};
+
+Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma, const mx::array& beta,
+             const std::optional<mx::array>& state, const std::optional<mx::array>& mask, mx::Stream stream) {
   check_queries_keys_values(op, q, k, v);
   const mx::Shape per_head = {v.shape(0), v.shape(1), v.shape(2)};
   mx::Shape per_column = per_head;
@@ -61,18 +66,23 @@ RecurrenceCall checked(const mx::array& q, const mx::array& k, const mx::array& 
   if (mask) {
     inputs.push_back(*mask);
   }
-  return {std::move(inputs),
-          {state.has_value(), mask.has_value(), RecurrenceOp::gated_delta_update},
-          state ? state->dtype() : mx::float32};
+  return {std::move(inputs), {state.has_value(), mask.has_value(), true}, state ? state->dtype() : mx::float32};
 }
 
 // None where mx is ahead, or no kernel covers the call.
-std::optional<Outputs> by_kernel(const RecurrenceCall& call, bool per_head, mx::Stream stream) {
-  const std::optional<Arrays> all = try_recurrence(op, call, why_mx_gated_delta_update(per_head, stream), stream);
-  if (!all) {
+std::optional<Outputs> by_kernel(const Call& call, bool per_head, mx::Stream stream) {
+  const RecurrenceArrays arrays(call.inputs, call.options);
+  if (arrays.q.size() == 0 || arrays.v.size() == 0) {
+    const mx::Shape of_state = {arrays.v.shape(0), arrays.v.shape(2), arrays.v.shape(3), arrays.q.shape(3)};
+    const mx::array state = arrays.state ? *arrays.state : mx::zeros(of_state, mx::float32, stream);
+    return Outputs{mx::zeros_like(arrays.v, stream), in_dtype(state, call.state_dtype, stream)};
+  }
+  const char* why_mx = why_mx_gated_delta_update(per_head, stream);
+  if (goes_to_mx(op, arrays.q.dtype(), arrays.native_sizes(), why_mx, stream)) {
     return std::nullopt;
   }
-  return Outputs{(*all)[0], in_dtype((*all)[1], call.state_dtype, stream)};
+  const Arrays all = recurrence(call.inputs, call.options, stream);
+  return Outputs{all[0], in_dtype(all[1], call.state_dtype, stream)};
 }
 
 std::optional<Outputs> try_gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v,
@@ -87,7 +97,7 @@ Outputs gated_delta_update(const mx::array& q, const mx::array& k, const mx::arr
                            const mx::array& beta, const std::optional<mx::array>& state,
                            const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const RecurrenceCall call = checked(q, k, v, gamma, beta, state, mask, stream);
+  const Call call = checked(q, k, v, gamma, beta, state, mask, stream);
   if (auto outputs = by_kernel(call, gamma.ndim() == 3, stream)) {
     return *std::move(outputs);
   }

@@ -1,4 +1,9 @@
+// Linear attention: a state S [rows, columns] for each head of each sequence, and for each step
+//
+//   S = S * decay;   S += v k^T;   y = scale S q
 #include <cmath>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -10,7 +15,9 @@
 
 #include "mlx/ops.h"
 #include "ops/recurrence/plan.h"
-#include "ops/recurrence/recurrence.h"
+#include "ops/recurrence/recurrence_primitive.h"
+#include "ops/recurrence/state_params.h"
+#include "params/recurrence.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
@@ -24,31 +31,130 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "linear_attention";
+const Name file = "recurrence/linear_attention.metal";
 
 using Decay = std::variant<std::monostate, double, mx::array>;
 using Outputs = std::tuple<mx::array, mx::array>;
 
-// What a head's state is multiplied by in a step, for [batch, steps, heads].
-mx::array gates_of(const Decay& decay, const mx::Shape& per_head, mx::Stream stream) {
-  if (const mx::array* of_heads = std::get_if<mx::array>(&decay)) {
-    if (of_heads->shape() != mx::Shape{per_head[2]}) {
-      checks::fail(op, "decay has shape ", of_heads->shape(), ": expected a number or ", mx::Shape{per_head[2]});
-    }
-    checks::kernel_dtype(op, {{"decay", *of_heads}});
-    return mx::broadcast_to(in_dtype(*of_heads, mx::float32, stream), per_head, stream);
-  }
-  const double* number = std::get_if<double>(&decay);
-  if (number && !(*number > 0 && *number <= 1)) {
-    checks::fail(op, "decay is ", *number, ": expected more than 0, and at most 1");
-  }
-  return mx::full(per_head, number ? static_cast<float>(*number) : 1.0f, mx::float32, stream);
-}
+struct Options {
+  bool has_decays;  // an array of them, else `decay`
+  bool has_state;  // else it begins with zeros
+  float decay;
+  float scale;
 
-RecurrenceCall checked(const mx::array& q, const mx::array& k, const mx::array& v, const Decay& decay,
-                       std::optional<float> scale, const std::optional<mx::array>& state, mx::Stream stream) {
+  bool operator==(const Options&) const = default;
+};
+
+// q and k [batch, steps, key_heads, columns], v [batch, steps, heads, rows] of one dtype, decays [heads] of any of the
+// kernels' dtypes, and the state [batch, heads, rows, columns] in float32.
+struct Named {
+  const mx::array &q, &k, &v;
+  const mx::array *decays, *state;
+
+  Named(const Arrays& inputs, const Options& options)
+      : q(inputs[0]),
+        k(inputs[1]),
+        v(inputs[2]),
+        decays(options.has_decays ? &inputs[3] : nullptr),
+        state(options.has_state ? &inputs[options.has_decays ? 4 : 3] : nullptr) {}
+
+  cpu::Recurrence native_sizes() const {
+    return native_recurrence(q, v, false, false);
+  }
+  mx::Shape state_shape() const {
+    return {v.shape(0), v.shape(2), v.shape(3), q.shape(3)};
+  }
+};
+
+class LinearAttention : public RecurrencePrimitive {
+ public:
+  LinearAttention(mx::Stream stream, const Options& options) : RecurrencePrimitive(stream), options_(options) {}
+
+  const char* name() const override {
+    return "MittensLinearAttention";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return options_ == static_cast<const LinearAttention&>(other).options_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    const Named arrays(inputs, options_);
+    return {arrays.v.shape(), arrays.state_shape()};
+  }
+
+ protected:
+  Parts parts(const Arrays& inputs) override {
+    const Named arrays(inputs, options_);
+    const mx::Dtype dtype = arrays.q.dtype();
+    const mx::Shape per_head = {arrays.v.shape(0), arrays.v.shape(1), arrays.v.shape(2)};
+    const mx::array decays =
+        arrays.decays ? in_dtype(*arrays.decays, mx::float32, stream()) : mx::array(options_.decay);
+    Arrays all = {options_.scale == 1 ? arrays.q : mx::multiply(arrays.q, mx::array(options_.scale, dtype), stream()),
+                  arrays.k, arrays.v, mx::broadcast_to(decays, per_head, stream()),
+                  mx::ones(per_head, dtype, stream())};
+    if (arrays.state) {
+      all.push_back(*arrays.state);
+    }
+    return {std::move(all), {options_.has_state, false, false}, std::nullopt};
+  }
+
+  std::optional<size_t> state_index() const override {
+    return options_.has_state ? std::optional<size_t>(options_.has_decays ? 4 : 3) : std::nullopt;
+  }
+
+  bool is_read_in_packs(size_t input) const override {
+    return input < 2;  // q and k
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const Named arrays(inputs, options_);
+    LinearAttentionParams params;
+    params.state = state_params(arrays.q, arrays.v, options_.has_state, false);
+    params.has_decays = options_.has_decays;
+    params.decay_type = arrays.decays ? number_type(arrays.decays->dtype()) : 0;
+    params.decay = options_.decay;
+    params.scale = options_.scale;
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(arrays.q.dtype(), op);
+    launch.threadgroups = state_grid(params.state, arrays.q.shape(0));
+    launch.threads = {32 * kStateSimdgroups, 1, 1};
+    launch.input(arrays.q).input(arrays.k).input(arrays.v);
+    launch.input_if(options_.has_decays, options_.has_decays ? *arrays.decays : arrays.q);
+    launch.input_if(options_.has_state, options_.has_state ? *arrays.state : arrays.q);
+    return in_order(launch.output(outputs[0]).output(outputs[1]).params(params));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const Named arrays(inputs, options_);
+    const cpu::LinearAttentionInputs data = {data_of(arrays.q),
+                                             data_of(arrays.k),
+                                             data_of(arrays.v),
+                                             {arrays.decays ? data_of(*arrays.decays) : nullptr,
+                                              native_type(arrays.decays ? arrays.decays->dtype() : mx::float32)},
+                                             arrays.state ? arrays.state->data<float>() : nullptr,
+                                             options_.decay,
+                                             options_.scale};
+    return [type = native_type(arrays.q.dtype()), sizes = arrays.native_sizes(), data, y = data_of(outputs[0]),
+            state = outputs[1].data<float>()] { cpu::linear_attention(type, sizes, data, y, state); };
+  }
+
+ private:
+  Options options_;
+};
+
+struct Call {
+  Arrays inputs;
+  Options options;
+  mx::Dtype state_dtype;  // of the last state that the caller gets
+};
+
+Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const Decay& decay, std::optional<float> scale,
+             const std::optional<mx::array>& state, mx::Stream stream) {
   check_queries_keys_values(op, q, k, v);
-  const int columns = q.shape(3);
-  const mx::Shape of_state = {v.shape(0), v.shape(2), v.shape(3), columns};
+  const int heads = v.shape(2), columns = q.shape(3);
+  const mx::Shape of_state = {v.shape(0), heads, v.shape(3), columns};
   if (state && state->shape() != of_state) {
     checks::fail(op, "state has shape ", state->shape(), ": expected ", of_state);
   }
@@ -56,30 +162,50 @@ RecurrenceCall checked(const mx::array& q, const mx::array& k, const mx::array& 
     checks::fail(op, "scale is ", *scale, ": expected a finite number");
   }
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"q", q}, {"k", k}, {"v", v}});
-  const mx::Shape per_head = {v.shape(0), v.shape(1), v.shape(2)};
-  const mx::array gates = gates_of(decay, per_head, stream);
-  const float factor = scale.value_or(columns == 0 ? 1.0f : 1 / std::sqrt(static_cast<float>(columns)));
-  mx::array queries = in_dtype(q, dtype, stream);
-  if (factor != 1) {
-    queries = mx::multiply(queries, mx::array(factor, dtype), stream);
+  Arrays inputs = {in_dtype(q, dtype, stream), in_dtype(k, dtype, stream), in_dtype(v, dtype, stream)};
+  Options options = {false, state.has_value(), 1.0f, 1.0f};
+  if (const mx::array* decays = std::get_if<mx::array>(&decay)) {
+    if (decays->shape() != mx::Shape{heads}) {
+      checks::fail(op, "decay has shape ", decays->shape(), ": expected a number or ", mx::Shape{heads});
+    }
+    checks::kernel_dtype(op, {{"decay", *decays}});
+    inputs.push_back(*decays);
+    options.has_decays = true;
+  } else if (const double* number = std::get_if<double>(&decay)) {
+    if (!(*number > 0 && *number <= 1)) {
+      checks::fail(op, "decay is ", *number, ": expected more than 0, and at most 1");
+    }
+    options.decay = static_cast<float>(*number);
   }
-  Arrays inputs = {queries, in_dtype(k, dtype, stream), in_dtype(v, dtype, stream), gates,
-                   mx::ones(per_head, dtype, stream)};
+  options.scale = scale.value_or(columns == 0 ? 1.0f : 1 / std::sqrt(static_cast<float>(columns)));
   if (state) {
     checks::kernel_dtype(op, {{"state", *state}});
     inputs.push_back(in_dtype(*state, mx::float32, stream));
   }
-  return {std::move(inputs),
-          {state.has_value(), false, RecurrenceOp::linear_attention},
-          state ? state->dtype() : mx::float32};
+  return {std::move(inputs), options, state ? state->dtype() : mx::float32};
+}
+
+// y and the last state in float32.
+Arrays computed(const Call& call, mx::Stream stream) {
+  const Named arrays(call.inputs, call.options);
+  if (arrays.q.size() == 0 || arrays.v.size() == 0) {
+    return {mx::zeros_like(arrays.v, stream),
+            arrays.state ? *arrays.state : mx::zeros(arrays.state_shape(), mx::float32, stream)};
+  }
+  const mx::Dtype dtype = arrays.q.dtype();
+  auto primitive = std::make_shared<LinearAttention>(stream, call.options);
+  if (goes_to_mx(op, dtype, arrays.native_sizes(), why_mx_uncorrected(arrays.q.shape(1), stream), stream)) {
+    return primitive->composed(call.inputs);
+  }
+  std::vector<mx::Shape> shapes = primitive->output_shapes(call.inputs);
+  return mx::array::make_arrays(std::move(shapes), {dtype, mx::float32}, primitive, call.inputs);
 }
 
 Outputs linear_attention(const mx::array& q, const mx::array& k, const mx::array& v, const Decay& decay,
                          std::optional<float> scale, const std::optional<mx::array>& state, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const RecurrenceCall call = checked(q, k, v, decay, scale, state, stream);
-  const std::optional<Arrays> made = try_recurrence(op, call, why_mx_uncorrected(q.shape(1), stream), stream);
-  const Arrays all = made ? *made : recurrence_composed(call.inputs, call.options, stream);
+  const Call call = checked(q, k, v, decay, scale, state, stream);
+  const Arrays all = computed(call, stream);
   return {all[0], in_dtype(all[1], call.state_dtype, stream)};
 }
 

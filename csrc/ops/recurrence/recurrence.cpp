@@ -28,14 +28,7 @@ class RecurrenceStep : public KernelPrimitive {
   RecurrenceStep(mx::Stream stream, const RecurrenceOptions& options) : KernelPrimitive(stream), options_(options) {}
 
   const char* name() const override {
-    switch (options_.op) {
-      case RecurrenceOp::gated_delta_update:
-        return "MittensGatedDeltaUpdate";
-      case RecurrenceOp::ssm_update:
-        return "MittensSsmUpdate";
-      default:
-        return "MittensLinearAttention";
-    }
+    return "MittensGatedDeltaUpdate";
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
@@ -79,7 +72,6 @@ class RecurrenceStep : public KernelPrimitive {
     const RecurrenceArrays arrays(inputs, options_);
     RecurrenceParams params;
     params.state = state_params(arrays.q, arrays.v, options_.has_state, options_.has_mask);
-    params.corrects = options_.corrects();
     params.gate_per_column = arrays.gate_per_column();
     params.rate_type = number_type(arrays.rates.dtype());
     Launch launch;
@@ -131,20 +123,6 @@ bool goes_to_mx(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes, c
     return true;
   }
   return prefer_mx(recurrence_problem(op, dtype, sizes), why_mx, stream);
-}
-
-std::optional<Arrays> try_recurrence(const char* op, const RecurrenceCall& call, const char* why_mx,
-                                     mx::Stream stream) {
-  const RecurrenceArrays arrays(call.inputs, call.options);
-  if (arrays.q.size() == 0 || arrays.v.size() == 0) {
-    const mx::Shape shape = {arrays.v.shape(0), arrays.v.shape(2), arrays.v.shape(3), arrays.q.shape(3)};
-    return Arrays{mx::zeros_like(arrays.v, stream),
-                  arrays.state ? *arrays.state : mx::zeros(shape, mx::float32, stream)};
-  }
-  if (goes_to_mx(op, arrays.q.dtype(), arrays.native_sizes(), why_mx, stream)) {
-    return std::nullopt;
-  }
-  return recurrence(call.inputs, call.options, stream);
 }
 
 Arrays recurrence(const Arrays& inputs, const RecurrenceOptions& options, mx::Stream stream) {

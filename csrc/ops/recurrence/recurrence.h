@@ -13,26 +13,12 @@
 
 namespace mittens {
 
-enum class RecurrenceOp { gated_delta_update, ssm_update, linear_attention };
-
 struct RecurrenceOptions {
   bool has_state;  // else it begins with zeros
   bool has_mask;
-  RecurrenceOp op;
-
-  // Whether what the state has for k is taken off v.
-  bool corrects() const {
-    return op == RecurrenceOp::gated_delta_update;
-  }
+  bool corrects;  // whether what the state has for k is taken off v
 
   bool operator==(const RecurrenceOptions&) const = default;
-};
-
-// A checked call of one of the ops.
-struct RecurrenceCall {
-  Arrays inputs;  // as of recurrence()
-  RecurrenceOptions options;
-  mx::Dtype state_dtype;  // of the last state that the caller gets
 };
 
 // Throw unless they are [batch, steps, key heads, columns] twice and [batch, steps, heads, rows], the heads a multiple
@@ -42,9 +28,6 @@ void check_queries_keys_values(const char* op, const mx::array& q, const mx::arr
 // Whether mx is to compute a call, for the reason given, if any, or since a GPU has no kernel for the columns; said so
 // in mm.stats().
 bool goes_to_mx(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes, const char* why_mx, mx::Stream stream);
-
-// y and the last state, in float32: zeros where there is nothing to compute. Nothing where the call goes to mx.
-std::optional<Arrays> try_recurrence(const char* op, const RecurrenceCall& call, const char* why_mx, mx::Stream stream);
 
 // q, k [batch, steps, key_heads, columns], v [batch, steps, heads, rows] of one dtype, gates [batch, steps, heads] or
 // [batch, steps, heads, columns] in float32, rates [batch, steps, heads] in any of the kernels' types, the state
@@ -79,7 +62,7 @@ struct RecurrenceArrays {
         rates(inputs[4]),
         state(options.has_state ? &inputs[5] : nullptr),
         mask(options.has_mask ? &inputs[options.has_state ? 6 : 5] : nullptr),
-        corrects(options.corrects()) {}
+        corrects(options.corrects) {}
 
   bool gate_per_column() const {
     return gates.ndim() == 4;

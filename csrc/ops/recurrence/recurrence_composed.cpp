@@ -138,7 +138,7 @@ Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& option
       return mx::slice(a, start, stop, stream);
     };
     const Chunk chunk{part(q), part(k), part(v), part(log_gates), part(rates)};
-    results.push_back(over_chunk(chunk, state, options.corrects(), stream));
+    results.push_back(over_chunk(chunk, state, options.corrects, stream));
   }
   mx::array y = results.size() > 1 ? mx::concatenate(results, 3, stream) : results[0];
   if (mask) {

@@ -59,7 +59,7 @@ class RecurrenceVjp : public KernelPrimitive {
     Arrays primals(inputs.begin(), inputs.begin() + 5);
     primals[4] = in_dtype(primals[4], mx::float32, stream());
     primals.push_back(options_.has_state ? inputs[5] : mx::zeros(cotangents[1].shape(), mx::float32, stream()));
-    const RecurrenceOptions with_state{true, options_.has_mask, options_.op};
+    const RecurrenceOptions with_state{true, options_.has_mask, options_.corrects};
     const auto function = [&](const Arrays& some) {
       Arrays all = some;
       if (options_.has_mask) {

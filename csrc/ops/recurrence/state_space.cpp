@@ -2,16 +2,14 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "mlx/ops.h"
-#include "mlx/transforms.h"
+#include "ops/recurrence/recurrence_primitive.h"
 #include "ops/recurrence/state_params.h"
 #include "params/recurrence.h"
 #include "runtime/array_util.h"
-#include "runtime/checks.h"
-#include "runtime/gpu.h"
-#include "runtime/primitive.h"
 
 namespace mittens {
 
@@ -24,27 +22,10 @@ mx::Dtype y_dtype(const Arrays& inputs) {
   return mx::promote_types(inputs[0].dtype(), inputs[4].dtype());
 }
 
-// By a recurrence whose gates and rates are mx's operations.
-template <typename Recurrence>
-Arrays by_recurrence(const Arrays& inputs, const StateSpaceOptions& options, mx::Stream stream,
-                     const Recurrence& recurrence) {
-  const StateSpaceArrays arrays(inputs, options);
-  mx::array step =
-      mx::add(in_dtype(arrays.dt, mx::float32, stream), in_dtype(arrays.dt_bias, mx::float32, stream), stream);
-  step = mx::logaddexp(step, mx::array(0.0f), stream);
-  step = mx::clip(step, mx::array(options.least_step), mx::array(options.greatest_step), stream);
-  const mx::array rate = mx::exp(in_dtype(arrays.a_log, mx::float32, stream), stream);
-  const mx::array decay = mx::exp(mx::negative(mx::multiply(step, rate, stream), stream), stream);
-  Arrays all = {arrays.c, arrays.b, arrays.x, decay, step};
-  all.insert(all.end(), inputs.begin() + 7, inputs.end());
-  const Arrays results = recurrence(all, {options.has_state, options.has_mask, RecurrenceOp::ssm_update}, stream);
-  const mx::array skipped = mx::multiply(arrays.x, mx::expand_dims(arrays.d, 1, stream), stream);
-  return {mx::add(results[0], skipped, stream), results[1]};
-}
-
-class StateSpaceStep : public KernelPrimitive {
+class StateSpaceStep : public RecurrencePrimitive {
  public:
-  StateSpaceStep(mx::Stream stream, const StateSpaceOptions& options) : KernelPrimitive(stream), options_(options) {}
+  StateSpaceStep(mx::Stream stream, const StateSpaceOptions& options)
+      : RecurrencePrimitive(stream), options_(options) {}
 
   const char* name() const override {
     return "MittensSsmUpdate";
@@ -59,51 +40,28 @@ class StateSpaceStep : public KernelPrimitive {
     return {arrays.x.shape(), arrays.state_shape()};
   }
 
-  // By those of the recurrence, which has native code for them.
-  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
-             const Arrays& outputs) override {
-    if (runs_kernels(stream()) || outputs[0].size() == 0) {
-      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
-    }
-    Arrays chosen;
-    for (int argument : argnums) {
-      chosen.push_back(primals[argument]);
-    }
-    const auto function = [&](const Arrays& these) {
-      Arrays inputs = primals;
-      for (size_t i = 0; i < argnums.size(); ++i) {
-        inputs[argnums[i]] = these[i];
-      }
-      return by_recurrence(inputs, options_, stream(), recurrence);
-    };
-    return mx::vjp(function, chosen, cotangents).second;
-  }
-
  protected:
-  // Rows of B, C and the state are read 16 bytes at a time.
-  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    const auto as_is = [&](size_t i) {
-      const bool is_read_in_packs = i == 2 || i == 3 || (options_.has_state && i == 7);
-      return is_row_contiguous(inputs[i], is_read_in_packs ? 16 : 1);
-    };
-    bool all = true;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      all = all && as_is(i);
-    }
-    for (size_t i = 0; !all && i < inputs.size(); ++i) {
-      copies.push_back(as_is(i) ? inputs[i] : contiguous(inputs[i], stream()));
-    }
-    return all ? inputs : copies;
+  Parts parts(const Arrays& inputs) override {
+    const StateSpaceArrays arrays(inputs, options_);
+    const mx::Stream s = stream();
+    mx::array step = mx::add(in_dtype(arrays.dt, mx::float32, s), in_dtype(arrays.dt_bias, mx::float32, s), s);
+    step = mx::logaddexp(step, mx::array(0.0f), s);
+    step = mx::clip(step, mx::array(options_.least_step), mx::array(options_.greatest_step), s);
+    const mx::array rate = mx::exp(in_dtype(arrays.a_log, mx::float32, s), s);
+    const mx::array decay = mx::exp(mx::negative(mx::multiply(step, rate, s), s), s);
+    Arrays all = {arrays.c, arrays.b, arrays.x, decay, step};
+    all.insert(all.end(), inputs.begin() + 7, inputs.end());
+    return {std::move(all),
+            {options_.has_state, options_.has_mask, false},
+            mx::multiply(arrays.x, mx::expand_dims(arrays.d, 1, s), s)};
   }
 
-  // Each row of the state is read before it is written, by the same threads.
-  void allocate(const Arrays& inputs, Arrays& outputs) override {
-    allocate_output(outputs[0], stream());
-    if (options_.has_state) {
-      take_or_allocate(outputs[1], inputs[7], stream(), 2);
-    } else {
-      allocate_output(outputs[1], stream());
-    }
+  std::optional<size_t> state_index() const override {
+    return options_.has_state ? std::optional<size_t>(7) : std::nullopt;
+  }
+
+  bool is_read_in_packs(size_t input) const override {
+    return input == 2 || input == 3;  // B and C
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
@@ -148,10 +106,6 @@ class StateSpaceStep : public KernelPrimitive {
             state = outputs[1].data<float>()] { cpu::state_space(type, sizes, data, y_type, y, state); };
   }
 
-  Arrays composed(const Arrays& inputs) override {
-    return state_space_composed(inputs, options_, stream());
-  }
-
  private:
   StateSpaceOptions options_;
 };
@@ -166,7 +120,7 @@ Arrays state_space(const Arrays& inputs, const StateSpaceOptions& options, mx::S
 }
 
 Arrays state_space_composed(const Arrays& inputs, const StateSpaceOptions& options, mx::Stream stream) {
-  return by_recurrence(inputs, options, stream, recurrence_composed);
+  return StateSpaceStep(stream, options).composed(inputs);
 }
 
 }  // namespace mittens

@@ -106,6 +106,28 @@ def test_a_prompt_is_its_tokens(rng, dtype, executor):
     assert_same_bits(state, last, "state")
 
 
+@pytest.mark.parametrize("decay", [None, 0.75, "of heads"])
+def test_a_token_is_one_launch(rng, decay):
+    """Without an operation of mx beside it."""
+    q, k, v, decays, state = draw(rng, 1, 1, 2, 4, 16, 64, mx.float16)
+    mx.eval(q, k, v, decays, state)
+    with mm.simulator.enabled(gpu="m2-max"), mm.simulator.predicted(chip="m2-max") as launches:
+        mx.eval(mm.linear_attention(q, k, v, decay=decays if decay == "of heads" else decay, scale=0.3, state=state))
+    assert [launch.launch.kernel for launch in launches] == ["linear_attention_float16"]
+    assert not launches.left_out
+
+
+@pytest.mark.parametrize("half", [mx.float16, mx.bfloat16])
+def test_y_is_rounded_once(rng, executor, half):
+    """It is the rounding of what the same inputs give in float32, whatever the scale."""
+    *arrays, decay, state = draw(rng, 2, 3, 1, 4, 33, 24, half)
+    y, exact = (
+        mm.linear_attention(*given, decay=decay, scale=0.3, state=state)[0]
+        for given in (arrays, [a.astype(mx.float32) for a in arrays])
+    )
+    assert_same_bits(y, exact.astype(half), "y")
+
+
 def test_defaults_and_types(rng, dtype, executor):
     """No decay is 1, no scale that of attention, no state zeros."""
     q, k, v, decay, state = draw(rng, 1, 3, 2, 4, 9, 16, dtype)

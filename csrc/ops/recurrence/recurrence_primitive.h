@@ -1,0 +1,38 @@
+// What the primitives of recurrences without corrections share: each has a kernel and native code for its own inputs,
+// and its composition and its gradients are those of the recurrence.
+#pragma once
+
+#include <optional>
+
+#include "ops/recurrence/recurrence.h"
+
+namespace mittens {
+
+class RecurrencePrimitive : public KernelPrimitive {
+ public:
+  using KernelPrimitive::KernelPrimitive;
+
+  // By those of the recurrence, which has native code for them.
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override;
+  Arrays composed(const Arrays& inputs) override;
+
+ protected:
+  struct Parts {
+    Arrays inputs;  // of the recurrence
+    RecurrenceOptions options;
+    std::optional<mx::array> added;  // to its y
+  };
+
+  // The recurrence, by operations of mx.
+  virtual Parts parts(const Arrays& inputs) = 0;
+  // Which input is the first state; none: zeros.
+  virtual std::optional<size_t> state_index() const = 0;
+  // Whether an input is read 16 bytes at a time, beside the state.
+  virtual bool is_read_in_packs(size_t input) const = 0;
+
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override;
+  void allocate(const Arrays& inputs, Arrays& outputs) override;
+};
+
+}  // namespace mittens
