@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
+import mlx_mittens as mm
 from mlx_mittens import specs
+from mlx_mittens.simulator import EstimatedLaunch
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -40,6 +42,14 @@ def bits(a: mx.array) -> bytes:
 def assert_same_bits(a: mx.array, b: mx.array, what: str):
     assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, {b.shape} {b.dtype}"
     assert bits(a) == bits(b), f"{what}: the results differ"
+
+
+def launched_on_apple(run: Callable[[], object]) -> list[str]:
+    """The names of all that the results of a call are launched with on an M2 Max: kernels, and operations of mx."""
+    with mm.simulator.enabled(gpu="m2-max"), mm.simulator.predicted("m2-max", peer="metal") as launches:
+        mx.eval(run())
+    names = [one.name if isinstance(one, EstimatedLaunch) else one.launch.kernel for one in launches]
+    return [*names, *launches.left_out]
 
 
 def child_environment() -> dict[str, str]:
