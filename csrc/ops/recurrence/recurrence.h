@@ -32,7 +32,7 @@ bool goes_to_mx(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes, c
 // q, k [batch, steps, key_heads, columns], v [batch, steps, heads, rows] of one dtype, gates [batch, steps, heads] or
 // [batch, steps, heads, columns] in float32, rates [batch, steps, heads] in any of the kernels' types, the state
 // [batch, heads, rows, columns] in float32, and a mask [batch, steps] of booleans -> y, of v's shape, and the last
-// state.
+// state, by a kernel or native code that corrects.
 Arrays recurrence(const Arrays& inputs, const RecurrenceOptions& options, mx::Stream stream);
 
 // The same by products of matrices.
