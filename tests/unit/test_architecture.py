@@ -93,3 +93,47 @@ def test_modules_import_in_no_circle():
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     graph = {name: imported(path, name, modules) for name, path in modules.items()}
     assert list(TopologicalSorter(graph).static_order())
+
+
+# A function of C++: its name, up to the brace that opens its body.
+FUNCTION = re.compile(r"(\w+)\s*\((?:[^()]|\([^()]*\))*\)\s*(?:(?:const|override|noexcept)\s*)*(?:->\s*[\w:<>]+\s*)?\{")
+STATEMENTS = {"if", "for", "while", "switch", "catch"}
+
+
+def functions(text: str) -> list[tuple[str, str]]:
+    """Name and body of each function of a C++ file."""
+    text = re.sub(r'"(?:[^"\\]|\\.)*"', '""', re.sub(r"//[^\n]*", "", text))
+    found = []
+    for head in FUNCTION.finditer(text):
+        if head[1] not in STATEMENTS:
+            depth, end = 1, head.end()
+            while depth:
+                depth += {"{": 1, "}": -1}.get(text[end], 0)
+                end += 1
+            found.append((head[1], text[head.end() : end]))
+    return found
+
+
+def readers(files: dict[str, str]) -> set[tuple[str, str]]:
+    """The functions that ask arrays for their data, themselves or by others; of those called native the others ask."""
+    every = [(file, name, body) for file, text in files.items() for name, body in functions(text)]
+    asking = re.compile(r"\bdata_of\(|(?:\.|->)data<")
+    found: set[tuple[str, str]] = set()
+    while True:
+        new = {(file, name) for file, name, body in every if asking.search(body)}
+        if new == found:
+            return found
+        found = new
+        names = {name for _, name in found if name != "native"}
+        asking = re.compile(r"\bdata_of\(|(?:\.|->)data<|" + "|".join(rf"\b{name}\(" for name in sorted(names)))
+
+
+def test_native_code_alone_asks_for_data():
+    """Under MLX's CUDA build that moves an array that a launch is about to write, and frees what it lay in."""
+    ops = ROOT / "csrc" / "ops"
+    files = {path.relative_to(ops).as_posix(): path.read_text() for path in ops.rglob("*.*")}
+    of_the_simulator = files.pop("custom/metal_kernel.cpp")
+    assert readers({"": of_the_simulator})
+    found = readers(files)
+    assert ("moe/gather.cpp", "native_gather") in found and len(found) > 30
+    assert sorted(one for one in found if not one[1].startswith("native")) == []

@@ -122,21 +122,21 @@ class AttentionBackward : public KernelPrimitive {
     call.forward.keys = inputs[1].shape(2);
     call.forward.width = q.shape(3);
     call.forward.value_width = inputs[2].shape(3);
-    call.forward.q = view(q);
-    call.forward.k.rows = view(inputs[1]);
-    call.forward.v.rows = view(inputs[2]);
+    call.forward.q = native_view(q);
+    call.forward.k.rows = native_view(inputs[1]);
+    call.forward.v.rows = native_view(inputs[2]);
     if (options_.has_mask) {
       const mx::array& mask = inputs[mask_index()];
-      call.forward.mask = {mask.dtype() == mx::bool_ ? cpu::MaskKind::boolean : cpu::MaskKind::additive, view(mask),
-                           mask.strides(3)};
+      call.forward.mask = {mask.dtype() == mx::bool_ ? cpu::MaskKind::boolean : cpu::MaskKind::additive,
+                           native_view(mask), mask.strides(3)};
     }
     call.forward.sinks = options_.has_sinks ? data_of(inputs[sinks_index()]) : nullptr;
     call.forward.scale = options_.scale;
     call.forward.causal = options_.causal;
     call.forward.window = options_.window;
-    call.y = view(inputs[logsumexp_index() - 1]);
+    call.y = native_view(inputs[logsumexp_index() - 1]);
     call.logsumexp = inputs[logsumexp_index()].data<float>();
-    call.dy = view(inputs.back());
+    call.dy = native_view(inputs.back());
     size_t next = 0;
     call.dq = wanted_.queries ? data_of(outputs[next++]) : nullptr;
     call.dk = wanted_.keys ? data_of(outputs[next++]) : nullptr;
@@ -192,7 +192,7 @@ class AttentionBackward : public KernelPrimitive {
     return inputs;
   }
 
-  static cpu::AttentionView view(const mx::array& array) {
+  static cpu::AttentionView native_view(const mx::array& array) {
     return {data_of(array), array.strides(0), array.strides(1), array.strides(2)};
   }
 

@@ -157,12 +157,12 @@ class Attention : public KernelPrimitive {
     call.keys = keys[2];
     call.width = q.shape(3);
     call.value_width = values[3];
-    call.q = view(q);
+    call.q = native_view(q);
     call.k = native_rows(inputs, first_key());
     call.v = native_rows(inputs, first_value());
     if (options_.has_mask) {
       const mx::array& mask = inputs[mask_index()];
-      call.mask = {mask.dtype() == mx::bool_ ? cpu::MaskKind::boolean : cpu::MaskKind::additive, view(mask),
+      call.mask = {mask.dtype() == mx::bool_ ? cpu::MaskKind::boolean : cpu::MaskKind::additive, native_view(mask),
                    mask.strides(3)};
     }
     call.sinks = options_.has_sinks ? data_of(inputs.back()) : nullptr;
@@ -271,15 +271,16 @@ class Attention : public KernelPrimitive {
     return {inputs[0].shape(0), inputs[0].shape(1), inputs[0].shape(2), inputs[first_key()].shape(2)};
   }
 
-  static cpu::AttentionView view(const mx::array& array) {
+  static cpu::AttentionView native_view(const mx::array& array) {
     return {data_of(array), array.strides(0), array.strides(1), array.strides(2)};
   }
 
   cpu::AttentionRows native_rows(const Arrays& inputs, int first) const {
     if (!options_.bits) {
-      return {view(inputs[first]), {}, {}, 0, 0};
+      return {native_view(inputs[first]), {}, {}, 0, 0};
     }
-    return {view(inputs[first]), view(inputs[first + 1]), view(inputs[first + 2]), options_.bits, options_.group_size};
+    return {native_view(inputs[first]), native_view(inputs[first + 1]), native_view(inputs[first + 2]), options_.bits,
+            options_.group_size};
   }
 
   AttentionOptions options_;

@@ -287,8 +287,8 @@ class RopeAppend : public KernelPrimitive {
         .key_norm = data(norm(inputs, 1)),
         .offsets = static_cast<const int32_t*>(data(offsets(inputs))),
         .queries = data_of(outputs[0]),
-        .keys = buffer_of(outputs, 0),
-        .values = buffer_of(outputs, 1),
+        .keys = native_buffer(outputs, 0),
+        .values = native_buffer(outputs, 1),
         .batch = shape.batch,
         .query_heads = shape.query_heads,
         .key_heads = shape.key_heads,
@@ -399,7 +399,7 @@ class RopeAppend : public KernelPrimitive {
   }
 
   // Where the new keys (0) or values (1) go.
-  cpu::CacheBuffer buffer_of(Arrays& outputs, int which) const {
+  cpu::CacheBuffer native_buffer(Arrays& outputs, int which) const {
     mx::array* first = &outputs[1 + which * rope_.buffers() / 2];
     return is_packed() ? cpu::CacheBuffer{data_of(first[0]), data_of(first[1]), data_of(first[2])}
                        : cpu::CacheBuffer{data_of(first[0])};

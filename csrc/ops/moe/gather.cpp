@@ -68,6 +68,11 @@ mx::array clipped(const mx::array& indices, uint32_t count, mx::Stream stream) {
   return mx::minimum(indices, mx::array(count - 1, mx::uint32), stream);
 }
 
+// Of a batch of so many inputs, where pairs do not say which they have.
+size_t pairs_per_input(const Pairs& pairs, size_t batch) {
+  return batch > 0 ? std::max<size_t>(pairs.experts.size() / batch, 1) : 1;
+}
+
 // Which input each pair has where pairs do not say it.
 mx::array implied_inputs(const mx::Shape& batch, const mx::Shape& pairs, mx::Stream stream) {
   return with_shape(all_of(batch.size() == pairs.size() ? batch : mx::Shape(pairs.size(), 1), stream), pairs, stream);
@@ -201,9 +206,10 @@ void GatherPrimitive::add_pairs(Launch& launch, const Arrays& inputs) const {
 }
 
 PairParams GatherPrimitive::pair_params(const Arrays& inputs) const {
-  const cpu::Gather gather = native_gather(inputs);
-  return {static_cast<uint32_t>(gather.stack), static_cast<uint32_t>(gather.input_count),
-          static_cast<uint32_t>(gather.pairs_per_input), gather.inputs != nullptr};
+  const Pairs pairs = pairs_of(inputs);
+  const size_t batch = leading_size(inputs[0], 2);
+  return {static_cast<uint32_t>(leading_size(inputs[1], 2)), static_cast<uint32_t>(batch),
+          static_cast<uint32_t>(pairs_per_input(pairs, batch)), pairs.inputs.has_value()};
 }
 
 bool GatherPrimitive::shares_pairs(const Arrays& inputs, const AffineFormat& format, uint32_t matrices) const {
@@ -226,12 +232,12 @@ const Arrays& GatherPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
 cpu::Gather GatherPrimitive::native_gather(const Arrays& inputs) const {
   const Pairs pairs = pairs_of(inputs);
   const mx::array& x = inputs[0];
-  const size_t count = pairs.experts.size(), batch = leading_size(x, 2);
+  const size_t batch = leading_size(x, 2);
   return {
       .matrices = pairs.experts.data<uint32_t>(),
       .inputs = pairs.inputs ? pairs.inputs->data<uint32_t>() : nullptr,
-      .pairs_per_input = batch > 0 ? std::max<size_t>(count / batch, 1) : 1,
-      .pairs = count,
+      .pairs_per_input = pairs_per_input(pairs, batch),
+      .pairs = pairs.experts.size(),
       .stack = leading_size(inputs[1], 2),
       .input_count = batch,
       .rows = static_cast<size_t>(x.shape(-2)),
