@@ -48,6 +48,14 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        from helpers import scheduling
+
+        scheduling.sort(items)
+
+
 def pytest_report_header(config):
     return f"random seed: {SEED}={os.environ[SEED]}"
 
