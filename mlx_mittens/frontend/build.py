@@ -109,9 +109,14 @@ def translate(
     return _translate(file, sources.flatten(file), texts, nvidia, private, rounds)
 
 
+def _simulated(file: str, constants: dict[int, object] | None = None, private: bool = False) -> Translation:
+    """A file as it is compiled for the simulator; the lanes of our own kernels do not part."""
+    return translate(file, constants, private=private, rounds=sources.is_registered(file))
+
+
 def variants(file: str) -> list[Variant]:
     """Every kernel that a host can ask the file for."""
-    return translate(file).variants
+    return _simulated(file).variants
 
 
 def _kernel_of(file: str, variant: Variant, translation: Translation) -> Kernel:
@@ -129,7 +134,7 @@ def _find(file: str, kernel: str, translation: Translation) -> tuple[Variant, Ke
 
 def signature(file: str, kernel: str) -> list[Argument]:
     """The parameters of a kernel, in order."""
-    return _find(file, kernel, translate(file))[1].arguments
+    return _find(file, kernel, _simulated(file))[1].arguments
 
 
 def _call(variant: Variant, kernel: Kernel, place: str, threadgroup_place: str) -> str:
@@ -232,8 +237,7 @@ def simulator_library(
     name = cache.key(*what, _library_key(), found.identity, " ".join(flags), _processor())
 
     def make(path: Path) -> None:
-        # The lanes of our own kernels do not part.
-        translation = translate(file, constants, private=private, rounds=sources.is_registered(file))
+        translation = _simulated(file, constants, private)
         if not translation.variants:
             raise CompileError(file, None, "error: the file has no kernel")
         compiled = path.with_suffix(".o")

@@ -12,7 +12,7 @@ import pytest
 from helpers.simulate import HEADER, kernel, register, run
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import CompileError, cache, sources
+from mlx_mittens.frontend import CompileError, build, cache, sources
 from mlx_mittens.simulator import Fault
 
 IN_OUT = "const device float* in [[buffer(0)]], device float* out [[buffer(1)]]"
@@ -546,6 +546,16 @@ int last = also_wrong;
 
 
 # The cache.
+
+
+def test_translated_once():
+    """For the names of its kernels, for their parameters, and for the simulator."""
+    before = build._translate.cache_info().misses
+    file = register(kernel("  out[i] = 5;", "device float* out [[buffer(0)]]", "translated_once"))
+    assert [variant.name for variant in frontend.variants(file)] == ["translated_once"]
+    assert frontend.signature(file, "translated_once")[0].name == "out"
+    frontend.simulator_library(file)
+    assert build._translate.cache_info().misses == before + 1
 
 
 def test_compiled_once(tmp_path, monkeypatch):
