@@ -171,13 +171,36 @@ def _prelude(translation: Translation) -> str:
     )
 
 
+def _parsed_library(found: compiler.Compiler, flags: list[str]) -> str:
+    """The file in which clang keeps our standard library as these flags have it, which takes longer to parse than most
+    kernels to compile; empty if it makes none."""
+    headers = [*(path for path in INCLUDE.rglob("*") if path.is_file()), _abi_folder() / "simulator" / "abi.h"]
+    stamps = sorted(
+        f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}" for path in headers
+    )  # clang compares them
+    name = cache.key(_library_key(), *stamps, found.identity, " ".join(flags), _processor())
+
+    def make(path: Path) -> None:
+        done = found.run([*compiler.header_flags(flags), "-o", str(path)], '#include "metal/stdlib.h"\n')
+        if done.returncode:
+            raise ChildProcessError(done.stderr)
+
+    try:
+        return str(cache.cached(f"stdlib-{name}.pch", make))
+    except ChildProcessError:
+        return ""
+
+
 def _compiled(
-    found: compiler.Compiler, flags: list[str], text: str, translation: Translation
+    found: compiler.Compiler, flags: list[str], text: str, translation: Translation, library: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Calls clang, with Metal's conversions written out where it has none."""
+    """Calls clang, with Metal's conversions written out where it has none, and perhaps with a parsed library."""
 
     def run(text: str, more: list[str]) -> subprocess.CompletedProcess[str]:
-        return found.run([*flags, *more], text)
+        done = found.run([*flags, *["-include-pch", library] * bool(library), *more], text)
+        if done.returncode and library and library in done.stderr:  # a header or the file itself has changed since
+            done = found.run([*flags, *more], text)
+        return done
 
     return conversions.compiled(run, text, translation.methods, str(INCLUDE))[0]
 
@@ -244,8 +267,10 @@ def simulator_library(
         try:
             includes = [f"-I{INCLUDE}", f"-I{_abi_folder()}"]
             text = _simulator_text(translation, file)
+            library = _parsed_library(found, [*flags, *includes])
             if vectors:
-                done = _compiled(found, [*compiler.unoptimized_flags(flags), *includes], text, translation)
+                unoptimized = [*compiler.unoptimized_flags(flags), *includes]
+                done = _compiled(found, unoptimized, text, translation, library)
                 text = vector_truths.with_truths(done.stdout)
                 if watch and not done.returncode:
                     done = found.run(compiler.optimized_flags(flags), text)
@@ -253,7 +278,7 @@ def simulator_library(
                 if not done.returncode:
                     done = found.run([*compiler.object_flags(flags, optimized=watch), "-o", str(compiled)], text)
             else:
-                done = _compiled(found, [*flags, *includes, "-o", str(compiled)], text, translation)
+                done = _compiled(found, [*flags, *includes, "-o", str(compiled)], text, translation, library)
             if done.returncode:
                 raise CompileError(file, None, _clean(done.stderr))
             linked = subprocess.run([*found.linker, str(compiled), "-o", str(path)], capture_output=True, text=True)

@@ -83,6 +83,11 @@ def cpu_flags(watch: bool) -> list[str]:
     return [*_COMMON, *_CPU, tune, *(_WATCHED if watch else _STEPS)]
 
 
+def header_flags(cpu: list[str]) -> list[str]:
+    """As those for the CPU, to a header as clang keeps it for others to include."""
+    return ["c++-header" if flag == "c++" else flag for flag in cpu if flag != "-c"]
+
+
 _NO_PASSES = ["-Xclang", "-disable-llvm-passes"]
 _LANGUAGE = ("-c", "-x", "c++", "-std=c++20", "-nostdinc")  # what says nothing of LLVM's text
 

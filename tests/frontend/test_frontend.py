@@ -569,7 +569,19 @@ def test_compiled_once(tmp_path, monkeypatch):
     assert frontend.simulator_library(file) == first and Path(first).stat().st_mtime_ns == stamp
     assert frontend.simulator_library(file, watch=False) != first
     assert frontend.simulator_library(register(text.replace("= 1", "= 2"))) != first
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".so"]
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".so", ".pch"}
+
+
+def test_the_library_is_parsed_once(tmp_path, monkeypatch):
+    """For all kernels; where what was kept of it is of no use, the kernel compiles all the same."""
+    frontend.compiler_problem()
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    for value in (1, 2):
+        frontend.simulator_library(register(kernel(f"  out[i] = {value};", "device float* out [[buffer(0)]]")))
+    [library] = tmp_path.glob("stdlib-*.pch")
+    library.write_bytes(b"of another compiler")
+    frontend.simulator_library(register(kernel("  out[i] = 3;", "device float* out [[buffer(0)]]")))
+    assert len(list(tmp_path.glob("*.so"))) == 3
 
 
 def test_two_at_once(tmp_path, monkeypatch):
