@@ -101,9 +101,11 @@ class Compiler:
         # What takes longest comes first.
         items = [(path, ["-DMITTENS_ISA=neon"]) for path in sources if "isa" in path.parts]
         items += [(self.site / "nanobind" / "src" / "nb_combined.cpp", ["-DNB_SHARED=0"])]
-        plain = {"cpu", "simulator"}  # as in csrc/CMakeLists.txt
-        others = [path for path in sources if "isa" not in path.parts]
-        items += [(path, [] if plain.intersection(path.relative_to(ROOT).parts[:-1]) else common) for path in others]
+        # Those that include nothing above them, in csrc/CMakeLists.txt too without the common header, are short: each
+        # folder is compiled as one.
+        plain = [ROOT / "csrc" / name for name in ("cpu", "simulator")]
+        items += [(_together(one, folder), []) for one in plain]
+        items += [(path, common) for path in sources if path.parent not in plain and "isa" not in path.parts]
         items += [(ROOT / "tools" / "macos_availability.cpp", [])]
 
         def build(item: tuple[Path, list[str]]) -> Path:
@@ -114,6 +116,13 @@ class Compiler:
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(build, items))
+
+
+def _together(sources: Path, folder: Path) -> Path:
+    """A source that includes all those of a folder."""
+    path = folder / f"{sources.name}.cpp"
+    path.write_text("".join(f'#include "{source}"\n' for source in sorted(sources.glob("*.cpp"))))
+    return path
 
 
 def build(site: Path, folder: Path, optimize: str = "-O2") -> Path:

@@ -8,7 +8,6 @@ namespace mittens::simulator {
 
 namespace {
 
-constexpr unsigned kLineBytes = 128;
 constexpr unsigned kVectorBytes = 16;
 constexpr unsigned kVectorElements = 4;
 enum How : uint8_t { kLoaded = 1, kStored = 2 };

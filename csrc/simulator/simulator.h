@@ -62,6 +62,8 @@ struct LineCounts {
   uint64_t operations = 0;  // accesses, merged; or operations between threads
 };
 
+constexpr unsigned kLineBytes = 128;  // of device memory
+
 struct Counts {
   uint64_t threads = 0;
   uint64_t threadgroup_barriers = 0;  // each counted once for the threads that meet there
@@ -75,12 +77,12 @@ struct Counts {
   uint64_t threadgroup_bytes_loaded = 0;
   uint64_t threadgroup_bytes_stored = 0;
   uint64_t device_accesses = 0;  // of simdgroups
-  uint64_t device_lines = 0;  // of 128 bytes that they touched, each counted once an access
+  uint64_t device_lines = 0;  // of kLineBytes that they touched, each counted once an access
   uint64_t device_lines_fewest = 0;  // that could hold what they touched
   uint64_t threadgroup_accesses = 0;
   uint64_t bank_conflicts = 0;  // rounds beyond the fewest in which 32 banks of 4 bytes can give what was asked for
   bool profiled = false;
-  uint64_t distinct_lines = 0;  // of 128 bytes of device memory, params left out, that the launch touches
+  uint64_t distinct_lines = 0;  // of kLineBytes of device memory, params left out, that the launch touches
   uint64_t distinct_lines_loaded = 0;
   uint64_t distinct_lines_stored = 0;
   uint64_t threadgroup_lines = 0;  // the sum over threadgroups of the distinct lines that each touches

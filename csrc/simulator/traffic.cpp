@@ -7,7 +7,6 @@ namespace mittens::simulator {
 
 namespace {
 
-constexpr unsigned kLineBytes = 128;
 constexpr unsigned kBanks = 32;
 constexpr unsigned kBankBytes = 4;
 
