@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -191,10 +191,10 @@ def _parsed_library(found: compiler.Compiler, flags: list[str]) -> str:
         return ""
 
 
-def _compiled(
-    found: compiler.Compiler, flags: list[str], text: str, translation: Translation, library: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """Calls clang, with Metal's conversions written out where it has none, and perhaps with a parsed library."""
+def _with_library(
+    found: compiler.Compiler, flags: list[str], library: str
+) -> Callable[[str, list[str]], subprocess.CompletedProcess[str]]:
+    """Calls clang with a text and more flags, and with a parsed library where there is one."""
 
     def run(text: str, more: list[str]) -> subprocess.CompletedProcess[str]:
         done = found.run([*flags, *["-include-pch", library] * bool(library), *more], text)
@@ -202,6 +202,14 @@ def _compiled(
             done = found.run([*flags, *more], text)
         return done
 
+    return run
+
+
+def _compiled(
+    found: compiler.Compiler, flags: list[str], text: str, translation: Translation, library: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Calls clang, with Metal's conversions written out where it has none, and perhaps with a parsed library."""
+    run = _with_library(found, flags, library)
     return conversions.compiled(run, text, translation.methods, str(INCLUDE))[0]
 
 

@@ -18,7 +18,7 @@ _LOADING = 60.0  # seconds after its use in which a process may still be about t
 KINDS = {
     ".ptx": "PTX for NVIDIA GPUs",
     ".so": "kernels for the simulator",
-    ".pch": "the parsed library of kernels for the simulator",
+    ".pch": "the standard library as clang parsed it",
     ".spv": "SPIR-V for Apple machine code",
     ".gz": "Apple machine code",
     ".json": "findings of the dialect check",

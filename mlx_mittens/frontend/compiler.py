@@ -83,9 +83,11 @@ def cpu_flags(watch: bool) -> list[str]:
     return [*_COMMON, *_CPU, tune, *(_WATCHED if watch else _STEPS)]
 
 
-def header_flags(cpu: list[str]) -> list[str]:
-    """As those for the CPU, to a header as clang keeps it for others to include."""
-    return ["c++-header" if flag == "c++" else flag for flag in cpu if flag != "-c"]
+def header_flags(flags: list[str]) -> list[str]:
+    """As those with which a text is compiled, to a header as clang keeps it for others to include."""
+    end = len(flags) - 1 - flags[::-1].index("-o") if "-o" in flags else len(flags)
+    kept = [flag for flag in [*flags[:end], *flags[end + 2 :]] if flag not in ("-c", "-S", "-emit-llvm")]
+    return ["c++-header" if flag == "c++" else flag for flag in kept]
 
 
 _NO_PASSES = ["-Xclang", "-disable-llvm-passes"]

@@ -185,6 +185,8 @@ class _Compilation:
         if _SPACE_CAST.search(text):
             self.flags.append("-femit-all-decls")  # code of functions too that no kernel calls
         self.flags += ["-DMITTENS_DIALECT", f"-DMITTENS_METAL_VERSION={options.version}"]
+        every = "-femit-all-decls" in self.flags  # of the library only what is parsed with the text
+        self.library = "" if every else build._parsed_library(compiler.find_compiler(), self.flags)
 
     def problems(self) -> list[Problem]:
         if len(self.translation.variants) < _MANY:
@@ -227,7 +229,8 @@ class _Compilation:
 
     def _all(self, known: conversions.Edited, flags: list[str]) -> subprocess.CompletedProcess[str]:
         """Compiles all kernels, on every processor a part of them."""
-        found, variants = compiler.find_compiler(), self.translation.variants
+        run = build._with_library(compiler.find_compiler(), flags, self.library)
+        variants = self.translation.variants
         count = max(1, min(os.cpu_count() or 1, len(variants) // _MANY))
         texts = [
             build._simulator_text(replace(self.translation, variants=variants[k::count]), self.file)
@@ -236,20 +239,15 @@ class _Compilation:
         compiled = [self.compiled[: self.end] + text[self.base + len(self.translation.text) :] for text in texts]
         with ThreadPoolExecutor(count) as pool:
             done = list(
-                pool.map(
-                    lambda text: found.run([*flags, *conversions.RANGES], known.followed_by(self.end, text).text),
-                    compiled,
-                )
+                pool.map(lambda text: run(known.followed_by(self.end, text).text, conversions.RANGES), compiled)
             )
         return max(done, key=lambda one: one.returncode)
 
     def _run(
         self, text: str | conversions.Edited, flags: list[str]
     ) -> tuple[subprocess.CompletedProcess[str], conversions.Edited]:
-        found = compiler.find_compiler()
-        return conversions.compiled(
-            lambda text, more: found.run([*flags, *more], text), text, self.translation.methods, str(build.INCLUDE)
-        )
+        run = build._with_library(compiler.find_compiler(), flags, self.library)
+        return conversions.compiled(run, text, self.translation.methods, str(build.INCLUDE))
 
     def _located(self, problem: Problem) -> Problem:
         if problem.file not in ("<stdin>", "-", ""):

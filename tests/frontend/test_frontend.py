@@ -12,7 +12,7 @@ import pytest
 from helpers.simulate import HEADER, kernel, register, run
 
 from mlx_mittens import frontend
-from mlx_mittens.frontend import CompileError, build, cache, sources
+from mlx_mittens.frontend import CompileError, build, cache, dialect, sources
 from mlx_mittens.simulator import Fault
 
 IN_OUT = "const device float* in [[buffer(0)]], device float* out [[buffer(1)]]"
@@ -582,6 +582,9 @@ def test_the_library_is_parsed_once(tmp_path, monkeypatch):
     library.write_bytes(b"of another compiler")
     frontend.simulator_library(register(kernel("  out[i] = 3;", "device float* out [[buffer(0)]]")))
     assert len(list(tmp_path.glob("*.so"))) == 3
+    library.unlink()
+    sound = register(kernel("  out[i] = 4;", "device float* out [[buffer(0)]]"))
+    assert dialect.check(sound) == [] and len(list(tmp_path.glob("stdlib-*.pch"))) == 1, "with other flags"
 
 
 def test_two_at_once(tmp_path, monkeypatch):
