@@ -50,8 +50,10 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
     plan.keys_per_split = exact_keys_per_split;
   } else {
     const uint32_t resident_of_core = gpu.resident_simdgroups(registers_of(sizes, options)) / plan.simdgroups;
-    // By prediction a quarter of what an Apple GPU holds keeps its memory busy; more splits take longer to add up.
-    const uint32_t busy = gpu.vendor == Gpu::Vendor::nvidia ? 1 : 4;
+    // By prediction a quarter of what an Apple GPU holds keeps its memory busy, and half of it where packed keys are to
+    // be unpacked; more splits take longer to add up.
+    const uint32_t apple = options.bits ? 2 : 4;
+    const uint32_t busy = gpu.vendor == Gpu::Vendor::nvidia ? 1 : apple;
     const uint32_t resident_threadgroups = std::max(gpu.cores * resident_of_core / busy, 1u);
     const uint32_t steps = ceil_divide(keys, step);
     const uint64_t groups = uint64_t(sizes.batches) * sizes.key_heads * plan.row_blocks *
