@@ -64,7 +64,7 @@ _IMPORTS = {"mlx", "mlx_mittens", "mm", "mx", "nb", "np", "numpy", "pytest", "sp
 
 # Functions, macros and types that C++ or Metal code declares or calls, and types of C++ that a class could hide.
 _DECLARED = re.compile(r"\b([a-z]\w*)\s*\(|\b(?:class|define|enum|namespace|struct|using)\s+([a-z]\w*)")
-_TYPE = re.compile(r"\b(?:class|struct|typename|using)\s+([A-Z]\w*)")
+_TYPE = re.compile(r"\b(?:class|struct|typename|using)\s+([A-Z]\w*)\b(?!::)")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
