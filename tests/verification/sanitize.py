@@ -44,6 +44,7 @@ ONCE = (
 LEFT_OUT = (
     "architecture",
     "counts",
+    "scheduling",
     "specs",
     "tolerances",
     "attention_combine",
