@@ -175,16 +175,20 @@ def exact_state_space(
     b, c = (a.repeat(heads // groups, 2) for a in (b, c))
     dt = np.clip(np.logaddexp(dt + dt_bias, 0), *limits)
     s = np.zeros((batch, heads, rows, columns)) if state is None else state
-    size = np.abs(s)
-    y, y_size = x * d[:, None], np.abs(x * d[:, None])
+    size, inner = np.abs(s), np.zeros_like(s)
+    y, y_size, y_inner = x * d[:, None], np.abs(x * d[:, None]), np.zeros(x.shape)
     for t in range(steps):
-        decay = np.exp(-np.exp(a_log) * dt[:, t])[..., None, None]
+        exponent = (np.exp(a_log) * dt[:, t])[..., None, None]
+        decay = np.exp(-exponent)
         added = (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None, :]
         seen = np.ones((batch, 1, 1, 1), bool) if mask is None else mask[:, t].reshape(batch, 1, 1, 1)
+        inner = np.where(seen, (inner + exponent * size) * decay, inner)
         s, size = np.where(seen, s * decay + added, s), np.where(seen, size * decay + np.abs(added), size)
-        y[:, t] += np.where(seen[..., 0], (s * c[:, t, :, None, :]).sum(-1), 0)
-        y_size[:, t] += np.where(seen[..., 0], (size * np.abs(c[:, t, :, None, :])).sum(-1), 0)
-    return [Exact(y, y_size), Exact(s, size)]
+        columns, size_of_columns = c[:, t, :, None, :], np.abs(c[:, t, :, None, :])
+        y[:, t] += np.where(seen[..., 0], (s * columns).sum(-1), 0)
+        y_size[:, t] += np.where(seen[..., 0], (size * size_of_columns).sum(-1), 0)
+        y_inner[:, t] += np.where(seen[..., 0], (inner * size_of_columns).sum(-1), 0)
+    return [Exact(y, y_size, y_inner), Exact(s, size, inner)]
 
 
 def exact_recurrence(
