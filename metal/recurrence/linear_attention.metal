@@ -17,6 +17,9 @@ struct DecayNumbers {
   uint value_stride;
   float decay, scale;
 
+  bool sees(size_t) const {
+    return true;
+  }
   bool corrects() const {
     return false;
   }
@@ -32,7 +35,7 @@ struct DecayNumbers {
   float rate() const {
     return 1;
   }
-  void write(float result, const device T*) const {
+  void write(float result, float) const {
     y[0] = T(scale * result);
   }
   void next() {
@@ -58,8 +61,7 @@ template <typename T>
   const float decay = params.has_decays ? number(decays, params.decay_type, place.head) : params.decay;
   y += size_t(place.sequence) * params.state.steps * value_stride + place.head * params.state.rows + place.row;
   DecayNumbers<T> numbers{y, value_stride, decay, params.scale};
-  const device bool* mask = (const device bool*)q;  // never read: has_mask is 0
-  over_steps(q, k, v, state_in, mask, state_out, numbers, params.state, place);
+  over_steps(q, k, v, state_in, state_out, numbers, params.state, place);
 }
 
 instantiate_types("linear_attention", linear_attention)

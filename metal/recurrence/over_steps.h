@@ -1,7 +1,8 @@
 // The steps of a linear recurrence, wherever its gates and rates come from.
 //
-// `Numbers` are those of a head at a step: column_gates() where has_column_gates(), else gate(); then rate(); write()
-// stores y, next() goes on to the next step. corrects() says whether what the state has for k is taken off v.
+// `Numbers` are those of a head at a step. Of a step that it sees(): column_gates() where has_column_gates(), else gate();
+// then rate(). Of each: write() stores y, next() goes on to the next step. corrects() says whether what the state has for
+// k is taken off v.
 #pragma once
 
 #include "recurrence/state.h"
@@ -10,8 +11,8 @@ namespace mittens {
 
 template <typename T, typename Numbers>
 inline void over_steps(
-    const device T* q, const device T* k, const device T* v, const device float* state_in, const device bool* mask,
-    device float* state_out, thread Numbers& numbers, constant StateParams& state, StatePlace place) {
+    const device T* q, const device T* k, const device T* v, const device float* state_in, device float* state_out,
+    thread Numbers& numbers, constant StateParams& state, StatePlace place) {
   const size_t first_step = size_t(place.sequence) * state.steps;
   const size_t key_stride = size_t(state.key_heads) * state.columns;
   const size_t value_stride = size_t(state.heads) * state.rows;
@@ -31,8 +32,8 @@ inline void over_steps(
     }
   }
   for (uint step = 0; step < state.steps; ++step) {
-    float result = 0;
-    if (!state.has_mask || mask[first_step + step]) {
+    float value, result = 0;
+    if (numbers.sees(first_step + step)) {
       float columns[kStateValues];
       if (numbers.has_column_gates()) {
         load_values(numbers.column_gates(), place.lane, state, columns);
@@ -56,7 +57,8 @@ inline void over_steps(
         }
         predicted = row_sum(predicted, state.lanes);
       }
-      const float delta = numbers.rate() * (float(v[0]) - predicted);
+      value = v[0];
+      const float delta = numbers.rate() * (value - predicted);
 #pragma unroll
       for (int i = 0; i < kStateValues; ++i) {
         s[i] = fma(delta, columns[i], s[i]);
@@ -67,9 +69,11 @@ inline void over_steps(
         result = fma(s[i], columns[i], result);
       }
       result = row_sum(result, state.lanes);
+    } else {
+      value = v[0];
     }
     if (place.writes && place.lane == 0) {
-      numbers.write(result, v);
+      numbers.write(result, value);
     }
     q += key_stride;
     k += key_stride;

@@ -18,14 +18,15 @@ template <typename T>
 struct GivenNumbers {
   const device float* gates;  // [1 or columns], the first of this step
   const device ushort* rates;
+  const device bool* mask;
   device T* y;
   constant RecurrenceParams* params;
   size_t at;  // in the rates
 
   GivenNumbers(
-      const device float* first_gates, const device ushort* first_rates, device T* first_y,
-      constant RecurrenceParams& all, StatePlace place)
-      : rates(first_rates), params(&all) {
+      const device float* first_gates, const device ushort* first_rates, const device bool* all_of_mask,
+      device T* first_y, constant RecurrenceParams& all, StatePlace place)
+      : rates(first_rates), mask(all_of_mask), params(&all) {
     const size_t first_step = size_t(place.sequence) * all.state.steps;
     const size_t value_stride = size_t(all.state.heads) * all.state.rows;
     at = first_step * all.state.heads + place.head;
@@ -35,6 +36,9 @@ struct GivenNumbers {
 
   uint gate_size() const {
     return params->gate_per_column ? params->state.columns : 1;
+  }
+  bool sees(size_t step) const {
+    return !params->state.has_mask || mask[step];
   }
   bool corrects() const {
     return true;
@@ -51,7 +55,7 @@ struct GivenNumbers {
   float rate() const {
     return number(rates, params->rate_type, at);
   }
-  void write(float result, const device T*) const {
+  void write(float result, float) const {
     y[0] = T(result);
   }
   void next() {
@@ -77,8 +81,8 @@ template <typename T>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   const StatePlace place = state_place(group, simdgroup, lane, params.state);
-  GivenNumbers<T> numbers(gates, rates, y, params, place);
-  over_steps(q, k, v, state_in, mask, state_out, numbers, params.state, place);
+  GivenNumbers<T> numbers(gates, rates, mask, y, params, place);
+  over_steps(q, k, v, state_in, state_out, numbers, params.state, place);
 }
 
 instantiate_types("recurrence", recurrence)

@@ -37,6 +37,7 @@ inline float softplus(float x) {
 template <typename T>
 struct SpaceNumbers {
   const device ushort* dt;
+  const device bool* mask;
   device T* y;
   constant StateSpaceParams* params;
   size_t at;  // in dt
@@ -44,6 +45,9 @@ struct SpaceNumbers {
   float bias, decay, skip;  // dt_bias, e^A_log and D
   float step;
 
+  bool sees(size_t at_step) const {
+    return !params->state.has_mask || mask[at_step];
+  }
   bool corrects() const {
     return false;
   }
@@ -62,8 +66,8 @@ struct SpaceNumbers {
   float rate() const {
     return step;
   }
-  void write(float result, const device T* x) const {
-    const float sum = fma(skip, float(x[0]), result);
+  void write(float result, float x) const {
+    const float sum = fma(skip, x, result);
     if (params->wide_y) {
       ((device float*)y)[y_at] = sum;
     } else {
@@ -98,8 +102,8 @@ template <typename T>
   const float bias = number(dt_bias, params.dt_bias_type, place.head);
   const float decay = precise::exp(number(a_log, params.a_log_type, place.head));
   const float skip = number(d, params.d_type, place.head);
-  SpaceNumbers<T> numbers{dt, y, &params, at, at * params.state.rows + place.row, bias, decay, skip, 0};
-  over_steps(c, b, x, state_in, mask, state_out, numbers, params.state, place);
+  SpaceNumbers<T> numbers{dt, mask, y, &params, at, at * params.state.rows + place.row, bias, decay, skip, 0};
+  over_steps(c, b, x, state_in, state_out, numbers, params.state, place);
 }
 
 instantiate_types("state_space", state_space)
