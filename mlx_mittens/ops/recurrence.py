@@ -28,9 +28,9 @@ def gated_delta_update(
         S = S * gamma;  S = S + beta * (v - S @ k) outer k;  y = S @ q
 
     Neither ``q`` nor ``k`` is scaled or normalized. The state is float32 throughout, and written in place if nobody
-    else needs it. On a GPU a kernel has up to 512 columns; gates of heads on an Apple GPU are MLX's own. Gradients are
-    native on the CPU, where states are computed again from one in 32; on a GPU they are those of products of matrices
-    over chunks of steps.
+    else needs it. On a GPU a kernel has up to 512 columns; on an Apple GPU MLX's own runs where it has one. Gradients
+    are native on the CPU, where states are computed again from one in 32; on a GPU they are those of products of
+    matrices over chunks of steps, or MLX's own where its kernel ran.
 
     Args:
         q (array): Queries of shape ``[batch, steps, key_heads, columns]``; float32, float16 or bfloat16.

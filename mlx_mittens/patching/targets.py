@@ -66,7 +66,7 @@ def _gemma2_logits(model: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     return _ext.softcap(model.model.embed_tokens.as_linear(model.model(inputs, cache)), model.final_logit_softcapping)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by who it is, as a function
 class _Sampler:
     """A sampler of mlx-lm's in one op: logarithmic probabilities to tokens."""
 
@@ -108,7 +108,12 @@ def _causal_mask(
     return _ext.window_mask(N, offset, window_size) if right_padding is None and left_padding is None else None
 
 
-def _gated_delta(
+def _wide(state: mx.array | None) -> mx.array | None:
+    """A state that a function returns in float32, whatever it is given."""
+    return None if state is None else state.astype(mx.float32)
+
+
+def _gated_delta_kernel(
     q: mx.array,
     k: mx.array,
     v: mx.array,
@@ -117,13 +122,37 @@ def _gated_delta(
     state: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array] | None:
-    """A step of mlx-lm's, or a prompt."""
-    return _ext.try_gated_delta_update(q, k, v, g, beta, state, mask)
+    """mlx-lm's kernel: a token, or a prompt."""
+    outputs = _ext.try_gated_delta_kernel(q, k, v, g, beta, state, mask)
+    return outputs and (outputs[0].astype(q.dtype), outputs[1])
 
 
-def _fast_gated_delta(*arrays: mx.array | None, **options: Any) -> list[mx.array] | None:
-    outputs = _ext.try_gated_delta_update(*arrays, **options)
-    return None if outputs is None else list(outputs)
+def _gated_delta_ops(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array] | None:
+    """mlx-lm's operations for each step, where it has no kernel."""
+    outputs = _ext.try_gated_delta_ops(q, k, v, g, beta, _wide(state), mask)
+    return outputs and (outputs[0].astype(q.dtype), outputs[1])
+
+
+def _fast_gated_delta(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    gamma: mx.array,
+    beta: mx.array,
+    initial_state: mx.array | None = None,
+    mask: mx.array | None = None,
+    **options: Any,
+) -> list[mx.array] | None:
+    outputs = _ext.try_gated_delta_update(q, k, v, gamma, beta, _wide(initial_state), mask, **options)
+    return outputs and [outputs[0].astype(mx.result_type(q, k)), outputs[1]]
 
 
 def _state_space(
@@ -143,7 +172,7 @@ def _state_space(
     """A prompt, or a token off Apple's GPUs. Lengths without a mask mean something else there."""
     if lengths is not None and mask is None:
         return None
-    return _ext.try_ssm_update(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
+    return _ext.try_ssm_update(x, A_log, B, C, D, dt, dt_bias, _wide(state), time_step_limit, mask, lengths)
 
 
 def _state_space_token(
@@ -413,11 +442,11 @@ TARGETS += [
             "gated_delta_update",
             "mlx_lm.models.gated_delta",
             name,
-            _gated_delta,
+            attempt,
             ("q", "k", "v", "g", "beta", "state", "mask"),
             optional=True,
         )
-        for name in ("gated_delta_ops", "gated_delta_kernel")
+        for name, attempt in (("gated_delta_ops", _gated_delta_ops), ("gated_delta_kernel", _gated_delta_kernel))
     ),
     Target(
         "recurrence",
@@ -616,9 +645,9 @@ TARGETS += [
 
 
 def unknown() -> list[str]:
-    """The attention layers of the installed mlx-lm whose code is not the one that is known here: mlx-lm's own then run.
+    """What of the installed mlx-lm has not the code that is known here: mlx-lm's own then runs.
 
-    It imports the models that have such a layer.
+    It imports the modules that have such a function.
     """
     if importlib.util.find_spec("mlx_lm") is None:
         return []

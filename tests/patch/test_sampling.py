@@ -100,6 +100,13 @@ def test_what_the_op_lacks_is_mlx_lms_own(rng):
         assert "sample" not in mm.stats()
 
 
+def test_a_sampler_is_hashed_by_who_it_is():
+    """As mlx-lm's functions are: it may be the key of a dictionary."""
+    with mm.patched():
+        a, b = (sample_utils.make_sampler(0.7, top_k=5) for _ in range(2))
+    assert {a: 1, b: 2}[a] == 1 and a != b
+
+
 def test_errors_are_mlx_lms_own():
     with mm.patched():
         for options, message in (({"top_k": 60}, "top_k"), ({"min_p": 2.0}, "min_p")):

@@ -28,6 +28,7 @@ struct Call {
   Arrays inputs;  // as of recurrence()
   RecurrenceOptions options;
   mx::Dtype state_dtype;  // of the last state that the caller gets
+  bool one_dtype;  // whether gamma and beta have that of q, k and v, to which MLX's op would round them
 };
 
 Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma, const mx::array& beta,
@@ -66,31 +67,36 @@ Call checked(const mx::array& q, const mx::array& k, const mx::array& v, const m
   if (mask) {
     inputs.push_back(*mask);
   }
-  return {std::move(inputs), {state.has_value(), mask.has_value(), true}, state ? state->dtype() : mx::float32};
+  return {std::move(inputs),
+          {state.has_value(), mask.has_value(), true},
+          state ? state->dtype() : mx::float32,
+          gamma.dtype() == dtype && beta.dtype() == dtype};
 }
 
-// None where mx is ahead, or no kernel covers the call.
-std::optional<Outputs> by_kernel(const Call& call, bool per_head, mx::Stream stream) {
+// None where the peer is ahead, or no kernel covers the call.
+std::optional<Outputs> by_kernel(const Call& call, GatedDeltaPeer peer, mx::Stream stream) {
   const RecurrenceArrays arrays(call.inputs, call.options);
   if (arrays.q.size() == 0 || arrays.v.size() == 0) {
     const mx::Shape of_state = {arrays.v.shape(0), arrays.v.shape(2), arrays.v.shape(3), arrays.q.shape(3)};
     const mx::array state = arrays.state ? *arrays.state : mx::zeros(of_state, mx::float32, stream);
     return Outputs{mx::zeros_like(arrays.v, stream), in_dtype(state, call.state_dtype, stream)};
   }
-  const char* why_mx = why_mx_gated_delta_update(per_head, stream);
-  if (goes_to_mx(op, arrays.q.dtype(), arrays.native_sizes(), why_mx, stream)) {
+  const cpu::Recurrence sizes = arrays.native_sizes();
+  const char* why_mx = why_mx_gated_delta_update(peer, sizes, arrays.mask != nullptr, stream);
+  if (goes_to_mx(op, arrays.q.dtype(), sizes, why_mx, stream)) {
     return std::nullopt;
   }
   const Arrays all = recurrence(call.inputs, call.options, stream);
   return Outputs{all[0], in_dtype(all[1], call.state_dtype, stream)};
 }
 
+template <GatedDeltaPeer peer>
 std::optional<Outputs> try_gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v,
                                               const mx::array& gamma, const mx::array& beta,
                                               const std::optional<mx::array>& state,
                                               const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  return by_kernel(checked(q, k, v, gamma, beta, state, mask, stream), gamma.ndim() == 3, stream);
+  return by_kernel(checked(q, k, v, gamma, beta, state, mask, stream), peer, stream);
 }
 
 Outputs gated_delta_update(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& gamma,
@@ -98,22 +104,31 @@ Outputs gated_delta_update(const mx::array& q, const mx::array& k, const mx::arr
                            const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   const Call call = checked(q, k, v, gamma, beta, state, mask, stream);
-  if (auto outputs = by_kernel(call, gamma.ndim() == 3, stream)) {
+  const bool as_mlx = gamma.ndim() == 3 && call.one_dtype;
+  if (auto outputs = by_kernel(call, as_mlx ? GatedDeltaPeer::op : GatedDeltaPeer::operations, stream)) {
     return *std::move(outputs);
   }
-  if (gamma.ndim() == 3) {
+  if (as_mlx) {
     const std::optional<mx::array> wide = state ? std::optional(call.inputs[5]) : std::nullopt;
     const Arrays all = mx::fast::gated_delta_update(call.inputs[0], call.inputs[1], call.inputs[2], call.inputs[3],
                                                     call.inputs[4], wide, mask, stream);
     return {in_dtype(all[0], call.inputs[0].dtype(), stream), in_dtype(all[1], call.state_dtype, stream)};
   }
   const Arrays all = recurrence_composed(call.inputs, call.options, stream);
-  return {all[0], in_dtype(all[1], call.state_dtype, stream)};
+  return {in_dtype(all[0], call.inputs[0].dtype(), stream), in_dtype(all[1], call.state_dtype, stream)};
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &try_gated_delta_update, &gated_delta_update, "q"_a, "k"_a, "v"_a, "gamma"_a, "beta"_a,
-         "initial_state"_a.none() = nb::none(), "mask"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+  define(module, op, &try_gated_delta_update<GatedDeltaPeer::op>, &gated_delta_update, "q"_a, "k"_a, "v"_a, "gamma"_a,
+         "beta"_a, "initial_state"_a.none() = nb::none(), "mask"_a.none() = nb::none(), nb::kw_only(),
+         "stream"_a = nb::none());
+  // In the place of mlx-lm's functions.
+  const auto attempt = [&](const char* name, auto function) {
+    module.def(name, lenient(op, function), "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "state"_a.none() = nb::none(),
+               "mask"_a.none() = nb::none(), "stream"_a = nb::none());
+  };
+  attempt("try_gated_delta_kernel", &try_gated_delta_update<GatedDeltaPeer::kernel>);
+  attempt("try_gated_delta_ops", &try_gated_delta_update<GatedDeltaPeer::operations>);
 }
 
 const Register registered(bind);

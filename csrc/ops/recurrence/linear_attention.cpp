@@ -86,13 +86,15 @@ class LinearAttention : public RecurrencePrimitive {
  protected:
   Parts parts(const Arrays& inputs) override {
     const Named arrays(inputs, options_);
-    const mx::Dtype dtype = arrays.q.dtype();
+    const bool scales = options_.scale != 1;
+    const mx::Dtype dtype = scales ? mx::float32 : arrays.q.dtype();  // a half type may not hold what is scaled
+    const auto typed = [&](const mx::array& a) { return in_dtype(a, dtype, stream()); };
     const mx::Shape per_head = {arrays.v.shape(0), arrays.v.shape(1), arrays.v.shape(2)};
     const mx::array decays =
         arrays.decays ? in_dtype(*arrays.decays, mx::float32, stream()) : mx::array(options_.decay);
-    Arrays all = {options_.scale == 1 ? arrays.q : mx::multiply(arrays.q, mx::array(options_.scale, dtype), stream()),
-                  arrays.k, arrays.v, mx::broadcast_to(decays, per_head, stream()),
-                  mx::ones(per_head, dtype, stream())};
+    const mx::array q = typed(arrays.q);
+    Arrays all = {scales ? mx::multiply(q, mx::array(options_.scale), stream()) : q, typed(arrays.k), typed(arrays.v),
+                  mx::broadcast_to(decays, per_head, stream()), mx::ones(per_head, dtype, stream())};
     if (arrays.state) {
       all.push_back(*arrays.state);
     }

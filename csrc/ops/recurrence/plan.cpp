@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
+#include <utility>
 
 #include "runtime/gpu.h"
 
@@ -15,6 +17,13 @@ bool on_apple_gpu(mx::Stream stream) {
   return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple;
 }
 
+// Whether MLX 0.32.4 has a Metal kernel; else its op is operations for each step.
+bool has_kernel_of_mlx(const cpu::Recurrence& sizes, bool has_mask) {
+  constexpr std::pair<size_t, size_t> heads[] = {{16, 16}, {16, 32}, {16, 48}, {16, 64}, {24, 24}, {32, 32}};
+  return !has_mask && !sizes.gate_per_column && sizes.rows == 128 && sizes.columns == 128 &&
+         std::find(std::begin(heads), std::end(heads), std::pair(sizes.key_heads, sizes.heads)) != std::end(heads);
+}
+
 }  // namespace
 
 Problem recurrence_problem(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes) {
@@ -24,9 +33,18 @@ Problem recurrence_problem(const char* op, mx::Dtype dtype, const cpu::Recurrenc
   return {op, dtype, sizes.gate_per_column, counts};
 }
 
-const char* why_mx_gated_delta_update(bool gate_of_head, mx::Stream stream) {
+const char* why_mx_gated_delta_update(GatedDeltaPeer peer, const cpu::Recurrence& sizes, bool has_mask,
+                                      mx::Stream stream) {
+  if (!on_apple_gpu(stream) || sizes.gate_per_column) {
+    return nullptr;
+  }
+  if (peer == GatedDeltaPeer::kernel) {
+    return "gates of heads on an Apple GPU, for which mlx-lm has kernels";
+  }
   // MLX's kernels for Apple GPUs multiply chunks of a prompt as matrices.
-  return on_apple_gpu(stream) && gate_of_head ? "gates of heads on an Apple GPU, for which MLX has kernels" : nullptr;
+  return peer == GatedDeltaPeer::op && has_kernel_of_mlx(sizes, has_mask)
+             ? "gates of heads on an Apple GPU, for which MLX has a kernel"
+             : nullptr;
 }
 
 const char* why_mx_uncorrected(int steps, mx::Stream stream) {

@@ -13,9 +13,13 @@ namespace mx = mlx::core;
 // What a call is for calibration: the heads of all sequences, the steps, and the rows and columns of a state.
 Problem recurrence_problem(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes);
 
-// Why mx is faster; null where it is not known to be. gate_of_head: whether all columns of a head share a gate.
-// uncorrected: ssm_update and linear_attention.
-const char* why_mx_gated_delta_update(bool gate_of_head, mx::Stream stream);
+// What computes a call of gated_delta_update where it is not ours: MLX's op, mlx-lm's kernel, or operations for each
+// step.
+enum class GatedDeltaPeer { op, kernel, operations };
+
+// Why mx is faster; null where it is not known to be. uncorrected: ssm_update and linear_attention.
+const char* why_mx_gated_delta_update(GatedDeltaPeer peer, const cpu::Recurrence& sizes, bool has_mask,
+                                      mx::Stream stream);
 const char* why_mx_uncorrected(int steps, mx::Stream stream);
 
 }  // namespace mittens

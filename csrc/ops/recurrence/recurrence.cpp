@@ -6,7 +6,7 @@
 
 #include "mlx/ops.h"
 #include "ops/recurrence/plan.h"
-#include "ops/recurrence/recurrence.h"
+#include "ops/recurrence/recurrence_primitive.h"
 #include "ops/recurrence/state_params.h"
 #include "params/recurrence.h"
 #include "runtime/array_util.h"
@@ -23,9 +23,10 @@ constexpr const char* kernel = "recurrence";
 const Name file = "recurrence/recurrence.metal";
 
 // The inputs of a recurrence -> y and the last state.
-class RecurrenceStep : public KernelPrimitive {
+class RecurrenceStep : public RecurrencePrimitive {
  public:
-  RecurrenceStep(mx::Stream stream, const RecurrenceOptions& options) : KernelPrimitive(stream), options_(options) {}
+  RecurrenceStep(mx::Stream stream, const RecurrenceOptions& options)
+      : RecurrencePrimitive(stream), options_(options) {}
 
   const char* name() const override {
     return "MittensGatedDeltaUpdate";
@@ -40,32 +41,17 @@ class RecurrenceStep : public KernelPrimitive {
     return {arrays.v.shape(), {arrays.v.shape(0), arrays.v.shape(2), arrays.v.shape(3), arrays.q.shape(3)}};
   }
 
-  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
-             const Arrays& outputs) override {
-    if (runs_kernels(stream())) {
-      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
-    }
-    const Arrays all = recurrence_vjp(primals, cotangents, options_, stream());
-    Arrays gradients;
-    for (int argument : argnums) {
-      gradients.push_back(all[argument]);
-    }
-    return gradients;
-  }
-
  protected:
-  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    return row_contiguous(inputs, stream(), copies, 16);
+  Parts parts(const Arrays& inputs) override {
+    return {inputs, options_, std::nullopt};
   }
 
-  // Each row of the state is read before it is written, by the same threads.
-  void allocate(const Arrays& inputs, Arrays& outputs) override {
-    allocate_output(outputs[0], stream());
-    if (options_.has_state) {
-      take_or_allocate(outputs[1], inputs[5], stream(), 2);
-    } else {
-      allocate_output(outputs[1], stream());
-    }
+  std::optional<size_t> state_index() const override {
+    return options_.has_state ? std::optional<size_t>(5) : std::nullopt;
+  }
+
+  bool is_read_in_packs(size_t input) const override {
+    return input < 2 || input == 3;  // q and k, gates of columns
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
@@ -90,10 +76,6 @@ class RecurrenceStep : public KernelPrimitive {
     return
         [type = native_type(arrays.q.dtype()), sizes = arrays.native_sizes(), data = arrays.native_inputs(),
          y = data_of(outputs[0]), state = outputs[1].data<float>()] { cpu::recurrence(type, sizes, data, y, state); };
-  }
-
-  Arrays composed(const Arrays& inputs) override {
-    return recurrence_composed(inputs, options_, stream());
   }
 
  private:

@@ -35,7 +35,7 @@ bool goes_to_mx(const char* op, mx::Dtype dtype, const cpu::Recurrence& sizes, c
 // state, by a kernel or native code that corrects.
 Arrays recurrence(const Arrays& inputs, const RecurrenceOptions& options, mx::Stream stream);
 
-// The same by products of matrices.
+// The same by products of matrices, y in float32.
 Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& options, mx::Stream stream);
 
 // The gradients of these inputs by native code, for the cotangents of y and of the last state; zeros of the mask.

@@ -70,7 +70,7 @@ mx::array over_chunk(const Chunk& chunk, mx::array& state, bool corrects, mx::St
   mx::array qk = seen, kk = seen;
   if (per_column) {
     const mx::array decays =
-        decays_of(mx::expand_dims(chunk.log_gates, 4, s), mx::expand_dims(seen, 2), mx::expand_dims(before, 2));
+        decays_of(mx::expand_dims(chunk.log_gates, 4, s), mx::expand_dims(seen, 2, s), mx::expand_dims(before, 2, s));
     const mx::array keys = mx::multiply(decays, mx::expand_dims(chunk.k, 3, s), s);
     qk = mx::sum(mx::multiply(keys, mx::expand_dims(chunk.q, 4, s), s), -1, false, s);
     kk = mx::sum(mx::multiply(keys, mx::expand_dims(chunk.k, 4, s), s), -1, false, s);
@@ -115,15 +115,17 @@ Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& option
     return mx::transpose(moved, {0, 2, 3, 1, 4}, stream);
   };
   const bool per_column = arrays.gate_per_column();
-  const mx::array q = by_head(arrays.q, 1, columns), k = by_head(arrays.k, 1, columns);
-  const mx::array v = by_head(arrays.v, group, rows);
+  mx::array q = by_head(arrays.q, 1, columns), k = by_head(arrays.k, 1, columns);
+  mx::array v = by_head(arrays.v, group, rows);
   mx::array gates = by_head(arrays.gates, group, per_column ? columns : 1);
   mx::array rates = by_head(arrays.rates, group, 1);
   std::optional<mx::array> mask;
   if (arrays.mask) {
     mask = mx::reshape(*arrays.mask, {batch, 1, 1, steps, 1}, stream);
     gates = mx::where(*mask, gates, mx::array(1.0f), stream);
-    rates = mx::where(*mask, rates, mx::array(0.0f), stream);
+    for (mx::array* hidden : {&q, &k, &v, &rates}) {  // NaN there too
+      *hidden = mx::where(*mask, *hidden, mx::array(0.0f), stream);
+    }
   }
   const mx::array log_gates = mx::log(mx::maximum(gates, mx::array(least_gate), stream), stream);
   mx::array state = arrays.state ? mx::reshape(*arrays.state, {batch, key_heads, group, rows, columns}, stream)
@@ -145,7 +147,7 @@ Arrays recurrence_composed(const Arrays& inputs, const RecurrenceOptions& option
     y = mx::where(*mask, y, mx::array(0.0f), stream);
   }
   y = mx::reshape(mx::transpose(y, {0, 3, 1, 2, 4}, stream), arrays.v.shape(), stream);
-  return {in_dtype(y, arrays.v.dtype(), stream), mx::reshape(state, {batch, heads, rows, columns}, stream)};
+  return {y, mx::reshape(state, {batch, heads, rows, columns}, stream)};
 }
 
 }  // namespace mittens

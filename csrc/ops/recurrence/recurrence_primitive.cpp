@@ -56,7 +56,8 @@ const Arrays& RecurrencePrimitive::prepared(const Arrays& inputs, Arrays& copies
 // Each row of the state is read before it is written, by the same threads.
 void RecurrencePrimitive::allocate(const Arrays& inputs, Arrays& outputs) {
   allocate_output(outputs[0], stream());
-  if (const auto state = state_index()) {
+  const auto state = state_index();
+  if (state && inputs[*state].offset() % 16 == 0) {  // as it is written
     take_or_allocate(outputs[1], inputs[*state], stream(), 2);
   } else {
     allocate_output(outputs[1], stream());
@@ -69,6 +70,7 @@ Arrays RecurrencePrimitive::composed(const Arrays& inputs) {
   if (all.added) {
     results[0] = mx::add(results[0], *all.added, stream());
   }
+  results[0] = in_dtype(results[0], y_dtype(inputs), stream());
   return results;
 }
 

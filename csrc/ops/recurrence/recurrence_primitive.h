@@ -1,5 +1,5 @@
-// What the primitives of recurrences without corrections share: each has a kernel and native code for its own inputs,
-// and its composition and its gradients are those of the recurrence.
+// What the primitives of recurrences share: each has a kernel and native code for its own inputs, and its composition
+// and its gradients are those of the recurrence behind it.
 #pragma once
 
 #include <optional>
@@ -19,7 +19,7 @@ class RecurrencePrimitive : public KernelPrimitive {
 
  protected:
   struct Parts {
-    Arrays inputs;  // of the recurrence
+    Arrays inputs;  // of the recurrence; q, k and v may be wider than the op's
     RecurrenceOptions options;
     std::optional<mx::array> added;  // to its y
   };
@@ -28,6 +28,9 @@ class RecurrencePrimitive : public KernelPrimitive {
   virtual Parts parts(const Arrays& inputs) = 0;
   // Which input is the first state; none: zeros.
   virtual std::optional<size_t> state_index() const = 0;
+  virtual mx::Dtype y_dtype(const Arrays& inputs) const {
+    return inputs[0].dtype();
+  }
   // Whether an input is read 16 bytes at a time, beside the state.
   virtual bool is_read_in_packs(size_t input) const = 0;
 

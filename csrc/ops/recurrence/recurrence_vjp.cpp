@@ -65,7 +65,9 @@ class RecurrenceVjp : public KernelPrimitive {
       if (options_.has_mask) {
         all.push_back(inputs[of_recurrence - 1]);
       }
-      return recurrence_composed(all, with_state, stream());
+      Arrays results = recurrence_composed(all, with_state, stream());
+      results[0] = in_dtype(results[0], cotangents[0].dtype(), stream());
+      return results;
     };
     return mx::vjp(function, primals, cotangents).second;
   }

@@ -38,8 +38,9 @@ Optional seen_steps(const Optional& mask, const Optional& lengths, int steps, mx
   if (!lengths) {
     return mask;
   }
-  const mx::array position = mx::arange(0, steps, lengths->dtype(), stream);
-  const mx::array within = mx::less(position, mx::expand_dims(*lengths, 1, stream), stream);
+  const mx::array position = mx::arange(0, steps, mx::int64, stream);  // a narrow type may not hold all
+  const mx::array within =
+      mx::less(position, mx::expand_dims(in_dtype(*lengths, mx::int64, stream), 1, stream), stream);
   return mask ? mx::logical_and(*mask, within, stream) : within;
 }
 

@@ -18,10 +18,6 @@ namespace {
 constexpr const char* kernel = "state_space";
 const Name file = "recurrence/state_space.metal";
 
-mx::Dtype y_dtype(const Arrays& inputs) {
-  return mx::promote_types(inputs[0].dtype(), inputs[4].dtype());
-}
-
 class StateSpaceStep : public RecurrencePrimitive {
  public:
   StateSpaceStep(mx::Stream stream, const StateSpaceOptions& options)
@@ -54,6 +50,10 @@ class StateSpaceStep : public RecurrencePrimitive {
     return {std::move(all),
             {options_.has_state, options_.has_mask, false},
             mx::multiply(arrays.x, mx::expand_dims(arrays.d, 1, s), s)};
+  }
+
+  mx::Dtype y_dtype(const Arrays& inputs) const override {
+    return mx::promote_types(inputs[0].dtype(), inputs[4].dtype());
   }
 
   std::optional<size_t> state_index() const override {
@@ -116,7 +116,8 @@ Arrays state_space(const Arrays& inputs, const StateSpaceOptions& options, mx::S
   check_base<StateSpaceStep>();
   auto primitive = std::make_shared<StateSpaceStep>(stream, options);
   std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-  return mx::array::make_arrays(std::move(shapes), {y_dtype(inputs), mx::float32}, primitive, inputs);
+  return mx::array::make_arrays(
+      std::move(shapes), {mx::promote_types(inputs[0].dtype(), inputs[4].dtype()), mx::float32}, primitive, inputs);
 }
 
 Arrays state_space_composed(const Arrays& inputs, const StateSpaceOptions& options, mx::Stream stream) {

@@ -225,13 +225,77 @@ def test_bad_masks_and_types(rng):
             mm.gated_delta_update(*given)
 
 
-def test_on_an_apple_gpu_gates_of_heads_are_mlxs_own(rng, lenient):
-    arrays = draw(rng, 1, 3, 1, 2, 8, 16)
+def kernels():
+    counts = mm.stats(reset=True)["gated_delta_update"]
+    return sum(counts["kernels"].values()), list(counts["mx"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "what"),
+    [((16, 32), 128, ""), ((16, 32), 128, "a mask"), ((4, 8), 128, ""), ((16, 32), 64, "")],
+    ids=str,
+)
+def test_on_an_apple_gpu_gates_of_heads_are_mlxs_where_it_has_a_kernel(rng, lenient, heads, width, what):
+    """Its op is operations for each step elsewhere, as for a mask."""
+    arrays = draw(rng, 1, 2, *heads, width, width)
+    mask = mx.array([[True, False]]) if what else None
+    has_kernel = (heads, width, what) == ((16, 32), 128, "")
     with mm.simulator.enabled(gpu="m2-max"):
         mm.stats(reset=True)
-        ours = mm.gated_delta_update(*arrays)
-        beside = mx.fast.gated_delta_update(*arrays)
-        reasons = mm.stats()["gated_delta_update"]["mx"]
-        assert list(reasons) == ["gates of heads on an Apple GPU, for which MLX has kernels"]
-        for a, b in zip(ours, beside, strict=True):
-            assert_same_bits(a, b, str(a.shape))
+        ours = mm.gated_delta_update(*arrays, mask)
+        mx.eval(ours)
+        reason = "gates of heads on an Apple GPU, for which MLX has a kernel"
+        assert kernels() == ((0, [reason]) if has_kernel else (1, []))
+        for a, b in zip(ours, mx.fast.gated_delta_update(*arrays, mask), strict=True):
+            assert_same_bits(a, b, str(a.shape)) if has_kernel else assert_near(a, b, str(a.shape))
+
+
+@pytest.mark.parametrize("half", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("columns", [128, 520])
+def test_gates_are_taken_in_float32_wherever_it_runs(rng, lenient, half, columns):
+    """MLX's op would round them to the type of the queries: 0.999 would be 1."""
+    *arrays, state = draw(rng, 1, 40, 16, 32, 128 if columns == 128 else 4, columns, half)
+    arrays[3] = mx.full(arrays[3].shape, 0.999)
+    with mm.simulator.enabled(gpu="m2-max"):
+        y, last = mm.gated_delta_update(*arrays, state)
+        mx.eval(y, last)
+    assert y.dtype == half
+    for name, ours, exact in zip(
+        ("y", "state"), (y, last), exact_recurrence(*map(specs.widen, (*arrays, state))), strict=True
+    ):
+        assert_near(ours, exact.value, name, units(4, ours.dtype) if name == "y" else SUMS)
+
+
+@pytest.mark.parametrize("function", ["gated_delta_ops", "gated_delta_kernel"])
+def test_patched_it_is_mlx_lms(rng, lenient, function):
+    """On an Apple GPU mlx-lm's kernel stays, its operations for each step do not; the types are theirs."""
+    from mlx_lm.models import gated_delta
+
+    *arrays, state = draw(rng, 1, 2, 2, 4, 32, 32, mx.float16)
+    state = state.astype(mx.float16)
+    of = lambda: getattr(gated_delta, function)(*arrays, state)
+    with mm.simulator.enabled(gpu="m2-max", pretend_metal=True):
+        theirs = of()
+        mx.eval(theirs)
+        with mm.patched():
+            mm.stats(reset=True)
+            ours = of()
+            mx.eval(ours)
+            reason = "gates of heads on an Apple GPU, for which mlx-lm has kernels"
+            assert kernels() == ((1, []) if function == "gated_delta_ops" else (0, [reason]))
+    assert [a.dtype for a in ours] == [a.dtype for a in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert_near(a, b, str(a.shape), units(2, a.dtype) if a.dtype == mx.float16 else SUMS)
+
+
+@pytest.mark.parametrize("dtypes", [(mx.float16, mx.float16, mx.float32), (mx.float16, mx.float32, mx.float16)])
+def test_patched_mx_fast_has_its_types(rng, lenient, native, dtypes):
+    *arrays, state = draw(rng, 1, 2, 1, 2, 8, 16)
+    arrays[:3] = [a.astype(dtype) for a, dtype in zip(arrays, dtypes)]
+    theirs = mx.fast.gated_delta_update(*arrays, state.astype(mx.float16))
+    with mm.patched():
+        mm.stats(reset=True)
+        ours = mx.fast.gated_delta_update(*arrays, state.astype(mx.float16))
+        mx.eval(ours)
+        assert kernels() == (1, [])
+    assert [a.dtype for a in ours] == [a.dtype for a in theirs]

@@ -1,0 +1,140 @@
+"""What all recurrences share: where their states lie, what hidden steps hold, and their compositions."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.support import assert_same_bits
+from helpers.tolerances import SUMS, assert_near, units
+
+import mlx_mittens as mm
+from mlx_mittens import _ext
+
+BATCH, HEADS, ROWS, COLUMNS = 2, 2, 8, 16
+
+
+def arrays(rng, *shapes):
+    return [mx.array(rng.normal(size=shape).astype(np.float32) / shape[-1] ** 0.5) for shape in shapes]
+
+
+def gated_delta_update(rng, steps, per_column=False):
+    """A call as a function of a state and a mask, and the arrays that hold something for each step."""
+    q, k = arrays(rng, *[(BATCH, steps, 1, COLUMNS)] * 2)
+    (v,) = arrays(rng, (BATCH, steps, HEADS, ROWS))
+    shape = (BATCH, steps, HEADS, COLUMNS)[: 4 if per_column else 3]
+    gamma, beta = (mx.array(rng.uniform(0.3, 1, s).astype(np.float32)) for s in (shape, (BATCH, steps, HEADS)))
+    return lambda state, mask, each: mm.gated_delta_update(*each, state, mask), [q, k, v, gamma, beta]
+
+
+def ssm_update(rng, steps):
+    b, c = arrays(rng, *[(BATCH, steps, 1, COLUMNS)] * 2)
+    x, dt = arrays(rng, (BATCH, steps, HEADS, ROWS), (BATCH, steps, HEADS))
+    a_log, d, bias = arrays(rng, *[(HEADS,)] * 3)
+    return lambda state, mask, each: mm.ssm_update(
+        each[0], a_log, each[1], each[2], d, each[3], bias, state, mask=mask
+    ), [x, b, c, dt]
+
+
+def linear_attention(rng, steps):
+    q, k = arrays(rng, *[(BATCH, steps, 1, COLUMNS)] * 2)
+    (v,) = arrays(rng, (BATCH, steps, HEADS, ROWS))
+    return lambda state, mask, each: mm.linear_attention(*each, decay=0.75, state=state), [q, k, v]
+
+
+OPS = {
+    "gated_delta_update": gated_delta_update,
+    "gated_delta_update, gates of columns": lambda rng, steps: gated_delta_update(rng, steps, per_column=True),
+    "ssm_update": ssm_update,
+    "linear_attention": linear_attention,
+}
+
+
+@pytest.fixture(params=OPS)
+def op(request, rng):
+    return lambda steps: OPS[request.param](rng, steps)
+
+
+def test_a_state_that_lies_anywhere(op, rng, executor):
+    """It is written in place only where the widest stores may write it."""
+    run, each = op(1)
+    flat = mx.array(rng.normal(size=1 + BATCH * HEADS * ROWS * COLUMNS).astype(np.float32))
+    whole = flat[1:].reshape(BATCH, HEADS, ROWS, COLUMNS)
+    expected = run(mx.contiguous(whole + 0), None, each)
+    mx.eval(expected)
+    state = mx.array(flat)[1:].reshape(whole.shape)
+    mx.eval(state)
+    results = run(state, None, each)
+    del state
+    mx.eval(results)
+    for a, b in zip(results, expected, strict=True):
+        assert_same_bits(a, b, str(a.shape))
+
+
+@pytest.mark.parametrize("name", ["gated_delta_update", "gated_delta_update, gates of columns", "ssm_update"])
+@pytest.mark.parametrize("composed", [False, True], ids=["", "composed"])
+def test_hidden_steps_hold_anything(name, rng, native, composed):
+    """NaN reaches neither the states and the results of other steps nor their gradients."""
+    run, each = OPS[name](rng, 20)
+    (state,) = arrays(rng, (BATCH, HEADS, ROWS, COLUMNS))
+    seen = np.ones((BATCH, 20), bool)
+    seen[0, [0, 3, 17]] = seen[1, 5:9] = False
+    mask = mx.array(seen)
+    hidden = lambda a, value: mx.where(mx.expand_dims(mask, list(range(2, a.ndim))), a, value)
+
+    def results(value):
+        """The last state, y of the steps that are seen, and the gradients of these."""
+        given = [hidden(a, value) for a in each]
+
+        def outputs(state, *given):
+            y, last = run(state, mask, given)
+            return last, hidden(y, 0.0)
+
+        loss = lambda *arguments: sum(a.sum() for a in outputs(*arguments))
+        of_state, *of_each = mx.grad(loss, list(range(1 + len(given))))(state, *given)
+        return *outputs(state, *given), of_state, *(hidden(gradient, 0.0) for gradient in of_each)
+
+    _ext.prefer_composed(composed)
+    try:
+        found, expected = results(float("nan")), results(0.5)
+        mx.eval(found, expected)
+    finally:
+        _ext.prefer_composed(False)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_same_bits(a, b, f"result {i}")
+
+
+@pytest.mark.parametrize("half", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("scale", [1e-8, 1e5])
+def test_a_scale_that_half_types_do_not_hold(rng, native, half, scale):
+    """By products of matrices and in gradients too; y itself is within the type."""
+    run, (q, k, v) = linear_attention(rng, 6)
+    q = (q * (1e4 if scale < 1 else 1e-4)).astype(half)
+    k, v = ((a * (1e3 if scale < 1 else 0.1)).astype(half) for a in (k, v))
+    call = lambda q, k, v: mm.linear_attention(q, k, v, scale=scale)[0]
+    expected = call(*(a.astype(mx.float32) for a in (q, k, v)))
+    _ext.prefer_composed(True)
+    try:
+        y = call(q, k, v)
+        mx.eval(y)
+    finally:
+        _ext.prefer_composed(False)
+    assert y.dtype == half and np.abs(np.array(expected)).max() > 1e-3
+    assert_near(y, expected, "y", units(2, half))
+    loss = lambda *given: call(*given).astype(mx.float32).sum()
+    wide = mx.grad(loss, (0, 1, 2))(*(a.astype(mx.float32) for a in (q, k, v)))
+    for name, a, b in zip("qkv", mx.grad(loss, (0, 1, 2))(q, k, v), wide, strict=True):
+        assert a.dtype == half
+        held = b.astype(half).astype(mx.float32)  # some overflow
+        assert_near(a.astype(mx.float32), held, name, units(2, half))
+
+
+def test_more_steps_than_a_type_of_lengths_counts(rng, native):
+    run, (x, b, c, dt) = ssm_update(rng, 300)
+    a_log, d, bias = arrays(rng, *[(HEADS,)] * 3)
+    lengths = np.array([200, 100])
+    expected = mm.ssm_update(x, a_log, b, c, d, dt, bias, lengths=mx.array(lengths))
+    for dtype in (mx.uint8, mx.int16, mx.uint64):
+        found = mm.ssm_update(x, a_log, b, c, d, dt, bias, lengths=mx.array(lengths, dtype))
+        for a, e in zip(found, expected, strict=True):
+            assert_same_bits(a, e, f"{dtype}, {a.shape}")
+    before = mm.ssm_update(x[1:, :100], a_log, b[1:, :100], c[1:, :100], d, dt[1:, :100], bias)[1]
+    assert_near(expected[1][1:], before, "the state of the shorter one", SUMS)
