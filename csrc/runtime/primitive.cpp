@@ -263,7 +263,16 @@ Arrays KernelPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, con
 }
 
 Arrays KernelPrimitive::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) {
-  return mx::jvp(composed_of(primals, argnums), chosen(primals, argnums), tangents).second;
+  // Integers have no tangents, though mx passes some where they were computed from numbers that have.
+  std::vector<int> some;
+  Arrays of_some;
+  for (size_t i = 0; i < argnums.size(); ++i) {
+    if (mx::issubdtype(primals[argnums[i]].dtype(), mx::inexact)) {
+      some.push_back(argnums[i]);
+      of_some.push_back(tangents[i]);
+    }
+  }
+  return mx::jvp(composed_of(primals, some), chosen(primals, some), of_some).second;
 }
 
 // mx's reductions of arrays without elements may not end, so that none is composed.
@@ -325,7 +334,7 @@ std::pair<Arrays, std::vector<int>> KernelPrimitive::vmap(const Arrays& inputs, 
 }
 
 Arrays KernelPrimitive::outputs_of_nothing(const Arrays& inputs, const std::vector<int>& axes) {
-  Arrays one;  // for their shapes
+  Arrays one;  // for their shapes and dtypes
   for (size_t i = 0; i < inputs.size(); ++i) {
     mx::Shape shape = inputs[i].shape();
     if (axes[i] >= 0) {
@@ -334,9 +343,10 @@ Arrays KernelPrimitive::outputs_of_nothing(const Arrays& inputs, const std::vect
     one.emplace_back(std::move(shape), inputs[i].dtype(), nullptr, Arrays{});
   }
   Arrays outputs;
-  for (mx::Shape& shape : output_shapes(one)) {
+  for (const mx::array& output : composition(one)) {
+    mx::Shape shape = output.shape();
     shape.insert(shape.begin(), 0);
-    outputs.push_back(mx::zeros(shape, inputs[0].dtype(), stream()));
+    outputs.push_back(mx::zeros(shape, output.dtype(), stream()));
   }
   return outputs;
 }

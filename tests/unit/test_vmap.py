@@ -7,6 +7,8 @@ import pytest
 from helpers.calls import CALLS
 from helpers.tolerances import assert_near
 
+import mlx_mittens as mm
+
 SIZE = 2
 # Where the new axis is, of so many axes.
 PLACES = {"first": lambda axes: 0, "last": lambda axes: axes - 1, "negative": lambda axes: -(axes // 2) - 1}
@@ -25,3 +27,23 @@ def test_every_subset(call, native, rng):
         result = mx.vmap(lambda *a: call.run(*a), in_axes=tuple(axes.get(n) for n in names))(*arrays)
         for i, (a, b) in enumerate(zip(result, expected, strict=True)):
             assert_near(a, b, f"output {i} for {chosen}, new axis {place}")
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.covered], ids=lambda call: call.name)
+def test_over_nothing(call, native, rng):
+    """The results have the types of a call, and no elements."""
+    names = list(call.arguments)
+    one = call.run(*call.arrays(rng, mx.float16).values())
+    several = call.arrays(rng, mx.float16, extra=lambda name: (0,))
+    results = mx.vmap(lambda *a: call.run(*a))(*(several[name] for name in names))
+    for a, b in zip(results, one, strict=True):
+        assert (a.shape, a.dtype) == ((0, *b.shape), b.dtype)
+
+
+def test_over_nothing_types_are_not_those_of_the_first_argument(native):
+    tokens = mx.vmap(lambda logits: mm.sample(logits, temperature=0.0))(mx.zeros((0, 5), mx.float16))
+    assert (tokens.shape, tokens.dtype) == ((0,), mx.uint32)
+    heads = mx.zeros((0, 1, 3, 2, 16), mx.float16)
+    y, state = mx.vmap(mm.linear_attention)(heads, heads, heads)
+    assert (y.shape, y.dtype) == ((0, 1, 3, 2, 16), mx.float16)
+    assert (state.shape, state.dtype) == ((0, 1, 2, 16, 16), mx.float32)

@@ -156,10 +156,10 @@ mx::array plus_bias_of_experts(const mx::array& y, const mx::array& bias, const 
   return mx::add(y, mx::expand_dims(rows, -2, stream), stream);
 }
 
-mx::array guarded(const Pairs& pairs, const mx::array& x, const mx::array& stack, const mx::Shape& shape,
-                  mx::Dtype dtype,
-                  const std::function<mx::array(const mx::array& inputs, const mx::array& experts)>& product,
-                  mx::Stream stream) {
+mx::array guarded(
+    const Pairs& pairs, const mx::array& x, const mx::array& stack, const mx::Shape& shape, mx::Dtype dtype,
+    const std::function<mx::array(const std::optional<mx::array>& inputs, const mx::array& experts)>& product,
+    mx::Stream stream) {
   const bool is_empty = std::count(shape.begin(), shape.end(), 0) > 0;
   if (is_empty || x.shape(-1) == 0) {
     return mx::zeros(shape, dtype, stream);
@@ -170,11 +170,12 @@ mx::array guarded(const Pairs& pairs, const mx::array& x, const mx::array& stack
     return mx::broadcast_to(nan, shape, stream);
   }
   mx::array valid = in_range(pairs.experts, experts, stream);
+  std::optional<mx::array> within;
   if (pairs.inputs) {
     valid = mx::logical_and(valid, in_range(*pairs.inputs, inputs, stream), stream);
+    within = clipped(*pairs.inputs, inputs, stream);
   }
-  const mx::array y =
-      product(clipped(input_indices(pairs, x, stream), inputs, stream), clipped(pairs.experts, experts, stream));
+  const mx::array y = product(within, clipped(pairs.experts, experts, stream));
   return mx::where(valid, mx::astype(y, dtype, stream), nan, stream);
 }
 

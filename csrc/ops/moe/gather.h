@@ -55,12 +55,13 @@ mx::array plus_bias_of_experts(const mx::array& y, const mx::array& bias, const 
                                mx::Stream stream);
 
 // What mx's gather makes of pairs, which reads past its arrays where an index is out of range: the product is asked for
-// indices within them, and the pairs concerned are NaN. Its result is [pairs.., rows, outputs], which must be given in
-// case there is nothing to multiply.
-mx::array guarded(const Pairs& pairs, const mx::array& x, const mx::array& stack, const mx::Shape& shape,
-                  mx::Dtype dtype,
-                  const std::function<mx::array(const mx::array& inputs, const mx::array& experts)>& product,
-                  mx::Stream stream);
+// indices within them, and the pairs concerned are NaN. It gets no indices of inputs where the pairs have none: given
+// both, mx takes neither for sorted. Its result is [pairs.., rows, outputs], which must be given in case there is
+// nothing to multiply.
+mx::array guarded(
+    const Pairs& pairs, const mx::array& x, const mx::array& stack, const mx::Shape& shape, mx::Dtype dtype,
+    const std::function<mx::array(const std::optional<mx::array>& inputs, const mx::array& experts)>& product,
+    mx::Stream stream);
 
 // The primitive of such an op: x [.., rows, columns], the arrays of stacks [.., ..], the indices of experts, and those
 // of inputs where there are any -> y [pairs.., rows, outputs].
@@ -153,8 +154,8 @@ struct PendingGather {
 // Nothing for any other array.
 std::optional<PendingGather> pending_gather(const mx::array& y);
 
-// silu(gate) * up of two such arrays as one: under the patch a model multiplies first and then asks for this. Those of
-// a gradient stay two.
+// silu(gate) * up of two such arrays as one: under the patch a model multiplies first and then asks for this. Those
+// whose gate a gradient is of stay two.
 std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::array& up);
 
 }  // namespace mittens

@@ -58,16 +58,18 @@ class GatherMm : public GatherPrimitive {
     return true;
   }
 
-  // y is linear in a, and in b.
+  // y is linear in a, and in b. Indices have no tangents, though mx passes some.
   Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
     const Pairs pairs = pairs_of(primals);
-    std::optional<mx::array> sum;
+    mx::array sum = mx::zeros(output_shapes(primals)[0], primals[0].dtype(), stream());
     for (size_t i = 0; i < argnums.size(); ++i) {
-      const mx::array part =
-          argnums[i] == 0 ? apply(tangents[i], {primals[1]}, pairs) : apply(primals[0], {tangents[i]}, pairs);
-      sum = sum ? mx::add(*sum, part, stream()) : part;
+      if (argnums[i] == 0) {
+        sum = mx::add(sum, apply(tangents[i], {primals[1]}, pairs), stream());
+      } else if (argnums[i] == 1) {
+        sum = mx::add(sum, apply(primals[0], {tangents[i]}, pairs), stream());
+      }
     }
-    return {*sum};
+    return {sum};
   }
 
  protected:
@@ -170,7 +172,7 @@ class GatherMm : public GatherPrimitive {
     auto wide = [&](size_t i) { return in_dtype(inputs[i], mx::float32, stream()); };
     return {guarded(
         pairs_of(inputs), inputs[0], inputs[1], output_shapes(inputs)[0], inputs[0].dtype(),
-        [&](const mx::array& lhs, const mx::array& rhs) {
+        [&](const std::optional<mx::array>& lhs, const mx::array& rhs) {
           return mx::gather_mm(wide(0), wide(1), lhs, rhs, false, stream());
         },
         stream())};
@@ -215,10 +217,10 @@ mx::array gather_mm(const mx::array& a, const mx::array& b, const std::optional<
   // mx's, with indices within the arrays.
   const mx::Stream stream = checks::checked_stream(op, where);
   const Pairs pairs = gather_pairs(op, a, b, lhs_indices, rhs_indices, stream);
-  auto product = [&](const mx::array& lhs, const mx::array& rhs) {
+  auto product = [&](const std::optional<mx::array>& lhs, const mx::array& rhs) {
     return mx::gather_mm(a, b, lhs, rhs, sorted_indices, stream);
   };
-  const mx::array shaped = product(input_indices(pairs, a, stream), pairs.experts);
+  const mx::array shaped = product(pairs.inputs, pairs.experts);
   return guarded(pairs, a, b, shaped.shape(), shaped.dtype(), product, stream);
 }
 

@@ -135,7 +135,7 @@ class GatherQmm : public GatherPrimitive {
     const auto biases = format_.has_biases() ? std::optional(wide(3)) : std::nullopt;
     return {guarded(
         pairs_of(inputs), inputs[0], inputs[1], output_shapes(inputs)[0], inputs[0].dtype(),
-        [&](const mx::array& lhs, const mx::array& rhs) {
+        [&](const std::optional<mx::array>& lhs, const mx::array& rhs) {
           return mx::gather_qmm(wide(0), inputs[1], wide(2), biases, lhs, rhs, format_.transpose, format_.group_size,
                                 format_.bits, mode_name(format_), std::nullopt, false, stream());
         },
@@ -194,11 +194,11 @@ mx::array gather_qmm_of_mx(const mx::array& x, const mx::array& w, const mx::arr
                            std::optional<int> bits, const std::string& mode,
                            const std::optional<mx::array>& global_scale, bool sorted_indices, mx::Stream stream) {
   const Pairs pairs = gather_pairs(op, x, w, lhs_indices, rhs_indices, stream);
-  auto product = [&](const mx::array& lhs, const mx::array& rhs) {
+  auto product = [&](const std::optional<mx::array>& lhs, const mx::array& rhs) {
     return mx::gather_qmm(x, w, scales, biases, lhs, rhs, transpose, group_size, bits, mode, global_scale,
                           sorted_indices, stream);
   };
-  const mx::array shaped = product(input_indices(pairs, x, stream), pairs.experts);  // checks what it is given
+  const mx::array shaped = product(pairs.inputs, pairs.experts);  // checks what it is given
   return guarded(pairs, x, w, shaped.shape(), shaped.dtype(), product, stream);
 }
 

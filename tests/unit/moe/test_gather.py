@@ -238,6 +238,44 @@ def test_gradients(case, rng, executor):
         assert_near(along[good], mx.jvp(dense, [given], [tangent])[1][0], f"derivative by argument {i}", LAYERS)
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_derivatives_where_indices_come_from_x(case, rng, native, k):
+    """mx passes tangents of integers on, which there are none of."""
+    if not case.covered:
+        return
+    weights, x, tangent = case.weights(), tokens(rng, 3), tokens(rng, 3)
+    router = draw(rng, (K, E), mx.float32)
+    chosen = mx.argpartition(x @ router, E - k, axis=-1)[:, E - k :]
+    of = lambda x, rhs: case.call(x[:, None, None], weights, rhs=rhs)
+    along = lambda function: mx.jvp(function, [x], [tangent])[1][0]
+    found = along(lambda x: of(x, mx.argpartition(x @ router, E - k, axis=-1)[:, E - k :]))
+    np.testing.assert_array_equal(np.array(found), np.array(along(lambda x: of(x, chosen))))
+
+
+def told_sorted(y):
+    """Whether a gather of mx's behind a result is told that indices of inputs are sorted, and those of experts."""
+    found = []
+
+    def visit(event):
+        if event["type"] == "primitive" and event["name"].startswith("Gather"):
+            found.append(tuple(event["arguments"][-2:]))
+
+    mx.export_function(visit, lambda: y)
+    return found
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_mx_is_told_that_indices_are_sorted(rng, lenient, native, is_sorted):
+    """It multiplies rows of the same expert as one matrix then. Given indices of inputs too it would not."""
+    one_bit, x = stacks(rng, bits=1), tokens(rng, 96)[:, None]
+    rhs, lhs = mx.sort(mx.array(rng.integers(0, E, 96))), mx.arange(96)
+    mx.eval(x, rhs, lhs, *one_bit)
+    arguments = {"group_size": 32, "bits": 1, "sorted_indices": is_sorted}
+    assert told_sorted(mm.gather_qmm(x, *one_bit, rhs_indices=rhs, **arguments)) == [(False, is_sorted)]
+    assert told_sorted(mm.gather_swiglu(x, one_bit, one_bit, None, rhs, **arguments)) == [(False, is_sorted)] * 2
+    assert told_sorted(mm.gather_qmm(x, *one_bit, lhs, rhs, **arguments)) == [(False, False)]
+
+
 def test_gradient_of_x_in_half_types(case, rng, native):
     if not case.covered:
         return
