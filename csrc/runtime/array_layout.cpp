@@ -8,17 +8,16 @@ bool has_rows(const mx::array& array, int64_t alignment) {
   if (array.size() == 0) {
     return true;
   }
-  const auto is_aligned = [past = alignment - 1](int64_t bytes) { return (bytes & past) == 0; };
+  const auto is_aligned = [](int64_t bytes, int64_t boundary) { return (bytes & (boundary - 1)) == 0; };
   const int64_t item = array.itemsize();
   const int last = static_cast<int>(array.ndim()) - 1;
-  if (array.flags().row_contiguous && is_aligned(array.offset() | array.shape(last) * item)) {
-    return true;
-  }
-  if (!is_aligned(array.offset()) || (array.shape(last) > 1 && array.strides(last) != 1)) {
+  const int64_t row = array.shape(last) * item;
+  const int64_t of_rows = std::min(alignment, row & -row);  // the largest power of two that divides a row
+  if (!is_aligned(array.offset(), alignment) || (array.shape(last) > 1 && array.strides(last) != 1)) {
     return false;
   }
   for (int d = 0; d < last; ++d) {
-    if (array.shape(d) > 1 && (array.strides(d) < 0 || !is_aligned(array.strides(d) * item))) {
+    if (array.shape(d) > 1 && (array.strides(d) < 0 || !is_aligned(array.strides(d) * item, of_rows))) {
       return false;
     }
   }

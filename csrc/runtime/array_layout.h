@@ -16,8 +16,8 @@ constexpr uint32_t ceil_divide(uint64_t a, uint64_t b) {
   return static_cast<uint32_t>((a + b - 1) / b);
 }
 
-// Whether rows lie in memory as they are, each and all axes before it starting on a boundary of so many bytes, a
-// power of two.
+// Whether rows lie in memory as they are, the first on a boundary of so many bytes, a power of two, and the others no
+// worse than in a copy: on such boundaries where the bytes of a row are a multiple of that, else of what divides them.
 bool has_rows(const mx::array& array, int64_t alignment);
 
 // The array itself if it has such rows, else a copy.

@@ -39,6 +39,17 @@ def bits(a: mx.array) -> bytes:
     return np.array(flat).tobytes()
 
 
+def peak_memory(function: Callable[[], object]) -> int:
+    """Bytes that a call takes at most, beside what there is before."""
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(function())
+    mx.synchronize()
+    return mx.get_peak_memory() - before
+
+
 def assert_same_bits(a: mx.array, b: mx.array, what: str):
     assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, {b.shape} {b.dtype}"
     assert bits(a) == bits(b), f"{what}: the results differ"

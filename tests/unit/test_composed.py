@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.support import assert_same_bits
+from helpers.support import assert_same_bits, peak_memory
 from helpers.tolerances import SUM, assert_near, units
 
 import mlx_mittens as mm
@@ -137,19 +137,10 @@ def test_memory_is_freed_on_the_way(composed, rng):
     """Attention by a composition takes no more memory than the same operations in a graph: scores once, not twice."""
     q = mx.array(rng.standard_normal((1, 4, 512, 64)).astype(np.float32))
 
-    def peak(function) -> int:
-        mx.synchronize()
-        mx.clear_cache()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(function())
-        mx.synchronize()
-        return mx.get_peak_memory() - before
-
-    ours = peak(lambda: mm.scaled_dot_product_attention(q, q, q, scale=0.125))
+    ours = peak_memory(lambda: mm.scaled_dot_product_attention(q, q, q, scale=0.125))
     assert composed() == {"scaled_dot_product_attention"}
     scores = lambda: mx.softmax((q * 0.125) @ q.swapaxes(-1, -2), axis=-1, precise=True)
-    assert ours <= peak(lambda: scores() @ q) + 1024  # scalars
+    assert ours <= peak_memory(lambda: scores() @ q) + 1024  # scalars
 
 
 def test_on_a_stream_of_its_own(composed, rng):

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.attention import HIDES, draw, hidden_keys, inputs, mask_of, poisoned, run
+from helpers.support import peak_memory
 from helpers.tolerances import GRADIENTS_16_BIT, LAYERS, SUMS, assert_near, units
 
 import mlx_mittens as mm
@@ -302,11 +303,7 @@ def test_memory_grows_with_the_tokens(rng, native):
         q, k, v = inputs(rng, (1, 1, 1, tokens, tokens, 64), mx.float32)
         loss = lambda *a: mm.scaled_dot_product_attention(*a, scale=0.125, mask="causal").sum()
         mx.eval(q, k, v)
-        mx.clear_cache()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(mx.grad(loss, argnums=(0, 1, 2))(q, k, v))
-        return mx.get_peak_memory() - before
+        return peak_memory(lambda: mx.grad(loss, argnums=(0, 1, 2))(q, k, v))
 
     shorter, longer = peak(4096), peak(8192)
     assert longer <= 2.1 * shorter

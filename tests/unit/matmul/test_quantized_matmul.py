@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.matrices import draw, exact_product, quantize
+from helpers.support import peak_memory
 from helpers.tolerances import OUTLIERS, SUM, SUMS, assert_error_at_most_that_of_mx, assert_product_right, of_terms
 
 import mlx_mittens as mm
@@ -339,3 +340,23 @@ def test_bad_input(change, error, message):
     arguments |= {"biases": mx.zeros((8, 1)), **change}
     with pytest.raises(error, match=r"\[quantized_matmul\] .*" + message):
         mm.quantized_matmul(arguments.pop("x"), arguments.pop("w"), **arguments)
+
+
+@pytest.mark.parametrize("columns, group_size, bits", [(2880, 64, 3), (576, 64, 5), (96, 32, 2), (96, 32, 6)])
+def test_weights_are_read_where_they_lie(rng, native, columns, group_size, bits):
+    """Also of rows that are no multiple of 16 bytes, such as those of gpt-oss in 3 bits."""
+    weights = quantize(rng, (1024, columns), mx.float16, group_size, bits)
+    x = draw(rng, (1, columns), mx.float16)
+    mx.eval(x)
+    assert weights[0].shape[-1] % 4
+    taken = peak_memory(lambda: mm.quantized_matmul(x, *weights, True, group_size, bits))
+    assert taken < weights[0].nbytes / 4
+
+
+@pytest.mark.parametrize("columns, bits", [(2880, 3), (576, 5)])
+def test_experts_are_read_where_they_lie(rng, native, columns, bits):
+    weights = quantize(rng, (8, 256, columns), mx.float16, 64, bits)
+    x, rhs = draw(rng, (1, 1, columns), mx.float16), mx.array([3])
+    mx.eval(x, rhs)
+    taken = peak_memory(lambda: mm.gather_qmm(x, *weights, None, rhs, True, 64, bits))
+    assert taken < weights[0].nbytes / 64
