@@ -504,7 +504,8 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
                                      const mx::array& new_values, const Arrays& buffers, const Packing& packing,
                                      const Rotary& rotary, const Offset& offset, int start, mx::Stream stream) {
   const mx::Dtype dtype = new_queries.dtype();
-  if (!has_kernels(dtype) || start < 0 || buffers.size() != buffers_of(packing) ||
+  // mx packs 1 bit by another rule.
+  if (!has_kernels(dtype) || packing.bits == 1 || start < 0 || buffers.size() != buffers_of(packing) ||
       std::any_of(buffers.begin(), buffers.end(), [](const mx::array& a) { return a.ndim() != 4; })) {
     return std::nullopt;
   }
