@@ -22,7 +22,8 @@ _PREFIX = "mlx_lm."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser; what follows mlx-lm's command is that command's."""
-    parser.add_argument("--exact", action="store_true", help="a token among several gets the bits that it gets alone")
+    exact = "as mm.patch(exact=True): several tokens get the bits of one, as far as docs/patching.md says"
+    parser.add_argument("--exact", action="store_true", help=exact)
     parser.add_argument("--stats", action="store_true", help="at the end print on stderr which kernels ran")
     parser.add_argument(
         "words",
