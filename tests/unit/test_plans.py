@@ -83,11 +83,14 @@ def routed(tokens: int, experts: int, chosen: int) -> tuple[str, Call]:
     return f"route_top_k {tokens}x{experts} {chosen}", lambda: mm.route_top_k(logits, chosen)
 
 
-def delta(steps: int, heads: int = 32, width: int = 128, gates_of_columns: bool = False) -> tuple[str, Call]:
+def delta(
+    steps: int, heads: int = 32, width: int = 128, gates_of_columns: bool = False, gates: mx.Dtype = mx.float32
+) -> tuple[str, Call]:
     q, v = mx.zeros((1, steps, heads // 2, width), HALF), mx.zeros((1, steps, heads, width), HALF)
-    g, beta = mx.zeros((1, steps, heads, *([width] if gates_of_columns else []))), mx.zeros((1, steps, heads))
+    g, beta = (mx.zeros((1, steps, heads, *more), gates) for more in ([width] * gates_of_columns, []))
     state = mx.zeros((1, heads, width, width))
     label = f"gated_delta_update {steps}x{heads}x{width}{' gates of columns' if gates_of_columns else ''}"
+    label += " gates of a half type" * (gates == HALF)
     return label, lambda: mm.gated_delta_update(q, q, v, g, beta, state)
 
 
@@ -133,6 +136,7 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
         ],
         "recurrence": [
             delta(1), delta(8), delta(64), delta(1, gates_of_columns=True), delta(1, heads=8, width=64),
+            delta(64, gates=HALF), delta(64, heads=8, gates=HALF),
             state_space(1), state_space(8), state_space(9),
         ],
         "sampling": [
