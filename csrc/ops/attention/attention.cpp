@@ -88,7 +88,8 @@ void take_mask(const char* op, AttentionCall& call, const MaskArgument& argument
     if (*window < 1) {
       checks::fail(op, "window is ", *window, ": expected None or a positive number of keys");
     }
-    call.options.window = *window;
+    constexpr int no_window = 1 << 30;  // kernels add it to the number of a key
+    call.options.window = std::min(*window, no_window);
   }
   if (const auto* mode = std::get_if<std::string>(&argument)) {
     if (*mode != "causal") {
@@ -201,11 +202,15 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
   }
   const mx::Shape values = unpacked(call.values[0], call.options.bits);
   std::string missing = not_covered(call.queries.shape(), values, call.queries.dtype(), call.options, stream);
+  const AttentionSizes sizes = attention_sizes(call.queries.shape(), call.keys[0].shape(), values);
+  const char* reason = why_not_launched(sizes, call.mask ? call.mask->size() : 0, stream);
+  if (missing.empty() && reason) {
+    missing = reason;
+  }
   if (!missing.empty()) {
     fallback(op, std::move(missing));
     return call;
   }
-  const AttentionSizes sizes = attention_sizes(call.queries.shape(), call.keys[0].shape(), values);
   if (!call.force_fused && prefer_mx_attention(op, sizes, call.options, call.queries.dtype(), stream)) {
     return call;
   }

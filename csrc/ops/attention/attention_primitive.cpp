@@ -8,6 +8,7 @@
 #include "ops/attention/attention_backward.h"
 #include "ops/attention/attention_backward_launch.h"
 #include "ops/attention/attention_composed.h"
+#include "ops/attention/plan.h"
 #include "runtime/array_layout.h"
 #include "runtime/checks.h"
 #include "runtime/cpu_types.h"
@@ -60,11 +61,11 @@ class Attention : public KernelPrimitive {
              const Arrays& outputs) override {
     WantedGradients wanted;
     for (int argument : argnums) {
-      check_differentiable(primals, argument);
+      check_differentiable(argument);
       wanted.queries |= argument == 0;
       wanted.keys |= argument == first_key();
       wanted.values |= argument == first_value();
-      wanted.mask |= argument == mask_index();
+      wanted.mask |= argument == mask_index() && is_additive(primals[argument]);
       wanted.sinks |= argument == sinks_index();
     }
     const AttentionGradients gradients = gradients_of(primals, cotangents[0], wanted, outputs);
@@ -73,15 +74,16 @@ class Attention : public KernelPrimitive {
       result.push_back(argument == 0               ? *gradients.queries
                        : argument == first_key()   ? *gradients.keys
                        : argument == first_value() ? *gradients.values
-                       : argument == mask_index()  ? *gradients.mask
-                                                   : *gradients.sinks);
+                       : argument == sinks_index() ? *gradients.sinks
+                       : wanted.mask               ? *gradients.mask
+                                                   : mx::zeros_like(primals[argument], stream()));
     }
     return result;
   }
 
   Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
     for (int argument : argnums) {
-      check_differentiable(primals, argument);
+      check_differentiable(argument);
     }
     return KernelPrimitive::jvp(primals, tangents, argnums);
   }
@@ -257,13 +259,15 @@ class Attention : public KernelPrimitive {
     return call;
   }
 
-  void check_differentiable(const Arrays& primals, int argument) const {
+  // A mask of bool that was computed from an array with a gradient passes none on.
+  static bool is_additive(const mx::array& mask) {
+    return mx::issubdtype(mask.dtype(), mx::floating);
+  }
+
+  void check_differentiable(int argument) const {
     if (options_.bits && argument > 0 && argument < after_values()) {
       checks::fail("quantized_scaled_dot_product_attention",
                    "has no gradients with respect to packed keys and values: expected those of queries, mask or sinks");
-    }
-    if (!mx::issubdtype(primals[argument].dtype(), mx::floating)) {
-      checks::fail("scaled_dot_product_attention", "has no gradient with respect to a mask of bool");
     }
   }
 
@@ -307,10 +311,12 @@ mx::array joined_batch(const mx::array& input, int axis, int size, int batch, mx
 
 mx::array broadcast_mask(const mx::array& given, const mx::Shape& shape, mx::Stream stream) {
   bool backwards = false;
+  size_t last = 0;  // element, from the first
   for (int axis = 0; axis < 4; ++axis) {
     backwards |= given.strides(axis) < 0;
+    last += size_t(given.shape(axis) - 1) * given.strides(axis);
   }
-  const mx::array mask = backwards ? contiguous(given, stream) : given;
+  const mx::array mask = backwards || last >= most_mask_elements ? contiguous(given, stream) : given;
   mx::Strides strides = mask.strides();
   for (int axis = 0; axis < 4; ++axis) {
     strides[axis] = mask.shape(axis) == 1 ? 0 : strides[axis];

@@ -116,8 +116,8 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
   plan.simdgroups = decodes ? kDecodeSimdgroups : attention_prompt_simdgroups(static_cast<int>(sizes.width));
   const uint32_t step = (decodes ? plan.simdgroups : 1) * kKeyRows *
                         attention_key_blocks(static_cast<int>(sizes.value_width), dtype == mx::float16);
-  const uint32_t start = options.exact ? exact_keys_per_split : step;  // what the first key is a multiple of
-  plan.first_key = first_key(sizes, options) / start * start;
+  // Exact shares of the keys are counted from the first of all, not from the first that a window shows.
+  plan.first_key = options.exact ? 0 : first_key(sizes, options) / step * step;
   plan.row_blocks = ceil_divide(sizes.ratio() * sizes.queries, kQueryRows * (decodes ? 1 : plan.simdgroups));
   plan.splits = 1;
   plan.keys_per_split = sizes.keys;
@@ -125,6 +125,18 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
     share_out_keys(plan, sizes, options, step, gpu);
   }
   return plan;
+}
+
+const char* why_not_launched(const AttentionSizes& sizes, size_t mask_elements, mx::Stream stream) {
+  constexpr uint64_t most_groups = 65535;  // of CUDA's grids along their last two axes
+  if (!runs_kernels(stream)) {
+    return nullptr;
+  }
+  if (mask_elements > most_mask_elements) {
+    return "a mask of 2**32 elements or more";
+  }
+  const bool many = uint64_t(sizes.batches) * sizes.heads > most_groups;
+  return many && gpu_of(stream).vendor == Gpu::Vendor::nvidia ? "more than 65535 heads of all sequences" : nullptr;
 }
 
 const char* why_mx_attention(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,

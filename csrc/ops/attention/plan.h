@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "mlx/array.h"
 #include "ops/attention/attention_launch.h"
@@ -49,6 +50,12 @@ struct AttentionPlan {
 
 AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
                              mx::Stream stream);
+
+// Kernels count the elements of a mask in 32 bits.
+inline constexpr size_t most_mask_elements = std::numeric_limits<uint32_t>::max();
+
+// Why the kernels cannot be launched, or null.
+const char* why_not_launched(const AttentionSizes& sizes, size_t mask_elements, mx::Stream stream);
 
 // Why mx is faster; null where it is not known to be.
 const char* why_mx_attention(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,

@@ -19,6 +19,7 @@ from helpers.attention import (
     run,
     without,
 )
+from helpers.support import assert_same_bits
 from helpers.tolerances import (
     FLOAT16_TWICE,
     FLOAT64_ROUNDINGS,
@@ -718,3 +719,64 @@ def test_compiled_for_any_shape_and_called_with_one_that_no_kernel_covers():
         compiled(*(mx.zeros((1, 2, 3, 64)) for _ in range(3)))
         with pytest.raises(ValueError, match=r"\[scaled_dot_product_attention\] .* heads of width 40"):
             mx.eval(compiled(*(mx.zeros((1, 2, 3, 40)) for _ in range(3))))
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_a_mask_of_bools_that_comes_from_what_is_differentiated(rng, native, transform):
+    """It passes nothing on, as mx's own attention has it."""
+    q, k, v = inputs(rng, (1, 2, 1, 3, 20, 16), mx.float32)
+    router = mx.array(rng.normal(size=16).astype(np.float32))
+    direction = draw(rng, k.shape, mx.float32, False)
+
+    def of(k, mask):
+        return mm.scaled_dot_product_attention(q, k, v, scale=0.25, mask=mask(k)).sum()
+
+    seen = (k @ router > 0)[:, :, None] | (mx.arange(20) == 0)
+    chosen = lambda k: (k @ router > 0)[:, :, None] | (mx.arange(20) == 0)
+    if transform == "grad":
+        found, expected = (mx.grad(lambda k, m=m: of(k, m))(k) for m in (chosen, lambda k: seen))
+    else:
+        found, expected = (mx.jvp(lambda k, m=m: of(k, m), [k], [direction])[1][0] for m in (chosen, lambda k: seen))
+    assert_same_bits(found, expected, transform)
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_windows_without_an_end(rng, executor, queries):
+    """The largest integer, as some say that there is none; also in gradients and where mx computes a call."""
+    q, k, v = inputs(rng, (1, 2, 1, queries, 50, 64), mx.float32)
+    of = lambda window, k=k, width=64: mm.scaled_dot_product_attention(
+        q[..., :width], k[..., :width], v[..., :width], scale=0.125, mask="causal", window=window
+    )
+    assert_same_bits(of(2**31 - 1), of(50), "attention")
+    gradients = (mx.grad(lambda k, w=w: of(w, k).sum())(k) for w in (2**31 - 1, 50))
+    assert_same_bits(*gradients, "gradient of the keys")
+
+
+def test_windows_without_an_end_by_mx(rng, lenient):
+    q, k, v = inputs(rng, (1, 2, 1, 40, 50, 40), mx.float32)
+    with mm.simulator.enabled(gpu="m2-max"):
+        y, expected = (
+            mm.scaled_dot_product_attention(q, k, v, scale=0.125, mask="causal", window=window)
+            for window in (2**31 - 1, 50)
+        )
+        assert_same_bits(y, expected, "attention")
+
+
+def test_more_heads_than_an_nvidia_gpu_launches(native, lenient):
+    """Windows of images come as a batch: their heads are more than the last axis of a CUDA grid has threadgroups."""
+    q = mx.zeros((8192, 8, 1, 64), mx.float16)
+    for gpu, reasons in (("nvidia", ["more than 65535 heads of all sequences"]), ("m2-max", [])):
+        with mm.simulator.enabled(gpu=gpu):
+            mm.stats(reset=True)
+            mm.scaled_dot_product_attention(q, q, q, scale=0.125)
+            assert list(mm.stats().get("scaled_dot_product_attention", {"mx": {}})["mx"]) == reasons
+
+
+def test_a_mask_beyond_what_kernels_count(native, lenient):
+    """As DeepSeek's additive ones of long prompts: 128 heads, 2,048 queries and more than 16,384 keys."""
+    q, k = mx.zeros((1, 128, 2048, 64), mx.float16), mx.zeros((1, 128, 16400, 64), mx.float16)
+    mask = mx.broadcast_to(mx.zeros((), mx.float16), (1, 128, 2048, 16400))
+    with mm.simulator.enabled(gpu="m2-max"):
+        mm.stats(reset=True)
+        mm.scaled_dot_product_attention(q, k, k, scale=0.125, mask=mask)
+        assert list(mm.stats()["scaled_dot_product_attention"]["mx"]) == ["a mask of 2**32 elements or more"]

@@ -99,6 +99,19 @@ def test_windows_longer_than_a_share(rng, executor):
     check(dense, q, [k], [v], None, 1107, None)
 
 
+@pytest.mark.parametrize("queries, keys, window", [(5, 1130, 104), (2, 4024, 3000)])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_windows_that_begin_in_another_share(rng, executor, queries, keys, window, bits):
+    """With sinks, which a share of the keys counts."""
+    q, k, v = inputs(rng, (1, 2, 1, queries, keys, 64), mx.float32)
+    sinks = mx.array(rng.standard_normal(2)).astype(mx.float32)
+    if bits:
+        k, v = (quantize(rng, k.shape, mx.float32, 64, bits) for _ in range(2))
+        check(partial(packed, group_size=64, bits=bits), q, k, v, None, window, sinks)
+    else:
+        check(dense, q, [k], [v], None, window, sinks)
+
+
 def test_prompts_and_odd_shapes(rng, dtype, native):
     """More queries than are taken at once; heads of many queries, widths that fill no vector, views."""
     for shape, value_width in (((1, 2, 1, 40, 600, 64), 64), ((2, 20, 1, 3, 530, 72), 40), ((1, 3, 3, 4, 1500, 7), 3)):
