@@ -34,21 +34,24 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 # Holds modules that another one needs, so that they are no part of its weights.
 _Held = types.SimpleNamespace
 
+# The root mean square of gates in a trial. Models that clamp them do so at 7 to 16.
+_LARGE = 32.0
+
 _EPSILON = {mx.float32: 1e-5, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
 
 class _Carried(threading.local):
     """What the last block of this thread gave, normalized already as the module after it will want it."""
 
-    total: mx.array | None = None
+    total: Any = None  # a weak reference: who adds to an array in place makes another one of it
     norm: nn.Module | None = None
     normed: mx.array | None = None
 
     def put(self, total: mx.array, norm: nn.Module, normed: mx.array) -> None:
-        self.total, self.norm, self.normed = total, norm, normed
+        self.total, self.norm, self.normed = _ext.WeakArray(total), norm, normed
 
     def take(self, x: mx.array, norm: nn.Module) -> mx.array | None:
-        normed = self.normed if x is self.total and norm is self.norm else None
+        normed = self.normed if norm is self.norm and self.total.is_(x) else None
         self.total = self.norm = self.normed = None
         return normed
 
@@ -89,12 +92,18 @@ def _fused_block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) ->
         return super(type(self), self).__call__(x, mask, cache)
     normed, h = _add_norm(self["self_attn"](normed, mask, cache), x, self["post_attention_layernorm"])
     y = self["mlp"](normed)
-    following = getattr(self, "_following", None)
+    following = _following_of(self, y)
     if following is None:
         return h + y
     normed, total = _add_norm(y, h, following.norm)
     _carried.put(total, following.norm, normed)
     return total
+
+
+def _following_of(block: Any, y: mx.array) -> Any:
+    """The norm after a block, held; none where its weight is elsewhere in part, as of a block that is sharded fully."""
+    following = getattr(block, "_following", None)
+    return following if following and following.norm["weight"].shape == y.shape[-1:] else None
 
 
 def _add_norm(x: mx.array, residual: mx.array, norm: Any) -> tuple[mx.array, mx.array]:
@@ -109,7 +118,7 @@ def _fused_sandwich(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     of_attention, before_mlp, of_mlp = (self[name] for name in sandwich.norms)
     normed, h = _norm_add_norm(self["self_attn"](normed, mask, cache), x, of_attention, before_mlp)
     y = self["mlp"](normed)
-    following = getattr(self, "_following", None)
+    following = _following_of(self, y)
     if following is None or following.norm.eps != of_mlp.eps:
         return h + of_mlp(y)
     normed, total = _norm_add_norm(y, h, of_mlp, following.norm)
@@ -185,20 +194,30 @@ def _try(
     call: Callable[..., Any],
     width: int,
     dtype: mx.Dtype,
-    run: Callable[[nn.Module, mx.array], mx.array] = lambda module, x: module(x),
+    run: Callable[[nn.Module, mx.array], mx.array | list[mx.array]] = lambda module, x: module(x),
 ) -> bool:
     """Gives a module the call if it computes the same; random numbers show it."""
-    x = mx.random.normal((1, 3, width)).astype(dtype)
     before = type(module)
+    if before.__call__ is call:  # converted before
+        return True
+    x = mx.random.normal((1, 3, width), key=mx.random.key(0)).astype(dtype)
+    results = lambda: found if isinstance(found := run(module, x), list) else [found]
     try:
-        expected = run(module, x)
+        expected = results()
         module.__class__ = _subclass(before, call)
-        if _same(expected, run(module, x)):
+        if all(map(_same, expected, results())):
             return True
     except Exception:  # a class of another structure may raise anything
         pass
     module.__class__ = before
     return False
+
+
+def _usual_and_large(mlp: nn.Module, x: mx.array) -> list[mx.array]:
+    """A feed-forward part's results, also of numbers beyond what clamped ones let pass."""
+    gates = mlp["gate_proj"](x).astype(mx.float32)
+    scale = _LARGE / mx.sqrt(mx.mean(mx.square(gates)))
+    return [mlp(x), mlp((x * scale).astype(x.dtype))]
 
 
 def _input_of(layer: nn.Module) -> tuple[int, mx.Dtype]:
@@ -229,7 +248,7 @@ def fuse_blocks(model: nn.Module) -> None:
         if all(name in module for name in _GATED) and _is_pair(module["gate_proj"], module["up_proj"]):
             gate = module["gate_proj"]
             module._pair = _Held(gate=gate, up=module["up_proj"])
-            _try(module, _fused_mlp, *_input_of(gate))
+            _try(module, _fused_mlp, *_input_of(gate), _usual_and_large)
     for module in modules:
         if sandwich := _sandwich_of(module):
             module._sandwich = sandwich

@@ -324,6 +324,98 @@ def test_layers_left_out_or_in_another_order_are_right(rng):
         np.testing.assert_allclose(run(fused, order), run(plain, order), rtol=LAYERS, atol=LAYERS)
 
 
+def test_what_is_added_in_place_between_blocks_counts(rng):
+    """A steering vector, say: Python's object stays the same, what a block handed on is not for it."""
+    plain = tiny.build("llama-3.2-1b", mx.float32, 4, num_hidden_layers=3)
+    fused = mm.nn.convert(copy.deepcopy(plain))
+    x, vector = (mx.array(rng.normal(size=shape).astype(np.float32)) for shape in ((1, 5, 128), (128,)))
+
+    def run(model):
+        h = x
+        for layer in model.layers:
+            h = layer(h, "causal", None)
+            h += vector
+        h[:, 0] = 1.0
+        return np.array(model.model.norm(h))
+
+    np.testing.assert_allclose(run(fused), run(plain), rtol=LAYERS, atol=LAYERS)
+
+
+class Clamped(nn.Module):
+    """A feed-forward part as Step 3.5's, which bounds gates and values."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit = limit
+        self.gate_proj, self.up_proj = (nn.Linear(128, 256, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(256, 128, bias=False)
+
+    def __call__(self, x):
+        gate, up = nn.silu(self.gate_proj(x)), self.up_proj(x)
+        if self.limit:
+            gate, up = mx.minimum(gate, self.limit), mx.clip(up, -self.limit, self.limit)
+        return self.down_proj(gate * up)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+@pytest.mark.parametrize("limit", [None, 7.0, 16.0])
+def test_clamps_are_kept(rng, limit, dtype):
+    """Usual numbers do not reach them."""
+    mlp = Clamped(limit)
+    mlp.set_dtype(dtype)
+    nn.quantize(mlp)
+    x = mx.array(rng.normal(size=(1, 4, 128)) * 30).astype(dtype)
+    expected = np.array(mlp(x).astype(mx.float32))
+    model = nn.Sequential(mlp)
+    mm.nn.convert(model)
+    mm.stats(reset=True)
+    found = np.array(model(x).astype(mx.float32))
+    np.testing.assert_allclose(found, expected, rtol=LAYERS, atol=SUMS * np.abs(expected).max() * 2**13)
+    assert bool(mm.stats().get("quantized_swiglu")) == (limit is None)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-3-1b", "gpt-oss-20b"])
+def test_converting_twice_is_converting_once(rng, name):
+    plain = tiny.build(name, mx.float32, 4)
+    once = mm.nn.convert(copy.deepcopy(plain))
+    twice = copy.deepcopy(plain)
+    mm.nn.convert(twice.layers[0])
+    mm.nn.convert(mm.nn.convert(twice))
+    classes = lambda model: {path: type(module) for path, module in model.named_modules()}
+    assert classes(twice) == classes(once)
+    prompt, following = mx.array(rng.integers(1, 300, (1, 9))), mx.array(rng.integers(1, 300, (1, 1)))
+    for a, b in zip(logits(twice, prompt, following), logits(once, prompt, following), strict=True):
+        np.testing.assert_array_equal(a, b)
+    linear_to_lora_layers(twice, 2, {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": {"mlp.gate_proj"}})
+    mx.eval(twice(prompt))
+
+
+def test_a_norm_that_lies_elsewhere_in_part_is_not_taken(rng):
+    """As of a block that is sharded fully, whose weights are whole within its own call alone."""
+    plain = tiny.build("llama-3.2-1b", mx.float32, 4)
+    fused = mm.nn.convert(copy.deepcopy(plain))
+    x = mx.array(rng.normal(size=(1, 5, 128)).astype(np.float32))
+    whole = fused.layers[1].input_layernorm.weight
+    fused.layers[1].input_layernorm.weight = whole[:64]
+    h = fused.layers[0](x, "causal", None)
+    fused.layers[1].input_layernorm.weight = whole
+    np.testing.assert_allclose(
+        np.array(fused.layers[1](h, "causal", None)),
+        np.array(plain.layers[1](plain.layers[0](x, "causal", None), "causal", None)),
+        rtol=LAYERS,
+        atol=LAYERS,
+    )
+
+
+def test_converting_draws_no_random_numbers(rng):
+    model = tiny.build("llama-3.2-1b", mx.float32, 4)
+    mx.random.seed(5)
+    expected = mx.random.uniform()
+    mx.random.seed(5)
+    mm.nn.convert(model)
+    assert mx.random.uniform() == expected
+
+
 def test_compiled_checkpointed_and_adapted_models(rng):
     plain = tiny.build("llama-3.2-1b", mx.float32, 4)
     fused = mm.nn.convert(copy.deepcopy(plain))
