@@ -143,8 +143,8 @@ def patch(*, strict: bool = False, exact: bool = False, **switches: bool) -> Non
         strict (bool): Whether a call that no kernel covers is an error instead.
         exact (bool): Whether a token among several gets, bit for bit, what it gets alone, also by ``mm.nn`` and by
             direct calls: all attention (see ``mlx_mittens.scaled_dot_product_attention``), and on a CPU products of up
-            to 32 rows. For speculative decoding, where the verification of several tokens is compared with decoding
-            one by one.
+            to 32 rows with transposed weights, but for GGUF blocks and chosen experts. For speculative decoding, where
+            the verification of several tokens is compared with decoding one by one.
         switches (bool): Which to replace; all by default. ``rms_norm``, ``layer_norm`` and
             ``scaled_dot_product_attention`` of ``mx.fast``, ``softmax`` and ``quantized_matmul`` of ``mx``,
             the latter for ``mlx.nn.QuantizedLinear`` too, ``linear`` for ``mlx.nn.Linear`` and

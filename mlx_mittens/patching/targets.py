@@ -225,7 +225,9 @@ class Target:
         """
         *parents, leaf = self.path.split(".")
         try:
-            owner = functools.reduce(getattr, parents, importlib.import_module(self.module))
+            # Of a module that is there import_module would wait until another thread has done with its import.
+            module = sys.modules.get(self.module) or importlib.import_module(self.module)
+            owner = functools.reduce(getattr, parents, module)
             function = getattr(owner, leaf)
         except (ImportError, AttributeError) as error:
             raise PatchError(self._complaint(f"is not there ({error})")) from error

@@ -554,3 +554,14 @@ def test_what_a_patch_adds_to_a_call_that_goes_to_mx(lenient):
     plain = seconds()
     mm.patch()
     assert seconds() - plain < 2e-6
+
+
+def test_a_module_that_is_there_is_not_imported_again(monkeypatch):
+    """import_module waits for a thread that is about to end its import of it, which waits for the patch."""
+
+    def refuse(name: str):
+        raise AssertionError(f"{name} is imported again")
+
+    loaded = [target for target in targets.TARGETS if target.is_loaded()]
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    assert all(target.owner() for target in loaded)
