@@ -46,7 +46,24 @@ View merged(const mx::array& array) {
   return view;
 }
 
+// Element i of the first axis.
+mx::array part(const mx::array& array, int i) {
+  const mx::Shape shape(array.shape().begin() + 1, array.shape().end());
+  const mx::Strides strides(array.strides().begin() + 1, array.strides().end());
+  mx::array view(shape, array.dtype(), nullptr, {});
+  view.copy_shared_buffer(array, strides, array.flags(), array.data_size(), i * array.strides(0));
+  return view;
+}
+
 void copy(const mx::array& source, mx::array& target, mx::Stream stream) {
+  const bool by_kernel = stream.device == mx::Device::gpu || simulator_enabled();
+  if (by_kernel && merged(source).shape.size() > kCopyDims + 1) {
+    for (int i = 0; i < source.shape(0); ++i) {
+      mx::array of_target = part(target, i);
+      copy(part(source, i), of_target, stream);
+    }
+    return;
+  }
   if (stream.device == mx::Device::gpu) {
     run_on_gpu(copy_launch(source, target), stream);
   } else if (simulator_enabled()) {

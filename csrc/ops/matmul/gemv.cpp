@@ -247,6 +247,12 @@ class Gemv : public KernelPrimitive {
   bool exact_ = is_exact();  // on a CPU
 };
 
+// Whether a matrix that is there lies by columns, as the transpose of another does.
+bool lies_by_columns(const mx::array& w) {
+  return w.status() != mx::array::Status::unscheduled && w.shape(0) > 1 && w.shape(1) > 1 && w.strides(0) == 1 &&
+         w.strides(1) >= w.shape(0);
+}
+
 }  // namespace
 
 std::optional<mx::array> try_gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,
@@ -270,6 +276,10 @@ std::optional<mx::array> try_gemv(const mx::array& w, const mx::array& x, const 
   const mx::Stream stream = checks::checked_stream(op, where);
   if (!has_kernels(dtype)) {
     return fallback(op, "float64");
+  }
+  // Read as it lies; exact products are of rows.
+  if (lies_by_columns(w) && (!is_exact() || stream.device == mx::Device::gpu)) {
+    return try_gemv(mx::transpose(w, stream), x, bias, !transpose, stream);
   }
   const size_t rows = leading_size(x, 1);
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <iterator>
+#include <limits>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -203,6 +204,11 @@ mx::array block_dequantize(const mx::array& blocks, const std::string& kind_name
   check_blocks(op, blocks, kind);
   if (!has_kernels(dtype)) {
     checks::fail<DtypeError>(op, "dtype is ", dtype, ": expected float32, float16 or bfloat16");
+  }
+  const int64_t columns = int64_t(blocks.shape(-1)) / cpu::block_bytes(kind) * cpu::block_weights(kind);
+  if (columns > std::numeric_limits<int32_t>::max()) {
+    checks::fail(op, "blocks has shape ", blocks.shape(), ", rows of ", columns,
+                 " weights: expected at most 2**31 - 1, as an array of rows has");
   }
   const mx::Stream stream = checks::checked_stream(op, where);
   return only(std::make_shared<BlockDequantize>(stream, kind, dtype), dtype, copyable(blocks, stream));

@@ -147,6 +147,22 @@ def test_a_view_of_too_many_dimensions_that_runs_backwards(file):
         mx.eval(out)
 
 
+LONG = """
+[[kernel]] void doubled(const device long* in [[buffer(0)]], device long* out [[buffer(1)]],
+    uint i [[thread_position_in_grid]]) {
+  out[i] = 2 * in[i];
+}
+"""
+
+
+@pytest.mark.parametrize("step", [2, -1])
+def test_views_of_eight_bytes_an_element(stream, step):
+    view = (mx.arange(32, dtype=mx.int64) + 2**40)[::step]
+    arguments = {0: view, 1: Output([view.size], mx.int64)}
+    (out,) = launch(register(LONG), "doubled", arguments, [1], [view.size], stream=stream)
+    assert mx.array_equal(out, 2 * view).item()
+
+
 def test_a_text_that_does_not_compile_is_named_where_its_result_is_evaluated(stream):
     file = register("[[kernel]] void broken(device int* out [[buffer(0)]]) { out[0] = unknown; }")
     (out,) = launch(file, "broken", {0: Output((1,), mx.int32)}, [1], [1], stream=stream)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.matrices import draw, exact_product
-from helpers.support import child_environment
+from helpers.support import child_environment, peak_memory
 from helpers.tolerances import SUMS, assert_error_at_most_that_of_mx, assert_product_right, of_terms
 
 import mlx_mittens as mm
@@ -100,6 +100,24 @@ def test_strided_weights(rng, dtype, executor, columns):
         assert_product_right(mm.gemv(view, x, transpose=False), exact_product(widen(x), widen(view).T), dtype)
         other = draw(rng, (2, columns), dtype)
         assert_product_right(mm.gemv(view, other), exact_product(widen(other), widen(view)), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_weights_that_lie_by_columns(rng, dtype, executor, rows):
+    """As those of GPT-2, which mlx-lm transposes when it loads them; also as its layers are called."""
+    base = draw(rng, (96, 160), dtype)
+    x, w = draw(rng, (rows, 96), dtype), base.T
+    mx.eval(base, w)
+    assert_product_right(mm.gemv(w, x), exact_product(widen(x), widen(w)), dtype)
+    assert_product_right(mm.gemv(base.T, x), exact_product(widen(x), widen(w)), dtype)
+    assert_product_right(mm.gemv(mx.contiguous(base.T).T, x, transpose=False), exact_product(widen(x), widen(w)), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_weights_are_read_where_they_lie(rng, native, rows):
+    x, w = draw(rng, (rows, 512), mx.float16), draw(rng, (512, 1024), mx.float16).T
+    mx.eval(x, w)
+    assert peak_memory(lambda: mm.gemv(w, x)) < w.nbytes / 4
 
 
 def test_strided_rows(rng, executor):

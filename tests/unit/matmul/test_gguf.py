@@ -213,3 +213,10 @@ def product(x=(1, 32), x_type=mx.float32, blocks=(2, 18), blocks_type=mx.uint8, 
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("kind, bytes_a_block", [("q4_0", 18), ("q2_k", 84)])
+def test_rows_of_more_weights_than_an_array_has(native, kind, bytes_a_block):
+    blocks = mx.zeros((2**31 // bytes_a_block * bytes_a_block,), mx.uint8)
+    with pytest.raises(ValueError, match=r"rows of \d+ weights: expected at most 2\*\*31 - 1"):
+        mm.block_dequantize(blocks, kind)

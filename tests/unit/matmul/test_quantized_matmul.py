@@ -360,3 +360,13 @@ def test_experts_are_read_where_they_lie(rng, native, columns, bits):
     mx.eval(x, rhs)
     taken = peak_memory(lambda: mm.gather_qmm(x, *weights, None, rhs, True, 64, bits))
     assert taken < weights[0].nbytes / 64
+
+
+def test_views_of_many_axes(rng, executor):
+    """More than a kernel copies at once, and none of them merges with the next."""
+    weights = quantize(rng, (4, 32), mx.float32, 32, 8)
+    x = draw(rng, (*[2] * 11, 1, 32), mx.float32)
+    view = x.transpose(*reversed(range(11)), 11, 12)[:, :1, :1]
+    found = mm.quantized_matmul(view, *weights, True, 32, 8)
+    rows = widen(mx.contiguous(view)).reshape(-1, 32)
+    assert_product_right(found.reshape(-1, 4), exact_product(rows, dequantized(*weights, 32, 8)), mx.float32)
