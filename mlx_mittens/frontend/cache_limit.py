@@ -13,6 +13,7 @@ VARIABLE = "MLX_MITTENS_CACHE_LIMIT"
 _DEFAULT = 4.0  # GB
 _KEPT_SHARE = 0.8  # of the limit, once it is passed: deleting takes time too
 _LOADING = 60.0  # seconds after its use in which a process may still be about to load a kernel
+_WRITING = 86400.0  # seconds after which nobody is still writing a file, or waits for its lock
 
 # What a file is, by how its name ends.
 KINDS = {
@@ -72,8 +73,17 @@ def entries(folder: Path) -> list[Entry]:
     return found
 
 
+def _delete_leftovers(folder: Path) -> None:
+    """Deletes files that were being written when their process was ended, and their locks."""
+    with contextlib.suppress(OSError):
+        for file in os.scandir(folder):
+            with contextlib.suppress(OSError):
+                if file.name.startswith(".") and file.is_file() and file.stat().st_mtime < time.time() - _WRITING:
+                    os.unlink(file.path)
+
+
 def trim(folder: Path, limit: int | None = None) -> list[Entry]:
-    """Deletes what was used least recently, if the cache is larger than its limit.
+    """Deletes what was used least recently, if the cache is larger than its limit, and what killed processes left.
 
     What was used a moment ago stays: another process may be about to load it.
 
@@ -85,6 +95,7 @@ def trim(folder: Path, limit: int | None = None) -> list[Entry]:
         list[Entry]: What was deleted.
     """
     limit = limit_bytes() if limit is None else limit
+    _delete_leftovers(folder)
     found = entries(folder)
     size = sum(entry.bytes for entry in found)
     if size <= limit:

@@ -40,7 +40,9 @@ _WATCHED = [
     # Arrays of a thread's own are no buffers: an index beyond one is seen by its size.
     *("-fsanitize=array-bounds", "-fsanitize-minimal-runtime", "-fstrict-flex-arrays=3"),
 ]
-_LINK = ["-shared", "-nostdlib", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
+# Apple's linker refuses a library without libSystem.
+_OF_MAC = ["-undefined", "dynamic_lookup", "-lSystem"]
+_LINK = ["-shared", "-nostdlib", *(_OF_MAC if sys.platform == "darwin" else [])]
 _PTX = [
     *("-S", "-O3", "-target", "nvptx64-nvidia-cuda", "-ffp-contract=fast", "-fno-math-errno"),
     # Metal's compiler leaves no calls in a kernel; a call would put its arguments into local memory.
@@ -133,7 +135,7 @@ def _version(command: tuple[str, ...]) -> tuple[int, str] | None:
         text = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r"clang version (\d+)[^\n]*", text)
+    found = re.search(r"(?:Apple )?clang version (\d+)[^\n]*", text)
     return (int(found[1]), found[0]) if found else None
 
 
@@ -169,12 +171,16 @@ def _ziglang() -> Path | None:
 @functools.cache
 def _find() -> Compiler | str:
     chosen = os.environ.get("MLX_MITTENS_CLANG")
+    of_apple = None  # which compiles for no other machine: it serves where there is no other
     for program in [chosen] if chosen else [shutil.which("clang++")]:
         if not program:
             continue
         version = _version((program,))
         if version and (version[0] >= OLDEST_CLANG or chosen):
-            return Compiler((program,), (program, *_LINK), version[1])
+            found = Compiler((program,), (program, *_LINK), version[1])
+            if chosen or not version[1].startswith("Apple"):
+                return found
+            of_apple = found
         if chosen:
             return f"MLX_MITTENS_CLANG is {chosen!r}, which is not a clang++ that runs"
     zig = _ziglang()
@@ -185,7 +191,7 @@ def _find() -> Compiler | str:
             if sys.platform == "darwin":
                 linker = (str(zig), "cc", *_LINK)
             return Compiler((str(zig), "clang"), linker, version[1])
-    return f"no clang++ of version {OLDEST_CLANG} or later: pip install ziglang, or set MLX_MITTENS_CLANG"
+    return of_apple or f"no clang++ of version {OLDEST_CLANG} or later: pip install ziglang, or set MLX_MITTENS_CLANG"
 
 
 def find_compiler() -> Compiler:

@@ -78,6 +78,16 @@ def test_the_oldest_go_first(folder):
     assert names(folder) == {*KERNELS[2:], *OTHERS, ".half-written.ptx"}
 
 
+def test_what_killed_processes_left_goes(folder):
+    """A day later: nobody waits so long for another process."""
+    left = (".b-2.so.lock", ".c-3.o", ".half-written.ptx")
+    for name in left[:2]:
+        (folder / name).write_bytes(bytes(10))
+        os.utime(folder / name, (86400, 86400))
+    assert cache_limit.trim(folder, 5000) == []
+    assert names(folder) == {*KERNELS, *OTHERS, left[2]}
+
+
 def test_what_is_used_stays(folder):
     """Also where the disk takes no note of it, as with relatime: a process may be about to load it."""
     cache.cached("a-1.ptx", lambda path: pytest.fail("it is there"))

@@ -676,6 +676,27 @@ def test_no_compiler(monkeypatch):
         compiler._find.cache_clear()
 
 
+@pytest.mark.parametrize("name, taken", [("Apple clang", False), ("Homebrew clang", True), ("clang", True)])
+def test_apples_clang_serves_where_there_is_no_other(monkeypatch, tmp_path, name, taken):
+    """It compiles for no GPU."""
+    from mlx_mittens.frontend import compiler
+
+    program = tmp_path / "clang++"
+    program.write_text(f'#!/bin/sh\necho "{name} version 21.0.0 (clang-2100.1.2)"\n')
+    program.chmod(0o755)
+    monkeypatch.delenv("MLX_MITTENS_CLANG", raising=False)
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: str(program))
+    compiler._find.cache_clear()
+    try:
+        found = compiler.find_compiler()
+        assert (found.clang == (str(program),)) == taken
+        compiler._find.cache_clear()
+        monkeypatch.setattr(compiler, "_ziglang", lambda: None)
+        assert compiler.find_compiler().clang == (str(program),)
+    finally:
+        compiler._find.cache_clear()
+
+
 def test_a_zig_that_did_not_answer_is_asked_again(monkeypatch, tmp_path):
     from mlx_mittens.frontend import compiler
 
