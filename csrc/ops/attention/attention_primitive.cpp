@@ -103,6 +103,9 @@ class Attention : public KernelPrimitive {
       }
       batched[i] = joined_batch(inputs[i], axes[i], size, batch, stream());
     }
+    if (why_not_launched(batched)) {
+      return KernelPrimitive::vmap(inputs, axes);
+    }
     Arrays outputs = results(std::move(batched), options_, has_logsumexp_, stream());
     for (mx::array& output : outputs) {
       output = mx::unflatten(output, 0, {size, batch}, stream());
@@ -139,7 +142,10 @@ class Attention : public KernelPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     // A graph that was made for the CPU's native code may run in the simulator, a compiled one with other shapes.
-    const std::string missing = attention_not_covered(inputs[0].shape(), outputs[0].shape(), options_.bits);
+    std::string missing = attention_not_covered(inputs[0].shape(), outputs[0].shape(), options_.bits);
+    if (const char* reason = why_not_launched(inputs); missing.empty() && reason) {
+      missing = reason;
+    }
     if (!missing.empty()) {
       checks::fail(op(), "was called where native code or other shapes were expected: no kernel covers ", missing);
     }
@@ -241,6 +247,12 @@ class Attention : public KernelPrimitive {
   }
   int sinks_index() const {
     return options_.has_sinks ? after_values() + options_.has_mask : -1;
+  }
+
+  const char* why_not_launched(const Arrays& inputs) {
+    const mx::Shape values = unpacked(inputs[first_value()], options_.bits);
+    const AttentionSizes sizes = attention_sizes(inputs[0].shape(), inputs[first_key()].shape(), values);
+    return mittens::why_not_launched(sizes, options_.has_mask ? inputs[mask_index()].size() : 0, stream());
   }
 
   DenseAttention dense(const Arrays& inputs) {

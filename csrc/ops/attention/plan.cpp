@@ -129,13 +129,14 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
 
 const char* why_not_launched(const AttentionSizes& sizes, size_t mask_elements, mx::Stream stream) {
   constexpr uint64_t most_groups = 65535;  // of CUDA's grids along their last two axes
+  const uint32_t heads = mask_elements > 0 ? sizes.heads : sizes.key_heads;  // a mask's gradient is by heads
   if (!runs_kernels(stream)) {
     return nullptr;
   }
   if (mask_elements > most_mask_elements) {
     return "a mask of 2**32 elements or more";
   }
-  const bool many = uint64_t(sizes.batches) * sizes.heads > most_groups;
+  const bool many = uint64_t(sizes.batches) * heads > most_groups;
   return many && gpu_of(stream).vendor == Gpu::Vendor::nvidia ? "more than 65535 heads of all sequences" : nullptr;
 }
 

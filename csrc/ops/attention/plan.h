@@ -54,7 +54,7 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
 // Kernels count the elements of a mask in 32 bits.
 inline constexpr size_t most_mask_elements = std::numeric_limits<uint32_t>::max();
 
-// Why the kernels cannot be launched, or null.
+// Why the kernels cannot be launched, or null. No elements: there is no mask.
 const char* why_not_launched(const AttentionSizes& sizes, size_t mask_elements, mx::Stream stream);
 
 // Why mx is faster; null where it is not known to be.

@@ -762,14 +762,25 @@ def test_windows_without_an_end_by_mx(rng, lenient):
         assert_same_bits(y, expected, "attention")
 
 
+def attention_reasons(gpu, batch, heads, key_heads):
+    q, k = (mx.zeros((batch, n, 1, 64), mx.float16) for n in (heads, key_heads))
+    with mm.simulator.enabled(gpu=gpu):
+        mm.stats(reset=True)
+        mm.scaled_dot_product_attention(q, k, k, scale=0.125)
+    return list(mm.stats().get("scaled_dot_product_attention", {"mx": {}})["mx"])
+
+
 def test_more_heads_than_an_nvidia_gpu_launches(native, lenient):
     """Windows of images come as a batch: their heads are more than the last axis of a CUDA grid has threadgroups."""
-    q = mx.zeros((8192, 8, 1, 64), mx.float16)
-    for gpu, reasons in (("nvidia", ["more than 65535 heads of all sequences"]), ("m2-max", [])):
-        with mm.simulator.enabled(gpu=gpu):
-            mm.stats(reset=True)
-            mm.scaled_dot_product_attention(q, q, q, scale=0.125)
-            assert list(mm.stats().get("scaled_dot_product_attention", {"mx": {}})["mx"]) == reasons
+    assert attention_reasons("nvidia", 8192, 8, 8) == ["more than 65535 heads of all sequences"]
+    assert not attention_reasons("nvidia", 4096, 32, 8) and not attention_reasons("m2-max", 8192, 8, 8)
+
+
+def test_vmap_over_more_heads_than_an_nvidia_gpu_launches(native, lenient):
+    q = mx.ones((66000, 1, 1, 1, 8), mx.float16)
+    with mm.simulator.enabled(gpu="nvidia"):
+        attend = lambda q: mm.scaled_dot_product_attention(q, q, q, scale=0.125)
+        assert mx.array_equal(mx.vmap(attend)(q), q)
 
 
 def test_a_mask_beyond_what_kernels_count(native, lenient):
