@@ -55,7 +55,26 @@ mx::array part(const mx::array& array, int i) {
   return view;
 }
 
+// An array of 8 bytes an element as pairs of words.
+mx::array words_of(const mx::array& array) {
+  mx::Shape shape = array.shape();
+  mx::Strides strides = array.strides();
+  for (int64_t& stride : strides) {
+    stride *= 2;
+  }
+  shape.push_back(2);
+  strides.push_back(1);
+  mx::array view(std::move(shape), mx::uint32, nullptr, {});
+  view.copy_shared_buffer(array, strides, array.flags(), 2 * array.data_size());
+  return view;
+}
+
 void copy(const mx::array& source, mx::array& target, mx::Stream stream) {
+  if (source.itemsize() == 8) {
+    mx::array words = words_of(target);
+    copy(words_of(source), words, stream);
+    return;
+  }
   const bool by_kernel = stream.device == mx::Device::gpu || simulator_enabled();
   if (by_kernel && merged(source).shape.size() > kCopyDims + 1) {
     for (int i = 0; i < source.shape(0); ++i) {

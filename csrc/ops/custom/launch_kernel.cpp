@@ -122,8 +122,7 @@ Arrays launch(const std::string& file, const std::string& kernel, const std::vec
   for (const auto& [index, array] : inputs) {
     place(index);
     plan.input_indices.push_back(index);
-    const bool is_wide = array.itemsize() > 4;  // which no kernel of ours copies
-    arrays.push_back(!by_rows ? array : is_wide ? mx::contiguous(array, false, stream) : copyable(array, stream));
+    arrays.push_back(by_rows ? copyable(array, stream) : array);
   }
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;

@@ -155,11 +155,13 @@ LONG = """
 """
 
 
-@pytest.mark.parametrize("step", [2, -1])
-def test_views_of_eight_bytes_an_element(stream, step):
+@pytest.mark.parametrize("step, by_rows", [(2, True), (-1, True), (-1, False)])
+def test_views_of_eight_bytes_an_element(stream, step, by_rows):
     view = (mx.arange(32, dtype=mx.int64) + 2**40)[::step]
     arguments = {0: view, 1: Output([view.size], mx.int64)}
-    (out,) = launch(register(LONG), "doubled", arguments, [1], [view.size], stream=stream)
+    (out,) = launch(
+        register(LONG), "doubled", arguments, [1], [view.size], ensure_row_contiguous=by_rows, stream=stream
+    )
     assert mx.array_equal(out, 2 * view).item()
 
 
