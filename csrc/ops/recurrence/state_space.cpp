@@ -40,7 +40,11 @@ class StateSpaceStep : public RecurrencePrimitive {
   Parts parts(const Arrays& inputs) override {
     const StateSpaceArrays arrays(inputs, options_);
     const mx::Stream s = stream();
-    mx::array step = mx::add(in_dtype(arrays.dt, mx::float32, s), in_dtype(arrays.dt_bias, mx::float32, s), s);
+    mx::array dt = in_dtype(arrays.dt, mx::float32, s);
+    if (arrays.mask) {  // a hidden step has no part in the gradients of what all steps share, whatever it holds
+      dt = mx::where(mx::expand_dims(*arrays.mask, 2, s), dt, mx::array(0.0f), s);
+    }
+    mx::array step = mx::add(dt, in_dtype(arrays.dt_bias, mx::float32, s), s);
     step = mx::logaddexp(step, mx::array(0.0f), s);
     step = mx::clip(step, mx::array(options_.least_step), mx::array(options_.greatest_step), s);
     const mx::array rate = mx::exp(in_dtype(arrays.a_log, mx::float32, s), s);

@@ -138,3 +138,27 @@ def test_more_steps_than_a_type_of_lengths_counts(rng, native):
             assert_same_bits(a, e, f"{dtype}, {a.shape}")
     before = mm.ssm_update(x[1:, :100], a_log, b[1:, :100], c[1:, :100], d, dt[1:, :100], bias)[1]
     assert_near(expected[1][1:], before, "the state of the shorter one", SUMS)
+
+
+@pytest.mark.parametrize("composed", [False, True], ids=["", "composed"])
+def test_hidden_time_steps_have_no_part_in_gradients_of_all_steps(rng, native, composed):
+    """Those of A_log and of the bias, whatever a hidden step holds."""
+    _, (x, b, c, dt) = ssm_update(rng, 12)
+    a_log, d, bias = arrays(rng, *[(HEADS,)] * 3)
+    seen = np.ones((BATCH, 12), bool)
+    seen[0, 2] = seen[1, 9:] = False
+    mask = mx.array(seen)
+
+    def gradients(value):
+        given = mx.where(mask[..., None], dt, value)
+        loss = lambda a_log, bias: mm.ssm_update(x, a_log, b, c, d, given, bias, mask=mask)[0].sum()
+        return mx.grad(loss, (0, 1))(a_log, bias)
+
+    _ext.prefer_composed(composed)
+    try:
+        found, expected = gradients(float("nan")), gradients(0.5)
+        mx.eval(found, expected)
+    finally:
+        _ext.prefer_composed(False)
+    for a, e in zip(found, expected, strict=True):
+        assert_same_bits(a, e, str(a.shape))
