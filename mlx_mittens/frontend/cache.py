@@ -113,7 +113,7 @@ _LONGEST_WAIT = 600.0  # seconds
 @contextlib.contextmanager
 def _only_one(path: Path) -> Iterator[None]:
     """Waits while another process or thread makes a file; where the disk has no locks, not at all."""
-    lock = path.with_name(f".{path.name}.lock")
+    lock = path.with_name(f"{cache_limit.UNFINISHED}{path.name}.lock")
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, ImportError):
             import fcntl  # Windows has none
@@ -145,7 +145,7 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
     path = writable_folder() / name
     with _only_one(path):
         if not _is_there(path):
-            handle, temporary = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
+            handle, temporary = tempfile.mkstemp(prefix=cache_limit.UNFINISHED, suffix=path.suffix, dir=path.parent)
             os.close(handle)
             try:
                 make(Path(temporary))

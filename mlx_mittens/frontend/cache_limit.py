@@ -15,6 +15,9 @@ _KEPT_SHARE = 0.8  # of the limit, once it is passed: deleting takes time too
 _LOADING = 60.0  # seconds after its use in which a process may still be about to load a kernel
 _WRITING = 86400.0  # seconds after which nobody is still writing a file, or waits for its lock
 
+# How the names of files that are being written begin, and of their locks.
+UNFINISHED = ".mlx-mittens-"
+
 # What a file is, by how its name ends.
 KINDS = {
     ".ptx": "PTX for NVIDIA GPUs",
@@ -78,7 +81,7 @@ def _delete_leftovers(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for file in os.scandir(folder):
             with contextlib.suppress(OSError):
-                if file.name.startswith(".") and file.is_file() and file.stat().st_mtime < time.time() - _WRITING:
+                if file.name.startswith(UNFINISHED) and file.stat().st_mtime < time.time() - _WRITING:
                     os.unlink(file.path)
 
 

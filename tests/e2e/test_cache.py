@@ -79,13 +79,24 @@ def test_the_oldest_go_first(folder):
 
 
 def test_what_killed_processes_left_goes(folder):
-    """A day later: nobody waits so long for another process."""
-    left = (".b-2.so.lock", ".c-3.o", ".half-written.ptx")
-    for name in left[:2]:
+    """A day later: nobody waits so long for another process. What others have in the folder stays, at any age."""
+    new = f"{cache_limit.UNFINISHED}x.so"
+    for name in (f"{cache_limit.UNFINISHED}b-2.so.lock", f"{cache_limit.UNFINISHED}8xk2.o", ".bashrc", ".old.ptx", new):
         (folder / name).write_bytes(bytes(10))
-        os.utime(folder / name, (86400, 86400))
+        if name != new:
+            os.utime(folder / name, (86400, 86400))
     assert cache_limit.trim(folder, 5000) == []
-    assert names(folder) == {*KERNELS, *OTHERS, left[2]}
+    assert names(folder) == {*KERNELS, *OTHERS, ".half-written.ptx", ".bashrc", ".old.ptx", new}
+
+
+def test_what_is_written_is_known_by_its_name(folder):
+    def make(path):
+        written = names(folder) - {*KERNELS, *OTHERS, ".half-written.ptx"}
+        assert len(written) == 2 and all(name.startswith(cache_limit.UNFINISHED) for name in written)
+        path.write_text("")
+
+    cache.cached("f-6.so", make)
+    assert names(folder) == {*KERNELS, *OTHERS, ".half-written.ptx", "f-6.so"}
 
 
 def test_what_is_used_stays(folder):
