@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _ext, exporting
-from .targets import TARGETS, Target, importing
+from .targets import TARGETS, Target, executed, importing
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -81,6 +81,7 @@ class _Loader(importlib.abc.Loader):
         importing.add(module.__name__)  # it may import others that have targets
         try:
             self._loader.exec_module(module)
+            executed.add(module.__name__)
         finally:
             importing.discard(module.__name__)
         with _lock:

@@ -19,9 +19,10 @@ from .. import _ext
 from . import routers
 from .digests import digest, digest_in
 
-__all__ = ["TARGETS", "Target", "PatchError", "digest", "importing", "mixture_of", "unknown"]
+__all__ = ["TARGETS", "Target", "PatchError", "digest", "executed", "importing", "mixture_of", "unknown"]
 
 importing: set[str] = set()  # modules that are not yet what they will be
+executed: set[str] = set()  # modules that were imported under the patch
 
 Attempt = Callable[..., Any]  # an op's result, or None where the original is to be called
 
@@ -225,9 +226,9 @@ class Target:
         """
         *parents, leaf = self.path.split(".")
         try:
-            # Of a module that is there import_module would wait until another thread has done with its import.
-            module = sys.modules.get(self.module) or importlib.import_module(self.module)
-            owner = functools.reduce(getattr, parents, module)
+            # import_module waits for a thread that imports the module. One that has executed it waits for the patch.
+            there = sys.modules.get(self.module) if self.module in executed else None
+            owner = functools.reduce(getattr, parents, there or importlib.import_module(self.module))
             function = getattr(owner, leaf)
         except (ImportError, AttributeError) as error:
             raise PatchError(self._complaint(f"is not there ({error})")) from error

@@ -556,12 +556,23 @@ def test_what_a_patch_adds_to_a_call_that_goes_to_mx(lenient):
     assert seconds() - plain < 2e-6
 
 
-def test_a_module_that_is_there_is_not_imported_again(monkeypatch):
+IMPORTS = """
+import importlib
+import mlx_mittens as mm
+from mlx_mittens.patching import targets
+
+mm.patch()
+import mlx_lm.models.ssm
+
+def refuse(name):
+    raise AssertionError(f"{name} is imported again")
+
+importlib.import_module = refuse
+of_ssm = [target for target in targets.TARGETS if target.module == "mlx_lm.models.ssm"]
+assert of_ssm and all(target.owner() for target in of_ssm)
+"""
+
+
+def test_a_module_that_was_imported_under_the_patch_is_not_imported_again():
     """import_module waits for a thread that is about to end its import of it, which waits for the patch."""
-
-    def refuse(name: str):
-        raise AssertionError(f"{name} is imported again")
-
-    loaded = [target for target in targets.TARGETS if target.is_loaded()]
-    monkeypatch.setattr(importlib, "import_module", refuse)
-    assert all(target.owner() for target in loaded)
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
