@@ -145,7 +145,7 @@ bool is_donatable(const mx::array& input, size_t outputs) {
          data->is_owned();
 }
 
-#else  // none of these is called but where the parts are known, except for the last two
+#else  // of these the last two and WeakArray are called where the parts are not known
 
 void count_apart(mx::array&, std::vector<mx::array>) {}
 

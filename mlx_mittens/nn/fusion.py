@@ -101,7 +101,7 @@ def _fused_block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) ->
 
 
 def _following_of(block: Any, y: mx.array) -> Any:
-    """The norm after a block, held; none where its weight is elsewhere in part, as of a block that is sharded fully."""
+    """What holds the norm after a block; none while this process has only a part of the norm's weight."""
     following = getattr(block, "_following", None)
     return following if following and following.norm["weight"].shape == y.shape[-1:] else None
 

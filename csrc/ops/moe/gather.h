@@ -154,8 +154,8 @@ struct PendingGather {
 // Nothing for any other array.
 std::optional<PendingGather> pending_gather(const mx::array& y);
 
-// silu(gate) * up of two such arrays as one: under the patch a model multiplies first and then asks for this. Those
-// whose gate a gradient is of stay two.
+// silu(gate) * up of two such arrays as one: under the patch a model multiplies first and then asks for this. If
+// a gradient depends on the gate they stay two.
 std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::array& up);
 
 }  // namespace mittens
