@@ -114,7 +114,8 @@ def _wide(state: mx.array | None) -> mx.array | None:
     return None if state is None else state.astype(mx.float32)
 
 
-def _gated_delta_kernel(
+def _gated_delta(
+    attempt: Attempt,
     q: mx.array,
     k: mx.array,
     v: mx.array,
@@ -123,23 +124,14 @@ def _gated_delta_kernel(
     state: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array] | None:
-    """mlx-lm's kernel: a token, or a prompt."""
-    outputs = _ext.try_gated_delta_kernel(q, k, v, g, beta, state, mask)
+    """A token or a prompt of mlx-lm's, whose y has the type of the queries."""
+    outputs = attempt(q, k, v, g, beta, state, mask)
     return outputs and (outputs[0].astype(q.dtype), outputs[1])
 
 
-def _gated_delta_ops(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
-    state: mx.array | None = None,
-    mask: mx.array | None = None,
-) -> tuple[mx.array, mx.array] | None:
-    """mlx-lm's operations for each step, where it has no kernel."""
-    outputs = _ext.try_gated_delta_ops(q, k, v, g, beta, _wide(state), mask)
-    return outputs and (outputs[0].astype(q.dtype), outputs[1])
+def _gated_delta_ops(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, mask: Any) -> Any:
+    """mlx-lm's operations for each step, which give a state in float32."""
+    return _ext.try_gated_delta_ops(q, k, v, g, beta, _wide(state), mask)
 
 
 def _fast_gated_delta(
@@ -449,7 +441,10 @@ TARGETS += [
             ("q", "k", "v", "g", "beta", "state", "mask"),
             optional=True,
         )
-        for name, attempt in (("gated_delta_ops", _gated_delta_ops), ("gated_delta_kernel", _gated_delta_kernel))
+        for name, attempt in (
+            ("gated_delta_ops", functools.partial(_gated_delta, _gated_delta_ops)),
+            ("gated_delta_kernel", functools.partial(_gated_delta, _ext.try_gated_delta_kernel)),
+        )
     ),
     Target(
         "recurrence",

@@ -1,5 +1,7 @@
 """What all recurrences share: where their states lie, what hidden steps hold, and their compositions."""
 
+import contextlib
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,6 +12,16 @@ import mlx_mittens as mm
 from mlx_mittens import _ext
 
 BATCH, HEADS, ROWS, COLUMNS = 2, 2, 8, 16
+
+
+@contextlib.contextmanager
+def composing(composed=True):
+    """Whether compositions run in the place of native code."""
+    _ext.prefer_composed(composed)
+    try:
+        yield
+    finally:
+        _ext.prefer_composed(False)
 
 
 def arrays(rng, *shapes):
@@ -92,12 +104,9 @@ def test_hidden_steps_hold_anything(name, rng, native, composed):
         of_state, *of_each = mx.grad(loss, list(range(1 + len(given))))(state, *given)
         return *outputs(state, *given), of_state, *(hidden(gradient, 0.0) for gradient in of_each)
 
-    _ext.prefer_composed(composed)
-    try:
+    with composing(composed):
         found, expected = results(float("nan")), results(0.5)
         mx.eval(found, expected)
-    finally:
-        _ext.prefer_composed(False)
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert_same_bits(a, b, f"result {i}")
 
@@ -111,12 +120,9 @@ def test_a_scale_that_half_types_do_not_hold(rng, native, half, scale):
     k, v = ((a * (1e3 if scale < 1 else 0.1)).astype(half) for a in (k, v))
     call = lambda q, k, v: mm.linear_attention(q, k, v, scale=scale)[0]
     expected = call(*(a.astype(mx.float32) for a in (q, k, v)))
-    _ext.prefer_composed(True)
-    try:
+    with composing():
         y = call(q, k, v)
         mx.eval(y)
-    finally:
-        _ext.prefer_composed(False)
     assert y.dtype == half and np.abs(np.array(expected)).max() > 1e-3
     assert_near(y, expected, "y", units(2, half))
     loss = lambda *given: call(*given).astype(mx.float32).sum()
@@ -154,11 +160,8 @@ def test_hidden_time_steps_have_no_part_in_gradients_of_all_steps(rng, native, c
         loss = lambda a_log, bias: mm.ssm_update(x, a_log, b, c, d, given, bias, mask=mask)[0].sum()
         return mx.grad(loss, (0, 1))(a_log, bias)
 
-    _ext.prefer_composed(composed)
-    try:
+    with composing(composed):
         found, expected = gradients(float("nan")), gradients(0.5)
         mx.eval(found, expected)
-    finally:
-        _ext.prefer_composed(False)
     for a, e in zip(found, expected, strict=True):
         assert_same_bits(a, e, str(a.shape))
