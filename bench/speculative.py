@@ -2,7 +2,7 @@
 
 A small Llama with random weights, and a draft model that is the same with noise in its last norm. Prints a table:
 
-python bench/speculative.py [--tokens 1000]
+python bench/speculative.py [--tokens 1000] [--device gpu]
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def compare(plain: list, steps: list) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     options = parser.parse_args()
-    mx.set_default_device(mx.cpu)
-    print(f"{machine.processor()}, {machine.cores()} cores. Of {options.tokens} tokens each:\n")
+    mx.set_default_device(getattr(mx, options.device))
+    print(f"{machine.headline(machine.describe())}. Of {options.tokens} tokens each:\n")
     print("| weights | patch | drafted at once | accepted | other tokens | other bits |\n|---|---|--:|--:|--:|--:|")
     for dtype, bits in WEIGHTS:
         mx.random.seed(0)
