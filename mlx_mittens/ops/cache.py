@@ -49,7 +49,7 @@ def rope_append(
             ``dims / 2 + i``.
         scale (float): Factor of the positions.
         offset (int or array): Position of the first token; an array of integers of shape ``[batch]`` has one for each
-            row of the batch.
+            row of the batch, one of a single element is for all rows.
         freqs (array, optional): In place of ``base``: pair ``i`` turns by ``1 / freqs[i]``; shape ``[dims / 2]``.
         query_norm (array, optional): Weight of the norm of each head of queries, of shape ``[width]``; together with
             ``key_norm``.
@@ -119,7 +119,7 @@ def quantized_rope_append(
             ``dims / 2 + i``.
         scale (float): Factor of the positions.
         offset (int or array): Position of the first token; an array of integers of shape ``[batch]`` has one for each
-            row of the batch.
+            row of the batch, one of a single element is for all rows.
         freqs (array, optional): In place of ``base``: pair ``i`` turns by ``1 / freqs[i]``; shape ``[dims / 2]``.
         query_norm (array, optional): Weight of the norm of each head of queries, of shape ``[width]``; together with
             ``key_norm``.

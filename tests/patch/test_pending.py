@@ -262,7 +262,7 @@ class Layer:
         return [h.transpose(0, 2, 1, 3) for h in heads]
 
     def rope(self, x, offset=None):
-        return mx.fast.rope(x, offset=self.cache.offset if offset is None else offset, **self.turn)
+        return mx.fast.rope(x, **{"offset": self.cache.offset if offset is None else offset, **self.turn})
 
     def run(self):
         """The turned queries, the keys and values seen, and the whole buffers."""
@@ -282,6 +282,8 @@ TURNS = {
     "frequencies": {"base": None, "freqs": FREQS},
     "scaled": {"scale": 0.25},
     "traditional": {"traditional": True, "tokens": 3},
+    "a position in an array": {"offset": mx.array(5), "norms": True},
+    "a position in an array, batch": {"offset": mx.array([5]), "batch": 3},
     "norms": {"norms": True},
     "norms, tokens": {"norms": True, "tokens": 5, "batch": 2},
 }
@@ -371,7 +373,7 @@ def others(layer: Layer):
         "other positions": run(rope=(turned_otherwise(offset=4), layer.rope)),
         "another base": run(rope=(turned_otherwise(base=1e3), layer.rope)),
         "pairs of another kind": run(rope=(turned_otherwise(traditional=True), layer.rope)),
-        "positions in an array": run(rope=(turned_otherwise(offset=mx.array(5)),) * 2),
+        "positions in two arrays": run(rope=[turned_otherwise(offset=mx.array(5)) for _ in range(2)]),
         "a buffer of the queries": buffer_of_queries,
         "wider queries": run(heads=lambda: [mx.concatenate([h, h], axis=-1) if i == 0 else h
                                             for i, h in enumerate(layer.heads())]),

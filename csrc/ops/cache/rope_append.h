@@ -22,7 +22,7 @@ struct Rotary {
   bool traditional = false;  // pairs are neighbours
 };
 
-// The position of the first new token: of all rows of the batch, or of each, [batch].
+// The position of the first new token: of all rows of the batch, also as an array of one, or of each, [batch].
 using Offset = std::variant<int, mx::array>;
 
 // How keys and values are quantized; bits are 0 where they are not.

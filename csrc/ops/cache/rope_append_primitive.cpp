@@ -48,6 +48,19 @@ std::optional<mx::Shape> shape_of_heads(const mx::array& heads, int width) {
   return mx::Shape{heads.shape(0), heads.shape(2) / width, heads.shape(1), width};
 }
 
+namespace {
+
+// Offsets [batch] of an array of one that is for all rows, as mx.fast.rope takes it too.
+mx::array one_for_each_row(const mx::array& offsets, int batch, mx::Stream stream) {
+  if (offsets.shape() == mx::Shape{batch}) {
+    return offsets;
+  }
+  const mx::array one = mx::reshape(offsets, {1}, stream);
+  return batch == 1 ? one : mx::contiguous(mx::broadcast_to(one, {batch}, stream), false, stream);
+}
+
+}  // namespace
+
 Arrays inputs_of(const mx::array& heads, const Arrays& buffers, const Rotary& rotary, const Offset& offset,
                  mx::Stream stream) {
   Arrays inputs;
@@ -62,7 +75,7 @@ Arrays inputs_of(const mx::array& heads, const Arrays& buffers, const Rotary& ro
     inputs.push_back(*rotary.key_norm);
   }
   if (const auto* offsets = std::get_if<mx::array>(&offset)) {
-    inputs.push_back(in_dtype(*offsets, mx::int32, stream));
+    inputs.push_back(one_for_each_row(in_dtype(*offsets, mx::int32, stream), heads.shape(0), stream));
   }
   return inputs;
 }
@@ -486,8 +499,9 @@ void check_offset(const char* op, const Offset& offset, const mx::array& batched
   if (!mx::issubdtype(offsets->dtype(), mx::integer)) {
     checks::fail<DtypeError>(op, "offset has dtype ", offsets->dtype(), ": expected an integer");
   }
-  if (offsets->shape() != mx::Shape{batched.shape(0)}) {
-    checks::fail(op, "offset has shape ", offsets->shape(), ": expected a number, or (", batched.shape(0),
+  const bool is_one = offsets->ndim() <= 1 && offsets->size() == 1;
+  if (!is_one && offsets->shape() != mx::Shape{batched.shape(0)}) {
+    checks::fail(op, "offset has shape ", offsets->shape(), ": expected one number, or (", batched.shape(0),
                  "), one for each row of the batch");
   }
 }

@@ -80,6 +80,18 @@ def test_an_offset_for_each_row(dtype, executor, rng, options):
             assert_same_bits(a[i : i + 1], b, name)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_an_array_of_one_offset_is_for_all_rows(executor, rng, batch, shape):
+    heads, keys, values, *_ = draw(rng, case_of(batch, 2, 1, 2, 64))
+    rest = {"base": 1e4, "start": 4}
+    arrays = mm.rope_append(heads, keys, values, 64, offset=mx.array(9).reshape(shape), **rest)
+    for name, a, b in zip(
+        ("queries", "keys", "values"), arrays, mm.rope_append(heads, keys, values, 64, offset=9, **rest), strict=True
+    ):
+        assert_same_bits(a, b, name)
+
+
 def test_an_offset_for_each_row_is_composed(native, rng):
     """Under transformations too."""
     heads, keys, values, *_ = draw(rng, case_of(3, 2, 1, 2, 64))
@@ -297,6 +309,7 @@ BAD = {
     "no room at start": ({"start": 7}, ["room for 9", "3 of them from 7"]),
     "negative start": ({"start": -1}, ["from -1"]),
     "offsets of other rows": ({"offset": mx.zeros(3, mx.int32), "start": 0}, ["offset has shape (3)", "(2), one for"]),
+    "one offset in two axes": ({"offset": mx.zeros((1, 1), mx.int32), "start": 0}, ["offset has shape (1,1)", "one number"]),
     "offsets without a start": ({"offset": mx.zeros(2, mx.int32)}, ["offset is an array", "start is not given"]),
     "odd dims": ({"dims": 7}, ["dims is 7", "even"]),
     "no dims": ({"dims": 0}, ["dims is 0"]),
