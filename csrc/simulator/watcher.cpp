@@ -22,6 +22,11 @@ constexpr unsigned kSeveralThreadgroups = 2045;
 constexpr unsigned kAtomicAccess = 2046;
 constexpr uint32_t kLastSimdEpoch = (1u << 21) - 1;
 
+// Whether all that the stamp names are lanes of this simdgroup.
+bool of_simdgroup(const Stamp& stamp, unsigned simdgroup) {
+  return stamp.who < kSimdgroup ? stamp.who / abi::simd_width == simdgroup : stamp.who == kSimdgroup + simdgroup;
+}
+
 std::mutex notes_mutex;
 std::set<std::string> notes;
 std::atomic<bool> equal_writes_are_faults = false;
@@ -375,9 +380,7 @@ bool Watcher::in_order(const Stamp& earlier, const Region& region, const Clock& 
   if (earlier.epoch < clock.epoch || earlier.who == thread.index) {
     return true;
   }
-  const bool same_simdgroup = earlier.who < kSimdgroup ? earlier.who / abi::simd_width == thread.simdgroup
-                                                       : earlier.who == kSimdgroup + thread.simdgroup;
-  return same_simdgroup && earlier.simd_epoch < clock.simd_epochs[thread.simdgroup];
+  return of_simdgroup(earlier, thread.simdgroup) && earlier.simd_epoch < clock.simd_epochs[thread.simdgroup];
 }
 
 void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& access) {
@@ -395,20 +398,15 @@ void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& a
   if (access.kind == kAtomic) {
     return;
   }
+  // A read that comes before this one in any order is no longer needed: what it is in order with, this one is too.
   Stamp& read = cell.read;
   unsigned who = thread.index;
-  if (read.epoch != 0 && read.epoch < clock.threadgroup_start && region.space == Region::device) {
-    who = kSeveralThreadgroups;
-  } else if (read.epoch == clock.epoch && read.who != thread.index) {
-    if (read.who == kSeveralThreadgroups || read.who == kSeveral) {
-      who = read.who;
+  if (read.epoch != 0 && !in_order(read, region, clock, thread)) {
+    if (read.epoch < clock.threadgroup_start || read.who == kSeveralThreadgroups) {
+      who = kSeveralThreadgroups;
     } else {
-      const bool same_simdgroup = read.who < kSimdgroup ? read.who / abi::simd_width == thread.simdgroup
-                                                        : read.who == kSimdgroup + thread.simdgroup;
-      who = same_simdgroup ? kSimdgroup + thread.simdgroup : kSeveral;
+      who = of_simdgroup(read, thread.simdgroup) ? kSimdgroup + thread.simdgroup : kSeveral;
     }
-  } else if (read.who == kSeveralThreadgroups && read.epoch >= clock.threadgroup_start) {
-    who = kSeveralThreadgroups;
   }
   read = stamp(who, clock, thread, access.caller);
 }

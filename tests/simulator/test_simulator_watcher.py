@@ -105,6 +105,75 @@ PLANTS = {
         y[at] = a[i ^ 1];
         """,
     ),
+    "reads_on_both_sides_of_a_simdgroup_barrier": Plant(
+        ["race", '"a"'],
+        """
+        threadgroup float a[64];
+        a[i] = x[i];
+        SIMD_BARRIER
+        const float v = lane >= 1 ? a[i - 1] : 0;
+        a[i] += v;
+        SIMD_BARRIER
+        y[at] = a[i];
+        """,
+        """
+        threadgroup float a[64];
+        a[i] = x[i];
+        SIMD_BARRIER
+        const float v = lane >= 1 ? a[i - 1] : 0;
+        SIMD_BARRIER
+        a[i] += v;
+        SIMD_BARRIER
+        y[at] = a[i];
+        """,
+    ),
+    "broadcast_read_before_a_rewrite": Plant(
+        ["race", '"a"'],
+        """
+        threadgroup float a[2];
+        if (lane == 0) { a[simdgroup] = x[i]; }
+        SIMD_BARRIER
+        y[at] = a[simdgroup];
+        if (lane == 0) { y[at] += a[simdgroup]; a[simdgroup] += 1; }
+        SIMD_BARRIER
+        y[at] += a[simdgroup];
+        """,
+        """
+        threadgroup float a[2];
+        if (lane == 0) { a[simdgroup] = x[i]; }
+        SIMD_BARRIER
+        y[at] = a[simdgroup];
+        SIMD_BARRIER
+        if (lane == 0) { y[at] += a[simdgroup]; a[simdgroup] += 1; }
+        SIMD_BARRIER
+        y[at] += a[simdgroup];
+        """,
+    ),
+    "reads_of_two_simdgroups": Plant(
+        ["race", '"a"'],
+        """
+        threadgroup float a[64];
+        a[i] = x[i];
+        BARRIER
+        float v = a[i ^ 32];
+        SIMD_BARRIER
+        v += a[i];
+        SIMD_BARRIER
+        a[i] = v;
+        y[at] = v;
+        """,
+        """
+        threadgroup float a[64];
+        a[i] = x[i];
+        BARRIER
+        float v = a[i ^ 32];
+        SIMD_BARRIER
+        v += a[i];
+        BARRIER
+        a[i] = v;
+        y[at] = v;
+        """,
+    ),
     "simd_operation_is_no_barrier": Plant(
         ["race"],
         """
