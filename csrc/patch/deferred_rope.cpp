@@ -120,10 +120,15 @@ struct Line {
     }
   }
 
-  // Whether it is known not to depend on what is computed of the other's first array.
-  bool comes_before_results_of(const Line& other) const {
-    return is_whole || std::find_first_of(ids.begin(), ids.begin() + count, other.ids.begin(),
+  bool has(const mx::array& array) const {
+    return std::find(ids.begin(), ids.begin() + count, array.id()) != ids.begin() + count;
+  }
+
+  // Whether it is known not to depend on `result`, which is computed of the other's first array.
+  bool comes_before(const mx::array& result, const Line& other) const {
+    const bool meets = std::find_first_of(ids.begin(), ids.begin() + count, other.ids.begin(),
                                           other.ids.begin() + other.count) != ids.begin() + count;
+    return (is_whole || meets) && !has(result);
   }
 };
 
@@ -220,7 +225,7 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   }
   // The queries become a result of what they must not be needed for.
   const Line line(*queries);
-  const auto may_be_input = [&](const mx::array& array) { return Line(array).comes_before_results_of(line); };
+  const auto may_be_input = [&](const mx::array& array) { return Line(array).comes_before(*turned_queries, line); };
   if (!is_of_pending(*turned_queries) || !std::all_of(buffers.begin(), buffers.end(), may_be_input) ||
       !may_be_input(*heads) || !may_be_input(new_values)) {
     return std::nullopt;
@@ -243,6 +248,7 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   if (!append || !may_be_a_step(*append)) {
     return std::nullopt;
   }
+  calls = {};  // another cache that these keys go to appends them as they are: the queries are this step's
   return cache_step(*std::move(append), std::nullopt, *turned_queries);
 }
 

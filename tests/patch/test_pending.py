@@ -17,7 +17,8 @@ from helpers.tolerances import (
     of_layer,
     of_roundings,
 )
-from mlx_lm.models.cache import KVCache
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 import mlx_mittens as mm
 
@@ -330,6 +331,33 @@ def test_the_buffers_are_updated_in_place(rng):
             mx.eval(layer.cache.update_and_fetch(keys, values), queries)
             del queries, keys, values
             assert np.asarray(memoryview(layer.cache.keys)).ctypes.data == place
+
+
+@pytest.mark.parametrize("second", [KVCache, RotatingKVCache, QuantizedKVCache], ids=lambda kind: kind.__name__)
+def test_keys_that_two_caches_take(lenient, rng, second):
+    """The first one's append turns the queries; the second takes the keys as they are."""
+    layer = Layer(rng)
+    options = {"max_size": 16} if second is RotatingKVCache else {}
+
+    def run():
+        other = second(**options)
+        mx.eval(other.update_and_fetch(*(mx.ones((1, KEY_HEADS, 5, WIDTH)) for _ in range(2))))
+        layer.cache = layer.fresh_cache()
+        queries, keys, values = layer.heads()
+        queries, keys = layer.rope(queries), layer.rope(keys)
+        return [
+            queries,
+            *layer.cache.update_and_fetch(keys, values),
+            *(a for _, a in tree_flatten(other.update_and_fetch(keys, values))),
+        ]
+
+    expected = evaluated(run())
+    mm.stats(reset=True)
+    with mm.patched(linear=False):
+        results = evaluated(run())
+    assert launched() == {"rope_append": 1}
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        assert_near(a, b, f"result {i}", SUM)
 
 
 def others(layer: Layer):
