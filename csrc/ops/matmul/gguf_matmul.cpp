@@ -143,9 +143,13 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   }
   exact = exact && leading_size(x, 1) > 1;
   const size_t rows = exact ? 1 : leading_size(x, 1);  // that share their work
-  const bool is_covered = stream.device != mx::Device::gpu || rows <= most_gemv_rows;
-  if (!is_covered) {
+  const bool is_on_gpu = stream.device == mx::Device::gpu;
+  const bool shares_few = !is_on_gpu || rows <= most_gemv_rows;
+  const bool is_covered = shares_few && !(exact && is_on_gpu && leading_size(x, 1) > most_matrices);
+  if (!shares_few) {
     fall_back(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
+  } else if (!is_covered) {
+    fall_back(op, "more than " + std::to_string(most_matrices) + " rows of x, each multiplied alone");
   }
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
                            static_cast<uint32_t>(blocks.shape(0))};

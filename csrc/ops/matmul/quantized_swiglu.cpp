@@ -202,6 +202,9 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
     return by_mx("more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
+  if (exact && stream.device == mx::Device::gpu && leading_size(x, 1) > most_matrices) {
+    return by_mx("more than " + std::to_string(most_matrices) + " rows of x, each multiplied alone");
+  }
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(x.shape(-1)),
                            static_cast<uint32_t>(outputs)};
   const char* reason = why_mx_affine(kernels, format, dtype, sizes, stream);
