@@ -286,10 +286,22 @@ bool keep_dry(const std::string& file, const simulator::Dispatch& dispatch) {
 
 }  // namespace
 
-void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream) {
-  // The inputs may still be on their way on the stream's thread; the simulator runs here, so that a fault is an
-  // exception of this call.
+void wait_for_inputs(mx::Stream stream) {
+  if (mx::is_available(mx::Device::gpu)) {
+    for (mx::Stream other : mx::get_streams()) {
+      if (other.device == mx::Device::gpu) {
+        try {
+          mx::synchronize(other);
+        } catch (const std::exception&) {  // another thread's, or one whose error the stream below has as well
+        }
+      }
+    }
+  }
   mx::synchronize(stream);
+}
+
+void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream) {
+  wait_for_inputs(stream);
   const auto options = simulator_options();
   const Host host = current_host();
   for (const auto& launch : launches) {

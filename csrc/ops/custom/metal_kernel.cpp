@@ -119,7 +119,7 @@ class UserKernel : public mx::Primitive {
   }
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    mx::synchronize(stream());  // the inputs may still be on their way
+    wait_for_inputs(stream());
     simulator::Dispatch dispatch{.kernel = launch_.kernel, .buffers = {}, .threadgroups = {}, .threads = {}};
     std::deque<View> views;  // does not move what it holds
     const auto by_value = [&](const auto* data, size_t count) {
