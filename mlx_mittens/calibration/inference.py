@@ -27,10 +27,9 @@ class Known:
             if item.sampled and item.dtype == grid.OTHER_HALF:
                 self._sampled[item.op.name].append(item)
         for row in rows:
-            key = (row.op, row.case, row.dtype)
-            self._rows[key].append(row)
-            if key in planned and len(self._rows[key]) == 1:
-                self._items[row.op, row.dtype].append(planned[key])
+            self._rows[row.key].append(row)
+            if row.key in planned and len(self._rows[row.key]) == 1:
+                self._items[row.op, row.dtype].append(planned[row.key])
 
     def add(self, item: grid.Item, rows: Sequence[Row]) -> None:
         """Takes in what was measured of an item."""

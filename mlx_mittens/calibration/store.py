@@ -53,6 +53,7 @@ class Row:
         best_us: Median time of the plan that is the fastest of ours.
         spread: Half the interquartile range of the times, relative; the largest of the three.
         timed: The element type that was timed, where it is the other half type; else empty.
+        again: Whether it is to be measured anew; it counts until it was.
     """
 
     op: str
@@ -68,6 +69,12 @@ class Row:
     best_us: float
     spread: float
     timed: str = ""
+    again: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The call that it is of."""
+        return self.op, self.case, self.dtype
 
     @property
     def problem(self) -> tuple[str, str, int, tuple[int, int, int, int]]:
@@ -209,7 +216,7 @@ def _row(values: dict[str, Any]) -> Row:
         and row.dtype in ("float32", "float16", "bfloat16")
         and len(row.sizes) == 4
         and all(map(natural, (row.format, *row.sizes)))
-        and type(row.mx) is bool
+        and type(row.mx) is type(row.again) is bool
         and type(row.parallelism) is int
         and all(type(value) in (int, float) for value in (row.mx_us, row.ours_us, row.best_us, row.spread))
     ):

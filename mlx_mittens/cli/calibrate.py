@@ -10,7 +10,8 @@ import datetime
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--quick", action="store_true", help="some shapes of models, about a minute")
     add_minutes(parser, _MINUTES)
-    parser.add_argument("--again", action="store_true", help="measure anew what was measured")
+    parser.add_argument("--again", action="store_true", help="measure anew what was measured, which counts until then")
 
 
 class _File:
@@ -56,9 +57,18 @@ class _File:
             advice = f"set MLX_MITTENS_CACHE to a folder or {store.VARIABLE} to a file that can be written to"
             raise UsageError(f"cannot write {path} ({error.strerror}): {advice}") from None
 
-    def add(self, rows: Sequence[Row]) -> None:
-        self.calibration.rows += rows
-        if rows and time.monotonic() - self._saved > _SAVED_EVERY:
+    @property
+    def rows(self) -> list[Row]:
+        return self.calibration.rows
+
+    def add(self, key: tuple[str, str, str], rows: Sequence[Row]) -> None:
+        """Puts rows, which may be none, in the place of those of their call and problems that were to be repeated."""
+        problems = {row.problem for row in rows}
+        is_replaced = lambda row: row.again and (row.key == key or row.problem in problems)
+        left = [row for row in self.rows if not is_replaced(row)]
+        changed = bool(rows) or len(left) < len(self.rows)
+        self.calibration.rows = [*left, *rows]
+        if changed and time.monotonic() - self._saved > _SAVED_EVERY:
             self.save()
 
     def save(self) -> None:
@@ -66,8 +76,8 @@ class _File:
         self._saved = time.monotonic()
 
 
-def _begun(path: Path, device: str, names: Sequence[str], again: bool) -> Calibration:
-    """What there is of this machine and these versions, without the rows that are to be measured anew."""
+def _begun(path: Path, device: str, again: Container[tuple[str, str, str]]) -> Calibration:
+    """What there is of this machine and these versions; rows of some calls are marked as to be measured again."""
     new = Calibration(store.machine(device), store.versions(), datetime.date.today().isoformat())
     try:
         found = store.read(path)
@@ -83,7 +93,7 @@ def _begun(path: Path, device: str, names: Sequence[str], again: bool) -> Calibr
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     if found.machine != new.machine:
         raise UsageError(f"{path} is of the {found.device}: set {store.VARIABLE} to another file")
-    new.rows = [row for row in found.rows if not (again and row.op in names)]
+    new.rows = [replace(row, again=True) if row.key in again else row for row in found.rows]
     return new
 
 
@@ -110,14 +120,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("the simulator's times say nothing of a machine: unset MLX_MITTENS_SIMULATOR")
     check_executor(machine.executor())
     path = _path(device)
-    file = _File(path, _begun(path, device, names, arguments.again))
-    rows = file.calibration.rows
-    print(f"{', '.join(map(str, file.calibration.machine.values()))}; {path}", flush=True)
-    measured = {(row.op, row.case, row.dtype) for row in rows}
     planned = grid.items(names, device, arguments.quick, _memory(device))
+    file = _File(path, _begun(path, device, {item.key for item in planned} if arguments.again else ()))
+    print(f"{', '.join(map(str, file.calibration.machine.values()))}; {path}", flush=True)
+    rows = [row for row in file.rows if not row.again]
+    measured = {row.key for row in rows}
     todo = [item for item in planned if item.key not in measured]
     if measured and todo:
-        print(f"goes on: {len(measured)} calls were measured before; --again starts over", flush=True)
+        print(f"goes on: {len(measured)} calls were measured before; --again measures these too", flush=True)
     if todo and hasattr(os, "getloadavg") and os.getloadavg()[0] > machine.cores() / 2:
         load = f"load {os.getloadavg()[0]:.1f} on {machine.cores()} cores"
         print(f"Other programs keep this machine busy ({load}): times will scatter, and may mislead.", flush=True)
@@ -126,14 +136,14 @@ def run(arguments: argparse.Namespace) -> int:
     if todo:
         found = inference.Known(planned, rows)
         ending = _measure(todo, found, device, arguments, file, failed)
-    print(_table(rows))
-    print(store.summary(rows))
+    print(_table(file.rows))
+    print(store.summary(file.rows))
     for problem in failed:
         print(f"not measured: {problem}")
     if ending.complete:
         print("Ops and mm.patch() follow it from the next start of Python on.")
     else:
-        print(f"Incomplete: {ending.reason}. The same command goes on.")
+        print(f"Incomplete: {ending.reason}. The same command{' without --again' * arguments.again} goes on.")
     if store.is_off():
         print(f"{store.VARIABLE} is off: nothing follows it until that is unset.")
     return ending.status or int(bool(failed))
@@ -158,24 +168,24 @@ def _measure(
     What fails is kept in words, and does not stop the others.
     """
     budget = measure.QUICK if arguments.quick else measure.FULL
-    known = {row.problem for row in file.calibration.rows}
+    known = {row.problem for row in file.rows if not row.again}
     since = time.monotonic()
     loading.unload()  # the tables' plans are timed, not what was measured before
 
     def is_told(item: grid.Item) -> bool:
         """Whether no measurement of an item is needed."""
-        if found.is_left_out(item) or found.is_between(item):
-            return True
-        rows = found.by_other_half(item)
-        add(item, [row for row in rows if row.problem not in known])
-        return bool(rows)
+        needless = found.is_left_out(item) or found.is_between(item)
+        rows = [] if needless else found.by_other_half(item)
+        if needless or rows:
+            add(item, [row for row in rows if row.problem not in known])
+        return needless or bool(rows)
 
-    def measured(item: grid.Item) -> list[Row]:
+    def measured(item: grid.Item) -> list[Row] | None:
         try:
             return measure.measure(item, device, budget, inputs(0, item.name), known)
         except Exception as error:  # the others can be measured
             failed.append(f"{item.name}: {(str(error) or type(error).__name__).splitlines()[0]}")
-            return []
+            return None
         finally:
             if device == "gpu":
                 mx.clear_cache()
@@ -183,7 +193,7 @@ def _measure(
     def add(item: grid.Item, rows: Sequence[Row]) -> None:
         known.update(row.problem for row in rows)
         found.add(item, rows)
-        file.add(rows)
+        file.add(item.key, rows)
 
     def measure_each(items: Sequence[grid.Item]) -> Ending:
         if not items:
@@ -191,8 +201,8 @@ def _measure(
         with quiet_steps(len(items)) as step:
 
             def one(item: grid.Item) -> None:
-                if not is_told(item):
-                    add(item, measured(item))
+                if not is_told(item) and (rows := measured(item)) is not None:
+                    add(item, rows)
                 step(item.name)
 
             return each(items, one, lambda item: item.name, arguments.minutes, since)

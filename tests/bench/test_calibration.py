@@ -635,6 +635,67 @@ def test_a_second_run_measures_what_is_missing(few_shapes, made_up, file, capsys
     assert {(row.op, row.mx_us) for row in rows} == {("rms_norm", 10.0), ("rms_norm", 1.0), ("softmax", 2.0)}
 
 
+def times_by_call(file):
+    return {row.key: (row.mx_us, row.again) for row in store.read(file).rows}
+
+
+def test_what_is_measured_again_counts_until_then(few_shapes, made_up, file, capsys):
+    made_up()
+    assert run_calibration() == 0
+    assert set(times_by_call(file).values()) == {(10.0, False)}
+    newer = lambda op, case, plan: 2.0
+    made_up(newer)
+    assert run_calibration("--again", "--minutes", "1e-9") == 0
+    assert "The same command without --again goes on" in capsys.readouterr().out
+    assert sorted(times_by_call(file).values()) == [(2.0, False), *[(10.0, True)] * 11]
+    assert calibration.status("cpu").startswith("not used") and "12 problems" in calibration.status("cpu")
+    calibration.load()
+    assert calibration.loaded == {"cpu": file}
+
+    clock = made_up(newer)
+    assert run_calibration("--minutes", "1e-9") == 0 and len(clock.timed) == 1
+    assert "The same command goes on" in capsys.readouterr().out
+    assert run_calibration() == 0 and len(clock.timed) == 11
+    assert len(times_by_call(file)) == 12 and set(times_by_call(file).values()) == {(2.0, False)}
+
+
+def test_what_cannot_be_measured_again_stays(few_shapes, made_up, file):
+    def failing(op, case, plan):
+        if case.shape == (1, 1024):
+            raise RuntimeError("out of memory")
+        return 2.0
+
+    made_up()
+    assert run_calibration() == 0
+    made_up(failing)
+    assert run_calibration("--again") == 1
+    left = {case for (_, case, _), found in times_by_call(file).items() if found == (10.0, True)}
+    assert left == {"calibration 1x1024"} and len(times_by_call(file)) == 12
+    clock = made_up()
+    assert run_calibration() == 0 and len(clock.timed) == 3
+    assert not any(again for _, again in times_by_call(file).values())
+
+
+def test_what_needs_no_measurement_any_more_goes(two_levels, made_up, file):
+    made_up(slow_in_short_rows)
+    assert run_calibration() == 0 and "calibration 4x256" in {row.case for row in store.read(file).rows}
+    made_up()
+    assert run_calibration("--again") == 0
+    assert {row.case for row in store.read(file).rows} == {
+        f"calibration {n}" for n in ("1x64", "16x64", "1x1024", "16x1024")
+    }
+
+
+def test_a_quick_run_again_leaves_the_other_shapes(few_shapes, made_up, file, monkeypatch):
+    made_up()
+    assert run_calibration() == 0
+    made_up(lambda op, case, plan: 2.0)
+    quick = grid.items(["rms_norm"], "cpu")
+    monkeypatch.setattr(grid, "items", lambda *_: quick[:1])
+    assert run_calibration("--again", "--quick") == 0
+    assert sorted(times_by_call(file).values()) == [(2.0, False), *[(10.0, False)] * 11]
+
+
 def test_a_file_of_other_versions_is_measured_anew(few_shapes, made_up, file, capsys):
     store.write(file, replace(of_this_machine(), versions={"mlx_mittens": "0.0.1", "mlx": "0.1.2"}))
     made_up()
