@@ -379,6 +379,7 @@ REFUSED = {
     r"grid is \(4, 4\)": {"grid": (4, 4)},
     r"threadgroup is \(1, -1, 1\)": {"threadgroup": (1, -1, 1)},
     "has 2048 threads: expected at most 1024": {"threadgroup": (64, 32, 1), "grid": (64, 32, 1)},
+    r"threadgroup \(1024, 2, 1\) has 2048 threads": {"threadgroup": (1024, 2, 1), "grid": (9, 1, 1)},
     r"output_shapes\[0\] is \(-2,\)": {"shape": (-2,), "grid": (1, 1, 1)},
     "inputs": {"names": ["a", "b"]},
 }
