@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -97,11 +98,17 @@ class Calibration:
         return str(self.machine["device"])
 
 
-def versions() -> dict[str, str]:
-    """What the times depend on beside the machine."""
+def versions(device: str) -> dict[str, str]:
+    """What the times depend on beside the machine: of a Mac's GPU also macOS.
+
+    With macOS comes the compiler of Metal's kernels, and by its version MLX tells whether to use matrix units.
+    """
     from .. import __version__
 
-    return {"mlx_mittens": __version__, "mlx": mx.__version__}  # type: ignore[attr-defined]  # mlx's stub leaves it out
+    found = {"mlx_mittens": __version__, "mlx": mx.__version__}  # type: ignore[attr-defined]  # mlx's stub leaves it out
+    if device == "gpu" and mx.metal.is_available():
+        found["macos"] = ".".join(platform.mac_ver()[0].split(".")[:2])
+    return found
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -167,12 +174,12 @@ def data(file: Path) -> dict[str, Any]:
         schema, device, _, rows = found["schema"], made_on["device"], found["date"], found["rows"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CalibrationError(f"is not a calibration ({type(error).__name__}: {error})") from None
-    if made_with != versions():
-        raise OtherVersionsError(f"was made with {_listed(made_with)}, installed is {_listed(versions())}")
-    if schema != _SCHEMA or device not in ("cpu", "gpu") or type(rows) is not list:
-        raise CalibrationError("is not a calibration of this version")
     if device == "gpu" and not has_gpu():
         raise CalibrationError(f"was made on {_listed(made_on)}, and mx has no GPU here")
+    if made_with != versions(device):
+        raise OtherVersionsError(f"was made with {_listed(made_with)}, installed is {_listed(versions(device))}")
+    if schema != _SCHEMA or device not in ("cpu", "gpu") or type(rows) is not list:
+        raise CalibrationError("is not a calibration of this version")
     if made_on != machine(device):
         raise CalibrationError(f"was made on {_listed(made_on)}, this is {_listed(machine(device))}")
     return dict(found)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 import signal
 import statistics
 import subprocess
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, calibration, specs
+from mlx_mittens import _ext, calibration, gpus, specs
 from mlx_mittens.bench.measure import take_turns
 from mlx_mittens.calibration import grid, inference, loading, measure, store
 from mlx_mittens.calibration.measure import MX, TABLES, Plan, Time
@@ -45,7 +46,7 @@ def file(tmp_path, monkeypatch):
 
 
 def of_this_machine(rows=SOME_ROWS, device="cpu"):
-    return store.Calibration(store.machine(device), store.versions(), "2026-01-02", list(rows))
+    return store.Calibration(store.machine(device), store.versions(device), "2026-01-02", list(rows))
 
 
 class Machine:
@@ -215,7 +216,7 @@ def broken(change):
     """The text of a file that is right but for a change."""
     data = {
         "schema": 1,
-        "versions": store.versions(),
+        "versions": store.versions("cpu"),
         "machine": store.machine("cpu"),
         "date": "2026-01-02",
         "rows": [{**vars(row)} for row in SOME_ROWS],
@@ -275,6 +276,38 @@ def test_a_file_of_a_gpu_where_there_is_none(file, monkeypatch):
     file.write_text(broken(lambda data: data.update(machine={"device": "gpu", "name": "X"})))
     with pytest.warns(RuntimeWarning, match="was made on device gpu, name X, and mx has no GPU here"):
         calibration.load()
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    """This machine as a Mac whose GPU is known; a function says of which macOS."""
+    info = {"device_name": "Apple M5", "architecture": "applegpu_g17g"}
+    monkeypatch.setattr(store, "has_gpu", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda device: info)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(gpus, "of_this_mac", lambda: gpus.named("m5"))
+    return lambda macos: monkeypatch.setattr(platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_another_macos_has_another_compiler_for_the_gpu(mac, chosen, file, tmp_path, monkeypatch, lenient):
+    if not chosen:
+        monkeypatch.delenv("MLX_MITTENS_CALIBRATION")
+        monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    mac("26.1")
+    store.write(store.path("gpu"), of_this_machine(device="gpu"))
+    for same in ("26.1", "26.1.3"):
+        mac(same)
+        calibration.load()
+        assert calibration.loaded == {"gpu": store.path("gpu")}
+        loading.unload()
+    mac("26.2")
+    with pytest.warns(RuntimeWarning, match="was made with .*, macos 26.1, installed is .*, macos 26.2"):
+        calibration.load()
+    assert not calibration.loaded and "macos 26.2" in calibration.status("gpu")
+    store.write(store.path("cpu"), of_this_machine())
+    mac("26.1")
+    assert store.read(store.path("cpu")), "the native code is compiled with the package"
 
 
 @pytest.mark.parametrize("flags, code", [((), "import mlx_mittens"), (("-W", "error"), "import mlx_mittens")], ids=str)
