@@ -15,12 +15,12 @@ from .store import CalibrationError
 loaded: dict[str, Path] = {}
 
 
-def _candidates() -> list[Path]:
-    """The files to read: the one that the environment names, or those of this machine that are there."""
+def _candidates() -> list[tuple[str | None, Path]]:
+    """The files to read, with their devices: the one that the environment names, or those of this machine there are."""
     if store.is_off():
         return []
     if chosen := store.chosen():
-        return [chosen]
+        return [(None, chosen)]
     try:
         folder = store.folder()
         names = os.listdir(folder)
@@ -28,8 +28,8 @@ def _candidates() -> list[Path]:
         return []
     # Asking for the GPU's name starts its driver, which nobody should wait for without need.
     devices = [device for device in ("cpu", "gpu") if any(name.startswith(f"{device}-") for name in names)]
-    files = [store.path(device) for device in devices if device == "cpu" or store.has_gpu()]
-    return [file for file in files if file.name in names]
+    files = [(device, store.path(device)) for device in devices if device == "cpu" or store.has_gpu()]
+    return [(device, file) for device, file in files if file.name in names]
 
 
 def load() -> None:
@@ -37,24 +37,30 @@ def load() -> None:
 
     It never raises: a package that is imported works without a calibration too.
     """
-    problems = []
+    problems: list[str] = []
+    missing: list[str | None] = []  # the devices of these
     try:
         files = _candidates()
     except Exception as error:
-        files, problems = [], [f"No calibration is used ({type(error).__name__}: {error})"]
-    for file in files:
+        files, problems, missing = [], [f"No calibration is used ({type(error).__name__}: {error})"], [None]
+    for device, file in files:
         try:
             found = store.data(file)
+            device = found["machine"]["device"]
             store.activate(found)
-            loaded[found["machine"]["device"]] = file
+            loaded[device] = file
+            continue
         except CalibrationError as error:
-            problems.append(f"The calibration {file} {error}")
+            device = device or error.device
+            problem = str(error)
         except OSError as error:
-            problems.append(f"The calibration {file} cannot be read ({error.strerror})")
+            problem = f"cannot be read ({error.strerror})"
         except Exception as error:
-            problems.append(f"The calibration {file} cannot be read ({type(error).__name__}: {error})")
+            problem = f"cannot be read ({type(error).__name__}: {error})"
+        problems.append(f"The calibration {file} {problem}")
+        missing.append(device)
     if problems:
-        _warn(f"{'. '.join(problems)}. It is ignored; {store.HOW_TO_MAKE}.")
+        _warn(f"{'. '.join(problems)}. It is ignored; {store.how_to_make(*missing)}.")
 
 
 def _warn(message: str) -> None:
@@ -80,8 +86,10 @@ def status(device: str) -> str:
         file = loaded.get(device) or store.path(device)
         calibration = store.read(file)
     except CalibrationError as error:
-        return f"ignored: {file} {error}; {store.HOW_TO_MAKE}"
+        return f"ignored: {file} {error}; {store.how_to_make(device)}"
     except (OSError, RuntimeError):
-        return f"none; {store.HOW_TO_MAKE}"
+        return f"none; {store.how_to_make(device)}"
+    if calibration.device != device:
+        return f"none, as {store.VARIABLE} names that of the {calibration.device} ({file})"
     what = f"of {calibration.date}, {store.summary(calibration.rows)} ({file})"
     return what if device in loaded else f"not used, as it was made after this process had started: {what}"

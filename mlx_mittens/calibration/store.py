@@ -25,11 +25,25 @@ _SCHEMA = 1
 # What of a row the extension takes, in its order.
 KEYS = ("op", "dtype", "format", "sizes", "mx", "schedule", "parallelism")
 
-HOW_TO_MAKE = "`mlx-mittens calibrate` measures this machine anew"
+
+def how_to_make(*devices: str | None) -> str:
+    """The advice for calibrations that cannot serve, of these devices; None stands for one that is not known."""
+    default = "gpu" if mx.default_device() == mx.gpu else "cpu"
+    options = ("" if device in (None, default) else f" --device {device}" for device in devices)
+    commands = dict.fromkeys(f"`mlx-mittens calibrate{option}`" for option in options)
+    return f"{' and '.join(commands)} {'measure' if len(commands) > 1 else 'measures'} this machine anew"
 
 
 class CalibrationError(Exception):
-    """A file that is no calibration, or none for this machine and these versions; the message says which."""
+    """A file that is no calibration, or none for this machine and these versions; the message says which.
+
+    Attributes:
+        device: That of which a calibration should be made instead, where it is known.
+    """
+
+    def __init__(self, message: str, device: str | None = None) -> None:
+        super().__init__(message)
+        self.device = device
 
 
 class OtherVersionsError(CalibrationError):
@@ -176,12 +190,16 @@ def data(file: Path) -> dict[str, Any]:
         raise CalibrationError(f"is not a calibration ({type(error).__name__}: {error})") from None
     if device == "gpu" and not has_gpu():
         raise CalibrationError(f"was made on {_listed(made_on)}, and mx has no GPU here")
-    if made_with != versions(device):
-        raise OtherVersionsError(f"was made with {_listed(made_with)}, installed is {_listed(versions(device))}")
-    if schema != _SCHEMA or device not in ("cpu", "gpu") or type(rows) is not list:
+    if device not in ("cpu", "gpu"):
         raise CalibrationError("is not a calibration of this version")
+    if made_with != versions(device):
+        raise OtherVersionsError(
+            f"was made with {_listed(made_with)}, installed is {_listed(versions(device))}", device
+        )
+    if schema != _SCHEMA or type(rows) is not list:
+        raise CalibrationError("is not a calibration of this version", device)
     if made_on != machine(device):
-        raise CalibrationError(f"was made on {_listed(made_on)}, this is {_listed(machine(device))}")
+        raise CalibrationError(f"was made on {_listed(made_on)}, this is {_listed(machine(device))}", device)
     return dict(found)
 
 

@@ -310,6 +310,42 @@ def test_another_macos_has_another_compiler_for_the_gpu(mac, chosen, file, tmp_p
     assert store.read(store.path("cpu")), "the native code is compiled with the package"
 
 
+@pytest.mark.parametrize(
+    "default, options", [(mx.gpu, ("", " --device cpu")), (mx.cpu, (" --device gpu", ""))], ids=str
+)
+def test_the_advice_is_for_the_device_of_the_file(default, options, mac, file, tmp_path, monkeypatch):
+    mac("26.1")
+    monkeypatch.setattr(mx, "default_device", lambda: default)
+    gpu, cpu = (f"`mlx-mittens calibrate{option}`" for option in options)
+    for device, advice in (("gpu", gpu), ("cpu", cpu)):
+        for changed in ({"versions": {"mlx": "0.1.2"}}, {"rows": [{}]}):
+            store.write(file, of_this_machine(device=device))
+            file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+            with pytest.warns(RuntimeWarning, match=f"It is ignored; {advice} measures this machine anew"):
+                calibration.load()
+            assert calibration.status(device).endswith(f"; {advice} measures this machine anew")
+
+    monkeypatch.delenv("MLX_MITTENS_CALIBRATION")
+    monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
+    assert calibration.status("cpu") == f"none; {cpu} measures this machine anew"
+    for device in ("gpu", "cpu"):
+        store.write(store.path(device), of_this_machine(device=device))
+        store.path(device).write_text("{")
+    with pytest.warns(RuntimeWarning, match=f"It is ignored; {cpu} and {gpu} measure this machine anew"):
+        calibration.load()
+
+
+def test_a_file_of_the_other_device_is_none_of_this_one(mac, file):
+    mac("26.1")
+    for device, other in (("cpu", "gpu"), ("gpu", "cpu")):
+        store.write(file, of_this_machine(device=device))
+        for _ in range(2):  # before it is loaded and then
+            assert calibration.status(other) == f"none, as MLX_MITTENS_CALIBRATION names that of the {device} ({file})"
+            calibration.load()
+        assert calibration.status(device).startswith("of 2026-01-02")
+        loading.unload()
+
+
 @pytest.mark.parametrize("flags, code", [((), "import mlx_mittens"), (("-W", "error"), "import mlx_mittens")], ids=str)
 def test_importing_the_package_never_fails_for_it(flags, code, file):
     file.write_text("{")
