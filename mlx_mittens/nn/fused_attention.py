@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import sys
 import types
@@ -24,7 +25,16 @@ from . import caches
 from .modules import Linear, QuantizedLinear
 from .norms import call_of, is_norm, offset_of, scale_of
 
-__all__ = ["are_alike", "attend_with_ours", "decode_a_little", "join", "joinable", "joined_attention", "part"]
+__all__ = [
+    "are_alike",
+    "attend_with_ours",
+    "code_of",
+    "decode_a_little",
+    "join",
+    "joinable",
+    "joined_attention",
+    "part",
+]
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # All that the call of an attention may mention to be one that is known here; a clip or a second kind of scale is none.
@@ -142,6 +152,14 @@ def are_alike(layers: Sequence[nn.Module]) -> bool:
     return all(len({(layer[name].dtype, layer[name].shape[1:]) for layer in layers}) == 1 for name in first)
 
 
+def code_of(module: nn.Module) -> types.CodeType | None:
+    """The code of a module's call; none where that takes anything but an input, a mask and a cache."""
+    call = call_of(module)
+    if not inspect.isfunction(call) or list(inspect.signature(call).parameters)[2:] != ["mask", "cache"]:
+        return None
+    return call.__code__
+
+
 def _is_known(code: types.CodeType | None) -> bool:
     """Whether a call does nothing that this module has not seen; that it does it in the same order, a trial shows."""
     if code is None or code.co_freevars or code.co_cellvars:
@@ -154,7 +172,7 @@ def _is_known(code: types.CodeType | None) -> bool:
 def joinable(module: nn.Module) -> bool:
     """Whether a module is an attention whose three projections can be one, by its parts and by what its call names."""
     return (
-        _is_known(getattr(call_of(module), "__code__", None))
+        _is_known(code_of(module))
         and all(name in module for name in (*_PROJECTIONS, "o_proj", "rope"))
         and are_alike([module[name] for name in _PROJECTIONS])
     )
@@ -170,14 +188,13 @@ def part(module: nn.Module) -> None:
     del module._joined
 
 
-def decode_a_little(module: nn.Module, x: mx.array) -> mx.array:
+def decode_a_little(module: nn.Module, x: mx.array) -> list[mx.array]:
     """What such a module gives for a few tokens, the last of them after a cache of the others, and what it caches."""
     from mlx_lm.models.cache import KVCache
 
     cache = KVCache()
     results = [module(x[:, :-1], "causal", cache), module(x[:, -1:], None, cache), module(x, "causal", None)]
-    results += [cache.keys, cache.values] if cache.offset == x.shape[1] else []
-    return mx.concatenate([a.reshape(-1) for a in results])
+    return results + ([cache.keys, cache.values] if cache.offset == x.shape[1] else [])
 
 
 def _norm_heads(attention: Any, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:

@@ -17,13 +17,24 @@ import mlx.nn as nn
 
 from .. import _ext
 from .experts import route
-from .fused_attention import are_alike, attend_with_ours, decode_a_little, join, joinable, joined_attention, part
+from .fused_attention import (
+    are_alike,
+    attend_with_ours,
+    code_of,
+    decode_a_little,
+    join,
+    joinable,
+    joined_attention,
+    part,
+)
 from .modules import QuantizedLinear, RMSNorm
-from .norms import call_of, is_norm, looks_offset, offset_norm, offset_of
+from .norms import is_norm, looks_offset, offset_norm, offset_of
 
 __all__ = ["fuse_blocks"]
 
 _BLOCK = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+# What a call of such a block may name as well: Qwen3-Next's chooses between two kinds of attention.
+_CHOICE = {"is_linear", "linear_attn"}
 # Blocks that normalize what comes out of the attention and of the feed-forward part too: the norm of the attention's
 # output, the one before the feed-forward part, and that of its output. Gemma 2 and 3, GLM-4.
 _SANDWICHES = (
@@ -36,6 +47,8 @@ _Held = types.SimpleNamespace
 
 # The root mean square of gates in a trial. Models that clamp them do so at 7 to 16.
 _LARGE = 32.0
+# That of a block's input in a trial, beside 1: what the block adds to it is not lost in its rounding.
+_SMALL = 2.0**-7
 
 _EPSILON = {mx.float32: 1e-5, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
@@ -138,18 +151,26 @@ def _norm_add_norm(x: mx.array, residual: mx.array, norm: Any, following: Any) -
     )
 
 
+def _is_block(module: nn.Module) -> bool:
+    code = code_of(module)
+    return (
+        code is not None
+        and set(code.co_names) <= {*_BLOCK, *_CHOICE}
+        and all(name in module for name in _BLOCK)
+        and is_norm(module["post_attention_layernorm"])
+    )
+
+
 def _sandwich_of(module: nn.Module) -> types.SimpleNamespace | None:
     """The norms of a block that has them on both sides of its parts; none if it is no such block."""
-    code = getattr(call_of(module), "__code__", None)
-    for norms in _SANDWICHES:
+    code = code_of(module)
+    named = set(code.co_names) if code else set()
+    for norms in _SANDWICHES if code else ():
         names = {"self_attn", "mlp", "input_layernorm", *norms}
-        if not all(name in module for name in names) or code is None:
-            continue
         # Gemma 3 keeps sums in float16 finite, which a trial does not show.
-        clips = "clip_residual" in code.co_names
-        known = set(code.co_names) <= {*names, "clip_residual"}
+        known = named <= {*names, "clip_residual"} and all(name in module for name in names)
         if known and all(is_norm(module[name]) for name in norms) and len({module[name].eps for name in norms}) == 1:
-            return _Held(norms=norms, clips=clips)
+            return _Held(norms=norms, clips="clip_residual" in named)
     return None
 
 
@@ -185,8 +206,7 @@ def _same(a: mx.array, b: mx.array) -> bool:
         return False
     limit = 2 * _EPSILON[a.dtype]
     a, b = a.astype(mx.float32), b.astype(mx.float32)
-    error = mx.sqrt(mx.mean(mx.square(a - b)) / mx.mean(mx.square(a)))
-    return cast(float, error.item()) <= limit
+    return cast(bool, (mx.mean(mx.square(a - b)) <= limit**2 * mx.mean(mx.square(a))).item())
 
 
 def _try(
@@ -194,18 +214,17 @@ def _try(
     call: Callable[..., Any],
     width: int,
     dtype: mx.Dtype,
-    run: Callable[[nn.Module, mx.array], mx.array | list[mx.array]] = lambda module, x: module(x),
+    run: Callable[[nn.Module, mx.array], list[mx.array]] = lambda module, x: [module(x)],
 ) -> bool:
     """Gives a module the call if it computes the same; random numbers show it."""
     before = type(module)
     if before.__call__ is call:  # converted before
         return True
     x = mx.random.normal((1, 3, width), key=mx.random.key(0)).astype(dtype)
-    results = lambda: found if isinstance(found := run(module, x), list) else [found]
     try:
-        expected = results()
+        expected = run(module, x)
         module.__class__ = _subclass(before, call)
-        if all(map(_same, expected, results())):
+        if all(_same(*pair) for pair in zip(expected, run(module, x), strict=True)):
             return True
     except Exception:  # a class of another structure may raise anything
         pass
@@ -218,6 +237,11 @@ def _usual_and_large(mlp: nn.Module, x: mx.array) -> list[mx.array]:
     gates = mlp["gate_proj"](x).astype(mx.float32)
     scale = _LARGE / mx.sqrt(mx.mean(mx.square(gates)))
     return [mlp(x), mlp((x * scale).astype(x.dtype))]
+
+
+def _usual_and_small(block: nn.Module, x: mx.array, *mask: str) -> list[mx.array]:
+    """A block's results, also of an input that is small beside what the block adds to it."""
+    return [block(x, *mask), block(x * _SMALL, *mask)]
 
 
 def _input_of(layer: nn.Module) -> tuple[int, mx.Dtype]:
@@ -253,11 +277,11 @@ def fuse_blocks(model: nn.Module) -> None:
         if sandwich := _sandwich_of(module):
             module._sandwich = sandwich
             weight = module[sandwich.norms[0]]["weight"]
-            if not _try(module, _fused_sandwich, weight.shape[0], weight.dtype):
+            if not _try(module, _fused_sandwich, weight.shape[0], weight.dtype, _usual_and_small):
                 del module._sandwich
-        elif all(name in module for name in _BLOCK) and is_norm(module["post_attention_layernorm"]):
+        elif _is_block(module):
             weight = module["post_attention_layernorm"]["weight"]
-            _try(module, _fused_block, weight.shape[0], weight.dtype, lambda block, x: block(x, "causal"))
+            _try(module, _fused_block, weight.shape[0], weight.dtype, lambda *of: _usual_and_small(*of, "causal"))
     for module in modules:
         _chain(module)
 
