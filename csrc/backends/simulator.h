@@ -19,8 +19,8 @@ simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes
 
 using Constants = std::map<uint32_t, std::string>;  // function constants by index, as C++ writes them
 
-// Waits until what a primitive on this CPU stream reads is there. The simulator runs on the thread that evaluates, so that
-// a fault is an exception of the call: MLX's Metal backend commits what it has encoded for a GPU after that.
+// Waits until what a primitive on this CPU stream reads is there. The simulator runs on the thread that evaluates, so
+// that a fault is an exception of the call: MLX's Metal backend commits what it has encoded for a GPU after that.
 void wait_for_inputs(mx::Stream stream);
 
 // Runs a dispatch in the library at this path, and notes it under the file and constants that the library was made of.

@@ -309,7 +309,7 @@ BAD = {
     "no room at start": ({"start": 7}, ["room for 9", "3 of them from 7"]),
     "negative start": ({"start": -1}, ["from -1"]),
     "offsets of other rows": ({"offset": mx.zeros(3, mx.int32), "start": 0}, ["offset has shape (3)", "(2), one for"]),
-    "one offset in two axes": ({"offset": mx.zeros((1, 1), mx.int32), "start": 0}, ["offset has shape (1,1)", "one number"]),
+    "an offset of two axes": ({"offset": mx.array([[1]]), "start": 0}, ["offset has shape (1,1)", "one number"]),
     "offsets without a start": ({"offset": mx.zeros(2, mx.int32)}, ["offset is an array", "start is not given"]),
     "odd dims": ({"dims": 7}, ["dims is 7", "even"]),
     "no dims": ({"dims": 0}, ["dims is 0"]),
