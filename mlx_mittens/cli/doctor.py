@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -278,6 +279,21 @@ def _internals() -> dict[str, str]:
     return {"mlx internals": mlx, "mlx-lm layers": unknown if layers else known}
 
 
+def _shared_cache() -> Path:
+    """A cache folder for this process and its children, which can be written to; it has what the user's has."""
+    folder = cache.writable_folder()
+    try:
+        of_user = cache.cache_folder().absolute()
+        names = os.listdir(of_user) if folder.absolute() != of_user else []
+    except (OSError, RuntimeError):  # there is none
+        names = []
+    for name in names:
+        if not name.startswith("."):  # of files that were being written, and their locks
+            with contextlib.suppress(OSError):
+                os.symlink(of_user / name, folder / name)
+    return folder
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Examines this machine.
 
@@ -292,7 +308,7 @@ def run(arguments: argparse.Namespace) -> int:
     select_device(arguments.device)
     device = machine.device()
     seed = drawn(arguments.seed)
-    environment = {**os.environ, "MLX_MITTENS_CACHE": str(cache.writable_folder()), "MLX_MITTENS_QUIET": "1"}
+    environment = {**os.environ, "MLX_MITTENS_CACHE": str(_shared_cache()), "MLX_MITTENS_QUIET": "1"}
     if device not in calibration.loaded:  # this process has said why; its children need not
         environment["MLX_MITTENS_CALIBRATION"] = "off"
     versions, found, internals = machine.versions(), executors(), _internals()

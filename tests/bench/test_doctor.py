@@ -11,10 +11,12 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlx_mittens import specs, strict
+from mlx_mittens import calibration, specs, strict
+from mlx_mittens.calibration import store
 from mlx_mittens.cli import doctor
 from mlx_mittens.cli.main import main
 from mlx_mittens.cli.options import inputs
+from mlx_mittens.frontend import cache
 
 # Runs in the test's process and in those that doctor starts.
 FEW_CASES = """
@@ -139,6 +141,42 @@ instead("rms_norm", make)
     assert result["complete"] and not result["passed"] and result["measured"] == result["planned"]
     assert [case["dtype"] for case in result["cases"] if not case["passed"]] == ["float16"] * 2, "one is its gradient"
     assert "2 cases failed" in capsys.readouterr().out
+
+
+def test_a_cache_that_can_only_be_read_is_used(only, tmp_path, monkeypatch):
+    def refuse(folder):
+        raise OSError(30, "Read-only file system")
+
+    folder = tmp_path / "cache"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLX_MITTENS_CALIBRATION", raising=False)
+    monkeypatch.setenv("MLX_MITTENS_CACHE", "cache")
+    file = store.path("cpu")
+    row = store.Row("softmax", "a", "float32", 0, (4, 64, 1, 1), False, "", 0, 1.0, 1.0, 1.0, 0.1)
+    store.write(file, store.Calibration(store.machine("cpu"), store.versions("cpu"), "2026-01-02", [row]))
+    (folder / "old.so").write_text("compiled before")
+    monkeypatch.setattr(cache, "_probe", refuse)
+    monkeypatch.setattr(cache, "_problems", {})
+    before = sorted(folder.rglob("*"))
+    only("""
+from mlx_mittens import calibration
+from mlx_mittens.frontend import cache
+def tell():
+    made = [cache.cached(name, lambda path: path.write_text("new")).read_text() for name in ("old.so", "new.so")]
+    raise RuntimeError(f"{list(calibration.loaded)} {made}")
+instead("rms_norm", of_half(tell))
+""")
+    calibration.load()
+    try:
+        with pytest.warns(RuntimeWarning, match="Read-only file system"):
+            assert main(["doctor", "--device", "cpu", "--ops", "rms_norm", "--json", "doctor.json"]) == 1
+    finally:
+        calibration.loading.unload()
+    result = json.loads((tmp_path / "doctor.json").read_text())
+    assert result["calibration"].startswith("of 2026-01-02")
+    details = {case["detail"] for case in result["cases"] if case["dtype"] == "float16"}
+    assert details == {"RuntimeError: ['cpu'] ['compiled before', 'new']"}
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_a_seed_repeats_the_inputs(few_cases, tmp_path):
