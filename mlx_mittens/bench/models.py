@@ -3,7 +3,8 @@
 Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. What is timed: mlx-lm's own generation
 loop for decode, after a prompt that our kernels have processed for all; one call of the model for prefill. On a CPU mx
 may take a minute for a token: it then gets fewer tokens, which is said. Where a token takes milliseconds the contenders
-take turns, and the best of each one's counts: on a shared machine the host's part scatters.
+take turns, and the best of each one's counts: on a shared machine the host's part scatters. Each has a stream of its
+own, or graphs that hold our kernels would stay in mx's turns.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..nn import convert
 from ..patching.patches import patched
 from ..patching.targets import TARGETS
 from . import architectures, machine, model_folders
+from .streams import new_stream, on_stream
 
 # Formats of random weights, as `architectures.build` takes them. "mxfp4" is what `mlx_lm.convert --q-mode mxfp4` makes.
 FORMATS: dict[str, dict[str, Any]] = {
@@ -174,12 +176,13 @@ def _decode(model: nn.Module, caches: list, tokens: int, seconds: float) -> Spee
         return Speed(1 / first, 1)
     times = []
     start = before = time.perf_counter()
-    for _ in generate_step(mx.array([1]), model, max_tokens=tokens, prompt_cache=copy.deepcopy(caches)):
-        now = time.perf_counter()
-        times.append(now - before)
-        before = now
-        if now - start > seconds:
-            break
+    with on_stream(mx.default_stream(mx.default_device())) as stream:
+        for _ in generate_step(mx.array([1]), model, max_tokens=tokens, prompt_cache=copy.deepcopy(caches), **stream):
+            now = time.perf_counter()
+            times.append(now - before)
+            before = now
+            if now - start > seconds:
+                break
     steady = times[1:] or times  # the first waits for two: the loop runs one ahead
     return Speed(1 / statistics.median(steady), len(steady))
 
@@ -237,36 +240,32 @@ def measure(
     asked = subject
     subject, model = subject.load()
     converted = converted_copy(model)
-    with patched():
-        _, caches = _prefill(model, prompt)  # kernels are compiled on first use
-        _decode(model, caches, 4, seconds)
-    with patched(attention_layer=False):  # its ops are to be seen
-        share = shares(model, caches)
-    _prefill(converted, prompt)
-    _decode(converted, caches, 4, seconds)
+    streams = {name: new_stream() for name in ("mittens", "converted", "mx")}
+    with mx.stream(streams["mittens"]):
+        with patched():
+            _, caches = _prefill(model, prompt)  # kernels are compiled on first use
+            _decode(model, caches, 4, seconds)
+        with patched(attention_layer=False):  # its ops are to be seen
+            share = shares(model, caches)
+    with mx.stream(streams["converted"]):
+        _prefill(converted, prompt)
+        _decode(converted, caches, 4, seconds)
 
-    def ours(run: Callable[[], Speed]) -> Callable[[], Speed]:
-        def under_patch() -> Speed:
-            with patched():
-                return run()
+    def contender(name: str, run: Callable[[nn.Module], Speed]) -> Callable[[], Speed]:
+        def on_its_stream() -> Speed:
+            with mx.stream(streams[name]), patched() if name == "mittens" else contextlib.nullcontext():
+                return run(converted if name == "converted" else model)
 
-        return under_patch
+        return on_its_stream
 
     step(f"{asked}: loaded and compiled")
-    decode, problem = _in_turns(
-        {
-            "mittens": ours(lambda: _decode(model, caches, tokens, seconds)),
-            "converted": lambda: _decode(converted, caches, tokens, seconds),
-            "mx": lambda: _decode(model, caches, tokens, seconds),
-        }
-    )
+    decoding = lambda model: _decode(model, caches, tokens, seconds)
+    decode, problem = _in_turns({name: contender(name, decoding) for name in streams})
     step(f"{asked}: decode")
-    prompts = {
-        "mittens": ours(lambda: _prompt_speed(model, prompt, 0.0001, seconds)),
-        "converted": lambda: _prompt_speed(converted, prompt, 0.0001, seconds),
-    }
+    reading = lambda token_seconds: lambda model: _prompt_speed(model, prompt, token_seconds, seconds)
+    prompts = {name: contender(name, reading(0.0001)) for name in ("mittens", "converted")}
     if "mx" in decode:
-        prompts["mx"] = lambda: _prompt_speed(model, prompt, 1 / decode["mx"].tokens_per_s, seconds)
+        prompts["mx"] = contender("mx", reading(1 / decode["mx"].tokens_per_s))
     prefill, _ = _in_turns(prompts)
     step(f"{asked}: prefill")
     layers = len(getattr(model, "layers", ())) or None

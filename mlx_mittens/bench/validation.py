@@ -2,15 +2,13 @@
 
 mlx-lm's own generation loop runs on mx, then on ours. Where the tokens differ, ours runs again along mx's tokens, so
 that logits are compared over one sequence. The same model in float32 is the judge: on mx, many tokens at a time, along
-mx's tokens. Each run has a stream of its own, because mx.compile traces a function anew for another stream. Otherwise
-graphs that hold mx's kernels would stay in our run.
+mx's tokens. Each run has a stream of its own, or graphs that hold mx's kernels would stay in our run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ from ..patching.patches import patched
 from ..specs import EPSILON
 from ..stats import Stats, stats
 from .models import converted_copy
+from .streams import new_stream, on_stream
 
 __all__ = ["Difference", "Failure", "OurFailure", "Validation", "validate"]
 
@@ -190,7 +189,7 @@ def _generate(
     if along:
         options["sampler"] = next_given
     progress = _Progress(count, say, seconds)
-    with _own_stream(loop) as stream:
+    with on_stream(new_stream()) as stream:
         for token, logprobs in loop.generate_step(mx.array(list(prompt)), model, **options, **stream):
             found.tokens.append(mx.argmax(logprobs).item() if along else token)  # type: ignore[arg-type]
             if progress.is_late:
@@ -201,27 +200,13 @@ def _generate(
     return found
 
 
-@contextlib.contextmanager
-def _own_stream(loop: Any) -> Iterator[dict[str, mx.Stream]]:
-    """A new stream for mlx-lm's loop: an argument, or in mlx-lm before 0.32 a global."""
-    stream = mx.new_stream(mx.default_device())
-    if "stream" in inspect.signature(loop.generate_step).parameters:
-        yield {"stream": stream}
-        return
-    before, loop.generation_stream = loop.generation_stream, stream
-    try:
-        yield {}
-    finally:
-        loop.generation_stream = before
-
-
 def _float32_logits(model: nn.Module, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
     """The logits after each token from the first one on; the model is float32 from now on."""
     from mlx_lm.models.cache import make_prompt_cache
 
     model.set_dtype(mx.float32)
     caches = make_prompt_cache(model)
-    with mx.stream(mx.new_stream(mx.default_device())):
+    with mx.stream(new_stream()):
         for start in range(0, len(tokens), _STEP):
             logits = model(mx.array([list(tokens[start : start + _STEP])]), cache=caches)[0].astype(mx.float32)
             mx.eval(logits, [cache.state for cache in caches])

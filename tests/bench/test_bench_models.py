@@ -236,3 +236,26 @@ def test_random_weights_are_of_the_models_own_shapes(rng):
     assert dtypes == {mx.bfloat16, mx.uint32}
     logits = model(mx.array([[1, 2, 3]])).astype(mx.float32)
     assert 0.1 < logits.std().item() < 10
+
+
+def test_functions_that_mx_compiles_run_on_mx_in_its_turns(monkeypatch):
+    compiled = mx.compile(lambda x: mx.softmax(x, axis=-1))
+    model = tiny.build("llama-3.2-1b", mx.float32)
+
+    class Squeezed(type(model)):
+        def __call__(self, *arguments, **options):
+            return compiled(super().__call__(*arguments, **options))
+
+    model.__class__ = Squeezed
+    monkeypatch.setattr(models.Subject, "load", lambda self: (self, model))
+    found = []
+
+    def in_turns(contenders):
+        for name, run in contenders.items():
+            mm.stats(reset=True)
+            found.append((name, bool(run()) and "softmax" in mm.stats()))
+        return {name: models.Speed(1.0, 1) for name in contenders}, None
+
+    monkeypatch.setattr(models, "_in_turns", in_turns)
+    models.measure(models.Subject("llama-3.2-1b", "half", "float16"), 4, 6, 5.0, lambda text: None)
+    assert found == [("mittens", True), ("converted", False), ("mx", False)] * 2

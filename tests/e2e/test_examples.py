@@ -1,8 +1,11 @@
 """The example scripts, run as the README says."""
 
+import importlib.util
 import json
 import re
+import sys
 
+import mlx.core as mx
 import pytest
 from helpers import scripts, tiny
 from mlx_lm import load
@@ -56,6 +59,26 @@ def test_generating_side_by_side(trained):
         printed = scripts.run("generate.py", trained / weights, "--tokens", 20, "--prompt", "The if", "--check")
         assert re.search(r"mlx_mittens +\S +[\d.]+ +\S +[\d.]+ +\S +20 ", printed), printed
         assert re.search(rf"{op} +native", printed) and "the same 20 tokens" in printed
+
+
+@pytest.mark.usefixtures("native", "lenient")
+def test_functions_that_mx_compiles_run_on_mx_in_its_run(trained, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("generate", scripts.EXAMPLES / "generate.py")
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "generate", example)  # where its dataclass looks for it
+    spec.loader.exec_module(example)
+    model, tokenizer = load(str(trained / "dense"))
+    compiled = mx.compile(lambda x: mx.softmax(x, axis=-1))
+
+    class Squeezed(type(model)):
+        def __call__(self, *arguments, **options):
+            return compiled(super().__call__(*arguments, **options))
+
+    model.__class__ = Squeezed
+    monkeypatch.setattr(example, "load", lambda name: (model, tokenizer))
+    monkeypatch.setattr(sys, "argv", ["generate.py", "it", "--tokens", "4"])
+    assert example.main() == 0 and "softmax" in capsys.readouterr().out
+    assert not mm.stats(), "those of mx's run"
 
 
 def test_a_run_of_mx_that_takes_too_long_ends(trained):
