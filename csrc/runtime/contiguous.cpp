@@ -145,12 +145,6 @@ void fill_rows(mx::array& target, const mx::array* row, mx::Stream stream) {
   copy(rows, target, stream);
 }
 
-mx::array copyable(mx::array array, mx::Stream stream) {
-  if (array.ndim() > kCopyDims + 1) {
-    return mx::contiguous(array, false, stream);
-  }
-  return array;
-}
 
 bool is_row_contiguous(const mx::array& array, int64_t alignment) {
   return array.size() == 0 || (array.flags().row_contiguous && array.offset() % alignment == 0);

@@ -7,9 +7,6 @@
 
 namespace mittens {
 
-// The array if one launch can copy it; of too many dimensions what mx's contiguous() makes of it.
-mx::array copyable(mx::array array, mx::Stream stream);
-
 // The array's elements in row contiguous memory of their own, which lives until what was given to the stream so far,
 // and what is given to it next, is done.
 mx::array contiguous(const mx::array& array, mx::Stream stream);

@@ -19,7 +19,6 @@
 #include "backends/metal.h"
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
-#include "params/runtime.h"
 #include "python/registry.h"
 #include "runtime/contiguous.h"
 #include "runtime/exporting.h"
@@ -63,13 +62,7 @@ class CustomKernel : public mx::Primitive {
   // A kernel takes a view's first element for the start of its buffer, so views that run backwards are copied.
   const Arrays& forwards(const Arrays& given, Arrays& copies) {
     for (const auto& input : given) {
-      const bool backwards = span_of(input).offset < 0;
-      if (backwards && input.ndim() > kCopyDims + 1) {
-        throw std::invalid_argument("[launch] kernel " + plan_.launch.kernel.text() + ": a view of " +
-                                    std::to_string(input.ndim()) + " dimensions runs backwards: expected at most " +
-                                    std::to_string(kCopyDims + 1));
-      }
-      copies.push_back(backwards ? contiguous(input, stream()) : input);
+      copies.push_back(span_of(input).offset < 0 ? contiguous(input, stream()) : input);
     }
     return copies;
   }
@@ -122,7 +115,7 @@ Arrays launch(const std::string& file, const std::string& kernel, const std::vec
   for (const auto& [index, array] : inputs) {
     place(index);
     plan.input_indices.push_back(index);
-    arrays.push_back(by_rows ? copyable(array, stream) : array);
+    arrays.push_back(array);
   }
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;

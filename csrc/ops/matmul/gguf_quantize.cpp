@@ -211,7 +211,7 @@ mx::array block_dequantize(const mx::array& blocks, const std::string& kind_name
                  " weights: expected at most 2**31 - 1, as an array of rows has");
   }
   const mx::Stream stream = checks::checked_stream(op, where);
-  return only(std::make_shared<BlockDequantize>(stream, kind, dtype), dtype, copyable(blocks, stream));
+  return only(std::make_shared<BlockDequantize>(stream, kind, dtype), dtype, blocks);
 }
 
 mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::StreamOrDevice where) {
@@ -232,7 +232,7 @@ mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::S
   if (runs_kernels(stream) && !has_quantize_kernel(kind)) {
     checks::fail(op, "kind is '", kind_name, "': expected q4_0 or q8_0 on a GPU; pass stream=mx.cpu");
   }
-  return only(std::make_shared<BlockQuantize>(stream, kind), mx::uint8, copyable(w, stream));
+  return only(std::make_shared<BlockQuantize>(stream, kind), mx::uint8, w);
 }
 
 namespace {

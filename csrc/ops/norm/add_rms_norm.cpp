@@ -124,10 +124,10 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
 
   Arrays inputs;
   inputs.reserve(3);
-  inputs.push_back(copyable(in_dtype(x, dtype, stream), stream));
-  inputs.push_back(copyable(in_dtype(residual, dtype, stream), stream));
+  inputs.push_back(in_dtype(x, dtype, stream));
+  inputs.push_back(in_dtype(residual, dtype, stream));
   if (weight) {
-    inputs.push_back(copyable(in_dtype(*weight, dtype, stream), stream));
+    inputs.push_back(in_dtype(*weight, dtype, stream));
   }
   Arrays outputs = RowPrimitive::outputs_of(std::make_shared<AddRmsNorm>(stream, inputs[0], eps, offset), inputs);
   return {std::move(outputs[0]), std::move(outputs[1])};

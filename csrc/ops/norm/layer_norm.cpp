@@ -128,10 +128,10 @@ std::optional<mx::array> try_layer_norm(const mx::array& x, const std::optional<
 
   Arrays inputs;
   inputs.reserve(3);
-  inputs.push_back(copyable(in_dtype(x, dtype, stream), stream));
+  inputs.push_back(in_dtype(x, dtype, stream));
   for (const auto* parameter : {&weight, &bias}) {
     if (*parameter) {
-      inputs.push_back(copyable(in_dtype(**parameter, dtype, stream), stream));
+      inputs.push_back(in_dtype(**parameter, dtype, stream));
     }
   }
   auto primitive = std::make_shared<LayerNorm>(stream, inputs[0], weight.has_value(), bias.has_value(), eps);

@@ -154,11 +154,11 @@ std::pair<mx::array, mx::array> norm_add_norm(const mx::array& x, const mx::arra
 
   Arrays inputs;
   inputs.reserve(4);
-  inputs.push_back(copyable(in_dtype(x, dtype, stream), stream));
-  inputs.push_back(copyable(in_dtype(residual, dtype, stream), stream));
+  inputs.push_back(in_dtype(x, dtype, stream));
+  inputs.push_back(in_dtype(residual, dtype, stream));
   for (const auto* scale : {&weight, &next_weight}) {
     if (*scale) {
-      inputs.push_back(copyable(in_dtype(**scale, dtype, stream), stream));
+      inputs.push_back(in_dtype(**scale, dtype, stream));
     }
   }
   const NormAddNormOptions options{eps, weight.has_value(), next_weight.has_value(), offset, next_offset};

@@ -247,15 +247,15 @@ class NormVjp : public KernelPrimitive {
 
 NormGradients norm_gradients(const mx::array& x, const std::optional<mx::array>& weight, const mx::array& dy,
                              const std::optional<mx::array>& dsum, NormVjpOptions options, mx::Stream stream) {
-  Arrays inputs = {copyable(x, stream)};
+  Arrays inputs = {x};
   if (weight) {
-    inputs.push_back(copyable(*weight, stream));
+    inputs.push_back(*weight);
   } else {
     options.weight_offset = no_offset;  // qk_norm has one offset for two norms, of which one may lack a weight
   }
-  inputs.push_back(copyable(dy, stream));
+  inputs.push_back(dy);
   if (dsum) {
-    inputs.push_back(copyable(*dsum, stream));
+    inputs.push_back(*dsum);
   }
   auto primitive = std::make_shared<NormVjp>(stream, options, weight.has_value(), dsum.has_value());
   const Arrays outputs =

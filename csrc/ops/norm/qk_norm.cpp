@@ -197,7 +197,7 @@ class QkNorm : public KernelPrimitive {
     }
     Arrays batched = inputs;
     for (int i : {0, 1}) {
-      batched[i] = copyable(mx::moveaxis(inputs[i], axes[i], 0, stream()), stream());
+      batched[i] = mx::moveaxis(inputs[i], axes[i], 0, stream());
     }
     return {results_of(std::make_shared<QkNorm>(stream(), options_), batched), {0, 0}};
   }
@@ -355,11 +355,11 @@ std::pair<mx::array, mx::array> qk_norm(const mx::array& queries, const mx::arra
 
   Arrays inputs;
   inputs.reserve(4);
-  inputs.push_back(copyable(in_dtype(queries, dtype, stream), stream));
-  inputs.push_back(copyable(in_dtype(keys, dtype, stream), stream));
+  inputs.push_back(in_dtype(queries, dtype, stream));
+  inputs.push_back(in_dtype(keys, dtype, stream));
   for (const auto* weight : {&query_weight, &key_weight}) {
     if (*weight) {
-      inputs.push_back(copyable(in_dtype(**weight, dtype, stream), stream));
+      inputs.push_back(in_dtype(**weight, dtype, stream));
     }
   }
   const QkNormOptions options{eps, offset, query_weight.has_value(), key_weight.has_value()};

@@ -112,9 +112,9 @@ std::optional<mx::array> try_rms_norm(const mx::array& x, const std::optional<mx
 
   Arrays inputs;
   inputs.reserve(2);
-  inputs.push_back(copyable(in_dtype(x, dtype, stream), stream));
+  inputs.push_back(in_dtype(x, dtype, stream));
   if (weight) {
-    inputs.push_back(copyable(in_dtype(*weight, dtype, stream), stream));
+    inputs.push_back(in_dtype(*weight, dtype, stream));
   }
   auto primitive = std::make_shared<RmsNorm>(stream, inputs[0], eps, offset);
   return RowPrimitive::result_of(std::move(primitive), std::move(inputs));

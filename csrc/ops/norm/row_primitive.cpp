@@ -39,7 +39,7 @@ std::pair<Arrays, std::vector<int>> RowPrimitive::vmap(const Arrays& inputs, con
       return KernelPrimitive::vmap(inputs, axes);
     }
     if (is_batched) {
-      batched[i] = copyable(mx::moveaxis(inputs[i], axes[i], 0, stream()), stream());
+      batched[i] = mx::moveaxis(inputs[i], axes[i], 0, stream());
     }
   }
   Arrays outputs = outputs_of(like(batched[0]), batched);

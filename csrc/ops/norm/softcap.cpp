@@ -96,9 +96,7 @@ mx::array softcap(const mx::array& logits, float cap, mx::StreamOrDevice where) 
   if (!has_kernels(dtype) || prefer_mx({op, dtype, 0, {problem_size(logits.size()), 1, 1, 1}}, nullptr, stream)) {
     return compose_softcap(logits, cap, stream);
   }
-  mx::array x = copyable(logits, stream);
-  mx::Shape shape = x.shape();
-  return only_output(std::move(shape), std::make_shared<Softcap>(stream, cap), {std::move(x)});
+  return only_output(logits.shape(), std::make_shared<Softcap>(stream, cap), {logits});
 }
 
 void bind(nb::module_& module) {

@@ -69,7 +69,7 @@ class SoftmaxVjp : public RowPrimitive {
   SoftmaxVjp(mx::Stream stream, const mx::array& y) : RowPrimitive(stream, "softmax_vjp", {2, 1, 2}, y) {}
 
   static mx::array apply(const mx::array& y, const mx::array& dy, mx::Stream stream) {
-    return result_of(std::make_shared<SoftmaxVjp>(stream, y), {copyable(y, stream), copyable(dy, stream)});
+    return result_of(std::make_shared<SoftmaxVjp>(stream, y), {y, dy});
   }
 
   const char* name() const override {
@@ -159,7 +159,7 @@ std::vector<int> checked_axes(std::vector<int> axes, const mx::array& a) {
 // Along the last axis of a row contiguous array.
 mx::array softmax_rows(mx::array a, mx::Stream stream) {
   Arrays inputs;
-  inputs.push_back(copyable(std::move(a), stream));
+  inputs.push_back(std::move(a));
   auto primitive = std::make_shared<Softmax>(stream, inputs[0]);
   return RowPrimitive::result_of(std::move(primitive), std::move(inputs));
 }

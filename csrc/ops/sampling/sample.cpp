@@ -339,9 +339,9 @@ Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, dou
   if (prefer_mx(sample_problem(logits, options, dtype), nullptr, stream)) {
     return sampled(compose_sample(logits, drawn_by, options, stream), logprobs);
   }
-  Arrays inputs = {copyable(logits, stream)};
+  Arrays inputs = {logits};
   if (drawn_by) {
-    inputs.push_back(copyable(*drawn_by, stream));
+    inputs.push_back(*drawn_by);
   }
   const bool has_workspace = plan_splits(logits, options, stream) > 1;
   return sampled(Sample::outputs_of(std::make_shared<Sample>(stream, options, has_workspace), inputs), logprobs);
