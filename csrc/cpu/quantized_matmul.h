@@ -36,9 +36,15 @@ void quantized_matmul(Type type,  // of scales, biases, x, bias and y
                       size_t matrices, size_t rows, size_t columns, size_t outputs,
                       bool exact);  // a row of up to most_exact_rows is bit for bit what it is alone; transposed alone
 
-// y[i] = round(silu(x[i] @ gate[i].T) * (x[i] @ up[i].T)) for each pair of matrices i, silu(v) = v / (1 + exp(-v)), all
-// in float32 and rounded once.
-void quantized_swiglu(Type type,
+// v * sigmoid(v * (alpha + beta * v^2)).
+struct Gating {
+  float alpha;
+  float beta;
+};
+
+// y[i] = round(gating(x[i] @ gate[i].T) * (x[i] @ up[i].T)) for each pair of matrices i, all in float32 and rounded
+// once.
+void quantized_swiglu(Type type, Gating gating,
                       const QuantizedWeights* gate,  // [matrices], transposed
                       const QuantizedWeights* up,  // [matrices], transposed
                       const void* x,  // [matrices, rows, columns]

@@ -1,4 +1,4 @@
-// mlx-lm's silu(gate) * up of two products that nothing has computed yet, of a layer or of its chosen experts.
+// mlx-lm's swiglu and geglu of two products that nothing has computed yet, of a layer or of its chosen experts.
 #include <optional>
 
 #include <nanobind/nanobind.h>
@@ -16,13 +16,15 @@ namespace mittens {
 
 namespace {
 
-std::optional<mx::array> try_pending_swiglu(const mx::array& gate, const mx::array& up) {
-  auto y = try_swiglu(gate, up);
-  return y ? y : try_gather_swiglu(gate, up);
+template <const Activation& activation>
+std::optional<mx::array> try_pending(const mx::array& gate, const mx::array& up) {
+  auto y = try_swiglu(gate, up, activation);
+  return y ? y : try_gather_swiglu(gate, up, activation);
 }
 
 void bind(nb::module_& module) {
-  module.def("try_swiglu", &try_pending_swiglu, "gate"_a, "x"_a);
+  module.def("try_swiglu", &try_pending<swiglu_activation>, "gate"_a, "x"_a);
+  module.def("try_geglu", &try_pending<geglu_activation>, "gate"_a, "x"_a);
 }
 
 const Register registered(bind);

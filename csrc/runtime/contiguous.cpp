@@ -145,7 +145,6 @@ void fill_rows(mx::array& target, const mx::array* row, mx::Stream stream) {
   copy(rows, target, stream);
 }
 
-
 bool is_row_contiguous(const mx::array& array, int64_t alignment) {
   return array.size() == 0 || (array.flags().row_contiguous && array.offset() % alignment == 0);
 }

@@ -197,7 +197,7 @@ inline void multiply_by_matrices(
         sums[s] = left_sum<Partials>(partials, s * own_outputs + n, m, at.sharers);
       }
       const uint output = first_output + n;
-      y[(rows_before + first_row + m) * params.outputs + output] = epilogue(sums, bias, params.has_bias, output);
+      y[(rows_before + first_row + m) * params.outputs + output] = epilogue(sums, bias, params, output);
     }
   }
 }

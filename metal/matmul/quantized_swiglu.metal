@@ -1,10 +1,10 @@
 // The gated half of a feed-forward block, from quantized weights in one launch, on Apple GPUs, and in rare formats on
 // all:
 //
-//   y[m, n] = silu(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   silu(v) = v / (1 + exp(-v))
+//   y[m, n] = activated(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   as matmul/gating.h
 //
 // One row of x or two as matmul/qmv.metal, more as matmul/qmm.metal; a simdgroup has half as many outputs, of both
-// matrices. Sums, silu and the product are in float32, rounded once.
+// matrices. Sums, activation and product are in float32, rounded once.
 #include <metal_stdlib>
 
 #include "matmul/matrices.h"

@@ -18,6 +18,7 @@
 
 #include <metal_stdlib>
 
+#include "matmul/gating.h"
 #include "mittens/simd_reduce_scatter.h"
 #include "params/matmul.h"
 
@@ -250,13 +251,13 @@ inline bool writes(Sharing at, OwnOutputs outputs, uint output) {
          (!outputs.alone || output == outputs.first);
 }
 
-// What is written of the sums of N sources: sum + bias of one, silu(gate) * up of two, rounded once.
-template <typename T, int N>
-inline T epilogue(thread const float (&sums)[N], const device T* bias, bool has_bias, uint output) {
+// What is written of the sums of N sources: sum + bias of one, gate and up of two, rounded once.
+template <typename T, int N, typename Params>
+inline T epilogue(thread const float (&sums)[N], const device T* bias, constant Params& params, uint output) {
   if constexpr (N == 2) {
-    return T(sums[0] / (1.0f + precise::exp(-sums[0])) * sums[1]);
+    return T(activated(sums[0], params.gate_alpha, params.gate_beta) * sums[1]);
   } else {
-    return T(has_bias ? sums[0] + float(bias[output]) : sums[0]);
+    return T(params.has_bias ? sums[0] + float(bias[output]) : sums[0]);
   }
 }
 
@@ -283,7 +284,7 @@ inline void multiply_by_rows(
   const uint output = outputs.first + at.lane / (32 / N / R);
   const uint m = at.lane / (32 / C) % M;
   if (writes<C>(at, outputs, output) && (N == 1 || at.lane < 16) && m < rows.rows) {
-    y[(first_row + m) * params.outputs + output] = epilogue(sums, bias, params.has_bias, output);
+    y[(first_row + m) * params.outputs + output] = epilogue(sums, bias, params, output);
   }
 }
 

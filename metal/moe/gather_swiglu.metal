@@ -1,7 +1,7 @@
 // The gated half of chosen experts, from quantized weights in one launch:
 //
 //   gate[p, m, n] = sum_k x[.., m, k] * gate[.., n, k] + gate_bias[.., n], and the same of up
-//   y[p, m, n] = gate * sigmoid(alpha * gate) * (up + offset), both clipped where there is a limit
+//   y[p, m, n] = gate * sigmoid(gate * (alpha + beta * gate^2)) * (up + offset), both clipped where there is a limit
 //
 // As moe/gather_qmm.metal; a simdgroup has half as many outputs, of both matrices. All is in float32, rounded once.
 #include <metal_stdlib>

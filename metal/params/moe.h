@@ -20,8 +20,7 @@ struct GatherQmmParams {
   PairParams pairs;
   uint32_t pairs_per_sum;  // as many simdgroups share outputs where there are weights, else 1
   uint32_t has_weights;
-  float alpha;             // of gather_swiglu's activation, from here on
-  float limit;             // infinity: none
+  float limit;             // of what is gated, from here on; infinity: none
   float offset;
 };
 

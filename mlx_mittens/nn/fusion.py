@@ -190,6 +190,7 @@ def _fused_mlp(self: Any, x: mx.array) -> mx.array:
             (up["weight"], up["scales"], up["biases"]),
             gate.group_size,
             gate.bits,
+            activation=pair.activation,
         )
     except _ext.ExportError:
         return super(type(self), self).__call__(x)
@@ -271,8 +272,11 @@ def fuse_blocks(model: nn.Module) -> None:
     for module in modules:
         if all(name in module for name in _GATED) and _is_pair(module["gate_proj"], module["up_proj"]):
             gate = module["gate_proj"]
-            module._pair = _Held(gate=gate, up=module["up_proj"])
-            _try(module, _fused_mlp, *_input_of(gate), _usual_and_large)
+            is_fused = type(module).__call__ is _fused_mlp
+            for activation in (module._pair.activation,) if is_fused else ("swiglu", "geglu"):
+                module._pair = _Held(gate=gate, up=module["up_proj"], activation=activation)
+                if _try(module, _fused_mlp, *_input_of(gate), _usual_and_large):
+                    break
     for module in modules:
         if sandwich := _sandwich_of(module):
             module._sandwich = sandwich

@@ -125,6 +125,7 @@ def quantized_swiglu(
     bits: int | None = None,
     mode: str = "affine",
     *,
+    activation: str = "swiglu",
     exact: bool = False,
     stream: StreamOrDevice = None,
 ) -> mx.array:
@@ -143,6 +144,7 @@ def quantized_swiglu(
         group_size (int, optional): As of `quantized_matmul`.
         bits (int, optional): As of `quantized_matmul`.
         mode (str): As of `quantized_matmul`.
+        activation (str): ``swiglu``, or ``geglu``: ``nn.gelu_approx`` in the place of ``silu``, as in Gemma.
         exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows then share no work.
         stream (optional): Stream or device to run on.
 
@@ -151,7 +153,7 @@ def quantized_swiglu(
 
     Raises:
         DtypeError: A ``w`` is not uint32, or another argument not of a floating-point type named above.
-        ValueError: Shapes, bits, group size or mode do not fit together or do not exist.
+        ValueError: Shapes, bits, group size, mode or activation do not fit together or do not exist.
 
     Example:
         >>> x = mx.random.normal((1, 64))

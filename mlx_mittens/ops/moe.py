@@ -144,7 +144,7 @@ def gather_swiglu(
 ) -> mx.array:
     """The gated half of chosen experts: ``silu(x[lhs] @ gate[rhs].T) * (x[lhs] @ up[rhs].T)``.
 
-    Kernels compute everything in float32 and round once. On the CPU experts with a bias or another activation are two
+    Kernels compute everything in float32 and round once. On the CPU experts with a bias or clipped values are two
     products, and what follows in mx.
 
     Args:
@@ -159,8 +159,9 @@ def gather_swiglu(
         mode (str): As of ``gather_qmm``.
         bias (tuple, optional): What is added to the products of ``gate`` and of ``up``, each of shape
             ``[stack..., outputs]``.
-        activation (str): ``swiglu``, or ``clipped`` as gpt-oss has it: ``g * sigmoid(1.702 * g) * (u + 1)`` of
-            ``g = min(gate, 7)`` and ``u = clip(up, -7, 7)``.
+        activation (str): ``swiglu``; ``geglu``, with ``nn.gelu_approx`` in the place of ``silu``, as Gemma 4 has it; or
+            ``clipped``, as gpt-oss: ``g * sigmoid(1.702 * g) * (u + 1)`` of ``g = min(gate, 7)`` and
+            ``u = clip(up, -7, 7)``.
         sorted_indices (bool): As of ``gather_qmm``.
         stream (optional): Stream or device to run on.
 

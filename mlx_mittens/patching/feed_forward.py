@@ -1,4 +1,5 @@
-"""The experts of a few tokens in two launches: gate, activation and up, then the weighted sum of what comes down.
+"""Feed-forward parts. The experts of a few tokens are two launches: gate, activation and up, then the weighted sum of
+what comes down.
 
 mlx-lm's layers are known by their classes' names: who has a model has imported them.
 """
@@ -9,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from .. import _ext
 
-__all__ = ["SWITCH_LAYERS", "gated", "weighted_experts"]
+__all__ = ["SWITCH_LAYERS", "gated", "geglu_layer", "weighted_experts"]
 
 SWITCH_LAYERS = "mlx_lm.models.switch_layers"
 _MOST_UNSORTED = 64  # indices, from which on mlx-lm sorts tokens by their experts
@@ -20,10 +22,18 @@ _MOST_UNSORTED = 64  # indices, from which on mlx-lm sorts tokens by their exper
 # The activation of gather_swiglu that computes what a class of mlx-lm's does.
 _ACTIVATIONS = {
     f"{SWITCH_LAYERS}.SwiGLU": "swiglu",
+    "mlx_lm.models.gemma4_text.GeGLU": "geglu",
     "mlx_lm.models.gpt_oss.SwiGLU": "clipped",  # before 0.32
     "mlx_lm.models.activations.SwigluOAI": "clipped",
 }
 _CLIPPED = (1.702, 7.0)  # of gpt-oss
+
+
+def geglu_layer(layer: Any, x: mx.array) -> mx.array:
+    """A feed-forward part of Gemma 2 and 3."""
+    gate, up = layer.gate_proj(x), layer.up_proj(x)
+    y = _ext.try_geglu(gate, up)
+    return cast(mx.array, layer.down_proj(nn.gelu_approx(gate) * up if y is None else y))
 
 
 def _is_a(layer: Any, name: str) -> bool:

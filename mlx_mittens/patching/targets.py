@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
 
 from .. import _ext
-from . import routers
+from . import feed_forward, routers
 from .digests import digest, digest_in
 
 __all__ = ["TARGETS", "Target", "PatchError", "digest", "executed", "importing", "mixture_of", "unknown"]
@@ -414,6 +414,28 @@ TARGETS = [
         optional=True,
         partial=True,  # only two quantized products, of experts or not, that are still to be computed are one
         shared=True,
+    ),
+    Target(
+        "swiglu",
+        "quantized_swiglu",
+        "mlx_lm.models.gemma4_text",
+        "geglu",
+        _ext.try_geglu,
+        optional=True,
+        partial=True,  # as of swiglu
+    ),
+    *(
+        Target(
+            "swiglu",
+            "quantized_swiglu",
+            f"mlx_lm.models.{module}",
+            "MLP.__call__",
+            feed_forward.geglu_layer,
+            ("self", "x"),
+            optional=True,
+            text="77acdfac2b5d9004",
+        )
+        for module in ("gemma2", "gemma3_text")
     ),
     Target("experts", "gather_qmm", "mlx.core", "gather_qmm", _ext.try_gather_qmm),
     Target("experts", "gather_mm", "mlx.core", "gather_mm", _ext.try_gather_mm),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ..ops import matmul
@@ -92,7 +93,8 @@ class MatrixOp(Op):
         product = lambda part: _product(widen(x), part, options, self.layout, options.get("transpose", True))
         if self.layout == "gated":
             half = len(weights) // 2
-            return [gated(product(weights[:half]), product(weights[half:]))]
+            activation = options.get("activation", "swiglu")
+            return [gated(product(weights[:half]), product(weights[half:]), activation)]
         sums = product(weights)
         return [sums if bias is None else Exact(sums.value + widen(bias), sums.magnitude)]
 
@@ -183,9 +185,14 @@ def _quantized_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biase
     return matmul.quantized_swiglu(x, *([a for a in triple if a is not None] for triple in triples), **options)
 
 
-def _mx_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, **options):
+def _mx_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, activation="swiglu", **options):
     linear = mx.quantized_matmul(x, gate, gate_scales, gate_biases, **options)
-    return linear * mx.sigmoid(linear) * mx.quantized_matmul(x, up, up_scales, up_biases, **options)
+    return gated_by_mx(linear, mx.quantized_matmul(x, up, up_scales, up_biases, **options), activation)
+
+
+def gated_by_mx(gate: mx.array, up: mx.array, activation: str) -> mx.array:
+    """What models compute of two products in the place of our gated ones."""
+    return (nn.gelu_approx(gate) if activation == "geglu" else gate * mx.sigmoid(gate)) * up
 
 
 def _mx_gemv(w, x, bias=None, transpose=True):
@@ -408,12 +415,14 @@ MATRIX_OPS: tuple[Op, ...] = (
             for bits in (4, 8)
             for case in _tests((1, 320, 9), (2, 576, 5), (4, 320, 6), group_size=32, bits=bits, gpu="nvidia")
         )
-        + _tests((1, 2880, 9), (1, 4672, 9), (1, 64, 38), gpu="nvidia"),
+        + _tests((1, 2880, 9), (1, 4672, 9), (1, 64, 38), gpu="nvidia")
+        + _tests((1, 2880, 9), (4, 320, 6), activation="geglu")
+        + _tests((2, 576, 5), bits=8, activation="geglu"),
         cases=tuple(
             Case(
                 model,
                 (1, columns, outputs),
-                {"bits": 4},
+                {"bits": 4, **({"activation": "geglu"} if model.startswith("Gemma") else {})},
                 quick=model == "Llama-3.2-1B",
                 gpu_only=model != "Llama-3.2-1B",
             )
@@ -423,6 +432,7 @@ MATRIX_OPS: tuple[Op, ...] = (
                 ("Qwen3-0.6B", 1024, 3072),
                 ("Qwen3-8B", 4096, 12288),
                 ("Qwen2.5-0.5B", 896, 4864),
+                ("Gemma 3 1B", 1152, 6912),
             )
         ),
         layout="gated",

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import moe
+from . import matmul
 from .op import DTYPES, Case, Exact, Op, add_outliers, cases_for_tests, dequantized, draw_packed, gated, widen
 
 
@@ -98,7 +99,10 @@ class GatherOp(Op):
             factors, bias = widen(given["weights"]), widen(given["bias"])
             assert factors is not None and bias is not None
             return [_summed(products[0], factors, bias[chosen])]
-        return [gated(*products) if self.stacks == 2 else products[0]]
+        if self.stacks == 1:
+            return [products[0]]
+        gate, up = products
+        return [gated(gate, up, self.arguments(case).get("activation", "swiglu"))]
 
     def _matrices(self, case: Case, stack: Sequence[mx.array]) -> np.ndarray:
         """A stack in float64."""
@@ -202,10 +206,11 @@ def _gather_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, 
     return moe.gather_swiglu(x[:, None, None], *triples, rhs_indices=indices, **options)
 
 
-def _mx_gather_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, indices, **options):
+def _mx_gather_swiglu(
+    x, gate, gate_scales, gate_biases, up, up_scales, up_biases, indices, activation="swiglu", **options
+):
     product = lambda *triple: _mx_gather_qmm(x, *triple, indices, **options)
-    linear = product(gate, gate_scales, gate_biases)
-    return linear * mx.sigmoid(linear) * product(up, up_scales, up_biases)
+    return matmul.gated_by_mx(product(gate, gate_scales, gate_biases), product(up, up_scales, up_biases), activation)
 
 
 def _gather_mm(x, w, indices, **options):
@@ -299,6 +304,7 @@ MOE_OPS: tuple[Op, ...] = (
             *(case for bits in (4, 8) for case in cases_for_tests(*_SHAPES, group_size=32, bits=bits)),
             *cases_for_tests(*_SHAPES[1:3], **_MXFP4),
             *(case for options in _RARE for case in cases_for_tests(_SHAPES[1], **options)),
+            *cases_for_tests(*_SHAPES[1:3], group_size=32, bits=4, activation="geglu"),
         ),
         cases=(*_models((1, 4), bits=4), _GPT_OSS),
         stacks=2,

@@ -84,13 +84,17 @@ class Exact:
     inner: np.ndarray | None = None
 
 
-def gated(gate: Exact, up: Exact) -> Exact:
-    """silu(gate) * up, of sums that have magnitudes."""
+def gated(gate: Exact, up: Exact, activation: str = "swiglu") -> Exact:
+    """silu(gate) * up, or with GELU's approximation for silu, of sums that have magnitudes."""
     assert gate.magnitude is not None and up.magnitude is not None
+    x = gate.value
     with np.errstate(over="ignore"):
-        silu = gate.value / (1 + np.exp(-gate.value))
-    size = np.abs(silu) * up.magnitude + (gate.magnitude + np.abs(silu)) * np.abs(up.value)
-    return Exact(silu * up.value, size)
+        if activation == "geglu":
+            y = x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+        else:
+            y = x / (1 + np.exp(-x))
+    size = np.abs(y) * up.magnitude + (gate.magnitude + np.abs(y)) * np.abs(up.value)
+    return Exact(y * up.value, size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mittens import specs
+from mlx_mittens.specs.op import gated
 
 BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}  # of GGUF's blocks: a scale in float16 and 32 integers
 
@@ -50,9 +51,6 @@ def exact_product(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) 
     return specs.Exact(value if bias is None else value + bias, size)
 
 
-def exact_swiglu(x, gate, up, group_size, bits):
-    gated, linear = (exact_product(specs.widen(x), specs.dequantized(*w, group_size, bits)) for w in (gate, up))
-    with np.errstate(over="ignore"):
-        silu = gated.value / (1 + np.exp(-gated.value))
-    size = np.abs(silu) * linear.magnitude + (np.abs(gated.magnitude) + np.abs(silu)) * np.abs(linear.value)
-    return specs.Exact(silu * linear.value, size)
+def exact_swiglu(x, gate, up, group_size, bits, activation="swiglu"):
+    products = (exact_product(specs.widen(x), specs.dequantized(*w, group_size, bits)) for w in (gate, up))
+    return gated(*products, activation)

@@ -1,5 +1,7 @@
 """What the patch makes one kernel of: ops that a model calls one after the other, the first still to be computed."""
 
+import importlib
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -9,6 +11,7 @@ from helpers.matrices import exact_swiglu
 from helpers.support import assert_same_bits
 from helpers.tolerances import (
     FLOAT16_TWICE,
+    LAYERS,
     ROUNDINGS,
     SUM,
     SUMS,
@@ -50,17 +53,39 @@ def quantized_pair(rng, dtype, columns=64, outputs=40, **options):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_two_quantized_products_and_swiglu_are_one_kernel(rng, dtype, bits):
+@pytest.mark.parametrize("module, activation", [("activations", "swiglu"), ("gemma4_text", "geglu")])
+def test_two_quantized_products_and_their_activation_are_one_kernel(rng, dtype, bits, module, activation):
     gate, up, x = quantized_pair(rng, dtype, bits=bits)
     mm.stats(reset=True)
     with mm.patched(strict=True):
-        from mlx_lm.models.activations import swiglu as ours
-
+        ours = getattr(importlib.import_module(f"mlx_lm.models.{module}"), activation)
         y = ours(gate(x), up(x))
         mx.eval(y)
     assert launched() == {"quantized_swiglu": 1}
     weights = [(layer.weight, layer.scales, layer.biases) for layer in (gate, up)]
-    assert_product_right(y, exact_swiglu(x, *weights, 32, bits), dtype)
+    assert_product_right(y, exact_swiglu(x, *weights, 32, bits, activation), dtype)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+def test_a_feed_forward_part_of_gemma_is_two_kernels(rng, name):
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    layer = module.MLP(64, 128)
+    nn.quantize(layer, 32, 4)
+    for rows in (1, 3):
+        x = mx.array(rng.normal(size=(1, rows, 64)).astype(np.float32))
+        expected = layer(x)
+        mx.eval(expected)
+        mm.stats(reset=True)
+        with mm.patched(strict=True):
+            y = layer(x)
+            mx.eval(y)
+        assert launched() == {"quantized_swiglu": 1, "quantized_matmul": 1}
+        assert_near(y, expected, "mlp", LAYERS)
+    dense = module.MLP(64, 128)
+    with mm.patched():
+        y = dense(x)
+        mx.eval(y)
+    assert_near(y, dense(x), "dense", LAYERS)
 
 
 def test_swiglu_of_other_products_stays_what_it_was(lenient, rng):

@@ -52,8 +52,8 @@ void check_triple(const char* name, const Triple& triple, const mx::array& x, co
 // alone.
 class QuantizedSwiglu : public KernelPrimitive {
  public:
-  QuantizedSwiglu(mx::Stream stream, AffineFormat format, bool exact)
-      : KernelPrimitive(stream), format_(format), exact_(exact) {}
+  QuantizedSwiglu(mx::Stream stream, AffineFormat format, Activation activation, bool exact)
+      : KernelPrimitive(stream), format_(format), activation_(activation), exact_(exact) {}
 
   const char* name() const override {
     return "MittensQuantizedSwiglu";
@@ -61,7 +61,8 @@ class QuantizedSwiglu : public KernelPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& swiglu = static_cast<const QuantizedSwiglu&>(other);
-    return format_ == swiglu.format_ && exact_ == swiglu.exact_ && alike_ == swiglu.alike_;
+    return format_ == swiglu.format_ && activation_ == swiglu.activation_ && exact_ == swiglu.exact_ &&
+           alike_ == swiglu.alike_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -91,6 +92,8 @@ class QuantizedSwiglu : public KernelPrimitive {
     params.rows = static_cast<uint32_t>(leading_size(x, 1));
     params.columns = x.shape(-1);
     params.outputs = inputs[1].shape(0);
+    params.gate_alpha = activation_.alpha;
+    params.gate_beta = activation_.beta;
     Launch launch;
     const ProductSizes sizes{1, exact_ ? 1 : params.rows, params.columns, params.outputs};
     const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), sizes, stream());
@@ -124,15 +127,15 @@ class QuantizedSwiglu : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const size_t rows = leading_size(inputs[0], 1);
-    return [type = native_type(inputs[0].dtype()), x = static_cast<const char*>(data_of(inputs[0])),
-            y = static_cast<char*>(data_of(outputs[0])), item = inputs[0].itemsize(),
-            gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
+    return [type = native_type(inputs[0].dtype()), gating = cpu::Gating{activation_.alpha, activation_.beta},
+            x = static_cast<const char*>(data_of(inputs[0])), y = static_cast<char*>(data_of(outputs[0])),
+            item = inputs[0].itemsize(), gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
             up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows, together = exact_ ? 1 : rows,
             columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0)),
             alike = alike_] {
       for (size_t row = 0; row < rows; row += together) {
-        cpu::quantized_swiglu(type, &gate, &up, x + row * columns * item, y + row * count * item, 1, together, columns,
-                              count, alike);
+        cpu::quantized_swiglu(type, gating, &gate, &up, x + row * columns * item, y + row * count * item, 1, together,
+                              columns, count, alike);
       }
     };
   }
@@ -143,19 +146,21 @@ class QuantizedSwiglu : public KernelPrimitive {
       return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], biases, true, format_.group_size,
                               format_.bits, mode_name(format_), std::nullopt, stream());
     };
-    const mx::array gate = product(1);
-    return {mx::multiply(mx::multiply(gate, mx::sigmoid(gate, stream()), stream()), product(4), stream())};
+    return {activated(product(1), product(4), activation_, stream())};
   }
 
  private:
   AffineFormat format_;
+  Activation activation_;
   bool exact_;
   bool alike_ = is_exact();  // on a CPU rows sum as a row alone does
 };
 
 mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,
-                           std::optional<int> bits, const std::string& mode, bool exact, mx::StreamOrDevice where) {
+                           std::optional<int> bits, const std::string& mode, const std::string& activation_name,
+                           bool exact, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
+  const Activation& activation = activation_of(op, activation_name, false);
   const AffineFormat format = affine_format(op, group_size, bits, true, mode);
   check_triple("gate", gate, x, format);
   check_triple("up", up, x, format);
@@ -185,8 +190,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
       return quantized_matmul_of_mx(x, inputs[first], inputs[first + 1], biases, true, format.group_size, format.bits,
                                     mode, stream);
     };
-    const mx::array linear = product(1);
-    return mx::multiply(mx::multiply(linear, mx::sigmoid(linear, stream), stream), product(4), stream);
+    return activated(product(1), product(4), activation, stream);
   };
   auto products_of_mx = [&] {
     return exact ? row_by_row(inputs[0], stream, product_of_rows) : product_of_rows(inputs[0]);
@@ -211,12 +215,12 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
     return products_of_mx();
   }
-  return first_output(std::make_shared<QuantizedSwiglu>(stream, format, exact), std::move(inputs));
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, format, activation, exact), std::move(inputs));
 }
 
 }  // namespace
 
-std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) {
+std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up, const Activation& activation) {
   const auto format = pending_product(gate);
   if (!format || pending_product(up) != format || gate.shape() != up.shape()) {
     return std::nullopt;
@@ -235,22 +239,22 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up) 
   }
   Arrays all = inputs;
   all.insert(all.end(), up.inputs().begin() + 1, up.inputs().end());
-  return first_output(std::make_shared<QuantizedSwiglu>(stream, *format, false), std::move(all));
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, *format, activation, false), std::move(all));
 }
 
 namespace {
 
 mx::array bound_quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up,
                                  std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
-                                 bool exact, mx::StreamOrDevice where) {
+                                 const std::string& activation, bool exact, mx::StreamOrDevice where) {
   const bool several = x.ndim() > 0 && leading_size(x, 1) > 1;
-  return quantized_swiglu(x, gate, up, group_size, bits, mode, exact && several, where);
+  return quantized_swiglu(x, gate, up, group_size, bits, mode, activation, exact && several, where);
 }
 
 void bind(nb::module_& module) {
   bind_function(module, op, &bound_quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
-                "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "exact"_a = false,
-                "stream"_a = nb::none());
+                "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "activation"_a = "swiglu",
+                "exact"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -3,13 +3,14 @@
 
 #include <optional>
 
+#include "ops/matmul/activation.h"
 #include "runtime/primitive.h"
 
 namespace mittens {
 
-// silu(gate) * up of two quantized products that nothing has computed yet, as one: under the patch a model multiplies
-// first and then asks for this. Products of more rows than a kernel takes at once stay two, which may go by tiles, and
-// so do those of a gradient, which would multiply again on its way back.
-std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up);
+// The activation of gate and up, two quantized products that nothing has computed yet, as one: under the patch a model
+// multiplies first and then asks for this. Products of more rows than a kernel takes at once stay two, which may go by
+// tiles, and so do those of a gradient, which would multiply again on its way back.
+std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up, const Activation& activation);
 
 }  // namespace mittens

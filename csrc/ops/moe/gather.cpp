@@ -102,7 +102,7 @@ ExpertSizes expert_sizes(const mx::array& x, const Pairs& pairs, const mx::array
 }
 
 GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs) {
-  GatherQmmParams params{affine_params(stack[0], stack[1], stack[2], format), {}, 1, 0, 1.0f, 0.0f, 0.0f};
+  GatherQmmParams params{affine_params(stack[0], stack[1], stack[2], format), {}, 1, 0, 0.0f, 0.0f};
   params.weights.rows = x.shape(-2);
   params.weights.columns = x.shape(-1);
   params.weights.outputs = outputs;

@@ -10,6 +10,7 @@
 
 #include "cpu/gather.h"
 #include "mlx/utils.h"
+#include "ops/matmul/activation.h"
 #include "ops/matmul/affine.h"
 #include "ops/moe/plan.h"
 #include "params/moe.h"
@@ -154,8 +155,8 @@ struct PendingGather {
 // Nothing for any other array.
 std::optional<PendingGather> pending_gather(const mx::array& y);
 
-// silu(gate) * up of two such arrays as one: under the patch a model multiplies first and then asks for this. If
-// a gradient depends on the gate they stay two.
-std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::array& up);
+// The activation of gate and up, two such arrays, as one: under the patch a model multiplies first and then asks for
+// this. If a gradient depends on the gate they stay two.
+std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::array& up, const Activation& activation);
 
 }  // namespace mittens

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,6 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "mlx/ops.h"
+#include "ops/matmul/activation.h"
 #include "ops/matmul/affine.h"
 #include "ops/moe/gather.h"
 #include "python/registry.h"
@@ -34,34 +34,6 @@ const Name file = "moe/gather_swiglu.metal";
 
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
-
-// gate * sigmoid(alpha * gate) * (up + offset), of values that a limit clips: gate from above, up on both sides.
-struct Activation {
-  const char* name;
-  float alpha;
-  float limit;
-  float offset;
-
-  bool operator==(const Activation& other) const {
-    return name == other.name;
-  }
-};
-constexpr Activation activations[] = {
-    {"swiglu", 1.0f, std::numeric_limits<float>::infinity(), 0.0f},
-    {"clipped", 1.702f, 7.0f, 1.0f},  // gpt-oss
-};
-
-mx::array activated(mx::array gate, mx::array up, const Activation& activation, mx::Stream stream) {
-  if (activation == activations[0]) {
-    return mx::multiply(mx::multiply(gate, mx::sigmoid(gate, stream), stream), up, stream);
-  }
-  const mx::Dtype dtype = gate.dtype();
-  auto number = [](float value) { return mx::array(value); };
-  gate = mx::minimum(mx::astype(gate, mx::float32, stream), number(activation.limit), stream);
-  up = mx::clip(mx::astype(up, mx::float32, stream), number(-activation.limit), number(activation.limit), stream);
-  gate = mx::multiply(gate, mx::sigmoid(mx::multiply(gate, number(activation.alpha), stream), stream), stream);
-  return mx::astype(mx::multiply(gate, mx::add(up, number(activation.offset), stream), stream), dtype, stream);
-}
 
 // What a call is: two stacks of w, scales and biases, and biases of outputs if there are any.
 struct Experts {
@@ -126,7 +98,8 @@ class GatherSwiglu : public GatherPrimitive {
                                 format_name(format_));
     GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs / 2);
     params.weights.has_bias = has_bias();
-    params.alpha = activation_.alpha;
+    params.weights.gate_alpha = activation_.alpha;
+    params.weights.gate_beta = activation_.beta;
     params.limit = activation_.limit;
     params.offset = activation_.offset;
     launch.input(inputs[0]);
@@ -164,13 +137,14 @@ class GatherSwiglu : public GatherPrimitive {
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
-    if (has_bias() || activation_ != activations[0]) {
+    if (has_bias() || activation_.is_clipped()) {
       return nullptr;
     }
-    return [type = native_type(inputs[0].dtype()), gate = native_affine(inputs[1], inputs[2], inputs[3], format_),
+    return [type = native_type(inputs[0].dtype()), gating = cpu::Gating{activation_.alpha, activation_.beta},
+            gate = native_affine(inputs[1], inputs[2], inputs[3], format_),
             up = native_affine(inputs[4], inputs[5], inputs[6], format_), gather = native_gather(inputs),
             x = data_of(inputs[0]),
-            y = data_of(outputs[0])] { cpu::gather_swiglu(type, gate.data(), up.data(), gather, x, y); };
+            y = data_of(outputs[0])] { cpu::gather_swiglu(type, gating, gate.data(), up.data(), gather, x, y); };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -195,17 +169,13 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
                         bool sorted_indices, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   const AffineFormat format = affine_format(op, group_size, bits, true, mode);
-  const auto* known = std::find_if(std::begin(activations), std::end(activations),
-                                   [&](const Activation& a) { return activation == a.name; });
-  if (known == std::end(activations)) {
-    checks::fail(op, "activation is '", activation, "': expected swiglu or clipped");
-  }
+  const Activation& known = activation_of(op, activation, true);
   if (x.ndim() < 2) {
     checks::fail(op, "x has shape ", x.shape(), ": expected at least two dimensions");
   }
   check_indices(op, lhs_indices, rhs_indices);
   const bool affine = format.has_biases();
-  Experts experts{{}, format, *known};
+  Experts experts{{}, format, known};
   Arrays& stacks = experts.stacks;
   for (const auto& [name, triple] : {std::pair("gate", &gate), std::pair("up", &up)}) {
     const size_t expected = affine ? 3 : 2;
@@ -257,13 +227,13 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
       stacks[i] = in_dtype(stacks[i], dtype, stream);
     }
   }
-  return first_output(std::make_shared<GatherSwiglu>(stream, format, *known, stacks.size()),
+  return first_output(std::make_shared<GatherSwiglu>(stream, format, known, stacks.size()),
                       gather_inputs(in_dtype(x, dtype, stream), stacks, pairs));
 }
 
 }  // namespace
 
-std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::array& up) {
+std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::array& up, const Activation& activation) {
   const auto pending = pending_gather(gate);
   if (!pending || pending_gather(up) != pending || gate.shape() != up.shape() || gate.is_tracer()) {
     return std::nullopt;
@@ -287,7 +257,7 @@ std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::arra
   Arrays all(inputs.begin(), inputs.begin() + 4);
   all.insert(all.end(), others.begin() + 1, others.begin() + 4);
   all.insert(all.end(), inputs.begin() + 4, inputs.end());
-  return first_output(std::make_shared<GatherSwiglu>(stream, pending->format, activations[0], 6), std::move(all));
+  return first_output(std::make_shared<GatherSwiglu>(stream, pending->format, activation, 6), std::move(all));
 }
 
 namespace {

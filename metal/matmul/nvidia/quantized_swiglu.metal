@@ -1,12 +1,13 @@
 // The gated half of a feed-forward block, from affine quantized weights in one launch, on NVIDIA
 // GPUs:
 //
-//   y[m, n] = silu(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   silu(v) = v / (1 + exp(-v))
+//   y[m, n] = activated(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   as matmul/gating.h
 //
-// Laid out as matmul/nvidia/qmv.metal; the rows of both matrices pass by the same activations. Sums, silu and the
+// Laid out as matmul/nvidia/qmv.metal; the rows of both matrices pass by the same activations. Sums, activation and
 // product are in float32, rounded once.
 #include <metal_stdlib>
 
+#include "matmul/gating.h"
 #include "matmul/nvidia/qmv.h"
 #include "mittens/instantiate.h"
 #include "params/matmul.h"
@@ -61,9 +62,9 @@ template <typename T, int bits, int P, int M, int B>
   for (uint i = t; i < outputs * M; i += simdgroups * 32) {
     const uint row = first_row + i % M;
     if (row < params.rows) {
-      const float gated = sum_of_simdgroups(partials, i, products, simdgroups);
+      const float gate_sum = sum_of_simdgroups(partials, i, products, simdgroups);
       const float linear = sum_of_simdgroups(partials + simdgroups * products, i, products, simdgroups);
-      y[size_t(row) * params.outputs + first_output + i / M] = T(gated / (1.0f + precise::exp(-gated)) * linear);
+      y[size_t(row) * params.outputs + first_output + i / M] = T(activated(gate_sum, params.gate_alpha, params.gate_beta) * linear);
     }
   }
 }

@@ -1,11 +1,12 @@
 // As matmul/quantized_swiglu.metal, for rows of x one by one with 4-bit weights, in half types (matmul/nvidia/qmv_mma.h;
 // row_by_matrices in csrc/ops/matmul/affine.cpp says where):
 //
-//   y[n] = silu(sum_k x[k] * gate[n, k]) * sum_k x[k] * up[n, k],   silu(v) = v / (1 + exp(-v))
+//   y[n] = activated(sum_k x[k] * gate[n, k]) * sum_k x[k] * up[n, k],   as matmul/gating.h
 //
 // A threadgroup computes 8 outputs; its simdgroups share out the columns.
 #include <metal_stdlib>
 
+#include "matmul/gating.h"
 #include "matmul/nvidia/qmv_mma.h"
 #include "mittens/instantiate.h"
 
@@ -35,9 +36,9 @@ template <typename T>
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (t < outputs) {
-    const float gated = sum_of_simdgroups(partials, t, products, simdgroups);
+    const float gate_sum = sum_of_simdgroups(partials, t, products, simdgroups);
     const float linear = sum_of_simdgroups(partials, t + group_outputs, products, simdgroups);
-    y[size_t(group.y) * params.outputs + first_output + t] = T(gated / (1.0f + precise::exp(-gated)) * linear);
+    y[size_t(group.y) * params.outputs + first_output + t] = T(activated(gate_sum, params.gate_alpha, params.gate_beta) * linear);
   }
 }
 

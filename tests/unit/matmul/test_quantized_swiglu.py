@@ -1,5 +1,7 @@
 """The gated half of a feed-forward block."""
 
+import math
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -31,18 +33,42 @@ def test_any_number_of_rows(rng, dtype, native, rows, bits):
     assert_product_right(mm.quantized_swiglu(x, gate, up, 32, bits), exact_swiglu(x, gate, up, 32, bits), dtype)
 
 
-def test_is_what_the_layers_of_a_model_compute(rng, executor):
+ACTIVATIONS = {"swiglu": nn.silu, "geglu": nn.gelu_approx}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_is_what_the_layers_of_a_model_compute(rng, executor, activation):
     gate, up = (quantize(rng, (24, 128), mx.float32, 64, 4) for _ in range(2))
     x = draw(rng, (2, 1, 128), mx.float32, outliers=False) / 11
-    expected = nn.silu(mx.quantized_matmul(x, *gate)) * mx.quantized_matmul(x, *up)
-    np.testing.assert_allclose(np.array(mm.quantized_swiglu(x, gate, up)), np.array(expected), rtol=SUMS, atol=SUMS)
+    expected = ACTIVATIONS[activation](mx.quantized_matmul(x, *gate)) * mx.quantized_matmul(x, *up)
+    y = mm.quantized_swiglu(x, gate, up, activation=activation)
+    np.testing.assert_allclose(np.array(y), np.array(expected), rtol=SUMS, atol=SUMS)
 
 
-def test_large_gates(executor):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_gates(executor, activation):
     words, scales = mx.full((2, 8), 0x11111111, mx.uint32), mx.array([[10.0], [-10.0]])
     triple = (words, scales, mx.zeros((2, 1)))
-    y = np.array(mm.quantized_swiglu(mx.ones((1, 64)), triple, triple))
+    y = np.array(mm.quantized_swiglu(mx.ones((1, 64)), triple, triple, activation=activation))
     np.testing.assert_array_equal(y, [[640.0 * 640.0, 0.0]])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_whose_square_overflows(executor, activation):
+    """In silu it is times 0."""
+    ones, scale = mx.full((1, 16), 0x01010101, mx.uint32), 2.0**-100
+    gate, up = ((ones, mx.full((1, 1), factor), mx.zeros((1, 1))) for factor in (1.0, scale))
+    x = mx.array([[value] + 63 * [0.0] for value in (1e30, -1e30)])
+    y = mm.quantized_swiglu(x, gate, up, 64, 8, activation=activation)
+    np.testing.assert_allclose(np.array(y), [[1e30 * 1e30 * scale], [0.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_special_gates(native, activation):
+    triple = (mx.full((1, 16), 0x01010101, mx.uint32), mx.ones((1, 1)), mx.zeros((1, 1)))
+    x = mx.array([[value] + 63 * [0.0] for value in (math.inf, math.nan, 0.0)])
+    y = np.array(mm.quantized_swiglu(x, triple, triple, 64, 8, activation=activation))
+    np.testing.assert_array_equal(y, [[math.inf], [math.nan], [0.0]])
 
 
 def test_strided_weights(rng, executor):
@@ -57,16 +83,17 @@ def test_strided_weights(rng, executor):
     )
 
 
-def test_gradients_vmap_and_compile(rng, executor):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_vmap_and_compile(rng, executor, activation):
     gate, up = (quantize(rng, (16, 64), mx.float32, 32, 4) for _ in range(2))
     x = draw(rng, (3, 64), mx.float32, outliers=False) / 8
 
     def ours(x):
-        return mm.quantized_swiglu(x, gate, up, 32)
+        return mm.quantized_swiglu(x, gate, up, 32, activation=activation)
 
     def dense(x):
         w, v = (mx.dequantize(*triple, 32, 4) for triple in (gate, up))
-        return nn.silu(x @ w.T) * (x @ v.T)
+        return ACTIVATIONS[activation](x @ w.T) * (x @ v.T)
 
     cotangent = draw(rng, (3, 16), mx.float32)
     for a, b in zip(mx.vjp(ours, [x], [cotangent])[1], mx.vjp(dense, [x], [cotangent])[1], strict=True):
@@ -86,3 +113,5 @@ def test_bad_input(rng, native):
             mm.quantized_swiglu(x, gate, up)
     with pytest.raises(ValueError, match=r"bits is 9"):
         mm.quantized_swiglu(x, gate, gate, bits=9)
+    with pytest.raises(ValueError, match=r"\[quantized_swiglu\] activation is 'clipped': expected swiglu or geglu"):
+        mm.quantized_swiglu(x, gate, gate, activation="clipped")

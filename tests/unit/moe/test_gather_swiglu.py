@@ -103,7 +103,7 @@ def test_bad_input(weights, rng, native):
         call(x=x[0, 0, 0])
     with pytest.raises(ValueError, match=r"\[gather_swiglu\] gate has 3 arrays: mode mxfp4 expects 2, w and scales"):
         mm.gather_swiglu(x, gate, up, rhs_indices=rhs, mode="mxfp4")
-    with pytest.raises(ValueError, match=r"\[gather_swiglu\] activation is 'gelu': expected swiglu or clipped"):
+    with pytest.raises(ValueError, match=r"\[gather_swiglu\] activation is 'gelu': expected swiglu, geglu or clipped"):
         mm.gather_swiglu(x, gate, up, rhs_indices=rhs, group_size=32, bits=bits, activation="gelu")
     with pytest.raises(ValueError, match=r"\[gather_swiglu\] up's bias has shape \(12\), w has shape"):
         bias = (mx.ones((E, N)), mx.ones((N,)))

@@ -11,7 +11,7 @@ from verification.fuzz import exact
 from verification.fuzz.case import Case
 from verification.fuzz.compare import LARGEST, overflow
 from verification.fuzz.draw import FLOATS, Draw, describe, promoted
-from verification.fuzz.products import EPSILON32, packed, size_of, size_of_packed
+from verification.fuzz.products import EPSILON32, gated, packed, size_of, size_of_packed
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -239,7 +239,7 @@ def gather_swiglu(draw: Draw) -> Case:
     dtype, form = draw.dtype(), Format.of(draw)
     choice = Choice.of(draw, form, 4, several_rows=True)
     kind = draw.kind(("normal", "normal", "small", "constant", "special"))
-    activation, weight_dtype = draw.pick(("swiglu", "swiglu", "clipped")), draw.dtype_like(dtype)
+    activation, weight_dtype = draw.pick(("swiglu", "geglu", "clipped")), draw.dtype_like(dtype)
     shape, indices = [choice.experts, choice.outputs, choice.columns], choice.indices(draw)
     arrays = [
         draw.array(draw.numbers([choice.tokens, 1, choice.rows, choice.columns], kind), dtype),
@@ -250,15 +250,9 @@ def gather_swiglu(draw: Draw) -> Case:
     count = form.arrays
     result_dtype = promoted(*(a.dtype for a in arrays if a.dtype in FLOATS))
 
-    def gated(gate: mx.array, up: mx.array) -> mx.array:
-        if activation == "swiglu":
-            return gate * mx.sigmoid(gate) * up
-        gate, up = mx.minimum(gate, 7.0), mx.clip(up, -7.0, 7.0)
-        return gate * mx.sigmoid(1.702 * gate) * (up + 1)
-
     def composed(in_float64: bool) -> Callable[..., mx.array]:
         product = _product(form, choice, in_float64)
-        return lambda x, *w: gated(product(x, w[:count], w[-1]), product(x, w[count:-1], w[-1]))
+        return lambda x, *w: gated(product(x, w[:count], w[-1]), product(x, w[count:-1], w[-1]), activation)
 
     def noise(is_composed: bool = not draw.gpu) -> list[np.ndarray | float]:
         products, errors, infinite = [], [], 0.0
@@ -271,7 +265,7 @@ def gather_swiglu(draw: Draw) -> Case:
             errors.append(_errors(draw, form, choice, arrays[0], wide, arrays[-1]))
             if activation == "clipped" and is_composed:  # of products, which are rounded
                 errors[-1] = errors[-1] + specs.EPSILON[result_dtype] * products[-1]
-        # silu's slope is at most 1.1, that of the clipped one less than 1.2.
+        # All slopes are less than 1.2.
         total = 2 * (errors[0] * 1.2 * (products[1] + 1 + errors[1]) + errors[1] * products[0])
         return [total + infinite + form.overflow(draw, size_of(arrays[0]))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -153,6 +154,15 @@ def quantized_matmul(draw: Draw) -> Case:
     )
 
 
+def gated(gate: mx.array, up: mx.array, activation: str) -> mx.array:
+    """What gated products are, in mx's operations."""
+    if activation == "clipped":
+        gate, up = mx.minimum(gate, 7.0), mx.clip(up, -7.0, 7.0)
+        return gate * mx.sigmoid(1.702 * gate) * (up + 1)
+    slope = 1.0 if activation == "swiglu" else 2 * math.sqrt(2 / math.pi) * (1 + 0.044715 * gate * gate)
+    return gate * mx.sigmoid(gate * slope) * up
+
+
 def quantized_swiglu(draw: Draw) -> Case:
     dtype = draw.dtype()
     group_size, bits = draw.pick((32, 64, 128)), draw.pick((4, 4, 4, 8, 8, 1, 2, 3, 5, 6))
@@ -160,7 +170,7 @@ def quantized_swiglu(draw: Draw) -> Case:
     outputs = draw.size(max(1, min(draw.limit(513, 97), draw.limit(6000, 3000) // max(columns, 1))), zero=0.01)
     leading = leading_axes(draw)
     kind = draw.kind(("normal", "normal", "small", "constant", "special"))
-    weight_dtype = draw.dtype_like(dtype)
+    weight_dtype, activation = draw.dtype_like(dtype), draw.pick(("swiglu", "geglu"))
     arrays = [draw.array(draw.numbers([*leading, columns], kind), dtype)]
     for _ in range(2):
         arrays += packed(draw, [outputs, columns], weight_dtype, group_size, bits)
@@ -168,11 +178,11 @@ def quantized_swiglu(draw: Draw) -> Case:
     def twin(x: mx.array, *weights: mx.array) -> mx.array:
         options = {"transpose": True, "group_size": group_size, "bits": bits}
         gate, up = (mx.quantized_matmul(x, *weights[i : i + 3], **options) for i in (0, 3))
-        return gate * mx.sigmoid(gate) * up
+        return gated(gate, up, activation)
 
     def in_float64(x: mx.array, *weights: mx.array) -> mx.array:
         gate, up = (x @ exact.dequantize(*weights[i : i + 3], group_size, bits).T for i in (0, 3))
-        return gate * mx.sigmoid(gate) * up
+        return gated(gate, up, activation)
 
     def noise() -> list[np.ndarray | float]:
         x, products, errors = arrays[0].astype(mx.float64), [], []
@@ -181,14 +191,14 @@ def quantized_swiglu(draw: Draw) -> Case:
             weights = exact.dequantize(arrays[i], scales, biases, group_size, bits)
             products.append(np.abs(np.nan_to_num(np.array(x @ weights.T), posinf=0, neginf=0)))
             errors.append(4 * EPSILON32 * (size_of(x) @ size_of_packed(scales, biases, group_size, bits).T))
-        # silu's slope is at most 1.1.
-        total = 2 * (errors[0] * 1.1 * (products[1] + errors[1]) + errors[1] * products[0])
+        # The slopes of silu and of GELU are less than 1.2.
+        total = 2 * (errors[0] * 1.2 * (products[1] + errors[1]) + errors[1] * products[0])
         return [total + _overflow_of_packed(draw, arrays[0], bits)]
 
     return Case(
-        describe(arrays, draw, numbers=kind, group_size=group_size, bits=bits),
+        describe(arrays, draw, numbers=kind, group_size=group_size, bits=bits, activation=activation),
         arrays,
-        ours=lambda x, *w: mm.quantized_swiglu(x, tuple(w[:3]), tuple(w[3:]), group_size, bits),
+        ours=lambda x, *w: mm.quantized_swiglu(x, tuple(w[:3]), tuple(w[3:]), group_size, bits, activation=activation),
         twin=twin,
         exact=in_float64,
         of_nothing=lambda: [np.zeros([*leading, outputs])],

@@ -1,5 +1,7 @@
 #include "cpu/quantized_matmul.h"
 
+#include <limits>
+
 #include "cpu/isa/matmul/column_products.h"
 #include "cpu/isa/matmul/unpacked.h"
 
@@ -84,15 +86,17 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
   });
 }
 
-void quantized_swiglu(Type type, const QuantizedWeights* gate, const QuantizedWeights* up, const void* x, void* y,
-                      size_t matrices, size_t rows, size_t columns, size_t outputs, bool exact) {
+void quantized_swiglu(Type type, Gating gating, const QuantizedWeights* gate, const QuantizedWeights* up, const void* x,
+                      void* y, size_t matrices, size_t rows, size_t columns, size_t outputs, bool exact) {
   with_format(type, *gate, [&](auto t, auto source) {
     using T = decltype(t);
     using Source = typename decltype(source)::type;
     auto finish = [&](size_t row, size_t n, size_t size, const float* gates, const float* ups) {
       each_vector(size, [&](size_t i, auto part) MITTENS_INLINED {
         const Float g = read<Float>(gates + i, part);
-        store_in_order((T*)y + row * outputs + n + i, g / (exp(-g) + 1.0f) * read<Float>(ups + i, part), part);
+        const Float square = g * g, most = Float{} + std::numeric_limits<float>::max();
+        const Float slope = fma(square < most ? square : most, gating.beta, gating.alpha);
+        store_in_order((T*)y + row * outputs + n + i, g / (exp(-g * slope) + 1.0f) * read<Float>(ups + i, part), part);
       });
     };
     auto source_of = [&](size_t i, int j) { return source_from<Source, T>((j == 0 ? gate : up)[i], type); };

@@ -1,0 +1,14 @@
+// The gate of a gated feed-forward part.
+#pragma once
+
+#include <metal_stdlib>
+
+namespace mittens {
+
+// gate * sigmoid(gate * (alpha + beta * gate^2)): of SiLU beta is 0, GELU's approximation has both.
+inline float activated(float gate, float alpha, float beta) {
+  const float square = metal::min(gate * gate, FLT_MAX);  // finite: a beta of 0 takes it out
+  return gate / (1.0f + metal::precise::exp(-gate * (alpha + beta * square)));
+}
+
+}  // namespace mittens
