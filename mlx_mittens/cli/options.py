@@ -54,6 +54,14 @@ def _natural(text: str) -> int:
     return int(text)
 
 
+def natural_64(text: str) -> int:
+    """A natural number that the extension takes, as ``type`` of an option."""
+    number = _natural(text)
+    if number >= 2**64:
+        raise argparse.ArgumentTypeError(f"{text} is not below 2^64")
+    return number
+
+
 def drawn(seed: int | None) -> int:
     """The seed that was given, or a random one."""
     return int.from_bytes(os.urandom(4), "little") if seed is None else seed

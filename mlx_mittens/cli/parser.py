@@ -24,10 +24,11 @@ class Parser(argparse.ArgumentParser):
         """As of argparse, but an unknown option is reported before a missing argument is, which it may stand for."""
         given = sys.argv[1:] if args is None else list(args)
         if not any(action.nargs in _TAKE_ALL for action in self._actions):
-            for word in given:
+            for before, word in zip(["", *given], given):
                 if word == "--":
                     break
-                self._check_option(word)
+                if not (" " in word and self._takes_value(before)):
+                    self._check_option(word)
         return super().parse_known_args(given, namespace)
 
     def options(self) -> list[str]:
@@ -43,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         """
         word = words[0]
         self._check_option(word)
-        if word.startswith("-") and word != "-":
+        if word.startswith("-") and word != "-" and " " not in word:
             self.error(f"unknown option {word}")
         hint = ""
         if "--ops" in self.options():
@@ -51,10 +52,20 @@ class Parser(argparse.ArgumentParser):
             hint = f"; did you mean --ops {meant}?" if meant else ""
         self.error(f"unexpected argument {word!r}{hint}")
 
+    def _takes_value(self, word: str) -> bool:
+        """Whether a word is an option, perhaps shortened, whose value comes next."""
+        return word.startswith("-") and any(
+            action.nargs != 0 and any(option.startswith(word) for option in action.option_strings)
+            for action in self._actions
+        )
+
     def _check_option(self, word: str) -> None:
+        """Refuses an option that is not there; what has a space in its name is none, as for argparse."""
         name = word.partition("=")[0]
         known = self.options()
-        if len(name) > 2 and name.startswith("--") and not any(option.startswith(name) for option in known):
+        if " " in name or len(name) <= 2 or not name.startswith("--"):
+            return
+        if not any(option.startswith(name) for option in known):
             self.error(f"unknown option {name}{suggestion(name, known)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -22,7 +22,7 @@ from ..bench import mlx_metal
 from ..table import aligned, terminal_width
 from . import predictions
 from .completion import offer
-from .options import UsageError, listed
+from .options import UsageError, listed, natural_64
 from .runs import JsonFile, launch_progress
 
 # Cases that are suggested for one that is not there.
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     offer(case, lambda given: [case.name for op in specs.OPS if op.name == given.op for case in _known_cases(op)])
     parser.add_argument("--dtype", choices=specs.DTYPES, help="of the inputs (float16)")
-    parser.add_argument("--seed", type=int, help="order in which threads run; 0 is the natural one (0)")
+    parser.add_argument(
+        "--seed", type=natural_64, metavar="N", help="order in which threads run; 0 is the natural one (0)"
+    )
     parser.add_argument("--peer", choices=("metal",), help="then MLX's own Metal kernel, for its counts")
     predictions.add_chip_argument(parser)
     parser.add_argument("--json", metavar="FILE", help="write the counts to FILE, those of every line of the source")

@@ -60,11 +60,27 @@ def test_alone_it_shows_what_it_can_do(capsys, arguments):
         (["simulate", "softmax", "3x7", "--dtype", "flot16"], "--dtype: unknown value 'flot16'; did you mean float16?"),
         (["warm", "qwen3-06b"], "did you mean qwen3-0.6b?"),
         (["doctor", "--versoin"], "unknown option --versoin"),
+        (["doctor", "--jsn=a file"], "unknown option --jsn; did you mean --json?"),
+        (["doctor", "--json=--a", "--b=a file"], "unknown option --b"),
+        (["doctor", "--- Title ---"], "unexpected argument '--- Title ---'"),
     ],
     ids=str,
 )  # fmt: skip
 def test_the_nearest_is_suggested(capsys, arguments, words):
     assert words in said(capsys, *arguments)
+
+
+@pytest.mark.parametrize("text", ["--- Title ---", "--title: it", "--title=a b", "- a list", "-x y"])
+@pytest.mark.parametrize("option", ["--prompt", "--prom"])
+def test_a_value_with_a_space_is_no_option(capsys, option, text):
+    assert "no/such/model" in said(capsys, "validate", "no/such/model", option, text)
+
+
+@pytest.mark.parametrize("seed", ["-1", "one", "1.5", str(2**64)])
+def test_a_seed_that_the_simulator_does_not_take(capsys, seed):
+    words = said(capsys, "simulate", "softmax", "3x7", "--seed", seed)
+    assert words.startswith("mlx-mittens simulate: ") and "--seed" in words and seed in words
+    assert main.main(["simulate", "softmax", "test 3x7", "--seed", str(2**64 - 1)]) == 0
 
 
 def test_options_of_other_programs_are_theirs(capsys):
