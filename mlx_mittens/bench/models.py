@@ -98,7 +98,10 @@ class Subject:
             loaded = model_folders.load(self.model)
             return Subject(self.model, loaded.weights, loaded.dtype), loaded.model
         dtype, quantization = DTYPES[self.dtype], FORMATS[self.weights]
-        layers = layers_for_memory(self.model, dtype, quantization) if self.layers is None else self.layers
+        try:
+            layers = layers_for_memory(self.model, dtype, quantization) if self.layers is None else self.layers
+        except MemoryError as error:
+            raise MemoryError(f"{error}: choose smaller weights, or --layers") from None
         layers = min(layers, published_layers(self.model))
         model = architectures.build(self.model, dtype, **quantization, num_hidden_layers=layers)
         return Subject(self.model, self.weights, self.dtype, layers), model
@@ -128,7 +131,7 @@ def layers_for_memory(name: str, dtype: mx.Dtype, quantization: dict[str, Any]) 
     if not fitting:
         raise MemoryError(
             f"{architectures.period(name)} of the layers of {name} need more than half of the memory available, "
-            f"{room / 1e9:.1f} GB: choose smaller weights, or --layers"
+            f"{room / 1e9:.1f} GB"
         )
     return fitting
 

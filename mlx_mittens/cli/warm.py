@@ -90,7 +90,10 @@ def _found(arguments: argparse.Namespace) -> tuple[str, Build]:
         weights, dtype = arguments.weights or "4-bit", arguments.dtype or "bfloat16"
 
         def build() -> nn.Module:
-            layers = layers_for_memory(name, DTYPES[dtype], FORMATS[weights])
+            try:
+                layers = layers_for_memory(name, DTYPES[dtype], FORMATS[weights])
+            except MemoryError as error:
+                raise UsageError(f"{error}: choose smaller --weights, or a smaller model") from None
             return architectures.build(name, DTYPES[dtype], **FORMATS[weights], num_hidden_layers=layers)
 
         return f"random weights, {weights} {dtype}", build
@@ -153,6 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.model}, {weights}, on {executor}", flush=True)
     try:
         model = build()
+    except UsageError:
+        raise
     except Exception as error:  # mlx-lm's words on a configuration or on weights that it cannot read
         raise UsageError(f"mlx-lm cannot make {arguments.model}: {error}") from None
     before = len(_ext.compiled_kernels())

@@ -12,7 +12,7 @@ from mlx_lm.utils import save_model
 
 import mlx_mittens as mm
 from mlx_mittens import _ext
-from mlx_mittens.bench import architectures
+from mlx_mittens.bench import architectures, machine
 from mlx_mittens.cli import warm
 from mlx_mittens.cli.main import main
 
@@ -115,6 +115,15 @@ def test_architectures_have_the_format_that_is_asked_for(monkeypatch, weights, d
     model = build()
     assert getattr(model.model.layers[0].mlp.up_proj, "bits", None) == {"8-bit": 8, "half": None}[weights]
     assert model.model.norm.weight.dtype == getattr(mx, dtype)
+
+
+def test_an_architecture_that_does_not_fit(native, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 << 20)
+    with mm.simulator.enabled():
+        assert main(["warm", "llama-3.2-1b"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("mlx-mittens warm: 1 of the layers of llama-3.2-1b need more than half of the memory")
+    assert said.endswith(", 0.0 GB: choose smaller --weights, or a smaller model\n")
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
