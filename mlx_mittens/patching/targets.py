@@ -148,6 +148,21 @@ def _fast_gated_delta(
     return outputs and [outputs[0].astype(mx.result_type(q, k)), outputs[1]]
 
 
+@functools.lru_cache(maxsize=64)
+def _constant_weight(width: int, value: float, dtype: mx.Dtype) -> mx.array:
+    weight = mx.full((width,), value, dtype=dtype)
+    mx.eval(weight)  # which every stream and thread may read
+    return weight
+
+
+def _normalize_qk(q: mx.array, k: mx.array, *, inv_scale: float, eps: float) -> tuple[mx.array, mx.array] | None:
+    """Both norms, and the scales of queries and keys as their weights."""
+    if q.ndim == 0 or k.ndim == 0 or q.shape[-1] != k.shape[-1] or q.dtype != k.dtype or _ext.exporting():
+        return None
+    scales = (_constant_weight(q.shape[-1], scale, q.dtype) for scale in (inv_scale**2, inv_scale))
+    return _ext.qk_norm(q, k, *scales, eps * inv_scale**2)
+
+
 def _state_space(
     x: mx.array,
     A_log: mx.array,
@@ -467,6 +482,18 @@ TARGETS += [
             ("gated_delta_ops", functools.partial(_gated_delta, _gated_delta_ops)),
             ("gated_delta_kernel", functools.partial(_gated_delta, _ext.try_gated_delta_kernel)),
         )
+    ),
+    Target(
+        "rms_norm",
+        "qk_norm",
+        "mlx_lm.models.gated_delta",
+        "normalize_qk",
+        _normalize_qk,
+        ("q", "k", "inv_scale", "eps"),
+        optional=True,
+        partial=True,  # what it leaves is mx.fast.rms_norm's
+        shared=True,
+        text="ad0f44fb97b0842b",
     ),
     Target(
         "recurrence",

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers.tolerances import LAYERS, ROUNDINGS, SUM, SUMS, assert_near, of_roundings, units
+from mlx_lm.models import gated_delta, qwen3_next
 
 import mlx_mittens as mm
 from mlx_mittens import _ext
@@ -576,3 +577,26 @@ assert of_ssm and all(target.owner() for target in of_ssm)
 def test_a_module_that_was_imported_under_the_patch_is_not_imported_again():
     """import_module waits for a thread that is about to end its import of it, which waits for the patch."""
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_queries_and_keys_of_a_gated_delta_are_normalized_by_one_kernel(rng, dtype, executor, width):
+    heads = mx.array(rng.standard_normal((2, 3, 6 * width)).astype(np.float32)).astype(dtype)
+    q, k = (part.reshape(2, 3, -1, width) for part in mx.split(heads, [4 * width], axis=-1))
+    scale = {"inv_scale": width**-0.5, "eps": 1e-6}
+    expected = gated_delta.normalize_qk(q, k, **scale)
+    mx.eval(expected)
+    mm.stats(reset=True)
+    with mm.patched(strict=True):
+        results = qwen3_next.normalize_qk(q, k, **scale)
+        mx.eval(results)
+    assert {op: sum(counts["kernels"].values()) for op, counts in mm.stats().items()} == {"qk_norm": 1}
+    for name, a, b in zip("qk", results, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert_near(a, b, name, of_roundings(dtype))
+    slope = lambda f: mx.grad(lambda q: sum((part**3).sum() for part in f(q, k.astype(mx.float32), **scale)))(q32)
+    q32 = q.astype(mx.float32)
+    expected = slope(gated_delta.normalize_qk)
+    mx.eval(expected)
+    with mm.patched():
+        assert_near(slope(gated_delta.normalize_qk), expected, "gradient", SUMS)
