@@ -24,8 +24,8 @@ def check_built() -> None:
                 "already, start Python from another folder (the `mlx-mittens` command works from any)."
             )
         raise _refusal(
-            f"mlx_mittens in {folder} has no extension for this Python: "
-            "reinstall it with `pip install --force-reinstall mlx-mittens`."
+            f"mlx_mittens in {folder} has no extension for this Python, {sys.executable}: install it again with the "
+            "Python that you use."
         )
 
 
@@ -64,6 +64,6 @@ def check_tag(extension, mlx_core) -> None:
     if type(extension.simulator_enabled) is not type(mlx_core.add):
         raise _refusal(
             "mlx_mittens was built with a nanobind whose internals differ from those of the installed mlx.core, so it "
-            "could take none of its arrays. Reinstall both: pip install --force-reinstall mlx-mittens "
-            f'"mlx=={importlib.metadata.version("mlx")}"'
+            "could take none of its arrays. Install both again: pip install --force-reinstall "
+            f'"mlx=={importlib.metadata.version("mlx")}", then mlx_mittens as before.'
         )

@@ -88,8 +88,23 @@ def test_another_nanobind_tag_is_an_import_error():
             pass
 
     extension = type("extension", (), {"simulator_enabled": Foreign()})
-    with pytest.raises(ImportError, match="nanobind"):
+    with pytest.raises(ImportError, match="nanobind") as raised:
         mm._guard.check_tag(extension, mx)
+    check_advice(str(raised.value))
+
+
+def check_advice(text):
+    """No index has the package: nothing can be installed from there by its name."""
+    assert "again" in text and not re.search(r"pip install[^,:`]* mlx[-_]mittens", text), text
+
+
+def test_a_package_without_its_extension_says_to_install_it_again(tmp_path):
+    shutil.copytree(
+        ROOT / "mlx_mittens", tmp_path / "mlx_mittens", ignore=shutil.ignore_patterns("_ext*", "__pycache__")
+    )
+    result = run_beside_mlx("import mlx_mittens", tmp_path)
+    assert result.returncode != 0 and "has no extension for this Python" in result.stderr
+    check_advice(result.stderr.splitlines()[-1])
 
 
 def guard_on(tmp_path: pathlib.Path, tag: int) -> subprocess.CompletedProcess:
