@@ -91,9 +91,10 @@ def cores_of_this_mac() -> int | None:
     """Cores of the Apple GPU, as the system lists them; None where it does not, or is no macOS."""
     if sys.platform != "darwin":
         return None
-    registry = _output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"], seconds=5)
+    # By their full paths: cron's PATH lacks their folder.
+    registry = _output(["/usr/sbin/ioreg", "-rc", "AGXAccelerator", "-d", "1"], seconds=5)
     return _cores_by_registry(registry) or _cores_by_profiler(
-        _output(["system_profiler", "-json", "SPDisplaysDataType"], seconds=20)
+        _output(["/usr/sbin/system_profiler", "-json", "SPDisplaysDataType"], seconds=20)
     )
 
 

@@ -36,7 +36,8 @@ def executor() -> str:
 
 def _sysctl(name: str) -> str:
     try:
-        return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=True).stdout.strip()
+        command = ["/usr/sbin/sysctl", "-n", name]  # by its full path: cron's PATH lacks the folder
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -1,6 +1,7 @@
 """What `doctor --json` records of a Mac: pipelines and GPU, with planted answers of Metal; and the comparison."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -181,6 +182,20 @@ PROFILER = json.dumps({"SPDisplaysDataType": [{"_name": "Apple M1 Pro", "sppci_c
 REGISTRY = '+-o AGXAcceleratorG13X  <class AGXAcceleratorG13X>\n    {\n      "gpu-core-count" = 14\n    }\n'
 
 
+def programs_of_a_mac(monkeypatch, folder, texts):
+    """Makes this machine a Mac whose programs print these texts, or fail; PATH is cron's."""
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+        (folder / name).write_text(f"#!/bin/sh\n{'exec cat ' + str(folder / name) + '.txt' if text else 'exit 1'}\n")
+        (folder / name).chmod(0o755)
+    run, of_mac = subprocess.run, {f"/usr/sbin/{name}": str(folder / name) for name in texts}
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **options: run([of_mac.get(command[0], command[0]), *command[1:]], **options)
+    )
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(sys, "platform", "darwin")
+
+
 @pytest.mark.parametrize(
     ("profiler", "registry", "cores"),
     [
@@ -194,15 +209,13 @@ REGISTRY = '+-o AGXAcceleratorG13X  <class AGXAcceleratorG13X>\n    {\n      "gp
 )
 def test_cores_of_the_gpu(monkeypatch, tmp_path, profiler, registry, cores):
     """By the system's own commands, of which either may be missing or say nothing."""
-    for name, text in (("system_profiler", profiler), ("ioreg", registry)):
-        (tmp_path / f"{name}.txt").write_text(text)
-        (tmp_path / name).write_text(
-            f"#!/bin/sh\n{'exec cat ' + str(tmp_path / name) + '.txt' if text else 'exit 1'}\n"
-        )
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(sys, "platform", "darwin")
+    programs_of_a_mac(monkeypatch, tmp_path, {"system_profiler": profiler, "ioreg": registry})
     assert gpus.cores_of_this_mac() == cores
+
+
+def test_the_processor_of_a_mac(monkeypatch, tmp_path):
+    programs_of_a_mac(monkeypatch, tmp_path, {"sysctl": "Apple M1 Pro"})
+    assert machine.processor() == "Apple M1 Pro"
 
 
 # The comparison with Mesa's registers.
