@@ -4,7 +4,7 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 7;
+constexpr unsigned version = 8;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
@@ -76,6 +76,8 @@ struct Runtime {
   void (*atomic)(const volatile void* address, unsigned long bytes, bool reads, const void* caller);
   void (*load)(const void* address, unsigned long bytes, const void* caller);
   void (*store)(const void* address, unsigned long bytes, const void* caller);
+  // Of a vector the components of a mask, each of `bytes`: one access.
+  void (*lanes)(const void* address, unsigned long bytes, unsigned mask, bool stores, const void* caller);
   void (*outside_array)(const void* caller);  // an index beyond an array of a thread's own
   // An array of a thread's own begins to live, or without a name ends; an element has `unit` bytes. Returns the
   // address.

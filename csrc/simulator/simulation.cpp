@@ -65,6 +65,8 @@ abi::Runtime* runtime() {
                  const void* caller) { current->watcher.load(address, bytes, caller); },
       .store = [](const void* address, unsigned long bytes,
                   const void* caller) { current->watcher.store(address, bytes, caller); },
+      .lanes = [](const void* address, unsigned long bytes, unsigned mask, bool stores,
+                  const void* caller) { current->watcher.lanes(address, bytes, mask, stores, caller); },
       .outside_array = [](const void* caller) { current->watcher.outside_array(caller); },
       .private_array = [](void* address, unsigned long bytes, unsigned long unit, const char* name) -> void* {
         current->watcher.private_array(address, bytes, unit, name);

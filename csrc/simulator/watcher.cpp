@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -135,39 +136,59 @@ void Watcher::barrier(abi::Scope scope, unsigned simdgroup, unsigned memory) {
 void Watcher::load(const void* address, size_t bytes, const void* caller) {
   const Access access{kLoad, true, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
-  if (outside_) {
-    settle(at, access);
-  }
-  if (!postponed_.empty()) {
-    compare();
-  }
-  if (Region* region = region_of(at, access)) {
+  if (const Region* region = check(at, access)) {
     count(*region, at - region->begin, access);
-    if (!region->cells.empty()) {
-      check_cells(*region, at - region->begin, access);
-    }
-    if (!region->aliases.empty()) {
-      check_aliases(*region, at - region->begin, access);
-    }
   }
 }
 
 void Watcher::store(const void* address, size_t bytes, const void* caller) {
   const Access access{kStore, false, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
+  if (const Region* region = check(at, access)) {
+    count(*region, at - region->begin, access);
+  }
+}
+
+void Watcher::lanes(const void* address, size_t bytes, unsigned mask, bool stores, const void* caller) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  const size_t first = at + std::countr_zero(mask) * bytes;
+  const size_t end = at + std::bit_width(mask) * bytes;
+  Access access{stores ? kStore : kLoad, !stores, bytes, caller};
+  const Region* region = nullptr;
+  for (unsigned lane = 0; mask >> lane; ++lane) {
+    if (mask >> lane & 1) {
+      region = check(at + lane * bytes, access);
+    }
+  }
+  if (region) {
+    access.bytes = end - first;
+    count(*region, first - region->begin, access);
+  }
+}
+
+// Checks a load or a store, and returns what it is of.
+Region* Watcher::check(uintptr_t address, const Access& access) {
   if (outside_) {
-    settle(at, access);
+    settle(address, access);
   }
   if (!postponed_.empty()) {
     compare();
   }
-  if (Region* region = region_of(at, access)) {
-    if (!region->writable) {
-      fail(text_of(access) + place_of(*region, at - region->begin) + ", which is an input");
-    }
-    count(*region, at - region->begin, access);
-    check_cells(*region, at - region->begin, access);
+  Region* region = region_of(address, access);
+  if (!region) {
+    return nullptr;
   }
+  const size_t offset = address - region->begin;
+  if (access.kind == kStore && !region->writable) {
+    fail(text_of(access) + place_of(*region, offset) + ", which is an input");
+  }
+  if (!region->cells.empty()) {
+    check_cells(*region, offset, access);
+  }
+  if (access.kind == kLoad && !region->aliases.empty()) {
+    check_aliases(*region, offset, access);
+  }
+  return region;
 }
 
 void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, const void* caller) {
@@ -315,7 +336,8 @@ Region* Watcher::region_of(uintptr_t address, const Access& access) {
          (region.space == Region::device ? "buffer \"" : "threadgroup array \"") + region.name + "\", which has " +
          std::to_string(region.bytes) + " bytes: out of bounds");
   }
-  const bool vector = access.bytes == 2 || access.bytes == 4 || access.bytes == 8 || access.bytes == 16;
+  const bool vector =
+      access.bytes == 2 || access.bytes == 4 || access.bytes == 8 || access.bytes == 16 || access.bytes == 32;
   if (vector && (address & (access.bytes - 1))) {
     fail(text_of(access) + place_of(region, offset) + ": misaligned");
   }

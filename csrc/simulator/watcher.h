@@ -120,6 +120,8 @@ class Watcher {
 
   void load(const void* address, size_t bytes, const void* caller);
   void store(const void* address, size_t bytes, const void* caller);
+  // Of a vector the components of a mask, each of `bytes`: checked one by one, and counted as one access.
+  void lanes(const void* address, size_t bytes, unsigned mask, bool stores, const void* caller);
   void atomic(const volatile void* address, size_t bytes, bool reads, const void* caller);
   // An index is beyond its array, as the compiler knows its size. The access that follows says whether the array is one
   // of the threadgroup's, which has a name; else it is a thread's own, and settle() faults.
@@ -168,6 +170,7 @@ class Watcher {
     unsigned char before[4];
   };
 
+  Region* check(uintptr_t address, const Access& access);
   void postpone(const Region& region, size_t offset, const Access& access, const Stamp& other);
   void compare();
   void settle(uintptr_t address, const Access& access);

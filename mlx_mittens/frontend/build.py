@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import cache, compiler, conversions, ptx_module, sources, spirv_module, vector_lanes, vector_truths
+from . import (
+    cache,
+    compiler,
+    conversions,
+    integer_lowering,
+    ptx_module,
+    sources,
+    spirv_module,
+    vector_lanes,
+    vector_truths,
+)
 from .bfloat_lowering import UnknownOperation
 from .errors import CompileError
 from .mma_lowering import joined_products
@@ -213,6 +223,14 @@ def _compiled(
     return conversions.compiled(run, text, translation.methods, str(INCLUDE))[0]
 
 
+def _lowered(text: str, divisions: bool) -> str:
+    """LLVM's text before any optimization, in which what C++ has otherwise is as Metal has it.
+
+    Our own kernels do without: nothing in them depends on it, and their machine code is recorded.
+    """
+    return integer_lowering.lowered(vector_truths.with_truths(text), divisions)
+
+
 def _simulator_text(translation: Translation, file: str) -> str:
     """The translation, an entry for each variant, and the table of them."""
     parts = [_prelude(translation)]
@@ -264,7 +282,8 @@ def simulator_library(
     texts = _constant_texts(constants)
     flat = sources.flatten(file)
     what = [flat, repr(sorted(texts.items())), *["private"] * private]
-    vectors = (private or (not watch and sources.is_registered(file))) and vector_truths.has_vectors(flat)
+    lowered = private or sources.is_registered(file)
+    what += ["lowered"] * lowered
     name = cache.key(*what, _library_key(), found.identity, " ".join(flags), _processor())
 
     def make(path: Path) -> None:
@@ -276,15 +295,16 @@ def simulator_library(
             includes = [f"-I{INCLUDE}", f"-I{_abi_folder()}"]
             text = _simulator_text(translation, file)
             library = _parsed_library(found, [*flags, *includes])
-            if vectors:
+            if lowered:
                 unoptimized = [*compiler.unoptimized_flags(flags), *includes]
                 done = _compiled(found, unoptimized, text, translation, library)
-                text = vector_truths.with_truths(done.stdout)
-                if watch and not done.returncode:
+                text = _lowered(done.stdout, divisions=True)
+                lanes = watch and vector_truths.has_vectors(flat)
+                if lanes and not done.returncode:
                     done = found.run(compiler.optimized_flags(flags), text)
                     text = vector_lanes.with_lanes(done.stdout)
                 if not done.returncode:
-                    done = found.run([*compiler.object_flags(flags, optimized=watch), "-o", str(compiled)], text)
+                    done = found.run([*compiler.object_flags(flags, optimized=lanes), "-o", str(compiled)], text)
             else:
                 done = _compiled(found, [*flags, *includes, "-o", str(compiled)], text, translation, library)
             if done.returncode:
@@ -334,13 +354,21 @@ def _ptx(
     found = compiler.find_compiler()
     flat, sizes = sources.flatten(file), bytes_sizes or {}
     flags = compiler.ptx_flags(arch, flat)
+    lowered = sources.is_registered(file)
     what = [flat, *names, repr(sorted(sizes.items())), repr(sorted(_constant_texts(constants).items()))]
+    what += ["lowered"] * lowered
     name = cache.key(*what, _library_key(), found.identity, " ".join(flags))
 
     def make(path: Path) -> None:
         translation = translate(file, constants, nvidia=True)
         text = _ptx_text(translation, file, names, sizes)
-        done = _compiled(found, [*flags, f"-I{INCLUDE}", "-o", "-"], text, translation)
+        if lowered:
+            unoptimized, optimized = compiler.lowered_ptx_flags(flags)
+            done = _compiled(found, [*unoptimized, f"-I{INCLUDE}"], text, translation)
+            if not done.returncode:
+                done = found.run(optimized, _lowered(done.stdout, divisions=False))
+        else:
+            done = _compiled(found, [*flags, f"-I{INCLUDE}", "-o", "-"], text, translation)
         if done.returncode:
             raise CompileError(file, names[0] if len(names) == 1 else None, _clean(done.stderr))
         path.write_text(done.stdout)

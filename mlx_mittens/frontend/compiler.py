@@ -114,6 +114,12 @@ def object_flags(cpu: list[str], optimized: bool) -> list[str]:
     return ["-x", "ir", "-c", *kept]
 
 
+def lowered_ptx_flags(ptx: list[str]) -> tuple[list[str], list[str]]:
+    """As those for PTX: to LLVM's text before any pass, and from there to PTX."""
+    kept = [flag for flag in ptx if flag not in _LANGUAGE]
+    return [*ptx, "-emit-llvm", *_NO_PASSES, "-o", "-"], ["-x", "ir", *kept, "-o", "-"]
+
+
 def ptx_flags(arch: str, text: str) -> list[str]:
     """For a text, which may ask for options of LLVM's own in lines that begin with ``// nvptx: ``."""
     asked = [flag for option in re.findall(r"^// nvptx: (\S+)$", text, re.M) for flag in ("-mllvm", option)]

@@ -748,6 +748,19 @@ template [[host_name("copy_uint4")]] [[kernel]] decltype(copy<uint4>) copy<uint4
     )
 
 
+@pytest.mark.parametrize(
+    ("body", "instruction"),
+    [
+        ("y[i] = float4(x[i] < 2);", r"selp\.f32\s+%\w+, 0f3F800000, 0f00000000"),
+        ("using V = float4; y[i] = V(int4(z[i]));", r"cvt\.rn\.f32\.s32"),
+        ("z[i] = 1 << z[i + 1];", r"and\.b32\s+%\w+, %\w+, 31"),
+    ],
+)
+def test_ptx_of_a_registered_source_is_as_metal_has_it(body, instruction):
+    arguments = "device float4* x [[buffer(0)]], device float4* y [[buffer(1)]], device int* z [[buffer(2)]]"
+    assert re.search(instruction, frontend.ptx(register(kernel(body, arguments)), "test"))
+
+
 @pytest.mark.parametrize("name", ["copy_float4", "copy.half8", "copy_uint4"])
 def test_sixteen_bytes_are_one_access(ptx_file, name):
     text = frontend.ptx(ptx_file, name)

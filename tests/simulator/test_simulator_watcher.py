@@ -440,7 +440,7 @@ PLANTS = {
         """,
     ),
     "vector_over_the_end": Plant(
-        ["reads 16 bytes", "byte 512", "out of bounds"],
+        ["reads 4 bytes", "byte 524", "out of bounds"],
         """
         y[at] = (*(const device float4*)(x + (i + 1) * 2 / 4 * 4)).w;
         """,

@@ -4,6 +4,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.simulate import kernel, register
+from helpers.simulate import run as launch
 
 import mlx_mittens as mm
 from mlx_mittens.simulator import Fault
@@ -42,6 +44,27 @@ def test_values(name):
     np.testing.assert_array_equal(run(body)[0], np.float32(expected))
 
 
+# Heads the kernels below, which get `i` as the thread's position.
+LAUNCHED = HEAD.partition(";")[2] + "\n"
+ARGUMENTS = "const device float* x [[buffer(0)]], device float* y [[buffer(1)]]"
+
+
+def launched(body, watch=True):
+    """As `run`, of a source that is registered: what `mm.ops.custom.launch` takes."""
+    y = np.zeros((8, 4), np.float32)
+    launch(
+        register(kernel(LAUNCHED + body, ARGUMENTS)), "test", [np.arange(32, dtype=np.float32), y], 1, 8, watch=watch
+    )
+    return y
+
+
+@pytest.mark.parametrize("watch", [True, False])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_a_registered_source(name, watch):
+    body, expected = VALUES[name]
+    np.testing.assert_array_equal(launched(body, watch)[0], np.float32(expected))
+
+
 # Sound kernels that write or read a part of a vector.
 PARTS = {
     "device": "p[i].x = 1; p[i].y = 2; p[i].zw = float2(3);",
@@ -50,6 +73,7 @@ PARTS = {
     "threadgroup": "threadgroup float4 s[8]; s[i].x = 1; s[i].y = 2; p[i] = float4(s[i].x, s[i].y, s[i].yx);",
     "several threads": "threadgroup float2 s[8]; s[i / 2][i % 2] = 1; threadgroup_barrier(mem_flags::mem_threadgroup); p[i] = float4(s[i & 3].x, s[i & 3].y, 1, 1);",
     "packed": "device packed_float2* r = (device packed_float2*)(y + 1); if (i == 0) { y[0] = y[31] = 0; } if (i < 7) { r[2 * i] = packed_float2(q[i].xy); r[2 * i + 1].x = 1; r[2 * i + 1].y = 2; } else { r[14] = packed_float2(1); }",
+    "packed, four": "device packed_float4* r = (device packed_float4*)(y + 1); if (i == 0) { y[0] = y[29] = y[30] = y[31] = 0; } if (i < 7) { r[i] = packed_float4(q[i]); }",
     "a sum": "p[i] = 0; p[i].y += 2; p[i].zw *= q[i].xy;",
 }  # fmt: skip
 
@@ -65,6 +89,7 @@ BROKEN = {
     "threadgroup float2 s[8]; s[i / 2].x = i; p[i] = float4(1);": "a race",
     "device float3* r = (device float3*)y; r[i + 1].x = 1;": 'writes 4 bytes .* at byte 128 of buffer "y".*out of bounds',
     "const device float3* r = (const device float3*)x; p[i] = float4(r[i + 1].y);": 'reads 4 bytes .* of buffer "x".*out of bounds',
+    "device float3* r = (device float3*)(y + 1); if (i < 7) r[i] = float3(1);": "misaligned",
     "p[i].x = 1; p[i].z = 1; p[i].w = 1;": 'buffer "y" was not written at byte 4 ',
     "device float4* r = (device float4*)(y + 1); if (i < 7) r[i].x = 1;": "misaligned",
 }  # fmt: skip
@@ -74,3 +99,14 @@ BROKEN = {
 def test_parts_that_are_not(body):
     with pytest.raises(Fault, match=BROKEN[body]):
         run(body)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_registered_source_that_are_sound(name):
+    assert np.isfinite(launched(PARTS[name])).all()
+
+
+@pytest.mark.parametrize("body", BROKEN)
+def test_parts_of_a_registered_source_that_are_not(body):
+    with pytest.raises(Fault, match=BROKEN[body]):
+        launched(body)

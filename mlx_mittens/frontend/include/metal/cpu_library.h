@@ -37,21 +37,17 @@ MITTENS_TRACE(16)
 #undef MITTENS_TRACE
 
 // Of a vector the components of a mask or one, as vector_lanes.py finds them; where it lies wrong, whole.
-#define MITTENS_TRACE_LANES(kind, lanes, condition)                                                                 \
-  MITTENS_HIDDEN __attribute__((used)) void mittens_##kind##_##lanes(char* address, unsigned align, unsigned count, \
-                                                                     unsigned bytes, unsigned lanes) {              \
-    if ((unsigned long)address % align) {                                                                           \
-      mittens::runtime->kind(address, count * bytes, __builtin_return_address(0));                                  \
-    }                                                                                                               \
-    for (unsigned i = 0; i < count; ++i) {                                                                          \
-      if (condition) {                                                                                              \
-        mittens::runtime->kind(address + i * bytes, bytes, __builtin_return_address(0));                            \
-      }                                                                                                             \
-    }                                                                                                               \
+#define MITTENS_TRACE_LANES(kind, name, stores, argument, mask)                                                    \
+  MITTENS_HIDDEN __attribute__((used)) void mittens_##kind##_##name(char* address, unsigned align, unsigned count, \
+                                                                    unsigned bytes, unsigned argument) {           \
+    if ((unsigned long)address % align) {                                                                          \
+      mittens::runtime->kind(address, (count + count % 2) * bytes, __builtin_return_address(0));                   \
+    }                                                                                                              \
+    mittens::runtime->lanes(address, bytes, mask, stores, __builtin_return_address(0));                            \
   }
-MITTENS_TRACE_LANES(load, mask, mask >> i & 1)
-MITTENS_TRACE_LANES(store, mask, mask >> i & 1)
-MITTENS_TRACE_LANES(store, lane, lane == i)
+MITTENS_TRACE_LANES(load, mask, false, mask, mask)
+MITTENS_TRACE_LANES(store, mask, true, mask, mask)
+MITTENS_TRACE_LANES(store, lane, true, lane, lane < count ? 1u << lane : 0)
 #undef MITTENS_TRACE_LANES
 
 MITTENS_HIDDEN void* memcpy(void* to, const void* from, size_t bytes) {
