@@ -67,6 +67,8 @@ INTEGER = {
     "quad_shuffle_down(x, 2)": lambda x: np.where(LANES % 4 < 2, x[(LANES + 2) % 32], x),
     "quad_shuffle_rotate_up(x, 1)": lambda x: x[QUAD + (LANES - 1) % 4],
     "quad_prefix_inclusive_sum(x)": lambda x: x.reshape(8, 4).cumsum(1).reshape(-1),
+    "quad_ballot(true).all() + 2 * quad_ballot(x > 0).all()": quads(lambda q: 1 + 2 * (q > 0).all()),
+    "simd_ballot(true).all() + 2 * simd_ballot(lane != 7).all()": lambda x: np.ones(32),
     "int(ulong(quad_ballot(x > 0)))": quads(lambda q: sum(1 << i for i in range(4) if q[i] > 0)),
     "quad_all(x == x)": lambda x: np.ones(32),
 }

@@ -117,17 +117,22 @@ MITTENS_INLINE void simdgroup_barrier(mem_flags flags, mittens::Site site = mitt
   mittens::barrier(mittens::simdgroup_scope, "simdgroup_barrier", site, unsigned(flags));
 }
 
-// Which lanes answered yes.
-class simd_vote {
+}  // namespace metal
+
+namespace mittens {
+
+// Which lanes of so many answered yes.
+template <unsigned width>
+class Vote {
  public:
   using vote_t = ulong;
-  simd_vote() = default;
-  explicit constexpr simd_vote(vote_t vote) : vote_(vote) {}
+  Vote() = default;
+  explicit constexpr Vote(vote_t vote) : vote_(vote) {}
   explicit constexpr operator vote_t() const {
     return vote_;
   }
   bool all() const {
-    return vote_ == 0xffffffff;
+    return vote_ == (vote_t(1) << width) - 1;
   }
   bool any() const {
     return vote_ != 0;
@@ -136,7 +141,13 @@ class simd_vote {
  private:
   vote_t vote_ = 0;
 };
-using quad_vote = simd_vote;
+
+}  // namespace mittens
+
+namespace metal {
+
+using simd_vote = mittens::Vote<32>;
+using quad_vote = mittens::Vote<4>;
 
 // The types that they take, of Metal's own functions; MLX's headers bring some for others.
 #ifdef MITTENS_DIALECT
