@@ -116,22 +116,39 @@ template <typename T>
 MITTENS_INLINE T mul24(T x, T y) {
   return x * y;
 }
+// The unsigned integers that belong to an integer or a vector of them.
 template <typename T>
-MITTENS_INLINE T absdiff(T x, T y) {
-  return mittens::map<T>([](auto x, auto y) { return decltype(x)(x < y ? y - x : x - y); }, x, y);
+MITTENS_INLINE constexpr auto unsigned_of() {
+  using U = make_unsigned_t<mittens::Element<T>>;
+  if constexpr (mittens::Vector<T>::is_vector) {
+    return vec<U, mittens::Vector<T>::size>{};
+  } else {
+    return U{};
+  }
+}
+template <typename T, typename U = decltype(unsigned_of<T>())>
+MITTENS_INLINE U absdiff(T x, T y) {
+  return mittens::map<U>(
+      [](auto x, auto y) {
+        using E = make_unsigned_t<decltype(x)>;
+        return x < y ? E(E(y) - E(x)) : E(E(x) - E(y));
+      },
+      x, y);
 }
 template <typename T>
 MITTENS_INLINE T extract_bits(T x, uint offset, uint bits) {
   if (bits == 0) {
     return T(0);
   }
-  const uint rest = sizeof(T) * 8 - bits;
-  return T(T(x << (rest - offset)) >> rest);
+  using E = mittens::Element<T>;
+  const uint rest = sizeof(E) * 8 - bits;
+  return T(T(x << E(rest - offset)) >> E(rest));
 }
 template <typename T>
 MITTENS_INLINE T insert_bits(T base, T insert, uint offset, uint bits) {
-  const T mask = T((bits == sizeof(T) * 8 ? ~T(0) : T((T(1) << bits) - 1)) << offset);
-  return T((base & ~mask) | (T(insert << offset) & mask));
+  using E = mittens::Element<T>;
+  const T mask = T(E((bits == sizeof(E) * 8 ? E(~E(0)) : E((E(1) << bits) - 1)) << offset));
+  return T((base & ~mask) | (T(insert << E(offset)) & mask));
 }
 
 }  // namespace metal
