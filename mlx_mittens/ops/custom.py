@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,36 @@ def _parameters(file: str, kernel: str, text: str) -> dict[int, frontend.Argumen
     return {a.index: a for a in frontend.signature(file, kernel) if a.kind == "buffer" and a.index is not None}
 
 
+# A parameter of an entry of PTX: the bits of its type, and how many of these it has.
+_PTX_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.[a-z](\d+) [^,\n[]*(?:\[(\d+)\])?")
+
+
+@functools.lru_cache(maxsize=256)
+def _value_bytes(
+    file: str, kernel: str, text: str, sizes: tuple[tuple[int, int], ...], constants: tuple[tuple[int, str], ...]
+) -> dict[int, int]:
+    """How many bytes CUDA copies of each argument that the kernel takes by reference, by buffer index.
+
+    Args:
+        file, kernel, text: The kernel, and the text of its file.
+        sizes: Of constants that it takes by pointer, with their indices.
+        constants: Its function constants.
+    """
+    ptx = frontend.ptx(file, kernel, dict(sizes), constants=dict(constants))
+    found = _PTX_PARAMETER.findall(ptx.partition(".entry")[2].partition(")")[0])
+    parameters = sorted(_parameters(file, kernel, text).items())
+    return {
+        index: int(bits) // 8 * int(count or 1)
+        for (index, parameter), (bits, count) in zip(parameters, found, strict=True)
+        if parameter.by_reference
+    }
+
+
+def _is_on_cuda(stream: Any) -> bool:
+    device = getattr(stream, "device", stream) or mx.default_device()
+    return _ext.cuda_available() and device == mx.gpu
+
+
 def launch(
     file: str,
     kernel: str,
@@ -74,9 +105,11 @@ def launch(
     Raises:
         KeyError: The file has no such kernel.
         CompileError: The file does not compile.
-        ValueError: There is an argument for an index that the kernel does not have.
+        ValueError: There is an argument for an index that the kernel does not have, or on a CUDA GPU, for a reference,
+            an array or fewer bytes than the kernel takes.
     """
-    parameters = _parameters(file, kernel, frontend.source(file))
+    text = frontend.source(file)
+    parameters = _parameters(file, kernel, text)
     unknown = sorted(set(arguments) - set(parameters))
     if unknown:
         known = ", ".join(map(str, sorted(parameters)))
@@ -92,6 +125,18 @@ def launch(
         else:
             given = type(value).__name__
             raise TypeError(f"[launch] buffer {index} of {kernel} is {given}: expected array, bytes or Output")
+    values = {index: _text(value) for index, value in (constants or {}).items()}
+    if _is_on_cuda(stream) and any(parameters[index].by_reference for index in arguments):
+        sizes = tuple((index, len(value)) for index, value, by_pointer in data if by_pointer)
+        for index, size in _value_bytes(file, kernel, text, sizes, tuple(sorted(values.items()))).items():
+            given = arguments.get(index, bytes(size))
+            if not isinstance(given, bytes):
+                kind = type(given).__name__
+                raise ValueError(
+                    f"[launch] buffer {index} of {kernel} is {kind}: on a CUDA GPU a reference takes bytes alone"
+                )
+            if len(given) < size:
+                raise ValueError(f"[launch] buffer {index} of {kernel} has {len(given)} bytes: expected {size}")
     return _ext.launch(
         file,
         kernel,
@@ -102,7 +147,7 @@ def launch(
         _triple(threadgroups),
         _triple(threads),
         threadgroup_bytes,
-        {index: _text(value) for index, value in (constants or {}).items()},
+        values,
         ensure_row_contiguous,
         stream,
     )

@@ -102,6 +102,54 @@ def test_bad_arguments(file, kernel, arguments, error, message):
         launch(file, kernel, arguments, [1], [32])
 
 
+VALUES = """
+struct Params { int first; long second; float4 rest[5]; int last; };
+[[kernel]] void values(device float* out [[buffer(0)]], constant float3& vector [[buffer(1)]],
+    constant Params& params [[buffer(3)]], constant half& one [[buffer(5)]], constant int* some [[buffer(6)]],
+    constant bool& flag [[buffer(7)]], constant packed_float3& packed [[buffer(8)]],
+    constant bfloat& brain [[buffer(9)]], constant ulong& wide [[buffer(10)]], device const int& read [[buffer(11)]],
+    device atomic<int>& sum [[buffer(12)]], uint i [[thread_position_in_grid]]) {
+  out[i] = params.last + vector.x + one + some[1] + flag + packed.y + float(brain) + wide + read;
+  atomic_fetch_add_explicit(&sum, 1, memory_order_relaxed);
+}
+"""
+SIZES = {1: 16, 3: 112, 5: 2, 7: 1, 8: 12, 9: 2, 10: 8, 11: 4, 12: 4}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What would be launched on a CUDA GPU that this machine is given."""
+    found = []
+    monkeypatch.setattr(_ext, "cuda_available", lambda: True)
+    monkeypatch.setattr(_ext, "launch", lambda *arguments: found.append(arguments))
+    return found
+
+
+def test_constants_are_as_large_as_cuda_takes_them(launched):
+    file = register(VALUES)
+    right = {0: Output([32], mx.float32), 6: int32(1, 2, 3)} | {index: bytes(size) for index, size in SIZES.items()}
+    launch(file, "values", right, [1], [32], stream=mx.gpu)
+    launch(file, "values", right | {3: bytes(200)}, [1], [32], stream=mx.gpu)
+    launch(file, "values", {0: right[0]}, [1], [32], stream=mx.gpu)
+    assert len(launched) == 3
+    for index, size in SIZES.items():
+        wrong = right | {index: bytes(size - 1)}
+        with pytest.raises(ValueError, match=f"buffer {index} of values has {size - 1} bytes: expected {size}$"):
+            launch(file, "values", wrong, [1], [32], stream=mx.gpu)
+        launch(file, "values", wrong, [1], [32], stream=mx.cpu)  # where the simulator watches accesses
+    for array in (mx.zeros(32), Output([1], mx.int32)):
+        with pytest.raises(ValueError, match=r"buffer 12 of values is \w+: on a CUDA GPU a reference takes bytes"):
+            launch(file, "values", right | {12: array}, [1], [32], stream=mx.gpu)
+
+
+def test_constants_that_a_kernel_reads_beyond_are_a_fault_in_the_simulator():
+    file = register(VALUES)
+    arguments = {0: Output([32], mx.float32), 6: int32(1, 2, 3)} | {index: bytes(size) for index, size in SIZES.items()}
+    (out,) = launch(file, "values", arguments | {3: int32(5)}, [1], [32], stream=mx.cpu)
+    with pytest.raises(Fault, match="values"):
+        mx.eval(out)
+
+
 def test_views_as_they_lie_in_memory(file, stream):
     """What is not row contiguous is copied, unless the kernel wants it as it is."""
     x = mx.arange(64).astype(mx.int32).reshape(32, 2)
