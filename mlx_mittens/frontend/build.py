@@ -92,6 +92,7 @@ def _translate(
     nvidia: bool,
     private: bool = False,
     rounds: bool = False,
+    casts: bool = False,
 ) -> Translation:
     found = compiler.find_compiler()
     flags = [*compiler.preprocess_flags([INCLUDE, *_mlx_include()]), *["-DMITTENS_NVIDIA"] * nvidia]
@@ -102,7 +103,7 @@ def _translate(
     for folder in _mlx_include():
         text = text.replace(f'"{folder}/', '"')
     try:
-        return rewrite(text, dict(constants), private=private, rounds=rounds)
+        return rewrite(text, dict(constants), private=private, rounds=rounds, casts=casts)
     except RewriteError as error:
         raise CompileError(file, None, str(error)) from None
 
@@ -113,15 +114,18 @@ def translate(
     nvidia: bool = False,
     private: bool = False,
     rounds: bool = False,
+    casts: bool = False,
 ) -> Translation:
     """A .metal file as clang is to compile it, for NVIDIA's GPUs or for the simulator, and the kernels in it."""
     texts = tuple(sorted(_constant_texts(constants).items()))
-    return _translate(file, sources.flatten(file), texts, nvidia, private, rounds)
+    return _translate(file, sources.flatten(file), texts, nvidia, private, rounds, casts)
 
 
-def _simulated(file: str, constants: dict[int, object] | None = None, private: bool = False) -> Translation:
+def _simulated(
+    file: str, constants: dict[int, object] | None = None, private: bool = False, casts: bool = False
+) -> Translation:
     """A file as it is compiled for the simulator; the lanes of our own kernels do not part."""
-    return translate(file, constants, private=private, rounds=sources.is_registered(file))
+    return translate(file, constants, private=private, rounds=sources.is_registered(file), casts=casts)
 
 
 def variants(file: str) -> list[Variant]:
@@ -223,6 +227,20 @@ def _compiled(
     return conversions.compiled(run, text, translation.methods, str(INCLUDE))[0]
 
 
+def _unoptimized(
+    compiled: Callable[[bool], subprocess.CompletedProcess[str]],
+) -> subprocess.CompletedProcess[str]:
+    """LLVM's text before any pass, from a function that compiles with or without all casts written out.
+
+    They are where a cast of a vector takes its bits, and left as they are if that does not compile.
+    """
+    done = compiled(False)
+    if done.returncode or not vector_truths.has_casts(done.stdout):
+        return done
+    written = compiled(True)
+    return done if written.returncode else written
+
+
 def _lowered(text: str, divisions: bool) -> str:
     """LLVM's text before any optimization, in which what C++ has otherwise is as Metal has it.
 
@@ -293,11 +311,15 @@ def simulator_library(
         compiled = path.with_suffix(".o")
         try:
             includes = [f"-I{INCLUDE}", f"-I{_abi_folder()}"]
-            text = _simulator_text(translation, file)
             library = _parsed_library(found, [*flags, *includes])
             if lowered:
                 unoptimized = [*compiler.unoptimized_flags(flags), *includes]
-                done = _compiled(found, unoptimized, text, translation, library)
+
+                def compiled_to_text(casts: bool) -> subprocess.CompletedProcess[str]:
+                    written = _simulated(file, constants, private, casts)
+                    return _compiled(found, unoptimized, _simulator_text(written, file), written, library)
+
+                done = _unoptimized(compiled_to_text)
                 text = _lowered(done.stdout, divisions=True)
                 lanes = watch and vector_truths.has_vectors(flat)
                 if lanes and not done.returncode:
@@ -306,6 +328,7 @@ def simulator_library(
                 if not done.returncode:
                     done = found.run([*compiler.object_flags(flags, optimized=lanes), "-o", str(compiled)], text)
             else:
+                text = _simulator_text(translation, file)
                 done = _compiled(found, [*flags, *includes, "-o", str(compiled)], text, translation, library)
             if done.returncode:
                 raise CompileError(file, None, _clean(done.stderr))
@@ -360,15 +383,18 @@ def _ptx(
     name = cache.key(*what, _library_key(), found.identity, " ".join(flags))
 
     def make(path: Path) -> None:
-        translation = translate(file, constants, nvidia=True)
-        text = _ptx_text(translation, file, names, sizes)
+        def compiled(flags: list[str], casts: bool = False) -> subprocess.CompletedProcess[str]:
+            translation = translate(file, constants, nvidia=True, casts=casts)
+            text = _ptx_text(translation, file, names, sizes)
+            return _compiled(found, [*flags, f"-I{INCLUDE}"], text, translation)
+
         if lowered:
             unoptimized, optimized = compiler.lowered_ptx_flags(flags)
-            done = _compiled(found, [*unoptimized, f"-I{INCLUDE}"], text, translation)
+            done = _unoptimized(functools.partial(compiled, unoptimized))
             if not done.returncode:
                 done = found.run(optimized, _lowered(done.stdout, divisions=False))
         else:
-            done = _compiled(found, [*flags, f"-I{INCLUDE}", "-o", "-"], text, translation)
+            done = compiled([*flags, "-o", "-"])
         if done.returncode:
             raise CompileError(file, names[0] if len(names) == 1 else None, _clean(done.stderr))
         path.write_text(done.stdout)

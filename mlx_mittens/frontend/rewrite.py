@@ -192,8 +192,10 @@ class _Rewriter:
         dialect: bool = False,
         private: bool = False,
         rounds: bool = False,
+        casts: bool = False,
     ):
         self.text = text
+        self.casts = casts
         self.private = private
         self.rounds = rounds
         self.dialect = dialect
@@ -475,6 +477,8 @@ class _Rewriter:
             return self._vector_constructor(i)
         if token == "(":
             self._vector_cast(i)
+        if self.casts:
+            self._named_cast(i)
         if self.token(i + 1) == "(" and (vector := _VECTOR.match(token)):
             self._vector_array(i, vector)
             if self.token(i - 1) == "::":  # metal::float4(x): the macro brings its own
@@ -839,7 +843,7 @@ class _Rewriter:
         """`(float4)x`: clang takes the bits of a vector of the same size, Metal converts its elements."""
         closing = self.partner[i]
         kind = self.tokens[i + 1 : closing]
-        named = len(kind) == 1 and _VECTOR.match(kind[0]) is not None
+        named = len(kind) == 1 and (_VECTOR.match(kind[0]) is not None or kind[0] in self._named_types)
         if not named and not (kind[:2] == ["vec", "<"] and self.after_template_arguments(i + 2) == closing):
             return
         before = self.token(i - 1)
@@ -849,6 +853,37 @@ class _Rewriter:
         if end > closing + 1:
             self.edits.append((*self.spans[closing], f")::mittens::convert<{''.join(kind)}>("))
             self._insert(end - 1, ")")
+
+    @functools.cached_property
+    def _named_types(self) -> set[str]:
+        """Aliases and template parameters, which may be vectors, if casts to them are to be written out."""
+        names: set[str] = set()
+        for i, token in enumerate(self.tokens if self.casts else ()):
+            if token == "using" and self.token(i + 2) == "=":
+                names.add(self.tokens[i + 1])
+            elif token in ("typename", "class") and self.token(i + 2) in (",", ">", "="):
+                names.add(self.tokens[i + 1])
+            elif token == "typedef":
+                end = i
+                while self.token(end) not in (";", ""):
+                    end += 1
+                names.add(self.tokens[end - 1])
+        return names
+
+    def _named_cast(self, i: int) -> None:
+        """`V(x)` and `static_cast<V>(x)`, of an alias or a template parameter."""
+        is_static = self.tokens[i] == "static_cast" and self.token(i + 2) in self._named_types
+        if not is_static and (self.tokens[i] not in self._named_types or self.token(i + 1) != "("):
+            return
+        if self.lines.at(self.spans[i][0])[0].startswith("mlx/"):
+            return  # MLX's own headers have none of vectors
+        if is_static and self.token(i + 3) == ">":
+            self.edits.append((*self.spans[i], "::mittens::convert"))
+            return
+        follows, closing = self.token(i + 2), self.partner[i + 1]
+        is_declarator = follows in ("&", "*") and self.token(closing + 1) in ("(", "[")
+        if not is_declarator and follows not in (")", "{") and self.token(i - 1) not in (".", "->", "::", "operator"):
+            self.edits.append((*self.spans[i], f"::mittens::convert<{self.tokens[i]}>"))
 
     def _operand_end(self, i: int) -> int:
         """The token behind the operand of a cast that starts at i; i if none does."""
@@ -991,7 +1026,12 @@ class _Rewriter:
 
 
 def rewrite(
-    text: str, constants: dict[int, str], dialect: bool = False, private: bool = False, rounds: bool = False
+    text: str,
+    constants: dict[int, str],
+    dialect: bool = False,
+    private: bool = False,
+    rounds: bool = False,
+    casts: bool = False,
 ) -> Translation:
     """Rewrites preprocessed Metal for clang.
 
@@ -1001,8 +1041,9 @@ def rewrite(
         dialect: Whether the text is to be checked, not run: then its floats are none that a bfloat holds.
         private: Whether the watcher is to see arrays of a thread's own.
         rounds: Whether the simulator is to tell apart the rounds of loops in which lanes part.
+        casts: Whether casts to aliases and template parameters are to be written out, as those to vectors by name are.
     """
-    return _Rewriter(text, constants, dialect, private, rounds).run()
+    return _Rewriter(text, constants, dialect, private, rounds, casts).run()
 
 
 class LineMap:

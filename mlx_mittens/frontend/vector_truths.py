@@ -4,8 +4,9 @@ A comparison of vectors gives integers in clang's C++, which are -1 where it is 
 bool, so that `float4(a < b)` is 1 there. And clang puts a byte into a vector of bits where an element of it is written,
 which is no LLVM.
 
-A cast of a vector to another of its size takes the bits in clang's C++; in Metal it converts the elements. That of
-unsigned integers is written out in `rewrite`, which sees the name of the type, and here that of others, by an alias.
+A cast of a vector to another of its size takes the bits in clang's C++; in Metal it converts the elements. Here no
+integer has a sign any more: `rewrite` writes out casts to types that it knows by name, and where some are left those to
+aliases and template parameters too. What is then left is converted here, with integers taken as signed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _WRITTEN = re.compile(
     rf"^(?P<head>  (?:{_NAME}) = insertelement <\d+ x i1> .+, )i8 (?P<value>[^,]+)(?P<lane>, i\d+ .+)$", re.M
 )
 _CAST = re.compile(
-    r"^(?P<head>  \S+ = )bitcast (?P<rest><(?P<count>\d+) x (?P<source>i\d+|half|bfloat|float)> \S+ to "
-    r"<(?P=count) x (?P<target>i\d+|half|bfloat|float)>.*)$",
+    r"^(?P<head>  \S+ = )bitcast (?P<rest><(?P<count>\d+) x (?P<source>i\d+|half|bfloat|float)> (?P<value>\S+) to "
+    r"<(?P=count) x (?P<target>i\d+|half|bfloat|float)>(?P<tail>.*))$",
     re.M,
 )
 # A vector in a kernel's text, other than the positions in its signature.
@@ -39,6 +40,11 @@ def has_vectors(text: str) -> bool:
     return _VECTOR.search(text) is not None
 
 
+def has_casts(text: str) -> bool:
+    """Whether LLVM's text takes the bits of a vector for others, where one of the two is of integers."""
+    return any((match["source"][0] == "i") != (match["target"][0] == "i") for match in _CAST.finditer(text))
+
+
 def with_truths(text: str) -> str:
     """LLVM's text with 1 for what is true in a vector."""
     count = 0
@@ -50,9 +56,18 @@ def with_truths(text: str) -> str:
         return f"  {name} = trunc i8 {match['value']} to i1\n{match['head']}i1 {name}{match['lane']}"
 
     def cast(match: re.Match[str]) -> str:
+        nonlocal count
         integers = match["source"][0] == "i", match["target"][0] == "i"
         operation = {(True, False): "sitofp", (False, True): "fptosi"}.get(integers)
-        return f"{match['head']}{operation} {match['rest']}" if operation else match[0]
+        if operation:
+            return f"{match['head']}{operation} {match['rest']}"
+        if {match["source"], match["target"]} != {"half", "bfloat"}:
+            return match[0]
+        count += 1
+        name, wide = f"%mittens.wide.{count}", f"<{match['count']} x float>"
+        value, tail = match["value"], match["tail"]
+        widened = f"  {name} = fpext <{match['count']} x {match['source']}> {value} to {wide}{tail}\n"
+        return f"{widened}{match['head']}fptrunc {wide} {name} to <{match['count']} x {match['target']}>{tail}"
 
     text = _CAST.sub(cast, text)
     text = _SIGN.sub(lambda match: f"{match['head']}ne{match['rest']}", text)

@@ -13,8 +13,11 @@ from mlx_mittens.simulator import Fault
 HEAD = "uint i = thread_position_in_grid.x; device float4* p = (device float4*)y; const device float4* q = (const device float4*)x;\n"
 
 
+HELPERS = "template <typename T, typename S> T made(S x) { return T(x); }\n"
+
+
 def run(body, grid=8):
-    kernel = mm.simulator.metal_kernel("vectors", ["x"], ["y"], HEAD + body)
+    kernel = mm.simulator.metal_kernel("vectors", ["x"], ["y"], HEAD + body, HELPERS)
     sizes = {"output_shapes": [(8, 4)], "output_dtypes": [mx.float32], "grid": (grid, 1, 1), "threadgroup": (8, 1, 1)}
     return np.array(kernel(inputs=[mx.arange(32.0).reshape(8, 4)], **sizes)[0])
 
@@ -31,6 +34,9 @@ VALUES = {
     "elements of truths": ("bool2 b; b[0] = q[i].x < 2; b[i & 1] = false; b[1] = true; p[i] = float4(b.x, b.y, b[0], b[1]);", [0, 1, 0, 1]),
     "a cast of integers": ("int4 n = int4(-3); uint4 u = uint4(3000000000u); p[i] = (float4)n + (vec<float, 4>)u + (float4)(1);", [2999999998] * 4),
     "a cast by an alias": ("using V = float4; int4 n = int4(-3); p[i] = V(n) + V(int4(q[i]));", [-3, -2, -1, 0]),
+    "casts of unsigned integers by an alias": ("using V = float4; typedef uint4 U; uint4 n = uint4(3221225472u); p[i] = V(n) + (V)n + static_cast<V>(n) + V(U(float4(0x3p30f))) - float4(0x9p30f);", [3 * 2.0**30] * 4),
+    "casts by a template parameter": ("p[i] = made<float4>(uint4(3221225472u)) + float4(made<uint4>(float4(0x3p30f))) - float4(made<int4>(float4(-0x1p30f)));", [7 * 2.0**30] * 4),
+    "casts of half and bfloat": ("using H = half4; using B = bfloat4; B b = B(half4(1.5h, 2, 3, 4)); H h = H(b); p[i] = float4(b) + float4((H)B(h));", [3, 4, 6, 8]),
     "a cast to integers": ("int4 n = (int4)(q[i] + 0.7f); short4 s = (short4)(half4)q[i]; p[i] = (float4)n - float4(s);", [0, 0, 0, 0]),
     "a cast before an operator": ("p[i] = 2 * (float4)(1) - (float4)-q[i] + (float4)q[i].xxyy * sizeof(float4);", [2, 3, 20, 21]),
     "a packed vector in a struct": ("struct Row { float a; packed_float2 b; packed_half4 c; char d; packed_char4 e; }; p[i] = float4(sizeof(Row), alignof(packed_float4), alignof(packed_half2), sizeof(packed_short3));", [28, 4, 2, 6]),
@@ -53,7 +59,12 @@ def launched(body, watch=True):
     """As `run`, of a source that is registered: what `mm.ops.custom.launch` takes."""
     y = np.zeros((8, 4), np.float32)
     launch(
-        register(kernel(LAUNCHED + body, ARGUMENTS)), "test", [np.arange(32, dtype=np.float32), y], 1, 8, watch=watch
+        register(HELPERS + kernel(LAUNCHED + body, ARGUMENTS)),
+        "test",
+        [np.arange(32, dtype=np.float32), y],
+        1,
+        8,
+        watch=watch,
     )
     return y
 
