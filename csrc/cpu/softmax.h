@@ -11,7 +11,7 @@ void softmax(Type type,
              void* y,  // [rows, columns]
              size_t rows, size_t columns);
 
-// dx = y * (dy - sum(y * dy)).
+// dx = y * (dy - sum(y * dy) / sum(y)).
 void softmax_vjp(Type type,
                  const void* y,  // [rows, columns]
                  const void* dy,  // [rows, columns]

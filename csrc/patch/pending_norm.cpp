@@ -56,7 +56,8 @@ std::pair<mx::array, mx::array> norm_of_sum(const mx::array& sum, const std::opt
 std::optional<mx::array> try_pending_rms_norm(mx::array& x, const std::optional<mx::array>& weight, float eps,
                                               float weight_offset, mx::StreamOrDevice where) {
   const bool is_one_type = x.ndim() > 0 && has_kernels(x.dtype()) && (!weight || weight->dtype() == x.dtype());
-  if (!is_one_type || !is_pending_sum(x, checks::checked_stream("rms_norm", where))) {
+  const bool is_traced = weight && weight->is_tracer();  // the sum outlives the trace
+  if (!is_one_type || is_traced || !is_pending_sum(x, checks::checked_stream("rms_norm", where))) {
     return try_rms_norm(x, weight, eps, weight_offset, where);
   }
   const auto [y, sum] = norm_of_sum(x, weight, eps, weight_offset, where);

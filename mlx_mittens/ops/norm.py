@@ -106,10 +106,9 @@ def softmax(
         stream (optional): Stream or device to run on.
 
     Returns:
-        array: Of ``a``'s shape and type.
+        array: Of ``a``'s shape and type; float32 of integers and bool. Other types are mx's.
 
     Raises:
-        DtypeError: ``a`` is not of a floating-point type named above.
         ValueError: An axis is out of range or named twice.
 
     Example:
@@ -148,8 +147,8 @@ def add_rms_norm(
         stream (optional): Stream or device to run on.
 
     Returns:
-        tuple(array, array): The normalized sum and the sum ``x + residual``, both of ``x``'s shape and the promoted
-            type.
+        tuple(array, array): The normalized sum, of the promoted type, and the sum ``x + residual``, of the promoted type
+            of these two. Both have ``x``'s shape.
 
     Raises:
         DtypeError: The arguments promote to no floating-point type.
@@ -197,8 +196,8 @@ def norm_add_norm(
         stream (optional): Stream or device to run on.
 
     Returns:
-        tuple(array, array): The normalized sum and the sum ``residual + rms_norm(x, weight, eps)``, both of ``x``'s
-            shape and the promoted type.
+        tuple(array, array): The normalized sum, of the promoted type, and the sum
+            ``residual + rms_norm(x, weight, eps)``, of the promoted type of these three. Both have ``x``'s shape.
 
     Raises:
         DtypeError: The arguments promote to no floating-point type.

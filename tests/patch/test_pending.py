@@ -240,6 +240,24 @@ def test_norms_of_other_sums_stay_norms(lenient, rng):
         assert_near(y, expected, what, SUM)
 
 
+@pytest.mark.parametrize("transform", [mx.compile, mx.vmap, mx.grad], ids=["compile", "vmap", "grad"])
+def test_a_sum_outlives_the_trace_of_its_norms_weight(rng, transform):
+    """It is the caller's, and a trace's weight is a placeholder."""
+    x, residual, weights = normal(rng, 3, 64), normal(rng, 3, 64), normal(rng, 4, 64)
+    weight = weights if transform is mx.vmap else weights[0]
+
+    def run():
+        total = x + residual
+        norm = lambda w: mx.fast.rms_norm(total, w, 1e-5)
+        f = transform((lambda w: norm(w).sum()) if transform is mx.grad else norm)
+        return evaluated([f(weight), total, f(weight + 1)])
+
+    expected = run()
+    with mm.patched():
+        for i, (a, b) in enumerate(zip(run(), expected, strict=True)):
+            assert_near(a, b, f"result {i}", SUMS)
+
+
 def test_a_sum_and_its_norm_under_transformations(rng):
     x, residual, weight = normal(rng, 3, 64), normal(rng, 3, 64), normal(rng, 64)
 

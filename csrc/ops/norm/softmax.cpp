@@ -1,3 +1,4 @@
+#include <limits>
 #include <numeric>
 #include <variant>
 
@@ -207,6 +208,13 @@ std::optional<mx::array> try_softmax(const mx::array& a, const Axis& axis, bool 
   }
   if (last_only && prefer_mx(row_problem(op, a, dtype), nullptr, stream)) {
     return std::nullopt;
+  }
+  size_t columns = 1;
+  for (int i : axes) {
+    columns *= static_cast<size_t>(a.shape(i));
+  }
+  if (columns > static_cast<size_t>(std::numeric_limits<int>::max())) {
+    return fallback(op, "2**31 elements or more along several axes");
   }
   mx::array x = in_dtype(a, dtype, stream);
   return last_only ? softmax_rows(std::move(x), stream) : softmax_axes(x, axes, stream);

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.tolerances import FAR_FROM_ZERO, ROUNDINGS, assert_right
+from helpers.tolerances import FAR_FROM_ZERO, ROUNDINGS, SUMS, assert_right
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -72,3 +72,13 @@ def test_rows_that_are_not_finite_are_nan(executor, columns, value):
     x = np.zeros((1, columns), np.float32)
     x[0, 1] = value
     assert mx.all(mx.isnan(mm.layer_norm(mx.array(x), None, None, 1e-5))).item()
+
+
+@pytest.mark.parametrize("rows", [8, 100])
+def test_an_infinite_gradient_of_a_bias_is_infinite(executor, rng, rows):
+    """Also where its rows are added up in blocks, with what the sums before have lost."""
+    x, weight, bias = (mx.array(rng.standard_normal(shape).astype(np.float32)) for shape in ((rows, 64), 64, 64))
+    dy = rng.standard_normal((rows, 64)).astype(np.float32)
+    dy[1, 3], dy[2, 5] = np.inf, -np.inf
+    (dbias,) = mx.vjp(lambda bias: mm.layer_norm(x, weight, bias, 1e-5), [bias], [mx.array(dy)])[1]
+    np.testing.assert_allclose(np.array(dbias), dy.astype(np.float64).sum(0), rtol=SUMS, atol=SUMS)

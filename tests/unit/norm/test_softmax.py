@@ -134,3 +134,11 @@ def test_integers_become_float32_as_in_mx(dtype, executor):
     y = mm.softmax(a, axis=-1)
     assert y.dtype == mx.softmax(a, axis=-1).dtype == mx.float32
     np.testing.assert_allclose(np.array(y), np.array(mx.softmax(a.astype(mx.float32), axis=-1)), rtol=ROUNDINGS)
+
+
+def test_an_axis_of_more_elements_than_an_array_may_have_goes_to_mx(lenient, native):
+    """Nothing is computed here: it would take gigabytes."""
+    a = mx.broadcast_to(mx.array(1.0), (2**16, 2**15))
+    mm.stats(reset=True)
+    assert mm.softmax(a).shape == a.shape
+    assert "2**31 elements or more along several axes" in str(mm.stats())

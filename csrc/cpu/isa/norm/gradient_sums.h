@@ -38,6 +38,10 @@ struct GradientSums {
   }
 
  private:
+  static MITTENS_INLINE Float or_zero(Float v) {
+    return v == v ? v : Float{};
+  }
+
   static constexpr size_t piece = 256;  // columns whose running sums stay in the first cache
 
   template <typename T>
@@ -49,7 +53,8 @@ struct GradientSums {
         const Floats sum = load(sums + column);
         const Floats v = load(block + column) - load(errors + column);
         const Floats next = sum + v;
-        store(errors + column, (next - sum) - v);
+        const Floats error = (next - sum) - v;  // NaN of an infinite sum, which has none
+        store(errors + column, Floats{or_zero(error.a), or_zero(error.b)});
         store(sums + column, next);
       });
     }
