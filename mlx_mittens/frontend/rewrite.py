@@ -39,6 +39,7 @@ _FLOAT_LITERAL = re.compile(
 )
 _INTEGER = re.compile(r"(?:0[xX][\da-fA-F]+|\d+)[uUlL]*$")
 _VECTOR = re.compile(r"(bool|u?char|u?short|u?int|u?long|half|bfloat|float)([234])$")
+_BOOLS = ["vec", "<", "bool"]
 _SPACES = ("device", "constant", "threadgroup", "thread")
 _OF_STRINGS = ("static_assert", "_Pragma", "extern", "asm", "__asm__", "__attribute__", "diagnose_if")
 _NO_DECLARATION = frozenset(
@@ -319,6 +320,7 @@ class _Rewriter:
             yield start, last
 
     def run(self) -> Translation:
+        self._refuse_truths_in_memory()
         self._attributes()
         self._member_functions()
         if self.rounds:
@@ -343,6 +345,41 @@ class _Rewriter:
                 self.result.edits.append((begin, end, len(new)))
                 done = end
         return "".join(parts) + self.text[done:]
+
+    def _refuse_truths_in_memory(self) -> None:
+        """Vectors of bool have a byte for each component in Metal's memory, and a bit in clang's."""
+        names: set[str] = set()  # aliases of such vectors, and structs that have some
+
+        def is_truths(i: int) -> bool:
+            token = self.token(i)
+            return token in names or re.match(r"bool[234]$", token) is not None or self.tokens[i : i + 3] == _BOOLS
+
+        for i, token in enumerate(self.tokens):
+            if token == "using" and self.token(i + 2) == "=" and is_truths(i + 3):
+                names.add(self.tokens[i + 1])
+            elif token == "typedef" and is_truths(i + 1):
+                names.add(self.token(self.after_template_arguments(i + 2)))
+            elif token == "struct" and self.token(i + 2) == "{":
+                body = range(i + 3, self.partner[i + 2])
+                if any(is_truths(k) and self._enclosing(k) == i + 2 and self._is_member(k) for k in body):
+                    names.add(self.tokens[i + 1])
+        for i in range(len(self.tokens)):
+            if not is_truths(i):
+                continue
+            before, after = i - 1, self.after_template_arguments(i + 1)
+            while self.token(before) in ("const", "volatile", "::", "metal"):
+                before -= 1
+            while self.token(after) in ("const", "volatile"):
+                after += 1
+            in_memory = self.token(before) in ("device", "constant") or self.token(before - 1) == "sizeof"
+            if in_memory and (self.token(after) in ("*", "&") or self.token(before - 1) == "sizeof"):
+                what = "a vector of bool in memory, which is a byte a component in Metal, is not supported"
+                raise self.error(f"error: {what}: write uchar4, and uchar4(v) or v != 0 to convert", i)
+
+    def _is_member(self, i: int) -> bool:
+        """Whether a type is that of a variable in a class: `bool4 a, b[2];`."""
+        name = self.after_template_arguments(i + 1)
+        return _IDENTIFIER.match(self.token(name)) is not None and self.token(name + 1) in (";", ",", "[", "=", "{")
 
     # Attributes: cut out first, kept by the token that follows them.
 

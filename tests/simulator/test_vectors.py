@@ -8,6 +8,7 @@ from helpers.simulate import kernel, register
 from helpers.simulate import run as launch
 
 import mlx_mittens as mm
+from mlx_mittens.frontend import CompileError
 from mlx_mittens.simulator import Fault
 
 HEAD = "uint i = thread_position_in_grid.x; device float4* p = (device float4*)y; const device float4* q = (const device float4*)x;\n"
@@ -121,3 +122,25 @@ def test_parts_of_a_registered_source_that_are_sound(name):
 def test_parts_of_a_registered_source_that_are_not(body):
     with pytest.raises(Fault, match=BROKEN[body]):
         launched(body)
+
+
+# Vectors of bool are bits in clang's memory.
+REFUSED = [
+    "bool4 m = ((const device bool4*)x)[i]; p[i] = float4(m);",
+    "device bool2 const* m = (device bool2 const*)y; p[i] = float4(m[i].x);",
+    "using B = bool3; p[i] = float4(((const device B*)x)[i].x);",
+    "p[i] = float4(((const device vec<bool, 4>*)x)[i].x);",
+    "struct Row { float a; bool4 m; }; p[i] = float4(((const device Row*)x)[i].a);",
+    "p[i] = float4(sizeof(bool4));",
+]
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_truths_in_memory_are_refused(body):
+    with pytest.raises(CompileError, match=r":\d+: error: a vector of bool in memory.*write uchar4"):
+        run(body)
+
+
+def test_truths_in_the_threads_own_memory_are_not():
+    body = "struct Row { float a; bool4 m; }; Row r[2]; r[i & 1].m = q[i] < 2; bool2 b[2]; b[1] = r[i & 1].m.xy; p[i] = float4(b[1].x, b[1].y, r[i & 1].m.z, 5);"
+    np.testing.assert_array_equal(run(body)[0], [1, 1, 0, 5])
