@@ -17,7 +17,7 @@ from .compiler import compiler_problem
 from .errors import CompileError
 from .instantiations import metal_kernels, metal_text
 from .rewrite import Argument, Variant
-from .sources import files, flatten, register_source, source
+from .sources import files, flatten, name_of_text, register_source, source
 
 __all__ = [
     "Argument",
@@ -32,6 +32,7 @@ __all__ = [
     "metal_kernels",
     "metal_text",
     "metallib",
+    "name_of_text",
     "ptx",
     "register_source",
     "signature",

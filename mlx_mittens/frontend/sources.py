@@ -16,6 +16,7 @@ _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.M)
 
 _registered: dict[str, str] = {}
 _folders: dict[str, Path] = {}  # of registered sources that are files: where their headers may stand
+_launched: dict[str, dict[str, str]] = {}  # of a name: each text that was launched under it, and that text's own name
 
 
 def metal_folder() -> Path:
@@ -35,6 +36,8 @@ def files() -> list[str]:
 def register_source(name: str, text: str, folder: Path | None = None) -> None:
     """Makes a text known as a .metal file of this name, for as long as the process lives.
 
+    Under the name of an earlier text it takes that one's place, once launches of that one have been evaluated.
+
     It may include our own headers ("mittens/..."), those of MLX ("mlx/backend/metal/kernels/...") and those of the
     folder.
     """
@@ -43,6 +46,20 @@ def register_source(name: str, text: str, folder: Path | None = None) -> None:
         _folders[name] = folder
     else:
         _folders.pop(name, None)
+
+
+def name_of_text(name: str) -> str:
+    """The name that the text registered under a name is launched by: kernels once compiled are known by it.
+
+    It is the name itself until another text is registered under it.
+    """
+    if name not in _registered:
+        return name
+    text, names = _registered[name], _launched.setdefault(name, {})
+    if text not in names:
+        names[text] = f"{name} ({len(names) + 1})" if names else name
+        register_source(names[text], text, _folders.get(name))
+    return names[text]
 
 
 def is_registered(file: str) -> bool:

@@ -108,6 +108,7 @@ def launch(
         ValueError: There is an argument for an index that the kernel does not have, or on a CUDA GPU, for a reference,
             an array or fewer bytes than the kernel takes.
     """
+    file = frontend.name_of_text(file)
     text = frontend.source(file)
     parameters = _parameters(file, kernel, text)
     unknown = sorted(set(arguments) - set(parameters))

@@ -6,7 +6,7 @@ import pytest
 from helpers.simulate import register
 
 from mlx_mittens import _ext
-from mlx_mittens.frontend import CompileError
+from mlx_mittens.frontend import CompileError, register_source
 from mlx_mittens.ops.custom import Output, float32, int32, int64, launch
 from mlx_mittens.simulator import Fault
 
@@ -220,3 +220,16 @@ def test_a_text_that_does_not_compile_is_named_where_its_result_is_evaluated(str
     with pytest.raises(CompileError, match="undeclared identifier 'unknown'") as caught:
         mx.eval(out)
     assert caught.value.file == file and caught.value.log.startswith(f"{file}:")
+
+
+def test_another_text_under_the_same_name_runs(stream):
+    """As in a notebook whose cell is edited, and back to the first text, on whatever runs it."""
+    text = "[[kernel]] void count(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ out[i] = {}; }}"
+    for number in (1, 2, 1, 3):
+        register_source("edited.metal", text.format(number))
+        (out,) = launch("edited.metal", "count", {0: Output([32], mx.int32)}, [1], [32], stream=stream)
+        assert mx.array_equal(out, mx.full((32,), number)).item()
+    longer = "[[kernel]] void count(device int* out [[buffer(0)]], const constant int& n [[buffer(1)]]) { *out = n; }"
+    register_source("edited.metal", longer)
+    (out,) = launch("edited.metal", "count", {0: Output([1], mx.int32), 1: int32(9)}, [1], [1], stream=stream)
+    assert out.item() == 9
