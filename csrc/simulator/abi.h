@@ -4,10 +4,11 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 8;
+constexpr unsigned version = 9;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
+constexpr unsigned fence = 64;  // bytes around a watched array of a thread's own, which nothing may access
 
 // Where in the .metal file a barrier, a simd operation or a threadgroup array stands.
 struct Site {
@@ -73,7 +74,7 @@ struct Runtime {
   const Lanes& (*exchange)(Scope scope, const Operation& operation, const void* value, unsigned bytes, Combine combine);
   void (*barrier)(Scope scope, const Operation& operation, unsigned memory);
   void* (*threadgroup_array)(const void* key, const char* name, unsigned long bytes, Site site);
-  void (*atomic)(const volatile void* address, unsigned long bytes, bool reads, const void* caller);
+  void (*atomic)(const volatile void* address, unsigned long bytes, bool reads, bool writes, const void* caller);
   void (*load)(const void* address, unsigned long bytes, const void* caller);
   void (*store)(const void* address, unsigned long bytes, const void* caller);
   // Of a vector the components of a mask, each of `bytes`: one access.

@@ -16,12 +16,11 @@ namespace mittens::simulator {
 namespace {
 
 // In place of a thread, in a cell: several lanes of one simdgroup, threads of several simdgroups, threads of several
-// threadgroups, atomic operations.
+// threadgroups.
 constexpr unsigned kSimdgroup = 1024;
 constexpr unsigned kSeveral = 2044;
 constexpr unsigned kSeveralThreadgroups = 2045;
-constexpr unsigned kAtomicAccess = 2046;
-constexpr uint32_t kLastSimdEpoch = (1u << 21) - 1;
+constexpr uint32_t kLastSimdEpoch = (1u << 20) - 1;
 
 // Whether all that the stamp names are lanes of this simdgroup.
 bool of_simdgroup(const Stamp& stamp, unsigned simdgroup) {
@@ -134,7 +133,7 @@ void Watcher::barrier(abi::Scope scope, unsigned simdgroup, unsigned memory) {
 }
 
 void Watcher::load(const void* address, size_t bytes, const void* caller) {
-  const Access access{kLoad, true, bytes, caller};
+  const Access access{kLoad, true, false, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
   if (const Region* region = check(at, access)) {
     count(*region, at - region->begin, access);
@@ -142,7 +141,7 @@ void Watcher::load(const void* address, size_t bytes, const void* caller) {
 }
 
 void Watcher::store(const void* address, size_t bytes, const void* caller) {
-  const Access access{kStore, false, bytes, caller};
+  const Access access{kStore, false, true, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
   if (const Region* region = check(at, access)) {
     count(*region, at - region->begin, access);
@@ -153,7 +152,7 @@ void Watcher::lanes(const void* address, size_t bytes, unsigned mask, bool store
   const auto at = reinterpret_cast<uintptr_t>(address);
   const size_t first = at + std::countr_zero(mask) * bytes;
   const size_t end = at + std::bit_width(mask) * bytes;
-  Access access{stores ? kStore : kLoad, !stores, bytes, caller};
+  Access access{stores ? kStore : kLoad, !stores, stores, bytes, caller};
   const Region* region = nullptr;
   for (unsigned lane = 0; mask >> lane; ++lane) {
     if (mask >> lane & 1) {
@@ -191,8 +190,8 @@ Region* Watcher::check(uintptr_t address, const Access& access) {
   return region;
 }
 
-void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, const void* caller) {
-  const Access access{kAtomic, reads, bytes, caller};
+void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, bool writes, const void* caller) {
+  const Access access{kAtomic, reads, writes, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
   if (outside_) {
     settle(at, access);
@@ -201,6 +200,9 @@ void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, con
     compare();
   }
   if (Region* region = region_of(at, access)) {
+    if (writes && !region->writable) {
+      fail(text_of(access) + place_of(*region, at - region->begin) + ", which is an input");
+    }
     profile(*region, at - region->begin, access);
     if (!region->cells.empty()) {
       check_cells(*region, at - region->begin, access);
@@ -237,6 +239,12 @@ void Watcher::check_privates(uintptr_t address, const Access& access) {
     return;
   }
   for (Private& array : privates_[thread]) {
+    if (address + access.bytes > array.begin - abi::fence && address < array.begin + array.bytes + abi::fence &&
+        (address < array.begin || address + access.bytes > array.begin + array.bytes)) {
+      fail(text_of(access) + "at byte " + std::to_string(static_cast<int64_t>(address - array.begin)) +
+           " of its own array \"" + array.name + "\", which has " + std::to_string(array.bytes) +
+           " bytes: out of bounds");
+    }
     const uintptr_t begin = std::max(address, array.begin);
     const uintptr_t end = std::min(address + access.bytes, array.begin + array.bytes);
     if (begin >= end) {
@@ -379,15 +387,23 @@ void Watcher::check_cells(Region& region, size_t offset, const Access& access) {
     if (access.reads) {
       on_load(region, region.cells[i], at, access);
     }
-    if (access.kind != kLoad) {
+    if (access.writes) {
       on_store(region, region.cells[i], at, access);
     }
   }
 }
 
-Stamp Watcher::stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const void* caller) const {
-  return {clock.epoch, who, clock.simd_epochs[thread.simdgroup],
-          static_cast<uint32_t>(reinterpret_cast<uintptr_t>(caller) - library_.base())};
+Stamp Watcher::stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const Access& access) const {
+  return {clock.epoch, who, access.kind == kAtomic, clock.simd_epochs[thread.simdgroup],
+          static_cast<uint32_t>(reinterpret_cast<uintptr_t>(access.caller) - library_.base())};
+}
+
+// In place of this thread, that and those of an earlier access with which it is in no order.
+unsigned Watcher::together(const Stamp& earlier, const Clock& clock, const abi::Thread& thread) {
+  if (earlier.epoch < clock.threadgroup_start || earlier.who == kSeveralThreadgroups) {
+    return kSeveralThreadgroups;
+  }
+  return of_simdgroup(earlier, thread.simdgroup) ? kSimdgroup + thread.simdgroup : kSeveral;
 }
 
 // Whether what the stamp says is before whatever this thread does now.
@@ -414,40 +430,44 @@ void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& a
     if (!region.initialised) {
       fail(text_of(access) + place_of(region, offset) + ", which nothing has written: uninitialised");
     }
-  } else if (!in_order(write, region, clock, thread) && !(access.kind == kAtomic && write.who == kAtomicAccess)) {
+  } else if (!in_order(write, region, clock, thread) && !(access.kind == kAtomic && write.atomic)) {
     race(region, offset, access, write, "written");
   }
-  if (access.kind == kAtomic) {
+  if (access.writes) {
     return;
   }
   // A read that comes before this one in any order is no longer needed: what it is in order with, this one is too.
   Stamp& read = cell.read;
   unsigned who = thread.index;
   if (read.epoch != 0 && !in_order(read, region, clock, thread)) {
-    if (read.epoch < clock.threadgroup_start || read.who == kSeveralThreadgroups) {
-      who = kSeveralThreadgroups;
-    } else {
-      who = of_simdgroup(read, thread.simdgroup) ? kSimdgroup + thread.simdgroup : kSeveral;
+    const bool atomic = access.kind == kAtomic;
+    if (atomic && !read.atomic) {
+      return;  // the plain read is in the way of more
     }
+    who = atomic == read.atomic ? together(read, clock, thread) : who;
   }
-  read = stamp(who, clock, thread, access.caller);
+  read = stamp(who, clock, thread, access);
 }
 
 void Watcher::on_store(Region& region, Cell& cell, size_t offset, const Access& access) {
   const Clock& clock = clock_of(region);
   const abi::Thread& thread = *runtime()->thread;
-  if (cell.write.epoch != 0 && !in_order(cell.write, region, clock, thread) &&
-      !(access.kind == kAtomic && cell.write.who == kAtomicAccess)) {
-    if (access.kind == kStore && cell.write.who != kAtomicAccess && !equal_writes_are_faults) {
+  unsigned who = thread.index;
+  const bool apart = cell.write.epoch != 0 && !in_order(cell.write, region, clock, thread);
+  if (apart && access.kind == kAtomic && cell.write.atomic) {
+    who = together(cell.write, clock, thread);
+  } else if (apart) {
+    if (access.kind == kStore && !cell.write.atomic && !equal_writes_are_faults) {
       postpone(region, offset, access, cell.write);
     } else {
       race(region, offset, access, cell.write, "written");
     }
   }
-  if (cell.read.epoch != 0 && !in_order(cell.read, region, clock, thread)) {
+  if (cell.read.epoch != 0 && !in_order(cell.read, region, clock, thread) &&
+      !(access.kind == kAtomic && cell.read.atomic)) {
     race(region, offset, access, cell.read, "read");
   }
-  cell.write = stamp(access.kind == kAtomic ? kAtomicAccess : thread.index, clock, thread, access.caller);
+  cell.write = stamp(who, clock, thread, access);
   cell.read = {};
 }
 
@@ -512,14 +532,14 @@ std::string Watcher::race_text(const Region& region, size_t offset, const Access
                                const char* did) const {
   const Clock& clock = clocks_[region.space == Region::threadgroup];
   std::string by;
-  if (other.who < kSimdgroup) {
+  if (other.atomic) {
+    by = "an atomic operation";
+  } else if (other.who < kSimdgroup) {
     by = "thread " + std::to_string(other.who);
   } else if (other.who < kSeveral) {
     by = "several lanes of simdgroup " + std::to_string(other.who - kSimdgroup);
   } else {
-    by = other.who == kSeveral               ? "several threads"
-         : other.who == kSeveralThreadgroups ? "threads of several threadgroups"
-                                             : "an atomic operation";
+    by = other.who == kSeveral ? "several threads" : "threads of several threadgroups";
   }
   const bool elsewhere = region.space == Region::device && other.epoch < clock.threadgroup_start;
   if (elsewhere && other.who != kSeveralThreadgroups) {

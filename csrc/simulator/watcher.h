@@ -35,7 +35,8 @@ uint64_t launches();
 struct Stamp {
   uint32_t epoch;
   uint32_t who : 11;
-  uint32_t simd_epoch : 21;
+  uint32_t atomic : 1;
+  uint32_t simd_epoch : 20;
   uint32_t caller;  // relative to the library
 };
 
@@ -122,7 +123,7 @@ class Watcher {
   void store(const void* address, size_t bytes, const void* caller);
   // Of a vector the components of a mask, each of `bytes`: checked one by one, and counted as one access.
   void lanes(const void* address, size_t bytes, unsigned mask, bool stores, const void* caller);
-  void atomic(const volatile void* address, size_t bytes, bool reads, const void* caller);
+  void atomic(const volatile void* address, size_t bytes, bool reads, bool writes, const void* caller);
   // An index is beyond its array, as the compiler knows its size. The access that follows says whether the array is one
   // of the threadgroup's, which has a name; else it is a thread's own, and settle() faults.
   void outside_array(const void* caller);
@@ -147,6 +148,7 @@ class Watcher {
   struct Access {
     Kind kind;
     bool reads;
+    bool writes;
     size_t bytes;
     const void* caller;
   };
@@ -189,7 +191,8 @@ class Watcher {
   Clock& clock_of(const Region& region) {
     return clocks_[region.space == Region::threadgroup];
   }
-  Stamp stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const void* caller) const;
+  Stamp stamp(unsigned who, const Clock& clock, const abi::Thread& thread, const Access& access) const;
+  static unsigned together(const Stamp& earlier, const Clock& clock, const abi::Thread& thread);
 
   const Lines& lines() const;
   std::string where(const void* caller) const;

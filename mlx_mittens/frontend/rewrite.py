@@ -674,6 +674,8 @@ class _Rewriter:
         brace = self._enclosing(i)
         if found is None or brace < 0 or not self._is_block(brace):
             return
+        if self.token(self.partner[brace - 1] - 1) == "switch":
+            return  # a label may follow, which passes by no initial value
         watched = [name for name, extents, has_value in found[1] if extents and not has_value]
         for j in range(first, found[2]):
             if self.tokens[j] in watched and self.token(j + 1) == "[":

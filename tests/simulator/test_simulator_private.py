@@ -161,6 +161,7 @@ SOUND = {
     "pointers and types": "const device float* p[2]; p[0] = p[1] = x + 1; bool t[2]; t[0] = t[1] = p[0][0] == x[1]; array<float, 2> w[2]; w[0][1] = 2; y[i] = t[n - 4] + w[0][1];",
     "a struct": "struct Pair { float a[2]; }; Pair p; p.a[0] = x[i % 4]; Pair q = p; y[i] = q.a[0];",
     "values": "float v[4] = {}; const int w[2] = {1, 2}; bool b[2] = {true}; y[i] = v[n - 1] + w[n % 2] + b[1];",
+    "a label": "switch (n) { case 0: y[i] = 0; float v[2]; v[0] = x[0]; y[i] = v[0]; break; case 4: y[i] = 4; break; default: y[i] = 5; }",
     "a copy": "uint v[2]; *(thread float2*)v = float2(1, 2); y[i] = as_type<float>(v[1]);",
 }  # fmt: skip
 
@@ -168,6 +169,32 @@ SOUND = {
 @pytest.mark.parametrize("name", SOUND)
 def test_arrays_that_are_sound(name):
     launch_private(SOUND[name], 4)
+
+
+# Through a pointer the compiler knows no size, and the watcher sees what lies around the array.
+BY_POINTER = """inline void put(thread float* v, int k) { v[k] = 1; }
+inline float get(const thread half4* v, int k) { return v[k].y; }
+"""
+
+
+@pytest.mark.parametrize("at", [4, 8, -1, -3])
+def test_beyond_by_a_pointer(at):
+    body = f"float v[4]; put(v, n); put(v, n + {at}); y[i] = v[0];"
+    file, names = together(BY_POINTER, [body])
+    data = [np.zeros(16, np.float32), ("output", np.zeros(32, np.float32)), np.int32(0).tobytes()]
+    message = (
+        rf'writes 4 bytes \(test\d+\.metal:\d+\) at byte {4 * at} of its own array "v", which has 16 bytes: out of'
+    )
+    with pytest.raises(Fault, match=message):
+        run(file, names[body], data, private=True)
+
+
+def test_within_by_a_pointer():
+    body = "half4 v[3]; float w[2]; for (int k = 0; k < 3; ++k) v[k] = half4(k); put(w, n + 1); put(w, n); y[i] = get(v, n + 2) + w[n];"
+    file, names = together(BY_POINTER, [body])
+    y = np.zeros(32, np.float32)
+    run(file, names[body], [np.zeros(16, np.float32), ("output", y), np.int32(0).tobytes()], private=True)
+    assert (y == 3).all()
 
 
 def test_an_index_outside_is_said_first():

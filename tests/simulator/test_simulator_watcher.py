@@ -499,6 +499,54 @@ PLANTS = {
         atomic_fetch_add_explicit(&counters[3], 1u, relaxed);
         """,
     ),
+    "atomic_change_of_an_input": Plant(
+        ["atomically", '"x"', "input"],
+        """
+        y[at] = 0;
+        atomic_fetch_add_explicit((device atomic_uint*)x + at, 0u, relaxed);
+        """,
+        """
+        y[at] = atomic_load_explicit((const device atomic_uint*)x + at, relaxed);
+        """,
+    ),
+    "plain_store_after_an_atomic_load": Plant(
+        ["race", '"counters"', "read by an atomic operation"],
+        """
+        y[at] = 0;
+        if (i < 32) { y[at] = atomic_load_explicit(&counters[group], relaxed); }
+        if (i == 63) { ((device uint*)counters)[group] = 1; }
+        """,
+        """
+        y[at] = 0;
+        if (i < 32) { y[at] = atomic_load_explicit(&counters[group], relaxed); }
+        threadgroup_barrier(mem_flags::mem_device);
+        if (i == 63) { ((device uint*)counters)[group] = 1; }
+        """,
+    ),
+    "plain_load_after_atomic_sums": Plant(
+        ["race", '"counters"', "written by an atomic operation"],
+        """
+        y[at] = 0;
+        if (i < 32) { atomic_fetch_add_explicit(&counters[group], 1u, relaxed); }
+        simdgroup_barrier(mem_flags::mem_none);
+        if (i == 0) { y[at] = ((device uint*)counters)[group]; }
+        """,
+        """
+        y[at] = 0;
+        if (i == 5) { atomic_fetch_add_explicit(&counters[group], 1u, relaxed); }
+        if (i == 5) { y[at] = ((device uint*)counters)[group]; }
+        """,
+    ),
+    "plain_and_atomic_loads": Plant(
+        ["race", '"counters"', "read by several threads"],
+        """
+        y[at] = i % 2 ? atomic_load_explicit(&counters[3], relaxed) : ((device uint*)counters)[3];
+        if (i == 63) { atomic_store_explicit(&counters[3], 1u, relaxed); }
+        """,
+        """
+        y[at] = i % 2 ? atomic_load_explicit(&counters[3], relaxed) : ((device uint*)counters)[3];
+        """,
+    ),
     "matrix_load_past_the_end": Plant(
         ["reads", '"x"', "out of bounds"],
         """

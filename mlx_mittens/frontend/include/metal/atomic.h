@@ -50,11 +50,11 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
 // Each is a function of its own that the watcher does not trace: it is told of the access as an atomic one instead.
 #if defined(__NVPTX__) || defined(__SPIRV__)
 #define MITTENS_ATOMIC MITTENS_INLINE
-#define MITTENS_ANNOUNCE(reads)
+#define MITTENS_ANNOUNCE(reads, writes)
 #else
 #define MITTENS_ATOMIC MITTENS_RUNTIME
-#define MITTENS_ANNOUNCE(reads) \
-  mittens::announce_atomic((const volatile void*)object, sizeof(T), reads, MITTENS_CALLER)
+#define MITTENS_ANNOUNCE(reads, writes) \
+  mittens::announce_atomic((const volatile void*)object, sizeof(T), reads, writes, MITTENS_CALLER)
 #endif
 #ifdef __SPIRV__
 // Mesa has no atomics of float. As instructions they are like those of integers.
@@ -91,37 +91,37 @@ MITTENS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = 
 #define MITTENS_FETCH(space, shared, name, builtin, types)                                                     \
   template <typename T, typename U> types(T) MITTENS_MEMORY_TYPE(T, shared)                                    \
   MITTENS_ATOMIC T atomic_fetch_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) { \
-    MITTENS_ANNOUNCE(true);                                                                                    \
+    MITTENS_ANNOUNCE(true, true);                                                                              \
     return __atomic_fetch_##builtin(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);               \
   }
 #define MITTENS_UPDATE(space, shared, name)                                                                 \
   template <typename T, typename U> MITTENS_LONG_TYPE(T) MITTENS_MEMORY_TYPE(T, shared)                     \
   MITTENS_ATOMIC void atomic_##name##_explicit(volatile space atomic<T>* object, U operand, memory_order) { \
-    MITTENS_ANNOUNCE(false);                                                                                \
+    MITTENS_ANNOUNCE(false, true);                                                                          \
     __atomic_fetch_##name(MITTENS_ATOMIC_NUMBER(space), T(operand), __ATOMIC_RELAXED);                      \
   }
 #define MITTENS_ATOMICS(space, shared)                                                                                \
   template <typename T> MITTENS_MEMORY_TYPE(T, shared)                                                                \
   MITTENS_ATOMIC T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {                       \
-    MITTENS_ANNOUNCE(true);                                                                                           \
+    MITTENS_ANNOUNCE(true, false);                                                                                    \
     return as_type<T>(__atomic_load_n((const volatile space mittens::Bits<T>*)object, __ATOMIC_RELAXED));             \
   }                                                                                                                   \
   template <typename T, typename U> MITTENS_MEMORY_TYPE(T, shared)                                                    \
   MITTENS_ATOMIC void atomic_store_explicit(volatile space atomic<T>* object, U desired, memory_order) {              \
-    MITTENS_ANNOUNCE(false);                                                                                          \
+    MITTENS_ANNOUNCE(false, true);                                                                                    \
     __atomic_store_n((volatile space mittens::Bits<T>*)object, as_type<mittens::Bits<T>>(T(desired)),                 \
                      __ATOMIC_RELAXED);                                                                               \
   }                                                                                                                   \
   template <typename T, typename U> MITTENS_MEMORY_TYPE(T, shared)                                                    \
   MITTENS_ATOMIC T atomic_exchange_explicit(volatile space atomic<T>* object, U desired, memory_order) {              \
-    MITTENS_ANNOUNCE(true);                                                                                           \
+    MITTENS_ANNOUNCE(true, true);                                                                                     \
     return as_type<T>(__atomic_exchange_n((volatile space mittens::Bits<T>*)object,                                   \
                                           as_type<mittens::Bits<T>>(T(desired)), __ATOMIC_RELAXED));                  \
   }                                                                                                                   \
   template <typename T, typename U> MITTENS_MEMORY_TYPE(T, shared)                                                    \
   MITTENS_ATOMIC bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>* object, T* expected, U desired, \
                                                             memory_order, memory_order) {                             \
-    MITTENS_ANNOUNCE(true);                                                                                           \
+    MITTENS_ANNOUNCE(true, true);                                                                                     \
     mittens::Bits<T> seen = as_type<mittens::Bits<T>>(*expected);                                                     \
     const bool same = __atomic_compare_exchange_n((volatile space mittens::Bits<T>*)object, &seen,                    \
                                                   as_type<mittens::Bits<T>>(T(desired)), true, __ATOMIC_RELAXED,      \

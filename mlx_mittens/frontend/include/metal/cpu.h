@@ -219,8 +219,8 @@ struct Round {
 
 // Other threads see an atomic operation as one: the simulator never switches threads within it.
 MITTENS_RUNTIME inline void announce_atomic(const volatile void* address, unsigned long bytes, bool reads,
-                                            const void* caller) {
-  runtime->atomic(address, bytes, reads, caller);
+                                            bool writes, const void* caller) {
+  runtime->atomic(address, bytes, reads, writes, caller);
 }
 
 }  // namespace mittens
@@ -250,17 +250,26 @@ MITTENS_RUNTIME inline void* watch_private(void* array, unsigned long bytes, uns
 }
 
 // An array that is declared without values, for as long as it lives. A pointer, since what an array holds may be read
-// before the branch that reads it. Constructors of its elements have written it. Left out are simdgroup matrices, of
-// which the library writes components, and vectors of bool, which clang packs into bits.
+// before the branch that reads it. It lies in a fence, which shows an index beyond it through a pointer. Constructors of
+// its elements have written it. Left out are simdgroup matrices, of which the library writes components, and vectors of
+// bool, which clang packs into bits.
+template <typename A>
+struct Fenced {
+  char before[abi::fence];
+  A array;
+  char after[abi::fence];
+};
+struct NoFence {};
 template <typename A>
 struct PrivateArray {
   using Value = typename ArrayOf<A>::type;
   static constexpr bool is_watched = __is_trivially_constructible(Value) && !is_simdgroup_matrix<Value> &&
                                      !(Vector<Value>::is_vector && __is_same(Element<Value>, bool));
+  using Fence = metal::conditional_t<is_watched, Fenced<A>, NoFence>;
   A* array;
-  MITTENS_INLINE PrivateArray(A& memory, const char* name) : array(&memory) {
+  MITTENS_INLINE PrivateArray(A& memory, Fence& fence, const char* name) : array(&memory) {
     if constexpr (is_watched) {
-      array = (A*)watch_private(&memory, sizeof(A), sizeof(Value), name);
+      array = (A*)watch_private(&fence.array, sizeof(A), sizeof(Value), name);
     }
   }
   PrivateArray(const PrivateArray&) = delete;
@@ -273,8 +282,9 @@ struct PrivateArray {
 
 }  // namespace mittens
 
-#define MITTENS_PRIVATE_ARRAY(name)                                                            \
-  const ::mittens::PrivateArray<decltype(name##_memory)> name##_watched(name##_memory, #name); \
+#define MITTENS_PRIVATE_ARRAY(name)                                                                          \
+  typename ::mittens::PrivateArray<decltype(name##_memory)>::Fence name##_fence;                             \
+  const ::mittens::PrivateArray<decltype(name##_memory)> name##_watched(name##_memory, name##_fence, #name); \
   auto& name = *name##_watched.array;
 #define MITTENS_THREADGROUP_ARRAY(name, ...) \
   static char name##_key;                    \
