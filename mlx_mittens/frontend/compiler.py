@@ -30,6 +30,8 @@ _CPU = [
     # An access stays what the kernel wrote, with its line; and a loop without end stays one.
     *("-fno-vectorize", "-fno-slp-vectorize", "-fno-finite-loops", "-gline-tables-only", "-gdwarf-4"),
     *("-fno-optimize-sibling-calls", "-mllvm", "-disable-vector-combine"),
+    # Blocks stay in the order of the source, by which lanes that parted meet again: also those that are seldom run.
+    *("-mllvm", "-disable-block-placement"),
     # Loops of few, known rounds are unrolled, as Metal's compiler does: the profile merges accesses of one basic block.
     *("-funroll-loops", "-mllvm", "-unroll-runtime=false", "-mllvm", "-unroll-allow-partial=false"),
     *("-mllvm", "-unroll-allow-peeling=false"),

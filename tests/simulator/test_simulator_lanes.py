@@ -73,6 +73,30 @@ INTEGER = {
     "quad_all(x == x)": lambda x: np.ones(32),
 }
 
+
+@pytest.mark.parametrize("rounds", ["", "for (int k = 0; k < 2; ++k)"])
+@pytest.mark.parametrize(
+    "unlikely",
+    ["isnan(x[i])", "x[i] != x[i]", "!(x[i] == x[i])", "__builtin_expect(lane % 5 == 2, 0)", "lane % 5 == 2"],
+)
+def test_lanes_meet_behind_a_branch_that_is_unlikely(unlikely, rounds):
+    """Wherever a compiler would place it: behind the join, too."""
+    body = f"""  float s = 0;
+  {rounds} {{
+    s = lane;
+    if ({unlikely}) {{ s = simd_max(float(lane)); }} else if (lane == 31) {{ s = simd_sum(s); }}
+    y[i] = simd_sum(s);
+  }}"""
+    is_nan = LANES % 5 == 2
+    x = np.where(is_nan, np.nan, LANES).astype(np.float32)
+    arguments = "const device float* x [[buffer(0)]], device float* y [[buffer(1)]]"
+    file = register(kernel(body, arguments))
+    for seed in SEEDS:
+        y = np.zeros(32, np.float32)
+        run(file, "test", [x, y], seed=seed, active_lanes=True)
+        assert (y == np.where(is_nan, 27, LANES).sum()).all()
+
+
 # The same few for every type that the functions take: x is a value of it.
 TYPES = {
     "float": np.float32,
