@@ -34,18 +34,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
-    sides = {
-        name: measure(options.folder, options.tokens, *how)
-        for name, how in {"patched": (True,), "patched, exact": (True, True), "mlx-lm": (False,)}.items()
-    }
-    print(f"{machine.processor()}, {machine.cores()} cores. {len(PROMPTS)} requests of {options.tokens} tokens:\n")
+    print(f"{machine.headline(machine.describe())}. {len(PROMPTS)} requests of {options.tokens} tokens:\n")
     print("| server | requests at once | tokens/s | by mlx-lm's | texts other than one by one | than mlx-lm's |")
-    print("|---|--:|--:|--:|--:|--:|")
-    for name, answers in sides.items():
-        for at_once, one, theirs in zip(AT_ONCE, answers, sides["mlx-lm"], strict=True):
+    print("|---|--:|--:|--:|--:|--:|", flush=True)
+    of_mlx_lm: list[Answers] = []
+    for name, how in {"mlx-lm": (False,), "patched": (True,), "patched, exact": (True, True)}.items():
+        answers = measure(options.folder, options.tokens, *how)
+        of_mlx_lm = of_mlx_lm or answers
+        for at_once, one, theirs in zip(AT_ONCE, answers, of_mlx_lm, strict=True):
             speedup = one.tokens_per_s / theirs.tokens_per_s
             alone, mlx_lm = (others(one, than) for than in (answers[0], theirs))
-            print(f"| {name} | {at_once} | {one.tokens_per_s:.4g} | {speedup:.2f} | {alone} | {mlx_lm} |")
+            print(f"| {name} | {at_once} | {one.tokens_per_s:.4g} | {speedup:.2f} | {alone} | {mlx_lm} |", flush=True)
 
 
 if __name__ == "__main__":
