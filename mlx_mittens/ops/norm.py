@@ -147,8 +147,8 @@ def add_rms_norm(
         stream (optional): Stream or device to run on.
 
     Returns:
-        tuple(array, array): The normalized sum, of the promoted type, and the sum ``x + residual``, of the promoted type
-            of these two. Both have ``x``'s shape.
+        tuple(array, array): The normalized sum, of the promoted type, and the sum ``x + residual``, of the type that
+            these two promote to. Both have ``x``'s shape.
 
     Raises:
         DtypeError: The arguments promote to no floating-point type.
