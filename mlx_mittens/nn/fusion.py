@@ -28,7 +28,7 @@ from .fused_attention import (
     part,
 )
 from .modules import QuantizedLinear, RMSNorm
-from .norms import is_norm, looks_offset, offset_norm, offset_of
+from .norms import call_of, is_norm, looks_offset, offset_norm, offset_of
 
 __all__ = ["fuse_blocks"]
 
@@ -45,8 +45,11 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 # Holds modules that another one needs, so that they are no part of its weights.
 _Held = types.SimpleNamespace
 
-# The root mean square of gates in a trial. Models that clamp them do so at 7 to 16.
-_LARGE = 32.0
+# The root mean squares of gates in a trial: where activations differ most, and beyond what models clamp, at 7 to 16.
+_GATES = (1.0, 32.0)
+# Names in the call of a feed-forward part whose activation is the approximation of GELU, which no trial in half types
+# tells from GELU itself.
+_APPROXIMATE = {"gelu_approx", "geglu"}
 # That of a block's input in a trial, beside 1: what the block adds to it is not lost in its rounding.
 _SMALL = 2.0**-7
 
@@ -207,7 +210,7 @@ def _same(a: mx.array, b: mx.array) -> bool:
         return False
     limit = 2 * _EPSILON[a.dtype]
     a, b = a.astype(mx.float32), b.astype(mx.float32)
-    return cast(bool, (mx.mean(mx.square(a - b)) <= limit**2 * mx.mean(mx.square(a))).item())
+    return cast(bool, (mx.mean(mx.square(a - b)) < limit**2 * mx.mean(mx.square(a))).item())  # zeros show nothing
 
 
 def _try(
@@ -236,8 +239,16 @@ def _try(
 def _usual_and_large(mlp: nn.Module, x: mx.array) -> list[mx.array]:
     """A feed-forward part's results, also of numbers beyond what clamped ones let pass."""
     gates = mlp["gate_proj"](x).astype(mx.float32)
-    scale = _LARGE / mx.sqrt(mx.mean(mx.square(gates)))
-    return [mlp(x), mlp((x * scale).astype(x.dtype))]
+    size = mx.sqrt(mx.mean(mx.square(gates)))
+    return [mlp((x * (scale / size)).astype(x.dtype)) for scale in _GATES]
+
+
+def _activations_of(mlp: nn.Module) -> tuple[str, ...]:
+    """What may be the activation of a feed-forward part."""
+    if type(mlp).__call__ is _fused_mlp:
+        return (mlp._pair.activation,)
+    code = getattr(call_of(mlp), "__code__", None)
+    return ("swiglu", "geglu") if code and _APPROXIMATE & set(code.co_names) else ("swiglu",)
 
 
 def _usual_and_small(block: nn.Module, x: mx.array, *mask: str) -> list[mx.array]:
@@ -272,11 +283,12 @@ def fuse_blocks(model: nn.Module) -> None:
     for module in modules:
         if all(name in module for name in _GATED) and _is_pair(module["gate_proj"], module["up_proj"]):
             gate = module["gate_proj"]
-            is_fused = type(module).__call__ is _fused_mlp
-            for activation in (module._pair.activation,) if is_fused else ("swiglu", "geglu"):
+            for activation in _activations_of(module):
                 module._pair = _Held(gate=gate, up=module["up_proj"], activation=activation)
                 if _try(module, _fused_mlp, *_input_of(gate), _usual_and_large):
                     break
+            else:
+                del module._pair
     for module in modules:
         if sandwich := _sandwich_of(module):
             module._sandwich = sandwich

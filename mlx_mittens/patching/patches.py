@@ -154,9 +154,9 @@ def patch(*, strict: bool = False, exact: bool = False, **switches: bool) -> Non
             ``mx.fast.gated_delta_update``), ``softcap`` for the logits of Gemma 2, ``sample`` for its samplers,
             ``experts`` (with ``gather_qmm`` and ``gather_mm`` of ``mx``) and ``router`` for its mixtures, ``cache``
             for appending to ``KVCache`` and ``RotatingKVCache``, together with ``mx.fast.rope`` before it, ``swiglu``
-            for the product of two quantized layers, which becomes one with them, and ``attention_layer`` for the
-            attention of Llama, Qwen and their like, which with a plain cache does a token's rotary embedding, append
-            and attention in one step, where ``cache`` and ``scaled_dot_product_attention`` are on.
+            for the activation and product of two quantized layers, which become one with them, and ``attention_layer``
+            for the attention of Llama, Qwen and their like, which with a plain cache does a token's rotary embedding,
+            append and attention in one step, where ``cache`` and ``scaled_dot_product_attention`` are on.
 
     Raises:
         TypeError: There is no such switch.

@@ -9,7 +9,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from helpers import tiny
-from helpers.tolerances import LAYERS, PART_OF_A_CHANGE, SUMS
+from helpers.tolerances import LAYERS, PART_OF_A_CHANGE, SUMS, of_layer
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache, granite, llama
 from mlx_lm.models.base import scaled_dot_product_attention
@@ -310,7 +310,7 @@ def test_a_multiplied_residual_is_not_fused(rng, dtype, norms):
     expected = np.array(model(prompt).astype(mx.float32))
     mm.nn.convert(model)
     mm.stats(reset=True)
-    limit = LAYERS if dtype == mx.float32 else 2**-6
+    limit = of_layer(dtype)
     np.testing.assert_allclose(np.array(model(prompt).astype(mx.float32)), expected, rtol=limit, atol=limit)
     assert not tiny.kernels("add_rms_norm")
 
@@ -398,6 +398,50 @@ def test_clamps_are_kept(rng, limit, dtype):
     found = np.array(model(x).astype(mx.float32))
     np.testing.assert_allclose(found, expected, rtol=LAYERS, atol=SUMS * np.abs(expected).max() * 2**13)
     assert bool(mm.stats().get("quantized_swiglu")) == (limit is None)
+
+
+class Gated(nn.Module):
+    """A feed-forward part with some activation."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(128, 256, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(256, 128, bias=False)
+        self.activation = activation
+
+    def __call__(self, x):
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OfGemma(Gated):
+    def __call__(self, x):
+        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_an_activation_is_no_other(rng, dtype, size):
+    """Also where gates of usual numbers are so small or large that activations are alike."""
+    parts = {
+        "silu": (Gated(nn.silu), True),
+        "GELU": (Gated(nn.gelu), False),
+        "GELU's other approximation": (Gated(nn.gelu_fast_approx), False),
+        "ReLU": (Gated(nn.relu), False),
+        "Gemma": (OfGemma(None), True),
+    }
+    for name, (mlp, is_fused) in parts.items():
+        mlp.gate_proj.weight = mlp.gate_proj.weight * size
+        mlp.set_dtype(dtype)
+        nn.quantize(mlp)
+        x = mx.array(rng.normal(size=(1, 4, 128))).astype(dtype)
+        mm.nn.convert(nn.Sequential(mlp), fuse=False)  # mx adds up products in half types
+        expected = np.array(mlp(x).astype(mx.float32))
+        mm.nn.convert(nn.Sequential(mlp))
+        mm.stats(reset=True)
+        found = np.array(mlp(x).astype(mx.float32))
+        limit = of_layer(dtype)
+        np.testing.assert_allclose(found, expected, rtol=limit, atol=limit * np.abs(expected).max(), err_msg=name)
+        assert bool(mm.stats().get("quantized_swiglu")) == is_fused, name
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-3-1b", "gpt-oss-20b"])
