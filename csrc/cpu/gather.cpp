@@ -142,11 +142,12 @@ void gather_dense(Type type, const void* const* stack, size_t weight_stride, boo
   });
 }
 
-void gather_swiglu(Type type, Gating gating, const QuantizedWeights* gate, const QuantizedWeights* up,
+void gather_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
                    const Gather& gather, const void* x, void* y) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {
     const auto gates = chosen_of(gate, matrices, count), ups = chosen_of(up, matrices, count);
-    quantized_swiglu(type, gating, gates.data(), ups.data(), x, y, count, rows, gather.columns, gather.outputs, false);
+    quantized_swiglu(type, activation, gates.data(), ups.data(), x, y, count, rows, gather.columns, gather.outputs,
+                     false);
   });
 }
 

@@ -33,7 +33,7 @@ void gather_dense(Type type, const void* const* stack, size_t weight_stride, boo
                   const void* x, void* y);
 
 // The same of two stacks, as quantized_swiglu has it.
-void gather_swiglu(Type type, Gating gating, const QuantizedWeights* gate, const QuantizedWeights* up,
+void gather_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
                    const Gather& gather, const void* x, void* y);
 
 }  // namespace mittens::cpu

@@ -42,10 +42,11 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
   }
 }
 
-void quantized_swiglu(Type type, Gating gating, const QuantizedWeights* gate, const QuantizedWeights* up, const void* x,
-                      void* y, size_t matrices, size_t rows, size_t columns, size_t outputs, bool exact) {
+void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
+                      const void* x, void* y, size_t matrices, size_t rows, size_t columns, size_t outputs,
+                      bool exact) {
   const auto product = [&](const void* x, void* y, size_t rows, bool exact) {
-    quantized_swiglu_versions[isa_index()](type, gating, gate, up, x, y, matrices, rows, columns, outputs, exact);
+    quantized_swiglu_versions[isa_index()](type, activation, gate, up, x, y, matrices, rows, columns, outputs, exact);
   };
   if (matrices > 0 && goes_in_parts(type, *gate, matrices, rows, exact)) {
     in_parts(x, y, rows, columns, outputs, [&](const void* x, void* y, size_t rows) { product(x, y, rows, false); });

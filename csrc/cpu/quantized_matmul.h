@@ -37,14 +37,14 @@ void quantized_matmul(Type type,  // of scales, biases, x, bias and y
                       bool exact);  // a row of up to most_exact_rows is bit for bit what it is alone; transposed alone
 
 // v * sigmoid(v * (alpha + beta * v^2)).
-struct Gating {
+struct Activation {
   float alpha;
   float beta;
 };
 
-// y[i] = round(gating(x[i] @ gate[i].T) * (x[i] @ up[i].T)) for each pair of matrices i, all in float32 and rounded
+// y[i] = round(activation(x[i] @ gate[i].T) * (x[i] @ up[i].T)) for each pair of matrices i, all in float32 and rounded
 // once.
-void quantized_swiglu(Type type, Gating gating,
+void quantized_swiglu(Type type, Activation activation,
                       const QuantizedWeights* gate,  // [matrices], transposed
                       const QuantizedWeights* up,  // [matrices], transposed
                       const void* x,  // [matrices, rows, columns]

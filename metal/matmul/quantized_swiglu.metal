@@ -1,7 +1,7 @@
 // The gated half of a feed-forward block, from quantized weights in one launch, on Apple GPUs, and in rare formats on
 // all:
 //
-//   y[m, n] = activated(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   as matmul/gating.h
+//   y[m, n] = activate(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   as matmul/activation.h
 //
 // One row of x or two as matmul/qmv.metal, more as matmul/qmm.metal; a simdgroup has half as many outputs, of both
 // matrices. Sums, activation and product are in float32, rounded once.

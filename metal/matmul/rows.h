@@ -18,7 +18,7 @@
 
 #include <metal_stdlib>
 
-#include "matmul/gating.h"
+#include "matmul/activation.h"
 #include "mittens/simd_reduce_scatter.h"
 #include "params/matmul.h"
 
@@ -255,7 +255,7 @@ inline bool writes(Sharing at, OwnOutputs outputs, uint output) {
 template <typename T, int N, typename Params>
 inline T epilogue(thread const float (&sums)[N], const device T* bias, constant Params& params, uint output) {
   if constexpr (N == 2) {
-    return T(activated(sums[0], params.gate_alpha, params.gate_beta) * sums[1]);
+    return T(activate(sums[0], params.gate_alpha, params.gate_beta) * sums[1]);
   } else {
     return T(params.has_bias ? sums[0] + float(bias[output]) : sums[0]);
   }

@@ -13,7 +13,7 @@ inline float gated_product(float sum, uint lane, constant GatherQmmParams& param
   sum = sum > params.limit ? params.limit : sum;
   sum = lane >= 16 && sum < -params.limit ? -params.limit : sum;
   const float linear = simd_shuffle_xor(sum, ushort(16)) + params.offset;
-  return activated(sum, params.weights.gate_alpha, params.weights.gate_beta) * linear;
+  return activate(sum, params.weights.gate_alpha, params.weights.gate_beta) * linear;
 }
 
 enum { kMostShared = 4 };  // pairs of one matrix that a threadgroup takes

@@ -78,7 +78,7 @@ struct QuantizedParams {
   uint32_t lanes;              // of a simdgroup along the outputs, a power of two; from here on of the columns kernel
   uint32_t splits;             // threadgroups that share the columns of x
   uint32_t columns_per_split;  // that each of them takes
-  float gate_alpha;            // of the activation of gated ones (matmul/gating.h)
+  float gate_alpha;            // of the activation of gated ones (matmul/activation.h)
   float gate_beta;
 };
 

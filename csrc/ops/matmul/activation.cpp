@@ -33,7 +33,7 @@ const Activation& activation_of(const char* op, const std::string& name, bool ma
                may_be_clipped ? "swiglu, geglu or clipped" : "swiglu or geglu");
 }
 
-mx::array activated(mx::array gate, mx::array up, const Activation& activation, mx::Stream stream) {
+mx::array gated(mx::array gate, mx::array up, const Activation& activation, mx::Stream stream) {
   if (activation == swiglu_activation) {
     return mx::multiply(mx::multiply(gate, mx::sigmoid(gate, stream), stream), up, stream);
   }

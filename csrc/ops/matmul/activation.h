@@ -30,6 +30,6 @@ extern const Activation swiglu_activation, geglu_activation, clipped_activation;
 const Activation& activation_of(const char* op, const std::string& name, bool may_be_clipped);
 
 // What it gives, of mx's operations.
-mx::array activated(mx::array gate, mx::array up, const Activation& activation, mx::Stream stream);
+mx::array gated(mx::array gate, mx::array up, const Activation& activation, mx::Stream stream);
 
 }  // namespace mittens

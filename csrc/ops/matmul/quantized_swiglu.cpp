@@ -127,15 +127,15 @@ class QuantizedSwiglu : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const size_t rows = leading_size(inputs[0], 1);
-    return [type = native_type(inputs[0].dtype()), gating = cpu::Gating{activation_.alpha, activation_.beta},
+    return [type = native_type(inputs[0].dtype()), activation = cpu::Activation{activation_.alpha, activation_.beta},
             x = static_cast<const char*>(data_of(inputs[0])), y = static_cast<char*>(data_of(outputs[0])),
             item = inputs[0].itemsize(), gate = native_affine(inputs[1], inputs[2], inputs[3], format_)[0],
             up = native_affine(inputs[4], inputs[5], inputs[6], format_)[0], rows, together = exact_ ? 1 : rows,
             columns = static_cast<size_t>(inputs[0].shape(-1)), count = static_cast<size_t>(inputs[1].shape(0)),
             alike = alike_] {
       for (size_t row = 0; row < rows; row += together) {
-        cpu::quantized_swiglu(type, gating, &gate, &up, x + row * columns * item, y + row * count * item, 1, together,
-                              columns, count, alike);
+        cpu::quantized_swiglu(type, activation, &gate, &up, x + row * columns * item, y + row * count * item, 1,
+                              together, columns, count, alike);
       }
     };
   }
@@ -146,7 +146,7 @@ class QuantizedSwiglu : public KernelPrimitive {
       return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], biases, true, format_.group_size,
                               format_.bits, mode_name(format_), std::nullopt, stream());
     };
-    return {activated(product(1), product(4), activation_, stream())};
+    return {gated(product(1), product(4), activation_, stream())};
   }
 
  private:
@@ -190,7 +190,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
       return quantized_matmul_of_mx(x, inputs[first], inputs[first + 1], biases, true, format.group_size, format.bits,
                                     mode, stream);
     };
-    return activated(product(1), product(4), activation, stream);
+    return gated(product(1), product(4), activation, stream);
   };
   auto products_of_mx = [&] {
     return exact ? row_by_row(inputs[0], stream, product_of_rows) : product_of_rows(inputs[0]);

@@ -54,7 +54,7 @@ mx::array of_products(const mx::array& x, const Experts& experts, const std::opt
                             mode_name(format), std::nullopt, sorted, stream);
     return stacks.size() == 6 ? y : plus_bias_of_experts(y, stacks[6 + matrix], rhs, stream);
   };
-  return activated(product(0), product(1), activation, stream);
+  return gated(product(0), product(1), activation, stream);
 }
 
 // w: of gate or of up.
@@ -140,11 +140,11 @@ class GatherSwiglu : public GatherPrimitive {
     if (has_bias() || activation_.is_clipped()) {
       return nullptr;
     }
-    return [type = native_type(inputs[0].dtype()), gating = cpu::Gating{activation_.alpha, activation_.beta},
+    return [type = native_type(inputs[0].dtype()), activation = cpu::Activation{activation_.alpha, activation_.beta},
             gate = native_affine(inputs[1], inputs[2], inputs[3], format_),
             up = native_affine(inputs[4], inputs[5], inputs[6], format_), gather = native_gather(inputs),
             x = data_of(inputs[0]),
-            y = data_of(outputs[0])] { cpu::gather_swiglu(type, gating, gate.data(), up.data(), gather, x, y); };
+            y = data_of(outputs[0])] { cpu::gather_swiglu(type, activation, gate.data(), up.data(), gather, x, y); };
   }
 
   Arrays composed(const Arrays& inputs) override {

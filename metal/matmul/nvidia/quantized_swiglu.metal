@@ -1,13 +1,13 @@
 // The gated half of a feed-forward block, from affine quantized weights in one launch, on NVIDIA
 // GPUs:
 //
-//   y[m, n] = activated(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   as matmul/gating.h
+//   y[m, n] = activate(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   as matmul/activation.h
 //
 // Laid out as matmul/nvidia/qmv.metal; the rows of both matrices pass by the same activations. Sums, activation and
 // product are in float32, rounded once.
 #include <metal_stdlib>
 
-#include "matmul/gating.h"
+#include "matmul/activation.h"
 #include "matmul/nvidia/qmv.h"
 #include "mittens/instantiate.h"
 #include "params/matmul.h"
@@ -64,7 +64,8 @@ template <typename T, int bits, int P, int M, int B>
     if (row < params.rows) {
       const float gate_sum = sum_of_simdgroups(partials, i, products, simdgroups);
       const float linear = sum_of_simdgroups(partials + simdgroups * products, i, products, simdgroups);
-      y[size_t(row) * params.outputs + first_output + i / M] = T(activated(gate_sum, params.gate_alpha, params.gate_beta) * linear);
+      const float gate = activate(gate_sum, params.gate_alpha, params.gate_beta);
+      y[size_t(row) * params.outputs + first_output + i / M] = T(gate * linear);
     }
   }
 }

@@ -1,12 +1,12 @@
 // As matmul/quantized_swiglu.metal, for rows of x one by one with 4-bit weights, in half types (matmul/nvidia/qmv_mma.h;
 // row_by_matrices in csrc/ops/matmul/affine.cpp says where):
 //
-//   y[n] = activated(sum_k x[k] * gate[n, k]) * sum_k x[k] * up[n, k],   as matmul/gating.h
+//   y[n] = activate(sum_k x[k] * gate[n, k]) * sum_k x[k] * up[n, k],   as matmul/activation.h
 //
 // A threadgroup computes 8 outputs; its simdgroups share out the columns.
 #include <metal_stdlib>
 
-#include "matmul/gating.h"
+#include "matmul/activation.h"
 #include "matmul/nvidia/qmv_mma.h"
 #include "mittens/instantiate.h"
 
@@ -38,7 +38,8 @@ template <typename T>
   if (t < outputs) {
     const float gate_sum = sum_of_simdgroups(partials, t, products, simdgroups);
     const float linear = sum_of_simdgroups(partials, t + group_outputs, products, simdgroups);
-    y[size_t(group.y) * params.outputs + first_output + t] = T(activated(gate_sum, params.gate_alpha, params.gate_beta) * linear);
+    const float gate = activate(gate_sum, params.gate_alpha, params.gate_beta);
+    y[size_t(group.y) * params.outputs + first_output + t] = T(gate * linear);
   }
 }
 

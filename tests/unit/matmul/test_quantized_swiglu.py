@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers.matrices import draw, exact_swiglu, quantize
-from helpers.tolerances import LAYERS, SUMS, assert_product_right
+from helpers.tolerances import LAYERS, ROUNDINGS, SUMS, assert_product_right
 
 import mlx_mittens as mm
 
@@ -60,7 +60,9 @@ def test_gates_whose_square_overflows(executor, activation):
     gate, up = ((ones, mx.full((1, 1), factor), mx.zeros((1, 1))) for factor in (1.0, scale))
     x = mx.array([[value] + 63 * [0.0] for value in (1e30, -1e30)])
     y = mm.quantized_swiglu(x, gate, up, 64, 8, activation=activation)
-    np.testing.assert_allclose(np.array(y), [[1e30 * 1e30 * scale], [0.0]], rtol=1e-6)
+    np.testing.assert_allclose(np.array(y), [[1e30 * 1e30 * scale], [0.0]], rtol=ROUNDINGS)
+    infinite = (ones, mx.full((1, 1), 1e9), mx.zeros((1, 1)))
+    assert mm.quantized_swiglu(x[:1], infinite, up, 64, 8, activation=activation).item() == math.inf
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -86,8 +86,9 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
   });
 }
 
-void quantized_swiglu(Type type, Gating gating, const QuantizedWeights* gate, const QuantizedWeights* up, const void* x,
-                      void* y, size_t matrices, size_t rows, size_t columns, size_t outputs, bool exact) {
+void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
+                      const void* x, void* y, size_t matrices, size_t rows, size_t columns, size_t outputs,
+                      bool exact) {
   with_format(type, *gate, [&](auto t, auto source) {
     using T = decltype(t);
     using Source = typename decltype(source)::type;
@@ -95,7 +96,7 @@ void quantized_swiglu(Type type, Gating gating, const QuantizedWeights* gate, co
       each_vector(size, [&](size_t i, auto part) MITTENS_INLINED {
         const Float g = read<Float>(gates + i, part);
         const Float square = g * g, most = Float{} + std::numeric_limits<float>::max();
-        const Float slope = fma(square < most ? square : most, gating.beta, gating.alpha);
+        const Float slope = fma(square < most ? square : most, activation.beta, activation.alpha);
         store_in_order((T*)y + row * outputs + n + i, g / (exp(-g * slope) + 1.0f) * read<Float>(ups + i, part), part);
       });
     };
