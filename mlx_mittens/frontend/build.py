@@ -241,12 +241,12 @@ def _unoptimized(
     return done if written.returncode else written
 
 
-def _lowered(text: str, divisions: bool) -> str:
+def _lowered(text: str) -> str:
     """LLVM's text before any optimization, in which what C++ has otherwise is as Metal has it.
 
     Our own kernels do without: nothing in them depends on it, and their machine code is recorded.
     """
-    return integer_lowering.lowered(vector_truths.with_truths(text), divisions)
+    return integer_lowering.lowered(vector_truths.with_truths(text))
 
 
 def _simulator_text(translation: Translation, file: str) -> str:
@@ -320,7 +320,7 @@ def simulator_library(
                     return _compiled(found, unoptimized, _simulator_text(written, file), written, library)
 
                 done = _unoptimized(compiled_to_text)
-                text = _lowered(done.stdout, divisions=True)
+                text = _lowered(done.stdout)
                 lanes = watch and vector_truths.has_vectors(flat)
                 if lanes and not done.returncode:
                     done = found.run(compiler.optimized_flags(flags), text)
@@ -392,7 +392,7 @@ def _ptx(
             unoptimized, optimized = compiler.lowered_ptx_flags(flags)
             done = _unoptimized(functools.partial(compiled, unoptimized))
             if not done.returncode:
-                done = found.run(optimized, _lowered(done.stdout, divisions=False))
+                done = found.run(optimized, _lowered(done.stdout))
         else:
             done = compiled([*flags, "-o", "-"])
         if done.returncode:

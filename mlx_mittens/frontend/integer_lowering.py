@@ -31,13 +31,8 @@ def _constants(value: str) -> list[int] | None:
     return None
 
 
-def lowered(text: str, divisions: bool) -> str:
-    """LLVM's text in which shifts are defined for every amount.
-
-    Args:
-        text: Of one module.
-        divisions: Whether divisions are to be defined too: only a CPU faults on them.
-    """
+def lowered(text: str) -> str:
+    """LLVM's text of a module in which divisions and shifts are defined for all numbers."""
     count = 0
 
     def lower(match: re.Match[str]) -> str:
@@ -57,7 +52,7 @@ def lowered(text: str, divisions: bool) -> str:
                 return match[0]
             return f"  {name} = and {kind} {right}, {constant(width - 1)}{tail}\n{head}"
         signed = operation[0] == "s"
-        if not divisions or (constants is not None and all(value not in (0, -1) for value in constants)):
+        if constants is not None and all(value not in (0, -1) for value in constants):
             return match[0]
         truth = f"<{match['count']} x i1>" if match["count"] else "i1"
         lines = [f"{name}.zero = icmp eq {kind} {right}, {constant(0)}"]

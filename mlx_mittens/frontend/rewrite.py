@@ -354,14 +354,25 @@ class _Rewriter:
             token = self.token(i)
             return token in names or re.match(r"bool[234]$", token) is not None or self.tokens[i : i + 3] == _BOOLS
 
+        def unqualified(i: int) -> int:
+            while self.token(i) in ("const", "volatile", "::", "metal"):
+                i += 1
+            return i
+
         for i, token in enumerate(self.tokens):
-            if token == "using" and self.token(i + 2) == "=" and is_truths(i + 3):
+            if token == "using" and self.token(i + 2) == "=" and is_truths(unqualified(i + 3)):
                 names.add(self.tokens[i + 1])
-            elif token == "typedef" and is_truths(i + 1):
-                names.add(self.token(self.after_template_arguments(i + 2)))
-            elif token == "struct" and self.token(i + 2) == "{":
-                body = range(i + 3, self.partner[i + 2])
-                if any(is_truths(k) and self._enclosing(k) == i + 2 and self._is_member(k) for k in body):
+            elif token == "typedef" and is_truths(at := unqualified(i + 1)):
+                names.add(self.token(self.after_template_arguments(at + 1)))
+            elif token in ("struct", "class") and self.token(i + 2) in ("{", ":"):
+                start = i + 2
+                while self.token(start) not in ("{", ";", ""):
+                    start += 1
+                if self.token(start) != "{":
+                    continue
+                bases = range(i + 3, start)
+                body = (k for k in range(start + 1, self.partner[start]) if self._enclosing(k) == start)
+                if any(map(is_truths, bases)) or any(is_truths(k) and self._is_member(k) for k in body):
                     names.add(self.tokens[i + 1])
         for i in range(len(self.tokens)):
             if not is_truths(i):

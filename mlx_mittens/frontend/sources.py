@@ -16,7 +16,8 @@ _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.M)
 
 _registered: dict[str, str] = {}
 _folders: dict[str, Path] = {}  # of registered sources that are files: where their headers may stand
-_launched: dict[str, dict[str, str]] = {}  # of a name: each text that was launched under it, and that text's own name
+# Of a name: each text that was launched under it, with its folder, and the name of its own.
+_launched: dict[str, dict[tuple[str, Path | None], str]] = {}
 
 
 def metal_folder() -> Path:
@@ -55,11 +56,11 @@ def name_of_text(name: str) -> str:
     """
     if name not in _registered:
         return name
-    text, names = _registered[name], _launched.setdefault(name, {})
-    if text not in names:
-        names[text] = f"{name} ({len(names) + 1})" if names else name
-        register_source(names[text], text, _folders.get(name))
-    return names[text]
+    text, folder, names = _registered[name], _folders.get(name), _launched.setdefault(name, {})
+    if (text, folder) not in names:
+        names[text, folder] = f"{name} ({len(names) + 1})" if names else name
+        register_source(names[text, folder], text, folder)
+    return names[text, folder]
 
 
 def is_registered(file: str) -> bool:

@@ -123,6 +123,10 @@ EXPRESSIONS = {
     "float(extract_bits(0xabcdu, 4u, 8u))": 0xBC,
     "float(insert_bits(0xffu, 0u, 2u, 3u))": 0xE3,
     "float(mulhi(0x80000000u, 6u))": 3,
+    "float(madsat(65536, 32768, -10) == 2147483638)": 1,
+    "float(madsat(-65536, 32769, 70000) == -2147479184)": 1,
+    "float(madsat(65536u, 65536u, 1u) == 0xffffffffu)": 1,
+    "float(madsat(-65536, 65536, 5) == -2147483647 - 1)": 1,
     "float(abs(-5))": 5,
     "float(pack_float_to_unorm10a2(float4(1, 0, 0.5, 1)) >> 20)": 512 + 3 * 1024,
     "unpack_unorm10a2_to_float(0x40000001u).w": 1 / 3,
@@ -774,6 +778,7 @@ template [[host_name("copy_uint4")]] [[kernel]] decltype(copy<uint4>) copy<uint4
         ("y[i] = float4(x[i] < 2);", r"selp\.f32\s+%\w+, 0f3F800000, 0f00000000"),
         ("using V = float4; y[i] = V(int4(z[i]));", r"cvt\.rn\.f32\.s32"),
         ("z[i] = 1 << z[i + 1];", r"and\.b32\s+%\w+, %\w+, 31"),
+        ("int q = z[i] / z[i + 1]; z[i] = z[i + 1] == 0 ? -5 : q;", r"selp\.b32\s+%\w+, -5,"),
     ],
 )
 def test_ptx_of_a_registered_source_is_as_metal_has_it(body, instruction):

@@ -130,6 +130,10 @@ REFUSED = [
     "device bool2 const* m = (device bool2 const*)y; p[i] = float4(m[i].x);",
     "using B = bool3; p[i] = float4(((const device B*)x)[i].x);",
     "p[i] = float4(((const device vec<bool, 4>*)x)[i].x);",
+    "using B = const metal::bool4; p[i] = float4(((device B*)x)[i]);",
+    "typedef metal::bool2 B; p[i] = float4(((const device B*)x)[i].x);",
+    "struct Q { float a; }; struct P : Q { bool2 b; }; p[i] = float4(((const device P*)x)[i].a);",
+    "struct Q { bool2 b; }; struct P : Q { float a; }; p[i] = float4(((const device P*)x)[i].a);",
     "struct Row { float a; bool4 m; }; p[i] = float4(((const device Row*)x)[i].a);",
     "p[i] = float4(sizeof(bool4));",
 ]

@@ -101,10 +101,21 @@ MITTENS_INLINE T madsat(T x, T y, T z) {
   return mittens::map<T>(
       [](auto x, auto y, auto z) {
         using E = decltype(x);
-        E product, sum;
-        const bool over = __builtin_mul_overflow(x, y, &product) || __builtin_add_overflow(product, z, &sum);
-        const bool below = is_signed_v<E> && ((x < 0) != (y < 0));
-        return over ? (below ? numeric_limits<E>::min() : numeric_limits<E>::max()) : sum;
+        const auto bounded = [&](auto sum) {
+          const decltype(sum) least = numeric_limits<E>::min(), most = numeric_limits<E>::max();
+          return E(sum < least ? least : sum > most ? most : sum);
+        };
+        if constexpr (sizeof(E) == 8) {
+#ifdef __SPIRV__
+          return ::mad_sat(x, y, z);
+#else
+          using Wide = conditional_t<is_signed_v<E>, __int128, unsigned __int128>;
+          return bounded(Wide(x) * Wide(y) + Wide(z));
+#endif
+        } else {
+          using Wide = conditional_t<is_signed_v<E>, long, ulong>;
+          return bounded(Wide(x) * Wide(y) + Wide(z));
+        }
       },
       x, y, z);
 }

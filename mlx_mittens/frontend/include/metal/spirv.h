@@ -53,6 +53,8 @@ MITTENS_TOGETHER uint4 sub_group_ballot(int);
 MITTENS_TOGETHER void __spirv_ControlBarrier(uint, uint, uint);
 ulong MITTENS_PURE mul_hi(ulong, ulong);
 long MITTENS_PURE mul_hi(long, long);
+ulong MITTENS_PURE mad_sat(ulong, ulong, ulong);
+long MITTENS_PURE mad_sat(long, long, long);
 
 namespace mittens {
 
