@@ -21,6 +21,7 @@ using Constants = std::map<uint32_t, std::string>;  // function constants by ind
 
 // Waits until what a primitive on this CPU stream reads is there. The simulator runs on the thread that evaluates, so
 // that a fault is an exception of the call: MLX's Metal backend commits what it has encoded for a GPU after that.
+// Errors of GPU streams of this thread are thrown here.
 void wait_for_inputs(mx::Stream stream);
 
 // Runs a dispatch in the library at this path, and notes it under the file and constants that the library was made of.
