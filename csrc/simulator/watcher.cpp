@@ -165,7 +165,7 @@ void Watcher::lanes(const void* address, size_t bytes, unsigned mask, bool store
   }
 }
 
-// Checks a load or a store, and returns what it is of.
+// Checks an access, and returns what it is of.
 Region* Watcher::check(uintptr_t address, const Access& access) {
   if (outside_) {
     settle(address, access);
@@ -178,7 +178,7 @@ Region* Watcher::check(uintptr_t address, const Access& access) {
     return nullptr;
   }
   const size_t offset = address - region->begin;
-  if (access.kind == kStore && !region->writable) {
+  if (access.writes && !region->writable) {
     fail(text_of(access) + place_of(*region, offset) + ", which is an input");
   }
   if (!region->cells.empty()) {
@@ -193,20 +193,8 @@ Region* Watcher::check(uintptr_t address, const Access& access) {
 void Watcher::atomic(const volatile void* address, size_t bytes, bool reads, bool writes, const void* caller) {
   const Access access{kAtomic, reads, writes, bytes, caller};
   const auto at = reinterpret_cast<uintptr_t>(address);
-  if (outside_) {
-    settle(at, access);
-  }
-  if (!postponed_.empty()) {
-    compare();
-  }
-  if (Region* region = region_of(at, access)) {
-    if (writes && !region->writable) {
-      fail(text_of(access) + place_of(*region, at - region->begin) + ", which is an input");
-    }
+  if (const Region* region = check(at, access)) {
     profile(*region, at - region->begin, access);
-    if (!region->cells.empty()) {
-      check_cells(*region, at - region->begin, access);
-    }
   }
 }
 
