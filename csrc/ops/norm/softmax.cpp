@@ -165,8 +165,8 @@ mx::array softmax_rows(mx::array a, mx::Stream stream) {
   return RowPrimitive::result_of(std::move(primitive), std::move(inputs));
 }
 
-// Along any axes: they are moved to the end, made one, and moved back.
-mx::array softmax_axes(const mx::array& a, const std::vector<int>& axes, mx::Stream stream) {
+// Along axes with so many elements in all: they are moved to the end, made one, and moved back.
+mx::array softmax_axes(const mx::array& a, const std::vector<int>& axes, int columns, mx::Stream stream) {
   std::vector<int> order;
   mx::Shape rows_shape;
   for (int i = 0; i < static_cast<int>(a.ndim()); ++i) {
@@ -175,11 +175,7 @@ mx::array softmax_axes(const mx::array& a, const std::vector<int>& axes, mx::Str
       rows_shape.push_back(a.shape(i));
     }
   }
-  int columns = 1;
-  for (int i : axes) {
-    order.push_back(i);
-    columns *= a.shape(i);
-  }
+  order.insert(order.end(), axes.begin(), axes.end());
   rows_shape.push_back(columns);
   const mx::array moved = mx::transpose(a, order, stream);
   const mx::array y = softmax_rows(mx::reshape(moved, rows_shape, stream), stream);
@@ -217,7 +213,7 @@ std::optional<mx::array> try_softmax(const mx::array& a, const Axis& axis, bool 
     return fallback(op, "2**31 elements or more along several axes");
   }
   mx::array x = in_dtype(a, dtype, stream);
-  return last_only ? softmax_rows(std::move(x), stream) : softmax_axes(x, axes, stream);
+  return last_only ? softmax_rows(std::move(x), stream) : softmax_axes(x, axes, static_cast<int>(columns), stream);
 }
 
 mx::array softmax(const mx::array& a, const Axis& axis, bool precise, mx::StreamOrDevice where) {
