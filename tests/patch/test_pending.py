@@ -376,6 +376,17 @@ def test_the_buffers_are_updated_in_place(rng):
             assert np.asarray(memoryview(layer.cache.keys)).ctypes.data == place
 
 
+def assert_one_append(run):
+    """What a layer gives is what it gives unpatched, by one kernel."""
+    expected = evaluated(run())
+    mm.stats(reset=True)
+    with mm.patched(linear=False):
+        results = evaluated(run())
+    assert launched() == {"rope_append": 1}
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        assert_near(a, b, f"result {i}", SUM)
+
+
 @pytest.mark.parametrize("second", [KVCache, RotatingKVCache, QuantizedKVCache], ids=lambda kind: kind.__name__)
 def test_keys_that_two_caches_take(lenient, rng, second):
     """The first one's append turns the queries; the second takes the keys as they are."""
@@ -394,13 +405,7 @@ def test_keys_that_two_caches_take(lenient, rng, second):
             *(a for _, a in tree_flatten(other.update_and_fetch(keys, values))),
         ]
 
-    expected = evaluated(run())
-    mm.stats(reset=True)
-    with mm.patched(linear=False):
-        results = evaluated(run())
-    assert launched() == {"rope_append": 1}
-    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
-        assert_near(a, b, f"result {i}", SUM)
+    assert_one_append(run)
 
 
 def others(layer: Layer):
@@ -475,13 +480,7 @@ def test_a_buffer_may_be_still_to_be_computed(rng):
         queries, keys = layer.rope(queries), layer.rope(keys)
         return [queries, *layer.cache.update_and_fetch(keys, values), layer.cache.keys]
 
-    expected = evaluated(run())
-    mm.stats(reset=True)
-    with mm.patched(linear=False):
-        results = evaluated(run())
-    assert launched() == {"rope_append": 1}
-    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
-        assert_near(a, b, f"result {i}", SUM)
+    assert_one_append(run)
 
 
 def test_turning_and_appending_under_transformations(rng):
