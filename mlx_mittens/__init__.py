@@ -1,7 +1,5 @@
 """Hand-tuned Metal kernels for MLX, called like mx's own operations."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
 from . import _guard
 
 _guard.check_built()
@@ -16,7 +14,7 @@ from . import _ext
 
 _guard.check_tag(_ext, _mx)
 
-from . import _moved, calibration, frontend, nn, ops, simulator
+from . import calibration, frontend, nn, ops, simulator
 from ._ext import DtypeError, ExportError
 from .backends import executors, strict
 
@@ -33,20 +31,7 @@ from .stats import stats
 
 __version__ = "0.1.0"
 
-_moved.install()
 calibration.load()
-
-
-if not _TYPE_CHECKING:  # which would take every name for one that is there
-
-    def __getattr__(name: str) -> type:
-        if name == "SeamError":
-            import warnings
-
-            warnings.warn("mlx_mittens.SeamError is now mlx_mittens.PatchError", DeprecationWarning, stacklevel=2)
-            return PatchError
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 __all__ = [
     "DtypeError",

@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
 __all__ = ["sample"]
+
+
+@overload
+def sample(
+    logits: mx.array,
+    key: mx.array | None = None,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    logprobs: Literal[False] = False,
+    stream: StreamOrDevice = None,
+) -> mx.array: ...
+
+
+@overload
+def sample(
+    logits: mx.array,
+    key: mx.array | None = None,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    logprobs: Literal[True],
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array]: ...
+
+
+@overload
+def sample(
+    logits: mx.array,
+    key: mx.array | None = None,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    logprobs: bool = False,
+    stream: StreamOrDevice = None,
+) -> mx.array | tuple[mx.array, mx.array]: ...
 
 
 @defined_in_extension

@@ -9,12 +9,35 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from .. import _ext, exporting
 from .targets import TARGETS, Target, executed, importing
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["patch", "patched", "unpatch"]
+
+
+class Switches(TypedDict, total=False):
+    """The switches of ``patch()``, for type checkers and editors."""
+
+    rms_norm: bool
+    scaled_dot_product_attention: bool
+    layer_norm: bool
+    softmax: bool
+    quantized_matmul: bool
+    quantized_scaled_dot_product_attention: bool
+    recurrence: bool
+    softcap: bool
+    sample: bool
+    experts: bool
+    router: bool
+    cache: bool
+    swiglu: bool
+    attention_layer: bool
+    linear: bool
 
 
 @dataclass(frozen=True)
@@ -131,7 +154,7 @@ def _apply() -> None:
         sys.meta_path.remove(_on_import)
 
 
-def patch(*, strict: bool = False, exact: bool = False, **switches: bool) -> None:
+def patch(*, strict: bool = False, exact: bool = False, **switches: Unpack[Switches]) -> None:
     """Puts the ops in the place of mx's own, for the whole process and until ``unpatch()``.
 
     What no kernel covers goes on to the original function, with its arguments as they came; ``stats()`` counts both.
@@ -167,7 +190,7 @@ def patch(*, strict: bool = False, exact: bool = False, **switches: bool) -> Non
         >>> mm.unpatch()
     """
     global _base
-    settings = _settings(strict, exact, switches)
+    settings = _settings(strict, exact, cast("dict[str, bool]", switches))
     with _lock:
         before, _base = _base, settings
         try:
@@ -194,7 +217,7 @@ def unpatch() -> None:
 
 
 @contextlib.contextmanager
-def patched(*, strict: bool = False, exact: bool = False, **switches: bool) -> Iterator[None]:
+def patched(*, strict: bool = False, exact: bool = False, **switches: Unpack[Switches]) -> Iterator[None]:
     """``patch()`` for the length of a block.
 
     The functions are the process's, so other threads see them replaced too. Blocks may nest and overlap in several
@@ -213,7 +236,7 @@ def patched(*, strict: bool = False, exact: bool = False, **switches: bool) -> I
         >>> with mm.patched(strict=True):
         ...     y = mx.fast.rms_norm(mx.ones((2, 8)), mx.ones((8,)), 1e-5)  # runs our kernel
     """
-    block = (object(), _settings(strict, exact, switches))
+    block = (object(), _settings(strict, exact, cast("dict[str, bool]", switches)))
     with _lock:
         _blocks.append(block)
         try:

@@ -219,6 +219,15 @@ def test_the_tables_of_results_are_of_what_was_measured():
         assert report["summary"](result, groups) in page.read_text(), f"{page.name}: bench/report.py has other numbers"
 
 
+def test_warnings_of_the_site_are_errors_in_ci():
+    """mkdocs counts warnings under --strict only where it prints them."""
+    texts = [ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").glob("*.yml")]
+    builds = re.findall(r"mkdocs build[^;&\n]*", "\n".join(text.read_text() for text in texts))
+    assert len(builds) >= 2
+    for build in builds:
+        assert "--strict" in build and not re.search(r"\s(--quiet|-q)\b", build), build
+
+
 def anchor_of(heading: str) -> str:
     return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
 

@@ -32,6 +32,8 @@ RESULTS = (
     "Kernel.predict",
 )
 
+API = "\n".join(page.read_text() for page in (USES.parents[2] / "docs" / "api").glob("*.md"))
+
 PREDICTING = ("predicted", "Kernel.predict", "PredictedLaunch", "EstimatedLaunch", "PredictedLaunches")
 
 
@@ -50,6 +52,16 @@ def test_the_example_runs(name, lenient, tmp_path, monkeypatch):
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_in_the_api_pages(name):
+    """A page has the name's module or the name itself; what is defined in C++ is described in a sentence."""
+    documented = operator.attrgetter(name)(mm)
+    module, last = documented.__module__, documented.__qualname__
+    shown = {f"::: {module}", f"::: {module}.{last}", f"::: {module}.{last.partition('.')[0]}"}
+    lines = set(API.splitlines())
+    assert shown & lines or f"`mm.{name}`" in API or f"`mlx_mittens.{name}`" in API, (module, last)
 
 
 def test_every_public_name_is_used_where_types_are_checked():

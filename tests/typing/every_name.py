@@ -30,6 +30,12 @@ def norms(x: mx.array, weight: mx.array) -> None:
     assert_type(mm.softcap(x, 30.0), mx.array)
 
 
+def misspelt(x: mx.array) -> None:
+    """Each line is an error, or the comment behind it is one."""
+    mm.softmx(x)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    mm.softmax(x, axes=-1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
 def products(x: mx.array, w: mx.array, packed: Packed) -> None:
     assert_type(mm.gemv(w, x), mx.array)
     assert_type(mm.quantized_matmul(x, *packed, group_size=64, bits=4), mx.array)
@@ -52,11 +58,13 @@ def attention(q: mx.array, packed: Packed) -> None:
     assert_type(mm.gated_delta_update(q, q, q, q, q), tuple[mx.array, mx.array])
     assert_type(mm.linear_attention(q, q, q, decay=0.9), tuple[mx.array, mx.array])
     assert_type(mm.ssm_update(q, q, q, q, q, q, q), tuple[mx.array, mx.array])
-    assert_type(mm.sample(q, temperature=0.7), mx.array | tuple[mx.array, mx.array])
+    assert_type(mm.sample(q, temperature=0.7), mx.array)
+    assert_type(mm.sample(q, logprobs=True), tuple[mx.array, mx.array])
 
 
 def process(model: nn.Module, call: Callable[[], Any]) -> None:
     mm.patch(strict=True, softmax=False)
+    mm.patch(sofmax=False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     mm.unpatch()
     with mm.patched(), mm.strict(), mm.simulator.enabled(seed=1):
         call()
