@@ -58,6 +58,10 @@ class Groups {
     return first_[matrix + 1] - first_[matrix];
   }
 
+  const std::vector<uint32_t>& chosen() const {
+    return chosen_;
+  }
+
   // Calls f(matrices, count, pairs of each) for the chosen matrices of each number of pairs.
   template <typename F>
   void each_size(const F& f) const {
@@ -124,7 +128,73 @@ std::vector<T> chosen_of(const T* stack, const uint32_t* matrices, size_t count)
   return chosen;
 }
 
+// to [columns, rows] = from [rows, columns], by tiles that stay in the first cache.
+template <typename T>
+void transpose(const T* from, T* to, size_t rows, size_t columns) {
+  constexpr size_t tile = 32;
+  for (size_t row = 0; row < rows; row += tile) {
+    for (size_t column = 0; column < columns; column += tile) {
+      for (size_t j = column; j < std::min(column + tile, columns); ++j) {
+        for (size_t i = row; i < std::min(row + tile, rows); ++i) {
+          to[j * rows + i] = from[i * columns + j];
+        }
+      }
+    }
+  }
+}
+
+// dw [outputs, columns] of one matrix: dy^T x over the rows of its pairs, which are copied to lie one after another.
+template <typename T>
+void sum_of_pairs(Type type, const Gather& gather, const Groups& groups, uint32_t matrix, const T* x, const T* dy,
+                  T* dw) {
+  const size_t columns = gather.columns, outputs = gather.outputs, pairs = groups.size(matrix);
+  const size_t terms = pairs * gather.rows;
+  auto memory = [](size_t count) { return Scratch((count * sizeof(T) + sizeof(float) - 1) / sizeof(float)); };
+  auto data = [](const Scratch& scratch) { return reinterpret_cast<T*>(scratch.data()); };
+  auto copied = [&](T* to, const T* from, size_t size, auto row_of) {
+    for (size_t i = 0; i < pairs; ++i) {
+      std::memcpy(to + i * size, from + row_of(groups.pairs_of(matrix)[i]) * size, size * sizeof(T));
+    }
+  };
+  const Scratch x_rows = memory(terms * columns), dy_rows = memory(terms * outputs);
+  copied(data(x_rows), x, gather.rows * columns, [&](size_t p) { return groups.input_of(p); });
+  copied(data(dy_rows), dy, gather.rows * outputs, [](size_t p) { return p; });
+  // The longer side lies along the vectors.
+  const bool swaps = outputs > columns;
+  const size_t along = swaps ? outputs : columns, across = swaps ? columns : outputs;
+  const Scratch turned = memory(terms * across), product = memory(swaps ? columns * outputs : 0);
+  transpose(data(swaps ? x_rows : dy_rows), data(turned), terms, across);
+  const void* weights = (swaps ? dy_rows : x_rows).data();
+  gemv(type, &weights, along, false, turned.data(), nullptr, swaps ? data(product) : dw, 1, across, terms, along,
+       false);
+  if (swaps) {
+    transpose(data(product), dw, columns, outputs);
+  }
+}
+
 }  // namespace
+
+void gather_dense_vjp(Type type, const Gather& gather, const void* x, const void* dy, void* dw) {
+  const size_t item = type == Type::float32 ? 4 : 2, size = gather.columns * gather.outputs;
+  const Groups groups(gather);
+  for (uint32_t matrix = 0; matrix < gather.stack; ++matrix) {
+    if (groups.size(matrix) == 0) {
+      std::memset(static_cast<char*>(dw) + matrix * size * item, 0, size * item);
+    }
+  }
+  const std::vector<uint32_t>& chosen = groups.chosen();
+  parallel_for(chosen.size(), 1, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      const uint32_t matrix = chosen[chosen.size() - 1 - i];  // the largest first
+      auto sum = [&](auto t) {
+        using T = decltype(t);
+        sum_of_pairs(type, gather, groups, matrix, static_cast<const T*>(x), static_cast<const T*>(dy),
+                     static_cast<T*>(dw) + matrix * size);
+      };
+      type == Type::float32 ? sum(float()) : sum(uint16_t());
+    }
+  });
+}
 
 void gather_quantized(Type type, const QuantizedWeights* stack, const Gather& gather, const void* x, void* y) {
   gather_products(type, gather, x, y, [&](const uint32_t* matrices, size_t count, void* x, void* y, size_t rows) {

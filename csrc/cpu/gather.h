@@ -32,7 +32,14 @@ void gather_quantized(Type type,
 void gather_dense(Type type, const void* const* stack, size_t weight_stride, bool transpose, const Gather& gather,
                   const void* x, void* y);
 
-// The same of two stacks, as quantized_swiglu has it.
+// dw[e] = round(the sum over pairs p of the matrix e of dy[p]^T x[inputs[p]]), [outputs, columns]: the gradient by such
+// matrices. A pair with an index out of range has no share, and a matrix without pairs has zeros.
+void gather_dense_vjp(Type type, const Gather& gather,
+                      const void* x,  // [input_count, rows, columns]
+                      const void* dy,  // [pairs, rows, outputs]
+                      void* dw);  // [stack, outputs, columns]
+
+// gather_quantized of two stacks, as quantized_swiglu has it.
 void gather_swiglu(Type type, Activation activation, const QuantizedWeights* gate, const QuantizedWeights* up,
                    const Gather& gather, const void* x, void* y);
 

@@ -135,6 +135,26 @@ mx::array input_indices(const Pairs& pairs, const mx::array& x, mx::Stream strea
   return pairs.inputs ? *pairs.inputs : implied_inputs(batch_of(x), pairs.experts.shape(), stream);
 }
 
+mx::array are_valid(const Pairs& pairs, const mx::array& x, const mx::array& stack, mx::Stream stream) {
+  const mx::array valid = in_range(pairs.experts, size_of_batch(stack), stream);
+  return mx::logical_and(valid, in_range(input_indices(pairs, x, stream), size_of_batch(x), stream), stream);
+}
+
+cpu::Gather native_gather(const Pairs& pairs, const mx::array& x, const mx::array& stack, int outputs) {
+  const size_t batch = leading_size(x, 2);
+  return {
+      .matrices = pairs.experts.data<uint32_t>(),
+      .inputs = pairs.inputs ? pairs.inputs->data<uint32_t>() : nullptr,
+      .pairs_per_input = pairs_per_input(pairs, batch),
+      .pairs = pairs.experts.size(),
+      .stack = leading_size(stack, 2),
+      .input_count = batch,
+      .rows = static_cast<size_t>(x.shape(-2)),
+      .columns = static_cast<size_t>(x.shape(-1)),
+      .outputs = static_cast<size_t>(outputs),
+  };
+}
+
 void check_bias_of_experts(const char* op, const char* name, const mx::array& bias, const mx::array& w) {
   const mx::Shape expected(w.shape().begin(), w.shape().end() - 1);
   if (bias.shape() != expected) {
@@ -230,23 +250,6 @@ const Arrays& GatherPrimitive::prepared(const Arrays& inputs, Arrays& copies) {
   return copies;
 }
 
-cpu::Gather GatherPrimitive::native_gather(const Arrays& inputs) const {
-  const Pairs pairs = pairs_of(inputs);
-  const mx::array& x = inputs[0];
-  const size_t batch = leading_size(x, 2);
-  return {
-      .matrices = pairs.experts.data<uint32_t>(),
-      .inputs = pairs.inputs ? pairs.inputs->data<uint32_t>() : nullptr,
-      .pairs_per_input = pairs_per_input(pairs, batch),
-      .pairs = pairs.experts.size(),
-      .stack = leading_size(inputs[1], 2),
-      .input_count = batch,
-      .rows = static_cast<size_t>(x.shape(-2)),
-      .columns = static_cast<size_t>(x.shape(-1)),
-      .outputs = static_cast<size_t>(outputs_of(inputs)),
-  };
-}
-
 GatherQmmParams GatherPrimitive::share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
                                                  uint32_t simdgroup_outputs) {
   GatherQmmParams params = gather_params(stacks_of(inputs), format, inputs[0], outputs_of(inputs));
@@ -273,9 +276,8 @@ Arrays GatherPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, con
     }
     // NaN stood where an index is out of range, whatever x is there.
     const int batch = static_cast<int>(size_of_batch(x)), rows = x.shape(-2), columns = x.shape(-1);
-    mx::array valid = in_range(pairs.experts, size_of_batch(primals[1]), stream());
+    const mx::array valid = are_valid(pairs, x, primals[1], stream());
     const mx::array inputs = input_indices(pairs, x, stream());
-    valid = mx::logical_and(valid, in_range(inputs, batch, stream()), stream());
     const mx::array wide = mx::astype(*of_pairs, mx::float32, stream());
     const mx::array terms = mx::where(valid, wide, mx::zeros_like(wide, stream()), stream());
     const int count = static_cast<int>(pairs.experts.size());

@@ -48,6 +48,12 @@ Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
 // The indices of the inputs, also where pairs leave them out.
 mx::array input_indices(const Pairs& pairs, const mx::array& x, mx::Stream stream);
 
+// Whether both indices of each pair are within their arrays, [pairs.., 1, 1].
+mx::array are_valid(const Pairs& pairs, const mx::array& x, const mx::array& stack, mx::Stream stream);
+
+// For the native code.
+cpu::Gather native_gather(const Pairs& pairs, const mx::array& x, const mx::array& stack, int outputs);
+
 // Throws unless bias has a number for each output of each of a stack's matrices [.., outputs, ..].
 void check_bias_of_experts(const char* op, const char* name, const mx::array& bias, const mx::array& w);
 
@@ -119,7 +125,9 @@ class GatherPrimitive : public KernelPrimitive {
     return {inputs[1 + stacks_], inputs.size() > 2 + stacks_ ? std::optional(inputs[2 + stacks_]) : std::nullopt};
   }
   // For the native code.
-  cpu::Gather native_gather(const Arrays& inputs) const;
+  cpu::Gather native_gather(const Arrays& inputs) const {
+    return mittens::native_gather(pairs_of(inputs), inputs[0], inputs[1], outputs_of(inputs));
+  }
 
  private:
   size_t stacks_;

@@ -3,7 +3,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
+#include "mlx/transforms.h"
 #include "ops/moe/gather.h"
 #include "ops/moe/plan.h"
 #include "python/registry.h"
@@ -42,21 +44,42 @@ bool has_matrices(const mx::array& b) {
   return b.size() == 0 || (rows_of(b) == Rows::of_columns && are_apart);
 }
 
+// Whether mx may be told that indices of experts are sorted: its gradient by b takes pairs along one axis then, each
+// with an input of its own, and is wrong or raises for others.
+bool may_be_told(const mx::array& x, const Pairs& pairs) {
+  return !pairs.inputs && x.ndim() == 3 && pairs.experts.shape() == mx::Shape{x.shape(0)};
+}
+
+// In float32: mx has no other on a CPU.
+mx::array compose(const mx::array& x, const mx::array& b, const Pairs& pairs, const mx::Shape& shape, bool sorted,
+                  mx::Stream stream) {
+  auto wide = [&](const mx::array& a) { return in_dtype(a, mx::float32, stream); };
+  return guarded(
+      pairs, x, b, shape, x.dtype(),
+      [&](const std::optional<mx::array>& lhs, const mx::array& rhs) {
+        return mx::gather_mm(wide(x), wide(b), lhs, rhs, sorted && may_be_told(x, pairs), stream);
+      },
+      stream);
+}
+
 Problem problem_of(const mx::array& x, const mx::array& b, const Pairs& pairs, bool sorted, mx::Dtype dtype) {
   return experts_problem(op, dtype, 0, sorted, expert_sizes(x, pairs, b, b.shape(-1)));
 }
 
 class GatherMm : public GatherPrimitive {
  public:
-  explicit GatherMm(mx::Stream stream) : GatherPrimitive(stream, 1) {}
+  GatherMm(mx::Stream stream, bool sorted) : GatherPrimitive(stream, 1), sorted_(sorted) {}
 
   const char* name() const override {
     return "MittensGatherMm";
   }
 
-  bool is_equivalent(const mx::Primitive&) const override {
-    return true;
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return sorted_ == static_cast<const GatherMm&>(other).sorted_;
   }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override;
 
   // y is linear in a, and in b. Indices have no tangents, though mx passes some.
   Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
@@ -82,7 +105,7 @@ class GatherMm : public GatherPrimitive {
   }
 
   mx::array apply(const mx::array& x, const Arrays& stacks, const Pairs& pairs) override {
-    return first_output(std::make_shared<GatherMm>(stream()), gather_inputs(x, stacks, pairs));
+    return first_output(std::make_shared<GatherMm>(stream(), sorted_), gather_inputs(x, stacks, pairs));
   }
 
   std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) override {
@@ -167,17 +190,148 @@ class GatherMm : public GatherPrimitive {
     return view;
   }
 
-  // In float32: mx has no other on a CPU.
   Arrays composed(const Arrays& inputs) override {
-    auto wide = [&](size_t i) { return in_dtype(inputs[i], mx::float32, stream()); };
-    return {guarded(
-        pairs_of(inputs), inputs[0], inputs[1], output_shapes(inputs)[0], inputs[0].dtype(),
-        [&](const std::optional<mx::array>& lhs, const mx::array& rhs) {
-          return mx::gather_mm(wide(0), wide(1), lhs, rhs, false, stream());
-        },
-        stream())};
+    return {compose(inputs[0], inputs[1], pairs_of(inputs), output_shapes(inputs)[0], sorted_, stream())};
+  }
+
+ private:
+  bool sorted_;  // the indices of experts, as the caller promised
+};
+
+// The gradient of GatherMm by b on a CPU. Inputs are x, the cotangent of y, b for its shape, the indices of experts,
+// and those of inputs where there are any; the output is [.., outputs, columns], as mlx-lm's experts lie.
+class GatherMmVjp : public KernelPrimitive {
+ public:
+  using KernelPrimitive::KernelPrimitive;
+
+  static mx::array apply(const mx::array& x, const mx::array& dy, const mx::array& b, const Pairs& pairs,
+                         mx::Stream stream) {
+    return first_output(std::make_shared<GatherMmVjp>(stream), gather_inputs(x, {dy, b}, pairs));
+  }
+
+  const char* name() const override {
+    return "MittensGatherMmVjp";
+  }
+
+  bool is_equivalent(const mx::Primitive&) const override {
+    return true;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    mx::Shape shape = inputs[2].shape();
+    std::swap(shape[shape.size() - 1], shape[shape.size() - 2]);
+    return {shape};
+  }
+
+  // The sum of all products of the output and its cotangent is that of dy and the op's y for b = the cotangent.
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums, const Arrays&) override {
+    const mx::array& x = primals[0];
+    const mx::array& dy = primals[1];
+    const Pairs pairs = pairs_of(primals);
+    const mx::array b = mx::swapaxes(cotangents[0], -1, -2, stream());
+    auto product = [&](const mx::array& x) {
+      const auto primitive = std::make_shared<GatherMm>(stream(), false);
+      const mx::array y = first_output(primitive, gather_inputs(x, {b}, pairs));
+      const mx::array none = mx::zeros_like(y, stream());
+      return mx::where(are_valid(pairs, x, b, stream()), y, none, stream());
+    };
+    Arrays gradients;
+    for (int argument : argnums) {
+      if (argument == 0) {
+        gradients.push_back(mx::vjp([&](const Arrays& a) { return Arrays{product(a[0])}; }, {x}, {dy}).second[0]);
+      } else {
+        gradients.push_back(argument == 1 ? product(x) : mx::zeros_like(primals[argument], stream()));
+      }
+    }
+    return gradients;
+  }
+
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) override {
+    const Pairs pairs = pairs_of(primals);
+    mx::array sum = mx::zeros(output_shapes(primals)[0], primals[0].dtype(), stream());
+    for (size_t i = 0; i < argnums.size(); ++i) {
+      if (argnums[i] == 0) {
+        sum = mx::add(sum, apply(tangents[i], primals[1], primals[2], pairs, stream()), stream());
+      } else if (argnums[i] == 1) {
+        sum = mx::add(sum, apply(primals[0], tangents[i], primals[2], pairs, stream()), stream());
+      }
+    }
+    return {sum};
+  }
+
+  // mx's gather, which the composition has, is not for vmap.
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    int size = 0;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      size = axes[i] >= 0 ? inputs[i].shape(axes[i]) : size;
+    }
+    if (size == 0) {
+      return KernelPrimitive::vmap(inputs, axes);
+    }
+    Arrays gradients;
+    for (int element = 0; element < size; ++element) {
+      Arrays its = inputs;
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        if (axes[i] >= 0) {
+          its[i] = mx::take(inputs[i], element, axes[i], stream());
+        }
+      }
+      gradients.push_back(apply(its[0], its[1], its[2], pairs_of(its), stream()));
+    }
+    return {{mx::stack(gradients, 0, stream())}, {0}};
+  }
+
+ protected:
+  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
+    for (const mx::array& input : inputs) {
+      copies.push_back(copies.size() == 2 ? input : contiguous_rows(input, stream()));
+    }
+    return copies;
+  }
+
+  // It has no kernel: the native code runs where the simulator is on.
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    mx::cpu::get_command_encoder(stream()).dispatch(native(inputs, outputs));
+    return {};
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& b = inputs[2];
+    return [type = native_type(inputs[0].dtype()), gather = native_gather(pairs_of(inputs), inputs[0], b, b.shape(-1)),
+            x = data_of(inputs[0]), dy = data_of(inputs[1]),
+            dw = data_of(outputs[0])] { cpu::gather_dense_vjp(type, gather, x, dy, dw); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::array& x = inputs[0];
+    const mx::array& dy = inputs[1];
+    const Pairs pairs = pairs_of(inputs);
+    auto product = [&](const Arrays& b) { return Arrays{compose(x, b[0], pairs, dy.shape(), false, stream())}; };
+    return {mx::swapaxes(mx::vjp(product, {inputs[2]}, {dy}).second[0], -1, -2, stream())};
+  }
+
+ private:
+  static Pairs pairs_of(const Arrays& inputs) {
+    return {inputs[3], inputs.size() > 4 ? std::optional(inputs[4]) : std::nullopt};
   }
 };
+
+Arrays GatherMm::vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+                     const Arrays& outputs) {
+  const mx::array& x = primals[0];
+  const mx::array& b = primals[1];
+  const bool is_empty = x.size() == 0 || b.size() == 0 || cotangents[0].size() == 0;
+  Arrays gradients;
+  for (int argument : argnums) {
+    if (argument == 1 && !is_empty && stream().device != mx::Device::gpu) {
+      const mx::array rows = GatherMmVjp::apply(x, cotangents[0], b, pairs_of(primals), stream());
+      gradients.push_back(mx::swapaxes(rows, -1, -2, stream()));
+    } else {
+      gradients.push_back(GatherPrimitive::vjp(primals, cotangents, {argument}, outputs)[0]);
+    }
+  }
+  return gradients;
+}
 
 std::optional<mx::array> try_gather_mm(const mx::array& a, const mx::array& b,
                                        const std::optional<mx::array>& lhs_indices,
@@ -203,7 +357,7 @@ std::optional<mx::array> try_gather_mm(const mx::array& a, const mx::array& b,
   if (mx_has_one && prefer_mx_experts(problem_of(a, b, pairs, sorted_indices, dtype), stream)) {
     return std::nullopt;
   }
-  return first_output(std::make_shared<GatherMm>(stream),
+  return first_output(std::make_shared<GatherMm>(stream, sorted_indices),
                       gather_inputs(in_dtype(a, dtype, stream), {in_dtype(b, dtype, stream)}, pairs));
 }
 
@@ -218,7 +372,7 @@ mx::array gather_mm(const mx::array& a, const mx::array& b, const std::optional<
   const mx::Stream stream = checks::checked_stream(op, where);
   const Pairs pairs = gather_pairs(op, a, b, lhs_indices, rhs_indices, stream);
   auto product = [&](const std::optional<mx::array>& lhs, const mx::array& rhs) {
-    return mx::gather_mm(a, b, lhs, rhs, sorted_indices, stream);
+    return mx::gather_mm(a, b, lhs, rhs, sorted_indices && may_be_told(a, pairs), stream);
   };
   const mx::array shaped = product(pairs.inputs, pairs.experts);
   return guarded(pairs, a, b, shaped.shape(), shaped.dtype(), product, stream);

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers.matrices import draw, exact_product, quantize
 from helpers.support import assert_same_bits
-from helpers.tolerances import GRADIENTS_16_BIT, LAYERS, SUMS, assert_near, assert_product_right
+from helpers.tolerances import GRADIENTS_16_BIT, LAYERS, SUMS, assert_near, assert_product_right, of_product
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -414,3 +414,106 @@ def test_strict(rng, native):
     words, *parts = mx.quantize(draw(rng, (E, 32, K), mx.float32), 64, 1)
     with pytest.raises(RuntimeError, match="no kernel of mlx_mittens covers 1 bit"):
         mm.gather_qmm(tokens(rng, 1), words, *parts, rhs_indices=mx.array([0]), bits=1)
+
+
+def exact_weight_gradient(x, dy, rhs, lhs, experts):
+    """The sum of dy.T @ x over the pairs of each expert, and that of the absolute values of its terms."""
+    x, dy = specs.widen(x), specs.widen(dy)
+    value = np.zeros((2, experts, dy.shape[-1], x.shape[-1]))
+    for pair, (i, e) in enumerate(zip(lhs, rhs, strict=True)):
+        if 0 <= e < experts and 0 <= i < len(x):
+            value[0, e] += dy[pair].T @ x[i]
+            value[1, e] += np.abs(dy[pair]).T @ np.abs(x[i])
+    return value
+
+
+@pytest.mark.parametrize("shared", [1, 3])
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("rows, columns, outputs", [(1, 64, 12), (1, 8, 96), (1, 96, 8), (3, 33, 35), (1, 7, 1)])
+def test_gradient_of_weights(rng, dtype, executor, rows, columns, outputs, is_sorted, shared):
+    """A product over the rows of each expert, also where pairs share an input. An expert without pairs has zeros."""
+    if executor == "gpu":  # composed there
+        return
+    experts, count = 6, 30
+    chosen = rng.integers(0, experts - 1, count)
+    chosen = np.sort(chosen) if is_sorted else chosen
+    rhs = np.where(chosen == 2, experts + 1, chosen)
+    rhs = np.sort(rhs) if is_sorted else rhs
+    w = draw(rng, (experts, outputs, columns), dtype)
+    x = tokens(rng, count // shared, dtype, rows, columns)
+    dy = draw(rng, (count, rows, outputs), dtype, outliers=False)
+    indices = mx.array(rhs.reshape(count // shared, shared) if shared > 1 else rhs)
+    given = x[:, None] if shared > 1 else x
+
+    def y(w):
+        return mm.gather_mm(given, w.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=is_sorted)
+
+    mm.stats(reset=True)
+    (found,) = mx.vjp(y, [w], [dy.reshape(*indices.shape, rows, outputs)])[1]
+    mx.eval(found)
+    if executor == "native":
+        assert set(mm.stats()["gather_mm_vjp"]["kernels"]) == {f"native {mm._ext.cpu_instructions}"}
+    value, terms = exact_weight_gradient(x, dy, rhs, np.arange(count) // shared, experts)
+    assert found.dtype == dtype and found.shape == w.shape
+    assert not np.array(found[experts - 1].astype(mx.float32)).any()
+    error = np.abs(specs.widen(found) - value)
+    smallest = 2.0**-24 if dtype == mx.float16 else 0.0
+    assert (error <= of_product(dtype) * terms + smallest).all()
+
+
+def test_gradient_of_weights_that_are_not_transposed(rng, executor):
+    w, x = draw(rng, (E, K, N), mx.float32), tokens(rng, 9)
+    rhs, lhs = np.sort(rng.integers(0, E, 9)), rng.integers(0, 9, 9)
+    dy = draw(rng, (9, 1, N), mx.float32, outliers=False)
+    y = lambda w: mm.gather_mm(x, w, mx.array(lhs), mx.array(rhs))
+    (found,) = mx.vjp(y, [w], [dy])[1]
+    value, terms = exact_weight_gradient(x, dy, rhs, lhs, E)
+    assert (np.abs(specs.widen(found.swapaxes(-1, -2)) - value) <= of_product(mx.float32) * terms).all()
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("out_of_range", [False, True])
+def test_second_derivatives_by_weights(rng, native, is_sorted, out_of_range):
+    w, x = draw(rng, (E, N, K), mx.float32), tokens(rng, 8)
+    rhs = np.sort(rng.integers(0, E, 8))
+    rhs[-1] = E if out_of_range else rhs[-1]
+    good = mx.array(rhs < E)[:, None, None]
+    chosen = mx.array(np.eye(E + 1, E, dtype=np.float32)[rhs])  # a product, as mx's indexing has no forward derivative
+
+    def ours(x, w):
+        y = mm.gather_mm(x, w.swapaxes(-1, -2), rhs_indices=mx.array(rhs), sorted_indices=is_sorted)
+        return (mx.where(good, y, 0) ** 3).sum()
+
+    def dense(x, w):
+        of_pairs = (chosen @ w.reshape(E, -1)).reshape(-1, N, K)
+        return ((x @ of_pairs.swapaxes(-1, -2)) ** 3).sum()
+
+    for by in (0, 1):
+        along = lambda f, by=by: mx.grad(lambda x, w: (mx.grad(f, 1)(x, w) ** 2).sum(), by)(x, w)
+        assert_near(along(ours), along(dense), f"by argument {by}", LAYERS)
+    tangents = [draw(rng, a.shape, mx.float32, outliers=False) for a in (x, w)]
+    forward = lambda f: mx.jvp(mx.grad(f, 1), [x, w], tangents)[1][0]
+    assert_near(forward(ours), forward(dense), "forward over reverse", LAYERS)
+
+
+def test_vmap_of_the_gradient_of_weights(rng, native):
+    w, x = draw(rng, (2, E, N, K), mx.float32), mx.stack([tokens(rng, 8) for _ in range(2)])
+    rhs = mx.array(rng.integers(0, E, 8))
+    gradient = mx.grad(lambda w, x: (mm.gather_mm(x, w.swapaxes(-1, -2), rhs_indices=rhs) ** 2).sum())
+    for axes in ((0, 0), (None, 0), (0, None)):
+        given = [a if axis == 0 else a[0] for a, axis in zip((w, x), axes, strict=True)]
+        found = mx.vmap(gradient, in_axes=axes)(*given)
+        loop = [gradient(*(a[i] if axis == 0 else a for a, axis in zip(given, axes, strict=True))) for i in range(2)]
+        assert_near(found, mx.stack(loop), str(axes), SUMS)
+
+
+def test_gradient_of_weights_in_a_shapeless_function(rng, native):
+    def gradient(w, x, rhs):
+        y = lambda w: mm.gather_mm(x, w.swapaxes(-1, -2), rhs_indices=rhs, sorted_indices=True)
+        return mx.vjp(y, [w], [mx.ones((1, 1, 1)) + y(w)])[1][0]
+
+    compiled = mx.compile(gradient, shapeless=True)
+    for experts, outputs, columns, count in ((4, 8, 16, 5), (4, 12, 24, 7), (6, 10, 8, 9)):
+        w, x = draw(rng, (experts, outputs, columns), mx.float32), tokens(rng, count, columns=columns)
+        rhs = mx.sort(mx.array(rng.integers(0, experts, count)))
+        assert_near(compiled(w, x, rhs), gradient(w, x, rhs), "compiled", SUMS)
