@@ -222,6 +222,49 @@ def test_mlx_without_a_backend_is_an_import_error_that_says_what_to_add(tmp_path
     assert f'pip install "mlx[cpu]=={version}"' in str(error.value) and f"mlx[cuda13]=={version}" in str(error.value)
 
 
+OLDER = "0.0.1"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="on a Mac mlx brings its library along")
+@pytest.mark.parametrize(
+    "installed, advice",
+    [
+        ({"mlx-cpu": OLDER}, 'pip install "mlx[cpu]=={version}"'),
+        ({"mlx-cuda-12": OLDER}, 'pip install "mlx[cuda12]=={version}"'),
+        ({"mlx-cuda-13": OLDER}, 'pip install "mlx[cuda13]=={version}"'),
+        (
+            {"mlx-cpu": OLDER, "mlx-cuda-13": None},
+            "pip uninstall --yes mlx-cpu, then pip install --force-reinstall --no-deps mlx-cuda-13=={version}",
+        ),
+    ],
+    ids=str,
+)
+def test_a_backend_of_another_release_is_named_before_mlx_is_imported(tmp_path, installed, advice):
+    """As `pip install` of a wheel without an extra leaves it: mlx.core would end with the name of a symbol."""
+    version = importlib.metadata.version("mlx")
+    there = {package: its or version for package, its in installed.items()}
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import importlib.metadata as m\nreal, there = m.version, {there}\n"
+        "def version(name):\n"
+        "  if name.startswith(('mlx-cpu', 'mlx-cuda')) and name not in there: raise m.PackageNotFoundError(name)\n"
+        "  return there.get(name) or real(name)\n"
+        "m.version = version\n"
+    )
+    code = "import sys\ntry:\n  import mlx_mittens\nexcept ImportError as e: print(e, 'mlx.core' in sys.modules)"
+    result = run_command(sys.executable, "-c", code, environment={"PYTHONPATH": str(tmp_path)})
+    assert result.stdout.startswith(f"mlx {version} is installed beside {next(iter(installed))} {OLDER}")
+    assert result.stdout.endswith(f"{advice.format(version=version)}. False\n")
+
+
+@pytest.mark.parametrize("installed, rebuilds", [("0.31.2", False), ("99.0.0", True)])
+def test_a_build_is_offered_for_a_later_mlx_only(monkeypatch, installed, rebuilds):
+    """The build refuses an older one."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
+    with pytest.raises(ImportError) as error:
+        mm._guard.check_mlx("0.32.4")
+    assert ("rebuild" in str(error.value)) == rebuilds
+
+
 @pytest.mark.parametrize("arguments", [["doctor", "--ops", "softmax"], ["--version"], ["check", "{file}"]], ids=str)
 def test_a_broken_pipe_ends_quietly(tmp_path, arguments):
     file = tmp_path / "wrong.metal"
