@@ -1,8 +1,9 @@
 """Times whole models: decode and prefill of an architecture or of a user's model, on our kernels and on mx's.
 
 Ours run twice: under `patched()`, and in a model that `nn.convert` has fused. What is timed: mlx-lm's own generation
-loop for decode, after a prompt that our kernels have processed for all; one call of the model for prefill. On a CPU mx
-may take a minute for a token: it then gets fewer tokens, which is said. Where a token takes milliseconds the contenders
+loop, for decode after a prompt that our kernels have processed for all, for prefill up to the first token. Each
+contender has run both before, since MLX too compiles kernels at run time. On a CPU mx may take a minute for a token: it
+then decodes fewer tokens, and all read a shorter prompt, which is said. Where a token takes milliseconds the contenders
 take turns, and the best of each one's counts: on a shared machine the host's part scatters. Each has a stream of its
 own, or graphs that hold our kernels would stay in mx's turns.
 """
@@ -17,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,6 +37,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "half": {},
     "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
 }
+_Result = TypeVar("_Result")
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 
 # Turns of the contenders at most, and after how many seconds none begins any more.
@@ -146,16 +148,22 @@ def _state(caches: list) -> list:
 
 
 def _prefill(model: nn.Module, tokens: int) -> tuple[float, list]:
-    """Seconds of one call with so many tokens, and the cache it filled."""
+    """Seconds from a prompt of so many tokens to the first token, and the cache it filled.
+
+    As mlx-lm reads a prompt: logits are computed for its last token alone.
+    """
+    from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
     caches = make_prompt_cache(model)
-    prompt = mx.random.randint(0, _vocabulary(model), (1, tokens))
+    prompt = mx.random.randint(0, _vocabulary(model), (tokens,))
     mx.eval(prompt)
     mx.synchronize()
     start = time.perf_counter()
-    logits = model(prompt, cache=caches)[:, -1]
-    mx.eval(logits, _state(caches))
+    with on_stream(mx.default_stream(mx.default_device())) as stream:
+        for _ in generate_step(prompt, model, max_tokens=0, prompt_cache=caches, **stream):
+            pass
+        mx.eval(_state(caches))
     mx.synchronize()
     return time.perf_counter() - start, caches
 
@@ -190,9 +198,19 @@ def _decode(model: nn.Module, caches: list, tokens: int, seconds: float) -> Spee
     return Speed(1 / statistics.median(steady), len(steady))
 
 
-def _prompt_speed(model: nn.Module, tokens: int, token_seconds: float, seconds: float) -> Speed:
-    """The best of up to three prompts; shorter ones where a whole one would take too long."""
-    count = max(1, min(tokens, int(seconds / token_seconds)))
+def _prompt_length(model: nn.Module, tokens: int, seconds: float) -> int:
+    """Runs prompts up to so many tokens, or up to the length whose double would take too long, which it returns.
+
+    MLX compiles kernels for a GPU by the length of the prompt: there the whole prompt is run at once.
+    """
+    count = tokens if mx.default_device().type == mx.gpu else 1
+    while 2 * _prefill(model, count)[0] <= seconds and count < tokens:
+        count = min(tokens, 2 * count)
+    return count
+
+
+def _prompt_speed(model: nn.Module, count: int, seconds: float) -> Speed:
+    """The best of up to three prompts."""
     times = [_prefill(model, count)[0]]
     while sum(times) * (1 + 1 / len(times)) < seconds and len(times) < 3:
         times.append(_prefill(model, count)[0])
@@ -246,30 +264,35 @@ def measure(
     streams = {name: new_stream() for name in ("mittens", "converted", "mx")}
     with mx.stream(streams["mittens"]):
         with patched():
-            _, caches = _prefill(model, prompt)  # kernels are compiled on first use
-            _decode(model, caches, 4, seconds)
+            _, caches = _prefill(model, prompt)
         with patched(attention_layer=False):  # its ops are to be seen
             share = shares(model, caches)
-    with mx.stream(streams["converted"]):
-        _prefill(converted, prompt)
-        _decode(converted, caches, 4, seconds)
 
-    def contender(name: str, run: Callable[[nn.Module], Speed]) -> Callable[[], Speed]:
-        def on_its_stream() -> Speed:
+    def contender(name: str, run: Callable[[nn.Module], _Result]) -> Callable[[], _Result]:
+        def on_its_stream() -> _Result:
             with mx.stream(streams[name]), patched() if name == "mittens" else contextlib.nullcontext():
                 return run(converted if name == "converted" else model)
 
         return on_its_stream
 
+    def warmed(model: nn.Module) -> int:
+        _decode(model, caches, 4, seconds)
+        return _prompt_length(model, prompt, seconds)
+
+    lengths = []
+    for name in streams:
+        try:
+            lengths.append(contender(name, warmed)())
+        except RuntimeError:  # which mx raises in its turns, too
+            if name != "mx":
+                raise
+    count = min(lengths)
     step(f"{asked}: loaded and compiled")
     decoding = lambda model: _decode(model, caches, tokens, seconds)
     decode, problem = _in_turns({name: contender(name, decoding) for name in streams})
     step(f"{asked}: decode")
-    reading = lambda token_seconds: lambda model: _prompt_speed(model, prompt, token_seconds, seconds)
-    prompts = {name: contender(name, reading(0.0001)) for name in ("mittens", "converted")}
-    if "mx" in decode:
-        prompts["mx"] = contender("mx", reading(1 / decode["mx"].tokens_per_s))
-    prefill, _ = _in_turns(prompts)
+    reading = lambda model: _prompt_speed(model, count, seconds)
+    prefill, _ = _in_turns({name: contender(name, reading) for name in streams if name in decode})
     step(f"{asked}: prefill")
     layers = len(getattr(model, "layers", ())) or None
     published = published_layers(subject.model) if subject.model in architectures.ARCHITECTURES else layers
@@ -285,7 +308,7 @@ def measure(
     )
     return [
         row(phase=phase, mittens=speeds["mittens"], converted=speeds["converted"], mx=speeds.get("mx"))
-        for phase, speeds in (("decode", decode), (f"prefill {prompt}", prefill))
+        for phase, speeds in (("decode", decode), (f"prefill {count}", prefill))
     ], share
 
 

@@ -187,6 +187,64 @@ def test_a_slow_contender_is_timed_on_fewer_tokens(tmp_path, capsys):
     assert decode["mittens"]["tokens"] == 1
 
 
+def timed_calls(monkeypatch, tokens, prompt, seconds=30.0):
+    """The tokens that each contender's model is called with, in the order of the calls, as [contender, tokens]."""
+    calls = []
+    build = functools.partial(tiny.build, "llama-3.2-1b", mx.float32)
+
+    class Recorded(type(build())):
+        def __call__(self, tokens, *arguments, **options):
+            patch = mx.fast.rms_norm is not plain
+            name = "mittens" if patch else "mx" if type(self.model.norm) is nn.RMSNorm else "converted"
+            calls.append((name, tokens.shape[1]))
+            return super().__call__(tokens, *arguments, **options)
+
+    plain, model = mx.fast.rms_norm, build()
+    model.__class__ = Recorded
+    monkeypatch.setattr(models.Subject, "load", lambda self: (self, model))
+    begun = {}
+    step = lambda text: begun.setdefault(text.rpartition(": ")[2], len(calls))
+    rows, _ = models.measure(models.Subject("llama-3.2-1b", "half", "float32"), tokens, prompt, seconds, step)
+    return rows, calls, begun
+
+
+def test_every_contender_is_warmed_before_the_first_is_timed(monkeypatch):
+    """MLX compiles kernels at run time, too: its first product of many rows may take a minute."""
+    _, calls, begun = timed_calls(monkeypatch, 4, 6)
+    before = calls[: begun["loaded and compiled"]]
+    for name in ("mittens", "converted", "mx"):
+        assert (name, 5) in before and (name, 1) in before, name
+
+
+def test_all_read_the_same_prompt_as_mlx_lm_does(monkeypatch):
+    """All tokens but the last fill the cache, and one gives logits."""
+    rows, calls, begun = timed_calls(monkeypatch, 4, 6)
+    of_prompts = calls[begun["decode"] :]
+    for name in ("mittens", "converted", "mx"):
+        mine = [tokens for one, tokens in of_prompts if one == name]
+        assert mine == [5, 1] * (len(mine) // 2) and mine, name
+    assert rows[1].phase == "prefill 6"
+    assert {speed.tokens for speed in (rows[1].mittens, rows[1].converted, rows[1].mx)} == {6}
+
+
+def test_one_that_is_slow_shortens_the_prompt_of_all(monkeypatch):
+    seconds = {"mittens": 0.001, "converted": 0.001, "mx": 1.0}
+    prefill, lengths = models._prefill, []
+
+    def timed(model, tokens):
+        _, caches = prefill(model, tokens)
+        name = "mittens" if mx.fast.rms_norm is not plain else "mx" if type(model.model.norm) is nn.RMSNorm else "other"
+        lengths.append((name, tokens))
+        return (seconds.get(name, 0.001) * tokens, caches)
+
+    plain = mx.fast.rms_norm
+    monkeypatch.setattr(models, "_prefill", timed)
+    rows, _, _ = timed_calls(monkeypatch, 4, 64, seconds=9.0)
+    assert rows[1].phase == "prefill 8"
+    assert {speed.tokens for speed in (rows[1].mittens, rows[1].converted, rows[1].mx)} == {8}
+    assert lengths[-1][1] == 8 and ("mittens", 64) in lengths
+
+
 def test_clocks_are_taken_off_again():
     def timed():
         return [getattr(owner, name) for _, owner, name in models._timed()]
