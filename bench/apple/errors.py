@@ -42,6 +42,7 @@ KINDS = {
     "gemm_skinny": "matmul",
     "gemv": "gemv",
     "qmv": "4-bit",
+    "qmm": "matmul",
     "gemv_llama": "4-bit",
     "sdpa_decode": "attention",
     "softmax": "norm",
@@ -54,7 +55,7 @@ KINDS = {
     "prefill_model": "prefill",
 }
 WHAT = {
-    "matmul": "products of matrices",
+    "matmul": "products of matrices, dense or 4-bit weights",
     "gemv": "product with a vector, dense weights",
     "4-bit": "product with a vector, 2-bit and 4-bit weights",
     "attention": "attention of one to eight queries",

@@ -12,7 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_mittens.apple.chips import Chip, find_chip
@@ -219,6 +219,30 @@ def _qmv(point: Point, chip: Chip) -> Launches:
     return [(work, 1)]
 
 
+def _qmm(point: Point, chip: Chip) -> Launches:
+    """MLX's qmm_t: tiles of 32x32 outputs, four simdgroups of 16x16, 32 of K at a time, and fragments of float.
+
+    Both operands go through threadgroup memory, for which the weights are unpacked once in 32 rows. Instructions are
+    those of the loop in the machine code, for each multiply. M1 and M2 widen bfloat16.
+    """
+    m, k, n, _ = _numbers(point.shape)
+    tiles = math.ceil(m / 32) * math.ceil(n / 32)
+    multiplies = tiles * 16 * math.ceil(k / 8)
+    each = Instructions(matrix=1, loads=2, stores=1, floats=0.56, conversions=0.5, integers=4.9)
+    if "bfloat16" in point.dtype and not chip.native_bfloat:
+        each = replace(each, integers=7.9, conversions=0, multiplies=2.6)
+    work = Work(
+        threadgroups=tiles,
+        threads=128,
+        half_registers=144,
+        lines=point.bytes / LINE_BYTES,
+        summed_lines=(tiles * 32 * k * 2 + math.ceil(m / 32) * n * k * 0.5625) / LINE_BYTES,
+        instructions=multiplies * each,
+        rounds=k / 32,
+    )
+    return [(work, 1)]
+
+
 def _widened(dtype: str, chip: Chip) -> Instructions:
     """What a bfloat16 operand costs: M1 and M2 shift it into a float."""
     if "float16" in dtype and "bfloat16" not in dtype or chip.native_bfloat:
@@ -369,6 +393,7 @@ FAMILIES: dict[str, Callable[[Point, Chip], Launches]] = {
     "layer_norm": _layer_norm,
     "reduce_all": _reduce_all,
     "qmv": _qmv,
+    "qmm": _qmm,
     "gemv_llama": _gemv_llama,
     "sdpa_decode": _sdpa_decode,
     "decode_model": _decode_model,

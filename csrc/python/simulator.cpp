@@ -61,6 +61,8 @@ nb::dict dict_of(const Counts& counts) {
   result["simdgroup_barriers"] = counts.simdgroup_barriers;
   result["simd_operations"] = counts.simd_operations;
   result["matrix_operations"] = counts.matrix_operations;
+  result["half_matrix_operations"] = counts.half_matrix_operations;
+  result["bfloat_matrix_operations"] = counts.bfloat_matrix_operations;
   result["threadgroup_bytes"] = counts.threadgroup_bytes;
   result["device_bytes_loaded"] = counts.device_bytes_loaded;
   result["params_bytes_loaded"] = counts.params_bytes_loaded;

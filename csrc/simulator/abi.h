@@ -4,7 +4,7 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 9;
+constexpr unsigned version = 10;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
@@ -59,12 +59,15 @@ using Combine = void (*)(Lanes& lanes);
 enum Scope : unsigned { quad_scope, simdgroup_scope, threadgroup_scope };
 enum Memory : unsigned { no_memory = 0, device_memory = 1, threadgroup_memory = 2 };
 
+// The type of both operands of a product of simdgroup matrices; float where they differ.
+enum Fragments : unsigned char { no_fragments, float_fragments, half_fragments, bfloat_fragments };
+
 struct Operation {
   const char* name;  // "simd_sum": lanes that meet must be at the same operation
   Site site;
   const void* caller;  // the return address: tells apart operations of one line
   const void* const* frame;  // of the function that was called: the callers of the caller, by their frame pointers
-  bool matrix;  // a product of simdgroup matrices, which is counted by itself
+  Fragments fragments;  // of a product of matrices, which is counted by itself; of another operation none
 };
 
 struct Runtime {

@@ -385,7 +385,7 @@ void Simulation::arrive(Rendezvous& rendezvous, const abi::Operation& operation,
   fiber.scope = rendezvous.scope;
   fiber.operation = operation;
   fiber.point = point_of(operation);
-  fiber.needs_all = barrier_memory || operation.matrix;
+  fiber.needs_all = barrier_memory || operation.fragments;
   fiber.combine = combine;
   if (rendezvous.arrived == 0) {
     rendezvous.leader = fiber.thread.index;
@@ -405,7 +405,9 @@ void Simulation::arrive(Rendezvous& rendezvous, const abi::Operation& operation,
     ++(rendezvous.scope == abi::threadgroup_scope ? counts_.threadgroup_barriers : counts_.simdgroup_barriers);
     watcher.barrier(rendezvous.scope, fiber.thread.simdgroup, *barrier_memory);
   } else {
-    ++(operation.matrix ? counts_.matrix_operations : counts_.simd_operations);
+    ++(operation.fragments ? counts_.matrix_operations : counts_.simd_operations);
+    counts_.half_matrix_operations += operation.fragments == abi::half_fragments;
+    counts_.bfloat_matrix_operations += operation.fragments == abi::bfloat_fragments;
   }
   if (rendezvous.scope == abi::threadgroup_scope) {
     rendezvous.arrived = 0;
@@ -491,7 +493,7 @@ const abi::Lanes& Simulation::exchange(abi::Scope scope, const abi::Operation& o
   Rendezvous& rendezvous = rendezvous_of(scope, thread);
   abi::Lanes& lanes = rendezvous.lanes[rendezvous.parity];
   std::memcpy(lanes.value[thread.index - rendezvous.first].bytes, value, bytes);
-  watcher.operation(operation.matrix ? Profile::matrix : Profile::simd, operation, thread);
+  watcher.operation(operation.fragments ? Profile::matrix : Profile::simd, operation, thread);
   arrive(rendezvous, operation, combine);
   return *running_->lanes;
 }

@@ -70,6 +70,8 @@ struct Counts {
   uint64_t simdgroup_barriers = 0;
   uint64_t simd_operations = 0;
   uint64_t matrix_operations = 0;
+  uint64_t half_matrix_operations = 0;  // of matrix_operations, those of two operands of half
+  uint64_t bfloat_matrix_operations = 0;  // and of bfloat; the rest is computed in float
   uint64_t threadgroup_bytes = 0;  // the most that one threadgroup had
   uint64_t device_bytes_loaded = 0;
   uint64_t params_bytes_loaded = 0;  // of device_bytes_loaded: GPUs keep them at hand

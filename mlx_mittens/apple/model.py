@@ -80,7 +80,7 @@ class Constants:
     early_complex_slots: float = 4.0
     later_complex_slots: float = 1.0
     complex_efficiency: float = 0.735
-    fragment_slots: float = 4.37
+    fragment_slots: float = 4.39
     tensor_efficiency: float = 0.687
     early_reduction_slots: float = 14.5
     later_reduction_slots: float = 3.78
@@ -241,17 +241,18 @@ def _issue_slots(work: Work, chip: Chip, constants: Constants) -> float:
     """Slots of schedulers that the launch takes, summed over simdgroups."""
     i = work.instructions
     complex_count = i.conversions + i.multiplies + i.exponentials + i.reciprocals + i.rsqrts
-    if chip.coissue:
-        arithmetic = max(i.floats, i.integers) + complex_count * constants.later_complex_slots
-    else:
-        arithmetic = i.floats + i.integers + _complex_cycles(i, constants) * constants.early_complex_slots
     tensor = work.tensor_units and chip.tensor_flop_per_core_cycle is not None
     cycles = chip.matrix_float_cycles if work.matrix_dtype == "float32" else chip.matrix_half_cycles
+    floats = i.floats + (0.0 if tensor else i.matrix * cycles)  # products of matrices are computed by the float units
+    if chip.coissue:
+        arithmetic = max(floats, i.integers) + complex_count * constants.later_complex_slots
+    else:
+        arithmetic = floats + i.integers + _complex_cycles(i, constants) * constants.early_complex_slots
     return (
         arithmetic
         + i.shuffles * constants.shuffle_slots
         + i.reductions * constants.reduction_slots(chip)
-        + (0.0 if tensor else i.matrix * cycles + i.fragments * constants.fragment_slots)
+        + (0.0 if tensor else i.fragments * constants.fragment_slots)
         + i.loads
         + i.stores
         + i.control

@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import frontend, specs
+from .. import _ext, frontend, specs
 from ..ops.custom import Output, float32, int32, int64, launch
 from ..specs.matmul import has_bias
 
@@ -307,17 +307,45 @@ def scaled_dot_product_attention(
     """``mx.fast.scaled_dot_product_attention`` without array masks: q [B, H, Tq, D], k and v [B, KV, T, D]."""
     if mask is not None and not isinstance(mask, str):
         raise ValueError("[peer.scaled_dot_product_attention] mask is an array: expected None or 'causal'")
+    mx.eval(q, k, v)  # MLX hands over views with their strides, which are known then
     if q.shape[2] > 8:
         return _full_attention(q, k, v, scale, mask == "causal", stream)
+    q, k, v = (a if fits(a) else mx.contiguous(a, stream=stream) for a, fits in zip((q, k, v), _VECTOR_LAYOUTS))
+    mx.eval(q, k, v)
     causal = mask == "causal" and q.shape[2] > 1
     if k.shape[2] >= 1024:
         return _attention_in_two_passes(q, k, v, scale, causal, stream)
     return _vector_attention(q, k, v, scale, causal, stream)
 
 
+def _has_whole_heads(a: mx.array) -> bool:
+    """Whether MLX's kernels of few queries take keys or values as they lie: all heads are at one distance."""
+    batch, head, _, element = _ext.strides(a)
+    return element == 1 and (1 in a.shape[:2] or batch == head * a.shape[1])
+
+
+def _is_by_rows(a: mx.array) -> bool:
+    """Whether an array lies in memory row by row."""
+    fitting = [math.prod(a.shape[i + 1 :]) for i in range(a.ndim)]
+    return all(size == 1 or has == fits for size, has, fits in zip(a.shape, _ext.strides(a), fitting))
+
+
+def _are_queries(a: mx.array) -> bool:
+    """Whether MLX's kernels of few queries take them as they lie: by rows, or with heads and queries exchanged."""
+    if _is_by_rows(a):
+        return True
+    strides, width = _ext.strides(a), a.shape[3]
+    other = 1 if a.shape[0] == 1 else 0  # the axis of batch and heads that is exchanged with that of queries
+    exchanged = (width, width * a.shape[other], 1)
+    return 1 in a.shape[:2] and (strides[other], strides[2], strides[3]) == exchanged
+
+
+_VECTOR_LAYOUTS = (_are_queries, _has_whole_heads, _has_whole_heads)
+
+
 def _strides(k: mx.array, v: mx.array) -> list[bytes]:
     """Strides of a head and of a key or value."""
-    return [int64(stride) for a in (k, v) for stride in (a.shape[2] * a.shape[3], a.shape[3])]
+    return [int64(stride) for a in (k, v) for stride in _ext.strides(a)[1:3]]
 
 
 def _vector_attention(q, k, v, scale, causal, stream):
@@ -325,8 +353,18 @@ def _vector_attention(q, k, v, scale, causal, stream):
     output = Output([*q.shape[:3], v.shape[3]], q.dtype)
     values = [q, k, v, output, int32(q.shape[1] // k.shape[1]), int32(k.shape[2]), *_strides(k, v), float32(scale)]
     groups = [q.shape[0] * q.shape[1], q.shape[2]]
-    constants = {20: False, 21: False, 22: causal, 23: False, 24: False, 25: False, 26: 0}
-    return launch(*kernel, dict(enumerate(values)), groups, [1024], constants=constants, stream=stream)[0]
+    return launch(
+        *kernel,
+        *(dict(enumerate(values)), groups, [1024]),
+        constants=_vector_constants(q, causal, 0),
+        ensure_row_contiguous=False,
+        stream=stream,
+    )[0]
+
+
+def _vector_constants(q: mx.array, causal: bool, blocks: int) -> dict[int, object]:
+    """Of kernels of few queries: no mask, are they transposed, causal, no mask of bools or floats, no sinks, blocks."""
+    return {20: False, 21: not _is_by_rows(q), 22: causal, 23: False, 24: False, 25: False, 26: blocks}
 
 
 # Query heads that share keys, and width of heads: how many of the heads a simdgroup takes, where MLX reads keys once.
@@ -355,8 +393,13 @@ def _attention_in_two_passes(q, k, v, scale, causal, stream):
     arguments = dict(enumerate([q, k, v, partials, sums, sums]))
     arguments |= dict(enumerate([int32(keys), *_strides(k, v), float32(scale)], 7))
     groups = [k.shape[1], batch, blocks]
-    constants = {20: False, 21: False, 22: causal, 23: False, 24: False, 25: False, 26: blocks}
-    parts = launch(*first, arguments, groups, [_SIMD, group, length], constants=constants, stream=stream)
+    parts = launch(
+        *first,
+        *(arguments, groups, [_SIMD, group, length]),
+        constants=_vector_constants(q, causal, blocks),
+        ensure_row_contiguous=False,
+        stream=stream,
+    )
 
     second = instance("sdpa_vector", "sdpa_vector_2pass_2", type_text, dims[1])
     values = [*parts, Output([batch, heads, length, dims[1]], q.dtype), int32(blocks)]
@@ -364,13 +407,15 @@ def _attention_in_two_passes(q, k, v, scale, causal, stream):
 
 
 def _full_attention(q, k, v, scale, causal, stream):
+    q, k, v = (a if _ext.strides(a)[3] == 1 else mx.contiguous(a, stream=stream) for a in (q, k, v))
+    mx.eval(q, k, v)
     batch, heads, length, dims = q.shape
     keys, rows, columns, simdgroups = k.shape[2], 32, 32 if dims < 128 else 16, 4
     type_text = _TYPES[q.dtype]
     kernel = instance(
         "steel_attention", "attention", type_text, rows, columns, dims, v.shape[3], simdgroups, 1, type_text, "float"
     )
-    strides = [(a.shape[1] * a.shape[2] * a.shape[3], a.shape[2] * a.shape[3], a.shape[3]) for a in (q, k, v)]
+    strides = [tuple(_ext.strides(a)[:3]) for a in (q, k, v)]
     strides.append((length * heads * v.shape[3], v.shape[3], heads * v.shape[3]))
     params = struct.pack(
         "=6if7i12q",
@@ -382,7 +427,13 @@ def _full_attention(q, k, v, scale, causal, stream):
     arguments = {0: q, 1: k, 2: v, 3: Output([batch, length, heads, v.shape[3]], q.dtype), 4: params}
     constants = {200: length % rows == 0, 201: keys % columns == 0, 300: False, 301: causal, 302: False, 303: False}
     groups = [_ceil(length, rows), heads, batch]
-    (output,) = launch(*kernel, arguments, groups, [_SIMD, simdgroups, 1], constants=constants, stream=stream)
+    (output,) = launch(
+        *kernel,
+        *(arguments, groups, [_SIMD, simdgroups, 1]),
+        constants=constants,
+        ensure_row_contiguous=False,
+        stream=stream,
+    )
     return output.transpose(0, 2, 1, 3)
 
 

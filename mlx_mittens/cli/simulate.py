@@ -157,7 +157,7 @@ def simulate(
     cotangents = op.cotangents(rng, case, dtype)
     gpu = gpu or case.gpu
     with mx.stream(mx.cpu), strict():
-        ours, launches = _recorded(lambda: specs.run(op, op.ours, case, arrays, cotangents), seed, watch, gpu)
+        ours, launches = _recorded(_call_of_ours(op, case, arrays, cotangents), seed, watch, gpu)
         twin = specs.run(op, op.twin, case, arrays, cotangents)
         mx.eval(twin)
     exact = op.exact(case, arrays, cotangents)
@@ -198,7 +198,7 @@ def own_launches(
 
     def launches(gpu: str, dry: bool) -> list[dict[str, Any]]:
         with mx.stream(mx.cpu), strict():
-            return _recorded(lambda: specs.run(op, op.ours, case, arrays, cotangents), seed, True, gpu, dry)[1]
+            return _recorded(_call_of_ours(op, case, arrays, cotangents), seed, True, gpu, dry)[1]
 
     decided: dict[str, list[Chip]] = {}
     for chip in chips:
@@ -237,6 +237,25 @@ def peer_side(
         return predictions.Side.of([(chips, peer_launches(op, peer, case, dtype, seed))])
     except simulator.Fault:
         return None
+
+
+def _call_of_ours(
+    op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array]
+) -> Callable[[], list[mx.array]]:
+    """A call of our op, once, which alone holds the arrays that it updates: of others' it would have to make copies."""
+    own: list[mx.array | None] = list(arrays)
+    for i in op.updated(case):
+        array = own[i]
+        if array is not None:
+            own[i] = array + mx.zeros((), array.dtype)
+            mx.eval(own[i])
+
+    def call() -> list[mx.array]:
+        taken = [*own]
+        own.clear()
+        return specs.run(op, op.ours, case, taken, cotangents)
+
+    return call
 
 
 def _recorded(

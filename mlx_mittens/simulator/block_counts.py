@@ -1,8 +1,9 @@
 """How often a launch executes each basic block of its machine code, from what the simulator counted.
 
 A block is executed as often as the blocks before it lead to it. Executions along the branches of the machine code are
-found so that this holds, and that loads, stores, SIMD-group operations and products of matrices are executed as often
-as the simulator counted them.
+found so that this holds, and that loads, stores, barriers, SIMD-group operations and products of matrices are executed
+as often as the simulator counted them. Products and barriers are the same instructions on both sides, and their counts
+are held. Of the others the machine code may have more: it splits vectors that the simulator takes as one access.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ _COUNTED = {
     "threadgroup_loads": ("local_load",),
     "threadgroup_stores": ("local_store",),
     "matrix_operations": ("matrix",),
+    "threadgroup_barriers": ("threadgroup_barrier",),
 }
+_HELD = ("matrix_operations", "threadgroup_barriers")
 # One operation on a vector is an instruction for each element, so this count says less than the others.
 _SIMD, _SIMD_WEIGHT = "simd_operations", 0.03
 _COUNTS = (*_COUNTED, _SIMD)
 # Weights of what has to hold, beside what chooses between the executions with which it does.
-_FLOW, _COUNT, _ENTRY = 1e4, 1e3, 10.0
+_FLOW, _HELD_COUNT, _COUNT, _ENTRY = 3e5, 1e5, 1e3, 10.0
 _ROUNDS = 6
 _PATIENCE = 5
 
@@ -72,7 +75,7 @@ def executions(code: MachineCode, launch: Launch) -> Executions:
     totals = {name: _total(launch, name) for name in _COUNTS}
     found = {name: np.array([_instructions(block, name) for block in code.blocks], float) for name in _COUNTS}
     told = [name for name in _COUNTS if found[name].any()]
-    weights = np.array([_SIMD_WEIGHT if name == _SIMD and totals[name] else 1.0 for name in told])
+    weights = np.array([_weight(name, totals[name]) for name in told])
     paths = _paths(code, np.array([found[name] for name in _COUNTS]))
     blocks = np.array([path.blocks for path in paths]).T
     start = np.array([[float(path.source == _START) for path in paths]])
@@ -96,9 +99,9 @@ def executions(code: MachineCode, launch: Launch) -> Executions:
     for _ in range(_ROUNDS):
         flow = (enters - leaves) / np.maximum(1, enters @ size)[:, None]  # what enters a joint leaves it
         entered = _ENTRY * (entries - around) / np.maximum(1, around @ size)[:, None]
-        rows = [_FLOW * flow, _FLOW * start, _COUNT * counts * weights[:, None], entered]
+        rows = [_FLOW * flow, _FLOW * start, counts * weights[:, None], entered]
         rest = np.zeros(len(entered) + len(paths))
-        wanted = np.concatenate([np.zeros(len(flow)), np.full(1, _FLOW), _COUNT * weights * counted, rest])
+        wanted = np.concatenate([np.zeros(len(flow)), np.full(1, _FLOW), weights * counted, rest])
         matrix = np.vstack([*(row * size for row in rows), np.eye(len(paths))])
         best = size * _nonnegative_least_squares(matrix, wanted, best > 0)
         size = best + 1
@@ -190,7 +193,16 @@ def _side_by_side(paths: list[_Path], found: np.ndarray) -> list[_Path]:
 
 
 def _total(launch: Launch, name: str) -> float:
-    return float(getattr(launch, name) if hasattr(launch, name) else launch.counts[name])
+    """What the simulator counted, each time for a simdgroup."""
+    total = float(getattr(launch, name) if hasattr(launch, name) else launch.counts[name])
+    # All simdgroups of a threadgroup meet at a barrier, which counts once.
+    return total * math.ceil(math.prod(launch.threads) / LANES) if name == "threadgroup_barriers" else total
+
+
+def _weight(name: str, total: float) -> float:
+    if name in _HELD:
+        return _HELD_COUNT
+    return _COUNT * (_SIMD_WEIGHT if name == _SIMD and total else 1.0)
 
 
 def _instructions(block: Block, name: str) -> int:
@@ -227,7 +239,7 @@ def _nonnegative_least_squares(matrix: np.ndarray, wanted: np.ndarray, free: np.
         found = np.zeros(len(right))
         found[free] = _solution(gram[np.ix_(free, free)], right[free, None])[:, 0]
         slope = gram @ found - right
-        wrong = np.where(free, found < 0, slope < -1e-9 * np.abs(right).max(initial=1.0))
+        wrong = np.where(free, found < 0, slope < -1e-12 * np.abs(right).max(initial=1.0))
         number = int(wrong.sum())
         if not number:
             break

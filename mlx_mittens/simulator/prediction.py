@@ -133,8 +133,7 @@ def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip)
         executed: How often each block is executed.
         chip: The chip. Where it has instructions for bfloat16, those that widen it are left out.
     """
-    dtype = _dtype(launch.kernel)
-    widening = {"bfi"} if dtype == "bfloat16" and chip.native_bfloat else set()
+    widening = {"bfi"} if "bfloat16" in launch.kernel and chip.native_bfloat else set()
     threads = math.prod(launch.threads)
     instructions = dict.fromkeys((*_FIELDS_OF_KINDS.values(), *_FIELDS.values()), 0.0)
     for opcode, count in executed.opcodes.items():
@@ -153,7 +152,7 @@ def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip)
         summed_lines=launch.threadgroup_lines,
         instructions=Instructions(**instructions),
         rounds=executed.rounds / simdgroups(launch),
-        matrix_dtype=dtype,
+        matrix_dtype=_type_of_fragments(launch),
     )
 
 
@@ -406,8 +405,9 @@ def _compiled(launch: Launch) -> MachineCode | CompileError:
         return error
 
 
-def _dtype(kernel: str) -> str:
-    """The type that a kernel's name has, ours or MLX's."""
-    if "bfloat16" in kernel:
-        return "bfloat16"
-    return "float16" if "float16" in kernel or "half" in kernel else "float32"
+def _type_of_fragments(launch: Launch) -> str:
+    """The type of the operands of most products of matrices: MLX's kernels widen half types to floats first."""
+    halves, bfloats = launch.counts["half_matrix_operations"], launch.counts["bfloat_matrix_operations"]
+    floats = launch.counts["matrix_operations"] - halves - bfloats
+    numbers = {"float32": floats, "float16": halves, "bfloat16": bfloats}
+    return max(numbers, key=lambda name: numbers[name])

@@ -70,6 +70,16 @@ def test_floats_and_integers_are_issued_beside_each_other_from_the_m3_on():
     check(work, LATER, 2 + 22e6 / 4 / 8e3, "issue slots")
 
 
+def test_integers_are_issued_beside_products_of_matrices_from_the_m3_on():
+    # 2e6 products of 18 slots: more than the integers, then less.
+    for integers, later in ((30e6, 36e6 + 4e6), (50e6, 50e6)):
+        floats = 4e6 if integers < 36e6 else 0
+        instructions = Instructions(floats=floats, matrix=2e6, integers=integers)
+        work = Work(threadgroups=8, instructions=instructions)
+        check(work, LATER, 2 + later / 4 / 8e3, "issue slots")
+        check(work, EARLY, 2 + (36e6 + floats + integers) / 4 / 8e3, "issue slots")
+
+
 def test_reductions_and_shuffles():
     work = Work(threadgroups=8, instructions=Instructions(reductions=2e6, shuffles=1e6))
     check(work, EARLY, 2 + (2 * 14.5 + 2) * 1e6 / 4 / 8e3, "issue slots")

@@ -30,7 +30,7 @@ def median_percent(rows, held_out=False):
 
 def test_points_are_complete_and_name_known_chips(errors):
     points = errors.read_points()
-    assert len(points) == 549
+    assert len(points) == 554
     for point in points:
         assert find_chip(point.chip) and point.time_us > 0 and point.source
         assert point.family in errors.KINDS or errors.excluded(point)
@@ -39,7 +39,7 @@ def test_points_are_complete_and_name_known_chips(errors):
 def test_excluded_points_are_few_and_say_why(errors):
     reasons = [reason for point in errors.read_points() if (reason := errors.excluded(point))]
     assert len(reasons) == 51
-    assert len(errors.used()) == 549 - 51
+    assert len(errors.used()) == 554 - 51
 
 
 def test_work_asks_neither_for_the_time_nor_for_an_earlier_prediction(errors):
@@ -75,6 +75,15 @@ def test_errors_of_attention(errors):
 def test_errors_of_4_bit_weights(errors):
     rows = errors.by_kind()["4-bit"]
     assert median_percent(rows) <= 20 and median_percent(rows, held_out=True) <= 20
+
+
+def test_errors_of_products_of_matrices(errors):
+    rows = errors.by_kind()["matmul"]
+    assert median_percent(rows) <= 12 and median_percent(rows, held_out=True) <= 12
+    of_4_bits = [row for row in rows if row.point.family == "qmm"]
+    assert len(of_4_bits) == 5 and median_percent(of_4_bits) <= 12
+    # From the M3 on, where integers cost nothing beside products: at most 15 %.
+    assert all(abs(row.error()) <= 0.15 for row in of_4_bits if row.point.chip.startswith("m3"))
 
 
 def test_every_chip_is_predicted_by_the_others(errors):

@@ -279,6 +279,38 @@ def test_attention(draw, dtype, sizes):
     assert_near(mlx_metal.scaled_dot_product_attention(q, k, v, scale=dims**-0.5, mask=mask), exact.astype(dtype))
 
 
+# Layers transpose heads and tokens, and keep keys and values as the front of a larger cache.
+VIEWS = {
+    "a transposed prompt": ((2, 4, 20, 64), (2, 2, 37, 64), True),
+    "a transposed prompt of one sequence": ((1, 4, 35, 128), (1, 2, 35, 128), True),
+    "one query and the front of a cache": ((1, 4, 1, 64), (1, 2, 70, 64), False),
+    "few transposed queries and the front of a cache": ((1, 4, 3, 64), (1, 2, 70, 64), False),
+    "one query of two passes": ((1, 4, 1, 64), (1, 2, 1030, 64), False),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_attention_copies_no_view_that_mlx_takes(draw, launches, name):
+    of_queries, of_keys, transposed = VIEWS[name]
+    swapped = lambda shape: draw(shape[0], shape[2], shape[1], shape[3], dtype=mx.float16).swapaxes(1, 2)
+    front = lambda shape: draw(*shape[:2], 1280, shape[3], dtype=mx.float16)[:, :, : shape[2]]
+    q, k, v = (swapped(of_queries), *((swapped if transposed else front)(of_keys) for _ in range(2)))
+    found = []
+    with mm.simulator.enabled():
+        made = launches(lambda: found.append(mlx_metal.scaled_dot_product_attention(q, k, v, scale=0.1)) or found[0])
+    assert [kernel for kernel, *_ in made if not kernel.startswith(("attention", "sdpa_vector"))] == []
+    assert_near(found[0], mx.fast.scaled_dot_product_attention(q, k, v, scale=0.1))
+
+
+def test_attention_copies_a_view_that_mlx_copies(draw):
+    """Columns that do not lie beside each other."""
+    q = draw(1, 2, 64, 20, dtype=mx.float16).swapaxes(2, 3)
+    k = draw(1, 2, 37, 128, dtype=mx.float16)[..., ::2]
+    for queries in (q, q[:, :, :1]):
+        found = mlx_metal.scaled_dot_product_attention(queries, k, k, scale=0.1)
+        assert_near(found, mx.fast.scaled_dot_product_attention(queries, k, k, scale=0.1))
+
+
 @pytest.mark.parametrize("heads", [12, 16])
 def test_attention_of_heads_that_share_what_they_read(draw, heads):
     q, k, v = draw(1, heads, 1, 128, dtype=mx.float16), *(draw(1, 1, 8200, 128, dtype=mx.float16) for _ in range(2))

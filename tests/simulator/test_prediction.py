@@ -12,6 +12,7 @@ import mlx_mittens as mm
 from mlx_mittens import _ext, frontend, specs
 from mlx_mittens.apple import agx_compiler, machine_code
 from mlx_mittens.apple.chips import find_chip
+from mlx_mittens.bench import mlx_metal
 from mlx_mittens.cli import predictions, simulate
 from mlx_mittens.cli.main import main
 from mlx_mittens.frontend import CompileError
@@ -86,15 +87,85 @@ def test_kernels_of_ours_execute_what_the_simulator_counts(name):
     # The copy that makes arrays contiguous loads their shapes, which the simulator does not tell from elements.
     own = [launch for launch in predicted if not launch.launch.kernel.startswith("copy_strided")]
     for launch in own:
-        assert launch.mismatch < 0.1, launch
-        assert "missed" not in str(launch)
+        # Products and barriers are held, so all of a miss is in the loads: of decoding's, Mesa splits a tenth.
+        assert launch.mismatch < (0.11 if name == "attention, decode" else 0.1), launch
+        assert ("missed" in str(launch)) == (launch.mismatch > prediction.MISMATCH)
         count = launch.launch.counts["matrix_operations"]
-        assert launch.work.instructions.matrix == pytest.approx(count, rel=0.1)
+        assert launch.work.instructions.matrix == pytest.approx(count, rel=0.005)
         scratch = sum(
             launch.executions.blocks[block.label] * block.opcodes.get("stack_load", 0) for block in launch.code.blocks
         )
         loads = launch.launch.device_loads + launch.launch.threadgroup_loads
         assert launch.work.instructions.loads - scratch == pytest.approx(loads, rel=0.15)
+
+
+def matrices_of_mlx(dtype):
+    """MLX's products and attention of prompts, whose loads Mesa splits and the simulator merges."""
+    x, w = (mx.random.normal((64, 256)).astype(dtype) for _ in range(2))
+    weights = mx.quantize(w, group_size=64, bits=4)
+    q = mx.random.normal((1, 2, 64, 64)).astype(dtype)
+    return (
+        lambda: mlx_metal.quantized_matmul(x, *weights, group_size=64, bits=4, stream=mx.cpu),
+        lambda: mlx_metal.scaled_dot_product_attention(q, q, q, scale=0.1, mask="causal", stream=mx.cpu),
+    )
+
+
+@needs_compilers
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_products_of_matrices_and_barriers_are_those_that_the_simulator_counts(dtype):
+    calls = matrices_of_mlx(dtype)
+    for call in calls:
+        with mm.simulator.profiled() as launches:
+            mx.eval(call())
+        launch = prediction.predict_launches(launches, find_chip("m1"))[0]
+        counts = launch.launch.counts
+        assert launch.mismatch > prediction.MISMATCH, "MLX's loads are no longer split: no test of what is held"
+        assert counts["matrix_operations"] > 1000 and counts["threadgroup_barriers"] > 30
+        assert launch.work.instructions.matrix == pytest.approx(counts["matrix_operations"], rel=0.005)
+        simdgroups = math.prod(launch.launch.threads) // 32
+        barriers = launch.executions.opcodes["threadgroup_barrier"]
+        assert barriers == pytest.approx(simdgroups * counts["threadgroup_barriers"], rel=0.005)
+
+
+@needs_compilers
+def test_no_prediction_of_matrices_is_above_the_peak_of_the_chip():
+    """A core multiplies and adds 128 pairs of numbers a cycle."""
+    for call in matrices_of_mlx(mx.float16):
+        with mm.simulator.profiled() as launches:
+            mx.eval(call())
+        for name in ("m1", "m4-max"):
+            chip = dataclasses.replace(find_chip(name), cores=1)  # which the few threadgroups fill
+            launch = prediction.predict_launches(launches, chip)[0]
+            flops = 1024 * launch.launch.counts["matrix_operations"]
+            assert 0.2 < flops / (256 * chip.clock_GHz * 1e3 * launch.prediction.microseconds) < 0.95
+
+
+@needs_compilers
+@pytest.mark.parametrize(
+    ("operands", "dtype"), [("float", "float32"), ("half", "float16"), ("bfloat", "bfloat16"), ("mixed", "float32")]
+)
+def test_the_type_of_a_product_is_that_of_its_fragments(operands, dtype):
+    """The kernel's name says none; half operands beside those of float are multiplied as floats."""
+    a, b = ("half", "float") if operands == "mixed" else (operands, operands)
+    body = (
+        f"simdgroup_matrix<{a}, 8, 8> a = make_filled_simdgroup_matrix<{a}, 8, 8>({a}(x[0]));\n"
+        f"simdgroup_matrix<{b}, 8, 8> b = make_filled_simdgroup_matrix<{b}, 8, 8>({b}(x[1]));\n"
+        "simdgroup_float8x8 c = make_filled_simdgroup_matrix<float, 8, 8>(0.f);\n"
+        "simdgroup_multiply_accumulate(c, a, b, c);\n"
+        "simdgroup_store(c, y + i / 32 * 64, 8);"
+    )
+    assert predict(body, outputs=2048, grid=1024).work.matrix_dtype == dtype
+
+
+@needs_compilers
+def test_caches_that_an_op_updates_are_not_copied():
+    op = specs.get("rope_append")
+    case = simulate.find_case(op, "test")
+    for chips in (["m1"], ["m1", "m3-max"]):
+        planned = simulate.own_launches(op, case, mx.float16, [find_chip(name) for name in chips])
+        assert {launch["kernel"] for _, launches in planned for launch in launches} == {"rope_append_float16"}
+    _, launches = simulate.simulate(op, case, mx.float16)
+    assert [launch["kernel"] for launch in launches] == ["rope_append_float16"]
 
 
 @needs_compilers

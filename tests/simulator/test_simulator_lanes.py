@@ -242,6 +242,7 @@ def test_matrix_product(matrix_file, name, rng):
     counts = run(matrix_file, f"multiply_{name}", [a.view(np.uint8), b.view(np.uint8), c, d], seed=3)
     np.testing.assert_allclose(d, a.astype(np.float64) @ b.astype(np.float64) + c, rtol=SUM, atol=SUM)
     assert counts["matrix_operations"] == 1
+    assert [counts[f"{each}_matrix_operations"] for each in ("half", "bfloat")] == [name == "half", name == "bfloat"]
 
 
 def test_matrix_layout(matrix_file, rng):

@@ -145,6 +145,10 @@ void bind(nb::module_& module) {
       "the simulator on the CPU's. Each argument comes with its buffer index: inputs (index, array), outputs\n"
       "(index, shape, dtype), constants (index, bytes, whether the kernel takes a pointer); absent are indices of\n"
       "parameters that get nothing. by_rows: copy inputs that are not row contiguous.");
+  module.def(
+      "strides",
+      [](const mx::array& array) { return std::vector<int64_t>(array.strides().begin(), array.strides().end()); },
+      "array"_a, "Elements from one of an evaluated array to the next along each axis.");
 }
 
 const Register registered(bind);

@@ -73,8 +73,9 @@ MITTENS_INLINE unsigned lane() {
 
 // What the lanes of `scope` hold, once all of them are here.
 MITTENS_INLINE const abi::Lanes& meet(Scope scope, const char* name, Site site, const void* caller, const void* value,
-                                      unsigned bytes, abi::Combine combine = nullptr, bool matrix = false) {
-  return runtime->exchange(scope, {name, site, caller, MITTENS_FRAME, matrix}, value, bytes, combine);
+                                      unsigned bytes, abi::Combine combine = nullptr,
+                                      abi::Fragments fragments = abi::no_fragments) {
+  return runtime->exchange(scope, {name, site, caller, MITTENS_FRAME, fragments}, value, bytes, combine);
 }
 
 template <typename T>
@@ -162,14 +163,19 @@ MITTENS_INLINE bool any(Scope scope, const char* name, Site site, bool value) {
 }
 
 MITTENS_RUNTIME inline void barrier(Scope scope, const char* name, Site site, unsigned memory) {
-  runtime->barrier(scope, {name, site, MITTENS_CALLER, MITTENS_FRAME, false}, memory);
+  runtime->barrier(scope, {name, site, MITTENS_CALLER, MITTENS_FRAME, abi::no_fragments}, memory);
 }
 
-// One 8x8 product: each lane brings two elements of a and of b, and leaves with two of a * b + c (see lane_of).
-MITTENS_RUNTIME inline float2 matrix_multiply(Site site, float2 a, float2 b, float2 c, unsigned row, unsigned column) {
+// One 8x8 product: each lane brings two elements of a and of b, and leaves with two of a * b + c (see lane_of). T is the
+// type of both operands; float where they differ.
+template <typename T>
+MITTENS_RUNTIME float2 matrix_multiply(Site site, float2 a, float2 b, float2 c, unsigned row, unsigned column) {
   const float4 both = {a.x, a.y, b.x, b.y};
+  constexpr abi::Fragments fragments = __is_same(T, half) ? abi::half_fragments
+      : __is_same(T, bfloat)                              ? abi::bfloat_fragments
+                                                          : abi::float_fragments;
   const abi::Lanes& lanes =
-      meet(simdgroup_scope, "simdgroup_multiply_accumulate", site, MITTENS_CALLER, &both, 16, nullptr, true);
+      meet(simdgroup_scope, "simdgroup_multiply_accumulate", site, MITTENS_CALLER, &both, 16, nullptr, fragments);
   for (unsigned k = 0; k < 8; ++k) {
     const float4 left = value_of<float4>(lanes.value[lane_of(row, k)]);
     const float4 right = value_of<float4>(lanes.value[lane_of(k, column)]);

@@ -174,6 +174,7 @@ MITTENS_INLINE T shuffle_beside(T value, unsigned source) {
 }
 
 // One 8x8 product: each lane brings two elements of a and of b, and leaves with two of a * b + c (see lane_of).
+template <typename T>
 MITTENS_INLINE float2 matrix_multiply(Site, float2 a, float2 b, float2 c, unsigned, unsigned) {
   constexpr unsigned own_row = lane_of(7, 0);
   constexpr unsigned own_column = lane_of(0, 7);

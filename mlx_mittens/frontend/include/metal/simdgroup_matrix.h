@@ -91,7 +91,7 @@ MITTENS_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, 
   } else
 #endif
   {
-    product = mittens::matrix_multiply(
+    product = mittens::matrix_multiply<conditional_t<__is_same(A, B), A, float>>(
         site, mittens::construct<float2>(a.thread_elements()), mittens::construct<float2>(b.thread_elements()), sum,
         mittens::row_of(lane), mittens::column_of(lane));
   }

@@ -229,6 +229,7 @@ MITTENS_INLINE float2 tensor_multiply(V a, V b, float2 c) {
   const float y = __builtin_fmaf(float(a.y), float(b.y), c.y);
   return float2{__builtin_bit_cast(float, nir_bitfield_reverse(__builtin_bit_cast(uint, x))), y};
 }
+template <typename T>
 MITTENS_INLINE float2 matrix_multiply(Site, float2 a, float2 b, float2 c, unsigned, unsigned) {
   return tensor_multiply(a, b, c);
 }
