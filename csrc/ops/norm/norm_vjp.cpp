@@ -5,7 +5,9 @@
 #include <numeric>
 
 #include "cpu/layer_norm.h"
+#include "cpu/norm_vjp_vjp.h"
 #include "cpu/rms_norm.h"
+#include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "ops/norm/norms.h"
 #include "ops/norm/plan.h"
@@ -21,6 +23,109 @@ constexpr uint32_t simdgroup = 32;
 constexpr uint32_t sum_simdgroups = 16;  // at most, in a threadgroup that adds up the blocks' shares
 
 const Name file = "norm/norm_vjp.metal";
+
+// The gradients of sum(u * dx) + sum(v * dweight) + sum(b * dbias) by x, by dy and, where it is asked for, by the
+// weight, in native code on a CPU. Inputs are x, weight if there is one, dy, u, and v and b where these gradients are.
+class NormVjpVjp : public KernelPrimitive {
+ public:
+  // weight_gradient: of the weight, as an output.
+  NormVjpVjp(mx::Stream stream, NormVjpOptions options, bool has_weight, bool weight_gradient)
+      : KernelPrimitive(stream), options_(options), has_weight_(has_weight), weight_gradient_(weight_gradient) {}
+
+  const char* name() const override {
+    return options_.centred ? "MittensLayerNormVjpVjp" : "MittensRmsNormVjpVjp";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& vjp = static_cast<const NormVjpVjp&>(other);
+    return options_ == vjp.options_ && has_weight_ == vjp.has_weight_ && weight_gradient_ == vjp.weight_gradient_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    std::vector<mx::Shape> shapes = {inputs[0].shape(), inputs[0].shape()};
+    shapes.resize(2 + weight_gradient_, {inputs[0].shape(-1)});
+    return shapes;
+  }
+
+  // The same in mx operations, which a GPU runs.
+  Arrays composed(const Arrays& inputs) override {
+    const mx::Stream s = stream();
+    const mx::Dtype dtype = inputs[0].dtype();
+    auto wide = [&](const mx::array& a) { return in_dtype(a, mx::float32, s); };
+    auto times = [&](const mx::array& a, const mx::array& b) { return mx::multiply(a, b, s); };
+    auto minus = [&](const mx::array& a, const mx::array& b) { return mx::subtract(a, b, s); };
+    auto mean = [&](const mx::array& a, const mx::array& b) { return mx::mean(times(a, b), -1, true, s); };
+    auto centred = [&](const mx::array& a) { return options_.centred ? minus(a, mx::mean(a, -1, true, s)) : a; };
+    const mx::array x = options_.centred ? compose_centred(wide(inputs[0]), s) : wide(inputs[0]);
+    const mx::array square = compose_row_mean(mx::square(x, s), s);
+    const mx::array n = mx::rsqrt(mx::add(square, mx::array(options_.eps), s), s);
+    const mx::array h = times(x, n), dy = wide(inputs[dy_index()]), u = centred(wide(inputs[dy_index() + 1]));
+    std::optional<mx::array> scale;
+    if (has_weight_) {
+      scale = mx::add(wide(inputs[1]), mx::array(options_.weight_offset), s);
+    }
+    const mx::array g = centred(scale ? times(dy, *scale) : dy);
+    const mx::array gh = mean(g, h), uh = mean(u, h);
+    const mx::array d = times(n, minus(u, times(uh, h)));
+    mx::array by_dy = scale ? times(d, *scale) : d;
+    const mx::array of_h = minus(times(times(mx::array(3.0f), gh), uh), mean(u, g));
+    mx::array by_x = times(n, minus(times(of_h, h), mx::add(times(uh, g), times(gh, u), s)));
+    size_t next = dy_index() + 2;
+    if (options_.weight_gradient) {
+      const mx::array v = wide(inputs[next++]), w = centred(times(dy, v));
+      by_x = mx::add(by_x, minus(w, times(mean(w, h), h)), s);
+      by_dy = mx::add(by_dy, times(v, h), s);
+    }
+    if (options_.bias_gradient) {
+      by_dy = mx::add(by_dy, wide(inputs[next]), s);
+    }
+    Arrays outputs = {in_dtype(times(n, by_x), dtype, s), in_dtype(by_dy, dtype, s)};
+    if (weight_gradient_) {
+      std::vector<int> rows(x.ndim() - 1);
+      std::iota(rows.begin(), rows.end(), 0);
+      outputs.push_back(in_dtype(mx::sum(times(dy, d), rows, false, s), dtype, s));
+    }
+    return outputs;
+  }
+
+ protected:
+  // It has no kernel: the native code runs where the simulator is on.
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    mx::cpu::get_command_encoder(stream()).dispatch(native(inputs, outputs));
+    return {};
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const size_t columns = inputs[0].shape(-1), at = dy_index();
+    const bool has_v = options_.weight_gradient, has_b = options_.bias_gradient;
+    const cpu::NormVjpVjp of{
+        .x = data_of(inputs[0]),
+        .weight = has_weight_ ? data_of(inputs[1]) : nullptr,
+        .dy = data_of(inputs[at]),
+        .u = data_of(inputs[at + 1]),
+        .v = has_v ? data_of(inputs[at + 2]) : nullptr,
+        .b = has_b ? data_of(inputs[at + 2 + has_v]) : nullptr,
+        .by_x = data_of(outputs[0]),
+        .by_dy = data_of(outputs[1]),
+        .by_weight = weight_gradient_ ? data_of(outputs[2]) : nullptr,
+        .rows = inputs[0].size() / columns,
+        .columns = columns,
+        .eps = options_.eps,
+        .weight_offset = options_.weight_offset,
+        .centred = options_.centred,
+    };
+    return [type = native_type(inputs[0].dtype()), of] { cpu::norm_vjp_vjp(type, of); };
+  }
+
+ private:
+  size_t dy_index() const {
+    return has_weight_ ? 2 : 1;
+  }
+
+  NormVjpOptions options_;
+  bool has_weight_;
+  bool weight_gradient_;
+};
 
 class NormVjp : public KernelPrimitive {
  public:
@@ -50,6 +155,36 @@ class NormVjp : public KernelPrimitive {
     std::vector<mx::Dtype> dtypes(1 + parameters(), dtype);
     dtypes.push_back(mx::float32);
     return dtypes;
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    if (primals[0].size() == 0) {
+      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+    }
+    const bool weight_gradient = has_weight_ && contains(argnums, 1);
+    Arrays inputs(primals.begin(), primals.begin() + dy_index() + 1);
+    inputs.insert(inputs.end(), cotangents.begin(), cotangents.end() - 1);  // the last is the workspace's
+    const auto primitive = std::make_shared<NormVjpVjp>(stream(), options_, has_weight_, weight_gradient);
+    Arrays of;
+    if (stream().device == mx::Device::gpu) {
+      of = primitive->composed(inputs);
+    } else {
+      std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+      const std::vector<mx::Dtype> dtypes(shapes.size(), primals[0].dtype());
+      of = mx::array::make_arrays(std::move(shapes), dtypes, primitive, inputs);
+    }
+    Arrays gradients;
+    for (int argument : argnums) {
+      if (argument == 0) {
+        gradients.push_back(of[0]);
+      } else if (has_weight_ && argument == 1) {
+        gradients.push_back(of[2]);
+      } else {
+        gradients.push_back(argument == dy_index() ? of[1] : cotangents[0]);  // that of dsum, which is added to dx
+      }
+    }
+    return gradients;
   }
 
  protected:
@@ -184,8 +319,11 @@ class NormVjp : public KernelPrimitive {
   }
 
   // Inputs are x, weight if there is one, dy, dsum if there is one.
+  int dy_index() const {
+    return has_weight_ ? 2 : 1;
+  }
   const mx::array& dy(const Arrays& inputs) const {
-    return inputs[has_weight_ ? 2 : 1];
+    return inputs[dy_index()];
   }
   const mx::array* dsum(const Arrays& inputs) const {
     return has_dsum_ ? &inputs[has_weight_ ? 3 : 2] : nullptr;
