@@ -133,17 +133,20 @@ struct Line {
 };
 
 // Whether an array is known to be computed of few others, and not of `result`: a layer's frequencies are, which nothing
-// computes before its first call.
+// computes before its first call, and so are the buffers of a cache that has just been made.
 bool is_of_few_but(const mx::array& array, const mx::array& result) {
   constexpr size_t most = 64;
   std::vector<const mx::array*> seen = {&array};
+  const auto is_seen = [&](const mx::array& input) {
+    return std::any_of(seen.begin(), seen.end(), [&](const mx::array* one) { return one->id() == input.id(); });
+  };
   for (size_t i = 0; i < seen.size(); ++i) {
     if (seen[i]->id() == result.id() || seen.size() > most) {
       return false;
     }
     if (is_pending(*seen[i])) {
       for (const mx::array& input : seen[i]->inputs()) {
-        if (std::none_of(seen.begin(), seen.end(), [&](const mx::array* other) { return other->id() == input.id(); })) {
+        if (is_pending(input) && !is_seen(input)) {
           seen.push_back(&input);
         }
       }
@@ -211,7 +214,7 @@ std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional
 }
 
 std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& packing, const mx::array& new_keys,
-                                          const mx::array& new_values, int first) {
+                                          const mx::array& new_values, int first, const Arrays& made_of) {
   const auto& [a, b] = calls.of;
   if (!a || !b || !(a->y.is(new_keys) || b->y.is(new_keys)) || !a->turns_as(*b)) {
     return std::nullopt;
@@ -226,7 +229,10 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   // The queries become a result of what they must not be needed for.
   const Line line(*queries);
   const auto may_be_input = [&](const mx::array& array) { return Line(array).comes_before(*turned_queries, line); };
-  if (!is_of_pending(*turned_queries) || !std::all_of(buffers.begin(), buffers.end(), may_be_input) ||
+  const auto may_be_held = [&](const mx::array& array) {
+    return may_be_input(array) || is_of_few_but(array, *turned_queries);
+  };
+  if (!is_of_pending(*turned_queries) || !std::all_of(made_of.begin(), made_of.end(), may_be_held) ||
       !may_be_input(*heads) || !may_be_input(new_values)) {
     return std::nullopt;
   }
@@ -252,10 +258,16 @@ std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& 
   return cache_step(*std::move(append), std::nullopt, *turned_queries);
 }
 
+std::optional<CacheStep> append_with_rope(const Arrays& buffers, const Packing& packing, const mx::array& new_keys,
+                                          const mx::array& new_values, int first) {
+  return append_with_rope(buffers, packing, new_keys, new_values, first, buffers);
+}
+
 void turn_as_append_does(mx::array& new_keys, const mx::array& new_values) {
-  const Arrays buffers = {mx::zeros(new_keys.shape(), new_keys.dtype()),
-                          mx::zeros(new_values.shape(), new_values.dtype())};
-  if (const auto step = append_with_rope(buffers, {}, new_keys, new_values, 0)) {
+  const mx::Stream stream = new_keys.has_primitive() ? new_keys.primitive().stream() : mx::to_stream({});
+  const Arrays buffers = {unwritten_buffer(new_keys.shape(), new_keys.dtype(), stream),
+                          unwritten_buffer(new_values.shape(), new_values.dtype(), stream)};
+  if (const auto step = append_with_rope(buffers, {}, new_keys, new_values, 0, {})) {
     new_keys.overwrite_descriptor(step->buffers[0]);
   }
 }

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -15,6 +16,7 @@
 
 #include "mlx/ops.h"
 #include "ops/attention/attention.h"
+#include "ops/cache/cache_step.h"
 #include "patch/deferred_rope.h"
 #include "patch/nn_module.h"
 #include "python/registry.h"
@@ -98,56 +100,190 @@ std::optional<Seen> append_to_cache(mx::array& keys, mx::array& values, const mx
   return put_into_cache(keys, values, new_keys, new_values, first, first + tokens);
 }
 
-// mlx-lm's KVCache.update_and_fetch, but where the cache has no room or is of another class.
+// Names of what a cache holds.
+PyObject* const* buffer_names() {
+  static PyObject* const names[] = {name("keys"), name("values")};
+  return names;
+}
+
+bool is_cache(nb::handle cache, PyObject* kind) {
+  static PyObject* const module = name("mlx_lm.models.cache");
+  return cache.type().is(member(module, kind));
+}
+
+// Keys and values that a cache holds: no arrays where it is empty, nothing where it holds something else.
+std::optional<Arrays> held_by(nb::handle cache) {
+  const nb::object keys = attribute(cache, buffer_names()[0]), values = attribute(cache, buffer_names()[1]);
+  if (keys.is_none() && values.is_none()) {
+    return Arrays();
+  }
+  if (!as_array(keys) || !as_array(values)) {
+    return std::nullopt;
+  }
+  return Arrays{*as_array(keys), *as_array(values)};
+}
+
+// What buffers hold of one head's token.
+struct Item {
+  int columns;
+  mx::Dtype dtype;
+};
+
+mx::Stream stream_of(const mx::array& array) {
+  return array.has_primitive() ? array.primitive().stream() : mx::to_stream({});
+}
+
+// A part of a buffer for so many tokens, of heads like the fresh ones. Tokens that no append writes are zeros.
+mx::array room_for(const mx::array& fresh, int tokens, const Item& item, bool is_all_written) {
+  mx::Shape shape = {fresh.shape(0), fresh.shape(1), tokens, item.columns};
+  const mx::Stream stream = stream_of(fresh);
+  return is_all_written ? unwritten_buffer(std::move(shape), item.dtype, stream) : mx::zeros(shape, item.dtype, stream);
+}
+
+// A buffer's tokens from `first` to `end`.
+mx::array tokens_between(const mx::array& buffer, int first, int end, mx::Stream stream) {
+  mx::Shape start(4, 0), stop = buffer.shape();
+  start[tokens_axis] = first;
+  stop[tokens_axis] = end;
+  return mx::slice(buffer, start, stop, stream);
+}
+
+// Whether a buffer has heads like the fresh ones, of such items: the parts of a grown buffer fit then.
+bool holds(const mx::array& buffer, const mx::array& fresh, const Item& item) {
+  return buffer.ndim() == 4 && buffer.shape(0) == fresh.shape(0) && buffer.shape(1) == fresh.shape(1) &&
+         buffer.shape(3) == item.columns && buffer.dtype() == item.dtype;
+}
+
+// Runs of a buffer's tokens, one behind the other: [first, end) each.
+using Runs = std::vector<std::pair<int, int>>;
+
+// A buffer of these tokens, with room for so many more.
+mx::array with_room(const mx::array& buffer, const Runs& runs, const mx::array& fresh, int more, const Item& item) {
+  const mx::Stream stream = stream_of(fresh);
+  Arrays parts;
+  for (const auto& [first, end] : runs) {
+    if (first < end) {
+      parts.push_back(tokens_between(buffer, first, end, stream));
+    }
+  }
+  if (more > 0 || parts.empty()) {
+    parts.push_back(room_for(fresh, more, item, parts.empty() && more == fresh.shape(tokens_axis)));
+  }
+  return parts.size() == 1 ? parts[0] : mx::concatenate(std::move(parts), tokens_axis, stream);
+}
+
+// The buffers of a cache that grows by whole steps, or is made, for tokens from `first` on, as mlx-lm's do. A fresh
+// array and an item for each; none where they do not fit.
+std::optional<Arrays> grown_by_steps(nb::handle cache, const Arrays& held, const Arrays& fresh,
+                                     const std::vector<Item>& items, int first) {
+  static PyObject* const step_name = name("step");
+  const int step = attribute<int>(cache, step_name), tokens = fresh[0].shape(tokens_axis);
+  if (step <= 0 || first < 0 || tokens <= 0 || (held.empty() && first != 0)) {
+    return std::nullopt;
+  }
+  const int more = (step + tokens - 1) / step * step;
+  Arrays buffers;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const int size = held.empty() ? 0 : held[i].ndim() == 4 ? held[i].shape(tokens_axis) : -1;
+    if (size < 0 || first > size || (!held.empty() && !holds(held[i], fresh[i], items[i]))) {
+      return std::nullopt;
+    }
+    const int kept = first % step != 0 ? first : size;
+    buffers.push_back(held.empty() ? room_for(fresh[i], more, items[i], more == tokens)
+                                   : with_room(held[i], {{0, kept}}, fresh[i], more, items[i]));
+  }
+  return buffers;
+}
+
+bool are_heads(const mx::array& new_keys, const mx::array& new_values) {
+  return new_keys.ndim() == 4 && new_values.ndim() == 4 && new_keys.shape(tokens_axis) > 0 &&
+         new_keys.shape(tokens_axis) == new_values.shape(tokens_axis);
+}
+
+// Puts new tokens from `first` on into buffers made for them, and these into the cache; what they hold up to `end`.
+// None where no append turns the keys: then the cache is as it was.
+std::optional<Seen> put_into_new(nb::handle cache, const Arrays& buffers, const Arrays& held, const mx::array& new_keys,
+                                 const mx::array& new_values, int first, int end) {
+  const auto step = append_with_rope(buffers, {}, new_keys, new_values, first, held);
+  if (!step) {
+    return std::nullopt;
+  }
+  for (int i : {0, 1}) {
+    nb::setattr(cache, nb::handle(buffer_names()[i]), nb::cast(step->buffers[i]));
+  }
+  return Seen{tokens_until(step->buffers[0], end), tokens_until(step->buffers[1], end)};
+}
+
+// The append to a cache that grows by whole steps where it has no room.
+std::optional<Seen> append_or_grow(nb::handle cache, const mx::array& new_keys, const mx::array& new_values,
+                                   int first) {
+  const nb::object keys = attribute(cache, buffer_names()[0]), values = attribute(cache, buffer_names()[1]);
+  if (as_array(keys) && as_array(values)) {
+    if (auto seen = append_to_cache(*as_array(keys), *as_array(values), new_keys, new_values, first)) {
+      return seen;
+    }
+  }
+  const auto held = held_by(cache);
+  if (!held || !are_heads(new_keys, new_values)) {
+    return std::nullopt;
+  }
+  const int end = first + new_keys.shape(tokens_axis);
+  if (!held->empty() && (*held)[0].ndim() == 4 && end <= (*held)[0].shape(tokens_axis)) {
+    return std::nullopt;  // it has room, but not for these
+  }
+  const std::vector<Item> items = {{new_keys.shape(3), new_keys.dtype()}, {new_values.shape(3), new_values.dtype()}};
+  const auto buffers = grown_by_steps(cache, *held, {new_keys, new_values}, items, first);
+  return buffers ? put_into_new(cache, *buffers, *held, new_keys, new_values, first, end) : std::nullopt;
+}
+
+// mlx-lm's KVCache.update_and_fetch, but where the cache is of another class, or has no room and no append makes it.
 std::optional<Seen> try_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
                                          const mx::array& new_values) {
-  auto plain = PlainCache::of(cache);
-  if (!plain) {
+  static PyObject* const kind = name("KVCache");
+  if (!is_cache(cache, kind)) {
     return std::nullopt;
   }
-  auto seen = append_to_cache(plain->keys(), plain->values(), new_keys, new_values, plain->offset());
+  const int first = attribute<int>(cache, offset_name());
+  auto seen = append_or_grow(cache, new_keys, new_values, first);
   if (seen) {
-    plain->advance(new_keys.shape(tokens_axis));
+    nb::setattr(cache, nb::handle(offset_name()), nb::int_(first + new_keys.shape(tokens_axis)));
   }
   return seen;
 }
 
-// mlx-lm's ChunkedKVCache.update_and_fetch, but where the cache has no room.
+// The same of mlx-lm's ChunkedKVCache.
 std::optional<Seen> try_chunked_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
                                                  const mx::array& new_values) {
+  static PyObject* const kind = name("ChunkedKVCache");
   static PyObject* const start_name = name("start_position");
-  auto chunk = PlainCache::of(cache, PlainCache::Kind::chunked);
-  if (!chunk) {
+  if (!is_cache(cache, kind)) {
     return std::nullopt;
   }
-  const int first = chunk->offset() - attribute<int>(cache, start_name);
-  auto seen = append_to_cache(chunk->keys(), chunk->values(), new_keys, new_values, first);
+  const int offset = attribute<int>(cache, offset_name());
+  auto seen = append_or_grow(cache, new_keys, new_values, offset - attribute<int>(cache, start_name));
   if (seen) {
-    chunk->advance(new_keys.shape(tokens_axis));
+    nb::setattr(cache, nb::handle(offset_name()), nb::int_(offset + new_keys.shape(tokens_axis)));
   }
   return seen;
 }
 
-// mlx-lm's BatchKVCache.update_and_fetch, but where the cache has no room. Its offset is an array, one a row.
+// The same of mlx-lm's BatchKVCache. Its offset is an array, one a row.
 std::optional<Seen> try_batch_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
                                                const mx::array& new_values) {
-  static PyObject* const module = name("mlx_lm.models.cache");
-  static PyObject* const batch = name("BatchKVCache");
+  static PyObject* const kind = name("BatchKVCache");
   static PyObject* const index_name = name("_idx");
-  static PyObject* const names[] = {name("keys"), name("values")};
-  if (!cache.type().is(member(module, batch))) {
+  if (!is_cache(cache, kind)) {
     return std::nullopt;
   }
-  const nb::object keys = attribute(cache, names[0]), values = attribute(cache, names[1]);
   const nb::object offsets = attribute(cache, offset_name());
-  if (!as_array(keys) || !as_array(values) || !as_array(offsets) || new_keys.ndim() != 4) {
+  if (!as_array(offsets)) {
     return std::nullopt;
   }
-  const int index = attribute<int>(cache, index_name), tokens = new_keys.shape(tokens_axis);
-  auto seen =
-      append_to_cache(*nb::inst_ptr<mx::array>(keys), *nb::inst_ptr<mx::array>(values), new_keys, new_values, index);
+  const int index = attribute<int>(cache, index_name);
+  auto seen = append_or_grow(cache, new_keys, new_values, index);
   if (seen) {
     const mx::array& positions = *as_array(offsets);
+    const int tokens = new_keys.shape(tokens_axis);
     nb::setattr(cache, nb::handle(offset_name()), nb::cast(mx::add(positions, mx::array(tokens, positions.dtype()))));
     nb::setattr(cache, nb::handle(index_name), nb::int_(index + tokens));
   }
@@ -175,118 +311,287 @@ std::optional<Held> held_triple(nb::handle triple) {
   return held;
 }
 
-// mlx-lm's QuantizedKVCache.update_and_fetch where the keys have just been turned and the cache has room: a tuple of
-// keys and of values, each of words, scales and biases. None otherwise.
+// What the three buffers of a quantized cache hold of a head's token; none where mlx-lm's would have other columns.
+std::optional<std::vector<Item>> packed_items(const mx::array& fresh, const Packing& packing) {
+  const int width = fresh.shape(3);
+  if (packing.bits <= 0 || packing.bits > 32 || packing.group_size <= 0) {
+    return std::nullopt;
+  }
+  const int words = width / (32 / packing.bits), groups = width / packing.group_size;
+  if (int64_t(words) * 32 != int64_t(width) * packing.bits) {
+    return std::nullopt;
+  }
+  return std::vector<Item>{{words, mx::uint32}, {groups, fresh.dtype()}, {groups, fresh.dtype()}};
+}
+
+// mlx-lm's QuantizedKVCache.update_and_fetch where the keys have just been turned: a tuple of keys and of values, each
+// of words, scales and biases. None otherwise.
 nb::object try_quantized_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
                                           const mx::array& new_values) {
-  static PyObject* const module = name("mlx_lm.models.cache");
-  static PyObject* const quantized = name("QuantizedKVCache");
-  static PyObject* const names[] = {name("keys"), name("values")};
+  static PyObject* const kind = name("QuantizedKVCache");
   static PyObject* const group_size = name("group_size");
   static PyObject* const bits = name("bits");
-  if (!cache.type().is(member(module, quantized)) || new_keys.ndim() != 4) {
+  if (!is_cache(cache, kind) || !are_heads(new_keys, new_values)) {
     return nb::none();
   }
-  const nb::object kept[] = {attribute(cache, names[0]), attribute(cache, names[1])};
+  const nb::object kept[] = {attribute(cache, buffer_names()[0]), attribute(cache, buffer_names()[1])};
+  const bool is_empty = kept[0].is_none() && kept[1].is_none();
   Arrays buffers;
   std::array<Held, 2> held;
   for (int i : {0, 1}) {
-    const auto found = held_triple(kept[i]);
+    const auto found = is_empty ? Held{} : held_triple(kept[i]);
     if (!found) {
       return nb::none();
     }
     held[i] = *found;
     for (const mx::array* array : held[i]) {
-      buffers.push_back(*array);
+      if (array) {
+        buffers.push_back(*array);
+      }
     }
   }
   const Packing packing{attribute<int>(cache, group_size), attribute<int>(cache, bits)};
-  const int first = attribute<int>(cache, offset_name());
-  const auto step = append_with_rope(buffers, packing, new_keys, new_values, first);
+  const int first = attribute<int>(cache, offset_name()), end = first + new_keys.shape(tokens_axis);
+  const bool grows = is_empty || (buffers[0].ndim() == 4 && end > buffers[0].shape(tokens_axis));
+  const Arrays made_of = buffers;
+  if (grows) {
+    auto items = packed_items(new_keys, packing);
+    const auto of_values = packed_items(new_values, packing);
+    if (!items || !of_values) {
+      return nb::none();
+    }
+    items->insert(items->end(), of_values->begin(), of_values->end());
+    const Arrays fresh = {new_keys, new_keys, new_keys, new_values, new_values, new_values};
+    auto grown = grown_by_steps(cache, made_of, fresh, *items, first);
+    if (!grown) {
+      return nb::none();
+    }
+    buffers = *std::move(grown);
+  }
+  const auto step = append_with_rope(buffers, packing, new_keys, new_values, first, made_of);
   if (!step) {
     return nb::none();
   }
-  const int end = first + new_keys.shape(tokens_axis);
   nb::object seen[2];
   for (int i : {0, 1}) {
-    for (size_t j = 0; j < held[i].size(); ++j) {
-      held[i][j]->overwrite_descriptor(step->buffers[3 * i + j]);
+    const auto part = [&](size_t j) -> const mx::array& { return step->buffers[3 * i + j]; };
+    if (grows) {
+      const nb::tuple whole = nb::make_tuple(nb::cast(part(0)), nb::cast(part(1)), nb::cast(part(2)));
+      nb::setattr(cache, nb::handle(buffer_names()[i]), whole);
+    } else {
+      for (size_t j = 0; j < held[i].size(); ++j) {
+        held[i][j]->overwrite_descriptor(part(j));
+      }
     }
-    const auto until = [&](size_t j) { return nb::cast(tokens_until(*held[i][j], end)); };
+    const auto until = [&](size_t j) { return nb::cast(tokens_until(part(j), end)); };
     seen[i] = nb::make_tuple(until(0), until(1), until(2));
   }
   nb::setattr(cache, nb::handle(offset_name()), nb::int_(end));
   return nb::make_tuple(seen[0], seen[1]);
 }
 
-// mlx-lm's RotatingKVCache.update_and_fetch of one token, but where the buffers grow or shrink.
-std::optional<Seen> try_rotating_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
-                                                  const mx::array& new_values) {
+// A rotating cache: it keeps the first `kept` tokens, and as many of the last as `most` leaves room for.
+struct Rotating {
+  Arrays held;  // keys and values; none where it is empty
+  int tokens;  // all so far
+  int index;  // where the next goes
+  int most;
+  int kept;
+  int step;
+  bool is_rotated;
+
+  int size() const {
+    return held.empty() ? 0 : held[0].shape(tokens_axis);
+  }
+};
+
+// Where new tokens go in such a cache, and what attention sees of it then.
+struct Place {
+  std::optional<Arrays> made;  // its new buffers, where these grow or shrink
+  int first;
+  int end;
+  int dropped;  // tokens that the buffers lose
+  bool is_rotated;
+};
+
+std::optional<Rotating> rotating(nb::handle cache, const Arrays& held, int tokens, PyObject* kept_name) {
   static PyObject* const index_name = name("_idx");
   static PyObject* const most_name = name("max_size");
+  static PyObject* const step_name = name("step");
+  Rotating found{.held = held,
+                 .tokens = tokens,
+                 .index = attribute<int>(cache, index_name),
+                 .most = attribute<int>(cache, most_name),
+                 .kept = kept_name ? attribute<int>(cache, kept_name) : 0,
+                 .step = attribute<int>(cache, step_name),
+                 .is_rotated = false};
+  const bool has_buffers = std::all_of(held.begin(), held.end(), [](const mx::array& a) { return a.ndim() == 4; });
+  const bool is_sound = has_buffers && found.kept >= 0 && found.kept < found.most && found.index >= 0 &&
+                        found.tokens >= 0 && (held.empty() ? found.tokens == 0 : found.index <= found.size()) &&
+                        (held.empty() || held[1].shape(tokens_axis) == found.size());
+  return is_sound ? std::optional(std::move(found)) : std::nullopt;
+}
+
+// Both buffers of these tokens, with room for so many more; none where they do not fit the fresh ones.
+std::optional<Arrays> made_of_runs(const Rotating& cache, const Runs& runs, const mx::array& new_keys,
+                                   const mx::array& new_values, int more) {
+  Arrays made;
+  for (int i : {0, 1}) {
+    const mx::array& fresh = i == 0 ? new_keys : new_values;
+    const Item item{fresh.shape(3), fresh.dtype()};
+    if (cache.held.empty()) {
+      made.push_back(room_for(fresh, more, item, more == fresh.shape(tokens_axis)));
+    } else if (holds(cache.held[i], fresh, item)) {
+      made.push_back(with_room(cache.held[i], runs, fresh, more, item));
+    } else {
+      return std::nullopt;
+    }
+  }
+  return made;
+}
+
+// mlx-lm's _update_in_place of one token.
+std::optional<Place> place_of_token(const Rotating& cache, const mx::array& new_keys, const mx::array& new_values) {
+  int size = cache.size(), index = cache.index, more = 0;
+  if (cache.held.empty() || (cache.tokens >= size && size < cache.most)) {
+    more = std::min(cache.step, cache.most - cache.tokens);
+    if (more <= 0 || cache.tokens > size) {
+      return std::nullopt;
+    }
+    index = cache.tokens;
+  }
+  const int dropped = std::max(size + more - cache.most, 0);
+  std::optional<Arrays> made;
+  if (more > 0 || dropped > 0) {
+    if (more > 0 && dropped > 0) {
+      return std::nullopt;  // which no cache comes to
+    }
+    const Runs runs = dropped > 0 ? Runs{{0, cache.kept}, {dropped + cache.kept, size}} : Runs{{0, size}};
+    made = made_of_runs(cache, runs, new_keys, new_values, more);
+    if (!made) {
+      return std::nullopt;
+    }
+    size += more - dropped;
+    index = dropped > 0 ? cache.most : index;
+  }
+  const bool rotates = index == cache.most;
+  index = rotates ? cache.kept : index;
+  return Place{std::move(made), index, std::min(cache.tokens + 1, size), dropped, cache.is_rotated || rotates};
+}
+
+// mlx-lm's _update_concat of several: the tokens in their order, but for the oldest, and the new ones behind them.
+std::optional<Place> place_of_tokens(const Rotating& cache, const mx::array& new_keys, const mx::array& new_values) {
+  Runs runs;
+  int before = 0, dropped = 0;
+  if (!cache.held.empty()) {
+    const int size = cache.size();
+    if (cache.is_rotated) {
+      runs = {{0, cache.kept}, {cache.index, size}, {cache.kept, cache.index}};
+    } else {
+      runs = {{0, cache.index}};
+    }
+    for (const auto& [first, end] : runs) {
+      before += std::max(end - first, 0);
+    }
+    dropped = std::max(before - cache.most + 1, 0);
+    // Behind those that it keeps.
+    int kept = cache.kept, gone = dropped;
+    Runs rest;
+    for (auto [first, end] : runs) {
+      const int stays = std::min(kept, end - first);
+      if (stays > 0) {
+        rest.emplace_back(first, first + stays);
+        first += stays;
+        kept -= stays;
+      }
+      const int goes = kept > 0 ? 0 : std::min(gone, end - first);
+      gone -= goes;
+      rest.emplace_back(first + goes, end);
+    }
+    runs = std::move(rest);
+    before -= dropped;
+  }
+  const int tokens = new_keys.shape(tokens_axis);
+  auto made = made_of_runs(cache, runs, new_keys, new_values, tokens);
+  if (!made) {
+    return std::nullopt;
+  }
+  return Place{std::move(made), before, before + tokens, dropped, false};
+}
+
+std::optional<Place> place_of(const Rotating& cache, const mx::array& new_keys, const mx::array& new_values) {
+  if (!are_heads(new_keys, new_values)) {
+    return std::nullopt;
+  }
+  return new_keys.shape(tokens_axis) == 1 ? place_of_token(cache, new_keys, new_values)
+                                          : place_of_tokens(cache, new_keys, new_values);
+}
+
+std::optional<Seen> put_into_place(nb::handle cache, const Place& place, const Arrays& held, const mx::array& new_keys,
+                                   const mx::array& new_values) {
+  if (place.made) {
+    return put_into_new(cache, *place.made, held, new_keys, new_values, place.first, place.end);
+  }
+  const nb::object keys = attribute(cache, buffer_names()[0]), values = attribute(cache, buffer_names()[1]);
+  return put_into_cache(*as_array(keys), *as_array(values), new_keys, new_values, place.first, place.end);
+}
+
+// mlx-lm's RotatingKVCache.update_and_fetch, but where the buffers grow or shrink and no append is in them.
+std::optional<Seen> try_rotating_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
+                                                  const mx::array& new_values) {
+  static PyObject* const kind = name("RotatingKVCache");
+  static PyObject* const index_name = name("_idx");
   static PyObject* const kept_name = name("keep");
-  auto buffers = PlainCache::of(cache, PlainCache::Kind::rotating);
-  if (!buffers || new_keys.ndim() != 4 || new_keys.shape(tokens_axis) != 1 || buffers->keys().ndim() != 4) {
+  const auto held = is_cache(cache, kind) ? held_by(cache) : std::nullopt;
+  auto found = held ? rotating(cache, *held, attribute<int>(cache, offset_name()), kept_name) : std::nullopt;
+  if (!found) {
     return std::nullopt;
   }
-  const int most = attribute<int>(cache, most_name), size = buffers->keys().shape(tokens_axis);
-  const int end = buffers->offset() + 1;
-  if (size > most || (end > size && size < most)) {
-    return std::nullopt;
-  }
-  int index = attribute<int>(cache, index_name);
-  index = index == most ? attribute<int>(cache, kept_name) : index;
-  auto seen = put_into_cache(buffers->keys(), buffers->values(), new_keys, new_values, index, std::min(end, size));
+  found->is_rotated = found->index != found->size() && found->index < found->tokens;
+  const auto place = place_of(*found, new_keys, new_values);
+  auto seen = place ? put_into_place(cache, *place, *held, new_keys, new_values) : std::nullopt;
   if (seen) {
-    buffers->advance(1);
-    nb::setattr(cache, nb::handle(index_name), nb::int_(index + 1));
+    const int tokens = new_keys.shape(tokens_axis);
+    nb::setattr(cache, nb::handle(offset_name()), nb::int_(found->tokens + tokens));
+    nb::setattr(cache, nb::handle(index_name), nb::int_(place->first + tokens));
   }
   return seen;
 }
 
-// The same of mlx-lm's BatchRotatingKVCache.
+// The same of mlx-lm's BatchRotatingKVCache, but for prompts that end at several places.
 std::optional<Seen> try_batch_rotating_update_and_fetch(const nb::object& cache, const mx::array& new_keys,
                                                         const mx::array& new_values) {
-  static PyObject* const module = name("mlx_lm.models.cache");
-  static PyObject* const batch = name("BatchRotatingKVCache");
-  static PyObject* const names[] = {name("keys"), name("values")};
+  static PyObject* const kind = name("BatchRotatingKVCache");
   static PyObject* const index_name = name("_idx");
   static PyObject* const count_name = name("_offset");
-  static PyObject* const most_name = name("max_size");
   static PyObject* const rotated_name = name("rotated");
   static PyObject* const lengths_name = name("_lengths");
   static PyObject* const padding_name = name("left_padding");
-  if (!cache.type().is(member(module, batch)) || !attribute(cache, lengths_name).is_none()) {
+  if (!is_cache(cache, kind) || !attribute(cache, lengths_name).is_none()) {
     return std::nullopt;
   }
-  const nb::object keys = attribute(cache, names[0]), values = attribute(cache, names[1]);
   const nb::object offsets = attribute(cache, offset_name()), padding = attribute(cache, padding_name);
-  if (!as_array(keys) || !as_array(values) || !as_array(offsets) || !as_array(padding) || new_keys.ndim() != 4 ||
-      new_keys.shape(tokens_axis) != 1 || as_array(keys)->ndim() != 4) {
+  const auto held = as_array(offsets) && as_array(padding) ? held_by(cache) : std::nullopt;
+  auto found = held ? rotating(cache, *held, attribute<int>(cache, count_name), nullptr) : std::nullopt;
+  if (!found) {
     return std::nullopt;
   }
-  const int most = attribute<int>(cache, most_name), size = as_array(keys)->shape(tokens_axis);
-  const int end = attribute<int>(cache, count_name) + 1;
-  if (size > most || (end > size && size < most)) {
-    return std::nullopt;
-  }
-  int index = attribute<int>(cache, index_name);
-  const bool rotated = index == most || attribute<bool>(cache, rotated_name);
-  index = index == most ? 0 : index;
-  auto seen = put_into_cache(*as_array(keys), *as_array(values), new_keys, new_values, index, std::min(end, size));
+  found->is_rotated = attribute<bool>(cache, rotated_name);
+  const auto place = place_of(*found, new_keys, new_values);
+  auto seen = place ? put_into_place(cache, *place, *held, new_keys, new_values) : std::nullopt;
   if (!seen) {
     return std::nullopt;
   }
-  const mx::array one(1, as_array(offsets)->dtype());
-  const mx::array positions = mx::add(*as_array(offsets), one);
-  if (rotated) {
+  const int tokens = new_keys.shape(tokens_axis);
+  const mx::array positions = mx::add(*as_array(offsets), mx::array(tokens, as_array(offsets)->dtype()));
+  if (const int less = place->dropped + (place->is_rotated ? tokens : 0)) {
     mx::array& paddings = *as_array(padding);
-    paddings.overwrite_descriptor(mx::subtract(paddings, mx::array(1, paddings.dtype())));
+    paddings.overwrite_descriptor(mx::subtract(paddings, mx::array(less, paddings.dtype())));
   }
   nb::setattr(cache, nb::handle(offset_name()), nb::cast(positions));
-  nb::setattr(cache, nb::handle(count_name), nb::int_(end));
-  nb::setattr(cache, nb::handle(index_name), nb::int_(index + 1));
-  nb::setattr(cache, nb::handle(rotated_name), nb::bool_(rotated));
+  nb::setattr(cache, nb::handle(count_name), nb::int_(found->tokens + tokens));
+  nb::setattr(cache, nb::handle(index_name), nb::int_(place->first + tokens));
+  nb::setattr(cache, nb::handle(rotated_name), nb::bool_(place->is_rotated));
   // What counts positions is computed at every step, also where no mask of the model reads it.
   seen->first = mx::depends({seen->first}, {*as_array(padding), positions})[0];
   return seen;
@@ -425,15 +730,13 @@ PlainCache::PlainCache(nb::handle cache, nb::object keys, nb::object values)
       values_(std::move(values)),
       offset_(attribute<int>(cache, offset_name())) {}
 
-std::optional<PlainCache> PlainCache::of(nb::handle cache, Kind kind) {
-  static PyObject* const module = name("mlx_lm.models.cache");
-  static PyObject* const classes[] = {name("KVCache"), name("RotatingKVCache"), name("ChunkedKVCache")};
-  static PyObject* const names[] = {name("keys"), name("values")};
-  if (!cache.type().is(member(module, classes[static_cast<int>(kind)]))) {
+std::optional<PlainCache> PlainCache::of(nb::handle cache) {
+  static PyObject* const kind = name("KVCache");
+  if (!is_cache(cache, kind)) {
     return std::nullopt;
   }
-  nb::object keys = attribute(cache, names[0]);
-  nb::object values = attribute(cache, names[1]);
+  nb::object keys = attribute(cache, buffer_names()[0]);
+  nb::object values = attribute(cache, buffer_names()[1]);
   if (!as_array(keys) || !as_array(values)) {
     return std::nullopt;
   }

@@ -11,11 +11,10 @@
 
 namespace mittens {
 
-// A KVCache that holds tokens, or the buffers of a cache of another kind; a subclass of it is none.
+// A KVCache that holds tokens; a subclass of it is none.
 class PlainCache {
  public:
-  enum class Kind { plain, rotating, chunked };
-  static std::optional<PlainCache> of(nanobind::handle cache, Kind kind = Kind::plain);
+  static std::optional<PlainCache> of(nanobind::handle cache);
 
   mx::array& keys() const {
     return *nanobind::inst_ptr<mx::array>(keys_);

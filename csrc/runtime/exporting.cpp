@@ -54,6 +54,7 @@ std::string what_makes(std::string_view primitive) {
   static const std::map<std::string_view, std::string_view> others = {
       {"CacheStep", "rope_append"},  // and modules, which step aside
       {"CacheBuffer", "rope_append"},
+      {"CacheRoom", "rope_append"},
       {"LayerNormVjp", "layer_norm"},
       {"RecurrenceVjp", ""},  // of any of the recurrences
       {"SoftmaxVjp", "softmax"},

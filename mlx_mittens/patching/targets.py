@@ -217,7 +217,7 @@ class Target:
     partial: bool = False  # some calls are the original's in strict mode too
     shared: bool = False  # the package's other modules import it by name
     text: str = ""  # the digest of the one function that is known here; another is left alone
-    rests_on: str = ""  # a function of the same owner that the digest is of instead
+    rests_on: tuple[str, ...] = ()  # functions of the same owner that digests are of instead, one behind the other
     needs: tuple[str, ...] = ()  # other switches, without which it is left alone
 
     @property
@@ -271,8 +271,9 @@ class Target:
             owner, leaf = self.owner()
         except PatchError:
             return False
-        function = getattr(owner, self.rests_on or leaf, None)
-        return digest(function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function) == self.text
+        functions = [getattr(owner, name, None) for name in self.rests_on or (leaf,)]
+        plain = [one.__wrapped__ if isinstance(one, _ext.FunctionWrapper) else one for one in functions]
+        return " ".join(map(digest, plain)) == self.text
 
     def _complaint(self, what: str) -> str:
         package = self.module.split(".")[0].replace("_", "-")
@@ -285,6 +286,9 @@ class Target:
             f"mm.patch({self.switch}=False) leaves it alone."
         )
 
+
+# What rotating caches rest on.
+_ROTATING = ("_trim", "_temporal_order", "_update_concat", "_update_in_place")
 
 TARGETS = [
     Target("rms_norm", "rms_norm", "mlx.core", "fast.rms_norm", _ext.try_pending_rms_norm),
@@ -344,7 +348,7 @@ TARGETS = [
         _ext.try_update_and_fetch,
         ("self", "keys", "values"),
         optional=True,
-        partial=True,  # a cache that has no room makes it
+        partial=True,  # a cache that has no room makes it where keys have not just been turned
     ),
     Target(
         "cache",
@@ -374,9 +378,9 @@ TARGETS = [
         _ext.try_rotating_update_and_fetch,
         ("self", "keys", "values"),
         optional=True,
-        partial=True,  # one token, where buffers neither grow nor shrink
-        text="d0410a633604cfa8",
-        rests_on="_update_in_place",
+        partial=True,  # buffers grow and shrink where keys have just been turned
+        text="dc758372d7f04f3c b24232dd01c2755c 2d38701d455e1198 d0410a633604cfa8",
+        rests_on=_ROTATING,
     ),
     Target(
         "cache",
@@ -387,8 +391,8 @@ TARGETS = [
         ("self", "keys", "values"),
         optional=True,
         partial=True,  # as above
-        text="a377da578739c8fd",
-        rests_on="_update_in_place",
+        text="7748261234fe942f fa6d0adde54acaa9 e0848c6724124f1d a377da578739c8fd",
+        rests_on=_ROTATING,
     ),
     Target(
         "cache",
@@ -398,7 +402,7 @@ TARGETS = [
         _ext.try_quantized_update_and_fetch,
         ("self", "keys", "values"),
         optional=True,
-        partial=True,  # keys that have just been turned, where the cache has room
+        partial=True,  # keys that have just been turned
         text="e12d801a3f3ff204",
     ),
     Target(

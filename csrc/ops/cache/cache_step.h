@@ -36,4 +36,7 @@ struct CacheStep {
 // queries' shape and dtype that is given becomes its result.
 CacheStep cache_step(Append append, std::optional<Attending> attending, std::optional<mx::array> result = std::nullopt);
 
+// A buffer whose elements nobody has written: for an append that writes all of them.
+mx::array unwritten_buffer(mx::Shape shape, mx::Dtype dtype, mx::Stream stream);
+
 }  // namespace mittens
