@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import signal
+import socketserver
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from ..stats import stats
 from .options import UsageError, listed
 
 _PREFIX = "mlx_lm."
+# Connections that wait until a server takes them. Python's default of 5 has others reset while a model computes.
+_QUEUE = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,14 +78,17 @@ def _find(name: str, *given: str) -> importlib.metadata.EntryPoint:
 
 @contextlib.contextmanager
 def _process(argv: list[str]) -> Iterator[None]:
-    """What the command finds in a process of its own: its arguments, and a SIGTERM that ends it."""
+    """What the command finds in a process of its own: its arguments, a SIGTERM that ends it, and room for clients."""
     before, sys.argv = sys.argv, argv
+    queue = socketserver.TCPServer.request_queue_size
+    socketserver.TCPServer.request_queue_size = max(queue, _QUEUE)
     main = threading.current_thread() is threading.main_thread()
     handler: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, signal.SIG_DFL) if main else None
     try:
         yield
     finally:
         sys.argv = before
+        socketserver.TCPServer.request_queue_size = queue
         if main:
             signal.signal(signal.SIGTERM, handler)
 

@@ -1,8 +1,12 @@
 """`mlx-mittens run`: mlx-lm's commands on our kernels, which print and return what they do alone."""
 
+import contextlib
+import http.server
 import importlib.metadata
 import json
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
 import types
@@ -74,6 +78,35 @@ def test_arguments_are_the_commands_own(monkeypatch, capsys):
     assert main(["run", "mlx_lm.chat", *given]) == 0
     assert main(["run", "mlx_lm.chat", "--", "x"]) == 0
     assert seen == [["mlx_lm.chat", *given], ["mlx_lm.chat", "--", "x"]] and capsys.readouterr().err == ""
+
+
+def test_clients_that_come_at_one_moment(monkeypatch):
+    """A server that is busy keeps them waiting, and answers all in the end."""
+    bodies = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.path.encode())
+
+        def log_message(self, *_):
+            pass
+
+    def serve():
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            clients = [stack.enter_context(socket.create_connection(server.server_address, 20)) for _ in range(32)]
+            for i, client in enumerate(clients):
+                client.sendall(f"GET /{i} HTTP/1.0\r\n\r\n".encode())
+            for _ in clients:
+                server.handle_request()
+            bodies.extend(client.makefile().read().rpartition("\n")[2] for client in clients)
+
+    monkeypatch.setattr("mlx_lm.chat.main", serve)
+    before = socketserver.TCPServer.request_queue_size
+    assert main(["run", "mlx_lm.chat"]) == 0
+    assert bodies == [f"/{i}" for i in range(32)] and socketserver.TCPServer.request_queue_size == before
 
 
 def test_perplexity(folder, monkeypatch, capsys):
