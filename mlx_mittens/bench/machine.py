@@ -125,6 +125,14 @@ def gpu_architecture() -> str | None:
     return None if architecture is None else str(architecture)
 
 
+def mlx_kernel_cache() -> str | None:
+    """Where MLX keeps the kernels that it compiles for an NVIDIA GPU at run time; None where it compiles none."""
+    if executor() != "cuda":
+        return None
+    folder = os.environ.get("MLX_PTX_CACHE_DIR")
+    return folder or "the temporary folder, where a restart may delete them: set MLX_PTX_CACHE_DIR to a folder of yours"
+
+
 def copy_gb_s() -> float:
     """Bandwidth of a copy on the default device, bytes read and bytes written counted."""
     return _gpu_copy_gb_s() if device() == "gpu" else _cpu_copy_gb_s()

@@ -9,6 +9,9 @@ import importlib.util
 import json
 import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ from mlx.utils import tree_flatten
 __all__ = ["LoadedModel", "ModelError", "check", "is_one", "load", "mlx_lm_version"]
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_CONNECTION_SECONDS = 3.0  # after which the hub is taken for one that cannot be reached
 _FORMAT = "expected a model in mlx-lm's format, as mlx_lm.convert writes it"
 
 
@@ -110,7 +114,7 @@ def _downloaded(name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, "config.json"))
+        return Path(hf_hub_download(name, "config.json", local_files_only=not _reaches_hub()))
     except hub.LocalEntryNotFoundError:
         offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the hub cannot be reached"
         reason = f"{offline} and its cache has no model of this name"
@@ -123,6 +127,21 @@ def _downloaded(name: str) -> Path:
     except (hub.HfHubHTTPError, OSError, ValueError) as error:
         reason = f"the Hugging Face hub said: {_first_line(error)}"
     raise ModelError(f"there is no folder {name}{_nearest_folder(name)}, and {reason}")
+
+
+def _reaches_hub() -> bool:
+    """Whether a connection to the hub can be made. The hub's library tries for half a minute before it says so."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or urllib.request.getproxies():  # a proxy knows hosts that this machine does not
+        return not constants.HF_HUB_OFFLINE
+    endpoint = urllib.parse.urlsplit(constants.ENDPOINT)
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    try:
+        socket.create_connection((endpoint.hostname or "", port), timeout=_CONNECTION_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _nearest_folder(name: str) -> str:

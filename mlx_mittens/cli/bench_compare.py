@@ -87,6 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         alone = len({key(row) for row in one["rows"]} - {key(row) for row in other["rows"]})
         if alone:
             print(f"Only in {letter} ({path}): {alone} rows.")
+    calibrated = [sum(bool(row.get("calibrated")) for row in file["rows"]) for file in (a, b)]
+    if min(calibrated) == 0 < max(calibrated):
+        with_it, without = ("A", "B") if calibrated[0] else ("B", "A")
+        rows = f"{with_it} was planned by a calibration of its machine in {max(calibrated)} rows"
+        print(f"{rows}, {without} by the tables alone: set MLX_MITTENS_CALIBRATION=off to measure both alike.")
     if any("spread" not in row for move in found for row in (move.a, move.b)):
         print(f"Where a file has no spread, {_UNKNOWN_SPREAD:.0%} is taken.")
     return 0

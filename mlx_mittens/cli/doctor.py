@@ -324,6 +324,7 @@ def run(arguments: argparse.Namespace) -> int:
         "executors": found,
         "internals": internals,
         "calibration": calibration.status(device),
+        "mlx_kernels": machine.mlx_kernel_cache(),
         "seed": seed,
     }
     print("\n".join(f"{name:12} {version}" for name, version in versions.items()))
@@ -338,6 +339,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, status in internals.items():
         print(f"{name:13} {status}")
     print(f"{'calibration':13} {head['calibration']}")
+    if head["mlx_kernels"]:
+        print(f"{'mlx kernels':13} MLX keeps those that it compiles at run time in {head['mlx_kernels']}")
     sys.stdout.flush()
     head["compiling"] = compiling = pipelines.probe()
     print(f"{'compiling':12} {pipelines.told(compiling)}", flush=True)

@@ -175,4 +175,6 @@ def run(arguments: argparse.Namespace) -> int:
         show(_COLUMNS, rows, [""] * len(rows))
     waited = sum(seconds for _, _, seconds in compiled)
     print(f"{len(compiled)} kernels: waited {waited:.1f} s for the compiler, of {total:.1f} s in all.")
+    if (folder := machine.mlx_kernel_cache()) is not None:
+        print(f"MLX keeps kernels that it compiled itself in {folder}.")
     return 0

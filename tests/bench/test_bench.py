@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from dataclasses import replace
 
 import mlx.core as mx
@@ -243,25 +244,57 @@ def test_updated_inputs_have_buffers_of_their_own():
     assert pool == list(range(pool[0], pool[0] + 256 * len(sets), 256)) != own
 
 
+class FakeGpu:
+    """A clock that only work moves, in place of MLX's and the system's, and what happened in order."""
+
+    BUILD, HAND_OVER, CALL = 2e-3, 1e-4, 1e-5  # seconds of a call on the host, of all calls, and of one on the GPU
+
+    def __init__(self, monkeypatch):
+        self.now, self.gate_end, self.events, self.waiting = 0.0, 0.0, [], 0
+        self.beside = mx.new_stream(mx.cpu)
+        monkeypatch.setattr(timing, "_work", lambda: self)
+        monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(mx, "async_eval", self.async_eval)
+        monkeypatch.setattr(mx, "synchronize", self.synchronize)
+
+    def of(self, seconds):
+        self.gate, self.gate_seconds = mx.array(0.0), seconds
+        self.events.append("work")
+        return self.gate
+
+    def build(self, group):
+        self.now += self.BUILD
+        self.waiting += 1
+        self.events.append("build")
+        return [group[0] + 1]
+
+    def async_eval(self, array):
+        if array is self.gate:
+            self.gate_end = self.now + self.gate_seconds
+            self.events.append("begin work")
+        else:
+            self.now += self.HAND_OVER
+            self.events.append("hand over")
+
+    def synchronize(self, stream=None):
+        if stream is None:  # the stream of the work
+            self.now = max(self.now, self.gate_end)
+            return
+        self.now += self.CALL * self.waiting
+        self.waiting = 0
+        self.events.append("calls end")
+
+
 def test_calls_on_a_gpu_wait_behind_other_work(monkeypatch):
     """Queued calls take what they take by themselves, whatever the host needs to prepare them."""
-    monkeypatch.setattr(timing, "_MOST_QUEUED", 4)
-    x = mx.random.normal((256, 256)) / 16
-    mx.eval(x)
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        mx.eval(x @ x)
-        seconds.append(time.perf_counter() - start)
-
-    def build(group):
-        time.sleep(2e-3)
-        return [group[0] @ x]
-
-    sample = timing.sampler(build, 0, {}, [[x], [x + 1]], 0, "gpu")
-    times = [sample(4) for _ in range(9)]
-    assert sample.host and min(sample.host) > 2e-3
-    assert min(times) < 1e-3 + 3 * min(seconds) and max(times) > 0
+    gpu = FakeGpu(monkeypatch)
+    x = mx.ones((4, 4))
+    sample = timing.sampler(gpu.build, 0, {}, [[x], [x + 1]], 0, "gpu")
+    assert math.isclose(sample(4), gpu.CALL)
+    last = gpu.events[len(gpu.events) - 1 - gpu.events[::-1].index("work") :]
+    count = last.count("build")
+    assert last == ["work", *["build"] * count, "begin work", "hand over", "calls end"] and count > 1
+    assert math.isclose(sample.host[0], gpu.BUILD + gpu.HAND_OVER / count)
 
 
 @pytest.mark.parametrize("width", [1, 24, 64, 100])
@@ -327,12 +360,16 @@ def test_calls_that_wait_for_the_gpu_are_timed_as_they_are(monkeypatch):
     monkeypatch.setattr(timing._QueuedSampler, "_timed", lambda *_: None)
     x = mx.ones((4, 4))
 
+    seconds = 0
+
     def build(group):
-        time.sleep(1e-3)
+        nonlocal seconds
+        seconds += 3
         return [group[0] + 1]
 
     sample = timing.sampler(build, 0, {}, [[x]], 0, "gpu")
-    assert 1e-3 < sample(8) < 1 and not sample.host
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: seconds))
+    assert sample(8) == 3 and not sample.host
 
 
 def test_what_the_host_waits_for_is_not_taken_for_its_own_time(monkeypatch):

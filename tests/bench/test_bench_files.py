@@ -178,6 +178,20 @@ def test_what_moved_beyond_the_spread(file, tmp_path, capsys):
     assert compare(file, other) == 0 and "Where a file has no spread, 5% is taken." in capsys.readouterr().out
 
 
+def test_a_side_that_was_calibrated_is_named(file, tmp_path, capsys):
+    other = tmp_path / "b.json"
+    other.write_text(file.read_text())
+    said = "planned by a calibration of its machine"
+    assert compare(file, other) == 0 and said not in capsys.readouterr().out
+    edit(other, lambda result: [row.update(calibrated=number < 2) for number, row in enumerate(result["rows"])])
+    text = "B was planned by a calibration of its machine in 2 rows, A by the tables alone: "
+    assert compare(file, other) == 0 and text in capsys.readouterr().out
+    assert (
+        compare(other, file) == 0 and text.replace("B was", "A was").replace("A by", "B by") in capsys.readouterr().out
+    )
+    assert compare(other, other) == 0 and said not in capsys.readouterr().out
+
+
 def test_a_move_is_the_same_in_both_directions():
     row = lambda ms: {"op": "a", "case": "b", "dtype": "c", "mittens_ms": ms, "spread": 0.05}
     for a, b, moved in ((1.0, 1.2, True), (1.2, 1.0, True), (1.0, 1.09, False), (1.09, 1.0, False)):

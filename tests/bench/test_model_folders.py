@@ -1,6 +1,7 @@
 """Models of the user's: from folders and from the hub's cache, and what is said of those that cannot be loaded."""
 
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -142,12 +143,39 @@ def test_the_hub_without_a_network(monkeypatch, capsys):
     ],
 )
 def test_what_the_hub_says(monkeypatch, capsys, error, reason):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise error.__new__(error)  # its arguments differ between versions
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(model_folders, "_reaches_hub", lambda: True)
     assert reason in said(capsys, "someone/none")
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_hub_that_cannot_be_reached_is_not_asked(monkeypatch, capsys, tmp_path, reached):
+    """Its library would try for half a minute before anybody learns that a folder was misspelt."""
+    asked = []
+
+    def connect(address, timeout):
+        assert address == ("huggingface.co", 443) and timeout < 10
+        if not reached:
+            raise OSError
+        return io.BytesIO()  # which can be closed
+
+    def download(name, file, local_files_only):
+        asked.append((name, local_files_only))
+        raise hub.LocalEntryNotFoundError.__new__(hub.LocalEntryNotFoundError)
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://huggingface.co")
+    monkeypatch.setattr(model_folders.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(model_folders.socket, "create_connection", connect)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    expected = "there is no folder tiny/5bit, and the hub cannot be reached and its cache has no model of this name"
+    assert said(capsys, "tiny/5bit") == expected
+    assert asked == [("tiny/5bit", not reached)] * 2
 
 
 def test_without_mlx_lm(monkeypatch, capsys):

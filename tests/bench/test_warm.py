@@ -184,3 +184,18 @@ def test_what_cannot_be_served_is_said(llama, arguments, words, capsys):
     with mm.simulator.enabled():
         assert main(["warm", *given]) == 2
     assert words.replace("FOLDER", str(llama)) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", [None, "/of/mine"])
+def test_where_mlx_keeps_its_kernels(monkeypatch, capsys, llama, folder):
+    """MLX compiles some at run time for an NVIDIA GPU, and by default keeps them where a restart deletes them."""
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
+    assert machine.mlx_kernel_cache() is None
+    if folder:
+        monkeypatch.setenv("MLX_PTX_CACHE_DIR", folder)
+    monkeypatch.setattr(machine, "executor", lambda: "cuda")
+    monkeypatch.setattr(warm, "check_executor", lambda executor: None)
+    assert main(["warm", str(llama), *SHORT]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("MLX keeps kernels that it compiled itself in ")
+    assert folder in line if folder else "set MLX_PTX_CACHE_DIR" in line

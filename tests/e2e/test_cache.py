@@ -1,6 +1,7 @@
 """The cache on disk: listed, cleared, and kept below a size."""
 
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,14 +123,18 @@ def test_it_is_made_once(folder):
 
 
 def test_what_could_not_be_made_is_made_by_the_next(folder):
+    begun, may_fail = threading.Event(), threading.Event()
+
     def fail(path):
-        time.sleep(0.2)
+        begun.set()
+        may_fail.wait()
         raise ValueError("no")
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(cache.cached, "new-6.ptx", fail)
-        time.sleep(0.1)
+        begun.wait()
         second = pool.submit(cache.cached, "new-6.ptx", lambda path: path.write_bytes(b"kernel"))
+        may_fail.set()
         assert second.result().read_bytes() == b"kernel"
         with pytest.raises(ValueError, match="no"):
             first.result()

@@ -1,7 +1,6 @@
 """How the simulator runs a grid: threads, barriers, thread orders; and what it says of kernels that never end."""
 
 import threading
-import time
 
 import mlx.core as mx
 import numpy as np
@@ -543,11 +542,9 @@ def test_kernels_that_lean_on_early_exits():
     ],
 )
 def test_endless_loops(body, watch):
-    start = time.monotonic()
     file, out = register(kernel(body, OUT)), np.zeros(64, np.int32)
     message = fault(file, "test", [out], 1, 64, watch=watch, step_limit=1_000_000)
     assert "1000000 steps (step_limit)" in message
-    assert time.monotonic() - start < 20
 
 
 def test_a_long_loop_is_not_endless():

@@ -835,31 +835,6 @@ def test_lanes_that_skip_an_access_are_not_paired_with_a_later_one(meeting):
     assert counts["device_lines"] == counts["device_lines_fewest"] == 5
 
 
-def test_watching_costs_at_most_eight_times():
-    """A softmax of rows by MLX's own kernel: loads, stores, reductions and barriers in their usual shares."""
-    import time
-
-    from mlx_mittens import frontend
-
-    file = "watched_softmax.metal"
-    kernels = "mlx/backend/metal/kernels"
-    frontend.register_source(
-        file,
-        f'#include "{kernels}/utils.h"\n#include "{kernels}/softmax.h"\n'
-        'instantiate_kernel("softmax", softmax_looped, float, float)\n',
-    )
-    x = np.random.default_rng(1).standard_normal((16, 4096)).astype(np.float32)
-    data = [x, ("output", np.zeros_like(x)), np.array([4096], np.int32).tobytes()]
-    seconds = {}
-    for watch in (True, False):
-        run(file, "softmax", data, 16, 1024, watch=watch)
-        start = time.process_time()
-        for _ in range(5):
-            run(file, "softmax", data, 16, 1024, watch=watch)
-        seconds[watch] = time.process_time() - start
-    assert seconds[True] < 8 * seconds[False], seconds
-
-
 class TestOneBufferAtTwoIndices:
     TEXT = kernel(
         "  y[i] = x[i] + 1;\n  if (again) { y[i] += x[i + 1 < 32 ? i : 0]; }",

@@ -266,7 +266,7 @@ def test_an_interrupt_ends_the_run(tmp_path, monkeypatch):
         "import os, pathlib, sys, time\n"
         f"pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\n"
         "sys.stdin.readline()\n"
-        "time.sleep(600)\n"
+        "while True: time.sleep(600)\n"
     )
 
     def interrupted(futures):
@@ -276,10 +276,9 @@ def test_an_interrupt_ends_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "Worker", lambda: Worker([sys.executable, "-c", child]))
     monkeypatch.setattr(run, "as_completed", interrupted)
-    begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run.run([Chunk("softmax", "native", 0, i, 5) for i in range(10)], Log(tmp_path / "log"), 2)
-    assert time.monotonic() - begun < 60 and len(list(tmp_path.glob("[0-9]*"))) <= 2
+    assert len(list(tmp_path.glob("[0-9]*"))) <= 2
     for mark in tmp_path.glob("[0-9]*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(mark.name), 0)
