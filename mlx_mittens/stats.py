@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from . import _ext
-from .table import aligned
+from .table import aligned, html
 
 __all__ = ["Stats", "stats"]
 
@@ -14,11 +14,17 @@ class Stats(dict):
     """Counts by op: ``{"rms_norm": {"kernels": {"native avx512": 3}, "mx": {"float64": 1}}}``. Prints as a table."""
 
     def __str__(self) -> str:
+        return aligned(self._rows(), left=2)
+
+    def _repr_html_(self) -> str:
+        return html(self._rows(), left=2)
+
+    def _rows(self) -> list[tuple[str, str, str]]:
         lines = [("op", "kernel, or why mx", "count")]
         for op, counts in self.items():
             lines += [(op, kernel, str(n)) for kernel, n in counts["kernels"].items()]
             lines += [(op, f"mx: {reason}", str(n)) for reason, n in counts["mx"].items()]
-        return aligned(lines, left=2)
+        return lines
 
 
 def stats(*, reset: bool = False) -> Stats:

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from itertools import groupby
 
 # What is left of a column, at least, where a table does not fit.
@@ -43,6 +44,27 @@ def aligned(lines: Sequence[Sequence[str]], left: int, width: int | None = None)
         cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
         texts.append("  ".join(cells).rstrip())
     return "\n".join(texts)
+
+
+def html(lines: Sequence[Sequence[str]], left: int, notes: Sequence[str] = ()) -> str:
+    """A head and lines of cells as a table of a notebook, with notes below.
+
+    Args:
+        lines: The cells; those of the head first.
+        left: How many columns are flush left.
+        notes: Lines of text.
+    """
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        sides = ["left" if i < left else "right" for i in range(len(cells))]
+        parts = [f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>' for cell, side in zip(cells, sides)]
+        return f"<tr>{''.join(parts)}</tr>"
+
+    below = "".join(f"<div>{escape(note)}</div>" for note in notes)
+    if len(lines) < 2:
+        return below
+    body = "".join(row(cells, "td") for cells in lines[1:])
+    return f"<table><thead>{row(lines[0], 'th')}</thead><tbody>{body}</tbody></table>{below}"
 
 
 def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:

@@ -333,6 +333,15 @@ def predict(work: Work, chip: Chip, constants: Constants = CONSTANTS) -> Predict
     return Prediction(terms.launch + body, longest if body >= terms.launch else "launch", terms)
 
 
+def gaps(works: Sequence[Work], constants: Constants = CONSTANTS) -> list[float]:
+    """Microseconds that launches in a row take to start beyond `launch_us`, as each waits for the one before.
+
+    The time of a `chain` is the sum of these and of the launches' own times.
+    """
+    waiting = constants.dependent_us - constants.launch_us
+    return [waiting if i and work.lines else 0.0 for i, work in enumerate(works)]
+
+
 def chain(
     works: Sequence[Work], chip: Chip, constants: Constants = CONSTANTS, times: Sequence[int] | None = None
 ) -> Prediction:

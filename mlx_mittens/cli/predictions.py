@@ -15,7 +15,7 @@ from ..apple.expected import expected_error
 from ..apple.machine_code import NOT_COMPILED
 from ..apple.model import Prediction
 from ..simulator import Launch
-from ..simulator.prediction import PredictedLaunch, predict_launches, total
+from ..simulator.prediction import MARK, MARKED, PredictedLaunch, predict_launches, total
 from ..table import aligned
 from .completion import offer_list
 from .options import UsageError
@@ -72,6 +72,10 @@ class Side:
                     predictions[chip.name] = prediction
         return cls(launches, predictions)
 
+    def is_missed(self, chip: str) -> bool:
+        """Whether the counts of a launch are missed by so much that the time is marked."""
+        return any(launch.is_missed for launch in self.launches.get(chip, ()))
+
     def kernels(self) -> list[dict[str, PredictedLaunch]]:
         """One entry for each kernel of so many threads, with its launch on each chip that has it."""
         found: dict[tuple[tuple[str, int], int], dict[str, PredictedLaunch]] = {}
@@ -99,6 +103,7 @@ class Side:
                     "spills": code.spills,
                     "fills": code.fills,
                     "loops_taken_to_run_once": launch.uncounted,
+                    "counts_missed_by": launch.mismatch,
                     "chips": {name: _time(each.prediction) for name, each in by_chip.items()},
                 }
             kernels.append(entry)
@@ -129,11 +134,16 @@ def _kernel_lines(by: str, side: Side, chosen: Sequence[Chip]) -> list[str]:
             lines.append(f"  {launch.prediction.microseconds:.1f} us, limited by {launch.prediction.limit}")
         if launch.uncounted:
             lines.append(f"  loops that only compute, taken to run once: {launch.uncounted}")
+        if launch.is_missed:
+            lines.append(f"  the simulator's counts are missed by {launch.mismatch:.0%}")
     return lines
 
 
-def _cells(prediction: Prediction | None) -> list[str]:
-    return [NOT_COMPILED, ""] if prediction is None else [f"{prediction.microseconds:.1f}", prediction.limit]
+def _cells(side: Side, chip: str) -> list[str]:
+    prediction = side.predictions.get(chip)
+    if prediction is None:
+        return [NOT_COMPILED, ""]
+    return [f"{prediction.microseconds:.1f}{MARK * side.is_missed(chip)}", prediction.limit]
 
 
 def show(op: str, chosen: Sequence[Chip], ours: Side, theirs: Side | None) -> None:
@@ -153,15 +163,17 @@ def show(op: str, chosen: Sequence[Chip], ours: Side, theirs: Side | None) -> No
         rows = [["chip", "ours limited by", "MLX's by", "us", "MLX us", "speedup"]]
     for chip in chosen:
         own = ours.predictions.get(chip.name)
-        us, limit = _cells(own)
+        us, limit = _cells(ours, chip.name)
         if theirs is None:
             rows.append([chip.name, limit, us])
             continue
         other = theirs.predictions.get(chip.name)
-        their_us, their_limit = _cells(other)
+        their_us, their_limit = _cells(theirs, chip.name)
         ratio = f"{other.microseconds / own.microseconds:.2f}" if own and other else ""
         rows.append([chip.name, limit, their_limit, us, their_us, ratio])
     print("\n" + aligned(rows, left=3 if theirs else 2))
+    if any(side.is_missed(chip.name) for side in (ours, theirs) if side for chip in chosen):
+        print(MARKED)
     try:
         error = expected_error(op)
     except ValueError:  # an op of a kind that nobody has published measurements of

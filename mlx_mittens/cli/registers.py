@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import frontend, table
 from ..apple import agx_compiler, kernels, machine_code
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offer(of, lambda _: [*kernels.FILES, *frontend.files()])
     parser.add_argument("--kernel", metavar="NAME", help="only kernels with NAME in their name")
     parser.add_argument("--peer", choices=("metal",), help="MLX's own Metal kernels instead")
+    parser.add_argument(
+        "--constant", action="append", metavar="NAME=VALUE", help="value of a function constant; once for each"
+    )
     parser.add_argument("--disassemble", action="store_true", help="print the machine code")
 
 
@@ -74,9 +78,19 @@ def run(arguments: argparse.Namespace) -> int:
         if problem:
             raise UsageError(problem)
     requests = _of_mlx(arguments.of) if arguments.peer else _ours(arguments.of)
+    if not requests:
+        raise UsageError(
+            f"{arguments.of} has no kernel: expected functions marked kernel, or [[host_name]]s of templates"
+        )
     if arguments.kernel:
         requests = _named(arguments.kernel, requests)
-    done = rows(requests)
+    requests = _with_constants(requests, arguments.constant or [])
+    unknown = {id(request): missing for request in requests if (missing := _missing_constants(request))}
+    done = rows(request for request in requests if id(request) not in unknown)
+    done = [
+        Row(request.file, request.kernel, unknown[id(request)]) if id(request) in unknown else done.pop(0)
+        for request in requests
+    ]
     if arguments.disassemble:
         for row in done:
             if isinstance(row.code, MachineCode):
@@ -131,6 +145,89 @@ def _check_name(of: str | None, peer: bool) -> None:
         if of.endswith(".metal"):
             raise UsageError(f"there is no file {of}{suggestion(of, frontend.files())}")
         raise UsageError(f"{of} is neither a .metal file nor an op; {listed(of, kernels.FILES)}")
+
+
+# What a value of a function constant looks like, by the beginning of its type's name.
+_VALUES = {
+    "bool": r"true|false|0|1",
+    "float": r"-?\d+(\.\d*)?(e[+-]?\d+)?f?",
+    "half": r"-?\d+(\.\d*)?(e[+-]?\d+)?h?",
+    "bfloat": r"-?\d+(\.\d*)?(e[+-]?\d+)?",
+    "u": r"\d+u?",
+}
+_INTEGER = r"-?\d+"
+
+
+def _with_constants(requests: Sequence[Request], given: Sequence[str]) -> list[Request]:
+    """Kernels with the values of function constants that the command line gives.
+
+    Raises:
+        UsageError: There is no such constant, or its type has no such value.
+    """
+    if not given:
+        return list(requests)
+    values: dict[str, str] = {}
+    for text in given:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not name or not value:
+            raise UsageError(f"--constant {text}: expected NAME=VALUE, such as width=64")
+        values[name] = value
+    declared: dict[str, str] = {}
+    found = []
+    for request in requests:
+        constants = dict(request.constants)
+        for name, (index, kind) in frontend.translate(request.file).function_constants.items():
+            declared[name] = kind
+            if name in values:
+                constants[index] = values[name]
+        found.append(replace(request, constants=tuple(sorted(constants.items()))))
+    for name, value in values.items():
+        if name not in declared:
+            raise UsageError(f"--constant {name}: no kernel has such a function constant; {listed(name, [*declared])}")
+        kind = declared[name].rpartition("::")[2]
+        pattern = next((text for start, text in _VALUES.items() if kind.startswith(start)), _INTEGER)
+        if not re.fullmatch(pattern, value):
+            raise UsageError(f"--constant {name}={value}: {value} is no {kind}")
+    return found
+
+
+def _missing_constants(request: Request) -> CompileError | None:
+    """Why a kernel cannot be compiled as its function constants have no values; None where it can.
+
+    Metal makes no pipeline of a kernel that uses a constant without a value. One is used if the kernel is another with
+    other values. What the source asks is_function_constant_defined of may be left without one.
+    """
+    constants = dict(request.constants)
+    translation = frontend.translate(request.file)
+    free = {
+        name: index
+        for name, (index, _) in translation.function_constants.items()
+        if index not in constants and not re.search(_ASKED.format(re.escape(name)), frontend.flatten(request.file))
+    }
+    if not free:
+        return None
+
+    def module(values: dict[int, object]) -> bytes | None:
+        try:
+            return frontend.spirv(request.file, request.kernel, request.threads, constants | values).read_bytes()
+        except CompileError:
+            return None
+
+    alike = module(dict.fromkeys(free.values(), 1))
+    used = [
+        name
+        for name, index in free.items()
+        if alike is None or any(module({**dict.fromkeys(free.values(), 1), index: n}) != alike for n in _OTHERS)
+    ]
+    if not used:
+        return None
+    options = " ".join(f"--constant {name}=VALUE" for name in used)
+    message = f"error: without values of {', '.join(used)} Metal makes no pipeline of it: give {options}"
+    return CompileError(request.file, request.kernel, message)
+
+
+_ASKED = r"\bis_function_constant_defined\s*\(\s*{}\s*\)"
+_OTHERS = (0, 2)  # values beside 1, of which a loop or an array may have the one and not the other
 
 
 def _named(part: str, requests: Sequence[Request]) -> list[Request]:

@@ -10,7 +10,7 @@ from .. import _ext, gpus
 from . import pretence
 from .metal_kernel import Kernel, metal_kernel, redirect
 from .prediction import EstimatedLaunch, PredictedLaunch, PredictedLaunches, predicted
-from .profile import Launch, LineCounts, profiled
+from .profile import Launch, LineCounts, ProfiledLaunches, profiled
 
 __all__ = [
     "EstimatedLaunch",
@@ -20,6 +20,7 @@ __all__ = [
     "LineCounts",
     "PredictedLaunch",
     "PredictedLaunches",
+    "ProfiledLaunches",
     "enabled",
     "launched",
     "metal_kernel",

@@ -17,19 +17,21 @@ from typing import Any, Literal, TypeVar, overload
 
 import mlx.core as mx
 
-from .. import _ext
+from .. import _ext, frontend
 from ..apple import agx_compiler, machine_code
 from ..apple.chips import Chip, find_chip
 from ..apple.machine_code import NOT_COMPILED, MachineCode
-from ..apple.model import Instructions, Prediction, Work, chain, predict
+from ..apple.model import Instructions, Prediction, Work, chain, gaps, predict
 from ..frontend import CompileError
-from ..table import aligned
+from ..table import aligned, html
 from . import mlx_graph, mlx_launches, user_sources
 from .block_counts import Executions, counts_of, executions, simdgroups
 from .profile import Launch, profiled
 
-# A prediction whose counts are missed by more says so.
+# A prediction whose counts are missed by more says so; in tables a mark does.
 MISMATCH = 0.1
+MARK = "*"
+MARKED = f"{MARK} counts of the simulator are missed by more than {MISMATCH:.0%}"
 
 # Threadgroup memory of a core of the M1 and M2, which bounds how many threadgroups it holds. That of later cores is a
 # part of a cache; the model leaves this bound out for them (chips.py).
@@ -95,6 +97,11 @@ class PredictedLaunch:
         """By how much the machine code's instructions miss the simulator's counts, as a share of the worst count."""
         return 0.0 if self.executions is None else self.executions.mismatch
 
+    @property
+    def is_missed(self) -> bool:
+        """Whether the counts are missed by so much that tables mark the launch."""
+        return self.mismatch > MISMATCH
+
     @cached_property
     def prediction(self) -> Prediction | None:
         """The time by itself, and what limits it; None where the kernel does not compile."""
@@ -103,6 +110,9 @@ class PredictedLaunch:
     def on(self, chip: Chip) -> PredictedLaunch:
         """The same launch on another chip."""
         return replace(self, chip=chip)
+
+    def _repr_html_(self) -> str:
+        return html([], 0, [str(self)])
 
     def __str__(self) -> str:
         name = f"{self.launch.file}: {self.launch.kernel}"
@@ -119,7 +129,7 @@ class PredictedLaunch:
                 else f"{self.uncounted} loops that only compute are"
             )
             text += f"; {number} taken to run once"
-        if self.mismatch > MISMATCH:
+        if self.is_missed:
             text += f"; its counts are missed by {self.mismatch:.0%}"
         return text
 
@@ -195,6 +205,9 @@ class EstimatedLaunch:
         """The same launch on another chip."""
         return replace(self, chip=chip)
 
+    def _repr_html_(self) -> str:
+        return html([], 0, [str(self)])
+
     def __str__(self) -> str:
         time = f"{self.prediction.microseconds:.1f} us on {self.chip.name}, limited by {self.prediction.limit}"
         return f"{self.name}: {time}; {ESTIMATED}"
@@ -237,40 +250,69 @@ class PredictedLaunches(list[L]):
         return other
 
     def __str__(self) -> str:
-        groups: dict[tuple[str, str], list[float | None]] = {}
+        rows = self._rows()
+        lines = [aligned(rows, left=3)] if len(rows) > 1 else []
+        return "\n".join([*lines, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        return html(self._rows(), 3, self._notes())
+
+    def _rows(self) -> list[list[str]]:
+        """A head, and a line for each kernel: the launches' own times, and the gaps before them."""
+        groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
         limits: dict[tuple[str, str], str] = {}
-        for launch in self:
+        missed: set[tuple[str, str]] = set()
+        for launch, gap in zip(self, self._gaps()):
             kernel = launch.name if isinstance(launch, EstimatedLaunch) else launch.launch.kernel
             prediction = launch.prediction
             key = kernel, _origin(launch)
-            groups.setdefault(key, []).append(prediction.microseconds if prediction else None)
+            groups.setdefault(key, []).append((prediction.microseconds if prediction else 0.0, gap))
             limits[key] = prediction.limit if prediction else NOT_COMPILED
-        sums = {key: sum(time or 0 for time in times) for key, times in groups.items()}
-        rows = [["kernel", "of", "limited by", "launches", "us"]]
-        for key in sorted(groups, key=lambda key: -sums[key]):
+            if isinstance(launch, PredictedLaunch) and launch.is_missed:
+                missed.add(key)
+        sums = {key: [sum(times) for times in zip(*group)] for key, group in groups.items()}
+        rows = [["kernel", "of", "limited by", "launches", "us", "gaps us"]]
+        for key in sorted(groups, key=lambda key: -sums[key][0]):
             kernel, origin = key
             shown = kernel if len(kernel) <= _WIDEST else f"{kernel[: _WIDEST - 2]}.."
-            rows.append([shown, origin, limits[key], str(len(groups[key])), f"{sums[key]:.1f}"])
-        lines = [aligned(rows, left=3)] if groups else []
+            us, gap = sums[key]
+            times = [f"{us:.1f}{MARK * (key in missed)}", f"{gap:.1f}"]
+            rows.append([shown, origin, limits[key], str(len(groups[key])), *times])
+        return rows
+
+    def _gaps(self) -> list[float]:
+        return gaps([launch.work or Work() for launch in self])
+
+    def _notes(self) -> list[str]:
         number = f"{len(self)} launch{'es' * (len(self) != 1)}"
+        lines = []
         whole = self.total
         if whole is not None:
-            lines.append(f"{number} one after another: {whole.microseconds:.0f} us on {self.chip.name}")
+            time = f"{whole.microseconds:.0f} us on {self.chip.name}"
+            lines.append(
+                f"{number} one after another: {time}, {sum(self._gaps()):.0f} us of it in the gaps between them"
+            )
         else:
             lines.append(f"{number} on {self.chip.name}" + ", of which some are not compiled" * bool(self))
         lines += [
             f"left out: {name}, {count} time{'s' * (count != 1)}" for name, count in sorted(self.left_out.items())
         ]
-        return "\n".join([*lines, "Predicted, not measured."])
+        if any(isinstance(launch, PredictedLaunch) and launch.is_missed for launch in self):
+            lines.append(f"{MARKED}.")
+        return [*lines, "Predicted, not measured."]
 
 
 _WIDEST = 34  # name of a kernel in the table
 
 
 def _origin(launch: PredictedLaunch | EstimatedLaunch) -> str:
+    """Who a launch is of: MLX, this package, or a user's kernel, by the name that the user gave it."""
     if isinstance(launch, EstimatedLaunch):
         return f"MLX, {ESTIMATED}"
-    return "MLX" if launch.launch.file.startswith("mlx/") else "mlx_mittens"
+    file = launch.launch.file
+    if file.startswith("mlx/"):
+        return "MLX"
+    return "mlx_mittens" if file in frontend.files() else file.rpartition("/")[2].removesuffix(".metal")
 
 
 def total(launches: Sequence[PredictedLaunch | EstimatedLaunch]) -> Prediction | None:

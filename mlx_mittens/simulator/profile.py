@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _ext
+from ..table import aligned, html
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,17 @@ class Launch:
     lines: tuple[LineCounts, ...]
     counts: dict[str, int]
 
+    def _repr_html_(self) -> str:
+        return html(self._rows(), 4, [f"{self.file}: {self.kernel}, {_times(self.threadgroups)} threadgroups"])
+
+    def _rows(self) -> list[list[str]]:
+        """A head, and the lines of the source, those that are executed most often first."""
+        rows = [["file", "line", "operation", "memory", "executions", "operations"]]
+        for line in sorted(self.lines, key=lambda line: -line.executions):
+            counts = [f"{line.executions:,}", f"{line.operations:,}"]
+            rows.append([line.file, str(line.line), line.operation, line.memory, *counts])
+        return rows
+
     @classmethod
     def of(cls, recorded: dict[str, Any]) -> Launch:
         """A launch as ``_ext.simulator_record`` gives it."""
@@ -109,6 +121,39 @@ class Launch:
         return cls(**head, **own, lines=lines, counts=counts)
 
 
+class ProfiledLaunches(list[Launch]):
+    """The launches of a block in their order; printed as a table with a line for each.
+
+    Example:
+        >>> with mm.simulator.enabled(), mm.simulator.profiled() as launches:
+        ...     mx.eval(mm.softmax(mx.ones((4, 1024)), axis=-1, stream=mx.cpu))
+        >>> print(str(launches).split()[:3])
+        ['kernel', 'threadgroups', 'threads']
+    """
+
+    def __str__(self) -> str:
+        return aligned(self._rows(), left=1)
+
+    def _repr_html_(self) -> str:
+        return html(self._rows(), left=1)
+
+    def _rows(self) -> list[list[str]]:
+        of_memory = ["lines of memory", "loads", "stores", "group loads", "group stores"]
+        rows = [["kernel", "threadgroups", "threads", *of_memory, "simd", "matrix", "barriers"]]
+        for launch in self:
+            accesses = launch.device_loads, launch.device_stores, launch.threadgroup_loads, launch.threadgroup_stores
+            operations = [launch.counts[f"{kind}_operations"] for kind in ("simd", "matrix")]
+            counts = [launch.distinct_lines, *accesses, *operations, launch.counts["threadgroup_barriers"]]
+            sizes = [_times(launch.threadgroups), _times(launch.threads)]
+            rows.append([launch.kernel, *sizes, *(f"{count:,}" for count in counts)])
+        return rows
+
+
+def _times(size: tuple[int, int, int]) -> str:
+    """A size without dimensions of one."""
+    return " x ".join(str(n) for n in size if n > 1) or "1"
+
+
 _PROFILED = [name for name, kind in Launch.__annotations__.items() if kind == "int"]
 
 
@@ -116,7 +161,7 @@ _recording = threading.Lock()
 
 
 @contextlib.contextmanager
-def profiled() -> Iterator[list[Launch]]:
+def profiled() -> Iterator[ProfiledLaunches]:
     """Profiles every launch that the simulator runs in the block; the list holds them once the block is left.
 
     The profile takes a part of the simulator's speed, so it is off outside of such a block. Kernels of
@@ -132,7 +177,7 @@ def profiled() -> Iterator[list[Launch]]:
         >>> launches[0].distinct_lines_loaded  # four rows of 4 KB, in lines of 128 bytes
         128
     """
-    launches: list[Launch] = []
+    launches = ProfiledLaunches()
     if not _recording.acquire(blocking=False):
         raise RuntimeError("[profiled] launches are being profiled already: there is one record in a process")
     recorded: list[dict[str, Any]] = []

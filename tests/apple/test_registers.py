@@ -35,6 +35,81 @@ def test_a_users_file(tmp_path, capsys):
     assert row.split()[1] == "good"
 
 
+WITH_CONSTANTS = """#include <metal_stdlib>
+using namespace metal;
+constant int count [[function_constant(0)]];
+constant bool wide [[function_constant(1)]];
+constant int maybe [[function_constant(2)]];
+constant int factor = is_function_constant_defined(maybe) ? maybe : 3;
+kernel void counted(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  for (int j = 0; j < count; ++j) {
+    x[i + j] = exp2(x[i]);
+  }
+}
+kernel void widened(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  if (wide) {
+    x[i] = exp2(x[i]);
+  }
+}
+kernel void without(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  x[i] = x[i] * factor;
+}
+"""
+
+
+@pytest.fixture
+def with_constants(tmp_path):
+    path = tmp_path / "constants.metal"
+    path.write_text(WITH_CONSTANTS)
+    return str(path)
+
+
+@needs_compilers
+def test_a_kernel_is_not_compiled_without_the_function_constants_that_it_uses(with_constants, capsys):
+    assert main.main(["registers", with_constants]) == 1
+    out, err = capsys.readouterr()
+    rows = {line.split()[1]: " ".join(line.split()[2:]) for line in out.splitlines()[1:]}
+    assert rows["counted"] == rows["widened"] == machine_code.NOT_COMPILED
+    assert int(rows["without"].split()[0]) > 0  # asks whether its constant has a value
+    assert "give --constant count=VALUE" in err and "give --constant wide=VALUE" in err
+
+
+@needs_compilers
+def test_values_of_function_constants(with_constants, capsys):
+    stores = {}
+    for count in (2, 5):
+        arguments = ["--constant", f"count={count}", "--constant", "wide=true", "--disassemble"]
+        assert main.main(["registers", with_constants, *arguments]) == 0
+        out = capsys.readouterr().out
+        assert machine_code.NOT_COMPILED not in out
+        stores[count] = out.partition(": widened")[0].count("device_store")
+    assert stores == {2: 2, 5: 5}
+
+
+@needs_compilers
+@pytest.mark.parametrize(
+    ("constant", "words"),
+    [
+        ("coun=4", "no kernel has such a function constant; did you mean count?"),
+        ("wide=7", "wide=7: 7 is no bool"),
+        ("count=1.5", "count=1.5: 1.5 is no int"),
+        ("count", "expected NAME=VALUE"),
+    ],
+)
+def test_wrong_function_constants(constant, words, with_constants, capsys):
+    assert main.main(["registers", with_constants, "--constant", constant]) == 2
+    assert words in capsys.readouterr().err
+
+
+@needs_compilers
+@pytest.mark.parametrize("more", [(), ("--kernel", "x"), ("--disassemble",)])
+def test_a_file_without_kernels(more, tmp_path, capsys):
+    path = tmp_path / "none.metal"
+    path.write_text("#include <metal_stdlib>\n")
+    assert main.main(["registers", str(path), *more]) == 2
+    assert f"{path} has no kernel: expected" in capsys.readouterr().err
+
+
 @needs_compilers
 def test_an_op_and_a_part_of_a_name(capsys):
     assert main.main(["registers", "softmax", "--kernel", "softmax_block1_float"]) == 0

@@ -25,6 +25,7 @@ NAMES += ["simulator.Kernel.predict", "frontend.CompileError", "frontend.flatten
 RESULTS = (
     "Launch",
     "LineCounts",
+    "ProfiledLaunches",
     "PredictedLaunch",
     "EstimatedLaunch",
     "PredictedLaunches",

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_mittens as mm
-from mlx_mittens import _ext, frontend, specs
+from mlx_mittens import _ext, frontend, specs, table
 from mlx_mittens.apple import agx_compiler, machine_code
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.bench import mlx_metal
@@ -251,6 +251,74 @@ def test_every_launch_in_a_block_is_predicted():
     both = prediction.total(launches)
     assert both.microseconds > max(launch.prediction.microseconds for launch in launches)
     assert "half registers" in str(launches[0])
+
+
+def columns(launches):
+    """The cells of the printed table by the names of its columns."""
+    head, *lines = str(launches).splitlines()
+    names = [name.strip() for name in head.split("  ") if name.strip()]
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    return [dict(zip(names, each)) for each in cells if len(each) == len(names)], lines
+
+
+@needs_compilers
+def test_own_times_and_gaps_add_up_to_the_total():
+    x = mx.zeros((4, 512))
+    with mm.simulator.enabled(), mm.simulator.predicted(chip="m4-max") as launches:
+        y = mm.softmax(x, axis=-1, stream=mx.cpu)
+        mx.eval([mm.rms_norm(y, None, 1e-5 * i, stream=mx.cpu) for i in range(1, 4)])
+    rows, lines = columns(launches)
+    assert [row["launches"] for row in rows] == ["3", "1"]
+    own, gaps = (sum(float(row[name]) for row in rows) for name in ("us", "gaps us"))
+    assert gaps == pytest.approx(3 * 4.7, abs=0.11) and own + gaps == pytest.approx(
+        launches.total.microseconds, abs=0.2
+    )
+    assert f"{launches.total.microseconds:.0f} us on m4-max, {gaps:.0f} us of it in the gaps" in "\n".join(lines)
+
+
+@needs_compilers
+def test_a_users_kernel_has_its_own_name():
+    kernel = mm.simulator.metal_kernel("shifty", ["x"], ["y"], "uint i = thread_position_in_grid.x; y[i] = x[i];")
+    with mm.simulator.enabled(), mm.simulator.predicted(chip="m1") as launches:
+        arguments = {"output_shapes": [(64,)], "output_dtypes": [mx.float32], "grid": (64, 1, 1)}
+        mx.eval(kernel(inputs=[mx.zeros(64)], threadgroup=(64, 1, 1), **arguments))
+        mx.eval(mm.softmax(mx.zeros((4, 64)), axis=-1, stream=mx.cpu))
+    assert sorted(row["of"] for row in columns(launches)[0]) == ["mlx_mittens", "shifty"]
+
+
+@needs_compilers
+def test_notebooks_show_predictions_and_profiles_as_tables():
+    x = mx.zeros((4, 1024))
+    with mm.simulator.enabled():
+        with mm.simulator.predicted(chip="m1") as predicted:
+            mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu))
+        with mm.simulator.profiled() as profiled:
+            mx.eval(mm.softmax(x, axis=-1, stream=mx.cpu))
+    for shown, cells in (
+        (predicted, ["gaps us", "mlx_mittens", "Predicted, not measured."]),
+        (profiled, ["threadgroups", "softmax_block1_float32"]),
+        (profiled[0], ["executions", "norm/softmax.metal: softmax_block1_float32"]),
+        (mm.stats(), ["op", "softmax"]),
+    ):
+        text = shown._repr_html_()
+        assert text.startswith("<table><thead><tr><th") and all(f">{cell}" in text for cell in cells)
+    assert "limited by" in predicted[0]._repr_html_()
+    assert str(profiled).splitlines()[1].split()[:3] == ["softmax_block1_float32", "4", "256"]
+    assert table.html([["a"], ["<b>"]], 1).count("&lt;b&gt;") == 1
+
+
+@needs_compilers
+def test_tables_mark_counts_that_are_missed(capsys):
+    assert main(["simulate", "quantized_matmul", "test 16x", "--peer", "metal", "--chip", "m1"]) == 0
+    out = capsys.readouterr().out
+    assert f"\n{prediction.MARKED}" in out and "the simulator's counts are missed by" in out
+    (row,) = (line for line in out.splitlines() if line.startswith("m1 "))
+    assert row.split()[-2].endswith(prediction.MARK)
+    with mm.simulator.profiled() as launches:
+        mx.eval(matrices_of_mlx(mx.float16)[0]())
+    predicted = mm.simulator.PredictedLaunches(find_chip("m1"))
+    predicted += prediction.predict_launches(launches, find_chip("m1"))
+    assert prediction.MARKED in str(predicted) and "*" in str(predicted).splitlines()[1]
 
 
 @needs_compilers

@@ -92,7 +92,8 @@ def simulated(x: mx.array, call: Callable[[], Any]) -> None:
     assert_type(kernel.predict(chip="m1", inputs=[x]), mm.simulator.PredictedLaunch)
     with mm.simulator.profiled() as launches:
         call()
-    assert_type(launches, list[mm.simulator.Launch])
+    assert_type(launches, mm.simulator.ProfiledLaunches)
+    assert_type(launches[0], mm.simulator.Launch)
     assert_type(launches[0].lines, tuple[mm.simulator.LineCounts, ...])
     with mm.simulator.predicted("m1", peer="metal") as predicted:
         call()
