@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ _LARGEST_TWIN_ON_CPU = 2**20
 # Larger cases of an op without native code are not simulated.
 _LARGEST_SIMULATED = 2**18
 
+# Cases of more elements come after all others: they take the most time, and few find what no smaller one does.
+_LARGE = 2**20
+
 # After so many ended processes the rest of an op's cases is left out: a process takes seconds to start.
 _MOST_DEATHS = 3
 
@@ -59,16 +63,42 @@ class Finding:
     detail: str
 
 
-def _todo(op: specs.Op, device: str) -> list[tuple[specs.Case, str]]:
-    """The cases of an op that are examined, each with the name of a type."""
-    large = lambda case: math.prod(case.shape) > _LARGEST[device]
-    found = [*op.checks(), *(case for case in op.cases if not large(case))]
+def _size(case: specs.Case) -> int:
+    return math.prod(case.shape)
+
+
+def _todo(op: specs.Op, device: str, quick: bool = False) -> list[tuple[specs.Case, str]]:
+    """The cases of an op that are examined, the largest last, each with the name of a type.
+
+    Quickly it is those that are there to be tested alone, which reach every kernel, the smallest first.
+    """
+    found = [*op.checks(), *(case for case in op.cases if not quick and _size(case) <= _LARGEST[device])]
+    found.sort(key=lambda case: _size(case) if quick or _size(case) > _LARGE else 0)
     return [(case, dtype) for case in found if case.runs_on(device) for dtype in op.dtypes(case)]
 
 
 def _was_composed() -> bool:
     """Whether mx's operations have done the work on the CPU, for lack of native code."""
     return any("native composed" in counts["kernels"] for counts in stats().values())
+
+
+def _reached(op: specs.Op, case: specs.Case, dtype: str, rng: np.random.Generator) -> set[tuple[str, ...]]:
+    """What a case runs: its kernels, and on a CPU the native code by type and for gradients apart.
+
+    Nothing is known of one that raises, which is the finding when it is examined.
+    """
+    stats(reset=True)
+    try:
+        arrays = op.draw(rng, case, specs.DTYPES[dtype])
+        mx.eval(specs.run(op, op.ours, case, arrays, op.cotangents(rng, case, specs.DTYPES[dtype])))
+    except Exception:
+        return set()
+    native = (dtype, str(case.vjp))
+    return {
+        (name, kernel, *(native if kernel.startswith("native") else ()))
+        for name, counts in stats().items()
+        for kernel in counts["kernels"]
+    }
 
 
 def examine(op: specs.Op, case: specs.Case, dtype: str, rng: np.random.Generator) -> Finding:
@@ -102,22 +132,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
     add_ops(parser)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
+    parser.add_argument("--quick", action="store_true", help="a case for each kernel, under two minutes on a GPU")
     parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
     add_seed(parser)
 
 
 def child() -> None:
-    """Examines cases of one op, as its input names them by their number, and answers each with a line of JSON."""
-    name, device, seed = sys.argv[1:]
+    """Examines cases, as its input names them by their op and number, and answers each with a line of JSON.
+
+    Quickly it answers null for a case that runs what one before it has run.
+    """
+    device, seed, quick = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "quick"
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     select_device(device)
-    op = specs.get(name)
-    todo = _todo(op, device)
+    seen: set[tuple[str, ...]] = set()
     with strict():
         for line in sys.stdin:
-            case, dtype = todo[int(line)]
-            finding = examine(op, case, dtype, inputs(int(seed), name, case.name, dtype))
+            name, number = line.split()
+            op = specs.get(name)
+            case, dtype = _todo(op, device, quick)[int(number)]
+            drawn_inputs = lambda op=op, case=case, dtype=dtype: inputs(seed, op.name, case.name, dtype)
+            if quick:
+                reached = _reached(op, case, dtype, drawn_inputs())
+                if reached and reached <= seen:
+                    print("null", file=answers, flush=True)
+                    continue
+                seen |= reached
+            finding = examine(op, case, dtype, drawn_inputs())
             print(json.dumps(asdict(finding)), file=answers, flush=True)
 
 
@@ -126,13 +168,13 @@ _CHILD = "from mlx_mittens.cli.doctor import child; child()"
 
 
 class _Child:
-    """A process that examines cases of one op. A fault ends this process only."""
+    """A process that examines cases. A fault ends this process only."""
 
-    def __init__(self, op: str, device: str, seed: int, environment: dict[str, str]) -> None:
+    def __init__(self, device: str, seed: int, quick: bool, environment: dict[str, str]) -> None:
         code = f"import sys\nsys.path[:] = {sys.path!r}\n{_CHILD}"
         self._errors = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, op, device, str(seed)],
+            [sys.executable, "-c", code, device, str(seed), "quick" if quick else "all"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -143,15 +185,22 @@ class _Child:
         assert self._process.stdin is not None and self._process.stdout is not None  # as they are pipes
         self._numbers, self._answers = self._process.stdin, self._process.stdout
 
-    def examine(self, number: int) -> Finding | None:
-        """Gives the finding, or None where the process ended."""
+    def examine(self, op: str, number: int) -> Finding | None:
+        """Gives the finding, or None where another case had run the same.
+
+        Raises:
+            EOFError: The process ended.
+        """
         try:
-            self._numbers.write(f"{number}\n")
+            self._numbers.write(f"{op} {number}\n")
             self._numbers.flush()
         except BrokenPipeError:
-            return None
+            raise EOFError from None
         answer = self._answers.readline()
-        return Finding(**json.loads(answer)) if answer.endswith("\n") else None
+        if not answer.endswith("\n"):
+            raise EOFError
+        found = json.loads(answer)
+        return found and Finding(**found)
 
     def end(self) -> str:
         """Waits for the process's end; how it ended, with the last lines that it wrote."""
@@ -187,7 +236,7 @@ class _Findings:
         self.given_up: list[str] = []  # ops whose cases did not all run
         self.pipelines: list[pipelines.Row] | None = None  # where there is Metal
         self._rows: list[str] = []
-        self._file, self._head, self._planned = file, head, planned
+        self._file, self._head, self.planned = file, head, planned
 
     def add(self, finding: Finding) -> None:
         self.count += 1
@@ -199,6 +248,12 @@ class _Findings:
         elif finding.detail:
             self.notes.append(finding.detail)
 
+    def leave_out(self, op: str, case: str, dtype: str) -> None:
+        """Notes that a planned case is not examined, since another one has run the same."""
+        self.planned -= 1
+        self.running = None
+        self.step(f"{op} {case} {dtype}")
+
     def begin(self, op: str, case: str, dtype: str) -> None:
         """Names the case that is about to run, for whatever ends this process or the machine."""
         self.running = {"op": op, "case": case, "dtype": dtype}
@@ -207,46 +262,89 @@ class _Findings:
     def save(self, ending: Ending | None = None) -> None:
         """Writes the file."""
         passed = ending is not None and ending.complete and not self.failed
-        head = {**self._head, "passed": passed, **progress(ending, self.count, self._planned), "running": self.running}
+        head = {**self._head, "passed": passed, **progress(ending, self.count, self.planned), "running": self.running}
         if self.pipelines is not None:
             head["pipelines"] = self.pipelines
         self._file.write(head, "cases", self._rows, last=ending is not None)
 
 
-def _examine_op(op: specs.Op, device: str, seed: int, environment: dict[str, str], findings: _Findings) -> None:
-    """Runs the cases of an op in a process of its own, and in a new one after a case that ends it."""
-    todo = _todo(op, device)
-    before, failed = findings.count, len(findings.failed)
-    process: _Child | None = None
-    deaths = 0
-    try:
-        for number, (case, dtype) in enumerate(todo):
-            if deaths == _MOST_DEATHS:
-                findings.given_up.append(op.name)
-                break
-            findings.begin(op.name, case.name, dtype)
-            process = process or _Child(op.name, device, seed, environment)
-            found = process.examine(number)
-            if found is None:
-                found = Finding(op.name, case.name, dtype, False, None, None, process.end())
-                process, deaths = None, deaths + 1
-            findings.add(found)
-        if process:
-            process.end()
-    except BaseException:
-        if process:
-            process.kill()
-        raise
-    finally:
-        mine = findings.failed[failed:]
-        examined = findings.count - before
-        unseen = f", {len(todo) - examined} not run" if examined < len(todo) else ""
-        print(f"{op.name:12} {examined - len(mine)} of {len(todo)} cases pass{unseen}", flush=True)
-        for note in dict.fromkeys(findings.notes):
-            print(f"  {note}", flush=True)
-        findings.notes.clear()
-        for finding in mine:
-            print(f"  FAILED {finding.case} {finding.dtype}: {finding.detail}", flush=True)
+@dataclass(frozen=True)
+class _Part:
+    """Cases of an op, by their numbers, which are examined one after another."""
+
+    op: specs.Op
+    todo: list[tuple[specs.Case, str]]  # all of the op's
+    numbers: Sequence[int]
+    name: str  # of what is printed
+
+
+def _parts(ops: Sequence[specs.Op], device: str, quick: bool) -> list[_Part]:
+    """What is examined: each op, then the large cases of each."""
+    parts: list[_Part] = []
+    for is_large in (False, True):
+        for op in ops:
+            todo = _todo(op, device, quick)
+            numbers = [i for i, (case, _) in enumerate(todo) if (_size(case) > _LARGE) == is_large]
+            if numbers:
+                parts.append(_Part(op, todo, numbers, f"{op.name} large" if is_large else op.name))
+    return parts
+
+
+class _Examiner:
+    """Examines parts, each in a process of its own, quickly all in one, and in a new one after a case that ends it."""
+
+    def __init__(self, device: str, seed: int, quick: bool, environment: dict[str, str], findings: _Findings) -> None:
+        self._start = lambda: _Child(device, seed, quick, environment)
+        self._quick, self._findings = quick, findings
+        self._process: _Child | None = None
+        self._deaths: Counter[str] = Counter()
+
+    def examine(self, part: _Part) -> None:
+        """Examines the cases of a part, and prints what was found."""
+        findings, op = self._findings, part.op
+        before, failed, same = findings.count, len(findings.failed), 0
+        try:
+            for number in part.numbers:
+                case, dtype = part.todo[number]
+                if self._deaths[op.name] == _MOST_DEATHS:
+                    findings.given_up.append(op.name)
+                    break
+                findings.begin(op.name, case.name, dtype)
+                self._process = self._process or self._start()
+                try:
+                    found = self._process.examine(op.name, number)
+                except EOFError:
+                    found = Finding(op.name, case.name, dtype, False, None, None, self._process.end())
+                    self._process, self._deaths[op.name] = None, self._deaths[op.name] + 1
+                if found is None:
+                    same += 1
+                    findings.leave_out(op.name, case.name, dtype)
+                else:
+                    findings.add(found)
+            if not self._quick:
+                self.end()
+        except BaseException:
+            if self._process:
+                self._process.kill()
+            raise
+        finally:
+            mine = findings.failed[failed:]
+            examined, planned = findings.count - before, len(part.numbers) - same
+            unseen = f", {planned - examined} not run" if examined < planned else ""
+            others = f" ({same} others run the same kernels)" if same else ""
+            if planned:
+                print(f"{part.name:12} {examined - len(mine)} of {planned} cases pass{unseen}{others}", flush=True)
+            for note in dict.fromkeys(findings.notes):
+                print(f"  {note}", flush=True)
+            findings.notes.clear()
+            for finding in mine:
+                print(f"  FAILED {finding.case} {finding.dtype}: {finding.detail}", flush=True)
+
+    def end(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process:
+            self._process.end()
+            self._process = None
 
 
 def _has_pipelines(device: str) -> bool:
@@ -325,6 +423,7 @@ def run(arguments: argparse.Namespace) -> int:
         "internals": internals,
         "calibration": calibration.status(device),
         "mlx_kernels": machine.mlx_kernel_cache(),
+        "quick": arguments.quick,
         "seed": seed,
     }
     print("\n".join(f"{name:12} {version}" for name, version in versions.items()))
@@ -345,21 +444,26 @@ def run(arguments: argparse.Namespace) -> int:
     head["compiling"] = compiling = pipelines.probe()
     print(f"{'compiling':12} {pipelines.told(compiling)}", flush=True)
 
-    ops = [op for op in specs.OPS if op.name in names]
-    planned = sum(len(_todo(op, device)) for op in ops)
+    parts = _parts([op for op in specs.OPS if op.name in names], device, arguments.quick)
+    planned = sum(len(part.numbers) for part in parts)
     findings = _Findings(file, head, planned)
     findings.save()
-    where = lambda op: " ".join(findings.running.values()) if findings.running else op.name
+    where = lambda part: " ".join(findings.running.values()) if findings.running else part.name
+    examiner = _Examiner(device, seed, arguments.quick, environment, findings)
     with quiet_steps(planned) as findings.step:
-        ending = each(ops, lambda op: _examine_op(op, device, seed, environment, findings), where)
-    if ending.complete and arguments.json and not arguments.ops and _has_pipelines(device):
+        ending = each(parts, examiner.examine, where)
+    if ending.complete:
+        examiner.end()
+    if ending.complete and arguments.json and not (arguments.ops or arguments.quick) and _has_pipelines(device):
         pipelines_ending = each([None], lambda _: _list_pipelines(findings), lambda _: "pipelines")
         ending = ending if pipelines_ending.complete else pipelines_ending
     if ending.complete and findings.given_up:
-        ending = Ending(1, f"gave up {', '.join(findings.given_up)} after {_MOST_DEATHS} processes had ended")
+        ending = Ending(
+            1, f"gave up {', '.join(dict.fromkeys(findings.given_up))} after {_MOST_DEATHS} processes had ended"
+        )
     findings.save(ending)
     if not ending.complete:
-        print(f"Incomplete: {findings.count} of {planned} cases examined.")
+        print(f"Incomplete: {findings.count} of {findings.planned} cases examined.")
     if findings.failed:
         print(f"{len(findings.failed)} cases failed (seed {seed}).")
     elif ending.complete:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlx_mittens import calibration, specs, strict
+from mlx_mittens import calibration, simulator, specs, strict
 from mlx_mittens.calibration import store
 from mlx_mittens.cli import doctor
 from mlx_mittens.cli.main import main
@@ -82,6 +82,72 @@ def test_some_ops(few_cases, tmp_path):
     file = tmp_path / "doctor.json"
     assert main(["doctor", "--ops", "softmax,rms_norm", "--json", str(file)]) == 0
     assert {case["op"] for case in json.loads(file.read_text())["cases"]} == {"softmax", "rms_norm"}
+
+
+def examined(file, *options):
+    assert main(["doctor", *options, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert result["complete"] and result["measured"] == result["planned"] == len(result["cases"])
+    return [(case["op"], case["case"], case["dtype"]) for case in result["cases"]]
+
+
+def test_quickly_a_case_for_each_kernel(only, monkeypatch, tmp_path, capsys):
+    """In the simulator, whose kernels are those of a GPU: the smallest case of each, and none that runs no other."""
+    only("""
+specs.OPS = tuple(replace(op, tests=tuple(case for case in op.tests if math.prod(case.shape) < 2**13))
+                  for op in specs.OPS)
+""")
+    names = ("rms_norm", "softmax")
+    monkeypatch.setenv("MLX_MITTENS_SIMULATOR", "1")  # of the processes that doctor starts
+    found = examined(tmp_path / "doctor.json", "--ops", ",".join(names), "--quick", "--device", "cpu")
+    assert "others run the same kernels" in capsys.readouterr().out
+    first: dict[tuple[str, ...], tuple[str, ...]] = {}
+    todo = [(op, *one) for op in map(specs.get, names) for one in doctor._todo(op, "cpu", quick=True)]
+    with simulator.enabled():
+        for op, case, dtype in todo:
+            for kernel in doctor._reached(op, case, dtype, inputs(0, op.name, case.name, dtype)):
+                first.setdefault(kernel, (op.name, case.name, dtype))
+    assert set(found) == set(first.values()) and len(found) < len(todo)
+    assert all(kernel[1].startswith("simulator ") for kernel in first)
+
+
+def test_quickly_on_a_cpu_a_case_for_each_type(few_cases, tmp_path):
+    found = examined(tmp_path / "doctor.json", "--ops", "rms_norm,gemv", "--quick", "--device", "cpu")
+    assert {op for op, *_ in found} == {"rms_norm", "gemv"} and {dtype for *_, dtype in found} == set(specs.DTYPES)
+    assert len(found) < len(examined(tmp_path / "all.json", "--ops", "rms_norm,gemv", "--device", "cpu"))
+
+
+def test_quickly_what_fails_is_found(only, tmp_path, capsys):
+    only("""
+def make(ours):
+    def raising(x, *rest, **options):
+        if x.dtype == mx.float16:
+            raise RuntimeError("no kernel")
+        return ours(x, *rest, **options)
+    return raising
+instead("rms_norm", make)
+instead("softmax", of_half(lambda: os._exit(3)))
+""")
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--quick", "--ops", "rms_norm,softmax", "--device", "cpu", "--json", str(file)]) == 1
+    failed = [case for case in json.loads(file.read_text())["cases"] if not case["passed"]]
+    assert {case["dtype"] for case in failed} == {"float16"} and {case["op"] for case in failed} == {
+        "rms_norm",
+        "softmax",
+    }
+
+
+def test_the_largest_shapes_come_last(few_cases, monkeypatch):
+    """After the other cases of every op."""
+    ops = [replace(op, cases=specs.OPS[0].cases) for op in specs.OPS[:3]]
+    monkeypatch.setattr(doctor, "_LARGE", 100)
+    sizes, order = lambda part: [doctor._size(part.todo[i][0]) for i in part.numbers], []
+    for part in doctor._parts(ops, "cpu", quick=False):
+        order.append(max(sizes(part)) > 100)
+        assert len({size > 100 for size in sizes(part)}) == 1
+        if order[-1]:
+            assert sizes(part) == sorted(sizes(part)) and part.name == f"{part.op.name} large"
+    assert order == sorted(order) and True in order
 
 
 def test_says_what_failed(only, tmp_path, capsys):
