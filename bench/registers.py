@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mlx_mittens import frontend
+from mlx_mittens.apple import kernels as files
 from mlx_mittens.frontend import build, compiler, ptxas
 
 TABLE = Path(__file__).parent / "results" / "registers.md"
@@ -28,8 +29,8 @@ def made_with() -> str:
 
 
 def kernels() -> list[tuple[str, str]]:
-    """The file and the name of every variant, by name."""
-    found = [(file, variant.name) for file in frontend.files() for variant in frontend.variants(file)]
+    """The file and the name of every variant that is compiled to PTX, by name."""
+    found = [(file, variant.name) for file in files.for_nvidia() for variant in frontend.variants(file)]
     return sorted(found, key=lambda kernel: kernel[1])
 
 

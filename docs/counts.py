@@ -59,6 +59,8 @@ CASES = (
     Counted("quantized_matmul", "1x4096x64 transpose=False bits=4"),
     Counted("quantized_matmul", "11x448x37 bits=4"),
     Counted("quantized_matmul", "16x320x9 bits=4"),
+    Counted("quantized_matmul", "19x160x133 bits=4"),
+    Counted("quantized_matmul", "37x160x69 bits=4"),
     Counted("quantized_matmul", "1x128x4099 nvidia"),
     Counted("quantized_matmul", "1x2880x9 bits=4 nvidia"),
     Counted("quantized_matmul", "11x320x9 bits=4 nvidia"),

@@ -105,7 +105,8 @@ _PLACES = (
     ),
     Place(
         ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan.cpp",),
-        ("qmv.metal", "qmm.metal", "qvm.metal", "splitk_reduce.metal"), ("quantized_matmul.cpp",),
+        ("qmv.metal", "qmm.metal", "apple/qmm_tiles.metal", "qvm.metal", "splitk_reduce.metal"),
+        ("quantized_matmul.cpp",),
         ("test_quantized_matmul.py", "test_qmv_mma.py", "test_product_traffic.py"),
         ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
     ),

@@ -118,6 +118,13 @@ enum {
   kMatrixStep = 64,  // columns that it takes at once
 };
 
+// Of a threadgroup in products of many rows (matmul/apple/qmm_tiles.h).
+enum {
+  kTileSimdgroups = 4,
+  kTileOutputs = 64,
+  kTileBand = 8,  // blocks of rows that follow one another in the grid
+};
+
 // Of a simdgroup where weights are [columns, outputs] (matmul/qvm.metal).
 enum {
   kTransposedOutputs = 64,

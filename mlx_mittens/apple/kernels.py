@@ -18,7 +18,10 @@ FILES: dict[str, tuple[str, ...]] = {
     "softcap": ("norm/softcap.metal",),
     "sample": ("sampling/sample.metal",),
     "gemv": ("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/splitk_reduce.metal"),
-    "quantized_matmul": (*("matmul/qmv.metal", "matmul/qmm.metal", "matmul/qvm.metal", "matmul/splitk_reduce.metal"),),
+    "quantized_matmul": (
+        *("matmul/qmv.metal", "matmul/qmm.metal", "matmul/apple/qmm_tiles.metal", "matmul/qvm.metal"),
+        "matmul/splitk_reduce.metal",
+    ),
     "quantized_swiglu": ("matmul/quantized_swiglu.metal",),
     "block_matmul": ("matmul/gguf_matmul.metal",),
     "block_quantize": ("matmul/gguf_quantize.metal",),
@@ -55,3 +58,8 @@ def requests(files: Iterable[str]) -> list[Request]:
 def for_apple() -> list[str]:
     """The files whose kernels Apple's plans launch."""
     return [file for file in frontend.files() if "/nvidia/" not in file]
+
+
+def for_nvidia() -> list[str]:
+    """The files whose kernels NVIDIA's plans launch, and that are compiled to PTX."""
+    return [file for file in frontend.files() if not frontend.is_for_apple(file)]

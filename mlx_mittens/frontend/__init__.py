@@ -17,7 +17,7 @@ from .compiler import compiler_problem
 from .errors import CompileError
 from .instantiations import metal_kernels, metal_text
 from .rewrite import Argument, Variant
-from .sources import files, flatten, name_of_text, register_source, source
+from .sources import files, flatten, is_for_apple, name_of_text, register_source, source
 
 __all__ = [
     "Argument",
@@ -29,6 +29,7 @@ __all__ = [
     "files",
     "flatten",
     "has_prebuilt_ptx",
+    "is_for_apple",
     "metal_kernels",
     "metal_text",
     "metallib",

@@ -21,7 +21,8 @@ def prebuild(folder: Path) -> int:
     for stale in target.glob("*.ptx"):
         stale.unlink()
 
-    kernels = [(file, variant.name) for file in sources.files() for variant in build.variants(file)]
+    files = [file for file in sources.files() if not sources.is_for_apple(file)]
+    kernels = [(file, variant.name) for file in files for variant in build.variants(file)]
     texts = build.all_ptx(kernels, ARCH)
     for (file, kernel), text in texts.items():
         path = target / f"{build.entry_name(kernel)}.ptx"

@@ -34,6 +34,11 @@ def files() -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.metal"))
 
 
+def is_for_apple(file: str) -> bool:
+    """Whether plans for Apple GPUs alone launch the kernels of one of `files`: it is compiled to no PTX."""
+    return "/apple/" in file
+
+
 def register_source(name: str, text: str, folder: Path | None = None) -> None:
     """Makes a text known as a .metal file of this name, for as long as the process lives.
 

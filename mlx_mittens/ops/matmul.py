@@ -2,7 +2,8 @@
 
 As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On a
 GPU the kernels take up to 16 rows for a matrix; more go to mx, and some of fewer where it uses an NVIDIA GPU's tensor
-cores or an Apple GPU's matrix units (M5). On the CPU any number of rows is native.
+cores or an Apple GPU's matrix units (M5). Other Apple GPUs take any number of rows with transposed quantized weights.
+On the CPU any number of rows is native.
 """
 
 from __future__ import annotations

@@ -225,9 +225,10 @@ def _tests(
     label: str = "test",
     gpu: Literal["apple", "nvidia"] = "apple",
     cpu_only: bool = False,
+    apple_only: bool = False,
     **options: Any,
 ) -> tuple[Case, ...]:
-    return tuple(Case(label, shape, options, gpu=gpu, cpu_only=cpu_only) for shape in shapes)
+    return tuple(Case(label, shape, options, gpu=gpu, cpu_only=cpu_only, apple_only=apple_only) for shape in shapes)
 
 
 # The layers that one token passes, as (columns, outputs), and the last one.
@@ -275,6 +276,21 @@ def _models(rows: tuple[int, ...] = (1,), **options: Any) -> tuple[Case, ...]:
 
 
 _FLOATS = (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))  # modes with their bits and group sizes
+
+# Tiles of 32 and of 64 rows, with tails of rows, columns and outputs.
+_TILES = ((19, 160, 133), (37, 160, 69))
+
+_TILE_TESTS = tuple(
+    case
+    for bits in (2, 3, 4, 5, 6, 8)
+    for case in _tests(
+        *(_TILES if bits in (4, 8) else _TILES[:1]), transpose=True, group_size=32, bits=bits, apple_only=True
+    )
+) + tuple(
+    case
+    for mode, bits, group_size in _FLOATS
+    for case in _tests(*_TILES, transpose=True, group_size=group_size, bits=bits, mode=mode, apple_only=True)
+)
 
 _QUANTIZED_TESTS = tuple(
     case
@@ -377,10 +393,15 @@ MATRIX_OPS: tuple[Op, ...] = (
         twin_text="`mx.quantized_matmul`",
         summary="a few rows times quantized weights",
         options={"group_size": 64, "bits": 4},
-        tests=_QUANTIZED_TESTS,
+        tests=_QUANTIZED_TESTS + _TILE_TESTS,
         cases=_models((1, 2, 4, 8, 16), bits=4)
         + _models((1, 4), bits=8)
-        + _prompts((128, 896, 896), (512, 896, 128), bits=4),
+        + _prompts((128, 896, 896), (512, 896, 128), bits=4)
+        + tuple(
+            Case("Llama-3.1-8B prompt", (rows, columns, outputs), {"bits": 4}, gpu_only=True, apple_only=True)
+            for rows in (32, 512, 2048)
+            for columns, outputs in _MODELS["Llama-3.1-8B"][:4]
+        ),
         layout="affine",
     ),
     MatrixOp(

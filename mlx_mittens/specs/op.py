@@ -36,6 +36,7 @@ class Case:
         quick: Part of the benchmark's short form.
         gpu_only: Too large to be worth its time on a CPU.
         cpu_only: Of more rows than the op takes on a GPU.
+        apple_only: Of more rows than the op takes on a GPU that is not Apple's.
         gpu: Whose GPUs the simulator stands for, where the case is for their kernels.
     """
 
@@ -46,6 +47,7 @@ class Case:
     quick: bool = False
     gpu_only: bool = False
     cpu_only: bool = False
+    apple_only: bool = False
     gpu: Literal["apple", "nvidia"] = "apple"
 
     @property
@@ -60,7 +62,9 @@ class Case:
         return self.label, "x".join(map(str, self.shape)) or "scalar", " ".join(more)
 
     def runs_on(self, device: str) -> bool:
-        return not (self.cpu_only if device == "gpu" else self.gpu_only)
+        if device != "gpu":
+            return not self.gpu_only
+        return not self.cpu_only and (not self.apple_only or mx.metal.is_available())
 
 
 def cases_for_tests(*shapes: tuple[int, ...], vjp: bool = False, **options: Any) -> tuple[Case, ...]:

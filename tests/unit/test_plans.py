@@ -120,6 +120,8 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
             gemv(1, 4096, 1024, transpose=False),
             quantized(1, 4096, 4096, 4), quantized(1, 4096, 128256, 4), quantized(2, 4096, 1024, 8),
             quantized(8, 4096, 4096, 4), quantized(16, 4096, 14336, 4), quantized(1, 4096, 1024, 4, transpose=False),
+            quantized(17, 4096, 4096, 4), quantized(64, 4096, 14336, 8), quantized(65, 4096, 4096, 4),
+            quantized(600, 4096, 4096, 4), quantized(2048, 14336, 4096, 4),
             gguf(1, 4096, 4096),
         ],
         "attention": [

@@ -39,6 +39,7 @@ constexpr Schedule<AffineKernel> affine_schedules[] = {
     {"mma_row", AffineKernel::mma_row, Where::nvidia, any_rows, unlimited_rows, 1},
     {"tiles", AffineKernel::tiles, Where::nvidia, 2, unlimited_rows, unlimited_rows},
     {"rows", AffineKernel::nvidia_rows, Where::nvidia, any_rows, any_rows, unlimited_rows},
+    {"qmm_tiles", AffineKernel::qmm_tiles, Where::apple, most_gemv_rows + 1, most_gemv_rows + 1, unlimited_rows},
     {"rows", AffineKernel::rows, Where::anywhere, any_rows, any_rows, unlimited_rows},
     {"tiles", AffineKernel::matrices, Where::anywhere, any_rows, any_rows, unlimited_rows},
 };
@@ -366,6 +367,24 @@ void share_out(Launch& launch, const MatricesPlan& plan, uint32_t matrices) {
   launch.threads = {32 * plan.sharers, plan.row_blocks, 1};
 }
 
+TilesPlan plan_tiles(const AffineFormat& format, const ProductSizes& sizes, uint32_t matrices) {
+  TilesPlan plan;
+  // Blocks of 32 rows take longer for each row, but may leave less of the last one idle. Rare formats have no others.
+  const uint64_t by_32 = uint64_t(ceil_divide(sizes.rows, 32u)) * 32;
+  const uint64_t by_64 = uint64_t(ceil_divide(sizes.rows, 64u)) * 64;
+  const bool has_64 = has_affine_kernels(format) || !format.has_biases();
+  plan.rows = has_64 && by_64 * 100 <= by_32 * 108 ? 64 : 32;
+  plan.row_blocks = ceil_divide(sizes.rows, plan.rows);
+  plan.output_groups = ceil_divide(std::max(sizes.outputs, 1u), kTileOutputs / matrices);
+  return plan;
+}
+
+void share_out(Launch& launch, const TilesPlan& plan, uint32_t matrices) {
+  launch.threadgroups = {std::min(plan.row_blocks, uint32_t(kTileBand)), plan.output_groups,
+                         matrices * ceil_divide(plan.row_blocks, uint32_t(kTileBand))};
+  launch.threads = {32 * kTileSimdgroups, 1, 1};
+}
+
 ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
                          uint32_t most_splits, mx::Stream stream) {
   constexpr uint32_t fewest_steps = 4;  // rows of weights for each worker of a split
@@ -433,6 +452,8 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
         return all && kernels.has_tiles && dtype != mx::float32;
       case AffineKernel::nvidia_rows:
         return all && (!kernels.has_tiles || dtype == mx::float32 || sizes.rows <= 1);
+      case AffineKernel::qmm_tiles:
+        return kernels.has_qmm_tiles && sizes.outputs >= kTileOutputs / kTileSimdgroups / kernels.matrices;
       case AffineKernel::matrices:
         return true;
       case AffineKernel::rows:
@@ -450,6 +471,9 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
     case AffineKernel::nvidia_rows:
       plan_affine_nvidia_rows(plan, kernels, format, sizes, gpu);
       break;
+    case AffineKernel::qmm_tiles:
+      plan.by_tiles = plan_tiles(format, sizes, kernels.matrices);
+      break;
     case AffineKernel::matrices:
       plan.by_matrices = plan_matrices(sizes, kMatrixOutputs / kernels.matrices, gpu);
       break;
@@ -458,6 +482,14 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
       break;
   }
   return plan;
+}
+
+uint32_t most_affine_rows(const AffineKernels& kernels, const AffineFormat& format, mx::Stream stream) {
+  if (stream.device != mx::Device::gpu) {
+    return unlimited_rows;
+  }
+  const bool has_tiles = kernels.has_qmm_tiles && format.transpose && gpu_of(stream).vendor == Gpu::Vendor::apple;
+  return has_tiles ? unlimited_rows : most_gemv_rows;
 }
 
 const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
@@ -471,10 +503,10 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
     const bool wins = kernels.has_tiles && dtype == mx::float32 && uint64_t(sizes.matrices) * sizes.rows >= 12;
     return wins ? tensor_cores : nullptr;
   }
-  // MLX's limits on GPUs with matrix units: its kernels for fewer rows do not use them.
+  // MLX's limits on GPUs with matrix units: its kernels for fewer rows do not use them. More than these rows are mx's.
   const uint32_t larger = std::max(sizes.columns, sizes.outputs);
   const uint32_t fewest = larger <= 2048 ? 33 : larger <= 4096 ? 25 : 13;
-  const bool wins = sizes.rows >= fewest && sizes.columns % 64 == 0;
+  const bool wins = sizes.rows > most_gemv_rows || (sizes.rows >= fewest && sizes.columns % 64 == 0);
   return wins && mlx_uses_matrix_units(gpu, dtype) ? matrix_units : nullptr;
 }
 

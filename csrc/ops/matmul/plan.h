@@ -127,9 +127,21 @@ MatricesPlan plan_matrices(const ProductSizes& sizes, uint32_t outputs, const Gp
 
 void share_out(Launch& launch, const MatricesPlan& plan, uint32_t matrices);
 
+// Threadgroups that have many rows of x and many outputs (metal/matmul/apple/qmm_tiles.h).
+struct TilesPlan {
+  uint32_t rows;  // of x that a threadgroup takes
+  uint32_t row_blocks;  // of so many rows
+  uint32_t output_groups;
+};
+
+// matrices: of weights that pass by one simdgroup, 2 for gate and up.
+TilesPlan plan_tiles(const AffineFormat& format, const ProductSizes& sizes, uint32_t matrices);
+
+void share_out(Launch& launch, const TilesPlan& plan, uint32_t matrices);
+
 // --- quantized weights, [outputs, columns]
 
-enum class AffineKernel { mma_row, tiles, nvidia_rows, matrices, rows };
+enum class AffineKernel { mma_row, tiles, nvidia_rows, qmm_tiles, matrices, rows };
 
 // Kernels of an op. matrices: of weights that pass by one simdgroup, 2 for gate and up.
 struct AffineKernels {
@@ -138,13 +150,18 @@ struct AffineKernels {
   uint32_t most_rows;  // of x in a threadgroup of the kernel by rows for NVIDIA GPUs
   bool has_tiles;  // on NVIDIA GPUs
   uint32_t most_shared_rows;  // of x that the kernel by rows takes; one in rare formats
+  bool has_qmm_tiles = false;
 };
+
+// Rows of x for each matrix that kernels for a GPU are worth their time for: more are left to mx there.
+uint32_t most_affine_rows(const AffineKernels& kernels, const AffineFormat& format, mx::Stream stream);
 
 struct AffinePlan : RowProductsPlan {
   AffineKernel kernel;
   uint32_t run;  // tiles: columns that have one scale
   RowsPlan shared;  // rows
   MatricesPlan by_matrices;  // matrices
+  TilesPlan by_tiles;  // qmm_tiles
 };
 
 AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,

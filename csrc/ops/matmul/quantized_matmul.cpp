@@ -36,10 +36,11 @@ const Name nvidia_rows_file = "matmul/nvidia/qmv.metal";
 const Name row_file = "matmul/nvidia/qmv_mma.metal";
 const Name tiles_file = "matmul/nvidia/qmm.metal";
 const Name matrices_file = "matmul/qmm.metal";
+const Name qmm_tiles_file = "matmul/apple/qmm_tiles.metal";
 const Name transposed_file = "matmul/qvm.metal";
 const Name nvidia_transposed_file = "matmul/nvidia/qvm.metal";
 constexpr uint32_t most_kernel_rows = 8;  // of x that a kernel takes at once
-constexpr AffineKernels kernels{op, 1, most_kernel_rows, true, 4};
+constexpr AffineKernels kernels{op, 1, most_kernel_rows, true, 4, true};
 
 // x [.., rows, columns], w, scales and biases [.., rows, ..] and bias [outputs], if there is one -> y [.., rows,
 // outputs]. The axes before w's last two are those of x, or 1 at the end: there x's axes count as rows. exact: every
@@ -230,6 +231,13 @@ class QuantizedMatmul : public KernelPrimitive {
                            kernel_name(x.dtype(), op, "tiles_", format_.bits, "bit_", plan.rows, "_by", plan.run));
         case AffineKernel::nvidia_rows:
           return by_groups(nvidia_rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
+        case AffineKernel::qmm_tiles: {
+          Launch tiles = launch(qmm_tiles_file,
+                                kernel_name(x.dtype(), op, "qmm_tiles_", format_name(format_), "_", plan.by_tiles.rows),
+                                bias, outputs[0]);
+          share_out(tiles, plan.by_tiles, sizes.matrices);
+          return in_order(std::move(tiles));
+        }
         case AffineKernel::matrices: {
           Launch matrices =
               launch(matrices_file, kernel_name(x.dtype(), op, "qmm_", format_name(format_)), bias, outputs[0]);
@@ -406,8 +414,8 @@ std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, con
   if (const char* reason = why_not_covered(format)) {
     return fallback(op, reason);
   }
-  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
-    return fallback(op, "more than " + std::to_string(most_gemv_rows) + " rows of x for a matrix");
+  if (const uint32_t most = most_affine_rows(kernels, format, stream); rows > most) {
+    return fallback(op, "more than " + std::to_string(most) + " rows of x for a matrix");
   }
   if (matrices > most_matrices) {
     return fallback(op, "more than " + std::to_string(most_matrices) + " matrices");

@@ -40,11 +40,16 @@ struct AffineRows {
 
   // Columns [column, column + E) of a row; column is a multiple of E.
   Run load(uint row, uint column) const {
+    return load(row, 0, column);
+  }
+
+  // The same of row + more, where all lanes have the same `more`: one multiplication serves several rows of a lane.
+  Run load(uint row, uint more, uint column) const {
     const uint group = column >> group_shift;
     Run run;
-    run.words = Values::load(matrix.words, row * matrix.words_stride, column);
-    run.scale = matrix.scales[row * matrix.scales_stride + group];
-    run.bias = matrix.biases[row * matrix.biases_stride + group];
+    run.words = Values::load(matrix.words, row * matrix.words_stride + more * matrix.words_stride, column);
+    run.scale = matrix.scales[row * matrix.scales_stride + more * matrix.scales_stride + group];
+    run.bias = matrix.biases[row * matrix.biases_stride + more * matrix.biases_stride + group];
     return run;
   }
 

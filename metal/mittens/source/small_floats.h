@@ -90,9 +90,14 @@ struct FloatRows {
   uint scales_stride;
 
   Run load(uint row, uint column) const {
+    return load(row, 0, column);
+  }
+
+  // The same of row + more, where all lanes have the same `more`.
+  Run load(uint row, uint more, uint column) const {
     Run run;
-    run.words = Values::load(words, row * words_stride, column);
-    run.scale = scales[row * scales_stride + (column >> group_shift)];
+    run.words = Values::load(words, row * words_stride + more * words_stride, column);
+    run.scale = scales[row * scales_stride + more * scales_stride + (column >> group_shift)];
     return run;
   }
 

@@ -8,6 +8,7 @@ from helpers.support import peak_memory
 from helpers.tolerances import OUTLIERS, SUM, SUMS, assert_error_at_most_that_of_mx, assert_product_right, of_terms
 
 import mlx_mittens as mm
+from mlx_mittens import _ext
 from mlx_mittens.specs import dequantized, widen
 
 
@@ -63,6 +64,68 @@ def test_any_number_of_rows(rng, dtype, native, rows, transpose, bits):
     along, across = group_size * int(rng.integers(1, 6)), int(rng.integers(1, 150))
     columns, outputs = (along, across) if transpose else (across, along)
     product(rng, rows, columns, outputs, dtype, group_size, bits, transpose, with_bias=rows % 2 == 0)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def tiles(native, request):
+    """The kernels for many rows of Apple GPUs, in several orders of threads; gives what was launched when called."""
+    with mm.simulator.enabled(seed=request.param, gpu="m2-max"):
+        _ext.simulator_record(True)
+        yield lambda: [launch["kernel"] for launch in _ext.simulator_record(True)]
+        _ext.simulator_record(False)
+
+
+@pytest.mark.parametrize("bits, group_size", [(4, 32), (8, 64), (3, 128)])
+@pytest.mark.parametrize(
+    "rows, columns, outputs, size",
+    [(17, 1, 16, 32), (32, 3, 65, 32), (33, 3, 77, 64), (64, 1, 19, 64), (65, 2, 130, 32), (577, 1, 21, 64)],
+)
+def test_tiles_of_many_rows(rng, dtype, tiles, rows, columns, outputs, size, bits, group_size):
+    """Columns: in groups. Bands of tiles, and tails of rows, columns and outputs."""
+    product(rng, rows, columns * group_size, outputs, dtype, group_size, bits, with_bias=rows % 2 == 1)
+    name = str(dtype).split(".")[-1]
+    assert tiles() == [f"quantized_matmul_qmm_tiles_{bits}bit_{32 if bits == 3 else size}_{name}"]
+
+
+@pytest.mark.parametrize("rows", [20, 70])
+def test_tiles_of_stacks_and_views(rng, dtype, tiles, rows):
+    """Matrices of a larger buffer, shared by several heads."""
+    triple = quantize(rng, (2, 3, 50, 96), dtype, 32, 4)
+    views = [a[:, :, 3:44] for a in triple]
+    x = draw(rng, (2, 3, rows, 96), dtype)
+    y = mm.quantized_matmul(x, *views, group_size=32, bits=4)
+    assert_product_right(y, exact_product(widen(x), dequantized(*triple, 32, 4)[:, :, 3:44]), dtype)
+    assert all("qmm_tiles" in name or "copy" in name for name in tiles())
+
+
+def test_tiles_need_as_many_outputs_as_a_simdgroup_has(rng, tiles):
+    product(rng, 20, 64, 15, mx.float16, 64, 4)
+    assert tiles() == ["quantized_matmul_qmm_4bit_float16"]
+
+
+@pytest.mark.parametrize("rows", [20, 40])
+@pytest.mark.parametrize("columns", [64, 96])
+def test_tiles_and_values_that_are_not_finite(rng, dtype, tiles, rows, columns):
+    """They stay in their output and row, also where a step of columns is cut short."""
+    words, scales, biases = quantize(rng, (64, columns), dtype, 32, 4)
+    scales[2, 1] = float("nan")
+    biases[3, 0] = float("-inf")
+    x = mx.abs(draw(rng, (rows, columns), dtype)) + 1
+    x[5, 0] = float("nan")
+    y = widen(mm.quantized_matmul(x, words, scales, biases, True, 32, 4))
+    w = dequantized(words, scales, biases, 32, 4)
+    assert np.isnan(y[5]).all() and np.isnan(y[:, 2]).all()
+    others = np.arange(rows) != 5
+    assert np.isneginf(y[others, 3]).all()
+    finite = mx.array(y[others][:, 4:]).astype(dtype)
+    assert_product_right(finite, exact_product(widen(x)[others], w[4:]), dtype)
+
+
+def test_the_gradient_of_many_rows(rng, tiles):
+    triple = quantize(rng, (96, 64), mx.float32, 32, 4)
+    x, cotangent = draw(rng, (20, 64), mx.float32), draw(rng, (20, 96), mx.float32)
+    (found,) = mx.vjp(lambda x: mm.quantized_matmul(x, *triple, True, 32, 4), [x], [cotangent])[1]
+    assert_product_right(found, exact_product(widen(cotangent), dequantized(*triple, 32, 4).T), mx.float32)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

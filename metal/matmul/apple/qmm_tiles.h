@@ -1,0 +1,243 @@
+// The schedule of products of many rows of x with rows of weights by 8x8 matrices, over the sources of matmul/rows.h.
+//
+// A threadgroup has 8 MB rows of x and, of each of N sources, 8 NB outputs for each of its simdgroups, which multiply
+// all of the rows with outputs of their own. So only x goes through threadgroup memory, and weights are unpacked once
+// for all rows, in the registers of the lane that multiplies them.
+//
+// A step is eight runs of columns. The lanes that hold row r of the right-hand matrices load run r of two outputs, and
+// matrix u has element u of each run. Column r of the left-hand matrices is of run r: x is staged with the elements of
+// two runs in turn, so that a lane loads neighbours. A step may be staged in parts, the same elements of each run.
+//
+// Affine weights of halves are multiplied as halves; all others as floats, so that bfloat16 is widened once, when x is
+// staged, and the scales of small floats have their range.
+#pragma once
+
+#include "matmul/rows.h"
+#include "mittens/tile.h"
+
+namespace mittens {
+
+template <typename T, typename Source>
+struct TileOperand {
+  using Values = typename Source::Values;
+  static constant constexpr bool halves = is_same_v<T, half> && Source::has_bias;
+  using type = conditional_t<halves, half, float>;
+  static constant constexpr int part = halves ? 8 : 4;              // elements of a run that are staged at once
+  static constant constexpr int parts = Values::size / part;        // of a step
+  static constant constexpr int step = 8 * Values::size;            // columns
+  static constant constexpr int row = 8 * part + 4;                 // of staged x, so far apart that few banks meet
+};
+
+// Elements from `first` on of a run of each of two rows, as Values::unpack leaves them. Where a run is one word its halves
+// hold neighbours: the same halves of both runs are unpacked together, so that nothing else of them is kept for later.
+template <typename Values, int part>
+inline void unpack_part(
+    typename Values::Words even, typename Values::Words odd, int first, thread half (&q)[2][part]) {
+  constexpr int half_run = Values::size / 2;
+  half of_even[Values::size];
+  half of_odd[Values::size];
+  if constexpr (sizeof(even.at) == 4 && part <= half_run) {
+    typename Values::Words both;
+    both.at[0] = side_by_side(even.at[0], odd.at[0], first >= half_run);
+    Values::unpack(both, of_even);
+#pragma unroll
+    for (int i = 0; i < part; ++i) {
+      q[0][i] = of_even[first % half_run + i];
+      q[1][i] = of_even[first % half_run + half_run + i];
+    }
+  } else {
+    Values::unpack(even, of_even);
+    Values::unpack(odd, of_odd);
+#pragma unroll
+    for (int i = 0; i < part; ++i) {
+      q[0][i] = of_even[first + i];
+      q[1][i] = of_odd[first + i];
+    }
+  }
+}
+
+// The same as weights: what a lane has of right-hand matrices. Zeros where the runs are not there.
+template <typename T, typename Source>
+inline void right_part(
+    typename Source::Run even, typename Source::Run odd, bool is_there, int first,
+    thread vec<typename TileOperand<T, Source>::type, 2> (&right)[TileOperand<T, Source>::part]) {
+  using Values = typename Source::Values;
+  using Operand = TileOperand<T, Source>;
+  using U = typename Operand::type;
+  half q[2][Operand::part];
+  unpack_part<Values>(even.words, odd.words, first, q);
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float of_run = Source::scale(row == 0 ? even : odd);
+    const U scale = is_there ? U(Source::has_bias ? of_run : of_run * (1 / Values::factor(0))) : U(0);
+    const U bias = Source::has_bias && is_there ? U(Source::bias(row == 0 ? even : odd)) : U(0);
+#pragma unroll
+    for (int i = 0; i < Operand::part; ++i) {
+      if constexpr (Source::has_bias) {
+        const float unit = 1 / Values::factor(Values::level(first + i));
+        right[i][row] = fma(U(fma(q[row][i], half(unit), half(-Values::base() * unit))), scale, bias);
+      } else {
+        right[i][row] = U(q[row][i]) * scale;
+      }
+    }
+  }
+}
+
+template <typename U, typename T>
+inline vec<U, 4> four_of(const device T* x, uint index) {
+  if constexpr (is_same_v<T, bfloat>) {
+    const uint2 bits = ((const device uint2*)x)[index];
+    return as_type<float4>(uint4(bits.x << 16, bits.x & 0xffff0000u, bits.y << 16, bits.y & 0xffff0000u));
+  } else {
+    return vec<U, 4>(((const device vec<T, 4>*)x)[index]);
+  }
+}
+
+// What a thread stages of each part: four elements of two runs, of one row or several.
+template <typename T, typename Source, int MB>
+struct Staging {
+  using Operand = TileOperand<T, Source>;
+  using U = typename Operand::type;
+  static constant constexpr int size = Source::Values::size;
+  static constant constexpr int fours = Operand::part;                          // of a row, of two runs at once
+  static constant constexpr int apart = 32 * kTileSimdgroups / fours;           // rows of a thread
+  static constant constexpr int rows = 8 * MB / apart;
+
+  const device T* x;
+  uint from[rows];  // fours from x to the first of the rows; those past the last are that one
+  uint column;      // of the first run
+  threadgroup vec<U, 4>* to;
+
+  static Staging of(RowsOfX<T> x, threadgroup U* staged, uint thread_at) {
+    const uint pair = thread_at % fours / (fours / 4);
+    const uint four = thread_at % (fours / 4);
+    const uint row = thread_at / fours;
+    Staging result;
+    result.x = x.x;
+    result.column = pair * (2 * size) + 4 * four;
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      result.from[i] = (min(row + i * apart, x.rows - 1) * x.columns + result.column) / 4;
+    }
+    result.to = (threadgroup vec<U, 4>*)(staged + row * Operand::row + pair * (2 * fours) + 8 * four);
+    return result;
+  }
+
+  // The part from element `first` of each run on. tail: with zeros past the last of `columns`.
+  template <bool tail>
+  void stage(uint begin, uint first, uint columns) const {
+    const uint at = begin + first;
+    const bool has_first = !tail || at + column < columns;
+    const bool has_second = !tail || at + column + size < columns;
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      vec<U, 4> a = vec<U, 4>(U(0));
+      vec<U, 4> b = vec<U, 4>(U(0));
+      if (has_first) {
+        a = four_of<U>(x, from[i] + at / 4);
+      }
+      if (has_second) {
+        b = four_of<U>(x, from[i] + at / 4 + size / 4);
+      }
+      to[i * apart * Operand::row / 4] = vec<U, 4>(a.x, b.x, a.y, b.y);
+      to[i * apart * Operand::row / 4 + 1] = vec<U, 4>(a.z, b.z, a.w, b.w);
+    }
+  }
+};
+
+// sums.at[i][s * NB + j] = rows of block i of x times outputs of block j of source s. output: the lane's first.
+template <int N, int MB, int NB, typename T, typename Source>
+inline void multiply_staged(
+    RowsOfX<T> x, thread const Source (&w)[N], uint output,
+    threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane,
+    thread Tile<float, MB, N * NB>& sums) {
+  using Operand = TileOperand<T, Source>;
+  using U = typename Operand::type;
+  constexpr int part = Operand::part;
+  const Staging<T, Source, MB> staging = Staging<T, Source, MB>::of(x, staged, thread_at);
+  const uint run = tile_row(lane) * Source::Values::size;
+  const threadgroup U* own_row = staged + tile_row(lane) * Operand::row + tile_column(lane) * part;
+  fill(sums, 0.0f);
+  for (uint begin = 0; begin < x.columns; begin += Operand::step) {
+    const uint column = begin + run;
+    const bool is_there = column < x.columns;
+    typename Source::Run runs[N * NB][2];
+#pragma unroll
+    for (int j = 0; j < N * NB; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        runs[j][i] = w[j / NB].load(output, j % NB * 8 + i, is_there ? column : 0);
+      }
+    }
+#pragma unroll
+    for (int first = 0; first < Source::Values::size; first += part) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (begin + Operand::step <= x.columns) {
+        staging.template stage<false>(begin, first, x.columns);
+      } else {
+        staging.template stage<true>(begin, first, x.columns);
+      }
+      vec<U, 2> right[N * NB][part];
+#pragma unroll
+      for (int j = 0; j < N * NB; ++j) {
+        right_part<T, Source>(runs[j][0], runs[j][1], is_there, first, right[j]);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+      for (int i = 0; i < MB; ++i) {
+        float2 products[N * NB];
+#pragma unroll
+        for (int j = 0; j < N * NB; ++j) {
+          products[j] = is_same_v<T, float> ? float2(0.0f) : sums.at[i][j];
+        }
+#pragma unroll
+        for (int u = 0; u < part; u += 2) {
+          const vec<U, 4> left = *(const threadgroup vec<U, 4>*)(own_row + i * 8 * Operand::row + 2 * u);
+#pragma unroll
+          for (int j = 0; j < N * NB; ++j) {
+            products[j] = multiply_tiles<U>(left.xy, right[j][u], products[j]);
+            products[j] = multiply_tiles<U>(left.zw, right[j][u + 1], products[j]);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < N * NB; ++j) {  // float32 would show the errors of one long sum
+          sums.at[i][j] = is_same_v<T, float> ? sums.at[i][j] + products[j] : products[j];
+        }
+      }
+    }
+  }
+}
+
+// Writes what 8 MB rows of x give with the outputs of a threadgroup, of 8 NB or more in all. x, y: from the first row
+// on.
+template <int N, int MB, int NB, typename T, typename Source>
+inline void multiply_by_tiles(
+    RowsOfX<T> x, thread const Source (&w)[N], const device T* bias, device T* y, uint first_output,
+    constant QuantizedParams& params, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at,
+    uint lane) {
+  const uint own = first_output + thread_at / 32 * (8 * NB);
+  const uint output = min(own, params.outputs - 8 * NB) + tile_column(lane);  // those before `own` are another's
+  Tile<float, MB, N * NB> tile;
+  multiply_staged<N, MB, NB>(x, w, output, staged, thread_at, lane, tile);
+#pragma unroll
+  for (int i = 0; i < MB; ++i) {
+    const uint m = i * 8 + tile_row(lane);
+#pragma unroll
+    for (int j = 0; j < NB; ++j) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint n = output + j * 8 + k;
+        if (m < x.rows && n >= own) {
+          float sums[N];
+#pragma unroll
+          for (int s = 0; s < N; ++s) {
+            sums[s] = tile.at[i][s * NB + j][k];
+          }
+          y[m * params.outputs + n] = epilogue(sums, bias, params, n);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace mittens

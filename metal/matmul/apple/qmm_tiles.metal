@@ -1,0 +1,50 @@
+// Products of many rows of x with quantized weights, on Apple GPUs without matrix units:
+//
+//   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
+//
+// in modes but affine without biases. A threadgroup has 8 MB rows of x and kTileOutputs outputs, a quarter for each of its
+// simdgroups; matmul/apple/qmm_tiles.h says how. There are as many outputs as a simdgroup has, or more. Threadgroups that
+// follow one another in the grid have the same outputs and up to kTileBand blocks of rows, so that both x and weights are
+// read again while caches have them.
+#include <metal_stdlib>
+
+#include "matmul/apple/qmm_tiles.h"
+#include "matmul/quantized_rows.h"
+#include "mittens/instantiate.h"
+
+using namespace metal;
+using namespace mittens;
+
+template <typename T, QuantizedFormat F, int MB>
+[[kernel, max_total_threads_per_threadgroup(32 * kTileSimdgroups)]] void qmm_tiles(
+    const device T* x [[buffer(0)]],              // [batch, rows, columns]
+    quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [batch, outputs, columns]
+    const device T* bias [[buffer(4)]],           // [outputs]
+    device T* y [[buffer(5)]],                    // [batch, rows, outputs]
+    constant QuantizedParams& params [[buffer(6)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_at [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
+  using Rows = QuantizedRows<T, F, 8>;
+  using Operand = TileOperand<T, typename Rows::Source>;
+  threadgroup typename Operand::type staged[8 * MB * Operand::row];
+  const uint first_row = (group.z / params.matrices * kTileBand + group.x) * (8 * MB);
+  if (first_row >= params.rows) {
+    return;
+  }
+  const uint index = group.z % params.matrices;
+  const size_t before = size_t(index) * params.rows + first_row;
+  const typename Rows::Source matrix[1] = {Rows::of(w, w_scales, w_biases, params, index)};
+  multiply_by_tiles<1, MB, NB>(
+      RowsOfX<T>{x + before * params.columns, params.columns, params.rows - first_row}, matrix, bias,
+      y + before * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane);
+}
+
+instantiate_formats("quantized_matmul_qmm_tiles", "_32", qmm_tiles, 4)
+// Runs of 2, 3, 5 and 6 bits are 16 columns long: 64 rows leave no registers for them.
+instantiate_types("quantized_matmul_qmm_tiles_4bit_64", qmm_tiles, affine_4, 8)
+instantiate_types("quantized_matmul_qmm_tiles_8bit_64", qmm_tiles, affine_8, 8)
+instantiate_types("quantized_matmul_qmm_tiles_mxfp4_64", qmm_tiles, mxfp4, 8)
+instantiate_types("quantized_matmul_qmm_tiles_mxfp8_64", qmm_tiles, mxfp8, 8)
+instantiate_types("quantized_matmul_qmm_tiles_nvfp4_64", qmm_tiles, nvfp4, 8)
