@@ -16,7 +16,7 @@ if(APPLE)
       INCLUDE_DIRS "${CMAKE_CURRENT_SOURCE_DIR}/metal"
       DEPS ${kernel_headers}
       OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")
-    add_dependencies(_ext mlx_mittens_metallib)
+    add_dependencies(mlx_mittens_core mlx_mittens_metallib)
     install(FILES "${CMAKE_CURRENT_BINARY_DIR}/mlx_mittens.metallib" DESTINATION mlx_mittens/metal)
   endif()
 endif()

@@ -1,9 +1,7 @@
 # A copy of what is built against, below the build folder. pip builds in an environment that is new each time; headers
 # at paths that stay, touched only where they differ, let a build go on from the last.
-function(mittens_mirror copy_out folder)
+function(mittens_mirror folder copy)
   cmake_parse_arguments(PARSE_ARGV 2 mirror "" "" "COPY;LINK")
-  get_filename_component(name "${folder}" NAME)
-  set(copy "${CMAKE_BINARY_DIR}/built_against/${name}")
   foreach(part IN LISTS mirror_COPY)
     file(GLOB_RECURSE wanted LIST_DIRECTORIES false RELATIVE "${folder}" "${folder}/${part}")
     file(GLOB_RECURSE there LIST_DIRECTORIES false RELATIVE "${copy}" "${copy}/${part}")
@@ -20,5 +18,4 @@ function(mittens_mirror copy_out folder)
   foreach(part IN LISTS mirror_LINK)
     file(CREATE_LINK "${folder}/${part}" "${copy}/${part}" SYMBOLIC)
   endforeach()
-  set(${copy_out} "${copy}" PARENT_SCOPE)
 endfunction()

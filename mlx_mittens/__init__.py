@@ -2,13 +2,12 @@
 
 from . import _guard
 
-_guard.check_built()
-from ._build import MLX_VERSION as _mlx_version
-
-_guard.check_mlx(_mlx_version)
+_extension = _guard.chosen(_guard.built(__path__))
 _guard.check_libmlx()
 
 import mlx.core as _mx  # (mlx.core before the extension, whose libmlx it loads)
+
+_guard.load(_extension)
 
 from . import _ext
 

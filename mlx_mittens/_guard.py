@@ -1,12 +1,17 @@
-"""What must hold before the extension is loaded: it was built, and for the MLX that is installed."""
+"""Chooses the extension for the MLX that is installed, and says what to do where there is none."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import pathlib
 import re
 import sys
+from collections.abc import Iterable, Mapping
+
+_PREFIX = "_mlx_"  # of a folder that holds the extension for a release
 
 # Packages that bring mlx/lib/libmlx.so, and the extra of mlx that requires each.
 _BACKENDS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
@@ -17,42 +22,84 @@ def _refusal(text: str) -> ImportError:
     return ImportError(text, name="mlx_mittens")
 
 
-def check_built() -> None:
-    """Raises ImportError where the extension is missing, as in a source tree that was not built."""
-    if importlib.util.find_spec("mlx_mittens._ext") is None:
-        folder = pathlib.Path(__file__).parent
-        if (folder.parent / "CMakeLists.txt").exists():
-            raise _refusal(
-                f"mlx_mittens is being imported from its source folder {folder.parent}, which holds no built extension."
-                ' Build it in place with `pip install -e ".[cpu]"` (on a Mac without `[cpu]`), or, if it is installed '
-                "already, start Python from another folder (the `mlx-mittens` command works from any)."
-            )
-        raise _refusal(
-            f"mlx_mittens in {folder} has no extension for this Python, {sys.executable}: install it again with the "
-            "Python that you use."
-        )
+def built(folders: Iterable[str]) -> dict[str, pathlib.Path]:
+    """The extensions for this Python in the package's folders, by the release of MLX, oldest first.
 
-
-def check_mlx(built_for: str) -> None:
-    """Raises ImportError unless the MLX that is installed is the one that the extension was built for."""
-    try:
-        installed = importlib.metadata.version("mlx")
-    except importlib.metadata.PackageNotFoundError:
+    Raises:
+        ImportError: There is none, as in a source tree that was not built.
+    """
+    found = {}
+    for folder in map(pathlib.Path, folders):
+        for inside in folder.glob(f"{_PREFIX}*"):
+            files = (inside / f"_ext{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+            if file := next(filter(pathlib.Path.exists, files), None):
+                found[inside.name.removeprefix(_PREFIX).replace("_", ".")] = file
+    if found:
+        return {release: found[release] for release in sorted(found, key=_numbers)}
+    folder = pathlib.Path(__file__).parent
+    if (folder.parent / "CMakeLists.txt").exists():
         raise _refusal(
-            f'mlx_mittens needs MLX: pip install "mlx=={built_for}" (on Linux "mlx[cpu]=={built_for}")'
-        ) from None
-    if installed != built_for:
-        # The build refuses an older one than it was written for.
-        rebuild = f", or rebuild mlx_mittens from source against mlx {installed}"
-        raise _refusal(
-            f"mlx_mittens was built for mlx {built_for}, installed is mlx {installed}. MLX keeps no binary "
-            f'compatibility between releases: pip install "mlx=={built_for}" (on Linux "mlx[cpu]=={built_for}" or '
-            f'"mlx[cuda13]=={built_for}"){rebuild if _numbers(installed) > _numbers(built_for) else ""}.'
+            f"mlx_mittens is being imported from its source folder {folder.parent}, which holds no built extension."
+            ' Build it in place with `pip install -e ".[cpu]"` (on a Mac without `[cpu]`), or, if it is installed '
+            "already, start Python from another folder (the `mlx-mittens` command works from any)."
         )
+    raise _refusal(
+        f"mlx_mittens in {folder} has no extension for this Python, {sys.executable}: install it again with the "
+        "Python that you use."
+    )
 
 
 def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def chosen(extensions: Mapping[str, pathlib.Path]) -> pathlib.Path:
+    """The extension for the MLX that is installed.
+
+    Raises:
+        ImportError: MLX is not installed, or there is none for its version.
+    """
+    newest = list(extensions)[-1]
+    installed = _mlx_version(newest)
+    if installed not in extensions:
+        # The build refuses an older one than the code was written for.
+        oldest = importlib.import_module(f"{__package__}._build").OLDEST_MLX
+        rebuild = f", or build mlx_mittens from its source, beside mlx {installed}: pip install --no-deps ."
+        raise _refusal(
+            f"mlx_mittens was built for mlx {_listed(extensions)}, installed is mlx {installed}. MLX keeps no binary "
+            f'compatibility between releases: pip install "mlx=={newest}" (on Linux "mlx[cpu]=={newest}" or '
+            f'"mlx[cuda13]=={newest}"){rebuild if _numbers(installed) >= _numbers(oldest) else "."}'
+        )
+    return extensions[installed]
+
+
+def _mlx_version(newest: str) -> str:
+    """The version of the MLX that is installed.
+
+    Raises:
+        ImportError: None is, or what is there of it is left over from several or from one that was removed.
+    """
+    try:
+        version = importlib.metadata.version("mlx")
+    except importlib.metadata.PackageNotFoundError:
+        raise _refusal(f'mlx_mittens needs MLX: pip install "mlx=={newest}" (on Linux "mlx[cpu]=={newest}")') from None
+    except (KeyError, TypeError):  # a folder of metadata without its file
+        version = None
+    first = next(iter(importlib.metadata.distributions(name="mlx")), None)
+    folder = pathlib.Path(str(first.locate_file(""))) if first else pathlib.Path()
+    left = sorted(path.name for path in folder.glob("mlx-*.dist-info")) if first else []
+    if version is None or len(left) > 1:
+        raise _refusal(
+            f"{folder} has {_listed(left or ['metadata of mlx'])}, left by an installation that did not end: "
+            f"remove {'them' if len(left) > 1 else 'it'}, then pip install --force-reinstall "
+            f'"mlx=={newest}" (on Linux "mlx[cpu]=={newest}")'
+        )
+    return version
+
+
+def _listed(releases: Iterable[str]) -> str:
+    *others, last = releases
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _installed(package: str) -> str | None:
@@ -92,6 +139,20 @@ def _refuse_backend(version: str, package: str, its: str, fitting: list[str]) ->
         f"mlx {version} is installed beside {package} {its}, whose library is of another release and does not fit it: "
         f"{advice}."
     )
+
+
+def load(file: pathlib.Path) -> None:
+    """Loads an extension as ``mlx_mittens._ext``, whichever release it is for."""
+    name = f"{__package__}._ext"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    sys.modules[name] = extension
+    try:
+        spec.loader.exec_module(extension)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def check_tag(extension, mlx_core) -> None:

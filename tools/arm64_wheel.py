@@ -16,11 +16,15 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "cmake"))
+import guard  # noqa: E402  # which reads the releases of mlx
+
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 _EMULATOR, _COMPILER = "qemu-aarch64-static", "aarch64-linux-gnu-g++"
@@ -109,8 +113,8 @@ class Arm64:
         self.python.write_text(f'#!/bin/sh\nexec {emulator} {self.root}/usr/bin/python{VERSION} "$@"\n')
         self.python.chmod(0o755)
 
-    def build(self) -> Path:
-        """Cross-compiles the wheel; its path."""
+    def build(self, releases: str = "") -> Path:
+        """Cross-compiles the wheel for releases of mlx, else for the one that is installed; its path."""
         wheels = self.folder / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
         defined = {
@@ -123,6 +127,8 @@ class Arm64:
         }
         pip = [sys.executable, "-m", "pip", "wheel", ROOT, "--no-build-isolation", "--no-deps", "--wheel-dir", wheels]
         pip += ["--config-settings", f"build-dir={self.folder / 'build'}"]
+        if releases:
+            pip += ["--config-settings", f"mittens.releases={releases}"]
         for name, value in defined.items():
             pip += ["--config-settings", f"cmake.define.{name}={value}"]
         suffix = f".cpython-{VERSION.replace('.', '')}-aarch64-linux-gnu.so"
@@ -140,10 +146,22 @@ def requirements() -> list[str]:
     return [f"mlx[cpu]=={version}", f"nanobind=={nanobind}", "numpy", "pytest", "pytest-xdist", "gguf", "ml_dtypes"]
 
 
+def releases_missing(wheel: Path, releases: str) -> list[str]:
+    """The releases of mlx that were asked for and that the wheel has no extension of this processor for."""
+    known = list(guard.releases())
+    wanted = known if releases == "all" else releases.split(",") if releases else [importlib.metadata.version("mlx")]
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    start = lambda release: f"mlx_mittens/_mlx_{release.replace('.', '_')}/_ext."
+    inside = [name for name in names if name.endswith("-aarch64-linux-gnu.so")]
+    return [release for release in wanted if not any(name.startswith(start(release)) for name in inside)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--seconds", default="8", help="in which cases of an op start (8)")
+    parser.add_argument("--releases", default="", help="of mlx, with commas between them, or all (the installed one)")
     arguments = parser.parse_args()
     missing = [package for program, package in _NEEDED.items() if shutil.which(program) is None]
     if missing:
@@ -155,7 +173,9 @@ def main() -> int:
         there.unpack_debian()
         there.install(*requirements())
         there.write_python()
-        wheel = there.build()
+        wheel = there.build(arguments.releases)
+        if missing := releases_missing(wheel, arguments.releases):
+            raise Failed(f"{wheel.name} has no extension for mlx {', '.join(missing)}")
         there.install("--no-deps", wheel)
         run([there.python, ROOT / "tools" / "native_cases.py", "--seconds", arguments.seconds])
         pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]

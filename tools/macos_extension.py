@@ -1,13 +1,12 @@
-"""The extension for macOS on Apple silicon, cross-compiled on Linux by ziglang.
+"""The native libraries for macOS on Apple silicon, cross-compiled on Linux by ziglang.
 
-It is compiled against MLX as released for macOS and the headers of the Python that runs this, and linked with the
-released libmlx.dylib. macOS' own libraries are not here: the extension may take from libc++ and libobjc what
-libmlx.dylib takes, and what macos_libcxx.txt lists. tools/macos_wheel.py packs it.
+The core is compiled once, an extension for each release of MLX: against MLX as released for macOS and the headers of
+the Python that runs this, and linked with the released libmlx.dylib. macOS' own libraries are not here: ours may take
+from libc++ and libobjc what libmlx.dylib takes, and what macos_libcxx.txt lists. tools/macos_wheel.py packs them.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -21,30 +20,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+_CSRC = ROOT / "csrc"
 MACOS = (14, 0)
-RPATH = "@loader_path/../mlx/lib"
-NANOBIND = "3.1.0"
+RPATHS = ("@loader_path/..", "@loader_path/../../mlx/lib")  # of an extension: the core, and libmlx
+CORE = "libmlx_mittens_core.dylib"
+
+sys.path.insert(0, str(ROOT / "cmake"))
+import guard  # noqa: E402  # which reads the releases of mlx
 
 
 def common_header() -> str:
     """The header that the build precompiles: what most sources include."""
-    cmake = (ROOT / "csrc" / "CMakeLists.txt").read_text()
-    listed = re.search(r"target_precompile_headers\(\s*_ext\s+PRIVATE\s([^)]*)\)", cmake)
+    cmake = (ROOT / "csrc" / "extension" / "CMakeLists.txt").read_text()
+    listed = re.search(r"target_precompile_headers\(\s*\S+\s+PRIVATE\s([^)]*)\)", cmake)
     assert listed is not None
     return "".join(f"#include {name}\n" for name in listed[1].split())
 
 
-def mlx_version() -> str:
-    return importlib.metadata.version("mlx")
+def newest() -> str:
+    return list(guard.releases())[-1]
 
 
-def download(folder: Path) -> Path:
-    """A site-packages folder with MLX for macOS, as released, and nanobind's sources."""
-    version, (major, minor) = mlx_version(), sys.version_info[:2]
+def download(folder: Path, release: str) -> Path:
+    """A site-packages folder with a release of MLX for macOS, and the sources of its nanobind."""
+    major, minor = sys.version_info[:2]
     mac = [f"--platform=macosx_{MACOS[0]}_{MACOS[1]}_arm64", f"--python-version={major}.{minor}"]
-    mac += ["--implementation=cp", f"mlx=={version}", f"mlx-metal=={version}"]
+    mac += ["--implementation=cp", f"mlx=={release}", f"mlx-metal=={release}"]
+    folder = folder / release
     wheels = folder / "wheels"
-    for arguments in (mac, [f"nanobind=={NANOBIND}"]):
+    for arguments in (mac, [f"nanobind=={guard.releases()[release]}"]):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         subprocess.run([*command, "--dest", str(wheels), *arguments], check=True)
     site = folder / "site"
@@ -82,7 +86,6 @@ class Compiler:
         annotations = "_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS"
         command += [f"-U{annotations}", f"-D{annotations}=1"]
         command += ["-fno-sanitize=all", "-g0", "-fvisibility=hidden", "-D_METAL_", "-DNB_DOMAIN=mlx", "-DNDEBUG"]
-        command += [f'-DMITTENS_MLX_VERSION="{mlx_version()}"', "-DMITTENS_KNOWN_MLX=1"]
         command += [f"-I{folder}" for folder in includes]
         _checked([*command, *map(str, arguments)], target)
 
@@ -94,20 +97,25 @@ class Compiler:
         self.run("-x", "c++-header", *once, "-c", header, "-o", compiled, target="the common header")
         return ["-include-pch", str(compiled), *once]
 
-    def objects(self, folder: Path) -> list[Path]:
-        """The objects of all C++ files, and of nanobind."""
-        common = self.precompiled(common_header(), folder)
-        sources = sorted((ROOT / "csrc").rglob("*.cpp"))
-        # What takes longest comes first.
-        items = [(path, ["-DMITTENS_ISA=neon"]) for path in sources if "isa" in path.parts]
-        items += [(self.site / "nanobind" / "src" / "nb_combined.cpp", ["-DNB_SHARED=0"])]
-        # Those that include nothing above them, in csrc/CMakeLists.txt too without the common header, are short: each
-        # folder is compiled as one.
-        plain = [ROOT / "csrc" / name for name in ("cpu", "simulator")]
-        items += [(_together(one, folder), []) for one in plain]
-        items += [(path, common) for path in sources if path.parent not in plain and "isa" not in path.parts]
-        items += [(ROOT / "tools" / "macos_availability.cpp", [])]
+    def core_objects(self, folder: Path) -> list[Path]:
+        """The objects of the C++ files that include nothing of MLX and nanobind."""
+        folder.mkdir(exist_ok=True)
+        # What takes longest comes first. The others are short: each folder is compiled as one.
+        items = [(path, ["-DMITTENS_ISA=neon"]) for path in sorted((_CSRC / "cpu" / "isa").rglob("*.cpp"))]
+        items += [(_together(_CSRC / name, folder), ["-fvisibility=default"]) for name in ("cpu", "simulator")]
+        return self._compiled(items, folder)
 
+    def objects(self, folder: Path) -> list[Path]:
+        """The objects of all other C++ files, and of nanobind."""
+        common = self.precompiled(common_header(), folder)
+        items = [(self.site / "nanobind" / "src" / "nb_combined.cpp", ["-DNB_SHARED=0"])]
+        core = (_CSRC / "cpu", _CSRC / "simulator")
+        sources = (path for path in sorted(_CSRC.rglob("*.cpp")) if not any(path.is_relative_to(one) for one in core))
+        items += [(path, common) for path in sources]
+        items += [(ROOT / "tools" / "macos_availability.cpp", [])]
+        return self._compiled(items, folder)
+
+    def _compiled(self, items: Iterable[tuple[Path, list[str]]], folder: Path) -> list[Path]:
         def build(item: tuple[Path, list[str]]) -> Path:
             path, options = item
             output = folder / "_".join(path.with_suffix(".o").parts[-4:])  # files of several folders have the same stem
@@ -125,17 +133,30 @@ def _together(sources: Path, folder: Path) -> Path:
     return path
 
 
-def build(site: Path, folder: Path, optimize: str = "-O2") -> Path:
-    """Compiles and links the extension; its path. Raises RuntimeError with the first error of the compiler."""
+def build_core(site: Path, folder: Path, optimize: str = "-O2") -> Path:
+    """Compiles and links the core; its path. Raises RuntimeError with the first error of the compiler."""
+    library = folder / CORE
+    objects = Compiler(site, optimize).core_objects(folder / "core")
+    _link(library, f"@rpath/{CORE}", [*objects, *stubs(site / "mlx" / "lib" / "libmlx.dylib", folder)])
+    return library
+
+
+def build(site: Path, core: Path, folder: Path, optimize: str = "-O2") -> Path:
+    """Compiles and links the extension for the MLX of a site; its path. Raises RuntimeError as `build_core` does."""
+    folder.mkdir(exist_ok=True)
+    library, libmlx = folder / "_ext.so", site / "mlx" / "lib" / "libmlx.dylib"
     objects = Compiler(site, optimize).objects(folder)
-    library = folder / "_ext.so"
-    libmlx = site / "mlx" / "lib" / "libmlx.dylib"
-    # By `build-lib`: `c++` would compile libc++ first, and link it into the extension.
+    _link(library, "@rpath/_ext.so", [*objects, core, libmlx, *stubs(libmlx, folder)], RPATHS)
+    return library
+
+
+def _link(library: Path, name: str, inputs: Iterable[Path], rpaths: Iterable[str] = ()) -> None:
+    # By `build-lib`: `c++` would compile libc++ first, and link it in.
     command = [*_zig(), "build-lib", "-dynamic", "-target", f"aarch64-macos.{MACOS[0]}.{MACOS[1]}", "-O", "ReleaseFast"]
     command += ["-fno-compiler-rt", "-fno-ubsan-rt", "-fstrip", "-lc", "-dead_strip", "-fallow-shlib-undefined"]
-    command += ["-rpath", RPATH, "-install_name", "@rpath/_ext.so", f"-femit-bin={library}"]
-    _checked([*command, *map(str, objects), str(libmlx), *map(str, stubs(libmlx, folder))], "the extension")
-    return library
+    command += [word for rpath in rpaths for word in ("-rpath", rpath)]
+    command += ["-install_name", name, f"-femit-bin={library}"]
+    _checked([*command, *map(str, inputs)], name)
 
 
 def stubs(libmlx: Path, folder: Path) -> list[Path]:

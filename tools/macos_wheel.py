@@ -1,6 +1,7 @@
 """A wheel for macOS on Apple silicon, made and examined on any machine.
 
-python tools/macos_wheel.py FOLDER      cross-compiles the extension (macos_extension.py) and writes a wheel of it
+python tools/macos_wheel.py FOLDER      cross-compiles it (macos_extension.py) for the newest release of mlx
+python tools/macos_wheel.py FOLDER --releases all    or for those that are named, or all that are known
 python tools/macos_wheel.py FILE.whl    examines a wheel, also one that a Mac has built
 
 The wheel is for the Python that runs this. It has no metallib: MLX compiles kernels at their first use. The package
@@ -26,16 +27,20 @@ from pathlib import Path
 
 import lief
 import macos_extension
-from macos_extension import MACOS, ROOT, RPATH
+from macos_extension import CORE, MACOS, ROOT, RPATHS, guard
 
 # What a Mac has, or what is installed beside the package.
+_LIBMLX, _CORE = "@rpath/libmlx.dylib", f"@rpath/{CORE}"
 _LIBRARIES = (
-    "@rpath/libmlx.dylib",
+    _LIBMLX,
+    _CORE,
     "/usr/lib/libSystem.B.dylib",
     "/usr/lib/libc++.1.dylib",
     "/usr/lib/libobjc.A.dylib",
 )
 _FRAMEWORKS = "/System/Library/Frameworks/"
+
+_EXTENSION = re.compile(r"mlx_mittens/_mlx_(\w+)/_ext\..*\.so")
 
 # Beside the package: what the entry points name.
 _MODULES = ("mlx_mittens_cli.py", "mlx_mittens_pytest.py")
@@ -51,16 +56,17 @@ def tag() -> str:
     return f"{python}-{python}-macosx_{MACOS[0]}_{MACOS[1]}_arm64"
 
 
-def extension_name() -> str:
-    """What the extension is called on a Mac."""
-    return f"mlx_mittens/_ext.cpython-{sys.version_info.major}{sys.version_info.minor}-darwin.so"
+def extension_name(release: str) -> str:
+    """What the extension for a release of mlx is called on a Mac."""
+    folder = f"_mlx_{release.replace('.', '_')}"
+    return f"mlx_mittens/{folder}/_ext.cpython-{sys.version_info.major}{sys.version_info.minor}-darwin.so"
 
 
-def contents(extension: Path) -> dict[str, bytes]:
+def contents(core: Path, extensions: Mapping[str, Path]) -> dict[str, bytes]:
     """The files of the wheel but RECORD, by their names in it. The stub is that of the installed package."""
-    spec = importlib.util.find_spec("mlx_mittens._ext")
-    assert spec is not None and spec.origin is not None, "mlx_mittens is installed here, which has the stub"
-    built = Path(spec.origin).parent
+    spec = importlib.util.find_spec("mlx_mittens")
+    assert spec is not None, "mlx_mittens is installed here, which has the stub"
+    built = next(Path(place) for place in spec.submodule_search_locations or () if (Path(place) / "_ext.pyi").exists())
     package = ROOT / "mlx_mittens"
     files = {f"mlx_mittens/{path.relative_to(package).as_posix()}": path for path in _sources(package)}
     files |= {
@@ -68,14 +74,21 @@ def contents(extension: Path) -> dict[str, bytes]:
     }
     files["mlx_mittens/frontend/include/simulator/abi.h"] = ROOT / "csrc" / "simulator" / "abi.h"
     files |= {name: ROOT / name for name in _MODULES}
-    files |= {f"mlx_mittens/{name}": built / name for name in ("_ext.pyi", "_build.py")}
-    files[extension_name()] = extension
-    return {name: path.read_bytes() for name, path in files.items()} | _metadata()
+    files["mlx_mittens/_ext.pyi"] = built / "_ext.pyi"
+    files[f"mlx_mittens/{CORE}"] = core
+    files |= {extension_name(release): path for release, path in extensions.items()}
+    listed = (ROOT / "cmake" / "_build.py.in").read_text().replace("@MLX_RELEASES@", '", "'.join(extensions))
+    listed = listed.replace("@OLDEST_MLX@", next(iter(guard.releases())))
+    return (
+        {name: path.read_bytes() for name, path in files.items()}
+        | {"mlx_mittens/_build.py": listed.encode()}
+        | _metadata()
+    )
 
 
 def _sources(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".so", ".metallib"):
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".so", ".dylib", ".metallib"):
             yield path
 
 
@@ -94,9 +107,9 @@ def _metadata() -> dict[str, bytes]:
     return found
 
 
-def pack(extension: Path, folder: Path) -> Path:
-    """Writes the wheel; its path."""
-    files = contents(extension)
+def pack(core: Path, extensions: Mapping[str, Path], folder: Path) -> Path:
+    """Writes the wheel of a core and the extensions by their releases of mlx; its path."""
+    files = contents(core, extensions)
     info = next(name.partition("/")[0] for name in files if name.endswith(".dist-info/WHEEL"))
     files[f"{info}/RECORD"] = record(files, info)
     path = folder / f"{info.removesuffix('.dist-info')}-{tag()}.whl"
@@ -122,15 +135,28 @@ def _hash(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
-def problems(path: Path, libmlx: Path) -> list[str]:
-    """What is wrong with a wheel; nothing, if a Mac can use it with this libmlx.dylib."""
+def releases(path: Path) -> list[str]:
+    """The releases of mlx that a wheel has an extension for."""
+    with zipfile.ZipFile(path) as wheel:
+        found = {match[1] for name in wheel.namelist() if (match := _EXTENSION.fullmatch(name))}
+    return sorted((name.replace("_", ".") for name in found), key=guard.numbers)
+
+
+def problems(path: Path, libraries: Mapping[str, Path]) -> list[str]:
+    """What is wrong with a wheel; nothing, if a Mac can use it with each libmlx.dylib, which are by their releases."""
     with zipfile.ZipFile(path) as wheel:
         files = {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
     found = [*_record_problems(files), *_tag_problems(path, files), *_content_problems(files)]
-    extensions = [name for name in files if name.startswith("mlx_mittens/_ext.") and name.endswith(".so")]
-    if len(extensions) != 1:
-        return [*found, f"expected one extension, got {extensions or 'none'}"]
-    return [*found, *_extension_problems(files[extensions[0]], libmlx)]
+    extensions = {match[1].replace("_", "."): name for name in files if (match := _EXTENSION.fullmatch(name))}
+    if set(extensions) != set(libraries) or not extensions:
+        return [*found, f"expected extensions for mlx {sorted(libraries)}, got {sorted(extensions)}"]
+    if (core := files.get(f"mlx_mittens/{CORE}")) is None:
+        return [*found, f"mlx_mittens/{CORE} is missing"]
+    found += [f"the core {problem}" for problem in _core_problems(core, next(iter(libraries.values())))]
+    for release, name in extensions.items():
+        told = _extension_problems(files[name], core, libraries[release])
+        found += [f"the extension for mlx {release} {problem}" for problem in told]
+    return found
 
 
 def _record_problems(files: Mapping[str, bytes]) -> Iterator[str]:
@@ -179,47 +205,75 @@ def _entry_modules(files: Mapping[str, bytes]) -> list[str]:
     return re.findall(r"^[^=\n]+= ?([\w.]+)", text, re.M)
 
 
-def _extension_problems(data: bytes, libmlx: Path) -> Iterator[str]:
+def _parsed(data: bytes) -> lief.MachO.Binary | None:
     fat = lief.MachO.parse(list(data))
     binaries = list(fat) if fat is not None else []
-    if [binary.header.cpu_type for binary in binaries] != [lief.MachO.Header.CPU_TYPE.ARM64]:
-        yield "the extension is no Mach-O file of arm64 alone"
-        return
-    (binary,) = binaries
-    if [rpath.path for rpath in binary.rpaths] != [RPATH]:
-        yield f"the rpath is {[rpath.path for rpath in binary.rpaths]}: expected {RPATH}"
+    alone = [binary.header.cpu_type for binary in binaries] == [lief.MachO.Header.CPU_TYPE.ARM64]
+    return binaries[0] if alone else None
+
+
+def _loaded(binary: lief.MachO.Binary) -> list[str]:
+    own = lief.MachO.LoadCommand.TYPE.ID_DYLIB  # its own name: Zig links a library, CMake a module
+    return [library.name for library in binary.libraries if library.command != own]
+
+
+def _library_problems(binary: lief.MachO.Binary, rpaths: tuple[str, ...]) -> Iterator[str]:
+    found = [rpath.path for rpath in binary.rpaths]
+    if found != list(rpaths):
+        yield f"has the rpaths {found}: expected {list(rpaths)}"
     oldest = tuple(binary.build_version.minos[:2]) if binary.build_version else ()
     if oldest != MACOS:
-        yield f"the extension is for macOS {oldest} and later: expected {MACOS}"
-    own = lief.MachO.LoadCommand.TYPE.ID_DYLIB  # the extension's own name: Zig links a library, CMake a module
-    libraries = [library.name for library in binary.libraries if library.command != own]
-    if _LIBRARIES[0] not in libraries:
-        yield "the extension does not load libmlx"
-    for name in libraries:
+        yield f"is for macOS {oldest} and later: expected {MACOS}"
+    for name in _loaded(binary):
         if name not in _LIBRARIES and not name.startswith(_FRAMEWORKS):
-            yield f"the extension loads {name}, which no Mac has"
-    if "_PyInit__ext" not in {symbol.name for symbol in binary.exported_symbols}:
-        yield "the extension exports no _PyInit__ext, which Python looks for"
+            yield f"loads {name}, which no Mac has"
+
+
+def _core_problems(data: bytes, libmlx: Path) -> Iterator[str]:
+    binary = _parsed(data)
+    if binary is None:
+        yield "is no Mach-O file of arm64 alone"
+        return
+    yield from _library_problems(binary, ())
+    if wrong := {_LIBMLX, _CORE}.intersection(_loaded(binary)):
+        yield f"loads {', '.join(wrong)}, which the extensions load"
     yield from symbol_problems(binary, libmlx)
 
 
-def symbol_problems(binary: lief.MachO.Binary, libmlx: Path) -> Iterator[str]:
+def _extension_problems(data: bytes, core: bytes, libmlx: Path) -> Iterator[str]:
+    binary = _parsed(data)
+    if binary is None:
+        yield "is no Mach-O file of arm64 alone"
+        return
+    yield from _library_problems(binary, RPATHS)
+    for name in (_LIBMLX, _CORE):
+        if name not in _loaded(binary):
+            yield f"does not load {name}"
+    if "_PyInit__ext" not in {symbol.name for symbol in binary.exported_symbols}:
+        yield "exports no _PyInit__ext, which Python looks for"
+    yield from symbol_problems(binary, libmlx, core)
+
+
+def symbol_problems(binary: lief.MachO.Binary, libmlx: Path, core: bytes | None = None) -> Iterator[str]:
     """Symbols that nothing on a Mac has.
 
-    A symbol names the library that it is taken from, and the linker looked there; only of libmlx another one may be
-    installed. One that names none is Python's, or is weak and may come from any library that is loaded.
+    A symbol names the library that it is taken from, and the linker looked there; only of libmlx and of the core
+    another one may be installed. One that names none is Python's, or is weak and may come from any library that is
+    loaded.
     """
     released = lief.parse(str(libmlx))
-    in_libmlx = {symbol.name for symbol in released.exported_symbols}
-    in_any = in_libmlx.union(macos_extension.listed(), *macos_extension.imports(libmlx).values())
+    exported = {_LIBMLX: {symbol.name for symbol in released.exported_symbols}}
+    if core is not None and (parsed := _parsed(core)) is not None:
+        exported[_CORE] = {symbol.name for symbol in parsed.exported_symbols}
+    in_any = set().union(*exported.values(), macos_extension.listed(), *macos_extension.imports(libmlx).values())
     for symbol in binary.imported_symbols:
         bound = symbol.has_binding_info and symbol.binding_info.has_library
         library = symbol.binding_info.library.name if bound else ""
-        if library == _LIBRARIES[0] and symbol.name not in in_libmlx:
-            yield f"the extension needs {symbol.name}, which {libmlx.name} does not export"
+        if library in exported and symbol.name not in exported[library]:
+            yield f"needs {symbol.name}, which {Path(library).name} does not export"
         if not library and symbol.name not in in_any and not hasattr(ctypes.pythonapi, symbol.name.removeprefix("_")):
             yield (
-                f"the extension needs {symbol.name}, which Python and libmlx have not, and of which no "
+                f"needs {symbol.name}, which Python and libmlx have not, and of which no "
                 f"library of macOS {MACOS[0]} is known to have it: if libc++ does, list it in tools/macos_libcxx.txt"
             )
 
@@ -227,14 +281,21 @@ def symbol_problems(binary: lief.MachO.Binary, libmlx: Path) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, metavar="FOLDER|FILE.whl")
-    path = parser.parse_args().path
+    parser.add_argument("--releases", default="", help="of mlx, with commas between them, or all (the newest)")
+    arguments = parser.parse_args()
+    path, known = arguments.path, list(guard.releases())
+    wanted = {"": known[-1:], "all": known}.get(arguments.releases, arguments.releases.split(","))
+    if path.suffix == ".whl":
+        wanted = releases(path)
     with tempfile.TemporaryDirectory() as scratch:
-        site = macos_extension.download(Path(scratch))
+        sites = {release: macos_extension.download(Path(scratch), release) for release in wanted}
         if path.suffix != ".whl":
             path.mkdir(parents=True, exist_ok=True)
-            path = pack(macos_extension.build(site, Path(scratch)), path)
+            core = macos_extension.build_core(sites[wanted[-1]], Path(scratch))
+            made = {name: macos_extension.build(site, core, site / "objects") for name, site in sites.items()}
+            path = pack(core, made, path)
             print(path)
-        found = problems(path, site / "mlx" / "lib" / "libmlx.dylib")
+        found = problems(path, {release: site / "mlx" / "lib" / "libmlx.dylib" for release, site in sites.items()})
     print("\n".join(found) or "a Mac can use it")
     return int(bool(found))
 

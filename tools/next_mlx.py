@@ -30,9 +30,9 @@ import guard  # noqa: E402  # which reads nanobind's tag at configure time
 
 _INCLUDE = re.compile(r'#include [<"](mlx/[^>"]+)[>"]')
 
-# Where the pinned version stands. csrc/CMakeLists.txt says for which version csrc/mlx_internals was written: it is
+# Where the pinned version stands. csrc/mlx_internals/releases.h says for which releases that folder was written: it is
 # changed by hand, once that code was read beside the new headers. Results keep the version they were measured with.
-_PINNED = ("pyproject.toml", "README.md", "cmake/guard.py", "docs/configuration.md", "docs/versioning.md")
+_PINNED = ("pyproject.toml", "README.md", "docs/configuration.md", "docs/versioning.md")
 
 # The layers of mlx-lm whose code is not the one that the patch knows, and what the patch cannot find.
 _ASK_MLX_LM = """
@@ -138,7 +138,8 @@ def metal_kernels(include: Path) -> list[str]:
 def tag(old: Path, new: Path) -> list[str]:
     """nanobind's tag, where it changed: then another nanobind is needed."""
     before, now = guard.nanobind_tag_of_mlx(old), guard.nanobind_tag_of_mlx(new)
-    return [] if before == now else [f"v{before} is now v{now}: pin a nanobind that carries v{now}"]
+    said = f"v{before} is now v{now}: write a nanobind that carries v{now} into cmake/mlx_releases.txt"
+    return [] if before == now else [said]
 
 
 def mlx_lm(folder: Path) -> list[str]:
@@ -160,12 +161,13 @@ def mlx_lm(folder: Path) -> list[str]:
 def compile_errors(site: Path, version: str) -> Iterator[str]:
     """The first error of each C++ file that does not compile against the new headers; nothing is linked."""
     compiler = os.environ.get("CXX") or shutil.which("c++")
-    nanobind = Path(guard.folder("nanobind", "src/nb_internals.h"))
+    nanobind = guard.folder("nanobind", "src/nb_internals.h")
+    if nanobind is None:
+        sys.exit(f"nanobind is not installed for {sys.executable}: pip install nanobind")
     python = Path(__import__("sysconfig").get_paths()["include"])
     includes = [site / "mlx/include", nanobind / "include", nanobind / "ext/robin_map/include", python]
     includes += [ROOT / "csrc", ROOT / "metal"]
-    defines = [f'-DMITTENS_MLX_VERSION="{version}"', '-DMITTENS_KNOWN_MLX_VERSION="none"', "-DMITTENS_KNOWN_MLX=0"]
-    command = [str(compiler), "-std=c++20", "-fsyntax-only", "-w", "-DNB_DOMAIN=mlx", *defines]
+    command = [str(compiler), "-std=c++20", "-fsyntax-only", "-w", "-DNB_DOMAIN=mlx"]
     command += [f"-I{include}" for include in includes]
 
     def first_error(path: Path) -> str | None:
@@ -186,11 +188,16 @@ def _with_headers(path: Path) -> str:
 
 
 def write(old: str, new: str) -> list[str]:
-    """Puts the new version in the place of the pinned one; the files that changed.
+    """Adds the new version to the releases, and puts it in the place of the pinned one; the files that changed.
 
-    A version "or later" is the oldest that the code can be built for, `guard.OLDEST_MLX`, and stays.
+    A version "or later" is the oldest that the code can be built for, and stays.
     """
     changed = []
+    listed = ROOT / "cmake" / "mlx_releases.txt"
+    if not re.search(rf"^{re.escape(new)} ", listed.read_text(), re.M):
+        nanobind = re.findall(rf"^{re.escape(old)} +(\S+)", listed.read_text(), re.M)[0]
+        listed.write_text(f"{listed.read_text()}{new} {nanobind}\n")
+        changed.append("cmake/mlx_releases.txt")
     for name in _PINNED:
         text = (ROOT / name).read_text()
         renewed = re.sub(rf"(\bmlx(?:\[\w+\])?==|\bmlx ){re.escape(old)}(?![\d.]*\d| or later)", rf"\g<1>{new}", text)
@@ -226,7 +233,7 @@ def main() -> int:
     print("\n".join(report.lines))
     if arguments.write:
         print("\n".join(["written:", *(f"  {name}" for name in write(pinned, arguments.version))]))
-        print("read csrc/mlx_internals beside the new headers, then set known_mlx in csrc/CMakeLists.txt and in docs/")
+        print("read csrc/mlx_internals beside the new headers, then add the version to its releases.h and to docs/")
     return int(report.changed)
 
 

@@ -4,6 +4,7 @@ python tools/try_wheel.py FILE.whl                        with the Python that r
 python tools/try_wheel.py FILE.whl --python python3.12    with another one, which the wheel is for
 python tools/try_wheel.py FILE.whl --tests                then the tests with the marker `quick`, too
 python tools/try_wheel.py FILE.whl --tests-only           these tests alone
+python tools/try_wheel.py FILE.whl --mlx 0.31.2           beside that release of mlx, and the mlx-lm that goes with it
 
 It installs the wheel as the README says, step by step, and checks what each step makes possible: what `import` says
 without MLX's library, the quick benchmark, a kernel of mx.fast.metal_kernel without and with the simulator's clang, a
@@ -54,7 +55,7 @@ class Environment:
     variables: Mapping[str, str]
 
     @classmethod
-    def make(cls, python: str, scratch: Path, kernels: Path) -> Environment:
+    def make(cls, python: str, scratch: Path, kernels: Path, mlx: str = "") -> Environment:
         folder = scratch / "environment"
         cache = subprocess.run([python, "-m", "pip", "cache", "dir"], capture_output=True, text=True).stdout.strip()
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
@@ -66,6 +67,10 @@ class Environment:
             "MLX_MITTENS_CACHE": str(kernels),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
+        if mlx:  # whatever requires mlx gets this one
+            constraints = scratch / "constraints.txt"
+            constraints.write_text(f"mlx=={mlx}\n")
+            variables["PIP_CONSTRAINT"] = str(constraints)
         return cls(folder, variables | ({"PIP_CACHE_DIR": cache} if cache else {}))
 
     def run(self, program: str, *arguments: object, folder: Path, fails: bool = False) -> str:
@@ -95,6 +100,8 @@ class Trial:
 
     def install(self, extras: str = "", *others: str) -> None:
         named = f"{self.wheel}[{extras}]" if extras else str(self.wheel)
+        if "lm" in extras.split(",") and sys.platform == "linux":  # there its extra alone says which mlx it is for
+            others += ("mlx-lm[cpu]",)
         self.environment.run("python", "-m", "pip", "install", "--quiet", named, *others, folder=self.folder)
 
     def python(self, *arguments: object, fails: bool = False) -> str:
@@ -201,6 +208,7 @@ def main() -> int:
     parser.add_argument(
         "--python", default=sys.executable, help="that the environment is made of (the one that runs this)"
     )
+    parser.add_argument("--mlx", default="", metavar="VERSION", help="the release of mlx to install (the newest)")
     parser.add_argument("--cache", type=Path, help="folder that keeps compiled kernels for the next wheel (none)")
     parser.add_argument("--tests", action="store_true", help="then run the tests with the marker `quick`, too")
     parser.add_argument("--tests-only", action="store_true", help="run these tests alone")
@@ -209,7 +217,7 @@ def main() -> int:
         folder = Path(scratch) / "elsewhere"
         folder.mkdir()
         kernels = arguments.cache.resolve() if arguments.cache else Path(scratch) / "kernels"
-        environment = Environment.make(arguments.python, Path(scratch), kernels)
+        environment = Environment.make(arguments.python, Path(scratch), kernels, arguments.mlx)
         trial = Trial(arguments.wheel.resolve(), environment, folder)
         path = [] if arguments.tests_only else steps(trial)
         for step in [*path, *[trial.tests] * (arguments.tests or arguments.tests_only)]:

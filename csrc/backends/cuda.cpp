@@ -21,6 +21,7 @@
 #include "mlx_internals/buffer_ownership.h"
 #include "mlx_internals/cuda_encoder.h"
 #include "mlx_internals/known.h"
+#include "mlx_internals/releases.h"
 
 namespace mittens::cuda {
 
@@ -220,7 +221,7 @@ dim3 dimensions(const Size3& size) {
 }  // namespace
 
 bool available() {
-  return mlx_internals::is_known() && mlx_internals::has_cuda_encoder();
+  return mlx_internals::is_known() && mlx_internals::kCudaIsKnown && mlx_internals::has_cuda_encoder();
 }
 
 Device device(int index) {
@@ -233,6 +234,10 @@ std::string_view missing() {
   }
   if (!mlx_internals::is_known()) {
     return mlx_internals::problem();
+  }
+  if (!mlx_internals::kCudaIsKnown) {
+    return "the CUDA encoder of mlx " MITTENS_MLX_VERSION
+           " is not known: pip install \"mlx[cuda13]==" MITTENS_KNOWN_MLX_VERSION "\"";
   }
   if (!Driver::get().loaded()) {
     return "libcuda.so.1 does not load: install the NVIDIA driver";

@@ -5,12 +5,13 @@
 
 #include "mlx/primitives.h"
 #include "mlx_internals/known.h"
+#include "mlx_internals/releases.h"
 
 namespace mittens {
 
 namespace {
 
-using Memory = std::shared_ptr<mx::allocator::Data>;
+using Memory = std::shared_ptr<mx::array::Data>;
 
 #if MITTENS_KNOWN_MLX
 // MLX neither counts an array's owners nor changes its memory for others: a pointer to that private member, which C++
@@ -141,8 +142,12 @@ bool is_donatable(const mx::array& input, size_t outputs) {
     return outputs == 1 && input.is_donatable();
   }
   const Memory& data = input.data_shared_ptr();
-  return descriptor(input).use_count() == static_cast<long>(outputs) && data && data.use_count() == 1 &&
-         data->is_owned();
+#if MITTENS_MLX_KNOWS_OWNED_MEMORY
+  const bool is_owned = data && data->is_owned();
+#else
+  const bool is_owned = data != nullptr;
+#endif
+  return is_owned && descriptor(input).use_count() == static_cast<long>(outputs) && data.use_count() == 1;
 }
 
 #else  // of these the last two and WeakArray are called where the parts are not known

@@ -21,7 +21,7 @@ namespace mx = mlx::core;
 
 // What owns the memory of such an array.
 struct BufferOwner {
-  std::shared_ptr<mx::allocator::Data> memory;
+  std::shared_ptr<mx::array::Data> memory;
   std::vector<mx::array> carried;  // other arrays that came about with it
 
   void operator()(const void*) const {}

@@ -7,6 +7,7 @@
 
 #include "mlx/array.h"
 #include "mlx/stream.h"
+#include "mlx/version.h"
 
 struct CUfunc_st;
 struct dim3 {
@@ -36,6 +37,9 @@ struct CudaBuffer {
   size_t size;
   int device;
 };
+
+// Whether these are the encoder, the buffers and the allocator of this release: it is mlx 0.32.4.
+constexpr bool kCudaIsKnown = MLX_VERSION_NUMERIC == 32004;
 
 inline bool has_cuda_encoder() {
   return &mlx::core::cu::get_command_encoder != nullptr;

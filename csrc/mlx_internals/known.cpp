@@ -2,6 +2,8 @@
 
 #include <cstdlib>
 
+#include "mlx_internals/releases.h"
+
 namespace mittens::mlx_internals {
 
 std::string_view problem() {

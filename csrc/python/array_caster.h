@@ -29,10 +29,16 @@ template <>
 struct type_caster<mlx::core::array> : type_caster_base<mlx::core::array> {
   using Array = mlx::core::array;
 
+#if NB_VERSION_MAJOR >= 3
   bool from_python(handle source, uint32_t flags, cleanup_list* cleanup) noexcept {
     return NB_CALL(nb_type_get)(NB_CTX_C(cleanup), mittens::array_type, source.ptr(), flags, cleanup,
                                 reinterpret_cast<void**>(&value_));
   }
+#else  // releases of MLX before 0.32.3
+  bool from_python(handle source, uint8_t flags, cleanup_list* cleanup) noexcept {
+    return nb_type_get(mittens::array_type, source.ptr(), flags, cleanup, reinterpret_cast<void**>(&value_));
+  }
+#endif
 
   template <typename T>
   bool can_cast() const noexcept {

@@ -10,6 +10,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "mlx_internals/known.h"
+#include "mlx_internals/releases.h"
 #include "python/array_caster.h"
 #include "python/registry.h"
 #include "runtime/checks.h"

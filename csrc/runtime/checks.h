@@ -11,6 +11,7 @@
 
 #include "mlx/array.h"
 #include "mlx/utils.h"
+#include "mlx_internals/releases.h"
 #include "runtime/exporting.h"
 #include "runtime/fallback.h"
 

@@ -214,6 +214,7 @@ class Target:
     attempt: Attempt
     parameters: tuple[str, ...] = ()  # of a Python function, which must be these; mx's own are those of its version
     optional: bool = False  # a package that need not be installed; patched once it is imported
+    newer: bool = False  # only later releases of mlx have it: it is left alone where it is not there
     partial: bool = False  # some calls are the original's in strict mode too
     shared: bool = False  # the package's other modules import it by name
     text: str = ""  # the digest of the one function that is known here; another is left alone
@@ -261,7 +262,16 @@ class Target:
 
     def is_loaded(self) -> bool:
         """Whether its module has been imported; the others are imported when they are patched."""
+        if self.newer and not self._is_there():
+            return False
         return not self.optional or (self.module in sys.modules and self.module not in importing)
+
+    def _is_there(self) -> bool:
+        *parents, leaf = self.path.split(".")
+        owner: Any = importlib.import_module(self.module)
+        for name in parents:
+            owner = getattr(owner, name, None)
+        return hasattr(owner, leaf)
 
     def is_known(self) -> bool:
         """Whether the function is the one that it has to be, where just one will do."""
@@ -471,6 +481,7 @@ TARGETS += [
         "mlx.core",
         "fast.gated_delta_update",
         _fast_gated_delta,
+        newer=True,
     ),
     *(
         Target(

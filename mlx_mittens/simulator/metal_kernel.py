@@ -236,7 +236,10 @@ def metal_kernel(
         for word in given:
             if not _IDENTIFIER.fullmatch(word):
                 _fail(f"{what} has {word!r}: expected a name of letters, digits and _, as in C")
-    made = _mlx_metal_kernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs, compile_options)
+    options: dict[str, Any] = (
+        {} if compile_options is None else {"compile_options": compile_options}
+    )  # the oldest mlx knows none
+    made = _mlx_metal_kernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs, **options)
     return Kernel(made, name, header, source)  # type: ignore[arg-type]  # mlx's stub has it return object
 
 

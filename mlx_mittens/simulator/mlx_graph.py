@@ -124,7 +124,9 @@ class Recorder:
         try:
             for name in COMPOSED:
                 *folders, leaf = name.split(".")
-                self._hook(functools.reduce(getattr, folders, mx), leaf, name)
+                owner = functools.reduce(getattr, folders, mx)
+                if hasattr(owner, leaf):  # some came with later releases of mlx
+                    self._hook(owner, leaf, name)
             for target in TARGETS:  # the patch has layers call mx.fast.rope itself
                 if target.op == "rope" and target.is_loaded() and target.module != "mlx.core":
                     owner, leaf = target.owner()

@@ -226,7 +226,7 @@ def _ours(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
 
 
 def _twin(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
-    if not per_column:
+    if not per_column and hasattr(mx.fast, "gated_delta_update"):  # from mlx 0.32.3 on
         return mx.fast.gated_delta_update(q, k, v, gamma, beta, initial_state)
     (batch, steps, key_heads, columns), (heads, rows) = q.shape, v.shape[2:]
     s = mx.zeros((batch, heads, rows, columns)) if initial_state is None else initial_state
@@ -234,7 +234,7 @@ def _twin(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
     results = []
     for t in range(steps):
         key, query = keys[:, t, :, None, :], queries[:, t, :, None, :]
-        s = s * gamma[:, t, :, None]
+        s = s * (gamma[:, t, :, None] if per_column else gamma[:, t, :, None, None])
         s = s + key * ((v[:, t] - (s * key).sum(-1)) * beta[:, t, :, None])[..., None]
         results.append((s * query).sum(-1).astype(q.dtype))
     return mx.stack(results, axis=1), s

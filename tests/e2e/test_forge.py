@@ -49,7 +49,7 @@ def test_each_job_has_a_time_limit():
 
 def test_ccache_keeps_what_is_compiled_with_the_precompiled_header():
     """It refuses those objects unless it is told that differing macros and times do not matter."""
-    assert "target_precompile_headers" in (ROOT / "csrc" / "CMakeLists.txt").read_text()
+    assert "target_precompile_headers" in (ROOT / "csrc" / "extension" / "CMakeLists.txt").read_text()
     steps = [
         step
         for file in FILES.glob("workflows/*.yml")

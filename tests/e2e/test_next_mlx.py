@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import pathlib
+import re
 import runpy
 import sys
 
@@ -45,26 +46,36 @@ def test_an_mlx_lm_without_its_models_is_reported(tool, tmp_path):
     assert tool["mlx_lm"](tmp_path)
 
 
+def copy_releases(folder):
+    (folder / "cmake").mkdir(exist_ok=True)
+    (folder / "cmake" / "mlx_releases.txt").write_text((ROOT / "cmake" / "mlx_releases.txt").read_text())
+
+
 def test_the_version_is_written_where_it_stands(tool, tmp_path, monkeypatch):
     old = importlib.metadata.version("mlx")
     for name in tool["_PINNED"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text() + f"mlx-lm {old}, mlx {old}, mlx=={old}.1\n")
+    copy_releases(tmp_path)
     monkeypatch.setitem(tool["write"].__globals__, "ROOT", tmp_path)
-    assert set(tool["write"](old, "9.8.7")) == set(tool["_PINNED"])
+    assert set(tool["write"](old, "9.8.7")) == {"cmake/mlx_releases.txt", *tool["_PINNED"]}
+    listed = (tmp_path / "cmake" / "mlx_releases.txt").read_text()
+    assert listed.endswith(f"9.8.7 {re.findall(rf'^{old} +(.*)', listed, re.M)[0]}\n")
+    assert tool["write"]("9.8.7", "9.8.7") == [], "what is there is not written again"
     text = (tmp_path / "pyproject.toml").read_text()
-    assert 'requires = [\n  "scikit-build-core' in text and '"mlx==9.8.7"' in text and '"mlx[cpu]==9.8.7"' in text
+    assert 'requires = ["scikit-build-core' in text and '"mlx==9.8.7"' in text
     assert f"mlx-lm {old}, mlx 9.8.7, mlx=={old}.1" in text
 
 
 def test_the_oldest_mlx_stays_where_the_pinned_one_is_written(tool, tmp_path, monkeypatch):
     """The two may be the same."""
+    copy_releases(tmp_path)
     page = tmp_path / "docs" / "versioning.md"
     page.parent.mkdir()
     page.write_text("Built for mlx 0.32.4. It must be mlx 0.32.4 or later.\n")
     monkeypatch.setitem(tool["write"].__globals__, "ROOT", tmp_path)
     monkeypatch.setitem(tool["write"].__globals__, "_PINNED", ("docs/versioning.md",))
-    assert tool["write"]("0.32.4", "0.33.0") == ["docs/versioning.md"]
+    assert tool["write"]("0.32.4", "0.33.0") == ["cmake/mlx_releases.txt", "docs/versioning.md"]
     assert page.read_text() == "Built for mlx 0.33.0. It must be mlx 0.32.4 or later.\n"
 
 

@@ -54,7 +54,7 @@ def _call_compiler(*arguments: object) -> None:
 def _compiled(source: pathlib.Path) -> pathlib.Path:
     handle, path = tempfile.mkstemp(".o", dir=_folder())
     os.close(handle)
-    options = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-D_METAL_", "-DMITTENS_KNOWN_MLX=1"]
+    options = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-D_METAL_"]
     own = (ROOT / folder for folder in ("tests/verification/macos/recording", "csrc", "metal"))
     _call_compiler(*options, *(f"-I{folder}" for folder in (_mlx() / "include", *own)), "-c", source, "-o", path)
     return pathlib.Path(path)

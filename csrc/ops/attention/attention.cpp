@@ -287,8 +287,17 @@ mx::array by_mx(const AttentionCall& call, mx::Stream s) {
   if (sees && mask && mask->dtype() != mx::bool_) {
     mask = mx::where(*sees, *mask, mx::array(0.0f, mask->dtype()), s);  // NaN would reach the gradients of others
   }
+#if MITTENS_MLX_HAS_FORCE_FUSED
   const mx::array y = mx::fast::scaled_dot_product_attention(
       call.queries, call.keys[0], call.values[0], call.options.scale, mode, mask, call.sinks, call.force_fused, s);
+#else
+  if (call.force_fused) {
+    checks::fail(op, "force_fused is True, and no kernel covers the call: expected False, since the mx of mlx ",
+                 MITTENS_MLX_VERSION, " has no such option (mlx 0.32.2 is the first that has it)");
+  }
+  const mx::array y = mx::fast::scaled_dot_product_attention(call.queries, call.keys[0], call.values[0],
+                                                             call.options.scale, mode, mask, call.sinks, s);
+#endif
   return sees ? mx::where(*sees, y, mx::array(0.0f, y.dtype()), s) : y;
 }
 

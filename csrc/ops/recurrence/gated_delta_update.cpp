@@ -104,16 +104,18 @@ Outputs gated_delta_update(const mx::array& q, const mx::array& k, const mx::arr
                            const std::optional<mx::array>& mask, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   const Call call = checked(q, k, v, gamma, beta, state, mask, stream);
-  const bool as_mlx = gamma.ndim() == 3 && call.one_dtype;
+  const bool as_mlx = MITTENS_MLX_HAS_GATED_DELTA_UPDATE && gamma.ndim() == 3 && call.one_dtype;
   if (auto outputs = by_kernel(call, as_mlx ? GatedDeltaPeer::op : GatedDeltaPeer::operations, stream)) {
     return *std::move(outputs);
   }
+#if MITTENS_MLX_HAS_GATED_DELTA_UPDATE
   if (as_mlx) {
     const std::optional<mx::array> wide = state ? std::optional(call.inputs[5]) : std::nullopt;
     const Arrays all = mx::fast::gated_delta_update(call.inputs[0], call.inputs[1], call.inputs[2], call.inputs[3],
                                                     call.inputs[4], wide, mask, stream);
     return {in_dtype(all[0], call.inputs[0].dtype(), stream), in_dtype(all[1], call.state_dtype, stream)};
   }
+#endif
   const Arrays all = recurrence_composed(call.inputs, call.options, stream);
   return {in_dtype(all[0], call.inputs[0].dtype(), stream), in_dtype(all[1], call.state_dtype, stream)};
 }
