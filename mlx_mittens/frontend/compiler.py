@@ -94,6 +94,8 @@ def header_flags(flags: list[str]) -> list[str]:
     return ["c++-header" if flag == "c++" else flag for flag in kept]
 
 
+# Memory is read where the kernel reads it: LLVM else loads in front of a loop what its later rounds read.
+AS_WRITTEN = ["-mllvm", "-disable-licm-promotion"]
 _NO_PASSES = ["-Xclang", "-disable-llvm-passes"]
 _LANGUAGE = ("-c", "-x", "c++", "-std=c++20", "-nostdinc")  # what says nothing of LLVM's text
 

@@ -3,19 +3,25 @@
 Clang loads a vector whole to read one component, and loads and stores it whole to write one: `v.x = 1` reads what may
 never have been written. And it reports no access to a vector of three, whose size is no power of two. Here every call
 that reports the load or the store of a vector gets the components that the kernel reads or writes.
+
+A store writes the components that differ from a load of the same place, followed back through insertions, shuffles,
+choices and the values that meet where branches do; where they depend on the branch, so does the mask. A load whose
+vector goes back to its place serves a part of it: it reads what its own block uses. What other blocks use of it is
+read there.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 _BYTES = {"i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8}
 _NAME = r'%[\w.$-]+|%"[^"]*"'
 _PLACE = rf"(?P<pointer>ptr(?: addrspace\(\d+\))? (?:{_NAME})), align (?P<align>\d+)"
 _LOAD = re.compile(rf"^  (?P<name>{_NAME}) = load <(?P<count>\d) x (?P<type>\w+)>, {_PLACE}")
-_STORE = re.compile(rf"^  store <(?P<count>\d) x (?P<type>\w+)> .+, {_PLACE}")
-_EXTRACT = re.compile(rf"^  (?:{_NAME}) = extractelement <[^>]*> (?P<vector>[^,]+), i\d+ (?P<lane>[^,\s]+)")
+_STORE = re.compile(rf"^  store <(?P<count>\d) x (?P<type>\w+)> (?P<value>.+), {_PLACE}")
+_EXTRACT = re.compile(rf"^  (?:{_NAME}) = extractelement <[^>]*> (?P<vector>[^,]+), (?P<type>i\d+) (?P<lane>[^,\s]+)")
 _INSERT = re.compile(
     rf"^  (?P<name>{_NAME}) = insertelement <[^>]*> (?P<vector>[^,]+), .+, (?P<type>i\d+) (?P<lane>[^,\s]+)(?:, !.*)?$"
 )
@@ -23,12 +29,30 @@ _SHUFFLE = re.compile(
     rf"^  (?P<name>{_NAME}) = shufflevector <(?P<count>\d+) x [^>]*> (?P<first>.+), <[^>]*> (?P<second>.+), "
     r"<(?P<lanes>\d+) x i32> (?P<mask><[^>]*>|\w+(?: \(i32 \d+\))?)"
 )
+_PHI = re.compile(rf"^  (?P<name>{_NAME}) = phi <\d+ x \w+> (?P<ways>\[.*\])")
+_WAY = re.compile(rf"\[ (?P<value>.+?), (?P<block>{_NAME}) \]")
+_SELECT = re.compile(
+    rf"^  (?P<name>{_NAME}) = select (?:[a-z]+ )*i1 (?P<truth>[^,]+), "
+    r"<\d+ x \w+> (?P<yes>.+), <\d+ x \w+> (?P<no>[^,]+)"
+)
+_SAME = re.compile(
+    rf"^  (?P<name>{_NAME}) = (?:freeze <\d+ x \w+> (?P<frozen>[^,]+)"
+    r"|bitcast <(?P<count>\d+) x \w+> (?P<cast>\S+) to <(?P=count) x \w+>)"
+)
+_ADDRESS = re.compile(rf"^  (?P<name>{_NAME}) = (?P<computed>(?:getelementptr|addrspacecast) [^!]*?)(?:, !.*)?$")
+_LABEL = re.compile(r'^(?P<name>[\w.$-]+|"[^"]*"):')
 _USED = re.compile(_NAME)
 _REPORT = re.compile(r"^  call void @__sanitizer_cov_(?:load|store)\d+\(")
-_OPERATION = re.compile(r" call (?!void @(?:__sanitizer_cov|__ubsan|llvm\.))")  # perhaps one between threads
+_CALL = re.compile(
+    r'^  (?:\S+ = )?(?:(?:tail|musttail|notail) )?call [^@]*?(?:@(?P<callee>[\w.$]+|"[^"]*")|%[\w.$-]+)\('
+)
+_DEFINED = re.compile(r'^define [^@]*@(?P<name>[\w.$]+|"[^"]*")\(')
+_OWN_CALL = re.compile(r"__sanitizer_cov|__ubsan|llvm\.|mittens_(?:load|store)_")
 _DEBUG = re.compile(r", !dbg !\d+")
+_PRIVATE = "ptr %"  # a pointer of no address space: to the thread's own memory
 
 Lanes = tuple[int | None, ...]  # of a value, which component of the load each is; None of something else
+Mask = int | str  # a bit for each component: known, or the name of a value
 
 
 @dataclass
@@ -36,139 +60,341 @@ class _Access:
     """A load or a store of a vector."""
 
     line: int
-    kind: str
     count: int
     bytes: int
     pointer: str
     align: int
-    lanes: set[int] | None = None  # of a load those that are read, of a store those that change; None: all
-    lane: str | None = None  # of a store the one that changes, where it is computed
+    value: str  # that is loaded or stored
+    place: str  # the pointer as it is computed
+
+    @property
+    def all(self) -> int:
+        return (1 << self.count) - 1
+
+
+@dataclass
+class _Use:
+    """What an instruction reads of a loaded vector."""
+
+    line: int
+    lanes: set[int]
+    is_sure: bool  # whether it reads them whenever it runs
+    lane: str | None = None  # the one that it reads, with its type, where that is computed
+
+
+@dataclass
+class _Reads:
+    """What a function does with a loaded vector."""
+
+    uses: list[_Use] = field(default_factory=list)
+    is_kept: bool = False  # whether it goes back to where it came from
 
 
 class _Function:
     """The lines of a function."""
 
-    def __init__(self, lines: list[str]):
+    def __init__(self, lines: list[str], operations: set[str]):
         self.lines = lines
         self.uses: dict[str, list[int]] = {}
-        for i, line in enumerate(lines):
-            if "#dbg_" not in line:
-                for name in set(_USED.findall(line.split(" = ", 1)[-1])):
-                    self.uses.setdefault(name, []).append(i)
+        self.made: dict[str, int] = {}  # the line of each value
+        self.block: list[int] = []  # of each line
+        self.operations: list[int] = []  # lines that may be an operation between threads
         self.stores: dict[int, _Access] = {}
         self.loads: dict[int, _Access] = {}
+        self.before: dict[int, list[str]] = {}  # what is put in front of lines
+        self.masks = 0
+        blocks = 0
         for i, line in enumerate(lines):
-            for pattern, kind, found in ((_LOAD, "load", self.loads), (_STORE, "store", self.stores)):
+            blocks += _LABEL.match(line) is not None
+            self.block.append(blocks)
+            if "#dbg_" in line:
+                continue
+            head, equals, tail = line.partition(" = ")
+            if equals and head.startswith("  %"):
+                self.made[head.strip()] = i
+            for name in set(_USED.findall(tail if equals else line)):
+                self.uses.setdefault(name, []).append(i)
+            if (call := _CALL.match(line)) and (call["callee"] is None or call["callee"] in operations):
+                self.operations.append(i)
+        for i, line in enumerate(lines):
+            for pattern, found, value in ((_LOAD, self.loads, "name"), (_STORE, self.stores, "value")):
                 match = pattern.match(line)
                 if match and match["type"] in _BYTES:
-                    size, align = _BYTES[match["type"]], int(match["align"])
-                    found[i] = _Access(i, kind, int(match["count"]), size, match["pointer"], align)
+                    pointer = match["pointer"]
+                    found[i] = _Access(
+                        i,
+                        int(match["count"]),
+                        _BYTES[match["type"]],
+                        pointer,
+                        int(match["align"]),
+                        match[value],
+                        self._place(pointer),
+                    )
 
     def edited(self) -> list[str]:
         """The lines, with the components in the calls that report accesses."""
-        for load in self.loads.values():
-            name = _LOAD.match(self.lines[load.line])["name"]  # type: ignore[index]
-            self.read: set[int] = set()
-            self.kept = False
-            self._follow(name, tuple(range(load.count)), load)
-            load.lanes = self.read if self.read or self.kept else None
+        masks: dict[int, Mask] = {at: self._changed(store) for at, store in self.stores.items()}
+        for at, load in self.loads.items():
+            masks[at] = self._read_at(load)
         result: list[str] = []
         for i, line in enumerate(self.lines):
             access = self.loads.get(i) or self.stores.get(i)
             if access is not None:
-                self._report(access, result)
-            result.append(line)
+                self._report(access, "load" if i in self.loads else "store", masks[i], result)
+            result += [*self.before.get(i, ()), line]
         return result
 
-    def _follow(self, name: str, lanes: Lanes, load: _Access, computed: str | None = None) -> None:
-        """Adds what is read of a load by the uses of a value, some lanes of which are the load's.
+    def _place(self, pointer: str, depth: int = 0) -> str:
+        """A pointer as it is computed: the same text is the same place."""
 
-        Behind the store of a lane that is computed nothing is known to be read.
-        """
-        for i in self.uses.get(name, ()):
-            line = self.lines[i]
-            if i in self.stores and self._is_part_of(load, self.stores[i]) and f"> {name}, ptr" in line:
-                self._stored(self.stores[i], lanes, computed)
-            elif (match := _INSERT.match(line)) and match["vector"] == name and computed is None:
-                if match["lane"].isdigit():
-                    rest = tuple(None if k == int(match["lane"]) else lane for k, lane in enumerate(lanes))
-                    self._follow(match["name"], rest, load)
-                else:
-                    self._follow(match["name"], lanes, load, f"{match['type']} {match['lane']}")
-            elif computed is not None:
-                continue
-            elif (match := _EXTRACT.match(line)) and match["lane"].isdigit() and int(match["lane"]) < len(lanes):
-                self._add((lanes[int(match["lane"])],))
-            elif match := _SHUFFLE.match(line):
-                self._follow(match["name"], self._shuffled(match, name, lanes), load)
-            else:
-                self._add(lanes)
+        def computed(name: re.Match[str]) -> str:
+            line = self.made.get(name[0])
+            match = _ADDRESS.match(self.lines[line]) if line is not None and depth < 4 else None
+            return f"({self._place(match['computed'], depth + 1)})" if match else name[0]
 
-    def _add(self, lanes: Lanes) -> None:
-        self.read |= {lane for lane in lanes if lane is not None}
+        return _USED.sub(computed, pointer)
 
-    def _stored(self, store: _Access, lanes: Lanes, computed: str | None) -> None:
-        """Components that go back to where they came from are neither read nor written."""
-        same = {k for k, lane in enumerate(lanes) if lane == k}
-        self._add(tuple(lane for k, lane in enumerate(lanes) if lane != k))
-        store.lanes = (set(range(store.count)) if store.lanes is None else store.lanes) - same
-        store.lane = computed if not store.lanes else None
-        if computed and store.lanes:
-            store.lanes = None
-        self.kept = True
+    def _has_operation(self, one: int, other: int) -> bool:
+        return any(min(one, other) < line < max(one, other) for line in self.operations)
 
     def _is_part_of(self, load: _Access, store: _Access) -> bool:
-        """Whether a load and a store are of one place, with no operation between threads between."""
-        if load.pointer != store.pointer or load.count != store.count or load.line > store.line:
+        """Whether a load and a store are of one place, with no operation between threads between.
+
+        None of these changes the thread's own memory.
+        """
+        if load.place != store.place or load.count != store.count:
             return False
-        return not any(_OPERATION.search(line) for line in self.lines[load.line : store.line])
+        return load.pointer.startswith(_PRIVATE) or not self._has_operation(load.line, store.line)
 
-    @staticmethod
-    def _shuffled(match: re.Match[str], name: str, lanes: Lanes) -> Lanes:
-        count, mask = int(match["count"]), match["mask"]
-        if mask == "zeroinitializer":
-            picked: list[str] = ["0"] * int(match["lanes"])
-        elif mask[0] == "<":
-            picked = [part.split()[-1] for part in mask[1:-1].split(",")]
-        else:
-            number = re.search(r"i32 (\d+)\)", mask)
-            picked = [number[1] if number else "poison"] * int(match["lanes"])
-        first = lanes if match["first"] == name else (None,) * count
-        second = lanes if match["second"] == name else (None,) * count
-        both = (*first, *second)
-        return tuple(both[int(k)] if k.isdigit() else None for k in picked)
+    # What a store changes: back from the stored value to the loads of its place.
 
-    def _report(self, access: _Access, result: list[str]) -> None:
+    def _changed(self, store: _Access) -> Mask:
+        loads = [load for load in self.loads.values() if self._is_part_of(load, store)]
+        if not loads:
+            return store.all
+        return self._differs(store.value, {load.value for load in loads}, store.all, {})
+
+    def _differs(self, value: str, same: set[str], every: int, known: dict[str, Mask]) -> Mask:
+        """The components of a value that are not what was loaded."""
+        if value in same:
+            return 0
+        if value in known:
+            return known[value]
+        line = self.made.get(value)
+        if line is None:
+            return every
+        text = self.lines[line]
+        known[value] = every
+        if match := _PHI.match(text):
+            known[value] = self._differs_by_way(match, line, same, every, known)
+        elif match := _SELECT.match(text):
+            yes = self._differs(match["yes"], same, every, known)
+            no = self._differs(match["no"], same, every, known)
+            known[value] = (
+                yes if yes == no else self._computed(line, f"select i1 {match['truth']}, i32 {yes}, i32 {no}")
+            )
+        elif match := _INSERT.match(text):
+            rest = self._differs(match["vector"], same, every, known)
+            lane = match["lane"]
+            bit = 1 << int(lane) if lane.isdigit() else self._bit(line, f"{match['type']} {lane}", every.bit_length())
+            known[value] = self._or(line, rest, bit)
+        elif match := _SHUFFLE.match(text):
+            known[value] = self._differs_shuffled(match, line, same, every, known)
+        elif match := _SAME.match(text):
+            known[value] = self._differs(match["frozen"] or match["cast"], same, every, known)
+        return known[value]
+
+    def _differs_by_way(
+        self, phi: re.Match[str], line: int, same: set[str], every: int, known: dict[str, Mask]
+    ) -> Mask:
+        self.masks += 1
+        name = known[phi["name"]] = f"%mittens.mask.{self.masks}"
+        ways = [(self._differs(way["value"], same, every, known), way["block"]) for way in _WAY.finditer(phi["ways"])]
+        written = ", ".join(f"[ {mask}, {block} ]" for mask, block in ways)
+        self.before.setdefault(line, []).append(f"  {name} = phi i32 {written}")
+        return name
+
+    def _differs_shuffled(
+        self, shuffle: re.Match[str], line: int, same: set[str], every: int, known: dict[str, Mask]
+    ) -> Mask:
+        picked, count = _picked(shuffle), int(shuffle["count"])
+        kept = [0, 0]  # the components of each operand that stay in their place
+        for place, lane in enumerate(picked):
+            if lane is not None and lane % count == place:
+                kept[lane // count] |= 1 << place
+        mask: Mask = ((1 << len(picked)) - 1) & ~(kept[0] | kept[1])
+        for operand, bits in zip((shuffle["first"], shuffle["second"]), kept, strict=True):
+            if bits:
+                mask = self._or(line, mask, self._and(line, self._differs(operand, same, every, known), bits))
+        return mask
+
+    def _bit(self, line: int, lane: str, count: int) -> str:
+        """The bit of a component that is computed, given with its type, in front of a line."""
+        kind, name = lane.split()
+        is_within = self._computed(line, f"icmp ult {kind} {name}, {count}")
+        near = self._computed(line, f"select i1 {is_within}, {kind} {name}, {kind} 0")
+        if kind != "i32":
+            near = self._computed(line, f"{'trunc' if int(kind[1:]) > 32 else 'zext'} {kind} {near} to i32")
+        bit = self._computed(line, f"shl i32 1, {near}")
+        return self._computed(line, f"select i1 {is_within}, i32 {bit}, i32 0")
+
+    def _or(self, line: int, a: Mask, b: Mask) -> Mask:
+        if isinstance(a, int) and isinstance(b, int):
+            return a | b
+        return b if a == 0 else a if b == 0 else self._computed(line, f"or i32 {a}, {b}")
+
+    def _and(self, line: int, a: Mask, bits: int) -> Mask:
+        return a & bits if isinstance(a, int) else self._computed(line, f"and i32 {a}, {bits}")
+
+    def _computed(self, line: int, what: str) -> str:
+        """A value that is computed in front of a line."""
+        self.masks += 1
+        self.before.setdefault(line, []).append(f"  %mittens.mask.{self.masks} = {what}")
+        return f"%mittens.mask.{self.masks}"
+
+    # What is read of a load: on to the uses of its value.
+
+    def _read_at(self, load: _Access) -> int:
+        """The components that a load reads; those that are read where they are used are reported there."""
+        reads = _Reads()
+        self._follow(load.value, tuple(range(load.count)), load, reads, True, set())
+        computed = {use.lane for use in reads.uses}
+        if len(computed) == 1 and None not in computed:  # the kernel's `v[i][lane]`
+            use = reads.uses[0]
+            if self.block[use.line] == self.block[load.line] and not self._has_operation(load.line, use.line):
+                bit = self._bit(use.line, str(use.lane), load.count)
+                self.before[use.line].append(self._call(load, "load", bit, use.line))
+                return 0
+        read = 0
+        for use in reads.uses:
+            bits = sum(1 << lane for lane in use.lanes)
+            is_here = self.block[use.line] == self.block[load.line]
+            crosses = not load.pointer.startswith(_PRIVATE) and self._has_operation(load.line, use.line)
+            if not reads.is_kept or (use.is_sure and (is_here or crosses)):
+                read |= bits
+            elif use.is_sure and bits:
+                self.before.setdefault(use.line, []).append(self._call(load, "load", bits, use.line))
+        return read if reads.uses or reads.is_kept else load.all
+
+    def _follow(
+        self,
+        name: str,
+        lanes: Lanes,
+        load: _Access,
+        reads: _Reads,
+        is_sure: bool,
+        seen: set[tuple[str, Lanes, bool]],
+    ) -> None:
+        """Adds what is read of a load by the uses of a value, some lanes of which are the load's."""
+        if (name, lanes, is_sure) in seen or not any(lane is not None for lane in lanes):
+            reads.is_kept = reads.is_kept or any(i in self.stores for i in self.uses.get(name, ()))
+            return
+        seen.add((name, lanes, is_sure))
+        for i in self.uses.get(name, ()):
+            line = self.lines[i]
+            store = self.stores.get(i)
+            if store is not None and store.value == name and self._is_part_of(load, store):
+                reads.is_kept = True
+                moved = {lane for k, lane in enumerate(lanes) if lane is not None and lane != k}
+                if moved:
+                    reads.uses.append(_Use(i, moved, is_sure))
+            elif (match := _INSERT.match(line)) and match["vector"] == name:
+                if match["lane"].isdigit():
+                    rest = tuple(None if k == int(match["lane"]) else lane for k, lane in enumerate(lanes))
+                    self._follow(match["name"], rest, load, reads, is_sure, seen)
+                else:  # one of the lanes is written, no one knows which
+                    self._follow(match["name"], lanes, load, reads, False, seen)
+            elif match := _PHI.match(line) or _SELECT.match(line):
+                self._follow(match["name"], lanes, load, reads, False, seen)
+            elif match := _SAME.match(line):
+                self._follow(match["name"], lanes, load, reads, is_sure, seen)
+            elif match := _SHUFFLE.match(line):
+                none = (None,) * int(match["count"])
+                both = (*(lanes if match["first"] == name else none), *(lanes if match["second"] == name else none))
+                rest = tuple(None if k is None else both[k] for k in _picked(match))
+                self._follow(match["name"], rest, load, reads, is_sure, seen)
+            elif (match := _EXTRACT.match(line)) and match["lane"].isdigit() and int(match["lane"]) < len(lanes):
+                lane = lanes[int(match["lane"])]
+                reads.uses.append(_Use(i, set() if lane is None else {lane}, is_sure))
+            elif match and match["lane"][0] == "%" and lanes == tuple(range(load.count)):
+                reads.uses.append(_Use(i, set(lanes), is_sure, f"{match['type']} {match['lane']}"))  # type: ignore[arg-type]
+            else:
+                reads.uses.append(_Use(i, {lane for lane in lanes if lane is not None}, is_sure))
+
+    # Reports.
+
+    def _report(self, access: _Access, kind: str, mask: Mask, result: list[str]) -> None:
         """Replaces the call that reports an access, or adds one."""
         reported = bool(result) and _REPORT.match(result[-1]) is not None and f"({access.pointer})" in result[-1]
-        whole = access.lanes is None or access.lanes == set(range(access.count))
-        if reported and whole and access.align >= access.count * access.bytes:
+        if reported and mask == access.all and access.align >= access.count * access.bytes:
             return
         if reported:
             result.pop()
-        mask = sum(1 << lane for lane in (range(access.count) if access.lanes is None else access.lanes))
-        function, argument = ("mask", f"i32 {mask}") if mask else ("lane", access.lane)
-        if argument:
-            debug = _DEBUG.search(self.lines[access.line])
-            result.append(
-                f"  call void @mittens_{access.kind}_{function}({access.pointer}, i32 {access.align}, "
-                f"i32 {access.count}, i32 {access.bytes}, {argument}){debug[0] if debug else ''}"
-            )
+        if mask != 0:
+            result.append(self._call(access, kind, mask, access.line))
+
+    def _call(self, access: _Access, kind: str, mask: Mask, line: int) -> str:
+        debug = _DEBUG.search(self.lines[line])
+        return (
+            f"  call void @mittens_{kind}_mask({access.pointer}, i32 {access.align}, i32 {access.count}, "
+            f"i32 {access.bytes}, i32 {mask}){debug[0] if debug else ''}"
+        )
 
 
-def with_lanes(text: str) -> str:
-    """LLVM's text of a library for the simulator, in which accesses to vectors are reported by their components."""
-    result: list[str] = []
+def _picked(shuffle: re.Match[str]) -> list[int | None]:
+    """Which component of the two operands, one behind the other, each of a shuffle's result is; None of neither."""
+    mask = shuffle["mask"]
+    if mask == "zeroinitializer":
+        return [0] * int(shuffle["lanes"])
+    if mask[0] == "<":
+        picked = [part.split()[-1] for part in mask[1:-1].split(",")]
+    else:
+        number = re.search(r"i32 (\d+)\)", mask)
+        picked = [number[1] if number else "poison"] * int(shuffle["lanes"])
+    return [int(lane) if lane.isdigit() else None for lane in picked]
+
+
+def _functions(text: str) -> Iterator[list[str]]:
+    """The lines of a text: those of each function together, the others one by one."""
     function: list[str] | None = None
     for line in text.split("\n"):
         if line.startswith("define "):
             function = []
         if function is None:
-            result.append(line)
+            yield [line]
             continue
         function.append(line)
         if line == "}":
-            watched = any("@__sanitizer_cov_trace_pc_guard(" in line for line in function[1:])
-            result += _Function(function).edited() if watched else function
+            yield function
             function = None
+
+
+def _operations(text: str) -> set[str]:
+    """The functions of a text that may be operations between threads.
+
+    These call the simulator by a pointer, themselves or through others. What the text only declares is the C library's.
+    """
+    calls: dict[str, set[str]] = {}
+    found: set[str] = set()
+    for lines in _functions(text):
+        if not (head := _DEFINED.match(lines[0])) or _OWN_CALL.match(head["name"]):
+            continue
+        made = [call["callee"] for line in lines if (call := _CALL.match(line))]
+        calls[head["name"]] = {name for name in made if name is not None}
+        if None in made:
+            found.add(head["name"])
+    while True:
+        more = {name for name, called in calls.items() if name not in found and called & found}
+        if not more:
+            return found
+        found |= more
+
+
+def with_lanes(text: str) -> str:
+    """LLVM's text of a library for the simulator, in which accesses to vectors are reported by their components."""
+    operations = _operations(text)
+    result: list[str] = []
+    for lines in _functions(text):
+        watched = any("@__sanitizer_cov_trace_pc_guard(" in line for line in lines[1:])
+        result += _Function(lines, operations).edited() if watched else lines
     return "\n".join(result)

@@ -105,6 +105,7 @@ inline void first_components(thread float3* v, const device float* x, int n) {
   for (int j = 0; j < n; ++j) { v[j].x = x[j]; }
 }
 inline void set(thread float4& v, int j, float value) { v[j] = value; v.z = value; }
+inline float pick(thread float& v, bool c) { return c ? v : 0; }
 inline void swap_pairs(thread Pair (&v)[4]) { Pair p = v[0]; v[0] = v[3]; v[3] = p; }
 inline void first(thread float* v, const device float* x, int n) {
   for (int j = 0; j < n; ++j) { v[j] = x[j]; }
@@ -162,6 +163,17 @@ SOUND = {
     "a struct": "struct Pair { float a[2]; }; Pair p; p.a[0] = x[i % 4]; Pair q = p; y[i] = q.a[0];",
     "values": "float v[4] = {}; const int w[2] = {1, 2}; bool b[2] = {true}; y[i] = v[n - 1] + w[n % 2] + b[1];",
     "a label": "switch (n) { case 0: y[i] = 0; float v[2]; v[0] = x[0]; y[i] = v[0]; break; case 4: y[i] = 4; break; default: y[i] = 5; }",
+    "a load of later rounds": "float v[2]; float s = 0; int j = 0; do { if ((n + j) % 4 != 0) s += v[0]; v[0] = j * 2.0f + s; } while (++j < n); y[i] = s;",
+    "a component by the round": "float2 v[2]; for (int j = 0; j < n; ++j) { v[0][j & 1] = x[j]; } y[i] = v[0].x;",
+    "components of a branch": "float4 v[2]; v[0].y = 1; if (n == 4) { v[0].x = 2; v[0].z = 3; } y[i] = n == 4 ? v[0].x + v[0].z : v[0].y;",
+    "components of two branches": "float4 v[1]; v[0].y = 1; if (x[i % 4] > 1) v[0].x = 2; else v[0].z = 1; y[i] = v[0].y;",
+    "components that functions compute": "float2 v[2][2]; for (int r = 0; r < 2; ++r) { v[0][0][r] = sin(x[r]); v[0][1][r] = exp(x[r]); v[1][0][r] = fma(x[r], 2, 1); v[1][1][r] = pow(x[r], 2); } float2 s = 0; for (int j = 0; j < 2; ++j) for (int u = 0; u < 2; ++u) s += v[j][u]; y[i] = s.x + s.y;",
+    "components of three": "float3 v[2]; for (int j = 0; j < 3; ++j) { v[0][j] = fma(x[j], 2.0f, 1.0f); v[1][j] = x[j]; } float3 s = v[0] * v[1]; y[i] = s.x + s.y + s.z;",
+    "components of halfs": "half4 v[3]; for (int j = 0; j < 4; ++j) { for (int k = 0; k < 3; ++k) v[k][j] = half(rsqrt(x[j] + 1)); } half4 s = v[0] + v[1] * v[2]; y[i] = s.x + s.y + s.z + s.w;",
+    "a guarded reference": "float v[2]; pick(v[0], false); v[1] = 1; y[i] = pick(v[1], n == 4) + pick(v[0], n != 4);",
+    "components of a switch": "float4 v[1]; switch (int(x[i % 4])) { case 0: v[0].x = 1; break; case 1: v[0].y = 2; break; default: v[0].zw = float2(3, 4); } int k = int(x[i % 4]); y[i] = k == 0 ? v[0].x : k == 1 ? v[0].y : v[0].z + v[0].w;",
+    "components in structs, computed": "struct P { float2 a; float b; }; P v[2]; for (int r = 0; r < 2; ++r) { v[0].a[r] = fma(x[r], 2.0f, 1.0f); v[1].a[r] = exp(x[r]); } y[i] = v[0].a.x + v[1].a.y + (n == 5 ? v[0].b : 0);",
+    "parts of a table": "float2 b[2][4]; for (int j = 0; j < 2; ++j) { for (int r = 0; r < 2; ++r) { const uint v = uint(x[r]); b[j][0][r] = fma(as_type<float>((v & 15u) | 0x4b000000u), x[r], 1.0f); b[j][1][r] = fma(as_type<float>((v & 240u) | 0x4b000000u), x[r], 1.0f); b[j][2][r] = x[r]; b[j][3][r] = fma(x[r], 2.0f, 1.0f); } } float2 s = 0; for (int j = 0; j < 2; ++j) for (int u = 0; u < 4; ++u) s += b[j][u]; y[i] = s.x + s.y;",
     "a copy": "uint v[2]; *(thread float2*)v = float2(1, 2); y[i] = as_type<float>(v[1]);",
 }  # fmt: skip
 

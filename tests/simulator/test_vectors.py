@@ -84,6 +84,8 @@ PARTS = {
     "device, by index": "for (int j = 0; j < 4; ++j) p[i][j] = j;",
     "threadgroup": "threadgroup float4 s[8]; s[i].x = 1; s[i].y = 2; p[i] = float4(s[i].x, s[i].y, s[i].yx);",
     "several threads": "threadgroup float2 s[8]; s[i / 2][i % 2] = 1; threadgroup_barrier(mem_flags::mem_threadgroup); p[i] = float4(s[i & 3].x, s[i & 3].y, 1, 1);",
+    "a component by index": "threadgroup float2 s[8]; s[i / 2][i % 2] = sin(q[0].y); if (q[0].z > 1) s[i / 2][i & 1] += 1; threadgroup_barrier(mem_flags::mem_threadgroup); p[i] = float4(s[i & 3][i & 1]);",
+    "components that functions compute": "for (int j = 0; j < 4; ++j) p[i][j] = fma(q[i][j], 2.0f, exp(q[i][j]));",
     "packed": "device packed_float2* r = (device packed_float2*)(y + 1); if (i == 0) { y[0] = y[31] = 0; } if (i < 7) { r[2 * i] = packed_float2(q[i].xy); r[2 * i + 1].x = 1; r[2 * i + 1].y = 2; } else { r[14] = packed_float2(1); }",
     "packed, four": "device packed_float4* r = (device packed_float4*)(y + 1); if (i == 0) { y[0] = y[29] = y[30] = y[31] = 0; } if (i < 7) { r[i] = packed_float4(q[i]); }",
     "a sum": "p[i] = 0; p[i].y += 2; p[i].zw *= q[i].xy;",

@@ -36,18 +36,17 @@ MITTENS_TRACE(8)
 MITTENS_TRACE(16)
 #undef MITTENS_TRACE
 
-// Of a vector the components of a mask or one, as vector_lanes.py finds them; where it lies wrong, whole.
-#define MITTENS_TRACE_LANES(kind, name, stores, argument, mask)                                                    \
-  MITTENS_HIDDEN __attribute__((used)) void mittens_##kind##_##name(char* address, unsigned align, unsigned count, \
-                                                                    unsigned bytes, unsigned argument) {           \
+// Of a vector the components of a mask, as vector_lanes.py finds them; where it lies wrong, whole.
+#define MITTENS_TRACE_LANES(kind, stores)                                                                         \
+  MITTENS_HIDDEN __attribute__((used)) void mittens_##kind##_mask(char* address, unsigned align, unsigned count,   \
+                                                                  unsigned bytes, unsigned mask) {                 \
     if ((unsigned long)address % align) {                                                                          \
       mittens::runtime->kind(address, (count + count % 2) * bytes, __builtin_return_address(0));                   \
     }                                                                                                              \
     mittens::runtime->lanes(address, bytes, mask, stores, __builtin_return_address(0));                            \
   }
-MITTENS_TRACE_LANES(load, mask, false, mask, mask)
-MITTENS_TRACE_LANES(store, mask, true, mask, mask)
-MITTENS_TRACE_LANES(store, lane, true, lane, lane < count ? 1u << lane : 0)
+MITTENS_TRACE_LANES(load, false)
+MITTENS_TRACE_LANES(store, true)
 #undef MITTENS_TRACE_LANES
 
 MITTENS_HIDDEN void* memcpy(void* to, const void* from, size_t bytes) {
