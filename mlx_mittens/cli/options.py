@@ -94,12 +94,17 @@ def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
     return names
 
 
+_METAL = (".metal", ".h", ".hpp", "")  # what files of Metal's language end in
+
+
 def registered(path: str) -> str:
     """The name by which the front end knows a .metal file from now on.
 
     Raises:
-        UsageError: It cannot be read.
+        UsageError: It cannot be read, or is of another language.
     """
+    if Path(path).suffix.lower() not in _METAL:
+        raise UsageError(f"{path} is no Metal file: expected one that ends in .metal, or a header")
     resolved = Path(path).resolve()
     if resolved.is_relative_to(metal_folder().resolve()):
         return resolved.relative_to(metal_folder().resolve()).as_posix()

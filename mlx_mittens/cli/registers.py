@@ -74,14 +74,15 @@ def rows(requests: Iterable[Request]) -> list[Row]:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table; 0 if all kernels are compiled, else 1."""
     _check_name(arguments.of, arguments.peer is not None)
-    for problem in (frontend.compiler_problem(), agx_compiler.problem()):
-        if problem:
-            raise UsageError(problem)
+    if problem := frontend.compiler_problem():
+        raise UsageError(problem)
     requests = _of_mlx(arguments.of) if arguments.peer else _ours(arguments.of)
     if not requests:
         raise UsageError(
             f"{arguments.of} has no kernel: expected functions marked kernel, or [[host_name]]s of templates"
         )
+    if problem := agx_compiler.problem():
+        raise UsageError(problem)
     if arguments.kernel:
         requests = _named(arguments.kernel, requests)
     requests = _with_constants(requests, arguments.constant or [])

@@ -25,7 +25,7 @@ from pathlib import Path
 from . import build, cache, compiler, conversions, sources
 from .advice import advised
 from .errors import ERROR, NOTE, UNCOVERED, CompileError, Problem
-from .lint_ir import calls_by_pointer, casts, recursion, threadgroup_memory
+from .lint_ir import calls_by_pointer, casts, recursion, threadgroup_memory, vectors
 from .lint_source import Text
 from .rewrite import LineMap, RewriteError, Translation, Variant, rewrite
 
@@ -127,8 +127,17 @@ def _problems(file: str, flat: str, strict: bool, options: Options) -> list[Prob
     except CompileError as error:
         return _sorted([*problems, *_own_errors(error.log, file)])
     problems += [place.refined(problem) for problem in _named_twice(translation)]
-    problems += _Compilation(file, text, translation, compiled, strict, options, place).problems()
+    problems += _Compilation(file, text, translation, compiled, strict, options, place, problems).problems()
+    if strict and not translation.variants and not problems:
+        problems.append(Problem(file, 1, _no_kernel(translation), 1))
     return _sorted(problems)
+
+
+def _no_kernel(translation: Translation) -> str:
+    if translation.kernels:
+        named = min(translation.kernels)
+        return f"no kernel is instantiated, so that nothing is compiled: instantiate {named!r}, with a host_name"
+    return "there is no kernel in the file: write one, or check a file that includes this one"
 
 
 def _named_twice(translation: Translation) -> list[Problem]:
@@ -173,7 +182,9 @@ class _Compilation:
         strict: bool,
         options: Options,
         place: _Places,
+        known: list[Problem],
     ):
+        self.known = known  # what is said already
         self.file, self.translation, self.strict, self.place = file, translation, strict, place
         self.lines = LineMap(text)
         # Without line markers, clang's places are those of the text.
@@ -198,8 +209,17 @@ class _Compilation:
         problems = [*self._diagnostics(done.stderr)]
         if done.returncode == 0:
             library = str(build.INCLUDE)
-            found = *recursion(code, library), *casts(code, library), *calls_by_pointer(code, library)
+            found = (
+                *recursion(code, library),
+                *casts(code, library),
+                *calls_by_pointer(code, library),
+            )
             problems += [self._located(problem) for problem in found]
+            known = {(problem.file, problem.line) for problem in self.known}
+            for problem in map(self._located, vectors(code, library)):  # one a line
+                if (problem.file, problem.line) not in known:
+                    problems.append(problem)
+                    known.add((problem.file, problem.line))
             problems += threadgroup_memory(code, coded) if self.strict else []
         elif not any(problem.severity == ERROR for problem in problems):
             problems.append(Problem(self.file, 1, f"clang fails: {done.stderr.strip()[-300:] or 'without a word'}"))

@@ -23,6 +23,7 @@ _CAST = re.compile(
     r"addrspacecast (?:\()?ptr(?: addrspace\((\d)\))? [^\n]*? to ptr(?: addrspace\((\d)\))?[^\n]*!dbg !(\d+)"
 )
 _BY_POINTER = re.compile(r"\bcall\b[^@%\n]*(?:%[\w.\"]+ )?%\w+\([^\n]*!dbg !(\d+)")
+_VECTOR = re.compile(r"^[^\n]*?<([5-9]|[1-9]\d+) x (?:i(?:8|16|32|64)|half|bfloat|float)>[^\n]*!dbg !(\d+)", re.M)
 _LOCATION = re.compile(r"^!(\d+) = !DILocation\(line: (\d+), column: (\d+), scope: !(\d+)", re.M)
 _SCOPE = re.compile(r"^!(\d+) = (?:distinct )?!DI(?:Subprogram|LexicalBlock)\([^\n]*?file: !(\d+)", re.M)
 _SPACES = {"1": "device", "3": "threadgroup", "4": "constant"}
@@ -57,6 +58,16 @@ def calls_by_pointer(code: str, library: str) -> list[Problem]:
     """Calls of functions by pointers, without those of the folder `library`; template arguments are no pointers."""
     what = "a function is called by a pointer, which Metal has not: write a template whose argument it is, or a switch"
     return _located(code, library, {call[1]: what for call in _BY_POINTER.finditer(code)})
+
+
+def vectors(code: str, library: str) -> list[Problem]:
+    """Vectors of more than four components, without those of the folder `library`."""
+    found = {  # a vector of bool is one of 8 bits, whatever its size
+        vector[2]: f"a vector has 2 to 4 components, not {vector[1]}: write an array"
+        for vector in _VECTOR.finditer(code)
+        if " x i1>" not in vector[0]
+    }
+    return _located(code, library, found)
 
 
 def _located(code: str, library: str, found: dict[str, str]) -> list[Problem]:

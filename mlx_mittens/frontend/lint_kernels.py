@@ -129,6 +129,8 @@ class Signatures:
             pointer = array < len(words) or bool({"*", "&"} & set(words))
             spaces = {"device", "constant", "threadgroup", "thread"} & set(words)
             yield from self._space(live[0], kernel, argument, pointer, spaces, attributes)
+            if pointer and spaces <= {"device", "constant"} and not set(attributes) - {"function_constant"}:
+                count["buffer"] += 1  # the compiler chooses its index
             for kind, space in (("buffer", {"device", "constant"}), ("threadgroup", {"threadgroup"})):
                 if kind in attributes:
                     count[kind] += 1

@@ -8,7 +8,7 @@ import re
 from .builtins import ALLOWED_INTERNALS, is_attribute, is_type
 from .errors import NOTE, UNCOVERED, Problem
 from .lint_kernels import Signatures
-from .rewrite import _Rewriter
+from .rewrite import RewriteError, _Rewriter
 
 _SPACES = {"device", "constant", "threadgroup", "thread", "ray_data", "object_data"}
 _FORBIDDEN = {
@@ -142,6 +142,8 @@ class Text:
                 before = self.token(j - 1)
                 if _WORD.match(before) and before not in ("decltype", "alignas", "__attribute__"):
                     return j
+                if before == ">" and self._name_at(start, j) > start:  # of a specialization: `float f<int>(int x)`
+                    return j
                 j = self.partner[j] + 1
             elif token in "[{":
                 j = self.partner[j] + 1
@@ -150,6 +152,13 @@ class Text:
             else:
                 j += 1
         return None
+
+    def _name_at(self, start: int, opening: int) -> int:
+        """Where the name of a function stands whose parameters open, before its template arguments; -1 if none does."""
+        j = opening - 1
+        if self.token(j) != ">":
+            return j
+        return next((k - 1 for k in range(j, start, -1) if self.tokens[k] == "<" and self.skip(k) == opening), -1)
 
     def _declaration(self, start: int, end: int, in_class: bool) -> None:
         words = self.tokens[start:end]
@@ -192,7 +201,7 @@ class Text:
 
     def _signature(self, start: int, opening: int) -> None:
         words = self.tokens[start:opening]
-        at = words.index("operator") if "operator" in words else len(words) - 1
+        at = words.index("operator") if "operator" in words else self._name_at(start, opening) - start
         name = "".join(words[at:])
         self.functions.add(name)
         if self._needs_space(start, start + at, named=False):
@@ -242,8 +251,9 @@ class Text:
 
     def _body(self, start: int, opening: int, brace: int) -> None:
         kernel = "kernel" in self.tokens[start:opening]
-        name, end = self.tokens[opening - 1], self.partner[brace]
-        if kernel and self.token(opening - 2) != "void":
+        at = self._name_at(start, opening)
+        name, end = self.tokens[at], self.partner[brace]
+        if kernel and self.token(at - 1) != "void":
             self.report(opening - 1, f"kernel {name!r} returns something: a kernel is void")
         depth = 0
         for i in range(brace + 1, end):
@@ -261,6 +271,13 @@ class Text:
                 self._threadgroup(i, name, kernel, depth)
             elif (is_type(token) or token in self.types) and self.token(i + 1) in ("*", "&"):
                 self._pointer(i)
+            if token in ("using", "typedef") and before in (";", "{", "}"):
+                last = i
+                while self.token(last) not in (";", ""):
+                    last = self.partner[last] + 1 if self.tokens[last] in ("(", "[", "{") else last + 1
+                self._alias(i, last)
+            elif token in self.pointers:
+                self._hidden_pointer(i)
 
     def _pointer(self, i: int) -> None:
         """A pointer or reference to one of Metal's types: a local variable, in a cast, as a template argument."""
@@ -270,6 +287,19 @@ class Text:
             self.report(i, f"pointer or reference {name!r} names no address space: {_SPACE_ADVICE}")
         elif (before, name) in (("(", ")"), ("<", ">")):
             self.report(i, f"'{self.tokens[i]}{self.tokens[i + 1]}' names no address space: {_SPACE_ADVICE}")
+
+    def _hidden_pointer(self, i: int) -> None:
+        """A local variable whose type is an alias of a pointer that names no address space: `P p = values;`."""
+        first = i
+        while self.token(first - 1) in ("const", "volatile", "constexpr") or self.token(first - 1) == "::":
+            first -= 2 if self.token(first - 1) == "::" and _WORD.match(self.token(first - 2)) else 1
+        name = i + 1
+        while self.token(name) in ("const", "volatile", "&", "*"):
+            name += 1
+        declared = _WORD.match(self.token(name)) and self.token(name + 1) in ("=", ";", ":", ",", "{", "[", "(")
+        if self.token(first - 1) in (";", "{", "}", "(") and declared:
+            what = f"pointer or reference {self.token(name)!r} names no address space: {_SPACE_ADVICE}"
+            self.report(i, f"{what}, in the alias {self.tokens[i]!r}")
 
     @staticmethod
     def _starts_expression(before: str) -> bool:
@@ -310,6 +340,8 @@ class Text:
                 elif named and not is_attribute(token):
                     self.report(i, f"Metal has no attribute {token!r}: leave it out", doubtful=True)
                 continue
+            if token == "vec" and after == "<":
+                self._vector_size(i)
             if token in _FORBIDDEN:
                 self.report(i, _FORBIDDEN[token])
             elif token in _STAGES | _RESERVED:
@@ -333,6 +365,18 @@ class Text:
                     self.report(i, f"{token!r} is not Metal's: call a function of metal_stdlib", doubtful=True)
             elif before == "::" and self.token(i - 2) == "mittens" and token not in declared:
                 self.report(i, f"Metal has no function {token!r}: call one of metal_stdlib", doubtful=True)
+
+    def _vector_size(self, i: int) -> None:
+        """A vector has 2, 3 or 4 components: `vec<float, 5>`."""
+        parts = list(self.commas(i + 2, self.skip(i + 1) - 1))
+        if len(parts) == 2:
+            first, last = parts[1]
+            try:
+                size = self.reader.integer(self.reader.source(first, last), first)
+            except RewriteError:
+                return  # of a template's argument
+            if size not in (2, 3, 4):
+                self.report(i, f"a vector has 2 to 4 components, not {size}: write an array")
 
     def _is_uncovered(self, i: int) -> bool:
         """Whether token i is a type of textures, ray tracing, mesh functions or Metal 4's tensors, not a name."""

@@ -209,6 +209,7 @@ class _Rewriter:
         self.result = Translation("")
         self.lines = LineMap(text)
         self._list_ends: dict[int, int] = {}
+        self._marked: set[int] = set()  # the braces of classes that say more of themselves
 
     def error(self, message: str, i: int) -> RewriteError:
         file, line = self.lines.at(self.spans[i][0])
@@ -439,11 +440,25 @@ class _Rewriter:
             head = (start and self._enclosing(start), " ".join(self.tokens[start:i]))
             self.result.methods.add(name)
             defaulted = follows == "=" and self.token(after + 1) == "default"  # clang makes one of its own
+            if token == "threadgroup" and self.dialect:
+                self._mark_threadgroup_constructor(start, name)
             if defaulted or head in self._plain_members(head[0]) or head in kept:
                 self.replace(start, self._member_end(after), "")
             else:
                 kept.add(head)
                 self.replace(i, i + 1, "")
+
+    def _mark_threadgroup_constructor(self, start: int, name: str) -> None:
+        """Says in a class that it has a constructor for threadgroup memory, which goes from the text."""
+        brace = self._enclosing(start)
+        head = brace - 1
+        while head >= 0 and self.tokens[head] not in (";", "{", "}", ">"):
+            head -= 1
+        words = self.tokens[head + 1 : brace]
+        if brace in self._marked or name not in words or not {"struct", "class", "union"} & set(words):
+            return
+        self._marked.add(brace)
+        self._insert(brace, " public: using mittens_in_threadgroup = void; " + "private: " * ("class" in words))
 
     def _enclosing(self, i: int) -> int:
         """The bracket within which a token stands; -1 if none."""
@@ -528,6 +543,10 @@ class _Rewriter:
         if self.casts:
             self._named_cast(i)
         if self.token(i + 1) == "(" and (vector := _VECTOR.match(token)):
+            if self._is_conversion(i):  # `operator float2()`, which is no constructor
+                qualified = "" if self.token(i - 1) == "::" else "::metal::"
+                self.replace(i, i + 1, f"{qualified}vec<{vector[1]}, {vector[2]}>")
+                return None
             self._vector_array(i, vector)
             if self.token(i - 1) == "::":  # metal::float4(x): the macro brings its own
                 self.replace(i - 2 if _IDENTIFIER.match(self.token(i - 2)) else i - 1, i, "")
@@ -541,6 +560,13 @@ class _Rewriter:
         if token == "*" and self._begins_statement(i):
             return self._assignment(i)
         return None
+
+    def _is_conversion(self, i: int) -> bool:
+        """Whether a type is that of a conversion function: `operator metal::float2() const`."""
+        i -= 1
+        while self.token(i) in ("::", "metal", "const", "volatile"):
+            i -= 1
+        return self.token(i) == "operator"
 
     def _attributes_before(self, i: int) -> dict[str, str]:
         """The attributes of the declaration whose type is token i."""

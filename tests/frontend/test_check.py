@@ -56,6 +56,31 @@ def test_check_without_a_file(capsys, tmp_path):
     assert "cannot read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["x.py", "x.cpp", "x.txt"])
+def test_check_of_another_language(name, tmp_path, capsys):
+    (tmp_path / name).write_text("# a comment\n# another\n")
+    assert main(["check", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert f"{name} is no Metal file: expected one that ends in .metal, or a header" in error
+    assert error.count("\n") == 1
+
+
+NO_KERNEL = {
+    "": "there is no kernel in the file",
+    "#include <metal_stdlib>\ninline float f(float x) { return x; }\n": "there is no kernel in the file",
+    "template <typename T> kernel void k(device T* a [[buffer(0)]]) { a[0] = 1; }\n": "instantiate 'k'",
+}
+
+
+@pytest.mark.parametrize("text", NO_KERNEL)
+def test_a_file_without_kernels(text, file, capsys):
+    path = file(text)
+    assert main(["check", path]) == 1
+    assert f"{path}:1:1: error: " in (out := capsys.readouterr().out) and NO_KERNEL[text] in out
+    assert main(["registers", path]) == 2
+    assert "has no kernel: expected functions marked kernel" in capsys.readouterr().err
+
+
 def test_check_without_a_compiler(file, monkeypatch, capsys):
     monkeypatch.setattr(frontend, "compiler_problem", lambda: "no clang++ here")
     assert main(["check", file(SOUND)]) == 2

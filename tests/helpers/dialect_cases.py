@@ -14,6 +14,22 @@ def on(type_name, body, before=""):
 PAIR = "struct Pair { float low; float high; };\n"
 
 ACCEPTED = {
+    # Conversion functions, specializations, types of the library.
+    "conversion to a vector": on("Pair", "Pair p = a[i]; float2 w = p; a[i].x = half(w.x);", "struct Pair { half x, y; operator float2() const { return float2(float(x), float(y)); } };\n"),
+    "explicit conversion to a vector": on("half", "Q q; q.v = 2; half4 w = half4(q); a[i] = w.x + static_cast<half4>(q).y + ((half4)q).z;", "struct Q { half v; explicit operator half4() const { return half4(v); } };\n"),
+    "conversions of thread memory": on("uint", "Q q{3}; uint2 w = q; a[i] = w.x;", "struct Q { uint v; operator uint2() const thread { return uint2(v, 1); } operator metal::float3() thread { return float3(1); } };\n"),
+    "conversions of two memories": on("Q", "uint2 w = a[i]; a[i].v = w.x;", "struct Q { uint v; operator uint2() const device { return uint2(v, 1); } operator uint2() const thread { return uint2(v, 2); } };\n"),
+    "conversions in expressions": on("float", "Q q{3}; a[i] = length(float2(q)) + f(q) + (float2(q) + float2(1)).x; bool3 b = q; a[i] += b.x;", "struct Q { float v; operator float2() const { return float2(v, 1); } operator bool3() const; };\ninline Q::operator bool3() const { return bool3(v > 0); }\ninline float f(float2 v) { return v.x; }\n"),
+    "conversion of a template": on("float", "Q<float> q{3}; float4 b = q; a[i] = b.x;", "template <typename T> struct Q { T v; operator vec<T, 4>() const { return vec<T, 4>(v); } operator T() const { return v; } };\n"),
+    "what follows a specialization": on("float", "a[i] = f<float>(a[i]) + g(1);", "template <typename T> inline T f(T x) { return x; }\ntemplate <> inline float f<float>(float x) { return 2 * x; }\nusing namespace metal::precise;\nconstant float scale = 2;\ninline float g(float x) { return scale * x; }\n"),
+    "what follows a specialization of two arguments": on("float", "a[i] = f<vec<float, 2>, 2>(float2(a[i])).v;", "struct S { float v; };\ntemplate <typename T, int n> S f(T x) { return {0}; }\ntemplate <> S f<vec<float, 2>, 2>(vec<float, 2> x) { return {2 * x.x}; }\ntypedef float F;\nstruct B { F v; };\nenum E { A = 1 };\n"),
+    "a declared specialization": on("float", "a[i] = f<float>(a[i]);", "template <typename T> inline T f(T x);\ntemplate <> inline float f<float>(float x);\nusing namespace metal;\ntemplate <> inline float f<float>(float x) { return 2 * x; }\nnamespace n { constant int k = 3; }\n"),
+    "matrices of floats and halfs": on("half", "matrix<half, 4, 4> m(1.0h); float2x3 n(1.0f); a[i] = m[0][0] + half(n[1][1]); matrix<float, 2, 2> q(2.0f); a[i] += half(q[0][0]);"),
+    "sizes of vectors": on("float", "vec<float, 2> v = vec<float, 2>(1); constexpr int n = 3; vec<half, n> h = vec<half, n>(1.0h); a[i] = v.x + h.x; bool4 b = bool4(true); a[i] += b.x;"),
+    "classes in threadgroup memory": on("float", "threadgroup S s[4]; threadgroup packed_float3 p[2]; threadgroup atomic_int c; threadgroup float4 f[2][2]; threadgroup matrix<float, 2, 2> m[1]; threadgroup D d; s[0].a = 1; a[i] = s[0].a;", "struct S { float a; float sum() threadgroup { return a; } }; struct D { float a; D() = default; D(float x) : a(x) {} };\n"),
+    "constructors for threadgroup memory": on("float", "threadgroup C s[4]; threadgroup D<float> t[2]; s[0].a = 1; a[i] = s[0].a;", "struct C { float a; C() {} C(float x) : a(x) {} C() threadgroup {} }; template <typename T> class D { T a; public: D() threadgroup {} };\n"),
+    "alias of a pointer to thread memory": on("float", "float v = 1; P p = &v; a[i] = *p;", "using P = thread float*;\n"),
+    "as many buffers as there are": "kernel void k(" + ", ".join(f"device float* b{n}" for n in range(31)) + ", uint i [[thread_position_in_grid]]) { b0[i] = 1; }\n",
     # Characters, headers, macros.
     "comment in another alphabet": "// α ≤ β, naïve\n" + on("float", "a[i] += 1;"),
     "simd header": "#include <simd/simd.h>\n" + on("float", "simd_float3 v = {1, 2, 3}; a[i] = v.z + simd::float2(a[i]).x;"),
@@ -173,6 +189,23 @@ ACCEPTED = {
 
 # The line of the mistake, a part of what is said of it, and the text without its two first lines.
 REFUSED = {
+    # Types of the library, buffers, aliases, threadgroup memory.
+    "matrix of integers": (3, "a matrix is of float or half", on("int", "matrix<int, 2, 2> m; a[i] = 0;")),
+    "matrix of truths": (3, "a matrix is of float or half", on("int", "matrix<bool, 2, 2> m; a[i] = 0;")),
+    "matrix of a template's integers": (3, "a matrix is of float or half", "template <typename T> void f() { matrix<T, 3, 3> m; }\n" + on("int", "f<uint>(); a[i] = 0;")),
+    "vector of five": (3, "a vector has 2 to 4 components, not 5", on("float", "vec<float, 5> v; a[i] = v[0];")),
+    "vector of one": (3, "a vector has 2 to 4 components, not 1", on("float", "vec<float, 1> v; a[i] = v[0];")),
+    "vector of a template's size": (3, "a vector has 2 to 4 components, not 5", "template <int n> float f() { vec<float, n> v = 1; return v[0]; }\n" + on("float", "a[i] = f<5>();")),
+    "vector of a named size": (4, "a vector has 2 to 4 components, not 8", "constant constexpr int n = 8;\n" + on("float", "vec<half, n> v; a[i] = v[0];")),
+    "buffers without indices": (3, "has 32 buffer arguments", "kernel void k(" + ", ".join(f"device float* b{n}" for n in range(32)) + ", uint i [[thread_position_in_grid]]) { b0[i] = 1; }\n"),
+    "buffers with and without indices": (3, "has 32 buffer arguments", "kernel void k(device float* q [[buffer(3)]], " + ", ".join(f"constant float& b{n}" for n in range(31)) + ", uint i [[thread_position_in_grid]]) { q[i] = b1; }\n"),
+    "local pointer of an alias": (4, "'p' names no address space", "using P = float*;\n" + on("float", "float v = 1; P p = &v; a[i] = *p;")),
+    "local reference of an alias": (4, "'r' names no address space", "using R = const float&;\n" + on("float", "float v = 1; R r = v; a[i] = r;")),
+    "local pointer of a local alias": (3, "'p' names no address space", on("float", "typedef const float* P; float v = 1; P p = &v; a[i] = *p;")),
+    "local pointer of an alias's alias": (4, "'q' names no address space", "using P = float*; using Q = P;\n" + on("float", "float v = 1; const Q q(&v); a[i] = *q;")),
+    "class with a constructor in threadgroup memory": (4, "a class with a constructor is in threadgroup memory", "struct C { float a; C() : a(1) {} };\n" + on("float", "threadgroup C s[4]; a[i] = s[0].a;")),
+    "class with values in threadgroup memory": (4, "a class with a constructor is in threadgroup memory", "struct C { float a = 1; };\n" + on("float", "threadgroup C s; a[i] = s.a;")),
+    "member with a constructor in threadgroup memory": (5, "a class with a constructor is in threadgroup memory", "struct C { float a; C(float x) : a(x) {} };\nstruct D { C c; };\n" + on("float", "threadgroup D s[2][2]; a[i] = s[0][0].c.a;")),
     # Address spaces.
     "pointer argument": (3, "names no address space", "void f(uint* p) { *p = 1; }\n" + on("uint", "uint x; f(&x); a[i] = x;")),
     "pointer argument of an alias": (4, "names no address space", "typedef uint word;\nvoid f(word* p) { *p = 1; }\n" + on("uint", "a[i] = 1;")),

@@ -189,9 +189,23 @@ MITTENS_RUNTIME float2 matrix_multiply(Site site, float2 a, float2 b, float2 c, 
 MITTENS_RUNTIME inline void* threadgroup_memory_of(const void* key, const char* name, unsigned long bytes, Site site) {
   return runtime->threadgroup_array(key, name, bytes, site);
 }
+#ifdef MITTENS_DIALECT
+template <typename T>
+constexpr bool has_threadgroup_constructor = false;
+template <typename T>
+  requires requires { typename T::mittens_in_threadgroup; }
+constexpr bool has_threadgroup_constructor<T> = true;
+template <typename T>
+constexpr bool fits_threadgroup = __is_trivially_constructible(T) || has_threadgroup_constructor<T>;
+template <typename T, unsigned long N>
+constexpr bool fits_threadgroup<T[N]> = fits_threadgroup<T>;
+#endif
 // A pointer, since what a reference refers to may be read before the branch that reads it.
 template <typename T>
 MITTENS_INLINE MITTENS_THREADGROUP T* threadgroup_array(const void* key, const char* name, Site site) {
+#ifdef MITTENS_DIALECT
+  static_assert(fits_threadgroup<T>, "a class with a constructor is in threadgroup memory: write one that has none");
+#endif
   return (MITTENS_THREADGROUP T*)threadgroup_memory_of(key, name, sizeof(T), site);
 }
 

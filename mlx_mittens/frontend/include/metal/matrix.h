@@ -6,6 +6,7 @@ namespace metal {
 template <typename T, int C, int R>
 struct matrix {
   static_assert(C >= 2 && C <= 4 && R >= 2 && R <= 4, "a matrix has 2 to 4 columns and rows");
+  static_assert(__is_floating_point(remove_cv_t<T>), "a matrix is of float or half: write an array of vectors");
   using Column = vec<T, R>;
   Column columns[C];
 

@@ -219,11 +219,19 @@ MITTENS_INLINE constexpr V convert_elements(A vector) {
   }
 }
 
+// Whether an object becomes a vector by a function of its own: `operator float2()`.
+template <typename V, typename A>
+constexpr bool becomes_vector = (__is_class(A) || __is_union(A)) && Vector<V>::is_vector && requires(A a) {
+  static_cast<V>(a);
+};
+
 // Metal's constructors, which clang's vectors lack: float4(x), float4(half4), float4(a, b, c, d), float4(xy, z, w).
 template <typename V, typename... A>
 MITTENS_INLINE constexpr V construct(A... a) {
   if constexpr ((false || ... || is_packed<A>)) {
     return construct<V>(unpacked(a)...);
+  } else if constexpr (sizeof...(A) == 1 && (false || ... || becomes_vector<V, A>)) {
+    return (static_cast<V>(a), ...);
   } else if constexpr (sizeof...(A) == 0) {
     return V(Element<V>(0));
   } else if constexpr (sizeof...(A) > 1) {
