@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+_OF_SIMULATOR = ("--metal-seeds", "--metal-subnormals", "--metal-fuse")
 _NOTHING_RAN = "metal simulator: no kernel ran. Tests that compute on the CPU prove nothing about kernels."
 
 
@@ -16,14 +17,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--metal-simulator", action="store_true", help="run kernels of mx.fast.metal_kernel in mlx-mittens' simulator"
     )
+    group.addoption("--metal-seeds", type=int, metavar="N", help="run each test with N orders of threads (1)")
     group.addoption(
-        "--metal-seeds", type=int, default=1, metavar="N", help="run each test with N orders of threads (1)"
+        "--metal-subnormals",
+        choices=("keep", "flush"),
+        help="whether float32 numbers below 1.2e-38 are kept, or zero as on a GPU (keep)",
+    )
+    group.addoption(
+        "--metal-fuse", action="store_true", help="round a * b + c within an expression once, as MLX's compiler may"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--metal-simulator"):
         config.pluginmanager.register(_Simulated(config), "metal-simulator-run")
+    elif unused := [option for option in _OF_SIMULATOR if config.getoption(option)]:
+        config.pluginmanager.register(_Unused(unused), "metal-simulator-unused")
+
+
+class _Unused:
+    """Options that do nothing, since the simulator is not asked for."""
+
+    def __init__(self, options: list[str]):
+        self.options = options
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        named = " and ".join(self.options)
+        do = "do" if len(self.options) > 1 else "does"
+        terminalreporter.write_line(
+            f"metal simulator: {named} {do} nothing without --metal-simulator: no kernel ran in it", yellow=True
+        )
 
 
 class _Simulated:
@@ -33,12 +56,17 @@ class _Simulated:
         from mlx_mittens import simulator
 
         self.simulator = simulator
-        self.seeds = max(1, config.getoption("--metal-seeds"))
+        self.seeds = max(1, config.getoption("--metal-seeds") or 1)
+        self.settings = {
+            "pretend_metal": True,
+            "subnormals": config.getoption("--metal-subnormals") or "keep",
+            "fuse": config.getoption("--metal-fuse"),
+        }
         self.before = simulator.launched()
         self.elsewhere = 0  # launches of xdist's workers
         self.notes: set[str] = set()  # theirs
         self.stack = contextlib.ExitStack()
-        self.stack.enter_context(simulator.enabled(pretend_metal=True))
+        self.stack.enter_context(simulator.enabled(**self.settings))
 
     @property
     def launches(self) -> int:
@@ -58,7 +86,7 @@ class _Simulated:
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         callspec = getattr(item, "callspec", None)
         seed = callspec.params.get("metal_seed", 0) if callspec else 0
-        with self.simulator.enabled(seed=seed, pretend_metal=True):
+        with self.simulator.enabled(seed=seed, **self.settings):
             yield
 
     @pytest.hookimpl(optionalhook=True)

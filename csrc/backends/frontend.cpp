@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "python/interrupt.h"
 #include "python/registry.h"
 
 namespace nb = nanobind;
@@ -18,20 +19,28 @@ namespace mittens::frontend {
 namespace {
 
 constexpr const char* kModule = "mlx_mittens.frontend";
+constexpr const char* kSimulated = "mlx_mittens.simulator.user_sources";
 
 template <typename Result = std::string, typename... Arguments>
-Result call(const char* function, const Arguments&... arguments) {
+Result call_of(const char* module, const char* function, const Arguments&... arguments) {
   nb::gil_scoped_acquire gil;
-  nb::module_ module = nb::module_::import_(kModule);
   try {
-    return nb::cast<Result>(module.attr(function)(arguments...));
+    return nb::cast<Result>(nb::module_::import_(module).attr(function)(arguments...));
   } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_Exception)) {
+      throw Interrupted(std::move(error));
+    }
     const std::string message = nb::cast<std::string>(nb::str(error.value()));
-    if (error.matches(module.attr("CompileError"))) {
+    if (error.matches(nb::module_::import_(kModule).attr("CompileError"))) {
       throw CompileError(message);
     }
     throw std::runtime_error(message);
   }
+}
+
+template <typename Result = std::string, typename... Arguments>
+Result call(const char* function, const Arguments&... arguments) {
+  return call_of<Result>(kModule, function, arguments...);
 }
 
 void bind(nb::module_&) {
@@ -54,9 +63,19 @@ std::string ptx(const std::string& file, const std::string& kernel, const std::m
   return call("ptx", file, kernel, "bytes_sizes"_a = bytes_sizes, "constants"_a = constants);
 }
 
-std::string simulator_library(const std::string& file, bool watch, const Constants& constants) {
+std::string simulator_library(const std::string& file, const simulator::Options& options, const Constants& constants) {
   nb::gil_scoped_acquire gil;
-  return call("simulator_library", file, "watch"_a = watch, "constants"_a = constants);
+  return call("simulator_library", file, "watch"_a = options.watch, "constants"_a = constants, "fuse"_a = options.fuse,
+              "flush_subnormals"_a = options.flush_subnormals);
+}
+
+std::string user_library(const std::string& file, const std::string& text, const std::string& kernel,
+                         const simulator::Options& options) {
+  return call_of(kSimulated, "compiled", file, text, kernel, options.watch, options.fuse, options.flush_subnormals);
+}
+
+std::string with_source_lines(const std::string& message, const std::string& file, const std::string& library) {
+  return call_of(kSimulated, "with_lines", message, file, library);
 }
 
 MetalText metal_text(const std::string& file, const std::string& kernel) {

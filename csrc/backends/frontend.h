@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "simulator/simulator.h"
+
 namespace mittens::frontend {
 
 // A kernel's text that its compiler refused; Python sees mlx_mittens.frontend.CompileError.
@@ -20,8 +22,13 @@ using Constants = std::map<uint32_t, std::string>;
 // bytes_sizes: the buffers of `constant T*` parameters whose bytes themselves are handed over, and how many they are.
 std::string ptx(const std::string& file, const std::string& kernel, const std::map<uint32_t, size_t>& bytes_sizes,
                 const Constants& constants);
-std::string simulator_library(const std::string& file, bool watch,
+std::string simulator_library(const std::string& file, const simulator::Options& options,
                               const Constants& constants);  // a shared object's path
+// That of a user's kernel, from the text that MLX generated.
+std::string user_library(const std::string& file, const std::string& text, const std::string& kernel,
+                         const simulator::Options& options);
+// A fault's message, and below it the text of the lines that it names.
+std::string with_source_lines(const std::string& message, const std::string& file, const std::string& library);
 
 // One string, all headers within, for Metal's own compiler.
 struct MetalText {

@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
@@ -125,16 +126,20 @@ void bind(nb::module_& module) {
   module.def("simulator_enabled", &simulator_enabled, "Whether ops on the CPU go through the simulator.");
   module.def(
       "simulator_configure",
-      [](bool enabled, uint64_t seed, bool watch, uint64_t step_limit, const std::string& gpu) {
+      [](bool enabled, uint64_t seed, bool watch, uint64_t step_limit, const std::string& gpu, bool flush_subnormals,
+         bool fuse) {
         std::lock_guard lock(state().mutex);
         state().enabled = enabled;
         state().gpu = gpu;
         state().options.seed = seed;
         state().options.watch = watch;
         state().options.step_limit = step_limit;
+        state().options.flush_subnormals = flush_subnormals;
+        state().options.fuse = fuse;
       },
       nb::arg("enabled"), nb::arg("seed") = 0, nb::arg("watch") = true,
       nb::arg("step_limit") = simulator::Options{}.step_limit, nb::arg("gpu") = "apple",
+      nb::arg("flush_subnormals") = false, nb::arg("fuse") = false,
       "Sends ops on the CPU through the simulator or through their native code; the seed shuffles the threads, and the "
       "kernels are those that the plans choose for the GPU of this name.");
   module.def(
@@ -142,7 +147,8 @@ void bind(nb::module_& module) {
       [] {
         std::lock_guard lock(state().mutex);
         const auto& options = state().options;
-        return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit, state().gpu.text());
+        return nb::make_tuple(state().enabled, options.seed, options.watch, options.step_limit, state().gpu.text(),
+                              options.flush_subnormals, options.fuse);
       },
       "The settings that simulator_configure takes.");
   module.def(
@@ -211,6 +217,7 @@ Name simulator_gpu() {
 simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes, simulator::Buffer::Role role) {
   const int64_t start = array.offset() + offset;
   simulator::Buffer buffer{"", const_cast<char*>(array.data<char>()) + offset, bytes, role, static_cast<size_t>(start)};
+  buffer.item = array.itemsize();
   if (array.data_shared_ptr()->is_owned()) {  // MLX knows the size of no other memory
     const int64_t room = static_cast<int64_t>(array.buffer_size()) - start;
     buffer.room = start < 0 ? 0 : static_cast<size_t>(std::max<int64_t>(room, 0));
@@ -239,7 +246,17 @@ void simulate(const std::string& file, const std::string& library, const simulat
     counting.count = state().recording;
     counting.profile = state().profiling;
   }
-  const auto counts = simulator::run(*loaded, dispatch, counting);
+  const auto counts = [&] {
+    std::optional<nb::gil_scoped_release> release;  // the simulator takes it where it looks for signals
+    if (PyGILState_Check()) {
+      release.emplace();
+    }
+    try {
+      return simulator::run(*loaded, dispatch, counting);
+    } catch (const simulator::Fault& fault) {
+      throw simulator::Fault(frontend::with_source_lines(fault.what(), file, library));
+    }
+  }();
   std::lock_guard lock(state().mutex);
   auto& [launched, declared] = state().launched[file + ":" + dispatch.kernel];
   launched = std::max(launched, uint64_t(dispatch.threads[0]) * dispatch.threads[1] * dispatch.threads[2]);
@@ -320,7 +337,7 @@ void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream) {
       continue;
     }
     const auto start = std::chrono::steady_clock::now();
-    const auto library = frontend::simulator_library(file, options.watch, launch.function_constants);
+    const auto library = frontend::simulator_library(file, options, launch.function_constants);
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     note_compiled(launch.file, launch.kernel, waited.count());
     simulate(file, library, dispatch, options, launch.function_constants);

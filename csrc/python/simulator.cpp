@@ -47,6 +47,9 @@ class Held {
   size_t bytes() const {
     return static_cast<size_t>(view_.len);
   }
+  size_t item() const {
+    return static_cast<size_t>(view_.itemsize);
+  }
 
  private:
   Py_buffer view_;
@@ -99,7 +102,8 @@ namespace {
 
 nb::dict simulate(const std::string& path, const std::string& kernel, nb::list arguments, Triple threadgroups,
                   Triple threads, uint32_t threadgroup_bytes, uint64_t seed, bool watch, std::optional<Triple> grid,
-                  uint64_t step_limit, bool complete, bool active_lanes, bool early_exits, bool count, bool profile) {
+                  uint64_t step_limit, bool complete, bool active_lanes, bool early_exits, bool count, bool profile,
+                  bool flush_subnormals) {
   const auto library = Library::at(path);
   Dispatch dispatch{.kernel = kernel,
                     .buffers = {},
@@ -119,6 +123,7 @@ nb::dict simulate(const std::string& path, const std::string& kernel, nb::list a
     }
     held.push_back(std::make_unique<Held>(parts[2], role == Buffer::output || role == Buffer::inout));
     dispatch.buffers.push_back({nb::cast<std::string>(parts[0]), held.back()->data(), held.back()->bytes(), role});
+    dispatch.buffers.back().item = held.back()->item();
     if (parts.size() > 3) {
       dispatch.buffers.back().offset = nb::cast<size_t>(parts[3]);
     }
@@ -134,7 +139,8 @@ nb::dict simulate(const std::string& path, const std::string& kernel, nb::list a
                   .early_exits = early_exits,
                   .count = count,
                   .profile = profile,
-                  .complete = complete});
+                  .complete = complete,
+                  .flush_subnormals = flush_subnormals});
   }
   nb::dict result = dict_of(counts);
   if (counts.profiled) {
@@ -163,7 +169,7 @@ void bind(nb::module_& module) {
              nb::arg("threadgroups"), nb::arg("threads"), nb::arg("threadgroup_bytes") = 0, nb::arg("seed") = 0,
              nb::arg("watch") = true, nb::arg("grid") = nb::none(), nb::arg("step_limit") = Options{}.step_limit,
              nb::arg("complete") = true, nb::arg("active_lanes") = false, nb::arg("early_exits") = false,
-             nb::arg("count") = false, nb::arg("profile") = false,
+             nb::arg("count") = false, nb::arg("profile") = false, nb::arg("flush_subnormals") = false,
              "Runs a kernel of a library that frontend.simulator_library made.\n\n"
              "arguments: a list of (name, role, buffer) or (name, role, buffer, offset) by buffer index; the role is\n"
              "input, output, constant or inout, the buffer anything contiguous with the buffer protocol, or None.\n"
@@ -175,6 +181,9 @@ void bind(nb::module_& module) {
         return nb::make_tuple(now.launch, now.done, now.threadgroups);
       },
       "How far the latest launch of this process is: its number, its threadgroups that are done, and all of them.");
+  module.def(
+      "simulator_polls", [] { return progress().polls; },
+      "How often launches of this process have looked for signals: every 2^17 branches.");
 }
 
 const Register registered(bind);

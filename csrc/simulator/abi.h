@@ -4,7 +4,7 @@
 
 namespace mittens::abi {
 
-constexpr unsigned version = 10;
+constexpr unsigned version = 11;
 
 constexpr unsigned simd_width = 32;
 constexpr unsigned quad_width = 4;
@@ -72,7 +72,8 @@ struct Operation {
 
 struct Runtime {
   Thread* thread;
-  long long steps;  // left before the launch counts as endless
+  long long steps;  // branches left before the launch counts as endless
+  long long pause;  // the number of steps at which `paused` is called
 
   const Lanes& (*exchange)(Scope scope, const Operation& operation, const void* value, unsigned bytes, Combine combine);
   void (*barrier)(Scope scope, const Operation& operation, unsigned memory);
@@ -86,7 +87,7 @@ struct Runtime {
   // An array of a thread's own begins to live, or without a name ends; an element has `unit` bytes. Returns the
   // address.
   void* (*private_array)(void* address, unsigned long bytes, unsigned long unit, const char* name);
-  void (*out_of_steps)();
+  void (*paused)(const void* caller);
 };
 
 struct Argument {

@@ -16,6 +16,8 @@ namespace {
 constexpr unsigned kMaxThreads = Stacks::kCount;
 constexpr size_t kMaxThreadgroupBytes = 32 * 1024;
 constexpr size_t kBufferSlots = 40;  // the arena's others are for threadgroup memory
+constexpr long long kPollSteps = 1 << 17;
+constexpr size_t kOvertime = 1 << 12;  // steps in which an endless loop shows its lines
 
 Simulation* current = nullptr;
 
@@ -23,6 +25,46 @@ Simulation* current = nullptr;
 std::atomic<uint64_t> launches_begun{0};
 std::atomic<uint64_t> threadgroups_done{0};
 std::atomic<uint64_t> threadgroups_planned{0};
+std::atomic<uint64_t> polls{0};
+std::atomic<void (*)()> poll_of_process{nullptr};
+
+// Whether subnormal numbers are zero to this thread, for as long as it lives.
+class SubnormalMode {
+ public:
+  explicit SubnormalMode(bool flush) : before_(control()) {
+    if (flush) {
+      set(before_ | kFlush);
+    }
+  }
+  SubnormalMode(const SubnormalMode&) = delete;
+  ~SubnormalMode() {
+    set(before_);
+  }
+
+ private:
+#if defined(__x86_64__)
+  using Control = unsigned;
+  static constexpr Control kFlush = 0x8040;  // of results, of operands
+  static Control control() {
+    return __builtin_ia32_stmxcsr();
+  }
+  static void set(Control control) {
+    __builtin_ia32_ldmxcsr(control);
+  }
+#else
+  using Control = uint64_t;
+  static constexpr Control kFlush = uint64_t{1} << 24;
+  static Control control() {
+    Control control;
+    asm volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
+  }
+  static void set(Control control) {
+    asm volatile("msr fpcr, %0" : : "r"(control));
+  }
+#endif
+  const Control before_;
+};
 
 std::string plural(size_t count, const char* noun) {
   return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
@@ -51,6 +93,7 @@ abi::Runtime* runtime() {
   static abi::Runtime table{
       .thread = nullptr,
       .steps = 0,
+      .pause = 0,
       .exchange = [](abi::Scope scope, const abi::Operation& operation, const void* value, unsigned bytes,
                      abi::Combine combine) -> const abi::Lanes& {
         return current->exchange(scope, operation, value, bytes, combine);
@@ -72,7 +115,7 @@ abi::Runtime* runtime() {
         current->watcher.private_array(address, bytes, unit, name);
         return address;
       },
-      .out_of_steps = [] { current->out_of_steps(); },
+      .paused = [](const void* caller) { current->pause(caller); },
   };
   return &table;
 }
@@ -84,7 +127,8 @@ Simulation::Simulation(Arena& arena, Stacks& stacks, Library& library, const Dis
       kernel_(*library.find(dispatch.kernel)),
       dispatch_(dispatch),
       options_(options),
-      generator_(options.seed) {
+      generator_(options.seed),
+      poll_steps_(kPollSteps) {
   watcher.start(options_);
 }
 
@@ -107,7 +151,7 @@ void Simulation::bind_buffers() {
     if (!buffer.data && buffer.bytes > 0) {
       continue;
     }
-    Region region{.space = Region::device, .name = buffer.name, .bytes = buffer.bytes};
+    Region region{.space = Region::device, .name = buffer.name, .bytes = buffer.bytes, .item = buffer.item};
     region.writable = buffer.role == Buffer::output || buffer.role == Buffer::inout;
     region.constant = buffer.role == Buffer::constant;
     region.initialised = buffer.role != Buffer::output;
@@ -258,18 +302,30 @@ void Simulation::run_threadgroup(const uint32_t (&position)[3]) {
   }
   watcher.start_threadgroup(position);
   runtime()->steps = static_cast<long long>(options_.step_limit);
+  plan_pause();
   finished_ = 0;
   do {
     running_ = next_ready();
     switch_context(main_context_, running_->context);
+    while (polling_) {
+      polling_ = false;
+      if (void (*poll)() = poll_of_process) {
+        poll();
+      }
+      switch_context(main_context_, running_->context);
+    }
   } while (!fault_ && ((options_.active_lanes && release_active_lanes()) ||
                        (options_.early_exits && release_barrier_without_finished())));
   if (!fault_ && finished_ < fibers_.size()) {
     fault_ = explain_deadlock();
   }
+  if (!fault_ && !overtime_.empty()) {
+    fault_ = "[" + dispatch_.kernel + "] " + explain_endless();
+  }
   if (fault_) {
     throw Fault(*fault_);
   }
+  poll_steps_ -= planned_at_ - runtime()->steps;
   watcher.finish_threadgroup();
 }
 
@@ -553,9 +609,34 @@ void Simulation::fail(const std::string& what) {
   std::abort();  // nothing switches back to an abandoned fiber
 }
 
-void Simulation::out_of_steps() {
-  fail("no end after " + std::to_string(options_.step_limit) + " steps (step_limit) of one threadgroup; " +
-       name_of(*running_) + " was running");
+// A threadgroup pauses at the next poll or behind its last step.
+void Simulation::plan_pause() {
+  planned_at_ = runtime()->steps;
+  runtime()->pause = std::max<long long>(runtime()->steps - poll_steps_, -1);
+}
+
+void Simulation::pause(const void* caller) {
+  if (runtime()->steps < 0) {
+    if (overtime_.empty()) {
+      endless_ = name_of(*running_);
+    }
+    overtime_.push_back(caller);
+    if (overtime_.size() == kOvertime) {
+      fail(explain_endless());
+    }
+    runtime()->pause = runtime()->steps;  // the next step is a pause too
+    return;
+  }
+  ++polls;
+  poll_steps_ = kPollSteps;
+  plan_pause();
+  polling_ = true;
+  switch_context(running_->context, main_context_);
+}
+
+std::string Simulation::explain_endless() const {
+  return "no end after " + std::to_string(options_.step_limit) + " steps (step_limit) of one threadgroup; " + endless_ +
+         " was running" + watcher.lines_of(overtime_);
 }
 
 std::string Simulation::name_of(const Fiber& fiber) const {
@@ -616,11 +697,16 @@ Counts run(Library& library, const Dispatch& dispatch, const Options& options) {
       arena.trim();
     }
   } trim;
+  const SubnormalMode mode(options.flush_subnormals);
   return simulation.run();
 }
 
 Progress progress() {
-  return {launches_begun, threadgroups_done, threadgroups_planned};
+  return {launches_begun, threadgroups_done, threadgroups_planned, polls};
+}
+
+void set_poll(void (*poll)()) {
+  poll_of_process = poll;
 }
 
 }  // namespace mittens::simulator

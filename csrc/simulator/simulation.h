@@ -98,7 +98,8 @@ class Simulation {
   void barrier(abi::Scope scope, const abi::Operation& operation, unsigned memory);
   void* threadgroup_array(const void* key, const char* name, unsigned long bytes, abi::Site site);
   void run_thread();
-  [[noreturn]] void out_of_steps();
+  // Every so many branches, from within a fiber.
+  void pause(const void* caller);
 
   // Ends the launch with a Fault, from within a fiber: what it has on its stack is left there.
   [[noreturn]] void fail(const std::string& what);
@@ -138,6 +139,8 @@ class Simulation {
   Rendezvous& rendezvous_of(abi::Scope scope, const abi::Thread& thread);
   bool release_barrier_without_finished();
   std::string explain_deadlock();
+  void plan_pause();
+  std::string explain_endless() const;
   std::string name_of(const Fiber& fiber) const;
 
   Arena& arena_;
@@ -167,6 +170,11 @@ class Simulation {
   Fiber* running_ = nullptr;
   Context main_context_;
   Context abandoned_;
+  bool polling_ = false;  // whether the running fiber waits for a poll
+  long long poll_steps_;  // from planned_at_ to the next poll
+  long long planned_at_ = 0;  // the steps that were left
+  std::vector<const void*> overtime_;  // where threads were after the last step
+  std::string endless_;  // the name of the thread that took it
   std::optional<std::string> fault_;
 };
 

@@ -23,6 +23,7 @@ struct Buffer {
   Role role;
   size_t offset = 0;  // from the start of the GPU's buffer, which says how `data` would be aligned there
   size_t room = std::numeric_limits<size_t>::max();  // bytes that the memory has from `data` on, where that is known
+  size_t item = 0;  // bytes of an element, where that is known
 };
 
 struct Dispatch {
@@ -45,6 +46,8 @@ struct Options {
   bool count = false;  // whether accesses are gathered by simdgroup, for device_accesses to bank_conflicts of Counts
   bool profile = false;  // whether the launch is profiled, for what Counts has from `profiled` on
   bool complete = true;  // whether the watcher demands that every byte of an output is written
+  bool flush_subnormals = false;  // whether subnormal float32 are zero, of operands and of results
+  bool fuse = false;  // whether `a * b + c` within an expression rounds once; of a library that was compiled so
 };
 
 // What a kernel did that a GPU would not forgive. The message names kernel, thread, threadgroup, and line.
@@ -142,8 +145,13 @@ struct Progress {
   uint64_t launch = 0;  // its number, from 1 on
   uint64_t done = 0;  // threadgroups
   uint64_t threadgroups = 0;
+  uint64_t polls = 0;  // of all launches
 };
 
 Progress progress();
+
+// What launches call every 2^17 branches, on the stack of the thread that runs them: it may throw, which ends the
+// launch.
+void set_poll(void (*poll)());
 
 }  // namespace mittens::simulator

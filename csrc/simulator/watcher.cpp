@@ -27,6 +27,22 @@ bool of_simdgroup(const Stamp& stamp, unsigned simdgroup) {
   return stamp.who < kSimdgroup ? stamp.who / abi::simd_width == simdgroup : stamp.who == kSimdgroup + simdgroup;
 }
 
+// The element at a byte, in a line of its own; nothing where the size of one is not known.
+std::string element_of(const std::string& name, int64_t offset, size_t item) {
+  if (item == 0) {
+    return "";
+  }
+  const auto size = static_cast<int64_t>(item);
+  const int64_t index = offset / size - (offset % size < 0 ? 1 : 0);
+  return "\n  element " + std::to_string(index) + " of \"" + name + "\", of " + std::to_string(item) +
+         (item == 1 ? " byte" : " bytes");
+}
+
+// Bytes of an element: where no one has said, of what is accessed.
+size_t item_of(const Region& region, size_t accessed) {
+  return region.item ? region.item : accessed;
+}
+
 std::mutex notes_mutex;
 std::set<std::string> notes;
 std::atomic<bool> equal_writes_are_faults = false;
@@ -94,8 +110,9 @@ void Watcher::check_aliases(const Region& region, size_t offset, const Access& a
     for (uintptr_t at = begin; at < end; ++at) {
       const Stamp& write = other->cells[(at - other->given()) >> other->granule_bits].write;
       if (write.epoch != 0) {
-        fail(text_of(access) + place_of(region, offset) + ", which was written through \"" + other->name + "\"" +
-             where(write.caller) + ": one buffer is bound to both, and a compiler may reorder their accesses");
+        fail_at(region, offset, access,
+                ", which was written through \"" + other->name + "\"" + where(write.caller) +
+                    ": one buffer is bound to both, and a compiler may reorder their accesses");
       }
     }
   }
@@ -179,7 +196,7 @@ Region* Watcher::check(uintptr_t address, const Access& access) {
   }
   const size_t offset = address - region->begin;
   if (access.writes && !region->writable) {
-    fail(text_of(access) + place_of(*region, offset) + ", which is an input");
+    fail_at(*region, offset, access, ", which is an input");
   }
   if (!region->cells.empty()) {
     check_cells(*region, offset, access);
@@ -231,7 +248,7 @@ void Watcher::check_privates(uintptr_t address, const Access& access) {
         (address < array.begin || address + access.bytes > array.begin + array.bytes)) {
       fail(text_of(access) + "at byte " + std::to_string(static_cast<int64_t>(address - array.begin)) +
            " of its own array \"" + array.name + "\", which has " + std::to_string(array.bytes) +
-           " bytes: out of bounds");
+           " bytes: out of bounds" + element_of(array.name, static_cast<int64_t>(address - array.begin), array.unit));
     }
     const uintptr_t begin = std::max(address, array.begin);
     const uintptr_t end = std::min(address + access.bytes, array.begin + array.bytes);
@@ -243,7 +260,8 @@ void Watcher::check_privates(uintptr_t address, const Access& access) {
         array.written[i] = true;
       } else if (!array.written[i]) {
         fail(text_of(access) + "at byte " + std::to_string(std::max(i * array.unit, begin - array.begin)) +
-             " of its own array \"" + array.name + "\", which nothing has written: uninitialised");
+             " of its own array \"" + array.name + "\", which nothing has written: uninitialised" +
+             element_of(array.name, static_cast<int64_t>(i * array.unit), array.unit));
       }
     }
   }
@@ -330,12 +348,13 @@ Region* Watcher::region_of(uintptr_t address, const Access& access) {
     const auto signed_offset = static_cast<int64_t>(offset);
     fail(text_of(access) + "at byte " + std::to_string(signed_offset) + " of " +
          (region.space == Region::device ? "buffer \"" : "threadgroup array \"") + region.name + "\", which has " +
-         std::to_string(region.bytes) + " bytes: out of bounds");
+         std::to_string(region.bytes) + " bytes: out of bounds" +
+         element_of(region.name, signed_offset, item_of(region, access.bytes)));
   }
   const bool vector =
       access.bytes == 2 || access.bytes == 4 || access.bytes == 8 || access.bytes == 16 || access.bytes == 32;
   if (vector && (address & (access.bytes - 1))) {
-    fail(text_of(access) + place_of(region, offset) + ": misaligned");
+    fail_at(region, offset, access, ": misaligned");
   }
   return &region;
 }
@@ -416,7 +435,7 @@ void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& a
   const bool stale = region.space == Region::threadgroup && write.epoch < clock.threadgroup_start;
   if (write.epoch == 0 || stale) {
     if (!region.initialised) {
-      fail(text_of(access) + place_of(region, offset) + ", which nothing has written: uninitialised");
+      fail_at(region, offset, access, ", which nothing has written: uninitialised");
     }
   } else if (!in_order(write, region, clock, thread) && !(access.kind == kAtomic && write.atomic)) {
     race(region, offset, access, write, "written");
@@ -477,7 +496,8 @@ void Watcher::finish() {
       throw Fault("[" + simulation_.kernel_name() + "] buffer \"" + region.name + "\" was not written at byte " +
                   std::to_string((first - region.cells.begin()) << region.granule_bits) + " (" +
                   std::to_string(count << region.granule_bits) + " of its " + std::to_string(region.bytes) +
-                  " bytes never were)");
+                  " bytes never were)" +
+                  element_of(region.name, (first - region.cells.begin()) << region.granule_bits, item_of(region, 0)));
     }
   }
 }
@@ -512,6 +532,30 @@ void Watcher::fail(const std::string& what) {
   simulation_.fail(what);
 }
 
+void Watcher::fail_at(const Region& region, size_t offset, const Access& access, const std::string& what) {
+  fail(text_of(access) + place_of(region, offset) + what +
+       element_of(region.name, static_cast<int64_t>(offset), item_of(region, access.bytes)));
+}
+
+std::string Watcher::lines_of(const std::vector<const void*>& callers) const {
+  std::string file;
+  unsigned first = 0;
+  unsigned last = 0;
+  for (const void* caller : callers) {
+    const auto [of, line] = lines().place(reinterpret_cast<uintptr_t>(caller) - library_.base() - 1);
+    if (line == 0 || (first != 0 && of != file)) {
+      continue;
+    }
+    file = of;
+    first = first == 0 ? line : std::min(first, line);
+    last = std::max(last, line);
+  }
+  if (first == last) {
+    return first == 0 ? "" : " (" + file + ":" + std::to_string(first) + ")";
+  }
+  return " (" + file + ":" + std::to_string(first) + " to " + std::to_string(last) + ")";
+}
+
 void Watcher::race(const Region& region, size_t offset, const Access& access, const Stamp& other, const char* did) {
   fail(race_text(region, offset, access, other, did));
 }
@@ -536,7 +580,8 @@ std::string Watcher::race_text(const Region& region, size_t offset, const Access
     by += " of threadgroup " + simulator::text_of((after - 1)->second.threadgroup);
   }
   return text_of(access) + place_of(region, offset) + ", " + did + " by " + by + where(other.caller) +
-         (elsewhere ? " in the same launch: a race between threadgroups" : " with no barrier between: a race");
+         (elsewhere ? " in the same launch: a race between threadgroups" : " with no barrier between: a race") +
+         element_of(region.name, static_cast<int64_t>(offset), item_of(region, access.bytes));
 }
 
 }  // namespace mittens::simulator

@@ -60,6 +60,7 @@ struct Region {
   uintptr_t buffer = 0;  // where the GPU's buffer begins in the caller's memory, which tells buffers apart
   size_t offset = 0;  // from there
   size_t packed = 0;  // of a threadgroup array: where it lies among the others, one after the other
+  size_t item = 0;  // bytes of an element, where that is known
   unsigned granule_bits = 2;
   std::vector<Cell> cells = {};  // none where nothing may be written
   std::vector<const Region*> aliases = {};  // others of the same memory of the caller's, which may be written
@@ -133,6 +134,9 @@ class Watcher {
   void settle();
   void barrier(abi::Scope scope, unsigned simdgroup, unsigned memory);
 
+  // The lines of the source that some places of the code are from, in words.
+  std::string lines_of(const std::vector<const void*>& callers) const;
+
  private:
   static void count_launch();
 
@@ -201,6 +205,7 @@ class Watcher {
   std::string place_of(const Region& region, size_t offset) const;
   std::string who_did(const Stamp& stamp, const char* what, const Region& region) const;
   [[noreturn]] void fail(const std::string& what);
+  [[noreturn]] void fail_at(const Region& region, size_t offset, const Access& access, const std::string& what);
   std::string race_text(const Region& region, size_t offset, const Access& access, const Stamp& other,
                         const char* did) const;
   [[noreturn]] void race(const Region& region, size_t offset, const Access& access, const Stamp& other,

@@ -249,6 +249,17 @@ def _lowered(text: str) -> str:
     return integer_lowering.lowered(vector_truths.with_truths(text))
 
 
+_FMULADD = re.compile(r"^declare [^\n]*@llvm\.fmuladd\.(\w+)\(", re.M)
+
+
+def _fused(text: str) -> str:
+    """LLVM's text with the products fused that may be, also where the processor has no such instruction."""
+    for kind in _FMULADD.findall(text):
+        if re.search(rf"^declare [^\n]*@llvm\.fma\.{kind}\(", text, re.M):
+            text = re.sub(rf"^declare [^\n]*@llvm\.fmuladd\.{kind}\([^\n]*\n", "", text, flags=re.M)
+    return text.replace("@llvm.fmuladd.", "@llvm.fma.")
+
+
 def _simulator_text(translation: Translation, file: str) -> str:
     """The translation, an entry for each variant, and the table of them."""
     parts = [_prelude(translation)]
@@ -278,7 +289,12 @@ def _simulator_text(translation: Translation, file: str) -> str:
 
 
 def simulator_library(
-    file: str, watch: bool = True, constants: dict[int, object] | None = None, private: bool = False
+    file: str,
+    watch: bool = True,
+    constants: dict[int, object] | None = None,
+    private: bool = False,
+    fuse: bool = False,
+    flush_subnormals: bool = False,
 ) -> str:
     """A shared object that holds all variants of a .metal file, for the simulator.
 
@@ -288,6 +304,8 @@ def simulator_library(
         constants: Values of function constants, by index.
         private: Whether it is to see those to arrays of a thread's own too, which then stay in memory, and of vectors
             the components.
+        fuse: Whether `a * b + c` within an expression rounds once.
+        flush_subnormals: Whether it is to run where subnormal float32 are zero.
 
     Returns:
         The path of a file in the cache.
@@ -296,7 +314,7 @@ def simulator_library(
         CompileError: If the file does not compile.
     """
     found = compiler.find_compiler()
-    flags = compiler.cpu_flags(watch)
+    flags = [*compiler.cpu_flags(watch), *compiler.arithmetic_flags(fuse, flush_subnormals)]
     texts = _constant_texts(constants)
     flat = sources.flatten(file)
     what = [flat, repr(sorted(texts.items())), *["private"] * private]
@@ -312,7 +330,7 @@ def simulator_library(
         try:
             includes = [f"-I{INCLUDE}", f"-I{_abi_folder()}"]
             library = _parsed_library(found, [*flags, *includes])
-            if lowered:
+            if lowered or fuse:
                 unoptimized = [*compiler.unoptimized_flags(flags), *includes]
 
                 def compiled_to_text(casts: bool) -> subprocess.CompletedProcess[str]:
@@ -320,9 +338,13 @@ def simulator_library(
                     return _compiled(found, unoptimized, _simulator_text(written, file), written, library)
 
                 done = _unoptimized(compiled_to_text)
-                # A load from what a reference refers to is not to come before the branch that asks for it.
-                text = re.sub(r" dereferenceable\(\d+\)", "", _lowered(done.stdout))
-                lanes = watch and vector_truths.has_vectors(flat)
+                text = done.stdout
+                if lowered:
+                    # A load from what a reference refers to is not to come before the branch that asks for it.
+                    text = re.sub(r" dereferenceable\(\d+\)", "", _lowered(text))
+                if fuse:
+                    text = _fused(text)
+                lanes = lowered and watch and vector_truths.has_vectors(flat)
                 passes = [*flags, *compiler.AS_WRITTEN * private]
                 if lanes and not done.returncode:
                     done = found.run(compiler.optimized_flags(passes), text)

@@ -87,6 +87,12 @@ def cpu_flags(watch: bool) -> list[str]:
     return [*_COMMON, *_CPU, tune, *(_WATCHED if watch else _STEPS)]
 
 
+def arithmetic_flags(fuse: bool, flush_subnormals: bool) -> list[str]:
+    """Of a library whose `a * b + c` within an expression rounds once, or whose subnormal float32 are zero."""
+    flush = ["-Xclang", "-fdenormal-fp-math-f32=preserve-sign,preserve-sign"]
+    return [*["-ffp-contract=on"] * fuse, *flush * flush_subnormals]
+
+
 def header_flags(flags: list[str]) -> list[str]:
     """As those with which a text is compiled, to a header as clang keeps it for others to include."""
     end = len(flags) - 1 - flags[::-1].index("-o") if "-o" in flags else len(flags)

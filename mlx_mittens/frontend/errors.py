@@ -15,7 +15,7 @@ class CompileError(RuntimeError):
         >>> kernel = mm.simulator.metal_kernel("halved", ["x"], ["y"], "y[0] = x[0] / two;")
         >>> sizes = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)]}
         >>> try:
-        ...     kernel(inputs=[mx.ones(1)], output_dtypes=[mx.float32], **sizes)
+        ...     mx.eval(kernel(inputs=[mx.ones(1)], output_dtypes=[mx.float32], **sizes))
         ... except mm.frontend.CompileError as error:
         ...     print(error.file, error.log.splitlines()[0])
         halved.metal halved.metal:1:15: error: use of undeclared identifier 'two'

@@ -36,10 +36,11 @@ _NO_METAL = "No Metal back-end"  # MLX's error of a kernel where there is no Met
 STEP_LIMIT = 1_000_000_000
 
 _lock = threading.Lock()
-_open: list[tuple[object, int, bool, int, str]] = []  # a token and the settings of every block that is open
+_Settings = tuple[object, int, bool, int, str, bool, bool]
+_open: list[_Settings] = []  # a token and the settings of every block that is open
 _equal_writes: list[tuple[object, bool]] = []  # a token and whether equal writes are faults, of every open block
 _pretending: list[object] = []  # the tokens of the open blocks that pretend to be on a Mac
-_before: tuple[bool, int, bool, int, str]  # the settings from before the first block that is open
+_before: tuple[bool, int, bool, int, str, bool, bool]  # the settings from before the first block that is open
 
 
 @contextlib.contextmanager
@@ -50,6 +51,8 @@ def enabled(
     gpu: str = "apple",
     pretend_metal: bool = False,
     equal_writes: str = "note",
+    subnormals: str = "keep",
+    fuse: bool = False,
 ) -> Iterator[None]:
     """Sends ops on the CPU, and the kernels of ``mx.fast.metal_kernel``, through the simulator.
 
@@ -77,9 +80,12 @@ def enabled(
             make at its import, since there was no Metal, are made.
         equal_writes: What several threads that write one value to one place are, with no barrier between: ``"note"``
             (see ``notes``) or ``"fault"``.
+        subnormals: What float32 numbers below 1.2e-38 are: ``"keep"``, as IEEE has it, or ``"flush"``, zero, as on a
+            GPU whose kernels MLX compiles.
+        fuse: Whether ``a * b + c`` within an expression rounds once, as MLX's compiler may have it.
 
     Raises:
-        ValueError: There is no such GPU, or ``equal_writes`` is neither of the two.
+        ValueError: There is no such GPU, or ``equal_writes`` or ``subnormals`` is neither of the two.
         RuntimeError: From the block, where it called a kernel without Metal that is out of reach.
 
     Example:
@@ -90,8 +96,10 @@ def enabled(
     gpus.named(gpu)
     if equal_writes not in ("note", "fault"):
         raise ValueError(f"[enabled] equal_writes is {equal_writes!r}: expected 'note' or 'fault'")
+    if subnormals not in ("keep", "flush"):
+        raise ValueError(f"[enabled] subnormals is {subnormals!r}: expected 'keep' or 'flush'")
     global _before
-    block = (object(), seed, watch, step_limit, gpu)
+    block = (object(), seed, watch, step_limit, gpu, subnormals == "flush", bool(fuse))
     with _lock:
         if not _open:
             _before = _ext.simulator_state()

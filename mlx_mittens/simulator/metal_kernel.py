@@ -10,8 +10,8 @@ import functools
 import gc
 import math
 import operator
+import os
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -21,22 +21,23 @@ import mlx.core as mx
 from .. import _ext, frontend
 from ..apple import agx_compiler
 from ..apple.chips import find_chip
-from ..frontend import dialect
 from ..frontend.sources import without_comments
-from . import holders, user_sources
+from . import holders
 from .prediction import PredictedLaunch, predict_launches
 from .profile import profiled
 
 MOST_THREADS = 1024  # of a threadgroup
 
 _mlx_metal_kernel = mx.fast.metal_kernel
-_compiling = threading.Lock()
 
 # What MLX puts before every such kernel.
 _PRELUDE = '#include <metal_stdlib>\n#include "mlx/backend/metal/kernels/utils.h"\nusing namespace metal;\n'
 _FAST_MATH = 2  # as MLX numbers its math modes
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WHOLE_KERNEL = re.compile(
+    r"(?:\bkernel\b|\[\[\s*kernel\s*\]\])(?:\[\[.*?\]\]|[^;{}()])*?\bvoid\s+(?:\[\[.*?\]\]\s*)?(\w+)\s*\("
+)
 _QUOTED_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"[^"]*"', re.M)
 
 
@@ -67,6 +68,7 @@ class Kernel:
         self._name = name
         self._header = header
         self._source = source
+        self._is_known = bool(name)  # else they are found in what MLX generates
 
     def __call__(
         self,
@@ -81,7 +83,7 @@ class Kernel:
         verbose: bool = False,
         stream: Any = None,
     ) -> list[mx.array]:
-        """Compiles the kernel for these arguments; it runs when its outputs are evaluated, on the CPU.
+        """A launch of the kernel; it is compiled, and runs, when its outputs are evaluated, on the CPU.
 
         Args:
             inputs: Arrays and scalars, in the order of ``input_names``.
@@ -98,9 +100,9 @@ class Kernel:
             The outputs.
 
         Raises:
-            CompileError: If the kernel does not compile, or would not on a Mac (as ``mlx-mittens check`` has it); lines
-                are those of ``source`` and ``header``.
             ValueError: If shapes, grid, threadgroup or template arguments cannot be served.
+            CompileError: From the evaluation of an output, as on a Mac, if the kernel does not compile, or would not
+                there (as ``mlx-mittens check`` has it); lines are those of ``source`` and ``header``.
             Fault: From the evaluation of an output, if the kernel does what a GPU would not forgive.
         """
         arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
@@ -120,14 +122,17 @@ class Kernel:
             init_value=init_value,
             verbose=verbose,
         )
-        file = f"{self._name or generated.kernel}.metal"
+        self._know(generated, arrays, shapes)
+        file = f"{self._name}.metal"
+        text, problem = self._text(generated, file), self._problem(generated, file)
         initial = [] if init_value is None else [_element(init_value, dtype) for dtype in output_dtypes]
         return _ext.user_kernel(
             arrays,
             shapes,
             list(output_dtypes),
             file=file,
-            library=_library(file, self._text(generated, file), generated.kernel),
+            text=text,
+            problem=problem,
             kernel=generated.kernel,
             grid=grid,
             threadgroup=threadgroup,
@@ -145,7 +150,7 @@ class Kernel:
 
         Raises:
             ValueError: If the chip is unknown; the message lists the known ones. Also as a call does.
-            CompileError: As a call does.
+            CompileError: As an evaluation does.
             RuntimeError: If there is no Mesa compiler; the message says how to get it. Also in a block of ``profiled``
                 or ``predicted``.
             Fault: If the kernel does what a GPU would not forgive.
@@ -165,22 +170,52 @@ class Kernel:
         (launch,) = [launch for launch in launches if launch.file == f"{self._name}.metal"][-1:] or launches[-1:]
         return predict_launches([launch], known)[0]
 
-    def _text(self, generated: _Generated, file: str) -> str:
-        """The generated text, in which lines count as they do in what the user wrote."""
-        text = generated.text
+    def _know(self, generated: _Generated, arrays: list[mx.array], shapes: list[tuple[int, ...]]) -> None:
+        """Finds name, header and source of a kernel that MLX made, in what it generates."""
+        if self._is_known:
+            return
+        text, kernel = generated.text, generated.kernel
+        at = text.index(f"[[kernel]] void {kernel}(")
+        template = text.rfind("\ntemplate <", 0, at) + 1 if f'host_name("{kernel}")' in text else at
+        body = text.index("]]) {\n", at) + len("]]) {\n")
+        self._header, self._source = text[:template], text[body : text.rindex("\n}\n")]
+        # Behind the name stand the types of inputs and outputs.
+        names = []
+        for dtype in (mx.float32, mx.int32):
+            stand_ins = [mx.zeros(array.shape, dtype) for array in arrays]
+            sizes = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_dtypes": [dtype] * len(shapes)}
+            names.append(_generate(self._mlx_kernel, stand_ins, output_shapes=shapes, **sizes).kernel)
+        self._name = os.path.commonprefix(names)[len("custom_kernel_") : -1]
+        self._is_known = True
+
+    def _problem(self, generated: _Generated, file: str) -> str:
+        """Why the kernel does not compile, where its text alone says so."""
         for part, name in ((self._header, f"header of {file}"), (self._source, file)):
             include = _QUOTED_INCLUDE.search(part)
             if include:
                 line = part.count("\n", 0, include.start()) + 1
                 problem = "error: Metal's run-time compiler finds no quoted include"
-                raise frontend.CompileError(file, generated.kernel, f"{name}:{line}: {problem}")
+                return str(frontend.CompileError(file, generated.kernel, f"{name}:{line}: {problem}"))
             other = _NOT_ASCII.search(without_comments(part))
             if other:
                 line = part.count("\n", 0, other.start()) + 1
                 problem = (
                     f"error: {other[0]!r} is not ASCII: MLX hands the text over as ASCII, write it in a comment only"
                 )
-                raise frontend.CompileError(file, generated.kernel, f"{name}:{line}: {problem}")
+                return str(frontend.CompileError(file, generated.kernel, f"{name}:{line}: {problem}"))
+        source = without_comments(self._source)
+        if whole := _WHOLE_KERNEL.search(source):
+            line = source.count("\n", 0, whole.start()) + 1
+            problem = (
+                f"error: source is the body of the kernel alone, and MLX writes the signature: leave out "
+                f"'kernel void {whole[1]}(...) {{' and the '}}' at its end"
+            )
+            return str(frontend.CompileError(file, generated.kernel, f"{file}:{line}: {problem}"))
+        return ""
+
+    def _text(self, generated: _Generated, file: str) -> str:
+        """The generated text, in which lines count as they do in what the user wrote."""
+        text = generated.text
         if self._source:
             at = text.rindex(self._source)
             end = at + len(self._source)
@@ -296,19 +331,6 @@ def _generate(mlx_kernel: Callable[..., Any], arrays: list[mx.array], **argument
             fast_math = entry["arguments"][-1] == _FAST_MATH
             return _Generated(kernel, text, [tuple(info) for info in infos], by_rows, fast_math)
     raise RuntimeError("[metal_kernel] this MLX exports its kernels in a way that mlx_mittens does not know")
-
-
-def _library(file: str, text: str, kernel: str) -> str:
-    watch = _ext.simulator_state()[2]
-    with _compiling:  # kernels of one name may differ in their text
-        frontend.register_source(file, text)
-        library = frontend.simulator_library(file, watch, private=watch)
-        refused = dialect.refused(file)
-    user_sources.keep(library, text)
-    if refused:
-        log = "\n".join(f"{problem.file}:{problem.line}: error: {problem.what}" for problem in refused)
-        raise frontend.CompileError(file, kernel, log)
-    return library
 
 
 def _element(value: float, dtype: mx.Dtype) -> bytes:

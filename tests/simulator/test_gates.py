@@ -145,6 +145,28 @@ class TestPlugin:
         assert status == 1 and "1 passed" in out and "no kernel ran" in out, out
         assert self.run(tmp_path, "def test_nothing(): pass")[0] == 0
 
+    def test_options_without_the_simulator_are_said_to_do_nothing(self, tmp_path):
+        status, out = self.run(tmp_path, "def test_nothing(): pass", "--metal-seeds", "4")
+        assert status == 0 and "--metal-seeds does nothing without --metal-simulator" in out, out
+        out = self.run(tmp_path, "def test_nothing(): pass", "--metal-fuse", "--metal-subnormals", "flush")[1]
+        assert "--metal-subnormals and --metal-fuse do nothing without --metal-simulator" in out, out
+        assert "--metal" not in self.run(tmp_path, "def test_nothing(): pass")[1]
+
+    def test_arithmetic_of_a_suite(self, tmp_path):
+        text = """
+        import mlx.core as mx
+        def test_arithmetic():
+            source = "y[0] = x[0] * x[1] - 1.0f; y[1] = x[2] * x[3];"
+            kernel = mx.fast.metal_kernel(name="k", input_names=["x"], output_names=["y"], source=source)
+            sizes = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(2,)]}
+            x = mx.array([1 + 2.0**-23, 1 - 2.0**-23, 2.0**-126, 0.5])
+            y = kernel(inputs=[x], output_dtypes=[mx.float32], **sizes)[0]
+            assert y.tolist() == [-(2.0**-46), 0]
+        """
+        options = ["--metal-simulator", "--metal-fuse", "--metal-subnormals", "flush"]
+        assert self.run(tmp_path, text, *options)[0] == 0
+        assert self.run(tmp_path, text, *options[:2])[0] == self.run(tmp_path, text, options[0], *options[2:])[0] == 1
+
     def test_workers_of_xdist_tell_what_they_ran(self, tmp_path):
         text = """
         import mlx.core as mx, gated_library

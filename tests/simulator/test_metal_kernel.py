@@ -1,8 +1,12 @@
 """Kernels of mx.fast.metal_kernel in the simulator: what they compute, what is caught, what is refused."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import mlx.core as mx
 import numpy as np
@@ -277,15 +281,104 @@ def test_a_loop_without_end_meets_the_limit_on_steps():
         mx.eval(result)
 
 
+# The line of the loop, by its source.
+ENDLESS = {
+    "a loop in a line": ("uint i = thread_position_in_grid.x;\nfor (;;) {}\nout[i] = 1;", 2),
+    "a loop of many lines": ("float s = 0;\n\nwhile (s >= 0) {\n  s += a[0];\n  s *= 2;\n}\nout[0] = s;", 3),
+    "a loop around another": (
+        "float s = 0;\nwhile (s >= 0) {\n  for (int k = 0; k < 5; ++k) {\n    s += a[k];\n  }\n}\nout[0] = s;",
+        2,
+    ),
+    "a loop with a barrier": (
+        "int n = 0;\nif (a[0] == 0)\n  do {\n    ++n;\n    threadgroup_barrier(mem_flags::mem_none);\n"
+        "  } while (n > 0);\nout[0] = n;",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_loop_without_end_is_named_by_its_line(name):
+    source, line = ENDLESS[name]
+    text = source.split("\n")[line - 1].strip()
+    with mm.simulator.enabled(step_limit=100_000), pytest.raises(Fault) as caught:
+        mx.eval(run(source, [mx.zeros(64)]))
+    message = str(caught.value)
+    assert f"was running (test.metal:{line})" in message and message.endswith(f"\n  test.metal:{line}: {text}")
+
+
+class Signal(Exception):
+    pass
+
+
+@pytest.mark.parametrize("watch", [True, False])
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, Signal])
+def test_a_signal_ends_a_launch(watch, raised):
+    """The next time that the launch looks for signals, which it does every so many branches."""
+    before = mm._ext.simulator_polls()
+    sent = []
+
+    def send():
+        while mm._ext.simulator_polls() == before:
+            time.sleep(0.001)
+        sent.append(mm._ext.simulator_polls())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def handle(*_):
+        raise raised
+
+    with mm.simulator.enabled(step_limit=10**9, watch=watch):
+        result = run("while (a[0] == 0) {}\n out[thread_position_in_grid.x] = 1;", [mx.zeros(64)])
+        thread = threading.Thread(target=send)
+        handler = signal.signal(signal.SIGINT, handle)
+        try:
+            thread.start()
+            with pytest.raises(raised):
+                mx.eval(result)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            thread.join()
+    assert mm._ext.simulator_polls() - sent[0] <= 2
+    assert equal(run(DOUBLED, [mx.arange(9.0)]), 2 * mx.arange(9.0))
+
+
+def test_a_fault_names_the_element_and_prints_the_line():
+    source = "uint i = thread_position_in_grid.x;\nout[i + 2] = 2 * a[i];"
+    with pytest.raises(Fault) as caught:
+        mx.eval(run(source, [mx.arange(64).astype(mx.float16)]))
+    lines = str(caught.value).split("\n  ")
+    assert re.search(r'test\.metal:2\) at byte 128 of buffer "out"', lines[0])
+    assert lines[1:] == ['element 64 of "out", of 2 bytes', "test.metal:2: out[i + 2] = 2 * a[i];"]
+
+
+def test_a_divergence_prints_its_line():
+    source = (
+        "uint i = thread_position_in_grid.x;\nif (i < 9) {\n  threadgroup_barrier(mem_flags::mem_none);\n}\nout[i] = 1;"
+    )
+    with pytest.raises(
+        Fault, match=r"(?s)divergence: .*\n  test\.metal:3: threadgroup_barrier\(mem_flags::mem_none\);$"
+    ):
+        mx.eval(run(source, [mx.arange(64.0)]))
+
+
+def test_a_race_prints_both_lines():
+    source = "threadgroup float s[64]; uint i = thread_position_in_grid.x;\ns[i] = a[i];\n\nout[i] = s[i ? i - 1 : 0];"
+    with pytest.raises(Fault) as caught:
+        mx.eval(run(source, [mx.arange(64.0)]))
+    lines = str(caught.value).split("\n  ")
+    assert lines[1].startswith("element ") and lines[1].endswith(' of "s", of 4 bytes')
+    assert sorted(lines[2:]) == ["test.metal:2: s[i] = a[i];", "test.metal:4: out[i] = s[i ? i - 1 : 0];"]
+
+
 def test_lines_of_a_compile_error_are_the_users():
     with pytest.raises(CompileError, match=r"test\.metal:3:\d+: error: use of undeclared identifier 'unknown'"):
-        run("\n\n  out[0] = unknown;\n", [mx.zeros(9)])
+        mx.eval(run("\n\n  out[0] = unknown;\n", [mx.zeros(9)]))
     with pytest.raises(CompileError, match=r"header of test\.metal:2:\d*:? error"):
-        run("out[0] = 1;", [mx.zeros(9)], header="// a header\nfloat f( { }\n")
+        mx.eval(run("out[0] = 1;", [mx.zeros(9)], header="// a header\nfloat f( { }\n"))
     with pytest.raises(CompileError, match=r"test\.metal:2: error: .*quoted include"):
-        run('\n#include "mine.h"\n', [mx.zeros(9)])
+        mx.eval(run('\n#include "mine.h"\n', [mx.zeros(9)]))
     with pytest.raises(CompileError, match="test\\.metal:2: error: '\u00e9' is not ASCII"):
-        run("// caf\u00e9\n float caf\u00e9 = 1; out[0] = 1;", [mx.zeros(9)])
+        mx.eval(run("// caf\u00e9\n float caf\u00e9 = 1; out[0] = 1;", [mx.zeros(9)]))
 
 
 # What clang takes in plain C++: the message, and header and source of a kernel.
@@ -319,11 +412,31 @@ A_MAC_REFUSES = {
 def test_what_a_mac_refuses_is_refused_here(what, monkeypatch):
     message, header, source = A_MAC_REFUSES[what]
     with pytest.raises(CompileError, match=message):
-        run(source, [mx.zeros(9)], header=header, shape=(1,))
+        mx.eval(run(source, [mx.zeros(9)], header=header, shape=(1,)))
     with mm.simulator.enabled(), pytest.raises(CompileError, match=message):
         kernel = mx.fast.metal_kernel("test", ["a"], ["out"], source, header)
         sizes = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-        kernel(inputs=[mx.zeros(9)], output_shapes=[(1,)], output_dtypes=[mx.float32], **sizes)
+        mx.eval(kernel(inputs=[mx.zeros(9)], output_shapes=[(1,)], output_dtypes=[mx.float32], **sizes))
+
+
+def test_a_kernel_is_compiled_where_it_is_evaluated():
+    result = run("out[0] = unknown;", [mx.zeros(9)])
+    with pytest.raises(CompileError, match="unknown"):
+        mx.eval(result)
+    assert equal(run(DOUBLED, [mx.arange(9.0)]), 2 * mx.arange(9.0))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "kernel void f(device float* out [[buffer(0)]]) {",
+        "[[kernel]] void f(device float* out) {",
+        "template <typename T>\nkernel [[max_total_threads_per_threadgroup(32)]] void f(device T* out) {",
+    ],
+)
+def test_a_whole_kernel_as_the_source_is_said(head):
+    with pytest.raises(CompileError, match=r"test\.metal:\d: error: source is the body of the kernel alone.*void f"):
+        mx.eval(run(f"// kernel void\n{head}\n  out[0] = 1;\n}}\n", [mx.zeros(9)]))
 
 
 # What a Mac takes, however newer than C++14 or unlike this package's own style it is.
@@ -362,13 +475,13 @@ def test_a_kernel_is_checked_once(monkeypatch, tmp_path):
     for _ in range(2):
         assert run("out[0] = 7;", [], shape=(1,), dtype=mx.float32).item() == 7
         with pytest.raises(CompileError, match="double"):
-            run("double x = 7; out[0] = x;", [], shape=(1,), dtype=mx.float32)
+            mx.eval(run("double x = 7; out[0] = x;", [], shape=(1,), dtype=mx.float32))
     assert len(checked) == 2
 
 
 def test_a_template_argument_used_as_another_kind():
     with pytest.raises(CompileError, match=r"test\.metal:1"):
-        run("T x = a[0]; out[0] = x;", [mx.zeros(9)], template=[("T", 3)])
+        mx.eval(run("T x = a[0]; out[0] = x;", [mx.zeros(9)], template=[("T", 3)]))
 
 
 REFUSED = {
@@ -486,6 +599,36 @@ def test_enabled_reaches_kernels_that_were_made_before(before):
     text = f"{before}\n{HELD_BEFORE}\nfor _ in range(2):\n  with mm.simulator.enabled():\n{calls}"
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+MADE_BEFORE = """
+import mlx.core as mx
+source = "\\nuint i = thread_position_in_grid.x;\\nout[i] = at(a, i + 1);\\n"
+header = "#define ONE 1\\ntemplate <typename P> float at(P p, uint i) {\\n  return p[i] * ONE;\\n}\\n"
+shifty = mx.fast.metal_kernel("shif_ty_", ["a", "n"], ["out"], source + "// { ]]) {\\n", header)
+typed = mx.fast.metal_kernel("typed", ["a"], ["out"], source.replace("at(a, i + 1)", "T(a[i + N])"))
+import mlx_mittens as mm
+sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)], "output_dtypes": [mx.float32]}
+def told(kernel, *inputs, **more):
+    try:
+        mx.eval(kernel(inputs=list(inputs), **sizes, **more))
+    except mm.simulator.Fault as fault:
+        print(fault)
+with mm.simulator.enabled():
+    told(shifty, mx.zeros(8), mx.array(2))
+    told(typed, mx.zeros(8), template=[("T", mx.float16), ("N", 3)])
+    with mm.simulator.profiled() as launches:
+        told(typed, mx.zeros(9), template=[("T", mx.float16), ("N", 1)])
+print(launches[0].file, *sorted({(line.file, line.line) for line in launches[0].lines}))
+"""
+
+
+def test_kernels_that_were_made_before_have_their_names_and_lines():
+    ran = subprocess.run([sys.executable, "-c", MADE_BEFORE], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "(header of shif_ty_.metal:3)" in ran.stdout and "(typed.metal:3)" in ran.stdout, ran.stdout
+    assert "header of shif_ty_.metal:3: return p[i] * ONE;" in ran.stdout
+    assert "\ntyped.metal ('typed.metal', 3)\n" in ran.stdout
 
 
 @needs_no_metal

@@ -51,7 +51,12 @@ def included(folder: str) -> dict[str, set[str]]:
     return graph
 
 
-REGISTRY = {("python", "registry.h"), ("python", "array_caster.h"), ("python", "simulator.h")}
+REGISTRY = {
+    ("python", "registry.h"),
+    ("python", "array_caster.h"),
+    ("python", "simulator.h"),
+    ("python", "interrupt.h"),
+}
 
 
 def test_plans_alone_ask_which_gpu_it_is():

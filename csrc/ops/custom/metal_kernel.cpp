@@ -14,6 +14,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "backends/frontend.h"
 #include "backends/memory.h"
 #include "backends/simulator.h"
 #include "mlx/ops.h"
@@ -36,7 +37,8 @@ using simulator::Buffer;
 
 struct UserLaunch {
   std::string file;  // for the record
-  std::string library;  // the path of what the front end made of it
+  std::string text;  // as MLX generated it
+  std::string problem;  // why it does not compile, where that is known before
   std::string kernel;
   std::array<uint32_t, 3> grid;  // in threads
   std::array<uint32_t, 3> threadgroup;
@@ -64,7 +66,12 @@ class View {
   View& operator=(const View&) = delete;
 
   Buffer buffer() {
-    return copy_.empty() ? lying_ : Buffer{"", copy_.data(), copy_.size(), Buffer::input};
+    if (copy_.empty()) {
+      return lying_;
+    }
+    Buffer copy{"", copy_.data(), copy_.size(), Buffer::input};
+    copy.item = lying_.item;
+    return copy;
   }
   const mx::Strides& strides() const {
     return strides_;
@@ -118,7 +125,12 @@ class UserKernel : public mx::Primitive {
     throw std::runtime_error("[metal_kernel] the simulator runs on the CPU");
   }
 
+  // Compiled here, since MLX compiles a kernel where it is evaluated.
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    if (!launch_.problem.empty()) {
+      throw frontend::CompileError(launch_.problem);
+    }
+    const std::string library = frontend::user_library(launch_.file, launch_.text, launch_.kernel, launch_.options);
     wait_for_inputs(stream());
     simulator::Dispatch dispatch{.kernel = launch_.kernel, .buffers = {}, .threadgroups = {}, .threads = {}};
     std::deque<View> views;  // does not move what it holds
@@ -148,13 +160,14 @@ class UserKernel : public mx::Primitive {
       }
       dispatch.buffers.push_back(
           {"", output.data<char>(), output.nbytes(), launch_.initial.empty() ? Buffer::output : Buffer::inout});
+      dispatch.buffers.back().item = output.itemsize();
     }
     for (int d = 0; d < 3; ++d) {
       dispatch.grid[d] = launch_.grid[d];
       dispatch.threads[d] = std::min(launch_.threadgroup[d], launch_.grid[d]);
       dispatch.threadgroups[d] = ceil_divide(launch_.grid[d], dispatch.threads[d]);
     }
-    simulate(launch_.file, launch_.library, dispatch, launch_.options);
+    simulate(launch_.file, library, dispatch, launch_.options);
   }
 
  private:
@@ -164,9 +177,10 @@ class UserKernel : public mx::Primitive {
 using Triple = std::array<uint32_t, 3>;
 
 Arrays user_kernel(Arrays inputs, const std::vector<std::vector<int>>& shapes, const std::vector<mx::Dtype>& dtypes,
-                   const std::string& file, const std::string& library, const std::string& kernel, Triple grid,
-                   Triple threadgroup, std::vector<std::tuple<bool, bool, bool>> infos,
-                   const std::vector<nb::bytes>& initial, bool by_rows) {
+                   const std::string& file, const std::string& text, const std::string& problem,
+                   const std::string& kernel, Triple grid, Triple threadgroup,
+                   std::vector<std::tuple<bool, bool, bool>> infos, const std::vector<nb::bytes>& initial,
+                   bool by_rows) {
   refuse_export("simulator.metal_kernel");
   std::vector<std::string> elements;
   for (const auto& element : initial) {
@@ -178,7 +192,7 @@ Arrays user_kernel(Arrays inputs, const std::vector<std::vector<int>>& shapes, c
   }
   simulator::Options options = simulator_options();
   options.active_lanes = true;
-  const UserLaunch launch{file,    library, kernel, grid, threadgroup, std::move(infos), std::move(elements),
+  const UserLaunch launch{file,    text,   problem, kernel, grid, threadgroup, std::move(infos), std::move(elements),
                           by_rows, options};
   const auto primitive = std::make_shared<UserKernel>(mx::default_stream(mx::Device::cpu), launch);
   return mx::array::make_arrays(std::move(output_shapes), dtypes, primitive, inputs);
@@ -186,7 +200,7 @@ Arrays user_kernel(Arrays inputs, const std::vector<std::vector<int>>& shapes, c
 
 void bind(nb::module_& module) {
   module.def("user_kernel", &user_kernel, nb::arg("inputs"), nb::arg("output_shapes"), nb::arg("output_dtypes"),
-             nb::kw_only(), nb::arg("file"), nb::arg("library"), nb::arg("kernel"), nb::arg("grid"),
+             nb::kw_only(), nb::arg("file"), nb::arg("text"), nb::arg("problem"), nb::arg("kernel"), nb::arg("grid"),
              nb::arg("threadgroup"), nb::arg("infos"), nb::arg("initial"), nb::arg("by_rows"),
              "The outputs of a kernel of mx.fast.metal_kernel, which runs in the simulator when they are evaluated.");
   module.def("simulator_launches", &simulator::launches, "How many launches this process has simulated.");

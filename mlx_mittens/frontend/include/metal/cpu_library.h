@@ -12,8 +12,8 @@
 extern "C" {
 
 MITTENS_HIDDEN void __sanitizer_cov_trace_pc_guard(unsigned*) {
-  if (--mittens::runtime->steps < 0) {
-    mittens::runtime->out_of_steps();
+  if (--mittens::runtime->steps <= mittens::runtime->pause) {
+    mittens::runtime->paused(__builtin_return_address(0));
   }
 }
 MITTENS_HIDDEN void __sanitizer_cov_trace_pc_guard_init(unsigned*, unsigned*) {}
@@ -37,13 +37,13 @@ MITTENS_TRACE(16)
 #undef MITTENS_TRACE
 
 // Of a vector the components of a mask, as vector_lanes.py finds them; where it lies wrong, whole.
-#define MITTENS_TRACE_LANES(kind, stores)                                                                         \
-  MITTENS_HIDDEN __attribute__((used)) void mittens_##kind##_mask(char* address, unsigned align, unsigned count,   \
-                                                                  unsigned bytes, unsigned mask) {                 \
-    if ((unsigned long)address % align) {                                                                          \
-      mittens::runtime->kind(address, (count + count % 2) * bytes, __builtin_return_address(0));                   \
-    }                                                                                                              \
-    mittens::runtime->lanes(address, bytes, mask, stores, __builtin_return_address(0));                            \
+#define MITTENS_TRACE_LANES(kind, stores)                                                                        \
+  MITTENS_HIDDEN __attribute__((used)) void mittens_##kind##_mask(char* address, unsigned align, unsigned count, \
+                                                                  unsigned bytes, unsigned mask) {               \
+    if ((unsigned long)address % align) {                                                                        \
+      mittens::runtime->kind(address, (count + count % 2) * bytes, __builtin_return_address(0));                 \
+    }                                                                                                            \
+    mittens::runtime->lanes(address, bytes, mask, stores, __builtin_return_address(0));                          \
   }
 MITTENS_TRACE_LANES(load, false)
 MITTENS_TRACE_LANES(store, true)

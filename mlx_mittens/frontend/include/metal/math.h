@@ -11,16 +11,33 @@
 
 namespace mittens::math {
 
-// Of x half turns.
-#define MITTENS_HALF_TURNS(prefix)                                \
-  MITTENS_INLINE float prefix##_sinpi(float x) {                  \
-    return prefix##_sin((x - 2.0f * rint(0.5f * x)) * 3.14159265358979f); \
-  }                                                               \
-  MITTENS_INLINE float prefix##_cospi(float x) {                  \
-    return prefix##_cos((x - 2.0f * rint(0.5f * x)) * 3.14159265358979f); \
-  }                                                               \
-  MITTENS_INLINE float prefix##_tanpi(float x) {                  \
-    return prefix##_tan((x - rint(x)) * 3.14159265358979f);       \
+// Of x half turns: the quarters are taken off before pi comes in, which no float is.
+#define MITTENS_HALF_TURNS(prefix)                                         \
+  MITTENS_INLINE float prefix##_sinpi(float x) {                           \
+    const float turn = x - 2.0f * rint(0.5f * x);                          \
+    const float quarter = rint(2.0f * turn);                               \
+    const float rest = (turn - 0.5f * quarter) * 3.14159265358979f;        \
+    const bool odd = fabs(quarter) == 1.0f;                                \
+    if (rest == 0.0f && !odd) {                                            \
+      return copysign(0.0f, x);                                            \
+    }                                                                      \
+    const float value = odd ? prefix##_cos(rest) : prefix##_sin(rest);     \
+    return quarter == -1.0f || fabs(quarter) == 2.0f ? -value : value;     \
+  }                                                                        \
+  MITTENS_INLINE float prefix##_cospi(float x) {                           \
+    const float turn = fabs(x - 2.0f * rint(0.5f * x));                    \
+    const float quarter = rint(2.0f * turn);                               \
+    const float rest = (turn - 0.5f * quarter) * 3.14159265358979f;        \
+    if (quarter == 1.0f) {                                                 \
+      return prefix##_sin(-rest) + 0.0f;                                   \
+    }                                                                      \
+    return quarter == 2.0f ? -prefix##_cos(rest) : prefix##_cos(rest);     \
+  }                                                                        \
+  MITTENS_INLINE float prefix##_tanpi(float x) {                           \
+    return prefix##_sinpi(x) / prefix##_cospi(x);                          \
+  }                                                                        \
+  MITTENS_INLINE float prefix##_powr(float x, float y) {                   \
+    return x < 0.0f ? __builtin_nanf("") : prefix##_pow(fabs(x), y);       \
   }
 MITTENS_HALF_TURNS(exact)
 MITTENS_HALF_TURNS(fast)
@@ -144,7 +161,7 @@ namespace metal {
   MITTENS_UNARY(rsqrt, prefix##rsqrt)  \
   MITTENS_BINARY(divide, prefix##divide) \
   MITTENS_BINARY(pow, prefix##pow)     \
-  MITTENS_BINARY(powr, prefix##pow)
+  MITTENS_BINARY(powr, prefix##powr)
 
 MITTENS_BY_PRECISION(exact_)
 namespace precise {
