@@ -1,6 +1,7 @@
 """Which kernels serve each model file of the installed mlx-lm: the table of docs/models.md.
 
-Each file's model is built small and with random weights of 4 bits, and runs under the patch: a prompt, then a token.
+Each file's model is built small and with random weights of 4 bits. It runs under the patch, and converted: a first
+prompt, a second one, then a token.
 
 python docs/models.py            prints it
 python docs/models.py --write    writes it into docs/models.md
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -97,6 +99,7 @@ OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("minicpm", "seed_oss"), {"head_dim": 32, "tie_word_embeddings": False}),
     "afm7": {"num_layers": 4, "num_kv_reuse_layers": 1},
     "baichuan_m1": {"sliding_window_layers": [0, 2], "conv_window": 2, "tie_word_embeddings": False},
+    "bitnet": {"head_dim": 32},
     "cohere2": {"head_dim": 32},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2},
@@ -157,6 +160,11 @@ OWN: dict[str, dict[str, Any]] = {
         **{"index_n_heads": 2, "index_head_dim": 64, "index_block_size": 4, "index_topk_blocks": 2},
         **{"rotary_dim": 32, "rope_parameters": None, "layer_types": None, "mlp_layer_types": None},
     },
+    "muse_spark": {
+        **{"layer_types": _ALTERNATING, "layer_rope_theta": [1e4, 0, 1e4, 0], "rope_parameters": _ROPE},
+        **{"post_norm_eps": 1e-5, "final_logit_softcapping": 30.0, "output_multiplier": 1.0, "moe_hidden_size": 64},
+        **{"num_shared_experts": 0},
+    },
     "nemotron-nas": {
         "block_configs": [{"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}}] * 3
         + [{"attention": {"no_op": True}, "ffn": {"replace_with_linear": True}}]
@@ -194,11 +202,9 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 # Files that are not measured.
-LEFT_OUT = {
-    "bitnet": "its products are an mx.fast.metal_kernel, which needs a Mac",
-    "muse_spark": "its rotary embedding is an mx.fast.metal_kernel, which needs a Mac",
-    "olmo": "it needs the package ai2-olmo",
-}
+LEFT_OUT = {"olmo": "it needs the package ai2-olmo"}
+# Files with kernels of their own, for mx.fast.metal_kernel: these run in the simulator, all else as on any CPU.
+SIMULATED = {"bitnet", "muse_spark"}
 
 TEXT_MODELS = {
     "gemma3": "gemma3_text",
@@ -260,6 +266,9 @@ VIEWS = {
 }
 
 
+_OWN_KERNEL = "metal_kernel"  # a kernel that a model file brings
+
+
 def operations(y: Any) -> collections.Counter[str]:
     """The operations that an array is still to be computed by."""
     import mlx.core as mx
@@ -267,7 +276,8 @@ def operations(y: Any) -> collections.Counter[str]:
     with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
         mx.export_to_dot(file.name, y)
         labels = re.findall(r'label ="(\w+)"', file.read())
-    return collections.Counter(label for label in labels if label not in VIEWS)
+    named = (_OWN_KERNEL if label == "MittensMetalKernel" else label for label in labels)
+    return collections.Counter(name for name in named if name not in VIEWS)
 
 
 def build(name: str, dtype: Any = None) -> Any:
@@ -288,39 +298,65 @@ def build(name: str, dtype: Any = None) -> Any:
     return model
 
 
-def measure(name: str) -> dict[str, Any]:
-    """What a model file's model runs under the patch, for a prompt and for a token.
+HOW = ("patched", "converted")
+# Each prompt is longer than the windows. The first token after one may make room in the caches.
+STEPS = (("first prompt", 9), ("prompt", 11), ("", 1), ("token", 1))
 
-    Of each: launches of our kernels by op, operations of mx's, and calls that went to mx with the reason.
+
+def measure(name: str) -> dict[str, Any]:
+    """What a model file's model runs, patched and converted, for prompts and for a token.
+
+    Of each: launches of our kernels by op, operations of mx's for a token, and calls that went to mx with the reason.
     """
+    import mlx_mittens as mm
+
+    found: dict[str, Any] = {}
+    for how in HOW:
+        model = build(name)
+        found["layers"] = len(model.layers)
+        if how == "patched":
+            with mm.patched():
+                found[how] = _run(name, model)
+        else:
+            found[how] = _run(name, mm.nn.convert(model))
+    return found
+
+
+def called(name: str, model: Any, inputs: Any, caches: Any) -> Any:
+    """Logits that are still to be computed: in the simulator run the kernels called in it, and ops evaluated in it."""
+    import mlx_mittens as mm
+
+    with mm.simulator.enabled(watch=False) if name in SIMULATED else contextlib.nullcontext():
+        return model(inputs, cache=caches)
+
+
+def _run(name: str, model: Any) -> dict[str, Any]:
     import mlx.core as mx
     from mlx_lm.models import cache
 
     import mlx_mittens as mm
 
     mx.set_default_device(mx.cpu)
-    model = build(name)
     caches = cache.make_prompt_cache(model)
-    found: dict[str, Any] = {"layers": len(model.layers)}
-    with mm.patched():
-        # Each prompt is longer than the windows. The first token after one may make room in the caches.
-        for kind, tokens in (("", 9), ("prompt", 11), ("", 1), ("token", 1)):
-            inputs = mx.array([list(range(tokens))])
-            # As it is made, with what mx.compile fuses. It is not evaluated: on a CPU that would compile C++.
-            graph = operations(model(inputs, cache=copy.deepcopy(caches))) if kind else {}
-            mm.stats(reset=True)
-            mx.disable_compile()
-            try:
-                mx.eval(model(inputs, cache=caches), [one.state for one in caches])
-            finally:
-                mx.enable_compile()
-            stats = mm.stats(reset=True)
-            if kind:
-                found[kind] = {
-                    "ours": {op: sum(one["kernels"].values()) for op, one in sorted(stats.items()) if one["kernels"]},
-                    "mx": {op: n for op, n in sorted(graph.items()) if not op.startswith("Mittens")},
-                    "why": {op: sorted(one["mx"]) for op, one in sorted(stats.items()) if one["mx"]},
-                }
+    found: dict[str, Any] = {}
+
+    for kind, tokens in STEPS:
+        inputs = mx.array([list(range(tokens))])
+        # As it is made, with what mx.compile fuses. It is not evaluated: on a CPU that would compile C++.
+        graph = operations(called(name, model, inputs, copy.deepcopy(caches))) if kind == "token" else {}
+        mm.stats(reset=True)
+        mx.disable_compile()
+        try:
+            mx.eval(called(name, model, inputs, caches), [one.state for one in caches])
+        finally:
+            mx.enable_compile()
+        stats = mm.stats(reset=True)
+        if kind:
+            found[kind] = {
+                "ours": {op: sum(one["kernels"].values()) for op, one in sorted(stats.items()) if one["kernels"]},
+                "mx": {op: n for op, n in sorted(graph.items()) if not op.startswith("Mittens")},
+                "why": {op: sorted(one["mx"]) for op, one in sorted(stats.items()) if one["mx"]},
+            }
     return found
 
 
@@ -347,20 +383,35 @@ def _mx_text(counts: dict[str, int]) -> str:
     return ", ".join(parts + [f"{op} {n}" for op, n in plain])
 
 
+# In the place of a cell that says the same.
+AS_FIRST, AS_PATCHED = "as the first", "as patched"
+COLUMNS = (
+    *("file", "first prompt", "prompt", "token", "converted: first prompt", "converted: prompt", "converted: token"),
+    *("launches a layer", "converted", "of mx, a token", "converted", "why"),
+)
+
+
 def row(name: str, found: dict[str, Any]) -> str:
     """A line of the table."""
     if "failed" in found:
-        return f"| {name} | | | | | not measured: {found['failed'].replace('|', '/')} |"
-    token = found["token"]
-    launches = (sum(token["ours"].values()) + sum(token["mx"].values())) / found["layers"]
-    why = "; ".join(f"{op}: {', '.join(reasons)}" for op, reasons in token["why"].items())
+        why = f"not measured: {found['failed'].replace('|', '/')}"
+        return f"| {' | '.join([name, *[''] * (len(COLUMNS) - 2), why])} |"
+    kinds = [kind for kind, _ in STEPS if kind]
+    ours = {how: [_counts(found[how][kind]["ours"]) for kind in kinds] for how in HOW}
+    texts = {how: _mx_text(found[how]["token"]["mx"]) for how in HOW}
+    converted = [AS_PATCHED if a == b else a for a, b in zip(ours["converted"], ours["patched"], strict=True)]
+    for cells in (ours["patched"], converted):
+        if cells[1] == cells[0] and cells[0] != AS_PATCHED:
+            cells[1] = AS_FIRST
+    launches = []
+    for how in HOW:
+        token = found[how]["token"]
+        launches.append(f"{(sum(token['ours'].values()) + sum(token['mx'].values())) / found['layers']:.1f}")
+    reasons = {op: why for how in HOW for op, why in found[how]["token"]["why"].items()}
     cells = [
-        name,
-        _counts(found["prompt"]["ours"]),
-        _counts(token["ours"]),
-        f"{launches:.1f}",
-        _mx_text(token["mx"]),
-        why,
+        *(name, *ours["patched"], *converted, *launches, texts["patched"]),
+        AS_PATCHED if texts["converted"] == texts["patched"] else texts["converted"],
+        "; ".join(f"{op}: {', '.join(reasons[op])}" for op in sorted(reasons)),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -371,15 +422,30 @@ def made_with() -> str:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    heading = "| file | prompt | token | launches a layer | of mx, a token | why |\n|---|---|---|--:|---|---|\n"
+    lines = ["--:" if name in ("launches a layer", "converted") else "---" for name in COLUMNS]
+    lines[COLUMNS.index("of mx, a token") + 1] = "---"
+    heading = f"| {' | '.join(COLUMNS)} |\n|{'|'.join(lines)}|\n"
     return f"{made_with()}\n\n{heading}" + "".join(f"{row(name, results[name])}\n" for name in sorted(results))
 
 
-def rows_of_page() -> dict[str, list[str]]:
-    """The cells of each file's row in docs/models.md, but for those that were not measured."""
+def rows_of_page() -> dict[str, dict[str, dict[str, str]]]:
+    """The cells of each file's row in docs/models.md, patched and converted, but for those that were not measured."""
     found = PATTERN.search(PAGE.read_text())
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (found[0] if found else "").splitlines()]
-    return {line[0]: line for line in cells[4:] if line and line[3]}
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (found[0] if found else "").splitlines()]
+    rows = {}
+    for line in lines[4:]:
+        if not line or not line[7]:
+            continue
+        patched = [*line[1:4], line[7], line[9]]
+        patched[1] = patched[0] if patched[1] == AS_FIRST else patched[1]
+        converted = [*line[4:7], line[8], line[10]]
+        converted = [ours if cell == AS_PATCHED else cell for cell, ours in zip(converted, patched, strict=True)]
+        converted[1] = converted[0] if converted[1] == AS_FIRST else converted[1]
+        names = (*(kind for kind, _ in STEPS if kind), "launches a layer", "of mx, a token")
+        rows[line[0]] = {
+            how: dict(zip(names, cells, strict=True)) for how, cells in zip(HOW, (patched, converted), strict=True)
+        }
+    return rows
 
 
 def counts_of(cell: str) -> dict[str, int]:

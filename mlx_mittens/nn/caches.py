@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 
 from .. import _ext
 
-__all__ = ["append", "attend", "make_room", "turn_and_append", "turn_and_quantize"]
+__all__ = ["attend", "make_room", "turn_and_append", "turn_and_quantize"]
 
 
 def _empty(cache: Any, shape: tuple[int, int, int], width: int, dtype: mx.Dtype) -> Any:
@@ -40,14 +40,6 @@ def make_room(cache: Any, tokens: int, heads: int, like: mx.array) -> None:
         return mx.concatenate([buffer[:, :, :end], more], axis=2)
 
     cache.keys, cache.values = tree_map(grown, cache.keys, more), tree_map(grown, cache.values, more)
-
-
-def append(cache: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array] | None:
-    """Keys and values with those of the cache before them."""
-    result = _ext.append_to_cache(cache.keys, cache.values, keys, values, cache.offset)
-    if result is not None:
-        cache.offset += keys.shape[2]
-    return result
 
 
 def turn_and_append(cache: Any, heads: mx.array, rotary: _ext.Rotary) -> tuple[mx.array, mx.array, mx.array] | None:

@@ -15,11 +15,12 @@ Module = TypeVar("Module", bound=nn.Module)
 def convert(model: Module, *, fuse: bool = True) -> Module:
     """Makes the modules of a model ours, in place, for those who want no patch of mx's functions.
 
-    What is frozen and what is shared stays so. Of the classes that a model of mlx-lm brings, attention goes to ours,
-    and where a block is built as Llama's is, queries, keys and values become one product (their layers keep views of
-    the joined weights, and once they are given others, are multiplied with one by one again), residual and norm one
-    op, and the gate, the activation and the product of a quantized feed-forward half another; a block is tried with
-    random numbers before it is replaced. All else is left alone. In a function that ``mx.export_function`` or
+    What is frozen and what is shared stays so. The classes that a model of mlx-lm brings get subclasses. Their calls
+    are the same, but find ours in the place of the functions that ``mlx_mittens.patch`` replaces, and append to caches
+    by our kernels. Where a block is built as Llama's is, queries, keys and values become one product (their layers
+    keep views of the joined weights, and once they are given others, are multiplied with one by one again), residual
+    and norm one op, and the gate, the activation and the product of a quantized feed-forward half another; a block is
+    tried with random numbers before it is replaced. In a function that ``mx.export_function`` or
     ``mx.exporter`` traces the model does what it did before, by mx; these two are replaced for it, from now on.
 
     Args:
@@ -29,12 +30,20 @@ def convert(model: Module, *, fuse: bool = True) -> Module:
     Returns:
         mlx.nn.Module: The same model.
 
+    Raises:
+        TypeError: The model is no module.
+
     Example:
         >>> import mlx.nn as nn
         >>> model = mm.nn.convert(nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)))
         >>> isinstance(model.layers[1], mm.nn.RMSNorm)
         True
     """
+    if not isinstance(model, nn.Module):
+        found = "None" if model is None else f"a {type(model).__name__}"
+        raise TypeError(
+            f"[convert] model is {found}: expected an mlx.nn.Module, as the first of the two that mlx_lm.load gives"
+        )
     adopt(model)
     if fuse:
         fuse_blocks(model)

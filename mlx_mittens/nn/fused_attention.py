@@ -8,10 +8,8 @@ rotary embedding that is known here goes, with the norms of heads and the append
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
-import sys
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -20,14 +18,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
-from ..ops.attention import quantized_scaled_dot_product_attention
 from . import caches
 from .modules import Linear, QuantizedLinear
 from .norms import call_of, is_norm, offset_of, scale_of
+from .rebinding import attend, class_before, is_appended_to, update_and_fetch
 
 __all__ = [
     "are_alike",
-    "attend_with_ours",
     "code_of",
     "decode_a_little",
     "join",
@@ -47,44 +44,6 @@ _KNOWN_NUMBERS = {-1, 0, 1, 2, 3}  # axes; code within code is none
 _MOST_TOKENS = 16
 
 
-def _attend(queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None) -> mx.array:
-    """mlx-lm's function between a model's attention and mx's, on ours."""
-    try:
-        if not hasattr(cache, "bits"):
-            return _ext.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        if sinks is not None:
-            raise ValueError("Quantized SDPA does not support attention sinks.")
-        return quantized_scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, group_size=cache.group_size, bits=cache.bits
-        )
-    except _ext.ExportError:
-        attend = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
-        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-
-@functools.cache
-def _attending(call: types.FunctionType) -> types.FunctionType:
-    """A class's call as it is, but for the attention that it finds by name."""
-    names = {**call.__globals__, "scaled_dot_product_attention": _attend}
-    ours = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    ours.__kwdefaults__ = call.__kwdefaults__
-    functools.update_wrapper(ours, call)
-    return ours
-
-
-def attend_with_ours(module: nn.Module) -> types.FunctionType | None:
-    """The call of a module whose attention mlx-lm's function does, on ours; none if it is no such module."""
-    base = sys.modules.get("mlx_lm.models.base")
-    call = call_of(module)
-    if base is None or not isinstance(call, types.FunctionType):
-        return None
-    if call.__globals__.get("scaled_dot_product_attention") is base.scaled_dot_product_attention and (
-        "scaled_dot_product_attention" in call.__code__.co_names
-    ):
-        return _attending(call)
-    return None
-
-
 def _are_one_kernel(owner: Any) -> bool:
     """Whether the norms of an attention's heads are of one kind."""
     first, second = owner["q_norm"], owner["k_norm"]
@@ -96,10 +55,11 @@ def _rotary_of(owner: nn.Module) -> tuple[_ext.Rotary | None, list[str]]:
     from mlx_lm.models.rope_utils import Llama3RoPE
 
     rope = owner["rope"]
-    if type(rope) not in (nn.RoPE, Llama3RoPE):
+    kind = class_before(rope)
+    if kind not in (nn.RoPE, Llama3RoPE):
         return None, []
     turn: dict[str, Any] = {"traditional": rope.traditional}
-    turn |= {"freqs": rope["_freqs"]} if type(rope) is Llama3RoPE else {"base": rope.base, "scale": rope.scale}
+    turn |= {"freqs": rope["_freqs"]} if kind is Llama3RoPE else {"base": rope.base, "scale": rope.scale}
     if "q_norm" not in owner:
         return _ext.Rotary(rope.dims, **turn), ["rope"]
     if not _are_one_kernel(owner):
@@ -207,22 +167,24 @@ def _norm_heads(attention: Any, queries: mx.array, keys: mx.array) -> tuple[mx.a
         return first(queries), second(keys)
 
 
-def _turn(attention: Any, heads: mx.array, cache: Any, plain: bool) -> tuple[mx.array, mx.array, mx.array]:
+def _turn(attention: Any, heads: mx.array, cache: Any) -> tuple[mx.array, mx.array, mx.array]:
     """Turned queries, and keys and values with those of a cache before them, by the modules of an attention."""
     n_queries, n_keys = attention.n_heads, attention.n_kv_heads
     offset = 0 if cache is None else cache.offset
     rope = attention["rope"]
-    if "q_norm" in attention:
+    has_norms, is_appended = "q_norm" in attention, is_appended_to(cache)
+    if has_norms or is_appended:
         queries, keys, values = mx.split(heads, (n_queries, n_queries + n_keys), axis=1)
-        queries, keys = _norm_heads(attention, queries, keys)
+        if has_norms and is_appended:  # the append has them in it
+            queries, keys = attention["q_norm"](queries), attention["k_norm"](keys)
+        elif has_norms:
+            queries, keys = _norm_heads(attention, queries, keys)
         queries, keys = rope(queries, offset=offset), rope(keys, offset=offset)
     else:
         both, values = mx.split(heads, (n_queries + n_keys,), axis=1)
         queries, keys = mx.split(rope(both, offset=offset), (n_queries,), axis=1)
-    if plain and (appended := caches.append(cache, keys, values)):
-        return queries, *appended
     if cache is not None:
-        keys, values = cache.update_and_fetch(keys, values)
+        keys, values = update_and_fetch(cache, keys, values)
     return queries, keys, values
 
 
@@ -253,8 +215,8 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
         turned = caches.turn_and_append(cache, heads, joined.rotary)
     elif quantized and joined.rotary is not None:
         turned = caches.turn_and_quantize(cache, heads, joined.rotary)
-    queries, keys, values = turned or _turn(self, heads, cache, plain)
-    y = _attend(queries, keys, values, cache, self.scale, mask)
+    queries, keys, values = turned or _turn(self, heads, cache)
+    y = attend(queries, keys, values, cache, self.scale, mask)
     if tokens > 1:
         y = y.transpose(0, 2, 1, 3)
     return self["o_proj"](y.reshape(batch, tokens, -1))

@@ -19,7 +19,6 @@ from .. import _ext
 from .experts import route
 from .fused_attention import (
     are_alike,
-    attend_with_ours,
     code_of,
     decode_a_little,
     join,
@@ -29,6 +28,7 @@ from .fused_attention import (
 )
 from .modules import QuantizedLinear, RMSNorm
 from .norms import call_of, is_norm, looks_offset, offset_norm, offset_of
+from .rebinding import class_before, rebind
 
 __all__ = ["fuse_blocks"]
 
@@ -73,6 +73,14 @@ class _Carried(threading.local):
 
 
 _carried = _Carried()
+
+
+class _RMSNormOfSum(RMSNorm):
+    """The norm in a block of mlx-lm's that is not fused. A sum that nobody has asked for yet is computed with it."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        normed = None if _ext.exporting() else _ext.try_rms_norm_layer(self, x)
+        return super().__call__(x) if normed is None else normed
 
 
 class _LastRMSNorm(RMSNorm):
@@ -271,13 +279,12 @@ def fuse_blocks(model: nn.Module) -> None:
         if looks_offset(module):
             weight = module["weight"]
             _try(module, offset_norm, weight.shape[0], weight.dtype)
+    rebind(modules)
     for module in modules:
-        if call := attend_with_ours(module):
-            module.__class__ = _subclass(type(module), call)
-            if joinable(module):
-                join(module)
-                if not _try(module, joined_attention, *_input_of(module["q_proj"]), decode_a_little):
-                    part(module)
+        if joinable(module):
+            join(module)
+            if not _try(module, joined_attention, *_input_of(module["q_proj"]), decode_a_little):
+                part(module)
     for module in modules:
         route(module)
     for module in modules:
@@ -300,6 +307,10 @@ def fuse_blocks(model: nn.Module) -> None:
             _try(module, _fused_block, weight.shape[0], weight.dtype, lambda *of: _usual_and_small(*of, "causal"))
     for module in modules:
         _chain(module)
+    if any(class_before(module).__module__.startswith("mlx_lm.") for module in modules):
+        for module in modules:
+            if type(module) is RMSNorm:
+                module.__class__ = _RMSNormOfSum
 
 
 def _is_fused(module: Any) -> bool:

@@ -7,13 +7,14 @@ to be one by a trial.
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
 from .modules import RMSNorm
+from .rebinding import plain
 
 __all__ = ["call_of", "is_norm", "looks_offset", "offset_norm", "offset_of", "scale_of"]
 
@@ -21,13 +22,16 @@ _NAMES = {"mx", "fast", "rms_norm", "weight", "eps"}
 
 
 def call_of(module: nn.Module) -> Any:
-    """The call of a module's class, without what the patch has put in its place."""
-    call = type(module).__call__
-    return call.__wrapped__ if isinstance(call, _ext.FunctionWrapper) else call
+    """The call of a module's class, without what the patch or `rebind` has put around it."""
+    call = plain(type(module).__call__)
+    return getattr(call, "rebound", call)
 
 
 def offset_norm(self: Any, x: mx.array) -> mx.array:
-    """The call of a module whose scale is 1 + weight."""
+    """The call of a module whose scale is 1 + weight. A sum that nobody has asked for yet is computed with it."""
+    normed = None if _ext.exporting() else _ext.try_offset_rms_norm_layer(self, x)
+    if normed is not None:
+        return cast(mx.array, normed)
     try:
         return _ext.rms_norm(x, self["weight"], self.eps, weight_offset=1.0)
     except _ext.ExportError:

@@ -35,31 +35,57 @@ each_file = pytest.mark.parametrize(
 def test_a_file_engages_no_less(name):
     found = MODELS["measured"]([name])[name]
     assert "failed" not in found, found
-    for kind, cell in (("prompt", 1), ("token", 2)):
-        missing = set(MODELS["counts_of"](ROWS[name][cell])) - set(found[kind]["ours"])
-        assert not missing, f"{kind}: {missing} ran before; run python docs/models.py --write if others took over"
-    mx_operations = sum(MODELS["counts_of"](ROWS[name][4]).values())
-    assert sum(found["token"]["mx"].values()) <= mx_operations, found["token"]["mx"]
+    for how, cells in ROWS[name].items():
+        for kind in ("first prompt", "prompt", "token"):
+            missing = set(MODELS["counts_of"](cells[kind])) - set(found[how][kind]["ours"])
+            again = "run python docs/models.py --write if others took over"
+            assert not missing, f"{kind}, {how}: {missing} ran before; {again}"
+        mx_operations = sum(MODELS["counts_of"](cells["of mx, a token"]).values())
+        assert sum(found[how]["token"]["mx"].values()) <= mx_operations, (how, found[how]["token"]["mx"])
 
 
 @each_file
 def test_a_file_s_logits_are_those_of_mx(name):
-    """Of prompts in chunks and of tokens, in float32."""
+    """Of prompts in chunks and of tokens, in float32, patched and converted."""
     model = MODELS["build"](name, mx.float32)
     logits = []
     mx.disable_compile()
     try:
-        for patched in (mm.patched, contextlib.nullcontext):
+        for how in ("plain", "patched", "converted"):
+            if how == "converted":
+                mm.nn.convert(model)
             caches = make_prompt_cache(model)
-            with patched():
-                steps = [model(mx.array([list(range(n))]), cache=caches) for n in (9, 11, 1, 1, 1)]
+            with mm.patched() if how == "patched" else contextlib.nullcontext():
+                steps = [MODELS["called"](name, model, mx.array([list(range(n))]), caches) for n in (9, 11, 1, 1, 1)]
                 logits.append(np.concatenate([np.array(y[0], np.float32) for y in steps]))
     finally:
         mx.enable_compile()
-    ours, theirs = logits
+    theirs, *both = logits
     finite = np.isfinite(theirs)
-    np.testing.assert_array_equal(np.isfinite(ours), finite)
-    np.testing.assert_allclose(ours[finite], theirs[finite], rtol=0, atol=LAYERS * np.abs(theirs[finite]).max())
+    for ours in both:
+        np.testing.assert_array_equal(np.isfinite(ours), finite)
+        np.testing.assert_allclose(ours[finite], theirs[finite], rtol=0, atol=LAYERS * np.abs(theirs[finite]).max())
+
+
+def test_what_is_converted_has_what_is_patched():
+    """No op of a model's is the patch's alone: a converted model may have fewer launches of one, by fusing more."""
+    lacks = {}
+    for name, row in ROWS.items():
+        for kind in ("first prompt", "prompt", "token"):
+            patched, converted = (set(MODELS["counts_of"](row[how][kind])) for how in ("patched", "converted"))
+            if patched - converted:
+                lacks[name, kind] = patched - converted
+    assert not lacks
+
+
+def test_a_first_prompt_is_appended_as_a_later_one():
+    """Layer by layer, but for what rotating caches keep."""
+    for name, row in ROWS.items():
+        for how, cells in row.items():
+            first, later = (
+                MODELS["counts_of"](cells[kind]).get("rope_append", 0) for kind in ("first prompt", "prompt")
+            )
+            assert first == later, (name, how)
 
 
 def test_every_file_has_a_row():

@@ -1,5 +1,6 @@
 """Prompts into empty caches, and tokens that make these grow: one append a layer, and what mlx-lm's cache is then."""
 
+import contextlib
 import copy
 import threading
 
@@ -112,20 +113,41 @@ def test_trimmed_caches_grow_as_mlx_lms():
             assert_alike(*made[::-1])
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b", "gemma-3-1b", "gpt-oss-20b"])
-@pytest.mark.parametrize("tokens", [7, 40])
-def test_the_first_prompt_of_a_model(name, tokens):
+def caches_of(model, kind):
+    """What mlx-lm makes for a model, or caches of one kind."""
+    return cache.make_prompt_cache(model) if kind == "its own" else [CACHES[kind]() for _ in model.layers]
+
+
+MODELS_AND_CACHES = [
+    (name, kind)
+    for name in ("llama-3.2-1b", "qwen3-0.6b", "gemma-3-1b", "gpt-oss-20b")
+    for kind in ("its own", "quantized", "a window that keeps", "batch", "batch of windows")
+    if (name, kind) != ("gpt-oss-20b", "quantized")  # mlx-lm has none with sinks
+]
+
+
+@pytest.mark.parametrize("how", ["patched", "converted", "both"])
+@pytest.mark.parametrize("name, kind", MODELS_AND_CACHES)
+def test_the_first_prompts_of_a_model(name, kind, how):
+    """Short and long ones, and tokens, each with one append a layer."""
     model = tiny.build(name, mx.float32)
-    inputs = mx.array([[int(i) for i in np.arange(tokens) * 7 % 300]])
-    before, after = (cache.make_prompt_cache(model) for _ in range(2))
-    expected = np.array(model(inputs, cache=before))
-    with mm.patched():
-        mm.stats(reset=True)
-        y = np.array(model(inputs, cache=after))
-    assert tiny.kernels("rope_append") == len(model.layers)
-    np.testing.assert_allclose(y, expected, atol=LAYERS * np.abs(expected).max())
-    for a, b in zip(after, before, strict=True):
-        assert_alike(a, b)
+    rows = 2 if "batch" in kind else 1
+    inputs = [mx.array([[int(i) for i in np.arange(n) * 7 % 300]] * rows) for n in (7, 40, 3, 1, 1)]
+    before, after = (caches_of(model, kind) for _ in range(2))
+    expected = [np.array(model(x, cache=before)) for x in inputs]
+    if how != "patched":
+        mm.nn.convert(model)
+    op = "quantized_rope_append" if kind == "quantized" else "rope_append"
+    limit = LAYERS if kind != "quantized" else 0.05
+    with mm.patched() if how != "converted" else contextlib.nullcontext():
+        for x, theirs in zip(inputs, expected, strict=True):
+            mm.stats(reset=True)
+            y = np.array(model(x, cache=after))
+            assert tiny.kernels(op) == len(model.layers)
+            np.testing.assert_allclose(y, theirs, atol=limit * np.abs(theirs).max())
+    if kind != "quantized":
+        for a, b in zip(after, before, strict=True):
+            assert_alike(a, b)
 
 
 def operations(*outputs, tmp_path):

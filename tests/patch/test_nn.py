@@ -104,3 +104,11 @@ def test_modules_of_other_classes_are_left_alone(rng):
     expected = np.array(module(x))
     assert type(mm.nn.convert(module)) is Scaled
     np.testing.assert_array_equal(np.array(module(x)), expected)
+
+
+@pytest.mark.parametrize("given, found", [
+    (None, "None"), ((nn.Linear(8, 8), "tokenizer"), "a tuple"), ([], "a list"), (nn.Linear, "a type")
+], ids=str)  # fmt: skip
+def test_what_is_no_module_is_not_converted(given, found):
+    with pytest.raises(TypeError, match=rf"\[convert\] model is {found}: expected an mlx\.nn\.Module, as the first"):
+        mm.nn.convert(given)

@@ -1,0 +1,269 @@
+"""The calls of a model's modules on our ops, by what they name: `convert` knows of a layer what the patch knows.
+
+The patch puts our functions in the place of mx's and mlx-lm's for everybody. Here a module gets a subclass of its own
+class, whose functions are the same code, but find ours under these names. A cache is mlx-lm's own; a call that appends
+to one is handed it behind an object that appends by our kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .. import _ext
+from ..ops.attention import quantized_scaled_dot_product_attention
+from ..patching.targets import TARGETS, Target
+from .modules import Linear, QuantizedLinear
+
+__all__ = ["attend", "class_before", "is_appended_to", "plain", "rebind", "update_and_fetch"]
+
+_MODELS = "mlx_lm."
+# Calls of classes that come from the patch as they are; others have modules or fusions of their own in `nn`.
+_CALLS = {"cache", "softcap", "linear"}
+
+
+def plain(function: Any) -> Any:
+    """A function without what the patch has put in its place."""
+    return function.__wrapped__ if isinstance(function, _ext.FunctionWrapper) else function
+
+
+def attend(queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None) -> mx.array:
+    """mlx-lm's function between a model's attention and mx's, on ours."""
+    try:
+        if not hasattr(cache, "bits"):
+            return _ext.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        if sinks is not None:
+            raise ValueError("Quantized SDPA does not support attention sinks.")
+        return quantized_scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, group_size=cache.group_size, bits=cache.bits
+        )
+    except _ext.ExportError:
+        attend = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
+        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+@functools.cache
+def _wrapper(target: Target) -> Any:
+    """Ours in the place of a target's function, which stays where it is."""
+    owner, leaf = target.owner()
+    original = plain(getattr(owner, leaf))
+    ours = _ext.FunctionWrapper(target.op, original)
+    functools.update_wrapper(ours, original)
+    ours.attempt = target.attempt
+    return ours
+
+
+def _ready(is_of_class: bool) -> Iterator[tuple[Target, Any, str]]:
+    """The targets that are methods, or functions, with what holds them."""
+    for target in TARGETS:
+        if target.module.startswith("mlx.") or target.module in sys.modules:
+            if target.is_known():
+                owner, leaf = target.owner()
+                if isinstance(owner, type) == is_of_class:
+                    yield target, owner, leaf
+
+
+class _Names(types.ModuleType):
+    """A module of mx's with some functions of ours."""
+
+    def __init__(self, module: Any, ours: dict[str, Any]):
+        super().__init__(module.__name__)
+        self.__dict__.update({**vars(module), **ours})
+
+
+def _names_of_mx() -> tuple[_Names, set[str]]:
+    """mx with ours in it, and the names of these."""
+    of_mx: dict[str, Any] = {}
+    of_fast: dict[str, Any] = {}
+    for target, owner, leaf in _ready(is_of_class=False):
+        if owner is mx or owner is mx.fast:
+            (of_mx if owner is mx else of_fast)[leaf] = _wrapper(target)
+    return _Names(mx, {**of_mx, "fast": _Names(mx.fast, of_fast)}), {*of_mx, *of_fast}
+
+
+class _Rebinding:
+    """What functions of mlx-lm become, each once."""
+
+    def __init__(self) -> None:
+        self.mx, self.mx_names = _names_of_mx()
+        self.ours: dict[int, Any] = {}  # by the identity of what they stand in for, which modules hold
+        for target, owner, leaf in _ready(is_of_class=False):
+            if owner is not mx and owner is not mx.fast:
+                self.ours[id(plain(getattr(owner, leaf)))] = _wrapper(target)
+        base = sys.modules.get("mlx_lm.models.base")
+        if base is not None:
+            self.ours[id(plain(base.scaled_dot_product_attention))] = attend
+        self.calls = {
+            owner: _wrapper(target)
+            for target, owner, leaf in _ready(is_of_class=True)
+            if leaf == "__call__" and target.switch in _CALLS
+        }
+        self.functions: dict[types.FunctionType, types.FunctionType] = {}
+
+    def function(self, function: types.FunctionType) -> types.FunctionType:
+        """A function of mlx-lm's that finds ours; the same one where it names none."""
+        if function not in self.functions:
+            self.functions[function] = function  # what calls itself keeps its name
+            self.functions[function] = self._rebound(function)
+        return self.functions[function]
+
+    def _rebound(self, function: types.FunctionType) -> types.FunctionType:
+        named = _names_in(function.__code__)
+        replaced = {}
+        for name in named & function.__globals__.keys():
+            value = function.__globals__[name]
+            ours = self._stand_in(value, named)
+            if ours is not value:
+                replaced[name] = ours
+        return _with_names(function, replaced) if replaced else function
+
+    def _stand_in(self, value: Any, named: set[str]) -> Any:
+        if value is mx:
+            return self.mx if named & self.mx_names else mx
+        original = plain(value)
+        if id(original) in self.ours:
+            return self.ours[id(original)]
+        if isinstance(original, types.FunctionType) and _is_of_models(original):
+            rebound = self.function(original)
+            return value if rebound is original else rebound
+        return value
+
+
+def _is_of_models(function: types.FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).startswith(_MODELS)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names of a function's code and of what is defined in it."""
+    inner = (value for value in code.co_consts if isinstance(value, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _with_names(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+    """The same code, which finds other things under some names."""
+    made = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    del made.__wrapped__  # type: ignore[attr-defined]  # it does no more than its source says
+    return made
+
+
+class _Appending:
+    """A cache of mlx-lm's as a call sees it that appends to it."""
+
+    __slots__ = ("_mittens_cache",)
+
+    def __init__(self, cache: Any):
+        object.__setattr__(self, "_mittens_cache", cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mittens_cache, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mittens_cache, name, value)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return update_and_fetch(self._mittens_cache, keys, values)
+
+
+def _base_of(twin: type) -> type:
+    """The class of mlx.nn that one of ours is of."""
+    return next(c for c in twin.__mro__ if c.__module__.startswith("mlx.nn."))
+
+
+@functools.cache
+def _appends() -> dict[type, Callable[..., Any]]:
+    """What appends to caches of mlx-lm's classes, if that is known here."""
+    return {owner: target.attempt for target, owner, leaf in _ready(is_of_class=True) if leaf == "update_and_fetch"}
+
+
+def is_appended_to(cache: Any) -> bool:
+    """Whether our kernels append to a cache, with the rotary embedding of keys in them."""
+    return type(cache) in _appends()
+
+
+def update_and_fetch(cache: Any, keys: mx.array, values: mx.array) -> Any:
+    """The keys and values of a cache with new ones, appended by our kernels where these can."""
+    attempt = None if _ext.exporting() else _appends().get(type(cache))
+    seen = None if attempt is None else attempt(cache, keys, values)
+    return cache.update_and_fetch(keys, values) if seen is None else seen
+
+
+def _seen(cache: Any) -> Any:
+    """A cache, or those of a model's layers, as a call sees it that appends."""
+    if type(cache) in (list, tuple):
+        return type(cache)(map(_seen, cache))
+    return _Appending(cache) if is_appended_to(cache) else cache
+
+
+def _appending(call: types.FunctionType) -> Callable[..., Any]:
+    """A call whose cache appends by our kernels."""
+    place = list(inspect.signature(call).parameters).index("cache") - 1
+
+    def appending(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > place:
+            args = (*args[:place], _seen(args[place]), *args[place + 1 :])
+        elif "cache" in kwargs:
+            kwargs["cache"] = _seen(kwargs["cache"])
+        return call(self, *args, **kwargs)
+
+    functools.update_wrapper(appending, call)
+    appending.rebound = call  # type: ignore[attr-defined]  # what reads the call of a module reads this one
+    return appending
+
+
+def _appends_in(call: Any) -> bool:
+    """Whether a call appends to the cache that it is given, and asks for nothing that tells caches apart."""
+    names = _names_in(call.__code__)
+    return "cache" in inspect.signature(call).parameters and "update_and_fetch" in names and "isinstance" not in names
+
+
+def _rebound_class(base: type, rebinding: _Rebinding) -> type | None:
+    methods: dict[str, Any] = {}
+    for name, function in inspect.getmembers(base, inspect.isfunction):
+        if _is_of_models(function) and (name == "__call__" or not name.startswith("__")):
+            rebound = rebinding.function(function)
+            if rebound is not function:
+                methods[name] = rebound
+    call = methods.get("__call__", plain(base.__call__))
+    if base in rebinding.calls:
+        methods["__call__"] = rebinding.calls[base]
+    elif isinstance(call, types.FunctionType) and _is_of_models(call) and _appends_in(call):
+        methods["__call__"] = _appending(call)
+    # What such a class asks its base for is ours too.
+    twins = [twin for twin in (Linear, QuantizedLinear) if issubclass(base, _base_of(twin))]
+    if not methods and not twins:
+        return None
+    return type(base.__name__, (base, *twins), {**methods, "__module__": base.__module__, "_rebound_of": base})
+
+
+_classes: dict[type, type | None] = {}  # what classes became
+
+
+def class_before(module: Any) -> type:
+    """The class that a module had before it was rebound, or has."""
+    return next((c.__dict__["_rebound_of"] for c in type(module).__mro__ if "_rebound_of" in c.__dict__), type(module))
+
+
+def rebind(modules: list[nn.Module]) -> None:
+    """Gives modules of mlx-lm's classes, and what these turn heads by, calls that find our functions."""
+    if "mlx_lm" not in sys.modules:
+        return
+    rebinding = _Rebinding()
+    for module in modules:
+        base = type(module)
+        is_ours = base.__module__.startswith("mlx_mittens.") or class_before(module) is not base
+        if not is_ours and (base.__module__.startswith(_MODELS) or base in rebinding.calls):
+            if base not in _classes:
+                _classes[base] = _rebound_class(base, rebinding)
+            module.__class__ = _classes[base] or base
