@@ -56,12 +56,14 @@ std::string what_makes(std::string_view primitive) {
       {"CacheBuffer", "rope_append"},
       {"CacheRoom", "rope_append"},
       {"LayerNormVjp", "layer_norm"},
+      {"LayerNormVjpVjp", "layer_norm"},
       {"RecurrenceVjp", ""},  // of any of the recurrences
       {"SoftmaxVjp", "softmax"},
       {"ScaledDotProductAttentionVjp", "scaled_dot_product_attention"},
       {"Launch", "ops.custom.launch"},
       {"MetalKernel", "simulator.metal_kernel"},
       {"RmsNormVjp", ""},  // of rms_norm or of add_rms_norm
+      {"RmsNormVjpVjp", ""},  // as above
       {"Done", ""},
   };
   if (const auto found = others.find(primitive); found != others.end()) {
