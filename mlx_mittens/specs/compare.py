@@ -136,7 +136,7 @@ def compare(
 
 def _result_names(op: Op, case: Case, arrays: Sequence[mx.array | None]) -> list[str]:
     if case.vjp:
-        return [f"gradient of {name}" for (name, _), a in zip(op.parameters, arrays) if a is not None]
+        return [f"gradient of {op.parameters[i][0]}" for i in op.trained(arrays)]
     return [f"output {i}" if op.outputs > 1 else "output" for i in range(op.outputs)]
 
 

@@ -26,7 +26,10 @@ _PIECE = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixOp(Op):
-    """An op on x and weights. `draw` is told by `layout` which weights; gradients are tested beside the table."""
+    """An op on x and weights. `draw` is told by `layout` which weights.
+
+    In the table gradients are those of dense weights and x, and of x alone where weights are affine.
+    """
 
     layout: str = "dense"
 
@@ -67,9 +70,19 @@ class MatrixOp(Op):
             arrays.append(array[::step] if name not in ("x", "bias") else array)
         return arrays
 
+    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
+        if not case.vjp:
+            return []
+        rows, _, outputs = case.shape
+        return [_draw(rng, "x", (rows, outputs), 1.0, dtype, {})]
+
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         rows, columns, outputs = case.shape
         options = self.arguments(case)
+        if case.vjp:  # the weights and the cotangent are read, x is where there is a gradient of the weights
+            dense = self.layout == "dense"
+            weights = columns * outputs * (2.0 * dtype.size if dense else options["bits"] / 8)
+            return int(weights) + dtype.size * rows * (outputs + (2 if dense else 1) * columns)
         sizes = {"w": 4 if self.layout != "dense" else dtype.size, "blocks": 1, "gate": 4, "up": 4}
         if options.get("mode", "affine") != "affine":
             sizes |= {name: 1 for name, _ in self.parameters if name.endswith("scales")}
@@ -90,6 +103,10 @@ class MatrixOp(Op):
             return [self._exact_blocks(given[0], options)]
         bias = arrays[2] if self.layout == "dense" else None
         x, weights = (given[1], given[:1]) if self.layout == "dense" else (given[0], given[1:])
+        if case.vjp:
+            dy = widen(cotangents[0])
+            by_x = _product(dy, weights, options, self.layout, transpose=False)
+            return [_product_of(dy.T, widen(x)), by_x] if self.layout == "dense" else [by_x]
         product = lambda part: _product(widen(x), part, options, self.layout, options.get("transpose", True))
         if self.layout == "gated":
             half = len(weights) // 2
@@ -180,6 +197,10 @@ def _product(
     return Exact(sum(values), np.sqrt(sum(squares)))
 
 
+def _product_of(a: np.ndarray, b: np.ndarray) -> Exact:
+    return Exact(a @ b, np.sqrt((a * a) @ (b * b)))
+
+
 def _quantized_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, **options):
     triples = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
     return matmul.quantized_swiglu(x, *([a for a in triple if a is not None] for triple in triples), **options)
@@ -245,6 +266,11 @@ _MODELS = {
 # What is timed on a CPU too, and in the benchmark's short form.
 _ON_CPU = {("Llama-3.1-8B", 4096, 4096), ("Llama-3.1-8B", 4096, 14336), ("Qwen2.5-0.5B", 896, 4864)}
 _QUICK = {("Llama-3.1-8B", 4096, 4096)}
+
+
+# Training of a layer, and of an adapter's two products, on one batch.
+def _training(*shapes: tuple[int, int, int], label: str, **options: Any) -> tuple[Case, ...]:
+    return tuple(Case(label, shape, options, vjp=True, cpu_only=True) for shape in shapes)
 
 
 # A prompt through a layer, small enough that mx needs seconds: its products in half types are slow on a CPU.
@@ -383,7 +409,10 @@ MATRIX_OPS: tuple[Op, ...] = (
         )
         # GPUs leave them to mx: they show the simulator what a kernel does with rows beyond its first block of them.
         + _tests((19, 264, 17), (18, 31, 3), cpu_only=True),
-        cases=_models((1, 2, 4, 8, 16)) + _prompts((128, 896, 896), (512, 896, 896)),
+        cases=_models((1, 2, 4, 8, 16))
+        + _prompts((128, 896, 896), (512, 896, 896))
+        + _training((512, 896, 896), label="Qwen2.5-0.5B training")
+        + _training((512, 896, 8), (512, 8, 896), label="Qwen2.5-0.5B LoRA"),
     ),
     MatrixOp(
         name="quantized_matmul",
@@ -401,8 +430,10 @@ MATRIX_OPS: tuple[Op, ...] = (
             Case("Llama-3.1-8B prompt", (rows, columns, outputs), {"bits": 4}, gpu_only=True, apple_only=True)
             for rows in (32, 512, 2048)
             for columns, outputs in _MODELS["Llama-3.1-8B"][:4]
-        ),
+        )
+        + _training((32, 896, 896), label="Qwen2.5-0.5B QLoRA", bits=4),  # mx takes seconds in half types
         layout="affine",
+        frozen=("w", "scales", "biases"),
     ),
     MatrixOp(
         name="quantized_swiglu",

@@ -20,7 +20,9 @@ from .op import DTYPES, Case, Exact, Op, add_outliers, cases_for_tests, dequanti
 
 @dataclass(frozen=True, kw_only=True)
 class GatherOp(Op):
-    """Tokens, weights of experts, and for each token the experts chosen. Gradients are tested beside the table.
+    """Tokens, weights of experts, and for each token the experts chosen.
+
+    In the table gradients are those of x, and of dense weights.
 
     Attributes:
         stacks: How many stacks of matrices there are.
@@ -73,6 +75,12 @@ class GatherOp(Op):
                 arrays.append(mx.array(numbers * np.float32(columns**-0.5 if name == "w" else 1)).astype(dtype))
         return arrays
 
+    def cotangents(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array]:
+        if not case.vjp:
+            return []
+        tokens, chosen, _, _, outputs = case.shape
+        return [mx.array(rng.standard_normal((tokens, chosen, 1, outputs), dtype=np.float32)).astype(dtype)]
+
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         tokens, chosen, experts, columns, outputs = case.shape
         options = self.arguments(case)
@@ -82,6 +90,8 @@ class GatherOp(Op):
             weight = options["bits"] / 8 + scale / options["group_size"]
         read = min(tokens * chosen, experts) * columns * outputs * weight * self.stacks
         small = tokens * (chosen * columns + outputs if self.sums else columns + chosen * outputs)
+        if case.vjp and "bits" not in options:  # x is read too, and each weight has a gradient
+            read, small = read + experts * columns * outputs * weight, small + tokens * columns
         return int(read) + dtype.size * small + 4 * tokens * chosen * (2 if self.sums else 1)
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
@@ -94,6 +104,9 @@ class GatherOp(Op):
         of_pairs = np.broadcast_to(of_pairs, (*chosen.shape, 1, x.shape[-1]))
         size = len(stacks) // self.stacks
         weights = [self._matrices(case, stacks[i : i + size]) for i in range(0, len(stacks), size)]
+        if case.vjp:
+            dy = widen(cotangents[0])
+            return _gradients(x, weights[0], dy[..., 0, :], chosen, with_weights="bits" not in self.arguments(case))
         products = [_products(of_pairs, w, chosen) for w in weights]
         if self.sums:
             factors, bias = widen(given["weights"]), widen(given["bias"])
@@ -119,6 +132,19 @@ def _products(x: np.ndarray, w: np.ndarray, chosen: np.ndarray) -> Exact:
     with np.errstate(invalid="ignore", over="ignore"):
         matrices = np.swapaxes(w[chosen], -1, -2)
         return Exact(x @ matrices, np.sqrt((x * x) @ (matrices * matrices)))
+
+
+def _gradients(x: np.ndarray, w: np.ndarray, dy: np.ndarray, chosen: np.ndarray, with_weights: bool) -> list[Exact]:
+    """Those of x, and of each expert's weights."""
+    by_x, of_w = [np.zeros((2, *a.shape)) for a in (x, w)]
+    for expert, matrix in enumerate(w):
+        token, choice = np.nonzero(chosen == expert)
+        rows, given = dy[token, choice], x[token]
+        np.add.at(by_x[0], token, rows @ matrix)
+        np.add.at(by_x[1], token, (rows * rows) @ (matrix * matrix))
+        of_w[:, expert] = rows.T @ given, (rows * rows).T @ (given * given)
+    found = [Exact(by_x[0], np.sqrt(by_x[1])), Exact(of_w[0], np.sqrt(of_w[1]))]
+    return found if with_weights else found[:1]
 
 
 def _summed(products: Exact, weights: np.ndarray, bias: np.ndarray) -> Exact:
@@ -183,12 +209,21 @@ def _mx_route(logits, bias, k, scores, renormalize=False, descending=True, scale
     return indices, (weights * scale).astype(logits.dtype)
 
 
+def _pairs(x: mx.array, indices: mx.array) -> tuple[mx.array, mx.array]:
+    """x and indices for mx's gathers. Of one expert for each token they lie along one axis, as mlx-lm sorts them."""
+    return (x[:, None], indices.reshape(-1)) if indices.shape[1] == 1 else (x[:, None, None], indices)
+
+
 def _gather_qmm(x, w, scales, biases, indices, **options):
-    return moe.gather_qmm(x[:, None, None], w, scales, biases, rhs_indices=indices, **options)
+    x, chosen = _pairs(x, indices)
+    y = moe.gather_qmm(x, w, scales, biases, rhs_indices=chosen, **options)
+    return y.reshape(*indices.shape, *y.shape[-2:])
 
 
 def _mx_gather_qmm(x, w, scales, biases, indices, **options):
-    return mx.gather_qmm(x[:, None, None], w, scales, biases, rhs_indices=indices, **options)
+    x, chosen = _pairs(x, indices)
+    y = mx.gather_qmm(x, w, scales, biases, rhs_indices=chosen, **options)
+    return y.reshape(*indices.shape, *y.shape[-2:])
 
 
 def _gather_sum(x, w, scales, biases, indices, weights, bias, **options):
@@ -214,15 +249,18 @@ def _mx_gather_swiglu(
 
 
 def _gather_mm(x, w, indices, **options):
-    return moe.gather_mm(x[:, None, None], w.swapaxes(-1, -2), rhs_indices=indices, **options)
+    x, chosen = _pairs(x, indices)
+    y = moe.gather_mm(x, w.swapaxes(-1, -2), rhs_indices=chosen, **options)
+    return y.reshape(*indices.shape, *y.shape[-2:])
 
 
 def _mx_gather_mm(x, w, indices, **options):
-    if mx.default_device() == mx.gpu:
-        return mx.gather_mm(x[:, None, None], w.swapaxes(-1, -2), rhs_indices=indices, **options)
-    # In half types mx has none on a CPU.
-    wide = w.astype(mx.float32).swapaxes(-1, -2)
-    return mx.gather_mm(x[:, None, None].astype(mx.float32), wide, rhs_indices=indices, **options).astype(x.dtype)
+    dtype = x.dtype
+    if mx.default_device() != mx.gpu:  # in half types mx has none on a CPU
+        x, w = x.astype(mx.float32), w.astype(mx.float32)
+    x, chosen = _pairs(x, indices)
+    y = mx.gather_mm(x, w.swapaxes(-1, -2), rhs_indices=chosen, **options)
+    return y.reshape(*indices.shape, *y.shape[-2:]).astype(dtype)
 
 
 # The first product of an expert: (experts, chosen, columns, outputs).
@@ -259,6 +297,14 @@ _RARE: tuple[dict[str, Any], ...] = (
     {"mode": "nvfp4", "group_size": 16, "bits": 4},
 )
 
+
+# Training with mlx-lm, which sorts the pairs of a batch by their experts: of all weights of a small mixture, and of the
+# two products of its adapters.
+def _training(*shapes: tuple[int, ...], label: str, **options: Any) -> tuple[Case, ...]:
+    sorted_options = {"sorted_indices": True, **options}
+    return tuple(Case(label, shape, sorted_options, vjp=True, cpu_only=True) for shape in shapes)
+
+
 # Of gpt-oss 20B with the weights that it has.
 _GPT_OSS = Case("gpt-oss 20B", (1, 4, 32, 2880, 2880), _MXFP4, gpu_only=True)
 
@@ -277,7 +323,12 @@ MOE_OPS: tuple[Op, ...] = (
             *(case for options in _RARE for case in cases_for_tests(_SHAPES[1], **options)),
             _MANY,
         ),
-        cases=(*_models((1, 4), bits=4), _GPT_OSS),
+        cases=(
+            *_models((1, 4), bits=4),
+            _GPT_OSS,
+            *_training((1024, 1, 8, 256, 256), label="QLoRA", bits=4),
+        ),
+        frozen=("w", "scales", "biases", "indices"),
     ),
     GatherOp(
         name="gather_mm",
@@ -287,7 +338,10 @@ MOE_OPS: tuple[Op, ...] = (
         twin_text="`mx.gather_mm`",
         summary="tokens times their experts, of dense weights",
         tests=cases_for_tests(*_SHAPES, (2, 2, 3, 37, 5)),
-        cases=_models((1, 4)),
+        cases=_models((1, 4))
+        + _training((1024, 1, 8, 256, 256), label="training")
+        + _training((1024, 1, 32, 256, 8), (1024, 1, 32, 8, 256), label="LoRA"),
+        frozen=("indices",),
     ),
     GatherOp(
         name="gather_swiglu",

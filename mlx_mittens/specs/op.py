@@ -116,6 +116,7 @@ class Op(abc.ABC):
         summary: What it computes, for the README.
         options: Keyword arguments of every call.
         units: Units in the last place of float32 that rounding alone explains.
+        frozen: Parameters without gradients in cases of gradients: quantized weights, which are not trained.
         tests: Shapes that tests and doctor run.
         cases: Shapes that the benchmark times.
     """
@@ -129,6 +130,7 @@ class Op(abc.ABC):
     summary: str
     options: Mapping[str, Any] = field(default_factory=dict)
     units: int = 4
+    frozen: tuple[str, ...] = ()
     tests: tuple[Case, ...]
     cases: tuple[Case, ...]
 
@@ -150,6 +152,14 @@ class Op(abc.ABC):
     def updated(self, case: Case) -> Mapping[int, int]:
         """The arguments that a call updates in place if nobody else needs them, and which result each is then."""
         return {}
+
+    def trained(self, arrays: Sequence[mx.array | None]) -> list[int]:
+        """Which arguments a case of gradients is differentiated by: those that are there and not frozen."""
+        return [
+            i
+            for i, ((name, _), array) in enumerate(zip(self.parameters, arrays, strict=True))
+            if array is not None and name not in self.frozen
+        ]
 
     def arguments(self, case: Case) -> dict[str, Any]:
         """Keyword arguments of a case's call."""
@@ -245,9 +255,10 @@ def gradients(
     arrays: Sequence[mx.array | None],
     cotangents: Sequence[mx.array],
     options: Mapping[str, Any],
+    by: Sequence[int] | None = None,
 ) -> list[mx.array]:
-    """Gradients of an op with respect to each array argument that is there."""
-    there = [i for i, a in enumerate(arrays) if a is not None]
+    """Gradients of an op with respect to some arguments, by default to each array that is there."""
+    there = [i for i, a in enumerate(arrays) if a is not None] if by is None else by
 
     def of_primals(*primals):
         filled = list(arrays)
@@ -255,7 +266,8 @@ def gradients(
             filled[i] = primal
         return call(function, filled, options)
 
-    return mx.vjp(of_primals, [a for a in arrays if a is not None], list(cotangents))[1]
+    primals = [a for i in there if (a := arrays[i]) is not None]
+    return mx.vjp(of_primals, primals, list(cotangents))[1]
 
 
 def run(
@@ -267,7 +279,7 @@ def run(
 ) -> list[mx.array]:
     """Builds what a case asks for: the op's outputs, or its gradients. Evaluates nothing."""
     if case.vjp:
-        return gradients(function, arrays, cotangents, op.arguments(case))
+        return gradients(function, arrays, cotangents, op.arguments(case), op.trained(arrays))
     return call(function, arrays, op.arguments(case))
 
 

@@ -30,6 +30,25 @@ def test_case_names_are_unique(op):
     assert any(case.quick for case in op.cases) and any(case.vjp for case in op.cases)
 
 
+@pytest.mark.parametrize("name", ["gemv", "quantized_matmul", "gather_mm", "gather_qmm"])
+def test_gradients_that_training_takes_are_timed_and_right(name, native):
+    """Of the whole table's options, on small shapes: of x, and of dense weights."""
+    op = specs.get(name)
+    timed = [case for case in op.cases if case.vjp]
+    assert timed and all(case.cpu_only for case in timed)  # a GPU leaves so many rows to mx
+    for i, case in enumerate(timed):
+        shape = (24, *case.shape[1:2], 4, 64, 64) if name.startswith("gather") else (24, 64, 64)
+        small = replace(case, shape=shape)
+        dtype = list(specs.DTYPES)[i % 3]
+        rng = np.random.default_rng(i)
+        arrays, cotangents = op.draw(rng, small, specs.DTYPES[dtype]), op.cotangents(rng, small, specs.DTYPES[dtype])
+        by = [op.parameters[i][0] for i in op.trained(arrays)]
+        assert by == {"gemv": ["w", "x"], "gather_mm": ["x", "w"]}.get(name, ["x"])
+        check = specs.check(op, small, arrays, cotangents, mx.Device(mx.cpu))
+        assert check.passed, check.detail
+        assert op.bytes_moved(small, specs.DTYPES[dtype]) > sum(a.nbytes for a in arrays if a is not None) / 2
+
+
 def test_get_says_which_ops_there_are():
     with pytest.raises(
         KeyError, match="rms_norm, layer_norm, softmax, add_rms_norm, norm_add_norm, qk_norm, softcap, sample"

@@ -277,13 +277,19 @@ Arrays GatherPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, con
     // NaN stood where an index is out of range, whatever x is there.
     const int batch = static_cast<int>(size_of_batch(x)), rows = x.shape(-2), columns = x.shape(-1);
     const mx::array valid = are_valid(pairs, x, primals[1], stream());
-    const mx::array inputs = input_indices(pairs, x, stream());
     const mx::array wide = mx::astype(*of_pairs, mx::float32, stream());
     const mx::array terms = mx::where(valid, wide, mx::zeros_like(wide, stream()), stream());
     const int count = static_cast<int>(pairs.experts.size());
-    const mx::array sum = mx::scatter_add(mx::zeros({batch, rows, columns}, mx::float32, stream()),
-                                          mx::reshape(clipped(inputs, batch, stream()), {count}, stream()),
-                                          mx::reshape(terms, {count, 1, rows, columns}, stream()), 0, stream());
+    auto sum_by_input = [&] {
+      if (!pairs.inputs) {  // those of an input are neighbours
+        const mx::array of_inputs = mx::reshape(terms, {batch, count / batch, rows, columns}, stream());
+        return count == batch ? of_inputs : mx::sum(of_inputs, 1, false, stream());
+      }
+      return mx::scatter_add(mx::zeros({batch, rows, columns}, mx::float32, stream()),
+                             mx::reshape(clipped(*pairs.inputs, batch, stream()), {count}, stream()),
+                             mx::reshape(terms, {count, 1, rows, columns}, stream()), 0, stream());
+    };
+    const mx::array sum = sum_by_input();
     gradients.push_back(mx::astype(mx::reshape(sum, x.shape(), stream()), x.dtype(), stream()));
   }
   return gradients;
