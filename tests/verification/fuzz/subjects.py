@@ -14,6 +14,7 @@ from verification.fuzz.bad_input import bad_input
 from verification.fuzz.blocks import block_bytes
 from verification.fuzz.case import Case
 from verification.fuzz.draw import Draw
+from verification.fuzz.growing import growing_caches
 from verification.fuzz.memory import PROGRAMS, memory
 from verification.fuzz.patched import patched_errors
 from verification.fuzz.sampling import sample
@@ -72,13 +73,14 @@ SUBJECTS = {
     "bad_input": bad_input,
     "patched_errors": patched_errors,
     "aliasing": aliasing,
+    "growing_caches": growing_caches,
     "threads": threads,
     "memory": memory,
 }
 NATIVE_ONLY = ("patched_errors", "threads", "memory")
 
 # A case of these takes as long as so many of an op: mx compiles the time steps of each shape, or its quantization.
-COST = {"ssm_update": 6, "quantized_rope_append": 6, "threads": 100, "memory": 1000}
+COST = {"ssm_update": 6, "quantized_rope_append": 6, "growing_caches": 6, "threads": 100, "memory": 1000}
 
 # Cases that it takes to cover each kind.
 FEWEST = {"threads": 2, "memory": len(PROGRAMS)}
