@@ -55,6 +55,7 @@ std::string what_makes(std::string_view primitive) {
       {"CacheStep", "rope_append"},  // and modules, which step aside
       {"CacheBuffer", "rope_append"},
       {"CacheRoom", "rope_append"},
+      {"GatherMmVjp", "gather_mm"},
       {"LayerNormVjp", "layer_norm"},
       {"LayerNormVjpVjp", "layer_norm"},
       {"RecurrenceVjp", ""},  // of any of the recurrences

@@ -253,6 +253,7 @@ def test_names_of_primitives_are_those_of_functions():
             package, *path = what.split(".")
             assert package == "mlx_mittens" and callable(functools.reduce(getattr, path, mm)), (name, what)
     assert _ext.what_makes("CacheStep") == "mlx_mittens.rope_append"
+    assert _ext.what_makes("GatherMmVjp") == "mlx_mittens.gather_mm"
     assert _ext.what_makes("RmsNormVjp") == "an op of mlx_mittens"  # of rms_norm or of add_rms_norm
 
 
