@@ -21,6 +21,7 @@
 #include "backends/launch.h"
 #include "backends/visitor.h"
 #include "mlx/scheduler.h"
+#include "mlx_internals/releases.h"
 #include "python/registry.h"
 #include "python/simulator.h"
 
@@ -218,10 +219,12 @@ simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes
   const int64_t start = array.offset() + offset;
   simulator::Buffer buffer{"", const_cast<char*>(array.data<char>()) + offset, bytes, role, static_cast<size_t>(start)};
   buffer.item = array.itemsize();
+#if MITTENS_MLX_KNOWS_OWNED_MEMORY
   if (array.data_shared_ptr()->is_owned()) {  // MLX knows the size of no other memory
     const int64_t room = static_cast<int64_t>(array.buffer_size()) - start;
     buffer.room = start < 0 ? 0 : static_cast<size_t>(std::max<int64_t>(room, 0));
   }
+#endif
   return buffer;
 }
 

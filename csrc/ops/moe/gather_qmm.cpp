@@ -35,6 +35,23 @@ int outputs_of_stack(const mx::array& w, const AffineFormat& format) {
   return format.transpose ? w.shape(-2) : static_cast<int>(int64_t(w.shape(-1)) * 32 / format.bits);
 }
 
+mx::array product_of_mx(const mx::array& x, const mx::array& w, const mx::array& scales,
+                        const std::optional<mx::array>& biases, const std::optional<mx::array>& lhs,
+                        const std::optional<mx::array>& rhs, bool transpose, std::optional<int> group_size,
+                        std::optional<int> bits, const std::string& mode, const std::optional<mx::array>& global_scale,
+                        bool sorted, mx::Stream stream) {
+#if MLX_VERSION_NUMERIC >= 32003
+  return mx::gather_qmm(x, w, scales, biases, lhs, rhs, transpose, group_size, bits, mode, global_scale, sorted,
+                        stream);
+#else
+  if (global_scale) {
+    checks::fail(op, "global_scale is an array: expected None, since the mx of mlx ", MITTENS_MLX_VERSION,
+                 " takes none (mlx 0.32.3 is the first that does)");
+  }
+  return mx::gather_qmm(x, w, scales, biases, lhs, rhs, transpose, group_size, bits, mode, sorted, stream);
+#endif
+}
+
 class GatherQmm : public GatherPrimitive {
  public:
   GatherQmm(mx::Stream stream, AffineFormat format, bool sorted = false)
@@ -136,8 +153,8 @@ class GatherQmm : public GatherPrimitive {
     return {guarded(
         pairs_of(inputs), inputs[0], inputs[1], output_shapes(inputs)[0], inputs[0].dtype(),
         [&](const std::optional<mx::array>& lhs, const mx::array& rhs) {
-          return mx::gather_qmm(wide(0), inputs[1], wide(2), biases, lhs, rhs, format_.transpose, format_.group_size,
-                                format_.bits, mode_name(format_), std::nullopt, false, stream());
+          return product_of_mx(wide(0), inputs[1], wide(2), biases, lhs, rhs, format_.transpose, format_.group_size,
+                               format_.bits, mode_name(format_), std::nullopt, false, stream());
         },
         stream())};
   }
@@ -195,8 +212,8 @@ mx::array gather_qmm_of_mx(const mx::array& x, const mx::array& w, const mx::arr
                            const std::optional<mx::array>& global_scale, bool sorted_indices, mx::Stream stream) {
   const Pairs pairs = gather_pairs(op, x, w, lhs_indices, rhs_indices, stream);
   auto product = [&](const std::optional<mx::array>& lhs, const mx::array& rhs) {
-    return mx::gather_qmm(x, w, scales, biases, lhs, rhs, transpose, group_size, bits, mode, global_scale,
-                          sorted_indices, stream);
+    return product_of_mx(x, w, scales, biases, lhs, rhs, transpose, group_size, bits, mode, global_scale,
+                         sorted_indices, stream);
   };
   const mx::array shaped = product(pairs.inputs, pairs.experts);  // checks what it is given
   return guarded(pairs, x, w, shaped.shape(), shaped.dtype(), product, stream);
