@@ -52,6 +52,7 @@ std::string name_of(std::string_view function) {
 // What a primitive is of, without its prefix: mlx_mittens.rms_norm of RmsNorm.
 std::string what_makes(std::string_view primitive) {
   static const std::map<std::string_view, std::string_view> others = {
+      {"AttentionUnpack", "quantized_scaled_dot_product_attention"},
       {"CacheStep", "rope_append"},  // and modules, which step aside
       {"CacheBuffer", "rope_append"},
       {"CacheRoom", "rope_append"},

@@ -182,7 +182,7 @@ inline void attention(
       (threadgroup vec<Operand, 2>*)(scratch + (shares_keys ? 0 : place.simdgroup * Shape::queries));
   stage_queries<Shape::width, Keys::size>(q, queries, place, worker, workers, params);
   rows += place.simdgroup * kQueryRows;
-  const KeyRange range = find_rows(rows, place, params, step);
+  const KeyRange range = find_rows<kQueryRows>(rows, place, params, step);
   shares_keys ? threadgroup_barrier(mem_flags::mem_threadgroup) : simdgroup_barrier(mem_flags::mem_threadgroup);
 
   Tile<float, N, 1> sums;

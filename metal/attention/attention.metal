@@ -1,20 +1,11 @@
 // Attention over keys and values as they are: attention/attention.h for each type and width of heads.
 #include <metal_stdlib>
 
-#include "attention/attention.h"
+#include "attention/dense.h"
 #include "mittens/instantiate.h"
 
 using namespace metal;
 using namespace mittens;
-
-// The runs of a head's keys or values.
-template <typename T, int E>
-inline Dense<T, E> head_of(const device T* elements, constant TokenRows& rows, AttentionPlace place, uint column) {
-  constexpr int shift = E == 8 ? 3 : E == 4 ? 2 : E == 2 ? 1 : 0;
-  return Dense<T, E>{
-      (const device typename Words<E * sizeof(T)>::type*)elements,
-      uint((rows.start + place.batch * rows.batch + place.key_head * rows.head + column) >> shift), uint(rows.token >> shift)};
-}
 
 template <typename T, int D, int DV, Share share>
 [[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_dense(

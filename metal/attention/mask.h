@@ -39,14 +39,15 @@ struct KeyRange {
   uint seen_by_all_end;
 };
 
-// Of 8 rows. The range begins on a multiple of `step`, so that it does not depend on the range in which order keys are
-// summed up.
+// Of `count` rows, at most 32. The range begins on a multiple of `step`, so that it does not depend on the range in which
+// order keys are summed up.
+template <uint count>
 inline KeyRange find_rows(
     threadgroup AttentionRow* rows, AttentionPlace place, constant AttentionParams& params, uint step) {
   // The first key is a multiple of `step`. Without the division ptxas spills registers of one variant more.
   const uint first = params.first_key / step * step + place.split * params.keys_per_split;
   const uint last = min(first + params.keys_per_split, params.keys);
-  const uint row = min(place.first + place.lane % 8, place.rows - 1);
+  const uint row = min(place.first + place.lane % count, place.rows - 1);
   const uint query = row % params.queries;
   const uint head = place.key_head * params.ratio + row / params.queries;
   uint begin = first;
@@ -56,7 +57,7 @@ inline KeyRange find_rows(
     end = min(int(last), max(past, 0));
     begin = params.window != 0 && past > int(params.window) ? max(first, uint(past) - params.window) : first;
   }
-  if (place.lane < 8) {
+  if (place.lane < count) {
     threadgroup AttentionRow& own = rows[place.lane];
     own.begin = begin;
     own.end = end;

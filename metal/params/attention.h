@@ -22,6 +22,9 @@ constexpr int attention_key_blocks(int value_width, bool is_half) {
   return value_width <= 64 && is_half ? 2 : 1;
 }
 
+// The same of kernels that load ahead, on NVIDIA GPUs: each takes this many, or half of them.
+enum { attention_key_blocks_ahead = 2 };
+
 // How many threadgroups share the columns of the values, whose sums would not all fit the registers.
 constexpr int attention_value_slices(int value_width) {
   return value_width > 256 ? (value_width + 255) / 256 : 1;
@@ -65,6 +68,19 @@ struct AttentionParams {
   uint32_t splits;         // threadgroups that share the keys of a row
   uint32_t keys_per_split;
   float scale;             // the op's; for half types log2(e) times it
+};
+
+// Threads of a threadgroup that unpacks keys or values, and what each has.
+enum { kUnpackThreads = 256, kUnpacked = 8 };
+
+struct AttentionUnpackParams {
+  TokenRows words;
+  TokenRows scales;
+  TokenRows biases;
+  uint32_t heads;
+  uint32_t tokens;
+  uint32_t width;
+  uint32_t group_shift;  // a group is 1 << group_shift integers
 };
 
 struct AttentionCombineParams {

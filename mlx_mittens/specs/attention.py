@@ -307,10 +307,34 @@ _TESTS = (
     + cases_for_tests(*((1, 2, 1, 18, 40, width) for width in (64, 128, 256)), mask="additive", sinks=True, vjp=True)
 )
 
+
+def _on_nvidia(*shapes: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
+    return tuple(Case("test", shape, options, gpu="nvidia") for shape in shapes)
+
+
+# The kernels that load ahead: one row, more rows than 16, and a short window of enough rows to fill half a GPU.
+_AHEAD_TESTS = tuple(
+    case
+    for width in (64, 96, 128)
+    for case in (
+        *_on_nvidia((1, 2, 1, 1, 70, width), (1, 2, 1, 9, 40, width), mask="causal"),
+        *_on_nvidia((66, 1, 1, 17, 20, width), mask="causal", window=5),
+    )
+)
+
 _PACKED_TESTS = tuple(
     case
     for bits in (4, 8)
     for case in (
+        *(
+            case
+            for width in (64, 96, 128)
+            for case in (
+                *_on_nvidia((1, 2, 1, 1, 70, width), (1, 2, 1, 9, 40, width), mask="causal", bits=bits, group_size=32),
+                *_on_nvidia((66, 1, 1, 17, 20, width), mask="causal", window=5, bits=bits, group_size=32),
+            )
+        ),
+        *_on_nvidia((1, 2, 1, 33, 40, 64), mask="causal", bits=bits),
         *cases_for_tests((1, 8, 2, 1, 70, 64), (2, 2, 1, 3, 33, 128), bits=bits),
         *cases_for_tests(
             (1, 4, 2, 2, 45, 64), (1, 8, 2, 2, 37, 128), bits=bits, group_size=32, mask="causal", sinks=True
@@ -369,7 +393,7 @@ ATTENTION_OPS: tuple[Op, ...] = (
         twin_text="`mx.fast.scaled_dot_product_attention`",
         summary="attention of prompts and of decoding",
         options={"mask": None, "sinks": False, "window": None, "value_width": None},
-        tests=_TESTS,
+        tests=_TESTS + _AHEAD_TESTS,
         cases=_decode((1024, 4096, 8192, 65536)) + _PREFILL,
         units=UNITS,
     ),

@@ -269,10 +269,8 @@ std::optional<mx::array> found_in(AttentionResult result, ByMx by_mx, mx::Stream
   return left && !left->options.exact ? std::nullopt : std::optional(finished(std::move(result), by_mx, stream));
 }
 
-namespace {
-
 // mx knows no window: it becomes a mask.
-mx::array by_mx(const AttentionCall& call, mx::Stream s) {
+mx::array attention_by_mx(const AttentionCall& call, mx::Stream s) {
   std::optional<mx::array> mask = call.mask;
   std::string mode = call.options.causal ? "causal" : "";
   if (call.options.window) {
@@ -300,6 +298,8 @@ mx::array by_mx(const AttentionCall& call, mx::Stream s) {
 #endif
   return sees ? mx::where(*sees, y, mx::array(0.0f, y.dtype()), s) : y;
 }
+
+namespace {
 
 Arrays alone(mx::array array) {
   Arrays arrays;
@@ -334,7 +334,7 @@ mx::array scaled_dot_product_attention(const mx::array& q, const mx::array& k, c
                                        const MaskArgument& mask, const std::optional<mx::array>& sinks,
                                        std::optional<int> window, bool force_fused, bool exact,
                                        mx::StreamOrDevice where) {
-  return finished(checked(q, k, v, scale, mask, sinks, window, force_fused, exact, where), by_mx,
+  return finished(checked(q, k, v, scale, mask, sinks, window, force_fused, exact, where), attention_by_mx,
                   checks::checked_stream(op, where));
 }
 
@@ -342,7 +342,7 @@ std::optional<mx::array> try_attention(const mx::array& q, const mx::array& k, c
                                        const MaskArgument& mask, const std::optional<mx::array>& sinks,
                                        std::optional<int> window, bool force_fused, bool exact,
                                        mx::StreamOrDevice where) {
-  return found_in(checked(q, k, v, scale, mask, sinks, window, force_fused, exact, where), by_mx,
+  return found_in(checked(q, k, v, scale, mask, sinks, window, force_fused, exact, where), attention_by_mx,
                   checks::checked_stream(op, where));
 }
 

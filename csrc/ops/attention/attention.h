@@ -74,6 +74,9 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream);
 // How mx computes a call.
 using ByMx = mx::array (*)(const AttentionCall&, mx::Stream);
 
+// Of keys and values that are not packed.
+mx::array attention_by_mx(const AttentionCall& call, mx::Stream stream);
+
 // The result, if need be by mx.
 mx::array finished(AttentionResult result, ByMx by_mx, mx::Stream stream);
 

@@ -15,6 +15,8 @@ namespace {
 
 const Name dense_file = "attention/attention.metal";
 const Name packed_file = "attention/attention_packed.metal";
+const Name dense_ahead_file = "attention/nvidia/attention_ahead.metal";
+const Name packed_ahead_file = "attention/nvidia/attention_packed_ahead.metal";
 const Name combine_file = "attention/attention_combine.metal";
 
 struct Widths {
@@ -121,13 +123,14 @@ std::vector<Launch> attention_launches(const std::vector<mx::array>& inputs, con
   params.has_logsumexp = logsumexp != nullptr;
 
   Launch launch;
-  const char* kernel = plan.kernel == AttentionKernel::decode ? "decode_" : "prompt_";
+  const bool ahead = loads_ahead(plan.kernel);
   if (options.bits == 0) {
-    launch.file = dense_file;
-    launch.kernel = kernel_name(dtype, "attention", kernel, sizes.width, "_", sizes.value_width);
+    launch.file = ahead ? dense_ahead_file : dense_file;
+    launch.kernel = kernel_name(dtype, "attention", plan.name, "_", sizes.width, "_", sizes.value_width);
   } else {
-    launch.file = packed_file;
-    launch.kernel = kernel_name(dtype, "attention", kernel, options.bits, "bit_", sizes.width, "_", sizes.value_width);
+    launch.file = ahead ? packed_ahead_file : packed_file;
+    launch.kernel =
+        kernel_name(dtype, "attention", plan.name, "_", options.bits, "bit_", sizes.width, "_", sizes.value_width);
   }
   const uint32_t slices = attention_value_slices(static_cast<int>(sizes.value_width));
   // x may be the largest.

@@ -12,22 +12,73 @@ namespace mittens {
 namespace {
 
 struct AttentionSchedule {
-  const char* name;
+  const char* name;  // of the kernel too
   AttentionKernel kernel;
+  Where where;
   uint32_t fewest_queries;
+  uint32_t fewest_rows;  // of queries that share keys, of a packed head half of them
+  uint32_t longest_window;  // 0: with a window and without
 };
 
-// The first that fits is taken.
+// The first that fits is taken. On NVIDIA GPUs simdgroups that share keys win in prompts too, but for short windows of
+// many rows: there they would put more together than they add up.
 constexpr AttentionSchedule schedules[] = {
-    {"prompt", AttentionKernel::prompt, 17},
-    {"decode", AttentionKernel::decode, 0},
+    {"prompt16", AttentionKernel::prompt16, Where::nvidia, 17, 0, 1024},
+    {"decode16", AttentionKernel::decode16, Where::nvidia, 0, 17, 0},
+    {"decode8", AttentionKernel::decode8, Where::nvidia, 0, 0, 0},
+    {"prompt", AttentionKernel::prompt, Where::anywhere, 17, 0, 0},
+    {"decode", AttentionKernel::decode, Where::anywhere, 0, 0, 0},
 };
+
+// Whether there is a kernel that loads ahead.
+bool has_ahead(AttentionKernel kernel, const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype) {
+  const bool has_widths =
+      sizes.width == sizes.value_width && sizes.width % 32 == 0 && sizes.width >= 64 && sizes.width <= 128;
+  const bool has_type = dtype != mx::float32 || (kernel == AttentionKernel::decode8 && options.bits == 0);
+  return has_widths && has_type;
+}
+
+bool can_run(const AttentionSchedule& schedule, const AttentionSizes& sizes, const AttentionOptions& options,
+             mx::Dtype dtype) {
+  switch (schedule.kernel) {
+    case AttentionKernel::decode:
+      return true;
+    case AttentionKernel::prompt:
+      return !options.exact;
+    case AttentionKernel::decode8:
+      return has_ahead(schedule.kernel, sizes, options, dtype);
+    case AttentionKernel::decode16:
+    case AttentionKernel::prompt16:
+      return !options.exact && has_ahead(schedule.kernel, sizes, options, dtype);
+  }
+  return false;
+}
+
+bool does_pay(const AttentionSchedule& schedule, const AttentionSizes& sizes, const AttentionOptions& options,
+              const Gpu& gpu) {
+  const uint64_t rows = uint64_t(sizes.ratio()) * sizes.queries;
+  const bool enough = sizes.queries >= schedule.fewest_queries && rows * (options.bits ? 2 : 1) >= schedule.fewest_rows;
+  if (schedule.longest_window == 0 || !enough) {
+    return enough;
+  }
+  constexpr uint32_t rows_of_threadgroup = 64;
+  const uint64_t threadgroups =
+      uint64_t(sizes.batches) * sizes.key_heads * ceil_divide(rows, uint64_t(rows_of_threadgroup));
+  return options.window > 0 && uint32_t(options.window) <= schedule.longest_window && threadgroups >= gpu.cores / 2;
+}
 
 // Registers of the kernels' inner loops, as half registers of Apple's GPUs and as registers of NVIDIA's.
-Registers registers_of(const AttentionSizes& sizes, const AttentionOptions& options) {
+Registers registers_of(const AttentionPlan& plan, const AttentionSizes& sizes, const AttentionOptions& options,
+                       bool is_half) {
   const uint32_t columns = sizes.value_width / attention_value_slices(static_cast<int>(sizes.value_width));
   const uint32_t apple = columns <= 64 ? 128 : columns <= 128 ? 160 : columns <= 192 ? 192 : 232;
-  return {options.bits != 0 ? std::min(apple + 24, 255u) : apple, columns <= 64 ? 96u : columns <= 128 ? 128u : 168u};
+  uint32_t nvidia = columns <= 64 ? 96 : columns <= 128 ? 128 : 168;
+  if (plan.kernel == AttentionKernel::decode8) {
+    nvidia = is_half || columns <= 64 ? 128 : 200;
+  } else if (plan.kernel == AttentionKernel::decode16) {
+    nvidia = 168;
+  }
+  return {options.bits != 0 ? std::min(apple + 24, 255u) : apple, nvidia};
 }
 
 // The first key that any query sees.
@@ -44,12 +95,13 @@ constexpr uint32_t exact_keys_per_split = 1024;
 
 // step: keys that a threadgroup takes at once.
 void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const AttentionOptions& options, uint32_t step,
-                    const Gpu& gpu) {
+                    bool is_half, const Gpu& gpu) {
   const uint32_t keys = sizes.keys - plan.first_key;
   if (options.exact) {
     plan.keys_per_split = exact_keys_per_split;
   } else {
-    const uint32_t resident_of_core = gpu.resident_simdgroups(registers_of(sizes, options)) / plan.simdgroups;
+    const uint32_t resident_of_core =
+        gpu.resident_simdgroups(registers_of(plan, sizes, options, is_half)) / plan.simdgroups;
     // By prediction a quarter of what an Apple GPU holds keeps its memory busy, and half of it where packed keys are to
     // be unpacked; more splits take longer to add up.
     const uint32_t apple = options.bits ? 2 : 4;
@@ -60,7 +112,9 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
                             attention_value_slices(static_cast<int>(sizes.value_width));
     // Steps that take no longer than half of them and a second kernel.
     constexpr uint32_t serial_steps = 8;
-    const uint32_t wanted = steps > serial_steps ? static_cast<uint32_t>(resident_threadgroups / groups) : 1;
+    // Where windows of different queries have few keys in common a share of all keys is none of most rows'.
+    const bool apart = options.window > 0 && keys > 2 * (uint64_t(options.window) + kQueryRows);
+    const uint32_t wanted = steps > serial_steps && !apart ? static_cast<uint32_t>(resident_threadgroups / groups) : 1;
     // Putting many shares together takes longer than some steps.
     const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
     plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
@@ -78,6 +132,17 @@ bool tensor_cores_win(const AttentionSizes& sizes, mx::Dtype dtype, const Attent
     return sizes.queries > 128 && !only_causal;
   }
   return sizes.queries > 32 || (sizes.queries > 16 && sizes.keys < 1024);
+}
+
+// Whether mx adds up one row of float32 faster than matrices of 8 rows do, each a sum of three products there.
+bool one_row_wins(const AttentionSizes& sizes, mx::Dtype dtype, uint32_t keys) {
+  return dtype == mx::float32 && sizes.ratio() * sizes.queries == 1 && sizes.width <= 64 && keys >= 2048;
+}
+
+// Whether packed keys and values are unpacked for mx's kernels: from as many queries on as these win over what is not
+// packed.
+bool unpacks_first(const AttentionSizes& sizes, mx::Dtype dtype, const Gpu& gpu) {
+  return gpu.vendor == Gpu::Vendor::nvidia && dtype != mx::float32 && sizes.queries > 32;
 }
 
 // The same of an Apple GPU's matrix units, which mx's kernels for heads of 72 and 80 do not use. For up to 16 queries
@@ -106,23 +171,29 @@ AttentionPlan plan_attention(const AttentionSizes& sizes, const AttentionOptions
   const char* op = options.bits ? "quantized_scaled_dot_product_attention" : "scaled_dot_product_attention";
   const Choice choice = calibrated(attention_problem(op, sizes, options, dtype), stream);
   const Gpu gpu = gpu_of(stream).with_parallelism(choice.parallelism);
-  const auto can_run = [&](const AttentionSchedule& schedule) {
-    return !options.exact || schedule.kernel == AttentionKernel::decode;
+  const auto has_kernel = [&](const AttentionSchedule& schedule) {
+    return is_here(schedule.where, gpu) && can_run(schedule, sizes, options, dtype);
   };
-  const auto pays = [&](const AttentionSchedule& schedule) { return sizes.queries >= schedule.fewest_queries; };
+  const auto pays = [&](const AttentionSchedule& schedule) { return does_pay(schedule, sizes, options, gpu); };
   AttentionPlan plan{};
-  plan.kernel = choose_row(schedules, choice.schedule, can_run, pays).kernel;
-  const bool decodes = plan.kernel == AttentionKernel::decode;
+  const AttentionSchedule& schedule = choose_row(schedules, choice.schedule, has_kernel, pays);
+  plan.kernel = schedule.kernel;
+  plan.name = schedule.name;
+  const bool decodes = shares_keys(plan.kernel);
   plan.simdgroups = decodes ? kDecodeSimdgroups : attention_prompt_simdgroups(static_cast<int>(sizes.width));
-  const uint32_t step = (decodes ? plan.simdgroups : 1) * kKeyRows *
-                        attention_key_blocks(static_cast<int>(sizes.value_width), dtype == mx::float16);
+  const uint32_t blocks =
+      loads_ahead(plan.kernel)
+          ? attention_key_blocks_ahead
+          : static_cast<uint32_t>(attention_key_blocks(static_cast<int>(sizes.value_width), dtype == mx::float16));
+  const uint32_t step = (decodes ? plan.simdgroups : 1) * kKeyRows * blocks;
   // Exact shares of the keys are counted from the first of all, not from the first that a window shows.
   plan.first_key = options.exact ? 0 : first_key(sizes, options) / step * step;
-  plan.row_blocks = ceil_divide(sizes.ratio() * sizes.queries, kQueryRows * (decodes ? 1 : plan.simdgroups));
+  plan.row_blocks = ceil_divide(sizes.ratio() * sizes.queries,
+                                kQueryRows * row_blocks_of(plan.kernel) * (decodes ? 1 : plan.simdgroups));
   plan.splits = 1;
   plan.keys_per_split = sizes.keys;
   if (decodes) {
-    share_out_keys(plan, sizes, options, step, gpu);
+    share_out_keys(plan, sizes, options, step, dtype != mx::float32, gpu);
   }
   return plan;
 }
@@ -140,6 +211,11 @@ const char* why_not_launched(const AttentionSizes& sizes, size_t mask_elements, 
   return many && gpu_of(stream).vendor == Gpu::Vendor::nvidia ? "more than 65535 heads of all sequences" : nullptr;
 }
 
+bool unpacks_first(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype, mx::Stream stream) {
+  return (options.bits == 4 || options.bits == 8) && runs_kernels(stream) &&
+         unpacks_first(sizes, dtype, gpu_of(stream));
+}
+
 const char* why_mx_attention(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
                              mx::Stream stream) {
   // mx makes a mask of all scores for a window.
@@ -147,11 +223,14 @@ const char* why_mx_attention(const AttentionSizes& sizes, const AttentionOptions
     return nullptr;
   }
   const bool is_short = options.window > 0 && int64_t(options.window) * 4 <= sizes.keys;
-  if (is_short || options.bits != 0) {
+  const Gpu& gpu = gpu_of(stream);
+  if (is_short || (options.bits != 0 && !unpacks_first(sizes, dtype, gpu))) {
     return nullptr;
   }
-  const Gpu& gpu = gpu_of(stream);
   if (gpu.vendor == Gpu::Vendor::nvidia) {
+    if (options.bits == 0 && !options.has_sinks && one_row_wins(sizes, dtype, sizes.keys - first_key(sizes, options))) {
+      return "one row of float32 where matrices are of 8 rows";
+    }
     return tensor_cores_win(sizes, dtype, options) ? "many queries where there are tensor cores" : nullptr;
   }
   const bool wins = matrix_units_win(sizes) && mlx_uses_matrix_units(gpu, dtype);

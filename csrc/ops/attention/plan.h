@@ -36,10 +36,25 @@ Problem attention_problem(const char* op, const AttentionSizes& sizes, const Att
                           mx::Dtype dtype);
 
 // In decoding the simdgroups of a threadgroup share the keys of 8 rows of queries, and threadgroups may share them
-// further; in prompts each simdgroup has 8 rows of its own and all their keys.
-enum class AttentionKernel { decode, prompt };
+// further; in prompts each simdgroup has 8 rows of its own and all their keys. The kernels with a number load ahead,
+// for so many rows: attention/nvidia/attention_ahead.metal.
+enum class AttentionKernel { decode, prompt, decode8, decode16, prompt16 };
+
+constexpr bool shares_keys(AttentionKernel kernel) {
+  return kernel != AttentionKernel::prompt && kernel != AttentionKernel::prompt16;
+}
+
+constexpr bool loads_ahead(AttentionKernel kernel) {
+  return kernel != AttentionKernel::decode && kernel != AttentionKernel::prompt;
+}
+
+// Blocks of 8 rows of queries that a simdgroup has.
+constexpr uint32_t row_blocks_of(AttentionKernel kernel) {
+  return kernel == AttentionKernel::decode16 || kernel == AttentionKernel::prompt16 ? 2 : 1;
+}
 
 struct AttentionPlan {
+  const char* name;  // of the kernel, between the op's and the widths
   AttentionKernel kernel;
   uint32_t simdgroups;  // of a threadgroup
   uint32_t row_blocks;  // threadgroups that share out the rows of a key head
@@ -60,5 +75,8 @@ const char* why_not_launched(const AttentionSizes& sizes, size_t mask_elements, 
 // Why mx is faster; null where it is not known to be.
 const char* why_mx_attention(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
                              mx::Stream stream);
+
+// Whether mx's kernels get packed keys and values unpacked, where they are the faster ones.
+bool unpacks_first(const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype, mx::Stream stream);
 
 }  // namespace mittens

@@ -8,6 +8,8 @@
 
 #include "mlx/ops.h"
 #include "ops/attention/attention.h"
+#include "ops/attention/plan.h"
+#include "ops/attention/unpack.h"
 #include "ops/matmul/affine.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
@@ -47,6 +49,16 @@ mx::Shape check_packed(const char* name, const Triple& triple, int group_size, i
                  " bits a row: expected scales and biases of ", groups, " for groups of ", group_size);
   }
   return shape;
+}
+
+// By mx's attention over keys and values that are unpacked first.
+AttentionCall unpacked_call(const AttentionCall& call, mx::Stream s) {
+  AttentionCall result = call;
+  for (Arrays* rows : {&result.keys, &result.values}) {
+    *rows = Arrays(1, unpacked_rows(*rows, call.options.group_size, call.options.bits, s));
+  }
+  result.options.bits = 0;
+  return result;
 }
 
 // For what no kernel covers: two products and a softmax, in the type of the queries, as mlx-lm has it.
@@ -116,7 +128,12 @@ AttentionResult checked(const mx::array& queries, const Triple& q_keys, const Tr
                      {.scale = scale, .bits = bits, .group_size = group_size, .exact = exact}};
   take_mask(op, call, mask, window, stream);
   take_sinks(op, call, sinks, stream);
-  return attend(op, std::move(call), stream);
+  const AttentionSizes sizes = attention_sizes(queries.shape(), keys_shape, values_shape);
+  const bool unpacks = unpacks_first(sizes, call.options, dtype, stream);
+  AttentionResult result = attend(op, std::move(call), stream);
+  const auto* left = std::get_if<AttentionCall>(&result);
+  return left && !left->options.exact && unpacks ? attention_by_mx(unpacked_call(*left, stream), stream)
+                                                 : std::move(result);
 }
 
 std::optional<mx::array> try_quantized_attention(const mx::array& queries, const Triple& q_keys, const Triple& q_values,

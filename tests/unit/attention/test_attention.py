@@ -325,9 +325,9 @@ def test_what_is_hidden_does_not_matter(rng, dtype, executor, queries, width, ho
 
 
 @pytest.mark.parametrize("how", HIDES)
-@pytest.mark.parametrize("queries", [4, 24])
-def test_what_is_hidden_does_not_matter_by_the_rules_for_nvidia(rng, nvidia_kernels, queries, how):
-    check_hidden(rng, mx.float32, queries, how, 64)
+@pytest.mark.parametrize("queries, dtype", [(4, mx.float32), (24, mx.float32), (4, mx.float16), (24, mx.bfloat16)])
+def test_what_is_hidden_does_not_matter_by_the_rules_for_nvidia(rng, nvidia_kernels, queries, dtype, how):
+    check_hidden(rng, dtype, queries, how, 64)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])

@@ -33,11 +33,13 @@ def test_prompts_do_the_least_their_tiles_need(rng, counted, width, dtype, gpu):
     """Each simdgroup reads every key and value once for its rows, and no product is computed twice."""
     heads, queries, keys = 2, 128, 160
     counts = counted(attend(arrays(rng, heads, 1, queries, keys, width, dtype)), gpu=gpu)[0]
+    ahead = gpu == "nvidia" and width in (64, 128)
+    rows = 2 * TILE if ahead and dtype != mx.float32 else TILE  # of a simdgroup, or of all that share keys
     assert counts["matrix_operations"] == 2 * heads * (queries // TILE) * (keys // TILE) * (width // TILE)
     row = dtype.size * width
-    assert counts["device_bytes_loaded"] <= 1.01 * heads * row * (queries // TILE * 2 * keys + queries)
+    assert counts["device_bytes_loaded"] <= 1.01 * heads * row * (queries // rows * 2 * keys + queries)
     assert counts["device_bytes_stored"] == heads * queries * row
-    assert counts["threadgroup_barriers"] == 0 and counts["bank_conflicts"] == 0
+    assert ahead or counts["threadgroup_barriers"] == counts["bank_conflicts"] == 0
 
 
 @pytest.mark.parametrize("width, tokens", [(64, 1024), (128, 1024)])

@@ -6,6 +6,7 @@ from helpers.attention import MASKS, exact_of, inputs, mask_of, run
 from helpers.tolerances import assert_attention_right
 
 import mlx_mittens as mm
+from mlx_mittens.specs import dequantized
 from mlx_mittens.specs.attention import twin_mask
 
 
@@ -18,7 +19,7 @@ def test_float32(rng, nvidia_kernels, width, mask, queries, keys):
     given = mask_of(rng, mask, shape, mx.float32)
     y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=width**-0.5, mask=given))
     assert_attention_right(y, None, exact_of(q, k, v, width**-0.5, given), mx.float32)
-    assert nvidia_kernels()[0] == f"attention_prompt_{width}_{width}_float32"
+    assert nvidia_kernels()[0] == f"attention_decode8_{width}_{width}_float32"
 
 
 @pytest.mark.parametrize("window", [1, 9, 64])
@@ -26,7 +27,7 @@ def test_float32_in_a_window(rng, nvidia_kernels, window):
     q, k, v = inputs(rng, (1, 2, 1, 50, 90, 64), mx.float32)
     y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.1, window=window))
     assert_attention_right(y, None, exact_of(q, k, v, 0.1, None, None, window), mx.float32)
-    assert nvidia_kernels()[0] == "attention_prompt_64_64_float32"
+    assert nvidia_kernels()[0] == "attention_decode8_64_64_float32"
 
 
 def test_blocks_that_a_mask_hides_are_skipped(rng, counted, native):
@@ -75,6 +76,40 @@ def test_what_goes_to_mx(rng, lenient, nvidia_kernels, dtype, queries, keys, wid
     assert_attention_right(
         y, twin, exact_of(q, k, v, width**-0.5, options.get("mask"), None, options.get("window")), dtype
     )
+
+
+@pytest.mark.parametrize(
+    "keys, heads, window, kernel", [(2047, 1, None, 1), (2048, 1, None, 0), (2048, 2, None, 1), (2100, 1, 60, 1)]
+)
+def test_one_long_row_of_float32_goes_to_mx(rng, lenient, nvidia_kernels, keys, heads, window, kernel):
+    q, k, v = inputs(rng, (1, heads, 1, 1, keys, 64), mx.float32)
+    y = run(lambda: mm.scaled_dot_product_attention(q, k, v, scale=0.125, window=window))
+    assert bool(nvidia_kernels()) == kernel
+    assert_attention_right(y, None, exact_of(q, k, v, 0.125, None, None, window), mx.float32)
+
+
+@pytest.mark.parametrize("bits, dtype", [(4, mx.float16), (8, mx.bfloat16)])
+@pytest.mark.parametrize("queries, options", [(33, {"mask": "causal"}), (40, {"window": 30}), (32, {})])
+def test_packed_keys_are_unpacked_for_mx(rng, lenient, nvidia_kernels, bits, dtype, queries, options):
+    """Where its kernels win over keys that are not packed; the cache has room for more."""
+    q, k, v = inputs(rng, (2, 4, 2, queries, 70, 64), dtype, outliers=False)
+    caches = [
+        [a[:, :, :70] for a in mx.quantize(mx.pad(a, [(0, 0), (0, 0), (0, 26), (0, 0)]), 32, bits)] for a in (k, v)
+    ]
+    y = run(
+        lambda: mm.quantized_scaled_dot_product_attention(
+            q, *caches, 0.125, group_size=32, bits=bits, **{"mask": None, **options}
+        )
+    )
+    unpack = f"attention_unpack_{bits}bit_{str(dtype).rpartition('.')[2]}"
+    assert (nvidia_kernels() == [unpack] * 2) == (queries > 32)
+    exact = exact_of(
+        q, *(dequantized(*cache, 32, bits) for cache in caches), 0.125, options.get("mask"), None, options.get("window")
+    )
+    mask = twin_mask(options.get("mask"), options.get("window"), queries, 70)
+    k, v = (mx.dequantize(*cache, 32, bits) for cache in caches)
+    twin = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, mask=mask)
+    assert_attention_right(y, twin, exact, dtype)
 
 
 def test_force_fused_keeps_the_kernel(rng, lenient, nvidia_kernels):

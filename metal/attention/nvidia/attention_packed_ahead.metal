@@ -1,0 +1,60 @@
+// Attention over packed keys and values on NVIDIA GPUs, by simdgroups that load ahead: attention/attention.h with 8 or 16
+// rows of queries.
+#include <metal_stdlib>
+
+#include "attention/packed.h"
+#include "attention/nvidia/ahead.h"
+#include "mittens/instantiate.h"
+
+using namespace metal;
+using namespace mittens;
+
+template <typename T, int bits, int D, Share share, int B, int C>
+[[kernel, max_total_threads_per_threadgroup(32 * attention_simdgroups<share>(D))]] void attention_packed_ahead(
+    const device T* queries [[buffer(0)]],         // [batch, heads, queries, D]
+    const device uint* keys [[buffer(1)]],         // [batch, key_heads, keys, D * bits / 32]
+    const device T* key_scales [[buffer(2)]],      // [batch, key_heads, keys, groups]
+    const device T* key_biases [[buffer(3)]],
+    const device uint* values [[buffer(4)]],       // [batch, key_heads, keys, D * bits / 32]
+    const device T* value_scales [[buffer(5)]],
+    const device T* value_biases [[buffer(6)]],
+    const device T* mask [[buffer(7)]],            // [batch, heads, queries, keys], or of bools
+    const device T* sinks [[buffer(8)]],           // [heads]
+    device T* y [[buffer(9)]],                     // [batch, heads, queries, D], or float partial results
+    device float* logsumexp [[buffer(10)]],        // [batch, heads, queries]
+    constant AttentionParams& params [[buffer(11)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  using Shape = AheadShape<T, D, share, B, C>;
+  constexpr int most = 128 / bits < 32 ? 128 / bits : 32;  // 16 bytes, and no more than a group
+  threadgroup float4 scratch[Shape::scratch];
+  threadgroup AttentionRow rows[Shape::rows * Shape::simdgroups];
+  const AttentionPlace place = place_ahead<Shape>(group, lane, simdgroup, simdgroups, params);
+  attention_ahead<Shape>(
+      queries,
+      head_of<T, bits, run_size(D, 4, most)>(
+          keys, key_scales, key_biases, params.key, params.key_scale, params.key_bias, params.group_shift, place),
+      head_of<T, bits, run_size(D, 8, most)>(
+          values, value_scales, value_biases, params.value, params.value_scale, params.value_bias, params.group_shift,
+          place),
+      mask, sinks, y, logsumexp, params, place, scratch, rows);
+}
+
+#define instantiate_type(T, name, bits, D, blocks16)                                                                 \
+  instantiate_kernel(                                                                                            \
+      "attention_decode8_" #bits "bit_" #D "_" #D "_" name, attention_packed_ahead, T, bits, D, Share::keys, 1, 1)  \
+  instantiate_kernel(                                                                                            \
+      "attention_decode16_" #bits "bit_" #D "_" #D "_" name, attention_packed_ahead, T, bits, D, Share::keys, 2, blocks16) \
+  instantiate_kernel(                                                                                            \
+      "attention_prompt16_" #bits "bit_" #D "_" #D "_" name, attention_packed_ahead, T, bits, D, Share::rows, 2, 2)
+#define instantiate_width(D, blocks16)               \
+  instantiate_type(half, "float16", 4, D, blocks16)    \
+  instantiate_type(bfloat, "bfloat16", 4, D, blocks16) \
+  instantiate_type(half, "float16", 8, D, blocks16)    \
+  instantiate_type(bfloat, "bfloat16", 8, D, blocks16)
+
+instantiate_width(64, 2)
+instantiate_width(96, 1)
+instantiate_width(128, 1)
