@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
     add_ops(parser)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
-    parser.add_argument("--quick", action="store_true", help="a case for each kernel, under two minutes on a GPU")
+    parser.add_argument("--quick", action="store_true", help="the smallest case for each kernel")
     parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
     add_seed(parser)
 

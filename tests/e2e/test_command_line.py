@@ -169,7 +169,7 @@ def test_the_time_left_of_a_launch_is_said(capsys, monkeypatch):
 def test_a_long_launch_says_how_far_it_is(capsys, monkeypatch):
     """The numbers are the simulator's own, from the thread that runs it."""
     progress = runs.launch_progress
-    monkeypatch.setattr(simulate, "launch_progress", lambda look: progress(look, seconds=0.05))
+    monkeypatch.setattr(simulate, "launch_progress", lambda look: progress(look, seconds=0.001))
     assert main.main(["simulate", "softmax", "512x4096", "--dtype", "float32"]) == 0
     assert re.search(r"^launch 1: \d+ of 512 threadgroups, \d+ s left$", capsys.readouterr().err, re.M)
 
