@@ -132,11 +132,13 @@ _PLACES = (
             "test_attention.py", "test_attention_backward.py", "test_attention_combine.py", "test_exact.py",
             "test_attention_traffic.py",
         ),
+        ("nvidia/attention_ahead.metal",),
     ),
     Place(
         ("quantized_scaled_dot_product_attention",), "attention", "quantized_attention.cpp", ("plan.cpp",),
         ("attention_packed.metal", "attention_combine.metal"), ("attention.cpp",),
         ("test_quantized_attention.py", "test_attention_traffic.py"),
+        ("nvidia/attention_packed_ahead.metal", "nvidia/attention_unpack.metal"),
     ),
     Place(
         ("rope_append",), "cache", "rope_append.cpp", ("rope_append_primitive.cpp",),
