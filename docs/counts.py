@@ -66,6 +66,7 @@ CASES = (
     Counted("quantized_matmul", "11x320x9 bits=4 nvidia"),
     Counted("quantized_matmul", "1x4096x64 transpose=False bits=4 nvidia"),
     Counted("quantized_swiglu", "1x2880x9 bits=4"),
+    Counted("quantized_swiglu", "37x160x69 bits=4"),
     Counted("quantized_swiglu", "1x320x9 bits=4 nvidia"),
     Counted("quantized_swiglu", "1x2880x9 nvidia"),
     Counted("block_matmul", "1x2880x9 q4_0"),

@@ -111,7 +111,8 @@ _PLACES = (
         ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
     ),
     Place(
-        ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan.cpp",), ("quantized_swiglu.metal",),
+        ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan.cpp",),
+        ("quantized_swiglu.metal", "apple/swiglu_tiles.metal"),
         ("quantized_matmul.cpp",), ("test_quantized_swiglu.py",),
         ("nvidia/quantized_swiglu.metal", "nvidia/quantized_swiglu_mma.metal"),
     ),

@@ -22,7 +22,7 @@ FILES: dict[str, tuple[str, ...]] = {
         *("matmul/qmv.metal", "matmul/qmm.metal", "matmul/apple/qmm_tiles.metal", "matmul/qvm.metal"),
         "matmul/splitk_reduce.metal",
     ),
-    "quantized_swiglu": ("matmul/quantized_swiglu.metal",),
+    "quantized_swiglu": ("matmul/quantized_swiglu.metal", "matmul/apple/swiglu_tiles.metal"),
     "block_matmul": ("matmul/gguf_matmul.metal",),
     "block_quantize": ("matmul/gguf_quantize.metal",),
     "block_dequantize": ("matmul/gguf_quantize.metal",),

@@ -306,17 +306,17 @@ _FLOATS = (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))  # modes with t
 # Tiles of 32 and of 64 rows, with tails of rows, columns and outputs.
 _TILES = ((19, 160, 133), (37, 160, 69))
 
-_TILE_TESTS = tuple(
-    case
-    for bits in (2, 3, 4, 5, 6, 8)
-    for case in _tests(
-        *(_TILES if bits in (4, 8) else _TILES[:1]), transpose=True, group_size=32, bits=bits, apple_only=True
+
+def _tile_tests(**options: Any) -> tuple[Case, ...]:
+    """Of 2, 3, 5 and 6 bits there are tiles of 32 rows alone."""
+    affine = (({"group_size": 32, "bits": bits}, bits in (4, 8)) for bits in (2, 3, 4, 5, 6, 8))
+    floats = (({"group_size": size, "bits": bits, "mode": mode}, True) for mode, bits, size in _FLOATS)
+    return tuple(
+        case
+        for more, both in (*affine, *floats)
+        for case in _tests(*(_TILES if both else _TILES[:1]), apple_only=True, **options, **more)
     )
-) + tuple(
-    case
-    for mode, bits, group_size in _FLOATS
-    for case in _tests(*_TILES, transpose=True, group_size=group_size, bits=bits, mode=mode, apple_only=True)
-)
+
 
 _QUANTIZED_TESTS = tuple(
     case
@@ -422,7 +422,7 @@ MATRIX_OPS: tuple[Op, ...] = (
         twin_text="`mx.quantized_matmul`",
         summary="a few rows times quantized weights",
         options={"group_size": 64, "bits": 4},
-        tests=_QUANTIZED_TESTS + _TILE_TESTS,
+        tests=_QUANTIZED_TESTS + _tile_tests(transpose=True),
         cases=_models((1, 2, 4, 8, 16), bits=4)
         + _models((1, 4), bits=8)
         + _prompts((128, 896, 896), (512, 896, 128), bits=4)
@@ -468,6 +468,7 @@ MATRIX_OPS: tuple[Op, ...] = (
             for case in _tests((1, 320, 9), (2, 576, 5), (4, 320, 6), group_size=32, bits=bits, gpu="nvidia")
         )
         + _tests((1, 2880, 9), (1, 4672, 9), (1, 64, 38), gpu="nvidia")
+        + _tile_tests()
         + _tests((1, 2880, 9), (4, 320, 6), activation="geglu")
         + _tests((2, 576, 5), bits=8, activation="geglu"),
         cases=tuple(

@@ -44,6 +44,15 @@ def quantized(rows: int, columns: int, outputs: int, bits: int, transpose: bool 
     return label, lambda: mm.quantized_matmul(x, w, scales, scales, transpose=transpose, group_size=64, bits=bits)
 
 
+def gated(rows: int, columns: int, outputs: int, bits: int = 4) -> tuple[str, Call]:
+    x = mx.zeros((rows, columns), HALF)
+    w, scales = mx.zeros((outputs, columns * bits // 32), mx.uint32), mx.zeros((outputs, columns // 64), HALF)
+    triple = (w, scales, scales)
+    return f"quantized_swiglu {rows}x{columns}x{outputs} {bits}-bit", lambda: mm.quantized_swiglu(
+        x, triple, triple, group_size=64, bits=bits
+    )
+
+
 def gguf(rows: int, columns: int, outputs: int) -> tuple[str, Call]:
     x, blocks = mx.zeros((rows, columns), HALF), mx.zeros((outputs, columns // 32 * 18), mx.uint8)
     return f"block_matmul {rows}x{columns}x{outputs} q4_0", lambda: mm.block_matmul(x, blocks, "q4_0")
@@ -122,7 +131,7 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
             quantized(8, 4096, 4096, 4), quantized(16, 4096, 14336, 4), quantized(1, 4096, 1024, 4, transpose=False),
             quantized(17, 4096, 4096, 4), quantized(64, 4096, 14336, 8), quantized(65, 4096, 4096, 4),
             quantized(600, 4096, 4096, 4), quantized(2048, 14336, 4096, 4),
-            gguf(1, 4096, 4096),
+            gated(1, 4096, 14336), gated(8, 4096, 14336), gated(512, 4096, 14336), gguf(1, 4096, 4096),
         ],
         "attention": [
             attention(1, 1, 500), attention(1, 1, 4096), attention(1, 1, 20000), attention(8, 1, 4096),

@@ -29,9 +29,10 @@ namespace {
 
 constexpr const char* op = "quantized_swiglu";
 const Name file = "matmul/quantized_swiglu.metal";
+const Name tiles_file = "matmul/apple/swiglu_tiles.metal";
 const Name nvidia_rows_file = "matmul/nvidia/quantized_swiglu.metal";
 const Name row_file = "matmul/nvidia/quantized_swiglu_mma.metal";
-constexpr AffineKernels kernels{op, 2, 4, false, 2};
+constexpr AffineKernels kernels{op, 2, 4, false, 2, true};
 
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
@@ -101,6 +102,10 @@ class QuantizedSwiglu : public KernelPrimitive {
       launch.file = file;
       launch.kernel = kernel_name(x.dtype(), op, "qmv_", format_name(format_), "_", plan.shared.rows);
       share_out(launch, plan.shared, 1);
+    } else if (plan.kernel == AffineKernel::qmm_tiles) {
+      launch.file = tiles_file;
+      launch.kernel = kernel_name(x.dtype(), op, "qmm_tiles_", format_name(format_), "_", plan.by_tiles.rows);
+      share_out(launch, plan.by_tiles, 1);
     } else if (plan.kernel == AffineKernel::matrices) {
       launch.file = file;
       launch.kernel = kernel_name(x.dtype(), op, "qmm_", format_name(format_));
@@ -203,8 +208,8 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (const char* reason = why_not_covered(format)) {
     return by_mx(reason);
   }
-  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
-    return by_mx("more than " + std::to_string(most_gemv_rows) + " rows of x");
+  if (const uint32_t most = most_affine_rows(kernels, format, stream); rows > most) {
+    return by_mx("more than " + std::to_string(most) + " rows of x");
   }
   if (exact && stream.device == mx::Device::gpu && leading_size(x, 1) > most_matrices) {
     return by_mx("more than " + std::to_string(most_matrices) + " rows of x, each multiplied alone");
@@ -227,13 +232,15 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up, 
   }
   const mx::Stream stream = gate.primitive().stream();
   const Arrays& inputs = gate.inputs();
+  const size_t rows = leading_size(inputs[0], 1);
+  const bool by_tiles = rows > most_gemv_rows && rows <= most_affine_rows(kernels, *format, stream);
   if (gate.is_tracer() || up.primitive().stream() != stream || up.inputs()[0].id() != inputs[0].id() ||
-      (stream.device == mx::Device::gpu && leading_size(inputs[0], 1) > kernels.most_rows)) {
+      (stream.device == mx::Device::gpu && rows > kernels.most_rows && !by_tiles)) {
     return std::nullopt;
   }
   const mx::array& w = inputs[1];
-  const ProductSizes sizes{1, static_cast<uint32_t>(leading_size(inputs[0], 1)),
-                           static_cast<uint32_t>(inputs[0].shape(-1)), static_cast<uint32_t>(w.shape(0))};
+  const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(inputs[0].shape(-1)),
+                           static_cast<uint32_t>(w.shape(0))};
   if (prefer_mx(product_problem(op, gate.dtype(), affine_number(*format), sizes), nullptr, stream)) {
     return std::nullopt;
   }

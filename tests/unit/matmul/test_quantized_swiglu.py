@@ -33,6 +33,22 @@ def test_any_number_of_rows(rng, dtype, native, rows, bits):
     assert_product_right(mm.quantized_swiglu(x, gate, up, 32, bits), exact_swiglu(x, gate, up, 32, bits), dtype)
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("bits", [4, 5, 8])
+@pytest.mark.parametrize("rows, columns, outputs", [(17, 32, 8), (33, 96, 41), (66, 64, 65), (530, 32, 9)])
+def test_tiles_of_many_rows(rng, dtype, native, seed, rows, columns, outputs, bits):
+    """In several orders of threads: bands of tiles, and tails of rows, columns and outputs."""
+    gate, up = (quantize(rng, (outputs, columns), dtype, 32, bits) for _ in range(2))
+    x = draw(rng, (rows, columns), dtype) * (0.5 / columns**0.5)
+    with mm.simulator.enabled(seed=seed, gpu="m1"):
+        mm.stats(reset=True)
+        y = mm.quantized_swiglu(x, gate, up, 32, bits)
+        mx.eval(y)
+        (kernel,) = mm.stats()["quantized_swiglu"]["kernels"]
+    assert "qmm_tiles" in kernel
+    assert_product_right(y, exact_swiglu(x, gate, up, 32, bits), dtype)
+
+
 ACTIVATIONS = {"swiglu": nn.silu, "geglu": nn.gelu_approx}
 
 
