@@ -34,8 +34,9 @@ HEAD = """# Products of prompts, predicted beside MLX's kernels
 
 Predictions, not measurements: no Mac was at hand. `python bench/apple/prompts.py --write`. Groups of 64, MLX 0.32.4's
 `affine_qmm_t`. A threadgroup is simulated at 256 and at 512 columns and extended to the whole product.
-[docs/apple.md](../../docs/apple.md) says how far such predictions are off. Percent are of the ALU's peak in half types,
-cores x clock x 256. Speed is MLX's time by ours.
+MLX splits the columns where tiles are few (`affine_qmm_t_splitk`), which fills a GPU better and is left out: of 32 rows
+and 4096 outputs on a Max, speed is that much less. [docs/apple.md](../../docs/apple.md) says how far such predictions
+are off. Percent are of the ALU's peak in half types, cores x clock x 256. Speed is MLX's time by ours.
 """
 
 Simulated = Sequence[tuple[int, PredictedLaunch]]

@@ -130,7 +130,7 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
             quantized(1, 4096, 4096, 4), quantized(1, 4096, 128256, 4), quantized(2, 4096, 1024, 8),
             quantized(8, 4096, 4096, 4), quantized(16, 4096, 14336, 4), quantized(1, 4096, 1024, 4, transpose=False),
             quantized(17, 4096, 4096, 4), quantized(64, 4096, 14336, 8), quantized(65, 4096, 4096, 4),
-            quantized(600, 4096, 4096, 4), quantized(2048, 14336, 4096, 4),
+            quantized(600, 4096, 4096, 4), quantized(2048, 14336, 4096, 4), quantized(32, 4096, 1024, 4),
             gated(1, 4096, 14336), gated(8, 4096, 14336), gated(512, 4096, 14336), gguf(1, 4096, 4096),
         ],
         "attention": [

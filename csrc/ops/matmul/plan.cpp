@@ -196,6 +196,11 @@ uint32_t lanes_along(uint32_t outputs, uint32_t owned) {
 // Of matmul/qmm.metal.
 constexpr Registers matrices_registers{183, 128};
 
+// Whether there are as many outputs as a simdgroup of matmul/apple/qmm_tiles.h has.
+bool has_tile_outputs(const AffineKernels& kernels, const ProductSizes& sizes) {
+  return sizes.outputs >= kTileOutputs / kTileSimdgroups / kernels.matrices;
+}
+
 // Of matmul/nvidia/qmm.metal.
 Registers tiles_registers(const AffineFormat& format, uint32_t rows, uint32_t run) {
   const uint32_t most = run == 32 ? (format.bits == 4 ? 128 : 80) : format.bits == 4 ? 168 : rows <= 8 ? 96 : 128;
@@ -236,10 +241,20 @@ void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, const Produ
   plan.simdgroups = plan_tile_simdgroups(groups, chunks, tiles_registers(format, plan.rows, plan.run), 1, most, gpu);
 }
 
+// Whether tiles occupy four fifths of the cores until the last one ends: mx splits columns where outputs are few, and
+// takes a fifth longer otherwise (bench/results/prompts.md).
+bool keep_busy(const AffineKernels& kernels, const AffineFormat& format, const ProductSizes& sizes, const Gpu& gpu) {
+  const TilesPlan plan = plan_tiles(format, sizes, kernels.matrices);
+  const uint64_t tiles = uint64_t(plan.row_blocks) * plan.output_groups * sizes.matrices;
+  const uint64_t rounds = ceil_divide(tiles, gpu.cores);
+  return has_tile_outputs(kernels, sizes) && tiles * 5 >= rounds * gpu.cores * 4;
+}
+
 const Schedules of_gemv({"gemv"}, gemv_schedules);
 const Schedules of_affine({"quantized_matmul", "quantized_swiglu"}, affine_schedules);
 
 constexpr const char* tensor_cores = "many rows of x where there are tensor cores";
+constexpr const char* few_tiles = "too few outputs for many rows of x to keep a GPU busy";
 constexpr const char* matrix_units = "many rows of x where there are matrix units";
 
 }  // namespace
@@ -453,7 +468,7 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
       case AffineKernel::nvidia_rows:
         return all && (!kernels.has_tiles || dtype == mx::float32 || sizes.rows <= 1);
       case AffineKernel::qmm_tiles:
-        return kernels.has_qmm_tiles && sizes.outputs >= kTileOutputs / kTileSimdgroups / kernels.matrices;
+        return kernels.has_qmm_tiles && has_tile_outputs(kernels, sizes);
       case AffineKernel::matrices:
         return true;
       case AffineKernel::rows:
@@ -503,11 +518,15 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
     const bool wins = kernels.has_tiles && dtype == mx::float32 && uint64_t(sizes.matrices) * sizes.rows >= 12;
     return wins ? tensor_cores : nullptr;
   }
-  // MLX's limits on GPUs with matrix units: its kernels for fewer rows do not use them. More than these rows are mx's.
+  // MLX's limits on GPUs with matrix units: its kernels for fewer rows do not use them.
   const uint32_t larger = std::max(sizes.columns, sizes.outputs);
   const uint32_t fewest = larger <= 2048 ? 33 : larger <= 4096 ? 25 : 13;
-  const bool wins = sizes.rows > most_gemv_rows || (sizes.rows >= fewest && sizes.columns % 64 == 0);
-  return wins && mlx_uses_matrix_units(gpu, dtype) ? matrix_units : nullptr;
+  const bool wins = sizes.rows >= fewest && sizes.columns % 64 == 0;
+  if (wins && mlx_uses_matrix_units(gpu, dtype)) {
+    return matrix_units;
+  }
+  const bool by_tiles = sizes.rows > most_gemv_rows && !gpu.has_matrix_units;
+  return by_tiles && !keep_busy(kernels, format, sizes, gpu) ? few_tiles : nullptr;
 }
 
 RowsPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream) {
