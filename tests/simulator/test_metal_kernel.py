@@ -448,6 +448,19 @@ A_MAC_TAKES = {
         "constant float seven = 7;\n",
         "out[0] = again(seven);",
     ),
+    "a conversion to a vector": (
+        "struct P { float a; operator float2() const { return float2(a, 7); } };\n",
+        "P p = {1}; float2 v = p; out[0] = v.y;",
+    ),
+    "an explicit conversion to a vector of thread memory": (
+        "struct P { half a; explicit operator half4() thread { return half4(a); } };\n",
+        "P p = {3}; half4 v = half4(p); out[0] = v.x + static_cast<half4>(p).y + ((half4)p).z - 2;",
+    ),
+    "a conversion of two": (
+        "struct P { float a; operator uint2() const { return uint2(uint(a), 1); }\n"
+        "  operator float() const { return a; } };\n",
+        "P p = {6}; uint2 v = p; out[0] = float(v.x) + v.y + 0 * float(p);",
+    ),
     "a structured binding": ("struct P { float a, b; };\n", "P p = {3, 7}; auto [x, y] = p; out[0] = y;"),
     "a nested namespace": ("namespace x::y { constant float z = 7; }\n", "out[0] = x::y::z;"),
     "an if with an initial statement": ("", "if (int n = 7; n > 3) { out[0] = n; }"),
