@@ -4,26 +4,21 @@ python bench/apple/tokens.py FILE                 predicts what FILE does not ha
 python bench/apple/tokens.py FILE --models A,B    of these models
 python bench/apple/tokens.py FILE --write         writes bench/results/apple-tokens.md of what FILE has
 
-FILE is JSON. A model has as few layers as its kinds of layers take to repeat, and a short vocabulary. Their launches
-are then taken as often as the published model has layers, and the head has its length.
+FILE is JSON. `mlx-mittens bench --predict --model` predicts one model as these are.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import kept
 import mlx.core as mx
 
-import mlx_mittens as mm
-from mlx_mittens.apple.chips import Chip, find_chip
-from mlx_mittens.apple.model import Work, chain
-from mlx_mittens.bench import architectures, models
+from mlx_mittens.apple.chips import find_chip
+from mlx_mittens.cli import predicted_models
+from mlx_mittens.cli.predicted_models import CONTEXT, VOCABULARY
 
 CHIPS = ("m2-max", "m4-max")
 MODELS = (
@@ -31,8 +26,6 @@ MODELS = (
     *(("qwen3-30b-a3b", "4-bit"), ("gpt-oss-20b", "mxfp4"), ("qwen3-next-80b-a3b", "4-bit"), ("llama-3.1-8b", "4-bit")),
 )
 DTYPES = {"mxfp4": mx.bfloat16}  # else float16: mxfp4 weights of an embedding give bfloat16, and both float32
-CONTEXT = 64  # tokens before the one that is predicted
-VOCABULARY = 16384  # rows of the head that are simulated
 FILE = Path(__file__).parents[1] / "results" / "apple-tokens.md"
 
 HEAD = f"""# A token of whole models, predicted beside mx's
@@ -50,78 +43,10 @@ multiplied. Speed is mx's time by ours.
 """
 
 
-def recorded(step: Callable[[], Any]) -> list[Any]:
-    """What is launched for the arrays that a step gives, for the first chip.
-
-    Raises:
-        RuntimeError: An operation has no launch that is known.
-    """
-    with (
-        mm.simulator.enabled(gpu=CHIPS[0], pretend_metal=True),
-        mm.simulator.predicted(CHIPS[0], peer="metal") as found,
-    ):
-        mx.eval(step())
-    if found.left_out:
-        raise RuntimeError(f"no launch is known for {dict(found.left_out)}: the prediction would lack them")
-    return list(found)
-
-
-def side(model: Any, layers: list[Any]) -> dict[str, Any]:
-    """Launches of a token of the short model and of it without layers, with the works that the time follows from."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    inner = model.model
-    cache = make_prompt_cache(model)
-    with mm.patched():  # on a CPU mx takes minutes
-        for tokens in (CONTEXT - 1, 1):  # after the first token no rotating cache grows
-            mx.eval(model(mx.array([[1] * tokens]), cache=cache))
-    found = {}
-    for name, some in (("ends", []), ("all", layers)):
-        inner.layers = some
-        found[name] = recorded(lambda: model(mx.array([[1]]), cache=cache))
-    return found
-
-
-def whole(found: dict[str, Any], chip: Chip, repeats: float, vocabulary: int) -> tuple[int, float]:
-    """Launches of a token of the published model, and its time in microseconds."""
-    every, ends = (works_of(found[name], chip) for name in ("all", "ends"))
-    inner = chain(every, chip).microseconds - chain(ends, chip).microseconds
-    longest = max(range(len(ends)), key=lambda i: ends[i].lines)  # the head
-    ends[longest] = _times(ends[longest], vocabulary / VOCABULARY)
-    number = len(ends) + repeats * (len(every) - len(ends))
-    return round(number), chain(ends, chip).microseconds + repeats * inner
-
-
-def works_of(launches: Sequence[Any], chip: Chip) -> list[Work]:
-    works = [launch.on(chip).work for launch in launches]
-    if None in works:
-        raise RuntimeError("a kernel does not compile")
-    return works
-
-
-def _times(work: Work, factor: float) -> Work:
-    """So many times the threadgroups, which do the same."""
-    names = ("threadgroups", "lines", "fragment_lines", "summed_lines")
-    return replace(
-        work, instructions=factor * work.instructions, **{name: factor * getattr(work, name) for name in names}
-    )
-
-
 def predicted(name: str, weights: str) -> dict[str, Any]:
     """By chip the launches and times of both sides."""
-    config = architectures.ARCHITECTURES[name]
-    few = architectures.period(name)
-    model: Any = architectures.build(
-        name, DTYPES.get(weights, mx.float16), **models.FORMATS[weights], num_hidden_layers=few, vocab_size=VOCABULARY
-    )
-    layers = model.model.layers
-    rows: dict[str, Any] = {chip: [] for chip in CHIPS}
-    for context in (mm.patched(), contextlib.nullcontext()):
-        with context:
-            found = side(model, layers)
-        for chip in CHIPS:
-            rows[chip] += whole(found, find_chip(chip), config["num_hidden_layers"] / few, config["vocab_size"])
-    return rows
+    dtype = DTYPES.get(weights, mx.float16)
+    return predicted_models.predicted(name, weights, dtype, [find_chip(chip) for chip in CHIPS])
 
 
 def document(found: dict[str, dict[str, Any]]) -> str:

@@ -23,7 +23,7 @@ from ..backends import executors, strict
 from ..bench import machine
 from ..bench.measure import FULL, QUICK, Outcome, kept_memory, measure, plan
 from ..table import Column, show, terminal_width
-from . import bench_compare, bench_files, bench_models, bench_predictions, predictions
+from . import bench_compare, bench_files, bench_models, bench_predictions, predicted_models, predictions
 from .options import UsageError, add_minutes, add_ops, add_seed, chosen, drawn, inputs, writable
 from .runs import Ending, JsonFile, each, finish, progress, steps
 
@@ -244,6 +244,8 @@ def run(arguments: argparse.Namespace) -> int:
         _check_compare(arguments)
         return bench_compare.run(arguments)
     bench_predictions.check(arguments)
+    if arguments.predict and arguments.model is not None:
+        return predicted_models.run(arguments, JsonFile(arguments.json))
     _check_combination(arguments)
     begun = bench_files.Begun.of(arguments.resume) if arguments.resume else None
     if begun:

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from .. import frontend, specs
+from .. import frontend, simulator, specs
 from ..apple.chips import Chip
 from ..apple.machine_code import NOT_COMPILED
 from ..bench.measure import plan
+from ..simulator import EstimatedLaunch, PredictedLaunch, PredictedLaunches
+from ..simulator.prediction import MARK, MARKED
 from ..table import Column, show
 from .options import UsageError, drawn
-from .predictions import Side, chosen_chips
+from .predictions import Side, as_json, chosen_chips
 from .runs import Ending, JsonFile, each, finish, progress, steps
 from .simulate import own_launches, peer_side
 
@@ -32,12 +35,19 @@ _COLUMNS = (
     Column("limited by", 3),
     Column("MLX by", 4),
 )
-_REFUSED = ("device", "peer", "model", "resume")
+_ESTIMATED = "~"
+_SAYS_ESTIMATED = f"{_ESTIMATED} launches of mx whose kernels MLX's wheel lacks are estimated from their bytes."
+_REFUSED = ("device", "peer", "resume")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case on a chip; None where a kernel does not compile, or MLX has none of its own."""
+    """A case on a chip; None where a kernel does not compile, or no launch is known for what mx does.
+
+    Attributes:
+        marks: `MARK` where counts of our launches are missed.
+        mlx_marks: The same of MLX's, and `_ESTIMATED` where launches are estimated from their bytes.
+    """
 
     op: str
     case: str
@@ -47,6 +57,8 @@ class Row:
     mlx_microseconds: float | None
     limit: str
     mlx_limit: str
+    marks: str = ""
+    mlx_marks: str = ""
 
     @property
     def speedup(self) -> float | None:
@@ -65,7 +77,7 @@ def check(arguments: argparse.Namespace) -> None:
         if arguments.chip:
             raise UsageError("--chip goes with --predict")
         return
-    if not arguments.chip:
+    if not arguments.chip and arguments.model is None:
         raise UsageError("--predict needs --chip NAME, such as m2-max, or all")
     given = [name for name in _REFUSED if getattr(arguments, name) is not None]
     if given:
@@ -128,12 +140,17 @@ def _predicted(
     op: specs.Op, case: specs.Case, dtype: str, chips: Sequence[Chip], seed: int
 ) -> tuple[list[Row], dict[str, Any]]:
     kind = specs.DTYPES[dtype]
-    sides = {"mlx_mittens": Side.of(own_launches(op, case, kind, chips, seed))}
-    if theirs := peer_side(op, case, kind, chips, seed):
-        sides["mlx"] = theirs
+    ours = Side.of(own_launches(op, case, kind, chips, seed))
+    theirs = peer_side(op, case, kind, chips, seed)
+    estimated = _of_mx(op, case, kind, chips, seed) if theirs is None else None
     rows = []
     for chip in chips:
-        own, other = (sides[by].predictions.get(chip.name) if by in sides else None for by in ("mlx_mittens", "mlx"))
+        own, other, marks = ours.predictions.get(chip.name), None, ""
+        if theirs is not None:
+            other, marks = theirs.predictions.get(chip.name), MARK * theirs.is_missed(chip.name)
+        elif estimated is not None:
+            launches = estimated.on(chip)
+            other, marks = launches.total, _ESTIMATED * any(isinstance(one, EstimatedLaunch) for one in launches)
         rows.append(
             Row(
                 op.name,
@@ -143,17 +160,35 @@ def _predicted(
                 own.microseconds if own else None,
                 other.microseconds if other else None,
                 own.limit if own else NOT_COMPILED,
-                other.limit if other else NOT_COMPILED if "mlx" in sides else "",
+                other.limit if other else NOT_COMPILED if theirs is not None else "",
+                MARK * ours.is_missed(chip.name),
+                marks,
             )
         )
-    entry = {"op": op.name, "case": case.name, "dtype": dtype, **{by: side.json() for by, side in sides.items()}}
+    entry: dict[str, Any] = {"op": op.name, "case": case.name, "dtype": dtype, "mlx_mittens": ours.json()}
+    if theirs is not None:
+        entry["mlx"] = theirs.json()
+    elif estimated is not None:
+        times = {chip.name: as_json(estimated.on(chip).total) for chip in chips}
+        entry["mlx"] = {"estimated": [str(launch) for launch in estimated], "chips": times}
     return rows, entry
 
 
+def _of_mx(
+    op: specs.Op, case: specs.Case, dtype: mx.Dtype, chips: Sequence[Chip], seed: int
+) -> PredictedLaunches[PredictedLaunch | EstimatedLaunch] | None:
+    """What MLX launches for the op's twin; None where no launch is known for a part of it."""
+    arrays = op.draw(np.random.default_rng(seed), case, dtype)
+    mx.eval([array for array in arrays if array is not None])
+    with simulator.predicted(chips[0].name, peer="metal") as launches, mx.stream(mx.cpu):
+        mx.eval(specs.run(op, op.twin, case, arrays))
+    return launches if launches and not launches.left_out and launches.total is not None else None
+
+
 def _cells(row: Row) -> list[str]:
-    number = lambda value: "" if value is None else f"{value:.1f}"
+    number = lambda value, marks: "" if value is None else f"{value:.1f}{marks}"
     speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
-    times = [number(row.microseconds), number(row.mlx_microseconds), speedup]
+    times = [number(row.microseconds, row.marks), number(row.mlx_microseconds, row.mlx_marks), speedup]
     return [row.op, row.case, row.dtype, row.chip, *times, row.limit, row.mlx_limit]
 
 
@@ -164,4 +199,6 @@ def _summary(rows: Sequence[Row], chips: Sequence[Chip]) -> str:
         if speedups:
             mean = statistics.geometric_mean(speedups)
             lines.append(f"{chip.name}: geometric mean {mean:.2f}x MLX's kernels over {len(speedups)} rows")
+    marks = {mark for row in rows for mark in (*row.marks, *row.mlx_marks)}
+    lines += [text for mark, text in ((MARK, f"{MARKED}."), (_ESTIMATED, _SAYS_ESTIMATED)) if mark in marks]
     return "\n".join([*lines, "Predicted, not measured: docs/apple.md has the errors that were seen."])

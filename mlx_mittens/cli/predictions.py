@@ -104,13 +104,13 @@ class Side:
                     "fills": code.fills,
                     "loops_taken_to_run_once": launch.uncounted,
                     "counts_missed_by": launch.mismatch,
-                    "chips": {name: _time(each.prediction) for name, each in by_chip.items()},
+                    "chips": {name: as_json(each.prediction) for name, each in by_chip.items()},
                 }
             kernels.append(entry)
-        return {"kernels": kernels, "chips": {name: _time(p) for name, p in self.predictions.items()}}
+        return {"kernels": kernels, "chips": {name: as_json(p) for name, p in self.predictions.items()}}
 
 
-def _time(prediction: Prediction | None) -> dict[str, Any]:
+def as_json(prediction: Prediction | None) -> dict[str, Any]:
     """A prediction as JSON has it."""
     if prediction is None:
         return {}

@@ -12,8 +12,8 @@ import mlx_mittens as mm
 from mlx_mittens import _ext, frontend, specs, table
 from mlx_mittens.apple import agx_compiler, machine_code
 from mlx_mittens.apple.chips import find_chip
-from mlx_mittens.bench import mlx_metal
-from mlx_mittens.cli import predictions, simulate
+from mlx_mittens.bench import architectures, mlx_metal
+from mlx_mittens.cli import predicted_models, predictions, simulate
 from mlx_mittens.cli.main import main
 from mlx_mittens.frontend import CompileError
 from mlx_mittens.simulator import prediction
@@ -402,7 +402,10 @@ def test_all_chips(capsys):
         (["bench", "--chip", "m1"], "--chip goes with --predict"),
         (["bench", "--predict"], "--predict needs --chip NAME"),
         (["bench", "--predict", "--chip", "m1", "--device", "cpu"], "--device does not go with --predict"),
-        (["bench", "--predict", "--chip", "m1", "--model", "x"], "--model does not go with --predict"),
+        (["bench", "--predict", "--chip", "m1", "--model", "x"], "--model: x given"),
+        (["bench", "--predict", "--model", "qwen3-0.6b", "--quick"], "--quick does not go with --predict --model"),
+        (["bench", "--predict", "--model", "qwen3-0.6b", "--tokens", "3"], "--tokens does not go with --predict"),
+        (["bench", "--predict", "--model", "qwen3-0.6b", "--prompt", "1"], "--prompt 1: expected 2 or more"),
     ],
 )
 def test_bad_options(arguments, words, capsys):
@@ -424,6 +427,37 @@ def test_bench_predicts_its_cases(tmp_path, capsys):
         assert row["mlx_mittens"]["kernels"][0]["half_registers"] > 0
         assert row["mlx_mittens"]["chips"]["m1"]["microseconds"] > row["mlx_mittens"]["chips"]["m3-max"]["microseconds"]
     assert "Predicted, not measured" in out and picture.stat().st_size > 1000
+
+
+@needs_compilers
+def test_what_mlx_has_no_kernel_for_in_its_wheel_is_estimated(tmp_path, capsys):
+    file = tmp_path / "out.json"
+    arguments = ["bench", "--predict", "--quick", "--chip", "m1,m3-max", "--json", str(file)]
+    assert main([*arguments, "--ops", "rope_append,gather_sum"]) == 0
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if line.startswith(("rope_append", "gather_sum"))]
+    assert len(rows) >= 4 and all("~" in line and "x  " in line for line in rows)
+    assert "~ launches of mx whose kernels MLX's wheel lacks are estimated from their bytes" in out
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["mlx"]["estimated"] and row["mlx"]["chips"]["m1"]["microseconds"] > 2.5
+
+
+@needs_compilers
+def test_bench_predicts_a_token_and_a_prompt_of_a_model(tmp_path, capsys, monkeypatch):
+    small = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    llama = {**architectures.ARCHITECTURES["llama-3.2-1b"], **small, "vocab_size": 2048}
+    monkeypatch.setitem(architectures.ARCHITECTURES, "llama-3.2-1b", llama)
+    monkeypatch.setattr(predicted_models, "CONTEXT", 4)
+    file = tmp_path / "out.json"
+    arguments = ["--chip", "m1,m4-max", "--prompt", "12", "--json", str(file)]
+    assert main(["bench", "--predict", "--model", "llama-3.2-1b", *arguments]) == 0
+    out = capsys.readouterr().out
+    rows = {(row["phase"], row["chip"]): row for row in json.loads(file.read_text())["rows"]}
+    assert {*rows} == {(phase, chip) for phase in ("a token", "a prompt of 12") for chip in ("m1", "m4-max")}
+    for row in rows.values():
+        assert row["launches"] > 5 * 16 and row["mx_launches"] > row["launches"]
+        assert row["mx_microseconds"] > 0 and row["microseconds"] > 2.5 * row["launches"]
+    assert "planned for m1" in out and "Predicted, not measured" in out
 
 
 @needs_compilers

@@ -1,0 +1,234 @@
+"""`bench --predict --model`: a token, or a prompt, of whole models on Apple GPUs, under `patched()` beside mx.
+
+A model has as few layers as its kinds of layers take to repeat, and a short vocabulary. Their launches are then taken
+as often as the published model has layers, and the head has its length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from .. import frontend, simulator
+from ..apple.chips import Chip
+from ..apple.model import Work, chain
+from ..bench import architectures
+from ..bench.models import DTYPES, FORMATS
+from ..patching.patches import patched
+from ..table import Column, show
+from .options import UsageError, chosen
+from .predictions import chosen_chips
+from .runs import Ending, JsonFile, each, finish, progress, steps
+
+CONTEXT = 64  # tokens before the one that is predicted
+VOCABULARY = 16384  # rows of the head that are simulated
+_CHIPS = "m2-max,m4-max"
+_TAKEN = ("chip", "json", "minutes", "weights", "dtype", "prompt")
+_REFUSED = ("layers", "tokens", "seconds", "quick", "ops", "plot", "seed")
+_COLUMNS = (
+    Column("model", left=True),
+    Column("weights", left=True),
+    Column("dtype", left=True),
+    Column("phase", left=True),
+    Column("chip", left=True),
+    Column("us"),
+    Column("mx us", 1),
+    Column("speedup"),
+    Column("launches", 2),
+    Column("mx launches", 3),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A token or a prompt of a model on a chip: launches and microseconds, ours and mx's."""
+
+    model: str
+    weights: str
+    dtype: str
+    phase: str
+    chip: str
+    launches: int
+    microseconds: float
+    mx_launches: int
+    mx_microseconds: float
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The launches of a step of the short model, and those that it has without layers too.
+
+    Attributes:
+        has_head: Whether the longest of these is the head.
+    """
+
+    whole: Sequence[Any]
+    ends: Sequence[Any]
+    has_head: bool
+
+    def of_published(self, chip: Chip, repeats: float, vocabulary: int) -> tuple[int, float]:
+        """Launches of the published model, and its time in microseconds.
+
+        Args:
+            chip: The chip.
+            repeats: How often it has the layers that were simulated.
+            vocabulary: Rows of its head.
+        """
+        whole, ends = (_works(launches, chip) for launches in (self.whole, self.ends))
+        time = lambda works: chain(works, chip).microseconds
+        inner = time(whole) - time(ends)
+        if self.has_head:
+            head = max(range(len(ends)), key=lambda i: ends[i].lines)
+            ends[head] = _times(ends[head], vocabulary / min(vocabulary, VOCABULARY))
+        return round(len(ends) + repeats * (len(whole) - len(ends))), time(ends) + repeats * inner
+
+
+def _works(launches: Sequence[Any], chip: Chip) -> list[Work]:
+    works = [launch.on(chip).work for launch in launches]
+    if None in works:
+        raise RuntimeError("a kernel does not compile")
+    return works
+
+
+def _times(work: Work, factor: float) -> Work:
+    """So many times the threadgroups, which do the same."""
+    names = ("threadgroups", "lines", "fragment_lines", "summed_lines")
+    return replace(
+        work, instructions=factor * work.instructions, **{name: factor * getattr(work, name) for name in names}
+    )
+
+
+def recorded(step: Callable[[], Any], chip: Chip) -> list[Any]:
+    """What is launched for the arrays that a step gives, by the plan for a chip.
+
+    Raises:
+        RuntimeError: An operation has no launch that is known.
+    """
+    with (
+        simulator.enabled(gpu=chip.name, pretend_metal=True),
+        simulator.predicted(chip.name, peer="metal") as found,
+    ):
+        mx.eval(step())
+    if found.left_out:
+        raise RuntimeError(f"no launch is known for {dict(found.left_out)}: the prediction would lack them")
+    return list(found)
+
+
+def token(model: Any, chip: Chip) -> Launched:
+    """The launches of a token after `CONTEXT` others."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(model)
+    with patched():  # on a CPU mx takes minutes
+        for tokens in (CONTEXT - 1, 1):  # after the first token no rotating cache grows
+            mx.eval(model(mx.array([[1] * tokens]), cache=cache))
+    return _launched(model, lambda: model(mx.array([[1]]), cache=cache), chip, has_head=True)
+
+
+def prompt(model: Any, chip: Chip, tokens: int) -> Launched:
+    """The launches of a prompt but for the head, which mlx-lm computes of the last token alone."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    with patched():  # frequencies and masks are computed once
+        mx.eval(model(mx.array([[1, 1]]), cache=make_prompt_cache(model)))
+    caches = [make_prompt_cache(model) for _ in range(2)]  # while it has its layers
+    return _launched(model, lambda: model.model(mx.array([[1] * tokens]), cache=caches.pop()), chip, has_head=False)
+
+
+def _launched(model: Any, step: Callable[[], Any], chip: Chip, has_head: bool) -> Launched:
+    layers = model.model.layers
+    found = {}
+    for name, some in (("ends", []), ("whole", layers)):
+        model.model.layers = some
+        found[name] = recorded(step, chip)
+    return Launched(found["whole"], found["ends"], has_head)
+
+
+def predicted(name: str, weights: str, dtype: mx.Dtype, chips: Sequence[Chip], tokens: int = 0) -> dict[str, list[Any]]:
+    """By chip the launches and microseconds of a token, ours and mx's; of a prompt if it has tokens."""
+    few = architectures.period(name)
+    config = architectures.ARCHITECTURES[name]
+    short = {"num_hidden_layers": few, "vocab_size": min(VOCABULARY, config["vocab_size"])}
+    model: Any = architectures.build(name, dtype, **FORMATS[weights], **short)
+    rows: dict[str, list[Any]] = {chip.name: [] for chip in chips}
+    for context in (patched(), contextlib.nullcontext()):
+        with context:
+            found = prompt(model, chips[0], tokens) if tokens else token(model, chips[0])
+        for chip in chips:
+            rows[chip.name] += found.of_published(chip, config["num_hidden_layers"] / few, config["vocab_size"])
+    return rows
+
+
+def run(arguments: argparse.Namespace, file: JsonFile) -> int:
+    """Predicts the models that were asked for.
+
+    Returns:
+        int: The exit status.
+
+    Raises:
+        UsageError: The arguments cannot be served.
+    """
+    given = vars(arguments)
+    unused = [name for name in _REFUSED if given.get(name) not in (None, False)]
+    if unused:
+        taken = ", ".join(f"--{name}" for name in _TAKEN)
+        raise UsageError(f"--{unused[0]} does not go with --predict --model, which takes {taken}")
+    if frontend.compiler_problem():
+        raise UsageError(frontend.compiler_problem())
+    chips = chosen_chips(arguments.chip or _CHIPS)
+    names = chosen("--model", arguments.model, architectures.ARCHITECTURES)
+    formats = chosen("--weights", given.get("weights", "4-bit"), FORMATS)
+    dtypes = chosen("--dtype", given["dtype"], DTYPES) if "dtype" in given else [""]
+    tokens = given.get("prompt", 0)
+    if "prompt" in given and tokens < 2:
+        raise UsageError(f"--prompt {tokens}: expected 2 or more")
+    phases = [("a token", 0), *([(f"a prompt of {tokens}", tokens)] if tokens else [])]
+    # Weights of mxfp4 make bfloat16 of an embedding, and both together float32.
+    todo = [
+        (name, weights, dtype or ("bfloat16" if weights == "mxfp4" else "float16"), phase)
+        for name, weights, dtype, phase in itertools.product(names, formats, dtypes, phases)
+    ]
+    rows: list[Row] = []
+    done: list[str] = []
+
+    def save(ending: Ending | None = None) -> None:
+        head = {"predicted": True, "chips": [chip.name for chip in chips], **progress(ending, len(done), len(todo))}
+        file.write(head, "rows", [json.dumps(asdict(row)) for row in rows], last=ending is not None)
+
+    def label(item: tuple[str, str, str, tuple[str, int]]) -> str:
+        return " ".join((*item[:3], item[3][0]))
+
+    save()
+    with steps(len(todo)) as step:
+
+        def one(item: tuple[str, str, str, tuple[str, int]]) -> None:
+            name, weights, dtype, (phase, count) = item
+            for chip, row in predicted(name, weights, DTYPES[dtype], chips, count).items():
+                rows.append(Row(name, weights, dtype, phase, chip, *row))
+            done.append(label(item))
+            save()
+            step(label(item))
+            mx.clear_cache()
+
+        ending = each(todo, one, label, arguments.minutes)
+    save(ending)
+    if rows:
+        styles = ["33" if row.mx_microseconds < row.microseconds else "" for row in rows]
+        show(_COLUMNS, [_cells(row) for row in rows], styles)
+        print(
+            f"Under mm.patch(), planned for {chips[0].name}. mx's small operations are estimated from their bytes.\n"
+            "Predicted, not measured: docs/apple.md has the errors that were seen."
+        )
+    return finish("bench", ending, file, passed=True)
+
+
+def _cells(row: Row) -> list[str]:
+    times = [f"{row.microseconds:.0f}", f"{row.mx_microseconds:.0f}", f"{row.mx_microseconds / row.microseconds:.2f}x"]
+    return [row.model, row.weights, row.dtype, row.phase, row.chip, *times, str(row.launches), str(row.mx_launches)]
