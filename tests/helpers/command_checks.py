@@ -34,6 +34,7 @@ from mlx_mittens.cli import (
     doctor,
     main,
     new,
+    predicted_models,
     registers,
     simulate,
 )
@@ -135,6 +136,7 @@ def check_mlx_mittens(words: Sequence[str]) -> None:
         mock.patch.object(doctor, "select_device", lambda name: None),
         mock.patch.object(bench, "_check_peer", lambda *_: None),  # needs a GPU
         mock.patch.object(bench_predictions, "run", _accept),
+        mock.patch.object(predicted_models, "chosen_chips", _accept),
         mock.patch.object(bench_compare, "run", _accept),
         mock.patch.object(bench_files.Begun, "of", lambda path: None),
         mock.patch.object(agx_compiler, "run", _accept),
