@@ -167,12 +167,15 @@ def _norm_heads(attention: Any, queries: mx.array, keys: mx.array) -> tuple[mx.a
         return first(queries), second(keys)
 
 
-def _turn(attention: Any, heads: mx.array, cache: Any) -> tuple[mx.array, mx.array, mx.array]:
-    """Turned queries, and keys and values with those of a cache before them, by the modules of an attention."""
+def _turn(attention: Any, heads: mx.array, cache: Any, asked: bool) -> tuple[mx.array, mx.array, mx.array]:
+    """Turned queries, and keys and values with those of a cache before them, by the modules of an attention.
+
+    asked: whether our append has been asked for, and is not to be.
+    """
     n_queries, n_keys = attention.n_heads, attention.n_kv_heads
     offset = 0 if cache is None else cache.offset
     rope = attention["rope"]
-    has_norms, is_appended = "q_norm" in attention, is_appended_to(cache)
+    has_norms, is_appended = "q_norm" in attention, not asked and is_appended_to(cache)
     if has_norms or is_appended:
         queries, keys, values = mx.split(heads, (n_queries, n_queries + n_keys), axis=1)
         if has_norms and is_appended:  # the append has them in it
@@ -184,7 +187,7 @@ def _turn(attention: Any, heads: mx.array, cache: Any) -> tuple[mx.array, mx.arr
         both, values = mx.split(heads, (n_queries + n_keys,), axis=1)
         queries, keys = mx.split(rope(both, offset=offset), (n_queries,), axis=1)
     if cache is not None:
-        keys, values = update_and_fetch(cache, keys, values)
+        keys, values = (update_and_fetch if is_appended else type(cache).update_and_fetch)(cache, keys, values)
     return queries, keys, values
 
 
@@ -207,7 +210,8 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
         caches.make_room(cache, tokens, self.n_kv_heads, heads)
     plain = plain and cache.keys is not None
     turned = None
-    if plain and joined.rotary is not None:
+    asked = plain and joined.rotary is not None
+    if asked:
         if tokens == 1 and mask is None:
             y = caches.attend(cache, heads, joined.rotary, self.scale)
             if y is not None:
@@ -215,7 +219,7 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
         turned = caches.turn_and_append(cache, heads, joined.rotary)
     elif quantized and joined.rotary is not None:
         turned = caches.turn_and_quantize(cache, heads, joined.rotary)
-    queries, keys, values = turned or _turn(self, heads, cache)
+    queries, keys, values = turned or _turn(self, heads, cache, asked)
     y = attend(queries, keys, values, cache, self.scale, mask)
     if tokens > 1:
         y = y.transpose(0, 2, 1, 3)
