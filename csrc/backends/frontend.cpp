@@ -25,7 +25,8 @@ template <typename Result = std::string, typename... Arguments>
 Result call_of(const char* module, const char* function, const Arguments&... arguments) {
   nb::gil_scoped_acquire gil;
   try {
-    return nb::cast<Result>(nb::module_::import_(module).attr(function)(arguments...));
+    // Named arguments are told by their type as it is handed over: the nanobind of older mlx knows no reference to it.
+    return nb::cast<Result>(nb::module_::import_(module).attr(function)(Arguments(arguments)...));
   } catch (nb::python_error& error) {
     if (!error.matches(PyExc_Exception)) {
       throw Interrupted(std::move(error));
