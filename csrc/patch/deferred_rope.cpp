@@ -191,13 +191,21 @@ void take_norms(mx::array& queries, mx::array& keys, Rotary& rotary) {
 
 }  // namespace
 
+mx::array mx_rope(const mx::array& x, int dims, bool traditional, std::optional<float> base, float scale,
+                  const std::variant<int, mx::array>& offset, const std::optional<mx::array>& freqs,
+                  mx::StreamOrDevice where) {
+  if (const int* position = std::get_if<int>(&offset)) {
+    return mx::fast::rope(x, dims, traditional, base, scale, *position, freqs, where);
+  }
+  return mx::fast::rope(x, dims, traditional, base, scale, std::get<mx::array>(offset), freqs, where);
+}
+
 std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional, std::optional<float> base,
                                   float scale, const std::variant<int, mx::array>& offset,
                                   const std::optional<mx::array>& freqs, mx::StreamOrDevice where) {
-  const int* position = std::get_if<int>(&offset);
-  mx::array y = position ? mx::fast::rope(x, dims, traditional, base, scale, *position, freqs, where)
-                         : mx::fast::rope(x, dims, traditional, base, scale, std::get<mx::array>(offset), freqs, where);
+  mx::array y = mx_rope(x, dims, traditional, base, scale, offset, freqs, where);
   if (is_covered_by_kernels(y, base, scale)) {
+    const int* position = std::get_if<int>(&offset);
     calls.of[calls.next] =
         DeferredRope{WeakArray(y),
                      WeakArray(x),
@@ -275,8 +283,8 @@ void turn_as_append_does(mx::array& new_keys, const mx::array& new_values) {
 namespace {
 
 void bind(nb::module_& module) {
-  module.def("try_rope", lenient("rope", &try_rope), "a"_a, "dims"_a, nb::kw_only(), "traditional"_a, "base"_a.none(),
-             "scale"_a, "offset"_a, "freqs"_a.none() = nb::none(), "stream"_a = nb::none());
+  module.def("try_rope", lenient("rope", &try_rope, &mx_rope), "a"_a, "dims"_a, nb::kw_only(), "traditional"_a,
+             "base"_a.none(), "scale"_a, "offset"_a, "freqs"_a.none() = nb::none(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -10,6 +10,10 @@
 
 namespace mittens {
 
+mx::array mx_rope(const mx::array& x, int dims, bool traditional, std::optional<float> base, float scale,
+                  const std::variant<int, mx::array>& offset, const std::optional<mx::array>& freqs,
+                  mx::StreamOrDevice where);
+
 // mx.fast.rope itself, which leaves a note for the append.
 std::optional<mx::array> try_rope(const mx::array& x, int dims, bool traditional, std::optional<float> base,
                                   float scale, const std::variant<int, mx::array>& offset,

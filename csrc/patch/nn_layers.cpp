@@ -11,6 +11,7 @@
 
 #include "ops/matmul/gemv.h"
 #include "ops/matmul/quantized_matmul.h"
+#include "ops/norm/norms.h"
 #include "patch/deferred_rope.h"
 #include "patch/nn_module.h"
 #include "patch/pending_norm.h"
@@ -29,7 +30,7 @@ namespace {
 std::optional<mx::array> try_linear(const nb::dict& layer, const mx::array& x) {
   static PyObject* const weight = name("weight");
   static PyObject* const bias = name("bias");
-  static const auto attempt = lenient("gemv", &try_gemv);
+  static const auto attempt = lenient("gemv", &try_gemv, &gemv);
   const auto w = array(layer, weight);
   return w ? attempt(*w, x, array(layer, bias), true, {}) : std::nullopt;
 }
@@ -43,7 +44,7 @@ std::optional<mx::array> try_quantized_linear(const nb::dict& layer, const mx::a
   static PyObject* const group_size = name("group_size");
   static PyObject* const bits = name("bits");
   static PyObject* const mode = name("mode");
-  static const auto attempt = lenient("quantized_matmul", &try_quantized_matmul);
+  static const auto attempt = lenient("quantized_matmul", &try_quantized_matmul, &quantized_matmul);
   const auto w = array(layer, weight);
   const auto s = array(layer, scales);
   if (!w || !s) {
@@ -59,7 +60,7 @@ std::optional<mx::array> try_quantized_linear(const nb::dict& layer, const mx::a
 std::optional<mx::array> try_norm_layer(const nb::dict& layer, mx::array& x, float weight_offset) {
   static PyObject* const weight = name("weight");
   static PyObject* const eps = name("eps");
-  static const auto attempt = lenient("rms_norm", &try_pending_rms_norm);
+  static const auto attempt = lenient("rms_norm", &try_pending_rms_norm, &rms_norm);
   const auto w = array(layer, weight);
   if (!w) {
     return std::nullopt;
@@ -80,7 +81,7 @@ std::optional<mx::array> try_offset_rms_norm_layer(const nb::dict& layer, mx::ar
 // mlx.nn.RoPE, and mlx-lm's of Llama 3.
 std::optional<mx::array> try_rope_layer(const nb::dict& layer, const mx::array& x,
                                         const std::variant<int, mx::array>& offset) {
-  static const auto attempt = lenient("rope", &try_rope);
+  static const auto attempt = lenient("rope", &try_rope, &mx_rope);
   const RopeLayer rope = read_rope(layer);
   const Tentative tentative;
   return attempt(x, rope.dims, rope.traditional, rope.base, rope.scale, offset, rope.freqs, {});

@@ -73,9 +73,13 @@ std::optional<mx::array> try_mx_rms_norm(mx::array& x, const std::optional<mx::a
   return try_pending_rms_norm(x, weight, eps, 0.0f, where);
 }
 
+mx::array mx_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice where) {
+  return rms_norm(x, weight, eps, 0.0f, where);
+}
+
 void bind(nb::module_& module) {
-  module.def("try_pending_rms_norm", lenient("rms_norm", &try_mx_rms_norm), "x"_a, "weight"_a.none(), "eps"_a,
-             nb::kw_only(), "stream"_a = nb::none());
+  module.def("try_pending_rms_norm", lenient("rms_norm", &try_mx_rms_norm, &mx_rms_norm), "x"_a, "weight"_a.none(),
+             "eps"_a, nb::kw_only(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -5,4 +5,16 @@ namespace mittens {
 
 bool is_exact();
 
+// While an instance exists, is_exact() is this on its thread: for a call that was made earlier and computes now.
+class Exactness {
+ public:
+  explicit Exactness(bool value);
+  ~Exactness();
+  Exactness(const Exactness&) = delete;
+  Exactness& operator=(const Exactness&) = delete;
+
+ private:
+  int before_;
+};
+
 }  // namespace mittens

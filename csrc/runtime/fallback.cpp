@@ -8,6 +8,7 @@
 
 #include "python/registry.h"
 #include "runtime/stats.h"
+#include "runtime/strict.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -17,7 +18,8 @@ namespace mittens {
 namespace {
 
 thread_local std::string reason_of_last;
-thread_local int tentative = 0;
+thread_local int tentative_depth = 0;
+thread_local int uncounted_depth = 0;
 std::atomic<bool> strict_patch = false;
 
 std::atomic<bool>& strict() {
@@ -42,16 +44,28 @@ const Register registered(bind);
 
 }  // namespace
 
+bool has_strict_patch() {
+  return strict_patch;
+}
+
 Tentative::Tentative() {
-  ++tentative;
+  ++tentative_depth;
 }
 
 Tentative::~Tentative() {
-  --tentative;
+  --tentative_depth;
+}
+
+Uncounted::Uncounted() {
+  ++uncounted_depth;
+}
+
+Uncounted::~Uncounted() {
+  --uncounted_depth;
 }
 
 void note_fallback(const char* op, std::string reason) {
-  if (tentative) {
+  if (tentative_depth || uncounted_depth) {
     return;
   }
   stats::count_mx(op, reason);
@@ -63,7 +77,7 @@ const std::string& last_reason() {
 }
 
 std::nullopt_t fallback(const char* op, std::string reason) {
-  if (strict() && !tentative) {
+  if (strict() && !tentative_depth) {
     throw std::runtime_error("[" + std::string(op) + "] strict mode: no kernel of mlx_mittens covers " + reason);
   }
   note_fallback(op, std::move(reason));

@@ -33,6 +33,16 @@ class Tentative {
   Tentative& operator=(const Tentative&) = delete;
 };
 
+// While an instance exists, unsupported calls on this thread are not counted: the caller only asks what they return,
+// and will count them when they compute.
+class Uncounted {
+ public:
+  Uncounted();
+  ~Uncounted();
+  Uncounted(const Uncounted&) = delete;
+  Uncounted& operator=(const Uncounted&) = delete;
+};
+
 // Notes why a call goes to mx, for stats() and for messages.
 void note_fallback(const char* op, std::string reason);
 

@@ -17,6 +17,7 @@
 #include <nanobind/stl/variant.h>
 
 #include "python/array_caster.h"
+#include "runtime/any_shape.h"
 #include "runtime/fallback.h"
 
 namespace mittens {
@@ -61,20 +62,30 @@ struct Convertible<std::tuple<Types...>> {
   static constexpr bool value = Converter<std::tuple<Types...>>::found && (Convertible<Types>::value && ...);
 };
 
-// Binds a function of C++.
+// Binds a function of C++, with a stream as its last argument where it is an op.
 template <typename Result, typename... Arguments, typename... Extra>
 void bind_function(nanobind::module_& module, const char* name, Result (*function)(Arguments...),
                    const Extra&... extra) {
   static_assert((Convertible<std::remove_cvref_t<Arguments>>::value && ...) && Convertible<Result>::value);
-  module.def(name, function, extra...);
+  constexpr bool is_op = (std::is_same_v<std::remove_cvref_t<Arguments>, mx::StreamOrDevice> || ...);
+  if constexpr (is_op) {
+    module.def(name, for_any_shape(name, function), extra...);
+  } else {
+    module.def(name, function, extra...);
+  }
 }
 
-// Bad arguments give nothing either: mx is then to say what is wrong with them.
-template <typename Result, typename... Arguments>
-auto lenient(const char* op, std::optional<Result> (*attempt)(Arguments...)) {
-  return [op, attempt](Arguments... arguments) -> std::optional<Result> {
+// Bad arguments give nothing either: mx is then to say what is wrong with them. function: the op itself, which a
+// function for all shapes calls where the attempt covers the shapes of the trace.
+template <typename Result, typename... Arguments, typename Function>
+auto lenient(const char* op, std::optional<Result> (*attempt)(Arguments...), Function function) {
+  return [op, attempt, function = for_any_shape(op, function)](Arguments... arguments) -> std::optional<Result> {
     try {
-      return attempt(arguments...);
+      std::optional<Result> result = attempt(arguments...);
+      if (result && traces_any_shape()) {
+        return function(arguments...);
+      }
+      return result;
     } catch (const std::invalid_argument&) {
       return fallback(op, "arguments that mx is to judge");
     }
@@ -84,7 +95,7 @@ auto lenient(const char* op, std::optional<Result> (*attempt)(Arguments...)) {
 template <typename Attempt, typename Function, typename... Extra>
 void define(nanobind::module_& module, const char* op, Attempt attempt, Function function, const Extra&... extra) {
   bind_function(module, op, function, extra...);
-  module.def(("try_" + std::string(op)).c_str(), lenient(op, attempt), extra...);
+  module.def(("try_" + std::string(op)).c_str(), lenient(op, attempt, function), extra...);
 }
 
 }  // namespace mittens

@@ -6,7 +6,8 @@
 
 namespace mittens {
 
-// Sum of squares of what one thread holds of a row.
+// Sum of squares of what one thread holds of a row: a sum of each pack first, so that no chain of additions has more
+// than a pack's elements or as many as there are packs.
 template <typename T, int N>
 inline float square_sum(thread const uint4 (&packs)[N], T edge) {
   float sum = float(edge) * float(edge);
@@ -14,10 +15,12 @@ inline float square_sum(thread const uint4 (&packs)[N], T edge) {
   for (int i = 0; i < N; ++i) {
     float v[16 / sizeof(T)];
     unpack<T>(packs[i], v);
+    float of_pack = v[0] * v[0];
 #pragma unroll
-    for (int j = 0; j < pack_size<T>(); ++j) {
-      sum += v[j] * v[j];
+    for (int j = 1; j < pack_size<T>(); ++j) {
+      of_pack += v[j] * v[j];
     }
+    sum += of_pack;
   }
   return sum;
 }

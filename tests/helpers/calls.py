@@ -41,7 +41,7 @@ class Argument:
         if self.holds == "bool":
             return mx.array(rng.random(shape) < 0.7)
         if self.holds == "indices":
-            return mx.array(rng.integers(0, EXPERTS, shape, dtype=np.int32))
+            return mx.array(rng.integers(0, sizes["experts"], shape, dtype=np.int32))
         if self.holds == "words":
             shape[-1] = shape[-1] * self.bits // 32
             return draw_packed(rng, "w", tuple(shape), self.bits, dtype, mode=self.mode)
@@ -395,7 +395,7 @@ def _gathered(weights: str, pairs: str = "rhs"):
 
 def _moe_calls() -> list[Call]:
     sizes = {"tokens": 3, "chosen": 2, "rows": 2, "columns": 64, "outputs": 5}
-    fixed = lambda sizes: {"experts": EXPERTS}
+    fixed = lambda sizes: {"experts": sizes.get("experts", EXPERTS)}
     x, rhs = numbers("tokens", "rows", "columns"), Argument("indices", ("tokens", "chosen"))
     calls = []
     for bits in (3, 4, 8):

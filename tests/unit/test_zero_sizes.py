@@ -100,12 +100,7 @@ def check(call, zeros, covered):
 
     compiled = mx.compile(lambda *a: call.run(*a), shapeless=True)
     compiled(*call.arrays(rng).values())  # makes the graph; that it computes is for other tests
-    try:
-        outputs = compiled(*arrays.values())
-    except ValueError as error:  # a shape that is in the graph
-        assert str(error).startswith(("[reshape]", "[broadcast_shapes]")), error
-        return
-    for i, (a, b) in enumerate(zip(outputs, expected, strict=True)):
+    for i, (a, b) in enumerate(zip(compiled(*arrays.values()), expected, strict=True)):
         assert_close(a, b, f"output {i}, compiled for other sizes,")
 
 

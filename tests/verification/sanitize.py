@@ -27,7 +27,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mlx-mi
 UNIT = ROOT / "tests" / "unit"
 
 # Tests of tests/unit that run for each instruction set as a whole, since many of them do not name the native executor.
-WHOLE = ("bad_input", "cache_step", "composed", "vmap", "zero_sizes")
+WHOLE = ("bad_input", "cache_step", "composed", "shapeless", "vmap", "zero_sizes")
 # Those of the simulator, of plans and of users' kernels run once: no instruction set changes them.
 ONCE = (
     "simulator",

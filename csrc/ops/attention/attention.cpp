@@ -165,8 +165,7 @@ mx::array shown_by(const mx::array& mask, mx::Stream s) {
 }
 
 mx::array any_of_row(const mx::array& seen, mx::Stream s) {
-  // MLX 0.32.4 crashes in a shapeless graph that reduces an axis of one element.
-  return seen.shape(-1) == 1 ? seen : mx::any(seen, -1, true, s);
+  return mx::any(seen, -1, true, s);
 }
 
 std::optional<mx::array> seeing_queries(const AttentionCall& call, mx::Stream s) {

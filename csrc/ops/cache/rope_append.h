@@ -6,6 +6,7 @@
 
 #include "mlx/utils.h"
 #include "ops/cache/cache_step.h"
+#include "runtime/any_shape.h"
 
 namespace mittens {
 
@@ -20,6 +21,16 @@ struct Rotary {
   float eps = 0.0f;  // of the norms
   float weight_offset = 0.0f;  // added to the norms' weights
   bool traditional = false;  // pairs are neighbours
+};
+
+template <>
+struct ArraysIn<Rotary> {
+  template <typename Visitor>
+  static void visit(Rotary& rotary, const Visitor& visitor) {
+    for (auto* array : {&rotary.freqs, &rotary.query_norm, &rotary.key_norm}) {
+      ArraysIn<std::optional<mx::array>>::visit(*array, visitor);
+    }
+  }
 };
 
 // The position of the first new token: of all rows of the batch, also as an array of one, or of each, [batch].

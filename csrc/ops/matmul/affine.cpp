@@ -163,7 +163,17 @@ AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w,
 mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const mx::array& scales,
                                  const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
                                  std::optional<int> bits, const std::string& mode, mx::StreamOrDevice where) {
-  const mx::array y = mx::quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, where);
+  // mx multiplies the matrices of a stack one by one, on NVIDIA GPUs also by one and the same: a batch of B tokens,
+  // [B, 1, columns], is B products of one row there. Rows that share a matrix are one product.
+  // Its derivatives want two axes.
+  const bool is_row = x.ndim() == 1, share_matrix = x.ndim() > 2 && w.ndim() == 2;
+  const mx::array rows = is_row ? mx::expand_dims(x, 0, where) : share_matrix ? mx::flatten(x, 0, -2, where) : x;
+  mx::array y = mx::quantized_matmul(rows, w, scales, biases, transpose, group_size, bits, mode, where);
+  if (is_row) {
+    y = mx::squeeze(y, -2, where);
+  } else if (share_matrix) {
+    y = mx::unflatten(y, 0, mx::Shape(x.shape().begin(), x.shape().end() - 1), where);
+  }
   // Of sizes of zero it would divide by zero when it is evaluated.
   const bool is_evaluable = y.size() > 0 && x.shape(-1) > 0;
   return is_evaluable ? y : mx::zeros(y.shape(), y.dtype(), where);

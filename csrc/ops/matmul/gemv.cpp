@@ -298,8 +298,6 @@ std::optional<mx::array> try_gemv(const mx::array& w, const mx::array& x, const 
   return Gemv::apply(std::move(inputs), transpose, stream);
 }
 
-namespace {
-
 mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias, bool transpose,
                mx::StreamOrDevice where) {
   if (auto y = try_gemv(w, x, bias, transpose, where)) {
@@ -309,6 +307,8 @@ mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::a
   const mx::array y = mx::matmul(x, transpose ? mx::transpose(w, stream) : w, stream);
   return plus_bias(y, bias, stream);
 }
+
+namespace {
 
 void bind(nb::module_& module) {
   define(module, op, &try_gemv, &gemv, "w"_a, "x"_a, "bias"_a.none() = nb::none(), nb::kw_only(), "transpose"_a = true,

@@ -12,4 +12,8 @@ namespace mittens {
 std::optional<mx::array> try_gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,
                                   bool transpose, mx::StreamOrDevice where);
 
+// The same, by mx where it is for mx.
+mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias, bool transpose,
+               mx::StreamOrDevice where);
+
 }  // namespace mittens

@@ -241,7 +241,8 @@ void bind(nb::module_& module) {
   // A default of MLX's float32 would need mlx.core, which is not there where the stubs are made.
   const auto dequantize = [](const mx::array& blocks, const std::string& kind, std::optional<mx::Dtype> dtype,
                              mx::StreamOrDevice where) {
-    return block_dequantize(blocks, kind, dtype.value_or(mx::float32), where);
+    static const auto function = for_any_shape("block_dequantize", &mittens::block_dequantize);
+    return function(blocks, kind, dtype.value_or(mx::float32), where);
   };
   module.def("block_dequantize", dequantize, "blocks"_a, "kind"_a, "dtype"_a = nb::none(), nb::kw_only(),
              "stream"_a = nb::none());

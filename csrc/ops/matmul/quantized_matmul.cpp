@@ -22,6 +22,7 @@
 #include "runtime/exact.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
+#include "runtime/strict.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -294,8 +295,8 @@ class QuantizedMatmul : public KernelPrimitive {
   }
 
   Arrays composed(const Arrays& inputs) override {
-    mx::array y = mx::quantized_matmul(inputs[0], inputs[1], inputs[2], biases_of(inputs[3]), format_.transpose,
-                                       format_.group_size, format_.bits, mode_name(format_), stream());
+    mx::array y = quantized_matmul_of_mx(inputs[0], inputs[1], inputs[2], biases_of(inputs[3]), format_.transpose,
+                                         format_.group_size, format_.bits, mode_name(format_), stream());
     return with_workspace(inputs.size() > 4 ? mx::add(y, inputs[4], stream()) : y, inputs);
   }
 
@@ -490,12 +491,25 @@ mx::array bound_quantized_matmul(const mx::array& x, const mx::array& w, const m
   return y ? *std::move(y) : row_by_row(x, where, product);
 }
 
+// For the patch, which goes on to mx.quantized_matmul where it gets nothing: rows that share a matrix become one
+// product of mx before.
+std::optional<mx::array> try_by_rows(const mx::array& x, const mx::array& w, const mx::array& scales,
+                                     const std::optional<mx::array>& biases, bool transpose,
+                                     std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+                                     const std::optional<mx::array>& bias, mx::StreamOrDevice where) {
+  auto y = try_quantized_matmul(x, w, scales, biases, transpose, group_size, bits, mode, bias, where);
+  if (y || x.ndim() <= 2 || w.ndim() != 2 || has_strict_patch()) {
+    return y;
+  }
+  return plus_bias(quantized_matmul_of_mx(x, w, scales, biases, transpose, group_size, bits, mode, where), bias, where);
+}
+
 void bind(nb::module_& module) {
   bind_function(module, op, &bound_quantized_matmul, nb::arg(), nb::arg(), "scales"_a, "biases"_a.none() = nb::none(),
                 "transpose"_a = true, "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(),
                 "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(), "exact"_a = false,
                 "stream"_a = nb::none());
-  module.def("try_quantized_matmul", lenient(op, &try_quantized_matmul), nb::arg(), nb::arg(), "scales"_a,
+  module.def("try_quantized_matmul", lenient(op, &try_by_rows, &quantized_matmul), nb::arg(), nb::arg(), "scales"_a,
              "biases"_a.none() = nb::none(), "transpose"_a = true, "group_size"_a.none() = nb::none(),
              "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(),
              "stream"_a = nb::none());

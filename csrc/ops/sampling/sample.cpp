@@ -294,39 +294,34 @@ Sampled sampled(Arrays outputs, bool logprobs) {
   return std::move(outputs[0]);
 }
 
-Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, double temperature, int top_k,
-               double top_p, double min_p, bool logprobs, mx::StreamOrDevice where) {
+mx::Dtype checked_dtype(const mx::array& logits) {
   if (logits.ndim() == 0) {
     checks::fail(op, "logits has no dimensions: expected at least one, the last of which is the vocabulary");
   }
   if (logits.shape(-1) == 0) {
     checks::fail(op, "logits has shape ", logits.shape(), ": expected at least one logit in a row");
   }
-  const float inverse = temperature == 0 ? 1 : static_cast<float>(1 / temperature);
-  if (!(temperature >= 0) || !std::isfinite(inverse) || inverse == 0) {
-    checks::fail(op, "temperature is ", temperature, ": expected 0 or a positive number");
-  }
-  if (top_k < 0) {
-    checks::fail(op, "top_k is ", top_k, ": expected a positive number, or 0 to keep all");
-  }
-  check_share("top_p", top_p);
-  check_share("min_p", min_p);
-  if (key) {
-    check_key(*key);
-  }
-  const mx::Dtype dtype = checks::floating(op, {{"logits", logits}});
+  return checks::floating(op, {{"logits", logits}});
+}
+
+float inverse_of(double temperature) {
+  return temperature == 0 ? 1 : static_cast<float>(1 / temperature);
+}
+
+// drawn_by: the key of the tokens, or the state that is split for it; none where temperature is 0.
+Sampled sample_by(const mx::array& logits, const std::optional<mx::array>& drawn_by, bool splits_key,
+                  double temperature, int top_k, double top_p, double min_p, bool logprobs, mx::StreamOrDevice where) {
+  const mx::Dtype dtype = checked_dtype(logits);
   const mx::Stream stream = checks::checked_stream(op, where);
-  const bool greedy = temperature == 0;
   const SampleOptions options{
-      .inverse_temperature = inverse,
+      .inverse_temperature = inverse_of(temperature),
       .top_k = top_k,
       .top_p = top_p < 1 ? top_p : 0,
       .min_p = min_p,
-      .greedy = greedy,
+      .greedy = temperature == 0,
       .logprobs = logprobs,
-      .splits_key = !greedy && !key,
+      .splits_key = splits_key,
   };
-  const auto drawn_by = greedy ? std::nullopt : key ? key : std::optional(next_state());
   if (logits.size() == 0) {
     const mx::Shape shape = without_columns(logits);
     return sampled({mx::zeros(shape, mx::uint32, stream), mx::zeros(shape, mx::float32, stream)}, logprobs);
@@ -347,9 +342,36 @@ Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, dou
   return sampled(Sample::outputs_of(std::make_shared<Sample>(stream, options, has_workspace), inputs), logprobs);
 }
 
+Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, double temperature, int top_k,
+               double top_p, double min_p, bool logprobs, mx::StreamOrDevice where) {
+  checked_dtype(logits);
+  const float inverse = inverse_of(temperature);
+  if (!(temperature >= 0) || !std::isfinite(inverse) || inverse == 0) {
+    checks::fail(op, "temperature is ", temperature, ": expected 0 or a positive number");
+  }
+  if (top_k < 0) {
+    checks::fail(op, "top_k is ", top_k, ": expected a positive number, or 0 to keep all");
+  }
+  check_share("top_p", top_p);
+  check_share("min_p", min_p);
+  if (key) {
+    check_key(*key);
+  }
+  checks::checked_stream(op, where);  // before mx.random goes on
+  const auto by = [&](const std::optional<mx::array>& drawn_by, bool splits_key) {
+    static const auto function = for_any_shape(op, &sample_by);
+    return function(logits, drawn_by, splits_key, temperature, top_k, top_p, min_p, logprobs, where);
+  };
+  if (temperature == 0) {
+    return by(std::nullopt, false);
+  }
+  // mx.random goes on where a key is drawn of its state: also in a function for all shapes, once for each trace.
+  return key ? by(key, false) : by(next_state(), true);
+}
+
 void bind(nb::module_& module) {
-  bind_function(module, op, &sample, "logits"_a, "key"_a = nb::none(), nb::kw_only(), "temperature"_a = 1.0,
-                "top_k"_a = 0, "top_p"_a = 0.0, "min_p"_a = 0.0, "logprobs"_a = false, "stream"_a = nb::none());
+  module.def(op, &sample, "logits"_a, "key"_a = nb::none(), nb::kw_only(), "temperature"_a = 1.0, "top_k"_a = 0,
+             "top_p"_a = 0.0, "min_p"_a = 0.0, "logprobs"_a = false, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

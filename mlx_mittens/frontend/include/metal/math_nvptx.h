@@ -22,8 +22,13 @@ MITTENS_INLINE float exact_sqrt(float x) {
 MITTENS_INLINE float fast_sqrt(float x) {
   return __nvvm_sqrt_approx_f(x);
 }
+// A step of Newton's after the instruction, which alone is off by more than a unit. Of 0, infinity and NaN the step has
+// no number.
 MITTENS_INLINE float exact_rsqrt(float x) {
-  return __nvvm_rsqrt_approx_f(x);
+  const float y = __nvvm_rsqrt_approx_f(x);
+  const float rest = __builtin_fmaf(-x * y, y, 1.0f);
+  const float better = __builtin_fmaf(0.5f * y, rest, y);
+  return better == better ? better : y;
 }
 MITTENS_INLINE float fast_rsqrt(float x) {
   return __nvvm_rsqrt_approx_f(x);
