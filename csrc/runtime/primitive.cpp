@@ -168,7 +168,7 @@ Arrays KernelPrimitive::jvp(const Arrays& primals, const Arrays& tangents, const
   return mx::jvp(composed_of(primals, some), chosen(primals, some), of_some).second;
 }
 
-// mx's reductions of arrays without elements may not end, so that none is composed.
+// mx's reductions are not for arrays without elements, so that none is composed.
 Arrays KernelPrimitive::composition(const Arrays& inputs) {
   const std::vector<mx::Shape> shapes = output_shapes(inputs);
   if (!sums_nothing(inputs) && !std::all_of(shapes.begin(), shapes.end(), is_empty)) {

@@ -36,8 +36,8 @@ from .runs import Ending, JsonFile, each, finish, progress, quiet_steps
 # Larger cases repeat the same kernels, and are not worth the wait.
 _LARGEST = {"cpu": 2**23, "gpu": 2**27}
 
-# Up to here mx's error, which bounds ours, is taken on the CPU, on a GPU too: in MLX 0.32.4's CUDA build the gradient
-# of mx.fast.layer_norm reads out of bounds for odd columns (9x255 in float32) and takes the process down.
+# Up to here mx's error, which bounds ours, is taken on the CPU, on a GPU too: in MLX 0.32.4's CUDA build the
+# gradient of mx.fast.layer_norm can end the process.
 _LARGEST_TWIN_ON_CPU = 2**20
 
 # Larger cases of an op without native code are not simulated.

@@ -90,7 +90,7 @@ def test_equal_numbers_in_lanes_of_four_are_right(monkeypatch, subject, case):
     "subject, case", [("gather_sum", 62), ("gather_qmm", 18), ("gather_swiglu", 551), ("linear_attention", 892)]
 )
 def test_limits_of_types_and_of_mx_are_known(worker, subject, case):
-    """A term beyond float16 under vmap, a scale below the smallest normal number, slices compiled for any shape."""
+    """A term beyond float16 under vmap, and a scale below the smallest normal number."""
     assert_no_findings(worker, Chunk(subject, "apple", 0, case, 1))
 
 
@@ -130,7 +130,7 @@ def test_a_mean_that_is_off_shows_in_second_derivatives(lenient):
     assert found and "result 0" in found
 
 
-@pytest.mark.parametrize("mode", modes.MODES)
+@pytest.mark.parametrize("mode", [*modes.MODES, *(f"shapeless {mode}" for mode in modes.SHAPELESS)])
 def test_what_is_wrong_is_found(mode, lenient):
     """Results that are off by a thousandth."""
     total = 0

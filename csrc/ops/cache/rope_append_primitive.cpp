@@ -106,7 +106,7 @@ CacheStep compose_rope_append(const Arrays& inputs, const Rope& rope, mx::Stream
   const auto base = rope.has_freqs ? std::nullopt : std::optional(rope.base);
   for (int i : {0, 1}) {
     if (parts[i].size() == 0) {
-      continue;  // mx's reductions of such may not end
+      continue;  // mx's reductions are not for such
     }
     if (rope.has_norms) {
       parts[i] = compose_rms_norm(parts[i], inputs[others + rope.has_freqs + i], rope.eps, rope.weight_offset, s);

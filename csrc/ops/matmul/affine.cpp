@@ -174,7 +174,7 @@ mx::array quantized_matmul_of_mx(const mx::array& x, const mx::array& w, const m
   } else if (share_matrix) {
     y = mx::unflatten(y, 0, mx::Shape(x.shape().begin(), x.shape().end() - 1), where);
   }
-  // Of sizes of zero it would divide by zero when it is evaluated.
+  // Its evaluation is not for sizes of zero.
   const bool is_evaluable = y.size() > 0 && x.shape(-1) > 0;
   return is_evaluable ? y : mx::zeros(y.shape(), y.dtype(), where);
 }

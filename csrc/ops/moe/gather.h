@@ -61,8 +61,8 @@ void check_bias_of_experts(const char* op, const char* name, const mx::array& bi
 mx::array plus_bias_of_experts(const mx::array& y, const mx::array& bias, const std::optional<mx::array>& indices,
                                mx::Stream stream);
 
-// What mx's gather makes of pairs, which reads past its arrays where an index is out of range: the product is asked for
-// indices within them, and the pairs concerned are NaN. It gets no indices of inputs where the pairs have none: given
+// What mx's gather makes of pairs. It does not check indices: the product is asked for indices within the arrays, and
+// the pairs of others are NaN. It gets no indices of inputs where the pairs have none: given
 // both, mx takes neither for sorted. Its result is [pairs.., rows, outputs], which must be given in case there is
 // nothing to multiply.
 mx::array guarded(

@@ -297,7 +297,7 @@ class QkNorm : public KernelPrimitive {
     Arrays results;
     for (int i : {0, 1}) {
       const mx::array& x = inputs[i];
-      results.push_back(x.size() == 0  // mx's reductions of such may not end
+      results.push_back(x.size() == 0  // mx's reductions are not for such
                             ? x
                             : compose_rms_norm(x, weight(inputs, i), options_.eps,
                                                has_weight(i) ? options_.weight_offset : no_offset, stream()));

@@ -244,5 +244,4 @@ def quantized_scaled_dot_product_attention(draw: Draw) -> Case:
         differentiable=[0],
         noise=noise,
         ordinary=_has_gradients(mask_kind, mask),
-        is_sliced=exactly and shape.queries > 1,
     )

@@ -21,8 +21,8 @@ class Case:
         ours: The op, as a function of the arrays.
         twin: mx's op, or None where mx has none.
         exact: The op in float64, of plain mx operations, so that mx differentiates it.
-        of_nothing: The results where an argument has no elements: mx 0.32.4's own reductions and products of empty
-            arrays hang or die, so nothing of mx's is run there.
+        of_nothing: The results where an argument has no elements: mx's own operations are not for all of these,
+            so nothing of mx's is run there.
         differentiable: Which arguments have gradients to compare.
         noise: What rounding on the way may make of each result, or of all.
         noise_of_composition: The same where `mx.vmap` takes the op apart into others, if that is more.
@@ -32,7 +32,6 @@ class Case:
         ordinary: Whether numbers are normal ones; gradients are compared only then.
         hides: Whether a mask or a window hides some of the numbers, which mx on a CPU lets through where they are not
             finite: that excuses a call that went to mx, and no kernel.
-        is_sliced: Whether a call that is left to mx is sliced: mx cannot compile slices for any shape.
         units: Units in the last place that a result may be off.
     """
 
@@ -49,7 +48,6 @@ class Case:
     second_order_noise: Callable[[Sequence[mx.array], Sequence[mx.array]], list[float]] | None = None
     ordinary: bool = True
     hides: bool = False
-    is_sliced: bool = False
     units: float = 4.0
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +26,8 @@ MODES = {
     "vmap": 0.1,
 }
 GRADIENTS = ("vjp", "jvp", "second order")
+# Of these every so many are taken in a function that is compiled for all shapes.
+SHAPELESS = {"vjp": 0.3, "jvp": 0.3}
 
 # How often the float64 gradient is taken at inputs moved by half a unit each, and how many such moves are allowed:
 # a sum of n terms rounds n times. The furthest of few moves is a matter of luck, by a factor of two.
@@ -35,6 +38,7 @@ ALLOWED_MOVES = 16
 WORST_GRADIENT = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 8e-2}
 
 Function = Callable[..., "tuple[mx.array, ...]"]
+Result = TypeVar("Result")
 
 
 def draw_mode(draw: Draw, case: Case) -> str:
@@ -43,7 +47,12 @@ def draw_mode(draw: Draw, case: Case) -> str:
         return "vjp"
     if case.empty and mode == "shapeless":
         return "compiled"  # mx 0.32.4 takes the larger of the sizes 0 and 1 where it fuses broadcasts for any shape
-    return mode if mode not in GRADIENTS or (case.differentiable and case.ordinary) else "forward"
+    if mode in GRADIENTS and not (case.differentiable and case.ordinary):
+        return "forward"
+    # The draw goes on as if this had not been drawn.
+    if mode in SHAPELESS and not case.empty and copy.deepcopy(draw).chance(SHAPELESS[mode]):
+        return f"shapeless {mode}"
+    return mode
 
 
 def as_tuple(result: mx.array | Sequence[mx.array]) -> tuple[mx.array, ...]:
@@ -64,12 +73,17 @@ class OpFailed(Exception):
     """What an op raised, and not what compares its results."""
 
 
-def called(function: Function, arrays: Sequence[mx.array] = ()) -> tuple[mx.array, ...]:
-    """The results of an op."""
+def _attempted(call: Callable[[], Result]) -> Result:
+    """What a call of an op gives."""
     try:
-        return evaluated(function, arrays)
+        return call()
     except Exception as error:
         raise OpFailed(f"{type(error).__name__}: {error}") from error
+
+
+def called(function: Function, arrays: Sequence[mx.array] = ()) -> tuple[mx.array, ...]:
+    """The results of an op."""
+    return _attempted(lambda: evaluated(function, arrays))
 
 
 def try_evaluate(function: Function | None, arrays: Sequence[mx.array] = ()) -> tuple[mx.array, ...] | None:
@@ -90,8 +104,6 @@ def run(case: Case, mode: str, draw: Draw) -> str | None:
         error = failure.__cause__
         if case.empty and (isinstance(error, ValueError) and str(error).startswith("[") or "NYI" in str(error)):
             return None  # an op may refuse what has no elements, if it says so; and mx what it has not implemented
-        if case.is_sliced and mode == "shapeless" and "Slice cannot infer output shapes" in str(error):
-            return None
         if not case.empty and case.twin is not None and _twin_fails(case, how, mode, drawn):
             return None  # what mx refuses, ours may
         return str(failure)
@@ -113,14 +125,31 @@ def _tolerances(case: Case, results: int, batched: bool = False) -> list[Toleran
     return [Tolerance(case.units, n) for n in noise]
 
 
+def compiled_for_all_shapes(function: Function, arrays: Sequence[mx.array]) -> Function:
+    """A function that mx.compile has traced at twice the sizes of arrays, or at these where numbers among the options
+    of the op do not fit twice as much."""
+    for size in (2, 1):
+        compiled = mx.compile(function, shapeless=True)
+        try:
+            compiled(*(mx.tile(a, [1 if n == 1 else size for n in a.shape]) if a.ndim else a for a in arrays))
+        except ValueError:
+            if size == 1:
+                raise
+        else:
+            break
+    return compiled
+
+
 def _fallbacks() -> int:
     return sum(sum(counts["mx"].values()) for counts in mm.stats().values())
 
 
 def _forward(case: Case, mode: str, draw: Draw) -> str | None:
     function, before = case.ours, _fallbacks()
-    if mode != "forward":
-        function = mx.compile(case.ours, shapeless=mode == "shapeless")
+    if mode == "shapeless":
+        function = _attempted(lambda: compiled_for_all_shapes(case.ours, case.arrays))
+    elif mode == "compiled":
+        function = mx.compile(case.ours)
         called(function, case.arrays)
     results = called(function, case.arrays)
     if case.empty:
@@ -165,22 +194,40 @@ def _second_order(
     return as_tuple(mx.grad(along, argnums=list(range(len(primals))))(*primals))
 
 
+def _derived_for_all_shapes(case: Case, derive: Callable, places: Sequence[int]) -> Callable:
+    """A function of cotangents and directions, which mx.compile traces for all shapes with the arrays of the case."""
+
+    def derived(cotangents: Sequence[mx.array], directions: Sequence[mx.array]) -> Sequence[mx.array]:
+        count, ends = len(case.arrays), len(case.arrays) + len(cotangents)
+
+        def of_all(*arrays: mx.array) -> Sequence[mx.array]:
+            own, first, second = arrays[:count], list(arrays[count:ends]), list(arrays[ends:])
+            return derive(_of_some(case.ours, own, places), [own[i] for i in places], first, second)
+
+        arrays = [*case.arrays, *cotangents, *directions]
+        return compiled_for_all_shapes(of_all, arrays)(*arrays)
+
+    return derived
+
+
 def _gradients(case: Case, mode: str, draw: Draw) -> str | None:
+    for_all_shapes, mode = mode.startswith("shapeless "), mode.removeprefix("shapeless ")
     derive = {"vjp": _vjp, "jvp": _jvp, "second order": _second_order}[mode]
     places = list(case.differentiable)
     primals = [case.arrays[i] for i in places]
     ours = _of_some(case.ours, case.arrays, places)
-    # mx 0.32.4's sums of strided arrays without elements, which gradients are composed of, may never end.
+    # Gradients are composed of mx's sums, which are not for views of nothing.
     view = 0.0 if case.empty or mode == "second order" else 0.4
     cotangents = [draw.normal(a.shape, a.dtype, view) for a in called(ours, primals)]
     directions = [draw.normal(a.shape, a.dtype, view) for a in primals]
-    results = called(lambda: derive(ours, primals, cotangents, directions))
+    derived = _derived_for_all_shapes(case, derive, places) if for_all_shapes else lambda *a: derive(ours, primals, *a)
+    results = called(lambda: derived(cotangents, directions))
     if case.empty:
         return _gradients_of_nothing(results, primals)
     if mode != "second order" and any(a.dtype == mx.float16 and not mx.isfinite(a).all().item() for a in results):
         # Terms that a composition rounds to float16 may be beyond it where their sum is not. Derivatives are linear.
         cotangents, directions = ([a * 2.0**-8 for a in arrays] for arrays in (cotangents, directions))
-        results = called(lambda: derive(ours, primals, cotangents, directions))
+        results = called(lambda: derived(cotangents, directions))
     exact_of = _of_some(case.exact, [wide(a) for a in case.arrays], places)
 
     def exact_at(primals, cotangents, directions) -> list[np.ndarray]:
@@ -277,7 +324,7 @@ def _vmap(case: Case, mode: str, draw: Draw) -> str | None:
         a = case.arrays[i]
         backwards = tuple(slice(None, None, -1) for _ in range(a.ndim))
         others = [a[backwards] if a.ndim and not case.empty and draw.chance(0.5) else a for _ in range(count - 1)]
-        axis = 0 if case.empty else draw.integer(0, a.ndim)  # as above: strided arrays without elements
+        axis = 0 if case.empty else draw.integer(0, a.ndim)  # as above: no views of nothing
         batched[i] = mx.stack([a, *others], axis=axis)
         axes[i] = axis - (a.ndim + 1) if draw.chance(0.3) else axis
     before = _fallbacks()

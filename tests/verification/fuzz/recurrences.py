@@ -71,7 +71,6 @@ def _case(
     twin: Callable[..., tuple[mx.array, mx.array]] | None,
     exact: Callable[..., tuple[mx.array, mx.array]],
     kind: str,
-    is_sliced: bool = False,
     **described: object,
 ) -> Case:
     """A call; `noise` has the steps, the columns and the rounding of y, as `_noise` takes them."""
@@ -85,7 +84,6 @@ def _case(
         differentiable=range(len(arrays)),
         noise=lambda: _noise(by_definition(), *noise),
         ordinary=kind == "normal",
-        is_sliced=is_sliced,
     )
 
 
@@ -231,6 +229,5 @@ def linear_attention(draw: Draw) -> Case:
         twin=None,
         exact=in_float64,
         kind=kind,
-        is_sliced=draw.gpu == "apple" and steps > 8,  # products of matrices
         scale=scale,
     )
