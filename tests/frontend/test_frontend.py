@@ -804,6 +804,7 @@ def test_operations_are_the_hardwares(ptx_file):
     assert "redux.sync.max.s32" in text and "redux.sync.add.s32" in text
     assert re.search(r"bar(rier)?\.sync|barrier\.cta", text) and "bar.warp.sync" in text
     assert "rsqrt.approx.f32" in text and "ex2.approx.ftz.f32" in text
+    assert len(re.findall(r"fma\.rn\.f32", text[text.index("rsqrt.approx.f32") :])) >= 2  # a step of Newton's
     assert re.search(r"\.shared \.align 4 \.b8 \w+\[256\]", text)
     assert "st.shared" in text and "ld.shared" in text and "st.local" not in text and ".extern" not in text
 

@@ -1,10 +1,12 @@
 """Rows so long that every loop over their parts goes round twice, and in which no element outweighs the others."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from helpers.support import assert_same_bits
 from helpers.tolerances import assert_right
 
+import mlx_mittens as mm
 from mlx_mittens import specs
 from mlx_mittens.specs import Case
 
@@ -24,3 +26,16 @@ def test_in_place(op, executor, rng):
     mx.eval(right)
     for a, b in zip(specs.run(op, op.ours, case, [a + 0 for a in arrays]), right, strict=True):
         assert_same_bits(a, b, "in place")
+
+
+@pytest.mark.parametrize("gpu", ["m2-max", "h200"])
+def test_squares_of_a_row_add_up_in_short_chains(native, gpu):
+    """A thread has 16 of 8,192 columns. The roundings of 16 squares of these numbers all go the same way, which is
+    more than two units in one chain of additions, and less than a twentieth of one where each pack has its own sum."""
+    numbers = [1.8976984024047852, 1.3401999473571777, 1.9133304357528687, 1.894818663597107]
+    x = mx.array(np.repeat(np.array(numbers, np.float32)[:, None], 8192, axis=1))
+    with mm.simulator.enabled(gpu=gpu):
+        results = [mm.rms_norm(x, None, 0.0), mm.norm_add_norm(x, mx.zeros_like(x), None, None, 0.0)[1]]
+        mx.eval(results)
+    for y in results:
+        assert np.abs(np.array(y, np.float64)[:, 0] - 1).mean() <= 0.5 * 2.0**-23
