@@ -126,8 +126,8 @@ void bind(nb::module_& module) {
          "stream"_a = nb::none());
   // In the place of mlx-lm's functions.
   const auto attempt = [&](const char* name, auto function) {
-    module.def(name, lenient(op, function, &gated_delta_update), "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "state"_a.none() = nb::none(),
-               "mask"_a.none() = nb::none(), "stream"_a = nb::none());
+    module.def(name, lenient(op, function, &gated_delta_update), "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a,
+               "state"_a.none() = nb::none(), "mask"_a.none() = nb::none(), "stream"_a = nb::none());
   };
   attempt("try_gated_delta_kernel", &try_gated_delta_update<GatedDeltaPeer::kernel>);
   attempt("try_gated_delta_ops", &try_gated_delta_update<GatedDeltaPeer::operations>);
