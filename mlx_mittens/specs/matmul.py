@@ -309,11 +309,13 @@ _TILES = ((19, 160, 133), (37, 160, 69))
 
 def _tile_tests(**options: Any) -> tuple[Case, ...]:
     """Of 2, 3, 5 and 6 bits there are tiles of 32 rows alone."""
-    affine = (({"group_size": 32, "bits": bits}, bits in (4, 8)) for bits in (2, 3, 4, 5, 6, 8))
-    floats = (({"group_size": size, "bits": bits, "mode": mode}, True) for mode, bits, size in _FLOATS)
+    formats: list[tuple[dict[str, Any], bool]] = [
+        *(({"group_size": 32, "bits": bits}, bits in (4, 8)) for bits in (2, 3, 4, 5, 6, 8)),
+        *(({"group_size": size, "bits": bits, "mode": mode}, True) for mode, bits, size in _FLOATS),
+    ]
     return tuple(
         case
-        for more, both in (*affine, *floats)
+        for more, both in formats
         for case in _tests(*(_TILES if both else _TILES[:1]), apple_only=True, **options, **more)
     )
 
