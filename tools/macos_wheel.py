@@ -207,9 +207,9 @@ def _entry_modules(files: Mapping[str, bytes]) -> list[str]:
 
 def _parsed(data: bytes) -> lief.MachO.Binary | None:
     fat = lief.MachO.parse(list(data))
-    binaries = list(fat) if fat is not None else []
-    alone = [binary.header.cpu_type for binary in binaries] == [lief.MachO.Header.CPU_TYPE.ARM64]
-    return binaries[0] if alone else None
+    arm64 = lief.MachO.Header.CPU_TYPE.ARM64
+    alone = fat is not None and [binary.header.cpu_type for binary in fat] == [arm64]
+    return fat.take(arm64) if alone else None  # taken: what is only listed ends with the file that lists it
 
 
 def _loaded(binary: lief.MachO.Binary) -> list[str]:
