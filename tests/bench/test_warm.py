@@ -140,7 +140,7 @@ def test_a_name_of_the_hub_takes_its_configuration_alone(llama, monkeypatch):
 
     asked = []
 
-    def fetch(name, file):
+    def fetch(name, file, local_files_only):
         asked.append((name, file))
         return str(llama / file)
 

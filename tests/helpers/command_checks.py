@@ -83,10 +83,11 @@ def check_pip(words: Sequence[str]) -> None:
             check_file(".pre-commit-config.yaml")
         elif not any(r.name == wanted.name and str(wanted.specifier) in ("", str(r.specifier)) for r in known):
             raise Broken(f"{text}: pyproject.toml asks for no such package or version")
+    backend = (ROOT / "cmake" / "backend.py").read_text()
     for text in asked.config_settings:
         name = text.partition("=")[0]
-        if name not in settings["tool"]["scikit-build"]["config-setting"]:
-            raise Broken(f"-C {text}: pyproject.toml has no config setting {name}")
+        if name not in settings["tool"]["scikit-build"]["config-setting"] and f'"{name}"' not in backend:
+            raise Broken(f"-C {text}: there is no config setting {name} in pyproject.toml or cmake/backend.py")
 
 
 def check_pytest(words: Sequence[str]) -> None:
