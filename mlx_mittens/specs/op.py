@@ -38,6 +38,7 @@ class Case:
         cpu_only: Of more rows than the op takes on a GPU.
         apple_only: Of more rows than the op takes on a GPU that is not Apple's.
         gpu: Whose GPUs the simulator stands for, where the case is for their kernels.
+        left_to_mx: mx computes what a kernel has prepared. In strict mode other kernels compute it.
     """
 
     label: str
@@ -49,6 +50,7 @@ class Case:
     cpu_only: bool = False
     apple_only: bool = False
     gpu: Literal["apple", "nvidia"] = "apple"
+    left_to_mx: bool = False
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ def simulate(op, dtype, seed, rng, wanted=None):
         choices = absences(op, op.draw(rng, case, dtype), case)
         cotangents = op.cotangents(rng, case, dtype)
         for i in numbers:
-            with mm.simulator.enabled(seed=seed, gpu=case.gpu):
+            with mm.strict(_ext.strict() and not case.left_to_mx), mm.simulator.enabled(seed=seed, gpu=case.gpu):
                 yield case, i, specs.check(op, case, choices[i], cotangents)
 
 
