@@ -156,7 +156,7 @@ def simulate(
     arrays = op.draw(rng, case, dtype)
     cotangents = op.cotangents(rng, case, dtype)
     gpu = gpu or case.gpu
-    with mx.stream(mx.cpu), strict():
+    with mx.stream(mx.cpu), strict(not case.left_to_mx):
         ours, launches = _recorded(_call_of_ours(op, case, arrays, cotangents), seed, watch, gpu)
         twin = specs.run(op, op.twin, case, arrays, cotangents)
         mx.eval(twin)

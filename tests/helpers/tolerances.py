@@ -27,6 +27,10 @@ ROUNDINGS = 1e-6
 # The norm of a row of equal numbers, whose roundings all go the same way: half of what the sum of squares is off by,
 # and that by half a unit for each addition of a chain. Of 16, and then of 16 such sums, it is eight units at most.
 EQUAL_NUMBERS = 4 * 2.0**-23
+# The mean over such rows where each pack has a sum of its own: its chains are too short for a unit to be lost.
+SHORT_CHAINS = 0.5 * 2.0**-23
+# Probabilities of a few numbers, whose sum is rounded another way where products and sums are fused: two units at 1.
+FUSED = 2.0**-22
 # A mean with float32 exponentials as weights, each of which is some units off: 25 units.
 WEIGHTED_MEAN = 3e-6
 # A sum of some hundred terms in another order. The roundings of its partial sums add up like a random walk, to half a

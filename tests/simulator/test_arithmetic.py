@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import tolerances
 
 import mlx_mittens as mm
 
@@ -91,7 +92,7 @@ def test_ops_take_the_settings():
     with mm.simulator.enabled(subnormals="flush", fuse=True):
         y = mm.softmax(a, axis=-1, stream=mx.cpu)
         mx.eval(y)
-    assert np.abs(np.array(y) - np.array(mx.softmax(a, axis=-1))).max() <= 2.0**-22
+    assert np.abs(np.array(y) - np.array(mx.softmax(a, axis=-1))).max() <= tolerances.FUSED
 
 
 def test_settings_of_blocks_nest():
