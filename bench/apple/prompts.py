@@ -59,7 +59,7 @@ def simulated(call: Callable[[int], mx.array]) -> Simulated:
 
 
 def ours(rows: int, dtype: mx.Dtype, bits: int) -> Simulated:
-    """A tile of so many rows."""
+    """A tile with this number of rows."""
 
     def call(columns: int) -> mx.array:
         x, *triple = draw(rows, 64, columns, dtype, bits)

@@ -133,7 +133,7 @@ mx::Stream stream_of(const mx::array& array) {
   return array.has_primitive() ? array.primitive().stream() : mx::to_stream({});
 }
 
-// A part of a buffer for so many tokens, of heads like the fresh ones. Tokens that no append writes are zeros.
+// A part of a buffer for a number of tokens, of heads like the fresh ones. Tokens that no append writes are zeros.
 mx::array room_for(const mx::array& fresh, int tokens, const Item& item, bool is_all_written) {
   mx::Shape shape = {fresh.shape(0), fresh.shape(1), tokens, item.columns};
   const mx::Stream stream = stream_of(fresh);
@@ -157,7 +157,7 @@ bool holds(const mx::array& buffer, const mx::array& fresh, const Item& item) {
 // Runs of a buffer's tokens, one behind the other: [first, end) each.
 using Runs = std::vector<std::pair<int, int>>;
 
-// A buffer of these tokens, with room for so many more.
+// A buffer of these tokens, with room for more.
 mx::array with_room(const mx::array& buffer, const Runs& runs, const mx::array& fresh, int more, const Item& item) {
   const mx::Stream stream = stream_of(fresh);
   Arrays parts;
@@ -311,7 +311,7 @@ std::optional<Held> held_triple(nb::handle triple) {
   return held;
 }
 
-// What the three buffers of a quantized cache hold of a head's token; none where mlx-lm's would have other columns.
+// Columns of a head's token in the three buffers of a quantized cache; none where mlx-lm's would have others.
 std::optional<std::vector<Item>> packed_items(const mx::array& fresh, const Packing& packing) {
   const int width = fresh.shape(3);
   if (packing.bits <= 0 || packing.bits > 32 || packing.group_size <= 0) {
@@ -432,7 +432,7 @@ std::optional<Rotating> rotating(nb::handle cache, const Arrays& held, int token
   return is_sound ? std::optional(std::move(found)) : std::nullopt;
 }
 
-// Both buffers of these tokens, with room for so many more; none where they do not fit the fresh ones.
+// Both buffers of these tokens, with room for more; none where they do not fit the fresh ones.
 std::optional<Arrays> made_of_runs(const Rotating& cache, const Runs& runs, const mx::array& new_keys,
                                    const mx::array& new_values, int more) {
   Arrays made;

@@ -48,7 +48,7 @@ Arrays stand_ins(const Arrays& arrays) {
   return all;
 }
 
-// The inputs but those of some numbers, in the place of which others come.
+// The inputs, with others in the place of some, which are given by their numbers.
 Arrays with_others(Arrays inputs, const std::vector<int>& numbers, const Arrays& others) {
   for (size_t i = 0; i < numbers.size(); ++i) {
     inputs[numbers[i]] = others[i];

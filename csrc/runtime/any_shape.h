@@ -1,4 +1,4 @@
-// Ops in functions that MLX traces once for all shapes: those of mx.compile(.., shapeless=True). Nothing in the graph
+// Ops in functions that MLX traces once for all shapes, as mx.compile(.., shapeless=True) does. Nothing in the graph
 // of such a function may depend on the shapes of its trace, as a reshape to numbers does, or the choice between a
 // kernel and mx. There a call of an op is one primitive, AnyShape, which calls the op when it is evaluated, at the
 // shapes that it then has. Derivatives and vmap of that primitive are such primitives too, so that no op needs to know

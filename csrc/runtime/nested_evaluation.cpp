@@ -18,7 +18,7 @@ namespace mittens {
 
 namespace {
 
-// What has to be computed for some arrays, each after its inputs.
+// The pending arrays that some arrays need, and these, each after its inputs.
 Arrays in_order_of_evaluation(const Arrays& arrays) {
   Arrays order;
   std::unordered_set<std::uintptr_t> seen;
@@ -62,7 +62,7 @@ void hold_until_done(Buffers buffers, size_t other_temporaries, mx::Stream strea
   encoder.dispatch([buffers = std::move(buffers), temporaries = std::move(temporaries)] {});
 }
 
-// Runs the operations that results need, each after those that it reads, and keeps what they need until it is no longer
+// Runs the operations that results need, each after its inputs, and keeps what they need until it is no longer
 // read, as MLX's evaluation does: memory that only one operation reads is its to write, and is freed after it.
 void run_on_cpu_in_order(Arrays order, const Arrays& results, mx::Stream stream) {
   std::reverse(order.begin(), order.end());  // the next is the last
@@ -91,7 +91,7 @@ void run_on_cpu_in_order(Arrays order, const Arrays& results, mx::Stream stream)
     for (mx::array& output : made) {
       output.set_status(mx::array::Status::evaluated);
     }
-    // A buffer that an output has taken over is left to those that read the output, so that they can take it over too.
+    // Leaves a buffer that an output has taken over to its readers, so that they can take it over too.
     add_buffers(buffers, node.inputs());
     add_buffers(buffers, node.siblings());
     std::erase(buffers, node.data_shared_ptr());
@@ -127,7 +127,7 @@ void run_on_gpu_in_order(Arrays order, mx::Stream stream) {
     }
     Arrays kept = node.inputs();
     kept.insert(kept.end(), node.siblings().begin(), node.siblings().end());
-    // A buffer that an output has taken over is left to those that read the output.
+    // Leaves a buffer that an output has taken over to its readers.
     std::erase_if(kept, [&](const mx::array& array) { return array.data_shared_ptr() == node.data_shared_ptr(); });
     keep_until_done(std::move(kept), stream);
     node.detach();

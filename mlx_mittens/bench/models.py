@@ -148,7 +148,7 @@ def _state(caches: list) -> list:
 
 
 def _prefill(model: nn.Module, tokens: int) -> tuple[float, list]:
-    """Seconds from a prompt of so many tokens to the first token, and the cache it filled.
+    """Seconds from a prompt of this length to the first token, and the cache it filled.
 
     As mlx-lm reads a prompt: logits are computed for its last token alone.
     """
@@ -199,7 +199,7 @@ def _decode(model: nn.Module, caches: list, tokens: int, seconds: float) -> Spee
 
 
 def _prompt_length(model: nn.Module, tokens: int, seconds: float) -> int:
-    """Runs prompts up to so many tokens, or up to the length whose double would take too long, which it returns.
+    """Runs prompts up to this number of tokens, or up to the length whose double would take too long, which it returns.
 
     MLX compiles kernels for a GPU by the length of the prompt: there the whole prompt is run at once.
     """

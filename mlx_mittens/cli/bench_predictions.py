@@ -177,7 +177,7 @@ def _predicted(
 def _of_mx(
     op: specs.Op, case: specs.Case, dtype: mx.Dtype, chips: Sequence[Chip], seed: int
 ) -> PredictedLaunches[PredictedLaunch | EstimatedLaunch] | None:
-    """What MLX launches for the op's twin; None where no launch is known for a part of it."""
+    """MLX's launches for the op's twin; None where no launch is known for a part of it."""
     arrays = op.draw(np.random.default_rng(seed), case, dtype)
     mx.eval([array for array in arrays if array is not None])
     with simulator.predicted(chips[0].name, peer="metal") as launches, mx.stream(mx.cpu):

@@ -70,7 +70,7 @@ def _size(case: specs.Case) -> int:
 def _todo(op: specs.Op, device: str, quick: bool = False) -> list[tuple[specs.Case, str]]:
     """The cases of an op that are examined, the largest last, each with the name of a type.
 
-    Quickly it is those that are there to be tested alone, which reach every kernel, the smallest first.
+    The quick form takes the cases for tests alone, which reach every kernel, the smallest first.
     """
     found = [*op.checks(), *(case for case in op.cases if not quick and _size(case) <= _LARGEST[device])]
     found.sort(key=lambda case: _size(case) if quick or _size(case) > _LARGE else 0)
@@ -83,7 +83,7 @@ def _was_composed() -> bool:
 
 
 def _reached(op: specs.Op, case: specs.Case, dtype: str, rng: np.random.Generator) -> set[tuple[str, ...]]:
-    """What a case runs: its kernels, and on a CPU the native code by type and for gradients apart.
+    """The kernels that a case runs, and on a CPU the native code by type and for gradients apart.
 
     Nothing is known of one that raises, which is the finding when it is examined.
     """
@@ -279,7 +279,7 @@ class _Part:
 
 
 def _parts(ops: Sequence[specs.Op], device: str, quick: bool) -> list[_Part]:
-    """What is examined: each op, then the large cases of each."""
+    """The units of an examination: each op, then the large cases of each."""
     parts: list[_Part] = []
     for is_large in (False, True):
         for op in ops:

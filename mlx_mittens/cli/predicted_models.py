@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Launched:
-    """The launches of a step of the short model, and those that it has without layers too.
+    """The launches of a step of the short model, with its layers and without.
 
     Attributes:
         has_head: Whether the longest of these is the head.
@@ -98,7 +98,7 @@ def _works(launches: Sequence[Any], chip: Chip) -> list[Work]:
 
 
 def _times(work: Work, factor: float) -> Work:
-    """So many times the threadgroups, which do the same."""
+    """The same work by more threadgroups, or fewer."""
     names = ("threadgroups", "lines", "fragment_lines", "summed_lines")
     return replace(
         work, instructions=factor * work.instructions, **{name: factor * getattr(work, name) for name in names}
@@ -106,7 +106,7 @@ def _times(work: Work, factor: float) -> Work:
 
 
 def recorded(step: Callable[[], Any], chip: Chip) -> list[Any]:
-    """What is launched for the arrays that a step gives, by the plan for a chip.
+    """The launches for the arrays that a step gives, by the plan for a chip.
 
     Raises:
         RuntimeError: An operation has no launch that is known.

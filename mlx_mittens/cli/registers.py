@@ -148,7 +148,7 @@ def _check_name(of: str | None, peer: bool) -> None:
         raise UsageError(f"{of} is neither a .metal file nor an op; {listed(of, kernels.FILES)}")
 
 
-# What a value of a function constant looks like, by the beginning of its type's name.
+# The form of a function constant's value, by the beginning of its type's name.
 _VALUES = {
     "bool": r"true|false|0|1",
     "float": r"-?\d+(\.\d*)?(e[+-]?\d+)?f?",

@@ -78,7 +78,7 @@ def _find(name: str, *given: str) -> importlib.metadata.EntryPoint:
 
 @contextlib.contextmanager
 def _process(argv: list[str]) -> Iterator[None]:
-    """What the command finds in a process of its own: its arguments, a SIGTERM that ends it, and room for clients."""
+    """Prepares the process for the command: its arguments, a SIGTERM that ends it, and room for clients."""
     before, sys.argv = sys.argv, argv
     queue = socketserver.TCPServer.request_queue_size
     socketserver.TCPServer.request_queue_size = max(queue, _QUEUE)

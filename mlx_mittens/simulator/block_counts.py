@@ -193,7 +193,7 @@ def _side_by_side(paths: list[_Path], found: np.ndarray) -> list[_Path]:
 
 
 def _total(launch: Launch, name: str) -> float:
-    """What the simulator counted, each time for a simdgroup."""
+    """The simulator's counts, each time for a simdgroup."""
     total = float(getattr(launch, name) if hasattr(launch, name) else launch.counts[name])
     # All simdgroups of a threadgroup meet at a barrier, which counts once.
     return total * math.ceil(math.prod(launch.threads) / LANES) if name == "threadgroup_barriers" else total

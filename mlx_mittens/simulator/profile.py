@@ -99,7 +99,7 @@ class Launch:
         return html(self._rows(), 4, [f"{self.file}: {self.kernel}, {_times(self.threadgroups)} threadgroups"])
 
     def _rows(self) -> list[list[str]]:
-        """A head, and the lines of the source, those that are executed most often first."""
+        """A head, and the lines of the source, the most executed first."""
         rows = [["file", "line", "operation", "memory", "executions", "operations"]]
         for line in sorted(self.lines, key=lambda line: -line.executions):
             counts = [f"{line.executions:,}", f"{line.operations:,}"]

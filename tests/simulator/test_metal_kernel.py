@@ -314,7 +314,7 @@ class Signal(Exception):
 @pytest.mark.parametrize("watch", [True, False])
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, Signal])
 def test_a_signal_ends_a_launch(watch, raised):
-    """The next time that the launch looks for signals, which it does every so many branches."""
+    """The next time that the launch looks for signals, as it does regularly."""
     before = mm._ext.simulator_polls()
     sent = []
 

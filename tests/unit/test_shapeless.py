@@ -35,7 +35,7 @@ def later(call, step: int) -> dict[str, int]:
 
 
 def assert_serves_later_shapes(call, function, rng, tolerance, arrays_of=lambda arrays: list(arrays.values())):
-    """A function of lists of arrays, of which the results are compared."""
+    """Compares a function of lists of arrays, compiled for all shapes, with the function itself."""
     compiled = mx.compile(function, shapeless=True)
     for step in (0, 1, 2):
         arrays = arrays_of(call.arrays(rng, **later(call, step)))
@@ -127,7 +127,7 @@ def test_vmap(call, rng):
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3), (1, 2, 2, 3)], ids=str)
 def test_gradients_of_gemv_by_every_argument(rng, lead, transpose):
-    """The widths of w and x are those of the call, not those of the trace."""
+    """The widths of w and x come from the call, not from the trace."""
     draw = lambda *shape: mx.array(rng.standard_normal(shape).astype(np.float32))
 
     def gradients(w, x, bias, dy):

@@ -281,7 +281,7 @@ Arrays GatherPrimitive::vjp(const Arrays& primals, const Arrays& cotangents, con
     const mx::array terms = mx::where(valid, wide, mx::zeros_like(wide, stream()), stream());
     const int count = static_cast<int>(pairs.experts.size());
     auto sum_by_input = [&] {
-      if (!pairs.inputs) {  // those of an input are neighbours
+      if (!pairs.inputs) {  // pairs of one input are neighbours
         const mx::array of_inputs = mx::reshape(terms, {batch, count / batch, rows, columns}, stream());
         return count == batch ? of_inputs : mx::sum(of_inputs, 1, false, stream());
       }
