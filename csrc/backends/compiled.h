@@ -12,7 +12,7 @@ struct Compiled {
   double seconds;  // near 0 where a cache had it
 };
 
-// Keeps what it is told first of a kernel.
+// Keeps the first report about a kernel.
 void note_compiled(const std::string& file, const std::string& kernel, double seconds);
 
 // In the order of the first launches.

@@ -189,7 +189,7 @@ CUfunc_st* loaded_function(const Launch& launch, const std::map<uint32_t, size_t
   return first;
 }
 
-// Each thread remembers what it found, by the name alone where that tells kernels apart, and by the device, of which
+// Each thread caches its lookups, by the name alone where that tells kernels apart, and by the device, of which
 // MLX uses but one context: this is on the path of every call.
 CUfunc_st* function_of(const Launch& launch, mx::Stream stream) {
   struct Known {

@@ -12,7 +12,7 @@ namespace mittens::cuda {
 // Whether the MLX that is loaded is a CUDA build.
 bool available();
 
-// What is missing for kernels to run, for people; empty when nothing is.
+// A sentence that says what kernels lack to run; empty when nothing is missing.
 std::string_view missing();
 
 // A GPU, as the driver has it.
@@ -28,7 +28,7 @@ struct Device {
 
 Device device(int index);
 
-// Holds arrays until what was given to the stream so far is done.
+// Holds arrays until the work given to the stream so far is done.
 void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);
 
 void run(const Launch& launch, mx::Stream stream);

@@ -24,7 +24,7 @@ std::string ptx(const std::string& file, const std::string& kernel, const std::m
                 const Constants& constants);
 std::string simulator_library(const std::string& file, const simulator::Options& options,
                               const Constants& constants);  // a shared object's path
-// That of a user's kernel, from the text that MLX generated.
+// The library of a user's kernel, from the text that MLX generated.
 std::string user_library(const std::string& file, const std::string& text, const std::string& kernel,
                          const simulator::Options& options);
 // A fault's message, and below it the text of the lines that it names.

@@ -32,7 +32,7 @@ struct Size3 {
 // owning one takes atomic instructions: who builds a launch keeps them until it has run, or gives it an owner.
 struct Input {
   std::reference_wrapper<const mx::array> array;
-  // What the kernel may read: these bytes, from so far off the array's first element. Row contiguous arrays: all of it.
+  // The part that the kernel may read: bytes from an offset off the array's first element. Row contiguous: all of it.
   int64_t offset = 0;
   size_t bytes = 0;
 };
@@ -122,7 +122,7 @@ std::vector<Launch> in_order(Launches&&... launches) {
 // Runs a launch on the stream's GPU: Metal on a Mac, CUDA under MLX's CUDA build. Throws where there is neither.
 void run_on_gpu(const Launch& launch, mx::Stream stream);
 
-// Runs launches, in order, through the simulator on the CPU; what the stream was given before is waited for.
+// Runs launches, in order, through the simulator on the CPU; earlier work of the stream is waited for.
 void run_in_simulator(const std::vector<Launch>& launches, mx::Stream stream);
 
 // Whether ops on the CPU go through the simulator instead of their native code.

@@ -1,4 +1,4 @@
-// Memory on the device of a stream: for the outputs of a primitive, and for what it needs on the way.
+// Memory on the device of a stream: for the outputs of a primitive, and for its workspaces.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +19,10 @@ Span span_of(const mx::array& view);
 
 void allocate_output(mx::array& output, mx::Stream stream);
 
-// Holds arrays until what was given to the stream so far is done.
+// Holds arrays until the work given to the stream so far is done.
 void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);
 
-// Memory that lives until what was given to the stream so far is done, and what the same primitive gives to it next:
+// Memory that lives until the work given to the stream so far is done, and the same primitive's next work:
 // MLX commits its work between primitives.
 mx::array temporary(const mx::Shape& shape, mx::Dtype dtype, mx::Stream stream);
 

@@ -41,7 +41,7 @@ bool jit_forced() {
   return value && std::string(value) == "1";
 }
 
-// So long may Metal's compiler take in all before a line says what is going on. What macOS has kept takes milliseconds.
+// How long Metal's compiler may take in all before a line says so. Kernels in macOS's cache take milliseconds.
 constexpr double patience_seconds = 0.25;
 
 void say_that_it_compiles(double seconds) {
@@ -94,7 +94,7 @@ MTL::ComputePipelineState* compile(mx::metal::Device& device, const std::string&
   return pipeline;
 }
 
-// Each thread remembers what it found: this is on the path of every call.
+// Each thread caches its lookups: this is on the path of every call.
 MTL::ComputePipelineState* pipeline_of(mx::metal::Device& device, const Launch& launch) {
   struct Key {
     Name file;

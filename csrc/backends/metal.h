@@ -13,18 +13,18 @@ namespace mittens::metal {
 // Whether this build has Metal (macOS) at all.
 bool built();
 
-// Whether a GPU of this architecture, such as applegpu_g17s, has matrix units: that of the M5 and later, as MLX has it.
+// Whether a GPU of this architecture, such as applegpu_g17s, has matrix units: the M5's and later ones, as MLX has it.
 bool has_matrix_units(std::string_view architecture);
 
-// Whether this machine's GPU has them, and its macOS what MLX's kernels reach them through.
+// Whether this machine's GPU has them, and its macOS the API that MLX's kernels reach them through.
 bool has_matrix_units();
 
-// Holds arrays until what was given to the stream so far is done.
+// Holds arrays until the work given to the stream so far is done.
 void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);
 
 void run(const Launch& launch, mx::Stream stream);
 
-// What this GPU's compiler made of a kernel. The most threads follow from the registers of one.
+// Figures of a kernel as this GPU's compiler made it. The most threads follow from the registers of one.
 struct Pipeline {
   uint64_t max_total_threads_per_threadgroup;
   uint64_t static_threadgroup_memory_length;

@@ -31,7 +31,7 @@ namespace mittens {
 
 namespace {
 
-// A launch that ran, and what it did.
+// A launch that ran, and its counts.
 struct Run {
   std::string file;
   std::string kernel;
@@ -40,11 +40,11 @@ struct Run {
   std::array<uint32_t, 3> threadgroups;
   std::array<uint32_t, 3> threads;
   simulator::Counts counts;
-  size_t arguments = 0;  // of a launch that did not run: a hash of what it was given by value
+  size_t arguments = 0;  // of a launch that did not run: a hash of its arguments by value
 };
 
 // Host code that makes the dispatch of a launch, in place of dispatch_of: in tests the macOS code over a recording
-// device (tests/macos/recorder.cpp). The owner keeps what the dispatch points to.
+// device (tests/macos/recorder.cpp). The owner keeps alive the memory that the dispatch points to.
 using Host = void (*)(const Launch& launch, mx::Stream stream, std::string& file, simulator::Dispatch& dispatch,
                       std::shared_ptr<void>& owner);
 

@@ -19,7 +19,7 @@ simulator::Buffer buffer_of(const mx::array& array, int64_t offset, size_t bytes
 
 using Constants = std::map<uint32_t, std::string>;  // function constants by index, as C++ writes them
 
-// Waits until what a primitive on this CPU stream reads is there. The simulator runs on the thread that evaluates, so
+// Waits for the inputs of a primitive on this CPU stream. The simulator runs on the thread that evaluates, so
 // that a fault is an exception of the call: MLX's Metal backend commits what it has encoded for a GPU after that.
 // Errors of GPU streams of this thread are thrown here.
 void wait_for_inputs(mx::Stream stream);

@@ -50,8 +50,8 @@ struct Attention {
   float* logsumexp;  // [batch, heads, queries] or nullptr: of a row's scores and its sink; -infinity without a score
   float scale;
   bool causal;  // query i sees keys up to i + keys - queries
-  int64_t window;  // and of those the last so many; 0: all
-  // Whether each query's result is to be bit for bit that of a call of this query and the keys in its range alone, with
+  int64_t window;  // the last keys of these to attend to; 0: all
+  // Whether each query's result equals, bit for bit, a call of this query and the keys in its range alone, with
   // any number of threads.
   bool exact;
 };

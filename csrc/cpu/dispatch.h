@@ -10,7 +10,7 @@ namespace mittens::cpu {
 // Throws std::invalid_argument where that name is unknown or cannot run here.
 const char* isa_name();
 
-// Those that this machine runs, slowest first.
+// The sets that this machine runs, slowest first.
 std::vector<std::string> isa_names();
 
 // Index of the chosen one in the table that MITTENS_VERSIONS makes.

@@ -15,6 +15,6 @@ void gemv(Type type,
           const void* bias,  // [outputs] or nullptr
           void* y,  // [matrices, rows, outputs]
           size_t matrices, size_t rows, size_t columns, size_t outputs,
-          bool exact);  // a row of up to 32 is bit for bit what it is alone; transposed alone
+          bool exact);  // up to 32 rows, each bit for bit as alone; transposed only
 
 }  // namespace mittens::cpu

@@ -7,7 +7,7 @@
 
 namespace mittens::cpu {
 
-// Rows [sizes[0], sizes[1], sizes[2], columns] by strides in elements; those of columns are 1.
+// Rows [sizes[0], sizes[1], sizes[2], columns] by strides in elements; columns have stride 1.
 struct StridedRows {
   const void* data;
   int64_t sizes[3];

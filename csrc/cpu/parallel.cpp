@@ -88,7 +88,7 @@ class Pool {
         std::thread([this] { serve(); }).detach();
       }
     } catch (const std::system_error&) {
-      // The system grants no more threads: those that are there do.
+      // The system grants no more threads: go on with fewer.
     }
   }
 
@@ -160,7 +160,7 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable news_;  // for workers: there is a job
   std::condition_variable done_;  // for callers: a job lost its last helper
-  Job* jobs_ = nullptr;  // those that want helpers
+  Job* jobs_ = nullptr;  // jobs that want helpers
   std::atomic<bool> waiting_{false};
   size_t sleeping_ = 0;
 };

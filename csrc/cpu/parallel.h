@@ -23,7 +23,7 @@ void parallel_for(size_t count, size_t grain, const Body& body) {
       [](const void* context, size_t begin, size_t end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
 }
 
-// Uninitialised float32 memory of one call, aligned for vectors. Each thread keeps what it used last: fresh memory
+// Uninitialised float32 memory of one call, aligned for vectors. Each thread keeps its last buffer: fresh memory
 // from the system would cost more than the work on it.
 class Scratch {
  public:

@@ -11,7 +11,7 @@ MITTENS_VERSIONS(quantized_swiglu)
 
 namespace {
 
-// Float32 products with integers of 4 and 8 bits: their sums do not depend on how many rows there are up to so many.
+// Float32 products with integers of 4 and 8 bits: their sums do not depend on the number of rows up to these.
 constexpr size_t alike_rows = 4;
 
 bool goes_in_parts(Type type, const QuantizedWeights& w, size_t matrices, size_t rows, bool exact) {

@@ -24,7 +24,7 @@ struct QuantizedWeights {
   bool transpose;  // the groups go along the columns of x
 };
 
-// Of x where a row is to be bit for bit what it is alone.
+// The most rows of x whose results may be bit for bit those of each row alone.
 constexpr size_t most_exact_rows = 32;
 
 // y[i, m, n] = round(sum_k x[i, m, k] * w[i][n, k] + bias[n]) for each matrix i; not transposed w[i][k, n].
@@ -34,7 +34,7 @@ void quantized_matmul(Type type,  // of scales, biases, x, bias and y
                       const void* bias,  // [outputs] or nullptr
                       void* y,  // [matrices, rows, outputs]
                       size_t matrices, size_t rows, size_t columns, size_t outputs,
-                      bool exact);  // a row of up to most_exact_rows is bit for bit what it is alone; transposed alone
+                      bool exact);  // up to most_exact_rows, each bit for bit as alone; transposed only
 
 // v * sigmoid(v * (alpha + beta * v^2)).
 struct Activation {

@@ -22,11 +22,11 @@ struct Recurrence {
   size_t batch;
   size_t steps;
   size_t heads;
-  size_t key_heads;  // each of which heads / key_heads heads share
+  size_t key_heads;  // heads / key_heads heads share each
   size_t rows;
   size_t columns;
   bool gate_per_column;  // else one for a head
-  bool corrects;  // whether what the state has for k is taken off v
+  bool corrects;  // whether the state's prediction for k is subtracted from v
 };
 
 struct RecurrenceInputs {

@@ -21,7 +21,7 @@ void add_rms_norm(Type type,
                   void* sum,  // [rows, columns]
                   size_t rows, size_t columns, float eps, float weight_offset);
 
-// Gradients of rms_norm. With dsum they are those of add_rms_norm, x being the sum: dx for its x and its residual
+// Gradients of rms_norm; with dsum, of add_rms_norm, x being the sum: dx for its x and its residual
 // alike.
 void rms_norm_vjp(Type type,
                   const void* x,  // [rows, columns]

@@ -8,7 +8,7 @@
 
 namespace mittens::cpu {
 
-// [batch, heads, tokens, width] by strides, the last of which is 1.
+// [batch, heads, tokens, width] by strides; the last is 1.
 struct Heads {
   const void* data;
   int64_t strides[3];  // batch, head, token
@@ -29,9 +29,9 @@ struct RopeAppend {
   const float* freqs;  // [pairs] or nullptr
   const void* query_norm;  // [width] or nullptr
   const void* key_norm;  // [width] or nullptr
-  const int32_t* offsets;  // [batch], or nullptr where `offset` is that of all
+  const int32_t* offsets;  // [batch], or nullptr where `offset` holds for all
   void* queries;  // [batch, query heads, tokens, width]
-  CacheBuffer keys;  // [batch, key heads, key capacity, ..], of which the new tokens are written
+  CacheBuffer keys;  // [batch, key heads, key capacity, ..]; only the new tokens are written
   CacheBuffer values;  // [batch, key heads, value capacity, ..]
   size_t batch;
   size_t query_heads;

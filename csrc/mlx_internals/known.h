@@ -1,4 +1,4 @@
-// The one guard of what this folder holds: everything that rests on private parts of MLX.
+// The one guard of this folder, which rests on private parts of MLX.
 //
 // - buffer_ownership: the descriptor of an array, which MLX declares private
 // - device_allocator: memory of the GPU in stream order, which MLX's CUDA build exports no function for

@@ -1,4 +1,4 @@
-// MLX's graph of what is still to be computed, for Python: the operations that an evaluation will run, with their
+// MLX's graph of pending work, for Python: the operations that an evaluation will run, with their
 // shapes. On a CPU mx composes some functions, such as mx.fast.rms_norm, of many operations where a GPU has one kernel.
 // Python notes the calls of those, and each is one operation here.
 #include <nanobind/nanobind.h>
@@ -44,7 +44,7 @@ std::string name_of(mx::Dtype dtype) {
   return text.str();
 }
 
-// What a kernel depends on beside shapes, of the operations whose kernels are known.
+// Facts beside shapes that a kernel depends on, for operations whose kernels are known.
 nb::tuple details_of(const mx::Primitive& primitive) {
   const std::string_view name = primitive.name();
   if (name == "QuantizedMatmul") {
@@ -70,7 +70,7 @@ nb::tuple details_of(const mx::Primitive& primitive) {
 
 class PendingGraph {
  public:
-  // Notes a call: what of the outputs is still to be computed is one operation on the inputs.
+  // Notes a call: the outputs that are still pending become one operation on the inputs.
   void note(const Arrays& outputs, const Arrays& inputs, int64_t number) {
     for (const mx::array& output : outputs) {
       if (is_pending(output) && !output.is_tracer()) {
@@ -178,7 +178,7 @@ class PendingGraph {
 };
 
 void bind(nb::module_& module) {
-  nb::class_<PendingGraph>(module, "PendingGraph", "What MLX is still to compute, as operations.")
+  nb::class_<PendingGraph>(module, "PendingGraph", "MLX's pending work, as operations.")
       .def(nb::init<>())
       .def("note", &PendingGraph::note, "outputs"_a, "inputs"_a, "number"_a)
       .def("walk", &PendingGraph::walk, "arrays"_a);

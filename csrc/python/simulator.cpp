@@ -150,7 +150,7 @@ nb::dict simulate(const std::string& path, const std::string& kernel, nb::list a
 }
 
 constexpr const char* kFaultDoc =
-    R"(What a kernel did in the simulator that a GPU would not forgive; the message names the thread and the line.
+    R"(An error of a kernel in the simulator that a GPU would not forgive; the message names the thread and the line.
 
 Example:
     >>> source = "uint i = thread_position_in_grid.x; y[i + 1] = x[i];"

@@ -1,4 +1,4 @@
-// What the simulator's bindings share.
+// Shared by the simulator's bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// What the simulator and a kernel library compiled for it know of each other. Compiled on both sides, so it includes
+// The interface of the simulator and a kernel library compiled for it. Compiled on both sides, so it includes
 // nothing. The library calls the simulator through one table of functions; it is linked against nothing else.
 #pragma once
 
@@ -45,7 +45,7 @@ struct Thread {
   Rounds rounds;
 };
 
-// What the lanes of a simdgroup (or of a quad) hand each other in one operation. Lanes that are not active hold 0xff.
+// Values that the lanes of a simdgroup (or of a quad) exchange in one operation. Lanes that are not active hold 0xff.
 struct Lanes {
   struct alignas(16) Value {
     unsigned char bytes[16];
@@ -111,7 +111,7 @@ struct Library {
   unsigned kernel_count;
 };
 
-// Every library exports this one function as mittens_library; it hands over the table and takes what it calls.
+// Every library exports this one function as mittens_library; it takes the table of functions and hands over its own.
 using Open = const Library* (*)(Runtime* runtime);
 
 }  // namespace mittens::abi

@@ -99,7 +99,7 @@ Context* left = nullptr;  // the context that was running; one simulation runs a
 
 void switch_context(Context& save, const Context& to, bool for_good) {
   left = &save;
-  // Without a place to keep it, the fake stack of what is left for good is freed.
+  // Frees the fake stack of a fiber that is left for good: no place is given to keep it.
   __sanitizer_start_switch_fiber(for_good ? nullptr : &save.fake_stack, to.stack, to.bytes);
   mittens_switch(&save.stack_pointer, to.stack_pointer);
   __sanitizer_finish_switch_fiber(save.fake_stack, &left->stack, &left->bytes);

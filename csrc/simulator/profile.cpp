@@ -161,7 +161,7 @@ void Profile::finish(const Lines& lines, uintptr_t base) {
     std::string file = instruction.site.file;
     unsigned line = instruction.site.line;
     const bool is_access = instruction.kind <= atomic;
-    if (is_access) {  // the address is that of the instruction after
+    if (is_access) {  // the address points behind the instruction
       std::tie(file, line) = lines.place(reinterpret_cast<uintptr_t>(instruction.caller) - base - 1);
     }
     const uint64_t accesses = instruction.starts ? instruction.executions * instruction.vectors : 0;

@@ -1,10 +1,10 @@
-// What a prediction of run time needs of a launch: the distinct lines of memory that it touches, its accesses merged as
+// Facts of a launch for predicting its run time: the distinct lines of memory that it touches, its accesses merged as
 // a compiler merges them, and how often simdgroups execute each line of the source.
 //
 // Accesses of one thread are merged where a compiler makes one vector access of them: neighbours in memory, both loads
 // or both stores, at most four elements and 16 bytes, in one basic block, with no store to the same buffer and no
 // operation between threads between them. Within a threadgroup array, whose index checks split basic blocks, an
-// instruction that comes again ends the block. An instruction of which any execution starts an access of its own is
+// instruction that comes again ends the block. An instruction that starts an access of its own in any execution is
 // never merged: neighbours by chance, as in a gather, are not.
 //
 // Executions are of simdgroups: of all lanes' executions since they last met, the most.

@@ -358,7 +358,7 @@ Fiber* Simulation::next_ready() {
   return next;
 }
 
-// Those that wait there, of lanes the active ones; the last to arrive runs on.
+// Threads (of lanes, the active ones) that wait there; the last to arrive runs on.
 void Simulation::release(const Rendezvous& rendezvous, unsigned active) {
   // With a seed, sometimes before those who wait already, so that some threads run far ahead of others.
   const bool in_front = options_.seed && generator_() % 2;

@@ -71,7 +71,7 @@ struct Fiber {
   Point point;
   abi::Combine combine;
   bool needs_all;  // whether no lane may miss it, as a barrier or a product of matrices
-  const abi::Lanes* lanes;  // what it exchanged
+  const abi::Lanes* lanes;  // values of the exchange
 };
 
 // Where the threads of one quad, simdgroup or threadgroup wait for each other.
@@ -92,16 +92,16 @@ class Simulation {
 
   Counts run();
 
-  // What a running kernel calls; each may switch to other threads.
+  // Entries for a running kernel; each may switch to other threads.
   const abi::Lanes& exchange(abi::Scope scope, const abi::Operation& operation, const void* value, unsigned bytes,
                              abi::Combine combine);
   void barrier(abi::Scope scope, const abi::Operation& operation, unsigned memory);
   void* threadgroup_array(const void* key, const char* name, unsigned long bytes, abi::Site site);
   void run_thread();
-  // Every so many branches, from within a fiber.
+  // Called at planned branches, from within a fiber.
   void pause(const void* caller);
 
-  // Ends the launch with a Fault, from within a fiber: what it has on its stack is left there.
+  // Ends the launch with a Fault, from within a fiber, whose stack is not unwound.
   [[noreturn]] void fail(const std::string& what);
 
   const Arena& arena() const {

@@ -50,7 +50,7 @@ struct Options {
   bool fuse = false;  // whether `a * b + c` within an expression rounds once; of a library that was compiled so
 };
 
-// What a kernel did that a GPU would not forgive. The message names kernel, thread, threadgroup, and line.
+// An error of a kernel that a GPU would not forgive. The message names kernel, thread, threadgroup, and line.
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -73,7 +73,7 @@ struct Counts {
   uint64_t simdgroup_barriers = 0;
   uint64_t simd_operations = 0;
   uint64_t matrix_operations = 0;
-  uint64_t half_matrix_operations = 0;  // of matrix_operations, those of two operands of half
+  uint64_t half_matrix_operations = 0;  // matrix_operations whose operands are both half
   uint64_t bfloat_matrix_operations = 0;  // and of bfloat; the rest is computed in float
   uint64_t threadgroup_bytes = 0;  // the most that one threadgroup had
   uint64_t device_bytes_loaded = 0;
@@ -83,9 +83,9 @@ struct Counts {
   uint64_t threadgroup_bytes_stored = 0;
   uint64_t device_accesses = 0;  // of simdgroups
   uint64_t device_lines = 0;  // of kLineBytes that they touched, each counted once an access
-  uint64_t device_lines_fewest = 0;  // that could hold what they touched
+  uint64_t device_lines_fewest = 0;  // the least that could hold the bytes touched
   uint64_t threadgroup_accesses = 0;
-  uint64_t bank_conflicts = 0;  // rounds beyond the fewest in which 32 banks of 4 bytes can give what was asked for
+  uint64_t bank_conflicts = 0;  // rounds beyond the fewest that 32 banks of 4 bytes need
   bool profiled = false;
   uint64_t distinct_lines = 0;  // of kLineBytes of device memory, params left out, that the launch touches
   uint64_t distinct_lines_loaded = 0;

@@ -38,7 +38,7 @@ std::string element_of(const std::string& name, int64_t offset, size_t item) {
          (item == 1 ? " byte" : " bytes");
 }
 
-// Bytes of an element: where no one has said, of what is accessed.
+// Bytes of an element; the size of the access where the kernel does not declare them.
 size_t item_of(const Region& region, size_t accessed) {
   return region.item ? region.item : accessed;
 }
@@ -182,7 +182,7 @@ void Watcher::lanes(const void* address, size_t bytes, unsigned mask, bool store
   }
 }
 
-// Checks an access, and returns what it is of.
+// Checks an access, and returns the buffer it falls into.
 Region* Watcher::check(uintptr_t address, const Access& access) {
   if (outside_) {
     settle(address, access);
@@ -405,7 +405,7 @@ Stamp Watcher::stamp(unsigned who, const Clock& clock, const abi::Thread& thread
           static_cast<uint32_t>(reinterpret_cast<uintptr_t>(access.caller) - library_.base())};
 }
 
-// In place of this thread, that and those of an earlier access with which it is in no order.
+// The threads of an earlier access that is unordered with this thread's.
 unsigned Watcher::together(const Stamp& earlier, const Clock& clock, const abi::Thread& thread) {
   if (earlier.epoch < clock.threadgroup_start || earlier.who == kSeveralThreadgroups) {
     return kSeveralThreadgroups;
@@ -413,7 +413,7 @@ unsigned Watcher::together(const Stamp& earlier, const Clock& clock, const abi::
   return of_simdgroup(earlier, thread.simdgroup) ? kSimdgroup + thread.simdgroup : kSeveral;
 }
 
-// Whether what the stamp says is before whatever this thread does now.
+// Whether the stamped access is ordered before this thread's next one.
 bool Watcher::in_order(const Stamp& earlier, const Region& region, const Clock& clock,
                        const abi::Thread& thread) const {
   if (earlier.epoch < clock.threadgroup_start) {
@@ -443,7 +443,7 @@ void Watcher::on_load(Region& region, Cell& cell, size_t offset, const Access& a
   if (access.writes) {
     return;
   }
-  // A read that comes before this one in any order is no longer needed: what it is in order with, this one is too.
+  // Keep only the latest of ordered reads: whatever is ordered after it is ordered after the earlier ones.
   Stamp& read = cell.read;
   unsigned who = thread.index;
   if (read.epoch != 0 && !in_order(read, region, clock, thread)) {
@@ -509,7 +509,7 @@ const Lines& Watcher::lines() const {
 }
 
 std::string Watcher::where(uint32_t relative) const {
-  const std::string line = lines().at(relative - 1);  // the address is that of the instruction after
+  const std::string line = lines().at(relative - 1);  // the address points behind the instruction
   return line.empty() ? "" : " (" + line + ")";
 }
 

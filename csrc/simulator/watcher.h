@@ -26,7 +26,7 @@ class Simulation;
 
 // Several threads that write one value to one place race by the letter, and no GPU shows it. They are noted, or faults.
 void fault_on_equal_writes(bool fault);
-// What was noted since the last call, each kind once.
+// Notes since the last call, each kind once.
 std::vector<std::string> take_notes();
 // How many launches this process has simulated.
 uint64_t launches();

@@ -1,11 +1,11 @@
-// What the row-wise ops share: each row is reduced to a few numbers, block by block, then mapped with them.
+// Shared by the row-wise ops: each row is reduced to a few numbers, block by block, then mapped with them.
 //
 // The order of every sum depends on the shape alone, so results are the same for any number of threads. An op has
 //   Stats                                          a few float32
 //   Stats reduce(const Block&)
 //   Stats merge(Stats, Stats)                      of neighbouring blocks
 //   void map(const Block&, Stats row, Stats own)   writes the block's outputs; own: what reduce gave for it
-//   rows_together                                  so many are mapped in order by one thread, from a multiple of it
+//   rows_together                                  rows that one thread maps in order, from a multiple of this number
 //   bytes                                          read and written for one element
 //   keeps(blocks)                                  whether reduce leaves float32 elements for map in Block::kept
 #pragma once

@@ -1,4 +1,4 @@
-// Vectors of float32 and what the kernels do with them, for the instruction set this is compiled for.
+// Vectors of float32 and their operations, for the instruction set this is compiled for.
 //
 // Sources in cpu/isa are compiled once for each instruction set, with MITTENS_ISA naming their namespace. They use
 // no inline function of another namespace, the standard library's included: of the copies of such a function the
@@ -342,7 +342,7 @@ MITTENS_INLINE Floats round(Floats v) {
   }
 }
 
-// v rounded to the precision of T, for what is computed with further: faster, and values that float16 would make
+// v rounded to the precision of T, for further computing: faster, and values that float16 would make
 // subnormal or infinite are kept.
 template <typename T>
 MITTENS_INLINE Floats round_precision(Floats v) {

@@ -5,7 +5,7 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-// Up to so many rows that share keys go with lanes along a key; more fill lanes of their own.
+// The most rows sharing keys that go with lanes along a key; more rows fill lanes of their own.
 constexpr size_t few_rows = width / 2;
 
 constexpr size_t tasks_per_thread = 4;
@@ -102,7 +102,7 @@ struct Widened {
   }
 };
 
-// Each token by itself, in shares that begin at the same keys in every call: neither the number of tokens nor that of
+// Each token by itself, in shares that begin at the same keys in every call: neither the number of tokens nor of
 // threads changes what is computed for it, nor in which order.
 template <typename T>
 static void run_token_by_token(const Attention& call) {

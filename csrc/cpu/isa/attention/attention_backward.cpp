@@ -98,7 +98,7 @@ void write_dsinks(const AttentionBackward& call, const float* delta) {
   });
 }
 
-// One share of a head's keys: their dk and dv, and what they add to the head's dq.
+// One share of a head's keys: their dk and dv, and their terms of the head's dq.
 template <typename T>
 class KeyShare {
  public:
@@ -222,13 +222,13 @@ void write_gradients(const AttentionBackward& call, const float* delta) {
   }
 }
 
-// The sums of ds over what the mask is broadcast along, for a block of the mask's rows and keys.
+// The sums of ds over the axes that the mask is broadcast along, for a block of the mask's rows and keys.
 template <typename T>
 class MaskBlock {
  public:
   MaskBlock(const AttentionBackward& call, const float* delta) : call_(call), forward_(call.forward), delta_(delta) {}
 
-  // Of the mask's batch and head; rows and keys: those of the scores that it is for.
+  // Of the mask's batch and head; rows and keys: of the scores that it is for.
   void run(size_t batch, size_t head, Range rows, Range keys) const {
     const size_t* sizes = call_.mask_sizes;
     const size_t stride = Panel::stride_of(forward_.width), value_stride = Panel::stride_of(forward_.value_width);

@@ -72,7 +72,7 @@ void product(size_t rows, size_t columns, Factor a, Panel b, size_t count, Panel
   });
 }
 
-// Copies rows with 0 for what is not finite.
+// Copies rows with 0 for elements that are not finite.
 inline void copy_finite(Panel from, Panel to, size_t rows, size_t columns) {
   for (size_t i = 0; i < rows; ++i) {
     for (size_t c = 0; c < columns; c += width) {
@@ -90,7 +90,7 @@ inline bool may_hide(const Attention& call) {
 template <typename T>
 struct BackwardHead {
   Head<T> head;
-  Head<T> cotangents;  // of which the queries are dy
+  Head<T> cotangents;  // its queries are dy
   const float* logsumexp;  // [batch, heads, queries]
   const float* delta;
 };
@@ -182,7 +182,7 @@ class BackwardBlock {
   Panel ds() const {
     return ds_;
   }
-  // [rows, ..]: the queries scaled, with 0 for what is not finite where keys may be hidden.
+  // [rows, ..]: the queries scaled, with 0 for elements that are not finite where keys may be hidden.
   Panel q() const {
     return q_;
   }

@@ -172,7 +172,7 @@ class RowTile {
     }
   }
 
-  // Scores become exponentials relative to the new largest score; decay: what the sums so far are multiplied with.
+  // Scores become exponentials relative to the new largest score; decay: the factor of the sums so far.
   MITTENS_INLINE void soften(float* scores, size_t count, Float (&decay)[vectors]) const {
     for (size_t v = 0; v < vectors; ++v) {
       float* const column = scores + v * width;

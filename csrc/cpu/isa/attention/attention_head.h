@@ -1,4 +1,4 @@
-// One key/value head of an attention call: rows are the queries that share its keys, those of all its query heads,
+// One key/value head of an attention call: rows are the queries that share its keys, from all its query heads,
 // token by token.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-// Keys that a query sees, but for what a mask hides.
+// Keys that a query sees, before a mask hides some.
 struct Range {
   size_t begin;
   size_t end;
@@ -49,7 +49,7 @@ class HeadRows {
     }
   }
 
-  // Widens rows to float32, in whole vectors: what is beyond a row is zero.
+  // Widens rows to float32, in whole vectors, padded with zeros.
   void widen(size_t first, size_t n, float* out, size_t out_stride) const {
     for (size_t i = 0; i < n; ++i, out += out_stride) {
       if (rows_.bits == 0) {
@@ -184,7 +184,7 @@ class Head {
     return load_one(static_cast<const T*>(call.sinks) + head(row), Some{1})[0];
   }
 
-  // The mask of n keys from the first on: what is added to their scores; of a bool mask 0 or -infinity.
+  // The mask of n keys from the first on, as terms of their scores: 0 or -infinity for a bool mask.
   MITTENS_INLINE Float mask(size_t row, size_t first, size_t n) const {
     const int64_t at = offset(call.mask.values, row) + static_cast<int64_t>(first) * call.mask.column;
     if (call.mask.kind == MaskKind::additive) {
@@ -252,7 +252,7 @@ class Head {
     return sum_of(zeros) == 0.0f;
   }
 
-  // Multiplies sums with a row's factor. Those that are not finite are made anew, of the keys alone that the row sees
+  // Multiplies sums with a row's factor. Sums that are not finite are made anew, of the keys alone that the row sees
   // and with weights of sum one, until all of them are NaN: blocks of keys multiply all values with the weights of all
   // rows, and 0 times NaN or infinity is NaN; and sums of values near the largest float overflow where their average
   // does not.

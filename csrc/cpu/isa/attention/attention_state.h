@@ -8,7 +8,7 @@ namespace mittens::cpu::MITTENS_ISA {
 // Where the rows of each share of the keys go: each row's largest score, its sum, then its values.
 class Partials {
  public:
-  // Of so many rows from the first on, in shares from the first on.
+  // Of a number of rows, in a number of shares, from the first on.
   Partials(float* data, size_t value_width, size_t rows, size_t first_row = 0, size_t first_share = 0)
       : data_(data), stride_(row_size(value_width)), rows_(rows), first_row_(first_row), first_share_(first_share) {}
 

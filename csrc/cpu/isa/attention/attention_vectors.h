@@ -9,7 +9,7 @@ namespace mittens::cpu::MITTENS_ISA {
 
 using Lanes = std::make_index_sequence<width>;
 
-// body(0) to body(n - 1), so that what they index stays in registers.
+// body(0) to body(n - 1), unrolled, so that arrays they index stay in registers.
 template <size_t n, typename Body>
 MITTENS_INLINE void unrolled(const Body& body) {
   [&]<size_t... i>(std::index_sequence<i...>) MITTENS_INLINED { (body(i), ...); }(std::make_index_sequence<n>());

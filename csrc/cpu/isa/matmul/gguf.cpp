@@ -17,7 +17,7 @@ struct Kind {
   static constexpr BlockKind value = kind;
 };
 
-// Calls f with a value of the element type and a Kind, of those that have a source or a quantizer of their own.
+// Calls f with a value of the element type and a Kind that has a source or a quantizer of its own.
 template <BlockKind... kinds, typename F>
 void with_kinds(Type type, BlockKind kind, const F& f) {
   with_type(type, [&](auto t) { ((kind == kinds ? f(t, Kind<kinds>()) : void()), ...); });

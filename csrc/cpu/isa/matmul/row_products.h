@@ -13,7 +13,7 @@ constexpr int tile_outputs = many_registers ? 4 : 2;
 constexpr size_t panel_outputs = 64;
 constexpr size_t panel_columns = 1024;
 constexpr size_t few_rows = 16;  // of x: for them a panel is one tile wide, which leaves it in the first cache
-constexpr size_t prefetch_bytes = 512;  // from a step to what is asked for meanwhile
+constexpr size_t prefetch_bytes = 512;  // how far ahead of a step
 constexpr size_t product_piece_bytes = 64 << 10;  // of weights, for one thread at a time
 
 // Additions to one sum, after which it goes to a total. The roundings of equal terms all go the same way: the error
@@ -211,7 +211,7 @@ class RowProducts {
     LaneSums<rows, outputs, chained> sum;
     repeat<outputs>(
         [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
-    // What comes after a row's end are the rows after all of these.
+    // Behind a row's end come the rows after all of these.
     const size_t steps = ceil_divide(columns_, Source::step);
     const size_t row_bytes = source_.stride_bytes();
     const size_t steps_ahead = prefetch_bytes / Source::step_bytes;
@@ -261,7 +261,7 @@ class RowProducts {
                      MITTENS_INLINED { write_totals(sums + m.value * stride, sum.template of_row<m.value>(), false); });
   }
 
-  // The next panel is that of the same rows, or of the next ones.
+  // The next panel is of the same rows, or of the next ones.
   void one_panel(const float* x, size_t rows, size_t n, size_t size, size_t most, float* sums, size_t stride,
                  float* memory) const {
     using X = Arranged<Source, false>;
@@ -341,7 +341,7 @@ void RowProducts<Source>::direct(const float* x, size_t rows, size_t n, size_t s
     exact_groups(x, rows, n, size, sums, stride, memory);
     return;
   }
-  if (rows > 4 && many_registers && Source::vectors >= 4) {  // what is read for a step serves long
+  if (rows > 4 && many_registers && Source::vectors >= 4) {  // the loads of a step serve long
     direct_groups<5, 8, 2>(x, rows, n, size, sums, stride, memory);
     return;
   }
@@ -370,7 +370,7 @@ void RowProducts<Source>::panel(const float* x, size_t rows, size_t n, size_t si
   }
 }
 
-// For each of the matrices, x [matrices, rows, columns] times the rows of its sources, of which there are one or two.
+// For each of the matrices, x [matrices, rows, columns] times the rows of its sources, one or two.
 //   source_of(matrix, j)                      source j of a matrix
 //   finish(row, n, size, first, second)       takes the sums of outputs [n, n + size) of a row of x
 //   exact                                     sums of up to 32 rows do not depend on how many there are

@@ -122,7 +122,7 @@ struct ScalesOfWords {
 };
 
 // What rows of packed words have in common: vector v of a step has the value v of each of width words. A row has them
-// as `words`, and as `scales` those of its groups.
+// as `words`, and the scales of its groups as `scales`.
 template <int bits>
 struct PackedWords {
   const uint32_t* words;
@@ -239,14 +239,14 @@ MITTENS_INLINE Float widen_small(UInt size) {
   return size < (1u << fraction_bits) ? below : normal;
 }
 
-// E4M3 in the lowest byte of each word, the largest of which is no number.
+// E4M3 in the lowest byte of each word; the largest code is no number.
 MITTENS_INLINE Float e4m3(UInt bits) {
   const UInt size = bits & 0x7f;
   const UInt widened = (UInt)widen_small<4, 3>(size) | (bits & 0x80) << 24;
   return (Float)(size == 0x7f ? UInt{} + 0x7fc00000 : widened);
 }
 
-// E2M1 in the lowest 4 bits of each word: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. What is above is left out.
+// E2M1 in the lowest 4 bits of each word: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Higher bits are ignored.
 MITTENS_INLINE Float e2m1(UInt bits) {
 #if defined(__AVX512F__)
   const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
@@ -260,7 +260,7 @@ MITTENS_INLINE Float e2m1(UInt bits) {
 #endif
 }
 
-// Powers of two in bytes, the largest of which is no number.
+// Powers of two in bytes; the largest code is no number.
 MITTENS_INLINE Float e8m0(UInt bits) {
   return (Float)(bits == 0 ? UInt{} + 0x00400000 : bits == 0xff ? UInt{} + 0x7fc00000 : bits << 23);
 }
@@ -368,7 +368,7 @@ struct Blocks {
   }
 };
 
-// Calls body(s, part) for the steps of so many columns.
+// Calls body(s, part) for the steps of a number of columns.
 template <typename Source, typename Body>
 MITTENS_INLINE void each_step(size_t columns, const Body& body) {
   const size_t whole = columns / Source::step;
@@ -380,7 +380,7 @@ MITTENS_INLINE void each_step(size_t columns, const Body& body) {
   }
 }
 
-// The same; and end() after every so many of them, and after the last ones.
+// The same; and end() after every `steps` of them, and after the last ones.
 template <typename Source, typename Body, typename End>
 MITTENS_INLINE void each_step(size_t columns, size_t steps, const Body& body, const End& end) {
   const size_t whole = columns / Source::step;

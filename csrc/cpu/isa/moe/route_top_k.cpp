@@ -11,7 +11,7 @@ namespace {
 
 constexpr float least_sum = 1e-20f;  // that weights are divided by: of scores that are all zero
 
-// What is NaN stays so, in the vectors and in the sum of their exponentials.
+// NaN stays NaN, in the vectors and in the sum of their exponentials.
 void softmax_in_place(float* values, size_t n) {
   float most = -__builtin_inff();
   for (size_t i = 0; i < n; ++i) {

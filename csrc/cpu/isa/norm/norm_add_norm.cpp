@@ -44,7 +44,7 @@ void norm_add_norm(Type type, const void* x, const void* residual, NormScale sca
     const Rows adding(add, rows, columns);
     const Rows normalizing(norm, rows, columns);
     const size_t row_bytes = 4 * columns * sizeof(T);
-    if (rows < 2 * threads() && rows * row_bytes > serial_bytes) {  // few long rows, each of which threads share
+    if (rows < 2 * threads() && rows * row_bytes > serial_bytes) {  // few long rows: threads share each
       adding.run();
       normalizing.run();
       return;

@@ -67,7 +67,7 @@ struct NormTo {
   }
 };
 
-// What was normalized goes to an array too.
+// Writes the normalized input to an array too.
 template <typename T>
 struct NormAndInputTo {
   NormTo<T> y;

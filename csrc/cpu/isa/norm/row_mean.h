@@ -5,7 +5,7 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-// A value near the mean: sums of x minus it lose nothing. For 2-byte types that of a few units is near enough.
+// A value near the mean: sums of x minus it lose nothing. For 2-byte types the mean of a few units is near enough.
 template <typename T>
 MITTENS_INLINE float centre(const T* x, size_t n) {
   Sums sum;
@@ -27,7 +27,7 @@ template <typename T>
   return static_cast<float>(sum / static_cast<double>(n));
 }
 
-// Sums of squares about the mean, from those about what is `step` before it; infinity stays infinity.
+// Sums of squares about the mean, from sums about a value `step` below it; infinity stays infinity.
 MITTENS_INLINE float about_mean(float squares, float step, float count) {
   return squares < infinity ? squares - step * step * count : squares;
 }

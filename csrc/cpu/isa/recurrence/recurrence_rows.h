@@ -1,4 +1,4 @@
-// What a step of a recurrence does to a few rows of the state, which are padded to whole vectors with zeros.
+// A step of a recurrence on a few rows of the state, which are padded to whole vectors with zeros.
 #pragma once
 
 #include "cpu/isa/rows.h"
@@ -6,7 +6,7 @@
 
 namespace mittens::cpu::MITTENS_ISA {
 
-constexpr int rows_at_once = 4;  // that share what they read of keys and queries
+constexpr int rows_at_once = 4;  // that share loads of keys and queries
 
 MITTENS_INLINE void clear(float* p, size_t n) {
   for (size_t i = 0; i < n; ++i) {
@@ -41,7 +41,7 @@ struct Step {
   }
 };
 
-// So many rows [R, stride] go on by a step. `update` gets what k is multiplied by for each row, `predicted` what the
+// Advances R rows [R, stride] by a step. `update` gets the factor of k for each row, `predicted` what the
 // state had for k, and `y` the result where there is to be one.
 template <int R>
 MITTENS_INLINE void advance(float* s, size_t stride, const Step& step, const float* v, float* predicted, float* update,

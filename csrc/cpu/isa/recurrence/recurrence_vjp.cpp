@@ -122,7 +122,7 @@ class KeyHead {
       if (t % steps_of_chunk == 0) {
         copy<R>(s_, kept_ + t / steps_of_chunk * rows_at_once * stride_);
       }
-      if (t < (chunks - 1) * steps_of_chunk) {  // what comes after the last kept state is computed below
+      if (t < (chunks - 1) * steps_of_chunk) {  // steps after the last kept state are computed below
         forward<R>(head, row, t, 0);
       }
     }

@@ -49,7 +49,7 @@ MITTENS_INLINE Words threefry(Key key, Words w) {
   return {w.x + third, w.y + (key.x + 5)};
 }
 
-// The 32 bits that mx.random draws for the elements i of an array of so many elements.
+// The 32 bits that mx.random draws for the elements i of an array of `size` elements.
 MITTENS_INLINE UInt random_bits(Key key, UInt i, uint32_t size) {
   const uint32_t half_size = size / 2;
   const uint32_t ahead = half_size + size % 2;
@@ -166,7 +166,7 @@ MITTENS_INLINE float round_one(float v) {
 
 // ---- lists of logits ----
 
-// Whole vectors: what is beyond the last logit is -inf.
+// Whole vectors, padded with -inf behind the last logit.
 struct List {
   float* values;
   uint32_t* columns;
@@ -364,7 +364,7 @@ struct Sampler {
     return sum;
   }
 
-  // From the maxima of blocks, each of which stands for a logit; gathers what may be kept.
+  // From the maxima of blocks, each a logit; gathers the candidates.
   Best draw_kept(const T* row, const Drawing& drawing, const float* maxima, size_t blocks, float m,
                  uint64_t mass) const {
     const SampleFilters& filters = options.filters;
