@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from . import _ext
 from .table import aligned, html
@@ -46,11 +47,18 @@ def stats(*, reset: bool = False) -> Stats:
         >>> sorted(mm.stats())
         ['softmax']
     """
-    result = Stats()
     runs, left = _ext.stats(reset)
+    return counted(runs, [(op, reason, count) for op, reason, _, count in left])
+
+
+def counted(runs: Iterable[tuple[str, str, str, int]], left: Iterable[tuple[str, str, int]]) -> Stats:
+    """Counts of primitives, executors and kernels, and of ops and reasons why mx, as `stats` has them."""
+    result = Stats()
     for primitive, executor, kernel, count in runs:
         op = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", primitive.removeprefix("Mittens")).lower()
-        result.setdefault(op, {"kernels": {}, "mx": {}})["kernels"][f"{executor} {kernel}"] = count
-    for op, reason, _, count in left:
-        result.setdefault(op, {"kernels": {}, "mx": {}})["mx"][reason] = count
+        ran = result.setdefault(op, {"kernels": {}, "mx": {}})["kernels"]
+        ran[f"{executor} {kernel}"] = ran.get(f"{executor} {kernel}", 0) + count
+    for op, reason, count in left:
+        reasons = result.setdefault(op, {"kernels": {}, "mx": {}})["mx"]
+        reasons[reason] = reasons.get(reason, 0) + count
     return result

@@ -17,16 +17,6 @@ namespace {
 
 thread_local int expansions = 0;
 
-// While an instance exists, ops on this thread build graphs of their own.
-struct Expanding {
-  Expanding() {
-    ++expansions;
-  }
-  ~Expanding() {
-    --expansions;
-  }
-};
-
 // The name of an op's primitive: MittensRmsNorm of rms_norm.
 std::string primitive_name(const char* op) {
   std::string name = "Mittens";
@@ -227,11 +217,11 @@ bool traces_any_shape() {
   return probe.is_tracer() && expansions == 0 && mx::number_of_elements(probe, {}, false).has_primitive();
 }
 
-AskingForShapes::AskingForShapes() {
+Expanding::Expanding() {
   ++expansions;
 }
 
-AskingForShapes::~AskingForShapes() {
+Expanding::~Expanding() {
   --expansions;
 }
 

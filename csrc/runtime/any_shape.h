@@ -24,17 +24,19 @@ namespace mittens {
 // Whether this thread traces a function for all shapes.
 bool traces_any_shape();
 
-// While an instance exists, ops on this thread build graphs of their own also in such a trace, and calls that go to mx
-// are not counted: the caller asks for the shapes of their results.
-class AskingForShapes {
+// While an instance exists, ops on this thread build graphs of their own also in such a trace.
+class Expanding {
  public:
-  AskingForShapes();
-  ~AskingForShapes();
-  AskingForShapes(const AskingForShapes&) = delete;
-  AskingForShapes& operator=(const AskingForShapes&) = delete;
+  Expanding();
+  ~Expanding();
+  Expanding(const Expanding&) = delete;
+  Expanding& operator=(const Expanding&) = delete;
+};
 
- private:
-  Uncounted uncounted_;
+// The same, and calls that go to mx are not counted: the caller asks for the shapes of their results.
+struct AskingForShapes {
+  Expanding expanding;
+  Uncounted uncounted;
 };
 
 // A function that builds its results of arrays on one stream.

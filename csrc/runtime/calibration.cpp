@@ -341,6 +341,9 @@ void record_launch(const Launch& launch) {
 }
 
 bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream) {
+  if (is_switched_off(problem.op)) {
+    return true;
+  }
   const Choice choice = ask(problem, stream, false);
   if (choice.known) {
     return choice.mx && prefer_fallback(problem.op, "a problem that mx computes faster, as measured on this machine");

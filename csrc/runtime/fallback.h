@@ -19,6 +19,9 @@ inline void fall_back(const char* op, std::string reason) {
   fallback(op, std::move(reason));
 }
 
+// Whether the user has switched an op off (MLX_MITTENS_DISABLE); notes it as fallback() does.
+bool is_switched_off(const char* op);
+
 // Whether mx is to compute what a kernel covers as well, since it is faster there; notes why. Never in strict mode
 // or under a strict patch, which ask for the kernel.
 bool prefer_fallback(const char* op, std::string reason);

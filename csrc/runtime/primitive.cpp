@@ -56,6 +56,23 @@ struct Composing {
   }
 };
 
+// As stats() names them.
+constexpr const char* simulator_executor = "simulator";
+constexpr const char* native_executor = "native";
+const Name composed_kernel = "composed";
+
+const char* gpu_executor() {
+  return metal::built() ? "metal" : "cuda";
+}
+
+Arrays stand_ins(const Arrays& arrays) {
+  Arrays all;
+  for (const mx::array& array : arrays) {
+    all.push_back(stand_in(array.shape(), array.dtype()));
+  }
+  return all;
+}
+
 // A composition that is deeper than this calls its own op: those that end are one or two deep.
 constexpr int max_composition_depth = 8;
 
@@ -95,6 +112,10 @@ bool KernelPrimitive::write_trivial(const Arrays& inputs, Arrays& outputs) {
   return true;
 }
 
+bool KernelPrimitive::prefers_native() const {
+  return composition_depth >= preferred_depth();
+}
+
 void KernelPrimitive::eval_gpu(const Arrays& inputs, Arrays& outputs) {
   allocate(inputs, outputs);
   if (write_trivial(inputs, outputs)) {
@@ -104,7 +125,7 @@ void KernelPrimitive::eval_gpu(const Arrays& inputs, Arrays& outputs) {
   for (const auto& launch : launches(prepared(inputs, copies), outputs)) {
     record_launch(launch);
     run_on_gpu(launch, stream());
-    stats::count_run(name(), metal::built() ? "metal" : "cuda", launch.kernel);
+    stats::count_run(name(), gpu_executor(), launch.kernel);
   }
 }
 
@@ -121,14 +142,35 @@ void KernelPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
     run_in_simulator(all, stream());
     for (const auto& launch : all) {
       record_launch(launch);
-      stats::count_run(name(), "simulator", launch.kernel);
+      stats::count_run(name(), simulator_executor, launch.kernel);
     }
-  } else if (composition_depth >= preferred_depth() && (task = native(ready, outputs))) {
+  } else if (prefers_native() && (task = native(ready, outputs))) {
     mx::cpu::get_command_encoder(stream()).dispatch(std::move(task));
-    stats::count_run(name(), "native", cpu::isa_name());
+    stats::count_run(name(), native_executor, cpu::isa_name());
   } else {
     run_composed(ready, outputs);
-    stats::count_run(name(), "native", "composed");
+    stats::count_run(name(), native_executor, composed_kernel);
+  }
+}
+
+void KernelPrimitive::plan(const Arrays& inputs, const Arrays& outputs, CallPlan& plan) {
+  if (all_empty(outputs) || sums_nothing(inputs)) {
+    return;
+  }
+  const AllocatingStandIns allocating;
+  const Arrays given = stand_ins(inputs);
+  Arrays results = stand_ins(outputs);
+  const bool on_gpu = stream().device == mx::Device::gpu;
+  if (on_gpu || simulator_enabled()) {
+    for (const auto& launch : launches(given, results)) {
+      plan.runs.push_back({name(), on_gpu ? gpu_executor() : simulator_executor, launch.kernel});
+    }
+  } else if (prefers_native() && native(given, results)) {
+    plan.runs.push_back({name(), native_executor, cpu::isa_name()});
+  } else {
+    plan.runs.push_back({name(), native_executor, composed_kernel});
+    const Composing composing;
+    plan_evaluation(composed(given), plan);
   }
 }
 

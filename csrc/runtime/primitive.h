@@ -9,6 +9,7 @@
 
 #include "backends/launch.h"
 #include "mlx/primitives.h"
+#include "runtime/asking.h"
 
 namespace mittens {
 
@@ -21,7 +22,7 @@ inline bool is_pending(const mx::array& array) {
 
 // The base of an op's primitive. One that works along rows by the schedules of ops/norm/plan.h derives from
 // RowPrimitive (ops/norm/row_primitive.h), which is a KernelPrimitive too.
-class KernelPrimitive : public mx::Primitive {
+class KernelPrimitive : public mx::Primitive, public Plannable {
  public:
   using mx::Primitive::Primitive;
 
@@ -29,6 +30,8 @@ class KernelPrimitive : public mx::Primitive {
   // launches in the simulator.
   void eval_gpu(const Arrays& inputs, Arrays& outputs) final;
   void eval_cpu(const Arrays& inputs, Arrays& outputs) final;
+  // What the above run, where every input is row contiguous and those that are updated are needed by nobody else.
+  void plan(const Arrays& inputs, const Arrays& outputs, CallPlan& plan) final;
 
   // Transformations of the composition below, unless a primitive overrides them.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -71,6 +74,8 @@ class KernelPrimitive : public mx::Primitive {
   Arrays composition(const Arrays& inputs);
   // The outputs of vmap over an axis of no elements.
   Arrays outputs_of_nothing(const Arrays& inputs, const std::vector<int>& axes);
+  // Whether this thread runs native code on the CPU where there is some.
+  bool prefers_native() const;
   // Gives the outputs what the composition computes, on the stream of this primitive.
   void run_composed(const Arrays& inputs, Arrays& outputs);
   // Writes the outputs if that takes no kernel. Returns whether it did.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
@@ -64,8 +65,15 @@ def load() -> None:
 
 
 def _warn(message: str) -> None:
+    """Warns of the line that asked for the package, or for the first of its ops."""
+    frame = sys._getframe()
+    inside = (str(Path(__file__).parents[1]), importlib.__path__[0])
+    while frame.f_back and frame.f_code.co_filename.startswith((*inside, "<frozen importlib")):
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    place = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
     try:
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        warnings.warn_explicit(message, RuntimeWarning, *place, registry)
     except RuntimeWarning:  # warnings are errors here, and importing a package is not to fail for this one
         if sys.stderr:
             print(f"RuntimeWarning: {message}", file=sys.stderr)

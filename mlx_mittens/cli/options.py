@@ -13,8 +13,8 @@ import numpy as np
 
 from .. import frontend, specs
 from ..frontend.sources import metal_folder
+from ..nearest import nearest
 from .completion import offer_list
-from .nearest import nearest
 
 
 class UsageError(Exception):

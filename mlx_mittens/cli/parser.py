@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from .nearest import nearest, suggestion
+from ..nearest import nearest, suggestion
 
 # Positional arguments that take all that follows, options too: they belong to another program.
 _TAKE_ALL = (argparse.PARSER, argparse.REMAINDER)

@@ -14,8 +14,8 @@ from .. import frontend, table
 from ..apple import agx_compiler, kernels, machine_code
 from ..apple.machine_code import MachineCode, Request
 from ..frontend import CompileError
+from ..nearest import suggestion
 from .completion import offer
-from .nearest import suggestion
 from .options import UsageError, listed, registered
 from .runs import quiet_steps
 

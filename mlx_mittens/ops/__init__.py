@@ -1,5 +1,7 @@
-"""The ops, a module a family."""
+"""The ops, a module a family. With them come what was measured on this machine, and what is switched off."""
 
+from .. import calibration as _calibration
+from .. import switches as _switches  # noqa: F401 - it reads the environment
 from . import attention, cache, matmul, moe, norm, recurrence, sampling
 from .attention import *
 from .cache import *
@@ -17,3 +19,5 @@ __all__ += moe.__all__
 __all__ += norm.__all__
 __all__ += recurrence.__all__
 __all__ += sampling.__all__
+
+_calibration.load()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from .. import _ext, exporting
+from ..switches import disabled
 from .targets import TARGETS, Target, executed, importing
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ def _settings(strict: bool, exact: bool, switches: dict[str, bool]) -> _Settings
     for name in switches:
         if name not in known:
             raise TypeError(f"[patch] no switch named {name!r}: expected {', '.join(known)}, strict or exact")
-    return _Settings(frozenset(name for name in known if switches.get(name, True)), bool(strict), bool(exact))
+    off = disabled()
+    wanted = frozenset(name for name in known if switches.get(name, True) and name not in off)
+    return _Settings(wanted, bool(strict), bool(exact))
 
 
 def _apply() -> None:

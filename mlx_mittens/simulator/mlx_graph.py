@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from .. import _ext
-from ..patching.targets import TARGETS
 
 # Functions of mx that are a kernel of their own on Metal and a composition on a CPU, with their arguments of arrays.
 COMPOSED: dict[str, tuple[str, ...]] = {
@@ -103,6 +103,12 @@ class _Call:
     options: tuple[tuple[str, str], ...]
 
 
+def _targets_of_the_patch() -> Sequence[Any]:
+    """Where nobody has imported the patch there is none, and who tests kernels of their own need not import it."""
+    targets = sys.modules.get("mlx_mittens.patching.targets")
+    return () if targets is None else targets.TARGETS
+
+
 class Recorder:
     """Records the operations of each evaluation while it is open.
 
@@ -127,7 +133,7 @@ class Recorder:
                 owner = functools.reduce(getattr, folders, mx)
                 if hasattr(owner, leaf):  # some came with later releases of mlx
                     self._hook(owner, leaf, name)
-            for target in TARGETS:  # the patch has layers call mx.fast.rope itself
+            for target in _targets_of_the_patch():  # it has layers call mx.fast.rope itself
                 if target.op == "rope" and target.is_loaded() and target.module != "mlx.core":
                     owner, leaf = target.owner()
                     if isinstance(getattr(owner, leaf), _ext.FunctionWrapper):

@@ -70,6 +70,12 @@ def process(model: nn.Module, call: Callable[[], Any]) -> None:
         call()
     assert_type(mm.executors(), dict[str, str])
     print(mm.stats(reset=True), mm.frontend.files())
+    answer = mm.supports("softmax", shapes=[(2, 8), ((2,), mx.uint32), None], dtype=mx.float16, device=mx.cpu, axis=-1)
+    assert_type(answer, mm.Support)
+    assert_type(bool(answer), bool)
+    assert_type(answer.reason, str)
+    assert_type(mm.build_info(), mm.BuildInfo)
+    assert_type(mm.__version__, str)
     errors: tuple[type[Exception], ...] = (mm.DtypeError, mm.ExportError, mm.PatchError, mm.simulator.Fault)
     print(errors)
 

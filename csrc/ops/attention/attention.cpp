@@ -183,11 +183,14 @@ std::optional<mx::array> seeing_queries(const AttentionCall& call, mx::Stream s)
 
 namespace {
 
-// An exact call is never left to mx for speed.
+// An exact call is never left to mx for speed, nor one that asks for the kernel.
 bool prefer_mx_attention(const char* op, const AttentionSizes& sizes, const AttentionOptions& options, mx::Dtype dtype,
-                         mx::Stream stream) {
-  return !options.exact && prefer_mx(attention_problem(op, sizes, options, dtype),
-                                     why_mx_attention(sizes, options, dtype, stream), stream);
+                         bool force_fused, mx::Stream stream) {
+  if (options.exact || force_fused) {
+    return is_switched_off(op);
+  }
+  return prefer_mx(attention_problem(op, sizes, options, dtype), why_mx_attention(sizes, options, dtype, stream),
+                   stream);
 }
 
 }  // namespace
@@ -210,7 +213,7 @@ AttentionResult attend(const char* op, AttentionCall call, mx::Stream stream) {
     fallback(op, std::move(missing));
     return call;
   }
-  if (!call.force_fused && prefer_mx_attention(op, sizes, call.options, call.queries.dtype(), stream)) {
+  if (prefer_mx_attention(op, sizes, call.options, call.queries.dtype(), call.force_fused, stream)) {
     return call;
   }
   return apply_attention(std::move(call), stream);
@@ -366,7 +369,7 @@ std::shared_ptr<mx::Primitive> try_attention_primitive(const mx::Shape& q, const
     fallback(op, std::move(reason));
     return nullptr;
   }
-  if (prefer_mx_attention(op, attention_sizes(q, k, v), options, dtype, stream)) {
+  if (prefer_mx_attention(op, attention_sizes(q, k, v), options, dtype, false, stream)) {
     return nullptr;
   }
   return attention_primitive(options, stream);

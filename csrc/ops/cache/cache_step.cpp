@@ -13,7 +13,7 @@ namespace {
 
 // Reads the cache inside eval, so pending work never sees a later step's writes. One output only: MLX keeps sibling
 // outputs alive until the work completes.
-class CacheStepPrimitive : public mx::Primitive {
+class CacheStepPrimitive : public mx::Primitive, public Plannable {
  public:
   CacheStepPrimitive(const Append& append, std::optional<Attending> attending)
       : mx::Primitive(append.primitive->stream()),
@@ -40,6 +40,20 @@ class CacheStepPrimitive : public mx::Primitive {
   }
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     eval(inputs, outputs, &mx::Primitive::eval_cpu);
+  }
+
+  void plan(const Arrays& inputs, const Arrays& outputs, CallPlan& plan) override {
+    Arrays all = {stand_in(queries_, outputs[0].dtype())};
+    all.insert(all.end(), inputs.begin() + 1, inputs.begin() + 1 + static_cast<std::ptrdiff_t>(buffer_count_));
+    append_->plan(inputs, all, plan);
+    if (auto* attention = attending_ ? dynamic_cast<Plannable*>(attending_->primitive.get()) : nullptr) {
+      for (size_t i : {1, 2}) {
+        mx::Shape seen = all[i].shape();
+        seen[tokens_axis] = attending_->end;
+        all[i] = stand_in(std::move(seen), all[i].dtype());
+      }
+      attention->plan({all[0], all[1], all[2]}, {stand_in(attending_->shape, outputs[0].dtype())}, plan);
+    }
   }
 
  private:

@@ -96,6 +96,8 @@ Result quantized_rope_append(const mx::array& heads, const Triple& keys, const T
   std::optional<CacheStep> step;
   if (reason) {
     fall_back(op, reason);
+  }
+  if (reason || is_switched_off(op)) {
     step = compose_rope_append(inputs, rope, stream);
   } else {
     mx::Shape queries = heads.shape();

@@ -420,7 +420,7 @@ class RopeAppend : public KernelPrimitive {
 
   // Whether an output has memory of its own instead of the input's.
   static bool needs_copy(const mx::array& input, const mx::array& output) {
-    return input.size() > 0 && !same_memory(input, output);
+    return input.size() > 0 && !same_memory(input, output) && !allocates_stand_ins();
   }
 
   const mx::array* freqs(const Arrays& inputs) const {
@@ -555,7 +555,9 @@ std::optional<Append> rope_append_of(const mx::array& new_queries, const mx::arr
   }
   mx::Shape heads = *queries;
   heads[1] += 2 * (*fresh_keys)[1];
-  if (packing.bits == 0 && prefer_mx_append(heads, dtype, rotary.query_norm.has_value(), stream)) {
+  const bool goes_to_mx = packing.bits ? is_switched_off("quantized_rope_append")
+                                       : prefer_mx_append(heads, dtype, rotary.query_norm.has_value(), stream);
+  if (goes_to_mx) {
     return std::nullopt;
   }
   Append append{rope_append_primitive(rope_of(rotary, offset, start, packing, true), stream),

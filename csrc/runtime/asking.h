@@ -1,0 +1,46 @@
+// What a call would run, without running it: its graph is built, and each of its primitives says which kernels it would
+// launch. The ops, their checks and their plans are those of a call that runs.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backends/name.h"
+#include "backends/stand_in.h"
+
+namespace mittens {
+
+// What stats() would count.
+struct CallPlan {
+  struct Run {
+    const char* primitive;
+    const char* executor;
+    Name kernel;
+  };
+  struct Fallback {
+    std::string op;
+    std::string reason;
+  };
+  std::vector<Run> runs;
+  std::vector<Fallback> fallbacks;
+};
+
+// A primitive that says what it would run. The inputs and outputs are asked for their shapes and dtypes alone.
+class Plannable {
+ public:
+  virtual void plan(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs, CallPlan& plan) = 0;
+
+ protected:
+  ~Plannable() = default;
+};
+
+// Adds what the evaluation of arrays would run.
+void plan_evaluation(const std::vector<mx::array>& arrays, CallPlan& plan);
+
+// The plan that this thread is asked for: calls that go to mx are noted there, and are no errors in strict mode. Null
+// where none is.
+CallPlan* asked_plan();
+
+}  // namespace mittens
