@@ -461,6 +461,17 @@ A_MAC_TAKES = {
         "  operator float() const { return a; } };\n",
         "P p = {6}; uint2 v = p; out[0] = float(v.x) + v.y + 0 * float(p);",
     ),
+    "functions of an object that is a vector, or a number": (
+        "struct P { float a; operator float2() const { return float2(a, 7); } };\n"
+        "struct S { float v; operator float() const { return v; } };\n",
+        "P p = {24}; S s = {2}; out[0] = dot(p, float2(0, 1)) + length(p) - 25 + max(float2(3), p).y - 7\n"
+        "  + isnan(p).x + fma(s, 2.0f, -4.0f) + mix(p, float2(2), 1.0f).y - 2 + metal::precise::sqrt(s) * 0;",
+    ),
+    "functions of packed vectors": (
+        "",
+        "packed_float3 p = {2, 3, 6}; float3 n = normalize(p); out[0] = dot(p, n) + distance(p, float3(2, 3, 6))\n"
+        "  + cross(p, p).z + abs(packed_int3(-1, 2, 3)).x - clamp(packed_int3(4, 2, 3), int3(0), int3(1)).x;",
+    ),
     "a structured binding": ("struct P { float a, b; };\n", "P p = {3, 7}; auto [x, y] = p; out[0] = y;"),
     "a nested namespace": ("namespace x::y { constant float z = 7; }\n", "out[0] = x::y::z;"),
     "an if with an initial statement": ("", "if (int n = 7; n > 3) { out[0] = n; }"),

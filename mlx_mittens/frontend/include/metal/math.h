@@ -63,6 +63,45 @@ constexpr bool has_math = true;
 template <typename T>
 using FloatOnly = metal::enable_if_t<is_float<T> && has_math<T>>;
 
+// The number or vector that an object with a conversion function, or a packed vector, is as an argument: overload
+// resolution among Metal's types chooses it.
+template <typename T>
+constexpr bool is_class = __is_class(T) || __is_union(T);
+#define MITTENS_ARGUMENT(type)                                     \
+  type argument(type);                                             \
+  metal::vec<type, 2> argument(metal::vec<type, 2>);               \
+  metal::vec<type, 3> argument(metal::vec<type, 3>);               \
+  metal::vec<type, 4> argument(metal::vec<type, 4>);
+MITTENS_ARGUMENT(bool)
+MITTENS_ARGUMENT(char)
+MITTENS_ARGUMENT(uchar)
+MITTENS_ARGUMENT(short)
+MITTENS_ARGUMENT(ushort)
+MITTENS_ARGUMENT(int)
+MITTENS_ARGUMENT(uint)
+MITTENS_ARGUMENT(long)
+MITTENS_ARGUMENT(ulong)
+MITTENS_ARGUMENT(half)
+MITTENS_ARGUMENT(bfloat)
+MITTENS_ARGUMENT(float)
+#undef MITTENS_ARGUMENT
+template <typename T>
+struct Plain {
+  using type = T;
+};
+template <typename T>
+  requires is_class<T> && requires(T x) { argument(x); }
+struct Plain<T> {
+  using type = decltype(argument(metal::declval<T>()));
+};
+template <typename T>
+using plain_t = typename Plain<T>::type;
+// What takes no objects: numbers and vectors.
+template <typename T>
+using NoObject = metal::enable_if_t<has_math<T> && !is_class<T>>;
+template <typename T>
+using FloatVector = metal::enable_if_t<is_float<T> && has_math<T> && Vector<T>::is_vector>;
+
 // What a function of floating-point numbers computes in, where its arguments differ in type: a vector, of which numbers
 // become all elements, or the one of float and half that occurs; float for bfloat. Void where Metal finds none.
 template <typename... A>
@@ -100,10 +139,22 @@ template <typename A, typename... Rest>
 struct AllSame<A, Rest...> {
   static constexpr bool value = (true && ... && __is_same(A, Rest)) && (!is_bfloat<A> || has_math<A>);
 };
-// Only where the arguments differ (or are of bfloat without forms for it), and one type serves them all.
 template <bool all_kinds, typename... A>
-using mixed_t = typename metal::enable_if<!AllSame<A...>::value && !__is_same(typename MixedType<all_kinds, A...>::type, void),
-                                          typename MixedType<all_kinds, A...>::type>::type;
+struct CommonType : MixedType<all_kinds, A...> {};
+template <bool all_kinds, typename A, typename... Rest>
+  requires AllSame<A, Rest...>::value
+struct CommonType<all_kinds, A, Rest...> {
+  using type = metal::conditional_t<is_class<A>, void, A>;
+};
+// Only where the arguments differ (or are objects, or of bfloat without forms for it), and one type serves them all.
+template <typename M, typename... A>
+using only_mixed_t = metal::enable_if_t<(is_class<A> || ... || !AllSame<A...>::value) && !__is_same(M, void), M>;
+template <bool all_kinds, typename... A>
+using mixed_t = only_mixed_t<typename CommonType<all_kinds, plain_t<A>...>::type, A...>;
+// The type of all arguments, some of which are objects.
+template <typename... A>
+using object_t = metal::enable_if_t<(false || ... || is_class<A>) && AllSame<plain_t<A>...>::value,
+                                    typename CommonType<false, plain_t<A>...>::type>;
 
 template <typename T>
 using Truth = metal::conditional_t<Vector<T>::is_vector, bool __attribute__((ext_vector_type(Vector<T>::size))), bool>;
@@ -140,6 +191,13 @@ namespace metal {
   template <typename A, typename B, typename C, typename M = mittens::mixed_t<all_kinds, A, B, C>>  \
   MITTENS_INLINE constexpr M name(A x, B y, C z) {                                                  \
     return name(mittens::construct<M>(x), mittens::construct<M>(y), mittens::construct<M>(z));                                                                  \
+  }
+
+// The other functions, of objects.
+#define MITTENS_OBJECTS(name)                                                                       \
+  template <typename... A, typename M = mittens::object_t<A...>>                                    \
+  MITTENS_INLINE constexpr auto name(A... a) {                                                      \
+    return name(mittens::construct<M>(a)...);                                                       \
   }
 
 // The functions whose fast forms differ are written for each namespace; the others stand once and are shared.
@@ -194,7 +252,7 @@ MITTENS_BINARY(copysign, copysign)
 #undef MITTENS_UNARY
 #undef MITTENS_BINARY
 
-template <typename T, typename = enable_if_t<mittens::has_math<T>>>
+template <typename T, typename = mittens::NoObject<T>>
 MITTENS_INLINE T abs(T x) {
   if constexpr (mittens::is_float<T>) {
     return fabs(x);
@@ -204,7 +262,7 @@ MITTENS_INLINE T abs(T x) {
 }
 
 // Of a number and a NaN the number, as fmin and fmax; of integers the order of their type.
-template <typename T, typename = enable_if_t<mittens::has_math<T>>>
+template <typename T, typename = mittens::NoObject<T>>
 MITTENS_INLINE constexpr T min(T x, T y) {
   if constexpr (mittens::is_float<T>) {
     return fmin(x, y);
@@ -212,7 +270,7 @@ MITTENS_INLINE constexpr T min(T x, T y) {
     return mittens::map<T>([](auto x, auto y) { return y < x ? y : x; }, x, y);
   }
 }
-template <typename T, typename = enable_if_t<mittens::has_math<T>>>
+template <typename T, typename = mittens::NoObject<T>>
 MITTENS_INLINE constexpr T max(T x, T y) {
   if constexpr (mittens::is_float<T>) {
     return fmax(x, y);
@@ -220,19 +278,19 @@ MITTENS_INLINE constexpr T max(T x, T y) {
     return mittens::map<T>([](auto x, auto y) { return x < y ? y : x; }, x, y);
   }
 }
-template <typename T, typename = enable_if_t<mittens::has_math<T>>>
+template <typename T, typename = mittens::NoObject<T>>
 MITTENS_INLINE constexpr T min3(T x, T y, T z) {
   return min(x, min(y, z));
 }
-template <typename T, typename = enable_if_t<mittens::has_math<T>>>
+template <typename T, typename = mittens::NoObject<T>>
 MITTENS_INLINE constexpr T max3(T x, T y, T z) {
   return max(x, max(y, z));
 }
-template <typename T, typename = enable_if_t<mittens::has_math<T>>>
+template <typename T, typename = mittens::NoObject<T>>
 MITTENS_INLINE constexpr T clamp(T x, T low, T high) {
   return min(max(x, low), high);
 }
-template <typename T, typename = enable_if_t<mittens::has_math<T>>>
+template <typename T, typename = mittens::NoObject<T>>
 MITTENS_INLINE constexpr T median3(T x, T y, T z) {
   return max(min(x, y), min(max(x, y), z));
 }
@@ -411,11 +469,18 @@ MITTENS_TEST(isnormal, __builtin_isnormal(element) &&
                            (!__is_same(mittens::Element<T>, half) || __builtin_fabsf(element) >= 0x1p-14f))
 MITTENS_TEST(signbit, __builtin_signbit(element))
 #undef MITTENS_TEST
+MITTENS_OBJECTS(isnan)
+MITTENS_OBJECTS(isinf)
+MITTENS_OBJECTS(isfinite)
+MITTENS_OBJECTS(isnormal)
+MITTENS_OBJECTS(signbit)
 
 // A truth is a bool, a vector of bool, or what a comparison of vectors gives (integers, all ones where true).
 template <typename M>
 MITTENS_INLINE constexpr bool any(M mask) {
-  if constexpr (mittens::Vector<M>::is_vector) {
+  if constexpr (mittens::is_class<M>) {
+    return any(mittens::construct<mittens::plain_t<M>>(mask));
+  } else if constexpr (mittens::Vector<M>::is_vector) {
     bool result = false;
     for (int i = 0; i < mittens::Vector<M>::size; ++i) {
       result = result || mask[i];
@@ -427,7 +492,9 @@ MITTENS_INLINE constexpr bool any(M mask) {
 }
 template <typename M>
 MITTENS_INLINE constexpr bool all(M mask) {
-  if constexpr (mittens::Vector<M>::is_vector) {
+  if constexpr (mittens::is_class<M>) {
+    return all(mittens::construct<mittens::plain_t<M>>(mask));
+  } else if constexpr (mittens::Vector<M>::is_vector) {
     bool result = true;
     for (int i = 0; i < mittens::Vector<M>::size; ++i) {
       result = result && mask[i];
@@ -442,7 +509,7 @@ MITTENS_INLINE constexpr T select(T no, T yes, M mask) {
   return mittens::map<T>([](auto no, auto yes, auto mask) { return mask ? yes : no; }, no, yes, mask);
 }
 
-template <typename V, typename = enable_if_t<mittens::has_math<V>>>
+template <typename V, typename = mittens::FloatVector<V>>
 MITTENS_INLINE mittens::Element<V> dot(V x, V y) {
   mittens::Element<V> sum = x[0] * y[0];
   for (int i = 1; i < mittens::Vector<V>::size; ++i) {
@@ -450,35 +517,35 @@ MITTENS_INLINE mittens::Element<V> dot(V x, V y) {
   }
   return sum;
 }
-template <typename V, typename = enable_if_t<mittens::has_math<V>>>
+template <typename V, typename = mittens::FloatVector<V>>
 MITTENS_INLINE mittens::Element<V> length_squared(V x) {
   return dot(x, x);
 }
-template <typename V, typename = enable_if_t<mittens::has_math<V>>>
+template <typename V, typename = mittens::FloatVector<V>>
 MITTENS_INLINE mittens::Element<V> length(V x) {
   return sqrt(dot(x, x));
 }
-template <typename V, typename = enable_if_t<mittens::has_math<V>>>
+template <typename V, typename = mittens::FloatVector<V>>
 MITTENS_INLINE mittens::Element<V> distance(V x, V y) {
   return length(x - y);
 }
-template <typename V, typename = enable_if_t<mittens::has_math<V>>>
+template <typename V, typename = mittens::FloatVector<V>>
 MITTENS_INLINE V normalize(V x) {
   return x * rsqrt(dot(x, x));
 }
-template <typename V, typename = enable_if_t<mittens::has_math<V>>>
+template <typename V, typename = mittens::FloatVector<V>>
 MITTENS_INLINE mittens::Element<V> distance_squared(V x, V y) {
   return length_squared(x - y);
 }
-template <typename V, typename = enable_if_t<mittens::has_math<V>>>
+template <typename V, typename = mittens::FloatVector<V>>
 MITTENS_INLINE V faceforward(V normal, V incident, V reference) {
   return dot(incident, reference) < mittens::Element<V>(0) ? normal : -normal;
 }
-template <typename V, typename = enable_if_t<mittens::has_math<V>>>
+template <typename V, typename = mittens::FloatVector<V>>
 MITTENS_INLINE V reflect(V incident, V normal) {
   return incident - normal * (mittens::Element<V>(2) * dot(normal, incident));
 }
-template <typename V, typename = enable_if_t<mittens::has_math<V>>>
+template <typename V, typename = mittens::FloatVector<V>>
 MITTENS_INLINE V refract(V incident, V normal, mittens::Element<V> ratio) {
   using E = mittens::Element<V>;
   const E cosine = dot(normal, incident);
@@ -488,6 +555,20 @@ MITTENS_INLINE V refract(V incident, V normal, mittens::Element<V> ratio) {
 template <typename T, typename = enable_if_t<mittens::has_math<T>>>
 MITTENS_INLINE vec<T, 3> cross(vec<T, 3> x, vec<T, 3> y) {
   return x.yzx * y.zxy - x.zxy * y.yzx;
+}
+
+MITTENS_OBJECTS(length_squared)
+MITTENS_OBJECTS(dot)
+MITTENS_OBJECTS(length)
+MITTENS_OBJECTS(distance)
+MITTENS_OBJECTS(normalize)
+MITTENS_OBJECTS(distance_squared)
+MITTENS_OBJECTS(faceforward)
+MITTENS_OBJECTS(reflect)
+MITTENS_OBJECTS(cross)
+template <typename A, typename B, typename M = mittens::object_t<A, B>>
+MITTENS_INLINE M refract(A incident, B normal, mittens::Element<M> ratio) {
+  return refract(mittens::construct<M>(incident), mittens::construct<M>(normal), ratio);
 }
 
 template <typename T, typename = mittens::FloatOnly<T>>
@@ -570,5 +651,6 @@ MITTENS_SHARED
 #undef MITTENS_MIXED1
 #undef MITTENS_MIXED2
 #undef MITTENS_MIXED3
+#undef MITTENS_OBJECTS
 
 }  // namespace metal
