@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from .. import frontend, simulator
 from ..apple.chips import Chip
-from ..apple.model import Work, chain
+from ..apple.model import CONSTANTS, Constants, Work, chain
 from ..bench import architectures
 from ..bench.models import DTYPES, FORMATS
 from ..patching.patches import patched
@@ -28,7 +28,7 @@ from .predictions import chosen_chips
 from .runs import Ending, JsonFile, each, finish, progress, steps
 
 CONTEXT = 64  # tokens before the one that is predicted
-VOCABULARY = 16384  # rows of the head that are simulated
+VOCABULARY = 4096  # rows of the head that are simulated
 _CHIPS = "m2-max,m4-max"
 _TAKEN = ("chip", "json", "minutes", "weights", "dtype", "prompt")
 _REFUSED = ("layers", "tokens", "seconds", "quick", "ops", "plot", "seed")
@@ -63,31 +63,37 @@ class Row:
 
 @dataclass(frozen=True)
 class Launched:
-    """The launches of a step of the short model, with its layers and without.
+    """The launches of a step of the short model.
 
     Attributes:
-        has_head: Whether the longest of these is the head.
+        whole: Without its head.
+        ends: Those but for the layers'.
+        head: Of the model without its layers, with the head; None for a prompt, whose last token alone needs one.
     """
 
     whole: Sequence[Any]
     ends: Sequence[Any]
-    has_head: bool
+    head: Sequence[Any] | None
 
-    def of_published(self, chip: Chip, repeats: float, vocabulary: int) -> tuple[int, float]:
+    def of_published(self, name: str, chip: Chip, constants: Constants = CONSTANTS) -> tuple[int, float]:
         """Launches of the published model, and its time in microseconds.
 
         Args:
+            name: The architecture.
             chip: The chip.
-            repeats: How often it has the layers that were simulated.
-            vocabulary: Rows of its head.
+            constants: The model's numbers.
         """
+        config = architectures.ARCHITECTURES[name]
+        repeats, vocabulary = config["num_hidden_layers"] / architectures.period(name), config["vocab_size"]
+        time = lambda works: chain(works, chip, constants).microseconds
         whole, ends = (_works(launches, chip) for launches in (self.whole, self.ends))
-        time = lambda works: chain(works, chip).microseconds
-        inner = time(whole) - time(ends)
-        if self.has_head:
-            head = max(range(len(ends)), key=lambda i: ends[i].lines)
-            ends[head] = _times(ends[head], vocabulary / min(vocabulary, VOCABULARY))
-        return round(len(ends) + repeats * (len(whole) - len(ends))), time(ends) + repeats * inner
+        outer = ends
+        if self.head is not None:
+            outer = _works(self.head, chip)
+            longest = max(range(len(outer)), key=lambda i: outer[i].lines)
+            outer[longest] = _times(outer[longest], vocabulary / min(vocabulary, VOCABULARY))
+        launches = len(outer) + repeats * (len(whole) - len(ends))
+        return round(launches), time(outer) + repeats * (time(whole) - time(ends))
 
 
 def _works(launches: Sequence[Any], chip: Chip) -> list[Work]:
@@ -128,8 +134,12 @@ def token(model: Any, chip: Chip) -> Launched:
     cache = make_prompt_cache(model)
     with patched():  # on a CPU mx takes minutes
         for tokens in (CONTEXT - 1, 1):  # after the first token no rotating cache grows
-            mx.eval(model(mx.array([[1] * tokens]), cache=cache))
-    return _launched(model, lambda: model(mx.array([[1]]), cache=cache), chip, has_head=True)
+            mx.eval(model.model(mx.array([[1] * tokens]), cache=cache))
+    one = mx.array([[1]])
+    step = lambda: model.model(one, cache=cache)
+    whole = recorded(step, chip)
+    with _without_layers(model):
+        return Launched(whole, recorded(step, chip), recorded(lambda: model(one, cache=cache), chip))
 
 
 def prompt(model: Any, chip: Chip, tokens: int) -> Launched:
@@ -139,31 +149,30 @@ def prompt(model: Any, chip: Chip, tokens: int) -> Launched:
     with patched():  # frequencies and masks are computed once
         mx.eval(model(mx.array([[1, 1]]), cache=make_prompt_cache(model)))
     caches = [make_prompt_cache(model) for _ in range(2)]  # while it has its layers
-    return _launched(model, lambda: model.model(mx.array([[1] * tokens]), cache=caches.pop()), chip, has_head=False)
+    step = lambda: model.model(mx.array([[1] * tokens]), cache=caches.pop())
+    whole = recorded(step, chip)
+    with _without_layers(model):
+        return Launched(whole, recorded(step, chip), None)
 
 
-def _launched(model: Any, step: Callable[[], Any], chip: Chip, has_head: bool) -> Launched:
+@contextlib.contextmanager
+def _without_layers(model: Any) -> Iterator[None]:
     layers = model.model.layers
-    found = {}
-    for name, some in (("ends", []), ("whole", layers)):
-        model.model.layers = some
-        found[name] = recorded(step, chip)
-    return Launched(found["whole"], found["ends"], has_head)
+    model.model.layers = []
+    try:
+        yield
+    finally:
+        model.model.layers = layers
 
 
-def predicted(name: str, weights: str, dtype: mx.Dtype, chips: Sequence[Chip], tokens: int = 0) -> dict[str, list[Any]]:
-    """By chip the launches and microseconds of a token, ours and mx's; of a prompt if it has tokens."""
-    few = architectures.period(name)
+def sides(name: str, weights: str, dtype: mx.Dtype, chip: Chip, tokens: int = 0) -> tuple[Launched, Launched]:
+    """The launches of a token under `patched()` and by mx, planned for a chip; of a prompt if it has tokens."""
     config = architectures.ARCHITECTURES[name]
-    short = {"num_hidden_layers": few, "vocab_size": min(VOCABULARY, config["vocab_size"])}
+    short = {"num_hidden_layers": architectures.period(name), "vocab_size": min(VOCABULARY, config["vocab_size"])}
     model: Any = architectures.build(name, dtype, **FORMATS[weights], **short)
-    rows: dict[str, list[Any]] = {chip.name: [] for chip in chips}
-    for context in (patched(), contextlib.nullcontext()):
-        with context:
-            found = prompt(model, chips[0], tokens) if tokens else token(model, chips[0])
-        for chip in chips:
-            rows[chip.name] += found.of_published(chip, config["num_hidden_layers"] / few, config["vocab_size"])
-    return rows
+    with patched():
+        ours = prompt(model, chip, tokens) if tokens else token(model, chip)
+    return ours, prompt(model, chip, tokens) if tokens else token(model, chip)
 
 
 def run(arguments: argparse.Namespace, file: JsonFile) -> int:
@@ -210,8 +219,10 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
 
         def one(item: tuple[str, str, str, tuple[str, int]]) -> None:
             name, weights, dtype, (phase, count) = item
-            for chip, row in predicted(name, weights, DTYPES[dtype], chips, count).items():
-                rows.append(Row(name, weights, dtype, phase, chip, *row))
+            both = sides(name, weights, DTYPES[dtype], chips[0], count)
+            for chip in chips:
+                ours, mx_own = (side.of_published(name, chip) for side in both)
+                rows.append(Row(name, weights, dtype, phase, chip.name, *ours, *mx_own))
             done.append(label(item))
             save()
             step(label(item))

@@ -56,19 +56,3 @@ def test_the_report_has_every_kernel(chain):
 def test_the_documentation_has_the_table_of_the_report(chain):
     page = chain.PAGE.read_text().partition(chain.BEGIN)[2].partition(chain.END)[0].strip()
     assert page in chain.REPORT.read_text() and page.count("\n") == len(chain.KINDS) + 2
-
-
-@pytest.mark.skipif(bool(problem), reason=problem)
-def test_layers_of_a_whole_model_are_repeated(chain):
-    sys.path.insert(0, str(ROOT / "bench" / "apple"))
-    try:
-        import whole_model
-    finally:
-        sys.path.pop(0)
-    from tests.helpers import tiny
-
-    small = {key: value for key, value in tiny.SMALL.items() if key != "num_hidden_layers"}
-    two = whole_model.launches(**small)
-    assert len(whole_model.repeated(two, 2)) == len(two) == 40
-    assert len(whole_model.repeated(two, 5)) == 40 + 3 * 17
-    assert whole_model.repeated(two, 2) == list(two)
