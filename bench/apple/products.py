@@ -7,6 +7,7 @@ python bench/apple/products.py --write    writes bench/results/products.md
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import kept
@@ -14,6 +15,7 @@ import mlx.core as mx
 
 from mlx_mittens import specs
 from mlx_mittens.apple.chips import find_chip
+from mlx_mittens.calibration.measure import Plan, forced
 from mlx_mittens.cli.predictions import Side
 from mlx_mittens.cli.simulate import own_launches, peer_side
 from mlx_mittens.simulator.prediction import MARK
@@ -23,6 +25,14 @@ CHIPS = ("m1-max", "m2-max", "m4-max")
 # The model, columns and outputs of a layer, bits.
 LAYERS = (("Llama-3.1-8B", 4096, 4096, 4), ("Llama-3.1-8B", 4096, 1024, 4), ("Llama-3.1-8B", 4096, 1024, 8))
 ROWS = (1, 8, 16)
+# Columns and outputs of a product, and by op its options, the rows of x and the schedules that are compared.
+SIZES, SCHEDULE_CHIPS = (1024, 2048), ("m1", "m1-max", "m4-max", "m5")
+SCHEDULES: tuple[tuple[str, dict[str, int], tuple[int, ...], tuple[str, ...]], ...] = (
+    ("gemv", {}, (4, 8, 16), ("rows", "tiles")),
+    ("quantized_matmul", {"bits": 4}, (4,), ("rows", "tiles")),
+    ("quantized_matmul", {"bits": 4}, (8,), ("tiles",)),
+    ("quantized_matmul", {"bits": 4}, (16,), ("tiles", "qmm_tiles")),
+)
 FILE = Path(__file__).parents[1] / "results" / "products.md"
 
 HEAD = """# Products with quantized weights, predicted beside MLX's kernels
@@ -33,6 +43,51 @@ columns and a sum for 16. Of a time with a star the machine code's instructions 
 10 %: Mesa splits loads of vectors.
 [docs/apple.md](../../docs/apple.md) says how far such predictions are off. Speed is MLX's time by ours.
 """
+
+DECISIONS = """
+## What plans were chosen by
+
+Predicted on 2026-11-29, after products of matrices were held to their counts: 1,024 columns and 2,048 outputs, float16,
+microseconds on an M1, M1 Max, M4 Max and M5. A calibration tries the other schedules on the user's own machine.
+
+| product | rows | schedule | m1 | m1-max | m4-max | m5 |
+|---|--:|---|--:|--:|--:|--:|
+@ROWS@
+
+- Dense weights: tiles from 5 rows on stay. Up to 16 rows they take as long as their memory.
+- Packed weights: 8x8 matrices (`tiles`) for 5 to 16 rows stay. A tile of 32 rows (`qmm_tiles`) takes as long for 9 rows
+  as for 32, so it begins at 17 rows.
+- M5: the limits are those from which MLX's dispatch goes over to matrix units, whose kernels are not predicted. Ours
+  take their memory's time for 9 to 16 dense rows, so nothing shows that either side is ahead there.
+- Dense weights [columns, outputs], 9 to 16 rows (2026-11-28): two blocks of 8 rows instead of sums of 16, which spill,
+  take 0.90 to 0.91 of the time on an M1 and M1 Max, and 0.62 to 0.85 on an M3 Max and M4 Max.
+- Simdgroups that share the columns of few outputs (2026-11-28): as many as half of those that a GPU's cores hold. Of
+  36 cases with less than 6 MB of weights none is slower than with all of them; the mean is 0.976 on an M1 Max. A
+  quarter is up to 6 % faster there. It was not taken: how many simdgroups hide the latency of memory is what the model
+  knows least.
+"""
+
+
+def schedules() -> Iterator[str]:
+    """Lines of the table of schedules: ours by each of them, and MLX's kernel where it is known."""
+    chips = [find_chip(name) for name in SCHEDULE_CHIPS]
+    for name, options, every, choices in SCHEDULES:
+        op = specs.get(name)
+        for rows in every:
+            case = Case("", (rows, *SIZES), options)
+            for choice in choices:
+                with forced(Plan(schedule=choice)):
+                    side = Side.of(own_launches(op, case, mx.float16, chips))
+                yield schedule(name, rows, choice, side)
+            if theirs := peer_side(op, case, mx.float16, chips):
+                yield schedule(name, rows, "MLX", theirs)
+
+
+def schedule(name: str, rows: int, choice: str, side: Side) -> str:
+    times = " | ".join(f"{side.predictions[chip].microseconds:.1f}" for chip in SCHEDULE_CHIPS)
+    line = f"| `{name}` | {rows} | {choice} | {times} |"
+    print(line, flush=True)
+    return line
 
 
 def table() -> str:
@@ -57,7 +112,7 @@ def table() -> str:
                 cells.append(f"{times} | {speed:.2f} | {a.limit} |")
             lines.append(f"| {model} {columns} x {outputs} | {rows} | {bits} | `{kernel}` |" + "".join(cells))
             print(lines[-1], flush=True)
-    return "\n".join([HEAD, *lines, ""])
+    return "\n".join([HEAD, *lines, DECISIONS.replace("@ROWS@", "\n".join(schedules()))])
 
 
 if __name__ == "__main__":
