@@ -152,20 +152,23 @@ _PLACES = (
         ("test_quantized_rope_append.py",),
     ),
     Place(
-        ("gather_qmm",), "moe", "gather_qmm.cpp", ("gather.cpp",), ("gather_qmm.metal",),
-        ("gather.cpp",), ("test_gather.py",), cpu_folder="csrc/cpu",
+        ("gather_qmm",), "moe", "gather_qmm.cpp", ("plan.cpp",),
+        ("gather_qmm.metal", "apple/expert_tiles.metal", "apple/gather_qmm_tiles.metal"),
+        ("gather.cpp",), ("test_gather.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu",
     ),
     Place(
         ("gather_mm",), "moe", "gather_mm.cpp", ("gather_mm.cpp",), ("gather_mm.metal",),
         ("gather.cpp",), ("test_gather.py",), cpu_folder="csrc/cpu",
     ),
     Place(
-        ("gather_swiglu",), "moe", "gather_swiglu.cpp", ("gather.cpp",), ("gather_swiglu.metal",),
-        ("gather.cpp",), ("test_gather_swiglu.py",), cpu_folder="csrc/cpu",
+        ("gather_swiglu",), "moe", "gather_swiglu.cpp", ("plan.cpp",),
+        ("gather_swiglu.metal", "apple/expert_tiles.metal", "apple/gather_swiglu_tiles.metal"),
+        ("gather.cpp",), ("test_gather_swiglu.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu",
     ),
     Place(
-        ("gather_sum",), "moe", "gather_sum.cpp", ("gather_sum.cpp",), ("gather_qmm.metal",),
-        ("weighted_sum.cpp",), ("test_gather_sum.py",),
+        ("gather_sum",), "moe", "gather_sum.cpp", ("plan.cpp",),
+        ("gather_qmm.metal", "apple/expert_tiles.metal", "apple/gather_qmm_tiles.metal", "apple/row_sums.metal"),
+        ("weighted_sum.cpp",), ("test_gather_sum.py", "test_expert_tiles.py"),
     ),
     Place(
         ("route_top_k",), "moe", "route_top_k.cpp", ("route_top_k.cpp",), ("route_top_k.metal",),

@@ -24,6 +24,23 @@ struct GatherQmmParams {
   float offset;
 };
 
+// Threads of moe/apple/expert_tiles.metal, each with an expert; one has the pairs that are out of range.
+enum { kTiledExperts = 1024 };
+
+struct ExpertTilesParams {
+  PairParams pairs;
+  uint32_t rows;       // of all pairs
+  uint32_t pair_rows;  // of each
+  uint32_t tile_rows;
+  uint32_t tiles;      // that there is room for
+};
+
+struct RowSumsParams {
+  uint32_t chosen;   // rows of a sum
+  uint32_t outputs;  // of a row
+  uint32_t packs;    // whether rows are whole packs
+};
+
 enum { kGatherOutputs = 4, kGatherSimdgroups = 8 };  // outputs of a simdgroup, simdgroups of a threadgroup at most
 
 struct GatherMmParams {

@@ -34,7 +34,14 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "rope_append": ("cache/rope_append.metal",),
     "quantized_rope_append": ("cache/quantized_rope_append.metal",),
-    "gather_sum": ("moe/gather_qmm.metal",),
+    "gather_qmm": ("moe/gather_qmm.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_qmm_tiles.metal"),
+    "gather_swiglu": (
+        *("moe/gather_swiglu.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_swiglu_tiles.metal"),
+    ),
+    "gather_sum": (
+        *("moe/gather_qmm.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_qmm_tiles.metal"),
+        "moe/apple/row_sums.metal",
+    ),
     "gated_delta_update": ("recurrence/recurrence.metal",),
     "linear_attention": ("recurrence/linear_attention.metal",),
     "ssm_update": ("recurrence/state_space.metal",),

@@ -2,8 +2,10 @@
 
 As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On
 the CPU any number of tokens is native: each chosen expert is read once for all its tokens, and no other is read. On a
-GPU the kernels read the expert of each row of results. More than 64 rows, as prompts have, go to mx, unless a
-calibration of this machine says that the kernels are faster. Both have all formats of `mx.quantize` but 1 bit.
+GPU the kernels read the expert of each row of results. Apple GPUs without matrix units sort more than 64 rows, as
+prompts have, by their experts, and read an expert once for up to 64 of its rows. Dense experts, and other GPUs, leave
+them to mx, unless a calibration of this machine says that the kernels are faster. All have the formats of `mx.quantize`
+but 1 bit.
 
 Indices are computed when MLX evaluates them, so that no call can refuse one that is out of range. Its results are NaN,
 and nothing outside the arrays is read, also where mx computes them. Negative indices are out of range.
@@ -57,7 +59,8 @@ def gather_qmm(
         bits (int, optional): 1, 2, 3, 4, 5, 6 or 8 in affine quantization; by default that of ``mx.quantize``.
         mode (str): ``affine``, ``mxfp4``, ``mxfp8`` or ``nvfp4``.
         global_scale (array, optional): Scale of a matrix in ``nvfp4``; such calls go to mx.
-        sorted_indices (bool): Promises mx that the indices are sorted. The native code sorts them itself.
+        sorted_indices (bool): Promises mx that the indices are sorted. Kernels and the native code sort them
+            themselves.
         stream (optional): Stream or device to run on.
 
     Returns:
@@ -202,8 +205,8 @@ def gather_sum(
     """Weighted sum of products with chosen experts: ``sum_i weights[i] * (x[i] @ w[indices[i]].T + bias[indices[i]])``.
 
     The last product of a mixture, with what its router weighs experts by. On a GPU it is one launch for up to 16
-    experts of each sum and up to 64 products in all. Sums are taken in float32 and rounded once; on the CPU their terms
-    are rounded before. Other calls are `gather_qmm` and a sum in mx.
+    experts of each sum and up to 64 products in all. Sums are taken in float32 and rounded once; on the CPU, and of
+    more products on Apple GPUs, their terms are rounded before. Other calls are `gather_qmm` and a sum in mx.
 
     Args:
         x (array): Of shape ``[..., chosen, columns]``; float32, float16 or bfloat16.

@@ -1,5 +1,5 @@
-"""Feed-forward parts. The experts of a few tokens are two launches: gate, activation and up, then the weighted sum of
-what comes down.
+"""Feed-forward parts. Experts of tokens are two calls: gate, activation and up, then the weighted sum of what comes
+down.
 
 mlx-lm's layers are known by their classes' names: who has a model has imported them.
 """
@@ -66,16 +66,22 @@ def _is_plain(layer: Any) -> bool:
     return _is_a(layer, "QuantizedSwitchLinear") and layer.get("global_scale") is None
 
 
+def _takes_unsorted(layer: Any, x: mx.array, indices: mx.array) -> bool:
+    """Whether products with a layer's experts take many tokens in any order."""
+    return _ext.takes_unsorted_experts(x, layer["weight"], indices, *_format(layer))
+
+
 def gated(glu: Any, x: mx.array, indices: mx.array) -> mx.array | None:
     """What a SwitchGLU gives to its last layer, of shape ``[..., chosen, 1, hidden]``.
 
-    None where it is not one launch: of layers that are not quantized alike, or of many tokens on a GPU, which goes
-    through them sorted by their experts.
+    None where it is not one product: of layers that are not quantized alike, or of many tokens on a GPU where mx is
+    faster, which goes through them sorted by their experts.
     """
     gate, up = glu["gate_proj"], glu["up_proj"]
-    many = indices.size >= _MOST_UNSORTED and mx.default_device() == mx.gpu
     activation = _activation(glu.activation)
-    if many or activation is None or _ext.exporting() or not (_is_plain(gate) and _is_plain(up)):
+    if activation is None or _ext.exporting() or not (_is_plain(gate) and _is_plain(up)):
+        return None
+    if indices.size >= _MOST_UNSORTED and mx.default_device() == mx.gpu and not _takes_unsorted(gate, x, indices):
         return None
     alike = _format(gate) == _format(up) and gate["weight"].shape == up["weight"].shape
     if not alike or ("bias" in gate) != ("bias" in up):
@@ -103,8 +109,9 @@ def weighted_experts(
     rounded: whether it is of the type of these outputs, that of the weights apart.
     """
     layer: Any = glu
-    few = indices.size < _MOST_UNSORTED and (rounded or weights.dtype == x.dtype)
-    known = few and _is_a(layer, "SwitchGLU") and _is_wanted(layer) and _is_plain(layer["down_proj"])
+    known = (rounded or weights.dtype == x.dtype) and _is_a(layer, "SwitchGLU") and _is_wanted(layer)
+    known = known and _is_plain(layer["down_proj"])
+    known = known and (indices.size < _MOST_UNSORTED or _takes_unsorted(layer["down_proj"], x, indices))
     hidden = gated(layer, x, indices) if known else None
     if hidden is None:
         y = glu(x, indices)

@@ -288,6 +288,8 @@ def _models(tokens: tuple[int, ...] = (1,), **options: Any) -> tuple[Case, ...]:
     )
 
 
+# More than 64 rows, which Apple GPUs without matrix units take by tiles.
+_TILED = (11, 6, 3, 96, 33)
 _SHAPES = ((1, 2, 4, 64, 9), (1, 8, 16, 320, 10), (5, 3, 4, 128, 7), (3, 1, 2, 96, 33))
 _MANY = Case("test", (33, 2, 3, 64, 5), {"group_size": 32}, cpu_only=True)
 _MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
@@ -295,6 +297,13 @@ _RARE: tuple[dict[str, Any], ...] = (
     *({"group_size": 32, "bits": bits} for bits in (2, 3, 5, 6)),
     {"mode": "mxfp8", "group_size": 32, "bits": 8},
     {"mode": "nvfp4", "group_size": 16, "bits": 4},
+)
+
+
+_TILED_TESTS = tuple(
+    case
+    for options in ({"group_size": 32, "bits": 4}, {"group_size": 32, "bits": 8}, _MXFP4, *_RARE)
+    for case in cases_for_tests(_TILED, **options)
 )
 
 
@@ -321,6 +330,7 @@ MOE_OPS: tuple[Op, ...] = (
             *(case for bits in (4, 8) for case in cases_for_tests(*_SHAPES, group_size=32, bits=bits)),
             *cases_for_tests(*_SHAPES[1:3], **_MXFP4),
             *(case for options in _RARE for case in cases_for_tests(_SHAPES[1], **options)),
+            *_TILED_TESTS,
             _MANY,
         ),
         cases=(
@@ -359,6 +369,7 @@ MOE_OPS: tuple[Op, ...] = (
             *cases_for_tests(*_SHAPES[1:3], **_MXFP4),
             *(case for options in _RARE for case in cases_for_tests(_SHAPES[1], **options)),
             *cases_for_tests(*_SHAPES[1:3], group_size=32, bits=4, activation="geglu"),
+            *_TILED_TESTS,
         ),
         cases=(*_models((1, 4), bits=4), _GPT_OSS),
         stacks=2,
@@ -376,6 +387,7 @@ MOE_OPS: tuple[Op, ...] = (
             *cases_for_tests((3, 1, 2, 96, 33), (2, 16, 16, 64, 3), group_size=32, bits=8),
             *cases_for_tests((1, 9, 16, 320, 9), **_MXFP4),
             *(case for options in _RARE for case in cases_for_tests((1, 9, 12, 64, 6), **options)),
+            *cases_for_tests((11, 6, 5, 64, 33), (5, 17, 4, 64, 16), group_size=32, bits=4),
         ),
         cases=(
             Case("Qwen3-30B-A3B", (1, 8, 128, 768, 2048), {"bits": 4}, gpu_only=True),

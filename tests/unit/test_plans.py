@@ -143,6 +143,8 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
             experts("gather_qmm", 16, 8, 8, 2048, 1024), experts("gather_qmm", 1, 2, 8, 2048, 1024, bits=3),
             experts("gather_swiglu", 1, 8, 64, 2048, 768), experts("gather_swiglu", 4, 2, 8, 2048, 768),
             experts("gather_swiglu", 4, 2, 8, 2048, 768, bits=8), experts("gather_swiglu", 4, 2, 16, 2048, 768),
+            experts("gather_qmm", 512, 8, 32, 768, 2048), experts("gather_swiglu", 512, 8, 32, 2048, 768),
+            experts("gather_qmm", 40, 2, 8, 2048, 1024, bits=3), experts("gather_qmm", 40, 2, 8, 64, 12),
             routed(1, 128, 8), routed(64, 128, 8), routed(1, 32, 4),
         ],
         "recurrence": [

@@ -4,9 +4,9 @@
 #include <limits>
 #include <stdexcept>
 
+#include "backends/memory.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
-#include "ops/moe/plan.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
@@ -89,11 +89,11 @@ void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
   }
 }
 
-const char* why_not_gathered(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream) {
+const char* why_not_gathered(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream, bool by_tiles) {
   if (!transpose && stream.device == mx::Device::gpu) {
     return "experts that are not transposed";
   }
-  return why_not_launched(pairs.experts.size(), x.shape(-2), stream);
+  return by_tiles ? nullptr : why_not_launched(pairs.experts.size(), x.shape(-2), stream);
 }
 
 ExpertSizes expert_sizes(const mx::array& x, const Pairs& pairs, const mx::array& stack, int outputs) {
@@ -107,6 +107,30 @@ GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, c
   params.weights.columns = x.shape(-1);
   params.weights.outputs = outputs;
   return params;
+}
+
+void ExpertTiles::add_to(Launch& kernel) const {
+  kernel.owner = arrays;
+  kernel.input((*arrays)[0]);
+  kernel.input((*arrays)[1]);
+}
+
+ExpertTiles expert_tiles(const PairParams& pairs, const mx::array& experts, const mx::array* inputs, uint32_t pair_rows,
+                         const ExpertTilesPlan& plan, mx::Stream stream) {
+  const auto rows = static_cast<uint32_t>(experts.size() * pair_rows);
+  const auto arrays =
+      std::make_shared<const Arrays>(Arrays{temporary({static_cast<int>(rows), 2}, mx::uint32, stream),
+                                            temporary({static_cast<int>(plan.tiles), 4}, mx::uint32, stream)});
+  Launch launch;
+  launch.file = "moe/apple/expert_tiles.metal";
+  launch.kernel = "expert_tiles";
+  launch.threadgroups = {1, 1, 1};
+  launch.threads = {kTiledExperts, 1, 1};
+  launch.owner = arrays;
+  launch.input(experts).input_if(inputs, inputs ? *inputs : experts);
+  launch.output((*arrays)[0]).output((*arrays)[1]);
+  launch.params(ExpertTilesParams{pairs, rows, pair_rows, plan.tile_rows, plan.tiles});
+  return {plan, arrays, std::move(launch)};
 }
 
 Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
@@ -233,6 +257,26 @@ PairParams GatherPrimitive::pair_params(const Arrays& inputs) const {
           static_cast<uint32_t>(pairs_per_input(pairs, batch)), pairs.inputs.has_value()};
 }
 
+GatherQmmParams GatherPrimitive::tiled_params(const Arrays& inputs, const AffineFormat& format) const {
+  GatherQmmParams params = gather_params(stacks_of(inputs), format, inputs[0], outputs_of(inputs));
+  params.pairs = pair_params(inputs);
+  return params;
+}
+
+std::optional<ExpertTiles> GatherPrimitive::tiles_of(const Arrays& inputs, const AffineFormat& format) {
+  constexpr size_t most_elements = std::numeric_limits<uint32_t>::max();  // that kernels count in x
+  const mx::array& x = inputs[0];
+  const Pairs pairs = pairs_of(inputs);
+  const ExpertSizes sizes = expert_sizes(x, pairs, inputs[1], outputs_of(inputs));
+  if (x.size() == 0 || x.size() > most_elements || sizes.rows > most_elements ||
+      !takes_expert_tiles(sizes, tiled_matrices(), stream())) {
+    return std::nullopt;
+  }
+  const size_t at = 1 + stacks_;
+  return expert_tiles(pair_params(inputs), inputs[at], inputs.size() > at + 1 ? &inputs[at + 1] : nullptr,
+                      static_cast<uint32_t>(x.shape(-2)), plan_expert_tiles(format, sizes), stream());
+}
+
 bool GatherPrimitive::shares_pairs(const Arrays& inputs, const AffineFormat& format, uint32_t matrices) const {
   constexpr size_t most_elements = std::numeric_limits<uint32_t>::max();  // that kernels count in x
   const size_t elements = inputs[0].size();
@@ -356,8 +400,10 @@ std::pair<Arrays, std::vector<int>> GatherPrimitive::vmap(const Arrays& inputs, 
     }
     pairs.experts = moved(pairs.experts, size > 0 ? size_of_batch(stacks[0]) / size : 0);
   }
-  const bool is_covered = !why_not_gathered(batched[0], pairs, true, stream());
-  if (!is_covered || prefer_mx_experts(problem(batched[0], stacks, pairs), stream())) {
+  const Problem batch = problem(batched[0], stacks, pairs);
+  const bool by_tiles = takes_expert_tiles(sizes_of(batch), tiled_matrices(), stream());
+  const bool is_covered = !why_not_gathered(batched[0], pairs, true, stream(), by_tiles);
+  if (!is_covered || prefer_mx_experts(batch, tiled_matrices(), stream())) {
     return {composed(gather_inputs(batched[0], stacks, pairs)), {0}};
   }
   return {{apply(batched[0], stacks, pairs)}, {0}};

@@ -31,14 +31,33 @@ mx::array as_indices(const mx::array& indices, mx::Stream stream);
 void check_indices(const char* op, const std::optional<mx::array>& lhs_indices,
                    const std::optional<mx::array>& rhs_indices);
 
-// Why no kernel covers a call on a GPU, or null.
-const char* why_not_gathered(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream);
+// Why no kernel covers a call on a GPU, or null. by_tiles: whether takes_expert_tiles.
+const char* why_not_gathered(const mx::array& x, const Pairs& pairs, bool transpose, mx::Stream stream,
+                             bool by_tiles = false);
 
 // Of x [.., rows, columns] times matrices of a stack.
 ExpertSizes expert_sizes(const mx::array& x, const Pairs& pairs, const mx::array& stack, int outputs);
 
 // The params of a kernel with stacks of quantized weights, but for the pairs and the grid.
 GatherQmmParams gather_params(const Arrays& stack, const AffineFormat& format, const mx::array& x, int outputs);
+
+// The rows of pairs by their experts, made on the GPU for kernels that take tiles of them (metal/moe/apple).
+struct ExpertTiles {
+  ExpertTilesPlan plan;
+  std::shared_ptr<const Arrays> arrays;  // rows and tiles, which both launches own
+  Launch launch;
+
+  // As arguments of the kernel.
+  void add_to(Launch& kernel) const;
+};
+
+// pair_rows: of each pair. inputs: of the pairs, or null. The arrays are not copied.
+ExpertTiles expert_tiles(const PairParams& params, const mx::array& experts, const mx::array* inputs,
+                         uint32_t pair_rows, const ExpertTilesPlan& plan, mx::Stream stream);
+
+// The product of tiles with quantized experts. inputs: x and the triple. bias: of each output of each expert, or null.
+Launch tiled_product(const ExpertTiles& tiles, const Arrays& inputs, const mx::array* bias, const mx::array& y,
+                     const AffineFormat& format, const GatherQmmParams& params);
 
 // The pairs of a call, whose indices broadcast; those that are absent are all of the batch of x, or of the stack.
 Pairs gather_pairs(const char* op, const mx::array& x, const mx::array& stack,
@@ -96,6 +115,10 @@ class GatherPrimitive : public KernelPrimitive {
   virtual std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) {
     return std::nullopt;
   }
+  // Of an expert in kernels that take tiles of rows, 2 for gate and up; 0 where there are none.
+  virtual uint32_t tiled_matrices() const {
+    return 0;
+  }
   // Makes the stacks [.., rows, row] what the kernels read.
   virtual void prepare_stacks(Arrays& stacks) = 0;
 
@@ -108,6 +131,10 @@ class GatherPrimitive : public KernelPrimitive {
   // grid, whose simdgroups have so many outputs.
   GatherQmmParams share_out_pairs(Launch& launch, const Arrays& inputs, const AffineFormat& format,
                                   uint32_t simdgroup_outputs);
+  // The params of a kernel that takes tiles.
+  GatherQmmParams tiled_params(const Arrays& inputs, const AffineFormat& format) const;
+  // The tiles of the pairs, where the kernel for them is to run.
+  std::optional<ExpertTiles> tiles_of(const Arrays& inputs, const AffineFormat& format);
   // Whether pairs of the same expert are one product, in a kernel of its own.
   bool shares_pairs(const Arrays& inputs, const AffineFormat& format, uint32_t matrices) const;
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override;

@@ -354,7 +354,7 @@ std::optional<mx::array> try_gather_mm(const mx::array& a, const mx::array& b,
     return fallback(op, reason);
   }
   const bool mx_has_one = stream.device == mx::Device::gpu || dtype == mx::float32;
-  if (mx_has_one ? prefer_mx_experts(problem_of(a, b, pairs, sorted_indices, dtype), stream) : is_switched_off(op)) {
+  if (mx_has_one ? prefer_mx_experts(problem_of(a, b, pairs, sorted_indices, dtype), 0, stream) : is_switched_off(op)) {
     return std::nullopt;
   }
   return first_output(std::make_shared<GatherMm>(stream, sorted_indices),

@@ -25,6 +25,7 @@ namespace {
 
 constexpr const char* op = "gather_qmm";
 const Name file = "moe/gather_qmm.metal";
+const Name tiles_file = "moe/apple/gather_qmm_tiles.metal";
 
 Problem problem_of(const mx::array& x, const mx::array& w, const Pairs& pairs, int outputs, const AffineFormat& format,
                    bool sorted, mx::Dtype dtype) {
@@ -52,7 +53,7 @@ mx::array product_of_mx(const mx::array& x, const mx::array& w, const mx::array&
 #endif
 }
 
-class GatherQmm : public GatherPrimitive {
+class GatherQmm final : public GatherPrimitive {
  public:
   GatherQmm(mx::Stream stream, AffineFormat format, bool sorted = false)
       : GatherPrimitive(stream, 3), format_(format), sorted_(sorted) {}
@@ -105,8 +106,10 @@ class GatherQmm : public GatherPrimitive {
     format.transpose = !format.transpose;
     const Pairs pairs{experts, std::nullopt};
     auto primitive = std::make_shared<GatherQmm>(stream(), format);
-    const bool is_covered = !why_not_gathered(dy, pairs, format.transpose, stream());
-    if (!is_covered || prefer_mx_experts(primitive->problem(dy, stacks, pairs), stream())) {
+    const Problem problem = primitive->problem(dy, stacks, pairs);
+    const bool by_tiles = takes_expert_tiles(sizes_of(problem), primitive->tiled_matrices(), stream());
+    const bool is_covered = !why_not_gathered(dy, pairs, format.transpose, stream(), by_tiles);
+    if (!is_covered || prefer_mx_experts(problem, primitive->tiled_matrices(), stream())) {
       return primitive->composed(gather_inputs(dy, stacks, pairs))[0];
     }
     return first_output(std::move(primitive), gather_inputs(dy, stacks, pairs));
@@ -115,6 +118,10 @@ class GatherQmm : public GatherPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     if (!format_.transpose) {
       return native_alone(inputs, outputs);
+    }
+    if (auto tiles = tiles_of(inputs, format_)) {
+      return in_order(std::move(tiles->launch),
+                      tiled_product(*tiles, inputs, nullptr, outputs[0], format_, tiled_params(inputs, format_)));
     }
     Launch launch;
     launch.file = file;
@@ -131,6 +138,10 @@ class GatherQmm : public GatherPrimitive {
     }
     add_pairs(launch, inputs);
     return in_order(launch.output(outputs[0]).params(params));
+  }
+
+  uint32_t tiled_matrices() const override {
+    return format_.transpose ? 1 : 0;
   }
 
   void prepare_stacks(Arrays& stacks) override {
@@ -191,11 +202,13 @@ std::optional<mx::array> try_gather_qmm(const mx::array& x, const mx::array& w, 
     return fallback(op, reason);
   }
   const Pairs pairs = gather_pairs(op, x, w, lhs_indices, rhs_indices, stream);
-  if (const char* reason = why_not_gathered(x, pairs, transpose, stream)) {
+  const Problem problem = problem_of(x, w, pairs, outputs_of_stack(w, format), format, sorted_indices, dtype);
+  const uint32_t matrices = transpose ? 1 : 0;
+  const bool by_tiles = takes_expert_tiles(sizes_of(problem), matrices, stream);
+  if (const char* reason = why_not_gathered(x, pairs, transpose, stream, by_tiles)) {
     return fallback(op, reason);
   }
-  const int outputs = outputs_of_stack(w, format);
-  if (prefer_mx_experts(problem_of(x, w, pairs, outputs, format, sorted_indices, dtype), stream)) {
+  if (prefer_mx_experts(problem, matrices, stream)) {
     return std::nullopt;
   }
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
@@ -220,6 +233,21 @@ mx::array gather_qmm_of_mx(const mx::array& x, const mx::array& w, const mx::arr
 }
 
 }  // namespace
+
+Launch tiled_product(const ExpertTiles& tiles, const Arrays& inputs, const mx::array* bias, const mx::array& y,
+                     const AffineFormat& format, const GatherQmmParams& params) {
+  Launch launch;
+  launch.file = tiles_file;
+  launch.kernel = kernel_name(inputs[0].dtype(), op, "tiles_", format_name(format), "_", tiles.plan.tile_rows);
+  share_out_tiles(launch, tiles.plan, params.weights.outputs, 1);
+  launch.input(inputs[0]);
+  for (int i = 1; i < 4; ++i) {
+    add_view(launch, inputs[i]);
+  }
+  launch.input_if(bias, bias ? *bias : inputs[0]);
+  tiles.add_to(launch);
+  return launch.output(y).params(params);
+}
 
 std::optional<PendingGather> pending_gather(const mx::array& y) {
   if (!is_pending(y)) {

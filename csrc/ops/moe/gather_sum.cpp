@@ -29,6 +29,12 @@ namespace {
 
 constexpr const char* op = "gather_sum";
 const Name file = "moe/gather_qmm.metal";
+const Name sums_file = "moe/apple/row_sums.metal";
+
+// x: [.., chosen, columns].
+ExpertSizes sizes_of_sums(const mx::array& x, const mx::array& w) {
+  return {leading_size(x, 1), leading_size(w, 2), static_cast<size_t>(x.shape(-1)), static_cast<size_t>(w.shape(-2))};
+}
 
 // Of mx operations, the products ours where they are covered; the sum is in float32.
 mx::array of_products(const mx::array& x, const Arrays& stack, const mx::array& indices, const mx::array& weights,
@@ -90,12 +96,16 @@ class GatherSum : public KernelPrimitive {
     const mx::array& indices = inputs[inputs.size() - 2];
     const uint32_t chosen = x.shape(-2);
     const auto sums = static_cast<uint32_t>(indices.size() / chosen);
+    const ExpertSizes sizes = sizes_of_sums(x, inputs[1]);
     GatherQmmParams params = gather_params({inputs[1], inputs[2], inputs[3]}, format_, x, inputs[1].shape(-2));
     params.weights.matrices = sums;
     params.weights.rows = 1;
     params.weights.has_bias = has_bias;
     params.pairs = {static_cast<uint32_t>(leading_size(inputs[1], 2)), sums * chosen, 1, 0};
     params.pairs_per_sum = chosen;
+    if (takes_expert_tiles(sizes, 1, stream())) {
+      return tiled(inputs, outputs[0], sizes, params);
+    }
     params.has_weights = 1;
     Launch launch;
     launch.file = file;
@@ -144,6 +154,31 @@ class GatherSum : public KernelPrimitive {
   }
 
  private:
+  // Products by tiles of the rows that have the same expert, and the sums of these.
+  std::vector<Launch> tiled(const Arrays& inputs, mx::array& y, const ExpertSizes& sizes,
+                            const GatherQmmParams& params) {
+    constexpr uint32_t threads = 256;
+    const mx::array& x = inputs[0];
+    const bool has_bias = inputs.size() > 6;
+    auto tiles =
+        expert_tiles(params.pairs, inputs[inputs.size() - 2], nullptr, 1, plan_expert_tiles(format_, sizes), stream());
+    const uint32_t chosen = x.shape(-2), outputs = y.shape(-1);
+    const auto products = std::make_shared<const mx::array>(
+        temporary({static_cast<int>(sizes.rows), static_cast<int>(outputs)}, x.dtype(), stream()));
+    Launch product = tiled_product(tiles, inputs, has_bias ? &inputs[4] : nullptr, *products, format_, params);
+    const auto pack = static_cast<uint32_t>(16 / x.itemsize());
+    const RowSumsParams sums{chosen, outputs, outputs % pack == 0};
+    Launch sum;
+    sum.file = sums_file;
+    sum.kernel = kernel_name(x.dtype(), "row_sums");
+    const uint32_t columns = sums.packs ? outputs / pack : outputs;
+    sum.threads = {std::min(columns, threads), 1, 1};
+    sum.threadgroups = {ceil_divide(columns, sum.threads.x), params.weights.matrices, 1};
+    sum.owner = products;
+    sum.input(*products).input(inputs.back()).output(y).params(sums);
+    return in_order(std::move(tiles.launch), std::move(product), std::move(sum));
+  }
+
   AffineFormat format_;
 };
 
@@ -177,22 +212,22 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
   const mx::Dtype dtype =
       checks::kernel_dtype(op, {{"x", x}, {"scales", optional(scales)}, {"biases", biases}, {"bias", bias}});
   const size_t chosen = pairs.back(), sums = leading_size(x, 2);
+  const ExpertSizes sizes = sizes_of_sums(x, w);
+  const bool by_tiles = takes_expert_tiles(sizes, 1, stream);
   std::string reason;
   if (const char* why = why_not_covered(format)) {
     reason = why;
-  } else if (chosen > kMostSummed) {
+  } else if (!by_tiles && chosen > kMostSummed) {
     reason = "sums of more than " + std::to_string(kMostSummed) + " experts";
-  } else if (const char* why = why_not_launched(sums, 1, stream)) {
+  } else if (const char* why = by_tiles ? nullptr : why_not_launched(sums, 1, stream)) {
     reason = why;
   }
   const bool is_bias = bias && x.shape(-1) == 0;  // nothing is multiplied
   if (!reason.empty() && !is_bias) {
     fall_back(op, reason);
   }
-  const ExpertSizes sizes{sums * chosen, leading_size(w, 2), static_cast<size_t>(x.shape(-1)),
-                          static_cast<size_t>(w.shape(-2))};
   if (!reason.empty() || is_bias ||
-      prefer_mx_experts(experts_problem(op, dtype, affine_number(format), false, sizes), stream)) {
+      prefer_mx_experts(experts_problem(op, dtype, affine_number(format), false, sizes), 1, stream)) {
     return of_products(x, {w, scales, biases.value_or(scales)}, indices, weights, bias, format, dtype, stream);
   }
   auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };

@@ -31,6 +31,7 @@ namespace {
 
 constexpr const char* op = "gather_swiglu";
 const Name file = "moe/gather_swiglu.metal";
+const Name tiles_file = "moe/apple/gather_swiglu_tiles.metal";
 
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
@@ -93,10 +94,19 @@ class GatherSwiglu : public GatherPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     Launch launch;
-    launch.file = file;
-    launch.kernel = kernel_name(inputs[0].dtype(), shares_pairs(inputs, format_, 2) ? "gather_swiglu_shared" : op,
-                                format_name(format_));
-    GatherQmmParams params = share_out_pairs(launch, inputs, format_, kRowOutputs / 2);
+    std::optional<ExpertTiles> tiles = tiles_of(inputs, format_);
+    GatherQmmParams params;
+    if (tiles) {
+      launch.file = tiles_file;
+      launch.kernel = kernel_name(inputs[0].dtype(), op, "tiles_", format_name(format_), "_", tiles->plan.tile_rows);
+      params = tiled_params(inputs, format_);
+      share_out_tiles(launch, tiles->plan, params.weights.outputs, 2);
+    } else {
+      launch.file = file;
+      launch.kernel = kernel_name(inputs[0].dtype(), shares_pairs(inputs, format_, 2) ? "gather_swiglu_shared" : op,
+                                  format_name(format_));
+      params = share_out_pairs(launch, inputs, format_, kRowOutputs / 2);
+    }
     params.weights.has_bias = has_bias();
     params.weights.gate_alpha = activation_.alpha;
     params.weights.gate_beta = activation_.beta;
@@ -109,8 +119,16 @@ class GatherSwiglu : public GatherPrimitive {
     for (int i : {7, 8}) {
       launch.input_if(has_bias(), inputs[has_bias() ? i : 0]);
     }
+    if (tiles) {
+      tiles->add_to(launch);
+      return in_order(std::move(tiles->launch), launch.output(outputs[0]).params(params));
+    }
     add_pairs(launch, inputs);
     return in_order(launch.output(outputs[0]).params(params));
+  }
+
+  uint32_t tiled_matrices() const override {
+    return 2;
   }
 
   void prepare_stacks(Arrays& stacks) override {
@@ -216,10 +234,12 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
     return by_mx(reason);
   }
   const Pairs pairs = gather_pairs(op, x, stacks[0], lhs_indices, rhs_indices, stream);
-  if (const char* reason = why_not_gathered(x, pairs, true, stream)) {
+  const Problem problem = problem_of(x, stacks[0], pairs, format, sorted_indices, dtype);
+  const bool by_tiles = takes_expert_tiles(sizes_of(problem), 2, stream);
+  if (const char* reason = why_not_gathered(x, pairs, true, stream, by_tiles)) {
     return by_mx(reason);
   }
-  if (prefer_mx_experts(problem_of(x, stacks[0], pairs, format, sorted_indices, dtype), stream)) {
+  if (prefer_mx_experts(problem, 2, stream)) {
     return products();
   }
   for (size_t i = 0; i < stacks.size(); ++i) {
@@ -250,7 +270,7 @@ std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::arra
     return std::nullopt;
   }
   const Pairs pairs{inputs[4], std::nullopt};
-  if (prefer_mx_experts(problem_of(inputs[0], inputs[1], pairs, pending->format, pending->sorted, gate.dtype()),
+  if (prefer_mx_experts(problem_of(inputs[0], inputs[1], pairs, pending->format, pending->sorted, gate.dtype()), 2,
                         stream)) {
     return std::nullopt;
   }
@@ -262,7 +282,22 @@ std::optional<mx::array> try_gather_swiglu(const mx::array& gate, const mx::arra
 
 namespace {
 
+// Whether the experts w [.., outputs, words] of many tokens are multiplied as they come; else mx is faster, which wants
+// them sorted.
+bool takes_unsorted_experts(const mx::array& x, const mx::array& w, const mx::array& indices,
+                            std::optional<int> group_size, std::optional<int> bits, const std::string& mode) {
+  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const mx::Stream stream = mx::default_stream(mx::default_device());
+  if (x.ndim() == 0 || w.ndim() < 2 || why_not_covered(format)) {
+    return false;
+  }
+  const Problem problem = problem_of(x, w, {indices, std::nullopt}, format, false, x.dtype());
+  return takes_expert_tiles(sizes_of(problem), 2, stream) && !prefer_mx_experts(problem, 2, stream);
+}
+
 void bind(nb::module_& module) {
+  module.def("takes_unsorted_experts", &takes_unsorted_experts, "x"_a, "w"_a, "indices"_a,
+             "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine");
   bind_function(module, op, &gather_swiglu, "x"_a, "gate"_a, "up"_a, "lhs_indices"_a.none() = nb::none(),
                 "rhs_indices"_a.none() = nb::none(), "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(),
                 "mode"_a = "affine", nb::kw_only(), "bias"_a.none() = nb::none(), "activation"_a = "swiglu",

@@ -9,6 +9,9 @@ namespace mittens {
 
 namespace {
 
+// Rows of results from which on mlx-lm sorts them by their experts, and mx multiplies matrices.
+constexpr size_t most_single_rows = 64;
+
 void give_grid(Launch& launch, const ProductSizes& sizes, uint32_t output_groups) {
   launch.threadgroups = {output_groups, sizes.rows, sizes.matrices};
 }
@@ -27,8 +30,14 @@ Problem experts_problem(const char* op, mx::Dtype dtype, uint32_t format, bool s
            problem_size(sizes.outputs)}};
 }
 
-bool prefer_mx_experts(const Problem& problem, mx::Stream stream) {
-  return prefer_mx(problem, why_mx_experts(problem.sizes[0], stream), stream);
+bool prefer_mx_experts(const Problem& problem, uint32_t matrices, mx::Stream stream) {
+  return prefer_mx(problem, why_mx_experts(sizes_of(problem), matrices, stream), stream);
+}
+
+bool takes_expert_tiles(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream) {
+  return matrices > 0 && runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple &&
+         sizes.rows > most_single_rows && sizes.experts > 0 && sizes.experts < kTiledExperts &&
+         sizes.outputs >= kTileOutputs / kTileSimdgroups / matrices;
 }
 
 const char* why_not_launched(size_t pairs, size_t rows, mx::Stream stream) {
@@ -36,9 +45,10 @@ const char* why_not_launched(size_t pairs, size_t rows, mx::Stream stream) {
   return stream.device == mx::Device::gpu && many ? "more than 65535 pairs of an input and an expert" : nullptr;
 }
 
-const char* why_mx_experts(size_t rows, mx::Stream stream) {
-  constexpr size_t most_rows = 64;  // beyond them mlx-lm sorts them by their experts, and mx multiplies matrices
-  return stream.device == mx::Device::gpu && rows > most_rows ? "more than 64 rows of results" : nullptr;
+const char* why_mx_experts(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream) {
+  const bool wins = sizes.rows > most_single_rows &&
+                    (!takes_expert_tiles(sizes, matrices, stream) || gpu_of(stream).has_matrix_units);
+  return stream.device == mx::Device::gpu && wins ? "more than 64 rows of results" : nullptr;
 }
 
 bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts) {
@@ -47,6 +57,20 @@ bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs,
       format.mode == QuantizedMode::affine ? format.bits == 4 || format.bits == 8 : format.mode == QuantizedMode::mxfp4;
   // From there on it was faster on an H100 (bench/results/h100.md); predicted for Apple GPUs in shared-experts.md.
   return has_kernel && experts > 0 && matrices * pairs >= 2 * experts;
+}
+
+ExpertTilesPlan plan_expert_tiles(const AffineFormat& format, const ExpertSizes& sizes) {
+  const uint32_t rows = static_cast<uint32_t>(sizes.rows);
+  const uint32_t most = plan_tiles(format, {1, 64, 1, 1}, 1).rows;  // the larger of those that the format has
+  // Each expert with rows, and the pairs that are out of range, may end in a tile that is not full.
+  const uint32_t ends = static_cast<uint32_t>(std::min(sizes.experts + 1, sizes.rows));
+  const uint32_t tiles = ends + (rows - ends) / most;
+  const uint32_t bands = ceil_divide(tiles, uint32_t(kTileBand));
+  return {most, bands == 1 ? tiles : bands * kTileBand};
+}
+
+void share_out_tiles(Launch& launch, const ExpertTilesPlan& plan, uint32_t outputs, uint32_t matrices) {
+  share_out(launch, TilesPlan{plan.tile_rows, plan.tiles, ceil_divide(outputs, kTileOutputs / matrices)}, 1);
 }
 
 void share_out_pairs(Launch& launch, const ProductSizes& sizes, uint32_t outputs, mx::Stream stream) {

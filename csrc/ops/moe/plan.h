@@ -22,11 +22,21 @@ struct ExpertSizes {
 // of its own. sorted: whether the caller has sorted rows by their experts, for which mx has kernels of its own.
 Problem experts_problem(const char* op, mx::Dtype dtype, uint32_t format, bool sorted, const ExpertSizes& sizes);
 
+inline ExpertSizes sizes_of(const Problem& problem) {
+  const auto& [rows, experts, columns, outputs] = problem.sizes;
+  return {rows, experts, columns, outputs};
+}
+
+// matrices, from here on: of an expert that pass by one simdgroup, 2 for gate and up; 0 where weights are dense.
+
+// Whether kernels take tiles of rows that have the same expert (metal/moe/apple).
+bool takes_expert_tiles(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream);
+
 // Why mx is faster; null where it is not known to be.
-const char* why_mx_experts(size_t rows, mx::Stream stream);
+const char* why_mx_experts(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream);
 
 // Whether mx is to compute such a problem.
-bool prefer_mx_experts(const Problem& problem, mx::Stream stream);
+bool prefer_mx_experts(const Problem& problem, uint32_t matrices, mx::Stream stream);
 
 // Why a GPU has no kernel for so many pairs, each of so many rows, or null.
 const char* why_not_launched(size_t pairs, size_t rows, mx::Stream stream);
@@ -35,8 +45,19 @@ inline ProductSizes sizes_of(const QuantizedParams& params) {
   return {params.matrices, params.rows, params.columns, params.outputs};
 }
 
-// Whether pairs of the same expert are one product. matrices: of an expert that pass by, 2 for gate and up.
+// Whether pairs of the same expert are one product.
 bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts);
+
+// Tiles of rows that have the same expert.
+struct ExpertTilesPlan {
+  uint32_t tile_rows;
+  uint32_t tiles;  // at most, and as many as the grid has
+};
+
+ExpertTilesPlan plan_expert_tiles(const AffineFormat& format, const ExpertSizes& sizes);
+
+// The grid of a kernel that takes them.
+void share_out_tiles(Launch& launch, const ExpertTilesPlan& plan, uint32_t outputs, uint32_t matrices);
 
 // The functions that follow give a launch its grid, one place for each of sizes.matrices: a pair or a sum of pairs.
 

@@ -101,25 +101,38 @@ struct Staging {
   static constant constexpr int size = Source::Values::size;
   static constant constexpr int fours = Operand::part;                          // of a row, of two runs at once
   static constant constexpr int apart = 32 * kTileSimdgroups / fours;           // rows of a thread
-  static constant constexpr int rows = 8 * MB / apart;
+  static constant constexpr int rows = (8 * MB + apart - 1) / apart;
 
   const device T* x;
   uint from[rows];  // fours from x to the first of the rows; those past the last are that one
   uint column;      // of the first run
   threadgroup vec<U, 4>* to;
 
-  static Staging of(RowsOfX<T> x, threadgroup U* staged, uint thread_at) {
+  bool has_all;     // whether the last of the rows is there for this thread too
+
+  // Row i of a thread, of the tile's.
+  static uint row_of(uint thread_at, int i) {
+    return thread_at / fours + i * apart;
+  }
+
+  // All but where the rows are.
+  static Staging of(const device T* x, threadgroup U* staged, uint thread_at) {
     const uint pair = thread_at % fours / (fours / 4);
     const uint four = thread_at % (fours / 4);
-    const uint row = thread_at / fours;
     Staging result;
-    result.x = x.x;
+    result.x = x;
     result.column = pair * (2 * size) + 4 * four;
+    result.to = (threadgroup vec<U, 4>*)(staged + row_of(thread_at, 0) * Operand::row + pair * (2 * fours) + 8 * four);
+    result.has_all = 8 * MB % apart == 0 || row_of(thread_at, rows - 1) < 8 * MB;
+    return result;
+  }
+
+  static Staging of(RowsOfX<T> x, threadgroup U* staged, uint thread_at) {
+    Staging result = of(x.x, staged, thread_at);
 #pragma unroll
     for (int i = 0; i < rows; ++i) {
-      result.from[i] = (min(row + i * apart, x.rows - 1) * x.columns + result.column) / 4;
+      result.from[i] = (min(row_of(thread_at, i), x.rows - 1) * x.columns + result.column) / 4;
     }
-    result.to = (threadgroup vec<U, 4>*)(staged + row * Operand::row + pair * (2 * fours) + 8 * four);
     return result;
   }
 
@@ -131,16 +144,18 @@ struct Staging {
     const bool has_second = !tail || at + column + size < columns;
 #pragma unroll
     for (int i = 0; i < rows; ++i) {
-      vec<U, 4> a = vec<U, 4>(U(0));
-      vec<U, 4> b = vec<U, 4>(U(0));
-      if (has_first) {
-        a = four_of<U>(x, from[i] + at / 4);
+      if (i + 1 < rows || has_all) {
+        vec<U, 4> a = vec<U, 4>(U(0));
+        vec<U, 4> b = vec<U, 4>(U(0));
+        if (has_first) {
+          a = four_of<U>(x, from[i] + at / 4);
+        }
+        if (has_second) {
+          b = four_of<U>(x, from[i] + at / 4 + size / 4);
+        }
+        to[i * apart * Operand::row / 4] = vec<U, 4>(a.x, b.x, a.y, b.y);
+        to[i * apart * Operand::row / 4 + 1] = vec<U, 4>(a.z, b.z, a.w, b.w);
       }
-      if (has_second) {
-        b = four_of<U>(x, from[i] + at / 4 + size / 4);
-      }
-      to[i * apart * Operand::row / 4] = vec<U, 4>(a.x, b.x, a.y, b.y);
-      to[i * apart * Operand::row / 4 + 1] = vec<U, 4>(a.z, b.z, a.w, b.w);
     }
   }
 };
@@ -148,19 +163,17 @@ struct Staging {
 // sums.at[i][s * NB + j] = rows of block i of x times outputs of block j of source s. output: the lane's first.
 template <int N, int MB, int NB, typename T, typename Source>
 inline void multiply_staged(
-    RowsOfX<T> x, thread const Source (&w)[N], uint output,
-    threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane,
-    thread Tile<float, MB, N * NB>& sums) {
+    thread const Staging<T, Source, MB>& staging, uint columns, thread const Source (&w)[N], uint output,
+    threadgroup typename TileOperand<T, Source>::type* staged, uint lane, thread Tile<float, MB, N * NB>& sums) {
   using Operand = TileOperand<T, Source>;
   using U = typename Operand::type;
   constexpr int part = Operand::part;
-  const Staging<T, Source, MB> staging = Staging<T, Source, MB>::of(x, staged, thread_at);
   const uint run = tile_row(lane) * Source::Values::size;
   const threadgroup U* own_row = staged + tile_row(lane) * Operand::row + tile_column(lane) * part;
   fill(sums, 0.0f);
-  for (uint begin = 0; begin < x.columns; begin += Operand::step) {
+  for (uint begin = 0; begin < columns; begin += Operand::step) {
     const uint column = begin + run;
-    const bool is_there = column < x.columns;
+    const bool is_there = column < columns;
     typename Source::Run runs[N * NB][2];
 #pragma unroll
     for (int j = 0; j < N * NB; ++j) {
@@ -172,10 +185,10 @@ inline void multiply_staged(
 #pragma unroll
     for (int first = 0; first < Source::Values::size; first += part) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (begin + Operand::step <= x.columns) {
-        staging.template stage<false>(begin, first, x.columns);
+      if (begin + Operand::step <= columns) {
+        staging.template stage<false>(begin, first, columns);
       } else {
-        staging.template stage<true>(begin, first, x.columns);
+        staging.template stage<true>(begin, first, columns);
       }
       vec<U, 2> right[N * NB][part];
 #pragma unroll
@@ -218,7 +231,8 @@ inline void multiply_by_tiles(
   const uint own = first_output + thread_at / 32 * (8 * NB);
   const uint output = min(own, params.outputs - 8 * NB) + tile_column(lane);  // those before `own` are another's
   Tile<float, MB, N * NB> tile;
-  multiply_staged<N, MB, NB>(x, w, output, staged, thread_at, lane, tile);
+  const auto staging = Staging<T, Source, MB>::of(x, staged, thread_at);
+  multiply_staged<N, MB, NB>(staging, x.columns, w, output, staged, lane, tile);
 #pragma unroll
   for (int i = 0; i < MB; ++i) {
     const uint m = i * 8 + tile_row(lane);

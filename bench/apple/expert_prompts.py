@@ -1,0 +1,288 @@
+"""Predicted time of a prompt through the chosen experts of mixtures on Apple GPUs, beside what mx and mlx-lm launch.
+
+python bench/apple/expert_prompts.py            prints the table
+python bench/apple/expert_prompts.py --write    writes it into bench/results/prompts.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+import mlx_mittens as mm
+from mlx_mittens.apple.chips import Chip, find_chip
+from mlx_mittens.apple.estimates import elementwise
+from mlx_mittens.apple.model import Instructions, Work, chain
+from mlx_mittens.bench import mlx_metal
+from mlx_mittens.ops.custom import Output, int32, launch
+from mlx_mittens.simulator import PredictedLaunch
+
+CHIPS = ("m1", "m1-max", "m2-pro", "m2-max", "m3-max", "m4-max")
+TOKENS = 512
+TYPES = {"float16": (mx.float16, "half"), "bfloat16": (mx.bfloat16, "bfloat16_t")}
+FILE = Path(__file__).parents[1] / "results" / "prompts.md"
+# Columns that are simulated: work grows by a constant with each more.
+SIMULATED = (256, 512)
+# Blocks of 8 rows of a tile that are simulated; those between them lie on lines.
+BLOCKS = (1, 4, 8)
+
+HEADING = "# Prompts of mixtures"
+HEAD = f"""{HEADING}
+
+A prompt of {TOKENS} tokens through the chosen experts of one layer, `python bench/apple/expert_prompts.py --write`:
+tokens choose experts at random, each as often as any other. Ours is gather_swiglu and gather_sum. mx's is what mlx-lm
+launches: two sorts, the gather of the tokens, three products (MLX 0.32.4's `gather_qmm_rhs`), the activation, the
+gather back, and the weighted sum, with the biases of gpt-oss. Products are simulated at {SIMULATED[0]} and at
+{SIMULATED[1]} columns and extended; small operations are estimated from their bytes. Percent are of the ALU's peak in
+half types, of the products alone.
+"""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a layer: quantized as `mode` and `group` say, with 4 bits."""
+
+    name: str
+    experts: int
+    chosen: int
+    columns: int
+    hidden: int
+    mode: str = "affine"
+    group: int = 64
+    has_bias: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Those of the ops."""
+        return {"group_size": self.group, "bits": 4, "mode": self.mode}
+
+    def rows(self) -> np.ndarray:
+        """Of each expert, for the tokens of a prompt."""
+        scores = np.random.default_rng(0).random((TOKENS, self.experts))
+        return np.bincount(np.argsort(scores)[:, : self.chosen].ravel(), minlength=self.experts)
+
+
+MIXTURES = (
+    Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    Mixture("gpt-oss-20b", 32, 4, 2880, 2880, "mxfp4", 32, True),
+    Mixture("Mixtral 8x7B", 8, 2, 4096, 14336),
+)
+
+
+def predicted(y: mx.array) -> Sequence[PredictedLaunch]:
+    """The launches of an array of ours."""
+    with mm.simulator.enabled(gpu="m1"), mm.simulator.predicted("m1") as launches:
+        mx.eval(y)
+    return list(launches)
+
+
+def draw(shape: Sequence[int], dtype: mx.Dtype, mode: str, group: int) -> list[mx.array]:
+    """A stack of quantized matrices."""
+    w = mx.random.normal(tuple(shape)).astype(dtype)
+    return list(mx.quantize(w, group, 4, mode=mode))
+
+
+@functools.cache
+def tile(op: str, type_name: str, mode: str, group: int, blocks: int, columns: int) -> PredictedLaunch:
+    """Tiles of so many blocks of rows, of one threadgroup each."""
+    dtype, _ = TYPES[type_name]
+    experts = max(2, -(-9 // blocks))  # more than 64 rows, from which on there are tiles
+    rows = 8 * blocks
+    x = mx.random.normal((experts * rows, 1, columns)).astype(dtype)
+    indices = mx.repeat(mx.arange(experts), rows)
+    outputs = 64 if op == "gather_qmm" else 32
+    stacks = [draw((experts, outputs, columns), dtype, mode, group) for _ in range(1 if op == "gather_qmm" else 2)]
+    options = {"rhs_indices": indices, "group_size": group, "bits": 4, "mode": mode}
+    with mm.strict():
+        if op == "gather_qmm":
+            w, scales, *biases = stacks[0]
+            y = mm.gather_qmm(x, w, scales, *biases, **options)
+        else:
+            y = mm.gather_swiglu(x, *stacks, **options)
+    launches = predicted(y)
+    found: PredictedLaunch = replace(launches[-1])
+    if "tiles" not in found.launch.kernel:
+        raise RuntimeError(f"{found.launch.kernel} is no kernel of tiles")
+    return found
+
+
+@functools.cache
+def tile_of_mlx(type_name: str, mode: str, group: int, rows: int, columns: int) -> PredictedLaunch:
+    """A threadgroup of MLX's kernel, of 16 rows or fewer."""
+    dtype, text = TYPES[type_name]
+    affine = mode == "affine"
+    function = "affine_gather_qmm_rhs" if affine else "fp_gather_qmm_rhs"
+    kernel = mlx_metal.instance(
+        "quantized" if affine else "fp_quantized", function, text, group, 4, 16, 32, 32, 1, 2, True
+    )
+    x = mx.random.normal((rows, columns)).astype(dtype)
+    w, scales, *biases = draw((1, 32, columns), dtype, mode, group)
+    third = biases[0] if affine else mx.ones((1,))
+    values: list[Any] = [x, w, scales, third, mx.zeros((1,), mx.int32), Output([rows, 32], dtype)]
+    values += [int32(rows), int32(32), int32(columns), int32(1)]
+    constants = {200: rows == 16, 201: True, 202: True}
+    return predicted(
+        launch(*kernel, dict(enumerate(values)), [1, 1, 1], [32, 2, 1], constants=constants, stream=mx.cpu)[0]
+    )[-1]
+
+
+def each(found: PredictedLaunch, chip: Chip) -> Work:
+    """The work of a launch on a chip."""
+    work = found.on(chip).work
+    if work is None:
+        raise RuntimeError(f"{found.launch.kernel} does not compile")
+    return work
+
+
+def blend(parts: Sequence[tuple[float, Work]], threadgroups: float, lines: float) -> Work:
+    """A launch of works of which each is so many threadgroups; their shares are weights of what one does."""
+    total = Instructions()
+    summed = rounds = 0.0
+    for count, work in parts:
+        total = total + work.instructions * (count / work.threadgroups)
+        summed += work.summed_lines * count / work.threadgroups
+        rounds += work.rounds * count / threadgroups
+    return replace(
+        parts[0][1], threadgroups=threadgroups, instructions=total, summed_lines=summed, lines=lines, rounds=rounds
+    )
+
+
+def at_columns(pair: Sequence[Work], columns: int) -> list[tuple[float, Work]]:
+    """Works at the simulated columns, with the weights that make the work at others of them."""
+    first, second = SIMULATED
+    share = (columns - first) / (second - first)
+    return [(1 - share, pair[0]), (share, pair[1])]
+
+
+def product(mixture: Mixture, op: str, type_name: str, chip: Chip) -> Work:
+    """Our launch over tiles of all experts: gate, up and activation, or what comes down."""
+    swiglu = op == "gather_swiglu"
+    columns, outputs = (mixture.columns, mixture.hidden) if swiglu else (mixture.hidden, mixture.columns)
+    of_tiles: dict[int, int] = {}
+    for rows in mixture.rows():
+        for first in range(0, rows, 64):
+            blocks = -(-min(rows - first, 64) // 8)
+            of_tiles[blocks] = of_tiles.get(blocks, 0) + 1
+    groups = -(-outputs // (32 if swiglu else 64))
+    parts = []
+    for blocks, count in of_tiles.items():
+        blocks = 8 if blocks == 7 else blocks
+        upper = next(b for b in BLOCKS if b >= blocks)
+        lower = max(b for b in BLOCKS if b <= blocks)
+        share = (blocks - lower) / (upper - lower) if upper > lower else 0.0
+        for weight, b in ((1 - share, lower), (share, upper)):
+            pair = [each(tile(op, type_name, mixture.mode, mixture.group, b, k), chip) for k in SIMULATED]
+            parts += [(weight * w * count * groups, work) for w, work in at_columns(pair, columns)]
+    return blend(parts, sum(of_tiles.values()) * groups, lines_of(mixture, columns, outputs, 2 if swiglu else 1))
+
+
+def product_of_mlx(mixture: Mixture, columns: int, outputs: int, type_name: str, chip: Chip) -> Work:
+    """One of MLX's three launches over tiles of 16 rows."""
+    full = sum(int(rows) // 16 for rows in mixture.rows())
+    partial = sum(int(rows) % 16 > 0 for rows in mixture.rows())
+    groups = -(-outputs // 32)
+    parts = []
+    for rows, count in ((16, full), (11, partial)):
+        pair = [each(tile_of_mlx(type_name, mixture.mode, mixture.group, rows, k), chip) for k in SIMULATED]
+        parts += [(w * count * groups, work) for w, work in at_columns(pair, columns)]
+    return blend(parts, (full + partial) * groups, lines_of(mixture, columns, outputs, 1))
+
+
+def lines_of(mixture: Mixture, columns: int, outputs: int, matrices: int) -> float:
+    """Distinct lines of a product: x, the weights of experts with rows, and y."""
+    rows = mixture.rows()
+    weight = matrices * outputs * columns * (0.5 + (4 if mixture.mode == "affine" else 1) / mixture.group)
+    return (2 * TOKENS * (columns if matrices == 2 else 0) + 2 * rows.sum() * outputs + (rows > 0).sum() * weight) / 128
+
+
+@functools.cache
+def sorting(experts: int, chosen: int) -> PredictedLaunch:
+    """Our launch that sorts the rows of a prompt by their experts."""
+    indices = mx.array(np.argsort(np.random.default_rng(0).random((TOKENS, experts)))[:, :chosen].astype(np.uint32))
+    w = draw((experts, 16, 32), mx.float16, "affine", 32)
+    x = mx.random.normal((TOKENS, 1, 1, 32)).astype(mx.float16)
+    return predicted(mm.gather_qmm(x, *w, rhs_indices=indices, group_size=32, bits=4))[0]
+
+
+def ours(mixture: Mixture, type_name: str, chip: Chip) -> list[Work]:
+    """What we launch."""
+    rows, d = TOKENS * mixture.chosen, mixture.columns
+    tiles = each(sorting(mixture.experts, mixture.chosen), chip)
+    sums = Instructions(floats=8 * mixture.chosen, integers=8 * mixture.chosen, loads=2 * mixture.chosen)
+    return [
+        tiles,
+        product(mixture, "gather_swiglu", type_name, chip),
+        tiles,
+        product(mixture, "gather_qmm", type_name, chip),
+        elementwise(TOKENS * d, 2 * (rows * d + TOKENS * d), sums * (1 / 8)),
+    ]
+
+
+def theirs(mixture: Mixture, type_name: str, chip: Chip) -> list[Work]:
+    """What mx launches for mlx-lm's layer."""
+    rows, d, h = TOKENS * mixture.chosen, mixture.columns, mixture.hidden
+    small = elementwise(rows, 12 * rows)
+    by_bytes = lambda count, arrays: elementwise(count, 2 * arrays * count)
+    added = lambda outputs: [by_bytes(rows * outputs, 2), by_bytes(rows * outputs, 3)] if mixture.has_bias else []
+    of = lambda columns, outputs: product_of_mlx(mixture, columns, outputs, type_name, chip)
+    return [
+        *(small, small, small, small),  # two sorts, the tokens' numbers, the sorted experts
+        by_bytes(rows * d, 2),
+        *(small, of(d, h), *added(h)),  # where each expert starts, and the product
+        *(small, of(d, h), *added(h)),
+        by_bytes(rows * h, 3),
+        *(small, of(h, d), *added(d)),
+        by_bytes(rows * d, 2),
+        by_bytes(rows * d, 2),
+        elementwise(TOKENS * d, 2 * (rows * d + TOKENS * d)),
+    ]
+
+
+def table(type_name: str, chips: Sequence[str] = CHIPS, mixtures: Sequence[Mixture] = MIXTURES) -> list[str]:
+    """The lines of a type."""
+    lines = [f"## Mixtures, {type_name}", ""]
+    lines.append("| model |" + "".join(f" {chip}: us (%) | mx's | speed |" for chip in chips))
+    lines.append("|---|" + "--:|--:|--:|" * len(chips))
+    for mixture in mixtures:
+        cells = [mixture.name]
+        flop = 2 * 3 * TOKENS * mixture.chosen * mixture.columns * mixture.hidden
+        for chip in map(find_chip, chips):
+            works = ours(mixture, type_name, chip), theirs(mixture, type_name, chip)
+            a, b = (chain(each_, chip).microseconds for each_ in works)
+            peak = chip.cores * chip.clock_GHz * 1e3 * 256
+            of_products = [sum(chain([w], chip).microseconds for w in part if w.instructions.matrix) for part in works]
+            percent = [100 * flop / peak / us for us in of_products]
+            cells += [f"{a:,.0f} ({percent[0]:.0f})", f"{b:,.0f} ({percent[1]:.0f})", f"{b / a:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return [*lines, ""]
+
+
+def section() -> str:
+    """All of the page's."""
+    return "\n".join([HEAD, *(line for name in TYPES for line in table(name))])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"writes its section of {FILE.name}")
+    parser.add_argument("--type", choices=TYPES, help="print that of one type")
+    arguments = parser.parse_args()
+    mx.set_default_device(mx.cpu)
+    if arguments.type:
+        print(*table(arguments.type), sep="\n")
+        return
+    text = section()
+    print(text)
+    if arguments.write:
+        FILE.write_text(f"{FILE.read_text().partition(HEADING)[0].rstrip()}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()
