@@ -213,6 +213,15 @@ def test_links_lead_somewhere(page):
             assert anchor in [anchor_of(heading) for heading in headings], f"{page.name}: no heading for #{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_are_linked_where_they_are_cited(page):
+    """And the site has them as pages: docs/hooks.py."""
+    fenced = [block.text for block in documentation.blocks(page)]
+    for name in re.findall(r"(?<!\[)`bench/results/([\w.-]+)`", page.read_text()):
+        there = (ROOT / "bench" / "results" / name).is_file()
+        assert not there or any(name in text for text in fenced), f"{page.name}: {name} is not linked"
+
+
 def test_the_tables_of_results_are_of_what_was_measured():
     report = runpy.run_path(str(ROOT / "bench" / "report.py"))
     result = json.loads((ROOT / "bench" / "results" / "h200.json").read_text())

@@ -29,6 +29,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "verification.md"
 SPILLS = Path(__file__).parent / "agx_spills.txt"
 TABLE = PAGE.parents[1] / "bench" / "results" / "agx.md"
 REGISTERS = TABLE.with_name("registers.md")
+_LINK_TO_REGISTERS = "[`bench/results/registers.md`](../bench/results/registers.md)"
 
 
 def variants(files: Iterable[str] | None = None) -> list[str]:
@@ -202,7 +203,7 @@ LEVELS = (
     *(
         Level(
             f"PTX {arch}",
-            f"its PTX assembles for {arch}: registers and spills in `bench/results/registers.md`",
+            f"its PTX assembles for {arch}: registers and spills in {_LINK_TO_REGISTERS}",
             lambda arch=arch: _assembled(arch),
             concerned=_for_nvidia,
         )
