@@ -58,8 +58,10 @@ def gguf(rows: int, columns: int, outputs: int) -> tuple[str, Call]:
     return f"block_matmul {rows}x{columns}x{outputs} q4_0", lambda: mm.block_matmul(x, blocks, "q4_0")
 
 
-def attention(batch: int, queries: int, keys: int, dtype: mx.Dtype = HALF, bits: int = 0) -> tuple[str, Call]:
-    heads, key_heads, width = 32, 8, 128
+def attention(
+    batch: int, queries: int, keys: int, dtype: mx.Dtype = HALF, bits: int = 0, key_heads: int = 8, width: int = 128
+) -> tuple[str, Call]:
+    heads = 32
     q, shape = mx.zeros((batch, heads, queries, width), dtype), (batch, key_heads, keys)
     label = f"attention {batch}x{heads}x{key_heads}x{queries}x{keys}x{width}{f' {bits}-bit' if bits else ''}"
     if not bits:
@@ -137,6 +139,7 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
             attention(1, 1, 500), attention(1, 1, 4096), attention(1, 1, 20000), attention(8, 1, 4096),
             attention(1, 8, 4096), attention(1, 100, 1000), attention(1, 100, 1000, mx.float32),
             attention(1, 1, 4096, mx.float32), attention(1, 1, 4096, bits=4),
+            attention(1, 1, 4096, key_heads=32, width=64),
         ],
         "moe": [
             experts("gather_qmm", 1, 8, 64, 2048, 1024), experts("gather_qmm", 8, 2, 8, 2048, 1024),

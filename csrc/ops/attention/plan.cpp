@@ -93,6 +93,17 @@ uint32_t first_key(const AttentionSizes& sizes, const AttentionOptions& options)
 // The order in which the keys of a row are summed up depends on this alone if the plan is exact.
 constexpr uint32_t exact_keys_per_split = 1024;
 
+// Whether a threadgroup's steps, each of which waits for memory, take longer by prediction than to read all keys and
+// values and add two shares up. Microseconds of an M1 (bench/results/attention.md).
+bool waits_for_memory(const AttentionSizes& sizes, uint32_t keys, uint32_t steps, uint32_t step, bool is_half,
+                      const Gpu& gpu) {
+  constexpr double us_of_step = 0.6, us_of_block = 0.6, us_of_second_kernel = 10;
+  const double blocks = step / (kDecodeSimdgroups * kKeyRows);
+  const double columns = double(sizes.batches) * sizes.key_heads * (sizes.width + sizes.value_width);
+  const double bytes = columns * keys * (is_half ? 2 : 4);
+  return steps * (us_of_step + us_of_block * blocks) > bytes / (gpu.bandwidth_gbps * 1e3) + us_of_second_kernel;
+}
+
 // step: keys that a threadgroup takes at once.
 void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const AttentionOptions& options, uint32_t step,
                     bool is_half, const Gpu& gpu) {
@@ -114,7 +125,13 @@ void share_out_keys(AttentionPlan& plan, const AttentionSizes& sizes, const Atte
     constexpr uint32_t serial_steps = 8;
     // Where windows of different queries have few keys in common a share of all keys is none of most rows'.
     const bool apart = options.window > 0 && keys > 2 * (uint64_t(options.window) + kQueryRows);
-    const uint32_t wanted = steps > serial_steps && !apart ? static_cast<uint32_t>(resident_threadgroups / groups) : 1;
+    uint32_t wanted = 1;
+    if (steps > serial_steps && !apart) {
+      wanted = static_cast<uint32_t>(std::max<uint64_t>(resident_threadgroups / groups, 1));
+      const bool has_room = gpu.vendor == Gpu::Vendor::apple && options.bits == 0 && resident_threadgroups > groups &&
+                            resident_threadgroups % groups != 0;
+      wanted += has_room && waits_for_memory(sizes, keys, ceil_divide(steps, wanted), step, is_half, gpu);
+    }
     // Putting many shares together takes longer than some steps.
     const uint32_t splits = std::clamp(wanted, 1u, std::max({steps / 4, std::min(steps, 32u), 1u}));
     plan.keys_per_split = ceil_divide(std::max(steps, 1u), splits) * step;
