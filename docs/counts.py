@@ -94,6 +94,7 @@ CASES = (
     Counted("gather_sum", "1x8x16x320x10 bits=4"),
     Counted("route_top_k", "2x128 scores=softmax"),
     Counted("gated_delta_update", "test 1x1x2x4x33x128"),
+    Counted("gated_delta_token", "test 1x4x2x4x33x128"),
     Counted("ssm_update", "test 1x1x1x4x33x128"),
     Counted("linear_attention", "test 1x1x2x4x33x128"),
 )

@@ -179,6 +179,10 @@ _PLACES = (
         ("recurrence.metal",), ("recurrence.cpp", "recurrence_vjp.cpp"), ("test_gated_delta_update.py",),
     ),
     Place(
+        ("gated_delta_token",), "recurrence", "gated_delta_token.cpp", ("plan.cpp",), ("gated_delta_token.metal",),
+        ("gated_delta_token.cpp",), ("test_gated_delta_token.py",),
+    ),
+    Place(
         ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("state_space.metal",),
         ("state_space.cpp", "recurrence_vjp.cpp"), ("test_ssm_update.py",),
     ),

@@ -8,6 +8,7 @@ MITTENS_VERSIONS(recurrence)
 MITTENS_VERSIONS(recurrence_vjp)
 MITTENS_VERSIONS(state_space)
 MITTENS_VERSIONS(linear_attention)
+MITTENS_VERSIONS(gated_delta_token)
 
 void recurrence(Type type, const Recurrence& shape, const RecurrenceInputs& inputs, void* y, float* state) {
   recurrence_versions[isa_index()](type, shape, inputs, y, state);
@@ -25,6 +26,11 @@ void state_space(Type type, const Recurrence& shape, const StateSpaceInputs& inp
 
 void linear_attention(Type type, const Recurrence& shape, const LinearAttentionInputs& inputs, void* y, float* state) {
   linear_attention_versions[isa_index()](type, shape, inputs, y, state);
+}
+
+void gated_delta_token(Type type, const GatedDeltaToken& shape, const GatedDeltaTokenInputs& inputs, void* y,
+                       void* conv_state, float* state) {
+  gated_delta_token_versions[isa_index()](type, shape, inputs, y, conv_state, state);
 }
 
 }  // namespace mittens::cpu

@@ -70,6 +70,44 @@ struct LinearAttentionInputs {
   float scale;
 };
 
+// A token of a layer of the gated delta rule, from its projections to its gated norm (metal/recurrence/
+// gated_delta_token.metal has the formula).
+struct GatedDeltaToken {
+  size_t batch;
+  size_t key_heads;
+  size_t heads_of_key;  // of each key head
+  size_t rows;
+  size_t columns;
+  size_t taps;  // of the convolution
+  float key_eps;  // added to the sums of squares of q and k
+  float eps;  // of the norm
+
+  size_t heads() const {
+    return key_heads * heads_of_key;
+  }
+};
+
+// Rows of heads: elements from sequence to sequence, from key head to key head, and from head to head of a key head.
+struct HeadRows {
+  const void* data;
+  int64_t sequence, key_head, head;
+};
+
+struct GatedDeltaTokenInputs {
+  HeadRows q;  // [batch, key_heads, columns]
+  HeadRows k;  // [batch, key_heads, columns]
+  HeadRows v;  // [batch, key_heads, heads_of_key, rows]
+  HeadRows z;  // [batch, key_heads, heads_of_key, rows]
+  HeadRows a;  // [batch, key_heads, heads_of_key]
+  HeadRows b;  // [batch, key_heads, heads_of_key]
+  const void* conv_state;  // [batch, taps - 1, channels]: those of q, of k and of v
+  const void* conv_weight;  // [channels, taps]
+  Numbers a_log;  // [heads]
+  Numbers dt_bias;  // [heads]
+  Numbers norm_weight;  // [rows]
+  const float* state;  // [batch, heads, rows, columns]
+};
+
 struct RecurrenceGradients {
   void* q;  // of the inputs' shapes, as all are
   void* k;
@@ -95,6 +133,13 @@ void state_space(Type type,  // of x, B and C
 void linear_attention(Type type, const Recurrence& shape, const LinearAttentionInputs& inputs,
                       void* y,  // [batch, steps, heads, rows]
                       float* state);  // [batch, heads, rows, columns]
+
+// The state may be written in place, the convolution's may not.
+void gated_delta_token(Type type,  // of all but numbers
+                       const GatedDeltaToken& shape, const GatedDeltaTokenInputs& inputs,
+                       void* y,  // [batch, heads, rows]
+                       void* conv_state,  // [batch, taps - 1, channels]
+                       float* state);  // [batch, heads, rows, columns]
 
 // Gradients for the cotangents of y and of the last state. States are computed again, from one that is kept every 32
 // steps.

@@ -11,7 +11,8 @@ void weighted_sum(Type type,  // of x, bias and y
                   const void* bias,  // [.., columns] or nullptr
                   const uint32_t* matrices,  // [sums, terms]; one that is not below `stack` has no bias
                   size_t stack,
-                  const float* weights,  // [sums, terms]
+                  const void* weights,  // [sums, terms], of weights_type
+                  Type weights_type,
                   void* y,  // [sums, columns]
                   size_t sums, size_t terms, size_t columns);
 

@@ -20,7 +20,7 @@ template <typename T, QuantizedFormat F>
     const device T* x [[buffer(0)]],     // [inputs, rows, columns]
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
     const device T* bias [[buffer(4)]],         // [matrices, outputs]
-    const device float* weights [[buffer(5)]],  // [pairs]
+    const device float* weights [[buffer(5)]],  // [pairs], of T where weights_of_sum says so
     const device uint* matrices [[buffer(6)]],  // [pairs]
     const device uint* inputs [[buffer(7)]],    // [pairs]
     device T* y [[buffer(8)]],                  // [sums, rows, outputs]
@@ -31,7 +31,7 @@ template <typename T, QuantizedFormat F>
   threadgroup float partials[kMostSummed * R];
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   const OwnOutputs outputs = outputs_of<R>(params.weights.outputs, group.x * threads.y + thread_at.y);
-  const bool is_sum = params.has_weights;
+  const bool is_sum = params.weights_of_sum != kNoWeights;
   const uint first = group.z * params.pairs_per_sum;
   const Pair each = pair_of(matrices, inputs, params.pairs, first + min(lane, params.pairs_per_sum - 1));
   float sum = not_a_number();
@@ -55,7 +55,7 @@ template <typename T, QuantizedFormat F>
       totals[r] += int(in_pair.position) == r ? addend : 0.0f;
     }
     if (is_sum) {
-      const float weight = weights[p];
+      const float weight = weight_of_sum<T>(weights, params.weights_of_sum, p);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         totals[r] *= weight;

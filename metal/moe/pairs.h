@@ -23,6 +23,12 @@ inline Pair pair_of(const device uint* matrices, const device uint* inputs, cons
   return pair;
 }
 
+// A weight of a sum, in float32 or of T.
+template <typename T>
+inline float weight_of_sum(const device float* weights, uint weights_of_sum, size_t p) {
+  return weights_of_sum == kWeightsOfX ? float(((const device T*)weights)[p]) : weights[p];
+}
+
 // What a pair gives that is not valid. As bits: compilers may take arithmetic to have no NaN.
 inline float not_a_number() {
   return as_type<float>(0x7fc00000u);

@@ -15,11 +15,14 @@ struct PairParams {
 
 enum { kMostSummed = 16 };  // pairs of a sum, for each of which a threadgroup has a simdgroup
 
+// Weights of a sum: none, in float32, or of the type of x.
+enum { kNoWeights, kWideWeights, kWeightsOfX };
+
 struct GatherQmmParams {
   QuantizedParams weights;  // matrices: pairs; rows: of an input; has_bias: of each output of each matrix
   PairParams pairs;
   uint32_t pairs_per_sum;  // as many simdgroups share outputs where there are weights, else 1
-  uint32_t has_weights;
+  uint32_t weights_of_sum;
   float limit;             // of what is gated, from here on; infinity: none
   float offset;
 };
@@ -39,6 +42,7 @@ struct RowSumsParams {
   uint32_t chosen;   // rows of a sum
   uint32_t outputs;  // of a row
   uint32_t packs;    // whether rows are whole packs
+  uint32_t weights_of_sum;
 };
 
 enum { kGatherOutputs = 4, kGatherSimdgroups = 8 };  // outputs of a simdgroup, simdgroups of a threadgroup at most

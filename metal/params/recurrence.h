@@ -10,7 +10,9 @@ namespace mittens {
 enum {
   kStateValues = 16,  // of a row of the state, that a lane holds
   kMostStateColumns = 32 * kStateValues,
-  kStateSimdgroups = 4  // of a threadgroup
+  kStateSimdgroups = 4,  // of a threadgroup
+  kMostTokenRows = 512,  // of a state of gated_delta_token, a head of which one threadgroup has
+  kTokenSimdgroups = 16  // of that threadgroup, at most
 };
 
 // Of the numbers of an array.
@@ -44,6 +46,30 @@ struct StateSpaceParams {
   uint32_t wide_y;  // whether it is float32
   float least_step;
   float greatest_step;
+};
+
+// Elements from sequence to sequence, from key head to key head, and from head to head of a key head. Rows lie as they
+// are.
+struct HeadStrides {
+  int64_t sequence;
+  int64_t key_head;
+  int64_t head;
+};
+
+struct GatedDeltaTokenParams {
+  HeadStrides q;
+  HeadStrides k;
+  HeadStrides v;
+  HeadStrides z;
+  HeadStrides a;
+  HeadStrides b;
+  StateParams state;
+  uint32_t taps;  // of the convolution
+  uint32_t a_log_type;
+  uint32_t dt_bias_type;
+  uint32_t norm_type;
+  float key_eps;  // added to the sums of squares of q and k
+  float eps;  // of the norm
 };
 
 struct LinearAttentionParams {

@@ -10,29 +10,11 @@
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
+#include "recurrence/gates.h"
 #include "recurrence/over_steps.h"
 
 using namespace metal;
 using namespace mittens;
-
-// log(1 + e) for 0 <= e <= 1: twice the artanh of e / (2 + e), which is at most 1 / 3.
-inline float log_of_one_plus(float e) {
-  const float z = e / (2.0f + e);
-  const float z2 = z * z;
-  float p = 1.0f / 15;
-  p = fma(p, z2, 1.0f / 13);
-  p = fma(p, z2, 1.0f / 11);
-  p = fma(p, z2, 1.0f / 9);
-  p = fma(p, z2, 1.0f / 7);
-  p = fma(p, z2, 1.0f / 5);
-  p = fma(p, z2, 1.0f / 3);
-  return 2 * fma(p * z2, z, z);
-}
-
-// log(1 + e^x); NaN stays NaN.
-inline float softplus(float x) {
-  return (x > 0 ? x : 0) + log_of_one_plus(precise::exp(-fabs(x)));
-}
 
 template <typename T>
 struct SpaceNumbers {

@@ -35,6 +35,7 @@ _KIND_OF_OP = {
     "gather_swiglu": "4-bit",
     "gather_sum": "4-bit",
     "route_top_k": "norm",
+    "gated_delta_token": "elementwise",
     "gated_delta_update": "elementwise",
     "ssm_update": "elementwise",
     "linear_attention": "elementwise",

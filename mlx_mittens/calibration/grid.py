@@ -302,6 +302,12 @@ def _gated_delta(device: str, thin: Thin) -> Iterator[Case]:
     yield from _recurrence(lambda heads: heads // 2, device, thin, per_column=True)
 
 
+def _delta_tokens(device: str, thin: Thin) -> Iterator[Case]:
+    """Of convolutions with four taps."""
+    shapes = [(batch, 4, heads // 2, heads, rows, columns) for batch, heads, rows, columns in _STATES]
+    yield from _cases([shape for shape in shapes if math.prod((shape[0], *shape[3:])) <= _MOST_PRODUCTS[device]])
+
+
 def _state_space(device: str, thin: Thin) -> Iterator[Case]:
     return _recurrence(lambda heads: 1, device, thin)
 
@@ -331,6 +337,7 @@ _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
     "gather_swiglu": _gather_swiglu,
     "gather_sum": _gather_sum,
     "route_top_k": _routers,
+    "gated_delta_token": _delta_tokens,
     "gated_delta_update": _gated_delta,
     "ssm_update": _state_space,
     "linear_attention": _linear_attention,

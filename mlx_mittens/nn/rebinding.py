@@ -27,6 +27,8 @@ __all__ = ["attend", "class_before", "is_appended_to", "plain", "rebind", "updat
 _MODELS = "mlx_lm."
 # Calls of classes that come from the patch as they are; others have modules or fusions of their own in `nn`.
 _CALLS = {"cache", "softcap", "linear"}
+# Calls that stand before a class's own, which finds our functions where they leave it to that.
+_LAYERS = {"recurrence"}
 
 
 def plain(function: Any) -> Any:
@@ -53,7 +55,11 @@ def attend(queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask:
 def _wrapper(target: Target) -> Any:
     """Ours in the place of a target's function, which stays where it is."""
     owner, leaf = target.owner()
-    original = plain(getattr(owner, leaf))
+    return _before(plain(getattr(owner, leaf)), target)
+
+
+def _before(original: Any, target: Target) -> Any:
+    """A function that asks a target's attempt first."""
     ours = _ext.FunctionWrapper(target.op, original)
     functools.update_wrapper(ours, original)
     ours.attempt = target.attempt
@@ -104,6 +110,11 @@ class _Rebinding:
             owner: _wrapper(target)
             for target, owner, leaf in _ready(is_of_class=True)
             if leaf == "__call__" and target.switch in _CALLS
+        }
+        self.layers = {
+            owner: target
+            for target, owner, leaf in _ready(is_of_class=True)
+            if leaf == "__call__" and target.switch in _LAYERS
         }
         self.functions: dict[types.FunctionType, types.FunctionType] = {}
 
@@ -238,6 +249,8 @@ def _rebound_class(base: type, rebinding: _Rebinding) -> type | None:
     call = methods.get("__call__", plain(base.__call__))
     if base in rebinding.calls:
         methods["__call__"] = rebinding.calls[base]
+    elif base in rebinding.layers:
+        methods["__call__"] = _before(call, rebinding.layers[base])
     elif isinstance(call, types.FunctionType) and _is_of_models(call) and _appends_in(call):
         methods["__call__"] = _appending(call)
     # What such a class asks its base for is ours too.

@@ -6,7 +6,86 @@ import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["gated_delta_update", "linear_attention", "ssm_update"]
+__all__ = ["gated_delta_token", "gated_delta_update", "linear_attention", "ssm_update"]
+
+
+@defined_in_extension
+def gated_delta_token(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    z: mx.array,
+    a: mx.array,
+    b: mx.array,
+    conv_state: mx.array,
+    conv_weight: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    norm_weight: mx.array,
+    state: mx.array,
+    *,
+    eps: float = 1e-6,
+    key_eps: float = 1e-6,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """One token of a layer of the gated delta rule, from its projections to its gated norm, as Qwen3-Next has it.
+
+    A causal convolution of ``q``, ``k`` and ``v`` with the tokens before, SiLU, the norms of queries and keys, the
+    gates, the step of each head's state ``S``, and the norm of the result, gated by ``z``::
+
+        window = concatenate([conv_state, [q k v]]);  q k v = silu((window * conv_weight.T).sum(1))
+        q = q / |q| / sqrt(columns);  k = k / |k|
+        S = S * exp(-exp(A_log) * softplus(a + dt_bias))
+        S = S + sigmoid(b) * (v - S @ k) outer k
+        y = norm_weight * rms_norm(S @ q) * silu(z)
+
+    All is computed in float32, and ``y`` is rounded once. The inputs may be views of one projection. The state is
+    float32 throughout, and written in place if nobody else needs it. On a GPU a kernel has up to 512 columns and rows;
+    gradients are those of mx operations.
+
+    Args:
+        q (array): Queries before the convolution, of shape ``[batch, key_heads, columns]``; float32, float16 or
+            bfloat16.
+        k (array): Keys before the convolution, of ``q``'s shape.
+        v (array): Values before the convolution, of shape ``[batch, key_heads, heads of each, rows]``.
+        z (array): Gates of the results, of ``v``'s shape.
+        a (array): Time steps before their bias, of shape ``[batch, key_heads, heads of each]``.
+        b (array): Rates before their sigmoid, of ``a``'s shape.
+        conv_state (array): The convolution's inputs of the tokens before, the last one last, of shape
+            ``[batch, taps - 1, channels]``: all channels of ``q``, then of ``k``, then of ``v``.
+        conv_weight (array): Of shape ``[channels, taps]``, or ``[channels, taps, 1]`` as ``mlx.nn.Conv1d`` has it.
+        A_log (array): Logarithms of the rates of decay, of shape ``[heads]``: all heads of the first key head first.
+        dt_bias (array): Of shape ``[heads]``.
+        norm_weight (array): Of shape ``[rows]``.
+        state (array): Of shape ``[batch, heads, rows, columns]``.
+        eps (float): Of the norm of the result. Default: ``1e-6``.
+        key_eps (float): What is added to the sums of squares of queries and keys. Default: ``1e-6``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple: ``y`` of shape ``[batch, heads, rows]`` and the promoted type of the first six arguments, and the next
+        ``conv_state`` and ``state``, of the types of those given.
+
+    Raises:
+        DtypeError: An argument is not of a floating-point type named above.
+        ValueError: Shapes do not fit together, or ``eps`` or ``key_eps`` is negative or not finite.
+
+    Example:
+        >>> q = k = mx.random.normal((1, 2, 64))
+        >>> v = z = mx.random.normal((1, 2, 2, 32))
+        >>> a = b = mx.random.normal((1, 2, 2))
+        >>> past, weight = mx.zeros((1, 3, 384)), mx.random.normal((384, 4))
+        >>> y, past, state = mm.gated_delta_token(
+        ...     q, k, v, z, a, b, past, weight, mx.zeros(4), mx.zeros(4), mx.ones(32), mx.zeros((1, 4, 32, 64))
+        ... )
+        >>> y.shape, past.shape, state.shape
+        ((1, 4, 32), (1, 3, 384), (1, 4, 32, 64))
+
+    Source:
+        Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
+        https://arxiv.org/abs/2412.06464.
+    """
+    raise NotImplementedError
 
 
 @defined_in_extension

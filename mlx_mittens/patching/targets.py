@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
 
 from .. import _ext
-from . import feed_forward, routers
+from . import feed_forward, recurrent_layers, routers
 from .digests import digest, digest_in
 
 __all__ = ["TARGETS", "Target", "PatchError", "digest", "executed", "importing", "mixture_of", "unknown"]
@@ -532,6 +532,28 @@ TARGETS += [
         ("hidden_states", "A_log", "B", "C", "D", "dt", "dt_bias", "state", "time_step_limit"),
         optional=True,
     ),
+]
+
+# Layers of the gated delta rule of mlx-lm's models, by what their calls do.
+_DELTA_LAYERS: tuple[tuple[Attempt, str, str], ...] = (
+    (recurrent_layers.qwen3_next_delta, "0cdfe33557b5ff30", "qwen3_next.Qwen3NextGatedDeltaNet"),
+    (recurrent_layers.qwen3_5_delta, "ab4ea6085dd4ed44", "qwen3_5.GatedDeltaNet"),
+)
+
+TARGETS += [
+    Target(
+        "recurrence",
+        "gated_delta_token",
+        f"mlx_lm.models.{layer.partition('.')[0]}",
+        f"{layer.partition('.')[2]}.__call__",
+        attempt,
+        ("self", "inputs", "mask", "cache"),
+        optional=True,
+        partial=True,  # one token with states
+        text=text,
+        needs=("rms_norm",),
+    )
+    for attempt, text, layer in _DELTA_LAYERS
 ]
 
 TARGETS += [

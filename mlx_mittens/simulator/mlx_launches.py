@@ -23,7 +23,8 @@ _VIEWS = {
     *("Squeeze", "StopGradient", "Transpose", ANOTHER_OUTPUT),
 }
 # These copy what does not lie in memory row by row.
-_COPIES_IF_SCATTERED = {"Contiguous", "Flatten", "Reshape", "Unflatten"}
+_NEW_SHAPES = {"Flatten", "Reshape", "Unflatten"}
+_COPIES_IF_SCATTERED = {"Contiguous", *_NEW_SHAPES}
 _MAPS = {
     *("Abs", "Add", "ArcCos", "ArcCosh", "ArcSin", "ArcSinh", "ArcTan", "ArcTan2", "ArcTanh", "AsType", "BitwiseAnd"),
     *("BitwiseInvert", "BitwiseOr", "BitwiseXor", "Ceil", "Conjugate", "Cos", "Cosh", "DivMod", "Divide", "Equal"),
@@ -91,7 +92,8 @@ def plan(operation: Operation, graph: Sequence[Operation]) -> Peer | tuple[Estim
     if _is_view(name) or all(output.size == 0 for output in operation.outputs):
         return ()
     if name in _COPIES_IF_SCATTERED:
-        return () if _is_by_rows(operation.inputs[0], graph) else (_moved(operation, graph),)
+        is_view = _only_splits(operation) or _is_by_rows(operation.inputs[0], graph)
+        return () if is_view else (_moved(operation, graph),)
     estimated = _estimated(operation, graph)
     call = _peer(operation, graph)
     if estimated is None or call is None:
@@ -249,9 +251,22 @@ def _is_by_rows(array: Array, graph: Sequence[Operation]) -> bool:
         return _is_by_rows(taken, graph) and (not cut or math.prod(array.shape[: cut[-1]]) == 1)
     if maker.name in ("Broadcast", "BroadcastAxes", "AsStrided"):
         return maker.inputs[0].size == array.size and _is_by_rows(maker.inputs[0], graph)
-    if _is_view(maker.name) and maker.inputs:
+    if (_is_view(maker.name) or _only_splits(maker)) and maker.inputs:
         return _is_by_rows(maker.inputs[0], graph)
     return True
+
+
+def _only_splits(operation: Operation) -> bool:
+    """Whether a new shape only splits axes, each by itself: MLX makes a view of that, however the array lies."""
+    if operation.name not in _NEW_SHAPES:
+        return False
+    before, after = ([n for n in a.shape if n != 1] for a in (operation.inputs[0], operation.outputs[0]))
+    for size in before:
+        while size > 1 and after and size % after[0] == 0:
+            size //= after.pop(0)
+        if size != 1:
+            return False
+    return not after
 
 
 def _is_turned(operation: Operation, graph: Sequence[Operation]) -> bool:

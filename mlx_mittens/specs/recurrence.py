@@ -66,6 +66,47 @@ class GatedDeltaOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDeltaTokenOp(Op):
+    """Queries, keys, values, gates of results, time steps, rates, the convolution's state and weights, logarithms of
+    decays, biases of time steps, weights of the norm, and a state.
+
+    The shape of a case is ``(batch, taps, key_heads, heads, rows, columns)``.
+    """
+
+    smallest = (1, 2, 1, 2, 3, 8)
+
+    def link(self, case: Case) -> int:
+        return 11
+
+    def updated(self, case: Case) -> Mapping[int, int]:
+        return {11: 2}
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        batch, taps, key_heads, heads, rows, columns = case.shape
+        keys, per_head = (batch, key_heads, columns), (batch, key_heads, heads // key_heads)
+        channels = 2 * key_heads * columns + heads * rows
+        return [
+            *(keys, keys, (*per_head, rows), (*per_head, rows), per_head, per_head),
+            *((batch, taps - 1, channels), (channels, taps), (heads,), (heads,), (rows,)),
+            (batch, heads, rows, columns),
+        ]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        numbers = [rng.standard_normal(shape, dtype=np.float32) for shape in self.shapes(case)]
+        numbers[7] *= np.float32(case.shape[1] ** -0.5)
+        add_outliers(rng, numbers[2])
+        return [*(mx.array(a).astype(dtype) for a in numbers[:11]), mx.array(numbers[11])]
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        *shapes, state = (math.prod(shape) for shape in self.shapes(case))
+        # All inputs once, the result, and the convolution's state again.
+        return dtype.size * (sum(shapes) + shapes[2] + shapes[6]) + 8 * state
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        return exact_gated_delta_token(*(widen(a) for a in arrays if a is not None))
+
+
+@dataclass(frozen=True, kw_only=True)
 class StateSpaceOp(Op):
     """Inputs, rates of decay, B, C, D, time steps, their bias and a state."""
 
@@ -191,6 +232,72 @@ def exact_state_space(
     return [Exact(y, y_size, y_inner), Exact(s, size, inner)]
 
 
+def exact_gated_delta_token(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    z: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    conv_state: np.ndarray,
+    conv_weight: np.ndarray,
+    a_log: np.ndarray,
+    dt_bias: np.ndarray,
+    norm_weight: np.ndarray,
+    state: np.ndarray,
+    eps: float = 1e-6,
+    key_eps: float = 1e-6,
+) -> list[Exact]:
+    """A token of a layer of the gated delta rule by its definition, in float64: y, and both states.
+
+    Sizes are those of sums whose terms cancel. A norm of what nearly cancels magnifies the errors before it.
+    """
+    (batch, key_heads, columns), (group, rows) = q.shape, v.shape[2:]
+    heads = key_heads * group
+    mixed = np.concatenate([part.reshape(batch, 1, -1) for part in (q, k, v)], -1)
+    window = np.concatenate([conv_state, mixed], 1)
+    products = window * conv_weight.reshape(len(conv_weight), -1).T
+    c, c_size = products.sum(1), np.abs(products).sum(1)
+    gated = c / (1 + np.exp(-c))
+    size = np.maximum(np.abs(gated), c_size)  # the slope of SiLU is at most 1.1
+    of_keys = key_heads * columns
+
+    def normalized(begin: int) -> tuple[np.ndarray, np.ndarray]:
+        parts = [array[:, begin : begin + of_keys].reshape(batch, key_heads, 1, columns) for array in (gated, size)]
+        root = np.sqrt((parts[0] ** 2).sum(-1, keepdims=True) + key_eps)
+        value, value_size = (np.repeat(part / root, group, 2).reshape(batch, heads, columns) for part in parts)
+        along = (np.abs(value) * value_size).sum(-1, keepdims=True)
+        return value, value_size + np.abs(value) * along
+
+    (query, query_size), (key, key_size) = normalized(0), normalized(of_keys)
+    query, query_size = query * columns**-0.5, query_size * columns**-0.5
+    value, value_size = (array[:, 2 * of_keys :].reshape(batch, heads, rows) for array in (gated, size))
+    time = np.logaddexp(a.reshape(batch, heads) + dt_bias, 0)
+    exponent = np.exp(a_log) * time
+    gate, rate = np.exp(-exponent)[..., None, None], 1 / (1 + np.exp(-b.reshape(batch, heads, 1)))
+    decayed, decayed_size = state * gate, np.abs(state) * gate * (1 + exponent[..., None, None])
+    predicted = (decayed * key[..., None, :]).sum(-1)
+    predicted_size = (decayed_size * np.abs(key[..., None, :]) + np.abs(decayed) * key_size[..., None, :]).sum(-1)
+    update, update_size = rate * (value - predicted), rate * (value_size + predicted_size)
+    last = decayed + update[..., None] * key[..., None, :]
+    last_size = (
+        decayed_size
+        + update_size[..., None] * np.abs(key[..., None, :])
+        + np.abs(update)[..., None] * key_size[..., None, :]
+    )
+    result = (last * query[..., None, :]).sum(-1)
+    result_size = (last_size * np.abs(query[..., None, :]) + np.abs(last) * query_size[..., None, :]).sum(-1)
+    root = np.sqrt((result**2).mean(-1, keepdims=True) + eps)
+    along = (np.abs(result) * result_size).mean(-1, keepdims=True) / root**2
+    scale = np.abs(norm_weight * z.reshape(batch, heads, rows) / (1 + np.exp(-z.reshape(batch, heads, rows)))) / root
+    y = norm_weight * result / root * (z / (1 + np.exp(-z))).reshape(batch, heads, rows)
+    return [
+        Exact(y, scale * (result_size + np.abs(result) * along)),
+        Exact(window[:, 1:]),
+        Exact(last, last_size),
+    ]
+
+
 def exact_recurrence(
     q: np.ndarray,
     k: np.ndarray,
@@ -238,6 +345,30 @@ def _twin(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
         s = s + key * ((v[:, t] - (s * key).sum(-1)) * beta[:, t, :, None])[..., None]
         results.append((s * query).sum(-1).astype(q.dtype))
     return mx.stack(results, axis=1), s
+
+
+def _gated_delta_token(*arrays):
+    return recurrence.gated_delta_token(*arrays)
+
+
+def _gated_delta_token_twin(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state):
+    """As mlx-lm's `Qwen3NextGatedDeltaNet` has it, in mx operations."""
+    (batch, key_heads, columns), (group, rows) = q.shape, v.shape[2:]
+    heads, of_keys = key_heads * group, key_heads * columns
+    mixed = mx.concatenate([part.reshape(batch, 1, -1) for part in (q, k, v)], axis=-1)
+    window = mx.concatenate([conv_state, mixed], axis=1)
+    c = mx.conv1d(window, conv_weight[..., None], groups=window.shape[-1])[:, 0]
+    c = c * mx.sigmoid(c)
+    query, key = (c[:, i * of_keys : (i + 1) * of_keys].reshape(batch, 1, key_heads, columns) for i in (0, 1))
+    value = c[:, 2 * of_keys :].reshape(batch, 1, heads, rows)
+    query = mx.fast.rms_norm(query, None, 1e-6 / columns) * (1 / columns)
+    key = mx.fast.rms_norm(key, None, 1e-6 / columns) * columns**-0.5
+    time = mx.logaddexp(a.reshape(batch, 1, heads) + dt_bias, 0)
+    gates = mx.exp(-mx.exp(a_log.astype(mx.float32)) * time)
+    y, last = _twin(query, key, value, gates, mx.sigmoid(b.reshape(batch, 1, heads)), state)
+    y = mx.fast.rms_norm(y[:, 0], norm_weight, 1e-6).astype(mx.float32)
+    gate = z.reshape(batch, heads, rows).astype(mx.float32)
+    return (y * (gate * mx.sigmoid(gate))).astype(q.dtype), mx.contiguous(window[:, 1:]), last
 
 
 def _linear_attention(q, k, v, decay, state):
@@ -315,6 +446,29 @@ RECURRENCE_OPS: tuple[Op, ...] = (
             Case("Qwen3-Next, prompt", (1, 64, 16, 32, 128, 128)),
             Case("Qwen3-Next, prompt", (1, 1024, 16, 32, 128, 128), gpu_only=True),
             Case("Kimi Linear", (1, 1, 32, 32, 128, 128), {"per_column": True}),
+        ),
+    ),
+    GatedDeltaTokenOp(
+        name="gated_delta_token",
+        parameters=tuple(
+            (name, "rows")
+            for name in (
+                *("q", "k", "v", "z", "a", "b", "conv_state", "conv_weight", "A_log", "dt_bias", "norm_weight"),
+                "state",
+            )
+        ),
+        outputs=3,
+        ours=_gated_delta_token,
+        twin=_gated_delta_token_twin,
+        twin_text="mlx-lm's `Qwen3NextGatedDeltaNet` between its projections",
+        summary="one token of a gated delta layer: convolution, norms, gates, state and gated norm",
+        tests=(
+            *cases_for_tests((1, 4, 2, 4, 33, 128), (2, 4, 1, 2, 9, 64), (1, 3, 2, 2, 5, 33), (1, 2, 1, 1, 3, 8)),
+            *cases_for_tests((1, 4, 1, 2, 70, 264)),
+        ),
+        cases=(
+            Case("Qwen3-Next", (1, 4, 16, 32, 128, 128), quick=True),
+            Case("Qwen3-Next, 4 sequences", (4, 4, 16, 32, 128, 128)),
         ),
     ),
     StateSpaceOp(

@@ -602,6 +602,7 @@ SMALL = {
     "gather_swiglu": ((2, 2, 3, 64, 8), {}),
     "gather_sum": ((2, 2, 3, 64, 8), {}),
     "route_top_k": ((2, 16), {"k": 2}),
+    "gated_delta_token": ((1, 2, 1, 2, 3, 8), {}),
     "gated_delta_update": ((1, 2, 1, 2, 3, 8), {}),
     "ssm_update": ((1, 2, 1, 2, 3, 8), {}),
     "linear_attention": ((1, 2, 1, 2, 3, 8), {}),

@@ -467,7 +467,34 @@ def _recurrence_calls() -> list[Call]:
     def linear_attention(q, k, v, decay, state):
         return mm.linear_attention(q, k, v, decay=(decay / 2) ** 2 / ((decay / 2) ** 2 + 1), state=state)
 
+    per_key_head = ("batch", "key_heads", "each")
+    tokens = {
+        **{name: numbers("batch", "key_heads", "columns") for name in ("q", "k")},
+        **{name: numbers(*per_key_head, "rows") for name in ("v", "z")},
+        **{name: numbers(*per_key_head) for name in ("a", "b")},
+        **{"conv_state": numbers("batch", "past", "channels"), "conv_weight": numbers("channels", "taps")},
+        **{"a_log": numbers("heads"), "dt_bias": numbers("heads"), "norm_weight": numbers("rows")},
+        "state": arguments["initial_state"],
+    }
+
+    def exact_token(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state):
+        mixed = np.concatenate([part.reshape(len(q), 1, -1) for part in (q, k, v)], -1)
+        past = np.concatenate([conv_state, mixed], 1)[:, 1:]
+        return [np.zeros((len(q), *state.shape[1:3])), past, state]
+
+    def derived(sizes):
+        heads = 2 * sizes["key_heads"]
+        channels = 2 * sizes["key_heads"] * sizes["columns"] + heads * sizes["rows"]
+        return {"heads": heads, "each": 2, "past": 3, "taps": 4, "channels": channels}
+
+    def gated_delta_token(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state):
+        return mm.gated_delta_token(
+            q, k, v, z, a, b, conv_state, conv_weight, a_log / 4, dt_bias, norm_weight, state
+        )  # fmt: skip
+
     return [
+        Call("gated_delta_token", "", {name: size for name, size in sizes.items() if name != "steps"}, tokens,
+             gated_delta_token, exact_token, derived=derived),
         Call("linear_attention", "", sizes, linear, linear_attention, exact_linear,
              derived=lambda sizes: {"heads": 2 * sizes["key_heads"]}),
         Call("gated_delta_update", "", sizes, arguments, gated_delta, exact,

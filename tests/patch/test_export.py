@@ -189,6 +189,16 @@ DIRECT = {
     "gather_mm": lambda x: mm.gather_mm(x, draw(2, 64, 8), rhs_indices=mx.array([[0, 1]])),
     "route_top_k": lambda x: mm.route_top_k(x, 2)[1],
     "gated_delta_update": lambda x: mm.gated_delta_update(*[x[None, None]] * 3, *[draw(1, 1, x.shape[0])] * 2)[0],
+    "gated_delta_token": lambda x: mm.gated_delta_token(
+        *[x[None]] * 2,
+        *[draw(1, x.shape[0], 1, 8)] * 2,
+        *[draw(1, x.shape[0], 1)] * 2,
+        draw(1, 3, 2 * x.size + 8 * x.shape[0]),
+        draw(2 * x.size + 8 * x.shape[0], 4),
+        *[draw(x.shape[0])] * 2,
+        draw(8),
+        draw(1, x.shape[0], 8, x.shape[1]),
+    )[0],
     "linear_attention": lambda x: mm.linear_attention(*[x[None, None]] * 3)[0],
     "ssm_update": lambda x: mm.ssm_update(
         x[None, None],

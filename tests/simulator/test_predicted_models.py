@@ -112,6 +112,9 @@ def test_views_are_no_launches_and_what_they_scatter_is_a_copy():
     (launch,) = predicted(lambda x: x.transpose(1, 0, 2).reshape(32, 16), x)
     assert launch.name == "Reshape (copy)" and launch.work.lines == 2 * 4 * 8 * 16 * 4 / 128
     assert not predicted(lambda x: x[:1].transpose(1, 0, 2).reshape(8, 16), x)  # an axis of one
+    assert not predicted(lambda x: x[..., 4:8].reshape(4, 2, 4, 2, 2)[..., 0], x)  # axes that are split
+    (launch,) = predicted(lambda x: x[..., 4:8].reshape(4, 2, 4, 2, 2).reshape(32, 4), x)
+    assert launch.name == "Reshape (copy)"
 
 
 def test_products_are_mlx_own_kernels_where_they_are_known():

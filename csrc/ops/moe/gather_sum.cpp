@@ -53,7 +53,7 @@ mx::array of_products(const mx::array& x, const Arrays& stack, const mx::array& 
 }
 
 // x [.., chosen, columns], the triple, the biases of outputs if there are any, indices and weights [.., chosen] in
-// uint32 and float32 -> y [.., outputs].
+// uint32, and in float32 or x's dtype -> y [.., outputs].
 class GatherSum : public KernelPrimitive {
  public:
   GatherSum(mx::Stream stream, AffineFormat format) : KernelPrimitive(stream), format_(format) {}
@@ -103,10 +103,10 @@ class GatherSum : public KernelPrimitive {
     params.weights.has_bias = has_bias;
     params.pairs = {static_cast<uint32_t>(leading_size(inputs[1], 2)), sums * chosen, 1, 0};
     params.pairs_per_sum = chosen;
+    params.weights_of_sum = inputs.back().dtype() == mx::float32 ? kWideWeights : kWeightsOfX;
     if (takes_expert_tiles(sizes, 1, stream())) {
       return tiled(inputs, outputs[0], sizes, params);
     }
-    params.has_weights = 1;
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(x.dtype(), "gather_qmm", format_name(format_));
@@ -136,15 +136,15 @@ class GatherSum : public KernelPrimitive {
         .columns = static_cast<size_t>(inputs[0].shape(-1)),
         .outputs = static_cast<size_t>(inputs[1].shape(-2)),
     };
-    return
-        [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_), gather,
-         x = data_of(inputs[0]), bias = has_bias ? data_of(inputs[4]) : nullptr, weights = inputs.back().data<float>(),
-         chosen = static_cast<size_t>(inputs[0].shape(-2)), y = data_of(outputs[0])] {
-          const cpu::Scratch products(gather.pairs * gather.outputs);
-          cpu::gather_quantized(type, stack.data(), gather, x, products.data());
-          cpu::weighted_sum(type, products.data(), bias, gather.matrices, gather.stack, weights, y,
-                            gather.pairs / chosen, chosen, gather.outputs);
-        };
+    return [type = native_type(inputs[0].dtype()), stack = native_affine(inputs[1], inputs[2], inputs[3], format_),
+            gather, x = data_of(inputs[0]), bias = has_bias ? data_of(inputs[4]) : nullptr,
+            weights = data_of(inputs.back()), weights_type = native_type(inputs.back().dtype()),
+            chosen = static_cast<size_t>(inputs[0].shape(-2)), y = data_of(outputs[0])] {
+      const cpu::Scratch products(gather.pairs * gather.outputs);
+      cpu::gather_quantized(type, stack.data(), gather, x, products.data());
+      cpu::weighted_sum(type, products.data(), bias, gather.matrices, gather.stack, weights, weights_type, y,
+                        gather.pairs / chosen, chosen, gather.outputs);
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -167,7 +167,7 @@ class GatherSum : public KernelPrimitive {
         temporary({static_cast<int>(sizes.rows), static_cast<int>(outputs)}, x.dtype(), stream()));
     Launch product = tiled_product(tiles, inputs, has_bias ? &inputs[4] : nullptr, *products, format_, params);
     const auto pack = static_cast<uint32_t>(16 / x.itemsize());
-    const RowSumsParams sums{chosen, outputs, outputs % pack == 0};
+    const RowSumsParams sums{chosen, outputs, outputs % pack == 0, params.weights_of_sum};
     Launch sum;
     sum.file = sums_file;
     sum.kernel = kernel_name(x.dtype(), "row_sums");
@@ -236,7 +236,7 @@ mx::array gather_sum(const mx::array& x, const mx::array& w, const mx::array& sc
     inputs.push_back(typed(*bias));
   }
   inputs.push_back(as_indices(indices, stream));
-  inputs.push_back(in_dtype(weights, mx::float32, stream));
+  inputs.push_back(weights.dtype() == dtype ? weights : in_dtype(weights, mx::float32, stream));
   return first_output(std::make_shared<GatherSum>(stream, format), std::move(inputs));
 }
 

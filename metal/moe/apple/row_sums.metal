@@ -7,7 +7,7 @@
 
 #include "mittens/instantiate.h"
 #include "mittens/pack.h"
-#include "params/moe.h"
+#include "moe/pairs.h"
 
 using namespace metal;
 using namespace mittens;
@@ -15,7 +15,7 @@ using namespace mittens;
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(256)]] void row_sums(
     const device T* x [[buffer(0)]],            // [sums, chosen, outputs]
-    const device float* weights [[buffer(1)]],  // [sums, chosen]
+    const device float* weights [[buffer(1)]],  // [sums, chosen], of T where weights_of_sum says so
     device T* y [[buffer(2)]],                  // [sums, outputs]
     constant RowSumsParams& params [[buffer(3)]],
     uint2 at [[thread_position_in_grid]]) {
@@ -24,7 +24,7 @@ template <typename T>
   if (output >= params.outputs) {
     return;
   }
-  weights += size_t(at.y) * params.chosen;
+  const size_t first = size_t(at.y) * params.chosen;
   x += size_t(at.y) * params.chosen * params.outputs + output;
   y += size_t(at.y) * params.outputs + output;
   if (params.packs) {
@@ -34,7 +34,7 @@ template <typename T>
       sums[i] = 0;
     }
     for (uint c = 0; c < params.chosen; ++c) {
-      const float weight = weights[c];
+      const float weight = weight_of_sum<T>(weights, params.weights_of_sum, first + c);
       float terms[W];
       unpack<T>(load_pack(x + size_t(c) * params.outputs, true), terms);
 #pragma unroll
@@ -46,7 +46,8 @@ template <typename T>
   } else {
     float sum = 0;
     for (uint c = 0; c < params.chosen; ++c) {
-      sum = fma(weights[c], float(x[size_t(c) * params.outputs]), sum);
+      const float weight = weight_of_sum<T>(weights, params.weights_of_sum, first + c);
+      sum = fma(weight, float(x[size_t(c) * params.outputs]), sum);
     }
     y[0] = T(sum);
   }

@@ -113,6 +113,13 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             [*(array(*steps, 8) for _ in range(3)), *(array(*steps) for _ in range(2)), array(1, 2, 8, 8)],
             {"mask": mx.ones((1, 3), mx.bool_)},
         ),
+        "gated_delta_token": lambda: (
+            [
+                *(array(2, 1, 8), array(2, 1, 8), array(2, 1, 2, 8), array(2, 1, 2, 8), array(2, 1, 2)),
+                *(array(2, 1, 2), array(2, 3, 32), array(32, 4), array(2), array(2), array(8), array(2, 2, 8, 8)),
+            ],
+            {"eps": 1e-6, "key_eps": 1e-6},
+        ),
         "ssm_update": lambda: (
             [array(*steps, 8), array(2), *(array(*steps, 8) for _ in range(2)), array(2), array(*steps), array(2)],
             {"state": array(1, 2, 8, 8), "time_step_limit": (0.001, 100.0), "mask": mx.ones((1, 3), mx.bool_)},

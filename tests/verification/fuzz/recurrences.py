@@ -13,7 +13,12 @@ from verification.fuzz.draw import Draw, describe
 import mlx_mittens as mm
 from mlx_mittens.specs import EPSILON
 from mlx_mittens.specs.op import Exact
-from mlx_mittens.specs.recurrence import exact_linear_attention, exact_recurrence, exact_state_space
+from mlx_mittens.specs.recurrence import (
+    exact_gated_delta_token,
+    exact_linear_attention,
+    exact_recurrence,
+    exact_state_space,
+)
 
 KINDS = ("normal",) * 4 + ("small", "integers", "constant")
 LIMITS = ((0.001, 100.0), (0.0, float("inf")), (0.1, 1.0))
@@ -137,6 +142,61 @@ def gated_delta_update(draw: Draw) -> Case:
         kind=kind,
         per_column=per_column,
         mask=None if mask is None else mask.tolist(),
+    )
+
+
+def gated_delta_token(draw: Draw) -> Case:
+    """A token of a layer, with few numbers: those of a head go through norms, which magnify what is left of them."""
+    batch, _, key_heads, heads, rows, columns = _sizes(draw)
+    rows, columns, taps, dtype = max(rows, 1), max(columns, 1), draw.pick((2, 3, 4, 4, 4, 5)), draw.dtype()
+    keys, per_head = (batch, key_heads, columns), (batch, key_heads, heads // key_heads)
+    channels = 2 * key_heads * columns + heads * rows
+    shapes = [
+        *(keys, keys, (*per_head, rows), (*per_head, rows), per_head, per_head),
+        *((batch, taps - 1, channels), (channels, taps), (heads,), (heads,), (rows,)),
+    ]
+    arrays = [draw.array(draw.numbers(shape), dtype) for shape in shapes]
+    arrays.append(draw.array(draw.numbers((batch, heads, rows, columns)), mx.float32))
+
+    def in_type_of(q, k, v, z, a, b, past, weight, a_log, bias, norm, state):
+        mixed = mx.concatenate([part.reshape(batch, 1, -1) for part in (q, k, v)], axis=-1)
+        window = mx.concatenate([past, mixed], axis=1)
+        c = (window * weight.T).sum(1)
+        c = c * mx.sigmoid(c)
+        parts = [c[:, i * keys[1] * columns : (i + 1) * keys[1] * columns] for i in (0, 1)]
+        parts = [part.reshape(batch, key_heads, 1, 1, columns) for part in parts]
+        query, key = (part * mx.rsqrt((part * part).sum(-1, keepdims=True) + 1e-6) for part in parts)
+        value = c[:, 2 * key_heads * columns :].reshape(*per_head, rows, 1)
+        by_head = lambda x: x.reshape(1, key_heads, -1, 1, 1)
+        time = mx.logaddexp(a[..., None, None] + by_head(bias), mx.zeros_like(a[..., None, None]))
+        s = state.reshape(*per_head, rows, columns) * mx.exp(-mx.exp(by_head(a_log)) * time)
+        s = s + mx.sigmoid(b)[..., None, None] * (value - (s * key).sum(-1, keepdims=True)) * key
+        y = (s * query).sum(-1) * columns**-0.5
+        y = norm * y * mx.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6) * z * mx.sigmoid(z)
+        return y.reshape(batch, heads, rows), window[:, 1:], s.reshape(state.shape)
+
+    def of_mx(*given):
+        y, past, last = in_type_of(*(each.astype(mx.float32) for each in given))
+        return y.astype(dtype), past.astype(dtype), last
+
+    def by_definition() -> list[Exact]:
+        return exact_gated_delta_token(*map(to_float64, arrays))
+
+    def noise() -> list[np.ndarray | float]:
+        sums = 4 * EPSILON[mx.float32] * (9 + taps + columns / 16)
+        y, _, last = (e.magnitude for e in by_definition())
+        return [y * sums + overflow(y), 0.0, last * sums + overflow(last)]
+
+    return Case(
+        describe(arrays, draw, taps=taps),
+        arrays,
+        ours=mm.gated_delta_token,
+        twin=of_mx,
+        exact=in_type_of,
+        of_nothing=lambda: [e.value for e in by_definition()],
+        differentiable=range(len(arrays)),
+        noise=noise,
+        ordinary=False,
     )
 
 

@@ -61,6 +61,7 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         attention.quantized_scaled_dot_product_attention,
         cache.rope_append,
         cache.quantized_rope_append,
+        recurrences.gated_delta_token,
         recurrences.gated_delta_update,
         recurrences.ssm_update,
         recurrences.linear_attention,

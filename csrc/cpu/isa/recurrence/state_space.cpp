@@ -1,31 +1,10 @@
+#include "cpu/isa/recurrence/gates.h"
 #include "cpu/isa/recurrence/over_steps.h"
 #include "cpu/recurrence.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
 namespace {
-
-// log(1 + e) for 0 <= e <= 1: twice the artanh of e / (2 + e), which is at most 1 / 3.
-MITTENS_INLINE float log_of_one_plus(float e) {
-  const float z = e / (2.0f + e), z2 = z * z;
-  float p = 1.0f / 15;
-  p = p * z2 + 1.0f / 13;
-  p = p * z2 + 1.0f / 11;
-  p = p * z2 + 1.0f / 9;
-  p = p * z2 + 1.0f / 7;
-  p = p * z2 + 1.0f / 5;
-  p = p * z2 + 1.0f / 3;
-  return 2 * (p * z2 * z + z);
-}
-
-// log(1 + e^x); NaN stays NaN.
-MITTENS_INLINE float softplus(float x) {
-  return (x > 0 ? x : 0) + log_of_one_plus(exp(x > 0 ? -x : x));
-}
-
-MITTENS_INLINE float number_of(const Numbers& numbers, size_t i) {
-  return number(numbers.type, numbers.data, i);
-}
 
 // Of a head: gates and rates from its time steps.
 template <typename T, typename Y>

@@ -1,0 +1,171 @@
+#include "cpu/isa/recurrence/gates.h"
+#include "cpu/isa/recurrence/over_steps.h"
+#include "cpu/isa/recurrence/recurrence_rows.h"
+#include "cpu/recurrence.h"
+
+namespace mittens::cpu::MITTENS_ISA {
+
+namespace {
+
+// The convolution of a layer: its state before and after, and its weights.
+template <typename T>
+struct Convolution {
+  const T* before;  // [taps - 1, channels] of a sequence, as `after`
+  const T* weight;  // [channels, taps]
+  T* after;
+  size_t channels;
+  size_t taps;
+};
+
+// n channels from `channel` on after the convolution and its activation, padded with zeros to whole vectors.
+// `weights` is memory for 2 * taps * padded_width(n) numbers.
+template <typename T>
+void convolve(const Convolution<T>& c, size_t channel, const T* x, size_t n, bool writes, float* weights, float* out) {
+  const size_t stride = padded_width(n), past = c.taps - 1;
+  float* by_tap = weights + c.taps * stride;
+  widened(c.weight + channel * c.taps, n * c.taps, weights);
+  for (size_t j = 0; j < c.taps; ++j) {
+    for (size_t i = 0; i < n; ++i) {
+      by_tap[j * stride + i] = weights[i * c.taps + j];
+    }
+    for (size_t i = n; i < stride; ++i) {
+      by_tap[j * stride + i] = 0;
+    }
+  }
+  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
+    const Float now = load_in_order(x + i, part);
+    Float sum = now * read<Float>(by_tap + past * stride + i, All());
+    for (size_t j = 0; j < past; ++j) {
+      const Float earlier = load_in_order(c.before + j * c.channels + channel + i, part);
+      sum = fma(earlier, read<Float>(by_tap + j * stride + i, All()), sum);
+      if (writes && j > 0) {
+        store_in_order(c.after + (j - 1) * c.channels + channel + i, earlier, part);
+      }
+    }
+    if (writes && past > 0) {
+      store_in_order(c.after + (past - 1) * c.channels + channel + i, now, part);
+    }
+    write(out + i, silu(sum), All());
+  });
+}
+
+MITTENS_INLINE float sum_of_squares(const float* p, size_t stride) {
+  Float sum = {};
+  for (size_t i = 0; i < stride; i += width) {
+    const Float v = read<Float>(p + i, All());
+    sum = fma(v, v, sum);
+  }
+  return total(sum);
+}
+
+MITTENS_INLINE void scale_by(float* p, size_t stride, float factor) {
+  for (size_t i = 0; i < stride; i += width) {
+    write(p + i, read<Float>(p + i, All()) * factor, All());
+  }
+}
+
+template <typename T>
+struct Token {
+  const GatedDeltaToken& shape;
+  const GatedDeltaTokenInputs& inputs;
+  T* y;
+  T* conv_state;
+  float* state;
+
+  static const T* row(const HeadRows& rows, size_t sequence, size_t key_head, size_t head) {
+    return static_cast<const T*>(rows.data) + static_cast<int64_t>(sequence) * rows.sequence +
+           static_cast<int64_t>(key_head) * rows.key_head + static_cast<int64_t>(head) * rows.head;
+  }
+
+  size_t numbers_of_head() const {
+    const size_t columns = padded_width(shape.columns), rows = padded_width(shape.rows);
+    const size_t weights = 2 * shape.taps * (columns > rows ? columns : rows);
+    return (2 + rows_at_once) * columns + 2 * rows + weights;
+  }
+
+  void head(size_t sequence, size_t key_head, size_t head_of_key, float* memory) const {
+    const size_t columns = shape.columns, stride = padded_width(columns), rows = shape.rows;
+    const size_t head = key_head * shape.heads_of_key + head_of_key, of_keys = shape.key_heads * columns;
+    float* q = memory;
+    float* k = q + stride;
+    float* s = k + stride;
+    float* values = s + rows_at_once * stride;
+    float* results = values + padded_width(rows);
+    float* weights = results + padded_width(rows);
+    const size_t channels = 2 * of_keys + shape.heads() * rows;
+    const size_t conv_at = sequence * (shape.taps - 1) * channels;
+    const Convolution<T> convolution = {(const T*)inputs.conv_state + conv_at, (const T*)inputs.conv_weight,
+                                        conv_state + conv_at, channels, shape.taps};
+    const bool is_first = head_of_key == 0;
+    convolve(convolution, key_head * columns, row(inputs.q, sequence, key_head, 0), columns, is_first, weights, q);
+    convolve(convolution, of_keys + key_head * columns, row(inputs.k, sequence, key_head, 0), columns, is_first,
+             weights, k);
+    convolve(convolution, 2 * of_keys + head * rows, row(inputs.v, sequence, key_head, head_of_key), rows, true,
+             weights, values);
+    scale_by(q, stride,
+             inverse_root(sum_of_squares(q, stride) + shape.key_eps) * inverse_root(static_cast<float>(columns)));
+    scale_by(k, stride, inverse_root(sum_of_squares(k, stride) + shape.key_eps));
+    const float time =
+        softplus(widen_one<T>(row(inputs.a, sequence, key_head, head_of_key), 0) + number_of(inputs.dt_bias, head));
+    const Step step = {k,
+                       q,
+                       nullptr,
+                       exp(-(exp(number_of(inputs.a_log, head)) * time)),
+                       sigmoid(widen_one<T>(row(inputs.b, sequence, key_head, head_of_key), 0)),
+                       true};
+    const size_t first = (sequence * shape.heads() + head) * rows;
+    for (size_t r = 0; r < rows; r += rows_at_once) {
+      const size_t some = smaller(rows_at_once, rows - r);
+      for (size_t i = 0; i < some; ++i) {
+        read_row(inputs.state + (first + r + i) * columns, columns, s + i * stride);
+      }
+      float predicted[rows_at_once], update[rows_at_once];
+      if (some == rows_at_once) {
+        advance<rows_at_once>(s, stride, step, values + r, predicted, update, results + r);
+      } else {
+        for (size_t i = 0; i < some; ++i) {
+          advance<1>(s + i * stride, stride, step, values + r + i, predicted, update, results + r + i);
+        }
+      }
+      for (size_t i = 0; i < some; ++i) {
+        write_row(state + (first + r + i) * columns, columns, s + i * stride);
+      }
+    }
+    for (size_t i = rows; i < padded_width(rows); ++i) {
+      results[i] = 0;
+    }
+    const float square = sum_of_squares(results, padded_width(rows));
+    const float inverse = inverse_root(square / static_cast<float>(rows) + shape.eps);
+    widened_numbers(inputs.norm_weight, rows, values);
+    const T* z = row(inputs.z, sequence, key_head, head_of_key);
+    each_vector(rows, [&](size_t i, auto part) MITTENS_INLINED {
+      const Float normed = read<Float>(results + i, All()) * inverse * read<Float>(values + i, All());
+      store_in_order(y + first + i, normed * silu(load_in_order(z + i, part)), part);
+    });
+  }
+
+  static void widened_numbers(const Numbers& numbers, size_t n, float* out) {
+    with_type(numbers.type, [&](auto t) MITTENS_INLINED { widened((const decltype(t)*)numbers.data, n, out); });
+  }
+};
+
+}  // namespace
+
+void gated_delta_token(Type type, const GatedDeltaToken& shape, const GatedDeltaTokenInputs& inputs, void* y,
+                       void* conv_state, float* state) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    const Token<T> token = {shape, inputs, (T*)y, (T*)conv_state, state};
+    const size_t work = shape.rows * shape.columns;
+    const size_t grain = work == 0 ? 1 : ceil_divide(work_of_piece, work);
+    parallel_for(shape.batch * shape.heads(), grain, [&](size_t begin, size_t end) {
+      const Scratch memory(token.numbers_of_head());
+      for (size_t i = begin; i < end; ++i) {
+        const size_t head = i % shape.heads();
+        token.head(i / shape.heads(), head / shape.heads_of_key, head % shape.heads_of_key, memory.data());
+      }
+    });
+  });
+}
+
+}  // namespace mittens::cpu::MITTENS_ISA

@@ -1,0 +1,186 @@
+// A token of a layer of the gated delta rule, from its projections to its gated norm:
+//
+//   window = [conv_state; q k v];   q k v = silu(sum_j window[j] * conv_weight[:, j]);   conv_state = window[1:]
+//   q = columns^(-1/2) q / |q|;   k = k / |k|;   gate = e^(-e^A_log log(1 + e^(a + dt_bias)));   beta = sigmoid(b)
+//   S = S * gate;   S += beta (v - S k) k^T;   y = norm_weight (S q) / rms(S q) * silu(z)
+//
+// with a state S [rows, columns] for each head. |.| has key_eps under its root.
+//
+// One threadgroup has a head, whose norm takes all rows: as many lanes share a row of the state as in recurrence.metal,
+// and a simdgroup has several rows. The heads of a key head each compute its q and k; the first writes their part of
+// the next conv_state, which must not lie where the last one is read.
+#include <metal_stdlib>
+
+#include "mittens/instantiate.h"
+#include "mittens/reduce.h"
+#include "mittens/rms.h"
+#include "recurrence/gates.h"
+#include "recurrence/state.h"
+
+using namespace metal;
+using namespace mittens;
+
+// A channel's number of this token after the convolution and its activation. `taps` is `N` where N is not 0.
+template <typename T, int N>
+inline float convolved(
+    T x, const device T* before, const device T* weight, device T* after, size_t channels, uint taps, bool writes) {
+  const uint past = (N > 0 ? N : taps) - 1;
+  float sum = float(x) * float(weight[past]);
+#pragma unroll
+  for (uint j = 0; j < past; ++j) {
+    const T earlier = before[j * channels];
+    sum = fma(float(earlier), float(weight[j]), sum);
+    if (writes && j > 0) {
+      after[(j - 1) * channels] = earlier;
+    }
+  }
+  if (writes && past > 0) {
+    after[(past - 1) * channels] = x;
+  }
+  return sum * sigmoid(sum);
+}
+
+// This lane's numbers of a row in threadgroup memory, as load_values has them.
+inline void shared_values(threadgroup const float* p, uint lane, uint lanes, thread float (&v)[kStateValues]) {
+#pragma unroll
+  for (uint j = 0; j < kStateValues / 8; ++j) {
+#pragma unroll
+    for (uint i = 0; i < 8; ++i) {
+      v[8 * j + i] = p[8 * (lanes * j + lane) + i];
+    }
+  }
+}
+
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(32 * kTokenSimdgroups)]] void gated_delta_token(
+    const device T* q [[buffer(0)]],                // [batch, key_heads, columns], as all of these by strides
+    const device T* k [[buffer(1)]],                // [batch, key_heads, columns]
+    const device T* v [[buffer(2)]],                // [batch, key_heads, heads / key_heads, rows]
+    const device T* z [[buffer(3)]],                // [batch, key_heads, heads / key_heads, rows]
+    const device T* a [[buffer(4)]],                // [batch, key_heads, heads / key_heads]
+    const device T* b [[buffer(5)]],                // [batch, key_heads, heads / key_heads]
+    const device T* conv_state [[buffer(6)]],       // [batch, taps - 1, channels], those of q, of k and of v
+    const device T* conv_weight [[buffer(7)]],      // [channels, taps]
+    const device ushort* a_log [[buffer(8)]],       // [heads], of a_log_type
+    const device ushort* dt_bias [[buffer(9)]],     // [heads], of dt_bias_type
+    const device ushort* norm_weight [[buffer(10)]],  // [rows], of norm_type
+    const device float* state_in [[buffer(11)]],    // [batch, heads, rows, columns]
+    device T* y [[buffer(12)]],                     // [batch, heads, rows]
+    device T* conv_out [[buffer(13)]],              // [batch, taps - 1, channels]
+    device float* state_out [[buffer(14)]],         // [batch, heads, rows, columns]
+    constant GatedDeltaTokenParams& params [[buffer(15)]],
+    thread_of_simdgroups) {
+  threadgroup float queries[kMostStateColumns];
+  threadgroup float keys[kMostStateColumns];
+  threadgroup float values[kMostTokenRows];
+  threadgroup float results[kMostTokenRows];
+  threadgroup float partials[3 * kTokenSimdgroups];
+  constant StateParams& state = params.state;
+  const uint threads = 32 * simdgroups;
+  const uint sequence = group.x / state.heads;
+  const uint head = group.x % state.heads;
+  const uint heads_of_key = state.heads / state.key_heads;
+  const uint key_head = head / heads_of_key;
+  const uint head_of_key = head % heads_of_key;
+
+  const uint of_keys = state.key_heads * state.columns;
+  const uint channels = 2 * of_keys + state.heads * state.rows;
+  const size_t conv_at = size_t(sequence) * (params.taps - 1) * channels;
+  q += sequence * params.q.sequence + key_head * params.q.key_head;
+  k += sequence * params.k.sequence + key_head * params.k.key_head;
+  v += sequence * params.v.sequence + key_head * params.v.key_head + head_of_key * params.v.head;
+  z += sequence * params.z.sequence + key_head * params.z.key_head + head_of_key * params.z.head;
+  float2 squares = 0;
+  for (uint i = t; i < 2 * state.columns + state.rows; i += threads) {
+    const bool is_query = i < state.columns;
+    const bool is_value = i >= 2 * state.columns;
+    const uint at = is_query ? i : is_value ? i - 2 * state.columns : i - state.columns;
+    const T x = is_query ? q[at] : is_value ? v[at] : k[at];
+    const uint channel = is_value ? 2 * of_keys + head * state.rows + at
+                                  : (is_query ? 0 : of_keys) + key_head * state.columns + at;
+    const bool writes = is_value || head_of_key == 0;
+    const device T* before = conv_state + conv_at + channel;
+    const device T* weight = conv_weight + size_t(channel) * params.taps;
+    device T* after = conv_out + conv_at + channel;
+    const float c = params.taps == 4 ? convolved<T, 4>(x, before, weight, after, channels, 4, writes)
+                                     : convolved<T, 0>(x, before, weight, after, channels, params.taps, writes);
+    threadgroup float* to = is_query ? queries : is_value ? values : keys;
+    to[at] = c;
+    squares.x += is_query ? c * c : 0.0f;
+    squares.y += is_query || is_value ? 0.0f : c * c;
+  }
+  // Columns beyond the last are multiplied with the state's zeros there.
+  for (uint i = state.columns + t; i < kStateValues * state.lanes; i += threads) {
+    queries[i] = 0;
+    keys[i] = 0;
+  }
+  squares = float2(simd_sum(squares.x), simd_sum(squares.y));
+  if (lane == 0) {
+    partials[simdgroup] = squares.x;
+    partials[kTokenSimdgroups + simdgroup] = squares.y;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float query_square = simd_sum(lane < simdgroups ? partials[lane] : 0.0f);
+  const float key_square = simd_sum(lane < simdgroups ? partials[kTokenSimdgroups + lane] : 0.0f);
+  const float query_scale = precise::rsqrt(query_square + params.key_eps) * precise::rsqrt(float(state.columns));
+  const float key_scale = precise::rsqrt(key_square + params.key_eps);
+
+  const size_t gate_at = sequence * params.a.sequence + key_head * params.a.key_head + head_of_key * params.a.head;
+  const size_t rate_at = sequence * params.b.sequence + key_head * params.b.key_head + head_of_key * params.b.head;
+  const float time = softplus(float(a[gate_at]) + number(dt_bias, params.dt_bias_type, head));
+  const float gate = precise::exp(-(precise::exp(number(a_log, params.a_log_type, head)) * time));
+  const float rate = sigmoid(float(b[rate_at]));
+
+  const uint rows_of_simdgroup = 32 / state.lanes;
+  const uint rows_at_once = simdgroups * rows_of_simdgroup;
+  const uint part = lane % state.lanes;
+  uint row = simdgroup * rows_of_simdgroup + lane / state.lanes;
+  const size_t state_at = size_t(group.x) * state.rows * state.columns;
+  float result_square = 0;
+  for (uint first = 0; first < state.rows; first += rows_at_once) {
+    const bool exists = row < state.rows;
+    float s[kStateValues];
+    if (exists) {
+      load_values(state_in + state_at + size_t(row) * state.columns, part, state, s);
+    }
+    float columns[kStateValues];
+    shared_values(keys, part, state.lanes, columns);
+    float predicted = 0;
+#pragma unroll
+    for (int i = 0; i < kStateValues; ++i) {
+      s[i] = exists ? s[i] * gate : 0.0f;
+      predicted = fma(s[i], columns[i], predicted);
+    }
+    predicted = key_scale * row_sum(predicted, state.lanes);
+    const float delta = key_scale * rate * (values[min(row, state.rows - 1)] - predicted);
+#pragma unroll
+    for (int i = 0; i < kStateValues; ++i) {
+      s[i] = fma(delta, columns[i], s[i]);
+    }
+    shared_values(queries, part, state.lanes, columns);
+    float result = 0;
+#pragma unroll
+    for (int i = 0; i < kStateValues; ++i) {
+      result = fma(s[i], columns[i], result);
+    }
+    result = query_scale * row_sum(result, state.lanes);
+    if (exists) {
+      store_values(state_out + state_at + size_t(row) * state.columns, part, state, s);
+      if (part == 0) {
+        results[row] = result;
+        result_square = fma(result, result, result_square);
+      }
+    }
+    row += rows_at_once;
+  }
+  const float square =
+      threadgroup_sum(result_square, partials + 2 * kTokenSimdgroups, ThreadPosition{lane, simdgroup, simdgroups});
+  const float inverse = rstd(square, state.rows, params.eps);
+  for (uint i = t; i < state.rows; i += threads) {
+    const float gated = float(z[i]);
+    const float normed = results[i] * inverse * number(norm_weight, params.norm_type, i);
+    y[size_t(group.x) * state.rows + i] = T(normed * (gated * sigmoid(gated)));
+  }
+}
+
+instantiate_types("gated_delta_token", gated_delta_token)

@@ -1,0 +1,231 @@
+"""Layers that keep a state: a token of theirs is one launch between their projections, and gives what mlx-lm gives."""
+
+import contextlib
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from helpers import tiny
+from helpers.support import launched_on_apple
+from helpers.tolerances import LAYERS, assert_near
+from mlx_lm.models import cache as caches
+from mlx_lm.models import gated_delta, qwen3_5, qwen3_next
+
+import mlx_mittens as mm
+from mlx_mittens.patching import recurrent_layers
+
+NEXT = {
+    **{"model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 96, "rope_theta": 1e4},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 24},
+    **{"linear_conv_kernel_dim": 4, "num_experts": 0, "num_experts_per_tok": 0, "decoder_sparse_step": 1},
+    **{"shared_expert_intermediate_size": 64, "mlp_only_layers": [0, 1], "moe_intermediate_size": 64},
+    **{
+        "rms_norm_eps": 1e-6,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 512,
+        "full_attention_interval": 2,
+    },
+}
+
+
+def next_layer():
+    return qwen3_next.Qwen3NextGatedDeltaNet(qwen3_next.ModelArgs.from_dict(NEXT))
+
+
+def layer_of_5():
+    return qwen3_5.GatedDeltaNet(qwen3_5.TextModelArgs.from_dict({**NEXT, "model_type": "qwen3_5"}))
+
+
+LAYERS_OF = {"qwen3_next": next_layer, "qwen3_5": layer_of_5}
+
+
+@pytest.fixture(params=list(LAYERS_OF))
+def layer(request, rng):
+    made = LAYERS_OF[request.param]()
+    numbers = lambda a: mx.array(rng.normal(size=a.shape).astype(np.float32)) / max(a.shape[-1], 4) ** 0.5
+    made.update(nn.utils.tree_map(numbers, made.parameters()))
+    mx.eval(made.parameters())
+    return made
+
+
+def filled(layer, x):
+    """A cache after some tokens, with arrays of its own."""
+    cache = caches.ArraysCache(size=2)
+    layer(x, None, cache)
+    cache.cache = [mx.array(np.array(a)) for a in cache.cache]
+    return cache
+
+
+def copied(cache):
+    made = caches.ArraysCache(size=2)
+    made.cache = [a + 0 for a in cache.cache]
+    return made
+
+
+def runs():
+    """How often the op ran since counting began."""
+    return sum(mm.stats().get("gated_delta_token", {"kernels": {}})["kernels"].values())
+
+
+@contextlib.contextmanager
+def counted():
+    mm.stats(reset=True)
+    yield
+    mm.stats(reset=True)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_two_hundred_tokens_are_mlx_lms(rng, layer, batch):
+    """Outputs all along, and both states at the end."""
+    x = mx.array(rng.normal(size=(batch, 205, 64)).astype(np.float32))
+    plain = filled(layer, x[:, :5])
+    ours = copied(plain)
+    with counted():
+        for t in range(5, 205):
+            expected = layer(x[:, t : t + 1], None, plain)
+            mx.eval(expected, plain.cache)
+            with mm.patched():
+                found = layer(x[:, t : t + 1], None, ours)
+                mx.eval(found, ours.cache)
+            assert_near(found, expected, f"token {t}", LAYERS)
+        assert runs() == 200
+    for i, name in enumerate(("conv_state", "state")):
+        assert ours[i].dtype == plain[i].dtype
+        assert_near(ours[i], plain[i], name, LAYERS)
+
+
+def test_what_one_launch_does_not_do_is_mlx_lms(rng, layer):
+    """Prompts, first tokens, masks, lengths, no cache: the call of the class."""
+    x = mx.array(rng.normal(size=(2, 6, 64)).astype(np.float32))
+    state = filled(layer, x)
+    lengths, empty = copied(state), caches.ArraysCache(size=2)
+    lengths.lengths = mx.array([1, 0])
+    mask = mx.array([[True], [False]])
+    cases = {
+        "a prompt": (x, None, copied(state)),
+        "no cache": (x[:, :1], None, None),
+        "a first token": (x[:, :1], None, empty),
+        "a mask": (x[:, :1], mask, copied(state)),
+        "lengths": (x[:, :1], None, lengths),
+    }
+    for name, (inputs, mask, cache) in cases.items():
+        own = None if cache is None else copied(cache) if cache[0] is not None else caches.ArraysCache(size=2)
+        if own is not None and cache.lengths is not None:
+            own.lengths = cache.lengths + 0
+        expected = layer(inputs, mask, own)
+        mx.eval(expected)
+        with counted(), mm.patched():
+            found = layer(inputs, mask, cache)
+            mx.eval(found)
+            assert runs() == 0, name
+        seen = slice(0, 1 if mask is not None else None)  # what a hidden step gives is nobody's
+        assert_near(found[seen], expected[seen], name, LAYERS)
+
+
+def test_other_code_is_left_alone(rng, layer, monkeypatch):
+    """Of what the call rests on: a function of another text, a norm of another class, a convolution with a bias."""
+    x = mx.array(rng.normal(size=(1, 2, 64)).astype(np.float32))
+    state = filled(layer, x)
+
+    def count():
+        with counted(), mm.patched():
+            mx.eval(layer(x[:, :1], None, copied(state)))
+            return runs()
+
+    assert count() == 1
+    recurrent_layers._functions_are_known.cache_clear()
+    monkeypatch.setattr(recurrent_layers, "digest_in", lambda module, name: "another")
+    assert count() == 0
+    monkeypatch.undo()
+    recurrent_layers._functions_are_known.cache_clear()
+    assert count() == 1
+
+    class Norm(type(layer.norm)):
+        def __call__(self, x, gate=None):
+            return 2 * super().__call__(x, gate)
+
+    before, layer.norm.__class__ = type(layer.norm), Norm
+    assert count() == 0
+    layer.norm.__class__ = before
+    layer.conv1d.bias = mx.zeros((layer.conv_dim,))
+    assert count() == 0
+
+
+def test_gradients_are_those_of_mlx_lm(rng, layer):
+    x = mx.array(rng.normal(size=(1, 3, 64)).astype(np.float32))
+    state = filled(layer, x[:, :2])
+    slope = mx.grad(lambda x: (layer(x, None, copied(state)) ** 2).sum())
+    expected = slope(x[:, 2:])
+    mx.eval(expected)
+    with mm.patched():
+        assert_near(slope(x[:, 2:]), expected, "gradient", LAYERS)
+
+
+@pytest.mark.parametrize("convert", [False, True], ids=["patched", "converted"])
+def test_a_token_takes_one_launch_between_the_projections(rng, layer, convert):
+    """With those of the projections: no copy of a view, and no operation of mx."""
+    projections = 2 if isinstance(layer, qwen3_next.Qwen3NextGatedDeltaNet) else 4
+    layer.set_dtype(mx.float16)
+    x = mx.array(rng.normal(size=(1, 4, 64)).astype(np.float32)).astype(mx.float16)
+    state = filled(layer, x[:, :3])
+    if convert:
+        mm.nn.convert(layer)
+    last = x[:, 3:] + 0
+    mx.eval(last, layer.parameters())
+    with contextlib.nullcontext() if convert else mm.patched():
+        launched = launched_on_apple(lambda: layer(last, None, state))
+    products = [name for name in launched if name.startswith("gemv")]
+    assert len(products) == projections + 1, launched
+    assert [name for name in launched if name not in products] == ["gated_delta_token_float16"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_model_gives_its_tokens(rng, batch):
+    """Patched and converted beside plain, after a prompt."""
+    model = tiny.build("qwen3-next-80b-a3b", mx.float32)
+    prompt = mx.array(rng.integers(0, 320, (batch, 7)))
+    each = mx.array(rng.integers(0, 320, (batch, 6)))
+
+    def logits(context):
+        cache, found = caches.make_prompt_cache(model), []
+        with context:
+            mx.eval(model(prompt, cache=cache))
+            for t in range(each.shape[1]):
+                found.append(model(each[:, t : t + 1], cache=cache))
+                mx.eval(found[-1])
+        return found
+
+    expected = logits(contextlib.nullcontext())
+    with counted():
+        patched = logits(mm.patched())
+        assert runs() == 6
+    mm.nn.convert(model)
+    with counted():
+        converted = logits(contextlib.nullcontext())
+        assert runs() == 6
+    for ours in (patched, converted):
+        for t, (a, b) in enumerate(zip(ours, expected, strict=True)):
+            assert_near(a, b, f"token {t}", LAYERS)
+
+
+def test_prompts_of_a_converted_layer_are_on_our_ops(rng, layer):
+    x = mx.array(rng.normal(size=(1, 6, 64)).astype(np.float32))
+    expected = layer(x, None, caches.ArraysCache(size=2))
+    mx.eval(expected)
+    mm.nn.convert(layer)
+    mm.stats(reset=True)
+    found = layer(x, None, caches.ArraysCache(size=2))
+    mx.eval(found)
+    ran = {op for op, counts in mm.stats().items() if counts["kernels"]}
+    assert {"qk_norm", "gated_delta_update"} <= ran and "gated_delta_token" not in ran
+    assert_near(found, expected, "a prompt", LAYERS)
+
+
+def test_the_key_eps_is_that_of_the_calls():
+    """Which `normalize_qk` turns into one of a mean square."""
+    q = mx.full((1, 1, 1, 4), 1e-3)
+    normed, _ = gated_delta.normalize_qk(q, q, inv_scale=0.5, eps=recurrent_layers._KEY_EPS)
+    expected = 0.5 * 1e-3 / np.sqrt(4e-6 + recurrent_layers._KEY_EPS)
+    np.testing.assert_allclose(np.array(normed).ravel(), expected, rtol=1e-4)

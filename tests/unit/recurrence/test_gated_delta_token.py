@@ -1,0 +1,179 @@
+"""A token of a gated delta layer: views of projections, states, gradients, and what its arguments have to be."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.support import assert_same_bits, launched_on_apple
+from helpers.tolerances import SUMS, assert_near, units
+
+import mlx_mittens as mm
+from mlx_mittens import specs
+
+NAMES = ("q", "k", "v", "z", "a", "b", "conv_state", "conv_weight", "A_log", "dt_bias", "norm_weight", "state")
+OP = specs.get("gated_delta_token")
+
+
+def draw(rng, *shape, dtype=mx.float32):
+    """For batch, taps, key heads, heads, rows and columns."""
+    return OP.draw(rng, specs.Case("", shape), dtype)
+
+
+def by_steps(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state, eps=1e-6):
+    """The layer's parts one after the other, as mlx-lm computes them, in float32."""
+    q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight = (
+        x.astype(mx.float32) for x in (q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight)
+    )
+    return OP.twin(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state)
+
+
+def test_beside_the_parts_of_a_layer(rng, executor):
+    arrays = draw(rng, 2, 4, 2, 4, 24, 32)
+    for name, ours, theirs in zip(
+        ("y", "conv_state", "state"), mm.gated_delta_token(*arrays), by_steps(*arrays), strict=True
+    ):
+        assert_near(ours, theirs, name, 4 * SUMS)
+
+
+def test_views_of_projections_take_no_copy(rng):
+    """Parts of one key head lie together in Qwen3-Next: one launch, and the same bits as of arrays of their own."""
+    batch, key_heads, group, rows, columns = 2, 2, 2, 16, 32
+    width = 2 * columns + 2 * group * rows
+    arrays = draw(rng, batch, 4, key_heads, key_heads * group, rows, columns, dtype=mx.float16)
+    q, k, v, z, a, b = arrays[:6]
+    flat = [x.reshape(batch, key_heads, -1) for x in (q, k, v, z)]
+    mixed, gates = mx.concatenate(flat, axis=-1), mx.concatenate([b, a], axis=-1)
+    mx.eval(mixed, gates, arrays)
+    start = 2 * columns
+    views = [
+        mixed[..., :columns],
+        mixed[..., columns:start],
+        mixed[..., start : start + group * rows].reshape(v.shape),
+        mixed[..., start + group * rows : width].reshape(v.shape),
+        gates[..., group:],
+        gates[..., :group],
+    ]
+    assert launched_on_apple(lambda: mm.gated_delta_token(*views, *arrays[6:])) == ["gated_delta_token_float16"]
+    for ours, beside in zip(mm.gated_delta_token(*views, *arrays[6:]), mm.gated_delta_token(*arrays), strict=True):
+        assert_same_bits(ours, beside, str(ours.shape))
+
+
+def test_the_convolution_is_that_of_mx(rng, dtype, executor):
+    """Over five tokens, one state handed on to the next: a causal convolution of all of them."""
+    tokens, (batch, taps, key_heads, heads, rows, columns) = 5, (1, 4, 1, 2, 9, 8)
+    each = [draw(rng, batch, taps, key_heads, heads, rows, columns, dtype=dtype) for _ in range(tokens)]
+    shared, past, state = each[0][7:11], mx.zeros_like(each[0][6]), each[0][11]
+    for arrays in each:
+        _, past, state = mm.gated_delta_token(*arrays[:6], past, *shared, state)
+        mx.eval(past, state)
+    mixed = [mx.concatenate([part.reshape(batch, 1, -1) for part in arrays[:3]], -1) for arrays in each]
+    assert_same_bits(past, mx.concatenate(mixed[-3:], axis=1), "conv_state")
+
+
+def test_the_state_is_written_in_place(rng, executor):
+    arrays = draw(rng, 1, 4, 2, 4, 16, 32)
+    expected = mm.gated_delta_token(*arrays)
+    mx.eval(expected)
+    state = arrays.pop() + 0
+    mx.eval(state)
+    where = np.asarray(memoryview(state)).ctypes.data
+    held = [*arrays, state]
+    del state
+    y, _, last = mm.gated_delta_token(*held)
+    del held
+    mx.eval(y, last)
+    assert np.asarray(memoryview(last)).ctypes.data == where
+    assert_same_bits(last, expected[2], "state")
+
+
+def test_a_held_state_stays(rng, executor):
+    arrays = draw(rng, 1, 4, 1, 2, 16, 32)
+    before = [mx.array(np.array(arrays[i])) for i in (6, 11)]
+    mx.eval(mm.gated_delta_token(*arrays))
+    for array, copy in zip((arrays[6], arrays[11]), before):
+        assert_same_bits(array, copy, str(array.shape))
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4, 5])
+def test_gradients_are_those_of_the_parts(rng, taps):
+    arrays = draw(rng, 1, taps, 1, 2, 5, 8)
+    cotangents = [mx.array(rng.normal(size=a.shape).astype(np.float32)) for a in mm.gated_delta_token(*arrays)]
+    found = mx.vjp(lambda *a: list(mm.gated_delta_token(*a)), arrays, cotangents)[1]
+    if taps == 1:  # mx's convolution takes no state without elements
+        return
+    expected = mx.vjp(lambda *a: list(by_steps(*a)), arrays, cotangents)[1]
+    for name, ours, theirs in zip(NAMES, found, expected, strict=True):
+        assert_near(ours, theirs, name, 16 * SUMS)
+
+
+def test_types(rng, executor):
+    """The results have those of the activations and of the states given; numbers of heads may be of any."""
+    arrays = draw(rng, 1, 4, 1, 2, 9, 24)
+    half = [a.astype(mx.bfloat16) for a in arrays[:8]]
+    wide = mm.gated_delta_token(*half, *arrays[8:])
+    assert [a.dtype for a in wide] == [mx.bfloat16, mx.bfloat16, mx.float32]
+    numbers = [a.astype(mx.float16) for a in arrays[8:]]
+    given = [*half[:6], arrays[6], *half[7:], *numbers]
+    found = mm.gated_delta_token(*given)
+    assert [a.dtype for a in found] == [mx.bfloat16, mx.float32, mx.float16]
+    given[6] = half[6]
+    for ours, exact in zip(mm.gated_delta_token(*given), OP.exact(specs.Case("", (1, 4, 1, 2, 9, 24)), given)):
+        assert_near(ours, exact.value, str(ours.shape), max(16 * SUMS, units(4, ours.dtype)))
+
+
+def test_eps(rng, executor):
+    """They are added to the mean square of the result, and to the sums of squares of queries and keys."""
+    arrays = draw(rng, 1, 4, 1, 2, 9, 24)
+    found = mm.gated_delta_token(*arrays, eps=0.5, key_eps=2.0)
+    from mlx_mittens.specs.recurrence import exact_gated_delta_token
+
+    for ours, exact in zip(found, exact_gated_delta_token(*map(specs.widen, arrays), 0.5, 2.0), strict=True):
+        assert_near(ours, exact.value, str(ours.shape), 4 * SUMS)
+
+
+def test_many_rows_go_to_mx(rng, lenient):
+    """Heads of more rows than a threadgroup holds."""
+    arrays = draw(rng, 1, 2, 1, 1, 520, 8)
+    expected = mm.gated_delta_token(*arrays)
+    with mm.simulator.enabled():
+        mm.stats(reset=True)
+        found = mm.gated_delta_token(*arrays)
+        mx.eval(found)
+        assert list(mm.stats()["gated_delta_token"]["mx"]) == ["more than 512 rows"]
+    for ours, beside in zip(found, expected, strict=True):
+        assert_near(ours, beside, str(ours.shape), 4 * SUMS)
+
+
+BAD = [
+    (0, (2, 1, 3, 16), r"q has shape \(2,1,3,16\): expected \[batch, key heads, columns\]"),
+    (1, (2, 3, 8), r"k has shape \(2,3,8\): expected \(2,3,16\)"),
+    (2, (2, 3, 16), r"v has shape \(2,3,16\), .*: expected \[batch, key heads, heads of each, rows\]"),
+    (3, (2, 3, 2, 5), r"z has shape \(2,3,2,5\): expected \(2,3,2,8\)"),
+    (4, (2, 6), r"a has shape \(2,6\): expected \(2,3,2\)"),
+    (5, (2, 3, 1), r"b has shape \(2,3,1\): expected \(2,3,2\)"),
+    (6, (2, 4, 144), r"conv_state has shape \(2,4,144\): expected \(2,3,144\)"),
+    (7, (144, 1, 4), r"conv_weight has shape \(144,1,4\): expected \[144, taps\] or \[144, taps, 1\]"),
+    (8, (5,), r"A_log has shape \(5\): expected \(6\)"),
+    (9, (6, 1), r"dt_bias has shape \(6,1\): expected \(6\)"),
+    (10, (16,), r"norm_weight has shape \(16\): expected \(8\)"),
+    (11, (2, 6, 16, 8), r"state has shape \(2,6,16,8\): expected \(2,6,8,16\)"),
+]
+
+
+@pytest.mark.parametrize(("i", "shape", "text"), BAD, ids=[NAMES[i] for i, _, _ in BAD])
+def test_bad_shapes(rng, i, shape, text):
+    arrays = draw(rng, 2, 4, 3, 6, 8, 16)
+    arrays[i] = mx.zeros(shape)
+    with pytest.raises(ValueError, match=rf"\[gated_delta_token\] {text}"):
+        mm.gated_delta_token(*arrays)
+
+
+def test_bad_types_and_eps(rng):
+    arrays = draw(rng, 1, 4, 1, 2, 8, 16)
+    for i in range(12):
+        given = [a.astype(mx.int32) if j == i else a for j, a in enumerate(arrays)]
+        if i > 5:
+            with pytest.raises(mm.DtypeError, match=f"{NAMES[i]} has dtype int32: expected float32, float16 or"):
+                mm.gated_delta_token(*given)
+    for name in ("eps", "key_eps"):
+        with pytest.raises(ValueError, match="eps is -1: expected a finite number that is not negative"):
+            mm.gated_delta_token(*arrays, **{name: -1.0})
