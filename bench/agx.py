@@ -1,4 +1,8 @@
-"""Writes bench/results/agx.md: what every kernel of ours and MLX's takes on Apple GPUs, by Mesa's compiler. No GPU."""
+"""Writes what kernels take on Apple GPUs, by Mesa's compiler: a table and a file of the package. No GPU.
+
+bench/results/agx.md has every kernel of ours and MLX's. mlx_mittens/apple/machine_code.json.xz has the blocks of ours
+that Apple's plans launch, for predictions on machines without the compiler.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mlx_mittens import frontend
-from mlx_mittens.apple import agx_compiler, kernels, machine_code
+from mlx_mittens.apple import agx_compiler, kernels, machine_code, shipped
 from mlx_mittens.apple.machine_code import MachineCode, Request
 from mlx_mittens.bench import mlx_instances
 from mlx_mittens.cli import registers
@@ -69,8 +73,20 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def shipped_file() -> bytes:
+    """The file of the package."""
+    opcodes: dict[str, int] = {}
+    variants = [
+        (request.file, request.kernel, machine_code.packed(code, opcodes))
+        for request, code in machine_code.compile_all(kernels.requests(kernels.for_apple()))
+        if isinstance(code, MachineCode)
+    ]
+    return shipped.text_of(variants, list(opcodes), made_with())
+
+
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(table())
-    print(f"{TABLE}: written")
+    shipped.path().write_bytes(shipped_file())
+    print(f"{TABLE} and {shipped.path()}: written")

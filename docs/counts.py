@@ -1,7 +1,7 @@
-"""What our kernels and MLX's do, counted by the simulator: the table of docs/kernels.md.
+"""What our kernels and MLX's do, counted by the simulator: the tables of docs/kernels, a page for each family.
 
-python docs/counts.py            prints it
-python docs/counts.py --write    writes it into docs/kernels.md
+python docs/counts.py            prints them
+python docs/counts.py --write    writes them into the pages
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mittens import specs
+from mlx_mittens import ops, specs
 from mlx_mittens.bench import mlx_metal
 from mlx_mittens.cli import simulate
 from mlx_mittens.frontend import compiler
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
+PAGES = Path(__file__).resolve().parent / "kernels"
+FAMILIES = ("norm", "sampling", "matmul", "attention", "cache", "moe", "recurrence")
 PATTERN = re.compile(r"(?<=<!-- counts: begin -->\n).*?(?=<!-- counts: end -->)", re.S)
 
 
@@ -147,26 +148,33 @@ def made_with() -> str:
     return f"Compiled by {compiler.find_compiler().identity}.\n"
 
 
-def table() -> str:
-    return f"{made_with()}\n{_HEAD}{''.join(map(rows, CASES))}"
+def family(op: str) -> str:
+    """The family of an op."""
+    return next(name for name in FAMILIES if op in getattr(ops, name).__all__)
 
 
-def in_docs() -> str:
-    """The table as docs/kernels.md has it."""
-    found = PATTERN.search(PAGE.read_text())
-    return found[0] if found else ""
+def table(name: str) -> str:
+    """The table of a family."""
+    return f"{made_with()}\n{_HEAD}{''.join(rows(case) for case in CASES if family(case.op) == name)}"
+
+
+def in_docs(*names: str) -> str:
+    """The tables as the pages have them, of some families or all."""
+    texts = [(PAGES / f"{name}.md").read_text() for name in names or FAMILIES]
+    return "".join(match[0] for text in texts if (match := PATTERN.search(text)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write it into docs/kernels.md")
+    parser.add_argument("--write", action="store_true", help="write them into docs/kernels")
     arguments = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    text = table()
-    if arguments.write:
-        PAGE.write_text(PATTERN.sub(lambda _: text, PAGE.read_text()))
-    else:
-        print(text, end="")
+    for name in FAMILIES:
+        text, page = table(name), PAGES / f"{name}.md"
+        if arguments.write:
+            page.write_text(PATTERN.sub(lambda _, text=text: text, page.read_text()))
+        else:
+            print(text)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from .. import frontend
 from ..frontend import CompileError, cache, spirv_module
-from . import agx_compiler
+from . import agx_compiler, shipped
 
 NOT_COMPILED = "not compiled"  # what tables and texts say of a kernel without machine code
 KINDS = ("float", "integer", "complex", "simd", "matrix", "load", "store", "control")
@@ -128,7 +128,7 @@ class MachineCode:
         blocks: Its basic blocks in order, without the preamble.
         loops: Its loops in the order of their first blocks: an outer one comes before those in it.
         preamble: Opcodes of the code that runs once for a launch, ahead of all threads.
-        text: The machine code, disassembled.
+        text: The machine code, disassembled; empty where it is the package's own record of a kernel.
     """
 
     file: str
@@ -174,6 +174,48 @@ class MachineCode:
         return counts
 
 
+_NUMBERS = (
+    *("half_registers", "threads_a_core", "spills", "fills", "scratch_bytes", "threadgroup_bytes"),
+    *("uniform_registers", "threads", "code_bytes"),
+)
+
+
+def packed(code: MachineCode, opcodes: dict[str, int]) -> shipped.Packed:
+    """Machine code as plain lists, without its text. Opcodes become numbers, and new ones get the next."""
+    number = lambda opcode: opcodes.setdefault(opcode, len(opcodes))
+    flat = lambda counts: [n for opcode, count in counts.items() for n in (number(opcode), count)]
+    places = {block.label: i for i, block in enumerate(code.blocks)}
+    blocks = [
+        [block.loop, block.depth, flat(block.opcodes), [places[label] for label in block.successors]]
+        for block in code.blocks
+    ]
+    loops = [
+        [places[loop.header], loop.parent, loop.depth, [places[label] for label in loop.blocks]] for loop in code.loops
+    ]
+    return [[getattr(code, name) for name in _NUMBERS], blocks, loops, flat(code.preamble)]
+
+
+def unpacked(file: str, kernel: str, packed: shipped.Packed, opcodes: list[str]) -> MachineCode:
+    """The machine code that was packed."""
+    numbers, blocks, loops, preamble = packed
+    counts = lambda flat: {opcodes[number]: count for number, count in zip(flat[::2], flat[1::2])}
+    label = "block{}".format
+    return MachineCode(
+        file=file,
+        kernel=kernel,
+        **dict(zip(_NUMBERS, numbers, strict=True)),
+        blocks=tuple(
+            Block(label(i), loop, depth, counts(flat), tuple(map(label, successors)))
+            for i, (loop, depth, flat, successors) in enumerate(blocks)
+        ),
+        loops=tuple(
+            Loop(label(header), parent, depth, tuple(map(label, inside))) for header, parent, depth, inside in loops
+        ),
+        preamble=counts(preamble),
+        text="",
+    )
+
+
 def kind_of(opcode: str) -> str:
     """The kind of an opcode, one of `KINDS`.
 
@@ -190,7 +232,9 @@ def kind_of(opcode: str) -> str:
 def compile(
     file: str, kernel: str, threads: int | None = None, constants: dict[int, object] | None = None
 ) -> MachineCode:
-    """Compiles one variant, or takes it from the cache.
+    """Compiles one variant, or takes it from the cache; without Mesa's compiler from the package, if it has it.
+
+    The package has kernels of its own, compiled for as many threads as they declare.
 
     Args:
         file: One of `mlx_mittens.frontend.files()`, or a registered source.
@@ -205,6 +249,8 @@ def compile(
         RuntimeError: There is no clang, or no Mesa compiler; the message says how to get it.
         KeyError: The file has no such kernel.
     """
+    if agx_compiler.problem() and not constants and (packed := shipped.find(file, kernel)):
+        return unpacked(file, kernel, packed, shipped.opcodes())
     program = agx_compiler.find()
     module = frontend.spirv(file, kernel, threads, constants)
 

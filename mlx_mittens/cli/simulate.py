@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
     arguments.dtype, arguments.seed = arguments.dtype or "float16", arguments.seed or 0
     if frontend.compiler_problem():
         raise UsageError(frontend.compiler_problem())
-    chips = predictions.chosen_chips(arguments.chip) if arguments.chip else []
+    chips = predictions.chosen_chips(arguments.chip, ours_alone=not arguments.peer) if arguments.chip else []
     if chips and arguments.no_watch:
         raise UsageError("--chip needs the counts of accesses: leave out --no-watch")
     dtype = specs.DTYPES[arguments.dtype]

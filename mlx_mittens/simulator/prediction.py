@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, overload
 import mlx.core as mx
 
 from .. import _ext, frontend
-from ..apple import agx_compiler, machine_code
+from ..apple import agx_compiler, machine_code, shipped
 from ..apple.chips import Chip, find_chip
 from ..apple.machine_code import NOT_COMPILED, MachineCode
 from ..apple.model import Instructions, Prediction, Work, chain, gaps, predict
@@ -353,8 +353,9 @@ def predicted(chip: str, peer: Literal["metal"] | None = None) -> AbstractContex
 
     Raises:
         ValueError: If the chip is unknown; the message lists the known ones. If peer is another.
-        RuntimeError: If there is no Mesa compiler; the message says how to get it. Within another such block, or that
-            of ``profiled``.
+        RuntimeError: Within another such block, or that of ``profiled``. Of the list, where there is no Mesa compiler
+            and a launch is not of this package's own kernels, whose machine code is in it: the message says how to get
+            one.
 
     Example:
         >>> x, weight = mx.ones((4, 1024)), mx.ones((1024,))
@@ -368,7 +369,8 @@ def predicted(chip: str, peer: Literal["metal"] | None = None) -> AbstractContex
     if peer not in (None, "metal"):
         raise ValueError(f"[predicted] peer is {peer!r}: expected 'metal' or None")
     known = find_chip(chip)
-    agx_compiler.find()
+    if not shipped.is_there():
+        agx_compiler.find()
     return _predicting(known, peer is not None)
 
 
