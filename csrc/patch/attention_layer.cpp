@@ -1,7 +1,15 @@
 // The call of an attention layer of mlx-lm's under the patch, for one token: heads change no places, and the rotary
 // embedding, the append to the cache and the attention are one primitive.
-#include <nanobind/nanobind.h>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include "ops/matmul/quantized_matmul.h"
 #include "patch/function_wrapper.h"
 #include "patch/kv_cache.h"
 #include "patch/nn_module.h"
@@ -79,6 +87,53 @@ std::optional<Rotary> rotary_of(const nb::dict& layer) {
       .dims = turn.dims, .base = turn.base, .scale = turn.scale, .freqs = turn.freqs, .traditional = turn.traditional};
 }
 
+// What queries', keys' and values' layers of mlx.nn.QuantizedLinear make of x in one launch.
+std::optional<std::vector<mx::array>> products_in_one(const nb::object (&layers)[4], const mx::array& x) {
+  static PyObject* const module = name("mlx.nn");
+  static PyObject* const linear = name("QuantizedLinear");
+  static PyObject* const parts[] = {name("weight"), name("scales"), name("biases")};
+  static PyObject* const bias = name("bias");
+  static PyObject* const group_size = name("group_size");
+  static PyObject* const bits = name("bits");
+  static PyObject* const mode = name("mode");
+  const nb::object known = member(module, linear);
+  std::vector<Arrays> matrices;
+  std::vector<mx::array> added;
+  for (int i = 0; i < 3; ++i) {
+    const nb::object& layer = layers[i];
+    if (!layer.type().is(known) || !is_called_by_patch(layer)) {
+      return std::nullopt;
+    }
+    const bool is_alike = i == 0 || (attribute(layer, group_size).equal(attribute(layers[0], group_size)) &&
+                                     attribute(layer, bits).equal(attribute(layers[0], bits)) &&
+                                     attribute(layer, mode).equal(attribute(layers[0], mode)));
+    if (!is_alike) {
+      return std::nullopt;
+    }
+    const auto held = nb::borrow<nb::dict>(layer);
+    Arrays& matrix = matrices.emplace_back();
+    for (PyObject* part : parts) {
+      if (const auto found = array(held, part)) {
+        matrix.push_back(*found);
+      }
+    }
+    if (const auto found = array(held, bias)) {
+      added.push_back(*found);
+    }
+    if (matrix.size() < 2 || (!added.empty() && added.size() != matrices.size())) {
+      return std::nullopt;
+    }
+  }
+  try {
+    return try_quantized_matmuls(x, matrices, attribute<std::optional<int>>(layers[0], group_size),
+                                 attribute<std::optional<int>>(layers[0], bits),
+                                 attribute<std::string>(layers[0], mode),
+                                 added.empty() ? std::nullopt : std::optional(added), {});
+  } catch (const std::invalid_argument&) {  // which the layers are to say
+    return std::nullopt;
+  }
+}
+
 nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb::handle cache, bool has_norms) {
   static PyObject* const query_heads = name("n_heads");
   static PyObject* const scale = name("scale");
@@ -107,16 +162,27 @@ nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb:
       return nb::none();
     }
   }
-  nb::object fresh[3];
-  for (int i = 0; i < 3; ++i) {
-    fresh[i] = layers[i](input);
-    const mx::array* found = as_array(fresh[i]);
-    if (!found || found->ndim() != 3 || (i == 0 && found->shape(2) != heads * width)) {
+  auto fresh = products_in_one(layers, *x);
+  if (!fresh) {
+    fresh.emplace();
+    for (int i = 0; i < 3; ++i) {
+      const nb::object made = layers[i](input);
+      const mx::array* found = as_array(made);
+      if (!found) {
+        return nb::none();
+      }
+      fresh->push_back(*found);
+    }
+  }
+  for (const mx::array& found : *fresh) {
+    if (found.ndim() != 3) {
       return nb::none();
     }
   }
-  auto y = attend(*held, std::move(attention), *as_array(fresh[0]), *as_array(fresh[1]), *as_array(fresh[2]), *rotary,
-                  stream);
+  if (fresh->front().shape(2) != heads * width) {
+    return nb::none();
+  }
+  auto y = attend(*held, std::move(attention), fresh->at(0), fresh->at(1), fresh->at(2), *rotary, stream);
   return y ? layers[3](*std::move(y)) : nb::none();
 }
 

@@ -82,6 +82,16 @@ struct QuantizedParams {
   float gate_beta;
 };
 
+enum { kMostTogether = 4 };  // matrices of matmul/qmv_several.metal
+
+struct QuantizedMatmulsParams {
+  QuantizedParams weights;  // what all matrices share: columns, rows' strides, has_bias, the format
+  uint32_t count;           // of matrices
+  uint32_t first_block[kMostTogether];   // of each, by blocks of kRowOutputs outputs, or of 1 where it has fewer
+  uint32_t first_output[kMostTogether];  // of each, in y
+  uint32_t outputs[kMostTogether];       // of each
+};
+
 // What kernels of products have room for in threadgroup memory, and what those of one row take at once
 // (matmul/nvidia/qmv_mma.h). Enumerators: Metal takes no variable outside of a function that is not in constant memory.
 enum {

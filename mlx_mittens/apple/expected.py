@@ -34,6 +34,8 @@ _KIND_OF_OP = {
     "gather_mm": "gemv",
     "gather_swiglu": "4-bit",
     "gather_sum": "4-bit",
+    "mixture": "4-bit",
+    "quantized_matmuls": "4-bit",
     "route_top_k": "norm",
     "gated_delta_token": "elementwise",
     "gated_delta_update": "elementwise",

@@ -42,6 +42,7 @@ FILES: dict[str, tuple[str, ...]] = {
         *("moe/gather_qmm.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_qmm_tiles.metal"),
         "moe/apple/row_sums.metal",
     ),
+    "quantized_matmuls": ("matmul/qmv_several.metal",),
     "gated_delta_update": ("recurrence/recurrence.metal",),
     "linear_attention": ("recurrence/linear_attention.metal",),
     "ssm_update": ("recurrence/state_space.metal",),

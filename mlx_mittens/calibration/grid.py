@@ -194,6 +194,13 @@ def _swiglu(device: str, thin: Thin) -> Iterator[Case]:
         yield from _cases(shapes, bits=bits)
 
 
+def _together(device: str, thin: Thin) -> Iterator[Case]:
+    """Queries, keys and values of one token."""
+    shapes = [(1, k, n, n // 4, n // 4) for _, k, n in _matrices((1,), device, thin) if k <= n <= 2 * k]
+    for bits in (4, 8):
+        yield from _cases(shapes, bits=bits)
+
+
 def _gguf(device: str, thin: Thin) -> Iterator[Case]:
     for kind in ("q4_0", "q8_0"):
         yield from _cases(_matrices(_PRODUCT_ROWS, device, thin), kind=kind)
@@ -279,6 +286,12 @@ def _gather_sum(device: str, thin: Thin) -> Iterator[Case]:
     return _with_bits(_mixtures(_transposed(_EXPERTS), _MOST_EXPERTS[device], device, thin, prompts=False))
 
 
+def _shared_experts(device: str, thin: Thin) -> Iterator[Case]:
+    """Of one token, with as many outputs as columns."""
+    shapes = _mixtures(_EXPERTS, _MOST_EXPERTS[device], device, thin, prompts=False)
+    yield from (case for case in _with_bits(shapes) if case.shape[0] == 1 and case.shape[1] < 16)
+
+
 def _gather_dense(device: str, thin: Thin) -> Iterator[Case]:
     return _mixtures(_ALL_EXPERTS, min(_MOST_EXPERTS[device], _MOST_DENSE_EXPERTS), device, thin)
 
@@ -324,6 +337,7 @@ _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
     "softmax": _softmax,
     "gemv": _dense,
     "quantized_matmul": _quantized,
+    "quantized_matmuls": _together,
     "quantized_swiglu": _swiglu,
     "block_matmul": _gguf,
     "scaled_dot_product_attention": _attention,
@@ -336,6 +350,7 @@ _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
     "gather_mm": _gather_dense,
     "gather_swiglu": _gather_swiglu,
     "gather_sum": _gather_sum,
+    "mixture": _shared_experts,
     "route_top_k": _routers,
     "gated_delta_token": _delta_tokens,
     "gated_delta_update": _gated_delta,

@@ -14,7 +14,15 @@ import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["block_dequantize", "block_matmul", "block_quantize", "gemv", "quantized_matmul", "quantized_swiglu"]
+__all__ = [
+    "block_dequantize",
+    "block_matmul",
+    "block_quantize",
+    "gemv",
+    "quantized_matmul",
+    "quantized_matmuls",
+    "quantized_swiglu",
+]
 
 
 @defined_in_extension
@@ -113,6 +121,50 @@ def quantized_matmul(
         Affine quantization in groups, as in Jacob et al., "Quantization and Training of Neural Networks for Efficient
         Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877. The ``mx`` modes: "OCP
         Microscaling Formats (MX) Specification", 2023.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def quantized_matmuls(
+    x: mx.array,
+    matrices: Sequence[Sequence[mx.array]],
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    *,
+    bias: Sequence[mx.array] | None = None,
+    stream: StreamOrDevice = None,
+) -> list[mx.array]:
+    """Products of one input with several quantized matrices: ``[x @ dequantize(w).T + b for w, b in ...]``.
+
+    What a layer multiplies its input with, as queries, keys and values, in one launch where that is of one row, on an
+    Apple GPU, with up to 4 matrices of 4 or 8 bits or in ``mxfp4``. Elsewhere each is `quantized_matmul`'s. The
+    matrices stay where they are. The results are views of one array there.
+
+    Args:
+        x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
+        matrices (sequence): For each matrix ``(w, scales, biases)`` as ``mx.quantize`` gives them, two-dimensional;
+            ``(w, scales)`` in modes but ``affine``.
+        group_size (int, optional): As of `quantized_matmul`, for all matrices.
+        bits (int, optional): As of `quantized_matmul`, for all matrices.
+        mode (str): As of `quantized_matmul`, for all matrices.
+        bias (sequence, optional): What is added to each product, for each matrix an array of shape ``[outputs]``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        list of array: For each matrix one of shape ``[..., outputs]``; of the promoted type of all arguments in one
+        launch, elsewhere of that of its own.
+
+    Raises:
+        DtypeError: A ``w`` is not uint32, or another argument not of a floating-point type named above.
+        ValueError: Shapes, bits, group size or mode do not fit together or do not exist.
+
+    Example:
+        >>> x = mx.random.normal((1, 64))
+        >>> query, key = (mx.quantize(mx.random.normal((outputs, 64)), 64, 4) for outputs in (128, 32))
+        >>> [y.shape for y in mm.quantized_matmuls(x, [query, key], 64, 4)]
+        [(1, 128), (1, 32)]
     """
     raise NotImplementedError
 

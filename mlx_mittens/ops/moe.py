@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["gather_mm", "gather_qmm", "gather_sum", "gather_swiglu", "route_top_k"]
+__all__ = ["gather_mm", "gather_qmm", "gather_sum", "gather_swiglu", "mixture", "route_top_k"]
 
 
 @defined_in_extension
@@ -238,6 +238,75 @@ def gather_sum(
     Source:
         Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017,
         https://arxiv.org/abs/1701.06538.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def mixture(
+    x: mx.array,
+    indices: mx.array,
+    weights: mx.array,
+    gate: Sequence[mx.array],
+    up: Sequence[mx.array],
+    down: Sequence[mx.array],
+    shared_gate: Sequence[mx.array],
+    shared_up: Sequence[mx.array],
+    shared_down: Sequence[mx.array],
+    shared_logits: mx.array,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    *,
+    activation: str = "swiglu",
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """The experts that a router has chosen, and a shared expert beside them, from quantized weights.
+
+    With an expert ``e(x) = (act(x @ gate[e].T) * (x @ up[e].T)) @ down[e].T``::
+
+        sum_i weights[i] * indices[i](x) + sigmoid(shared_logits) * shared(x)
+
+    On a GPU it is two launches for up to 15 experts of a token, with weights of 4 or 8 bits or in ``mxfp4``: the
+    shared expert is one more among those that are chosen. Each token reads its experts, so that it is for few tokens.
+    Other calls are products of their own, as are gradients. Sums are taken in float32.
+
+    Args:
+        x (array): Tokens of shape ``[..., columns]``; float32, float16 or bfloat16.
+        indices (array): Integers of shape ``[..., chosen]``. A token with an index out of range gives NaN.
+        weights (array): Of shape ``[..., chosen]``, of a floating-point type; they are taken in that of ``x``.
+        gate (sequence of array): Words, scales and, in affine quantization, biases, as ``mx.quantize`` gives them:
+            a stack of matrices ``[experts, hidden, columns]``.
+        up (sequence of array): The same, of ``gate``'s shapes.
+        down (sequence of array): The same of matrices ``[experts, outputs, hidden]``.
+        shared_gate (sequence of array): The same of one matrix ``[hidden, columns]``.
+        shared_up (sequence of array): The same, of ``shared_gate``'s shapes.
+        shared_down (sequence of array): The same of one matrix ``[outputs, hidden]``.
+        shared_logits (array): Of shape ``[...]`` or ``[..., 1]``.
+        group_size (int, optional): As of ``gather_qmm``, for all weights.
+        bits (int, optional): As of ``gather_qmm``, for all weights.
+        mode (str): As of ``gather_qmm``, for all weights.
+        activation (str): As of ``gather_swiglu``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[..., outputs]`` and the promoted type of ``x`` and ``gate``'s scales.
+
+    Raises:
+        DtypeError: Words are not uint32, indices no integers, or another argument not of a floating-point type.
+        ValueError: Shapes, bits, group size, mode or activation do not fit together or do not exist.
+
+    Example:
+        >>> weights = lambda *shape: mx.quantize(mx.random.normal(shape), 64, 4)
+        >>> gate, up, down = weights(8, 128, 64), weights(8, 128, 64), weights(8, 64, 128)
+        >>> shared = weights(128, 64), weights(128, 64), weights(64, 128)
+        >>> x, chosen = mx.random.normal((1, 64)), mx.array([[3, 5]])
+        >>> mm.mixture(x, chosen, mx.array([[0.7, 0.3]]), gate, up, down, *shared, mx.zeros((1, 1))).shape
+        (1, 64)
+
+    Source:
+        Dai et al., "DeepSeekMoE: Towards Ultimate Expert Specialization in Mixture-of-Experts Language Models", 2024,
+        https://arxiv.org/abs/2401.06066.
     """
     raise NotImplementedError
 

@@ -13,8 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
+from .digests import digest
+from .linears import is_quantized_linear
 
-__all__ = ["SWITCH_LAYERS", "gated", "geglu_layer", "weighted_experts"]
+__all__ = ["SWITCH_LAYERS", "experts_beside", "gated", "geglu_layer", "weighted_experts"]
 
 SWITCH_LAYERS = "mlx_lm.models.switch_layers"
 _MOST_UNSORTED = 64  # indices, from which on mlx-lm sorts tokens by their experts
@@ -27,6 +29,7 @@ _ACTIVATIONS = {
     "mlx_lm.models.activations.SwigluOAI": "clipped",
 }
 _CLIPPED = (1.702, 7.0)  # of gpt-oss
+_SHARED_EXPERT = "2bf452938b26f61d"  # Qwen3NextMLP.__call__ and that of qwen2_moe.MLP
 
 
 def geglu_layer(layer: Any, x: mx.array) -> mx.array:
@@ -134,4 +137,38 @@ def weighted_experts(
             bits=bits,
             mode=mode,
         ),
+    )
+
+
+def _call_of(layer: Any) -> Any:
+    """The call of a layer's class, without fusions that compute the same."""
+    for base in type(layer).__mro__:
+        call = base.__dict__.get("__call__")
+        if call is not None and not getattr(call, "computes_the_same", False):
+            return call.__wrapped__ if isinstance(call, _ext.FunctionWrapper) else call
+    return None
+
+
+def experts_beside(
+    glu: Any, shared: Any, x: mx.array, indices: mx.array, weights: mx.array, logits: mx.array
+) -> mx.array | None:
+    """The weighted sum of a SwitchGLU's outputs for a token, and those of a shared expert times the sigmoid of logits.
+
+    None where they are not two launches: on the CPU, of many tokens, and of layers that are not quantized alike.
+    """
+    if _ext.exporting() or x.size != x.shape[-1] or not (_is_a(glu, "SwitchGLU") and _is_wanted(glu)):
+        return None
+    if _activation(glu.activation) != "swiglu" or digest(_call_of(shared)) != _SHARED_EXPERT:
+        return None
+    names = ("gate_proj", "up_proj", "down_proj")
+    stacks, matrices = ([part[name] for name in names] for part in (glu, shared))
+    if not all(map(_is_plain, stacks)) or not all(map(is_quantized_linear, matrices)):
+        return None
+    layers = [*stacks, *matrices]
+    alike = all(_format(layer) == _format(layers[0]) and "bias" not in layer for layer in layers)
+    if not alike or any(a["weight"].shape[1:] != b["weight"].shape for a, b in zip(stacks, matrices)):
+        return None
+    return cast(
+        "mx.array | None",
+        _ext.try_mixture(x, mx.stop_gradient(indices), weights, *map(_stack, layers), logits, *_format(layers[0])),
     )

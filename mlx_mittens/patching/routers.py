@@ -14,7 +14,8 @@ import mlx.nn as nn
 
 from .. import _ext
 from .digests import digest_in
-from .feed_forward import weighted_experts
+from .feed_forward import experts_beside, weighted_experts
+from .linears import products
 
 __all__ = [
     "deepseek_gate",
@@ -52,11 +53,15 @@ def mellum_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 
 def _beside_shared_expert(block: Any, x: mx.array, renormalize: bool, descending: bool) -> mx.array | None:
-    chosen = _ext.try_route_top_k(block.gate(x), block.top_k, None, "softmax", renormalize, descending)
+    scores, logits = products(x, (block.gate, block.shared_expert_gate))
+    chosen = _ext.try_route_top_k(scores, block.top_k, None, "softmax", renormalize, descending)
     if chosen is None:
         return None
+    together = experts_beside(block.switch_mlp, block.shared_expert, x, chosen[0], chosen[1], logits)
+    if together is not None:
+        return together
     y = weighted_experts(block.switch_mlp, x, chosen[0], chosen[1])
-    return y + mx.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
+    return y + mx.sigmoid(logits) * block.shared_expert(x)
 
 
 def qwen3_next_mixture(block: Any, x: mx.array) -> mx.array | None:

@@ -121,6 +121,55 @@ class MatrixOp(Op):
         return Exact(_quantized_blocks(np.array(array.astype(mx.float32)), options["kind"]).astype(np.float64))
 
 
+@dataclass(frozen=True, kw_only=True)
+class MatricesOp(Op):
+    """An x, three quantized matrices and their biases.
+
+    The shape of a case is ``(rows, columns, outputs of each..)``.
+    """
+
+    smallest = (1, 64, 8, 4, 1)
+
+    def dtypes(self, case: Case) -> Iterable[str]:
+        return ("bfloat16",) if case.gpu_only else DTYPES
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        rows, columns, *outputs = case.shape
+        options = self.arguments(case)
+        groups = columns // options["group_size"]
+        triples = [shape for n in outputs for shape in ((n, columns * options["bits"] // 32), (n, groups), (n, groups))]
+        return [(rows, columns), *triples, *((n,) for n in outputs)]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        options, arrays = self.arguments(case), []
+        for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
+            is_bias = name.startswith("bias")
+            without = name.endswith("biases") and options.get("mode", "affine") != "affine"
+            if without or (is_bias and not has_bias(case)):
+                arrays.append(None)
+            else:
+                kind = "x" if is_bias else name
+                arrays.append(_draw(rng, kind, shape, case.shape[1] ** -0.5, dtype, options))
+        return arrays
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        rows, columns, *outputs = case.shape
+        options = self.arguments(case)
+        scale = 2 * dtype.size if options.get("mode", "affine") == "affine" else 1
+        weight = options["bits"] / 8 + scale / options["group_size"]
+        return int(columns * sum(outputs) * weight) + dtype.size * rows * (columns + sum(outputs))
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        options = self.arguments(case)
+        x, biases = widen(arrays[0]), arrays[10:]
+        found = []
+        for i, bias in enumerate(biases):
+            triple = [a for a in arrays[1 + 3 * i : 4 + 3 * i] if a is not None]
+            sums = _product(x, triple, options, "affine", True)
+            found.append(sums if bias is None else Exact(sums.value + widen(bias), sums.magnitude))
+        return found
+
+
 def has_bias(case: Case) -> bool:
     """Models are timed without a bias, which mx would need another kernel for."""
     return case.label in ("test", "strided")
@@ -204,6 +253,23 @@ def _product_of(a: np.ndarray, b: np.ndarray) -> Exact:
 def _quantized_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, **options):
     triples = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
     return matmul.quantized_swiglu(x, *([a for a in triple if a is not None] for triple in triples), **options)
+
+
+def _matrices_of(arrays):
+    """The triples of three matrices, and their biases if there are any."""
+    triples = [[a for a in arrays[i : i + 3] if a is not None] for i in (0, 3, 6)]
+    return triples, None if arrays[9] is None else arrays[9:]
+
+
+def _quantized_matmuls(x, *arrays, **options):
+    triples, bias = _matrices_of(arrays)
+    return matmul.quantized_matmuls(x, triples, bias=bias, **options)
+
+
+def _mx_matmuls(x, *arrays, **options):
+    triples, bias = _matrices_of(arrays)
+    products = [mx.quantized_matmul(x, *triple, transpose=True, **options) for triple in triples]
+    return products if bias is None else [y + b for y, b in zip(products, bias)]
 
 
 def _mx_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, activation="swiglu", **options):
@@ -436,6 +502,32 @@ MATRIX_OPS: tuple[Op, ...] = (
         + _training((32, 896, 896), label="Qwen2.5-0.5B QLoRA", bits=4),  # mx takes seconds in half types
         layout="affine",
         frozen=("w", "scales", "biases"),
+    ),
+    MatricesOp(
+        name="quantized_matmuls",
+        parameters=(
+            ("x", "rows"),
+            *((f"w{i}{end}", "rows") for i in range(3) for end in ("", "_scales", "_biases")),
+            *((f"bias{i}", "rows") for i in range(3)),
+        ),
+        outputs=3,
+        ours=_quantized_matmuls,
+        twin=_mx_matmuls,
+        twin_text="several `mx.quantized_matmul`",
+        summary="one row times several quantized matrices in one launch",
+        options={"group_size": 64, "bits": 4},
+        tests=(
+            *(
+                Case("test", shape, {"bits": bits, "group_size": 32})
+                for bits in (4, 8)
+                for shape in ((1, 320, 9, 4, 1), (1, 64, 38, 3, 16))
+            ),
+            Case("test", (1, 1088, 9, 5, 2), {"mode": "mxfp4", "group_size": 32, "bits": 4}),
+        ),
+        cases=(
+            Case("Qwen3-30B-A3B", (1, 2048, 4096, 512, 512), quick=True),
+            Case("Llama 3.1 8B", (1, 4096, 4096, 1024, 1024), gpu_only=True),
+        ),
     ),
     MatrixOp(
         name="quantized_swiglu",

@@ -127,6 +127,82 @@ class GatherOp(Op):
         return dequantized(words, scales, biases[0] if biases else None, options["group_size"], options["bits"], mode)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MixtureOp(Op):
+    """Tokens, the experts chosen, their weights, six triples, and the shared expert's logits.
+
+    The shape of a case is ``(tokens, chosen, experts, columns, hidden)``; there are as many outputs as columns.
+    """
+
+    smallest = (2, 2, 3, 64, 64)
+
+    def dtypes(self, case: Case) -> Iterable[str]:
+        return ("bfloat16",) if case.gpu_only else DTYPES
+
+    def shapes(self, case: Case) -> list[tuple[int, ...]]:
+        tokens, chosen, experts, columns, hidden = case.shape
+        options = self.arguments(case)
+        words, group = options["bits"] / 32, options["group_size"]
+        up, down = (hidden, columns), (columns, hidden)
+        matrices = [(experts, *up), (experts, *up), (experts, *down), up, up, down]
+        triples = [
+            shape
+            for *rows, width in matrices
+            for shape in ((*rows, int(width * words)), *[(*rows, width // group)] * 2)
+        ]
+        return [(tokens, columns), (tokens, chosen), (tokens, chosen), *triples, (tokens, 1)]
+
+    def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
+        tokens, chosen, experts, columns, hidden = case.shape
+        options = self.arguments(case)
+        mode, arrays = options.get("mode", "affine"), []
+        for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
+            if name == "indices":
+                order = rng.random((tokens, experts)).argsort(-1)[:, :chosen].astype(np.uint32)
+                arrays.append(mx.array(order))
+            elif name.endswith("biases") and mode != "affine":
+                arrays.append(None)
+            elif name in ("x", "weights", "shared_logits"):
+                arrays.append(mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype))
+            else:
+                size = (hidden if "down" in name else columns) ** -0.5
+                arrays.append(draw_packed(rng, name, shape, options["bits"], dtype, size, mode))
+        return arrays
+
+    def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
+        tokens, chosen, experts, columns, hidden = case.shape
+        options = self.arguments(case)
+        scale = 2 * dtype.size if options.get("mode", "affine") == "affine" else 1
+        weight = options["bits"] / 8 + scale / options["group_size"]
+        read = (min(tokens * chosen, experts) + 1) * 3 * columns * hidden * weight
+        small = tokens * (2 * columns + 2 * (chosen + 1) * hidden + chosen + 1)
+        return int(read) + dtype.size * small + 4 * tokens * chosen
+
+    def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
+        options = self.arguments(case)
+        given = dict(zip((name for name, _ in self.parameters), arrays, strict=True))
+        x, weights, logits = widen(given["x"]), widen(given["weights"]), widen(given["shared_logits"])
+        assert x is not None and weights is not None and logits is not None
+
+        def matrix(name: str) -> np.ndarray:
+            triple = (given[f"{name}{end}"] for end in ("", "_scales", "_biases"))
+            return dequantized(*triple, options["group_size"], options["bits"], options.get("mode", "affine"))
+
+        gate, up, down = (
+            np.concatenate([matrix(name), matrix(f"shared_{name}")[None]]) for name in ("gate", "up", "down")
+        )
+        shared = np.full((len(x), 1), len(gate) - 1)
+        chosen = np.concatenate([np.array(given["indices"]).astype(np.int64), shared], -1)
+        factors = np.concatenate([weights, 1 / (1 + np.exp(-logits))], -1)[..., None]
+        pairs = np.broadcast_to(x[:, None, None], (*chosen.shape, 1, x.shape[-1]))
+        hidden = gated(
+            _products(pairs, gate, chosen), _products(pairs, up, chosen), options.get("activation", "swiglu")
+        )
+        y = _products(hidden.value, down, chosen)
+        size = np.sqrt((hidden.magnitude**2) @ np.swapaxes(down[chosen], -1, -2) ** 2)[..., 0, :]
+        return [Exact((y.value[..., 0, :] * factors).sum(-2), np.sqrt(((size * factors) ** 2).sum(-2)))]
+
+
 def _products(x: np.ndarray, w: np.ndarray, chosen: np.ndarray) -> Exact:
     """Each of x times the transpose of its matrix, and the size of such sums."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -246,6 +322,30 @@ def _mx_gather_swiglu(
 ):
     product = lambda *triple: _mx_gather_qmm(x, *triple, indices, **options)
     return matmul.gated_by_mx(product(gate, gate_scales, gate_biases), product(up, up_scales, up_biases), activation)
+
+
+_TRIPLES = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")
+
+
+def _triples(arrays):
+    """Those of a mixture, without biases where there are none."""
+    each = [arrays[i : i + 3] for i in range(0, 18, 3)]
+    return [tuple(a for a in triple if a is not None) for triple in each]
+
+
+def _mixture(x, indices, weights, *arrays, **options):
+    return moe.mixture(x, indices, weights, *_triples(arrays[:18]), arrays[18], **options)
+
+
+def _mx_mixture(x, indices, weights, *arrays, activation="swiglu", **options):
+    gate, up, down, *shared = _triples(arrays[:18])
+    rows = x[:, None, None]
+    product = lambda x, triple: mx.gather_qmm(x, triple[0], *triple[1:], rhs_indices=indices, **options)
+    hidden = matmul.gated_by_mx(product(rows, gate), product(rows, up), activation)
+    y = (product(hidden, down).squeeze(-2) * weights[..., None]).sum(axis=-2)
+    alone = lambda x, triple: mx.quantized_matmul(x, triple[0], *triple[1:], transpose=True, **options)
+    hidden = matmul.gated_by_mx(alone(x, shared[0]), alone(x, shared[1]), activation)
+    return y + mx.sigmoid(arrays[18]) * alone(hidden, shared[2])
 
 
 def _gather_mm(x, w, indices, **options):
@@ -396,6 +496,32 @@ MOE_OPS: tuple[Op, ...] = (
             _GPT_OSS,
         ),
         sums=True,
+    ),
+    MixtureOp(
+        name="mixture",
+        parameters=tuple(
+            (name, "rows")
+            for name in (
+                *("x", "indices", "weights"),
+                *(f"{w}{end}" for w in _TRIPLES for end in ("", "_scales", "_biases")),
+                "shared_logits",
+            )
+        ),
+        ours=_mixture,
+        twin=_mx_mixture,
+        twin_text="`mx.gather_qmm`, `mx.quantized_matmul` and a sum",
+        summary="a router's experts and a shared one, in two launches",
+        options={"group_size": 64, "bits": 4},
+        tests=(
+            *(case for bits in (4, 8) for case in cases_for_tests((1, 8, 16, 320, 64), group_size=32, bits=bits)),
+            *cases_for_tests((3, 1, 2, 96, 32), (2, 15, 16, 64, 96), group_size=32, bits=4),
+            *cases_for_tests((1, 9, 16, 64, 320), **_MXFP4),
+            *cases_for_tests((2, 3, 5, 64, 64), group_size=32, bits=4, activation="geglu"),
+        ),
+        cases=(
+            Case("Qwen3-Next", (1, 10, 512, 2048, 512), {"bits": 4}, gpu_only=True),
+            Case("Granite 4.0 tiny", (1, 6, 64, 1536, 512), {"bits": 4}, quick=True),
+        ),
     ),
     RouterOp(
         name="route_top_k",

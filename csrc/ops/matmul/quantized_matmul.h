@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "mlx/utils.h"
 #include "ops/matmul/affine.h"
@@ -21,6 +22,14 @@ std::optional<mx::array> try_quantized_matmul(const mx::array& x, const mx::arra
                                               std::optional<int> group_size, std::optional<int> bits,
                                               const std::string& mode, const std::optional<mx::array>& bias,
                                               mx::StreamOrDevice where);
+
+// Products of one row of x with several such triples, and biases for each or none, by one launch; nothing where they
+// are as good one by one.
+std::optional<std::vector<mx::array>> try_quantized_matmuls(const mx::array& x, const std::vector<Arrays>& matrices,
+                                                            std::optional<int> group_size, std::optional<int> bits,
+                                                            const std::string& mode,
+                                                            const std::optional<std::vector<mx::array>>& bias,
+                                                            mx::StreamOrDevice where);
 
 // The format of an array that is to be this op's: x by the transpose of one matrix, without a bias, not yet computed.
 // Its inputs are x and the triple. Nothing for any other array.

@@ -105,6 +105,19 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             [array(1, 2, 64), *quantized(3, 8, 64, bits=4), mx.array([[0, 1]]), array(1, 2)],
             {"bias": array(3, 8), "group_size": 32, "bits": 4},
         ),
+        "quantized_matmuls": lambda: (
+            [array(1, 64), [quantized(n, 64, bits=4) for n in (8, 5)]],
+            {"group_size": 32, "bits": 4, "bias": [array(8), array(5)]},
+        ),
+        "mixture": lambda: (
+            [
+                *(array(1, 64), mx.array([[0, 1]]), array(1, 2)),
+                *(quantized(*shape, bits=4) for shape in ((3, 32, 64), (3, 32, 64), (3, 64, 32))),
+                *(quantized(*shape, bits=4) for shape in ((32, 64), (32, 64), (64, 32))),
+                array(1, 1),
+            ],
+            {"group_size": 32, "bits": 4},
+        ),
         "route_top_k": lambda: (
             [array(3, 8), 2, array(8), "sigmoid"],
             {"renormalize": True, "descending": True, "scale": 1.0},

@@ -387,3 +387,61 @@ def route_top_k(draw: Draw) -> Case:
         of_nothing=list,
         noise=lambda: [0.0, 8 * EPSILON32 * scale],
     )
+
+
+def mixture(draw: Draw) -> Case:
+    """Of numbers that models have; what is out of range is tested of `gather_swiglu` and `gather_sum`."""
+    dtype, form = draw.dtype(), Format("affine", draw.pick((4, 4, 8, 6)), draw.pick((32, 64)))
+    tokens, experts = draw.pick((1, 1, 2, 3)), draw.integer(1, 6)
+    chosen = draw.integer(1, draw.pick((3, 15)))
+    columns, hidden = (form.columns * draw.pick((1, 2, 3)) for _ in range(2))
+    activation = draw.pick(("swiglu", "geglu"))
+    matrices = [(hidden, columns), (hidden, columns), (columns, hidden)]
+    triples = []
+    for leading in ([experts], []):
+        for rows, width in matrices:
+            triples += form.draw(draw, [*leading, rows, width], dtype)
+    arrays = [
+        draw.array(draw.numbers([tokens, columns]) / 16, dtype),
+        draw.array(draw.rng.uniform(0, 1, (tokens, chosen)), dtype),
+        draw.array(draw.numbers([tokens, 1]), dtype),
+        *triples,
+    ]
+    indices = mx.array(draw.rng.integers(0, experts, (tokens, chosen), dtype=np.uint32))
+
+    def ours(x: mx.array, weights: mx.array, logits: mx.array, *packed: mx.array) -> mx.array:
+        each = [tuple(packed[i : i + 3]) for i in range(0, 18, 3)]
+        return mm.mixture(x, indices, weights, *each, logits, form.group_size, form.bits, activation=activation)
+
+    def in_float64(x: mx.array, weights: mx.array, logits: mx.array, *packed: mx.array) -> mx.array:
+        each = [exact.dequantize(*packed[i : i + 3], form.group_size, form.bits) for i in range(0, 18, 3)]
+        rows = x[:, None, None]
+        gate, up, down = (w[indices].swapaxes(-1, -2) for w in each[:3])
+        y = ((gated(rows @ gate, rows @ up, activation) @ down).squeeze(-2) * weights[..., None]).sum(-2)
+        return y + mx.sigmoid(logits) * (gated(x @ each[3].T, x @ each[4].T, activation) @ each[5].T)
+
+    def noise() -> list[np.ndarray | float]:
+        """What is between the launches is rounded; so are products where they are launches of their own."""
+        wide = [a.astype(mx.float64) for a in arrays]
+        each = [
+            np.abs(np.array(exact.dequantize(*wide[i : i + 3], form.group_size, form.bits))) for i in range(3, 21, 3)
+        ]
+        gate, up, down = (np.concatenate([each[i], each[3 + i][None]]) for i in range(3))
+        which = np.concatenate([np.array(indices), np.full((tokens, 1), experts)], -1)
+        x = np.abs(np.array(wide[0]))[:, None, None]
+        sums = [x @ np.swapaxes(w[which], -1, -2) for w in (gate, up)]
+        size = 1.2 * (sums[0] + 1) * (sums[1] + 1) @ np.swapaxes(down[which], -1, -2)
+        factors = np.concatenate([np.array(wide[1]), np.ones((tokens, 1))], -1)[..., None]
+        return [6 * specs.EPSILON[dtype] * (size[..., 0, :] * factors).sum(-2)]
+
+    return Case(
+        describe(arrays, draw, activation=activation, chosen=chosen, **form.options),
+        arrays,
+        ours=ours,
+        twin=None,
+        exact=in_float64,
+        of_nothing=list,
+        differentiable=[0],
+        noise=noise,
+        ordinary=False,
+    )

@@ -154,6 +154,53 @@ def quantized_matmul(draw: Draw) -> Case:
     )
 
 
+def quantized_matmuls(draw: Draw) -> Case:
+    dtype, rows = draw.dtype(), draw.pick((1, 1, 1, 2))
+    group_size, bits = draw.pick((32, 64, 128)), draw.pick((4, 4, 4, 8, 8, 2, 3, 5, 6))
+    columns, count = group_size * draw.pick((1, 1, 2, 3, 8)), draw.integer(1, 5)
+    sizes = [draw.size(draw.limit(130, 40)) for _ in range(count)]
+    kind, weight_dtype, has_bias = draw.kind(), draw.dtype_like(dtype), draw.chance(0.4)
+    arrays = [draw.array(draw.numbers([rows, columns], kind), dtype)]
+    for outputs in sizes:
+        arrays += packed(draw, [outputs, columns], weight_dtype, group_size, bits)
+    if has_bias:
+        arrays += [draw.array(draw.numbers([outputs]), weight_dtype) for outputs in sizes]
+
+    def parts(weights: Sequence[mx.array]) -> list[tuple[Sequence[mx.array], Sequence[mx.array]]]:
+        return [(weights[3 * i : 3 * i + 3], weights[3 * count + i :][:1]) for i in range(count)]
+
+    def ours(x: mx.array, *weights: mx.array) -> tuple[mx.array, ...]:
+        triples, bias = zip(*parts(weights))
+        added = [b[0] for b in bias] if has_bias else None
+        found = mm.quantized_matmuls(x, [tuple(triple) for triple in triples], group_size, bits, bias=added)
+        return tuple(found)
+
+    def twin(x: mx.array, *weights: mx.array) -> tuple[mx.array, ...]:
+        options = {"transpose": True, "group_size": group_size, "bits": bits}
+        return tuple(with_bias(mx.quantized_matmul(x, *triple, **options), bias) for triple, bias in parts(weights))
+
+    def in_float64(x: mx.array, *weights: mx.array) -> tuple[mx.array, ...]:
+        products = [(x @ exact.dequantize(*triple, group_size, bits).T, bias) for triple, bias in parts(weights)]
+        return tuple(with_bias(y, bias) for y, bias in products)
+
+    def noise() -> list[np.ndarray | float]:
+        x, beyond = arrays[0], _overflow_of_packed(draw, arrays[0], bits)
+        sizes = [size_of_packed(triple[1], triple[2], group_size, bits) for triple, _ in parts(arrays[1:])]
+        return [4 * EPSILON32 * (size_of(x) @ size.T) + beyond for size in sizes]
+
+    return Case(
+        describe(arrays, draw, numbers=kind, group_size=group_size, bits=bits, count=count, bias=has_bias),
+        arrays,
+        ours=ours,
+        twin=twin,
+        exact=in_float64,
+        of_nothing=list,
+        differentiable=[0],
+        noise=noise,
+        ordinary=kind == "normal",
+    )
+
+
 def gated(gate: mx.array, up: mx.array, activation: str) -> mx.array:
     """What gated products are, in mx's operations."""
     if activation == "clipped":

@@ -1,0 +1,41 @@
+"""Linear layers of one input, which are one launch for a token where they are quantized alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .. import _ext
+
+__all__ = ["format_of", "is_quantized_linear", "products", "weights_of"]
+
+
+def is_quantized_linear(layer: Any) -> bool:
+    """Whether a layer is `mlx.nn.QuantizedLinear`, or ours in its place."""
+    bases = type(layer).__mro__[: 2 if type(layer).__module__.startswith("mlx_mittens.") else 1]
+    return nn.QuantizedLinear in bases
+
+
+def weights_of(layer: Any) -> tuple[mx.array, ...]:
+    """Words, scales and, where there are any, biases of groups."""
+    return tuple(layer[name] for name in ("weight", "scales", "biases") if layer.get(name) is not None)
+
+
+def format_of(layer: Any) -> tuple[Any, ...]:
+    """Group size, bits and mode."""
+    return layer.group_size, layer.bits, layer.mode
+
+
+def products(x: mx.array, layers: Sequence[Any]) -> list[mx.array]:
+    """What each layer makes of x."""
+    few = x.size == x.shape[-1] and not _ext.exporting() and all(map(is_quantized_linear, layers))
+    first = layers[0]
+    if few and all(format_of(layer) == format_of(first) and ("bias" in layer) == ("bias" in first) for layer in layers):
+        bias = [layer["bias"] for layer in layers] if "bias" in first else None
+        found = _ext.try_quantized_matmuls(x, [weights_of(layer) for layer in layers], *format_of(first), bias=bias)
+        if found is not None:
+            return cast("list[mx.array]", found)
+    return [layer(x) for layer in layers]

@@ -1,0 +1,61 @@
+"""A token of quantized models on Apple GPUs: layers of one input are one launch, mixtures with a shared expert two."""
+
+import contextlib
+
+import mlx.core as mx
+import pytest
+from helpers import tiny
+from helpers.tolerances import LAYERS, assert_near
+from mlx_lm.models import cache as caches
+
+import mlx_mittens as mm
+
+# By model: launches of a token's layers, that are several layers or experts in one.
+MODELS = {
+    "llama-3.2-1b": {"quantized_matmuls": 2},
+    "qwen2.5-0.5b": {"quantized_matmuls": 2},
+    "qwen3-0.6b": {"quantized_matmuls": 2},
+    # The projections of the gated delta, and in both layers the router with the shared expert's gate.
+    "qwen3-next-80b-a3b": {"gated_delta_token": 1, "quantized_matmuls": 3, "mixture": 4},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_token_gives_what_mlx_lm_gives(rng, name):
+    model = tiny.build(name, mx.float32, bits=4)
+    prompt, token = mx.array(rng.integers(0, 320, (1, 5))), mx.array(rng.integers(0, 320, (1, 1)))
+
+    def logits(context, simulator):
+        cache = caches.make_prompt_cache(model)
+        with context:
+            mx.eval(model(prompt, cache=cache))
+            with simulator:
+                mm.stats(reset=True)
+                found = model(token, cache=cache)
+                mx.eval(found)
+        return found
+
+    expected = logits(contextlib.nullcontext(), contextlib.nullcontext())
+    found = logits(mm.patched(), mm.simulator.enabled(gpu="m2-max"))
+    counts = {op: sum(count["kernels"].values()) for op, count in mm.stats().items()}
+    assert {op: counts.get(op) for op in MODELS[name]} == MODELS[name]
+    assert_near(found, expected, name, LAYERS)
+
+
+def test_layers_that_are_not_alike_are_multiplied_with_one_by_one(rng):
+    """Of other bits, and with a bias where another has none."""
+    import mlx.nn as nn
+
+    from mlx_mittens.patching import linears
+
+    x = mx.array(rng.normal(size=(1, 64))).astype(mx.float32)
+    four, eight = (nn.QuantizedLinear(64, 32, bias=False, group_size=32, bits=bits) for bits in (4, 8))
+    biased, dense = nn.QuantizedLinear(64, 32, group_size=32, bits=4), nn.Linear(64, 32)
+    with mm.simulator.enabled(gpu="m2-max"):
+        for layers, count in (([four, four], 1), ([four, eight], 0), ([four, biased], 0), ([four, dense], 0)):
+            mm.stats(reset=True)
+            found = linears.products(x, layers)
+            mx.eval(found)
+            assert sum(mm.stats().get("quantized_matmuls", {"kernels": {}})["kernels"].values()) == count
+            for y, layer in zip(found, layers, strict=True):
+                assert_near(y, layer(x), "product", LAYERS)
