@@ -10,7 +10,7 @@
 using namespace metal;
 using namespace mittens;
 
-template <typename T, QuantizedFormat F, int MB>
+template <typename T, QuantizedFormat F, int MB, int fewest = 1>
 [[kernel, max_total_threads_per_threadgroup(32 * kTileSimdgroups)]] void gather_qmm_tiles(
     const device T* x [[buffer(0)]],              // [inputs, rows, columns]
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
@@ -32,10 +32,9 @@ template <typename T, QuantizedFormat F, int MB>
   }
   const uint expert = min(tile.expert, params.pairs.matrices - 1);
   const typename Rows::Source matrix[1] = {Rows::of(w, w_scales, w_biases, params.weights, expert)};
-  const device T* const of_expert[1] = {
-      bias + (params.weights.has_bias ? size_t(expert) * params.weights.outputs : 0)};
-  multiply_expert_tile<MB, NB>(
-      x, matrix, of_expert, y, tile, group.y * kTileOutputs, params, staged, thread_at, lane);
+  const device T* const biases[1] = {bias};
+  multiply_expert_tile<fewest, MB, NB>(
+      x, matrix, biases, y, tile, group.y * kTileOutputs, params, staged, thread_at, lane);
 }
 
 // Runs of 2, 3, 5 and 6 bits are 16 columns long: 64 rows leave no registers for them.

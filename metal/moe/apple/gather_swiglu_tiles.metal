@@ -9,7 +9,7 @@
 using namespace metal;
 using namespace mittens;
 
-template <typename T, QuantizedFormat F, int MB>
+template <typename T, QuantizedFormat F, int MB, int fewest = 1>
 [[kernel, max_total_threads_per_threadgroup(32 * kTileSimdgroups)]] void gather_swiglu_tiles(
     const device T* x [[buffer(0)]],                 // [inputs, rows, columns]
     quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
@@ -35,10 +35,9 @@ template <typename T, QuantizedFormat F, int MB>
   const typename Rows::Source both[2] = {
       Rows::of(gate, gate_scales, gate_biases, params.weights, expert),
       Rows::of(up, up_scales, up_biases, params.weights, expert)};
-  const size_t before = params.weights.has_bias ? size_t(expert) * params.weights.outputs : 0;
-  const device T* const of_expert[2] = {gate_bias + before, up_bias + before};
-  multiply_expert_tile<MB, NB>(
-      x, both, of_expert, y, tile, group.y * (kTileOutputs / 2), params, staged, thread_at, lane);
+  const device T* const biases[2] = {gate_bias, up_bias};
+  multiply_expert_tile<fewest, MB, NB>(
+      x, both, biases, y, tile, group.y * (kTileOutputs / 2), params, staged, thread_at, lane);
 }
 
 // Runs of 2, 3, 5 and 6 bits are 16 columns long: 64 rows leave no registers for them.

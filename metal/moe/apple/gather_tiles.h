@@ -7,14 +7,21 @@
 
 namespace mittens {
 
+// Numbers, not pointers: they take fewer registers over a product.
 struct ExpertTile {
+  const device uint2* rows;  // of all tiles, each of x and of y
   uint expert;
-  const device uint2* rows;  // of x and of y
+  uint first;  // of rows
   uint count;
 
   static ExpertTile of(const device uint4* tiles, const device uint2* rows, uint index) {
     const uint4 tile = tiles[index];
-    return {tile.x, rows + tile.y, tile.z};
+    return {rows, tile.x, tile.y, tile.z};
+  }
+
+  // Of x and of y.
+  uint2 row(uint i) const {
+    return rows[first + i];
   }
 };
 
@@ -26,14 +33,15 @@ inline float gated(float gate, float up, constant GatherQmmParams& params) {
   return activate(gate, params.weights.gate_alpha, params.weights.gate_beta) * (up + params.offset);
 }
 
-// What is written of the sums of N matrices: sum + bias of one, the gated product of two. bias: of the expert.
+// What is written of the sums of N matrices: sum + bias of one, the gated product of two. bias: of all experts.
 template <typename T, int N>
 inline float expert_epilogue(
-    thread const float (&sums)[N], thread const device T* const (&bias)[N], constant GatherQmmParams& params, uint output) {
+    thread const float (&sums)[N], thread const device T* const (&bias)[N], uint expert,
+    constant GatherQmmParams& params, uint output) {
   float with_bias[N];
 #pragma unroll
   for (int s = 0; s < N; ++s) {
-    with_bias[s] = params.weights.has_bias ? sums[s] + float(bias[s][output]) : sums[s];
+    with_bias[s] = params.weights.has_bias ? sums[s] + float(bias[s][size_t(expert) * params.weights.outputs + output]) : sums[s];
   }
   if constexpr (N == 2) {
     return gated(with_bias[0], with_bias[1], params);
@@ -46,7 +54,7 @@ inline float expert_epilogue(
 template <typename T, int N>
 struct ExpertOutputs {
   device T* y;
-  const device T* bias[N];  // of the expert
+  const device T* bias[N];  // [experts, outputs]
   uint own;                 // the first output, before which there are another's
   uint output;              // the lane's first
 };
@@ -73,7 +81,7 @@ inline void multiply_blocks(
   Staged staging = Staged::of(x, staged, thread_at);
 #pragma unroll
   for (int i = 0; i < Staged::rows; ++i) {
-    const uint row = tile.rows[min(Staged::row_of(thread_at, i), tile.count - 1)].x;
+    const uint row = tile.row(min(Staged::row_of(thread_at, i), tile.count - 1)).x;
     staging.from[i] = (row * params.weights.columns + staging.column) / 4;
   }
   Tile<float, B, N * NB> sums;
@@ -82,7 +90,7 @@ inline void multiply_blocks(
   for (int i = 0; i < B; ++i) {
     const uint m = i * 8 + tile_row(lane);
     if (m < tile.count) {
-      device T* row = to.y + size_t(tile.rows[m].y) * params.weights.outputs;
+      device T* row = to.y + size_t(tile.row(m).y) * params.weights.outputs;
 #pragma unroll
       for (int j = 0; j < NB; ++j) {
 #pragma unroll
@@ -94,7 +102,7 @@ inline void multiply_blocks(
             for (int s = 0; s < N; ++s) {
               of_row[s] = sums.at[i][s * NB + j][k];
             }
-            row[n] = T(expert_epilogue(of_row, to.bias, params, n));
+            row[n] = T(expert_epilogue(of_row, to.bias, tile.expert, params, n));
           }
         }
       }
@@ -103,8 +111,8 @@ inline void multiply_blocks(
 }
 
 // Writes what the rows of a tile, 8 MB at most, give with the outputs of a threadgroup: 8 NB for each simdgroup, of which
-// there are that many or more. w, bias: of the expert.
-template <int MB, int NB, typename T, int N, typename Source>
+// there are that many or more. w: of the expert. fewest: blocks of 8 rows that the smallest tile has.
+template <int fewest, int MB, int NB, typename T, int N, typename Source>
 inline void multiply_expert_tile(
     const device T* x, thread const Source (&w)[N], thread const device T* const (&bias)[N], device T* y, ExpertTile tile,
     uint first_output, constant GatherQmmParams& params, threadgroup typename TileOperand<T, Source>::type* staged,
@@ -118,11 +126,11 @@ inline void multiply_expert_tile(
   to.own = first_output + thread_at / 32 * (8 * NB);
   to.output = min(to.own, params.weights.outputs - 8 * NB) + tile_column(lane);
   if (tile.expert < params.pairs.matrices) {
-    multiply_blocks<1, MB, NB>(x, w, tile, to, params, staged, thread_at, lane);
+    multiply_blocks<fewest, MB, NB>(x, w, tile, to, params, staged, thread_at, lane);
     return;
   }
   for (uint i = thread_at / 32; i < tile.count; i += kTileSimdgroups) {
-    device T* row = y + size_t(tile.rows[i].y) * params.weights.outputs;
+    device T* row = y + size_t(tile.row(i).y) * params.weights.outputs;
     for (uint n = first_output + lane; n < min(first_output + 8 * NB * kTileSimdgroups, params.weights.outputs); n += 32) {
       row[n] = T(not_a_number());
     }
