@@ -43,7 +43,7 @@ _DISABLED = (
 _OPTIONS = (
     *(f"-D{option}=disabled" for option in _DISABLED),
     *("-Dgallium-drivers=", "-Dvulkan-drivers=", "-Dplatforms=", "-Dvideo-codecs=", "-Dopengl=false", "-Dtools=asahi"),
-    # Assertions stay: they are how it says what it does not compile.
+    # Assertions stay: by them it refuses kernels.
     *("-Dbuildtype=plain", "-Doptimization=1", "-Db_ndebug=false", "-Dcpp_rtti=false", "-Dc_args=-w", "-Dcpp_args=-w"),
 )
 
@@ -97,7 +97,7 @@ def find() -> Path:
 
 @functools.cache
 def identity(program: Path) -> str:
-    """What changes with the program: part of the key of what it compiled."""
+    """Changes with the program: part of the key of compiled kernels."""
     return hashlib.sha256(program.read_bytes()).hexdigest()
 
 
@@ -287,7 +287,7 @@ def _python_tools(work: Path) -> dict[str, str]:
 
 
 def _native_file(work: Path) -> Path:
-    """Says which Python runs Mesa's generators: the one that has what they import."""
+    """Says which Python runs Mesa's generators: the one that has the modules they import."""
     file = work / "native.ini"
     file.write_text(f"[binaries]\npython = '{sys.executable}'\npython3 = '{sys.executable}'\n")
     return file

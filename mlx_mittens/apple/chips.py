@@ -1,4 +1,4 @@
-"""Apple GPUs as a table: what is published or measured of each chip, with units in the names.
+"""Apple GPUs as a table: published or measured figures of each chip, with units in the names.
 
 The rows are in `chips.csv`. An empty cell is something that nobody has published. Names are lower case with hyphens:
 `m2-max` is the variant with all cores, `m2-max-30` the one with 30.
@@ -35,7 +35,7 @@ class Chip:
         cores: GPU cores.
         clock_GHz: The clock of the GPU under load.
         nominal_GBps: Width times clock of the memory.
-        measured_GBps: What a plain reduction reached, where one was published. Predictions use the efficiency of the
+        measured_GBps: Bandwidth of a plain reduction, where one was published. Predictions use the efficiency of the
             tier, which predicts a chip's other kernels as well as this does.
         register_file_KB: Registers of a core.
         first_cache_KB: Data cache of a core.
@@ -55,7 +55,7 @@ class Chip:
             bound the threads of a core.
         native_bfloat: Whether bfloat operands need no instructions of their own.
         eval_round_trip_us: What `mx.eval` of a small array takes as the host sees it.
-        gemm_float32_TFLOPs: What MLX's float32 product reached.
+        gemm_float32_TFLOPs: Measured speed of MLX's float32 product.
         sources: Where the figures come from.
     """
 
@@ -93,7 +93,7 @@ class Chip:
             half_registers: 16-bit registers of a lane, as the machine code has them. None means at most 104.
 
         Raises:
-            ValueError: If a lane cannot have so many.
+            ValueError: If a lane cannot have as many.
         """
         if half_registers is not None and not 0 < half_registers <= 256:
             raise ValueError(f"a lane has 1 to 256 half registers; half_registers is {half_registers}")

@@ -1,6 +1,6 @@
 """What launches do whose machine code is not at hand, from their bytes and operations.
 
-The instructions are those of the inner loops of MLX's kernels, as their sources have them. The published measurements
+Instructions are counted in the inner loops of MLX's kernels, as their sources have them. The published measurements
 that the model is held to are predicted with the same functions (`bench/apple/works.py`).
 """
 
@@ -19,7 +19,7 @@ def elementwise(values: float, nbytes: float, each: Instructions = ONE_FLOAT) ->
     Args:
         values: How many are written.
         nbytes: Bytes that are read and written.
-        each: What a simdgroup executes for 32 values beside a load, a store and addresses.
+        each: Instructions of a simdgroup for 32 values beside a load, a store and addresses.
     """
     simdgroups = values / LANES
     return Work(
@@ -32,7 +32,7 @@ def elementwise(values: float, nbytes: float, each: Instructions = ONE_FLOAT) ->
 
 
 def norm(rows: int, columns: int, nbytes: float) -> Work:
-    """A norm of rows, a threadgroup each, of which a thread has eight values.
+    """A norm of rows: a threadgroup a row, eight values a thread.
 
     Args:
         rows: How many.

@@ -99,7 +99,7 @@ class Loop:
         header: Label of the block that it begins with.
         parent: The loop around it, as an index of `MachineCode.loops`; None if there is none.
         depth: How many loops its blocks are in at least: 1 of an outermost loop.
-        blocks: Labels of all of its blocks, those of inner loops included.
+        blocks: Labels of all of its blocks, inner loops included.
     """
 
     header: str
@@ -149,12 +149,12 @@ class MachineCode:
 
     @cached_property
     def kinds(self) -> dict[str, int]:
-        """Instructions of the text by kind: those of a loop once."""
+        """Instructions of the text by kind; a loop counts once."""
         return {kind: sum(block.kinds[kind] for block in self.blocks) for kind in KINDS}
 
     @property
     def instructions(self) -> int:
-        """Instructions of the text: those of a loop once."""
+        """Instructions of the text; a loop counts once."""
         return sum(self.kinds.values())
 
     def executed(self, trips: Mapping[int, float]) -> dict[str, float]:
@@ -304,7 +304,7 @@ def _run(program: Path, module: Path, file: str, kernel: str) -> str:
 
 
 def _message(done: subprocess.CompletedProcess[str]) -> str:
-    """Mesa's words for what it does not compile."""
+    """Mesa's words for a kernel that it does not compile."""
     failed = _FAILED_PARSE.search(done.stderr)
     words = failed[1] if failed else done.stderr
     lines = [line.strip() for line in words.splitlines() if line.strip() and "SHADER-DB" not in line]

@@ -160,7 +160,7 @@ class Instructions:
 
 @dataclass(frozen=True)
 class Work:
-    """What one launch does.
+    """The work of one launch.
 
     Attributes:
         threadgroups: Threadgroups of the launch.
@@ -169,7 +169,7 @@ class Work:
         threads_a_core: Threads that a core of M1 or M2 holds at once, as registers and threadgroup memory have it,
             where they are known; else it follows from `half_registers`. Later chips have no such bound: see chips.py.
         lines: Distinct 128-byte lines read and written.
-        fragment_lines: Those of `lines` that are stored in pieces, as 8x8 fragments of a product are.
+        fragment_lines: Of `lines`, how many are stored in pieces, as 8x8 fragments of a product are.
         summed_lines: Lines of each threadgroup, summed over threadgroups. 0 means that none is read twice.
         instructions: Executed instructions.
         rounds: Loads that one simdgroup waits for one after another.
@@ -306,7 +306,7 @@ def _terms(work: Work, chip: Chip, constants: Constants) -> Terms:
 
 
 def _body(terms: Terms, constants: Constants) -> tuple[float, str]:
-    """The time of a launch once it has started, and what it is limited by."""
+    """The time of a launch once it has started, and the resource that limits it."""
     memory = max(terms.device_memory, terms.second_cache)
     computing = max(terms.issue_slots, terms.complex_unit, terms.tensor_units)
     most = max(memory, computing)
@@ -324,7 +324,7 @@ def predict(work: Work, chip: Chip, constants: Constants = CONSTANTS) -> Predict
     """Predicts the time of a single launch, from its start to its end on the GPU.
 
     Args:
-        work: What the launch does.
+        work: The work of the launch.
         chip: The GPU.
         constants: The model's numbers.
     """
@@ -350,7 +350,7 @@ def chain(
     The first takes `launch_us` to start. Each other one takes `dependent_us`, or `launch_us` if it reads no memory.
 
     Args:
-        works: What each launch does.
+        works: The work of each launch.
         chip: The GPU.
         constants: The model's numbers.
         times: How often each of `works` is launched; once if left out.

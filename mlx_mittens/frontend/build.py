@@ -48,7 +48,7 @@ def _installed() -> Path:
 
 @functools.cache
 def _library_key() -> str:
-    """Of all of our standard library and of this package: part of the key of what is compiled with it."""
+    """A digest of our whole standard library and this package: part of the key of compiled kernels."""
     abi = _abi_folder() / "simulator" / "abi.h"  # in a source tree it is elsewhere than in an installed package
     own = {path for path in [*INCLUDE.rglob("*"), *_FOLDER.glob("*.py")] if path.is_file()} - {abi}
     return cache.key(*(path.read_text() for path in [*sorted(own), abi]))
@@ -177,7 +177,7 @@ def _max_threads(variant: Variant, kernel: Kernel, number: int) -> tuple[str, st
 
 
 def _prelude(translation: Translation) -> str:
-    """The library and the text; none of its functions is seen from elsewhere, so that what is not used goes."""
+    """The library and the text; none of its functions is seen from elsewhere, so that unused ones go."""
     return (
         '#include "metal/stdlib.h"\n'
         "#pragma clang attribute push(__attribute__((internal_linkage)), apply_to = function)\n"
@@ -340,7 +340,7 @@ def simulator_library(
                 done = _unoptimized(compiled_to_text)
                 text = done.stdout
                 if lowered:
-                    # A load from what a reference refers to is not to come before the branch that asks for it.
+                    # A load through a reference must not move before the branch that asks for it.
                     text = re.sub(r" dereferenceable\(\d+\)", "", _lowered(text))
                 if fuse:
                     text = _fused(text)
@@ -577,7 +577,7 @@ def has_prebuilt_ptx() -> bool:
 
 
 def prebuilt_key(flat: str) -> str:
-    """What a prebuilt PTX file says of the text that it was made of, so that an edited kernel does not run old PTX."""
+    """The mark by which a prebuilt PTX file names its source text, so that an edited kernel does not run old PTX."""
     return cache.key(flat, _library_key())
 
 
@@ -588,7 +588,7 @@ def key_of_kernels(*others: str) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What this machine's processor can do: libraries are compiled for it."""
+    """The features of this machine's processor: libraries are compiled for it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

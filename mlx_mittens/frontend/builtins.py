@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# What a kernel may call, besides what it declares: what our kernels, MLX's and users' commonly need.
+# Functions that a kernel may call without declaring them: those our kernels, MLX's and users' commonly need.
 _FUNCTIONS = frozenset(
     """
     abs absdiff addsat clamp clz ctz extract_bits hadd insert_bits mad24 madhi madsat max max3 median3 min min3 mul24
@@ -72,7 +72,7 @@ _ATTRIBUTES = frozenset(
     """.split()
 )
 
-# What a kernel may be told of its thread, and of how many components it is at most.
+# Attributes by which a kernel learns its thread's place, with the most components of each.
 SCALAR_POSITIONS = frozenset(
     """
     dispatch_quadgroups_per_threadgroup dispatch_simdgroups_per_threadgroup quadgroup_index_in_threadgroup
@@ -112,7 +112,7 @@ def is_type(name: str) -> bool:
     return _TYPE.match(name) is not None
 
 
-# Of clang's own functions and of Apple's those that MLX's kernels call.
+# Functions of clang's own and of Apple's that MLX's kernels call.
 ALLOWED_INTERNALS = frozenset(
     """
     __builtin_ctz __builtin_clz __builtin_popcount __builtin_bit_cast __builtin_unreachable __builtin_expect

@@ -88,7 +88,7 @@ def _keep_below_limit(folder: Path) -> None:
 
 
 def key(*parts: str) -> str:
-    """A name for what is made of these parts."""
+    """A name for a file made of these parts."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{len(part)}:".encode())
@@ -97,7 +97,7 @@ def key(*parts: str) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a file is there; then it counts as used now, of which most disks take no note by themselves."""
+    """Whether a file is there; then marks it as used now, since most disks do not record reads."""
     try:
         changed = os.stat(path).st_mtime_ns
     except OSError:

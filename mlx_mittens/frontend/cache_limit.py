@@ -1,4 +1,4 @@
-"""The cache of compiled kernels below a size: what was used least recently is deleted first."""
+"""Keeps the cache of compiled kernels below a size: the least recently used files are deleted first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRITING = 86400.0  # seconds after which nobody is still writing a file, or wai
 # How the names of files that are being written begin, and of their locks.
 UNFINISHED = ".mlx-mittens-"
 
-# What a file is, by how its name ends.
+# Kinds of files, by the end of their names.
 KINDS = {
     ".ptx": "PTX for NVIDIA GPUs",
     ".so": "kernels for the simulator",
@@ -35,7 +35,7 @@ class Entry:
 
     Attributes:
         path: The file.
-        kind: What it is: a value of `KINDS`.
+        kind: A value of `KINDS`.
         bytes: Its size.
         used: When it was used last, in seconds since 1970.
     """
@@ -86,16 +86,16 @@ def _delete_leftovers(folder: Path) -> None:
 
 
 def trim(folder: Path, limit: int | None = None) -> list[Entry]:
-    """Deletes what was used least recently, if the cache is larger than its limit, and what killed processes left.
+    """Deletes the least recently used files, if the cache is larger than its limit, and leftovers of killed processes.
 
-    What was used a moment ago stays: another process may be about to load it.
+    Files used a moment ago stay: another process may be about to load them.
 
     Args:
         folder: The cache folder.
         limit: Its largest size in bytes; `limit_bytes` without it.
 
     Returns:
-        list[Entry]: What was deleted.
+        list[Entry]: The deleted files.
     """
     limit = limit_bytes() if limit is None else limit
     _delete_leftovers(folder)

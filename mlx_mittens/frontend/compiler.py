@@ -30,7 +30,7 @@ _CPU = [
     # An access stays what the kernel wrote, with its line; and a loop without end stays one.
     *("-fno-vectorize", "-fno-slp-vectorize", "-fno-finite-loops", "-gline-tables-only", "-gdwarf-4"),
     *("-fno-optimize-sibling-calls", "-mllvm", "-disable-vector-combine"),
-    # Blocks stay in the order of the source, by which lanes that parted meet again: also those that are seldom run.
+    # Blocks stay in the order of the source, by which lanes that parted meet again, seldom run blocks too.
     *("-mllvm", "-disable-block-placement"),
     # Loops of few, known rounds are unrolled, as Metal's compiler does: the profile merges accesses of one basic block.
     *("-funroll-loops", "-mllvm", "-unroll-runtime=false", "-mllvm", "-unroll-allow-partial=false"),
@@ -82,7 +82,7 @@ def preprocess_flags(include: list[Path], version: int = 310) -> list[str]:
 
 
 def cpu_flags(watch: bool) -> list[str]:
-    # What is compiled is run on this machine alone, so it may use all its instructions.
+    # Code runs on this machine alone, so it may use all its instructions.
     tune = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     return [*_COMMON, *_CPU, tune, *(_WATCHED if watch else _STEPS)]
 
@@ -117,7 +117,7 @@ def optimized_flags(cpu: list[str]) -> list[str]:
 
 
 def object_flags(cpu: list[str], optimized: bool) -> list[str]:
-    """From LLVM's text, of which all passes may have been, to machine code."""
+    """From LLVM's text, whose passes may all have run, to machine code."""
     kept = [flag for flag in cpu if flag not in _LANGUAGE]
     if optimized:
         kept = [*(flag for flag in kept if not flag.startswith("-fsanitize")), *_NO_PASSES]
@@ -156,7 +156,7 @@ def _version(command: tuple[str, ...]) -> tuple[int, str] | None:
 
 
 def _known_version(zig: Path) -> tuple[int, str] | None:
-    """That of the clang in a zig, which is asked once: it takes longer than all else that a known kernel needs.
+    """The version of the clang in a zig, asked once: it takes longer than all else that a known kernel needs.
 
     One that does not answer, as where a time limit ends it, is asked again the next time.
     """

@@ -89,7 +89,7 @@ class Places:
 
 
 class Edited:
-    """A text with insertions, which finds its way back to the places of what it was."""
+    """A text with insertions, which maps places back to the original text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -157,12 +157,12 @@ def compiled(
 
     Args:
         run: Calls clang with a text and more flags.
-        text: What is to be compiled, perhaps with insertions.
+        text: The text to compile, perhaps with insertions.
         methods: Names of member functions that the text declares for other address spaces than the thread's.
         header: The folder of our library, errors in which are not mended.
 
     Returns:
-        What the last compilation said, and the text with its insertions.
+        The messages of the last compilation, and the text with its insertions.
     """
     edited = text if isinstance(text, Edited) else Edited(text)
     tried: set[tuple[int, int, str]] = set()
@@ -306,7 +306,7 @@ _VECTOR_CALL = re.compile(r"(?:bool|u?char|u?short|u?int|u?long|half|bfloat|floa
 
 
 def _copies(text: str, ranges: list[tuple[int, int]]) -> list[tuple[int, int, str]]:
-    """What is copied: what stands in braces, and the arguments of a vector's constructor, which is a macro of ours."""
+    """The copied expressions: elements in braces, and arguments of a vector's constructor, which is a macro of ours."""
     found = []
     for begin, end in ranges:
         call = _VECTOR_CALL.match(text, begin)

@@ -1,6 +1,6 @@
-"""What a Mac's compiler would refuse although clang, in plain C++, takes it.
+"""Finds code that a Mac's compiler would refuse although clang, in plain C++, takes it.
 
-Four looks at a file, each of which finds what the others cannot:
+Four looks at a file; each finds mistakes that the others cannot:
 
 - lint_source, its text after the preprocessor: words that Metal does not have, address spaces left out;
 - lint_kernels, the arguments of its kernels;
@@ -184,7 +184,7 @@ class _Compilation:
         place: _Places,
         known: list[Problem],
     ):
-        self.known = known  # what is said already
+        self.known = known  # reported already
         self.file, self.translation, self.strict, self.place = file, translation, strict, place
         self.lines = LineMap(text)
         # Without line markers, clang's places are those of the text.
@@ -196,7 +196,7 @@ class _Compilation:
         if _SPACE_CAST.search(text):
             self.flags.append("-femit-all-decls")  # code of functions too that no kernel calls
         self.flags += ["-DMITTENS_DIALECT", f"-DMITTENS_METAL_VERSION={options.version}"]
-        every = "-femit-all-decls" in self.flags  # of the library only what is parsed with the text
+        every = "-femit-all-decls" in self.flags  # of the library only the part parsed with the text
         self.library = "" if every else build._parsed_library(compiler.find_compiler(), self.flags)
 
     def problems(self) -> list[Problem]:
@@ -378,14 +378,14 @@ def _flags(options: Options) -> list[str]:
     return [*flags, "-fvisibility=hidden", "-ffp-contract=off"]
 
 
-# Of what is newer than C++14, the little that clang does not take there as an extension.
+# The few features newer than C++14 that clang does not take there as an extension.
 _NEWER = ("class template argument deduction", "declared with 'auto'", "'consteval'", "'constinit'")
 
 _OWN = re.compile(r"^(.+?):(\d+):(?:(\d+):)? (?:fatal )?(?:error): (.*)$", re.M)
 
 
 def _own_errors(log: str, file: str) -> list[Problem]:
-    """What the front end itself says, and the preprocessor."""
+    """Mistakes that the front end itself and the preprocessor report."""
     problems = [
         Problem(name, int(line), advised(what), int(column or 1)) for name, line, column, what in _OWN.findall(log)
     ]

@@ -1,4 +1,4 @@
-"""What is said of a kernel that does not compile."""
+"""The message about a kernel that does not compile."""
 
 from __future__ import annotations
 

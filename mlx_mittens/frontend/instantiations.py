@@ -35,7 +35,7 @@ class _Macro:
 
 @dataclass(frozen=True)
 class _Site:
-    """A call at file level, and what it instantiates: the arguments of `instantiate_kernel` by the kernel's name."""
+    """A call at file level, and its instantiations: the arguments of `instantiate_kernel` by the kernel's name."""
 
     begin: int
     end: int

@@ -71,7 +71,7 @@ def vectors(code: str, library: str) -> list[Problem]:
 
 
 def _located(code: str, library: str, found: dict[str, str]) -> list[Problem]:
-    """What is found, by the number of its place, without what is in the folder `library`."""
+    """Finds by the number of their place, without the folder `library`."""
     if not found:
         return []
     files, scopes = _files(code, library), dict(_SCOPE.findall(code))

@@ -1,4 +1,4 @@
-"""What a kernel's signature shows: its arguments, their address spaces, indices and attributes, and where it stands."""
+"""Checks a kernel's signature: its arguments, their address spaces, indices and attributes, and where it stands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_COVERED_ATTRIBUTES = ("texture", "sampler", "stage_in", "payload", "vertex_
 
 @dataclass(frozen=True)
 class Finding:
-    """Something at a token: what it is, and whether it is a mistake or beyond what can be checked."""
+    """A report at a token: its text, and whether it is a mistake or beyond this check."""
 
     token: int
     what: str
@@ -40,7 +40,7 @@ class Signatures:
         self.tokens, self.token, self.partner = reader.tokens, reader.token, reader.partner
 
     def findings(self) -> Iterator[Finding]:
-        """What is wrong with the kernels of the text, and what of them is not covered."""
+        """Mistakes in the kernels of the text, and parts that are not covered."""
         kernels: dict[str, int] = {}
         for i, token in enumerate(self.tokens):
             if token == "kernel":
@@ -233,7 +233,7 @@ class Signatures:
             if width == 1:
                 return
         elif not pointer and not is_type(plain[-1] if plain else ""):
-            return  # a name of the text's own, of which the compiler knows
+            return  # a name of the text's own, which the compiler checks
         yield Finding(
             at, f"argument {argument!r} of kernel {kernel!r} is {' '.join(plain)!r}: [[{attribute}]] is {wanted}"
         )

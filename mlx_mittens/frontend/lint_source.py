@@ -1,4 +1,4 @@
-"""What a text shows by itself: words and shapes that Metal does not have, address spaces left out."""
+"""Finds mistakes in a text by itself: words and shapes that Metal does not have, address spaces left out."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Text:
         self.pointers: set[str] = set()  # aliases of pointers and references that name no address space
 
     def problems(self, strict: bool) -> list[Problem]:
-        """What is found; what is doubtful only if that is asked for."""
+        """All finds; doubtful ones only if asked for."""
         self._scope(0, len(self.tokens))
         self._words()
         for finding in Signatures(self.reader).findings():
@@ -107,7 +107,7 @@ class Text:
                 i += 1
 
     def _block(self, start: int, i: int, in_class: bool) -> tuple[int, int]:
-        """What a brace opens, and where to go on: the next token, and where its declaration starts."""
+        """The kind of a brace, and where to go on: the next token, and where its declaration starts."""
         end = self.partner[i] + 1
         opening = self._parameters(start, i)
         words = self.tokens[start : opening or i]

@@ -6,7 +6,7 @@ metal/nvptx.h writes each product as an instruction of its own, which PTX does n
 
 The smallest product of a tensor core has a left matrix of 16 rows. So two products of a basic block that share their
 right matrix become one, and of two that follow each other in a sum the matrices are put side by side. Where no partner
-is found, the lower rows are zeros, and nobody reads what comes of them.
+is found, the lower rows are zeros, and nobody reads their results.
 
 Of two products that become one the first waits for the second. Registers are rewritten in PTX, so what the first reads
 must stay until then. Products in float32 become three of TF32 each (`_in_parts`).
@@ -22,7 +22,7 @@ from functools import cached_property
 
 _REGISTER = re.compile(r"%\w+")
 _PRODUCT = re.compile(r"\s*mittens\.multiply\.(\w+) \{([^{}]*)\}, \{([^{}]*)\}, \{([^{}]*)\}, \{([^{}]*)\};\s*")
-_COLUMNS = 8  # of a left matrix of halfs, of which each lane has one register
+_COLUMNS = 8  # of a left matrix of halfs, one register a lane
 # An instruction on a line of its own, and its first operand: it writes to no other. Whatever looks different ends a
 # basic block: labels, branches, barriers, calls, directives, braces, instructions with a predicate or on several lines.
 _INSTRUCTION = re.compile(r"\s*(?!br|bar|call)[a-z][\w.]*\s+((?:\{[^{}]*\})?[^{},;]*)[^;]*;\s*")

@@ -15,7 +15,7 @@ _MOST_THREADS = 1024
 
 
 def _statements(text: str) -> Iterator[str]:
-    """What a module declares and defines, comments between them left out."""
+    """The declarations and definitions of a module, without the comments between them."""
     lines: list[str] = []
     is_function = False
     for line in text.splitlines():
@@ -29,7 +29,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def entries(text: str) -> dict[str, str]:
-    """A text for each entry of a module, by its name, with what it uses of the module.
+    """A text for each entry of a module, by its name, with all it uses of the module.
 
     Args:
         text: Of entries, and for each a variable ``mittens_max_threads_`` with its name: the most threads that it

@@ -22,7 +22,7 @@ _FILES_PER_CALL = 30
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel takes on one architecture: registers of a thread, the rest in bytes."""
+    """The resources of one kernel on one architecture: registers of a thread, the rest in bytes."""
 
     registers: int
     spill_stores: int

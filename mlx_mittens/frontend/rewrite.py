@@ -1,9 +1,9 @@
 """From Metal's dialect to what clang takes as C++, and what kernels a text holds.
 
 The text has been through the preprocessor, so macros are out of the way and line markers say where each line is from.
-Words that are types or address spaces in Metal need no rewriting: the standard library defines them. What is left:
+Words that are types or address spaces in Metal need no rewriting: the standard library defines them. The rest:
 
-- attributes (``[[...]]``) go; those of kernels, parameters, instantiations and function constants are read;
+- attributes (``[[...]]``) go, read first on kernels, parameters, instantiations and function constants;
 - explicit instantiations of kernels go, and become variants;
 - ``threadgroup float x[32];`` becomes a call of the target's MITTENS_THREADGROUP_ARRAY;
 - arrays as parameters (``constant int strides[2]``) become pointers;
@@ -117,7 +117,7 @@ class Translation:
 
 
 class RewriteError(Exception):
-    """What is wrong with a text, as a compiler says it: file, line, error."""
+    """A mistake in a text, as a compiler reports it: file, line, error."""
 
 
 _ARITHMETIC = re.compile(r"(?:\d[\dxXa-fA-F]*[uUlL]*|[-+*/%()|&^~]|<<|>>|\s)+$")
@@ -341,7 +341,7 @@ class _Rewriter:
     def _apply(self) -> str:
         parts, done = [], 0
         for begin, end, new in sorted(self.edits, key=lambda edit: (edit[0], -edit[1])):
-            if begin >= done:  # else within what a larger edit replaced
+            if begin >= done:  # else within a larger edit
                 parts += [self.text[done:begin], new]
                 self.result.edits.append((begin, end, len(new)))
                 done = end
@@ -389,7 +389,7 @@ class _Rewriter:
                 raise self.error(f"error: {what}: write uchar4, and uchar4(v) or v != 0 to convert", i)
 
     def _is_member(self, i: int) -> bool:
-        """Whether a type is that of a variable in a class: `bool4 a, b[2];`."""
+        """Whether a type declares a variable in a class: `bool4 a, b[2];`."""
         name = self.after_template_arguments(i + 1)
         return _IDENTIFIER.match(self.token(name)) is not None and self.token(name + 1) in (";", ",", "[", "=", "{")
 
@@ -562,7 +562,7 @@ class _Rewriter:
         return None
 
     def _is_conversion(self, i: int) -> bool:
-        """Whether a type is that of a conversion function: `operator metal::float2() const`."""
+        """Whether a type names a conversion function: `operator metal::float2() const`."""
         i -= 1
         while self.token(i) in ("::", "metal", "const", "volatile"):
             i -= 1
@@ -703,7 +703,7 @@ class _Rewriter:
         return arguments
 
     def _private_arrays(self, i: int) -> None:
-        """`float x[4];` in a function: the watcher sees what is read of it before it is written."""
+        """`float x[4];` in a function: the watcher sees reads of it before writes."""
         first = i + 1 if self.tokens[i] == "thread" else i
         if self.tokens[first] in _NO_DECLARATION or not _IDENTIFIER.match(self.tokens[first]):
             return
@@ -1076,7 +1076,7 @@ class _Rewriter:
         return before in (";", "{", "}", "else", "do")
 
     def _outside(self, first: int, last: int) -> Iterator[int]:
-        """Tokens of first..last-1 that stand in no brackets, and those that open some."""
+        """Tokens of first..last-1 outside of brackets, and opening brackets."""
         while first < last:
             yield first
             first = self.partner[first] + 1 if self.tokens[first] in _OPEN else first + 1
@@ -1094,7 +1094,7 @@ class _Rewriter:
         if not any(self.tokens[k] in _SPACES for k in range(i, end)):
             return None
         if self.tokens[end - 1] != ")" or any(self.tokens[k] not in _OPEN for k in self._outside(equals + 2, end)):
-            return None  # an expression of what is read: `*(device float*)p + 1`
+            return None  # an expression of the loaded value: `*(device float*)p + 1`
         self.edits.append((self.spans[i][0], self.spans[i][1], "::mittens::assign("))
         self.edits.append((self.spans[equals][0], self.spans[equals + 1][1], ","))
         self.edits.append((self.spans[end][0], self.spans[end][0], ")"))
@@ -1112,7 +1112,7 @@ def rewrite(
     """Rewrites preprocessed Metal for clang.
 
     Args:
-        text: What the preprocessor made of a .metal file, line markers included.
+        text: A .metal file, preprocessed, line markers included.
         constants: Values of function constants by index, as they are written in C++.
         dialect: Whether the text is to be checked, not run: then its floats are none that a bfloat holds.
         private: Whether the watcher is to see arrays of a thread's own.

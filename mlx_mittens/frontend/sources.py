@@ -108,7 +108,7 @@ def flatten(file: str, include: tuple[str, ...] = ()) -> str:
     return known[0]
 
 
-# What was flattened, by folder and file, and of each text in it whether it has changed since.
+# Flattened texts, by folder and file, and whether any text in them has changed since.
 _flattened: dict[tuple[object, ...], tuple[str, list[tuple[str, Path | None, object]]]] = {}
 
 

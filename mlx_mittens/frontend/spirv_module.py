@@ -44,7 +44,7 @@ def _in_their_spaces(function: str) -> str:
     """Copies of whole structs from and to the address spaces that they are in.
 
     C++ copies a struct through a reference, which has no address space. Pointers without one are to a thread's own
-    memory in SPIR-V, so that what is in device memory would not be found.
+    memory in SPIR-V, so that device memory would not be found.
     """
     origins = {name: (space, origin) for name, space, origin in _CAST.findall(function)}
     if not origins:

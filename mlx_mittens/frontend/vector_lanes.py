@@ -84,7 +84,7 @@ class _Use:
 
 @dataclass
 class _Reads:
-    """What a function does with a loaded vector."""
+    """The uses of a loaded vector in a function."""
 
     uses: list[_Use] = field(default_factory=list)
     is_kept: bool = False  # whether it goes back to where it came from
@@ -101,7 +101,7 @@ class _Function:
         self.operations: list[int] = []  # lines that may be an operation between threads
         self.stores: dict[int, _Access] = {}
         self.loads: dict[int, _Access] = {}
-        self.before: dict[int, list[str]] = {}  # what is put in front of lines
+        self.before: dict[int, list[str]] = {}  # insertions in front of lines
         self.masks = 0
         blocks = 0
         for i, line in enumerate(lines):
@@ -166,7 +166,7 @@ class _Function:
             return False
         return load.pointer.startswith(_PRIVATE) or not self._has_operation(load.line, store.line)
 
-    # What a store changes: back from the stored value to the loads of its place.
+    # Finds the components a store changes: back from the stored value to the loads of its place.
 
     def _changed(self, store: _Access) -> Mask:
         loads = [load for load in self.loads.values() if self._is_part_of(load, store)]
@@ -175,7 +175,7 @@ class _Function:
         return self._differs(store.value, {load.value for load in loads}, store.all, {})
 
     def _differs(self, value: str, same: set[str], every: int, known: dict[str, Mask]) -> Mask:
-        """The components of a value that are not what was loaded."""
+        """The components of a value that differ from the load."""
         if value in same:
             return 0
         if value in known:
@@ -252,7 +252,7 @@ class _Function:
         self.before.setdefault(line, []).append(f"  %mittens.mask.{self.masks} = {what}")
         return f"%mittens.mask.{self.masks}"
 
-    # What is read of a load: on to the uses of its value.
+    # Finds the components read of a load: on to the uses of its value.
 
     def _read_at(self, load: _Access) -> int:
         """The components that a load reads; those that are read where they are used are reported there."""
@@ -285,7 +285,7 @@ class _Function:
         is_sure: bool,
         seen: set[tuple[str, Lanes, bool]],
     ) -> None:
-        """Adds what is read of a load by the uses of a value, some lanes of which are the load's."""
+        """Adds the components of a load that the uses of a value read, where lanes of the value are the load's."""
         if (name, lanes, is_sure) in seen or not any(lane is not None for lane in lanes):
             reads.is_kept = reads.is_kept or any(i in self.stores for i in self.uses.get(name, ()))
             return
@@ -355,7 +355,7 @@ def _picked(shuffle: re.Match[str]) -> list[int | None]:
 
 
 def _functions(text: str) -> Iterator[list[str]]:
-    """The lines of a text: those of each function together, the others one by one."""
+    """The lines of a text: each function's together, the others one by one."""
     function: list[str] | None = None
     for line in text.split("\n"):
         if line.startswith("define "):
@@ -372,7 +372,7 @@ def _functions(text: str) -> Iterator[list[str]]:
 def _operations(text: str) -> set[str]:
     """The functions of a text that may be operations between threads.
 
-    These call the simulator by a pointer, themselves or through others. What the text only declares is the C library's.
+    These call the simulator by a pointer, themselves or through others. Functions only declared are the C library's.
     """
     calls: dict[str, set[str]] = {}
     found: set[str] = set()

@@ -6,7 +6,7 @@ which is no LLVM.
 
 A cast of a vector to another of its size takes the bits in clang's C++; in Metal it converts the elements. Here no
 integer has a sign any more: `rewrite` writes out casts to types that it knows by name, and where some are left those to
-aliases and template parameters too. What is then left is converted here, with integers taken as signed.
+aliases and template parameters too. The rest is converted here, with integers taken as signed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def has_casts(text: str) -> bool:
 
 
 def with_truths(text: str) -> str:
-    """LLVM's text with 1 for what is true in a vector."""
+    """LLVM's text with 1 for true components of a vector."""
     count = 0
 
     def written(match: re.Match[str]) -> str:
