@@ -63,7 +63,7 @@ inline AttentionPlace place_of(
 
 // The lane's elements of 8 rows of queries as right operands, whose rows are in the order of the runs of keys. Zeros
 // past the last row.
-template <int D, int E, typename T, typename U>
+template <int D, int E, int apart = 1, typename T, typename U>
 inline void stage_queries(
     threadgroup vec<U, 2>* to, const device T* queries, AttentionPlace place, uint first_part, uint parts,
     constant AttentionParams& params) {
@@ -77,7 +77,7 @@ inline void stage_queries(
         row % params.queries * params.query.token;
   }
   for (uint n = first_part; n < D / 8; n += parts) {
-    const uint column = column_of_right<E>(n, tile_row(place.lane));
+    const uint column = column_of_right<E, apart>(n, tile_row(place.lane));
     vec<U, 2> pair = vec<U, 2>(U(0), U(0));
     pair.x = own < place.rows ? U(rows[0][column]) : pair.x;
     pair.y = own + 1 < place.rows ? U(rows[1][column]) : pair.y;

@@ -7,10 +7,17 @@
 
 namespace mittens {
 
+// Which elements of a run make pair t: neighbours, or elements `apart` from each other.
+template <typename Source>
+struct PairOrder {
+  static constant constexpr int apart = 1;
+};
+
 // The column of a that row `row` of right operand n belongs to, where the runs of a have E elements.
-template <int E>
+template <int E, int apart = 1>
 inline uint column_of_right(int n, uint row) {
-  return n / (E / 2) * 4 * E + row / 2 * E + n % (E / 2) * 2 + row % 2;
+  const int t = n % (E / 2);
+  return n / (E / 2) * 4 * E + row / 2 * E + (t / apart * 2 * apart + t % apart) + row % 2 * apart;
 }
 
 // The column of a that row `row` of sums n of a transposed a belongs to.

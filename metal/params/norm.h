@@ -64,6 +64,14 @@ struct SoftcapParams {
   float cap;
 };
 
+struct SoftcapVjpParams {
+  uint64_t size;
+  uint32_t x_phase;
+  uint32_t dy_phase;
+  uint32_t dx_phase;
+  float cap;
+};
+
 // A kernel's share of the gradients of rms_norm and layer_norm.
 struct NormVjpParams {
   RowOpParams arrays;  // x, dy, and dsum at 3; weight; dx

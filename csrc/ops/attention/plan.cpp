@@ -74,7 +74,8 @@ Registers registers_of(const AttentionPlan& plan, const AttentionSizes& sizes, c
   const uint32_t apple = columns <= 64 ? 128 : columns <= 128 ? 160 : columns <= 192 ? 192 : 232;
   uint32_t nvidia = columns <= 64 ? 96 : columns <= 128 ? 128 : 168;
   if (plan.kernel == AttentionKernel::decode8) {
-    nvidia = is_half || columns <= 64 ? 128 : 200;
+    const uint32_t wide = options.bits != 0 ? 168 : is_half ? 128 : 200;
+    nvidia = columns <= 64 ? 128 : wide;
   } else if (plan.kernel == AttentionKernel::decode16) {
     nvidia = 168;
   }

@@ -33,6 +33,67 @@ mx::array compose_softcap(const mx::array& x, float cap, mx::Stream s) {
   return mx::astype(mx::multiply(mx::tanh(mx::divide(wide, limit, s), s), limit, s), x.dtype(), s);
 }
 
+// A launch in which each thread takes a pack of x.
+Launch launch_over(const mx::array& x, const char* kernel) {
+  constexpr uint32_t threads = 256;
+  Launch launch;
+  launch.file = file;
+  launch.kernel = kernel_name(x.dtype(), kernel);
+  launch.threadgroups = {ceil_divide(x.size(), threads * (16 / x.itemsize())), 1, 1};
+  launch.threads = {threads, 1, 1};
+  return launch;
+}
+
+// x, dy -> dx of their shape. The Jacobian is diagonal: it serves vjp and jvp.
+class SoftcapVjp : public KernelPrimitive {
+ public:
+  SoftcapVjp(mx::Stream stream, float cap) : KernelPrimitive(stream), cap_(cap) {}
+
+  static mx::array apply(const mx::array& x, const mx::array& dy, float cap, mx::Stream stream) {
+    return only_output(x.shape(), std::make_shared<SoftcapVjp>(stream, cap), {x, dy});
+  }
+
+  const char* name() const override {
+    return "MittensSoftcapVjp";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return cap_ == static_cast<const SoftcapVjp&>(other).cap_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    return {inputs[0].shape()};
+  }
+
+ protected:
+  void allocate(const Arrays& inputs, Arrays& outputs) override {
+    take_or_allocate(outputs[0], inputs[1], stream());
+  }
+
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array &x = inputs[0], &dy = inputs[1], &dx = outputs[0];
+    Launch launch = launch_over(x, "softcap_vjp");
+    launch.input(x)
+        .input(dy)
+        .output(outputs[0])
+        .params(SoftcapVjpParams{x.size(), phase_of(x), phase_of(dy), phase_of(dx), cap_});
+    return in_order(std::move(launch));
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::Stream s = stream();
+    const auto wide = [&](const mx::array& array) { return mx::astype(array, mx::float32, s); };
+    const mx::array size = mx::abs(mx::divide(wide(inputs[0]), mx::array(cap_), s), s);
+    const mx::array e = mx::exp(mx::multiply(mx::array(-2.0f), size, s), s);
+    const mx::array slope =
+        mx::divide(mx::multiply(mx::array(4.0f), e, s), mx::square(mx::add(mx::array(1.0f), e, s), s), s);
+    return {mx::astype(mx::multiply(wide(inputs[1]), slope, s), inputs[0].dtype(), s)};
+  }
+
+ private:
+  float cap_;
+};
+
 // x -> y of its shape.
 class Softcap : public KernelPrimitive {
  public:
@@ -54,6 +115,14 @@ class Softcap : public KernelPrimitive {
     return {{only_output(inputs[0].shape(), std::make_shared<Softcap>(stream(), cap_), inputs)}, axes};
   }
 
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>&, const Arrays&) override {
+    return {SoftcapVjp::apply(primals[0], cotangents[0], cap_, stream())};
+  }
+
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>&) override {
+    return {SoftcapVjp::apply(primals[0], tangents[0], cap_, stream())};
+  }
+
  protected:
   void allocate(const Arrays& inputs, Arrays& outputs) override {
     take_or_allocate(outputs[0], inputs[0], stream());
@@ -61,12 +130,7 @@ class Softcap : public KernelPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    constexpr uint32_t threads = 256;  // each of which takes a pack
-    Launch launch;
-    launch.file = file;
-    launch.kernel = kernel_name(x.dtype(), op);
-    launch.threadgroups = {ceil_divide(x.size(), threads * (16 / x.itemsize())), 1, 1};
-    launch.threads = {threads, 1, 1};
+    Launch launch = launch_over(x, op);
     launch.input(x).output(outputs[0]).params(SoftcapParams{x.size(), phase_of(x), phase_of(outputs[0]), cap_});
     return in_order(std::move(launch));
   }

@@ -28,6 +28,20 @@ struct AheadShape {
   static constant constexpr int scratch = all_queries > sums ? all_queries : sums;
 };
 
+// Pair t of a run, and element e of the runs of two rows, as operands.
+template <typename Source>
+inline vec<typename Source::Operand, 2> pair_of_row(Source a, typename Source::Run run, int t) {
+  using U = typename Source::Operand;
+  return vec<U, 2>(U(element(a, run, 2 * t)), U(element(a, run, 2 * t + 1)));
+}
+
+template <typename Source>
+inline vec<typename Source::Operand, 2> pair_of_rows(
+    Source a, typename Source::Run upper, typename Source::Run lower, int e) {
+  using U = typename Source::Operand;
+  return vec<U, 2>(U(element(a, upper, e)), U(element(a, lower, e)));
+}
+
 // Runs of 8 C rows of D columns that are on their way: the lane's, as multiply_rows takes them.
 template <int D, typename Source, int C>
 struct LoadedRows {
@@ -58,7 +72,7 @@ inline void multiply_loaded(
 #pragma unroll
       for (int c = 0; c < C; ++c) {
         const typename Source::Run run = loaded.at[c][part];
-        const vec<U, 2> pair = vec<U, 2>(U(element(a, run, 2 * t)), U(element(a, run, 2 * t + 1)));
+        const vec<U, 2> pair = pair_of_row(a, run, t);
 #pragma unroll
         for (int i = 0; i < B; ++i) {
           sums[i].at[c][0] =
@@ -101,8 +115,7 @@ inline bool multiply_loaded_transposed(
     for (int e = 0; e < E; ++e) {
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        vec<U, 2> pair =
-            vec<U, 2>(U(element(a, loaded.at[c][part][0], e)), U(element(a, loaded.at[c][part][1], e)));
+        vec<U, 2> pair = pair_of_rows(a, loaded.at[c][part][0], loaded.at[c][part][1], e);
         if (guarded) {
           const bool finite_upper = is_finite(pair.x);
           const bool finite_lower = is_finite(pair.y);
@@ -183,7 +196,7 @@ inline void attention_ahead(
       (threadgroup vec<Operand, 2>*)(scratch + (shares_keys ? 0 : place.simdgroup * Shape::queries));
 #pragma unroll
   for (int b = 0; b < B; ++b) {
-    stage_queries<Shape::width, Keys::size>(
+    stage_queries<Shape::width, Keys::size, PairOrder<Keys>::apart>(
         q + b * (Shape::width / 8) * 32, queries, block_of(place, b), worker, workers, params);
   }
   rows += place.simdgroup * Shape::rows;

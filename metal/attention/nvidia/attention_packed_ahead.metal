@@ -2,7 +2,7 @@
 // rows of queries.
 #include <metal_stdlib>
 
-#include "attention/packed.h"
+#include "attention/nvidia/packed_pairs.h"
 #include "attention/nvidia/ahead.h"
 #include "mittens/instantiate.h"
 
@@ -34,17 +34,17 @@ template <typename T, int bits, int D, Share share, int B, int C>
   const AttentionPlace place = place_ahead<Shape>(group, lane, simdgroup, simdgroups, params);
   attention_ahead<Shape>(
       queries,
-      head_of<T, bits, run_size(D, 4, most)>(
-          keys, key_scales, key_biases, params.key, params.key_scale, params.key_bias, params.group_shift, place),
-      head_of<T, bits, run_size(D, 8, most)>(
+      AffinePairs<T, bits, run_size(D, 4, most)>{head_of<T, bits, run_size(D, 4, most)>(
+          keys, key_scales, key_biases, params.key, params.key_scale, params.key_bias, params.group_shift, place)},
+      AffinePairs<T, bits, run_size(D, 8, most)>{head_of<T, bits, run_size(D, 8, most)>(
           values, value_scales, value_biases, params.value, params.value_scale, params.value_bias, params.group_shift,
-          place),
+          place)},
       mask, sinks, y, logsumexp, params, place, scratch, rows);
 }
 
 #define instantiate_type(T, name, bits, D, blocks16)                                                                 \
   instantiate_kernel(                                                                                            \
-      "attention_decode8_" #bits "bit_" #D "_" #D "_" name, attention_packed_ahead, T, bits, D, Share::keys, 1, 1)  \
+      "attention_decode8_" #bits "bit_" #D "_" #D "_" name, attention_packed_ahead, T, bits, D, Share::keys, 1, 2)  \
   instantiate_kernel(                                                                                            \
       "attention_decode16_" #bits "bit_" #D "_" #D "_" name, attention_packed_ahead, T, bits, D, Share::keys, 2, blocks16) \
   instantiate_kernel(                                                                                            \

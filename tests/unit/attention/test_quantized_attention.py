@@ -147,6 +147,18 @@ def test_what_is_hidden_does_not_matter_by_the_rules_for_nvidia(rng, nvidia_kern
     check_hidden(rng, mx.float16, 3, how, 4, ratio, 40, width, group_size)
 
 
+@pytest.mark.parametrize("width, group_size", [(64, 32), (64, 64), (96, 32), (128, 64), (128, 128)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("queries, kernel", [(1, "decode8"), (6, "decode16")])
+def test_kernels_that_load_ahead(rng, nvidia_kernels, queries, kernel, bits, width, group_size):
+    """Pairs of integers are unpacked at once; the last keys are fewer than a simdgroup takes."""
+    for dtype in (mx.float16, mx.bfloat16):
+        q, keys, values = packed(rng, (1, 4, 1, queries, 77, width), dtype, group_size, bits)
+        attend(q, keys, values, 0.125, None, None, None, group_size, bits)
+        name = str(dtype).rpartition(".")[2]
+        assert f"attention_{kernel}_{bits}bit_{width}_{width}_{name}" in nvidia_kernels()
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("queries", [1, 20])
 def test_strides(rng, dtype, executor, queries, bits):

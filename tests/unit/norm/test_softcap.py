@@ -53,3 +53,16 @@ def test_views(dtype, executor, rng):
 def test_bad_cap(native, cap):
     with pytest.raises(ValueError, match=r"\[softcap\] cap is .*: expected a finite positive number"):
         mm.softcap(mx.ones((2,)), cap)
+
+
+def test_gradient_is_one_launch(nvidia_kernels, dtype, rng):
+    """Of arrays that start at different places of 16 bytes, too."""
+    x, dy = (mx.array(rng.standard_normal(70).astype(np.float32) * 40).astype(dtype) for _ in range(2))
+    for ours in (lambda: mx.vjp(lambda x: mm.softcap(x, 30.0), [x[3:]], [dy[:-3]])[1][0],
+                 lambda: mx.jvp(lambda x: mm.softcap(x, 30.0), [x[3:]], [dy[:-3]])[1][0]):  # fmt: skip
+        nvidia_kernels()
+        dx = ours()
+        mx.eval(dx)
+        assert nvidia_kernels() == [f"softcap_vjp_{str(dtype).rpartition('.')[2]}"]
+        exact = specs.widen(dy[:-3]) * (1 - np.tanh(specs.widen(x[3:]) / 30) ** 2)
+        np.testing.assert_allclose(np.array(dx.astype(mx.float32)), exact, rtol=units(8, dtype))

@@ -1,0 +1,80 @@
+// Packed keys and values as operands on NVIDIA GPUs: both integers of a pair are unpacked at once, as halves, and in float16
+// scaled at once. attention/packed.h's element does it one by one.
+#pragma once
+
+#include "attention/packed.h"
+#include "mittens/operand.h"
+
+namespace mittens {
+
+// A source as Affine is one.
+template <typename T, int bits, int E>
+struct AffinePairs {
+  using Operand = T;
+  using Integers = typename Affine<T, bits, E>::Integers;
+  struct Run {
+    Integers integers;
+    uint affine;  // scale and bias, in one register
+  };
+  static constant constexpr int size = E;
+  Affine<T, bits, E> rows;
+
+  Run load(uint row, uint part) const {
+    const typename Affine<T, bits, E>::Run run = rows.load(row, part);
+    return Run{run.integers, as_type<uint>(vec<T, 2>(run.scale, run.bias))};
+  }
+};
+
+template <typename T, int bits, int E>
+inline T element(AffinePairs<T, bits, E> a, typename AffinePairs<T, bits, E>::Run run, int i) {
+  const vec<T, 2> affine = as_type<vec<T, 2>>(run.affine);
+  return element(a.rows, typename Affine<T, bits, E>::Run{run.integers, affine.x, affine.y}, i);
+}
+
+// Elements of a run that stand at the same place of both halves of a word make a pair.
+template <typename T, int bits, int E>
+struct PairOrder<AffinePairs<T, bits, E>> {
+  static constant constexpr int apart = 16 / bits;
+};
+
+// Integer k of each half of a word.
+template <int bits>
+inline half2 half_integers(uint halves, int k) {
+  constexpr uint mask = bits == 8 ? 0x00ff00ffu : 0x000f000fu;
+  const int bit = bits == 4 && k % 2 == 1 ? 4 : 0;
+  const half2 both = as_type<half2>((halves >> (k * bits - bit) & (mask << bit)) | 0x64006400u);
+  return bit == 0 ? both - half2(1024) : both * half2(0.0625) - half2(64);
+}
+
+inline half2 scaled(half2 integers, half2 scales, half2 biases) {
+  return integers * scales + biases;
+}
+
+inline vec<bfloat, 2> scaled(half2 integers, vec<bfloat, 2> scales, vec<bfloat, 2> biases) {
+  return vec<bfloat, 2>(
+      bfloat(fma(float(integers.x), float(scales.x), float(biases.x))),
+      bfloat(fma(float(integers.y), float(scales.y), float(biases.y))));
+}
+
+template <typename T, int bits, int E>
+inline vec<T, 2> pair_of_row(AffinePairs<T, bits, E>, typename AffinePairs<T, bits, E>::Run run, int t) {
+  constexpr int apart = 16 / bits;
+  const vec<T, 2> affine = as_type<vec<T, 2>>(run.affine);
+  const half2 integers = half_integers<bits>(word_of(run.integers, t / apart), t % apart);
+  return scaled(integers, vec<T, 2>(affine.x, affine.x), vec<T, 2>(affine.y, affine.y));
+}
+
+template <typename T, int bits, int E>
+inline vec<T, 2> pair_of_rows(
+    AffinePairs<T, bits, E>, typename AffinePairs<T, bits, E>::Run upper, typename AffinePairs<T, bits, E>::Run lower,
+    int e) {
+  constexpr int of_word = 32 / bits;
+  constexpr int of_half = 16 / bits;
+  const uint halves = side_by_side(
+      word_of(upper.integers, e / of_word), word_of(lower.integers, e / of_word), e % of_word >= of_half);
+  return scaled(
+      half_integers<bits>(halves, e % of_half), as_type<vec<T, 2>>(side_by_side(upper.affine, lower.affine, false)),
+      as_type<vec<T, 2>>(side_by_side(upper.affine, lower.affine, true)));
+}
+
+}  // namespace mittens
