@@ -99,13 +99,15 @@ _PLACES = (
         ("sample.cpp",), ("test_sample.py",),
     ),
     Place(
-        ("gemv",), "matmul", "gemv.cpp", ("plan.cpp",),
-        ("gemv.metal", "gemv_tiles.metal", "splitk_reduce.metal"),
-        ("gemv.cpp",), ("test_gemv.py", "test_gemv_short.py", "test_product_traffic.py"), ("nvidia/gemv_short.metal",),
+        ("matmul", "gemv"), "matmul", "gemv.cpp", ("plan.cpp",),
+        ("gemv.metal", "gemv_tiles.metal", "apple/matmul_tiles.metal", "splitk_reduce.metal"),
+        ("gemv.cpp",), ("test_gemv.py", "test_matmul.py", "test_gemv_short.py", "test_product_traffic.py"),
+        ("nvidia/gemv_short.metal",),
     ),
     Place(
         ("quantized_matmul",), "matmul", "quantized_matmul.cpp", ("plan.cpp",),
-        ("qmv.metal", "qmm.metal", "apple/qmm_tiles.metal", "qvm.metal", "splitk_reduce.metal"),
+        ("qmv.metal", "qmm.metal", "apple/qmm_tiles.metal", "qvm.metal", "apple/qvm_tiles.metal",
+         "splitk_reduce.metal"),
         ("quantized_matmul.cpp",),
         ("test_quantized_matmul.py", "test_qmv_mma.py", "test_product_traffic.py"),
         ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
@@ -118,7 +120,7 @@ _PLACES = (
     ),
     Place(
         ("block_matmul",), "matmul", "gguf_matmul.cpp", ("plan.cpp",),
-        ("gguf_matmul.metal",), ("gguf.cpp",),
+        ("gguf_matmul.metal", "apple/gguf_tiles.metal"), ("gguf.cpp",),
         ("test_gguf.py", "test_gguf_kinds.py", "test_product_traffic.py"),
     ),
     Place(

@@ -16,15 +16,17 @@ import numpy as np
 
 import mlx_mittens as mm
 
-KINDS = {gguf.GGMLQuantizationType.Q4_0: "q4_0", gguf.GGMLQuantizationType.Q8_0: "q8_0"}
+NAMES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
+KINDS = {gguf.GGMLQuantizationType[name.upper()]: name for name in (*NAMES, "mxfp4", "nvfp4")}
+SAMPLES = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.MXFP4)
 
 
 def write_sample(path: pathlib.Path) -> None:
-    """A file with one random matrix, in both formats."""
+    """A file with one random matrix, in several formats."""
     weights = np.random.default_rng().normal(size=(512, 1024)).astype(np.float32)
     writer = gguf.GGUFWriter(path, "llama")
-    for kind, name in KINDS.items():
-        writer.add_tensor(f"weights.{name}", gguf.quantize(weights, kind), raw_dtype=kind)
+    for kind in SAMPLES:
+        writer.add_tensor(f"weights.{KINDS[kind]}", gguf.quantize(weights, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -26,7 +26,7 @@ template <typename T, BlockKind kind, int M>
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
   const uint first_row = group.y * M;
   const RowsOfX<T> rows = {x + size_t(first_row) * params.columns, params.columns, params.rows - first_row};
-  const BlockRows<kind, run_columns(M)> matrix[1] = {{blocks, params.row_bytes}};
+  const BlockRows<kind, run_columns(M)> matrix[1] = {{blocks, params.row_bytes, 0}};
   multiply_by_rows<M>(rows, matrix, bias, y, first_row, group.x * threads.y + thread_at.y, params, at, partials);
 }
 
@@ -42,6 +42,8 @@ instantiate_types("block_matmul_q5_k_1", block_matmul, q5_k, 1)
 instantiate_types("block_matmul_q6_k_1", block_matmul, q6_k, 1)
 instantiate_types("block_matmul_iq4_nl_1", block_matmul, iq4_nl, 1)
 instantiate_types("block_matmul_iq4_xs_1", block_matmul, iq4_xs, 1)
+instantiate_types("block_matmul_mxfp4_1", block_matmul, block_mxfp4, 1)
+instantiate_types("block_matmul_nvfp4_1", block_matmul, block_nvfp4, 1)
 
 // Common kinds; the others have one row at a time.
 instantiate_types("block_matmul_q4_0_4", block_matmul, q4_0, 4)

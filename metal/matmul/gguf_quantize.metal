@@ -91,8 +91,9 @@ template <typename T, BlockKind kind>
 template <typename T, BlockKind kind>
 inline void dequantize_run(const device uchar* blocks, device T* w, uint run) {
   using Rows = BlockRows<kind, kDequantizedColumns>;
-  constexpr uint runs = BlockOf<kind, kDequantizedColumns>::Shape::weights / kDequantizedColumns;
-  const Rows from = {blocks + size_t(run / runs) * BlockOf<kind, kDequantizedColumns>::Shape::bytes, 0};
+  constexpr uint runs = Rows::Block::Shape::weights / kDequantizedColumns;
+  const Rows all = {blocks, Rows::Block::Shape::bytes, 0};
+  const Rows from = all.at(run / runs, true);
   const typename Rows::Run loaded = from.load(0, run % runs * kDequantizedColumns);
   half q[kDequantizedColumns];
   Rows::Values::unpack(loaded.words, q);

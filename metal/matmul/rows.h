@@ -9,6 +9,7 @@
 //   Run load(row, column)   a run of Values::size columns, of which column is a multiple
 //   at(row, alone)          the same rows from another one on
 //   scale(run), bias(run)   w[i] = scale * v[i] + bias; has_bias: whether there is one
+//   fits_half               whether halves have the range of scales and weights
 // and its Values what a run holds:
 //   unpack(run.words, q)    q[i] = base + factor(level(i)) * v[i] as halves
 //   levels                  0 .. levels - 1

@@ -68,7 +68,8 @@ _VOCABULARY = 131072  # no steps lead to it: models have either more or far less
 
 # Rows, inner size and outputs of products with weights.
 _PRODUCT_ROWS = (1, 4, 16)
-_PROMPT_ROWS = (64, 256)  # on a CPU alone: a GPU's kernels take fewer
+_PROMPT_ROWS = (64, 256)  # on a CPU; a GPU's kernels take fewer, but for those of quantized weights on a Mac
+_MAC_PROMPT_ROWS = (64, 512, 2048)
 _INNER = (1024, 4096, 16384)
 _OUTPUTS = (128, 512, 2048, 8192, 32768, _VOCABULARY)
 
@@ -125,6 +126,7 @@ _STEPS = (4, 16, 64, 256, 1024)
 _MOST_ELEMENTS = {"cpu": 2**23, "gpu": 2**27}
 _MOST_WEIGHTS = {"cpu": 2**26, "gpu": 2**29}
 _MOST_PRODUCTS = {"cpu": 2**28, "gpu": 2**34}
+_MOST_PROMPT_PRODUCTS = 2**36
 
 # Which size of a case counts its tokens, where it is not the first; and how many of them are few.
 _TOKENS = {
@@ -179,13 +181,22 @@ def _products(device: str, thin: Thin) -> list[tuple[int, int, int]]:
     return _matrices(_PRODUCT_ROWS + (_PROMPT_ROWS if device == "cpu" else ()), device, thin)
 
 
+def _packed_products(device: str, thin: Thin) -> Iterator[tuple[int, int, int]]:
+    """With prompts where a GPU has kernels for them."""
+    yield from _products(device, thin)
+    if device == "gpu" and mx.metal.is_available():
+        for m, k, n in product(_MAC_PROMPT_ROWS, thin(_INNER), thin(_OUTPUTS)):
+            if m * k * n <= _MOST_PROMPT_PRODUCTS:
+                yield m, k, n
+
+
 def _dense(device: str, thin: Thin) -> Iterator[Case]:
     yield from _cases(_products(device, thin))
 
 
 def _quantized(device: str, thin: Thin) -> Iterator[Case]:
     for bits in (4, 8):
-        yield from _cases(_products(device, thin), bits=bits)
+        yield from _cases(_packed_products(device, thin), bits=bits)
 
 
 def _swiglu(device: str, thin: Thin) -> Iterator[Case]:

@@ -2,7 +2,8 @@
 
 from .. import calibration as _calibration
 from .. import switches as _switches  # noqa: F401 - it reads the environment
-from . import attention, cache, matmul, moe, norm, recurrence, sampling
+from . import attention, cache, moe, norm, recurrence, sampling
+from . import matmul as _matmul  # an op has the family's name
 from .attention import *
 from .cache import *
 from .matmul import *
@@ -14,7 +15,7 @@ from .sampling import *
 __all__: list[str] = []
 __all__ += attention.__all__
 __all__ += cache.__all__
-__all__ += matmul.__all__
+__all__ += _matmul.__all__
 __all__ += moe.__all__
 __all__ += norm.__all__
 __all__ += recurrence.__all__

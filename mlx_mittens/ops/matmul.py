@@ -1,9 +1,9 @@
-"""Products of a few rows with a matrix of weights, dense or quantized: what decides the speed of decoding.
+"""Products with weights, dense or quantized: of a few rows, which decide the speed of decoding, and of prompts.
 
 As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On a
 GPU the kernels take up to 16 rows for a matrix; more go to mx, and some of fewer where it uses an NVIDIA GPU's tensor
-cores or an Apple GPU's matrix units (M5). Other Apple GPUs take any number of rows with transposed quantized weights.
-On the CPU any number of rows is native.
+cores or an Apple GPU's matrix units (M5). Other Apple GPUs take any number of rows with quantized weights and those of
+GGUF files, and with dense weights in bfloat16 on the M1 and M2. On the CPU any number of rows is native.
 """
 
 from __future__ import annotations
@@ -19,10 +19,53 @@ __all__ = [
     "block_matmul",
     "block_quantize",
     "gemv",
+    "matmul",
     "quantized_matmul",
     "quantized_matmuls",
     "quantized_swiglu",
 ]
+
+
+@defined_in_extension
+def matmul(
+    x: mx.array,
+    w: mx.array,
+    bias: mx.array | None = None,
+    *,
+    transpose: bool = True,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Product with dense weights: ``x @ w.T + bias``, or ``x @ w + bias`` without ``transpose``.
+
+    The twin of ``mx.matmul``, with the weights as ``nn.Linear`` has them and an offset besides. Sums are taken in
+    float32. Up to 16 rows of ``x`` read each weight once. A GPU's kernels multiply more in bfloat16 on the M1 and M2;
+    mx multiplies all others, and stacks of matrices.
+
+    Args:
+        x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
+        w (array): Weights of shape ``[outputs, columns]``, or ``[columns, outputs]`` without ``transpose``, of one of
+            these types. A view whose last axis is contiguous is read where it lies. Of a stack the leading axes
+            broadcast with those of ``x``, as in ``mx.matmul``.
+        bias (array, optional): Offset of shape ``[outputs]``.
+        transpose (bool): Whether the rows of ``w`` are multiplied with those of ``x``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[..., outputs]`` and the promoted type of the arguments.
+
+    Raises:
+        DtypeError: An argument is not of a floating-point type named above.
+        ValueError: ``w`` has fewer than two axes, or shapes do not fit together.
+
+    Example:
+        >>> x, w = mx.random.normal((2, 64)), mx.random.normal((128, 64))
+        >>> mm.matmul(x, w, mx.zeros((128,))).shape
+        (2, 128)
+
+    Source:
+        Named after its twin in NumPy and MLX.
+    """
+    raise NotImplementedError
 
 
 @defined_in_extension
@@ -34,7 +77,7 @@ def gemv(
     transpose: bool = True,
     stream: StreamOrDevice = None,
 ) -> mx.array:
-    """Product of a few rows with a matrix: ``x @ w.T + bias``, or ``x @ w + bias`` without ``transpose``.
+    """`matmul` with a matrix as its first argument. It will be removed in a later release: call `matmul`.
 
     Sums are taken in float32 and rounded once, after the bias. Each weight is read once for up to 16 rows of ``x``.
 
@@ -83,9 +126,8 @@ def quantized_matmul(
 ) -> mx.array:
     """Product with quantized weights: ``x @ dequantize(w).T``, or ``x @ dequantize(w)`` without ``transpose``.
 
-    The twin of ``mx.quantized_matmul``, with an offset of the result besides. The kernels cover affine quantization of
-    4 and 8 bits, and with ``transpose`` all modes and bits but 1; the native code of CPUs covers these without
-    ``transpose`` too. Sums, also those of the activations, are taken in float32 and rounded once.
+    The twin of ``mx.quantized_matmul``, with an offset of the result besides. The kernels cover all modes, and all
+    bits but 1. Sums, also those of the activations, are taken in float32 and rounded once.
 
     On GPUs a result may be infinite or NaN where the exact product is in range: with activations above 1e33 in
     bfloat16, which the integers multiply before the scale, or above 1e36 in float32; and without ``transpose`` with
@@ -235,8 +277,9 @@ def block_matmul(
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
         blocks (array): uint8 of shape ``[outputs, bytes]``, each row a whole number of blocks.
-        kind (str): ``q4_0``, ``q4_1``, ``q5_0``, ``q5_1``, ``q8_0``, ``q2_k`` to ``q6_k``, ``iq4_nl`` or ``iq4_xs``.
-            On a GPU kernels take up to 16 rows of ``x``; more are multiplied with dequantized weights.
+        kind (str): ``q4_0``, ``q4_1``, ``q5_0``, ``q5_1``, ``q8_0``, ``q2_k`` to ``q6_k``, ``iq4_nl``, ``iq4_xs``,
+            ``mxfp4`` or ``nvfp4``. Kernels for Apple GPUs before the M5 take any number of rows of ``x``, those for
+            other GPUs up to 16; more are multiplied with dequantized weights.
         bias (array, optional): Offset of shape ``[outputs]``.
         exact (bool): Whether a row of ``x`` gives, bit for bit, what it gives alone. Rows then share no work.
         stream (optional): Stream or device to run on.
@@ -264,17 +307,18 @@ def block_quantize(w: mx.array, kind: str, *, stream: StreamOrDevice = None) -> 
     """Quantizes weights to GGUF blocks, byte for byte as the ``gguf`` package does.
 
     A NaN makes its block's scale NaN, and so the block. Integers that the package converts from no finite number (of
-    NaN, of infinity, or over a scale whose reciprocal is infinite) are 0; the package's depend on the processor.
+    NaN, of infinity, or over a scale whose reciprocal is infinite) are 0; the package's depend on the processor. So
+    does the exponent of an ``mxfp4`` block, whose scale is never NaN.
 
     Args:
         w (array): Weights of shape ``[..., columns]``, columns a multiple of 32; float32, float16 or bfloat16.
         kind (str): ``q4_0`` (4.5 bits a weight) or ``q8_0`` (8.5 bits a weight); on CPUs also ``q4_1`` (5 bits),
-            ``q5_0`` (5.5 bits) or ``q5_1`` (6 bits).
+            ``q5_0`` (5.5 bits), ``q5_1`` (6 bits) or ``mxfp4`` (4.25 bits).
         stream (optional): Stream or device to run on.
 
     Returns:
-        array: uint8 of shape ``[..., bytes]``, for 32 weights 18 bytes (``q4_0``), 20 (``q4_1``), 22 (``q5_0``), 24
-        (``q5_1``) or 34 (``q8_0``).
+        array: uint8 of shape ``[..., bytes]``, for 32 weights 17 bytes (``mxfp4``), 18 (``q4_0``), 20 (``q4_1``), 22
+        (``q5_0``), 24 (``q5_1``) or 34 (``q8_0``).
 
     Raises:
         DtypeError: ``w`` is not of a floating-point type named above.

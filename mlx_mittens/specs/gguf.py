@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Twice the floats of 4 bits.
+FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float64)
+
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 
 
@@ -20,6 +23,8 @@ class Kind:
         halves: Where the halves of a block begin, in bytes: its scale, and its minimum if it has one.
         step: Scales of about this size make weights of about one, where all other bytes are random.
         minimum: The same of the minimum.
+        scales: Bytes at the start of a block that are scales, in kinds without halves.
+        scale: Such a byte that makes weights of about one.
     """
 
     weights: int
@@ -27,6 +32,8 @@ class Kind:
     halves: tuple[int, ...]
     step: float
     minimum: float = 0
+    scales: int = 0
+    scale: int = 0
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of so many weights."""
@@ -46,6 +53,8 @@ KINDS: Mapping[str, Kind] = {
     "q6_k": Kind(256, 210, (208,), 0.001),
     "iq4_nl": Kind(32, 18, (0,), 0.015),
     "iq4_xs": Kind(256, 136, (0,), 0.001),
+    "mxfp4": Kind(32, 17, (), 0.25, scales=1, scale=125),
+    "nvfp4": Kind(64, 36, (), 0.25, scales=4, scale=40),
 }
 
 
@@ -63,7 +72,7 @@ def weights(blocks: np.ndarray, kind: str) -> np.ndarray:
     block = blocks.reshape(-1, each.bytes)
     halves = [np.ascontiguousarray(block[:, at : at + 2]).view(np.float16).astype(np.float64) for at in each.halves]
     with np.errstate(invalid="ignore"):  # infinity times zero
-        w = _SMALL[kind](block, *halves) if each.weights == 32 else _LARGE[kind](block, *halves)
+        w = (_SMALL if kind in _SMALL else _LARGE)[kind](block, *halves)
     return w.reshape(*blocks.shape[:-1], blocks.shape[-1] // each.bytes * each.weights)
 
 
@@ -82,6 +91,10 @@ def _fifths(data: np.ndarray) -> np.ndarray:
     return 16 * np.unpackbits(data, axis=-1, bitorder="little").astype(np.int64)
 
 
+def _mx(b: np.ndarray) -> np.ndarray:
+    return np.exp2(b[:, :1].astype(np.float64) - 128) * FP4_VALUES[_nibbles(b[:, 1:])]
+
+
 # By kind: blocks [n, bytes] and their halves [n, 1] -> [n, 32].
 _SMALL: Mapping[str, Callable[..., np.ndarray]] = {
     "q4_0": lambda b, d: d * (_nibbles(b[:, 2:]) - 8),
@@ -90,6 +103,7 @@ _SMALL: Mapping[str, Callable[..., np.ndarray]] = {
     "q5_1": lambda b, d, m: d * (_nibbles(b[:, 8:]) + _fifths(b[:, 4:8])) + m,
     "q8_0": lambda b, d: d * np.ascontiguousarray(b[:, 2:]).view(np.int8),
     "iq4_nl": lambda b, d: d * IQ4_VALUES[_nibbles(b[:, 2:])],
+    "mxfp4": _mx,
 }
 
 
@@ -141,6 +155,13 @@ def _values(b: np.ndarray, d: np.ndarray) -> np.ndarray:
     return (d * (lower + 16 * upper - 32))[:, :, None] * v
 
 
+def _nv(b: np.ndarray) -> np.ndarray:
+    exponents, fractions = b[:, :4] >> 3 & 15, (b[:, :4] & 7).astype(np.float64)
+    scales = np.where(exponents == 0, fractions / 8 * 2.0**-6, (1 + fractions / 8) * np.exp2(exponents - 7.0))
+    scales = np.where(b[:, :4] == 0x7F, 0, scales / 2)
+    return scales[:, :, None] * FP4_VALUES[_places(b[:, 4:].reshape(len(b) * 4, 8), 4, 2)].reshape(len(b), 4, 16)
+
+
 # The same -> [n, groups, weights of a group].
 _LARGE: Mapping[str, Callable[..., np.ndarray]] = {
     "q2_k": _two,
@@ -149,4 +170,5 @@ _LARGE: Mapping[str, Callable[..., np.ndarray]] = {
     "q5_k": lambda b, d, m: _four_or_five(b, d, m, True),
     "q6_k": _six,
     "iq4_xs": _values,
+    "nvfp4": _nv,
 }

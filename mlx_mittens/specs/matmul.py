@@ -13,7 +13,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..ops import matmul
+from ..ops.matmul import (
+    block_dequantize,
+    block_matmul,
+    block_quantize,
+    gemv,
+    matmul,
+    quantized_matmul,
+    quantized_matmuls,
+    quantized_swiglu,
+)
 from . import gguf, reference
 from .op import DTYPES, Case, Exact, Op, add_outliers, draw_packed, gated, on_all_cores, widen
 
@@ -38,14 +47,15 @@ class MatrixOp(Op):
         return ("bfloat16",) if case.gpu_only else DTYPES
 
     def link(self, case: Case) -> int:
-        return 1 if self.layout == "dense" else 0
+        return [name for name, _ in self.parameters].index("x")
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         rows, columns, outputs = case.shape
         options = self.arguments(case)
         w = (outputs, columns) if options.get("transpose", True) else (columns, outputs)
         if self.layout == "dense":
-            return [w, (rows, columns), (outputs,)]
+            dense: dict[str, tuple[int, ...]] = {"w": w, "x": (rows, columns), "bias": (outputs,)}
+            return [dense[name] for name, _ in self.parameters]
         if self.layout == "blocks":
             return [(rows, columns), (outputs, gguf.KINDS[options["kind"]].row_bytes(columns))]
         if self.layout == "block":
@@ -102,7 +112,8 @@ class MatrixOp(Op):
         if self.layout == "block":
             return [self._exact_blocks(given[0], options)]
         bias = arrays[2] if self.layout == "dense" else None
-        x, weights = (given[1], given[:1]) if self.layout == "dense" else (given[0], given[1:])
+        link = self.link(case)
+        x, weights = given[link], [given[1 - link]] if self.layout == "dense" else given[1:]
         if case.vjp:
             dy = widen(cotangents[0])
             by_x = _product(dy, weights, options, self.layout, transpose=False)
@@ -186,6 +197,10 @@ def _draw(
         for at, step in zip(kind.halves, (kind.step, kind.minimum), strict=False):
             halves = (rng.uniform(0.5, 1.5, blocks.shape[:-1]) * (scale * step)).astype(np.float16)
             blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
+        if kind.scales:
+            smaller = round(-np.log2(scale)) * (8 if kind.scales > 1 else 1)  # the exponent begins at bit 3, or 0
+            scales = rng.integers(-2, 3, (*blocks.shape[:-1], kind.scales)) + max(kind.scale - smaller, 2)
+            blocks[..., : kind.scales] = scales
         return mx.array(blocks.reshape(shape))
     size = int(np.prod(shape))
     a = rng.standard_normal(min(size, _DRAWN), dtype=np.float32)
@@ -252,7 +267,7 @@ def _product_of(a: np.ndarray, b: np.ndarray) -> Exact:
 
 def _quantized_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, **options):
     triples = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
-    return matmul.quantized_swiglu(x, *([a for a in triple if a is not None] for triple in triples), **options)
+    return quantized_swiglu(x, *([a for a in triple if a is not None] for triple in triples), **options)
 
 
 def _matrices_of(arrays):
@@ -263,7 +278,7 @@ def _matrices_of(arrays):
 
 def _quantized_matmuls(x, *arrays, **options):
     triples, bias = _matrices_of(arrays)
-    return matmul.quantized_matmuls(x, triples, bias=bias, **options)
+    return quantized_matmuls(x, triples, bias=bias, **options)
 
 
 def _mx_matmuls(x, *arrays, **options):
@@ -280,6 +295,10 @@ def _mx_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, acti
 def gated_by_mx(gate: mx.array, up: mx.array, activation: str) -> mx.array:
     """What models compute of two products in the place of our gated ones."""
     return (nn.gelu_approx(gate) if activation == "geglu" else gate * mx.sigmoid(gate)) * up
+
+
+def _mx_matmul(x, w, bias=None, transpose=True):
+    return _mx_gemv(w, x, bias, transpose)
 
 
 def _mx_gemv(w, x, bias=None, transpose=True):
@@ -371,10 +390,11 @@ _FLOATS = (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))  # modes with t
 
 # Tiles of 32 and of 64 rows, with tails of rows, columns and outputs.
 _TILES = ((19, 160, 133), (37, 160, 69))
+_TRANSPOSED_TILES = ((19, 41, 160), (37, 72, 96))
 
 
-def _tile_tests(**options: Any) -> tuple[Case, ...]:
-    """Of 2, 3, 5 and 6 bits there are tiles of 32 rows alone."""
+def _tile_tests(shapes: Sequence[tuple[int, int, int]], **options: Any) -> tuple[Case, ...]:
+    """Shapes of which the first is for tiles of 32 rows: of 2, 3, 5 and 6 bits there are no others."""
     formats: list[tuple[dict[str, Any], bool]] = [
         *(({"group_size": 32, "bits": bits}, bits in (4, 8)) for bits in (2, 3, 4, 5, 6, 8)),
         *(({"group_size": size, "bits": bits, "mode": mode}, True) for mode, bits, size in _FLOATS),
@@ -382,7 +402,7 @@ def _tile_tests(**options: Any) -> tuple[Case, ...]:
     return tuple(
         case
         for more, both in formats
-        for case in _tests(*(_TILES if both else _TILES[:1]), apple_only=True, **options, **more)
+        for case in _tests(*(shapes if both else shapes[:1]), apple_only=True, **options, **more)
     )
 
 
@@ -423,14 +443,17 @@ _QUANTIZED_TESTS = tuple(
     )
 ) + _tests((1, 2880, 9), (1, 4672, 9), (1, 576, 21), (1, 128, 4099), transpose=True, gpu="nvidia")  # fmt: skip
 
+# GGUF kinds that have kernels of several rows.
+COMMON_KINDS = ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")
+
 MATRIX_OPS: tuple[Op, ...] = (
     MatrixOp(
         name="gemv",
         parameters=(("w", "rows"), ("x", "rows"), ("bias", "bias")),
-        ours=matmul.gemv,
+        ours=gemv,
         twin=_mx_gemv,
         twin_text="`x @ w.T + bias`",
-        summary="a few rows times a dense matrix",
+        summary="`mm.matmul` with the weights first",
         options={"transpose": True},
         tests=_tests(
             (1, 4104, 9),
@@ -483,14 +506,29 @@ MATRIX_OPS: tuple[Op, ...] = (
         + _training((512, 896, 8), (512, 8, 896), label="Qwen2.5-0.5B LoRA"),
     ),
     MatrixOp(
+        name="matmul",
+        parameters=(("x", "rows"), ("w", "rows"), ("bias", "bias")),
+        ours=matmul,
+        twin=_mx_matmul,
+        twin_text="`x @ w.T + bias`",
+        summary="rows times a dense matrix",
+        options={"transpose": True},
+        tests=_tests((1, 520, 9), (7, 136, 21))
+        + _tests((2, 90, 40), transpose=False)
+        # A GPU has tiles for one type, and few have them: these show the simulator what a kernel does with many rows.
+        + _tests(*_TILES, cpu_only=True)
+        + _tests(*_TRANSPOSED_TILES, cpu_only=True, transpose=False),
+        cases=_prompts((512, 896, 896)),
+    ),
+    MatrixOp(
         name="quantized_matmul",
         parameters=(("x", "rows"), ("w", "rows"), ("scales", "rows"), ("biases", "rows")),
-        ours=matmul.quantized_matmul,
+        ours=quantized_matmul,
         twin=mx.quantized_matmul,
         twin_text="`mx.quantized_matmul`",
-        summary="a few rows times quantized weights",
+        summary="rows times quantized weights",
         options={"group_size": 64, "bits": 4},
-        tests=_QUANTIZED_TESTS + _tile_tests(transpose=True),
+        tests=_QUANTIZED_TESTS + _tile_tests(_TILES, transpose=True) + _tile_tests(_TRANSPOSED_TILES, transpose=False),
         cases=_models((1, 2, 4, 8, 16), bits=4)
         + _models((1, 4), bits=8)
         + _prompts((128, 896, 896), (512, 896, 128), bits=4)
@@ -562,7 +600,7 @@ MATRIX_OPS: tuple[Op, ...] = (
             for case in _tests((1, 320, 9), (2, 576, 5), (4, 320, 6), group_size=32, bits=bits, gpu="nvidia")
         )
         + _tests((1, 2880, 9), (1, 4672, 9), (1, 64, 38), gpu="nvidia")
-        + _tile_tests()
+        + _tile_tests(_TILES)
         + _tests((1, 2880, 9), (4, 320, 6), activation="geglu")
         + _tests((2, 576, 5), bits=8, activation="geglu"),
         cases=tuple(
@@ -587,10 +625,10 @@ MATRIX_OPS: tuple[Op, ...] = (
     MatrixOp(
         name="block_matmul",
         parameters=(("x", "rows"), ("blocks", "rows")),
-        ours=matmul.block_matmul,
+        ours=block_matmul,
         twin=_mx_blocks,
         twin_text="`x @ w.T`, `w` dequantized at each call",
-        summary="a few rows times the weights of a GGUF file",
+        summary="rows times the weights of a GGUF file",
         # Of 4000 draws of 1x96x38 in q8_0 the worst was 5.9 units off; mx's own worst was 8.0.
         units=8,
         tests=tuple(
@@ -604,8 +642,15 @@ MATRIX_OPS: tuple[Op, ...] = (
         + tuple(case for kind in ("q4_k", "q5_k", "q6_k") for case in _tests((1, 1280, 9), (5, 256, 7), kind=kind))
         + tuple(
             case
-            for kind in ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "iq4_nl", "iq4_xs")
+            for kind in ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4")
             for case in _tests((1, 768, 6), kind=kind)
+        )
+        + tuple(
+            case
+            for kind in sorted(gguf.KINDS)
+            for case in _tests(
+                *((rows, 256, 21) for rows in ((20, 40) if kind in COMMON_KINDS else (20,))), apple_only=True, kind=kind
+            )
         ),
         cases=tuple(
             Case("Llama-3.1-8B", (1, columns, outputs), {"kind": kind}, quick=outputs == 4096, gpu_only=outputs != 4096)
@@ -617,7 +662,7 @@ MATRIX_OPS: tuple[Op, ...] = (
     MatrixOp(
         name="block_quantize",
         parameters=(("w", "rows"),),
-        ours=matmul.block_quantize,
+        ours=block_quantize,
         twin=_mx_quantize,
         twin_text="the `gguf` package",
         summary="weights to GGUF blocks, and back",
@@ -628,7 +673,7 @@ MATRIX_OPS: tuple[Op, ...] = (
     MatrixOp(
         name="block_dequantize",
         parameters=(("blocks", "rows"),),
-        ours=matmul.block_dequantize,
+        ours=block_dequantize,
         twin=_mx_dequantize,
         twin_text="the `gguf` package",
         summary="weights to GGUF blocks, and back",

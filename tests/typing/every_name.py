@@ -37,6 +37,7 @@ def misspelt(x: mx.array) -> None:
 
 
 def products(x: mx.array, w: mx.array, packed: Packed) -> None:
+    assert_type(mm.matmul(x, w), mx.array)
     assert_type(mm.gemv(w, x), mx.array)
     assert_type(mm.quantized_matmul(x, *packed, group_size=64, bits=4), mx.array)
     assert_type(mm.quantized_swiglu(x, packed, packed), mx.array)

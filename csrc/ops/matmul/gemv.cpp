@@ -32,6 +32,7 @@ constexpr const char* op = "gemv";
 const Name file = "matmul/gemv.metal";
 const Name tiles_file = "matmul/gemv_tiles.metal";
 const Name short_file = "matmul/nvidia/gemv_short.metal";
+const Name prompts_file = "matmul/apple/matmul_tiles.metal";
 
 // x [.., columns], w [outputs, columns] or, not transposed, [columns, outputs], and bias [outputs], if there is one
 // -> y [.., outputs].
@@ -70,8 +71,18 @@ class Gemv : public KernelPrimitive {
   // On the CPU the gradients are products of the same kind, which training needs to be fast.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
-    if (stream().device == mx::Device::gpu || primals[0].size() == 0 || cotangents[0].size() == 0) {
-      return KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+    const bool is_empty = primals[0].size() == 0 || cotangents[0].size() == 0;
+    if (stream().device == mx::Device::gpu || is_empty) {
+      Arrays gradients = KernelPrimitive::vjp(primals, cotangents, argnums, outputs);
+      const ProductSizes sizes = sizes_of({cotangents[0], primals[1]}, !transpose_);
+      if (!is_empty && has_dense_tiles(sizes, !transpose_, primals[0].dtype(), stream())) {
+        for (size_t i = 0; i < argnums.size(); ++i) {
+          if (argnums[i] == 0) {
+            gradients[i] = gemv(primals[1], cotangents[0], std::nullopt, !transpose_, stream());
+          }
+        }
+      }
+      return gradients;
     }
     auto matrix = [&](const mx::array& a) { return mx::reshape(a, {-1, a.shape(-1)}, stream()); };
     auto transposed = [&](const mx::array& a) { return mx::transpose(a, stream()); };
@@ -108,7 +119,7 @@ class Gemv : public KernelPrimitive {
 
  protected:
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    const int64_t item = inputs[1].itemsize();
+    const int64_t item = is_by_tiles(inputs) ? 16 : inputs[1].itemsize();
     if (is_contiguous(inputs[0]) && has_rows(inputs[1], item) && (inputs.size() < 3 || is_contiguous(inputs[2]))) {
       return inputs;
     }
@@ -143,7 +154,13 @@ class Gemv : public KernelPrimitive {
 
     Launch launch;
     launch.file = file;
-    if (transpose_) {
+    if (is_by_tiles(inputs) && uint64_t(params.weight_stride) * w.shape(0) < (uint64_t(1) << 32)) {
+      const TilesPlan plan = plan_dense_tiles(sizes, transpose_);
+      launch.file = prompts_file;
+      launch.kernel = kernel_name(x.dtype(), "matmul", transpose_ ? "tiles_" : "columns_tiles_", plan.rows);
+      share_out(launch, plan, 1);
+      params.splits = 1;
+    } else if (transpose_) {
       // Tiles count elements between their rows of weights in 32 bits.
       const GemvWeights weights{packs, params.weight_stride < (1u << 27)};
       const GemvPlan plan = plan_gemv(sizes, x.dtype(), weights, splits_of_workspace(outputs), stream());
@@ -202,10 +219,18 @@ class Gemv : public KernelPrimitive {
   }
 
  private:
-  ProductSizes sizes_of(const Arrays& inputs) const {
+  static ProductSizes sizes_of(const Arrays& inputs, bool transpose) {
     const mx::array& w = inputs[1];
     return {1, static_cast<uint32_t>(leading_size(inputs[0], 1)), static_cast<uint32_t>(inputs[0].shape(-1)),
-            static_cast<uint32_t>(w.shape(transpose_ ? 0 : 1))};
+            static_cast<uint32_t>(w.shape(transpose ? 0 : 1))};
+  }
+
+  ProductSizes sizes_of(const Arrays& inputs) const {
+    return sizes_of(inputs, transpose_);
+  }
+
+  bool is_by_tiles(const Arrays& inputs) {
+    return has_dense_tiles(sizes_of(inputs), transpose_, inputs[0].dtype(), stream());
   }
 
   static uint32_t pack_elements(const mx::array& x) {
@@ -235,6 +260,9 @@ class Gemv : public KernelPrimitive {
   }
 
   uint32_t splits_of(const Arrays& inputs) {
+    if (is_by_tiles(inputs)) {
+      return 1;
+    }
     const ProductSizes sizes = sizes_of(inputs);
     const uint32_t most = may_split_ ? unlimited_splits : 1;
     // As if whole packs can be loaded, which shows only when the arrays are there.
@@ -253,40 +281,36 @@ bool lies_by_columns(const mx::array& w) {
          w.strides(1) >= w.shape(0);
 }
 
-}  // namespace
-
-std::optional<mx::array> try_gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,
-                                  bool transpose, mx::StreamOrDevice where) {
-  if (w.ndim() != 2) {
-    checks::fail(op, "w has shape ", w.shape(), ": expected two dimensions");
-  }
+// called: the op that is called, of which errors and statistics speak.
+std::optional<mx::array> try_product(const char* called, const mx::array& x, const mx::array& w,
+                                     const std::optional<mx::array>& bias, bool transpose, mx::StreamOrDevice where) {
   if (x.ndim() < 1) {
-    checks::fail(op, "x has no dimensions: expected at least one");
+    checks::fail(called, "x has no dimensions: expected at least one");
   }
   const int columns = w.shape(transpose ? 1 : 0);
   const int outputs = w.shape(transpose ? 0 : 1);
   if (x.shape(-1) != columns) {
-    checks::fail(op, "x has ", x.shape(-1), " columns, w has shape ", w.shape(),
+    checks::fail(called, "x has ", x.shape(-1), " columns, w has shape ", w.shape(),
                  " with transpose=", transpose ? "True" : "False", ": expected ", columns, " columns");
   }
   if (bias && (bias->ndim() != 1 || bias->shape(0) != outputs)) {
-    checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", outputs, " elements");
+    checks::fail(called, "bias has shape ", bias->shape(), ": expected one dimension with ", outputs, " elements");
   }
-  const mx::Dtype dtype = checks::floating(op, {{"x", x}, {"w", w}, {"bias", bias}});
-  const mx::Stream stream = checks::checked_stream(op, where);
+  const mx::Dtype dtype = checks::floating(called, {{"x", x}, {"w", w}, {"bias", bias}});
+  const mx::Stream stream = checks::checked_stream(called, where);
   if (!has_kernels(dtype)) {
-    return fallback(op, "float64");
+    return fallback(called, "float64");
   }
   // Read as it lies; exact products are of rows.
   if (lies_by_columns(w) && (!is_exact() || stream.device == mx::Device::gpu)) {
-    return try_gemv(mx::transpose(w, stream), x, bias, !transpose, stream);
+    return try_product(called, x, mx::transpose(w, stream), bias, !transpose, stream);
   }
   const size_t rows = leading_size(x, 1);
-  if (stream.device == mx::Device::gpu && rows > most_gemv_rows) {
-    return fallback(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
-  }
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
                            static_cast<uint32_t>(outputs)};
+  if (stream.device == mx::Device::gpu && rows > most_gemv_rows && !has_dense_tiles(sizes, transpose, dtype, stream)) {
+    return fallback(called, "more than " + std::to_string(most_gemv_rows) + " rows of x");
+  }
   const char* reason = why_mx_gemv(sizes, transpose, dtype, stream);
   if (prefer_mx(product_problem(op, dtype, transpose, sizes), reason, stream)) {
     return std::nullopt;
@@ -298,21 +322,69 @@ std::optional<mx::array> try_gemv(const mx::array& w, const mx::array& x, const 
   return Gemv::apply(std::move(inputs), transpose, stream);
 }
 
+mx::array product_of_mx(const mx::array& x, const mx::array& w, const std::optional<mx::array>& bias, bool transpose,
+                        mx::Stream stream) {
+  const mx::array y = mx::matmul(x, transpose ? mx::swapaxes(w, -1, -2, stream) : w, stream);
+  return plus_bias(y, bias, stream);
+}
+
+}  // namespace
+
+std::optional<mx::array> try_gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias,
+                                  bool transpose, mx::StreamOrDevice where) {
+  if (w.ndim() != 2) {
+    checks::fail(op, "w has shape ", w.shape(), ": expected two dimensions");
+  }
+  return try_product(op, x, w, bias, transpose, where);
+}
+
 mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::array>& bias, bool transpose,
                mx::StreamOrDevice where) {
   if (auto y = try_gemv(w, x, bias, transpose, where)) {
     return *std::move(y);
   }
-  const mx::Stream stream = checks::checked_stream(op, where);
-  const mx::array y = mx::matmul(x, transpose ? mx::transpose(w, stream) : w, stream);
-  return plus_bias(y, bias, stream);
+  return product_of_mx(x, w, bias, transpose, checks::checked_stream(op, where));
 }
 
 namespace {
 
+constexpr const char* matmul_op = "matmul";
+
+// Of a stack of matrices each is multiplied with rows of its own.
+std::optional<mx::array> try_matmul(const mx::array& x, const mx::array& w, const std::optional<mx::array>& bias,
+                                    bool transpose, mx::StreamOrDevice where) {
+  if (w.ndim() < 2) {
+    checks::fail(matmul_op, "w has shape ", w.shape(), ": expected at least two dimensions");
+  }
+  if (w.ndim() == 2) {
+    return try_product(matmul_op, x, w, bias, transpose, where);
+  }
+  const int columns = w.shape(transpose ? -1 : -2);
+  const int outputs = w.shape(transpose ? -2 : -1);
+  if (x.ndim() < 1 || x.shape(-1) != columns) {
+    checks::fail(matmul_op, "x has shape ", x.shape(), ", w has shape ", w.shape(),
+                 " with transpose=", transpose ? "True" : "False", ": expected ", columns, " columns of x");
+  }
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != outputs)) {
+    checks::fail(matmul_op, "bias has shape ", bias->shape(), ": expected one dimension with ", outputs, " elements");
+  }
+  checks::floating(matmul_op, {{"x", x}, {"w", w}, {"bias", bias}});
+  return fallback(matmul_op, "a stack of matrices");
+}
+
+mx::array matmul(const mx::array& x, const mx::array& w, const std::optional<mx::array>& bias, bool transpose,
+                 mx::StreamOrDevice where) {
+  if (auto y = try_matmul(x, w, bias, transpose, where)) {
+    return *std::move(y);
+  }
+  return product_of_mx(x, w, bias, transpose, checks::checked_stream(matmul_op, where));
+}
+
 void bind(nb::module_& module) {
   define(module, op, &try_gemv, &gemv, "w"_a, "x"_a, "bias"_a.none() = nb::none(), nb::kw_only(), "transpose"_a = true,
          "stream"_a = nb::none());
+  bind_function(module, matmul_op, &matmul, "x"_a, "w"_a, "bias"_a.none() = nb::none(), nb::kw_only(),
+                "transpose"_a = true, "stream"_a = nb::none());
 }
 
 const Register registered(bind);

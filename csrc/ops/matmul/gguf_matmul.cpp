@@ -28,6 +28,7 @@ namespace {
 
 constexpr const char* op = "block_matmul";
 const Name file = "matmul/gguf_matmul.metal";
+const Name tiles_file = "matmul/apple/gguf_tiles.metal";
 
 Problem problem(mx::Dtype dtype, cpu::BlockKind kind, const ProductSizes& sizes) {
   return product_problem(op, dtype, static_cast<uint32_t>(kind), sizes);
@@ -77,12 +78,18 @@ class BlockMatmul : public KernelPrimitive {
     params.row_bytes = inputs[1].shape(1);
     params.has_bias = inputs.size() > 2;
     const ProductSizes sizes{1, exact_ ? 1 : params.rows, params.columns, params.outputs};
-    const RowsPlan plan = plan_gguf(problem(x.dtype(), kind_, sizes), kind_, sizes, stream());
+    const GgufPlan plan = plan_gguf(problem(x.dtype(), kind_, sizes), kind_, sizes, stream());
 
     Launch launch;
-    launch.file = file;
-    launch.kernel = kernel_name(x.dtype(), op, block_kind_name(kind_), "_", plan.rows);
-    share_out(launch, plan, 1);
+    if (plan.is_by_tiles) {
+      launch.file = tiles_file;
+      launch.kernel = kernel_name(x.dtype(), op, "tiles_", block_kind_name(kind_), "_", plan.tiles.rows);
+      share_out(launch, plan.tiles, 1);
+    } else {
+      launch.file = file;
+      launch.kernel = kernel_name(x.dtype(), op, block_kind_name(kind_), "_", plan.rows.rows);
+      share_out(launch, plan.rows, 1);
+    }
     if (exact_) {
       launch.threadgroups.y = params.rows;
     }
@@ -144,16 +151,18 @@ mx::array block_matmul(const mx::array& x, const mx::array& blocks, const std::s
   exact = exact && leading_size(x, 1) > 1;
   const size_t rows = exact ? 1 : leading_size(x, 1);  // that share their work
   const bool is_on_gpu = stream.device == mx::Device::gpu;
-  const bool shares_few = !is_on_gpu || rows <= most_gemv_rows;
+  const uint32_t most = most_gguf_rows(stream);
+  const bool shares_few = rows <= most;
   const bool is_covered = shares_few && !(exact && is_on_gpu && leading_size(x, 1) > most_matrices);
   if (!shares_few) {
-    fall_back(op, "more than " + std::to_string(most_gemv_rows) + " rows of x");
+    fall_back(op, "more than " + std::to_string(most) + " rows of x");
   } else if (!is_covered) {
     fall_back(op, "more than " + std::to_string(most_matrices) + " rows of x, each multiplied alone");
   }
   const ProductSizes sizes{1, static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
                            static_cast<uint32_t>(blocks.shape(0))};
-  if (!is_covered || prefer_mx(problem(dtype, kind, sizes), nullptr, stream)) {
+  const char* reason = why_mx_gguf(kind, dtype, sizes, stream);
+  if (!is_covered || prefer_mx(problem(dtype, kind, sizes), reason, stream)) {
     const mx::array w = mx::transpose(block_dequantize(blocks, kind_name, dtype, stream), stream);
     const auto product = [&](const mx::array& rows) { return mx::matmul(rows, w, stream); };
     return plus_bias(exact ? row_by_row(inputs[0], stream, product) : product(inputs[0]), bias, stream);

@@ -157,8 +157,8 @@ class BlockQuantize : public KernelPrimitive {
 };
 
 // In the order of cpu::BlockKind.
-constexpr const char* kind_names[] = {"q4_0", "q4_1", "q5_0", "q5_1", "q8_0",   "q2_k",
-                                      "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"};
+constexpr const char* kind_names[] = {"q4_0", "q4_1", "q5_0", "q5_1",   "q8_0",   "q2_k",  "q3_k",
+                                      "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4"};
 
 // Other kinds are made on a CPU.
 bool has_quantize_kernel(cpu::BlockKind kind) {
@@ -222,7 +222,7 @@ mx::array block_quantize(const mx::array& w, const std::string& kind_name, mx::S
   }
   if (!cpu::is_quantizable(kind)) {
     checks::fail(op, "kind is '", kind_name, "', which the gguf package does not make either: expected q4_0, q4_1, ",
-                 "q5_0, q5_1 or q8_0");
+                 "q5_0, q5_1, q8_0 or mxfp4");
   }
   const int weights = static_cast<int>(cpu::block_weights(kind));
   if (w.ndim() < 1 || w.shape(-1) % weights != 0) {

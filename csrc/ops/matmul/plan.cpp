@@ -196,9 +196,22 @@ uint32_t lanes_along(uint32_t outputs, uint32_t owned) {
 // Of matmul/qmm.metal.
 constexpr Registers matrices_registers{183, 128};
 
+// Outputs of a threadgroup of matmul/apple/qmm_tiles.h with quantized weights.
+TilesKernels affine_tiles(const AffineFormat& format, uint32_t matrices) {
+  const bool has_64 = has_affine_kernels(format) || !format.has_biases();
+  const uint32_t outputs_32 = format.transpose ? kTileOutputs / matrices : 2 * kTileOutputs;
+  return {outputs_32, has_64 ? kTileOutputs / matrices : 0};
+}
+
+// Outputs of a threadgroup of matmul/apple/matmul_tiles.metal.
+TilesKernels dense_tiles(bool transpose) {
+  constexpr uint32_t outputs = kTileOutputs;
+  return {transpose ? outputs : 2 * outputs, outputs};
+}
+
 // Whether there are as many outputs as a simdgroup of matmul/apple/qmm_tiles.h has.
-bool has_tile_outputs(const AffineKernels& kernels, const ProductSizes& sizes) {
-  return sizes.outputs >= kTileOutputs / kTileSimdgroups / kernels.matrices;
+bool has_tile_outputs(const TilesKernels& kernels, const ProductSizes& sizes) {
+  return sizes.outputs >= kernels.outputs_32 / kTileSimdgroups;
 }
 
 // Of matmul/nvidia/qmm.metal.
@@ -243,11 +256,12 @@ void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, const Produ
 
 // Whether tiles occupy four fifths of the cores until the last one ends: mx splits columns where outputs are few, and
 // takes a fifth longer otherwise (bench/results/prompts.md).
-bool keep_busy(const AffineKernels& kernels, const AffineFormat& format, const ProductSizes& sizes, const Gpu& gpu) {
-  const TilesPlan plan = plan_tiles(format, sizes, kernels.matrices);
+bool keep_busy(const TilesKernels& kernels, const ProductSizes& sizes, const Gpu& gpu) {
+  const TilesPlan plan = plan_tiles(kernels, sizes);
   const uint64_t tiles = uint64_t(plan.row_blocks) * plan.output_groups * sizes.matrices;
   const uint64_t rounds = ceil_divide(tiles, gpu.cores);
-  return has_tile_outputs(kernels, sizes) && tiles * 5 >= rounds * gpu.cores * 4;
+  const bool hides_latencies = tiles * 2 >= uint64_t(gpu.cores) * 3;  // one tile alone on a core does not
+  return has_tile_outputs(kernels, sizes) && hides_latencies && tiles * 5 >= rounds * gpu.cores * 4;
 }
 
 const Schedules of_gemv({"gemv"}, gemv_schedules);
@@ -256,6 +270,41 @@ const Schedules of_affine({"quantized_matmul", "quantized_swiglu"}, affine_sched
 constexpr const char* tensor_cores = "many rows of x where there are tensor cores";
 constexpr const char* few_tiles = "too few outputs for many rows of x to keep a GPU busy";
 constexpr const char* matrix_units = "many rows of x where there are matrix units";
+
+// Of more rows than kernels of few rows take, on an Apple GPU.
+const char* why_mx_tiles(const TilesKernels& kernels, mx::Dtype dtype, const ProductSizes& sizes, const Gpu& gpu) {
+  if (mlx_uses_matrix_units(gpu, dtype)) {
+    return matrix_units;
+  }
+  return keep_busy(kernels, sizes, gpu) ? nullptr : few_tiles;
+}
+
+// --- weights of GGUF files
+
+// Kinds that most files have.
+bool is_common(cpu::BlockKind kind) {
+  switch (kind) {
+    case cpu::BlockKind::q4_0:
+    case cpu::BlockKind::q8_0:
+    case cpu::BlockKind::q4_k:
+    case cpu::BlockKind::q5_k:
+    case cpu::BlockKind::q6_k:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// On M1 and M2 mx's products of dense half types are a tenth ahead of ours, which pays for dequantized weights from so
+// many rows on (bench/results/prompts.md).
+constexpr uint32_t most_unpacked_rows = 384;
+constexpr const char* dequantized_win = "more rows of x than weights take to be dequantized";
+
+// matmul/apple/gguf_tiles.metal.
+TilesKernels gguf_tiles(cpu::BlockKind kind) {
+  constexpr uint32_t outputs = kTileOutputs;
+  return {outputs, is_common(kind) ? outputs : 0};
+}
 
 }  // namespace
 
@@ -322,11 +371,30 @@ GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weigh
   return plan;
 }
 
+// mx's are at 80 % of the peak of GPUs that multiply their type: only where bfloat takes conversions ours are ahead.
+bool has_dense_tiles(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream) {
+  if (!runs_kernels(stream) || dtype != mx::bfloat16 || sizes.rows <= most_gemv_rows) {
+    return false;
+  }
+  const Gpu& gpu = gpu_of(stream);
+  const bool is_early = gpu.vendor == Gpu::Vendor::apple && !gpu.caches_registers;
+  const uint32_t row = transpose ? sizes.columns : sizes.outputs;  // of weights, in whole 16 bytes
+  const bool fits = uint64_t(sizes.columns) * sizes.outputs < (uint64_t(1) << 32);  // offsets of 32 bits
+  return is_early && fits && row > 0 && row % 8 == 0 && has_tile_outputs(dense_tiles(transpose), sizes);
+}
+
+TilesPlan plan_dense_tiles(const ProductSizes& sizes, bool transpose) {
+  return plan_tiles(dense_tiles(transpose), sizes);
+}
+
 const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream) {
   if (!runs_kernels(stream)) {
     return nullptr;
   }
   const Gpu& gpu = gpu_of(stream);
+  if (has_dense_tiles(sizes, transpose, dtype, stream)) {
+    return keep_busy(dense_tiles(transpose), sizes, gpu) ? nullptr : few_tiles;
+  }
   if (gpu.vendor == Gpu::Vendor::nvidia) {
     return tensor_cores_win(sizes, transpose, dtype) ? tensor_cores : nullptr;
   }
@@ -382,15 +450,15 @@ void share_out(Launch& launch, const MatricesPlan& plan, uint32_t matrices) {
   launch.threads = {32 * plan.sharers, plan.row_blocks, 1};
 }
 
-TilesPlan plan_tiles(const AffineFormat& format, const ProductSizes& sizes, uint32_t matrices) {
+TilesPlan plan_tiles(const TilesKernels& kernels, const ProductSizes& sizes) {
   TilesPlan plan;
-  // Blocks of 32 rows take longer for each row, but may leave less of the last one idle. Rare formats have no others.
+  // Blocks of 32 rows take longer for each row, but may leave less of the last one idle.
   const uint64_t by_32 = uint64_t(ceil_divide(sizes.rows, 32u)) * 32;
   const uint64_t by_64 = uint64_t(ceil_divide(sizes.rows, 64u)) * 64;
-  const bool has_64 = has_affine_kernels(format) || !format.has_biases();
-  plan.rows = has_64 && by_64 * 100 <= by_32 * 108 ? 64 : 32;
+  plan.rows = kernels.outputs_64 != 0 && by_64 * 100 <= by_32 * 108 ? 64 : 32;
   plan.row_blocks = ceil_divide(sizes.rows, plan.rows);
-  plan.output_groups = ceil_divide(std::max(sizes.outputs, 1u), kTileOutputs / matrices);
+  const uint32_t outputs = plan.rows == 64 ? kernels.outputs_64 : kernels.outputs_32;
+  plan.output_groups = ceil_divide(std::max(sizes.outputs, 1u), outputs);
   return plan;
 }
 
@@ -425,12 +493,21 @@ ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, cons
 QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const ProductSizes& sizes, uint32_t most_splits,
                  mx::Stream stream) {
   QvmPlan plan{};
-  plan.by_matrices = gpu_of(stream).vendor != Gpu::Vendor::nvidia || !has_affine_kernels(format);
-  if (!plan.by_matrices) {
+  const bool is_nvidia = gpu_of(stream).vendor == Gpu::Vendor::nvidia;
+  if (is_nvidia && has_affine_kernels(format)) {
+    plan.kernel = QvmKernel::columns;
     plan.columns = plan_columns(problem, sizes, {kOwnedOutputs, kOwnedOutputs, kMatrixRows}, most_splits, stream);
     static_cast<Splits&>(plan) = plan.columns;
     return plan;
   }
+  if (!is_nvidia && sizes.rows > most_gemv_rows) {
+    plan.kernel = QvmKernel::tiles;
+    plan.by_tiles = plan_tiles(affine_tiles(format, 1), sizes);
+    plan.splits = 1;
+    plan.columns_per_split = sizes.columns;
+    return plan;
+  }
+  plan.kernel = QvmKernel::matrices;
   constexpr uint32_t step = kTransposedStep;
   constexpr uint32_t most_blocks = 4;  // of 4 bits, a line of memory
   constexpr uint32_t fewest_steps = 4;  // of a simdgroup
@@ -468,7 +545,7 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
       case AffineKernel::nvidia_rows:
         return all && (!kernels.has_tiles || dtype == mx::float32 || sizes.rows <= 1);
       case AffineKernel::qmm_tiles:
-        return kernels.has_qmm_tiles && has_tile_outputs(kernels, sizes);
+        return kernels.has_qmm_tiles && has_tile_outputs(affine_tiles(format, kernels.matrices), sizes);
       case AffineKernel::matrices:
         return true;
       case AffineKernel::rows:
@@ -487,7 +564,7 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
       plan_affine_nvidia_rows(plan, kernels, format, sizes, gpu);
       break;
     case AffineKernel::qmm_tiles:
-      plan.by_tiles = plan_tiles(format, sizes, kernels.matrices);
+      plan.by_tiles = plan_tiles(affine_tiles(format, kernels.matrices), sizes);
       break;
     case AffineKernel::matrices:
       plan.by_matrices = plan_matrices(sizes, kMatrixOutputs / kernels.matrices, gpu);
@@ -503,16 +580,20 @@ uint32_t most_affine_rows(const AffineKernels& kernels, const AffineFormat& form
   if (stream.device != mx::Device::gpu) {
     return unlimited_rows;
   }
-  const bool has_tiles = kernels.has_qmm_tiles && format.transpose && gpu_of(stream).vendor == Gpu::Vendor::apple;
+  const bool has_tiles = kernels.has_qmm_tiles && gpu_of(stream).vendor == Gpu::Vendor::apple;
   return has_tiles ? unlimited_rows : most_gemv_rows;
 }
 
 const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
                           const ProductSizes& sizes, mx::Stream stream) {
-  if (!format.transpose || !runs_kernels(stream)) {
+  if (!runs_kernels(stream)) {
     return nullptr;
   }
   const Gpu& gpu = gpu_of(stream);
+  const bool is_prompt = sizes.rows > most_gemv_rows && gpu.vendor == Gpu::Vendor::apple;
+  if (!format.transpose) {
+    return is_prompt ? why_mx_tiles(affine_tiles(format, kernels.matrices), dtype, sizes, gpu) : nullptr;
+  }
   if (gpu.vendor == Gpu::Vendor::nvidia) {
     // Where mx goes over to tensor cores, and ours does not (bench/results/h200.json).
     const bool wins = kernels.has_tiles && dtype == mx::float32 && uint64_t(sizes.matrices) * sizes.rows >= 12;
@@ -525,25 +606,40 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
   if (wins && mlx_uses_matrix_units(gpu, dtype)) {
     return matrix_units;
   }
-  const bool by_tiles = sizes.rows > most_gemv_rows && !gpu.has_matrix_units;
-  return by_tiles && !keep_busy(kernels, format, sizes, gpu) ? few_tiles : nullptr;
+  const bool by_tiles = is_prompt && !gpu.has_matrix_units;
+  return by_tiles && !keep_busy(affine_tiles(format, kernels.matrices), sizes, gpu) ? few_tiles : nullptr;
 }
 
-RowsPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream) {
+GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream) {
   const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
+  GgufPlan plan{};
+  plan.is_by_tiles =
+      gpu.vendor == Gpu::Vendor::apple && sizes.rows > most_gemv_rows && has_tile_outputs(gguf_tiles(kind), sizes);
+  if (plan.is_by_tiles) {
+    plan.tiles = plan_tiles(gguf_tiles(kind), sizes);
+    return plan;
+  }
   // There are kernels of one row and, of the kinds that most files have, of four.
   ProductSizes planned = sizes;
   planned.rows = sizes.rows > 1 ? std::max(sizes.rows, 4u) : 1;
-  switch (kind) {
-    case cpu::BlockKind::q4_0:
-    case cpu::BlockKind::q8_0:
-    case cpu::BlockKind::q4_k:
-    case cpu::BlockKind::q5_k:
-    case cpu::BlockKind::q6_k:
-      return plan_rows(planned, kRowOutputs, gpu);
-    default:
-      return plan_rows(sizes, kRowOutputs, gpu, 1);
+  plan.rows = is_common(kind) ? plan_rows(planned, kRowOutputs, gpu) : plan_rows(sizes, kRowOutputs, gpu, 1);
+  return plan;
+}
+
+uint32_t most_gguf_rows(mx::Stream stream) {
+  const bool is_nvidia = stream.device == mx::Device::gpu && gpu_of(stream).vendor == Gpu::Vendor::nvidia;
+  return is_nvidia ? most_gemv_rows : unlimited_rows;
+}
+
+const char* why_mx_gguf(cpu::BlockKind kind, mx::Dtype dtype, const ProductSizes& sizes, mx::Stream stream) {
+  const bool is_prompt = runs_kernels(stream) && sizes.rows > most_gemv_rows;
+  if (!is_prompt || gpu_of(stream).vendor != Gpu::Vendor::apple) {
+    return nullptr;
   }
+  const Gpu& gpu = gpu_of(stream);
+  const bool is_early = !gpu.caches_registers && dtype != mx::bfloat16;
+  return is_early && sizes.rows > most_unpacked_rows ? dequantized_win
+                                                     : why_mx_tiles(gguf_tiles(kind), dtype, sizes, gpu);
 }
 
 }  // namespace mittens

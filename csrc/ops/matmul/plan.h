@@ -84,14 +84,42 @@ struct ColumnsKernels {
 ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
                          uint32_t most_splits, mx::Stream stream);
 
-// Quantized weights: on NVIDIA GPUs matmul/nvidia/qvm.metal where it has the format, else matmul/qvm.metal.
+// Threadgroups that have many rows of x and many outputs (metal/matmul/apple/qmm_tiles.h).
+struct TilesPlan {
+  uint32_t rows;  // of x that a threadgroup takes
+  uint32_t row_blocks;  // of so many rows
+  uint32_t output_groups;
+};
+
+// What there are kernels for: outputs of a threadgroup that takes 32 rows of x, and of one that takes 64 (0: none
+// does).
+struct TilesKernels {
+  uint32_t outputs_32;
+  uint32_t outputs_64;
+};
+
+TilesPlan plan_tiles(const TilesKernels& kernels, const ProductSizes& sizes);
+
+void share_out(Launch& launch, const TilesPlan& plan, uint32_t matrices);
+
+// Dense weights by tiles (metal/matmul/apple/matmul_tiles.metal): whether there are kernels for so many rows and the
+// type on the stream's GPU.
+bool has_dense_tiles(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream);
+
+TilesPlan plan_dense_tiles(const ProductSizes& sizes, bool transpose);
+
+// Quantized weights: on NVIDIA GPUs matmul/nvidia/qvm.metal where it has the format, on Apple GPUs
+// matmul/apple/qvm_tiles.metal for many rows, else matmul/qvm.metal.
+enum class QvmKernel { columns, matrices, tiles };
+
 struct QvmPlan : Splits {
-  bool by_matrices;
-  ColumnsPlan columns;  // not by matrices
-  uint32_t row_blocks;  // of 8 rows of x; from here on by matrices
+  QvmKernel kernel;
+  ColumnsPlan columns;  // columns
+  uint32_t row_blocks;  // matrices: of 8 rows of x, as the next three
   uint32_t output_groups;  // of blocks
   uint32_t blocks;  // of 64 outputs, that a threadgroup has
   uint32_t sharers;  // simdgroups that share the rows of weights of a block
+  TilesPlan by_tiles;  // tiles
 };
 
 QvmPlan plan_qvm(const Problem& problem, const AffineFormat& format, const ProductSizes& sizes, uint32_t most_splits,
@@ -127,18 +155,6 @@ MatricesPlan plan_matrices(const ProductSizes& sizes, uint32_t outputs, const Gp
 
 void share_out(Launch& launch, const MatricesPlan& plan, uint32_t matrices);
 
-// Threadgroups that have many rows of x and many outputs (metal/matmul/apple/qmm_tiles.h).
-struct TilesPlan {
-  uint32_t rows;  // of x that a threadgroup takes
-  uint32_t row_blocks;  // of so many rows
-  uint32_t output_groups;
-};
-
-// matrices: of weights that pass by one simdgroup, 2 for gate and up.
-TilesPlan plan_tiles(const AffineFormat& format, const ProductSizes& sizes, uint32_t matrices);
-
-void share_out(Launch& launch, const TilesPlan& plan, uint32_t matrices);
-
 // --- quantized weights, [outputs, columns]
 
 enum class AffineKernel { mma_row, tiles, nvidia_rows, qmm_tiles, matrices, rows };
@@ -173,6 +189,18 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
 
 // --- weights of GGUF files, [outputs, columns]
 
-RowsPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream);
+struct GgufPlan {
+  bool is_by_tiles;
+  RowsPlan rows;  // not by tiles
+  TilesPlan tiles;
+};
+
+GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream);
+
+// Rows of x that kernels are worth their time for: more are left to mx.
+uint32_t most_gguf_rows(mx::Stream stream);
+
+// Why mx is faster with dequantized weights; null where it is not known to be.
+const char* why_mx_gguf(cpu::BlockKind kind, mx::Dtype dtype, const ProductSizes& sizes, mx::Stream stream);
 
 }  // namespace mittens

@@ -39,6 +39,7 @@ const Name tiles_file = "matmul/nvidia/qmm.metal";
 const Name matrices_file = "matmul/qmm.metal";
 const Name qmm_tiles_file = "matmul/apple/qmm_tiles.metal";
 const Name transposed_file = "matmul/qvm.metal";
+const Name qvm_tiles_file = "matmul/apple/qvm_tiles.metal";
 const Name nvidia_transposed_file = "matmul/nvidia/qvm.metal";
 constexpr uint32_t most_kernel_rows = 8;  // of x that a kernel takes at once
 constexpr AffineKernels kernels{op, 1, most_kernel_rows, true, 4, true};
@@ -260,16 +261,26 @@ class QuantizedMatmul : public KernelPrimitive {
     params.columns_per_split = plan.columns_per_split;
     mx::array& sums = outputs[plan.splits > 1 ? 1 : 0];
     Launch columns;
-    if (plan.by_matrices) {
-      columns = launch(transposed_file, kernel_name(x.dtype(), op, "qvm_", format_name(format_)), bias, sums);
-      columns.threadgroups = {plan.output_groups, plan.row_blocks * plan.splits, sizes.matrices};
-      columns.threads = {32 * plan.sharers, plan.blocks, 1};
-    } else {
-      const ColumnsPlan& by_columns = plan.columns;
-      columns = launch(nvidia_transposed_file,
-                       kernel_name(x.dtype(), op, "columns_", format_.bits, "bit_", by_columns.rows), bias, sums);
-      columns.threadgroups = {by_columns.tiles, by_columns.row_blocks * plan.splits, sizes.matrices};
-      columns.threads = {by_columns.threads, 1, 1};
+    switch (plan.kernel) {
+      case QvmKernel::tiles:
+        columns =
+            launch(qvm_tiles_file,
+                   kernel_name(x.dtype(), op, "qvm_tiles_", format_name(format_), "_", plan.by_tiles.rows), bias, sums);
+        share_out(columns, plan.by_tiles, sizes.matrices);
+        break;
+      case QvmKernel::matrices:
+        columns = launch(transposed_file, kernel_name(x.dtype(), op, "qvm_", format_name(format_)), bias, sums);
+        columns.threadgroups = {plan.output_groups, plan.row_blocks * plan.splits, sizes.matrices};
+        columns.threads = {32 * plan.sharers, plan.blocks, 1};
+        break;
+      case QvmKernel::columns: {
+        const ColumnsPlan& by_columns = plan.columns;
+        columns = launch(nvidia_transposed_file,
+                         kernel_name(x.dtype(), op, "columns_", format_.bits, "bit_", by_columns.rows), bias, sums);
+        columns.threadgroups = {by_columns.tiles, by_columns.row_blocks * plan.splits, sizes.matrices};
+        columns.threads = {by_columns.threads, 1, 1};
+        break;
+      }
     }
     if (plan.splits == 1) {
       return in_order(std::move(columns));

@@ -8,11 +8,12 @@
 // matrix u has element u of each run. Column r of the left-hand matrices is of run r: x is staged with the elements of
 // two runs in turn, so that a lane loads neighbours. A step may be staged in parts, the same elements of each run.
 //
-// Affine weights of halves are multiplied as halves; all others as floats, so that bfloat16 is widened once, when x is
-// staged, and the scales of small floats have their range.
+// Weights for halves are multiplied as halves where these have their range; all others as floats, so that bfloat16 is
+// widened once, when x is staged.
 #pragma once
 
 #include "matmul/rows.h"
+#include "mittens/source/dense.h"
 #include "mittens/tile.h"
 
 namespace mittens {
@@ -20,7 +21,7 @@ namespace mittens {
 template <typename T, typename Source>
 struct TileOperand {
   using Values = typename Source::Values;
-  static constant constexpr bool halves = is_same_v<T, half> && Source::has_bias;
+  static constant constexpr bool halves = is_same_v<T, half> && Source::fits_half;
   using type = conditional_t<halves, half, float>;
   static constant constexpr int part = halves ? 8 : 4;              // elements of a run that are staged at once
   static constant constexpr int parts = Values::size / part;        // of a step
@@ -36,7 +37,7 @@ inline void unpack_part(
   constexpr int half_run = Values::size / 2;
   half of_even[Values::size];
   half of_odd[Values::size];
-  if constexpr (sizeof(even.at) == 4 && part <= half_run) {
+  if constexpr (sizeof(typename Values::Words) == 4 && part <= half_run) {
     typename Values::Words both;
     both.at[0] = side_by_side(even.at[0], odd.at[0], first >= half_run);
     Values::unpack(both, of_even);
@@ -56,28 +57,54 @@ inline void unpack_part(
   }
 }
 
-// The same as weights: what a lane has of right-hand matrices. Zeros where the runs are not there.
+// Makes weights of what Values::unpack leaves of a run. Zeros where the run is not there.
+template <typename T, typename Source>
+struct TileWeights {
+  using Values = typename Source::Values;
+  using U = typename TileOperand<T, Source>::type;
+  U scale;
+  U bias;
+
+  static TileWeights of(typename Source::Run run, bool is_there) {
+    const float of_run = Source::scale(run);
+    TileWeights result;
+    result.scale = is_there ? U(Source::has_bias ? of_run : of_run * (1 / Values::factor(0))) : U(0);
+    result.bias = Source::has_bias && is_there ? U(Source::bias(run)) : U(0);
+    return result;
+  }
+
+  U at(half q, int i) const {
+    if constexpr (Source::has_bias) {
+      const float unit = 1 / Values::factor(Values::level(i));
+      return fma(U(fma(q, half(unit), half(-Values::base() * unit))), scale, bias);
+    } else if constexpr (Values::base() != 0.0f) {
+      return U(q - half(origin_of<Values>(0))) * scale;
+    } else {
+      return U(q) * scale;
+    }
+  }
+};
+
+// What a lane has of right-hand matrices: a part of two runs.
 template <typename T, typename Source>
 inline void right_part(
     typename Source::Run even, typename Source::Run odd, bool is_there, int first,
     thread vec<typename TileOperand<T, Source>::type, 2> (&right)[TileOperand<T, Source>::part]) {
-  using Values = typename Source::Values;
   using Operand = TileOperand<T, Source>;
-  using U = typename Operand::type;
-  half q[2][Operand::part];
-  unpack_part<Values>(even.words, odd.words, first, q);
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const float of_run = Source::scale(row == 0 ? even : odd);
-    const U scale = is_there ? U(Source::has_bias ? of_run : of_run * (1 / Values::factor(0))) : U(0);
-    const U bias = Source::has_bias && is_there ? U(Source::bias(row == 0 ? even : odd)) : U(0);
+  if constexpr (is_same_v<Source, DenseRows>) {
 #pragma unroll
     for (int i = 0; i < Operand::part; ++i) {
-      if constexpr (Source::has_bias) {
-        const float unit = 1 / Values::factor(Values::level(first + i));
-        right[i][row] = fma(U(fma(q[row][i], half(unit), half(-Values::base() * unit))), scale, bias);
-      } else {
-        right[i][row] = U(q[row][i]) * scale;
+      right[i] = is_there ? float2(Source::element(even, first + i), Source::element(odd, first + i)) : float2(0.0f);
+    }
+  } else {
+    half q[2][Operand::part];
+    unpack_part<typename Source::Values>(even.words, odd.words, first, q);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const TileWeights<T, Source> weights = TileWeights<T, Source>::of(row == 0 ? even : odd, is_there);
+#pragma unroll
+      for (int i = 0; i < Operand::part; ++i) {
+        right[i][row] = weights.at(q[row][i], first + i);
       }
     }
   }
@@ -223,10 +250,10 @@ inline void multiply_staged(
 
 // Writes what 8 MB rows of x give with the outputs of a threadgroup, of 8 NB or more in all. x, y: from the first row
 // on.
-template <int N, int MB, int NB, typename T, typename Source>
+template <int N, int MB, int NB, typename T, typename Source, typename Params>
 inline void multiply_by_tiles(
     RowsOfX<T> x, thread const Source (&w)[N], const device T* bias, device T* y, uint first_output,
-    constant QuantizedParams& params, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at,
+    constant Params& params, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at,
     uint lane) {
   const uint own = first_output + thread_at / 32 * (8 * NB);
   const uint output = min(own, params.outputs - 8 * NB) + tile_column(lane);  // those before `own` are another's

@@ -30,6 +30,7 @@ template <typename T, int bits, int E>
 struct AffineRows {
   using Values = typename IntegersOf<bits, E>::type;
   static constant constexpr bool has_bias = true;
+  static constant constexpr bool fits_half = true;
   struct Run {
     typename Values::Words words;
     T scale;

@@ -1,4 +1,5 @@
-// Rows of GGUF blocks, byte for byte as a .gguf file stores them. Blocks begin on any 2 bytes unless said so. d, m: halves.
+// Rows of GGUF blocks, byte for byte as a .gguf file stores them. Blocks begin on any 2 bytes unless said so, those of
+// mxfp4 on any byte. d, m: halves.
 //
 //   kind     bytes, weights   w              layout
 //   q4_0      18,  32   d * (v - 8)          d, nibbles
@@ -13,7 +14,11 @@
 //   q5_k     176, 256   d * s * v - m * t    d, m, 12 bytes of s and t, fifths, nibbles
 //   q6_k     210, 256   d * s * (v - 32)     nibbles, pairs above them, 16 signed bytes s, d
 //   iq4_xs   136, 256   d * s * value[v]     d, 2 bits of each s, 4 bits of each s, nibbles
+//   mxfp4     17,  32   2^(e - 128) * f      a byte e, nibbles
+//   nvfp4     36,  64   s / 2 * f            4 bytes s, floats of 4 bits of exponent and 3 of the fraction; nibbles
 //
+// f is twice a float of a sign, 2 bits of exponent and 1 of the fraction. In nvfp4 nibbles of 16 columns are 8 bytes, column
+// i below and i + 8 above.
 // Nibbles of 32 columns are 16 bytes, column i below and i + 16 above; in q4_k to q6_k of 64 columns 32 bytes. s and t are
 // integers of 16 or 32 columns.
 //
@@ -26,10 +31,11 @@
 namespace mittens {
 
 // In the order of cpu::BlockKind (csrc/cpu/gguf.h).
-enum BlockKind { q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs };
+enum BlockKind { q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, block_mxfp4, block_nvfp4 };
 
-#define each_block_kind(of) \
-  of(q4_0) of(q4_1) of(q5_0) of(q5_1) of(q8_0) of(q2_k) of(q3_k) of(q4_k) of(q5_k) of(q6_k) of(iq4_nl) of(iq4_xs)
+#define each_block_kind(of)                                                                                        \
+  of(q4_0) of(q4_1) of(q5_0) of(q5_1) of(q8_0) of(q2_k) of(q3_k) of(q4_k) of(q5_k) of(q6_k) of(iq4_nl) of(iq4_xs) \
+      of(block_mxfp4) of(block_nvfp4)
 
 // Words on any 2 bytes.
 template <int count>
@@ -311,6 +317,65 @@ struct Block<iq4_xs, E> {
   }
 };
 
+// --- floats of 4 bits: mxfp4, nvfp4
+
+template <int E>
+struct Block<block_mxfp4, E> {
+  using Shape = BlockShape<17, 32, 0, false>;
+  uint nibbles[E / 4];
+  uint shift;
+  uchar exponent;
+
+  // odd: whether the block begins on an odd byte. On even ones its nibbles do not begin on 2 bytes: what is loaded begins
+  // a byte before them.
+  void load(const device uchar* block, uint at, bool odd) {
+    exponent = block[0];
+    const device uchar* first = block + (1 + at % 16);
+    load_words(first - (odd ? 0 : 1), nibbles);
+    const uint last = first[E - 1];
+#pragma unroll
+    for (int p = 0; p < E / 4; ++p) {
+      const uint next = p + 1 < E / 4 ? nibbles[p + 1] : last;
+      nibbles[p] = odd ? nibbles[p] : nibbles[p] >> 8 | next << 24;
+    }
+    shift = at / 16 * 4;
+  }
+  uint integers(int p) const {
+    return nibbles[p] >> shift & 0x0f0f0f0fu;
+  }
+  float scale() const {
+    return as_type<float>(exponent < 2 ? 0x00200000u << exponent : uint(exponent - 1) << 23);
+  }
+  float bias() const {
+    return 0.0f;
+  }
+};
+
+template <int E>
+struct Block<block_nvfp4, E> {
+  using Shape = BlockShape<36, 64, 0, false>;
+  uint nibbles[2];
+  uint shift;
+  uchar bits;  // of the scale
+
+  void load(const device uchar* block, uint at) {
+    bits = block[at / 16];
+    load_words(block + 4 + at / 16 * 8, nibbles);
+    shift = at % 16 / 8 * 4;
+  }
+  uint integers(int p) const {
+    return nibbles[p % 2] >> (E == 16 ? p / 2 * 4 : shift) & 0x0f0f0f0fu;
+  }
+  // The largest number is none, and 0.
+  float scale() const {
+    const uint size = bits == 0x7f ? 0 : bits & 0x7f;
+    return float(as_type<half>(ushort(size << 7))) * 128.0f;
+  }
+  float bias() const {
+    return 0.0f;
+  }
+};
+
 // The type of a kind's block. Metal has no derived classes.
 template <BlockKind kind, int E>
 struct BlockType {
@@ -343,9 +408,15 @@ struct BlockType<q5_k, E> {
 template <BlockKind kind, int E>
 using BlockOf = typename BlockType<kind, E>::type;
 
-// A run of a block as values of products by rows (matmul/rows.h).
-template <BlockKind kind, int E>
+constexpr bool holds_floats(BlockKind kind) {
+  return kind == block_mxfp4 || kind == block_nvfp4;
+}
+
+// A run of a block as values of products by rows (matmul/rows.h). Bytes become the mantissa of 1 / 64, or of 1024 where
+// sums are of weights and not of integers. Floats of 4 bits are those of a half, too small by a power of two.
+template <BlockKind kind, int E, bool of_weights>
 struct BlockValues {
+  using Words = BlockOf<kind, E>;
   static constant constexpr int size = E;
   static constant constexpr int levels = 1;
 
@@ -353,24 +424,32 @@ struct BlockValues {
     return 0;
   }
   static constexpr float factor(int) {
-    return 1.0f / 65536;
+    return holds_floats(kind) ? 1.0f / 32768 : of_weights ? 1.0f : 1.0f / 65536;
   }
   static constexpr float base() {
-    return 1.0f / 64;
+    return holds_floats(kind) ? 0.0f : of_weights ? 1024.0f : 1.0f / 64;
   }
   static constexpr float middle() {
-    return float(BlockOf<kind, E>::Shape::zero);
+    return float(Words::Shape::zero);
   }
   static constexpr float headroom() {
-    return 1.0f / 64;
+    return holds_floats(kind) ? 1.0f : 1.0f / 64;
   }
 
-  static void unpack(BlockOf<kind, E> run, thread half (&q)[E]) {
+  static half2 pair(uint bytes) {
+    if constexpr (holds_floats(kind)) {
+      return as_type<half2>((bytes << 9 & 0x0e000e00u) | (bytes << 12 & 0x80008000u));
+    } else {
+      return as_type<half2>((bytes & 0x00ff00ffu) | (of_weights ? 0x64006400u : 0x24002400u));
+    }
+  }
+
+  static void unpack(Words run, thread half (&q)[E]) {
 #pragma unroll
     for (int p = 0; p < E / 4; ++p) {
       const uint word = run.integers(p);
-      const half2 even = as_type<half2>((word & 0x00ff00ffu) | 0x24002400u);
-      const half2 odd = as_type<half2>((word >> 8 & 0x00ff00ffu) | 0x24002400u);
+      const half2 even = pair(word);
+      const half2 odd = pair(word >> 8);
       q[4 * p] = even.x;
       q[4 * p + 1] = odd.x;
       q[4 * p + 2] = even.y;
@@ -380,22 +459,36 @@ struct BlockValues {
 };
 
 // A matrix from some row on.
-template <BlockKind kind, int E>
+template <BlockKind kind, int E, bool of_weights = false>
 struct BlockRows {
-  using Values = BlockValues<kind, E>;
-  static constant constexpr bool has_bias = BlockOf<kind, E>::Shape::has_bias;
+  using Values = BlockValues<kind, E, of_weights>;
+  using Block = BlockOf<kind, E>;
+  static constant constexpr bool has_bias = Block::Shape::has_bias;
+  static constant constexpr bool fits_half = false;  // a scale times an integer, rounded, shows in sums
+  static constant constexpr bool on_any_byte = Block::Shape::bytes % 2 == 1;
   struct Run {
-    BlockOf<kind, E> words;
+    Block words;
   };
-  const device uchar* blocks;
-  uint stride;  // bytes from row to row
+  const device uchar* blocks;  // on an even byte
+  uint stride;                 // bytes from row to row
+  uint before;                 // the first row, where rows begin on any byte
 
   // Columns [column, column + E) of a row; column is a multiple of E.
   Run load(uint row, uint column) const {
-    constexpr uint weights = BlockOf<kind, E>::Shape::weights;
+    constexpr uint weights = Block::Shape::weights;
+    const uint at = row * stride + column / weights * Block::Shape::bytes;
     Run run;
-    run.words.load(blocks + (row * stride + column / weights * BlockOf<kind, E>::Shape::bytes), column % weights);
+    if constexpr (on_any_byte) {
+      run.words.load(blocks + (before + at), column % weights, (before + at) % 2 == 1);
+    } else {
+      run.words.load(blocks + at, column % weights);
+    }
     return run;
+  }
+
+  // The same of row + more, where all lanes have the same `more`.
+  Run load(uint row, uint more, uint column) const {
+    return load(row + more, column);
   }
 
   static float scale(Run run) {
@@ -407,7 +500,12 @@ struct BlockRows {
 
   // The matrix from another row on; alone: with all of its rows at that one.
   BlockRows at(uint row, bool alone) const {
-    return {blocks + size_t(row) * stride, alone ? 0 : stride};
+    const size_t bytes = size_t(row) * stride;
+    if constexpr (on_any_byte) {
+      return {blocks + bytes / 2 * 2, alone ? 0 : stride, uint(bytes % 2)};
+    } else {
+      return {blocks + bytes, alone ? 0 : stride, 0};
+    }
   }
 };
 

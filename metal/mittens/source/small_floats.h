@@ -80,6 +80,7 @@ template <int bits, int group_shift, int E>
 struct FloatRows {
   using Values = SmallFloats<bits, E>;
   static constant constexpr bool has_bias = false;
+  static constant constexpr bool fits_half = false;
   struct Run {
     typename Values::Words words;
     uchar scale;

@@ -7,13 +7,13 @@ from helpers.matrices import draw, exact_product
 from helpers.tolerances import FLOAT16, SUMS, assert_product_right, of_terms
 
 import mlx_mittens as mm
-from mlx_mittens import specs
+from mlx_mittens import _ext, specs
 from mlx_mittens.specs import widen
 
 gguf = pytest.importorskip("gguf")
 
-KINDS = ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
-QUANTIZED = ("q4_1", "q5_0", "q5_1")
+KINDS = ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4")
+QUANTIZED = ("q4_1", "q5_0", "q5_1", "mxfp4")
 
 
 def type_of(kind):
@@ -26,11 +26,16 @@ def size_of(kind):
 
 
 def draw_blocks(rng, rows, count, kind, size=1 / 20):
-    """Rows of blocks of any bytes, with finite halves; and the weights in float64."""
+    """Rows of blocks of any bytes, with finite halves and scales; and the weights in float64."""
     blocks = rng.integers(0, 256, (rows, count, size_of(kind)[1]), dtype=np.uint8)
     for at in specs.gguf.KINDS[kind].halves:
         halves = rng.normal(size=(rows, count, 1)) * size
         blocks[..., at : at + 2] = halves.astype(np.float16).view(np.uint8)
+    each = specs.gguf.KINDS[kind]
+    if each.scales:
+        exponent = round(np.log2(size)) * (8 if each.scales > 1 else 1)  # begins at bit 3, or 0
+        scales = rng.integers(-3, 4, (rows, count, each.scales)) + each.scale + exponent
+        blocks[..., : each.scales] = np.clip(scales, 1, 254)
     blocks = blocks.reshape(rows, -1)
     return blocks, gguf.dequantize(blocks, type_of(kind))
 
@@ -73,7 +78,41 @@ def test_quantize_matches_the_package(rng, dtype, native, kind):
     np.testing.assert_array_equal(np.array(blocks), expected)
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.fixture(params=[1, 2])
+def tiles(native, request):
+    """The kernels for many rows of Apple GPUs, in two orders of threads; gives what was launched when called."""
+    with mm.simulator.enabled(seed=request.param, gpu="m2-max"):
+        _ext.simulator_record(True)
+        yield lambda: [launch["kernel"] for launch in _ext.simulator_record(True)]
+        _ext.simulator_record(False)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0", *KINDS])
+@pytest.mark.parametrize("rows, outputs", [(17, 16), (19, 37), (40, 70), (65, 21)])
+def test_products_of_many_rows(rng, dtype, tiles, kind, rows, outputs):
+    """Tiles, with tails of rows, columns and outputs."""
+    count = 256 // size_of(kind)[0] + 1
+    assert_products_right(rng, dtype, kind, rows, count, outputs)
+    size = 64 if rows == 40 and kind in ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k") else 32
+    assert tiles() == [f"block_matmul_tiles_{kind}_{size}_{str(dtype).split('.')[-1]}"]
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_products_of_odd_rows(rng, dtype, tiles, rows):
+    """Blocks of 17 bytes: rows begin on any byte."""
+    assert_products_right(rng, dtype, "mxfp4", rows, 3, 20)
+
+
+def test_quantize_every_exponent(native):
+    """Scales of mxfp4 from the smallest to the largest, and magnitudes at both sides of powers of two."""
+    d = np.float32(2) ** np.arange(-124, 127).astype(np.float32)
+    near = np.concatenate([d, *(np.nextafter(d, np.float32(side)) for side in (0, np.inf))])
+    w = np.linspace(-1, 1, 32, dtype=np.float32) * near[:, None]
+    found = np.array(mm.block_quantize(mx.array(w), "mxfp4"))
+    np.testing.assert_array_equal(found, gguf.quantize(w, type_of("mxfp4")))
+
+
+@pytest.mark.parametrize("kind", ("q4_1", "q5_0", "q5_1"))
 def test_quantize_no_finite_number(native, kind):
     """What has a NaN is NaN; nothing else comes of it."""
     w = np.ones((4, 32), np.float32)
@@ -107,7 +146,7 @@ def assert_products_right(rng, dtype, kind, rows, count, outputs):
 def test_products_of_large_activations(rng, dtype, executor, kind, rows):
     """Neither integers times activations nor sums that cancel overflow, where the product does not."""
     largest = mx.finfo(dtype).max
-    blocks, w = draw_blocks(rng, 5, 2, kind, size=3e-7)
+    blocks, w = draw_blocks(rng, 5, 2, kind, size=1 / 1000 if kind == "nvfp4" else 3e-7)
     x = rng.choice([-1, 1], (rows, w.shape[1])) * rng.uniform(0.9, 1, (rows, w.shape[1])) * largest
     x[0, 1:-1] = rng.standard_normal(w.shape[1] - 2)
     x = mx.array(x.astype(np.float32)).astype(dtype)

@@ -98,6 +98,46 @@ def test_tiles_of_stacks_and_views(rng, dtype, tiles, rows):
     assert all("qmm_tiles" in name or "copy" in name for name in tiles())
 
 
+@pytest.mark.parametrize("bits, group_size", [(4, 32), (8, 64), (3, 128)])
+@pytest.mark.parametrize(
+    "rows, columns, groups, size",
+    [(17, 1, 1, 32), (32, 33, 5, 32), (33, 31, 3, 64), (64, 130, 1, 64), (65, 40, 2, 32), (577, 10, 1, 64)],
+)
+def test_tiles_along_outputs(rng, dtype, tiles, rows, columns, groups, size, bits, group_size):
+    """Bands of tiles, and tails of rows, columns and outputs."""
+    outputs = groups * group_size
+    product(rng, rows, columns, outputs, dtype, group_size, bits, transpose=False, with_bias=rows % 2 == 1)
+    name = str(dtype).split(".")[-1]
+    assert tiles() == [f"quantized_matmul_qvm_tiles_{bits}bit_{32 if bits == 3 else size}_{name}"]
+
+
+@pytest.mark.parametrize("rows", [20, 70])
+def test_tiles_of_stacks_along_outputs(rng, dtype, tiles, rows):
+    """Matrices of a larger buffer, shared by several heads."""
+    triple = quantize(rng, (2, 3, 50, 96), dtype, 32, 4)
+    views = [a[:, :, 3:44] for a in triple]
+    x = draw(rng, (2, 3, rows, 41), dtype)
+    y = mm.quantized_matmul(x, *views, transpose=False, group_size=32, bits=4)
+    w = dequantized(*triple, 32, 4)[:, :, 3:44].swapaxes(-1, -2)
+    assert_product_right(y, exact_product(widen(x), w), dtype)
+    assert all("qvm_tiles" in name or "copy" in name for name in tiles())
+
+
+@pytest.mark.parametrize("columns", [64, 71])
+def test_tiles_along_outputs_and_values_that_are_not_finite(rng, dtype, tiles, columns):
+    """They stay in their group and row, also where a step of columns is cut short."""
+    words, scales, biases = quantize(rng, (columns, 64), dtype, 32, 4)
+    scales[columns - 1, 1] = float("nan")
+    x = mx.abs(draw(rng, (20, columns), dtype)) + 1
+    x[5, 0] = float("nan")
+    y = widen(mm.quantized_matmul(x, words, scales, biases, False, 32, 4))
+    w = dequantized(words, scales, biases, 32, 4)
+    assert np.isnan(y[5]).all() and np.isnan(y[:, 32:]).all()
+    others = np.arange(20) != 5
+    finite = mx.array(y[others][:, :32]).astype(dtype)
+    assert_product_right(finite, exact_product(widen(x)[others], w.T[:32]), dtype)
+
+
 def test_tiles_need_as_many_outputs_as_a_simdgroup_has(rng, tiles):
     product(rng, 20, 64, 15, mx.float16, 64, 4)
     assert tiles() == ["quantized_matmul_qmm_4bit_float16"]
@@ -126,6 +166,7 @@ def test_the_gradient_of_many_rows(rng, tiles):
     x, cotangent = draw(rng, (20, 64), mx.float32), draw(rng, (20, 96), mx.float32)
     (found,) = mx.vjp(lambda x: mm.quantized_matmul(x, *triple, True, 32, 4), [x], [cotangent])[1]
     assert_product_right(found, exact_product(widen(cotangent), dequantized(*triple, 32, 4).T), mx.float32)
+    assert tiles()[-1] == "quantized_matmul_qvm_tiles_4bit_32_float32"
 
 
 @pytest.mark.parametrize("bits", [4, 8])

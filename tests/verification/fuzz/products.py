@@ -264,6 +264,7 @@ def draw_blocks(draw: Draw, outputs: int, columns: int, kind: str, wild: bool) -
         for at, size in zip(each.halves, (each.step, each.minimum)):
             scales = np.asarray(draw.rng.standard_normal([outputs, count]) * abs(size), dtype=np.float16)
             blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+        blocks[..., : each.scales] = each.scale
     return blocks.reshape(outputs, count * each.bytes)
 
 

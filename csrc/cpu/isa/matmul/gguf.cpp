@@ -44,6 +44,8 @@ Unpacked unpacked_from(BlockKind kind, const uint8_t* blocks, size_t columns) {
     MITTENS_UNPACK(q6_k);
     MITTENS_UNPACK(iq4_nl);
     MITTENS_UNPACK(iq4_xs);
+    MITTENS_UNPACK(mxfp4);
+    MITTENS_UNPACK(nvfp4);
 #undef MITTENS_UNPACK
     case BlockKind::q4_0:
     case BlockKind::q8_0:
@@ -173,6 +175,31 @@ MITTENS_INLINE void quantize_up(const Float (&values)[vectors], uint8_t* block) 
   }
 }
 
+// The exponent that the package takes from a float32 logarithm, which rounds up shortly before a power of two; 0 where
+// there is none. The first of the nearest of 16 values.
+MITTENS_INLINE void quantize_floats(const Float (&values)[vectors], uint8_t* block) {
+  const float most = __builtin_fabsf(furthest(values));
+  const float exponent = most > 0 ? __builtin_floorf(static_cast<float>(__builtin_log2(most))) + 125 : 0;
+  block[0] = exponent > 0 && exponent < 256 ? static_cast<uint8_t>(exponent) : 0;
+  const float d = mxfp4_scale(block[0]);
+  uint8_t q[most_quantized];
+  for (size_t v = 0; v < vectors; ++v) {
+    Float least = magnitude(values[v]);
+    Int best = {};
+    for (int i = 1; i < 16; ++i) {
+      const float value = d * fp4_values[i];
+      const Float error = magnitude(value - values[v]);
+      best = error < least ? Int{} + i : best;
+      least = error < least ? error : least;
+    }
+    const Bytes bytes = __builtin_convertvector(best, Bytes);
+    __builtin_memcpy(q + v * width, &bytes, width);
+  }
+  for (size_t i = 0; i < 16; ++i) {
+    block[1 + i] = static_cast<uint8_t>(q[i] | q[i + 16] << 4);
+  }
+}
+
 }  // namespace
 
 void block_matmul(Type type, BlockKind kind, const uint8_t* blocks, const void* x, const void* bias, void* y,
@@ -228,7 +255,7 @@ void block_dequantize(Type type, BlockKind kind, const uint8_t* blocks, void* y,
 }
 
 void block_quantize(Type type, BlockKind kind, const void* w, uint8_t* blocks, size_t count) {
-  with_kinds<BlockKind::q4_0, BlockKind::q4_1, BlockKind::q5_0, BlockKind::q5_1, BlockKind::q8_0>(
+  with_kinds<BlockKind::q4_0, BlockKind::q4_1, BlockKind::q5_0, BlockKind::q5_1, BlockKind::q8_0, BlockKind::mxfp4>(
       type, kind, [&](auto t, auto kind) {
         using T = decltype(t);
         constexpr BlockKind value = decltype(kind)::value;
@@ -240,6 +267,8 @@ void block_quantize(Type type, BlockKind kind, const void* w, uint8_t* blocks, s
             }
             if constexpr (value == BlockKind::q4_0 || value == BlockKind::q8_0) {
               quantize<value>(values, blocks + b * block_bytes(value));
+            } else if constexpr (value == BlockKind::mxfp4) {
+              quantize_floats(values, blocks + b * block_bytes(value));
             } else {
               quantize_up<value>(values, blocks + b * block_bytes(value));
             }

@@ -105,6 +105,25 @@ struct GroupScales {
 
 constexpr float iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
+// Twice the floats of 4 bits: a sign, 2 bits of exponent and 1 of the fraction.
+constexpr float fp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// Half of 2^(e - 127).
+MITTENS_INLINE float mxfp4_scale(uint8_t e) {
+  const uint32_t bits = e < 2 ? 0x00200000u << e : static_cast<uint32_t>(e - 1) << 23;
+  float scale;
+  __builtin_memcpy(&scale, &bits, 4);
+  return scale;
+}
+
+// Half of a float of 4 bits of exponent and 3 of the fraction, without a sign, of which the largest is 0.
+MITTENS_INLINE float nvfp4_scale(uint8_t bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  const float scale =
+      exponent == 0 ? static_cast<float>(fraction) / 1024 : static_cast<float>((8 + fraction) << exponent) / 2048;
+  return bits == 0x7f ? 0 : scale;
+}
+
 template <BlockKind kind>
 MITTENS_INLINE void unpack_block(const uint8_t* b, float* to) {
   if constexpr (kind == BlockKind::q4_1) {
@@ -160,6 +179,17 @@ MITTENS_INLINE void unpack_block(const uint8_t* b, float* to) {
       for (size_t i = 0; i < 32; ++i) {
         const int upper = fifth ? (b[16 + i] >> g & 1) << 4 : 0;
         to[g * 32 + i] = dl * static_cast<float>((q[i] >> (g % 2 * 4) & 15) | upper) - ml;
+      }
+    }
+  } else if constexpr (kind == BlockKind::mxfp4) {
+    const float d = mxfp4_scale(b[0]);
+    each_of_32<false>(b + 1, b, [&](size_t i, int q) MITTENS_INLINED { to[i] = d * fp4_values[q]; });
+  } else if constexpr (kind == BlockKind::nvfp4) {
+    for (size_t g = 0; g < 4; ++g) {
+      const float d = nvfp4_scale(b[g]);
+      for (size_t i = 0; i < 8; ++i) {
+        to[g * 16 + i] = d * fp4_values[b[4 + g * 8 + i] & 15];
+        to[g * 16 + i + 8] = d * fp4_values[b[4 + g * 8 + i] >> 4];
       }
     }
   } else {
