@@ -20,6 +20,7 @@ _KIND_OF_OP = {
     "qk_norm": "norm",
     "softcap": "elementwise",
     "sample": "norm",
+    "matmul": "gemv",
     "gemv": "gemv",
     "quantized_matmul": "4-bit",
     "quantized_swiglu": "4-bit",

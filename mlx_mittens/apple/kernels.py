@@ -17,13 +17,20 @@ FILES: dict[str, tuple[str, ...]] = {
     "qk_norm": ("norm/qk_norm.metal", "norm/norm_vjp.metal"),
     "softcap": ("norm/softcap.metal",),
     "sample": ("sampling/sample.metal",),
-    "gemv": ("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/splitk_reduce.metal"),
-    "quantized_matmul": (
-        *("matmul/qmv.metal", "matmul/qmm.metal", "matmul/apple/qmm_tiles.metal", "matmul/qvm.metal"),
+    "matmul": (
+        *("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/apple/matmul_tiles.metal"),
         "matmul/splitk_reduce.metal",
     ),
+    "gemv": (
+        *("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/apple/matmul_tiles.metal"),
+        "matmul/splitk_reduce.metal",
+    ),
+    "quantized_matmul": (
+        *("matmul/qmv.metal", "matmul/qmm.metal", "matmul/apple/qmm_tiles.metal", "matmul/qvm.metal"),
+        *("matmul/apple/qvm_tiles.metal", "matmul/splitk_reduce.metal"),
+    ),
     "quantized_swiglu": ("matmul/quantized_swiglu.metal", "matmul/apple/swiglu_tiles.metal"),
-    "block_matmul": ("matmul/gguf_matmul.metal",),
+    "block_matmul": ("matmul/gguf_matmul.metal", "matmul/apple/gguf_tiles.metal"),
     "block_quantize": ("matmul/gguf_quantize.metal",),
     "block_dequantize": ("matmul/gguf_quantize.metal",),
     "scaled_dot_product_attention": (

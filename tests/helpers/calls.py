@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
@@ -158,6 +158,16 @@ def _gemv_calls() -> list[Call]:
                 Call("gemv", what if transpose else what + " not transposed", some, arguments,
                      partial(mm.gemv, transpose=transpose), _product_of_nothing("w", 0 if transpose else 1))
             )  # fmt: skip
+    return calls
+
+
+def _matmul_calls() -> list[Call]:
+    """As those of gemv, x first."""
+    calls = []
+    for call in _gemv_calls():
+        arguments = {name: call.arguments[name] for name in ("x", "w", "bias")}
+        function = partial(mm.matmul, transpose="not transposed" not in call.what)
+        calls.append(replace(call, op="matmul", arguments=arguments, function=function))
     return calls
 
 
@@ -535,6 +545,7 @@ def _shaped_calls() -> list[Call]:
 CALLS = [
     *_row_calls(),
     *_gemv_calls(),
+    *_matmul_calls(),
     *_quantized_calls(),
     *_block_calls(),
     *_attention_calls(),

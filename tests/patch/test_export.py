@@ -210,6 +210,7 @@ DIRECT = {
     )[0],
     "add_rms_norm": lambda x: mm.add_rms_norm(x, x, None, 1e-5)[0],
     "gemv": lambda x: mm.gemv(draw(8, 64), x),
+    "matmul": lambda x: mm.matmul(x, draw(8, 64)),
     "quantized_matmul": lambda x: mm.quantized_matmul(x, *mx.quantize(draw(8, 64))),
     "quantized_swiglu": lambda x: mm.quantized_swiglu(x, mx.quantize(draw(8, 64)), mx.quantize(draw(8, 64))),
     "block_matmul": lambda x: mm.block_matmul(x, mx.zeros((8, 68), mx.uint8), "q8_0"),

@@ -29,6 +29,10 @@ namespace mittens {
 namespace {
 
 constexpr const char* op = "gemv";
+constexpr const char* matmul_op = "matmul";  // the same with x first
+
+mx::array product(const char* called, const mx::array& x, const mx::array& w, bool transpose, mx::Stream stream);
+
 const Name file = "matmul/gemv.metal";
 const Name tiles_file = "matmul/gemv_tiles.metal";
 const Name short_file = "matmul/nvidia/gemv_short.metal";
@@ -38,24 +42,26 @@ const Name prompts_file = "matmul/apple/matmul_tiles.metal";
 // -> y [.., outputs].
 class Gemv : public KernelPrimitive {
  public:
-  // inputs: those that it is first applied to. It may split the columns later only if it does so for these.
-  Gemv(mx::Stream stream, bool transpose, const Arrays& inputs)
-      : KernelPrimitive(stream), transpose_(transpose), may_split_(true) {
+  // inputs: those that it is first applied to. It may split the columns later only if it does so for these. called: the
+  // op that it is counted as.
+  Gemv(mx::Stream stream, bool transpose, const Arrays& inputs, const char* called)
+      : KernelPrimitive(stream), called_(called), transpose_(transpose), may_split_(true) {
     may_split_ = splits_of(inputs) > 1;
   }
 
-  static mx::array apply(Arrays inputs, bool transpose, mx::Stream stream) {
-    auto primitive = std::make_shared<Gemv>(stream, transpose, inputs);
+  static mx::array apply(Arrays inputs, bool transpose, const char* called, mx::Stream stream) {
+    auto primitive = std::make_shared<Gemv>(stream, transpose, inputs, called);
     return first_output(std::move(primitive), std::move(inputs));
   }
 
   const char* name() const override {
-    return "MittensGemv";
+    return called_ == matmul_op ? "MittensMatmul" : "MittensGemv";
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& gemv = static_cast<const Gemv&>(other);
-    return transpose_ == gemv.transpose_ && may_split_ == gemv.may_split_ && exact_ == gemv.exact_;
+    return called_ == gemv.called_ && transpose_ == gemv.transpose_ && may_split_ == gemv.may_split_ &&
+           exact_ == gemv.exact_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -78,7 +84,7 @@ class Gemv : public KernelPrimitive {
       if (!is_empty && has_dense_tiles(sizes, !transpose_, primals[0].dtype(), stream())) {
         for (size_t i = 0; i < argnums.size(); ++i) {
           if (argnums[i] == 0) {
-            gradients[i] = gemv(primals[1], cotangents[0], std::nullopt, !transpose_, stream());
+            gradients[i] = product(called_, cotangents[0], primals[1], !transpose_, stream());
           }
         }
       }
@@ -90,11 +96,11 @@ class Gemv : public KernelPrimitive {
     Arrays gradients;
     for (int argument : argnums) {
       if (argument == 0) {
-        gradients.push_back(apply({dy, primals[1]}, !transpose_, stream()));
+        gradients.push_back(apply({dy, primals[1]}, !transpose_, called_, stream()));
       } else if (argument == 1) {
         const mx::array& rows = transpose_ ? dy : primals[0];
         const mx::array& columns = transpose_ ? primals[0] : dy;
-        gradients.push_back(apply({transposed(matrix(rows)), matrix(columns)}, false, stream()));
+        gradients.push_back(apply({transposed(matrix(rows)), matrix(columns)}, false, called_, stream()));
       } else {
         gradients.push_back(mx::sum(matrix(dy), 0, false, stream()));
       }
@@ -114,7 +120,7 @@ class Gemv : public KernelPrimitive {
     }
     Arrays batched = inputs;
     batched[0] = mx::moveaxis(inputs[0], axes[0], 0, stream());
-    return {{apply(batched, transpose_, stream())}, {0}};
+    return {{apply(batched, transpose_, called_, stream())}, {0}};
   }
 
  protected:
@@ -270,6 +276,7 @@ class Gemv : public KernelPrimitive {
                       : columns_plan(inputs[0], sizes, true, most).splits;
   }
 
+  const char* called_;
   bool transpose_;
   bool may_split_;
   bool exact_ = is_exact();  // on a CPU
@@ -312,6 +319,9 @@ std::optional<mx::array> try_product(const char* called, const mx::array& x, con
     return fallback(called, "more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
   const char* reason = why_mx_gemv(sizes, transpose, dtype, stream);
+  if (is_switched_off(called)) {
+    return std::nullopt;
+  }
   if (prefer_mx(product_problem(op, dtype, transpose, sizes), reason, stream)) {
     return std::nullopt;
   }
@@ -319,13 +329,20 @@ std::optional<mx::array> try_product(const char* called, const mx::array& x, con
   if (bias) {
     inputs.push_back(in_dtype(*bias, dtype, stream));
   }
-  return Gemv::apply(std::move(inputs), transpose, stream);
+  return Gemv::apply(std::move(inputs), transpose, called, stream);
 }
 
 mx::array product_of_mx(const mx::array& x, const mx::array& w, const std::optional<mx::array>& bias, bool transpose,
                         mx::Stream stream) {
   const mx::array y = mx::matmul(x, transpose ? mx::swapaxes(w, -1, -2, stream) : w, stream);
   return plus_bias(y, bias, stream);
+}
+
+mx::array product(const char* called, const mx::array& x, const mx::array& w, bool transpose, mx::Stream stream) {
+  if (auto y = try_product(called, x, w, std::nullopt, transpose, stream)) {
+    return *std::move(y);
+  }
+  return product_of_mx(x, w, std::nullopt, transpose, stream);
 }
 
 }  // namespace
@@ -347,8 +364,6 @@ mx::array gemv(const mx::array& w, const mx::array& x, const std::optional<mx::a
 }
 
 namespace {
-
-constexpr const char* matmul_op = "matmul";
 
 // Of a stack of matrices each is multiplied with rows of its own.
 std::optional<mx::array> try_matmul(const mx::array& x, const mx::array& w, const std::optional<mx::array>& bias,

@@ -68,6 +68,7 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             [array(3, 8), mx.random.key(0)],
             {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "logprobs": True},
         ),
+        "matmul": lambda: ([array(2, 16), array(8, 16), array(8)], {"transpose": True}),
         "gemv": lambda: ([array(8, 16), array(2, 16), array(8)], {"transpose": True}),
         "quantized_matmul": matmul,
         "quantized_swiglu": lambda: ([array(2, 64), *(quantized(8, 64, bits=4) for _ in range(2)), 32, 4], {}),

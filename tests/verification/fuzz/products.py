@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -43,7 +43,12 @@ def _sum_of_nothing(shape: list[int], bias: Sequence[mx.array]) -> list[np.ndarr
     return [np.zeros(shape) + (to_float64(bias[0]) if bias else 0)]
 
 
-def gemv(draw: Draw) -> Case:
+def matmul(draw: Draw) -> Case:
+    return gemv(draw, lambda w, x, bias, transpose: mm.matmul(x, w, bias, transpose=transpose))
+
+
+def gemv(draw: Draw, call: Callable[..., mx.array] | None = None) -> Case:
+    call = call or (lambda w, x, bias, transpose: mm.gemv(w, x, bias, transpose=transpose))
     dtype, transpose = draw.dtype(), draw.chance(0.6)
     columns = draw.size(draw.limit(2049, 97))
     leading = leading_axes(draw, (0, 1, 1, 2, 3), most=64)
@@ -66,7 +71,7 @@ def gemv(draw: Draw) -> Case:
     return Case(
         describe(arrays, draw, numbers=kinds, transpose=transpose),
         arrays,
-        ours=lambda w, x, bias=None: mm.gemv(w, x, bias, transpose=transpose),
+        ours=lambda w, x, bias=None: call(w, x, bias, transpose),
         twin=product,
         exact=product,
         of_nothing=lambda: _sum_of_nothing([*leading, outputs], arrays[2:]),

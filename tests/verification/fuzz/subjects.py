@@ -49,6 +49,7 @@ OPS: dict[str, Callable[[Draw], Trial]] = {
         norms.qk_norm,
         norms.softcap,
         products.gemv,
+        products.matmul,
         products.quantized_matmul,
         products.quantized_matmuls,
         products.quantized_swiglu,
