@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
 
 from .. import _ext
-from . import feed_forward, recurrent_layers, routers
+from . import attention_layers, feed_forward, recurrent_layers, routers
 from .digests import digest, digest_in
 
 __all__ = ["TARGETS", "Target", "PatchError", "digest", "executed", "importing", "mixture_of", "unknown"]
@@ -599,6 +599,18 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("cache", "scaled_dot_product_attention", "rms_norm"),
         "f20832211537a64d",
         ("dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"),
+    ),
+    (
+        attention_layers.qwen3_next_attention,
+        ("cache", "scaled_dot_product_attention"),
+        "154f0bf2a90459fb",
+        ("qwen3_next.Qwen3NextAttention",),
+    ),
+    (
+        attention_layers.gpt_oss_attention,
+        ("cache", "scaled_dot_product_attention"),
+        "666f870329209924",
+        ("gpt_oss.AttentionBlock",),
     ),
 )
 

@@ -16,7 +16,8 @@ MODELS = {
     "qwen2.5-0.5b": {"quantized_matmuls": 2},
     "qwen3-0.6b": {"quantized_matmuls": 2},
     # The projections of the gated delta, and in both layers the router with the shared expert's gate.
-    "qwen3-next-80b-a3b": {"gated_delta_token": 1, "quantized_matmuls": 3, "mixture": 4},
+    "qwen3-next-80b-a3b": {"gated_delta_token": 1, "quantized_matmuls": 4, "mixture": 4},
+    "gpt-oss-20b": {"quantized_matmuls": 2},
 }
 
 

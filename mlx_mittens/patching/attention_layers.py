@@ -1,0 +1,75 @@
+"""Attention layers of mlx-lm's models for one token, whose queries, keys and values are one product.
+
+A function here computes what the call of a known class does, and gives None where that is to be called. What it names
+of mlx-lm and mx is the patch's, where these are patched. `targets` names the classes by what their calls do; those of
+Llama's kind are in `csrc/patch/attention_layer.cpp`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, cast
+
+import mlx.core as mx
+
+from .. import _ext
+from .digests import digest
+from .linears import products
+
+__all__ = ["gpt_oss_attention", "qwen3_next_attention"]
+
+_YARN = "a9fe6e45accde8ca"  # YarnRoPE.__call__
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _gated(output: mx.array, gate: mx.array) -> mx.array:
+    return output * mx.sigmoid(gate)
+
+
+def _is_token(x: mx.array, cache: Any) -> bool:
+    return x.ndim == 3 and x.size == x.shape[-1] and cache is not None and not _ext.exporting()
+
+
+def _heads(x: mx.array, heads: int) -> mx.array:
+    return x.reshape(1, 1, heads, -1).transpose(0, 2, 1, 3)
+
+
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **options: Any) -> mx.array:
+    keys, values = cache.update_and_fetch(keys, values)
+    attention = sys.modules["mlx_lm.models.base"].scaled_dot_product_attention
+    return cast(mx.array, attention(queries, keys, values, cache=cache, **options))
+
+
+def qwen3_next_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.qwen3_next.Qwen3NextAttention, whose queries come with gates of the results."""
+    if not _is_token(x, cache):
+        return None
+    queries, keys, values = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj")])
+    queries, gate = mx.split(queries.reshape(1, 1, layer.num_attention_heads, -1), 2, axis=-1)
+    keys = keys.reshape(1, 1, layer.num_key_value_heads, -1)
+    queries = layer["q_norm"](queries).transpose(0, 2, 1, 3)
+    keys = layer["k_norm"](keys).transpose(0, 2, 1, 3)
+    queries, keys = (layer["rope"](heads, offset=cache.offset) for heads in (queries, keys))
+    values = _heads(values, layer.num_key_value_heads)
+    output = _attend(queries, keys, values, cache, scale=layer.scale, mask=mask).transpose(0, 2, 1, 3)
+    return cast(mx.array, layer["o_proj"](_gated(output, gate).reshape(1, 1, -1)))
+
+
+def gpt_oss_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array | None:
+    """mlx_lm.models.gpt_oss.AttentionBlock. The factor of YaRN's queries is one of the scores."""
+    if not _is_token(x, cache):
+        return None
+    width, rope = layer.head_dim, layer["rope"]
+    parts = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj")])
+    queries, keys, values = (_heads(part, part.shape[-1] // width) for part in parts)
+    scale, offset = layer.sm_scale, cache.offset
+    if digest(type(rope).__call__) == _YARN and rope.dims == width and rope.mscale != 1:
+        scale *= rope.mscale
+        options = {"traditional": rope.traditional, "base": None, "scale": 1.0, "freqs": rope._freqs}
+        queries = mx.fast.rope(queries, width, offset=offset, **options)
+    else:
+        queries = rope(queries, offset=offset)
+    keys = rope(keys, offset=offset)
+    output = _attend(queries, keys, values, cache, scale=scale, mask=mask, sinks=layer["sinks"])
+    return cast(mx.array, layer["o_proj"](output.transpose(0, 2, 1, 3).reshape(1, 1, -1)))
