@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
+import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_mittens as mm
+from mlx_mittens import frontend
+from mlx_mittens.apple import machine_code
 from mlx_mittens.apple.chips import Chip, find_chip
 from mlx_mittens.apple.estimates import elementwise
 from mlx_mittens.apple.model import Instructions, Work, chain
@@ -32,6 +37,7 @@ FILE = Path(__file__).parents[1] / "results" / "prompts.md"
 SIMULATED = (256, 512)
 # Blocks of 8 rows of a tile that are simulated; those between them lie on lines.
 BLOCKS = (1, 4, 8)
+NAMES = {"affine": "4bit", "mxfp4": "mxfp4"}
 
 HEADING = "# Prompts of mixtures"
 HEAD = f"""{HEADING}
@@ -88,28 +94,48 @@ def draw(shape: Sequence[int], dtype: mx.Dtype, mode: str, group: int) -> list[m
     return list(mx.quantize(w, group, 4, mode=mode))
 
 
+def parameters(columns: int, outputs: int, group: int) -> bytes:
+    """GatherQmmParams of one expert, of which x and weights lie row by row."""
+    weights = struct.pack("=5I4x12q", 0, 1, 1, 1, 1, *[0] * 12)
+    groups = columns // group
+    shift = group.bit_length() - 1
+    sizes = [1, 1, columns, outputs, shift, columns // 8, groups, groups, 0, 0x4B000000, 0, 0, 0, 0]
+    return weights + struct.pack("=14I2f4I2I2f", *sizes, 1.0, 0.0, 1, 8 * BLOCKS[-1], 1, 0, 1, 0, math.inf, 0.0)
+
+
+@functools.cache
+def variant(op: str, type_name: str, mode: str, blocks: int) -> tuple[str, str]:
+    """A kernel whose tiles all have an expert and so many blocks of rows: counts do not tell which loop has run."""
+    file = f"moe/apple/{op}_tiles.metal"
+    text = re.sub(r"(?m)^instantiate_types\(.*\n", "", frontend.sources.flatten(file))
+    text = text.replace("if (tile.expert < params.pairs.matrices) {", "if (true) {")
+    kernel = f"{op}_tiles_{mode}_{blocks}_{type_name}"
+    types = {"float16": "half", "bfloat16": "bfloat"}
+    of = f"{types[type_name]}, {'affine_4' if mode == 'affine' else mode}, {blocks}, {blocks}"
+    frontend.register_source(f"bench/{kernel}.metal", f'{text}\ninstantiate_kernel("{kernel}", {op}_tiles, {of})\n')
+    return f"bench/{kernel}.metal", kernel
+
+
 @functools.cache
 def tile(op: str, type_name: str, mode: str, group: int, blocks: int, columns: int) -> PredictedLaunch:
-    """Tiles of so many blocks of rows, of one threadgroup each."""
+    """A tile of so many blocks of rows by the outputs of one threadgroup."""
     dtype, _ = TYPES[type_name]
-    experts = max(2, -(-9 // blocks))  # more than 64 rows, from which on there are tiles
     rows = 8 * blocks
-    x = mx.random.normal((experts * rows, 1, columns)).astype(dtype)
-    indices = mx.repeat(mx.arange(experts), rows)
-    outputs = 64 if op == "gather_qmm" else 32
-    stacks = [draw((experts, outputs, columns), dtype, mode, group) for _ in range(1 if op == "gather_qmm" else 2)]
-    options = {"rhs_indices": indices, "group_size": group, "bits": 4, "mode": mode}
-    with mm.strict():
-        if op == "gather_qmm":
-            w, scales, *biases = stacks[0]
-            y = mm.gather_qmm(x, w, scales, *biases, **options)
-        else:
-            y = mm.gather_swiglu(x, *stacks, **options)
-    launches = predicted(y)
-    found: PredictedLaunch = replace(launches[-1])
-    if "tiles" not in found.launch.kernel:
-        raise RuntimeError(f"{found.launch.kernel} is no kernel of tiles")
-    return found
+    outputs, stacks = (64, 1) if op == "gather_qmm" else (32, 2)
+    x = mx.random.normal((rows, columns)).astype(dtype)
+    values: list[Any] = [x]
+    for _ in range(stacks):
+        w, scales, *biases = draw((outputs, columns), dtype, mode, group)
+        values += [w, scales, biases[0] if biases else scales]
+    values += [x] * stacks  # there are no biases of outputs
+    values += [mx.repeat(mx.arange(rows, dtype=mx.uint32)[:, None], 2, 1), mx.array([[0, 0, rows, 0]], mx.uint32)]
+    values += [Output([rows, outputs], dtype), parameters(columns, outputs, group)]
+    kernel = variant(op, type_name, mode, blocks)
+    found = predicted(launch(*kernel, dict(enumerate(values)), [1, 1, 1], [128, 1, 1], stream=mx.cpu)[0])[-1]
+    whole = machine_code.compile(f"moe/apple/{op}_tiles.metal", f"{op}_tiles_{NAMES[mode]}_64_{type_name}")
+    return replace(
+        found, code=replace(found.code, half_registers=whole.half_registers, threads_a_core=whole.threads_a_core)
+    )
 
 
 @functools.cache

@@ -36,6 +36,9 @@ _COUNTS = (*_COUNTED, _SIMD)
 _FLOW, _HELD_COUNT, _COUNT, _ENTRY = 3e5, 1e5, 1e3, 10.0
 _ROUNDS = 6
 _PATIENCE = 5
+# A solution of n numbers takes time with their cube. Codes of many loops of which each launch takes one, such as those of
+# tiles of experts, would take minutes: what is found by then is near enough, or has a mark.
+_STEPS, _FEWEST_STEPS = 1e10, 40
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ def _nonnegative_least_squares(matrix: np.ndarray, wanted: np.ndarray, free: np.
     free = free.copy()
     fewest, patience = len(right) + 1, _PATIENCE
     found = np.zeros(len(right))
-    for _ in range(10 * len(right)):
+    for _ in range(min(10 * len(right), max(_FEWEST_STEPS, int(_STEPS / max(len(right), 1) ** 3)))):
         found = np.zeros(len(right))
         found[free] = _solution(gram[np.ix_(free, free)], right[free, None])[:, 0]
         slope = gram @ found - right

@@ -27,3 +27,18 @@ def test_weights_are_the_nearest_that_are_not_negative(size, rng):
     for start in (np.zeros(size, bool), rng.random(size) < 0.5):
         other = block_counts._nonnegative_least_squares(matrix, wanted, start)
         assert other == pytest.approx(found, rel=1e-8, abs=1e-10)
+
+
+def test_large_systems_end(monkeypatch):
+    """Where no solution comes near, as of codes of many loops, it is given up after a number of steps."""
+    steps = []
+
+    def solution(a, b):
+        steps.append(len(a))
+        return np.full_like(b, -1.0 if len(steps) % 2 else 1.0)
+
+    monkeypatch.setattr(block_counts, "_solution", solution)
+    size = 700
+    wanted = np.where(np.arange(size) % 2, 1.0, -1.0)
+    found = block_counts._nonnegative_least_squares(np.eye(size), wanted, np.ones(size, bool))
+    assert (found >= 0).all() and len(steps) <= block_counts._FEWEST_STEPS
