@@ -36,7 +36,7 @@ _COUNTS = (*_COUNTED, _SIMD)
 _FLOW, _HELD_COUNT, _COUNT, _ENTRY = 3e5, 1e5, 1e3, 10.0
 _ROUNDS = 6
 _PATIENCE = 5
-# A solution of n numbers takes time with their cube. Codes of many loops of which each launch takes one, such as those of
+# A solution of n numbers takes time with their cube. Code of many loops, of which a launch takes one, such as that of
 # tiles of experts, would take minutes: what is found by then is near enough, or has a mark.
 _STEPS, _FEWEST_STEPS = 1e10, 40
 
