@@ -295,9 +295,9 @@ bool is_common(cpu::BlockKind kind) {
   }
 }
 
-// On M1 and M2 mx's products of dense half types are a tenth ahead of ours, which pays for dequantized weights from so
-// many rows on (bench/results/prompts.md).
-constexpr uint32_t most_unpacked_rows = 384;
+// On M1 and M2 tiles of 32 rows, of kinds that are not common, are a fifth behind mx's products of dense half types,
+// which pays for dequantized weights from so many rows on (bench/results/prompts.md).
+constexpr uint32_t most_unpacked_rows = 192;
 constexpr const char* dequantized_win = "more rows of x than weights take to be dequantized";
 
 // matmul/apple/gguf_tiles.metal.
@@ -637,9 +637,9 @@ const char* why_mx_gguf(cpu::BlockKind kind, mx::Dtype dtype, const ProductSizes
     return nullptr;
   }
   const Gpu& gpu = gpu_of(stream);
-  const bool is_early = !gpu.caches_registers && dtype != mx::bfloat16;
-  return is_early && sizes.rows > most_unpacked_rows ? dequantized_win
-                                                     : why_mx_tiles(gguf_tiles(kind), dtype, sizes, gpu);
+  const bool is_behind = !gpu.caches_registers && dtype != mx::bfloat16 && !is_common(kind);
+  return is_behind && sizes.rows > most_unpacked_rows ? dequantized_win
+                                                      : why_mx_tiles(gguf_tiles(kind), dtype, sizes, gpu);
 }
 
 }  // namespace mittens
