@@ -73,10 +73,10 @@ NOTES = """## What falls short
 - One tile alone on a core hides no latency: 32 x 4096 x 4096 with `transpose=False` is 32 tiles, at 1.03 on an M2
   Max and at 0.78 to 0.97 on M3 Max and M4 Max. The plan leaves such products to mx, and splits no columns of tiles
   itself.
-- GGUF in float16 with products of halves is faster, and its rounded scales (a half times an integer) miss the tests'
-  tolerance in q2_k to q6_k, q5_1 and iq4_xs; all kinds have products of floats.
-- GGUF kinds that have tiles of 32 rows alone fall behind MLX's `gemm` of dequantized weights on M1 and M2 in float16: the
-  plan leaves more than 192 rows to mx there.
+- GGUF in float16 with products of halves is faster, and its rounded scales (a half times an integer) miss the
+  tests' tolerance in q2_k to q6_k, q5_1 and iq4_xs; all kinds have products of floats.
+- GGUF kinds that have tiles of 32 rows alone fall behind MLX's `gemm` of dequantized weights on M1 and M2 in float16:
+  the plan leaves more than 192 rows to mx there.
 """
 
 Simulated = Sequence[tuple[int, PredictedLaunch]]
