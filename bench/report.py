@@ -11,9 +11,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-# Ops that share a row of the README's table.
-README_GROUPS = (("rms_norm", "layer_norm", "add_rms_norm"), ("quantized_matmul", "quantized_swiglu"))
-
 
 def report(result: dict, dtypes: set[str], ops: set[str] | None = None) -> str:
     """A table of the rows of these types, under a line that names machine and date."""
@@ -72,19 +69,16 @@ def _mean_and_least(speedups: Sequence[float]) -> str:
     return "".join(f" {number:.3g} |" if number >= 10 else f" {number:.2f} |" for number in numbers)
 
 
-def summary(result: dict, groups: Sequence[Sequence[str]] = ()) -> str:
+def summary(result: dict) -> str:
     """A row for each op, prompts and decoding apart: the geometric mean and the least of its speeds relative to mx and
     to MLX's own Metal kernel.
 
     Args:
         result: What `mlx-mittens bench --json` wrote.
-        groups: Ops that share a row.
     """
-    together = {op: ", ".join(group) for group in groups for op in group}
     rows: dict[str, list[dict]] = {}
     for row in result["rows"]:
-        op = of_op(row)
-        rows.setdefault(together.get(op, op), []).append(row)
+        rows.setdefault(of_op(row), []).append(row)
     lines = ["| op | rows | mx: mean | mx: least | MLX's Metal: mean | MLX's Metal: least |"]
     lines.append("|---|--:|--:|--:|--:|--:|")
     for name, its in rows.items():

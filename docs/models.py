@@ -1,10 +1,10 @@
-"""Which kernels serve each model file of the installed mlx-lm: the table of docs/models.md.
+"""Which kernels serve each model file of the installed mlx-lm: the tables of docs/models, a page for each kind.
 
 Each file's model is built small and with random weights of 4 bits. It runs under the patch, and converted: a first
 prompt, a second one, then a token.
 
-python docs/models.py            prints it
-python docs/models.py --write    writes it into docs/models.md
+python docs/models.py            prints them
+python docs/models.py --write    writes them into the pages
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent / "models.md"
+PAGES = Path(__file__).resolve().parent / "models"
+# What the layers of a file's model are, by the kernels that serve it; the first that is found.
+KINDS = {
+    "recurrent": re.compile(r"\b(gated_delta_\w+|ssm_update|linear_attention)\b"),
+    "mixtures": re.compile(r"\b(gather_\w+|route_top_k)\b"),
+    "dense": re.compile(""),
+}
 PATTERN = re.compile(r"(?<=<!-- models: begin -->\n).*?(?=<!-- models: end -->)", re.S)
 
 MOST_BYTES = 1 << 28
@@ -421,20 +427,32 @@ def made_with() -> str:
     return f"mlx-lm {importlib.metadata.version('mlx-lm')}, mlx {importlib.metadata.version('mlx')}."
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
+def kind_of(line: str) -> str:
+    """The page of a row."""
+    return next(kind for kind, pattern in KINDS.items() if pattern.search(line))
+
+
+def table(results: dict[str, dict[str, Any]], kind: str) -> str:
+    """The table of a page."""
     lines = ["--:" if name in ("launches a layer", "converted") else "---" for name in COLUMNS]
     lines[COLUMNS.index("of mx, a token") + 1] = "---"
     heading = f"| {' | '.join(COLUMNS)} |\n|{'|'.join(lines)}|\n"
-    return f"{made_with()}\n\n{heading}" + "".join(f"{row(name, results[name])}\n" for name in sorted(results))
+    rows = [row(name, results[name]) for name in sorted(results)]
+    return f"{made_with()}\n\n{heading}" + "".join(f"{line}\n" for line in rows if kind_of(line) == kind)
 
 
-def rows_of_page() -> dict[str, dict[str, dict[str, str]]]:
-    """The cells of each file's row in docs/models.md, patched and converted, but for those that were not measured."""
-    found = PATTERN.search(PAGE.read_text())
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (found[0] if found else "").splitlines()]
+def in_docs() -> str:
+    """The tables as the pages have them."""
+    texts = [(PAGES / f"{kind}.md").read_text() for kind in KINDS]
+    return "".join(match[0] for text in texts if (match := PATTERN.search(text)))
+
+
+def rows_of_pages() -> dict[str, dict[str, dict[str, str]]]:
+    """The cells of each file's row, patched and converted, but for those that were not measured."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in in_docs().splitlines()]
     rows = {}
-    for line in lines[4:]:
-        if not line or not line[7]:
+    for line in lines:
+        if len(line) < len(COLUMNS) or line[0] in ("file", "---") or not line[7]:
             continue
         patched = [*line[1:4], line[7], line[9]]
         patched[1] = patched[0] if patched[1] == AS_FIRST else patched[1]
@@ -456,13 +474,15 @@ def counts_of(cell: str) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="model files; all by default")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/models.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/models")
     options = parser.parse_args()
-    text = table(measured(options.files or files()))
-    if options.write:
-        PAGE.write_text(PATTERN.sub(lambda _: text, PAGE.read_text()))
-    else:
-        print(text, end="")
+    results = measured(options.files or files())
+    for kind in KINDS:
+        text, page = table(results, kind), PAGES / f"{kind}.md"
+        if options.write:
+            page.write_text(PATTERN.sub(lambda _, text=text: text, page.read_text()))
+        else:
+            print(text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/models.md: a model file engages no less than the table says."""
+"""docs/models: a model file engages no less than the table says."""
 
 import contextlib
 import importlib.metadata
@@ -14,13 +14,13 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_mittens as mm
 
 MODELS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
-ROWS = MODELS["rows_of_page"]()
+ROWS = MODELS["rows_of_pages"]()
 SAMPLE = ("gemma3_text", "gpt_oss", "llama", "qwen3_moe")
 
 pytestmark = [
     pytest.mark.usefixtures("lenient"),
     pytest.mark.skipif(
-        MODELS["made_with"]() not in MODELS["PAGE"].read_text(),
+        MODELS["made_with"]() not in MODELS["in_docs"](),
         reason="the table is of another mlx-lm or mlx: run python docs/models.py --write",
     ),
 ]
@@ -90,7 +90,7 @@ def test_a_first_prompt_is_appended_as_a_later_one():
 
 def test_every_file_has_a_row():
     """And those that cannot be measured say why."""
-    text = MODELS["PAGE"].read_text()
+    text = MODELS["in_docs"]()
     assert [name for name in MODELS["files"]() if f"| {name} |" not in text] == []
     assert set(MODELS["files"]()) - set(ROWS) == set(MODELS["LEFT_OUT"])
     assert set(SAMPLE) <= set(ROWS)
