@@ -1,5 +1,6 @@
 """Mixtures of mlx-lm under the patch and converted: the same tokens, by our experts and routers."""
 
+import contextlib
 import importlib
 
 import mlx.core as mx
@@ -11,8 +12,9 @@ from helpers.tolerances import LAYERS, assert_near
 from mlx_lm.models import switch_layers
 
 import mlx_mittens as mm
+from mlx_mittens import _ext
 from mlx_mittens.bench import architectures
-from mlx_mittens.patching import routers
+from mlx_mittens.patching import feed_forward, routers
 from mlx_mittens.patching.targets import TARGETS, mixture_of
 
 pytestmark = pytest.mark.usefixtures("native", "lenient")
@@ -107,6 +109,24 @@ def test_many_tokens(rng):
     with mm.patched():
         assert_near(model(prompt), expected, "patched", LAYERS)
     assert_near(mm.nn.convert(model)(prompt), expected, "converted", LAYERS)
+
+
+def test_prompts_of_apple_gpus_are_not_sorted(rng):
+    """Where tiles of experts take them in any order: three launches, and two more to sort the numbers of their rows."""
+    glu = switch_layers.SwitchGLU(64, 64, 4)
+    nn.quantize(glu, 32, 4)
+    x, weights = (mx.array(rng.normal(size=shape).astype(np.float32)) for shape in ((1, 40, 64), (1, 40, 2)))
+    indices = mx.array(rng.integers(0, 4, (1, 40, 2)).astype(np.uint32))
+    expected = feed_forward.weighted_experts(glu, x, indices, weights)
+    for layer, patched in ((glu, True), (mm.nn.convert(glu), False)):
+        with mm.patched() if patched else contextlib.nullcontext(), mm.simulator.enabled(gpu="m1"):
+            _ext.simulator_record(True)
+            y = feed_forward.weighted_experts(layer, x, indices, weights)
+            mx.eval(y)
+            kernels = [launch["kernel"].removesuffix("_float32") for launch in _ext.simulator_record(False)]
+        assert_near(y, expected, "a prompt", LAYERS)
+        tiles = ["gather_swiglu_tiles_4bit_64", "gather_qmm_tiles_4bit_64"]
+        assert kernels == ["expert_tiles", tiles[0], "expert_tiles", tiles[1], "row_sums"]
 
 
 def test_gradients_of_a_mixture(rng):
