@@ -15,8 +15,9 @@ __all__ = ["format_of", "is_quantized_linear", "products", "weights_of"]
 
 def is_quantized_linear(layer: Any) -> bool:
     """Whether a layer is `mlx.nn.QuantizedLinear`, or ours in its place."""
-    bases = type(layer).__mro__[: 2 if type(layer).__module__.startswith("mlx_mittens.") else 1]
-    return nn.QuantizedLinear in bases
+    kind = type(layer)
+    is_ours = kind.__module__ == "mlx_mittens.nn.modules" and kind.__name__ == "QuantizedLinear"
+    return is_ours or kind is nn.QuantizedLinear
 
 
 def weights_of(layer: Any) -> tuple[mx.array, ...]:

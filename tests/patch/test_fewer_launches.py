@@ -43,6 +43,29 @@ def test_a_token_gives_what_mlx_lm_gives(rng, name):
     assert_near(found, expected, name, LAYERS)
 
 
+def test_a_converted_model_has_them_too(rng):
+    """But for the attention, whose joined weights are a fusion of their own where its structure is known."""
+    model = tiny.build("qwen3-next-80b-a3b", mx.float32, bits=4)
+    prompt, token = mx.array(rng.integers(0, 320, (1, 5))), mx.array(rng.integers(0, 320, (1, 1)))
+
+    def logits(simulator):
+        cache = caches.make_prompt_cache(model)
+        mx.eval(model(prompt, cache=cache))
+        with simulator:
+            mm.stats(reset=True)
+            found = model(token, cache=cache)
+            mx.eval(found)
+        return found
+
+    expected = logits(contextlib.nullcontext())
+    mm.nn.convert(model)
+    found = logits(mm.simulator.enabled(gpu="m2-max"))
+    counts = {op: sum(count["kernels"].values()) for op, count in mm.stats().items()}
+    wanted = {"gated_delta_token": 1, "quantized_matmuls": 3, "mixture": 4}
+    assert {op: counts.get(op) for op in wanted} == wanted
+    assert_near(found, expected, "logits", LAYERS)
+
+
 def test_layers_that_are_not_alike_are_multiplied_with_one_by_one(rng):
     """Of other bits, and with a bias where another has none."""
     import mlx.nn as nn
