@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import re
 import sys
@@ -15,6 +15,8 @@ _PREFIX = "_mlx_"  # of a folder that holds the extension for a release
 
 # Packages that bring mlx/lib/libmlx.so, and the extra of mlx that requires each.
 _BACKENDS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
+
+_METADATA = re.compile(r"(mlx(?:_cpu|_cuda_1[23])?)-.+\.dist-info")
 
 
 def _refusal(text: str) -> ImportError:
@@ -73,27 +75,61 @@ def chosen(extensions: Mapping[str, pathlib.Path]) -> pathlib.Path:
     return extensions[installed]
 
 
+def _metadata() -> dict[str, list[pathlib.Path]]:
+    """The metadata folders of MLX's packages, from the first part of the search path that has one of the package.
+
+    Their names hold the versions. Importing importlib.metadata would take longer than all else that is done here.
+    """
+    found: dict[str, list[pathlib.Path]] = {}
+    for place in sys.path:
+        try:
+            names = os.listdir(place or ".")
+        except OSError:
+            continue
+        here: dict[str, list[pathlib.Path]] = {}
+        for name in sorted(names):
+            if match := _METADATA.fullmatch(name):
+                here.setdefault(match[1].replace("_", "-"), []).append(pathlib.Path(place, name))
+        found = {**here, **found}
+    return found
+
+
+def _versions() -> dict[str, str]:
+    """The versions of MLX's packages that are installed."""
+    named = {package: folders[0].name for package, folders in _metadata().items()}
+    found = {package: name.partition("-")[2].removesuffix(".dist-info") for package, name in named.items()}
+    return found if "mlx" in found else _versions_of_other_kinds()
+
+
+def _versions_of_other_kinds() -> dict[str, str]:
+    """The same where MLX is no folder of the search path, as in an editable or a zipped installation."""
+    from importlib import metadata
+
+    found = {}
+    for package in ("mlx", *_BACKENDS):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def _mlx_version(newest: str) -> str:
     """The version of the MLX that is installed.
 
     Raises:
         ImportError: None is, or what is there of it is left over from several or from one that was removed.
     """
-    try:
-        version = importlib.metadata.version("mlx")
-    except importlib.metadata.PackageNotFoundError:
-        raise _refusal(f'mlx_mittens needs MLX: pip install "mlx=={newest}" (on Linux "mlx[cpu]=={newest}")') from None
-    except (KeyError, TypeError):  # a folder of metadata without its file
-        version = None
-    first = next(iter(importlib.metadata.distributions(name="mlx")), None)
-    folder = pathlib.Path(str(first.locate_file(""))) if first else pathlib.Path()
-    left = sorted(path.name for path in folder.glob("mlx-*.dist-info")) if first else []
-    if version is None or len(left) > 1:
+    folders = _metadata().get("mlx", [])
+    if len(folders) > 1 or any(not (folder / "METADATA").exists() for folder in folders):
         raise _refusal(
-            f"{folder} has {_listed(left or ['metadata of mlx'])}, left by an installation that did not end: "
-            f"remove {'them' if len(left) > 1 else 'it'}, then pip install --force-reinstall "
+            f"{folders[0].parent} has {_listed(folder.name for folder in folders)}, left by an installation that did "
+            f"not end: remove {'them' if len(folders) > 1 else 'it'}, then pip install --force-reinstall "
             f'"mlx=={newest}" (on Linux "mlx[cpu]=={newest}")'
         )
+    version = _versions().get("mlx")
+    if version is None:
+        raise _refusal(f'mlx_mittens needs MLX: pip install "mlx=={newest}" (on Linux "mlx[cpu]=={newest}")')
     return version
 
 
@@ -102,22 +138,16 @@ def _listed(releases: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def check_libmlx() -> None:
     """Raises ImportError where Linux has MLX's Python part without its library, or with that of another release."""
-    version = importlib.metadata.version("mlx")
+    versions = _versions()
+    version = versions["mlx"]
     spec = importlib.util.find_spec("mlx")
     if spec is None:
         raise _refusal(f"MLX {version} is installed without its files: pip install --force-reinstall mlx=={version}")
     if sys.platform != "linux":
         return
-    installed = {package: its for package in _BACKENDS if (its := _installed(package))}
+    installed = {package: versions[package] for package in _BACKENDS if package in versions}
     for package, its in installed.items():
         if its != version:
             _refuse_backend(version, package, its, [other for other in installed if installed[other] == version])
@@ -161,5 +191,5 @@ def check_tag(extension, mlx_core) -> None:
         raise _refusal(
             "mlx_mittens was built with a nanobind whose internals differ from those of the installed mlx.core, so it "
             "could take none of its arrays. Install both again: pip install --force-reinstall "
-            f'"mlx=={importlib.metadata.version("mlx")}", then mlx_mittens as before.'
+            f'"mlx=={_versions()["mlx"]}", then mlx_mittens as before.'
         )

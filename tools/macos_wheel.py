@@ -292,7 +292,10 @@ def main() -> int:
         if path.suffix != ".whl":
             path.mkdir(parents=True, exist_ok=True)
             core = macos_extension.build_core(sites[wanted[-1]], Path(scratch))
-            made = {name: macos_extension.build(site, core, site / "objects") for name, site in sites.items()}
+            levels = {name: "-O2" if name == wanted[-1] else "-Os" for name in wanted}  # as csrc/extension does
+            made = {
+                name: macos_extension.build(site, core, site / "objects", levels[name]) for name, site in sites.items()
+            }
             path = pack(core, made, path)
             print(path)
         found = problems(path, {release: site / "mlx" / "lib" / "libmlx.dylib" for release, site in sites.items()})

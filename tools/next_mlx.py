@@ -190,7 +190,8 @@ def _with_headers(path: Path) -> str:
 def write(old: str, new: str) -> list[str]:
     """Adds the new version to the releases, and puts it in the place of the pinned one; the files that changed.
 
-    A version "or later" is the oldest that the code can be built for, and stays.
+    A version "or later" is the oldest that the code can be built for, and stays. The range of the requirement is made
+    wide enough for the new one.
     """
     changed = []
     listed = ROOT / "cmake" / "mlx_releases.txt"
@@ -200,7 +201,12 @@ def write(old: str, new: str) -> list[str]:
         changed.append("cmake/mlx_releases.txt")
     for name in _PINNED:
         text = (ROOT / name).read_text()
-        renewed = re.sub(rf"(\bmlx(?:\[\w+\])?==|\bmlx ){re.escape(old)}(?![\d.]*\d| or later)", rf"\g<1>{new}", text)
+        beyond = ".".join(map(str, [*guard.numbers(new)[:1], guard.numbers(new)[1] + 1]))
+        fits = lambda bound: bound if guard.numbers(new) < guard.numbers(bound) else beyond
+        renewed = re.sub(r'("mlx(?:\[\w+\])?>=[\d.]+,<)([\d.]+)"', lambda at: f'{at[1]}{fits(at[2])}"', text)
+        renewed = re.sub(
+            rf"(\bmlx(?:\[\w+\])?==|\bmlx ){re.escape(old)}(?![\d.]*\d| or later)", rf"\g<1>{new}", renewed
+        )
         if renewed != text:
             (ROOT / name).write_text(renewed)
             changed.append(name)

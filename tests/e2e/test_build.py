@@ -243,9 +243,16 @@ def test_versions_of_mlx_are_the_same_everywhere():
     pins = set(re.findall(r"mlx(?:\[\w+\])?==([\d.]+)", text))
     assert len(pins) == 1, pins
     (version,) = pins
-    assert version == list(guard.releases())[-1]
+    releases = list(guard.releases())
+    assert version == releases[-1]
+    ranges = set(re.findall(r'"mlx(?:\[\w+\])?>=([\d.]+),<([\d.]+)"', text))
+    assert len(ranges) == 1, ranges
+    oldest, beyond = ranges.pop()
+    assert oldest == releases[0] and guard.numbers(version) < guard.numbers(beyond)
     for page in ("README.md", "docs/versioning.md", "docs/configuration.md"):
         assert f"mlx {version}" in (ROOT / page).read_text(), page
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) ", (ROOT / "docs/versioning.md").read_text(), re.M)
+    assert rows == list(guard.releases().items()), "the table of releases, each with its nanobind"
 
 
 def test_versions_of_mlx_lm_are_the_same_everywhere():

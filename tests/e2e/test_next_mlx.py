@@ -65,6 +65,16 @@ def test_the_version_is_written_where_it_stands(tool, tmp_path, monkeypatch):
     text = (tmp_path / "pyproject.toml").read_text()
     assert 'requires = ["scikit-build-core' in text and '"mlx==9.8.7"' in text
     assert f"mlx-lm {old}, mlx 9.8.7, mlx=={old}.1" in text
+    assert re.search(r'"mlx>=[\d.]+,<9.9"', text) and re.search(r'"mlx\[cuda13\]>=[\d.]+,<9.9"', text), "the range"
+
+
+def test_the_range_stays_where_it_covers_the_next_version(tool, tmp_path, monkeypatch):
+    copy_releases(tmp_path)
+    (tmp_path / "pyproject.toml").write_text('"mlx>=0.31.2,<0.33"\n')
+    monkeypatch.setitem(tool["write"].__globals__, "ROOT", tmp_path)
+    monkeypatch.setitem(tool["write"].__globals__, "_PINNED", ("pyproject.toml",))
+    assert tool["write"](importlib.metadata.version("mlx"), "0.32.9") == ["cmake/mlx_releases.txt"]
+    assert (tmp_path / "pyproject.toml").read_text() == '"mlx>=0.31.2,<0.33"\n'
 
 
 def test_the_oldest_mlx_stays_where_the_pinned_one_is_written(tool, tmp_path, monkeypatch):

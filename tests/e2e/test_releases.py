@@ -208,12 +208,36 @@ def test_the_extension_has_one_name_whichever_release_it_is_for():
     assert mm._ext.mlx_version == INSTALLED
 
 
+# Imports the guard alone, from the folder that the first argument names.
+GUARD = (
+    "import json, pathlib, sys, types\n"
+    "package = types.ModuleType('mlx_mittens'); package.__path__ = [sys.argv[1]]\n"
+    "sys.modules['mlx_mittens'] = package\n"
+    "import mlx_mittens._guard as guard\n"
+)
+
+
+def test_choosing_reads_the_names_of_folders_alone(tmp_path):
+    """importlib.metadata, which parses metadata, takes several times as long to import as the choice takes."""
+    extension(tmp_path, INSTALLED)
+    code = GUARD + (
+        "found = guard.chosen(guard.built([sys.argv[2]])); guard.check_libmlx()\n"
+        "print(json.dumps([found.parent.name, 'importlib.metadata' in sys.modules]))"
+    )
+    command = [sys.executable, "-S", "-c", code, str(ROOT / "mlx_mittens"), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [f"_mlx_{INSTALLED.replace('.', '_')}", False]
+
+
+def test_an_mlx_that_is_no_folder_of_the_search_path_is_found(monkeypatch):
+    monkeypatch.setattr(mm._guard, "_metadata", dict)
+    assert mm._guard._versions()["mlx"] == INSTALLED
+
+
 def test_an_extension_that_does_not_load_leaves_nothing_behind(tmp_path):
-    code = (
-        "import importlib.metadata, json, pathlib, sys, types\n"
-        "package = types.ModuleType('mlx_mittens'); package.__path__ = [sys.argv[1]]\n"
-        "sys.modules['mlx_mittens'] = package\n"
-        "import mlx_mittens._guard as guard\n"
+    code = GUARD + (
         "try: guard.load(pathlib.Path(sys.argv[2]))\n"
         "except ImportError: print(json.dumps('mlx_mittens._ext' in sys.modules))\n"
     )

@@ -1,8 +1,11 @@
 """What rests on private parts of MLX turns itself off where MLX or mlx-lm is not the known one; ops keep working."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,6 +16,15 @@ import mlx_mittens as mm
 from mlx_mittens import _ext
 from mlx_mittens.cli import doctor
 from mlx_mittens.patching import targets
+
+# The newest mlx-lm that is accepted, whose code is the one that is known.
+PROJECT = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
+NEWEST_MLX_LM = re.search(r'"mlx-lm.*<=([\d.]+)"', PROJECT)[1]
+
+
+def is_older(version: str, than: str) -> bool:
+    return [int(part) for part in version.split(".")] < [int(part) for part in than.split(".")]
+
 
 # A token of a tiny model with a cache, patched and not; prints the largest difference, and the kernels that ran.
 TOKENS = """
@@ -57,15 +69,28 @@ def test_models_work_with_and_without(internals):
 
 
 def test_they_are_on_here():
-    assert _ext.mlx_internals_problem() == "" and targets.unknown() == []
-    assert set(doctor._internals().values()) == {"on"}
+    """Of an older mlx-lm some layers have other code."""
+    assert _ext.mlx_internals_problem() == ""
+    unknown, said = targets.unknown(), doctor._internals()
+    assert said["mlx internals"] == "on"
+    assert said["mlx-lm layers"].startswith(f"off for {', '.join(unknown)}:" if unknown else "on")
+    if not is_older(importlib.metadata.version("mlx-lm"), NEWEST_MLX_LM):
+        assert unknown == []
+
+
+def test_a_layer_that_mlx_lm_does_not_have_is_not_off(monkeypatch):
+    layer = next(target for target in targets.TARGETS if target.name == "mlx_lm.models.llama.Attention.__call__")
+    known = targets.unknown()
+    monkeypatch.setitem(layer.__dict__, "module", "mlx_lm.models.no_such_model")
+    assert targets.unknown() == known
 
 
 def test_doctor_names_a_layer_whose_code_is_another(monkeypatch):
     layer = next(target for target in targets.TARGETS if target.name == "mlx_lm.models.llama.Attention.__call__")
+    others = targets.unknown()
     monkeypatch.setitem(layer.__dict__, "text", "0123456789abcdef")
-    assert targets.unknown() == [layer.name]
-    assert f"off for {layer.name}" in doctor._internals()["mlx-lm layers"]
+    assert set(targets.unknown()) == {layer.name, *others} and layer.name not in others
+    assert re.search(rf"off for .*\b{re.escape(layer.name)}\b", doctor._internals()["mlx-lm layers"])
     with mm.patched():  # the others are patched, and it runs as mlx-lm has it
         assert not layer.is_known()
 

@@ -12,6 +12,7 @@ import macos_wheel
 import pytest
 
 NEWEST = macos_extension.newest()
+OLDER = list(macos_extension.guard.releases())[:-1]
 
 
 @pytest.fixture(scope="session")
@@ -119,3 +120,15 @@ def test_another_tag_than_the_name_is_found(wheel, libmlx, tmp_path):
     other = tmp_path / wheel.name.replace("macosx_14_0", "macosx_11_0")
     other.write_bytes(wheel.read_bytes())
     assert any("expected macOS 14.0" in problem for problem in macos_wheel.problems(other, {NEWEST: libmlx}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("release", OLDER)
+def test_a_mac_can_use_a_wheel_with_an_older_release_too(core, extension, libmlx, tmp_path, release):
+    """Its extension compiles against that release's headers for macOS, and finds every symbol in its library."""
+    older = macos_extension.download(tmp_path, release)
+    built = macos_extension.build(older, core, tmp_path / "objects", "-O0")
+    wheel = macos_wheel.pack(core, {release: built, NEWEST: extension}, tmp_path)
+    libraries = {release: older / "mlx" / "lib" / "libmlx.dylib", NEWEST: libmlx}
+    assert macos_wheel.releases(wheel) == [release, NEWEST]
+    assert macos_wheel.problems(wheel, libraries) == []
