@@ -302,6 +302,9 @@ Call checked(const mx::array& x, const mx::array& indices, const mx::array& weig
 
 // Formats and numbers of experts that have kernels, where mx is not known to be ahead.
 bool goes_to_kernels(const Call& call, mx::Stream stream) {
+  if (is_switched_off(op)) {
+    return false;
+  }
   using cpu::QuantizedMode;
   const AffineFormat& format = call.format;
   const mx::array& x = call.inputs[0];
