@@ -196,13 +196,6 @@ uint32_t lanes_along(uint32_t outputs, uint32_t owned) {
 // Of matmul/qmm.metal.
 constexpr Registers matrices_registers{183, 128};
 
-// Outputs of a threadgroup of matmul/apple/qmm_tiles.h with quantized weights.
-TilesKernels affine_tiles(const AffineFormat& format, uint32_t matrices) {
-  const bool has_64 = has_affine_kernels(format) || !format.has_biases();
-  const uint32_t outputs_32 = format.transpose ? kTileOutputs / matrices : 2 * kTileOutputs;
-  return {outputs_32, has_64 ? kTileOutputs / matrices : 0};
-}
-
 // Outputs of a threadgroup of matmul/apple/matmul_tiles.metal.
 TilesKernels dense_tiles(bool transpose) {
   constexpr uint32_t outputs = kTileOutputs;
@@ -448,6 +441,12 @@ MatricesPlan plan_matrices(const ProductSizes& sizes, uint32_t outputs, const Gp
 void share_out(Launch& launch, const MatricesPlan& plan, uint32_t matrices) {
   launch.threadgroups = {plan.output_blocks, plan.row_groups, matrices};
   launch.threads = {32 * plan.sharers, plan.row_blocks, 1};
+}
+
+TilesKernels affine_tiles(const AffineFormat& format, uint32_t matrices) {
+  const bool has_64 = has_affine_kernels(format) || !format.has_biases();
+  const uint32_t outputs_32 = format.transpose ? kTileOutputs / matrices : 2 * kTileOutputs;
+  return {outputs_32, has_64 ? kTileOutputs / matrices : 0};
 }
 
 TilesPlan plan_tiles(const TilesKernels& kernels, const ProductSizes& sizes) {

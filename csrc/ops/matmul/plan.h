@@ -98,6 +98,9 @@ struct TilesKernels {
   uint32_t outputs_64;
 };
 
+// Those of quantized weights. matrices: of weights that pass by one simdgroup, 2 for gate and up.
+TilesKernels affine_tiles(const AffineFormat& format, uint32_t matrices);
+
 TilesPlan plan_tiles(const TilesKernels& kernels, const ProductSizes& sizes);
 
 void share_out(Launch& launch, const TilesPlan& plan, uint32_t matrices);

@@ -61,7 +61,8 @@ bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs,
 
 ExpertTilesPlan plan_expert_tiles(const AffineFormat& format, const ExpertSizes& sizes) {
   const uint32_t rows = static_cast<uint32_t>(sizes.rows);
-  const uint32_t most = plan_tiles(format, {1, 64, 1, 1}, 1).rows;  // the larger of those that the format has
+  const uint32_t most =
+      plan_tiles(affine_tiles(format, 1), {1, 64, 1, 1}).rows;  // the larger of those that the format has
   // Each expert with rows, and the pairs that are out of range, may end in a tile that is not full.
   const uint32_t ends = static_cast<uint32_t>(std::min(sizes.experts + 1, sizes.rows));
   const uint32_t tiles = ends + (rows - ends) / most;
