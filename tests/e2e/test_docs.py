@@ -51,6 +51,7 @@ UNRUN = (
         "mlx-mittens simulate softmax 512x4096 --chip", "needs what agx-compiler builds; test_prediction.py runs such"
     ),
     Unrun("python bench/mac_registers.py", "needs a file from a Mac; test_pipelines.py has one made up"),
+    Unrun("python bench/measured.py --renew", "writes digests; test_measured.py calls what it calls"),
     Unrun("python bench/machines.py --write", "writes a page; test_machines.py checks what it writes"),
     Unrun("python tools/macos_wheel.py", "compiles for minutes; test_macos_host.py calls what it calls"),
     Unrun("python tools/try_wheel.py", "downloads packages, and takes minutes"),
