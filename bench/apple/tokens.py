@@ -10,6 +10,7 @@ FILE is JSON. `mlx-mittens bench --predict --model` predicts one model as these 
 from __future__ import annotations
 
 import argparse
+import datetime
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def document(found: dict[str, Entry]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     if PUBLISHED in found:
         lines.append(held(found[PUBLISHED]))
+    lines.append(f"\nOf {datetime.date.today()}.")
     return "\n".join([*lines, ""])
 
 
