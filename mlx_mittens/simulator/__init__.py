@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from .. import _ext, gpus
 from . import pretence
-from .metal_kernel import Kernel, metal_kernel, redirect
+from .metal_kernel import NO_METAL, Kernel, metal_kernel, redirect
 from .prediction import EstimatedLaunch, PredictedLaunch, PredictedLaunches, predicted
 from .profile import Launch, LineCounts, ProfiledLaunches, profiled
 
@@ -32,7 +32,6 @@ __all__ = [
 
 Fault = _ext.SimulatorFault
 
-_NO_METAL = "No Metal back-end"  # MLX's error of a kernel where there is no Metal
 STEP_LIMIT = 1_000_000_000
 
 _lock = threading.Lock()
@@ -115,7 +114,7 @@ def enabled(
     try:
         yield
     except RuntimeError as error:
-        if _NO_METAL not in str(error):
+        if NO_METAL not in str(error):
             raise
         raise RuntimeError(
             f"{error} A kernel of mx.fast.metal_kernel was called that the simulator cannot reach: it was made before "

@@ -29,6 +29,7 @@ from .profile import profiled
 MOST_THREADS = 1024  # of a threadgroup
 
 _mlx_metal_kernel = mx.fast.metal_kernel
+NO_METAL = "No Metal back-end"  # MLX's error of a kernel where there is no Metal
 
 # What MLX puts before every such kernel.
 _PRELUDE = '#include <metal_stdlib>\n#include "mlx/backend/metal/kernels/utils.h"\nusing namespace metal;\n'
@@ -256,6 +257,7 @@ def metal_kernel(
 
     Raises:
         ValueError: A name is none of Metal's language.
+        RuntimeError: MLX before 0.32.0 writes no signature without Metal.
 
     Example:
         >>> source = "uint i = thread_position_in_grid.x; y[i] = 2 * x[i];"
@@ -274,7 +276,15 @@ def metal_kernel(
     options: dict[str, Any] = (
         {} if compile_options is None else {"compile_options": compile_options}
     )  # the oldest mlx knows none
-    made = _mlx_metal_kernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs, **options)
+    try:
+        made = _mlx_metal_kernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs, **options)
+    except RuntimeError as error:
+        if NO_METAL not in str(error):
+            raise
+        raise RuntimeError(
+            f"[metal_kernel] mlx {_ext.mlx_version} writes the signature of a kernel on a Mac alone, and mlx 0.32.0 is "
+            'the first that does everywhere: pip install "mlx[cpu]>=0.32", or write the kernel in a Metal file'
+        ) from error
     return Kernel(made, name, header, source)  # type: ignore[arg-type]  # mlx's stub has it return object
 
 

@@ -47,6 +47,23 @@ def test_a_fused_attention_without_a_kernel_is_fused_or_refused(rng, lenient, na
                 mx.eval(call())
 
 
+def test_a_kernel_of_metal_kernel_is_simulated_or_refused():
+    """MLX writes its signature."""
+    make = lambda: mx.fast.metal_kernel("doubled", ["x"], ["y"], "y[thread_position_in_grid.x] = 2;")
+    with mm.simulator.enabled():
+        if RELEASE < [0, 32, 0] and not mx.metal.is_available():
+            with pytest.raises(RuntimeError, match=r"mlx 0\.32\.0 is the first"):
+                make()
+        else:
+            sizes = {
+                "grid": (8, 1, 1),
+                "threadgroup": (8, 1, 1),
+                "output_shapes": [(8,)],
+                "output_dtypes": [mx.float32],
+            }
+            assert make()(inputs=[mx.zeros(8)], **sizes)[0].tolist() == [2.0] * 8
+
+
 def test_the_patch_replaces_what_this_release_has():
     with mm.patched():
         assert isinstance(mx.fast.rms_norm, _ext.FunctionWrapper)
