@@ -299,7 +299,7 @@ def test_a_block_that_nothing_tests_fails(tmp_path):
         documentation.blocks(page)
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "apple.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "apple.md"], ids=lambda page: page.name)
 def test_the_table_of_prompts_is_that_of_the_results(page):
     """bench/apple/prompts.py --write makes all of them."""
     rows = page.read_text().split("<!-- prompts -->\n")[1].split("<!-- /prompts -->")[0]
