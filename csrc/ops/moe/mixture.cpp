@@ -100,14 +100,21 @@ class Mixture : public KernelPrimitive {
                                  mx::astype(none, mx::uint32, s), true, format_.group_size, format_.bits,
                                  mode_name(format_), std::nullopt, false, s);
     };
-    const mx::array rows = mx::expand_dims(x, {-3, -2}, s);
+    // Axes of one row come and go by shapes: vmap of mx's expand_dims may put two of them elsewhere.
+    const auto without_rows = [&](const mx::array& a) {
+      mx::Shape shape = a.shape();
+      shape.erase(shape.end() - 2);
+      return mx::reshape(a, std::move(shape), s);
+    };
+    mx::Shape shape = x.shape();
+    shape.insert(shape.end() - 1, {1, 1});
+    const mx::array rows = mx::reshape(x, std::move(shape), s);
     const mx::array hidden = gated(chosen_product(rows, kGate), chosen_product(rows, kUp), activation_, s);
     const auto down = triple(kDown);
-    const mx::array y =
-        gather_sum(mx::squeeze(hidden, -2, s), down[0], down[1], biases_of(down), indices, inputs[weights_at],
-                   std::nullopt, format_.group_size, format_.bits, mode_name(format_), s);
+    const mx::array y = gather_sum(without_rows(hidden), down[0], down[1], biases_of(down), indices, inputs[weights_at],
+                                   std::nullopt, format_.group_size, format_.bits, mode_name(format_), s);
     const mx::array shared = gated(shared_product(x, kSharedGate), shared_product(x, kSharedUp), activation_, s);
-    const mx::array of_shared = mx::squeeze(shared_product(mx::squeeze(shared, -2, s), kSharedDown), -2, s);
+    const mx::array of_shared = without_rows(shared_product(without_rows(shared), kSharedDown));
     const mx::array weight = mx::sigmoid(mx::expand_dims(in_dtype(inputs[logits_at], mx::float32, s), -1, s), s);
     const auto wide = [&](const mx::array& a) { return in_dtype(a, mx::float32, s); };
     return in_dtype(mx::add(wide(y), mx::multiply(weight, wide(of_shared), s), s), x.dtype(), s);

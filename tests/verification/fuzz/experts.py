@@ -417,12 +417,12 @@ def mixture(draw: Draw) -> Case:
         each = [exact.dequantize(*packed[i : i + 3], form.group_size, form.bits) for i in range(0, 18, 3)]
         rows = x[:, None, None]
         gate, up, down = (w[indices].swapaxes(-1, -2) for w in each[:3])
-        y = ((gated(rows @ gate, rows @ up, activation) @ down).squeeze(-2) * weights[..., None]).sum(-2)
+        y = ((gated(rows @ gate, rows @ up, activation) @ down)[..., 0, :] * weights[..., None]).sum(-2)
         return y + mx.sigmoid(logits) * (gated(x @ each[3].T, x @ each[4].T, activation) @ each[5].T)
 
     def noise() -> list[np.ndarray | float]:
         """What is between the launches is rounded; so are products where they are launches of their own."""
-        wide = [a.astype(mx.float64) for a in arrays]
+        wide = [a if a.dtype == mx.uint32 else a.astype(mx.float64) for a in arrays]
         each = [
             np.abs(np.array(exact.dequantize(*wide[i : i + 3], form.group_size, form.bits))) for i in range(3, 21, 3)
         ]

@@ -163,7 +163,7 @@ def quantized_matmuls(draw: Draw) -> Case:
     dtype, rows = draw.dtype(), draw.pick((1, 1, 1, 2))
     group_size, bits = draw.pick((32, 64, 128)), draw.pick((4, 4, 4, 8, 8, 2, 3, 5, 6))
     columns, count = group_size * draw.pick((1, 1, 2, 3, 8)), draw.integer(1, 5)
-    sizes = [draw.size(draw.limit(130, 40)) for _ in range(count)]
+    sizes = [max(1, draw.size(draw.limit(130, 40))) for _ in range(count)]
     kind, weight_dtype, has_bias = draw.kind(), draw.dtype_like(dtype), draw.chance(0.4)
     arrays = [draw.array(draw.numbers([rows, columns], kind), dtype)]
     for outputs in sizes:
