@@ -20,7 +20,9 @@ const std::vector<Isa>& isas() {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const std::vector<Isa> all = {{"baseline", true}, {"avx2", avx2}, {"avx512", avx512}};
+  static const bool avx512vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  static const std::vector<Isa> all = {
+      {"baseline", true}, {"avx2", avx2}, {"avx512", avx512}, {"avx512vnni", avx512vnni}};
 #elif defined(__aarch64__)
   static const std::vector<Isa> all = {{"neon", true}};
 #else

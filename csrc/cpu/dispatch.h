@@ -19,29 +19,32 @@ int isa_index();
 }  // namespace mittens::cpu
 
 // MITTENS_VERSIONS(op), in namespace mittens::cpu, declares an op's function for each instruction set and lists
-// them as op_versions.
+// them as op_versions. MITTENS_INTEGER_VERSIONS(op) is for integer products, of which avx512vnni has its own; other ops
+// have avx512's there.
+#define MITTENS_VERSION(set, op) \
+  namespace set {                \
+  decltype(cpu::op) op;          \
+  }
 #if defined(__x86_64__)
-#define MITTENS_VERSIONS(op) \
-  namespace baseline {       \
-  decltype(cpu::op) op;      \
-  }                          \
-  namespace avx2 {           \
-  decltype(cpu::op) op;      \
-  }                          \
-  namespace avx512 {         \
-  decltype(cpu::op) op;      \
-  }                          \
-  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avx512::op};
+#define MITTENS_VERSIONS_BUT_THE_LAST(op) \
+  MITTENS_VERSION(baseline, op)           \
+  MITTENS_VERSION(avx2, op)               \
+  MITTENS_VERSION(avx512, op)
+#define MITTENS_VERSIONS(op)        \
+  MITTENS_VERSIONS_BUT_THE_LAST(op) \
+  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avx512::op, avx512::op};
+#define MITTENS_INTEGER_VERSIONS(op) \
+  MITTENS_VERSIONS_BUT_THE_LAST(op)  \
+  MITTENS_VERSION(avx512vnni, op)    \
+  static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op, avx2::op, avx512::op, avx512vnni::op};
 #elif defined(__aarch64__)
 #define MITTENS_VERSIONS(op) \
-  namespace neon {           \
-  decltype(cpu::op) op;      \
-  }                          \
+  MITTENS_VERSION(neon, op)  \
   static constexpr decltype(&cpu::op) op##_versions[] = {neon::op};
+#define MITTENS_INTEGER_VERSIONS MITTENS_VERSIONS
 #else
-#define MITTENS_VERSIONS(op) \
-  namespace baseline {       \
-  decltype(cpu::op) op;      \
-  }                          \
+#define MITTENS_VERSIONS(op)    \
+  MITTENS_VERSION(baseline, op) \
   static constexpr decltype(&cpu::op) op##_versions[] = {baseline::op};
+#define MITTENS_INTEGER_VERSIONS MITTENS_VERSIONS
 #endif

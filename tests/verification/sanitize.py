@@ -152,7 +152,7 @@ def environment(name: str) -> dict[str, str]:
     }
 
 
-INSTRUCTION_SETS = ("avx512", "avx2", "baseline", "neon")
+INSTRUCTION_SETS = ("avx512vnni", "avx512", "avx2", "baseline", "neon")
 
 
 def instruction_sets(python: Path, options: Mapping[str, str]) -> Iterator[str]:

@@ -1,6 +1,8 @@
 // What products by rows and by columns of the weights share: activations in float32, and the way back to the type.
 #pragma once
 
+#include <limits>
+
 #include "cpu/isa/matmul/weights.h"
 
 namespace mittens::cpu::MITTENS_ISA {
@@ -20,6 +22,9 @@ constexpr bool many_registers = false;
 MITTENS_INLINE size_t larger(size_t a, size_t b) {
   return a > b ? a : b;
 }
+
+constexpr int tile_outputs = many_registers ? 4 : 2;
+constexpr size_t product_piece_bytes = 64 << 10;  // of weights, for one thread at a time
 
 // Calls f(begin, size) for n in as few parts of at most most as there can be, all of about the same size.
 template <typename F>
@@ -69,6 +74,26 @@ MITTENS_INLINE void round_row(T* y, const float* sums, const T* bias, size_t n) 
     }
     store_in_order(y + i, v, part);
   });
+}
+
+// y = round(activation(gates) * ups), n of them.
+template <typename T>
+MITTENS_INLINE void gate_row(T* y, const float* gates, const float* ups, const Activation& activation, size_t n) {
+  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
+    const Float g = read<Float>(gates + i, part);
+    const Float square = g * g, most = Float{} + std::numeric_limits<float>::max();
+    const Float slope = fma(square < most ? square : most, activation.beta, activation.alpha);
+    store_in_order(y + i, g / (exp(-g * slope) + 1.0f) * read<Float>(ups + i, part), part);
+  });
+}
+
+// How many outputs one thread takes at a time where weights are read as they are, of `count` matrices.
+MITTENS_INLINE size_t outputs_of_piece(size_t row_bytes, size_t count, size_t outputs) {
+  const size_t block = smaller(rounded_up(ceil_divide(product_piece_bytes, larger(row_bytes, 1)), tile_outputs), 256);
+  if (count * ceil_divide(outputs, block) >= 2 * threads()) {
+    return block;
+  }
+  return rounded_up(ceil_divide(outputs, ceil_divide(2 * threads(), count)), tile_outputs);
 }
 
 // Integers are multiplied before their scale. A row with an element of at least `large` is multiplied by `reduction`
@@ -128,5 +153,52 @@ struct Arranged {
     return reduce(most, [](auto x, auto y) MITTENS_INLINED { return x > y ? x : y; });
   }
 };
+
+// Each y[n] = total(v[n]) + (add ? y[n] : 0).
+template <int n>
+MITTENS_INLINE void write_totals(float* y, const Float (&v)[n], bool add) {
+#if defined(__AVX512F__)
+  if constexpr (n == 4) {
+    auto halves = [](Float a, Float b) MITTENS_INLINED {
+      return (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)a, (__m512)b, 0x44) +
+             (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)a, (__m512)b, 0xee);
+    };
+    const Float ab = halves(v[0], v[1]), cd = halves(v[2], v[3]);
+    const Float quarters = (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)ab, (__m512)cd, 0x88) +
+                           (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)ab, (__m512)cd, 0xdd);
+    const Float pairs = quarters + (Float)_mm512_maskz_permute_ps(0xffff, (__m512)quarters, 0x4e);
+    const Float all = pairs + (Float)_mm512_maskz_permute_ps(0xffff, (__m512)pairs, 0xb1);
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    Float four = (Float)_mm512_maskz_permutexvar_ps(0xf, first, (__m512)all);
+    if (add) {
+      four = four + read<Float>(y, Some{n});
+    }
+    write(y, four, Some{n});
+    return;
+  }
+#endif
+  for (int i = 0; i < n; ++i) {
+    y[i] = total(v[i]) + (add ? y[i] : 0);
+  }
+}
+
+constexpr size_t prefetch_bytes = 512;  // how far ahead of a step
+
+// How far ahead to prefetch rows of weights that are read side by side: behind their ends come the rows after all of
+// them.
+struct Ahead {
+  size_t near_steps;
+  size_t behind_end;
+
+  MITTENS_INLINE size_t bytes(size_t s) const {
+    return s < near_steps ? prefetch_bytes : behind_end;
+  }
+};
+
+template <typename Source>
+MITTENS_INLINE Ahead prefetched(const Source& source, size_t columns, size_t outputs) {
+  const size_t steps = ceil_divide(columns, Source::step), steps_ahead = prefetch_bytes / Source::step_bytes;
+  return {steps > steps_ahead ? steps - steps_ahead : 0, prefetch_bytes + (outputs - 1) * source.stride_bytes()};
+}
 
 }  // namespace mittens::cpu::MITTENS_ISA

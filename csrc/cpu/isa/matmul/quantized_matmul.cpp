@@ -1,7 +1,5 @@
 #include "cpu/quantized_matmul.h"
 
-#include <limits>
-
 #include "cpu/isa/matmul/column_products.h"
 #include "cpu/isa/matmul/unpacked.h"
 
@@ -93,12 +91,7 @@ void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* 
     using T = decltype(t);
     using Source = typename decltype(source)::type;
     auto finish = [&](size_t row, size_t n, size_t size, const float* gates, const float* ups) {
-      each_vector(size, [&](size_t i, auto part) MITTENS_INLINED {
-        const Float g = read<Float>(gates + i, part);
-        const Float square = g * g, most = Float{} + std::numeric_limits<float>::max();
-        const Float slope = fma(square < most ? square : most, activation.beta, activation.alpha);
-        store_in_order((T*)y + row * outputs + n + i, g / (exp(-g * slope) + 1.0f) * read<Float>(ups + i, part), part);
-      });
+      gate_row((T*)y + row * outputs + n, gates, ups, activation, size);
     };
     auto source_of = [&](size_t i, int j) { return source_from<Source, T>((j == 0 ? gate : up)[i], type); };
     row_products<Source, 2>(source_of, (const T*)x, matrices, rows, columns, outputs, finish, exact);

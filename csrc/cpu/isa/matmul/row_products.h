@@ -9,12 +9,9 @@
 namespace mittens::cpu::MITTENS_ISA {
 
 constexpr size_t most_direct_rows = 8;
-constexpr int tile_outputs = many_registers ? 4 : 2;
 constexpr size_t panel_outputs = 64;
 constexpr size_t panel_columns = 1024;
 constexpr size_t few_rows = 16;  // of x: for them a panel is one tile wide, which leaves it in the first cache
-constexpr size_t prefetch_bytes = 512;  // how far ahead of a step
-constexpr size_t product_piece_bytes = 64 << 10;  // of weights, for one thread at a time
 
 // Additions to one sum, after which it goes to a total. The roundings of equal terms all go the same way: the error
 // grows with the chain. Of the sums of a tile the totals lie in memory; in half types, where the rounding of the result
@@ -53,34 +50,6 @@ struct LaneSums<rows, outputs, false> {
   }
   MITTENS_INLINE void end_chains() {}
 };
-
-// Each y[n] = total(v[n]) + (add ? y[n] : 0).
-template <int n>
-MITTENS_INLINE void write_totals(float* y, const Float (&v)[n], bool add) {
-#if defined(__AVX512F__)
-  if constexpr (n == 4) {
-    auto halves = [](Float a, Float b) MITTENS_INLINED {
-      return (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)a, (__m512)b, 0x44) +
-             (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)a, (__m512)b, 0xee);
-    };
-    const Float ab = halves(v[0], v[1]), cd = halves(v[2], v[3]);
-    const Float quarters = (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)ab, (__m512)cd, 0x88) +
-                           (Float)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)ab, (__m512)cd, 0xdd);
-    const Float pairs = quarters + (Float)_mm512_maskz_permute_ps(0xffff, (__m512)quarters, 0x4e);
-    const Float all = pairs + (Float)_mm512_maskz_permute_ps(0xffff, (__m512)pairs, 0xb1);
-    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    Float four = (Float)_mm512_maskz_permutexvar_ps(0xf, first, (__m512)all);
-    if (add) {
-      four = four + read<Float>(y, Some{n});
-    }
-    write(y, four, Some{n});
-    return;
-  }
-#endif
-  for (int i = 0; i < n; ++i) {
-    y[i] = total(v[i]) + (add ? y[i] : 0);
-  }
-}
 
 template <typename Source>
 class RowProducts {
@@ -211,16 +180,11 @@ class RowProducts {
     LaneSums<rows, outputs, chained> sum;
     repeat<outputs>(
         [&](auto i) MITTENS_INLINED { w[i.value] = source_.row(n + i.value, 0, columns_, memory + i.value * scales); });
-    // Behind a row's end come the rows after all of these.
-    const size_t steps = ceil_divide(columns_, Source::step);
-    const size_t row_bytes = source_.stride_bytes();
-    const size_t steps_ahead = prefetch_bytes / Source::step_bytes;
-    const size_t near_steps = steps > steps_ahead ? steps - steps_ahead : 0;
+    const Ahead ahead = prefetched<Source>(source_, columns_, outputs);
     auto add_step = [&](size_t s, auto part) MITTENS_INLINED {
       const float* at = x + s * X::step;
-      const size_t ahead = s < near_steps ? prefetch_bytes : prefetch_bytes + (outputs - 1) * row_bytes;
       repeat<outputs>([&](auto i) MITTENS_INLINED {
-        __builtin_prefetch(static_cast<const char*>(Source::address(w[i.value], s)) + ahead);
+        __builtin_prefetch(static_cast<const char*>(Source::address(w[i.value], s)) + ahead.bytes(s));
         const typename Source::Raw raw = source_.read(w[i.value], s, part);
         Float partial[rows];
         repeat<Source::vectors>([&](auto v) MITTENS_INLINED {
@@ -390,11 +354,11 @@ void row_products(const SourceOf& source_of, const T* x, size_t matrices, size_t
     });
     const Source example = source_of(matrix, 0);
     const size_t row_bytes = larger(sources * example.bytes(columns), 1);
-    size_t block = rounded_up(ceil_divide(product_piece_bytes, row_bytes), tile_outputs);
-    block = direct.value ? smaller(block, 256) : panel_outputs;
-    if (count * ceil_divide(outputs, block) < 2 * threads()) {
-      block = rounded_up(ceil_divide(outputs, ceil_divide(2 * threads(), count)), tile_outputs);
-      block = direct.value ? block : smaller(block, panel_outputs);
+    size_t block = panel_outputs;
+    if (direct.value) {
+      block = outputs_of_piece(row_bytes, count, outputs);
+    } else if (count * ceil_divide(outputs, block) < 2 * threads()) {
+      block = smaller(rounded_up(ceil_divide(outputs, ceil_divide(2 * threads(), count)), tile_outputs), block);
     }
     const size_t blocks = ceil_divide(outputs, block);
     const bool serial = count * outputs * row_bytes * size <= serial_bytes;

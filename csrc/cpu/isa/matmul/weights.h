@@ -222,6 +222,12 @@ struct Affine : PackedWords<bits> {
     return centered<bits, v * bits>(raw);
   }
 
+  // The integers k and k + vectors / 2 of each word, as int16.
+  template <int k>
+  static MITTENS_INLINE UInt pair(UInt raw) {
+    return (raw >> k * bits) & ((1u << bits) - 1) * 0x10001u;
+  }
+
   MITTENS_INLINE Float bias(const Row& row, size_t s) const {
     return groups.of_step(row.offsets, s);
   }
