@@ -16,8 +16,7 @@ inline mx::array in_dtype(const mx::array& array, mx::Dtype dtype, mx::Stream st
   return array.dtype() == dtype ? array : mx::astype(array, dtype, stream);
 }
 
-// y plus a bias that broadcasts to it. mx's gradient of that would reduce an array without elements where y is one, and
-// may not end.
+// y plus a bias that broadcasts to it. An empty y takes no addition, and its gradient no sum.
 inline mx::array plus_bias(const mx::array& y, const std::optional<mx::array>& bias, mx::StreamOrDevice stream) {
   if (!bias) {
     return y;

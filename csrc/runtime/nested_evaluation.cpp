@@ -62,11 +62,11 @@ void hold_until_done(Buffers buffers, size_t other_temporaries, mx::Stream strea
   encoder.dispatch([buffers = std::move(buffers), temporaries = std::move(temporaries)] {});
 }
 
-// Runs the operations that results need, each after its inputs, and keeps what they need until it is no longer
-// read, as MLX's evaluation does: memory that only one operation reads is its to write, and is freed after it.
-void run_on_cpu_in_order(Arrays order, const Arrays& results, mx::Stream stream) {
+// Runs pending operations, each after its inputs. `evaluate` gets a node and its outputs, `hold` a node that has run,
+// and `hold_failed` one that has thrown, its outputs and the nodes that will not run.
+template <typename Evaluate, typename Hold, typename HoldFailed>
+void run_in_order(Arrays order, Evaluate evaluate, Hold hold, HoldFailed hold_failed) {
   std::reverse(order.begin(), order.end());  // the next is the last
-  const size_t other_temporaries = mx::cpu::get_command_encoder(stream).temporaries().size();
   while (!order.empty()) {
     mx::array node = std::move(order.back());
     order.pop_back();
@@ -74,64 +74,65 @@ void run_on_cpu_in_order(Arrays order, const Arrays& results, mx::Stream stream)
       continue;  // an output of a primitive that has run
     }
     Arrays made = node.outputs();
-    Buffers buffers;
     try {
-      node.primitive().eval_cpu(node.inputs(), made);
+      evaluate(node, made);
     } catch (...) {
-      // Tasks may still write what no operation will read now.
-      add_buffers(buffers, node.inputs());
-      add_buffers(buffers, made);
-      add_buffers(buffers, results);
-      for (const mx::array& later : order) {
-        add_buffers(buffers, later.inputs());
-      }
-      hold_until_done(std::move(buffers), other_temporaries, stream);
+      // Work under way may still write what no operation will read now.
+      hold_failed(node, made, order);
       throw;
     }
     for (mx::array& output : made) {
       output.set_status(mx::array::Status::evaluated);
     }
     // Leaves a buffer that an output has taken over to its readers, so that they can take it over too.
-    add_buffers(buffers, node.inputs());
-    add_buffers(buffers, node.siblings());
-    std::erase(buffers, node.data_shared_ptr());
-    hold_until_done(std::move(buffers), other_temporaries, stream);
+    hold(node);
     node.detach();
   }
 }
 
+// Keeps what the operations need until it is no longer read, as MLX's evaluation does: memory that only one operation
+// reads is its to write, and is freed after it.
+void run_on_cpu_in_order(Arrays order, const Arrays& results, mx::Stream stream) {
+  const size_t other_temporaries = mx::cpu::get_command_encoder(stream).temporaries().size();
+  const auto evaluate = [](mx::array& node, Arrays& made) { node.primitive().eval_cpu(node.inputs(), made); };
+  const auto hold = [&](const mx::array& node) {
+    Buffers buffers;
+    add_buffers(buffers, node.inputs());
+    add_buffers(buffers, node.siblings());
+    std::erase(buffers, node.data_shared_ptr());
+    hold_until_done(std::move(buffers), other_temporaries, stream);
+  };
+  const auto hold_failed = [&](const mx::array& node, const Arrays& made, const Arrays& left) {
+    Buffers buffers;
+    add_buffers(buffers, node.inputs());
+    add_buffers(buffers, made);
+    add_buffers(buffers, results);
+    for (const mx::array& later : left) {
+      add_buffers(buffers, later.inputs());
+    }
+    hold_until_done(std::move(buffers), other_temporaries, stream);
+  };
+  run_in_order(std::move(order), evaluate, hold, hold_failed);
+}
+
 // The same on a GPU, whose encoder keeps arrays.
 void run_on_gpu_in_order(Arrays order, mx::Stream stream) {
-  std::reverse(order.begin(), order.end());  // the next is the last
-  while (!order.empty()) {
-    mx::array node = std::move(order.back());
-    order.pop_back();
-    if (node.status() != mx::array::Status::unscheduled) {
-      continue;  // an output of a primitive that has run
-    }
-    Arrays made = node.outputs();
-    try {
-      node.primitive().eval_gpu(node.inputs(), made);
-    } catch (...) {
-      // Kernels may still write what no operation will read now.
-      Arrays kept = node.inputs();
-      for (const mx::array& later : order) {
-        kept.insert(kept.end(), later.inputs().begin(), later.inputs().end());
-      }
-      std::erase_if(kept, [](const mx::array& array) { return !array.data_shared_ptr(); });
-      keep_until_done(std::move(kept), stream);
-      throw;
-    }
-    for (mx::array& output : made) {
-      output.set_status(mx::array::Status::evaluated);
-    }
+  const auto evaluate = [](mx::array& node, Arrays& made) { node.primitive().eval_gpu(node.inputs(), made); };
+  const auto hold = [&](const mx::array& node) {
     Arrays kept = node.inputs();
     kept.insert(kept.end(), node.siblings().begin(), node.siblings().end());
-    // Leaves a buffer that an output has taken over to its readers.
     std::erase_if(kept, [&](const mx::array& array) { return array.data_shared_ptr() == node.data_shared_ptr(); });
     keep_until_done(std::move(kept), stream);
-    node.detach();
-  }
+  };
+  const auto hold_failed = [&](const mx::array& node, const Arrays&, const Arrays& left) {
+    Arrays kept = node.inputs();
+    for (const mx::array& later : left) {
+      kept.insert(kept.end(), later.inputs().begin(), later.inputs().end());
+    }
+    std::erase_if(kept, [](const mx::array& array) { return !array.data_shared_ptr(); });
+    keep_until_done(std::move(kept), stream);
+  };
+  run_in_order(std::move(order), evaluate, hold, hold_failed);
 }
 
 }  // namespace

@@ -80,6 +80,12 @@ class SoftcapVjp : public KernelPrimitive {
     return in_order(std::move(launch));
   }
 
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    return [type = native_type(inputs[0].dtype()), x = data_of(inputs[0]), dy = data_of(inputs[1]),
+            dx = data_of(outputs[0]), size = inputs[0].size(),
+            cap = cap_] { cpu::softcap_vjp(type, x, dy, dx, size, cap); };
+  }
+
   Arrays composed(const Arrays& inputs) override {
     const mx::Stream s = stream();
     const auto wide = [&](const mx::array& array) { return mx::astype(array, mx::float32, s); };

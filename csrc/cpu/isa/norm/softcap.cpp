@@ -22,6 +22,13 @@ MITTENS_INLINE Float tanh(Float x) {
   return magnitude < 0.55f ? near : (Float)((UInt)far | sign);
 }
 
+// 1 - tanh(x)^2, without cancellation where tanh is near 1.
+MITTENS_INLINE Float slope_of_tanh(Float x) {
+  const Float magnitude = (Float)((UInt)x & 0x7fffffff);
+  const Float e = exp(-2.0f * magnitude);
+  return 4.0f * e / ((1.0f + e) * (1.0f + e));
+}
+
 }  // namespace
 
 void softcap(Type type, const void* x, void* y, size_t size, float cap) {
@@ -36,6 +43,26 @@ void softcap(Type type, const void* x, void* y, size_t size, float cap) {
       each_unit(end - begin, [=](size_t i, auto part, int) MITTENS_INLINED {
         const Floats v = load(from + i, part);
         store(to + i, Floats{tanh(v.a / cap) * cap, tanh(v.b / cap) * cap}, part, past);
+      });
+      publish();
+    });
+  });
+}
+
+void softcap_vjp(Type type, const void* x, const void* dy, void* dx, size_t size, float cap) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    const bool through = passes_caches(size * sizeof(T), dx, x, dy);
+    const size_t piece = size * sizeof(T) <= serial_bytes / 3 ? size : piece_bytes / (3 * sizeof(T));
+    parallel_for(size, piece, [&](size_t begin, size_t end) {
+      const T* const from = (const T*)x + begin;
+      const T* const by = (const T*)dy + begin;
+      T* const to = (T*)dx + begin;
+      const bool past = through && aligned(to);
+      each_unit(end - begin, [=](size_t i, auto part, int) MITTENS_INLINED {
+        const Floats v = load(from + i, part);
+        const Floats d = load(by + i, part);
+        store(to + i, Floats{d.a * slope_of_tanh(v.a / cap), d.b * slope_of_tanh(v.b / cap)}, part, past);
       });
       publish();
     });
