@@ -152,7 +152,8 @@ class MatricesOp(Op):
         return [(rows, columns), *triples, *((n,) for n in outputs)]
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
-        options, arrays = self.arguments(case), []
+        options = self.arguments(case)
+        arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
             is_bias = name.startswith("bias")
             without = name.endswith("biases") and options.get("mode", "affine") != "affine"
@@ -173,6 +174,7 @@ class MatricesOp(Op):
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
         x, biases = widen(arrays[0]), arrays[10:]
+        assert x is not None
         found = []
         for i, bias in enumerate(biases):
             triple = [a for a in arrays[1 + 3 * i : 4 + 3 * i] if a is not None]

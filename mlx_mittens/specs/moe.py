@@ -155,7 +155,8 @@ class MixtureOp(Op):
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
         tokens, chosen, experts, columns, hidden = case.shape
         options = self.arguments(case)
-        mode, arrays = options.get("mode", "affine"), []
+        mode = options.get("mode", "affine")
+        arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
             if name == "indices":
                 order = rng.random((tokens, experts)).argsort(-1)[:, :chosen].astype(np.uint32)
@@ -185,8 +186,10 @@ class MixtureOp(Op):
         assert x is not None and weights is not None and logits is not None
 
         def matrix(name: str) -> np.ndarray:
-            triple = (given[f"{name}{end}"] for end in ("", "_scales", "_biases"))
-            return dequantized(*triple, options["group_size"], options["bits"], options.get("mode", "affine"))
+            words, scales, biases = (given[f"{name}{end}"] for end in ("", "_scales", "_biases"))
+            assert words is not None and scales is not None
+            mode = options.get("mode", "affine")
+            return dequantized(words, scales, biases, options["group_size"], options["bits"], mode)
 
         gate, up, down = (
             np.concatenate([matrix(name), matrix(f"shared_{name}")[None]]) for name in ("gate", "up", "down")
@@ -199,6 +202,7 @@ class MixtureOp(Op):
             _products(pairs, gate, chosen), _products(pairs, up, chosen), options.get("activation", "swiglu")
         )
         y = _products(hidden.value, down, chosen)
+        assert hidden.magnitude is not None
         size = np.sqrt((hidden.magnitude**2) @ np.swapaxes(down[chosen], -1, -2) ** 2)[..., 0, :]
         return [Exact((y.value[..., 0, :] * factors).sum(-2), np.sqrt(((size * factors) ** 2).sum(-2)))]
 

@@ -245,6 +245,7 @@ def exact_gated_delta_token(
     dt_bias: np.ndarray,
     norm_weight: np.ndarray,
     state: np.ndarray,
+    *,
     eps: float = 1e-6,
     key_eps: float = 1e-6,
 ) -> list[Exact]:
