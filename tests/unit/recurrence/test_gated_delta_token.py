@@ -126,7 +126,9 @@ def test_eps(rng, executor):
     found = mm.gated_delta_token(*arrays, eps=0.5, key_eps=2.0)
     from mlx_mittens.specs.recurrence import exact_gated_delta_token
 
-    for ours, exact in zip(found, exact_gated_delta_token(*map(specs.widen, arrays), 0.5, 2.0), strict=True):
+    for ours, exact in zip(
+        found, exact_gated_delta_token(*map(specs.widen, arrays), eps=0.5, key_eps=2.0), strict=True
+    ):
         assert_near(ours, exact.value, str(ours.shape), 4 * SUMS)
 
 
