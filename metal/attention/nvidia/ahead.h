@@ -29,16 +29,13 @@ struct AheadShape {
 };
 
 // Pair t of a run, and element e of the runs of two rows, as operands.
-template <typename Source>
-inline vec<typename Source::Operand, 2> pair_of_row(Source a, typename Source::Run run, int t) {
-  using U = typename Source::Operand;
+template <typename U, typename Source>
+inline vec<U, 2> pair_of_row(Source a, typename Source::Run run, int t) {
   return vec<U, 2>(U(element(a, run, 2 * t)), U(element(a, run, 2 * t + 1)));
 }
 
-template <typename Source>
-inline vec<typename Source::Operand, 2> pair_of_rows(
-    Source a, typename Source::Run upper, typename Source::Run lower, int e) {
-  using U = typename Source::Operand;
+template <typename U, typename Source>
+inline vec<U, 2> pair_of_rows(Source a, typename Source::Run upper, typename Source::Run lower, int e) {
   return vec<U, 2>(U(element(a, upper, e)), U(element(a, lower, e)));
 }
 
@@ -72,7 +69,7 @@ inline void multiply_loaded(
 #pragma unroll
       for (int c = 0; c < C; ++c) {
         const typename Source::Run run = loaded.at[c][part];
-        const vec<U, 2> pair = pair_of_row(a, run, t);
+        const vec<U, 2> pair = pair_of_row<U>(a, run, t);
 #pragma unroll
         for (int i = 0; i < B; ++i) {
           sums[i].at[c][0] =
@@ -115,7 +112,7 @@ inline bool multiply_loaded_transposed(
     for (int e = 0; e < E; ++e) {
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        vec<U, 2> pair = pair_of_rows(a, loaded.at[c][part][0], loaded.at[c][part][1], e);
+        vec<U, 2> pair = pair_of_rows<U>(a, loaded.at[c][part][0], loaded.at[c][part][1], e);
         if (guarded) {
           const bool finite_upper = is_finite(pair.x);
           const bool finite_lower = is_finite(pair.y);

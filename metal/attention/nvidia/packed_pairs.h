@@ -56,16 +56,16 @@ inline vec<bfloat, 2> scaled(half2 integers, vec<bfloat, 2> scales, vec<bfloat, 
       bfloat(fma(float(integers.y), float(scales.y), float(biases.y))));
 }
 
-template <typename T, int bits, int E>
-inline vec<T, 2> pair_of_row(AffinePairs<T, bits, E>, typename AffinePairs<T, bits, E>::Run run, int t) {
+template <typename U, typename T, int bits, int E>
+inline vec<U, 2> pair_of_row(AffinePairs<T, bits, E>, typename AffinePairs<T, bits, E>::Run run, int t) {
   constexpr int apart = 16 / bits;
   const vec<T, 2> affine = as_type<vec<T, 2>>(run.affine);
   const half2 integers = half_integers<bits>(word_of(run.integers, t / apart), t % apart);
   return scaled(integers, vec<T, 2>(affine.x, affine.x), vec<T, 2>(affine.y, affine.y));
 }
 
-template <typename T, int bits, int E>
-inline vec<T, 2> pair_of_rows(
+template <typename U, typename T, int bits, int E>
+inline vec<U, 2> pair_of_rows(
     AffinePairs<T, bits, E>, typename AffinePairs<T, bits, E>::Run upper, typename AffinePairs<T, bits, E>::Run lower,
     int e) {
   constexpr int of_word = 32 / bits;
