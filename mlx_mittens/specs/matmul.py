@@ -47,7 +47,8 @@ class MatrixOp(Op):
         return ("bfloat16",) if case.gpu_only else DTYPES
 
     def link(self, case: Case) -> int:
-        return [name for name, _ in self.parameters].index("x")
+        names = [name for name, _ in self.parameters]
+        return names.index("x") if "x" in names else 0  # weights alone, of the ops on blocks
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         rows, columns, outputs = case.shape
