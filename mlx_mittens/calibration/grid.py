@@ -111,6 +111,10 @@ _SORTED_PAIRS = (64, 256, 1024)  # of a prompt's token and an expert, which mlx-
 _MOST_EXPERTS = {"cpu": 2**26, "gpu": 2**30}  # their weights
 _MOST_DENSE_EXPERTS = 2**29
 
+# Experts of mixtures with a shared expert, of which a token chooses more.
+_EXPERTS_BESIDE_SHARED = ((32, 1024, 1024), (128, 2048, 1024), (128, 4096, 2048), (512, 2048, 512))
+_CHOSEN_BESIDE_SHARED = 8
+
 # Routers: experts, how many of them are chosen, and by what scores.
 _ROUTERS = (
     *((8, 2, "softmax"), (32, 8, "softmax"), (128, 8, "softmax"), (512, 8, "softmax")),
@@ -299,8 +303,8 @@ def _gather_sum(device: str, thin: Thin) -> Iterator[Case]:
 
 def _shared_experts(device: str, thin: Thin) -> Iterator[Case]:
     """Of one token, with as many outputs as columns."""
-    shapes = _mixtures(_EXPERTS, _MOST_EXPERTS[device], device, thin, prompts=False)
-    yield from (case for case in _with_bits(shapes) if case.shape[0] == 1 and case.shape[1] < 16)
+    few = [experts for experts in _EXPERTS_BESIDE_SHARED if math.prod(experts) <= _MOST_EXPERTS[device]]
+    return _with_bits(_cases((1, _CHOSEN_BESIDE_SHARED, *experts) for experts in few))
 
 
 def _gather_dense(device: str, thin: Thin) -> Iterator[Case]:
@@ -368,6 +372,23 @@ _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
     "ssm_update": _state_space,
     "linear_attention": _linear_attention,
 }
+
+# Ops that ask a calibration nothing by their own name: mx has no blocks of GGUF, the plan of an append of quantized
+# heads is always the same, and matmul is gemv, which it asks as.
+ASK_NOTHING = frozenset({"block_quantize", "block_dequantize", "quantized_rope_append", "matmul"})
+
+# Ops that have kernels on GPUs alone, or on those of Macs: elsewhere they are made of others, which ask.
+ASK_ON_GPUS = frozenset({"mixture", "quantized_matmuls"})
+ASK_ON_MACS = frozenset({"quantized_matmuls"})
+
+
+def _asks(op: Op, device: str) -> bool:
+    """Whether a calibration of a device here is asked for an op."""
+    return not (
+        op.name in ASK_NOTHING
+        or (op.name in ASK_ON_GPUS and device == "cpu")
+        or (op.name in ASK_ON_MACS and not mx.metal.is_available())
+    )
 
 
 def _usual(op: Op, device: str, quick: bool) -> Iterator[Case]:
@@ -437,11 +458,11 @@ def _input_bytes(op: Op, case: Case, dtype: mx.Dtype) -> int:
 
 
 def items(names: Iterable[str], device: str, quick: bool = False, memory: float = math.inf) -> list[Item]:
-    """What a calibration measures, in order, as far as so many bytes of memory hold it."""
+    """What a calibration measures, in order: what is asked for, as far as so many bytes of memory hold it."""
     chosen = set(names)
     found = []
     for op in specs.OPS:
-        if op.name not in chosen:
+        if op.name not in chosen or not _asks(op, device):
             continue
         coarse = [(case, False, number % _SAMPLED == 0) for number, case in enumerate(cases(op, device, quick))]
         fine = [] if quick else [(case, True, False) for case in fine_cases(op, device)]

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 
 import mlx.core as mx
@@ -612,12 +612,50 @@ SMALL = {
 
 
 def test_every_op_of_the_table_is_calibrated():
-    without_twins = {"block_quantize", "block_dequantize"}  # mx has no blocks of GGUF
-    without_twins |= {"quantized_rope_append"}  # its plan does not ask
-    assert set(SMALL) == set(grid._GRIDS) == {op.name for op in specs.OPS} - without_twins
+    assert set(SMALL) == set(grid._GRIDS) == {op.name for op in specs.OPS} - grid.ASK_NOTHING
+    assert grid.ASK_ON_MACS <= grid.ASK_ON_GPUS <= set(SMALL)
 
 
-@pytest.mark.parametrize("name", SMALL)
+def problems_of(op, case, rng, device="simulator"):
+    return measure.asked(op, case, op.draw(rng, case, mx.float16), device).problems
+
+
+@pytest.mark.parametrize("name", sorted(grid.ASK_NOTHING))
+def test_ops_without_a_grid_ask_nothing(name, rng):
+    op = specs.get(name)
+    assert not any(problems_of(op, case, rng, "cpu") for case in op.tests if not case.gpu)
+    for gpu in ("apple", "nvidia"):
+        with mm.simulator.enabled(gpu=gpu):
+            assert not any(problems_of(op, case, rng) for case in op.tests[:2])
+    assert not grid.items([name], "cpu") and not grid.items([name], "gpu")
+
+
+@pytest.mark.parametrize("is_mac", [False, True], ids=["elsewhere", "mac"])
+@pytest.mark.parametrize("name", sorted(grid.ASK_ON_GPUS))
+def test_ops_that_ask_on_gpus_alone_are_measured_there_alone(name, is_mac, rng, monkeypatch):
+    op, case = specs.get(name), specs.Case("calibration", *SMALL[name])
+    monkeypatch.setattr(mx.metal, "is_available", lambda: is_mac)
+    assert not problems_of(op, case, rng, "cpu") and not grid.items([name], "cpu")
+    with mm.simulator.enabled(gpu="apple" if is_mac else "nvidia"):
+        asks = problems_of(op, case, rng)
+    assert bool(asks) == bool(grid.items([name], "gpu")) == (is_mac or name not in grid.ASK_ON_MACS)
+
+
+def follows(op, case, dtype):
+    """The calibration that is loaded leaves a call to mx, or to other ops, and in strict mode does not."""
+    arrays = measure.draw(grid.Item(op, case, dtype), np.random.default_rng(0))
+    mm.stats(reset=True)
+    mx.eval(specs.run(op, op.ours, case, arrays))
+    counts = mm.stats(reset=True)[op.name]
+    assert counts["mx"] == {"a problem that mx computes faster, as measured on this machine": 1}
+    assert not counts["kernels"]
+    assert specs.check(op, case, arrays).passed and not mm.stats()[op.name]["kernels"]
+    with mm.strict():
+        mx.eval(specs.run(op, op.ours, case, arrays))
+    assert mm.stats()[op.name]["kernels"], "strict mode asks for the kernel"
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in grid.ASK_ON_GPUS])
 def test_every_op_follows_the_calibration(name, made_up, file, lenient):
     made_up(lambda op, case, plan: 1.0 if plan == MX else 50.0)
     dtype = "float32" if name == "gather_mm" else "float16"  # mx has no other gather_mm on a CPU
@@ -627,16 +665,41 @@ def test_every_op_follows_the_calibration(name, made_up, file, lenient):
     assert row.mx and row.op == name and row.dtype == dtype
     store.write(file, of_this_machine([row]))
     calibration.load()
-    arrays = measure.draw(grid.Item(op, case, dtype), np.random.default_rng(0))
+    follows(op, case, dtype)
+
+
+@pytest.mark.parametrize("name", sorted(grid.ASK_ON_GPUS))
+def test_ops_of_gpus_follow_the_calibration(name, made_up, lenient):
+    """In the simulator, whose calibration no file has."""
+    made_up(lambda op, case, plan: 1.0 if plan == MX else 50.0)
+    op, case = specs.get(name), specs.Case("calibration", *SMALL[name])
+    item = grid.Item(op, case, "float16")
+    with mm.simulator.enabled(gpu="apple"):
+        with mm.strict():
+            (row,) = measure.measure(item, "simulator", measure.QUICK, np.random.default_rng(0))
+        assert row.mx and row.op == name
+        store.activate({"machine": {"device": "simulator"}, "rows": [asdict(row)]})
+        try:
+            follows(op, case, "float16")
+        finally:
+            _ext.calibration_load("simulator", [])
+
+
+def test_matmul_follows_the_calibration_of_gemv(made_up, file, lenient):
+    """Which is the same product: what was measured of one says which is faster for the other."""
+    made_up(lambda op, case, plan: 1.0 if plan == MX else 50.0)
+    case = specs.Case("calibration", *SMALL["gemv"])
+    item = grid.Item(specs.get("gemv"), case, "float16")
+    rows = measure.measure(item, "cpu", measure.QUICK, np.random.default_rng(0))
+    store.write(file, of_this_machine(rows))
+    op = specs.get("matmul")
+    arrays = op.draw(np.random.default_rng(0), case, mx.float16)
     mm.stats(reset=True)
     mx.eval(specs.run(op, op.ours, case, arrays))
-    counts = mm.stats(reset=True)[name]
-    assert counts["mx"] == {"a problem that mx computes faster, as measured on this machine": 1}
-    assert not counts["kernels"]
-    assert specs.check(op, case, arrays).passed and not mm.stats()[name]["kernels"]
-    with mm.strict():
-        mx.eval(specs.run(op, op.ours, case, arrays))
-    assert mm.stats()[name]["kernels"], "strict mode asks for the kernel"
+    assert mm.stats(reset=True)["matmul"]["kernels"]
+    calibration.load()
+    assert specs.check(op, case, arrays).passed
+    assert not mm.stats(reset=True).get("matmul", {}).get("kernels"), "mx computed it"
 
 
 def test_a_gather_that_mx_has_not_stays_here(made_up, lenient):
@@ -928,7 +991,8 @@ def test_the_grid(monkeypatch):
         assert [item.fine for item in items] == sorted(item.fine for item in items)
     assert {item.op.name for item in grid.items(["softmax"], "cpu")} == {"softmax"}
     for op in specs.OPS:
-        assert grid.cases(op, "cpu") and grid.cases(op, "gpu") and not any(case.vjp for case in grid.cases(op, "cpu"))
+        assert op.name in grid.ASK_NOTHING or (grid.cases(op, "cpu") and grid.cases(op, "gpu"))
+        assert not any(case.vjp for case in grid.cases(op, "cpu"))
     all_of_them, fitting = (grid.items(names, "gpu", memory=memory) for memory in (math.inf, 8 << 30))
     assert 0.8 * len(all_of_them) < len(fitting) < len(all_of_them), "what a small GPU has no memory for is left out"
     monkeypatch.setattr(grid, "_GRIDS", {})
