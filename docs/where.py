@@ -113,6 +113,10 @@ _PLACES = (
         ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
     ),
     Place(
+        ("quantized_matmuls",), "matmul", "quantized_matmuls.cpp", ("quantized_matmuls.cpp",), ("qmv_several.metal",),
+        (), ("test_quantized_matmuls.py",),
+    ),
+    Place(
         ("quantized_swiglu",), "matmul", "quantized_swiglu.cpp", ("plan.cpp",),
         ("quantized_swiglu.metal", "apple/swiglu_tiles.metal"),
         ("quantized_matmul.cpp",), ("test_quantized_swiglu.py",),

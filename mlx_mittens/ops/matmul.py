@@ -207,6 +207,9 @@ def quantized_matmuls(
         >>> query, key = (mx.quantize(mx.random.normal((outputs, 64)), 64, 4) for outputs in (128, 32))
         >>> [y.shape for y in mm.quantized_matmuls(x, [query, key], 64, 4)]
         [(1, 128), (1, 32)]
+
+    Source:
+        As `quantized_matmul`.
     """
     raise NotImplementedError
 
