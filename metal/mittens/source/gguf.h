@@ -433,7 +433,7 @@ struct BlockValues {
     return float(Words::Shape::zero);
   }
   static constexpr float headroom() {
-    return holds_floats(kind) ? 1.0f : 1.0f / 64;
+    return 1.0f / 64;
   }
 
   static half2 pair(uint bytes) {

@@ -196,7 +196,7 @@ def product(x=(1, 32), x_type=mx.float32, blocks=(2, 18), blocks_type=mx.uint8, 
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: product(kind="q9"), ValueError, r"kind is 'q9': expected q4_0, q4_1, .*, iq4_nl or iq4_xs"),
+        (lambda: product(kind="q9"), ValueError, r"kind is 'q9': expected q4_0, q4_1, .*, iq4_xs, mxfp4 or nvfp4"),
         (lambda: product(kind="q4_k"), ValueError, r"rows of a whole number of q4_k blocks, 144 bytes each"),
         (lambda: mm.block_quantize(mx.zeros((2, 256)), "q4_k"), ValueError, r"which the gguf package does not make"),
         (lambda: product(blocks=(2, 17)), ValueError, r"whole number"),
