@@ -417,6 +417,10 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, mx::Stream strea
   return plan_rows(sizes, outputs, gpu_of(stream));
 }
 
+bool multiplies_several(mx::Stream stream) {
+  return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple;
+}
+
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices) {
   launch.threadgroups = {ceil_divide(plan.output_blocks, plan.blocks), plan.row_blocks, matrices};
   launch.threads = {32 * plan.sharers, plan.blocks, 1};

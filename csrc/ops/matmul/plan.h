@@ -142,6 +142,9 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, const Gpu& gpu, 
 
 RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, mx::Stream stream);
 
+// Whether one row times several matrices is one launch (metal/matmul/qmv_several.metal).
+bool multiplies_several(mx::Stream stream);
+
 // A launch of a kernel on them, but for its arguments.
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices);
 

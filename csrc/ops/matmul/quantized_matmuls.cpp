@@ -19,7 +19,6 @@
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
-#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -206,9 +205,8 @@ bool has_kernel(const Call& call, size_t count, mx::Stream stream) {
   const bool has_format =
       format.mode == QuantizedMode::affine ? format.bits == 4 || format.bits == 8 : format.mode == QuantizedMode::mxfp4;
   const auto is_empty = [](const mx::array& a) { return a.size() == 0; };
-  return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple && has_format &&
-         !why_not_covered(format) && count > 1 && count <= kMostTogether && leading_size(x, 1) == 1 &&
-         std::none_of(call.inputs.begin(), call.inputs.end(), is_empty);
+  return multiplies_several(stream) && has_format && !why_not_covered(format) && count > 1 && count <= kMostTogether &&
+         leading_size(x, 1) == 1 && std::none_of(call.inputs.begin(), call.inputs.end(), is_empty);
 }
 
 std::vector<mx::array> parts_of(const mx::array& y, const std::vector<Triple>& matrices, mx::Stream stream) {
