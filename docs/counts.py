@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,8 @@ def made_with() -> str:
 
 def family(op: str) -> str:
     """The family of an op."""
-    return next(name for name in FAMILIES if op in getattr(ops, name).__all__)
+    modules = {name: import_module(f"{ops.__name__}.{name}") for name in FAMILIES}  # an op has the name of its family
+    return next(name for name, module in modules.items() if op in module.__all__)
 
 
 def table(name: str) -> str:
