@@ -19,6 +19,7 @@
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
+#include "runtime/fallback.h"
 #include "runtime/op_binding.h"
 
 namespace nb = nanobind;
@@ -228,7 +229,7 @@ std::optional<std::vector<mx::array>> try_quantized_matmuls(const mx::array& x, 
                                                             mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   Call call = checked(x, matrices, group_size, bits, mode, bias, stream);
-  if (!has_kernel(call, matrices.size(), stream)) {
+  if (is_switched_off(op) || !has_kernel(call, matrices.size(), stream)) {
     return std::nullopt;
   }
   const auto outputs = static_cast<uint32_t>(
