@@ -205,8 +205,9 @@ def quantized_matmuls(
     Example:
         >>> x = mx.random.normal((1, 64))
         >>> query, key = (mx.quantize(mx.random.normal((outputs, 64)), 64, 4) for outputs in (128, 32))
-        >>> [y.shape for y in mm.quantized_matmuls(x, [query, key], 64, 4)]
-        [(1, 128), (1, 32)]
+        >>> queries, keys = mm.quantized_matmuls(x, [query, key], 64, 4)
+        >>> queries.shape, keys.shape
+        ((1, 128), (1, 32))
 
     Source:
         As `quantized_matmul`.

@@ -59,8 +59,8 @@ def attention(q: mx.array, packed: Packed) -> None:
     appended = mm.quantized_rope_append(q, packed, packed, 64, base=1e4, offset=0)
     assert_type(appended, tuple[mx.array, tuple[mx.array, mx.array, mx.array], tuple[mx.array, mx.array, mx.array]])
     assert_type(mm.gated_delta_update(q, q, q, q, q), tuple[mx.array, mx.array])
-    three = tuple[mx.array, mx.array, mx.array]
-    assert_type(mm.gated_delta_token(q, q, q, q, q, q, q, q, q, q, q, q, eps=1e-5), three)
+    token = mm.gated_delta_token(q, q, q, q, q, q, q, q, q, q, q, q, eps=1e-5)
+    assert_type(token, tuple[mx.array, mx.array, mx.array])
     assert_type(mm.linear_attention(q, q, q, decay=0.9), tuple[mx.array, mx.array])
     assert_type(mm.ssm_update(q, q, q, q, q, q, q), tuple[mx.array, mx.array])
     assert_type(mm.sample(q, temperature=0.7), mx.array)
