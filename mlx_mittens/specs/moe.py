@@ -393,7 +393,7 @@ def _models(tokens: tuple[int, ...] = (1,), **options: Any) -> tuple[Case, ...]:
 
 
 # More than 64 rows, which Apple GPUs without matrix units take by tiles.
-_TILED = (11, 6, 3, 96, 33)
+_TILED = (11, 6, 7, 96, 33)
 _SHAPES = ((1, 2, 4, 64, 9), (1, 8, 16, 320, 10), (5, 3, 4, 128, 7), (3, 1, 2, 96, 33))
 _MANY = Case("test", (33, 2, 3, 64, 5), {"group_size": 32}, cpu_only=True)
 _MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
