@@ -8,8 +8,7 @@ namespace mittens {
 
 namespace mx = mlx::core;
 
-// While an instance exists, the memory that this thread allocates for arrays is that of stand-ins, and nothing is given
-// to streams to be kept.
+// While an instance exists, this thread allocates stand-ins' memory, and streams keep no arrays.
 class AllocatingStandIns {
  public:
   AllocatingStandIns();

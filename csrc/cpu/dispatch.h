@@ -19,8 +19,8 @@ int isa_index();
 }  // namespace mittens::cpu
 
 // MITTENS_VERSIONS(op), in namespace mittens::cpu, declares an op's function for each instruction set and lists
-// them as op_versions. MITTENS_INTEGER_VERSIONS(op) is for integer products, of which avx512vnni has its own; other ops
-// have avx512's there.
+// them as op_versions. MITTENS_INTEGER_VERSIONS(op) is for integer products, which have a version for avx512vnni; other
+// ops have avx512's there.
 #define MITTENS_VERSION(set, op) \
   namespace set {                \
   decltype(cpu::op) op;          \

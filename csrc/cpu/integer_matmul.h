@@ -5,7 +5,7 @@
 namespace mittens::cpu {
 
 // Part of quantized_matmul, and with an activation of quantized_swiglu, for half types and affine integers of 4 and 8
-// bits: with x as int16. Returns whether it takes calls of so many rows; then taken [matrices, rows] says for which
+// bits: with x as int16. Returns whether it takes this number of rows; if so, taken [matrices, rows] says for which
 // rows y was written. The others have elements that int16 cannot stand for.
 bool integer_matmul(Type type, const Activation* activation,  // or nullptr
                     const QuantizedWeights* w,  // [matrices], transposed

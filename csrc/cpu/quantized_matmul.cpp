@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 
 #include "cpu/dispatch.h"
 #include "cpu/integer_matmul.h"
@@ -46,7 +47,7 @@ bool in_integers(Type type, const Activation* activation, const QuantizedWeights
 
 // Element `index` of an array of 2-byte elements.
 template <typename Pointer>
-Pointer half_at(Pointer p, size_t index) {
+Pointer element_of_halves(Pointer p, size_t index) {
   using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
   return static_cast<Byte*>(p) + 2 * index;
 }
@@ -66,8 +67,8 @@ void quantized_matmul(Type type, const QuantizedWeights* w, const void* x, const
                       size_t rows, size_t columns, size_t outputs, bool exact) {
   if (matrices > 0 &&
       in_integers(type, nullptr, w, nullptr, x, bias, y, matrices, rows, columns, outputs, exact, [&](size_t i) {
-        quantized_matmul_versions[isa_index()](type, w + i / rows, half_at(x, i * columns), bias,
-                                               half_at(y, i * outputs), 1, 1, columns, outputs, exact);
+        quantized_matmul_versions[isa_index()](type, w + i / rows, element_of_halves(x, i * columns), bias,
+                                               element_of_halves(y, i * outputs), 1, 1, columns, outputs, exact);
       })) {
     return;
   }
@@ -87,8 +88,8 @@ void quantized_swiglu(Type type, Activation activation, const QuantizedWeights* 
   if (matrices > 0 &&
       in_integers(type, &activation, gate, up, x, nullptr, y, matrices, rows, columns, outputs, exact, [&](size_t i) {
         quantized_swiglu_versions[isa_index()](type, activation, gate + i / rows, up + i / rows,
-                                               half_at(x, i * columns), half_at(y, i * outputs), 1, 1, columns, outputs,
-                                               exact);
+                                               element_of_halves(x, i * columns), element_of_halves(y, i * outputs), 1,
+                                               1, columns, outputs, exact);
       })) {
     return;
   }

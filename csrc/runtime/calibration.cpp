@@ -340,15 +340,16 @@ void record_launch(const Launch& launch) {
                             std::move(structs));
 }
 
-bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream) {
-  if (is_switched_off(problem.op)) {
+bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream, const char* called) {
+  const char* op = called ? called : problem.op;
+  if (is_switched_off(op)) {
     return true;
   }
   const Choice choice = ask(problem, stream, false);
   if (choice.known) {
-    return choice.mx && prefer_fallback(problem.op, "a problem that mx computes faster, as measured on this machine");
+    return choice.mx && prefer_fallback(op, "a problem that mx computes faster, as measured on this machine");
   }
-  return reason && prefer_fallback(problem.op, reason);
+  return reason && prefer_fallback(op, reason);
 }
 
 }  // namespace mittens

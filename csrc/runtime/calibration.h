@@ -62,7 +62,8 @@ Choice calibrated(const Problem& problem, mx::Stream stream);
 // Whether mx is to compute a problem that a kernel covers as well. By calibration where it knows the problem, else
 // where there is a reason for which mx is faster on this GPU. stats() has the reason. Never in strict mode or under a
 // strict patch, which ask for the kernel, unless the op is switched off.
-bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream);
+// called: the op that statistics and switches name, where it asks for another's problem.
+bool prefer_mx(const Problem& problem, const char* reason, mx::Stream stream, const char* called = nullptr);
 
 // Keeps a launch while launches are recorded: two plans that come to the same ones are one.
 void record_launch(const Launch& launch);

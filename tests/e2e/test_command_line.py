@@ -12,7 +12,8 @@ import pytest
 from helpers import scripts
 
 from mlx_mittens import specs, table
-from mlx_mittens.cli import main, nearest, runs, simulate
+from mlx_mittens.cli import main, runs, simulate
+from mlx_mittens.nearest import nearest
 
 WIDTH = 80
 
@@ -95,7 +96,7 @@ def test_options_of_other_programs_are_theirs(capsys):
      ("zzz", None)],
 )  # fmt: skip
 def test_nearest(word, found):
-    assert nearest.nearest(word, [op.name for op in specs.OPS]) == found
+    assert nearest(word, [op.name for op in specs.OPS]) == found
 
 
 def test_simulate_lists_ops_and_cases(capsys, monkeypatch):

@@ -110,11 +110,28 @@ const char* why_not_covered(const AffineFormat& format) {
   return format.bits == 1 ? "1 bit" : nullptr;
 }
 
+bool has_common_kernels(const AffineFormat& format) {
+  return has_affine_kernels(format) || format.mode == cpu::QuantizedMode::mxfp4;
+}
+
+void check_triple_size(const char* op, const std::string& name, const Arrays& triple, const AffineFormat& format) {
+  const size_t expected = format.has_biases() ? 3 : 2;
+  if (triple.size() != expected) {
+    checks::fail(op, name, " has ", triple.size(), " arrays: mode ", mode_name(format), " expects ", expected,
+                 expected == 3 ? ", w, scales and biases" : ", w and scales");
+  }
+}
+
 AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
                          const std::optional<mx::array>& biases, const AffineFormat& format) {
   if (x.ndim() < 1) {
     checks::fail(op, "x has no dimensions: expected at least one");
   }
+  return check_affine(op, x.shape(-1), w, scales, biases, format);
+}
+
+AffineShape check_affine(const char* op, int columns, const mx::array& w, const mx::array& scales,
+                         const std::optional<mx::array>& biases, const AffineFormat& format) {
   if (w.dtype() != mx::uint32) {
     checks::fail<DtypeError>(op, "w has dtype ", w.dtype(), ": expected uint32, as mx.quantize packs it");
   }
@@ -152,8 +169,8 @@ AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w,
                  format.group_size);
   }
   const AffineShape shape{format.transpose ? packed : w.shape(-2), format.transpose ? w.shape(-2) : packed};
-  if (x.shape(-1) != shape.columns) {
-    checks::fail(op, "x has ", x.shape(-1), " columns, w has shape ", w.shape(), ", which is ", shape.columns, " by ",
+  if (columns != shape.columns) {
+    checks::fail(op, "x has ", columns, " columns, w has shape ", w.shape(), ", which is ", shape.columns, " by ",
                  shape.outputs, " of ", format.bits, " bits with transpose=", format.transpose ? "True" : "False",
                  ": expected ", shape.columns, " columns");
   }

@@ -45,7 +45,15 @@ bool has_affine_kernels(const AffineFormat& format);
 // Why nothing but mx computes a product; null if kernels, or on a CPU native code, do.
 const char* why_not_covered(const AffineFormat& format);
 
-// What the shapes of a triple say; throws where they contradict each other, the format or x.
+// Affine quantization of 4 and 8 bits and mxfp4, which most models have.
+bool has_common_kernels(const AffineFormat& format);
+
+// Throws unless a triple, which messages call so, has as many arrays as the format.
+void check_triple_size(const char* op, const std::string& name, const Arrays& triple, const AffineFormat& format);
+
+// The shape that a triple has; throws where its shapes contradict each other, the format or the columns of x.
+AffineShape check_affine(const char* op, int columns, const mx::array& w, const mx::array& scales,
+                         const std::optional<mx::array>& biases, const AffineFormat& format);
 AffineShape check_affine(const char* op, const mx::array& x, const mx::array& w, const mx::array& scales,
                          const std::optional<mx::array>& biases, const AffineFormat& format);
 

@@ -288,7 +288,7 @@ bool lies_by_columns(const mx::array& w) {
          w.strides(1) >= w.shape(0);
 }
 
-// called: the op that is called, of which errors and statistics speak.
+// called: the op named in errors and statistics.
 std::optional<mx::array> try_product(const char* called, const mx::array& x, const mx::array& w,
                                      const std::optional<mx::array>& bias, bool transpose, mx::StreamOrDevice where) {
   if (x.ndim() < 1) {
@@ -319,10 +319,7 @@ std::optional<mx::array> try_product(const char* called, const mx::array& x, con
     return fallback(called, "more than " + std::to_string(most_gemv_rows) + " rows of x");
   }
   const char* reason = why_mx_gemv(sizes, transpose, dtype, stream);
-  if (is_switched_off(called)) {
-    return std::nullopt;
-  }
-  if (prefer_mx(product_problem(op, dtype, transpose, sizes), reason, stream)) {
+  if (prefer_mx(product_problem(op, dtype, transpose, sizes), reason, stream, called)) {
     return std::nullopt;
   }
   Arrays inputs = {in_dtype(x, dtype, stream), in_dtype(w, dtype, stream)};

@@ -289,7 +289,7 @@ bool is_common(cpu::BlockKind kind) {
 }
 
 // On M1 and M2 tiles of 32 rows, of kinds that are not common, are a fifth behind mx's products of dense half types,
-// which pays for dequantized weights from so many rows on (bench/results/prompts.md).
+// so that dequantizing weights pays beyond this number of rows (bench/results/prompts.md).
 constexpr uint32_t most_unpacked_rows = 192;
 constexpr const char* dequantized_win = "more rows of x than weights take to be dequantized";
 
@@ -579,7 +579,7 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
   return plan;
 }
 
-uint32_t most_affine_rows(const AffineKernels& kernels, const AffineFormat& format, mx::Stream stream) {
+uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream) {
   if (stream.device != mx::Device::gpu) {
     return unlimited_rows;
   }
@@ -616,8 +616,10 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
 GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream) {
   const Gpu gpu = gpu_of(stream).with_parallelism(calibrated(problem, stream).parallelism);
   GgufPlan plan{};
-  plan.is_by_tiles =
-      gpu.vendor == Gpu::Vendor::apple && sizes.rows > most_gemv_rows && has_tile_outputs(gguf_tiles(kind), sizes);
+  // Tiles count bytes of blocks in 32 bits.
+  const uint64_t bytes = uint64_t(sizes.columns) / cpu::block_weights(kind) * cpu::block_bytes(kind) * sizes.outputs;
+  plan.is_by_tiles = gpu.vendor == Gpu::Vendor::apple && sizes.rows > most_gemv_rows &&
+                     has_tile_outputs(gguf_tiles(kind), sizes) && bytes < uint64_t(1) << 32;
   if (plan.is_by_tiles) {
     plan.tiles = plan_tiles(gguf_tiles(kind), sizes);
     return plan;

@@ -98,14 +98,14 @@ struct TilesKernels {
   uint32_t outputs_64;
 };
 
-// Those of quantized weights. matrices: of weights that pass by one simdgroup, 2 for gate and up.
+// Kernels for quantized weights. matrices: of weights that pass by one simdgroup, 2 for gate and up.
 TilesKernels affine_tiles(const AffineFormat& format, uint32_t matrices);
 
 TilesPlan plan_tiles(const TilesKernels& kernels, const ProductSizes& sizes);
 
 void share_out(Launch& launch, const TilesPlan& plan, uint32_t matrices);
 
-// Dense weights by tiles (metal/matmul/apple/matmul_tiles.metal): whether there are kernels for so many rows and the
+// Dense weights by tiles (metal/matmul/apple/matmul_tiles.metal): whether there are kernels for these rows and the
 // type on the stream's GPU.
 bool has_dense_tiles(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream);
 
@@ -176,7 +176,7 @@ struct AffineKernels {
 };
 
 // Rows of x for each matrix that kernels for a GPU are worth their time for: more are left to mx there.
-uint32_t most_affine_rows(const AffineKernels& kernels, const AffineFormat& format, mx::Stream stream);
+uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream);
 
 struct AffinePlan : RowProductsPlan {
   AffineKernel kernel;
@@ -203,7 +203,7 @@ struct GgufPlan {
 
 GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream);
 
-// Rows of x that kernels are worth their time for: more are left to mx.
+// The most rows of x that kernels take; mx computes more.
 uint32_t most_gguf_rows(mx::Stream stream);
 
 // Why mx is faster with dequantized weights; null where it is not known to be.

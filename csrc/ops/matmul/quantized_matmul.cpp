@@ -426,7 +426,7 @@ std::optional<mx::array> try_product(const mx::array& x, const mx::array& w, con
   if (const char* reason = why_not_covered(format)) {
     return fallback(op, reason);
   }
-  if (const uint32_t most = most_affine_rows(kernels, format, stream); rows > most) {
+  if (const uint32_t most = most_affine_rows(kernels, stream); rows > most) {
     return fallback(op, "more than " + std::to_string(most) + " rows of x for a matrix");
   }
   if (matrices > most_matrices) {

@@ -153,7 +153,6 @@ Call checked(const mx::array& x, const std::vector<Triple>& matrices, std::optio
              std::optional<int> bits, const std::string& mode, const Bias& bias, mx::Stream stream) {
   const AffineFormat format = affine_format(op, group_size, bits, true, mode);
   const bool affine = format.has_biases();
-  const size_t expected = affine ? 3 : 2;
   if (matrices.empty()) {
     checks::fail(op, "matrices has no triples: expected at least one");
   }
@@ -165,10 +164,7 @@ Call checked(const mx::array& x, const std::vector<Triple>& matrices, std::optio
   Arrays triples;
   for (size_t i = 0; i < matrices.size(); ++i) {
     const Triple& triple = matrices[i];
-    if (triple.size() != expected) {
-      checks::fail(op, "matrix ", i, " has ", triple.size(), " arrays: mode ", mode, " expects ", expected,
-                   affine ? ", w, scales and biases" : ", w and scales");
-    }
+    check_triple_size(op, "matrix " + std::to_string(i), triple, format);
     if (triple[0].ndim() != 2) {
       checks::fail(op, "matrix ", i, "'s w has shape ", triple[0].shape(), ": expected [outputs, words]");
     }
@@ -200,11 +196,7 @@ Call checked(const mx::array& x, const std::vector<Triple>& matrices, std::optio
 
 // One row, on GPUs for whose single products matmul/qmv.metal serves.
 bool has_kernel(const Call& call, size_t count, mx::Stream stream) {
-  using cpu::QuantizedMode;
-  const AffineFormat& format = call.format;
   const mx::array& x = call.inputs[0];
-  const bool has_format =
-      format.mode == QuantizedMode::affine ? format.bits == 4 || format.bits == 8 : format.mode == QuantizedMode::mxfp4;
   const auto is_empty = [](const mx::array& a) { return a.size() == 0; };
   return multiplies_several(stream) && has_format && !why_not_covered(format) && count > 1 && count <= kMostTogether &&
          leading_size(x, 1) == 1 && std::none_of(call.inputs.begin(), call.inputs.end(), is_empty);
@@ -232,13 +224,12 @@ std::optional<std::vector<mx::array>> try_quantized_matmuls(const mx::array& x, 
   if (is_switched_off(op) || !has_kernel(call, matrices.size(), stream)) {
     return std::nullopt;
   }
-  const auto outputs = static_cast<uint32_t>(
-      QuantizedMatmuls(stream, call.format, matrices.size()).output_shapes(call.inputs)[0].back());
+  auto primitive = std::make_shared<QuantizedMatmuls>(stream, call.format, matrices.size());
+  const auto outputs = static_cast<uint32_t>(primitive->output_shapes(call.inputs)[0].back());
   const ProductSizes sizes{1, 1, static_cast<uint32_t>(x.shape(-1)), outputs};
   if (prefer_mx(product_problem(op, call.inputs[0].dtype(), affine_number(call.format), sizes), nullptr, stream)) {
     return std::nullopt;
   }
-  auto primitive = std::make_shared<QuantizedMatmuls>(stream, call.format, matrices.size());
   return parts_of(first_output(std::move(primitive), std::move(call.inputs)), matrices, stream);
 }
 

@@ -38,12 +38,9 @@ constexpr AffineKernels kernels{op, 2, 4, false, 2, true};
 using Triple = Arrays;
 
 void check_triple(const char* name, const Triple& triple, const mx::array& x, const AffineFormat& format) {
-  const size_t expected = format.has_biases() ? 3 : 2;
-  if (triple.size() != expected) {
-    checks::fail(op, name, " has ", triple.size(), " arrays: mode ", mode_name(format), " expects ", expected,
-                 expected == 3 ? ", w, scales and biases" : ", w and scales");
-  }
-  check_affine(op, x, triple[0], triple[1], expected == 3 ? std::optional(triple[2]) : std::nullopt, format);
+  check_triple_size(op, name, triple, format);
+  const auto biases = format.has_biases() ? std::optional(triple[2]) : std::nullopt;
+  check_affine(op, x, triple[0], triple[1], biases, format);
   if (triple[0].ndim() != 2) {
     checks::fail(op, name, "'s w has shape ", triple[0].shape(), ": expected two dimensions");
   }
@@ -208,7 +205,7 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (const char* reason = why_not_covered(format)) {
     return by_mx(reason);
   }
-  if (const uint32_t most = most_affine_rows(kernels, format, stream); rows > most) {
+  if (const uint32_t most = most_affine_rows(kernels, stream); rows > most) {
     return by_mx("more than " + std::to_string(most) + " rows of x");
   }
   if (exact && stream.device == mx::Device::gpu && leading_size(x, 1) > most_matrices) {
@@ -233,7 +230,7 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up, 
   const mx::Stream stream = gate.primitive().stream();
   const Arrays& inputs = gate.inputs();
   const size_t rows = leading_size(inputs[0], 1);
-  const bool by_tiles = rows > most_gemv_rows && rows <= most_affine_rows(kernels, *format, stream);
+  const bool by_tiles = rows > most_gemv_rows && rows <= most_affine_rows(kernels, stream);
   if (gate.is_tracer() || up.primitive().stream() != stream || up.inputs()[0].id() != inputs[0].id() ||
       (stream.device == mx::Device::gpu && rows > kernels.most_rows && !by_tiles)) {
     return std::nullopt;

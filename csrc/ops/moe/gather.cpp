@@ -266,10 +266,8 @@ GatherQmmParams GatherPrimitive::tiled_params(const Arrays& inputs, const Affine
 std::optional<ExpertTiles> GatherPrimitive::tiles_of(const Arrays& inputs, const AffineFormat& format) {
   constexpr size_t most_elements = std::numeric_limits<uint32_t>::max();  // that kernels count in x
   const mx::array& x = inputs[0];
-  const Pairs pairs = pairs_of(inputs);
-  const ExpertSizes sizes = expert_sizes(x, pairs, inputs[1], outputs_of(inputs));
-  if (x.size() == 0 || x.size() > most_elements || sizes.rows > most_elements ||
-      !takes_expert_tiles(sizes, tiled_matrices(), stream())) {
+  const ExpertSizes sizes = expert_sizes(x, pairs_of(inputs), inputs[1], outputs_of(inputs));
+  if (x.size() == 0 || x.size() > most_elements || !takes_expert_tiles(sizes, tiled_matrices(), stream())) {
     return std::nullopt;
   }
   const size_t at = 1 + stacks_;

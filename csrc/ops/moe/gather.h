@@ -52,8 +52,8 @@ struct ExpertTiles {
 };
 
 // pair_rows: of each pair. inputs: of the pairs, or null. The arrays are not copied.
-ExpertTiles expert_tiles(const PairParams& params, const mx::array& experts, const mx::array* inputs,
-                         uint32_t pair_rows, const ExpertTilesPlan& plan, mx::Stream stream);
+ExpertTiles expert_tiles(const PairParams& pairs, const mx::array& experts, const mx::array* inputs, uint32_t pair_rows,
+                         const ExpertTilesPlan& plan, mx::Stream stream);
 
 // The product of tiles with quantized experts. inputs: x and the triple. bias: of each output of each expert, or null.
 Launch tiled_product(const ExpertTiles& tiles, const Arrays& inputs, const mx::array* bias, const mx::array& y,

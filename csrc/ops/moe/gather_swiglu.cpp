@@ -196,11 +196,7 @@ mx::array gather_swiglu(const mx::array& x, const Triple& gate, const Triple& up
   Experts experts{{}, format, known};
   Arrays& stacks = experts.stacks;
   for (const auto& [name, triple] : {std::pair("gate", &gate), std::pair("up", &up)}) {
-    const size_t expected = affine ? 3 : 2;
-    if (triple->size() != expected) {
-      checks::fail(op, name, " has ", triple->size(), " arrays: mode ", mode, " expects ", expected,
-                   affine ? ", w, scales and biases" : ", w and scales");
-    }
+    check_triple_size(op, name, *triple, format);
     const auto& arrays = *triple;
     check_affine(op, x, arrays[0], arrays[1], affine ? std::optional(arrays[2]) : std::nullopt, format);
     stacks.insert(stacks.end(), {arrays[0], arrays[1], arrays[affine ? 2 : 1]});
@@ -286,11 +282,12 @@ namespace {
 // them sorted.
 bool takes_unsorted_experts(const mx::array& x, const mx::array& w, const mx::array& indices,
                             std::optional<int> group_size, std::optional<int> bits, const std::string& mode) {
+  const Uncounted uncounted;
   const AffineFormat format = affine_format(op, group_size, bits, true, mode);
-  const mx::Stream stream = mx::default_stream(mx::default_device());
   if (x.ndim() == 0 || w.ndim() < 2 || why_not_covered(format)) {
     return false;
   }
+  const mx::Stream stream = mx::default_stream(mx::default_device());
   const Problem problem = problem_of(x, w, {indices, std::nullopt}, format, false, x.dtype());
   return takes_expert_tiles(sizes_of(problem), 2, stream) && !prefer_mx_experts(problem, 2, stream);
 }

@@ -180,7 +180,7 @@ class Mixture : public KernelPrimitive {
     }
   }
 
-  // Of a launch with so many places along the third axis of its grid.
+  // Of a launch with `places` places along the third axis of its grid.
   GatherQmmParams params_of(const Arrays& inputs, int triple, uint32_t places, uint32_t chosen) const {
     const size_t first = at_triple(triple);
     GatherQmmParams params{};
@@ -256,14 +256,10 @@ Call checked(const mx::array& x, const mx::array& indices, const mx::array& weig
     checks::fail(op, "shared_logits has shape ", shared_logits.shape(), ": expected ", tokens, " or ", one);
   }
   const bool affine = format.has_biases();
-  const size_t expected = affine ? 3 : 2;
   Arrays arrays;
   for (int i = 0; i < kTriples; ++i) {
     const Triple& triple = *triples[i];
-    if (triple.size() != expected) {
-      checks::fail(op, triple_names[i], " has ", triple.size(), " arrays: mode ", mode, " expects ", expected,
-                   affine ? ", w, scales and biases" : ", w and scales");
-    }
+    check_triple_size(op, triple_names[i], triple, format);
     arrays.insert(arrays.end(), {triple[0], triple[1], triple[affine ? 2 : 1]});
   }
   const auto w = [&](int triple) -> const mx::array& { return arrays[3 * static_cast<size_t>(triple)]; };
@@ -286,10 +282,10 @@ Call checked(const mx::array& x, const mx::array& indices, const mx::array& weig
     checks::fail(op, "down has ", w(kDown).shape(0), " experts, gate has ", w(kGate).shape(0),
                  ": expected the same number");
   }
-  const mx::array row = mx::zeros({1, x.shape(-1)}, mx::float32), hidden = mx::zeros({1, w(kGate).shape(1)});
   for (int i = 0; i < kTriples; ++i) {
     const size_t first = 3 * static_cast<size_t>(i);
-    check_affine(op, i == kDown || i == kSharedDown ? hidden : row, arrays[first], arrays[first + 1],
+    const bool is_down = i == kDown || i == kSharedDown;
+    check_affine(op, is_down ? w(kGate).shape(1) : x.shape(-1), arrays[first], arrays[first + 1],
                  affine ? std::optional(arrays[first + 2]) : std::nullopt, format);
   }
   checks::floating(op, {{"weights", weights}});
@@ -312,27 +308,15 @@ bool goes_to_kernels(const Call& call, mx::Stream stream) {
   if (is_switched_off(op)) {
     return false;
   }
-  using cpu::QuantizedMode;
-  const AffineFormat& format = call.format;
   const mx::array& x = call.inputs[0];
   const mx::array& indices = call.inputs[indices_at];
   const mx::array& gate = call.inputs[at_triple(kGate)];
-  const bool has_format =
-      format.mode == QuantizedMode::affine ? format.bits == 4 || format.bits == 8 : format.mode == QuantizedMode::mxfp4;
   const ExpertSizes sizes{indices.size(), leading_size(gate, 2), static_cast<size_t>(x.shape(-1)),
                           static_cast<size_t>(gate.shape(-2))};
-  return runs_kernels(stream) && has_format && !why_not_covered(format) && indices.shape(-1) < kMostSummed &&
-         indices.size() > 0 && x.size() > 0 && gate.size() > 0 &&
+  return runs_kernels(stream) && has_common_kernels(call.format) && indices.shape(-1) < kMostSummed &&
+         indices.size() > 0 && x.size() > 0 && gate.size() > 0 && call.inputs[at_triple(kDown)].size() > 0 &&
          !why_not_launched(indices.size() + leading_size(indices, 1), 1, stream) &&
-         !prefer_mx_experts(experts_problem(op, x.dtype(), affine_number(format), false, sizes), 2, stream);
-}
-
-Call call_of(const mx::array& x, const mx::array& indices, const mx::array& weights, const Triple& gate,
-             const Triple& up, const Triple& down, const Triple& shared_gate, const Triple& shared_up,
-             const Triple& shared_down, const mx::array& shared_logits, std::optional<int> group_size,
-             std::optional<int> bits, const std::string& mode, const std::string& activation, mx::Stream stream) {
-  return checked(x, indices, weights, shared_logits, {&gate, &up, &down, &shared_gate, &shared_up, &shared_down},
-                 group_size, bits, mode, activation, stream);
+         !prefer_mx_experts(experts_problem(op, x.dtype(), affine_number(call.format), false, sizes), 0, stream);
 }
 
 mx::array mixture(const mx::array& x, const mx::array& indices, const mx::array& weights, const Triple& gate,
@@ -341,8 +325,9 @@ mx::array mixture(const mx::array& x, const mx::array& indices, const mx::array&
                   std::optional<int> bits, const std::string& mode, const std::string& activation,
                   mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call = call_of(x, indices, weights, gate, up, down, shared_gate, shared_up, shared_down, shared_logits,
-                            group_size, bits, mode, activation, stream);
+  const Call call =
+      checked(x, indices, weights, shared_logits, {&gate, &up, &down, &shared_gate, &shared_up, &shared_down},
+              group_size, bits, mode, activation, stream);
   check_base<Mixture>();
   auto primitive = std::make_shared<Mixture>(stream, call.format, call.activation);
   return goes_to_kernels(call, stream) ? Mixture::result_of(std::move(primitive), call.inputs)
@@ -357,8 +342,9 @@ std::optional<mx::array> try_mixture(const mx::array& x, const mx::array& indice
                                      std::optional<int> bits, const std::string& mode, const std::string& activation,
                                      mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call = call_of(x, indices, weights, gate, up, down, shared_gate, shared_up, shared_down, shared_logits,
-                            group_size, bits, mode, activation, stream);
+  const Call call =
+      checked(x, indices, weights, shared_logits, {&gate, &up, &down, &shared_gate, &shared_up, &shared_down},
+              group_size, bits, mode, activation, stream);
   const bool is_one = leading_size(call.inputs[indices_at], 1) == 1;
   if (!is_one || !goes_to_kernels(call, stream)) {
     return std::nullopt;

@@ -12,6 +12,9 @@ namespace {
 // Rows of results from which on mlx-lm sorts them by their experts, and mx multiplies matrices.
 constexpr size_t most_single_rows = 64;
 
+// Elements of x that kernels count in 32 bits.
+constexpr size_t most_elements = size_t(1) << 32;
+
 void give_grid(Launch& launch, const ProductSizes& sizes, uint32_t output_groups) {
   launch.threadgroups = {output_groups, sizes.rows, sizes.matrices};
 }
@@ -37,6 +40,7 @@ bool prefer_mx_experts(const Problem& problem, uint32_t matrices, mx::Stream str
 bool takes_expert_tiles(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream) {
   return matrices > 0 && runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple &&
          sizes.rows > most_single_rows && sizes.experts > 0 && sizes.experts < kTiledExperts &&
+         sizes.rows < most_elements / std::max<size_t>(sizes.columns, 1) &&
          sizes.outputs >= kTileOutputs / kTileSimdgroups / matrices;
 }
 
@@ -52,11 +56,8 @@ const char* why_mx_experts(const ExpertSizes& sizes, uint32_t matrices, mx::Stre
 }
 
 bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts) {
-  using cpu::QuantizedMode;
-  const bool has_kernel =
-      format.mode == QuantizedMode::affine ? format.bits == 4 || format.bits == 8 : format.mode == QuantizedMode::mxfp4;
   // From there on it was faster on an H100 (bench/results/h100.md); predicted for Apple GPUs in shared-experts.md.
-  return has_kernel && experts > 0 && matrices * pairs >= 2 * experts;
+  return has_common_kernels(format) && experts > 0 && matrices * pairs >= 2 * experts;
 }
 
 ExpertTilesPlan plan_expert_tiles(const AffineFormat& format, const ExpertSizes& sizes) {

@@ -42,7 +42,7 @@ struct TokenOptions {
   bool operator==(const TokenOptions&) const = default;
 };
 
-// The inputs by name, of which the first eight have one dtype and the state has float32.
+// The inputs by name: the first eight have one dtype, the state float32.
 struct TokenArrays {
   const mx::array &q, &k, &v, &z, &a, &b, &conv_state, &conv_weight, &a_log, &dt_bias, &norm_weight, &state;
 
@@ -154,7 +154,7 @@ class GatedDeltaToken : public KernelPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const TokenArrays arrays(inputs);
-    GatedDeltaTokenParams params;
+    GatedDeltaTokenParams params{};  // simulators compare its padding too
     params.q = strides_of<HeadStrides>(arrays.q, true);
     params.k = strides_of<HeadStrides>(arrays.k, true);
     params.v = strides_of<HeadStrides>(arrays.v, true);

@@ -80,16 +80,9 @@ struct ArrangedIntegers {
   // Returns the largest absolute value of each word's columns, and adds their sizes to a total.
   template <typename T>
   static MITTENS_INLINE Float fill_step(const T* x, size_t size, float* y, Float& total) {
-    alignas(64) float natural[Source::step];
-    widen_row(x, natural, size);
-    for (size_t i = size; i < Source::step; ++i) {
-      natural[i] = 0;
-    }
     Float values[Source::vectors], largest = {};
+    arrange_step<Source>(x, size, values);
     for (size_t v = 0; v < Source::vectors; ++v) {
-      for (size_t i = 0; i < width; ++i) {
-        values[v][i] = natural[Source::column(v, i)];
-      }
       const Float sizes = maximum(values[v], -values[v]);
       largest = maximum(sizes, largest);
       total = total + sizes;

@@ -102,6 +102,21 @@ MITTENS_INLINE size_t outputs_of_piece(size_t row_bytes, size_t count, size_t ou
 constexpr float large = 0x1p96f;
 constexpr float reduction = 0x1p-32f;
 
+// At most a step of x in the order of a source's weights, zeros behind the last.
+template <typename Source, typename T>
+MITTENS_INLINE void arrange_step(const T* x, size_t size, Float (&values)[Source::vectors]) {
+  alignas(64) float natural[Source::step];
+  widen_row(x, natural, size);
+  for (size_t i = size; i < Source::step; ++i) {
+    natural[i] = 0;
+  }
+  for (size_t v = 0; v < Source::vectors; ++v) {
+    for (size_t i = 0; i < width; ++i) {
+      values[v][i] = natural[Source::column(v, i)];
+    }
+  }
+}
+
 // A row of x in the order of a source's weights, in whole steps, zeros at the end. With sums each step has one more
 // vector, the sum of the others.
 template <typename Source, bool sums>
@@ -129,19 +144,11 @@ struct Arranged {
   static float fill_by(const T* x, size_t columns, float* y) {
     Float most = {};
     for (size_t begin = 0; begin < columns; begin += Source::step, y += step) {
-      alignas(64) float natural[Source::step];
-      const size_t size = smaller(Source::step, columns - begin);
-      widen_row(x + begin, natural, size);
-      for (size_t i = size; i < Source::step; ++i) {
-        natural[i] = 0;
-      }
+      Float arranged[Source::vectors];
+      arrange_step<Source>(x + begin, smaller(Source::step, columns - begin), arranged);
       Float sum = {};
       for (size_t v = 0; v < Source::vectors; ++v) {
-        Float values;
-        for (size_t i = 0; i < width; ++i) {
-          values[i] = natural[Source::column(v, i)];
-        }
-        values = reduces ? values * reduction : values;
+        const Float values = reduces ? arranged[v] * reduction : arranged[v];
         most = maximum(maximum(values, -values), most);
         write(y + v * width, values, All());
         sum = sum + values;

@@ -116,7 +116,7 @@ MITTENS_INLINE float mxfp4_scale(uint8_t e) {
   return scale;
 }
 
-// Half of a float of 4 bits of exponent and 3 of the fraction, without a sign, of which the largest is 0.
+// Half of an unsigned float of 4 exponent and 3 fraction bits; 0x7f stands for 0.
 MITTENS_INLINE float nvfp4_scale(uint8_t bits) {
   const int exponent = bits >> 3 & 15, fraction = bits & 7;
   const float scale =
