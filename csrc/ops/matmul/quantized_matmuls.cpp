@@ -198,7 +198,7 @@ Call checked(const mx::array& x, const std::vector<Triple>& matrices, std::optio
 bool has_kernel(const Call& call, size_t count, mx::Stream stream) {
   const mx::array& x = call.inputs[0];
   const auto is_empty = [](const mx::array& a) { return a.size() == 0; };
-  return multiplies_several(stream) && has_format && !why_not_covered(format) && count > 1 && count <= kMostTogether &&
+  return multiplies_several(stream) && has_common_kernels(call.format) && count > 1 && count <= kMostTogether &&
          leading_size(x, 1) == 1 && std::none_of(call.inputs.begin(), call.inputs.end(), is_empty);
 }
 
