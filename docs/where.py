@@ -163,8 +163,9 @@ _PLACES = (
         ("gather.cpp",), ("test_gather.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu",
     ),
     Place(
-        ("gather_mm",), "moe", "gather_mm.cpp", ("gather_mm.cpp",), ("gather_mm.metal",),
-        ("gather.cpp",), ("test_gather.py",), cpu_folder="csrc/cpu",
+        ("gather_mm",), "moe", "gather_mm.cpp", ("plan.cpp",),
+        ("gather_mm.metal", "apple/expert_tiles.metal", "apple/gather_mm_tiles.metal"),
+        ("gather.cpp",), ("test_gather.py", "test_expert_tiles.py"), cpu_folder="csrc/cpu",
     ),
     Place(
         ("gather_swiglu",), "moe", "gather_swiglu.cpp", ("plan.cpp",),

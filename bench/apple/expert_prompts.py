@@ -45,9 +45,10 @@ HEAD = f"""{HEADING}
 A prompt of {TOKENS} tokens through the chosen experts of one layer, `python bench/apple/expert_prompts.py --write`:
 tokens choose experts at random, each as often as any other. Ours is gather_swiglu and gather_sum. mx's is what mlx-lm
 launches: two sorts, the gather of the tokens, three products (MLX 0.32.4's `gather_qmm_rhs`), the activation, the
-gather back, and the weighted sum, with the biases of gpt-oss. Products are simulated at {SIMULATED[0]} and at
-{SIMULATED[1]} columns and extended; small operations are estimated from their bytes. Percent are of the ALU's peak in
-half types, of the products alone.
+gather back, and the weighted sum, with the biases of gpt-oss. Of dense experts it is the product that comes down alone:
+our `gather_mm` sorts and multiplies, MLX's `gather_mm_rhs` gets rows that are sorted. Products are simulated at
+{SIMULATED[0]} and at {SIMULATED[1]} columns and extended; small operations are estimated from their bytes. Percent are
+of the ALU's peak in half types, of the products alone.
 """
 
 
@@ -94,12 +95,13 @@ def draw(shape: Sequence[int], dtype: mx.Dtype, mode: str, group: int) -> list[m
     return list(mx.quantize(w, group, 4, mode=mode))
 
 
-def parameters(columns: int, outputs: int, group: int) -> bytes:
-    """GatherQmmParams of one expert, of which x and weights lie row by row."""
+def parameters(columns: int, outputs: int, group: int | None) -> bytes:
+    """GatherQmmParams of one expert, of which x and weights lie row by row; no group: dense weights."""
     weights = struct.pack("=5I4x12q", 0, 1, 1, 1, 1, *[0] * 12)
-    groups = columns // group
-    shift = group.bit_length() - 1
-    sizes = [1, 1, columns, outputs, shift, columns // 8, groups, groups, 0, 0x4B000000, 0, 0, 0, 0]
+    groups = columns // group if group else 0
+    shift = group.bit_length() - 1 if group else 0
+    row = columns // 8 if group else columns
+    sizes = [1, 1, columns, outputs, shift, row, groups, groups, 0, 0x4B000000, 0, 0, 0, 0]
     return weights + struct.pack("=14I2f4I2I2f", *sizes, 1.0, 0.0, 1, 8 * BLOCKS[-1], 1, 0, 1, 0, math.inf, 0.0)
 
 
@@ -110,8 +112,9 @@ def variant(op: str, type_name: str, mode: str, blocks: int) -> tuple[str, str]:
     text = re.sub(r"(?m)^instantiate_types\(.*\n", "", frontend.sources.flatten(file))
     text = text.replace("if (tile.expert < params.pairs.matrices) {", "if (true) {")
     kernel = f"{op}_tiles_{mode}_{blocks}_{type_name}"
-    types = {"float16": "half", "bfloat16": "bfloat"}
-    of = f"{types[type_name]}, {'affine_4' if mode == 'affine' else mode}, {blocks}, {blocks}"
+    types = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
+    format_ = {"affine": " affine_4,", "dense": ""}.get(mode, f" {mode},")
+    of = f"{types[type_name]},{format_} {blocks}, {blocks}"
     frontend.register_source(f"bench/{kernel}.metal", f'{text}\ninstantiate_kernel("{kernel}", {op}_tiles, {of})\n')
     return f"bench/{kernel}.metal", kernel
 
@@ -130,9 +133,13 @@ def tile(op: str, type_name: str, mode: str, group: int, blocks: int, columns: i
     values += [x] * stacks  # there are no biases of outputs
     values += [mx.repeat(mx.arange(rows, dtype=mx.uint32)[:, None], 2, 1), mx.array([[0, 0, rows, 0]], mx.uint32)]
     values += [Output([rows, outputs], dtype), parameters(columns, outputs, group)]
-    kernel = variant(op, type_name, mode, blocks)
+    return of_whole(op, f"{NAMES[mode]}_64_{type_name}", variant(op, type_name, mode, blocks), values)
+
+
+def of_whole(op: str, name: str, kernel: tuple[str, str], values: Sequence[Any]) -> PredictedLaunch:
+    """A launch of a variant, with the registers of the kernel that has all numbers of blocks."""
     found = predicted(launch(*kernel, dict(enumerate(values)), [1, 1, 1], [128, 1, 1], stream=mx.cpu)[0])[-1]
-    whole = machine_code.compile(f"moe/apple/{op}_tiles.metal", f"{op}_tiles_{NAMES[mode]}_64_{type_name}")
+    whole = machine_code.compile(f"moe/apple/{op}_tiles.metal", f"{op}_tiles_{name}")
     return replace(
         found, code=replace(found.code, half_registers=whole.half_registers, threads_a_core=whole.threads_a_core)
     )
@@ -152,6 +159,31 @@ def tile_of_mlx(type_name: str, mode: str, group: int, rows: int, columns: int) 
     third = biases[0] if affine else mx.ones((1,))
     values: list[Any] = [x, w, scales, third, mx.zeros((1,), mx.int32), Output([rows, 32], dtype)]
     values += [int32(rows), int32(32), int32(columns), int32(1)]
+    constants = {200: rows == 16, 201: True, 202: True}
+    return predicted(
+        launch(*kernel, dict(enumerate(values)), [1, 1, 1], [32, 2, 1], constants=constants, stream=mx.cpu)[0]
+    )[-1]
+
+
+@functools.cache
+def dense_tile(type_name: str, blocks: int, columns: int) -> PredictedLaunch:
+    """A tile of so many blocks of rows by the outputs of one threadgroup, of dense experts."""
+    dtype, _ = TYPES[type_name]
+    rows, outputs = 8 * blocks, 64
+    values: list[Any] = [mx.random.normal((n, columns)).astype(dtype) for n in (rows, outputs)]
+    values += [mx.repeat(mx.arange(rows, dtype=mx.uint32)[:, None], 2, 1), mx.array([[0, 0, rows, 0]], mx.uint32)]
+    values += [Output([rows, outputs], dtype), parameters(columns, outputs, None)]
+    return of_whole("gather_mm", f"64_{type_name}", variant("gather_mm", type_name, "dense", blocks), values)
+
+
+@functools.cache
+def dense_tile_of_mlx(type_name: str, rows: int, columns: int) -> PredictedLaunch:
+    """A threadgroup of MLX's kernel, of 16 rows or fewer."""
+    dtype, text = TYPES[type_name]
+    kernel = mlx_metal.instance("steel_gather", "gather_mm_rhs", text, 16, 64, 16, 1, 2, False, True)
+    sizes = struct.pack("=8i3q3i4x", rows, 64, columns, columns, columns, 64, 1, 1, 0, 0, 0, 0, columns // 16, 0)
+    values: list[Any] = [mx.random.normal((n, columns)).astype(dtype) for n in (rows, 64)]
+    values += [mx.zeros((1,), mx.int32), Output([rows, 64], dtype), sizes, int32(1)]
     constants = {200: rows == 16, 201: True, 202: True}
     return predicted(
         launch(*kernel, dict(enumerate(values)), [1, 1, 1], [32, 2, 1], constants=constants, stream=mx.cpu)[0]
@@ -196,6 +228,8 @@ def product(mixture: Mixture, op: str, type_name: str, chip: Chip) -> Work:
             blocks = -(-min(rows - first, 64) // 8)
             of_tiles[blocks] = of_tiles.get(blocks, 0) + 1
     groups = -(-outputs // (32 if swiglu else 64))
+    dense = mixture.mode == "dense"
+    of = lambda b, k: dense_tile(type_name, b, k) if dense else tile(op, type_name, mixture.mode, mixture.group, b, k)
     parts = []
     for blocks, count in of_tiles.items():
         blocks = 8 if blocks == 7 else blocks
@@ -203,7 +237,7 @@ def product(mixture: Mixture, op: str, type_name: str, chip: Chip) -> Work:
         lower = max(b for b in BLOCKS if b <= blocks)
         share = (blocks - lower) / (upper - lower) if upper > lower else 0.0
         for weight, b in ((1 - share, lower), (share, upper)):
-            pair = [each(tile(op, type_name, mixture.mode, mixture.group, b, k), chip) for k in SIMULATED]
+            pair = [each(of(b, k), chip) for k in SIMULATED]
             parts += [(weight * w * count * groups, work) for w, work in at_columns(pair, columns)]
     return blend(parts, sum(of_tiles.values()) * groups, lines_of(mixture, columns, outputs, 2 if swiglu else 1))
 
@@ -212,10 +246,14 @@ def product_of_mlx(mixture: Mixture, columns: int, outputs: int, type_name: str,
     """One of MLX's three launches over tiles of 16 rows."""
     full = sum(int(rows) // 16 for rows in mixture.rows())
     partial = sum(int(rows) % 16 > 0 for rows in mixture.rows())
-    groups = -(-outputs // 32)
+    dense = mixture.mode == "dense"
+    groups = -(-outputs // (64 if dense else 32))
+    of = lambda rows, k: (
+        dense_tile_of_mlx(type_name, rows, k) if dense else tile_of_mlx(type_name, mixture.mode, mixture.group, rows, k)
+    )
     parts = []
     for rows, count in ((16, full), (11, partial)):
-        pair = [each(tile_of_mlx(type_name, mixture.mode, mixture.group, rows, k), chip) for k in SIMULATED]
+        pair = [each(of(rows, k), chip) for k in SIMULATED]
         parts += [(w * count * groups, work) for w, work in at_columns(pair, columns)]
     return blend(parts, (full + partial) * groups, lines_of(mixture, columns, outputs, 1))
 
@@ -223,7 +261,8 @@ def product_of_mlx(mixture: Mixture, columns: int, outputs: int, type_name: str,
 def lines_of(mixture: Mixture, columns: int, outputs: int, matrices: int) -> float:
     """Distinct lines of a product: x, the weights of experts with rows, and y."""
     rows = mixture.rows()
-    weight = matrices * outputs * columns * (0.5 + (4 if mixture.mode == "affine" else 1) / mixture.group)
+    each_weight = 2 if mixture.mode == "dense" else 0.5 + (4 if mixture.mode == "affine" else 1) / mixture.group
+    weight = matrices * outputs * columns * each_weight
     return (2 * TOKENS * (columns if matrices == 2 else 0) + 2 * rows.sum() * outputs + (rows > 0).sum() * weight) / 128
 
 
@@ -290,9 +329,33 @@ def table(type_name: str, chips: Sequence[str] = CHIPS, mixtures: Sequence[Mixtu
     return [*lines, ""]
 
 
+def dense_table(type_name: str, chips: Sequence[str] = CHIPS, mixtures: Sequence[Mixture] = MIXTURES) -> list[str]:
+    """The lines of a type, of the first product of dense experts."""
+    lines = [f"## Dense experts, {type_name}", ""]
+    lines.append("| model |" + "".join(f" {chip}: us (%) | mx's | speed |" for chip in chips))
+    lines.append("|---|" + "--:|--:|--:|" * len(chips))
+    for mixture in (replace(m, mode="dense") for m in mixtures):
+        cells = [mixture.name]
+        d, h = mixture.columns, mixture.hidden
+        for chip in map(find_chip, chips):
+            ours = [
+                each(sorting(mixture.experts, mixture.chosen), chip),
+                product(mixture, "gather_qmm", type_name, chip),
+            ]
+            theirs = [elementwise(TOKENS * mixture.chosen, 12 * TOKENS * mixture.chosen)]
+            theirs.append(product_of_mlx(mixture, h, d, type_name, chip))
+            a, b = (chain(works, chip).microseconds for works in (ours, theirs))
+            peak = chip.cores * chip.clock_GHz * 1e3 * 256
+            percent = [100 * 2 * TOKENS * mixture.chosen * d * h / peak / us for us in (a, b)]
+            cells += [f"{a:,.0f} ({percent[0]:.0f})", f"{b:,.0f} ({percent[1]:.0f})", f"{b / a:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return [*lines, ""]
+
+
 def section() -> str:
     """All of the page's."""
-    return "\n".join([HEAD, *(line for name in TYPES for line in table(name))])
+    return "\n".join([HEAD, *(line for of in (table, dense_table) for name in TYPES for line in of(name))])
 
 
 def main() -> None:
@@ -302,7 +365,7 @@ def main() -> None:
     arguments = parser.parse_args()
     mx.set_default_device(mx.cpu)
     if arguments.type:
-        print(*table(arguments.type), sep="\n")
+        print(*table(arguments.type), *dense_table(arguments.type), sep="\n")
         return
     text = section()
     print(text)

@@ -42,6 +42,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "rope_append": ("cache/rope_append.metal",),
     "quantized_rope_append": ("cache/quantized_rope_append.metal",),
     "gather_qmm": ("moe/gather_qmm.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_qmm_tiles.metal"),
+    "gather_mm": ("moe/gather_mm.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_mm_tiles.metal"),
     "gather_swiglu": (
         *("moe/gather_swiglu.metal", "moe/apple/expert_tiles.metal", "moe/apple/gather_swiglu_tiles.metal"),
     ),

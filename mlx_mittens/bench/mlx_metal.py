@@ -33,6 +33,7 @@ _HEADERS = {
     "fp_quantized": ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h"),
     "splitk": ("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_splitk.h"),
     "steel_gemm": ("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h"),
+    "steel_gather": ("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_gather.h"),
     "sdpa_vector": ("utils.h", "sdpa_vector.h"),
     "steel_attention": ("utils.h", "steel/attn/attn.h", "steel/attn/kernels/steel_attention.h"),
 }

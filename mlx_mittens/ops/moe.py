@@ -3,9 +3,8 @@
 As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On
 the CPU any number of tokens is native: each chosen expert is read once for all its tokens, and no other is read. On a
 GPU the kernels read the expert of each row of results. Apple GPUs without matrix units sort more than 64 rows, as
-prompts have, by their experts, and read an expert once for up to 64 of its rows. Dense experts, and other GPUs, leave
-them to mx, unless a calibration of this machine says that the kernels are faster. All have the formats of `mx.quantize`
-but 1 bit.
+prompts have, by their experts, and read an expert once for up to 64 of its rows. Other GPUs leave them to mx, unless a
+calibration of this machine says that the kernels are faster. All have the formats of `mx.quantize` but 1 bit.
 
 Indices are computed when MLX evaluates them, so that no call can refuse one that is out of range. Its results are NaN,
 and nothing outside the arrays is read, also where mx computes them. Negative indices are out of range.

@@ -263,16 +263,16 @@ GatherQmmParams GatherPrimitive::tiled_params(const Arrays& inputs, const Affine
   return params;
 }
 
-std::optional<ExpertTiles> GatherPrimitive::tiles_of(const Arrays& inputs, const AffineFormat& format) {
+std::optional<ExpertTiles> GatherPrimitive::tiles_of(const Arrays& inputs, uint32_t tile_rows) {
   constexpr size_t most_elements = std::numeric_limits<uint32_t>::max();  // that kernels count in x
   const mx::array& x = inputs[0];
   const ExpertSizes sizes = expert_sizes(x, pairs_of(inputs), inputs[1], outputs_of(inputs));
-  if (x.size() == 0 || x.size() > most_elements || !takes_expert_tiles(sizes, tiled_matrices(), stream())) {
+  if (x.size() == 0 || x.size() > most_elements || !takes_expert_tiles(sizes, tiled_matrices(inputs[1]), stream())) {
     return std::nullopt;
   }
   const size_t at = 1 + stacks_;
   return expert_tiles(pair_params(inputs), inputs[at], inputs.size() > at + 1 ? &inputs[at + 1] : nullptr,
-                      static_cast<uint32_t>(x.shape(-2)), plan_expert_tiles(format, sizes), stream());
+                      static_cast<uint32_t>(x.shape(-2)), plan_expert_tiles(tile_rows, sizes), stream());
 }
 
 bool GatherPrimitive::shares_pairs(const Arrays& inputs, const AffineFormat& format, uint32_t matrices) const {
@@ -399,9 +399,10 @@ std::pair<Arrays, std::vector<int>> GatherPrimitive::vmap(const Arrays& inputs, 
     pairs.experts = moved(pairs.experts, size > 0 ? size_of_batch(stacks[0]) / size : 0);
   }
   const Problem batch = problem(batched[0], stacks, pairs);
-  const bool by_tiles = takes_expert_tiles(sizes_of(batch), tiled_matrices(), stream());
+  const uint32_t matrices = tiled_matrices(stacks[0]);
+  const bool by_tiles = takes_expert_tiles(sizes_of(batch), matrices, stream());
   const bool is_covered = !why_not_gathered(batched[0], pairs, true, stream(), by_tiles);
-  if (!is_covered || prefer_mx_experts(batch, tiled_matrices(), stream())) {
+  if (!is_covered || prefer_mx_experts(batch, matrices, stream())) {
     return {composed(gather_inputs(batched[0], stacks, pairs)), {0}};
   }
   return {{apply(batched[0], stacks, pairs)}, {0}};

@@ -115,8 +115,8 @@ class GatherPrimitive : public KernelPrimitive {
   virtual std::optional<mx::array> transposed(const mx::array& dy, const Arrays& stacks, const mx::array& experts) {
     return std::nullopt;
   }
-  // Of an expert in kernels that take tiles of rows, 2 for gate and up; 0 where there are none.
-  virtual uint32_t tiled_matrices() const {
+  // Of an expert of a stack in kernels that take tiles of rows, 2 for gate and up; 0 where there are none.
+  virtual uint32_t tiled_matrices(const mx::array& stack) const {
     return 0;
   }
   // Makes the stacks [.., rows, row] what the kernels read.
@@ -134,7 +134,7 @@ class GatherPrimitive : public KernelPrimitive {
   // The params of a kernel that takes tiles.
   GatherQmmParams tiled_params(const Arrays& inputs, const AffineFormat& format) const;
   // The tiles of the pairs, where the kernel for them is to run.
-  std::optional<ExpertTiles> tiles_of(const Arrays& inputs, const AffineFormat& format);
+  std::optional<ExpertTiles> tiles_of(const Arrays& inputs, uint32_t tile_rows);
   // Whether pairs of the same expert are one product, in a kernel of its own.
   bool shares_pairs(const Arrays& inputs, const AffineFormat& format, uint32_t matrices) const;
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override;

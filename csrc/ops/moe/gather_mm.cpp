@@ -1,4 +1,7 @@
+#include <algorithm>
 #include <functional>
+#include <iterator>
+#include <memory>
 #include <optional>
 
 #include <nanobind/nanobind.h>
@@ -25,6 +28,7 @@ namespace {
 
 constexpr const char* op = "gather_mm";
 const Name file = "moe/gather_mm.metal";
+const Name tiles_file = "moe/apple/gather_mm_tiles.metal";
 
 // A matrix [.., columns, outputs] of b as the native code reads it: rows that lie in memory as they are, of columns (as
 // mlx-lm's experts have them) or of outputs.
@@ -42,6 +46,19 @@ Rows rows_of(const mx::array& b) {
 bool has_matrices(const mx::array& b) {
   const bool are_apart = b.ndim() < 3 || (b.ndim() == 3 && b.strides(0) >= 0);
   return b.size() == 0 || (rows_of(b) == Rows::of_columns && are_apart);
+}
+
+// Whether tiles can: rows on 16 bytes, and offsets of 32 bits in a matrix.
+bool has_tile_rows(const mx::array& b) {
+  const auto pack = static_cast<int64_t>(16 / b.itemsize());
+  const int64_t matrix_stride = b.ndim() < 3 ? 0 : b.strides(-3), row_stride = b.strides(-1);
+  return has_matrices(b) && row_stride % pack == 0 && matrix_stride % pack == 0 && b.offset() % 16 == 0 &&
+         row_stride < (int64_t(1) << 32) / b.shape(-1);
+}
+
+// Whether a stack that is there lies by rows of outputs: tiles would copy it.
+bool lies_by_outputs(const mx::array& b) {
+  return b.status() != mx::array::Status::unscheduled && rows_of(b) == Rows::of_outputs;
 }
 
 // Whether mx may be told that indices of experts are sorted: its gradient by b takes pairs along one axis then, each
@@ -116,6 +133,10 @@ class GatherMm : public GatherPrimitive {
                                               : apply(dy, turned, pairs);
   }
 
+  uint32_t tiled_matrices(const mx::array& stack) const override {
+    return has_dense_expert_tiles(stack.shape(-2), stack.shape(-1), stack.dtype()) ? 1 : 0;
+  }
+
   void prepare_stacks(Arrays& stacks) override {
     if (stacks[0].size() > 0 && rows_of(stacks[0]) == Rows::none) {
       stacks[0] = contiguous(stacks[0], stream());
@@ -124,8 +145,15 @@ class GatherMm : public GatherPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    const std::optional<mx::array> copied = has_matrices(inputs[1]) ? std::nullopt : std::optional(copy_of(inputs[1]));
+    auto tiles = tiles_of(inputs, dense_expert_tile_rows);
+    const bool is_read = tiles ? has_tile_rows(inputs[1]) : has_matrices(inputs[1]);
+    const auto copied = is_read ? nullptr : std::make_shared<const mx::array>(copy_of(inputs[1]));
     const mx::array& b = copied ? *copied : inputs[1];
+    if (tiles) {
+      Launch launch = tiled_launch(*tiles, inputs, b, outputs[0]);
+      launch.owner = std::make_shared<const Owned>(tiles->arrays, copied);
+      return in_order(std::move(tiles->launch), std::move(launch));
+    }
     const auto pack = static_cast<int64_t>(16 / x.itemsize());
     const bool one_matrix = b.ndim() < 3;
     GatherMmParams params{};
@@ -142,11 +170,9 @@ class GatherMm : public GatherPrimitive {
     launch.kernel = kernel_name(x.dtype(), op);
     const auto pairs = static_cast<uint32_t>(pairs_of(inputs).experts.size());
     share_out_dense(launch, {pairs, params.rows, params.columns, params.outputs});
-    if (copied) {
-      launch.owner = std::make_shared<mx::array>(b);
-    }
+    launch.owner = copied;
     launch.input(x);
-    add_view(launch, copied ? *static_cast<const mx::array*>(launch.owner.get()) : b);
+    add_view(launch, b);
     add_pairs(launch, inputs);
     return in_order(launch.output(outputs[0]).params(params));
   }
@@ -168,6 +194,32 @@ class GatherMm : public GatherPrimitive {
             stride = static_cast<size_t>(b.strides(transpose ? -1 : -2)), transpose, gather = native_gather(inputs),
             x = data_of(inputs[0]),
             y = data_of(outputs[0])] { cpu::gather_dense(type, stack.data(), stride, transpose, gather, x, y); };
+  }
+
+  // What a launch of tiles keeps alive.
+  using Owned = std::pair<std::shared_ptr<const Arrays>, std::shared_ptr<const mx::array>>;
+
+  Launch tiled_launch(const ExpertTiles& tiles, const Arrays& inputs, const mx::array& b, mx::array& y) const {
+    GatherQmmParams params{};
+    params.pairs = pair_params(inputs);
+    QuantizedParams& weights = params.weights;
+    std::fill(std::begin(weights.batch.shape), std::end(weights.batch.shape), 1u);
+    if (b.ndim() > 2) {
+      weights.batch.axes = 1;
+      weights.batch.shape[0] = params.pairs.matrices;
+      weights.weight_strides[0] = b.strides(-3);
+    }
+    weights.weight_stride = static_cast<uint32_t>(b.strides(-1));
+    weights.columns = b.shape(-2);
+    weights.outputs = b.shape(-1);
+    Launch launch;
+    launch.file = tiles_file;
+    launch.kernel = kernel_name(b.dtype(), op, "tiles_", tiles.plan.tile_rows);
+    share_out_tiles(launch, tiles.plan, weights.outputs, 1);
+    launch.input(inputs[0]);
+    add_view(launch, b);
+    tiles.add_to(launch);
+    return launch.output(y).params(params);
   }
 
   // [stack, columns, outputs] in memory of [stack, outputs, columns].
@@ -350,11 +402,15 @@ std::optional<mx::array> try_gather_mm(const mx::array& a, const mx::array& b,
   check_indices(op, lhs_indices, rhs_indices);
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"a", a}, {"b", b}});
   const Pairs pairs = gather_pairs(op, a, b, lhs_indices, rhs_indices, stream);
-  if (const char* reason = why_not_gathered(a, pairs, true, stream)) {
+  const Problem problem = problem_of(a, b, pairs, sorted_indices, dtype);
+  const bool has_tiles = has_dense_expert_tiles(b.shape(-2), b.shape(-1), dtype) && !lies_by_outputs(b);
+  const uint32_t matrices = has_tiles ? 1 : 0;
+  if (const char* reason =
+          why_not_gathered(a, pairs, true, stream, takes_expert_tiles(sizes_of(problem), matrices, stream))) {
     return fallback(op, reason);
   }
   const bool mx_has_one = stream.device == mx::Device::gpu || dtype == mx::float32;
-  if (mx_has_one ? prefer_mx_experts(problem_of(a, b, pairs, sorted_indices, dtype), 0, stream) : is_switched_off(op)) {
+  if (mx_has_one ? prefer_mx_experts(problem, matrices, stream) : is_switched_off(op)) {
     return std::nullopt;
   }
   return first_output(std::make_shared<GatherMm>(stream, sorted_indices),

@@ -107,9 +107,10 @@ class GatherQmm final : public GatherPrimitive {
     const Pairs pairs{experts, std::nullopt};
     auto primitive = std::make_shared<GatherQmm>(stream(), format);
     const Problem problem = primitive->problem(dy, stacks, pairs);
-    const bool by_tiles = takes_expert_tiles(sizes_of(problem), primitive->tiled_matrices(), stream());
+    const uint32_t matrices = primitive->tiled_matrices(stacks[0]);
+    const bool by_tiles = takes_expert_tiles(sizes_of(problem), matrices, stream());
     const bool is_covered = !why_not_gathered(dy, pairs, format.transpose, stream(), by_tiles);
-    if (!is_covered || prefer_mx_experts(problem, primitive->tiled_matrices(), stream())) {
+    if (!is_covered || prefer_mx_experts(problem, matrices, stream())) {
       return primitive->composed(gather_inputs(dy, stacks, pairs))[0];
     }
     return first_output(std::move(primitive), gather_inputs(dy, stacks, pairs));
@@ -119,7 +120,7 @@ class GatherQmm final : public GatherPrimitive {
     if (!format_.transpose) {
       return native_alone(inputs, outputs);
     }
-    if (auto tiles = tiles_of(inputs, format_)) {
+    if (auto tiles = tiles_of(inputs, expert_tile_rows(format_))) {
       return in_order(std::move(tiles->launch),
                       tiled_product(*tiles, inputs, nullptr, outputs[0], format_, tiled_params(inputs, format_)));
     }
@@ -140,7 +141,7 @@ class GatherQmm final : public GatherPrimitive {
     return in_order(launch.output(outputs[0]).params(params));
   }
 
-  uint32_t tiled_matrices() const override {
+  uint32_t tiled_matrices(const mx::array&) const override {
     return format_.transpose ? 1 : 0;
   }
 

@@ -160,8 +160,8 @@ class GatherSum : public KernelPrimitive {
     constexpr uint32_t threads = 256;
     const mx::array& x = inputs[0];
     const bool has_bias = inputs.size() > 6;
-    auto tiles =
-        expert_tiles(params.pairs, inputs[inputs.size() - 2], nullptr, 1, plan_expert_tiles(format_, sizes), stream());
+    auto tiles = expert_tiles(params.pairs, inputs[inputs.size() - 2], nullptr, 1,
+                              plan_expert_tiles(expert_tile_rows(format_), sizes), stream());
     const uint32_t chosen = x.shape(-2), outputs = y.shape(-1);
     const auto products = std::make_shared<const mx::array>(
         temporary({static_cast<int>(sizes.rows), static_cast<int>(outputs)}, x.dtype(), stream()));

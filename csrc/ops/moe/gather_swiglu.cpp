@@ -94,7 +94,7 @@ class GatherSwiglu : public GatherPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     Launch launch;
-    std::optional<ExpertTiles> tiles = tiles_of(inputs, format_);
+    std::optional<ExpertTiles> tiles = tiles_of(inputs, expert_tile_rows(format_));
     GatherQmmParams params;
     if (tiles) {
       launch.file = tiles_file;
@@ -127,7 +127,7 @@ class GatherSwiglu : public GatherPrimitive {
     return in_order(launch.output(outputs[0]).params(params));
   }
 
-  uint32_t tiled_matrices() const override {
+  uint32_t tiled_matrices(const mx::array&) const override {
     return 2;
   }
 

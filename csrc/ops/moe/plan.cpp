@@ -60,15 +60,22 @@ bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs,
   return has_common_kernels(format) && experts > 0 && matrices * pairs >= 2 * experts;
 }
 
-ExpertTilesPlan plan_expert_tiles(const AffineFormat& format, const ExpertSizes& sizes) {
+uint32_t expert_tile_rows(const AffineFormat& format) {
+  return plan_tiles(affine_tiles(format, 1), {1, 64, 1, 1}).rows;  // the larger of those that the format has
+}
+
+bool has_dense_expert_tiles(size_t columns, size_t outputs, mx::Dtype dtype) {
+  // Rows of whole 16 bytes, and offsets of 32 bits in a matrix.
+  return columns > 0 && columns * mx::size_of(dtype) % 16 == 0 && outputs < most_elements / columns;
+}
+
+ExpertTilesPlan plan_expert_tiles(uint32_t tile_rows, const ExpertSizes& sizes) {
   const uint32_t rows = static_cast<uint32_t>(sizes.rows);
-  const uint32_t most =
-      plan_tiles(affine_tiles(format, 1), {1, 64, 1, 1}).rows;  // the larger of those that the format has
   // Each expert with rows, and the pairs that are out of range, may end in a tile that is not full.
   const uint32_t ends = static_cast<uint32_t>(std::min(sizes.experts + 1, sizes.rows));
-  const uint32_t tiles = ends + (rows - ends) / most;
+  const uint32_t tiles = ends + (rows - ends) / tile_rows;
   const uint32_t bands = ceil_divide(tiles, uint32_t(kTileBand));
-  return {most, bands == 1 ? tiles : bands * kTileBand};
+  return {tile_rows, bands == 1 ? tiles : bands * kTileBand};
 }
 
 void share_out_tiles(Launch& launch, const ExpertTilesPlan& plan, uint32_t outputs, uint32_t matrices) {

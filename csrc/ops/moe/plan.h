@@ -27,7 +27,7 @@ inline ExpertSizes sizes_of(const Problem& problem) {
   return {rows, experts, columns, outputs};
 }
 
-// matrices, from here on: of an expert that pass by one simdgroup, 2 for gate and up; 0 where weights are dense.
+// matrices, from here on: of an expert that pass by one simdgroup, 2 for gate and up; 0 where no kernel takes tiles.
 
 // Whether kernels take tiles of rows that have the same expert (metal/moe/apple).
 bool takes_expert_tiles(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream);
@@ -54,7 +54,14 @@ struct ExpertTilesPlan {
   uint32_t tiles;  // at most, and as many as the grid has
 };
 
-ExpertTilesPlan plan_expert_tiles(const AffineFormat& format, const ExpertSizes& sizes);
+// Rows of a tile by quantized and by dense experts.
+uint32_t expert_tile_rows(const AffineFormat& format);
+inline constexpr uint32_t dense_expert_tile_rows = 64;
+
+ExpertTilesPlan plan_expert_tiles(uint32_t tile_rows, const ExpertSizes& sizes);
+
+// Whether there are tiles for dense experts of that many columns and outputs.
+bool has_dense_expert_tiles(size_t columns, size_t outputs, mx::Dtype dtype);
 
 // The grid of a kernel that takes them.
 void share_out_tiles(Launch& launch, const ExpertTilesPlan& plan, uint32_t outputs, uint32_t matrices);

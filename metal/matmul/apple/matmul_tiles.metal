@@ -26,12 +26,12 @@ template <int MB>
     uint thread_at [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
-  threadgroup float staged[8 * MB * TileOperand<bfloat, DenseRows>::row];
+  threadgroup float staged[8 * MB * TileOperand<bfloat, DenseRows<bfloat>>::row];
   const uint first_row = (group.z * kTileBand + group.x) * (8 * MB);
   if (first_row >= params.rows) {
     return;
   }
-  const DenseRows matrix[1] = {{w, params.weight_stride}};
+  const DenseRows<bfloat> matrix[1] = {{w, params.weight_stride}};
   multiply_by_tiles<1, MB, NB>(
       RowsOfX<bfloat>{x + size_t(first_row) * params.columns, params.columns, params.rows - first_row}, matrix, bias,
       y + size_t(first_row) * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane);
@@ -47,7 +47,7 @@ template <int rows>
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_at [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  using Shape = TransposedTile<bfloat, DenseRows, rows>;
+  using Shape = TransposedTile<bfloat, DenseRows<bfloat>, rows>;
   threadgroup float staged[rows * Shape::row];
   const uint first_row = (group.z * kTileBand + group.x) * rows;
   if (first_row >= params.rows) {
@@ -55,7 +55,7 @@ template <int rows>
   }
   multiply_by_transposed_tiles<rows>(
       RowsOfX<bfloat>{x + size_t(first_row) * params.columns, params.columns, params.rows - first_row},
-      DenseRows{w, params.weight_stride}, bias, y + size_t(first_row) * params.outputs, group.y * Shape::outputs,
+      DenseRows<bfloat>{w, params.weight_stride}, bias, y + size_t(first_row) * params.outputs, group.y * Shape::outputs,
       params, staged, thread_at, lane);
 }
 

@@ -91,10 +91,11 @@ inline void right_part(
     typename Source::Run even, typename Source::Run odd, bool is_there, int first,
     thread vec<typename TileOperand<T, Source>::type, 2> (&right)[TileOperand<T, Source>::part]) {
   using Operand = TileOperand<T, Source>;
-  if constexpr (is_same_v<Source, DenseRows>) {
+  if constexpr (is_same_v<Source, DenseRows<T>>) {
 #pragma unroll
     for (int i = 0; i < Operand::part; ++i) {
-      right[i] = is_there ? float2(Source::element(even, first + i), Source::element(odd, first + i)) : float2(0.0f);
+      using Pair = vec<typename Operand::type, 2>;
+      right[i] = is_there ? Pair(Source::element(even, first + i), Source::element(odd, first + i)) : Pair(0);
     }
   } else {
     half q[2][Operand::part];

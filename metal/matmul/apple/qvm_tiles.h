@@ -59,7 +59,7 @@ inline void right_run(
     Source, typename Source::Run run, bool is_there,
     thread vec<typename TileOperand<T, Source>::type, 2> (&right)[Source::Values::size / 2]) {
   constexpr int size = Source::Values::size;
-  if constexpr (is_same_v<Source, DenseRows>) {
+  if constexpr (is_same_v<Source, DenseRows<T>>) {
 #pragma unroll
     for (int i = 0; i < size; ++i) {
       right[i / 2][i % 2] = is_there ? Source::element(run, i) : 0.0f;

@@ -75,6 +75,70 @@ def test_products(rng, dtype, launched, name):
     assert launched() == ["expert_tiles", f"gather_qmm_tiles_{name}_{size}_{kind}"]
 
 
+def dense(rng, outputs, columns, dtype, first=0, pad=0):
+    """Experts as mlx-lm has them, [.., columns, outputs] by rows of columns, `pad` apart and from `first` on."""
+    wide = draw(rng, (E, outputs, columns + pad + first), dtype)
+    return wide[..., first : first + columns].swapaxes(-1, -2)
+
+
+@pytest.mark.parametrize("first, pad", [(0, 0), (8, 24), (8, 3), (3, 5)])
+def test_dense_products(rng, dtype, launched, first, pad):
+    """Rows that tiles read where they lie, and rows that do not begin on 16 bytes, which are copied."""
+    columns, outputs = int(rng.choice([8, 40, 72, 136])), int(rng.choice([16, 77, 130]))
+    w = dense(rng, outputs, columns, dtype, first, pad)
+    experts = chosen(rng)
+    x = tokens(rng, len(experts), columns, dtype)
+    y = mm.gather_mm(x[:, None], w, rhs_indices=mx.array(experts))
+    assert_product_right(y[:, 0], exact(x, widen(w).swapaxes(-1, -2), experts), dtype)
+    kernels = [name for name in launched() if not name.startswith("copy")]
+    assert kernels == ["expert_tiles", f"gather_mm_tiles_64_{str(dtype).split('.')[-1]}"]
+
+
+def test_dense_experts_that_lie_by_columns(rng, launched):
+    """One that is still to be computed may lie so, and is copied."""
+    w = draw(rng, (E, 64, 24), mx.float16)
+    experts = chosen(rng)
+    x = tokens(rng, len(experts), 64, mx.float16)
+    y = mm.gather_mm(x[:, None], w * 1, rhs_indices=mx.array(experts))
+    assert_product_right(y[:, 0], exact(x, widen(w).swapaxes(-1, -2), experts), mx.float16)
+    assert launched()[-1] == "gather_mm_tiles_64_float16"
+
+
+@pytest.mark.parametrize("columns, outputs", [(36, 24), (64, 15)])
+def test_dense_experts_without_tiles(rng, launched, columns, outputs):
+    """Rows that are no whole 16 bytes, and outputs of less than a simdgroup."""
+    w = dense(rng, outputs, columns, mx.bfloat16)
+    experts = chosen(rng)
+    x = tokens(rng, len(experts), columns, mx.bfloat16)
+    y = mm.gather_mm(x[:, None], w, rhs_indices=mx.array(experts))
+    assert_product_right(y[:, 0], exact(x, widen(w).swapaxes(-1, -2), experts), mx.bfloat16)
+    assert launched() == ["gather_mm_bfloat16"]
+
+
+def test_dense_experts_of_one_matrix(rng, launched):
+    """Without an axis of experts."""
+    w = draw(rng, (40, 64), mx.float32)
+    x = tokens(rng, 70, 64, mx.float32)
+    y = mm.gather_mm(x[:, None], w.T, rhs_indices=mx.zeros((70,), mx.uint32))
+    assert_product_right(y[:, 0], exact_product(widen(x), widen(w)), mx.float32)
+    assert launched() == ["expert_tiles", "gather_mm_tiles_64_float32"]
+
+
+def test_gradients_and_vmap_of_dense_experts(rng, launched):
+    w = dense(rng, 32, 32, mx.float32)
+    experts = mx.array(rng.integers(0, E, 70))
+    x = tokens(rng, 70, 32, mx.float32)[:, None]
+    call = lambda x, w: mm.gather_mm(x, w, rhs_indices=experts)
+    cotangent = draw(rng, (70, 1, 32), mx.float32, outliers=False)
+    with mm.strict(False):
+        of_x, of_w = mx.vjp(call, [x, w], [cotangent])[1]
+    expected = mx.vjp(lambda x, w: mx.gather_mm(x, w, rhs_indices=experts), [x, w], [cotangent])[1]
+    for found, other in zip((of_x, of_w), expected, strict=True):
+        np.testing.assert_allclose(found, other, rtol=1e-5, atol=1e-5)
+    assert_same_bits(mx.vmap(call, (0, None))(mx.stack([x, x]), w)[1], call(x, w), "vmap")
+    assert launched().count("gather_mm_tiles_64_float32") > 1
+
+
 def test_inputs_and_rows_of_their_own(rng, launched):
     """Pairs that name their input, some out of range, of several rows each."""
     options = FORMATS["4bit"]
