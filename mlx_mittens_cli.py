@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import sys
 import warnings
 
@@ -15,7 +13,10 @@ def main() -> int:
         with warnings.catch_warnings():
             if sys.argv[1:2] == ["calibrate"]:  # which makes the file, or says itself what is wrong with it
                 warnings.filterwarnings("ignore", "The calibration ", RuntimeWarning)
+            from mlx_mittens.cli.main import import_commands
             from mlx_mittens.cli.main import main as run
+
+            import_commands()
     except ImportError as error:
         if sys.argv[1:2] == ["doctor"]:
             _say_what_is_installed()
@@ -25,6 +26,9 @@ def main() -> int:
 
 
 def _say_what_is_installed() -> None:
+    import importlib.metadata
+    import platform
+
     for package in ("mlx-mittens", "mlx", "numpy"):
         try:
             version = importlib.metadata.version(package)

@@ -36,23 +36,37 @@ if TYPE_CHECKING:
     from .ops.recurrence import *
     from .ops.sampling import *
 else:
-    # Ops, the patch and calibrations come when the first of them is asked for: tests of other kernels need none.
+    # What `_everything` offers beside the ops and the submodules, by the modules that have it.
+    _HOMES = {
+        "BuildInfo": "info",
+        "DtypeError": "_ext",
+        "ExportError": "_ext",
+        "PatchError": "patching",
+        "Support": "support",
+        "build_info": "info",
+        "executors": "backends",
+        "patch": "patching",
+        "patched": "patching",
+        "strict": "backends",
+        "supports": "support",
+        "unpatch": "patching",
+    }
+
+    # A module is imported when the first of its names is asked for: ops need no patch, and the patch no simulator.
     def __getattr__(name: str) -> object:
-        if name.startswith("_") and name != "__all__":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if _importlib_util.find_spec(f"{__name__}.{name}"):
-            return _import_module(f"{__name__}.{name}")
-        _import_everything()
-        if name not in globals():
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return globals()[name]
+        if name == "__all__":
+            return _import_module(f"{__name__}._everything").__all__
+        if not name.startswith("_"):
+            if name in _HOMES:
+                globals()[name] = getattr(_import_module(f"{__name__}.{_HOMES[name]}"), name)
+                return globals()[name]
+            if _importlib_util.find_spec(f"{__name__}.{name}"):
+                return _import_module(f"{__name__}.{name}")
+            ops = _import_module(f"{__name__}.ops")
+            globals().update({op: getattr(ops, op) for op in ops.__all__})
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        _import_everything()
-        return sorted(globals())
-
-
-def _import_everything() -> None:
-    everything = _import_module(f"{__name__}._everything")
-    names = everything.__all__
-    globals().update({name: getattr(everything, name) for name in names}, __all__=names)
+        return sorted({*globals(), *_import_module(f"{__name__}._everything").__all__})

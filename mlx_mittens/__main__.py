@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli.main import main
+from mlx_mittens_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,16 +1,13 @@
-"""What `import mlx_mittens` offers: ops, modules and the patch beside the testing tools."""
+"""What `import mlx_mittens` offers, for `import *` and type checks: ops, modules, the patch and the testing tools."""
 
-from . import frontend, nn, ops, simulator, switches
+from . import frontend, nn, ops, simulator
 from ._ext import DtypeError, ExportError
 from .backends import executors, strict
 from .info import BuildInfo, build_info
 from .ops import *
 from .patching import PatchError, patch, patched, unpatch
-from .patching.targets import TARGETS
 from .stats import stats
 from .support import Support, supports
-
-switches.check([*ops.__all__, *(target.switch for target in TARGETS)])
 
 __all__ = [
     "BuildInfo",

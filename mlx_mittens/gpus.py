@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 
@@ -99,6 +97,8 @@ def cores_of_this_mac() -> int | None:
 
 
 def _output(command: list[str], seconds: int) -> str:
+    import subprocess
+
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds).stdout
     except (OSError, subprocess.SubprocessError):
@@ -111,6 +111,8 @@ def _cores_by_registry(text: str) -> int | None:
 
 
 def _cores_by_profiler(text: str) -> int | None:
+    import json
+
     try:
         displays = json.loads(text)["SPDisplaysDataType"]
         counts = [display["sppci_cores"] for display in displays if str(display.get("sppci_cores", "")).isdigit()]

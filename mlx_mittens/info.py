@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
 from . import _ext, _guard, backends, calibration, gpus, switches
+from . import ops as _ops  # noqa: F401 - with what was measured on this machine, and the check of what is disabled
 from .table import aligned, html
 
 __all__ = ["BuildInfo", "build_info"]
@@ -71,6 +71,8 @@ def build_info() -> BuildInfo:
         >>> info.mlx in info.mlx_releases
         True
     """
+    import importlib.metadata
+
     from . import __path__, __version__
 
     gpu = ""

@@ -109,7 +109,7 @@ def parameters(columns: int, outputs: int, group: int | None) -> bytes:
 def variant(op: str, type_name: str, mode: str, blocks: int) -> tuple[str, str]:
     """A kernel whose tiles all have an expert and so many blocks of rows: counts do not tell which loop has run."""
     file = f"moe/apple/{op}_tiles.metal"
-    text = re.sub(r"(?m)^instantiate_types\(.*\n", "", frontend.sources.flatten(file))
+    text = re.sub(r"(?m)^instantiate_types\(.*\n", "", frontend.flatten(file))
     text = text.replace("if (tile.expert < params.pairs.matrices) {", "if (true) {")
     kernel = f"{op}_tiles_{mode}_{blocks}_{type_name}"
     types = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import _ext, gpus
+from .. import _ext
 from ..frontend.cache import cache_folder
 
 # Names the file, or is "off".
@@ -121,6 +120,8 @@ def versions(device: str) -> dict[str, str]:
 
     found = {"mlx_mittens": __version__, "mlx": mx.__version__}  # type: ignore[attr-defined]  # mlx's stub leaves it out
     if device == "gpu" and mx.metal.is_available():
+        import platform
+
         found["macos"] = ".".join(platform.mac_ver()[0].split(".")[:2])
     return found
 
@@ -134,6 +135,8 @@ def machine(device: str) -> dict[str, Any]:
         found["threads"] = _ext.cpu_threads()
         found["instructions"] = _ext.cpu_instructions
     elif found["architecture"].startswith("applegpu"):  # of two sizes by one name
+        from .. import gpus
+
         found["cores"] = gpus.of_this_mac().cores
     return found
 

@@ -30,10 +30,13 @@ def offer_list(action: argparse.Action, words: Words) -> None:
     action.completer = complete  # type: ignore[attr-defined]
 
 
+def is_asked() -> bool:
+    """Whether a shell asks for completions."""
+    return "_ARGCOMPLETE" in os.environ
+
+
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Answers a shell that asks for completions, and ends the process; else does nothing."""
-    if "_ARGCOMPLETE" not in os.environ:
-        return
+    """Answers a shell that asks for completions, and ends the process; without argcomplete does nothing."""
     try:
         import argcomplete
     except ImportError:

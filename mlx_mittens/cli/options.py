@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from .. import frontend, specs
-from ..frontend.sources import metal_folder
 from ..nearest import nearest
 from .completion import offer_list
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class UsageError(Exception):
@@ -24,7 +23,13 @@ class UsageError(Exception):
 def add_ops(parser: argparse.ArgumentParser) -> None:
     """Adds ``--ops``, whose names `chosen` reads."""
     action = parser.add_argument("--ops", metavar="A,B", help="only these ops, comma separated (all)")
-    offer_list(action, lambda _: [op.name for op in specs.OPS])
+    offer_list(action, lambda _: _names_of_ops())
+
+
+def _names_of_ops() -> list[str]:
+    from .. import specs
+
+    return [op.name for op in specs.OPS]
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +74,10 @@ def drawn(seed: int | None) -> int:
 
 def inputs(seed: int, *names: str) -> np.random.Generator:
     """The random numbers of a case: the same ones whichever cases run before it."""
+    import zlib
+
+    import numpy as np
+
     return np.random.default_rng([seed, zlib.crc32(" ".join(names).encode())])
 
 
@@ -103,6 +112,9 @@ def registered(path: str) -> str:
     Raises:
         UsageError: It cannot be read, or is of another language.
     """
+    from .. import frontend
+    from ..frontend.sources import metal_folder
+
     if Path(path).suffix.lower() not in _METAL:
         raise UsageError(f"{path} is no Metal file: expected one that ends in .metal, or a header")
     resolved = Path(path).resolve()

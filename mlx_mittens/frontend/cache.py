@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import os
 import shutil
-import tempfile
 import threading
 import time
 import warnings
@@ -52,6 +50,8 @@ _problems: dict[Path, str] = {}  # of folders that could not be written to
 
 def _probe(folder: Path) -> None:
     """Makes a folder, again if it was deleted, and writes a block, which a full disk refuses."""
+    import tempfile
+
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(4096))
@@ -64,6 +64,8 @@ _temporary: dict[str, Path] = {}  # folders, by the problem that they are for
 def _temporary_folder(problem: str) -> Path:
     folder = _temporary.get(problem)
     if folder is None or not folder.is_dir():
+        import tempfile
+
         made = tempfile.mkdtemp(prefix="mlx-mittens-")
         atexit.register(shutil.rmtree, made, ignore_errors=True)
         _temporary[problem] = Path(made)
@@ -89,6 +91,8 @@ def _keep_below_limit(folder: Path) -> None:
 
 def key(*parts: str) -> str:
     """A name for a file made of these parts."""
+    import hashlib
+
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{len(part)}:".encode())
@@ -145,6 +149,8 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
     path = writable_folder() / name
     with _only_one(path):
         if not _is_there(path):
+            import tempfile
+
             handle, temporary = tempfile.mkstemp(prefix=cache_limit.UNFINISHED, suffix=path.suffix, dir=path.parent)
             os.close(handle)
             try:

@@ -1,7 +1,7 @@
 """The ops, a module a family. With them come what was measured on this machine, and what is switched off."""
 
 from .. import calibration as _calibration
-from .. import switches as _switches  # noqa: F401 - it reads the environment
+from .. import switches as _switches
 from . import attention, cache, moe, norm, recurrence, sampling
 from . import matmul as _matmul  # an op has the family's name
 from .attention import *
@@ -22,3 +22,8 @@ __all__ += recurrence.__all__
 __all__ += sampling.__all__
 
 _calibration.load()
+
+if _switches.disabled():
+    from ..patching.targets import TARGETS as _TARGETS  # which imports the ops: they are all here
+
+    _switches.check([*__all__, *(target.switch for target in _TARGETS)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
 import sys
 import threading
 from collections.abc import Iterator
@@ -77,7 +76,7 @@ class _Patch:
         self._wrapper.strict = strict and not self._target.partial
 
 
-class _OnImport(importlib.abc.MetaPathFinder):
+class _OnImport:
     """Patches the targets of a package when it is imported: importing mlx-lm for them alone would take seconds."""
 
     def find_spec(self, name: str, path: Any, before: Any = None) -> Any:
@@ -85,12 +84,13 @@ class _OnImport(importlib.abc.MetaPathFinder):
             return None
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(name, path, before)):
-                spec.loader = _Loader(spec.loader)
+                loader: Any = _Loader(spec.loader)
+                spec.loader = loader
                 return spec
         return None
 
 
-class _Loader(importlib.abc.Loader):
+class _Loader:
     def __init__(self, loader: Any):
         self._loader = loader
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -286,6 +285,8 @@ class Target:
         return " ".join(map(digest, plain)) == self.text
 
     def _complaint(self, what: str) -> str:
+        import importlib.metadata
+
         package = self.module.split(".")[0].replace("_", "-")
         try:
             version = importlib.metadata.version(package)

@@ -48,6 +48,65 @@ def test_the_plugin_brings_neither_ops_nor_patch(tmp_path):
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
+# What takes longer to import than all that computes: none of it has a part in a call on a CPU.
+SLOW = ("numpy", "importlib.metadata", "subprocess", "concurrent.futures", "json", "argparse", "asyncio", "tempfile")
+SLOW_HERE = ("simulator", "frontend.build", "apple", "gpus", "specs", "bench", "cli", "support", "info")
+
+UNSEEN = f"""
+import sys
+def seen(*also):
+    slow = [*{SLOW!r}, *(f"mlx_mittens.{{name}}" for name in {SLOW_HERE!r}), *also]
+    return [name for name in slow if name in sys.modules]
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "also"),
+    [
+        ("import mlx_mittens", ("mlx_mittens.ops", "mlx_mittens.calibration", "mlx.nn")),
+        (
+            "import mlx_mittens as mm; mm.softmax(mm._mx.ones((2, 8)))",
+            ("mlx_mittens.patching", "mlx_mittens.nn", "mlx.nn"),
+        ),
+        ("from mlx_mittens.ops.norm import rms_norm", ("mlx_mittens.patching", "mlx_mittens.nn", "mlx.nn")),
+        ("import mlx_mittens as mm; mm.patch(); mm.unpatch()", ("mlx_lm", "mlx_mittens.nn")),
+        ("import mlx_mittens as mm\nwith mm.strict(): pass", ("mlx_mittens.patching", "mlx.nn")),
+    ],
+)
+def test_what_is_not_asked_for_stays_out(code, also):
+    run(f"{UNSEEN}\n{code}\nassert not seen(*{also!r}), seen(*{also!r})")
+
+
+def test_help_imports_no_command():
+    """And that of a command only its own."""
+    heavy = ("numpy", "importlib.metadata", "mlx.nn", "mlx_mittens.ops", "mlx_mittens.specs", "mlx_mittens.cli.doctor")
+    said = run(
+        "import mlx_mittens_cli\n"
+        "sys.argv[1:] = ['--help']\n"
+        "try: mlx_mittens_cli.main()\n"
+        f"except SystemExit: print([name for name in {heavy!r} if name in sys.modules])\n"
+    )
+    assert "mlx-mittens doctor" in said and said.endswith("\n[]\n")
+    said = run(
+        "import mlx_mittens_cli\n"
+        "sys.argv[1:] = ['cache', '--help']\n"
+        "try: mlx_mittens_cli.main()\n"
+        "except SystemExit: print('numpy' in sys.modules, 'mlx_mittens.cli.bench' in sys.modules)\n"
+    )
+    assert "usage: mlx-mittens cache" in said and said.endswith("False False\n")
+
+
+def test_each_name_is_where_it_is_sought():
+    """All that the package offers is an op, a submodule, or in the table of names."""
+    run(
+        "import mlx_mittens as mm\n"
+        "from mlx_mittens import _everything\n"
+        "modules = {'frontend', 'nn', 'simulator', 'stats'}\n"
+        "assert set(_everything.__all__) == {*mm.ops.__all__, *mm._HOMES, *modules}\n"
+        "assert all(getattr(mm, name) is getattr(_everything, name) for name in _everything.__all__)\n"
+    )
+
+
 @pytest.mark.parametrize(
     "first",
     [
