@@ -17,7 +17,8 @@ import mlx.core as mx
 
 import mlx_mittens as mm
 from mlx_mittens.apple.chips import Chip, find_chip
-from mlx_mittens.apple.model import Instructions, Work, predict
+from mlx_mittens.apple.estimates import elementwise
+from mlx_mittens.apple.model import Instructions, Work, chain, predict
 from mlx_mittens.bench import mlx_metal
 from mlx_mittens.bench.architectures import ARCHITECTURES
 from mlx_mittens.ops.custom import Output, int32, launch
@@ -27,6 +28,9 @@ from mlx_mittens.specs.matmul import COMMON_KINDS
 
 CHIPS = ("m1", "m2-max", "m3-max", "m4-max")
 ROWS = (32, 512, 2048)
+# Products of few outputs: rows, columns and outputs.
+FEW_OUTPUTS = ((32, 4096, 1024), (64, 4096, 1024), (32, 2048, 512), (48, 2048, 1024))
+SPLIT_CHIPS = ("m1", "m1-max", "m2-max", "m3-max", "m4-max")
 WEIGHTS = ((4096, 4096), (4096, 14336), (14336, 4096))  # columns and outputs
 TYPES = {"float16": (mx.float16, "half"), "bfloat16": (mx.bfloat16, "bfloat16_t")}
 BITS = (4, 8)
@@ -51,10 +55,11 @@ HEAD = """# Products of prompts, predicted beside MLX's kernels
 Predictions, not measurements: no Mac was at hand. `python bench/apple/prompts.py --write`. Groups of 64, MLX 0.32.4's
 `affine_qmm_t` and `affine_qmm_n`, and its `gemm` with the tiles that it takes on each chip. A threadgroup is simulated
 at 256 and at 512 columns and extended to the whole product. MLX splits the columns where tiles are few
-(`affine_qmm_t_splitk`), which fills a GPU better and is left out: of 32 rows and 4096 outputs on a Max, speed is that
-much less. [docs/apple.md](../../docs/apple.md) says how far such predictions are off. Percent are of the ALU's peak in
-half types, cores x clock x 256. Speed is MLX's time by ours. Weights of GGUF files are dequantized by our kernel for
-MLX's `gemm`: its time is that of reading the blocks and of writing the weights, at the memory's nominal speed, besides.
+(`affine_qmm_t_splitk`), which fills a GPU better. It is in the tables of few outputs alone: of 32 rows and 4096 outputs
+on a Max, speed is that much less in the others. [docs/apple.md](../../docs/apple.md) says how far such predictions are
+off. Percent are of the ALU's peak in half types, cores x clock x 256. Speed is MLX's time by ours. Weights of GGUF
+files are dequantized by our kernel for MLX's `gemm`: its time is that of reading the blocks and of writing the weights,
+at the memory's nominal speed, besides.
 """
 
 OF_MODELS = f"""All quantized products of a prompt of {TOKENS} tokens but the head's, in 4 bits. Attention, norms and
@@ -71,8 +76,8 @@ NOTES = """## What falls short
 - `transpose=False`: 1.25 to 1.34 in float16 on M1 and M2. A lane unpacks runs of 8 outputs for 32 rows, twice as
   many weights for each product as with `transpose=True`; runs of 4 for 64 rows were not written.
 - One tile alone on a core hides no latency: 32 x 4096 x 4096 with `transpose=False` is 32 tiles, at 1.03 on an M2
-  Max and at 0.78 to 0.97 on M3 Max and M4 Max. The plan leaves such products to mx, and splits no columns of tiles
-  itself.
+  Max and at 0.78 to 0.97 on M3 Max and M4 Max. The plan leaves such products to mx: tiles that share the columns are
+  those of `transpose=True`.
 - GGUF in float16 with products of halves is faster, and its rounded scales (a half times an integer) miss the
   tests' tolerance in q2_k to q6_k, q5_1 and iq4_xs; all kinds have products of floats.
 - GGUF kinds that have tiles of 32 rows alone fall behind MLX's `gemm` of dequantized weights on M1 and M2 in float16:
@@ -244,6 +249,56 @@ def table(
     return [*lines, ""]
 
 
+def our_splits(size: tuple[int, int, int], chip: Chip) -> int:
+    """Of how many parts of the columns the plan makes tiles of 32 rows by 64 outputs."""
+    rows, columns, outputs = size
+    tiles = -(-rows // 32) * -(-outputs // 64)
+    return next(n for n in (1, 2, 4, 8) if are_busy(n * tiles, chip) or n == 8 or columns < 512 * n)
+
+
+def their_splits(size: tuple[int, int, int]) -> int:
+    """Of how many parts MLX makes it."""
+    rows, columns, outputs = size
+    parts = min(max(1, 512 // (-(-rows // 32) * -(-outputs // 32))), columns // GROUP)
+    return next(n for n in range(parts, 0, -1) if columns % (n * GROUP) == 0)
+
+
+def of_parts(tile: Tile, chip: Chip, size: tuple[int, int, int], parts: int, weight_bytes: float) -> float:
+    """Microseconds of a product whose columns are so many parts, with their sum in float32."""
+    rows, columns, outputs = size
+    results = rows * outputs
+    moved = 2 * rows * (columns + outputs) + columns * outputs * weight_bytes + 4 * parts * results
+    threadgroups = parts * -(-rows // tile.rows) * -(-outputs // tile.outputs)
+    works = [extended(tile.found, chip, columns // parts, threadgroups, moved / 128)]
+    if parts > 1:
+        each = Instructions(floats=parts, integers=2 * parts, loads=parts)
+        works.append(elementwise(results, (4 * parts + 2) * results, each))
+    return chain(works, chip).microseconds
+
+
+def few_outputs(name: str) -> list[str]:
+    """The lines of products whose tiles are so few that they share the columns."""
+    dtype, text = TYPES[name]
+    ours, theirs = {n: our_quantized(n, dtype, 4, True) for n in (32, 64)}, their_quantized(dtype, text, 4, True)
+    lines = [f"## 4 bits, {name}, few outputs: microseconds, and in how many parts the columns are", ""]
+    lines.append("| rows x K x N |" + "".join(f" {chip}: us | MLX's | speed |" for chip in SPLIT_CHIPS))
+    lines.append("|---|" + "--:|--:|--:|" * len(SPLIT_CHIPS))
+    for size in FEW_OUTPUTS:
+        cells = ["{} x {} x {}".format(*size)]
+        for chip in map(find_chip, SPLIT_CHIPS):
+            alone = size[0] > 32 and is_ours(ours[64], chip, size[0], size[2])
+            tiles, parts = (
+                (ours[64 if alone else 32], theirs),
+                (1 if alone else our_splits(size, chip), their_splits(size)),
+            )
+            weight_bytes = (4 + 32 / GROUP) / 8
+            a, b = (of_parts(t, chip, size, n, weight_bytes) for t, n in zip(tiles, parts, strict=True))
+            cells += [f"{a:,.0f} ({parts[0]})", f"{b:,.0f} ({parts[1]})", f"{b / a:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    print(*lines, sep="\n", flush=True)
+    return [*lines, ""]
+
+
 def products_of(config: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """Columns and outputs of the products of a model, and how many there are."""
     hidden, between, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
@@ -257,7 +312,11 @@ def products_of(config: Mapping[str, Any]) -> list[tuple[int, int, int]]:
 
 def is_ours(tile: Tile, chip: Chip, rows: int, outputs: int) -> bool:
     """Whether the plan leaves a product to mx (csrc/ops/matmul/plan.cpp: keep_busy)."""
-    tiles = -(-rows // tile.rows) * -(-outputs // tile.outputs)
+    return are_busy(-(-rows // tile.rows) * -(-outputs // tile.outputs), chip)
+
+
+def are_busy(tiles: int, chip: Chip) -> bool:
+    """The plan's rule."""
     return tiles * 2 >= chip.cores * 3 and tiles * 5 >= -(-tiles // chip.cores) * chip.cores * 4
 
 
@@ -296,6 +355,8 @@ def sections() -> Iterator[list[str]]:
                 theirs = dict.fromkeys(CHIPS, their_quantized(dtype, text, bits, transpose))
                 title = f"{bits} bits, {name}" + ("" if transpose else ", transpose=False")
                 yield table(title, ours, theirs, bits + 32 / GROUP)
+    for name in TYPES:
+        yield few_outputs(name)
     dtype, text = TYPES["bfloat16"]
     for transpose in (True, False):
         ours = {rows: our_dense(rows, dtype, transpose) for rows in (32, 64)}

@@ -247,14 +247,42 @@ void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, const Produ
   plan.simdgroups = plan_tile_simdgroups(groups, chunks, tiles_registers(format, plan.rows, plan.run), 1, most, gpu);
 }
 
+uint64_t tiles_of(const TilesPlan& plan, const ProductSizes& sizes) {
+  return uint64_t(plan.row_blocks) * plan.output_groups * sizes.matrices;
+}
+
 // Whether tiles occupy four fifths of the cores until the last one ends: mx splits columns where outputs are few, and
 // takes a fifth longer otherwise (bench/results/prompts.md).
-bool keep_busy(const TilesKernels& kernels, const ProductSizes& sizes, const Gpu& gpu) {
-  const TilesPlan plan = plan_tiles(kernels, sizes);
-  const uint64_t tiles = uint64_t(plan.row_blocks) * plan.output_groups * sizes.matrices;
+bool keep_busy(uint64_t tiles, const Gpu& gpu) {
   const uint64_t rounds = ceil_divide(tiles, gpu.cores);
   const bool hides_latencies = tiles * 2 >= uint64_t(gpu.cores) * 3;  // one tile alone on a core does not
-  return has_tile_outputs(kernels, sizes) && hides_latencies && tiles * 5 >= rounds * gpu.cores * 4;
+  return hides_latencies && tiles * 5 >= rounds * gpu.cores * 4;
+}
+
+bool keep_busy(const TilesKernels& kernels, const ProductSizes& sizes, const Gpu& gpu) {
+  return has_tile_outputs(kernels, sizes) && keep_busy(tiles_of(plan_tiles(kernels, sizes), sizes), gpu);
+}
+
+// Tiles of 32 rows that share the columns, as few as keep a GPU busy; tiles that share nothing where these do, or where
+// none do.
+SplitTilesPlan plan_split_tiles(const TilesKernels& kernels, uint32_t matrices, const ProductSizes& sizes,
+                                const Gpu& gpu) {
+  constexpr uint32_t most_splits = 8;
+  constexpr uint32_t fewest_columns = 256;  // of a split
+  constexpr uint32_t step = 128;  // that every format takes at once, and its groups divide
+  const SplitTilesPlan alone{plan_tiles(kernels, sizes), {1, sizes.columns}};
+  const TilesPlan by_32 = plan_tiles({kernels.outputs_32, 0}, sizes);
+  if (matrices > 1 || by_32.row_blocks > kTileBand || keep_busy(tiles_of(alone, sizes), gpu)) {
+    return alone;
+  }
+  for (uint32_t wanted = 1; wanted <= most_splits && sizes.columns >= wanted * fewest_columns; wanted *= 2) {
+    const uint32_t columns = ceil_divide(ceil_divide(sizes.columns, wanted), step) * step;
+    const uint32_t splits = ceil_divide(sizes.columns, columns);
+    if (keep_busy(tiles_of(by_32, sizes) * splits, gpu)) {
+      return {by_32, {splits, columns}};
+    }
+  }
+  return alone;
 }
 
 const Schedules of_gemv({"gemv"}, gemv_schedules);
@@ -567,7 +595,7 @@ AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format,
       plan_affine_nvidia_rows(plan, kernels, format, sizes, gpu);
       break;
     case AffineKernel::qmm_tiles:
-      plan.by_tiles = plan_tiles(affine_tiles(format, kernels.matrices), sizes);
+      plan.by_tiles = plan_split_tiles(affine_tiles(format, kernels.matrices), kernels.matrices, sizes, gpu);
       break;
     case AffineKernel::matrices:
       plan.by_matrices = plan_matrices(sizes, kMatrixOutputs / kernels.matrices, gpu);
@@ -609,8 +637,13 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
   if (wins && mlx_uses_matrix_units(gpu, dtype)) {
     return matrix_units;
   }
-  const bool by_tiles = is_prompt && !gpu.has_matrix_units;
-  return by_tiles && !keep_busy(affine_tiles(format, kernels.matrices), sizes, gpu) ? few_tiles : nullptr;
+  if (!is_prompt || gpu.has_matrix_units) {
+    return nullptr;
+  }
+  const TilesKernels tiles = affine_tiles(format, kernels.matrices);
+  const SplitTilesPlan plan = plan_split_tiles(tiles, kernels.matrices, sizes, gpu);
+  const bool are_busy = has_tile_outputs(tiles, sizes) && keep_busy(tiles_of(plan, sizes) * plan.splits, gpu);
+  return are_busy ? nullptr : few_tiles;
 }
 
 GgufPlan plan_gguf(const Problem& problem, cpu::BlockKind kind, const ProductSizes& sizes, mx::Stream stream) {

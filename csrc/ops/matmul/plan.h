@@ -91,6 +91,9 @@ struct TilesPlan {
   uint32_t output_groups;
 };
 
+// The same where there may be so few that they share the columns: those of 32 rows of a single matrix can.
+struct SplitTilesPlan : TilesPlan, Splits {};
+
 // What there are kernels for: outputs of a threadgroup that takes 32 rows of x, and of one that takes 64 (0: none
 // does).
 struct TilesKernels {
@@ -183,7 +186,7 @@ struct AffinePlan : RowProductsPlan {
   uint32_t run;  // tiles: columns that have one scale
   RowsPlan shared;  // rows
   MatricesPlan by_matrices;  // matrices
-  TilesPlan by_tiles;  // qmm_tiles
+  SplitTilesPlan by_tiles;  // qmm_tiles
 };
 
 AffinePlan plan_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,

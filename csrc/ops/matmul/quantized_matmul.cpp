@@ -4,11 +4,13 @@
 #include <bit>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <numeric>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "backends/memory.h"
 #include "mlx/ops.h"
 #include "ops/matmul/affine.h"
 #include "ops/matmul/exact.h"
@@ -234,11 +236,23 @@ class QuantizedMatmul : public KernelPrimitive {
         case AffineKernel::nvidia_rows:
           return by_groups(nvidia_rows_file, kernel_name(x.dtype(), op, "rows_", format_.bits, "bit_", plan.rows));
         case AffineKernel::qmm_tiles: {
+          const uint32_t splits = plan.by_tiles.splits;
+          params.splits = splits;
+          params.columns_per_split = plan.by_tiles.columns_per_split;
+          const auto sums = splits == 1 ? nullptr
+                                        : std::make_shared<mx::array>(temporary(
+                                              workspace_shape(splits, outputs[0].size()), mx::float32, stream()));
           Launch tiles = launch(qmm_tiles_file,
                                 kernel_name(x.dtype(), op, "qmm_tiles_", format_name(format_), "_", plan.by_tiles.rows),
-                                bias, outputs[0]);
-          share_out(tiles, plan.by_tiles, sizes.matrices);
-          return in_order(std::move(tiles));
+                                bias, sums ? *sums : outputs[0]);
+          share_out(tiles, plan.by_tiles, sizes.matrices * splits);
+          tiles.owner = sums;
+          if (!sums) {
+            return in_order(std::move(tiles));
+          }
+          Launch sum = split_sum_launch(*sums, bias, params.has_bias, outputs[0], splits);
+          sum.owner = sums;
+          return in_order(std::move(tiles), std::move(sum));
         }
         case AffineKernel::matrices: {
           Launch matrices =

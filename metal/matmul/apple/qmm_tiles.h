@@ -188,10 +188,25 @@ struct Staging {
   }
 };
 
-// sums.at[i][s * NB + j] = rows of block i of x times outputs of block j of source s. output: the lane's first.
+// The columns of x that a threadgroup has. are_parts: others have other columns, so that y takes sums in float32.
+struct TileColumns {
+  uint begin;
+  uint end;
+  bool are_parts;
+};
+
+// All of them.
+struct WholeColumns {
+  static constant constexpr uint begin = 0;
+  uint end;
+  static constant constexpr bool are_parts = false;
+};
+
+// sums.at[i][s * NB + j] = rows of block i of x times outputs of block j of source s, over the columns [first_column, columns).
+// output: the lane's first.
 template <int N, int MB, int NB, typename T, typename Source>
 inline void multiply_staged(
-    thread const Staging<T, Source, MB>& staging, uint columns, thread const Source (&w)[N], uint output,
+    thread const Staging<T, Source, MB>& staging, uint first_column, uint columns, thread const Source (&w)[N], uint output,
     threadgroup typename TileOperand<T, Source>::type* staged, uint lane, thread Tile<float, MB, N * NB>& sums) {
   using Operand = TileOperand<T, Source>;
   using U = typename Operand::type;
@@ -199,7 +214,7 @@ inline void multiply_staged(
   const uint run = tile_row(lane) * Source::Values::size;
   const threadgroup U* own_row = staged + tile_row(lane) * Operand::row + tile_column(lane) * part;
   fill(sums, 0.0f);
-  for (uint begin = 0; begin < columns; begin += Operand::step) {
+  for (uint begin = first_column; begin < columns; begin += Operand::step) {
     const uint column = begin + run;
     const bool is_there = column < columns;
     typename Source::Run runs[N * NB][2];
@@ -251,16 +266,16 @@ inline void multiply_staged(
 
 // Writes what 8 MB rows of x give with the outputs of a threadgroup, of 8 NB or more in all. x, y: from the first row
 // on.
-template <int N, int MB, int NB, typename T, typename Source, typename Params>
+template <int N, int MB, int NB, typename T, typename Source, typename Params, typename Columns>
 inline void multiply_by_tiles(
     RowsOfX<T> x, thread const Source (&w)[N], const device T* bias, device T* y, uint first_output,
-    constant Params& params, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at,
-    uint lane) {
+    constant Params& params, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane,
+    Columns columns) {
   const uint own = first_output + thread_at / 32 * (8 * NB);
   const uint output = min(own, params.outputs - 8 * NB) + tile_column(lane);  // those before `own` are another's
   Tile<float, MB, N * NB> tile;
   const auto staging = Staging<T, Source, MB>::of(x, staged, thread_at);
-  multiply_staged<N, MB, NB>(staging, x.columns, w, output, staged, lane, tile);
+  multiply_staged<N, MB, NB>(staging, columns.begin, columns.end, w, output, staged, lane, tile);
 #pragma unroll
   for (int i = 0; i < MB; ++i) {
     const uint m = i * 8 + tile_row(lane);
@@ -275,11 +290,25 @@ inline void multiply_by_tiles(
           for (int s = 0; s < N; ++s) {
             sums[s] = tile.at[i][s * NB + j][k];
           }
-          y[m * params.outputs + n] = epilogue(sums, bias, params, n);
+          if (columns.are_parts) {
+            ((device float*)y)[m * params.outputs + n] = sums[0];
+          } else {
+            y[m * params.outputs + n] = epilogue(sums, bias, params, n);
+          }
         }
       }
     }
   }
+}
+
+// The same over all columns.
+template <int N, int MB, int NB, typename T, typename Source, typename Params>
+inline void multiply_by_tiles(
+    RowsOfX<T> x, thread const Source (&w)[N], const device T* bias, device T* y, uint first_output,
+    constant Params& params, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at,
+    uint lane) {
+  multiply_by_tiles<N, MB, NB>(
+      x, w, bias, y, first_output, params, staged, thread_at, lane, WholeColumns{x.columns});
 }
 
 }  // namespace mittens

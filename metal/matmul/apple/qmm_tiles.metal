@@ -5,7 +5,8 @@
 // in modes but affine without biases. A threadgroup has 8 MB rows of x and kTileOutputs outputs, a quarter for each of its
 // simdgroups; matmul/apple/qmm_tiles.h says how. There are as many outputs as a simdgroup has, or more. Threadgroups that
 // follow one another in the grid have the same outputs and up to kTileBand blocks of rows, so that both x and weights are
-// read again while caches have them.
+// read again while caches have them. Where tiles of 32 rows are few, several threadgroups share the columns of one: each
+// leaves its sums in float32, [splits, batch, rows, outputs], for splitk_reduce.metal.
 #include <metal_stdlib>
 
 #include "matmul/apple/qmm_tiles.h"
@@ -29,16 +30,32 @@ template <typename T, QuantizedFormat F, int MB>
   using Rows = QuantizedRows<T, F, 8>;
   using Operand = TileOperand<T, typename Rows::Source>;
   threadgroup typename Operand::type staged[8 * MB * Operand::row];
-  const uint first_row = (group.z / params.matrices * kTileBand + group.x) * (8 * MB);
+  const uint part = group.z / params.matrices;  // of the rows, or of the columns
+  const bool splits = MB == 4 && params.splits > 1;  // more registers for 64 rows would be fewer threads
+  const uint first_row = ((splits ? 0 : part * kTileBand) + group.x) * (8 * MB);
   if (first_row >= params.rows) {
     return;
   }
   const uint index = group.z % params.matrices;
   const size_t before = size_t(index) * params.rows + first_row;
   const typename Rows::Source matrix[1] = {Rows::of(w, w_scales, w_biases, params, index)};
-  multiply_by_tiles<1, MB, NB>(
-      RowsOfX<T>{x + before * params.columns, params.columns, params.rows - first_row}, matrix, bias,
-      y + before * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane);
+  const RowsOfX<T> own = {x + before * params.columns, params.columns, params.rows - first_row};
+  if constexpr (MB == 4) {
+    TileColumns columns = {0, params.columns, splits};
+    size_t to = before;
+    if (splits) {
+      columns.begin = part * params.columns_per_split;
+      columns.end = min(columns.begin + params.columns_per_split, params.columns);
+      to += size_t(part) * params.matrices * params.rows;
+    }
+    to *= params.outputs;
+    multiply_by_tiles<1, MB, NB>(
+        own, matrix, bias, splits ? (device T*)((device float*)y + to) : y + to, group.y * kTileOutputs, params, staged,
+        thread_at, lane, columns);
+  } else {
+    multiply_by_tiles<1, MB, NB>(
+        own, matrix, bias, y + before * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane);
+  }
 }
 
 instantiate_formats("quantized_matmul_qmm_tiles", "_32", qmm_tiles, 4)

@@ -87,6 +87,46 @@ def test_tiles_of_many_rows(rng, dtype, tiles, rows, columns, outputs, size, bit
     assert tiles() == [f"quantized_matmul_qmm_tiles_{bits}bit_{32 if bits == 3 else size}_{name}"]
 
 
+@pytest.mark.parametrize("bits, group_size", [(4, 32), (8, 64), (3, 128)])
+@pytest.mark.parametrize(
+    "rows, columns, outputs, splits",
+    [
+        (17, 2048, 70, 8),
+        (32, 1504, 200, 4),
+        (33, 640, 256, 2),
+        (64, 1152, 200, 2),
+        (100, 512, 130, 2),
+        (100, 256, 256, 1),
+    ],
+)
+def test_tiles_that_share_columns(rng, dtype, native, rows, columns, outputs, splits, bits, group_size):
+    """Of few outputs, so that they keep a GPU busy; the last may have fewer columns."""
+    columns -= columns % group_size
+    with mm.simulator.enabled(seed=int(rng.integers(1, 1000)), gpu="m1"):
+        _ext.simulator_record(True)
+        product(rng, rows, columns, outputs, dtype, group_size, bits, with_bias=rows % 2 == 1)
+        launches = _ext.simulator_record(False)
+    name = str(dtype).split(".")[-1]
+    kernels = [f"quantized_matmul_qmm_tiles_{bits}bit_32_{name}", *[f"split_sum_{name}"] * (splits > 1)]
+    assert [launch["kernel"] for launch in launches] == kernels
+    assert list(launches[0]["threadgroups"]) == [-(-rows // 32), -(-outputs // 64), splits]
+
+
+def test_tiles_of_stacks_that_share_columns(rng, dtype, native):
+    triple = quantize(rng, (5, 64, 1024), dtype, 32, 4)
+    x, bias = draw(rng, (5, 20, 1024), dtype), draw(rng, (64,), dtype)
+    with mm.simulator.enabled(seed=2, gpu="m1"):
+        _ext.simulator_record(True)
+        y = mm.quantized_matmul(x, *triple, group_size=32, bits=4)
+        mx.eval(y)
+        launches = _ext.simulator_record(False)
+        biased = mm.quantized_matmul(x, *triple, group_size=32, bits=4, bias=bias)
+        mx.eval(biased)
+    assert list(launches[0]["threadgroups"]) == [1, 1, 5 * 4]
+    assert_product_right(y, exact_product(widen(x), dequantized(*triple, 32, 4)), dtype)
+    np.testing.assert_allclose(widen(biased), widen(y) + widen(bias), rtol=0.02, atol=0.02 * abs(widen(y)).max())
+
+
 @pytest.mark.parametrize("rows", [20, 70])
 def test_tiles_of_stacks_and_views(rng, dtype, tiles, rows):
     """Matrices of a larger buffer, shared by several heads."""
