@@ -68,7 +68,7 @@ _VOCABULARY = 131072  # no steps lead to it: models have either more or far less
 
 # Rows, inner size and outputs of products with weights.
 _PRODUCT_ROWS = (1, 4, 16)
-_PROMPT_ROWS = (64, 256)  # on a CPU; a GPU's kernels take fewer, but for those of quantized weights on a Mac
+_PROMPT_ROWS = (64, 256)  # on a CPU; a GPU's kernels take fewer, but on a Mac
 _MAC_PROMPT_ROWS = (64, 512, 2048)
 _INNER = (1024, 4096, 16384)
 _OUTPUTS = (128, 512, 2048, 8192, 32768, _VOCABULARY)
@@ -108,6 +108,7 @@ _EXPERTS = ((8, 4096, 16384), (32, 1024, 1024), (32, 4096, 4096), (128, 2048, 10
 _CHOSEN = 4
 _FEW_TOKENS = (1, 4, 16)
 _SORTED_PAIRS = (64, 256, 1024)  # of a prompt's token and an expert, which mlx-lm sorts
+_MAC_SORTED_PAIRS = (4096,)  # of 512 tokens and more
 _MOST_EXPERTS = {"cpu": 2**26, "gpu": 2**30}  # their weights
 _MOST_DENSE_EXPERTS = 2**29
 
@@ -185,26 +186,28 @@ def _products(device: str, thin: Thin) -> list[tuple[int, int, int]]:
     return _matrices(_PRODUCT_ROWS + (_PROMPT_ROWS if device == "cpu" else ()), device, thin)
 
 
-def _packed_products(device: str, thin: Thin) -> Iterator[tuple[int, int, int]]:
-    """With prompts where a GPU has kernels for them."""
-    yield from _products(device, thin)
-    if device == "gpu" and mx.metal.is_available():
-        for m, k, n in product(_MAC_PROMPT_ROWS, thin(_INNER), thin(_OUTPUTS)):
-            if m * k * n <= _MOST_PROMPT_PRODUCTS:
-                yield m, k, n
+def _is_mac(device: str) -> bool:
+    return device == "gpu" and mx.metal.is_available()
+
+
+def _prompts(device: str, thin: Thin) -> list[tuple[int, int, int]]:
+    """Those for which a Mac's GPU has kernels; no other has."""
+    shapes = product(_MAC_PROMPT_ROWS, thin(_INNER), thin(_OUTPUTS)) if _is_mac(device) else ()
+    return [(m, k, n) for m, k, n in shapes if m * k * n <= _MOST_PROMPT_PRODUCTS]
 
 
 def _dense(device: str, thin: Thin) -> Iterator[Case]:
-    yield from _cases(_products(device, thin))
+    yield from _cases([*_products(device, thin), *_prompts(device, thin)])
 
 
 def _quantized(device: str, thin: Thin) -> Iterator[Case]:
     for bits in (4, 8):
-        yield from _cases(_packed_products(device, thin), bits=bits)
+        yield from _cases([*_products(device, thin), *_prompts(device, thin)], bits=bits)
 
 
 def _swiglu(device: str, thin: Thin) -> Iterator[Case]:
-    shapes = [(m, k, n) for m, k, n in _matrices((1, 4), device, thin) if k <= n <= 8 * k]
+    every = [*_matrices((1, 4), device, thin), *_prompts(device, thin)]
+    shapes = [(m, k, n) for m, k, n in every if k <= n <= 8 * k]
     for bits in (4, 8):
         yield from _cases(shapes, bits=bits)
 
@@ -218,7 +221,7 @@ def _together(device: str, thin: Thin) -> Iterator[Case]:
 
 def _gguf(device: str, thin: Thin) -> Iterator[Case]:
     for kind in ("q4_0", "q8_0"):
-        yield from _cases(_matrices(_PRODUCT_ROWS, device, thin), kind=kind)
+        yield from _cases([*_matrices(_PRODUCT_ROWS, device, thin), *_prompts(device, thin)], kind=kind)
 
 
 def _decode(device: str, thin: Thin) -> Iterator[tuple[int, ...]]:
@@ -272,8 +275,9 @@ def _mixtures(
             continue
         for tokens in thin(_FEW_TOKENS):
             yield from _cases([(tokens, _CHOSEN, stack, columns, outputs)])
-        for pairs in thin(_SORTED_PAIRS) if prompts else ():
-            if pairs * columns * outputs <= _MOST_PRODUCTS[device]:
+        axis = (*_SORTED_PAIRS, *_MAC_SORTED_PAIRS) if _is_mac(device) else _SORTED_PAIRS
+        for pairs in thin(axis) if prompts else ():
+            if pairs * columns * outputs <= (_MOST_PROMPT_PRODUCTS if _is_mac(device) else _MOST_PRODUCTS[device]):
                 yield from _cases([(pairs, 1, stack, columns, outputs)], sorted_indices=True)
 
 
@@ -416,6 +420,8 @@ def _dtypes(op: Op, case: Case, device: str) -> list[str]:
     dtypes = list(op.dtypes(case))
     if op.name == "gather_mm" and device == "cpu":
         return ["float32"]
+    if op.name == "gemv" and device == "gpu" and case.shape[0] > _PRODUCT_ROWS[-1]:
+        return [HALF]  # the only type whose prompts have kernels
     is_half = bool(op.arguments(case).keys() & {"bits", "kind"}) or op.name == "gather_mm"
     return [name for name in dtypes if name != "float32"] if is_half and device == "gpu" else dtypes
 

@@ -1000,6 +1000,26 @@ def test_the_grid(monkeypatch):
     assert grid.cases(op, "cpu") == [case for case in op.cases if not case.vjp and not case.gpu_only]
 
 
+@pytest.mark.parametrize("name", ["gemv", "quantized_matmul", "quantized_swiglu", "block_matmul"])
+def test_prompts_of_products_are_measured_on_macs_alone(name, monkeypatch):
+    op = specs.get(name)
+    prompts = lambda: [case for case in grid.cases(op, "gpu") if case.shape[0] > 16]
+    assert not prompts()
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert {case.shape[0] for case in prompts()} == {64, 512, 2048}
+    assert 2 * sum(math.prod(case.shape) for case in prompts()) < 1.5e12, "one of each takes an M1 about a second"
+    dtypes = {item.dtype for item in grid.items([name], "gpu") if item.case.shape[0] > 16}
+    assert dtypes == ({"bfloat16"} if name == "gemv" else {"float16", "bfloat16"})
+
+
+@pytest.mark.parametrize("name", ["gather_qmm", "gather_mm", "gather_swiglu"])
+def test_prompts_of_experts_are_longer_on_macs(name, monkeypatch):
+    longest = lambda: max(case.shape[0] for case in grid.cases(specs.get(name), "gpu"))
+    assert longest() == 1024
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert longest() == 4096
+
+
 @pytest.mark.parametrize("op", specs.OPS, ids=lambda op: op.name)
 def test_inputs_are_those_of_the_op(op, rng):
     """Few numbers are drawn, and arrays have the shapes, types and views that the op draws."""
