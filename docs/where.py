@@ -178,6 +178,9 @@ _PLACES = (
         ("weighted_sum.cpp",), ("test_gather_sum.py", "test_expert_tiles.py"),
     ),
     Place(
+        ("mixture",), "moe", "mixture.cpp", ("mixture.cpp",), ("mixture.metal",), (), ("test_mixture.py",),
+    ),
+    Place(
         ("route_top_k",), "moe", "route_top_k.cpp", ("route_top_k.cpp",), ("route_top_k.metal",),
         ("route_top_k.cpp",), ("test_route_top_k.py",),
     ),

@@ -194,6 +194,8 @@ def write(old: str, new: str) -> list[str]:
     wide enough for the new one.
     """
     changed = []
+    major, minor = guard.numbers(new)[:2]
+    fits = lambda bound: bound if guard.numbers(new) < guard.numbers(bound) else f"{major}.{minor + 1}"
     listed = ROOT / "cmake" / "mlx_releases.txt"
     if not re.search(rf"^{re.escape(new)} ", listed.read_text(), re.M):
         nanobind = re.findall(rf"^{re.escape(old)} +(\S+)", listed.read_text(), re.M)[0]
@@ -201,8 +203,6 @@ def write(old: str, new: str) -> list[str]:
         changed.append("cmake/mlx_releases.txt")
     for name in _PINNED:
         text = (ROOT / name).read_text()
-        beyond = ".".join(map(str, [*guard.numbers(new)[:1], guard.numbers(new)[1] + 1]))
-        fits = lambda bound: bound if guard.numbers(new) < guard.numbers(bound) else beyond
         renewed = re.sub(r'("mlx(?:\[\w+\])?>=[\d.]+,<)([\d.]+)"', lambda at: f'{at[1]}{fits(at[2])}"', text)
         renewed = re.sub(
             rf"(\bmlx(?:\[\w+\])?==|\bmlx ){re.escape(old)}(?![\d.]*\d| or later)", rf"\g<1>{new}", renewed

@@ -1,7 +1,7 @@
 """Predicted time of a prompt through the chosen experts of mixtures on Apple GPUs, beside what mx and mlx-lm launch.
 
-python bench/apple/expert_prompts.py            prints the table
-python bench/apple/expert_prompts.py --write    writes it into bench/results/prompts.md
+python bench/apple/expert_prompts.py            prints the tables
+python bench/apple/expert_prompts.py --write    writes bench/results/expert-prompts.md
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from tiles import SIMULATED, TYPES, at_columns, blend, launches, percent_of_peak, work_on
 
 import mlx_mittens as mm
 from mlx_mittens import frontend
@@ -31,24 +32,21 @@ from mlx_mittens.simulator import PredictedLaunch
 
 CHIPS = ("m1", "m1-max", "m2-pro", "m2-max", "m3-max", "m4-max")
 TOKENS = 512
-TYPES = {"float16": (mx.float16, "half"), "bfloat16": (mx.bfloat16, "bfloat16_t")}
-FILE = Path(__file__).parents[1] / "results" / "prompts.md"
-# Columns that are simulated: work grows by a constant with each more.
-SIMULATED = (256, 512)
+FILE = Path(__file__).parents[1] / "results" / "expert-prompts.md"
 # Blocks of 8 rows of a tile that are simulated; those between them lie on lines.
 BLOCKS = (1, 4, 8)
 NAMES = {"affine": "4bit", "mxfp4": "mxfp4"}
 
-HEADING = "# Prompts of mixtures"
-HEAD = f"""{HEADING}
+HEAD = f"""# Prompts of mixtures, predicted beside mx's launches
 
-A prompt of {TOKENS} tokens through the chosen experts of one layer, `python bench/apple/expert_prompts.py --write`:
-tokens choose experts at random, each as often as any other. Ours is gather_swiglu and gather_sum. mx's is what mlx-lm
-launches: two sorts, the gather of the tokens, three products (MLX 0.32.4's `gather_qmm_rhs`), the activation, the
-gather back, and the weighted sum, with the biases of gpt-oss. Of dense experts it is the product that comes down alone:
-our `gather_mm` sorts and multiplies, MLX's `gather_mm_rhs` gets rows that are sorted. Products are simulated at
-{SIMULATED[0]} and at {SIMULATED[1]} columns and extended; small operations are estimated from their bytes. Percent are
-of the ALU's peak in half types, of the products alone.
+Predictions, not measurements: no Mac was at hand. `python bench/apple/expert_prompts.py --write`. A prompt of {TOKENS}
+tokens through the chosen experts of one layer: tokens choose experts at random, each as often as any other. Ours is
+gather_swiglu and gather_sum. mx's is mlx-lm's layer: two sorts, the gather of the tokens, three products (MLX 0.32.4's
+`gather_qmm_rhs`), the activation, the gather back, and the weighted sum, with the biases of gpt-oss. For dense experts
+one product is compared, the one down: our `gather_mm` sorts and multiplies, MLX's `gather_mm_rhs` gets rows that are
+sorted. Products are simulated at {SIMULATED[0]} and at {SIMULATED[1]} columns and extended; small operations are
+estimated from their bytes. Percent are of the ALU's peak in half types, of the products alone.
+[docs/apple.md](../../docs/apple.md) says how far such predictions are off.
 """
 
 
@@ -80,13 +78,6 @@ MIXTURES = (
     Mixture("gpt-oss-20b", 32, 4, 2880, 2880, "mxfp4", 32, True),
     Mixture("Mixtral 8x7B", 8, 2, 4096, 14336),
 )
-
-
-def predicted(y: mx.array) -> Sequence[PredictedLaunch]:
-    """The launches of an array of ours."""
-    with mm.simulator.enabled(gpu="m1"), mm.simulator.predicted("m1") as launches:
-        mx.eval(y)
-    return list(launches)
 
 
 def draw(shape: Sequence[int], dtype: mx.Dtype, mode: str, group: int) -> list[mx.array]:
@@ -138,7 +129,7 @@ def tile(op: str, type_name: str, mode: str, group: int, blocks: int, columns: i
 
 def of_whole(op: str, name: str, kernel: tuple[str, str], values: Sequence[Any]) -> PredictedLaunch:
     """A launch of a variant, with the registers of the kernel that has all numbers of blocks."""
-    found = predicted(launch(*kernel, dict(enumerate(values)), [1, 1, 1], [128, 1, 1], stream=mx.cpu)[0])[-1]
+    found = launches(launch(*kernel, dict(enumerate(values)), [1, 1, 1], [128, 1, 1], stream=mx.cpu)[0])[-1]
     whole = machine_code.compile(f"moe/apple/{op}_tiles.metal", f"{op}_tiles_{name}")
     return replace(
         found, code=replace(found.code, half_registers=whole.half_registers, threads_a_core=whole.threads_a_core)
@@ -160,7 +151,7 @@ def tile_of_mlx(type_name: str, mode: str, group: int, rows: int, columns: int) 
     values: list[Any] = [x, w, scales, third, mx.zeros((1,), mx.int32), Output([rows, 32], dtype)]
     values += [int32(rows), int32(32), int32(columns), int32(1)]
     constants = {200: rows == 16, 201: True, 202: True}
-    return predicted(
+    return launches(
         launch(*kernel, dict(enumerate(values)), [1, 1, 1], [32, 2, 1], constants=constants, stream=mx.cpu)[0]
     )[-1]
 
@@ -185,37 +176,9 @@ def dense_tile_of_mlx(type_name: str, rows: int, columns: int) -> PredictedLaunc
     values: list[Any] = [mx.random.normal((n, columns)).astype(dtype) for n in (rows, 64)]
     values += [mx.zeros((1,), mx.int32), Output([rows, 64], dtype), sizes, int32(1)]
     constants = {200: rows == 16, 201: True, 202: True}
-    return predicted(
+    return launches(
         launch(*kernel, dict(enumerate(values)), [1, 1, 1], [32, 2, 1], constants=constants, stream=mx.cpu)[0]
     )[-1]
-
-
-def each(found: PredictedLaunch, chip: Chip) -> Work:
-    """The work of a launch on a chip."""
-    work = found.on(chip).work
-    if work is None:
-        raise RuntimeError(f"{found.launch.kernel} does not compile")
-    return work
-
-
-def blend(parts: Sequence[tuple[float, Work]], threadgroups: float, lines: float) -> Work:
-    """A launch of works of which each is so many threadgroups; their shares are weights of what one does."""
-    total = Instructions()
-    summed = rounds = 0.0
-    for count, work in parts:
-        total = total + work.instructions * (count / work.threadgroups)
-        summed += work.summed_lines * count / work.threadgroups
-        rounds += work.rounds * count / threadgroups
-    return replace(
-        parts[0][1], threadgroups=threadgroups, instructions=total, summed_lines=summed, lines=lines, rounds=rounds
-    )
-
-
-def at_columns(pair: Sequence[Work], columns: int) -> list[tuple[float, Work]]:
-    """Works at the simulated columns, with the weights that make the work at others of them."""
-    first, second = SIMULATED
-    share = (columns - first) / (second - first)
-    return [(1 - share, pair[0]), (share, pair[1])]
 
 
 def product(mixture: Mixture, op: str, type_name: str, chip: Chip) -> Work:
@@ -237,7 +200,7 @@ def product(mixture: Mixture, op: str, type_name: str, chip: Chip) -> Work:
         lower = max(b for b in BLOCKS if b <= blocks)
         share = (blocks - lower) / (upper - lower) if upper > lower else 0.0
         for weight, b in ((1 - share, lower), (share, upper)):
-            pair = [each(of(b, k), chip) for k in SIMULATED]
+            pair = [work_on(of(b, k), chip) for k in SIMULATED]
             parts += [(weight * w * count * groups, work) for w, work in at_columns(pair, columns)]
     return blend(parts, sum(of_tiles.values()) * groups, lines_of(mixture, columns, outputs, 2 if swiglu else 1))
 
@@ -253,7 +216,7 @@ def product_of_mlx(mixture: Mixture, columns: int, outputs: int, type_name: str,
     )
     parts = []
     for rows, count in ((16, full), (11, partial)):
-        pair = [each(of(rows, k), chip) for k in SIMULATED]
+        pair = [work_on(of(rows, k), chip) for k in SIMULATED]
         parts += [(w * count * groups, work) for w, work in at_columns(pair, columns)]
     return blend(parts, (full + partial) * groups, lines_of(mixture, columns, outputs, 1))
 
@@ -272,13 +235,13 @@ def sorting(experts: int, chosen: int) -> PredictedLaunch:
     indices = mx.array(np.argsort(np.random.default_rng(0).random((TOKENS, experts)))[:, :chosen].astype(np.uint32))
     w = draw((experts, 16, 32), mx.float16, "affine", 32)
     x = mx.random.normal((TOKENS, 1, 1, 32)).astype(mx.float16)
-    return predicted(mm.gather_qmm(x, *w, rhs_indices=indices, group_size=32, bits=4))[0]
+    return launches(mm.gather_qmm(x, *w, rhs_indices=indices, group_size=32, bits=4))[0]
 
 
 def ours(mixture: Mixture, type_name: str, chip: Chip) -> list[Work]:
     """What we launch."""
     rows, d = TOKENS * mixture.chosen, mixture.columns
-    tiles = each(sorting(mixture.experts, mixture.chosen), chip)
+    tiles = work_on(sorting(mixture.experts, mixture.chosen), chip)
     sums = Instructions(floats=8 * mixture.chosen, integers=8 * mixture.chosen, loads=2 * mixture.chosen)
     return [
         tiles,
@@ -309,68 +272,61 @@ def theirs(mixture: Mixture, type_name: str, chip: Chip) -> list[Work]:
     ]
 
 
-def table(type_name: str, chips: Sequence[str] = CHIPS, mixtures: Sequence[Mixture] = MIXTURES) -> list[str]:
+def table(type_name: str) -> list[str]:
     """The lines of a type."""
     lines = [f"## Mixtures, {type_name}", ""]
-    lines.append("| model |" + "".join(f" {chip}: us (%) | mx's | speed |" for chip in chips))
-    lines.append("|---|" + "--:|--:|--:|" * len(chips))
-    for mixture in mixtures:
+    lines.append("| model |" + "".join(f" {chip}: us (%) | mx's | speed |" for chip in CHIPS))
+    lines.append("|---|" + "--:|--:|--:|" * len(CHIPS))
+    for mixture in MIXTURES:
         cells = [mixture.name]
         flop = 2 * 3 * TOKENS * mixture.chosen * mixture.columns * mixture.hidden
-        for chip in map(find_chip, chips):
+        for chip in map(find_chip, CHIPS):
             works = ours(mixture, type_name, chip), theirs(mixture, type_name, chip)
-            a, b = (chain(each_, chip).microseconds for each_ in works)
-            peak = chip.cores * chip.clock_GHz * 1e3 * 256
+            a, b = (chain(part, chip).microseconds for part in works)
             of_products = [sum(chain([w], chip).microseconds for w in part if w.instructions.matrix) for part in works]
-            percent = [100 * flop / peak / us for us in of_products]
+            percent = [percent_of_peak(flop, us, chip) for us in of_products]
             cells += [f"{a:,.0f} ({percent[0]:.0f})", f"{b:,.0f} ({percent[1]:.0f})", f"{b / a:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return [*lines, ""]
 
 
-def dense_table(type_name: str, chips: Sequence[str] = CHIPS, mixtures: Sequence[Mixture] = MIXTURES) -> list[str]:
+def dense_table(type_name: str) -> list[str]:
     """The lines of a type, of the first product of dense experts."""
     lines = [f"## Dense experts, {type_name}", ""]
-    lines.append("| model |" + "".join(f" {chip}: us (%) | mx's | speed |" for chip in chips))
-    lines.append("|---|" + "--:|--:|--:|" * len(chips))
-    for mixture in (replace(m, mode="dense") for m in mixtures):
+    lines.append("| model |" + "".join(f" {chip}: us (%) | mx's | speed |" for chip in CHIPS))
+    lines.append("|---|" + "--:|--:|--:|" * len(CHIPS))
+    for mixture in (replace(m, mode="dense") for m in MIXTURES):
         cells = [mixture.name]
         d, h = mixture.columns, mixture.hidden
-        for chip in map(find_chip, chips):
+        for chip in map(find_chip, CHIPS):
             ours = [
-                each(sorting(mixture.experts, mixture.chosen), chip),
+                work_on(sorting(mixture.experts, mixture.chosen), chip),
                 product(mixture, "gather_qmm", type_name, chip),
             ]
             theirs = [elementwise(TOKENS * mixture.chosen, 12 * TOKENS * mixture.chosen)]
             theirs.append(product_of_mlx(mixture, h, d, type_name, chip))
             a, b = (chain(works, chip).microseconds for works in (ours, theirs))
-            peak = chip.cores * chip.clock_GHz * 1e3 * 256
-            percent = [100 * 2 * TOKENS * mixture.chosen * d * h / peak / us for us in (a, b)]
+            percent = [percent_of_peak(2 * TOKENS * mixture.chosen * d * h, us, chip) for us in (a, b)]
             cells += [f"{a:,.0f} ({percent[0]:.0f})", f"{b:,.0f} ({percent[1]:.0f})", f"{b / a:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return [*lines, ""]
 
 
-def section() -> str:
-    """All of the page's."""
-    return "\n".join([HEAD, *(line for of in (table, dense_table) for name in TYPES for line in of(name))])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"writes its section of {FILE.name}")
-    parser.add_argument("--type", choices=TYPES, help="print that of one type")
+    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
+    parser.add_argument("--type", choices=TYPES, help="print the tables of one type")
     arguments = parser.parse_args()
     mx.set_default_device(mx.cpu)
     if arguments.type:
         print(*table(arguments.type), *dense_table(arguments.type), sep="\n")
         return
-    text = section()
+    text = "\n".join([HEAD, *(line for of in (table, dense_table) for name in TYPES for line in of(name))])
     print(text)
     if arguments.write:
-        FILE.write_text(f"{FILE.read_text().partition(HEADING)[0].rstrip()}\n\n{text}")
+        FILE.write_text(text)
 
 
 if __name__ == "__main__":

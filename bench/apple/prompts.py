@@ -9,16 +9,17 @@ from __future__ import annotations
 import argparse
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from tiles import SIMULATED, TYPES, extended, launches, percent_of_peak
 
 import mlx_mittens as mm
 from mlx_mittens.apple.chips import Chip, find_chip
 from mlx_mittens.apple.estimates import elementwise
-from mlx_mittens.apple.model import Instructions, Work, chain, predict
+from mlx_mittens.apple.model import Instructions, chain, predict
 from mlx_mittens.bench import mlx_metal
 from mlx_mittens.bench.architectures import ARCHITECTURES
 from mlx_mittens.ops.custom import Output, int32, launch
@@ -32,12 +33,9 @@ ROWS = (32, 512, 2048)
 FEW_OUTPUTS = ((32, 4096, 1024), (64, 4096, 1024), (32, 2048, 512), (48, 2048, 1024))
 SPLIT_CHIPS = ("m1", "m1-max", "m2-max", "m3-max", "m4-max")
 WEIGHTS = ((4096, 4096), (4096, 14336), (14336, 4096))  # columns and outputs
-TYPES = {"float16": (mx.float16, "half"), "bfloat16": (mx.bfloat16, "bfloat16_t")}
 BITS = (4, 8)
 KINDS = ("q4_0", "q4_k", "mxfp4")
 GROUP = 64
-# Columns of the products that are simulated: work grows by a constant with each more.
-SIMULATED = (256, 512)
 MODELS = {
     "Llama-3.2-1B": "llama-3.2-1b",
     "Qwen3-0.6B": "qwen3-0.6b",
@@ -84,7 +82,7 @@ NOTES = """## What falls short
   the plan leaves more than 192 rows to mx there.
 """
 
-Simulated = Sequence[tuple[int, PredictedLaunch]]
+Simulated = Sequence[PredictedLaunch]
 
 
 @dataclass(frozen=True)
@@ -97,13 +95,8 @@ class Tile:
 
 
 def simulated(call: Callable[[int], mx.array]) -> Simulated:
-    """The launch of a product at each of the numbers of columns."""
-    found = []
-    for columns in SIMULATED:
-        with mm.simulator.enabled(gpu=CHIPS[0]), mm.simulator.predicted(CHIPS[0]) as launches, mm.strict():
-            mx.eval(call(columns))
-        found.append((columns, launches[-1]))
-    return found
+    """The launch of a product at each number of columns that is simulated."""
+    return [launches(call(columns))[-1] for columns in SIMULATED]
 
 
 def quantized(outputs: int, columns: int, dtype: mx.Dtype, bits: int, transpose: bool) -> Sequence[mx.array]:
@@ -178,30 +171,6 @@ def their_dense(dtype: mx.Dtype, text: str, transpose: bool, is_base: bool) -> T
     return Tile(simulated(call), rows, outputs)
 
 
-def extended(found: Simulated, chip: Chip, columns: int, threadgroups: int, lines: float) -> Work:
-    """The work of a whole product, from that of a few threadgroups at two numbers of columns."""
-    (fewer, first), (more, second) = [(k, one.on(chip).work) for k, one in found]
-    if first is None or second is None:
-        raise RuntimeError("a kernel does not compile")
-    share = (columns - fewer) / (more - fewer)
-    grown = lambda a, b: a + (b - a) * share
-    each = threadgroups / first.threadgroups
-    instructions = Instructions(
-        **{
-            f.name: grown(getattr(first.instructions, f.name), getattr(second.instructions, f.name)) * each
-            for f in fields(Instructions)
-        }
-    )
-    return replace(
-        first,
-        threadgroups=threadgroups,
-        instructions=instructions,
-        summed_lines=grown(first.summed_lines, second.summed_lines) * each,
-        lines=lines,
-        rounds=grown(first.rounds, second.rounds),
-    )
-
-
 def time(tile: Tile, chip: Chip, size: tuple[int, int, int], moved: float) -> float:
     """Microseconds of a product of rows, columns and outputs that moves so many bytes."""
     rows, columns, outputs = size
@@ -214,7 +183,6 @@ def table(
     ours: Mapping[int, Tile],
     theirs: Mapping[str, Tile],
     bits: float,
-    chips: Sequence[str] = CHIPS,
     dequantized: bool = False,
 ) -> list[str]:
     """The lines of a kind of product.
@@ -224,25 +192,23 @@ def table(
         ours: By rows of a tile.
         theirs: By chip.
         bits: Of a weight in memory.
-        chips: Which to show.
         dequantized: Whether theirs are of dense weights, which are dequantized for each product.
     """
     lines = [f"## {title}", ""]
-    lines.append("| rows x K x N |" + "".join(f" {chip}: us (%) | MLX's | speed |" for chip in chips))
-    lines.append("|---|" + "--:|--:|--:|" * len(chips))
+    lines.append("| rows x K x N |" + "".join(f" {chip}: us (%) | MLX's | speed |" for chip in CHIPS))
+    lines.append("|---|" + "--:|--:|--:|" * len(CHIPS))
     for rows in ROWS:
         for columns, outputs in WEIGHTS:
             size = (rows, columns, outputs)
             tile = ours.get(32 if rows <= 32 else 64, ours[32])
             activations, weights = 2 * rows * (columns + outputs), columns * outputs
             cells = [f"{rows} x {columns} x {outputs}"]
-            for chip in map(find_chip, chips):
+            for chip in map(find_chip, CHIPS):
                 a = time(tile, chip, size, activations + weights * bits / 8)
                 b = time(theirs[chip.name], chip, size, activations + weights * (2 if dequantized else bits / 8))
                 if dequantized:
                     b += weights * (2 + bits / 8) / chip.nominal_GBps / 1e3
-                peak = chip.cores * chip.clock_GHz * 1e3 * 256
-                percent = [100 * 2 * rows * columns * outputs / peak / us for us in (a, b)]
+                percent = [percent_of_peak(2 * rows * columns * outputs, us, chip) for us in (a, b)]
                 cells += [f"{a:,.0f} ({percent[0]:.0f})", f"{b:,.0f} ({percent[1]:.0f})", f"{b / a:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
     print(*lines, sep="\n", flush=True)
@@ -311,12 +277,12 @@ def products_of(config: Mapping[str, Any]) -> list[tuple[int, int, int]]:
 
 
 def is_ours(tile: Tile, chip: Chip, rows: int, outputs: int) -> bool:
-    """Whether the plan leaves a product to mx (csrc/ops/matmul/plan.cpp: keep_busy)."""
+    """Whether the plan gives a product to our kernel, unless its tiles share the columns."""
     return are_busy(-(-rows // tile.rows) * -(-outputs // tile.outputs), chip)
 
 
 def are_busy(tiles: int, chip: Chip) -> bool:
-    """The plan's rule."""
+    """The plan's rule (csrc/ops/matmul/plan.cpp: keep_busy)."""
     return tiles * 2 >= chip.cores * 3 and tiles * 5 >= -(-tiles // chip.cores) * chip.cores * 4
 
 
@@ -361,7 +327,7 @@ def sections() -> Iterator[list[str]]:
     for transpose in (True, False):
         ours = {rows: our_dense(rows, dtype, transpose) for rows in (32, 64)}
         title = "Dense, bfloat16" + ("" if transpose else ", transpose=False")
-        yield table(title, ours, of_dense(dtype, text, transpose), 16, CHIPS)
+        yield table(title, ours, of_dense(dtype, text, transpose), 16)
     for name, (dtype, text) in TYPES.items():
         theirs = of_dense(dtype, text, True)
         for kind in KINDS:

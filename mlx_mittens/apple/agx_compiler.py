@@ -1,9 +1,9 @@
 """asahi_clc, Mesa's compiler from SPIR-V to the machine code of Apple GPUs: where it is, and how it is built.
 
-It is built from Debian's source package of Mesa, with a patch (mesa.patch) that leaves out what needs LLVM, lets
-registers be spilled, and prints statistics and machine code. The result stays in the cache of compiled kernels, under
-a key of the patch, the options and the machine's architecture, with its version of Mesa beside it. Mesa's licence is
-MIT.
+It is built from Mesa's source, which is Debian's source package or a file, with a patch (mesa.patch) that leaves out
+what needs LLVM, lets registers be spilled, and prints statistics and machine code. The result stays in the cache of
+compiled kernels, under a key of the patch, the options and the machine's architecture, with its version of Mesa beside
+it. Mesa's licence is MIT.
 """
 
 from __future__ import annotations
@@ -31,11 +31,16 @@ COMMAND = "mlx-mittens agx-compiler"
 
 PATCH = Path(__file__).with_name("mesa.patch")
 _SUITE = "trixie"  # whose Mesa it is; the machine itself may run another Debian
+_URL = f"https://archive.mesa3d.org/mesa-{VERSION}.tar.xz"  # the same file as Debian's
 _ARCHIVE_SHA256 = "592272df3cf01e85e7db300c449df5061092574d099da275d19e97ef0510f8a6"
 _TARGET = "src/asahi/clc/asahi_clc"
 _PYTHON_TOOLS = ("meson", "ninja", "mako", "pyyaml", "packaging")
-# Debian's package of each program that the build calls.
-_PROGRAMS = {"cc": "gcc", "c++": "g++", "patch": "patch", "ld": "binutils"}
+# The package of each program that the build calls, by the program that installs packages.
+_PACKAGES = {
+    "apt-get": {"cc": "gcc", "c++": "g++", "patch": "patch", "ld": "binutils"},
+    "dnf": {"cc": "gcc", "c++": "gcc-c++", "patch": "patch", "ld": "binutils"},
+}
+_FETCH_YOURSELF = f"download {_URL}, and run {COMMAND} --source {_URL.rpartition('/')[2]}"
 _DISABLED = (
     *("egl", "expat", "gbm", "gles1", "gles2", "glx", "libunwind", "llvm", "lmsensors", "shader-cache", "valgrind"),
     *("xmlconfig", "zlib", "zstd"),
@@ -101,12 +106,13 @@ def identity(program: Path) -> str:
     return hashlib.sha256(program.read_bytes()).hexdigest()
 
 
-def build(force: bool = False, report: Callable[[str], None] = lambda line: None) -> Path:
+def build(force: bool = False, report: Callable[[str], None] = lambda line: None, source: Path | None = None) -> Path:
     """Builds the program into the cache, if it is not there.
 
     Args:
         force: Build it again if it is there.
         report: Is told of each step.
+        source: An archive of Mesa's source. None: apt fetches Debian's.
 
     Raises:
         BuildError: A program is missing, or a step fails.
@@ -115,21 +121,26 @@ def build(force: bool = False, report: Callable[[str], None] = lambda line: None
     if path.is_file() and not force:
         return path
     folder = cache.writable_folder()
-    _require_programs(report)
+    _require_programs(report, source is None)
     with tempfile.TemporaryDirectory(prefix="mlx-mittens-mesa-") as scratch:
         work = Path(scratch)
-        report(f"download Mesa: source package of Debian {_SUITE}")
-        archive, found = _download(work)
+        if source is None:
+            report(f"download Mesa: source package of Debian {_SUITE}")
+        archive = source or _download(work)
+        found = _version_of(archive)
         if found not in TRIED:
-            report(f"Debian {_SUITE} has Mesa {found}; this was tried with {', '.join(TRIED)} only")
+            report(f"{archive.name} has Mesa {found}; this was tried with {', '.join(TRIED)} only")
         report(f"unpack and patch Mesa {found}")
-        source = _unpack(archive, found, work)
+        folder_of_source = _unpack(archive, found, work)
         report("install " + ", ".join(_PYTHON_TOOLS) + " for the build")
         environment = _python_tools(work)
         report("configure")
         build_folder = work / "build"
         meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
-        _call([*meson, "setup", build_folder, source, "--native-file", _native_file(work), *_OPTIONS], environment)
+        _call(
+            [*meson, "setup", build_folder, folder_of_source, "--native-file", _native_file(work), *_OPTIONS],
+            environment,
+        )
         report("compile")
         ninja = shutil.which("ninja", path=environment["PATH"]) or "ninja"
         _call([ninja, "-C", build_folder, _TARGET], environment, each_line=_Compiled(report))
@@ -192,26 +203,26 @@ def _call(
     return "".join(lines)
 
 
-def _require_programs(report: Callable[[str], None]) -> None:
-    """Installs what is missing, as root on a Debian; elsewhere says what it is."""
+def _require_programs(report: Callable[[str], None], fetches: bool) -> None:
+    """Installs what is missing, as root where there is apt; elsewhere says what it is."""
     if not sys.platform.startswith("linux"):
-        raise BuildError(f"asahi_clc is built on Debian only: set {VARIABLE} to one that was built elsewhere")
-    if not shutil.which("apt-get"):
-        raise BuildError(
-            "there is no apt-get, by which the source of Mesa is fetched: build on Debian 12 or 13, or set "
-            f"{VARIABLE} to an asahi_clc that was built with {PATCH}"
-        )
-    packages = [package for program, package in _PROGRAMS.items() if not shutil.which(program)]
-    if not packages:
+        raise BuildError(f"asahi_clc is built on Linux only: set {VARIABLE} to one that was built elsewhere")
+    installer = next(filter(shutil.which, _PACKAGES), None)
+    if fetches and installer != "apt-get":
+        raise BuildError(f"there is no apt-get, by which the source of Mesa is fetched: {_FETCH_YOURSELF}")
+    missing = [program for program in _PACKAGES["apt-get"] if not shutil.which(program)]
+    if not missing:
         return
-    names = " ".join(packages)
-    if os.geteuid() != 0:
-        raise BuildError(f"the build needs {names}: as root, apt-get install {names}")
+    if installer is None:
+        raise BuildError(f"the build needs the programs {' '.join(missing)}: install them")
+    names = " ".join(_PACKAGES[installer][program] for program in missing)
+    if installer != "apt-get" or os.geteuid() != 0:
+        raise BuildError(f"the build needs {names}: as root, {installer} install {names}")
     report(f"apt-get install {names}")
     quiet = ["-qq", "-y", "--no-install-recommends"]
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     _call(["apt-get", "update", "-qq"], environment)
-    _call(["apt-get", "install", *quiet, *packages], environment)
+    _call(["apt-get", "install", *quiet, *names.split()], environment)
 
 
 def _mirror() -> str:
@@ -220,15 +231,11 @@ def _mirror() -> str:
     for line in targets.splitlines():
         if line.rstrip("/").endswith("/debian"):
             return line
-    raise BuildError("apt has no mirror of Debian here: add one to its sources, and run apt-get update")
+    raise BuildError(f"apt has no mirror of Debian here: {_FETCH_YOURSELF}")
 
 
-def _download(work: Path) -> tuple[Path, str]:
-    """Fetches the source by apt, which checks signatures, with lists of its own: the machine's stay as they are.
-
-    Returns:
-        tuple[Path, str]: The archive, and its version of Mesa.
-    """
+def _download(work: Path) -> Path:
+    """Fetches the source by apt, which checks signatures, with lists of its own: the machine's stay as they are."""
     sources, lists = work / "sources.list", work / "lists"
     (lists / "partial").mkdir(parents=True)
     sources.write_text(f"deb-src {_mirror()} {_SUITE} main\n")
@@ -246,11 +253,22 @@ def _download(work: Path) -> tuple[Path, str]:
         raise BuildError(
             f"apt-get source has fetched no archive of Mesa from Debian {_SUITE}: expected one, got {names}"
         )
-    (archive,) = archives
-    found = archive.name.removeprefix("mesa_").partition(".orig.tar.")[0]
+    return archives[0]
+
+
+def _version_of(archive: Path) -> str:
+    """The version of Mesa that an archive has by its name.
+
+    Raises:
+        BuildError: The name has none, there is no such file, or it is not the one that the patch is written for.
+    """
+    name = re.fullmatch(r"mesa[-_](\d[\d.]*\d)(?:\.orig)?\.tar\.\w+", archive.name)
+    if name is None or not archive.is_file():
+        raise BuildError(f"{archive} is no archive of Mesa's source: expected a file such as mesa-{VERSION}.tar.xz")
+    found = name[1]
     if found == VERSION and hashlib.sha256(archive.read_bytes()).hexdigest() != _ARCHIVE_SHA256:
         raise BuildError(f"{archive.name} is not the file that the patch is written for: its SHA-256 differs")
-    return archive, found
+    return found
 
 
 def _unpack(archive: Path, found: str, work: Path) -> Path:
@@ -271,8 +289,8 @@ def _unpack(archive: Path, found: str, work: Path) -> Path:
         _call(["patch", "-s", "-p1", "-d", folders[0], "-i", PATCH])
     except BuildError as error:
         raise BuildError(
-            f"the patch does not fit Mesa {found}, which Debian {_SUITE} has; it was tried with {', '.join(TRIED)}. "
-            f"Build asahi_clc of Mesa {VERSION} with {PATCH} elsewhere, and set {VARIABLE} to it.\n{error}"
+            f"the patch does not fit Mesa {found} ({archive.name}); it was tried with {', '.join(TRIED)}: "
+            f"{_FETCH_YOURSELF}\n{error}"
         ) from None
     return folders[0]
 

@@ -7,6 +7,11 @@ from collections.abc import Iterable
 from .. import frontend
 from .machine_code import Request
 
+_DENSE_PRODUCTS = (
+    *("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/apple/matmul_tiles.metal"),
+    "matmul/splitk_reduce.metal",
+)
+
 # In the order in which docs/architecture.md has them; those for NVIDIA GPUs alone are left out.
 FILES: dict[str, tuple[str, ...]] = {
     "rms_norm": ("norm/rms_norm.metal", "norm/norm_vjp.metal"),
@@ -17,14 +22,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "qk_norm": ("norm/qk_norm.metal", "norm/norm_vjp.metal"),
     "softcap": ("norm/softcap.metal",),
     "sample": ("sampling/sample.metal",),
-    "matmul": (
-        *("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/apple/matmul_tiles.metal"),
-        "matmul/splitk_reduce.metal",
-    ),
-    "gemv": (
-        *("matmul/gemv.metal", "matmul/gemv_tiles.metal", "matmul/apple/matmul_tiles.metal"),
-        "matmul/splitk_reduce.metal",
-    ),
+    "matmul": _DENSE_PRODUCTS,
+    "gemv": _DENSE_PRODUCTS,
     "quantized_matmul": (
         *("matmul/qmv.metal", "matmul/qmm.metal", "matmul/apple/qmm_tiles.metal", "matmul/qvm.metal"),
         *("matmul/apple/qvm_tiles.metal", "matmul/splitk_reduce.metal"),

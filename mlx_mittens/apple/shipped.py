@@ -25,7 +25,7 @@ Packed = list[Any]
 
 def digest(file: str) -> str:
     """What changes with the text of a kernel file, or of a header that it includes."""
-    return hashlib.sha256(frontend.flatten(file).encode()).hexdigest()[:16]
+    return _digest_of(frontend.flatten(file))
 
 
 def find(file: str, kernel: str) -> Packed | None:
@@ -60,6 +60,11 @@ def text_of(variants: Iterable[tuple[str, str, Packed]], opcodes: list[str], mad
 def path() -> Path:
     """The file in the source tree."""
     return Path(__file__).with_name(NAME)
+
+
+@functools.lru_cache(maxsize=64)  # a file is asked for with each of its variants
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.cache

@@ -6,12 +6,14 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
 from ..apple import agx_compiler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="build it again, though there is one")
+    parser.add_argument("--source", type=Path, metavar="FILE", help="Mesa's source, such as mesa-25.0.7.tar.xz")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{time.monotonic() - start:4.0f} s  {step}", file=sys.stderr, flush=True)
 
     try:
-        print(agx_compiler.build(arguments.force, report))
+        print(agx_compiler.build(arguments.force, report, arguments.source))
     except agx_compiler.BuildError as error:
         print(f"mlx-mittens agx-compiler: {error}", file=sys.stderr)
         return 1

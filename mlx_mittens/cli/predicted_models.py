@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import frontend, simulator
+from ..apple import agx_compiler
 from ..apple.chips import Chip
 from ..apple.model import CONSTANTS, Constants, Work, chain
 from ..bench import architectures
@@ -48,7 +50,10 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A token or a prompt of a model on a chip: launches and microseconds, ours and mx's."""
+    """A token or a prompt of a model on a chip: launches and microseconds, ours and mx's.
+
+    mx's are None without Mesa's compiler: the package has machine code of its own kernels alone.
+    """
 
     model: str
     weights: str
@@ -57,8 +62,8 @@ class Row:
     chip: str
     launches: int
     microseconds: float
-    mx_launches: int
-    mx_microseconds: float
+    mx_launches: int | None
+    mx_microseconds: float | None
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,7 @@ class Launched:
             chip: The chip.
             constants: The model's numbers.
         """
-        config = architectures.ARCHITECTURES[name]
-        repeats, vocabulary = config["num_hidden_layers"] / architectures.period(name), config["vocab_size"]
+        vocabulary = architectures.ARCHITECTURES[name]["vocab_size"]
         time = lambda works: chain(works, chip, constants).microseconds
         whole, ends = (_works(launches, chip) for launches in (self.whole, self.ends))
         outer = ends
@@ -92,8 +96,17 @@ class Launched:
             outer = _works(self.head, chip)
             longest = max(range(len(outer)), key=lambda i: outer[i].lines)
             outer[longest] = _times(outer[longest], vocabulary / min(vocabulary, VOCABULARY))
-        launches = len(outer) + repeats * (len(whole) - len(ends))
-        return round(launches), time(outer) + repeats * (time(whole) - time(ends))
+        return self.count(name), time(outer) + _repeats(name) * (time(whole) - time(ends))
+
+    def count(self, name: str) -> int:
+        """Launches of the published model."""
+        outer = self.ends if self.head is None else self.head
+        return round(len(outer) + _repeats(name) * (len(self.whole) - len(self.ends)))
+
+
+def _repeats(name: str) -> float:
+    """How often the published model has the layers of the short one."""
+    return float(architectures.ARCHITECTURES[name]["num_hidden_layers"] / architectures.period(name))
 
 
 def _works(launches: Sequence[Any], chip: Chip) -> list[Work]:
@@ -165,14 +178,27 @@ def _without_layers(model: Any) -> Iterator[None]:
         model.model.layers = layers
 
 
-def sides(name: str, weights: str, dtype: mx.Dtype, chip: Chip, tokens: int = 0) -> tuple[Launched, Launched]:
-    """The launches of a token under `patched()` and by mx, planned for a chip; of a prompt if it has tokens."""
+def usual_dtype(weights: str) -> str:
+    """The dtype of a model's activations by the format of its weights."""
+    return "bfloat16" if weights == "mxfp4" else "float16"  # an embedding of mxfp4 gives bfloat16; both make float32
+
+
+def short_model(name: str, weights: str, dtype: mx.Dtype) -> Any:
+    """The model with few layers and a short head."""
     config = architectures.ARCHITECTURES[name]
     short = {"num_hidden_layers": architectures.period(name), "vocab_size": min(VOCABULARY, config["vocab_size"])}
-    model: Any = architectures.build(name, dtype, **FORMATS[weights], **short)
+    return architectures.build(name, dtype, **FORMATS[weights], **short)
+
+
+def sides(
+    name: str, weights: str, dtype: mx.Dtype, chip: Chip, tokens: int = 0, with_mx: bool = True
+) -> tuple[Launched, ...]:
+    """The launches of a token under `patched()`, and by mx, planned for a chip; of a prompt if it has tokens."""
+    model = short_model(name, weights, dtype)
+    launched = lambda: prompt(model, chip, tokens) if tokens else token(model, chip)
     with patched():
-        ours = prompt(model, chip, tokens) if tokens else token(model, chip)
-    return ours, prompt(model, chip, tokens) if tokens else token(model, chip)
+        ours = launched()
+    return (ours, launched()) if with_mx else (ours,)
 
 
 def run(arguments: argparse.Namespace, file: JsonFile) -> int:
@@ -191,7 +217,8 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
         raise UsageError(f"--{unused[0]} does not go with --predict --model, which takes {taken}")
     if frontend.compiler_problem():
         raise UsageError(frontend.compiler_problem())
-    chips = chosen_chips(arguments.chip or _CHIPS)
+    chips = chosen_chips(arguments.chip or _CHIPS, ours_alone=True)
+    without_mx = agx_compiler.problem()
     names = chosen("--model", arguments.model, architectures.ARCHITECTURES)
     formats = chosen("--weights", given.get("weights", "4-bit"), FORMATS)
     dtypes = chosen("--dtype", given["dtype"], DTYPES) if "dtype" in given else [""]
@@ -199,9 +226,8 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     if "prompt" in given and tokens < 2:
         raise UsageError(f"--prompt {tokens}: expected 2 or more")
     phases = [("a token", 0), *([(f"a prompt of {tokens}", tokens)] if tokens else [])]
-    # Weights of mxfp4 make bfloat16 of an embedding, and both together float32.
     todo = [
-        (name, weights, dtype or ("bfloat16" if weights == "mxfp4" else "float16"), phase)
+        (name, weights, dtype or usual_dtype(weights), phase)
         for name, weights, dtype, phase in itertools.product(names, formats, dtypes, phases)
     ]
     rows: list[Row] = []
@@ -219,9 +245,10 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
 
         def one(item: tuple[str, str, str, tuple[str, int]]) -> None:
             name, weights, dtype, (phase, count) = item
-            both = sides(name, weights, DTYPES[dtype], chips[0], count)
+            found = sides(name, weights, DTYPES[dtype], chips[0], count, with_mx=not without_mx)
             for chip in chips:
-                ours, mx_own = (side.of_published(name, chip) for side in both)
+                ours, *others = (side.of_published(name, chip) for side in found)
+                mx_own = others[0] if others else (None, None)
                 rows.append(Row(name, weights, dtype, phase, chip.name, *ours, *mx_own))
             done.append(label(item))
             save()
@@ -231,15 +258,20 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
         ending = each(todo, one, label, arguments.minutes)
     save(ending)
     if rows:
-        styles = ["33" if row.mx_microseconds < row.microseconds else "" for row in rows]
+        styles = ["33" if (row.mx_microseconds or math.inf) < row.microseconds else "" for row in rows]
         show(_COLUMNS, [_cells(row) for row in rows], styles)
         print(
             f"Under mm.patch(), planned for {chips[0].name}. mx's small operations are estimated from their bytes.\n"
             "Predicted, not measured: docs/apple.md has the errors that were seen."
         )
+        if without_mx:
+            print(f"mx's own kernels are not predicted: {without_mx}, on Linux.")
     return finish("bench", ending, file, passed=True)
 
 
 def _cells(row: Row) -> list[str]:
-    times = [f"{row.microseconds:.0f}", f"{row.mx_microseconds:.0f}", f"{row.mx_microseconds / row.microseconds:.2f}x"]
-    return [row.model, row.weights, row.dtype, row.phase, row.chip, *times, str(row.launches), str(row.mx_launches)]
+    of_mx = ["", ""]
+    if row.mx_microseconds is not None:
+        of_mx = [f"{row.mx_microseconds:.0f}", f"{row.mx_microseconds / row.microseconds:.2f}x"]
+    counts = [str(row.launches), "" if row.mx_launches is None else str(row.mx_launches)]
+    return [row.model, row.weights, row.dtype, row.phase, row.chip, f"{row.microseconds:.0f}", *of_mx, *counts]

@@ -77,7 +77,7 @@ def gemv(
     transpose: bool = True,
     stream: StreamOrDevice = None,
 ) -> mx.array:
-    """`matmul` with a matrix as its first argument. It will be removed in a later release: call `matmul`.
+    """`matmul` with the matrix as its first argument: an alias for one release, without a warning. Call `matmul`.
 
     Sums are taken in float32 and rounded once, after the bias. Each weight is read once for up to 16 rows of ``x``.
 
@@ -180,9 +180,9 @@ def quantized_matmuls(
 ) -> list[mx.array]:
     """Products of one input with several quantized matrices: ``[x @ dequantize(w).T + b for w, b in ...]``.
 
-    What a layer multiplies its input with, as queries, keys and values, in one launch where that is of one row, on an
-    Apple GPU, with up to 4 matrices of 4 or 8 bits or in ``mxfp4``. Elsewhere each is `quantized_matmul`'s. The
-    matrices stay where they are. The results are views of one array there.
+    For linear layers that share an input, such as the projections of queries, keys and values. One launch computes
+    all of them if ``x`` is one row, on an Apple GPU, with 2 to 4 matrices of 4 or 8 bits or in ``mxfp4``; the results
+    are then views of one array. Otherwise each product is a `quantized_matmul`. No matrix is copied.
 
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.
@@ -191,7 +191,7 @@ def quantized_matmuls(
         group_size (int, optional): As of `quantized_matmul`, for all matrices.
         bits (int, optional): As of `quantized_matmul`, for all matrices.
         mode (str): As of `quantized_matmul`, for all matrices.
-        bias (sequence, optional): What is added to each product, for each matrix an array of shape ``[outputs]``.
+        bias (sequence, optional): Offsets, for each matrix an array of shape ``[outputs]``.
         stream (optional): Stream or device to run on.
 
     Returns:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from .. import _ext
 from .digests import digest
-from .linears import is_quantized_linear
+from .linears import format_of, is_quantized_linear, weights_of
 
 __all__ = ["SWITCH_LAYERS", "experts_beside", "gated", "geglu_layer", "weighted_experts"]
 
@@ -57,21 +57,13 @@ def _activation(module: Any) -> str | None:
     return known if known != "clipped" or constants == _CLIPPED else None
 
 
-def _stack(layer: Any) -> tuple[mx.array, ...]:
-    return tuple(layer[name] for name in ("weight", "scales", "biases") if layer.get(name) is not None)
-
-
-def _format(layer: Any) -> tuple[Any, ...]:
-    return layer.group_size, layer.bits, layer.mode
-
-
 def _is_plain(layer: Any) -> bool:
     return _is_a(layer, "QuantizedSwitchLinear") and layer.get("global_scale") is None
 
 
 def _takes_unsorted(layer: Any, x: mx.array, indices: mx.array) -> bool:
     """Whether products with a layer's experts take many tokens in any order."""
-    return _ext.takes_unsorted_experts(x, layer["weight"], indices, *_format(layer))
+    return _ext.takes_unsorted_experts(x, layer["weight"], indices, *format_of(layer))
 
 
 def gated(glu: Any, x: mx.array, indices: mx.array) -> mx.array | None:
@@ -86,18 +78,18 @@ def gated(glu: Any, x: mx.array, indices: mx.array) -> mx.array | None:
         return None
     if indices.size >= _MOST_UNSORTED and mx.default_device() == mx.gpu and not _takes_unsorted(gate, x, indices):
         return None
-    alike = _format(gate) == _format(up) and gate["weight"].shape == up["weight"].shape
+    alike = format_of(gate) == format_of(up) and gate["weight"].shape == up["weight"].shape
     if not alike or ("bias" in gate) != ("bias" in up):
         return None
     return cast(
         mx.array,
         _ext.gather_swiglu(
             mx.expand_dims(x, (-2, -3)),
-            _stack(gate),
-            _stack(up),
+            weights_of(gate),
+            weights_of(up),
             None,
             mx.stop_gradient(indices),
-            *_format(gate),
+            *format_of(gate),
             bias=(gate["bias"], up["bias"]) if "bias" in gate else None,
             activation=activation,
         ),
@@ -121,8 +113,8 @@ def weighted_experts(
         total = (y * weights[..., None]).sum(axis=-2)
         return total.astype(y.dtype) if rounded else total
     down = layer["down_proj"]
-    w, scales, *biases = _stack(down)
-    group_size, bits, mode = _format(down)
+    w, scales, *biases = weights_of(down)
+    group_size, bits, mode = format_of(down)
     return cast(
         mx.array,
         _ext.gather_sum(
@@ -165,10 +157,12 @@ def experts_beside(
     if not all(map(_is_plain, stacks)) or not all(map(is_quantized_linear, matrices)):
         return None
     layers = [*stacks, *matrices]
-    alike = all(_format(layer) == _format(layers[0]) and "bias" not in layer for layer in layers)
+    alike = all(format_of(layer) == format_of(layers[0]) and "bias" not in layer for layer in layers)
     if not alike or any(a["weight"].shape[1:] != b["weight"].shape for a, b in zip(stacks, matrices)):
         return None
     return cast(
         "mx.array | None",
-        _ext.try_mixture(x, mx.stop_gradient(indices), weights, *map(_stack, layers), logits, *_format(layers[0])),
+        _ext.try_mixture(
+            x, mx.stop_gradient(indices), weights, *map(weights_of, layers), logits, *format_of(layers[0])
+        ),
     )

@@ -5,7 +5,7 @@ The shape of a case is ``(rows, columns, outputs)``: so many rows of x, each of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from ..ops.matmul import (
     quantized_swiglu,
 )
 from . import gguf, reference
-from .op import DTYPES, Case, Exact, Op, add_outliers, draw_packed, gated, on_all_cores, widen
+from .op import Case, Exact, ModelOp, Op, add_outliers, draw_packed, gated, on_all_cores, weight_bytes, widen
 
 # Numbers that are drawn; larger arrays repeat them, which no row length divides.
 _DRAWN = 2**24 + 43
@@ -34,17 +34,13 @@ _PIECE = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixOp(Op):
+class MatrixOp(ModelOp):
     """An op on x and weights. `draw` is told by `layout` which weights.
 
     In the table gradients are those of dense weights and x, and of x alone where weights are affine.
     """
 
     layout: str = "dense"
-
-    def dtypes(self, case: Case) -> Iterable[str]:
-        # What only a GPU runs is there for its shape: in the type that models have.
-        return ("bfloat16",) if case.gpu_only else DTYPES
 
     def link(self, case: Case) -> int:
         names = [name for name, _ in self.parameters]
@@ -134,16 +130,13 @@ class MatrixOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatricesOp(Op):
+class MatricesOp(ModelOp):
     """An x, three quantized matrices and their biases.
 
     The shape of a case is ``(rows, columns, outputs of each..)``.
     """
 
     smallest = (1, 64, 8, 4, 1)
-
-    def dtypes(self, case: Case) -> Iterable[str]:
-        return ("bfloat16",) if case.gpu_only else DTYPES
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         rows, columns, *outputs = case.shape
@@ -168,9 +161,8 @@ class MatricesOp(Op):
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         rows, columns, *outputs = case.shape
         options = self.arguments(case)
-        scale = 2 * dtype.size if options.get("mode", "affine") == "affine" else 1
-        weight = options["bits"] / 8 + scale / options["group_size"]
-        return int(columns * sum(outputs) * weight) + dtype.size * rows * (columns + sum(outputs))
+        weights = int(columns * sum(outputs) * weight_bytes(options, dtype))
+        return weights + dtype.size * rows * (columns + sum(outputs))
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
@@ -397,7 +389,7 @@ _TRANSPOSED_TILES = ((19, 41, 160), (37, 72, 96))
 
 
 def _tile_tests(shapes: Sequence[tuple[int, int, int]], **options: Any) -> tuple[Case, ...]:
-    """Shapes of which the first is for tiles of 32 rows: of 2, 3, 5 and 6 bits there are no others."""
+    """Cases in each format. The first shape is for tiles of 32 rows: 2, 3, 5 and 6 bits have no other tiles."""
     formats: list[tuple[dict[str, Any], bool]] = [
         *(({"group_size": 32, "bits": bits}, bits in (4, 8)) for bits in (2, 3, 4, 5, 6, 8)),
         *(({"group_size": size, "bits": bits, "mode": mode}, True) for mode, bits, size in _FLOATS),
@@ -446,7 +438,7 @@ _QUANTIZED_TESTS = tuple(
     )
 ) + _tests((1, 2880, 9), (1, 4672, 9), (1, 576, 21), (1, 128, 4099), transpose=True, gpu="nvidia")  # fmt: skip
 
-# GGUF kinds that have kernels of several rows.
+# GGUF kinds with kernels for several rows of x.
 COMMON_KINDS = ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")
 
 MATRIX_OPS: tuple[Op, ...] = (

@@ -6,7 +6,7 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,23 @@ import numpy as np
 
 from ..ops import moe
 from . import matmul
-from .op import DTYPES, Case, Exact, Op, add_outliers, cases_for_tests, dequantized, draw_packed, gated, widen
+from .op import (
+    Case,
+    Exact,
+    ModelOp,
+    Op,
+    add_outliers,
+    cases_for_tests,
+    dequantized,
+    draw_packed,
+    gated,
+    weight_bytes,
+    widen,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherOp(Op):
+class GatherOp(ModelOp):
     """Tokens, weights of experts, and for each token the experts chosen.
 
     In the table gradients are those of x, and of dense weights.
@@ -35,9 +47,6 @@ class GatherOp(Op):
     stacks: int = 1
     sums: bool = False
     dense: tuple[str, ...] = ("x", "indices", "weights", "bias")
-
-    def dtypes(self, case: Case) -> Iterable[str]:
-        return ("bfloat16",) if case.gpu_only else DTYPES
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         tokens, chosen, experts, columns, outputs = case.shape
@@ -84,10 +93,7 @@ class GatherOp(Op):
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         tokens, chosen, experts, columns, outputs = case.shape
         options = self.arguments(case)
-        weight = float(dtype.size)
-        if "bits" in options:
-            scale = 2 * dtype.size if options.get("mode", "affine") == "affine" else 1
-            weight = options["bits"] / 8 + scale / options["group_size"]
+        weight = weight_bytes(options, dtype) if "bits" in options else float(dtype.size)
         read = min(tokens * chosen, experts) * columns * outputs * weight * self.stacks
         small = tokens * (chosen * columns + outputs if self.sums else columns + chosen * outputs)
         if case.vjp and "bits" not in options:  # x is read too, and each weight has a gradient
@@ -128,16 +134,13 @@ class GatherOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureOp(Op):
+class MixtureOp(ModelOp):
     """Tokens, the experts chosen, their weights, six triples, and the shared expert's logits.
 
     The shape of a case is ``(tokens, chosen, experts, columns, hidden)``; there are as many outputs as columns.
     """
 
     smallest = (2, 2, 3, 64, 64)
-
-    def dtypes(self, case: Case) -> Iterable[str]:
-        return ("bfloat16",) if case.gpu_only else DTYPES
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         tokens, chosen, experts, columns, hidden = case.shape
@@ -172,9 +175,7 @@ class MixtureOp(Op):
 
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         tokens, chosen, experts, columns, hidden = case.shape
-        options = self.arguments(case)
-        scale = 2 * dtype.size if options.get("mode", "affine") == "affine" else 1
-        weight = options["bits"] / 8 + scale / options["group_size"]
+        weight = weight_bytes(self.arguments(case), dtype)
         read = (min(tokens * chosen, experts) + 1) * 3 * columns * hidden * weight
         small = tokens * (2 * columns + 2 * (chosen + 1) * hidden + chosen + 1)
         return int(read) + dtype.size * small + 4 * tokens * chosen

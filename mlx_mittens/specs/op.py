@@ -194,6 +194,19 @@ class Op(abc.ABC):
         """What a case gives in float64: outputs, or the gradients of the arguments that are there."""
 
 
+class ModelOp(Op):
+    """An op whose cases for GPUs alone are there for their shapes: in the type that models have."""
+
+    def dtypes(self, case: Case) -> Iterable[str]:
+        return ("bfloat16",) if case.gpu_only else DTYPES
+
+
+def weight_bytes(options: Mapping[str, Any], dtype: mx.Dtype) -> float:
+    """Bytes of a quantized weight, with its share of scales and biases."""
+    scale = 2 * dtype.size if options.get("mode", "affine") == "affine" else 1
+    return float(options["bits"] / 8 + scale / options["group_size"])
+
+
 @overload
 def widen(a: mx.array) -> np.ndarray: ...
 @overload

@@ -6,18 +6,18 @@ The shape of a case is ``(batch, steps, key_heads, heads, rows, columns)``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops import recurrence
-from .op import DTYPES, Case, Exact, Op, add_outliers, cases_for_tests, widen
+from .op import Case, Exact, ModelOp, Op, add_outliers, cases_for_tests, widen
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaOp(Op):
+class GatedDeltaOp(ModelOp):
     """Queries, keys, values, gates, rates and a state. Gradients and masks are tested beside the table.
 
     Options of a case are ``per_column``, whether gates are, and ``state``, whether there is one.
@@ -31,9 +31,6 @@ class GatedDeltaOp(Op):
 
     def updated(self, case: Case) -> Mapping[int, int]:
         return {5: 1} if self._has_state(case) else {}
-
-    def dtypes(self, case: Case) -> Iterable[str]:
-        return ("bfloat16",) if case.gpu_only else DTYPES
 
     def _has_state(self, case: Case) -> bool:
         return self.arguments(case).get("state", True)
@@ -107,7 +104,7 @@ class GatedDeltaTokenOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateSpaceOp(Op):
+class StateSpaceOp(ModelOp):
     """Inputs, rates of decay, B, C, D, time steps, their bias and a state."""
 
     smallest = (1, 2, 1, 2, 3, 8)
@@ -117,9 +114,6 @@ class StateSpaceOp(Op):
 
     def updated(self, case: Case) -> Mapping[int, int]:
         return {7: 1}
-
-    def dtypes(self, case: Case) -> Iterable[str]:
-        return ("bfloat16",) if case.gpu_only else DTYPES
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         batch, steps, groups, heads, rows, columns = case.shape
@@ -141,7 +135,7 @@ class StateSpaceOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearAttentionOp(Op):
+class LinearAttentionOp(ModelOp):
     """Queries, keys, values, decays of heads and a state."""
 
     smallest = (1, 2, 1, 2, 3, 8)
@@ -151,9 +145,6 @@ class LinearAttentionOp(Op):
 
     def updated(self, case: Case) -> Mapping[int, int]:
         return {4: 1}
-
-    def dtypes(self, case: Case) -> Iterable[str]:
-        return ("bfloat16",) if case.gpu_only else DTYPES
 
     def shapes(self, case: Case) -> list[tuple[int, ...]]:
         batch, steps, key_heads, heads, rows, columns = case.shape
@@ -348,10 +339,6 @@ def _twin(q, k, v, gamma, beta, initial_state, per_column=False, state=True):
     return mx.stack(results, axis=1), s
 
 
-def _gated_delta_token(*arrays):
-    return recurrence.gated_delta_token(*arrays)
-
-
 def _gated_delta_token_twin(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state):
     """As mlx-lm's `Qwen3NextGatedDeltaNet` has it, in mx operations."""
     (batch, key_heads, columns), (group, rows) = q.shape, v.shape[2:]
@@ -459,7 +446,7 @@ RECURRENCE_OPS: tuple[Op, ...] = (
             )
         ),
         outputs=3,
-        ours=_gated_delta_token,
+        ours=recurrence.gated_delta_token,
         twin=_gated_delta_token_twin,
         twin_text="mlx-lm's `Qwen3NextGatedDeltaNet` between its projections",
         summary="one token of a gated delta layer: convolution, norms, gates, state and gated norm",

@@ -1,10 +1,10 @@
 """The whole chain, from the simulator to a time, is held to published measurements of kernels that run in seconds."""
 
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import scripts
 
 from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler
@@ -18,13 +18,7 @@ TYPICAL = 0.05  # of half of the points
 
 @pytest.fixture(scope="module")
 def chain():
-    folder = str(ROOT / "bench" / "apple")
-    sys.path.insert(0, folder)
-    try:
-        import chain
-    finally:
-        sys.path.remove(folder)
-    return chain
+    return scripts.load("apple/chain")
 
 
 @pytest.mark.skipif(bool(problem), reason=problem)

@@ -3,10 +3,10 @@
 import dataclasses
 import re
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import scripts
 
 from mlx_mittens.apple.chips import find_chip
 from mlx_mittens.apple.model import CONSTANTS
@@ -16,12 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def errors():
-    sys.path.insert(0, str(ROOT / "bench" / "apple"))
-    try:
-        import errors
-    finally:
-        sys.path.pop(0)
-    return errors
+    return scripts.load("apple/errors")
 
 
 def median_percent(rows, held_out=False):

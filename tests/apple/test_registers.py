@@ -197,7 +197,13 @@ def test_what_the_build_lacks_is_said(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(agx_compiler.sys, "platform", "linux")
     monkeypatch.setattr(agx_compiler.shutil, "which", lambda name, **_: None)
     assert main.main(["agx-compiler"]) == 1
-    assert "there is no apt-get" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "there is no apt-get" in said and "mlx-mittens agx-compiler --source mesa-25.0.7.tar.xz" in said
+    assert main.main(["agx-compiler", "--source", "mesa-25.0.7.tar.xz"]) == 1
+    assert "the build needs the programs cc c++ patch ld" in capsys.readouterr().err
+    monkeypatch.setattr(agx_compiler.shutil, "which", lambda name, **_: "/usr/bin/dnf" if name == "dnf" else None)
+    assert main.main(["agx-compiler", "--source", "mesa-25.0.7.tar.xz"]) == 1
+    assert "as root, dnf install gcc gcc-c++ patch binutils" in capsys.readouterr().err
     monkeypatch.setattr(agx_compiler.shutil, "which", lambda name, **_: "/usr/bin/apt-get" if "apt" in name else None)
     monkeypatch.setattr(agx_compiler.os, "geteuid", lambda: 1000)
     assert main.main(["agx-compiler"]) == 1
@@ -234,14 +240,30 @@ def fetched(monkeypatch, *names):
 
 def test_another_version_of_mesa_is_fetched(monkeypatch, tmp_path):
     fetched(monkeypatch, "mesa_26.1.0.orig.tar.xz", "mesa_26.1.0-1.debian.tar.xz")
-    assert agx_compiler._download(tmp_path) == (tmp_path / "mesa_26.1.0.orig.tar.xz", "26.1.0")
+    archive = agx_compiler._download(tmp_path)
+    assert archive == tmp_path / "mesa_26.1.0.orig.tar.xz" and agx_compiler._version_of(archive) == "26.1.0"
     assert (tmp_path / "sources.list").read_text().startswith("deb-src http://mirror.test/debian/ ")
 
 
 def test_the_known_version_has_to_be_the_known_file(monkeypatch, tmp_path):
-    fetched(monkeypatch, "mesa_25.0.7.orig.tar.xz")
-    with pytest.raises(agx_compiler.BuildError, match="its SHA-256 differs"):
-        agx_compiler._download(tmp_path)
+    for name in ("mesa_25.0.7.orig.tar.xz", "mesa-25.0.7.tar.xz"):
+        (tmp_path / name).write_text("")
+        with pytest.raises(agx_compiler.BuildError, match="its SHA-256 differs"):
+            agx_compiler._version_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["mesa-25.0.7.tar.xz", "linux-6.1.tar.xz"])
+def test_a_source_that_is_none_is_named(name, tmp_path):
+    if name.startswith("linux"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(agx_compiler.BuildError, match=f"{name} is no archive of Mesa's source: expected a file such"):
+        agx_compiler._version_of(tmp_path / name)
+
+
+def test_without_a_mirror_of_debian_the_source_is_fetched_by_hand(monkeypatch):
+    monkeypatch.setattr(agx_compiler, "_call", lambda command: "http://archive.ubuntu.test/ubuntu/\n")
+    with pytest.raises(agx_compiler.BuildError, match="no mirror of Debian here: download https://archive.mesa3d.org"):
+        agx_compiler._mirror()
 
 
 def test_without_an_archive_the_build_says_so(monkeypatch, tmp_path):
@@ -307,7 +329,7 @@ def test_the_patch_goes_into_sources_that_have_its_lines(version, moved, tmp_pat
 
 def test_a_version_that_the_patch_does_not_fit_says_what_to_do(tmp_path):
     archive = source("26.1.0", tmp_path, change=lambda file, line: line.replace("assert", "check").replace("(", "["))
-    words = "(?s)does not fit Mesa 26.1.0, .*tried with 25.0.7.*Build asahi_clc of Mesa 25.0.7 .*MLX_MITTENS_ASAHI_CLC"
+    words = "(?s)does not fit Mesa 26.1.0 .*tried with 25.0.7: download .*agx-compiler --source mesa-25.0.7"
     with pytest.raises(agx_compiler.BuildError, match=words):
         agx_compiler._unpack(archive, "26.1.0", tmp_path / "work")
 

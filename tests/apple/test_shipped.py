@@ -99,6 +99,7 @@ def test_what_the_script_writes(monkeypatch):
         for request in kernels.requests(["norm/softcap.metal"])
         if (packed := shipped.find(request.file, request.kernel))
     ]
+    assert codes
     monkeypatch.setattr(agx.machine_code, "compile_all", lambda requests: codes)
     monkeypatch.setattr(agx, "made_with", lambda: "a test")
     import json

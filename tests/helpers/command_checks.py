@@ -120,7 +120,7 @@ class _Accepted(Exception):
     """A command has accepted its arguments."""
 
 
-def _accept(*_: object) -> None:
+def _accept(*_: object, **__: object) -> None:
     raise _Accepted
 
 

@@ -19,12 +19,17 @@ def command(*arguments: object, before: str = "pass") -> list[str]:
 
 
 def load(name: str) -> ModuleType:
-    """The module of bench/<name>.py."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    """The module of bench/<name>.py, which imports scripts beside it as `python` would."""
+    file = ROOT / "bench" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where its dataclasses look for it
-    spec.loader.exec_module(module)
+    sys.modules[file.stem] = module  # where its dataclasses look for it
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(file.parent))
     return module
 
 

@@ -442,12 +442,17 @@ def test_what_mlx_has_no_kernel_for_in_its_wheel_is_estimated(tmp_path, capsys):
         assert row["mlx"]["estimated"] and row["mlx"]["chips"]["m1"]["microseconds"] > 2.5
 
 
-@needs_compilers
-def test_bench_predicts_a_token_and_a_prompt_of_a_model(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def small_llama(monkeypatch):
+    """llama-3.2-1b with small layers, and a token after few others."""
     small = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     llama = {**architectures.ARCHITECTURES["llama-3.2-1b"], **small, "vocab_size": 2048}
     monkeypatch.setitem(architectures.ARCHITECTURES, "llama-3.2-1b", llama)
     monkeypatch.setattr(predicted_models, "CONTEXT", 4)
+
+
+@needs_compilers
+def test_bench_predicts_a_token_and_a_prompt_of_a_model(small_llama, tmp_path, capsys):
     file = tmp_path / "out.json"
     arguments = ["--chip", "m1,m4-max", "--prompt", "12", "--json", str(file)]
     assert main(["bench", "--predict", "--model", "llama-3.2-1b", *arguments]) == 0
@@ -458,6 +463,18 @@ def test_bench_predicts_a_token_and_a_prompt_of_a_model(tmp_path, capsys, monkey
         assert row["launches"] > 5 * 16 and row["mx_launches"] > row["launches"]
         assert row["mx_microseconds"] > 0 and row["microseconds"] > 2.5 * row["launches"]
     assert "planned for m1" in out and "Predicted, not measured" in out
+
+
+@pytest.mark.skipif(bool(frontend.compiler_problem()), reason=frontend.compiler_problem())
+def test_bench_predicts_a_model_of_ours_without_the_compiler_of_apple_gpus(small_llama, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MLX_MITTENS_ASAHI_CLC", "no-such-program")
+    file = tmp_path / "out.json"
+    assert main(["bench", "--predict", "--model", "llama-3.2-1b", "--chip", "m1,m4-max", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["launches"] > 5 * 16 and row["microseconds"] > 2.5 * row["launches"]
+        assert row["mx_launches"] is None and row["mx_microseconds"] is None
+    assert "mx's own kernels are not predicted: MLX_MITTENS_ASAHI_CLC is 'no-such-program'" in out
 
 
 @needs_compilers

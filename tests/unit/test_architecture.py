@@ -90,14 +90,34 @@ def imported(path: Path, module: str, modules: Collection[str]) -> set[str]:
     return names & set(modules) - {module, "mlx_mittens"}
 
 
-def test_modules_import_in_no_circle():
+def imports() -> dict[str, set[str]]:
+    """The package's modules that each of its modules imports."""
     package = ROOT / "mlx_mittens"
     modules = {}
     for path in package.rglob("*.py"):
         parts = ("mlx_mittens", *path.relative_to(package).with_suffix("").parts)
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph = {name: imported(path, name, modules) for name, path in modules.items()}
-    assert list(TopologicalSorter(graph).static_order())
+    return {name: imported(path, name, modules) for name, path in modules.items()}
+
+
+def test_modules_import_in_no_circle():
+    assert list(TopologicalSorter(imports()).static_order())
+
+
+def test_the_documentation_has_every_folder_and_module_of_the_package():
+    """And what each imports, but for private modules, whose names begin with `_`."""
+    graph: dict[str, set[str]] = {}
+    for name, others in imports().items():
+        own, *_ = name.split(".")[1:] or ["_"]
+        graph.setdefault(own, set()).update(other.split(".")[1] for other in others)
+    expected = {
+        own: {other for other in others if not other.startswith("_")} - {own}
+        for own, others in graph.items()
+        if not own.startswith("_")
+    }
+    page = WHERE["PAGE"].read_text().partition("| folder or module | holds | imports |\n|---|---|---|\n")[2]
+    rows = re.findall(r"\| `(\w+)(?:/|\.py)` \| .* \| (.*) \|\n", page.partition("\n\n")[0] + "\n")
+    assert {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows} == expected
 
 
 # A function of C++: its name, up to the brace that opens its body.
