@@ -33,11 +33,13 @@ class Counted:
         op: Its op.
         case: Words of the case's name, as `mlx-mittens simulate` takes them.
         slow: Whether it takes seconds.
+        dtype: Of its arrays.
     """
 
     op: str
     case: str
     slow: bool = False
+    dtype: mx.Dtype = mx.float16
 
 
 CASES = (
@@ -57,12 +59,15 @@ CASES = (
     Counted("gemv", "1x600x72 transpose=False"),
     Counted("gemv", "8x520x19"),
     Counted("gemv", "1x512x17 nvidia"),
+    Counted("matmul", "37x160x69", dtype=mx.bfloat16),
     Counted("quantized_matmul", "1x1024x1024 bits=4"),
     Counted("quantized_matmul", "1x4096x64 transpose=False bits=4"),
     Counted("quantized_matmul", "11x448x37 bits=4"),
     Counted("quantized_matmul", "16x320x9 bits=4"),
     Counted("quantized_matmul", "19x160x133 bits=4"),
     Counted("quantized_matmul", "37x160x69 bits=4"),
+    Counted("quantized_matmul", "37x72x96 transpose=False bits=4"),
+    Counted("quantized_matmuls", "1x320x9x4x1 bits=4"),
     Counted("quantized_matmul", "1x128x4099 nvidia"),
     Counted("quantized_matmul", "1x2880x9 bits=4 nvidia"),
     Counted("quantized_matmul", "11x320x9 bits=4 nvidia"),
@@ -72,6 +77,7 @@ CASES = (
     Counted("quantized_swiglu", "1x320x9 bits=4 nvidia"),
     Counted("quantized_swiglu", "1x2880x9 nvidia"),
     Counted("block_matmul", "1x2880x9 q4_0"),
+    Counted("block_matmul", "20x256x21 q4_0"),
     Counted("block_quantize", "9x96x0 q4_0"),
     Counted("block_dequantize", "9x96x0 q4_0 float16"),
     Counted("scaled_dot_product_attention", "test 2x4x2x1x70x64"),
@@ -91,9 +97,13 @@ CASES = (
     Counted("quantized_rope_append", "1x4x2x1x64 bits=4"),
     Counted("quantized_rope_append", "2x1x2x3x96 bits=6"),
     Counted("gather_qmm", "1x8x16x320x10 bits=4"),
+    Counted("gather_qmm", "11x6x7x96x33 bits=4"),
     Counted("gather_mm", "test 1x8x16x320x10"),
     Counted("gather_swiglu", "1x8x16x320x10 bits=4"),
+    Counted("gather_swiglu", "11x6x7x96x33 bits=4"),
     Counted("gather_sum", "1x8x16x320x10 bits=4"),
+    Counted("gather_sum", "11x6x7x64x33 bits=4"),
+    Counted("mixture", "1x8x16x320x64 bits=4"),
     Counted("route_top_k", "2x128 scores=softmax"),
     Counted("gated_delta_update", "test 1x1x2x4x33x128"),
     Counted("gated_delta_token", "test 1x4x2x4x33x128"),
@@ -111,11 +121,11 @@ def rows(counted: Counted) -> str:
     """The rows of a case: its name, a launch of ours a line, a launch of MLX's a line."""
     op = specs.get(counted.op)
     case = simulate.find_case(op, counted.case)
-    check, ours = simulate.simulate(op, case, mx.float16)
+    check, ours = simulate.simulate(op, case, counted.dtype)
     if not check.passed:
         raise ValueError(f"{op.name}, {case.name}: {check.detail}")
     peer = mlx_metal.of(op, case)
-    theirs = simulate.peer_launches(op, peer, case, mx.float16) if peer else []
+    theirs = simulate.peer_launches(op, peer, case, counted.dtype) if peer else []
     lines = [_row("", launch) for launch in ours] + [_row("MLX: ", launch) for launch in theirs]
     return "".join(f"{line}\n" for line in (heading(counted), *lines) if line)
 

@@ -60,6 +60,7 @@ std::string what_makes(std::string_view primitive) {
       {"LayerNormVjp", "layer_norm"},
       {"LayerNormVjpVjp", "layer_norm"},
       {"RecurrenceVjp", ""},  // of any of the recurrences
+      {"SoftcapVjp", "softcap"},
       {"SoftmaxVjp", "softmax"},
       {"ScaledDotProductAttentionVjp", "scaled_dot_product_attention"},
       {"Launch", "ops.custom.launch"},

@@ -73,7 +73,7 @@ def test_refuses_words_of_the_languages(clone, capsys, family):
         ("specs", "is a name of an import in modules and tests"),
         ("norm", "exists: mlx_mittens/ops/norm.py is there"),
         ("cache", "exists: mlx_mittens/ops/cache.py is there"),
-        ("matmul", "exists: mlx_mittens/ops/matmul.py is there"),
+        ("moe", "exists: mlx_mittens/ops/moe.py is there"),
         ("custom", "exists: mlx_mittens/ops/custom.py is there"),
         ("shaped", "exists: mlx_mittens/specs/shaped.py is there"),
         ("tests", "exists: mlx_mittens/specs/norm.py has _tests"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -225,7 +226,23 @@ def _quantized_calls() -> list[Call]:
                 Call("quantized_swiglu", f"{what} of {bits} bits", some, arguments,
                      partial(_swiglu, bits=bits), _product_of_nothing("gate", 0), covered=bits != 1)
             )  # fmt: skip
+    matrices = [triple("outputs", "columns")] * 2
+    arguments = {f"{name}{i}": a for i, parts in enumerate(matrices) for name, a in zip(("w", "scales", "biases"), parts)}
+    for what in ("1D", "2D", "3D"):
+        some = {d: sizes[d] for d in (*LEADS[what], "columns", "outputs")}
+        calls.append(
+            Call("quantized_matmuls", what, some, {"x": numbers(*LEADS[what], "columns"), **arguments},
+                 _quantized_matmuls, _products_of_nothing)
+        )  # fmt: skip
     return calls
+
+
+def _quantized_matmuls(x, w0, scales0, biases0, w1, scales1, biases1):
+    return tuple(mm.quantized_matmuls(x, [(w0, scales0, biases0), (w1, scales1, biases1)], GROUP, 4))
+
+
+def _products_of_nothing(x, w0, w1, **others):
+    return [np.zeros((*x.shape[:-1], len(w))) for w in (w0, w1)]
 
 
 def _swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, bits):
@@ -430,6 +447,18 @@ def _moe_calls() -> list[Call]:
     calls.append(Call("gather_sum", "", sums, arguments, _gather_sum, zeros, derived=fixed))
     w = numbers("experts", "outputs", "columns")
     calls.append(Call("gather_mm", "", sizes, {"x": x, "w": w, "rhs": rhs}, _gather_mm, _gathered("w"), derived=fixed))
+    parts = {
+        **{name: triple("experts", "hidden", "columns") for name in ("gate", "up")},
+        **{"down": triple("experts", "columns", "hidden"), "shared_down": triple("columns", "hidden")},
+        **{name: triple("hidden", "columns") for name in ("shared_gate", "shared_up")},
+    }
+    arguments = {
+        **{"x": numbers("tokens", "columns"), "indices": rhs, "weights": numbers("tokens", "chosen")},
+        **{f"{name}_{part}": a for name, parts in parts.items() for part, a in zip(("w", "scales", "biases"), parts)},
+        "logits": numbers("tokens"),
+    }
+    some = {"tokens": 3, "chosen": 2, "columns": 64, "hidden": 32}
+    calls.append(Call("mixture", "", some, arguments, _mixture, _shared_expert, derived=fixed))
     router = {"logits": numbers("tokens", "columns"), "bias": numbers("columns")}
     some = {"tokens": 3, "columns": 7}
     for scores in ("softmax", "sigmoid"):
@@ -488,7 +517,7 @@ def _recurrence_calls() -> list[Call]:
     }
 
     def exact_token(q, k, v, z, a, b, conv_state, conv_weight, a_log, dt_bias, norm_weight, state):
-        mixed = np.concatenate([part.reshape(len(q), 1, -1) for part in (q, k, v)], -1)
+        mixed = np.concatenate([part.reshape(len(q), 1, math.prod(part.shape[1:])) for part in (q, k, v)], -1)
         past = np.concatenate([conv_state, mixed], 1)[:, 1:]
         return [np.zeros((len(q), *state.shape[1:3])), past, state]
 
@@ -525,6 +554,22 @@ def _gather_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, 
 
 def _gather_sum(x, rhs, weights, w, scales, biases):
     return mm.gather_sum(x, w, scales, biases, rhs, weights, group_size=GROUP)
+
+
+def _mixture(x, indices, weights, logits, **packed):
+    names = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")
+    triples = [tuple(packed[f"{name}_{part}"] for part in ("w", "scales", "biases")) for name in names]
+    return mm.mixture(x, indices, weights, *triples, logits, GROUP, 4)
+
+
+def _shared_expert(x, logits, **packed):
+    """What is left of a mixture where a size is zero: all of a token where none is chosen, but nothing of no columns."""
+    parts = [[packed[f"shared_{name}_{part}"] for part in ("w", "scales", "biases")] for name in ("gate", "up", "down")]
+    if not all(words.size for words, *_ in parts):
+        return [np.zeros(x.shape)]
+    gate, up, down = (reference.dequantize(np.asarray(w, np.uint32), *both, GROUP, 4) for w, *both in parts)
+    a = x @ gate.T
+    return [(a / (1 + np.exp(-a)) * (x @ up.T)) @ down.T / (1 + np.exp(-logits))[:, None]]
 
 
 def _gather_mm(x, w, rhs):

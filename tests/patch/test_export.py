@@ -212,6 +212,7 @@ DIRECT = {
     "gemv": lambda x: mm.gemv(draw(8, 64), x),
     "matmul": lambda x: mm.matmul(x, draw(8, 64)),
     "quantized_matmul": lambda x: mm.quantized_matmul(x, *mx.quantize(draw(8, 64))),
+    "quantized_matmuls": lambda x: mm.quantized_matmuls(x, [mx.quantize(draw(8, 64))] * 2)[0],
     "quantized_swiglu": lambda x: mm.quantized_swiglu(x, mx.quantize(draw(8, 64)), mx.quantize(draw(8, 64))),
     "block_matmul": lambda x: mm.block_matmul(x, mx.zeros((8, 68), mx.uint8), "q8_0"),
     "scaled_dot_product_attention": lambda x: mm.scaled_dot_product_attention(*[x[None, None]] * 3, scale=1.0),
@@ -229,6 +230,14 @@ DIRECT = {
     "gather_qmm": lambda x: mm.gather_qmm(x, *mx.quantize(draw(2, 8, 64)), rhs_indices=mx.array([[0, 1]])),
     "gather_swiglu": lambda x: mm.gather_swiglu(x, *[mx.quantize(draw(2, 8, 64))] * 2, rhs_indices=mx.array([[0, 1]])),
     "gather_sum": lambda x: mm.gather_sum(x[None], *mx.quantize(draw(2, 8, 64)), mx.array([[0, 1]]), mx.ones((1, 2))),
+    "mixture": lambda x: mm.mixture(
+        x,
+        mx.zeros((len(x), 1), mx.uint32),
+        mx.ones((len(x), 1)),
+        *[mx.quantize(draw(2, 64, 64))] * 3,
+        *[mx.quantize(draw(64, 64))] * 3,
+        mx.zeros((len(x), 1)),
+    ),
     "quantized_scaled_dot_product_attention": lambda x: mm.quantized_scaled_dot_product_attention(
         x[None, None], *[mx.quantize(x[None, None], bits=8)] * 2, 1.0
     ),

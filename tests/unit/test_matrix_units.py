@@ -105,7 +105,7 @@ QUANTIZED = [
     (HALF, 25, 2112, 8, True, True),
     (HALF, 32, 64, 8, True, False),
     (HALF, 33, 64, 8, True, True),
-    (HALF, 33, 8, 64, False, False),
+    (HALF, 33, 8, 64, False, True),
     (FULL, 33, 64, 8, True, False),
 ]
 

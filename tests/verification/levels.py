@@ -82,6 +82,9 @@ def _with_most_threads(op: specs.Op, dtype: mx.Dtype) -> Iterator[specs.Case]:
     if op.name == "gather_sum":
         for options in {str(case.options): case.options for case in op.tests}.values():
             yield specs.Case("test", (1, 16, 16, 64, 6), options)  # a simdgroup for each expert
+    elif op.name == "mixture":
+        for options in {str(case.options): case.options for case in op.tests}.values():
+            yield specs.Case("test", (1, 15, 16, 64, 64), options)  # the shared expert has the last simdgroup
     elif op.name == "qk_norm":
         yield specs.Case("test", (1, 2048 * pack))
     elif isinstance(op, specs.RowOp):
@@ -93,7 +96,7 @@ def _most_threads() -> dict[str, int]:
     """For each variant of ops on rows, the threads of the largest threadgroup in the launches of cases, as planned."""
     rng = np.random.default_rng(0)
     most: dict[str, int] = {}
-    others = [specs.get(name) for name in ("sample", "gather_sum")]
+    others = [specs.get(name) for name in ("sample", "gather_sum", "mixture")]
     for op, dtype in itertools.product((*specs.ROW_OPS, *others), specs.DTYPES.values()):
         for case in (*op.checks(), *_with_most_threads(op, dtype)):
             arrays, cotangents = op.draw(rng, case, dtype), op.cotangents(rng, case, dtype)

@@ -27,9 +27,11 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mlx-mi
 UNIT = ROOT / "tests" / "unit"
 
 # Tests of tests/unit that run for each instruction set as a whole, since many of them do not name the native executor.
-WHOLE = ("bad_input", "cache_step", "composed", "shapeless", "vmap", "zero_sizes")
+WHOLE = ("bad_input", "cache_step", "composed", "integer_products", "shapeless", "vmap", "zero_sizes")
 # Those of the simulator, of plans and of users' kernels run once: no instruction set changes them.
 ONCE = (
+    "expert_tiles",
+    "quantized_matmuls",
     "simulator",
     "simulator_lanes",
     "simulator_private",
@@ -46,6 +48,7 @@ LEFT_OUT = (
     "counts",
     "scheduling",
     "specs",
+    "supports",
     "tolerances",
     "attention_combine",
     "attention_traffic",

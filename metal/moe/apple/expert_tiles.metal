@@ -12,7 +12,8 @@
 using namespace metal;
 using namespace mittens;
 
-[[kernel, max_total_threads_per_threadgroup(kTiledExperts)]] void expert_tiles(
+template <uint Experts>
+[[kernel, max_total_threads_per_threadgroup(Experts)]] void expert_tiles(
     const device uint* matrices [[buffer(0)]],  // [pairs]
     const device uint* inputs [[buffer(1)]],    // [pairs]
     device uint2* rows [[buffer(2)]],           // of x and of y; [pairs times rows of an input]
@@ -21,11 +22,11 @@ using namespace mittens;
     uint t [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  threadgroup atomic_uint counts[kTiledExperts];
-  threadgroup uint2 totals[kTiledExperts / 32];
+  threadgroup atomic_uint counts[Experts];
+  threadgroup uint2 totals[Experts / 32];
   atomic_store_explicit(&counts[t], 0u, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint row = t; row < params.rows; row += kTiledExperts) {
+  for (uint row = t; row < params.rows; row += Experts) {
     const Pair pair = pair_of(matrices, inputs, params.pairs, row / params.pair_rows);
     atomic_fetch_add_explicit(&counts[pair.is_valid ? pair.matrix : params.pairs.matrices], 1u, memory_order_relaxed);
   }
@@ -46,13 +47,13 @@ using namespace mittens;
     const uint first = i * params.tile_rows;
     tiles[before.y + i] = uint4(t, before.x + first, min(count - first, params.tile_rows), 0);
   }
-  for (uint i = all + t; i < params.tiles; i += kTiledExperts) {
+  for (uint i = all + t; i < params.tiles; i += Experts) {
     tiles[i] = uint4(0);
   }
   atomic_store_explicit(&counts[t], before.x, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (uint row = t; row < params.rows; row += kTiledExperts) {
+  for (uint row = t; row < params.rows; row += Experts) {
     const Pair pair = pair_of(matrices, inputs, params.pairs, row / params.pair_rows);
     const uint bucket = pair.is_valid ? pair.matrix : params.pairs.matrices;
     const uint at = atomic_fetch_add_explicit(&counts[bucket], 1u, memory_order_relaxed);
@@ -60,4 +61,4 @@ using namespace mittens;
   }
 }
 
-template [[host_name("expert_tiles")]] [[kernel]] decltype(expert_tiles) expert_tiles;
+instantiate_kernel("expert_tiles", expert_tiles, kTiledExperts)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers.matrices import draw, quantize
 from helpers.support import assert_same_bits, launched_on_apple
-from helpers.tolerances import LAYERS, assert_near
+from helpers.tolerances import LAYERS, ROUNDINGS, assert_near, of_roundings
 
 import mlx_mittens as mm
 
@@ -33,7 +33,7 @@ def test_one_launch_gives_what_each_gives(rng, dtype, count, has_bias):
         ]
         mx.eval(together, alone)
     for ours, beside in zip(together, alone, strict=True):
-        assert_near(ours, beside, str(ours.shape), 1e-6 if dtype == mx.float32 else 1e-2)
+        assert_near(ours, beside, str(ours.shape), ROUNDINGS if dtype == mx.float32 else of_roundings(dtype))
 
 
 def test_views_of_one_matrix(rng):
@@ -43,7 +43,7 @@ def test_views_of_one_matrix(rng):
         together = mm.quantized_matmuls(x, parts, 32, 4)
         expected = mm.quantized_matmul(x, *whole, group_size=32, bits=4)
         mx.eval(together, expected)
-    assert_near(mx.concatenate(together, -1), expected, "parts", 1e-6)
+    assert_near(mx.concatenate(together, -1), expected, "parts", ROUNDINGS)
 
 
 @pytest.mark.parametrize(

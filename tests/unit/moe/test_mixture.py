@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.support import launched_on_apple
-from helpers.tolerances import LAYERS, assert_near
+from helpers.tolerances import LAYERS, ROUNDINGS, assert_near
 
 import mlx_mittens as mm
 from mlx_mittens import specs
@@ -43,7 +43,7 @@ def test_views_of_stacks(rng, executor):
         mx.pad(a, [(0, 0), (0, a.shape[-1])])[:, : a.shape[-1]] if i in range(12, 21) else a
         for i, a in enumerate(twice)
     ]
-    assert_near(run(padded), run(arrays), "views", 1e-6)
+    assert_near(run(padded), run(arrays), "views", ROUNDINGS)
 
 
 def test_gradients_vmap_and_compile(rng, native):
