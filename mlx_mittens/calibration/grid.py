@@ -69,7 +69,7 @@ _VOCABULARY = 131072  # no steps lead to it: models have either more or far less
 # Rows, inner size and outputs of products with weights.
 _PRODUCT_ROWS = (1, 4, 16)
 _PROMPT_ROWS = (64, 256)  # on a CPU; a GPU's kernels take fewer, but on a Mac
-_MAC_PROMPT_ROWS = (64, 512, 2048)
+_MAC_PROMPT_ROWS = (32, 64, 512, 2048)
 _INNER = (1024, 4096, 16384)
 _OUTPUTS = (128, 512, 2048, 8192, 32768, _VOCABULARY)
 
@@ -420,8 +420,8 @@ def _dtypes(op: Op, case: Case, device: str) -> list[str]:
     dtypes = list(op.dtypes(case))
     if op.name == "gather_mm" and device == "cpu":
         return ["float32"]
-    if op.name == "gemv" and device == "gpu" and case.shape[0] > _PRODUCT_ROWS[-1]:
-        return [HALF]  # the only type whose prompts have kernels
+    if op.name == "gemv" and device == "gpu" and case.shape[0] > 64:
+        return [HALF]  # the only type whose longer prompts have kernels
     is_half = bool(op.arguments(case).keys() & {"bits", "kind"}) or op.name == "gather_mm"
     return [name for name in dtypes if name != "float32"] if is_half and device == "gpu" else dtypes
 

@@ -3,7 +3,8 @@
 As the other ops they are lazy, run on the device of their stream and can be differentiated, vmapped and compiled. On a
 GPU the kernels take up to 16 rows for a matrix; more go to mx, and some of fewer where it uses an NVIDIA GPU's tensor
 cores or an Apple GPU's matrix units (M5). Other Apple GPUs take any number of rows with quantized weights and those of
-GGUF files, and with dense weights in bfloat16 on the M1 and M2. On the CPU any number of rows is native.
+GGUF files; with dense weights up to 32, on the M1 and M2 up to 64 and in bfloat16 any number. On the CPU any number of
+rows is native.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def matmul(
     """Product with dense weights: ``x @ w.T + bias``, or ``x @ w + bias`` without ``transpose``.
 
     The twin of ``mx.matmul``, with the weights as ``nn.Linear`` has them and an offset besides. Sums are taken in
-    float32. Up to 16 rows of ``x`` read each weight once. A GPU's kernels multiply more in bfloat16 on the M1 and M2;
-    mx multiplies all others, and stacks of matrices.
+    float32. Up to 16 rows of ``x`` read each weight once. On the M1 to M4 a GPU's kernels multiply up to 32,
+    on the M1 and M2 up to 64 and in bfloat16 any number; mx multiplies all others, and stacks of matrices.
 
     Args:
         x (array): Input of shape ``[..., columns]``; float32, float16 or bfloat16.

@@ -161,7 +161,7 @@ class Gemv : public KernelPrimitive {
     Launch launch;
     launch.file = file;
     if (is_by_tiles(inputs) && uint64_t(params.weight_stride) * w.shape(0) < (uint64_t(1) << 32)) {
-      const TilesPlan plan = plan_dense_tiles(sizes, transpose_);
+      const TilesPlan plan = plan_dense_tiles(sizes, transpose_, x.dtype());
       launch.file = prompts_file;
       launch.kernel = kernel_name(x.dtype(), "matmul", transpose_ ? "tiles_" : "columns_tiles_", plan.rows);
       share_out(launch, plan, 1);

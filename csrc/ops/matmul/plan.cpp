@@ -197,9 +197,22 @@ uint32_t lanes_along(uint32_t outputs, uint32_t owned) {
 constexpr Registers matrices_registers{183, 128};
 
 // Outputs of a threadgroup of matmul/apple/matmul_tiles.metal.
-TilesKernels dense_tiles(bool transpose) {
+TilesKernels dense_tiles(bool transpose, mx::Dtype dtype) {
   constexpr uint32_t outputs = kTileOutputs;
-  return {transpose ? outputs : 2 * outputs, outputs};
+  return {transpose ? outputs : 2 * outputs, dtype == mx::bfloat16 ? outputs : 0};
+}
+
+// Rows of x that these tiles serve at most. Of many rows mx's kernels are at 80 % of the peak of GPUs that multiply
+// their type: only where bfloat takes conversions ours are ahead. Of few rows mx's tiles are half empty, or of 16 rows.
+uint32_t most_dense_rows(const Gpu& gpu, bool transpose, mx::Dtype dtype) {
+  const bool is_early = !gpu.caches_registers;
+  if (gpu.vendor != Gpu::Vendor::apple || gpu.has_matrix_units || (!is_early && !transpose)) {
+    return 0;
+  }
+  if (dtype == mx::bfloat16 && is_early) {
+    return unlimited_rows;
+  }
+  return !transpose ? 0 : is_early ? 64 : 32;
 }
 
 // Whether there are as many outputs as a simdgroup of matmul/apple/qmm_tiles.h has.
@@ -392,20 +405,18 @@ GemvPlan plan_gemv(const ProductSizes& sizes, mx::Dtype dtype, GemvWeights weigh
   return plan;
 }
 
-// mx's are at 80 % of the peak of GPUs that multiply their type: only where bfloat takes conversions ours are ahead.
 bool has_dense_tiles(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream) {
-  if (!runs_kernels(stream) || dtype != mx::bfloat16 || sizes.rows <= most_gemv_rows) {
+  if (!runs_kernels(stream) || sizes.rows <= most_gemv_rows) {
     return false;
   }
-  const Gpu& gpu = gpu_of(stream);
-  const bool is_early = gpu.vendor == Gpu::Vendor::apple && !gpu.caches_registers;
   const uint32_t row = transpose ? sizes.columns : sizes.outputs;  // of weights, in whole 16 bytes
   const bool fits = uint64_t(sizes.columns) * sizes.outputs < (uint64_t(1) << 32);  // offsets of 32 bits
-  return is_early && fits && row > 0 && row % 8 == 0 && has_tile_outputs(dense_tiles(transpose), sizes);
+  return sizes.rows <= most_dense_rows(gpu_of(stream), transpose, dtype) && fits && row > 0 &&
+         row * mx::size_of(dtype) % 16 == 0 && has_tile_outputs(dense_tiles(transpose, dtype), sizes);
 }
 
-TilesPlan plan_dense_tiles(const ProductSizes& sizes, bool transpose) {
-  return plan_tiles(dense_tiles(transpose), sizes);
+TilesPlan plan_dense_tiles(const ProductSizes& sizes, bool transpose, mx::Dtype dtype) {
+  return plan_tiles(dense_tiles(transpose, dtype), sizes);
 }
 
 const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream) {
@@ -414,7 +425,7 @@ const char* why_mx_gemv(const ProductSizes& sizes, bool transpose, mx::Dtype dty
   }
   const Gpu& gpu = gpu_of(stream);
   if (has_dense_tiles(sizes, transpose, dtype, stream)) {
-    return keep_busy(dense_tiles(transpose), sizes, gpu) ? nullptr : few_tiles;
+    return keep_busy(dense_tiles(transpose, dtype), sizes, gpu) ? nullptr : few_tiles;
   }
   if (gpu.vendor == Gpu::Vendor::nvidia) {
     return tensor_cores_win(sizes, transpose, dtype) ? tensor_cores : nullptr;

@@ -108,11 +108,11 @@ TilesPlan plan_tiles(const TilesKernels& kernels, const ProductSizes& sizes);
 
 void share_out(Launch& launch, const TilesPlan& plan, uint32_t matrices);
 
-// Dense weights by tiles (metal/matmul/apple/matmul_tiles.metal): whether there are kernels for these rows and the
-// type on the stream's GPU.
+// Dense weights by tiles (metal/matmul/apple/matmul_tiles.metal): whether they serve these rows and the type on the
+// stream's GPU.
 bool has_dense_tiles(const ProductSizes& sizes, bool transpose, mx::Dtype dtype, mx::Stream stream);
 
-TilesPlan plan_dense_tiles(const ProductSizes& sizes, bool transpose);
+TilesPlan plan_dense_tiles(const ProductSizes& sizes, bool transpose, mx::Dtype dtype);
 
 // Quantized weights: on NVIDIA GPUs matmul/nvidia/qvm.metal where it has the format, on Apple GPUs
 // matmul/apple/qvm_tiles.metal for many rows, else matmul/qvm.metal.

@@ -1,4 +1,4 @@
-"""Products with dense weights, x first: as x @ w.T, and by the tiles for prompts in bfloat16."""
+"""Products with dense weights, x first: as x @ w.T, and by the tiles for many rows."""
 
 import mlx.core as mx
 import numpy as np
@@ -50,6 +50,32 @@ def test_tiles(rng, tiles, rows, columns, outputs, size, with_bias):
     """Bands of tiles, and tails of rows, columns and outputs."""
     product(rng, rows, columns, outputs, mx.bfloat16, with_bias=with_bias)
     assert tiles() == [f"matmul_tiles_{size}_bfloat16"]
+
+
+@pytest.mark.parametrize("gpu, most", [("m1", 64), ("m2-max", 64), ("m3-max", 32), ("m4", 32), ("m5", 0)])
+@pytest.mark.parametrize(
+    "rows, columns, outputs", [(17, 8, 16), (32, 72, 77), (33, 136, 70), (64, 64, 19), (65, 8, 16)]
+)
+def test_tiles_of_few_rows(rng, dtype, native, gpu, most, rows, columns, outputs):
+    """In every type; of more rows those of bfloat16 alone, on M1 and M2."""
+    with mm.simulator.enabled(seed=int(rng.integers(1, 1000)), gpu=gpu):
+        _ext.simulator_record(True)
+        product(rng, rows, columns, outputs, dtype, with_bias=rows % 2 == 1)
+        kernels = [launch["kernel"] for launch in _ext.simulator_record(False)]
+    is_early = gpu in ("m1", "m2-max")
+    is_tiled = rows <= most or (is_early and dtype == mx.bfloat16)
+    assert is_tiled == all(kernel.startswith("matmul_tiles") for kernel in kernels)
+    if is_tiled:
+        size = 64 if dtype == mx.bfloat16 and rows in (33, 64) else 32
+        assert kernels == [f"matmul_tiles_{size}_{str(dtype).split('.')[-1]}"]
+
+
+def test_rows_that_are_no_whole_16_bytes_are_no_tiles(rng, dtype, native):
+    with mm.simulator.enabled(gpu="m1"):
+        _ext.simulator_record(True)
+        product(rng, 20, 66 if dtype == mx.float32 else 68, 32, dtype)
+        kernels = [launch["kernel"] for launch in _ext.simulator_record(False)]
+    assert not any("matmul_tiles" in kernel for kernel in kernels)
 
 
 @pytest.mark.parametrize(
