@@ -171,6 +171,19 @@ def their_dense(dtype: mx.Dtype, text: str, transpose: bool, is_base: bool) -> T
     return Tile(simulated(call), rows, outputs)
 
 
+def their_split_dense(dtype: mx.Dtype, text: str, rows: int) -> Tile:
+    """A threadgroup of MLX's gemm whose columns are shared, which leaves sums in float32."""
+    kernel = mlx_metal.instance("splitk", "gemm_splitk", text, "float", rows, 32, 16, 2, 2, False, True, True, True)
+
+    def call(columns: int) -> mx.array:
+        x, w = (mx.random.normal((count, columns)).astype(dtype) for count in (rows, 32))
+        params = struct.pack("=13i", rows, 32, *[columns] * 3, 32, 1, 1, 1, rows * 32, columns, 0, columns // 16)
+        arguments = {0: x, 1: w, 2: Output([1, rows, 32], mx.float32), 3: params}
+        return launch(*kernel, arguments, [1, 1, 1], [32, 2, 2], stream=mx.cpu)[0]
+
+    return Tile(simulated(call), rows, 32)
+
+
 def time(tile: Tile, chip: Chip, size: tuple[int, int, int], moved: float) -> float:
     """Microseconds of a product of rows, columns and outputs that moves so many bytes."""
     rows, columns, outputs = size
@@ -265,6 +278,37 @@ def few_outputs(name: str) -> list[str]:
     return [*lines, ""]
 
 
+def their_dense_splits(size: tuple[int, int, int], chip: Chip) -> int:
+    """Of how many parts MLX makes the columns of a dense product."""
+    rows, columns, outputs = size
+    most = 2048 if chip.name.endswith(("-max", "-ultra")) else 1024
+    if -(-rows // 16) * -(-outputs // 16) > most or columns < max(rows, outputs):
+        return 1
+    quotient = columns // 16 // (-(-rows // 32) * -(-outputs // 32))
+    return min(max(2, 1 << (quotient - 1).bit_length()), 32) if quotient > 1 else 2
+
+
+def few_rows(name: str) -> list[str]:
+    """The lines of products of few rows with dense weights."""
+    dtype, text = TYPES[name]
+    ours = our_dense(32, dtype, True)
+    shared = {rows: their_split_dense(dtype, text, rows) for rows in (16, 32)}
+    alone = {is_base: their_dense(dtype, text, True, is_base) for is_base in (True, False)}
+    lines = [f"## Dense, {name}, few rows: microseconds, and in how many parts MLX's columns are", ""]
+    lines.append("| rows x K x N |" + "".join(f" {chip}: us | MLX's | speed |" for chip in SPLIT_CHIPS))
+    lines.append("|---|" + "--:|--:|--:|" * len(SPLIT_CHIPS))
+    for size in [(rows, *weights) for rows in (24, 32, 64) for weights in WEIGHTS]:
+        cells = ["{} x {} x {}".format(*size)]
+        for chip in map(find_chip, SPLIT_CHIPS):
+            parts = their_dense_splits(size, chip)
+            theirs = alone["-" not in chip.name] if parts == 1 else shared[16 if size[0] < 40 else 32]
+            a, b = of_parts(ours, chip, size, 1, 2), of_parts(theirs, chip, size, parts, 2)
+            cells += [f"{a:,.0f}", f"{b:,.0f} ({parts})", f"{b / a:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    print(*lines, sep="\n", flush=True)
+    return [*lines, ""]
+
+
 def products_of(config: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """Columns and outputs of the products of a model, and how many there are."""
     hidden, between, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
@@ -323,6 +367,8 @@ def sections() -> Iterator[list[str]]:
                 yield table(title, ours, theirs, bits + 32 / GROUP)
     for name in TYPES:
         yield few_outputs(name)
+    for name in TYPES:
+        yield few_rows(name)
     dtype, text = TYPES["bfloat16"]
     for transpose in (True, False):
         ours = {rows: our_dense(rows, dtype, transpose) for rows in (32, 64)}
