@@ -1,40 +1,25 @@
-// A mixture of experts beside a shared expert, in two launches:
+// A mixture of experts from its router's logits on, in two launches:
 //
-//   hidden[t, i, n] = act(sum_k x[t, k] * gate[e_i, n, k]) * (sum_k x[t, k] * up[e_i, n, k])
-//   y[t, n] = sum_i weights[t, i] * (sum_k hidden[t, i, k] * down[e_i, n, k])
+//   e_i, weights[t, i] = the experts that moe/route.h chooses by logits[t], and their weights
+//   hidden[t, i, n] = act(sum_k x[t, k] * gate[e_i, n, k] + gate_bias[e_i, n]) * (the same of up)
+//   y[t, n] = sum_i weights[t, i] * (sum_k hidden[t, i, k] * down[e_i, n, k] + down_bias[e_i, n])
 //
-// over the chosen experts e_i of token t, and the shared expert behind them, whose matrices are its own and whose
-// weight is the sigmoid of shared_logits[t]. NaN where an index is out of range.
+// over the chosen experts of token t and, where there is one, a shared expert behind them, whose matrices are its own
+// and whose weight is the sigmoid of shared_logits[t].
 //
 // As moe/gather_swiglu.metal and moe/gather_qmm.metal: the first launch has a threadgroup for each token, expert and
-// block of outputs; in the second a simdgroup has each expert.
+// block of outputs; in the second a simdgroup has each expert. In the first a threadgroup finds its expert by itself,
+// so that no launch comes before for the choice alone; one threadgroup of a token writes it for the second.
 #include <metal_stdlib>
 
 #include "matmul/quantized_rows.h"
 #include "matmul/rows.h"
 #include "mittens/instantiate.h"
+#include "moe/route.h"
 #include "moe/shared_pairs.h"
 
 using namespace metal;
 using namespace mittens;
-
-// A matrix of a token: of one of the chosen experts, or the shared one, which is last.
-struct ChosenExpert {
-  uint token;
-  uint expert;
-  bool is_shared;
-  bool is_valid;
-};
-
-inline ChosenExpert chosen_expert(const device uint* indices, constant GatherQmmParams& params, uint token, uint i) {
-  const uint count = params.pairs_per_sum - 1;
-  ChosenExpert chosen;
-  chosen.token = token;
-  chosen.is_shared = i == count;
-  chosen.expert = chosen.is_shared ? 0 : indices[token * count + i];
-  chosen.is_valid = chosen.is_shared || chosen.expert < params.pairs.matrices;
-  return chosen;
-}
 
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void mixture_swiglu(
@@ -43,80 +28,127 @@ template <typename T, QuantizedFormat F>
     quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),  // as gate
     quantized_matrix(shared_gate, 7, 8, 9, ScaleOf<T, F>),  // [outputs, columns]
     quantized_matrix(shared_up, 10, 11, 12, ScaleOf<T, F>),
-    const device uint* indices [[buffer(13)]],  // [tokens, chosen]
-    device T* y [[buffer(14)]],  // [tokens, chosen + 1, outputs]
-    constant GatherQmmParams& params [[buffer(15)]], thread_of_plane) {
+    const device T* gate_bias [[buffer(13)]],        // [matrices, outputs]
+    const device T* up_bias [[buffer(14)]],          // [matrices, outputs]
+    const device T* logits [[buffer(15)]],           // [tokens, matrices]
+    const device float* router_bias [[buffer(16)]],  // [matrices]
+    device T* y [[buffer(17)]],                      // [tokens, places, outputs]
+    device uint* indices [[buffer(18)]],             // [tokens, chosen]
+    device T* weights [[buffer(19)]],                // [tokens, chosen]
+    constant MixtureParams& params [[buffer(20)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, 8>;
   constexpr int R = kRowOutputs / 2;
   constexpr int C = 2 * R;
   threadgroup float partials[kProductSimdgroups * C];
-  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
-  const OwnOutputs outputs = outputs_of<R>(params.weights.outputs, group.x * threads.y + thread_at.y);
-  const ChosenExpert chosen =
-      chosen_expert(indices, params, group.z / params.pairs_per_sum, group.z % params.pairs_per_sum);
-  float gated = not_a_number();
-  if (chosen.is_valid) {
-    const RowsOfX<T> rows = {x + size_t(chosen.token) * params.weights.columns, params.weights.columns, 1};
-    const bool own = chosen.is_shared;
-    const typename Rows::Source both[2] = {
-        Rows::of(own ? shared_gate : gate, own ? shared_gate_scales : gate_scales,
-                 own ? shared_gate_biases : gate_biases, params.weights, chosen.expert)
-            .at(outputs.first, outputs.alone),
-        Rows::of(own ? shared_up : up, own ? shared_up_scales : up_scales, own ? shared_up_biases : up_biases,
-                 params.weights, chosen.expert)
-            .at(outputs.first, outputs.alone)};
-    float totals[C];
-    multiply_rows<2, R, 1>(rows, both, at, totals);
-    // The upper half of the lanes has the sums of up.
-    gated = gated_product(sum_of_sharers(totals, at, partials), lane, params);
+  threadgroup float scores[kMostExperts];
+  threadgroup uint keys[kMostExperts];
+  threadgroup uint found[1];
+  const uint token = group.z / params.experts.pairs_per_sum;
+  const uint i = group.z % params.experts.pairs_per_sum;
+  const bool own = i == params.route.k;  // the shared expert's
+  if (!own) {
+    if (thread_at.y == 0 && thread_at.x < 32) {
+      score_experts(logits + size_t(token) * params.route.experts, router_bias, params.route, lane, scores, keys);
+      const bool is_writer = group.x == 0 && i == 0;
+      const uint rounds = is_writer ? params.route.k : place_of(i, params.route) + 1;
+      uint chosen = 0;  // by this lane's place
+      uint expert = 0;
+      for (uint n = 0; n < rounds; ++n) {
+        const uint index = take_expert(keys, params.route, lane);
+        const uint place = place_of(n, params.route);
+        chosen = lane == place ? index : chosen;
+        expert = i == place ? index : expert;
+      }
+      if (lane == 0) {
+        found[0] = expert;
+      }
+      simdgroup_barrier(mem_flags::mem_threadgroup);  // scores are other lanes'
+      if (is_writer) {
+        const float weight = weight_of_chosen(scores, chosen, params.route, lane);
+        if (lane < params.route.k) {
+          indices[token * params.route.k + lane] = chosen;
+          weights[token * params.route.k + lane] = T(weight);
+        }
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
+  const uint expert = own ? 0 : found[0];
+  constant QuantizedParams& shape = params.experts.weights;
+  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
+  const OwnOutputs outputs = outputs_of<R>(shape.outputs, group.x * threads.y + thread_at.y);
+  const RowsOfX<T> rows = {x + size_t(token) * shape.columns, shape.columns, 1};
+  const typename Rows::Source both[2] = {
+      Rows::of(own ? shared_gate : gate, own ? shared_gate_scales : gate_scales,
+               own ? shared_gate_biases : gate_biases, shape, expert)
+          .at(outputs.first, outputs.alone),
+      Rows::of(own ? shared_up : up, own ? shared_up_scales : up_scales, own ? shared_up_biases : up_biases, shape,
+               expert)
+          .at(outputs.first, outputs.alone)};
+  float addend = 0;
+  if (shape.has_bias && !own && at.position < C) {
+    const uint output = outputs.first + (outputs.alone ? 0 : at.position % R);
+    const device T* bias = at.position < R ? gate_bias : up_bias;
+    addend = float(bias[size_t(expert) * shape.outputs + output]);
+  }
+  float totals[C];
+  multiply_rows<2, R, 1>(rows, both, at, totals);
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    totals[c] += int(at.position) == c ? addend : 0.0f;
+  }
+  // The upper half of the lanes has the sums of up.
+  const float gated = gated_product(sum_of_sharers(totals, at, partials), lane, params.experts);
   const uint output = outputs.first + lane / (16 / R);
   if (writes<C>(at, outputs, output) && lane < 16) {
-    y[size_t(group.z) * params.weights.outputs + output] = T(gated);
+    y[size_t(group.z) * shape.outputs + output] = T(gated);
   }
 }
 
 template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(32 * kMostSummed)]] void mixture_sum(
-    const device T* x [[buffer(0)]],  // [tokens, chosen + 1, columns]
+    const device T* x [[buffer(0)]],  // [tokens, places, columns]
     quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
     quantized_matrix(shared_w, 4, 5, 6, ScaleOf<T, F>),  // [outputs, columns]
-    const device uint* indices [[buffer(7)]],  // [tokens, chosen]
-    const device T* weights [[buffer(8)]],  // [tokens, chosen]
-    const device T* shared_logits [[buffer(9)]],  // [tokens]
-    device T* y [[buffer(10)]],  // [tokens, outputs]
-    constant GatherQmmParams& params [[buffer(11)]], thread_of_plane) {
+    const device T* bias [[buffer(7)]],  // [matrices, outputs]
+    const device uint* indices [[buffer(8)]],  // [tokens, chosen]
+    const device T* weights [[buffer(9)]],  // [tokens, chosen]
+    const device T* shared_logits [[buffer(10)]],  // [tokens]
+    device T* y [[buffer(11)]],  // [tokens, outputs]
+    constant MixtureParams& params [[buffer(12)]], thread_of_plane) {
   using Rows = QuantizedRows<T, F, F == affine_8 ? 8 : 16>;  // fewer columns take fewer registers
   constexpr int R = kRowOutputs;
   threadgroup float partials[kMostSummed * R];
+  constant QuantizedParams& shape = params.experts.weights;
   const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
-  const OwnOutputs outputs = outputs_of<R>(params.weights.outputs, group.x * threads.y + thread_at.y);
+  const OwnOutputs outputs = outputs_of<R>(shape.outputs, group.x * threads.y + thread_at.y);
   const uint token = group.z;
-  const ChosenExpert each = chosen_expert(indices, params, token, min(lane, params.pairs_per_sum - 1));
-  float sum = not_a_number();
-  if (simd_min(uint(each.is_valid)) != 0) {
-    const uint i = at.position / 32;
-    const ChosenExpert chosen = chosen_expert(indices, params, token, i);
-    const size_t row = size_t(token) * params.pairs_per_sum + i;
-    const RowsOfX<T> rows = {x + row * params.weights.columns, params.weights.columns, 1};
-    const bool own = chosen.is_shared;
-    const typename Rows::Source matrix[1] = {Rows::of(own ? shared_w : w, own ? shared_w_scales : w_scales,
-                                                      own ? shared_w_biases : w_biases, params.weights, chosen.expert)
-                                                 .at(outputs.first, outputs.alone)};
-    float totals[R];
-    multiply_rows<1, R, 1>(rows, matrix, Sharing{lane, 1, at.block, lane}, totals);
-    const float weight = own ? 1.0f / (1.0f + precise::exp(-float(shared_logits[token]))) : float(weights[row - token]);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      totals[r] *= weight;
-    }
-    sum = sum_of_sharers(totals, at, partials);
+  const uint i = at.position / 32;
+  const bool own = i == params.route.k;  // the shared expert's
+  const uint place = token * params.route.k + (own ? 0 : i);
+  const uint expert = own ? 0 : indices[place];
+  const RowsOfX<T> rows = {
+      x + (size_t(token) * params.experts.pairs_per_sum + i) * shape.columns, shape.columns, 1};
+  const typename Rows::Source matrix[1] = {Rows::of(own ? shared_w : w, own ? shared_w_scales : w_scales,
+                                                    own ? shared_w_biases : w_biases, shape, expert)
+                                               .at(outputs.first, outputs.alone)};
+  float addend = 0;
+  if (shape.has_bias && !own && lane < R) {
+    addend = float(bias[size_t(expert) * shape.outputs + outputs.first + (outputs.alone ? 0 : lane)]);
   }
+  float totals[R];
+  multiply_rows<1, R, 1>(rows, matrix, Sharing{lane, 1, at.block, lane}, totals);
+  const float weight = own ? 1.0f / (1.0f + precise::exp(-float(shared_logits[token]))) : float(weights[place]);
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    totals[r] = (totals[r] + (int(lane) == r ? addend : 0.0f)) * weight;
+  }
+  const float sum = sum_of_sharers(totals, at, partials);
   // Computed again, as in moe/gather_qmm.metal.
-  const OwnOutputs written = outputs_of<R>(params.weights.outputs, group.x * threads.y + thread_at.y);
+  const OwnOutputs written = outputs_of<R>(shape.outputs, group.x * threads.y + thread_at.y);
   const uint output = written.first + lane / (32 / R);
   if (writes<R>(at, written, output)) {
-    y[size_t(token) * params.weights.outputs + output] = T(sum);
+    y[size_t(token) * shape.outputs + output] = T(sum);
   }
 }
 

@@ -71,4 +71,9 @@ struct RouteParams {
   float scale;
 };
 
+struct MixtureParams {
+  GatherQmmParams experts;  // pairs_per_sum: places of a token, that of the shared expert last
+  RouteParams route;
+};
+
 }  // namespace mittens

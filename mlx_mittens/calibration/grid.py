@@ -308,7 +308,7 @@ def _gather_sum(device: str, thin: Thin) -> Iterator[Case]:
 def _shared_experts(device: str, thin: Thin) -> Iterator[Case]:
     """Of one token, with as many outputs as columns."""
     few = [experts for experts in _EXPERTS_BESIDE_SHARED if math.prod(experts) <= _MOST_EXPERTS[device]]
-    return _with_bits(_cases((1, _CHOSEN_BESIDE_SHARED, *experts) for experts in few))
+    return _with_bits(_cases(((1, _CHOSEN_BESIDE_SHARED, *experts) for experts in few), k=_CHOSEN_BESIDE_SHARED))
 
 
 def _gather_dense(device: str, thin: Thin) -> Iterator[Case]:

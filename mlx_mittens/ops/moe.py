@@ -244,63 +244,79 @@ def gather_sum(
 @defined_in_extension
 def mixture(
     x: mx.array,
-    indices: mx.array,
-    weights: mx.array,
+    logits: mx.array,
+    k: int,
     gate: Sequence[mx.array],
     up: Sequence[mx.array],
     down: Sequence[mx.array],
-    shared_gate: Sequence[mx.array],
-    shared_up: Sequence[mx.array],
-    shared_down: Sequence[mx.array],
-    shared_logits: mx.array,
+    shared_gate: Sequence[mx.array] | None = None,
+    shared_up: Sequence[mx.array] | None = None,
+    shared_down: Sequence[mx.array] | None = None,
+    shared_logits: mx.array | None = None,
     group_size: int | None = None,
     bits: int | None = None,
     mode: str = "affine",
     *,
+    router_bias: mx.array | None = None,
+    scores: str = "softmax",
+    renormalize: bool = False,
+    descending: bool = True,
+    scale: float = 1.0,
+    bias: Sequence[mx.array] | None = None,
     activation: str = "swiglu",
     stream: StreamOrDevice = None,
 ) -> mx.array:
-    """The experts that a router has chosen, and a shared expert beside them, from quantized weights.
+    """A mixture from its router's logits on: the choice, the experts, and a shared expert if there is one.
 
-    With an expert ``e(x) = (act(x @ gate[e].T) * (x @ up[e].T)) @ down[e].T``::
+    With an expert ``e(x) = (act(x @ gate[e].T) * (x @ up[e].T)) @ down[e].T``, and indices and weights that
+    ``route_top_k`` gives::
 
         sum_i weights[i] * indices[i](x) + sigmoid(shared_logits) * shared(x)
 
-    On a GPU it is two launches for up to 15 experts of a token, with weights of 4 or 8 bits or in ``mxfp4``: the
-    shared expert is one more among those that are chosen. Each token reads its experts, so that it is for few tokens.
-    Other calls are products of their own, as are gradients. Sums are taken in float32.
+    On a GPU it is two launches for up to 16 experts of a token, the shared one included, with weights of 4 or 8 bits or
+    in ``mxfp4``, where the router has up to 512 experts: a threadgroup finds the expert that it is for by itself. Each
+    token reads its experts, so that it is for few tokens. Other calls are a choice and products of their own, as are
+    gradients. Sums are taken in float32.
 
     Args:
         x (array): Tokens of shape ``[..., columns]``; float32, float16 or bfloat16.
-        indices (array): Integers of shape ``[..., chosen]``. A token with an index out of range gives NaN.
-        weights (array): Of shape ``[..., chosen]``, of a floating-point type; they are taken in that of ``x``.
+        logits (array): The router's, of shape ``[..., experts]``, of a floating-point type; they are taken in that of
+            ``x``.
+        k (int): How many experts to choose.
         gate (sequence of array): Words, scales and, in affine quantization, biases, as ``mx.quantize`` gives them:
             a stack of matrices ``[experts, hidden, columns]``.
         up (sequence of array): The same, of ``gate``'s shapes.
         down (sequence of array): The same of matrices ``[experts, outputs, hidden]``.
-        shared_gate (sequence of array): The same of one matrix ``[hidden, columns]``.
-        shared_up (sequence of array): The same, of ``shared_gate``'s shapes.
-        shared_down (sequence of array): The same of one matrix ``[outputs, hidden]``.
-        shared_logits (array): Of shape ``[...]`` or ``[..., 1]``.
+        shared_gate (sequence of array, optional): The same of one matrix ``[hidden, columns]``. The four arguments of a
+            shared expert are all there or none.
+        shared_up (sequence of array, optional): The same, of ``shared_gate``'s shapes.
+        shared_down (sequence of array, optional): The same of one matrix ``[outputs, hidden]``.
+        shared_logits (array, optional): Of shape ``[...]`` or ``[..., 1]``.
         group_size (int, optional): As of ``gather_qmm``, for all weights.
         bits (int, optional): As of ``gather_qmm``, for all weights.
         mode (str): As of ``gather_qmm``, for all weights.
+        router_bias (array, optional): As ``bias`` of ``route_top_k``, of shape ``[experts]``.
+        scores (str): As of ``route_top_k``.
+        renormalize (bool): As of ``route_top_k``.
+        descending (bool): As of ``route_top_k``.
+        scale (float): As of ``route_top_k``.
+        bias (sequence of array, optional): Of the products with ``gate``, ``up`` and ``down``, of shapes
+            ``[experts, hidden]`` twice and ``[experts, outputs]``.
         activation (str): As of ``gather_swiglu``.
         stream (optional): Stream or device to run on.
 
     Returns:
-        array: Of shape ``[..., outputs]`` and the promoted type of ``x`` and ``gate``'s scales.
+        array: Of shape ``[..., outputs]`` and the promoted type of ``x``, ``gate``'s scales and ``bias``.
 
     Raises:
-        DtypeError: Words are not uint32, indices no integers, or another argument not of a floating-point type.
-        ValueError: Shapes, bits, group size, mode or activation do not fit together or do not exist.
+        DtypeError: Words are not uint32, or another argument not of a floating-point type.
+        ValueError: Shapes, ``k``, scores, bits, group size, mode or activation do not fit together or do not exist.
 
     Example:
         >>> weights = lambda *shape: mx.quantize(mx.random.normal(shape), 64, 4)
         >>> gate, up, down = weights(8, 128, 64), weights(8, 128, 64), weights(8, 64, 128)
-        >>> shared = weights(128, 64), weights(128, 64), weights(64, 128)
-        >>> x, chosen = mx.random.normal((1, 64)), mx.array([[3, 5]])
-        >>> mm.mixture(x, chosen, mx.array([[0.7, 0.3]]), gate, up, down, *shared, mx.zeros((1, 1))).shape
+        >>> x, logits = mx.random.normal((1, 64)), mx.random.normal((1, 8))
+        >>> mm.mixture(x, logits, 2, gate, up, down, renormalize=True).shape
         (1, 64)
 
     Source:

@@ -1,5 +1,5 @@
-"""Feed-forward parts. Experts of tokens are two calls: gate, activation and up, then the weighted sum of what comes
-down.
+"""Feed-forward parts. Experts of a token are one call from the router's logits on; of tokens they are the choice, then
+gate, activation and up, then the weighted sum of what comes down.
 
 mlx-lm's layers are known by their classes' names: who has a model has imported them.
 """
@@ -16,7 +16,7 @@ from .. import _ext
 from .digests import digest
 from .linears import format_of, is_quantized_linear, weights_of
 
-__all__ = ["SWITCH_LAYERS", "experts_beside", "gated", "geglu_layer", "weighted_experts"]
+__all__ = ["SWITCH_LAYERS", "gated", "geglu_layer", "mixture", "weighted_experts"]
 
 SWITCH_LAYERS = "mlx_lm.models.switch_layers"
 _MOST_UNSORTED = 64  # indices, from which on mlx-lm sorts tokens by their experts
@@ -141,28 +141,60 @@ def _call_of(layer: Any) -> Any:
     return None
 
 
-def experts_beside(
-    glu: Any, shared: Any, x: mx.array, indices: mx.array, weights: mx.array, logits: mx.array
+def mixture(
+    glu: Any,
+    x: mx.array,
+    logits: mx.array,
+    k: int,
+    shared: Any = None,
+    shared_logits: mx.array | None = None,
+    **route: Any,
 ) -> mx.array | None:
-    """The weighted sum of a SwitchGLU's outputs for a token, and those of a shared expert times the sigmoid of logits.
+    """The weighted sum of a SwitchGLU's outputs for a token, from the logits of its router on.
 
-    None where they are not two launches: on the CPU, of many tokens, and of layers that are not quantized alike.
+    None where it is not two launches: on the CPU, of many tokens, and of layers that are not quantized alike.
+
+    Args:
+        glu: The SwitchGLU.
+        x: The token.
+        logits: The router's.
+        k: How many experts are chosen.
+        shared: A shared expert, whose output is added times the sigmoid of `shared_logits`.
+        shared_logits: Of the shared expert's gate.
+        route: Options of `route_top_k`.
     """
-    if _ext.exporting() or x.size != x.shape[-1] or not (_is_a(glu, "SwitchGLU") and _is_wanted(glu)):
+    if _ext.exporting() or x.size != x.shape[-1] or logits.dtype != x.dtype:
         return None
-    if _activation(glu.activation) != "swiglu" or digest(_call_of(shared)) != _SHARED_EXPERT:
+    if not (_is_a(glu, "SwitchGLU") and _is_wanted(glu)):
         return None
+    activation = _activation(glu.activation)
     names = ("gate_proj", "up_proj", "down_proj")
-    stacks, matrices = ([part[name] for name in names] for part in (glu, shared))
-    if not all(map(_is_plain, stacks)) or not all(map(is_quantized_linear, matrices)):
+    stacks = [glu[name] for name in names]
+    if activation is None or not all(map(_is_plain, stacks)):
         return None
-    layers = [*stacks, *matrices]
-    alike = all(format_of(layer) == format_of(layers[0]) and "bias" not in layer for layer in layers)
-    if not alike or any(a["weight"].shape[1:] != b["weight"].shape for a, b in zip(stacks, matrices)):
+    alone = [] if shared is None else [shared[name] for name in names]
+    if alone and (activation != "swiglu" or digest(_call_of(shared)) != _SHARED_EXPERT):
         return None
+    if not all(map(is_quantized_linear, alone)) or any("bias" in layer for layer in alone):
+        return None
+    layers = [*stacks, *alone]
+    biased = ["bias" in layer for layer in stacks]
+    if any(format_of(layer) != format_of(layers[0]) for layer in layers) or len(set(biased)) > 1:
+        return None
+    if any(a["weight"].shape[1:] != b["weight"].shape for a, b in zip(stacks, alone)):
+        return None
+    triples = [*map(weights_of, layers), *[None] * (6 - len(layers))]
     return cast(
         "mx.array | None",
         _ext.try_mixture(
-            x, mx.stop_gradient(indices), weights, *map(weights_of, layers), logits, *format_of(layers[0])
+            x,
+            logits,
+            k,
+            *triples,
+            shared_logits,
+            *format_of(layers[0]),
+            bias=[layer["bias"] for layer in stacks] if biased[0] else None,
+            activation=activation,
+            **route,
         ),
     )

@@ -1,4 +1,4 @@
-"""The mixtures of mlx-lm's models, whose routers choose experts in one kernel.
+"""The mixtures of mlx-lm's models. Routers choose experts in one kernel, and a token on an Apple GPU is two launches.
 
 A function here computes what the call of a known class does, and gives None where that is to be called: where a layer
 is sharded, or no kernel chooses. `targets` names the classes by what their calls do.
@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from .. import _ext
 from .digests import digest_in
-from .feed_forward import experts_beside, weighted_experts
+from .feed_forward import mixture, weighted_experts
 from .linears import products
 
 __all__ = [
@@ -38,28 +38,39 @@ __all__ = [
 _GROUP_SELECTS = ("ca01efe665d9a737", "e8ed7c8317a3499a", "1d8ab5525587f139")
 
 
+def _experts(glu: Any, x: mx.array, logits: mx.array, k: int, rounded: bool = False, **route: Any) -> mx.array | None:
+    """The experts of a router's logits, and their weighted sum.
+
+    rounded: as of `weighted_experts`.
+    """
+    together = mixture(glu, x, logits, k, **route)
+    if together is not None:
+        return together
+    chosen = _ext.try_route_top_k(logits, k, None, **route)
+    return None if chosen is None else weighted_experts(glu, x, chosen[0], chosen[1], rounded)
+
+
 def qwen3_mixture(block: Any, x: mx.array) -> mx.array | None:
     if block.sharding_group is not None:
         return None
-    chosen = _ext.try_route_top_k(block.gate(x), block.top_k, None, "softmax", block.norm_topk_prob, False)
-    if chosen is None:
-        return None
-    return weighted_experts(block.switch_mlp, x, chosen[0], chosen[1], rounded=True)
+    route: dict[str, Any] = {"renormalize": block.norm_topk_prob, "descending": False}
+    return _experts(block.switch_mlp, x, block.gate(x), block.top_k, rounded=True, **route)
 
 
 def mellum_mixture(block: Any, x: mx.array) -> mx.array | None:
-    chosen = _ext.try_route_top_k(block.gate(x), block.top_k, None, "softmax", block.norm_topk_prob, False)
-    return None if chosen is None else weighted_experts(block.switch_mlp, x, chosen[0], chosen[1])
+    route = {"renormalize": block.norm_topk_prob, "descending": False}
+    return _experts(block.switch_mlp, x, block.gate(x), block.top_k, **route)
 
 
 def _beside_shared_expert(block: Any, x: mx.array, renormalize: bool, descending: bool) -> mx.array | None:
     scores, logits = products(x, (block.gate, block.shared_expert_gate))
-    chosen = _ext.try_route_top_k(scores, block.top_k, None, "softmax", renormalize, descending)
-    if chosen is None:
-        return None
-    together = experts_beside(block.switch_mlp, block.shared_expert, x, chosen[0], chosen[1], logits)
+    route = {"renormalize": renormalize, "descending": descending}
+    together = mixture(block.switch_mlp, x, scores, block.top_k, block.shared_expert, logits, **route)
     if together is not None:
         return together
+    chosen = _ext.try_route_top_k(scores, block.top_k, None, **route)
+    if chosen is None:
+        return None
     y = weighted_experts(block.switch_mlp, x, chosen[0], chosen[1])
     return y + mx.sigmoid(logits) * block.shared_expert(x)
 
@@ -73,21 +84,20 @@ def qwen2_mixture(block: Any, x: mx.array) -> mx.array | None:
 
 
 def mixtral_mixture(block: Any, x: mx.array) -> mx.array | None:
-    chosen = _ext.try_route_top_k(block.gate(x), block.num_experts_per_tok, None, "chosen")
-    return None if chosen is None else weighted_experts(block.switch_mlp, x, chosen[0], chosen[1])
+    return _experts(block.switch_mlp, x, block.gate(x), block.num_experts_per_tok, scores="chosen")
 
 
 def olmoe_mixture(block: Any, x: mx.array) -> mx.array | None:
     flat = x.reshape(-1, x.shape[-1])
-    chosen = _ext.try_route_top_k(block.gate(flat), block.top_k, None, "softmax", block.norm_topk_prob)
-    return None if chosen is None else weighted_experts(block.switch_mlp, flat, chosen[0], chosen[1]).reshape(x.shape)
+    y = _experts(block.switch_mlp, flat, block.gate(flat), block.top_k, renormalize=block.norm_topk_prob)
+    return None if y is None else y.reshape(x.shape)
 
 
 def gpt_oss_mixture(block: Any, x: mx.array) -> mx.array | None:
     if block.sharding_group is not None:
         return None
-    chosen = _ext.try_route_top_k(block.router(x), block.num_experts_per_tok, None, "chosen", False, False)
-    return None if chosen is None else weighted_experts(block.experts, x, chosen[0], chosen[1])
+    route: dict[str, Any] = {"scores": "chosen", "descending": False}
+    return _experts(block.experts, x, block.router(x), block.num_experts_per_tok, **route)
 
 
 def ernie_mixture(block: Any, x: mx.array) -> mx.array | None:

@@ -135,9 +135,10 @@ class GatherOp(ModelOp):
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOp(ModelOp):
-    """Tokens, the experts chosen, their weights, six triples, and the shared expert's logits.
+    """Tokens, a router's logits, six triples, the shared expert's logits, and biases.
 
-    The shape of a case is ``(tokens, chosen, experts, columns, hidden)``; there are as many outputs as columns.
+    The shape of a case is ``(tokens, chosen, experts, columns, hidden)``; there are as many outputs as columns. An
+    option ``parts`` says what there is beside the experts: ``shared``, ``bias``, or nothing.
     """
 
     smallest = (2, 2, 3, 64, 64)
@@ -153,7 +154,17 @@ class MixtureOp(ModelOp):
             for *rows, width in matrices
             for shape in ((*rows, int(width * words)), *[(*rows, width // group)] * 2)
         ]
-        return [(tokens, columns), (tokens, chosen), (tokens, chosen), *triples, (tokens, 1)]
+        biases = [(experts, hidden), (experts, hidden), (experts, columns), (experts,)]
+        return [(tokens, columns), (tokens, experts), *triples, (tokens, 1), *biases]
+
+    def _is_there(self, case: Case, name: str) -> bool:
+        options = self.arguments(case)
+        if name.endswith("biases"):
+            affine = options.get("mode", "affine") == "affine"
+            return affine and (not name.startswith("shared") or options["parts"] == "shared")
+        if name.startswith("shared"):
+            return bool(options["parts"] == "shared")
+        return options["parts"] == "bias" or not name.endswith("bias")
 
     def draw(self, rng: np.random.Generator, case: Case, dtype: mx.Dtype) -> list[mx.array | None]:
         tokens, chosen, experts, columns, hidden = case.shape
@@ -161,13 +172,15 @@ class MixtureOp(ModelOp):
         mode = options.get("mode", "affine")
         arrays: list[mx.array | None] = []
         for (name, _), shape in zip(self.parameters, self.shapes(case), strict=True):
-            if name == "indices":
-                order = rng.random((tokens, experts)).argsort(-1)[:, :chosen].astype(np.uint32)
-                arrays.append(mx.array(order))
-            elif name.endswith("biases") and mode != "affine":
+            if not self._is_there(case, name):
                 arrays.append(None)
-            elif name in ("x", "weights", "shared_logits"):
-                arrays.append(mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype))
+            elif name == "logits":
+                # So far apart that rounding settles no choice.
+                places = rng.permuted(np.broadcast_to(np.arange(experts), shape), axis=-1)
+                arrays.append(mx.array((places - experts) / 8, mx.float32).astype(dtype))
+            elif name in ("x", "shared_logits") or name.endswith("bias"):
+                numbers = mx.array(rng.standard_normal(shape, dtype=np.float32))
+                arrays.append(numbers / 64 if name == "router_bias" else numbers.astype(dtype))
             else:
                 size = (hidden if "down" in name else columns) ** -0.5
                 arrays.append(draw_packed(rng, name, shape, options["bits"], dtype, size, mode))
@@ -175,16 +188,24 @@ class MixtureOp(ModelOp):
 
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
         tokens, chosen, experts, columns, hidden = case.shape
-        weight = weight_bytes(self.arguments(case), dtype)
-        read = (min(tokens * chosen, experts) + 1) * 3 * columns * hidden * weight
-        small = tokens * (2 * columns + 2 * (chosen + 1) * hidden + chosen + 1)
-        return int(read) + dtype.size * small + 4 * tokens * chosen
+        options = self.arguments(case)
+        weight = weight_bytes(options, dtype)
+        shared = int(options["parts"] == "shared")
+        read = (min(tokens * chosen, experts) + shared) * 3 * columns * hidden * weight
+        small = tokens * (2 * columns + 2 * (chosen + shared) * hidden + experts + 2 * chosen + shared)
+        return int(read) + dtype.size * small + 8 * tokens * chosen
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         options = self.arguments(case)
         given = dict(zip((name for name, _ in self.parameters), arrays, strict=True))
-        x, weights, logits = widen(given["x"]), widen(given["weights"]), widen(given["shared_logits"])
-        assert x is not None and weights is not None and logits is not None
+        x = widen(given["x"])
+        assert x is not None and given["logits"] is not None
+        # Experts are told apart by scores in the type of the logits, as those of route_top_k.
+        route = {"k": case.shape[1], "scores": options["scores"], "renormalize": options.get("renormalize", False)}
+        chosen, factors = (
+            np.array(a.astype(mx.float32)) for a in _mx_route(given["logits"], given["router_bias"], **route)
+        )
+        chosen, factors = chosen.astype(np.int64), factors[..., None]
 
         def matrix(name: str) -> np.ndarray:
             words, scales, biases = (given[f"{name}{end}"] for end in ("", "_scales", "_biases"))
@@ -192,17 +213,25 @@ class MixtureOp(ModelOp):
             mode = options.get("mode", "affine")
             return dequantized(words, scales, biases, options["group_size"], options["bits"], mode)
 
-        gate, up, down = (
-            np.concatenate([matrix(name), matrix(f"shared_{name}")[None]]) for name in ("gate", "up", "down")
-        )
-        shared = np.full((len(x), 1), len(gate) - 1)
-        chosen = np.concatenate([np.array(given["indices"]).astype(np.int64), shared], -1)
-        factors = np.concatenate([weights, 1 / (1 + np.exp(-logits))], -1)[..., None]
+        gate, up, down = map(matrix, ("gate", "up", "down"))
+        bias = [widen(given[f"{name}_bias"]) for name in ("gate", "up", "down")]
+        if options["parts"] == "shared":
+            gate, up, down = (
+                np.concatenate([w, matrix(f"shared_{name}")[None]])
+                for name, w in zip(("gate", "up", "down"), (gate, up, down))
+            )
+            logits = widen(given["shared_logits"])
+            assert logits is not None
+            chosen = np.concatenate([chosen, np.full((len(x), 1), len(gate) - 1)], -1)
+            factors = np.concatenate([factors, 1 / (1 + np.exp(-logits))[:, None]], 1)
         pairs = np.broadcast_to(x[:, None, None], (*chosen.shape, 1, x.shape[-1]))
-        hidden = gated(
-            _products(pairs, gate, chosen), _products(pairs, up, chosen), options.get("activation", "swiglu")
-        )
-        y = _products(hidden.value, down, chosen)
+
+        def product(given: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> Exact:
+            y = _products(given, w, chosen)
+            return y if bias is None else Exact(y.value + bias[chosen][..., None, :], y.magnitude)
+
+        hidden = gated(product(pairs, gate, bias[0]), product(pairs, up, bias[1]), options.get("activation", "swiglu"))
+        y = product(hidden.value, down, bias[2])
         assert hidden.magnitude is not None
         size = np.sqrt((hidden.magnitude**2) @ np.swapaxes(down[chosen], -1, -2) ** 2)[..., 0, :]
         return [Exact((y.value[..., 0, :] * factors).sum(-2), np.sqrt(((size * factors) ** 2).sum(-2)))]
@@ -282,6 +311,7 @@ def _mx_route(logits, bias, k, scores, renormalize=False, descending=True, scale
     values = values.get(scores, lambda: wide)()
     keys = values.astype(logits.dtype).astype(mx.float32) + (0 if bias is None else bias)
     indices = mx.argsort(-keys, -1)[..., :k] if descending else mx.argsort(keys, -1)[..., -k:]
+    indices = mx.stop_gradient(indices)
     weights = mx.take_along_axis(values, indices, -1)
     if scores == "chosen":
         weights = mx.softmax(weights, -1, precise=True)
@@ -338,19 +368,43 @@ def _triples(arrays):
     return [tuple(a for a in triple if a is not None) for triple in each]
 
 
-def _mixture(x, indices, weights, *arrays, **options):
-    return moe.mixture(x, indices, weights, *_triples(arrays[:18]), arrays[18], **options)
+def _parts(arrays, parts):
+    """The triples, and the other arguments of a mixture, which has these parts."""
+    triples = _triples(arrays[:18])
+    has_shared, has_bias = parts == "shared", parts == "bias"
+    others = {
+        "shared_logits": arrays[18],
+        "bias": arrays[19:22] if has_bias else None,
+        "router_bias": arrays[22],
+    }
+    return triples[: 6 if has_shared else 3], others
 
 
-def _mx_mixture(x, indices, weights, *arrays, activation="swiglu", **options):
-    gate, up, down, *shared = _triples(arrays[:18])
+def _mixture(x, logits, *arrays, k, parts, **options):
+    triples, others = _parts(arrays, parts)
+    shared = dict(zip(("shared_gate", "shared_up", "shared_down"), triples[3:]))
+    return moe.mixture(x, logits, k, *triples[:3], **shared, **others, **options)
+
+
+def _mx_mixture(
+    x, logits, *arrays, k, parts, scores, renormalize=False, descending=True, activation="swiglu", **options
+):
+    (gate, up, down, *shared), others = _parts(arrays, parts)
+    indices, weights = _mx_route(logits, others["router_bias"], k, scores, renormalize, descending)
+    gate_bias, up_bias, down_bias = others["bias"] or (None, None, None)
+
+    def product(x, triple, bias):
+        y = mx.gather_qmm(x, triple[0], *triple[1:], rhs_indices=indices, **options)
+        return y if bias is None else y + mx.expand_dims(bias[indices], -2)
+
     rows = x[:, None, None]
-    product = lambda x, triple: mx.gather_qmm(x, triple[0], *triple[1:], rhs_indices=indices, **options)
-    hidden = matmul.gated_by_mx(product(rows, gate), product(rows, up), activation)
-    y = (product(hidden, down).squeeze(-2) * weights[..., None]).sum(axis=-2)
+    hidden = matmul.gated_by_mx(product(rows, gate, gate_bias), product(rows, up, up_bias), activation)
+    y = (product(hidden, down, down_bias).squeeze(-2) * weights[..., None]).sum(axis=-2)
+    if not shared:
+        return y
     alone = lambda x, triple: mx.quantized_matmul(x, triple[0], *triple[1:], transpose=True, **options)
     hidden = matmul.gated_by_mx(alone(x, shared[0]), alone(x, shared[1]), activation)
-    return y + mx.sigmoid(arrays[18]) * alone(hidden, shared[2])
+    return y + mx.sigmoid(others["shared_logits"]) * alone(hidden, shared[2])
 
 
 def _gather_mm(x, w, indices, **options):
@@ -403,6 +457,10 @@ _RARE: tuple[dict[str, Any], ...] = (
     {"mode": "mxfp8", "group_size": 32, "bits": 8},
     {"mode": "nvfp4", "group_size": 16, "bits": 4},
 )
+
+
+def _mixtures(shape: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
+    return cases_for_tests(shape, **options, k=shape[1])
 
 
 _TILED_TESTS = tuple(
@@ -507,25 +565,28 @@ MOE_OPS: tuple[Op, ...] = (
         parameters=tuple(
             (name, "rows")
             for name in (
-                *("x", "indices", "weights"),
+                *("x", "logits"),
                 *(f"{w}{end}" for w in _TRIPLES for end in ("", "_scales", "_biases")),
-                "shared_logits",
+                *("shared_logits", "gate_bias", "up_bias", "down_bias", "router_bias"),
             )
         ),
         ours=_mixture,
         twin=_mx_mixture,
-        twin_text="`mx.gather_qmm`, `mx.quantized_matmul` and a sum",
-        summary="a router's experts and a shared one, in two launches",
-        options={"group_size": 64, "bits": 4},
+        twin_text="softmax, `mx.argpartition`, `mx.gather_qmm`, `mx.quantized_matmul` and a sum",
+        summary="a mixture from its router's logits on, with a shared expert, in two launches",
+        options={"group_size": 64, "bits": 4, "k": 2, "scores": "softmax", "parts": "shared"},
         tests=(
-            *(case for bits in (4, 8) for case in cases_for_tests((1, 8, 16, 320, 64), group_size=32, bits=bits)),
-            *cases_for_tests((3, 1, 2, 96, 32), (2, 15, 16, 64, 96), group_size=32, bits=4),
-            *cases_for_tests((1, 9, 16, 64, 320), **_MXFP4),
-            *cases_for_tests((2, 3, 5, 64, 64), group_size=32, bits=4, activation="geglu"),
+            *_mixtures((1, 8, 16, 320, 64), group_size=32, bits=4),
+            *_mixtures((1, 8, 16, 320, 64), group_size=32, bits=8, parts=""),
+            *_mixtures((3, 1, 2, 96, 32), group_size=32, bits=4, scores="sigmoid", parts="bias", renormalize=True),
+            *_mixtures((2, 15, 16, 64, 96), group_size=32, bits=4, renormalize=True, descending=False),
+            *_mixtures((1, 9, 16, 64, 320), **_MXFP4, scores="chosen", parts="bias"),
+            *_mixtures((2, 3, 65, 64, 64), group_size=32, bits=4, activation="geglu", descending=False),
         ),
         cases=(
-            Case("Qwen3-Next", (1, 10, 512, 2048, 512), {"bits": 4}, gpu_only=True),
-            Case("Granite 4.0 tiny", (1, 6, 64, 1536, 512), {"bits": 4}, quick=True),
+            Case("Qwen3-Next", (1, 10, 512, 2048, 512), {"bits": 4, "k": 10, "renormalize": True}, gpu_only=True),
+            Case("Granite 4.0 tiny", (1, 6, 64, 1536, 512), {"bits": 4, "k": 6}, quick=True),
+            Case("Qwen3-30B-A3B", (1, 8, 128, 2048, 768), {"bits": 4, "k": 8, "parts": ""}, gpu_only=True),
         ),
     ),
     RouterOp(

@@ -602,7 +602,7 @@ SMALL = {
     "gather_mm": ((2, 2, 3, 64, 8), {}),
     "gather_swiglu": ((2, 2, 3, 64, 8), {}),
     "gather_sum": ((2, 2, 3, 64, 8), {}),
-    "mixture": ((1, 2, 3, 64, 64), {}),
+    "mixture": ((1, 2, 3, 64, 64), {"k": 2}),
     "route_top_k": ((2, 16), {"k": 2}),
     "gated_delta_token": ((1, 2, 1, 2, 3, 8), {}),
     "gated_delta_update": ((1, 2, 1, 2, 3, 8), {}),

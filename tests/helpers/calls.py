@@ -227,7 +227,9 @@ def _quantized_calls() -> list[Call]:
                      partial(_swiglu, bits=bits), _product_of_nothing("gate", 0), covered=bits != 1)
             )  # fmt: skip
     matrices = [triple("outputs", "columns")] * 2
-    arguments = {f"{name}{i}": a for i, parts in enumerate(matrices) for name, a in zip(("w", "scales", "biases"), parts)}
+    arguments = {
+        f"{name}{i}": a for i, parts in enumerate(matrices) for name, a in zip(("w", "scales", "biases"), parts)
+    }
     for what in ("1D", "2D", "3D"):
         some = {d: sizes[d] for d in (*LEADS[what], "columns", "outputs")}
         calls.append(
@@ -453,12 +455,13 @@ def _moe_calls() -> list[Call]:
         **{name: triple("hidden", "columns") for name in ("shared_gate", "shared_up")},
     }
     arguments = {
-        **{"x": numbers("tokens", "columns"), "indices": rhs, "weights": numbers("tokens", "chosen")},
+        **{"x": numbers("tokens", "columns"), "logits": numbers("tokens", "experts")},
         **{f"{name}_{part}": a for name, parts in parts.items() for part, a in zip(("w", "scales", "biases"), parts)},
-        "logits": numbers("tokens"),
+        "shared_logits": numbers("tokens"),
     }
-    some = {"tokens": 3, "chosen": 2, "columns": 64, "hidden": 32}
-    calls.append(Call("mixture", "", some, arguments, _mixture, _shared_expert, derived=fixed))
+    some = {"tokens": 3, "columns": 64, "hidden": 32}
+    nothing = lambda x, **others: [np.zeros(x.shape)]
+    calls.append(Call("mixture", "", some, arguments, _mixture, nothing, derived=fixed))
     router = {"logits": numbers("tokens", "columns"), "bias": numbers("columns")}
     some = {"tokens": 3, "columns": 7}
     for scores in ("softmax", "sigmoid"):
@@ -556,20 +559,10 @@ def _gather_sum(x, rhs, weights, w, scales, biases):
     return mm.gather_sum(x, w, scales, biases, rhs, weights, group_size=GROUP)
 
 
-def _mixture(x, indices, weights, logits, **packed):
+def _mixture(x, logits, shared_logits, **packed):
     names = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")
     triples = [tuple(packed[f"{name}_{part}"] for part in ("w", "scales", "biases")) for name in names]
-    return mm.mixture(x, indices, weights, *triples, logits, GROUP, 4)
-
-
-def _shared_expert(x, logits, **packed):
-    """What is left of a mixture where a size is zero: all of a token where none is chosen, but nothing of no columns."""
-    parts = [[packed[f"shared_{name}_{part}"] for part in ("w", "scales", "biases")] for name in ("gate", "up", "down")]
-    if not all(words.size for words, *_ in parts):
-        return [np.zeros(x.shape)]
-    gate, up, down = (reference.dequantize(np.asarray(w, np.uint32), *both, GROUP, 4) for w, *both in parts)
-    a = x @ gate.T
-    return [(a / (1 + np.exp(-a)) * (x @ up.T)) @ down.T / (1 + np.exp(-logits))[:, None]]
+    return mm.mixture(x, logits, 2, *triples, shared_logits, GROUP, 4)
 
 
 def _gather_mm(x, w, rhs):

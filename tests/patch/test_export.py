@@ -232,8 +232,8 @@ DIRECT = {
     "gather_sum": lambda x: mm.gather_sum(x[None], *mx.quantize(draw(2, 8, 64)), mx.array([[0, 1]]), mx.ones((1, 2))),
     "mixture": lambda x: mm.mixture(
         x,
-        mx.zeros((len(x), 1), mx.uint32),
-        mx.ones((len(x), 1)),
+        x[:, :2],
+        1,
         *[mx.quantize(draw(2, 64, 64))] * 3,
         *[mx.quantize(draw(64, 64))] * 3,
         mx.zeros((len(x), 1)),

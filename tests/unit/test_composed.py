@@ -37,7 +37,7 @@ INSIDE = {
 # Ops with kernels on GPUs alone: on the CPU a call is to these ops in its place, and makes no primitive of its own.
 PARTS = {
     "quantized_matmuls": {"quantized_matmul"},
-    "mixture": {"gather_qmm", "gather_sum"},
+    "mixture": {"gather_qmm", "gather_sum", "route_top_k"},
 }
 
 # No operation of mx makes blocks of GGUF or reads them: their composition is the op itself, with its native code.

@@ -84,7 +84,8 @@ def _with_most_threads(op: specs.Op, dtype: mx.Dtype) -> Iterator[specs.Case]:
             yield specs.Case("test", (1, 16, 16, 64, 6), options)  # a simdgroup for each expert
     elif op.name == "mixture":
         for options in {str(case.options): case.options for case in op.tests}.values():
-            yield specs.Case("test", (1, 15, 16, 64, 64), options)  # the shared expert has the last simdgroup
+            chosen = 16 - (options.get("parts", op.options["parts"]) == "shared")
+            yield specs.Case("test", (1, chosen, 16, 64, 64), {**options, "k": chosen})  # a simdgroup for each
     elif op.name == "qk_norm":
         yield specs.Case("test", (1, 2048 * pack))
     elif isinstance(op, specs.RowOp):

@@ -1,12 +1,12 @@
 #include <algorithm>
-#include <array>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -14,6 +14,7 @@
 #include "ops/matmul/activation.h"
 #include "ops/matmul/affine.h"
 #include "ops/moe/gather.h"
+#include "ops/moe/route.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
@@ -35,70 +36,91 @@ const Name file = "moe/mixture.metal";
 // w, scales and, in affine quantization, biases.
 using Triple = Arrays;
 
-// The triples of a call, each of three arrays: scales stand in for biases in modes without these.
-enum { kGate, kUp, kDown, kSharedGate, kSharedUp, kSharedDown, kTriples };
-constexpr const char* triple_names[kTriples] = {"gate", "up", "down", "shared_gate", "shared_up", "shared_down"};
+// The triples of a call, each of three arrays: scales stand in for biases in modes without these. Those of the shared
+// expert are last.
+enum { kGate, kUp, kDown, kTriples, kSharedGate = kTriples, kSharedUp, kSharedDown, kAllTriples };
+constexpr const char* triple_names[kAllTriples] = {"gate", "up", "down", "shared_gate", "shared_up", "shared_down"};
 
-// Where the inputs of the primitive are.
-constexpr size_t first_triple = 1, indices_at = 1 + 3 * kTriples, weights_at = indices_at + 1;
-constexpr size_t logits_at = weights_at + 1;
+// What an expert has biases of: the outputs of gate, up and down.
+enum { kBiases = 3 };
 
-size_t at_triple(int triple) {
-  return first_triple + 3 * static_cast<size_t>(triple);
-}
+// Which inputs there are.
+struct Parts {
+  AffineFormat format;
+  Activation activation;
+  Routing routing;
+  bool has_shared;
+  bool has_bias;
+  bool has_router_bias;
 
-// x [.., columns], the triples, indices and weights [.., chosen] and logits [..] -> y [.., outputs] and what lies
-// between the two launches, [tokens, chosen + 1, hidden].
+  bool operator==(const Parts&) const = default;
+
+  // Where they are: x, logits and triples are always there.
+  static constexpr size_t logits = 1;
+  static size_t triple(int i) {
+    return 2 + 3 * static_cast<size_t>(i);
+  }
+  size_t shared_logits() const {
+    return triple(kAllTriples);
+  }
+  size_t bias(int i) const {
+    return triple(has_shared ? kAllTriples : kTriples) + (has_shared ? 1 : 0) + static_cast<size_t>(i);
+  }
+  size_t router_bias() const {
+    return bias(has_bias ? kBiases : 0);
+  }
+  uint32_t places() const {  // of a token
+    return static_cast<uint32_t>(routing.k) + (has_shared ? 1 : 0);
+  }
+};
+
+// x [.., columns], logits [.., experts], the triples, of the shared expert with its logits [..], the biases and the
+// router's -> y [.., outputs], and what lies between the two launches: hidden [tokens, places, hidden], indices and
+// weights [tokens, chosen].
 class Mixture : public KernelPrimitive {
  public:
-  Mixture(mx::Stream stream, AffineFormat format, Activation activation)
-      : KernelPrimitive(stream), format_(format), activation_(activation) {}
+  Mixture(mx::Stream stream, const Parts& parts) : KernelPrimitive(stream), parts_(parts) {}
 
   const char* name() const override {
     return "MittensMixture";
   }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    const auto& mixture = static_cast<const Mixture&>(other);
-    return format_ == mixture.format_ && activation_ == mixture.activation_;
+    return parts_ == static_cast<const Mixture&>(other).parts_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[at_triple(kDown)].shape(-2);
-    const mx::array& indices = inputs[indices_at];
-    const int chosen = indices.shape(-1);
-    const int tokens = static_cast<int>(leading_size(indices, 1));
-    return {shape, {tokens, chosen + 1, inputs[at_triple(kGate)].shape(-2)}};
+    shape.back() = inputs[Parts::triple(kDown)].shape(-2);
+    const int tokens = static_cast<int>(leading_size(inputs[0], 1));
+    const mx::Shape chosen = {tokens, parts_.routing.k};
+    return {shape, {tokens, static_cast<int>(parts_.places()), inputs[Parts::triple(kGate)].shape(-2)}, chosen, chosen};
   }
 
-  static mx::array result_of(std::shared_ptr<Mixture> primitive, Arrays inputs) {
+  static mx::array result_of(const std::shared_ptr<Mixture>& primitive, Arrays inputs) {
     std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
     const mx::Dtype dtype = inputs[0].dtype();
-    return mx::array::make_arrays(std::move(shapes), {dtype, dtype}, primitive, std::move(inputs))[0];
+    return mx::array::make_arrays(std::move(shapes), {dtype, dtype, mx::uint32, dtype}, primitive,
+                                  std::move(inputs))[0];
   }
 
   // The parts one after another, by ops of their own where these have kernels.
   mx::array of_parts(const Arrays& inputs) {
     const mx::Stream s = stream();
+    const AffineFormat& format = parts_.format;
     const mx::array& x = inputs[0];
-    const mx::array& indices = inputs[indices_at];
-    const auto triple = [&](int i) { return inputs.begin() + static_cast<ptrdiff_t>(at_triple(i)); };
-    const auto biases_of = [&](auto first) { return format_.has_biases() ? std::optional(first[2]) : std::nullopt; };
+    const auto router_bias = parts_.has_router_bias ? std::optional(inputs[parts_.router_bias()]) : std::nullopt;
+    const auto choice = chosen_experts(inputs[Parts::logits], router_bias, parts_.routing, s);
+    const mx::array indices = mx::stop_gradient(choice.first, s);
+    const auto triple = [&](int i) { return inputs.begin() + static_cast<ptrdiff_t>(Parts::triple(i)); };
+    const auto bias = [&](int i) { return parts_.has_bias ? std::optional(inputs[parts_.bias(i)]) : std::nullopt; };
+    const auto biases_of = [&](auto first) { return format.has_biases() ? std::optional(first[2]) : std::nullopt; };
     const auto chosen_product = [&](const mx::array& from, int i) {
       const auto first = triple(i);
-      return mittens::gather_qmm(from, first[0], first[1], biases_of(first), std::nullopt, indices, true,
-                                 format_.group_size, format_.bits, mode_name(format_), std::nullopt, false, s);
-    };
-    // A stack of one matrix, which all tokens choose.
-    const mx::array none = mx::zeros_like(inputs[logits_at], s);
-    const auto shared_product = [&](const mx::array& from, int i) {
-      const auto first = triple(i);
-      const auto stack = [&](const mx::array& a) { return mx::expand_dims(a, 0, s); };
-      const auto biases = format_.has_biases() ? std::optional(stack(first[2])) : std::nullopt;
-      return mittens::gather_qmm(mx::expand_dims(from, -2, s), stack(first[0]), stack(first[1]), biases, std::nullopt,
-                                 mx::astype(none, mx::uint32, s), true, format_.group_size, format_.bits,
-                                 mode_name(format_), std::nullopt, false, s);
+      const mx::array y =
+          mittens::gather_qmm(from, first[0], first[1], biases_of(first), std::nullopt, indices, true,
+                              format.group_size, format.bits, mode_name(format), std::nullopt, false, s);
+      return parts_.has_bias ? plus_bias_of_experts(y, *bias(i), indices, s) : y;
     };
     // Axes of one row come and go by shapes: vmap of mx's expand_dims may put two of them elsewhere.
     const auto without_rows = [&](const mx::array& a) {
@@ -109,107 +131,147 @@ class Mixture : public KernelPrimitive {
     mx::Shape shape = x.shape();
     shape.insert(shape.end() - 1, {1, 1});
     const mx::array rows = mx::reshape(x, std::move(shape), s);
-    const mx::array hidden = gated(chosen_product(rows, kGate), chosen_product(rows, kUp), activation_, s);
+    const mx::array hidden = gated(chosen_product(rows, kGate), chosen_product(rows, kUp), parts_.activation, s);
     const auto down = triple(kDown);
-    const mx::array y = gather_sum(without_rows(hidden), down[0], down[1], biases_of(down), indices, inputs[weights_at],
-                                   std::nullopt, format_.group_size, format_.bits, mode_name(format_), s);
-    const mx::array shared = gated(shared_product(x, kSharedGate), shared_product(x, kSharedUp), activation_, s);
+    const mx::array y = gather_sum(without_rows(hidden), down[0], down[1], biases_of(down), indices, choice.second,
+                                   bias(kDown), format.group_size, format.bits, mode_name(format), s);
+    if (!parts_.has_shared) {
+      return y;
+    }
+    // A stack of one matrix, which all tokens choose.
+    const mx::array& shared_logits = inputs[parts_.shared_logits()];
+    const mx::array none = mx::astype(mx::zeros_like(shared_logits, s), mx::uint32, s);
+    const auto shared_product = [&](const mx::array& from, int i) {
+      const auto first = triple(i);
+      const auto stack = [&](const mx::array& a) { return mx::expand_dims(a, 0, s); };
+      const auto biases = format.has_biases() ? std::optional(stack(first[2])) : std::nullopt;
+      return mittens::gather_qmm(mx::expand_dims(from, -2, s), stack(first[0]), stack(first[1]), biases, std::nullopt,
+                                 none, true, format.group_size, format.bits, mode_name(format), std::nullopt, false, s);
+    };
+    const mx::array shared = gated(shared_product(x, kSharedGate), shared_product(x, kSharedUp), parts_.activation, s);
     const mx::array of_shared = without_rows(shared_product(without_rows(shared), kSharedDown));
-    const mx::array weight = mx::sigmoid(mx::expand_dims(in_dtype(inputs[logits_at], mx::float32, s), -1, s), s);
     const auto wide = [&](const mx::array& a) { return in_dtype(a, mx::float32, s); };
+    const mx::array weight = mx::sigmoid(mx::expand_dims(wide(shared_logits), -1, s), s);
     return in_dtype(mx::add(wide(y), mx::multiply(weight, wide(of_shared), s), s), x.dtype(), s);
   }
 
  protected:
   bool sums_nothing(const Arrays& inputs) const override {
-    return inputs[0].shape(-1) == 0 || inputs[at_triple(kGate)].shape(-2) == 0;
+    return inputs[0].shape(-1) == 0 || inputs[Parts::triple(kGate)].shape(-2) == 0;
   }
 
   const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
     copies = inputs;
-    for (size_t i : {size_t(0), indices_at, weights_at, logits_at}) {
+    for (size_t i : {size_t(0), Parts::logits}) {
+      copies[i] = contiguous_rows(inputs[i], stream());
+    }
+    for (size_t i = Parts::triple(parts_.has_shared ? kAllTriples : kTriples); i < inputs.size(); ++i) {
       copies[i] = contiguous_rows(inputs[i], stream());
     }
     // One set of strides serves the triples that a launch reads, and one from row to row also those of one matrix.
-    share_strides(copies, {kGate, kUp}, {kSharedGate, kSharedUp});
-    share_strides(copies, {kDown}, {kSharedDown});
+    using Triples = std::vector<int>;
+    share_strides(copies, Triples{kGate, kUp}, parts_.has_shared ? Triples{kSharedGate, kSharedUp} : Triples{});
+    share_strides(copies, Triples{kDown}, parts_.has_shared ? Triples{kSharedDown} : Triples{});
     return copies;
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
-    const mx::array& indices = inputs[indices_at];
-    const auto chosen = static_cast<uint32_t>(indices.shape(-1));
-    const auto tokens = static_cast<uint32_t>(leading_size(indices, 1));
-    GatherQmmParams params = params_of(inputs, kGate, tokens * (chosen + 1), chosen);
-    params.weights.gate_alpha = activation_.alpha;
-    params.weights.gate_beta = activation_.beta;
-    params.limit = activation_.limit;
-    params.offset = activation_.offset;
+    const mx::array& x = inputs[0];
+    const auto tokens = static_cast<uint32_t>(leading_size(x, 1));
+    MixtureParams params = params_of(inputs, kGate, tokens * parts_.places());
+    params.experts.weights.gate_alpha = parts_.activation.alpha;
+    params.experts.weights.gate_beta = parts_.activation.beta;
+    params.experts.limit = parts_.activation.limit;
+    params.experts.offset = parts_.activation.offset;
     Launch first;
     first.file = file;
-    first.kernel = kernel_name(inputs[0].dtype(), "mixture_swiglu", format_name(format_));
-    share_out_pairs(first, sizes_of(params.weights), kRowOutputs / 2, stream());
-    first.input(inputs[0]);
+    first.kernel = kernel_name(x.dtype(), "mixture_swiglu", format_name(parts_.format));
+    share_out_chosen(first, sizes_of(params.experts.weights), kRowOutputs / 2, stream());
+    first.input(x);
     for (int triple : {kGate, kUp, kSharedGate, kSharedUp}) {
       add_triple(first, inputs, triple);
     }
-    first.input(indices).output(outputs[1]).params(params);
+    for (int i : {kGate, kUp}) {
+      add_bias(first, inputs, i);
+    }
+    const bool has_router_bias = parts_.has_router_bias;
+    first.input(inputs[Parts::logits]).input_if(has_router_bias, inputs[has_router_bias ? parts_.router_bias() : 0]);
+    first.output(outputs[1]).output(outputs[2]).output(outputs[3]).params(params);
 
-    const GatherQmmParams sum_params = params_of(inputs, kDown, tokens, chosen);
+    const MixtureParams sum_params = params_of(inputs, kDown, tokens);
     Launch second;
     second.file = file;
-    second.kernel = kernel_name(inputs[0].dtype(), "mixture_sum", format_name(format_));
-    share_out_sums(second, sizes_of(sum_params.weights), kRowOutputs, chosen + 1, stream());
+    second.kernel = kernel_name(x.dtype(), "mixture_sum", format_name(parts_.format));
+    share_out_sums(second, sizes_of(sum_params.experts.weights), kRowOutputs, parts_.places(), stream());
     second.input(outputs[1]);
     for (int triple : {kDown, kSharedDown}) {
       add_triple(second, inputs, triple);
     }
-    second.input(indices).input(inputs[weights_at]).input(inputs[logits_at]);
+    add_bias(second, inputs, kDown);
+    second.input(outputs[2]).input(outputs[3]);
+    second.input_if(parts_.has_shared, inputs[parts_.has_shared ? parts_.shared_logits() : 0]);
     second.output(outputs[0]).params(sum_params);
     return in_order(std::move(first), std::move(second));
   }
 
   Arrays composed(const Arrays& inputs) override {
-    return {of_parts(inputs), mx::zeros(output_shapes(inputs)[1], inputs[0].dtype(), stream())};
+    const std::vector<mx::Shape> shapes = output_shapes(inputs);
+    Arrays all = {of_parts(inputs)};
+    for (size_t i = 1; i < shapes.size(); ++i) {
+      all.push_back(mx::zeros(shapes[i], i == 2 ? mx::uint32 : inputs[0].dtype(), stream()));
+    }
+    return all;
   }
 
  private:
-  static void add_triple(Launch& launch, const Arrays& inputs, int triple) {
+  // Of a triple that there is not, the first that there is stands in.
+  void add_triple(Launch& launch, const Arrays& inputs, int triple) const {
+    const bool is_there = triple < kTriples || parts_.has_shared;
     for (size_t i = 0; i < 3; ++i) {
-      add_view(launch, inputs[at_triple(triple) + i]);
+      if (is_there) {
+        add_view(launch, inputs[Parts::triple(triple) + i]);
+      } else {
+        launch.stand_in(inputs[Parts::triple(triple - kSharedGate) + i]);
+      }
     }
   }
 
+  void add_bias(Launch& launch, const Arrays& inputs, int i) const {
+    launch.input_if(parts_.has_bias, inputs[parts_.has_bias ? parts_.bias(i) : 0]);
+  }
+
   // Of a launch with `places` places along the third axis of its grid.
-  GatherQmmParams params_of(const Arrays& inputs, int triple, uint32_t places, uint32_t chosen) const {
-    const size_t first = at_triple(triple);
-    GatherQmmParams params{};
-    params.weights = affine_params(inputs[first], inputs[first + 1], inputs[first + 2], format_);
-    params.weights.matrices = places;
-    params.weights.rows = 1;
-    params.weights.columns =
-        static_cast<uint32_t>(triple == kDown ? inputs[at_triple(kGate)].shape(-2) : inputs[0].shape(-1));
-    params.weights.outputs = static_cast<uint32_t>(inputs[first].shape(-2));
-    params.pairs.matrices = static_cast<uint32_t>(inputs[first].shape(0));
-    params.pairs_per_sum = chosen + 1;
+  MixtureParams params_of(const Arrays& inputs, int triple, uint32_t places) const {
+    const size_t first = Parts::triple(triple);
+    MixtureParams params{};
+    QuantizedParams& weights = params.experts.weights;
+    weights = affine_params(inputs[first], inputs[first + 1], inputs[first + 2], parts_.format);
+    weights.matrices = places;
+    weights.rows = 1;
+    weights.columns =
+        static_cast<uint32_t>(triple == kDown ? inputs[Parts::triple(kGate)].shape(-2) : inputs[0].shape(-1));
+    weights.outputs = static_cast<uint32_t>(inputs[first].shape(-2));
+    weights.has_bias = parts_.has_bias;
+    params.experts.pairs_per_sum = parts_.places();
+    params.route = route_params(parts_.routing, inputs[Parts::logits].shape(-1), parts_.has_router_bias);
     return params;
   }
 
-  void share_strides(Arrays& arrays, std::initializer_list<int> stacks, std::initializer_list<int> alone) {
-    const size_t model = at_triple(*stacks.begin());
+  void share_strides(Arrays& arrays, const std::vector<int>& stacks, const std::vector<int>& alone) {
+    const size_t model = Parts::triple(stacks.front());
     bool are_alike = true;
     for (size_t i = 0; i < 3; ++i) {
       const mx::array& of_model = arrays[model + i];
       for (int triple : stacks) {
-        are_alike = are_alike && arrays[at_triple(triple) + i].strides() == of_model.strides();
+        are_alike = are_alike && arrays[Parts::triple(triple) + i].strides() == of_model.strides();
       }
       for (int triple : alone) {
-        are_alike = are_alike && arrays[at_triple(triple) + i].strides(0) == of_model.strides(1);
+        are_alike = are_alike && arrays[Parts::triple(triple) + i].strides(0) == of_model.strides(1);
       }
     }
     for (const auto& triples : {stacks, alone}) {
       for (int triple : triples) {
-        const size_t first = at_triple(triple);
+        const size_t first = Parts::triple(triple);
         if (are_alike && is_prepared_affine(arrays[first], arrays[first + 1], arrays[first + 2])) {
           continue;
         }
@@ -220,48 +282,40 @@ class Mixture : public KernelPrimitive {
     }
   }
 
-  AffineFormat format_;
-  Activation activation_;
+  Parts parts_;
 };
 
 struct Call {
   Arrays inputs;
-  AffineFormat format;
-  Activation activation;
+  Parts parts;
 };
 
-Call checked(const mx::array& x, const mx::array& indices, const mx::array& weights, const mx::array& shared_logits,
-             const std::array<const Triple*, kTriples>& triples, std::optional<int> group_size, std::optional<int> bits,
-             const std::string& mode, const std::string& activation, mx::Stream stream) {
-  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
-  const Activation& known = activation_of(op, activation, true);
-  if (x.ndim() < 1) {
-    checks::fail(op, "x has no dimensions: expected at least one");
-  }
-  const mx::Shape tokens(x.shape().begin(), x.shape().end() - 1);
-  if (indices.ndim() != x.ndim() || !std::equal(tokens.begin(), tokens.end(), indices.shape().begin())) {
-    checks::fail(op, "indices has shape ", indices.shape(), ", x has shape ", x.shape(),
-                 ": expected as many for each token of x");
-  }
-  if (!mx::issubdtype(indices.dtype(), mx::integer)) {
-    checks::fail<DtypeError>(op, "indices has dtype ", indices.dtype(), ": expected integers");
-  }
-  if (weights.shape() != indices.shape()) {
-    checks::fail(op, "weights has shape ", weights.shape(), ", indices has shape ", indices.shape(),
-                 ": expected the same shape");
-  }
-  mx::Shape one = tokens;
-  one.push_back(1);
-  if (shared_logits.shape() != tokens && shared_logits.shape() != one) {
-    checks::fail(op, "shared_logits has shape ", shared_logits.shape(), ": expected ", tokens, " or ", one);
-  }
-  const bool affine = format.has_biases();
-  Arrays arrays;
-  for (int i = 0; i < kTriples; ++i) {
-    const Triple& triple = *triples[i];
-    check_triple_size(op, triple_names[i], triple, format);
-    arrays.insert(arrays.end(), {triple[0], triple[1], triple[affine ? 2 : 1]});
-  }
+using MaybeTriple = std::optional<Triple>;
+using MaybeArray = std::optional<mx::array>;
+
+// The weights of a call.
+struct Weights {
+  const Triple& gate;
+  const Triple& up;
+  const Triple& down;
+  const MaybeTriple& shared_gate;
+  const MaybeTriple& shared_up;
+  const MaybeTriple& shared_down;
+  const MaybeArray& shared_logits;
+  const MaybeArray& router_bias;
+  const std::optional<std::vector<mx::array>>& bias;
+};
+
+// The router's choice as the caller has it.
+struct Choice {
+  int k;
+  const std::string& scores;
+  bool renormalize;
+  bool descending;
+  float scale;
+};
+
+void check_shapes(const Arrays& arrays, bool has_shared) {
   const auto w = [&](int triple) -> const mx::array& { return arrays[3 * static_cast<size_t>(triple)]; };
   for (int i : {kGate, kDown}) {
     if (w(i).ndim() != 3) {
@@ -275,32 +329,95 @@ Call checked(const mx::array& x, const mx::array& indices, const mx::array& weig
   };
   const auto of_one = [&](int i) { return mx::Shape(w(i).shape().begin() + 1, w(i).shape().end()); };
   check(kUp, w(kGate).shape());
-  check(kSharedGate, of_one(kGate));
-  check(kSharedUp, of_one(kGate));
-  check(kSharedDown, of_one(kDown));
+  if (has_shared) {
+    check(kSharedGate, of_one(kGate));
+    check(kSharedUp, of_one(kGate));
+    check(kSharedDown, of_one(kDown));
+  }
   if (w(kDown).shape(0) != w(kGate).shape(0)) {
     checks::fail(op, "down has ", w(kDown).shape(0), " experts, gate has ", w(kGate).shape(0),
                  ": expected the same number");
   }
-  for (int i = 0; i < kTriples; ++i) {
-    const size_t first = 3 * static_cast<size_t>(i);
-    const bool is_down = i == kDown || i == kSharedDown;
-    check_affine(op, is_down ? w(kGate).shape(1) : x.shape(-1), arrays[first], arrays[first + 1],
-                 affine ? std::optional(arrays[first + 2]) : std::nullopt, format);
+}
+
+Call checked(const mx::array& x, const mx::array& logits, const Choice& choice, const Weights& given,
+             std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+             const std::string& activation, mx::Stream stream) {
+  const AffineFormat format = affine_format(op, group_size, bits, true, mode);
+  const Activation& known = activation_of(op, activation, true);
+  if (x.ndim() < 1) {
+    checks::fail(op, "x has no dimensions: expected at least one");
   }
-  checks::floating(op, {{"weights", weights}});
-  checks::floating(op, {{"shared_logits", shared_logits}});
-  const mx::Dtype dtype =
+  const mx::Shape tokens(x.shape().begin(), x.shape().end() - 1);
+  if (logits.ndim() != x.ndim() || !std::equal(tokens.begin(), tokens.end(), logits.shape().begin())) {
+    checks::fail(op, "logits has shape ", logits.shape(), ", x has shape ", x.shape(),
+                 ": expected those of each token of x");
+  }
+  const bool has_shared = given.shared_gate.has_value();
+  if (given.shared_up.has_value() != has_shared || given.shared_down.has_value() != has_shared ||
+      given.shared_logits.has_value() != has_shared) {
+    checks::fail(op, "shared_gate, shared_up, shared_down and shared_logits are not all there: expected all or none");
+  }
+  std::vector<const Triple*> triples = {&given.gate, &given.up, &given.down};
+  if (has_shared) {
+    triples.insert(triples.end(), {&*given.shared_gate, &*given.shared_up, &*given.shared_down});
+    mx::Shape one = tokens;
+    one.push_back(1);
+    const mx::Shape& shape = given.shared_logits->shape();
+    if (shape != tokens && shape != one) {
+      checks::fail(op, "shared_logits has shape ", shape, ": expected ", tokens, " or ", one);
+    }
+    checks::floating(op, {{"shared_logits", *given.shared_logits}});
+  }
+  const bool affine = format.has_biases();
+  Arrays arrays;
+  for (size_t i = 0; i < triples.size(); ++i) {
+    const Triple& triple = *triples[i];
+    check_triple_size(op, triple_names[i], triple, format);
+    arrays.insert(arrays.end(), {triple[0], triple[1], triple[affine ? 2 : 1]});
+  }
+  check_shapes(arrays, has_shared);
+  for (size_t i = 0; i < triples.size(); ++i) {
+    const bool is_down = i == kDown || i == kSharedDown;
+    check_affine(op, is_down ? arrays[0].shape(1) : x.shape(-1), arrays[3 * i], arrays[3 * i + 1],
+                 affine ? std::optional(arrays[3 * i + 2]) : std::nullopt, format);
+  }
+  const int experts = arrays[0].shape(0);
+  if (logits.shape(-1) != experts) {
+    checks::fail(op, "logits has ", logits.shape(-1), " columns, gate has ", experts,
+                 " experts: expected a logit for each");
+  }
+  const Routing routing = checked_routing(op, experts, choice.k, "router_bias", given.router_bias, choice.scores,
+                                          choice.renormalize, choice.descending, choice.scale);
+  if (given.bias && given.bias->size() != kBiases) {
+    checks::fail(op, "bias has ", given.bias->size(), " arrays: expected those of gate, up and down");
+  }
+  checks::floating(op, {{"logits", logits}});
+  mx::Dtype dtype =
       affine ? checks::kernel_dtype(op, {{"x", x}, {"scales", arrays[1]}}) : checks::kernel_dtype(op, {{"x", x}});
+  for (size_t i = 0; given.bias && i < kBiases; ++i) {
+    const mx::array& bias = (*given.bias)[i];
+    check_bias_of_experts(op, (std::string(triple_names[i]) + "'s bias").c_str(), bias, arrays[3 * i]);
+    dtype = mx::promote_types(dtype, checks::kernel_dtype(op, {{"x", x}, {"bias", bias}}));
+  }
   const auto typed = [&](const mx::array& a) { return in_dtype(a, dtype, stream); };
-  Arrays inputs = {typed(x)};
+  Arrays inputs = {typed(x), typed(logits)};
   for (size_t i = 0; i < arrays.size(); ++i) {
     inputs.push_back(affine && i % 3 != 0 ? typed(arrays[i]) : arrays[i]);
   }
-  inputs.push_back(as_indices(indices, stream));
-  inputs.push_back(typed(weights));
-  inputs.push_back(typed(shared_logits.shape() == tokens ? shared_logits : mx::squeeze(shared_logits, -1, stream)));
-  return {std::move(inputs), format, known};
+  if (has_shared) {
+    const mx::array& shared = *given.shared_logits;
+    inputs.push_back(typed(shared.shape() == tokens ? shared : mx::squeeze(shared, -1, stream)));
+  }
+  for (size_t i = 0; given.bias && i < kBiases; ++i) {
+    inputs.push_back(typed((*given.bias)[i]));
+  }
+  if (given.router_bias) {
+    checks::kernel_dtype(op, {{"router_bias", *given.router_bias}});
+    inputs.push_back(in_dtype(*given.router_bias, mx::float32, stream));
+  }
+  return {std::move(inputs),
+          {format, known, routing, has_shared, given.bias.has_value(), given.router_bias.has_value()}};
 }
 
 // Formats and numbers of experts that have kernels, where mx is not known to be ahead.
@@ -308,55 +425,61 @@ bool goes_to_kernels(const Call& call, mx::Stream stream) {
   if (is_switched_off(op)) {
     return false;
   }
+  const Parts& parts = call.parts;
   const mx::array& x = call.inputs[0];
-  const mx::array& indices = call.inputs[indices_at];
-  const mx::array& gate = call.inputs[at_triple(kGate)];
-  const ExpertSizes sizes{indices.size(), leading_size(gate, 2), static_cast<size_t>(x.shape(-1)),
+  const mx::array& gate = call.inputs[Parts::triple(kGate)];
+  const size_t tokens = leading_size(x, 1), pairs = tokens * static_cast<size_t>(parts.routing.k);
+  const ExpertSizes sizes{pairs, leading_size(gate, 2), static_cast<size_t>(x.shape(-1)),
                           static_cast<size_t>(gate.shape(-2))};
-  return runs_kernels(stream) && has_common_kernels(call.format) && indices.shape(-1) < kMostSummed &&
-         indices.size() > 0 && x.size() > 0 && gate.size() > 0 && call.inputs[at_triple(kDown)].size() > 0 &&
-         !why_not_launched(indices.size() + leading_size(indices, 1), 1, stream) &&
-         !prefer_mx_experts(experts_problem(op, x.dtype(), affine_number(call.format), false, sizes), 0, stream);
+  return runs_kernels(stream) && has_common_kernels(parts.format) && parts.places() <= kMostSummed &&
+         has_route_kernel(gate.shape(0), parts.routing.k) && x.size() > 0 && gate.size() > 0 &&
+         call.inputs[Parts::triple(kDown)].size() > 0 && !why_not_launched(tokens * parts.places(), 1, stream) &&
+         !prefer_mx_experts(experts_problem(op, x.dtype(), affine_number(parts.format), false, sizes), 0, stream);
 }
 
-mx::array mixture(const mx::array& x, const mx::array& indices, const mx::array& weights, const Triple& gate,
-                  const Triple& up, const Triple& down, const Triple& shared_gate, const Triple& shared_up,
-                  const Triple& shared_down, const mx::array& shared_logits, std::optional<int> group_size,
-                  std::optional<int> bits, const std::string& mode, const std::string& activation,
+mx::array mixture(const mx::array& x, const mx::array& logits, int k, const Triple& gate, const Triple& up,
+                  const Triple& down, const MaybeTriple& shared_gate, const MaybeTriple& shared_up,
+                  const MaybeTriple& shared_down, const MaybeArray& shared_logits, std::optional<int> group_size,
+                  std::optional<int> bits, const std::string& mode, const MaybeArray& router_bias,
+                  const std::string& scores, bool renormalize, bool descending, float scale,
+                  const std::optional<std::vector<mx::array>>& bias, const std::string& activation,
                   mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call =
-      checked(x, indices, weights, shared_logits, {&gate, &up, &down, &shared_gate, &shared_up, &shared_down},
-              group_size, bits, mode, activation, stream);
+  const Call call = checked(x, logits, {k, scores, renormalize, descending, scale},
+                            {gate, up, down, shared_gate, shared_up, shared_down, shared_logits, router_bias, bias},
+                            group_size, bits, mode, activation, stream);
   check_base<Mixture>();
-  auto primitive = std::make_shared<Mixture>(stream, call.format, call.activation);
-  return goes_to_kernels(call, stream) ? Mixture::result_of(std::move(primitive), call.inputs)
-                                       : primitive->of_parts(call.inputs);
+  auto primitive = std::make_shared<Mixture>(stream, call.parts);
+  return goes_to_kernels(call, stream) ? Mixture::result_of(primitive, call.inputs) : primitive->of_parts(call.inputs);
 }
 
 // For the patch, which has its own parts: nothing where they are as good.
-std::optional<mx::array> try_mixture(const mx::array& x, const mx::array& indices, const mx::array& weights,
-                                     const Triple& gate, const Triple& up, const Triple& down,
-                                     const Triple& shared_gate, const Triple& shared_up, const Triple& shared_down,
-                                     const mx::array& shared_logits, std::optional<int> group_size,
-                                     std::optional<int> bits, const std::string& mode, const std::string& activation,
+std::optional<mx::array> try_mixture(const mx::array& x, const mx::array& logits, int k, const Triple& gate,
+                                     const Triple& up, const Triple& down, const MaybeTriple& shared_gate,
+                                     const MaybeTriple& shared_up, const MaybeTriple& shared_down,
+                                     const MaybeArray& shared_logits, std::optional<int> group_size,
+                                     std::optional<int> bits, const std::string& mode, const MaybeArray& router_bias,
+                                     const std::string& scores, bool renormalize, bool descending, float scale,
+                                     const std::optional<std::vector<mx::array>>& bias, const std::string& activation,
                                      mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const Call call =
-      checked(x, indices, weights, shared_logits, {&gate, &up, &down, &shared_gate, &shared_up, &shared_down},
-              group_size, bits, mode, activation, stream);
-  const bool is_one = leading_size(call.inputs[indices_at], 1) == 1;
+  const Call call = checked(x, logits, {k, scores, renormalize, descending, scale},
+                            {gate, up, down, shared_gate, shared_up, shared_down, shared_logits, router_bias, bias},
+                            group_size, bits, mode, activation, stream);
+  const bool is_one = leading_size(call.inputs[0], 1) == 1;
   if (!is_one || !goes_to_kernels(call, stream)) {
     return std::nullopt;
   }
-  return Mixture::result_of(std::make_shared<Mixture>(stream, call.format, call.activation), call.inputs);
+  return Mixture::result_of(std::make_shared<Mixture>(stream, call.parts), call.inputs);
 }
 
 void bind(nb::module_& module) {
-  define(module, op, &try_mixture, &mixture, "x"_a, "indices"_a, "weights"_a, "gate"_a, "up"_a, "down"_a,
-         "shared_gate"_a, "shared_up"_a, "shared_down"_a, "shared_logits"_a, "group_size"_a.none() = nb::none(),
-         "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "activation"_a = "swiglu",
-         "stream"_a = nb::none());
+  define(module, op, &try_mixture, &mixture, "x"_a, "logits"_a, "k"_a, "gate"_a, "up"_a, "down"_a,
+         "shared_gate"_a.none() = nb::none(), "shared_up"_a.none() = nb::none(), "shared_down"_a.none() = nb::none(),
+         "shared_logits"_a.none() = nb::none(), "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(),
+         "mode"_a = "affine", nb::kw_only(), "router_bias"_a.none() = nb::none(), "scores"_a = "softmax",
+         "renormalize"_a = false, "descending"_a = true, "scale"_a = 1.0f, "bias"_a.none() = nb::none(),
+         "activation"_a = "swiglu", "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -88,6 +88,13 @@ void share_out_pairs(Launch& launch, const ProductSizes& sizes, uint32_t outputs
   launch.threads = {32 * plan.sharers, plan.blocks, 1};
 }
 
+void share_out_chosen(Launch& launch, const ProductSizes& sizes, uint32_t outputs, mx::Stream stream) {
+  RowsPlan plan = plan_places(sizes, outputs, stream);
+  plan.blocks = std::min(std::max(kProductSimdgroups / plan.sharers, 1u), plan.output_blocks);
+  give_grid(launch, sizes, ceil_divide(plan.output_blocks, plan.blocks));
+  launch.threads = {32 * plan.sharers, plan.blocks, 1};
+}
+
 void share_out_sums(Launch& launch, const ProductSizes& sizes, uint32_t outputs, uint32_t chosen, mx::Stream stream) {
   give_grid(launch, sizes, plan_places(sizes, outputs, stream).output_blocks);
   launch.threads = {32 * chosen, 1, 1};

@@ -71,6 +71,9 @@ void share_out_tiles(Launch& launch, const ExpertTilesPlan& plan, uint32_t outpu
 // Quantized experts, of which a simdgroup has so many outputs.
 void share_out_pairs(Launch& launch, const ProductSizes& sizes, uint32_t outputs, mx::Stream stream);
 
+// The same where each threadgroup finds its expert by itself: as few as there can be.
+void share_out_chosen(Launch& launch, const ProductSizes& sizes, uint32_t outputs, mx::Stream stream);
+
 // The same summed over the chosen ones, for each of which a threadgroup has a simdgroup.
 void share_out_sums(Launch& launch, const ProductSizes& sizes, uint32_t outputs, uint32_t chosen, mx::Stream stream);
 

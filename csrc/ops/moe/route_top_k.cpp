@@ -8,11 +8,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
-#include "cpu/route_top_k.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
-#include "params/moe.h"
+#include "ops/moe/route.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
 #include "runtime/array_util.h"
@@ -21,7 +20,6 @@
 #include "runtime/cpu_types.h"
 #include "runtime/fallback.h"
 #include "runtime/op_binding.h"
-#include "runtime/primitive.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,21 +33,6 @@ const Name file = "moe/route_top_k.metal";
 constexpr float least_sum = 1e-20f;
 static_assert(int(cpu::Scores::softmax) == kScoresSoftmax && int(cpu::Scores::sigmoid) == kScoresSigmoid &&
               int(cpu::Scores::chosen) == kScoresChosen);
-
-// Whether the kernel holds the scores.
-bool is_small(int experts, int k) {
-  return experts <= kMostExperts && k <= kMostChosen;
-}
-
-struct Routing {
-  int k;
-  cpu::Scores scores;
-  bool renormalize;
-  bool descending;
-  float scale;
-
-  bool operator==(const Routing&) const = default;
-};
 
 using Outputs = std::tuple<mx::array, mx::array>;
 
@@ -162,7 +145,7 @@ class RouteTopK : public KernelPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& logits = inputs[0];
     const int experts = logits.shape(-1);
-    if (!is_small(experts, routing_.k)) {
+    if (!has_route_kernel(experts, routing_.k)) {
       if (stream().device == mx::Device::gpu) {
         checks::fail<std::logic_error>(op, "has no kernel for ", experts, " experts");
       }
@@ -170,20 +153,13 @@ class RouteTopK : public KernelPrimitive {
       return {};
     }
     const bool has_bias = inputs.size() > 1;
-    const RouteParams params{static_cast<uint32_t>(experts),
-                             static_cast<uint32_t>(routing_.k),
-                             static_cast<uint32_t>(routing_.scores),
-                             routing_.renormalize,
-                             routing_.descending,
-                             has_bias,
-                             routing_.scale};
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(logits.dtype(), op);
     launch.threadgroups = {static_cast<uint32_t>(leading_size(logits, 1)), 1, 1};
     launch.threads = {32, 1, 1};
     launch.input(logits).input_if(has_bias, has_bias ? inputs[1] : logits);
-    return in_order(launch.output(outputs[0]).output(outputs[1]).params(params));
+    return in_order(launch.output(outputs[0]).output(outputs[1]).params(route_params(routing_, experts, has_bias)));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
@@ -204,7 +180,7 @@ class RouteTopK : public KernelPrimitive {
   Routing routing_;
 };
 
-cpu::Scores scores_of(const std::string& scores) {
+cpu::Scores scores_of(const char* op, const std::string& scores) {
   if (scores == "softmax") {
     return cpu::Scores::softmax;
   }
@@ -217,6 +193,52 @@ cpu::Scores scores_of(const std::string& scores) {
   checks::fail(op, "scores is '", scores, "': expected softmax, sigmoid or chosen");
 }
 
+}  // namespace
+
+Routing checked_routing(const char* op, int experts, int k, const char* bias_name, const std::optional<mx::array>& bias,
+                        const std::string& scores, bool renormalize, bool descending, float scale) {
+  if (k < 1 || k > experts) {
+    checks::fail(op, "k is ", k, ", logits has ", experts, " columns: expected 1 to as many as there are experts");
+  }
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != experts)) {
+    checks::fail(op, bias_name, " has shape ", bias->shape(), ": expected one dimension with ", experts, " elements");
+  }
+  if (!std::isfinite(scale)) {
+    checks::fail(op, "scale is ", scale, ": expected a finite number");
+  }
+  return {k, scores_of(op, scores), renormalize, descending, scale};
+}
+
+bool has_route_kernel(int experts, int k) {
+  return experts <= kMostExperts && k <= kMostChosen;
+}
+
+RouteParams route_params(const Routing& routing, int experts, bool has_bias) {
+  return {static_cast<uint32_t>(experts),
+          static_cast<uint32_t>(routing.k),
+          static_cast<uint32_t>(routing.scores),
+          routing.renormalize,
+          routing.descending,
+          has_bias,
+          routing.scale};
+}
+
+std::pair<mx::array, mx::array> chosen_experts(const mx::array& logits, const std::optional<mx::array>& bias,
+                                               const Routing& routing, mx::Stream stream) {
+  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), routing.k)) {
+    const Arrays all = composition_of(logits, bias, routing, stream);
+    return {all[0], all[1]};
+  }
+  Arrays inputs = {logits};
+  if (bias) {
+    inputs.push_back(*bias);
+  }
+  const auto [indices, weights] = RouteTopK::apply(std::move(inputs), routing, stream);
+  return {indices, weights};
+}
+
+namespace {
+
 struct Call {
   Arrays inputs;
   Routing routing;
@@ -227,17 +249,8 @@ Call checked(const mx::array& logits, int k, const std::optional<mx::array>& bia
   if (logits.ndim() < 1) {
     checks::fail(op, "logits has no dimensions: expected at least one, the last of which is that of the experts");
   }
-  const int experts = logits.shape(-1);
-  if (k < 1 || k > experts) {
-    checks::fail(op, "k is ", k, ", logits has ", experts, " columns: expected 1 to as many as there are experts");
-  }
-  if (bias && (bias->ndim() != 1 || bias->shape(0) != experts)) {
-    checks::fail(op, "bias has shape ", bias->shape(), ": expected one dimension with ", experts, " elements");
-  }
-  if (!std::isfinite(scale)) {
-    checks::fail(op, "scale is ", scale, ": expected a finite number");
-  }
-  const Routing routing{k, scores_of(scores), renormalize, descending, scale};
+  const Routing routing =
+      checked_routing(op, logits.shape(-1), k, "bias", bias, scores, renormalize, descending, scale);
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"logits", logits}});
   Arrays inputs = {in_dtype(logits, dtype, stream)};
   if (bias) {
@@ -252,7 +265,7 @@ std::optional<Outputs> try_route_top_k(const mx::array& logits, int k, const std
                                        mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   Call call = checked(logits, k, bias, scores, renormalize, descending, scale, stream);
-  if (stream.device == mx::Device::gpu && !is_small(logits.shape(-1), k)) {
+  if (stream.device == mx::Device::gpu && !has_route_kernel(logits.shape(-1), k)) {
     return fallback(op, "more than " + std::to_string(kMostExperts) + " experts, or more than " +
                             std::to_string(kMostChosen) + " chosen");
   }

@@ -112,12 +112,19 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
         ),
         "mixture": lambda: (
             [
-                *(array(1, 64), mx.array([[0, 1]]), array(1, 2)),
+                *(array(1, 64), array(1, 3), 2),
                 *(quantized(*shape, bits=4) for shape in ((3, 32, 64), (3, 32, 64), (3, 64, 32))),
                 *(quantized(*shape, bits=4) for shape in ((32, 64), (32, 64), (64, 32))),
                 array(1, 1),
             ],
-            {"group_size": 32, "bits": 4},
+            {
+                "group_size": 32,
+                "bits": 4,
+                "router_bias": array(3),
+                "renormalize": True,
+                "scale": 1.0,
+                "bias": [array(3, 32), array(3, 32), array(3, 64)],
+            },
         ),
         "route_top_k": lambda: (
             [array(3, 8), 2, array(8), "sigmoid"],

@@ -390,52 +390,85 @@ def route_top_k(draw: Draw) -> Case:
 
 
 def mixture(draw: Draw) -> Case:
-    """Of numbers that models have; what is out of range is tested of `gather_swiglu` and `gather_sum`."""
+    """Of numbers that models have. Logits lie apart by steps, so that rounded scores have one order."""
     dtype, form = draw.dtype(), Format("affine", draw.pick((4, 4, 8, 6)), draw.pick((32, 64)))
-    tokens, experts = draw.pick((1, 1, 2, 3)), draw.integer(1, 6)
-    chosen = draw.integer(1, draw.pick((3, 15)))
+    tokens, chosen = draw.pick((1, 1, 2, 3)), draw.integer(1, draw.pick((3, 15)))
+    experts = chosen + draw.integer(0, 5)
     columns, hidden = (form.columns * draw.pick((1, 2, 3)) for _ in range(2))
-    activation = draw.pick(("swiglu", "geglu"))
+    activation, has_shared, has_bias = draw.pick(("swiglu", "geglu")), draw.chance(0.6), draw.chance(0.3)
+    route = {"scores": draw.pick(("softmax", "chosen")), "renormalize": draw.chance(0.5)}
     matrices = [(hidden, columns), (hidden, columns), (columns, hidden)]
-    triples = []
-    for leading in ([experts], []):
-        for rows, width in matrices:
-            triples += form.draw(draw, [*leading, rows, width], dtype)
+    stacks, alone = (
+        [each for rows, width in matrices for each in form.draw(draw, [*leading, rows, width], dtype)]
+        for leading in ([experts], [])
+    )
+    steps = draw.rng.random((tokens, experts)).argsort(-1)
     arrays = [
         draw.array(draw.numbers([tokens, columns]) / 16, dtype),
-        draw.array(draw.rng.uniform(0, 1, (tokens, chosen)), dtype),
-        draw.array(draw.numbers([tokens, 1]), dtype),
-        *triples,
+        draw.array((steps - experts) / 4.0, dtype),
+        *stacks,
+        *([draw.array(draw.numbers([tokens, 1]), dtype), *alone] if has_shared else []),
+        *([draw.array(draw.numbers([experts, rows]) / 16, dtype) for rows, _ in matrices] if has_bias else []),
     ]
-    indices = mx.array(draw.rng.integers(0, experts, (tokens, chosen), dtype=np.uint32))
 
-    def ours(x: mx.array, weights: mx.array, logits: mx.array, *packed: mx.array) -> mx.array:
-        each = [tuple(packed[i : i + 3]) for i in range(0, 18, 3)]
-        return mm.mixture(x, indices, weights, *each, logits, form.group_size, form.bits, activation=activation)
+    def indices_of(logits: mx.array) -> mx.array:
+        order = np.argsort(-np.array(logits.astype(mx.float32)), -1, kind="stable")
+        return mx.array(order[..., :chosen].astype(np.uint32))
 
-    def in_float64(x: mx.array, weights: mx.array, logits: mx.array, *packed: mx.array) -> mx.array:
-        each = [exact.dequantize(*packed[i : i + 3], form.group_size, form.bits) for i in range(0, 18, 3)]
-        rows = x[:, None, None]
-        gate, up, down = (w[indices].swapaxes(-1, -2) for w in each[:3])
-        y = ((gated(rows @ gate, rows @ up, activation) @ down)[..., 0, :] * weights[..., None]).sum(-2)
+    def parts(
+        arrays: Sequence[mx.array],
+    ) -> tuple[list[Sequence[mx.array]], mx.array | None, Sequence[mx.array] | None]:
+        """Triples, logits of the shared expert, and biases."""
+        triples = [arrays[i : i + 3] for i in range(2, 11, 3)]
+        shared = [arrays[i : i + 3] for i in range(12, 21, 3)] if has_shared else []
+        return [*triples, *shared], arrays[11] if has_shared else None, list(arrays[-3:]) if has_bias else []
+
+    def ours(*arrays: mx.array) -> mx.array:
+        (gate, up, down, *shared), logits, bias = parts(arrays)
+        beside = dict(zip(("shared_gate", "shared_up", "shared_down"), shared))
+        given = {"shared_logits": logits, "bias": bias or None, "group_size": form.group_size, "bits": form.bits}
+        return mm.mixture(*arrays[:2], chosen, gate, up, down, **beside, **given, activation=activation, **route)
+
+    def weights_of(logits: mx.array, indices: mx.array) -> mx.array:
+        if route["scores"] == "chosen":
+            return exact.softmax(mx.take_along_axis(logits, indices, -1), -1)
+        weights = mx.take_along_axis(exact.softmax(logits, -1), indices, -1)
+        return weights / weights.sum(-1, keepdims=True) if route["renormalize"] else weights
+
+    def in_float64(*arrays: mx.array) -> mx.array:
+        triples, logits, bias = parts(arrays)
+        each = [exact.dequantize(*triple, form.group_size, form.bits) for triple in triples]
+        x, rows = arrays[0], arrays[0][:, None, None]
+        indices = indices_of(arrays[1])
+        added = [b[indices][..., None, :] for b in bias] if bias else [0, 0, 0]
+        product = lambda x, i: x @ each[i][indices].swapaxes(-1, -2) + added[i]
+        y = product(gated(product(rows, 0), product(rows, 1), activation), 2)[..., 0, :]
+        y = (y * weights_of(arrays[1], indices)[..., None]).sum(-2)
+        if logits is None:
+            return y
         return y + mx.sigmoid(logits) * (gated(x @ each[3].T, x @ each[4].T, activation) @ each[5].T)
 
     def noise() -> list[np.ndarray | float]:
-        """What is between the launches is rounded; so are products where they are launches of their own."""
+        """What is between the launches is rounded, and so are weights, and products that are launches of their own."""
         wide = [a if a.dtype == mx.uint32 else a.astype(mx.float64) for a in arrays]
-        each = [
-            np.abs(np.array(exact.dequantize(*wide[i : i + 3], form.group_size, form.bits))) for i in range(3, 21, 3)
-        ]
-        gate, up, down = (np.concatenate([each[i], each[3 + i][None]]) for i in range(3))
-        which = np.concatenate([np.array(indices), np.full((tokens, 1), experts)], -1)
+        triples, logits, bias = parts(wide)
+        each = [np.abs(np.array(exact.dequantize(*triple, form.group_size, form.bits))) for triple in triples]
+        which = np.array(indices_of(wide[1]))
+        factors = np.array(weights_of(wide[1], mx.array(which)))
+        added = [np.abs(np.array(b))[which][..., None, :] if bias else 0.0 for b in bias or [0, 0, 0]]
+        if has_shared:
+            each = [np.concatenate([each[i], each[3 + i][None]]) for i in range(3)]
+            which = np.concatenate([which, np.full((tokens, 1), experts)], -1)
+            factors = np.concatenate([factors, np.ones((tokens, 1))], -1)
+            added = [np.pad(b, [(0, 0), (0, 1), (0, 0), (0, 0)]) if bias else 0.0 for b in added]
+        gate, up, down = each
         x = np.abs(np.array(wide[0]))[:, None, None]
-        sums = [x @ np.swapaxes(w[which], -1, -2) for w in (gate, up)]
-        size = 1.2 * (sums[0] + 1) * (sums[1] + 1) @ np.swapaxes(down[which], -1, -2)
-        factors = np.concatenate([np.array(wide[1]), np.ones((tokens, 1))], -1)[..., None]
-        return [6 * specs.EPSILON[dtype] * (size[..., 0, :] * factors).sum(-2)]
+        sums = [x @ np.swapaxes(w[which], -1, -2) + b for w, b in zip((gate, up), added)]
+        size = 1.2 * (sums[0] + 1) * (sums[1] + 1) @ np.swapaxes(down[which], -1, -2) + added[2]
+        return [6 * specs.EPSILON[dtype] * (size[..., 0, :] * factors[..., None]).sum(-2)]
 
     return Case(
-        describe(arrays, draw, activation=activation, chosen=chosen, **form.options),
+        describe(arrays, draw, activation=activation, chosen=chosen, **route, **form.options),
         arrays,
         ours=ours,
         twin=None,

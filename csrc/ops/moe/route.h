@@ -1,0 +1,40 @@
+// A router's choice of experts, which is an op of its own, and a part of mixtures.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "cpu/route_top_k.h"
+#include "mlx/array.h"
+#include "params/moe.h"
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+struct Routing {
+  int k;
+  cpu::Scores scores;
+  bool renormalize;
+  bool descending;
+  float scale;
+
+  bool operator==(const Routing&) const = default;
+};
+
+// Throws, in the name of `op`, unless scores is known, k one of so many experts, and the bias, if there is one, one for
+// each of them.
+Routing checked_routing(const char* op, int experts, int k, const char* bias_name, const std::optional<mx::array>& bias,
+                        const std::string& scores, bool renormalize, bool descending, float scale);
+
+// Whether kernels hold the scores.
+bool has_route_kernel(int experts, int k);
+
+RouteParams route_params(const Routing& routing, int experts, bool has_bias);
+
+// Indices and weights [.., k] of logits [.., experts], and of a bias [experts] in float32: by one primitive where that
+// has a kernel or native code, else by mx.
+std::pair<mx::array, mx::array> chosen_experts(const mx::array& logits, const std::optional<mx::array>& bias,
+                                               const Routing& routing, mx::Stream stream);
+
+}  // namespace mittens

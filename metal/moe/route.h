@@ -1,0 +1,103 @@
+// A router's choice by one simdgroup: its lanes share out the experts of a token, and find the next of the chosen.
+//
+//   scores[e] = softmax(logits)[e], sigmoid(logits[e]) or logits[e];   key[e] = T(scores[e]) + bias[e]
+//
+// Keys are compared as unsigned integers that are in the same order; 0 is one that is taken.
+#pragma once
+
+#include <metal_stdlib>
+
+#include "params/moe.h"
+
+using namespace metal;
+
+namespace mittens {
+
+// Integers from 1 on in the order of the keys. NaN is the least where the largest comes first, else the largest.
+inline uint ordered(float key, bool descending) {
+  const uint bits = as_type<uint>(key);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    return descending ? 1 : 0xffffffffu;
+  }
+  if ((bits & 0x7fffffffu) == 0) {
+    return 0x80000000u;  // zeros of both signs are equal
+  }
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// Scores and keys of a token's logits, for kMostExperts at most. A lane writes those of its own experts, and one key at
+// least.
+template <typename T>
+inline void score_experts(
+    const device T* logits, const device float* bias, constant RouteParams& params, uint lane,
+    threadgroup float* scores, threadgroup uint* keys) {
+  float most = -INFINITY;
+  for (uint i = lane; i < params.experts; i += 32) {
+    scores[i] = float(logits[i]);
+    most = max(most, scores[i]);
+  }
+  if (params.scores == kScoresSoftmax) {
+    most = simd_max(most);
+    float sum = 0;
+    for (uint i = lane; i < params.experts; i += 32) {
+      scores[i] = precise::exp(scores[i] - most);
+      sum += scores[i];
+    }
+    sum = simd_sum(sum);
+    for (uint i = lane; i < params.experts; i += 32) {
+      scores[i] /= sum;
+    }
+  } else if (params.scores == kScoresSigmoid) {
+    for (uint i = lane; i < params.experts; i += 32) {
+      scores[i] = 1.0f / (1.0f + precise::exp(-scores[i]));
+    }
+  }
+  keys[lane] = 0;
+  for (uint i = lane; i < params.experts; i += 32) {
+    const float rounded = float(T(scores[i]));
+    keys[i] = ordered(params.has_bias ? rounded + bias[i] : rounded, params.descending);
+  }
+}
+
+// The place of the n-th that is found among the chosen.
+inline uint place_of(uint n, constant RouteParams& params) {
+  return params.descending ? n : params.k - 1 - n;
+}
+
+// Finds the expert of the largest key that is left, and takes it.
+inline uint take_expert(threadgroup uint* keys, constant RouteParams& params, uint lane) {
+  const bool descending = params.descending;
+  uint best = keys[lane];
+  uint at = lane;
+  for (uint i = lane + 32; i < params.experts; i += 32) {
+    const uint key = keys[i];
+    const bool is_better = descending ? key > best : key != 0 && key >= best;
+    best = is_better ? key : best;
+    at = is_better ? i : at;
+  }
+  const uint largest = simd_max(best);
+  const bool is_largest = best == largest && largest != 0;
+  const uint index = descending ? simd_min(is_largest ? at : 0xffffffffu) : simd_max(is_largest ? at : 0);
+  if (index % 32 == lane) {
+    keys[index] = 0;
+  }
+  return index;
+}
+
+// The weight of the expert that a lane has, one for each of the k places. All lanes take part, once all have scored.
+inline float weight_of_chosen(
+    threadgroup const float* scores, uint chosen, constant RouteParams& params, uint lane) {
+  const bool has_one = lane < params.k;
+  const float score = has_one ? scores[chosen] : 0.0f;
+  float weight = score;
+  if (params.scores == kScoresChosen) {
+    const float largest = simd_max(has_one ? score : -INFINITY);
+    const float exponential = has_one ? precise::exp(score - largest) : 0.0f;
+    weight = exponential / simd_sum(exponential);
+  } else if (params.renormalize) {
+    weight = score / (simd_sum(score) + 1e-20f);
+  }
+  return weight * params.scale;
+}
+
+}  // namespace mittens
