@@ -53,11 +53,11 @@ HEAD = """# Products of prompts, predicted beside MLX's kernels
 Predictions, not measurements: no Mac was at hand. `python bench/apple/prompts.py --write`. Groups of 64, MLX 0.32.4's
 `affine_qmm_t` and `affine_qmm_n`, and its `gemm` with the tiles that it takes on each chip. A threadgroup is simulated
 at 256 and at 512 columns and extended to the whole product. MLX splits the columns where tiles are few
-(`affine_qmm_t_splitk`), which fills a GPU better. It is in the tables of few outputs alone: of 32 rows and 4096 outputs
-on a Max, speed is that much less in the others. [docs/apple.md](../../docs/apple.md) says how far such predictions are
-off. Percent are of the ALU's peak in half types, cores x clock x 256. Speed is MLX's time by ours. Weights of GGUF
-files are dequantized by our kernel for MLX's `gemm`: its time is that of reading the blocks and of writing the weights,
-at the memory's nominal speed, besides.
+(`affine_qmm_t_splitk`, and `gemm_splitk` of dense weights), which fills a GPU better. It is in the tables of few
+outputs and of few rows alone: of 32 rows and 4096 outputs on a Max, speed is that much less in the others.
+[docs/apple.md](../../docs/apple.md) says how far such predictions are off. Percent are of the ALU's peak in half types,
+cores x clock x 256. Speed is MLX's time by ours. Weights of GGUF files are dequantized by our kernel for MLX's `gemm`:
+its time is that of reading the blocks and of writing the weights, at the memory's nominal speed, besides.
 """
 
 OF_MODELS = f"""All quantized products of a prompt of {TOKENS} tokens but the head's, in 4 bits. Attention, norms and

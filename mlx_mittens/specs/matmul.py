@@ -510,7 +510,7 @@ MATRIX_OPS: tuple[Op, ...] = (
         options={"transpose": True},
         tests=_tests((1, 520, 9), (7, 136, 21))
         + _tests((2, 90, 40), transpose=False)
-        # A GPU has tiles for one type, and few have them: these show the simulator what a kernel does with many rows.
+        # Few GPUs have tiles, and for few rows: these show the simulator what a kernel does with many.
         + _tests(*_TILES, cpu_only=True)
         + _tests(*_TRANSPOSED_TILES, cpu_only=True, transpose=False),
         cases=(Case("Qwen2.5-0.5B prompt", (512, 896, 896), cpu_only=True, quick=True),),
