@@ -1,12 +1,14 @@
 #include "cpu/attention.h"
 
 #include "cpu/dispatch.h"
+#include "cpu/heap.h"
 
 namespace mittens::cpu {
 
 MITTENS_VERSIONS(attention)
 
 void attention(const Attention& call) {
+  give_back_after_growth(call.queries, call.keys);
   attention_versions[isa_index()](call);
 }
 

@@ -8,6 +8,7 @@
 #include "backends/cuda.h"
 #include "backends/metal.h"
 #include "cpu/dispatch.h"
+#include "cpu/heap.h"
 #include "cpu/parallel.h"
 #include "mlx_internals/known.h"
 #include "mlx_internals/releases.h"
@@ -84,6 +85,8 @@ NB_MODULE(_ext, module) {
   module.def("mlx_internals_problem", &mittens::mlx_internals::problem,
              "Why what rests on private parts of MLX is off; empty where it is on.");
   module.attr("cpu_instructions") = mittens::cpu::isa_name();
+  module.def("cpu_give_back", &mittens::cpu::give_back, "Gives memory that was freed back to the system.");
+  module.def("cpu_times_given_back", &mittens::cpu::times_given_back, "How many times memory was given back.");
   module.def("cpu_threads", &mittens::cpu::threads, "How many threads the native CPU code uses.");
   bind_dtype_error(module);
   mittens::find_array_type();

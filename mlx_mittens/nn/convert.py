@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import mlx.core as mx
 import mlx.nn as nn
 
+from .. import _ext
 from .fusion import fuse_blocks
 from .modules import adopt
 
@@ -47,4 +49,6 @@ def convert(model: Module, *, fuse: bool = True) -> Module:
     adopt(model)
     if fuse:
         fuse_blocks(model)
+        mx.clear_cache()  # of what was joined
+        _ext.cpu_give_back()
     return model
