@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from .. import frontend, specs
 from ..backends import executors, strict
-from ..bench import machine
+from ..bench import llama_cpp, machine
 from ..bench.measure import FULL, QUICK, Outcome, kept_memory, measure, plan
 from ..table import Column, show, terminal_width
 from . import bench_compare, bench_files, bench_models, bench_predictions, predicted_models, predictions
@@ -125,7 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ops(parser)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where to run (mx's default device)")
     parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
-    parser.add_argument("--peer", choices=("metal",), help="beside ours MLX's own Metal kernels, compiled the same way")
+    parser.add_argument(
+        "--peer",
+        choices=("metal", "llama.cpp"),
+        help="beside ours MLX's own Metal kernels, compiled the same way, or with --model a llama-bench that "
+        f"{llama_cpp.EXECUTABLE} names",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine to FILE")
     add_minutes(parser)
     parser.add_argument("--resume", metavar="FILE", help="go on with a run that was ended, whose --json is FILE")
@@ -190,6 +195,8 @@ def check_executor(executor: str) -> None:
 def _check_peer(name: str | None, executor: str) -> None:
     if name is None:
         return
+    if name == "llama.cpp":
+        raise UsageError("--peer llama.cpp goes with --model: llama-bench times whole models")
     if executor == "metal":
         raise UsageError("--peer metal: on a Mac mx runs its Metal kernels itself: that is the column mx ms")
     if executor != "cuda":
@@ -223,6 +230,8 @@ def _check_combination(arguments: argparse.Namespace) -> None:
         given, rule = bench_models.given(arguments), "goes with --model"
     else:
         refused = {name: getattr(arguments, name) for name in ("ops", "quick", "peer", "plot", "seed", "resume")}
+        if arguments.peer == "llama.cpp":
+            del refused["peer"]
         given = [name for name, value in refused.items() if value is not None and value is not False]
         rule = "does not go with --model, which takes --device, --json, " + ", ".join(
             f"--{name}" for name in bench_models.DEFAULTS

@@ -15,11 +15,12 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from ..bench import architectures, machine, model_folders
+from ..bench import architectures, llama_cpp, machine, model_folders
 from ..bench.model_folders import ModelError
 from ..bench.models import DTYPES, FORMATS, STEPS, Row, Subject, measure, published_layers
 from ..table import Column, show
@@ -107,20 +108,26 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     if unused and not any(subject.weights for subject in todo):
         raise UsageError(f"--{unused[0]} is of random weights: {todo[0].model} has its own")
     _check_models(todo)
+    peer = _peer(options.peer, todo)
     info = machine.describe()
     info["versions"]["mlx_lm"] = model_folders.mlx_lm_version()
     print(machine.headline(info), flush=True)
     rows: list[Row] = []
     share: dict[str, dict[str, float]] = {}
+    figures: list[llama_cpp.Figure] = []
 
     def save(ending: Ending | None = None) -> None:
         head = {"machine": info, **progress(ending, len(share), len(todo)), "shares": share}
+        if peer:
+            head["peer"] = [asdict(figure) for figure in figures]
         file.write(head, "rows", [json.dumps(_as_json(row)) for row in rows], last=ending is not None)
 
     def one(subject: Subject) -> None:
         new, parts = measure(subject, options.tokens, options.prompt, options.seconds, step)
         rows.extend(new)
         share[str(Subject(new[0].model, new[0].weights, new[0].dtype))] = parts
+        if peer:
+            figures.extend(llama_cpp.measure(*peer, prompt=options.prompt, tokens=options.tokens))
         save()
         mx.clear_cache()
 
@@ -131,6 +138,8 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     if rows:
         print("tokens/s")
         show(_COLUMNS, [_cells(row) for row in rows], [""] * len(rows))
+    for figure in figures:
+        print(figure)
     for problem in dict.fromkeys(f"{row.model} {row.weights}: mx cannot: {row.problem}" for row in rows if row.problem):
         print(problem)
     if share:
@@ -140,6 +149,21 @@ def run(arguments: argparse.Namespace, file: JsonFile) -> int:
     if not ending.complete:
         print(f"Incomplete: {len(share)} of {len(todo)} measured.")
     return finish("bench", ending, file, passed=True)
+
+
+def _peer(name: str | None, subjects: Sequence[Subject]) -> tuple[str, Path] | None:
+    """llama-bench and its file, where it is asked for; one file is of one model."""
+    if name is None:
+        return None
+    if len(subjects) != 1:
+        raise UsageError(
+            f"--peer llama.cpp times one model in one format, that of {llama_cpp.MODEL}: --model, --weights and "
+            f"--dtype name {len(subjects)}"
+        )
+    try:
+        return llama_cpp.find()
+    except llama_cpp.PeerError as error:
+        raise UsageError(f"--peer llama.cpp: {error}") from None
 
 
 def _subjects(options: argparse.Namespace) -> list[Subject]:
