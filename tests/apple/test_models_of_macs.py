@@ -34,7 +34,7 @@ def test_every_model_has_a_row(models):
 
 
 @pytest.mark.skipif(bool(frontend.compiler_problem()), reason=frontend.compiler_problem())
-@pytest.mark.parametrize("name", ["qwen3-0.6b"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-30b-a3b"])
 def test_the_table_has_the_launches_of_today(models, native, lenient, name):
     weights, _ = models.MODELS[name]
     model = predicted_models.short_model(name, weights, DTYPES[predicted_models.usual_dtype(weights)])
