@@ -461,7 +461,10 @@ def _moe_calls() -> list[Call]:
     }
     some = {"tokens": 3, "columns": 64, "hidden": 32}
     nothing = lambda x, **others: [np.zeros(x.shape)]
-    calls.append(Call("mixture", "", some, arguments, _mixture, nothing, derived=fixed))
+    has_second = lambda name: name in ("x", "logits", "shared_logits")  # mx's products have no second ones by scales
+    calls.append(
+        Call("mixture", "", some, arguments, _mixture, nothing, derived=fixed, has_gradients=has_second)
+    )  # fmt: skip
     router = {"logits": numbers("tokens", "columns"), "bias": numbers("columns")}
     some = {"tokens": 3, "columns": 7}
     for scores in ("softmax", "sigmoid"):

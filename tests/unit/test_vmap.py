@@ -1,4 +1,4 @@
-"""mx.vmap of every op over every choice of its array arguments is a loop of single calls."""
+"""mx.vmap of every op over choices of its array arguments is a loop of single calls."""
 
 import itertools
 
@@ -10,6 +10,7 @@ from helpers.tolerances import assert_near
 import mlx_mittens as mm
 
 SIZE = 2
+MOST_NAMES = 12  # of more arguments one, all but one, and all are mapped
 # Where the new axis is, of so many axes.
 PLACES = {"first": lambda axes: 0, "last": lambda axes: axes - 1, "negative": lambda axes: -(axes // 2) - 1}
 
@@ -18,7 +19,8 @@ PLACES = {"first": lambda axes: 0, "last": lambda axes: axes - 1, "negative": la
 def test_every_subset(call, native, rng):
     names = list(call.arguments)
     several = call.arrays(rng, extra=lambda name: (SIZE,))
-    subsets = [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
+    sizes = range(1, len(names) + 1) if len(names) <= MOST_NAMES else (1, len(names) - 1, len(names))
+    subsets = [s for n in sizes for s in itertools.combinations(names, n)]
     for chosen, (place, axis_of) in zip(subsets, itertools.cycle(PLACES.items())):
         one = [[several[name][i if name in chosen else 0] for name in names] for i in range(SIZE)]
         expected = [mx.stack(outputs) for outputs in zip(*(call.run(*arrays) for arrays in one))]
