@@ -202,3 +202,12 @@ def test_check_catches_a_wrong_op(op, dtype, rng):
     ):
         check = specs.check(as_op(change), case, arrays)
         assert not check.passed and check.detail
+
+
+@pytest.mark.parametrize("op", specs.OPS, ids=lambda op: op.name)
+def test_native_code_takes_every_case_that_is_for_tests_on_a_cpu(op, rng, native):
+    """A call that is built is checked already: in strict mode it is an error where mx would have to compute it."""
+    for case in op.tests:
+        if case.runs_on("cpu") and not case.vjp and not case.left_to_mx:
+            dtype = next(iter(op.dtypes(case)))
+            specs.call(op.ours, op.draw(rng, case, specs.DTYPES[dtype]), op.arguments(case))
