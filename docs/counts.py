@@ -99,6 +99,7 @@ CASES = (
     Counted("gather_qmm", "1x8x16x320x10 bits=4"),
     Counted("gather_qmm", "11x6x7x96x33 bits=4"),
     Counted("gather_mm", "test 1x8x16x320x10"),
+    Counted("gather_mm", "11x6x7x96x33"),
     Counted("gather_swiglu", "1x8x16x320x10 bits=4"),
     Counted("gather_swiglu", "11x6x7x96x33 bits=4"),
     Counted("gather_sum", "1x8x16x320x10 bits=4"),
