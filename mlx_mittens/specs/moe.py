@@ -201,7 +201,7 @@ class MixtureOp(ModelOp):
         x = widen(given["x"])
         assert x is not None and given["logits"] is not None
         # Experts are told apart by scores in the type of the logits, as those of route_top_k.
-        route = {"k": case.shape[1], "scores": options["scores"], "renormalize": options.get("renormalize", False)}
+        route = {"k": options["k"], "scores": options["scores"], "renormalize": options.get("renormalize", False)}
         chosen, factors = (
             np.array(a.astype(mx.float32)) for a in _mx_route(given["logits"], given["router_bias"], **route)
         )
