@@ -387,6 +387,7 @@ def test_assembles(family):
         "fp_quantized": [(f"fp_gather_{f}", t, 32, 4) for f in ("qmv", "qmv_fast")],
         "splitk": [("gemm_splitk_accum", "float", t)],
         "steel_gemm": [("gemm", t, 64, 64, 16, 2, 2, False, True)],
+        "steel_gather": [("gather_mm_rhs", t, 16, 64, 16, 1, 2, False, True)],
         "sdpa_vector": [
             ("sdpa_vector", t, 128, 128),
             ("sdpa_vector_2pass_1", t, 128, 128),
