@@ -332,7 +332,7 @@ Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::arra
 
 void bind(nb::module_& module) {
   bind_function(module, op, &gated_delta_token, "q"_a, "k"_a, "v"_a, "z"_a, "a"_a, "b"_a, "conv_state"_a,
-                "conv_weight"_a, "A_log"_a, "dt_bias"_a, "norm_weight"_a, "state"_a, nb::kw_only(), "eps"_a = 1e-6f,
+                "conv_weight"_a, "A_log"_a, "dt_bias"_a, "norm_weight"_a, "state"_a, nb::kw_only(), "eps"_a = 1e-6,
                 "key_eps"_a = 1e-6, "stream"_a = nb::none());
 }
 
