@@ -171,7 +171,8 @@ Call checked(const mx::array& x, const std::vector<Triple>& matrices, std::optio
     const auto biases = affine ? std::optional(triple[2]) : std::nullopt;
     const AffineShape shape = check_affine(op, x, triple[0], triple[1], biases, format);
     if (affine) {
-      dtype = mx::promote_types(dtype, checks::kernel_dtype(op, {{"x", x}, {"scales", triple[1]}}));
+      dtype =
+          mx::promote_types(dtype, checks::kernel_dtype(op, {{"x", x}, {"scales", triple[1]}, {"biases", triple[2]}}));
     }
     if (bias) {
       const mx::array& own = (*bias)[i];

@@ -466,9 +466,8 @@ std::optional<mx::array> try_mixture(const mx::array& x, const mx::array& logits
   const Call call = checked(x, logits, {k, scores, renormalize, descending, scale},
                             {gate, up, down, shared_gate, shared_up, shared_down, shared_logits, router_bias, bias},
                             group_size, bits, mode, activation, stream);
-  // On NVIDIA GPUs the patch's launches of a router, its experts and their sum are those that were measured.
-  const bool is_one = leading_size(call.inputs[0], 1) == 1;
-  if (!is_one || !goes_to_kernels(call, stream) || gpu_of(stream).vendor != Gpu::Vendor::apple) {
+  const bool is_one = leading_size(call.inputs[0], 1) == 1 && chooses_in_experts(stream);
+  if (!is_one || !goes_to_kernels(call, stream)) {
     return std::nullopt;
   }
   return Mixture::result_of(std::make_shared<Mixture>(stream, call.parts), call.inputs);

@@ -55,6 +55,10 @@ const char* why_mx_experts(const ExpertSizes& sizes, uint32_t matrices, mx::Stre
   return stream.device == mx::Device::gpu && wins ? "more than 64 rows of results" : nullptr;
 }
 
+bool chooses_in_experts(mx::Stream stream) {
+  return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple;
+}
+
 bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts) {
   // From there on it was faster on an H100 (bench/results/h100.md); predicted for Apple GPUs in shared-experts.md.
   return has_common_kernels(format) && experts > 0 && matrices * pairs >= 2 * experts;

@@ -45,6 +45,10 @@ inline ProductSizes sizes_of(const QuantizedParams& params) {
   return {params.matrices, params.rows, params.columns, params.outputs};
 }
 
+// Whether the patch's tokens choose their experts in the launch of these. On NVIDIA GPUs the launches of a router, its
+// experts and their sum were measured, and stay.
+bool chooses_in_experts(mx::Stream stream);
+
 // Whether pairs of the same expert are one product.
 bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts);
 
