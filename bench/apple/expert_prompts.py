@@ -13,23 +13,25 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from tiles import SIMULATED, TYPES, at_columns, blend, launches, percent_of_peak, work_on
+from tiles import SIMULATED, TYPES, Noted, at_columns, beside, blend, launches, percent_of_peak, work_on
 
 import mlx_mittens as mm
 from mlx_mittens import frontend
 from mlx_mittens.apple import machine_code
-from mlx_mittens.apple.chips import Chip, find_chip
+from mlx_mittens.apple.chips import Chip
 from mlx_mittens.apple.estimates import elementwise
 from mlx_mittens.apple.model import Instructions, Work, chain
 from mlx_mittens.bench import mlx_metal
 from mlx_mittens.ops.custom import Output, int32, launch
 from mlx_mittens.simulator import PredictedLaunch
 
+HEADS = "model", "us (%)", "mx's"
 CHIPS = ("m1", "m1-max", "m2-pro", "m2-max", "m3-max", "m4-max")
 TOKENS = 512
 FILE = Path(__file__).parents[1] / "results" / "expert-prompts.md"
@@ -274,44 +276,35 @@ def theirs(mixture: Mixture, type_name: str, chip: Chip) -> list[Work]:
 
 def table(type_name: str) -> list[str]:
     """The lines of a type."""
-    lines = [f"## Mixtures, {type_name}", ""]
-    lines.append("| model |" + "".join(f" {chip}: us (%) | mx's | speed |" for chip in CHIPS))
-    lines.append("|---|" + "--:|--:|--:|" * len(CHIPS))
-    for mixture in MIXTURES:
-        cells = [mixture.name]
+
+    def times(mixture: Mixture, chip: Chip) -> tuple[Noted, Noted]:
         flop = 2 * 3 * TOKENS * mixture.chosen * mixture.columns * mixture.hidden
-        for chip in map(find_chip, CHIPS):
-            works = ours(mixture, type_name, chip), theirs(mixture, type_name, chip)
-            a, b = (chain(part, chip).microseconds for part in works)
-            of_products = [sum(chain([w], chip).microseconds for w in part if w.instructions.matrix) for part in works]
-            percent = [percent_of_peak(flop, us, chip) for us in of_products]
-            cells += [f"{a:,.0f} ({percent[0]:.0f})", f"{b:,.0f} ({percent[1]:.0f})", f"{b / a:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-    return [*lines, ""]
+        works = ours(mixture, type_name, chip), theirs(mixture, type_name, chip)
+        a, b = (chain(part, chip).microseconds for part in works)
+        of_products = [sum(chain([w], chip).microseconds for w in part if w.instructions.matrix) for part in works]
+        percent = [percent_of_peak(flop, us, chip) for us in of_products]
+        return (a, f" ({percent[0]:.0f})"), (b, f" ({percent[1]:.0f})")
+
+    rows = ((mixture.name, partial(times, mixture)) for mixture in MIXTURES)
+    return beside(f"Mixtures, {type_name}", HEADS, CHIPS, rows)
 
 
 def dense_table(type_name: str) -> list[str]:
-    """The lines of a type, of the first product of dense experts."""
-    lines = [f"## Dense experts, {type_name}", ""]
-    lines.append("| model |" + "".join(f" {chip}: us (%) | mx's | speed |" for chip in CHIPS))
-    lines.append("|---|" + "--:|--:|--:|" * len(CHIPS))
-    for mixture in (replace(m, mode="dense") for m in MIXTURES):
-        cells = [mixture.name]
-        d, h = mixture.columns, mixture.hidden
-        for chip in map(find_chip, CHIPS):
-            ours = [
-                work_on(sorting(mixture.experts, mixture.chosen), chip),
-                product(mixture, "gather_qmm", type_name, chip),
-            ]
-            theirs = [elementwise(TOKENS * mixture.chosen, 12 * TOKENS * mixture.chosen)]
-            theirs.append(product_of_mlx(mixture, h, d, type_name, chip))
-            a, b = (chain(works, chip).microseconds for works in (ours, theirs))
-            percent = [percent_of_peak(2 * TOKENS * mixture.chosen * d * h, us, chip) for us in (a, b)]
-            cells += [f"{a:,.0f} ({percent[0]:.0f})", f"{b:,.0f} ({percent[1]:.0f})", f"{b / a:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-    return [*lines, ""]
+    """The lines of a type, of the product down of dense experts."""
+
+    def times(mixture: Mixture, chip: Chip) -> tuple[Noted, Noted]:
+        d, h, rows = mixture.columns, mixture.hidden, TOKENS * mixture.chosen
+        ours = [
+            work_on(sorting(mixture.experts, mixture.chosen), chip),
+            product(mixture, "gather_qmm", type_name, chip),
+        ]
+        theirs = [elementwise(rows, 12 * rows), product_of_mlx(mixture, h, d, type_name, chip)]
+        a, b = (chain(works, chip).microseconds for works in (ours, theirs))
+        percent = [percent_of_peak(2 * rows * d * h, us, chip) for us in (a, b)]
+        return (a, f" ({percent[0]:.0f})"), (b, f" ({percent[1]:.0f})")
+
+    rows = ((mixture.name, partial(times, replace(mixture, mode="dense"))) for mixture in MIXTURES)
+    return beside(f"Dense experts, {type_name}", HEADS, CHIPS, rows)
 
 
 def main() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 
 import mlx_mittens as mm
-from mlx_mittens.apple.chips import Chip
+from mlx_mittens.apple.chips import Chip, find_chip
 from mlx_mittens.apple.model import Instructions, Work
 from mlx_mittens.simulator import PredictedLaunch
 
@@ -16,6 +16,8 @@ from mlx_mittens.simulator import PredictedLaunch
 TYPES = {"float16": (mx.float16, "half"), "bfloat16": (mx.bfloat16, "bfloat16_t")}
 # Columns that are simulated: work grows by a constant with each more.
 SIMULATED = (256, 512)
+# Microseconds, and what stands behind them.
+Noted = tuple[float, str]
 _ANY_CHIP = "m1"  # the launches that are extended do not depend on it
 
 
@@ -70,3 +72,31 @@ def extended(found: Sequence[PredictedLaunch], chip: Chip, columns: int, threadg
 def percent_of_peak(flop: float, microseconds: float, chip: Chip) -> float:
     """Of the ALU's peak in half types."""
     return 100 * flop / (chip.cores * chip.clock_GHz * 1e3 * 256 * microseconds)
+
+
+def beside(
+    title: str,
+    heads: tuple[str, str, str],
+    chips: Sequence[str],
+    rows: Iterable[tuple[str, Callable[[Chip], tuple[Noted, Noted]]]],
+) -> list[str]:
+    """The lines of a section with a table, which prints each row as it is made.
+
+    Args:
+        title: Of the section.
+        heads: Of the rows' names, of our times and of the times that stand beside them.
+        chips: Three columns each: both times and the speed.
+        rows: A name, and a function that gives both times on a chip.
+    """
+    lines = [f"## {title}", "", f"| {heads[0]} |"]
+    lines[-1] += "".join(f" {chip}: {heads[1]} | {heads[2]} | speed |" for chip in chips)
+    lines.append("|---|" + "--:|--:|--:|" * len(chips))
+    print(*lines, sep="\n", flush=True)
+    for name, times in rows:
+        cells = [name]
+        for chip in map(find_chip, chips):
+            (ours, of_ours), (theirs, of_theirs) = times(chip)
+            cells += [f"{ours:,.0f}{of_ours}", f"{theirs:,.0f}{of_theirs}", f"{theirs / ours:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return [*lines, ""]
