@@ -276,8 +276,8 @@ bool keep_busy(const TilesKernels& kernels, const ProductSizes& sizes, const Gpu
   return has_tile_outputs(kernels, sizes) && keep_busy(tiles_of(plan_tiles(kernels, sizes), sizes), gpu);
 }
 
-// Tiles of 32 rows that share the columns, as few as keep a GPU busy; tiles that share nothing where these do, or where
-// none do.
+// Splits the columns of tiles of 32 rows into the fewest parts that keep a GPU busy. Does not split where whole tiles
+// do, or where no number of parts does.
 SplitTilesPlan plan_split_tiles(const TilesKernels& kernels, uint32_t matrices, const ProductSizes& sizes,
                                 const Gpu& gpu) {
   constexpr uint32_t most_splits = 8;

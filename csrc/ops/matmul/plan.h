@@ -91,7 +91,7 @@ struct TilesPlan {
   uint32_t output_groups;
 };
 
-// The same where there may be so few that they share the columns: those of 32 rows of a single matrix can.
+// Tiles that share the columns where they are too few to keep a GPU busy: only tiles of 32 rows of one matrix do.
 struct SplitTilesPlan : TilesPlan, Splits {};
 
 // What there are kernels for: outputs of a threadgroup that takes 32 rows of x, and of one that takes 64 (0: none

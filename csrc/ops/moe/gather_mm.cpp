@@ -48,7 +48,7 @@ bool has_matrices(const mx::array& b) {
   return b.size() == 0 || (rows_of(b) == Rows::of_columns && are_apart);
 }
 
-// Whether tiles can: rows on 16 bytes, and offsets of 32 bits in a matrix.
+// Whether tiles read it where it lies: rows start on 16 bytes, and offsets in a matrix fit 32 bits.
 bool has_tile_rows(const mx::array& b) {
   const auto pack = static_cast<int64_t>(16 / b.itemsize());
   const int64_t matrix_stride = b.ndim() < 3 ? 0 : b.strides(-3), row_stride = b.strides(-1);
@@ -56,7 +56,7 @@ bool has_tile_rows(const mx::array& b) {
          row_stride < (int64_t(1) << 32) / b.shape(-1);
 }
 
-// Whether a stack that is there lies by rows of outputs: tiles would copy it.
+// Whether an evaluated stack lies by rows of outputs: tiles would copy it.
 bool lies_by_outputs(const mx::array& b) {
   return b.status() != mx::array::Status::unscheduled && rows_of(b) == Rows::of_outputs;
 }
@@ -196,7 +196,7 @@ class GatherMm : public GatherPrimitive {
             y = data_of(outputs[0])] { cpu::gather_dense(type, stack.data(), stride, transpose, gather, x, y); };
   }
 
-  // What a launch of tiles keeps alive.
+  // The arrays that a launch of tiles reads besides its inputs.
   using Owned = std::pair<std::shared_ptr<const Arrays>, std::shared_ptr<const mx::array>>;
 
   Launch tiled_launch(const ExpertTiles& tiles, const Arrays& inputs, const mx::array& b, mx::array& y) const {

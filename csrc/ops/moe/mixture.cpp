@@ -224,7 +224,7 @@ class Mixture : public KernelPrimitive {
   }
 
  private:
-  // Of a triple that there is not, the first that there is stands in.
+  // The experts' triple stands in for that of a shared expert which the call lacks.
   void add_triple(Launch& launch, const Arrays& inputs, int triple) const {
     const bool is_there = triple < kTriples || parts_.has_shared;
     for (size_t i = 0; i < 3; ++i) {

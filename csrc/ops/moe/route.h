@@ -22,8 +22,8 @@ struct Routing {
   bool operator==(const Routing&) const = default;
 };
 
-// Throws, in the name of `op`, unless scores is known, k one of so many experts, and the bias, if there is one, one for
-// each of them.
+// Throws, naming `op`, unless scores is known, k is at least 1 and at most the number of experts, and a bias has an
+// element for each expert.
 Routing checked_routing(const char* op, int experts, int k, const char* bias_name, const std::optional<mx::array>& bias,
                         const std::string& scores, bool renormalize, bool descending, float scale);
 
