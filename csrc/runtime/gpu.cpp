@@ -179,6 +179,10 @@ bool runs_kernels(mx::Stream stream) {
   return stream.device == mx::Device::gpu || simulator_enabled();
 }
 
+bool runs_apple_kernels(mx::Stream stream) {
+  return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple;
+}
+
 bool mlx_uses_matrix_units(const Gpu& gpu, mx::Dtype dtype) {
   static const bool has_tf32 = [] {  // which the units take float32 as
     const char* value = std::getenv("MLX_ENABLE_TF32");

@@ -47,6 +47,9 @@ const Gpu& gpu_of(mx::Stream stream);
 // Whether kernels run on a stream: on a GPU, or on the CPU in the simulator.
 bool runs_kernels(mx::Stream stream);
 
+// Whether kernels are launched on a stream, for an Apple GPU.
+bool runs_apple_kernels(mx::Stream stream);
+
 // Whether MLX computes products of this dtype on the GPU's matrix units.
 bool mlx_uses_matrix_units(const Gpu& gpu, mx::Dtype dtype);
 

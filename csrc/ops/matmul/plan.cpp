@@ -457,7 +457,7 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, mx::Stream strea
 }
 
 bool multiplies_several(mx::Stream stream) {
-  return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple;
+  return runs_apple_kernels(stream);
 }
 
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices) {

@@ -38,9 +38,8 @@ bool prefer_mx_experts(const Problem& problem, uint32_t matrices, mx::Stream str
 }
 
 bool takes_expert_tiles(const ExpertSizes& sizes, uint32_t matrices, mx::Stream stream) {
-  return matrices > 0 && runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple &&
-         sizes.rows > most_single_rows && sizes.experts > 0 && sizes.experts < kTiledExperts &&
-         sizes.rows < most_elements / std::max<size_t>(sizes.columns, 1) &&
+  return matrices > 0 && runs_apple_kernels(stream) && sizes.rows > most_single_rows && sizes.experts > 0 &&
+         sizes.experts < kTiledExperts && sizes.rows < most_elements / std::max<size_t>(sizes.columns, 1) &&
          sizes.outputs >= kTileOutputs / kTileSimdgroups / matrices;
 }
 
@@ -56,7 +55,7 @@ const char* why_mx_experts(const ExpertSizes& sizes, uint32_t matrices, mx::Stre
 }
 
 bool chooses_in_experts(mx::Stream stream) {
-  return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple;
+  return runs_apple_kernels(stream);
 }
 
 bool shares_experts(const AffineFormat& format, uint32_t matrices, size_t pairs, size_t experts) {

@@ -13,10 +13,6 @@ namespace {
 
 constexpr int most_uncorrected_steps = 8;  // of the kernel: not measured beside products on an Apple GPU
 
-bool on_apple_gpu(mx::Stream stream) {
-  return runs_kernels(stream) && gpu_of(stream).vendor == Gpu::Vendor::apple;
-}
-
 // Whether MLX 0.32.4 has a Metal kernel; else its op is operations for each step.
 bool has_kernel_of_mlx(const cpu::Recurrence& sizes, bool has_mask) {
   constexpr std::pair<size_t, size_t> heads[] = {{16, 16}, {16, 32}, {16, 48}, {16, 64}, {24, 24}, {32, 32}};
@@ -35,7 +31,7 @@ Problem recurrence_problem(const char* op, mx::Dtype dtype, const cpu::Recurrenc
 
 const char* why_mx_gated_delta_update(GatedDeltaPeer peer, const cpu::Recurrence& sizes, bool has_mask,
                                       mx::Stream stream) {
-  if (!on_apple_gpu(stream) || sizes.gate_per_column) {
+  if (!runs_apple_kernels(stream) || sizes.gate_per_column) {
     return nullptr;
   }
   if (peer == GatedDeltaPeer::kernel) {
@@ -50,7 +46,7 @@ const char* why_mx_gated_delta_update(GatedDeltaPeer peer, const cpu::Recurrence
 const char* why_mx_uncorrected(int steps, mx::Stream stream) {
   // Without corrections a chunk of steps is a few products of matrices, where the kernel takes one step at a time. On
   // an H100 it is ahead of them nonetheless, for 4 to 1,024 steps (bench/results/h100.md).
-  const bool many = on_apple_gpu(stream) && steps > most_uncorrected_steps;
+  const bool many = runs_apple_kernels(stream) && steps > most_uncorrected_steps;
   return many ? "more than 8 steps on an Apple GPU, which mx multiplies as matrices" : nullptr;
 }
 
