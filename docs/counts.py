@@ -54,6 +54,7 @@ CASES = (
     Counted("softcap", "test 3x1025"),
     Counted("sample", "test 5x515"),
     Counted("sample", "test 1x9001 temperature=0.0"),
+    Counted("sample", "test 1x9001 temperature=0.0 logprobs=all"),
     Counted("rms_norm", "130x1030 vjp"),
     Counted("gemv", "1x1024x1024"),
     Counted("gemv", "1x600x72 transpose=False"),

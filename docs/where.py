@@ -95,7 +95,7 @@ _PLACES = (
         ("softcap.cpp",), ("test_softcap.py",),
     ),
     Place(
-        ("sample",), "sampling", "sample.cpp", ("plan.cpp",), ("sample.metal",),
+        ("sample",), "sampling", "sample.cpp", ("plan.cpp",), ("sample.metal", "sample_logprobs.metal"),
         ("sample.cpp",), ("test_sample.py",),
     ),
     Place(

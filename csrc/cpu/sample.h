@@ -23,8 +23,9 @@ struct SampleOptions {
   bool splits_key;  // whether numbers are drawn by the second half of the key's split
 };
 
-// x [rows, columns] and key [2], null where greedy -> tokens [rows], and their logarithmic probabilities, or null.
-void sample(Type type, const void* x, const uint32_t* key, uint32_t* tokens, float* logprobs, size_t rows,
+// x [rows, columns] and key [2], null where greedy -> tokens [rows], their logarithmic probabilities, or null, and
+// those of all x [rows, columns], of its type, or null.
+void sample(Type type, const void* x, const uint32_t* key, uint32_t* tokens, float* logprobs, void* all, size_t rows,
             size_t columns, const SampleOptions& options);
 
 }  // namespace mittens::cpu

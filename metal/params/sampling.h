@@ -12,6 +12,9 @@ enum {
   kSamplePartial = 5,  // numbers that a threadgroup leaves of its part of a row
 };
 
+// The logarithmic probabilities that are wanted.
+enum { kNoLogprobs, kTokenLogprobs, kAllLogprobs };
+
 struct SampleParams {
   uint32_t columns;
   uint32_t size;  // logits of all rows
@@ -20,7 +23,7 @@ struct SampleParams {
   uint32_t packs_per_split;  // 16-byte packs each of them takes
   uint32_t greedy;
   uint32_t splits_key;  // whether numbers are drawn by the second half of the key's split
-  uint32_t has_logprobs;
+  uint32_t logprobs;
   uint32_t top_k;  // 0 keeps all
   uint32_t top_p;  // in units of 2^-32; 0 keeps all
   uint32_t has_min_p;

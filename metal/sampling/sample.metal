@@ -16,7 +16,8 @@
 // a logit finds the threshold among them. Where they do not fit, it bisects over the row itself. Exponentials are whole
 // numbers in units of 2^-44, so that the kept set does not depend on the order of sums.
 //
-// Without filters several threadgroups may share a row; sample_combine puts together what they leave.
+// Without filters several threadgroups may share a row; sample_combine puts together what they leave. So does
+// sample_logprobs, which also normalizes all logits: y = x - log(sum(e^x)), NaN in a row that has one.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -24,32 +25,15 @@
 #include "mittens/softmax.h"
 #include "mittens/threefry.h"
 #include "params/sampling.h"
+#include "sampling/partials.h"
 
 using namespace metal;
 using namespace mittens;
 
 constant constexpr uint sample_threads = kSampleThreads;
 constant constexpr uint list_size = 2048;
-constant constexpr uint partial_size = kSamplePartial;  // best sum, its column, its logit, maximum, sum of exponentials
-constant constexpr uint no_column = 0xffffffffu;
 
 // ---- mathematics; csrc/cpu/isa/sampling/sample.cpp has the same, operation for operation ----
-
-// The logarithm of a normal positive number, within 2 ulp.
-inline float log_of(float x) {
-  const int above = int((as_type<uint>(x) - 0x3f2aaaabu) & 0xff800000u);  // x = 2^e m, m in [2/3, 4/3)
-  const float f = as_type<float>(as_type<uint>(x) - uint(above)) - 1.0f;
-  const float e = float(above >> 23);
-  float p = fma(f, 0x1.1f3fbcp-3f, -0x1.3b28ccp-3f);
-  p = fma(p, f, 0x1.1ea2ecp-3f);
-  p = fma(p, f, -0x1.5032cep-3f);
-  p = fma(p, f, 0x1.99d41ep-3f);
-  p = fma(p, f, -0x1.001480p-2f);
-  p = fma(p, f, 0x1.5554fap-2f);
-  p = fma(p, f, -0x1.ffffd6p-2f);
-  const float square = f * f;
-  return fma(e, 0x1.62e430p-1f, fma(p, square, f));
-}
 
 // Of random bits; the uniform number they make is less than 1, and 0 counts as half of the next one.
 inline float gumbel(uint bits) {
@@ -101,10 +85,6 @@ inline float value_of(uint key) {
   return as_type<float>(bits);
 }
 
-inline float number(float x) {
-  return x == x ? x : -INFINITY;
-}
-
 // ---- a threadgroup ----
 
 struct Team {
@@ -149,21 +129,6 @@ inline ulong total_of(thread Team& team, ulong v) {
     total += ulong(simd_sum(team.lane < team.simdgroups ? parts[i * 32 + team.lane] : 0u)) << (22 * i);
   }
   return total;
-}
-
-// What has been drawn so far.
-struct Best {
-  float sum;
-  uint column;
-};
-
-inline bool is_better(float sum, uint column, Best best) {
-  return sum > best.sum || (sum == best.sum && column < best.column);
-}
-
-inline Best best_of_simdgroup(Best best) {
-  const float sum = simd_max(best.sum);
-  return Best{sum, simd_min(best.sum == sum ? best.column : no_column)};
 }
 
 inline Best best_of(thread Team& team, Best best) {
@@ -281,9 +246,9 @@ inline uint4 fetched(InRow<T> in, uint i) {
                           : pack_of<T>(float(in.row[edge_column<T>(in.span, i - in.last_pack)]));
 }
 
-// The largest logit that a thread reads. Several packs are on their way at once.
+// The largest logit that a thread reads, and whether it reads a NaN. Several packs are on their way at once.
 template <typename T>
-inline float largest_of(InRow<T> in, Team team) {
+inline float largest_of(InRow<T> in, Team team, thread bool& has_nan) {
   float m = -INFINITY;
 #pragma clang loop unroll_count(2)
   for (uint i = in.first_pack + team.t; i < in.last_pack + in.edges; i += team.threads) {
@@ -292,6 +257,7 @@ inline float largest_of(InRow<T> in, Team team) {
 #pragma unroll
     for (uint j = 0; j < 16 / sizeof(T); ++j) {
       m = max(m, number(v[j]));
+      has_nan = has_nan || !(v[j] == v[j]);
     }
   }
   return m;
@@ -468,7 +434,7 @@ template <typename T>
     const device uint* key [[buffer(1)]],   // [2]
     device uint* tokens [[buffer(2)]],      // [rows]
     device float* logprobs [[buffer(3)]],   // [rows]
-    device uint* partials [[buffer(4)]],    // [rows, splits, partial_size]
+    device uint* partials [[buffer(4)]],    // [rows, splits, partial_size], for another launch
     constant SampleParams& params [[buffer(5)]],
     uint group [[threadgroup_position_in_grid]],
     uint t [[thread_position_in_threadgroup]],
@@ -511,12 +477,17 @@ template <typename T>
   float own = -INFINITY;
   float m = -INFINITY;
   ulong mass = 0;
-  if (filters || params.has_logprobs) {
-    own = largest_of(logits.row, team);
+  bool has_nan = false;
+  if (filters || params.logprobs != kNoLogprobs) {
+    own = largest_of(logits.row, team, has_nan);
     m = maximum_of(team, own);
-    if (params.top_p > 0 || params.has_logprobs) {
+    if (params.top_p > 0 || params.logprobs != kNoLogprobs) {
       mass = total_of(team, mass_in(logits.row, team, finite_maximum(m)));
     }
+  }
+  const bool of_all = params.logprobs == kAllLogprobs;
+  if (of_all) {
+    has_nan = maximum_of(team, has_nan ? 1.0f : 0.0f) > 0;
   }
 
   if (filters && m < INFINITY && m > -INFINITY) {
@@ -586,16 +557,16 @@ template <typename T>
 
   if (t == 0) {
     const float logit = best.column == no_column ? -INFINITY : number(float(logits.row.row[best.column]));
-    if (params.splits > 1) {
+    if (params.splits > 1 || of_all) {
       device uint* partial = partials + group * partial_size;
       partial[0] = as_type<uint>(best.sum);
       partial[1] = best.column;
       partial[2] = as_type<uint>(logit);
-      partial[3] = as_type<uint>(m);
+      partial[3] = as_type<uint>(of_all && has_nan ? NAN : m);
       partial[4] = as_type<uint>(sum_of(mass));
     } else {
       tokens[r] = best.column == no_column ? 0 : best.column;
-      if (params.has_logprobs) {
+      if (params.logprobs == kTokenLogprobs) {
         logprobs[r] = (logit - m) - log_of(sum_of(mass));
       }
     }
@@ -611,27 +582,11 @@ template <typename T>
     constant SampleParams& params [[buffer(3)]],
     uint r [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]]) {
-  const device uint* row = partials + r * params.splits * partial_size;
-  Best best{-INFINITY, no_column};
-  float logit = -INFINITY;
-  SoftmaxState<float> state{-INFINITY, 0.0f};
-  for (uint i = lane; i < params.splits; i += 32) {
-    const device uint* partial = row + i * partial_size;
-    const float sum = as_type<float>(partial[0]);
-    if (is_better(sum, partial[1], best)) {
-      best = Best{sum, partial[1]};
-      logit = as_type<float>(partial[2]);
-    }
-    state = merge<T>(state, SoftmaxState<float>{as_type<float>(partial[3]), as_type<float>(partial[4])});
-  }
-  const Best all = best_of_simdgroup(best);
-  logit = simd_max(best.column == all.column ? logit : -INFINITY);
-  const float m = simd_max(state.m);
-  const float sum = simd_sum(state.l * exp_of<T>(state.m - finite_maximum(m)));
+  const Whole whole = whole_of<T>(partials + r * params.splits * partial_size, params.splits, lane);
   if (lane == 0) {
-    tokens[r] = all.column == no_column ? 0 : all.column;
-    if (params.has_logprobs) {
-      logprobs[r] = (logit - m) - log_of(sum);
+    tokens[r] = whole.best.column == no_column ? 0 : whole.best.column;
+    if (params.logprobs == kTokenLogprobs) {
+      logprobs[r] = (whole.logit - whole.m) - log_of(whole.sum);
     }
   }
 }

@@ -34,7 +34,7 @@ def sample(
     top_k: int = 0,
     top_p: float = 0.0,
     min_p: float = 0.0,
-    logprobs: Literal[True],
+    logprobs: Literal[True, "all"],
     stream: StreamOrDevice = None,
 ) -> tuple[mx.array, mx.array]: ...
 
@@ -48,7 +48,7 @@ def sample(
     top_k: int = 0,
     top_p: float = 0.0,
     min_p: float = 0.0,
-    logprobs: bool = False,
+    logprobs: bool | Literal["all"] = False,
     stream: StreamOrDevice = None,
 ) -> mx.array | tuple[mx.array, mx.array]: ...
 
@@ -62,7 +62,7 @@ def sample(
     top_k: int = 0,
     top_p: float = 0.0,
     min_p: float = 0.0,
-    logprobs: bool = False,
+    logprobs: bool | Literal["all"] = False,
     stream: StreamOrDevice = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Draws a token from each row of logits, in one or two kernels and without a sort.
@@ -73,7 +73,8 @@ def sample(
     and from one row by a single number.
 
     NaN counts as -inf. Of equal logits top-k keeps the first, and greedy sampling gives the first. A row without a
-    logit above -inf gives token 0, one with +inf the first +inf; the logarithmic probability is NaN for both.
+    logit above -inf gives token 0, one with +inf the first +inf; the logarithmic probability is NaN for both. Of all
+    logits NaN is as in mx: everywhere in a row that has one.
 
     Args:
         logits (array): Logits, or logarithmic probabilities, of shape ``[..., vocabulary]``; float32, float16 or
@@ -85,18 +86,19 @@ def sample(
         top_p (float): Keep the largest logits whose probabilities add up to this share, and what equals the last of
             them; 0 and 1 keep all.
         min_p (float): Keep what is at least this times as probable as the most probable token; 0 keeps all.
-        logprobs (bool): Whether to return the tokens' logarithmic probabilities too: those of the softmax of the
-            logits, without temperature and filters.
+        logprobs (bool or str): Whether to return the tokens' logarithmic probabilities too: those of the softmax of the
+            logits, without temperature and filters. ``"all"`` returns those of all logits, in two launches with the
+            tokens: ``logits - mx.logsumexp(logits, axis=-1, keepdims=True)``, rounded once.
         stream (optional): Stream or device to run on.
 
     Returns:
         array or tuple(array, array): Tokens, uint32, of shape ``[...]``; with ``logprobs`` their logarithmic
-            probabilities as well, float32.
+            probabilities as well, float32, or those of all logits, of the shape and type of ``logits``.
 
     Raises:
         DtypeError: ``logits`` is not of a floating-point type, or ``key`` is not uint32.
         ValueError: ``logits`` has no axis or no logits in a row, ``key`` is not of shape ``[2]``, ``temperature`` or
-            ``top_k`` is negative, or ``top_p`` or ``min_p`` is not from 0 to 1.
+            ``top_k`` is negative, ``top_p`` or ``min_p`` is not from 0 to 1, or ``logprobs`` is another text.
 
     Example:
         >>> token = mm.sample(mx.random.normal((1, 1000)), mx.random.key(0), temperature=0.7, top_k=40, top_p=0.9)

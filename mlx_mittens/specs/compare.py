@@ -121,7 +121,7 @@ def compare(
     arrays: Sequence[mx.array | None],
 ) -> Check:
     """Compares results with the exact ones and says which element is worst where they do not pass."""
-    names = _result_names(op, case, arrays)
+    names = _result_names(op, case, arrays, len(exact))
     errors, twin_errors, details = [], [], []
     for name, a, b, c in zip(names, op.compared(case, ours), op.compared(case, twin), exact, strict=True):
         errors.append(error(a, c))
@@ -134,10 +134,10 @@ def compare(
     return Check(max(errors), max(twin_errors), not details, "; ".join(details))
 
 
-def _result_names(op: Op, case: Case, arrays: Sequence[mx.array | None]) -> list[str]:
+def _result_names(op: Op, case: Case, arrays: Sequence[mx.array | None], outputs: int) -> list[str]:
     if case.vjp:
         return [f"gradient of {op.parameters[i][0]}" for i in op.trained(arrays)]
-    return [f"output {i}" if op.outputs > 1 else "output" for i in range(op.outputs)]
+    return [f"output {i}" if outputs > 1 else "output" for i in range(outputs)]
 
 
 def worst(actual: mx.array, exact: np.ndarray) -> str:

@@ -19,7 +19,7 @@ from .op import Case, Exact, Op, cases_for_tests, widen
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOp(Op):
-    """Tokens drawn from logits. Logarithmic probabilities are tested beside the table."""
+    """Tokens drawn from logits. Logarithmic probabilities of tokens alone are tested beside the table."""
 
     # A shape that any case's options allow.
     smallest = (2, 33)
@@ -38,18 +38,27 @@ class SampleOp(Op):
         return [mx.array(logits).astype(dtype), mx.array(key)]
 
     def bytes_moved(self, case: Case, dtype: mx.Dtype) -> int:
-        return math.prod(case.shape) * dtype.size + 4 * case.shape[0]
+        passes = 2 if self.arguments(case).get("logprobs") == "all" else 1
+        return passes * math.prod(case.shape) * dtype.size + 4 * case.shape[0]
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
         logits, key = arrays
         assert logits is not None and key is not None
         options = self.arguments(case)
         x = widen(logits)
+        likely = [log_softmax(x)] if options.get("logprobs") == "all" else []
         if options["temperature"] == 0:
-            return [Exact(first_largest(x).astype(np.float64))]
+            return [Exact(first_largest(x).astype(np.float64)), *likely]
         x = np.where(kept(x, logits.dtype, options), x, -np.inf)
         scale = np.float64(np.float32(1 / options["temperature"]))
-        return [Exact(first_largest(x * scale + gumbel(np.array(key), x.shape)).astype(np.float64))]
+        return [Exact(first_largest(x * scale + gumbel(np.array(key), x.shape)).astype(np.float64)), *likely]
+
+
+def log_softmax(x: np.ndarray) -> Exact:
+    """The logarithmic probabilities of all logits, and the size of the two terms that they are the difference of."""
+    largest = x.max(axis=-1, keepdims=True)
+    total = largest + np.log(np.exp(x - largest).sum(axis=-1, keepdims=True))
+    return Exact(x - total, np.abs(x) + np.abs(total))
 
 
 def first_largest(x: np.ndarray) -> np.ndarray:
@@ -118,7 +127,14 @@ def _ours(logits, key, temperature, **filters):
     return sampling.sample(logits, key, temperature=temperature, **filters)
 
 
-def _twin(logits, key, temperature, top_k=0, top_p=0.0, min_p=0.0):
+def _twin(logits, key, temperature, logprobs=False, **filters):
+    if not logprobs:
+        return _drawn_by_mx(logits, key, temperature, **filters)
+    likely = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return _drawn_by_mx(logits, key, temperature, **filters), likely
+
+
+def _drawn_by_mx(logits, key, temperature, top_k=0, top_p=0.0, min_p=0.0):
     if temperature == 0:
         return mx.argmax(mx.depends(logits, key), axis=-1)
     x = logits
@@ -153,10 +169,13 @@ SAMPLE_OPS: tuple[Op, ...] = (
         + cases_for_tests((5, 515), **_CHAT)
         + cases_for_tests((2, 33), (1, 2100), temperature=0.8, top_p=0.9)
         + cases_for_tests((2, 1030), temperature=1.3, top_k=5)
-        + cases_for_tests((2, 130), temperature=1.5, min_p=0.1),
+        + cases_for_tests((2, 130), temperature=1.5, min_p=0.1)
+        + cases_for_tests((3, 67), (1, 9001), temperature=0.0, logprobs="all")
+        + cases_for_tests((2, 515), **_CHAT, logprobs="all"),
         cases=(
             Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.0}, quick=True),
             Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.7}),
+            Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.0, "logprobs": "all"}),
             Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, quick=True),
             Case("Llama-3 vocabulary, batch", (8, 128256), _CHAT),
         ),

@@ -65,6 +65,7 @@ def attention(q: mx.array, packed: Packed) -> None:
     assert_type(mm.ssm_update(q, q, q, q, q, q, q), tuple[mx.array, mx.array])
     assert_type(mm.sample(q, temperature=0.7), mx.array)
     assert_type(mm.sample(q, logprobs=True), tuple[mx.array, mx.array])
+    assert_type(mm.sample(q, logprobs="all"), tuple[mx.array, mx.array])
 
 
 def process(model: nn.Module, call: Callable[[], Any]) -> None:

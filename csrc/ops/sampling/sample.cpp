@@ -2,16 +2,20 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <string>
 #include <utility>
 #include <variant>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 
 #include "cpu/sample.h"
 #include "mlx/ops.h"
 #include "mlx/random.h"
 #include "ops/sampling/plan.h"
+#include "ops/sampling/sample.h"
 #include "params/sampling.h"
 #include "python/registry.h"
 #include "runtime/array_layout.h"
@@ -32,6 +36,7 @@ namespace {
 
 constexpr const char* op = "sample";
 const Name file = "sampling/sample.metal";
+const Name logprobs_file = "sampling/sample_logprobs.metal";
 const Name combine_kernel = "sample_combine";
 
 constexpr int most_columns = (1 << 20) - 1;  // so many exponentials add up in 64 bits
@@ -43,7 +48,7 @@ struct SampleOptions {
   double top_p;  // 0 keeps all
   double min_p;  // 0 keeps all
   bool greedy;
-  bool logprobs;
+  int logprobs;  // kNoLogprobs, of the tokens, or of all logits
   bool splits_key;  // whether numbers are drawn by the second half of the key's split
 
   bool operator==(const SampleOptions&) const = default;
@@ -89,7 +94,7 @@ mx::array compose_filters(mx::array x, const SampleOptions& options, mx::Stream 
   return x;
 }
 
-// Tokens, and their logarithmic probabilities where these are asked for.
+// Tokens, and the logarithmic probabilities that are asked for.
 Arrays compose_sample(const mx::array& logits, const std::optional<mx::array>& key, const SampleOptions& options,
                       mx::Stream s) {
   const mx::array nothing(-std::numeric_limits<float>::infinity(), logits.dtype());
@@ -102,8 +107,13 @@ Arrays compose_sample(const mx::array& logits, const std::optional<mx::array>& k
     sums = mx::add(scaled, mx::random::gumbel(x.shape(), mx::float32, drawn_by, s), s);
   }
   const mx::array tokens = mx::argmax(sums, -1, false, s);
-  if (!options.logprobs) {
+  if (options.logprobs == kNoLogprobs) {
     return {tokens};
+  }
+  if (options.logprobs == kAllLogprobs) {
+    const mx::array wide = mx::astype(logits, mx::float32, s);
+    const mx::array all = mx::subtract(wide, mx::logsumexp(wide, -1, true, s), s);
+    return {tokens, mx::astype(all, logits.dtype(), s)};
   }
   const mx::array wide = mx::astype(x, mx::float32, s);
   const mx::array places = mx::stop_gradient(mx::expand_dims(tokens, -1, s), s);
@@ -146,16 +156,23 @@ uint32_t plan_splits(const mx::array& logits, const SampleOptions& options, mx::
   return options.has_filters() ? 1 : plan_sample_splits(rows, packs_of(logits), stream);
 }
 
+// A threadgroup leaves its part of a row to another launch where others share the row, or all its logits are
+// normalized.
+bool needs_workspace(const mx::array& logits, const SampleOptions& options, mx::Stream stream) {
+  return options.logprobs == kAllLogprobs || plan_splits(logits, options, stream) > 1;
+}
+
 // What a call is for calibration: its rows and columns, and what is done with them.
 Problem sample_problem(const mx::array& logits, const SampleOptions& options, mx::Dtype dtype) {
   const bool filters = !options.greedy;
-  const uint32_t format = options.greedy | options.logprobs << 1 | (filters && options.top_k > 0) << 2 |
+  const bool of_tokens = options.logprobs == kTokenLogprobs, of_all = options.logprobs == kAllLogprobs;
+  const uint32_t format = options.greedy | of_tokens << 1 | of_all << 5 | (filters && options.top_k > 0) << 2 |
                           (filters && options.top_p > 0) << 3 | (filters && options.min_p > 0) << 4;
   return {op, dtype, format, {problem_size(leading_size(logits, 1)), problem_size(logits.shape(-1)), 1, 1}};
 }
 
-// logits [.., columns] and, unless greedy, key [2] -> tokens [..], their logarithmic probabilities where these are
-// asked for, and a workspace where threadgroups share rows.
+// logits [.., columns] and, unless greedy, key [2] -> tokens [..], their logarithmic probabilities or those of all
+// logits where these are asked for, and a workspace.
 class Sample : public KernelPrimitive {
  public:
   Sample(mx::Stream stream, const SampleOptions& options, bool has_workspace)
@@ -171,7 +188,10 @@ class Sample : public KernelPrimitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    std::vector<mx::Shape> shapes(1 + options_.logprobs, without_columns(inputs[0]));
+    std::vector<mx::Shape> shapes = {without_columns(inputs[0])};
+    if (options_.logprobs != kNoLogprobs) {
+      shapes.push_back(options_.logprobs == kAllLogprobs ? inputs[0].shape() : shapes[0]);
+    }
     if (has_workspace_) {
       shapes.push_back(workspace_shape(inputs[0]));
     }
@@ -179,8 +199,12 @@ class Sample : public KernelPrimitive {
   }
 
   static Arrays outputs_of(const std::shared_ptr<Sample>& primitive, const Arrays& inputs) {
+    const int logprobs = primitive->options_.logprobs;
     std::vector<mx::Dtype> dtypes = {mx::uint32};
-    dtypes.resize(1 + primitive->options_.logprobs + primitive->has_workspace_, mx::float32);
+    if (logprobs != kNoLogprobs) {
+      dtypes.push_back(logprobs == kAllLogprobs ? inputs[0].dtype() : mx::float32);
+    }
+    dtypes.resize(dtypes.size() + primitive->has_workspace_, mx::float32);
     return mx::array::make_arrays(primitive->output_shapes(inputs), dtypes, primitive, inputs);
   }
 
@@ -188,7 +212,8 @@ class Sample : public KernelPrimitive {
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& logits = inputs[0];
     const mx::array& tokens = outputs[0];
-    const mx::array* logprobs = options_.logprobs ? &outputs[1] : nullptr;
+    const bool of_all = options_.logprobs == kAllLogprobs;
+    const mx::array* logprobs = options_.logprobs != kNoLogprobs ? &outputs[1] : nullptr;
     const mx::array* workspace = has_workspace_ ? &outputs.back() : nullptr;
     const uint32_t packs = packs_of(logits);
     const uint32_t rows = logits.size() / logits.shape(-1);
@@ -202,7 +227,7 @@ class Sample : public KernelPrimitive {
         .packs_per_split = packs,
         .greedy = greedy,
         .splits_key = options_.splits_key,
-        .has_logprobs = options_.logprobs,
+        .logprobs = static_cast<uint32_t>(options_.logprobs),
         .top_k = filters.top_k,
         .top_p = filters.top_p,
         .has_min_p = filters.has_min_p,
@@ -218,12 +243,20 @@ class Sample : public KernelPrimitive {
     sample.threadgroups = {rows * params.splits, 1, 1};
     sample.threads = {std::min(ceil_divide(packs, simdgroup) * simdgroup, uint32_t(kSampleThreads)), 1, 1};
     sample.input(logits).input_if(!greedy, inputs[greedy ? 0 : 1]);
-    if (params.splits == 1) {
+    if (!workspace) {
       sample.output(tokens).output_if(logprobs, logits).stand_in(logits);
       return in_order(std::move(sample.params(params)));
     }
     sample.stand_in(logits).stand_in(logits).output(*workspace).params(params);
     Launch combine;
+    if (of_all) {
+      combine.file = logprobs_file;
+      combine.kernel = kernel_name(logits.dtype(), op, "logprobs");
+      combine.threads = sample.threads;
+      combine.threadgroups = {rows, ceil_divide(packs, combine.threads.x), 1};
+      combine.input(logits).input(*workspace).output(tokens).output(*logprobs).params(params);
+      return in_order(std::move(sample), std::move(combine));
+    }
     combine.file = file;
     combine.kernel = combine_kernel;
     combine.threadgroups = {rows, 1, 1};
@@ -239,8 +272,10 @@ class Sample : public KernelPrimitive {
                                      options_.splits_key};
     return [options, columns, type = native_type(logits.dtype()), x = data_of(logits),
             key = options.greedy ? nullptr : inputs[1].data<uint32_t>(), tokens = outputs[0].data<uint32_t>(),
-            logprobs = options_.logprobs ? outputs[1].data<float>() : nullptr,
-            rows = logits.size() / columns] { cpu::sample(type, x, key, tokens, logprobs, rows, columns, options); };
+            logprobs = options_.logprobs == kTokenLogprobs ? outputs[1].data<float>() : nullptr,
+            all = options_.logprobs == kAllLogprobs ? data_of(outputs[1]) : nullptr, rows = logits.size() / columns] {
+      cpu::sample(type, x, key, tokens, logprobs, all, rows, columns, options);
+    };
   }
 
   Arrays composed(const Arrays& inputs) override {
@@ -290,8 +325,8 @@ void check_share(const char* name, double value) {
 
 using Sampled = std::variant<mx::array, std::pair<mx::array, mx::array>>;
 
-Sampled sampled(Arrays outputs, bool logprobs) {
-  if (logprobs) {
+Sampled sampled(Arrays outputs, int logprobs) {
+  if (logprobs != kNoLogprobs) {
     return std::pair(std::move(outputs[0]), std::move(outputs[1]));
   }
   return std::move(outputs[0]);
@@ -313,7 +348,7 @@ float inverse_of(double temperature) {
 
 // drawn_by: the key of the tokens, or the state that is split for it; none where temperature is 0.
 Sampled sample_by(const mx::array& logits, const std::optional<mx::array>& drawn_by, bool splits_key,
-                  double temperature, int top_k, double top_p, double min_p, bool logprobs, mx::StreamOrDevice where) {
+                  double temperature, int top_k, double top_p, double min_p, int logprobs, mx::StreamOrDevice where) {
   const mx::Dtype dtype = checked_dtype(logits);
   const mx::Stream stream = checks::checked_stream(op, where);
   const SampleOptions options{
@@ -327,7 +362,9 @@ Sampled sample_by(const mx::array& logits, const std::optional<mx::array>& drawn
   };
   if (logits.size() == 0) {
     const mx::Shape shape = without_columns(logits);
-    return sampled({mx::zeros(shape, mx::uint32, stream), mx::zeros(shape, mx::float32, stream)}, logprobs);
+    const mx::array none =
+        logprobs == kAllLogprobs ? mx::zeros_like(logits, stream) : mx::zeros(shape, mx::float32, stream);
+    return sampled({mx::zeros(shape, mx::uint32, stream), none}, logprobs);
   }
   const bool too_large = logits.shape(-1) > most_columns || logits.size() > std::numeric_limits<uint32_t>::max();
   if (!has_kernels(dtype) || too_large) {
@@ -341,12 +378,13 @@ Sampled sample_by(const mx::array& logits, const std::optional<mx::array>& drawn
   if (drawn_by) {
     inputs.push_back(*drawn_by);
   }
-  const bool has_workspace = plan_splits(logits, options, stream) > 1;
+  const bool has_workspace = needs_workspace(logits, options, stream);
   return sampled(Sample::outputs_of(std::make_shared<Sample>(stream, options, has_workspace), inputs), logprobs);
 }
 
-Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, double temperature, int top_k,
-               double top_p, double min_p, bool logprobs, mx::StreamOrDevice where) {
+// logprobs: kNoLogprobs, kTokenLogprobs or kAllLogprobs.
+Sampled sample_with(const mx::array& logits, const std::optional<mx::array>& key, double temperature, int top_k,
+                    double top_p, double min_p, int logprobs, mx::StreamOrDevice where) {
   checked_dtype(logits);
   const float inverse = inverse_of(temperature);
   if (!(temperature >= 0) || !std::isfinite(inverse) || inverse == 0) {
@@ -372,6 +410,20 @@ Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, dou
   return key ? by(key, false) : by(next_state(), true);
 }
 
+Sampled sample(const mx::array& logits, const std::optional<mx::array>& key, double temperature, int top_k,
+               double top_p, double min_p, const std::variant<bool, std::string>& logprobs, mx::StreamOrDevice where) {
+  int wanted = kNoLogprobs;
+  if (const auto* name = std::get_if<std::string>(&logprobs)) {
+    if (*name != "all") {
+      checks::fail(op, "logprobs is \"", *name, "\": expected True, False or \"all\"");
+    }
+    wanted = kAllLogprobs;
+  } else if (std::get<bool>(logprobs)) {
+    wanted = kTokenLogprobs;
+  }
+  return sample_with(logits, key, temperature, top_k, top_p, min_p, wanted, where);
+}
+
 void bind(nb::module_& module) {
   module.def(op, &sample, "logits"_a, "key"_a = nb::none(), nb::kw_only(), "temperature"_a = 1.0, "top_k"_a = 0,
              "top_p"_a = 0.0, "min_p"_a = 0.0, "logprobs"_a = false, "stream"_a = nb::none());
@@ -380,5 +432,15 @@ void bind(nb::module_& module) {
 const Register registered(bind);
 
 }  // namespace
+
+std::pair<mx::array, mx::array> sample_with_logprobs(const mx::array& logits, double temperature, int top_k,
+                                                     double top_p, double min_p, mx::StreamOrDevice where) {
+  return std::get<1>(sample_with(logits, std::nullopt, temperature, top_k, top_p, min_p, kAllLogprobs, where));
+}
+
+mx::array sample_tokens(const mx::array& logits, double temperature, int top_k, double top_p, double min_p,
+                        mx::StreamOrDevice where) {
+  return std::get<0>(sample_with(logits, std::nullopt, temperature, top_k, top_p, min_p, kNoLogprobs, where));
+}
 
 }  // namespace mittens

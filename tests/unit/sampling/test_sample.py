@@ -167,6 +167,48 @@ def test_logprobs(dtype, executor, rng, what):
         np.testing.assert_allclose(np.array(logprobs), exact, rtol=ROUNDINGS, atol=ROUNDINGS)
 
 
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_logprobs_of_all_logits(dtype, executor, rng, what):
+    """Beside the tokens that are drawn without them; rows of one threadgroup and of several, and off any boundary."""
+    for shape in ((50,), (3, 1), (2, 3, 67), (1, 9001)):
+        logits, key = draw(rng, *shape, dtype=dtype), mx.random.key(2)
+        tokens, logprobs = mm.sample(logits, key, logprobs="all", **OPTIONS[what])
+        np.testing.assert_array_equal(np.array(tokens), np.array(mm.sample(logits, key, **OPTIONS[what])))
+        assert logprobs.shape == logits.shape and logprobs.dtype == dtype
+        exact = log_softmax(specs.widen(logits))
+        near = ROUNDINGS + specs.EPSILON[dtype]
+        np.testing.assert_allclose(specs.widen(logprobs), exact, rtol=near, atol=ROUNDINGS)
+
+
+def test_logprobs_of_all_special_logits(dtype, executor):
+    nan, inf = math.nan, math.inf
+    rows = [
+        ([nan] * 6, [-inf] * 6),
+        ([nan] * 6, [0, nan, -inf, 1, 2, 1]),
+        ([-inf, -inf, -inf, nan, -inf, -inf], [0, 1, -inf, inf, 2, 1]),
+        ([-inf, 0, -inf, -inf, -inf, -inf], [-inf, 7, -inf, -inf, -inf, -inf]),
+    ]
+    for expected, row in rows:
+        logits = mx.array([row], dtype=dtype)
+        for options in OPTIONS.values():
+            _, logprobs = mm.sample(logits, mx.random.key(0), logprobs="all", **options)
+            np.testing.assert_array_equal(specs.widen(logprobs), [expected], f"{row} {options}")
+        with mx.stream(mx.cpu):
+            np.testing.assert_array_equal(specs.widen(logits - mx.logsumexp(logits)), [expected])
+
+
+def test_logprobs_of_all_views(dtype, executor, rng):
+    whole, key = draw(rng, 9, 67, dtype=dtype), mx.random.key(4)
+    for view in (whole[1:, :], whole[:, 1:], whole.T, whole[::2, ::3]):
+        copy = mx.array(np.array(view.astype(mx.float32))).astype(dtype)
+        for a, b in zip(mm.sample(view, key, logprobs="all"), mm.sample(copy, key, logprobs="all"), strict=True):
+            np.testing.assert_array_equal(specs.widen(a), specs.widen(b))
+
+
 def test_special_logits(dtype, executor):
     nan, inf = math.nan, math.inf
     rows = [
@@ -218,6 +260,7 @@ def test_no_rows(executor, shape):
     for options in OPTIONS.values():
         assert mm.sample(mx.zeros(shape), **options).shape == shape[:-1]
         assert [a.shape for a in mm.sample(mx.zeros(shape), logprobs=True, **options)] == [shape[:-1]] * 2
+        assert [a.shape for a in mm.sample(mx.zeros(shape), logprobs="all", **options)] == [shape[:-1], shape]
 
 
 def test_more_to_keep_than_there_is(executor, rng):
@@ -252,9 +295,16 @@ def test_vmap_and_gradients(native, rng):
     slope = mx.grad(lambda x: mm.sample(x, mx.random.key(0), logprobs=True)[1].sum())(logits)
     drawn = np.eye(40)[np.array(mm.sample(logits, mx.random.key(0)))]
     np.testing.assert_allclose(np.array(slope), drawn - np.array(mx.softmax(logits, -1)), atol=ROUNDINGS)
+    weights = draw(rng, 3, 40)
+    slope = mx.grad(lambda x: (weights * mm.sample(x, mx.random.key(0), logprobs="all")[1]).sum())(logits)
+    expected = mx.grad(lambda x: (weights * (x - mx.logsumexp(x, axis=-1, keepdims=True))).sum())(logits)
+    np.testing.assert_allclose(np.array(slope), np.array(expected), atol=40 * ROUNDINGS)
+    each = mx.vmap(lambda x: mm.sample(x, temperature=0.0, logprobs="all")[1])(logits)
+    np.testing.assert_allclose(np.array(each), log_softmax(specs.widen(logits)), rtol=ROUNDINGS, atol=ROUNDINGS)
 
 
 BAD = {
+    r'logprobs is "some": expected True, False or "all"': (lambda: mm.sample(mx.zeros(3), logprobs="some"), ValueError),
     r"logits has no dimensions": (lambda: mm.sample(mx.array(1.0)), ValueError),
     r"logits has shape \(2,0\): expected at least one": (lambda: mm.sample(mx.zeros((2, 0))), ValueError),
     r"temperature is -1: expected 0 or a positive": (lambda: mm.sample(mx.zeros(3), temperature=-1), ValueError),
@@ -277,6 +327,9 @@ def test_bad_input(native, message):
 
 def test_what_goes_to_mx(lenient, native):
     assert mm.sample(mx.array([0.0, 5, 1]).astype(mx.float64), temperature=0.0, stream=mx.cpu).item() == 1
+    logits = mx.zeros((1, 2**20))
+    for all_of_them in (mm.sample(logits, mx.random.key(1), logprobs="all")[1], mx.log(mx.softmax(logits, -1))):
+        np.testing.assert_allclose(np.array(all_of_them), -20 * math.log(2), rtol=ROUNDINGS)
     tokens, logprobs = mm.sample(mx.zeros((1, 2**20)), mx.random.key(1), top_k=5, logprobs=True)
     assert tokens.item() < 5 and logprobs.item() == pytest.approx(-20 * math.log(2), rel=ROUNDINGS)
 

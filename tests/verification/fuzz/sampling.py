@@ -86,6 +86,24 @@ def _wrong_row(
     return None
 
 
+def _wrong_logprobs(logits: mx.array, logprobs: mx.array) -> str | None:
+    """What is wrong with the logarithmic probabilities of all logits, or None."""
+    if logprobs.dtype != logits.dtype or logprobs.shape != logits.shape:
+        return f"logprobs are {logprobs.dtype}{logprobs.shape}, expected {logits.dtype}{logits.shape}"
+    found, x = (to_float64(a).reshape(-1, a.shape[-1]) for a in (logprobs, logits))
+    with np.errstate(all="ignore"):
+        largest = x.max(-1, keepdims=True)
+        total = largest + np.log(np.exp(x - np.where(np.isinf(largest), 0, largest)).sum(-1, keepdims=True))
+        exact = x - np.where(np.isinf(largest), largest, total)
+        allowed = 8 * EPSILON32 * (np.abs(x) + np.abs(total) + 16) + EPSILON[logits.dtype] * np.abs(exact)
+        near = np.abs(found - exact) <= allowed
+    same = (np.isnan(found) & np.isnan(exact)) | (found == exact) | near
+    overflows = np.abs(exact) >= LARGEST[logits.dtype]
+    both = np.isnan(x).any(-1, keepdims=True) & np.isposinf(x).any(-1, keepdims=True)  # where mx has either
+    wrong = np.argwhere(~(same | overflows | both))
+    return f"logprobs at {wrong[0]}: {found[tuple(wrong[0])]}, exact {exact[tuple(wrong[0])]}" if len(wrong) else None
+
+
 def why_wrong(
     logits: mx.array, key: mx.array, options: dict[str, Any], tokens: mx.array, logprobs: mx.array | None
 ) -> str | None:
@@ -93,6 +111,11 @@ def why_wrong(
     shape = tuple(logits.shape[:-1])
     if tokens.dtype != mx.uint32 or tuple(tokens.shape) != shape:
         return f"tokens are {tokens.dtype}{list(tokens.shape)}, expected uint32{list(shape)}"
+    if logprobs is not None and logprobs.ndim == logits.ndim:
+        wrong = _wrong_logprobs(logits, logprobs) if logits.size else None
+        if wrong:
+            return wrong
+        logprobs = None
     if logprobs is not None and (logprobs.dtype != mx.float32 or tuple(logprobs.shape) != shape):
         return f"logprobs are {logprobs.dtype}{list(logprobs.shape)}, expected float32{list(shape)}"
     x = to_float64(logits).reshape(-1, logits.shape[-1])
@@ -110,7 +133,8 @@ def why_wrong(
 
 def sample(draw: Draw) -> Trial:
     """A call as it is, compiled, without a key, or batched."""
-    mode, options, logprobs = draw.pick(list(MODES), list(MODES.values())), _options(draw), draw.chance(0.5)
+    mode, options = draw.pick(list(MODES), list(MODES.values())), _options(draw)
+    logprobs = draw.pick((False, True, "all"))
     dtype, kind, shape = draw.dtype(), draw.kind(), _shape(draw)
     count = draw.integer(1, 3) if mode == "vmap" and math.prod(shape) <= 30_000 else 1
     shape = [count, *shape] if mode == "vmap" else shape

@@ -3,6 +3,7 @@
 #include "cpu/sample.h"
 
 #include "cpu/isa/rows.h"
+#include "cpu/isa/sampling/log_softmax.h"
 
 namespace mittens::cpu::MITTENS_ISA {
 
@@ -62,25 +63,6 @@ MITTENS_INLINE UInt random_bits(Key key, UInt i, uint32_t size) {
 MITTENS_INLINE Key second_key(Key key) {
   const UInt first = threefry(key, {UInt{}, UInt{} + 2}).y, second = threefry(key, {UInt{} + 1, UInt{} + 3}).y;
   return {first[0], second[0]};
-}
-
-// The logarithm of normal positive numbers, within 2 ulp.
-MITTENS_INLINE Float log(Float x) {
-  const Int above = (Int)(((UInt)x - 0x3f2aaaabu) & 0xff800000u);
-  const Float f = (Float)((Int)x - above) - 1.0f;
-  const Float e = __builtin_convertvector(above >> 23, Float);
-  Float p = fma(f, 0x1.1f3fbcp-3f, -0x1.3b28ccp-3f);
-  p = fma(p, f, Float{} + 0x1.1ea2ecp-3f);
-  p = fma(p, f, Float{} - 0x1.5032cep-3f);
-  p = fma(p, f, Float{} + 0x1.99d41ep-3f);
-  p = fma(p, f, Float{} - 0x1.001480p-2f);
-  p = fma(p, f, Float{} + 0x1.5554fap-2f);
-  p = fma(p, f, Float{} - 0x1.ffffd6p-2f);
-  return fma(e, Float{} + 0x1.62e430p-1f, fma(p, f * f, f));
-}
-
-MITTENS_INLINE float log(float x) {
-  return log(Float{} + x)[0];
 }
 
 MITTENS_INLINE Float gumbel(UInt bits) {
@@ -435,7 +417,7 @@ struct Sampler {
 
 }  // namespace
 
-void sample(Type type, const void* x, const uint32_t* key, uint32_t* tokens, float* logprobs, size_t rows,
+void sample(Type type, const void* x, const uint32_t* key, uint32_t* tokens, float* logprobs, void* all, size_t rows,
             size_t columns, const SampleOptions& options) {
   Key drawn_by{0, 0};
   if (!options.greedy) {
@@ -504,6 +486,10 @@ void sample(Type type, const void* x, const uint32_t* key, uint32_t* tokens, flo
         finish(row, best, m, mass);
       }
     });
+    if (all) {
+      const LogSoftmax<T> op{sampler.x, (T*)all, columns};
+      Rows(op, rows, columns).run();
+    }
   });
 }
 
