@@ -79,7 +79,7 @@ class _Sampler:
             from mlx_lm.sample_utils import apply_top_k
 
             apply_top_k(logprobs, top_k)  # says what is wrong
-        return _ext.sample(logprobs, temperature=self.temperature, **self.filters)
+        return _ext.sample_logprobs(logprobs, self.temperature, **self.filters)
 
 
 def _make_sampler(
@@ -199,7 +199,7 @@ def _state_space_token(
 
 
 def _greedy(logprobs: mx.array) -> mx.array:
-    return _ext.sample(logprobs, temperature=0.0)
+    return _ext.sample_logprobs(logprobs, 0.0)
 
 
 @dataclass(frozen=True)

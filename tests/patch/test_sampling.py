@@ -6,11 +6,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import tiny
+from helpers.support import launched_on_apple
+from helpers.tolerances import LAYERS
 from mlx_lm import sample_utils
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_mittens as mm
+from mlx_mittens import specs
 
 pytestmark = pytest.mark.usefixtures("lenient", "native")
 
@@ -128,3 +131,49 @@ def test_a_batch(tmp_path):
     with mm.patched(**ALONE):
         assert texts() == expected
     assert tiny.kernels("sample") > 0
+
+
+# Of mlx-lm's ways to the logarithmic probabilities: one sequence, and several.
+SUMS = {"one": {}, "rows": {"axis": -1}}
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 0.7}, {"temp": 0.8, "top_k": 9, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("way", SUMS)
+def test_logprobs_are_computed_with_the_tokens(dtype, rng, way, options):
+    """In two launches; where something has asked for them before, they are mx's."""
+    rows = 1 if way == "one" else 3
+    logits = mx.array(rng.standard_normal((rows, 9000)).astype(np.float32)).astype(dtype)
+    wide = specs.widen(logits)
+    exact = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    mx.eval(logits)
+    with mm.patched():
+        sampler = sample_utils.make_sampler(**options)
+        for asked in (False, True):
+            logprobs = logits - mx.logsumexp(logits, keepdims=True, **SUMS[way])
+            if asked:
+                mx.eval(logprobs)
+            tokens = sampler(logprobs)
+            launched = launched_on_apple(lambda tokens=tokens, logprobs=logprobs: (tokens, logprobs.squeeze()))
+            ours = [name.rpartition("_")[0] for name in launched]
+            assert ("sample_logprobs" in ours) == (not asked)
+            assert asked or ours == ["sample", "sample_logprobs"], launched
+            np.testing.assert_allclose(specs.widen(logprobs), exact, rtol=LAYERS + 2 * specs.EPSILON[dtype])
+            if not options:
+                drawn = np.take_along_axis(wide, np.array(tokens)[..., None].astype(int), -1)[..., 0]
+                assert asked or (drawn == wide.max(-1)).all()
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["for tokens", "for probabilities"])
+def test_a_generation_computes_them_once(asks):
+    """mlx-lm evaluates them for each token, whoever wants them."""
+    model = tiny.build("qwen3-0.6b", mx.float16)
+    expected = list(generate_step(mx.array([3, 1, 4]), model, max_tokens=6))
+    with mm.patched(**ALONE):
+        mm.stats(reset=True)
+        found = list(generate_step(mx.array([3, 1, 4]), model, max_tokens=6))
+    assert tiny.kernels("sample") >= 6
+    assert [token for token, _ in found] == [token for token, _ in expected]
+    if asks:
+        for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            np.testing.assert_allclose(specs.widen(ours), specs.widen(theirs), rtol=2 * specs.EPSILON[mx.float16])
