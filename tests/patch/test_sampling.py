@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import tiny
 from helpers.support import launched_on_apple
-from helpers.tolerances import LAYERS
+from helpers.tolerances import LAYERS, units
 from mlx_lm import sample_utils
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.sample_utils import make_sampler
@@ -157,7 +157,7 @@ def test_logprobs_are_computed_with_the_tokens(dtype, rng, way, options):
             ours = [name.rpartition("_")[0] for name in launched]
             assert ("sample_logprobs" in ours) == (not asked)
             assert asked or ours == ["sample", "sample_logprobs"], launched
-            np.testing.assert_allclose(specs.widen(logprobs), exact, rtol=LAYERS + 2 * specs.EPSILON[dtype])
+            np.testing.assert_allclose(specs.widen(logprobs), exact, rtol=max(LAYERS, units(2, dtype)))
             if not options:
                 drawn = np.take_along_axis(wide, np.array(tokens)[..., None].astype(int), -1)[..., 0]
                 assert asked or (drawn == wide.max(-1)).all()
@@ -176,4 +176,4 @@ def test_a_generation_computes_them_once(asks):
     if asks:
         for (_, ours), (_, theirs) in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-            np.testing.assert_allclose(specs.widen(ours), specs.widen(theirs), rtol=2 * specs.EPSILON[mx.float16])
+            np.testing.assert_allclose(specs.widen(ours), specs.widen(theirs), rtol=units(2, mx.float16))
