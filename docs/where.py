@@ -193,6 +193,14 @@ _PLACES = (
         ("gated_delta_token.cpp",), ("test_gated_delta_token.py",),
     ),
     Place(
+        ("short_conv_token",), "recurrence", "short_conv_token.cpp", (), ("short_conv_token.metal",),
+        ("short_conv_token.cpp",), ("test_token_layers.py",),
+    ),
+    Place(
+        ("ssm_token",), "recurrence", "ssm_token.cpp", ("plan.cpp",), ("ssm_token.metal",),
+        ("ssm_token.cpp",), ("test_token_layers.py",),
+    ),
+    Place(
         ("ssm_update",), "recurrence", "ssm_update.cpp", ("plan.cpp",), ("state_space.metal",),
         ("state_space.cpp", "recurrence_vjp.cpp"), ("test_ssm_update.py",),
     ),

@@ -45,6 +45,8 @@ MODELS = {
     "gpt-oss-20b": ("mxfp4", 13),
     "qwen3-30b-a3b": ("4-bit", 17),
     "qwen3-next-80b-a3b": ("4-bit", 45),
+    "lfm2-1.2b": ("4-bit", 0.7),
+    "mamba2-2.7b": ("4-bit", 1.5),
 }
 # A launch that waits for another starts in the fitted time, and in one that was measured of tiny kernels.
 SHORT_LAUNCH_US = 3.0

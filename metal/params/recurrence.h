@@ -11,8 +11,9 @@ enum {
   kStateValues = 16,  // of a row of the state, that a lane holds
   kMostStateColumns = 32 * kStateValues,
   kStateSimdgroups = 4,  // of a threadgroup
-  kMostTokenRows = 512,  // of a state of gated_delta_token, a head of which one threadgroup has
-  kTokenSimdgroups = 16  // of that threadgroup, at most
+  kMostTokenRows = 512,  // of a state, where one threadgroup has a token of a head
+  kTokenSimdgroups = 16,  // of that threadgroup, at most
+  kShortConvThreads = 128  // of a threadgroup of short_conv_token
 };
 
 // Of the numbers of an array.
@@ -70,6 +71,24 @@ struct GatedDeltaTokenParams {
   uint32_t norm_type;
   float key_eps;  // added to the sums of squares of q and k
   float eps;  // of the norm
+};
+
+struct SsmTokenParams {
+  StateParams state;
+  uint32_t taps;  // of the convolution
+  uint32_t has_bias;  // of the convolution
+  uint32_t is_gated;  // whether y is
+  uint32_t a_log_type;
+  uint32_t d_type;
+  uint32_t dt_bias_type;
+  float least_step;
+  float greatest_step;
+};
+
+struct ShortConvTokenParams {
+  uint32_t channels;
+  uint32_t taps;
+  uint32_t has_bias;
 };
 
 struct LinearAttentionParams {

@@ -14,42 +14,12 @@
 #include "mittens/instantiate.h"
 #include "mittens/reduce.h"
 #include "mittens/rms.h"
+#include "recurrence/convolution.h"
 #include "recurrence/gates.h"
 #include "recurrence/state.h"
 
 using namespace metal;
 using namespace mittens;
-
-// A channel's number of this token after the convolution and its activation. `taps` is `N` where N is not 0.
-template <typename T, int N>
-inline float convolved(
-    T x, const device T* before, const device T* weight, device T* after, size_t channels, uint taps, bool writes) {
-  const uint past = (N > 0 ? N : taps) - 1;
-  float sum = float(x) * float(weight[past]);
-#pragma unroll
-  for (uint j = 0; j < past; ++j) {
-    const T earlier = before[j * channels];
-    sum = fma(float(earlier), float(weight[j]), sum);
-    if (writes && j > 0) {
-      after[(j - 1) * channels] = earlier;
-    }
-  }
-  if (writes && past > 0) {
-    after[(past - 1) * channels] = x;
-  }
-  return sum * sigmoid(sum);
-}
-
-// This lane's numbers of a row in threadgroup memory, as load_values has them.
-inline void shared_values(threadgroup const float* p, uint lane, uint lanes, thread float (&v)[kStateValues]) {
-#pragma unroll
-  for (uint j = 0; j < kStateValues / 8; ++j) {
-#pragma unroll
-    for (uint i = 0; i < 8; ++i) {
-      v[8 * j + i] = p[8 * (lanes * j + lane) + i];
-    }
-  }
-}
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(32 * kTokenSimdgroups)]] void gated_delta_token(
@@ -102,8 +72,9 @@ template <typename T>
     const device T* before = conv_state + conv_at + channel;
     const device T* weight = conv_weight + size_t(channel) * params.taps;
     device T* after = conv_out + conv_at + channel;
-    const float c = params.taps == 4 ? convolved<T, 4>(x, before, weight, after, channels, 4, writes)
-                                     : convolved<T, 0>(x, before, weight, after, channels, params.taps, writes);
+    const float sum = params.taps == 4 ? convolution<T, 4>(x, before, weight, after, channels, 4, writes)
+                                       : convolution<T, 0>(x, before, weight, after, channels, params.taps, writes);
+    const float c = sum * sigmoid(sum);
     threadgroup float* to = is_query ? queries : is_value ? values : keys;
     to[at] = c;
     squares.x += is_query ? c * c : 0.0f;

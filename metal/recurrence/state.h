@@ -61,6 +61,17 @@ inline void load_values(const device T* p, uint lane, constant StateParams& para
   }
 }
 
+// This lane's numbers of a row in threadgroup memory, as load_values has them.
+inline void shared_values(threadgroup const float* p, uint lane, uint lanes, thread float (&v)[kStateValues]) {
+#pragma unroll
+  for (uint j = 0; j < kStateValues / 8; ++j) {
+#pragma unroll
+    for (uint i = 0; i < 8; ++i) {
+      v[8 * j + i] = p[8 * (lanes * j + lane) + i];
+    }
+  }
+}
+
 inline void store_values(
     device float* p, uint lane, constant StateParams& params, thread const float (&v)[kStateValues]) {
 #pragma unroll

@@ -39,6 +39,8 @@ _KIND_OF_OP = {
     "quantized_matmuls": "4-bit",
     "route_top_k": "norm",
     "gated_delta_token": "elementwise",
+    "short_conv_token": "elementwise",
+    "ssm_token": "elementwise",
     "gated_delta_update": "elementwise",
     "ssm_update": "elementwise",
     "linear_attention": "elementwise",

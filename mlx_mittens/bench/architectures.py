@@ -190,6 +190,43 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
         "tie_word_embeddings": False,
     },
+    "lfm2-1.2b": {
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "block_dim": 2048,
+        "block_ff_dim": 12288,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "norm_eps": 1e-5,
+        "vocab_size": 65536,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1000000.0,
+    },
+    "mamba2-2.7b": {
+        "model_type": "mamba2",
+        "hidden_size": 2560,
+        "num_hidden_layers": 64,
+        "intermediate_size": 5120,
+        "num_heads": 80,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "layer_norm_epsilon": 1e-5,
+        "time_step_limit": [0.0, float("inf")],
+        "time_step_rank": "auto",
+        "vocab_size": 50288,
+        "tie_word_embeddings": True,
+    },
 }
 
 # Drawing billions of numbers on a CPU would take longer than what is measured. A prime, so that no two rows are alike.
@@ -299,6 +336,8 @@ def fitting_layers(
 def period(name: str) -> int:
     """After how many layers of an architecture its kinds of layers repeat; mlx-lm's classes need as many at least."""
     config = ARCHITECTURES[name]
+    if "full_attn_idxs" in config:
+        return int(config["num_hidden_layers"])  # in no order
     of_kinds = config.get("sliding_window_pattern") or config.get("full_attention_interval")
     return int(of_kinds or (2 if config["model_type"] == "gpt_oss" else 1))
 

@@ -340,6 +340,17 @@ def _delta_tokens(device: str, thin: Thin) -> Iterator[Case]:
     yield from _cases([shape for shape in shapes if math.prod((shape[0], *shape[3:])) <= _MOST_PRODUCTS[device]])
 
 
+def _space_tokens(device: str, thin: Thin) -> Iterator[Case]:
+    """The same, whose heads share one group."""
+    for case in _delta_tokens(device, thin):
+        batch, taps, _, *state = case.shape
+        yield from _cases([(batch, taps, 1, *state)])
+
+
+def _short_convolutions(device: str, thin: Thin) -> Iterator[Case]:
+    yield from _cases([(batch, 3, channels) for batch in thin(_BATCHES) for channels in (1024, 2048)])
+
+
 def _state_space(device: str, thin: Thin) -> Iterator[Case]:
     return _recurrence(lambda heads: 1, device, thin)
 
@@ -372,6 +383,8 @@ _GRIDS: dict[str, Callable[[str, Thin], Iterator[Case]]] = {
     "mixture": _shared_experts,
     "route_top_k": _routers,
     "gated_delta_token": _delta_tokens,
+    "short_conv_token": _short_convolutions,
+    "ssm_token": _space_tokens,
     "gated_delta_update": _gated_delta,
     "ssm_update": _state_space,
     "linear_attention": _linear_attention,

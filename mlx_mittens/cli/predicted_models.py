@@ -147,9 +147,9 @@ def token(model: Any, chip: Chip) -> Launched:
     cache = make_prompt_cache(model)
     with patched():  # on a CPU mx takes minutes
         for tokens in (CONTEXT - 1, 1):  # after the first token no rotating cache grows
-            mx.eval(model.model(mx.array([[1] * tokens]), cache=cache))
+            mx.eval(_body(model)(mx.array([[1] * tokens]), cache=cache))
     one = mx.array([[1]])
-    step = lambda: model.model(one, cache=cache)
+    step = lambda: _body(model)(one, cache=cache)
     whole = recorded(step, chip)
     with _without_layers(model):
         return Launched(whole, recorded(step, chip), recorded(lambda: model(one, cache=cache), chip))
@@ -162,7 +162,7 @@ def prompt(model: Any, chip: Chip, tokens: int) -> Launched:
     with patched():  # frequencies and masks are computed once
         mx.eval(model(mx.array([[1, 1]]), cache=make_prompt_cache(model)))
     caches = [make_prompt_cache(model) for _ in range(2)]  # while it has its layers
-    step = lambda: model.model(mx.array([[1] * tokens]), cache=caches.pop())
+    step = lambda: _body(model)(mx.array([[1] * tokens]), cache=caches.pop())
     whole = recorded(step, chip)
     with _without_layers(model):
         return Launched(whole, recorded(step, chip), None)
@@ -170,12 +170,18 @@ def prompt(model: Any, chip: Chip, tokens: int) -> Launched:
 
 @contextlib.contextmanager
 def _without_layers(model: Any) -> Iterator[None]:
-    layers = model.model.layers
-    model.model.layers = []
+    body = _body(model)
+    layers = body.layers
+    body.layers = []
     try:
         yield
     finally:
-        model.model.layers = layers
+        body.layers = layers
+
+
+def _body(model: Any) -> Any:
+    """A model without its head, as mlx-lm's classes name it."""
+    return model.backbone if "backbone" in model else model.model
 
 
 def usual_dtype(weights: str) -> str:

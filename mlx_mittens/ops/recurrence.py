@@ -1,4 +1,4 @@
-"""Linear recurrences: what keeps a state for each head instead of keys and values."""
+"""Linear recurrences and short convolutions: what keeps a state instead of keys and values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import mlx.core as mx
 
 from ._declaration import StreamOrDevice, defined_in_extension
 
-__all__ = ["gated_delta_token", "gated_delta_update", "linear_attention", "ssm_update"]
+__all__ = [
+    "gated_delta_token",
+    "gated_delta_update",
+    "linear_attention",
+    "short_conv_token",
+    "ssm_token",
+    "ssm_update",
+]
 
 
 @defined_in_extension
@@ -265,6 +272,124 @@ def ssm_update(
         >>> y, state = mm.ssm_update(x, head, b, c, head, dt, head)
         >>> y.shape, state.shape
         ((1, 5, 4, 32), (1, 4, 32, 64))
+
+    Source:
+        Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+        Duality", 2024, https://arxiv.org/abs/2405.21060.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def short_conv_token(
+    projected: mx.array,
+    conv_state: mx.array,
+    conv_weight: mx.array,
+    conv_bias: mx.array | None = None,
+    *,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array]:
+    """One token of a short convolution with gates before and after it, as LFM2 has it::
+
+        b, c, x = split(projected, 3)
+        window = concatenate([conv_state, [b * x]])
+        y = c * ((window * conv_weight.T).sum(1) + conv_bias)
+
+    All is computed in float32, but for ``b * x``, which is rounded as the state keeps it; ``y`` is rounded once.
+    Gradients are those of mx operations.
+
+    Args:
+        projected (array): ``b``, ``c`` and ``x`` side by side, of shape ``[batch, 3 * channels]``; float32, float16 or
+            bfloat16.
+        conv_state (array): The convolution's inputs of the tokens before, the last one last, of shape
+            ``[batch, taps - 1, channels]``.
+        conv_weight (array): Of shape ``[channels, taps]``, or ``[channels, taps, 1]`` as ``mlx.nn.Conv1d`` has it.
+        conv_bias (array, optional): Of shape ``[channels]``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple: ``y`` of shape ``[batch, channels]`` and the type of ``projected``, and the next ``conv_state``, of the
+        type of the one given.
+
+    Raises:
+        DtypeError: An argument is not of a floating-point type named above.
+        ValueError: Shapes do not fit together.
+
+    Example:
+        >>> past, weight = mx.zeros((1, 2, 64)), mx.random.normal((64, 3))
+        >>> y, past = mm.short_conv_token(mx.random.normal((1, 192)), past, weight)
+        >>> y.shape, past.shape
+        ((1, 64), (1, 2, 64))
+
+    Source:
+        Liquid AI, "LFM2 Technical Report", 2025, https://arxiv.org/abs/2511.23404.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def ssm_token(
+    projected: mx.array,
+    conv_state: mx.array,
+    conv_weight: mx.array,
+    conv_bias: mx.array | None,
+    A_log: mx.array,
+    D: mx.array,
+    dt_bias: mx.array,
+    state: mx.array,
+    *,
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    gated: bool = True,
+    stream: StreamOrDevice = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """One token of a layer of state spaces, from its projection to the gate of its result, as Mamba 2 has it.
+
+    A causal convolution of ``x``, ``B`` and ``C`` with the tokens before, SiLU, the time step, the step of each head's
+    state ``S``, and the gate by ``z``::
+
+        z, mixed, dt = split(projected)
+        window = concatenate([conv_state, [mixed]])
+        x, B, C = split(silu((window * conv_weight.T).sum(1) + conv_bias))
+        step = clip(softplus(dt + dt_bias), *time_step_limit)
+        S = S * exp(-exp(A_log) * step) + step * x outer B
+        y = (S @ C + D * x) * silu(z)
+
+    All is computed in float32, and ``y`` is rounded once. The state is float32 throughout, and written in place if
+    nobody else needs it. The norm of ``y``, which takes all heads, is left to a call of its own. On a GPU a kernel has
+    up to 512 columns and rows; gradients are those of mx operations.
+
+    Args:
+        projected (array): ``z``, the channels of ``x``, ``B`` and ``C``, and ``dt`` side by side, of shape
+            ``[batch, heads * rows + channels + heads]``; float32, float16 or bfloat16.
+        conv_state (array): The convolution's inputs of the tokens before, the last one last, of shape
+            ``[batch, taps - 1, channels]``: all channels of ``x``, then of ``B``, then of ``C``.
+        conv_weight (array): Of shape ``[channels, taps]``, or ``[channels, taps, 1]`` as ``mlx.nn.Conv1d`` has it.
+            There are ``heads * rows + 2 * groups * columns`` channels.
+        conv_bias (array or None): Of shape ``[channels]``.
+        A_log (array): Logarithms of the rates of decay, of shape ``[heads]``.
+        D (array): Of shape ``[heads]``.
+        dt_bias (array): Of shape ``[heads]``.
+        state (array): Of shape ``[batch, heads, rows, columns]``.
+        time_step_limit (tuple): The least and the greatest time step. Default: ``(0.001, 100.0)``.
+        gated (bool): Whether ``y`` is multiplied with ``silu(z)``. Default: ``True``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        tuple: ``y`` of shape ``[batch, heads * rows]`` and the type of ``projected``, and the next ``conv_state`` and
+        ``state``, of the types of those given.
+
+    Raises:
+        DtypeError: An argument is not of a floating-point type named above.
+        ValueError: Shapes do not fit together, or the least time step is above the greatest.
+
+    Example:
+        >>> heads, rows, columns, channels = 4, 16, 32, 4 * 16 + 2 * 32
+        >>> past, weight = mx.zeros((1, 3, channels)), mx.random.normal((channels, 4))
+        >>> projected = mx.random.normal((1, heads * rows + channels + heads))
+        >>> ones, state = mx.ones(heads), mx.zeros((1, heads, rows, columns))
+        >>> y, past, state = mm.ssm_token(projected, past, weight, None, ones, ones, ones, state)
+        >>> y.shape, past.shape, state.shape
+        ((1, 64), (1, 3, 128), (1, 4, 16, 32))
 
     Source:
         Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space

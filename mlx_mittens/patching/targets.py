@@ -535,26 +535,51 @@ TARGETS += [
     ),
 ]
 
-# Layers of the gated delta rule of mlx-lm's models, by what their calls do.
-_DELTA_LAYERS: tuple[tuple[Attempt, str, str], ...] = (
-    (recurrent_layers.qwen3_next_delta, "0cdfe33557b5ff30", "qwen3_next.Qwen3NextGatedDeltaNet"),
-    (recurrent_layers.qwen3_5_delta, "ab4ea6085dd4ed44", "qwen3_5.GatedDeltaNet"),
+# Layers of mlx-lm's models that keep states, by what their calls do; those with norms need these.
+_NORMED = ("rms_norm",)
+_STATE_LAYERS: tuple[tuple[str, Attempt, tuple[str, ...], str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        *("gated_delta_token", recurrent_layers.qwen3_next_delta, _NORMED, "0cdfe33557b5ff30"),
+        *(("qwen3_next.Qwen3NextGatedDeltaNet",), ("self", "inputs", "mask", "cache")),
+    ),
+    (
+        *("gated_delta_token", recurrent_layers.qwen3_5_delta, _NORMED, "ab4ea6085dd4ed44"),
+        *(("qwen3_5.GatedDeltaNet",), ("self", "inputs", "mask", "cache")),
+    ),
+    (
+        *("short_conv_token", recurrent_layers.lfm2_convolution, (), "014d36c50549ec90"),
+        *(("lfm2.ShortConv", "lfm2_moe.ShortConv"), ("self", "x", "mask", "cache")),
+    ),
+    (
+        *("ssm_token", recurrent_layers.mamba2_space, _NORMED, "6eea72843bb1b50f"),
+        *(("mamba2.Mamba2Block",), ("self", "hidden_states", "mask", "cache")),
+    ),
+    (
+        *("ssm_token", recurrent_layers.mamba2_space, _NORMED, "7e9d4648fce3eed5"),
+        ("granitemoehybrid.GraniteMoeHybridMamba2Mixer", "nemotron_h.NemotronHMamba2Mixer"),
+        ("self", "hidden_states", "mask", "cache"),
+    ),
+    (
+        *("ssm_token", recurrent_layers.falcon_h1_space, _NORMED, "50087509c036bf2b"),
+        *(("falcon_h1.FalconH1Mixer",), ("self", "input_states", "cache", "mask")),
+    ),
 )
 
 TARGETS += [
     Target(
         "recurrence",
-        "gated_delta_token",
+        op,
         f"mlx_lm.models.{layer.partition('.')[0]}",
         f"{layer.partition('.')[2]}.__call__",
         attempt,
-        ("self", "inputs", "mask", "cache"),
+        parameters,
         optional=True,
         partial=True,  # one token with states
         text=text,
-        needs=("rms_norm",),
+        needs=needs,
     )
-    for attempt, text, layer in _DELTA_LAYERS
+    for op, attempt, needs, text, layers, parameters in _STATE_LAYERS
+    for layer in layers
 ]
 
 TARGETS += [

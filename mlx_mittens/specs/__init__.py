@@ -30,6 +30,7 @@ from .op import (
 from .recurrence import RECURRENCE_OPS
 from .sampling import SAMPLE_OPS
 from .shaped import ShapedOp
+from .token_layers import TOKEN_LAYER_OPS
 
 __all__ = [
     "DTYPES",
@@ -58,7 +59,10 @@ __all__ = [
     "worst",
 ]
 
-OPS: tuple[Op, ...] = ROW_OPS + SAMPLE_OPS + MATRIX_OPS + ATTENTION_OPS + ROPE_OPS + MOE_OPS + RECURRENCE_OPS
+OPS: tuple[Op, ...] = (
+    *(*ROW_OPS, *SAMPLE_OPS, *MATRIX_OPS, *ATTENTION_OPS, *ROPE_OPS, *MOE_OPS),
+    *(*RECURRENCE_OPS, *TOKEN_LAYER_OPS),
+)
 
 
 def get(name: str) -> Op:

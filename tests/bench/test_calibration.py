@@ -605,6 +605,8 @@ SMALL = {
     "mixture": ((1, 2, 3, 64, 64), {"k": 2}),
     "route_top_k": ((2, 16), {"k": 2}),
     "gated_delta_token": ((1, 2, 1, 2, 3, 8), {}),
+    "short_conv_token": ((1, 2, 3), {}),
+    "ssm_token": ((1, 2, 1, 2, 3, 8), {}),
     "gated_delta_update": ((1, 2, 1, 2, 3, 8), {}),
     "ssm_update": ((1, 2, 1, 2, 3, 8), {}),
     "linear_attention": ((1, 2, 1, 2, 3, 8), {}),

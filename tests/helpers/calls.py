@@ -537,7 +537,47 @@ def _recurrence_calls() -> list[Call]:
             q, k, v, z, a, b, conv_state, conv_weight, a_log / 4, dt_bias, norm_weight, state
         )  # fmt: skip
 
+    convolved = {
+        "projected": numbers("batch", "thirds"),
+        "conv_state": numbers("batch", "past", "channels"),
+        "conv_weight": numbers("channels", "taps"),
+        "conv_bias": numbers("channels"),
+    }
+
+    def exact_convolution(projected, conv_state, conv_weight, conv_bias):
+        b, _, x = np.split(projected, 3, -1)
+        y = np.zeros((len(projected), len(conv_weight)))
+        return [y, np.concatenate([conv_state, (b * x)[:, None]], 1)[:, 1:]]
+
+    space_tokens = {
+        "projected": numbers("batch", "projections"),
+        **{name: convolved[name] for name in ("conv_state", "conv_weight", "conv_bias")},
+        **{name: numbers("heads") for name in ("a_log", "d", "dt_bias")},
+        "state": arguments["initial_state"],
+    }
+
+    def space_token(projected, conv_state, conv_weight, conv_bias, a_log, d, dt_bias, state):
+        return mm.ssm_token(projected, conv_state, conv_weight, conv_bias, a_log / 4, d, dt_bias, state)
+
+    def exact_space_token(projected, conv_state, conv_weight, conv_bias, a_log, d, dt_bias, state):
+        inner, channels = math.prod(state.shape[1:3]), len(conv_weight)
+        mixed = projected[:, None, inner : inner + channels]
+        past = np.concatenate([conv_state, mixed], 1)[:, 1:]
+        c = (np.concatenate([conv_state, mixed], 1) * conv_weight.T).sum(1)[:, :inner] + conv_bias[:inner]
+        z = projected[:, :inner]
+        y = c / (1 + np.exp(-c)) * np.repeat(d, state.shape[2]) * z / (1 + np.exp(-z))
+        return [y, past, state]
+
+    def derived_space(sizes):
+        channels = 2 * sizes["key_heads"] * (sizes["rows"] + sizes["columns"])
+        heads = 2 * sizes["key_heads"]
+        return {**derived(sizes), "channels": channels, "projections": heads * (sizes["rows"] + 1) + channels}
+
     return [
+        Call("short_conv_token", "", {"batch": 2, "channels": 8}, convolved, mm.short_conv_token, exact_convolution,
+             derived=lambda sizes: {"past": 2, "taps": 3, "thirds": 3 * sizes["channels"]}),
+        Call("ssm_token", "", {name: size for name, size in sizes.items() if name != "steps"}, space_tokens,
+             space_token, exact_space_token, derived=derived_space),
         Call("gated_delta_token", "", {name: size for name, size in sizes.items() if name != "steps"}, tokens,
              gated_delta_token, exact_token, derived=derived),
         Call("linear_attention", "", sizes, linear, linear_attention, exact_linear,

@@ -199,6 +199,14 @@ DIRECT = {
         draw(8),
         draw(1, x.shape[0], 8, x.shape[1]),
     )[0],
+    "short_conv_token": lambda x: mm.short_conv_token(
+        mx.concatenate([x] * 3, axis=-1), draw(x.shape[0], 2, x.shape[1]), draw(x.shape[1], 3)
+    )[0],
+    "ssm_token": lambda x: mm.ssm_token(
+        mx.concatenate([x[:, :32], x, x[:, :1]], axis=-1),
+        *(draw(x.shape[0], 3, x.shape[1]), draw(x.shape[1], 4), None, draw(1), draw(1), draw(1)),
+        draw(x.shape[0], 1, 32, 16),
+    )[0],
     "linear_attention": lambda x: mm.linear_attention(*[x[None, None]] * 3)[0],
     "ssm_update": lambda x: mm.ssm_update(
         x[None, None],

@@ -135,11 +135,11 @@ def test_other_code_is_left_alone(rng, layer, monkeypatch):
             return runs()
 
     assert count() == 1
-    recurrent_layers._functions_are_known.cache_clear()
+    recurrent_layers._are_known.cache_clear()
     monkeypatch.setattr(recurrent_layers, "digest_in", lambda module, name: "another")
     assert count() == 0
     monkeypatch.undo()
-    recurrent_layers._functions_are_known.cache_clear()
+    recurrent_layers._are_known.cache_clear()
     assert count() == 1
 
     class Norm(type(layer.norm)):

@@ -88,6 +88,8 @@ def _with_most_threads(op: specs.Op, dtype: mx.Dtype) -> Iterator[specs.Case]:
             yield specs.Case("test", (1, chosen, 16, 64, 64), {**options, "k": chosen})  # a simdgroup for each
     elif op.name == "gated_delta_token":
         yield specs.Case("test", (1, 4, 2, 4, 128, 128))
+    elif op.name == "ssm_token":
+        yield specs.Case("test", (1, 4, 1, 4, 128, 128))
     elif op.name == "qk_norm":
         yield specs.Case("test", (1, 2048 * pack))
     elif isinstance(op, specs.RowOp):
@@ -99,7 +101,7 @@ def _most_threads() -> dict[str, int]:
     """For each variant of ops on rows, the threads of the largest threadgroup in the launches of cases, as planned."""
     rng = np.random.default_rng(0)
     most: dict[str, int] = {}
-    others = [specs.get(name) for name in ("sample", "gather_sum", "mixture", "gated_delta_token")]
+    others = [specs.get(name) for name in ("sample", "gather_sum", "mixture", "gated_delta_token", "ssm_token")]
     for op, dtype in itertools.product((*specs.ROW_OPS, *others), specs.DTYPES.values()):
         for case in (*op.checks(), *_with_most_threads(op, dtype)):
             arrays, cotangents = op.draw(rng, case, dtype), op.cotangents(rng, case, dtype)

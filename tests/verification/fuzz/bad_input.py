@@ -141,6 +141,14 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
             ],
             {"eps": 1e-6, "key_eps": 1e-6},
         ),
+        "short_conv_token": lambda: ([array(2, 24), array(2, 2, 8), array(8, 3), array(8)], {}),
+        "ssm_token": lambda: (
+            [
+                *(array(2, 50), array(2, 3, 32), array(32, 4), array(32), array(2), array(2), array(2)),
+                array(2, 2, 8, 8),
+            ],
+            {"time_step_limit": (0.001, 100.0), "gated": True},
+        ),
         "ssm_update": lambda: (
             [array(*steps, 8), array(2), *(array(*steps, 8) for _ in range(2)), array(2), array(*steps), array(2)],
             {"state": array(1, 2, 8, 8), "time_step_limit": (0.001, 100.0), "mask": mx.ones((1, 3), mx.bool_)},

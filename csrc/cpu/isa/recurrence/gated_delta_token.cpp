@@ -1,3 +1,4 @@
+#include "cpu/isa/recurrence/convolution.h"
 #include "cpu/isa/recurrence/gates.h"
 #include "cpu/isa/recurrence/over_steps.h"
 #include "cpu/isa/recurrence/recurrence_rows.h"
@@ -6,48 +7,6 @@
 namespace mittens::cpu::MITTENS_ISA {
 
 namespace {
-
-// The convolution of a layer: its state before and after, and its weights.
-template <typename T>
-struct Convolution {
-  const T* before;  // [taps - 1, channels] of a sequence, as `after`
-  const T* weight;  // [channels, taps]
-  T* after;
-  size_t channels;
-  size_t taps;
-};
-
-// n channels from `channel` on after the convolution and its activation, padded with zeros to whole vectors.
-// `weights` is memory for 2 * taps * padded_width(n) numbers.
-template <typename T>
-void convolve(const Convolution<T>& c, size_t channel, const T* x, size_t n, bool writes, float* weights, float* out) {
-  const size_t stride = padded_width(n), past = c.taps - 1;
-  float* by_tap = weights + c.taps * stride;
-  widened(c.weight + channel * c.taps, n * c.taps, weights);
-  for (size_t j = 0; j < c.taps; ++j) {
-    for (size_t i = 0; i < n; ++i) {
-      by_tap[j * stride + i] = weights[i * c.taps + j];
-    }
-    for (size_t i = n; i < stride; ++i) {
-      by_tap[j * stride + i] = 0;
-    }
-  }
-  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
-    const Float now = load_in_order(x + i, part);
-    Float sum = now * read<Float>(by_tap + past * stride + i, All());
-    for (size_t j = 0; j < past; ++j) {
-      const Float earlier = load_in_order(c.before + j * c.channels + channel + i, part);
-      sum = fma(earlier, read<Float>(by_tap + j * stride + i, All()), sum);
-      if (writes && j > 0) {
-        store_in_order(c.after + (j - 1) * c.channels + channel + i, earlier, part);
-      }
-    }
-    if (writes && past > 0) {
-      store_in_order(c.after + (past - 1) * c.channels + channel + i, now, part);
-    }
-    write(out + i, silu(sum), All());
-  });
-}
 
 MITTENS_INLINE float sum_of_squares(const float* p, size_t stride) {
   Float sum = {};
@@ -94,14 +53,19 @@ struct Token {
     float* weights = results + padded_width(rows);
     const size_t channels = 2 * of_keys + shape.heads() * rows;
     const size_t conv_at = sequence * (shape.taps - 1) * channels;
-    const Convolution<T> convolution = {(const T*)inputs.conv_state + conv_at, (const T*)inputs.conv_weight,
-                                        conv_state + conv_at, channels, shape.taps};
+    const Convolution<T> convolution = {(const T*)inputs.conv_state + conv_at,
+                                        (const T*)inputs.conv_weight,
+                                        nullptr,
+                                        conv_state + conv_at,
+                                        channels,
+                                        shape.taps};
     const bool is_first = head_of_key == 0;
-    convolve(convolution, key_head * columns, row(inputs.q, sequence, key_head, 0), columns, is_first, weights, q);
-    convolve(convolution, of_keys + key_head * columns, row(inputs.k, sequence, key_head, 0), columns, is_first,
-             weights, k);
-    convolve(convolution, 2 * of_keys + head * rows, row(inputs.v, sequence, key_head, head_of_key), rows, true,
-             weights, values);
+    const auto convolved = [&](size_t channel, const T* x, size_t n, bool writes, float* out) {
+      convolve(convolution, channel, x, n, writes, weights, out, [](Float sum) MITTENS_INLINED { return silu(sum); });
+    };
+    convolved(key_head * columns, row(inputs.q, sequence, key_head, 0), columns, is_first, q);
+    convolved(of_keys + key_head * columns, row(inputs.k, sequence, key_head, 0), columns, is_first, k);
+    convolved(2 * of_keys + head * rows, row(inputs.v, sequence, key_head, head_of_key), rows, true, values);
     scale_by(q, stride,
              inverse_root(sum_of_squares(q, stride) + shape.key_eps) * inverse_root(static_cast<float>(columns)));
     scale_by(k, stride, inverse_root(sum_of_squares(k, stride) + shape.key_eps));

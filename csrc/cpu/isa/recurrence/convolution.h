@@ -1,0 +1,59 @@
+// A token of a causal convolution, each channel with itself in the tokens before.
+#pragma once
+
+#include "cpu/isa/recurrence/recurrence_rows.h"
+
+namespace mittens::cpu::MITTENS_ISA {
+
+// Its state before and after, and its weights.
+template <typename T>
+struct Convolution {
+  const T* before;  // [taps - 1, channels] of a sequence, as `after`
+  const T* weight;  // [channels, taps]
+  const T* bias;  // [channels], or null
+  T* after;
+  size_t channels;
+  size_t taps;
+
+  // Numbers of memory that so many channels take.
+  size_t memory_of(size_t n) const {
+    return 2 * taps * padded_width(n);
+  }
+};
+
+// What `finish` makes of the sums of n channels from `channel` on, padded to whole vectors.
+template <typename T, typename Finish>
+MITTENS_INLINE void convolve(const Convolution<T>& c, size_t channel, const T* x, size_t n, bool writes, float* memory,
+                             float* out, const Finish& finish) {
+  const size_t stride = padded_width(n), past = c.taps - 1;
+  float* by_tap = memory + c.taps * stride;
+  widened(c.weight + channel * c.taps, n * c.taps, memory);
+  for (size_t j = 0; j < c.taps; ++j) {
+    for (size_t i = 0; i < n; ++i) {
+      by_tap[j * stride + i] = memory[i * c.taps + j];
+    }
+    for (size_t i = n; i < stride; ++i) {
+      by_tap[j * stride + i] = 0;
+    }
+  }
+  each_vector(n, [&](size_t i, auto part) MITTENS_INLINED {
+    const Float now = load_in_order(x + i, part);
+    Float sum = now * read<Float>(by_tap + past * stride + i, All());
+    for (size_t j = 0; j < past; ++j) {
+      const Float earlier = load_in_order(c.before + j * c.channels + channel + i, part);
+      sum = fma(earlier, read<Float>(by_tap + j * stride + i, All()), sum);
+      if (writes && j > 0) {
+        store_in_order(c.after + (j - 1) * c.channels + channel + i, earlier, part);
+      }
+    }
+    if (writes && past > 0) {
+      store_in_order(c.after + (past - 1) * c.channels + channel + i, now, part);
+    }
+    if (c.bias) {
+      sum += load_in_order(c.bias + channel + i, part);
+    }
+    write(out + i, finish(sum), All());
+  });
+}
+
+}  // namespace mittens::cpu::MITTENS_ISA

@@ -1,0 +1,155 @@
+#include <functional>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include "cpu/token_layers.h"
+#include "mlx/ops.h"
+#include "ops/recurrence/state_params.h"
+#include "params/recurrence.h"
+#include "python/registry.h"
+#include "runtime/array_util.h"
+#include "runtime/calibration.h"
+#include "runtime/checks.h"
+#include "runtime/cpu_types.h"
+#include "runtime/fallback.h"
+#include "runtime/op_binding.h"
+#include "runtime/primitive.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mittens {
+
+namespace {
+
+constexpr const char* op = "short_conv_token";
+const Name file = "recurrence/short_conv_token.metal";
+
+// projected [batch, 3 * channels], conv_state [batch, taps - 1, channels], conv_weight [channels, taps] and maybe
+// conv_bias [channels], of one dtype.
+class ShortConvToken : public KernelPrimitive {
+ public:
+  using KernelPrimitive::KernelPrimitive;
+
+  const char* name() const override {
+    return "MittensShortConvToken";
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return true;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    return {{inputs[0].shape(0), inputs[2].shape(0)}, inputs[1].shape()};
+  }
+
+  static Arrays results_of(std::shared_ptr<ShortConvToken> primitive, Arrays inputs) {
+    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+    const mx::Dtype dtype = inputs[0].dtype();
+    return mx::array::make_arrays(std::move(shapes), {dtype, dtype}, primitive, std::move(inputs));
+  }
+
+  // The composition, for callers of the op.
+  Arrays in_operations(const Arrays& inputs) {
+    return composed(inputs);
+  }
+
+ protected:
+  std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
+    const bool has_bias = inputs.size() > 3;
+    ShortConvTokenParams params{};
+    params.channels = static_cast<uint32_t>(inputs[2].shape(0));
+    params.taps = static_cast<uint32_t>(inputs[2].shape(1));
+    params.has_bias = has_bias;
+    Launch launch;
+    launch.file = file;
+    launch.kernel = kernel_name(inputs[0].dtype(), op);
+    launch.threadgroups = {ceil_divide(params.channels, uint32_t(kShortConvThreads)),
+                           static_cast<uint32_t>(inputs[0].shape(0)), 1};
+    launch.threads = {kShortConvThreads, 1, 1};
+    launch.input(inputs[0]).input(inputs[1]).input(inputs[2]).input_if(has_bias, inputs.back());
+    return in_order(launch.output(outputs[0]).output(outputs[1]).params(params));
+  }
+
+  std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    const auto size = [&](int i, int axis) { return static_cast<size_t>(inputs[i].shape(axis)); };
+    const cpu::ShortConvToken sizes = {size(0, 0), size(2, 0), size(2, 1)};
+    const cpu::TokenConvolution convolution = {data_of(inputs[1]), data_of(inputs[2]),
+                                               inputs.size() > 3 ? data_of(inputs[3]) : nullptr, data_of(outputs[1])};
+    return [type = native_type(inputs[0].dtype()), sizes, projected = data_of(inputs[0]), convolution,
+            y = data_of(outputs[0])] { cpu::short_conv_token(type, sizes, projected, convolution, y); };
+  }
+
+  Arrays composed(const Arrays& inputs) override {
+    const mx::Stream s = stream();
+    const int batch = inputs[0].shape(0), channels = inputs[2].shape(0), taps = inputs[2].shape(1);
+    const mx::Dtype dtype = inputs[0].dtype();
+    const auto wide = [&](const mx::array& a) { return in_dtype(a, mx::float32, s); };
+    const auto third = [&](int i) { return mx::slice(inputs[0], {0, i * channels}, {batch, (i + 1) * channels}, s); };
+    const mx::array x = in_dtype(mx::multiply(wide(third(0)), wide(third(2)), s), dtype, s);
+    const mx::array window = mx::concatenate({inputs[1], mx::expand_dims(x, 1, s)}, 1, s);
+    const mx::array weight = mx::transpose(wide(inputs[2]), s);
+    mx::array sum = mx::sum(mx::multiply(wide(window), weight, s), 1, false, s);
+    if (inputs.size() > 3) {
+      sum = mx::add(sum, wide(inputs[3]), s);
+    }
+    return {in_dtype(mx::multiply(wide(third(1)), sum, s), dtype, s),
+            mx::slice(window, {0, 1, 0}, {batch, taps, channels}, s)};
+  }
+};
+
+using Outputs = std::pair<mx::array, mx::array>;
+
+Outputs short_conv_token(const mx::array& projected, const mx::array& conv_state, const mx::array& conv_weight,
+                         const std::optional<mx::array>& conv_bias, mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  const bool has_one = conv_weight.ndim() == 3 && conv_weight.shape(2) == 1;
+  if ((conv_weight.ndim() != 2 && !has_one) || conv_weight.shape(1) < 1) {
+    checks::fail(op, "conv_weight has shape ", conv_weight.shape(),
+                 ": expected [channels, taps] or [channels, taps, 1]");
+  }
+  const int channels = conv_weight.shape(0), taps = conv_weight.shape(1);
+  if (projected.ndim() != 2 || projected.shape(1) != 3 * channels) {
+    checks::fail(op, "projected has shape ", projected.shape(), ": expected [batch, ", 3 * channels,
+                 "], three times the channels of conv_weight");
+  }
+  const mx::Shape of_state = {projected.shape(0), taps - 1, channels};
+  if (conv_state.shape() != of_state) {
+    checks::fail(op, "conv_state has shape ", conv_state.shape(), ": expected ", of_state);
+  }
+  if (conv_bias && conv_bias->shape() != mx::Shape{channels}) {
+    checks::fail(op, "conv_bias has shape ", conv_bias->shape(), ": expected ", mx::Shape{channels});
+  }
+  const mx::Dtype dtype = checks::kernel_dtype(op, {{"projected", projected}});
+  checks::kernel_dtype(op, {{"conv_state", conv_state}});
+  checks::kernel_dtype(op, {{"conv_weight", conv_weight}});
+  const mx::array weight = has_one ? mx::squeeze(conv_weight, 2, stream) : conv_weight;
+  Arrays inputs = {projected, in_dtype(conv_state, dtype, stream), in_dtype(weight, dtype, stream)};
+  if (conv_bias) {
+    checks::kernel_dtype(op, {{"conv_bias", *conv_bias}});
+    inputs.push_back(in_dtype(*conv_bias, dtype, stream));
+  }
+  const Problem problem = {
+      op, dtype, 0, {problem_size(projected.shape(0)), problem_size(channels), problem_size(taps), 1}};
+  const auto primitive = std::make_shared<ShortConvToken>(stream);
+  const bool by_mx = projected.size() == 0 || prefer_mx(problem, nullptr, stream);
+  const Arrays all = by_mx ? primitive->in_operations(inputs) : ShortConvToken::results_of(primitive, inputs);
+  return {all[0], in_dtype(all[1], conv_state.dtype(), stream)};
+}
+
+void bind(nb::module_& module) {
+  bind_function(module, op, &short_conv_token, "projected"_a, "conv_state"_a, "conv_weight"_a,
+                "conv_bias"_a.none() = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+}
+
+const Register registered(bind);
+
+}  // namespace
+
+}  // namespace mittens
