@@ -28,7 +28,7 @@ from typing import Any
 PAGES = Path(__file__).resolve().parent / "models"
 # What the layers of a file's model are, by the kernels that serve it; the first that is found.
 KINDS = {
-    "recurrent": re.compile(r"\b(gated_delta_\w+|ssm_update|linear_attention)\b"),
+    "recurrent": re.compile(r"\b(gated_delta_\w+|ssm_\w+|short_conv_token|linear_attention)\b"),
     "mixtures": re.compile(r"\b(gather_\w+|route_top_k)\b"),
     "dense": re.compile(""),
 }

@@ -41,11 +41,16 @@ bool comes_to_patch(const nb::dict& layer, nb::handle cache) {
          is_patched(attribute(cache.type(), update));
 }
 
+// What layers of a kind call their projection of the output and their norms of heads, null where they have none.
+struct Parts {
+  PyObject* output;
+  PyObject* norms[2];
+};
+
 // The norms that a layer has for its heads of queries and of keys, if one kernel can apply both.
-bool read_norms(const nb::dict& layer, Rotary& rotary, mx::Dtype dtype, int width) {
+bool read_norms(const nb::dict& layer, PyObject* const (&names)[2], Rotary& rotary, mx::Dtype dtype, int width) {
   static PyObject* const module = name("mlx.nn");
   static PyObject* const rms_norm = name("RMSNorm");
-  static PyObject* const names[] = {name("q_norm"), name("k_norm")};
   static PyObject* const weight = name("weight");
   static PyObject* const eps = name("eps");
   const nb::object known = member(module, rms_norm);
@@ -134,10 +139,10 @@ std::optional<std::vector<mx::array>> products_in_one(const nb::object (&layers)
   }
 }
 
-nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb::handle cache, bool has_norms) {
+nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb::handle cache, const Parts& parts) {
   static PyObject* const query_heads = name("n_heads");
   static PyObject* const scale = name("scale");
-  static PyObject* const products[] = {name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj")};
+  static PyObject* const inputs[] = {name("q_proj"), name("k_proj"), name("v_proj")};
   const mx::array* x = as_array(input);
   if (!x || x->ndim() != 3 || x->shape(1) != 1 || x->is_tracer() || !mask.is_none()) {
     return nb::none();
@@ -150,14 +155,15 @@ nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb:
   const mx::Dtype dtype = held->keys().dtype();
   const mx::Stream stream = checks::checked_stream("attention layer", {});
   const int heads = attribute<int>(layer, query_heads);
+  const bool has_norms = parts.norms[0];
   auto attention = attention_of_token(*held, heads, attribute<float>(layer, scale), has_norms, stream);
   const int width = held->keys().shape(-1);
-  if (!attention || (has_norms && !read_norms(layer, *rotary, dtype, width))) {
+  if (!attention || (has_norms && !read_norms(layer, parts.norms, *rotary, dtype, width))) {
     return nb::none();
   }
   nb::object layers[4];
   for (int i = 0; i < 4; ++i) {
-    layers[i] = nb::borrow(entry(layer, products[i]));
+    layers[i] = nb::borrow(entry(layer, i < 3 ? inputs[i] : parts.output));
     if (!layers[i].is_valid()) {
       return nb::none();
     }
@@ -187,11 +193,18 @@ nb::object attempt(const nb::dict& layer, nb::handle input, nb::handle mask, nb:
 }
 
 nb::object try_attention_layer(const nb::dict& layer, nb::handle x, nb::handle mask, nb::handle cache) {
-  return attempt(layer, x, mask, cache, false);
+  static const Parts parts = {name("o_proj"), {}};
+  return attempt(layer, x, mask, cache, parts);
 }
 
 nb::object try_normed_attention_layer(const nb::dict& layer, nb::handle x, nb::handle mask, nb::handle cache) {
-  return attempt(layer, x, mask, cache, true);
+  static const Parts parts = {name("o_proj"), {name("q_norm"), name("k_norm")}};
+  return attempt(layer, x, mask, cache, parts);
+}
+
+nb::object try_lfm2_attention_layer(const nb::dict& layer, nb::handle x, nb::handle mask, nb::handle cache) {
+  static const Parts parts = {name("out_proj"), {name("q_layernorm"), name("k_layernorm")}};
+  return attempt(layer, x, mask, cache, parts);
 }
 
 void bind(nb::module_& module) {
@@ -199,6 +212,8 @@ void bind(nb::module_& module) {
              "cache"_a.none() = nb::none(), "mlx_lm.models.llama.Attention, and what is built like it.");
   module.def("try_normed_attention_layer", &try_normed_attention_layer, "layer"_a, "x"_a, "mask"_a.none() = nb::none(),
              "cache"_a.none() = nb::none(), "mlx_lm.models.qwen3.Attention, and what is built like it.");
+  module.def("try_lfm2_attention_layer", &try_lfm2_attention_layer, "layer"_a, "x"_a, "mask"_a.none() = nb::none(),
+             "cache"_a.none() = nb::none(), "mlx_lm.models.lfm2.Attention, and what is built like it.");
 }
 
 const Register registered(bind);

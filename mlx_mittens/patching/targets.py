@@ -627,6 +627,12 @@ _LAYERS: tuple[tuple[Attempt, tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"),
     ),
     (
+        _ext.try_lfm2_attention_layer,
+        ("cache", "scaled_dot_product_attention", "rms_norm"),
+        "03e9b59a6810ee67",
+        ("lfm2.Attention", "lfm2_moe.Attention"),
+    ),
+    (
         attention_layers.qwen3_next_attention,
         ("cache", "scaled_dot_product_attention"),
         "154f0bf2a90459fb",

@@ -34,7 +34,10 @@ _OWN = {
         **{"shared_expert_intermediate_size": 64, "full_attention_interval": 2},
         **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
     },
-    "lfm2-1.2b": {"full_attn_idxs": [1], "block_dim": 128, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False},
+    "lfm2-1.2b": {
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "full_attn_idxs": [1]},
+        **{"block_dim": 128, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False},
+    },
     "mamba2-2.7b": {"num_heads": 4, "state_size": 32},
 }
 FAMILIES = ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b", "gemma-3-1b", "gpt-oss-20b"]  # a class of mlx-lm each

@@ -19,7 +19,7 @@ import mlx_mittens as mm
 from mlx_mittens import _ext
 from mlx_mittens.patching.targets import TARGETS, digest
 
-NAMES = ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b"]
+NAMES = ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "lfm2-1.2b"]
 KNOWN = [target for target in TARGETS if target.text]
 LATER = {"mlx_lm.models.mellum"}  # models that mlx-lm has from 0.32 on
 
@@ -29,8 +29,9 @@ class Layer:
 
     def __init__(self, rng, name=NAMES[0], dtype=mx.float32, batch=1, bits=None, capacity=24, held=5):
         mx.random.seed(int(rng.integers(2**31)))
-        self.module = tiny.build(name, dtype, bits).layers[0].self_attn
-        for norm in ("q_norm", "k_norm"):
+        layers = tiny.build(name, dtype, bits).layers
+        self.module = next(layer.self_attn for layer in layers if "self_attn" in layer)
+        for norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
             if norm in self.module:
                 self.module[norm].weight = self.normal(rng, 64, dtype=dtype) / 4 + 1
         self.x = self.normal(rng, batch, 1, tiny.config(name)["hidden_size"], dtype=dtype)
@@ -60,6 +61,7 @@ class Layer:
     def attempt(self, x=None, mask=None, cache=None):
         """Whether the layer would be done in one step."""
         attempt = _ext.try_normed_attention_layer if "q_norm" in self.module else _ext.try_attention_layer
+        attempt = _ext.try_lfm2_attention_layer if "q_layernorm" in self.module else attempt
         return attempt(self.module, self.x if x is None else x, mask, self.cache() if cache is None else cache)
 
 
@@ -194,7 +196,8 @@ def test_others_stay_what_they_were(rng, monkeypatch, name):
         monkeypatch.setattr(module, "n_heads", 3)
         assert layer.attempt() is None
         monkeypatch.undo()
-        for part in ("q_proj", "v_proj", "o_proj", "rope"):
+        output = "out_proj" if "out_proj" in layer.module else "o_proj"
+        for part in ("q_proj", "v_proj", output, "rope"):
             with monkeypatch.context() as patch:
                 patch.delitem(module, part)
                 assert layer.attempt() is None
