@@ -180,6 +180,18 @@ void run(const Launch& launch, mx::Stream stream) {
   encoder.dispatch_threadgroups(dimensions(launch.threadgroups), dimensions(launch.threads));
 }
 
+std::optional<std::pair<int, int>> command_buffer_limits() {
+  const auto read = [](const auto& device) -> std::optional<std::pair<int, int>> {
+    if constexpr (requires { device.get_max_ops_mb_per_buffer(); }) {
+      const auto [ops, mb] = device.get_max_ops_mb_per_buffer();
+      return std::pair(ops, mb);
+    } else {
+      return std::nullopt;
+    }
+  };
+  return read(mx::metal::device(mx::Device::gpu));
+}
+
 std::vector<std::string> kernels(const std::string& file) {
   const std::string metallib = metallib_of(file);
   if (metallib.empty()) {
@@ -220,6 +232,10 @@ void keep_until_done(std::vector<mx::array>, mx::Stream) {}
 
 void run(const Launch& launch, mx::Stream) {
   throw std::runtime_error("kernel " + launch.kernel.text() + ": this build of mlx_mittens has no Metal");
+}
+
+std::optional<std::pair<int, int>> command_buffer_limits() {
+  return std::nullopt;
 }
 
 std::vector<std::string> kernels(const std::string& file) {

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "backends/launch.h"
@@ -23,6 +25,10 @@ bool has_matrix_units();
 void keep_until_done(std::vector<mx::array> arrays, mx::Stream stream);
 
 void run(const Launch& launch, mx::Stream stream);
+
+// Launches, and MB of buffers that they read, after which MLX ends a command buffer; none without Metal, and where a
+// release of MLX does not say.
+std::optional<std::pair<int, int>> command_buffer_limits();
 
 // Figures of a kernel as this GPU's compiler made it. The most threads follow from the registers of one.
 struct Pipeline {

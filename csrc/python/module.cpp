@@ -1,5 +1,7 @@
 // The extension module. Ops, the simulator and the executors register their own bindings; none is named here.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -56,6 +58,8 @@ NB_MODULE(_ext, module) {
              nb::arg("architecture"), "Whether an Apple GPU of this architecture has matrix units.");
   module.def("metal_kernels", &mittens::metal::kernels, nb::arg("file"),
              "The kernels that Metal finds in a .metal file, or in the metallib where one was built.");
+  module.def("command_buffer_limits", &mittens::metal::command_buffer_limits,
+             "Launches and MB after which MLX ends a command buffer of Metal's; None where it has none.");
   module.def(
       "metal_pipeline",
       [](const std::string& file, const std::string& kernel) {

@@ -98,12 +98,13 @@ class Row:
 
 @dataclass
 class Calibration:
-    """The rows of a device, and what they hold for."""
+    """The rows of a device, and what they hold for; of a Mac's GPU also what command buffers were tried."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
     date: str
     rows: list[Row] = field(default_factory=list)
+    command_buffers: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def device(self) -> str:
@@ -233,7 +234,10 @@ def read(file: Path) -> Calibration:
         rows = [_row(values) for values in found["rows"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CalibrationError(f"has a row that cannot be read ({type(error).__name__}: {error})") from None
-    return Calibration(found["machine"], found["versions"], str(found["date"]), rows)
+    buffers = found.get("command_buffers", [])
+    return Calibration(
+        found["machine"], found["versions"], str(found["date"]), rows, buffers if type(buffers) is list else []
+    )
 
 
 def _row(values: dict[str, Any]) -> Row:
@@ -260,12 +264,14 @@ def _text(calibration: Calibration) -> str:
     import json
     from dataclasses import asdict
 
-    head = {
+    head: dict[str, Any] = {
         "schema": _SCHEMA,
         "versions": calibration.versions,
         "machine": calibration.machine,
         "date": calibration.date,
     }
+    if calibration.command_buffers:
+        head["command_buffers"] = calibration.command_buffers
     rows = ",\n  ".join(json.dumps(asdict(row)) for row in calibration.rows)
     return f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
 

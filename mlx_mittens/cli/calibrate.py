@@ -19,7 +19,17 @@ import mlx.core as mx
 from ..backends import strict
 from ..bench import machine
 from ..bench.measure import kept_memory
-from ..calibration import Calibration, CalibrationError, Row, grid, inference, loading, measure, store
+from ..calibration import (
+    Calibration,
+    CalibrationError,
+    Row,
+    command_buffers,
+    grid,
+    inference,
+    loading,
+    measure,
+    store,
+)
 from ..table import aligned
 from .bench import check_executor, op_names, select_device
 from .options import UsageError, add_minutes, add_ops, inputs
@@ -133,6 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"Other programs keep this machine busy ({load}): times will scatter, and may mislead.", flush=True)
     failed: list[str] = []
     ending = Ending()
+    if not arguments.ops and device == "gpu":
+        _try_command_buffers(file, arguments.again, failed)
     if todo:
         found = inference.Known(planned, rows)
         ending = _measure(todo, found, device, arguments, file, failed)
@@ -147,6 +159,30 @@ def run(arguments: argparse.Namespace) -> int:
     if store.is_off():
         print(f"{store.VARIABLE} is off: nothing follows it until that is unset.")
     return ending.status or int(bool(failed))
+
+
+def _try_command_buffers(file: _File, again: bool, failed: list[str]) -> None:
+    """Tries other limits of Metal's command buffers, where there are some and none were tried."""
+    current = command_buffers.limits()
+    if current is None or (file.calibration.command_buffers and not again):
+        return
+    print("command buffers: a token with MLX's own limits and with others, half a minute", flush=True)
+    try:
+        trials = command_buffers.try_all()
+    except RuntimeError as error:
+        failed.append(str(error))
+        return
+    file.calibration.command_buffers = command_buffers.as_values(trials)
+    try:
+        file.save()
+    except OSError as error:
+        failed.append(f"cannot write {file.path} ({error.strerror})")
+    lines = [("limits", "us", "+-", "MB")]
+    for trial in trials:
+        name = f"{trial.limits}, MLX's own" if trial.own else str(trial.limits)
+        lines.append((name, f"{trial.us:.0f}", f"{trial.spread:.1%}", f"{trial.peak / 1e6:.0f}"))
+    print(aligned(lines, left=1))
+    print(f"command buffers: {command_buffers.advice(current, trials)}", flush=True)
 
 
 def _memory(device: str) -> float:

@@ -25,6 +25,7 @@ import numpy as np
 from .. import _ext, calibration, frontend, gpus, simulator, specs
 from ..backends import executors, strict
 from ..bench import machine
+from ..calibration import command_buffers, store
 from ..frontend import cache
 from ..patching import targets
 from ..stats import stats
@@ -377,6 +378,19 @@ def _internals() -> dict[str, str]:
     return {"mlx internals": mlx, "mlx-lm layers": unknown if layers else known}
 
 
+def _command_buffers(device: str) -> str | None:
+    """What of Metal's command buffers holds, and what to set by what `calibrate` tried; None without Metal."""
+    current = command_buffers.limits() if device == "gpu" else None
+    if current is None:
+        return None
+    try:
+        found = store.read(store.path(device)).command_buffers
+    except (calibration.CalibrationError, OSError, RuntimeError):  # of which another line tells
+        found = []
+    told = command_buffers.advice(current, command_buffers.tried(found))
+    return f"{command_buffers.holds(current, os.environ)}; {told}"
+
+
 def _shared_cache() -> Path:
     """A cache folder for this process and its children, which can be written to; it has what the user's has."""
     folder = cache.writable_folder()
@@ -422,6 +436,7 @@ def run(arguments: argparse.Namespace) -> int:
         "executors": found,
         "internals": internals,
         "calibration": calibration.status(device),
+        "command_buffers": _command_buffers(device),
         "mlx_kernels": machine.mlx_kernel_cache(),
         "quick": arguments.quick,
         "seed": seed,
@@ -438,6 +453,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, status in internals.items():
         print(f"{name:13} {status}")
     print(f"{'calibration':13} {head['calibration']}")
+    if head["command_buffers"]:
+        print(f"{'buffers':13} command buffers {head['command_buffers']}")
     if head["mlx_kernels"]:
         print(f"{'mlx kernels':13} MLX keeps those that it compiles at run time in {head['mlx_kernels']}")
     sys.stdout.flush()
