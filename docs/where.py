@@ -113,6 +113,11 @@ _PLACES = (
         ("nvidia/qmv.metal", "nvidia/qmm.metal", "nvidia/qmv_mma.metal", "nvidia/qvm.metal"),
     ),
     Place(
+        ("block_masked_mm",), "matmul", "block_masked_mm.cpp", ("plan.cpp",),
+        ("apple/block_masked_mm.metal", "apple/block_masked_row.metal"),
+        (), ("test_block_masked_mm.py",),
+    ),
+    Place(
         ("quantized_matmuls",), "matmul", "quantized_matmuls.cpp", ("quantized_matmuls.cpp",), ("qmv_several.metal",),
         (), ("test_quantized_matmuls.py",),
     ),

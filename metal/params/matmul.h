@@ -152,6 +152,33 @@ constexpr int affine_tile_runs(int bits, int rows) {
   return bits == 4 && rows == 8 ? 4 : 2;
 }
 
+// Where a mask of blocks lies, in its elements; strides are 0 where it is one for all blocks.
+struct BlockMaskParams {
+  uint32_t matrix_stride;
+  uint32_t across_stride;   // from one block of rows of x, or of outputs, to the next
+  uint32_t columns_stride;  // from one block of columns of x to the next; of the mask of y, of outputs
+};
+
+// Products whose operands and results are masked by blocks (matmul/apple/block_masked_mm.metal).
+struct BlockMaskedParams {
+  enum { has_bias = 0 };
+  uint32_t matrices;
+  uint32_t rows;           // of x, for each matrix
+  uint32_t columns;        // of x
+  uint32_t outputs;        // columns of y
+  uint32_t weight_stride;  // elements from row to row of w
+  uint32_t block_shift;    // a block is 1 << block_shift rows and columns
+  uint32_t sharers;        // rows kernel: simdgroups that share the columns of a few rows of w
+  uint32_t lanes;          // columns kernel: lanes of a simdgroup along the outputs, 1 to 32
+  uint32_t has_bools_of_y;  // whether the mask of y is of bools, not of its type
+  uint32_t has_one_x;      // whether all matrices of w have the same x
+  uint32_t has_one_w;      // whether all of x have the same w
+  int64_t matrix_elements;  // from one matrix of w to the next
+  BlockMaskParams of_x;
+  BlockMaskParams of_w;
+  BlockMaskParams of_y;
+};
+
 struct BlocksParams {
   uint32_t rows;       // of x
   uint32_t columns;    // of x

@@ -25,6 +25,7 @@ _KIND_OF_OP = {
     "quantized_matmul": "4-bit",
     "quantized_swiglu": "4-bit",
     "block_matmul": "4-bit",
+    "block_masked_mm": "gemv",
     "block_quantize": "elementwise",
     "block_dequantize": "elementwise",
     "scaled_dot_product_attention": "attention",

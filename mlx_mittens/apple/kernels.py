@@ -30,6 +30,7 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "quantized_swiglu": ("matmul/quantized_swiglu.metal", "matmul/apple/swiglu_tiles.metal"),
     "block_matmul": ("matmul/gguf_matmul.metal", "matmul/apple/gguf_tiles.metal"),
+    "block_masked_mm": ("matmul/apple/block_masked_mm.metal", "matmul/apple/block_masked_row.metal"),
     "block_quantize": ("matmul/gguf_quantize.metal",),
     "block_dequantize": ("matmul/gguf_quantize.metal",),
     "scaled_dot_product_attention": (

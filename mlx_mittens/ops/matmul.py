@@ -17,6 +17,7 @@ from ._declaration import StreamOrDevice, defined_in_extension
 
 __all__ = [
     "block_dequantize",
+    "block_masked_mm",
     "block_matmul",
     "block_quantize",
     "gemv",
@@ -263,6 +264,55 @@ def quantized_swiglu(
 
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
+    """
+    raise NotImplementedError
+
+
+@defined_in_extension
+def block_masked_mm(
+    a: mx.array,
+    b: mx.array,
+    /,
+    block_size: int = 64,
+    mask_out: mx.array | None = None,
+    mask_lhs: mx.array | None = None,
+    mask_rhs: mx.array | None = None,
+    *,
+    stream: StreamOrDevice = None,
+) -> mx.array:
+    """Computes the product of two arrays of which blocks are masked; the twin of ``mx.block_masked_mm``.
+
+    Blocks that are masked out take no time on Apple GPUs: they are neither read nor multiplied, and what is NaN or
+    infinite there does not reach the result. Columns of ``a`` are a whole number of 16 bytes there, and where neither
+    side is a vector ``b`` has at least 16 columns; mx computes the rest. On a CPU mx computes float32 and has no half
+    types, which are composed of its operations; so is everything on NVIDIA GPUs.
+
+    Args:
+        a (array): Input of shape ``[..., M, K]``, or ``[K]``; float32, float16 or bfloat16.
+        b (array): Of shape ``[..., K, N]``, or ``[K]``, of one of these types. A view is read where it lies if rows of
+            it or of its transpose are contiguous.
+        block_size (int): Rows and columns of a block: 32 or 64.
+        mask_out (array, optional): A value for each block of the result: bools, or numbers that the blocks are
+            multiplied with. It broadcasts to ``[..., M / block_size, N / block_size]``, rounded up, without the axis
+            that the result is without.
+        mask_lhs (array, optional): The same of ``a``, ``[..., M / block_size, K / block_size]``.
+        mask_rhs (array, optional): The same of ``b``, ``[..., K / block_size, N / block_size]``.
+        stream (optional): Stream or device to run on.
+
+    Returns:
+        array: Of shape ``[..., M, N]`` and the promoted type of ``a`` and ``b``.
+
+    Raises:
+        DtypeError: ``a`` or ``b`` is not of a floating-point type.
+        ValueError: ``block_size`` is another number, or shapes do not fit together.
+
+    Example:
+        >>> a, b = mx.ones((64, 128)), mx.ones((128, 64))
+        >>> mm.block_masked_mm(a, b, mask_lhs=mx.array([[True, False]]))[0, 0]
+        array(64, dtype=float32)
+
+    Source:
+        Named after its twin in MLX.
     """
     raise NotImplementedError
 

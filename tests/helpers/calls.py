@@ -612,6 +612,29 @@ def _gather_mm(x, w, rhs):
     return mm.gather_mm(x[:, None], w.swapaxes(-1, -2), rhs_indices=rhs)
 
 
+def _masked_calls() -> list[Call]:
+    sizes = {"batch": 2, "rows": 3, "columns": 64, "outputs": 17}
+    blocks = lambda sizes: {f"{name}_blocks": -(-sizes[name] // 32) for name in ("rows", "columns", "outputs")}
+    zeros = lambda a, b, **masks: [np.zeros((*a.shape[:-1], b.shape[-1]))]
+    calls = []
+    for holds in ("bool", "numbers"):
+        masks = {
+            "mask_out": Argument(holds, ("rows_blocks", "outputs_blocks")),
+            "mask_lhs": Argument(holds, ("batch", "rows_blocks", "columns_blocks")),
+            "mask_rhs": Argument(holds, ("columns_blocks", "outputs_blocks")),
+        }
+        arguments = {"a": numbers("batch", "rows", "columns"), "b": numbers("columns", "outputs"), **masks}
+        calls.append(
+            Call("block_masked_mm", f"by {holds}", sizes, arguments, _block_masked_mm, zeros, derived=blocks,
+                 covered=not mx.is_available(mx.gpu) or mx.metal.is_available())
+        )  # fmt: skip
+    return calls
+
+
+def _block_masked_mm(a, b, **masks):
+    return mm.block_masked_mm(a, b, 32, **masks)
+
+
 def _shaped_calls() -> list[Call]:
     calls = []
     for op in specs.OPS:
@@ -629,6 +652,7 @@ CALLS = [
     *_matmul_calls(),
     *_quantized_calls(),
     *_block_calls(),
+    *_masked_calls(),
     *_attention_calls(),
     *_rope_calls(),
     *_quantized_rope_calls(),

@@ -222,6 +222,7 @@ DIRECT = {
     "quantized_matmul": lambda x: mm.quantized_matmul(x, *mx.quantize(draw(8, 64))),
     "quantized_matmuls": lambda x: mm.quantized_matmuls(x, [mx.quantize(draw(8, 64))] * 2)[0],
     "quantized_swiglu": lambda x: mm.quantized_swiglu(x, mx.quantize(draw(8, 64)), mx.quantize(draw(8, 64))),
+    "block_masked_mm": lambda x: mm.block_masked_mm(x, draw(64, 8), mask_rhs=mx.array([[True]])),
     "block_matmul": lambda x: mm.block_matmul(x, mx.zeros((8, 68), mx.uint8), "q8_0"),
     "scaled_dot_product_attention": lambda x: mm.scaled_dot_product_attention(*[x[None, None]] * 3, scale=1.0),
     "rope_append": lambda x: mm.rope_append(

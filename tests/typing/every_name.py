@@ -43,6 +43,7 @@ def products(x: mx.array, w: mx.array, packed: Packed) -> None:
     assert_type(mm.quantized_swiglu(x, packed, packed), mx.array)
     assert_type(mm.block_matmul(x, mm.block_quantize(w, "q4_0"), "q4_0"), mx.array)
     assert_type(mm.block_dequantize(w, "q8_0"), mx.array)
+    assert_type(mm.block_masked_mm(x, w, 32, None, x, w), mx.array)
     assert_type(mm.gather_mm(x, w, rhs_indices=w), mx.array)
     assert_type(mm.gather_qmm(x, *packed, rhs_indices=w), mx.array)
     assert_type(mm.gather_swiglu(x, packed, packed), mx.array)

@@ -53,6 +53,13 @@ def gated(rows: int, columns: int, outputs: int, bits: int = 4) -> tuple[str, Ca
     )
 
 
+def masked(rows: int, columns: int, outputs: int, block_size: int = 64, numbers: bool = False) -> tuple[str, Call]:
+    a, b = mx.zeros((rows, columns), HALF), mx.zeros((columns, outputs), HALF)
+    mask = mx.ones((1, 1), HALF if numbers else mx.bool_)
+    label = f"block_masked_mm {rows}x{columns}x{outputs} {block_size}{' numbers' * numbers}"
+    return label, lambda: mm.block_masked_mm(a, b, block_size, None, mask)
+
+
 def gguf(rows: int, columns: int, outputs: int) -> tuple[str, Call]:
     x, blocks = mx.zeros((rows, columns), HALF), mx.zeros((outputs, columns // 32 * 18), mx.uint8)
     return f"block_matmul {rows}x{columns}x{outputs} q4_0", lambda: mm.block_matmul(x, blocks, "q4_0")
@@ -134,6 +141,8 @@ def problems() -> dict[str, list[tuple[str, Call]]]:
             quantized(17, 4096, 4096, 4), quantized(64, 4096, 14336, 8), quantized(65, 4096, 4096, 4),
             quantized(600, 4096, 4096, 4), quantized(2048, 14336, 4096, 4), quantized(32, 4096, 1024, 4),
             gated(1, 4096, 14336), gated(8, 4096, 14336), gated(512, 4096, 14336), gguf(1, 4096, 4096),
+            masked(1, 4096, 4096), masked(512, 4096, 4096), masked(512, 4096, 4096, 32), masked(40, 64, 16, 64, True),
+            masked(40, 63, 16),
         ],
         "attention": [
             attention(1, 1, 500), attention(1, 1, 4096), attention(1, 1, 20000), attention(8, 1, 4096),

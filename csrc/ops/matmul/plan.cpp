@@ -510,6 +510,61 @@ void share_out(Launch& launch, const TilesPlan& plan, uint32_t matrices) {
   launch.threads = {32 * kTileSimdgroups, 1, 1};
 }
 
+MaskedPlan plan_masked(const ProductSizes& sizes, bool transpose, int block_size, bool is_scaled, mx::Dtype dtype,
+                       mx::Stream stream) {
+  constexpr uint32_t most_lanes = 8;  // so that many threadgroups share the outputs
+  const Gpu& gpu = gpu_of(stream);
+  const bool is_wide = dtype == mx::float32;
+  MaskedPlan plan{.by_tiles = sizes.rows > 1};
+  Launch launch;
+  if (!plan.by_tiles && transpose) {
+    share_out(launch, plan_rows(sizes, kRowOutputs, gpu, 1), sizes.matrices);
+  } else if (!plan.by_tiles) {
+    const uint32_t owned = 16 / mx::size_of(dtype);
+    plan.lanes = std::min(lanes_along(sizes.outputs, owned), most_lanes);
+    launch.threadgroups = {ceil_divide(sizes.outputs, plan.lanes * owned), 1, sizes.matrices};
+    launch.threads = {32 * kOutputSimdgroups, 1, 1};
+  } else {
+    const uint32_t outputs = block_size;
+    const bool has_64 = transpose && block_size == 64 && !(is_scaled && dtype == mx::bfloat16);
+    TilesPlan tiles = plan_tiles({outputs, has_64 ? outputs : 0}, sizes);
+    if (block_size == 64 && !transpose) {
+      tiles = {64, ceil_divide(sizes.rows, 64u), tiles.output_groups};
+    } else if (tiles.rows == 64 && !keep_busy(tiles_of(tiles, sizes), gpu)) {
+      tiles = plan_tiles({outputs, 0}, sizes);
+    }
+    share_out(launch, tiles, sizes.matrices);
+    const bool has_two = block_size == 32 && (transpose || !is_wide);  // simdgroups
+    launch.threads = {32 * (has_two ? 2u : uint32_t(kTileSimdgroups)), 1, 1};
+    plan.rows = tiles.rows;
+    plan.outputs = outputs;
+  }
+  plan.threadgroups = launch.threadgroups;
+  plan.threads = launch.threads;
+  return plan;
+}
+
+const char* why_no_masked_kernel(const ProductSizes& sizes, mx::Dtype dtype, mx::Stream stream) {
+  constexpr uint32_t fewest_outputs = 16;  // of a simdgroup
+  if (!runs_kernels(stream)) {
+    return nullptr;
+  }
+  if (gpu_of(stream).vendor != Gpu::Vendor::apple) {
+    return "masked blocks on an NVIDIA GPU";
+  }
+  if (sizes.columns * mx::size_of(dtype) % 16 != 0) {
+    return "columns that are not whole 16 bytes";
+  }
+  if (uint64_t(sizes.columns) * sizes.outputs >= uint64_t(1) << 32) {
+    return "matrices of 2^32 elements or more";
+  }
+  return sizes.rows > 1 && sizes.outputs < fewest_outputs ? "fewer than 16 outputs" : nullptr;
+}
+
+bool mx_has_masked(mx::Stream stream) {
+  return stream.device == mx::Device::gpu && gpu_of(stream).vendor == Gpu::Vendor::apple;
+}
+
 ColumnsPlan plan_columns(const Problem& problem, const ProductSizes& sizes, const ColumnsKernels& kernels,
                          uint32_t most_splits, mx::Stream stream) {
   constexpr uint32_t fewest_steps = 4;  // rows of weights for each worker of a split

@@ -114,6 +114,27 @@ bool has_dense_tiles(const ProductSizes& sizes, bool transpose, mx::Dtype dtype,
 
 TilesPlan plan_dense_tiles(const ProductSizes& sizes, bool transpose, mx::Dtype dtype);
 
+// Products whose blocks are masked (metal/matmul/apple/block_masked_mm.metal, and block_masked_row.metal for one row of
+// x).
+struct MaskedPlan {
+  bool by_tiles;
+  uint32_t rows;  // tiles: of x that a threadgroup takes
+  uint32_t outputs;  // and its outputs
+  uint32_t lanes;  // one row, of w [columns, outputs]: of a simdgroup along the outputs
+  Size3 threadgroups;
+  Size3 threads;
+};
+
+// transpose: whether w is [outputs, columns]. is_scaled: whether the masks of operands are numbers.
+MaskedPlan plan_masked(const ProductSizes& sizes, bool transpose, int block_size, bool is_scaled, mx::Dtype dtype,
+                       mx::Stream stream);
+
+// Why no kernel serves; null where one does, or where none is launched.
+const char* why_no_masked_kernel(const ProductSizes& sizes, mx::Dtype dtype, mx::Stream stream);
+
+// Whether mx has them in every type.
+bool mx_has_masked(mx::Stream stream);
+
 // Quantized weights: on NVIDIA GPUs matmul/nvidia/qvm.metal where it has the format, on Apple GPUs
 // matmul/apple/qvm_tiles.metal for many rows, else matmul/qvm.metal.
 enum class QvmKernel { columns, matrices, tiles };

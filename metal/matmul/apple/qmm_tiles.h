@@ -23,7 +23,7 @@ struct TileOperand {
   using Values = typename Source::Values;
   static constant constexpr bool halves = is_same_v<T, half> && Source::fits_half;
   using type = conditional_t<halves, half, float>;
-  static constant constexpr int part = halves ? 8 : 4;              // elements of a run that are staged at once
+  static constant constexpr int part = halves && Values::size > 4 ? 8 : 4;  // elements of a run staged at once
   static constant constexpr int parts = Values::size / part;        // of a step
   static constant constexpr int step = 8 * Values::size;            // columns
   static constant constexpr int row = 8 * part + 4;                 // of staged x, so far apart that few banks meet
@@ -91,7 +91,7 @@ inline void right_part(
     typename Source::Run even, typename Source::Run odd, bool is_there, int first,
     thread vec<typename TileOperand<T, Source>::type, 2> (&right)[TileOperand<T, Source>::part]) {
   using Operand = TileOperand<T, Source>;
-  if constexpr (is_same_v<Source, DenseRows<T>>) {
+  if constexpr (IsDense<Source>::value) {
 #pragma unroll
     for (int i = 0; i < Operand::part; ++i) {
       using Pair = vec<typename Operand::type, 2>;
@@ -122,13 +122,13 @@ inline vec<U, 4> four_of(const device T* x, uint index) {
 }
 
 // What a thread stages of each part: four elements of two runs, of one row or several.
-template <typename T, typename Source, int MB>
+template <typename T, typename Source, int MB, int simdgroups = kTileSimdgroups>
 struct Staging {
   using Operand = TileOperand<T, Source>;
   using U = typename Operand::type;
   static constant constexpr int size = Source::Values::size;
   static constant constexpr int fours = Operand::part;                          // of a row, of two runs at once
-  static constant constexpr int apart = 32 * kTileSimdgroups / fours;           // rows of a thread
+  static constant constexpr int apart = 32 * simdgroups / fours;                // rows of a thread
   static constant constexpr int rows = (8 * MB + apart - 1) / apart;
 
   const device T* x;
@@ -189,32 +189,57 @@ struct Staging {
 };
 
 // The columns of x that a threadgroup has. are_parts: others have other columns, so that y takes sums in float32.
+// next: the first column of a step that is multiplied, from one on; scale: what its products are multiplied with; finish:
+// the last step of the sums.
 struct TileColumns {
+  static constant constexpr bool are_scaled = false;
   uint begin;
   uint end;
   bool are_parts;
+
+  static uint next(uint column) {
+    return column;
+  }
+  static float scale(uint) {
+    return 1;
+  }
+  template <int R, int C>
+  static void finish(thread Tile<float, R, C>&) {}
 };
 
 // All of them.
 struct WholeColumns {
+  static constant constexpr bool are_scaled = false;
   static constant constexpr uint begin = 0;
   uint end;
   static constant constexpr bool are_parts = false;
+
+  static uint next(uint column) {
+    return column;
+  }
+  static float scale(uint) {
+    return 1;
+  }
+  template <int R, int C>
+  static void finish(thread Tile<float, R, C>&) {}
 };
 
-// sums.at[i][s * NB + j] = rows of block i of x times outputs of block j of source s, over the columns [first_column, columns).
-// output: the lane's first.
-template <int N, int MB, int NB, typename T, typename Source>
+// sums.at[i][s * NB + j] = rows of block i of x times outputs of block j of source s. output: the lane's first.
+template <int N, int MB, int NB, typename T, typename Source, typename Columns, int simdgroups>
 inline void multiply_staged(
-    thread const Staging<T, Source, MB>& staging, uint first_column, uint columns, thread const Source (&w)[N], uint output,
+    thread const Staging<T, Source, MB, simdgroups>& staging, Columns of_x, thread const Source (&w)[N], uint output,
     threadgroup typename TileOperand<T, Source>::type* staged, uint lane, thread Tile<float, MB, N * NB>& sums) {
   using Operand = TileOperand<T, Source>;
   using U = typename Operand::type;
   constexpr int part = Operand::part;
+  // Float32 would show the errors of one long sum.
+  constexpr bool are_apart = is_same_v<T, float> || Columns::are_scaled;
+  const uint columns = of_x.end;
   const uint run = tile_row(lane) * Source::Values::size;
   const threadgroup U* own_row = staged + tile_row(lane) * Operand::row + tile_column(lane) * part;
   fill(sums, 0.0f);
-  for (uint begin = first_column; begin < columns; begin += Operand::step) {
+  for (uint begin = of_x.next(of_x.begin); begin < columns; begin = of_x.next(begin + Operand::step)) {
+    const float scale = of_x.scale(begin);
     const uint column = begin + run;
     const bool is_there = column < columns;
     typename Source::Run runs[N * NB][2];
@@ -244,7 +269,7 @@ inline void multiply_staged(
         float2 products[N * NB];
 #pragma unroll
         for (int j = 0; j < N * NB; ++j) {
-          products[j] = is_same_v<T, float> ? float2(0.0f) : sums.at[i][j];
+          products[j] = are_apart ? float2(0.0f) : sums.at[i][j];
         }
 #pragma unroll
         for (int u = 0; u < part; u += 2) {
@@ -256,8 +281,12 @@ inline void multiply_staged(
           }
         }
 #pragma unroll
-        for (int j = 0; j < N * NB; ++j) {  // float32 would show the errors of one long sum
-          sums.at[i][j] = is_same_v<T, float> ? sums.at[i][j] + products[j] : products[j];
+        for (int j = 0; j < N * NB; ++j) {
+          if constexpr (Columns::are_scaled) {
+            sums.at[i][j] += scale * products[j];
+          } else {
+            sums.at[i][j] = are_apart ? sums.at[i][j] + products[j] : products[j];
+          }
         }
       }
     }
@@ -266,7 +295,9 @@ inline void multiply_staged(
 
 // Writes what 8 MB rows of x give with the outputs of a threadgroup, of 8 NB or more in all. x, y: from the first row
 // on.
-template <int N, int MB, int NB, typename T, typename Source, typename Params, typename Columns>
+template <
+    int N, int MB, int NB, int simdgroups = kTileSimdgroups, typename T, typename Source, typename Params,
+    typename Columns>
 inline void multiply_by_tiles(
     RowsOfX<T> x, thread const Source (&w)[N], const device T* bias, device T* y, uint first_output,
     constant Params& params, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane,
@@ -274,8 +305,9 @@ inline void multiply_by_tiles(
   const uint own = first_output + thread_at / 32 * (8 * NB);
   const uint output = min(own, params.outputs - 8 * NB) + tile_column(lane);  // those before `own` are another's
   Tile<float, MB, N * NB> tile;
-  const auto staging = Staging<T, Source, MB>::of(x, staged, thread_at);
-  multiply_staged<N, MB, NB>(staging, columns.begin, columns.end, w, output, staged, lane, tile);
+  const auto staging = Staging<T, Source, MB, simdgroups>::of(x, staged, thread_at);
+  multiply_staged<N, MB, NB>(staging, columns, w, output, staged, lane, tile);
+  columns.finish(tile);
 #pragma unroll
   for (int i = 0; i < MB; ++i) {
     const uint m = i * 8 + tile_row(lane);

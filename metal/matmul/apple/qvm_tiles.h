@@ -12,26 +12,29 @@
 namespace mittens {
 
 // How a threadgroup with `rows` rows of x divides its outputs.
-template <typename T, typename Source, int rows>
+template <typename T, typename Source, int rows, int simdgroups = kTileSimdgroups>
 struct TransposedTile {
   using U = typename TileOperand<T, Source>::type;
   static constant constexpr int size = Source::Values::size;
   static constant constexpr int NB = size / 2;
-  static constant constexpr int MB = size == 8 ? 4 : 2;
-  static constant constexpr int along_rows = rows / (8 * MB);                          // simdgroups
-  static constant constexpr int outputs = kTileSimdgroups / along_rows * (4 * size);  // of the threadgroup
-  static constant constexpr int step = TileOperand<T, Source>::halves && size == 8 ? 64 : 32;  // rows of weights
+  static constant constexpr int MB = size == 8 && simdgroups == kTileSimdgroups ? 4 : 2;
+  static constant constexpr int along_rows = rows / (8 * MB);                     // simdgroups
+  static constant constexpr int outputs = simdgroups / along_rows * (4 * size);  // of the threadgroup
+  static constant constexpr bool is_dense = IsDense<Source>::value;
+  static constant constexpr bool is_wide = is_dense && sizeof(typename Source::Values::Words) > 16;
+  static constant constexpr bool is_long = !is_dense && TileOperand<T, Source>::halves && size == 8;
+  static constant constexpr int step = is_long ? 64 : is_wide ? 16 : 32;          // rows of weights
   static constant constexpr int row = step + 4;                                        // of staged x
 };
 
 // Stages `step` columns of x. whole: x has rows of whole fours, and all of the columns.
-template <typename T, typename Source, int rows>
+template <typename T, typename Source, int rows, int simdgroups>
 inline void stage_in_order(
     RowsOfX<T> x, uint begin, bool whole, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at) {
-  using Shape = TransposedTile<T, Source, rows>;
+  using Shape = TransposedTile<T, Source, rows, simdgroups>;
   using U = typename Shape::U;
   constexpr int fours = Shape::step / 4;
-  constexpr int apart = 32 * kTileSimdgroups / fours;  // rows of a thread
+  constexpr int apart = 32 * simdgroups / fours;  // rows of a thread
   const uint row = thread_at / fours;
   const uint column = begin + thread_at % fours * 4;
   threadgroup vec<U, 4>* to = (threadgroup vec<U, 4>*)(staged + row * Shape::row) + thread_at % fours;
@@ -59,7 +62,7 @@ inline void right_run(
     Source, typename Source::Run run, bool is_there,
     thread vec<typename TileOperand<T, Source>::type, 2> (&right)[Source::Values::size / 2]) {
   constexpr int size = Source::Values::size;
-  if constexpr (is_same_v<Source, DenseRows<T>>) {
+  if constexpr (IsDense<Source>::value) {
 #pragma unroll
     for (int i = 0; i < size; ++i) {
       right[i / 2][i % 2] = is_there ? Source::element(run, i) : 0.0f;
@@ -77,17 +80,20 @@ inline void right_run(
 
 // sums.at[i][j] = rows of block i of x times outputs of block j. output: the first of the lane's run. own_row: of staged
 // x, the simdgroup's first.
-template <int rows, int MB, int NB, typename T, typename Source>
+template <int rows, int simdgroups, int MB, int NB, typename T, typename Source, typename Columns>
 inline void multiply_transposed_staged(
     RowsOfX<T> x, Source w, uint output, uint own_row, threadgroup typename TileOperand<T, Source>::type* staged,
-    uint thread_at, uint lane, thread Tile<float, MB, NB>& sums) {
-  using Shape = TransposedTile<T, Source, rows>;
+    uint thread_at, uint lane, Columns of_x, thread Tile<float, MB, NB>& sums) {
+  using Shape = TransposedTile<T, Source, rows, simdgroups>;
   using U = typename Shape::U;
   constexpr int count = Shape::step / 8;  // matrices of a step
+  // Float32 would show the errors of one long sum.
+  constexpr bool are_apart = is_same_v<T, float> || Columns::are_scaled;
   const uint own = tile_row(lane) / 2 * 4 + tile_row(lane) % 2;
   const threadgroup U* left_row = staged + (own_row + tile_row(lane)) * Shape::row + tile_column(lane) * 2;
   fill(sums, 0.0f);
-  for (uint begin = 0; begin < x.columns; begin += Shape::step) {
+  for (uint begin = of_x.next(0); begin < of_x.end; begin = of_x.next(begin + Shape::step)) {
+    const float scale = of_x.scale(begin);
     typename Source::Run runs[count];
     const bool whole = begin + Shape::step <= x.columns;
 #pragma unroll
@@ -96,10 +102,10 @@ inline void multiply_transposed_staged(
       runs[u] = whole ? w.load(begin + own, more, output) : w.load(min(begin + own + more, x.columns - 1), output);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_in_order<T, Source, rows>(x, begin, whole && x.columns % 4 == 0, staged, thread_at);
+    stage_in_order<T, Source, rows, simdgroups>(x, begin, whole && x.columns % 4 == 0, staged, thread_at);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     Tile<float, MB, NB> products;
-    if constexpr (is_same_v<T, float>) {  // float32 would show the errors of one long sum
+    if constexpr (are_apart) {
       fill(products, 0.0f);
     } else {
       products = sums;
@@ -124,7 +130,10 @@ inline void multiply_transposed_staged(
         }
       }
     }
-    if constexpr (is_same_v<T, float>) {
+    if constexpr (Columns::are_scaled) {
+      multiply(products, scale);
+    }
+    if constexpr (are_apart) {
       add(sums, products);
     } else {
       sums = products;
@@ -133,11 +142,11 @@ inline void multiply_transposed_staged(
 }
 
 // Writes what `rows` rows of x give with Shape::outputs outputs from first_output on. x, y: from the first row on.
-template <int rows, typename T, typename Source, typename Params>
+template <int rows, int simdgroups = kTileSimdgroups, typename T, typename Source, typename Params, typename Columns>
 inline void multiply_by_transposed_tiles(
     RowsOfX<T> x, Source w, const device T* bias, device T* y, uint first_output, constant Params& params,
-    threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane) {
-  using Shape = TransposedTile<T, Source, rows>;
+    threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane, Columns of_x) {
+  using Shape = TransposedTile<T, Source, rows, simdgroups>;
   constexpr int MB = Shape::MB;
   constexpr int NB = Shape::NB;
   const uint simdgroup = thread_at / 32;
@@ -146,7 +155,8 @@ inline void multiply_by_transposed_tiles(
                       tile_column(lane) / 2 * Shape::size;
   const bool is_there = output < params.outputs;
   Tile<float, MB, NB> tile;
-  multiply_transposed_staged<rows>(x, w, is_there ? output : 0, own_row, staged, thread_at, lane, tile);
+  multiply_transposed_staged<rows, simdgroups>(x, w, is_there ? output : 0, own_row, staged, thread_at, lane, of_x, tile);
+  of_x.finish(tile);
 #pragma unroll
   for (int i = 0; i < MB; ++i) {
     const uint m = own_row + i * 8 + tile_row(lane);
@@ -162,6 +172,15 @@ inline void multiply_by_transposed_tiles(
       }
     }
   }
+}
+
+// The same over all columns.
+template <int rows, typename T, typename Source, typename Params>
+inline void multiply_by_transposed_tiles(
+    RowsOfX<T> x, Source w, const device T* bias, device T* y, uint first_output, constant Params& params,
+    threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane) {
+  multiply_by_transposed_tiles<rows>(
+      x, w, bias, y, first_output, params, staged, thread_at, lane, WholeColumns{x.columns});
 }
 
 }  // namespace mittens

@@ -7,13 +7,14 @@ using namespace metal;
 
 namespace mittens {
 
-// A matrix whose rows begin on 16 bytes.
-template <typename T>
+// A matrix whose rows begin on 16 bytes. E: columns of a run, of 8, 16 or 32 bytes.
+template <typename T, int E = 16 / sizeof(T)>
 struct DenseRows {
   struct Values {
-    static constant constexpr int size = 16 / sizeof(T);
+    static constant constexpr int size = E;
+    static constant constexpr int words = E * sizeof(T) > 16 ? 4 : E * sizeof(T) / 4;  // of a load
     struct Words {
-      uint4 at;
+      vec<uint, words> at[E * sizeof(T) / 4 / words];
     };
   };
   static constant constexpr bool has_bias = false;
@@ -32,21 +33,36 @@ struct DenseRows {
   // The same of row + more, where all lanes have the same `more`.
   Run load(uint row, uint more, uint column) const {
     Run run;
-    run.words.at = *(const device uint4*)(w + (row * stride + more * stride + column));
+    constexpr int words = Values::words;
+    const device vec<uint, words>* from = (const device vec<uint, words>*)(w + (row * stride + more * stride + column));
+#pragma unroll
+    for (int i = 0; i < E * int(sizeof(T)) / 4 / words; ++i) {
+      run.words.at[i] = from[i];
+    }
     return run;
   }
 
   // As products take it: bfloat is widened.
   static conditional_t<is_same_v<T, half>, half, float> element(Run run, int i) {
+    const int at = i * int(sizeof(T)) / 4;
+    const uint word = run.words.at[at / Values::words][at % Values::words];
     if constexpr (is_same_v<T, float>) {
-      return as_type<float>(run.words.at[i]);
+      return as_type<float>(word);
     } else if constexpr (is_same_v<T, half>) {
-      return as_type<half2>(run.words.at[i / 2])[i % 2];
+      return as_type<half2>(word)[i % 2];
     } else {
-      const uint word = run.words.at[i / 2];
       return as_type<float>(i % 2 ? word & 0xffff0000u : word << 16);
     }
   }
+};
+
+template <typename Source>
+struct IsDense {
+  static constant constexpr bool value = false;
+};
+template <typename T, int E>
+struct IsDense<DenseRows<T, E>> {
+  static constant constexpr bool value = true;
 };
 
 }  // namespace mittens

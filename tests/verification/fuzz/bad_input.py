@@ -73,6 +73,10 @@ def right_calls(dtype: mx.Dtype) -> dict[str, Callable[[], tuple[list[Any], dict
         "quantized_matmul": matmul,
         "quantized_swiglu": lambda: ([array(2, 64), *(quantized(8, 64, bits=4) for _ in range(2)), 32, 4], {}),
         "block_matmul": lambda: ([array(2, 64), mx.zeros((8, 36), mx.uint8), "q4_0", array(8)], {}),
+        "block_masked_mm": lambda: (
+            [array(2, 64), array(64, 40), 32, array(1, 2), array(1, 2), array(2, 2)],
+            {},
+        ),
         "block_quantize": lambda: ([array(2, 64), "q8_0"], {}),
         "block_dequantize": lambda: ([mx.zeros((2, 36), mx.uint8), "q4_0", dtype], {}),
         "scaled_dot_product_attention": lambda: (

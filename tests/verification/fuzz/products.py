@@ -159,6 +159,56 @@ def quantized_matmul(draw: Draw) -> Case:
     )
 
 
+def block_masked_mm(draw: Draw) -> Case:
+    dtype, size = draw.dtype(), draw.pick((32, 64))
+    rows, outputs = draw.size(draw.limit(200, 70)), draw.size(draw.limit(200, 70))
+    columns = draw.pick((1, 1, 1, 2)) * draw.size(draw.limit(40, 20)) * 4
+    batch = draw.pick(([], [], [2], [2, 3]))
+    transpose, kind = draw.chance(0.5), draw.pick(("bools", "numbers"))
+    shapes = {"mask_out": (rows, outputs), "mask_lhs": (rows, columns), "mask_rhs": (columns, outputs)}
+    names = [name for name in shapes if draw.chance(0.7)] or ["mask_out"]
+
+    def of_blocks(name: str) -> mx.array:
+        shape = [*(batch if draw.chance(0.5) else []), *(-(-length // size) for length in shapes[name])]
+        live = mx.array(draw.numbers(shape) > -0.4)
+        return live if kind == "bools" else draw.array(np.array(live) * draw.numbers(shape), dtype)
+
+    arrays = [
+        draw.array(draw.numbers([*batch, rows, columns]), dtype),
+        draw.array(draw.numbers([outputs, columns] if transpose else [columns, outputs]), draw.dtype_like(dtype)),
+        *map(of_blocks, names),
+    ]
+
+    def whole(mask: mx.array, name: str) -> mx.array:
+        wide = mx.repeat(mx.repeat(mask, size, axis=-2), size, axis=-1)
+        return wide[..., : shapes[name][0], : shapes[name][1]]
+
+    def ours(a: mx.array, b: mx.array, *masks: mx.array) -> mx.array:
+        return mm.block_masked_mm(a, b.T if transpose else b, size, **dict(zip(names, masks)))
+
+    def product(a: mx.array, b: mx.array, *masks: mx.array) -> mx.array:
+        of = {name: whole(mask, name).astype(a.dtype) for name, mask in zip(names, masks)}
+        b = b.T if transpose else b
+        return ((a * of.get("mask_lhs", 1)) @ (b * of.get("mask_rhs", 1))) * of.get("mask_out", 1)
+
+    def noise() -> list[np.ndarray | float]:
+        a, b, *masks = (np.array(size_of(array)) for array in arrays)
+        largest = np.prod([mask.max(initial=0) for mask in masks])
+        return [8 * EPSILON32 * largest * (a @ (b.T if transpose else b))]
+
+    return Case(
+        describe(arrays, draw, block_size=size, transpose=transpose, masks=kind),
+        arrays,
+        ours=ours,
+        twin=product,
+        exact=product,
+        of_nothing=lambda: [np.zeros([*batch, rows, outputs])],
+        differentiable=[0, 1] if kind == "bools" else range(len(arrays)),
+        noise=noise,
+        ordinary=True,
+    )
+
+
 def quantized_matmuls(draw: Draw) -> Case:
     dtype, rows = draw.dtype(), draw.pick((1, 1, 1, 2))
     group_size, bits = draw.pick((32, 64, 128)), draw.pick((4, 4, 4, 8, 8, 2, 3, 5, 6))
