@@ -11,7 +11,7 @@ struct TokenConvolution {
   const void* before;  // [batch, taps - 1, channels]
   const void* weight;  // [channels, taps]
   const void* bias;  // [channels], or null
-  void* after;  // as before, which it must not be
+  void* after;  // as before, which it may be where no other task reads a channel
 };
 
 struct ShortConvToken {

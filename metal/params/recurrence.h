@@ -89,6 +89,7 @@ struct ShortConvTokenParams {
   uint32_t channels;
   uint32_t taps;
   uint32_t has_bias;
+  uint32_t in_place;  // whether the state is
 };
 
 struct LinearAttentionParams {

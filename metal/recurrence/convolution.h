@@ -8,7 +8,7 @@ using namespace metal;
 namespace mittens {
 
 // The sum over a channel's window; `taps` is `N` where N is not 0. `before` and `after` are the channel in the states
-// [taps - 1, channels], and the one that `writes` moves on by this token must not lie where the other is read.
+// [taps - 1, channels]. `writes` moves the window on by this token: in place where nobody else reads the channel.
 template <typename T, int N>
 inline float convolution(T x, const device T* before, const device T* weight, device T* after, size_t channels,
                          uint taps, bool writes) {

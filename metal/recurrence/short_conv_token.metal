@@ -4,7 +4,7 @@
 //   window[1:]
 //
 // b, c and x are the thirds of a projection. b * x has the type's numbers, as the state that keeps it. A thread has a
-// channel.
+// channel. A state that is written in place is read by the pointer that writes it: no argument may alias another.
 #include <metal_stdlib>
 
 #include "mittens/instantiate.h"
@@ -35,9 +35,9 @@ template <typename T>
   const size_t at = sequence * (params.taps - 1) * channels + channel;
   const T x = T(float(projected[0]) * float(projected[2 * channels]));
   const device T* weight = conv_weight + size_t(channel) * params.taps;
-  float sum = params.taps == 3
-                  ? convolution<T, 3>(x, conv_state + at, weight, conv_out + at, channels, 3, true)
-                  : convolution<T, 0>(x, conv_state + at, weight, conv_out + at, channels, params.taps, true);
+  const device T* before = (params.in_place ? conv_out : conv_state) + at;
+  float sum = params.taps == 3 ? convolution<T, 3>(x, before, weight, conv_out + at, channels, 3, true)
+                               : convolution<T, 0>(x, before, weight, conv_out + at, channels, params.taps, true);
   if (params.has_bias) {
     sum += float(conv_bias[channel]);
   }

@@ -295,8 +295,8 @@ def short_conv_token(
         window = concatenate([conv_state, [b * x]])
         y = c * ((window * conv_weight.T).sum(1) + conv_bias)
 
-    All is computed in float32, but for ``b * x``, which is rounded as the state keeps it; ``y`` is rounded once.
-    Gradients are those of mx operations.
+    All is computed in float32, but for ``b * x``, which is rounded as the state keeps it; ``y`` is rounded once. The
+    state is written in place if nobody else needs it. Gradients are those of mx operations.
 
     Args:
         projected (array): ``b``, ``c`` and ``x`` side by side, of shape ``[batch, 3 * channels]``; float32, float16 or

@@ -61,20 +61,28 @@ class ShortConvToken : public KernelPrimitive {
   }
 
  protected:
+  // A channel's window is read before it is moved on, by one thread.
+  void allocate(const Arrays& inputs, Arrays& outputs) override {
+    allocate_output(outputs[0], stream());
+    take_or_allocate(outputs[1], inputs[1], stream(), 2);
+  }
+
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const bool has_bias = inputs.size() > 3;
     ShortConvTokenParams params{};
     params.channels = static_cast<uint32_t>(inputs[2].shape(0));
     params.taps = static_cast<uint32_t>(inputs[2].shape(1));
     params.has_bias = has_bias;
+    params.in_place = inputs[1].size() > 0 && same_memory(inputs[1], outputs[1]);
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(inputs[0].dtype(), op);
     launch.threadgroups = {ceil_divide(params.channels, uint32_t(kShortConvThreads)),
                            static_cast<uint32_t>(inputs[0].shape(0)), 1};
     launch.threads = {kShortConvThreads, 1, 1};
-    launch.input(inputs[0]).input(inputs[1]).input(inputs[2]).input_if(has_bias, inputs.back());
-    return in_order(launch.output(outputs[0]).output(outputs[1]).params(params));
+    launch.input(inputs[0]).input_if(!params.in_place, inputs[params.in_place ? 0 : 1]).input(inputs[2]);
+    launch.input_if(has_bias, inputs.back()).output(outputs[0]);
+    return in_order((params.in_place ? launch.update(outputs[1]) : launch.output(outputs[1])).params(params));
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {

@@ -79,7 +79,28 @@ def test_the_state_is_written_in_place(rng, executor):
     assert_same_bits(last, expected[2], "state")
 
 
+def test_the_window_is_moved_on_in_place(rng, executor, dtype):
+    for taps in (2, 3, 5):
+        arrays = draw(CONVOLUTION, rng, 2, taps, 70, dtype=dtype)
+        expected = mm.short_conv_token(*arrays)
+        past = mx.contiguous(arrays[1] + 0)
+        mx.eval(expected, past)
+        where = np.asarray(memoryview(past.view(mx.uint8))).ctypes.data
+        held = [arrays[0], past, arrays[2]]
+        del past
+        y, after = mm.short_conv_token(*held)
+        del held
+        mx.eval(y, after)
+        assert np.asarray(memoryview(after.view(mx.uint8))).ctypes.data == where
+        for ours, beside in zip((y, after), expected, strict=True):
+            assert_same_bits(ours, beside, f"{taps} taps")
+
+
 def test_held_states_stay(rng, executor):
+    arrays = draw(CONVOLUTION, rng, 1, 3, 64)
+    before = mx.array(np.array(arrays[1]))
+    mx.eval(mm.short_conv_token(*arrays))
+    assert_same_bits(arrays[1], before, "conv_state")
     arrays = draw(SPACE, rng, 1, 4, 1, 2, 16, 32)
     before = [mx.array(np.array(arrays[i])) for i in (1, 7)]
     mx.eval(mm.ssm_token(*arrays))
