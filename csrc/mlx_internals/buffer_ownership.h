@@ -63,6 +63,9 @@ bool same_memory(const mx::array& a, const mx::array& b);
 // Whether this is all there is of an array: no other array in MLX's graph has it as its input, nobody holds a copy.
 bool is_held_alone(const mx::array& array);
 
+// Whether no more than so many hold an array: inputs in MLX's graph, siblings, copies.
+bool has_holders(const mx::array& array, long most);
+
 // Whether nobody but a primitive of so many outputs may want what an input holds. MLX's is_donatable() says it of one
 // output: each of several holds the inputs.
 bool is_donatable(const mx::array& input, size_t outputs);

@@ -130,10 +130,9 @@ std::optional<std::vector<mx::array>> products_in_one(const nb::object (&layers)
     }
   }
   try {
-    return try_quantized_matmuls(x, matrices, attribute<std::optional<int>>(layers[0], group_size),
-                                 attribute<std::optional<int>>(layers[0], bits),
-                                 attribute<std::string>(layers[0], mode),
-                                 added.empty() ? std::nullopt : std::optional(added), {});
+    return try_products_of_norm(x, matrices, attribute<std::optional<int>>(layers[0], group_size),
+                                attribute<std::optional<int>>(layers[0], bits), attribute<std::string>(layers[0], mode),
+                                added.empty() ? std::nullopt : std::optional(added), {});
   } catch (const std::invalid_argument&) {  // which the layers are to say
     return std::nullopt;
   }

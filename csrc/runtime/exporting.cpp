@@ -59,6 +59,7 @@ std::string what_makes(std::string_view primitive) {
       {"GatherMmVjp", "gather_mm"},
       {"LayerNormVjp", "layer_norm"},
       {"LayerNormVjpVjp", "layer_norm"},
+      {"QuantizedMatmulSum", "quantized_matmul"},
       {"RecurrenceVjp", ""},  // of any of the recurrences
       {"SoftcapVjp", "softcap"},
       {"SoftmaxVjp", "softmax"},

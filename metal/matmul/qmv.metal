@@ -3,7 +3,8 @@
 //   y[m, n] = sum_k x[m, k] * w[n, k] + b[n],   w[n, k] = scales[n, k / group] * q[n, k] + biases[n, k / group]
 //
 // in modes but affine without biases. matmul/rows.h says how: a simdgroup has kRowOutputs outputs. Simdgroups of a
-// threadgroup's first dimension share the columns, those of its second have outputs of their own.
+// threadgroup's first dimension share the columns, those of its second have outputs of their own. Of qmv_sum the product
+// of one row is added to a residual, for a norm of the sum (matmul/normed_row.h).
 #include <metal_stdlib>
 
 #include "matmul/quantized_rows.h"
@@ -31,9 +32,50 @@ template <typename T, QuantizedFormat F, int M>
   multiply_by_rows<M>(rows, matrix, bias, y, rows_before, group.x * threads.y + thread_at.y, params, at, partials);
 }
 
+template <typename T, QuantizedFormat F>
+[[kernel, max_total_threads_per_threadgroup(256)]] void qmv_sum(
+    const device T* x [[buffer(0)]],  // [columns]
+    quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [outputs, columns]
+    const device T* bias [[buffer(4)]],         // [outputs]
+    const device T* residual [[buffer(5)]],     // [outputs]
+    const device T* norm_weight [[buffer(6)]],  // [outputs]
+    device T* sum [[buffer(7)]],                // [outputs]
+    device float* scaled [[buffer(8)]],         // [outputs], sum * norm_weight
+    device float* squares [[buffer(9)]],        // [blocks], of the sum
+    constant QuantizedParams& params [[buffer(10)]],
+    thread_of_plane) {
+  using Rows = QuantizedRows<T, F, run_columns(1)>;
+  constexpr int R = kRowOutputs;
+  threadgroup float partials[kProductSimdgroups * R];
+  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
+  const uint block = group.x * threads.y + thread_at.y;
+  const OwnOutputs outputs = outputs_of<R>(params.outputs, block);
+  const RowsOfX<T> rows = {x, params.columns, 1};
+  const typename Rows::Source matrix[1] = {
+      Rows::of(w, w_scales, w_biases, params, 0).at(outputs.first, outputs.alone)};
+  float totals[R];
+  multiply_rows<1, R, 1>(rows, matrix, at, totals);
+  const float product[1] = {sum_of_sharers(totals, at, partials)};
+  const uint output = outputs.first + lane / (32 / R);
+  float square = 0;
+  if (writes<R>(at, outputs, output)) {
+    const T s = T(float(epilogue(product, bias, params, output)) + float(residual[output]));
+    sum[output] = s;
+    scaled[output] = float(s) * float(norm_weight[output]);
+    square = float(s) * float(s);
+  }
+  square = simd_sum(square);
+  if (at.position == 0 && outputs.own < params.outputs) {
+    squares[block] = square;
+  }
+}
+
 // Several rows of rare formats go by matrices (matmul/qmm.metal).
 instantiate_formats("quantized_matmul_qmv", "_1", qmv, 1)
 instantiate_types("quantized_matmul_qmv_4bit_2", qmv, affine_4, 2)
 instantiate_types("quantized_matmul_qmv_4bit_4", qmv, affine_4, 4)
 instantiate_types("quantized_matmul_qmv_8bit_2", qmv, affine_8, 2)
 instantiate_types("quantized_matmul_qmv_8bit_4", qmv, affine_8, 4)
+instantiate_types("quantized_matmul_sum_4bit", qmv_sum, affine_4)
+instantiate_types("quantized_matmul_sum_8bit", qmv_sum, affine_8)
+instantiate_types("quantized_matmul_sum_mxfp4", qmv_sum, mxfp4)

@@ -4,10 +4,12 @@
 //   y[m, n] = activate(sum_k x[m, k] * gate[n, k]) * sum_k x[m, k] * up[n, k],   as matmul/activation.h
 //
 // One row of x or two as matmul/qmv.metal, more as matmul/qmm.metal; a simdgroup has half as many outputs, of both
-// matrices. Sums, activation and product are in float32, rounded once.
+// matrices. Sums, activation and product are in float32, rounded once. Of normed_swiglu x is
+// a norm (matmul/normed_row.h).
 #include <metal_stdlib>
 
 #include "matmul/matrices.h"
+#include "matmul/normed_row.h"
 #include "matmul/quantized_rows.h"
 #include "matmul/rows.h"
 #include "mittens/instantiate.h"
@@ -35,6 +37,39 @@ template <typename T, QuantizedFormat F, int M>
 }
 
 template <typename T, QuantizedFormat F>
+[[kernel, max_total_threads_per_threadgroup(256)]] void normed_swiglu(
+    const device float* x [[buffer(0)]],             // [columns]
+    quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [outputs, columns]
+    quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),    // as gate
+    const device float* squares [[buffer(7)]],       // [blocks]
+    device T* y [[buffer(8)]],                       // [outputs]
+    constant NormedSwigluParams& params [[buffer(9)]],
+    thread_of_plane) {
+  using Rows = QuantizedRows<T, F, 16>;
+  constexpr int R = kRowOutputs / 2;
+  constexpr int C = 2 * R;
+  threadgroup float partials[kProductSimdgroups * C];
+  constant QuantizedParams& weights = params.weights;
+  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
+  const uint block = group.x * threads.y + thread_at.y;
+  const OwnOutputs outputs = outputs_of<R>(weights.outputs, block);
+  const NormedRow<T> row = {x, weights.columns};
+  const typename Rows::Source matrices[2] = {
+      Rows::of(gate, gate_scales, gate_biases, weights, 0).at(outputs.first, outputs.alone),
+      Rows::of(up, up_scales, up_biases, weights, 0).at(outputs.first, outputs.alone)};
+  float totals[C];
+  multiply_rows<2, R, 1>(row, matrices, at, totals);
+  const float sum = sum_of_sharers(totals, at, partials);
+  float sums[2] = {normed_sum(sum, norm_of_row(squares, weights.columns, params.norm, lane), row, lane)};
+  sums[1] = simd_shuffle_xor(sums[0], ushort(16));  // the upper half of the lanes has those of up
+  const uint output = outputs.first + lane / (16 / R);
+  if (writes<C>(at, outputs, output) && lane < 16) {
+    const device T* no_bias = nullptr;
+    y[output] = epilogue(sums, no_bias, weights, output);
+  }
+}
+
+template <typename T, QuantizedFormat F>
 [[kernel, max_total_threads_per_threadgroup(256)]] void swiglu_by_matrices(
     const device T* x [[buffer(0)]],                 // [rows, columns]
     quantized_matrix(gate, 1, 2, 3, ScaleOf<T, F>),  // [outputs, columns]
@@ -57,3 +92,6 @@ instantiate_formats("quantized_swiglu_qmv", "_1", swiglu_by_rows, 1)
 instantiate_formats("quantized_swiglu_qmm", "", swiglu_by_matrices)
 instantiate_types("quantized_swiglu_qmv_4bit_2", swiglu_by_rows, affine_4, 2)
 instantiate_types("quantized_swiglu_qmv_8bit_2", swiglu_by_rows, affine_8, 2)
+instantiate_types("quantized_swiglu_normed_4bit", normed_swiglu, affine_4)
+instantiate_types("quantized_swiglu_normed_8bit", normed_swiglu, affine_8)
+instantiate_types("quantized_swiglu_normed_mxfp4", normed_swiglu, mxfp4)

@@ -40,7 +40,9 @@ struct ActivationOf<half> {
 // Rows of x from the first of a threadgroup on; those past the last repeat it.
 template <typename T>
 struct RowsOfX {
-  using Type = T;
+  using Type = T;     // of products
+  using Element = T;  // of the row in memory
+  using Activation = typename ActivationOf<Element>::type;
   const device T* x;  // 16-byte aligned
   uint columns;       // whole runs, from row to row too
   uint rows;
@@ -57,9 +59,9 @@ constexpr float origin_of(int level) {
 }
 
 // A lane's columns of M rows of x; their sums, and what sums of products of a level start from.
-template <typename T, typename Values, int M>
+template <typename Activation, typename Values, int M>
 struct RunOfX {
-  typename ActivationOf<T>::type x[M][Values::size];
+  Activation x[M][Values::size];
   float sum[M];
   float start[M][Values::levels];
 };
@@ -88,10 +90,10 @@ inline void load_run(const device T* p, thread typename ActivationOf<T>::type (&
 }
 
 template <typename T, typename Values, int M, typename X>
-inline void load_x(thread const X& from, uint column, thread RunOfX<T, Values, M>& run) {
+inline void load_x(thread const X& from, uint column, thread RunOfX<typename X::Activation, Values, M>& run) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
-    load_run<T>(from.at(m, column), run.x[m]);
+    load_run<typename X::Element>(from.at(m, column), run.x[m]);
     if constexpr (!is_same_v<T, float>) {
       float sums[Values::levels];
 #pragma unroll
@@ -128,9 +130,9 @@ inline float weight_of(typename Source::Run run, half q, int i) {
 
 // totals[first + m] += x[m] * w over the columns of a run. In float32 the weights themselves are multiplied: there the
 // rounding of two large sums that cancel would show.
-template <typename T, typename Source, int M, int C>
+template <typename T, typename Source, int M, typename Activation, int C>
 inline void add_products(
-    thread const RunOfX<T, typename Source::Values, M>& x, typename Source::Run run, int first,
+    thread const RunOfX<Activation, typename Source::Values, M>& x, typename Source::Run run, int first,
     thread float (&totals)[C]) {
   using Values = typename Source::Values;
   half q[Values::size];
@@ -214,7 +216,7 @@ inline void multiply_rows(
     for (int i = 0; i < N * R; ++i) {
       runs[i] = w[i / R].load(i % R, column);
     }
-    RunOfX<T, Values, M> run;
+    RunOfX<typename X::Activation, Values, M> run;
     load_x<T, Values, M>(x, column, run);
 #pragma unroll
     for (int i = 0; i < N * R; ++i) {

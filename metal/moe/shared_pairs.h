@@ -52,6 +52,8 @@ inline SharedPairs shared_pairs(const device uint* matrices, uint pairs, uint p,
 template <typename T, int M>
 struct RowsOfPairs {
   using Type = T;
+  using Element = T;
+  using Activation = typename ActivationOf<T>::type;
   const device T* x;
   uint first[M];  // element of each pair's row
   uint columns;

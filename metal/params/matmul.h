@@ -82,10 +82,22 @@ struct QuantizedParams {
   float gate_beta;
 };
 
+// A norm of x in the product that reads it (matmul/normed_row.h).
+struct NormParams {
+  float eps;
+  uint32_t blocks;  // that have a sum of squares
+};
+
+struct NormedSwigluParams {
+  QuantizedParams weights;
+  NormParams norm;
+};
+
 enum { kMostTogether = 4 };  // matrices of matmul/qmv_several.metal
 
 struct QuantizedMatmulsParams {
   QuantizedParams weights;  // what all matrices share: columns, rows' strides, has_bias, the format
+  NormParams norm;
   uint32_t count;           // of matrices
   uint32_t first_block[kMostTogether];   // of each, by blocks of kRowOutputs outputs, or of 1 where it has fewer
   uint32_t first_output[kMostTogether];  // of each, in y

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import _ext
+from ..patching.linears import products
 from . import caches
 from .modules import Linear, QuantizedLinear
 from .norms import call_of, is_norm, offset_of, scale_of
@@ -200,7 +201,7 @@ def joined_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None
     if joined is None or tokens > _MOST_TOKENS:
         return super(type(self), self).__call__(x, mask, cache)
     count = self.n_heads + 2 * self.n_kv_heads
-    heads = joined.layer(x)
+    heads = products(x, [joined.layer], alone=True)[0]
     if tokens == 1:
         heads = heads.reshape(batch, count, 1, -1)
     else:

@@ -195,7 +195,7 @@ def _fused_mlp(self: Any, x: mx.array) -> mx.array:
     if gate is not pair.gate or up is not pair.up or "bias" in gate or "bias" in up:  # adapters or biases have come
         return super(type(self), self).__call__(x)
     try:
-        y = _ext.quantized_swiglu(
+        y = _ext.swiglu_of_norm(
             x,
             (gate["weight"], gate["scales"], gate["biases"]),
             (up["weight"], up["scales"], up["biases"]),

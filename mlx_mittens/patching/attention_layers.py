@@ -45,7 +45,7 @@ def qwen3_next_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any =
     """mlx_lm.models.qwen3_next.Qwen3NextAttention, whose queries come with gates of the results."""
     if not _is_token(x, cache):
         return None
-    queries, keys, values = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj")])
+    queries, keys, values = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj")], alone=True)
     queries, gate = mx.split(queries.reshape(1, 1, layer.num_attention_heads, -1), 2, axis=-1)
     keys = keys.reshape(1, 1, layer.num_key_value_heads, -1)
     queries = layer["q_norm"](queries).transpose(0, 2, 1, 3)
@@ -61,7 +61,7 @@ def gpt_oss_attention(layer: Any, x: mx.array, mask: Any = None, cache: Any = No
     if not _is_token(x, cache):
         return None
     width, rope = layer.head_dim, layer["rope"]
-    parts = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj")])
+    parts = products(x, [layer[name] for name in ("q_proj", "k_proj", "v_proj")], alone=True)
     queries, keys, values = (_heads(part, part.shape[-1] // width) for part in parts)
     scale, offset = layer.sm_scale, cache.offset
     if digest(type(rope).__call__) == _YARN and rope.dims == width and rope.mscale != 1:

@@ -30,13 +30,17 @@ def format_of(layer: Any) -> tuple[Any, ...]:
     return layer.group_size, layer.bits, layer.mode
 
 
-def products(x: mx.array, layers: Sequence[Any]) -> list[mx.array]:
-    """What each layer makes of x."""
+def products(x: mx.array, layers: Sequence[Any], alone: bool = False) -> list[mx.array]:
+    """What each layer makes of x.
+
+    alone: whether nothing else reads x. If it is a norm that nothing has computed yet, the products compute it.
+    """
     few = x.size == x.shape[-1] and not _ext.exporting() and all(map(is_quantized_linear, layers))
     first = layers[0]
     if few and all(format_of(layer) == format_of(first) and ("bias" in layer) == ("bias" in first) for layer in layers):
         bias = [layer["bias"] for layer in layers] if "bias" in first else None
-        found = _ext.try_quantized_matmuls(x, [weights_of(layer) for layer in layers], *format_of(first), bias=bias)
+        attempt = _ext.try_products_of_norm if alone else _ext.try_quantized_matmuls
+        found = attempt(x, [weights_of(layer) for layer in layers], *format_of(first), bias=bias)
         if found is not None:
             return cast("list[mx.array]", found)
     return [layer(x) for layer in layers]

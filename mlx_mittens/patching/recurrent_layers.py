@@ -102,7 +102,7 @@ def qwen3_next_delta(layer: Any, inputs: mx.array, mask: Any = None, cache: Any 
     batch, key_heads, columns, rows = inputs.shape[0], layer.num_k_heads, layer.head_k_dim, layer.head_v_dim
     group = layer.num_v_heads // key_heads
     names = ("in_proj_qkvz", "in_proj_ba")
-    qkvz, ba = (y.reshape(batch, key_heads, -1) for y in products(inputs, [layer[name] for name in names]))
+    qkvz, ba = (y.reshape(batch, key_heads, -1) for y in products(inputs, [layer[name] for name in names], alone=True))
     v, z = (
         qkvz[..., start : start + group * rows].reshape(batch, key_heads, group, rows)
         for start in (2 * columns, 2 * columns + group * rows)
@@ -119,7 +119,7 @@ def qwen3_5_delta(layer: Any, inputs: mx.array, mask: Any = None, cache: Any = N
     batch, key_heads, columns, rows = inputs.shape[0], layer.num_k_heads, layer.head_k_dim, layer.head_v_dim
     heads = batch, key_heads, layer.num_v_heads // key_heads
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    qkv, z, b, a = products(inputs, [layer[name] for name in names])
+    qkv, z, b, a = products(inputs, [layer[name] for name in names], alone=True)
     q, k = (qkv[..., start : start + layer.key_dim].reshape(batch, key_heads, columns) for start in (0, layer.key_dim))
     v = qkv[..., 2 * layer.key_dim :].reshape(*heads, rows)
     return _token(layer, states, cache, q, k, v, z.reshape(*heads, rows), a.reshape(heads), b.reshape(heads))

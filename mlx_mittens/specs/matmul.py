@@ -23,7 +23,7 @@ from ..ops.matmul import (
     quantized_matmuls,
     quantized_swiglu,
 )
-from . import gguf, reference
+from . import gguf, normed, reference
 from .op import Case, Exact, ModelOp, Op, add_outliers, draw_packed, gated, on_all_cores, weight_bytes, widen
 
 # Numbers that are drawn; larger arrays repeat them, which no row length divides.
@@ -118,6 +118,9 @@ class MatrixOp(ModelOp):
         product = lambda part: _product(widen(x), part, options, self.layout, options.get("transpose", True))
         if self.layout == "gated":
             half = len(weights) // 2
+            if options.get("is_normed"):
+                row, _ = normed.exact_row(widen(x), product(weights[:half]).value)
+                product = lambda part: _product(row, part, options, self.layout, True)
             activation = options.get("activation", "swiglu")
             return [gated(product(weights[:half]), product(weights[half:]), activation)]
         sums = product(weights)
@@ -172,6 +175,11 @@ class MatricesOp(ModelOp):
         for i, bias in enumerate(biases):
             triple = [a for a in arrays[1 + 3 * i : 4 + 3 * i] if a is not None]
             sums = _product(x, triple, options, "affine", True)
+            if options.get("is_normed") and i == 0:
+                product = sums.value if bias is None else sums.value + widen(bias)
+                x, total = normed.exact_row(x, product)
+                found.append(Exact(total, sums.magnitude))
+                continue
             found.append(sums if bias is None else Exact(sums.value + widen(bias), sums.magnitude))
         return found
 
@@ -260,9 +268,10 @@ def _product_of(a: np.ndarray, b: np.ndarray) -> Exact:
     return Exact(a @ b, np.sqrt((a * a) @ (b * b)))
 
 
-def _quantized_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, **options):
-    triples = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
-    return quantized_swiglu(x, *([a for a in triple if a is not None] for triple in triples), **options)
+def _quantized_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, is_normed=False, **options):
+    both = (gate, gate_scales, gate_biases), (up, up_scales, up_biases)
+    triples = [[a for a in triple if a is not None] for triple in both]
+    return normed.swiglu(x, *triples, options) if is_normed else quantized_swiglu(x, *triples, **options)
 
 
 def _matrices_of(arrays):
@@ -271,18 +280,29 @@ def _matrices_of(arrays):
     return triples, None if arrays[9] is None else arrays[9:]
 
 
-def _quantized_matmuls(x, *arrays, **options):
+def _quantized_matmuls(x, *arrays, is_normed=False, **options):
     triples, bias = _matrices_of(arrays)
+    if is_normed:
+        return normed.matmuls(x, triples, bias, options)
     return quantized_matmuls(x, triples, bias=bias, **options)
 
 
-def _mx_matmuls(x, *arrays, **options):
+def _mx_matmuls(x, *arrays, is_normed=False, **options):
     triples, bias = _matrices_of(arrays)
+    total = []
+    if is_normed:
+        x, *total = normed.row_of_mx(x, triples[0], bias, options)
+        triples, bias = triples[1:], None if bias is None else bias[1:]
     products = [mx.quantized_matmul(x, *triple, transpose=True, **options) for triple in triples]
-    return products if bias is None else [y + b for y, b in zip(products, bias)]
+    return [*total, *(products if bias is None else [y + b for y, b in zip(products, bias)])]
 
 
-def _mx_swiglu(x, gate, gate_scales, gate_biases, up, up_scales, up_biases, activation="swiglu", **options):
+def _mx_swiglu(
+    x, gate, gate_scales, gate_biases, up, up_scales, up_biases, activation="swiglu", is_normed=False, **options
+):
+    if is_normed:
+        triple = [a for a in (gate, gate_scales, gate_biases) if a is not None]
+        x, _ = normed.row_of_mx(x, triple, None, options)
     linear = mx.quantized_matmul(x, gate, gate_scales, gate_biases, **options)
     return gated_by_mx(linear, mx.quantized_matmul(x, up, up_scales, up_biases, **options), activation)
 
@@ -556,6 +576,10 @@ MATRIX_OPS: tuple[Op, ...] = (
                 for shape in ((1, 320, 9, 4, 1), (1, 64, 38, 3, 16))
             ),
             Case("test", (1, 1088, 9, 5, 2), {"mode": "mxfp4", "group_size": 32, "bits": 4}),
+            *(
+                Case("test", (1, 96, 96, 38, 3), {"is_normed": True, "group_size": 32, **options})
+                for options in ({"bits": 4}, {"bits": 8}, {"mode": "mxfp4", "bits": 4})
+            ),
         ),
         cases=(
             Case("Qwen3-30B-A3B", (1, 2048, 4096, 512, 512), quick=True),
@@ -597,7 +621,12 @@ MATRIX_OPS: tuple[Op, ...] = (
         + _tests((1, 2880, 9), (1, 4672, 9), (1, 64, 38), gpu="nvidia")
         + _tile_tests(_TILES)
         + _tests((1, 2880, 9), (4, 320, 6), activation="geglu")
-        + _tests((2, 576, 5), bits=8, activation="geglu"),
+        + _tests((2, 576, 5), bits=8, activation="geglu")
+        + tuple(
+            case
+            for options in ({"bits": 4}, {"bits": 8}, {"mode": "mxfp4", "bits": 4})
+            for case in _tests((1, 96, 96), is_normed=True, group_size=32, **options)
+        ),
         cases=tuple(
             Case(
                 model,

@@ -5,16 +5,18 @@ import contextlib
 import mlx.core as mx
 import pytest
 from helpers import tiny
-from helpers.tolerances import LAYERS, assert_near
+from helpers.tolerances import LAYERS, assert_near, of_layer
 from mlx_lm.models import cache as caches
 
 import mlx_mittens as mm
 
+# Of two layers: the first norm has no product before it, the last one several rows behind it in other calls.
+NORMS = {"quantized_matmul_sum": 3, "quantized_swiglu": 2, "rms_norm": 1, "add_rms_norm": 1}
 # By model: launches of a token's layers, that are several layers or experts in one.
 MODELS = {
-    "llama-3.2-1b": {"quantized_matmuls": 2},
-    "qwen2.5-0.5b": {"quantized_matmuls": 2},
-    "qwen3-0.6b": {"quantized_matmuls": 2},
+    "llama-3.2-1b": {"quantized_matmuls": 2, **NORMS},
+    "qwen2.5-0.5b": {"quantized_matmuls": 2, **NORMS},
+    "qwen3-0.6b": {"quantized_matmuls": 2, **NORMS},
     # The projections of the gated delta, and in both layers the router with the shared expert's gate.
     "qwen3-next-80b-a3b": {"gated_delta_token": 1, "quantized_matmuls": 4, "mixture": 4},
     "qwen3-30b-a3b": {"quantized_matmuls": 2, "mixture": 4},
@@ -66,6 +68,27 @@ def test_a_converted_model_has_them_too(rng):
     wanted = {"gated_delta_token": 1, "quantized_matmuls": 3, "mixture": 4}
     assert {op: counts.get(op) for op in wanted} == wanted
     assert_near(found, expected, "logits", LAYERS)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b"])
+def test_norms_of_a_converted_model_lie_between_its_products(rng, dtype, name):
+    model = tiny.build(name, dtype, bits=4)
+    prompt, token = mx.array(rng.integers(0, 320, (1, 5))), mx.array(rng.integers(0, 320, (1, 1)))
+    cache = caches.make_prompt_cache(model)
+    mx.eval(model(prompt, cache=cache))
+    expected = model(token, cache=cache)
+    mx.eval(expected)
+    mm.nn.convert(model)
+    cache = caches.make_prompt_cache(model)
+    mx.eval(model(prompt, cache=cache))
+    with mm.simulator.enabled(gpu="m2-max"):
+        mm.stats(reset=True)
+        found = model(token, cache=cache)
+        mx.eval(found)
+        counts = {op: sum(count["kernels"].values()) for op, count in mm.stats().items()}
+    # The first layer's product with the joined matrix has no norm to take.
+    assert {op: counts.get(op) for op in NORMS} == NORMS and counts["quantized_matmuls"] == 1
+    assert_near(found, expected, name, LAYERS if dtype == mx.float32 else 2 * of_layer(dtype))
 
 
 def test_layers_that_are_not_alike_are_multiplied_with_one_by_one(rng):

@@ -460,6 +460,10 @@ bool multiplies_several(mx::Stream stream) {
   return runs_apple_kernels(stream);
 }
 
+bool shares_norm(mx::Stream stream) {
+  return runs_apple_kernels(stream);
+}
+
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices) {
   launch.threadgroups = {ceil_divide(plan.output_blocks, plan.blocks), plan.row_blocks, matrices};
   launch.threads = {32 * plan.sharers, plan.blocks, 1};

@@ -169,6 +169,9 @@ RowsPlan plan_rows(const ProductSizes& sizes, uint32_t outputs, mx::Stream strea
 // Whether one row times several matrices is one launch (metal/matmul/qmv_several.metal).
 bool multiplies_several(mx::Stream stream);
 
+// Whether two products of one row share a norm that lies between them (metal/matmul/normed_row.h).
+bool shares_norm(mx::Stream stream);
+
 // A launch of a kernel on them, but for its arguments.
 void share_out(Launch& launch, const RowsPlan& plan, uint32_t matrices);
 

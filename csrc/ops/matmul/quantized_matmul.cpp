@@ -76,6 +76,10 @@ class QuantizedMatmul : public KernelPrimitive {
     return format_;
   }
 
+  bool exact() const {
+    return exact_;
+  }
+
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     if (format_.transpose) {
       return {shape_of_y(inputs)};
@@ -480,6 +484,13 @@ std::optional<AffineFormat> pending_product(const mx::array& y) {
   }
   const auto* product = dynamic_cast<const QuantizedMatmul*>(&y.primitive());
   return product && product->format().transpose ? std::optional(product->format()) : std::nullopt;
+}
+
+std::optional<AffineFormat> pending_row_product(const mx::array& y) {
+  const auto* product = is_pending(y) ? dynamic_cast<const QuantizedMatmul*>(&y.primitive()) : nullptr;
+  const bool is_row = product && product->format().transpose && !product->exact() && y.inputs()[1].ndim() == 2 &&
+                      y.size() > 0 && y.inputs()[0].size() > 0 && leading_size(y, 1) == 1;
+  return is_row ? std::optional(product->format()) : std::nullopt;
 }
 
 mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,

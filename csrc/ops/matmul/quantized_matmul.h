@@ -31,8 +31,19 @@ std::optional<std::vector<mx::array>> try_quantized_matmuls(const mx::array& x, 
                                                             const std::optional<std::vector<mx::array>>& bias,
                                                             mx::StreamOrDevice where);
 
+// The same of one matrix or several, where nothing else reads x: if x is a norm that nothing has computed yet, the
+// products may take that in (ops/matmul/normed_row.h). Nothing for one matrix where they do not.
+std::optional<std::vector<mx::array>> try_products_of_norm(const mx::array& x, const std::vector<Arrays>& matrices,
+                                                           std::optional<int> group_size, std::optional<int> bits,
+                                                           const std::string& mode,
+                                                           const std::optional<std::vector<mx::array>>& bias,
+                                                           mx::StreamOrDevice where);
+
 // The format of an array that is to be this op's: x by the transpose of one matrix, without a bias, not yet computed.
 // Its inputs are x and the triple. Nothing for any other array.
 std::optional<AffineFormat> pending_product(const mx::array& y);
+
+// The same of one row of x, where there may be a bias: the fifth input.
+std::optional<AffineFormat> pending_row_product(const mx::array& y);
 
 }  // namespace mittens

@@ -12,6 +12,7 @@
 
 #include "mlx/ops.h"
 #include "ops/matmul/affine.h"
+#include "ops/matmul/normed_row.h"
 #include "ops/matmul/plan.h"
 #include "ops/matmul/quantized_matmul.h"
 #include "params/matmul.h"
@@ -37,11 +38,11 @@ using Triple = Arrays;
 using Bias = std::optional<std::vector<mx::array>>;
 
 // x [.., columns] of one row, a triple for each matrix, and a bias [outputs] for each, if there are any -> y [.., all
-// outputs].
+// outputs]. x may be a norm (ops/matmul/normed_row.h).
 class QuantizedMatmuls : public KernelPrimitive {
  public:
-  QuantizedMatmuls(mx::Stream stream, AffineFormat format, size_t count)
-      : KernelPrimitive(stream), format_(format), count_(count) {}
+  QuantizedMatmuls(mx::Stream stream, AffineFormat format, size_t count, std::optional<NormOfRow> norm = {})
+      : KernelPrimitive(stream), format_(format), count_(count), norm_(norm) {}
 
   const char* name() const override {
     return "MittensQuantizedMatmuls";
@@ -49,7 +50,7 @@ class QuantizedMatmuls : public KernelPrimitive {
 
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& products = static_cast<const QuantizedMatmuls&>(other);
-    return format_ == products.format_ && count_ == products.count_;
+    return format_ == products.format_ && count_ == products.count_ && norm_ == products.norm_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -88,7 +89,7 @@ class QuantizedMatmuls : public KernelPrimitive {
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& x = inputs[0];
-    const bool has_bias = inputs.size() > 1 + 3 * count_;
+    const bool has_bias = this->has_bias(inputs);
     QuantizedMatmulsParams params{};
     params.weights = affine_params(inputs[1], inputs[2], inputs[3], format_);
     params.weights.columns = static_cast<uint32_t>(x.shape(-1));
@@ -107,7 +108,7 @@ class QuantizedMatmuls : public KernelPrimitive {
     const RowsPlan plan = plan_rows({1, 1, params.weights.columns, output}, kRowOutputs, stream());
     Launch launch;
     launch.file = file;
-    launch.kernel = kernel_name(x.dtype(), op, format_name(format_));
+    launch.kernel = kernel_name(norm_ ? norm_->dtype : x.dtype(), op, norm_ ? "normed_" : "", format_name(format_));
     launch.threadgroups = {ceil_divide(blocks, plan.blocks), 1, 1};
     launch.threads = {32 * plan.sharers, plan.blocks, 1};
     launch.input(x);
@@ -124,24 +125,34 @@ class QuantizedMatmuls : public KernelPrimitive {
       const bool is_there = has_bias && i < count_;
       launch.input_if(is_there, is_there ? inputs[1 + 3 * count_ + i] : x);
     }
+    if (norm_) {
+      params.norm = norm_params(*norm_, inputs.back());
+      launch.input(inputs.back());
+    }
     return in_order(launch.output(outputs[0]).params(params));
   }
 
   Arrays composed(const Arrays& inputs) override {
+    const mx::array x = norm_ ? compose_row(inputs, *norm_, stream()) : inputs[0];
     Arrays products;
     for (size_t i = 0; i < count_; ++i) {
       const auto of = inputs.begin() + static_cast<ptrdiff_t>(1 + 3 * i);
       const auto biases = format_.has_biases() ? std::optional(of[2]) : std::nullopt;
-      const auto bias = inputs.size() > 1 + 3 * count_ ? std::optional(inputs[1 + 3 * count_ + i]) : std::nullopt;
-      products.push_back(mittens::quantized_matmul(inputs[0], of[0], of[1], biases, true, format_.group_size,
-                                                   format_.bits, mode_name(format_), bias, stream()));
+      const auto bias = has_bias(inputs) ? std::optional(inputs[1 + 3 * count_ + i]) : std::nullopt;
+      products.push_back(mittens::quantized_matmul(x, of[0], of[1], biases, true, format_.group_size, format_.bits,
+                                                   mode_name(format_), bias, stream()));
     }
     return {mx::concatenate(products, -1, stream())};
   }
 
  private:
+  bool has_bias(const Arrays& inputs) const {
+    return inputs.size() > 1 + 3 * count_ + (norm_ ? 1 : 0);
+  }
+
   AffineFormat format_;
   size_t count_;
+  std::optional<NormOfRow> norm_;
 };
 
 struct Call {
@@ -196,10 +207,10 @@ Call checked(const mx::array& x, const std::vector<Triple>& matrices, std::optio
 }
 
 // One row, on GPUs for whose single products matmul/qmv.metal serves.
-bool has_kernel(const Call& call, size_t count, mx::Stream stream) {
+bool has_kernel(const Call& call, size_t least, size_t count, mx::Stream stream) {
   const mx::array& x = call.inputs[0];
   const auto is_empty = [](const mx::array& a) { return a.size() == 0; };
-  return multiplies_several(stream) && has_common_kernels(call.format) && count > 1 && count <= kMostTogether &&
+  return multiplies_several(stream) && has_common_kernels(call.format) && count >= least && count <= kMostTogether &&
          leading_size(x, 1) == 1 && std::none_of(call.inputs.begin(), call.inputs.end(), is_empty);
 }
 
@@ -214,24 +225,55 @@ std::vector<mx::array> parts_of(const mx::array& y, const std::vector<Triple>& m
   return parts;
 }
 
+std::optional<std::vector<mx::array>> attempt(const mx::array& x, const std::vector<Triple>& matrices,
+                                              std::optional<int> group_size, std::optional<int> bits,
+                                              const std::string& mode, const Bias& bias, bool takes_norm,
+                                              mx::StreamOrDevice where) {
+  const mx::Stream stream = checks::checked_stream(op, where);
+  if (takes_norm && !multiplies_several(stream)) {
+    return std::nullopt;
+  }
+  Call call = checked(x, matrices, group_size, bits, mode, bias, stream);
+  if (is_switched_off(op) || !has_kernel(call, takes_norm ? 1 : 2, matrices.size(), stream)) {
+    return std::nullopt;
+  }
+  QuantizedMatmuls plain(stream, call.format, matrices.size());
+  const auto outputs = static_cast<uint32_t>(plain.output_shapes(call.inputs)[0].back());
+  const ProductSizes sizes{1, 1, static_cast<uint32_t>(x.shape(-1)), outputs};
+  if (prefer_mx(product_problem(op, call.inputs[0].dtype(), affine_number(call.format), sizes), nullptr, stream)) {
+    return std::nullopt;
+  }
+  constexpr long holders = 2;  // the caller and the inputs
+  const bool may_take = takes_norm && call.inputs[0].id() == x.id() && shares_norm(stream);
+  if (const auto row = may_take ? take_normed_row(x, holders, stream) : std::nullopt) {
+    auto primitive = std::make_shared<QuantizedMatmuls>(stream, call.format, matrices.size(), row->norm);
+    call.inputs[0] = row->scaled;
+    call.inputs.push_back(row->squares);
+    mx::Shape shape = primitive->output_shapes(call.inputs)[0];
+    return parts_of(mx::array(std::move(shape), row->norm.dtype, std::move(primitive), std::move(call.inputs)),
+                    matrices, stream);
+  }
+  if (matrices.size() == 1) {
+    return std::nullopt;
+  }
+  auto primitive = std::make_shared<QuantizedMatmuls>(stream, call.format, matrices.size());
+  return parts_of(first_output(std::move(primitive), std::move(call.inputs)), matrices, stream);
+}
+
 }  // namespace
 
 std::optional<std::vector<mx::array>> try_quantized_matmuls(const mx::array& x, const std::vector<Triple>& matrices,
                                                             std::optional<int> group_size, std::optional<int> bits,
                                                             const std::string& mode, const Bias& bias,
                                                             mx::StreamOrDevice where) {
-  const mx::Stream stream = checks::checked_stream(op, where);
-  Call call = checked(x, matrices, group_size, bits, mode, bias, stream);
-  if (is_switched_off(op) || !has_kernel(call, matrices.size(), stream)) {
-    return std::nullopt;
-  }
-  auto primitive = std::make_shared<QuantizedMatmuls>(stream, call.format, matrices.size());
-  const auto outputs = static_cast<uint32_t>(primitive->output_shapes(call.inputs)[0].back());
-  const ProductSizes sizes{1, 1, static_cast<uint32_t>(x.shape(-1)), outputs};
-  if (prefer_mx(product_problem(op, call.inputs[0].dtype(), affine_number(call.format), sizes), nullptr, stream)) {
-    return std::nullopt;
-  }
-  return parts_of(first_output(std::move(primitive), std::move(call.inputs)), matrices, stream);
+  return attempt(x, matrices, group_size, bits, mode, bias, false, where);
+}
+
+std::optional<std::vector<mx::array>> try_products_of_norm(const mx::array& x, const std::vector<Triple>& matrices,
+                                                           std::optional<int> group_size, std::optional<int> bits,
+                                                           const std::string& mode, const Bias& bias,
+                                                           mx::StreamOrDevice where) {
+  return attempt(x, matrices, group_size, bits, mode, bias, true, where);
 }
 
 namespace {
@@ -257,6 +299,9 @@ void bind(nb::module_& module) {
   define(module, op, &try_quantized_matmuls, &quantized_matmuls, "x"_a, "matrices"_a,
          "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(),
          "bias"_a.none() = nb::none(), "stream"_a = nb::none());
+  module.def("try_products_of_norm", lenient(op, &try_products_of_norm, &quantized_matmuls), "x"_a, "matrices"_a,
+             "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(),
+             "bias"_a.none() = nb::none(), "stream"_a = nb::none());
 }
 
 const Register registered(bind);

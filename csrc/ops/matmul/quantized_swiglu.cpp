@@ -9,6 +9,7 @@
 #include "mlx/transforms.h"
 #include "ops/matmul/affine.h"
 #include "ops/matmul/exact.h"
+#include "ops/matmul/normed_row.h"
 #include "ops/matmul/plan.h"
 #include "ops/matmul/quantized_matmul.h"
 #include "python/registry.h"
@@ -47,11 +48,12 @@ void check_triple(const char* name, const Triple& triple, const mx::array& x, co
 }
 
 // x [.., columns] and the triples gate and up -> y [.., outputs]. exact: every row of x is computed as if it were
-// alone.
+// alone. One row of x may be a norm (ops/matmul/normed_row.h).
 class QuantizedSwiglu : public KernelPrimitive {
  public:
-  QuantizedSwiglu(mx::Stream stream, AffineFormat format, Activation activation, bool exact)
-      : KernelPrimitive(stream), format_(format), activation_(activation), exact_(exact) {}
+  QuantizedSwiglu(mx::Stream stream, AffineFormat format, Activation activation, bool exact,
+                  std::optional<NormOfRow> norm = {})
+      : KernelPrimitive(stream), format_(format), activation_(activation), exact_(exact), norm_(norm) {}
 
   const char* name() const override {
     return "MittensQuantizedSwiglu";
@@ -60,7 +62,7 @@ class QuantizedSwiglu : public KernelPrimitive {
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& swiglu = static_cast<const QuantizedSwiglu&>(other);
     return format_ == swiglu.format_ && activation_ == swiglu.activation_ && exact_ == swiglu.exact_ &&
-           alike_ == swiglu.alike_;
+           alike_ == swiglu.alike_ && norm_ == swiglu.norm_;
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -77,6 +79,7 @@ class QuantizedSwiglu : public KernelPrimitive {
     for (int i = 1; i < 4; ++i) {
       as_is = as_is && inputs[i].strides(0) == inputs[i + 3].strides(0);
     }
+    as_is = as_is && (!norm_ || is_contiguous(inputs.back()));
     return as_is ? inputs : row_contiguous(inputs, stream(), copies, 16);
   }
 
@@ -94,6 +97,17 @@ class QuantizedSwiglu : public KernelPrimitive {
     params.gate_beta = activation_.beta;
     Launch launch;
     const ProductSizes sizes{1, exact_ ? 1 : params.rows, params.columns, params.outputs};
+    if (norm_) {
+      launch.file = file;
+      launch.kernel = kernel_name(norm_->dtype, op, "normed_", format_name(format_));
+      share_out(launch, plan_rows(sizes, kRowOutputs / 2, stream()), 1);
+      launch.input(x);
+      for (int i = 1; i < 7; ++i) {
+        add_view(launch, inputs[i]);
+      }
+      launch.input(inputs.back()).output(outputs[0]);
+      return in_order(launch.params(NormedSwigluParams{params, norm_params(*norm_, inputs.back())}));
+    }
     const AffinePlan plan = plan_affine(kernels, format_, x.dtype(), sizes, stream());
     if (plan.kernel == AffineKernel::rows) {
       launch.file = file;
@@ -128,6 +142,9 @@ class QuantizedSwiglu : public KernelPrimitive {
   }
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
+    if (norm_) {  // made for a GPU
+      return nullptr;
+    }
     const size_t rows = leading_size(inputs[0], 1);
     return [type = native_type(inputs[0].dtype()), activation = cpu::Activation{activation_.alpha, activation_.beta},
             x = static_cast<const char*>(data_of(inputs[0])), y = static_cast<char*>(data_of(outputs[0])),
@@ -143,10 +160,11 @@ class QuantizedSwiglu : public KernelPrimitive {
   }
 
   Arrays composed(const Arrays& inputs) override {
+    const mx::array x = norm_ ? compose_row(inputs, *norm_, stream()) : inputs[0];
     auto product = [&](int first) {
       const auto biases = format_.has_biases() ? std::optional(inputs[first + 2]) : std::nullopt;
-      return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], biases, true, format_.group_size,
-                              format_.bits, mode_name(format_), std::nullopt, stream());
+      return quantized_matmul(x, inputs[first], inputs[first + 1], biases, true, format_.group_size, format_.bits,
+                              mode_name(format_), std::nullopt, stream());
     };
     return {gated(product(1), product(4), activation_, stream())};
   }
@@ -155,12 +173,28 @@ class QuantizedSwiglu : public KernelPrimitive {
   AffineFormat format_;
   Activation activation_;
   bool exact_;
+  std::optional<NormOfRow> norm_;
   bool alike_ = is_exact();  // on a CPU rows sum as a row alone does
 };
 
+// The product of x by inputs of QuantizedSwiglu, which takes in a norm that x is, if no more than so many hold it.
+mx::array swiglu_of(const mx::array& x, long holders, const AffineFormat& format, const Activation& activation,
+                    Arrays inputs, mx::Stream stream) {
+  const bool may_take = inputs[0].id() == x.id() && has_common_kernels(format) && leading_size(x, 1) == 1 &&
+                        x.size() > 0 && shares_norm(stream);
+  if (const auto row = may_take ? take_normed_row(x, holders, stream) : std::nullopt) {
+    inputs[0] = row->scaled;
+    inputs.push_back(row->squares);
+    auto primitive = std::make_shared<QuantizedSwiglu>(stream, format, activation, false, row->norm);
+    mx::Shape shape = primitive->output_shapes(inputs)[0];
+    return mx::array(std::move(shape), row->norm.dtype, std::move(primitive), std::move(inputs));
+  }
+  return first_output(std::make_shared<QuantizedSwiglu>(stream, format, activation, false), std::move(inputs));
+}
+
 mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,
                            std::optional<int> bits, const std::string& mode, const std::string& activation_name,
-                           bool exact, mx::StreamOrDevice where) {
+                           bool exact, bool takes_norm, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
   const Activation& activation = activation_of(op, activation_name, false);
   const AffineFormat format = affine_format(op, group_size, bits, true, mode);
@@ -217,6 +251,10 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (prefer_mx(product_problem(op, dtype, affine_number(format), sizes), reason, stream)) {
     return products_of_mx();
   }
+  if (takes_norm) {
+    constexpr long holders = 2;  // the caller and the inputs
+    return swiglu_of(x, holders, format, activation, std::move(inputs), stream);
+  }
   return first_output(std::make_shared<QuantizedSwiglu>(stream, format, activation, exact), std::move(inputs));
 }
 
@@ -243,7 +281,8 @@ std::optional<mx::array> try_swiglu(const mx::array& gate, const mx::array& up, 
   }
   Arrays all = inputs;
   all.insert(all.end(), up.inputs().begin() + 1, up.inputs().end());
-  return first_output(std::make_shared<QuantizedSwiglu>(stream, *format, activation, false), std::move(all));
+  constexpr long holders = 4;  // the caller, both products, and all inputs
+  return swiglu_of(inputs[0], holders, *format, activation, std::move(all), stream);
 }
 
 namespace {
@@ -252,13 +291,22 @@ mx::array bound_quantized_swiglu(const mx::array& x, const Triple& gate, const T
                                  std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
                                  const std::string& activation, bool exact, mx::StreamOrDevice where) {
   const bool several = x.ndim() > 0 && leading_size(x, 1) > 1;
-  return quantized_swiglu(x, gate, up, group_size, bits, mode, activation, exact && several, where);
+  return quantized_swiglu(x, gate, up, group_size, bits, mode, activation, exact && several, false, where);
+}
+
+mx::array swiglu_of_norm(const mx::array& x, const Triple& gate, const Triple& up, std::optional<int> group_size,
+                         std::optional<int> bits, const std::string& mode, const std::string& activation,
+                         mx::StreamOrDevice where) {
+  return quantized_swiglu(x, gate, up, group_size, bits, mode, activation, false, true, where);
 }
 
 void bind(nb::module_& module) {
   bind_function(module, op, &bound_quantized_swiglu, "x"_a, "gate"_a, "up"_a, "group_size"_a.none() = nb::none(),
                 "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(), "activation"_a = "swiglu",
                 "exact"_a = false, "stream"_a = nb::none());
+  module.def("swiglu_of_norm", for_any_shape(op, &swiglu_of_norm), "x"_a, "gate"_a, "up"_a,
+             "group_size"_a.none() = nb::none(), "bits"_a.none() = nb::none(), "mode"_a = "affine", nb::kw_only(),
+             "activation"_a = "swiglu", "stream"_a = nb::none());
 }
 
 const Register registered(bind);

@@ -43,6 +43,14 @@ class AddRmsNorm : public RowPrimitive {
     return eps_ == norm.eps_ && weight_offset_ == norm.weight_offset_ && has_workspace() == norm.has_workspace();
   }
 
+  float eps() const {
+    return eps_;
+  }
+
+  float weight_offset() const {
+    return weight_offset_;
+  }
+
   // The gradients with respect to x and to the residual are the same: that of the sum.
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
              const Arrays& outputs) override {
@@ -131,6 +139,20 @@ std::pair<mx::array, mx::array> add_rms_norm(const mx::array& x, const mx::array
   }
   Arrays outputs = RowPrimitive::outputs_of(std::make_shared<AddRmsNorm>(stream, inputs[0], eps, offset), inputs);
   return {std::move(outputs[0]), std::move(outputs[1])};
+}
+
+std::optional<PendingAddRmsNorm> pending_add_rms_norm(const mx::array& y) {
+  const auto* norm = is_pending(y) ? dynamic_cast<const AddRmsNorm*>(&y.primitive()) : nullptr;
+  if (!norm || y.siblings().empty()) {
+    return std::nullopt;
+  }
+  const Arrays outputs = y.outputs();
+  if (outputs[0].id() != y.id()) {
+    return std::nullopt;
+  }
+  const Arrays& inputs = y.inputs();
+  return PendingAddRmsNorm{
+      {inputs[0], optional_input(inputs, 2), norm->eps(), norm->weight_offset()}, inputs[1], outputs[1]};
 }
 
 namespace {

@@ -35,6 +35,13 @@ struct PendingRmsNorm {
 };
 std::optional<PendingRmsNorm> pending_rms_norm(const mx::array& y);
 
+// The same of the first output of add_rms_norm: the norm is of x + residual, and sum is the second output.
+struct PendingAddRmsNorm : PendingRmsNorm {
+  mx::array residual;
+  mx::array sum;
+};
+std::optional<PendingAddRmsNorm> pending_add_rms_norm(const mx::array& y);
+
 // The means of rows in mx operations, [.., 1]. mx's sum of a row may be one chain of additions, in which all roundings
 // of nearly equal numbers go the same way. The mean of what the first mean leaves of such a row is added.
 mx::array compose_row_mean(const mx::array& a, mx::Stream stream);

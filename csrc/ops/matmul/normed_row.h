@@ -1,0 +1,40 @@
+// A root mean square norm between two quantized products of one row, without a launch of its own: the product before it
+// computes the sum that it is of, the product behind it takes it for its row (metal/matmul/normed_row.h). It is found
+// when the product behind it is made, while nothing has computed the norm yet.
+#pragma once
+
+#include <optional>
+
+#include "params/matmul.h"
+#include "runtime/primitive.h"
+
+namespace mittens {
+
+// What the primitive of a product keeps of the norm. Its first input is float32, and behind its others are the squares.
+struct NormOfRow {
+  float eps;
+  mx::Dtype dtype;  // of the product
+
+  bool operator==(const NormOfRow& other) const {
+    return eps == other.eps && dtype == other.dtype;
+  }
+};
+
+struct NormedRow {
+  mx::array scaled;
+  mx::array squares;
+  NormOfRow norm;
+};
+
+// The norm y of the sum of a quantized product and a residual, in two parts that a kernel of the product computes. The
+// sum becomes that kernel's for all who hold it, and y the norm of that sum, which runs only if anybody else reads it.
+// Nothing where y is another array, where the product is of several rows or has a format without such a kernel, or
+// where more than so many hold y, the sum not counted: for others who read it the norm is computed anyhow.
+std::optional<NormedRow> take_normed_row(const mx::array& y, long holders, mx::Stream stream);
+
+// The row in mx operations, from the inputs of a product of it.
+mx::array compose_row(const Arrays& inputs, const NormOfRow& norm, mx::Stream stream);
+
+NormParams norm_params(const NormOfRow& norm, const mx::array& squares);
+
+}  // namespace mittens

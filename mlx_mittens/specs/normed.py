@@ -1,0 +1,60 @@
+"""Products whose row is a norm that lies between two of them: what tests of the table of ops call.
+
+The product before is one of x with a square matrix, and x is added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .. import _ext
+from ..ops.matmul import quantized_matmul, quantized_matmuls
+from ..ops.norm import add_rms_norm
+
+__all__ = ["exact_row", "matmuls", "row_of_mx", "swiglu"]
+
+Triple = Any  # words, scales and, where there are any, biases of groups
+
+_EPS = 1e-5
+
+
+def _weight(x: mx.array) -> mx.array:
+    return mx.ones(x.shape[-1:], x.dtype)
+
+
+def _row(x: mx.array, triple: Triple, bias: mx.array | None, options: dict[str, Any]) -> tuple[mx.array, mx.array]:
+    return add_rms_norm(quantized_matmul(x, *triple, bias=bias, **options), x, _weight(x), _EPS)
+
+
+def matmuls(x: mx.array, triples: Sequence[Triple], bias: Any, options: dict[str, Any]) -> list[mx.array]:
+    """The sum, and products of its norm with all matrices but the first, which is the square one."""
+    row, total = _row(x, triples[0], None if bias is None else bias[0], options)
+    others = None if bias is None else bias[1:]
+    parts = _ext.try_products_of_norm(row, triples[1:], bias=others, **options)
+    return [total, *(quantized_matmuls(row, triples[1:], bias=others, **options) if parts is None else parts)]
+
+
+def swiglu(x: mx.array, gate: Triple, up: Triple, options: dict[str, Any]) -> mx.array:
+    """quantized_swiglu of the norm, where gate is the square matrix too."""
+    widths: dict[str, Any] = {name: options[name] for name in ("group_size", "bits", "mode") if name in options}
+    row, _ = _row(x, gate, None, widths)
+    y: mx.array = _ext.swiglu_of_norm(row, gate, up, **options)
+    return y
+
+
+def row_of_mx(x: mx.array, triple: Triple, bias: Any, options: dict[str, Any]) -> tuple[mx.array, mx.array]:
+    """Norm and sum by mx."""
+    biases = triple[2] if len(triple) > 2 else None
+    product = mx.quantized_matmul(x, triple[0], triple[1], biases, transpose=True, **options)
+    total = x + (product if bias is None else product + bias[0])
+    return mx.fast.rms_norm(total, _weight(x), _EPS), total
+
+
+def exact_row(x: np.ndarray, product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Norm and sum in float64, from the product."""
+    total = x + product
+    return total / np.sqrt((total**2).mean(-1, keepdims=True) + _EPS), total
