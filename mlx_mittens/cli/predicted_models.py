@@ -70,15 +70,19 @@ class Row:
 class Launched:
     """The launches of a step of the short model.
 
+    A layer may have launches that depend on the one before it. So a token has the layers once and twice.
+
     Attributes:
-        whole: Without its head.
-        ends: Those but for the layers'.
-        head: Of the model without its layers, with the head; None for a prompt, whose last token alone needs one.
+        whole: Without its head, with the layers once more than `ends`.
+        ends: With the layers `before` times.
+        head: The same with the head; None for a prompt, whose last token alone needs one.
+        before: How often `ends` has the layers, 0 or 1.
     """
 
     whole: Sequence[Any]
     ends: Sequence[Any]
     head: Sequence[Any] | None
+    before: int
 
     def of_published(self, name: str, chip: Chip, constants: Constants = CONSTANTS) -> tuple[int, float]:
         """Launches of the published model, and its time in microseconds.
@@ -94,19 +98,20 @@ class Launched:
         outer = ends
         if self.head is not None:
             outer = _works(self.head, chip)
-            longest = max(range(len(outer)), key=lambda i: outer[i].lines)
+            first = next((i for i, work in enumerate(ends) if work != outer[i]), len(ends))  # of the head's
+            longest = max(range(first, len(outer)), key=lambda i: outer[i].lines)
             outer[longest] = _times(outer[longest], vocabulary / min(vocabulary, VOCABULARY))
-        return self.count(name), time(outer) + _repeats(name) * (time(whole) - time(ends))
+        return self.count(name), time(outer) + self._repeats(name) * (time(whole) - time(ends))
 
     def count(self, name: str) -> int:
         """Launches of the published model."""
         outer = self.ends if self.head is None else self.head
-        return round(len(outer) + _repeats(name) * (len(self.whole) - len(self.ends)))
+        return round(len(outer) + self._repeats(name) * (len(self.whole) - len(self.ends)))
 
-
-def _repeats(name: str) -> float:
-    """How often the published model has the layers of the short one."""
-    return float(architectures.ARCHITECTURES[name]["num_hidden_layers"] / architectures.period(name))
+    def _repeats(self, name: str) -> float:
+        """How often the published model has the layers of the short one, but for those of `ends`."""
+        layers = architectures.ARCHITECTURES[name]["num_hidden_layers"]
+        return float(layers / architectures.period(name)) - self.before
 
 
 def _works(launches: Sequence[Any], chip: Chip) -> list[Work]:
@@ -144,15 +149,20 @@ def token(model: Any, chip: Chip) -> Launched:
     """The launches of a token after `CONTEXT` others."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    cache = make_prompt_cache(model)
-    with patched():  # on a CPU mx takes minutes
-        for tokens in (CONTEXT - 1, 1):  # after the first token no rotating cache grows
-            mx.eval(_body(model)(mx.array([[1] * tokens]), cache=cache))
+    def after_context() -> Any:
+        cache = make_prompt_cache(model)
+        with patched():  # on a CPU mx takes minutes
+            for tokens in (CONTEXT - 1, 1):  # after the first token no rotating cache grows
+                mx.eval(_body(model)(mx.array([[1] * tokens]), cache=cache))
+        return cache
+
     one = mx.array([[1]])
-    step = lambda: _body(model)(one, cache=cache)
-    whole = recorded(step, chip)
-    with _without_layers(model):
-        return Launched(whole, recorded(step, chip), recorded(lambda: model(one, cache=cache), chip))
+    caches = [after_context() for _ in range(2)]
+    ends = recorded(lambda: _body(model)(one, cache=caches[0]), chip)
+    head = recorded(lambda: model(one, cache=caches[1]), chip)
+    with _layers_of(model, [*_body(model).layers] * 2):
+        cache = after_context()
+        return Launched(recorded(lambda: _body(model)(one, cache=cache), chip), ends, head, before=1)
 
 
 def prompt(model: Any, chip: Chip, tokens: int) -> Launched:
@@ -164,15 +174,15 @@ def prompt(model: Any, chip: Chip, tokens: int) -> Launched:
     caches = [make_prompt_cache(model) for _ in range(2)]  # while it has its layers
     step = lambda: _body(model)(mx.array([[1] * tokens]), cache=caches.pop())
     whole = recorded(step, chip)
-    with _without_layers(model):
-        return Launched(whole, recorded(step, chip), None)
+    with _layers_of(model, []):
+        return Launched(whole, recorded(step, chip), None, before=0)
 
 
 @contextlib.contextmanager
-def _without_layers(model: Any) -> Iterator[None]:
+def _layers_of(model: Any, given: list[Any]) -> Iterator[None]:
     body = _body(model)
     layers = body.layers
-    body.layers = []
+    body.layers = given
     try:
         yield
     finally:
