@@ -691,7 +691,8 @@ MATRIX_OPS: tuple[Op, ...] = (
         twin_text="the `gguf` package",
         summary="weights to GGUF blocks, and back",
         tests=_tests((9, 96, 0), kind="q4_0") + _tests((9, 96, 0), kind="q8_0"),
-        cases=(Case("Llama-3.1-8B", (4096, 4096, 0), {"kind": "q4_0"}, quick=True),),
+        # The twin computes on the host, where each call would wait for the GPU.
+        cases=(Case("Llama-3.1-8B", (4096, 4096, 0), {"kind": "q4_0"}, quick=True, cpu_only=True),),
         layout="block",
     ),
     MatrixOp(
@@ -707,7 +708,8 @@ MATRIX_OPS: tuple[Op, ...] = (
             for dtype in (mx.float32, mx.float16, mx.bfloat16)
         )
         + tuple(Case("test", (3, 256, 0), {"kind": kind, "dtype": mx.float32}) for kind in sorted(gguf.KINDS)),
-        cases=(Case("Llama-3.1-8B", (4096, 4096, 0), {"kind": "q4_0"}, quick=True),),
+        # The twin computes on the host, where each call would wait for the GPU.
+        cases=(Case("Llama-3.1-8B", (4096, 4096, 0), {"kind": "q4_0"}, quick=True, cpu_only=True),),
         layout="block",
     ),
 )

@@ -459,8 +459,9 @@ _RARE: tuple[dict[str, Any], ...] = (
 )
 
 
-def _mixtures(shape: tuple[int, ...], **options: Any) -> tuple[Case, ...]:
-    return cases_for_tests(shape, **options, k=shape[1])
+def _mixtures(shape: tuple[int, ...], apple_only: bool = True, **options: Any) -> tuple[Case, ...]:
+    """Cases on an NVIDIA GPU are few: there a mixture is composed, and MLX compiles for up to 30 s for each twin."""
+    return (Case("test", shape, {**options, "k": shape[1]}, apple_only=apple_only),)
 
 
 _TILED_TESTS = tuple(
@@ -576,9 +577,17 @@ MOE_OPS: tuple[Op, ...] = (
         summary="a mixture from its router's logits on, with a shared expert, in two launches",
         options={"group_size": 64, "bits": 4, "k": 2, "scores": "softmax", "parts": "shared"},
         tests=(
-            *_mixtures((1, 8, 16, 320, 64), group_size=32, bits=4),
+            *_mixtures((1, 8, 16, 320, 64), apple_only=False, group_size=32, bits=4),
             *_mixtures((1, 8, 16, 320, 64), group_size=32, bits=8, parts=""),
-            *_mixtures((3, 1, 2, 96, 32), group_size=32, bits=4, scores="sigmoid", parts="bias", renormalize=True),
+            *_mixtures(
+                (3, 1, 2, 96, 32),
+                apple_only=False,
+                group_size=32,
+                bits=4,
+                scores="sigmoid",
+                parts="bias",
+                renormalize=True,
+            ),
             *_mixtures((2, 15, 16, 64, 96), group_size=32, bits=4, renormalize=True, descending=False),
             *_mixtures((1, 9, 16, 64, 320), **_MXFP4, scores="chosen", parts="bias"),
             *_mixtures((2, 3, 65, 64, 64), group_size=32, bits=4, activation="geglu", descending=False),

@@ -255,7 +255,8 @@ void plan_affine_tiles(AffinePlan& plan, const AffineFormat& format, const Produ
   plan.outputs_per_group = affine_tile_outputs(format.bits);
   const uint32_t runs = affine_tile_runs(format.bits, static_cast<int>(plan.rows));
   const uint32_t chunks = ceil_divide(sizes.columns, plan.run * runs);
-  const uint64_t groups = uint64_t(ceil_divide(std::max(sizes.outputs, 1u), plan.outputs_per_group)) * sizes.matrices;
+  const uint64_t groups = uint64_t(ceil_divide(std::max(sizes.outputs, 1u), plan.outputs_per_group)) * sizes.matrices *
+                          ceil_divide(std::max(sizes.rows, 1u), plan.rows);
   const uint32_t most = std::clamp(ceil_divide(sizes.columns, fewest_columns), 1u, uint32_t(kProductSimdgroups));
   plan.simdgroups = plan_tile_simdgroups(groups, chunks, tiles_registers(format, plan.rows, plan.run), 1, most, gpu);
 }
@@ -300,6 +301,9 @@ SplitTilesPlan plan_split_tiles(const TilesKernels& kernels, uint32_t matrices, 
 
 const Schedules of_gemv({"gemv"}, gemv_schedules);
 const Schedules of_affine({"quantized_matmul", "quantized_swiglu"}, affine_schedules);
+
+// Up to these many rows NVIDIA's tiles of 16 rows take less time than mx's product (bench/results/h200-batches.json).
+constexpr uint32_t most_nvidia_rows = 64;
 
 constexpr const char* tensor_cores = "many rows of x where there are tensor cores";
 constexpr const char* few_tiles = "too few outputs for many rows of x to keep a GPU busy";
@@ -681,8 +685,10 @@ uint32_t most_affine_rows(const AffineKernels& kernels, mx::Stream stream) {
   if (stream.device != mx::Device::gpu) {
     return unlimited_rows;
   }
-  const bool has_tiles = kernels.has_qmm_tiles && gpu_of(stream).vendor == Gpu::Vendor::apple;
-  return has_tiles ? unlimited_rows : most_gemv_rows;
+  if (gpu_of(stream).vendor == Gpu::Vendor::apple) {
+    return kernels.has_qmm_tiles ? unlimited_rows : most_gemv_rows;
+  }
+  return kernels.has_tiles ? most_nvidia_rows : most_gemv_rows;
 }
 
 const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& format, mx::Dtype dtype,
@@ -691,7 +697,12 @@ const char* why_mx_affine(const AffineKernels& kernels, const AffineFormat& form
     return nullptr;
   }
   const Gpu& gpu = gpu_of(stream);
-  const bool is_prompt = sizes.rows > most_gemv_rows && gpu.vendor == Gpu::Vendor::apple;
+  const bool is_many = sizes.rows > most_gemv_rows;
+  const bool is_prompt = is_many && gpu.vendor == Gpu::Vendor::apple;
+  const bool has_tiles = format.transpose && has_affine_kernels(format) && kernels.has_tiles;
+  if (is_many && gpu.vendor == Gpu::Vendor::nvidia && (sizes.rows > most_nvidia_rows || !has_tiles)) {
+    return tensor_cores;
+  }
   if (!format.transpose) {
     return is_prompt ? why_mx_tiles(affine_tiles(format, kernels.matrices), dtype, sizes, gpu) : nullptr;
   }

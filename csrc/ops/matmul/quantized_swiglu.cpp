@@ -240,7 +240,13 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     return by_mx(reason);
   }
   if (const uint32_t most = most_affine_rows(kernels, stream); rows > most) {
-    return by_mx("more than " + std::to_string(most) + " rows of x");
+    fall_back(op, "more than " + std::to_string(most) + " rows of x");
+    auto product = [&](int first) {  // which may be ours
+      const auto biases = affine ? std::optional(inputs[first + 2]) : std::nullopt;
+      return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], biases, true, format.group_size, format.bits,
+                              mode, std::nullopt, stream);
+    };
+    return gated(product(1), product(4), activation, stream);
   }
   if (exact && stream.device == mx::Device::gpu && leading_size(x, 1) > most_matrices) {
     return by_mx("more than " + std::to_string(most_matrices) + " rows of x, each multiplied alone");

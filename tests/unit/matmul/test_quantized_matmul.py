@@ -13,7 +13,7 @@ from mlx_mittens.specs import dequantized, widen
 
 
 def covered(rows, executor):
-    """As many rows, or as many as there are kernels for on a GPU: more of them are left to mx there."""
+    """As many rows, or as many as all kernels take on a GPU: more of them may be left to mx there."""
     return min(rows, 16) if executor == "gpu" else rows
 
 
@@ -341,6 +341,19 @@ def test_activations_near_the_largest_number(rng, native, dtype, rows, bits):
     x = mx.array(x).astype(dtype)
     y = mm.quantized_matmul(x, *triple, True, 64, bits)
     assert_product_right(y, exact_product(widen(x), dequantized(*triple, 64, bits)), dtype)
+
+
+@pytest.mark.parametrize("rows", [17, 32, 41, 64])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_up_to_64_rows_on_nvidia(rng, nvidia_kernels, rows, bits):
+    """A server's batch: x of a row for each sequence."""
+    triple = quantize(rng, (24, 256), mx.float16, 64, bits)
+    x, bias = draw(rng, (rows, 1, 256), mx.float16), draw(rng, (24,), mx.float16)
+    y = mm.quantized_matmul(x, *triple, True, 64, bits, bias=bias)
+    assert y.shape == (rows, 1, 24)
+    exact = exact_product(widen(x), dequantized(*triple, 64, bits), widen(bias))
+    assert_product_right(y, exact, mx.float16)
+    assert nvidia_kernels() == [f"quantized_matmul_tiles_{bits}bit_16_by64_float16"]
 
 
 def test_overflow_is_infinity(executor):
