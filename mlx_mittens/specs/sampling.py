@@ -175,7 +175,7 @@ SAMPLE_OPS: tuple[Op, ...] = (
         cases=(
             Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.0}, quick=True),
             Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.7}),
-            Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.0, "logprobs": "all"}),
+            Case("Qwen3", (1, 151936), {"temperature": 0.0, "logprobs": "all"}),
             Case("Qwen3 vocabulary", (1, 151936), {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, quick=True),
             Case("Llama-3 vocabulary, batch", (8, 128256), _CHAT),
         ),
