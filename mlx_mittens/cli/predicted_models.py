@@ -145,12 +145,16 @@ def recorded(step: Callable[[], Any], chip: Chip) -> list[Any]:
     return list(found)
 
 
-def token(model: Any, chip: Chip) -> Launched:
-    """The launches of a token after `CONTEXT` others."""
+def token(model: Any, chip: Chip, is_short: bool = True) -> Launched:
+    """The launches of a token after `CONTEXT` others; a model that is not short needs its layers once alone."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    def after_context() -> Any:
+    once = len(make_prompt_cache(model))
+
+    def after_context(times: int = 1) -> Any:
         cache = make_prompt_cache(model)
+        if len(cache) < times * once:  # as many as the configuration has layers
+            cache += [one for _ in range(times - 1) for one in make_prompt_cache(model)]
         with patched():  # on a CPU mx takes minutes
             for tokens in (CONTEXT - 1, 1):  # after the first token no rotating cache grows
                 mx.eval(_body(model)(mx.array([[1] * tokens]), cache=cache))
@@ -160,8 +164,10 @@ def token(model: Any, chip: Chip) -> Launched:
     caches = [after_context() for _ in range(2)]
     ends = recorded(lambda: _body(model)(one, cache=caches[0]), chip)
     head = recorded(lambda: model(one, cache=caches[1]), chip)
+    if not is_short:
+        return Launched(ends, ends, head, before=1)
     with _layers_of(model, [*_body(model).layers] * 2):
-        cache = after_context()
+        cache = after_context(2)
         return Launched(recorded(lambda: _body(model)(one, cache=cache), chip), ends, head, before=1)
 
 
@@ -211,7 +217,8 @@ def sides(
 ) -> tuple[Launched, ...]:
     """The launches of a token under `patched()`, and by mx, planned for a chip; of a prompt if it has tokens."""
     model = short_model(name, weights, dtype)
-    launched = lambda: prompt(model, chip, tokens) if tokens else token(model, chip)
+    is_short = len(model.layers) < architectures.ARCHITECTURES[name]["num_hidden_layers"]
+    launched = lambda: prompt(model, chip, tokens) if tokens else token(model, chip, is_short)
     with patched():
         ours = launched()
     return (ours, launched()) if with_mx else (ours,)

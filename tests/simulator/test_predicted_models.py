@@ -12,6 +12,7 @@ import mlx_mittens as mm
 from mlx_mittens import frontend
 from mlx_mittens.apple import agx_compiler
 from mlx_mittens.apple.chips import find_chip
+from mlx_mittens.cli import predicted_models
 from mlx_mittens.simulator import EstimatedLaunch, mlx_launches
 from mlx_mittens.simulator.mlx_graph import Array, Operation, Recorder
 from tests.helpers import tiny
@@ -82,6 +83,17 @@ def test_a_layer_more_takes_as_many_launches_and_as_much_time_more():
     assert len(three) - len(two) == len(two) - len(one) == 17
     more, before = three.total.microseconds - two.total.microseconds, two.total.microseconds - one.total.microseconds
     assert more == pytest.approx(before, rel=1e-6)
+
+
+def test_a_model_whose_caches_its_configuration_counts(monkeypatch):
+    """Mamba 2 has as many as layers there, not as the body has: a layer more has a state of its own."""
+    monkeypatch.setattr(predicted_models, "CONTEXT", 4)
+    model = tiny.build("mamba2-2.7b", mx.float16, bits=4, num_hidden_layers=1)
+    with mm.patched():
+        short = predicted_models.token(model, find_chip("m1"))
+        whole = predicted_models.token(model, find_chip("m1"), is_short=False)
+    assert len(short.whole) - len(short.ends) == 5  # a norm, two products, and two launches between them
+    assert len(whole.whole) == len(whole.ends) == len(short.ends)
 
 
 def predicted(function, *arrays, **options):
