@@ -1,7 +1,7 @@
 """Predicted time of products of many rows on Apple GPUs, beside MLX's own kernels.
 
 python bench/apple/prompts.py            prints the tables
-python bench/apple/prompts.py --write    writes bench/results/prompts.md, and the table of models into README and docs
+python bench/apple/prompts.py --write    writes bench/results/prompts.md
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from tiles import SIMULATED, TYPES, Noted, beside, extended, launches, percent_of_peak
 
 import mlx_mittens as mm
-from mlx_mittens.apple.chips import Chip, find_chip
+from mlx_mittens.apple.chips import Chip
 from mlx_mittens.apple.estimates import elementwise
 from mlx_mittens.apple.model import Instructions, chain, predict
 from mlx_mittens.bench import mlx_metal
-from mlx_mittens.bench.architectures import ARCHITECTURES
 from mlx_mittens.ops.custom import Output, int32, launch
 from mlx_mittens.simulator import PredictedLaunch
 from mlx_mittens.specs.gguf import KINDS as KINDS_OF_BLOCKS
@@ -37,17 +35,7 @@ WEIGHTS = ((4096, 4096), (4096, 14336), (14336, 4096))  # columns and outputs
 BITS = (4, 8)
 KINDS = ("q4_0", "q4_k", "mxfp4")
 GROUP = 64
-MODELS = {
-    "Llama-3.2-1B": "llama-3.2-1b",
-    "Qwen3-0.6B": "qwen3-0.6b",
-    "Llama-3.1-8B": "llama-3.1-8b",
-    "Qwen3-8B": "qwen3-8b",
-}
-TOKENS = 512  # of the models' prompt
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "bench" / "results" / "prompts.md"
-COPIES = (ROOT / "README.md", ROOT / "docs" / "apple.md")  # of the table of models
-MARKS = "<!-- prompts -->\n", "<!-- /prompts -->\n"
+FILE = Path(__file__).parents[1] / "results" / "prompts.md"
 
 HEAD = """# Products of prompts, predicted beside MLX's kernels
 
@@ -59,11 +47,6 @@ outputs and of few rows alone: of 32 rows and 4096 outputs on a Max, speed is th
 [docs/apple.md](../../docs/apple.md) says how far such predictions are off. Percent are of the ALU's peak in half types,
 cores x clock x 256. Speed is MLX's time by ours. Weights of GGUF files are dequantized by our kernel for MLX's `gemm`:
 its time is that of reading the blocks and of writing the weights, at the memory's nominal speed, besides.
-"""
-
-OF_MODELS = f"""All quantized products of a prompt of {TOKENS} tokens but the head's, in 4 bits. Attention, norms and
-the head are left out; in Llama-3.1-8B the products are 95 % of the arithmetic. Where our plan leaves a product to
-mx, ours is MLX's.
 """
 
 NOTES = """## What falls short
@@ -304,17 +287,6 @@ def few_rows(name: str) -> list[str]:
     return beside(title, ("rows x K x N", "us", "MLX's"), SPLIT_CHIPS, by_size(sizes, times))
 
 
-def products_of(config: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    """Columns and outputs of the products of a model, and how many there are."""
-    hidden, between, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    heads = config["num_attention_heads"]
-    dims = config.get("head_dim") or hidden // heads
-    cached = config["num_key_value_heads"] * dims
-    shapes = [(hidden, heads * dims, 1), (hidden, cached, 2), (heads * dims, hidden, 1)]
-    shapes += [(hidden, between, 2), (between, hidden, 1)]
-    return [(columns, outputs, count * layers) for columns, outputs, count in shapes]
-
-
 def is_ours(tile: Tile, chip: Chip, rows: int, outputs: int) -> bool:
     """Whether the plan gives a product to our kernel, unless its tiles share the columns."""
     return are_busy(-(-rows // tile.rows) * -(-outputs // tile.outputs), chip)
@@ -323,27 +295,6 @@ def is_ours(tile: Tile, chip: Chip, rows: int, outputs: int) -> bool:
 def are_busy(tiles: int, chip: Chip) -> bool:
     """The plan's rule (csrc/ops/matmul/plan.cpp: keep_busy)."""
     return tiles * 2 >= chip.cores * 3 and tiles * 5 >= -(-tiles // chip.cores) * chip.cores * 4
-
-
-def models() -> list[str]:
-    """The lines of the table of models."""
-    lines = ["| model, type | " + " | ".join(f"{chip}: ms | MLX's | speed" for chip in CHIPS) + " |"]
-    lines.append("|---|" + "--:|--:|--:|" * len(CHIPS))
-    for name, (dtype, text) in TYPES.items():
-        ours, theirs = our_quantized(64, dtype, 4, True), their_quantized(dtype, text, 4, True)
-        for model, key in MODELS.items():
-            cells = [f"{model}, {name}"]
-            for chip in map(find_chip, CHIPS):
-                a = b = 0.0
-                for columns, outputs, count in products_of(ARCHITECTURES[key]):
-                    size = (TOKENS, columns, outputs)
-                    moved = 2 * TOKENS * (columns + outputs) + columns * outputs * (4 + 32 / GROUP) / 8
-                    mlx = time(theirs, chip, size, moved)
-                    b += count * mlx / 1e3
-                    a += count * (time(ours, chip, size, moved) if is_ours(ours, chip, TOKENS, outputs) else mlx) / 1e3
-                cells += [f"{a:,.0f}", f"{b:,.0f}", f"{b / a:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def of_dense(dtype: mx.Dtype, text: str, transpose: bool) -> dict[str, Tile]:
@@ -384,15 +335,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
     arguments = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    of_models = models()
-    print(*of_models, sep="\n", flush=True)
-    lines = ["## Models", "", OF_MODELS, *of_models, "", *(line for section in sections() for line in section)]
+    lines = [line for section in sections() for line in section]
     if arguments.write:
         FILE.write_text("\n".join([HEAD, *lines, NOTES]))
-        for path in COPIES:
-            before, rest = path.read_text().split(MARKS[0])
-            rows = "\n".join(of_models)
-            path.write_text(f"{before}{MARKS[0]}{rows}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Launched:
             outer = _works(self.head, chip)
             first = next((i for i, work in enumerate(ends) if work != outer[i]), len(ends))  # of the head's
             longest = max(range(first, len(outer)), key=lambda i: outer[i].lines)
-            outer[longest] = _times(outer[longest], vocabulary / min(vocabulary, VOCABULARY))
+            outer[longest] = times(outer[longest], vocabulary / min(vocabulary, VOCABULARY))
         return self.count(name), time(outer) + self._repeats(name) * (time(whole) - time(ends))
 
     def count(self, name: str) -> int:
@@ -121,7 +121,7 @@ def _works(launches: Sequence[Any], chip: Chip) -> list[Work]:
     return works
 
 
-def _times(work: Work, factor: float) -> Work:
+def times(work: Work, factor: float) -> Work:
     """The same work by more threadgroups, or fewer."""
     names = ("threadgroups", "lines", "fragment_lines", "summed_lines")
     return replace(

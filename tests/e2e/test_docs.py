@@ -301,7 +301,7 @@ def test_a_block_that_nothing_tests_fails(tmp_path):
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "apple.md"], ids=lambda page: page.name)
 def test_the_table_of_prompts_is_that_of_the_results(page):
-    """bench/apple/prompts.py --write makes all of them."""
+    """bench/apple/whole_prompts.py --write makes all of them."""
     rows = page.read_text().split("<!-- prompts -->\n")[1].split("<!-- /prompts -->")[0]
-    section = (ROOT / "bench" / "results" / "prompts.md").read_text().split("## Models\n")[1].split("\n## ")[0]
+    section = (ROOT / "bench" / "results" / "whole-prompts.md").read_text().split("\n## ")[1]
     assert rows.splitlines() == [line for line in section.splitlines() if line.startswith("|")]

@@ -49,6 +49,13 @@ def test_gradients_that_training_takes_are_timed_and_right(name, native):
         assert op.bytes_moved(small, specs.DTYPES[dtype]) > sum(a.nbytes for a in arrays if a is not None) / 2
 
 
+def test_twins_that_compute_on_the_host_are_timed_on_a_cpu_alone():
+    """On a GPU hundreds of calls are queued at once, and each would wait there."""
+    on_host = [op for op in specs.OPS if "package" in op.twin_text]
+    assert {op.name for op in on_host} == {"block_quantize", "block_dequantize"}
+    assert all(case.cpu_only for op in on_host for case in op.cases)
+
+
 def test_get_says_which_ops_there_are():
     with pytest.raises(
         KeyError, match="rms_norm, layer_norm, softmax, add_rms_norm, norm_add_norm, qk_norm, softcap, sample"
