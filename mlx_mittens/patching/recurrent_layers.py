@@ -130,7 +130,7 @@ def lfm2_convolution(layer: Any, x: mx.array, mask: Any = None, cache: Any = Non
     conv = layer["conv"]
     if not _is_one_token(x, mask, cache, 1) or not _has_own_channels(conv):
         return None
-    projected = layer["in_proj"](x)
+    (projected,) = products(x, [layer["in_proj"]], alone=True)
     bias = conv["bias"] if "bias" in conv else None
     y, cache[0] = _ext.short_conv_token(projected.reshape(x.shape[0], -1), cache[0], conv["weight"], bias)
     cache.advance(1)
@@ -182,7 +182,7 @@ def _space(layer: Any, x: mx.array, mask: Any, cache: Any, norm: Callable[[mx.ar
         return None
     if not _keeps_its_type(layer, steps, x.dtype):
         return None
-    projected = layer["in_proj"](x)
+    (projected,) = products(x, [layer["in_proj"]], alone=True)
     y, cache[0], cache[1] = _ext.ssm_token(
         projected.reshape(x.shape[0], -1),
         cache[0],

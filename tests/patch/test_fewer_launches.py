@@ -21,6 +21,8 @@ MODELS = {
     "qwen3-next-80b-a3b": {"gated_delta_token": 1, "quantized_matmuls": 4, "mixture": 4},
     "qwen3-30b-a3b": {"quantized_matmuls": 2, "mixture": 4},
     "gpt-oss-20b": {"quantized_matmuls": 2, "mixture": 4},
+    "lfm2-1.2b": {"short_conv_token": 1, **NORMS},
+    "mamba2-2.7b": {"ssm_token": 2, "quantized_matmul_sum": 1, "rms_norm": 3, "add_rms_norm": 1},
 }
 
 

@@ -92,7 +92,7 @@ def test_a_model_whose_caches_its_configuration_counts(monkeypatch):
     with mm.patched():
         short = predicted_models.token(model, find_chip("m1"))
         whole = predicted_models.token(model, find_chip("m1"), is_short=False)
-    assert len(short.whole) - len(short.ends) == 5  # a norm, two products, and two launches between them
+    assert len(short.whole) - len(short.ends) == 4  # two products, one with the norm before it, and two between
     assert len(whole.whole) == len(whole.ends) == len(short.ends)
 
 
