@@ -25,6 +25,34 @@ struct NormedRow {
   }
 };
 
+// What the product before has for the row.
+template <typename T>
+struct SummedRow {
+  const device T* residual;
+  const device T* weight;
+  device T* sum;
+  device float* scaled;   // sum * weight
+  device float* squares;  // of each block
+};
+
+// Writes the sums of a block of R outputs, of `all`, from the products that lanes hold after sum_of_sharers, rounded. All
+// lanes take part.
+template <int R, typename T>
+inline void write_sums(SummedRow<T> row, T product, Sharing at, OwnOutputs outputs, uint block, uint all) {
+  const uint output = outputs.first + at.lane / (32 / R);
+  float square = 0;
+  if (writes<R>(at, outputs, output)) {
+    const T s = T(float(product) + float(row.residual[output]));
+    row.sum[output] = s;
+    row.scaled[output] = float(s) * float(row.weight[output]);
+    square = float(s) * float(s);
+  }
+  square = simd_sum(square);
+  if (at.position == 0 && outputs.own < all) {
+    row.squares[block] = square;
+  }
+}
+
 // n, for all lanes of a simdgroup.
 inline float norm_of_row(const device float* squares, uint columns, constant NormParams& params, uint lane) {
   const uint tail = params.blocks % 4;

@@ -7,6 +7,7 @@
 // of one row is added to a residual, for a norm of the sum (matmul/normed_row.h).
 #include <metal_stdlib>
 
+#include "matmul/normed_row.h"
 #include "matmul/quantized_rows.h"
 #include "matmul/rows.h"
 #include "mittens/instantiate.h"
@@ -56,18 +57,9 @@ template <typename T, QuantizedFormat F>
   float totals[R];
   multiply_rows<1, R, 1>(rows, matrix, at, totals);
   const float product[1] = {sum_of_sharers(totals, at, partials)};
-  const uint output = outputs.first + lane / (32 / R);
-  float square = 0;
-  if (writes<R>(at, outputs, output)) {
-    const T s = T(float(epilogue(product, bias, params, output)) + float(residual[output]));
-    sum[output] = s;
-    scaled[output] = float(s) * float(norm_weight[output]);
-    square = float(s) * float(s);
-  }
-  square = simd_sum(square);
-  if (at.position == 0 && outputs.own < params.outputs) {
-    squares[block] = square;
-  }
+  const uint output = min(outputs.first + lane / (32 / R), params.outputs - 1);
+  const SummedRow<T> row = {residual, norm_weight, sum, scaled, squares};
+  write_sums<R>(row, epilogue(product, bias, params, output), at, outputs, block, params.outputs);
 }
 
 // Several rows of rare formats go by matrices (matmul/qmm.metal).

@@ -9,9 +9,11 @@
 //
 // As moe/gather_swiglu.metal and moe/gather_qmm.metal: the first launch has a threadgroup for each token, expert and
 // block of outputs; in the second a simdgroup has each expert. In the first a threadgroup finds its expert by itself,
-// so that no launch comes before for the choice alone; one threadgroup of a token writes it for the second.
+// so that no launch comes before for the choice alone; one threadgroup of a token writes it for the second. Of
+// mixture_normed_sum y is added to a residual, for a norm of the sum (matmul/normed_row.h).
 #include <metal_stdlib>
 
+#include "matmul/normed_row.h"
 #include "matmul/quantized_rows.h"
 #include "matmul/rows.h"
 #include "mittens/instantiate.h"
@@ -105,24 +107,18 @@ template <typename T, QuantizedFormat F>
   }
 }
 
+// The weighted sums of a block of outputs of a token, for the lanes that sum_of_sharers gives them to.
 template <typename T, QuantizedFormat F>
-[[kernel, max_total_threads_per_threadgroup(32 * kMostSummed)]] void mixture_sum(
-    const device T* x [[buffer(0)]],  // [tokens, places, columns]
-    quantized_matrix(w, 1, 2, 3, ScaleOf<T, F>),  // [matrices, outputs, columns]
-    quantized_matrix(shared_w, 4, 5, 6, ScaleOf<T, F>),  // [outputs, columns]
-    const device T* bias [[buffer(7)]],  // [matrices, outputs]
-    const device uint* indices [[buffer(8)]],  // [tokens, chosen]
-    const device T* weights [[buffer(9)]],  // [tokens, chosen]
-    const device T* shared_logits [[buffer(10)]],  // [tokens]
-    device T* y [[buffer(11)]],  // [tokens, outputs]
-    constant MixtureParams& params [[buffer(12)]], thread_of_plane) {
+inline float sum_of_experts(
+    const device T* x, const device uint* w, const device ScaleOf<T, F>* w_scales, const device ScaleOf<T, F>* w_biases,
+    const device uint* shared_w, const device ScaleOf<T, F>* shared_w_scales,
+    const device ScaleOf<T, F>* shared_w_biases, const device T* bias, const device uint* indices,
+    const device T* weights, const device T* shared_logits, constant MixtureParams& params, Sharing at, uint token,
+    uint block, threadgroup float* partials) {
   using Rows = QuantizedRows<T, F, F == affine_8 ? 8 : 16>;  // fewer columns take fewer registers
   constexpr int R = kRowOutputs;
-  threadgroup float partials[kMostSummed * R];
   constant QuantizedParams& shape = params.experts.weights;
-  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
-  const OwnOutputs outputs = outputs_of<R>(shape.outputs, group.x * threads.y + thread_at.y);
-  const uint token = group.z;
+  const OwnOutputs outputs = outputs_of<R>(shape.outputs, block);
   const uint i = at.position / 32;
   const bool own = i == params.route.k;  // the shared expert's
   const uint place = token * params.route.k + (own ? 0 : i);
@@ -133,23 +129,69 @@ template <typename T, QuantizedFormat F>
                                                     own ? shared_w_biases : w_biases, shape, expert)
                                                .at(outputs.first, outputs.alone)};
   float addend = 0;
-  if (shape.has_bias && !own && lane < R) {
-    addend = float(bias[size_t(expert) * shape.outputs + outputs.first + (outputs.alone ? 0 : lane)]);
+  if (shape.has_bias && !own && at.lane < R) {
+    addend = float(bias[size_t(expert) * shape.outputs + outputs.first + (outputs.alone ? 0 : at.lane)]);
   }
   float totals[R];
-  multiply_rows<1, R, 1>(rows, matrix, Sharing{lane, 1, at.block, lane}, totals);
+  multiply_rows<1, R, 1>(rows, matrix, Sharing{at.lane, 1, at.block, at.lane}, totals);
   const float weight = own ? 1.0f / (1.0f + precise::exp(-float(shared_logits[token]))) : float(weights[place]);
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    totals[r] = (totals[r] + (int(lane) == r ? addend : 0.0f)) * weight;
+    totals[r] = (totals[r] + (int(at.lane) == r ? addend : 0.0f)) * weight;
   }
-  const float sum = sum_of_sharers(totals, at, partials);
+  return sum_of_sharers(totals, at, partials);
+}
+
+// Parameters of the two kernels below.
+#define mixture_sum_inputs(T, ...)                                                                         \
+  const device T *x [[buffer(0)]], quantized_matrix(w, 1, 2, 3, __VA_ARGS__),                              \
+      quantized_matrix(shared_w, 4, 5, 6, __VA_ARGS__), const device T *bias [[buffer(7)]],                \
+      const device uint *indices [[buffer(8)]], const device T *weights [[buffer(9)]],                     \
+      const device T *shared_logits [[buffer(10)]]
+
+// x [tokens, places, columns], w and bias of all matrices, those of the shared expert, indices and weights [tokens,
+// chosen], shared_logits [tokens].
+template <typename T, QuantizedFormat F>
+[[kernel, max_total_threads_per_threadgroup(32 * kMostSummed)]] void mixture_sum(
+    mixture_sum_inputs(T, ScaleOf<T, F>),
+    device T* y [[buffer(11)]],  // [tokens, outputs]
+    constant MixtureParams& params [[buffer(12)]], thread_of_plane) {
+  constexpr int R = kRowOutputs;
+  threadgroup float partials[kMostSummed * R];
+  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
+  const uint block = group.x * threads.y + thread_at.y;
+  const float sum = sum_of_experts<T, F>(
+      x, w, w_scales, w_biases, shared_w, shared_w_scales, shared_w_biases, bias, indices, weights, shared_logits,
+      params, at, group.z, block, partials);
   // Computed again, as in moe/gather_qmm.metal.
-  const OwnOutputs written = outputs_of<R>(shape.outputs, group.x * threads.y + thread_at.y);
+  const uint all = params.experts.weights.outputs;
+  const OwnOutputs written = outputs_of<R>(all, block);
   const uint output = written.first + lane / (32 / R);
   if (writes<R>(at, written, output)) {
-    y[size_t(token) * shape.outputs + output] = T(sum);
+    y[size_t(group.z) * all + output] = T(sum);
   }
+}
+
+// Of one token.
+template <typename T, QuantizedFormat F>
+[[kernel, max_total_threads_per_threadgroup(32 * kMostSummed)]] void mixture_normed_sum(
+    mixture_sum_inputs(T, ScaleOf<T, F>),
+    const device T* residual [[buffer(11)]],     // [outputs]
+    const device T* norm_weight [[buffer(12)]],  // [outputs]
+    device T* y [[buffer(13)]],                  // [outputs]
+    device float* scaled [[buffer(14)]],         // [outputs], y * norm_weight
+    device float* squares [[buffer(15)]],        // [blocks], of y
+    constant MixtureParams& params [[buffer(16)]], thread_of_plane) {
+  constexpr int R = kRowOutputs;
+  threadgroup float partials[kMostSummed * R];
+  const Sharing at = {thread_at.x, threads.x / 32, thread_at.y, lane};
+  const uint block = group.x * threads.y + thread_at.y;
+  const float sum = sum_of_experts<T, F>(
+      x, w, w_scales, w_biases, shared_w, shared_w_scales, shared_w_biases, bias, indices, weights, shared_logits,
+      params, at, 0, block, partials);
+  const uint all = params.experts.weights.outputs;
+  const SummedRow<T> row = {residual, norm_weight, y, scaled, squares};
+  write_sums<R>(row, T(sum), at, outputs_of<R>(all, block), block, all);
 }
 
 instantiate_types("mixture_swiglu_4bit", mixture_swiglu, affine_4)
@@ -158,3 +200,6 @@ instantiate_types("mixture_swiglu_4bit", mixture_swiglu, affine_4)
             instantiate_types("mixture_sum_4bit", mixture_sum, affine_4)
                 instantiate_types("mixture_sum_8bit", mixture_sum, affine_8)
                     instantiate_types("mixture_sum_mxfp4", mixture_sum, mxfp4)
+                        instantiate_types("mixture_normed_sum_4bit", mixture_normed_sum, affine_4)
+                            instantiate_types("mixture_normed_sum_8bit", mixture_normed_sum, affine_8)
+                                instantiate_types("mixture_normed_sum_mxfp4", mixture_normed_sum, mxfp4)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import moe
-from . import matmul
+from . import matmul, normed
 from .op import (
     Case,
     Exact,
@@ -234,7 +234,8 @@ class MixtureOp(ModelOp):
         y = product(hidden.value, down, bias[2])
         assert hidden.magnitude is not None
         size = np.sqrt((hidden.magnitude**2) @ np.swapaxes(down[chosen], -1, -2) ** 2)[..., 0, :]
-        return [Exact((y.value[..., 0, :] * factors).sum(-2), np.sqrt(((size * factors) ** 2).sum(-2)))]
+        total = (y.value[..., 0, :] * factors).sum(-2) + (x if options.get("is_normed") else 0)
+        return [Exact(total, np.sqrt(((size * factors) ** 2).sum(-2)))]
 
 
 def _products(x: np.ndarray, w: np.ndarray, chosen: np.ndarray) -> Exact:
@@ -380,13 +381,19 @@ def _parts(arrays, parts):
     return triples[: 6 if has_shared else 3], others
 
 
-def _mixture(x, logits, *arrays, k, parts, **options):
+def _mixture(x, logits, *arrays, k, parts, is_normed=False, **options):
     triples, others = _parts(arrays, parts)
     shared = dict(zip(("shared_gate", "shared_up", "shared_down"), triples[3:]))
-    return moe.mixture(x, logits, k, *triples[:3], **shared, **others, **options)
+    y = moe.mixture(x, logits, k, *triples[:3], **shared, **others, **options)
+    return normed.sum_before(y, x, [array[0] for array in triples[0]], options) if is_normed else y
 
 
-def _mx_mixture(
+def _mx_mixture(x, logits, *arrays, is_normed=False, **options):
+    y = _mx_experts(x, logits, *arrays, **options)
+    return x + y if is_normed else y
+
+
+def _mx_experts(
     x, logits, *arrays, k, parts, scores, renormalize=False, descending=True, activation="swiglu", **options
 ):
     (gate, up, down, *shared), others = _parts(arrays, parts)
@@ -591,6 +598,11 @@ MOE_OPS: tuple[Op, ...] = (
             *_mixtures((2, 15, 16, 64, 96), group_size=32, bits=4, renormalize=True, descending=False),
             *_mixtures((1, 9, 16, 64, 320), **_MXFP4, scores="chosen", parts="bias"),
             *_mixtures((2, 3, 65, 64, 64), group_size=32, bits=4, activation="geglu", descending=False),
+            *(
+                case
+                for options in ({"group_size": 32, "bits": 4}, {"group_size": 32, "bits": 8, "parts": "bias"}, _MXFP4)
+                for case in _mixtures((1, 3, 5, 96, 64), is_normed=True, **options)
+            ),
         ),
         cases=(
             Case("Qwen3-Next", (1, 10, 512, 2048, 512), {"bits": 4, "k": 10, "renormalize": True}, gpu_only=True),

@@ -15,7 +15,7 @@ from .. import _ext
 from ..ops.matmul import quantized_matmul, quantized_matmuls
 from ..ops.norm import add_rms_norm
 
-__all__ = ["exact_row", "matmuls", "row_of_mx", "swiglu"]
+__all__ = ["exact_row", "matmuls", "row_of_mx", "sum_before", "swiglu"]
 
 Triple = Any  # words, scales and, where there are any, biases of groups
 
@@ -36,6 +36,14 @@ def matmuls(x: mx.array, triples: Sequence[Triple], bias: Any, options: dict[str
     others = None if bias is None else bias[1:]
     parts = _ext.try_products_of_norm(row, triples[1:], bias=others, **options)
     return [total, *(quantized_matmuls(row, triples[1:], bias=others, **options) if parts is None else parts)]
+
+
+def sum_before(y: mx.array, x: mx.array, triple: Triple, options: dict[str, Any]) -> mx.array:
+    """x + y, where a product with a matrix reads the norm of that."""
+    widths: dict[str, Any] = {name: options[name] for name in ("group_size", "bits", "mode") if name in options}
+    row, total = add_rms_norm(y, x, _weight(x), _EPS)
+    _ext.try_products_of_norm(row, [triple], **widths)
+    return total
 
 
 def swiglu(x: mx.array, gate: Triple, up: Triple, options: dict[str, Any]) -> mx.array:

@@ -18,9 +18,10 @@ MODELS = {
     "qwen2.5-0.5b": {"quantized_matmuls": 2, **NORMS},
     "qwen3-0.6b": {"quantized_matmuls": 2, **NORMS},
     # The projections of the gated delta, and in both layers the router with the shared expert's gate.
-    "qwen3-next-80b-a3b": {"gated_delta_token": 1, "quantized_matmuls": 4, "mixture": 4},
-    "qwen3-30b-a3b": {"quantized_matmuls": 2, "mixture": 4},
-    "gpt-oss-20b": {"quantized_matmuls": 2, "mixture": 4},
+    # Before the second layer's attention the mixture adds the residual for the norm.
+    "qwen3-next-80b-a3b": {"gated_delta_token": 1, "quantized_matmuls": 4, "mixture": 4, "add_rms_norm": 3},
+    "qwen3-30b-a3b": {"quantized_matmuls": 2, "mixture": 4, "add_rms_norm": 3},
+    "gpt-oss-20b": {"quantized_matmuls": 2, "mixture": 4, "add_rms_norm": 3},
     "lfm2-1.2b": {"short_conv_token": 1, **NORMS},
     "mamba2-2.7b": {"ssm_token": 2, "quantized_matmul_sum": 1, "rms_norm": 3, "add_rms_norm": 1},
 }

@@ -35,9 +35,7 @@ class QuantizedMatmulSum : public KernelPrimitive {
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     const mx::Shape& shape = residual_of(inputs).shape();
-    const auto outputs = static_cast<uint32_t>(shape.back());
-    const uint32_t blocks = outputs < kRowOutputs ? outputs : ceil_divide(outputs, kRowOutputs);
-    return {shape, shape, {static_cast<int>(blocks)}};
+    return {shape, shape, {square_blocks(shape.back())}};
   }
 
  protected:
@@ -77,12 +75,7 @@ class QuantizedMatmulSum : public KernelPrimitive {
     const auto bias = has_bias(inputs) ? std::optional(inputs[4]) : std::nullopt;
     const mx::array product = quantized_matmul(inputs[0], inputs[1], inputs[2], biases, true, format_.group_size,
                                                format_.bits, mode_name(format_), bias, stream());
-    const mx::array sum = mx::add(product, residual_of(inputs), stream());
-    const mx::array wide = mx::astype(sum, mx::float32, stream());
-    const mx::array scaled = mx::multiply(wide, mx::astype(inputs.back(), mx::float32, stream()), stream());
-    const mx::array square = mx::reshape(mx::sum(mx::square(wide, stream()), stream()), {1}, stream());
-    const mx::Shape others = {output_shapes(inputs)[2][0] - 1};
-    return {sum, scaled, mx::concatenate({square, mx::zeros(others, mx::float32, stream())}, 0, stream())};
+    return compose_sum(product, residual_of(inputs), inputs.back(), stream());
   }
 
  private:
@@ -112,16 +105,37 @@ void become(mx::array array, mx::array output) {
   array.set_siblings(std::move(siblings), 0);
 }
 
-// The format of a product that a kernel adds to a residual, if an array is one that nobody else needs.
-std::optional<AffineFormat> summed_format(const mx::array& product, const mx::array& y, mx::Stream stream) {
-  constexpr long most_holders = 4;  // the inputs of norm and sum, who looks, and the caller: a model names its parts
+// The sum of a product with a residual and what a norm of it needs, if an array is a product that nobody else reads.
+std::optional<Arrays> summed(const mx::array& product, const mx::array& residual, const mx::array& weight,
+                             mx::Stream stream) {
+  // The inputs of norm and sum, who looks, the caller, since a model names its parts, and outputs beside the product.
+  const long most_holders = 4 + static_cast<long>(product.siblings().size());
+  if (!is_pending(product) || product.is_tracer() || product.primitive().stream() != stream ||
+      product.shape() != residual.shape() || !has_holders(product, most_holders)) {
+    return std::nullopt;
+  }
+  if (auto* other = dynamic_cast<SummedProduct*>(&product.primitive())) {
+    return product.outputs()[0].id() == product.id() ? other->with_sum(product.inputs(), residual, weight)
+                                                     : std::nullopt;
+  }
   const auto format = pending_row_product(product);
-  const bool is_plain = format && has_common_kernels(*format) && product.primitive().stream() == stream &&
-                        !product.is_tracer() && product.shape() == y.shape();
-  return is_plain && has_holders(product, most_holders) ? format : std::nullopt;
+  if (!format || !has_common_kernels(*format)) {
+    return std::nullopt;
+  }
+  auto primitive = std::make_shared<QuantizedMatmulSum>(stream, *format);
+  Arrays inputs = product.inputs();
+  inputs.push_back(residual);
+  inputs.push_back(weight);
+  std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+  return mx::array::make_arrays(std::move(shapes), {product.dtype(), mx::float32, mx::float32}, std::move(primitive),
+                                inputs);
 }
 
 }  // namespace
+
+int square_blocks(int outputs) {
+  return outputs < kRowOutputs ? outputs : static_cast<int>(ceil_divide(outputs, kRowOutputs));
+}
 
 std::optional<NormedRow> take_normed_row(const mx::array& y, long holders, mx::Stream stream) {
   if (!is_pending(y) || y.is_tracer() || y.primitive().stream() != stream ||
@@ -137,20 +151,22 @@ std::optional<NormedRow> take_normed_row(const mx::array& y, long holders, mx::S
   for (int i : {0, 1}) {
     const mx::array& product = i == 0 ? norm->x : norm->residual;
     const mx::array& residual = i == 0 ? norm->residual : norm->x;
-    if (const auto format = summed_format(product, y, stream)) {
-      const auto primitive = std::make_shared<QuantizedMatmulSum>(stream, *format);
-      Arrays inputs = product.inputs();
-      inputs.push_back(residual);
-      inputs.push_back(*norm->weight);
-      std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-      const Arrays outputs =
-          mx::array::make_arrays(std::move(shapes), {y.dtype(), mx::float32, mx::float32}, primitive, inputs);
+    if (const auto outputs = summed(product, residual, *norm->weight, stream)) {
       become(y, rms_norm(norm->sum, norm->weight, norm->eps, 0.0f, stream));
-      become(norm->sum, outputs[0]);
-      return NormedRow{outputs[1], outputs[2], {norm->eps, y.dtype()}};
+      become(norm->sum, outputs->at(0));
+      return NormedRow{outputs->at(1), outputs->at(2), {norm->eps, y.dtype()}};
     }
   }
   return std::nullopt;
+}
+
+Arrays compose_sum(const mx::array& product, const mx::array& residual, const mx::array& weight, mx::Stream stream) {
+  const mx::array sum = mx::add(product, residual, stream);
+  const mx::array wide = mx::astype(sum, mx::float32, stream);
+  const mx::array scaled = mx::multiply(wide, mx::astype(weight, mx::float32, stream), stream);
+  const mx::array square = mx::reshape(mx::sum(mx::square(wide, stream), stream), {1}, stream);
+  const mx::Shape others = {square_blocks(sum.shape(-1)) - 1};
+  return {sum, scaled, mx::concatenate({square, mx::zeros(others, mx::float32, stream)}, 0, stream)};
 }
 
 mx::array compose_row(const Arrays& inputs, const NormOfRow& norm, mx::Stream stream) {

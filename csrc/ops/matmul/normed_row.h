@@ -26,11 +26,27 @@ struct NormedRow {
   NormOfRow norm;
 };
 
+// A primitive of another family whose first output of one row may be summed in its kernel too.
+class SummedProduct {
+ public:
+  virtual ~SummedProduct() = default;
+
+  // From its inputs: the sum with a residual, that times the weight of a norm in float32, and squares, the first three
+  // of a new primitive's outputs. Nothing of several rows.
+  virtual std::optional<Arrays> with_sum(const Arrays& inputs, const mx::array& residual, const mx::array& weight) = 0;
+};
+
+// Blocks of outputs that have a sum of squares.
+int square_blocks(int outputs);
+
 // The norm y of the sum of a quantized product and a residual, in two parts that a kernel of the product computes. The
 // sum becomes that kernel's for all who hold it, and y the norm of that sum, which runs only if anybody else reads it.
 // Nothing where y is another array, where the product is of several rows or has a format without such a kernel, or
 // where more than so many hold y, the sum not counted: for others who read it the norm is computed anyhow.
 std::optional<NormedRow> take_normed_row(const mx::array& y, long holders, mx::Stream stream);
+
+// The sum, that times the weight, and squares, in mx operations.
+Arrays compose_sum(const mx::array& product, const mx::array& residual, const mx::array& weight, mx::Stream stream);
 
 // The row in mx operations, from the inputs of a product of it.
 mx::array compose_row(const Arrays& inputs, const NormOfRow& norm, mx::Stream stream);

@@ -13,6 +13,7 @@
 #include "mlx/ops.h"
 #include "ops/matmul/activation.h"
 #include "ops/matmul/affine.h"
+#include "ops/matmul/normed_row.h"
 #include "ops/moe/gather.h"
 #include "ops/moe/route.h"
 #include "python/registry.h"
@@ -52,6 +53,7 @@ struct Parts {
   bool has_shared;
   bool has_bias;
   bool has_router_bias;
+  bool has_norm = false;  // the last inputs are a residual and the weight of a norm
 
   bool operator==(const Parts&) const = default;
 
@@ -69,6 +71,9 @@ struct Parts {
   size_t router_bias() const {
     return bias(has_bias ? kBiases : 0);
   }
+  size_t residual() const {
+    return router_bias() + (has_router_bias ? 1 : 0);
+  }
   uint32_t places() const {  // of a token
     return static_cast<uint32_t>(routing.k) + (has_shared ? 1 : 0);
   }
@@ -76,8 +81,9 @@ struct Parts {
 
 // x [.., columns], logits [.., experts], the triples, of the shared expert with its logits [..], the biases and the
 // router's -> y [.., outputs], and what lies between the two launches: hidden [tokens, places, hidden], indices and
-// weights [tokens, chosen].
-class Mixture : public KernelPrimitive {
+// weights [tokens, chosen]. With a norm y is the sum of a token and the residual; the first outputs are those that
+// SummedProduct names.
+class Mixture : public KernelPrimitive, public SummedProduct {
  public:
   Mixture(mx::Stream stream, const Parts& parts) : KernelPrimitive(stream), parts_(parts) {}
 
@@ -94,14 +100,35 @@ class Mixture : public KernelPrimitive {
     shape.back() = inputs[Parts::triple(kDown)].shape(-2);
     const int tokens = static_cast<int>(leading_size(inputs[0], 1));
     const mx::Shape chosen = {tokens, parts_.routing.k};
-    return {shape, {tokens, static_cast<int>(parts_.places()), inputs[Parts::triple(kGate)].shape(-2)}, chosen, chosen};
+    std::vector<mx::Shape> shapes = {shape};
+    if (parts_.has_norm) {
+      shapes.insert(shapes.end(), {shape, {square_blocks(shape.back())}});
+    }
+    shapes.insert(
+        shapes.end(),
+        {{tokens, static_cast<int>(parts_.places()), inputs[Parts::triple(kGate)].shape(-2)}, chosen, chosen});
+    return shapes;
+  }
+
+  std::optional<Arrays> with_sum(const Arrays& inputs, const mx::array& residual, const mx::array& weight) override {
+    if (parts_.has_norm || leading_size(inputs[0], 1) != 1) {
+      return std::nullopt;
+    }
+    Parts parts = parts_;
+    parts.has_norm = true;
+    Arrays all = inputs;
+    all.insert(all.end(), {residual, weight});
+    return outputs_of(std::make_shared<Mixture>(stream(), parts), std::move(all));
+  }
+
+  static Arrays outputs_of(const std::shared_ptr<Mixture>& primitive, Arrays inputs) {
+    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
+    const std::vector<mx::Dtype> dtypes = primitive->output_dtypes(inputs);
+    return mx::array::make_arrays(std::move(shapes), dtypes, primitive, std::move(inputs));
   }
 
   static mx::array result_of(const std::shared_ptr<Mixture>& primitive, Arrays inputs) {
-    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-    const mx::Dtype dtype = inputs[0].dtype();
-    return mx::array::make_arrays(std::move(shapes), {dtype, dtype, mx::uint32, dtype}, primitive,
-                                  std::move(inputs))[0];
+    return outputs_of(primitive, std::move(inputs))[0];
   }
 
   // The parts one after another, by ops of their own where these have kernels.
@@ -196,34 +223,54 @@ class Mixture : public KernelPrimitive {
     }
     const bool has_router_bias = parts_.has_router_bias;
     first.input(inputs[Parts::logits]).input_if(has_router_bias, inputs[has_router_bias ? parts_.router_bias() : 0]);
-    first.output(outputs[1]).output(outputs[2]).output(outputs[3]).params(params);
+    // Behind what a sum has: hidden, indices and weights.
+    const auto between = outputs.end() - 3;
+    first.output(between[0]).output(between[1]).output(between[2]).params(params);
 
     const MixtureParams sum_params = params_of(inputs, kDown, tokens);
     Launch second;
     second.file = file;
-    second.kernel = kernel_name(x.dtype(), "mixture_sum", format_name(parts_.format));
+    second.kernel =
+        kernel_name(x.dtype(), parts_.has_norm ? "mixture_normed_sum" : "mixture_sum", format_name(parts_.format));
     share_out_sums(second, sizes_of(sum_params.experts.weights), kRowOutputs, parts_.places(), stream());
-    second.input(outputs[1]);
+    second.input(between[0]);
     for (int triple : {kDown, kSharedDown}) {
       add_triple(second, inputs, triple);
     }
     add_bias(second, inputs, kDown);
-    second.input(outputs[2]).input(outputs[3]);
+    second.input(between[1]).input(between[2]);
     second.input_if(parts_.has_shared, inputs[parts_.has_shared ? parts_.shared_logits() : 0]);
-    second.output(outputs[0]).params(sum_params);
+    if (parts_.has_norm) {
+      second.input(inputs[parts_.residual()]).input(inputs[parts_.residual() + 1]);
+      second.output(outputs[0]).output(outputs[1]).output(outputs[2]).params(sum_params);
+    } else {
+      second.output(outputs[0]).params(sum_params);
+    }
     return in_order(std::move(first), std::move(second));
   }
 
   Arrays composed(const Arrays& inputs) override {
     const std::vector<mx::Shape> shapes = output_shapes(inputs);
+    const std::vector<mx::Dtype> dtypes = output_dtypes(inputs);
     Arrays all = {of_parts(inputs)};
-    for (size_t i = 1; i < shapes.size(); ++i) {
-      all.push_back(mx::zeros(shapes[i], i == 2 ? mx::uint32 : inputs[0].dtype(), stream()));
+    if (parts_.has_norm) {
+      all = compose_sum(all[0], inputs[parts_.residual()], inputs[parts_.residual() + 1], stream());
+    }
+    for (size_t i = all.size(); i < shapes.size(); ++i) {
+      all.push_back(mx::zeros(shapes[i], dtypes[i], stream()));
     }
     return all;
   }
 
  private:
+  std::vector<mx::Dtype> output_dtypes(const Arrays& inputs) const {
+    const mx::Dtype dtype = inputs[0].dtype();
+    if (parts_.has_norm) {
+      return {dtype, mx::float32, mx::float32, dtype, mx::uint32, dtype};
+    }
+    return {dtype, dtype, mx::uint32, dtype};
+  }
+
   // The experts' triple stands in for that of a shared expert which the call lacks.
   void add_triple(Launch& launch, const Arrays& inputs, int triple) const {
     const bool is_there = triple < kTriples || parts_.has_shared;

@@ -318,3 +318,41 @@ def test_a_launch_less(rng):
     model = Model(rng)
     names = launched_on_apple(lambda: model.parts(model.norm()[0]))
     assert names == ["quantized_matmul_sum_4bit_float32", "quantized_matmuls_normed_4bit_float32"]
+
+
+@pytest.mark.parametrize("parts", ["shared", "bias", ""])
+def test_a_mixture_before_the_norm(rng, dtype, parts):
+    """Its second launch adds the residual; the choice and the experts are as ever."""
+    op = specs.get("mixture")
+    case = specs.Case("test", (1, 2, 5, 96, 64), {"group_size": GROUP, "bits": 4, "k": 2, "parts": parts})
+    arrays, model = op.draw(rng, case, dtype), Model(rng, dtype)
+    residual = model.residual[0]
+    mx.eval(residual, [a for a in arrays if a is not None])
+    run = lambda: op.ours(*arrays, **op.arguments(case))
+    with mm.simulator.enabled(seed=5, gpu="m2-max"):
+        y = run()
+        mx.eval(y)
+        mm.stats(reset=True)
+        row, total = mm.add_rms_norm(run(), residual, model.weight, EPS)
+        found = model.parts(row)
+        mx.eval(found, total)
+        kernels = {name.split()[1] for count in mm.stats().values() for name in count["kernels"]}
+        assert any(name.startswith("mixture_normed_sum_4bit") for name in kernels)
+        assert not any(name.startswith(("add_rms_norm", "rms_norm")) for name in kernels)
+    assert_same_bits(total, y + residual, "sum")
+    for part, exact in zip(found, model.exact(total), strict=True):
+        assert_product_right(part, exact, dtype)
+
+
+def test_a_mixture_and_its_sum_outside_of_the_simulator(rng):
+    op = specs.get("mixture")
+    case = specs.Case("test", (1, 2, 5, 96, 64), {"group_size": GROUP, "bits": 4, "k": 2, "parts": "shared"})
+    arrays, model = op.draw(rng, case, mx.float32), Model(rng)
+    run = lambda: op.ours(*arrays, **op.arguments(case))
+    with mm.simulator.enabled(gpu="m2-max"):
+        row, total = mm.add_rms_norm(run(), model.residual[0], model.weight, EPS)
+        found = model.parts(row)
+    mx.eval(found, total)
+    assert_near(total, run() + model.residual[0], "sum", LAYERS)
+    for part, exact in zip(found, model.exact(total), strict=True):
+        assert_near(part, exact.value, "product", LAYERS)
