@@ -103,6 +103,7 @@ def exact_ssm_token(
     d: np.ndarray,
     dt_bias: np.ndarray,
     state: np.ndarray,
+    *,
     limits: tuple[float, float] = (0.001, 100.0),
     gated: bool = True,
 ) -> list[Exact]:

@@ -40,7 +40,7 @@ def test_a_space_with_options(rng, executor, taps, has_bias):
         arrays[3], wide[3] = None, np.zeros(arrays[3].shape)
     for limits, gated in (((0.5, 0.7), True), ((0.0, np.inf), False)):
         found = mm.ssm_token(*arrays, time_step_limit=limits, gated=gated)
-        exact = exact_ssm_token(*wide, limits, gated)
+        exact = exact_ssm_token(*wide, limits=limits, gated=gated)
         for name, ours, one in zip(("y", "conv_state", "state"), found, exact, strict=True):
             assert_near(ours, one.value, name, 4 * SUMS)
 

@@ -104,7 +104,7 @@ def ssm_token(draw: Draw) -> Case:
     def by_definition() -> list[Exact]:
         wide = list(named([to_float64(a) for a in arrays]))
         wide[3] = np.zeros(channels) if wide[3] is None else wide[3]
-        return exact_ssm_token(*wide, limits, gated)
+        return exact_ssm_token(*wide, limits=limits, gated=gated)
 
     def noise() -> list[np.ndarray | float]:
         sums = 4 * EPSILON[mx.float32] * (9 + taps + columns / 16)
