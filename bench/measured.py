@@ -135,9 +135,9 @@ def _ptx(root: Path, files: list[str]) -> dict[str, str]:
 
 
 def changed_ptx(files: list[str], before: Path) -> list[str]:
-    """The kernels of some files whose PTX is not that of another tree."""
+    """The kernels of another tree's files whose PTX is another here; no row is of kernels that it does not have."""
     old, new = _ptx(before, files), _ptx(ROOT, files)
-    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    return sorted(name for name in old if old[name] != new.get(name))
 
 
 def _changed_since(ops: list[str], revision: str) -> list[str]:
