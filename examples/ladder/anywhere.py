@@ -1,13 +1,15 @@
 """What the steps of the ladder share: the tile library's text, and where kernels run on this machine."""
 
 import contextlib
+from pathlib import Path
 
 import mlx.core as mx
 
 import mlx_mittens as mm
 
 # Goes before a kernel's body: the library's headers as one text, which Metal's run-time compiler takes.
-TILES = mm.frontend.flatten("mittens/tile.h") + "\nusing namespace mittens;\n"
+WHOLE_TILES = Path(__file__).with_name("tiles.h").read_text()
+TILES = mm.frontend.flatten("mittens/tile.h") + WHOLE_TILES + "\nusing namespace mittens;\n"
 
 
 def anywhere():

@@ -1,6 +1,7 @@
 """The tile library, one operation at a time, in the simulator."""
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from helpers.tolerances import ROUNDINGS, SUM
 from mlx_mittens.frontend import dialect
 from mlx_mittens.simulator import Fault
 
-INCLUDE = '#include "mittens/tile.h"\n#include "mittens/fragment_layout.h"\nusing namespace mittens;\n'
+WHOLE_TILES = (Path(__file__).parents[2] / "examples" / "ladder" / "tiles.h").read_text()
+HEADERS = '#include "mittens/tile.h"\n#include "mittens/fragment_layout.h"\n'
+INCLUDE = f"{HEADERS}{WHOLE_TILES}using namespace mittens;\n"
 TYPES = {"float": np.float32, "half": np.float16}
 R, C = 2, 3  # matrices of the tiles here: 16 rows, 24 columns
 
