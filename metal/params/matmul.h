@@ -171,6 +171,8 @@ struct BlockMaskParams {
   uint32_t columns_stride;  // from one block of columns of x to the next; of the mask of y, of outputs
 };
 
+enum { kMaskedLanes = 8 };  // of a simdgroup along the outputs, of one row by w [columns, outputs]
+
 // Products whose operands and results are masked by blocks (matmul/apple/block_masked_mm.metal).
 struct BlockMaskedParams {
   enum { has_bias = 0 };
@@ -180,8 +182,6 @@ struct BlockMaskedParams {
   uint32_t outputs;        // columns of y
   uint32_t weight_stride;  // elements from row to row of w
   uint32_t block_shift;    // a block is 1 << block_shift rows and columns
-  uint32_t sharers;        // rows kernel: simdgroups that share the columns of a few rows of w
-  uint32_t lanes;          // columns kernel: lanes of a simdgroup along the outputs, 1 to 32
   uint32_t has_bools_of_y;  // whether the mask of y is of bools, not of its type
   uint32_t has_one_x;      // whether all matrices of w have the same x
   uint32_t has_one_w;      // whether all of x have the same w

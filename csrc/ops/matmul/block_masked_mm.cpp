@@ -153,7 +153,6 @@ class BlockMaskedMm : public KernelPrimitive {
     params.outputs = sizes.outputs;
     params.weight_stride = static_cast<uint32_t>(by_rows ? stride_of(b, 2) : stride_of(b, 1));
     params.block_shift = block_size_ == 32 ? 5 : 6;
-    params.lanes = plan.lanes;
     params.has_bools_of_y = inputs[masks_y].dtype() == mx::bool_;
     params.has_one_x = a.shape(0) == 1;
     params.has_one_w = b.shape(0) == 1;

@@ -520,7 +520,6 @@ void share_out(Launch& launch, const TilesPlan& plan, uint32_t matrices) {
 
 MaskedPlan plan_masked(const ProductSizes& sizes, bool transpose, int block_size, bool is_scaled, mx::Dtype dtype,
                        mx::Stream stream) {
-  constexpr uint32_t most_lanes = 8;  // so that many threadgroups share the outputs
   const Gpu& gpu = gpu_of(stream);
   const bool is_wide = dtype == mx::float32;
   MaskedPlan plan{.by_tiles = sizes.rows > 1};
@@ -529,8 +528,7 @@ MaskedPlan plan_masked(const ProductSizes& sizes, bool transpose, int block_size
     share_out(launch, plan_rows(sizes, kRowOutputs, gpu, 1), sizes.matrices);
   } else if (!plan.by_tiles) {
     const uint32_t owned = 16 / mx::size_of(dtype);
-    plan.lanes = std::min(lanes_along(sizes.outputs, owned), most_lanes);
-    launch.threadgroups = {ceil_divide(sizes.outputs, plan.lanes * owned), 1, sizes.matrices};
+    launch.threadgroups = {ceil_divide(sizes.outputs, kMaskedLanes * owned), 1, sizes.matrices};
     launch.threads = {32 * kOutputSimdgroups, 1, 1};
   } else {
     const uint32_t outputs = block_size;

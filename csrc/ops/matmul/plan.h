@@ -120,7 +120,6 @@ struct MaskedPlan {
   bool by_tiles;
   uint32_t rows;  // tiles: of x that a threadgroup takes
   uint32_t outputs;  // and its outputs
-  uint32_t lanes;  // one row, of w [columns, outputs]: of a simdgroup along the outputs
   Size3 threadgroups;
   Size3 threads;
 };

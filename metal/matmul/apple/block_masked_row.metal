@@ -3,9 +3,9 @@
 //   y[n] = my[n] sum_k (x[k] mx[k]) (w[n, k] mw[n, k])        w [outputs, columns]
 //   y[n] = my[n] sum_k (x[k] mx[k]) (w[k, n] mw[k, n])        w [columns, outputs], the kernel of columns
 //
-// rows: simdgroups of a threadgroup share the columns for kRowOutputs outputs, 16 bytes a lane at a time. columns: a
-// lane has 16 bytes of outputs, and rows of w are dealt to the lanes and simdgroups left over. What a lane loads at once
-// lies in one block: it reads that block's masks before, and loads nothing where they are zero.
+// rows: simdgroups of a threadgroup share the columns for kRowOutputs outputs, 16 bytes a lane at a time, which lie in
+// one block. columns: kMaskedLanes lanes go along the outputs, 16 bytes each, and rows of w are dealt to the others and to
+// the simdgroups, one each in a round. What is masked out is not loaded.
 #include <metal_stdlib>
 
 #include "matmul/apple/block_masks.h"
@@ -118,51 +118,62 @@ template <typename T, bool scaled>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr int W = pack_size<T>();
-  constexpr int ahead = 4;  // rows of w on their way at once
+  constexpr int ahead = 8;  // rows of w on their way at once
+  constexpr int workers = kOutputSimdgroups * (32 / kMaskedLanes);  // on the same outputs, each with a row of w
+  static_assert(workers <= 32, "rows of all workers lie in one block");
   threadgroup float scratch[kOutputSimdgroups * 32 * W];
-  const OutputLanes at{params.lanes, lane, simdgroup};
-  const uint output = (group.x * at.lanes + lane % at.lanes) * W;
-  const bool is_there = output < params.outputs;
+  const OutputLanes at{kMaskedLanes, lane, simdgroup};
+  const uint output = (group.x * kMaskedLanes + lane % kMaskedLanes) * W;
   const auto columns = MaskedColumns<T, scaled>::of(
       mask_of_x, mask_of_w, mask_of_y, group.z, 0, min(output, params.outputs - 1), params);
-  x += params.has_one_x ? 0 : size_t(group.z) * params.columns;
-  w += (params.has_one_w ? 0 : size_t(group.z) * params.matrix_elements) + output;
-  const uint workers = workers_of(at);
-  const uint end = is_there ? columns.end : 0;
+  const bool is_there = output < params.outputs && columns.end != 0;
+  const uint own = worker_of(at);
+  x += (params.has_one_x ? 0 : size_t(group.z) * params.columns) + own;
+  w += (params.has_one_w ? 0 : size_t(group.z) * params.matrix_elements) + own * params.weight_stride + output;
 
   float totals[1][W];
 #pragma unroll
   for (int i = 0; i < W; ++i) {
     totals[0][i] = 0;
   }
-  for (uint column = worker_of(at); column < end; column += ahead * workers) {
-    float values[ahead];
-    bool has[ahead];
+  // The outputs of a threadgroup may lie in two blocks. A bit for each of 32 rounds of rows of w says whether masks leave it.
+  const uint first_output = group.x * kMaskedLanes * W;
+  const uint last_output = min(first_output + kMaskedLanes * W, params.outputs) - 1;
+  const auto of_first = BlockMask<T, scaled>::of(mask_of_w, params.of_w, group.z, first_output >> params.block_shift);
+  const auto of_last = BlockMask<T, scaled>::of(mask_of_w, params.of_w, group.z, last_output >> params.block_shift);
+  const bool is_in_last = output >> params.block_shift == last_output >> params.block_shift;
+  for (uint first = 0; first < params.columns; first += 32 * workers) {
+    const uint column = first + lane * workers;
+    const uint block = min(column, params.columns - 1) >> params.block_shift;
+    const bool has_x = column < params.columns && columns.of_x.at(block) != 0.0f;
+    const uint in_first = simd_or(has_x && of_first.at(block) != 0.0f ? 1u << lane : 0u);
+    const uint in_last = simd_or(has_x && of_last.at(block) != 0.0f ? 1u << lane : 0u);
+    uint left = !is_there ? 0 : is_in_last ? in_last : in_first;
+    while (left != 0) {
+      uint4 bits[ahead];
+      float values[ahead];
 #pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      const uint own = min(column + i * workers, end - 1);
-      has[i] = column + i * workers < end && columns.has(own);
-      values[i] = scaled ? columns.scale(own) : 1.0f;
-    }
-    uint4 bits[ahead];
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      bits[i] = uint4(0);
-      const uint own = column + i * workers;
-      float x_k = 0;
-      if (has[i]) {
-        bits[i] = load_pack(w + size_t(own) * params.weight_stride, true);
-        x_k = float(x[own]);
+      for (int i = 0; i < ahead; ++i) {
+        bits[i] = uint4(0);
+        values[i] = 0;
+        const uint row = first + ctz(left) * workers;
+        if (left != 0 && row + own < params.columns) {
+          bits[i] = load_pack(w + row * params.weight_stride, true);
+          values[i] = float(x[row]);
+          if constexpr (scaled) {
+            values[i] *= columns.scale(row);
+          }
+        }
+        left &= left - 1;
       }
-      values[i] = has[i] ? values[i] * x_k : 0.0f;
-    }
 #pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      float v[W];
-      unpack<T>(bits[i], v);
+      for (int i = 0; i < ahead; ++i) {
+        float v[W];
+        unpack<T>(bits[i], v);
 #pragma unroll
-      for (int j = 0; j < W; ++j) {
-        totals[0][j] += values[i] * v[j];
+        for (int j = 0; j < W; ++j) {
+          totals[0][j] += values[i] * v[j];
+        }
       }
     }
   }
@@ -170,8 +181,7 @@ template <typename T, bool scaled>
   for (int i = 0; i < W; ++i) {
     totals[0][i] *= columns.of_y.value();
   }
-  store_outputs<W>(
-      totals, at, group.x, params.outputs, 1, group.z, x, y, SplitPlace{0, 1, 0, false}, scratch);
+  store_outputs<W>(totals, at, group.x, params.outputs, 1, group.z, x, y, SplitPlace{0, 1, 0, false}, scratch);
 }
 
 instantiate_types("block_masked_mm_row", block_masked_row, false)
