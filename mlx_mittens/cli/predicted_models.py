@@ -168,7 +168,10 @@ def token(model: Any, chip: Chip, is_short: bool = True) -> Launched:
         return Launched(ends, ends, head, before=1)
     with _layers_of(model, [*_body(model).layers] * 2):
         cache = after_context(2)
-        return Launched(recorded(lambda: _body(model)(one, cache=cache), chip), ends, head, before=1)
+        whole = recorded(lambda: _body(model)(one, cache=cache), chip)
+    if len(whole) <= len(ends):
+        raise RuntimeError("layers that are there twice have no more launches: the prediction would lack them")
+    return Launched(whole, ends, head, before=1)
 
 
 def prompt(model: Any, chip: Chip, tokens: int) -> Launched:
@@ -187,12 +190,16 @@ def prompt(model: Any, chip: Chip, tokens: int) -> Launched:
 @contextlib.contextmanager
 def _layers_of(model: Any, given: list[Any]) -> Iterator[None]:
     body = _body(model)
-    layers = body.layers
+    layers, kinds = body.layers, getattr(body, "layer_types", None)  # a few models go through both side by side
     body.layers = given
+    if kinds is not None:
+        body.layer_types = [*kinds] * (len(given) // len(layers))
     try:
         yield
     finally:
         body.layers = layers
+        if kinds is not None:
+            body.layer_types = kinds
 
 
 def _body(model: Any) -> Any:

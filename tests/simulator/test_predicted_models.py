@@ -96,6 +96,19 @@ def test_a_model_whose_caches_its_configuration_counts(monkeypatch):
     assert len(whole.whole) == len(whole.ends) == len(short.ends)
 
 
+def test_a_model_that_goes_through_layers_and_their_kinds_side_by_side(monkeypatch):
+    """gpt-oss has windows in every other layer: layers that are there twice have their launches twice."""
+    monkeypatch.setattr(predicted_models, "CONTEXT", 4)
+    model = tiny.build("gpt-oss-20b", mx.float16, bits=4, num_hidden_layers=2)
+    kinds = model.model.layer_types
+    with mm.patched():
+        short = predicted_models.token(model, find_chip("m1"))
+    counts = [names(launches) for launches in (short.ends, short.whole)]
+    once, twice = (starting(each, "attention_") for each in counts)
+    assert twice == 2 * once > 0
+    assert model.model.layer_types is kinds
+
+
 def predicted(function, *arrays, **options):
     mx.eval(arrays)
     with mm.simulator.predicted("m2-max", peer="metal", **options) as launches:
