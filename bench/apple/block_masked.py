@@ -1,4 +1,4 @@
-"""Predicted times of products of which blocks are masked on Apple GPUs, beside MLX's own Metal kernels.
+"""Predicted times of products with masked blocks on Apple GPUs, beside MLX's own Metal kernels.
 
 python bench/apple/block_masked.py            prints the tables
 python bench/apple/block_masked.py --write    writes bench/results/block-masked.md
@@ -33,7 +33,7 @@ ROW = (4096, 4096)  # columns and outputs of one row
 FILE = Path(__file__).parents[1] / "results" / "block-masked.md"
 KERNELS = Path(mx.__file__).parent / "include" / "mlx" / "backend" / "metal" / "kernels"
 
-HEAD = f"""# Products of which blocks are masked, predicted beside MLX's kernels
+HEAD = f"""# Products with masked blocks, predicted beside MLX's kernels
 
 Predictions, not measurements: no Mac was at hand. `python bench/apple/block_masked.py --write`. MLX 0.32.4's
 `block_masked_gemm`, and `gemv_masked` and `gemv_t_masked` for one row. The second operand is masked, by bools, or by

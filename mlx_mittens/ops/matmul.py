@@ -280,7 +280,7 @@ def block_masked_mm(
     *,
     stream: StreamOrDevice = None,
 ) -> mx.array:
-    """Computes the product of two arrays of which blocks are masked; the twin of ``mx.block_masked_mm``.
+    """Computes the product of two arrays with masked blocks; the twin of ``mx.block_masked_mm``.
 
     Blocks that are masked out take no time on Apple GPUs: they are neither read nor multiplied, and what is NaN or
     infinite there does not reach the result. Columns of ``a`` are a whole number of 16 bytes there, and where neither

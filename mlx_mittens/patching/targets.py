@@ -535,51 +535,83 @@ TARGETS += [
     ),
 ]
 
-# Layers of mlx-lm's models that keep states, by what their calls do; those with norms need these.
-_NORMED = ("rms_norm",)
-_STATE_LAYERS: tuple[tuple[str, Attempt, tuple[str, ...], str, tuple[str, ...], tuple[str, ...]], ...] = (
-    (
-        *("gated_delta_token", recurrent_layers.qwen3_next_delta, _NORMED, "0cdfe33557b5ff30"),
-        *(("qwen3_next.Qwen3NextGatedDeltaNet",), ("self", "inputs", "mask", "cache")),
+
+@dataclass(frozen=True)
+class _StateLayer:
+    """A layer of mlx-lm's models that keeps states, known by what its call does.
+
+    Attributes:
+        op: Of ours, which computes a token between its projections.
+        attempt: Stands in for the call.
+        text: The digest of the call.
+        layers: Modules and classes that have it.
+        parameters: Of the call.
+        needs: Switches of the patch without which mlx-lm computes it.
+    """
+
+    op: str
+    attempt: Attempt
+    text: str
+    layers: tuple[str, ...]
+    parameters: tuple[str, ...] = ("self", "inputs", "mask", "cache")
+    needs: tuple[str, ...] = ("rms_norm",)
+
+
+_OF_HIDDEN_STATES = ("self", "hidden_states", "mask", "cache")
+_STATE_LAYERS = (
+    _StateLayer(
+        "gated_delta_token",
+        recurrent_layers.qwen3_next_delta,
+        "0cdfe33557b5ff30",
+        ("qwen3_next.Qwen3NextGatedDeltaNet",),
     ),
-    (
-        *("gated_delta_token", recurrent_layers.qwen3_5_delta, _NORMED, "ab4ea6085dd4ed44"),
-        *(("qwen3_5.GatedDeltaNet",), ("self", "inputs", "mask", "cache")),
+    _StateLayer("gated_delta_token", recurrent_layers.qwen3_5_delta, "ab4ea6085dd4ed44", ("qwen3_5.GatedDeltaNet",)),
+    _StateLayer(
+        "short_conv_token",
+        recurrent_layers.lfm2_convolution,
+        "014d36c50549ec90",
+        ("lfm2.ShortConv", "lfm2_moe.ShortConv"),
+        ("self", "x", "mask", "cache"),
+        needs=(),
     ),
-    (
-        *("short_conv_token", recurrent_layers.lfm2_convolution, (), "014d36c50549ec90"),
-        *(("lfm2.ShortConv", "lfm2_moe.ShortConv"), ("self", "x", "mask", "cache")),
+    _StateLayer(
+        "ssm_token",
+        recurrent_layers.mamba2_space,
+        "6eea72843bb1b50f",
+        ("mamba2.Mamba2Block",),
+        _OF_HIDDEN_STATES,
     ),
-    (
-        *("ssm_token", recurrent_layers.mamba2_space, _NORMED, "6eea72843bb1b50f"),
-        *(("mamba2.Mamba2Block",), ("self", "hidden_states", "mask", "cache")),
-    ),
-    (
-        *("ssm_token", recurrent_layers.mamba2_space, _NORMED, "7e9d4648fce3eed5"),
+    _StateLayer(
+        "ssm_token",
+        recurrent_layers.mamba2_space,
+        "7e9d4648fce3eed5",
         ("granitemoehybrid.GraniteMoeHybridMamba2Mixer", "nemotron_h.NemotronHMamba2Mixer"),
-        ("self", "hidden_states", "mask", "cache"),
+        _OF_HIDDEN_STATES,
     ),
-    (
-        *("ssm_token", recurrent_layers.falcon_h1_space, _NORMED, "50087509c036bf2b"),
-        *(("falcon_h1.FalconH1Mixer",), ("self", "input_states", "cache", "mask")),
+    _StateLayer(
+        "ssm_token",
+        recurrent_layers.falcon_h1_space,
+        "50087509c036bf2b",
+        ("falcon_h1.FalconH1Mixer",),
+        ("self", "input_states", "cache", "mask"),
     ),
 )
 
 TARGETS += [
     Target(
         "recurrence",
-        op,
+        each.op,
         f"mlx_lm.models.{layer.partition('.')[0]}",
         f"{layer.partition('.')[2]}.__call__",
-        attempt,
-        parameters,
+        each.attempt,
+        each.parameters,
         optional=True,
         partial=True,  # one token with states
-        text=text,
-        needs=needs,
+        text=each.text,
+        needs=each.needs,
     )
-    for op, attempt, needs, text, layers, parameters in _STATE_LAYERS
-    for layer in layers
+    for each in _STATE_LAYERS
+    for layer in each.layers
 ]
 
 TARGETS += [

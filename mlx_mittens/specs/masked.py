@@ -1,4 +1,4 @@
-"""The row of the table of ops for products of which blocks are masked.
+"""The row of the table of ops for products with masked blocks.
 
 The shape of a case is ``(rows, columns, outputs)``.
 """
@@ -94,7 +94,7 @@ MASKED_OPS: tuple[Op, ...] = (
         ours=_masked,
         twin=_mx_masked,
         twin_text="`mx.block_masked_mm`",
-        summary="products of which blocks are masked",
+        summary="products with masked blocks",
         options={"block_size": 64, "numbers": False, "transpose": True, "live": 0.6},
         tests=tuple(
             Case("test", case.shape, case.options, apple_only=True)

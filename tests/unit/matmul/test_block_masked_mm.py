@@ -1,4 +1,4 @@
-"""Products of which blocks are masked: the tiles and the kernels of one row, and what composes them elsewhere."""
+"""Products with masked blocks: the tiles and the kernels of one row, and what composes them elsewhere."""
 
 import mlx.core as mx
 import numpy as np
