@@ -1,4 +1,4 @@
-"""What is installed here, for reports and for libraries that depend on this package."""
+"""Versions and devices here, for reports and for libraries that depend on this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BuildInfo", "build_info"]
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """What is installed here. Prints as a table.
+    """Versions and devices here. Prints as a table.
 
     Attributes:
         version: The version of this package.
@@ -64,7 +64,7 @@ class BuildInfo:
 
 
 def build_info() -> BuildInfo:
-    """What is installed here: versions, the releases of MLX that fit, instruction set, GPU, and calibration.
+    """Returns versions, the releases of MLX that fit, instruction set, GPU, and calibration.
 
     Example:
         >>> info = mm.build_info()

@@ -1,4 +1,4 @@
-"""What a call would run, without running it."""
+"""Says which kernels a call would run, without running it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Shape = Part | Sequence[Part | None] | None
 
 @dataclass(frozen=True)
 class Support:
-    """What a call would run. True where kernels compute all of it.
+    """Kernels that a call would run, and what goes to mx. True where kernels compute all of it.
 
     Attributes:
         op: The op.
@@ -56,7 +56,7 @@ def supports(
     gradients: bool = False,
     **options: Any,
 ) -> Support:
-    """What a call of an op would run, by the checks and plans of the op itself; nothing runs.
+    """Says which kernels a call of an op would run, by the op's own checks and plans; nothing runs.
 
     The answer is that of this process: it depends on its GPU, its calibration, ``strict()``, ``MLX_MITTENS_DISABLE``
     and ``simulator.enabled(gpu=...)``, within which it is that of another GPU. Arrays are taken to be row contiguous,
@@ -96,7 +96,7 @@ def supports(
 
 
 def answer(op: str, call: Callable[[], list[mx.array]]) -> Support:
-    """What the evaluation of arrays that a function makes of stand-ins would run."""
+    """Kernels that the evaluation of a function's arrays would run, made of stand-ins."""
     runs, fallbacks = _ext.ask(call)
     counts = counted([(*run, 1) for run in runs], [(*fallback, 1) for fallback in fallbacks])
     composed = any(kernel == "composed" for _, _, kernel in runs)

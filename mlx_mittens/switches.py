@@ -17,7 +17,7 @@ _off: tuple[str, ...] = ()
 
 
 def disabled() -> tuple[str, ...]:
-    """What is switched off in this process: ops, and switches of `patch()`."""
+    """Ops and switches of `patch()` that are off in this process."""
     return _off
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 
-# What is left of a column, at least, where a table does not fit.
+# Least width of a column where a table does not fit.
 _NARROWEST = 12
 
 

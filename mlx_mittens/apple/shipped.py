@@ -29,7 +29,7 @@ def digest(file: str) -> str:
 
 
 def find(file: str, kernel: str) -> Packed | None:
-    """What the package has of a variant; None where it is unknown, or its text is another."""
+    """Machine code of a variant from the package; None where it is unknown, or its text is another."""
     known = _table()["files"].get(file)
     if known is None or known["text"] != digest(file):
         return None

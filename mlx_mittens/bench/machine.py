@@ -1,4 +1,4 @@
-"""What the benchmark says about the machine it ran on."""
+"""Describes the machine that a benchmark runs on."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def available_bytes() -> int | None:
 
 
 def _container_bytes() -> list[int]:
-    """What the limit of a container leaves, in either version of control groups; empty without a limit."""
+    """Memory that the limit of a container leaves, in either version of control groups; empty without a limit."""
     left = []
     folder = "/sys/fs/cgroup"
     for limit, used in (

@@ -86,7 +86,7 @@ QUICK = Budget(seconds=0.2, fewest=3, most=51)
 
 
 def plan(names: Sequence[str], device: str, quick: bool) -> list[tuple[specs.Op, specs.Case, str]]:
-    """What a run measures, in order; a quick one has each case in one type, in turn."""
+    """Items that a run measures, in order; a quick one has each case in one type, in turn."""
     cases = [
         (op, case)
         for op in specs.OPS
@@ -148,7 +148,7 @@ def take_turns(
 
 
 def _copy_gb_s(times: dict[str, list[float]], seconds: float) -> float:
-    """What a copy would reach in the time of our median: the median of the turns' ratios is held to, not its own."""
+    """Bandwidth of a copy in the time of our median: by the median of the turns' ratios, not by its own."""
     ratio = statistics.median(copy / ours for copy, ours in zip(times["copy"], times["mittens"]))
     return machine.cpu_copy().bytes_moved / (ratio * seconds) / 1e9
 

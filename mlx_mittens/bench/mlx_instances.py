@@ -40,7 +40,7 @@ Row = tuple[str, str, str, tuple[object, ...], int, dict[int, object]]
 
 
 def instances(op: str | None = None) -> list[Instance]:
-    """Those of an op, or all; each is registered as a source of the front end."""
+    """Instances of an op, or all; each is registered as a source of the front end."""
     found = []
     for of, family, function, template, threads, constants in _rows():
         if op in (None, of):

@@ -313,7 +313,7 @@ def measure(
 
 
 def _timed() -> Iterator[tuple[str, Any, str]]:
-    """What a model calls its ops by: the name of the op, the function's owner, and its name there."""
+    """Functions by which a model calls its ops: the op, the function's owner, and its name there."""
     for target in TARGETS:
         if target.is_loaded() and not target.shared and not target.needs:  # what needs others is made of their ops
             yield target.op, *target.owner()

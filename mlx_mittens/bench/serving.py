@@ -37,7 +37,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answers:
-    """What a server gave to prompts.
+    """Answers of a server to prompts.
 
     Attributes:
         texts: One for each prompt.

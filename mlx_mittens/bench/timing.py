@@ -188,7 +188,7 @@ class _QueuedSampler(Sampler):
         return state
 
     def _links(self, count: int, result: mx.array, gate: mx.array) -> mx.array:
-        """What a chain of calls does between them, where results are smaller than inputs."""
+        """Operations between the calls of a chain, where results are smaller than inputs."""
         like = self._sets[0][self._link]
         state = mx.depends(mx.zeros(result.shape, result.dtype), gate)
         for _ in range(count - 1):

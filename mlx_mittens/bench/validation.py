@@ -77,7 +77,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Validation:
-    """What the runs gave.
+    """Results of the runs.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.

@@ -23,8 +23,8 @@ __all__ = ["Limits", "Trial", "advice", "best", "holds", "limits", "tried", "try
 
 VARIABLES = ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER")
 
-# What is tried beside MLX's own. Limits of 2,000 MB are out: memory that a buffer's launches free is not there for
-# others until it ends.
+# Limits that are tried beside MLX's own. 2,000 MB are out: others cannot have memory that its launches free until
+# a buffer ends.
 _TRIED = ((200, 200), (1000, 400), (1000, 1000))
 _LEAST_GAIN = 0.01  # of a token's time, to be worth a setting
 _MOST_MEMORY = 1.1  # times the memory with MLX's own limits
@@ -73,13 +73,13 @@ class Trial:
 
 
 def limits() -> Limits | None:
-    """Those of this process; None where MLX has no Metal, or does not say."""
+    """Limits of this process; None where MLX has no Metal, or does not say."""
     found = _ext.command_buffer_limits()
     return found and Limits(*found)
 
 
 def tried(found: Iterable[Mapping[str, Any]]) -> list[Trial]:
-    """What a calibration's file has; nothing where that cannot be read."""
+    """Limits in a calibration's file; none where it cannot be read."""
     try:
         trials = [Trial(**values) for values in found]
     except TypeError:

@@ -48,7 +48,7 @@ class Item:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a row knows it by."""
+        """Key of the row."""
         return self.op.name, self.case.name, self.dtype
 
     @property
@@ -471,13 +471,13 @@ _COPIES = 8
 
 
 def _input_bytes(op: Op, case: Case, dtype: mx.Dtype) -> int:
-    """What the inputs of a case take: of experts all, though a call reads those chosen alone."""
+    """Bytes of a case's inputs, of all experts, though a call reads the chosen ones alone."""
     itemsize = 4 if "bits" in op.arguments(case) else dtype.size  # of packed words
     return max(op.bytes_moved(case, dtype), itemsize * sum(math.prod(shape) for shape in op.shapes(case)))
 
 
 def items(names: Iterable[str], device: str, quick: bool = False, memory: float = math.inf) -> list[Item]:
-    """What a calibration measures, in order: what is asked for, as far as so many bytes of memory hold it."""
+    """Items that a calibration measures, in order, without those that do not fit into the memory."""
     chosen = set(names)
     found = []
     for op in specs.OPS:

@@ -1,4 +1,4 @@
-"""What a calibration knows without measuring it: from the points around a call, or from the other half type."""
+"""Infers the schedule of a call that was not measured: from the points around it, or from the other half type."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Known:
 
 
 def _faster_than_mx(row: Row) -> Hashable:
-    """What of ours mx is not faster than: nothing, the plan of the tables, or another one by its name."""
+    """A schedule of ours that mx does not beat: none, the plan of the tables, or another one by its name."""
     if row.mx:
         return None
     tables_serve = row.ours_us <= row.mx_us * (1 + row.spread)

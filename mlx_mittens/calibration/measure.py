@@ -158,7 +158,7 @@ def _results(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None]) 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call asks the calibration for.
+    """Questions of a call to the calibration.
 
     Attributes:
         problems: Of the call's op; none where no kernel covers the call.
@@ -170,7 +170,7 @@ class Asked:
 
 
 def asked(op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None], device: str) -> Asked:
-    """What a call of ours asks the calibration for."""
+    """Questions of a call of ours to the calibration."""
     _ext.calibration_record(True)
     try:
         _results(op, case, arrays)
@@ -191,7 +191,7 @@ def _agree(a: mx.array, b: mx.array) -> bool:
 
 
 class Plans:
-    """What of our plans there is for a call: none that comes to the same launches as another."""
+    """Our plans for a call, without any that comes to the same launches as another."""
 
     def __init__(self, op: specs.Op, case: specs.Case, arrays: Sequence[mx.array | None]) -> None:
         self._op, self._case, self._arrays = op, case, arrays

@@ -21,7 +21,7 @@ VARIABLE = "MLX_MITTENS_CALIBRATION"
 # Of the file; one with another number is not read.
 _SCHEMA = 1
 
-# What of a row the extension takes, in its order.
+# Fields of a row that the extension takes, in its order.
 KEYS = ("op", "dtype", "format", "sizes", "mx", "schedule", "parallelism")
 
 
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def problem(self) -> tuple[str, str, int, tuple[int, int, int, int]]:
-        """What the extension knows the row by."""
+        """Key of the row in the extension."""
         return self.op, self.dtype, self.format, self.sizes
 
 
@@ -113,7 +113,7 @@ class Calibration:
 
 
 def versions(device: str) -> dict[str, str]:
-    """What the times depend on beside the machine: of a Mac's GPU also macOS.
+    """Versions that the times depend on beside the machine: of a Mac's GPU also macOS.
 
     With macOS comes the compiler of Metal's kernels, and by its version MLX tells whether to use matrix units.
     """
@@ -128,7 +128,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What is installed here, as far as it costs nothing to ask: of the CPU also how it is used."""
+    """Versions installed here, as far as they cost nothing to ask: of the CPU also how it is used."""
     info = mx.device_info(mx.gpu if device == "gpu" else mx.cpu)
     found: dict[str, Any] = {"device": device, "name": str(info.get("device_name", "unknown"))}
     found["architecture"] = str(info.get("architecture", "unknown"))
@@ -178,7 +178,7 @@ def path(device: str) -> Path:
 
 
 def data(file: Path) -> dict[str, Any]:
-    """What a file of this machine and these versions holds; its rows are as they come.
+    """Contents of a file of this machine and these versions; its rows are as they come.
 
     Raises:
         CalibrationError: It is not a calibration, or not for this machine and these versions.

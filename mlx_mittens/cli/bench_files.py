@@ -11,7 +11,7 @@ from typing import Any
 from ..bench.measure import Outcome, Row
 from .options import UsageError
 
-# What a run was asked for, which its file keeps; a run that goes on takes it from there.
+# Arguments of a run, which its file keeps; a run that goes on takes them from there.
 ASKED = ("ops", "quick", "device", "peer", "seed")
 
 Key = tuple[str, str, str]  # op, case, dtype

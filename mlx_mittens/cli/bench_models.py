@@ -55,7 +55,7 @@ def _cells(row: Row) -> list[str]:
     return [row.model, row.weights, row.dtype, row.phase, *ours, *theirs, layers]
 
 
-# What the options are that make no sense without --model, where they are not given.
+# Defaults of the options that make no sense without --model.
 DEFAULTS: dict[str, Any] = {
     "weights": "4-bit,8-bit,half",
     "dtype": "bfloat16",
@@ -167,7 +167,7 @@ def _peer(name: str | None, subjects: Sequence[Subject]) -> tuple[str, Path] | N
 
 
 def _subjects(options: argparse.Namespace) -> list[Subject]:
-    """What is to be timed: each architecture in each format, and each model of the user's."""
+    """Models to time: each architecture in each format, and each model of the user's."""
     text = options.model
     names = [text] if os.path.isdir(text) else [name for part in text.split(",") if (name := part.strip())]
     formats = list(itertools.product(*_formats(options)))

@@ -379,13 +379,13 @@ def _internals() -> dict[str, str]:
 
 
 def _command_buffers(device: str) -> str | None:
-    """What of Metal's command buffers holds, and what to set by what `calibrate` tried; None without Metal."""
+    """Limits of Metal's command buffers, and a better setting if `calibrate` found one; None without Metal."""
     current = command_buffers.limits() if device == "gpu" else None
     if current is None:
         return None
     try:
         found = store.read(store.path(device)).command_buffers
-    except (calibration.CalibrationError, OSError, RuntimeError):  # of which another line tells
+    except (calibration.CalibrationError, OSError, RuntimeError):  # another line tells of these
         found = []
     told = command_buffers.advice(current, command_buffers.tried(found))
     return f"{command_buffers.holds(current, os.environ)}; {told}"

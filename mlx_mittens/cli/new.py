@@ -26,7 +26,7 @@ SKELETONS = Path(__file__).with_name("skeletons")
 # Uses every public name, for a type checker.
 _TYPED = "tests/typing/every_name.py"
 
-# What the skeletons have in the place of the op's name, and of its class's.
+# Placeholders of the skeletons for the op's name and its class's.
 _NAME, _CLASS = "op_name", "OpName"
 
 # Words of an op's name: what mm.stats() makes of the class's name is the op's again.
@@ -93,7 +93,7 @@ def files(name: str, family: str) -> dict[str, str]:
 
 
 def _code(path: Path) -> str:
-    """What a file of C++ or Metal says, without its comments."""
+    """Text of a file of C++ or Metal without its comments."""
     return _COMMENT.sub("", path.read_text(encoding="utf-8"))
 
 
@@ -185,7 +185,7 @@ def _class_name(name: str) -> str:
 
 
 def _skeleton(family: str, file: str, name: str) -> str:
-    """What a skeleton is for an op."""
+    """A skeleton with the names of an op."""
     text = (SKELETONS / family / file).read_text(encoding="utf-8")
     return text.replace(_NAME, name).replace(_CLASS, _class_name(name))
 

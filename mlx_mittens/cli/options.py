@@ -1,4 +1,4 @@
-"""What the commands say about arguments that they cannot serve."""
+"""Errors of the commands about arguments that they cannot serve."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
     """The names that an option lists, separated by commas.
 
     Raises:
-        UsageError: There are none, or one is not known; the message suggests the nearest and lists those that are.
+        UsageError: There are none, or one is not known; the message suggests the nearest and lists the known ones.
     """
     known = list(known)
     names = [name.strip() for name in text.split(",") if name.strip()]

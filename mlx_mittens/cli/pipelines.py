@@ -1,4 +1,4 @@
-"""What a Mac's GPU compiler makes of every kernel: most threads, from which its registers follow, and memory."""
+"""Asks a Mac's GPU compiler about every kernel: most threads, from which its registers follow, and memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def probe() -> Row:
 
 
 def told(row: Row) -> str:
-    """What a `probe` found, in words."""
+    """Findings of a `probe`, in words."""
     if "error" in row:
         return f"{row['kernel']} does not compile: {row['error']}"
     if "seconds" not in row:

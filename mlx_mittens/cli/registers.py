@@ -232,7 +232,7 @@ _OTHERS = (0, 2)  # values beside 1, of which a loop or an array may have the on
 
 
 def _named(part: str, requests: Sequence[Request]) -> list[Request]:
-    """Those of kernels with this in their name.
+    """Rows of kernels with this in their name.
 
     Raises:
         UsageError: There are none; the message has the names that are like it.

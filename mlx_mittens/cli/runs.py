@@ -28,7 +28,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def exit_status(interrupt: KeyboardInterrupt) -> int:
-    """What a shell gives for a process that the signal ended."""
+    """Exit status that a shell gives for a process that the signal ended."""
     return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
 
 
@@ -180,7 +180,7 @@ def _bar(total: int) -> Iterator[Callable[[str], None] | None]:
     if not console.is_terminal:
         yield None
         return
-    # What is printed meanwhile goes above the bar, but not into it where stdout is a file.
+    # Other output goes above the bar, but not into it where stdout is a file.
     with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
         left = _Left(total)
         task = bar.add_task("", total=total)
@@ -275,7 +275,7 @@ def launch_progress(look: Callable[[], tuple[int, int, int]], seconds: float = _
 
 
 def progress(ending: Ending | None, measured: int, planned: int) -> dict[str, Any]:
-    """What a JSON file says of how far a run came; without an ending it is still at work."""
+    """Progress of a run as a JSON file has it; without an ending it is still at work."""
     said = {"complete": ending is not None and ending.complete, "measured": measured, "planned": planned}
     return said if ending is None or ending.complete else {**said, "reason": ending.reason}
 

@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
     peer = mlx_metal.of(op, case) if arguments.peer else None
     if peer:
         try:
-            simulator.notes()  # those of our kernels are not the peer's
+            simulator.notes()  # notes on our kernels are not the peer's
             launches = peer_launches(op, peer, case, dtype, arguments.seed, not arguments.no_watch)
             _print(launches)
             for note in simulator.notes():
@@ -261,7 +261,7 @@ def _call_of_ours(
 def _recorded(
     build: Callable[[], list[mx.array]], seed: int, watch: bool, gpu: str, dry: bool = False
 ) -> tuple[list[mx.array], list[dict[str, Any]]]:
-    """What a call gives in the simulator, evaluated, and the launches that this takes; dry, none of them runs."""
+    """Evaluates a call in the simulator; its results and launches. Dry, no launch runs."""
     with simulator.enabled(seed=seed, watch=watch, gpu=gpu):
         _ext.simulator_record(True, profile=watch, dry=dry)
         try:

@@ -110,7 +110,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(found: Validation, loaded: LoadedModel, ours: str) -> list[str]:
-    """What the command prints of a validation; ``ours`` is patched or converted."""
+    """Text of a validation; ``ours`` is patched or converted."""
     ran = f"{found.kernels} kernels ran, {found.left_to_mx} calls went to mx"
     lines = [f"{found.prompt_tokens} tokens of the prompt, {found.tokens} generated; {ran}"]
     first = found.first

@@ -33,7 +33,7 @@ from .rebinding import class_before, rebind
 __all__ = ["fuse_blocks"]
 
 _BLOCK = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-# What a call of such a block may name as well: Qwen3-Next's chooses between two kinds of attention.
+# Further names in a call of such a block: Qwen3-Next's chooses between two kinds of attention.
 _CHOICE = {"is_linear", "linear_attn"}
 # Blocks that normalize what comes out of the attention and of the feed-forward part too: the norm of the attention's
 # output, the one before the feed-forward part, and that of its output. Gemma 2 and 3, GLM-4.
@@ -57,7 +57,7 @@ _EPSILON = {mx.float32: 1e-5, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
 
 class _Carried(threading.local):
-    """What the last block of this thread gave, normalized already as the module after it will want it."""
+    """Result of the last block of this thread, already normalized for the module after it."""
 
     total: Any = None  # a weak reference: who adds to an array in place makes another one of it
     norm: nn.Module | None = None

@@ -343,7 +343,7 @@ def route_top_k(
     Scores are computed in float32. Experts are chosen by the scores rounded to the type of ``logits``, plus the bias in
     float32. Weights are scores without the bias, and rounded once.
 
-    On a GPU a kernel has up to 512 experts, of which it chooses up to 32; mx computes the rest.
+    On a GPU a kernel chooses up to 32 of at most 512 experts; mx computes the rest.
 
     Of equal scores those are chosen that mx chooses: the first for ``mx.argpartition(-scores, k - 1)[..., :k]``, which
     is the descending choice, and the last for ``mx.argpartition(scores, -k)[..., -k:]``, the ascending one. mx leaves

@@ -23,7 +23,7 @@ def _plain(node: Any) -> Any:
 
 @functools.cache
 def digest(function: Any) -> str:
-    """What a function of Python's does, in 16 letters: of its source, but for comments, annotations and layout.
+    """A digest of a Python function in 16 letters: of its source without comments, annotations and layout.
 
     Empty where there is no source, and of a function around another: that does more than the source says.
     """

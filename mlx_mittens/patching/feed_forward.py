@@ -67,7 +67,7 @@ def _takes_unsorted(layer: Any, x: mx.array, indices: mx.array) -> bool:
 
 
 def gated(glu: Any, x: mx.array, indices: mx.array) -> mx.array | None:
-    """What a SwitchGLU gives to its last layer, of shape ``[..., chosen, 1, hidden]``.
+    """Input of a SwitchGLU's last layer, of shape ``[..., chosen, 1, hidden]``.
 
     None where it is not one product: of layers that are not quantized alike, or of many tokens on a GPU where mx is
     faster, which goes through them sorted by their experts.

@@ -22,7 +22,7 @@ __all__ = ["falcon_h1_space", "lfm2_convolution", "mamba2_space", "qwen3_5_delta
 
 _KEY_EPS = 1e-6  # which the calls hand to normalize_qk
 
-# What the calls rest on: functions of modules, and methods, by what they do. First gated delta layers, then spaces.
+# Functions and methods that the calls rest on, by digest. First gated delta layers, then state spaces.
 _DELTA = (
     ("mlx_lm.models.gated_delta", "normalize_qk", "f9e548abb6f1f0b1"),
     ("mlx_lm.models.gated_delta", "compute_g", "6d91c7eb8f5ece97"),
@@ -138,7 +138,7 @@ def lfm2_convolution(layer: Any, x: mx.array, mask: Any = None, cache: Any = Non
 
 
 def _norm_of(layer: Any) -> Callable[[mx.array], mx.array] | None:
-    """What a layer of Mamba 2's does with its gated result; None where that is not known."""
+    """The norm of a Mamba 2 layer's gated result; None where it is not known."""
     norm = layer["norm"]
     known = digest(type(norm).__call__)
     if known == _GATED_NORM:

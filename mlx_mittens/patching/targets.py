@@ -805,7 +805,7 @@ TARGETS += [
 
 
 def unknown() -> list[str]:
-    """What of the installed mlx-lm has not the code that is known here: mlx-lm's own then runs.
+    """Parts of the installed mlx-lm whose code is not known here: mlx-lm's own then runs.
 
     It imports the modules that have such a function. A model that this mlx-lm does not have is left out.
     """

@@ -151,7 +151,7 @@ def launched() -> int:
 
 
 def notes() -> list[str]:
-    """What the watcher saw since the last call that no GPU shows, such as several threads that write one value.
+    """Notes of the watcher since the last call on what no GPU shows, such as several threads that write one value.
 
     Example:
         >>> earlier = mm.simulator.notes()

@@ -82,7 +82,7 @@ class PredictedLaunch:
 
     @cached_property
     def work(self) -> Work | None:
-        """What it executes; None where it does not compile."""
+        """Work that it executes; None where it does not compile."""
         if self.code is None or self.executions is None:
             return None
         return work_of(self.launch, self.code, self.executions, self.chip)
@@ -135,7 +135,7 @@ class PredictedLaunch:
 
 
 def work_of(launch: Launch, code: MachineCode, executed: Executions, chip: Chip) -> Work:
-    """What a launch executes.
+    """Work that a launch executes.
 
     Args:
         launch: What it did in the simulator.

@@ -14,7 +14,7 @@ from ..table import aligned, html
 
 @dataclass(frozen=True)
 class LineCounts:
-    """What the simdgroups of a launch did at one line of the source, of one kind.
+    """Accesses of one kind by the simdgroups of a launch at one line of the source.
 
     Attributes:
         file: The file; of a kernel of ``mx.fast.metal_kernel`` its name with ``.metal``. A line of a header is listed
@@ -48,7 +48,7 @@ class LineCounts:
 class Launch:
     """What one launch of a kernel did.
 
-    Lines are of 128 bytes of device memory. Loads and stores are those of simdgroups, merged: neighbouring accesses of
+    Lines are of 128 bytes of device memory. Loads and stores are counted by simdgroup, merged: neighbouring accesses of
     a thread count once where a compiler makes one vector access of them, of at most four elements and 16 bytes. They
     are in one basic block, and no store to the same array lies between. An access that is a neighbour in some
     executions only, as in a gather, is not merged. Structs of params, which a GPU keeps at hand, are not counted.

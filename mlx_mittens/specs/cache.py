@@ -61,7 +61,7 @@ class RopeAppendOp(Op):
         return 2 * dtype.size * int(np.prod(self.shapes(case)[0]))
 
     def buffers(self, case: Case, arrays: Sequence[mx.array]) -> list[np.ndarray]:
-        """What the buffers of keys and of values hold, in float64."""
+        """Contents of the buffers of keys and of values, in float64."""
         return [widen(a) for a in arrays]
 
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:

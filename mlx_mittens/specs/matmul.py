@@ -37,7 +37,7 @@ _PIECE = 2**22
 class MatrixOp(ModelOp):
     """An op on x and weights. `draw` is told by `layout` which weights.
 
-    In the table gradients are those of dense weights and x, and of x alone where weights are affine.
+    The table's gradients are by dense weights and x, and by x alone where weights are affine.
     """
 
     layout: str = "dense"
@@ -363,7 +363,7 @@ _MODELS = {
     "gpt-oss 20B": ((2880, 4096), (2880, 512), (4096, 2880), (2880, 201088)),
 }
 
-# What is timed on a CPU too, and in the benchmark's short form.
+# Cases that are timed on a CPU too, and in the benchmark's short form.
 _ON_CPU = {("Llama-3.1-8B", 4096, 4096), ("Llama-3.1-8B", 4096, 14336), ("Qwen2.5-0.5B", 896, 4864)}
 _QUICK = {("Llama-3.1-8B", 4096, 4096)}
 

@@ -34,7 +34,7 @@ from .op import (
 class GatherOp(ModelOp):
     """Tokens, weights of experts, and for each token the experts chosen.
 
-    In the table gradients are those of x, and of dense weights.
+    The table's gradients are by x, and by dense weights.
 
     Attributes:
         stacks: How many stacks of matrices there are.
@@ -246,7 +246,7 @@ def _products(x: np.ndarray, w: np.ndarray, chosen: np.ndarray) -> Exact:
 
 
 def _gradients(x: np.ndarray, w: np.ndarray, dy: np.ndarray, chosen: np.ndarray, with_weights: bool) -> list[Exact]:
-    """Those of x, and of each expert's weights."""
+    """Gradients by x, and by each expert's weights."""
     by_x, of_w = [np.zeros((2, *a.shape)) for a in (x, w)]
     for expert, matrix in enumerate(w):
         token, choice = np.nonzero(chosen == expert)
@@ -364,7 +364,7 @@ _TRIPLES = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")
 
 
 def _triples(arrays):
-    """Those of a mixture, without biases where there are none."""
+    """Arrays of a mixture, without biases where there are none."""
     each = [arrays[i : i + 3] for i in range(0, 18, 3)]
     return [tuple(a for a in triple if a is not None) for triple in each]
 

@@ -164,7 +164,7 @@ def _softcap(logits, cap, *, stream=None):
 _GEMMA = {"weight_offset": 1.0}
 
 
-# Those that work along rows.
+# Ops that work along rows.
 ROW_OPS: tuple[RowOp, ...] = (
     RowOp(
         name="rms_norm",

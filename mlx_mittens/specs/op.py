@@ -1,4 +1,4 @@
-"""What a row of the table of ops is, its cases, and what its inputs are made of."""
+"""A row of the table of ops, its cases, and how its inputs are drawn."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Op(abc.ABC):
         return []
 
     def compared(self, case: Case, results: Sequence[mx.array]) -> list[mx.array]:
-        """What of a case's results is compared with float64: in place of packed integers what they stand for."""
+        """Results of a case as they are compared with float64: packed integers are dequantized."""
         return list(results)
 
     @abc.abstractmethod
@@ -191,7 +191,7 @@ class Op(abc.ABC):
 
     @abc.abstractmethod
     def exact(self, case: Case, arrays: Sequence[mx.array | None], cotangents: Sequence[mx.array] = ()) -> list[Exact]:
-        """What a case gives in float64: outputs, or the gradients of the arguments that are there."""
+        """Results of a case in float64: outputs, or the gradients by the arguments that are there."""
 
 
 class ModelOp(Op):
@@ -225,7 +225,7 @@ def dequantized(
 
 
 def on_all_cores(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """What a function gives for each item; NumPy lets other threads run while it computes."""
+    """Maps a function over items on all cores; NumPy lets other threads run while it computes."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(function, items))
 

@@ -110,7 +110,7 @@ def add_rms_norm(x, residual, weight, eps: float, weight_offset: float = 0.0) ->
 def add_rms_norm_vjp(
     x, residual, weight, dnormed, dtotal, eps: float, weight_offset: float = 0.0, magnitude: bool = False
 ):
-    # What is normed is a sum that was rounded to the inputs' type.
+    # The norm is of a sum that was rounded to the inputs' type.
     total = _widen(x) + _widen(residual)
     dx, dweight = rms_norm_vjp(total, weight, dnormed, eps, weight_offset, magnitude, rounded=True)
     dx = _sum(dx, _widen(dtotal), magnitude=magnitude)
