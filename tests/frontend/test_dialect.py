@@ -83,14 +83,6 @@ def test_a_sound_kernel_passes():
     assert problems(helpers + in_kernel(body)) == []
 
 
-@pytest.mark.parametrize("dtype", ["float", "half", "bfloat"])
-def test_a_transposed_tile_passes(dtype):
-    body = f"""Tile<{dtype}, 1, 1> tile;
-    tile.at[0][0] = vec<{dtype}, 2>({dtype}(x[i]));
-    y[i] = float(transposed(tile, i % 32).at[0][0].x);"""
-    assert problems('#include "mittens/tile.h"\nusing namespace mittens;\n' + in_kernel(body)) == []
-
-
 # What is wrong: the reason given, the line that it is given for, and the text. In a kernel the body is line 6.
 BROKEN = {
     "double": ("no double", 6, in_kernel("double d = x[i]; y[i] = d;")),
