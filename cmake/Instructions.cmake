@@ -32,6 +32,7 @@ function(mittens_add_instruction_sets target folder)
   endif()
   if(processor MATCHES "x86_64|AMD64")
     set(sets baseline avx2 avx512 avx512vnni)
+    set(flags_baseline -O1)  # processors without AVX2 are rare, and -O3 takes half as long again to compile
     set(flags_avx2 -mavx2 -mfma -mf16c)
     set(flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c)
     set(flags_avx512vnni ${flags_avx512} -mavx512vnni)

@@ -10,7 +10,7 @@ from mlx_mittens.bench import mlx_instances
 
 problem = frontend.compiler_problem() or agx_compiler.problem()
 STALE = "run python bench/agx.py"
-SAMPLE = 12  # of so many kernels one is compiled again by default
+SAMPLE = 24  # of so many kernels one is compiled again by default
 
 
 agx = scripts.load("agx")

@@ -10,7 +10,7 @@ from mlx_mittens import frontend
 from mlx_mittens.frontend import build, ptxas
 
 STALE = "run python bench/registers.py"
-SAMPLE = 12  # of so many calls of clang one is made again by default, and what it compiles is assembled
+SAMPLE = 24  # of so many calls of clang one is made again by default, and what it compiles is assembled
 
 # What a threadgroup may have in Metal.
 MOST_SHARED = 32 * 1024
