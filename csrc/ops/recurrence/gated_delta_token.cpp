@@ -1,9 +1,7 @@
-#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <utility>
 
@@ -12,14 +10,12 @@
 
 #include "mlx/ops.h"
 #include "ops/recurrence/plan.h"
-#include "ops/recurrence/recurrence.h"
 #include "ops/recurrence/state_params.h"
+#include "ops/recurrence/token_layer.h"
 #include "params/recurrence.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
-#include "runtime/fallback.h"
-#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 #include "runtime/primitive.h"
 
@@ -98,9 +94,10 @@ cpu::HeadRows native_rows(const mx::array& view, bool has_rows) {
   return {data_of(view), strides.sequence, strides.key_head, strides.head};
 }
 
-class GatedDeltaToken : public KernelPrimitive {
+class GatedDeltaToken : public HeadsOfToken {
  public:
-  GatedDeltaToken(mx::Stream stream, const TokenOptions& options) : KernelPrimitive(stream), options_(options) {}
+  GatedDeltaToken(mx::Stream stream, const TokenOptions& options)
+      : HeadsOfToken(stream, state_index), options_(options) {}
 
   const char* name() const override {
     return "MittensGatedDeltaToken";
@@ -115,41 +112,9 @@ class GatedDeltaToken : public KernelPrimitive {
     return {{arrays.batch(), arrays.heads(), arrays.rows()}, arrays.conv_state.shape(), arrays.state.shape()};
   }
 
-  static Arrays results_of(std::shared_ptr<GatedDeltaToken> primitive, Arrays inputs) {
-    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-    const mx::Dtype dtype = inputs[0].dtype();
-    return mx::array::make_arrays(std::move(shapes), {dtype, dtype, mx::float32}, primitive, std::move(inputs));
-  }
-
-  // The composition, for callers of the op.
-  Arrays in_operations(const Arrays& inputs) {
-    return composed(inputs);
-  }
-
  protected:
-  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    const auto is_ready = [&](size_t i) {
-      return i < views ? has_rows(inputs[i], 1) : is_row_contiguous(inputs[i], i == state_index ? 16 : 1);
-    };
-    bool all = true;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      all = all && is_ready(i);
-    }
-    for (size_t i = 0; !all && i < inputs.size(); ++i) {
-      copies.push_back(is_ready(i) ? inputs[i] : contiguous(inputs[i], stream()));
-    }
-    return all ? inputs : copies;
-  }
-
-  // Each row of the state is read before it is written, by the same threads.
-  void allocate(const Arrays& inputs, Arrays& outputs) override {
-    allocate_output(outputs[0], stream());
-    allocate_output(outputs[1], stream());
-    if (inputs[state_index].offset() % 16 == 0) {  // as it is written
-      take_or_allocate(outputs[2], inputs[state_index], stream(), 3);
-    } else {
-      allocate_output(outputs[2], stream());
-    }
+  bool is_ready(const Arrays& inputs, size_t i) const override {
+    return i < views ? has_rows(inputs[i], 1) : HeadsOfToken::is_ready(inputs, i);
   }
 
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
@@ -161,20 +126,17 @@ class GatedDeltaToken : public KernelPrimitive {
     params.z = strides_of<HeadStrides>(arrays.z, true);
     params.a = strides_of<HeadStrides>(arrays.a, false);
     params.b = strides_of<HeadStrides>(arrays.b, false);
-    params.state = head_params(arrays);
+    params.state = token_params(arrays.sizes());
     params.taps = static_cast<uint32_t>(arrays.taps());
     params.a_log_type = number_type(arrays.a_log.dtype());
     params.dt_bias_type = number_type(arrays.dt_bias.dtype());
     params.norm_type = number_type(arrays.norm_weight.dtype());
     params.key_eps = options_.key_eps;
     params.eps = options_.eps;
-    const uint32_t rows_of_simdgroup = 32 / params.state.lanes;
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(arrays.q.dtype(), op);
-    launch.threadgroups = {static_cast<uint32_t>(arrays.batch() * arrays.heads()), 1, 1};
-    launch.threads = {32 * std::min<uint32_t>(kTokenSimdgroups, ceil_divide(params.state.rows, rows_of_simdgroup)), 1,
-                      1};
+    share_out_heads(launch, params.state, arrays.batch());
     for (size_t i = 0; i < views; ++i) {
       add_view(launch, inputs[i]);
     }
@@ -186,12 +148,11 @@ class GatedDeltaToken : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const TokenArrays arrays(inputs);
-    const auto numbers = [](const mx::array& a) { return cpu::Numbers{data_of(a), native_type(a.dtype())}; };
     const cpu::GatedDeltaTokenInputs data = {
-        native_rows(arrays.q, true), native_rows(arrays.k, true),  native_rows(arrays.v, true),
-        native_rows(arrays.z, true), native_rows(arrays.a, false), native_rows(arrays.b, false),
-        data_of(arrays.conv_state),  data_of(arrays.conv_weight),  numbers(arrays.a_log),
-        numbers(arrays.dt_bias),     numbers(arrays.norm_weight),  arrays.state.data<float>()};
+        native_rows(arrays.q, true),    native_rows(arrays.k, true),        native_rows(arrays.v, true),
+        native_rows(arrays.z, true),    native_rows(arrays.a, false),       native_rows(arrays.b, false),
+        data_of(arrays.conv_state),     data_of(arrays.conv_weight),        native_numbers(arrays.a_log),
+        native_numbers(arrays.dt_bias), native_numbers(arrays.norm_weight), arrays.state.data<float>()};
     const cpu::Recurrence all = arrays.sizes();
     const cpu::GatedDeltaToken sizes = {all.batch,        all.key_heads, all.heads / all.key_heads,
                                         all.rows,         all.columns,   static_cast<size_t>(arrays.taps()),
@@ -250,27 +211,8 @@ class GatedDeltaToken : public KernelPrimitive {
   }
 
  private:
-  static StateParams head_params(const TokenArrays& arrays) {
-    const auto count = [](int n) { return static_cast<uint32_t>(n); };
-    return {.steps = 1,
-            .heads = count(arrays.heads()),
-            .key_heads = count(arrays.key_heads()),
-            .rows = count(arrays.rows()),
-            .columns = count(arrays.columns()),
-            .lanes = lanes_of_row(count(arrays.columns())),
-            .packs = arrays.columns() % 8 == 0,
-            .has_state = 1,
-            .has_mask = 0};
-  }
-
   TokenOptions options_;
 };
-
-void has_shape(const char* name, const mx::array& array, const mx::Shape& shape) {
-  if (array.shape() != shape) {
-    checks::fail(op, name, " has shape ", array.shape(), ": expected ", shape);
-  }
-}
 
 Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::array& v, const mx::array& z,
                           const mx::array& a, const mx::array& b, const mx::array& conv_state,
@@ -281,28 +223,24 @@ Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::arra
   if (q.ndim() != 3) {
     checks::fail(op, "q has shape ", q.shape(), ": expected [batch, key heads, columns]");
   }
-  has_shape("k", k, q.shape());
+  check_shape(op, "k", k, q.shape());
   if (v.ndim() != 4 || v.shape(0) != q.shape(0) || v.shape(1) != q.shape(1)) {
     checks::fail(op, "v has shape ", v.shape(), ", q has shape ", q.shape(),
                  ": expected [batch, key heads, heads of each, rows]");
   }
   const int batch = q.shape(0), heads = v.shape(1) * v.shape(2), rows = v.shape(3), columns = q.shape(2);
   const mx::Shape per_head(v.shape().begin(), v.shape().end() - 1);
-  has_shape("z", z, v.shape());
-  has_shape("a", a, per_head);
-  has_shape("b", b, per_head);
+  check_shape(op, "z", z, v.shape());
+  check_shape(op, "a", a, per_head);
+  check_shape(op, "b", b, per_head);
   const int channels = 2 * q.shape(1) * columns + heads * rows;
-  const bool has_one = conv_weight.ndim() == 3 && conv_weight.shape(2) == 1;
-  if ((conv_weight.ndim() != 2 && !has_one) || conv_weight.shape(0) != channels || conv_weight.shape(1) < 1) {
-    checks::fail(op, "conv_weight has shape ", conv_weight.shape(), ": expected [", channels, ", taps] or [", channels,
-                 ", taps, 1]");
-  }
+  const mx::array weight = taps_of_channels(op, conv_weight, channels, stream);
   const int taps = conv_weight.shape(1);
-  has_shape("conv_state", conv_state, {batch, taps - 1, channels});
-  has_shape("A_log", a_log, {heads});
-  has_shape("dt_bias", dt_bias, {heads});
-  has_shape("norm_weight", norm_weight, {rows});
-  has_shape("state", state, {batch, heads, rows, columns});
+  check_shape(op, "conv_state", conv_state, {batch, taps - 1, channels});
+  check_shape(op, "A_log", a_log, {heads});
+  check_shape(op, "dt_bias", dt_bias, {heads});
+  check_shape(op, "norm_weight", norm_weight, {rows});
+  check_shape(op, "state", state, {batch, heads, rows, columns});
   checks::epsilon(op, eps);
   checks::epsilon(op, key_eps);
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"q", q}, {"k", k}, {"v", v}, {"z", z}, {"a", a}, {"b", b}});
@@ -311,7 +249,6 @@ Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::arra
         std::pair("dt_bias", &dt_bias), std::pair("norm_weight", &norm_weight), std::pair("state", &state)}) {
     checks::kernel_dtype(op, {{name, *array}});
   }
-  const mx::array weight = has_one ? mx::squeeze(conv_weight, 2, stream) : conv_weight;
   const auto typed = [&](const mx::array& array) { return in_dtype(array, dtype, stream); };
   Arrays inputs = {typed(q), typed(k), typed(v),          typed(z),
                    typed(a), typed(b), typed(conv_state), typed(weight),
@@ -319,14 +256,9 @@ Outputs gated_delta_token(const mx::array& q, const mx::array& k, const mx::arra
   const TokenArrays arrays(inputs);
   const cpu::Recurrence sizes = arrays.sizes();
   const auto primitive = std::make_shared<GatedDeltaToken>(stream, TokenOptions{eps, key_eps});
-  bool by_mx = false;
-  if (runs_kernels(stream) && sizes.rows > kMostTokenRows) {
-    fall_back(op, "more than " + std::to_string(kMostTokenRows) + " rows");
-    by_mx = true;
-  } else {
-    by_mx = q.size() == 0 || v.size() == 0 || goes_to_mx(op, dtype, sizes, nullptr, stream);
-  }
-  const Arrays all = by_mx ? primitive->in_operations(inputs) : GatedDeltaToken::results_of(primitive, inputs);
+  const bool by_mx = token_goes_to_mx(op, dtype, sizes, q.size() == 0 || v.size() == 0, stream);
+  const Arrays all =
+      by_mx ? primitive->in_operations(inputs) : results_of(primitive, inputs, {dtype, dtype, mx::float32});
   return {all[0], in_dtype(all[1], conv_state.dtype(), stream), in_dtype(all[2], state.dtype(), stream)};
 }
 

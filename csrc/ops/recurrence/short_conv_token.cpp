@@ -10,7 +10,7 @@
 
 #include "cpu/token_layers.h"
 #include "mlx/ops.h"
-#include "ops/recurrence/state_params.h"
+#include "ops/recurrence/token_layer.h"
 #include "params/recurrence.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
@@ -47,12 +47,6 @@ class ShortConvToken : public KernelPrimitive {
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     return {{inputs[0].shape(0), inputs[2].shape(0)}, inputs[1].shape()};
-  }
-
-  static Arrays results_of(std::shared_ptr<ShortConvToken> primitive, Arrays inputs) {
-    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-    const mx::Dtype dtype = inputs[0].dtype();
-    return mx::array::make_arrays(std::move(shapes), {dtype, dtype}, primitive, std::move(inputs));
   }
 
   // The composition, for callers of the op.
@@ -117,27 +111,19 @@ using Outputs = std::pair<mx::array, mx::array>;
 Outputs short_conv_token(const mx::array& projected, const mx::array& conv_state, const mx::array& conv_weight,
                          const std::optional<mx::array>& conv_bias, mx::StreamOrDevice where) {
   const mx::Stream stream = checks::checked_stream(op, where);
-  const bool has_one = conv_weight.ndim() == 3 && conv_weight.shape(2) == 1;
-  if ((conv_weight.ndim() != 2 && !has_one) || conv_weight.shape(1) < 1) {
-    checks::fail(op, "conv_weight has shape ", conv_weight.shape(),
-                 ": expected [channels, taps] or [channels, taps, 1]");
-  }
+  const mx::array weight = taps_of_channels(op, conv_weight, {}, stream);
   const int channels = conv_weight.shape(0), taps = conv_weight.shape(1);
   if (projected.ndim() != 2 || projected.shape(1) != 3 * channels) {
     checks::fail(op, "projected has shape ", projected.shape(), ": expected [batch, ", 3 * channels,
                  "], three times the channels of conv_weight");
   }
-  const mx::Shape of_state = {projected.shape(0), taps - 1, channels};
-  if (conv_state.shape() != of_state) {
-    checks::fail(op, "conv_state has shape ", conv_state.shape(), ": expected ", of_state);
-  }
-  if (conv_bias && conv_bias->shape() != mx::Shape{channels}) {
-    checks::fail(op, "conv_bias has shape ", conv_bias->shape(), ": expected ", mx::Shape{channels});
+  check_shape(op, "conv_state", conv_state, {projected.shape(0), taps - 1, channels});
+  if (conv_bias) {
+    check_shape(op, "conv_bias", *conv_bias, {channels});
   }
   const mx::Dtype dtype = checks::kernel_dtype(op, {{"projected", projected}});
   checks::kernel_dtype(op, {{"conv_state", conv_state}});
   checks::kernel_dtype(op, {{"conv_weight", conv_weight}});
-  const mx::array weight = has_one ? mx::squeeze(conv_weight, 2, stream) : conv_weight;
   Arrays inputs = {projected, in_dtype(conv_state, dtype, stream), in_dtype(weight, dtype, stream)};
   if (conv_bias) {
     checks::kernel_dtype(op, {{"conv_bias", *conv_bias}});
@@ -147,7 +133,7 @@ Outputs short_conv_token(const mx::array& projected, const mx::array& conv_state
       op, dtype, 0, {problem_size(projected.shape(0)), problem_size(channels), problem_size(taps), 1}};
   const auto primitive = std::make_shared<ShortConvToken>(stream);
   const bool by_mx = projected.size() == 0 || prefer_mx(problem, nullptr, stream);
-  const Arrays all = by_mx ? primitive->in_operations(inputs) : ShortConvToken::results_of(primitive, inputs);
+  const Arrays all = by_mx ? primitive->in_operations(inputs) : results_of(primitive, inputs, {dtype, dtype});
   return {all[0], in_dtype(all[1], conv_state.dtype(), stream)};
 }
 

@@ -2,7 +2,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <utility>
 
@@ -13,14 +12,12 @@
 
 #include "cpu/token_layers.h"
 #include "mlx/ops.h"
-#include "ops/recurrence/recurrence.h"
 #include "ops/recurrence/state_params.h"
+#include "ops/recurrence/token_layer.h"
 #include "params/recurrence.h"
 #include "python/registry.h"
 #include "runtime/array_util.h"
 #include "runtime/checks.h"
-#include "runtime/fallback.h"
-#include "runtime/gpu.h"
 #include "runtime/op_binding.h"
 #include "runtime/primitive.h"
 
@@ -92,9 +89,9 @@ struct TokenArrays {
 
 constexpr size_t state_index = 6;  // of the inputs
 
-class SsmToken : public KernelPrimitive {
+class SsmToken : public HeadsOfToken {
  public:
-  SsmToken(mx::Stream stream, const TokenOptions& options) : KernelPrimitive(stream), options_(options) {}
+  SsmToken(mx::Stream stream, const TokenOptions& options) : HeadsOfToken(stream, state_index), options_(options) {}
 
   const char* name() const override {
     return "MittensSsmToken";
@@ -109,55 +106,12 @@ class SsmToken : public KernelPrimitive {
     return {{arrays.batch(), arrays.inner()}, arrays.conv_state.shape(), arrays.state.shape()};
   }
 
-  static Arrays results_of(std::shared_ptr<SsmToken> primitive, Arrays inputs) {
-    std::vector<mx::Shape> shapes = primitive->output_shapes(inputs);
-    const mx::Dtype dtype = inputs[0].dtype();
-    return mx::array::make_arrays(std::move(shapes), {dtype, dtype, mx::float32}, primitive, std::move(inputs));
-  }
-
-  // The composition, for callers of the op.
-  Arrays in_operations(const Arrays& inputs) {
-    return composed(inputs);
-  }
-
  protected:
-  const Arrays& prepared(const Arrays& inputs, Arrays& copies) override {
-    const auto is_ready = [&](size_t i) { return is_row_contiguous(inputs[i], i == state_index ? 16 : 1); };
-    bool all = true;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      all = all && is_ready(i);
-    }
-    for (size_t i = 0; !all && i < inputs.size(); ++i) {
-      copies.push_back(is_ready(i) ? inputs[i] : contiguous(inputs[i], stream()));
-    }
-    return all ? inputs : copies;
-  }
-
-  // Each row of the state is read before it is written, by the same threads.
-  void allocate(const Arrays& inputs, Arrays& outputs) override {
-    allocate_output(outputs[0], stream());
-    allocate_output(outputs[1], stream());
-    if (inputs[state_index].offset() % 16 == 0) {  // as it is written
-      take_or_allocate(outputs[2], inputs[state_index], stream(), 3);
-    } else {
-      allocate_output(outputs[2], stream());
-    }
-  }
-
   std::vector<Launch> launches(const Arrays& inputs, Arrays& outputs) override {
     const TokenArrays arrays(inputs);
-    const auto count = [](int n) { return static_cast<uint32_t>(n); };
     SsmTokenParams params{};  // simulators compare its padding too
-    params.state = {.steps = 1,
-                    .heads = count(arrays.heads()),
-                    .key_heads = count(arrays.groups()),
-                    .rows = count(arrays.rows()),
-                    .columns = count(arrays.columns()),
-                    .lanes = lanes_of_row(count(arrays.columns())),
-                    .packs = arrays.columns() % 8 == 0,
-                    .has_state = 1,
-                    .has_mask = 0};
-    params.taps = count(arrays.taps());
+    params.state = token_params(arrays.sizes());
+    params.taps = static_cast<uint32_t>(arrays.taps());
     params.has_bias = arrays.conv_bias != nullptr;
     params.is_gated = options_.is_gated;
     params.a_log_type = number_type(arrays.a_log.dtype());
@@ -165,13 +119,10 @@ class SsmToken : public KernelPrimitive {
     params.dt_bias_type = number_type(arrays.dt_bias.dtype());
     params.least_step = options_.least_step;
     params.greatest_step = options_.greatest_step;
-    const uint32_t rows_of_simdgroup = 32 / params.state.lanes;
     Launch launch;
     launch.file = file;
     launch.kernel = kernel_name(arrays.projected.dtype(), op);
-    launch.threadgroups = {count(arrays.batch() * arrays.heads()), 1, 1};
-    launch.threads = {32 * std::min<uint32_t>(kTokenSimdgroups, ceil_divide(params.state.rows, rows_of_simdgroup)), 1,
-                      1};
+    share_out_heads(launch, params.state, arrays.batch());
     launch.input(arrays.projected).input(arrays.conv_state).input(arrays.conv_weight);
     launch.input_if(params.has_bias, inputs[params.has_bias ? 7 : 0]);
     launch.input(arrays.a_log).input(arrays.d).input(arrays.dt_bias).input(arrays.state);
@@ -180,7 +131,6 @@ class SsmToken : public KernelPrimitive {
 
   std::function<void()> native(const Arrays& inputs, Arrays& outputs) override {
     const TokenArrays arrays(inputs);
-    const auto numbers = [](const mx::array& a) { return cpu::Numbers{data_of(a), native_type(a.dtype())}; };
     const cpu::Recurrence all = arrays.sizes();
     const cpu::SsmToken sizes = {all.batch,           all.heads,
                                  all.key_heads,       all.rows,
@@ -190,9 +140,9 @@ class SsmToken : public KernelPrimitive {
     const cpu::TokenConvolution convolution = {data_of(arrays.conv_state), data_of(arrays.conv_weight),
                                                arrays.conv_bias ? data_of(*arrays.conv_bias) : nullptr,
                                                data_of(outputs[1])};
-    const cpu::SsmTokenInputs data = {data_of(arrays.projected), convolution,
-                                      numbers(arrays.a_log),     numbers(arrays.d),
-                                      numbers(arrays.dt_bias),   arrays.state.data<float>()};
+    const cpu::SsmTokenInputs data = {data_of(arrays.projected),      convolution,
+                                      native_numbers(arrays.a_log),   native_numbers(arrays.d),
+                                      native_numbers(arrays.dt_bias), arrays.state.data<float>()};
     return [type = native_type(arrays.projected.dtype()), sizes, data, y = data_of(outputs[0]),
             state = outputs[2].data<float>()] { cpu::ssm_token(type, sizes, data, y, state); };
   }
@@ -239,12 +189,6 @@ class SsmToken : public KernelPrimitive {
   TokenOptions options_;
 };
 
-void has_shape(const char* name, const mx::array& array, const mx::Shape& shape) {
-  if (array.shape() != shape) {
-    checks::fail(op, name, " has shape ", array.shape(), ": expected ", shape);
-  }
-}
-
 Outputs ssm_token(const mx::array& projected, const mx::array& conv_state, const mx::array& conv_weight,
                   const std::optional<mx::array>& conv_bias, const mx::array& a_log, const mx::array& d,
                   const mx::array& dt_bias, const mx::array& state, const Limits& limits, bool gated,
@@ -254,11 +198,7 @@ Outputs ssm_token(const mx::array& projected, const mx::array& conv_state, const
     checks::fail(op, "state has shape ", state.shape(), ": expected [batch, heads, rows, columns]");
   }
   const int batch = state.shape(0), heads = state.shape(1), rows = state.shape(2), columns = state.shape(3);
-  const bool has_one = conv_weight.ndim() == 3 && conv_weight.shape(2) == 1;
-  if ((conv_weight.ndim() != 2 && !has_one) || conv_weight.shape(1) < 1) {
-    checks::fail(op, "conv_weight has shape ", conv_weight.shape(),
-                 ": expected [channels, taps] or [channels, taps, 1]");
-  }
+  const mx::array weight = taps_of_channels(op, conv_weight, {}, stream);
   const int channels = conv_weight.shape(0), taps = conv_weight.shape(1), shared = channels - heads * rows;
   const bool has_groups = shared >= 0 && (columns == 0 ? shared == 0 : shared % (2 * columns) == 0);
   const int groups = columns == 0 || !has_groups ? 1 : shared / (2 * columns);
@@ -266,14 +206,14 @@ Outputs ssm_token(const mx::array& projected, const mx::array& conv_state, const
     checks::fail(op, "conv_weight has ", channels, " channels, state has shape ", state.shape(),
                  ": expected heads * rows + 2 * groups * columns of them, the heads a multiple of the groups");
   }
-  has_shape("projected", projected, {batch, heads * rows + channels + heads});
-  has_shape("conv_state", conv_state, {batch, taps - 1, channels});
+  check_shape(op, "projected", projected, {batch, heads * rows + channels + heads});
+  check_shape(op, "conv_state", conv_state, {batch, taps - 1, channels});
   if (conv_bias) {
-    has_shape("conv_bias", *conv_bias, {channels});
+    check_shape(op, "conv_bias", *conv_bias, {channels});
   }
-  has_shape("A_log", a_log, {heads});
-  has_shape("D", d, {heads});
-  has_shape("dt_bias", dt_bias, {heads});
+  check_shape(op, "A_log", a_log, {heads});
+  check_shape(op, "D", d, {heads});
+  check_shape(op, "dt_bias", dt_bias, {heads});
   if (!(limits.first <= limits.second)) {
     checks::fail(op, "time_step_limit is (", limits.first, ", ", limits.second,
                  "): expected the least and the greatest time step, in this order");
@@ -284,7 +224,6 @@ Outputs ssm_token(const mx::array& projected, const mx::array& conv_state, const
         std::pair("D", &d), std::pair("dt_bias", &dt_bias), std::pair("state", &state)}) {
     checks::kernel_dtype(op, {{name, *array}});
   }
-  const mx::array weight = has_one ? mx::squeeze(conv_weight, 2, stream) : conv_weight;
   Arrays inputs = {projected, in_dtype(conv_state, dtype, stream), in_dtype(weight, dtype, stream), a_log, d,
                    dt_bias,   in_dtype(state, mx::float32, stream)};
   if (conv_bias) {
@@ -294,14 +233,9 @@ Outputs ssm_token(const mx::array& projected, const mx::array& conv_state, const
   const cpu::Recurrence sizes = TokenArrays(inputs).sizes();
   const TokenOptions options = {static_cast<float>(limits.first), static_cast<float>(limits.second), gated};
   const auto primitive = std::make_shared<SsmToken>(stream, options);
-  bool by_mx = false;
-  if (runs_kernels(stream) && sizes.rows > kMostTokenRows) {
-    fall_back(op, "more than " + std::to_string(kMostTokenRows) + " rows");
-    by_mx = true;
-  } else {
-    by_mx = projected.size() == 0 || state.size() == 0 || goes_to_mx(op, dtype, sizes, nullptr, stream);
-  }
-  const Arrays all = by_mx ? primitive->in_operations(inputs) : SsmToken::results_of(primitive, inputs);
+  const bool by_mx = token_goes_to_mx(op, dtype, sizes, projected.size() == 0 || state.size() == 0, stream);
+  const Arrays all =
+      by_mx ? primitive->in_operations(inputs) : results_of(primitive, inputs, {dtype, dtype, mx::float32});
   return {all[0], in_dtype(all[1], conv_state.dtype(), stream), in_dtype(all[2], state.dtype(), stream)};
 }
 

@@ -1,6 +1,6 @@
 #include "cpu/isa/recurrence/convolution.h"
 #include "cpu/isa/recurrence/gates.h"
-#include "cpu/isa/recurrence/over_steps.h"
+#include "cpu/isa/recurrence/token_heads.h"
 #include "cpu/isa/recurrence/recurrence_rows.h"
 #include "cpu/recurrence.h"
 
@@ -36,21 +36,11 @@ struct Token {
            static_cast<int64_t>(key_head) * rows.key_head + static_cast<int64_t>(head) * rows.head;
   }
 
-  size_t numbers_of_head() const {
-    const size_t columns = padded_width(shape.columns), rows = padded_width(shape.rows);
-    const size_t weights = 2 * shape.taps * (columns > rows ? columns : rows);
-    return (2 + rows_at_once) * columns + 2 * rows + weights;
-  }
-
-  void head(size_t sequence, size_t key_head, size_t head_of_key, float* memory) const {
+  void head(size_t sequence, size_t key_head, size_t head_of_key, float* numbers) const {
     const size_t columns = shape.columns, stride = padded_width(columns), rows = shape.rows;
     const size_t head = key_head * shape.heads_of_key + head_of_key, of_keys = shape.key_heads * columns;
-    float* q = memory;
-    float* k = q + stride;
-    float* s = k + stride;
-    float* values = s + rows_at_once * stride;
-    float* results = values + padded_width(rows);
-    float* weights = results + padded_width(rows);
+    const HeadMemory memory(numbers, rows, columns);
+    float *q = memory.queries, *k = memory.keys, *values = memory.values, *results = memory.results;
     const size_t channels = 2 * of_keys + shape.heads() * rows;
     const size_t conv_at = sequence * (shape.taps - 1) * channels;
     const Convolution<T> convolution = {(const T*)inputs.conv_state + conv_at,
@@ -61,7 +51,8 @@ struct Token {
                                         shape.taps};
     const bool is_first = head_of_key == 0;
     const auto convolved = [&](size_t channel, const T* x, size_t n, bool writes, float* out) {
-      convolve(convolution, channel, x, n, writes, weights, out, [](Float sum) MITTENS_INLINED { return silu(sum); });
+      convolve(convolution, channel, x, n, writes, memory.weights, out,
+               [](Float sum) MITTENS_INLINED { return silu(sum); });
     };
     convolved(key_head * columns, row(inputs.q, sequence, key_head, 0), columns, is_first, q);
     convolved(of_keys + key_head * columns, row(inputs.k, sequence, key_head, 0), columns, is_first, k);
@@ -78,23 +69,7 @@ struct Token {
                        sigmoid(widen_one<T>(row(inputs.b, sequence, key_head, head_of_key), 0)),
                        true};
     const size_t first = (sequence * shape.heads() + head) * rows;
-    for (size_t r = 0; r < rows; r += rows_at_once) {
-      const size_t some = smaller(rows_at_once, rows - r);
-      for (size_t i = 0; i < some; ++i) {
-        read_row(inputs.state + (first + r + i) * columns, columns, s + i * stride);
-      }
-      float predicted[rows_at_once], update[rows_at_once];
-      if (some == rows_at_once) {
-        advance<rows_at_once>(s, stride, step, values + r, predicted, update, results + r);
-      } else {
-        for (size_t i = 0; i < some; ++i) {
-          advance<1>(s + i * stride, stride, step, values + r + i, predicted, update, results + r + i);
-        }
-      }
-      for (size_t i = 0; i < some; ++i) {
-        write_row(state + (first + r + i) * columns, columns, s + i * stride);
-      }
-    }
+    advance_head(inputs.state + first * columns, state + first * columns, rows, columns, step, memory);
     for (size_t i = rows; i < padded_width(rows); ++i) {
       results[i] = 0;
     }
@@ -120,15 +95,11 @@ void gated_delta_token(Type type, const GatedDeltaToken& shape, const GatedDelta
   with_type(type, [&](auto t) {
     using T = decltype(t);
     const Token<T> token = {shape, inputs, (T*)y, (T*)conv_state, state};
-    const size_t work = shape.rows * shape.columns;
-    const size_t grain = work == 0 ? 1 : ceil_divide(work_of_piece, work);
-    parallel_for(shape.batch * shape.heads(), grain, [&](size_t begin, size_t end) {
-      const Scratch memory(token.numbers_of_head());
-      for (size_t i = begin; i < end; ++i) {
-        const size_t head = i % shape.heads();
-        token.head(i / shape.heads(), head / shape.heads_of_key, head % shape.heads_of_key, memory.data());
-      }
-    });
+    each_head(shape.batch, shape.heads(), shape.rows * shape.columns,
+              HeadMemory::numbers(shape.rows, shape.columns, shape.taps),
+              [&](size_t sequence, size_t head, float* memory) {
+                token.head(sequence, head / shape.heads_of_key, head % shape.heads_of_key, memory);
+              });
   });
 }
 
