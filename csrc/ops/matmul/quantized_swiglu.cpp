@@ -220,11 +220,11 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
     inputs.push_back(affine ? typed((*triple)[1]) : (*triple)[1]);
     inputs.push_back(affine ? typed((*triple)[2]) : (*triple)[1]);
   }
+  auto biases_of = [&](int first) { return affine ? std::optional(inputs[first + 2]) : std::nullopt; };
   auto product_of_rows = [&](const mx::array& x) {
     auto product = [&](int first) {
-      const auto biases = affine ? std::optional(inputs[first + 2]) : std::nullopt;
-      return quantized_matmul_of_mx(x, inputs[first], inputs[first + 1], biases, true, format.group_size, format.bits,
-                                    mode, stream);
+      return quantized_matmul_of_mx(x, inputs[first], inputs[first + 1], biases_of(first), true, format.group_size,
+                                    format.bits, mode, stream);
     };
     return gated(product(1), product(4), activation, stream);
   };
@@ -242,9 +242,8 @@ mx::array quantized_swiglu(const mx::array& x, const Triple& gate, const Triple&
   if (const uint32_t most = most_affine_rows(kernels, stream); rows > most) {
     fall_back(op, "more than " + std::to_string(most) + " rows of x");
     auto product = [&](int first) {  // which may be ours
-      const auto biases = affine ? std::optional(inputs[first + 2]) : std::nullopt;
-      return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], biases, true, format.group_size, format.bits,
-                              mode, std::nullopt, stream);
+      return quantized_matmul(inputs[0], inputs[first], inputs[first + 1], biases_of(first), true, format.group_size,
+                              format.bits, mode, std::nullopt, stream);
     };
     return gated(product(1), product(4), activation, stream);
   }
