@@ -55,6 +55,22 @@ def assert_same_bits(a: mx.array, b: mx.array, what: str):
     assert bits(a) == bits(b), f"{what}: the results differ"
 
 
+def assert_state_in_place(op, arrays: list[mx.array]):
+    """The last result of an op stands where its last argument did, and is right."""
+    expected = op(*arrays)
+    mx.eval(expected)
+    state = arrays.pop() + 0
+    mx.eval(state)
+    where = np.asarray(memoryview(state)).ctypes.data
+    held = [*arrays, state]
+    del state
+    y, _, last = op(*held)
+    del held
+    mx.eval(y, last)
+    assert np.asarray(memoryview(last)).ctypes.data == where
+    assert_same_bits(last, expected[2], "state")
+
+
 def launched_on_apple(run: Callable[[], object]) -> list[str]:
     """The names of all that the results of a call are launched with on an M2 Max: kernels, and operations of mx."""
     with mm.simulator.enabled(gpu="m2-max"), mm.simulator.predicted("m2-max", peer="metal") as launches:

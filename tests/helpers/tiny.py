@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import mlx_mittens as mm
@@ -72,6 +73,16 @@ def save(folder: Path, name: str, dtype: mx.Dtype, bits: int | None = None, **ch
 def tokens(model: nn.Module, prompt: list[int], count: int, **options: Any) -> list[int]:
     """What mlx-lm generates, greedily."""
     return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count, **options)]
+
+
+def logits_of_steps(model: nn.Module, prompt: mx.array, each: mx.array) -> list[mx.array]:
+    """Of each token behind a prompt, one after another."""
+    cache, found = make_prompt_cache(model), []
+    mx.eval(model(prompt, cache=cache))
+    for t in range(each.shape[1]):
+        found.append(model(each[:, t : t + 1], cache=cache))
+        mx.eval(found[-1])
+    return found
 
 
 def kernels(op: str) -> int:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from helpers import tiny
 from helpers.support import launched_on_apple
 from helpers.tolerances import LAYERS, assert_near
 from mlx_lm.models import cache as caches
@@ -261,20 +262,13 @@ def test_a_wider_result_on_a_cpu_is_mlx_lms(rng):
 @pytest.mark.parametrize("name", ["lfm2", "mamba2"])
 def test_a_model_gives_its_tokens(rng, name):
     """Patched and converted beside plain, after a prompt."""
-    from helpers import tiny
-
     model = tiny.build({"lfm2": "lfm2-1.2b", "mamba2": "mamba2-2.7b"}[name], mx.float32)
     prompt = mx.array(rng.integers(0, 320, (2, 7)))
     each = mx.array(rng.integers(0, 320, (2, 6)))
 
     def logits(context):
-        cache, found = caches.make_prompt_cache(model), []
         with context:
-            mx.eval(model(prompt, cache=cache))
-            for t in range(each.shape[1]):
-                found.append(model(each[:, t : t + 1], cache=cache))
-                mx.eval(found[-1])
-        return found
+            return tiny.logits_of_steps(model, prompt, each)
 
     expected = logits(contextlib.nullcontext())
     patched = logits(mm.patched())

@@ -189,13 +189,8 @@ def test_a_model_gives_its_tokens(rng, batch):
     each = mx.array(rng.integers(0, 320, (batch, 6)))
 
     def logits(context):
-        cache, found = caches.make_prompt_cache(model), []
         with context:
-            mx.eval(model(prompt, cache=cache))
-            for t in range(each.shape[1]):
-                found.append(model(each[:, t : t + 1], cache=cache))
-                mx.eval(found[-1])
-        return found
+            return tiny.logits_of_steps(model, prompt, each)
 
     expected = logits(contextlib.nullcontext())
     with counted():

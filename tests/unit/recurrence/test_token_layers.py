@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.support import assert_same_bits, launched_on_apple
+from helpers.support import assert_same_bits, assert_state_in_place, launched_on_apple
 from helpers.tolerances import SUMS, assert_near, units
 
 import mlx_mittens as mm
@@ -64,19 +64,7 @@ def test_tokens_hand_the_convolution_on(rng, executor, dtype):
 
 
 def test_the_state_is_written_in_place(rng, executor):
-    arrays = draw(SPACE, rng, 1, 4, 2, 4, 16, 32)
-    expected = mm.ssm_token(*arrays)
-    mx.eval(expected)
-    state = arrays.pop() + 0
-    mx.eval(state)
-    where = np.asarray(memoryview(state)).ctypes.data
-    held = [*arrays, state]
-    del state
-    y, _, last = mm.ssm_token(*held)
-    del held
-    mx.eval(y, last)
-    assert np.asarray(memoryview(last)).ctypes.data == where
-    assert_same_bits(last, expected[2], "state")
+    assert_state_in_place(mm.ssm_token, draw(SPACE, rng, 1, 4, 2, 4, 16, 32))
 
 
 def test_the_window_is_moved_on_in_place(rng, executor, dtype):
