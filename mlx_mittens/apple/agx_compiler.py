@@ -1,9 +1,9 @@
 """asahi_clc, Mesa's compiler from SPIR-V to the machine code of Apple GPUs: where it is, and how it is built.
 
-It is built from Mesa's source, which is Debian's source package or a file, with a patch (mesa.patch) that leaves out
-what needs LLVM, lets registers be spilled, and prints statistics and machine code. The result stays in the cache of
-compiled kernels, under a key of the patch, the options and the machine's architecture, with its version of Mesa beside
-it. Mesa's licence is MIT.
+It is built from Mesa's source, which is Debian's source package, Mesa's own archive or a file, with a patch
+(mesa.patch) that leaves out what needs LLVM, lets registers be spilled, and prints statistics and machine code. The
+result stays in the cache of compiled kernels, under a key of the patch, the options and the machine's architecture,
+with its version of Mesa beside it. Mesa's licence is MIT.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ COMMAND = "mlx-mittens agx-compiler"
 PATCH = Path(__file__).with_name("mesa.patch")
 _SUITE = "trixie"  # whose Mesa it is; the machine itself may run another Debian
 _URL = f"https://archive.mesa3d.org/mesa-{VERSION}.tar.xz"  # the same file as Debian's
+_TIMEOUT = 60.0  # of the download, in seconds without a byte
 _ARCHIVE_SHA256 = "592272df3cf01e85e7db300c449df5061092574d099da275d19e97ef0510f8a6"
 _TARGET = "src/asahi/clc/asahi_clc"
 _PYTHON_TOOLS = ("meson", "ninja", "mako", "pyyaml", "packaging")
@@ -40,7 +42,8 @@ _PACKAGES = {
     "apt-get": {"cc": "gcc", "c++": "g++", "patch": "patch", "ld": "binutils"},
     "dnf": {"cc": "gcc", "c++": "gcc-c++", "patch": "patch", "ld": "binutils"},
 }
-_FETCH_YOURSELF = f"download {_URL}, and run {COMMAND} --source {_URL.rpartition('/')[2]}"
+_ARCHIVE = _URL.rpartition("/")[2]
+_FETCH_YOURSELF = f"download {_URL}, and run {COMMAND} --source {_ARCHIVE}"
 _DISABLED = (
     *("egl", "expat", "gbm", "gles1", "gles2", "glx", "libunwind", "llvm", "lmsensors", "shader-cache", "valgrind"),
     *("xmlconfig", "zlib", "zstd"),
@@ -112,7 +115,7 @@ def build(force: bool = False, report: Callable[[str], None] = lambda line: None
     Args:
         force: Build it again if it is there.
         report: Is told of each step.
-        source: An archive of Mesa's source. None: apt fetches Debian's.
+        source: An archive of Mesa's source. None: it is downloaded.
 
     Raises:
         BuildError: A program is missing, or a step fails.
@@ -121,12 +124,10 @@ def build(force: bool = False, report: Callable[[str], None] = lambda line: None
     if path.is_file() and not force:
         return path
     folder = cache.writable_folder()
-    _require_programs(report, source is None)
+    _require_programs(report)
     with tempfile.TemporaryDirectory(prefix="mlx-mittens-mesa-") as scratch:
         work = Path(scratch)
-        if source is None:
-            report(f"download Mesa: source package of Debian {_SUITE}")
-        archive = source or _download(work)
+        archive = source or _download(work, report)
         found = _version_of(archive)
         if found not in TRIED:
             report(f"{archive.name} has Mesa {found}; this was tried with {', '.join(TRIED)} only")
@@ -203,42 +204,50 @@ def _call(
     return "".join(lines)
 
 
-def _require_programs(report: Callable[[str], None], fetches: bool) -> None:
-    """Installs what is missing, as root where there is apt; elsewhere says what it is."""
+def _require_programs(report: Callable[[str], None]) -> None:
+    """Installs what is missing, as root where a known program installs packages; elsewhere says what it is."""
     if not sys.platform.startswith("linux"):
         raise BuildError(f"asahi_clc is built on Linux only: set {VARIABLE} to one that was built elsewhere")
-    installer = next(filter(shutil.which, _PACKAGES), None)
-    if fetches and installer != "apt-get":
-        raise BuildError(f"there is no apt-get, by which the source of Mesa is fetched: {_FETCH_YOURSELF}")
     missing = [program for program in _PACKAGES["apt-get"] if not shutil.which(program)]
     if not missing:
         return
+    installer = next(filter(shutil.which, _PACKAGES), None)
     if installer is None:
         raise BuildError(f"the build needs the programs {' '.join(missing)}: install them")
-    names = " ".join(_PACKAGES[installer][program] for program in missing)
-    if installer != "apt-get" or os.geteuid() != 0:
-        raise BuildError(f"the build needs {names}: as root, {installer} install {names}")
-    report(f"apt-get install {names}")
-    quiet = ["-qq", "-y", "--no-install-recommends"]
+    names = [_PACKAGES[installer][program] for program in missing]
+    if os.geteuid() != 0:
+        raise BuildError(f"the build needs {' '.join(names)}: as root, {installer} install {' '.join(names)}")
+    report(f"{installer} install {' '.join(names)}")
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    _call(["apt-get", "update", "-qq"], environment)
-    _call(["apt-get", "install", *quiet, *names.split()], environment)
+    if installer == "apt-get":
+        _call(["apt-get", "update", "-qq"], environment)
+        _call(["apt-get", "install", "-qq", "-y", "--no-install-recommends", *names], environment)
+    else:
+        _call([installer, "install", "--quiet", "--assumeyes", *names], environment)
+
+
+def _download(work: Path, report: Callable[[str], None]) -> Path:
+    """Fetches the source: where apt has a mirror of Debian from there, elsewhere from Mesa's own archive."""
+    if mirror := _mirror():
+        report(f"download Mesa: source package of Debian {_SUITE}")
+        return _download_by_apt(work, mirror)
+    report(f"download Mesa: {_URL}")
+    return _download_from_mesa(work)
 
 
 def _mirror() -> str:
-    """The mirror of Debian that apt uses here, also where its lists were not fetched yet."""
+    """The mirror of Debian that apt uses here, also where its lists were not fetched yet; empty without one."""
+    if not shutil.which("apt-get"):
+        return ""
     targets = _call(["apt-get", "indextargets", "--no-release-info", "--format", "$(REPO_URI)", "Created-By: Packages"])
-    for line in targets.splitlines():
-        if line.rstrip("/").endswith("/debian"):
-            return line
-    raise BuildError(f"apt has no mirror of Debian here: {_FETCH_YOURSELF}")
+    return next((line for line in targets.splitlines() if line.rstrip("/").endswith("/debian")), "")
 
 
-def _download(work: Path) -> Path:
+def _download_by_apt(work: Path, mirror: str) -> Path:
     """Fetches the source by apt, which checks signatures, with lists of its own: the machine's stay as they are."""
     sources, lists = work / "sources.list", work / "lists"
     (lists / "partial").mkdir(parents=True)
-    sources.write_text(f"deb-src {_mirror()} {_SUITE} main\n")
+    sources.write_text(f"deb-src {mirror} {_SUITE} main\n")
     options = [
         *("-o", f"Dir::Etc::SourceList={sources}", "-o", "Dir::Etc::SourceParts=/dev/null"),
         *("-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={work / 'apt'}", "-o", "Debug::NoLocking=1"),
@@ -254,6 +263,17 @@ def _download(work: Path) -> Path:
             f"apt-get source has fetched no archive of Mesa from Debian {_SUITE}: expected one, got {names}"
         )
     return archives[0]
+
+
+def _download_from_mesa(work: Path) -> Path:
+    """Fetches the archive that the patch is written for; its SHA-256 is checked before it is unpacked."""
+    archive = work / _ARCHIVE
+    try:
+        with urllib.request.urlopen(_URL, timeout=_TIMEOUT) as answer, archive.open("wb") as file:
+            shutil.copyfileobj(answer, file)
+    except OSError as error:
+        raise BuildError(f"Mesa's source cannot be downloaded here ({error}): {_FETCH_YOURSELF}") from None
+    return archive
 
 
 def _version_of(archive: Path) -> str:

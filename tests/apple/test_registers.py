@@ -196,16 +196,13 @@ def test_what_the_build_lacks_is_said(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_MITTENS_CACHE", str(tmp_path))
     monkeypatch.setattr(agx_compiler.sys, "platform", "linux")
     monkeypatch.setattr(agx_compiler.shutil, "which", lambda name, **_: None)
-    assert main.main(["agx-compiler"]) == 1
-    said = capsys.readouterr().err
-    assert "there is no apt-get" in said and "mlx-mittens agx-compiler --source mesa-25.0.7.tar.xz" in said
     assert main.main(["agx-compiler", "--source", "mesa-25.0.7.tar.xz"]) == 1
     assert "the build needs the programs cc c++ patch ld" in capsys.readouterr().err
+    monkeypatch.setattr(agx_compiler.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(agx_compiler.shutil, "which", lambda name, **_: "/usr/bin/dnf" if name == "dnf" else None)
     assert main.main(["agx-compiler", "--source", "mesa-25.0.7.tar.xz"]) == 1
     assert "as root, dnf install gcc gcc-c++ patch binutils" in capsys.readouterr().err
     monkeypatch.setattr(agx_compiler.shutil, "which", lambda name, **_: "/usr/bin/apt-get" if "apt" in name else None)
-    monkeypatch.setattr(agx_compiler.os, "geteuid", lambda: 1000)
     assert main.main(["agx-compiler"]) == 1
     assert "as root, apt-get install gcc g++ patch" in capsys.readouterr().err
 
@@ -224,25 +221,43 @@ def test_a_long_build_says_how_long_the_rest_takes(monkeypatch):
     assert printed.count("\n") == 3 and said == ["  40 of 100, 30 s left"]
 
 
-def fetched(monkeypatch, *names):
+@pytest.mark.parametrize("installer", ["apt-get", "dnf"])
+def test_what_the_build_lacks_is_installed_as_root(installer, monkeypatch):
+    """By the program that installs packages here."""
+    commands = []
+    monkeypatch.setattr(agx_compiler.sys, "platform", "linux")
+    monkeypatch.setattr(agx_compiler.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(agx_compiler.shutil, "which", lambda name, **_: name if name in (installer, "cc") else None)
+    monkeypatch.setattr(agx_compiler, "_call", lambda command, environment=None: commands.append(list(command)))
+    said = []
+    agx_compiler._require_programs(said.append)
+    names = ["g++" if installer == "apt-get" else "gcc-c++", "patch", "binutils"]
+    assert said == [f"{installer} install {' '.join(names)}"]
+    assert commands[-1][:2] == [installer, "install"] and commands[-1][-3:] == names
+
+
+def fetched(monkeypatch, *names, mirrors=("http://mirror.test/debian-security/", "http://mirror.test/debian/")):
     """Has apt fetch archives of these names."""
 
     def call(command, environment=None, folder=None):
         if "indextargets" in command:
-            return "http://mirror.test/debian-security/\nhttp://mirror.test/debian/\n"
+            return "".join(f"{mirror}\n" for mirror in mirrors)
         if "source" in command:
             for name in names:
                 (folder / name).write_text("")
         return ""
 
     monkeypatch.setattr(agx_compiler, "_call", call)
+    monkeypatch.setattr(agx_compiler.shutil, "which", lambda name: name)
 
 
 def test_another_version_of_mesa_is_fetched(monkeypatch, tmp_path):
     fetched(monkeypatch, "mesa_26.1.0.orig.tar.xz", "mesa_26.1.0-1.debian.tar.xz")
-    archive = agx_compiler._download(tmp_path)
+    said = []
+    archive = agx_compiler._download(tmp_path, said.append)
     assert archive == tmp_path / "mesa_26.1.0.orig.tar.xz" and agx_compiler._version_of(archive) == "26.1.0"
     assert (tmp_path / "sources.list").read_text().startswith("deb-src http://mirror.test/debian/ ")
+    assert said == ["download Mesa: source package of Debian trixie"]
 
 
 def test_the_known_version_has_to_be_the_known_file(monkeypatch, tmp_path):
@@ -260,16 +275,29 @@ def test_a_source_that_is_none_is_named(name, tmp_path):
         agx_compiler._version_of(tmp_path / name)
 
 
-def test_without_a_mirror_of_debian_the_source_is_fetched_by_hand(monkeypatch):
-    monkeypatch.setattr(agx_compiler, "_call", lambda command: "http://archive.ubuntu.test/ubuntu/\n")
-    with pytest.raises(agx_compiler.BuildError, match="no mirror of Debian here: download https://archive.mesa3d.org"):
-        agx_compiler._mirror()
+@pytest.mark.parametrize("apt", [True, False])
+def test_without_a_mirror_of_debian_the_source_is_mesas_own(apt, monkeypatch, tmp_path):
+    """As on Ubuntu, and on Fedora, which has no apt."""
+    fetched(monkeypatch, mirrors=["http://archive.ubuntu.test/ubuntu/"])
+    monkeypatch.setattr(agx_compiler.shutil, "which", lambda name: name if apt else None)
+    served = tmp_path / "served.tar.xz"
+    served.write_bytes(b"another file")
+    monkeypatch.setattr(agx_compiler, "_URL", served.as_uri())
+    said = []
+    archive = agx_compiler._download(tmp_path, said.append)
+    assert archive.name == "mesa-25.0.7.tar.xz" and archive.read_bytes() == b"another file"
+    assert said == [f"download Mesa: {served.as_uri()}"]
+    with pytest.raises(agx_compiler.BuildError, match="its SHA-256 differs"):
+        agx_compiler._version_of(archive)
+    served.unlink()
+    with pytest.raises(agx_compiler.BuildError, match="cannot be downloaded here.*--source mesa-25.0.7.tar.xz"):
+        agx_compiler._download(tmp_path, said.append)
 
 
 def test_without_an_archive_the_build_says_so(monkeypatch, tmp_path):
     fetched(monkeypatch)
     with pytest.raises(agx_compiler.BuildError, match="has fetched no archive of Mesa from Debian trixie.*got none"):
-        agx_compiler._download(tmp_path)
+        agx_compiler._download(tmp_path, lambda line: None)
 
 
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@.*")
