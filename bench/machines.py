@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_mittens.bench.measure import UNCLEAR
+
 RESULTS = Path(__file__).resolve().parent / "results"
 TABLE, PLOT = RESULTS / "machines.md", RESULTS / "machines.svg"
 
@@ -35,7 +37,7 @@ class Machine:
     Attributes:
         name: The name of the file.
         of: The machine, as its file has it.
-        rows: The rows that are right.
+        rows: The rows that are right and clear.
         wrong: How many are not.
         complete: Whether everything was measured.
     """
@@ -78,7 +80,8 @@ def read(path: Path) -> Machine | None:
     if not rows or any("mittens_ms" not in row for row in rows):
         return None
     right = [row for row in rows if "wrong" not in row and row["error"] is not None]
-    return Machine(path.stem, found["machine"], right, len(rows) - len(right), found.get("complete", True))
+    clear = [row for row in right if (row.get("spread") or 0) < UNCLEAR]
+    return Machine(path.stem, found["machine"], clear, len(rows) - len(right), found.get("complete", True))
 
 
 def all_machines() -> list[Machine]:

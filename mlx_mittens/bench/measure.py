@@ -36,6 +36,9 @@ _FEWEST_CLEAR = 3
 # second.
 _COPIED_BYTES = 4 << 20
 
+# From this spread on times say nothing: a call is shorter than what is taken off it.
+UNCLEAR = 1.0
+
 # The share of the copy bandwidth that we hold ourselves to.
 FLOOR = {"cpu": 0.6, "gpu": 0.8}
 
@@ -61,6 +64,11 @@ class Row:
     mx_host_ms: float | None = None  # other times
     spread: float = 0.0  # half the interquartile range of the times, relative
     calibrated: bool = False  # whether a calibration of this machine knew the call
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the times scatter by less than themselves."""
+        return self.spread < UNCLEAR
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import mlx.core as mx
 from .. import frontend, specs
 from ..backends import executors, strict
 from ..bench import llama_cpp, machine
-from ..bench.measure import FULL, QUICK, Outcome, kept_memory, measure, plan
+from ..bench.measure import FULL, QUICK, Outcome, Row, kept_memory, measure, plan
 from ..table import Column, show, terminal_width
 from . import bench_compare, bench_files, bench_models, bench_predictions, predicted_models, predictions
 from .options import UsageError, add_minutes, add_ops, add_seed, chosen, drawn, inputs, writable
@@ -62,7 +62,7 @@ def _cells(outcome: Outcome, case: str) -> list[str]:
         _number(row.mittens_ms),
         _number(row.mx_ms),
         _number(row.peer_ms) if row.peer_ms else "",
-        f"{row.speedup:.2f}x" if outcome.passed else "WRONG",
+        "WRONG" if not outcome.passed else f"{row.speedup:.2f}x" if row.is_clear else "unclear",
         f"{row.spread:.0%}",
         "*" * row.calibrated,
         _number(row.gb_s),
@@ -91,12 +91,16 @@ def _cut(case: specs.Case, count: int) -> str:
     return replace(case, options=dict(list(case.options.items())[:count])).name
 
 
+def _is_slower(row: Row) -> bool:
+    return row.is_clear and row.speedup < 1
+
+
 def _show(outcomes: Sequence[Outcome]) -> None:
     """Prints the table: with the cases' whole names into a file or a pipe, with short ones on a terminal."""
     short = {op.name: _short_names(op) for op in specs.OPS} if terminal_width() else {}
     name = lambda row: short[row.op].get(row.case, row.case) if short else row.case
     rows = [_cells(outcome, name(outcome.row)) for outcome in outcomes]
-    styles = ["1;31" if not outcome.passed else "33" if outcome.row.speedup < 1 else "" for outcome in outcomes]
+    styles = ["1;31" if not outcome.passed else "33" * _is_slower(outcome.row) for outcome in outcomes]
     show(_COLUMNS, rows, styles)
 
 
@@ -342,11 +346,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _summary(outcomes: Sequence[Outcome], info: dict[str, Any]) -> str:
-    speedups = [outcome.row.speedup for outcome in outcomes]
-    slowest = min(outcomes, key=lambda outcome: outcome.row.speedup).row
+    clear = [outcome.row for outcome in outcomes if outcome.row.is_clear]
     wrong = sum(not outcome.passed for outcome in outcomes)
+    parts = [f"{len(outcomes)} rows, {wrong} wrong"]
+    if clear:
+        slowest = min(clear, key=lambda row: row.speedup)
+        parts += [f"geometric mean {statistics.geometric_mean(row.speedup for row in clear):.2f}x mx"]
+        parts[-1] += f", least {slowest.speedup:.2f}x ({slowest.op} {slowest.case} {slowest.dtype})"
+    if unclear := len(outcomes) - len(clear):
+        parts += [f"{unclear} unclear, whose times scatter by more than themselves"]
     return (
-        f"{len(outcomes)} rows, {wrong} wrong; geometric mean {statistics.geometric_mean(speedups):.2f}x mx, "
-        f"least {slowest.speedup:.2f}x ({slowest.op} {slowest.case} {slowest.dtype}). "
-        f"GB/s counts each input read once and each result written once; a copy reaches {info['copy_gb_s']:.3g}."
+        f"{'; '.join(parts)}. GB/s counts each input read once and each result written once; a copy reaches "
+        f"{info['copy_gb_s']:.3g}."
     )

@@ -593,6 +593,19 @@ def outcome(op, case, dtype, passed=True, **more):
     return measure.Outcome(row, passed, "")
 
 
+def test_what_scatters_by_more_than_itself_has_no_speed(capsys):
+    """As a call that is shorter than the copies between calls of a chain, which are taken off."""
+    op, case = specs.OPS[0], specs.OPS[0].cases[0]
+    clear = outcome(op, case, "float16")
+    unclear = replace(clear, row=replace(clear.row, dtype="float32", speedup=0.001, spread=9.46))
+    summary = bench._summary([clear, unclear], {"copy_gb_s": 100.0})
+    assert "2 rows, 0 wrong" in summary and "mean 123.46x mx, least 123.46x" in summary and "1 unclear" in summary
+    bench._show([clear, unclear])
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert "123.46x" in first and "unclear" in second and "0.00x" not in second
+    assert "mean" not in bench._summary([unclear], {"copy_gb_s": 100.0})
+
+
 def on_a_terminal(monkeypatch, width):
     monkeypatch.setenv("NO_COLOR", "1")
     for module in (bench, table):

@@ -50,6 +50,15 @@ def test_wrong_rows_count_as_wrong_and_not_as_fast(tmp_path):
     assert machine.wrong == 1 and machine.speeds() == {"softmax": 2.0}
 
 
+def test_rows_that_scatter_by_more_than_themselves_say_nothing(tmp_path):
+    path = file(tmp_path, "h200", [("sample", "a", 2.0), ("sample", "b", 48.9)])
+    found = json.loads(path.read_text())
+    for row, spread in zip(found["rows"], (0.3, 135.5), strict=True):
+        row["spread"] = spread
+    path.write_text(json.dumps(found))
+    assert MACHINES["read"](path).speeds() == {"sample": 2.0}
+
+
 def test_other_files_are_left_out(tmp_path):
     predicted, models = file(tmp_path, "a", []), file(tmp_path, "b", [("softmax", "a", 2.0)], shares={})
     assert MACHINES["read"](predicted) is None and MACHINES["read"](models) is None
