@@ -9,10 +9,7 @@ import json
 import math
 import os
 import platform
-import signal
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +28,7 @@ from ..patching import targets
 from ..stats import stats
 from . import pipelines
 from .bench import op_names, select_device
+from .doctor_processes import Child, run_ahead
 from .options import add_ops, add_seed, drawn, inputs
 from .runs import Ending, JsonFile, each, finish, progress, quiet_steps
 
@@ -46,6 +44,9 @@ _LARGEST_SIMULATED = 2**18
 
 # Cases of more elements come after all others: they take the most time, and few find what no smaller one does.
 _LARGE = 2**20
+
+# Processes that launch kernels ahead of a quick examination.
+_MOST_AHEAD = 4
 
 # After so many ended processes the rest of an op's cases is left out: a process takes seconds to start.
 _MOST_DEATHS = 3
@@ -168,63 +169,6 @@ def child() -> None:
 _CHILD = "from mlx_mittens.cli.doctor import child; child()"
 
 
-class _Child:
-    """A process that examines cases. A fault ends this process only."""
-
-    def __init__(self, device: str, seed: int, quick: bool, environment: dict[str, str]) -> None:
-        code = f"import sys\nsys.path[:] = {sys.path!r}\n{_CHILD}"
-        self._errors = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code, device, str(seed), "quick" if quick else "all"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment,
-            start_new_session=True,  # Ctrl-C and a time limit are this process's to handle
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None  # as they are pipes
-        self._numbers, self._answers = self._process.stdin, self._process.stdout
-
-    def examine(self, op: str, number: int) -> Finding | None:
-        """Gives the finding, or None where another case had run the same.
-
-        Raises:
-            EOFError: The process ended.
-        """
-        try:
-            self._numbers.write(f"{op} {number}\n")
-            self._numbers.flush()
-        except BrokenPipeError:
-            raise EOFError from None
-        answer = self._answers.readline()
-        if not answer.endswith("\n"):
-            raise EOFError
-        found = json.loads(answer)
-        return found and Finding(**found)
-
-    def end(self) -> str:
-        """Waits for the process's end; how it ended, with the last lines that it wrote."""
-        with contextlib.suppress(BrokenPipeError):
-            self._numbers.close()
-        status = self._process.wait()
-        how = f"exit status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
-        self._errors.seek(0)
-        text = self._errors.read().decode(errors="replace")
-        self._close()
-        print(text, end="", file=sys.stderr)
-        return "\n".join([f"the process was ended by {how}", *text.strip().splitlines()[-3:]])
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._close()
-
-    def _close(self) -> None:
-        self._answers.close()
-        self._errors.close()
-
-
 class _Findings:
     """What was found so far, on stdout by op and in the JSON file by case."""
 
@@ -295,9 +239,10 @@ class _Examiner:
     """Examines parts, each in a process of its own, quickly all in one, and in a new one after a case that ends it."""
 
     def __init__(self, device: str, seed: int, quick: bool, environment: dict[str, str], findings: _Findings) -> None:
-        self._start = lambda: _Child(device, seed, quick, environment)
+        arguments = [device, str(seed), "quick" if quick else "all"]
+        self._start = lambda: Child(_CHILD, arguments, environment)
         self._quick, self._findings = quick, findings
-        self._process: _Child | None = None
+        self._process: Child | None = None
         self._deaths: Counter[str] = Counter()
 
     def examine(self, part: _Part) -> None:
@@ -313,7 +258,8 @@ class _Examiner:
                 findings.begin(op.name, case.name, dtype)
                 self._process = self._process or self._start()
                 try:
-                    found = self._process.examine(op.name, number)
+                    answer = self._process.examine(op.name, number)
+                    found = Finding(**answer) if answer else None
                 except EOFError:
                     found = Finding(op.name, case.name, dtype, False, None, None, self._process.end())
                     self._process, self._deaths[op.name] = None, self._deaths[op.name] + 1
@@ -340,6 +286,11 @@ class _Examiner:
             findings.notes.clear()
             for finding in mine:
                 print(f"  FAILED {finding.case} {finding.dtype}: {finding.detail}", flush=True)
+
+    def ahead(self, parts: Sequence[_Part], executor: str) -> contextlib.AbstractContextManager[None]:
+        """Has NVIDIA's driver compile the kernels of a quick examination in several processes at once."""
+        most = min(_MOST_AHEAD, machine.cores() - 1) if self._quick and executor == "cuda" else 0
+        return run_ahead([(part.op.name, part.numbers) for part in parts], self._start, most)
 
     def end(self) -> None:
         """Ends the process, if there is one."""
@@ -467,7 +418,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings.save()
     where = lambda part: " ".join(findings.running.values()) if findings.running else part.name
     examiner = _Examiner(device, seed, arguments.quick, environment, findings)
-    with quiet_steps(planned) as findings.step:
+    with examiner.ahead(parts, machine.executor()), quiet_steps(planned) as findings.step:
         ending = each(parts, examiner.examine, where)
     if ending.complete:
         examiner.end()

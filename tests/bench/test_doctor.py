@@ -12,8 +12,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_mittens import calibration, simulator, specs, strict
+from mlx_mittens.bench import machine
 from mlx_mittens.calibration import store
-from mlx_mittens.cli import doctor
+from mlx_mittens.cli import doctor, doctor_processes
 from mlx_mittens.cli.main import main
 from mlx_mittens.cli.options import inputs
 from mlx_mittens.frontend import cache
@@ -253,6 +254,29 @@ def test_a_seed_repeats_the_inputs(few_cases, tmp_path):
         assert result["seed"] == 7
         found.append([case for case in result["cases"] if case["op"] == "softmax"])
     assert found[0] == found[1]
+
+
+def test_kernels_of_nvidia_gpus_are_launched_ahead(only, monkeypatch, tmp_path, capsys):
+    """Quickly: by processes whose findings count for nothing."""
+    mark = tmp_path / "ahead"
+    only(f"""
+def once():
+    if not os.path.exists({str(mark)!r}):
+        open({str(mark)!r}, "w").close()
+        os._exit(1)
+    return math
+instead("softmax", lambda ours: lambda *given, **options: once() and ours(*given, **options))
+specs.OPS = tuple(op for op in specs.OPS if op.name in ("layer_norm", "softmax"))
+""")
+    started = []
+    monkeypatch.setattr(doctor, "Child", lambda *given: started.append(given) or doctor_processes.Child(*given))
+    assert main(["doctor", "--quick", "--device", "cpu", "--ops", "softmax"]) == 1  # nothing is ahead: it met the end
+    assert len(started) == 2 and mark.exists()
+    started.clear()
+    monkeypatch.setattr(machine, "executor", lambda: "cuda")
+    monkeypatch.setattr(machine, "cores", lambda: 3)
+    assert main(["doctor", "--quick", "--device", "cpu"]) == 0
+    assert len(started) == 2 and "All is well" in capsys.readouterr().out  # of two parts one is ahead
 
 
 def test_the_file_names_the_case_before_it_runs(only, tmp_path, capsys):
