@@ -6,9 +6,7 @@
 //   element(run, i)
 #pragma once
 
-#include <metal_stdlib>
-
-using namespace metal;
+#include "mittens/integers.h"
 
 namespace mittens {
 
@@ -116,24 +114,6 @@ struct Affine {
         biases[biases_start + row * biases_stride + group]};
   }
 };
-
-// Integer i of a word, by its bits in the mantissa of 1024 as a half or 2^23 as a float: no conversion.
-template <int bits>
-inline half half_integer(uint word, int i) {
-  constexpr int apart = 16 / bits;  // integers that stand at the same place of both halves
-  const int k = i % apart;
-  const int bit = bits == 4 && k % 2 == 1 ? 4 : 0;
-  const uint placed = word >> (k * bits - bit) & ((bits == 8 ? 0x00ff00ffu : 0x000f000fu) << bit);
-  const half2 both = as_type<half2>(placed | 0x64006400u);
-  const half one = i < apart ? both.x : both.y;
-  return bit == 0 ? one - half(1024) : fma(one, half(0.0625), half(-64));
-}
-
-template <int bits>
-inline float float_integer(uint word, int i) {
-  const uint placed = (word >> (i * bits)) & ((1u << bits) - 1);
-  return as_type<float>(placed | 0x4b000000u) - 8388608.0f;
-}
 
 template <typename T, int bits, int E>
 inline typename OperandOf<T>::type element(

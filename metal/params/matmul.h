@@ -73,7 +73,7 @@ struct QuantizedParams {
   uint32_t scales_stride;
   uint32_t biases_stride;
   uint32_t has_bias;
-  uint32_t two23;              // 2^23 as a float's bits (mittens/dequantize.h)
+  uint32_t two23;              // 2^23 as a float's bits (mittens/integers.h)
   uint32_t outputs_per_group;  // that a threadgroup computes; of the rows kernel
   uint32_t lanes;              // of a simdgroup along the outputs, a power of two; from here on of the columns kernel
   uint32_t splits;             // threadgroups that share the columns of x

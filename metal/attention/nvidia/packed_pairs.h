@@ -37,15 +37,6 @@ struct PairOrder<AffinePairs<T, bits, E>> {
   static constant constexpr int apart = 16 / bits;
 };
 
-// Integer k of each half of a word.
-template <int bits>
-inline half2 half_integers(uint halves, int k) {
-  constexpr uint mask = bits == 8 ? 0x00ff00ffu : 0x000f000fu;
-  const int bit = bits == 4 && k % 2 == 1 ? 4 : 0;
-  const half2 both = as_type<half2>((halves >> (k * bits - bit) & (mask << bit)) | 0x64006400u);
-  return bit == 0 ? both - half2(1024) : both * half2(0.0625) - half2(64);
-}
-
 inline half2 scaled(half2 integers, half2 scales, half2 biases) {
   return integers * scales + biases;
 }
@@ -60,7 +51,7 @@ template <typename U, typename T, int bits, int E>
 inline vec<U, 2> pair_of_row(AffinePairs<T, bits, E>, typename AffinePairs<T, bits, E>::Run run, int t) {
   constexpr int apart = 16 / bits;
   const vec<T, 2> affine = as_type<vec<T, 2>>(run.affine);
-  const half2 integers = half_integers<bits>(word_of(run.integers, t / apart), t % apart);
+  const half2 integers = half_pair<bits>(word_of(run.integers, t / apart), t % apart);
   return scaled(integers, vec<T, 2>(affine.x, affine.x), vec<T, 2>(affine.y, affine.y));
 }
 
@@ -73,7 +64,7 @@ inline vec<U, 2> pair_of_rows(
   const uint halves = side_by_side(
       word_of(upper.integers, e / of_word), word_of(lower.integers, e / of_word), e % of_word >= of_half);
   return scaled(
-      half_integers<bits>(halves, e % of_half), as_type<vec<T, 2>>(side_by_side(upper.affine, lower.affine, false)),
+      half_pair<bits>(halves, e % of_half), as_type<vec<T, 2>>(side_by_side(upper.affine, lower.affine, false)),
       as_type<vec<T, 2>>(side_by_side(upper.affine, lower.affine, true)));
 }
 

@@ -5,7 +5,7 @@
 // simdgroup's own.
 #pragma once
 
-#include "mittens/dequantize.h"
+#include "mittens/integers.h"
 #include "mittens/pack.h"
 
 namespace mittens {
@@ -87,11 +87,11 @@ inline void exchange_packs(thread uint4 (&packs)[C], uint lane, threadgroup uint
   }
 }
 
-template <typename T, Format F, bool exact, int V, int M>
+template <typename T, int bits, bool exact, int V, int M>
 inline void take_activations(
     thread ActivationPacks<T, V, M>& packs, uint lane, threadgroup uint4* own, thread Activations<V, M>& a) {
   constexpr int W = pack_size<T>();
-  constexpr int N = word_size<F>();
+  constexpr int N = 32 / bits;
 #pragma unroll
   for (int m = 0; m < M; ++m) {
     exchange_packs(packs.at[m], lane, own);
@@ -111,8 +111,8 @@ inline void take_activations(
     for (int p = 0; p < V / N; ++p) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        a.x[m][packed_column<F>(p, i)] *= activation_scale<F>(i);
-        a.start[m] -= remainder_of<F, exact>(i) * a.x[m][packed_column<F>(p, i)];
+        a.x[m][p * N + i] *= activation_scale<bits>(i);
+        a.start[m] -= remainder_of<bits, exact>(i) * a.x[m][p * N + i];
       }
     }
   }

@@ -8,22 +8,22 @@
 namespace mittens {
 
 // sums[m] += x[m, columns of word p] * what the word holds
-template <Format F, int V, int M>
+template <int bits, int V, int M>
 inline void add_products(
-    thread const Activations<V, M>& a, thread const float (&q)[32 / bits_of<F>()], int p, thread float (&sums)[M]) {
+    thread const Activations<V, M>& a, thread const float (&q)[32 / bits], int p, thread float (&sums)[M]) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
 #pragma unroll
-    for (int i = 0; i < word_size<F>(); ++i) {
-      sums[m] += q[i] * a.x[m][packed_column<F>(p, i)];
+    for (int i = 0; i < 32 / bits; ++i) {
+      sums[m] += q[i] * a.x[m][p * (32 / bits) + i];
     }
   }
 }
 
 // sums[m] = x[m, columns of the lane] * the integers of P words
-template <Format F, bool exact, int P, int M>
+template <int bits, bool exact, int P, int M>
 inline void multiply_words(
-    thread const Activations<P * 32 / bits_of<F>(), M>& a, thread const uint (&words)[P], uint two23,
+    thread const Activations<P * 32 / bits, M>& a, thread const uint (&words)[P], uint two23,
     thread float (&sums)[M]) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
@@ -31,9 +31,9 @@ inline void multiply_words(
   }
 #pragma unroll
   for (int p = 0; p < P; ++p) {
-    float q[32 / bits_of<F>()];
-    unpack_word<F, exact>(words[p], two23, q);
-    add_products<F>(a, q, p, sums);
+    float q[32 / bits];
+    unpack_word<bits, exact>(words[p], two23, q);
+    add_products<bits>(a, q, p, sums);
   }
 }
 

@@ -13,10 +13,10 @@
 // before anything is multiplied; of the four lanes that share a row of weights, each loads scale and bias of one run.
 #include <metal_stdlib>
 
-#include "matmul/nvidia/integer_tiles.h"
 #include "matmul/nvidia/affine_weights.h"
 #include "matmul/splitk_mma.h"
 #include "mittens/instantiate.h"
+#include "mittens/integers.h"
 #include "params/matmul.h"
 
 using namespace metal;
@@ -26,14 +26,13 @@ constant constexpr int tile = 8;
 
 // The integers of matrix u of a run, of a lane's words.
 template <typename T, int bits, int words>
-inline vec<T, 2> integer_pair(thread const uint (&from)[words], int u) {
+inline vec<T, 2> pair_of_run(thread const uint (&from)[words], int u) {
   constexpr uint offset = integer_offset<T>(0x4b000000u);
   const int t = u % 4;
   if constexpr (bits == 4) {
-    return nibble_pair<T>(from[u / 4], t, offset);
+    return integer_pair<T, 4>(from[u / 4], t, offset);
   } else {
-    const uint both = side_by_side(from[u / 4 * 2], from[u / 4 * 2 + 1], t / 2);
-    return less_zero<T, bits>((both >> (8 * (t % 2))) & 0x00ff00ffu, offset);
+    return integer_pair<T, 8>(side_by_side(from[u / 4 * 2], from[u / 4 * 2 + 1], t / 2), t % 2, offset);
   }
 }
 
@@ -57,7 +56,7 @@ inline void load_weights(
   for (int n = 0; n < R; ++n) {
 #pragma unroll
     for (int g = 0; g < U; ++g) {
-      load_words(words + rows[n] * w.words_stride + g * (run * bits / 32), to.integers[n][g]);
+      load_uints(words + rows[n] * w.words_stride + g * (run * bits / 32), to.integers[n][g]);
     }
     to.affine[n] =
         vec<T, 2>(w.scales[rows[n] * w.scales_stride + group], w.biases[rows[n] * w.biases_stride + group]);
@@ -112,7 +111,7 @@ inline void add_run(
   for (int u = 0; u < run / tile; ++u) {
 #pragma unroll
     for (int n = 0; n < R; ++n) {
-      const vec<T, 2> q = integer_pair<T, bits>(weights.integers[n][g], u);
+      const vec<T, 2> q = pair_of_run<T, bits>(weights.integers[n][g], u);
 #pragma unroll
       for (int block = 0; block < MB; ++block) {
         products.at[n][block] = multiply_tiles<T>(q, x.at[u][block], products.at[n][block]);

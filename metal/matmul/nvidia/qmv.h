@@ -23,27 +23,27 @@ template <typename T, int P, int B>
 inline void load_batch(AffineMatrix<T> w, uint first, thread AffineBatch<T, P, B>& batch) {
 #pragma unroll
   for (int r = 0; r < B; ++r) {
-    load_words<P>(w.words + (first + r) * w.words_stride, batch.words[r]);
+    load_uints(w.words + (first + r) * w.words_stride, batch.words[r]);
     batch.scales[r] = w.scales[(first + r) * w.scales_stride];
     batch.biases[r] = w.biases[(first + r) * w.biases_stride];
   }
 }
 
 // sums[m] = x[m, columns of the lane] * (scale * the integers of P words + bias)
-template <Format F, int P, int M>
+template <int bits, int P, int M>
 inline void multiply_weights(
-    thread const Activations<P * 32 / bits_of<F>(), M>& a, thread const uint (&words)[P], float scale, float bias,
+    thread const Activations<P * 32 / bits, M>& a, thread const uint (&words)[P], float scale, float bias,
     uint two23, thread float (&sums)[M]) {
   clear(sums);
 #pragma unroll
   for (int p = 0; p < P; ++p) {
-    float q[32 / bits_of<F>()];
-    unpack_word<F, true>(words[p], two23, q);
+    float q[32 / bits];
+    unpack_word<bits, true>(words[p], two23, q);
 #pragma unroll
-    for (int i = 0; i < word_size<F>(); ++i) {
-      q[i] = dequantized_weight<F>(q[i], i, scale, bias);
+    for (int i = 0; i < 32 / bits; ++i) {
+      q[i] = dequantized_weight<bits>(q[i], i, scale, bias);
     }
-    add_products<F>(a, q, p, sums);
+    add_products<bits>(a, q, p, sums);
   }
 }
 
@@ -58,9 +58,9 @@ inline void multiply(
     const float scale = float(batch.scales[r]);
     const float bias = float(batch.biases[r]);
     if constexpr (exact) {
-      multiply_weights<affine<bits>(), P, M>(a, batch.words[r], scale, bias, two23, sums);
+      multiply_weights<bits, P, M>(a, batch.words[r], scale, bias, two23, sums);
     } else {
-      multiply_words<affine<bits>(), exact, P, M>(a, batch.words[r], two23, sums);
+      multiply_words<bits, exact, P, M>(a, batch.words[r], two23, sums);
     }
 #pragma unroll
     for (int m = 0; m < M; ++m) {

@@ -48,7 +48,7 @@ template <typename T, int bits, int P, int M, int B>
       load_batch<T, P, B>(weights, 0, batch);
     }
     Activations<V, M> a;
-    take_activations<T, affine<bits>(), exact>(packs, lane, exchanges + simdgroup * exchange_size, a);
+    take_activations<T, bits, exact>(packs, lane, exchanges + simdgroup * exchange_size, a);
     to.add = begin >= simdgroups * 32 * V;
     pass_all_rows<T, bits, exact, P, M, B>(a, inside, weights, batch, outputs, params.two23, to);
   }

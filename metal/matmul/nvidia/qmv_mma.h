@@ -12,8 +12,8 @@
 // multiplied makes place for what comes next, so that memory is never left without something to load.
 #pragma once
 
-#include "matmul/nvidia/integer_tiles.h"
 #include "matmul/nvidia/qmv.h"
+#include "mittens/tile.h"
 #include "params/matmul.h"
 
 namespace mittens {
@@ -56,7 +56,7 @@ inline void load_row_words(
   if (is_there(columns, column)) {
 #pragma unroll
     for (int r = 0; r < row_blocks; ++r) {
-      load_words(w[r].words + column / 8, to.words[r][b]);
+      load_uints(w[r].words + column / 8, to.words[r][b]);
     }
   }
 }
@@ -126,7 +126,7 @@ inline void add_row_step(
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
       for (int r = 0; r < row_blocks; ++r) {
-        const vec<T, 2> left = nibble_pair<T>(weights.words[r][b][j / 4], j % 4, offset);
+        const vec<T, 2> left = integer_pair<T, 4>(weights.words[r][b][j / 4], j % 4, offset);
         products.at[r][0] = multiply_tiles<T>(left, right[j], products.at[r][0]);
       }
     }

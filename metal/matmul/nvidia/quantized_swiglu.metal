@@ -44,7 +44,7 @@ template <typename T, int bits, int P, int M, int B>
     ActivationPacks<T, V, M> packs;
     load_activations(x, params.rows - first_row, params.columns, begin, lane, packs);
     Activations<V, M> a;
-    take_activations<T, affine<bits>(), exact>(packs, lane, exchanges + simdgroup * exchange_size, a);
+    take_activations<T, bits, exact>(packs, lane, exchanges + simdgroup * exchange_size, a);
     to.add = begin >= simdgroups * 32 * V;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {

@@ -32,7 +32,7 @@ inline void unpack_owned(uint2 words, uint two23, thread float (&q)[owned]) {
 #pragma unroll
   for (int i = 0; i < owned * bits / 32; ++i) {
     float v[32 / bits];
-    unpack_word<affine<bits>(), true>(words[i], two23, v);
+    unpack_word<bits, true>(words[i], two23, v);
 #pragma unroll
     for (int j = 0; j < 32 / bits; ++j) {
       q[i * 32 / bits + j] = v[j];
@@ -102,7 +102,7 @@ template <typename T, int bits, int M>
       if constexpr (is_same_v<T, float>) {  // the weights themselves, as in matmul/rows.h
 #pragma unroll
         for (int j = 0; j < owned; ++j) {
-          q[j] = dequantized_weight<affine<bits>()>(q[j], j % (32 / bits), row_scales[i], row_biases[i]);
+          q[j] = dequantized_weight<bits>(q[j], j % (32 / bits), row_scales[i], row_biases[i]);
         }
       }
 #pragma unroll
@@ -132,7 +132,7 @@ template <typename T, int bits, int M>
   for (int m = 0; m < M; ++m) {
 #pragma unroll
     for (int i = 0; i < owned; ++i) {
-      totals[m][i] = totals[m][i] * activation_scale<affine<bits>()>(i % (32 / bits)) + bias_totals[m];
+      totals[m][i] = totals[m][i] * activation_scale<bits>(i % (32 / bits)) + bias_totals[m];
     }
   }
   store_outputs<owned>(totals, at, group.x, params.outputs, rows, first_of_batch, bias, y, place, scratch);
