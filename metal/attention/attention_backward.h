@@ -63,14 +63,14 @@ inline void multiply_rows(
   fill(products, 0.0f);
 #pragma unroll 1
   for (uint block = 0; block < D / W; block += 8) {
-    Fragments<T, W> left[R];
+    Tile<T, R, W> left;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       T v[2 * W];
       load_part<T, W>(a, first_a + r * 8 + tile_row(lane), block + tile_column(lane), v);
 #pragma unroll
       for (int t = 0; t < W; ++t) {
-        left[r].at[t] = vec<T, 2>(v[t], v[W + t]);
+        left.at[r][t] = vec<T, 2>(v[t], v[W + t]);
       }
     }
 #pragma unroll
@@ -83,7 +83,7 @@ inline void multiply_rows(
       for (int t = 0; t < W; ++t) {
 #pragma unroll
         for (int r = 0; r < R; ++r) {
-          products.at[r][c] = multiply_tiles<T>(left[r].at[t], vec<T, 2>(v[t], w[t]), products.at[r][c]);
+          products.at[r][c] = multiply_tiles<T>(left.at[r][t], vec<T, 2>(v[t], w[t]), products.at[r][c]);
         }
       }
     }
@@ -97,7 +97,7 @@ using ScoreType = conditional_t<is_same_v<T, half>, float, T>;
 // sums += weights rows, from row `first` on. U: the type of the products' factors.
 template <typename U, typename T, int D, int R, int C>
 inline void add_weighted(
-    thread Fragments<float, D / 8> (&sums)[R], thread const Tile<float, R, C>& weights, HeadRows<T> rows, uint first,
+    thread Tile<float, R, D / 8>& sums, thread const Tile<float, R, C>& weights, HeadRows<T> rows, uint first,
     uint lane) {
   constexpr int V = 4;
   const Tile<U, R, C> factors = converted<U>(weights);
@@ -114,20 +114,9 @@ inline void add_weighted(
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           const vec<U, 2> pair = vec<U, 2>(U(v[2 * t]), U(v[2 * t + 1]));
-          sums[r].at[b + t] = multiply_tiles<U>(factors.at[r][c], pair, sums[r].at[b + t]);
+          sums.at[r][b + t] = multiply_tiles<U>(factors.at[r][c], pair, sums.at[r][b + t]);
         }
       }
-    }
-  }
-}
-
-template <int N, int R>
-inline void clear(thread Fragments<float, N> (&sums)[R]) {
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      sums[r].at[i] = float2(0);
     }
   }
 }
@@ -135,7 +124,7 @@ inline void clear(thread Fragments<float, N> (&sums)[R]) {
 // Rows of T at `to` from sums that add_weighted made.
 template <typename T, int D, int R>
 inline void store_sums(
-    thread const Fragments<float, D / 8> (&sums)[R], device T* to, uint first, uint count, float factor, uint lane) {
+    thread const Tile<float, R, D / 8>& sums, device T* to, uint first, uint count, float factor, uint lane) {
   constexpr int V = 4;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
@@ -143,10 +132,10 @@ inline void store_sums(
     if (row < count) {
 #pragma unroll
       for (int b = 0; b < D / 8; b += V) {
-        Fragments<float, V> part;
+        Tile<float, 1, V> part;
 #pragma unroll
         for (int t = 0; t < V; ++t) {
-          part.at[t] = sums[r].at[b + t] * factor;
+          part.at[0][t] = sums.at[r][b + t] * factor;
         }
         store_dealt_pairs<T, V>(part, to + row * D + b * 8, lane);
       }

@@ -122,8 +122,8 @@ template <typename T, int D, int C>
   const HeadRows<T> cotangents = head_rows(dy, params.dy, group.z, group.y, params.rows);
   const Scores scores = scores_of<T>(mask, statistics, group.z, group.y, params);
   const uint2 range = seen_range(first, 8, false, params);
-  Fragments<float, D / 8> sums[1];
-  clear(sums);
+  Tile<float, 1, D / 8> sums;
+  fill(sums, 0.0f);
 #pragma unroll 1
   for (uint key = range.x; key < range.y; key += 8 * C) {
     Tile<float, 1, C> s;
@@ -161,10 +161,10 @@ template <typename T, int D, int C, bool for_keys, bool for_values>
   const HeadRows<T> keys = head_rows(k, params.keys, group.z, group.y, params.columns);
   const HeadRows<T> values = head_rows(v, params.values, group.z, group.y, params.columns);
   const uint2 range = seen_range(first, 8, true, params);
-  Fragments<float, D / 8> key_sums[1];
-  Fragments<float, D / 8> value_sums[1];
-  clear(key_sums);
-  clear(value_sums);
+  Tile<float, 1, D / 8> key_sums;
+  Tile<float, 1, D / 8> value_sums;
+  fill(key_sums, 0.0f);
+  fill(value_sums, 0.0f);
 #pragma unroll 1
   for (uint head = group.y * params.ratio; head < (group.y + 1) * params.ratio; ++head) {
     const HeadRows<T> queries = head_rows(q, params.queries, group.z, head, params.rows);

@@ -7,12 +7,6 @@
 
 namespace mittens {
 
-// The lane's elements of N matrices.
-template <typename T, int N>
-struct Fragments {
-  vec<T, 2> at[N];
-};
-
 // Elements of the vectors by which N neighbours are moved.
 template <typename T, int N>
 constexpr int vector_size() {
@@ -46,12 +40,12 @@ inline void store_neighbours(device T* p, thread const float (&v)[N]) {
 
 // Sums of matrices whose columns 2 j and 2 j + 1 of matrix t are elements j * 2 W + 2 t and the next of a block.
 template <typename T, int W>
-inline void store_dealt_pairs(thread const Fragments<float, W>& from, device T* row, uint lane) {
+inline void store_dealt_pairs(thread const Tile<float, 1, W>& from, device T* row, uint lane) {
   float v[2 * W];
 #pragma unroll
   for (int t = 0; t < W; ++t) {
-    v[2 * t] = from.at[t].x;
-    v[2 * t + 1] = from.at[t].y;
+    v[2 * t] = from.at[0][t].x;
+    v[2 * t + 1] = from.at[0][t].y;
   }
   store_neighbours<T, 2 * W>(row + tile_column(lane) * W, v);
 }
