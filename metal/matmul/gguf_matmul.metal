@@ -30,20 +30,7 @@ template <typename T, BlockKind kind, int M>
   multiply_by_rows<M>(rows, matrix, bias, y, first_row, group.x * threads.y + thread_at.y, params, at, partials);
 }
 
-instantiate_types("block_matmul_q4_0_1", block_matmul, q4_0, 1)
-instantiate_types("block_matmul_q4_1_1", block_matmul, q4_1, 1)
-instantiate_types("block_matmul_q5_0_1", block_matmul, q5_0, 1)
-instantiate_types("block_matmul_q5_1_1", block_matmul, q5_1, 1)
-instantiate_types("block_matmul_q8_0_1", block_matmul, q8_0, 1)
-instantiate_types("block_matmul_q2_k_1", block_matmul, q2_k, 1)
-instantiate_types("block_matmul_q3_k_1", block_matmul, q3_k, 1)
-instantiate_types("block_matmul_q4_k_1", block_matmul, q4_k, 1)
-instantiate_types("block_matmul_q5_k_1", block_matmul, q5_k, 1)
-instantiate_types("block_matmul_q6_k_1", block_matmul, q6_k, 1)
-instantiate_types("block_matmul_iq4_nl_1", block_matmul, iq4_nl, 1)
-instantiate_types("block_matmul_iq4_xs_1", block_matmul, iq4_xs, 1)
-instantiate_types("block_matmul_mxfp4_1", block_matmul, block_mxfp4, 1)
-instantiate_types("block_matmul_nvfp4_1", block_matmul, block_nvfp4, 1)
+instantiate_kinds("block_matmul", "_1", block_matmul, 1)
 
 // Common kinds; the others have one row at a time.
 instantiate_types("block_matmul_q4_0_4", block_matmul, q4_0, 4)

@@ -94,7 +94,7 @@ inline void dequantize_run(const device uchar* blocks, device T* w, uint run) {
   constexpr uint runs = Rows::Block::Shape::weights / kDequantizedColumns;
   const Rows all = {blocks, Rows::Block::Shape::bytes, 0};
   const Rows from = all.at(run / runs, true);
-  const typename Rows::Run loaded = from.load(0, run % runs * kDequantizedColumns);
+  const typename Rows::Run loaded = from.load(0, 0, run % runs * kDequantizedColumns);
   half q[kDequantizedColumns];
   Rows::Values::unpack(loaded.words, q);
   constexpr int W = pack_size<T>();

@@ -26,12 +26,12 @@ struct DequantizedRun {
 
   // What q has of a weight that is nothing but the bias.
   static constexpr float origin(int level) {
-    return Source::has_bias ? Values::base() : origin_of<Values>(level);
+    return Source::has_bias ? Values::base : origin_of<Values>(level);
   }
 
   // In half types the origin is taken off the bias, whose rounding is small beside theirs.
   static constexpr bool origin_in_bias() {
-    return !is_same_v<T, float> && Values::base() != 0.0f;
+    return !is_same_v<T, float> && Values::base != 0.0f;
   }
 
   float at(int i) const {
@@ -78,7 +78,7 @@ inline void multiply_matrices(
     typename Source::Run runs[N * R];
 #pragma unroll
     for (int i = 0; i < N * R; ++i) {
-      runs[i] = w[i / R].load(rows[i % R], is_there ? column : 0);
+      runs[i] = w[i / R].load(rows[i % R], 0, is_there ? column : 0);
     }
     typename ActivationOf<T>::type right[2][half_run];
     const bool x_is_there = begin + of_x < x.columns;
@@ -123,7 +123,7 @@ inline void multiply_transposed(
     typename Source::Run runs[U];
 #pragma unroll
     for (int s = 0; s < U; ++s) {
-      runs[s] = w.load(min(first + s, end - 1), output);
+      runs[s] = w.load(min(first + s, end - 1), 0, output);
     }
     T left[2 * U];
 #pragma unroll

@@ -95,9 +95,5 @@ template <typename T, QuantizedFormat F>
   write_output(normed_sum(sum, n, row, lane), of_matrix(i, bias, ), y, i, at, outputs, params);
 }
 
-instantiate_types("quantized_matmuls_4bit", quantized_matmuls, affine_4)
-instantiate_types("quantized_matmuls_8bit", quantized_matmuls, affine_8)
-instantiate_types("quantized_matmuls_mxfp4", quantized_matmuls, mxfp4)
-instantiate_types("quantized_matmuls_normed_4bit", normed_matmuls, affine_4)
-instantiate_types("quantized_matmuls_normed_8bit", normed_matmuls, affine_8)
-instantiate_types("quantized_matmuls_normed_mxfp4", normed_matmuls, mxfp4)
+instantiate_common("quantized_matmuls", quantized_matmuls)
+instantiate_common("quantized_matmuls_normed", normed_matmuls)

@@ -9,19 +9,6 @@
 
 namespace mittens {
 
-// Matrix `index` of a stack.
-template <int bits, int E, typename T>
-inline AffineRows<T, bits, E> affine_rows(
-    const device uint* w, const device T* scales, const device T* biases, constant QuantizedParams& params, uint index) {
-  return {
-      {w + matrix_offset(params.batch, params.weight_strides, index),
-       scales + matrix_offset(params.batch, params.scales_strides, index),
-       biases + matrix_offset(params.batch, params.biases_strides, index), params.weight_stride, params.scales_stride,
-       params.biases_stride},
-      params.group_shift};
-}
-
-// The same by format, for E columns at a time where it leaves a choice.
 enum QuantizedFormat {
   affine_2 = 2,
   affine_3 = 3,
@@ -34,28 +21,30 @@ enum QuantizedFormat {
   nvfp4 = 18,
 };
 
-template <typename T, QuantizedFormat F, int E, bool floats = (F >= mxfp4)>
+// Matrices of a format, for E columns at a time where it leaves a choice.
+template <typename T, QuantizedFormat F, int E, bool holds_floats = (F >= mxfp4)>
 struct QuantizedRows {
-  using Scale = T;
-  using Source = AffineRows<T, F, E>;
-  static Source of(
-      const device uint* w, const device T* scales, const device T* biases, constant QuantizedParams& params,
-      uint index) {
-    return affine_rows<F, E>(w, scales, biases, params, index);
-  }
-};
+  using Scale = conditional_t<holds_floats, uchar, T>;
+  using Source =
+      conditional_t<holds_floats, FloatRows<F == mxfp8 ? 8 : 4, F == nvfp4 ? 4 : 5, E>, AffineRows<T, F, E>>;
 
-template <typename T, QuantizedFormat F, int E>
-struct QuantizedRows<T, F, E, true> {
-  using Scale = uchar;
-  using Source = FloatRows<F == mxfp8 ? 8 : 4, F == nvfp4 ? 4 : 5, E>;
+  // Matrix `index` of a stack.
   static Source of(
-      const device uint* w, const device uchar* scales, const device uchar*, constant QuantizedParams& params,
+      const device uint* w, const device Scale* scales, const device Scale* biases, constant QuantizedParams& params,
       uint index) {
-    return {
-        w + matrix_offset(params.batch, params.weight_strides, index),
-        scales + matrix_offset(params.batch, params.scales_strides, index), params.weight_stride,
-        params.scales_stride};
+    if constexpr (holds_floats) {
+      return {
+          w + matrix_offset(params.batch, params.weight_strides, index),
+          scales + matrix_offset(params.batch, params.scales_strides, index), params.weight_stride,
+          params.scales_stride};
+    } else {
+      return {
+          {w + matrix_offset(params.batch, params.weight_strides, index),
+           scales + matrix_offset(params.batch, params.scales_strides, index),
+           biases + matrix_offset(params.batch, params.biases_strides, index), params.weight_stride,
+           params.scales_stride, params.biases_stride},
+          params.group_shift};
+    }
   }
 };
 
@@ -76,3 +65,17 @@ using ScaleOf = typename QuantizedRows<T, F, 16>::Scale;
   instantiate_types(name "_mxfp4" suffix, function, mxfp4, ##__VA_ARGS__)          \
   instantiate_types(name "_mxfp8" suffix, function, mxfp8, ##__VA_ARGS__)          \
   instantiate_types(name "_nvfp4" suffix, function, nvfp4, ##__VA_ARGS__)
+
+// Of formats whose runs may be 8 columns long.
+#define instantiate_short_runs(name, suffix, function, ...)                        \
+  instantiate_types(name "_4bit" suffix, function, affine_4, ##__VA_ARGS__)        \
+  instantiate_types(name "_8bit" suffix, function, affine_8, ##__VA_ARGS__)        \
+  instantiate_types(name "_mxfp4" suffix, function, mxfp4, ##__VA_ARGS__)          \
+  instantiate_types(name "_mxfp8" suffix, function, mxfp8, ##__VA_ARGS__)          \
+  instantiate_types(name "_nvfp4" suffix, function, nvfp4, ##__VA_ARGS__)
+
+// Of the common ones.
+#define instantiate_common(name, function, ...)                                    \
+  instantiate_types(name "_4bit", function, affine_4, ##__VA_ARGS__)               \
+  instantiate_types(name "_8bit", function, affine_8, ##__VA_ARGS__)               \
+  instantiate_types(name "_mxfp4", function, mxfp4, ##__VA_ARGS__)

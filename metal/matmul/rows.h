@@ -6,7 +6,8 @@
 // the threadgroup what its simdgroups have.
 //
 // A source says where rows of weights lie (mittens/source):
-//   Run load(row, column)   a run of Values::size columns, of which column is a multiple
+//   Run load(row, more, column)  Values::size columns of row + more from `column` on, a multiple. All lanes have the same
+//                           `more`: one multiplication serves several rows of a lane
 //   at(row, alone)          the same rows from another one on
 //   scale(run), bias(run)   w[i] = scale * v[i] + bias; has_bias: whether there is one
 //   fits_half               whether halves have the range of scales and weights
@@ -55,7 +56,7 @@ struct RowsOfX {
 // What q has of the middle.
 template <typename Values>
 constexpr float origin_of(int level) {
-  return Values::base() + Values::factor(level) * Values::middle();
+  return Values::base + Values::factor(level) * Values::middle;
 }
 
 // A lane's columns of M rows of x; their sums, and what sums of products of a level start from.
@@ -103,13 +104,13 @@ inline void load_x(thread const X& from, uint column, thread RunOfX<typename X::
 #pragma unroll
       for (int i = 0; i < Values::size; ++i) {
         thread float& sum = sums[Values::level(i)];
-        sum = fma(float(run.x[m][i]), Values::headroom(), sum);
+        sum = fma(float(run.x[m][i]), Values::headroom, sum);
       }
       run.sum[m] = 0;
 #pragma unroll
       for (int level = 0; level < Values::levels; ++level) {
         const float origin = origin_of<Values>(level);
-        run.start[m][level] = origin == 0.0f ? 0.0f : -origin / Values::headroom() * sums[level];
+        run.start[m][level] = origin == 0.0f ? 0.0f : -origin / Values::headroom * sums[level];
         run.sum[m] += sums[level];
       }
     }
@@ -122,7 +123,7 @@ inline float weight_of(typename Source::Run run, half q, int i) {
   using Values = typename Source::Values;
   const float unit = 1 / Values::factor(Values::level(i));
   if constexpr (Source::has_bias) {
-    return fma(float(q) - Values::base(), Source::scale(run) * unit, Source::bias(run));
+    return fma(float(q) - Values::base, Source::scale(run) * unit, Source::bias(run));
   } else {
     return (float(q) - origin_of<Values>(Values::level(i))) * unit * Source::scale(run);
   }
@@ -147,11 +148,11 @@ inline void add_products(
       }
     }
   } else {
-    constexpr bool small = Values::headroom() != 1.0f;
+    constexpr bool small = Values::headroom != 1.0f;
     const float plain = Source::scale(run);
     const float scale = small ? plain * (1 / Values::factor(0)) : plain;
     const float bias =
-        Source::has_bias ? fma(Values::middle(), plain, Source::bias(run)) * (1 / Values::headroom()) : 0.0f;
+        Source::has_bias ? fma(Values::middle, plain, Source::bias(run)) * (1 / Values::headroom) : 0.0f;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       float sums[Values::levels];
@@ -214,7 +215,7 @@ inline void multiply_rows(
     typename Source::Run runs[N * R];
 #pragma unroll
     for (int i = 0; i < N * R; ++i) {
-      runs[i] = w[i / R].load(i % R, column);
+      runs[i] = w[i / R].load(0, i % R, column);
     }
     RunOfX<typename X::Activation, Values, M> run;
     load_x<T, Values, M>(x, column, run);

@@ -96,7 +96,5 @@ template <typename T, QuantizedFormat F>
   multiply_shared_pairs(of, matrix, index, params, shared, group.x * threads.y + thread_at.y, at, partials);
 }
 
-instantiate_types("gather_qmm_shared_4bit", gather_qmm_shared, affine_4)
-instantiate_types("gather_qmm_shared_8bit", gather_qmm_shared, affine_8)
-instantiate_types("gather_qmm_shared_mxfp4", gather_qmm_shared, mxfp4)
+instantiate_common("gather_qmm_shared", gather_qmm_shared)
 instantiate_formats("gather_qmm", "", gather_qmm)

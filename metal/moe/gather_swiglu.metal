@@ -90,7 +90,5 @@ template <typename T, QuantizedFormat F>
   multiply_shared_pairs(of, both, index, params, shared, group.x * threads.y + thread_at.y, at, partials);
 }
 
-instantiate_types("gather_swiglu_shared_4bit", gather_swiglu_shared, affine_4)
-instantiate_types("gather_swiglu_shared_8bit", gather_swiglu_shared, affine_8)
-instantiate_types("gather_swiglu_shared_mxfp4", gather_swiglu_shared, mxfp4)
+instantiate_common("gather_swiglu_shared", gather_swiglu_shared)
 instantiate_formats("gather_swiglu", "", gather_swiglu)

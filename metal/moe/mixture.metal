@@ -194,12 +194,6 @@ template <typename T, QuantizedFormat F>
   write_sums<R>(row, T(sum), at, outputs_of<R>(all, block), block, all);
 }
 
-instantiate_types("mixture_swiglu_4bit", mixture_swiglu, affine_4)
-    instantiate_types("mixture_swiglu_8bit", mixture_swiglu, affine_8)
-        instantiate_types("mixture_swiglu_mxfp4", mixture_swiglu, mxfp4)
-            instantiate_types("mixture_sum_4bit", mixture_sum, affine_4)
-                instantiate_types("mixture_sum_8bit", mixture_sum, affine_8)
-                    instantiate_types("mixture_sum_mxfp4", mixture_sum, mxfp4)
-                        instantiate_types("mixture_normed_sum_4bit", mixture_normed_sum, affine_4)
-                            instantiate_types("mixture_normed_sum_8bit", mixture_normed_sum, affine_8)
-                                instantiate_types("mixture_normed_sum_mxfp4", mixture_normed_sum, mxfp4)
+instantiate_common("mixture_swiglu", mixture_swiglu)
+instantiate_common("mixture_sum", mixture_sum)
+instantiate_common("mixture_normed_sum", mixture_normed_sum)

@@ -28,9 +28,7 @@ template <typename T, int MB, int outputs, bool scaled>
     const device uchar* mask_of_y [[buffer(4)]],  // [matrices, blocks of rows, blocks of outputs]
     device T* y [[buffer(5)]],                    // [matrices, rows, outputs]
     constant BlockMaskedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   using Source = DenseRows<T, (outputs == 32 ? 4 : 16 / int(sizeof(T)))>;
   using Operand = TileOperand<T, Source>;
   threadgroup typename Operand::type staged[8 * MB * Operand::row];
@@ -55,9 +53,7 @@ template <typename T, int rows, int E, int simdgroups, bool scaled>
     const device uchar* mask_of_y [[buffer(4)]],  // [matrices, blocks of rows, blocks of outputs]
     device T* y [[buffer(5)]],                    // [matrices, rows, outputs]
     constant BlockMaskedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   using Source = DenseRows<T, E>;
   using Shape = TransposedTile<T, Source, rows, simdgroups>;
   threadgroup typename Shape::U staged[rows * Shape::row];

@@ -53,8 +53,6 @@ struct MaskOfResult {
 template <typename T, bool scaled>
 struct MaskedColumns {
   static constant constexpr bool are_scaled = scaled || is_same_v<T, float>;
-  static constant constexpr bool are_parts = false;
-  static constant constexpr uint begin = 0;
   uint end;
   BlockMask<T, scaled> of_x;
   BlockMask<T, scaled> of_w;
@@ -72,6 +70,13 @@ struct MaskedColumns {
     result.of_y = MaskOfResult<T>::of(mask_of_y, params, matrix, row >> shift, output >> shift);
     result.end = result.of_y.value() != 0.0f ? params.columns : 0;
     return result;
+  }
+
+  static uint begin() {
+    return 0;
+  }
+  static bool are_parts() {
+    return false;
   }
 
   // Whether the block that a column lies in is multiplied.

@@ -21,9 +21,7 @@ template <typename T, BlockKind kind, int MB>
     const device T* bias [[buffer(2)]],        // [outputs]
     device T* y [[buffer(3)]],                 // [rows, outputs]
     constant BlocksParams& params [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Source = BlockRows<kind, 8, true>;
   using Operand = TileOperand<T, Source>;
@@ -38,20 +36,7 @@ template <typename T, BlockKind kind, int MB>
       y + size_t(first_row) * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane);
 }
 
-instantiate_types("block_matmul_tiles_q4_0_32", gguf_tiles, q4_0, 4)
-instantiate_types("block_matmul_tiles_q4_1_32", gguf_tiles, q4_1, 4)
-instantiate_types("block_matmul_tiles_q5_0_32", gguf_tiles, q5_0, 4)
-instantiate_types("block_matmul_tiles_q5_1_32", gguf_tiles, q5_1, 4)
-instantiate_types("block_matmul_tiles_q8_0_32", gguf_tiles, q8_0, 4)
-instantiate_types("block_matmul_tiles_q2_k_32", gguf_tiles, q2_k, 4)
-instantiate_types("block_matmul_tiles_q3_k_32", gguf_tiles, q3_k, 4)
-instantiate_types("block_matmul_tiles_q4_k_32", gguf_tiles, q4_k, 4)
-instantiate_types("block_matmul_tiles_q5_k_32", gguf_tiles, q5_k, 4)
-instantiate_types("block_matmul_tiles_q6_k_32", gguf_tiles, q6_k, 4)
-instantiate_types("block_matmul_tiles_iq4_nl_32", gguf_tiles, iq4_nl, 4)
-instantiate_types("block_matmul_tiles_iq4_xs_32", gguf_tiles, iq4_xs, 4)
-instantiate_types("block_matmul_tiles_mxfp4_32", gguf_tiles, block_mxfp4, 4)
-instantiate_types("block_matmul_tiles_nvfp4_32", gguf_tiles, block_nvfp4, 4)
+instantiate_kinds("block_matmul_tiles", "_32", gguf_tiles, 4)
 
 // Common kinds.
 instantiate_types("block_matmul_tiles_q4_0_64", gguf_tiles, q4_0, 8)

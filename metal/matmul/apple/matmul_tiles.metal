@@ -23,9 +23,7 @@ template <typename T, int MB>
     const device T* bias [[buffer(2)]],  // [outputs]
     device T* y [[buffer(3)]],           // [rows, outputs]
     constant GemvParams& params [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Operand = TileOperand<T, DenseRows<T>>;
   threadgroup typename Operand::type staged[8 * MB * Operand::row];
@@ -46,9 +44,7 @@ template <int rows>
     const device bfloat* bias [[buffer(2)]],  // [outputs]
     device bfloat* y [[buffer(3)]],           // [rows, outputs]
     constant GemvParams& params [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   using Shape = TransposedTile<bfloat, DenseRows<bfloat>, rows>;
   threadgroup float staged[rows * Shape::row];
   const uint first_row = (group.z * kTileBand + group.x) * rows;

@@ -16,6 +16,12 @@
 #include "mittens/source/dense.h"
 #include "mittens/tile.h"
 
+// Where a thread of tiles is, as parameters of its kernel.
+#define thread_of_tiles                           \
+  uint3 group [[threadgroup_position_in_grid]],   \
+  uint thread_at [[thread_index_in_threadgroup]], \
+  uint lane [[thread_index_in_simdgroup]]
+
 namespace mittens {
 
 template <typename T, typename Source>
@@ -76,8 +82,8 @@ struct TileWeights {
   U at(half q, int i) const {
     if constexpr (Source::has_bias) {
       const float unit = 1 / Values::factor(Values::level(i));
-      return fma(U(fma(q, half(unit), half(-Values::base() * unit))), scale, bias);
-    } else if constexpr (Values::base() != 0.0f) {
+      return fma(U(fma(q, half(unit), half(-Values::base * unit))), scale, bias);
+    } else if constexpr (Values::base != 0.0f) {
       return U(q - half(origin_of<Values>(0))) * scale;
     } else {
       return U(q) * scale;
@@ -188,32 +194,24 @@ struct Staging {
   }
 };
 
-// The columns of x that a threadgroup has. are_parts: others have other columns, so that y takes sums in float32.
-// next: the first column of a step that is multiplied, from one on; scale: what its products are multiplied with; finish:
-// the last step of the sums.
+// The columns of x that a threadgroup has. shares: others may have other columns; then are_parts says so, and y takes sums
+// in float32.
+//   next       the first column of a step that is multiplied, from one on
+//   scale      what its products are multiplied with
+//   finish     the last step of the sums
+template <bool shares>
 struct TileColumns {
   static constant constexpr bool are_scaled = false;
-  uint begin;
   uint end;
-  bool are_parts;
+  uint first;
+  bool are_shared;
 
-  static uint next(uint column) {
-    return column;
+  uint begin() const {
+    return shares ? first : 0;
   }
-  static float scale(uint) {
-    return 1;
+  bool are_parts() const {
+    return shares && are_shared;
   }
-  template <int R, int C>
-  static void finish(thread Tile<float, R, C>&) {}
-};
-
-// All of them.
-struct WholeColumns {
-  static constant constexpr bool are_scaled = false;
-  static constant constexpr uint begin = 0;
-  uint end;
-  static constant constexpr bool are_parts = false;
-
   static uint next(uint column) {
     return column;
   }
@@ -238,7 +236,7 @@ inline void multiply_staged(
   const uint run = tile_row(lane) * Source::Values::size;
   const threadgroup U* own_row = staged + tile_row(lane) * Operand::row + tile_column(lane) * part;
   fill(sums, 0.0f);
-  for (uint begin = of_x.next(of_x.begin); begin < columns; begin = of_x.next(begin + Operand::step)) {
+  for (uint begin = of_x.next(of_x.begin()); begin < columns; begin = of_x.next(begin + Operand::step)) {
     const float scale = of_x.scale(begin);
     const uint column = begin + run;
     const bool is_there = column < columns;
@@ -322,7 +320,7 @@ inline void multiply_by_tiles(
           for (int s = 0; s < N; ++s) {
             sums[s] = tile.at[i][s * NB + j][k];
           }
-          if (columns.are_parts) {
+          if (columns.are_parts()) {
             ((device float*)y)[m * params.outputs + n] = sums[0];
           } else {
             y[m * params.outputs + n] = epilogue(sums, bias, params, n);
@@ -340,7 +338,7 @@ inline void multiply_by_tiles(
     constant Params& params, threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at,
     uint lane) {
   multiply_by_tiles<N, MB, NB>(
-      x, w, bias, y, first_output, params, staged, thread_at, lane, WholeColumns{x.columns});
+      x, w, bias, y, first_output, params, staged, thread_at, lane, TileColumns<false>{x.columns});
 }
 
 }  // namespace mittens

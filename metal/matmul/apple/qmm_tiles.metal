@@ -23,9 +23,7 @@ template <typename T, QuantizedFormat F, int MB>
     const device T* bias [[buffer(4)]],           // [outputs]
     device T* y [[buffer(5)]],                    // [batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Rows = QuantizedRows<T, F, 8>;
   using Operand = TileOperand<T, typename Rows::Source>;
@@ -39,29 +37,20 @@ template <typename T, QuantizedFormat F, int MB>
   const uint index = group.z % params.matrices;
   const size_t before = size_t(index) * params.rows + first_row;
   const typename Rows::Source matrix[1] = {Rows::of(w, w_scales, w_biases, params, index)};
-  const RowsOfX<T> own = {x + before * params.columns, params.columns, params.rows - first_row};
-  if constexpr (MB == 4) {
-    TileColumns columns = {0, params.columns, splits};
-    size_t to = before;
-    if (splits) {
-      columns.begin = part * params.columns_per_split;
-      columns.end = min(columns.begin + params.columns_per_split, params.columns);
-      to += size_t(part) * params.matrices * params.rows;
-    }
-    to *= params.outputs;
-    multiply_by_tiles<1, MB, NB>(
-        own, matrix, bias, splits ? (device T*)((device float*)y + to) : y + to, group.y * kTileOutputs, params, staged,
-        thread_at, lane, columns);
-  } else {
-    multiply_by_tiles<1, MB, NB>(
-        own, matrix, bias, y + before * params.outputs, group.y * kTileOutputs, params, staged, thread_at, lane);
+  TileColumns<MB == 4> columns = {params.columns, 0, splits};
+  size_t to = before;
+  if (splits) {
+    columns.first = part * params.columns_per_split;
+    columns.end = min(columns.first + params.columns_per_split, params.columns);
+    to += size_t(part) * params.matrices * params.rows;
   }
+  to *= params.outputs;
+  multiply_by_tiles<1, MB, NB>(
+      RowsOfX<T>{x + before * params.columns, params.columns, params.rows - first_row}, matrix, bias,
+      splits ? (device T*)((device float*)y + to) : y + to, group.y * kTileOutputs, params, staged, thread_at, lane,
+      columns);
 }
 
 instantiate_formats("quantized_matmul_qmm_tiles", "_32", qmm_tiles, 4)
 // Runs of 2, 3, 5 and 6 bits are 16 columns long: 64 rows leave no registers for them.
-instantiate_types("quantized_matmul_qmm_tiles_4bit_64", qmm_tiles, affine_4, 8)
-instantiate_types("quantized_matmul_qmm_tiles_8bit_64", qmm_tiles, affine_8, 8)
-instantiate_types("quantized_matmul_qmm_tiles_mxfp4_64", qmm_tiles, mxfp4, 8)
-instantiate_types("quantized_matmul_qmm_tiles_mxfp8_64", qmm_tiles, mxfp8, 8)
-instantiate_types("quantized_matmul_qmm_tiles_nvfp4_64", qmm_tiles, nvfp4, 8)
+instantiate_short_runs("quantized_matmul_qmm_tiles", "_64", qmm_tiles, 8)

@@ -99,7 +99,7 @@ inline void multiply_transposed_staged(
 #pragma unroll
     for (int u = 0; u < count; ++u) {
       const uint more = u / 2 * 16 + u % 2 * 2;
-      runs[u] = whole ? w.load(begin + own, more, output) : w.load(min(begin + own + more, x.columns - 1), output);
+      runs[u] = whole ? w.load(begin + own, more, output) : w.load(min(begin + own + more, x.columns - 1), 0, output);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_in_order<T, Source, rows, simdgroups>(x, begin, whole && x.columns % 4 == 0, staged, thread_at);
@@ -180,7 +180,7 @@ inline void multiply_by_transposed_tiles(
     RowsOfX<T> x, Source w, const device T* bias, device T* y, uint first_output, constant Params& params,
     threadgroup typename TileOperand<T, Source>::type* staged, uint thread_at, uint lane) {
   multiply_by_transposed_tiles<rows>(
-      x, w, bias, y, first_output, params, staged, thread_at, lane, WholeColumns{x.columns});
+      x, w, bias, y, first_output, params, staged, thread_at, lane, TileColumns<false>{x.columns});
 }
 
 }  // namespace mittens

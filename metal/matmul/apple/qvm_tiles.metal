@@ -21,9 +21,7 @@ template <typename T, QuantizedFormat F, int rows>
     const device T* bias [[buffer(4)]],           // [outputs]
     device T* y [[buffer(5)]],                    // [batch, rows, outputs]
     constant QuantizedParams& params [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   using Rows = QuantizedRows<T, F, 8>;
   using Shape = TransposedTile<T, typename Rows::Source, rows>;
   threadgroup typename Shape::U staged[rows * Shape::row];
@@ -40,8 +38,4 @@ template <typename T, QuantizedFormat F, int rows>
 }
 
 instantiate_formats("quantized_matmul_qvm_tiles", "_32", qvm_tiles, 32)
-instantiate_types("quantized_matmul_qvm_tiles_4bit_64", qvm_tiles, affine_4, 64)
-instantiate_types("quantized_matmul_qvm_tiles_8bit_64", qvm_tiles, affine_8, 64)
-instantiate_types("quantized_matmul_qvm_tiles_mxfp4_64", qvm_tiles, mxfp4, 64)
-instantiate_types("quantized_matmul_qvm_tiles_mxfp8_64", qvm_tiles, mxfp8, 64)
-instantiate_types("quantized_matmul_qvm_tiles_nvfp4_64", qvm_tiles, nvfp4, 64)
+instantiate_short_runs("quantized_matmul_qvm_tiles", "_64", qvm_tiles, 64)

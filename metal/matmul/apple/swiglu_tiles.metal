@@ -21,9 +21,7 @@ template <typename T, QuantizedFormat F, int MB>
     quantized_matrix(up, 4, 5, 6, ScaleOf<T, F>),    // as gate
     device T* y [[buffer(7)]],                       // [rows, outputs]
     constant QuantizedParams& params [[buffer(8)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8 / 2;
   using Rows = QuantizedRows<T, F, 8>;
   using Operand = TileOperand<T, typename Rows::Source>;
@@ -41,8 +39,4 @@ template <typename T, QuantizedFormat F, int MB>
 }
 
 instantiate_formats("quantized_swiglu_qmm_tiles", "_32", swiglu_tiles, 4)
-instantiate_types("quantized_swiglu_qmm_tiles_4bit_64", swiglu_tiles, affine_4, 8)
-instantiate_types("quantized_swiglu_qmm_tiles_8bit_64", swiglu_tiles, affine_8, 8)
-instantiate_types("quantized_swiglu_qmm_tiles_mxfp4_64", swiglu_tiles, mxfp4, 8)
-instantiate_types("quantized_swiglu_qmm_tiles_mxfp8_64", swiglu_tiles, mxfp8, 8)
-instantiate_types("quantized_swiglu_qmm_tiles_nvfp4_64", swiglu_tiles, nvfp4, 8)
+instantiate_short_runs("quantized_swiglu_qmm_tiles", "_64", swiglu_tiles, 8)

@@ -39,12 +39,6 @@ struct AffineRows {
   AffineMatrix<T> matrix;
   uint group_shift;  // a group is 1 << group_shift columns
 
-  // Columns [column, column + E) of a row; column is a multiple of E.
-  Run load(uint row, uint column) const {
-    return load(row, 0, column);
-  }
-
-  // The same of row + more, where all lanes have the same `more`: one multiplication serves several rows of a lane.
   Run load(uint row, uint more, uint column) const {
     const uint group = column >> group_shift;
     Run run;

@@ -25,12 +25,6 @@ struct DenseRows {
   const device T* w;
   uint stride;  // elements from row to row
 
-  // A run of columns of a row; column is a multiple of its size.
-  Run load(uint row, uint column) const {
-    return load(row, 0, column);
-  }
-
-  // The same of row + more, where all lanes have the same `more`.
   Run load(uint row, uint more, uint column) const {
     Run run;
     constexpr int words = Values::words;

@@ -26,6 +26,7 @@
 // mittens/source/integers.h; here the base is small, so that no sum of products overflows before the scale.
 #pragma once
 
+#include "mittens/instantiate.h"
 #include "mittens/source/integers.h"
 
 namespace mittens {
@@ -60,7 +61,7 @@ inline uint spread(uint bits) {
 // E columns of a block of weights, as they lie in memory.
 //   load(block, at)   from column `at` on, a multiple of E
 //   integers(p)       v of columns 4 * p .. 4 * p + 3, one in each byte
-//   scale(), bias()   w = scale() * (v - zero), or scale() * v + bias() where there is one, with zero about in the middle
+//   scale(), bias()   w = scale() * (v - zero); with a bias scale() * v + bias(), and zero is about in the middle
 template <BlockKind kind, int E>
 struct Block;
 
@@ -122,9 +123,6 @@ struct Block<q8_0, E> {
   }
   float scale() const {
     return float(d);
-  }
-  float bias() const {
-    return 0.0f;
   }
 };
 
@@ -223,9 +221,6 @@ struct Block<q3_k, E> {
   float scale() const {
     return times;
   }
-  float bias() const {
-    return 0.0f;
-  }
 };
 
 template <int E>
@@ -250,9 +245,6 @@ struct Block<q6_k, E> {
   }
   float scale() const {
     return float(d) * (float(bits ^ 128) - 128.0f);
-  }
-  float bias() const {
-    return 0.0f;
   }
 };
 
@@ -284,9 +276,6 @@ struct Block<iq4_nl, E> {
   float scale() const {
     return indices.scale();
   }
-  float bias() const {
-    return 0.0f;
-  }
 };
 
 template <int E>
@@ -311,9 +300,6 @@ struct Block<iq4_xs, E> {
   float scale() const {
     const uint six = (lower >> (at % 64 / 32 * 4) & 15u) | (upper >> (at / 32 * 2) & 3u) << 4;
     return float(d) * (float(six) - 32.0f);
-  }
-  float bias() const {
-    return 0.0f;
   }
 };
 
@@ -346,9 +332,6 @@ struct Block<block_mxfp4, E> {
   float scale() const {
     return as_type<float>(exponent < 2 ? 0x00200000u << exponent : uint(exponent - 1) << 23);
   }
-  float bias() const {
-    return 0.0f;
-  }
 };
 
 template <int E>
@@ -370,9 +353,6 @@ struct Block<block_nvfp4, E> {
   float scale() const {
     const uint size = bits == 0x7f ? 0 : bits & 0x7f;
     return float(as_type<half>(ushort(size << 7))) * 128.0f;
-  }
-  float bias() const {
-    return 0.0f;
   }
 };
 
@@ -426,15 +406,9 @@ struct BlockValues {
   static constexpr float factor(int) {
     return holds_floats(kind) ? 1.0f / 32768 : of_weights ? 1.0f : 1.0f / 65536;
   }
-  static constexpr float base() {
-    return holds_floats(kind) ? 0.0f : of_weights ? 1024.0f : 1.0f / 64;
-  }
-  static constexpr float middle() {
-    return float(Words::Shape::zero);
-  }
-  static constexpr float headroom() {
-    return 1.0f / 64;
-  }
+  static constant constexpr float base = holds_floats(kind) ? 0.0f : of_weights ? 1024.0f : 1.0f / 64;
+  static constant constexpr float middle = float(Words::Shape::zero);
+  static constant constexpr float headroom = 1.0f / 64;
 
   static half2 pair(uint bytes) {
     if constexpr (holds_floats(kind)) {
@@ -473,10 +447,9 @@ struct BlockRows {
   uint stride;                 // bytes from row to row
   uint before;                 // the first row, where rows begin on any byte
 
-  // Columns [column, column + E) of a row; column is a multiple of E.
-  Run load(uint row, uint column) const {
+  Run load(uint row, uint more, uint column) const {
     constexpr uint weights = Block::Shape::weights;
-    const uint at = row * stride + column / weights * Block::Shape::bytes;
+    const uint at = (row + more) * stride + column / weights * Block::Shape::bytes;
     Run run;
     if constexpr (on_any_byte) {
       run.words.load(blocks + (before + at), column % weights, (before + at) % 2 == 1);
@@ -486,16 +459,15 @@ struct BlockRows {
     return run;
   }
 
-  // The same of row + more, where all lanes have the same `more`.
-  Run load(uint row, uint more, uint column) const {
-    return load(row + more, column);
-  }
-
   static float scale(Run run) {
     return run.words.scale();
   }
   static float bias(Run run) {
-    return run.words.bias();
+    if constexpr (has_bias) {
+      return run.words.bias();
+    } else {
+      return 0.0f;
+    }
   }
 
   // The matrix from another row on; alone: with all of its rows at that one.
@@ -510,3 +482,20 @@ struct BlockRows {
 };
 
 }  // namespace mittens
+
+// One instantiation for each kind and element type, called <name>_<kind><suffix>_<dtype>.
+#define instantiate_kinds(name, suffix, function, ...)                             \
+  instantiate_types(name "_q4_0" suffix, function, q4_0, ##__VA_ARGS__)             \
+  instantiate_types(name "_q4_1" suffix, function, q4_1, ##__VA_ARGS__)             \
+  instantiate_types(name "_q5_0" suffix, function, q5_0, ##__VA_ARGS__)             \
+  instantiate_types(name "_q5_1" suffix, function, q5_1, ##__VA_ARGS__)             \
+  instantiate_types(name "_q8_0" suffix, function, q8_0, ##__VA_ARGS__)             \
+  instantiate_types(name "_q2_k" suffix, function, q2_k, ##__VA_ARGS__)             \
+  instantiate_types(name "_q3_k" suffix, function, q3_k, ##__VA_ARGS__)             \
+  instantiate_types(name "_q4_k" suffix, function, q4_k, ##__VA_ARGS__)             \
+  instantiate_types(name "_q5_k" suffix, function, q5_k, ##__VA_ARGS__)             \
+  instantiate_types(name "_q6_k" suffix, function, q6_k, ##__VA_ARGS__)             \
+  instantiate_types(name "_iq4_nl" suffix, function, iq4_nl, ##__VA_ARGS__)         \
+  instantiate_types(name "_iq4_xs" suffix, function, iq4_xs, ##__VA_ARGS__)         \
+  instantiate_types(name "_mxfp4" suffix, function, block_mxfp4, ##__VA_ARGS__)     \
+  instantiate_types(name "_nvfp4" suffix, function, block_nvfp4, ##__VA_ARGS__)

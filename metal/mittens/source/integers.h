@@ -6,9 +6,7 @@
 // Integers whose factor differs are summed apart: these are the levels of a source.
 #pragma once
 
-#include <metal_stdlib>
-
-using namespace metal;
+#include "mittens/integers.h"
 
 namespace mittens {
 
@@ -51,16 +49,10 @@ struct Integers {
   static constexpr float factor(int level) {
     return float(1 << (level * bits));
   }
-  static constexpr float base() {
-    return 1024.0f;
-  }
+  static constant constexpr float base = 1024.0f;
   // Near the zero of weights that have both signs: sums of v - middle do not grow large only to cancel.
-  static constexpr float middle() {
-    return float(1 << (bits - 1));
-  }
-  static constexpr float headroom() {
-    return 1.0f;
-  }
+  static constant constexpr float middle = float(1 << (bits - 1));
+  static constant constexpr float headroom = 1.0f;
 
   // From a column on, of the row that begins at word `row`.
   static Words load(const device uint* p, uint row, uint column) {
@@ -79,7 +71,7 @@ struct Integers {
 #pragma unroll
       for (int i = 0; i < each / 2; ++i) {
         const uint word = i * bits < 8 ? words.at[p] : upper;
-        const half2 pair = as_type<half2>((word & (mask << (i * bits % 8))) | 0x64006400u);
+        const half2 pair = masked_pair(word, mask << (i * bits % 8));
         q[p * each + i] = pair.x;
         q[p * each + i + each / 2] = pair.y;
       }
@@ -104,15 +96,9 @@ struct OddIntegers {
   static constexpr float factor(int) {
     return 1.0f;
   }
-  static constexpr float base() {
-    return 1024.0f;
-  }
-  static constexpr float middle() {
-    return float(1 << (bits - 1));
-  }
-  static constexpr float headroom() {
-    return 1.0f;
-  }
+  static constant constexpr float base = 1024.0f;
+  static constant constexpr float middle = float(1 << (bits - 1));
+  static constant constexpr float headroom = 1.0f;
 
   // Rows are whole words, so that no word is beyond the row that a run is in.
   static Words load(const device uint* p, uint row, uint column) {

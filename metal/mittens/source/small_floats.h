@@ -22,15 +22,9 @@ struct SmallFloats {
   static constexpr float factor(int) {
     return bits == 4 ? 1.0f / 16384 : 1.0f / 256;
   }
-  static constexpr float base() {
-    return 0.0f;
-  }
-  static constexpr float middle() {
-    return 0.0f;
-  }
-  static constexpr float headroom() {
-    return 1.0f;
-  }
+  static constant constexpr float base = 0.0f;
+  static constant constexpr float middle = 0.0f;
+  static constant constexpr float headroom = 1.0f;
 
   static Words load(const device uint* p, uint row, uint column) {
     Words words;
@@ -90,11 +84,6 @@ struct FloatRows {
   uint words_stride;  // from row to row
   uint scales_stride;
 
-  Run load(uint row, uint column) const {
-    return load(row, 0, column);
-  }
-
-  // The same of row + more, where all lanes have the same `more`.
   Run load(uint row, uint more, uint column) const {
     Run run;
     run.words = Values::load(words, row * words_stride + more * words_stride, column);

@@ -18,9 +18,7 @@ template <typename T, int MB, int fewest = 1>
     const device uint4* tiles [[buffer(3)]],
     device T* y [[buffer(4)]],               // [pairs, rows, outputs]
     constant GatherQmmParams& params [[buffer(5)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Source = DenseRows<T>;
   using Operand = TileOperand<T, Source>;

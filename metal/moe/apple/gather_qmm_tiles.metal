@@ -19,9 +19,7 @@ template <typename T, QuantizedFormat F, int MB, int fewest = 1>
     const device uint4* tiles [[buffer(6)]],
     device T* y [[buffer(7)]],                    // [pairs, rows, outputs]
     constant GatherQmmParams& params [[buffer(8)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_at [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    thread_of_tiles) {
   constexpr int NB = kTileOutputs / kTileSimdgroups / 8;
   using Rows = QuantizedRows<T, F, 8>;
   using Operand = TileOperand<T, typename Rows::Source>;
@@ -42,8 +40,4 @@ instantiate_types("gather_qmm_tiles_2bit_32", gather_qmm_tiles, affine_2, 4)
 instantiate_types("gather_qmm_tiles_3bit_32", gather_qmm_tiles, affine_3, 4)
 instantiate_types("gather_qmm_tiles_5bit_32", gather_qmm_tiles, affine_5, 4)
 instantiate_types("gather_qmm_tiles_6bit_32", gather_qmm_tiles, affine_6, 4)
-instantiate_types("gather_qmm_tiles_4bit_64", gather_qmm_tiles, affine_4, 8)
-instantiate_types("gather_qmm_tiles_8bit_64", gather_qmm_tiles, affine_8, 8)
-instantiate_types("gather_qmm_tiles_mxfp4_64", gather_qmm_tiles, mxfp4, 8)
-instantiate_types("gather_qmm_tiles_mxfp8_64", gather_qmm_tiles, mxfp8, 8)
-instantiate_types("gather_qmm_tiles_nvfp4_64", gather_qmm_tiles, nvfp4, 8)
+instantiate_short_runs("gather_qmm_tiles", "_64", gather_qmm_tiles, 8)

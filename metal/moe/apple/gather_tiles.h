@@ -85,7 +85,7 @@ inline void multiply_blocks(
     staging.from[i] = (row * params.weights.columns + staging.column) / 4;
   }
   Tile<float, B, N * NB> sums;
-  multiply_staged<N, B, NB>(staging, WholeColumns{params.weights.columns}, w, to.output, staged, lane, sums);
+  multiply_staged<N, B, NB>(staging, TileColumns<false>{params.weights.columns}, w, to.output, staged, lane, sums);
 #pragma unroll
   for (int i = 0; i < B; ++i) {
     const uint m = i * 8 + tile_row(lane);
